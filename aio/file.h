@@ -1,0 +1,61 @@
+// One open file for direct I/O: opening, alignment, preallocation, lock. Transfers go through aio/queue.h; the blocking
+// calls here are for small headers and for tests.
+//
+// A File belongs to whoever opened it and must outlive every queue that was given it. Thread: any, one at a time.
+// Errors: spillway::Error with the path as object.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+
+namespace spillway {
+
+struct FileOptions {
+  bool writable = false;
+  bool create = false;     // O_CREAT | O_EXCL with mode 0600; never follows a symbolic link
+  bool direct = true;      // ask for O_DIRECT; direct() says whether the file system granted it
+};
+
+class File {
+ public:
+  static File open(const std::filesystem::path& path, FileOptions options);
+
+  File(File&& other) noexcept;
+  File& operator=(File&& other) noexcept;
+  ~File();
+
+  int fd() const noexcept { return fd_; }
+  const std::filesystem::path& path() const noexcept { return path_; }
+  bool direct() const noexcept { return direct_; }
+  // What offset, length and memory address of a request must be multiples of (statx STATX_DIOALIGN, else a probe);
+  // 1 when the file is not direct.
+  std::uint32_t alignment() const noexcept { return alignment_; }
+  std::uint64_t size_bytes() const;
+
+  // Reserves [0, bytes) on disk so that no later write inside it can fail with ENOSPC; copy-on-write is switched off
+  // first where the file system has it. Throws kIo with ENOSPC, naming what is missing, and leaves the size unchanged.
+  void preallocate(std::uint64_t bytes);
+
+  // Exclusive lock on this very description (F_OFD_SETLK); after a kill -9 the kernel may still be finishing writes of
+  // the dead holder, so it retries for `patience_seconds` before it throws kBusy.
+  void lock(double patience_seconds);
+
+  // Blocking, complete transfers (short ones are resumed); offset, length and address must be aligned if direct().
+  void read_at(std::uint64_t offset, std::span<std::byte> out) const;
+  void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
+  // fdatasync. A failure is final: the file refuses to sync again (the kernel may have dropped the dirty pages).
+  void sync();
+
+ private:
+  File() = default;
+  int fd_ = -1;
+  bool direct_ = false;
+  bool sync_failed_ = false;
+  std::uint32_t alignment_ = 1;
+  std::filesystem::path path_;
+};
+
+}  // namespace spillway

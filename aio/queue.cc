@@ -1,0 +1,1 @@
+#include "aio/queue.h"

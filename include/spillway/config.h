@@ -1,0 +1,69 @@
+// The effective configuration of a run: plain values with their defaults. config_from_json() reads a DeepSpeed-style
+// ds_config.json; the keys and their meaning are DeepSpeed's, the section "spillway" holds what DeepSpeed has no word for.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "spillway/dtype.h"
+
+namespace spillway {
+
+enum class Placement : std::uint8_t { kHbm, kHost, kNvme };  // offload device: none, cpu, nvme
+
+struct OptimizerConfig {
+  double learning_rate = 1e-3;
+  double beta1 = 0.9, beta2 = 0.999;
+  double epsilon = 1e-8;
+  double weight_decay = 0;
+  bool decoupled_decay = true;   // AdamW; false: L2 (Adam with adam_w_mode false)
+  bool bias_correction = true;
+};
+
+enum class ScheduleKind : std::uint8_t { kConstant, kWarmup, kWarmupDecay, kWarmupCosine };
+
+struct ScheduleConfig {
+  ScheduleKind kind = ScheduleKind::kConstant;
+  double warmup_min_lr = 0, warmup_max_lr = 1e-3;
+  std::uint64_t warmup_steps = 1000, total_steps = 0;
+  bool logarithmic_warmup = true;                     // warmup_type "log"; false: "linear"
+  double warmup_min_ratio = 0, cosine_min_ratio = 1e-4;  // WarmupCosineLR, as shares of the optimizer's rate
+};
+
+enum class IoEngineChoice : std::uint8_t { kAuto, kIoUring, kThreads };
+
+struct Config {
+  std::uint32_t micro_batch = 1;              // train_micro_batch_size_per_gpu
+  std::uint32_t gradient_accumulation = 1;    // gradient_accumulation_steps
+  double gradient_clipping = 0;               // maximal norm; 0: off
+  DType weights = DType::kFloat32;            // bf16.enabled
+  OptimizerConfig optimizer;
+  ScheduleConfig schedule;
+
+  Placement states = Placement::kHbm;         // offload_optimizer.device
+  Placement parameters = Placement::kHbm;     // offload_param.device
+  std::vector<std::filesystem::path> nvme_paths;
+  std::uint64_t io_block_bytes = 1 << 20;     // aio.block_size
+  std::uint32_t io_depth = 32;                // aio.queue_depth
+
+  // Section "spillway". Absent budgets take what the plan asks for (nvme: what the store needs).
+  std::optional<std::uint64_t> hbm_bytes, host_bytes, nvme_bytes;
+  std::uint64_t tile_elements = 4 << 20;      // multiple of 1,024
+  std::optional<std::uint32_t> commit_every;  // steps between commits; 0: one slot, no resume
+  unsigned threads = 0;                       // compute threads; 0: one per core this process may use
+  IoEngineChoice io_engine = IoEngineChoice::kAuto;
+};
+
+// Parses a configuration. `name` stands in error messages (`name:line:column: what; hint`). All errors of the text are
+// reported in one Error (kInvalidArgument), one line each. Relative paths are taken as they are.
+Config config_from_json(std::string_view text, const std::string& name);
+Config load_config(const std::filesystem::path& file);
+
+// The learning rate of optimizer step `step` (1 is the first).
+double learning_rate(const Config& config, std::uint64_t step);
+
+}  // namespace spillway

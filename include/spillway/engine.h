@@ -1,0 +1,141 @@
+// The engine: trains a model whose weights, gradients and Adam states do not fit the device.
+//
+//   auto engine = Engine::create(config, description, {.on_existing = OnExisting::kRefuse});
+//   engine->import_weights(source);
+//   for each step:
+//     for each visit of the plan:
+//       Lease lease = engine->acquire(block, pass, stream);   // weights on the device, `stream` waits for them
+//       … enqueue work on `stream` that reads lease.weight(parameter) …
+//       engine->push_gradient({.block, .parameter, .data, .dtype}, stream);   // backward visits
+//       lease.release();                                      // in stream order
+//     StepReport report = engine->step(blob);
+//
+// Ownership: the engine owns every arena, stream and file; leases refer to it and must be released before it goes.
+// Threads: calls may come from different threads, one at a time. Errors: spillway::Error in the caller's thread; after an
+// I/O error the engine refuses further work and the store is at its last commit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "spillway/config.h"
+#include "spillway/device.h"
+#include "spillway/model.h"
+
+namespace spillway {
+
+enum class OnExisting : std::uint8_t { kRefuse, kResume, kReplace };
+
+struct EngineOptions {
+  OnExisting on_existing = OnExisting::kRefuse;  // what to do with a store that exists in nvme_paths
+  bool poison_released = false;                  // tests: fill a released lease with NaN
+};
+
+// One line of the memory ledger: a reservation made at create.
+struct Reservation {
+  Placement tier;
+  std::string purpose;
+  std::uint64_t bytes = 0;
+};
+
+struct Ledger {
+  std::vector<Reservation> reservations;
+  std::uint64_t hbm_budget = 0, host_budget = 0, nvme_budget = 0;
+  std::uint64_t total(Placement tier) const;
+};
+
+struct StepReport {
+  std::uint64_t step = 0;
+  double gradient_norm = 0;  // before clipping
+  double learning_rate = 0;
+  double seconds = 0;        // since the last step() returned
+  std::uint64_t nvme_read_bytes = 0, nvme_write_bytes = 0, h2d_bytes = 0, d2h_bytes = 0;
+  std::string link;          // the slowest link: nvme, h2d, d2h, compute
+  double link_percent = 0;   // that link's own time as a share of the step
+  double stall_seconds = 0;  // the compute stream stood idle for weights, plus step() waited for I/O
+  double adam_seconds = 0;
+  std::uint64_t unplanned_visits = 0;
+  std::uint64_t durable_step = 0;  // the last step that survives any crash
+};
+
+class Engine;
+
+// An acquired block: device addresses of its weights, valid until release(). Move-only; the destructor releases.
+class Lease {
+ public:
+  Lease(Lease&& other) noexcept;
+  Lease& operator=(Lease&& other) noexcept;
+  ~Lease();
+
+  // Device address of a parameter's weights in the configured dtype, row-major, aligned to 2048 bytes.
+  const void* weight(std::uint32_t parameter) const;
+  // Gives the block back once the work enqueued so far on the stream of acquire() has run.
+  void release();
+
+ private:
+  friend class Engine;
+  Lease(Engine* engine, std::uint32_t slot) : engine_(engine), slot_(slot) {}
+  Engine* engine_ = nullptr;
+  std::uint32_t slot_ = 0;
+};
+
+struct Gradient {
+  std::uint32_t block = 0;
+  std::uint32_t parameter = 0;  // index in its block
+  const void* data = nullptr;   // device address; may be overwritten by work enqueued on the stream after this call
+  DType dtype = DType::kFloat32;  // fp32, or the configured weight type
+};
+
+// Writes the values [first, first + out.size()) of a parameter into `out`, row-major, as fp32.
+using WeightSource = std::function<void(std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out)>;
+// Receives values in the same way, in increasing order of `first`.
+using WeightSink =
+    std::function<void(std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values)>;
+
+class Engine {
+ public:
+  // Plans, reserves every byte and opens the store. Refuses before anything is written when a budget is too small
+  // (kDoesNotFit, naming the smallest change that fits), a store exists (kExists), is in use (kBusy) or belongs to
+  // another model (kInvalidArgument).
+  static std::unique_ptr<Engine> create(const Config& config, const ModelDescription& model, EngineOptions options = {});
+  virtual ~Engine() = default;
+
+  // The last step done: 0 for a new run, the committed step after kResume.
+  virtual std::uint64_t current_step() const = 0;
+  // The caller's blob of that step; empty for a new run.
+  virtual std::vector<std::byte> blob() const = 0;
+  virtual const Ledger& ledger() const = 0;
+  // Human-readable: device, I/O engine, tiers, commit interval; one fact a line.
+  virtual std::vector<std::string> describe() const = 0;
+
+  // Gives every weight its initial value (needed once, before step 1 of a new run) and commits step 0.
+  virtual void import_weights(const WeightSource& source) = 0;
+
+  virtual DeviceKind device_kind() const = 0;
+  virtual Stream& stream() = 0;  // a compute stream for callers without one of their own
+  virtual std::span<std::byte> workspace() = 0;
+  virtual bool in_hbm(const void* data, std::size_t bytes) const = 0;
+
+  virtual Lease acquire(std::uint32_t block, Pass pass, Stream& stream) = 0;
+  virtual void push_gradient(const Gradient& gradient, Stream& stream) = 0;
+  // Ends the step: norm, clipping, update of every tile, commit when due. `blob` is kept by the commit. Throws
+  // kNonFinite, with nothing changed, when a gradient holds NaN or Inf; kInvalidArgument when one is missing.
+  virtual StepReport step(std::span<const std::byte> blob = {}) = 0;
+  // Makes the current step durable, if it is not already.
+  virtual void flush() = 0;
+
+  // Streams every parameter out as fp32: the exact master (`exact`), or the 16-bit weight widened.
+  virtual void export_weights(bool exact, const WeightSink& sink) = 0;
+
+ protected:
+  friend class Lease;
+  virtual const void* weight_address(std::uint32_t slot, std::uint32_t parameter) const = 0;
+  virtual void release(std::uint32_t slot) = 0;
+};
+
+}  // namespace spillway

@@ -1,0 +1,67 @@
+// The one exception type of the public API, and the check for programmer errors.
+//
+// An Error is thrown in the thread that called Spillway; inside queues and on Spillway's own threads failures travel as
+// values. what() reads `<object>: <what happened> (<errno text>); <what to do>`; the parts in brackets and after the
+// semicolon appear when there is something to say.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+namespace spillway {
+
+enum class Code {
+  kInvalidArgument,  // the caller's input is wrong: configuration, model description, file contents
+  kNotFound,         // a file, tensor or store that should be there is not
+  kExists,           // something is there that must not be overwritten
+  kDoesNotFit,       // a budget is too small for the plan
+  kBusy,             // another process holds the store
+  kIo,               // the operating system refused or failed a transfer
+  kCorrupt,          // bytes on disk are not the bytes that were written
+  kNonFinite,        // NaN or Inf in a gradient
+  kUnsupported,      // this machine, kernel or build cannot do it
+};
+
+struct ErrorParts {
+  std::string object;    // what it happened to: a path, a tensor, a configuration key
+  std::string happened;  // what happened
+  int errno_value = 0;   // 0: no system call was involved
+  std::string hint;      // what to do about it; may be empty
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(Code code, ErrorParts parts)
+      : std::runtime_error(message(parts)), code_(code), parts_(std::move(parts)) {}
+
+  Code code() const noexcept { return code_; }
+  const ErrorParts& parts() const noexcept { return parts_; }
+
+ private:
+  static std::string message(const ErrorParts& parts) {
+    std::string text = parts.object + ": " + parts.happened;
+    if (parts.errno_value != 0) text += " (" + std::generic_category().message(parts.errno_value) + ")";
+    if (!parts.hint.empty()) text += "; " + parts.hint;
+    return text;
+  }
+
+  Code code_;
+  ErrorParts parts_;
+};
+
+// Prints the failed expression and aborts; stays on in release builds.
+[[noreturn]] inline void check_failed(const char* file, int line, const char* expression, const char* why) {
+  std::fprintf(stderr, "spillway: %s:%d: check failed: %s: %s\n", file, line, expression, why);
+  std::abort();
+}
+
+}  // namespace spillway
+
+#define SPILLWAY_CHECK(expression, why)                                                            \
+  (static_cast<bool>(expression) ? static_cast<void>(0)                                            \
+                                 : ::spillway::check_failed(__FILE__, __LINE__, #expression, why))

@@ -1,0 +1,97 @@
+// The Device seam: everything that differs between GPUs and the emulated `host` device.
+//
+// A Device owns one HBM arena of exactly the asked size and hands out streams and events with CUDA's semantics: streams
+// are in order, a wait captures the event's latest record at the time of the call, copies are asynchronous. Host memory
+// named in a copy must be registered first. Streams and events must be destroyed before their device.
+// Threads: every call may come from any thread; one stream is fed by one thread at a time.
+// Errors: spillway::Error at creation and registration. Failures of enqueued work surface in synchronize().
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "kernels/adam.h"
+#include "kernels/norm.h"
+#include "spillway/device.h"
+#include "spillway/dtype.h"
+
+namespace spillway {
+
+enum class CopyKind : std::uint8_t { kHostToDevice, kDeviceToHost, kDeviceToDevice };
+
+class Event {
+ public:
+  virtual ~Event() = default;
+  bool recorded() const noexcept { return recorded_; }
+
+ protected:
+  friend class Device;
+  bool recorded_ = false;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual DeviceKind kind() const noexcept = 0;
+  virtual std::string describe() const = 0;
+  virtual std::span<std::byte> hbm() const noexcept = 0;
+  virtual void register_host(std::span<std::byte> memory) = 0;
+  virtual void unregister_host(std::span<std::byte> memory) noexcept = 0;
+
+  virtual std::unique_ptr<Stream> create_stream(std::string name) = 0;
+  virtual std::unique_ptr<Event> create_event() = 0;
+
+  void record(Event& event, Stream& stream) {
+    event.recorded_ = true;
+    do_record(event, stream);
+  }
+  // CUDA lets a wait for an event that was never recorded pass at once; that is always a bug, so it is refused here.
+  void wait(Stream& stream, Event& event) {
+    SPILLWAY_CHECK(event.recorded(), "a stream may only wait for an event that was recorded");
+    do_wait(stream, event);
+  }
+  virtual bool done(const Event& event) const = 0;       // true also when never recorded, as in CUDA
+  virtual void synchronize(const Event& event) const = 0;  // blocks the calling thread
+
+  virtual void copy_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) = 0;
+  virtual void fill_async(void* to, std::byte value, std::size_t bytes, Stream& stream) = 0;
+  // Calls function(argument) on a thread of the device once the stream gets there. It must be short, must not block and
+  // must not call the device (cudaLaunchHostFunc's rules).
+  virtual void call_async(void (*function)(void*), void* argument, Stream& stream) = 0;
+
+  // accumulator[i] = from[i] (first) or accumulator[i] + from[i], in fp32.
+  virtual void accumulate_async(float* accumulator, const void* from, DType from_type, std::size_t count, bool first,
+                                Stream& stream) = 0;
+  // to[i] = from[i], rounded to nearest, ties to even.
+  virtual void cast_async(void* to, DType to_type, const void* from, DType from_type, std::size_t count,
+                          Stream& stream) = 0;
+  // *result (device memory) = squared norm and first non-finite element of data[0, count); see kernels/norm.h.
+  // `leaves` is scratch: div_up(count, kNormLeaf) doubles of device memory.
+  virtual void squared_norm_async(const void* data, DType type, std::size_t count, double* leaves, NormResult* result,
+                                  Stream& stream) = 0;
+  // *finite (device memory) is cleared when a result is not finite, and left alone otherwise.
+  virtual void adam_async(const AdamTile& tile, const AdamScalars& scalars, std::uint32_t* finite, Stream& stream) = 0;
+
+  // Seconds since the stream was created in which it had nothing to run: queue empty, or waiting for an event.
+  virtual double idle_seconds(const Stream& stream) const = 0;
+
+ protected:
+  virtual void do_record(Event& event, Stream& stream) = 0;
+  virtual void do_wait(Stream& stream, Event& event) = 0;
+};
+
+struct HostDeviceOptions {
+  std::uint64_t hbm_bytes = 0;
+  // For tests: each copy waits this long first.
+  double copy_delay_seconds = 0;
+};
+
+// The emulated device: HBM is an arena in RAM, each stream runs on a thread of its own, kernels on `workers` (which must
+// outlive the device).
+std::unique_ptr<Device> create_host_device(const HostDeviceOptions& options, HostWorkers& workers);
+
+}  // namespace spillway
