@@ -43,6 +43,9 @@ class File {
   // the dead holder, so it retries for `patience_seconds` before it throws kBusy.
   void lock(double patience_seconds);
 
+  // Renames the open file and makes the new name durable (fsync of the directory).
+  void rename_to(const std::filesystem::path& path);
+
   // Blocking, complete transfers (short ones are resumed); offset, length and address must be aligned if direct().
   void read_at(std::uint64_t offset, std::span<std::byte> out) const;
   void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
