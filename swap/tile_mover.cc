@@ -60,7 +60,7 @@ bool TileMover::idle(std::uint32_t index) const {
          (!buffer.copied || parts_.device->done(*buffer.copies));
 }
 
-void TileMover::start_load(std::uint32_t tile, std::uint32_t index) {
+void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
   Buffer& buffer = *slots_[index];
   if (buffer.state == State::kSaving) finish_save(index);
   SPILLWAY_CHECK(buffer.state == State::kFree, "a buffer holds one tile at a time");
@@ -71,9 +71,10 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index) {
   buffer.copied = false;
   for (std::size_t part = 0; part < kParts; ++part) {
     buffer.read[part] = false;
-    if (!buffer.memory.part[part] || place.home[part] == Home::kHost) continue;
+    const Home home = from == Load::kStore ? Home::kNvme : place.home[part];
+    if (!buffer.memory.part[part] || home == Home::kHost) continue;
     const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
-    if (place.home[part] == Home::kHbm) {
+    if (home == Home::kHbm) {
       parts_.device->copy_async(CopyKind::kDeviceToHost, buffer.memory.part[part],
                                 parts_.device->hbm().data() + place.offset[part], bytes, *parts_.d2h);
       parts_.device->record(*buffer.copies, *parts_.d2h);
@@ -156,6 +157,7 @@ bool TileMover::to_slot(const Buffer& buffer, Part part, Save kind) const {
     case Save::kUpdated: return written_by_update(place, part);
     case Save::kNew: return true;
     case Save::kCommit: return !parts_.store->written(buffer.tile, part);
+    case Save::kRestored: return false;
   }
   return false;
 }

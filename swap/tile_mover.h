@@ -27,10 +27,16 @@ struct TileMemory {
   std::byte* part[kParts] = {};  // null: the tile has no such part
 };
 
+enum class Load : std::uint8_t {
+  kHome,   // the current bytes, from wherever they live
+  kStore,  // every part from its slot on NVMe: on resume, when nothing is at home yet
+};
+
 enum class Save : std::uint8_t {
   kUpdated,  // after Adam: what every update writes
   kNew,      // after import: every part, every home
   kCommit,   // what no update wrote since the last commit
+  kRestored,  // after a load from the store: homes only, nothing is written to NVMe
 };
 
 struct TileMoverParts {
@@ -59,7 +65,7 @@ class TileMover {
   std::uint32_t buffers() const noexcept { return parts_.count; }
   bool idle(std::uint32_t buffer) const;  // nothing under way: start_load will not block
 
-  void start_load(std::uint32_t tile, std::uint32_t buffer);
+  void start_load(std::uint32_t tile, std::uint32_t buffer, Load from = Load::kHome);
   TileMemory finish_load(std::uint32_t buffer);
   // Like a finished load, without bringing anything: for import, which writes every byte.
   TileMemory blank(std::uint32_t tile, std::uint32_t buffer);
