@@ -38,8 +38,8 @@ struct Reaped {
 
 struct IoEngineOptions {
   std::uint32_t depth = 0;  // pieces in flight, at most
-  std::span<File* const> files;
-  std::span<const std::span<std::byte>> regions;
+  std::span<File* const> files = {};
+  std::span<const std::span<std::byte>> regions = {};
 };
 
 class IoEngine {

@@ -13,7 +13,10 @@ namespace {
 class FaultyEngine final : public IoEngine {
  public:
   FaultyEngine(std::unique_ptr<IoEngine> inner, FaultPlan plan)
-      : inner_(std::move(inner)), plan_(std::move(plan)), random_(plan_.seed), trace_(plan_.trace ? *plan_.trace : own_trace_) {}
+      : inner_(std::move(inner)),
+        plan_(std::move(plan)),
+        random_(plan_.seed),
+        trace_(plan_.trace ? *plan_.trace : own_trace_) {}
 
   std::size_t submit(std::span<const IoPiece> pieces) override {
     if (!pieces.empty() && chance(plan_.takes_fewer)) {

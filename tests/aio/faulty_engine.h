@@ -1,5 +1,5 @@
-// An I/O engine that misbehaves as drives and kernels do, on top of one that does not. What goes wrong comes from a script:
-// written out in a test, or drawn from a seed.
+// An I/O engine that misbehaves as drives and kernels do, on top of one that does not. What goes wrong comes from a
+// script: written out in a test, or drawn from a seed.
 #pragma once
 
 #include <atomic>
@@ -39,11 +39,11 @@ struct EngineTrace {
 };
 
 struct FaultPlan {
-  FaultScript script;           // empty: no faults
-  std::uint64_t seed = 0;       // of takes_fewer and reorder
-  double takes_fewer = 0;       // probability that a submit takes only some of the pieces, or none
-  bool reorder = false;         // results come back in random order
-  EngineTrace* trace = nullptr; // must outlive the engine
+  FaultScript script = {};       // empty: no faults
+  std::uint64_t seed = 0;        // of takes_fewer and reorder
+  double takes_fewer = 0;        // probability that a submit takes only some of the pieces, or none
+  bool reorder = false;          // results come back in random order
+  EngineTrace* trace = nullptr;  // must outlive the engine
 };
 
 std::unique_ptr<IoEngine> make_faulty_engine(std::unique_ptr<IoEngine> inner, FaultPlan plan);

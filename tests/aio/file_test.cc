@@ -327,9 +327,8 @@ TEST(FileSync, AFailedSyncIsFinal) {
   File file = File::open(dir / "store", kNew);
   file.sync();
   bool refused = false;
-  const bool ran = with_refused_call({.number = SYS_fdatasync, .error = EIO}, [&] {
-    refused = error_of([&] { file.sync(); }).parts().errno_value == EIO;
-  });
+  const bool ran = with_refused_call({.number = SYS_fdatasync, .error = EIO},
+                                     [&] { refused = error_of([&] { file.sync(); }).parts().errno_value == EIO; });
   if (!ran) GTEST_SKIP() << "seccomp filters are not permitted here";
   EXPECT_TRUE(refused);
   // The drive is well again: the file must not be.

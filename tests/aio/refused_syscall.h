@@ -1,5 +1,5 @@
-// Runs code on a thread of its own for which one system call fails with a chosen errno: a seccomp filter, which binds that
-// thread and no other. Needs no privileges.
+// Runs code on a thread of its own for which one system call fails with a chosen errno: a seccomp filter, which binds
+// that thread and no other. Needs no privileges.
 #pragma once
 
 #include <linux/audit.h>
@@ -18,7 +18,7 @@
 namespace spillway::testing {
 
 struct RefusedCall {
-  std::uint32_t number = 0;                           // SYS_...
+  std::uint32_t number = 0;  // SYS_...
   int error = 0;
   std::optional<std::uint32_t> second_argument = {};  // only calls with this one (the command of fcntl)
 };
@@ -38,7 +38,8 @@ inline bool with_refused_call(const RefusedCall& call, const std::function<void(
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
     };
     const sock_fprog program{static_cast<unsigned short>(std::size(filter)), filter};
-    installed = prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+    installed =
+        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
     if (installed) body();
   }).join();
   return installed;

@@ -1,4 +1,5 @@
-// What the tests of this room share: a directory that goes away, aligned memory, patterns, captured log lines, the seed.
+// What the tests of this room share: a directory that goes away, aligned memory, patterns, captured log lines, the
+// seed.
 #pragma once
 
 #include <gtest/gtest.h>
