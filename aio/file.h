@@ -15,8 +15,8 @@ namespace spillway {
 
 struct FileOptions {
   bool writable = false;
-  bool create = false;     // O_CREAT | O_EXCL with mode 0600; never follows a symbolic link
-  bool direct = true;      // ask for O_DIRECT; direct() says whether the file system granted it
+  bool create = false;  // O_CREAT | O_EXCL with mode 0600; never follows a symbolic link
+  bool direct = true;   // ask for O_DIRECT; direct() says whether the file system granted it
 };
 
 class File {
@@ -52,11 +52,15 @@ class File {
   // fdatasync. A failure is final: the file refuses to sync again (the kernel may have dropped the dirty pages).
   void sync();
 
+  // The errno of the sync that failed, here or in a queue; 0: none did. Whoever syncs this file records a failure here.
+  int sync_error() const noexcept { return sync_error_; }
+  void note_sync_failure(int errno_value) noexcept;
+
  private:
   File() = default;
   int fd_ = -1;
   bool direct_ = false;
-  bool sync_failed_ = false;
+  int sync_error_ = 0;
   std::uint32_t alignment_ = 1;
   std::filesystem::path path_;
 };

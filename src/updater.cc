@@ -57,6 +57,14 @@ void Updater::read_ahead() {
   if (!plan_.gradients_in_hbm) start_loads(0);
 }
 
+void Updater::cancel_read_ahead() {
+  for (std::size_t i = 0; i < loading_; ++i) {
+    mover_.finish_load(static_cast<std::uint32_t>(i));
+    mover_.drop(static_cast<std::uint32_t>(i));
+  }
+  loading_ = 0;
+}
+
 void Updater::run(const AdamScalars& scalars) {
   if (plan_.gradients_in_hbm) return run_on_device(scalars);
   for (std::size_t i = 0; i < order_.size(); ++i) {

@@ -23,6 +23,9 @@ class Updater {
   // Starts reading the first tiles; run() then finds them on their way. Call at most once before each run().
   void read_ahead();
 
+  // Drops what read_ahead() brought: the buffers are needed for something else.
+  void cancel_read_ahead();
+
   double adam_seconds() const noexcept { return adam_seconds_; }  // all runs together
 
  private:
