@@ -166,4 +166,18 @@ void File::note_sync_failure(int errno_value) noexcept {
   if (sync_error_ == 0) sync_error_ = errno_value != 0 ? errno_value : EIO;
 }
 
+void File::rename_to(const std::filesystem::path& path) {
+  if (::rename(path_.c_str(), path.c_str()) != 0) {
+    throw Error(Code::kIo, {path_.string(), "cannot be renamed to " + path.string(), errno, "check the directory's permissions"});
+  }
+  path_ = path;
+  // The name is durable only when its directory is.
+  const std::filesystem::path parent = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+  const int directory = ::open(parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const bool synced = directory >= 0 && ::fsync(directory) == 0;
+  const int error = errno;
+  if (directory >= 0) ::close(directory);
+  if (!synced) throw Error(Code::kIo, {parent.string(), "cannot be synced", error, "check the drive"});
+}
+
 }  // namespace spillway

@@ -60,7 +60,7 @@ HostStream& as_host(Stream& stream) {
 class HostDevice final : public Device {
  public:
   HostDevice(const HostDeviceOptions& options, HostWorkers& workers)
-      : workers_(workers), arena_(options.hbm_bytes), copy_delay_(options.copy_delay_seconds) {}
+      : workers_(workers), arena_(options.hbm_bytes, kHbmArena), copy_delay_(options.copy_delay_seconds) {}
 
   DeviceKind kind() const noexcept override { return DeviceKind::kHost; }
   std::span<std::byte> hbm() const noexcept override { return arena_.memory(); }

@@ -1,6 +1,7 @@
 #include "kernels/host_memory.h"
 
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -9,6 +10,11 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
+
+#ifndef PR_SET_VMA  // kernel headers before 5.17
+#define PR_SET_VMA 0x53564d41
+#define PR_SET_VMA_ANON_NAME 0
+#endif
 
 namespace spillway {
 namespace {
@@ -19,17 +25,18 @@ constexpr std::uint64_t kHugePageArena = 64 * kMiB;
 
 }  // namespace
 
-HostArena::HostArena(std::uint64_t bytes) {
-  const std::string object = "HBM of the host device";
-  if (bytes == 0) throw Error(Code::kInvalidArgument, {object, "its size is 0 bytes", 0, "set hbm_bytes"});
+HostArena::HostArena(std::uint64_t bytes, const ArenaName& name) {
+  const std::string object = name.object, key = name.key;
+  if (bytes == 0) throw Error(Code::kInvalidArgument, {object, "its size is 0 bytes", 0, "set " + key});
   mapped_bytes_ = align_up(bytes, static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)));
-  if (mapped_bytes_ < bytes) throw Error(Code::kInvalidArgument, {object, "its size overflows", 0, "lower hbm_bytes"});
+  if (mapped_bytes_ < bytes) throw Error(Code::kInvalidArgument, {object, "its size overflows", 0, "lower " + key});
   // Not reserved: the budget is checked by the plan, and swap accounting would count it a second time.
   void* base = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) {
     throw Error(Code::kDoesNotFit,
-                {object, fmt::format("cannot map {} bytes", mapped_bytes_), errno, "lower hbm_bytes or raise ulimit -v"});
+                {object, fmt::format("cannot map {} bytes", mapped_bytes_), errno, "lower " + key + " or raise ulimit -v"});
   }
+  prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, base, mapped_bytes_, name.mapping);  // for smaps; older kernels refuse it
   memory_ = {static_cast<std::byte*>(base), bytes};
   huge_pages_ = bytes >= kHugePageArena && madvise(base, mapped_bytes_, MADV_HUGEPAGE) == 0;
   // Refused only by kernels without huge pages, which then give none anyway.

@@ -1,4 +1,4 @@
-// The memory of the `host` device: its HBM arena, and the host memory that was registered for copies.
+// Memory in RAM: the arenas (pinned host memory, and HBM of the `host` device), and what was registered for copies.
 #pragma once
 
 #include <cstddef>
@@ -9,10 +9,19 @@
 
 namespace spillway {
 
+// Which budget an arena is: the words of its errors, and its name in /proc/PID/smaps (`[anon:spillway hbm]`).
+struct ArenaName {
+  const char* object;  // `HBM of the host device`
+  const char* key;     // `hbm_bytes`
+  const char* mapping;
+};
+inline constexpr ArenaName kHbmArena{"HBM of the host device", "hbm_bytes", "spillway hbm"};
+inline constexpr ArenaName kPinnedArena{"host memory", "host_bytes", "spillway host"};
+
 // Anonymous memory of exactly `bytes`; pages are taken from the system when first written.
 class HostArena {
  public:
-  explicit HostArena(std::uint64_t bytes);  // throws Error
+  HostArena(std::uint64_t bytes, const ArenaName& name);  // throws Error
   ~HostArena();
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;

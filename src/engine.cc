@@ -45,7 +45,6 @@ class StepEngine final : public Engine {
     commit_every_ = config.commit_every.value_or(1);
     choose_commit_interval_ = machinery_.store && written_back_ && !config.commit_every;
     blob_.reserve(kBlobCapacity);
-    for (const Block& block : model_.blocks) visit_blocks_.reserve(visit_blocks_.size() + block.parameters.size());
     if (machinery_.resumed) resume();
   }
 
@@ -98,7 +97,7 @@ class StepEngine final : public Engine {
 
   std::uint64_t step_ = 0, durable_step_ = 0;
   std::vector<std::byte> blob_;
-  bool imported_ = false, stepping_ = false;
+  bool imported_ = false, stepping_ = false, updating_ = false;
   bool written_back_ = false;  // some tiles reach their slot only at a commit
   std::uint32_t commit_every_ = 1;
   bool choose_commit_interval_ = false;
@@ -112,7 +111,7 @@ class StepEngine final : public Engine {
 
 void StepEngine::refuse_if_failed() const {
   if (failure_.empty()) return;
-  throw Error(Code::kIo, {"engine", "stopped after an earlier error: " + failure_, 0, "open the store again with --resume"});
+  throw Error(Code::kIo, {"engine", "stopped after an earlier error (" + failure_ + ")", 0, "open the store again and resume"});
 }
 
 // Runs what may touch drive or device; a failure there is final for this engine.
@@ -122,7 +121,9 @@ auto StepEngine::guarded(Work&& work) {
   try {
     return work();
   } catch (const Error& error) {
-    if (error.code() != Code::kInvalidArgument && error.code() != Code::kDoesNotFit) failure_ = error.what();
+    const bool refused = error.code() == Code::kInvalidArgument || error.code() == Code::kDoesNotFit ||
+                         (error.code() == Code::kNonFinite && !updating_);
+    if (!refused) failure_ = error.what();
     throw;
   }
 }
@@ -154,11 +155,11 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     const auto visit = cursor_.advance(block, pass);
     if (!machinery_.places) {
       ++leases_;
-      return Lease(this, block);
+      return lend(block);
     }
     const std::uint32_t place = machinery_.places->acquire(block, visit, stream);
     if (cursor_.last()) machinery_.updater->read_ahead();  // nothing more to fetch: the update's first tiles come next
-    return Lease(this, place);
+    return lend(place);
   });
 }
 
@@ -228,8 +229,10 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
                           .decoupled_decay = optimizer.decoupled_decay,
                           .bias_correction = optimizer.bias_correction};
     const auto update_start = Clock::now();
+    updating_ = true;  // from here on the step is not taken back: what was overwritten in memory is gone
     machinery_.updater->run(adam_scalars(hyper, report.step, scale));
     const double update_seconds = seconds_since(update_start);
+    updating_ = false;
     step_ = report.step;
     blob_.assign(blob.begin(), blob.end());
 

@@ -69,12 +69,12 @@ std::uint64_t largest_fetch_granules(const Plan& plan) {
 }  // namespace
 
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options)
-    : host(plan.ledger.total(Placement::kHost)) {
+    : host(plan.ledger.total(Placement::kHost), kPinnedArena) {
   check_memory(plan);
   open_store(config, plan, options);
   workers = create_workers(config.threads);
   device = create_host_device({.hbm_bytes = plan.ledger.hbm_budget}, *workers);
-  device->register_host(host.bytes());
+  device->register_host(host.memory());
   compute = device->create_stream("compute");
   h2d = device->create_stream("h2d");
   d2h = device->create_stream("d2h");
@@ -100,7 +100,7 @@ Machinery::~Machinery() {
   compute.reset();
   h2d.reset();
   d2h.reset();
-  if (device) device->unregister_host(host.bytes());
+  if (device) device->unregister_host(host.memory());
 }
 
 void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions options) {
@@ -126,7 +126,7 @@ void Machinery::start_thread(const Config& config) {
                                .block_bytes = align_up(config.io_block_bytes, std::uint64_t{4 * kKiB}),
                                .depth = config.io_depth};
   thread = std::make_unique<StoreThread>(options, std::vector<File*>{&store->file()},
-                                         std::vector<std::span<std::byte>>{host.bytes()});
+                                         std::vector<std::span<std::byte>>{host.memory()});
 }
 
 void Machinery::build_movers(const Config& config, const ModelDescription& model, const Plan& plan,
@@ -138,12 +138,12 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
                                                      .thread = thread.get(),
                                                      .store = store.get(),
                                                      .tiles = plan.tile_places,
-                                                     .host = host.bytes(),
+                                                     .host = host.memory(),
                                                      .buffers = host_region(plan.host.buffers),
                                                      .buffer_bytes = plan.host.buffer_bytes,
                                                      .count = plan.host.buffers_count,
                                                      .name_of = [&plan, &model](std::uint32_t tile) { return tile_name(plan, model, tile); }});
-  gradients = std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.bytes(), *d2h);
+  gradients = std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h);
   updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute);
   if (plan.hbm.places_count == 0) return;
   if (thread == nullptr) {  // everything fetched lies in host memory; the fetcher still wants a thread to run on
@@ -168,7 +168,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
                        .to = to + plan.tiles[t].range.first * size_of(place.shape.type),
                        .payload_bytes = payload_bytes(place.shape, Part::kWeights)};
       if (place.home[kWeights] == Home::kHost) {
-        piece.resident = host.at(place.offset[kWeights]);
+        piece.resident = host.memory().data() + place.offset[kWeights];
       } else {
         const TileStore::Slot slot = store->readable(t);
         piece.extent = slot.extent[kWeights];

@@ -8,13 +8,13 @@
 #include <vector>
 
 #include "kernels/device.h"
+#include "kernels/host_memory.h"
 #include "kernels/workers.h"
 #include "spillway/engine.h"
 #include "src/gradients.h"
 #include "src/link_probe.h"
 #include "src/plan.h"
 #include "src/updater.h"
-#include "swap/arena.h"
 #include "swap/block_fetcher.h"
 #include "swap/store_thread.h"
 #include "swap/tile_mover.h"
@@ -27,7 +27,7 @@ struct Machinery {
   Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options);
   ~Machinery();
 
-  std::span<std::byte> host_region(const Region& region) const { return {host.at(region.offset), region.bytes}; }
+  std::span<std::byte> host_region(const Region& region) const { return host.memory().subspan(region.offset, region.bytes); }
   std::span<std::byte> hbm_region(const Region& region) const { return device->hbm().subspan(region.offset, region.bytes); }
 
   std::unique_ptr<TileStore> store;  // opened first: a run that may not have it must not take anything else

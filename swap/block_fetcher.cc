@@ -32,8 +32,11 @@ BlockFetcher::BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std
 
 BlockFetcher::~BlockFetcher() {
   h2d_.synchronize();
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return copies_out_ == 0 && started_.empty(); });
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return copies_out_ == 0 && started_.empty(); });
+  }
+  thread_.retire(*this);
 }
 
 void BlockFetcher::start(BlockFetch& fetch) {

@@ -28,7 +28,7 @@ struct FetchPiece {
   std::byte* to = nullptr;           // device address of the tile's weights
   std::uint64_t payload_bytes = 0;
   const std::byte* resident = nullptr;  // host address when the tile lives in host memory; else:
-  Extent extent;                        // on NVMe
+  Extent extent = {};                   // on NVMe
   std::uint64_t checksum = 0;
 };
 

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "spillway/log.h"
@@ -64,7 +65,7 @@ void StoreThread::loop() {
   IoCompletion completions[64];
   while (take_mail()) {
     for (std::uint32_t entry : taken_) submit(entry);
-    for (IoHandler* handler : taken_wakes_) handler->on_wake();
+    deliver_wakes();
     const auto done = queue_->wait(completions, -1);
     {
       std::lock_guard lock(mutex_);
@@ -123,8 +124,23 @@ void StoreThread::fail_everything() {
       }
     }
     for (std::uint32_t entry : taken_) finish(entry, failure);
-    for (IoHandler* handler : taken_wakes_) handler->on_wake();
+    deliver_wakes();
   }
+}
+
+void StoreThread::deliver_wakes() {
+  for (IoHandler* handler : taken_wakes_) handler->on_wake();
+  {
+    std::lock_guard lock(mutex_);
+    taken_wakes_.clear();
+  }
+  woken_.notify_all();
+}
+
+void StoreThread::retire(IoHandler& handler) {
+  std::unique_lock lock(mutex_);
+  std::erase(wakes_, &handler);
+  woken_.wait(lock, [&] { return std::ranges::find(taken_wakes_, &handler) == taken_wakes_.end(); });
 }
 
 std::uint32_t StoreThread::take_entry(bool own_thread, std::unique_lock<std::mutex>& lock) {

@@ -42,6 +42,9 @@ class StoreThread {
   // where room for kOwnRequests requests is kept.
   void post(const IoRequest& request, IoHandler& handler);
   void wake(IoHandler& handler);
+  // Drops wakes of the handler that were not delivered and waits for one that is being delivered. Not on the store's
+  // thread. The handler may be destroyed afterwards, if nothing it posted is under way.
+  void retire(IoHandler& handler);
 
   IoStats stats() const;
   const std::string& description() const noexcept { return description_; }
@@ -64,6 +67,7 @@ class StoreThread {
   void submit(std::uint32_t entry);
   void finish(std::uint32_t entry, const IoCompletion& completion);
   void fail_everything();
+  void deliver_wakes();
   std::uint32_t take_entry(bool own_thread, std::unique_lock<std::mutex>& lock);
 
   std::vector<File*> files_;
@@ -71,7 +75,7 @@ class StoreThread {
   std::string description_;
 
   mutable std::mutex mutex_;
-  std::condition_variable room_, started_;
+  std::condition_variable room_, started_, woken_;
   std::vector<Entry> entries_;
   std::uint32_t free_head_ = kNone, free_count_ = 0;
   std::vector<std::uint32_t> posted_, taken_;

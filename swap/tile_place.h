@@ -15,7 +15,7 @@ struct TilePlace {
   Home home[kParts] = {Home::kNvme, Home::kNvme};
   std::uint64_t offset[kParts] = {};  // in the arena of the home; unused on NVMe
   // Offset in HBM of a second copy of the weights, for compute, when their home is elsewhere.
-  std::optional<std::uint64_t> hbm_weights;
+  std::optional<std::uint64_t> hbm_weights = std::nullopt;
 };
 
 // True when the part's slot is written by every update; the others are written when a commit is due. Weights kept in host

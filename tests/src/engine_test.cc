@@ -1,0 +1,175 @@
+#include <gtest/gtest.h>
+
+#include "spillway/error.h"
+#include "tests/src/toy_trainer.h"
+
+namespace spillway {
+namespace {
+
+using testing::TempStore;
+using testing::ToyTrainer;
+
+constexpr std::uint32_t kBlocks = 4, kMicroBatches = 2;
+constexpr std::uint64_t kWidth = 3000;
+
+struct Layout {
+  std::string name;
+  Placement parameters = Placement::kHbm, states = Placement::kHbm;
+  std::uint64_t tile_elements = 4 << 20;
+  unsigned threads = 2;
+  IoEngineChoice io = IoEngineChoice::kAuto;
+  bool tight = false;  // the smallest budgets that the plan accepts
+  bool poison = false;
+  bool visits = true;
+};
+
+Config config_for(const Layout& layout, DType type, const std::filesystem::path& store) {
+  Config config;
+  config.weights = type;
+  config.gradient_clipping = 1.0;
+  config.optimizer = {.learning_rate = 1e-2, .weight_decay = 0.01};
+  config.parameters = layout.parameters;
+  config.states = layout.states;
+  config.tile_elements = layout.tile_elements;
+  config.threads = layout.threads;
+  config.io_engine = layout.io;
+  if (layout.states == Placement::kNvme || layout.parameters == Placement::kNvme) config.nvme_paths = {store};
+  return config;
+}
+
+// The smallest budgets: those that the refusals themselves name, found as a user would.
+void tighten(Config& config, const ModelDescription& model) {
+  config.hbm_bytes = 1;
+  config.host_bytes = 1;
+  for (int i = 0; i < 2; ++i) {
+    try {
+      Engine::create(config, model, {.on_existing = OnExisting::kReplace});
+      return;
+    } catch (const Error& error) {
+      ASSERT_EQ(error.code(), Code::kDoesNotFit) << error.what();
+      const std::string text = error.what();
+      const std::uint64_t mib = std::stoull(text.substr(text.find("to \"") + 4));
+      (text.find("hbm_bytes") != std::string::npos ? config.hbm_bytes : config.host_bytes) = mib << 20;
+    }
+  }
+}
+
+std::vector<std::uint32_t> train(const Layout& layout, DType type, int steps = 5) {
+  TempStore store;
+  const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches, layout.visits);
+  Config config = config_for(layout, type, store.path());
+  if (layout.tight) tighten(config, model);
+  auto engine = Engine::create(config, model, {.on_existing = OnExisting::kReplace, .poison_released = layout.poison});
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model, type, kMicroBatches};
+  for (int s = 0; s < steps; ++s) {
+    const StepReport report = trainer.run_step();
+    EXPECT_TRUE(std::isfinite(report.gradient_norm));
+    if (layout.visits || s > 0) {
+      EXPECT_EQ(report.unplanned_visits, 0u) << layout.name;
+    }
+  }
+  return testing::exported(*engine);
+}
+
+std::vector<Layout> layouts() {
+  return {
+      {.name = "host", .parameters = Placement::kHost, .states = Placement::kHost},
+      {.name = "weights in hbm, states in host", .states = Placement::kHost},
+      {.name = "weights in hbm, states on nvme", .states = Placement::kNvme},
+      {.name = "weights in host, states on nvme", .parameters = Placement::kHost, .states = Placement::kNvme},
+      {.name = "weights on nvme, states in host", .parameters = Placement::kNvme, .states = Placement::kHost},
+      {.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme},
+      {.name = "nvme, tight", .parameters = Placement::kNvme, .states = Placement::kNvme, .tight = true},
+      {.name = "nvme, small tiles, tight, 1 thread, threads engine", .parameters = Placement::kNvme,
+       .states = Placement::kNvme, .tile_elements = 4096, .threads = 1, .io = IoEngineChoice::kThreads, .tight = true},
+      {.name = "nvme, small tiles, 5 threads, poisoned", .parameters = Placement::kNvme, .states = Placement::kNvme,
+       .tile_elements = 5120, .threads = 5, .poison = true},
+      {.name = "nvme, visits recorded", .parameters = Placement::kNvme, .states = Placement::kNvme, .visits = false},
+  };
+}
+
+class SameBits : public ::testing::TestWithParam<DType> {};
+
+TEST_P(SameBits, WhereverATensorLives) {
+  const auto expected = train({.name = "hbm"}, GetParam());
+  for (const Layout& layout : layouts()) EXPECT_EQ(train(layout, GetParam()), expected) << layout.name;
+}
+
+INSTANTIATE_TEST_SUITE_P(, SameBits, ::testing::Values(DType::kFloat32, DType::kBFloat16),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+TEST(Engine, TrainsOnAfterResumeAsIfNothingHadHappened) {
+  const Layout nvme{.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
+  const auto expected = train(nvme, DType::kBFloat16, 6);
+  TempStore store;
+  const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches);
+  const Config config = config_for(nvme, DType::kBFloat16, store.path());
+  for (int part = 0; part < 3; ++part) {
+    auto engine = Engine::create(config, model, {.on_existing = part == 0 ? OnExisting::kRefuse : OnExisting::kResume});
+    if (part == 0) engine->import_weights(testing::toy_weights());
+    EXPECT_EQ(engine->current_step(), part * 2u);
+    if (part > 0) {
+      std::uint64_t blob = 0;
+      ASSERT_EQ(engine->blob().size(), sizeof blob);
+      std::memcpy(&blob, engine->blob().data(), sizeof blob);
+      EXPECT_EQ(blob, part * 2u);
+    }
+    ToyTrainer trainer{*engine, model, DType::kBFloat16, kMicroBatches};
+    EXPECT_EQ(trainer.run_step().durable_step, part * 2u + 1);
+    trainer.run_step();
+    if (part == 2) {
+      EXPECT_EQ(testing::exported(*engine), expected);
+    }
+  }
+}
+
+TEST(Engine, TilesInMemoryAreCommittedByFlushAndResumed) {
+  const Layout mixed{.name = "host", .parameters = Placement::kHost, .states = Placement::kHost, .tile_elements = 8192};
+  const auto expected = train(mixed, DType::kBFloat16, 4);
+  TempStore store;
+  const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches);
+  Config config = config_for(mixed, DType::kBFloat16, store.path());
+  config.nvme_paths = {store.path()};
+  config.commit_every = 100;
+  {
+    auto engine = Engine::create(config, model);
+    engine->import_weights(testing::toy_weights());
+    ToyTrainer trainer{*engine, model, DType::kBFloat16, kMicroBatches};
+    trainer.run_step();
+    EXPECT_EQ(trainer.run_step().durable_step, 0u);
+    engine->flush();
+  }
+  auto engine = Engine::create(config, model, {.on_existing = OnExisting::kResume});
+  EXPECT_EQ(engine->current_step(), 2u);
+  ToyTrainer trainer{*engine, model, DType::kBFloat16, kMicroBatches};
+  trainer.run_step();
+  trainer.run_step();
+  EXPECT_EQ(testing::exported(*engine), expected);
+}
+
+TEST(Engine, ANaNInAGradientIsRefusedNamedAndChangesNothing) {
+  const Layout nvme{.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
+  const auto expected = train(nvme, DType::kBFloat16, 3);
+  TempStore store;
+  const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches);
+  auto engine = Engine::create(config_for(nvme, DType::kBFloat16, store.path()), model);
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model, DType::kBFloat16, kMicroBatches, 2};
+  trainer.run_step();
+  try {
+    trainer.run_step();
+    FAIL() << "a NaN went through";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kNonFinite);
+    EXPECT_NE(std::string(error.what()).find("h.1.weight of block h.1"), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(engine->current_step(), 1u);
+  trainer.poison_step = 0;
+  trainer.run_step();
+  trainer.run_step();
+  EXPECT_EQ(testing::exported(*engine), expected);
+}
+
+}  // namespace
+}  // namespace spillway

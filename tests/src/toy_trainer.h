@@ -1,0 +1,141 @@
+// A caller of the engine small enough to see through: every block's gradient is a fixed function of its weights, the step
+// and the micro-batch, computed on the device stream. Any layout must train it to the same bits.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "spillway/bf16.h"
+#include "spillway/engine.h"
+
+namespace spillway::testing {
+
+inline ModelDescription toy_model(std::uint32_t blocks, std::uint64_t width, std::uint32_t micro_batches,
+                                  bool visits = true) {
+  ModelDescription model;
+  // Block 0 is visited first and last, as a tied embedding is.
+  model.blocks.push_back({"embedding",
+                          {{.name = "wte", .shape = {width, 7}, .pushes = micro_batches * 2},
+                           {.name = "norm", .shape = {width}, .pushes = micro_batches}}});
+  for (std::uint32_t b = 1; b <= blocks; ++b) {
+    const std::string name = "h." + std::to_string(b);
+    model.blocks.push_back({name,
+                            {{.name = name + ".weight", .shape = {width, 3}, .pushes = micro_batches},
+                             {.name = name + ".bias", .shape = {width / 2 + 1}, .pushes = micro_batches}}});
+  }
+  std::uint64_t largest = 0;
+  for (const Block& block : model.blocks) {
+    for (const Parameter& p : block.parameters) {
+      std::uint64_t count = 1;
+      for (std::uint64_t d : p.shape) count *= d;
+      largest = std::max(largest, count);
+    }
+  }
+  model.workspace_bytes = largest * 4;
+  if (!visits) return model;
+  for (std::uint32_t b = 0; b <= blocks; ++b) model.visits.push_back({b, Pass::kForward});
+  model.visits.push_back({0, Pass::kBackward});  // the head
+  for (std::uint32_t b = blocks; b > 0; --b) model.visits.push_back({b, Pass::kBackward});
+  model.visits.push_back({0, Pass::kBackward});
+  return model;
+}
+
+inline std::uint64_t count_of(const Parameter& parameter) {
+  std::uint64_t count = 1;
+  for (std::uint64_t d : parameter.shape) count *= d;
+  return count;
+}
+
+inline float mixed(std::uint64_t a, std::uint64_t b, std::uint64_t c) {
+  std::uint64_t x = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c * 0x94d049bb133111ebu + 1;
+  x ^= x >> 31;
+  x *= 0xd6e8feb86659fd93u;
+  x ^= x >> 29;
+  return static_cast<float>(static_cast<std::int64_t>(x >> 40) - (1 << 23)) / static_cast<float>(1 << 23);
+}
+
+inline WeightSource toy_weights() {
+  return [](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out) {
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] = 0.1f * mixed(block, parameter, first + i);
+  };
+}
+
+struct ToyTrainer {
+  Engine& engine;
+  const ModelDescription& model;
+  DType type;
+  std::uint32_t micro_batches;
+  std::uint64_t poison_step = 0;  // in this step one gradient holds a NaN
+
+  // gradient[i] = 0.01 · weight[i] + noise(step, micro-batch, i), into the workspace, then pushed.
+  void push(std::uint32_t block, std::uint32_t parameter, const Lease& lease, std::uint64_t step, std::uint64_t salt) {
+    const std::uint64_t count = count_of(model.blocks[block].parameters[parameter]);
+    const void* weight = lease.weight(parameter);
+    float* gradient = reinterpret_cast<float*>(engine.workspace().data());
+    const DType dtype = type;
+    const bool poison = step == poison_step && block == 1 && parameter == 0;
+    engine.stream().launch([=](HostWorkers& workers) {
+      const std::size_t chunks = (count + 4095) / 4096;
+      workers.parallel_for(chunks, [=](std::size_t chunk) {
+        for (std::uint64_t i = chunk * 4096; i < std::min<std::uint64_t>(count, chunk * 4096 + 4096); ++i) {
+          const float w = dtype == DType::kFloat32 ? static_cast<const float*>(weight)[i]
+                                                   : bf16_to_float(static_cast<const std::uint16_t*>(weight)[i]);
+          gradient[i] = 0.01f * w + 0.02f * mixed(step * 64 + salt, block * 16 + parameter, i);
+        }
+      });
+      if (poison) gradient[count / 2] = NAN;
+    });
+    engine.push_gradient({.block = block, .parameter = parameter, .data = gradient, .dtype = DType::kFloat32},
+                         engine.stream());
+  }
+
+  StepReport run_step() {
+    const std::uint64_t step = engine.current_step() + 1;
+    const auto blocks = static_cast<std::uint32_t>(model.blocks.size());
+    for (std::uint32_t b = 0; b < blocks; ++b) engine.acquire(b, Pass::kForward, engine.stream());
+    auto visit = [&](std::uint32_t block, bool head) {
+      Lease lease = engine.acquire(block, Pass::kBackward, engine.stream());
+      for (std::uint32_t m = 0; m < micro_batches; ++m) {
+        for (std::uint32_t p = 0; p < model.blocks[block].parameters.size(); ++p) {
+          if (block == 0 && p == 1 && !head) continue;  // the norm belongs to the head
+          push(block, p, lease, step, m * 2 + head);
+        }
+      }
+    };
+    visit(0, true);
+    for (std::uint32_t b = blocks - 1; b > 0; --b) visit(b, false);
+    visit(0, false);
+    return engine.step(std::as_bytes(std::span(&step, 1)));
+  }
+};
+
+// Every exported value in order, as bits.
+inline std::vector<std::uint32_t> exported(Engine& engine) {
+  std::vector<std::uint32_t> bits;
+  engine.export_weights(true, [&](std::uint32_t, std::uint32_t, std::uint64_t, std::span<const float> values) {
+    const std::size_t at = bits.size();
+    bits.resize(at + values.size());
+    std::memcpy(bits.data() + at, values.data(), values.size_bytes());
+  });
+  return bits;
+}
+
+// A directory of its own, removed with everything in it.
+class TempStore {
+ public:
+  TempStore() {
+    std::string name = (std::filesystem::temp_directory_path() / "spillway-XXXXXX").string();
+    path_ = ::mkdtemp(name.data());
+  }
+  ~TempStore() { std::filesystem::remove_all(path_); }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+}  // namespace spillway::testing
