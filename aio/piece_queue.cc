@@ -59,6 +59,7 @@ class PieceQueue final : public IoQueue {
 
   // What has not started never will; what is in flight writes into the caller's memory, so it is waited for.
   ~PieceQueue() override {
+    if (in_engine_ > 0) check_owner();
     try {
       while (in_engine_ > 0) {
         for (std::size_t left = engine_->reap(results_, options_.stall_report_seconds).count; left > 0; --left)

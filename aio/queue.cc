@@ -34,6 +34,7 @@ std::unique_ptr<IoEngine> make_engine(IoEngineKind kind, const IoEngineOptions& 
 
 void check_options(const IoQueueOptions& options, std::span<File* const> files) {
   SPILLWAY_CHECK(options.max_requests > 0, "a queue holds at least one request");
+  SPILLWAY_CHECK(options.stall_report_seconds > 0, "a stall takes time");
   if (options.depth == 0 || options.depth > kLargestDepth) {
     throw Error(Code::kInvalidArgument, {"aio.queue_depth", fmt::format("is {}", options.depth), 0,
                                          fmt::format("choose 1 to {}", kLargestDepth)});

@@ -16,6 +16,8 @@
 #include "aio/fixed_ring.h"
 #include "aio/io_engine.h"
 #include "aio/wake_event.h"
+#include "spillway/error.h"
+#include "spillway/log.h"
 
 namespace spillway {
 namespace {
@@ -44,12 +46,14 @@ class ThreadsEngine final : public IoEngine {
     try {
       for (std::uint32_t i = 0; i < std::min(depth_, kMostThreads); ++i) threads_.emplace_back([this] { run(); });
     } catch (const std::system_error& failure) {
-      // Fewer threads than wished are slower; none at all is an error.
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      const int error = failure.code().value();
       if (threads_.empty()) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw Error(Code::kUnsupported, {"I/O threads", "cannot be started", failure.code().value(),
-                                         "raise the process limit (ulimit -u)"});
+        throw Error(Code::kUnsupported,
+                    {"I/O threads", "cannot be started", error, "raise the process limit (ulimit -u)"});
       }
+      log(LogLevel::kWarning, fmt::format("I/O threads: only {} of {} could be started ({}); fast drives will idle",
+                                          threads_.size(), std::min(depth_, kMostThreads), failure.code().message()));
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }

@@ -191,7 +191,7 @@ TEST_P(QueueFaultTest, AnEngineThatTakesFewerThanOfferedLosesNothing) {
   open_queue(GetParam(), {.block_bytes = kUnit / 4, .depth = 16}, {.seed = test_seed(), .takes_fewer = 0.9});
   EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, 0);
   EXPECT_TRUE(same_bytes(in_.span(), pattern_.span()));
-  EXPECT_GT(trace_.fewer, 10u);
+  EXPECT_GT(trace_.fewer, 0u);
 }
 
 TEST_P(QueueFaultTest, UnderRandomFaultsEveryByteIsRightOrAnErrorSaysSo) {

@@ -281,7 +281,7 @@ TEST_P(QueueTest, RandomTrafficKeepsEveryByte) {
     if (free) {
       std::fill_n(taken.begin() + static_cast<std::ptrdiff_t>(f.cell), f.cells, true);
       const auto bytes = memory.span(f.cell * kUnit, f.cells * kUnit);
-      for (auto& byte : bytes) byte = std::byte(random());
+      fill_pattern(bytes, random());
       if (f.op == IoOp::kWrite) std::copy(bytes.begin(), bytes.end(), expected[f.file]->data() + f.cell * kUnit);
       flights[tag] = f;
       queue_->submit({.op = f.op,

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <mutex>
@@ -43,6 +44,15 @@ class TempDir {
   std::filesystem::path path_;
 };
 
+// Different at every offset and for every seed, so that bytes from the wrong place are noticed.
+inline void fill_pattern(std::span<std::byte> bytes, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  for (std::size_t i = 0; i < bytes.size(); i += 8) {
+    const std::uint64_t word = random();
+    std::memcpy(bytes.data() + i, &word, std::min<std::size_t>(8, bytes.size() - i));
+  }
+}
+
 // Memory aligned to 64 KiB, as arenas are.
 class Memory {
  public:
@@ -55,14 +65,7 @@ class Memory {
   std::span<std::byte> span() { return {data_.get(), bytes_}; }
   std::span<std::byte> span(std::size_t offset, std::size_t bytes) { return span().subspan(offset, bytes); }
   void fill(unsigned char value) { std::fill_n(data_.get(), bytes_, std::byte{value}); }
-  // Different at every offset and for every seed, so that bytes from the wrong place are noticed.
-  void fill_pattern(std::uint64_t seed) {
-    std::mt19937_64 random(seed);
-    for (std::size_t i = 0; i < bytes_; i += 8) {
-      const std::uint64_t word = random();
-      for (std::size_t k = i; k < std::min(i + 8, bytes_); ++k) data_.get()[k] = std::byte(word >> (8 * (k - i)));
-    }
-  }
+  void fill_pattern(std::uint64_t seed) { testing::fill_pattern(span(), seed); }
 
  private:
   struct Free {

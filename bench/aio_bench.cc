@@ -1,0 +1,179 @@
+// How fast a queue moves the bytes of one file, and what that costs in CPU. One JSON line per mode; the peer on the
+// same file is fio with the same block, depth and engine.
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "aio/file.h"
+#include "aio/queue.h"
+#include "spillway/error.h"
+#include "spillway/units.h"
+
+namespace spillway {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Settings {
+  std::string path;  // empty: a file in the temporary directory, removed at the end
+  std::string engine = "auto", mode = "all";
+  std::uint64_t size = kGiB, block = kMiB, request = 4 * kMiB;
+  std::uint32_t depth = 32, passes = 3;
+  bool tiny = false;
+};
+
+double cpu_seconds() {
+  struct rusage usage;
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+// Pinned-like memory: huge pages where there are any, touched before the clock runs.
+struct Arena {
+  explicit Arena(std::uint64_t bytes) : span_bytes(bytes) {
+    void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    ::madvise(memory, bytes, MADV_HUGEPAGE);
+    data = static_cast<std::byte*>(memory);
+    // Random, so that no layer below can shorten it.
+    std::mt19937_64 random(1);
+    for (std::uint64_t i = 0; i + 8 <= bytes; i += 8) {
+      const std::uint64_t word = random();
+      std::memcpy(data + i, &word, sizeof word);
+    }
+  }
+  ~Arena() { ::munmap(data, span_bytes); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  std::uint64_t span_bytes;
+  std::byte* data = nullptr;
+};
+
+// Keeps twice the depth's worth of requests under way until the file was visited `passes` times, in order.
+// share_written: of the requests, in percent, evenly spread.
+void run(const Settings& settings, File& file, const std::string& mode, std::uint64_t share_written) {
+  const std::uint64_t slots = std::max<std::uint64_t>(2, 2 * settings.depth * settings.block / settings.request);
+  Arena arena(slots * settings.request);
+  const std::span<std::byte> regions[] = {{arena.data, arena.span_bytes}};
+  File* const files[] = {&file};
+  IoQueueOptions options{.block_bytes = settings.block, .depth = settings.depth};
+  if (settings.engine != "auto")
+    options.engine = settings.engine == "threads" ? IoEngineKind::kThreads : IoEngineKind::kIoUring;
+  const auto queue = IoQueue::create(options, files, regions);
+
+  const std::uint64_t per_pass = settings.size / settings.request, total = per_pass * settings.passes;
+  std::vector<std::uint64_t> free_slots(slots);
+  for (std::uint64_t i = 0; i < slots; ++i) free_slots[i] = i;
+  std::vector<IoCompletion> done(slots);
+  std::vector<IoOp> ops(slots);
+  std::uint64_t submitted = 0, completed = 0;
+  const double cpu_before = cpu_seconds();
+  const auto started = Clock::now();
+  while (completed < total) {
+    for (; submitted < total && !free_slots.empty(); ++submitted) {
+      const std::uint64_t slot = free_slots.back();
+      free_slots.pop_back();
+      ops[slot] = (submitted + 1) * share_written / 100 != submitted * share_written / 100 ? IoOp::kWrite : IoOp::kRead;
+      queue->submit({.op = ops[slot],
+                     .offset = submitted % per_pass * settings.request,
+                     .buffer = arena.data + slot * settings.request,
+                     .bytes = settings.request,
+                     .tag = slot});
+    }
+    for (const IoCompletion& completion : queue->wait(done, -1)) {
+      if (completion.error != 0) {
+        throw Error(Code::kIo, {describe_failure(ops[completion.tag], file, completion), "the bench stops here",
+                                completion.error, ""});
+      }
+      free_slots.push_back(completion.tag);
+      ++completed;
+    }
+  }
+  const double seconds = std::chrono::duration<double>(Clock::now() - started).count();
+  const double cpu = cpu_seconds() - cpu_before;
+  const IoStats stats = queue->stats();
+  const auto bytes = static_cast<double>(stats.read_bytes + stats.write_bytes);
+  fmt::print(
+      "{{\"name\": \"aio_{}\", \"engine\": \"{}\", \"direct\": {}, \"block\": {}, \"depth\": {}, \"read_bytes\": {}, "
+      "\"write_bytes\": {}, \"seconds\": {:.4f}, \"gb_per_s\": {:.3f}, \"cpu_s_per_gib\": {:.4f}}}\n",
+      mode, queue->describe(), file.direct(), settings.block, settings.depth, stats.read_bytes, stats.write_bytes,
+      seconds, bytes / seconds / 1e9, cpu / (bytes / static_cast<double>(kGiB)));
+  std::fflush(stdout);
+}
+
+void bench(Settings settings) {
+  if (settings.tiny) {
+    settings.size = 4 * kMiB;
+    settings.block = 256 * kKiB;
+    settings.request = kMiB;
+    settings.depth = 4;
+    settings.passes = 1;
+  }
+  const bool temporary = settings.path.empty();
+  if (temporary) {
+    settings.path =
+        (std::filesystem::temp_directory_path() / fmt::format("spillway-aio-bench-{}", ::getpid())).string();
+  }
+  struct Remover {
+    std::string path;
+    ~Remover() {
+      std::error_code ignored;
+      if (!path.empty()) std::filesystem::remove(path, ignored);
+    }
+  };
+  const bool exists = std::filesystem::exists(settings.path);
+  File file = File::open(settings.path, {.writable = true, .create = !exists});
+  const Remover remover{temporary ? settings.path : ""};
+  // Reading space that was never written measures nothing: a new file is written first.
+  if (file.size_bytes() < settings.size) {
+    file.preallocate(settings.size);
+    Settings fill = settings;
+    fill.passes = 1;
+    run(fill, file, "fill", 100);
+  }
+  const std::map<std::string, std::uint64_t> modes = {{"read", 0}, {"write", 100}, {"mix", 50}};
+  for (const std::string mode : {"read", "write", "mix"}) {
+    if (settings.mode == "all" || settings.mode == mode) run(settings, file, mode, modes.at(mode));
+  }
+}
+
+}  // namespace
+}  // namespace spillway
+
+int main(int argc, char** argv) {
+  spillway::Settings settings;
+  CLI::App app("Reads, writes and mixes one file through Spillway's I/O queue; prints JSON lines.");
+  app.add_option("--file", settings.path, "file to use; its contents are overwritten (default: a temporary one)");
+  app.add_option("--size", settings.size, "bytes of the file")->transform(CLI::AsSizeValue(false));
+  app.add_option("--block", settings.block, "largest piece")->transform(CLI::AsSizeValue(false));
+  app.add_option("--request", settings.request, "bytes per request")->transform(CLI::AsSizeValue(false));
+  app.add_option("--depth", settings.depth, "pieces in flight");
+  app.add_option("--passes", settings.passes, "times over the file");
+  app.add_option("--engine", settings.engine)->check(CLI::IsMember({"auto", "io_uring", "threads"}));
+  app.add_option("--mode", settings.mode)->check(CLI::IsMember({"all", "read", "write", "mix"}));
+  app.add_flag("--tiny", settings.tiny, "one small iteration, as the test suite runs it");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    spillway::bench(settings);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "aio_bench: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,64 @@
+// The data path takes no memory after creation. A program of its own, because it counts every allocation in it.
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "aio/queue.h"
+#include "queue_fixture.h"
+
+namespace {
+std::atomic<std::uint64_t> allocations = 0;
+}
+
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  allocations.fetch_add(1, std::memory_order_relaxed);
+  if (void* memory = std::malloc(bytes)) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace spillway::testing {
+namespace {
+
+class QueueAllocationTest : public QueueFixture, public ::testing::WithParamInterface<IoEngineKind> {};
+
+TEST_P(QueueAllocationTest, NothingIsAllocatedAfterCreation) {
+  if (GetParam() == IoEngineKind::kIoUring && !why_no_uring().empty()) GTEST_SKIP() << why_no_uring();
+  open_files(1, 4 * kMiB);
+  Memory memory(4 * kMiB);
+  const std::span<std::byte> regions[] = {memory.span()};
+  queue_ = IoQueue::create({.engine = GetParam(), .block_bytes = 64 * kKiB, .depth = 8, .max_requests = 64}, pointers_,
+                           regions);
+  const std::uint64_t before = allocations.load();
+  std::uint64_t completed = 0, errors = 0;
+  for (std::uint64_t i = 0; i < 256; ++i) {
+    queue_->submit({.op = i % 3 ? IoOp::kRead : IoOp::kWrite,
+                    .offset = i % 16 * 256 * kKiB,
+                    .buffer = memory.data() + i % 16 * 256 * kKiB,
+                    .bytes = 256 * kKiB,
+                    .tag = i});
+    IoCompletion out[4];
+    const double timeout = queue_->pending() > 8 ? -1 : 0;
+    for (const IoCompletion& completion : queue_->wait(out, timeout)) {
+      ++completed;
+      errors += completion.error != 0;
+    }
+  }
+  while (queue_->pending() > 0) {
+    IoCompletion out[4];
+    completed += queue_->wait(out, -1).size();
+  }
+  const std::uint64_t after = allocations.load();
+  EXPECT_EQ(after - before, 0u);
+  EXPECT_EQ(completed, 256u);
+  EXPECT_EQ(errors, 0u);
+  EXPECT_GT(before, 0u) << "the counter counts";
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, QueueAllocationTest,
+                         ::testing::Values(IoEngineKind::kIoUring, IoEngineKind::kThreads),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+}  // namespace
+}  // namespace spillway::testing
