@@ -1,5 +1,7 @@
 #include "kernels/workers.h"
 
+#include <fmt/format.h>
+#include <tbb/global_control.h>
 #include <tbb/parallel_for.h>
 #include <tbb/partitioner.h>
 #include <tbb/task_arena.h>
@@ -9,6 +11,7 @@
 #include "kernels/cores.h"
 #include "kernels/float_environment.h"
 #include "spillway/error.h"
+#include "spillway/log.h"
 
 namespace spillway {
 namespace {
@@ -35,6 +38,14 @@ class SingleWorker final : public HostWorkers {
 class ArenaWorkers final : public HostWorkers {
  public:
   explicit ArenaWorkers(unsigned threads) : threads_(threads), arena_(static_cast<int>(threads), 1) {
+    // oneTBB starts at most as many threads as there are cores unless told otherwise, in the whole process. More are
+    // asked for only when needed; where the host program set a limit itself, the smaller one holds.
+    if (allowed() < threads) wider_ = std::make_unique<tbb::global_control>(kParallelism, threads);
+    if (allowed() < threads) {
+      log(LogLevel::kWarning,
+          fmt::format("this program limits oneTBB to {} threads (tbb::global_control): computing with {} instead of {}",
+                      allowed(), allowed(), threads));
+    }
     arena_.initialize();
   }
 
@@ -64,7 +75,11 @@ class ArenaWorkers final : public HostWorkers {
   }
 
  private:
+  static constexpr auto kParallelism = tbb::global_control::max_allowed_parallelism;
+  static std::size_t allowed() { return tbb::global_control::active_value(kParallelism); }
+
   unsigned threads_;
+  std::unique_ptr<tbb::global_control> wider_;
   tbb::task_arena arena_;
 };
 
