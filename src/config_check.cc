@@ -30,7 +30,7 @@ void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& r
   const std::uint64_t parts = micro ? *micro : accumulation.value_or(1);  // what divides the whole batch
   const std::uint64_t quotient = train ? *train / parts : 0;
   const std::uint64_t rows = micro ? *micro : quotient;
-  const std::uint64_t steps = accumulation ? *accumulation : train ? quotient : 1;
+  const std::uint64_t steps = accumulation ? *accumulation : train && micro ? quotient : 1;
   // Factors are at most 2^32 - 1 each, so the product does not overflow.
   if (train && rows * steps != *train) {
     report("train_batch_size",
@@ -107,22 +107,21 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
     report("zero_optimization", "offload_param and offload_optimizer need a stage", "add \"stage\": 3");
   }
 
-  const auto section_needs_path = [&](std::string_view section, Placement placement) {
-    const std::string path_key = std::string(section) + ".nvme_path";
-    const bool has_path = !draft.states_path.empty() || !draft.parameters_path.empty();
-    // A path that was wrong has been reported; an empty one is no path.
-    const bool wrong_before = places.contains(path_key) && !has_path && draft.states_path.empty();
-    if (placement != Placement::kNvme || has_path) return;
-    report(wrong_before ? path_key : device_of(section), "device nvme needs an nvme_path",
-           "name a directory on the drive: \"nvme_path\": \"/mnt/nvme\"");
-  };
-  section_needs_path(kOffloadOptimizer, config.states);
-  section_needs_path(kOffloadParam, config.parameters);
-
-  const std::string& path = draft.states_path.empty() ? draft.parameters_path : draft.states_path;
-  if (!draft.parameters_path.empty() && draft.parameters_path != path) {
-    report(std::string(kOffloadParam) + ".nvme_path",
-           fmt::format("\"{}\" differs from offload_optimizer.nvme_path, \"{}\"", draft.parameters_path, path),
+  const std::string states_key = std::string(kOffloadOptimizer) + ".nvme_path";
+  const std::string parameters_key = std::string(kOffloadParam) + ".nvme_path";
+  const bool wrong_before = (places.contains(states_key) && !draft.states_path) ||
+                            (places.contains(parameters_key) && !draft.parameters_path);
+  if (wrong_before) return;
+  const std::string states_path = draft.states_path.value_or(""), parameters_path = draft.parameters_path.value_or("");
+  const std::string& path = states_path.empty() ? parameters_path : states_path;
+  const std::string_view user = config.states == Placement::kNvme ? kOffloadOptimizer : kOffloadParam;
+  const bool uses_nvme = config.states == Placement::kNvme || config.parameters == Placement::kNvme;
+  if (uses_nvme && path.empty()) {
+    report(device_of(user), "device nvme needs an nvme_path", "name a directory: \"nvme_path\": \"/mnt/nvme\"");
+  }
+  if (!parameters_path.empty() && parameters_path != path) {
+    report(parameters_key,
+           fmt::format("\"{}\" differs from offload_optimizer.nvme_path, \"{}\"", parameters_path, path),
            "name one path in both, or in one of them");
   }
   if (!path.empty()) config.nvme_paths = {path};

@@ -1,8 +1,5 @@
 #include <algorithm>
-#include <cerrno>
-#include <fstream>
-#include <iterator>
-#include <set>
+#include <map>
 
 #include <fmt/format.h>
 
@@ -13,6 +10,7 @@
 #include "src/config_check.h"
 #include "src/config_table.h"
 #include "src/json_tree.h"
+#include "src/plain_file.h"
 
 namespace spillway {
 namespace {
@@ -153,26 +151,8 @@ class ConfigReader {
 Config config_from_json(std::string_view text, const std::string& name) { return ConfigReader(text, name).read(); }
 
 Config load_config(const std::filesystem::path& file) {
-  constexpr std::size_t kLargest = 4 << 20;  // a configuration is a few KB; anything near this is another file
-  errno = 0;
-  std::ifstream stream(file, std::ios::binary);
-  std::string text;
-  if (stream) {
-    text.resize(kLargest + 1);
-    stream.read(text.data(), static_cast<std::streamsize>(text.size()));
-    text.resize(static_cast<std::size_t>(stream.gcount()));
-  }
-  if (!stream.is_open() || stream.bad()) {
-    const int error = errno;
-    throw Error(
-        error == ENOENT ? Code::kNotFound : Code::kIo,
-        {.object = file.string(), .happened = "cannot read the configuration", .errno_value = error, .hint = ""});
-  }
-  if (text.size() > kLargest) {
-    throw Error(Code::kInvalidArgument,
-                {.object = file.string(), .happened = "larger than 4 MiB", .hint = "name a ds_config.json"});
-  }
-  return config_from_json(text, file.string());
+  constexpr std::uint64_t kLargest = 4 << 20;  // a configuration is a few KB; anything near this is another file
+  return config_from_json(read_text(file, kLargest), file.string());
 }
 
 }  // namespace spillway

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <span>
 #include <string>
@@ -44,7 +43,7 @@ struct ConfigDraft {
   bool adam_w_mode = true;
   bool fp16 = false;
   bool cpu_offload = false, cpu_offload_param = false;  // DeepSpeed's older words
-  std::string states_path, parameters_path;
+  std::optional<std::string> states_path, parameters_path;
   std::optional<double> warmup_max_lr;
   std::optional<std::uint64_t> total_steps;
 };

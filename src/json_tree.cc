@@ -80,6 +80,8 @@ class TreeBuilder {
   }
   bool open(JsonValue container) {
     if (!add(std::move(container))) return false;
+    // The iterative reader calls before it takes the bracket, the recursive one after.
+    last_end_ = newest_->offset + 1;
     if (open_.size() == limits_.depth) {
       problem_ = {newest_->offset, "nested deeper than " + std::to_string(limits_.depth) + " levels"};
       return false;
@@ -89,7 +91,7 @@ class TreeBuilder {
   }
   bool close() {
     open_.pop_back();
-    last_end_ = stream_.Tell();
+    last_end_ = token_start(text_, last_end_) + 1;
     return true;
   }
 
