@@ -3,10 +3,11 @@
 
 usage: count_tests.py BUILD_DIR...
 
-A program of protocol gtest writes one XML report (<testcase> with <failure> or <skipped>); its cases are counted. What
-the report cannot say is added: a program that wrote none (it crashed, or was killed) is one failure, and so is one that
-reported success and still ended with an error (a sanitizer's finding at exit). Any other program counts as one test by
-its exit status (77: skipped). Skips and failures are listed with their reasons before the count, which is the last line.
+A program of protocol gtest writes one XML report (<testcase> with <failure> or <skipped>); its cases are counted.
+What the report cannot say is added: a program that wrote none (it crashed, or was killed) is one failure, and so is
+one that reported success and still ended with an error (a sanitizer's finding at exit). Any other program counts as
+one test by its exit status (77: skipped). Skips and failures are listed with their reasons before the count, which is
+the last line.
 Exit status 0 only when nothing failed and every directory ran something.
 """
 import json

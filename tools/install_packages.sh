@@ -8,7 +8,7 @@ packages="g++ meson ninja-build pkg-config python3 util-linux
   libgtest-dev libgmock-dev libbenchmark-dev"
 
 if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
-  echo "install_packages.sh: this system has no apt; install these by its own means, then build with meson:" $packages >&2
+  echo "install_packages.sh: this system has no apt; install these by its own means:" $packages >&2
   exit 1
 fi
 
@@ -28,8 +28,10 @@ fi
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
-# sudo drops the environment, so the setting is repeated on its command line.
-apt() { $as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o Dpkg::Use-Pty=0 -o Acquire::Retries=3 "$@" >>"$log" 2>&1; }
+apt() {
+  # Through env, because sudo drops the environment.
+  $as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o Dpkg::Use-Pty=0 -o Acquire::Retries=3 "$@" >>"$log" 2>&1
+}
 
 echo "installing:$missing"
 # A fresh container has no package lists, an old one has stale lists: the second attempt brings new ones.

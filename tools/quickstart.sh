@@ -1,7 +1,8 @@
 #!/bin/sh
-# From a fresh clone to a language model that trains with its weights, gradients and Adam states on NVMe, in one command:
-# installs the packages, builds into build/, trains a byte-level GPT-2 of about 30 million parameters on the licence texts
-# of this machine, then shows that where the tensors live does not change a bit. Everything it makes lies in build/.
+# From a fresh clone to a language model that trains with its weights, gradients and Adam states on NVMe, in one
+# command: installs the packages, builds into build/, trains a byte-level GPT-2 of about 30 million parameters on the
+# licence texts of this machine, then shows that where the tensors live does not change a bit. Everything it makes lies
+# in build/.
 set -eu
 cd "$(dirname "$0")/.."
 tools/install_packages.sh

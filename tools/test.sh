@@ -22,8 +22,8 @@ configure() {  # directory, then meson options
     meson configure "$directory" "$@" >/dev/null
   else
     rm -rf "$directory"
-    meson setup "$directory" . -Dtests=enabled "$@" >"$directory.log" 2>&1 || { cat "$directory.log"; rm -f "$directory.log"; return 1; }
-    rm -f "$directory.log"
+    # Not quiet about a failure: Meson says what it did not find on standard output.
+    said=$(meson setup "$directory" . -Dtests=enabled "$@" 2>&1) || { echo "$said"; return 1; }
   fi
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Read and write rate of DeepSpeed's asynchronous I/O handle on one file, pinned buffer. JSON lines; pair with fio.sh."""
+"""Read and write rate of DeepSpeed's asynchronous I/O handle on one file, pinned buffer. JSON lines; see fio.sh."""
 import argparse
 import json
 import time

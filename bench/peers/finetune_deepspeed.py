@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Fine-tune step time and memory of DeepSpeed ZeRO-3 on the CPU accelerator, one rank, bf16, random GPT-2 weights.
 
---offload none | cpu | nvme_optimizer (states on NVMe, weights in RAM) | nvme (all on NVMe). The aio and swapper settings
-are the good ones (both pipelines on, 12 optimizer buffers as they need, 1 MiB x 32), not the defaults.
+--offload none | cpu | nvme_optimizer (states on NVMe, weights in RAM) | nvme (all on NVMe). The aio and swapper
+settings are the good ones (both pipelines on, 12 optimizer buffers as they need, 1 MiB x 32), not the defaults.
 One JSON line per step, then one with the peak resident memory.
 """
 import argparse

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The drive's own rate on one file, as fio reaches it with io_uring, direct I/O, fixed buffers and a registered file. JSON
-# lines.
+# The drive's own rate on one file, as fio reaches it with io_uring, direct I/O, fixed buffers and a registered
+# file. JSON lines.
 # usage: fio.sh FILE [SIZE=1G] [BLOCK=1M] [DEPTH=32]
 set -eu
 file=$1 size=${2:-1G} block=${3:-1M} depth=${4:-32}

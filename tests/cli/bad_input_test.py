@@ -190,7 +190,8 @@ class Stores(CliTest):
                 self.assert_refused(refused, folder, "Read-only file system")
         else:
             self.place.nvme.chmod(0o500)
-            self.assert_refused(self.place.finetune(self.place.config(), self.model), self.place.nvme, "Permission denied")
+            refused = self.place.finetune(self.place.config(), self.model)
+            self.assert_refused(refused, self.place.nvme, "Permission denied")
 
     def test_PathThatIsAFileIsRefused(self):
         path = self.place.folder / "file"

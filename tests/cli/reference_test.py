@@ -10,15 +10,16 @@ from report import main  # noqa: E402
 from runs import ROOT, CliTest  # noqa: E402
 
 REFERENCES = ROOT / "tests/references"
-# PyTorch differs from itself (threads, instruction sets) by 2e-7 in the loss and 1e-6 in the norm in fp32. In bf16 every
-# operation rounds to 8 bits, in an order that is PyTorch's own.
+# PyTorch differs from itself (threads, instruction sets) by 2e-7 in the loss and 1e-6 in the norm in fp32. In bf16
+# every operation rounds to 8 bits, in an order that is PyTorch's own.
 LOSS = {"fp32": 1e-5, "bf16": 1e-2}
 NORM = {"fp32": 1e-4, "bf16": math.inf}
 
 
 class Reference(CliTest):
     def check(self, dtype):
-        about, *wanted = [json.loads(line) for line in (REFERENCES / f"gpt2_4x256_{dtype}.jsonl").read_text().splitlines()]
+        text = (REFERENCES / f"gpt2_4x256_{dtype}.jsonl").read_text()
+        about, *wanted = [json.loads(line) for line in text.splitlines()]
         self.assertEqual(20, len(wanted), about)
         model = self.place.init_model(layers=4, width=256, heads=4, vocab=50257, context=256)
         config = self.place.config(dtype=dtype, micro=4, accumulation=1, clip=1.0, lr=3e-4)

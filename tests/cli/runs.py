@@ -52,7 +52,7 @@ def sha256_of_model(folder):
 
 
 class Workplace:
-    """A directory with a model, a text and a place for the store; `finetune` writes a configuration and runs with it."""
+    """A directory with models, a configuration, a log and a place for the store."""
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
@@ -80,7 +80,8 @@ class Workplace:
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": clip,
             "bf16": {"enabled": dtype == "bf16"},
-            "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
+            "optimizer": {"type": "AdamW",
+                          "params": {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
             "zero_optimization": {"stage": 3, **offload},
             "spillway": {"tile_elements": 16384, **(spillway_section or {})},
             **more,
@@ -139,7 +140,7 @@ def hinted_budget(line):
 
 @contextlib.contextmanager
 def mounted(test, kind, size_bytes):
-    """A small file system of its own, `tmpfs` or `ext4` (in a loop device); skips the test where that is not allowed."""
+    """A small file system of its own, `tmpfs` or `ext4` (in a loop device); skips where that is not allowed."""
     if os.geteuid() != 0:
         test.skipTest("mounting a small file system needs root")
     folder = tempfile.mkdtemp(prefix="spillway-mount-")
@@ -150,7 +151,8 @@ def mounted(test, kind, size_bytes):
         else:
             with open(image, "wb") as file:
                 file.truncate(size_bytes)
-            made = subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], capture_output=True, text=True, check=False)
+            made = subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], capture_output=True, text=True,
+                                  check=False)
             if made.returncode:
                 test.skipTest(f"mkfs.ext4 failed: {made.stderr.strip()}")
             command = ["mount", "-o", "loop", image, folder]

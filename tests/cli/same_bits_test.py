@@ -14,7 +14,7 @@ IN_HBM = {"parameters": "none", "states": "none"}
 IN_HOST = {"parameters": "cpu", "states": "cpu"}
 MIXED = {"parameters": "cpu", "states": "nvme"}
 ON_NVME = {"parameters": "nvme", "states": "nvme"}
-# What one run differs in: placement, then keys of the section "spillway". None as budgets: the smallest that are accepted.
+# What one run differs in: placement, budgets (None: the smallest that are accepted), keys of the section "spillway".
 LAYOUTS = (
     (IN_HBM, {}, {"threads": 2}),
     (IN_HBM, {}, {"threads": 1, "tile_elements": 8192}),

@@ -1,5 +1,5 @@
-"""What the documents promise: README's embedding example is the file that the tests compile and run, relative links lead
-somewhere, and documents stay short.
+"""What the documents promise: README's embedding example is the file that the tests compile and run, relative links
+lead somewhere, and documents stay short.
 
 `documents_test.py --write` copies the example into README.md.
 """

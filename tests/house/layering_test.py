@@ -1,4 +1,4 @@
-"""The rules of the house hold in this tree; and the checker that says so catches each violation in a tree made for it."""
+"""The rules of the house hold in this tree; and the checker catches each violation in a tree made for it."""
 import pathlib
 import sys
 import tempfile
@@ -37,18 +37,34 @@ CLEAN = {
 
 # name of the test -> (files written over the clean tree, what the checker must say)
 VIOLATIONS = {
-    "AioDoesNotSeeKernels": ({"aio/queue.cc": '#include "kernels/adam.h"\n'}, "aio/queue.cc:1: includes kernels/adam.h"),
-    "KernelsDoNotSeeAio": ({"kernels/adam.cc": '\n#include "aio/queue.h"\n'}, "kernels/adam.cc:2: includes aio/queue.h"),
+    "AioDoesNotSeeKernels": (
+        {"aio/queue.cc": '#include "kernels/adam.h"\n'},
+        "aio/queue.cc:1: includes kernels/adam.h"),
+    "KernelsDoNotSeeAio": (
+        {"kernels/adam.cc": '\n#include "aio/queue.h"\n'},
+        "kernels/adam.cc:2: includes aio/queue.h"),
     "SwapDoesNotPointUp": ({"swap/store.cc": '#include <src/plan.h>\n'}, "swap/store.cc:1: includes src/plan.h"),
     "LibraryDoesNotSeeTools": ({"src/engine.cc": '#include "tools/gpt2/ops.h"\n'}, "src/engine.cc:1: includes tools/"),
-    "PublicHeaderSeesNoRoom": ({"include/spillway/engine.h": '#include "src/plan.h"\n'}, "engine.h:1: includes src/plan.h"),
-    "PublicHeaderSeesNoLibrary": ({"include/spillway/engine.h": "#include <fmt/format.h>\n"}, "engine.h:1: includes fmt/"),
-    "PublicHeaderSeesNoPosix": ({"include/spillway/engine.h": "#include <unistd.h>\n"}, "engine.h:1: includes unistd.h"),
-    "TrainerSeesPublicHeadersOnly": ({"tools/gpt2/main.cc": '#include "swap/store.h"\n'}, "main.cc:1: includes swap/store.h"),
-    "TrainerSeesNoOtherTool": ({"tools/gpt2/main.cc": '#include "tools/other.h"\n'}, "main.cc:1: includes tools/other.h"),
+    "PublicHeaderSeesNoRoom": (
+        {"include/spillway/engine.h": '#include "src/plan.h"\n'},
+        "engine.h:1: includes src/plan.h"),
+    "PublicHeaderSeesNoLibrary": (
+        {"include/spillway/engine.h": "#include <fmt/format.h>\n"},
+        "engine.h:1: includes fmt/"),
+    "PublicHeaderSeesNoPosix": (
+        {"include/spillway/engine.h": "#include <unistd.h>\n"},
+        "engine.h:1: includes unistd.h"),
+    "TrainerSeesPublicHeadersOnly": (
+        {"tools/gpt2/main.cc": '#include "swap/store.h"\n'},
+        "main.cc:1: includes swap/store.h"),
+    "TrainerSeesNoOtherTool": (
+        {"tools/gpt2/main.cc": '#include "tools/other.h"\n'},
+        "main.cc:1: includes tools/other.h"),
     "SourceIsNamedByMeson": ({"aio/orphan.cc": "\n"}, "aio/orphan.cc:1: is named by no meson.build"),
     "CommentInMesonNamesNothing": ({"aio/meson.build": "# 'queue.cc'\n"}, "aio/queue.cc:1: is named by no meson.build"),
-    "PythonTestIsNamedByMeson": ({"tests/aio/lost_test.py": "\n"}, "tests/aio/lost_test.py:1: is named by no meson.build"),
+    "PythonTestIsNamedByMeson": (
+        {"tests/aio/lost_test.py": "\n"},
+        "tests/aio/lost_test.py:1: is named by no meson.build"),
     "HeaderIsIncluded": ({"aio/dead.h": "#pragma once\n"}, "aio/dead.h:1: is included by no file"),
     "FileIsShort": ({"swap/store.h": "//\n" * 501}, "swap/store.h:501: has 501 lines"),
     "LineIsNarrow": ({"tools/run.sh": "#" * 121 + "\n"}, "tools/run.sh:1: is 121 columns wide"),
@@ -56,7 +72,9 @@ VIOLATIONS = {
     "FolderNameSaysSomething": ({"src/common/plan.h": "#pragma once\n"}, "src/common:1: 'common' says nothing"),
     "LibraryDoesNotUsePrintf": ({"src/engine.cc": '\nvoid f() { printf("x"); }\n'}, "src/engine.cc:2: printf("),
     "LibraryDoesNotUseCout": ({"aio/queue.cc": "void f() { std::cout << 1; }\n"}, "aio/queue.cc:1: std::cout"),
-    "LibraryDoesNotWriteStderr": ({"src/engine.cc": 'void f() { std::fprintf(stderr, "x"); }\n'}, "engine.cc:1: std::fprintf("),
+    "LibraryDoesNotWriteStderr": (
+        {"src/engine.cc": 'void f() { std::fprintf(stderr, "x"); }\n'},
+        "engine.cc:1: std::fprintf("),
     "IoUringStaysInItsFile": ({"aio/queue.cc": "void f() { io_uring_submit(0); }\n"}, "aio/queue.cc:1: uses io_uring"),
     "IoUringStaysInAio": ({"swap/uring.h": "int n = IORING_OP_READ;\n"}, "swap/uring.h:1: uses io_uring directly"),
     "CudaStaysInItsFile": ({"kernels/adam.cc": "void f() { cudaMalloc(0, 0); }\n"}, "kernels/adam.cc:1: uses CUDA"),

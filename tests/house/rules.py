@@ -22,14 +22,16 @@ BELOW = {
 TRAINER = ("tools", "gpt2")
 LIBRARY = {"include", "aio", "kernels", "swap", "src"}
 
-STANDARD_HEADERS = set("""algorithm any array atomic barrier bit bitset cassert cctype cerrno cfenv cfloat charconv chrono
-cinttypes climits clocale cmath codecvt compare complex concepts condition_variable coroutine csetjmp csignal cstdarg
-cstddef cstdint cstdio cstdlib cstring ctime cuchar cwchar cwctype deque exception execution filesystem format
-forward_list fstream functional future initializer_list iomanip ios iosfwd iostream istream iterator latch limits list
-locale map memory memory_resource mutex new numbers numeric optional ostream queue random ranges ratio regex
-scoped_allocator semaphore set shared_mutex source_location span sstream stack stdexcept stop_token streambuf string
-string_view strstream syncstream system_error thread tuple type_traits typeindex typeinfo unordered_map unordered_set
-utility valarray variant vector version""".split())
+STANDARD_HEADERS = set("""
+algorithm any array atomic barrier bit bitset cassert cctype cerrno cfenv cfloat charconv chrono cinttypes climits
+clocale cmath codecvt compare complex concepts condition_variable coroutine csetjmp csignal cstdarg cstddef cstdint
+cstdio cstdlib cstring ctime cuchar cwchar cwctype deque exception execution filesystem format forward_list fstream
+functional future initializer_list iomanip ios iosfwd iostream istream iterator latch limits list locale map memory
+memory_resource mutex new numbers numeric optional ostream queue random ranges ratio regex scoped_allocator semaphore
+set shared_mutex source_location span sstream stack stdexcept stop_token streambuf string string_view strstream
+syncstream system_error thread tuple type_traits typeindex typeinfo unordered_map unordered_set utility valarray
+variant vector version
+""".split())
 
 CODE = {".h", ".cc", ".cu"}
 TEXT = CODE | {".py", ".sh"}
@@ -40,8 +42,8 @@ VAGUE = {"util", "utils", "utility", "utilities", "common", "helper", "helpers",
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # Diagnostics of last resort may use stderr: the default log sink and the failed check.
 STDERR_FILES = {"include/spillway/log.h", "include/spillway/error.h"}
-PRINT = re.compile(r"(?<![\w.>])(?:std::)?(?:printf|vprintf|puts|putchar|fprintf|fputs)\s*\(|\bstd::(?:cout|cerr|clog)\b"
-                   r"|\bfmt::print\b")
+PRINT = re.compile(r"(?<![\w.>])(?:std::)?(?:printf|vprintf|puts|putchar|fprintf|fputs)\s*\("
+                   r"|\bstd::(?:cout|cerr|clog)\b|\bfmt::print\b")
 # A raw interface, the room it is at home in, and what a file there that may use it has in its name.
 RAW = ((re.compile(r"\b(?:io_uring_\w+|IORING_\w+)"), "aio", "uring", "io_uring"),
        (re.compile(r"\b(?:cuda[A-Z]\w*|cu[A-Z]\w*)\s*\("), "kernels", "cuda", "CUDA"))
