@@ -174,7 +174,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=1, help="how often each program runs, alternately")
     parser.add_argument("--work", default=None, help="a directory on the drive to measure; default: TMPDIR")
     parser.add_argument("--peer-python", help="the python of an environment with deepspeed: run it alternately")
-    parser.add_argument("--tiny", action="store_true", help="one small shape, checked; what the tests run")
+    parser.add_argument("--tiny", action="store_true", help="one small shape; what the tests run")
     a = parser.parse_args()
     if a.tiny:
         a.steps, a.seq, a.shape = 3, 64, ["tiny"]

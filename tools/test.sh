@@ -10,10 +10,10 @@ set -eu
 cd "$(dirname "$0")/.."
 tools/install_packages.sh
 
-# Sanitizers map their shadow at fixed addresses, which a large vm.mmap_rnd_bits can collide with; a wrapper switches
-# address randomisation off where the machine lets it.
-wrap=""
-if setarch "$(uname -m)" -R true 2>/dev/null; then wrap="--wrapper=setarch $(uname -m) -R"; fi
+# Sanitizers map their shadow at fixed addresses, which a large vm.mmap_rnd_bits can collide with; so their tests run with
+# address randomisation off, where the machine lets us.
+still=""
+if setarch "$(uname -m)" -R true 2>/dev/null; then still="setarch $(uname -m) -R"; fi
 
 configure() {  # directory, then meson options
   directory=$1
@@ -29,27 +29,27 @@ configure() {  # directory, then meson options
 
 # A report of an earlier run must not stand in for a program that crashed in this one. A failure shows in the reports,
 # a failed build by their absence; so the exit status is left to the count at the end.
-run() {  # directory, then options of meson test
-  directory=$1
-  shift
+run() {  # prefix, directory, then options of meson test
+  prefix=$1 directory=$2
+  shift 2
   rm -f "$directory"/*.xml "$directory"/meson-logs/testlog.json
-  meson test -C "$directory" --print-errorlogs "$@" || true
+  $prefix meson test -C "$directory" --print-errorlogs "$@" || true
 }
 
 echo "== release"
 configure build-test -Dbuildtype=release || true
-run build-test
+run "" build-test
 
 echo "== address and undefined sanitizers"
 export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 configure build-asan -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 -Db_sanitize=address,undefined || true
-run build-asan --no-suite bench --no-suite house --timeout-multiplier 5 ${wrap:+"$wrap"}
+run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
 
 echo "== thread sanitizer"
 export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:suppressions=$PWD/tests/tsan.supp"
 configure build-tsan -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 -Db_sanitize=thread || true
-run build-tsan --suite threads --no-suite bench --timeout-multiplier 10 ${wrap:+"$wrap"}
+run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
 
 echo
 exec python3 tools/count_tests.py build-test build-asan build-tsan
