@@ -15,8 +15,8 @@ namespace spillway {
 
 struct FileOptions {
   bool writable = false;
-  bool create = false;     // O_CREAT | O_EXCL with mode 0600; never follows a symbolic link
-  bool direct = true;      // ask for O_DIRECT; direct() says whether the file system granted it
+  bool create = false;  // O_CREAT | O_EXCL with mode 0600; never follows a symbolic link
+  bool direct = true;   // ask for O_DIRECT; direct() says whether the file system granted it
 };
 
 class File {
@@ -43,17 +43,24 @@ class File {
   // the dead holder, so it retries for `patience_seconds` before it throws kBusy.
   void lock(double patience_seconds);
 
+  // Renames the open file and makes the new name durable (fsync of the directory).
+  void rename_to(const std::filesystem::path& path);
+
   // Blocking, complete transfers (short ones are resumed); offset, length and address must be aligned if direct().
   void read_at(std::uint64_t offset, std::span<std::byte> out) const;
   void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
   // fdatasync. A failure is final: the file refuses to sync again (the kernel may have dropped the dirty pages).
   void sync();
 
+  // The errno of the sync that failed, here or in a queue; 0: none did. Whoever syncs this file records a failure here.
+  int sync_error() const noexcept { return sync_error_; }
+  void note_sync_failure(int errno_value) noexcept;
+
  private:
   File() = default;
   int fd_ = -1;
   bool direct_ = false;
-  bool sync_failed_ = false;
+  int sync_error_ = 0;
   std::uint32_t alignment_ = 1;
   std::filesystem::path path_;
 };

@@ -1,0 +1,19 @@
+// Direct I/O on one open file: asks for it and finds out what a request must be aligned to.
+#pragma once
+
+#include <cstdint>
+
+namespace spillway {
+
+struct DirectIo {
+  bool granted = false;
+  std::uint32_t alignment = 1;  // of offset, length and memory; a power of two
+  int refused_with = 0;         // errno value when not granted
+};
+
+// Sets O_DIRECT on the open description `fd`. The alignment comes from statx(STATX_DIOALIGN), and where the file system
+// does not say (tmpfs, kernels before 6.1) from trying. An empty writable file is empty again afterwards; nothing else
+// is ever written.
+DirectIo enable_direct_io(int fd, bool writable) noexcept;
+
+}  // namespace spillway

@@ -1,0 +1,169 @@
+#include "aio/file.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "aio/direct_io.h"
+#include "spillway/error.h"
+#include "spillway/log.h"
+
+namespace spillway {
+namespace {
+
+[[noreturn]] void throw_open_error(const std::filesystem::path& path, const FileOptions& options, int error) {
+  ErrorParts parts{path.string(), options.create ? "cannot be created" : "cannot be opened", error, ""};
+  switch (error) {
+    case EEXIST: parts.hint = "remove it or choose another path"; throw Error(Code::kExists, std::move(parts));
+    case ENOENT:
+      parts.hint = options.create ? "create its directory first" : "check the path";
+      throw Error(Code::kNotFound, std::move(parts));
+    case ELOOP:
+      parts.hint = "it is a symbolic link, which Spillway never follows; name the file itself";
+      throw Error(Code::kInvalidArgument, std::move(parts));
+    case EACCES:
+    case EPERM:
+    case EROFS: parts.hint = "choose a path that this user may write, or change its permissions"; break;
+    default: break;
+  }
+  throw Error(Code::kIo, std::move(parts));
+}
+
+bool aligned(std::uint64_t offset, const void* address, std::size_t bytes, std::uint32_t alignment) {
+  return (offset | reinterpret_cast<std::uintptr_t>(address) | bytes) % alignment == 0;
+}
+
+// Moves all of `bytes` by repeating transfer(address, bytes, offset), a pread or pwrite; `stopped_with` is the errno
+// value for one that moves nothing.
+template <class Byte, class Transfer>
+void transfer_all(const File& file, const char* verb, int stopped_with, std::uint64_t offset, std::span<Byte> bytes,
+                  Transfer transfer) {
+  SPILLWAY_CHECK(aligned(offset, bytes.data(), bytes.size(), file.alignment()),
+                 "offset, address and length of a direct transfer must be multiples of File::alignment()");
+  while (!bytes.empty()) {
+    const ssize_t moved = transfer(bytes.data(), bytes.size(), offset);
+    if (moved < 0 && errno == EINTR) continue;
+    // Direct I/O goes on from an aligned place: a transfer that stopped inside a sector is repeated from its start.
+    // Less than a sector moved means that the file ends there.
+    const std::size_t done = moved < 0 ? 0 : static_cast<std::size_t>(moved) / file.alignment() * file.alignment();
+    if (done == 0) {
+      const int error = moved < 0 ? errno : stopped_with;
+      throw Error(Code::kIo,
+                  {file.path().string(), fmt::format("{} of {} bytes at offset {} failed", verb, bytes.size(), offset),
+                   error, error == ENODATA ? "the file is shorter than it should be" : ""});
+    }
+    bytes = bytes.subspan(done);
+    offset += done;
+  }
+}
+
+}  // namespace
+
+File File::open(const std::filesystem::path& path, FileOptions options) {
+  SPILLWAY_CHECK(options.writable || !options.create, "a file is created to be written");
+  const int flags = O_NOFOLLOW | O_CLOEXEC | O_NOCTTY | (options.writable ? O_RDWR : O_RDONLY) |
+                    (options.create ? O_CREAT | O_EXCL : 0);
+  File file;
+  do {
+    file.fd_ = ::open(path.c_str(), flags, 0600);
+  } while (file.fd_ < 0 && errno == EINTR);
+  if (file.fd_ < 0) throw_open_error(path, options, errno);
+  file.path_ = path;
+
+  struct stat status;
+  if (::fstat(file.fd_, &status) != 0) throw_open_error(path, options, errno);
+  if (!S_ISREG(status.st_mode)) {
+    throw Error(Code::kInvalidArgument, {path.string(), "is not a regular file", 0, "name a file"});
+  }
+  if (options.direct) {
+    const DirectIo direct = enable_direct_io(file.fd_, options.writable);
+    file.direct_ = direct.granted;
+    file.alignment_ = direct.alignment;
+    if (!direct.granted) {
+      log(LogLevel::kWarning,
+          fmt::format("{}: the file system does not grant direct I/O ({}); transfers go through the page cache, which "
+                      "costs a copy and memory outside the budgets",
+                      path.string(), std::generic_category().message(direct.refused_with)));
+    }
+  }
+  return file;
+}
+
+File::File(File&& other) noexcept { *this = std::move(other); }
+
+File& File::operator=(File&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  std::swap(direct_, other.direct_);
+  std::swap(sync_error_, other.sync_error_);
+  std::swap(alignment_, other.alignment_);
+  std::swap(path_, other.path_);
+  return *this;
+}
+
+File::~File() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+std::uint64_t File::size_bytes() const {
+  struct stat status;
+  if (::fstat(fd_, &status) != 0) throw Error(Code::kIo, {path_.string(), "its size cannot be read", errno, ""});
+  return static_cast<std::uint64_t>(status.st_size);
+}
+
+void File::lock(double patience_seconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                           std::chrono::duration<double>(std::max(0.0, patience_seconds)));
+  for (auto pause = std::chrono::milliseconds(1);; pause = std::min(2 * pause, std::chrono::milliseconds(200))) {
+    // An open-file-description lock, not a process one: the latter would vanish when any other descriptor of this file
+    // is closed anywhere in the process.
+    struct flock whole {};
+    whole.l_type = F_WRLCK;
+    whole.l_whence = SEEK_SET;
+    if (::fcntl(fd_, F_OFD_SETLK, &whole) == 0) return;
+    const int error = errno;
+    if (error == EINTR) continue;
+    if (error != EAGAIN && error != EACCES) {
+      throw Error(Code::kIo, {path_.string(), "cannot be locked", error,
+                              "the file system must support locks and the file must be open for writing"});
+    }
+    if (Clock::now() >= deadline) {
+      throw Error(Code::kBusy,
+                  {path_.string(), "is in use by another process", 0, "wait for it to end, or choose another path"});
+    }
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+void File::read_at(std::uint64_t offset, std::span<std::byte> out) const {
+  transfer_all(*this, "read", ENODATA, offset, out, [this](std::byte* to, std::size_t bytes, std::uint64_t at) {
+    return ::pread(fd_, to, bytes, static_cast<off_t>(at));
+  });
+}
+
+void File::write_at(std::uint64_t offset, std::span<const std::byte> bytes) {
+  transfer_all(*this, "write", EIO, offset, bytes, [this](const std::byte* from, std::size_t count, std::uint64_t at) {
+    return ::pwrite(fd_, from, count, static_cast<off_t>(at));
+  });
+}
+
+void File::sync() {
+  if (sync_error_ == 0 && ::fdatasync(fd_) == 0) return;
+  const bool repeated = sync_error_ != 0;
+  note_sync_failure(errno);
+  throw Error(Code::kIo, {path_.string(), repeated ? "an earlier sync failed" : "sync failed", sync_error_,
+                          "what was written since the last good sync may be lost; check the drive, then reopen"});
+}
+
+void File::note_sync_failure(int errno_value) noexcept {
+  if (sync_error_ == 0) sync_error_ = errno_value != 0 ? errno_value : EIO;
+}
+
+}  // namespace spillway

@@ -1,0 +1,112 @@
+// File::preallocate: takes the disk space of a file before the first byte is needed.
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <linux/fs.h>
+#include <linux/magic.h>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+
+#include "aio/file.h"
+#include "spillway/error.h"
+#include "spillway/log.h"
+#include "spillway/units.h"
+
+namespace spillway {
+namespace {
+
+// Nothing where the file system does not count its space (ramfs).
+std::optional<std::uint64_t> free_bytes(int fd) noexcept {
+  struct statvfs space;
+  if (::fstatvfs(fd, &space) != 0 || space.f_blocks == 0) return std::nullopt;
+  return std::uint64_t{space.f_bavail} * space.f_frsize;
+}
+
+// Blocks that are rewritten in place cannot run out of space; copy-on-write would allocate new ones at every write.
+// The flag only takes on an empty file, and most file systems have no such flag and need none.
+void switch_off_copy_on_write(const File& file) {
+  int flags = 0;
+  if (::ioctl(file.fd(), FS_IOC_GETFLAGS, &flags) == 0) {
+    flags |= FS_NOCOW_FL;
+    if (::ioctl(file.fd(), FS_IOC_SETFLAGS, &flags) == 0) return;
+  }
+  struct statfs system;
+  if (::fstatfs(file.fd(), &system) == 0 && static_cast<std::uint32_t>(system.f_type) == BTRFS_SUPER_MAGIC) {
+    log(LogLevel::kWarning,
+        fmt::format("{}: copy-on-write could not be switched off ({}); a full disk can still fail a "
+                    "later write",
+                    file.path().string(), std::generic_category().message(errno)));
+  }
+}
+
+// Appends zeros up to `bytes`; what the file holds already counts as written. Returns the errno value, 0 on success.
+int append_zeros(const File& file, std::uint64_t size, std::uint64_t bytes) {
+  constexpr std::uint64_t kChunk = kMiB;
+  const std::uint64_t unit = std::max<std::uint64_t>(file.alignment(), 4096);
+  const std::unique_ptr<void, decltype(&std::free)> zeros(std::aligned_alloc(unit, kChunk), &std::free);
+  if (!zeros) throw std::bad_alloc();
+  std::fill_n(static_cast<std::byte*>(zeros.get()), kChunk, std::byte{0});
+  // A direct write must be aligned, so an odd end is rounded up and cut off afterwards.
+  for (std::uint64_t offset = align_up<std::uint64_t>(size, file.alignment()); offset < bytes;) {
+    const std::uint64_t want = std::min(kChunk, align_up<std::uint64_t>(bytes - offset, file.alignment()));
+    const ssize_t written = ::pwrite(file.fd(), zeros.get(), want, static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return written < 0 ? errno : ENOSPC;
+    // Cut inside a sector: the disk is full; the next round asks again from the sector's start and gets the errno.
+    offset += align_down<std::uint64_t>(static_cast<std::uint64_t>(written), file.alignment());
+    if (static_cast<std::uint64_t>(written) < file.alignment()) return ENOSPC;
+  }
+  return ::ftruncate(file.fd(), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+}
+
+// Returns the errno value, 0 on success.
+int reserve(const File& file, std::uint64_t size, std::uint64_t bytes) {
+  int error = 0;
+  do {
+    error = ::fallocate(file.fd(), 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  } while (error == EINTR);
+  if (error != EOPNOTSUPP && error != ENOSYS) return error;
+  if (bytes <= size) return 0;
+  log(LogLevel::kWarning,
+      fmt::format("{}: the file system cannot reserve space; writing {} bytes of zeros instead, once",
+                  file.path().string(), bytes - size));
+  return append_zeros(file, size, bytes);
+}
+
+}  // namespace
+
+void File::preallocate(std::uint64_t bytes) {
+  const std::uint64_t size = size_bytes();
+  if (bytes == 0) return;
+  if (size == 0) switch_off_copy_on_write(*this);
+  // Growing past the process's file size limit raises SIGXFSZ, which kills; so it is asked first.
+  struct rlimit limit;
+  const bool too_large =
+      ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur;
+
+  struct stat status;
+  const std::uint64_t held = ::fstat(fd_, &status) == 0 ? static_cast<std::uint64_t>(status.st_blocks) * 512 : 0;
+  const std::uint64_t missing = bytes > held ? bytes - held : 0;
+  const std::optional<std::uint64_t> available = free_bytes(fd_);
+  // A reservation that cannot succeed is not begun: filling a disk to its brim for a moment hurts everybody else on it.
+  int error = too_large ? EFBIG : available && missing > *available ? ENOSPC : reserve(*this, size, bytes);
+  if (error == 0) return;
+  if (!too_large && size_bytes() != size && ::ftruncate(fd_, static_cast<off_t>(size)) != 0) error = errno;
+  throw Error(Code::kIo,
+              {path_.string(),
+               fmt::format("cannot reserve {} bytes: {} more are needed and {} are free", bytes, missing,
+                           available ? fmt::to_string(*available) : "an unknown number"),
+               error, error == EFBIG ? "raise the file size limit (ulimit -f)" : "free space or choose another drive"});
+}
+
+}  // namespace spillway

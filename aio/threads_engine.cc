@@ -1,0 +1,141 @@
+// The engine that works everywhere: a small pool of threads in pread, pwrite and fdatasync.
+//
+//   submit ──► work ring ──► threads ──► result ring ──► eventfd ──► reap
+#include <fmt/format.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "aio/fixed_ring.h"
+#include "aio/io_engine.h"
+#include "aio/wake_event.h"
+
+namespace spillway {
+namespace {
+
+// Each thread holds one transfer in the kernel. At 1 MiB pieces sixteen keep a fast drive busy; more only switch.
+constexpr std::uint32_t kMostThreads = 16;
+
+std::int64_t perform(int fd, const IoPiece& piece) noexcept {
+  std::int64_t moved = 0;
+  switch (piece.op) {
+    case IoOp::kRead: moved = ::pread(fd, piece.buffer, piece.bytes, static_cast<off_t>(piece.offset)); break;
+    case IoOp::kWrite: moved = ::pwrite(fd, piece.buffer, piece.bytes, static_cast<off_t>(piece.offset)); break;
+    case IoOp::kSync: moved = ::fdatasync(fd); break;
+  }
+  return moved < 0 ? -static_cast<std::int64_t>(errno) : moved;
+}
+
+class ThreadsEngine final : public IoEngine {
+ public:
+  explicit ThreadsEngine(const IoEngineOptions& options) : depth_(options.depth), work_(depth_), results_(depth_) {
+    for (const File* file : options.files) fds_.push_back(file->fd());
+    // Signals are the host program's business: these threads block them all.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      for (std::uint32_t i = 0; i < std::min(depth_, kMostThreads); ++i) threads_.emplace_back([this] { run(); });
+    } catch (const std::system_error& failure) {
+      // Fewer threads than wished are slower; none at all is an error.
+      if (threads_.empty()) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw Error(Code::kUnsupported, {"I/O threads", "cannot be started", failure.code().value(),
+                                         "raise the process limit (ulimit -u)"});
+      }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  ~ThreadsEngine() override {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    work_ready_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  std::size_t submit(std::span<const IoPiece> pieces) override {
+    std::size_t taken = 0;
+    {
+      std::lock_guard lock(mutex_);
+      for (; taken < pieces.size() && in_flight_ < depth_; ++taken, ++in_flight_) work_.push(pieces[taken]);
+    }
+    if (taken == 1) {
+      work_ready_.notify_one();
+    } else if (taken > 1) {
+      work_ready_.notify_all();
+    }
+    return taken;
+  }
+
+  Reaped reap(std::span<IoResult> out, double timeout_seconds) override {
+    Reaped reaped = collect(out);
+    if (reaped.count != 0 || reaped.woken || timeout_seconds == 0) return reaped;
+    event_.wait(timeout_seconds);
+    return collect(out);
+  }
+
+  void wake() noexcept override {
+    woken_.store(true);
+    event_.set();
+  }
+
+  std::string describe() const override { return fmt::format("threads ({} threads)", threads_.size()); }
+
+ private:
+  Reaped collect(std::span<IoResult> out) {
+    // The event is cleared before what it announces is read: whatever arrives in between sets it again.
+    event_.clear();
+    Reaped reaped{.woken = woken_.exchange(false)};
+    std::lock_guard lock(mutex_);
+    for (; reaped.count < out.size() && !results_.empty(); --in_flight_) out[reaped.count++] = results_.pop();
+    if (!results_.empty()) event_.set();
+    return reaped;
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      work_ready_.wait(lock, [this] { return stopping_ || !work_.empty(); });
+      if (work_.empty()) return;
+      const IoPiece piece = work_.pop();
+      lock.unlock();
+      const std::int64_t moved = perform(fds_[piece.file], piece);
+      lock.lock();
+      const bool first = results_.empty();
+      results_.push({piece.slot, moved});
+      if (first) event_.set();
+    }
+  }
+
+  const std::uint32_t depth_;
+  std::vector<int> fds_;
+  WakeEvent event_;
+  std::atomic<bool> woken_ = false;
+
+  std::mutex mutex_;  // guards what follows, up to the threads
+  std::condition_variable work_ready_;
+  FixedRing<IoPiece> work_;
+  FixedRing<IoResult> results_;
+  std::uint32_t in_flight_ = 0;  // taken and not yet reaped, so both rings always have room
+  bool stopping_ = false;
+
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<IoEngine> make_threads_engine(const IoEngineOptions& options) {
+  return std::make_unique<ThreadsEngine>(options);
+}
+
+}  // namespace spillway

@@ -1,0 +1,273 @@
+// The io_uring engine: one ring, one issuer, registered buffers and files where the kernel grants them.
+#include <fmt/format.h>
+#include <liburing.h>
+#include <poll.h>
+#include <string.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <utility>
+#include <vector>
+
+#include "aio/io_engine.h"
+#include "aio/wake_event.h"
+#include "spillway/error.h"
+#include "spillway/log.h"
+#include "spillway/units.h"
+
+namespace spillway {
+namespace {
+
+// The kernel takes at most 1 GiB in one registered buffer (io_uring_register(2), IORING_REGISTER_BUFFERS).
+constexpr std::uint64_t kLargestRegistered = kGiB;
+// user_data of the poll on the wake event; pieces use their slot, liburing keeps the largest value for itself.
+constexpr std::uint64_t kWakeTag = ~std::uint64_t{0} - 1;
+
+std::string errno_name(int error) {
+  const char* name = strerrorname_np(error);
+  return name ? name : std::to_string(error);
+}
+
+const char* why_no_ring(int error) {
+  switch (error) {
+    case EPERM:
+    case EACCES: return "seccomp or kernel.io_uring_disabled blocks it";
+    case ENOSYS: return "the kernel has no io_uring";
+    case ENOMEM: return "the locked memory limit (ulimit -l) or memory is too small";
+    case EMFILE:
+    case ENFILE: return "the open files limit (ulimit -n) is reached";
+    default: return strerrordesc_np(error);
+  }
+}
+
+[[noreturn]] void throw_refused(int error) {
+  throw Error(Code::kUnsupported, {"io_uring", fmt::format("{} ({})", errno_name(error), why_no_ring(error)), 0,
+                                   "choose the threads engine or allow io_uring"});
+}
+
+[[noreturn]] void throw_broken(const char* call, int error) {
+  throw Error(Code::kIo,
+              {"io_uring", fmt::format("{} failed", call), error, "the queue cannot go on; see the kernel log"});
+}
+
+// Setup flags from most to least wanted. With deferred task run completions are worked off inside our own wait, not by
+// interrupting the thread; it needs a single issuer (Linux 6.1). Cooperative task run (5.19) is the next best.
+struct Setup {
+  unsigned flags;
+  const char* name;
+};
+constexpr std::array kSetups = {
+    Setup{IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, "single issuer, deferred task run"},
+    Setup{IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN, "single issuer, cooperative task run"},
+    Setup{IORING_SETUP_COOP_TASKRUN, "cooperative task run"},
+    Setup{0, "plain ring"},
+};
+
+class UringEngine final : public IoEngine {
+ public:
+  explicit UringEngine(const IoEngineOptions& options) : entries_(options.depth + 2) {
+    for (const File* file : options.files) fds_.push_back(file->fd());
+    open_ring();
+    try {
+      check_abilities();
+      register_files();
+      register_regions(options.regions);
+    } catch (...) {
+      io_uring_queue_exit(&ring_);
+      throw;
+    }
+  }
+
+  ~UringEngine() override { io_uring_queue_exit(&ring_); }
+  UringEngine(const UringEngine&) = delete;
+  UringEngine& operator=(const UringEngine&) = delete;
+
+  std::size_t submit(std::span<const IoPiece> pieces) override {
+    std::size_t taken = 0;
+    // One entry stays free for the poll on the wake event.
+    while (taken < pieces.size() && io_uring_sq_space_left(&ring_) > 1) prepare(pieces[taken++]);
+    flush();
+    return taken;
+  }
+
+  Reaped reap(std::span<IoResult> out, double timeout_seconds) override {
+    if (!polling_) poll_wake_event();
+    if (io_uring_cq_ready(&ring_) == 0) wait_for_one(timeout_seconds);
+
+    Reaped reaped;
+    unsigned head = 0, seen = 0;
+    io_uring_cqe* cqe = nullptr;
+    io_uring_for_each_cqe(&ring_, head, cqe) {
+      if (cqe->user_data == kWakeTag) {
+        polling_ = false;
+        reaped.woken = event_.clear();
+      } else if (reaped.count < out.size()) {
+        out[reaped.count++] = {static_cast<std::uint32_t>(cqe->user_data), cqe->res};
+      } else {
+        break;
+      }
+      ++seen;
+    }
+    io_uring_cq_advance(&ring_, seen);
+    return reaped;
+  }
+
+  void wake() noexcept override { event_.set(); }
+
+  std::string describe() const override {
+    return fmt::format("io_uring ({}, {} buffers, {} files)", setup_, buffers_.empty() ? "unregistered" : "registered",
+                       files_registered_ ? "registered" : "unregistered");
+  }
+
+ private:
+  struct RegisteredBuffer {
+    const std::byte* begin;
+    const std::byte* end;
+  };
+
+  void open_ring() {
+    for (const Setup& setup : kSetups) {
+      const int error = -io_uring_queue_init(entries_, &ring_, setup.flags);
+      if (error == 0) {
+        setup_ = setup.name;
+        return;
+      }
+      // EINVAL is how an older kernel says that it does not know a flag; anything else will not get better.
+      if (error != EINVAL || setup.flags == 0) throw_refused(error);
+      log(LogLevel::kInfo,
+          fmt::format("io_uring: the kernel does not grant '{}'; completions cost more CPU", setup.name));
+    }
+  }
+
+  void check_abilities() {
+    // Without it every wait with a timeout needs a timer request of its own.
+    if ((ring_.features & IORING_FEAT_EXT_ARG) == 0) {
+      throw Error(Code::kUnsupported, {"io_uring", "the kernel is older than 5.11", 0, "choose the threads engine"});
+    }
+  }
+
+  void register_files() {
+    if (fds_.empty()) return;
+    const int error = -io_uring_register_files(&ring_, fds_.data(), static_cast<unsigned>(fds_.size()));
+    files_registered_ = error == 0;
+    if (error != 0) {
+      log(LogLevel::kWarning,
+          fmt::format("io_uring: files not registered: {}; every request looks its file up again", errno_name(error)));
+    }
+  }
+
+  void register_regions(std::span<const std::span<std::byte>> regions) {
+    std::vector<iovec> pieces;
+    std::uint64_t total = 0;
+    for (std::span<std::byte> region : regions) {
+      total += region.size();
+      while (!region.empty()) {
+        const auto piece = region.first(std::min<std::uint64_t>(region.size(), kLargestRegistered));
+        pieces.push_back({piece.data(), piece.size()});
+        region = region.subspan(piece.size());
+      }
+    }
+    if (pieces.empty()) return;
+    std::sort(pieces.begin(), pieces.end(), [](const iovec& a, const iovec& b) { return a.iov_base < b.iov_base; });
+    const int error = -io_uring_register_buffers(&ring_, pieces.data(), static_cast<unsigned>(pieces.size()));
+    if (error != 0) {
+      log(LogLevel::kWarning,
+          fmt::format("io_uring: {} bytes of buffers not registered: {}{}; every request pins its pages again", total,
+                      errno_name(error),
+                      error == ENOMEM ? " (they count against the locked memory limit: raise it with ulimit -l, "
+                                        "LimitMEMLOCK= or CAP_IPC_LOCK)"
+                                      : ""));
+      return;
+    }
+    for (const iovec& piece : pieces) {
+      const auto* begin = static_cast<const std::byte*>(piece.iov_base);
+      buffers_.push_back({begin, begin + piece.iov_len});
+    }
+  }
+
+  // The registered buffer that holds all of the piece, or -1: then the kernel pins its pages for this one transfer.
+  int registered_index(const IoPiece& piece) const noexcept {
+    const auto after = std::upper_bound(buffers_.begin(), buffers_.end(), piece.buffer,
+                                        [](const std::byte* at, const RegisteredBuffer& b) { return at < b.begin; });
+    if (after == buffers_.begin() || piece.buffer + piece.bytes > (after - 1)->end) return -1;
+    return static_cast<int>(after - 1 - buffers_.begin());
+  }
+
+  void prepare(const IoPiece& piece) {
+    io_uring_sqe* const sqe = io_uring_get_sqe(&ring_);
+    SPILLWAY_CHECK(sqe != nullptr, "the submission ring has room for every piece in flight");
+    const int file = files_registered_ ? static_cast<int>(piece.file) : fds_[piece.file];
+    const auto bytes = static_cast<unsigned>(piece.bytes);
+    const int buffer = piece.op == IoOp::kSync ? -1 : registered_index(piece);
+    switch (piece.op) {
+      case IoOp::kRead:
+        if (buffer >= 0) {
+          io_uring_prep_read_fixed(sqe, file, piece.buffer, bytes, piece.offset, buffer);
+        } else {
+          io_uring_prep_read(sqe, file, piece.buffer, bytes, piece.offset);
+        }
+        break;
+      case IoOp::kWrite:
+        if (buffer >= 0) {
+          io_uring_prep_write_fixed(sqe, file, piece.buffer, bytes, piece.offset, buffer);
+        } else {
+          io_uring_prep_write(sqe, file, piece.buffer, bytes, piece.offset);
+        }
+        break;
+      case IoOp::kSync: io_uring_prep_fsync(sqe, file, IORING_FSYNC_DATASYNC); break;
+    }
+    if (files_registered_) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+    io_uring_sqe_set_data64(sqe, piece.slot);
+  }
+
+  // Hands prepared entries to the kernel. What it refuses for now (no memory, completions unread) stays in the ring and
+  // goes with the next call.
+  void flush() {
+    if (io_uring_sq_ready(&ring_) == 0) return;
+    const int result = io_uring_submit(&ring_);
+    if (result < 0 && !passes(-result)) throw_broken("io_uring_enter", -result);
+  }
+
+  void poll_wake_event() {
+    io_uring_sqe* const sqe = io_uring_get_sqe(&ring_);
+    if (sqe == nullptr) return;  // the ring is full of what the kernel refused for now; next reap tries again
+    io_uring_prep_poll_add(sqe, event_.fd(), POLLIN);
+    io_uring_sqe_set_data64(sqe, kWakeTag);
+    polling_ = true;
+  }
+
+  void wait_for_one(double timeout_seconds) {
+    int result = 0;
+    if (timeout_seconds == 0) {
+      result = io_uring_submit_and_get_events(&ring_);
+    } else {
+      auto spec = to_timespec<__kernel_timespec>(timeout_seconds);
+      io_uring_cqe* first = nullptr;
+      result = io_uring_submit_and_wait_timeout(&ring_, &first, 1, timeout_seconds < 0 ? nullptr : &spec, nullptr);
+    }
+    if (result >= 0 || -result == ETIME) return;
+    if (!passes(-result)) throw_broken("io_uring_enter", -result);
+    // The kernel is short of memory: nothing was waited for, so we give it a moment.
+    if (-result != EINTR && io_uring_cq_ready(&ring_) == 0 && timeout_seconds != 0) event_.wait(1e-3);
+  }
+
+  static bool passes(int error) noexcept { return error == EINTR || error == EAGAIN || error == EBUSY; }
+
+  const unsigned entries_;
+  io_uring ring_{};
+  const char* setup_ = "";
+  std::vector<int> fds_;
+  std::vector<RegisteredBuffer> buffers_;  // sorted by address; its order is the kernel's index
+  bool files_registered_ = false;
+  bool polling_ = false;  // a poll on the wake event is prepared or in the kernel
+  WakeEvent event_;
+};
+
+}  // namespace
+
+std::unique_ptr<IoEngine> make_uring_engine(const IoEngineOptions& options) {
+  return std::make_unique<UringEngine>(options);
+}
+
+}  // namespace spillway

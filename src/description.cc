@@ -1,0 +1,130 @@
+#include "src/description.h"
+
+#include <rapidjson/document.h>
+#include <rapidjson/stringbuffer.h>
+#include <rapidjson/writer.h>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+
+namespace spillway {
+namespace {
+
+using Writer = rapidjson::Writer<rapidjson::StringBuffer>;
+
+void write_string(Writer& out, const std::string& text) {
+  out.String(text.data(), static_cast<rapidjson::SizeType>(text.size()));
+}
+
+// The part that the fingerprint covers.
+std::string layout_json(const ModelDescription& model, DType weights, std::uint64_t tile_elements) {
+  rapidjson::StringBuffer buffer;
+  Writer out(buffer);
+  out.StartObject();
+  out.Key("weights");
+  write_string(out, std::string(name_of(weights)));
+  out.Key("tile_elements");
+  out.Uint64(tile_elements);
+  out.Key("blocks");
+  out.StartArray();
+  for (const Block& block : model.blocks) {
+    out.StartObject();
+    out.Key("name");
+    write_string(out, block.name);
+    out.Key("parameters");
+    out.StartArray();
+    for (const Parameter& parameter : block.parameters) {
+      out.StartArray();
+      write_string(out, parameter.name);
+      out.Bool(parameter.trainable);
+      for (std::uint64_t dimension : parameter.shape) out.Uint64(dimension);
+      out.EndArray();
+    }
+    out.EndArray();
+    out.EndObject();
+  }
+  out.EndArray();
+  out.EndObject();
+  return buffer.GetString();
+}
+
+std::uint64_t fingerprint_of(const std::string& layout) { return granule_checksum(std::as_bytes(std::span(layout))); }
+
+[[noreturn]] void corrupt(const std::string& object) {
+  throw Error(Code::kCorrupt, {object, "the model description cannot be read", 0, "start over with --fresh"});
+}
+
+Parameter parse_parameter(const rapidjson::Value& value, const std::string& object) {
+  if (!value.IsArray() || value.Size() < 2 || !value[0].IsString() || !value[1].IsBool()) corrupt(object);
+  Parameter parameter{.name = value[0].GetString(), .shape = {}, .trainable = value[1].GetBool()};
+  for (rapidjson::SizeType i = 2; i < value.Size(); ++i) {
+    if (!value[i].IsUint64()) corrupt(object);
+    parameter.shape.push_back(value[i].GetUint64());
+  }
+  return parameter;
+}
+
+}  // namespace
+
+StoreIdentity describe_store(const Config& config, const ModelDescription& model) {
+  const std::string layout = layout_json(model, config.weights, config.tile_elements);
+  rapidjson::StringBuffer buffer;
+  Writer out(buffer);
+  out.StartObject();
+  out.Key("layout");
+  out.RawValue(layout.data(), layout.size(), rapidjson::kObjectType);
+  out.Key("attachments");
+  out.StartArray();
+  for (const Attachment& attachment : model.attachments) {
+    out.StartArray();
+    write_string(out, attachment.name);
+    write_string(out, attachment.text);
+    out.EndArray();
+  }
+  out.EndArray();
+  out.EndObject();
+  return {.description = buffer.GetString(), .fingerprint = fingerprint_of(layout)};
+}
+
+StoredModel parse_store_description(const std::string& text, const std::string& object) {
+  rapidjson::Document document;
+  document.Parse<rapidjson::kParseIterativeFlag>(text.data(), text.size());
+  if (document.HasParseError() || !document.IsObject() || !document.HasMember("layout") ||
+      !document.HasMember("attachments")) {
+    corrupt(object);
+  }
+  const auto& layout = document["layout"];
+  if (!layout.IsObject() || !layout.HasMember("weights") || !layout["weights"].IsString() ||
+      !layout.HasMember("tile_elements") || !layout["tile_elements"].IsUint64() || !layout.HasMember("blocks") ||
+      !layout["blocks"].IsArray() || !document["attachments"].IsArray()) {
+    corrupt(object);
+  }
+  StoredModel stored;
+  const std::string type = layout["weights"].GetString();
+  for (DType candidate : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (type == name_of(candidate)) stored.weights = candidate;
+  }
+  stored.tile_elements = layout["tile_elements"].GetUint64();
+  for (const auto& block : layout["blocks"].GetArray()) {
+    if (!block.IsObject() || !block.HasMember("name") || !block["name"].IsString() || !block.HasMember("parameters") ||
+        !block["parameters"].IsArray()) {
+      corrupt(object);
+    }
+    stored.model.blocks.push_back({.name = block["name"].GetString(), .parameters = {}});
+    for (const auto& parameter : block["parameters"].GetArray()) {
+      stored.model.blocks.back().parameters.push_back(parse_parameter(parameter, object));
+    }
+  }
+  for (const auto& attachment : document["attachments"].GetArray()) {
+    if (!attachment.IsArray() || attachment.Size() != 2 || !attachment[0].IsString() || !attachment[1].IsString()) {
+      corrupt(object);
+    }
+    const std::string name = attachment[0].GetString();
+    if (name.empty() || name.find('/') != std::string::npos || name == "." || name == "..") corrupt(object);
+    stored.model.attachments.push_back({name, attachment[1].GetString()});
+  }
+  stored.fingerprint = fingerprint_of(layout_json(stored.model, stored.weights, stored.tile_elements));
+  return stored;
+}
+
+}  // namespace spillway

@@ -1,0 +1,28 @@
+// What a store says of itself: the model and the settings that its layout follows from, as JSON inside the store file, so
+// that a store can be exported without the configuration that made it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "spillway/config.h"
+#include "spillway/model.h"
+#include "swap/tile_store.h"
+
+namespace spillway {
+
+// The fingerprint covers parameters (names, shapes, order, frozen or not), weight type and tile size: whatever must be
+// equal for a store's bytes to mean the same. Attachments and visits are not part of it.
+StoreIdentity describe_store(const Config& config, const ModelDescription& model);
+
+struct StoredModel {
+  ModelDescription model;  // visits empty
+  DType weights = DType::kFloat32;
+  std::uint64_t tile_elements = 0;
+  std::uint64_t fingerprint = 0;
+};
+
+// Throws kCorrupt (`object` in the message) when the text is not such a description.
+StoredModel parse_store_description(const std::string& text, const std::string& object);
+
+}  // namespace spillway

@@ -1,0 +1,430 @@
+// A step of the engine, in four paragraphs: forward and backward (acquire, release), gradients (push_gradient), update
+// and commit (step).
+#include "spillway/engine.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "kernels/adam.h"
+#include "spillway/bf16.h"
+#include "spillway/error.h"
+#include "spillway/log.h"
+#include "src/machinery.h"
+#include "src/plan.h"
+#include "src/tile_values.h"
+#include "src/visit_cursor.h"
+
+namespace spillway {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+constexpr double kCommitShare = 0.02;  // of a step: what commits of resident tiles may cost on average
+
+struct Traffic {
+  std::uint64_t nvme_read = 0, nvme_write = 0, h2d = 0, d2h = 0;
+};
+
+class StepEngine final : public Engine {
+ public:
+  StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
+      : config_(config),
+        model_(model),
+        plan_(make_plan(config, model)),
+        machinery_(config, model_, plan_, options),
+        cursor_(plan_.visits) {
+    for (const TilePlace& tile : plan_.tile_places) {
+      for (Part part : {Part::kWeights, Part::kStates}) {
+        written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
+      }
+    }
+    commit_every_ = config.commit_every.value_or(1);
+    choose_commit_interval_ = machinery_.store && written_back_ && !config.commit_every;
+    blob_.reserve(kBlobCapacity);
+    for (const Block& block : model_.blocks) visit_blocks_.reserve(visit_blocks_.size() + block.parameters.size());
+    if (machinery_.resumed) resume();
+  }
+
+  ~StepEngine() override { machinery_.compute->synchronize(); }
+
+  std::uint64_t current_step() const override { return step_; }
+  std::vector<std::byte> blob() const override { return blob_; }
+  const Ledger& ledger() const override { return plan_.ledger; }
+  std::vector<std::string> describe() const override;
+
+  void import_weights(const WeightSource& source) override;
+  void export_weights(bool exact, const WeightSink& sink) override;
+
+  DeviceKind device_kind() const override { return machinery_.device->kind(); }
+  Stream& stream() override { return *machinery_.compute; }
+  std::span<std::byte> workspace() override { return machinery_.hbm_region(plan_.hbm.workspace); }
+  bool in_hbm(const void* data, std::size_t bytes) const override {
+    const auto hbm = machinery_.device->hbm();
+    const auto* at = static_cast<const std::byte*>(data);
+    return at >= hbm.data() && bytes <= hbm.size() && at <= hbm.data() + (hbm.size() - bytes);
+  }
+
+  Lease acquire(std::uint32_t block, Pass pass, Stream& stream) override;
+  void push_gradient(const Gradient& gradient, Stream& stream) override;
+  StepReport step(std::span<const std::byte> blob) override;
+  void flush() override;
+
+ protected:
+  const void* weight_address(std::uint32_t lease, std::uint32_t parameter) const override;
+  void release(std::uint32_t lease) override;
+
+ private:
+  void refuse_if_failed() const;
+  template <typename Work>
+  auto guarded(Work&& work);
+  void begin_step();
+  void resume();
+  void commit();
+  void choose_commit_interval(double commit_seconds, double step_seconds);
+  Traffic traffic() const;
+  void report_links(StepReport& report, const Traffic& before, double compute_seconds) const;
+
+  const Config config_;
+  const ModelDescription model_;
+  const Plan plan_;
+  Machinery machinery_;
+  VisitCursor cursor_;
+  std::vector<std::uint32_t> visit_blocks_;
+  std::uint32_t leases_ = 0;  // while weights stay in HBM; places count their own
+
+  std::uint64_t step_ = 0, durable_step_ = 0;
+  std::vector<std::byte> blob_;
+  bool imported_ = false, stepping_ = false;
+  bool written_back_ = false;  // some tiles reach their slot only at a commit
+  std::uint32_t commit_every_ = 1;
+  bool choose_commit_interval_ = false;
+  std::string failure_;  // after it, nothing but destruction
+
+  Clock::time_point step_start_ = Clock::now();
+  Traffic step_traffic_;
+  double idle_before_ = 0, adam_before_ = 0, wait_before_ = 0;
+  std::uint64_t unplanned_before_ = 0;
+};
+
+void StepEngine::refuse_if_failed() const {
+  if (failure_.empty()) return;
+  throw Error(Code::kIo, {"engine", "stopped after an earlier error: " + failure_, 0, "open the store again with --resume"});
+}
+
+// Runs what may touch drive or device; a failure there is final for this engine.
+template <typename Work>
+auto StepEngine::guarded(Work&& work) {
+  refuse_if_failed();
+  try {
+    return work();
+  } catch (const Error& error) {
+    if (error.code() != Code::kInvalidArgument && error.code() != Code::kDoesNotFit) failure_ = error.what();
+    throw;
+  }
+}
+
+void StepEngine::begin_step() {
+  if (!imported_) {
+    throw Error(Code::kInvalidArgument, {"engine", "has no weights yet", 0, "call import_weights first, or resume"});
+  }
+  stepping_ = true;
+  cursor_.begin_step();
+  machinery_.gradients->begin_step();
+  visit_blocks_.clear();
+  for (const Visit& visit : cursor_.visits()) visit_blocks_.push_back(visit.block);
+  if (machinery_.places) machinery_.places->begin_step(visit_blocks_);
+  step_traffic_ = traffic();
+  idle_before_ = machinery_.device->idle_seconds(*machinery_.compute);
+  adam_before_ = machinery_.updater->adam_seconds();
+  wait_before_ = machinery_.mover->wait_seconds();
+  unplanned_before_ = cursor_.unplanned();
+}
+
+// 1. Forward and backward: the block's weights are on their way already; the caller's stream waits for the last copy.
+Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
+  if (block >= plan_.blocks.size()) {
+    throw Error(Code::kInvalidArgument, {"acquire", fmt::format("there is no block {}", block), 0, "use the indices of the description"});
+  }
+  return guarded([&] {
+    if (!stepping_) begin_step();
+    const auto visit = cursor_.advance(block, pass);
+    if (!machinery_.places) {
+      ++leases_;
+      return Lease(this, block);
+    }
+    const std::uint32_t place = machinery_.places->acquire(block, visit, stream);
+    if (cursor_.last()) machinery_.updater->read_ahead();  // nothing more to fetch: the update's first tiles come next
+    return Lease(this, place);
+  });
+}
+
+const void* StepEngine::weight_address(std::uint32_t lease, std::uint32_t parameter) const {
+  const std::uint32_t block = machinery_.places ? machinery_.places->block(lease) : lease;
+  const BlockPlan& plan = plan_.blocks[block];
+  SPILLWAY_CHECK(parameter < plan.partition.parameters.size(), "the parameter belongs to the leased block");
+  const std::byte* base = machinery_.places ? machinery_.places->address(lease)
+                                            : machinery_.device->hbm().data() + plan.weights.offset;
+  return base + plan.partition.parameters[parameter].first * size_of(config_.weights);
+}
+
+void StepEngine::release(std::uint32_t lease) {
+  if (machinery_.places) {
+    machinery_.places->release(lease);
+  } else {
+    --leases_;
+  }
+}
+
+// 2. Gradients: added in call order, rounded once, normed, and on their way down while backward goes on.
+void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
+  guarded([&] {
+    if (!stepping_) begin_step();
+    const auto place = plan_.blocks.at(gradient.block).partition.parameters.at(gradient.parameter);
+    if (!in_hbm(gradient.data, place.count * size_of(gradient.dtype))) {
+      throw Error(Code::kInvalidArgument, {model_.blocks[gradient.block].parameters[gradient.parameter].name,
+                                           "its gradient does not lie in the HBM arena", 0, "push from Engine::workspace()"});
+    }
+    machinery_.gradients->push(gradient, stream);
+  });
+}
+
+// 3. and 4. Update, as soon as every gradient is known to be finite; commit.
+StepReport StepEngine::step(std::span<const std::byte> blob) {
+  return guarded([&] {
+    if (!stepping_) begin_step();
+    if (blob.size() > kBlobCapacity) {
+      throw Error(Code::kInvalidArgument, {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), kBlobCapacity), 0, ""});
+    }
+    if (leases_ > 0 || (machinery_.places && machinery_.places->leased())) {
+      throw Error(Code::kInvalidArgument, {"step", "a lease is still held", 0, "release every block before step()"});
+    }
+    GradientCollector& gradients = *machinery_.gradients;
+    gradients.check_complete();
+    gradients.wait_landed();
+    machinery_.compute->synchronize();
+    const double idle = machinery_.device->idle_seconds(*machinery_.compute) - idle_before_;
+    const double compute = seconds_since(step_start_) - idle;
+    if (const auto tensor = gradients.first_nonfinite()) {
+      stepping_ = false;
+      throw Error(Code::kNonFinite, {*tensor, fmt::format("NaN or Inf in its gradient in step {}", step_ + 1), 0,
+                                     "nothing was changed; lower the learning rate or look at the data of this step"});
+    }
+    StepReport report;
+    report.step = step_ + 1;
+    report.gradient_norm = std::sqrt(gradients.squared_norm_sum());
+    report.learning_rate = learning_rate(config_, report.step);
+    double scale = 1;
+    if (config_.gradient_clipping > 0) scale = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
+    const OptimizerConfig& optimizer = config_.optimizer;
+    const AdamHyper hyper{.learning_rate = report.learning_rate,
+                          .beta1 = optimizer.beta1,
+                          .beta2 = optimizer.beta2,
+                          .epsilon = optimizer.epsilon,
+                          .weight_decay = optimizer.weight_decay,
+                          .decoupled_decay = optimizer.decoupled_decay,
+                          .bias_correction = optimizer.bias_correction};
+    const auto update_start = Clock::now();
+    machinery_.updater->run(adam_scalars(hyper, report.step, scale));
+    const double update_seconds = seconds_since(update_start);
+    step_ = report.step;
+    blob_.assign(blob.begin(), blob.end());
+
+    const auto commit_start = Clock::now();
+    const bool due = machinery_.store && commit_every_ > 0 && step_ % commit_every_ == 0;
+    if (due) commit();
+    const double commit_seconds = seconds_since(commit_start);
+
+    report.seconds = seconds_since(step_start_);
+    if (due && choose_commit_interval_ && step_ >= 2) choose_commit_interval(commit_seconds, report.seconds);
+    const double waited = machinery_.mover->wait_seconds() - wait_before_;
+    report.adam_seconds = machinery_.updater->adam_seconds() - adam_before_;
+    report.stall_seconds = idle + waited;
+    report.unplanned_visits = cursor_.unplanned() - unplanned_before_;
+    report.durable_step = durable_step_;
+    report_links(report, step_traffic_, compute + std::max(0.0, update_seconds - waited));
+    if (!plan_.visits_given && step_ == 1) cursor_.adopt_recorded();
+    step_start_ = Clock::now();
+    begin_step();
+    return report;
+  });
+}
+
+Traffic StepEngine::traffic() const {
+  Traffic sum;
+  if (machinery_.store) {
+    const IoStats io = machinery_.thread->stats();
+    sum.nvme_read = io.read_bytes;
+    sum.nvme_write = io.write_bytes;
+  }
+  sum.h2d = machinery_.mover->h2d_bytes() + (machinery_.fetcher ? machinery_.fetcher->copied_bytes() : 0);
+  sum.d2h = machinery_.mover->d2h_bytes() + machinery_.gradients->d2h_bytes();
+  return sum;
+}
+
+void StepEngine::report_links(StepReport& report, const Traffic& before, double compute_seconds) const {
+  const Traffic now = traffic();
+  report.nvme_read_bytes = now.nvme_read - before.nvme_read;
+  report.nvme_write_bytes = now.nvme_write - before.nvme_write;
+  report.h2d_bytes = now.h2d - before.h2d;
+  report.d2h_bytes = now.d2h - before.d2h;
+  const LinkRates& rates = machinery_.rates;
+  auto own_time = [](std::uint64_t bytes, double rate) { return rate > 0 ? static_cast<double>(bytes) / rate : 0; };
+  const std::pair<const char*, double> links[] = {
+      {"compute", compute_seconds},
+      {"nvme", own_time(report.nvme_read_bytes + report.nvme_write_bytes, rates.nvme)},
+      {"h2d", own_time(report.h2d_bytes, rates.h2d)},
+      {"d2h", own_time(report.d2h_bytes, rates.d2h)}};
+  const auto* slowest = std::ranges::max_element(links, {}, &std::pair<const char*, double>::second);
+  report.link = slowest->first;
+  report.link_percent = 100 * slowest->second / report.seconds;
+}
+
+void StepEngine::commit() {
+  if (written_back_) {  // resident tiles reach their slot now
+    std::uint32_t used = 0;
+    for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
+      const TilePlace& tile = plan_.tile_places[t];
+      if (!tile.shape.trainable || (written_by_update(tile, Part::kWeights) && written_by_update(tile, Part::kStates))) continue;
+      const std::uint32_t buffer = used++ % machinery_.mover->buffers();
+      machinery_.mover->finish_save(buffer);
+      machinery_.mover->start_load(t, buffer);
+      machinery_.mover->finish_load(buffer);
+      machinery_.mover->start_save(buffer, Save::kCommit);
+    }
+    for (std::uint32_t b = 0; b < machinery_.mover->buffers(); ++b) machinery_.mover->finish_save(b);
+  }
+  machinery_.store->commit(step_, blob_, *machinery_.thread, machinery_.host_region(plan_.host.record));
+  durable_step_ = step_;
+}
+
+void StepEngine::choose_commit_interval(double commit_seconds, double step_seconds) {
+  choose_commit_interval_ = false;
+  const double without = std::max(step_seconds - commit_seconds, 1e-3);
+  commit_every_ = static_cast<std::uint32_t>(std::clamp(std::ceil(commit_seconds / (kCommitShare * without)), 1.0, 1000.0));
+  log(LogLevel::kInfo, fmt::format("commit_every {}: a commit of the tiles in memory takes {:.2f} s, a step {:.2f} s; a crash loses at most {} steps",
+                                   commit_every_, commit_seconds, without, commit_every_));
+}
+
+void StepEngine::flush() {
+  guarded([&] {
+    if (!machinery_.store || commit_every_ == 0 || !imported_ || durable_step_ == step_) return;
+    machinery_.updater->cancel_read_ahead();
+    commit();
+  });
+}
+
+void StepEngine::resume() {
+  TileMover& mover = *machinery_.mover;
+  for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
+    const TilePlace& tile = plan_.tile_places[t];
+    const bool resident = tile.home[0] != Home::kNvme || tile.home[1] != Home::kNvme || tile.hbm_weights;
+    if (!resident) continue;
+    const std::uint32_t buffer = t % mover.buffers();
+    mover.finish_save(buffer);
+    mover.start_load(t, buffer, Load::kStore);
+    mover.finish_load(buffer);
+    mover.start_save(buffer, Save::kRestored);
+  }
+  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+  const Manifest& manifest = machinery_.store->committed();
+  step_ = durable_step_ = manifest.step;
+  blob_.assign(manifest.blob.begin(), manifest.blob.end());
+  imported_ = true;
+  begin_step();
+  step_start_ = Clock::now();
+}
+
+void StepEngine::import_weights(const WeightSource& source) {
+  guarded([&] {
+    if (imported_) throw Error(Code::kInvalidArgument, {"import_weights", "the engine has its weights already", 0, "call it once, before step 1"});
+    TileMover& mover = *machinery_.mover;
+    for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
+      const std::uint32_t buffer = t % mover.buffers();
+      mover.finish_save(buffer);
+      const TileMemory memory = mover.blank(t, buffer);
+      fill_tile(plan_, t, memory, source);
+      mover.start_save(buffer, Save::kNew);
+    }
+    for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+    if (machinery_.store) machinery_.store->commit(0, {}, *machinery_.thread, machinery_.host_region(plan_.host.record));
+    imported_ = true;
+    begin_step();
+    step_start_ = Clock::now();
+  });
+}
+
+void StepEngine::export_weights(bool exact, const WeightSink& sink) {
+  guarded([&] {
+    if (!imported_) throw Error(Code::kInvalidArgument, {"export_weights", "the engine has no weights yet", 0, "call import_weights first"});
+    TileMover& mover = *machinery_.mover;
+    machinery_.updater->cancel_read_ahead();
+    for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
+      mover.start_load(t, 0);
+      const TileMemory memory = mover.finish_load(0);
+      read_tile(plan_, t, memory, exact, sink);
+      mover.drop(0);
+    }
+  });
+}
+
+std::vector<std::string> StepEngine::describe() const {
+  std::vector<std::string> facts;
+  facts.push_back("device: " + machinery_.device->describe());
+  std::uint64_t bytes[3] = {};
+  for (const TilePlace& tile : plan_.tile_places) {
+    for (Part part : {Part::kWeights, Part::kStates}) {
+      bytes[static_cast<std::size_t>(tile.home[index_of(part)])] += payload_bytes(tile.shape, part);
+    }
+  }
+  facts.push_back(fmt::format("weights and states at home: {} MiB in hbm, {} MiB in host memory, {} MiB on nvme; {} tiles",
+                              bytes[0] / kMiB, bytes[1] / kMiB, bytes[2] / kMiB, plan_.tiles.size()));
+  if (plan_.hbm.places_count > 0) {
+    facts.push_back(fmt::format("blocks in HBM at a time: {} of {}{}", plan_.hbm.places_count, plan_.blocks.size(),
+                                plan_.hbm.places_count == 1 ? " (fetch and compute take turns: more hbm_bytes would overlap them)" : ""));
+  }
+  if (machinery_.store) {
+    facts.push_back("io: " + machinery_.thread->description() + (machinery_.store->file().direct() ? ", direct" : ", through the page cache: the file system grants no direct I/O"));
+    facts.push_back(fmt::format("store: {}, {} MiB, {}", machinery_.store->file().path().string(), plan_.store_bytes / kMiB,
+                                commit_every_ == 0 ? std::string("one slot a tile, no resume (commit_every 0)")
+                                : choose_commit_interval_ ? std::string("commit_every chosen after step 2")
+                                                          : fmt::format("commit_every {}", commit_every_)));
+    facts.push_back(fmt::format("nvme link: {:.2f} GB/s, reads and writes mixed", machinery_.rates.nvme / 1e9));
+  } else {
+    facts.push_back("no nvme_path: no store, so this run cannot be resumed");
+  }
+  return facts;
+}
+
+}  // namespace
+
+std::unique_ptr<Engine> Engine::create(const Config& config, const ModelDescription& model, EngineOptions options) {
+  return std::make_unique<StepEngine>(config, model, options);
+}
+
+Lease::Lease(Lease&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)), slot_(other.slot_) {}
+
+Lease& Lease::operator=(Lease&& other) noexcept {
+  if (this != &other) {
+    release();
+    engine_ = std::exchange(other.engine_, nullptr);
+    slot_ = other.slot_;
+  }
+  return *this;
+}
+
+Lease::~Lease() { release(); }
+
+const void* Lease::weight(std::uint32_t parameter) const {
+  SPILLWAY_CHECK(engine_, "a released lease has no weights");
+  return engine_->weight_address(slot_, parameter);
+}
+
+void Lease::release() {
+  if (Engine* engine = std::exchange(engine_, nullptr)) engine->release(slot_);
+}
+
+}  // namespace spillway

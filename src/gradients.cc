@@ -1,0 +1,227 @@
+#include "src/gradients.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "spillway/error.h"
+#include "spillway/units.h"
+
+namespace spillway {
+
+GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& model, DType type, Device& device,
+                                     HostWorkers& workers, std::span<std::byte> host, Stream& d2h)
+    : plan_(plan), model_(model), type_(type), device_(device), workers_(workers), host_(host), d2h_(d2h) {
+  blocks_.resize(plan.blocks.size());
+  std::uint64_t largest = 0;
+  for (std::size_t b = 0; b < blocks_.size(); ++b) {
+    blocks_[b].pushes.resize(model.blocks[b].parameters.size());
+    blocks_[b].in_staging.resize(model.blocks[b].parameters.size());
+    largest = std::max(largest, plan.blocks[b].partition.trainable_elements);
+  }
+  staging_.resize(plan.hbm.staging.size());
+  for (Staging& staging : staging_) {
+    staging.filled = device.create_event();
+    staging.free = device.create_event();
+  }
+  leaves_.resize(div_up(largest, static_cast<std::uint64_t>(kNormLeaf)));
+  last_copy_ = device.create_event();
+  normed_ = device.create_event();
+}
+
+NormResult& GradientCollector::host_norm(std::uint32_t block) const {
+  return reinterpret_cast<NormResult*>(host_.data() + plan_.host.norms.offset)[block];
+}
+
+void GradientCollector::begin_step() {
+  for (std::size_t b = 0; b < blocks_.size(); ++b) {
+    BlockState& block = blocks_[b];
+    std::ranges::fill(block.pushes, 0u);
+    block.open = 0;
+    for (const Parameter& parameter : model_.blocks[b].parameters) block.open += parameter.trainable && parameter.pushes > 0;
+    block.staging.reset();
+    block.piecewise = false;
+    std::ranges::fill(block.in_staging, std::uint8_t{0});
+    host_norm(static_cast<std::uint32_t>(b)) = {};
+  }
+  for (Staging& staging : staging_) staging.block.reset();
+  accumulator_owner_.reset();
+}
+
+void GradientCollector::push(const Gradient& gradient, Stream& stream) {
+  auto refuse = [&](const std::string& object, const std::string& happened, const std::string& hint) {
+    throw Error(Code::kInvalidArgument, {object, happened, 0, hint});
+  };
+  if (gradient.block >= blocks_.size() || gradient.parameter >= blocks_[gradient.block].pushes.size()) {
+    refuse("push_gradient", "names a block or parameter that does not exist", "use the indices of the description");
+  }
+  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
+  BlockState& block = blocks_[gradient.block];
+  std::uint32_t& pushes = block.pushes[gradient.parameter];
+  if (!parameter.trainable) refuse(parameter.name, "is frozen and takes no gradient", "describe it as trainable");
+  if (gradient.dtype != DType::kFloat32 && gradient.dtype != type_) {
+    refuse(parameter.name, "a gradient is fp32 or of the weights' type", "convert it first");
+  }
+  if (pushes == parameter.pushes) {
+    refuse(parameter.name, "got more gradients than described in one step", "set Parameter::pushes");
+  }
+  const bool first = pushes++ == 0;
+  const bool last = pushes == parameter.pushes;
+  const ParameterPlace& place = plan_.blocks[gradient.block].partition.parameters[gradient.parameter];
+  const auto& accumulator = plan_.blocks[gradient.block].accumulator;
+  if (accumulator) {
+    if (plan_.blocks[gradient.block].accumulator_shared) {
+      if (accumulator_owner_ && *accumulator_owner_ != gradient.block) {
+        refuse(parameter.name, "its gradient came while another block's was being accumulated",
+               "push all micro-batches of a block before the next, or describe more than one backward visit");
+      }
+      accumulator_owner_ = gradient.block;
+    }
+    float* sum = reinterpret_cast<float*>(hbm(accumulator->offset)) + place.first;
+    device_.accumulate_async(sum, gradient.data, gradient.dtype, place.count, first, stream);
+  } else {
+    std::byte* staging = staging_for(gradient.block, stream);
+    round_into(staging, gradient.block, gradient.parameter, gradient.data, gradient.dtype, stream);
+  }
+  if (!last) return;
+  if (--block.open == 0) complete(gradient.block, stream);
+}
+
+// Where the block's rounded gradient is put together.
+std::byte* GradientCollector::staging_for(std::uint32_t block, Stream& stream) {
+  if (plan_.gradients_in_hbm) return hbm(plan_.blocks[block].gradient.offset);
+  BlockState& state = blocks_[block];
+  if (!state.staging) {
+    const std::uint32_t index = next_staging_;
+    next_staging_ = (next_staging_ + 1) % static_cast<std::uint32_t>(staging_.size());
+    Staging& staging = staging_[index];
+    if (staging.block) {  // more blocks are open than there is staging: what has come of this one goes down now
+      blocks_[*staging.block].piecewise = true;
+      send_down(*staging.block, stream);
+    }
+    if (staging.free->recorded()) device_.wait(stream, *staging.free);
+    staging.block = block;
+    state.staging = index;
+  }
+  return hbm(plan_.hbm.staging[*state.staging].offset);
+}
+
+void GradientCollector::round_into(std::byte* staging, std::uint32_t block, std::uint32_t parameter, const void* from,
+                                   DType type, Stream& stream) {
+  const ParameterPlace& place = plan_.blocks[block].partition.parameters[parameter];
+  std::byte* to = staging + place.first * size_of(type_);
+  device_.cast_async(to, type_, from, type, place.count, stream);
+  const std::uint64_t padding = align_up(place.count, std::uint64_t{kNormLeaf}) - place.count;
+  if (padding > 0) device_.fill_async(to + place.count * size_of(type_), std::byte{0}, padding * size_of(type_), stream);
+  blocks_[block].in_staging[parameter] = 1;
+}
+
+// Copies what the block's staging holds to host memory and gives the staging back.
+void GradientCollector::send_down(std::uint32_t b, Stream& stream) {
+  BlockState& block = blocks_[b];
+  const BlockPlan& plan = plan_.blocks[b];
+  Staging& staging = staging_[*block.staging];
+  const std::byte* from = hbm(plan_.hbm.staging[*block.staging].offset);
+  std::byte* to = host_.data() + plan.gradient.offset;
+  auto copy = [&](std::uint64_t first, std::uint64_t bytes) {
+    device_.copy_async(CopyKind::kDeviceToHost, to + first, from + first, bytes, d2h_);
+    d2h_bytes_ += bytes;
+  };
+  device_.record(*staging.filled, stream);
+  device_.wait(d2h_, *staging.filled);
+  if (!block.piecewise) {
+    copy(0, plan.gradient.bytes);
+  } else {
+    for (std::size_t p = 0; p < block.in_staging.size(); ++p) {
+      if (!block.in_staging[p]) continue;
+      const ParameterPlace& place = plan.partition.parameters[p];
+      copy(place.first * size_of(type_), align_up(place.count, std::uint64_t{kNormLeaf}) * size_of(type_));
+    }
+  }
+  std::ranges::fill(block.in_staging, std::uint8_t{0});
+  device_.record(*staging.free, d2h_);
+  device_.record(*last_copy_, d2h_);
+  staging.block.reset();
+  block.staging.reset();
+}
+
+// Every gradient of the block has come.
+void GradientCollector::complete(std::uint32_t b, Stream& stream) {
+  const BlockPlan& plan = plan_.blocks[b];
+  BlockState& block = blocks_[b];
+  if (plan.accumulator) {
+    std::byte* staging = staging_for(b, stream);
+    const float* sums = reinterpret_cast<const float*>(hbm(plan.accumulator->offset));
+    for (std::uint32_t p = 0; p < block.pushes.size(); ++p) {
+      if (!model_.blocks[b].parameters[p].trainable) continue;
+      round_into(staging, b, p, sums + plan.partition.parameters[p].first, DType::kFloat32, stream);
+    }
+    if (accumulator_owner_ == b) accumulator_owner_.reset();
+  }
+  if (!block.piecewise) {
+    auto* norm = reinterpret_cast<NormResult*>(hbm(plan_.hbm.norms.offset)) + b;
+    device_.squared_norm_async(staging_for(b, stream), type_, plan.partition.trainable_elements,
+                               reinterpret_cast<double*>(hbm(plan_.hbm.leaves.offset)), norm, stream);
+    device_.record(*normed_, stream);
+    device_.wait(d2h_, *normed_);
+    device_.copy_async(CopyKind::kDeviceToHost, &host_norm(b), norm, sizeof *norm, d2h_);
+    device_.record(*last_copy_, d2h_);
+  }
+  if (!plan_.gradients_in_hbm) send_down(b, stream);
+}
+
+void GradientCollector::check_complete() const {
+  for (std::size_t b = 0; b < blocks_.size(); ++b) {
+    for (std::size_t p = 0; p < blocks_[b].pushes.size(); ++p) {
+      const Parameter& parameter = model_.blocks[b].parameters[p];
+      if (!parameter.trainable || blocks_[b].pushes[p] == parameter.pushes) continue;
+      throw Error(Code::kInvalidArgument,
+                  {parameter.name + " of block " + model_.blocks[b].name,
+                   "got " + std::to_string(blocks_[b].pushes[p]) + " of " + std::to_string(parameter.pushes) +
+                       " gradients in this step",
+                   0, "push every trainable parameter's gradient before step()"});
+    }
+  }
+}
+
+void GradientCollector::wait_landed() {
+  device_.synchronize(*last_copy_);
+  for (std::uint32_t b = 0; b < blocks_.size(); ++b) {
+    if (!blocks_[b].piecewise) continue;
+    host_norm(b) = squared_norm(gradient(b), type_, plan_.blocks[b].partition.trainable_elements, leaves_, workers_);
+  }
+}
+
+double GradientCollector::squared_norm_sum() const {
+  double sum = 0;
+  for (std::uint32_t b = 0; b < blocks_.size(); ++b) sum += host_norm(b).sum_of_squares;
+  return sum;
+}
+
+std::optional<std::string> GradientCollector::first_nonfinite() const {
+  for (std::uint32_t b = 0; b < blocks_.size(); ++b) {
+    const std::uint64_t at = host_norm(b).first_nonfinite;
+    if (at == kAllFinite) continue;
+    const auto& places = plan_.blocks[b].partition.parameters;
+    for (std::size_t p = 0; p < places.size(); ++p) {
+      if (at < places[p].first || at >= places[p].first + places[p].count) continue;
+      return model_.blocks[b].parameters[p].name + " of block " + model_.blocks[b].name;
+    }
+    return "block " + model_.blocks[b].name;
+  }
+  return std::nullopt;
+}
+
+std::uint32_t GradientCollector::fetch_flag(const std::uint32_t* word, Stream& stream) {
+  // The planner leaves a page behind the norms.
+  auto* landed = reinterpret_cast<std::uint32_t*>(host_.data() + plan_.host.norms.offset + plan_.host.norms.bytes) - 1;
+  device_.copy_async(CopyKind::kDeviceToHost, landed, word, sizeof *word, stream);
+  stream.synchronize();
+  return *landed;
+}
+
+const std::byte* GradientCollector::gradient(std::uint32_t block) const {
+  const std::uint64_t offset = plan_.blocks[block].gradient.offset;
+  return plan_.gradients_in_hbm ? hbm(offset) : host_.data() + offset;
+}
+
+}  // namespace spillway

@@ -1,0 +1,84 @@
+// Gradients of one step on their way from the caller to where the update reads them.
+//
+//   push ─► fp32 accumulator (when a parameter is pushed more than once) ─► staging: rounded once to the weight type
+//        ─► squared norm and NaN/Inf flag ─► host memory (one copy down)
+//
+// Everything is enqueued on the caller's stream and on the d2h stream; the host waits only in wait_landed(). Pushes of one
+// block may come in any order and mix with those of one other block; with more blocks open at once, a block that lands
+// piece by piece is normed on the CPU afterwards (same bits).
+// One thread at a time. Errors: kInvalidArgument.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/device.h"
+#include "spillway/engine.h"
+#include "src/plan.h"
+
+namespace spillway {
+
+class GradientCollector {
+ public:
+  GradientCollector(const Plan& plan, const ModelDescription& model, DType type, Device& device, HostWorkers& workers,
+                    std::span<std::byte> host, Stream& d2h);
+
+  void begin_step();
+  void push(const Gradient& gradient, Stream& stream);
+  // Throws kInvalidArgument naming the first parameter whose gradient is missing.
+  void check_complete() const;
+  // Blocks until every gradient of the step is where the update reads it.
+  void wait_landed();
+
+  // After wait_landed():
+  double squared_norm_sum() const;
+  std::optional<std::string> first_nonfinite() const;  // names parameter and block
+  const std::byte* gradient(std::uint32_t block) const;  // host address, or HBM when gradients stay there
+
+  // Copies a word of device memory down in stream order and returns it.
+  std::uint32_t fetch_flag(const std::uint32_t* word, Stream& stream);
+
+  std::uint64_t d2h_bytes() const noexcept { return d2h_bytes_; }
+
+ private:
+  struct BlockState {
+    std::vector<std::uint32_t> pushes;   // per parameter
+    std::vector<std::uint8_t> in_staging;  // per parameter: rounded there, not yet on its way down
+    std::uint32_t open = 0;             // parameters that expect more pushes
+    std::optional<std::uint32_t> staging;
+    bool piecewise = false;  // parts of it have gone down on their own
+  };
+  struct Staging {
+    std::optional<std::uint32_t> block;
+    std::unique_ptr<Event> filled, free;
+  };
+
+  std::byte* staging_for(std::uint32_t block, Stream& stream);
+  void send_down(std::uint32_t block, Stream& stream);
+  void round_into(std::byte* staging, std::uint32_t block, std::uint32_t parameter, const void* from, DType type,
+                  Stream& stream);
+  void complete(std::uint32_t block, Stream& stream);
+  NormResult& host_norm(std::uint32_t block) const;
+  std::byte* hbm(std::uint64_t offset) const { return device_.hbm().data() + offset; }
+
+  const Plan& plan_;
+  const ModelDescription& model_;
+  DType type_;
+  Device& device_;
+  HostWorkers& workers_;
+  std::span<std::byte> host_;
+  Stream& d2h_;
+  std::vector<BlockState> blocks_;
+  std::vector<Staging> staging_;
+  std::uint32_t next_staging_ = 0;
+  std::optional<std::uint32_t> accumulator_owner_;  // block that uses the shared accumulator
+  std::unique_ptr<Event> last_copy_, normed_;
+  std::vector<double> leaves_;  // for norms on the CPU
+  std::uint64_t d2h_bytes_ = 0;
+};
+
+}  // namespace spillway

@@ -1,0 +1,53 @@
+// Everything a run holds, in the order in which it is made (and, backwards, taken apart): threads, device, arenas, store,
+// and what moves bytes between them. No policy: the plan says how large and where, the engine says when.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/device.h"
+#include "kernels/workers.h"
+#include "spillway/engine.h"
+#include "src/gradients.h"
+#include "src/link_probe.h"
+#include "src/plan.h"
+#include "src/updater.h"
+#include "swap/arena.h"
+#include "swap/block_fetcher.h"
+#include "swap/store_thread.h"
+#include "swap/tile_mover.h"
+#include "swap/tile_store.h"
+#include "swap/weight_places.h"
+
+namespace spillway {
+
+struct Machinery {
+  Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options);
+  ~Machinery();
+
+  std::span<std::byte> host_region(const Region& region) const { return {host.at(region.offset), region.bytes}; }
+  std::span<std::byte> hbm_region(const Region& region) const { return device->hbm().subspan(region.offset, region.bytes); }
+
+  std::unique_ptr<TileStore> store;  // opened first: a run that may not have it must not take anything else
+  bool resumed = false;
+  std::unique_ptr<HostWorkers> workers;
+  HostArena host;
+  std::unique_ptr<Device> device;
+  std::unique_ptr<Stream> compute, h2d, d2h;
+  std::unique_ptr<StoreThread> thread;     // null without NVMe
+  std::unique_ptr<TileMover> mover;
+  std::unique_ptr<BlockFetcher> fetcher;   // null while weights stay in HBM
+  std::unique_ptr<WeightPlaces> places;    // ditto
+  std::unique_ptr<GradientCollector> gradients;
+  std::unique_ptr<Updater> updater;
+  LinkRates rates;
+
+ private:
+  void open_store(const Config& config, const Plan& plan, EngineOptions options);
+  void start_thread(const Config& config);
+  void build_movers(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options);
+};
+
+}  // namespace spillway

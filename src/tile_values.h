@@ -1,0 +1,19 @@
+// The values of a tile, in and out: fp32 numbers of named parameters on one side, weights, residuals and states in the
+// layout of a tile on the other.
+#pragma once
+
+#include <cstdint>
+
+#include "spillway/engine.h"
+#include "src/plan.h"
+#include "swap/tile_mover.h"
+
+namespace spillway {
+
+// Asks `source` for every parameter value of the tile and writes weights and residuals; the states stay as they are.
+void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source);
+
+// Hands every parameter value of the tile to `sink`: the exact fp32 master, or the weight widened to fp32.
+void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink);
+
+}  // namespace spillway

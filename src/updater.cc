@@ -1,0 +1,119 @@
+#include "src/updater.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+
+#include "spillway/error.h"
+#include "spillway/units.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::size_t kAdamChunk = 16 * 1024;  // elements a worker takes at a time; changes no bit
+
+AdamTile adam_tile(const TilePlace& place, const TileMemory& memory, const std::byte* gradient) {
+  const StateOffsets at = state_offsets(place.shape);
+  std::byte* states = memory.part[index_of(Part::kStates)];
+  AdamTile tile;
+  tile.type = place.shape.type;
+  tile.weight = memory.part[index_of(Part::kWeights)];
+  if (place.shape.type == DType::kBFloat16) tile.residual = reinterpret_cast<std::int16_t*>(states + at.residual);
+  tile.exp_avg = reinterpret_cast<float*>(states + at.exp_avg);
+  tile.exp_avg_sq = reinterpret_cast<float*>(states + at.exp_avg_sq);
+  tile.gradient = gradient;
+  tile.count = place.shape.count;
+  return tile;
+}
+
+}  // namespace
+
+Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers, TileMover& mover,
+                 GradientCollector& gradients, Stream& stream)
+    : plan_(plan),
+      model_(model),
+      device_(device),
+      workers_(workers),
+      mover_(mover),
+      gradients_(gradients),
+      stream_(stream) {
+  for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
+    if (plan.tiles[t].range.trainable) order_.push_back(t);
+  }
+}
+
+// Tile i uses buffer i mod buffers. A load starts when its buffer's last save is done; only the tile that is due waits.
+void Updater::start_loads(std::size_t due) {
+  const std::uint32_t buffers = mover_.buffers();
+  while (loading_ < order_.size() && loading_ < due + buffers) {
+    const auto buffer = static_cast<std::uint32_t>(loading_ % buffers);
+    if (loading_ > due && !mover_.idle(buffer)) return;
+    mover_.start_load(order_[loading_], buffer);
+    ++loading_;
+  }
+}
+
+void Updater::read_ahead() {
+  if (!plan_.gradients_in_hbm) start_loads(0);
+}
+
+void Updater::cancel_read_ahead() {
+  for (std::size_t i = 0; i < loading_; ++i) {
+    mover_.finish_load(static_cast<std::uint32_t>(i));
+    mover_.drop(static_cast<std::uint32_t>(i));
+  }
+  loading_ = 0;
+}
+
+void Updater::run(const AdamScalars& scalars) {
+  if (plan_.gradients_in_hbm) return run_on_device(scalars);
+  for (std::size_t i = 0; i < order_.size(); ++i) {
+    start_loads(i);
+    const auto buffer = static_cast<std::uint32_t>(i % mover_.buffers());
+    const TileMemory memory = mover_.finish_load(buffer);
+    update(order_[i], memory, scalars);
+    mover_.start_save(buffer, Save::kUpdated);
+  }
+  for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
+  loading_ = 0;
+}
+
+void Updater::update(std::uint32_t t, const TileMemory& memory, const AdamScalars& scalars) {
+  const TilePlan& place = plan_.tiles[t];
+  const std::byte* gradient = gradients_.gradient(place.block) + place.range.first * size_of(plan_.tile_places[t].shape.type);
+  const AdamTile tile = adam_tile(plan_.tile_places[t], memory, gradient);
+  const auto start = std::chrono::steady_clock::now();
+  std::atomic<bool> finite = true;
+  workers_.parallel_for(div_up(tile.count, kAdamChunk), [&](std::size_t chunk) {
+    const std::size_t begin = chunk * kAdamChunk;
+    if (!adam_update(tile, scalars, begin, std::min(begin + kAdamChunk, tile.count))) {
+      finite.store(false, std::memory_order_relaxed);
+    }
+  });
+  adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (!finite) overflowed(tile_name(plan_, model_, t));
+}
+
+void Updater::run_on_device(const AdamScalars& scalars) {
+  const auto start = std::chrono::steady_clock::now();
+  auto* finite = reinterpret_cast<std::uint32_t*>(device_.hbm().data() + plan_.hbm.finite.offset);
+  device_.fill_async(finite, std::byte{1}, sizeof *finite, stream_);
+  for (std::uint32_t t : order_) {
+    const TilePlace& place = plan_.tile_places[t];
+    TileMemory memory;
+    for (std::size_t part = 0; part < kParts; ++part) memory.part[part] = device_.hbm().data() + place.offset[part];
+    const std::byte* gradient = gradients_.gradient(plan_.tiles[t].block) + plan_.tiles[t].range.first * size_of(place.shape.type);
+    device_.adam_async(adam_tile(place, memory, gradient), scalars, finite, stream_);
+  }
+  // The flag comes down through the page behind the norms.
+  const std::uint32_t flag = gradients_.fetch_flag(finite, stream_);
+  adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (flag == 0) overflowed("the device update");
+}
+
+void Updater::overflowed(const std::string& where) const {
+  throw Error(Code::kNonFinite, {where, "a weight or optimizer state overflowed in the update", 0,
+                                 "lower the learning rate or clip gradients; the last committed step is intact"});
+}
+
+}  // namespace spillway

@@ -1,0 +1,49 @@
+// The optimizer's part of a step: every trainable tile through Adam, tile by tile, the next ones being read and the last
+// ones being written meanwhile. One thread at a time. Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/adam.h"
+#include "kernels/device.h"
+#include "src/gradients.h"
+#include "src/plan.h"
+#include "swap/tile_mover.h"
+
+namespace spillway {
+
+class Updater {
+ public:
+  Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers, TileMover& mover,
+          GradientCollector& gradients, Stream& stream);
+
+  void run(const AdamScalars& scalars);
+  // Starts reading the first tiles; run() then finds them on their way. Call at most once before each run().
+  void read_ahead();
+
+  // Drops what read_ahead() brought: the buffers are needed for something else.
+  void cancel_read_ahead();
+
+  double adam_seconds() const noexcept { return adam_seconds_; }  // all runs together
+
+ private:
+  void run_on_device(const AdamScalars& scalars);
+  void start_loads(std::size_t upto);
+  void update(std::uint32_t tile, const TileMemory& memory, const AdamScalars& scalars);
+  [[noreturn]] void overflowed(const std::string& where) const;
+
+  const Plan& plan_;
+  const ModelDescription& model_;
+  Device& device_;
+  HostWorkers& workers_;
+  TileMover& mover_;
+  GradientCollector& gradients_;
+  Stream& stream_;
+  std::vector<std::uint32_t> order_;  // trainable tiles
+  std::size_t loading_ = 0;           // how many of them have been started in this run
+  double adam_seconds_ = 0;
+};
+
+}  // namespace spillway

@@ -1,0 +1,250 @@
+#include "swap/block_fetcher.h"
+
+#include <algorithm>
+
+#include "kernels/checksum.h"
+
+namespace spillway {
+namespace {
+constexpr std::uint64_t kResidentCopyBytes = 4 * kMiB;  // host memory needs no chunks, but a long copy blocks the others
+}
+
+BlockFetch::BlockFetch(Device& device, std::size_t max_pieces, std::size_t max_granules)
+    : ready_(device.create_event()) {
+  pieces.reserve(max_pieces);
+  granules_.reserve(max_granules);
+  first_granule_.reserve(max_pieces);
+  granules_left_.reserve(max_pieces);
+}
+
+BlockFetcher::BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks,
+                           std::uint64_t chunk_bytes)
+    : thread_(thread), device_(device), h2d_(h2d), chunk_bytes_(chunk_bytes) {
+  SPILLWAY_CHECK(chunk_bytes % kGranuleBytes == 0, "a chunk holds whole granules");
+  for (std::uint64_t at = 0; at + chunk_bytes <= chunks.size(); at += chunk_bytes) {
+    chunks_.push_back(std::make_unique<Chunk>());
+    chunks_.back()->owner = this;
+    chunks_.back()->memory = chunks.data() + at;
+  }
+  active_.reserve(64);
+  started_.reserve(64);
+}
+
+BlockFetcher::~BlockFetcher() {
+  h2d_.synchronize();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return copies_out_ == 0 && started_.empty(); });
+}
+
+void BlockFetcher::start(BlockFetch& fetch) {
+  {
+    std::lock_guard lock(mutex_);
+    SPILLWAY_CHECK(fetch.state_ != BlockFetch::State::kRunning, "a fetch under way is not started again");
+    fetch.state_ = BlockFetch::State::kRunning;
+    fetch.failure_.reset();
+    started_.push_back(&fetch);
+  }
+  thread_.wake(*this);
+}
+
+bool BlockFetcher::open(const BlockFetch& fetch) const {
+  std::lock_guard lock(mutex_);
+  return fetch.state_ == BlockFetch::State::kOpen;
+}
+
+void BlockFetcher::wait_open(BlockFetch& fetch) {
+  std::unique_lock lock(mutex_);
+  SPILLWAY_CHECK(fetch.state_ != BlockFetch::State::kIdle, "only a started fetch can open");
+  changed_.wait(lock, [&fetch] { return fetch.state_ != BlockFetch::State::kRunning; });
+  if (fetch.state_ == BlockFetch::State::kFailed) throw *fetch.failure_;
+}
+
+// Everything below runs on the store's thread, but chunk_copied().
+
+void BlockFetcher::on_wake() {
+  {
+    std::lock_guard lock(mutex_);
+    active_.insert(active_.end(), started_.begin(), started_.end());
+    for (BlockFetch* fetch : started_) begin(*fetch);
+    started_.clear();
+    changed_.notify_all();
+  }
+  recycle();
+  pump();
+}
+
+void BlockFetcher::begin(BlockFetch& fetch) {
+  fetch.piece_ = 0;
+  fetch.piece_offset_ = 0;
+  fetch.waited_after_ = false;
+  fetch.chunks_out_ = 0;
+  fetch.granules_.clear();
+  fetch.first_granule_.clear();
+  fetch.granules_left_.clear();
+  std::uint32_t granule = 0;
+  for (const FetchPiece& piece : fetch.pieces) {
+    const auto count = piece.resident ? 0u : static_cast<std::uint32_t>(div_up(piece.extent.bytes, kGranuleBytes));
+    fetch.first_granule_.push_back(granule);
+    fetch.granules_left_.push_back(count);
+    granule += count;
+  }
+  fetch.granules_.resize(granule);
+}
+
+void BlockFetcher::pump() {
+  for (std::size_t i = 0; i < active_.size();) {
+    BlockFetch& fetch = *active_[i];
+    const bool more_chunks = pump(fetch);
+    if (fetch.piece_ == fetch.pieces.size() && fetch.chunks_out_ == 0) {
+      active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
+      settle(fetch);
+    } else {
+      ++i;
+    }
+    if (!more_chunks) return;  // the fetches behind this one wait their turn
+  }
+}
+
+bool BlockFetcher::pump(BlockFetch& fetch) {
+  while (fetch.piece_ < fetch.pieces.size()) {
+    const FetchPiece& piece = fetch.pieces[fetch.piece_];
+    if (piece.resident) {
+      copy_resident(fetch, piece);
+      ++fetch.piece_;
+      continue;
+    }
+    Chunk* chunk = free_chunk();
+    if (!chunk) return false;
+    read_chunk(fetch, *chunk);
+  }
+  return true;
+}
+
+void BlockFetcher::copy_resident(BlockFetch& fetch, const FetchPiece& piece) {
+  if (fetch.after && !fetch.waited_after_) device_.wait(h2d_, *fetch.after);
+  fetch.waited_after_ = true;
+  for (std::uint64_t at = 0; at < piece.payload_bytes; at += kResidentCopyBytes) {
+    const std::uint64_t bytes = std::min(kResidentCopyBytes, piece.payload_bytes - at);
+    device_.copy_async(CopyKind::kHostToDevice, piece.to + at, piece.resident + at, bytes, h2d_);
+  }
+  copied_bytes_.fetch_add(piece.payload_bytes, std::memory_order_relaxed);
+}
+
+void BlockFetcher::read_chunk(BlockFetch& fetch, Chunk& chunk) {
+  const FetchPiece& piece = fetch.pieces[fetch.piece_];
+  chunk.in_use = true;
+  chunk.fetch = &fetch;
+  chunk.piece = fetch.piece_;
+  chunk.offset = fetch.piece_offset_;
+  chunk.bytes = std::min(chunk_bytes_, piece.extent.bytes - chunk.offset);
+  fetch.piece_offset_ += chunk.bytes;
+  if (fetch.piece_offset_ == piece.extent.bytes) {
+    fetch.piece_offset_ = 0;
+    ++fetch.piece_;
+  }
+  ++fetch.chunks_out_;
+  const auto index = static_cast<std::uint64_t>(
+      std::find_if(chunks_.begin(), chunks_.end(), [&chunk](const auto& c) { return c.get() == &chunk; }) -
+      chunks_.begin());
+  thread_.post({.op = IoOp::kRead,
+                .priority = IoPriority::kUrgent,
+                .offset = piece.extent.offset + chunk.offset,
+                .buffer = chunk.memory,
+                .bytes = chunk.bytes,
+                .tag = index},
+               *this);
+}
+
+void BlockFetcher::on_io(const IoRequest& request, const IoCompletion& completion) {
+  Chunk& chunk = *chunks_[request.tag];
+  BlockFetch& fetch = *chunk.fetch;
+  --fetch.chunks_out_;
+  if (completion.error != 0) fail(fetch, io_error(thread_, request, completion));
+  if (fetch.failure_) {
+    chunk.in_use = false;
+  } else {
+    check(fetch, chunk);
+    copy(fetch, chunk);
+  }
+  pump();
+}
+
+void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
+  const FetchPiece& piece = fetch.pieces[chunk.piece];
+  const std::uint32_t first = fetch.first_granule_[chunk.piece];
+  for (std::uint64_t at = 0; at < chunk.bytes; at += kGranuleBytes) {
+    const std::uint64_t bytes = std::min(kGranuleBytes, chunk.bytes - at);
+    fetch.granules_[first + (chunk.offset + at) / kGranuleBytes] = granule_checksum({chunk.memory + at, bytes});
+    --fetch.granules_left_[chunk.piece];
+  }
+  if (fetch.granules_left_[chunk.piece] > 0) return;
+  const std::size_t count = div_up(piece.extent.bytes, kGranuleBytes);
+  if (extent_checksum({fetch.granules_.data() + first, count}) != piece.checksum) {
+    fail(fetch, Error(Code::kCorrupt, {thread_.file(0).path().string(),
+                                       "weights of tile " + std::to_string(piece.tile) + " at offset " +
+                                           std::to_string(piece.extent.offset) + " do not match their checksum",
+                                       0, "check the drive; the last intact step can be tried with --resume"}));
+  }
+}
+
+// Bytes may travel before their extent is verified; the lease opens only when all of it is.
+void BlockFetcher::copy(BlockFetch& fetch, Chunk& chunk) {
+  const FetchPiece& piece = fetch.pieces[chunk.piece];
+  const std::uint64_t bytes =
+      chunk.offset < piece.payload_bytes ? std::min(chunk.bytes, piece.payload_bytes - chunk.offset) : 0;
+  if (bytes == 0 || fetch.failure_) {
+    chunk.in_use = false;
+    return;
+  }
+  if (fetch.after && !fetch.waited_after_) device_.wait(h2d_, *fetch.after);
+  fetch.waited_after_ = true;
+  chunk.copied.store(false, std::memory_order_relaxed);
+  {
+    std::lock_guard lock(mutex_);
+    ++copies_out_;
+  }
+  device_.copy_async(CopyKind::kHostToDevice, piece.to + chunk.offset, chunk.memory, bytes, h2d_);
+  device_.call_async(&BlockFetcher::chunk_copied, &chunk, h2d_);
+  copied_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+}
+
+void BlockFetcher::chunk_copied(void* argument) {  // a thread of the device
+  Chunk& chunk = *static_cast<Chunk*>(argument);
+  BlockFetcher& fetcher = *chunk.owner;
+  chunk.copied.store(true, std::memory_order_release);
+  fetcher.thread_.wake(fetcher);
+  std::lock_guard lock(fetcher.mutex_);
+  --fetcher.copies_out_;
+  fetcher.changed_.notify_all();
+}
+
+void BlockFetcher::recycle() {
+  for (auto& chunk : chunks_) {
+    if (chunk->in_use && chunk->copied.load(std::memory_order_acquire)) {
+      chunk->copied.store(false, std::memory_order_relaxed);
+      chunk->in_use = false;
+    }
+  }
+}
+
+BlockFetcher::Chunk* BlockFetcher::free_chunk() {
+  for (auto& chunk : chunks_) {
+    if (!chunk->in_use) return chunk.get();
+  }
+  return nullptr;
+}
+
+void BlockFetcher::fail(BlockFetch& fetch, Error error) {
+  if (fetch.failure_) return;
+  fetch.failure_ = std::move(error);
+  fetch.piece_ = fetch.pieces.size();  // start nothing more; reads under way come back and are dropped
+}
+
+void BlockFetcher::settle(BlockFetch& fetch) {
+  if (!fetch.failure_) device_.record(fetch.ready(), h2d_);
+  std::lock_guard lock(mutex_);
+  fetch.state_ = fetch.failure_ ? BlockFetch::State::kFailed : BlockFetch::State::kOpen;
+  changed_.notify_all();
+}
+
+}  // namespace spillway

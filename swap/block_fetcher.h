@@ -1,0 +1,113 @@
+// Moves a block's weights into HBM: NVMe → chunk of pinned host memory → HBM, or straight from host memory where a tile
+// lives there. Chunks are recycled as soon as their copy is done; a block never lies in host memory whole.
+//
+//   start(fetch) ─► reads, as chunks come free ─► checksum of each granule ─► copy on the h2d stream ─► chunk free
+//   wait_open(fetch): all bytes checked out and every copy is enqueued; fetch.ready is recorded behind the last one
+//
+// start() and wait_open(): the engine's thread. The rest runs on the store's thread. A fetch that is under way owns its
+// pieces; nothing is allocated after construction when fetches are reused.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kernels/device.h"
+#include "swap/extents.h"
+#include "swap/store_thread.h"
+
+namespace spillway {
+
+struct FetchPiece {
+  std::uint32_t tile = 0;
+  std::byte* to = nullptr;           // device address of the tile's weights
+  std::uint64_t payload_bytes = 0;
+  const std::byte* resident = nullptr;  // host address when the tile lives in host memory; else:
+  Extent extent;                        // on NVMe
+  std::uint64_t checksum = 0;
+};
+
+// One block on its way. Belongs to the caller; must stay alive until it is open.
+class BlockFetch {
+ public:
+  BlockFetch(Device& device, std::size_t max_pieces, std::size_t max_granules);
+
+  std::vector<FetchPiece> pieces;  // filled by the caller before start()
+  Event* after = nullptr;          // the h2d stream waits for it first: the place is free from then on
+  Event& ready() { return *ready_; }
+
+ private:
+  friend class BlockFetcher;
+  enum class State : std::uint8_t { kIdle, kRunning, kOpen, kFailed };
+
+  std::unique_ptr<Event> ready_;
+  State state_ = State::kIdle;  // guarded by the fetcher's mutex
+  std::optional<Error> failure_;
+  // Store's thread only:
+  std::size_t piece_ = 0;           // next to start
+  std::uint64_t piece_offset_ = 0;  // next byte of it
+  bool waited_after_ = false;
+  std::size_t chunks_out_ = 0;
+  std::vector<std::uint64_t> granules_;
+  std::vector<std::uint32_t> first_granule_, granules_left_;
+};
+
+class BlockFetcher : public IoHandler {
+ public:
+  // `chunks` is cut into pieces of chunk_bytes (a multiple of the granule); it must lie in registered host memory.
+  BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks, std::uint64_t chunk_bytes);
+  ~BlockFetcher() override;
+
+  void start(BlockFetch& fetch);
+  bool open(const BlockFetch& fetch) const;
+  // Blocks until the fetch is open; throws kIo or kCorrupt.
+  void wait_open(BlockFetch& fetch);
+
+  std::uint64_t copied_bytes() const noexcept { return copied_bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Chunk {
+    BlockFetcher* owner = nullptr;
+    std::byte* memory = nullptr;
+    BlockFetch* fetch = nullptr;
+    std::size_t piece = 0;
+    std::uint64_t offset = 0, bytes = 0;
+    std::atomic<bool> copied = false;  // set by the device's thread
+    bool in_use = false;
+  };
+
+  void on_io(const IoRequest& request, const IoCompletion& completion) override;
+  void on_wake() override;
+  void begin(BlockFetch& fetch);
+  void pump();
+  bool pump(BlockFetch& fetch);  // false: out of chunks
+  void copy_resident(BlockFetch& fetch, const FetchPiece& piece);
+  void read_chunk(BlockFetch& fetch, Chunk& chunk);
+  void check(BlockFetch& fetch, const Chunk& chunk);
+  void copy(BlockFetch& fetch, Chunk& chunk);
+  void settle(BlockFetch& fetch);
+  void fail(BlockFetch& fetch, Error error);
+  void recycle();
+  Chunk* free_chunk();
+  static void chunk_copied(void* chunk);
+
+  StoreThread& thread_;
+  Device& device_;
+  Stream& h2d_;
+  std::uint64_t chunk_bytes_;
+  std::vector<std::unique_ptr<Chunk>> chunks_;
+  std::vector<BlockFetch*> active_;  // store's thread only, in order of start
+  std::atomic<std::uint64_t> copied_bytes_ = 0;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<BlockFetch*> started_;
+  std::uint32_t copies_out_ = 0;  // chunk copies whose callback has not run
+};
+
+}  // namespace spillway

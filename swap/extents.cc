@@ -1,0 +1,49 @@
+#include "swap/extents.h"
+
+namespace spillway {
+
+std::uint64_t payload_bytes(const TileShape& tile, Part part) {
+  if (part == Part::kWeights) return tile.count * size_of(tile.type);
+  if (!tile.trainable) return 0;
+  const std::uint64_t residual = tile.type == DType::kBFloat16 ? 2 : 0;  // fp32 weights are their own master
+  return tile.count * (4 + 4 + residual);
+}
+
+std::uint64_t extent_bytes(const TileShape& tile, Part part) {
+  return align_up(payload_bytes(tile, part), kExtentAlignment);
+}
+
+StateOffsets state_offsets(const TileShape& tile) {
+  return {.exp_avg = 0, .exp_avg_sq = tile.count * 4, .residual = tile.count * 8};
+}
+
+StoreLayout lay_out_store(std::span<const TileShape> tiles, const StoreGeometry& geometry) {
+  StoreLayout layout;
+  std::uint64_t offset = kExtentAlignment;  // the superblock
+  auto take = [&offset](std::uint64_t bytes) {
+    const std::uint64_t at = offset;
+    offset += align_up(bytes, kExtentAlignment);
+    return at;
+  };
+  layout.description_offset = take(geometry.description_bytes);
+  for (auto& record : layout.record_offset) {
+    for (auto& copy : record) copy = take(geometry.record_bytes);
+  }
+  layout.tiles.resize(tiles.size());
+  for (std::size_t t = 0; t < tiles.size(); ++t) {
+    for (std::uint32_t slot = 0; slot < 2; ++slot) {
+      for (Part part : {Part::kWeights, Part::kStates}) {
+        Extent& extent = layout.tiles[t].extent[slot][index_of(part)];
+        // A tile that is never written needs no second slot.
+        const bool own_place = slot == 0 || (geometry.slots == 2 && tiles[t].trainable);
+        const std::uint64_t bytes = extent_bytes(tiles[t], part);
+        extent = own_place ? Extent{take(bytes), bytes} : layout.tiles[t].extent[0][index_of(part)];
+      }
+    }
+  }
+  layout.scratch_offset = take(geometry.scratch_bytes);
+  layout.total_bytes = offset;
+  return layout;
+}
+
+}  // namespace spillway

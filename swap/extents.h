@@ -1,0 +1,67 @@
+// The layout of a store file: where each tile's slots lie. Pure arithmetic; nothing of it is stored, it is derived again
+// from the model, the tile size and the number of slots whenever a store is opened.
+//
+//   | superblock | description | manifest A, A', B, B' | tile 0: slot 0 | slot 1 | tile 1: slot 0 | slot 1 | … | scratch |
+//                                                        slot: | weights | states |
+//
+// Every part starts and ends at a multiple of 64 KiB, so that a store can move to a drive with larger sectors.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "spillway/dtype.h"
+#include "spillway/units.h"
+
+namespace spillway {
+
+inline constexpr std::uint64_t kExtentAlignment = 64 * kKiB;
+
+struct Extent {
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;  // padded; the bytes behind the payload are zero and belong to the checksum
+};
+
+// What of a tile moves on its own: forward and backward read weights, the update needs both.
+enum class Part : std::uint8_t { kWeights, kStates };
+inline constexpr std::size_t kParts = 2;
+constexpr std::size_t index_of(Part part) { return static_cast<std::size_t>(part); }
+
+struct TileShape {
+  std::uint64_t count = 0;  // elements, a multiple of 1,024
+  DType type = DType::kFloat32;
+  bool trainable = true;
+};
+
+// Byte offsets inside the states of a tile: | exp_avg | exp_avg_sq | residual (bf16 only) |
+struct StateOffsets {
+  std::uint64_t exp_avg = 0, exp_avg_sq = 0, residual = 0;
+};
+
+std::uint64_t payload_bytes(const TileShape& tile, Part part);
+std::uint64_t extent_bytes(const TileShape& tile, Part part);  // payload, padded to kExtentAlignment
+StateOffsets state_offsets(const TileShape& tile);
+
+struct TileExtents {
+  Extent extent[2][kParts];  // [slot][part]; with one slot, [1] equals [0]
+};
+
+struct StoreGeometry {
+  std::uint64_t description_bytes = 0;  // capacity, padded
+  std::uint64_t record_bytes = 0;       // capacity of one manifest record, padded
+  std::uint64_t scratch_bytes = 0;      // for bandwidth probes
+  std::uint32_t slots = 2;
+};
+
+struct StoreLayout {
+  std::uint64_t description_offset = 0;
+  std::uint64_t record_offset[2][2] = {};  // [record][copy]
+  std::vector<TileExtents> tiles;
+  std::uint64_t scratch_offset = 0;
+  std::uint64_t total_bytes = 0;
+};
+
+StoreLayout lay_out_store(std::span<const TileShape> tiles, const StoreGeometry& geometry);
+
+}  // namespace spillway

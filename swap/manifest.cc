@@ -1,0 +1,123 @@
+#include "swap/manifest.h"
+
+#include <cstring>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kRecordMagic = 0x31304e414d575053;  // "SPWMAN01"
+
+struct RecordHeader {
+  std::uint64_t magic;
+  std::uint64_t checksum;  // of every byte behind this field, up to `used`
+  std::uint64_t fingerprint;
+  std::uint64_t sequence;
+  std::uint64_t step;
+  std::uint64_t tiles;
+  std::uint64_t blob_bytes;
+  std::uint64_t used;  // bytes of the record that mean something
+};
+static_assert(sizeof(RecordHeader) == 64);
+constexpr std::size_t kChecksumFrom = 16;
+constexpr std::uint64_t kTileBytes = 8 + 8 * kParts;  // slot, checksums
+
+std::uint64_t used_bytes(std::uint64_t tiles, std::uint64_t blob) {
+  return sizeof(RecordHeader) + tiles * kTileBytes + blob;
+}
+
+template <typename T>
+T load(std::span<const std::byte> bytes, std::uint64_t at) {
+  T value;
+  std::memcpy(&value, bytes.data() + at, sizeof value);
+  return value;
+}
+
+template <typename T>
+void store(std::span<std::byte> bytes, std::uint64_t at, const T& value) {
+  std::memcpy(bytes.data() + at, &value, sizeof value);
+}
+
+}  // namespace
+
+std::uint64_t record_bytes(std::uint64_t tiles) {
+  return align_up(used_bytes(tiles, kBlobCapacity), kExtentAlignment);
+}
+
+void encode_record(const Manifest& manifest, std::uint64_t fingerprint, std::span<std::byte> out) {
+  SPILLWAY_CHECK(out.size() >= record_bytes(manifest.tiles.size()), "a record's buffer holds the whole record");
+  SPILLWAY_CHECK(manifest.blob.size() <= kBlobCapacity, "the caller's blob fits the record");
+  std::memset(out.data(), 0, out.size());
+  RecordHeader header{.magic = kRecordMagic,
+                      .checksum = 0,
+                      .fingerprint = fingerprint,
+                      .sequence = manifest.sequence,
+                      .step = manifest.step,
+                      .tiles = manifest.tiles.size(),
+                      .blob_bytes = manifest.blob.size(),
+                      .used = used_bytes(manifest.tiles.size(), manifest.blob.size())};
+  std::uint64_t at = sizeof header;
+  for (const TileCommit& tile : manifest.tiles) {
+    store(out, at, static_cast<std::uint64_t>(tile.slot));
+    std::memcpy(out.data() + at + 8, tile.checksum, sizeof tile.checksum);
+    at += kTileBytes;
+  }
+  if (!manifest.blob.empty()) std::memcpy(out.data() + at, manifest.blob.data(), manifest.blob.size());
+  store(out, 0, header);
+  header.checksum = granule_checksum(out.subspan(kChecksumFrom, header.used - kChecksumFrom));
+  store(out, 0, header);
+}
+
+RecordState decode_record(std::span<const std::byte> bytes, std::uint64_t fingerprint, std::uint64_t tiles,
+                          Manifest& manifest) {
+  if (bytes.size() < sizeof(RecordHeader)) return RecordState::kDamaged;
+  const auto header = load<RecordHeader>(bytes, 0);
+  const RecordHeader empty{};
+  if (std::memcmp(&header, &empty, sizeof header) == 0) return RecordState::kEmpty;
+  // Sizes are checked before they are used: a damaged record may hold anything.
+  if (header.magic != kRecordMagic || header.tiles != tiles || header.blob_bytes > kBlobCapacity ||
+      header.used != used_bytes(tiles, header.blob_bytes) || header.used > bytes.size() ||
+      header.checksum != granule_checksum(bytes.subspan(kChecksumFrom, header.used - kChecksumFrom)) ||
+      header.fingerprint != fingerprint) {
+    return RecordState::kDamaged;
+  }
+  manifest.sequence = header.sequence;
+  manifest.step = header.step;
+  manifest.tiles.resize(tiles);
+  std::uint64_t at = sizeof header;
+  for (TileCommit& tile : manifest.tiles) {
+    const auto slot = load<std::uint64_t>(bytes, at);
+    if (slot > 1) return RecordState::kDamaged;
+    tile.slot = static_cast<std::uint8_t>(slot);
+    std::memcpy(tile.checksum, bytes.data() + at + 8, sizeof tile.checksum);
+    at += kTileBytes;
+  }
+  manifest.blob.assign(bytes.begin() + static_cast<std::ptrdiff_t>(at),
+                       bytes.begin() + static_cast<std::ptrdiff_t>(at + header.blob_bytes));
+  return RecordState::kValid;
+}
+
+ManifestChoice choose_manifest(std::span<const std::vector<std::byte>> records, std::uint64_t fingerprint,
+                               std::uint64_t tiles) {
+  SPILLWAY_CHECK(records.size() == 4, "two records, two copies each");
+  ManifestChoice choice;
+  for (std::size_t record = 0; record < 2; ++record) {
+    bool valid = false, damaged = false;
+    for (std::size_t copy = 0; copy < 2; ++copy) {
+      Manifest manifest;
+      switch (decode_record(records[record * 2 + copy], fingerprint, tiles, manifest)) {
+        case RecordState::kEmpty: break;
+        case RecordState::kDamaged: damaged = true; break;
+        case RecordState::kValid:
+          valid = true;
+          if (!choice.manifest || manifest.sequence > choice.manifest->sequence) choice.manifest = std::move(manifest);
+      }
+    }
+    if (damaged && !valid) choice.others_damaged = true;
+  }
+  return choice;
+}
+
+}  // namespace spillway

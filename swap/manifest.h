@@ -1,0 +1,53 @@
+// The manifest: what a store held at its last commits. Two records alternate, each stored twice; the newest valid one is
+// the truth. Pure: bytes in, bytes out.
+//
+//   | header | slot bits | checksum of every committed extent | caller's blob | … zeros … |   one record, padded
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "swap/extents.h"
+
+namespace spillway {
+
+inline constexpr std::uint32_t kFormatVersion = 1;
+inline constexpr std::uint64_t kBlobCapacity = 16 * kKiB;
+
+struct TileCommit {
+  std::uint8_t slot = 0;              // which of the two slots is committed
+  std::uint64_t checksum[kParts] = {};  // of its extents
+};
+
+struct Manifest {
+  std::uint64_t sequence = 0;  // commits so far; decides which record is newer
+  std::uint64_t step = 0;
+  std::vector<TileCommit> tiles;
+  std::vector<std::byte> blob;
+};
+
+// Capacity of one record for `tiles` tiles, a multiple of kExtentAlignment.
+std::uint64_t record_bytes(std::uint64_t tiles);
+
+// Writes a whole record into `out` (record_bytes long). Allocates nothing. The blob must fit kBlobCapacity.
+void encode_record(const Manifest& manifest, std::uint64_t fingerprint, std::span<std::byte> out);
+
+enum class RecordState : std::uint8_t { kEmpty, kValid, kDamaged };
+
+// Reads a record. `manifest` is filled when the result is kValid; kEmpty: never written (all zeros in the header).
+RecordState decode_record(std::span<const std::byte> bytes, std::uint64_t fingerprint, std::uint64_t tiles,
+                          Manifest& manifest);
+
+// Which of the four stored records to go on from. `others_damaged`: a record that may have been newer cannot be read, so
+// that every extent the chosen one names must be verified before use.
+struct ManifestChoice {
+  std::optional<Manifest> manifest;
+  bool others_damaged = false;
+};
+ManifestChoice choose_manifest(std::span<const std::vector<std::byte>> records, std::uint64_t fingerprint,
+                               std::uint64_t tiles);
+
+}  // namespace spillway

@@ -1,0 +1,24 @@
+// Which place in HBM each visit's block uses. Pure: the visit order of a step is known, so the whole step is decided
+// before it starts.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace spillway {
+
+struct VisitPlace {
+  std::uint32_t place = 0;
+  bool fetch = true;  // false: the block is still there from an earlier visit
+  // The last visit before this one that uses the place: its release must come before this visit's fetch.
+  std::optional<std::uint32_t> after;
+};
+
+// One entry a visit. A place is taken from the block whose next use is farthest (Belady), but, when there is a choice,
+// never from the block of the visit just before: its place comes free too late for the fetch to overlap with compute.
+// Places are empty at the start of a step, since the update changes every weight.
+std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_blocks, std::uint32_t places);
+
+}  // namespace spillway

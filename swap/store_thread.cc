@@ -1,0 +1,227 @@
+#include "swap/store_thread.h"
+
+#include <pthread.h>
+
+#include <cerrno>
+
+#include "spillway/log.h"
+
+namespace spillway {
+
+StoreThread::StoreThread(const IoQueueOptions& options, std::vector<File*> files,
+                         std::vector<std::span<std::byte>> regions)
+    : files_(std::move(files)), entries_(kEntries), in_queue_(kEntries, false) {
+  for (std::uint32_t i = 0; i < kEntries; ++i) entries_[i].next = i + 1 < kEntries ? i + 1 : kNone;
+  free_head_ = 0;
+  free_count_ = kEntries;
+  for (auto* list : {&posted_, &taken_}) list->reserve(kEntries);
+  for (auto* list : {&wakes_, &taken_wakes_}) list->reserve(64);
+  // The ring accepts requests from the thread that made it, so the queue is created there.
+  thread_ = std::thread([this, options, regions = std::move(regions)]() mutable { run(options, std::move(regions)); });
+  std::unique_lock lock(mutex_);
+  started_.wait(lock, [this] { return ready_ || start_failure_; });
+  if (start_failure_) {
+    lock.unlock();
+    thread_.join();
+    std::rethrow_exception(start_failure_);
+  }
+}
+
+StoreThread::~StoreThread() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  queue_->wake();
+  thread_.join();
+}
+
+void StoreThread::run(const IoQueueOptions& options, std::vector<std::span<std::byte>> regions) {
+  ::pthread_setname_np(::pthread_self(), "spillway store");
+  try {
+    IoQueueOptions all = options;
+    all.max_requests = kEntries;
+    queue_ = IoQueue::create(all, files_, regions);
+    std::lock_guard lock(mutex_);
+    description_ = queue_->describe();
+    ready_ = true;
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    start_failure_ = std::current_exception();
+    started_.notify_all();
+    return;
+  }
+  started_.notify_all();
+  try {
+    loop();
+  } catch (const std::exception& failure) {
+    log(LogLevel::kWarning, std::string("the I/O queue failed: ") + failure.what());
+    fail_everything();
+  }
+}
+
+void StoreThread::loop() {
+  IoCompletion completions[64];
+  while (take_mail()) {
+    for (std::uint32_t entry : taken_) submit(entry);
+    for (IoHandler* handler : taken_wakes_) handler->on_wake();
+    const auto done = queue_->wait(completions, -1);
+    {
+      std::lock_guard lock(mutex_);
+      stats_ = queue_->stats();  // before the handlers: who sees a completion sees its bytes counted
+    }
+    for (const IoCompletion& completion : done) finish(static_cast<std::uint32_t>(completion.tag), completion);
+  }
+}
+
+bool StoreThread::take_mail() {
+  std::lock_guard lock(mutex_);
+  taken_.clear();
+  taken_wakes_.clear();
+  posted_.swap(taken_);
+  wakes_.swap(taken_wakes_);
+  return !(stop_ && taken_.empty() && taken_wakes_.empty() && queue_->pending() == 0);
+}
+
+void StoreThread::submit(std::uint32_t entry) {
+  IoRequest request = entries_[entry].request;
+  request.tag = entry;
+  in_queue_[entry] = true;
+  queue_->submit(request);
+}
+
+void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion) {
+  const Entry done = entries_[entry];
+  in_queue_[entry] = false;
+  {
+    std::lock_guard lock(mutex_);
+    entries_[entry].next = free_head_;
+    free_head_ = entry;
+    ++free_count_;
+  }
+  room_.notify_all();
+  done.handler->on_io(done.request, completion);
+}
+
+// The queue is beyond use: whatever it holds will never be reported.
+void StoreThread::fail_everything() {
+  const IoCompletion failure{.tag = 0, .error = EIO, .error_offset = 0, .error_bytes = 0};
+  for (std::uint32_t entry = 0; entry < kEntries; ++entry) {
+    if (in_queue_[entry]) finish(entry, failure);
+  }
+  while (true) {
+    {
+      std::unique_lock lock(mutex_);
+      dead_ = true;
+      taken_.clear();
+      taken_wakes_.clear();
+      posted_.swap(taken_);
+      wakes_.swap(taken_wakes_);
+      if (taken_.empty() && taken_wakes_.empty()) {
+        if (stop_) return;
+        started_.wait(lock, [this] { return stop_ || !posted_.empty() || !wakes_.empty(); });
+      }
+    }
+    for (std::uint32_t entry : taken_) finish(entry, failure);
+    for (IoHandler* handler : taken_wakes_) handler->on_wake();
+  }
+}
+
+std::uint32_t StoreThread::take_entry(bool own_thread, std::unique_lock<std::mutex>& lock) {
+  if (own_thread) {
+    SPILLWAY_CHECK(free_count_ > 0, "handlers on the store's thread keep to kOwnRequests requests");
+  } else {
+    room_.wait(lock, [this] { return free_count_ > kOwnRequests; });
+  }
+  const std::uint32_t entry = free_head_;
+  free_head_ = entries_[entry].next;
+  --free_count_;
+  return entry;
+}
+
+void StoreThread::post(const IoRequest& request, IoHandler& handler) {
+  const bool own_thread = std::this_thread::get_id() == thread_.get_id();
+  {
+    std::unique_lock lock(mutex_);
+    const std::uint32_t entry = take_entry(own_thread, lock);
+    entries_[entry].request = request;
+    entries_[entry].handler = &handler;
+    if (own_thread && !dead_) {
+      lock.unlock();
+      submit(entry);
+      return;
+    }
+    posted_.push_back(entry);
+    if (dead_) started_.notify_all();
+  }
+  queue_->wake();
+}
+
+void StoreThread::wake(IoHandler& handler) {
+  {
+    std::lock_guard lock(mutex_);
+    for (IoHandler* waiting : wakes_) {
+      if (waiting == &handler) return;
+    }
+    wakes_.push_back(&handler);
+    if (dead_) started_.notify_all();
+  }
+  queue_->wake();
+}
+
+IoStats StoreThread::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void IoBatch::add(const IoRequest& request) {
+  {
+    std::lock_guard lock(mutex_);
+    ++pending_;
+  }
+  store_.post(request, *this);
+}
+
+bool IoBatch::done() const {
+  std::lock_guard lock(mutex_);
+  return pending_ == 0;
+}
+
+void IoBatch::settle() noexcept {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return pending_ == 0; });
+}
+
+void IoBatch::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return pending_ == 0; });
+  if (!failed_) return;
+  failed_ = false;
+  throw io_error(store_, failed_request_, failure_);
+}
+
+void IoBatch::on_io(const IoRequest& request, const IoCompletion& completion) {
+  std::lock_guard lock(mutex_);
+  if (completion.error != 0 && !failed_) {
+    failed_ = true;
+    failed_request_ = request;
+    failure_ = completion;
+  }
+  // Notified under the lock: the waiter may destroy the batch as soon as it sees zero.
+  if (--pending_ == 0) changed_.notify_all();
+}
+
+Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion) {
+  const char* verb = request.op == IoOp::kRead ? "read" : request.op == IoOp::kWrite ? "write" : "sync";
+  std::string happened = std::string(verb) + " failed";
+  if (request.op != IoOp::kSync) {
+    happened = std::string(verb) + " of " + std::to_string(completion.error_bytes) + " bytes at offset " +
+               std::to_string(completion.error_offset) + " failed";
+  }
+  return Error(Code::kIo, {.object = store.file(request.file).path().string(),
+                           .happened = happened,
+                           .errno_value = completion.error,
+                           .hint = "check the drive; the store is at its last commit, go on with --resume"});
+}
+
+}  // namespace spillway

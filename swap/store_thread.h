@@ -1,0 +1,114 @@
+// The store's thread: the one thread that submits and reaps I/O. Other threads post requests to it; completions are
+// handed to the poster's IoHandler, on the store's thread, one at a time, never inside post().
+//
+//   any thread ── post(request, handler) ──► mailbox ──► IoQueue ──► handler.on_io(…)
+//              ── wake(handler)          ──► mailbox ───────────────► handler.on_wake()
+//
+// Nothing is allocated after construction. When the queue itself fails, everything under way and everything posted later
+// completes with EIO.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "aio/queue.h"
+#include "spillway/error.h"
+
+namespace spillway {
+
+class IoHandler {
+ public:
+  virtual ~IoHandler() = default;
+  // Store's thread. `request.tag` is the poster's own.
+  virtual void on_io(const IoRequest& request, const IoCompletion& completion) = 0;
+  virtual void on_wake() {}
+};
+
+class StoreThread {
+ public:
+  // Throws what IoQueue::create throws. Files must outlive the thread.
+  StoreThread(const IoQueueOptions& options, std::vector<File*> files, std::vector<std::span<std::byte>> regions);
+  ~StoreThread();  // waits for everything under way
+
+  // The handler must stay alive until its on_io ran. Blocks while the mailbox is full, except on the store's own thread,
+  // where room for kOwnRequests requests is kept.
+  void post(const IoRequest& request, IoHandler& handler);
+  void wake(IoHandler& handler);
+
+  IoStats stats() const;
+  const std::string& description() const noexcept { return description_; }
+  const File& file(std::uint32_t index) const { return *files_[index]; }
+
+  static constexpr std::uint32_t kOwnRequests = 512;
+
+ private:
+  struct Entry {
+    IoRequest request;
+    IoHandler* handler = nullptr;
+    std::uint32_t next = 0;  // in the free list
+  };
+  static constexpr std::uint32_t kEntries = 2048;
+  static constexpr std::uint32_t kNone = UINT32_MAX;
+
+  void run(const IoQueueOptions& options, std::vector<std::span<std::byte>> regions);
+  void loop();
+  bool take_mail();  // false: stop
+  void submit(std::uint32_t entry);
+  void finish(std::uint32_t entry, const IoCompletion& completion);
+  void fail_everything();
+  std::uint32_t take_entry(bool own_thread, std::unique_lock<std::mutex>& lock);
+
+  std::vector<File*> files_;
+  std::unique_ptr<IoQueue> queue_;  // store's thread only, but wake() and stats_
+  std::string description_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable room_, started_;
+  std::vector<Entry> entries_;
+  std::uint32_t free_head_ = kNone, free_count_ = 0;
+  std::vector<std::uint32_t> posted_, taken_;
+  std::vector<IoHandler*> wakes_, taken_wakes_;
+  IoStats stats_;
+  bool ready_ = false, stop_ = false, dead_ = false;
+  std::exception_ptr start_failure_;
+  std::vector<bool> in_queue_;  // store's thread only
+  std::thread thread_;
+};
+
+// Requests that one thread waits for together. Reusable after wait().
+class IoBatch : public IoHandler {
+ public:
+  explicit IoBatch(StoreThread& store) : store_(store) {}
+  ~IoBatch() override { settle(); }
+
+  void add(const IoRequest& request);
+  bool done() const;
+  // Blocks until every request added has completed; throws the first failure.
+  void wait();
+  // The same without throwing.
+  void settle() noexcept;
+
+ private:
+  void on_io(const IoRequest& request, const IoCompletion& completion) override;
+
+  StoreThread& store_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::uint32_t pending_ = 0;
+  bool failed_ = false;
+  IoRequest failed_request_;
+  IoCompletion failure_;
+};
+
+// The Error of a failed request.
+Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion);
+
+}  // namespace spillway

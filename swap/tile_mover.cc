@@ -1,0 +1,202 @@
+#include "swap/tile_mover.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "kernels/checksum.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::size_t kWeightsIndex = index_of(Part::kWeights);
+
+std::uint64_t buffer_offset(const TileShape& shape, std::size_t part) {
+  return part == kWeightsIndex ? 0 : extent_bytes(shape, Part::kWeights);
+}
+
+}  // namespace
+
+std::uint64_t mover_buffer_bytes(std::span<const TilePlace> tiles) {
+  std::uint64_t most = 0;
+  for (const TilePlace& tile : tiles) {
+    most = std::max(most, extent_bytes(tile.shape, Part::kWeights) + extent_bytes(tile.shape, Part::kStates));
+  }
+  return most;
+}
+
+TileMover::TileMover(TileMoverParts parts) : parts_(std::move(parts)) {
+  SPILLWAY_CHECK(parts_.buffers.size() >= parts_.count * parts_.buffer_bytes, "the buffers lie in their piece");
+  for (std::uint32_t b = 0; b < parts_.count; ++b) {
+    slots_.push_back(std::make_unique<Buffer>(parts_.thread));
+    slots_.back()->copies = parts_.device->create_event();
+    slots_.back()->granules.resize(div_up(parts_.buffer_bytes, kGranuleBytes) + 1);
+  }
+}
+
+TileMover::~TileMover() {
+  for (auto& buffer : slots_) {
+    if (buffer->io) buffer->io->settle();
+    parts_.device->synchronize(*buffer->copies);
+  }
+}
+
+TileMemory TileMover::memory_of(std::uint32_t tile, std::uint32_t index) const {
+  const TilePlace& place = parts_.tiles[tile];
+  std::byte* buffer = parts_.buffers.data() + index * parts_.buffer_bytes;
+  TileMemory memory;
+  for (std::size_t part = 0; part < kParts; ++part) {
+    if (payload_bytes(place.shape, static_cast<Part>(part)) == 0) continue;
+    memory.part[part] = place.home[part] == Home::kHost ? parts_.host.data() + place.offset[part]
+                                                        : buffer + buffer_offset(place.shape, part);
+  }
+  return memory;
+}
+
+bool TileMover::idle(std::uint32_t index) const {
+  const Buffer& buffer = *slots_[index];
+  if (buffer.state == State::kFree) return true;
+  return buffer.state == State::kSaving && (!buffer.io || buffer.io->done()) &&
+         (!buffer.copied || parts_.device->done(*buffer.copies));
+}
+
+void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
+  Buffer& buffer = *slots_[index];
+  if (buffer.state == State::kSaving) finish_save(index);
+  SPILLWAY_CHECK(buffer.state == State::kFree, "a buffer holds one tile at a time");
+  const TilePlace& place = parts_.tiles[tile];
+  buffer.state = State::kLoading;
+  buffer.tile = tile;
+  buffer.memory = memory_of(tile, index);
+  buffer.copied = false;
+  for (std::size_t part = 0; part < kParts; ++part) {
+    buffer.read[part] = false;
+    const Home home = from == Load::kStore ? Home::kNvme : place.home[part];
+    if (!buffer.memory.part[part] || home == Home::kHost) continue;
+    const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
+    if (home == Home::kHbm) {
+      parts_.device->copy_async(CopyKind::kDeviceToHost, buffer.memory.part[part],
+                                parts_.device->hbm().data() + place.offset[part], bytes, *parts_.d2h);
+      parts_.device->record(*buffer.copies, *parts_.d2h);
+      buffer.copied = true;
+      d2h_bytes_ += bytes;
+      const std::uint64_t padded = extent_bytes(place.shape, static_cast<Part>(part));
+      std::memset(buffer.memory.part[part] + bytes, 0, padded - bytes);
+      continue;
+    }
+    const Extent extent = parts_.store->readable(tile).extent[part];
+    buffer.io->add({.op = IoOp::kRead,
+                    .priority = IoPriority::kUrgent,
+                    .offset = extent.offset,
+                    .buffer = buffer.memory.part[part],
+                    .bytes = extent.bytes});
+    buffer.read[part] = true;
+  }
+}
+
+void TileMover::wait(Buffer& buffer) {
+  const auto start = std::chrono::steady_clock::now();
+  if (buffer.copied) parts_.device->synchronize(*buffer.copies);
+  if (buffer.io) buffer.io->wait();
+  wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+TileMemory TileMover::finish_load(std::uint32_t index) {
+  Buffer& buffer = *slots_[index];
+  SPILLWAY_CHECK(buffer.state == State::kLoading, "only a started load can finish");
+  wait(buffer);
+  verify(buffer);
+  buffer.state = State::kLoaded;
+  return buffer.memory;
+}
+
+TileMemory TileMover::blank(std::uint32_t tile, std::uint32_t index) {
+  Buffer& buffer = *slots_[index];
+  if (buffer.state == State::kSaving) finish_save(index);
+  SPILLWAY_CHECK(buffer.state == State::kFree, "a buffer holds one tile at a time");
+  buffer.state = State::kLoaded;
+  buffer.tile = tile;
+  buffer.memory = memory_of(tile, index);
+  buffer.copied = false;
+  for (std::size_t part = 0; part < kParts; ++part) {
+    if (!buffer.memory.part[part]) continue;
+    std::memset(buffer.memory.part[part], 0, extent_bytes(parts_.tiles[tile].shape, static_cast<Part>(part)));
+  }
+  return buffer.memory;
+}
+
+std::uint64_t TileMover::checksum(Buffer& buffer, std::size_t part) {
+  const std::uint64_t bytes = extent_bytes(parts_.tiles[buffer.tile].shape, static_cast<Part>(part));
+  const std::size_t count = div_up(bytes, kGranuleBytes);
+  const std::byte* data = buffer.memory.part[part];
+  std::uint64_t* granules = buffer.granules.data();
+  parts_.workers->parallel_for(count, [=](std::size_t g) {
+    const std::uint64_t at = g * kGranuleBytes;
+    granules[g] = granule_checksum({data + at, std::min(kGranuleBytes, bytes - at)});
+  });
+  return extent_checksum({granules, count});
+}
+
+void TileMover::verify(Buffer& buffer) {
+  for (std::size_t part = 0; part < kParts; ++part) {
+    if (!buffer.read[part]) continue;
+    const TileStore::Slot slot = parts_.store->readable(buffer.tile);
+    if (checksum(buffer, part) == slot.checksum[part]) continue;
+    throw Error(Code::kCorrupt,
+                {parts_.store->file().path().string(),
+                 std::string(part == kWeightsIndex ? "weights" : "states") + " of " + parts_.name_of(buffer.tile) +
+                     " at offset " + std::to_string(slot.extent[part].offset) + " do not match their checksum",
+                 0, "check the drive; the last committed step can be tried with --resume"});
+  }
+}
+
+bool TileMover::to_slot(const Buffer& buffer, Part part, Save kind) const {
+  const TilePlace& place = parts_.tiles[buffer.tile];
+  if (!parts_.store || !buffer.memory.part[index_of(part)]) return false;
+  switch (kind) {
+    case Save::kUpdated: return written_by_update(place, part);
+    case Save::kNew: return true;
+    case Save::kCommit: return !parts_.store->written(buffer.tile, part);
+    case Save::kRestored: return false;
+  }
+  return false;
+}
+
+void TileMover::start_save(std::uint32_t index, Save kind) {
+  Buffer& buffer = *slots_[index];
+  SPILLWAY_CHECK(buffer.state == State::kLoaded, "only a loaded tile is saved");
+  const TilePlace& place = parts_.tiles[buffer.tile];
+  buffer.state = State::kSaving;
+  buffer.copied = false;
+  auto copy_to_hbm = [&](std::uint64_t offset, std::size_t part) {
+    const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
+    parts_.device->copy_async(CopyKind::kHostToDevice, parts_.device->hbm().data() + offset, buffer.memory.part[part],
+                              bytes, *parts_.h2d);
+    parts_.device->record(*buffer.copies, *parts_.h2d);
+    buffer.copied = true;
+    h2d_bytes_ += bytes;
+  };
+  for (std::size_t part = 0; part < kParts; ++part) {
+    if (!buffer.memory.part[part]) continue;
+    if (kind != Save::kCommit && place.home[part] == Home::kHbm) copy_to_hbm(place.offset[part], part);
+    if (kind != Save::kCommit && part == kWeightsIndex && place.hbm_weights) copy_to_hbm(*place.hbm_weights, part);
+    if (!to_slot(buffer, static_cast<Part>(part), kind)) continue;
+    const std::uint64_t sum = checksum(buffer, part);
+    const Extent extent = parts_.store->writable(buffer.tile).extent[part];
+    buffer.io->add({.op = IoOp::kWrite,
+                    .priority = IoPriority::kNormal,
+                    .offset = extent.offset,
+                    .buffer = buffer.memory.part[part],
+                    .bytes = extent.bytes});
+    parts_.store->note_written(buffer.tile, static_cast<Part>(part), sum);
+  }
+}
+
+void TileMover::finish_save(std::uint32_t index) {
+  Buffer& buffer = *slots_[index];
+  if (buffer.state != State::kSaving) return;
+  wait(buffer);
+  buffer.state = State::kFree;
+}
+
+}  // namespace spillway

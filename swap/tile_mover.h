@@ -1,0 +1,107 @@
+// Brings whole tiles into host memory and back: for the update, import, export, resume and commit.
+//
+//   start_load(tile, b) ─ reads under way ─► memory = finish_load(b)   (verified) ─► caller works on memory
+//   start_save(b, kind) ─ writes and copies under way ─► finish_save(b)             buffer b is free again
+//
+// A part whose home is host memory is used in place; the others pass through buffer b. One thread at a time (the
+// engine's); transfers run on the store's and the device's threads. Nothing is allocated after construction.
+// Errors: kIo, kCorrupt.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/device.h"
+#include "swap/store_thread.h"
+#include "swap/tile_place.h"
+#include "swap/tile_store.h"
+
+namespace spillway {
+
+struct TileMemory {
+  std::byte* part[kParts] = {};  // null: the tile has no such part
+};
+
+enum class Load : std::uint8_t {
+  kHome,   // the current bytes, from wherever they live
+  kStore,  // every part from its slot on NVMe: on resume, when nothing is at home yet
+};
+
+enum class Save : std::uint8_t {
+  kUpdated,  // after Adam: what every update writes
+  kNew,      // after import: every part, every home
+  kCommit,   // what no update wrote since the last commit
+  kRestored,  // after a load from the store: homes only, nothing is written to NVMe
+};
+
+struct TileMoverParts {
+  Device* device = nullptr;
+  HostWorkers* workers = nullptr;
+  Stream* h2d = nullptr;
+  Stream* d2h = nullptr;
+  StoreThread* thread = nullptr;  // null together with `store`: a run without NVMe
+  TileStore* store = nullptr;
+  std::span<const TilePlace> tiles;
+  std::span<std::byte> host;     // arena that host offsets refer to
+  std::span<std::byte> buffers;  // `count` buffers of buffer_bytes, in registered host memory
+  std::uint64_t buffer_bytes = 0;
+  std::uint32_t count = 1;
+  std::function<std::string(std::uint32_t tile)> name_of;  // for error messages
+};
+
+// The padded size of a buffer that any of the tiles fits in.
+std::uint64_t mover_buffer_bytes(std::span<const TilePlace> tiles);
+
+class TileMover {
+ public:
+  explicit TileMover(TileMoverParts parts);
+  ~TileMover();
+
+  std::uint32_t buffers() const noexcept { return parts_.count; }
+  bool idle(std::uint32_t buffer) const;  // nothing under way: start_load will not block
+
+  void start_load(std::uint32_t tile, std::uint32_t buffer, Load from = Load::kHome);
+  TileMemory finish_load(std::uint32_t buffer);
+  // Like a finished load, without bringing anything: for import, which writes every byte.
+  TileMemory blank(std::uint32_t tile, std::uint32_t buffer);
+  void start_save(std::uint32_t buffer, Save kind);
+  void finish_save(std::uint32_t buffer);
+  // Ends the use of a loaded buffer without saving.
+  void drop(std::uint32_t buffer) { slots_[buffer]->state = State::kFree; }
+
+  std::uint64_t h2d_bytes() const noexcept { return h2d_bytes_; }
+  std::uint64_t d2h_bytes() const noexcept { return d2h_bytes_; }
+  double wait_seconds() const noexcept { return wait_seconds_; }  // spent blocked in finish_load and finish_save
+
+ private:
+  enum class State : std::uint8_t { kFree, kLoading, kLoaded, kSaving };
+  struct Buffer {
+    explicit Buffer(StoreThread* thread) : io(thread ? std::make_unique<IoBatch>(*thread) : nullptr) {}
+    State state = State::kFree;
+    std::uint32_t tile = 0;
+    TileMemory memory;
+    bool read[kParts] = {};  // came from NVMe: to be verified
+    bool copied = false;     // `copies` was recorded for this use
+    std::unique_ptr<IoBatch> io;
+    std::unique_ptr<Event> copies;
+    std::vector<std::uint64_t> granules;
+  };
+
+  TileMemory memory_of(std::uint32_t tile, std::uint32_t buffer) const;
+  std::uint64_t checksum(Buffer& buffer, std::size_t part);
+  void verify(Buffer& buffer);
+  void wait(Buffer& buffer);
+  bool to_slot(const Buffer& buffer, Part part, Save kind) const;
+
+  TileMoverParts parts_;
+  std::vector<std::unique_ptr<Buffer>> slots_;
+  std::uint64_t h2d_bytes_ = 0, d2h_bytes_ = 0;
+  double wait_seconds_ = 0;
+};
+
+}  // namespace spillway

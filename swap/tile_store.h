@@ -1,0 +1,98 @@
+// The durable side of a model: one preallocated file that holds two slots of every tile, and the manifest that says which
+// of the two is committed.
+//
+//   read from   readable(tile)      the slot written since the last commit, else the committed one
+//   write to    writable(tile)      never the committed slot (with two slots)
+//   note_written(tile, checksums)   from now on that slot is the readable one
+//   commit(step, blob)              sync, manifest record, sync: now it is the committed one
+//
+// The engine calls from one thread at a time; transfers run on the store's thread. A slot is only ever written after
+// writable(), so a crash at any moment leaves the committed slots as they were.
+// Errors: kExists, kNotFound, kBusy, kCorrupt, kInvalidArgument (another model), kIo.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "aio/file.h"
+#include "swap/extents.h"
+#include "swap/manifest.h"
+#include "swap/store_thread.h"
+
+namespace spillway {
+
+inline constexpr const char* kStoreFileName = "spillway.store";
+
+struct StoreIdentity {
+  std::string description;        // kept in the file; what the store is a store of
+  std::uint64_t fingerprint = 0;  // of whatever must be equal for a store to fit a run
+};
+
+class TileStore {
+ public:
+  struct Created {
+    std::vector<TileShape> tiles;
+    std::uint32_t slots = 2;
+    std::uint64_t scratch_bytes = 0;
+    StoreIdentity identity;
+  };
+
+  // Disk space that a store of this shape takes.
+  static std::uint64_t disk_bytes(const Created& shape);
+  static bool exists(const std::filesystem::path& directory);
+
+  // Makes a new store in `directory`; an existing one is replaced only when `replace` (and only once the new file is
+  // whole). Needs commit() before it can be opened again.
+  static std::unique_ptr<TileStore> create(const std::filesystem::path& directory, const Created& shape, bool replace);
+  // Opens an existing store of exactly this shape and identity at its last commit.
+  static std::unique_ptr<TileStore> open(const std::filesystem::path& directory, const Created& shape);
+  // What the store in `directory` is a store of.
+  static std::string read_description(const std::filesystem::path& directory);
+
+  File& file() noexcept { return file_; }
+  const StoreLayout& layout() const noexcept { return layout_; }
+  const Manifest& committed() const noexcept { return committed_; }
+  std::uint32_t slots() const noexcept { return slots_; }
+
+  struct Slot {
+    Extent extent[kParts];
+    std::uint64_t checksum[kParts] = {};
+  };
+  Slot readable(std::uint32_t tile) const;
+  Slot writable(std::uint32_t tile) const;  // checksums unset
+  void note_written(std::uint32_t tile, Part part, std::uint64_t checksum);
+  bool written(std::uint32_t tile, Part part) const { return written_[tile].part[index_of(part)]; }
+  // Forgets everything written since the last commit.
+  void forget_written();
+
+  // Bytes of aligned, registered memory that commit() needs.
+  std::uint64_t commit_buffer_bytes() const { return record_bytes(layout_.tiles.size()); }
+  // Makes the written slots the committed ones. Every write must have completed. Blocks.
+  void commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread, std::span<std::byte> buffer);
+  bool uncommitted() const noexcept { return written_count_ > 0; }
+
+ private:
+  TileStore(File file, const Created& shape);
+  void write_superblock(const Created& shape);
+  void load_manifest();
+  void verify_all(const Manifest& manifest);
+
+  struct Written {
+    bool part[kParts] = {};
+    std::uint64_t checksum[kParts] = {};
+  };
+  File file_;
+  std::uint64_t fingerprint_ = 0;
+  std::uint32_t slots_ = 2;
+  StoreLayout layout_;
+  Manifest committed_, next_;
+  std::vector<Written> written_;
+  std::size_t written_count_ = 0;  // tiles with a part written since the last commit
+};
+
+}  // namespace spillway

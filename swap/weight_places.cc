@@ -1,0 +1,143 @@
+#include "swap/weight_places.h"
+
+#include <algorithm>
+
+namespace spillway {
+
+WeightPlaces::WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPlacesOptions& options, Route route)
+    : device_(device), fetcher_(fetcher), options_(options), route_(std::move(route)), places_(options.places) {
+  SPILLWAY_CHECK(options.hbm.size() >= options.places * options.place_bytes, "the places lie in their piece of HBM");
+  for (Place& place : places_) {
+    place.fetch = std::make_unique<BlockFetch>(device, options.max_pieces, options.max_granules);
+    place.released = device.create_event();
+  }
+}
+
+void WeightPlaces::begin_step(std::span<const std::uint32_t> visit_blocks) {
+  settle();
+  for (Place& place : places_) {
+    SPILLWAY_CHECK(place.leases == 0, "no lease outlives its step");
+    place.block.reset();
+  }
+  if (!std::ranges::equal(visits_, visit_blocks)) {
+    visits_.assign(visit_blocks.begin(), visit_blocks.end());
+    plan_ = assign_places(visits_, options_.places);
+  }
+  cursor_ = fetched_ = 0;
+  prefetch();
+}
+
+void WeightPlaces::prefetch() {
+  for (; fetched_ < visits_.size(); ++fetched_) {
+    const VisitPlace& planned = plan_[fetched_];
+    if (!planned.fetch || find(visits_[fetched_])) continue;
+    // The place must have been visited by everybody who was promised it, and given back.
+    if (planned.after && *planned.after >= cursor_) return;
+    if (places_[planned.place].leases > 0) return;
+    drop(places_[planned.place]);
+    start_fetch(planned.place, visits_[fetched_]);
+  }
+}
+
+void WeightPlaces::start_fetch(std::uint32_t index, std::uint32_t block) {
+  Place& place = places_[index];
+  place.block = block;
+  place.fetching = true;
+  place.fetch->pieces.clear();
+  route_(block, address(index), place.fetch->pieces);
+  place.fetch->after = place.released->recorded() ? place.released.get() : nullptr;
+  fetcher_.start(*place.fetch);
+}
+
+// A place whose fetch was never used keeps it until it is open: chunks on their way must land somewhere that is theirs.
+void WeightPlaces::drop(Place& place) {
+  if (place.fetching) {
+    try {
+      fetcher_.wait_open(*place.fetch);
+    } catch (const Error&) {  // nobody wanted it; whoever does gets the error of its own fetch
+    }
+    place.fetching = false;
+  }
+  place.block.reset();
+}
+
+std::optional<std::uint32_t> WeightPlaces::find(std::uint32_t block) const {
+  for (std::uint32_t p = 0; p < places_.size(); ++p) {
+    if (places_[p].block == block) return p;
+  }
+  return std::nullopt;
+}
+
+std::uint32_t WeightPlaces::place_for_unplanned(std::uint32_t block) {
+  std::optional<std::uint32_t> choice;
+  for (std::uint32_t p = 0; p < places_.size(); ++p) {
+    if (places_[p].leases > 0) continue;
+    // Prefer an empty place, then one that nothing is on its way to.
+    if (!choice || (!places_[p].block && places_[*choice].block) ||
+        (!places_[p].fetching && places_[*choice].fetching)) {
+      choice = p;
+    }
+  }
+  if (!choice) {
+    throw Error(Code::kDoesNotFit, {"block " + std::to_string(block),
+                                    "all " + std::to_string(places_.size()) + " places in HBM are leased", 0,
+                                    "release a lease first, or raise spillway.hbm_bytes"});
+  }
+  drop(places_[*choice]);
+  return *choice;
+}
+
+std::uint32_t WeightPlaces::acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream) {
+  if (visit) {
+    cursor_ = *visit + 1;
+    fetched_ = std::max(fetched_, cursor_);
+  }
+  std::optional<std::uint32_t> index = find(block);
+  if (!index) {
+    const bool planned_free = visit && places_[plan_[*visit].place].leases == 0;
+    index = planned_free ? plan_[*visit].place : place_for_unplanned(block);
+    drop(places_[*index]);
+    start_fetch(*index, block);
+  }
+  Place& place = places_[*index];
+  if (place.fetching) {
+    try {
+      fetcher_.wait_open(*place.fetch);
+    } catch (...) {
+      place.fetching = false;
+      place.block.reset();
+      throw;
+    }
+    place.fetching = false;
+  }
+  SPILLWAY_CHECK(place.leases == 0 || place.stream == &stream, "leases of one block at one time share their stream");
+  device_.wait(stream, place.fetch->ready());
+  place.stream = &stream;
+  ++place.leases;
+  prefetch();
+  return *index;
+}
+
+void WeightPlaces::release(std::uint32_t index) {
+  Place& place = places_[index];
+  SPILLWAY_CHECK(place.leases > 0, "a place is released once a lease");
+  if (--place.leases > 0) return;
+  if (options_.poison_released) {
+    device_.fill_async(address(index), std::byte{0xff}, options_.place_bytes, *place.stream);  // NaN in fp32 and bf16
+    place.block.reset();
+  }
+  device_.record(*place.released, *place.stream);
+  prefetch();
+}
+
+bool WeightPlaces::leased() const {
+  return std::ranges::any_of(places_, [](const Place& place) { return place.leases > 0; });
+}
+
+void WeightPlaces::settle() {
+  for (Place& place : places_) {
+    if (place.fetching) drop(place);
+  }
+}
+
+}  // namespace spillway

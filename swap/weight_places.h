@@ -1,0 +1,77 @@
+// The HBM places of blocks on loan: leases, residency and prefetch along the planned visits. The plan is a hint that makes
+// blocks arrive in time; whatever the caller asks for is served, planned or not.
+//
+// One thread at a time (the engine's). Errors: kIo and kCorrupt from a fetch; kDoesNotFit when every place is leased.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "swap/block_fetcher.h"
+#include "swap/residency.h"
+
+namespace spillway {
+
+struct WeightPlacesOptions {
+  std::span<std::byte> hbm;        // divided into equal places
+  std::uint64_t place_bytes = 0;   // of the largest block
+  std::uint32_t places = 1;
+  std::size_t max_pieces = 0;      // tiles of the largest block
+  std::size_t max_granules = 0;    // granules of its weights on NVMe, all tiles together
+  bool poison_released = false;
+};
+
+class WeightPlaces {
+ public:
+  // Fills fetch pieces for a block whose weights go to `to`.
+  using Route = std::function<void(std::uint32_t block, std::byte* to, std::vector<FetchPiece>& pieces)>;
+
+  WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPlacesOptions& options, Route route);
+
+  // The blocks that will be visited from now on, in order. Everything resident is stale.
+  void begin_step(std::span<const std::uint32_t> visit_blocks);
+
+  // Makes `stream` wait for the block's weights and returns its place. Blocks only while reads are late. `visit` is the
+  // index of the planned visit this is, if it is one.
+  std::uint32_t acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream);
+  void release(std::uint32_t place);
+  // Starts every fetch whose place is free, in visit order.
+  void prefetch();
+
+  std::byte* address(std::uint32_t place) const { return options_.hbm.data() + place * options_.place_bytes; }
+  std::uint32_t block(std::uint32_t place) const { return *places_[place].block; }
+  bool leased() const;
+  // Blocks until no fetch is under way; failures are dropped with what they brought.
+  void settle();
+
+ private:
+  struct Place {
+    std::unique_ptr<BlockFetch> fetch;
+    std::unique_ptr<Event> released;
+    std::optional<std::uint32_t> block;
+    std::uint32_t leases = 0;
+    Stream* stream = nullptr;  // of the last lease
+    bool fetching = false;     // started and not yet waited for
+  };
+
+  void start_fetch(std::uint32_t place, std::uint32_t block);
+  std::optional<std::uint32_t> find(std::uint32_t block) const;
+  std::uint32_t place_for_unplanned(std::uint32_t block);
+  void drop(Place& place);
+
+  Device& device_;
+  BlockFetcher& fetcher_;
+  WeightPlacesOptions options_;
+  Route route_;
+  std::vector<Place> places_;
+  std::vector<std::uint32_t> visits_;
+  std::vector<VisitPlace> plan_;
+  std::size_t cursor_ = 0;   // visits before it have been acquired
+  std::size_t fetched_ = 0;  // visits before it need no more fetching
+};
+
+}  // namespace spillway

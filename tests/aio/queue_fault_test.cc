@@ -1,0 +1,249 @@
+// Faults one by one, each with the answer that a queue must give.
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <thread>
+
+#include "aio/queue.h"
+#include "queue_fixture.h"
+
+namespace spillway::testing {
+namespace {
+
+constexpr std::uint64_t kUnit = 64 * kKiB;
+
+class QueueFaultTest : public QueueFixture, public ::testing::WithParamInterface<IoEngineKind> {
+ protected:
+  void SetUp() override {
+    static const std::string refusal = why_no_uring();
+    if (GetParam() == IoEngineKind::kIoUring && !refusal.empty()) GTEST_SKIP() << refusal;
+    open_files(1, 16 * kUnit);
+    pattern_.fill_pattern(1);
+    files_[0]->write_at(0, pattern_.span());
+  }
+  // The given fault at the first piece, then none.
+  void open_with_first(Fault fault, IoQueueOptions options = {.depth = 4}) {
+    open_with([fault, used = false](const IoPiece&) mutable { return std::exchange(used, true) ? Fault{} : fault; },
+              options);
+  }
+  void open_with(FaultScript script, IoQueueOptions options = {.depth = 4}) {
+    open_queue(GetParam(), options, {.script = std::move(script)});
+  }
+  Memory pattern_{16 * kUnit}, in_{16 * kUnit};
+};
+
+TEST_P(QueueFaultTest, AShortReadIsResumedAtTheOffset) {
+  open_with_first({.bytes = kUnit});
+  EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, 0);
+  EXPECT_TRUE(same_bytes(in_.span(), pattern_.span()));
+  ASSERT_EQ(trace_.started.size(), 2u);
+  EXPECT_EQ(trace_.started[1].offset, kUnit);
+  EXPECT_EQ(trace_.started[1].bytes, 15 * kUnit);
+  EXPECT_EQ(trace_.started[1].buffer, in_.data() + kUnit);
+}
+
+TEST_P(QueueFaultTest, AShortWriteIsResumedAtTheOffset) {
+  open_with_first({.bytes = 3 * kUnit});
+  Memory out(16 * kUnit);
+  out.fill_pattern(2);
+  EXPECT_EQ(transfer(IoOp::kWrite, 0, out.span()).error, 0);
+  EXPECT_EQ(trace_.started.size(), 2u);
+  files_[0]->read_at(0, in_.span());
+  EXPECT_TRUE(same_bytes(in_.span(), out.span()));
+}
+
+TEST_P(QueueFaultTest, ATransferThatStopsInsideASectorIsRepeatedFromItsStart) {
+  const std::uint32_t sector = files_[0]->alignment();
+  if (sector == 1) GTEST_SKIP() << "no direct I/O on " << dir_.path();
+  open_with_first({.moved = 5 * sector + 7});
+  EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, 0);
+  ASSERT_EQ(trace_.started.size(), 2u);
+  EXPECT_EQ(trace_.started[1].offset, 5 * sector);
+  EXPECT_TRUE(same_bytes(in_.span(), pattern_.span()));
+}
+
+TEST_P(QueueFaultTest, InterruptionsAreRetried) {
+  for (const int error : {EINTR, EAGAIN}) {
+    trace_.started.clear();
+    open_with_first({.error = error});
+    EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, 0);
+    EXPECT_EQ(trace_.started.size(), 2u);
+    EXPECT_TRUE(same_bytes(in_.span(), pattern_.span()));
+    queue_.reset();
+  }
+}
+
+TEST_P(QueueFaultTest, RetriesAreBounded) {
+  for (const int error : {EINTR, EAGAIN}) {
+    trace_.started.clear();
+    open_with([error](const IoPiece&) { return Fault{.error = error}; });
+    EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, error);
+    EXPECT_GT(trace_.started.size(), 3u);
+    EXPECT_LT(trace_.started.size(), 50u);
+    queue_.reset();
+  }
+}
+
+TEST_P(QueueFaultTest, ProgressRenewsTheRetries) {
+  // Every second attempt fails, far more often in all than one place may.
+  open_with([n = 0](const IoPiece&) mutable { return n++ % 2 ? Fault{.bytes = 4096} : Fault{.error = EINTR}; });
+  EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span(0, 4 * kUnit)).error, 0);
+  EXPECT_GE(trace_.started.size(), 2 * 4 * kUnit / 4096 - 2);
+  EXPECT_TRUE(same_bytes(in_.span(0, 4 * kUnit), pattern_.span(0, 4 * kUnit)));
+}
+
+TEST_P(QueueFaultTest, AWriteThatNeverMovesAByteBecomesAnError) {
+  open_with([](const IoPiece& piece) { return piece.op == IoOp::kWrite ? Fault{.moved = 0} : Fault{}; });
+  EXPECT_EQ(transfer(IoOp::kWrite, 0, pattern_.span()).error, EIO);
+}
+
+TEST_P(QueueFaultTest, AnErrorNamesThePieceAndLeavesTheOthersAlone) {
+  open_with(
+      [](const IoPiece& p) { return p.offset == 5 * kUnit && p.op == IoOp::kRead ? Fault{.error = EIO} : Fault{}; },
+      {.block_bytes = kUnit, .depth = 3});
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    queue_->submit({.offset = 4 * i * kUnit, .buffer = in_.data() + 4 * i * kUnit, .bytes = 4 * kUnit, .tag = i});
+  }
+  for (const IoCompletion& completion : collect(4)) {
+    if (completion.tag != 1) {
+      EXPECT_EQ(completion.error, 0);
+      continue;
+    }
+    EXPECT_EQ(completion.error, EIO);
+    EXPECT_EQ(completion.error_offset, 5 * kUnit);
+    EXPECT_EQ(completion.error_bytes, kUnit);
+    EXPECT_EQ(describe_failure(IoOp::kRead, *files_[0], completion),
+              files_[0]->path().string() + ": read of 65536 bytes at offset 327680 failed");
+  }
+  for (const std::uint64_t i : {0u, 2u, 3u}) {
+    EXPECT_TRUE(same_bytes(in_.span(4 * i * kUnit, 4 * kUnit), pattern_.span(4 * i * kUnit, 4 * kUnit)));
+  }
+  EXPECT_EQ(queue_->pending(), 0u);
+}
+
+TEST_P(QueueFaultTest, ARequestWhosePiecesAllFailCompletesOnce) {
+  open_with([](const IoPiece&) { return Fault{.error = EIO}; }, {.block_bytes = kUnit, .depth = 4});
+  EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, EIO);
+  IoCompletion out[2];
+  EXPECT_TRUE(queue_->wait(out, 0.01).empty());
+  EXPECT_EQ(queue_->pending(), 0u);
+  EXPECT_LE(trace_.started.size(), 8u) << "what follows a failure is not started";
+}
+
+TEST_P(QueueFaultTest, AFullDiskIsReportedAsSuch) {
+  open_with([](const IoPiece& piece) { return Fault{.error = piece.op == IoOp::kWrite ? ENOSPC : 0}; });
+  EXPECT_EQ(transfer(IoOp::kWrite, 0, pattern_.span()).error, ENOSPC);
+  EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, 0);
+}
+
+TEST_P(QueueFaultTest, AFailedSyncIsFinal) {
+  for (const int error : {EIO, EINTR}) {
+    open_files(1, kUnit);
+    const auto file = static_cast<std::uint32_t>(files_.size() - 1);
+    trace_.started.clear();
+    open_with([error, syncs = 0](const IoPiece& piece) mutable {
+      return Fault{.error = piece.op == IoOp::kSync && syncs++ == 0 ? error : 0};
+    });
+    EXPECT_EQ(transfer(IoOp::kSync, 0, {}, file).error, error);
+    EXPECT_EQ(transfer(IoOp::kSync, 0, {}, file).error, error);
+    EXPECT_EQ(trace_.started.size(), 1u) << "neither retried nor asked again";
+    EXPECT_EQ(transfer(IoOp::kSync, 0, {}, 0).error, 0) << "other files are well";
+    EXPECT_EQ(queue_->stats().syncs, 1u);
+    EXPECT_THROW(files_[file]->sync(), Error);
+    queue_.reset();
+  }
+}
+
+TEST_P(QueueFaultTest, ASyncThatRanBesideAFailedOneIsNotBelieved) {
+  open_with([n = 0](const IoPiece&) mutable { return n++ == 0 ? Fault{.error = EIO} : Fault{.hold = 3}; });
+  queue_->submit({.op = IoOp::kSync, .tag = 0});
+  queue_->submit({.op = IoOp::kSync, .tag = 1});
+  for (const IoCompletion& completion : collect(2)) EXPECT_EQ(completion.error, EIO);
+  EXPECT_EQ(trace_.started.size(), 2u);
+}
+
+TEST_P(QueueFaultTest, AStalledPieceIsReportedWhileItWaits) {
+  CapturedLog log;
+  open_with({}, {.depth = 4, .stall_report_seconds = 0.02});
+  trace_.hold_all = true;
+  queue_->submit({.offset = kUnit, .buffer = in_.data(), .bytes = kUnit});
+  IoCompletion out[1];
+  while (log.count("has made no progress") < 2) EXPECT_TRUE(queue_->wait(out, 0.01).empty());
+  EXPECT_GE(log.count(files_[0]->path().string() + ": read of 65536 bytes at offset 65536"), 2u) << log.all();
+  trace_.hold_all = false;
+  EXPECT_EQ(collect(1).front().error, 0);
+}
+
+TEST_P(QueueFaultTest, AStallIsReportedInAWaitThatHasNoEnd) {
+  CapturedLog log;
+  open_with({}, {.depth = 4, .stall_report_seconds = 0.02});
+  trace_.hold_all = true;
+  std::thread watcher([&] {
+    while (log.count("has made no progress") == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    trace_.hold_all = false;
+  });
+  EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, 0);
+  watcher.join();
+}
+
+TEST_P(QueueFaultTest, AnEngineThatTakesFewerThanOfferedLosesNothing) {
+  open_queue(GetParam(), {.block_bytes = kUnit / 4, .depth = 16}, {.seed = test_seed(), .takes_fewer = 0.9});
+  EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, 0);
+  EXPECT_TRUE(same_bytes(in_.span(), pattern_.span()));
+  EXPECT_GT(trace_.fewer, 10u);
+}
+
+TEST_P(QueueFaultTest, UnderRandomFaultsEveryByteIsRightOrAnErrorSaysSo) {
+  const std::uint64_t seed = test_seed();
+  SCOPED_TRACE(seed);
+  FaultRates rates{.short_transfer = 0.3, .eintr = 0.1, .eagain = 0.02, .eio = 0.03, .enospc = 0.03, .delay = 0.3};
+  open_queue(GetParam(), {.block_bytes = kUnit / 2, .depth = 5},
+             {.script = seeded_faults(seed, rates, files_[0]->alignment()),
+              .seed = seed,
+              .takes_fewer = 0.3,
+              .reorder = true});
+  Memory model(16 * kUnit), out(16 * kUnit);
+  std::copy_n(pattern_.data(), 16 * kUnit, model.data());
+  std::size_t good = 0, failed = 0;
+  for (std::uint64_t round = 0; round < 30; ++round) {
+    out.fill_pattern(seed + round);
+    in_.fill(0);
+    // Even cells are written while odd ones are read; then the other way round.
+    for (std::uint64_t cell = 0; cell < 16; ++cell) {
+      const bool write = (cell + round) % 2 == 0;
+      queue_->submit({.op = write ? IoOp::kWrite : IoOp::kRead,
+                      .offset = cell * kUnit,
+                      .buffer = (write ? out : in_).data() + cell * kUnit,
+                      .bytes = kUnit,
+                      .tag = cell});
+    }
+    for (const IoCompletion& completion : collect(16)) {
+      const std::uint64_t cell = completion.tag;
+      const bool write = (cell + round) % 2 == 0;
+      (completion.error == 0 ? good : failed) += 1;
+      if (completion.error != 0) {
+        ASSERT_TRUE(completion.error == EIO || (write && completion.error == ENOSPC)) << completion.error;
+        ASSERT_GE(completion.error_offset, cell * kUnit);
+        ASSERT_LE(completion.error_offset + completion.error_bytes, (cell + 1) * kUnit);
+      }
+      if (write && completion.error == 0) std::copy_n(out.data() + cell * kUnit, kUnit, model.data() + cell * kUnit);
+      // A failed write may have left anything: the file is asked what, past the faults.
+      if (write && completion.error != 0) files_[0]->read_at(cell * kUnit, model.span(cell * kUnit, kUnit));
+      if (!write && completion.error == 0) {
+        ASSERT_TRUE(same_bytes(in_.span(cell * kUnit, kUnit), model.span(cell * kUnit, kUnit))) << cell;
+      }
+    }
+    ASSERT_EQ(queue_->pending(), 0u);
+  }
+  files_[0]->read_at(0, in_.span());
+  EXPECT_TRUE(same_bytes(in_.span(), model.span()));
+  EXPECT_GT(good, 100u);
+  EXPECT_GT(failed, 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, QueueFaultTest, ::testing::Values(IoEngineKind::kIoUring, IoEngineKind::kThreads),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+}  // namespace
+}  // namespace spillway::testing
