@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Fine-tune step time, memory and traffic of `spillway finetune`, all on NVMe, beside DeepSpeed in the same run.
+
+Each shape is trained in two processes. The first imports a random model and does step 1; the second resumes and does
+the steps that are measured. So the second process moves nothing but its steps' own bytes, and what the kernel charged
+it with (/proc/PID/io) can be held against the log. One JSON line per run; the last fields say what to look at:
+  step_seconds        median of the measured steps
+  peak_bytes          largest resident set, children included, plus huge pages
+  read_ratio, write_ratio   bytes the kernel counted over bytes the log counted: 1 within 1 %
+  cached_bytes        pages of the store in the page cache: 0 when direct I/O did its work
+"""
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# name: layers, width, HBM budget, host budget. The budgets can be given on the command line instead.
+SHAPES = {
+    "tiny": (2, 64, "32MiB", "64MiB"),
+    "gpt2": (12, 768, "768MiB", "768MiB"),
+    "gpt2-medium": (24, 1024, "768MiB", "1536MiB"),
+    "gpt2-large": (36, 1280, "1024MiB", "2560MiB"),
+    "24x2048": (24, 2048, "1280MiB", "3584MiB"),
+}
+
+
+def status_bytes(pid, field):
+    try:
+        text = pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
+
+
+def process_io(pid):
+    lines = pathlib.Path(f"/proc/{pid}/io").read_text().splitlines()
+    return {key: int(value) for key, value in (line.split(": ") for line in lines)}
+
+
+def cached_bytes(folder):
+    """Bytes of a folder's files that lie in the page cache, by mincore(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    total = 0
+    for path in pathlib.Path(folder).rglob("*"):
+        size = path.stat().st_size if path.is_file() else 0
+        if not size:
+            continue
+        fd = os.open(path, os.O_RDONLY)
+        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        os.close(fd)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), f"mmap of {path}")
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        if libc.mincore(address, size, pages):
+            raise OSError(ctypes.get_errno(), f"mincore of {path}")
+        libc.munmap(address, size)
+        total += sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
+    return total
+
+
+def watch(command, **keywords):
+    """Runs a program to its end: seconds, peak resident bytes and what /proc/PID/io said last."""
+    started = time.monotonic()
+    run = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           **keywords)
+    texts = [None, None]
+    readers = [threading.Thread(target=lambda i=i, pipe=pipe: texts.__setitem__(i, pipe.read()))
+               for i, pipe in enumerate((run.stdout, run.stderr))]
+    for reader in readers:
+        reader.start()
+    huge = 0
+    while True:
+        # A zombie keeps its I/O accounts until it is reaped, and nothing can be missing from them any more.
+        ended = os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        huge = max(huge, status_bytes(run.pid, "HugetlbPages"))
+        if ended:
+            break
+        time.sleep(0.1)
+    io = process_io(run.pid)
+    _, status, usage = os.wait4(run.pid, 0)
+    run.returncode = os.waitstatus_to_exitcode(status)
+    for reader in readers:
+        reader.join()
+    # ru_maxrss is the high-water mark of the process or of a child it waited for, whichever is larger.
+    return {"status": run.returncode, "out": texts[0], "err": texts[1], "seconds": time.monotonic() - started,
+            "peak_bytes": usage.ru_maxrss * 1024 + huge, "io": io}
+
+
+def median(values):
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+def run_spillway(a, name, layers, width, hbm, host):
+    work = pathlib.Path(tempfile.mkdtemp(prefix="spillway-bench-", dir=a.work))
+    try:
+        nvme, log, config, data = work / "nvme", work / "steps.jsonl", work / "ds_config.json", work / "text"
+        nvme.mkdir()
+        data.write_bytes((ROOT / "LICENSE").read_bytes() * 8)
+        offload = {"device": "nvme", "nvme_path": str(nvme)}
+        config.write_text(json.dumps({
+            "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+            "spillway": {"hbm_bytes": a.hbm or hbm, "host_bytes": a.host or host}}))
+        heads = max(1, width // 64)
+        made = watch([a.spillway, "init-model", work / "model", "--layers", layers, "--width", width, "--heads", heads,
+                      "--dtype", "bf16"])
+        command = [a.spillway, "finetune", "--config", config, "--model", work / "model", "--data", data,
+                   "--seq", a.seq]
+        first = made if made["status"] else watch([*command, "--steps", 1])
+        run = first if first["status"] else watch([*command, "--steps", 1 + a.steps, "--resume", "--log", log])
+        result = {"bench": "finetune", "program": "spillway", "shape": name, "layers": layers, "width": width,
+                  "seq": a.seq, "hbm_bytes": a.hbm or hbm, "host_bytes": a.host or host}
+        if run["status"]:
+            return {**result, "error": run["err"].strip().splitlines()[-1:], "status": run["status"]}
+        steps = [json.loads(line) for line in log.read_text().splitlines()]
+        logged = {key: sum(step[f"nvme_{key}_bytes"] for step in steps) for key in ("read", "write")}
+        return {**result, "steps": len(steps), "step_seconds": median([step["seconds"] for step in steps]),
+                "tokens_per_second": median([step["tokens"] / step["seconds"] for step in steps]),
+                "stall_seconds": median([step["stall_seconds"] for step in steps]),
+                "link": steps[-1]["link"], "link_percent": steps[-1]["link_percent"],
+                "read_bytes_per_step": logged["read"] // len(steps),
+                "write_bytes_per_step": logged["write"] // len(steps),
+                "read_ratio": run["io"]["read_bytes"] / max(1, logged["read"]),
+                "write_ratio": run["io"]["write_bytes"] / max(1, logged["write"]),
+                "import_peak_bytes": first["peak_bytes"], "peak_bytes": run["peak_bytes"],
+                "cached_bytes": cached_bytes(nvme)}
+    finally:
+        shutil.rmtree(work)
+
+
+def run_peer(a, name, layers, width):
+    folder = tempfile.mkdtemp(prefix="spillway-bench-peer-", dir=a.work)
+    try:
+        run = watch([a.peer_python, ROOT / "bench/peers/finetune_deepspeed.py", "--layers", layers, "--width", width,
+                     "--seq", a.seq, "--steps", 1 + a.steps, "--offload", "nvme_optimizer", "--nvme", folder])
+        lines = [json.loads(line) for line in run["out"].splitlines() if line.startswith("{")]
+        result = {"bench": "finetune", "program": "deepspeed", "shape": name, "layers": layers, "width": width,
+                  "seq": a.seq, "peak_bytes": run["peak_bytes"]}
+        # The first step allocates; a peer that is killed for memory still says how far it came.
+        steps = [line["seconds"] for line in lines if line.get("step", 0) > 1]
+        if run["status"]:
+            result |= {"status": run["status"], "error": run["err"].strip().splitlines()[-1:]}
+        return {**result, "steps": len(steps), "step_seconds": median(steps)}
+    finally:
+        shutil.rmtree(folder)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spillway", type=pathlib.Path, default=ROOT / "build/tools/spillway")
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: the three of the field")
+    parser.add_argument("--hbm", help="HBM budget, for example 768MiB")
+    parser.add_argument("--host", help="host budget")
+    parser.add_argument("--steps", type=int, default=4, help="steps that are measured")
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=1, help="how often each program runs, alternately")
+    parser.add_argument("--work", default=None, help="a directory on the drive to measure; default: TMPDIR")
+    parser.add_argument("--peer-python", help="the python of an environment with deepspeed: run it alternately")
+    parser.add_argument("--tiny", action="store_true", help="one small shape; what the tests run")
+    a = parser.parse_args()
+    if a.tiny:
+        a.steps, a.seq, a.shape = 3, 64, ["tiny"]
+    print(json.dumps({"machine": platform.machine(), "kernel": platform.release(), "cores": os.cpu_count(),
+                      "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}), flush=True)
+    good = True
+    for name in a.shape or ["gpt2-medium", "gpt2-large", "24x2048"]:
+        layers, width, hbm, host = SHAPES[name]
+        for _ in range(a.rounds):
+            ours = run_spillway(a, name, layers, width, hbm, host)
+            print(json.dumps(ours), flush=True)
+            good &= "error" not in ours
+            if a.peer_python:
+                peer = run_peer(a, name, layers, width)
+                print(json.dumps(peer), flush=True)
+                if "error" not in ours and peer["step_seconds"]:
+                    print(json.dumps({"shape": name, "times_faster": peer["step_seconds"] / ours["step_seconds"],
+                                      "memory_ratio": ours["peak_bytes"] / peer["peak_bytes"]}), flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""Reference fine-tune of a GPT-2 family checkpoint with plain PyTorch, everything in RAM.
+
+Step s trains on rows r = s*B .. s*B+B-1 (micro-batches in that order); row r is tokens[r*T : r*T+T+1], inputs its
+first T tokens and targets its last T; rows wrap round at the end of the file. One JSON line per step:
+{"step", "loss", "grad_norm", "seconds"}. `--save` writes the trained model as safetensors.
+
+--dtype fp32: everything in fp32.  --dtype bf16: bf16 weights and activations, fp32 master weights and Adam states
+(what "bf16": {"enabled": true} means in a ds_config.json).
+"""
+import argparse
+import json
+import time
+
+import numpy as np
+import torch
+from transformers import GPT2LMHeadModel
+
+a = argparse.ArgumentParser()
+a.add_argument("--model", required=True)
+a.add_argument("--data", required=True)
+a.add_argument("--seq", type=int, default=256)
+a.add_argument("--batch", type=int, default=1)
+a.add_argument("--accumulate", type=int, default=1)
+a.add_argument("--steps", type=int, default=20)
+a.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+a.add_argument("--lr", type=float, default=1e-4)
+a.add_argument("--weight-decay", type=float, default=0.01)
+a.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999))
+a.add_argument("--eps", type=float, default=1e-8)
+a.add_argument("--clip", type=float, default=1.0)
+a.add_argument("--save")
+a.add_argument("--threads", type=int)
+a = a.parse_args()
+if a.threads:
+    torch.set_num_threads(a.threads)
+
+raw = open(a.data, "rb").read()
+tokens = np.frombuffer(raw, dtype="<u2" if a.data.endswith(".bin") else np.uint8).astype(np.int64)
+rows = (len(tokens) - 1) // a.seq
+low = torch.bfloat16 if a.dtype == "bf16" else torch.float32
+model = GPT2LMHeadModel.from_pretrained(a.model, dtype=torch.float32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+model.train()
+masters = [p.detach().clone() for p in model.parameters()]
+model.to(low)
+params = list(model.parameters())
+for m in masters:
+    m.requires_grad_(True)
+opt = torch.optim.AdamW(masters, lr=a.lr, betas=tuple(a.betas), eps=a.eps, weight_decay=a.weight_decay)
+row = 0
+for step in range(1, a.steps + 1):
+    t0 = time.perf_counter()
+    loss_sum = 0.0
+    for _ in range(a.accumulate):
+        idx = [(row + b) % rows for b in range(a.batch)]
+        row += a.batch
+        chunk = torch.from_numpy(np.stack([tokens[i * a.seq:i * a.seq + a.seq + 1] for i in idx]))
+        logits = model(input_ids=chunk[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), chunk[:, 1:].flatten())
+        (loss / a.accumulate).backward()
+        loss_sum += loss.item() / a.accumulate
+    for m, p in zip(masters, params):
+        m.grad = p.grad.float()
+        p.grad = None
+    norm = torch.nn.utils.clip_grad_norm_(masters, a.clip if a.clip > 0 else float("inf")).item()
+    opt.step()
+    with torch.no_grad():
+        for m, p in zip(masters, params):
+            p.copy_(m)
+    print(json.dumps({"step": step, "loss": loss_sum, "grad_norm": norm, "seconds": time.perf_counter() - t0}),
+          flush=True)
+if a.save:
+    with torch.no_grad():
+        model.to(torch.float32)
+        for m, p in zip(masters, params):
+            p.copy_(m)
+    model.save_pretrained(a.save)

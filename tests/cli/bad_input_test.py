@@ -1,0 +1,237 @@
+"""Wrong input of every kind: exit code 1, one clear line, nothing lost."""
+import json
+import os
+import pathlib
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from report import main  # noqa: E402
+from runs import BINARY, CliTest, Workplace, hinted_budget, mounted, sha256_of_model, spillway  # noqa: E402
+
+
+class Configuration(CliTest):
+    def setUp(self):
+        super().setUp()
+        self.model = self.place.init_model()
+
+    def refused(self, config, *words, **options):
+        line = self.assert_refused(self.place.finetune(config, self.model, **options), *words)
+        self.assertEqual([], self.place.stored_files(), "a refused run must not leave a store")
+        return line
+
+    def test_MisspelledKeyIsNamedWithItsPlaceAndTheRightOne(self):
+        config = self.place.config()
+        config.write_text(config.read_text().replace('"gradient_clipping"', '"gradient_cliping"'))
+        line = next(n for n, text in enumerate(config.read_text().splitlines(), 1) if "cliping" in text)
+        self.refused(config, f"{config}:{line}:", "gradient_cliping", "gradient_clipping")
+
+    def test_MisspelledKeyOfTheSpillwaySectionIsNamed(self):
+        self.refused(self.place.config(spillway_section={"hbm_byte": 1 << 30}), "hbm_byte", "hbm_bytes")
+
+    def test_WrongTypeIsNamed(self):
+        self.refused(self.place.config(gradient_clipping="much"), "gradient_clipping")
+
+    def test_ConfigThatIsNotJsonIsRefusedWithItsPlace(self):
+        config = self.place.config()
+        config.write_text('{\n  "bf16": {"enabled": tru}\n}\n')
+        self.refused(config, f"{config}:2:")
+
+    def test_MissingConfigIsRefused(self):
+        self.refused(self.place.folder / "absent.json", "absent.json", "No such file")
+
+    def test_BudgetTooSmallNamesTheOneThatFits(self):
+        for key in ("hbm_bytes", "host_bytes"):
+            with self.subTest(key=key):
+                line = self.refused(self.place.config(spillway_section={key: 65536}), key)
+                self.assertIsNotNone(hinted_budget(line), line)
+
+    def test_NvmeBudgetTooSmallNamesTheOneThatFits(self):
+        line = self.refused(self.place.config(spillway_section={"nvme_bytes": 1 << 20}), "nvme_bytes")
+        key, value = hinted_budget(line)
+        self.assertEqual("nvme_bytes", key)
+        self.assert_done(self.place.finetune(self.place.config(spillway_section={"nvme_bytes": value}), self.model))
+
+
+class Inputs(CliTest):
+    def setUp(self):
+        super().setUp()
+        self.model = self.place.init_model()
+        self.config = self.place.config()
+
+    def refused(self, *words, **options):
+        line = self.assert_refused(self.place.finetune(self.config, self.model, **options), *words)
+        self.assertEqual([], self.place.stored_files(), "a refused run must not leave a store")
+        return line
+
+    def data(self, name, content):
+        path = self.place.folder / name
+        path.write_bytes(content)
+        return path
+
+    def test_AnotherArchitectureIsRefused(self):
+        path = self.model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "llama",
+                                    "architectures": ["LlamaForCausalLM"]}))
+        self.refused("config.json", "llama")
+
+    def test_EmptyDataIsRefused(self):
+        self.refused("empty.txt", data=self.data("empty.txt", b""))
+
+    def test_DataShorterThanARowIsRefused(self):
+        self.refused("short.txt", data=self.data("short.txt", b"x" * 32))
+
+    def test_MissingDataIsRefused(self):
+        self.refused("absent.txt", "No such file", data=self.place.folder / "absent.txt")
+
+    def test_TokenBeyondTheVocabularyIsNamedWithItsOffset(self):
+        tokens = [7] * 400
+        tokens[37] = 256
+        self.refused("tokens.bin", "256", "74", data=self.data("tokens.bin", struct.pack("<400H", *tokens)))
+
+    def test_SequenceLongerThanTheContextIsRefused(self):
+        self.refused("seq", seq=65)
+
+    def test_TruncatedWeightsAreNamed(self):
+        weights = self.model / "model.safetensors"
+        os.truncate(weights, weights.stat().st_size - 4)
+        self.refused("model.safetensors")
+
+    def test_MissingTensorIsNamed(self):
+        self.edit_header(lambda header: header.__setitem__(
+            "h.0.mlp.c_fc.bias_", header.pop(next(n for n in header if n.endswith("h.0.mlp.c_fc.bias")))))
+        self.refused("model.safetensors", "h.0.mlp.c_fc.bias")
+
+    def test_WronglyShapedTensorIsNamed(self):
+        def change(header):
+            name = next(n for n in header if n.endswith("h.1.attn.c_attn.weight"))
+            header[name]["shape"].reverse()
+        self.edit_header(change)
+        self.refused("model.safetensors", "h.1.attn.c_attn.weight")
+
+    def test_HugeHeaderIsRefused(self):
+        with open(self.model / "model.safetensors", "r+b") as file:
+            file.write(struct.pack("<Q", 1 << 62))
+        self.refused("model.safetensors")
+
+    def edit_header(self, change):
+        """Rewrites the JSON header of model.safetensors: 8 bytes of length, the header, the tensors."""
+        path = self.model / "model.safetensors"
+        content = path.read_bytes()
+        length = struct.unpack_from("<Q", content)[0]
+        header = json.loads(content[8:8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length:])
+
+
+class Stores(CliTest):
+    def setUp(self):
+        super().setUp()
+        self.model = self.place.init_model()
+
+    def start(self, config=None, **options):
+        self.assert_done(self.place.finetune(config or self.place.config(), self.model, **options))
+
+    def assert_resumes(self, config=None, steps=5):
+        """The store of a run to step 3 still holds it, bit for bit: the run continues like one never disturbed."""
+        config = config or self.place.config()
+        out = self.place.folder / "resumed"
+        self.assert_done(self.place.finetune(config, self.model, steps=steps, out=out, resume=True))
+        other = Workplace(self.place.folder / "undisturbed")
+        self.assert_done(other.finetune(other.config(), self.model, steps=steps, out=other.folder / "out"))
+        self.assertEqual(sha256_of_model(other.folder / "out"), sha256_of_model(out))
+
+    def test_ExistingStoreIsRefusedWithoutResumeOrFresh(self):
+        self.start()
+        line = self.assert_refused(self.place.finetune(self.place.config(), self.model, steps=5), self.place.nvme)
+        self.assertIn("--resume", line)
+        self.assert_resumes()
+
+    def test_ResumeWithoutAStoreIsRefused(self):
+        self.assert_refused(self.place.finetune(self.place.config(), self.model, resume=True), self.place.nvme)
+
+    def test_StoreOfAnotherModelIsRefused(self):
+        self.start()
+        other = self.place.init_model("other", width=80)
+        self.assert_refused(self.place.finetune(self.place.config(), other, resume=True, steps=5), self.place.nvme)
+        self.assert_resumes()
+
+    def test_StoreInUseIsRefused(self):
+        config = self.place.config()
+        command = [BINARY, *Workplace.arguments(config, self.model, steps=1_000_000, log=self.place.log)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as holder:
+            try:
+                deadline = time.monotonic() + 60
+                while not (self.place.log.exists() and self.place.log.read_text()):
+                    self.assertIsNone(holder.poll(), "the run that holds the store ended")
+                    self.assertLess(time.monotonic(), deadline, "no step within a minute")
+                    time.sleep(0.05)
+                for how in ("resume", "fresh"):
+                    with self.subTest(how=how):
+                        refused = self.place.finetune(config, self.model, steps=2_000_000, **{how: True})
+                        self.assert_refused(refused, self.place.nvme, "use")
+                self.assertIsNone(holder.poll(), "the run that holds the store was disturbed")
+            finally:
+                holder.send_signal(signal.SIGINT)
+            self.assertEqual(130, holder.wait(60))
+        last = self.place.steps()[-1]["step"]
+        self.assert_resumes(config, steps=last + 2)
+
+    def test_UnwritablePathIsRefused(self):
+        if os.geteuid() == 0:  # root writes anywhere but where nobody can
+            with mounted(self, "tmpfs", 64 << 20) as folder:
+                subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+                refused = self.place.finetune(self.place.config(nvme=folder), self.model)
+                self.assert_refused(refused, folder, "Read-only file system")
+        else:
+            self.place.nvme.chmod(0o500)
+            refused = self.place.finetune(self.place.config(), self.model)
+            self.assert_refused(refused, self.place.nvme, "Permission denied")
+
+    def test_PathThatIsAFileIsRefused(self):
+        path = self.place.folder / "file"
+        path.write_text("not a directory\n")
+        self.assert_refused(self.place.finetune(self.place.config(nvme=path), self.model), path)
+        self.assertEqual("not a directory\n", path.read_text())
+
+    def check_full_file_system(self, kind):
+        # The model's store takes 24 B × 215 Ki parameters, about 5 MB and what it rounds up to.
+        with mounted(self, kind, 4 << 20) as folder:
+            config = self.place.config(nvme=folder)
+            before = {p.name for p in folder.iterdir()}
+            self.assert_refused(self.place.finetune(config, self.model), folder, "No space left on device")
+            self.assertEqual(before, {p.name for p in folder.iterdir()}, "a failed create leaves nothing to clean")
+
+    def test_FullTmpfsIsRefusedBeforeTheRun(self):
+        self.check_full_file_system("tmpfs")
+
+    def test_FullExt4IsRefusedBeforeTheRun(self):
+        if not shutil.which("mkfs.ext4"):
+            self.skipTest("mkfs.ext4 is not installed")
+        self.check_full_file_system("ext4")
+
+    def test_ExportToAFullFileSystemLosesNothing(self):
+        with mounted(self, "tmpfs", 256 << 10) as folder:
+            out = folder / "out"
+            refused = self.place.finetune(self.place.config(), self.model, steps=3, out=out)
+            self.assert_refused(refused, folder, "No space left on device")
+            self.assertEqual([], list(out.glob("*.safetensors")), "half a model must not look like one")
+        self.assert_resumes()
+
+    def test_ExportOfAStoreEqualsTheRunsOwn(self):
+        out, exported = self.place.folder / "out", self.place.folder / "exported"
+        self.start(out=out)
+        self.assert_done(spillway("export", self.place.nvme, exported))
+        self.assertEqual(sha256_of_model(out), sha256_of_model(exported))
+
+    def test_ExportOfNoStoreIsRefused(self):
+        self.assert_refused(spillway("export", self.place.nvme, self.place.folder / "exported"), self.place.nvme)
+
+
+if __name__ == "__main__":
+    main()

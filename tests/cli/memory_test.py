@@ -1,0 +1,115 @@
+"""Every byte is planned: peak resident memory stays under the budgets, the ledger is what the arenas hold, and the run
+does not need a byte more when the kernel allows no more."""
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from report import main  # noqa: E402
+from runs import BINARY, CliTest, Workplace  # noqa: E402
+
+MIB = 1 << 20
+# What a process may use outside its arenas: code, libraries, thread stacks, oneDNN's generated code.
+OUTSIDE = 200 * MIB
+BUDGETS = {"hbm_bytes": 160 * MIB, "host_bytes": 160 * MIB}
+
+
+def status_bytes(pid, field):
+    text = pathlib.Path(f"/proc/{pid}/status").read_text()
+    found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
+
+
+def arena_bytes(pid):
+    """Resident bytes of the mappings that the engine names, by tier: {'hbm': …, 'host': …}, and their sizes."""
+    resident, size, tier = {}, {}, None
+    for line in pathlib.Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            name = re.search(r"\[anon:spillway (hbm|host)\]|/spillway-(hbm|host)", line)
+            tier = (name.group(1) or name.group(2)) if name else None
+        elif tier:
+            key, _, value = line.partition(":")
+            if key in ("Rss", "Private_Hugetlb", "Shared_Hugetlb"):
+                resident[tier] = resident.get(tier, 0) + int(value.split()[0]) * 1024
+            elif key == "Size":
+                size[tier] = size.get(tier, 0) + int(value.split()[0]) * 1024
+    return resident, size
+
+
+class Memory(CliTest):
+    def setUp(self):
+        super().setUp()
+        # 32 M parameters: 12 bytes each are more than both budgets together.
+        self.model = self.place.init_model(layers=10, width=512, heads=8, vocab=256, context=256, dtype="bf16")
+        self.config = self.place.config(
+            micro=2, accumulation=1, spillway_section={**BUDGETS, "tile_elements": 1 << 20})
+
+    def start(self, steps, **keywords):
+        command = [BINARY, *Workplace.arguments(self.config, self.model, steps=steps, seq=256, log=self.place.log)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **keywords)
+
+    def wait_for_step(self, run, step):
+        deadline = time.monotonic() + 120
+        while not (self.place.log.exists() and len(self.place.log.read_text().splitlines()) >= step):
+            if run.poll() is not None:
+                self.fail(f"the run ended with {run.returncode}: {run.communicate()}")
+            self.assertLess(time.monotonic(), deadline, f"step {step} was not reached in two minutes")
+            time.sleep(0.05)
+
+    def test_PeakStaysUnderTheBudgetsAndTheLedgerIsWhatIsTouched(self):
+        with self.start(steps=6) as run:
+            self.wait_for_step(run, 4)
+            resident, size = arena_bytes(run.pid)
+            huge = status_bytes(run.pid, "HugetlbPages")
+            peak = status_bytes(run.pid, "VmHWM") + huge
+            out, err = run.communicate(timeout=120)
+        self.assertEqual(0, run.returncode, err)
+        self.assertLessEqual(peak, sum(BUDGETS.values()) + OUTSIDE)
+        if not size:
+            self.skipTest("this kernel does not name anonymous mappings (CONFIG_ANON_VMA_NAME)")
+        for tier in ("hbm", "host"):
+            with self.subTest(tier=tier):
+                self.assertLessEqual(size[tier], BUDGETS[f"{tier}_bytes"])
+                planned = ledger_bytes(out, tier)
+                self.assertAlmostEqual(planned, resident[tier], delta=0.02 * planned)
+
+    def test_RunsInACgroupOfTheBudgets(self):
+        own = re.search(r"^\d+:memory:(.*)$", pathlib.Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        parent = pathlib.Path("/sys/fs/cgroup/memory" + (own.group(1) if own else ""))
+        if os.geteuid() != 0 or not own or not (parent / "memory.limit_in_bytes").exists():
+            self.skipTest("needs root and a memory cgroup of version 1 at /sys/fs/cgroup/memory")
+        group = parent / f"spillway-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError as error:
+            self.skipTest(f"no memory cgroup can be made here: {error}")
+        self.addCleanup(group.rmdir)
+        limit = sum(BUDGETS.values()) + OUTSIDE
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        try:
+            (group / "memory.memsw.limit_in_bytes").write_text(str(limit))
+        except OSError:
+            pass  # a kernel without swap accounting; nothing to forbid where there is no swap
+
+        def enter():
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        with self.start(steps=4, preexec_fn=enter) as run:
+            _, err = run.communicate(timeout=180)
+        self.assertEqual(0, run.returncode, err)
+        self.assertEqual([1, 2, 3, 4], [s["step"] for s in self.place.steps()])
+
+
+def ledger_bytes(out, tier):
+    """The total that the printed ledger gives for a tier: its line `<tier> … total … N bytes`."""
+    for line in out.splitlines():
+        if re.match(rf"\s*{tier}\b", line) and "total" in line:
+            return int(re.search(r"(\d+) (?:B|bytes)\b", line.replace(",", "")).group(1))
+    raise AssertionError(f"the ledger has no total of tier {tier}:\n{out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Runs of the `spillway` binary as a user types them: models, configurations, fine-tunes, what they print and leave.
+
+The binary's path comes from the environment variable SPILLWAY_BINARY.
+"""
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+import unittest
+from dataclasses import dataclass
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BINARY = os.environ.get("SPILLWAY_BINARY", "")
+# The same text on every machine, about 11 KB: the licence that travels with the source.
+TEXT = ROOT / "LICENSE"
+LIMIT_SECONDS = 300
+
+# object: what happened (errno); what to do
+ERROR_FORM = re.compile(r"^(?:spillway: )?(?:error: )?(?P<object>\S.*?): (?P<happened>.+); (?P<hint>\S.*)$")
+CRASH = re.compile(r"terminate called|check failed|Sanitizer|runtime error|core dumped|Segmentation fault")
+UNITS = {None: 1, "": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+HINTED_BUDGET = re.compile(r"(hbm|host|nvme)_bytes\"?\D*?(\d[\d.]*)\s*(KiB|MiB|GiB|B)?\b")
+
+
+@dataclass
+class Run:
+    """A finished program."""
+    status: int
+    out: str
+    err: str
+
+
+def spillway(*arguments, **keywords):
+    done = subprocess.run([BINARY, *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT_SECONDS,
+                          check=False, **keywords)
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+def sha256_of_model(folder):
+    """One hash over every weight file of an exported model."""
+    files = sorted(pathlib.Path(folder).glob("*.safetensors"))
+    assert files, f"{folder} holds no weights"
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+class Workplace:
+    """A directory with models, a configuration, a log and a place for the store."""
+
+    def __init__(self, folder):
+        self.folder = pathlib.Path(folder)
+        self.nvme = self.folder / "nvme"
+        self.nvme.mkdir(exist_ok=True)
+        self.log = self.folder / "steps.jsonl"
+
+    def init_model(self, name="model", *, layers=3, width=72, heads=4, vocab=256, context=64, seed=1, dtype="fp32"):
+        model = self.folder / name
+        done = spillway("init-model", model, "--layers", layers, "--width", width, "--heads", heads, "--vocab", vocab,
+                        "--context", context, "--seed", seed, "--dtype", dtype)
+        assert done.status == 0, done.err
+        return model
+
+    def config(self, *, parameters="nvme", states="nvme", dtype="bf16", micro=1, accumulation=2, clip=0.5, lr=1e-3,
+               nvme=None, spillway_section=None, **more):
+        """A ds_config.json; `more` is put over the top level. Returns its path."""
+        offload = {}
+        for key, device in (("offload_param", parameters), ("offload_optimizer", states)):
+            offload[key] = {"device": device}
+            if device == "nvme":
+                offload[key]["nvme_path"] = str(nvme or self.nvme)
+        values = {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": clip,
+            "bf16": {"enabled": dtype == "bf16"},
+            "optimizer": {"type": "AdamW",
+                          "params": {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
+            "zero_optimization": {"stage": 3, **offload},
+            "spillway": {"tile_elements": 16384, **(spillway_section or {})},
+            **more,
+        }
+        path = self.folder / "ds_config.json"
+        path.write_text(json.dumps(values, indent=2) + "\n")
+        return path
+
+    @staticmethod
+    def arguments(config, model, *, data=TEXT, steps=3, seq=32, out=None, log=None, resume=False, fresh=False):
+        arguments = ["finetune", "--config", config, "--model", model, "--data", data, "--steps", steps, "--seq", seq]
+        for option, value in (("--out", out), ("--log", log)):
+            arguments += [option, value] if value else []
+        return [*map(str, arguments), *(["--resume"] if resume else []), *(["--fresh"] if fresh else [])]
+
+    def finetune(self, config, model, **options):
+        return spillway(*self.arguments(config, model, **options))
+
+    def steps(self, log=None):
+        return [json.loads(line) for line in (log or self.log).read_text().splitlines()]
+
+    def stored_files(self):
+        return sorted(p.relative_to(self.nvme).as_posix() for p in self.nvme.rglob("*") if p.is_file())
+
+
+class CliTest(unittest.TestCase):
+    """A test with a fresh Workplace in self.place."""
+
+    def setUp(self):
+        folder = tempfile.mkdtemp(prefix="spillway-cli-")
+        self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
+        self.place = Workplace(folder)
+
+    def assert_done(self, run):
+        self.assertEqual(0, run.status, f"stdout:\n{run.out}\nstderr:\n{run.err}")
+
+    def assert_refused(self, run, *words):
+        """Exit code 1 and exactly one error line of Spillway's form that holds each of `words`; returns that line."""
+        everything = f"stdout:\n{run.out}\nstderr:\n{run.err}"
+        self.assertEqual(1, run.status, everything)
+        self.assertIsNone(CRASH.search(run.out + run.err), everything)
+        lines = [line for line in run.err.splitlines() if all(str(word) in line for word in words)]
+        self.assertEqual(1, len(lines), f"expected one line with {words}\n{everything}")
+        self.assertRegex(lines[0], ERROR_FORM)
+        return lines[0]
+
+
+def hinted_budget(line):
+    """('hbm_bytes', 12345) out of the what-to-do part of an error, or None."""
+    found = HINTED_BUDGET.search(line.rpartition(";")[2])
+    if not found:
+        return None
+    # A hint rounded to two digits must be rounded up to be true, so taking it literally has to work.
+    return f"{found.group(1)}_bytes", int(float(found.group(2)) * UNITS[found.group(3)] + 0.999)
+
+
+@contextlib.contextmanager
+def mounted(test, kind, size_bytes):
+    """A small file system of its own, `tmpfs` or `ext4` (in a loop device); skips where that is not allowed."""
+    if os.geteuid() != 0:
+        test.skipTest("mounting a small file system needs root")
+    folder = tempfile.mkdtemp(prefix="spillway-mount-")
+    image = f"{folder}.img"
+    try:
+        if kind == "tmpfs":
+            command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", folder]
+        else:
+            with open(image, "wb") as file:
+                file.truncate(size_bytes)
+            made = subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], capture_output=True, text=True,
+                                  check=False)
+            if made.returncode:
+                test.skipTest(f"mkfs.ext4 failed: {made.stderr.strip()}")
+            command = ["mount", "-o", "loop", image, folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            test.skipTest(f"this machine does not let us mount {kind}: {done.stderr.strip()}")
+        try:
+            yield pathlib.Path(folder)
+        finally:
+            subprocess.run(["umount", folder], check=True)
+    finally:
+        os.rmdir(folder)
+        if os.path.exists(image):
+            os.remove(image)

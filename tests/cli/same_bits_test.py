@@ -1,0 +1,103 @@
+"""Where tensors live never changes the result: the same fine-tune in many layouts exports the same files."""
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from report import main  # noqa: E402
+from runs import CliTest, hinted_budget, sha256_of_model  # noqa: E402
+
+STEPS = 12
+# Far below what any plan needs, so that the first refusal names what is needed.
+STARVED = {"hbm_bytes": 65536, "host_bytes": 65536}
+
+IN_HBM = {"parameters": "none", "states": "none"}
+IN_HOST = {"parameters": "cpu", "states": "cpu"}
+MIXED = {"parameters": "cpu", "states": "nvme"}
+ON_NVME = {"parameters": "nvme", "states": "nvme"}
+# What one run differs in: placement, budgets (None: the smallest that are accepted), keys of the section "spillway".
+LAYOUTS = (
+    (IN_HBM, {}, {"threads": 2}),
+    (IN_HBM, {}, {"threads": 1, "tile_elements": 8192}),
+    (IN_HOST, {}, {"threads": 5}),
+    (MIXED, {}, {"threads": 2, "io_engine": "io_uring"}),
+    (MIXED, {}, {"threads": 1, "io_engine": "threads", "tile_elements": 8192}),
+    (ON_NVME, {}, {"threads": 2, "io_engine": "threads"}),
+    (ON_NVME, None, {"threads": 1, "io_engine": "io_uring"}),
+    (ON_NVME, None, {"threads": 2, "io_engine": "threads", "tile_elements": 8192}),
+    (ON_NVME, None, {"threads": 5, "io_engine": "io_uring", "tile_elements": 8192}),
+)
+
+
+class SameBits(CliTest):
+    def setUp(self):
+        super().setUp()
+        # Blocks of 3 layers × 72 wide hold about 64 Ki parameters: 4 to 9 tiles with uneven tails; the tied embedding
+        # (256 + 64 rows) holds 23 Ki: 2 or 3 tiles.
+        self.model = self.place.init_model()
+
+    def smallest(self, **how):
+        """Budgets found by doing what each refusal says; a hint that leads nowhere fails here."""
+        budgets = dict(STARVED)
+        for _ in range(6):
+            how["spillway_section"] = {**how["spillway_section"], **budgets}
+            done = self.place.finetune(self.place.config(**how), self.model, steps=1, fresh=True)
+            if done.status == 0:
+                return budgets
+            line = self.assert_refused(done, "_bytes")
+            key, value = hinted_budget(line) or self.fail(f"no budget is named in: {line}")
+            self.assertGreater(value, budgets.get(key, 0), f"following the hint makes no progress: {line}")
+            budgets[key] = value
+        self.fail(f"six hints followed, and still refused: {line}")
+
+    def run_layout(self, dtype, placement, budgets, section):
+        how = {"dtype": dtype, "spillway_section": dict(section), **placement}
+        if budgets is None:
+            budgets = self.smallest(**how)
+        how["spillway_section"] = {**section, **budgets}
+        out = self.place.folder / "out"
+        self.place.log.unlink(missing_ok=True)
+        done = self.place.finetune(self.place.config(**how), self.model, steps=STEPS, out=out, log=self.place.log,
+                                   **({} if placement in (IN_HBM, IN_HOST) else {"fresh": True}))
+        self.assert_done(done)
+        steps = self.place.steps()
+        self.assertEqual(list(range(1, STEPS + 1)), [s["step"] for s in steps])
+        if placement is ON_NVME:
+            # Nothing stayed behind: every step reads all states and weights back, and writes them.
+            for step in steps:
+                self.assertGreater(step["nvme_read_bytes"], 200_000 * 10)
+                self.assertGreater(step["nvme_write_bytes"], 200_000 * 10)
+        return sha256_of_model(out), [(s["loss"], s["grad_norm"]) for s in steps]
+
+    def check(self, dtype):
+        wanted = None
+        for placement, budgets, section in LAYOUTS:
+            got = self.run_layout(dtype, placement, budgets, section)
+            wanted = wanted or got
+            with self.subTest(placement=placement, budgets=budgets, **section):
+                self.assertEqual(wanted, got)
+
+    def test_EveryLayoutTrainsTheSameBitsInBf16(self):
+        self.check("bf16")
+
+    def test_EveryLayoutTrainsTheSameBitsInFp32(self):
+        self.check("fp32")
+
+    def test_AnotherSeedTrainsOtherBits(self):
+        """The comparison above can tell two models apart."""
+        self.model = self.place.init_model("other", seed=2)
+        other = self.run_layout("bf16", IN_HBM, {}, {"threads": 2})
+        self.model = self.place.folder / "model"
+        self.assertNotEqual(other, self.run_layout("bf16", IN_HBM, {}, {"threads": 2}))
+
+    def test_ResumedRunTrainsTheSameBits(self):
+        config = self.place.config(**ON_NVME)
+        whole, parts = self.place.folder / "whole", self.place.folder / "parts"
+        self.assert_done(self.place.finetune(config, self.model, steps=7, out=whole))
+        self.assert_done(self.place.finetune(config, self.model, steps=3, fresh=True))
+        self.assert_done(self.place.finetune(config, self.model, steps=7, out=parts, resume=True, log=self.place.log))
+        self.assertEqual([4, 5, 6, 7], [s["step"] for s in self.place.steps()])
+        self.assertEqual(sha256_of_model(whole), sha256_of_model(parts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The rules of the house that a program can check: who may include whom, and what a file may be called and contain.
+
+violations(root) looks at the source alone and returns lines `path:line: what`, sorted; an empty list is a clean tree.
+"""
+import os
+import pathlib
+import re
+
+# Which rooms a room may include, besides itself. The order is the one of the floors; nothing points up.
+BELOW = {
+    "include": set(),
+    "aio": {"include"},
+    "kernels": {"include"},
+    "swap": {"include", "aio", "kernels"},
+    "src": {"include", "aio", "kernels", "swap"},
+    "tools": {"include", "aio", "kernels", "swap", "src"},
+    "bench": {"include", "aio", "kernels", "swap", "src", "tools"},
+    "python": {"include", "aio", "kernels", "swap", "src"},
+    "tests": {"include", "aio", "kernels", "swap", "src", "tools", "bench", "python"},
+}
+# The trainer shows what an embedding program needs: the public headers.
+TRAINER = ("tools", "gpt2")
+LIBRARY = {"include", "aio", "kernels", "swap", "src"}
+
+STANDARD_HEADERS = set("""
+algorithm any array atomic barrier bit bitset cassert cctype cerrno cfenv cfloat charconv chrono cinttypes climits
+clocale cmath codecvt compare complex concepts condition_variable coroutine csetjmp csignal cstdarg cstddef cstdint
+cstdio cstdlib cstring ctime cuchar cwchar cwctype deque exception execution filesystem format forward_list fstream
+functional future initializer_list iomanip ios iosfwd iostream istream iterator latch limits list locale map memory
+memory_resource mutex new numbers numeric optional ostream queue random ranges ratio regex scoped_allocator semaphore
+set shared_mutex source_location span sstream stack stdexcept stop_token streambuf string string_view strstream
+syncstream system_error thread tuple type_traits typeindex typeinfo unordered_map unordered_set utility valarray
+variant vector version
+""".split())
+
+CODE = {".h", ".cc", ".cu"}
+TEXT = CODE | {".py", ".sh"}
+MAX_LINES = 500
+MAX_WIDTH = 120
+VAGUE = {"util", "utils", "utility", "utilities", "common", "helper", "helpers", "misc"}
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+# Diagnostics of last resort may use stderr: the default log sink and the failed check.
+STDERR_FILES = {"include/spillway/log.h", "include/spillway/error.h"}
+PRINT = re.compile(r"(?<![\w.>])(?:std::)?(?:printf|vprintf|puts|putchar|fprintf|fputs)\s*\("
+                   r"|\bstd::(?:cout|cerr|clog)\b|\bfmt::print\b")
+# A raw interface, the room it is at home in, and what a file there that may use it has in its name.
+RAW = ((re.compile(r"\b(?:io_uring_\w+|IORING_\w+)"), "aio", "uring", "io_uring"),
+       (re.compile(r"\b(?:cuda[A-Z]\w*|cu[A-Z]\w*)\s*\("), "kernels", "cuda", "CUDA"))
+
+
+def source_files(root):
+    for folder, folders, files in os.walk(root):
+        top = pathlib.Path(folder) == root
+        folders[:] = sorted(f for f in folders if f not in {".git", "__pycache__"} and not f.endswith(".p")
+                            and not (top and (f.startswith("build") or f.startswith(".venv"))))
+        for name in sorted(files):
+            yield (pathlib.Path(folder) / name).relative_to(root)
+
+
+def without_comments(text):
+    """Blanks comments and string contents, keeping every line where it is."""
+    def blank(match):
+        token = match.group(0)
+        if token.startswith("/"):
+            return re.sub(r"[^\n]", " ", token)
+        return token[0] + " " * (len(token) - 2) + token[-1]
+
+    token = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<![0-9A-Fa-f])\'(?:\\.|[^\'\\\n])\''
+    return re.sub(token, blank, text, flags=re.DOTALL)
+
+
+def include_violation(path, bracket, target):
+    room, first = path.parts[0], pathlib.PurePosixPath(target).parts[0]
+    points_at = "include" if first == "spillway" else first
+    if room == "include":
+        if points_at != "include" and (bracket == '"' or target not in STANDARD_HEADERS):
+            return f"includes {target}; public headers include only the standard library and each other"
+        return None
+    if points_at not in BELOW or points_at == room and path.parts[:2] != TRAINER:
+        return None
+    if path.parts[:2] == TRAINER:
+        if points_at != "include" and pathlib.PurePosixPath(target).parts[:2] != TRAINER:
+            return f"includes {target}; the trainer includes public headers only"
+        return None
+    if points_at not in BELOW[room]:
+        return f"includes {target}; {room} may include {', '.join(sorted(BELOW[room]))} and itself"
+    return None
+
+
+def check_code(path, text):
+    room = path.parts[0]
+    for number, line in enumerate(text.splitlines(), 1):
+        match = INCLUDE.match(line)
+        if match and room in BELOW:
+            what = include_violation(path, *match.groups())
+            if what:
+                yield number, what
+    for number, line in enumerate(without_comments(text).splitlines(), 1):
+        if INCLUDE.match(line):
+            continue
+        printed = PRINT.search(line)
+        if room in LIBRARY and printed and not (path.as_posix() in STDERR_FILES and "std::fprintf(stderr" in line):
+            yield number, f"{printed.group(0).strip()}: the library does not print; messages go through spillway/log.h"
+        for pattern, home, word, name in RAW:
+            if pattern.search(line) and room != "tests" and not (room == home and word in path.name):
+                yield number, f"uses {name} directly; only {home}/*{word}* does"
+
+
+def check_text(path, text):
+    lines = text.splitlines()
+    if len(lines) > MAX_LINES:
+        yield MAX_LINES + 1, f"has {len(lines)} lines; {MAX_LINES} is the most"
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_WIDTH:
+            yield number, f"is {len(line)} columns wide; {MAX_WIDTH} is the most"
+
+
+def check_named(root, files):
+    """Every translation unit and every Python test is named by the meson.build of its folder or of one above it."""
+    named = {}
+    for path in files:
+        if path.name == "meson.build":
+            text = re.sub(r"#[^\n]*", "", (root / path).read_text())
+            named[path.parent] = set(re.findall(r"'([^'\n]*)'", text))
+    for path in files:
+        if path.suffix not in {".cc", ".cu"} and not (path.parts[0] == "tests" and path.name.endswith("_test.py")):
+            continue
+        for folder in path.parents:
+            relative = path.relative_to(folder).as_posix()
+            # A foreach over stems names 'adam' and adds '.cc' or '_test.cc' to each.
+            stem = relative[: -len(path.suffix)]
+            if {relative, stem, stem.removesuffix("_test")} & named.get(folder, set()):
+                break
+        else:
+            yield path, 1, "is named by no meson.build"
+
+
+def check_included(root, files):
+    """A room's header that nobody includes is dead; public headers are for others."""
+    included = set()
+    for path in files:
+        if path.suffix in CODE:
+            for line in (root / path).read_text().splitlines():
+                match = INCLUDE.match(line)
+                if match:
+                    included |= {match.group(2), (path.parent / match.group(2)).as_posix()}
+    for path in files:
+        if path.suffix == ".h" and path.parts[0] != "include" and path.as_posix() not in included:
+            yield path, 1, "is included by no file"
+
+
+def check_names(files):
+    vague = {}
+    for path in files:
+        for place in (path, *path.parents):
+            if place.name and set(re.split(r"[_.\-]", place.name.lower())) & VAGUE:
+                vague[place] = f"'{place.name}' says nothing about what is inside"
+    for place, what in vague.items():
+        yield place, 1, what
+
+
+def violations(root):
+    root = pathlib.Path(root)
+    files = list(source_files(root))
+    found = [*check_named(root, files), *check_included(root, files), *check_names(files)]
+    for path in files:
+        if path.suffix not in TEXT and path.name != "meson.build":
+            continue
+        text = (root / path).read_text()
+        found += [(path, *hit) for hit in check_text(path, text)]
+        if path.suffix in CODE:
+            found += [(path, *hit) for hit in check_code(path, text)]
+    return [f"{path.as_posix()}:{line}: {what}" for path, line, what in sorted(found)]

@@ -1,0 +1,55 @@
+#!/bin/sh
+# Builds and runs every test, three times over:
+#   build-test   release, everything
+#   build-asan   address and undefined sanitizers; without benches, and without the rules of the house, which look at
+#                the source and not at the build
+#   build-tsan   thread sanitizer; the tests of suite `threads`
+# The build directories stay, so a second run only builds what changed. The last line counts the test programs' own
+# reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
+set -eu
+cd "$(dirname "$0")/.."
+tools/install_packages.sh
+
+# Sanitizers map their shadow at fixed addresses, which a large vm.mmap_rnd_bits can collide with; so their tests run with
+# address randomisation off, where the machine lets us.
+still=""
+if setarch "$(uname -m)" -R true 2>/dev/null; then still="setarch $(uname -m) -R"; fi
+
+configure() {  # directory, then meson options
+  directory=$1
+  shift
+  if [ -f "$directory/build.ninja" ]; then
+    meson configure "$directory" "$@" >/dev/null
+  else
+    rm -rf "$directory"
+    # Not quiet about a failure: Meson says what it did not find on standard output.
+    said=$(meson setup "$directory" . -Dtests=enabled "$@" 2>&1) || { echo "$said"; return 1; }
+  fi
+}
+
+# A report of an earlier run must not stand in for a program that crashed in this one. A failure shows in the reports,
+# a failed build by their absence; so the exit status is left to the count at the end.
+run() {  # prefix, directory, then options of meson test
+  prefix=$1 directory=$2
+  shift 2
+  rm -f "$directory"/*.xml "$directory"/meson-logs/testlog.json
+  $prefix meson test -C "$directory" --print-errorlogs "$@" || true
+}
+
+echo "== release"
+configure build-test -Dbuildtype=release || true
+run "" build-test
+
+echo "== address and undefined sanitizers"
+export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1
+export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
+configure build-asan -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 -Db_sanitize=address,undefined || true
+run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
+
+echo "== thread sanitizer"
+export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:suppressions=$PWD/tests/tsan.supp"
+configure build-tsan -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 -Db_sanitize=thread || true
+run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
+
+echo
+exec python3 tools/count_tests.py build-test build-asan build-tsan
