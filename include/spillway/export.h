@@ -1,0 +1,35 @@
+// Trained weights out of Spillway, as a directory that Hugging Face's loaders take: safetensors and the model's
+// attachments (`config.json`).
+//
+// Values stream through one tile of memory. The directory is either complete or not there (see SafetensorsWriter).
+// Thread: the engine's, one at a time. Errors: kExists, kCorrupt, kIo, kNotFound, kBusy.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+
+#include "spillway/dtype.h"
+#include "spillway/engine.h"
+#include "spillway/model.h"
+
+namespace spillway {
+
+struct ExportOptions {
+  // fp32: the exact master weights. bf16: the weights that forward and backward use (rounded, if the run is fp32).
+  DType type = DType::kFloat32;
+  bool replace = false;  // a model that is in the directory already: refused (kExists), or replaced
+};
+
+void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,
+                  ExportOptions options);
+
+struct ExportedStore {
+  std::uint64_t step = 0;
+  DType weights = DType::kFloat32;  // the run's own type
+};
+
+// The same from a store that no process has open, at its last committed step, every byte verified.
+ExportedStore export_store(const std::filesystem::path& store, const std::filesystem::path& directory,
+                           ExportOptions options);
+
+}  // namespace spillway

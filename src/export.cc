@@ -1,0 +1,131 @@
+#include "spillway/export.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+#include "spillway/safetensors.h"
+#include "src/description.h"
+#include "src/plain_file.h"
+#include "src/plan.h"
+#include "src/tile_values.h"
+
+namespace spillway {
+namespace {
+
+// Tensors in the order in which a sink sees them: block after block, inside a block by place in the flat vector.
+class ModelWriter {
+ public:
+  ModelWriter(const ModelDescription& model, const std::filesystem::path& directory, ExportOptions options)
+      : model_(model), directory_(directory) {
+    std::vector<TensorSpec> specs;
+    index_.resize(model.blocks.size());
+    for (std::size_t b = 0; b < model.blocks.size(); ++b) {
+      const auto& parameters = model.blocks[b].parameters;
+      const BlockPartition partition = partition_block(model.blocks[b]);
+      std::vector<std::uint32_t> order(parameters.size());
+      std::iota(order.begin(), order.end(), 0u);
+      std::ranges::sort(order, {}, [&](std::uint32_t p) { return partition.parameters[p].first; });
+      index_[b].resize(parameters.size());
+      for (std::uint32_t p : order) {
+        index_[b][p] = specs.size();
+        specs.push_back({parameters[p].name, parameters[p].shape});
+      }
+    }
+    writer_.emplace(SafetensorsWriter::create(directory, std::move(specs), {.type = options.type, .replace = options.replace}));
+  }
+
+  WeightSink sink() {
+    return [this](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values) {
+      writer_->write(index_[block][parameter], first, values);
+    };
+  }
+
+  void finish() {
+    for (const Attachment& attachment : model_.attachments) {
+      PlainFile file = PlainFile::create(directory_ / attachment.name);
+      file.write_at(0, std::as_bytes(std::span(attachment.text)));
+      file.sync();
+      file.close();
+    }
+    writer_->finish();
+  }
+
+ private:
+  const ModelDescription& model_;
+  std::filesystem::path directory_;
+  std::vector<std::vector<std::size_t>> index_;
+  std::optional<SafetensorsWriter> writer_;
+};
+
+// A tile of a store that no engine has open, read and verified into memory.
+class TileReader {
+ public:
+  explicit TileReader(const Plan& plan)
+      : plan_(plan), memory_(static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {}
+  ~TileReader() { std::free(memory_); }
+  TileReader(const TileReader&) = delete;
+  TileReader& operator=(const TileReader&) = delete;
+
+  TileMemory read(const TileStore& store, const File& file, std::uint32_t tile) {
+    const TileStore::Slot slot = store.readable(tile);
+    TileMemory memory;
+    std::uint64_t at = 0;
+    for (std::size_t part = 0; part < kParts; ++part) {
+      const std::uint64_t bytes = slot.extent[part].bytes;
+      if (bytes == 0) continue;
+      memory.part[part] = memory_ + at;
+      file.read_at(slot.extent[part].offset, {memory_ + at, bytes});
+      granules_.clear();
+      for (std::uint64_t g = 0; g < bytes; g += kGranuleBytes) {
+        granules_.push_back(granule_checksum({memory_ + at + g, std::min(kGranuleBytes, bytes - g)}));
+      }
+      if (extent_checksum(granules_) != slot.checksum[part]) {
+        throw Error(Code::kCorrupt, {file.path().string(),
+                                     "tile " + std::to_string(tile) + " at offset " + std::to_string(slot.extent[part].offset) +
+                                         " does not match its checksum",
+                                     0, "check the drive"});
+      }
+      at += bytes;
+    }
+    return memory;
+  }
+
+ private:
+  const Plan& plan_;
+  std::byte* memory_;
+  std::vector<std::uint64_t> granules_;
+};
+
+}  // namespace
+
+void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,
+                  ExportOptions options) {
+  ModelWriter writer(model, directory, options);
+  engine.export_weights(options.type == DType::kFloat32, writer.sink());
+  writer.finish();
+}
+
+ExportedStore export_store(const std::filesystem::path& store_directory, const std::filesystem::path& directory,
+                           ExportOptions options) {
+  const StoredModel stored = parse_store_description(TileStore::read_description(store_directory), store_directory.string());
+  Config config;
+  config.weights = stored.weights;
+  config.tile_elements = stored.tile_elements;
+  config.states = config.parameters = Placement::kNvme;
+  config.nvme_paths = {store_directory};
+  const Plan plan = make_plan(config, stored.model);
+  const auto store = TileStore::open(store_directory, store_shape(plan));
+  ModelWriter writer(stored.model, directory, options);
+  const WeightSink sink = writer.sink();
+  TileReader reader(plan);
+  for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
+    read_tile(plan, t, reader.read(*store, store->file(), t), options.type == DType::kFloat32, sink);
+  }
+  writer.finish();
+  return {.step = store->committed().step, .weights = stored.weights};
+}
+
+}  // namespace spillway
