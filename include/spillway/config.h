@@ -39,7 +39,7 @@ enum class IoEngineChoice : std::uint8_t { kAuto, kIoUring, kThreads };
 struct Config {
   std::uint32_t micro_batch = 1;              // train_micro_batch_size_per_gpu
   std::uint32_t gradient_accumulation = 1;    // gradient_accumulation_steps
-  double gradient_clipping = 0;               // maximal norm; 0: off
+  double gradient_clipping = 1;               // maximal norm, 0: off; the default is DeepSpeed's (0.19)
   DType weights = DType::kFloat32;            // bf16.enabled
   OptimizerConfig optimizer;
   ScheduleConfig schedule;

@@ -1,0 +1,57 @@
+#include "swap/extents.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace spillway {
+namespace {
+
+std::vector<TileShape> shapes() {
+  return {{.count = 4096, .type = DType::kBFloat16, .trainable = true},
+          {.count = 1024, .type = DType::kBFloat16, .trainable = true},
+          {.count = 2048, .type = DType::kFloat32, .trainable = true},
+          {.count = 5120, .type = DType::kBFloat16, .trainable = false}};
+}
+
+TEST(Extents, PayloadIsTwoPlusTenBytesInBf16AndFourPlusEightInFp32) {
+  EXPECT_EQ(payload_bytes(shapes()[0], Part::kWeights), 4096u * 2);
+  EXPECT_EQ(payload_bytes(shapes()[0], Part::kStates), 4096u * 10);
+  EXPECT_EQ(payload_bytes(shapes()[2], Part::kWeights), 2048u * 4);
+  EXPECT_EQ(payload_bytes(shapes()[2], Part::kStates), 2048u * 8);
+  EXPECT_EQ(payload_bytes(shapes()[3], Part::kStates), 0u);
+}
+
+// With two slots nothing overlaps; with one slot, both slots of a tile are the same place.
+TEST(Extents, PartsOfTheFileNeverOverlap) {
+  for (std::uint32_t slots : {1u, 2u}) {
+    const StoreLayout layout = lay_out_store(
+        shapes(), {.description_bytes = 100, .record_bytes = 65536, .scratch_bytes = 131072, .slots = slots});
+    std::vector<Extent> parts = {{0, kExtentAlignment},
+                                 {layout.description_offset, 65536},
+                                 {layout.scratch_offset, 131072}};
+    for (const auto& record : layout.record_offset) {
+      for (std::uint64_t copy : record) parts.push_back({copy, 65536});
+    }
+    for (std::size_t t = 0; t < layout.tiles.size(); ++t) {
+      for (int slot = 0; slot < 2; ++slot) {
+        for (const Extent& extent : layout.tiles[t].extent[slot]) {
+          if (slot == 1 && (slots == 1 || !shapes()[t].trainable)) {
+            EXPECT_EQ(extent.offset, layout.tiles[t].extent[0][&extent - layout.tiles[t].extent[slot]].offset);
+          } else if (extent.bytes > 0) {
+            parts.push_back(extent);
+          }
+        }
+      }
+    }
+    std::ranges::sort(parts, {}, &Extent::offset);
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      EXPECT_EQ(parts[i].offset % kExtentAlignment, 0u);
+      const std::uint64_t end = i + 1 < parts.size() ? parts[i + 1].offset : layout.total_bytes;
+      EXPECT_EQ(parts[i].offset + parts[i].bytes, end) << "gap or overlap behind part " << i << ", slots " << slots;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace spillway

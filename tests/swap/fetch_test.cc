@@ -1,0 +1,162 @@
+// BlockFetcher and WeightPlaces over a real store and the host device.
+#include <algorithm>
+
+#include "kernels/device.h"
+#include "kernels/workers.h"
+#include "swap/block_fetcher.h"
+#include "swap/weight_places.h"
+#include "tests/swap/store_fixture.h"
+
+namespace spillway {
+namespace {
+
+using namespace testing;
+
+constexpr std::uint64_t kPlaceBytes = 512 * 1024;
+constexpr std::uint64_t kChunkBytes = 256 * 1024;
+
+class Fetch : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    store = TileStore::create(directory.path(), three_tiles(), false);
+    device->register_host(host.memory());
+    thread = thread_for(*store, host);
+    write_tiles(*store, three_tiles(), *thread, host, 5, true);
+    store->commit(0, {}, *thread, host.memory());
+    fetcher = std::make_unique<BlockFetcher>(*thread, *device, *h2d, host.memory().first(2 * kChunkBytes), kChunkBytes);
+  }
+  void TearDown() override {
+    h2d->synchronize();
+    compute->synchronize();
+    places.reset();
+    fetcher.reset();
+    thread.reset();
+  }
+
+  // Block b is tile b; its weights' payload goes to `to`.
+  WeightPlaces::Route route() {
+    return [this](std::uint32_t block, std::byte* to, std::vector<FetchPiece>& pieces) {
+      const TileStore::Slot slot = store->readable(block);
+      pieces.push_back({.tile = block,
+                        .to = to,
+                        .payload_bytes = payload_bytes(three_tiles().tiles[block], Part::kWeights),
+                        .extent = slot.extent[0],
+                        .checksum = slot.checksum[0]});
+    };
+  }
+  void make_places(std::uint32_t count, bool poison = false) {
+    places = std::make_unique<WeightPlaces>(*device, *fetcher,
+                                            WeightPlacesOptions{.hbm = device->hbm(),
+                                                                .place_bytes = kPlaceBytes,
+                                                                .places = count,
+                                                                .max_pieces = 1,
+                                                                .max_granules = 16,
+                                                                .poison_released = poison},
+                                            route());
+  }
+  void expect_weights(std::uint32_t block, const std::byte* at) {
+    compute->synchronize();
+    const std::uint64_t bytes = payload_bytes(three_tiles().tiles[block], Part::kWeights);
+    const Extent extent = store->readable(block).extent[0];
+    const auto stored = host.memory().subspan(2 << 20, extent.bytes);
+    store->file().read_at(extent.offset, stored);
+    EXPECT_EQ(std::memcmp(stored.data(), at, bytes), 0) << "block " << block;
+  }
+
+  StoreDirectory directory;
+  HostArena host{4 << 20, kPinnedArena};
+  std::unique_ptr<TileStore> store;
+  std::unique_ptr<HostWorkers> workers = create_workers(2);
+  std::unique_ptr<Device> device = create_host_device({.hbm_bytes = 3 * kPlaceBytes}, *workers);
+  std::unique_ptr<Stream> compute = device->create_stream("compute"), h2d = device->create_stream("h2d");
+  std::unique_ptr<StoreThread> thread;
+  std::unique_ptr<BlockFetcher> fetcher;
+  std::unique_ptr<WeightPlaces> places;
+};
+
+TEST_F(Fetch, BlocksArriveWholeInVisitOrderWithOnePlaceOrMore) {
+  const std::vector<std::uint32_t> visits = {0, 1, 2, 1, 0, 2};
+  for (std::uint32_t count : {1u, 2u, 3u}) {
+    make_places(count);
+    for (int step = 0; step < 3; ++step) {
+      places->begin_step(visits);
+      for (std::size_t v = 0; v < visits.size(); ++v) {
+        const std::uint32_t place = places->acquire(visits[v], v, *compute);
+        expect_weights(visits[v], places->address(place));
+        places->release(place);
+      }
+    }
+    compute->synchronize();
+    places->settle();
+  }
+}
+
+TEST_F(Fetch, AVisitThatThePlanDidNotExpectIsServed) {
+  make_places(2);
+  places->begin_step(std::vector<std::uint32_t>{0, 1, 2});
+  for (std::uint32_t block : {2u, 2u, 0u, 1u, 0u}) {
+    const std::uint32_t place = places->acquire(block, std::nullopt, *compute);
+    expect_weights(block, places->address(place));
+    places->release(place);
+  }
+}
+
+TEST_F(Fetch, WhenEveryPlaceIsLeasedTheNextBlockIsRefused) {
+  make_places(2);
+  places->begin_step(std::vector<std::uint32_t>{0, 1, 2});
+  const std::uint32_t first = places->acquire(0, 0, *compute), second = places->acquire(1, 1, *compute);
+  EXPECT_THROW(places->acquire(2, 2, *compute), Error);
+  places->release(first);
+  const std::uint32_t third = places->acquire(2, 2, *compute);
+  expect_weights(2, places->address(third));
+  expect_weights(1, places->address(second));
+}
+
+TEST_F(Fetch, AFlippedBitOnTheDriveNeverOpensALease) {
+  directory.damage(store->readable(0).extent[0].offset + 300 * 1024);  // in its second granule
+  make_places(2);
+  places->begin_step(std::vector<std::uint32_t>{1, 0});
+  places->release(places->acquire(1, 0, *compute));
+  try {
+    places->acquire(0, 1, *compute);
+    FAIL() << "damaged weights were handed out";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kCorrupt);
+    EXPECT_NE(std::string(error.what()).find("tile 0 at offset"), std::string::npos) << error.what();
+  }
+}
+
+TEST_F(Fetch, AReleasedLeaseIsFilledWithNaNWhenAsked) {
+  make_places(2, true);
+  places->begin_step(std::vector<std::uint32_t>{0, 1});
+  const std::uint32_t place = places->acquire(0, 0, *compute);
+  places->release(place);
+  compute->synchronize();
+  const auto bytes = std::span(places->address(place), 1000);
+  EXPECT_TRUE(std::ranges::all_of(bytes, [](std::byte b) { return b == std::byte{0xff}; }));
+}
+
+// A place is written again only once the work that reads it has run, however late that is.
+TEST_F(Fetch, APlaceIsNotOverwrittenWhileEnqueuedWorkStillReadsIt) {
+  make_places(1);
+  places->begin_step(std::vector<std::uint32_t>{0, 1});
+  std::atomic<bool> go = false;
+  std::vector<std::byte> seen(1000);
+  const std::uint32_t place = places->acquire(0, 0, *compute);
+  compute->launch([&go, at = places->address(place), out = seen.data()](HostWorkers&) {
+    while (!go) std::this_thread::yield();
+    std::memcpy(out, at, 1000);
+  });
+  places->release(place);  // starts the fetch of block 1 into the same place
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  go = true;
+  const std::uint32_t next = places->acquire(1, 1, *compute);
+  expect_weights(1, places->address(next));
+  const Extent extent = store->readable(0).extent[0];
+  const auto stored = host.memory().subspan(2 << 20, extent.bytes);
+  store->file().read_at(extent.offset, stored);
+  EXPECT_EQ(std::memcmp(stored.data(), seen.data(), seen.size()), 0);
+}
+
+}  // namespace
+}  // namespace spillway

@@ -1,0 +1,91 @@
+#include "swap/manifest.h"
+
+#include <gtest/gtest.h>
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kFingerprint = 77, kTiles = 5;
+
+Manifest manifest_of(std::uint64_t sequence) {
+  Manifest manifest{.sequence = sequence, .step = sequence * 10, .tiles = {}, .blob = {}};
+  for (std::uint64_t t = 0; t < kTiles; ++t) {
+    manifest.tiles.push_back({.slot = static_cast<std::uint8_t>((t + sequence) % 2), .checksum = {t * 3 + sequence, t * 7}});
+  }
+  for (int i = 0; i < 33; ++i) manifest.blob.push_back(static_cast<std::byte>(i + static_cast<int>(sequence)));
+  return manifest;
+}
+
+std::vector<std::byte> record_of(std::uint64_t sequence) {
+  std::vector<std::byte> bytes(record_bytes(kTiles));
+  encode_record(manifest_of(sequence), kFingerprint, bytes);
+  return bytes;
+}
+
+std::vector<std::byte> empty_record() { return std::vector<std::byte>(record_bytes(kTiles)); }
+
+// The record is only ever torn within what means something; the zeros behind it are padding.
+std::vector<std::byte> torn(std::vector<std::byte> bytes, std::size_t keep) {
+  std::fill(bytes.begin() + static_cast<std::ptrdiff_t>(keep), bytes.end(), std::byte{0});
+  return bytes;
+}
+
+TEST(Manifest, RoundTrips) {
+  Manifest read;
+  ASSERT_EQ(decode_record(record_of(4), kFingerprint, kTiles, read), RecordState::kValid);
+  const Manifest written = manifest_of(4);
+  EXPECT_EQ(read.sequence, written.sequence);
+  EXPECT_EQ(read.step, written.step);
+  EXPECT_EQ(read.blob, written.blob);
+  for (std::size_t t = 0; t < kTiles; ++t) {
+    EXPECT_EQ(read.tiles[t].slot, written.tiles[t].slot);
+    EXPECT_EQ(read.tiles[t].checksum[0], written.tiles[t].checksum[0]);
+    EXPECT_EQ(read.tiles[t].checksum[1], written.tiles[t].checksum[1]);
+  }
+}
+
+TEST(Manifest, EveryFlippedBitOfARecordIsNoticed) {
+  const std::vector<std::byte> good = record_of(3);
+  const std::size_t used = 64 + kTiles * 24 + 33;
+  for (std::size_t bit = 0; bit < used * 8; ++bit) {
+    std::vector<std::byte> bad = good;
+    bad[bit / 8] ^= static_cast<std::byte>(1 << (bit % 8));
+    Manifest read;
+    EXPECT_EQ(decode_record(bad, kFingerprint, kTiles, read), RecordState::kDamaged) << "bit " << bit;
+  }
+}
+
+TEST(Manifest, ARecordOfAnotherModelOrSizeIsDamaged) {
+  Manifest read;
+  EXPECT_EQ(decode_record(record_of(3), kFingerprint + 1, kTiles, read), RecordState::kDamaged);
+  EXPECT_EQ(decode_record(record_of(3), kFingerprint, kTiles + 1, read), RecordState::kDamaged);
+  EXPECT_EQ(decode_record(empty_record(), kFingerprint, kTiles, read), RecordState::kEmpty);
+}
+
+TEST(Manifest, TheNewestValidRecordWinsAndALostNewerOneIsReported) {
+  struct Case {
+    std::vector<std::vector<std::byte>> records;  // A, A', B, B'
+    std::optional<std::uint64_t> sequence;
+    bool others_damaged;
+  };
+  const std::vector<Case> cases = {
+      {{empty_record(), empty_record(), empty_record(), empty_record()}, std::nullopt, false},
+      {{empty_record(), empty_record(), record_of(1), record_of(1)}, 1, false},
+      {{record_of(2), record_of(2), record_of(1), record_of(1)}, 2, false},
+      {{record_of(2), record_of(2), record_of(3), record_of(1)}, 3, false},                    // crash between the copies
+      {{record_of(2), record_of(2), torn(record_of(3), 100), record_of(1)}, 2, false},         // crash in the first copy
+      {{record_of(2), record_of(2), torn(record_of(3), 100), torn(record_of(3), 70)}, 2, true},
+      {{torn(record_of(2), 90), torn(record_of(2), 80), torn(record_of(3), 100), torn(record_of(3), 70)}, std::nullopt, true},
+  };
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    const ManifestChoice choice = choose_manifest(cases[i].records, kFingerprint, kTiles);
+    EXPECT_EQ(choice.manifest.has_value(), cases[i].sequence.has_value()) << "case " << i;
+    if (choice.manifest) {
+      EXPECT_EQ(choice.manifest->sequence, *cases[i].sequence) << "case " << i;
+    }
+    EXPECT_EQ(choice.others_damaged, cases[i].others_damaged) << "case " << i;
+  }
+}
+
+}  // namespace
+}  // namespace spillway

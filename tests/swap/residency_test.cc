@@ -1,0 +1,71 @@
+#include "swap/residency.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+namespace spillway {
+namespace {
+
+std::vector<std::uint32_t> gpt2_visits(std::uint32_t layers) {
+  std::vector<std::uint32_t> visits;
+  for (std::uint32_t b = 0; b <= layers; ++b) visits.push_back(b);
+  visits.push_back(0);
+  for (std::uint32_t b = layers; b > 0; --b) visits.push_back(b);
+  visits.push_back(0);
+  return visits;
+}
+
+std::size_t fetches(const std::vector<VisitPlace>& plan) {
+  std::size_t count = 0;
+  for (const VisitPlace& visit : plan) count += visit.fetch;
+  return count;
+}
+
+// Whatever the order and the number of places: a hit finds its block, and `after` is the place's last user.
+TEST(Residency, AHitAlwaysFindsItsBlock) {
+  const char* given = std::getenv("SPILLWAY_SEED");
+  const std::uint64_t seed = given ? std::strtoull(given, nullptr, 10) : std::random_device()();
+  std::printf("SPILLWAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
+  std::mt19937_64 random(seed);
+  for (int round = 0; round < 2000; ++round) {
+    const auto places = static_cast<std::uint32_t>(1 + random() % 5);
+    std::vector<std::uint32_t> visits(1 + random() % 40);
+    for (auto& block : visits) block = static_cast<std::uint32_t>(random() % 8);
+    const auto plan = assign_places(visits, places);
+    std::vector<std::optional<std::uint32_t>> held(places), last(places);
+    for (std::uint32_t v = 0; v < visits.size(); ++v) {
+      ASSERT_LT(plan[v].place, places);
+      EXPECT_EQ(plan[v].after, last[plan[v].place]);
+      if (!plan[v].fetch) {
+        EXPECT_EQ(held[plan[v].place], visits[v]);
+      }
+      held[plan[v].place] = visits[v];
+      last[plan[v].place] = v;
+    }
+  }
+}
+
+TEST(Residency, WithTwoPlacesOrMoreAFetchNeverWaitsForTheVisitJustBefore) {
+  for (std::uint32_t places : {2u, 3u, 4u}) {
+    const auto visits = gpt2_visits(6);
+    const auto plan = assign_places(visits, places);
+    for (std::size_t v = 1; v < visits.size(); ++v) {
+      if (plan[v].fetch && plan[v].after) {
+        EXPECT_LT(*plan[v].after + 1, v) << "visit " << v << " with " << places << " places";
+      }
+    }
+  }
+}
+
+TEST(Residency, EverythingIsFetchedOnceWhenEverythingFits) {
+  EXPECT_EQ(fetches(assign_places(gpt2_visits(6), 7)), 7u);
+}
+
+// One place: every visit but a repeated one is a fetch. The turn from the last layer to the head and back saves nothing.
+TEST(Residency, OnePlaceFetchesEveryVisit) { EXPECT_EQ(fetches(assign_places(gpt2_visits(6), 1)), gpt2_visits(6).size()); }
+
+}  // namespace
+}  // namespace spillway

@@ -1,0 +1,168 @@
+#include "swap/tile_store.h"
+
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "tests/swap/store_fixture.h"
+
+namespace spillway {
+namespace {
+
+using namespace testing;
+
+constexpr std::uint64_t kArenaBytes = 4 << 20;
+
+template <typename Work>
+Code code_of(Work&& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find(": "), std::string::npos);
+    return error.code();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return Code::kUnsupported;
+}
+
+// Makes a store whose last commit is step `commits`, pattern `commits`.
+void make_store(const StoreDirectory& directory, std::uint64_t commits) {
+  const auto shape = three_tiles();
+  HostArena arena(kArenaBytes, kPinnedArena);
+  auto store = TileStore::create(directory.path(), shape, false);
+  auto thread = thread_for(*store, arena);
+  for (std::uint64_t step = 0; step <= commits; ++step) {
+    write_tiles(*store, shape, *thread, arena, step, step == 0);
+    store->commit(step, std::as_bytes(std::span(&step, 1)), *thread, arena.memory());
+  }
+}
+
+TEST(TileStore, ReopensAtItsLastCommit) {
+  StoreDirectory directory;
+  make_store(directory, 3);
+  HostArena arena(kArenaBytes, kPinnedArena);
+  const auto store = TileStore::open(directory.path(), three_tiles());
+  EXPECT_EQ(store->committed().step, 3u);
+  EXPECT_EQ(store->committed().blob.size(), 8u);
+  expect_tiles(*store, store->file(), three_tiles(), arena, 3);
+}
+
+TEST(TileStore, WhatWasNotCommittedIsForgottenAndTheCommittedSlotsAreUntouched) {
+  StoreDirectory directory;
+  make_store(directory, 2);
+  HostArena arena(kArenaBytes, kPinnedArena);
+  {
+    auto store = TileStore::open(directory.path(), three_tiles());
+    auto thread = thread_for(*store, arena);
+    write_tiles(*store, three_tiles(), *thread, arena, 99);
+    expect_tiles(*store, store->file(), three_tiles(), arena, 99);  // readable before the commit
+    EXPECT_TRUE(store->uncommitted());
+  }
+  const auto store = TileStore::open(directory.path(), three_tiles());
+  EXPECT_EQ(store->committed().step, 2u);
+  expect_tiles(*store, store->file(), three_tiles(), arena, 2);
+}
+
+TEST(TileStore, FilesAreForTheirOwnerOnly) {
+  StoreDirectory directory;
+  make_store(directory, 0);
+  struct stat info;
+  ASSERT_EQ(::stat(directory.file().c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 0777, 0600u);
+}
+
+TEST(TileStore, AnExistingStoreIsRefusedUnlessItMayBeReplaced) {
+  StoreDirectory directory;
+  make_store(directory, 1);
+  EXPECT_EQ(code_of([&] { TileStore::create(directory.path(), three_tiles(), false); }), Code::kExists);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
+  TileStore::create(directory.path(), three_tiles(), true);
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);  // nothing committed yet
+}
+
+TEST(TileStore, AStoreOfAnotherModelOrWithOneSlotIsRefused) {
+  StoreDirectory directory, other;
+  make_store(directory, 1);
+  auto shape = three_tiles();
+  shape.identity.fingerprint = 43;
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), shape); }), Code::kInvalidArgument);
+  EXPECT_EQ(code_of([&] { TileStore::open(other.path(), three_tiles()); }), Code::kNotFound);
+  TileStore::create(other.path(), three_tiles(1), false);
+  EXPECT_EQ(code_of([&] { TileStore::open(other.path(), three_tiles()); }), Code::kUnsupported);
+}
+
+TEST(TileStore, ADamagedNewestRecordFallsBackToTheOlderStep) {
+  StoreDirectory directory;
+  make_store(directory, 2);  // sequences 1, 2, 3: step 2 is record 1, step 1 is record 0
+  StoreLayout layout = lay_out_store(three_tiles().tiles, {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
+  directory.damage(layout.record_offset[1][0] + 40);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 2u);  // its copy is whole
+  directory.damage(layout.record_offset[1][1] + 40);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
+}
+
+TEST(TileStore, TheOlderStepIsVerifiedBeforeItIsUsed) {
+  StoreDirectory directory;
+  make_store(directory, 2);
+  StoreLayout layout = lay_out_store(three_tiles().tiles, {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
+  for (std::uint64_t copy : layout.record_offset[1]) directory.damage(copy + 40);
+  // Step 1 (sequence 2): written at sequence 1 into slot 1, at sequence 2 into slot 0.
+  directory.damage(layout.tiles[0].extent[0][1].offset + 300000);
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
+}
+
+TEST(TileStore, ADamagedSuperblockOrDescriptionIsRefused) {
+  StoreDirectory directory;
+  make_store(directory, 1);
+  EXPECT_EQ(TileStore::read_description(directory.path()), "three tiles");
+  directory.damage(kExtentAlignment + 3);
+  EXPECT_EQ(code_of([&] { TileStore::read_description(directory.path()); }), Code::kCorrupt);
+  directory.damage(20);
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
+}
+
+TEST(TileStore, ATruncatedFileIsRefused) {
+  StoreDirectory directory;
+  make_store(directory, 1);
+  std::filesystem::resize_file(directory.file(), std::filesystem::file_size(directory.file()) - 65536);
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
+  std::filesystem::resize_file(directory.file(), 100);
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
+}
+
+TEST(TileStore, OneProcessAtATime) {
+  StoreDirectory directory;
+  make_store(directory, 1);
+  int ready[2], done[2];
+  ASSERT_EQ(::pipe(ready) + ::pipe(done), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    File file = File::open(directory.file(), {.writable = true, .direct = false});
+    file.lock(10);  // a ring lets go of its files a moment after it is closed
+    char byte = 1;
+    if (::write(ready[1], &byte, 1) != 1 || ::read(done[0], &byte, 1) != 1) ::_exit(1);
+    ::_exit(0);
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  // Patience is what opening has after a kill -9; a short look says the same here.
+  File file = File::open(directory.file(), {.writable = true, .direct = false});
+  EXPECT_EQ(code_of([&] { file.lock(0.1); }), Code::kBusy);
+  ASSERT_EQ(::write(done[1], &byte, 1), 1);
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
+  for (int fd : {ready[0], ready[1], done[0], done[1]}) ::close(fd);
+}
+
+TEST(TileStore, AFailedCreationLeavesNothingBehind) {
+  StoreDirectory directory;
+  auto shape = three_tiles();
+  shape.scratch_bytes = std::uint64_t{1} << 60;  // no file system has it
+  EXPECT_EQ(code_of([&] { TileStore::create(directory.path(), shape, false); }), Code::kIo);
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+}  // namespace
+}  // namespace spillway
