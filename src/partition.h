@@ -1,8 +1,7 @@
 // From the parameters of a block to shards and tiles. Pure arithmetic; nothing here knows where bytes live.
 //
 //   block    | trainable part                        | frozen part      |
-//            | wte   ░| ln_1.weight ░| mlp.weight  ░ | adapter base   ░ |    ░: unused, up to the next multiple of
-//            1,024
+//            | wte   ░| ln_1.weight ░| mlp.weight  ░ | adapter base   ░ |    ░: padding
 //   shards   | rank 0            | rank 1            | rank 0 | rank 1  |
 //   tiles    | tile | tile | tail| tile | tile | tail| tile   | tile    |
 //

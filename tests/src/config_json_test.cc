@@ -350,7 +350,7 @@ TEST(ConfigJson, RandomDamageToATextIsReportedOrAcceptedNeverACrash) {
   const std::string marks = "{}[]\",:/*.-+eE0 9\\\n\xc3";
   std::mt19937_64 random(seed);
   int accepted = 0;
-  for (int round = 0; round < 20'000; ++round) {
+  for (int round = 0; round < 4'000; ++round) {
     std::string damaged = whole;
     for (std::uint64_t n = random() % 3; n > 0; --n) {
       const std::size_t at = random() % damaged.size();
@@ -365,7 +365,7 @@ TEST(ConfigJson, RandomDamageToATextIsReportedOrAcceptedNeverACrash) {
       ASSERT_THAT(line, testing::ContainsRegex("^c.json:[0-9]+:[0-9]+: ")) << damaged;
     }
   }
-  EXPECT_TRUE(accepted > 1000 && accepted < 19'000) << accepted;
+  EXPECT_TRUE(accepted > 200 && accepted < 3'800) << accepted;
 }
 
 using LoadConfig = ModelDirectory;
