@@ -27,7 +27,7 @@ constexpr ConfigKey kKeys[] = {
      [](D& d, const V& v) { d.micro_batch = v.integer; }, 1, kMost32},
     {"gradient_accumulation_steps", kInteger, "", "micro-batches per optimizer step; derived when missing",
      [](D& d, const V& v) { d.accumulation = v.integer; }, 1, kMost32},
-    {"gradient_clipping", kNumber, "0", "largest global gradient norm; 0 switches clipping off",
+    {"gradient_clipping", kNumber, "1", "largest global gradient norm; 0 switches clipping off",
      [](D& d, const V& v) { d.config.gradient_clipping = v.number; }},
 
     {"optimizer", kSection, "", "the optimizer"},
