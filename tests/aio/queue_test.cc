@@ -2,6 +2,8 @@
 // delays, reordering and refused pieces injected from a seed.
 #include "aio/queue.h"
 
+#include <atomic>
+#include <chrono>
 #include <csignal>
 #include <map>
 #include <set>
@@ -217,9 +219,18 @@ TEST_P(QueueTest, WakeWorksInASignalHandler) {
   }, before;
   action.sa_handler = [](int) { queue_of_the_handler->wake(); };
   ASSERT_EQ(::sigaction(SIGUSR1, &action, &before), 0);
-  std::thread sender([self = ::pthread_self()] { ::pthread_kill(self, SIGUSR1); });
+  // Sent until it has worked: the thread sanitizer puts a signal off until the thread makes a call that it knows, and the
+  // wait for a ring is none.
+  std::atomic<bool> returned = false;
+  std::thread sender([&returned, self = ::pthread_self()] {
+    while (!returned) {
+      ::pthread_kill(self, SIGUSR1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
   IoCompletion out[1];
   EXPECT_TRUE(queue_->wait(out, -1).empty());
+  returned = true;
   sender.join();
   ::sigaction(SIGUSR1, &before, nullptr);
 }
