@@ -42,8 +42,8 @@ int TbbArena::current_slot() noexcept { return tbb::this_task_arena::current_thr
 
 void TbbArena::split(std::size_t count, void (*range)(void*, std::size_t, std::size_t), void* argument) {
   state_->arena.execute([&] {
-    // Isolated: while it waits for its own loop, a thread must not pick up a body of another caller's. Inside a body that
-    // called parallel_for, that body would run with the same slot number and overwrite the slot's scratch.
+    // Isolated: while it waits for its own loop, a thread must not pick up a body of another caller's. Inside a body
+    // that called parallel_for, that body would run with the same slot number and overwrite the slot's scratch.
     tbb::this_task_arena::isolate([&] {
       tbb::parallel_for(
           tbb::blocked_range<std::size_t>(0, count),

@@ -14,8 +14,8 @@
 namespace spillway {
 namespace {
 
-// One thread: the caller's. An arena of one would not do: oneTBB gives it a second slot for enqueued work, and two callers
-// would run side by side, one of them in slot 1. A body may call parallel_for again, hence the recursive mutex.
+// One thread: the caller's. An arena of one would not do: oneTBB gives it a second slot for enqueued work, and two
+// callers would run side by side, one of them in slot 1. A body may call parallel_for again, hence the recursive mutex.
 class SingleWorker final : public HostWorkers {
  public:
   unsigned threads() const noexcept override { return 1; }
@@ -58,8 +58,8 @@ class ArenaWorkers final : public HostWorkers {
   }
 
  private:
-  // The atomics repeat an order that oneTBB keeps already, where thread sanitizer can see it (kernels/tbb_arena.h): what
-  // the caller wrote before the loop, the bodies read; what they write, the caller reads after it.
+  // The atomics repeat an order that oneTBB keeps already, where thread sanitizer can see it (kernels/tbb_arena.h):
+  // what the caller wrote before the loop, the bodies read; what they write, the caller reads after it.
   struct Loop {
     IndexBody body;
     std::atomic<bool> begun = false;
