@@ -1,6 +1,6 @@
 // Adam with Highway: the same source compiled for every x86-64 target with hardware FMA (AVX2, AVX-512), chosen at run
-// time. sqrt, divide and fma round correctly on all of them, so the bits are those of adam_reference.cc, which also runs
-// where there is no FMA (Highway's scalar MulAdd rounds twice and cannot be used).
+// time. sqrt, divide and fma round correctly on all of them, so the bits are those of adam_reference.cc, which also
+// runs where there is no FMA (Highway's scalar MulAdd rounds twice and cannot be used).
 //
 // One pass: per bf16 parameter 14 bytes are read and 12 written, so the loop waits for memory, not for arithmetic.
 #include "kernels/adam.h"
@@ -100,8 +100,7 @@ HWY_INLINE Bits update_lanes(const Arrays<Weight>& a, std::size_t i, const Const
   Floats g = hn::Mul(load_gradient(a.gradient + i), c.scale);
   if constexpr (kDecay == Decay::kL2) g = hn::MulAdd(c.decay, w, g);
   const Floats m = hn::MulAdd(c.beta1, hn::LoadU(F32(), a.exp_avg + i), hn::Mul(c.one_minus_beta1, g));
-  const Floats v =
-      hn::MulAdd(c.beta2, hn::LoadU(F32(), a.exp_avg_sq + i), hn::Mul(hn::Mul(c.one_minus_beta2, g), g));
+  const Floats v = hn::MulAdd(c.beta2, hn::LoadU(F32(), a.exp_avg_sq + i), hn::Mul(hn::Mul(c.one_minus_beta2, g), g));
   const Floats d = hn::MulAdd(hn::Sqrt(v), c.inv_sqrt_bias2, c.epsilon);
   const Floats u = hn::Div(m, d);
   if constexpr (kDecay == Decay::kDecoupled) w = hn::MulAdd(c.decay, w, w);

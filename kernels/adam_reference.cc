@@ -51,9 +51,9 @@ float load_gradient(const AdamTile& tile, std::size_t i) {
   return finite;
 }
 
-// base^exponent by squaring. Not std::pow: libraries choose their variant by CPU, and the last bit differs between them.
-// The error grows as exponent * 2^-53; where that is no longer small, base^exponent is far below 1 and so is its part in
-// the bias 1 - base^exponent.
+// base^exponent by squaring. Not std::pow: libraries choose their variant by CPU, and the last bit differs between
+// them. The error grows as exponent * 2^-53; where that is no longer small, base^exponent is far below 1 and so is its
+// part in the bias 1 - base^exponent.
 double power(double base, std::uint64_t exponent) {
   double result = 1;
   for (; exponent != 0; exponent >>= 1, base *= base)
@@ -71,7 +71,8 @@ bool adam_update_reference(const AdamTile& tile, const AdamScalars& scalars, std
 
 void check_adam_arguments(const AdamTile& tile, const AdamScalars& scalars, std::size_t begin, std::size_t end) {
   SPILLWAY_CHECK(tile.type == DType::kFloat32 || tile.type == DType::kBFloat16, "Adam updates fp32 and bf16 weights");
-  SPILLWAY_CHECK((tile.residual != nullptr) == (tile.type == DType::kBFloat16), "a bf16 tile, and no other, has residuals");
+  SPILLWAY_CHECK((tile.residual != nullptr) == (tile.type == DType::kBFloat16),
+                 "a bf16 tile, and no other, has residuals");
   SPILLWAY_CHECK(begin <= end && end <= tile.count, "the range must lie in the tile");
   SPILLWAY_CHECK(!(scalars.l2 && scalars.decoupled), "weight decay is either L2 or decoupled");
 }

@@ -72,8 +72,8 @@ struct Float16 {
   }
 };
 
-// Calls lanes(from, to) on kLanes elements at a time; the last, incomplete group goes through copies on the stack, so that
-// it runs the very same instructions.
+// Calls lanes(from, to) on kLanes elements at a time; the last, incomplete group goes through copies on the stack, so
+// that it runs the very same instructions.
 template <typename From, typename To, typename Lanes>
 HWY_INLINE void for_lanes(const From* HWY_RESTRICT from, To* HWY_RESTRICT to, std::size_t count, Lanes lanes) {
   std::size_t i = 0;

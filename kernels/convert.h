@@ -1,6 +1,6 @@
 // Bulk changes of element type, on the calling thread. Any alignment; `to` and `from` must not overlap. Rounding is to
-// nearest, ties to even; a NaN stays a NaN with its sign and becomes quiet where its type changes. The same bits on every
-// instruction set.
+// nearest, ties to even; a NaN stays a NaN with its sign and becomes quiet where its type changes. The same bits on
+// every instruction set.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,8 @@
 // The floating-point environment that the numerics contract assumes: round to nearest, subnormals kept, no traps.
 //
 // Host programs do change it (linking one object with -ffast-math sets flush-to-zero for the whole process, and new
-// threads inherit it), and then sums, sqrt and fma give other bits. Every kernel therefore runs under this guard, once per
-// call on a range, which costs about ten cycles; the caller's own settings come back when it goes out of scope.
+// threads inherit it), and then sums, sqrt and fma give other bits. Every kernel therefore runs under this guard, once
+// per call on a range, which costs about ten cycles; the caller's own settings come back when it goes out of scope.
 #pragma once
 
 #if defined(__x86_64__)

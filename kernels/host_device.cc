@@ -19,7 +19,7 @@
 namespace spillway {
 namespace {
 
-// Kernels and copies go to the workers in pieces of a fixed size; below one piece the stream's own thread does it alone.
+// Kernels and copies go to the workers in pieces of a fixed size; a single piece runs on the stream's own thread.
 constexpr std::size_t kPieceElements = 64 * kKiB;
 constexpr std::size_t kPieceBytes = 512 * kKiB;
 
@@ -32,8 +32,8 @@ void for_pieces(HostWorkers& workers, std::size_t count, std::size_t piece, Body
 
 class HostEvent final : public Event {
  public:
-  // The latest record: `position` tasks of a stream. Null before the first. Guarded, because one thread may record while
-  // another asks.
+  // The latest record: `position` tasks of a stream. Null before the first. Guarded, because one thread may record
+  // while another asks.
   struct Record {
     const StreamProgress* stream = nullptr;
     std::uint64_t position = 0;

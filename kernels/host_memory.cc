@@ -33,8 +33,8 @@ HostArena::HostArena(std::uint64_t bytes, const ArenaName& name) {
   // Not reserved: the budget is checked by the plan, and swap accounting would count it a second time.
   void* base = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) {
-    throw Error(Code::kDoesNotFit,
-                {object, fmt::format("cannot map {} bytes", mapped_bytes_), errno, "lower " + key + " or raise ulimit -v"});
+    throw Error(Code::kDoesNotFit, {object, fmt::format("cannot map {} bytes", mapped_bytes_), errno,
+                                    "lower " + key + " or raise ulimit -v"});
   }
   prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, base, mapped_bytes_, name.mapping);  // for smaps; older kernels refuse it
   memory_ = {static_cast<std::byte*>(base), bytes};
@@ -61,7 +61,8 @@ void RegisteredMemory::add(std::span<std::byte> memory) {
   const bool overlaps_next = next != ranges_.end() && next->first < end;
   const bool overlaps_previous = next != ranges_.begin() && std::prev(next)->second > begin;
   if (overlaps_next || overlaps_previous) {
-    throw Error(Code::kInvalidArgument, {object, "overlaps memory that is registered already", 0, "unregister that first"});
+    throw Error(Code::kInvalidArgument,
+                {object, "overlaps memory that is registered already", 0, "unregister that first"});
   }
   ranges_.emplace(begin, end);
 }

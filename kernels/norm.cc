@@ -33,8 +33,8 @@ HWY_INLINE Doubles load(const std::uint16_t* from) {
   return hn::PromoteTo(F64(), hn::BitCast(F32(), bits));
 }
 
-// The sum of squares of one leaf. The square of an fp32 number has at most 48 significant bits and is exact in double, so
-// a fused multiply-add rounds once, like a sum of exact squares does: fused or not, the bits are the same.
+// The sum of squares of one leaf. The square of an fp32 number has at most 48 significant bits and is exact in double,
+// so a fused multiply-add rounds once, like a sum of exact squares does: fused or not, the bits are the same.
 template <typename Element>
 HWY_INLINE double leaf_sum(const Element* from, std::size_t count) {
   Doubles sums[kVectors];
@@ -114,8 +114,8 @@ NormResult squared_norm(const void* data, DType type, std::size_t count, std::sp
   const DefaultFloatEnvironment environment;
   NormResult result;
   for (std::size_t leaf = 0; leaf < leaf_count; ++leaf) {
-    // Squares of fp32 numbers stay below 2^256, far from the limit of double: a leaf's sum is not finite exactly when one
-    // of its elements is not.
+    // Squares of fp32 numbers stay below 2^256, far from the limit of double: a leaf's sum is not finite exactly when
+    // one of its elements is not.
     if (!std::isfinite(leaves[leaf])) {
       std::size_t i = leaf * kNormLeaf;
       while (is_finite(data, type, i)) ++i;

@@ -1,23 +1,21 @@
 #include "kernels/workers.h"
 
 #include <fmt/format.h>
-#include <tbb/global_control.h>
-#include <tbb/parallel_for.h>
-#include <tbb/partitioner.h>
-#include <tbb/task_arena.h>
 
+#include <atomic>
 #include <mutex>
 
 #include "kernels/cores.h"
 #include "kernels/float_environment.h"
+#include "kernels/tbb_arena.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
 
 namespace spillway {
 namespace {
 
-// One thread: the caller's. An arena of one would not do: oneTBB gives it a second slot for enqueued work, and two callers
-// would run side by side, one of them in slot 1. A body may call parallel_for again, hence the recursive mutex.
+// One thread: the caller's. An arena of one would not do: oneTBB gives it a second slot for enqueued work, and two
+// callers would run side by side, one of them in slot 1. A body may call parallel_for again, hence the recursive mutex.
 class SingleWorker final : public HostWorkers {
  public:
   unsigned threads() const noexcept override { return 1; }
@@ -33,54 +31,53 @@ class SingleWorker final : public HostWorkers {
   std::recursive_mutex mutex_;
 };
 
-// `threads` slots, one of which is kept for a calling thread. A caller that finds all slots taken hands its loop to the
-// workers and sleeps until it is done, so never more than `threads` bodies run at one time.
 class ArenaWorkers final : public HostWorkers {
  public:
-  explicit ArenaWorkers(unsigned threads) : threads_(threads), arena_(static_cast<int>(threads), 1) {
-    // oneTBB starts at most as many threads as there are cores unless told otherwise, in the whole process. More are
-    // asked for only when needed; where the host program set a limit itself, the smaller one holds.
-    if (allowed() < threads) wider_ = std::make_unique<tbb::global_control>(kParallelism, threads);
-    if (allowed() < threads) {
-      log(LogLevel::kWarning,
-          fmt::format("this program limits oneTBB to {} threads (tbb::global_control): computing with {} instead of {}",
-                      allowed(), allowed(), threads));
-    }
-    arena_.initialize();
+  explicit ArenaWorkers(unsigned threads) : threads_(threads), arena_(threads) {
+    const unsigned usable = arena_.usable_threads();
+    if (usable == threads) return;
+    log(LogLevel::kWarning,
+        fmt::format("this program limits oneTBB to {} threads (tbb::global_control): computing with {} instead of {}",
+                    usable, usable, threads));
   }
 
   unsigned threads() const noexcept override { return threads_; }
 
   unsigned current_slot() const noexcept override {
-    const int slot = tbb::this_task_arena::current_thread_index();
+    const int slot = TbbArena::current_slot();
     SPILLWAY_CHECK(slot >= 0 && static_cast<unsigned>(slot) < threads_, "current_slot() belongs inside a body");
     return static_cast<unsigned>(slot);
   }
 
   void parallel_for(std::size_t count, IndexBody body) override {
     if (count == 0) return;
-    arena_.execute([&] {
-      // Isolated: while it waits for its own loop, a thread must not pick up a body of another caller's. Inside a body
-      // that called parallel_for, that body would run with the same slot number and overwrite the slot's scratch.
-      tbb::this_task_arena::isolate([&] {
-        tbb::parallel_for(
-            tbb::blocked_range<std::size_t>(0, count),
-            [&](const tbb::blocked_range<std::size_t>& range) {
-              const DefaultFloatEnvironment environment;
-              for (std::size_t i = range.begin(); i != range.end(); ++i) body(i);
-            },
-            tbb::static_partitioner());
-      });
-    });
+    Loop loop{body};
+    loop.begun.store(true, std::memory_order_release);
+    arena_.split(count, &Loop::run, &loop);
+    static_cast<void>(loop.ranges_done.load(std::memory_order_acquire));
   }
 
  private:
-  static constexpr auto kParallelism = tbb::global_control::max_allowed_parallelism;
-  static std::size_t allowed() { return tbb::global_control::active_value(kParallelism); }
+  // The atomics repeat an order that oneTBB keeps already, where thread sanitizer can see it (kernels/tbb_arena.h):
+  // what the caller wrote before the loop, the bodies read; what they write, the caller reads after it.
+  struct Loop {
+    IndexBody body;
+    std::atomic<bool> begun = false;
+    std::atomic<std::size_t> ranges_done = 0;
+
+    static void run(void* self, std::size_t begin, std::size_t end) {
+      auto& loop = *static_cast<Loop*>(self);
+      static_cast<void>(loop.begun.load(std::memory_order_acquire));
+      {
+        const DefaultFloatEnvironment environment;
+        for (std::size_t i = begin; i != end; ++i) loop.body(i);
+      }
+      loop.ranges_done.fetch_add(1, std::memory_order_release);
+    }
+  };
 
   unsigned threads_;
-  std::unique_ptr<tbb::global_control> wider_;
-  tbb::task_arena arena_;
+  TbbArena arena_;
 };
 
 }  // namespace

@@ -40,9 +40,7 @@ struct OwnedTile {
   float weight(std::size_t i) const {
     return type == DType::kFloat32 ? weight32[i] : join_master({weight16[i], residual[i]});
   }
-  float gradient(std::size_t i) const {
-    return type == DType::kFloat32 ? gradient32[i] : bf16_to_float(gradient16[i]);
-  }
+  float gradient(std::size_t i) const { return type == DType::kFloat32 ? gradient32[i] : bf16_to_float(gradient16[i]); }
   // The tile from element `first` on, to vary alignment.
   AdamTile view(std::size_t first = 0) {
     const bool is32 = type == DType::kFloat32;
@@ -84,7 +82,10 @@ std::vector<AdamHyper> hypers() {
   for (bool decoupled : {true, false})
     for (bool correction : {true, false})
       for (double decay : {0.0, 0.1})
-        all.push_back({.learning_rate = 3e-4, .beta2 = 0.95, .weight_decay = decay, .decoupled_decay = decoupled,
+        all.push_back({.learning_rate = 3e-4,
+                       .beta2 = 0.95,
+                       .weight_decay = decay,
+                       .decoupled_decay = decoupled,
                        .bias_correction = correction});
   return all;
 }
@@ -211,8 +212,8 @@ TEST(Adam, LanesBesideTheTailNeverReport) {
 
 // A double-precision Adam, written from the papers. Over 1,000 steps the reference may differ by
 //   1,000 roundings of the weight: |w| * 1000 * 2^-24, and
-//   1,000 updates of at most 3 lr, whose relative error is that of beta2 in fp32 against its distance from 1, halved by the
-//   root (2^-25 / 0.001 / 2 = 1.5e-5), plus a few roundings: below 5e-5 together.
+//   1,000 updates of at most 3 lr, whose relative error is that of beta2 in fp32 against its distance from 1, halved by
+//   the root (2^-25 / 0.001 / 2 = 1.5e-5), plus a few roundings: below 5e-5 together.
 TEST(AdamReference, FollowsADoublePrecisionAdamFor1000Steps) {
   auto generator = seeded_generator();
   std::normal_distribution<double> normal;

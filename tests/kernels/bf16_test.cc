@@ -33,7 +33,8 @@ TEST(SplitMaster, WeightIsTheNearestBf16TiesAwayFromZero) {
     const auto below = static_cast<std::uint16_t>(bits >> 16);  // towards zero
     const auto above = static_cast<std::uint16_t>(below + 1);   // away from zero
     const double to_below = std::abs(exact - bf16_to_float(below)), to_above = std::abs(bf16_to_float(above) - exact);
-    ASSERT_EQ(split_master(std::bit_cast<float>(bits)).weight, to_above <= to_below ? above : below) << std::hex << bits;
+    ASSERT_EQ(split_master(std::bit_cast<float>(bits)).weight, to_above <= to_below ? above : below)
+        << std::hex << bits;
   }
 }
 

@@ -51,8 +51,7 @@ TEST_P(DeviceSuite, FillSetsExactlyItsBytes) {
   upload(0, std::vector<std::uint8_t>(2'000'000, 1));
   device_->fill_async(hbm<std::byte>(3), std::byte{0xa5}, 1'999'990, *a_);
   const auto filled = download<std::uint8_t>(0, 2'000'000);
-  for (std::size_t i = 0; i < filled.size(); ++i)
-    ASSERT_EQ(filled[i], i >= 3 && i < 3 + 1'999'990 ? 0xa5 : 1) << i;
+  for (std::size_t i = 0; i < filled.size(); ++i) ASSERT_EQ(filled[i], i >= 3 && i < 3 + 1'999'990 ? 0xa5 : 1) << i;
 }
 
 TEST_P(DeviceSuite, EmptyWorkIsAllowed) {
@@ -216,7 +215,8 @@ TEST_P(DeviceSuite, AccumulateAndCastHaveTheBitsOfTheCpuKernels) {
 
   upload(0, sum);
   upload(2 * kMiB, more);
-  device_->cast_async(hbm<std::uint16_t>(4 * kMiB), DType::kBFloat16, hbm<float>(2 * kMiB), DType::kFloat32, count, *a_);
+  device_->cast_async(hbm<std::uint16_t>(4 * kMiB), DType::kBFloat16, hbm<float>(2 * kMiB), DType::kFloat32, count,
+                      *a_);
   EXPECT_EQ(download<std::uint16_t>(4 * kMiB, count), more16);
 
   device_->accumulate_async(hbm<float>(6 * kMiB), hbm<float>(0), DType::kFloat32, count, true, *a_);
@@ -244,7 +244,8 @@ TEST_P(DeviceSuite, TheNormHasTheBitsOfTheCpuKernel) {
     const NormResult got = download<NormResult>(4 * kMiB, 1)[0];
     EXPECT_EQ(got.first_nonfinite, bad);
     if (bad == kAllFinite) {
-      EXPECT_EQ(std::bit_cast<std::uint64_t>(got.sum_of_squares), std::bit_cast<std::uint64_t>(expected.sum_of_squares));
+      EXPECT_EQ(std::bit_cast<std::uint64_t>(got.sum_of_squares),
+                std::bit_cast<std::uint64_t>(expected.sum_of_squares));
     }
   }
 }
@@ -269,9 +270,9 @@ TEST_P(DeviceSuite, AdamHasTheBitsOfTheReferenceAndReportsWhatIsNotFinite) {
     device_->adam_async({DType::kBFloat16, hbm<void*>(0), hbm<std::int16_t>(kMiB), hbm<float>(2 * kMiB),
                          hbm<float>(3 * kMiB), hbm<void*>(4 * kMiB), count},
                         scalars, hbm<std::uint32_t>(5 * kMiB), *a_);
-    const bool finite = adam_update_reference({DType::kBFloat16, weight.data(), residual.data(), exp_avg.data(),
-                                               exp_avg_sq.data(), gradient.data(), count},
-                                              scalars, 0, count);
+    const bool finite = adam_update_reference(
+        {DType::kBFloat16, weight.data(), residual.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data(), count},
+        scalars, 0, count);
     EXPECT_EQ(finite, !overflow);
     EXPECT_EQ(download<std::uint32_t>(5 * kMiB, 1)[0], finite ? 1u : 0u);
     EXPECT_EQ(download<std::uint16_t>(0, count), weight);
@@ -307,7 +308,8 @@ TEST_P(DeviceSuiteDeathTest, RefusesDeviceMemoryOutsideTheArena) {
   EXPECT_DEATH(device_->copy_async(CopyKind::kHostToDevice, end - 9, pinned_.data(), 10, *a_), "HBM arena");
   EXPECT_DEATH(device_->fill_async(end, std::byte{0}, 1, *a_), "HBM arena");
   EXPECT_DEATH(device_->fill_async(pinned_.data(), std::byte{0}, 1, *a_), "HBM arena");
-  EXPECT_DEATH(device_->cast_async(pinned_.data(), DType::kFloat32, hbm<float>(0), DType::kBFloat16, 8, *a_), "HBM arena");
+  EXPECT_DEATH(device_->cast_async(pinned_.data(), DType::kFloat32, hbm<float>(0), DType::kBFloat16, 8, *a_),
+               "HBM arena");
 }
 
 }  // namespace

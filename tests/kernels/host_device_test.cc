@@ -160,7 +160,8 @@ TEST_F(HostDevice, ManyStreamsAndThreadsAtOnce) {
           device->copy_async(CopyKind::kHostToDevice, mine, pinned.data() + t * 2 * kMiB, kMiB, *copies);
           device->record(*copied, *copies);
           device->wait(*compute, *copied);
-          device->accumulate_async(reinterpret_cast<float*>(mine + kMiB), mine, DType::kFloat32, kMiB / 4, i == 1, *compute);
+          device->accumulate_async(reinterpret_cast<float*>(mine + kMiB), mine, DType::kFloat32, kMiB / 4, i == 1,
+                                   *compute);
           device->record(*used, *compute);
         }
         compute->synchronize();

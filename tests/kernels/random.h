@@ -28,12 +28,12 @@ class OddFloats {
       return std::bit_cast<float>(sign | (lowest + static_cast<std::uint32_t>(generator_() % span)) << 23 | mantissa);
     };
     switch (generator_() % 8) {
-      case 0: return std::bit_cast<float>(sign);                  // ±0
-      case 1: return std::bit_cast<float>(sign | mantissa);       // subnormal
-      case 2: return std::bit_cast<float>(sign | (mantissa & 3)); // the smallest
-      case 3: return with_exponent(1, 30);                        // tiny: products and squares underflow
-      case 4: return with_exponent(170, 19);                      // huge: squares stay just below the limit
-      default: return with_exponent(110, 24);                     // around 1
+      case 0: return std::bit_cast<float>(sign);                   // ±0
+      case 1: return std::bit_cast<float>(sign | mantissa);        // subnormal
+      case 2: return std::bit_cast<float>(sign | (mantissa & 3));  // the smallest
+      case 3: return with_exponent(1, 30);                         // tiny: products and squares underflow
+      case 4: return with_exponent(170, 19);                       // huge: squares stay just below the limit
+      default: return with_exponent(110, 24);                      // around 1
     }
   }
 

@@ -1,4 +1,5 @@
-// Runs a test body once for every instruction set that Highway would choose from on this machine, the plainest included.
+// Runs a test body once for every instruction set that Highway would choose from on this machine, the plainest
+// included.
 #pragma once
 
 #include <gtest/gtest.h>

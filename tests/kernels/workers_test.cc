@@ -113,9 +113,7 @@ TEST(CreateWorkers, ALimitOfTheHostProgramIsReported) {
   EXPECT_EQ(runs, 100);
 }
 
-TEST(CreateWorkers, ZeroMeansTheUsableCores) {
-  EXPECT_EQ(create_workers(0)->threads(), usable_cores());
-}
+TEST(CreateWorkers, ZeroMeansTheUsableCores) { EXPECT_EQ(create_workers(0)->threads(), usable_cores()); }
 
 }  // namespace
 }  // namespace spillway
