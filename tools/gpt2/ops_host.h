@@ -7,29 +7,12 @@
 
 #include <optional>
 
-#include "spillway/units.h"
+#include "tools/gpt2/carver.h"
 #include "tools/gpt2/ops.h"
 #include "tools/gpt2/panel_gemm.h"
 #include "tools/gpt2/vector_kernels.h"
 
 namespace spillway::gpt2 {
-
-// Hands out consecutive pieces of a region. Over a null base it only measures.
-class Carver {
- public:
-  explicit Carver(std::byte* base) : base_(base) {}
-  template <typename T>
-  T* take(std::size_t count) {
-    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ += align_up<std::size_t>(count * sizeof(T), 64);
-    return piece;
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  std::byte* base_;
-  std::size_t used_ = 0;
-};
 
 class HostOps final : public Ops {
  public:
