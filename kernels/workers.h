@@ -1,5 +1,7 @@
-// The compute threads: a oneTBB arena of a fixed size. A host program's own TBB or OpenMP settings are neither read nor
-// disturbed. parallel_for may be called from several threads at once and allocates nothing of its own.
+// The compute threads: a oneTBB arena of a fixed size, apart from the host program's own arenas and from OpenMP. A limit that
+// the program sets with tbb::global_control binds every arena of the process; a log line then says how many threads are left.
+// parallel_for may be called from several threads at once and allocates nothing of its own. Bodies compute in the default
+// floating-point environment (kernels/float_environment.h), whatever the host program set.
 #pragma once
 
 #include <memory>

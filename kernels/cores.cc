@@ -1,0 +1,92 @@
+#include "kernels/cores.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+namespace spillway {
+namespace {
+
+namespace fs = std::filesystem;
+
+// v2 (Documentation/admin-guide/cgroup-v2.rst): `cpu.max` holds "max 100000" or "<quota> <period>".
+std::optional<double> quota_v2(const fs::path& directory) {
+  std::ifstream file(directory / "cpu.max");
+  double quota = 0, period = 0;  // "max" fails to parse as a number: no limit here
+  if (file >> quota >> period && quota > 0 && period > 0) return quota / period;
+  return std::nullopt;
+}
+
+// v1 (Documentation/scheduler/sched-bwc.rst): two files; a quota of -1 means no limit.
+std::optional<double> quota_v1(const fs::path& directory) {
+  std::ifstream quota_file(directory / "cpu.cfs_quota_us"), period_file(directory / "cpu.cfs_period_us");
+  double quota = 0, period = 0;
+  if (quota_file >> quota && period_file >> period && quota > 0 && period > 0) return quota / period;
+  return std::nullopt;
+}
+
+// A cgroup's quota also binds the groups below it, so every directory up to the mount counts. In a container without a
+// cgroup namespace the path names directories of the host that the mount does not show; those are simply not there.
+template <typename ReadQuota>
+void tighten(std::optional<double>& tightest, const fs::path& mount, const fs::path& group, ReadQuota read_quota) {
+  fs::path directory = mount;
+  const auto look = [&] {
+    if (const auto quota = read_quota(directory)) tightest = std::min(tightest.value_or(*quota), *quota);
+  };
+  look();
+  for (const auto& part : group.relative_path()) {
+    directory /= part;
+    look();
+  }
+}
+
+unsigned affinity_cores() {
+  // The mask must be at least as large as the kernel's own, which only trying tells (sched_getaffinity(2)).
+  for (std::size_t sets = 1; sets <= 64; sets *= 2) {
+    std::vector<cpu_set_t> mask(sets);
+    const std::size_t bytes = sets * sizeof(cpu_set_t);
+    if (sched_getaffinity(0, bytes, mask.data()) == 0) return static_cast<unsigned>(CPU_COUNT_S(bytes, mask.data()));
+  }
+  return std::thread::hardware_concurrency();
+}
+
+}  // namespace
+
+std::optional<double> cpu_quota(const CgroupFiles& files) {
+  std::optional<double> tightest;
+  std::ifstream membership(files.membership);
+  // One line a hierarchy: "0::/user.slice" (v2) or "4:cpu,cpuacct:/docker/1f" (v1); see cgroups(7).
+  for (std::string line; std::getline(membership, line);) {
+    const auto first = line.find(':');
+    const auto second = line.find(':', first == std::string::npos ? first : first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const fs::path group = line.substr(second + 1);
+    if (controllers.empty()) {
+      tighten(tightest, files.root, group, quota_v2);
+      continue;
+    }
+    std::istringstream names(controllers);
+    bool has_cpu = false;
+    for (std::string name; std::getline(names, name, ',');) has_cpu = has_cpu || name == "cpu";
+    if (!has_cpu) continue;
+    // Mounted under the name of the hierarchy, or of the controller alone.
+    tighten(tightest, files.root / controllers, group, quota_v1);
+    if (controllers != "cpu") tighten(tightest, files.root / "cpu", group, quota_v1);
+  }
+  return tightest;
+}
+
+unsigned usable_cores() {
+  const unsigned cores = std::max(1u, affinity_cores());
+  const auto quota = cpu_quota();
+  return quota && *quota < cores ? std::max(1u, static_cast<unsigned>(*quota)) : cores;
+}
+
+}  // namespace spillway

@@ -1,0 +1,206 @@
+// The emulated device: HBM is an arena in RAM, streams are threads, kernels are the CPU kernels on the workers.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "kernels/convert.h"
+#include "kernels/device.h"
+#include "kernels/host_memory.h"
+#include "kernels/host_stream.h"
+#include "spillway/error.h"
+#include "spillway/units.h"
+
+namespace spillway {
+namespace {
+
+// Kernels and copies go to the workers in pieces of a fixed size; below one piece the stream's own thread does it alone.
+constexpr std::size_t kPieceElements = 64 * kKiB;
+constexpr std::size_t kPieceBytes = 512 * kKiB;
+
+// body(begin, end) for pieces of [0, count).
+template <typename Body>
+void for_pieces(HostWorkers& workers, std::size_t count, std::size_t piece, Body body) {
+  if (count <= piece) return body(std::size_t{0}, count);
+  workers.parallel_for(div_up(count, piece), [&](std::size_t i) { body(i * piece, std::min(count, (i + 1) * piece)); });
+}
+
+class HostEvent final : public Event {
+ public:
+  // The latest record: `position` tasks of a stream. Null before the first. Guarded, because one thread may record while
+  // another asks.
+  struct Record {
+    const StreamProgress* stream = nullptr;
+    std::uint64_t position = 0;
+  };
+  void set(Record record) {
+    const std::lock_guard lock(mutex_);
+    latest_ = record;
+  }
+  Record latest() const {
+    const std::lock_guard lock(mutex_);
+    return latest_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  Record latest_;
+};
+
+HostStream& as_host(Stream& stream) {
+  SPILLWAY_CHECK(stream.kind() == DeviceKind::kHost, "a stream of another device");
+  return static_cast<HostStream&>(stream);
+}
+
+class HostDevice final : public Device {
+ public:
+  HostDevice(const HostDeviceOptions& options, HostWorkers& workers)
+      : workers_(workers), arena_(options.hbm_bytes), copy_delay_(options.copy_delay_seconds) {}
+
+  DeviceKind kind() const noexcept override { return DeviceKind::kHost; }
+  std::span<std::byte> hbm() const noexcept override { return arena_.memory(); }
+  std::string describe() const override {
+    return fmt::format("host device: HBM is {} bytes of RAM ({} pages), {} compute thread{}", arena_.memory().size(),
+                       arena_.huge_pages() ? "huge" : "small", workers_.threads(), workers_.threads() == 1 ? "" : "s");
+  }
+
+  void register_host(std::span<std::byte> memory) override { registered_.add(memory); }
+  void unregister_host(std::span<std::byte> memory) noexcept override { registered_.remove(memory); }
+
+  std::unique_ptr<Stream> create_stream(std::string name) override {
+    const std::lock_guard lock(mutex_);
+    streams_.push_back(std::make_unique<StreamProgress>());
+    return std::make_unique<HostStream>(std::move(name), *streams_.back(), workers_);
+  }
+  std::unique_ptr<Event> create_event() override { return std::make_unique<HostEvent>(); }
+
+  bool done(const Event& event) const override {
+    const auto record = static_cast<const HostEvent&>(event).latest();
+    return record.stream == nullptr || record.stream->reached(record.position);
+  }
+  void synchronize(const Event& event) const override {
+    const auto record = static_cast<const HostEvent&>(event).latest();
+    if (record.stream != nullptr) record.stream->wait_until(record.position);
+  }
+
+  void copy_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) override {
+    if (bytes == 0) return;
+    const bool to_host = kind == CopyKind::kDeviceToHost, from_host = kind == CopyKind::kHostToDevice;
+    SPILLWAY_CHECK(to_host ? registered_.contains(to, bytes) : arena_.contains(to, bytes),
+                   "a copy goes to registered host memory or to the HBM arena");
+    SPILLWAY_CHECK(from_host ? registered_.contains(from, bytes) : arena_.contains(from, bytes),
+                   "a copy comes from registered host memory or from the HBM arena");
+    stream.launch([to, from, bytes, delay = copy_delay_](HostWorkers& workers) {
+      if (delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(delay));
+      for_pieces(workers, bytes, kPieceBytes, [&](std::size_t begin, std::size_t end) {
+        std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
+      });
+    });
+  }
+
+  void fill_async(void* to, std::byte value, std::size_t bytes, Stream& stream) override {
+    check_device(to, bytes);
+    if (bytes == 0) return;
+    stream.launch([to, value, bytes](HostWorkers& workers) {
+      for_pieces(workers, bytes, kPieceBytes, [&](std::size_t begin, std::size_t end) {
+        std::memset(static_cast<std::byte*>(to) + begin, std::to_integer<int>(value), end - begin);
+      });
+    });
+  }
+
+  void call_async(void (*function)(void*), void* argument, Stream& stream) override {
+    stream.launch([function, argument](HostWorkers&) { function(argument); });
+  }
+
+  void accumulate_async(float* accumulator, const void* from, DType from_type, std::size_t count, bool first,
+                        Stream& stream) override {
+    check_device(accumulator, count * sizeof(float));
+    check_device(from, count * size_of(from_type));
+    stream.launch([=](HostWorkers& workers) {
+      for_pieces(workers, count, kPieceElements, [&](std::size_t begin, std::size_t end) {
+        accumulate(accumulator + begin, static_cast<const std::byte*>(from) + begin * size_of(from_type), from_type,
+                   end - begin, first);
+      });
+    });
+  }
+
+  void cast_async(void* to, DType to_type, const void* from, DType from_type, std::size_t count,
+                  Stream& stream) override {
+    check_device(to, count * size_of(to_type));
+    check_device(from, count * size_of(from_type));
+    stream.launch([=](HostWorkers& workers) {
+      for_pieces(workers, count, kPieceElements, [&](std::size_t begin, std::size_t end) {
+        cast(static_cast<std::byte*>(to) + begin * size_of(to_type), to_type,
+             static_cast<const std::byte*>(from) + begin * size_of(from_type), from_type, end - begin);
+      });
+    });
+  }
+
+  void squared_norm_async(const void* data, DType type, std::size_t count, double* leaves, NormResult* result,
+                          Stream& stream) override {
+    const std::size_t leaf_count = div_up(count, kNormLeaf);
+    check_device(data, count * size_of(type));
+    check_device(leaves, leaf_count * sizeof(double));
+    check_device(result, sizeof(NormResult));
+    stream.launch([=](HostWorkers& workers) {
+      *result = squared_norm(data, type, count, std::span(leaves, leaf_count), workers);
+    });
+  }
+
+  void adam_async(const AdamTile& tile, const AdamScalars& scalars, std::uint32_t* finite, Stream& stream) override {
+    check_adam_arguments(tile, scalars, 0, tile.count);
+    check_device(tile.weight, tile.count * size_of(tile.type));
+    check_device(tile.gradient, tile.count * size_of(tile.type));
+    check_device(tile.exp_avg, tile.count * sizeof(float));
+    check_device(tile.exp_avg_sq, tile.count * sizeof(float));
+    if (tile.residual != nullptr) check_device(tile.residual, tile.count * sizeof(std::int16_t));
+    check_device(finite, sizeof(*finite));
+    stream.launch([tile, scalars, finite](HostWorkers& workers) {
+      std::atomic<bool> all_finite = true;
+      for_pieces(workers, tile.count, kPieceElements, [&](std::size_t begin, std::size_t end) {
+        if (!adam_update(tile, scalars, begin, end)) all_finite.store(false, std::memory_order_relaxed);
+      });
+      if (!all_finite) *finite = 0;
+    });
+  }
+
+  double idle_seconds(const Stream& stream) const override {
+    SPILLWAY_CHECK(stream.kind() == DeviceKind::kHost, "a stream of another device");
+    return static_cast<const HostStream&>(stream).idle_seconds();
+  }
+
+ protected:
+  void do_record(Event& event, Stream& stream) override {
+    const HostStream& host = as_host(stream);
+    static_cast<HostEvent&>(event).set({&host.progress(), host.position()});
+  }
+  void do_wait(Stream& stream, Event& event) override {
+    const auto record = static_cast<HostEvent&>(event).latest();
+    as_host(stream).launch_wait(*record.stream, record.position);
+  }
+
+ private:
+  void check_device(const void* data, std::size_t bytes) const {
+    SPILLWAY_CHECK(bytes == 0 || arena_.contains(data, bytes), "device work reads and writes the HBM arena only");
+  }
+
+  HostWorkers& workers_;
+  HostArena arena_;
+  RegisteredMemory registered_;
+  double copy_delay_;
+  std::mutex mutex_;  // streams_
+  std::vector<std::unique_ptr<StreamProgress>> streams_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> create_host_device(const HostDeviceOptions& options, HostWorkers& workers) {
+  return std::make_unique<HostDevice>(options, workers);
+}
+
+}  // namespace spillway

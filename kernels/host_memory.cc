@@ -1,0 +1,80 @@
+#include "kernels/host_memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include <fmt/format.h>
+
+#include "spillway/error.h"
+#include "spillway/units.h"
+
+namespace spillway {
+namespace {
+
+// Huge pages save page-table walks, but the first write to a region takes 2 MiB, and what is touched must equal what is
+// planned within 2 %. From 64 MiB on the rounding of a few regions is lost in that; below it, small pages.
+constexpr std::uint64_t kHugePageArena = 64 * kMiB;
+
+}  // namespace
+
+HostArena::HostArena(std::uint64_t bytes) {
+  const std::string object = "HBM of the host device";
+  if (bytes == 0) throw Error(Code::kInvalidArgument, {object, "its size is 0 bytes", 0, "set hbm_bytes"});
+  mapped_bytes_ = align_up(bytes, static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)));
+  if (mapped_bytes_ < bytes) throw Error(Code::kInvalidArgument, {object, "its size overflows", 0, "lower hbm_bytes"});
+  // Not reserved: the budget is checked by the plan, and swap accounting would count it a second time.
+  void* base = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) {
+    throw Error(Code::kDoesNotFit,
+                {object, fmt::format("cannot map {} bytes", mapped_bytes_), errno, "lower hbm_bytes or raise ulimit -v"});
+  }
+  memory_ = {static_cast<std::byte*>(base), bytes};
+  huge_pages_ = bytes >= kHugePageArena && madvise(base, mapped_bytes_, MADV_HUGEPAGE) == 0;
+  // Refused only by kernels without huge pages, which then give none anyway.
+  if (!huge_pages_) madvise(base, mapped_bytes_, MADV_NOHUGEPAGE);
+}
+
+HostArena::~HostArena() { munmap(memory_.data(), mapped_bytes_); }
+
+bool HostArena::contains(const void* data, std::size_t bytes) const noexcept {
+  const auto base = reinterpret_cast<std::uintptr_t>(memory_.data());
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  return address >= base && address - base <= memory_.size() && bytes <= memory_.size() - (address - base);
+}
+
+void RegisteredMemory::add(std::span<std::byte> memory) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
+  const auto end = begin + memory.size();
+  const std::string object = fmt::format("host memory {:#x}, {} bytes", begin, memory.size());
+  if (memory.empty()) throw Error(Code::kInvalidArgument, {object, "cannot be registered empty", 0, ""});
+  const std::lock_guard lock(mutex_);
+  const auto next = ranges_.upper_bound(begin);
+  const bool overlaps_next = next != ranges_.end() && next->first < end;
+  const bool overlaps_previous = next != ranges_.begin() && std::prev(next)->second > begin;
+  if (overlaps_next || overlaps_previous) {
+    throw Error(Code::kInvalidArgument, {object, "overlaps memory that is registered already", 0, "unregister that first"});
+  }
+  ranges_.emplace(begin, end);
+}
+
+void RegisteredMemory::remove(std::span<std::byte> memory) noexcept {
+  const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
+  const std::lock_guard lock(mutex_);
+  const auto range = ranges_.find(begin);
+  SPILLWAY_CHECK(range != ranges_.end() && range->second == begin + memory.size(),
+                 "only what was registered can be unregistered");
+  ranges_.erase(range);
+}
+
+bool RegisteredMemory::contains(const void* data, std::size_t bytes) const {
+  const auto begin = reinterpret_cast<std::uintptr_t>(data);
+  const std::lock_guard lock(mutex_);
+  const auto next = ranges_.upper_bound(begin);
+  if (next == ranges_.begin()) return false;
+  const auto end = std::prev(next)->second;
+  return begin <= end && bytes <= end - begin;
+}
+
+}  // namespace spillway

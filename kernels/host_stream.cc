@@ -1,0 +1,112 @@
+#include "kernels/host_stream.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+
+#include "kernels/float_environment.h"
+#include "spillway/error.h"
+
+namespace spillway {
+
+bool StreamProgress::reached(std::uint64_t position) const {
+  const std::lock_guard lock(mutex_);
+  return completed_ >= position;
+}
+
+void StreamProgress::wait_until(std::uint64_t position) const {
+  std::unique_lock lock(mutex_);
+  advanced_.wait(lock, [&] { return completed_ >= position; });
+}
+
+HostStream::HostStream(std::string name, StreamProgress& progress, HostWorkers& workers)
+    : progress_(progress), workers_(workers), thread_([this] { run(); }) {
+  name.resize(std::min<std::size_t>(name.size(), 15));  // the kernel's limit (pthread_setname_np(3))
+  pthread_setname_np(thread_.native_handle(), name.c_str());
+}
+
+HostStream::~HostStream() {
+  {
+    const std::lock_guard lock(progress_.mutex_);
+    stopping_ = true;
+  }
+  work_.notify_one();
+  thread_.join();
+}
+
+void HostStream::launch(const HostTask& task) {
+  SPILLWAY_CHECK(std::this_thread::get_id() != thread_.get_id(), "work on a stream must not feed that stream");
+  {
+    std::unique_lock lock(progress_.mutex_);
+    progress_.advanced_.wait(lock, [&] { return progress_.enqueued_ - progress_.completed_ < kRingTasks; });
+    ring_[progress_.enqueued_ % kRingTasks] = task;
+    ++progress_.enqueued_;
+  }
+  work_.notify_one();
+}
+
+void HostStream::synchronize() {
+  SPILLWAY_CHECK(std::this_thread::get_id() != thread_.get_id(), "a stream cannot wait for itself");
+  progress_.wait_until(position());
+}
+
+std::uint64_t HostStream::position() const {
+  const std::lock_guard lock(progress_.mutex_);
+  return progress_.enqueued_;
+}
+
+void HostStream::launch_wait(const StreamProgress& other, std::uint64_t position) {
+  // A record on this very stream is behind us by the time the task runs.
+  if (&other == &progress_) return;
+  launch([this, &other, position](HostWorkers&) {
+    if (other.reached(position)) return;
+    {
+      const std::lock_guard lock(progress_.mutex_);
+      begin_idle();
+    }
+    other.wait_until(position);
+    const std::lock_guard lock(progress_.mutex_);
+    end_idle();
+  });
+}
+
+double HostStream::idle_seconds() const {
+  const std::lock_guard lock(progress_.mutex_);
+  auto total = idle_total_;
+  if (idle_) total += Clock::now() - idle_since_;
+  return std::chrono::duration<double>(total).count();
+}
+
+void HostStream::run() {
+  // A thread inherits its creator's settings; a model's tasks compute on this thread too.
+  const DefaultFloatEnvironment environment;
+  std::unique_lock lock(progress_.mutex_);
+  for (;;) {
+    if (progress_.completed_ == progress_.enqueued_) {
+      if (stopping_) return;
+      begin_idle();
+      work_.wait(lock, [&] { return stopping_ || progress_.completed_ != progress_.enqueued_; });
+      end_idle();
+      continue;
+    }
+    // Run in place: launch() reuses the slot only after completed_ has moved past it.
+    const HostTask& task = ring_[progress_.completed_ % kRingTasks];
+    lock.unlock();
+    task(workers_);
+    lock.lock();
+    ++progress_.completed_;
+    progress_.advanced_.notify_all();
+  }
+}
+
+void HostStream::begin_idle() {
+  idle_ = true;
+  idle_since_ = Clock::now();
+}
+
+void HostStream::end_idle() {
+  idle_ = false;
+  idle_total_ += Clock::now() - idle_since_;
+}
+
+}  // namespace spillway

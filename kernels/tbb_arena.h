@@ -1,0 +1,28 @@
+// The one place that includes oneTBB. Built without sanitizers: oneTBB's headers and its library hand tasks from thread to
+// thread by means that thread sanitizer sees only half of, so it would report races inside every loop. The order between
+// a caller and its loop is said again, for it to see, in workers.cc.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace spillway {
+
+class TbbArena {
+ public:
+  explicit TbbArena(unsigned threads);
+  ~TbbArena();
+
+  // What the process lets oneTBB use, when that is less than was asked for; else that.
+  unsigned usable_threads() const noexcept;
+  // Splits [0, count) into at most `threads` ranges of equal size and calls range(argument, begin, end) for each.
+  void split(std::size_t count, void (*range)(void*, std::size_t, std::size_t), void* argument);
+  // Of the calling thread in the arena it is in; negative outside of any.
+  static int current_slot() noexcept;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace spillway

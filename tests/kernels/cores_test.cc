@@ -1,0 +1,94 @@
+#include "kernels/cores.h"
+
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <stdlib.h>
+
+#include <fstream>
+#include <string>
+#include <thread>
+
+namespace spillway {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A cgroup file system of our own making.
+class CpuQuota : public testing::Test {
+ protected:
+  CpuQuota() {
+    std::string pattern = (fs::temp_directory_path() / "spillway-cores-XXXXXX").string();
+    directory_ = mkdtemp(pattern.data());
+  }
+  ~CpuQuota() override { fs::remove_all(directory_); }
+
+  void write(const fs::path& file, const std::string& text) {
+    fs::create_directories((directory_ / file).parent_path());
+    std::ofstream(directory_ / file) << text;
+  }
+  std::optional<double> quota() { return cpu_quota({directory_ / "membership", directory_ / "root"}); }
+
+  fs::path directory_;
+};
+
+TEST_F(CpuQuota, NoneWithoutCgroups) { EXPECT_EQ(quota(), std::nullopt); }
+
+TEST_F(CpuQuota, MaxMeansNone) {
+  write("membership", "0::/a\n");
+  write("root/a/cpu.max", "max 100000\n");
+  EXPECT_EQ(quota(), std::nullopt);
+}
+
+TEST_F(CpuQuota, TheTightestOfAllAncestorsCounts) {
+  write("membership", "0::/a/b\n");
+  write("root/cpu.max", "max 100000\n");
+  write("root/a/cpu.max", "150000 100000\n");
+  write("root/a/b/cpu.max", "400000 100000\n");
+  EXPECT_EQ(quota(), 1.5);
+}
+
+TEST_F(CpuQuota, ReadsVersion1UnderEitherMountName) {
+  write("membership", "5:memory:/x\n4:cpu,cpuacct:/x\n");
+  write("root/cpu,cpuacct/x/cpu.cfs_quota_us", "300000\n");
+  write("root/cpu,cpuacct/x/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(quota(), 3.0);
+  write("root/cpu/x/cpu.cfs_quota_us", "50000\n");
+  write("root/cpu/x/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(quota(), 0.5);
+}
+
+TEST_F(CpuQuota, Version1WithoutLimitIsMinusOne) {
+  write("membership", "4:cpu:/\n");
+  write("root/cpu/cpu.cfs_quota_us", "-1\n");
+  write("root/cpu/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(quota(), std::nullopt);
+}
+
+TEST_F(CpuQuota, APathOfTheHostFallsBackToTheMount) {
+  write("membership", "0::/docker/1f\n");
+  write("root/cpu.max", "200000 100000\n");  // all that the container sees
+  EXPECT_EQ(quota(), 2.0);
+}
+
+TEST_F(CpuQuota, OtherHierarchiesAndBrokenLinesAreSkipped) {
+  write("membership", "cpu\n3:cpuset:/\n");
+  write("root/cpuset/cpu.cfs_quota_us", "100000\n");
+  write("root/cpuset/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(quota(), std::nullopt);
+}
+
+TEST(UsableCores, FollowTheAffinityMask) {
+  unsigned cores = 0;
+  std::jthread([&] {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(static_cast<unsigned>(sched_getcpu()), &one);
+    ASSERT_EQ(sched_setaffinity(0, sizeof one, &one), 0);
+    cores = usable_cores();
+  }).join();
+  EXPECT_EQ(cores, 1u);
+  EXPECT_GE(usable_cores(), 1u);
+}
+
+}  // namespace
+}  // namespace spillway
