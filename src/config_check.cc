@@ -1,0 +1,139 @@
+#include "src/config_check.h"
+
+#include <algorithm>
+#include <limits>
+
+#include <fmt/format.h>
+
+#include "spillway/log.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::string_view kOffloadOptimizer = "zero_optimization.offload_optimizer";
+constexpr std::string_view kOffloadParam = "zero_optimization.offload_param";
+
+// Any of the three may be missing, but one of the two sizes must be there: DeepSpeed's rule (runtime/config.py,
+// _set_batch_related_parameters), with one rank. DeepSpeed rounds a quotient down and then finds the contradiction.
+void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  const auto &train = draft.train_batch, &micro = draft.micro_batch, &accumulation = draft.accumulation;
+  const auto wrong = [&](std::string_view key, bool valid) { return places.contains(key) && !valid; };
+  const bool already_reported = wrong("train_batch_size", train.has_value()) ||
+                                wrong("train_micro_batch_size_per_gpu", micro.has_value()) ||
+                                wrong("gradient_accumulation_steps", accumulation.has_value());
+  if (already_reported) return;
+  if (!train && !micro) {
+    report("", "neither train_batch_size nor train_micro_batch_size_per_gpu is there",
+           "one of them must say how many rows a step takes");
+    return;
+  }
+  const std::uint64_t parts = micro ? *micro : accumulation.value_or(1);  // what divides the whole batch
+  const std::uint64_t quotient = train ? *train / parts : 0;
+  const std::uint64_t rows = micro ? *micro : quotient;
+  const std::uint64_t steps = accumulation ? *accumulation : train && micro ? quotient : 1;
+  // Factors are at most 2^32 - 1 each, so the product does not overflow.
+  if (train && rows * steps != *train) {
+    report("train_batch_size",
+           fmt::format("{} is not {} (micro batch) × {} (accumulation) × 1 (rank)", *train, rows, steps),
+           micro && accumulation ? fmt::format("{} would be; or leave one of the three out", rows * steps)
+                                 : fmt::format("it must be a multiple of {}", parts));
+    return;
+  }
+  if (rows * steps > std::numeric_limits<std::uint32_t>::max()) {
+    report(places.contains("gradient_accumulation_steps") ? "gradient_accumulation_steps" : "",
+           fmt::format("{} rows a step are too many", rows * steps), "");
+    return;
+  }
+  draft.config.micro_batch = static_cast<std::uint32_t>(rows);
+  draft.config.gradient_accumulation = static_cast<std::uint32_t>(steps);
+}
+
+void settle_optimizer(ConfigDraft& draft, const ReportAt& report) {
+  // DeepSpeed ignores adam_w_mode with AdamW; a file that says both means one of them.
+  if (!draft.adam_type && !draft.adam_w_mode) {
+    report("optimizer.params.adam_w_mode", "false contradicts the optimizer's type, AdamW",
+           "type \"Adam\" with adam_w_mode false adds weight decay to the gradient (L2)");
+  }
+  draft.config.optimizer.decoupled_decay = !draft.adam_type || draft.adam_w_mode;
+  if (draft.fp16) {
+    report("fp16.enabled", "fp16 training is not supported", "use bf16: \"bf16\": {\"enabled\": true}");
+  }
+}
+
+std::string_view name_of(ScheduleKind kind) {
+  return choices_of(find_config_key("scheduler.type")->allowed)[static_cast<std::size_t>(kind) - 1];
+}
+
+void settle_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  if (!places.contains("scheduler")) return;
+  ScheduleConfig& schedule = draft.config.schedule;
+  if (schedule.kind == ScheduleKind::kConstant) {
+    const auto& allowed = find_config_key("scheduler.type")->allowed;
+    const bool missing = !places.contains("scheduler.type");
+    if (missing) report("scheduler", "the section has no type", "allowed: " + list_of(choices_of(allowed)));
+    return;
+  }
+  for (const ConfigKey& key : config_keys()) {
+    const auto types = choices_of(key.only_for);
+    const std::string_view type = name_of(schedule.kind);
+    const bool foreign = !types.empty() && std::find(types.begin(), types.end(), type) == types.end();
+    if (foreign && places.contains(key.path)) {
+      report(key.path, fmt::format("not a parameter of {}", type), "only of " + list_of(types));
+    }
+  }
+  const double fallback = schedule.kind == ScheduleKind::kWarmup ? draft.config.optimizer.learning_rate : 1e-3;
+  schedule.warmup_max_lr = draft.warmup_max_lr.value_or(fallback);
+  schedule.total_steps = draft.total_steps.value_or(0);
+  if (schedule.kind == ScheduleKind::kWarmup) return;
+  if (!places.contains("scheduler.params.total_num_steps")) {
+    report("scheduler", fmt::format("{} needs scheduler.params.total_num_steps", name_of(schedule.kind)), "");
+  } else if (draft.total_steps && schedule.total_steps < schedule.warmup_steps) {
+    log(LogLevel::kWarning, fmt::format("scheduler: total_num_steps {} is less than warmup_num_steps {}",
+                                        schedule.total_steps, schedule.warmup_steps));
+  }
+}
+
+void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  Config& config = draft.config;
+  const auto device_of = [](std::string_view section) { return std::string(section) + ".device"; };
+  if (draft.cpu_offload && !places.contains(device_of(kOffloadOptimizer))) config.states = Placement::kHost;
+  if (draft.cpu_offload_param && !places.contains(device_of(kOffloadParam))) config.parameters = Placement::kHost;
+
+  const bool offloads = config.states != Placement::kHbm || config.parameters != Placement::kHbm;
+  const bool stage_said = places.contains("zero_optimization.stage");
+  if (draft.stage && *draft.stage != 3) {
+    report("zero_optimization.stage", fmt::format("stage {} is not supported", *draft.stage), "allowed: 3");
+  } else if (!stage_said && offloads) {
+    report("zero_optimization", "offload_param and offload_optimizer need a stage", "add \"stage\": 3");
+  }
+
+  const std::string states_key = std::string(kOffloadOptimizer) + ".nvme_path";
+  const std::string parameters_key = std::string(kOffloadParam) + ".nvme_path";
+  const bool wrong_before = (places.contains(states_key) && !draft.states_path) ||
+                            (places.contains(parameters_key) && !draft.parameters_path);
+  if (wrong_before) return;
+  const std::string states_path = draft.states_path.value_or(""), parameters_path = draft.parameters_path.value_or("");
+  const std::string& path = states_path.empty() ? parameters_path : states_path;
+  const std::string_view user = config.states == Placement::kNvme ? kOffloadOptimizer : kOffloadParam;
+  const bool uses_nvme = config.states == Placement::kNvme || config.parameters == Placement::kNvme;
+  if (uses_nvme && path.empty()) {
+    report(device_of(user), "device nvme needs an nvme_path", "name a directory: \"nvme_path\": \"/mnt/nvme\"");
+  }
+  if (!parameters_path.empty() && parameters_path != path) {
+    report(parameters_key,
+           fmt::format("\"{}\" differs from offload_optimizer.nvme_path, \"{}\"", parameters_path, path),
+           "name one path in both, or in one of them");
+  }
+  if (!path.empty()) config.nvme_paths = {path};
+}
+
+}  // namespace
+
+void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  settle_batch(draft, places, report);
+  settle_optimizer(draft, report);
+  settle_schedule(draft, places, report);
+  settle_offload(draft, places, report);
+}
+
+}  // namespace spillway

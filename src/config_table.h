@@ -1,0 +1,81 @@
+// The table of configuration keys. One row says where a key stands, what it may hold, what it means and where its value
+// goes; parser, messages and reference all read these rows. A new key is a new row.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "spillway/config.h"
+#include "src/json_tree.h"
+
+namespace spillway {
+
+enum class KeyKind : std::uint8_t {
+  kSection,  // an object whose keys have rows of their own
+  kBool,
+  kInteger,  // non-negative; 5e7 is one
+  kNumber,
+  kBytes,  // an integer, or a string such as "512MiB"
+  kText,
+  kChoice,    // one of the words in `allowed`
+  kPair,      // an array of two numbers
+  kAnything,  // known, not looked into
+};
+
+// A value that was found to be of its row's kind and in its range.
+struct KeyValue {
+  bool flag = false;
+  std::uint64_t integer = 0;  // kInteger, kBytes; kChoice: index of the word in `allowed`
+  double number = 0;          // kNumber; kPair: the first one
+  double second = 0;
+  std::string text;  // kText
+};
+
+// What the rows fill: the configuration, and what several keys decide together (see config_check.h).
+struct ConfigDraft {
+  Config config;
+  std::optional<std::uint64_t> train_batch, micro_batch, accumulation, stage;
+  bool adam_type = false;  // optimizer.type is Adam, not AdamW
+  bool adam_w_mode = true;
+  bool fp16 = false;
+  bool cpu_offload = false, cpu_offload_param = false;  // DeepSpeed's older words
+  std::optional<std::string> states_path, parameters_path;
+  std::optional<double> warmup_max_lr;
+  std::optional<std::uint64_t> total_steps;
+};
+
+struct ConfigKey {
+  std::string_view path;  // "optimizer.params.lr"
+  KeyKind kind;
+  std::string_view standard;  // the value when the key is missing, as JSON; empty: none, or it depends (see doc)
+  std::string_view doc;
+  void (*set)(ConfigDraft&, const KeyValue&) = nullptr;  // null: known to DeepSpeed, without effect here
+  double least = 0, most = 1e18;                         // numbers
+  bool below_most = false;                               // `most` itself is out of range
+  std::uint64_t multiple_of = 1;                         // integers
+  std::string_view allowed = {};                         // kChoice: words with '|' between them
+  bool nullable = false;                                 // null means missing
+  std::string_view only_for = {};                        // scheduler types that know this parameter; empty: all
+};
+
+// The keys that decide something, and those that DeepSpeed knows and that have no effect here.
+std::span<const ConfigKey> config_keys();
+std::span<const ConfigKey> config_keys_without_effect();
+// The row of a path, from either table; null when there is none.
+const ConfigKey* find_config_key(std::string_view path);
+
+// The words of `allowed`, and words as a list for a message.
+std::vector<std::string_view> choices_of(std::string_view allowed);
+std::string list_of(std::span<const std::string_view> words);
+
+// Reads a value as its row wants it; otherwise says what is wrong and what would be right.
+struct ValueProblem {
+  std::string what, hint;
+};
+std::optional<ValueProblem> read_value(const ConfigKey& key, const JsonValue& value, KeyValue& out);
+
+}  // namespace spillway

@@ -1,0 +1,163 @@
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include "src/closest_key.h"
+#include "src/config_table.h"
+
+namespace spillway {
+namespace {
+
+// What stood there, for a message; a long text is cut.
+std::string shown(const JsonValue& value) {
+  if (value.kind == JsonValue::Kind::kString) {
+    const bool is_long = value.text.size() > 40;
+    return "the string \"" + (is_long ? value.text.substr(0, 40) + "…" : value.text) + "\"";
+  }
+  if (value.kind == JsonValue::Kind::kNumber) return fmt::format("{}", value.number);
+  if (value.kind == JsonValue::Kind::kBool) return value.flag ? "true" : "false";
+  return std::string(name_of(value.kind));
+}
+
+ValueProblem wrong_type(std::string_view wanted, const JsonValue& value) {
+  std::string hint = fmt::format("write {}", wanted);
+  // Left in files that the Hugging Face trainer fills in before DeepSpeed sees them.
+  if (value.kind == JsonValue::Kind::kString && value.text == "auto") hint = "\"auto\" is not filled in here: " + hint;
+  return {fmt::format("expected {}, found {}", wanted, shown(value)), hint};
+}
+
+std::optional<ValueProblem> check_range(const ConfigKey& key, double number) {
+  const bool in_range = number >= key.least && (key.below_most ? number < key.most : number <= key.most);
+  if (in_range) return std::nullopt;
+  std::string allowed =
+      key.most >= 1e18 ? fmt::format("at least {}", key.least) : fmt::format("{} to {}", key.least, key.most);
+  if (key.below_most) allowed = fmt::format("at least {} and less than {}", key.least, key.most);
+  return ValueProblem{fmt::format("{} is out of range", number), "allowed: " + allowed};
+}
+
+// Bytes: 4096, "4096", "512MiB", "1.5 GiB", "20GB". Decimal fractions are fine as long as whole bytes come out.
+std::optional<std::uint64_t> bytes_of(std::string_view text) {
+  struct Unit {
+    std::string_view name;
+    double bytes;
+  };
+  constexpr std::array<Unit, 10> kUnits = {{{"", 1},
+                                            {"B", 1},
+                                            {"KiB", 0x1p10},
+                                            {"MiB", 0x1p20},
+                                            {"GiB", 0x1p30},
+                                            {"TiB", 0x1p40},
+                                            {"KB", 1e3},
+                                            {"MB", 1e6},
+                                            {"GB", 1e9},
+                                            {"TB", 1e12}}};
+  double number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, std::chars_format::fixed);
+  if (error != std::errc{} || !(number >= 0)) return std::nullopt;
+  text.remove_prefix(static_cast<std::size_t>(end - text.data()));
+  while (!text.empty() && text.front() == ' ') text.remove_prefix(1);
+  for (const Unit& unit : kUnits) {
+    if (unit.name != text) continue;
+    const double bytes = number * unit.bytes;
+    if (bytes > 1e18 || std::floor(bytes) != bytes) return std::nullopt;
+    return static_cast<std::uint64_t>(bytes);
+  }
+  return std::nullopt;
+}
+
+std::optional<ValueProblem> read_integer(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
+  if (value.kind != JsonValue::Kind::kNumber) return wrong_type("a whole number", value);
+  if (auto problem = check_range(key, value.number)) return problem;
+  if (!value.integer) return wrong_type("a whole number", value);
+  out.integer = *value.integer;
+  if (out.integer % key.multiple_of == 0) return std::nullopt;
+  return ValueProblem{fmt::format("{} is not a multiple of {}", out.integer, key.multiple_of),
+                      fmt::format("nearest below: {}", out.integer / key.multiple_of * key.multiple_of)};
+}
+
+std::optional<ValueProblem> read_bytes(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
+  if (value.kind == JsonValue::Kind::kNumber) return read_integer(key, value, out);
+  const auto bytes = value.kind == JsonValue::Kind::kString ? bytes_of(value.text) : std::nullopt;
+  if (!bytes) return wrong_type("bytes, such as 536870912 or \"512MiB\" (KiB, MiB, GiB, TiB, KB, MB, GB, TB)", value);
+  out.integer = *bytes;
+  return check_range(key, static_cast<double>(*bytes));
+}
+
+std::optional<ValueProblem> read_choice(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
+  const auto words = choices_of(key.allowed);
+  if (value.kind != JsonValue::Kind::kString) return wrong_type("one of the words " + list_of(words), value);
+  // DeepSpeed takes optimizer names in any case.
+  const auto same = [&](std::string_view word) {
+    return std::equal(word.begin(), word.end(), value.text.begin(), value.text.end(),
+                      [](unsigned char a, unsigned char b) { return std::tolower(a) == std::tolower(b); });
+  };
+  const auto found = std::find_if(words.begin(), words.end(), same);
+  if (found == words.end()) {
+    const std::string_view near = closest(value.text, words);
+    return ValueProblem{shown(value) + " is not known here",
+                        "allowed: " + list_of(words) + (near.empty() ? "" : fmt::format("; closest: {}", near))};
+  }
+  out.integer = static_cast<std::uint64_t>(found - words.begin());
+  return std::nullopt;
+}
+
+std::optional<ValueProblem> read_pair(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
+  const bool fits = value.kind == JsonValue::Kind::kArray && value.items.size() == 2 &&
+                    value.items[0].kind == JsonValue::Kind::kNumber && value.items[1].kind == JsonValue::Kind::kNumber;
+  if (!fits) return wrong_type(fmt::format("two numbers, such as {}", key.standard), value);
+  out.number = value.items[0].number;
+  out.second = value.items[1].number;
+  if (auto problem = check_range(key, out.number)) return problem;
+  return check_range(key, out.second);
+}
+
+}  // namespace
+
+std::vector<std::string_view> choices_of(std::string_view allowed) {
+  std::vector<std::string_view> words;
+  while (!allowed.empty()) {
+    const std::size_t bar = std::min(allowed.find('|'), allowed.size());
+    words.push_back(allowed.substr(0, bar));
+    allowed.remove_prefix(std::min(bar + 1, allowed.size()));
+  }
+  return words;
+}
+
+std::string list_of(std::span<const std::string_view> words) {
+  std::string list;
+  for (const std::string_view word : words) list += (list.empty() ? "" : ", ") + std::string(word);
+  return list;
+}
+
+std::optional<ValueProblem> read_value(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
+  switch (key.kind) {
+    case KeyKind::kSection:
+      if (value.kind != JsonValue::Kind::kObject) return wrong_type("an object", value);
+      return std::nullopt;
+    case KeyKind::kBool:
+      if (value.kind != JsonValue::Kind::kBool) return wrong_type("true or false", value);
+      out.flag = value.flag;
+      return std::nullopt;
+    case KeyKind::kNumber:
+      if (value.kind != JsonValue::Kind::kNumber) return wrong_type("a number", value);
+      out.number = value.number;
+      return check_range(key, value.number);
+    case KeyKind::kText:
+      if (value.kind != JsonValue::Kind::kString) return wrong_type("a string", value);
+      // A path with a zero byte would be cut there by the kernel.
+      if (value.text.find('\0') != std::string::npos) return ValueProblem{"the string holds a zero byte", ""};
+      out.text = value.text;
+      return std::nullopt;
+    case KeyKind::kInteger: return read_integer(key, value, out);
+    case KeyKind::kBytes: return read_bytes(key, value, out);
+    case KeyKind::kChoice: return read_choice(key, value, out);
+    case KeyKind::kPair: return read_pair(key, value, out);
+    case KeyKind::kAnything: return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+}  // namespace spillway

@@ -1,0 +1,157 @@
+#include "src/json_tree.h"
+
+#include <rapidjson/error/en.h>
+#include <rapidjson/memorystream.h>
+#include <rapidjson/reader.h>
+
+#include <cmath>
+
+namespace spillway {
+namespace {
+
+// RapidJSON tells a handler where a token ended. Where it began follows: only space, separators and comments can stand
+// between the end of the token before and this one's first byte.
+std::size_t token_start(std::string_view text, std::size_t at) {
+  while (at < text.size()) {
+    const char c = text[at];
+    if (c == ' ' || c == '\t' || c == '\n' || c == '\r' || c == ',' || c == ':') {
+      ++at;
+    } else if (c == '/') {
+      const bool block = text.substr(at, 2) == "/*";
+      const std::size_t end = block ? text.find("*/", at + 2) : text.find('\n', at);
+      if (end == std::string_view::npos) return text.size();
+      at = end + (block ? 2 : 1);
+    } else {
+      break;
+    }
+  }
+  return at;
+}
+
+class TreeBuilder {
+ public:
+  TreeBuilder(std::string_view text, const rapidjson::MemoryStream& stream, const JsonLimits& limits, JsonValue& root)
+      : text_(text), stream_(stream), limits_(limits), root_(root) {}
+
+  bool Null() { return add({}); }
+  bool Bool(bool flag) { return add({.kind = JsonValue::Kind::kBool, .flag = flag}); }
+  bool Int(int value) { return Int64(value); }
+  bool Uint(unsigned value) { return Uint64(value); }
+  bool Int64(std::int64_t value) {
+    return value >= 0 ? Uint64(static_cast<std::uint64_t>(value)) : Double(double(value));
+  }
+  bool Uint64(std::uint64_t value) {
+    return add({.kind = JsonValue::Kind::kNumber, .number = static_cast<double>(value), .integer = value});
+  }
+  bool Double(double value) {
+    JsonValue number{.kind = JsonValue::Kind::kNumber, .number = value};
+    // Up to 2^53 a double that is whole is the very integer that was written, as 5e7 or 1.0.
+    if (value >= 0 && value <= 0x1p53 && std::floor(value) == value) number.integer = static_cast<std::uint64_t>(value);
+    return add(std::move(number));
+  }
+  bool RawNumber(const char*, rapidjson::SizeType, bool) { return false; }  // only with kParseNumbersAsStringsFlag
+  bool String(const char* data, rapidjson::SizeType size, bool) {
+    return add({.kind = JsonValue::Kind::kString, .text = std::string(data, size)});
+  }
+  bool Key(const char* data, rapidjson::SizeType size, bool) {
+    open_.back()->keys.push_back({std::string(data, size), token_start(text_, last_end_)});
+    last_end_ = stream_.Tell();
+    return true;
+  }
+  bool StartObject() { return open({.kind = JsonValue::Kind::kObject}); }
+  bool StartArray() { return open({.kind = JsonValue::Kind::kArray}); }
+  bool EndObject(rapidjson::SizeType) { return close(); }
+  bool EndArray(rapidjson::SizeType) { return close(); }
+
+  const std::optional<JsonProblem>& problem() const { return problem_; }
+
+ private:
+  bool add(JsonValue value) {
+    value.offset = token_start(text_, last_end_);
+    last_end_ = stream_.Tell();
+    if (++values_ > limits_.values) {
+      problem_ = {value.offset, "more than " + std::to_string(limits_.values) + " values"};
+      return false;
+    }
+    // An open container is the last item of its parent, which does not grow meanwhile: pointers to it stay valid.
+    newest_ = open_.empty() ? &root_ : &open_.back()->items.emplace_back();
+    *newest_ = std::move(value);
+    return true;
+  }
+  bool open(JsonValue container) {
+    if (!add(std::move(container))) return false;
+    // The iterative reader calls before it takes the bracket, the recursive one after.
+    last_end_ = newest_->offset + 1;
+    if (open_.size() == limits_.depth) {
+      problem_ = {newest_->offset, "nested deeper than " + std::to_string(limits_.depth) + " levels"};
+      return false;
+    }
+    open_.push_back(newest_);
+    return true;
+  }
+  bool close() {
+    open_.pop_back();
+    last_end_ = token_start(text_, last_end_) + 1;
+    return true;
+  }
+
+  std::string_view text_;
+  const rapidjson::MemoryStream& stream_;
+  const JsonLimits& limits_;
+  JsonValue& root_;
+  JsonValue* newest_ = nullptr;
+  std::vector<JsonValue*> open_;
+  std::size_t last_end_ = 0, values_ = 0;
+  std::optional<JsonProblem> problem_;
+};
+
+}  // namespace
+
+const JsonValue* JsonValue::member(std::string_view name) const {
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (keys[i].name == name) return &items[i];
+  }
+  return nullptr;
+}
+
+std::string_view name_of(JsonValue::Kind kind) {
+  switch (kind) {
+    case JsonValue::Kind::kNull: return "null";
+    case JsonValue::Kind::kBool: return "true or false";
+    case JsonValue::Kind::kNumber: return "a number";
+    case JsonValue::Kind::kString: return "a string";
+    case JsonValue::Kind::kArray: return "an array";
+    case JsonValue::Kind::kObject: return "an object";
+  }
+  return "?";
+}
+
+std::optional<JsonProblem> parse_json(std::string_view text, const JsonLimits& limits, JsonValue& root) {
+  // RapidJSON takes a zero byte for the end of the text and would not look at what follows.
+  if (const std::size_t zero = text.find('\0'); zero != std::string_view::npos) return JsonProblem{zero, "a zero byte"};
+  rapidjson::MemoryStream stream(text.data(), text.size());
+  TreeBuilder builder(text, stream, limits, root);
+  rapidjson::Reader reader;
+  constexpr unsigned kFlags = rapidjson::kParseIterativeFlag | rapidjson::kParseFullPrecisionFlag |
+                              rapidjson::kParseValidateEncodingFlag | rapidjson::kParseCommentsFlag |
+                              rapidjson::kParseTrailingCommasFlag;
+  const rapidjson::ParseResult result = reader.Parse<kFlags>(stream, builder);
+  if (builder.problem()) return builder.problem();
+  if (result.IsError()) return JsonProblem{result.Offset(), rapidjson::GetParseError_En(result.Code())};
+  return std::nullopt;
+}
+
+TextPosition position_of(std::string_view text, std::size_t offset) {
+  TextPosition position;
+  for (const char c : text.substr(0, offset)) {
+    if (c == '\n') {
+      ++position.line;
+      position.column = 1;
+    } else if ((static_cast<unsigned char>(c) & 0xc0) != 0x80) {  // not a continuation byte of UTF-8
+      ++position.column;
+    }
+  }
+  return position;
+}
+
+}  // namespace spillway

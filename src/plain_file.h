@@ -1,0 +1,52 @@
+// Ordinary files, read and written through the page cache: model files, not stores. Move-only, closes itself.
+// Errors: spillway::Error with the path as object, offset and length in the text.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+
+namespace spillway {
+
+class PlainFile {
+ public:
+  PlainFile() = default;
+  static PlainFile open_to_read(const std::filesystem::path& path);   // regular files only
+  static PlainFile open_to_write(const std::filesystem::path& path);  // one that create() made
+  static PlainFile create(const std::filesystem::path& path);         // replaces what is there; never follows a link
+  PlainFile(PlainFile&& other) noexcept;
+  PlainFile& operator=(PlainFile&& other) noexcept;
+  ~PlainFile();
+
+  bool is_open() const { return fd_ >= 0; }
+  const std::filesystem::path& path() const { return path_; }
+  std::uint64_t size_bytes() const;
+
+  // Whole transfers. A file that ends inside a read is an error (kCorrupt).
+  void read_at(std::uint64_t offset, std::span<std::byte> out) const;
+  void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
+
+  // Gives the file its size and, where the file system can, its space.
+  void reserve(std::uint64_t bytes);
+  // Lets go of cached pages that touch the range. Dirty pages are written first when `written`.
+  void drop_cached(std::uint64_t offset, std::uint64_t bytes, bool written) const;
+  void start_writing_back(std::uint64_t offset, std::uint64_t bytes) const;
+  void sync();
+  void close();  // reports what close() says, which on some file systems is the first word of a failed write
+
+ private:
+  static PlainFile open(const std::filesystem::path& path, int flags, const char* what);
+  int fd_ = -1;
+  std::filesystem::path path_;
+};
+
+// The whole of a small text file; larger than `most` is an error.
+std::string read_text(const std::filesystem::path& path, std::uint64_t most);
+// Makes renames and removals in the directory durable.
+void sync_directory(const std::filesystem::path& directory);
+void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);
+void remove_file(const std::filesystem::path& path) noexcept;  // no error when it is not there
+
+}  // namespace spillway

@@ -1,0 +1,209 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <iterator>
+#include <map>
+
+#include "spillway/bf16.h"
+#include "spillway/error.h"
+#include "spillway/safetensors.h"
+#include "spillway/units.h"
+#include "src/fp16.h"
+#include "src/json_tree.h"
+#include "src/plain_file.h"
+#include "src/safetensors_header.h"
+
+namespace spillway {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
+
+constexpr std::uint64_t kChunkBytes = kMiB;
+constexpr std::uint64_t kMostIndexBytes = 64 * kMiB;
+constexpr const char* kSingle = "model.safetensors";
+constexpr const char* kIndex = "model.safetensors.index.json";
+
+[[noreturn]] void refuse(const std::filesystem::path& path, std::string happened, std::string hint) {
+  throw Error(Code::kInvalidArgument,
+              {.object = path.string(), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
+}
+
+std::vector<TensorEntry> read_header(const PlainFile& file, std::uint32_t index) {
+  const std::uint64_t size = file.size_bytes();
+  if (size < 8) refuse(file.path(), fmt::format("a file of {} bytes is no safetensors file", size), "copy it again");
+  std::uint64_t length = 0;
+  file.read_at(0, std::as_writable_bytes(std::span(&length, 1)));
+  if (length > kMostHeaderBytes || length > size - 8) {
+    refuse(file.path(), fmt::format("its header claims {} bytes of a file of {}", length, size),
+           fmt::format("cut short, or not a safetensors file; a header has at most {} bytes", kMostHeaderBytes));
+  }
+  std::string header(length, '\0');
+  file.read_at(8, std::as_writable_bytes(std::span(header)));
+  return parse_safetensors_header(file.path().string(), header, index, 8 + length, size - 8 - length);
+}
+
+// A file name that stays in its directory.
+bool is_plain_name(std::string_view name) {
+  return !name.empty() && name != "." && name != ".." && name.find('/') == std::string_view::npos &&
+         name.find('\0') == std::string_view::npos;
+}
+
+// tensor name -> file name, from {"metadata": …, "weight_map": {"wte.weight": "model-00001-of-00002.safetensors", …}}
+std::map<std::string, std::string> read_index(const std::filesystem::path& path) {
+  const std::string text = read_text(path, kMostIndexBytes);
+  JsonValue root;
+  if (const auto problem = parse_json(text, {.depth = 8, .values = 4'000'000}, root)) {
+    const TextPosition at = position_of(text, problem->offset);
+    refuse(fmt::format("{}:{}:{}", path.string(), at.line, at.column), problem->what, "copy it again");
+  }
+  const JsonValue* names = root.member("weight_map");
+  if (names == nullptr || names->kind != JsonValue::Kind::kObject || names->items.empty()) {
+    refuse(path, "it has no weight_map with tensors in it", "an index maps tensor names to files");
+  }
+  std::map<std::string, std::string> index;
+  for (std::size_t i = 0; i < names->items.size(); ++i) {
+    const std::string& tensor = names->keys[i].name;
+    const JsonValue& file = names->items[i];
+    const std::string subject = fmt::format("tensor \"{}\": ", printable(tensor));
+    if (file.kind != JsonValue::Kind::kString || !is_plain_name(file.text)) {
+      refuse(path, fmt::format("{}its file is \"{}\"", subject, printable(file.text)),
+             "an index may only name files in its own directory");
+    }
+    if (!index.emplace(tensor, file.text).second) refuse(path, subject + "it occurs twice", "copy it again");
+  }
+  return index;
+}
+
+// bf16 and fp16 values, as they lie in a file, to fp32.
+void widen(std::span<const std::byte> from, DType type, std::span<float> to) {
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    std::uint16_t bits = 0;
+    std::memcpy(&bits, from.data() + 2 * i, 2);
+    to[i] = type == DType::kBFloat16 ? bf16_to_float(bits) : fp16_to_float(bits);
+  }
+}
+
+}  // namespace
+
+struct SafetensorsReader::Model {
+  std::vector<PlainFile> files;
+  std::vector<TensorEntry> tensors;  // sorted by name
+  std::unique_ptr<std::byte[]> chunk;
+
+  ~Model() {
+    // What read-ahead brought in and nobody asked for.
+    for (const PlainFile& file : files) file.drop_cached(0, 0, false);
+  }
+
+  void add(const std::filesystem::path& path) {
+    files.push_back(PlainFile::open_to_read(path));
+    auto more = read_header(files.back(), static_cast<std::uint32_t>(files.size() - 1));
+    std::move(more.begin(), more.end(), std::back_inserter(tensors));
+  }
+
+  void add_indexed(const std::filesystem::path& directory) {
+    const std::filesystem::path path = directory / kIndex;
+    const auto index = read_index(path);
+    std::map<std::string_view, std::uint32_t> numbers;  // of the files, in the order of their names
+    for (const auto& [tensor, file] : index) numbers.emplace(file, 0);
+    for (auto& [file, number] : numbers) {
+      number = static_cast<std::uint32_t>(files.size());
+      add(directory / file);
+    }
+    std::sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
+    check_index(index, numbers);
+  }
+
+  // Index and files must say the same, tensor by tensor. Both are sorted by name.
+  void check_index(const std::map<std::string, std::string>& index,
+                   const std::map<std::string_view, std::uint32_t>& numbers) {
+    const auto subject = [](std::string_view name) { return fmt::format("tensor \"{}\" ", printable(name)); };
+    const std::string hint = "copy the model again";
+    for (std::size_t i = 1; i < tensors.size(); ++i) {
+      if (tensors[i].name != tensors[i - 1].name) continue;
+      refuse(files[tensors[i].file].path(), subject(tensors[i].name) + "is in another file of the model, too", hint);
+    }
+    auto entry = tensors.begin();
+    for (const auto& [name, file] : index) {
+      if (entry != tensors.end() && entry->name < name) break;
+      const std::uint32_t number = numbers.at(file);
+      if (entry == tensors.end() || entry->name != name || entry->file != number) {
+        refuse(files[number].path(), subject(name) + "is not in it, though the index says so", hint);
+      }
+      ++entry;
+    }
+    if (entry != tensors.end()) {
+      refuse(files[entry->file].path(), subject(entry->name) + "is in it, but not in the index", hint);
+    }
+  }
+};
+
+SafetensorsReader::SafetensorsReader(std::unique_ptr<Model> model) : model_(std::move(model)) {}
+SafetensorsReader::SafetensorsReader(SafetensorsReader&&) noexcept = default;
+SafetensorsReader& SafetensorsReader::operator=(SafetensorsReader&&) noexcept = default;
+SafetensorsReader::~SafetensorsReader() = default;
+
+SafetensorsReader SafetensorsReader::open(const std::filesystem::path& directory) {
+  auto model = std::make_unique<Model>();
+  model->chunk = std::make_unique<std::byte[]>(kChunkBytes);
+  // Both may be there; transformers takes the single file then, too.
+  std::error_code ignored;
+  if (std::filesystem::exists(directory / kSingle, ignored)) {
+    model->add(directory / kSingle);
+  } else if (std::filesystem::exists(directory / kIndex, ignored)) {
+    model->add_indexed(directory);
+  } else {
+    const bool pickled = std::filesystem::exists(directory / "pytorch_model.bin", ignored);
+    throw Error(Code::kNotFound, {.object = directory.string(),
+                                  .happened = fmt::format("it holds neither {} nor {}", kSingle, kIndex),
+                                  .errno_value = 0,
+                                  .hint = pickled ? "save pytorch_model.bin anew with safe_serialization=True"
+                                                  : "name the directory of a Hugging Face model"});
+  }
+  return SafetensorsReader(std::move(model));
+}
+
+std::span<const TensorEntry> SafetensorsReader::tensors() const { return model_->tensors; }
+
+const TensorEntry* SafetensorsReader::find(std::string_view name) const {
+  const auto& tensors = model_->tensors;
+  const auto at =
+      std::lower_bound(tensors.begin(), tensors.end(), name,
+                       [](const TensorEntry& entry, std::string_view wanted) { return entry.name < wanted; });
+  return at != tensors.end() && at->name == name ? &*at : nullptr;
+}
+
+const std::filesystem::path& SafetensorsReader::file(const TensorEntry& entry) const {
+  return model_->files.at(entry.file).path();
+}
+
+void SafetensorsReader::read(const TensorEntry& entry, std::uint64_t first, std::span<float> out) {
+  const PlainFile& file = model_->files.at(entry.file);
+  if (!entry.type) {
+    refuse(file.path(), fmt::format("tensor \"{}\" is {}", printable(entry.name), entry.dtype),
+           "only F32, BF16 and F16 can be read");
+  }
+  if (first > entry.elements || out.size() > entry.elements - first) {
+    refuse(file.path(), fmt::format("tensor \"{}\" has {} elements", printable(entry.name), entry.elements),
+           fmt::format("{} from {} on were asked for", out.size(), first));
+  }
+  const std::uint64_t size = size_of(*entry.type);
+  while (!out.empty()) {
+    const std::size_t count = std::min<std::uint64_t>(out.size(), kChunkBytes / size);
+    const std::uint64_t offset = entry.offset + first * size;
+    if (*entry.type == DType::kFloat32) {
+      file.read_at(offset, std::as_writable_bytes(out.first(count)));
+    } else {
+      const std::span chunk(model_->chunk.get(), count * size);
+      file.read_at(offset, chunk);
+      widen(chunk, *entry.type, out.first(count));
+    }
+    file.drop_cached(offset, count * size, false);
+    first += count;
+    out = out.subspan(count);
+  }
+}
+
+}  // namespace spillway

@@ -1,0 +1,394 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "spillway/config.h"
+#include "spillway/error.h"
+#include "spillway/log.h"
+#include "src/config_table.h"
+#include "tests/src/model_directory.h"
+
+namespace spillway {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+// What the log says while it lives.
+class CapturedLog {
+ public:
+  CapturedLog() {
+    set_log_sink([this](LogLevel, std::string_view message) { lines.emplace_back(message); });
+  }
+  ~CapturedLog() {
+    set_log_sink([](LogLevel, std::string_view) {});
+  }
+  std::vector<std::string> lines;
+};
+
+// The message of a refusal, a line per error.
+std::string refusal(const std::string& text) {
+  try {
+    config_from_json(text, "c.json");
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kInvalidArgument);
+    return error.what();
+  }
+  return "accepted";
+}
+
+Config parse(const std::string& text) { return config_from_json(text, "c.json"); }
+
+// A text that is complete but for `more`.
+std::string with(const std::string& more) { return "{\"train_batch_size\": 1, " + more + "}"; }
+
+// Everything in a Config, for comparison.
+std::string dump(const Config& c) {
+  std::ostringstream out;
+  const auto optional = [](const auto& value) { return value ? std::to_string(*value) : std::string("-"); };
+  out << c.micro_batch << ' ' << c.gradient_accumulation << ' ' << c.gradient_clipping << ' ' << name_of(c.weights)
+      << " | " << c.optimizer.learning_rate << ' ' << c.optimizer.beta1 << ' ' << c.optimizer.beta2 << ' '
+      << c.optimizer.epsilon << ' ' << c.optimizer.weight_decay << ' ' << c.optimizer.decoupled_decay << ' '
+      << c.optimizer.bias_correction << " | " << int(c.schedule.kind) << ' ' << c.schedule.warmup_min_lr << ' '
+      << c.schedule.warmup_max_lr << ' ' << c.schedule.warmup_steps << ' ' << c.schedule.total_steps << ' '
+      << c.schedule.logarithmic_warmup << ' ' << c.schedule.warmup_min_ratio << ' ' << c.schedule.cosine_min_ratio
+      << " | " << int(c.states) << ' ' << int(c.parameters) << ' ' << c.nvme_paths.size() << ' '
+      << (c.nvme_paths.empty() ? "" : c.nvme_paths[0].string()) << ' ' << c.io_block_bytes << ' ' << c.io_depth << " | "
+      << optional(c.hbm_bytes) << ' ' << optional(c.host_bytes) << ' ' << optional(c.nvme_bytes) << ' '
+      << c.tile_elements << ' ' << optional(c.commit_every) << ' ' << c.threads << ' ' << int(c.io_engine);
+  return out.str();
+}
+
+TEST(ConfigJson, EveryKeyReachesItsPlace) {
+  const Config c = parse(R"({
+    "train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 6,
+    "gradient_clipping": 0.5, "bf16": {"enabled": true}, "fp16": {"enabled": false},
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.8, 0.95], "eps": 1e-7, "weight_decay": 0.1,
+                                              "bias_correction": false}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 1e-6, "warmup_max_lr": 3e-4,
+                  "warmup_num_steps": 20, "total_num_steps": 5e3, "warmup_type": "linear"}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"},
+                          "offload_param": {"device": "cpu"}},
+    "aio": {"block_size": 262144, "queue_depth": 64},
+    "spillway": {"hbm_bytes": "512MiB", "host_bytes": 1e9, "nvme_bytes": "1.5 TiB", "tile_elements": 2048,
+                 "commit_every": 0, "threads": 3, "io_engine": "threads"}
+  })");
+  EXPECT_EQ(dump(c),
+            "4 6 0.5 bf16 | 0.0002 0.8 0.95 1e-07 0.1 1 0 | 2 1e-06 0.0003 20 5000 0 0 0.0001 | "
+            "2 1 1 /n 262144 64 | 536870912 1000000000 1649267441664 2048 0 3 2");
+}
+
+TEST(ConfigJson, WhatIsLeftOutTakesTheDefault) {
+  Config defaults;
+  EXPECT_EQ(dump(parse("{\"train_batch_size\": 1}")), dump(defaults));
+}
+
+TEST(ConfigJson, TheTablesDefaultsAreTheDefaults) {
+  // Each row with its own default written out must say the same as without it.
+  for (const ConfigKey& key : config_keys()) {
+    if (key.standard.empty()) continue;
+    std::string text(key.standard);
+    std::string path(key.path);
+    for (std::size_t dot = path.rfind('.'); dot != std::string::npos; dot = path.rfind('.')) {
+      text = "{\"" + path.substr(dot + 1) + "\": " + text + "}";
+      path.resize(dot);
+    }
+    text = "\"" + path + "\": " + text;
+    if (key.path.starts_with("scheduler.")) continue;  // a schedule needs its type, see the next test
+    EXPECT_EQ(dump(parse(with(text))), dump(parse("{\"train_batch_size\": 1}"))) << key.path;
+  }
+}
+
+TEST(ConfigJson, TheTablesDefaultsOfAScheduleAreTheDefaults) {
+  for (const ConfigKey& key : config_keys()) {
+    if (key.standard.empty() || !key.path.starts_with("scheduler.params.")) continue;
+    const std::string leaf(key.path.substr(17));
+    const bool cosine = key.only_for == "WarmupCosineLR";
+    const std::string type = cosine ? "WarmupCosineLR" : "WarmupDecayLR";
+    const auto text = [&](const std::string& more) {
+      return with("\"scheduler\": {\"type\": \"" + type + "\", \"params\": {\"total_num_steps\": 9000" + more + "}}");
+    };
+    EXPECT_EQ(dump(parse(text(", \"" + leaf + "\": " + std::string(key.standard)))), dump(parse(text("")))) << key.path;
+  }
+}
+
+TEST(ConfigJson, EveryRowSaysWhatItIsAndIsFoundOnce) {
+  std::set<std::string_view> seen;
+  for (const auto& table : {config_keys(), config_keys_without_effect()}) {
+    for (const ConfigKey& key : table) {
+      EXPECT_TRUE(seen.insert(key.path).second) << key.path;
+      EXPECT_FALSE(key.doc.empty()) << key.path;
+      EXPECT_EQ(key.allowed.empty(), key.kind != KeyKind::kChoice) << key.path;
+      const std::size_t dot = key.path.rfind('.');
+      if (dot == std::string_view::npos) continue;
+      const ConfigKey* section = find_config_key(key.path.substr(0, dot));
+      EXPECT_TRUE(section != nullptr && section->kind == KeyKind::kSection) << key.path << " has no section";
+    }
+  }
+}
+
+TEST(ConfigJson, BatchSizesAreDerivedAsDeepSpeedDoes) {
+  const auto batch = [](const std::string& text) {
+    const Config c = parse(text);
+    return std::pair(c.micro_batch, c.gradient_accumulation);
+  };
+  EXPECT_EQ(batch(R"({"train_batch_size": 12})"), std::pair(12u, 1u));
+  EXPECT_EQ(batch(R"({"train_micro_batch_size_per_gpu": 3})"), std::pair(3u, 1u));
+  EXPECT_EQ(batch(R"({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3})"), std::pair(3u, 4u));
+  EXPECT_EQ(batch(R"({"train_batch_size": 12, "gradient_accumulation_steps": 6})"), std::pair(2u, 6u));
+  EXPECT_EQ(batch(R"({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2})"), std::pair(3u, 2u));
+}
+
+TEST(ConfigJson, BatchSizesThatContradictEachOtherAreRefused) {
+  EXPECT_THAT(refusal("{}"), HasSubstr("c.json:1:1: neither train_batch_size nor"));
+  EXPECT_THAT(refusal(R"({"gradient_accumulation_steps": 2})"), HasSubstr("neither"));
+  EXPECT_EQ(refusal(R"({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4})"),
+            "c.json:1:22: train_batch_size: 10 is not 4 (micro batch) × 2 (accumulation) × 1 (rank); it must be a "
+            "multiple of 4");
+  EXPECT_THAT(refusal(R"({"train_batch_size": 2, "gradient_accumulation_steps": 4})"), HasSubstr("a multiple of 4"));
+  EXPECT_THAT(refusal(R"({"train_batch_size": 2, "train_micro_batch_size_per_gpu": 3})"), HasSubstr("a multiple of 3"));
+  EXPECT_THAT(refusal(R"({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
+                          "gradient_accumulation_steps": 2})"),
+              HasSubstr("4 would be"));
+  EXPECT_THAT(refusal(R"({"train_micro_batch_size_per_gpu": 4294967295, "gradient_accumulation_steps": 4294967295})"),
+              HasSubstr("too many"));
+  EXPECT_THAT(refusal(R"({"train_batch_size": 0})"), HasSubstr("out of range; allowed: 1 to"));
+}
+
+TEST(ConfigJson, AdamIsDecoupledUnlessAdamWModeIsFalse) {
+  const auto decoupled = [](const std::string& optimizer) {
+    return parse(with("\"optimizer\": " + optimizer)).optimizer.decoupled_decay;
+  };
+  EXPECT_TRUE(decoupled(R"({"type": "Adam"})"));
+  EXPECT_TRUE(decoupled(R"({"type": "adamw"})"));
+  EXPECT_TRUE(decoupled(R"({"type": "Adam", "params": {"adam_w_mode": true}})"));
+  EXPECT_FALSE(decoupled(R"({"params": {"adam_w_mode": false}, "type": "Adam"})"));
+  EXPECT_THAT(refusal(with(R"("optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}})")),
+              HasSubstr("contradicts the optimizer's type"));
+  EXPECT_THAT(refusal(with(R"("optimizer": {"type": "Lion"})")), HasSubstr("allowed: AdamW, Adam"));
+}
+
+TEST(ConfigJson, SchedulesTakeTheirOwnParametersOnly) {
+  const Config warmup = parse(with(R"("optimizer": {"params": {"lr": 0.5}}, "scheduler": {"type": "WarmupLR"})"));
+  EXPECT_EQ(warmup.schedule.kind, ScheduleKind::kWarmup);
+  EXPECT_EQ(warmup.schedule.warmup_max_lr, 0.5);  // WarmupLR: the optimizer's own rate
+  const Config decay = parse(with(R"("optimizer": {"params": {"lr": 0.5}},
+      "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9000}})"));
+  EXPECT_EQ(decay.schedule.warmup_max_lr, 1e-3);  // WarmupDecayLR: 1e-3, whatever the optimizer says
+  const Config cosine = parse(with(R"("scheduler": {"type": "WarmupCosineLR",
+      "params": {"total_num_steps": 9000, "warmup_min_ratio": 0.25, "cos_min_ratio": 0.125}})"));
+  EXPECT_EQ(cosine.schedule.kind, ScheduleKind::kWarmupCosine);
+  EXPECT_EQ(cosine.schedule.warmup_min_ratio, 0.25);
+  EXPECT_EQ(cosine.schedule.cosine_min_ratio, 0.125);
+
+  const auto refused = [](const std::string& scheduler) { return refusal(with("\"scheduler\": " + scheduler)); };
+  EXPECT_THAT(refused(R"({"type": "WarmupLR", "params": {"total_num_steps": 5}})"),
+              HasSubstr("scheduler.params.total_num_steps: not a parameter of WarmupLR; only of WarmupDecayLR"));
+  EXPECT_THAT(refused(R"({"type": "WarmupCosineLR", "params": {"total_num_steps": 5000, "warmup_min_lr": 0}})"),
+              HasSubstr("not a parameter of WarmupCosineLR"));
+  EXPECT_THAT(refused(R"({"type": "WarmupDecayLR"})"), HasSubstr("needs scheduler.params.total_num_steps"));
+  EXPECT_THAT(refused(R"({"params": {}})"), HasSubstr("the section has no type; allowed: WarmupLR"));
+  EXPECT_THAT(refused(R"({"type": "OneCycle"})"), HasSubstr("allowed: WarmupLR, WarmupDecayLR, WarmupCosineLR"));
+  EXPECT_EQ(parse(with(R"("scheduler": null)")).schedule.kind, ScheduleKind::kConstant);
+}
+
+TEST(ConfigJson, OffloadNeedsStage3AndNvmeAPath) {
+  const auto zero = [](const std::string& section) { return with("\"zero_optimization\": " + section); };
+  EXPECT_THAT(refusal(zero(R"({"offload_param": {"device": "cpu"}})")), HasSubstr("need a stage; add \"stage\": 3"));
+  EXPECT_THAT(refusal(zero(R"({"stage": 2})")), HasSubstr("stage 2 is not supported; allowed: 3"));
+  EXPECT_THAT(refusal(zero(R"({"stage": 3, "offload_optimizer": {"device": "nvme"}})")),
+              HasSubstr("offload_optimizer.device: device nvme needs an nvme_path"));
+  EXPECT_THAT(refusal(zero(R"({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": ""}})")),
+              HasSubstr("needs an nvme_path"));
+  EXPECT_THAT(refusal(zero(R"({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                               "offload_optimizer": {"device": "nvme", "nvme_path": "/b"}})")),
+              HasSubstr("\"/a\" differs from offload_optimizer.nvme_path, \"/b\""));
+  const Config one = parse(zero(R"({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": null},
+                                    "offload_optimizer": {"device": "nvme", "nvme_path": "/b"}})"));
+  EXPECT_THAT(one.nvme_paths, ElementsAre("/b"));
+  EXPECT_EQ(one.parameters, Placement::kNvme);
+  // A path beside another device: a store to commit to, though nothing needs to live there.
+  EXPECT_THAT(parse(zero(R"({"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/b"}})")).nvme_paths,
+              ElementsAre("/b"));
+  EXPECT_EQ(parse(zero(R"({"stage": 3, "offload_param": null})")).parameters, Placement::kHbm);
+  const Config older = parse(zero(R"({"stage": 3, "cpu_offload": true, "cpu_offload_param": true})"));
+  EXPECT_EQ(older.states, Placement::kHost);
+  EXPECT_EQ(older.parameters, Placement::kHost);
+}
+
+TEST(ConfigJson, Fp16IsRefusedWithTheWayOut) {
+  EXPECT_EQ(refusal(with(R"("fp16": {"enabled": true})")),
+            "c.json:1:45: fp16.enabled: fp16 training is not supported; use bf16: \"bf16\": {\"enabled\": true}");
+}
+
+TEST(ConfigJson, UnknownKeysNameTheClosestOne) {
+  EXPECT_EQ(refusal(with(R"("gradient_cliping": 1)")),
+            "c.json:1:25: unknown key \"gradient_cliping\"; closest key: gradient_clipping");
+  EXPECT_THAT(refusal(with(R"("zero_optimization": {"offload_optimizer": {"nvmepath": "/x"}})")),
+              HasSubstr("unknown key \"zero_optimization.offload_optimizer.nvmepath\"; closest key: nvme_path"));
+  // At home in another section.
+  EXPECT_THAT(refusal(with(R"("zero_optimization": {"aio": {}})")), HasSubstr("closest key: aio"));
+  EXPECT_THAT(refusal(with(R"("hbm_bytes": 1)")), HasSubstr("closest key: spillway.hbm_bytes"));
+  EXPECT_THAT(refusal(with(R"("aio": {"qwertyuiop": 1})")), HasSubstr("known keys: block_size, queue_depth"));
+  // A dotted name is not a path.
+  EXPECT_THAT(refusal(with(R"("aio.block_size": 4096)")), HasSubstr("unknown key \"aio.block_size\""));
+}
+
+TEST(ConfigJson, WrongTypesAndRangesSayWhatIsAllowed) {
+  const auto refused = [](const std::string& more) { return refusal(with(more)); };
+  EXPECT_THAT(refused(R"("gradient_clipping": "1")"), HasSubstr("expected a number, found the string \"1\""));
+  EXPECT_THAT(refused(R"("gradient_clipping": "auto")"), HasSubstr("\"auto\" is not filled in here"));
+  EXPECT_THAT(refused(R"("gradient_clipping": -1)"), HasSubstr("-1 is out of range; allowed: at least 0"));
+  EXPECT_THAT(refused(R"("gradient_clipping": null)"), HasSubstr("found null"));
+  EXPECT_THAT(refused(R"("bf16": {"enabled": "true"})"),
+              HasSubstr("expected true or false, found the string \"true\""));
+  EXPECT_THAT(refused(R"("bf16": true)"), HasSubstr("expected an object, found true"));
+  EXPECT_THAT(refused(R"("optimizer": {"params": {"betas": [0.9]}})"), HasSubstr("two numbers, such as [0.9, 0.999]"));
+  EXPECT_THAT(refused(R"("optimizer": {"params": {"betas": [0.9, 1]}})"), HasSubstr("less than 1"));
+  EXPECT_THAT(refused(R"("optimizer": {"params": {"lr": 1e400}})"), HasSubstr("c.json:1:"));
+  EXPECT_THAT(refused(R"("aio": {"queue_depth": 2.5})"), HasSubstr("expected a whole number, found 2.5"));
+  EXPECT_THAT(refused(R"("aio": {"queue_depth": 0})"), HasSubstr("allowed: 1 to 4096"));
+  EXPECT_THAT(refused(R"("aio": {"block_size": 5000})"), HasSubstr("not a multiple of 4096; nearest below: 4096"));
+  EXPECT_THAT(refused(R"("spillway": {"tile_elements": 1000})"), HasSubstr("out of range"));
+  EXPECT_THAT(refused(R"("spillway": {"io_engine": "iouring"})"), HasSubstr("closest: io_uring"));
+  for (const char* bytes :
+       {"12 parsecs", "-1MiB", "1.5", "0.1KiB", "MiB", "", "nan", "inf", "1e400GiB", "9e99", "1MiBx"}) {
+    EXPECT_THAT(refused(std::string(R"("spillway": {"hbm_bytes": ")") + bytes + "\"}"), HasSubstr("\"512MiB\""))
+        << bytes;
+  }
+  EXPECT_THAT(refused(R"("zero_optimization": {"stage": 3, "offload_param": {"nvme_path": "a\u0000b"}})"),
+              HasSubstr("zero byte"));
+}
+
+TEST(ConfigJson, WholeNumbersMayBeWrittenWithAnExponent) {
+  EXPECT_EQ(parse(with(R"("spillway": {"hbm_bytes": 5e7})")).hbm_bytes, 50'000'000u);
+  // Beyond 2^53 a whole number written out keeps its last digit.
+  EXPECT_EQ(parse(with(R"("spillway": {"hbm_bytes": 9007199254740993})")).hbm_bytes, 9007199254740993u);
+}
+
+TEST(ConfigJson, AllErrorsAreReportedInOneRunInTheOrderOfTheText) {
+  EXPECT_EQ(refusal("{\n  \"train_batch_size\": 7,\n  \"gradient_cliping\": 1, \"bf16\": {\"enabled\": 1},\n"
+                    "  \"train_micro_batch_size_per_gpu\": 2,\n  \"bf16\": {}\n}"),
+            "c.json:2:23: train_batch_size: 7 is not 2 (micro batch) × 3 (accumulation) × 1 (rank); it must be a "
+            "multiple of 2\n"
+            "c.json:3:3: unknown key \"gradient_cliping\"; closest key: gradient_clipping\n"
+            "c.json:3:46: bf16.enabled: expected true or false, found 1; write true or false\n"
+            "c.json:5:3: duplicate key \"bf16\"; it stands in line 3 already");
+}
+
+TEST(ConfigJson, AWrongValueIsNotReportedAsMissingToo) {
+  EXPECT_EQ(refusal(R"({"train_batch_size": "x"})"),
+            "c.json:1:22: train_batch_size: expected a whole number, found the string \"x\"; write a whole number");
+  EXPECT_THAT(refusal(with(R"("scheduler": {"type": 1})")), testing::Not(HasSubstr("\n")));
+  EXPECT_THAT(refusal(with(R"("zero_optimization": {"stage": "3", "offload_param": {"device": "cpu"}})")),
+              testing::Not(HasSubstr("\n")));
+  EXPECT_THAT(
+      refusal(with(R"("zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": 1}})")),
+      testing::Not(HasSubstr("\n")));
+  EXPECT_THAT(refusal(with(R"("scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "x"}})")),
+              testing::Not(HasSubstr("\n")));
+}
+
+TEST(ConfigJson, ColumnsCountCharactersAndCommentsAreSkipped) {
+  EXPECT_THAT(refusal("// größer, \"x\": 1\n{/* ü */ \"train_batch_size\": 1, \"ü\": 1}"),
+              HasSubstr("c.json:2:33: unknown key"));
+  EXPECT_EQ(refusal("{\"train_batch_size\": 1,}"), "accepted");  // DeepSpeed's reader takes it as well
+}
+
+TEST(ConfigJson, TextsThatAreNotAConfigurationAreRefusedWithTheirPlace) {
+  EXPECT_THAT(refusal(""), HasSubstr("c.json:1:1: "));
+  EXPECT_THAT(refusal("[]"), HasSubstr("c.json:1:1: a configuration is a JSON object"));
+  EXPECT_THAT(refusal("{\n\"a\" 1}"), HasSubstr("c.json:2:5: Missing a colon"));
+  EXPECT_THAT(refusal("{} {}"), HasSubstr("c.json:1:4: "));
+  EXPECT_THAT(refusal(std::string("{}\0{}", 5)), HasSubstr("a zero byte"));
+  EXPECT_THAT(refusal(with("\"aio\": " + std::string(100'000, '['))), HasSubstr("nested deeper than 64"));
+  std::string many = "[0";
+  for (int i = 0; i < 100'000; ++i) many += ",0";
+  EXPECT_THAT(refusal(with("\"checkpoint\": " + many + "]")), HasSubstr("more than 100000 values"));
+  EXPECT_THAT(refusal("{\"\xff\": 1}"), HasSubstr("encoding"));
+}
+
+TEST(ConfigJson, KeysWithoutEffectAreNamedInOneLogLine) {
+  CapturedLog log;
+  parse(R"({"train_batch_size": 1, "steps_per_print": null, "zero_optimization": {"stage": 3, "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu", "pin_memory": true, "buffer_count": 4}},
+    "aio": {"thread_count": 2}, "fp16": {"loss_scale": 0}})");
+  EXPECT_THAT(log.lines,
+              ElementsAre("c.json: known, but without effect here: steps_per_print, zero_optimization.sub_group_size, "
+                          "zero_optimization.reduce_bucket_size, zero_optimization.offload_optimizer.pin_memory, "
+                          "zero_optimization.offload_optimizer.buffer_count, aio.thread_count, fp16.loss_scale"));
+  log.lines.clear();
+  parse(with("\"gradient_clipping\": 1"));
+  EXPECT_THAT(log.lines, IsEmpty());
+  // Their types are checked all the same.
+  EXPECT_THAT(refusal(with(R"("aio": {"single_submit": "true"})")), HasSubstr("expected true or false"));
+}
+
+TEST(ConfigJson, FewerStepsThanTheWarmupAreWarnedOf) {
+  CapturedLog log;
+  parse(with(R"("scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}})"));
+  EXPECT_THAT(log.lines, ElementsAre(HasSubstr("total_num_steps 10 is less than warmup_num_steps 1000")));
+}
+
+TEST(ConfigJson, RandomDamageToATextIsReportedOrAcceptedNeverACrash) {
+  const int given = GTEST_FLAG_GET(random_seed);  // repeat a run with --gtest_random_seed=SEED
+  const std::uint64_t seed = given != 0 ? static_cast<std::uint64_t>(given) : std::random_device{}() % 99999 + 1;
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  const CapturedLog log;
+  const std::string whole =
+      R"({"train_batch_size": 24, "optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.95]}},
+    // a comment
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}, "spillway": {"hbm_bytes": "1.5GiB"},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/n"}}, "aio": {}})";
+  const std::string marks = "{}[]\",:/*.-+eE0 9\\\n\xc3";
+  std::mt19937_64 random(seed);
+  int accepted = 0;
+  for (int round = 0; round < 20'000; ++round) {
+    std::string damaged = whole;
+    for (std::uint64_t n = random() % 3; n > 0; --n) {
+      const std::size_t at = random() % damaged.size();
+      if (random() % 4 == 0) damaged.erase(at, random() % 9);
+      damaged.insert(std::min(at, damaged.size()), 1, marks[random() % marks.size()]);
+    }
+    const std::string message = refusal(damaged);
+    accepted += message == "accepted";
+    // Every line of a report has its place.
+    std::istringstream lines(message == "accepted" ? "" : message);
+    for (std::string line; std::getline(lines, line) && line.starts_with("c.json");) {
+      ASSERT_THAT(line, testing::ContainsRegex("^c.json:[0-9]+:[0-9]+: ")) << damaged;
+    }
+  }
+  EXPECT_TRUE(accepted > 1000 && accepted < 19'000) << accepted;
+}
+
+using LoadConfig = ModelDirectory;
+
+TEST_F(LoadConfig, ErrorsNameTheFile) {
+  write_file("ds_config.json", "{\n \"x\": 1, \"train_batch_size\": 1}");
+  const std::filesystem::path path = directory_ / "ds_config.json";
+  const auto message = [](const std::filesystem::path& file) {
+    try {
+      load_config(file);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  EXPECT_THAT(message(path), HasSubstr(path.string() + ":2:2: unknown key \"x\""));
+  write_file("ds_config.json", "{\"train_batch_size\": 3}");
+  EXPECT_EQ(load_config(path).micro_batch, 3u);
+  EXPECT_THAT(message(directory_ / "none.json"), HasSubstr("No such file or directory"));
+  EXPECT_THAT(message(directory_), HasSubstr(directory_.string() + ": "));
+  std::filesystem::resize_file(path, 5 << 20);
+  EXPECT_THAT(message(path), HasSubstr("at most 4194304"));
+}
+
+}  // namespace
+}  // namespace spillway
