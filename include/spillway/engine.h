@@ -134,6 +134,8 @@ class Engine {
 
  protected:
   friend class Lease;
+  // How an implementation hands out a lease on one of its slots.
+  Lease make_lease(std::uint32_t slot) { return Lease(this, slot); }
   virtual const void* weight_address(std::uint32_t slot, std::uint32_t parameter) const = 0;
   virtual void release(std::uint32_t slot) = 0;
   Lease lend(std::uint32_t slot) { return Lease(this, slot); }

@@ -1,0 +1,19 @@
+// A Lease is the engine room's; tests of the model link without it.
+#include "tests/tools/fake_engine.h"
+
+namespace spillway {
+
+Lease::Lease(Lease&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)), slot_(other.slot_) {}
+Lease& Lease::operator=(Lease&& other) noexcept {
+  release();
+  engine_ = std::exchange(other.engine_, nullptr);
+  slot_ = other.slot_;
+  return *this;
+}
+Lease::~Lease() { release(); }
+const void* Lease::weight(std::uint32_t parameter) const { return engine_->weight_address(slot_, parameter); }
+void Lease::release() {
+  if (engine_ != nullptr) std::exchange(engine_, nullptr)->release(slot_);
+}
+
+}  // namespace spillway

@@ -1,0 +1,179 @@
+// The whole model on a resident engine: gradients against differences of the loss, accumulation, order of visits, bits.
+#include "tools/gpt2/trainer.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "tests/tools/fake_engine.h"
+
+namespace spillway::gpt2 {
+namespace {
+
+ModelConfig tiny_model() {
+  ModelConfig model;
+  model.layers = 2;
+  model.width = 48;
+  model.heads = 3;
+  model.inner = 112;
+  model.positions = 80;
+  model.vocabulary = 150;
+  return model;
+}
+
+struct Resident {
+  Resident(const ModelConfig& model, const TrainerOptions& options)
+      : trainer(model, options), description(trainer.description()), engine(description, options.type, options.threads) {
+    trainer.attach(engine);
+    std::mt19937 generator(7);
+    std::normal_distribution<float> normal(0, 0.2f);
+    for (std::uint32_t b = 0; b < description.blocks.size(); ++b) {
+      auto& block = weights.emplace_back();
+      for (std::uint32_t p = 0; p < description.blocks[b].parameters.size(); ++p) {
+        const auto& parameter = description.blocks[b].parameters[p];
+        auto& values = block.emplace_back(elements(parameter));
+        const bool norm = parameter.name.find("ln_") != std::string::npos;
+        for (auto& v : values) v = normal(generator) + (norm && parameter.name.ends_with("weight") ? 1.0f : 0.0f);
+        engine.set_weight(b, p, values);
+      }
+    }
+  }
+
+  Gpt2Trainer trainer;
+  ModelDescription description;
+  FakeEngine engine;
+  std::vector<std::vector<std::vector<float>>> weights;
+};
+
+std::vector<std::uint32_t> random_rows(const ModelConfig& model, std::size_t rows, std::size_t sequence) {
+  std::mt19937 generator(11);
+  std::vector<std::uint32_t> out(rows * (sequence + 1));
+  for (auto& token : out) token = static_cast<std::uint32_t>(generator() % model.vocabulary);
+  return out;
+}
+
+TEST(TrainerTest, GradientsAreDerivativesOfTheLoss) {
+  const auto model = tiny_model();
+  Resident run(model, {.type = DType::kFloat32, .micro_batch = 2, .accumulation = 2, .sequence = 70, .threads = 2});
+  const auto rows = random_rows(model, 4, 70);
+  run.trainer.run_step(rows);
+  std::vector<std::vector<std::vector<float>>> gradients(run.weights.size());
+  for (std::uint32_t b = 0; b < run.weights.size(); ++b) {
+    for (std::uint32_t p = 0; p < run.weights[b].size(); ++p) gradients[b].push_back(run.engine.gradient(b, p));
+  }
+  // One step along the gradient itself and one along random signs: both slopes must be the inner product.
+  std::mt19937 generator(5);
+  for (std::uint32_t b = 0; b < run.weights.size(); ++b) {
+    for (std::uint32_t p = 0; p < run.weights[b].size(); ++p) {
+      const auto& g = gradients[b][p];
+      double norm = 0;
+      for (const float v : g) norm += static_cast<double>(v) * v;
+      norm = std::sqrt(norm);
+      ASSERT_GT(norm, 0) << run.description.blocks[b].parameters[p].name;
+      for (const bool along : {true, false}) {
+        std::vector<double> direction(g.size());
+        for (std::size_t i = 0; i < g.size(); ++i) {
+          direction[i] = along ? g[i] / norm : (generator() % 2 ? 1 : -1) / std::sqrt(static_cast<double>(g.size()));
+        }
+        const double step = 0.01;
+        const auto loss_at = [&](double distance) {
+          auto moved = run.weights[b][p];
+          for (std::size_t i = 0; i < g.size(); ++i) moved[i] += static_cast<float>(distance * direction[i]);
+          run.engine.set_weight(b, p, moved);
+          return run.trainer.run_step(rows);
+        };
+        // Richardson's extrapolation of two central differences: error of order step^4.
+        const double coarse = (loss_at(2 * step) - loss_at(-2 * step)) / (4 * step);
+        const double fine = (loss_at(step) - loss_at(-step)) / (2 * step);
+        const double slope = (4 * fine - coarse) / 3;
+        double expected = 0;
+        for (std::size_t i = 0; i < g.size(); ++i) expected += g[i] * direction[i];
+        // The loss carries about 1e-7 relative noise, divided by the step.
+        EXPECT_NEAR(slope, expected, 1e-4 + 3e-3 * std::abs(expected))
+            << run.description.blocks[b].parameters[p].name << (along ? " along its gradient" : " along random signs");
+      }
+      run.engine.set_weight(b, p, run.weights[b][p]);
+    }
+  }
+}
+
+TEST(TrainerTest, VisitsFollowTheDescriptionAndPushesHappenAsDeclared) {
+  const auto model = tiny_model();
+  for (const std::uint32_t accumulation : {1u, 3u}) {
+    Resident run(model, {.type = DType::kBFloat16, .micro_batch = 1, .accumulation = accumulation, .sequence = 20, .threads = 1});
+    run.trainer.run_step(random_rows(model, accumulation, 20));
+    ASSERT_EQ(run.engine.visits().size(), run.description.visits.size());
+    for (std::size_t i = 0; i < run.description.visits.size(); ++i) {
+      EXPECT_EQ(run.engine.visits()[i].first, run.description.visits[i].block) << i;
+      EXPECT_EQ(run.engine.visits()[i].second, run.description.visits[i].pass) << i;
+    }
+    for (std::uint32_t b = 0; b < run.description.blocks.size(); ++b) {
+      for (std::uint32_t p = 0; p < run.description.blocks[b].parameters.size(); ++p) {
+        EXPECT_EQ(run.engine.pushes(b, p), run.description.blocks[b].parameters[p].pushes);
+      }
+    }
+    EXPECT_EQ(run.engine.open_leases(), 0);
+  }
+}
+
+TEST(TrainerTest, AccumulatedMicroBatchesGiveTheGradientOfOneLargeBatch) {
+  const auto model = tiny_model();
+  const auto rows = random_rows(model, 4, 33);
+  Resident large(model, {.type = DType::kFloat32, .micro_batch = 4, .accumulation = 1, .sequence = 33, .threads = 1});
+  Resident small(model, {.type = DType::kFloat32, .micro_batch = 1, .accumulation = 4, .sequence = 33, .threads = 1});
+  EXPECT_NEAR(large.trainer.run_step(rows), small.trainer.run_step(rows), 1e-6);
+  for (std::uint32_t b = 0; b < large.weights.size(); ++b) {
+    for (std::uint32_t p = 0; p < large.weights[b].size(); ++p) {
+      const auto one = large.engine.gradient(b, p), sum = small.engine.gradient(b, p);
+      double norm = 0, difference = 0;
+      for (std::size_t i = 0; i < one.size(); ++i) {
+        norm += std::pow(one[i], 2);
+        difference += std::pow(one[i] - sum[i], 2);
+      }
+      EXPECT_LT(std::sqrt(difference), 1e-5 * std::sqrt(norm)) << large.description.blocks[b].parameters[p].name;
+    }
+  }
+}
+
+class TrainerBitsTest : public testing::TestWithParam<DType> {};
+
+TEST_P(TrainerBitsTest, ThreadsDoNotChangeABit) {
+  const auto model = tiny_model();
+  const auto rows = random_rows(model, 4, 70);
+  std::vector<std::vector<float>> expected;
+  double expected_loss = 0;
+  for (const unsigned threads : {1u, 2u, 5u}) {
+    Resident run(model, {.type = GetParam(), .micro_batch = 2, .accumulation = 2, .sequence = 70, .threads = threads});
+    const double loss = run.trainer.run_step(rows);
+    std::vector<std::vector<float>> gradients;
+    for (std::uint32_t b = 0; b < run.weights.size(); ++b) {
+      for (std::uint32_t p = 0; p < run.weights[b].size(); ++p) gradients.push_back(run.engine.gradient(b, p));
+    }
+    if (threads == 1) {
+      expected = gradients;
+      expected_loss = loss;
+    }
+    EXPECT_EQ(loss, expected_loss) << threads << " threads";
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      EXPECT_EQ(std::memcmp(gradients[i].data(), expected[i].data(), gradients[i].size() * sizeof(float)), 0)
+          << threads << " threads, parameter " << i;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Types, TrainerBitsTest, testing::Values(DType::kFloat32, DType::kBFloat16),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+TEST(TrainerTest, Bf16LossIsCloseToFp32) {
+  const auto model = tiny_model();
+  const auto rows = random_rows(model, 2, 70);
+  Resident wide(model, {.type = DType::kFloat32, .micro_batch = 2, .accumulation = 1, .sequence = 70, .threads = 2});
+  Resident half(model, {.type = DType::kBFloat16, .micro_batch = 2, .accumulation = 1, .sequence = 70, .threads = 2});
+  const double loss = wide.trainer.run_step(rows);
+  // 8 bits of significand through two layers.
+  EXPECT_NEAR(half.trainer.run_step(rows), loss, 0.01 * loss);
+}
+
+}  // namespace
+}  // namespace spillway::gpt2

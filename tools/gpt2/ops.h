@@ -1,0 +1,142 @@
+// The operations a GPT-2 model is made of: forward and backward, one implementation per device.
+//
+// Every pointer is a device address inside the engine's HBM arena (anything else is refused) but where `host` is written.
+// Work is enqueued on the stream and runs later, in order; one stream at a time. Tensors are row-major, in the model's
+// weight type unless a comment says fp32. An operation computes in fp32 and rounds its result once.
+// M = batch * sequence tokens of one micro-batch, C = width.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "spillway/device.h"
+#include "spillway/dtype.h"
+#include "spillway/engine.h"
+
+namespace spillway::gpt2 {
+
+struct Shape {
+  DType type = DType::kFloat32;  // fp32 or bf16
+  std::uint32_t batch = 1;       // rows of a micro-batch
+  std::uint32_t sequence = 0;    // tokens of a row
+  std::uint32_t width = 0, heads = 0, inner = 0;
+  std::uint32_t vocabulary = 0, positions = 0;
+  float epsilon = 1e-5f;  // of layer norm
+
+  std::size_t tokens() const { return static_cast<std::size_t>(batch) * sequence; }
+};
+
+struct Embedding {
+  const std::uint32_t* tokens;  // [M]
+  const void *token_weight, *position_weight;
+  void* out;  // [M][C]
+};
+struct EmbeddingBackward {
+  const std::uint32_t* tokens;
+  const void* dout;
+  float *dtoken_weight, *dposition_weight;  // fp32, added to
+};
+
+struct LayerNorm {
+  const void *x, *weight, *bias;  // [M][C]
+  void* out;
+  float* statistics;  // fp32 [M][2]: mean, 1 / standard deviation
+};
+struct LayerNormBackward {
+  const void *x, *weight, *dout;
+  const float* statistics;
+  const void* residual;  // added to dx; may be null, may be dx
+  void* dx;
+  // Of type `gradient`. accumulate: added to (fp32 only).
+  void *dweight, *dbias;
+  DType gradient;
+  bool accumulate;
+};
+
+// y = x · weight + bias + residual; weight is [in][out], as GPT-2's Conv1D stores it.
+struct Linear {
+  std::uint32_t in, out;
+  const void *x, *weight, *bias;
+  const void* residual;  // [M][out]; may be null
+  void* y;
+};
+struct LinearBackwardInput {
+  std::uint32_t in, out;
+  const void *dy, *weight;
+  void* dx;
+};
+struct LinearBackwardWeight {
+  std::uint32_t in, out;
+  const void *x, *dy;
+  void *dweight, *dbias;
+  DType gradient;
+  bool accumulate;
+};
+
+struct Gelu {
+  const void* x;  // [M][inner]
+  void* y;
+};
+struct GeluBackward {
+  const void *x, *dy;
+  void* dx;  // may be dy
+};
+
+// Causal self-attention over rows of [query | key | value], each C wide.
+struct Attention {
+  const void* qkv;  // [M][3C]
+  void* out;        // [M][C]
+};
+struct AttentionBackward {
+  const void *qkv, *dout;
+  void* dqkv;
+};
+
+// Logits against the tied embedding, cross entropy and its gradient, slice by slice: logits never exist whole.
+struct HeadLoss {
+  const void* x;                 // [M][C]
+  const std::uint32_t* targets;  // [M]
+  const void* token_weight;      // [vocabulary][C]
+  float scale;                   // of the gradient: 1 / tokens in the step
+  float* losses;                 // fp32 [M], natural logarithm, not scaled
+  void* dx;                      // may be x
+  float* dtoken_weight;          // fp32
+  bool accumulate;               // add to dtoken_weight
+};
+
+class Ops {
+ public:
+  virtual ~Ops() = default;
+  virtual std::vector<std::string> describe() const = 0;
+  // Device memory that the operations work in; known before the engine exists.
+  virtual std::uint64_t scratch_bytes() const = 0;
+  // Must be called once, before any operation. `scratch` is aligned to 4096; the engine must outlive this object.
+  virtual void bind(const Engine& engine, std::span<std::byte> scratch) = 0;
+
+  // `host` memory must stay as it is until the stream got there.
+  virtual void upload(const void* host, void* device, std::size_t bytes, Stream& stream) = 0;
+  virtual void download(const void* device, void* host, std::size_t bytes, Stream& stream) = 0;
+  virtual void zero(void* device, std::size_t bytes, Stream& stream) = 0;
+
+  virtual void run(const Embedding& op, Stream& stream) = 0;
+  virtual void run(const EmbeddingBackward& op, Stream& stream) = 0;
+  virtual void run(const LayerNorm& op, Stream& stream) = 0;
+  virtual void run(const LayerNormBackward& op, Stream& stream) = 0;
+  virtual void run(const Linear& op, Stream& stream) = 0;
+  virtual void run(const LinearBackwardInput& op, Stream& stream) = 0;
+  virtual void run(const LinearBackwardWeight& op, Stream& stream) = 0;
+  virtual void run(const Gelu& op, Stream& stream) = 0;
+  virtual void run(const GeluBackward& op, Stream& stream) = 0;
+  virtual void run(const Attention& op, Stream& stream) = 0;
+  virtual void run(const AttentionBackward& op, Stream& stream) = 0;
+  virtual void run(const HeadLoss& op, Stream& stream) = 0;
+};
+
+// `threads`: at least as many as the engine's compute threads (Config::threads, resolved).
+std::unique_ptr<Ops> create_host_ops(const Shape& shape, unsigned threads);
+
+}  // namespace spillway::gpt2

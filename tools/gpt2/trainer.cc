@@ -1,0 +1,251 @@
+#include "tools/gpt2/trainer.h"
+
+#include <algorithm>
+
+#include "spillway/error.h"
+
+namespace spillway::gpt2 {
+
+// A layer acquired for backward, with one of its micro-batches.
+struct Gpt2Trainer::LayerVisit {
+  const Lease& lease;
+  std::uint32_t layer, micro_batch;
+  bool first() const { return micro_batch == 0; }
+};
+
+Gpt2Trainer::Workspace::Workspace(Carver& carver, const Gpt2Trainer& trainer) {
+  const Shape& shape = trainer.shape_;
+  const std::size_t micro_batches = trainer.options_.accumulation, m = shape.tokens(), e = size_of(shape.type);
+  const std::size_t width = shape.width, inner = shape.inner;
+  const auto tensor = [&](std::size_t columns) { return carver.take<std::byte>(m * columns * e); };
+  scratch = carver.take<std::byte>(trainer.ops_->scratch_bytes());  // first: it wants alignment to 4096
+  inputs = carver.take<std::uint32_t>(micro_batches * m);
+  targets = carver.take<std::uint32_t>(micro_batches * m);
+  losses = carver.take<float>(micro_batches * m);
+  kept = carver.take<std::byte>((trainer.model_.layers + 1) * micro_batches * m * width * e);
+  norm1 = tensor(width);
+  qkv = tensor(3 * width);
+  attention = tensor(width);
+  middle = tensor(width);
+  norm2 = tensor(width);
+  mlp = tensor(inner);
+  activation = tensor(inner);
+  statistics1 = carver.take<float>(2 * m);
+  statistics2 = carver.take<float>(2 * m);
+  dinner = tensor(inner);
+  dnorm = tensor(width);
+  dqkv = tensor(3 * width);
+
+  // Summed gradients all live until the last micro-batch; others only until they are pushed, so matrices take turns.
+  const std::size_t g = size_of(trainer.gradient_type_);
+  std::size_t largest = 0;
+  for (const auto& parameter : trainer.layer_parameters_) largest = std::max<std::size_t>(largest, elements(parameter));
+  std::byte* shared = micro_batches == 1 ? carver.take<std::byte>(largest * g) : nullptr;
+  for (std::uint32_t p = 0; p < kLayerParameters; ++p) {
+    const auto& parameter = trainer.layer_parameters_[p];
+    const bool takes_turns = micro_batches == 1 && parameter.shape.size() == 2;
+    layer_gradients[p] = takes_turns ? shared : carver.take<std::byte>(elements(parameter) * g);
+  }
+  dtoken_weight = carver.take<float>(shape.vocabulary * width);
+  dposition_weight = carver.take<float>(shape.positions * width);
+  dfinal_norm_weight = carver.take<float>(width);
+  dfinal_norm_bias = carver.take<float>(width);
+}
+
+Gpt2Trainer::Gpt2Trainer(const ModelConfig& model, const TrainerOptions& options)
+    : model_(model),
+      options_(options),
+      shape_(shape_of(model, options.type, options.micro_batch, options.sequence)),
+      gradient_type_(options.accumulation == 1 ? options.type : DType::kFloat32),
+      ops_(create_host_ops(shape_, options.threads)),
+      layer_parameters_(describe_model(model, 0).blocks[layer_block(0)].parameters) {
+  SPILLWAY_CHECK(options.sequence > 0 && options.sequence <= model.positions, "a row fits the model's positions");
+  const std::size_t tokens = options.accumulation * shape_.tokens();
+  inputs_.resize(tokens);
+  targets_.resize(tokens);
+  losses_.resize(tokens);
+  Carver measure(nullptr);
+  Workspace(measure, *this);
+  workspace_bytes_ = measure.used();
+}
+
+ModelDescription Gpt2Trainer::description() const { return describe_model(model_, workspace_bytes_); }
+
+void Gpt2Trainer::attach(Engine& engine) {
+  engine_ = &engine;
+  stream_ = &engine.stream();
+  Carver carver(engine.workspace().data());
+  work_ = std::make_unique<Workspace>(carver, *this);
+  SPILLWAY_CHECK(engine.workspace().size() >= carver.used(), "the engine hands out what the description asked for");
+  ops_->bind(engine, {work_->scratch, ops_->scratch_bytes()});
+}
+
+std::byte* Gpt2Trainer::kept(std::uint32_t layer, std::uint32_t micro_batch) const {
+  const std::size_t index = static_cast<std::size_t>(layer) * options_.accumulation + micro_batch;
+  return work_->kept + index * shape_.tokens() * shape_.width * size_of(shape_.type);
+}
+
+void Gpt2Trainer::push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type) const {
+  engine_->push_gradient({.block = block, .parameter = parameter, .data = data, .dtype = type}, *stream_);
+}
+
+double Gpt2Trainer::run_step(std::span<const std::uint32_t> rows) {
+  const std::size_t t = shape_.sequence;
+  SPILLWAY_CHECK(rows.size() == inputs_.size() / t * (t + 1), "a step takes micro_batch * accumulation rows");
+  for (std::size_t i = 0; i < inputs_.size(); ++i) {
+    const std::size_t token = i / t * (t + 1) + i % t;
+    inputs_[i] = rows[token];
+    targets_[i] = rows[token + 1];
+  }
+  ops_->upload(inputs_.data(), work_->inputs, inputs_.size() * sizeof(inputs_[0]), *stream_);
+  ops_->upload(targets_.data(), work_->targets, targets_.size() * sizeof(targets_[0]), *stream_);
+
+  embed();
+  for (std::uint32_t l = 0; l < model_.layers; ++l) forward(l);
+  head();
+  for (std::uint32_t l = model_.layers; l-- > 0;) backward(l);
+  finish_embedding();
+
+  ops_->download(work_->losses, losses_.data(), losses_.size() * sizeof(losses_[0]), *stream_);
+  stream_->synchronize();
+  double sum = 0;
+  for (const float loss : losses_) sum += loss;
+  return sum / static_cast<double>(losses_.size());
+}
+
+void Gpt2Trainer::embed() {
+  Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kForward, *stream_);
+  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
+    ops_->run(Embedding{work_->inputs + b * shape_.tokens(), lease.weight(kTokenWeight), lease.weight(kPositionWeight),
+                        kept(0, b)},
+              *stream_);
+  }
+  lease.release();
+}
+
+// middle = x + projection of the attention over norm(x)
+void Gpt2Trainer::layer_attention(const Lease& lease, const std::byte* x) const {
+  const Workspace& w = *work_;
+  const std::uint32_t width = shape_.width;
+  ops_->run(LayerNorm{x, lease.weight(kNorm1Weight), lease.weight(kNorm1Bias), w.norm1, w.statistics1}, *stream_);
+  ops_->run(Linear{width, 3 * width, w.norm1, lease.weight(kAttentionWeight), lease.weight(kAttentionBias), nullptr,
+                   w.qkv},
+            *stream_);
+  ops_->run(Attention{w.qkv, w.attention}, *stream_);
+  ops_->run(Linear{width, width, w.attention, lease.weight(kAttentionOutWeight), lease.weight(kAttentionOutBias), x,
+                   w.middle},
+            *stream_);
+}
+
+// activation = gelu(mlp), mlp = first product over norm(middle)
+void Gpt2Trainer::layer_mlp_inner(const Lease& lease) const {
+  const Workspace& w = *work_;
+  ops_->run(LayerNorm{w.middle, lease.weight(kNorm2Weight), lease.weight(kNorm2Bias), w.norm2, w.statistics2}, *stream_);
+  ops_->run(Linear{shape_.width, shape_.inner, w.norm2, lease.weight(kMlpWeight), lease.weight(kMlpBias), nullptr, w.mlp},
+            *stream_);
+  ops_->run(Gelu{w.mlp, w.activation}, *stream_);
+}
+
+void Gpt2Trainer::forward(std::uint32_t layer) {
+  Lease lease = engine_->acquire(layer_block(layer), Pass::kForward, *stream_);
+  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
+    layer_attention(lease, kept(layer, b));
+    layer_mlp_inner(lease);
+    ops_->run(Linear{shape_.inner, shape_.width, work_->activation, lease.weight(kMlpOutWeight),
+                     lease.weight(kMlpOutBias), work_->middle, kept(layer + 1, b)},
+              *stream_);
+  }
+  lease.release();
+}
+
+// Final norm, loss, and the way back through both.
+void Gpt2Trainer::head() {
+  const Workspace& w = *work_;
+  Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kBackward, *stream_);
+  const float scale = static_cast<float>(1.0 / static_cast<double>(losses_.size()));
+  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
+    const std::size_t first = b * shape_.tokens();
+    ops_->run(LayerNorm{gradient(b), lease.weight(kFinalNormWeight), lease.weight(kFinalNormBias), w.norm1,
+                        w.statistics1},
+              *stream_);
+    ops_->run(HeadLoss{w.norm1, w.targets + first, lease.weight(kTokenWeight), scale, w.losses + first, w.norm1,
+                       w.dtoken_weight, b > 0},
+              *stream_);
+    ops_->run(LayerNormBackward{gradient(b), lease.weight(kFinalNormWeight), w.norm1, w.statistics1, nullptr,
+                                gradient(b), w.dfinal_norm_weight, w.dfinal_norm_bias, DType::kFloat32, b > 0},
+              *stream_);
+  }
+  lease.release();
+}
+
+void Gpt2Trainer::backward(std::uint32_t layer) {
+  Lease lease = engine_->acquire(layer_block(layer), Pass::kBackward, *stream_);
+  for (std::uint32_t b = 0; b < options_.accumulation; ++b) layer_backward({lease, layer, b});
+  lease.release();
+}
+
+// Weight and bias gradient of a product; pushed when it has seen all micro-batches.
+void Gpt2Trainer::linear_gradient(const LayerVisit& visit, LayerParameter weight, const void* x,
+                                  const void* dy) const {
+  const auto& shape = layer_parameters_[weight].shape;
+  std::byte *dweight = work_->layer_gradients[weight], *dbias = work_->layer_gradients[weight + 1];
+  ops_->run(LinearBackwardWeight{static_cast<std::uint32_t>(shape[0]), static_cast<std::uint32_t>(shape[1]), x, dy,
+                                 dweight, dbias, gradient_type_, !visit.first()},
+            *stream_);
+  if (visit.micro_batch + 1 < options_.accumulation) return;
+  push(layer_block(visit.layer), weight, dweight, gradient_type_);
+  push(layer_block(visit.layer), weight + 1, dbias, gradient_type_);
+}
+
+// Adds the gradient through a norm (of dnorm) to the residual stream's gradient dx.
+void Gpt2Trainer::norm_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const float* statistics,
+                                std::byte* dx) const {
+  std::byte *dweight = work_->layer_gradients[weight], *dbias = work_->layer_gradients[weight + 1];
+  ops_->run(LayerNormBackward{x, visit.lease.weight(weight), work_->dnorm, statistics, dx, dx, dweight, dbias,
+                              gradient_type_, !visit.first()},
+            *stream_);
+  if (visit.micro_batch + 1 < options_.accumulation) return;
+  push(layer_block(visit.layer), weight, dweight, gradient_type_);
+  push(layer_block(visit.layer), weight + 1, dbias, gradient_type_);
+}
+
+void Gpt2Trainer::layer_backward(const LayerVisit& visit) const {
+  const Workspace& w = *work_;
+  const Lease& lease = visit.lease;
+  const std::uint32_t width = shape_.width, inner = shape_.inner;
+  const std::byte* x = kept(visit.layer, visit.micro_batch);
+  std::byte* d = gradient(visit.micro_batch);  // with respect to the layer's output, then middle, then input
+  layer_attention(lease, x);
+  layer_mlp_inner(lease);
+
+  linear_gradient(visit, kMlpOutWeight, w.activation, d);
+  ops_->run(LinearBackwardInput{inner, width, d, lease.weight(kMlpOutWeight), w.dinner}, *stream_);
+  ops_->run(GeluBackward{w.mlp, w.dinner, w.dinner}, *stream_);
+  linear_gradient(visit, kMlpWeight, w.norm2, w.dinner);
+  ops_->run(LinearBackwardInput{width, inner, w.dinner, lease.weight(kMlpWeight), w.dnorm}, *stream_);
+  norm_gradient(visit, kNorm2Weight, w.middle, w.statistics2, d);
+
+  linear_gradient(visit, kAttentionOutWeight, w.attention, d);
+  ops_->run(LinearBackwardInput{width, width, d, lease.weight(kAttentionOutWeight), w.dnorm}, *stream_);
+  ops_->run(AttentionBackward{w.qkv, w.dnorm, w.dqkv}, *stream_);
+  linear_gradient(visit, kAttentionWeight, w.norm1, w.dqkv);
+  ops_->run(LinearBackwardInput{width, 3 * width, w.dqkv, lease.weight(kAttentionWeight), w.dnorm}, *stream_);
+  norm_gradient(visit, kNorm1Weight, x, w.statistics1, d);
+}
+
+void Gpt2Trainer::finish_embedding() {
+  const Workspace& w = *work_;
+  Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kBackward, *stream_);
+  ops_->zero(w.dposition_weight, static_cast<std::size_t>(shape_.positions) * shape_.width * sizeof(float), *stream_);
+  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
+    ops_->run(EmbeddingBackward{w.inputs + b * shape_.tokens(), gradient(b), w.dtoken_weight, w.dposition_weight},
+              *stream_);
+  }
+  push(kEmbeddingBlock, kTokenWeight, w.dtoken_weight, DType::kFloat32);
+  push(kEmbeddingBlock, kPositionWeight, w.dposition_weight, DType::kFloat32);
+  push(kEmbeddingBlock, kFinalNormWeight, w.dfinal_norm_weight, DType::kFloat32);
+  push(kEmbeddingBlock, kFinalNormBias, w.dfinal_norm_bias, DType::kFloat32);
+  lease.release();
+}
+
+}  // namespace spillway::gpt2

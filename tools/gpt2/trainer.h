@@ -1,0 +1,88 @@
+// One training step of a GPT-2 model, driven through the engine.
+//
+// All micro-batches go through a block before the next block is acquired, so weights cross each link once per pass and
+// every gradient is pushed once, whatever the accumulation. The input of each block is kept; its inside is computed
+// again in backward. All memory is the engine's workspace, laid out here from shapes alone.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "spillway/engine.h"
+#include "tools/gpt2/carver.h"
+#include "tools/gpt2/model.h"
+#include "tools/gpt2/ops.h"
+
+namespace spillway::gpt2 {
+
+struct TrainerOptions {
+  DType type = DType::kFloat32;
+  std::uint32_t micro_batch = 1, accumulation = 1, sequence = 0;
+  unsigned threads = 1;  // at least the engine's compute threads
+};
+
+class Gpt2Trainer {
+ public:
+  Gpt2Trainer(const ModelConfig& model, const TrainerOptions& options);
+
+  // What the engine must be created with.
+  ModelDescription description() const;
+  std::vector<std::string> describe() const { return ops_->describe(); }
+  // Once, before the first step; the engine must outlive this object.
+  void attach(Engine& engine);
+
+  // Forward and backward over the micro-batches of a step: `rows` holds micro_batch * accumulation rows of
+  // sequence + 1 tokens each, every token below the vocabulary. Returns the mean loss; Engine::step() is the caller's.
+  double run_step(std::span<const std::uint32_t> rows);
+
+ private:
+  // Places in the workspace. Tensors of a micro-batch are [M][…]; `kept` and what follows a pass are [accumulation][M].
+  struct Workspace {
+    std::uint32_t *inputs, *targets;
+    float* losses;
+    std::byte* kept;  // [layers + 1][accumulation][M][width]; the last one becomes the gradient that flows backward
+    // Inside of a layer, one micro-batch at a time.
+    std::byte *norm1, *qkv, *attention, *middle, *norm2, *mlp, *activation;
+    float *statistics1, *statistics2;
+    std::byte *dinner, *dnorm, *dqkv;
+    // Gradients: of the layer in work, and of the embedding from the head to the end of the step.
+    std::byte* layer_gradients[kLayerParameters];
+    float *dtoken_weight, *dposition_weight, *dfinal_norm_weight, *dfinal_norm_bias;
+    std::byte* scratch;
+    Workspace(Carver& carver, const Gpt2Trainer& trainer);
+  };
+  struct LayerVisit;
+
+  std::byte* kept(std::uint32_t layer, std::uint32_t micro_batch) const;
+  std::byte* gradient(std::uint32_t micro_batch) const { return kept(model_.layers, micro_batch); }
+  void embed();
+  void forward(std::uint32_t layer);
+  void head();
+  void backward(std::uint32_t layer);
+  void finish_embedding();
+  void layer_attention(const Lease& lease, const std::byte* x) const;
+  void layer_mlp_inner(const Lease& lease) const;
+  void layer_backward(const LayerVisit& visit) const;
+  void linear_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const void* dy) const;
+  void norm_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const float* statistics,
+                     std::byte* dx) const;
+  void push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type) const;
+
+  ModelConfig model_;
+  TrainerOptions options_;
+  Shape shape_;
+  DType gradient_type_;  // of layer gradients: fp32 where they are summed, else rounded as they are computed
+  std::unique_ptr<Ops> ops_;
+  std::vector<Parameter> layer_parameters_;
+  std::vector<std::uint32_t> inputs_, targets_;
+  std::vector<float> losses_;
+  std::uint64_t workspace_bytes_ = 0;
+
+  Engine* engine_ = nullptr;
+  Stream* stream_ = nullptr;
+  std::unique_ptr<Workspace> work_;
+};
+
+}  // namespace spillway::gpt2
