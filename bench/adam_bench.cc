@@ -27,7 +27,7 @@ std::size_t bytes_per_element(DType type) { return type == DType::kFloat32 ? 4 +
 class Memory {
  public:
   Memory(DType type, std::size_t count)
-      : arena_((count * bytes_per_element(type) + 16 * kPageBytes) & ~(kPageBytes - 1)), type_(type), count_(count) {
+      : arena_((count * bytes_per_element(type) + 16 * kPageBytes) & ~(kPageBytes - 1), kPinnedArena), type_(type), count_(count) {
     weight_ = take(count * size_of(type));
     gradient_ = take(count * size_of(type));
     if (type == DType::kBFloat16) residual_ = reinterpret_cast<std::int16_t*>(take(count * 2));
@@ -76,7 +76,7 @@ void adam(benchmark::State& state, DType type, AdamFunction update) {
   const auto workers = create_workers(static_cast<unsigned>(state.range(1)));
   Memory memory(type, count);
   // One array, read and written once: the same number of bytes in a single stream.
-  const HostArena stream_arena(count * bytes_per_element(type) / 2);
+  const HostArena stream_arena(count * bytes_per_element(type) / 2, kPinnedArena);
   const std::span<std::uint32_t> stream(reinterpret_cast<std::uint32_t*>(stream_arena.memory().data()),
                                         stream_arena.memory().size() / sizeof(std::uint32_t));
   std::ranges::fill(stream, 1u);

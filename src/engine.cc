@@ -155,11 +155,11 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     const auto visit = cursor_.advance(block, pass);
     if (!machinery_.places) {
       ++leases_;
-      return lend(block);
+      return make_lease(block);
     }
     const std::uint32_t place = machinery_.places->acquire(block, visit, stream);
     if (cursor_.last()) machinery_.updater->read_ahead();  // nothing more to fetch: the update's first tiles come next
-    return lend(place);
+    return make_lease(place);
   });
 }
 

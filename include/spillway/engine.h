@@ -138,7 +138,6 @@ class Engine {
   Lease make_lease(std::uint32_t slot) { return Lease(this, slot); }
   virtual const void* weight_address(std::uint32_t slot, std::uint32_t parameter) const = 0;
   virtual void release(std::uint32_t slot) = 0;
-  Lease lend(std::uint32_t slot) { return Lease(this, slot); }
 };
 
 }  // namespace spillway
