@@ -3,10 +3,13 @@
 #include <liburing.h>
 #include <poll.h>
 #include <string.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -51,6 +54,24 @@ const char* why_no_ring(int error) {
               {"io_uring", fmt::format("{} failed", call), error, "the queue cannot go on; see the kernel log"});
 }
 
+// Calls what needs locked memory; returns the errno value, 0 on success. A ring closed a moment ago still counts
+// against the limit until the kernel gets to freeing it, so "no memory" is asked again for a while.
+template <class Call>
+int patiently(Call call) {
+  constexpr int kTries = 20;
+  int error = -call();
+  for (int tries = 1; error == ENOMEM && tries < kTries; ++tries) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    error = -call();
+  }
+  return error;
+}
+
+bool may_lock(std::uint64_t bytes) {
+  struct rlimit limit;
+  return ::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur >= bytes;
+}
+
 // Setup flags from most to least wanted. With deferred task run completions are worked off inside our own wait, not by
 // interrupting the thread; it needs a single issuer (Linux 6.1). Cooperative task run (5.19) is the next best.
 struct Setup {
@@ -79,7 +100,12 @@ class UringEngine final : public IoEngine {
     }
   }
 
-  ~UringEngine() override { io_uring_queue_exit(&ring_); }
+  // Closing a ring frees it in the background. What it holds of the locked memory limit is given back at once, since
+  // the arena is about to be freed and the next queue may want the same.
+  ~UringEngine() override {
+    if (!buffers_.empty()) io_uring_unregister_buffers(&ring_);
+    io_uring_queue_exit(&ring_);
+  }
   UringEngine(const UringEngine&) = delete;
   UringEngine& operator=(const UringEngine&) = delete;
 
@@ -128,7 +154,7 @@ class UringEngine final : public IoEngine {
 
   void open_ring() {
     for (const Setup& setup : kSetups) {
-      const int error = -io_uring_queue_init(entries_, &ring_, setup.flags);
+      const int error = patiently([&] { return io_uring_queue_init(entries_, &ring_, setup.flags); });
       if (error == 0) {
         setup_ = setup.name;
         return;
@@ -170,7 +196,10 @@ class UringEngine final : public IoEngine {
     }
     if (pieces.empty()) return;
     std::sort(pieces.begin(), pieces.end(), [](const iovec& a, const iovec& b) { return a.iov_base < b.iov_base; });
-    const int error = -io_uring_register_buffers(&ring_, pieces.data(), static_cast<unsigned>(pieces.size()));
+    const auto call = [&] {
+      return io_uring_register_buffers(&ring_, pieces.data(), static_cast<unsigned>(pieces.size()));
+    };
+    const int error = may_lock(total) ? patiently(call) : -call();
     if (error != 0) {
       log(LogLevel::kWarning,
           fmt::format("io_uring: {} bytes of buffers not registered: {}{}; every request pins its pages again", total,

@@ -127,6 +127,30 @@ TEST_F(QueueEngineTest, ALockedMemoryLimitIsNamedWhenBuffersAreNotRegistered) {
   EXPECT_EQ(log.count("ulimit -l"), 1u) << log.all();
 }
 
+TEST_F(QueueEngineTest, AClosedQueueGivesItsLockedMemoryBack) {
+  if (const std::string refusal = why_no_uring(); !refusal.empty()) GTEST_SKIP() << refusal;
+  // The limit holds one queue and its buffers, not two.
+  struct rlimit before, low;
+  ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
+  low = before;
+  low.rlim_cur = std::min<rlim_t>(before.rlim_max, 4 * kUnit + 64 * kKiB);
+  ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &low), 0);
+  CapturedLog log;
+  bool dropped = false;
+  std::thread([&] {
+    dropped = drop_memlock_capability();
+    const std::span<std::byte> regions[] = {memory_.span()};
+    for (int i = 0; dropped && i < 10; ++i) {
+      queue_ = IoQueue::create({.depth = 4}, pointers_, regions);
+      expect_transfers_work();
+      queue_.reset();
+    }
+  }).join();
+  ::setrlimit(RLIMIT_MEMLOCK, &before);
+  if (!dropped) GTEST_SKIP() << "the capability to lock memory could not be dropped";
+  EXPECT_EQ(log.all(), "");
+}
+
 TEST_F(QueueEngineTest, BuffersInsideOutsideAndAcrossRegionsWork) {
   if (const std::string refusal = why_no_uring(); !refusal.empty()) GTEST_SKIP() << refusal;
   // Two neighbouring regions given in the wrong order, and memory after them that belongs to none.
