@@ -99,10 +99,10 @@ void measure(const ModelConfig& model, const TrainerOptions& options, int repeat
     peer = std::min(peer, *std::max_element(seconds.begin(), seconds.end()) / options.threads);
   }
   const double rate = flops * model.layers / step, best = flops / peer;
-  fmt::print("{{\"bench\":\"gpt2_block\",\"type\":\"{}\",\"layers\":{},\"width\":{},\"tokens\":{},\"threads\":{},"
-             "\"step_seconds\":{:.4f},\"gemm_gflops\":{:.1f},\"onednn_gflops\":{:.1f},\"ratio\":{:.3f}}}\n",
-             name_of(options.type), model.layers, model.width, m, options.threads, step, rate / 1e9, best / 1e9,
-             rate / best);
+  fmt::print(
+      "{{\"bench\":\"gpt2_block\",\"type\":\"{}\",\"layers\":{},\"width\":{},\"tokens\":{},\"threads\":{},"
+      "\"step_seconds\":{:.4f},\"gemm_gflops\":{:.1f},\"onednn_gflops\":{:.1f},\"ratio\":{:.3f}}}\n",
+      name_of(options.type), model.layers, model.width, m, options.threads, step, rate / 1e9, best / 1e9, rate / best);
 }
 
 }  // namespace
@@ -121,6 +121,7 @@ int main(int argc, char** argv) {
   model.vocabulary = 256;  // the head is not what is measured
   const unsigned threads = std::max(1u, std::thread::hardware_concurrency());
   for (const auto type : {DType::kFloat32, DType::kBFloat16}) {
-    measure(model, {.type = type, .micro_batch = 1, .accumulation = 1, .sequence = 256, .threads = threads}, tiny ? 0 : 8);
+    measure(model, {.type = type, .micro_batch = 1, .accumulation = 1, .sequence = 256, .threads = threads},
+            tiny ? 0 : 8);
   }
 }

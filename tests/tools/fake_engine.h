@@ -127,8 +127,10 @@ class FakeEngine final : public Engine {
   }
   void set_weight(std::uint32_t block, std::uint32_t parameter, const std::vector<float>& values) {
     for (std::size_t i = 0; i < values.size(); ++i) {
-      if (type_ == DType::kFloat32) reinterpret_cast<float*>(weights_[block][parameter])[i] = values[i];
-      else reinterpret_cast<std::uint16_t*>(weights_[block][parameter])[i] = float_to_bf16(values[i]);
+      if (type_ == DType::kFloat32)
+        reinterpret_cast<float*>(weights_[block][parameter])[i] = values[i];
+      else
+        reinterpret_cast<std::uint16_t*>(weights_[block][parameter])[i] = float_to_bf16(values[i]);
     }
   }
   Lease acquire(std::uint32_t block, Pass pass, Stream&) override {
@@ -150,7 +152,19 @@ class FakeEngine final : public Engine {
   }
   StepReport step(std::span<const std::byte>) override { return {}; }
   void flush() override {}
-  void export_weights(bool, const WeightSink&) override {}
+  void export_weights(bool, const WeightSink& sink) override {
+    for (std::uint32_t b = 0; b < weights_.size(); ++b) {
+      for (std::uint32_t p = 0; p < weights_[b].size(); ++p) {
+        std::vector<float> values(counts_[b][p]);
+        for (std::size_t i = 0; i < values.size(); ++i) {
+          values[i] = type_ == DType::kFloat32
+                          ? reinterpret_cast<const float*>(weights_[b][p])[i]
+                          : bf16_to_float(reinterpret_cast<const std::uint16_t*>(weights_[b][p])[i]);
+        }
+        sink(b, p, 0, values);
+      }
+    }
+  }
 
  protected:
   const void* weight_address(std::uint32_t slot, std::uint32_t parameter) const override {

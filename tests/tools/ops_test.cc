@@ -36,8 +36,10 @@ class Bench {
     std::byte* memory = engine.allocate(values.size() * size_of(type));
     for (std::size_t i = 0; i < values.size(); ++i) {
       const float value = static_cast<float>(values[i]);
-      if (type == DType::kFloat32) reinterpret_cast<float*>(memory)[i] = value;
-      else reinterpret_cast<std::uint16_t*>(memory)[i] = float_to_bf16(value);
+      if (type == DType::kFloat32)
+        reinterpret_cast<float*>(memory)[i] = value;
+      else
+        reinterpret_cast<std::uint16_t*>(memory)[i] = float_to_bf16(value);
     }
     return memory;
   }
@@ -124,12 +126,26 @@ Doubles product(std::size_t m, std::size_t n, std::size_t k, const std::function
 
 // Sizes that are no multiples of any block: 300 tokens over 256-row blocks, heads of 20, vocabulary 301.
 Shape odd_shape(DType type) {
-  return {.type = type, .batch = 2, .sequence = 150, .width = 60, .heads = 3, .inner = 200, .vocabulary = 301,
-          .positions = 160, .epsilon = 1e-5f};
+  return {.type = type,
+          .batch = 2,
+          .sequence = 150,
+          .width = 60,
+          .heads = 3,
+          .inner = 200,
+          .vocabulary = 301,
+          .positions = 160,
+          .epsilon = 1e-5f};
 }
 Shape even_shape(DType type) {
-  return {.type = type, .batch = 1, .sequence = 128, .width = 128, .heads = 1, .inner = 320, .vocabulary = 256,
-          .positions = 128, .epsilon = 1e-5f};
+  return {.type = type,
+          .batch = 1,
+          .sequence = 128,
+          .width = 128,
+          .heads = 1,
+          .inner = 320,
+          .vocabulary = 256,
+          .positions = 128,
+          .epsilon = 1e-5f};
 }
 
 std::vector<Variant> variants() {
@@ -238,18 +254,21 @@ TEST_P(HostOpsTest, LinearAndItsGradientsAreMatrixProducts) {
   std::byte* y = bench_.output(m * out);
   const auto in32 = static_cast<std::uint32_t>(in), out32 = static_cast<std::uint32_t>(out);
   bench_.run(Linear{in32, out32, x_device, w_device, bench_.tensor(bias), bench_.tensor(residual), y});
-  auto expected = product(m, out, in, [&](auto i, auto k) { return x[i * in + k]; },
-                          [&](auto k, auto j) { return weight[k * out + j]; });
+  auto expected = product(
+      m, out, in, [&](auto i, auto k) { return x[i * in + k]; }, [&](auto k, auto j) { return weight[k * out + j]; });
   for (std::size_t i = 0; i < m * out; ++i) expected[i] += bias[i % out] + residual[i];
   close(y, expected, 5e-6, "y");
 
   std::byte* dx = bench_.output(m * in);
   bench_.run(LinearBackwardInput{in32, out32, dy_device, w_device, dx});
-  close(dx, product(m, in, out, [&](auto i, auto k) { return dy[i * out + k]; },
-                    [&](auto k, auto j) { return weight[j * out + k]; }), 5e-6, "dx");
+  close(dx,
+        product(
+            m, in, out, [&](auto i, auto k) { return dy[i * out + k]; },
+            [&](auto k, auto j) { return weight[j * out + k]; }),
+        5e-6, "dx");
 
-  auto dw = product(in, out, m, [&](auto i, auto k) { return x[k * in + i]; },
-                    [&](auto k, auto j) { return dy[k * out + j]; });
+  auto dw = product(
+      in, out, m, [&](auto i, auto k) { return x[k * in + i]; }, [&](auto k, auto j) { return dy[k * out + j]; });
   Doubles db(out, 0.0);
   for (std::size_t i = 0; i < m * out; ++i) db[i % out] += dy[i];
   std::byte *dw_own = bench_.output(in * out), *db_own = bench_.output(out);

@@ -24,7 +24,9 @@ ModelConfig tiny_model() {
 
 struct Resident {
   Resident(const ModelConfig& model, const TrainerOptions& options)
-      : trainer(model, options), description(trainer.description()), engine(description, options.type, options.threads) {
+      : trainer(model, options),
+        description(trainer.description()),
+        engine(description, options.type, options.threads) {
     trainer.attach(engine);
     std::mt19937 generator(7);
     std::normal_distribution<float> normal(0, 0.2f);
@@ -55,8 +57,8 @@ std::vector<std::uint32_t> random_rows(const ModelConfig& model, std::size_t row
 
 TEST(TrainerTest, GradientsAreDerivativesOfTheLoss) {
   const auto model = tiny_model();
-  Resident run(model, {.type = DType::kFloat32, .micro_batch = 2, .accumulation = 2, .sequence = 70, .threads = 2});
-  const auto rows = random_rows(model, 4, 70);
+  Resident run(model, {.type = DType::kFloat32, .micro_batch = 1, .accumulation = 2, .sequence = 70, .threads = 1});
+  const auto rows = random_rows(model, 2, 70);
   run.trainer.run_step(rows);
   std::vector<std::vector<std::vector<float>>> gradients(run.weights.size());
   for (std::uint32_t b = 0; b < run.weights.size(); ++b) {
@@ -101,7 +103,9 @@ TEST(TrainerTest, GradientsAreDerivativesOfTheLoss) {
 TEST(TrainerTest, VisitsFollowTheDescriptionAndPushesHappenAsDeclared) {
   const auto model = tiny_model();
   for (const std::uint32_t accumulation : {1u, 3u}) {
-    Resident run(model, {.type = DType::kBFloat16, .micro_batch = 1, .accumulation = accumulation, .sequence = 20, .threads = 1});
+    Resident run(
+        model,
+        {.type = DType::kBFloat16, .micro_batch = 1, .accumulation = accumulation, .sequence = 20, .threads = 1});
     run.trainer.run_step(random_rows(model, accumulation, 20));
     ASSERT_EQ(run.engine.visits().size(), run.description.visits.size());
     for (std::size_t i = 0; i < run.description.visits.size(); ++i) {

@@ -1,5 +1,5 @@
-// Divides a region of memory into consecutive pieces. The same code measures a layout (over a null base) and lays it out,
-// so the size asked for is the size used.
+// Divides a region of memory into consecutive pieces. The same code measures a layout (over a null base) and lays it
+// out, so the size asked for is the size used.
 #pragma once
 
 #include <cstddef>

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <rapidjson/document.h>
 #include <rapidjson/error/en.h>
+#include <rapidjson/prettywriter.h>
+#include <rapidjson/stringbuffer.h>
 
 #include <cerrno>
 #include <fstream>
@@ -20,7 +22,8 @@ class Fields {
  public:
   Fields(const rapidjson::Value& object, const std::string& name) : object_(object), name_(name) {}
 
-  [[noreturn]] void refuse(const std::string& happened, const std::string& hint = {}) const {
+  [[noreturn]] void refuse(const std::string& happened,
+                           const std::string& hint = "see transformers' GPT2Config for what it may hold") const {
     throw Error(Code::kInvalidArgument, {.object = name_, .happened = happened, .errno_value = 0, .hint = hint});
   }
 
@@ -73,6 +76,23 @@ class Fields {
   const std::string& name_;
 };
 
+// Trained weights are exported as fp32 masters; transformers casts to the type named here as it loads.
+std::string exported_text(rapidjson::Document& document, std::string_view text) {
+  bool changed = false;
+  for (const char* key : {"torch_dtype", "dtype"}) {
+    const auto member = document.FindMember(key);
+    if (member == document.MemberEnd() || member->value == "float32") continue;
+    member->value.SetString("float32");
+    changed = true;
+  }
+  if (!changed) return std::string(text);
+  rapidjson::StringBuffer buffer;
+  rapidjson::PrettyWriter writer(buffer);
+  writer.SetIndent(' ', 2);
+  document.Accept(writer);
+  return std::string(buffer.GetString(), buffer.GetSize()) + "\n";
+}
+
 Parameter parameter(std::string name, std::vector<std::uint64_t> shape) {
   return {.name = "transformer." + std::move(name), .shape = std::move(shape), .trainable = true, .pushes = 1};
 }
@@ -108,11 +128,11 @@ ModelConfig parse_model_config(std::string_view text, const std::string& name) {
                  .happened = fmt::format("not valid JSON at byte {}: {}", document.GetErrorOffset(),
                                          rapidjson::GetParseError_En(document.GetParseError())),
                  .errno_value = 0,
-                 .hint = {}});
+                 .hint = "repair the file"});
   }
   if (!document.IsObject()) {
     throw Error(Code::kInvalidArgument,
-                {.object = name, .happened = "is not a JSON object", .errno_value = 0, .hint = {}});
+                {.object = name, .happened = "is not a JSON object", .errno_value = 0, .hint = "repair the file"});
   }
   const Fields fields(document, name);
   if (fields.find("model_type") == nullptr) fields.refuse("\"model_type\" is missing", "it must be \"gpt2\"");
@@ -140,7 +160,7 @@ ModelConfig parse_model_config(std::string_view text, const std::string& name) {
     // Absent means transformers' default of 0.1.
     config.has_dropout = config.has_dropout || fields.number(dropout, 0.1) != 0;
   }
-  config.text = text;
+  config.text = exported_text(document, text);
   return config;
 }
 

@@ -1,4 +1,5 @@
-// The GPT-2 family (Radford et al. 2019) as Hugging Face describes it: config.json in, a description for the engine out.
+// The GPT-2 family (Radford et al. 2019) as Hugging Face describes it: config.json in, a description for the engine
+// out.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@ struct ModelConfig {
   std::uint32_t positions = 1024, vocabulary = 50257;
   float epsilon = 1e-5f;
   bool has_dropout = false;  // the file asks for dropout, which is off here
-  std::string text;          // the file, handed on unchanged with the trained model
+  std::string text;          // the file as it travels with the trained model, whose weights are fp32
 };
 
 // `name` stands in errors. Refuses (kInvalidArgument) what this program does not compute: other architectures and
@@ -34,8 +35,18 @@ constexpr std::uint32_t layer_block(std::uint32_t layer) { return 1 + layer; }
 // Parameters in their blocks.
 enum EmbeddingParameter : std::uint32_t { kTokenWeight, kPositionWeight, kFinalNormWeight, kFinalNormBias };
 enum LayerParameter : std::uint32_t {
-  kNorm1Weight, kNorm1Bias, kAttentionWeight, kAttentionBias, kAttentionOutWeight, kAttentionOutBias,
-  kNorm2Weight, kNorm2Bias, kMlpWeight, kMlpBias, kMlpOutWeight, kMlpOutBias,
+  kNorm1Weight,
+  kNorm1Bias,
+  kAttentionWeight,
+  kAttentionBias,
+  kAttentionOutWeight,
+  kAttentionOutBias,
+  kNorm2Weight,
+  kNorm2Bias,
+  kMlpWeight,
+  kMlpBias,
+  kMlpOutWeight,
+  kMlpOutBias,
   kLayerParameters
 };
 

@@ -1,9 +1,9 @@
 // The operations a GPT-2 model is made of: forward and backward, one implementation per device.
 //
-// Every pointer is a device address inside the engine's HBM arena (anything else is refused) but where `host` is written.
-// Work is enqueued on the stream and runs later, in order; one stream at a time. Tensors are row-major, in the model's
-// weight type unless a comment says fp32. An operation computes in fp32 and rounds its result once.
-// M = batch * sequence tokens of one micro-batch, C = width.
+// Every pointer is a device address inside the engine's HBM arena (anything else is refused) but where `host` is
+// written. Work is enqueued on the stream and runs later, in order; one stream at a time. Tensors are row-major, in the
+// model's weight type unless a comment says fp32. An operation computes in fp32 and rounds its result once. M = batch *
+// sequence tokens of one micro-batch, C = width.
 #pragma once
 
 #include <cstddef>

@@ -50,8 +50,8 @@ HostOps::HostOps(const Shape& shape, unsigned threads, GemmPath path)
   const std::size_t widest = std::max<std::size_t>(shape.inner, 3 * static_cast<std::size_t>(shape.width));
   const std::size_t operand = shape.tokens() * widest * operand_bytes();  // widened, or transposed
   shared_bytes_ = align_up<std::size_t>(std::max(operand, measured.operator()<HeadShared>()), 4096);
-  const std::size_t per_slot = std::max({measured.operator()<LinearScratch>(),
-                                         measured.operator()<AttentionScratch>(), measured.operator()<HeadScratch>()});
+  const std::size_t per_slot = std::max({measured.operator()<LinearScratch>(), measured.operator()<AttentionScratch>(),
+                                         measured.operator()<HeadScratch>()});
   slot_bytes_ = align_up<std::size_t>(per_slot + align_up<std::size_t>(gemm_.scratchpad_bytes(), 64), 4096);
 }
 
@@ -63,7 +63,8 @@ void HostOps::prepare_shapes() {
     if (rows % unit != 0) add(rows % unit);
   };
   const std::size_t width = shape_.width, inner = shape_.inner;
-  const std::pair<std::size_t, std::size_t> layers[] = {{width, 3 * width}, {width, width}, {width, inner}, {inner, width}};
+  const std::pair<std::size_t, std::size_t> layers[] = {
+      {width, 3 * width}, {width, width}, {width, inner}, {inner, width}};
   for (const auto& [in, out] : layers) {
     blocks(m, kRowBlock, [&](std::size_t rows) {
       gemm_.prepare({rows, in, operands_, false});
@@ -114,21 +115,25 @@ void* HostOps::pad_of(unsigned slot) const {
 }
 
 HostOps::LinearScratch::LinearScratch(Carver& carver, const HostOps& ops) {
-  const std::size_t depth = std::max({ops.shape_.inner + std::size_t{0}, 3 * static_cast<std::size_t>(ops.shape_.width),
-                                      ops.shape_.tokens()});
+  const std::size_t depth = std::max(
+      {ops.shape_.inner + std::size_t{0}, 3 * static_cast<std::size_t>(ops.shape_.width), ops.shape_.tokens()});
   panel = carver.take<std::byte>(padded_depth(depth) * kPanel * ops.operand_bytes());
   tile = carver.take<float>(kRowBlock * kPanel);
 }
 
 void HostOps::pack(const void* x, std::size_t stride, std::size_t depth, std::size_t columns, std::byte* panel) const {
-  if (operands_ == shape_.type) kernels_.pack(x, stride, depth, columns, panel);
-  else kernels_.pack_widen(x, stride, depth, columns, reinterpret_cast<float*>(panel));
+  if (operands_ == shape_.type)
+    kernels_.pack(x, stride, depth, columns, panel);
+  else
+    kernels_.pack_widen(x, stride, depth, columns, reinterpret_cast<float*>(panel));
 }
 
 void HostOps::pack_transposed(const void* x, std::size_t stride, std::size_t depth, std::size_t columns,
                               std::byte* panel) const {
-  if (operands_ == shape_.type) kernels_.pack_transposed(x, stride, depth, columns, panel);
-  else kernels_.pack_transposed_widen(x, stride, depth, columns, reinterpret_cast<float*>(panel));
+  if (operands_ == shape_.type)
+    kernels_.pack_transposed(x, stride, depth, columns, panel);
+  else
+    kernels_.pack_transposed_widen(x, stride, depth, columns, reinterpret_cast<float*>(panel));
 }
 
 const void* HostOps::operand(const void* x, std::size_t rows, std::size_t columns, HostWorkers& workers) const {
@@ -216,8 +221,8 @@ void HostOps::run(const LayerNorm& op, Stream& stream) {
     auto* statistics = reinterpret_cast<LayerNormStatistics*>(op.statistics);
     for_pieces(workers, shape_.tokens(), kRowsPerPiece, [&](std::size_t first, std::size_t count) {
       for (std::size_t m = first; m < first + count; ++m) {
-        statistics[m] = kernels_.layer_norm(at(op.x, m * width), op.weight, op.bias, at(op.out, m * width), width,
-                                            shape_.epsilon);
+        statistics[m] =
+            kernels_.layer_norm(at(op.x, m * width), op.weight, op.bias, at(op.out, m * width), width, shape_.epsilon);
       }
     });
   });
@@ -325,8 +330,10 @@ void HostOps::linear_backward_weight(const LinearBackwardWeight& op, HostWorkers
   const std::size_t m = shape_.tokens(), in = op.in, out = op.out;
   for_pieces(workers, in, kPanel, [&](std::size_t first, std::size_t count) {
     std::byte* to = shared_ + first * m * operand_bytes();
-    if (operands_ == shape_.type) kernels_.transpose(at(op.x, first), in, m, count, to, m);
-    else kernels_.transpose_widen(at(op.x, first), in, m, count, reinterpret_cast<float*>(to), m);
+    if (operands_ == shape_.type)
+      kernels_.transpose(at(op.x, first), in, m, count, to, m);
+    else
+      kernels_.transpose_widen(at(op.x, first), in, m, count, reinterpret_cast<float*>(to), m);
   });
   for_pieces(workers, out, kPanel, [&](std::size_t first, std::size_t count) {
     const unsigned slot = workers.current_slot();

@@ -55,24 +55,24 @@ class HostOps final : public Ops {
   struct AttentionScratch {
     // fp32 copies of one head: rows [T][head], and in key blocks [head][keys of the block], one after the other.
     float *key_rows, *value_rows, *key_columns, *value_columns;
-    float *query_panel, *dout_panel;      // [head][kPanel]: 64 queries as columns
-    float *query_rows, *dout_rows;        // the same as rows, packed: head/64 panels of [64][kPanel]
-    float *scores, *dscores;              // [T][kPanel]: keys down, queries across
-    float* result;                        // [head][kPanel]
-    float *dkey, *dvalue;                 // head/64 panels of [T][kPanel]
+    float *query_panel, *dout_panel;  // [head][kPanel]: 64 queries as columns
+    float *query_rows, *dout_rows;    // the same as rows, packed: head/64 panels of [64][kPanel]
+    float *scores, *dscores;          // [T][kPanel]: keys down, queries across
+    float* result;                    // [head][kPanel]
+    float *dkey, *dvalue;             // head/64 panels of [T][kPanel]
     AttentionScratch(Carver& carver, const HostOps& ops);
   };
   struct HeadScratch {
-    float *weight, *tile;                        // widened block of the embedding; logits tile
-    std::byte *by_token, *by_word, *panel;       // dlogits [slice][block] and [block][slice]; packed embedding
+    float *weight, *tile;                   // widened block of the embedding; logits tile
+    std::byte *by_token, *by_word, *panel;  // dlogits [slice][block] and [block][slice]; packed embedding
     HeadScratch(Carver& carver, const HostOps& ops);
   };
   // Shared by all pieces of the head.
   struct HeadShared {
-    std::byte *columns, *rows;         // x of the slice, packed with tokens as columns and with tokens as rows
-    float *maximum, *sum;              // [blocks][slice]
-    float *target_logit, *log_sum;     // [slice]
-    float* partial;                    // [groups][width/64][slice][kPanel]
+    std::byte *columns, *rows;      // x of the slice, packed with tokens as columns and with tokens as rows
+    float *maximum, *sum;           // [blocks][slice]
+    float *target_logit, *log_sum;  // [slice]
+    float* partial;                 // [groups][width/64][slice][kPanel]
     HeadShared(Carver& carver, const HostOps& ops);
   };
   // One slice of the head: tokens [first, first + count) of the micro-batch.

@@ -57,8 +57,7 @@ void HostOps::run(const AttentionBackward& op, Stream& stream) {
   });
 }
 
-std::size_t HostOps::probabilities(const AttentionScratch& s, std::size_t first_query, unsigned slot,
-                                   void* pad) const {
+std::size_t HostOps::probabilities(const AttentionScratch& s, std::size_t first_query, unsigned slot, void* pad) const {
   const std::size_t t = shape_.sequence, head = head_width();
   const std::size_t seen = std::min(align_up(std::min(first_query + kPanel, t), kKeyBlock), t);
   for (std::size_t key = 0; key < seen; key += kKeyBlock) {
@@ -91,8 +90,8 @@ void HostOps::attention_piece(const Attention& op, std::size_t index, unsigned s
     const std::size_t seen = probabilities(s, first, slot, pad);
     for (std::size_t k = 0; k < seen; k += kKeyBlock) {
       const std::size_t keys = std::min(kKeyBlock, t - k);
-      gemm_.run({head, keys, DType::kFloat32, k > 0}, slot, s.value_columns + k * head, s.scores + k * kPanel,
-                s.result, pad);
+      gemm_.run({head, keys, DType::kFloat32, k > 0}, slot, s.value_columns + k * head, s.scores + k * kPanel, s.result,
+                pad);
     }
     kernels_.store_transposed(s.result, head, queries, at(op.out, (row + first) * width + column), width);
   }

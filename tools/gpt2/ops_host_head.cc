@@ -2,14 +2,15 @@
 //
 // Per slice of at most 256 tokens the vocabulary is walked twice in blocks of 128 words:
 //
-//   1. logits[words][tokens] = wte_block · xᵀ  →  maximum and sum of exponentials per token and block, the target's logit
+//   1. logits[words][tokens] = wte_block · xᵀ  →  maximum and sum of exponentials per token and block, the target's
+//   logit
 //      combined in block order: log-sum-exp and loss of each token
 //   2. the same logits again  →  dlogits = (softmax - onehot) * scale
 //                             →  dwte_block += dlogits · x,   dx partial += dlogitsᵀ · wte_block
 //
 // The second product costs a third more arithmetic in the head and saves (vocabulary × slice) floats of HBM twice over:
-// tiles live in cache. dx sums over the vocabulary, so blocks are dealt to at most 16 groups, each with a partial sum of
-// its own, and the partial sums are added in order.
+// tiles live in cache. dx sums over the vocabulary, so blocks are dealt to at most 16 groups, each with a partial sum
+// of its own, and the partial sums are added in order.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

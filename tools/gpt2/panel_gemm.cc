@@ -138,9 +138,9 @@ void PanelGemm::run(const Shape& shape, unsigned slot, const void* a, const void
                                        {DNNL_ARG_DST, operands.c.get()},
                                        {DNNL_ARG_SCRATCHPAD, operands.scratchpad.get()}};
   const int count = scratchpad_bytes_ > 0 ? 4 : 3;
-  SPILLWAY_CHECK(dnnl_primitive_execute(kernel.primitive.get(), library_->streams[slot].get(), count, arguments) ==
-                     dnnl_success,
-                 "oneDNN refused a product it had planned");
+  SPILLWAY_CHECK(
+      dnnl_primitive_execute(kernel.primitive.get(), library_->streams[slot].get(), count, arguments) == dnnl_success,
+      "oneDNN refused a product it had planned");
 }
 
 }  // namespace spillway::gpt2

@@ -7,9 +7,9 @@
 //      Both are oneDNN's blocked weight layouts, so it reads them as they are. vector_kernels.h packs them.
 //   C  fp32, 64 wide
 //
-// Every larger product is cut into such panels by shape alone. oneDNN gives other bits with other thread counts, so each
-// call runs on the calling thread only; the workers share the panels. Primitives are made once; run() allocates nothing
-// of its own (oneDNN 2.6 makes a few small map nodes per call).
+// Every larger product is cut into such panels by shape alone. oneDNN gives other bits with other thread counts, so
+// each call runs on the calling thread only; the workers share the panels. Primitives are made once; run() allocates
+// nothing of its own (oneDNN 2.6 makes a few small map nodes per call).
 #pragma once
 
 #include <cstddef>

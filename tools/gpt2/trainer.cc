@@ -128,9 +128,9 @@ void Gpt2Trainer::layer_attention(const Lease& lease, const std::byte* x) const 
   const Workspace& w = *work_;
   const std::uint32_t width = shape_.width;
   ops_->run(LayerNorm{x, lease.weight(kNorm1Weight), lease.weight(kNorm1Bias), w.norm1, w.statistics1}, *stream_);
-  ops_->run(Linear{width, 3 * width, w.norm1, lease.weight(kAttentionWeight), lease.weight(kAttentionBias), nullptr,
-                   w.qkv},
-            *stream_);
+  ops_->run(
+      Linear{width, 3 * width, w.norm1, lease.weight(kAttentionWeight), lease.weight(kAttentionBias), nullptr, w.qkv},
+      *stream_);
   ops_->run(Attention{w.qkv, w.attention}, *stream_);
   ops_->run(Linear{width, width, w.attention, lease.weight(kAttentionOutWeight), lease.weight(kAttentionOutBias), x,
                    w.middle},
@@ -140,9 +140,11 @@ void Gpt2Trainer::layer_attention(const Lease& lease, const std::byte* x) const 
 // activation = gelu(mlp), mlp = first product over norm(middle)
 void Gpt2Trainer::layer_mlp_inner(const Lease& lease) const {
   const Workspace& w = *work_;
-  ops_->run(LayerNorm{w.middle, lease.weight(kNorm2Weight), lease.weight(kNorm2Bias), w.norm2, w.statistics2}, *stream_);
-  ops_->run(Linear{shape_.width, shape_.inner, w.norm2, lease.weight(kMlpWeight), lease.weight(kMlpBias), nullptr, w.mlp},
+  ops_->run(LayerNorm{w.middle, lease.weight(kNorm2Weight), lease.weight(kNorm2Bias), w.norm2, w.statistics2},
             *stream_);
+  ops_->run(
+      Linear{shape_.width, shape_.inner, w.norm2, lease.weight(kMlpWeight), lease.weight(kMlpBias), nullptr, w.mlp},
+      *stream_);
   ops_->run(Gelu{w.mlp, w.activation}, *stream_);
 }
 
@@ -165,9 +167,9 @@ void Gpt2Trainer::head() {
   const float scale = static_cast<float>(1.0 / static_cast<double>(losses_.size()));
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
     const std::size_t first = b * shape_.tokens();
-    ops_->run(LayerNorm{gradient(b), lease.weight(kFinalNormWeight), lease.weight(kFinalNormBias), w.norm1,
-                        w.statistics1},
-              *stream_);
+    ops_->run(
+        LayerNorm{gradient(b), lease.weight(kFinalNormWeight), lease.weight(kFinalNormBias), w.norm1, w.statistics1},
+        *stream_);
     ops_->run(HeadLoss{w.norm1, w.targets + first, lease.weight(kTokenWeight), scale, w.losses + first, w.norm1,
                        w.dtoken_weight, b > 0},
               *stream_);
@@ -185,8 +187,7 @@ void Gpt2Trainer::backward(std::uint32_t layer) {
 }
 
 // Weight and bias gradient of a product; pushed when it has seen all micro-batches.
-void Gpt2Trainer::linear_gradient(const LayerVisit& visit, LayerParameter weight, const void* x,
-                                  const void* dy) const {
+void Gpt2Trainer::linear_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const void* dy) const {
   const auto& shape = layer_parameters_[weight].shape;
   std::byte *dweight = work_->layer_gradients[weight], *dbias = work_->layer_gradients[weight + 1];
   ops_->run(LinearBackwardWeight{static_cast<std::uint32_t>(shape[0]), static_cast<std::uint32_t>(shape[1]), x, dy,

@@ -31,8 +31,10 @@ template <typename T>
 void widen(const void* in, float* out, std::size_t count) {
   for_lanes<T>(count, [&](auto io, std::size_t i, std::size_t n) {
     const Lanes v = io.read(typed<T>(in) + i, n);
-    if (n == kLanes) store(v, out + i);
-    else Tail<float>::write(v, out + i, n);
+    if (n == kLanes)
+      store(v, out + i);
+    else
+      Tail<float>::write(v, out + i, n);
   });
 }
 
@@ -54,8 +56,10 @@ template <typename T>
 void accumulate(const void* in, float* sum, std::size_t count) {
   for_lanes<T>(count, [&](auto io, std::size_t i, std::size_t n) {
     const Lanes v = io.read(typed<T>(in) + i, n);
-    if (n == kLanes) store(load(sum + i) + v, sum + i);
-    else Tail<float>::write(Tail<float>::read(sum + i, n) + v, sum + i, n);
+    if (n == kLanes)
+      store(load(sum + i) + v, sum + i);
+    else
+      Tail<float>::write(Tail<float>::read(sum + i, n) + v, sum + i, n);
   });
 }
 
@@ -241,12 +245,28 @@ void store_tile(const float* tile, std::size_t rows, std::size_t columns, const 
 
 template <typename T>
 const VectorKernels* table() {
-  static constexpr VectorKernels kTable = {
-      widen<T>,          narrow<T>,           add<T>,         accumulate<T>,   layer_norm<T>, layer_norm_backward<T>,
-      layer_norm_backward_columns<T>,         gelu<T>,        gelu_backward<T>, causal_softmax, softmax_backward,
-      column_statistics, column_probabilities, column_sums<T>, store_tile<T>,   store_transposed<T>,
-      transpose<T>,      transpose_widen<T>,  pack<T>,        pack_transposed<T>, pack_widen<T>,
-      pack_transposed_widen<T>};
+  static constexpr VectorKernels kTable = {widen<T>,
+                                           narrow<T>,
+                                           add<T>,
+                                           accumulate<T>,
+                                           layer_norm<T>,
+                                           layer_norm_backward<T>,
+                                           layer_norm_backward_columns<T>,
+                                           gelu<T>,
+                                           gelu_backward<T>,
+                                           causal_softmax,
+                                           softmax_backward,
+                                           column_statistics,
+                                           column_probabilities,
+                                           column_sums<T>,
+                                           store_tile<T>,
+                                           store_transposed<T>,
+                                           transpose<T>,
+                                           transpose_widen<T>,
+                                           pack<T>,
+                                           pack_transposed<T>,
+                                           pack_widen<T>,
+                                           pack_transposed_widen<T>};
   return &kTable;
 }
 

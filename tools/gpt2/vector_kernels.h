@@ -3,8 +3,8 @@
 //
 // Compiled once per instruction set and chosen at run time (Highway's dispatch). Only correctly rounded operations in a
 // fixed order are used (no fma, sixteen accumulators whatever the vector length), so every instruction set gives the
-// same bits. `T` below is the tensor type of the table: float or bf16. All arithmetic is fp32; a result is rounded once,
-// when it is stored. Buffers may have any alignment and must not overlap unless a comment says so.
+// same bits. `T` below is the tensor type of the table: float or bf16. All arithmetic is fp32; a result is rounded
+// once, when it is stored. Buffers may have any alignment and must not overlap unless a comment says so.
 #pragma once
 
 #include <cstddef>

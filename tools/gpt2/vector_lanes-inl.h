@@ -61,7 +61,7 @@ HWY_INLINE void store(const Lanes& v, std::uint16_t* p) {
     const auto odd = hn::And(high, hn::Set(U32(), 1));
     const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(U32(), 0x7fff))));
     const auto quiet = hn::Or(high, hn::Set(U32(), 0x40));
-    const auto nan = hn::RebindMask(U32(), hn::Ne(v.part[i], v.part[i]));
+    const auto nan = hn::RebindMask(U32(), hn::IsNaN(v.part[i]));
     const auto result = hn::IfThenElse(nan, quiet, rounded);
     hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), result)), U16(), p + i * kPart);
   }

@@ -24,8 +24,8 @@ struct Square {
   Row row[16];
 };
 
-// Transposes in four rounds. Each interleaves row i with row i + 8 element by element into rows 2i and 2i + 1 (a perfect
-// shuffle of the 256 elements); after four of them row and column numbers have changed places.
+// Transposes in four rounds. Each interleaves row i with row i + 8 element by element into rows 2i and 2i + 1 (a
+// perfect shuffle of the 256 elements); after four of them row and column numbers have changed places.
 template <typename T>
 HWY_INLINE void transpose_square(Square<T>& a) {
   using Index = std::conditional_t<sizeof(T) == 2, std::int16_t, std::int32_t>;
@@ -62,14 +62,18 @@ void transpose_matrix(const T* in, std::size_t in_stride, std::size_t rows, std:
       Square<T> square = {};
       for (std::size_t i = 0; i < height; ++i) {
         const T* from = in + (r + i) * in_stride + c;
-        if (width == 16) std::memcpy(&square.row[i], from, 16 * sizeof(T));
-        else std::memcpy(&square.row[i], from, width * sizeof(T));
+        if (width == 16)
+          std::memcpy(&square.row[i], from, 16 * sizeof(T));
+        else
+          std::memcpy(&square.row[i], from, width * sizeof(T));
       }
       transpose_square(square);
       for (std::size_t i = 0; i < width; ++i) {
         T* to = out + (c + i) * out_stride + r;
-        if (height == 16) std::memcpy(to, &square.row[i], 16 * sizeof(T));
-        else std::memcpy(to, &square.row[i], height * sizeof(T));
+        if (height == 16)
+          std::memcpy(to, &square.row[i], 16 * sizeof(T));
+        else
+          std::memcpy(to, &square.row[i], height * sizeof(T));
       }
     }
   }
@@ -109,8 +113,10 @@ void store_transposed(const float* tile, std::size_t rows, std::size_t columns, 
     const std::size_t height = std::min<std::size_t>(16, rows - r);
     transpose_matrix(tile + r * kPanel, kPanel, height, columns, strip, 16);
     for (std::size_t c = 0; c < columns; ++c) {
-      if (height == kLanes) store(load(strip + c * 16), to + c * stride + r);
-      else Tail<T>::write(load(strip + c * 16), to + c * stride + r, height);
+      if (height == kLanes)
+        store(load(strip + c * 16), to + c * stride + r);
+      else
+        Tail<T>::write(load(strip + c * 16), to + c * stride + r, height);
     }
   }
 }
@@ -120,7 +126,8 @@ void pack_widen(const void* x, std::size_t stride, std::size_t depth, std::size_
   const T* from = static_cast<const T*>(x);
   for (std::size_t k = 0; k < depth; ++k) {
     float* row = panel + k * kPanel;
-    for_lanes<T>(columns, [&](auto io, std::size_t c, std::size_t n) { store(io.read(from + k * stride + c, n), row + c); });
+    for_lanes<T>(columns,
+                 [&](auto io, std::size_t c, std::size_t n) { store(io.read(from + k * stride + c, n), row + c); });
     for (std::size_t c = (columns + kLanes - 1) / kLanes * kLanes; c < kPanel; ++c) row[c] = 0;
   }
   std::fill(panel + depth * kPanel, panel + padded_depth(depth) * kPanel, 0.0f);
@@ -172,8 +179,10 @@ void pack_transposed(const void* x, std::size_t stride, std::size_t depth, std::
         Square<std::uint32_t> square = {};
         for (std::size_t i = 0; i < 16 && c + i < columns; ++i) {
           const T* row = from + (c + i) * stride + 2 * k;
-          if (k < whole) std::memcpy(&square.row[i], row, 32 * sizeof(T));
-          else std::memcpy(&square.row[i], row, (depth - 2 * k) * sizeof(T));
+          if (k < whole)
+            std::memcpy(&square.row[i], row, 32 * sizeof(T));
+          else
+            std::memcpy(&square.row[i], row, (depth - 2 * k) * sizeof(T));
         }
         transpose_square(square);
         for (std::size_t i = 0; i < 16; ++i) std::memcpy(words + (k + i) * kPanel + c, &square.row[i], 64);

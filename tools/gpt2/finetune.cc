@@ -1,0 +1,219 @@
+#include "tools/gpt2/finetune.h"
+
+#include <fmt/format.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <fstream>
+#include <optional>
+#include <string>
+
+#include "spillway/config.h"
+#include "spillway/engine.h"
+#include "spillway/error.h"
+#include "tools/gpt2/data.h"
+#include "tools/gpt2/interrupt.h"
+#include "tools/gpt2/progress.h"
+#include "tools/gpt2/report.h"
+#include "tools/gpt2/trainer.h"
+#include "tools/gpt2/weights.h"
+
+namespace spillway::gpt2 {
+namespace {
+
+[[noreturn]] void refuse(std::string object, std::string happened, std::string hint) {
+  throw Error(
+      Code::kInvalidArgument,
+      {.object = std::move(object), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
+}
+
+// At least as many as the engine will start: without a setting it takes one per core that this process may use, or
+// fewer where a cgroup allows less.
+unsigned most_threads(const Config& config) {
+  if (config.threads != 0) return config.threads;
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return std::max(1u, std::thread::hardware_concurrency());
+  return static_cast<unsigned>(std::max(1, CPU_COUNT(&allowed)));
+}
+
+// Where the data stands; travels with every commit as `row N of sequence T`.
+struct Position {
+  std::uint64_t row = 0;
+
+  std::string text(std::uint32_t sequence) const { return fmt::format("row {} of sequence {}", row, sequence); }
+
+  static Position parse(std::span<const std::byte> blob, const FinetuneOptions& options) {
+    const std::string text(reinterpret_cast<const char*>(blob.data()), blob.size());
+    Position position;
+    const std::string_view start = "row ";
+    const char* begin = text.data() + std::min(start.size(), text.size());
+    std::from_chars(begin, text.data() + text.size(), position.row);
+    if (position.text(options.sequence) != text) {
+      refuse("--seq", fmt::format("the store was trained with another row length: \"{}\"", text),
+             "resume with the same --seq");
+    }
+    return position;
+  }
+};
+
+void check_options(const FinetuneOptions& options, const Config& config, const ModelConfig& model) {
+  if (options.sequence > model.positions) {
+    refuse("--seq", fmt::format("{} tokens are more than the model's {} positions", options.sequence, model.positions),
+           fmt::format("use --seq {} or less", model.positions));
+  }
+  if (options.resume && config.nvme_paths.empty()) {
+    refuse("--resume", "the configuration has no nvme_path, so there is no store", "start without --resume");
+  }
+  std::error_code ignored;
+  if (!options.out.empty() && std::filesystem::equivalent(options.out, options.model, ignored)) {
+    refuse("--out", "is the model that is trained", "name another directory");
+  }
+}
+
+// The engine's own errors, with the options of this program as what to do.
+std::unique_ptr<Engine> create_engine(const FinetuneOptions& options, const Config& config,
+                                      const ModelDescription& description) {
+  const auto existing = options.resume  ? OnExisting::kResume
+                        : options.fresh ? OnExisting::kReplace
+                                        : OnExisting::kRefuse;
+  try {
+    return Engine::create(config, description, {.on_existing = existing});
+  } catch (const Error& error) {
+    ErrorParts parts = error.parts();
+    if (error.code() == Code::kExists) parts.hint = "continue it with --resume, or give it up with --fresh";
+    if (error.code() == Code::kNotFound && options.resume) parts.hint = "start without --resume";
+    throw Error(error.code(), std::move(parts));
+  }
+}
+
+std::ofstream open_log(const std::filesystem::path& path) {
+  std::ofstream log;
+  if (path.empty()) return log;
+  log.open(path, std::ios::app);
+  if (!log) {
+    throw Error(Code::kIo, {.object = path.string(),
+                            .happened = "cannot be opened for the log",
+                            .errno_value = errno,
+                            .hint = "check --log"});
+  }
+  return log;
+}
+
+class Run {
+ public:
+  explicit Run(const FinetuneOptions& options)
+      : options_(options), config_(load_config(options.config)), model_(load_model_config(options.model)) {
+    check_options(options_, config_, model_);
+    data_.emplace(options_.data, options_.sequence, model_.vocabulary);
+    // Everything about the input is checked before a store is made.
+    if (!options_.resume) weights_.emplace(options_.model, describe_model(model_, 0));
+    trainer_.emplace(model_, TrainerOptions{.type = config_.weights,
+                                            .micro_batch = config_.micro_batch,
+                                            .accumulation = config_.gradient_accumulation,
+                                            .sequence = options_.sequence,
+                                            .threads = most_threads(config_)});
+    description_ = trainer_->description();
+    log_ = open_log(options_.log);
+    engine_ = create_engine(options_, config_, description_);
+    rows_.resize(rows_per_step() * (std::size_t{options_.sequence} + 1));
+  }
+
+  int train() {
+    describe();
+    trainer_->attach(*engine_);
+    if (weights_) {
+      engine_->import_weights(weights_->source());
+      weights_.reset();
+    } else {
+      position_ = Position::parse(engine_->blob(), options_);
+    }
+    Progress progress(engine_->current_step(), std::max(options_.steps, engine_->current_step()));
+    while (engine_->current_step() < options_.steps && !interrupt_.requested()) step(progress);
+    progress.clear();
+    engine_->flush();
+    if (engine_->current_step() < options_.steps) {
+      fmt::print("stopped after step {}; --resume continues\n", engine_->current_step());
+      return 130;
+    }
+    finish();
+    return 0;
+  }
+
+ private:
+  std::size_t rows_per_step() const { return std::size_t{config_.micro_batch} * config_.gradient_accumulation; }
+
+  void describe() const {
+    if (model_.has_dropout) fmt::print("dropout is off: config.json asks for some, and none is applied\n");
+    if (config_.nvme_paths.empty()) fmt::print("no nvme_path: there is no store, and no --resume\n");
+    for (const auto& line : engine_->describe()) fmt::print("{}\n", line);
+    for (const auto& line : trainer_->describe()) fmt::print("{}\n", line);
+    fmt::print("data: {} rows of {} tokens, {} rows a step\n", data_->rows(), options_.sequence, rows_per_step());
+    fmt::print("memory ledger:\n{}", ledger_text(engine_->ledger()));
+    std::fflush(stdout);
+  }
+
+  void step(Progress& progress) {
+    const std::size_t row_tokens = std::size_t{options_.sequence} + 1;
+    for (std::size_t r = 0; r < rows_per_step(); ++r) {
+      data_->read_row(position_.row++, std::span(rows_).subspan(r * row_tokens, row_tokens));
+    }
+    StepFacts facts;
+    facts.loss = trainer_->run_step(rows_);
+    const std::string blob = position_.text(options_.sequence);
+    facts.report = engine_->step(std::as_bytes(std::span(blob)));
+    facts.tokens = rows_per_step() * options_.sequence;
+    if (!first_loss_) first_loss_ = facts.loss;
+    last_loss_ = facts.loss;
+    if (log_.is_open()) {
+      log_ << step_json(facts) << std::flush;
+      if (!log_) {
+        throw Error(Code::kIo, {.object = options_.log.string(),
+                                .happened = "the log cannot be written",
+                                .errno_value = errno,
+                                .hint = "make room and continue with --resume"});
+      }
+    }
+    progress.done(facts.report.step);
+    progress.line(step_text(facts, options_.steps));
+  }
+
+  void finish() {
+    if (first_loss_)
+      fmt::print("loss: {:.4f} in the first step of this run, {:.4f} in the last\n", *first_loss_, last_loss_);
+    else
+      fmt::print("step {} is done already\n", engine_->current_step());
+    if (!options_.out.empty()) {
+      export_model(*engine_, description_, options_.out, DType::kFloat32, true);
+      fmt::print("trained model: {}\n  GPT2LMHeadModel.from_pretrained(\"{}\") loads it\n", options_.out.string(),
+                 options_.out.string());
+    } else if (!config_.nvme_paths.empty()) {
+      fmt::print("trained model: in the store; spillway export {} DIR writes it\n", config_.nvme_paths[0].string());
+    } else {
+      fmt::print("trained model: not kept, for there was neither --out nor an nvme_path\n");
+    }
+  }
+
+  const FinetuneOptions& options_;
+  Interrupt interrupt_;  // before anything that starts threads
+  Config config_;
+  ModelConfig model_;
+  std::optional<TokenFile> data_;
+  std::optional<ModelWeights> weights_;
+  std::optional<Gpt2Trainer> trainer_;
+  ModelDescription description_;
+  std::ofstream log_;
+  std::unique_ptr<Engine> engine_;
+  std::vector<std::uint32_t> rows_;
+  Position position_;
+  std::optional<double> first_loss_;
+  double last_loss_ = 0;
+};
+
+}  // namespace
+
+int finetune(const FinetuneOptions& options) { return Run(options).train(); }
+
+}  // namespace spillway::gpt2

@@ -1,0 +1,20 @@
+// `spillway finetune`: configuration, model and data in; steps, a log and a trained model out.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+
+namespace spillway::gpt2 {
+
+struct FinetuneOptions {
+  std::filesystem::path config, model, data;
+  std::filesystem::path out, log;  // empty: none
+  std::uint64_t steps = 0;         // number of the last step
+  std::uint32_t sequence = 256;
+  bool resume = false, fresh = false;
+};
+
+// 0, or 130 after Ctrl-C. Errors: spillway::Error.
+int finetune(const FinetuneOptions& options);
+
+}  // namespace spillway::gpt2

@@ -1,0 +1,35 @@
+#include "tools/gpt2/interrupt.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <ctime>
+
+namespace spillway::gpt2 {
+
+Interrupt::Interrupt() {
+  sigemptyset(&signals_);
+  sigaddset(&signals_, SIGINT);
+  sigaddset(&signals_, SIGTERM);
+  pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
+  watcher_ = std::thread([this] { watch(); });
+}
+
+Interrupt::~Interrupt() {
+  stop_ = true;
+  watcher_.join();
+  pthread_sigmask(SIG_UNBLOCK, &signals_, nullptr);
+}
+
+void Interrupt::watch() {
+  const timespec patience{.tv_sec = 0, .tv_nsec = 100'000'000};
+  while (!stop_) {
+    if (sigtimedwait(&signals_, nullptr, &patience) < 0) continue;
+    if (requested_) _exit(130);  // the store stays at its last commit, as after any crash
+    requested_ = true;
+    fmt::print(stderr, "\nspillway: ending after this step; Ctrl-C again ends at once\n");
+  }
+}
+
+}  // namespace spillway::gpt2

@@ -1,0 +1,138 @@
+// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 130 ended by Ctrl-C.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <map>
+
+#include "spillway/error.h"
+#include "spillway/store.h"
+#include "tools/gpt2/finetune.h"
+#include "tools/gpt2/init_model.h"
+
+namespace {
+
+using namespace spillway;
+using namespace spillway::gpt2;
+
+struct InitOptions {
+  std::filesystem::path directory;
+  std::string preset;
+  std::uint32_t layers = 12, width = 768, heads = 12, vocabulary = 50257, context = 1024;
+  std::uint64_t seed = 1;
+  DType type = DType::kFloat32;
+};
+
+struct ExportOptions {
+  std::filesystem::path store, directory;
+  DType type = DType::kFloat32;
+};
+
+void add_dtype(CLI::App* command, DType& type) {
+  static const std::map<std::string, DType> kTypes = {{"fp32", DType::kFloat32}, {"bf16", DType::kBFloat16}};
+  command->add_option("--dtype", type, "fp32 or bf16")->transform(CLI::CheckedTransformer(kTypes))->default_str("fp32");
+}
+
+CLI::App* add_init_model(CLI::App& program, InitOptions& options) {
+  auto* command = program.add_subcommand("init-model", "Make a new GPT-2 with random weights");
+  command->add_option("directory", options.directory, "Where the model goes")->required();
+  const auto sizes = CLI::Range(1u, 1u << 20);
+  auto* layers = command->add_option("--layers", options.layers, "Layers")->check(sizes)->capture_default_str();
+  auto* width = command->add_option("--width", options.width, "Width of a token")->check(sizes)->capture_default_str();
+  auto* heads = command->add_option("--heads", options.heads, "Attention heads")->check(sizes)->capture_default_str();
+  command->add_option("--vocab", options.vocabulary, "Vocabulary")
+      ->check(CLI::Range(1u, 1u << 24))
+      ->capture_default_str();
+  command->add_option("--context", options.context, "Positions")->check(sizes)->capture_default_str();
+  command->add_option("--seed", options.seed, "Seed of the weights")->capture_default_str();
+  add_dtype(command, options.type);
+  std::vector<std::string> names;
+  for (const auto& preset : presets()) names.emplace_back(preset.name);
+  command->add_option("--preset", options.preset, "Layers, width and heads of a published size")
+      ->check(CLI::IsMember(names))
+      ->excludes(layers)
+      ->excludes(width)
+      ->excludes(heads);
+  return command;
+}
+
+CLI::App* add_finetune(CLI::App& program, FinetuneOptions& options) {
+  auto* command = program.add_subcommand("finetune", "Train a GPT-2 through HBM, host memory and NVMe");
+  command->add_option("--config", options.config, "ds_config.json")->required();
+  command->add_option("--model", options.model, "Directory with config.json and model.safetensors")->required();
+  command->add_option("--data", options.data, "FILE.bin: 16-bit tokens; any other file: bytes")->required();
+  command->add_option("--steps", options.steps, "Number of the last step")->required()->check(CLI::PositiveNumber);
+  command->add_option("--seq", options.sequence, "Tokens of a row")
+      ->check(CLI::Range(1u, 1u << 24))
+      ->capture_default_str();
+  command->add_option("--out", options.out, "Where the trained model goes");
+  command->add_option("--log", options.log, "Append one JSON line per step");
+  auto* resume = command->add_flag("--resume", options.resume, "Continue from the store");
+  command->add_flag("--fresh", options.fresh, "Give up the store that exists and start anew")->excludes(resume);
+  return command;
+}
+
+CLI::App* add_export(CLI::App& program, ExportOptions& options) {
+  auto* command = program.add_subcommand("export", "Write the model that a store holds");
+  command->add_option("store", options.store, "Directory of the store")->required();
+  command->add_option("directory", options.directory, "Where the model goes")->required();
+  add_dtype(command, options.type);
+  return command;
+}
+
+int run_init_model(const InitOptions& options) {
+  ModelConfig config;
+  config.layers = options.layers;
+  config.width = options.width;
+  config.heads = options.heads;
+  for (const auto& preset : presets()) {
+    if (preset.name != options.preset) continue;
+    config.layers = preset.layers;
+    config.width = preset.width;
+    config.heads = preset.heads;
+  }
+  config.inner = 4 * config.width;
+  config.positions = options.context;
+  config.vocabulary = options.vocabulary;
+  if (config.width % config.heads != 0) {
+    throw Error(Code::kInvalidArgument,
+                {.object = "--width",
+                 .happened = fmt::format("{} is no multiple of {} heads", config.width, config.heads),
+                 .errno_value = 0,
+                 .hint = "every head has width / heads columns"});
+  }
+  const std::uint64_t count = init_model(options.directory, config, options.seed, options.type);
+  fmt::print("{}: a new GPT-2 of {} parameters, {} layers of width {}\n", options.directory.string(), count,
+             config.layers, config.width);
+  return 0;
+}
+
+int run_export(const ExportOptions& options) {
+  export_store(options.store, options.directory, options.type);
+  fmt::print("{}: the model of the store in {}\n", options.directory.string(), options.store.string());
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App program("Fine-tunes models that do not fit the GPU: weights, gradients and Adam states in three tiers");
+  program.require_subcommand(1);
+  InitOptions init_options;
+  FinetuneOptions finetune_options;
+  ExportOptions export_options;
+  const auto* init = add_init_model(program, init_options);
+  const auto* finetune_command = add_finetune(program, finetune_options);
+  add_export(program, export_options);
+  try {
+    program.parse(argc, argv);
+    if (init->parsed()) return run_init_model(init_options);
+    if (finetune_command->parsed()) return finetune(finetune_options);
+    return run_export(export_options);
+  } catch (const CLI::ParseError& error) {
+    return std::min(1, program.exit(error));  // --help is a ParseError of code 0
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "spillway: {}\n", error.what());
+    return 1;
+  }
+}

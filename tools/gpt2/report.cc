@@ -1,0 +1,67 @@
+#include "tools/gpt2/report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "spillway/units.h"
+
+namespace spillway::gpt2 {
+
+std::string bytes_text(std::uint64_t bytes) {
+  const auto value = static_cast<double>(bytes);
+  if (bytes >= kGiB) return fmt::format("{:.2f} GiB", value / static_cast<double>(kGiB));
+  if (bytes >= kMiB) return fmt::format("{:.1f} MiB", value / static_cast<double>(kMiB));
+  if (bytes >= kKiB) return fmt::format("{:.1f} KiB", value / static_cast<double>(kKiB));
+  return fmt::format("{} B", bytes);
+}
+
+std::string ledger_text(const Ledger& ledger) {
+  const auto total = [&](Placement tier) {
+    std::uint64_t sum = 0;
+    for (const auto& r : ledger.reservations) sum += r.tier == tier ? r.bytes : 0;
+    return sum;
+  };
+  struct Tier {
+    Placement placement;
+    const char* name;
+    std::uint64_t budget;
+  };
+  std::string text;
+  auto out = std::back_inserter(text);
+  for (const Tier& tier :
+       {Tier{Placement::kHbm, "hbm", ledger.hbm_budget}, Tier{Placement::kHost, "host", ledger.host_budget},
+        Tier{Placement::kNvme, "nvme", ledger.nvme_budget}}) {
+    for (const auto& r : ledger.reservations) {
+      if (r.tier != tier.placement) continue;
+      fmt::format_to(out, "  {:<5} {:<44} {:>15} bytes\n", tier.name, r.purpose, r.bytes);
+    }
+    const std::uint64_t sum = total(tier.placement);
+    if (sum == 0 && tier.budget == 0) continue;
+    fmt::format_to(out, "  {:<5} {:<44} {:>15} bytes of {}, {} left\n", tier.name, "total", sum, tier.budget,
+                   tier.budget - std::min(sum, tier.budget));
+  }
+  return text;
+}
+
+std::string step_text(const StepFacts& step, std::uint64_t last_step) {
+  const StepReport& r = step.report;
+  const double rate = r.seconds > 0 ? static_cast<double>(step.tokens) / r.seconds : 0;
+  return fmt::format(
+      "step {}/{}  loss {:.4f}  norm {:.3f}  lr {:.3g}  {:.2f} s  {:.0f} tokens/s  read {}  written {}  {} at {:.0f} %",
+      r.step, last_step, step.loss, r.gradient_norm, r.learning_rate, r.seconds, rate, bytes_text(r.nvme_read_bytes),
+      bytes_text(r.nvme_write_bytes), r.link, r.link_percent);
+}
+
+std::string step_json(const StepFacts& step) {
+  const StepReport& r = step.report;
+  return fmt::format(
+      R"({{"step":{},"loss":{:.9g},"grad_norm":{:.9g},"lr":{:.9g},"seconds":{:.6f},"tokens":{},"nvme_read_bytes":{},)"
+      R"("nvme_write_bytes":{},"h2d_bytes":{},"d2h_bytes":{},"link":"{}","link_percent":{:.2f},"stall_seconds":{:.6f}}})"
+      "\n",
+      r.step, step.loss, r.gradient_norm, r.learning_rate, r.seconds, step.tokens, r.nvme_read_bytes,
+      r.nvme_write_bytes, r.h2d_bytes, r.d2h_bytes, r.link, r.link_percent, r.stall_seconds);
+}
+
+}  // namespace spillway::gpt2

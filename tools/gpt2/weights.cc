@@ -1,0 +1,124 @@
+#include "tools/gpt2/weights.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <string_view>
+#include <unordered_set>
+
+#include "spillway/error.h"
+#include "tools/gpt2/model.h"
+
+namespace spillway::gpt2 {
+namespace {
+
+constexpr std::string_view kPrefix = "transformer.";
+
+std::string_view without_prefix(std::string_view name) {
+  return name.starts_with(kPrefix) ? name.substr(kPrefix.size()) : name;
+}
+
+// `h.7.attn.bias`, `h.7.attn.masked_bias`: constants that older versions of transformers saved; and the output matrix,
+// which is the token embedding.
+bool is_buffer(std::string_view name) {
+  if (name == "lm_head.weight") return true;
+  name = without_prefix(name);
+  if (!name.starts_with("h.")) return false;
+  name.remove_prefix(2);
+  const auto digits = std::min(name.find_first_not_of("0123456789"), name.size());
+  name.remove_prefix(digits);
+  return digits > 0 && (name == ".attn.bias" || name == ".attn.masked_bias");
+}
+
+std::string shape_text(const std::vector<std::uint64_t>& shape) {
+  std::string text = "[";
+  for (const auto extent : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(extent);
+  return text + "]";
+}
+
+[[noreturn]] void refuse(const std::filesystem::path& file, std::string happened, std::string hint) {
+  throw Error(Code::kInvalidArgument,
+              {.object = file.string(), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
+}
+
+std::filesystem::path main_file(const std::filesystem::path& directory) {
+  const auto index = directory / "model.safetensors.index.json";
+  return std::filesystem::exists(index) ? index : directory / "model.safetensors";
+}
+
+}  // namespace
+
+ModelWeights::ModelWeights(const std::filesystem::path& directory, const ModelDescription& model)
+    : reader_(SafetensorsReader::open(directory)) {
+  std::unordered_set<const TensorEntry*> used;
+  for (const auto& block : model.blocks) {
+    auto& entries = entries_.emplace_back();
+    for (const auto& parameter : block.parameters) {
+      const TensorEntry* entry = reader_.find(parameter.name);
+      if (entry == nullptr) entry = reader_.find(without_prefix(parameter.name));
+      if (entry == nullptr) {
+        refuse(main_file(directory), "tensor " + std::string(without_prefix(parameter.name)) + " is missing",
+               "config.json and weights must belong to the same model");
+      }
+      if (entry->shape != parameter.shape) {
+        refuse(reader_.file(*entry),
+               fmt::format("tensor {} has shape {}, config.json asks for {}", entry->name, shape_text(entry->shape),
+                           shape_text(parameter.shape)),
+               "config.json and weights must belong to the same model");
+      }
+      if (!entry->type) {
+        refuse(reader_.file(*entry), fmt::format("tensor {} is of type {}", entry->name, entry->dtype),
+               "F32, BF16 and F16 are read");
+      }
+      entries.push_back(entry);
+      used.insert(entry);
+    }
+  }
+  for (const auto& entry : reader_.tensors()) {
+    if (used.contains(&entry) || is_buffer(entry.name)) continue;
+    refuse(reader_.file(entry), fmt::format("tensor {} is no part of the model that config.json describes", entry.name),
+           "config.json and weights must belong to the same model");
+  }
+}
+
+WeightSource ModelWeights::source() {
+  return [this](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out) {
+    reader_.read(*entries_[block][parameter], first, out);
+  };
+}
+
+void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory, DType type,
+                  bool replace) {
+  std::vector<TensorSpec> tensors;
+  std::vector<std::size_t> first_of_block;
+  for (const auto& block : model.blocks) {
+    first_of_block.push_back(tensors.size());
+    for (const auto& parameter : block.parameters) tensors.push_back({parameter.name, parameter.shape});
+  }
+  auto writer = SafetensorsWriter::create(directory, std::move(tensors), {.type = type, .replace = replace});
+  engine.export_weights(type == DType::kFloat32, [&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
+                                                     std::span<const float> values) {
+    writer.write(first_of_block[block] + parameter, first, values);
+  });
+  write_attachments(model, directory);
+  writer.finish();
+}
+
+void write_attachments(const ModelDescription& model, const std::filesystem::path& directory) {
+  for (const auto& attachment : model.attachments) {
+    const auto path = directory / attachment.name;
+    std::ofstream file(path, std::ios::binary | std::ios::trunc);
+    file << attachment.text;
+    file.close();
+    if (!file) {
+      throw Error(Code::kIo, {.object = path.string(),
+                              .happened = "cannot be written",
+                              .errno_value = errno,
+                              .hint = "check the directory and the space that is left"});
+    }
+  }
+}
+
+}  // namespace spillway::gpt2

@@ -1,0 +1,32 @@
+// Model directories in and out of the engine, tensor by tensor through small buffers.
+#pragma once
+
+#include <filesystem>
+
+#include "spillway/engine.h"
+#include "spillway/safetensors.h"
+
+namespace spillway::gpt2 {
+
+// The weights of a model directory, checked against a description before anything is moved: every parameter there,
+// under its name or without the `transformer.` prefix, with its shape and a float type; nothing else but the buffers
+// that old files carry (attention masks, the tied output matrix). Errors name file and tensor.
+class ModelWeights {
+ public:
+  ModelWeights(const std::filesystem::path& directory, const ModelDescription& model);
+  // For Engine::import_weights; refers to this object.
+  WeightSource source();
+
+ private:
+  SafetensorsReader reader_;
+  std::vector<std::vector<const TensorEntry*>> entries_;  // [block][parameter]
+};
+
+// Writes config.json and model.safetensors with the engine's weights: the exact masters for fp32, else rounded to
+// `type`.
+void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory, DType type,
+                  bool replace);
+// The small files that travel with a model; `directory` exists.
+void write_attachments(const ModelDescription& model, const std::filesystem::path& directory);
+
+}  // namespace spillway::gpt2
