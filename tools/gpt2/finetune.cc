@@ -13,6 +13,7 @@
 #include "spillway/config.h"
 #include "spillway/engine.h"
 #include "spillway/error.h"
+#include "spillway/export.h"
 #include "tools/gpt2/data.h"
 #include "tools/gpt2/interrupt.h"
 #include "tools/gpt2/progress.h"
@@ -186,7 +187,7 @@ class Run {
     else
       fmt::print("step {} is done already\n", engine_->current_step());
     if (!options_.out.empty()) {
-      export_model(*engine_, description_, options_.out, DType::kFloat32, true);
+      export_model(*engine_, description_, options_.out, {.type = DType::kFloat32, .replace = true});
       fmt::print("trained model: {}\n  GPT2LMHeadModel.from_pretrained(\"{}\") loads it\n", options_.out.string(),
                  options_.out.string());
     } else if (!config_.nvme_paths.empty()) {

@@ -6,7 +6,7 @@
 #include <map>
 
 #include "spillway/error.h"
-#include "spillway/store.h"
+#include "spillway/export.h"
 #include "tools/gpt2/finetune.h"
 #include "tools/gpt2/init_model.h"
 
@@ -23,7 +23,7 @@ struct InitOptions {
   DType type = DType::kFloat32;
 };
 
-struct ExportOptions {
+struct ExportCommand {
   std::filesystem::path store, directory;
   DType type = DType::kFloat32;
 };
@@ -72,7 +72,7 @@ CLI::App* add_finetune(CLI::App& program, FinetuneOptions& options) {
   return command;
 }
 
-CLI::App* add_export(CLI::App& program, ExportOptions& options) {
+CLI::App* add_export(CLI::App& program, ExportCommand& options) {
   auto* command = program.add_subcommand("export", "Write the model that a store holds");
   command->add_option("store", options.store, "Directory of the store")->required();
   command->add_option("directory", options.directory, "Where the model goes")->required();
@@ -107,9 +107,10 @@ int run_init_model(const InitOptions& options) {
   return 0;
 }
 
-int run_export(const ExportOptions& options) {
-  export_store(options.store, options.directory, options.type);
-  fmt::print("{}: the model of the store in {}\n", options.directory.string(), options.store.string());
+int run_export(const ExportCommand& options) {
+  const ExportedStore store = export_store(options.store, options.directory, {.type = options.type, .replace = true});
+  fmt::print("{}: the model of step {} of the store in {}\n", options.directory.string(), store.step,
+             options.store.string());
   return 0;
 }
 
@@ -120,7 +121,7 @@ int main(int argc, char** argv) {
   program.require_subcommand(1);
   InitOptions init_options;
   FinetuneOptions finetune_options;
-  ExportOptions export_options;
+  ExportCommand export_options;
   const auto* init = add_init_model(program, init_options);
   const auto* finetune_command = add_finetune(program, finetune_options);
   add_export(program, export_options);

@@ -89,23 +89,6 @@ WeightSource ModelWeights::source() {
   };
 }
 
-void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory, DType type,
-                  bool replace) {
-  std::vector<TensorSpec> tensors;
-  std::vector<std::size_t> first_of_block;
-  for (const auto& block : model.blocks) {
-    first_of_block.push_back(tensors.size());
-    for (const auto& parameter : block.parameters) tensors.push_back({parameter.name, parameter.shape});
-  }
-  auto writer = SafetensorsWriter::create(directory, std::move(tensors), {.type = type, .replace = replace});
-  engine.export_weights(type == DType::kFloat32, [&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
-                                                     std::span<const float> values) {
-    writer.write(first_of_block[block] + parameter, first, values);
-  });
-  write_attachments(model, directory);
-  writer.finish();
-}
-
 void write_attachments(const ModelDescription& model, const std::filesystem::path& directory) {
   for (const auto& attachment : model.attachments) {
     const auto path = directory / attachment.name;

@@ -22,10 +22,6 @@ class ModelWeights {
   std::vector<std::vector<const TensorEntry*>> entries_;  // [block][parameter]
 };
 
-// Writes config.json and model.safetensors with the engine's weights: the exact masters for fp32, else rounded to
-// `type`.
-void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory, DType type,
-                  bool replace);
 // The small files that travel with a model; `directory` exists.
 void write_attachments(const ModelDescription& model, const std::filesystem::path& directory);
 
