@@ -22,7 +22,8 @@ namespace spillway {
 
 enum class IoOp : std::uint8_t { kRead, kWrite, kSync };
 
-// kUrgent: compute waits for it. Urgent requests start before waiting normal ones; syncs keep their place in their class.
+// kUrgent: compute waits for it. Urgent requests start before waiting normal ones; syncs keep their place in their
+// class.
 enum class IoPriority : std::uint8_t { kUrgent, kNormal };
 
 struct IoRequest {
@@ -59,8 +60,8 @@ struct IoStats {
 
 class IoQueue {
  public:
-  // `regions` are the arenas that buffers come from; they are registered with the kernel when it allows (buffers outside
-  // them work too, unregistered). Files must outlive the queue.
+  // `regions` are the arenas that buffers come from; they are registered with the kernel when it allows (buffers
+  // outside them work too, unregistered). Files must outlive the queue.
   static std::unique_ptr<IoQueue> create(const IoQueueOptions& options, std::span<File* const> files,
                                          std::span<const std::span<std::byte>> regions);
 

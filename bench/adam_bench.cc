@@ -27,7 +27,9 @@ std::size_t bytes_per_element(DType type) { return type == DType::kFloat32 ? 4 +
 class Memory {
  public:
   Memory(DType type, std::size_t count)
-      : arena_((count * bytes_per_element(type) + 16 * kPageBytes) & ~(kPageBytes - 1), kPinnedArena), type_(type), count_(count) {
+      : arena_((count * bytes_per_element(type) + 16 * kPageBytes) & ~(kPageBytes - 1), kPinnedArena),
+        type_(type),
+        count_(count) {
     weight_ = take(count * size_of(type));
     gradient_ = take(count * size_of(type));
     if (type == DType::kBFloat16) residual_ = reinterpret_cast<std::int16_t*>(take(count * 2));

@@ -9,8 +9,8 @@
 //   u = m / d
 //   AdamW mode:  w = fma(-lr * weight_decay, w, w)
 //   w = fma(-step_size, u, w)          step_size = lr / bias1
-// Source: Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2. Scalars are computed once, in double, and
-// rounded once.
+// Source: Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2. Scalars are computed once, in double,
+// and rounded once.
 #pragma once
 
 #include <cstddef>
@@ -25,11 +25,11 @@ namespace spillway {
 // Arrays of `count` elements; any alignment, no overlap.
 //   fp32: weight float, residual null.   bf16: weight and residual as in spillway/bf16.h.
 struct AdamTile {
-  DType type = DType::kFloat32;    // of weight and gradient
-  void* weight = nullptr;          // updated
+  DType type = DType::kFloat32;      // of weight and gradient
+  void* weight = nullptr;            // updated
   std::int16_t* residual = nullptr;  // updated; bf16 only
-  float* exp_avg = nullptr;        // updated
-  float* exp_avg_sq = nullptr;     // updated
+  float* exp_avg = nullptr;          // updated
+  float* exp_avg_sq = nullptr;       // updated
   const void* gradient = nullptr;
   std::size_t count = 0;
 };
@@ -39,8 +39,8 @@ struct AdamScalars {
   float beta1 = 0, one_minus_beta1 = 0, beta2 = 0, one_minus_beta2 = 0;
   float inv_sqrt_bias2 = 1, epsilon = 0;
   float step_size = 0;
-  float l2_decay = 0;             // weight_decay in L2 mode, else 0 …
-  float negative_lr_decay = 0;    // -lr * weight_decay in AdamW mode, else 0
+  float l2_decay = 0;           // weight_decay in L2 mode, else 0 …
+  float negative_lr_decay = 0;  // -lr * weight_decay in AdamW mode, else 0
   bool l2 = false, decoupled = false;
 };
 
@@ -56,8 +56,8 @@ AdamScalars adam_scalars(const AdamHyper& hyper, std::uint64_t step, double grad
 // finite; the arrays are then written all the same.
 bool adam_update(const AdamTile& tile, const AdamScalars& scalars, std::size_t begin, std::size_t end);
 
-// The same with std::fma, one element at a time: the definition. Results that are not NaN have equal bits on every target;
-// which of two NaNs survives an operation is the processor's choice.
+// The same with std::fma, one element at a time: the definition. Results that are not NaN have equal bits on every
+// target; which of two NaNs survives an operation is the processor's choice.
 bool adam_update_reference(const AdamTile& tile, const AdamScalars& scalars, std::size_t begin, std::size_t end);
 
 // Aborts on a type that Adam does not update, a range outside the tile or contradicting scalars.

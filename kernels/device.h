@@ -54,7 +54,7 @@ class Device {
     SPILLWAY_CHECK(event.recorded(), "a stream may only wait for an event that was recorded");
     do_wait(stream, event);
   }
-  virtual bool done(const Event& event) const = 0;       // true also when never recorded, as in CUDA
+  virtual bool done(const Event& event) const = 0;         // true also when never recorded, as in CUDA
   virtual void synchronize(const Event& event) const = 0;  // blocks the calling thread
 
   virtual void copy_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) = 0;
@@ -90,8 +90,8 @@ struct HostDeviceOptions {
   double copy_delay_seconds = 0;
 };
 
-// The emulated device: HBM is an arena in RAM, each stream runs on a thread of its own, kernels on `workers` (which must
-// outlive the device).
+// The emulated device: HBM is an arena in RAM, each stream runs on a thread of its own, kernels on `workers` (which
+// must outlive the device).
 std::unique_ptr<Device> create_host_device(const HostDeviceOptions& options, HostWorkers& workers);
 
 }  // namespace spillway

@@ -1,8 +1,8 @@
 // The squared norm of a gradient in a fixed order, and the first element that is not finite.
 //
-// Leaves of 1,024 consecutive elements; inside a leaf element i goes to accumulator i mod 16, squares and sums in double;
-// the accumulators are folded by halving (16 → 8 → 4 → 2 → 1); leaves are added in order. Equal bits whatever the
-// instruction set, threads or tile size.
+// Leaves of 1,024 consecutive elements; inside a leaf element i goes to accumulator i mod 16, squares and sums in
+// double; the accumulators are folded by halving (16 → 8 → 4 → 2 → 1); leaves are added in order. Equal bits whatever
+// the instruction set, threads or tile size.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +18,13 @@ inline constexpr std::size_t kNormLeaf = 1024;
 inline constexpr std::uint64_t kAllFinite = UINT64_MAX;
 
 struct NormResult {
-  double sum_of_squares = 0;               // unspecified when an element is not finite
+  double sum_of_squares = 0;                   // unspecified when an element is not finite
   std::uint64_t first_nonfinite = kAllFinite;  // index
 };
 
 // `data` holds `count` elements; a last leaf may be short (missing elements count as zero). `leaves` is scratch for the
 // leaf sums of one call: at least div_up(count, kNormLeaf) doubles.
-NormResult squared_norm(const void* data, DType type, std::size_t count, std::span<double> leaves, HostWorkers& workers);
+NormResult squared_norm(const void* data, DType type, std::size_t count, std::span<double> leaves,
+                        HostWorkers& workers);
 
 }  // namespace spillway

@@ -1,5 +1,5 @@
-// What a store says of itself: the model and the settings that its layout follows from, as JSON inside the store file, so
-// that a store can be exported without the configuration that made it.
+// What a store says of itself: the model and the settings that its layout follows from, as JSON inside the store file,
+// so that a store can be exported without the configuration that made it.
 #pragma once
 
 #include <cstdint>

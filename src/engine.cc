@@ -111,7 +111,8 @@ class StepEngine final : public Engine {
 
 void StepEngine::refuse_if_failed() const {
   if (failure_.empty()) return;
-  throw Error(Code::kIo, {"engine", "stopped after an earlier error (" + failure_ + ")", 0, "open the store again and resume"});
+  throw Error(Code::kIo,
+              {"engine", "stopped after an earlier error (" + failure_ + ")", 0, "open the store again and resume"});
 }
 
 // Runs what may touch drive or device; a failure there is final for this engine.
@@ -148,7 +149,8 @@ void StepEngine::begin_step() {
 // 1. Forward and backward: the block's weights are on their way already; the caller's stream waits for the last copy.
 Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
   if (block >= plan_.blocks.size()) {
-    throw Error(Code::kInvalidArgument, {"acquire", fmt::format("there is no block {}", block), 0, "use the indices of the description"});
+    throw Error(Code::kInvalidArgument,
+                {"acquire", fmt::format("there is no block {}", block), 0, "use the indices of the description"});
   }
   return guarded([&] {
     if (!stepping_) begin_step();
@@ -167,8 +169,8 @@ const void* StepEngine::weight_address(std::uint32_t lease, std::uint32_t parame
   const std::uint32_t block = machinery_.places ? machinery_.places->block(lease) : lease;
   const BlockPlan& plan = plan_.blocks[block];
   SPILLWAY_CHECK(parameter < plan.partition.parameters.size(), "the parameter belongs to the leased block");
-  const std::byte* base = machinery_.places ? machinery_.places->address(lease)
-                                            : machinery_.device->hbm().data() + plan.weights.offset;
+  const std::byte* base =
+      machinery_.places ? machinery_.places->address(lease) : machinery_.device->hbm().data() + plan.weights.offset;
   return base + plan.partition.parameters[parameter].first * size_of(config_.weights);
 }
 
@@ -186,8 +188,9 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     if (!stepping_) begin_step();
     const auto place = plan_.blocks.at(gradient.block).partition.parameters.at(gradient.parameter);
     if (!in_hbm(gradient.data, place.count * size_of(gradient.dtype))) {
-      throw Error(Code::kInvalidArgument, {model_.blocks[gradient.block].parameters[gradient.parameter].name,
-                                           "its gradient does not lie in the HBM arena", 0, "push from Engine::workspace()"});
+      throw Error(Code::kInvalidArgument,
+                  {model_.blocks[gradient.block].parameters[gradient.parameter].name,
+                   "its gradient does not lie in the HBM arena", 0, "push from Engine::workspace()"});
     }
     machinery_.gradients->push(gradient, stream);
   });
@@ -198,7 +201,8 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
   return guarded([&] {
     if (!stepping_) begin_step();
     if (blob.size() > kBlobCapacity) {
-      throw Error(Code::kInvalidArgument, {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), kBlobCapacity), 0, ""});
+      throw Error(Code::kInvalidArgument,
+                  {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), kBlobCapacity), 0, ""});
     }
     if (leases_ > 0 || (machinery_.places && machinery_.places->leased())) {
       throw Error(Code::kInvalidArgument, {"step", "a lease is still held", 0, "release every block before step()"});
@@ -291,7 +295,8 @@ void StepEngine::commit() {
     std::uint32_t used = 0;
     for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
       const TilePlace& tile = plan_.tile_places[t];
-      if (!tile.shape.trainable || (written_by_update(tile, Part::kWeights) && written_by_update(tile, Part::kStates))) continue;
+      if (!tile.shape.trainable || (written_by_update(tile, Part::kWeights) && written_by_update(tile, Part::kStates)))
+        continue;
       const std::uint32_t buffer = used++ % machinery_.mover->buffers();
       machinery_.mover->finish_save(buffer);
       machinery_.mover->start_load(t, buffer);
@@ -307,8 +312,10 @@ void StepEngine::commit() {
 void StepEngine::choose_commit_interval(double commit_seconds, double step_seconds) {
   choose_commit_interval_ = false;
   const double without = std::max(step_seconds - commit_seconds, 1e-3);
-  commit_every_ = static_cast<std::uint32_t>(std::clamp(std::ceil(commit_seconds / (kCommitShare * without)), 1.0, 1000.0));
-  log(LogLevel::kInfo, fmt::format("commit_every {}: a commit of the tiles in memory takes {:.2f} s, a step {:.2f} s; a crash loses at most {} steps",
+  commit_every_ =
+      static_cast<std::uint32_t>(std::clamp(std::ceil(commit_seconds / (kCommitShare * without)), 1.0, 1000.0));
+  log(LogLevel::kInfo, fmt::format("commit_every {}: a commit of the tiles in memory takes {:.2f} s, a step {:.2f} s; "
+                                   "a crash loses at most {} steps",
                                    commit_every_, commit_seconds, without, commit_every_));
 }
 
@@ -343,7 +350,9 @@ void StepEngine::resume() {
 
 void StepEngine::import_weights(const WeightSource& source) {
   guarded([&] {
-    if (imported_) throw Error(Code::kInvalidArgument, {"import_weights", "the engine has its weights already", 0, "call it once, before step 1"});
+    if (imported_)
+      throw Error(Code::kInvalidArgument,
+                  {"import_weights", "the engine has its weights already", 0, "call it once, before step 1"});
     TileMover& mover = *machinery_.mover;
     for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
       const std::uint32_t buffer = t % mover.buffers();
@@ -353,7 +362,8 @@ void StepEngine::import_weights(const WeightSource& source) {
       mover.start_save(buffer, Save::kNew);
     }
     for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
-    if (machinery_.store) machinery_.store->commit(0, {}, *machinery_.thread, machinery_.host_region(plan_.host.record));
+    if (machinery_.store)
+      machinery_.store->commit(0, {}, *machinery_.thread, machinery_.host_region(plan_.host.record));
     imported_ = true;
     begin_step();
     step_start_ = Clock::now();
@@ -362,7 +372,9 @@ void StepEngine::import_weights(const WeightSource& source) {
 
 void StepEngine::export_weights(bool exact, const WeightSink& sink) {
   guarded([&] {
-    if (!imported_) throw Error(Code::kInvalidArgument, {"export_weights", "the engine has no weights yet", 0, "call import_weights first"});
+    if (!imported_)
+      throw Error(Code::kInvalidArgument,
+                  {"export_weights", "the engine has no weights yet", 0, "call import_weights first"});
     TileMover& mover = *machinery_.mover;
     machinery_.updater->cancel_read_ahead();
     for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
@@ -383,16 +395,22 @@ std::vector<std::string> StepEngine::describe() const {
       bytes[static_cast<std::size_t>(tile.home[index_of(part)])] += payload_bytes(tile.shape, part);
     }
   }
-  facts.push_back(fmt::format("weights and states at home: {} MiB in hbm, {} MiB in host memory, {} MiB on nvme; {} tiles",
-                              bytes[0] / kMiB, bytes[1] / kMiB, bytes[2] / kMiB, plan_.tiles.size()));
+  facts.push_back(
+      fmt::format("weights and states at home: {} MiB in hbm, {} MiB in host memory, {} MiB on nvme; {} tiles",
+                  bytes[0] / kMiB, bytes[1] / kMiB, bytes[2] / kMiB, plan_.tiles.size()));
   if (plan_.hbm.places_count > 0) {
-    facts.push_back(fmt::format("blocks in HBM at a time: {} of {}{}", plan_.hbm.places_count, plan_.blocks.size(),
-                                plan_.hbm.places_count == 1 ? " (fetch and compute take turns: more hbm_bytes would overlap them)" : ""));
+    facts.push_back(fmt::format(
+        "blocks in HBM at a time: {} of {}{}", plan_.hbm.places_count, plan_.blocks.size(),
+        plan_.hbm.places_count == 1 ? " (fetch and compute take turns: more hbm_bytes would overlap them)" : ""));
   }
   if (machinery_.store) {
-    facts.push_back("io: " + machinery_.thread->description() + (machinery_.store->file().direct() ? ", direct" : ", through the page cache: the file system grants no direct I/O"));
-    facts.push_back(fmt::format("store: {}, {} MiB, {}", machinery_.store->file().path().string(), plan_.store_bytes / kMiB,
-                                commit_every_ == 0 ? std::string("one slot a tile, no resume (commit_every 0)")
+    facts.push_back("io: " + machinery_.thread->description() +
+                    (machinery_.store->file().direct()
+                         ? ", direct"
+                         : ", through the page cache: the file system grants no direct I/O"));
+    facts.push_back(fmt::format("store: {}, {} MiB, {}", machinery_.store->file().path().string(),
+                                plan_.store_bytes / kMiB,
+                                commit_every_ == 0        ? std::string("one slot a tile, no resume (commit_every 0)")
                                 : choose_commit_interval_ ? std::string("commit_every chosen after step 2")
                                                           : fmt::format("commit_every {}", commit_every_)));
     facts.push_back(fmt::format("nvme link: {:.2f} GB/s, reads and writes mixed", machinery_.rates.nvme / 1e9));

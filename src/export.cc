@@ -34,7 +34,8 @@ class ModelWriter {
         specs.push_back({parameters[p].name, parameters[p].shape});
       }
     }
-    writer_.emplace(SafetensorsWriter::create(directory, std::move(specs), {.type = options.type, .replace = options.replace}));
+    writer_.emplace(
+        SafetensorsWriter::create(directory, std::move(specs), {.type = options.type, .replace = options.replace}));
   }
 
   WeightSink sink() {
@@ -64,7 +65,9 @@ class ModelWriter {
 class TileReader {
  public:
   explicit TileReader(const Plan& plan)
-      : plan_(plan), memory_(static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {}
+      : plan_(plan),
+        memory_(
+            static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {}
   ~TileReader() { std::free(memory_); }
   TileReader(const TileReader&) = delete;
   TileReader& operator=(const TileReader&) = delete;
@@ -84,8 +87,8 @@ class TileReader {
       }
       if (extent_checksum(granules_) != slot.checksum[part]) {
         throw Error(Code::kCorrupt, {file.path().string(),
-                                     "tile " + std::to_string(tile) + " at offset " + std::to_string(slot.extent[part].offset) +
-                                         " does not match its checksum",
+                                     "tile " + std::to_string(tile) + " at offset " +
+                                         std::to_string(slot.extent[part].offset) + " does not match its checksum",
                                      0, "check the drive"});
       }
       at += bytes;
@@ -110,7 +113,8 @@ void export_model(Engine& engine, const ModelDescription& model, const std::file
 
 ExportedStore export_store(const std::filesystem::path& store_directory, const std::filesystem::path& directory,
                            ExportOptions options) {
-  const StoredModel stored = parse_store_description(TileStore::read_description(store_directory), store_directory.string());
+  const StoredModel stored =
+      parse_store_description(TileStore::read_description(store_directory), store_directory.string());
   Config config;
   config.weights = stored.weights;
   config.tile_elements = stored.tile_elements;

@@ -37,7 +37,8 @@ void GradientCollector::begin_step() {
     BlockState& block = blocks_[b];
     std::ranges::fill(block.pushes, 0u);
     block.open = 0;
-    for (const Parameter& parameter : model_.blocks[b].parameters) block.open += parameter.trainable && parameter.pushes > 0;
+    for (const Parameter& parameter : model_.blocks[b].parameters)
+      block.open += parameter.trainable && parameter.pushes > 0;
     block.staging.reset();
     block.piecewise = false;
     std::ranges::fill(block.in_staging, std::uint8_t{0});
@@ -111,7 +112,8 @@ void GradientCollector::round_into(std::byte* staging, std::uint32_t block, std:
   std::byte* to = staging + place.first * size_of(type_);
   device_.cast_async(to, type_, from, type, place.count, stream);
   const std::uint64_t padding = align_up(place.count, std::uint64_t{kNormLeaf}) - place.count;
-  if (padding > 0) device_.fill_async(to + place.count * size_of(type_), std::byte{0}, padding * size_of(type_), stream);
+  if (padding > 0)
+    device_.fill_async(to + place.count * size_of(type_), std::byte{0}, padding * size_of(type_), stream);
   blocks_[block].in_staging[parameter] = 1;
 }
 
@@ -174,11 +176,10 @@ void GradientCollector::check_complete() const {
     for (std::size_t p = 0; p < blocks_[b].pushes.size(); ++p) {
       const Parameter& parameter = model_.blocks[b].parameters[p];
       if (!parameter.trainable || blocks_[b].pushes[p] == parameter.pushes) continue;
-      throw Error(Code::kInvalidArgument,
-                  {parameter.name + " of block " + model_.blocks[b].name,
-                   "got " + std::to_string(blocks_[b].pushes[p]) + " of " + std::to_string(parameter.pushes) +
-                       " gradients in this step",
-                   0, "push every trainable parameter's gradient before step()"});
+      throw Error(Code::kInvalidArgument, {parameter.name + " of block " + model_.blocks[b].name,
+                                           "got " + std::to_string(blocks_[b].pushes[p]) + " of " +
+                                               std::to_string(parameter.pushes) + " gradients in this step",
+                                           0, "push every trainable parameter's gradient before step()"});
     }
   }
 }

@@ -3,10 +3,9 @@
 //   push ─► fp32 accumulator (when a parameter is pushed more than once) ─► staging: rounded once to the weight type
 //        ─► squared norm and NaN/Inf flag ─► host memory (one copy down)
 //
-// Everything is enqueued on the caller's stream and on the d2h stream; the host waits only in wait_landed(). Pushes of one
-// block may come in any order and mix with those of one other block; with more blocks open at once, a block that lands
-// piece by piece is normed on the CPU afterwards (same bits).
-// One thread at a time. Errors: kInvalidArgument.
+// Everything is enqueued on the caller's stream and on the d2h stream; the host waits only in wait_landed(). Pushes of
+// one block may come in any order and mix with those of one other block; with more blocks open at once, a block that
+// lands piece by piece is normed on the CPU afterwards (same bits). One thread at a time. Errors: kInvalidArgument.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +35,7 @@ class GradientCollector {
 
   // After wait_landed():
   double squared_norm_sum() const;
-  std::optional<std::string> first_nonfinite() const;  // names parameter and block
+  std::optional<std::string> first_nonfinite() const;    // names parameter and block
   const std::byte* gradient(std::uint32_t block) const;  // host address, or HBM when gradients stay there
 
   // Copies a word of device memory down in stream order and returns it.
@@ -46,9 +45,9 @@ class GradientCollector {
 
  private:
   struct BlockState {
-    std::vector<std::uint32_t> pushes;   // per parameter
+    std::vector<std::uint32_t> pushes;     // per parameter
     std::vector<std::uint8_t> in_staging;  // per parameter: rounded there, not yet on its way down
-    std::uint32_t open = 0;             // parameters that expect more pushes
+    std::uint32_t open = 0;                // parameters that expect more pushes
     std::optional<std::uint32_t> staging;
     bool piecewise = false;  // parts of it have gone down on their own
   };

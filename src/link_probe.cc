@@ -57,8 +57,8 @@ double nvme_rate(StoreThread& thread, const TileStore& store, std::span<std::byt
 
 }  // namespace
 
-LinkRates probe_links(Device& device, Stream& h2d, Stream& d2h, ProbeMemory memory, StoreThread* thread, TileStore* store,
-                      std::uint64_t scratch_bytes) {
+LinkRates probe_links(Device& device, Stream& h2d, Stream& d2h, ProbeMemory memory, StoreThread* thread,
+                      TileStore* store, std::uint64_t scratch_bytes) {
   LinkRates rates;
   std::memset(memory.host.data(), 0, memory.host.size());
   rates.h2d = copy_rate(device, h2d, CopyKind::kHostToDevice, memory);

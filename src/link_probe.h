@@ -21,7 +21,7 @@ struct ProbeMemory {
 };
 
 // Takes about a tenth of a second. NVMe is probed on the store's scratch area, with 1 MiB requests.
-LinkRates probe_links(Device& device, Stream& h2d, Stream& d2h, ProbeMemory memory, StoreThread* thread, TileStore* store,
-                      std::uint64_t scratch_bytes);
+LinkRates probe_links(Device& device, Stream& h2d, Stream& d2h, ProbeMemory memory, StoreThread* thread,
+                      TileStore* store, std::uint64_t scratch_bytes);
 
 }  // namespace spillway

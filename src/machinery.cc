@@ -29,8 +29,9 @@ void check_memory(const Plan& plan) {
   const std::uint64_t need = plan.ledger.total(Placement::kHbm) + plan.ledger.total(Placement::kHost);
   const std::uint64_t have = mem_available();
   if (need <= have) return;
-  throw Error(Code::kDoesNotFit, {"memory", fmt::format("the plan needs {} MiB, this machine has {} MiB free", need / kMiB, have / kMiB), 0,
-                                  "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme"});
+  throw Error(Code::kDoesNotFit,
+              {"memory", fmt::format("the plan needs {} MiB, this machine has {} MiB free", need / kMiB, have / kMiB),
+               0, "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme"});
 }
 
 void check_disk(const std::filesystem::path& directory, std::uint64_t need) {
@@ -40,9 +41,11 @@ void check_disk(const std::filesystem::path& directory, std::uint64_t need) {
   }
   const std::uint64_t have = static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
   if (need <= have) return;
-  throw Error(Code::kDoesNotFit, {directory.string(),
-                                  fmt::format("the store takes {} MiB, {} MiB are free", div_up(need, kMiB), have / kMiB), ENOSPC,
-                                  "free some space, name another nvme_path, or set spillway.commit_every to 0 (half the disk, no resume)"});
+  throw Error(
+      Code::kDoesNotFit,
+      {directory.string(), fmt::format("the store takes {} MiB, {} MiB are free", div_up(need, kMiB), have / kMiB),
+       ENOSPC,
+       "free some space, name another nvme_path, or set spillway.commit_every to 0 (half the disk, no resume)"});
 }
 
 IoEngineKind engine_kind(IoEngineChoice choice) {
@@ -81,8 +84,8 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   if (store) start_thread(config);
   build_movers(config, model, plan, options);
   const Region probe = plan.hbm.places_count > 0 ? plan.hbm.places : Region{0, 0};
-  rates = probe_links(*device, *h2d, *d2h, {host_region(plan.host.buffers), hbm_region(probe)}, thread.get(), store.get(),
-                      plan.scratch_bytes);
+  rates = probe_links(*device, *h2d, *d2h, {host_region(plan.host.buffers), hbm_region(probe)}, thread.get(),
+                      store.get(), plan.scratch_bytes);
 }
 
 Machinery::~Machinery() {
@@ -109,7 +112,8 @@ void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions
   std::error_code failure;
   if (options.on_existing != OnExisting::kResume) std::filesystem::create_directories(directory, failure);
   if (failure) {
-    throw Error(Code::kIo, {directory.string(), "cannot be created", failure.value(), "check nvme_path and its permissions"});
+    throw Error(Code::kIo,
+                {directory.string(), "cannot be created", failure.value(), "check nvme_path and its permissions"});
   }
   if (options.on_existing == OnExisting::kResume) {
     store = TileStore::open(directory, store_shape(plan));
@@ -131,26 +135,28 @@ void Machinery::start_thread(const Config& config) {
 
 void Machinery::build_movers(const Config& config, const ModelDescription& model, const Plan& plan,
                              EngineOptions options) {
-  mover = std::make_unique<TileMover>(TileMoverParts{.device = device.get(),
-                                                     .workers = workers.get(),
-                                                     .h2d = h2d.get(),
-                                                     .d2h = d2h.get(),
-                                                     .thread = thread.get(),
-                                                     .store = store.get(),
-                                                     .tiles = plan.tile_places,
-                                                     .host = host.memory(),
-                                                     .buffers = host_region(plan.host.buffers),
-                                                     .buffer_bytes = plan.host.buffer_bytes,
-                                                     .count = plan.host.buffers_count,
-                                                     .name_of = [&plan, &model](std::uint32_t tile) { return tile_name(plan, model, tile); }});
+  mover = std::make_unique<TileMover>(
+      TileMoverParts{.device = device.get(),
+                     .workers = workers.get(),
+                     .h2d = h2d.get(),
+                     .d2h = d2h.get(),
+                     .thread = thread.get(),
+                     .store = store.get(),
+                     .tiles = plan.tile_places,
+                     .host = host.memory(),
+                     .buffers = host_region(plan.host.buffers),
+                     .buffer_bytes = plan.host.buffer_bytes,
+                     .count = plan.host.buffers_count,
+                     .name_of = [&plan, &model](std::uint32_t tile) { return tile_name(plan, model, tile); }});
   gradients = std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h);
   updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute);
   if (plan.hbm.places_count == 0) return;
   if (thread == nullptr) {  // everything fetched lies in host memory; the fetcher still wants a thread to run on
-    thread = std::make_unique<StoreThread>(IoQueueOptions{.engine = IoEngineKind::kThreads, .depth = 1}, std::vector<File*>{},
-                                           std::vector<std::span<std::byte>>{});
+    thread = std::make_unique<StoreThread>(IoQueueOptions{.engine = IoEngineKind::kThreads, .depth = 1},
+                                           std::vector<File*>{}, std::vector<std::span<std::byte>>{});
   }
-  fetcher = std::make_unique<BlockFetcher>(*thread, *device, *h2d, host_region(plan.host.chunks), plan.host.chunk_bytes);
+  fetcher =
+      std::make_unique<BlockFetcher>(*thread, *device, *h2d, host_region(plan.host.chunks), plan.host.chunk_bytes);
   std::size_t most_tiles = 0;
   for (const BlockPlan& block : plan.blocks) most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
   const WeightPlacesOptions places_options{.hbm = hbm_region(plan.hbm.places),

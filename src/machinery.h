@@ -1,5 +1,5 @@
-// Everything a run holds, in the order in which it is made (and, backwards, taken apart): threads, device, arenas, store,
-// and what moves bytes between them. No policy: the plan says how large and where, the engine says when.
+// Everything a run holds, in the order in which it is made (and, backwards, taken apart): threads, device, arenas,
+// store, and what moves bytes between them. No policy: the plan says how large and where, the engine says when.
 #pragma once
 
 #include <memory>
@@ -27,8 +27,12 @@ struct Machinery {
   Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options);
   ~Machinery();
 
-  std::span<std::byte> host_region(const Region& region) const { return host.memory().subspan(region.offset, region.bytes); }
-  std::span<std::byte> hbm_region(const Region& region) const { return device->hbm().subspan(region.offset, region.bytes); }
+  std::span<std::byte> host_region(const Region& region) const {
+    return host.memory().subspan(region.offset, region.bytes);
+  }
+  std::span<std::byte> hbm_region(const Region& region) const {
+    return device->hbm().subspan(region.offset, region.bytes);
+  }
 
   std::unique_ptr<TileStore> store;  // opened first: a run that may not have it must not take anything else
   bool resumed = false;
@@ -36,10 +40,10 @@ struct Machinery {
   HostArena host;
   std::unique_ptr<Device> device;
   std::unique_ptr<Stream> compute, h2d, d2h;
-  std::unique_ptr<StoreThread> thread;     // null without NVMe
+  std::unique_ptr<StoreThread> thread;  // null without NVMe
   std::unique_ptr<TileMover> mover;
-  std::unique_ptr<BlockFetcher> fetcher;   // null while weights stay in HBM
-  std::unique_ptr<WeightPlaces> places;    // ditto
+  std::unique_ptr<BlockFetcher> fetcher;  // null while weights stay in HBM
+  std::unique_ptr<WeightPlaces> places;   // ditto
   std::unique_ptr<GradientCollector> gradients;
   std::unique_ptr<Updater> updater;
   LinkRates rates;

@@ -52,9 +52,10 @@ class Arena {
 std::string mib(std::uint64_t bytes) { return fmt::format("{}MiB", div_up(bytes, kMiB)); }
 
 [[noreturn]] void refuse(const char* key, std::uint64_t have, std::uint64_t need, const char* what) {
-  throw Error(Code::kDoesNotFit, {fmt::format("spillway.{}", key),
-                                  fmt::format("{} is too small: this plan needs at least {} of {}", mib(have), mib(need), what),
-                                  0, fmt::format("set spillway.{} to \"{}\" or more", key, mib(need))});
+  throw Error(Code::kDoesNotFit,
+              {fmt::format("spillway.{}", key),
+               fmt::format("{} is too small: this plan needs at least {} of {}", mib(have), mib(need), what), 0,
+               fmt::format("set spillway.{} to \"{}\" or more", key, mib(need))});
 }
 
 class Planner {
@@ -81,9 +82,9 @@ class Planner {
 
   void check_placements() const {
     if (config_.states == Placement::kHbm && config_.parameters != Placement::kHbm) {
-      throw Error(Code::kInvalidArgument,
-                  {"zero_optimization.offload_param", "is set while offload_optimizer keeps the optimizer states on the device", 0,
-                   "set offload_optimizer.device to \"cpu\" or \"nvme\" too"});
+      throw Error(Code::kInvalidArgument, {"zero_optimization.offload_param",
+                                           "is set while offload_optimizer keeps the optimizer states on the device", 0,
+                                           "set offload_optimizer.device to \"cpu\" or \"nvme\" too"});
     }
     const bool needs_path = config_.states == Placement::kNvme || config_.parameters == Placement::kNvme;
     if (needs_path && config_.nvme_paths.empty()) {
@@ -108,14 +109,16 @@ class Planner {
                                                "set Parameter::pushes to 1 or more, or trainable to false"});
         }
         if (names.insert(parameter.name).second) continue;
-        throw Error(Code::kInvalidArgument, {parameter.name, "is described twice", 0, "a parameter belongs to one block"});
+        throw Error(Code::kInvalidArgument,
+                    {parameter.name, "is described twice", 0, "a parameter belongs to one block"});
       }
       BlockPlan block;
       block.partition = partition_block(model_.blocks[b]);
       block.first_tile = static_cast<std::uint32_t>(plan_.tiles.size());
       for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, 0, 1)) {
         plan_.tiles.push_back({b, range});
-        plan_.tile_places.push_back({.shape = {.count = range.count, .type = config_.weights, .trainable = range.trainable}});
+        plan_.tile_places.push_back(
+            {.shape = {.count = range.count, .type = config_.weights, .trainable = range.trainable}});
       }
       block.tiles = static_cast<std::uint32_t>(plan_.tiles.size()) - block.first_tile;
       plan_.blocks.push_back(std::move(block));
@@ -127,7 +130,8 @@ class Planner {
     plan_.visits_given = !model_.visits.empty();
     const auto blocks = static_cast<std::uint32_t>(model_.blocks.size());
     for (const Visit& visit : plan_.visits) {
-      if (visit.block >= blocks) throw Error(Code::kInvalidArgument, {"model", "a visit names a block that does not exist", 0, ""});
+      if (visit.block >= blocks)
+        throw Error(Code::kInvalidArgument, {"model", "a visit names a block that does not exist", 0, ""});
     }
     if (plan_.visits_given) return;
     for (std::uint32_t b = 0; b < blocks; ++b) plan_.visits.push_back({b, Pass::kForward});
@@ -154,8 +158,9 @@ class Planner {
                                [](const Parameter& p) { return p.trainable && p.pushes > 1; });
   }
   bool visited_once_backward(std::uint32_t block) const {
-    return plan_.visits_given &&
-           std::ranges::count_if(plan_.visits, [block](const Visit& v) { return v.block == block && v.pass == Pass::kBackward; }) == 1;
+    return plan_.visits_given && std::ranges::count_if(plan_.visits, [block](const Visit& v) {
+                                   return v.block == block && v.pass == Pass::kBackward;
+                                 }) == 1;
   }
 
   void lay_out_hbm() {
@@ -270,7 +275,8 @@ class Planner {
   }
 
   bool anything_on_nvme() const {
-    return std::ranges::any_of(plan_.tile_places, [](const TilePlace& t) { return t.home[index_of(Part::kWeights)] == Home::kNvme; });
+    return std::ranges::any_of(plan_.tile_places,
+                               [](const TilePlace& t) { return t.home[index_of(Part::kWeights)] == Home::kNvme; });
   }
 
   // Buffers for the update and chunks for fetches, as many of both as the budget gives, up to what is of use.
@@ -294,8 +300,8 @@ class Planner {
     host.chunks = arena.take("weights in flight", chunk_count * host.chunk_bytes);
   }
 
-  // What is left of an explicit budget keeps a fixed set of tiles: the visit order is cyclic, so recency would be the worst
-  // choice. Weights first: they are read three times a step, states once.
+  // What is left of an explicit budget keeps a fixed set of tiles: the visit order is cyclic, so recency would be the
+  // worst choice. Weights first: they are read three times a step, states once.
   void cache_in_host(Arena& arena, std::uint64_t budget) {
     auto fits = [&](const TilePlace& tile, Part part) {
       return arena.used() + align_up(extent_bytes(tile.shape, part), kPage) <= budget;
@@ -323,7 +329,8 @@ class Planner {
     plan_.store_bytes = bytes_with(plan_.slots);
     const std::uint64_t tiles = slots_bytes(shapes);
     plan_.ledger.reservations.push_back({Placement::kNvme, fmt::format("tiles, {} slots each", plan_.slots), tiles});
-    plan_.ledger.reservations.push_back({Placement::kNvme, "manifest, description, probe area", plan_.store_bytes - tiles});
+    plan_.ledger.reservations.push_back(
+        {Placement::kNvme, "manifest, description, probe area", plan_.store_bytes - tiles});
     plan_.ledger.nvme_budget = config_.nvme_bytes.value_or(plan_.store_bytes);
     if (plan_.store_bytes > plan_.ledger.nvme_budget) {
       std::string hint = fmt::format("set spillway.nvme_bytes to \"{}\" or more", mib(plan_.store_bytes));

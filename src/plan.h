@@ -23,8 +23,8 @@ struct Region {
 struct BlockPlan {
   BlockPartition partition;
   std::uint32_t first_tile = 0, tiles = 0;
-  Region weights;      // HBM, when weights stay there
-  Region gradient;     // host arena, or HBM when the states live there; trainable elements in the weight type
+  Region weights;   // HBM, when weights stay there
+  Region gradient;  // host arena, or HBM when the states live there; trainable elements in the weight type
   std::optional<Region> accumulator;  // HBM, fp32, trainable elements
   bool accumulator_shared = false;    // with blocks that are visited at other times
 };

@@ -11,8 +11,8 @@ namespace {
 
 constexpr std::uint64_t kValuesAtOnce = 64 * 1024;
 
-// Calls piece(parameter, first element of it, offset in the tile, count) for every run of a parameter inside the tile, at
-// most kValuesAtOnce long.
+// Calls piece(parameter, first element of it, offset in the tile, count) for every run of a parameter inside the tile,
+// at most kValuesAtOnce long.
 template <typename Piece>
 void for_each_piece(const Plan& plan, std::uint32_t tile, Piece&& piece) {
   const TilePlan& t = plan.tiles[tile];

@@ -28,8 +28,8 @@ AdamTile adam_tile(const TilePlace& place, const TileMemory& memory, const std::
 
 }  // namespace
 
-Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers, TileMover& mover,
-                 GradientCollector& gradients, Stream& stream)
+Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers,
+                 TileMover& mover, GradientCollector& gradients, Stream& stream)
     : plan_(plan),
       model_(model),
       device_(device),
@@ -80,7 +80,8 @@ void Updater::run(const AdamScalars& scalars) {
 
 void Updater::update(std::uint32_t t, const TileMemory& memory, const AdamScalars& scalars) {
   const TilePlan& place = plan_.tiles[t];
-  const std::byte* gradient = gradients_.gradient(place.block) + place.range.first * size_of(plan_.tile_places[t].shape.type);
+  const std::byte* gradient =
+      gradients_.gradient(place.block) + place.range.first * size_of(plan_.tile_places[t].shape.type);
   const AdamTile tile = adam_tile(plan_.tile_places[t], memory, gradient);
   const auto start = std::chrono::steady_clock::now();
   std::atomic<bool> finite = true;
@@ -102,7 +103,8 @@ void Updater::run_on_device(const AdamScalars& scalars) {
     const TilePlace& place = plan_.tile_places[t];
     TileMemory memory;
     for (std::size_t part = 0; part < kParts; ++part) memory.part[part] = device_.hbm().data() + place.offset[part];
-    const std::byte* gradient = gradients_.gradient(plan_.tiles[t].block) + plan_.tiles[t].range.first * size_of(place.shape.type);
+    const std::byte* gradient =
+        gradients_.gradient(plan_.tiles[t].block) + plan_.tiles[t].range.first * size_of(place.shape.type);
     device_.adam_async(adam_tile(place, memory, gradient), scalars, finite, stream_);
   }
   // The flag comes down through the page behind the norms.

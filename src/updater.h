@@ -1,5 +1,5 @@
-// The optimizer's part of a step: every trainable tile through Adam, tile by tile, the next ones being read and the last
-// ones being written meanwhile. One thread at a time. Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
+// The optimizer's part of a step: every trainable tile through Adam, tile by tile, the next ones being read and the
+// last ones being written meanwhile. One thread at a time. Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
 #pragma once
 
 #include <cstdint>

@@ -12,16 +12,20 @@ namespace spillway {
 
 class VisitCursor {
  public:
-  explicit VisitCursor(std::vector<Visit> visits) : visits_(std::move(visits)) { recorded_.reserve(visits_.size() * 2); }
+  explicit VisitCursor(std::vector<Visit> visits) : visits_(std::move(visits)) {
+    recorded_.reserve(visits_.size() * 2);
+  }
 
   void begin_step() {
     next_ = 0;
     recorded_.clear();
   }
-  // The index of the planned visit that this is: the next one, or, when the caller left some out, the first that matches
-  // behind it; nothing when the plan has no such visit left.
+  // The index of the planned visit that this is: the next one, or, when the caller left some out, the first that
+  // matches behind it; nothing when the plan has no such visit left.
   std::optional<std::size_t> advance(std::uint32_t block, Pass pass);
-  std::uint64_t unplanned() const noexcept { return unplanned_; }  // visits that were not the next one, all steps together
+  std::uint64_t unplanned() const noexcept {
+    return unplanned_;
+  }  // visits that were not the next one, all steps together
 
   std::span<const Visit> visits() const noexcept { return visits_; }
   bool last() const noexcept { return next_ == visits_.size(); }

@@ -6,7 +6,8 @@
 
 namespace spillway {
 namespace {
-constexpr std::uint64_t kResidentCopyBytes = 4 * kMiB;  // host memory needs no chunks, but a long copy blocks the others
+constexpr std::uint64_t kResidentCopyBytes =
+    4 * kMiB;  // host memory needs no chunks, but a long copy blocks the others
 }
 
 BlockFetch::BlockFetch(Device& device, std::size_t max_pieces, std::size_t max_granules)

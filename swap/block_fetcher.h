@@ -25,7 +25,7 @@ namespace spillway {
 
 struct FetchPiece {
   std::uint32_t tile = 0;
-  std::byte* to = nullptr;           // device address of the tile's weights
+  std::byte* to = nullptr;  // device address of the tile's weights
   std::uint64_t payload_bytes = 0;
   const std::byte* resident = nullptr;  // host address when the tile lives in host memory; else:
   Extent extent = {};                   // on NVMe
@@ -60,7 +60,8 @@ class BlockFetch {
 class BlockFetcher : public IoHandler {
  public:
   // `chunks` is cut into pieces of chunk_bytes (a multiple of the granule); it must lie in registered host memory.
-  BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks, std::uint64_t chunk_bytes);
+  BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks,
+               std::uint64_t chunk_bytes);
   ~BlockFetcher() override;
 
   void start(BlockFetch& fetch);

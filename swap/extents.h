@@ -1,7 +1,8 @@
-// The layout of a store file: where each tile's slots lie. Pure arithmetic; nothing of it is stored, it is derived again
-// from the model, the tile size and the number of slots whenever a store is opened.
+// The layout of a store file: where each tile's slots lie. Pure arithmetic; nothing of it is stored, it is derived
+// again from the model, the tile size and the number of slots whenever a store is opened.
 //
-//   | superblock | description | manifest A, A', B, B' | tile 0: slot 0 | slot 1 | tile 1: slot 0 | slot 1 | … | scratch |
+//   | superblock | description | manifest A, A', B, B' | tile 0: slot 0 | slot 1 | tile 1: slot 0 | slot 1 | … |
+//   scratch |
 //                                                        slot: | weights | states |
 //
 // Every part starts and ends at a multiple of 64 KiB, so that a store can move to a drive with larger sectors.

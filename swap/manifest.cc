@@ -42,9 +42,7 @@ void store(std::span<std::byte> bytes, std::uint64_t at, const T& value) {
 
 }  // namespace
 
-std::uint64_t record_bytes(std::uint64_t tiles) {
-  return align_up(used_bytes(tiles, kBlobCapacity), kExtentAlignment);
-}
+std::uint64_t record_bytes(std::uint64_t tiles) { return align_up(used_bytes(tiles, kBlobCapacity), kExtentAlignment); }
 
 void encode_record(const Manifest& manifest, std::uint64_t fingerprint, std::span<std::byte> out) {
   SPILLWAY_CHECK(out.size() >= record_bytes(manifest.tiles.size()), "a record's buffer holds the whole record");

@@ -1,5 +1,5 @@
-// The manifest: what a store held at its last commits. Two records alternate, each stored twice; the newest valid one is
-// the truth. Pure: bytes in, bytes out.
+// The manifest: what a store held at its last commits. Two records alternate, each stored twice; the newest valid one
+// is the truth. Pure: bytes in, bytes out.
 //
 //   | header | slot bits | checksum of every committed extent | caller's blob | … zeros … |   one record, padded
 #pragma once
@@ -18,7 +18,7 @@ inline constexpr std::uint32_t kFormatVersion = 1;
 inline constexpr std::uint64_t kBlobCapacity = 16 * kKiB;
 
 struct TileCommit {
-  std::uint8_t slot = 0;              // which of the two slots is committed
+  std::uint8_t slot = 0;                // which of the two slots is committed
   std::uint64_t checksum[kParts] = {};  // of its extents
 };
 
@@ -41,8 +41,8 @@ enum class RecordState : std::uint8_t { kEmpty, kValid, kDamaged };
 RecordState decode_record(std::span<const std::byte> bytes, std::uint64_t fingerprint, std::uint64_t tiles,
                           Manifest& manifest);
 
-// Which of the four stored records to go on from. `others_damaged`: a record that may have been newer cannot be read, so
-// that every extent the chosen one names must be verified before use.
+// Which of the four stored records to go on from. `others_damaged`: a record that may have been newer cannot be read,
+// so that every extent the chosen one names must be verified before use.
 struct ManifestChoice {
   std::optional<Manifest> manifest;
   bool others_damaged = false;

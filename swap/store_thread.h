@@ -4,8 +4,8 @@
 //   any thread ── post(request, handler) ──► mailbox ──► IoQueue ──► handler.on_io(…)
 //              ── wake(handler)          ──► mailbox ───────────────► handler.on_wake()
 //
-// Nothing is allocated after construction. When the queue itself fails, everything under way and everything posted later
-// completes with EIO.
+// Nothing is allocated after construction. When the queue itself fails, everything under way and everything posted
+// later completes with EIO.
 #pragma once
 
 #include <condition_variable>
@@ -38,8 +38,8 @@ class StoreThread {
   StoreThread(const IoQueueOptions& options, std::vector<File*> files, std::vector<std::span<std::byte>> regions);
   ~StoreThread();  // waits for everything under way
 
-  // The handler must stay alive until its on_io ran. Blocks while the mailbox is full, except on the store's own thread,
-  // where room for kOwnRequests requests is kept.
+  // The handler must stay alive until its on_io ran. Blocks while the mailbox is full, except on the store's own
+  // thread, where room for kOwnRequests requests is kept.
   void post(const IoRequest& request, IoHandler& handler);
   void wake(IoHandler& handler);
   // Drops wakes of the handler that were not delivered and waits for one that is being delivered. Not on the store's

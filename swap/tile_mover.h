@@ -33,9 +33,9 @@ enum class Load : std::uint8_t {
 };
 
 enum class Save : std::uint8_t {
-  kUpdated,  // after Adam: what every update writes
-  kNew,      // after import: every part, every home
-  kCommit,   // what no update wrote since the last commit
+  kUpdated,   // after Adam: what every update writes
+  kNew,       // after import: every part, every home
+  kCommit,    // what no update wrote since the last commit
   kRestored,  // after a load from the store: homes only, nothing is written to NVMe
 };
 

@@ -18,8 +18,8 @@ struct TilePlace {
   std::optional<std::uint64_t> hbm_weights = std::nullopt;
 };
 
-// True when the part's slot is written by every update; the others are written when a commit is due. Weights kept in host
-// memory beside states on NVMe are a cache: they travel with the states, so that a commit costs nothing extra.
+// True when the part's slot is written by every update; the others are written when a commit is due. Weights kept in
+// host memory beside states on NVMe are a cache: they travel with the states, so that a commit costs nothing extra.
 constexpr bool written_by_update(const TilePlace& place, Part part) {
   if (!place.shape.trainable) return false;
   return place.home[index_of(part)] == Home::kNvme || place.home[index_of(Part::kStates)] == Home::kNvme;

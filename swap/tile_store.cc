@@ -69,10 +69,11 @@ Superblock read_superblock(const File& file) {
                                  "name another nvme_path, or start over with --fresh"});
   }
   if (block.format_version > kFormatVersion) {
-    throw Error(Code::kUnsupported, {path, "written by a newer version (store format " +
-                                               std::to_string(block.format_version) + ", this one reads up to " +
-                                               std::to_string(kFormatVersion) + ")",
-                                     0, "use that version, or start over with --fresh"});
+    throw Error(Code::kUnsupported,
+                {path,
+                 "written by a newer version (store format " + std::to_string(block.format_version) +
+                     ", this one reads up to " + std::to_string(kFormatVersion) + ")",
+                 0, "use that version, or start over with --fresh"});
   }
   if (block.checksum != superblock_checksum(block) || block.total_bytes > file.size_bytes() ||
       block.description_bytes > block.total_bytes) {
@@ -86,7 +87,8 @@ std::string description_of(const File& file, const Superblock& block) {
   file.read_at(kExtentAlignment, buffer.bytes());
   std::string text(reinterpret_cast<const char*>(buffer.data), block.description_bytes);
   if (granule_checksum(std::as_bytes(std::span(text))) != block.description_checksum) {
-    throw Error(Code::kCorrupt, {file.path().string(), "the model description is damaged", 0, "start over with --fresh"});
+    throw Error(Code::kCorrupt,
+                {file.path().string(), "the model description is damaged", 0, "start over with --fresh"});
   }
   return text;
 }
@@ -94,7 +96,8 @@ std::string description_of(const File& file, const Superblock& block) {
 File open_locked(const std::filesystem::path& directory) {
   const auto path = directory / kStoreFileName;
   if (!TileStore::exists(directory)) {
-    throw Error(Code::kNotFound, {directory.string(), "holds no store", 0, "check the path, or start a run without --resume"});
+    throw Error(Code::kNotFound,
+                {directory.string(), "holds no store", 0, "check the path, or start a run without --resume"});
   }
   File file = File::open(path, {.writable = true, .create = false, .direct = true});
   file.lock(kLockPatienceSeconds);
@@ -133,7 +136,8 @@ std::unique_ptr<TileStore> TileStore::create(const std::filesystem::path& direct
   std::unique_ptr<File> old;
   if (exists(directory)) {
     if (!replace) {
-      throw Error(Code::kExists, {path.string(), "a store exists", 0, "go on with --resume, or start over with --fresh"});
+      throw Error(Code::kExists,
+                  {path.string(), "a store exists", 0, "go on with --resume, or start over with --fresh"});
     }
     old = std::make_unique<File>(File::open(path, {.writable = true, .create = false, .direct = false}));
     old->lock(kLockPatienceSeconds);
@@ -315,7 +319,11 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
   const auto record = buffer.first(commit_buffer_bytes());
   encode_record(next_, fingerprint_, record);
   for (std::uint64_t copy : layout_.record_offset[next_.sequence % 2]) {
-    batch.add({.op = IoOp::kWrite, .priority = IoPriority::kUrgent, .offset = copy, .buffer = record.data(), .bytes = record.size()});
+    batch.add({.op = IoOp::kWrite,
+               .priority = IoPriority::kUrgent,
+               .offset = copy,
+               .buffer = record.data(),
+               .bytes = record.size()});
   }
   batch.wait();
   batch.add({.op = IoOp::kSync, .priority = IoPriority::kUrgent});

@@ -1,5 +1,5 @@
-// The durable side of a model: one preallocated file that holds two slots of every tile, and the manifest that says which
-// of the two is committed.
+// The durable side of a model: one preallocated file that holds two slots of every tile, and the manifest that says
+// which of the two is committed.
 //
 //   read from   readable(tile)      the slot written since the last commit, else the committed one
 //   write to    writable(tile)      never the committed slot (with two slots)

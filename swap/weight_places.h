@@ -1,5 +1,5 @@
-// The HBM places of blocks on loan: leases, residency and prefetch along the planned visits. The plan is a hint that makes
-// blocks arrive in time; whatever the caller asks for is served, planned or not.
+// The HBM places of blocks on loan: leases, residency and prefetch along the planned visits. The plan is a hint that
+// makes blocks arrive in time; whatever the caller asks for is served, planned or not.
 //
 // One thread at a time (the engine's). Errors: kIo and kCorrupt from a fetch; kDoesNotFit when every place is leased.
 #pragma once
@@ -17,11 +17,11 @@
 namespace spillway {
 
 struct WeightPlacesOptions {
-  std::span<std::byte> hbm;        // divided into equal places
-  std::uint64_t place_bytes = 0;   // of the largest block
+  std::span<std::byte> hbm;       // divided into equal places
+  std::uint64_t place_bytes = 0;  // of the largest block
   std::uint32_t places = 1;
-  std::size_t max_pieces = 0;      // tiles of the largest block
-  std::size_t max_granules = 0;    // granules of its weights on NVMe, all tiles together
+  std::size_t max_pieces = 0;    // tiles of the largest block
+  std::size_t max_granules = 0;  // granules of its weights on NVMe, all tiles together
   bool poison_released = false;
 };
 

@@ -11,7 +11,9 @@
 
 namespace spillway {
 
-constexpr float bf16_to_float(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+constexpr float bf16_to_float(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
 
 // Rounds to nearest, ties to even. NaN stays NaN (quiet bit set).
 constexpr std::uint16_t float_to_bf16(float value) {

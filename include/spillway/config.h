@@ -1,5 +1,6 @@
 // The effective configuration of a run: plain values with their defaults. config_from_json() reads a DeepSpeed-style
-// ds_config.json; the keys and their meaning are DeepSpeed's, the section "spillway" holds what DeepSpeed has no word for.
+// ds_config.json; the keys and their meaning are DeepSpeed's, the section "spillway" holds what DeepSpeed has no word
+// for.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ struct OptimizerConfig {
   double beta1 = 0.9, beta2 = 0.999;
   double epsilon = 1e-8;
   double weight_decay = 0;
-  bool decoupled_decay = true;   // AdamW; false: L2 (Adam with adam_w_mode false)
+  bool decoupled_decay = true;  // AdamW; false: L2 (Adam with adam_w_mode false)
   bool bias_correction = true;
 };
 
@@ -30,25 +31,25 @@ struct ScheduleConfig {
   ScheduleKind kind = ScheduleKind::kConstant;
   double warmup_min_lr = 0, warmup_max_lr = 1e-3;
   std::uint64_t warmup_steps = 1000, total_steps = 0;
-  bool logarithmic_warmup = true;                     // warmup_type "log"; false: "linear"
+  bool logarithmic_warmup = true;                        // warmup_type "log"; false: "linear"
   double warmup_min_ratio = 0, cosine_min_ratio = 1e-4;  // WarmupCosineLR, as shares of the optimizer's rate
 };
 
 enum class IoEngineChoice : std::uint8_t { kAuto, kIoUring, kThreads };
 
 struct Config {
-  std::uint32_t micro_batch = 1;              // train_micro_batch_size_per_gpu
-  std::uint32_t gradient_accumulation = 1;    // gradient_accumulation_steps
-  double gradient_clipping = 1;               // maximal norm, 0: off; the default is DeepSpeed's (0.19)
-  DType weights = DType::kFloat32;            // bf16.enabled
+  std::uint32_t micro_batch = 1;            // train_micro_batch_size_per_gpu
+  std::uint32_t gradient_accumulation = 1;  // gradient_accumulation_steps
+  double gradient_clipping = 1;             // maximal norm, 0: off; the default is DeepSpeed's (0.19)
+  DType weights = DType::kFloat32;          // bf16.enabled
   OptimizerConfig optimizer;
   ScheduleConfig schedule;
 
-  Placement states = Placement::kHbm;         // offload_optimizer.device
-  Placement parameters = Placement::kHbm;     // offload_param.device
+  Placement states = Placement::kHbm;      // offload_optimizer.device
+  Placement parameters = Placement::kHbm;  // offload_param.device
   std::vector<std::filesystem::path> nvme_paths;
-  std::uint64_t io_block_bytes = 1 << 20;     // aio.block_size
-  std::uint32_t io_depth = 32;                // aio.queue_depth
+  std::uint64_t io_block_bytes = 1 << 20;  // aio.block_size
+  std::uint32_t io_depth = 32;             // aio.queue_depth
 
   // Section "spillway". Absent budgets take what the plan asks for (nvme: what the store needs).
   std::optional<std::uint64_t> hbm_bytes, host_bytes, nvme_bytes;

@@ -21,8 +21,8 @@ enum class DeviceKind { kHost, kCuda };
 class IndexBody {
  public:
   template <typename F>
-    requires(!std::is_same_v<std::remove_cvref_t<F>, IndexBody>)
-  IndexBody(F&& body) noexcept  // NOLINT: implicit by design, a lambda is passed in place
+  requires(!std::is_same_v<std::remove_cvref_t<F>, IndexBody>) IndexBody(F&& body)
+  noexcept  // NOLINT: implicit by design, a lambda is passed in place
       : object_(const_cast<void*>(static_cast<const void*>(std::addressof(body)))),
         call_([](void* object, std::size_t index) { (*static_cast<std::remove_reference_t<F>*>(object))(index); }) {}
 
@@ -52,8 +52,8 @@ class HostTask {
   static constexpr std::size_t kCapacity = 240;
 
   template <typename F>
-    requires(!std::is_same_v<std::remove_cvref_t<F>, HostTask>)
-  HostTask(F work) noexcept  // NOLINT: implicit by design
+  requires(!std::is_same_v<std::remove_cvref_t<F>, HostTask>) HostTask(F work)
+  noexcept  // NOLINT: implicit by design
       : call_([](const std::byte* storage, HostWorkers& workers) {
           (*std::launder(reinterpret_cast<const F*>(storage)))(workers);
         }) {

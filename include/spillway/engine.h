@@ -11,8 +11,8 @@
 //     StepReport report = engine->step(blob);
 //
 // Ownership: the engine owns every arena, stream and file; leases refer to it and must be released before it goes.
-// Threads: calls may come from different threads, one at a time. Errors: spillway::Error in the caller's thread; after an
-// I/O error the engine refuses further work and the store is at its last commit.
+// Threads: calls may come from different threads, one at a time. Errors: spillway::Error in the caller's thread; after
+// an I/O error the engine refuses further work and the store is at its last commit.
 #pragma once
 
 #include <cstddef>
@@ -53,7 +53,7 @@ struct StepReport {
   std::uint64_t step = 0;
   double gradient_norm = 0;  // before clipping
   double learning_rate = 0;
-  double seconds = 0;        // since the last step() returned
+  double seconds = 0;  // since the last step() returned
   std::uint64_t nvme_read_bytes = 0, nvme_write_bytes = 0, h2d_bytes = 0, d2h_bytes = 0;
   std::string link;          // the slowest link: nvme, h2d, d2h, compute
   double link_percent = 0;   // that link's own time as a share of the step
@@ -86,23 +86,25 @@ class Lease {
 
 struct Gradient {
   std::uint32_t block = 0;
-  std::uint32_t parameter = 0;  // index in its block
-  const void* data = nullptr;   // device address; may be overwritten by work enqueued on the stream after this call
+  std::uint32_t parameter = 0;    // index in its block
+  const void* data = nullptr;     // device address; may be overwritten by work enqueued on the stream after this call
   DType dtype = DType::kFloat32;  // fp32, or the configured weight type
 };
 
 // Writes the values [first, first + out.size()) of a parameter into `out`, row-major, as fp32.
-using WeightSource = std::function<void(std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out)>;
+using WeightSource =
+    std::function<void(std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out)>;
 // Receives values in the same way, in increasing order of `first`.
-using WeightSink =
-    std::function<void(std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values)>;
+using WeightSink = std::function<void(std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
+                                      std::span<const float> values)>;
 
 class Engine {
  public:
   // Plans, reserves every byte and opens the store. Refuses before anything is written when a budget is too small
   // (kDoesNotFit, naming the smallest change that fits), a store exists (kExists), is in use (kBusy) or belongs to
   // another model (kInvalidArgument).
-  static std::unique_ptr<Engine> create(const Config& config, const ModelDescription& model, EngineOptions options = {});
+  static std::unique_ptr<Engine> create(const Config& config, const ModelDescription& model,
+                                        EngineOptions options = {});
   virtual ~Engine() = default;
 
   // The last step done: 0 for a new run, the committed step after kResume.

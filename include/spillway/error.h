@@ -36,8 +36,7 @@ struct ErrorParts {
 
 class Error : public std::runtime_error {
  public:
-  Error(Code code, ErrorParts parts)
-      : std::runtime_error(message(parts)), code_(code), parts_(std::move(parts)) {}
+  Error(Code code, ErrorParts parts) : std::runtime_error(message(parts)), code_(code), parts_(std::move(parts)) {}
 
   Code code() const noexcept { return code_; }
   const ErrorParts& parts() const noexcept { return parts_; }
@@ -62,6 +61,6 @@ class Error : public std::runtime_error {
 
 }  // namespace spillway
 
-#define SPILLWAY_CHECK(expression, why)                                                            \
-  (static_cast<bool>(expression) ? static_cast<void>(0)                                            \
+#define SPILLWAY_CHECK(expression, why)                 \
+  (static_cast<bool>(expression) ? static_cast<void>(0) \
                                  : ::spillway::check_failed(__FILE__, __LINE__, #expression, why))

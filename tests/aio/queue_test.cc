@@ -219,8 +219,8 @@ TEST_P(QueueTest, WakeWorksInASignalHandler) {
   }, before;
   action.sa_handler = [](int) { queue_of_the_handler->wake(); };
   ASSERT_EQ(::sigaction(SIGUSR1, &action, &before), 0);
-  // Sent until it has worked: the thread sanitizer puts a signal off until the thread makes a call that it knows, and the
-  // wait for a ring is none.
+  // Sent until it has worked: the thread sanitizer puts a signal off until the thread makes a call that it knows, and
+  // the wait for a ring is none.
   std::atomic<bool> returned = false;
   std::thread sender([&returned, self = ::pthread_self()] {
     while (!returned) {

@@ -1,5 +1,5 @@
-// A caller of the engine small enough to see through: every block's gradient is a fixed function of its weights, the step
-// and the micro-batch, computed on the device stream. Any layout must train it to the same bits.
+// A caller of the engine small enough to see through: every block's gradient is a fixed function of its weights, the
+// step and the micro-batch, computed on the device stream. Any layout must train it to the same bits.
 #pragma once
 
 #include <algorithm>

@@ -27,9 +27,8 @@ TEST(Extents, PartsOfTheFileNeverOverlap) {
   for (std::uint32_t slots : {1u, 2u}) {
     const StoreLayout layout = lay_out_store(
         shapes(), {.description_bytes = 100, .record_bytes = 65536, .scratch_bytes = 131072, .slots = slots});
-    std::vector<Extent> parts = {{0, kExtentAlignment},
-                                 {layout.description_offset, 65536},
-                                 {layout.scratch_offset, 131072}};
+    std::vector<Extent> parts = {
+        {0, kExtentAlignment}, {layout.description_offset, 65536}, {layout.scratch_offset, 131072}};
     for (const auto& record : layout.record_offset) {
       for (std::uint64_t copy : record) parts.push_back({copy, 65536});
     }

@@ -10,7 +10,8 @@ constexpr std::uint64_t kFingerprint = 77, kTiles = 5;
 Manifest manifest_of(std::uint64_t sequence) {
   Manifest manifest{.sequence = sequence, .step = sequence * 10, .tiles = {}, .blob = {}};
   for (std::uint64_t t = 0; t < kTiles; ++t) {
-    manifest.tiles.push_back({.slot = static_cast<std::uint8_t>((t + sequence) % 2), .checksum = {t * 3 + sequence, t * 7}});
+    manifest.tiles.push_back(
+        {.slot = static_cast<std::uint8_t>((t + sequence) % 2), .checksum = {t * 3 + sequence, t * 7}});
   }
   for (int i = 0; i < 33; ++i) manifest.blob.push_back(static_cast<std::byte>(i + static_cast<int>(sequence)));
   return manifest;
@@ -72,10 +73,12 @@ TEST(Manifest, TheNewestValidRecordWinsAndALostNewerOneIsReported) {
       {{empty_record(), empty_record(), empty_record(), empty_record()}, std::nullopt, false},
       {{empty_record(), empty_record(), record_of(1), record_of(1)}, 1, false},
       {{record_of(2), record_of(2), record_of(1), record_of(1)}, 2, false},
-      {{record_of(2), record_of(2), record_of(3), record_of(1)}, 3, false},                    // crash between the copies
-      {{record_of(2), record_of(2), torn(record_of(3), 100), record_of(1)}, 2, false},         // crash in the first copy
+      {{record_of(2), record_of(2), record_of(3), record_of(1)}, 3, false},             // crash between the copies
+      {{record_of(2), record_of(2), torn(record_of(3), 100), record_of(1)}, 2, false},  // crash in the first copy
       {{record_of(2), record_of(2), torn(record_of(3), 100), torn(record_of(3), 70)}, 2, true},
-      {{torn(record_of(2), 90), torn(record_of(2), 80), torn(record_of(3), 100), torn(record_of(3), 70)}, std::nullopt, true},
+      {{torn(record_of(2), 90), torn(record_of(2), 80), torn(record_of(3), 100), torn(record_of(3), 70)},
+       std::nullopt,
+       true},
   };
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const ManifestChoice choice = choose_manifest(cases[i].records, kFingerprint, kTiles);

@@ -60,12 +60,13 @@ TEST(Residency, WithTwoPlacesOrMoreAFetchNeverWaitsForTheVisitJustBefore) {
   }
 }
 
-TEST(Residency, EverythingIsFetchedOnceWhenEverythingFits) {
-  EXPECT_EQ(fetches(assign_places(gpt2_visits(6), 7)), 7u);
-}
+TEST(Residency, EverythingIsFetchedOnceWhenEverythingFits) { EXPECT_EQ(fetches(assign_places(gpt2_visits(6), 7)), 7u); }
 
-// One place: every visit but a repeated one is a fetch. The turn from the last layer to the head and back saves nothing.
-TEST(Residency, OnePlaceFetchesEveryVisit) { EXPECT_EQ(fetches(assign_places(gpt2_visits(6), 1)), gpt2_visits(6).size()); }
+// One place: every visit but a repeated one is a fetch. The turn from the last layer to the head and back saves
+// nothing.
+TEST(Residency, OnePlaceFetchesEveryVisit) {
+  EXPECT_EQ(fetches(assign_places(gpt2_visits(6), 1)), gpt2_visits(6).size());
+}
 
 }  // namespace
 }  // namespace spillway

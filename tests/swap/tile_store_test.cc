@@ -77,7 +77,8 @@ TEST(TileStore, AnExistingStoreIsRefusedUnlessItMayBeReplaced) {
   EXPECT_EQ(code_of([&] { TileStore::create(directory.path(), three_tiles(), false); }), Code::kExists);
   EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
   TileStore::create(directory.path(), three_tiles(), true);
-  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);  // nothing committed yet
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }),
+            Code::kCorrupt);  // nothing committed yet
 }
 
 TEST(TileStore, AStoreOfAnotherModelOrWithOneSlotIsRefused) {
@@ -94,7 +95,8 @@ TEST(TileStore, AStoreOfAnotherModelOrWithOneSlotIsRefused) {
 TEST(TileStore, ADamagedNewestRecordFallsBackToTheOlderStep) {
   StoreDirectory directory;
   make_store(directory, 2);  // sequences 1, 2, 3: step 2 is record 1, step 1 is record 0
-  StoreLayout layout = lay_out_store(three_tiles().tiles, {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
+  StoreLayout layout =
+      lay_out_store(three_tiles().tiles, {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
   directory.damage(layout.record_offset[1][0] + 40);
   EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 2u);  // its copy is whole
   directory.damage(layout.record_offset[1][1] + 40);
@@ -104,7 +106,8 @@ TEST(TileStore, ADamagedNewestRecordFallsBackToTheOlderStep) {
 TEST(TileStore, TheOlderStepIsVerifiedBeforeItIsUsed) {
   StoreDirectory directory;
   make_store(directory, 2);
-  StoreLayout layout = lay_out_store(three_tiles().tiles, {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
+  StoreLayout layout =
+      lay_out_store(three_tiles().tiles, {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
   for (std::uint64_t copy : layout.record_offset[1]) directory.damage(copy + 40);
   // Step 1 (sequence 2): written at sequence 1 into slot 1, at sequence 2 into slot 0.
   directory.damage(layout.tiles[0].extent[0][1].offset + 300000);

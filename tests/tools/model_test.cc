@@ -8,6 +8,7 @@
 #include <functional>
 #include <set>
 
+#include "spillway/export.h"
 #include "spillway/safetensors.h"
 #include "tests/tools/fake_engine.h"
 #include "tools/gpt2/init_model.h"
@@ -182,7 +183,7 @@ TEST_F(ModelFilesTest, WeightsComeBackFromTheEngineAsTheyWere) {
   FakeEngine engine(model, DType::kFloat32, 1);
   ModelWeights weights(folder_ / "in", model);
   engine.import_weights(weights.source());
-  export_model(engine, model, folder_ / "out", DType::kFloat32, false);
+  export_model(engine, model, folder_ / "out", {.type = DType::kFloat32});
   for (const char* name : {"model.safetensors", "config.json"}) {
     std::ifstream in(folder_ / "in" / name, std::ios::binary), out(folder_ / "out" / name, std::ios::binary);
     EXPECT_EQ(std::string(std::istreambuf_iterator<char>(in), {}),
