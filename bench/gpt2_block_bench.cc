@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/workers.h"
 #include "tests/tools/fake_engine.h"
 #include "tools/gpt2/trainer.h"
 
@@ -68,7 +69,8 @@ void measure(const ModelConfig& model, const TrainerOptions& options, int repeat
   for (const auto& p : products) flops += 2.0 * static_cast<double>(p.m) * static_cast<double>(p.n * p.k);
 
   Gpt2Trainer trainer(model, options);
-  FakeEngine engine(trainer.description(), options.type, options.threads);
+  const auto workers = create_workers(options.threads);
+  FakeEngine engine(trainer.description(), options.type, options.threads, 0, workers.get());
   trainer.attach(engine);
   engine.drop_gradients();
   const auto& blocks = trainer.description().blocks;

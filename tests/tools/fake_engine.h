@@ -46,20 +46,24 @@ class FakeWorkers final : public HostWorkers {
 
 class FakeStream final : public Stream {
  public:
-  explicit FakeStream(unsigned threads) : workers_(threads) {}
+  // On workers of its own, or on `workers`.
+  explicit FakeStream(unsigned threads, HostWorkers* workers = nullptr)
+      : own_(threads), workers_(workers == nullptr ? own_ : *workers) {}
   DeviceKind kind() const noexcept override { return DeviceKind::kHost; }
   void* native() const noexcept override { return nullptr; }
   void launch(const HostTask& task) override { task(workers_); }
   void synchronize() override {}
 
  private:
-  FakeWorkers workers_;
+  FakeWorkers own_;
+  HostWorkers& workers_;
 };
 
 class FakeEngine final : public Engine {
  public:
-  FakeEngine(const ModelDescription& model, DType type, unsigned threads, std::size_t arena_bytes = 0)
-      : type_(type), stream_(threads) {
+  FakeEngine(const ModelDescription& model, DType type, unsigned threads, std::size_t arena_bytes = 0,
+             HostWorkers* workers = nullptr)
+      : type_(type), stream_(threads, workers) {
     std::size_t bytes = align_up<std::uint64_t>(model.workspace_bytes, 4096) + arena_bytes;
     for (const auto& block : model.blocks) {
       for (const auto& parameter : block.parameters) bytes += align_up<std::uint64_t>(elements(parameter) * 4, 2048);

@@ -408,6 +408,40 @@ INSTANTIATE_TEST_SUITE_P(Variants, HostOpsTest, testing::Combine(testing::Values
                                   (std::get<1>(info.param) ? "_odd" : "_even");
                          });
 
+// With the same inputs and the same fp32 inside, a bf16 operation is the fp32 operation rounded once, bit for bit.
+TEST(HostOpsRoundingTest, Bf16ResultsAreFp32ResultsRoundedOnce) {
+  Bench wide(odd_shape(DType::kFloat32), GemmPath::kFloat32, 1),
+      half(odd_shape(DType::kBFloat16), GemmPath::kFloat32, 1);
+  Random random(DType::kBFloat16);
+  const std::size_t m = wide.shape.tokens(), width = wide.shape.width, inner = wide.shape.inner;
+  const auto x = random.values(m * 3 * width), weight = random.values(width * inner), bias = random.values(inner);
+  const auto run = [&](Bench& bench) {
+    const auto in = static_cast<std::uint32_t>(width), out = static_cast<std::uint32_t>(inner);
+    std::byte *y = bench.output(m * inner), *attention = bench.output(m * width), *dx = bench.output(m * width);
+    std::byte* dqkv = bench.output(m * 3 * width);
+    std::byte* gelu = bench.output(m * inner);
+    const auto* input = bench.tensor(x);
+    const auto* dy = bench.tensor(Doubles(m * inner, 0.375));
+    const auto* w = bench.tensor(weight);
+    bench.run(Linear{in, out, input, w, bench.tensor(bias), nullptr, y});
+    bench.run(LinearBackwardInput{in, out, dy, w, dx});
+    bench.run(Attention{input, attention});
+    bench.run(AttentionBackward{input, input, dqkv});
+    bench.run(Gelu{dy, gelu});
+    Doubles all;
+    for (const auto& [memory, count] :
+         {std::pair(y, m * inner), {dx, m * width}, {attention, m * width}, {dqkv, m * 3 * width}, {gelu, m * inner}}) {
+      const auto values = bench.read(memory, count);
+      all.insert(all.end(), values.begin(), values.end());
+    }
+    return all;
+  };
+  const auto expected = run(wide), result = run(half);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_EQ(result[i], bf16_to_float(float_to_bf16(static_cast<float>(expected[i])))) << i;
+  }
+}
+
 TEST(HostOpsDeathTest, PointersOutsideTheArenaAreRefused) {
   testing::GTEST_FLAG(death_test_style) = "threadsafe";
   Bench bench(even_shape(DType::kFloat32), GemmPath::kFloat32, 1);
