@@ -27,7 +27,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # name: layers, width, HBM budget, host budget. The budgets can be given on the command line instead.
 SHAPES = {
-    "tiny": (2, 64, "32MiB", "64MiB"),
+    "tiny": (2, 64, "64MiB", "64MiB"),
     "gpt2": (12, 768, "768MiB", "768MiB"),
     "gpt2-medium": (24, 1024, "768MiB", "1536MiB"),
     "gpt2-large": (36, 1280, "1024MiB", "2560MiB"),
