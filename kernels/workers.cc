@@ -5,7 +5,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "kernels/cores.h"
+#include "kernels/process_limits.h"
 #include "kernels/float_environment.h"
 #include "kernels/tbb_arena.h"
 #include "spillway/error.h"

@@ -1,12 +1,12 @@
 #include "src/machinery.h"
 
 #include <fmt/format.h>
-#include <sys/statvfs.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
 
+#include "kernels/process_limits.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
 
@@ -27,19 +27,19 @@ std::uint64_t mem_available() {
 // Being killed for memory has no message; refusing has.
 void check_memory(const Plan& plan) {
   const std::uint64_t need = plan.ledger.total(Placement::kHbm) + plan.ledger.total(Placement::kHost);
-  const std::uint64_t have = mem_available();
+  const std::uint64_t limit = memory_limit().value_or(UINT64_MAX);
+  const std::uint64_t have = std::min(mem_available(), limit);
   if (need <= have) return;
   throw Error(Code::kDoesNotFit,
-              {"memory", fmt::format("the plan needs {} MiB, this machine has {} MiB free", need / kMiB, have / kMiB),
-               0, "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme"});
+              {"memory",
+               fmt::format("the plan needs {} MiB, {} {} MiB", div_up(need, kMiB),
+                           limit == have ? "this process's cgroup allows" : "free on this machine are", have / kMiB),
+               ENOMEM, "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme"});
 }
 
-void check_disk(const std::filesystem::path& directory, std::uint64_t need) {
-  struct statvfs info;
-  if (::statvfs(directory.c_str(), &info) != 0) {
-    throw Error(Code::kIo, {directory.string(), "its free space cannot be read", errno, "check nvme_path"});
-  }
-  const std::uint64_t have = static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
+// `reclaimed`: bytes of an old store that goes when the new one is made.
+void check_disk(const std::filesystem::path& directory, std::uint64_t need, std::uint64_t reclaimed) {
+  const std::uint64_t have = free_disk_bytes(directory) + reclaimed;
   if (need <= have) return;
   throw Error(
       Code::kDoesNotFit,
@@ -109,19 +109,22 @@ Machinery::~Machinery() {
 void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions options) {
   if (!plan.has_store) return;
   const std::filesystem::path& directory = config.nvme_paths.front();
-  std::error_code failure;
-  if (options.on_existing != OnExisting::kResume) std::filesystem::create_directories(directory, failure);
-  if (failure) {
-    throw Error(Code::kIo,
-                {directory.string(), "cannot be created", failure.value(), "check nvme_path and its permissions"});
-  }
   if (options.on_existing == OnExisting::kResume) {
     store = TileStore::open(directory, store_shape(plan));
     resumed = true;
     return;
   }
+  std::error_code failure;
+  if (std::filesystem::create_directories(directory, failure) && !failure) {
+    std::filesystem::permissions(directory, std::filesystem::perms::owner_all, failure);
+  }
+  if (failure) {
+    throw Error(Code::kIo,
+                {directory.string(), "cannot be created", failure.value(), "check nvme_path and its permissions"});
+  }
   const bool replace = options.on_existing == OnExisting::kReplace;
-  if (!TileStore::exists(directory)) check_disk(directory, plan.store_bytes);
+  if (replace || !TileStore::exists(directory))
+    check_disk(directory, plan.store_bytes, TileStore::file_bytes(directory));
   store = TileStore::create(directory, store_shape(plan), replace);
 }
 

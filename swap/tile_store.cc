@@ -1,6 +1,7 @@
 #include "swap/tile_store.h"
 
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -110,6 +111,19 @@ std::uint64_t TileStore::disk_bytes(const Created& shape) {
   return lay_out_store(shape.tiles, geometry_of(shape)).total_bytes;
 }
 
+std::uint64_t free_disk_bytes(const std::filesystem::path& directory) {
+  struct statvfs info;
+  if (::statvfs(directory.c_str(), &info) != 0) {
+    throw Error(Code::kIo, {directory.string(), "its free space cannot be read", errno, "check the path"});
+  }
+  return static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
+}
+
+std::uint64_t TileStore::file_bytes(const std::filesystem::path& directory) {
+  struct stat info;
+  return ::lstat((directory / kStoreFileName).c_str(), &info) == 0 ? static_cast<std::uint64_t>(info.st_size) : 0;
+}
+
 bool TileStore::exists(const std::filesystem::path& directory) {
   struct stat info;
   return ::lstat((directory / kStoreFileName).c_str(), &info) == 0;
@@ -141,6 +155,10 @@ std::unique_ptr<TileStore> TileStore::create(const std::filesystem::path& direct
     }
     old = std::make_unique<File>(File::open(path, {.writable = true, .create = false, .direct = false}));
     old->lock(kLockPatienceSeconds);
+    if (free_disk_bytes(directory) < disk_bytes(shape)) {
+      ::unlink(path.c_str());
+      old.reset();  // its space comes back with its last descriptor
+    }
   }
   if (::access(fresh.c_str(), F_OK) == 0) {  // left by a run that was cut short, or one that is at it right now
     File::open(fresh, {.writable = true, .create = false, .direct = false}).lock(0);

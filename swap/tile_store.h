@@ -28,6 +28,9 @@ namespace spillway {
 
 inline constexpr const char* kStoreFileName = "spillway.store";
 
+// What an unprivileged user may still write there.
+std::uint64_t free_disk_bytes(const std::filesystem::path& directory);
+
 struct StoreIdentity {
   std::string description;        // kept in the file; what the store is a store of
   std::uint64_t fingerprint = 0;  // of whatever must be equal for a store to fit a run
@@ -45,9 +48,10 @@ class TileStore {
   // Disk space that a store of this shape takes.
   static std::uint64_t disk_bytes(const Created& shape);
   static bool exists(const std::filesystem::path& directory);
+  static std::uint64_t file_bytes(const std::filesystem::path& directory);  // of an existing store; 0 without one
 
-  // Makes a new store in `directory`; an existing one is replaced only when `replace` (and only once the new file is
-  // whole). Needs commit() before it can be opened again.
+  // Makes a new store in `directory`; an existing one is replaced only when `replace`: once the new file is whole,
+  // or before, where the disk has no room for both. Needs commit() before it can be opened again.
   static std::unique_ptr<TileStore> create(const std::filesystem::path& directory, const Created& shape, bool replace);
   // Opens an existing store of exactly this shape and identity at its last commit.
   static std::unique_ptr<TileStore> open(const std::filesystem::path& directory, const Created& shape);

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/cores.h"
+#include "kernels/process_limits.h"
 #include "kernels/float_environment.h"
 #include "spillway/log.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/cores.h"
+#include "kernels/process_limits.h"
 
 #include <gtest/gtest.h>
 #include <sched.h>
@@ -14,13 +14,13 @@ namespace {
 namespace fs = std::filesystem;
 
 // A cgroup file system of our own making.
-class CpuQuota : public testing::Test {
+class ProcessLimits : public testing::Test {
  protected:
-  CpuQuota() {
+  ProcessLimits() {
     std::string pattern = (fs::temp_directory_path() / "spillway-cores-XXXXXX").string();
     directory_ = mkdtemp(pattern.data());
   }
-  ~CpuQuota() override { fs::remove_all(directory_); }
+  ~ProcessLimits() override { fs::remove_all(directory_); }
 
   void write(const fs::path& file, const std::string& text) {
     fs::create_directories((directory_ / file).parent_path());
@@ -31,15 +31,15 @@ class CpuQuota : public testing::Test {
   fs::path directory_;
 };
 
-TEST_F(CpuQuota, NoneWithoutCgroups) { EXPECT_EQ(quota(), std::nullopt); }
+TEST_F(ProcessLimits, NoneWithoutCgroups) { EXPECT_EQ(quota(), std::nullopt); }
 
-TEST_F(CpuQuota, MaxMeansNone) {
+TEST_F(ProcessLimits, MaxMeansNone) {
   write("membership", "0::/a\n");
   write("root/a/cpu.max", "max 100000\n");
   EXPECT_EQ(quota(), std::nullopt);
 }
 
-TEST_F(CpuQuota, TheTightestOfAllAncestorsCounts) {
+TEST_F(ProcessLimits, TheTightestOfAllAncestorsCounts) {
   write("membership", "0::/a/b\n");
   write("root/cpu.max", "max 100000\n");
   write("root/a/cpu.max", "150000 100000\n");
@@ -47,7 +47,7 @@ TEST_F(CpuQuota, TheTightestOfAllAncestorsCounts) {
   EXPECT_EQ(quota(), 1.5);
 }
 
-TEST_F(CpuQuota, ReadsVersion1UnderEitherMountName) {
+TEST_F(ProcessLimits, ReadsVersion1UnderEitherMountName) {
   write("membership", "5:memory:/x\n4:cpu,cpuacct:/x\n");
   write("root/cpu,cpuacct/x/cpu.cfs_quota_us", "300000\n");
   write("root/cpu,cpuacct/x/cpu.cfs_period_us", "100000\n");
@@ -57,20 +57,20 @@ TEST_F(CpuQuota, ReadsVersion1UnderEitherMountName) {
   EXPECT_EQ(quota(), 0.5);
 }
 
-TEST_F(CpuQuota, Version1WithoutLimitIsMinusOne) {
+TEST_F(ProcessLimits, Version1WithoutLimitIsMinusOne) {
   write("membership", "4:cpu:/\n");
   write("root/cpu/cpu.cfs_quota_us", "-1\n");
   write("root/cpu/cpu.cfs_period_us", "100000\n");
   EXPECT_EQ(quota(), std::nullopt);
 }
 
-TEST_F(CpuQuota, APathOfTheHostFallsBackToTheMount) {
+TEST_F(ProcessLimits, APathOfTheHostFallsBackToTheMount) {
   write("membership", "0::/docker/1f\n");
   write("root/cpu.max", "200000 100000\n");  // all that the container sees
   EXPECT_EQ(quota(), 2.0);
 }
 
-TEST_F(CpuQuota, OtherHierarchiesAndBrokenLinesAreSkipped) {
+TEST_F(ProcessLimits, OtherHierarchiesAndBrokenLinesAreSkipped) {
   write("membership", "cpu\n3:cpuset:/\n");
   write("root/cpuset/cpu.cfs_quota_us", "100000\n");
   write("root/cpuset/cpu.cfs_period_us", "100000\n");
@@ -88,6 +88,20 @@ TEST(UsableCores, FollowTheAffinityMask) {
   }).join();
   EXPECT_EQ(cores, 1u);
   EXPECT_GE(usable_cores(), 1u);
+}
+
+TEST_F(ProcessLimits, MemoryHasTheTightestLimitOfAllAncestorsInEitherVersion) {
+  const CgroupFiles files{directory_ / "membership", directory_ / "root"};
+  EXPECT_EQ(memory_limit(files), std::nullopt);
+  write("membership", "0::/a/b\n");
+  write("root/a/memory.max", "4096000\n");
+  write("root/a/b/memory.max", "max\n");
+  EXPECT_EQ(memory_limit(files), 4096000u);
+  write("membership", "5:memory:/x\n4:cpu,cpuacct:/x\n");
+  write("root/memory/memory.limit_in_bytes", "9223372036854771712\n");  // what the kernel writes for none
+  EXPECT_EQ(memory_limit(files), std::nullopt);
+  write("root/memory/x/memory.limit_in_bytes", "1048576\n");
+  EXPECT_EQ(memory_limit(files), 1048576u);
 }
 
 }  // namespace

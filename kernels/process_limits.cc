@@ -1,4 +1,4 @@
-#include "kernels/cores.h"
+#include "kernels/process_limits.h"
 
 #include <sched.h>
 
@@ -31,13 +31,23 @@ std::optional<double> quota_v1(const fs::path& directory) {
   return std::nullopt;
 }
 
-// A cgroup's quota also binds the groups below it, so every directory up to the mount counts. In a container without a
+// v2: `memory.max`, "max" or bytes. v1: a huge number means no limit.
+std::optional<double> memory_in(const fs::path& directory, const char* name) {
+  std::ifstream file(directory / name);
+  double bytes = 0;
+  if (file >> bytes && bytes > 0 && bytes < 0x1p62) return bytes;
+  return std::nullopt;
+}
+std::optional<double> memory_v2(const fs::path& directory) { return memory_in(directory, "memory.max"); }
+std::optional<double> memory_v1(const fs::path& directory) { return memory_in(directory, "memory.limit_in_bytes"); }
+
+// A cgroup's limit also binds the groups below it, so every directory up to the mount counts. In a container without a
 // cgroup namespace the path names directories of the host that the mount does not show; those are simply not there.
-template <typename ReadQuota>
-void tighten(std::optional<double>& tightest, const fs::path& mount, const fs::path& group, ReadQuota read_quota) {
+using ReadLimit = std::optional<double> (*)(const fs::path& directory);
+void tighten(std::optional<double>& tightest, const fs::path& mount, const fs::path& group, ReadLimit read_limit) {
   fs::path directory = mount;
   const auto look = [&] {
-    if (const auto quota = read_quota(directory)) tightest = std::min(tightest.value_or(*quota), *quota);
+    if (const auto limit = read_limit(directory)) tightest = std::min(tightest.value_or(*limit), *limit);
   };
   look();
   for (const auto& part : group.relative_path()) {
@@ -56,9 +66,8 @@ unsigned affinity_cores() {
   return std::thread::hardware_concurrency();
 }
 
-}  // namespace
-
-std::optional<double> cpu_quota(const CgroupFiles& files) {
+std::optional<double> tightest_limit(const CgroupFiles& files, const std::string& controller, ReadLimit v2,
+                                     ReadLimit v1) {
   std::optional<double> tightest;
   std::ifstream membership(files.membership);
   // One line a hierarchy: "0::/user.slice" (v2) or "4:cpu,cpuacct:/docker/1f" (v1); see cgroups(7).
@@ -69,18 +78,28 @@ std::optional<double> cpu_quota(const CgroupFiles& files) {
     const std::string controllers = line.substr(first + 1, second - first - 1);
     const fs::path group = line.substr(second + 1);
     if (controllers.empty()) {
-      tighten(tightest, files.root, group, quota_v2);
+      tighten(tightest, files.root, group, v2);
       continue;
     }
     std::istringstream names(controllers);
-    bool has_cpu = false;
-    for (std::string name; std::getline(names, name, ',');) has_cpu = has_cpu || name == "cpu";
-    if (!has_cpu) continue;
+    bool named = false;
+    for (std::string name; std::getline(names, name, ',');) named = named || name == controller;
+    if (!named) continue;
     // Mounted under the name of the hierarchy, or of the controller alone.
-    tighten(tightest, files.root / controllers, group, quota_v1);
-    if (controllers != "cpu") tighten(tightest, files.root / "cpu", group, quota_v1);
+    tighten(tightest, files.root / controllers, group, v1);
+    if (controllers != controller) tighten(tightest, files.root / controller, group, v1);
   }
   return tightest;
+}
+
+}  // namespace
+
+std::optional<double> cpu_quota(const CgroupFiles& files) { return tightest_limit(files, "cpu", quota_v2, quota_v1); }
+
+std::optional<std::uint64_t> memory_limit(const CgroupFiles& files) {
+  const auto bytes = tightest_limit(files, "memory", memory_v2, memory_v1);
+  if (!bytes) return std::nullopt;
+  return static_cast<std::uint64_t>(*bytes);
 }
 
 unsigned usable_cores() {
