@@ -46,24 +46,20 @@ class FakeWorkers final : public HostWorkers {
 
 class FakeStream final : public Stream {
  public:
-  // On workers of its own, or on `workers`.
-  explicit FakeStream(unsigned threads, HostWorkers* workers = nullptr)
-      : own_(threads), workers_(workers == nullptr ? own_ : *workers) {}
+  explicit FakeStream(unsigned threads) : workers_(threads) {}
   DeviceKind kind() const noexcept override { return DeviceKind::kHost; }
   void* native() const noexcept override { return nullptr; }
   void launch(const HostTask& task) override { task(workers_); }
   void synchronize() override {}
 
  private:
-  FakeWorkers own_;
-  HostWorkers& workers_;
+  FakeWorkers workers_;
 };
 
 class FakeEngine final : public Engine {
  public:
-  FakeEngine(const ModelDescription& model, DType type, unsigned threads, std::size_t arena_bytes = 0,
-             HostWorkers* workers = nullptr)
-      : type_(type), stream_(threads, workers) {
+  FakeEngine(const ModelDescription& model, DType type, unsigned threads, std::size_t arena_bytes = 0)
+      : type_(type), stream_(threads) {
     std::size_t bytes = align_up<std::uint64_t>(model.workspace_bytes, 4096) + arena_bytes;
     for (const auto& block : model.blocks) {
       for (const auto& parameter : block.parameters) bytes += align_up<std::uint64_t>(elements(parameter) * 4, 2048);
@@ -106,10 +102,8 @@ class FakeEngine final : public Engine {
   const std::vector<std::pair<std::uint32_t, Pass>>& visits() const { return visits_; }
   unsigned pushes(std::uint32_t block, std::uint32_t parameter) const { return pushes_.at({block, parameter}); }
   int open_leases() const { return open_leases_; }
-  // For benches: a push then costs nothing.
-  void drop_gradients() { drop_gradients_ = true; }
 
-  std::uint64_t current_step() const override { return 0; }
+  std::uint64_t current_step() const override { return step_; }
   std::vector<std::byte> blob() const override { return {}; }
   const Ledger& ledger() const override { return ledger_; }
   std::vector<std::string> describe() const override { return {}; }
@@ -143,7 +137,6 @@ class FakeEngine final : public Engine {
     return make_lease(block);
   }
   void push_gradient(const Gradient& gradient, Stream&) override {
-    if (drop_gradients_) return;
     const std::pair key(gradient.block, gradient.parameter);
     const std::size_t count = counts_[gradient.block][gradient.parameter];
     auto& sum = gradients_[key];
@@ -154,7 +147,13 @@ class FakeEngine final : public Engine {
     }
     ++pushes_[key];
   }
-  StepReport step(std::span<const std::byte>) override { return {}; }
+  StepReport step(std::span<const std::byte>) override {
+    gradients_.clear();
+    pushes_.clear();
+    StepReport report;
+    report.step = ++step_;
+    return report;
+  }
   void flush() override {}
   void export_weights(bool, const WeightSink& sink) override {
     for (std::uint32_t b = 0; b < weights_.size(); ++b) {
@@ -191,7 +190,7 @@ class FakeEngine final : public Engine {
   std::map<std::pair<std::uint32_t, std::uint32_t>, unsigned> pushes_;
   std::vector<std::pair<std::uint32_t, Pass>> visits_;
   int open_leases_ = 0;
-  bool drop_gradients_ = false;
+  std::uint64_t step_ = 0;
   Ledger ledger_;
 };
 
