@@ -113,7 +113,8 @@ File::~File() {
 
 std::uint64_t File::size_bytes() const {
   struct stat status;
-  if (::fstat(fd_, &status) != 0) throw Error(Code::kIo, {path_.string(), "its size cannot be read", errno, ""});
+  if (::fstat(fd_, &status) != 0)
+    throw Error(Code::kIo, {path_.string(), "its size cannot be read", errno, "check the drive"});
   return static_cast<std::uint64_t>(status.st_size);
 }
 

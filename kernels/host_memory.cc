@@ -55,7 +55,8 @@ void RegisteredMemory::add(std::span<std::byte> memory) {
   const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
   const auto end = begin + memory.size();
   const std::string object = fmt::format("host memory {:#x}, {} bytes", begin, memory.size());
-  if (memory.empty()) throw Error(Code::kInvalidArgument, {object, "cannot be registered empty", 0, ""});
+  if (memory.empty())
+    throw Error(Code::kInvalidArgument, {object, "cannot be registered empty", 0, "register at least a byte"});
   const std::lock_guard lock(mutex_);
   const auto next = ranges_.upper_bound(begin);
   const bool overlaps_next = next != ranges_.end() && next->first < end;

@@ -41,7 +41,7 @@ void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& r
   }
   if (rows * steps > std::numeric_limits<std::uint32_t>::max()) {
     report(places.contains("gradient_accumulation_steps") ? "gradient_accumulation_steps" : "",
-           fmt::format("{} rows a step are too many", rows * steps), "");
+           fmt::format("{} rows a step are too many", rows * steps), "lower the batch or the accumulation");
     return;
   }
   draft.config.micro_batch = static_cast<std::uint32_t>(rows);
@@ -86,7 +86,8 @@ void settle_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt
   schedule.total_steps = draft.total_steps.value_or(0);
   if (schedule.kind == ScheduleKind::kWarmup) return;
   if (!places.contains("scheduler.params.total_num_steps")) {
-    report("scheduler", fmt::format("{} needs scheduler.params.total_num_steps", name_of(schedule.kind)), "");
+    report("scheduler", fmt::format("{} needs scheduler.params.total_num_steps", name_of(schedule.kind)),
+           "add the number of steps that the schedule spans");
   } else if (draft.total_steps && schedule.total_steps < schedule.warmup_steps) {
     log(LogLevel::kWarning, fmt::format("scheduler: total_num_steps {} is less than warmup_num_steps {}",
                                         schedule.total_steps, schedule.warmup_steps));

@@ -77,9 +77,11 @@ class ConfigReader {
 
   Config read() {
     JsonValue root;
-    if (const auto problem = parse_json(text_, {}, root)) complaints_.push_back({problem->offset, problem->what, ""});
+    if (const auto problem = parse_json(text_, {}, root)) {
+      complaints_.push_back({problem->offset, problem->what, "correct the text there, or just before"});
+    }
     if (complaints_.empty() && root.kind != JsonValue::Kind::kObject) {
-      complaints_.push_back({root.offset, "a configuration is a JSON object", ""});
+      complaints_.push_back({root.offset, "a configuration is a JSON object", "write {\"train_batch_size\": …}"});
     }
     if (complaints_.empty()) {
       places_[""] = root.offset;

@@ -148,7 +148,8 @@ std::optional<ValueProblem> read_value(const ConfigKey& key, const JsonValue& va
     case KeyKind::kText:
       if (value.kind != JsonValue::Kind::kString) return wrong_type("a string", value);
       // A path with a zero byte would be cut there by the kernel.
-      if (value.text.find('\0') != std::string::npos) return ValueProblem{"the string holds a zero byte", ""};
+      if (value.text.find('\0') != std::string::npos)
+        return ValueProblem{"the string holds a zero byte", "take it out"};
       out.text = value.text;
       return std::nullopt;
     case KeyKind::kInteger: return read_integer(key, value, out);

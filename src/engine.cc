@@ -202,7 +202,8 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     if (!stepping_) begin_step();
     if (blob.size() > kBlobCapacity) {
       throw Error(Code::kInvalidArgument,
-                  {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), kBlobCapacity), 0, ""});
+                  {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), kBlobCapacity), 0,
+                   "keep the rest in a file of your own and its name in the blob"});
     }
     if (leases_ > 0 || (machinery_.places && machinery_.places->leased())) {
       throw Error(Code::kInvalidArgument, {"step", "a lease is still held", 0, "release every block before step()"});

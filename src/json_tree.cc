@@ -137,7 +137,11 @@ std::optional<JsonProblem> parse_json(std::string_view text, const JsonLimits& l
                               rapidjson::kParseTrailingCommasFlag;
   const rapidjson::ParseResult result = reader.Parse<kFlags>(stream, builder);
   if (builder.problem()) return builder.problem();
-  if (result.IsError()) return JsonProblem{result.Offset(), rapidjson::GetParseError_En(result.Code())};
+  if (result.IsError()) {
+    std::string what = rapidjson::GetParseError_En(result.Code());
+    while (what.ends_with('.')) what.pop_back();  // it goes into a sentence of ours
+    return JsonProblem{result.Offset(), "not JSON: " + what};
+  }
   return std::nullopt;
 }
 

@@ -16,13 +16,30 @@ namespace {
 
 constexpr std::uint64_t kPage = 4096;
 
+const char* hint_for(int error) {
+  switch (error) {
+    case ENOENT:
+    case ENOTDIR:
+    case ELOOP:
+    case ENAMETOOLONG: return "check the path";
+    case EISDIR: return "name a file";
+    case EEXIST: return "something else made it meanwhile; try again";
+    case ENOSPC:
+    case EDQUOT: return "free some space, or name another directory";
+    case EACCES:
+    case EPERM: return "check who may read and write it, and its directory";
+    case EROFS: return "name a directory on a file system that can be written";
+    case EMFILE:
+    case ENFILE: return "raise ulimit -n";
+    default: return "check the drive; the kernel's log may say more";
+  }
+}
+
 [[noreturn]] void fail(const std::filesystem::path& path, std::string happened, int error) {
-  const char* hint = "";
-  if (error == ENOSPC || error == EDQUOT) hint = "free some space, or name another directory";
-  if (error == EACCES || error == EROFS || error == EPERM) hint = "name a directory that this user may write to";
   const bool missing = error == ENOENT || error == ENOTDIR;
-  throw Error(missing ? Code::kNotFound : Code::kIo,
-              {.object = path.string(), .happened = std::move(happened), .errno_value = error, .hint = hint});
+  throw Error(
+      missing ? Code::kNotFound : Code::kIo,
+      {.object = path.string(), .happened = std::move(happened), .errno_value = error, .hint = hint_for(error)});
 }
 
 std::string span_text(const char* verb, std::uint64_t bytes, std::uint64_t offset) {
@@ -45,8 +62,9 @@ PlainFile PlainFile::open_to_read(const std::filesystem::path& path) {
   struct stat status {};
   if (::fstat(file.fd_, &status) != 0) fail(path, "cannot be examined", errno);
   if (!S_ISREG(status.st_mode)) {
-    throw Error(Code::kInvalidArgument,
-                {.object = path.string(), .happened = "is not a regular file", .errno_value = 0, .hint = ""});
+    throw Error(
+        Code::kInvalidArgument,
+        {.object = path.string(), .happened = "is not a regular file", .errno_value = 0, .hint = "name a file"});
   }
   return file;
 }

@@ -49,13 +49,24 @@ class Arena {
   std::uint64_t used_ = 0;
 };
 
-std::string mib(std::uint64_t bytes) { return fmt::format("{}MiB", div_up(bytes, kMiB)); }
+// What a budget must be, as the configuration takes it: rounded up, by less than 2 %.
+std::string at_least(std::uint64_t bytes) {
+  if (bytes >= 64 * kMiB) return fmt::format("{}MiB", div_up(bytes, kMiB));
+  return fmt::format("{}KiB", div_up(bytes, kKiB));
+}
+
+// What a budget is; rounded, a budget that misses by a page would look like one that fits.
+std::string exactly(std::uint64_t bytes) {
+  if (bytes % kMiB == 0) return fmt::format("{}MiB", bytes / kMiB);
+  if (bytes % kKiB == 0) return fmt::format("{}KiB", bytes / kKiB);
+  return fmt::format("{} bytes", bytes);
+}
 
 [[noreturn]] void refuse(const char* key, std::uint64_t have, std::uint64_t need, const char* what) {
   throw Error(Code::kDoesNotFit,
               {fmt::format("spillway.{}", key),
-               fmt::format("{} is too small: this plan needs at least {} of {}", mib(have), mib(need), what), 0,
-               fmt::format("set spillway.{} to \"{}\" or more", key, mib(need))});
+               fmt::format("{} is too small: this plan needs at least {} of {}", exactly(have), at_least(need), what),
+               0, fmt::format("set spillway.{} to \"{}\" or more", key, at_least(need))});
 }
 
 class Planner {
@@ -100,7 +111,8 @@ class Planner {
   }
 
   void cut_blocks() {
-    if (model_.blocks.empty()) throw Error(Code::kInvalidArgument, {"model", "has no blocks", 0, ""});
+    if (model_.blocks.empty())
+      throw Error(Code::kInvalidArgument, {"model", "has no blocks", 0, "describe at least one"});
     std::set<std::string> names;
     for (std::uint32_t b = 0; b < model_.blocks.size(); ++b) {
       for (const Parameter& parameter : model_.blocks[b].parameters) {
@@ -131,7 +143,8 @@ class Planner {
     const auto blocks = static_cast<std::uint32_t>(model_.blocks.size());
     for (const Visit& visit : plan_.visits) {
       if (visit.block >= blocks)
-        throw Error(Code::kInvalidArgument, {"model", "a visit names a block that does not exist", 0, ""});
+        throw Error(Code::kInvalidArgument,
+                    {"model", "a visit names a block that does not exist", 0, "use the indices of the description"});
     }
     if (plan_.visits_given) return;
     for (std::uint32_t b = 0; b < blocks; ++b) plan_.visits.push_back({b, Pass::kForward});
@@ -333,13 +346,13 @@ class Planner {
         {Placement::kNvme, "manifest, description, probe area", plan_.store_bytes - tiles});
     plan_.ledger.nvme_budget = config_.nvme_bytes.value_or(plan_.store_bytes);
     if (plan_.store_bytes > plan_.ledger.nvme_budget) {
-      std::string hint = fmt::format("set spillway.nvme_bytes to \"{}\" or more", mib(plan_.store_bytes));
+      std::string hint = fmt::format("set spillway.nvme_bytes to \"{}\" or more", at_least(plan_.store_bytes));
       if (plan_.slots == 2 && bytes_with(1) <= plan_.ledger.nvme_budget) {
         hint += ", or spillway.commit_every to 0 (one slot a tile, half the disk, no resume)";
       }
       throw Error(Code::kDoesNotFit, {"spillway.nvme_bytes",
                                       fmt::format("{} is too small: this plan needs at least {} of disk",
-                                                  mib(plan_.ledger.nvme_budget), mib(plan_.store_bytes)),
+                                                  exactly(plan_.ledger.nvme_budget), at_least(plan_.store_bytes)),
                                       0, hint});
     }
   }

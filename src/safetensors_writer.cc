@@ -257,7 +257,7 @@ SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directo
   const std::string object = directory.string();
   if (options.type == DType::kFloat16)
     refuse(Code::kInvalidArgument, object, "fp16 cannot be written", "choose fp32 or bf16");
-  if (tensors.empty()) refuse(Code::kInvalidArgument, object, "a model has at least one tensor", "");
+  if (tensors.empty()) refuse(Code::kInvalidArgument, object, "a model has at least one tensor", "name its tensors");
   auto output = std::make_unique<Output>();
   output->directory = directory;
   output->options = options;

@@ -57,7 +57,7 @@ class Workplace:
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
         self.nvme = self.folder / "nvme"
-        self.nvme.mkdir(exist_ok=True)
+        self.nvme.mkdir(parents=True, exist_ok=True)
         self.log = self.folder / "steps.jsonl"
 
     def init_model(self, name="model", *, layers=3, width=72, heads=4, vocab=256, context=64, seed=1, dtype="fp32"):

@@ -305,7 +305,7 @@ TEST(ConfigJson, ColumnsCountCharactersAndCommentsAreSkipped) {
 TEST(ConfigJson, TextsThatAreNotAConfigurationAreRefusedWithTheirPlace) {
   EXPECT_THAT(refusal(""), HasSubstr("c.json:1:1: "));
   EXPECT_THAT(refusal("[]"), HasSubstr("c.json:1:1: a configuration is a JSON object"));
-  EXPECT_THAT(refusal("{\n\"a\" 1}"), HasSubstr("c.json:2:5: Missing a colon"));
+  EXPECT_THAT(refusal("{\n\"a\" 1}"), HasSubstr("c.json:2:5: not JSON: Missing a colon"));
   EXPECT_THAT(refusal("{} {}"), HasSubstr("c.json:1:4: "));
   EXPECT_THAT(refusal(std::string("{}\0{}", 5)), HasSubstr("a zero byte"));
   EXPECT_THAT(refusal(with("\"aio\": " + std::string(100'000, '['))), HasSubstr("nested deeper than 64"));
