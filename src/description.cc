@@ -4,8 +4,12 @@
 #include <rapidjson/stringbuffer.h>
 #include <rapidjson/writer.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "kernels/checksum.h"
 #include "spillway/error.h"
+#include "src/partition.h"
 
 namespace spillway {
 namespace {
@@ -54,9 +58,12 @@ std::uint64_t fingerprint_of(const std::string& layout) { return granule_checksu
   throw Error(Code::kCorrupt, {object, "the model description cannot be read", 0, "start over with --fresh"});
 }
 
+// Names may hold any byte, zeros too.
+std::string text_of(const rapidjson::Value& value) { return {value.GetString(), value.GetStringLength()}; }
+
 Parameter parse_parameter(const rapidjson::Value& value, const std::string& object) {
   if (!value.IsArray() || value.Size() < 2 || !value[0].IsString() || !value[1].IsBool()) corrupt(object);
-  Parameter parameter{.name = value[0].GetString(), .shape = {}, .trainable = value[1].GetBool()};
+  Parameter parameter{.name = text_of(value[0]), .shape = {}, .trainable = value[1].GetBool()};
   for (rapidjson::SizeType i = 2; i < value.Size(); ++i) {
     if (!value[i].IsUint64()) corrupt(object);
     parameter.shape.push_back(value[i].GetUint64());
@@ -65,6 +72,10 @@ Parameter parse_parameter(const rapidjson::Value& value, const std::string& obje
 }
 
 }  // namespace
+
+bool is_plain_file_name(const std::string& name) {
+  return !name.empty() && name != "." && name != ".." && name.find_first_of(std::string_view("/\0", 2)) == name.npos;
+}
 
 StoreIdentity describe_store(const Config& config, const ModelDescription& model) {
   const std::string layout = layout_json(model, config.weights, config.tile_elements);
@@ -100,17 +111,19 @@ StoredModel parse_store_description(const std::string& text, const std::string& 
     corrupt(object);
   }
   StoredModel stored;
-  const std::string type = layout["weights"].GetString();
-  for (DType candidate : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    if (type == name_of(candidate)) stored.weights = candidate;
-  }
+  const std::string type = text_of(layout["weights"]);
+  constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  const auto* const known = std::ranges::find(kTypes, std::string_view(type), name_of);
+  if (known == std::end(kTypes)) corrupt(object);
+  stored.weights = *known;
   stored.tile_elements = layout["tile_elements"].GetUint64();
+  if (stored.tile_elements == 0 || stored.tile_elements % kPartitionUnit != 0) corrupt(object);
   for (const auto& block : layout["blocks"].GetArray()) {
     if (!block.IsObject() || !block.HasMember("name") || !block["name"].IsString() || !block.HasMember("parameters") ||
         !block["parameters"].IsArray()) {
       corrupt(object);
     }
-    stored.model.blocks.push_back({.name = block["name"].GetString(), .parameters = {}});
+    stored.model.blocks.push_back({.name = text_of(block["name"]), .parameters = {}});
     for (const auto& parameter : block["parameters"].GetArray()) {
       stored.model.blocks.back().parameters.push_back(parse_parameter(parameter, object));
     }
@@ -119,9 +132,9 @@ StoredModel parse_store_description(const std::string& text, const std::string& 
     if (!attachment.IsArray() || attachment.Size() != 2 || !attachment[0].IsString() || !attachment[1].IsString()) {
       corrupt(object);
     }
-    const std::string name = attachment[0].GetString();
-    if (name.empty() || name.find('/') != std::string::npos || name == "." || name == "..") corrupt(object);
-    stored.model.attachments.push_back({name, attachment[1].GetString()});
+    const std::string name = text_of(attachment[0]);
+    if (!is_plain_file_name(name)) corrupt(object);
+    stored.model.attachments.push_back({name, text_of(attachment[1])});
   }
   stored.fingerprint = fingerprint_of(layout_json(stored.model, stored.weights, stored.tile_elements));
   return stored;

@@ -15,6 +15,9 @@ namespace spillway {
 // equal for a store's bytes to mean the same. Attachments and visits are not part of it.
 StoreIdentity describe_store(const Config& config, const ModelDescription& model);
 
+// What an attachment may be called: a name in the directory it is written to, and nothing outside it.
+bool is_plain_file_name(const std::string& name);
+
 struct StoredModel {
   ModelDescription model;  // visits empty
   DType weights = DType::kFloat32;

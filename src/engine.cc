@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <exception>
+#include <utility>
 
 #include "kernels/adam.h"
 #include "spillway/bf16.h"
@@ -36,7 +38,8 @@ class StepEngine final : public Engine {
         model_(model),
         plan_(make_plan(config, model)),
         machinery_(config, model_, plan_, options),
-        cursor_(plan_.visits) {
+        cursor_(plan_.visits),
+        record_visits_(!plan_.visits_given) {
     for (const TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
         written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
@@ -92,6 +95,7 @@ class StepEngine final : public Engine {
   const Plan plan_;
   Machinery machinery_;
   VisitCursor cursor_;
+  bool record_visits_ = false;  // the first step of this process gives the order; a store does not keep it
   std::vector<std::uint32_t> visit_blocks_;
   std::uint32_t leases_ = 0;  // while weights stay in HBM; places count their own
 
@@ -154,12 +158,19 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
   }
   return guarded([&] {
     if (!stepping_) begin_step();
+    const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
     if (!machinery_.places) {
       ++leases_;
       return make_lease(block);
     }
-    const std::uint32_t place = machinery_.places->acquire(block, visit, stream);
+    std::uint32_t place = 0;
+    try {
+      place = machinery_.places->acquire(block, visit, stream);
+    } catch (...) {
+      cursor_.take_back(before);  // refused for want of a place: the caller may release one and come again
+      throw;
+    }
     if (cursor_.last()) machinery_.updater->read_ahead();  // nothing more to fetch: the update's first tiles come next
     return make_lease(place);
   });
@@ -186,7 +197,12 @@ void StepEngine::release(std::uint32_t lease) {
 void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   guarded([&] {
     if (!stepping_) begin_step();
-    const auto place = plan_.blocks.at(gradient.block).partition.parameters.at(gradient.parameter);
+    if (gradient.block >= plan_.blocks.size() ||
+        gradient.parameter >= plan_.blocks[gradient.block].partition.parameters.size()) {
+      throw Error(Code::kInvalidArgument, {"push_gradient", "names a block or parameter that does not exist", 0,
+                                           "use the indices of the description"});
+    }
+    const ParameterPlace& place = plan_.blocks[gradient.block].partition.parameters[gradient.parameter];
     if (!in_hbm(gradient.data, place.count * size_of(gradient.dtype))) {
       throw Error(Code::kInvalidArgument,
                   {model_.blocks[gradient.block].parameters[gradient.parameter].name,
@@ -254,7 +270,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     report.unplanned_visits = cursor_.unplanned() - unplanned_before_;
     report.durable_step = durable_step_;
     report_links(report, step_traffic_, compute + std::max(0.0, update_seconds - waited));
-    if (!plan_.visits_given && step_ == 1) cursor_.adopt_recorded();
+    if (std::exchange(record_visits_, false)) cursor_.adopt_recorded();
     step_start_ = Clock::now();
     begin_step();
     return report;
@@ -350,6 +366,7 @@ void StepEngine::resume() {
 }
 
 void StepEngine::import_weights(const WeightSource& source) {
+  std::exception_ptr source_failure;  // the caller's own, and no failure of this engine: it may try again
   guarded([&] {
     if (imported_)
       throw Error(Code::kInvalidArgument,
@@ -359,19 +376,28 @@ void StepEngine::import_weights(const WeightSource& source) {
       const std::uint32_t buffer = t % mover.buffers();
       mover.finish_save(buffer);
       const TileMemory memory = mover.blank(t, buffer);
-      fill_tile(plan_, t, memory, source);
+      try {
+        fill_tile(plan_, t, memory, source);
+      } catch (...) {
+        source_failure = std::current_exception();
+        mover.drop(buffer);
+        break;
+      }
       mover.start_save(buffer, Save::kNew);
     }
     for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+    if (source_failure) return;
     if (machinery_.store)
       machinery_.store->commit(0, {}, *machinery_.thread, machinery_.host_region(plan_.host.record));
     imported_ = true;
     begin_step();
     step_start_ = Clock::now();
   });
+  if (source_failure) std::rethrow_exception(source_failure);
 }
 
 void StepEngine::export_weights(bool exact, const WeightSink& sink) {
+  std::exception_ptr sink_failure;  // a full disk under the exported file, say: training goes on
   guarded([&] {
     if (!imported_)
       throw Error(Code::kInvalidArgument,
@@ -381,10 +407,16 @@ void StepEngine::export_weights(bool exact, const WeightSink& sink) {
     for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
       mover.start_load(t, 0);
       const TileMemory memory = mover.finish_load(0);
-      read_tile(plan_, t, memory, exact, sink);
+      try {
+        read_tile(plan_, t, memory, exact, sink);
+      } catch (...) {
+        sink_failure = std::current_exception();
+      }
       mover.drop(0);
+      if (sink_failure) break;
     }
   });
+  if (sink_failure) std::rethrow_exception(sink_failure);
 }
 
 std::vector<std::string> StepEngine::describe() const {

@@ -65,18 +65,18 @@ void GradientCollector::push(const Gradient& gradient, Stream& stream) {
   if (pushes == parameter.pushes) {
     refuse(parameter.name, "got more gradients than described in one step", "set Parameter::pushes");
   }
+  // Every refusal comes before the push counts, so that a refused one can be made again.
+  if (plan_.blocks[gradient.block].accumulator_shared &&
+      accumulator_owner_.value_or(gradient.block) != gradient.block) {
+    refuse(parameter.name, "its gradient came while another block's was being accumulated",
+           "push all micro-batches of a block before the next, or describe more than one backward visit");
+  }
   const bool first = pushes++ == 0;
   const bool last = pushes == parameter.pushes;
   const ParameterPlace& place = plan_.blocks[gradient.block].partition.parameters[gradient.parameter];
   const auto& accumulator = plan_.blocks[gradient.block].accumulator;
   if (accumulator) {
-    if (plan_.blocks[gradient.block].accumulator_shared) {
-      if (accumulator_owner_ && *accumulator_owner_ != gradient.block) {
-        refuse(parameter.name, "its gradient came while another block's was being accumulated",
-               "push all micro-batches of a block before the next, or describe more than one backward visit");
-      }
-      accumulator_owner_ = gradient.block;
-    }
+    if (plan_.blocks[gradient.block].accumulator_shared) accumulator_owner_ = gradient.block;
     float* sum = reinterpret_cast<float*>(hbm(accumulator->offset)) + place.first;
     device_.accumulate_async(sum, gradient.data, gradient.dtype, place.count, first, stream);
   } else {
@@ -92,8 +92,11 @@ std::byte* GradientCollector::staging_for(std::uint32_t block, Stream& stream) {
   if (plan_.gradients_in_hbm) return hbm(plan_.blocks[block].gradient.offset);
   BlockState& state = blocks_[block];
   if (!state.staging) {
-    const std::uint32_t index = next_staging_;
-    next_staging_ = (next_staging_ + 1) % static_cast<std::uint32_t>(staging_.size());
+    // A free one, in turn; with none free, the one that was taken first.
+    const auto count = static_cast<std::uint32_t>(staging_.size());
+    std::uint32_t index = next_staging_;
+    for (std::uint32_t i = 0; i < count && staging_[index].block; ++i) index = (index + 1) % count;
+    next_staging_ = (index + 1) % count;
     Staging& staging = staging_[index];
     if (staging.block) {  // more blocks are open than there is staging: what has come of this one goes down now
       blocks_[*staging.block].piecewise = true;

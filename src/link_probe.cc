@@ -36,7 +36,9 @@ double copy_rate(Device& device, Stream& stream, CopyKind kind, ProbeMemory memo
 
 // The lower half of the area is read, the upper half written, at once.
 double nvme_rate(StoreThread& thread, const TileStore& store, std::span<std::byte> host, std::uint64_t scratch_bytes) {
-  const std::uint64_t half = align_down(std::min<std::uint64_t>(scratch_bytes, host.size()) / 2, kExtentAlignment);
+  // The area that this store was made with: a run that resumes it may have planned a larger one.
+  const std::uint64_t area = std::min(scratch_bytes, store.layout().total_bytes - store.layout().scratch_offset);
+  const std::uint64_t half = align_down(std::min<std::uint64_t>(area, host.size()) / 2, kExtentAlignment);
   if (half == 0) return 0;
   double best = 0;
   for (int round = 0; round < 3; ++round) {  // the first one writes blocks that the drive has never seen

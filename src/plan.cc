@@ -49,24 +49,19 @@ class Arena {
   std::uint64_t used_ = 0;
 };
 
-// What a budget must be, as the configuration takes it: rounded up, by less than 2 %.
-std::string at_least(std::uint64_t bytes) {
-  if (bytes >= 64 * kMiB) return fmt::format("{}MiB", div_up(bytes, kMiB));
-  return fmt::format("{}KiB", div_up(bytes, kKiB));
-}
-
-// What a budget is; rounded, a budget that misses by a page would look like one that fits.
-std::string exactly(std::uint64_t bytes) {
-  if (bytes % kMiB == 0) return fmt::format("{}MiB", bytes / kMiB);
-  if (bytes % kKiB == 0) return fmt::format("{}KiB", bytes / kKiB);
-  return fmt::format("{} bytes", bytes);
+// The largest unit that names the number exactly, in the configuration's own words: a hint taken literally must fit,
+// and must be the smallest that does.
+std::string size_text(std::uint64_t bytes) {
+  if (bytes > 0 && bytes % kMiB == 0) return fmt::format("{}MiB", bytes / kMiB);
+  if (bytes > 0 && bytes % kKiB == 0) return fmt::format("{}KiB", bytes / kKiB);
+  return fmt::format("{}B", bytes);
 }
 
 [[noreturn]] void refuse(const char* key, std::uint64_t have, std::uint64_t need, const char* what) {
-  throw Error(Code::kDoesNotFit,
-              {fmt::format("spillway.{}", key),
-               fmt::format("{} is too small: this plan needs at least {} of {}", exactly(have), at_least(need), what),
-               0, fmt::format("set spillway.{} to \"{}\" or more", key, at_least(need))});
+  throw Error(Code::kDoesNotFit, {fmt::format("spillway.{}", key),
+                                  fmt::format("{} is too small: this plan needs at least {} of {}", size_text(have),
+                                              size_text(need), what),
+                                  0, fmt::format("set spillway.{} to \"{}\" or more", key, size_text(need))});
 }
 
 class Planner {
@@ -74,7 +69,8 @@ class Planner {
   Planner(const Config& config, const ModelDescription& model) : config_(config), model_(model) {}
 
   Plan run() {
-    check_placements();
+    check_config();
+    check_attachments();
     cut_blocks();
     order_visits();
     plan_.has_store = !config_.nvme_paths.empty();
@@ -90,6 +86,29 @@ class Planner {
  private:
   bool weights_stay() const { return config_.parameters == Placement::kHbm; }
   std::uint64_t element_bytes() const { return size_of(config_.weights); }
+
+  void check_config() const {
+    if (config_.tile_elements == 0 || config_.tile_elements % kPartitionUnit != 0) {
+      throw Error(Code::kInvalidArgument,
+                  {"spillway.tile_elements", fmt::format("{} is not a multiple of 1,024", config_.tile_elements), 0,
+                   "take 4194304, the default"});
+    }
+    // Padding has no gradient and no moments: without epsilon its update would be 0 / 0.
+    if (!(static_cast<float>(config_.optimizer.epsilon) > 0)) {
+      throw Error(Code::kInvalidArgument, {"optimizer.params.eps", "is 0 in fp32, so that Adam would divide 0 by 0", 0,
+                                           "take 1e-8, the default"});
+    }
+    check_placements();
+  }
+
+  // They are written as files beside exported weights.
+  void check_attachments() const {
+    for (const Attachment& attachment : model_.attachments) {
+      if (is_plain_file_name(attachment.name)) continue;
+      throw Error(Code::kInvalidArgument,
+                  {"attachment \"" + attachment.name + "\"", "is not a plain file name", 0, "leave directories out"});
+    }
+  }
 
   void check_placements() const {
     if (config_.states == Placement::kHbm && config_.parameters != Placement::kHbm) {
@@ -346,13 +365,13 @@ class Planner {
         {Placement::kNvme, "manifest, description, probe area", plan_.store_bytes - tiles});
     plan_.ledger.nvme_budget = config_.nvme_bytes.value_or(plan_.store_bytes);
     if (plan_.store_bytes > plan_.ledger.nvme_budget) {
-      std::string hint = fmt::format("set spillway.nvme_bytes to \"{}\" or more", at_least(plan_.store_bytes));
+      std::string hint = fmt::format("set spillway.nvme_bytes to \"{}\" or more", size_text(plan_.store_bytes));
       if (plan_.slots == 2 && bytes_with(1) <= plan_.ledger.nvme_budget) {
         hint += ", or spillway.commit_every to 0 (one slot a tile, half the disk, no resume)";
       }
       throw Error(Code::kDoesNotFit, {"spillway.nvme_bytes",
                                       fmt::format("{} is too small: this plan needs at least {} of disk",
-                                                  exactly(plan_.ledger.nvme_budget), at_least(plan_.store_bytes)),
+                                                  size_text(plan_.ledger.nvme_budget), size_text(plan_.store_bytes)),
                                       0, hint});
     }
   }

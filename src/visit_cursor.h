@@ -23,6 +23,18 @@ class VisitCursor {
   // The index of the planned visit that this is: the next one, or, when the caller left some out, the first that
   // matches behind it; nothing when the plan has no such visit left.
   std::optional<std::size_t> advance(std::uint32_t block, Pass pass);
+  // Takes back the last advance(): its visit did not come about.
+  struct Position {
+    std::size_t next = 0;
+    std::uint64_t unplanned = 0;
+  };
+  Position position() const noexcept { return {next_, unplanned_}; }
+  void take_back(Position before) {
+    next_ = before.next;
+    unplanned_ = before.unplanned;
+    recorded_.pop_back();
+  }
+
   std::uint64_t unplanned() const noexcept {
     return unplanned_;
   }  // visits that were not the next one, all steps together

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "spillway/error.h"
+#include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {
@@ -47,9 +48,7 @@ void tighten(Config& config, const ModelDescription& model) {
       return;
     } catch (const Error& error) {
       ASSERT_EQ(error.code(), Code::kDoesNotFit) << error.what();
-      const std::string text = error.what();
-      const std::uint64_t mib = std::stoull(text.substr(text.find("to \"") + 4));
-      (text.find("hbm_bytes") != std::string::npos ? config.hbm_bytes : config.host_bytes) = mib << 20;
+      testing::named_setting(config, error) = testing::named_bytes(error);
     }
   }
 }

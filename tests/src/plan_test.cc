@@ -1,0 +1,413 @@
+#include "src/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <string>
+
+#include "kernels/norm.h"
+#include "spillway/units.h"
+#include "tests/kernels/random.h"
+#include "tests/src/named_budget.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kPage = 4096;
+
+Config config_for(Placement parameters, Placement states, DType type = DType::kBFloat16) {
+  Config config;
+  config.weights = type;
+  config.parameters = parameters;
+  config.states = states;
+  config.tile_elements = 4096;
+  if (parameters == Placement::kNvme || states == Placement::kNvme) config.nvme_paths = {"/drive"};
+  return config;
+}
+
+ModelDescription model_of(std::uint32_t blocks) {
+  ModelDescription model;
+  for (std::uint32_t b = 0; b < blocks; ++b) {
+    const std::string name = "h." + std::to_string(b);
+    model.blocks.push_back(
+        {name, {{.name = name + ".weight", .shape = {100, 100}}, {.name = name + ".bias", .shape = {100}}}});
+  }
+  model.workspace_bytes = 5000;
+  return model;
+}
+
+Error refusal(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was refused";
+  return Error(Code::kUnsupported, {"", "", 0, ""});
+}
+Error refusal(const Config& config, const ModelDescription& model) {
+  return refusal([&] { make_plan(config, model); });
+}
+
+const std::pair<Placement, Placement> kPlacements[] = {
+    {Placement::kHbm, Placement::kHbm},   {Placement::kHbm, Placement::kHost},  {Placement::kHbm, Placement::kNvme},
+    {Placement::kHost, Placement::kHost}, {Placement::kHost, Placement::kNvme}, {Placement::kNvme, Placement::kHost},
+    {Placement::kNvme, Placement::kNvme}};
+
+class Random {
+ public:
+  Random() : generator_(seeded_generator()) {}
+  std::uint64_t below(std::uint64_t end) { return generator_() % end; }
+
+  ModelDescription model() {
+    ModelDescription model;
+    for (std::uint64_t b = 0; b <= below(6); ++b) {
+      Block block{.name = "h." + std::to_string(b), .parameters = {}};
+      for (std::uint64_t p = 0; p <= below(4); ++p) {
+        Parameter parameter{.name = block.name + "." + std::to_string(p), .shape = {1 + below(300), 1 + below(200)}};
+        parameter.trainable = below(5) > 0;
+        parameter.pushes = static_cast<std::uint32_t>(1 + below(3));
+        block.parameters.push_back(parameter);
+      }
+      model.blocks.push_back(block);
+    }
+    model.workspace_bytes = below(100'000);
+    if (below(2) == 0) {
+      for (std::uint64_t v = below(20); v > 0; --v) {
+        model.visits.push_back(
+            {static_cast<std::uint32_t>(below(model.blocks.size())), below(2) == 0 ? Pass::kForward : Pass::kBackward});
+      }
+    }
+    return model;
+  }
+
+  Config config() {
+    const auto& [parameters, states] = kPlacements[below(std::size(kPlacements))];
+    Config config = config_for(parameters, states, below(2) == 0 ? DType::kFloat32 : DType::kBFloat16);
+    constexpr std::uint64_t kTiles[] = {1024, 3072, 16384, 4 << 20};
+    config.tile_elements = kTiles[below(4)];
+    if (below(3) == 0) config.commit_every = static_cast<std::uint32_t>(below(3));
+    if (below(3) == 0) config.nvme_paths = {"/drive"};
+    return config;
+  }
+
+ private:
+  std::mt19937_64 generator_;
+};
+
+// Every region of an arena, with what it is for.
+struct Named {
+  std::string purpose;
+  Region region;
+};
+
+std::vector<Named> hbm_regions(const Plan& plan) {
+  std::vector<Named> all = {{"workspace", plan.hbm.workspace},
+                            {"places", plan.hbm.places},
+                            {"leaves", plan.hbm.leaves},
+                            {"norms", plan.hbm.norms},
+                            {"finite", plan.hbm.finite}};
+  for (const Region& staging : plan.hbm.staging) all.push_back({"staging", staging});
+  Region shared;
+  for (const BlockPlan& block : plan.blocks) {
+    all.push_back({"weights", block.weights});
+    if (plan.gradients_in_hbm) all.push_back({"gradient", block.gradient});
+    if (!block.accumulator) continue;
+    EXPECT_EQ(block.accumulator->bytes, block.partition.trainable_elements * 4);
+    if (!block.accumulator_shared) all.push_back({"accumulator", *block.accumulator});
+    if (block.accumulator_shared && block.accumulator->bytes > shared.bytes) shared = *block.accumulator;
+  }
+  all.push_back({"shared accumulator", shared});
+  for (const TilePlace& tile : plan.tile_places) {
+    if (tile.home[index_of(Part::kStates)] != Home::kHbm) continue;
+    all.push_back({"states", {tile.offset[index_of(Part::kStates)], payload_bytes(tile.shape, Part::kStates)}});
+  }
+  return all;
+}
+
+std::vector<Named> host_regions(const Plan& plan) {
+  std::vector<Named> all = {{"chunks", plan.host.chunks},
+                            {"buffers", plan.host.buffers},
+                            {"record", plan.host.record},
+                            {"norms", plan.host.norms}};
+  for (const BlockPlan& block : plan.blocks) {
+    if (!plan.gradients_in_hbm) all.push_back({"gradient", block.gradient});
+  }
+  for (const TilePlace& tile : plan.tile_places) {
+    for (Part part : {Part::kWeights, Part::kStates}) {
+      if (tile.home[index_of(part)] != Home::kHost) continue;
+      all.push_back({"tile", {tile.offset[index_of(part)], extent_bytes(tile.shape, part)}});
+    }
+  }
+  return all;
+}
+
+// No two overlap, each starts at a page, and together, padded to pages, they are what the ledger says.
+void expect_exact(std::vector<Named> regions, const Plan& plan, Placement tier, std::uint64_t budget) {
+  std::erase_if(regions, [](const Named& named) { return named.region.bytes == 0; });
+  std::ranges::sort(regions, {}, [](const Named& named) { return named.region.offset; });
+  std::uint64_t end = 0;
+  for (const Named& named : regions) {
+    EXPECT_EQ(named.region.offset % kPage, 0u) << named.purpose;
+    EXPECT_EQ(named.region.offset, end) << named.purpose << ": overlaps, or leaves a hole";
+    end = named.region.offset + align_up(named.region.bytes, kPage);
+  }
+  EXPECT_EQ(plan.ledger.total(tier), end);
+  EXPECT_LE(end, budget);
+}
+
+void expect_consistent(const Plan& plan) {
+  expect_exact(hbm_regions(plan), plan, Placement::kHbm, plan.ledger.hbm_budget);
+  expect_exact(host_regions(plan), plan, Placement::kHost, plan.ledger.host_budget);
+  EXPECT_EQ(plan.ledger.total(Placement::kNvme), plan.has_store ? plan.store_bytes : 0);
+  EXPECT_EQ(plan.has_store ? TileStore::disk_bytes(store_shape(plan)) : 0, plan.store_bytes);
+  EXPECT_LE(plan.store_bytes, plan.ledger.nvme_budget);
+  EXPECT_EQ(plan.host.buffers.bytes, plan.host.buffers_count * plan.host.buffer_bytes);
+  EXPECT_EQ(plan.hbm.places.bytes, plan.hbm.places_count * plan.hbm.place_bytes);
+  for (std::size_t t = 0; t < plan.tiles.size(); ++t) {
+    const TilePlace& place = plan.tile_places[t];
+    const BlockPlan& block = plan.blocks[plan.tiles[t].block];
+    const std::uint64_t bytes = plan.tiles[t].range.first * size_of(place.shape.type);
+    EXPECT_EQ(place.hbm_weights.value_or(block.weights.offset + bytes), block.weights.offset + bytes);
+    if (place.home[index_of(Part::kWeights)] == Home::kHbm) {
+      EXPECT_EQ(place.offset[index_of(Part::kWeights)], block.weights.offset + bytes);
+    }
+    EXPECT_LE(extent_bytes(place.shape, Part::kWeights) + extent_bytes(place.shape, Part::kStates),
+              plan.host.buffer_bytes);
+  }
+}
+
+TEST(Plan, RegionsNeverOverlapAndTheLedgerIsWhatTheArenasUse) {
+  Random random;
+  for (int i = 0; i < 300 && !::testing::Test::HasFailure(); ++i) {
+    const ModelDescription model = random.model();
+    Config config = random.config();
+    const Plan free = make_plan(config, model);
+    expect_consistent(free);
+    // The same with some room, too little for everything to be cached and sometimes for all places.
+    config.hbm_bytes = free.ledger.total(Placement::kHbm) + random.below(1 << 20);
+    config.host_bytes = free.ledger.total(Placement::kHost) + random.below(16 << 20);
+    const Plan roomy = make_plan(config, model);
+    expect_consistent(roomy);
+    EXPECT_EQ(roomy.ledger.hbm_budget, *config.hbm_bytes);
+    EXPECT_EQ(roomy.ledger.host_budget, *config.host_bytes);
+  }
+}
+
+// As a user would: set nothing, be refused, set what the refusal names.
+TEST(Plan, ARefusalNamesTheSmallestBudgetThatFits) {
+  Random random;
+  for (int i = 0; i < 200 && !::testing::Test::HasFailure(); ++i) {
+    const ModelDescription model = random.model();
+    Config config = random.config();
+    const bool store = !config.nvme_paths.empty();
+    config.hbm_bytes = config.host_bytes = config.nvme_bytes = random.below(2) * 100;
+    for (int refusals = 0; refusals < (store ? 3 : 2); ++refusals) {
+      const Error error = refusal(config, model);
+      ASSERT_EQ(error.code(), Code::kDoesNotFit) << error.what();
+      const std::uint64_t named = testing::named_bytes(error);
+      ASSERT_EQ(named % kPage, 0u) << error.what();
+      ASSERT_GT(named, 100u) << error.what();
+      std::optional<std::uint64_t>& setting = testing::named_setting(config, error);
+      ASSERT_LE(*setting, 100u) << "named twice: " << error.what();
+      setting = named - kPage;
+      const Error less = refusal(config, model);
+      EXPECT_EQ(less.parts().object, error.parts().object);
+      EXPECT_EQ(testing::named_bytes(less), named);
+      setting = named;
+    }
+    const Plan plan = make_plan(config, model);
+    expect_consistent(plan);
+    EXPECT_EQ(plan.ledger.total(Placement::kHbm), *config.hbm_bytes);
+    EXPECT_EQ(plan.ledger.total(Placement::kHost), *config.host_bytes);
+  }
+}
+
+TEST(Plan, ARefusalSaysWhatIsThereAndWhatIsNeededInFull) {
+  Config config = config_for(Placement::kNvme, Placement::kNvme);
+  config.hbm_bytes = 1000;
+  const Error error = refusal(config, model_of(3));
+  const std::string needed = std::to_string(testing::named_bytes(error) / kKiB) + "KiB";
+  EXPECT_EQ(std::string(error.what()), "spillway.hbm_bytes: 1000B is too small: this plan needs at least " + needed +
+                                           " of device memory; set spillway.hbm_bytes to \"" + needed + "\" or more");
+}
+
+TEST(Plan, HomesFollowTheOffloadDevices) {
+  struct Expected {
+    Home weights, states, frozen;
+    bool copy_in_hbm, gradients_in_hbm;
+  };
+  const Expected expected[] = {
+      {Home::kHbm, Home::kHbm, Home::kHbm, false, true},     {Home::kHost, Home::kHost, Home::kHbm, true, false},
+      {Home::kNvme, Home::kNvme, Home::kHbm, true, false},   {Home::kHost, Home::kHost, Home::kHost, false, false},
+      {Home::kHost, Home::kNvme, Home::kHost, false, false}, {Home::kNvme, Home::kHost, Home::kNvme, false, false},
+      {Home::kNvme, Home::kNvme, Home::kNvme, false, false}};
+  ModelDescription model = model_of(8);
+  model.blocks[1].parameters[1].trainable = false;
+  for (std::size_t i = 0; i < std::size(kPlacements); ++i) {
+    const Plan plan = make_plan(config_for(kPlacements[i].first, kPlacements[i].second), model);
+    EXPECT_EQ(plan.gradients_in_hbm, expected[i].gradients_in_hbm);
+    EXPECT_EQ(plan.hbm.places_count > 0, kPlacements[i].first != Placement::kHbm);
+    for (const TilePlace& tile : plan.tile_places) {
+      const Home weights = tile.shape.trainable ? expected[i].weights : expected[i].frozen;
+      EXPECT_EQ(tile.home[index_of(Part::kWeights)], weights) << "row " << i;
+      EXPECT_EQ(tile.hbm_weights.has_value(), tile.shape.trainable && expected[i].copy_in_hbm) << "row " << i;
+      if (!tile.shape.trainable) continue;
+      EXPECT_EQ(tile.home[index_of(Part::kStates)], expected[i].states) << "row " << i;
+    }
+  }
+}
+
+TEST(Plan, WhatCannotBeIsRefusedBeforeAnyBudget) {
+  const ModelDescription model = model_of(2);
+  const auto code = [](const Config& config, const ModelDescription& m) { return refusal(config, m).code(); };
+  EXPECT_EQ(code(config_for(Placement::kHost, Placement::kHbm), model), Code::kInvalidArgument);
+  Config config = config_for(Placement::kNvme, Placement::kNvme);
+  config.nvme_paths.clear();
+  EXPECT_EQ(code(config, model), Code::kInvalidArgument);
+  config.nvme_paths = {"/a", "/b"};
+  EXPECT_EQ(code(config, model), Code::kUnsupported);
+  config = config_for(Placement::kHbm, Placement::kHbm, DType::kFloat16);
+  EXPECT_EQ(code(config, model), Code::kUnsupported);
+  for (std::uint64_t tile : {0, 1000, 1025}) {
+    config = config_for(Placement::kHbm, Placement::kHbm);
+    config.tile_elements = tile;
+    EXPECT_EQ(code(config, model), Code::kInvalidArgument);
+  }
+  for (double epsilon : {0.0, 1e-60, -1.0}) {  // 1e-60 is 0 in fp32
+    config = config_for(Placement::kHbm, Placement::kHbm);
+    config.optimizer.epsilon = epsilon;
+    EXPECT_EQ(code(config, model), Code::kInvalidArgument) << epsilon;
+  }
+}
+
+TEST(Plan, ADescriptionThatContradictsItselfIsRefusedByName) {
+  const Config config = config_for(Placement::kHbm, Placement::kHbm);
+  EXPECT_EQ(refusal(config, {}).code(), Code::kInvalidArgument);
+  ModelDescription model = model_of(2);
+  model.blocks[1].parameters[0].name = "h.0.bias";
+  EXPECT_NE(std::string(refusal(config, model).what()).find("h.0.bias: is described twice"), std::string::npos);
+  model = model_of(2);
+  model.blocks[1].parameters[0].pushes = 0;
+  EXPECT_NE(std::string(refusal(config, model).what()).find("h.1.weight: is trainable but"), std::string::npos);
+  model = model_of(2);
+  model.visits = {{0, Pass::kForward}, {2, Pass::kForward}};
+  EXPECT_EQ(refusal(config, model).code(), Code::kInvalidArgument);
+  for (const char* name : {"", ".", "..", "a/b", "/etc/passwd", "../model"}) {
+    model = model_of(2);
+    model.attachments = {{name, "text"}};
+    EXPECT_EQ(refusal(config, model).code(), Code::kInvalidArgument) << name;
+  }
+}
+
+TEST(Plan, WithoutVisitsTheOrderIsForwardThenBackward) {
+  const Config config = config_for(Placement::kHbm, Placement::kHbm);
+  const Plan plan = make_plan(config, model_of(3));
+  EXPECT_FALSE(plan.visits_given);
+  std::string order;
+  for (const Visit& visit : plan.visits) {
+    order += (visit.pass == Pass::kForward ? "f" : "b") + std::to_string(visit.block);
+  }
+  EXPECT_EQ(order, "f0f1f2b2b1b0");
+}
+
+// An accumulator is shared only where the plan knows that the block's pushes stand together.
+TEST(Plan, BlocksVisitedOnceBackwardShareAnAccumulator) {
+  const Config config = config_for(Placement::kNvme, Placement::kNvme);
+  ModelDescription model = model_of(3);
+  for (Block& block : model.blocks) block.parameters[0].pushes = 2;
+  const auto kept = [&] {
+    std::vector<bool> shared;
+    for (const BlockPlan& block : make_plan(config, model).blocks) shared.push_back(block.accumulator_shared);
+    return shared;
+  };
+  EXPECT_EQ(kept(), std::vector<bool>({false, false, false}));  // the order is not known yet
+  model.visits = {{0, Pass::kForward},  {1, Pass::kForward},  {2, Pass::kForward}, {0, Pass::kBackward},
+                  {2, Pass::kBackward}, {1, Pass::kBackward}, {0, Pass::kBackward}};
+  EXPECT_EQ(kept(), std::vector<bool>({false, true, true}));
+  model.blocks[1].parameters[0].pushes = 1;
+  EXPECT_EQ(kept(), std::vector<bool>({false, false, true}));
+  EXPECT_FALSE(make_plan(config, model).blocks[1].accumulator);
+}
+
+TEST(Plan, HostMemoryThatIsLeftKeepsAFixedSetWithWeightsFirst) {
+  const ModelDescription model = model_of(6);
+  Config config = config_for(Placement::kNvme, Placement::kNvme);
+  config.host_bytes = make_plan(config, model).ledger.total(Placement::kHost);  // the pipeline has all that is of use
+  const auto kept = [](const Plan& plan, Part part) {
+    return std::ranges::count_if(plan.tile_places,
+                                 [part](const TilePlace& t) { return t.home[index_of(part)] == Home::kHost; });
+  };
+  std::int64_t weights = 0, states = 0;
+  const auto tiles = static_cast<std::int64_t>(make_plan(config, model).tiles.size());
+  for (int i = 0; states < tiles; ++i, *config.host_bytes += 256 * kKiB) {
+    ASSERT_LT(i, 1000) << "a large budget keeps every tile";
+    const Plan plan = make_plan(config, model);
+    expect_consistent(plan);
+    EXPECT_GE(kept(plan, Part::kWeights), weights) << "more room never keeps less";
+    EXPECT_TRUE(kept(plan, Part::kStates) == 0 || kept(plan, Part::kWeights) == tiles) << "weights are read more often";
+    weights = kept(plan, Part::kWeights);
+    states = kept(plan, Part::kStates);
+  }
+  EXPECT_EQ(weights, tiles);
+}
+
+TEST(Plan, AFullDriveMayTakeOneSlotInstead) {
+  const ModelDescription model = model_of(6);
+  Config config = config_for(Placement::kNvme, Placement::kNvme);
+  const std::uint64_t two = make_plan(config, model).store_bytes;
+  config.commit_every = 0;
+  const std::uint64_t one = make_plan(config, model).store_bytes;
+  EXPECT_EQ(make_plan(config, model).slots, 1u);
+  EXPECT_LT(one, two);
+  config.commit_every.reset();
+  config.nvme_bytes = one;
+  EXPECT_NE(refusal(config, model).parts().hint.find("commit_every to 0"), std::string::npos);
+  config.nvme_bytes = one - 1;  // then even that is too much, and not promised
+  EXPECT_EQ(refusal(config, model).parts().hint.find("commit_every"), std::string::npos);
+  config.nvme_bytes = one;
+  config.commit_every = 0;
+  EXPECT_EQ(make_plan(config, model).store_bytes, one);
+}
+
+TEST(Plan, FrozenParametersTakeNoGradientNoStatesAndNoSecondSlot) {
+  ModelDescription trained = model_of(3), frozen = model_of(3);
+  for (Block& block : frozen.blocks) block.parameters[0].trainable = false;
+  frozen.blocks[2].parameters[0].pushes = 0;  // of no meaning: nothing is pushed
+  const Config config = config_for(Placement::kNvme, Placement::kNvme);
+  const Plan plan = make_plan(config, frozen);
+  const std::uint64_t bias = 1024;  // elements, padded
+  for (const BlockPlan& block : plan.blocks) {
+    EXPECT_EQ(block.gradient.bytes, bias * 2);
+    EXPECT_EQ(block.partition.elements, 10 * 1024 + bias);
+  }
+  std::uint64_t one_slot = 0;
+  for (const TilePlace& tile : plan.tile_places) {
+    if (tile.shape.trainable) continue;
+    EXPECT_EQ(extent_bytes(tile.shape, Part::kStates), 0u);
+    one_slot += extent_bytes(tile.shape, Part::kWeights);
+  }
+  EXPECT_GT(one_slot, 0u);
+  const auto& lines = plan.ledger.reservations;
+  const auto line = std::ranges::find(lines, "tiles, 2 slots each", &Reservation::purpose);
+  ASSERT_NE(line, lines.end());
+  std::uint64_t two_slots = 0;
+  for (const TilePlace& tile : plan.tile_places) {
+    if (!tile.shape.trainable) continue;
+    two_slots += 2 * (extent_bytes(tile.shape, Part::kWeights) + extent_bytes(tile.shape, Part::kStates));
+  }
+  EXPECT_EQ(line->bytes, one_slot + two_slots);
+  EXPECT_LT(plan.store_bytes, make_plan(config, trained).store_bytes);
+}
+
+TEST(Plan, ATileIsNamedByItsBlockAndFirstParameter) {
+  const ModelDescription model = model_of(2);
+  const Plan plan = make_plan(config_for(Placement::kHbm, Placement::kHbm), model);
+  const std::uint32_t first = plan.blocks[1].first_tile;
+  EXPECT_EQ(tile_name(plan, model, first), "tile 0 of block h.1 (h.1.weight)");
+  EXPECT_EQ(tile_name(plan, model, first + 2), "tile 2 of block h.1 (h.1.weight …)");
+}
+
+}  // namespace
+}  // namespace spillway
