@@ -125,6 +125,8 @@ void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions
   const bool replace = options.on_existing == OnExisting::kReplace;
   if (replace || !TileStore::exists(directory))
     check_disk(directory, plan.store_bytes, TileStore::file_bytes(directory));
+  log(LogLevel::kInfo, fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", directory.string(),
+                                   div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
   store = TileStore::create(directory, store_shape(plan), replace);
 }
 

@@ -94,6 +94,26 @@ std::string description_of(const File& file, const Superblock& block) {
   return text;
 }
 
+// False for a store whose run was cut short before its first commit: there is nothing in it to lose.
+bool holds_a_step(const File& file) {
+  Superblock block;
+  try {
+    block = read_superblock(file);
+  } catch (const Error&) {
+    return true;  // damaged, of a newer version, or no store at all: not this run's to judge
+  }
+  if (block.slots < 2) return true;
+  const std::uint64_t bytes = record_bytes(block.tiles);
+  const std::uint64_t first = kExtentAlignment + align_up(block.description_bytes + 1, kExtentAlignment);
+  AlignedBuffer buffer(bytes);
+  for (std::uint64_t record = 0; record < 4; ++record) {
+    Manifest manifest;
+    file.read_at(first + record * bytes, buffer.bytes());
+    if (decode_record(buffer.bytes(), block.fingerprint, block.tiles, manifest) != RecordState::kEmpty) return true;
+  }
+  return false;
+}
+
 File open_locked(const std::filesystem::path& directory) {
   const auto path = directory / kStoreFileName;
   if (!TileStore::exists(directory)) {
@@ -149,12 +169,12 @@ std::unique_ptr<TileStore> TileStore::create(const std::filesystem::path& direct
   // has its space.
   std::unique_ptr<File> old;
   if (exists(directory)) {
-    if (!replace) {
+    old = std::make_unique<File>(File::open(path, {.writable = true, .create = false, .direct = false}));
+    old->lock(kLockPatienceSeconds);
+    if (!replace && holds_a_step(*old)) {
       throw Error(Code::kExists,
                   {path.string(), "a store exists", 0, "go on with --resume, or start over with --fresh"});
     }
-    old = std::make_unique<File>(File::open(path, {.writable = true, .create = false, .direct = false}));
-    old->lock(kLockPatienceSeconds);
     if (free_disk_bytes(directory) < disk_bytes(shape)) {
       ::unlink(path.c_str());
       old.reset();  // its space comes back with its last descriptor

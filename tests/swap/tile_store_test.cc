@@ -81,6 +81,20 @@ TEST(TileStore, AnExistingStoreIsRefusedUnlessItMayBeReplaced) {
             Code::kCorrupt);  // nothing committed yet
 }
 
+TEST(TileStore, AStoreThatNeverCommittedIsReplacedUnasked) {
+  StoreDirectory directory;
+  TileStore::create(directory.path(), three_tiles(), false);  // its run was killed during import
+  make_store(directory, 1);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
+}
+
+TEST(TileStore, AFileThatIsNoStoreIsNeverReplacedUnasked) {
+  StoreDirectory directory;
+  std::ofstream(directory.file()) << std::string(200000, 'x');
+  EXPECT_EQ(code_of([&] { TileStore::create(directory.path(), three_tiles(), false); }), Code::kExists);
+  EXPECT_EQ(std::filesystem::file_size(directory.file()), 200000u);
+}
+
 TEST(TileStore, AStoreOfAnotherModelOrWithOneSlotIsRefused) {
   StoreDirectory directory, other;
   make_store(directory, 1);

@@ -148,7 +148,6 @@ class Run {
 
   void describe() const {
     if (model_.has_dropout) fmt::print("dropout is off: config.json asks for some, and none is applied\n");
-    if (config_.nvme_paths.empty()) fmt::print("no nvme_path: there is no store, and no --resume\n");
     for (const auto& line : engine_->describe()) fmt::print("{}\n", line);
     for (const auto& line : trainer_->describe()) fmt::print("{}\n", line);
     fmt::print("data: {} rows of {} tokens, {} rows a step\n", data_->rows(), options_.sequence, rows_per_step());
