@@ -44,14 +44,28 @@ class ModelWriter {
     };
   }
 
+  ~ModelWriter() {
+    for (const auto& path : leftovers_) remove_file(path);
+  }
+  ModelWriter(const ModelWriter&) = delete;
+  ModelWriter& operator=(const ModelWriter&) = delete;
+
+  // Attachments get their names just before the weights get theirs, which make the directory a model.
   void finish() {
     for (const Attachment& attachment : model_.attachments) {
-      PlainFile file = PlainFile::create(directory_ / attachment.name);
+      leftovers_.push_back(directory_ / ("." + attachment.name + ".partial"));
+      PlainFile file = PlainFile::create(leftovers_.back());
       file.write_at(0, std::as_bytes(std::span(attachment.text)));
       file.sync();
       file.close();
     }
+    for (std::size_t a = 0; a < leftovers_.size(); ++a) {
+      const auto path = directory_ / model_.attachments[a].name;
+      rename_file(leftovers_[a], path);
+      leftovers_[a] = path;
+    }
     writer_->finish();
+    leftovers_.clear();
   }
 
  private:
@@ -59,6 +73,7 @@ class ModelWriter {
   std::filesystem::path directory_;
   std::vector<std::vector<std::size_t>> index_;
   std::optional<SafetensorsWriter> writer_;
+  std::vector<std::filesystem::path> leftovers_;  // files to remove unless all of it succeeds
 };
 
 // A tile of a store that no engine has open, read and verified into memory.

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -69,12 +70,15 @@ struct ToyTrainer {
   const ModelDescription& model;
   DType type;
   std::uint32_t micro_batches;
-  std::uint64_t poison_step = 0;  // in this step one gradient holds a NaN
+  std::uint64_t poison_step = 0;          // in this step one gradient holds a NaN
+  std::function<void()> between = [] {};  // called before every visit and before step()
+  // Faults that the same-bits tests must notice:
+  bool swap_micro_batches = false;
+  bool use_after_release = false;
 
   // gradient[i] = 0.01 · weight[i] + noise(step, micro-batch, i), into the workspace, then pushed.
-  void push(std::uint32_t block, std::uint32_t parameter, const Lease& lease, std::uint64_t step, std::uint64_t salt) {
+  void push(std::uint32_t block, std::uint32_t parameter, const void* weight, std::uint64_t step, std::uint64_t salt) {
     const std::uint64_t count = count_of(model.blocks[block].parameters[parameter]);
-    const void* weight = lease.weight(parameter);
     float* gradient = reinterpret_cast<float*>(engine.workspace().data());
     const DType dtype = type;
     const bool poison = step == poison_step && block == 1 && parameter == 0;
@@ -96,22 +100,45 @@ struct ToyTrainer {
   StepReport run_step() {
     const std::uint64_t step = engine.current_step() + 1;
     const auto blocks = static_cast<std::uint32_t>(model.blocks.size());
-    for (std::uint32_t b = 0; b < blocks; ++b) engine.acquire(b, Pass::kForward, engine.stream());
+    for (std::uint32_t b = 0; b < blocks; ++b) {
+      between();
+      engine.acquire(b, Pass::kForward, engine.stream());
+    }
     auto visit = [&](std::uint32_t block, bool head) {
+      between();
       Lease lease = engine.acquire(block, Pass::kBackward, engine.stream());
-      for (std::uint32_t m = 0; m < micro_batches; ++m) {
+      const void* weights[2] = {};  // a block of this model has two parameters
+      for (std::uint32_t p = 0; p < 2; ++p) weights[p] = lease.weight(p);
+      if (use_after_release) lease.release();
+      for (std::uint32_t i = 0; i < micro_batches; ++i) {
+        const std::uint32_t m = swap_micro_batches ? micro_batches - 1 - i : i;
         for (std::uint32_t p = 0; p < model.blocks[block].parameters.size(); ++p) {
           if (block == 0 && p == 1 && !head) continue;  // the norm belongs to the head
-          push(block, p, lease, step, m * 2 + head);
+          if (model.blocks[block].parameters[p].trainable) push(block, p, weights[p], step, m * 2 + head);
         }
       }
     };
     visit(0, true);
     for (std::uint32_t b = blocks - 1; b > 0; --b) visit(b, false);
     visit(0, false);
+    between();
     return engine.step(std::as_bytes(std::span(&step, 1)));
   }
 };
+
+// A run of the toy model with the settings that all of these tests share.
+inline Config toy_config(Placement parameters, Placement states, DType type, const std::filesystem::path& store) {
+  Config config;
+  config.weights = type;
+  config.gradient_clipping = 1.0;
+  config.optimizer = {.learning_rate = 1e-2, .weight_decay = 0.01};
+  config.parameters = parameters;
+  config.states = states;
+  config.tile_elements = 4096;
+  config.threads = 2;
+  if (states == Placement::kNvme || parameters == Placement::kNvme) config.nvme_paths = {store};
+  return config;
+}
 
 // Every exported value in order, as bits.
 inline std::vector<std::uint32_t> exported(Engine& engine) {

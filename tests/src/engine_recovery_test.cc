@@ -1,0 +1,238 @@
+// What happens to a run whose drive fails, whose bytes rot or whose process dies: a clear error, nothing more from that
+// engine, and from the last commit on the same bits as if nothing had happened.
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+#include <thread>
+
+#include "spillway/error.h"
+#include "src/plan.h"
+#include "tests/src/named_budget.h"
+#include "tests/src/toy_trainer.h"
+
+namespace spillway {
+namespace {
+
+using testing::TempStore;
+using testing::toy_config;
+using testing::ToyTrainer;
+
+constexpr std::uint32_t kBlocks = 4, kMicroBatches = 2;
+constexpr std::uint64_t kWidth = 2000;
+constexpr DType kType = DType::kBFloat16;
+
+const ModelDescription& model() {
+  static const ModelDescription description = testing::toy_model(kBlocks, kWidth, kMicroBatches);
+  return description;
+}
+
+struct Training {
+  Training(const Config& config, OnExisting on_existing)
+      : engine(Engine::create(config, model(), {.on_existing = on_existing})),
+        trainer{*engine, model(), kType, kMicroBatches} {
+    if (on_existing != OnExisting::kResume) engine->import_weights(testing::toy_weights());
+  }
+  void run(int steps) {
+    for (int s = 0; s < steps; ++s) trainer.run_step();
+  }
+  std::unique_ptr<Engine> engine;
+  ToyTrainer trainer;
+};
+
+std::vector<std::uint32_t> uninterrupted(int steps) {
+  Training training(toy_config(Placement::kHbm, Placement::kHbm, kType, ""), OnExisting::kRefuse);
+  training.run(steps);
+  return testing::exported(*training.engine);
+}
+
+Error error_of(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing failed";
+  return Error(Code::kUnsupported, {"", "", 0, ""});
+}
+
+class Recovery : public ::testing::Test {
+ protected:
+  std::filesystem::path store_file() const { return store_.path() / kStoreFileName; }
+
+  // Where the committed bytes of a tile's part lie; no engine may have the store open.
+  Extent committed(std::uint32_t tile, Part part) const {
+    const auto store = TileStore::open(store_.path(), store_shape(make_plan(config_, model())));
+    return store->readable(tile).extent[index_of(part)];
+  }
+  // Doing it twice undoes it.
+  void flip_bit(std::uint64_t offset) const {
+    std::fstream file(store_file(), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(static_cast<std::streamoff>(offset));
+    const int old = file.get();
+    file.seekp(static_cast<std::streamoff>(offset));
+    file.put(static_cast<char>(old ^ 4));
+  }
+  static void expect_stopped(Engine& engine) {
+    const void* data = engine.workspace().data();
+    const std::function<void()> calls[] = {[&] { engine.acquire(0, Pass::kForward, engine.stream()); },
+                                           [&] {
+                                             engine.push_gradient({0, 0, data, DType::kFloat32}, engine.stream());
+                                           },
+                                           [&] { engine.step(); }, [&] { engine.flush(); },
+                                           [&] { testing::exported(engine); }};
+    for (const auto& call : calls) {
+      const Error error = error_of(call);
+      EXPECT_EQ(error.code(), Code::kIo);
+      EXPECT_NE(std::string(error.what()).find("stopped after an earlier error"), std::string::npos) << error.what();
+      EXPECT_NE(error.parts().hint.find("resume"), std::string::npos);
+    }
+  }
+  // From the last commit to step 6.
+  void expect_same_bits_from(std::uint64_t step, const Config& config) const {
+    Training training(config, OnExisting::kResume);
+    ASSERT_EQ(training.engine->current_step(), step);
+    training.run(6 - static_cast<int>(step));
+    EXPECT_EQ(testing::exported(*training.engine), uninterrupted(6));
+  }
+
+  TempStore store_;
+  Config config_ = toy_config(Placement::kNvme, Placement::kNvme, kType, store_.path());
+};
+
+TEST_F(Recovery, AFlippedBitInStatesIsNamedBeforeItIsUsed) {
+  Training(config_, OnExisting::kRefuse).run(3);
+  const Plan plan = make_plan(config_, model());
+  const std::uint32_t tile = plan.blocks[2].first_tile + 1;
+  const Extent states = committed(tile, Part::kStates);
+  flip_bit(states.offset + 1234);
+  {
+    Training training(config_, OnExisting::kResume);
+    const Error error = error_of([&] { training.run(1); });
+    EXPECT_EQ(error.code(), Code::kCorrupt);
+    EXPECT_EQ(error.parts().object, store_file().string());
+    EXPECT_EQ(error.parts().happened, "states of tile 1 of block h.2 (h.2.weight …) at offset " +
+                                          std::to_string(states.offset) + " do not match their checksum");
+    expect_stopped(*training.engine);
+  }
+  flip_bit(states.offset + 1234);
+  expect_same_bits_from(3, config_);
+}
+
+TEST_F(Recovery, AFlippedBitInWeightsIsFoundBeforeALeaseOpens) {
+  Training(config_, OnExisting::kRefuse).run(3);
+  const std::uint32_t tile = make_plan(config_, model()).blocks[3].first_tile;
+  const Extent weights = committed(tile, Part::kWeights);
+  for (std::uint64_t at : {weights.offset, weights.offset + weights.bytes - 1}) {  // the padding belongs to it as well
+    flip_bit(at);
+    {
+      Training training(config_, OnExisting::kResume);
+      for (std::uint32_t b = 0; b < 3; ++b) training.engine->acquire(b, Pass::kForward, training.engine->stream());
+      const Error error = error_of([&] { training.engine->acquire(3, Pass::kForward, training.engine->stream()); });
+      EXPECT_EQ(error.code(), Code::kCorrupt);
+      EXPECT_NE(error.parts().happened.find("offset " + std::to_string(weights.offset)), std::string::npos);
+      expect_stopped(*training.engine);
+    }
+    flip_bit(at);
+  }
+  expect_same_bits_from(3, config_);
+}
+
+// The file shrinks under the engine: reads come up short, in the middle of step 4.
+TEST_F(Recovery, AReadThatFailsInTheMiddleOfAStepStopsTheRunAtTheLastCommit) {
+  for (IoEngineChoice io : {IoEngineChoice::kAuto, IoEngineChoice::kThreads}) {
+    config_.io_engine = io;
+    const std::filesystem::path copy = store_.path() / "copy";
+    {
+      Training training(config_, OnExisting::kReplace);
+      training.run(3);
+      std::filesystem::copy_file(store_file(), copy, std::filesystem::copy_options::overwrite_existing);
+      int visits = 0;
+      training.trainer.between = [&] {
+        if (++visits == 4) std::filesystem::resize_file(store_file(), 1 << 20);
+      };
+      const Error error = error_of([&] { training.run(1); });
+      EXPECT_EQ(error.code(), Code::kIo);
+      EXPECT_EQ(error.parts().object, store_file().string());
+      EXPECT_NE(error.parts().happened.find("at offset"), std::string::npos) << error.what();
+      expect_stopped(*training.engine);
+    }
+    std::filesystem::rename(copy, store_file());
+    expect_same_bits_from(3, config_);
+  }
+}
+
+TEST_F(Recovery, AStoreInUseIsBusyForEveryOtherEngine) {
+  Training holder(config_, OnExisting::kRefuse);
+  EXPECT_EQ(error_of([&] { Engine::create(config_, model()); }).code(), Code::kExists);
+  // Each waits for some seconds, in case the holder has just died: so both at once.
+  std::thread replacing([&] {
+    const Error error = error_of([&] { Engine::create(config_, model(), {.on_existing = OnExisting::kReplace}); });
+    EXPECT_EQ(error.code(), Code::kBusy) << error.what();
+  });
+  const Error error = error_of([&] { Engine::create(config_, model(), {.on_existing = OnExisting::kResume}); });
+  EXPECT_EQ(error.code(), Code::kBusy) << error.what();
+  replacing.join();
+  holder.run(2);
+  EXPECT_EQ(testing::exported(*holder.engine), uninterrupted(2));
+}
+
+TEST_F(Recovery, AnEngineThatGoesWithoutFlushIsBackAtItsLastCommit) {
+  config_.commit_every = 3;
+  Training(config_, OnExisting::kRefuse).run(5);
+  expect_same_bits_from(3, config_);
+}
+
+// The same with a process that dies: in a child, which starts this test anew and takes its directory from the parent.
+TEST_F(Recovery, AKilledProcessIsBackAtItsLastCommit) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  if (const char* parent = std::getenv("SPILLWAY_CRASH_STORE")) config_.nvme_paths = {parent};
+  ::setenv("SPILLWAY_CRASH_STORE", config_.nvme_paths.front().c_str(), 1);
+  for (const bool resident : {false, true}) {
+    // Tiles in memory reach the drive at a commit only.
+    Config config = config_;
+    if (resident) config.states = Placement::kHost;
+    config.commit_every = 3;
+    EXPECT_EXIT(
+        {
+          Training training(config, OnExisting::kReplace);
+          training.run(4);
+          training.trainer.between = [visits = 0]() mutable {
+            if (++visits == 8) ::raise(SIGKILL);  // in backward of step 5
+          };
+          training.run(1);
+        },
+        ::testing::KilledBySignal(SIGKILL), "");
+    expect_same_bits_from(3, config);
+  }
+  ::unsetenv("SPILLWAY_CRASH_STORE");
+}
+
+// Budgets belong to a run, not to its store. Whatever they leave in memory, the bits are the same, and the store keeps
+// the size that it was created with.
+TEST_F(Recovery, AStoreGoesOnUnderOtherBudgetsWithTheSameBits) {
+  config_.host_bytes = 1;
+  config_.host_bytes = testing::named_bytes(error_of([&] { make_plan(config_, model()); }));
+  Training(config_, OnExisting::kRefuse).run(1);
+  const auto size = std::filesystem::file_size(store_file());
+  const std::uint64_t least = *config_.host_bytes;
+  const std::uint64_t more[] = {least + (1 << 20), least + (40 << 20), least + (48 << 20), least + (200 << 20)};
+  std::uint64_t step = 1;
+  for (std::uint64_t host : more) {
+    config_.host_bytes = host;
+    Training training(config_, OnExisting::kResume);
+    EXPECT_EQ(training.engine->current_step(), step);
+    training.run(1);
+    training.engine->flush();
+    ++step;
+    EXPECT_EQ(testing::exported(*training.engine), uninterrupted(static_cast<int>(step)));
+    EXPECT_EQ(std::filesystem::file_size(store_file()), size) << "with host_bytes " << host;
+  }
+  for (const TilePlace& tile : make_plan(config_, model()).tile_places) {
+    EXPECT_TRUE(tile.home[0] == Home::kHost && tile.home[1] == Home::kHost) << "the last run kept every tile in memory";
+  }
+}
+
+}  // namespace
+}  // namespace spillway

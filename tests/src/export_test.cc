@@ -1,0 +1,168 @@
+#include "spillway/export.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "spillway/error.h"
+#include "spillway/safetensors.h"
+#include "src/plan.h"
+#include "tests/src/model_directory.h"
+#include "tests/src/toy_trainer.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint32_t kMicroBatches = 2;
+
+ModelDescription model_with_config() {
+  ModelDescription model = testing::toy_model(3, 2000, kMicroBatches);
+  model.blocks[2].parameters[0].trainable = false;
+  model.attachments = {{"config.json", "{\"layers\": 3}\n"}, {"notes.txt", ""}};
+  return model;
+}
+
+class Export : public ModelDirectory {
+ protected:
+  Config config(DType type) const {
+    return testing::toy_config(Placement::kNvme, Placement::kNvme, type, directory_ / "store");
+  }
+  std::filesystem::path out(const std::string& name) const { return directory_ / name; }
+  static Code code_of(const std::function<void()>& work) {
+    try {
+      work();
+    } catch (const Error& error) {
+      return error.code();
+    }
+    ADD_FAILURE() << "nothing was refused";
+    return Code::kUnsupported;
+  }
+  // Two steps, and on the way what `with` does to the engine.
+  void train(
+      DType type, const std::function<void(Engine&)>& with = [](Engine&) {}) const {
+    auto engine = Engine::create(config(type), model_, {.on_existing = OnExisting::kReplace});
+    engine->import_weights(testing::toy_weights());
+    testing::ToyTrainer trainer{*engine, model_, type, kMicroBatches};
+    trainer.run_step();
+    trainer.run_step();
+    with(*engine);
+  }
+  void expect_equal_files(const std::string& a, const std::string& b) const {
+    std::set<std::string> files, same;
+    for (const auto& entry : std::filesystem::directory_iterator(out(a))) files.insert(entry.path().filename());
+    for (const auto& entry : std::filesystem::directory_iterator(out(b))) same.insert(entry.path().filename());
+    EXPECT_EQ(files, same);
+    EXPECT_TRUE(files.contains("model.safetensors") && files.contains("config.json") && files.contains("notes.txt"));
+    for (const std::string& file : files) EXPECT_TRUE(read_file(a + "/" + file) == read_file(b + "/" + file)) << file;
+  }
+
+  ModelDescription model_ = model_with_config();
+};
+
+TEST_F(Export, AStoreGivesTheSameFilesAsItsEngine) {
+  for (DType type : {DType::kBFloat16, DType::kFloat32}) {
+    train(type, [&](Engine& engine) {
+      export_model(engine, model_, out("model-fp32"), {.type = DType::kFloat32, .replace = true});
+      export_model(engine, model_, out("model-bf16"), {.type = DType::kBFloat16, .replace = true});
+    });
+    const ExportedStore exported =
+        export_store(out("store"), out("store-fp32"), {.type = DType::kFloat32, .replace = true});
+    EXPECT_EQ(exported.step, 2u);
+    EXPECT_EQ(exported.weights, type);
+    export_store(out("store"), out("store-bf16"), {.type = DType::kBFloat16, .replace = true});
+    expect_equal_files("model-fp32", "store-fp32");
+    expect_equal_files("model-bf16", "store-bf16");
+    EXPECT_EQ(read_file("model-fp32/config.json"), "{\"layers\": 3}\n");
+  }
+}
+
+// fp32: what Adam works on; bf16: what forward and backward saw.
+TEST_F(Export, TheTypeChoosesMasterOrWeight) {
+  std::vector<std::uint32_t> master, weight;
+  train(DType::kBFloat16, [&](Engine& engine) {
+    master = testing::exported(engine);
+    engine.export_weights(false, [&](auto, auto, auto, std::span<const float> values) {
+      for (float value : values) weight.push_back(std::bit_cast<std::uint32_t>(value));
+    });
+  });
+  ASSERT_EQ(master.size(), weight.size());
+  std::size_t differ = 0;
+  for (std::size_t i = 0; i < master.size(); ++i) {
+    ASSERT_EQ(split_master(std::bit_cast<float>(master[i])).weight, weight[i] >> 16) << i;
+    differ += master[i] != weight[i];
+  }
+  EXPECT_GT(differ, master.size() / 2);
+}
+
+TEST_F(Export, ADirectoryThatHoldsAModelIsLeftAloneUnlessItMayBeReplaced) {
+  train(DType::kBFloat16);
+  std::filesystem::create_directory(out("taken"));
+  write_file("taken/model.safetensors", "an older model");
+  EXPECT_EQ(code_of([&] { export_store(out("store"), out("taken"), {}); }), Code::kExists);
+  EXPECT_EQ(read_file("taken/model.safetensors"), "an older model");
+  EXPECT_FALSE(std::filesystem::exists(out("taken") / "config.json"));
+  export_store(out("store"), out("taken"), {.replace = true});
+  EXPECT_GT(std::filesystem::file_size(out("taken") / "model.safetensors"), 10'000u);
+}
+
+TEST_F(Export, ADamagedTileIsRefusedAndLeavesNothing) {
+  train(DType::kBFloat16);
+  const Plan plan = make_plan(config(DType::kBFloat16), model_);
+  Extent extents[kParts];
+  {
+    const auto store = TileStore::open(out("store"), store_shape(plan));
+    const TileStore::Slot slot = store->readable(static_cast<std::uint32_t>(plan.tiles.size() - 1));
+    std::copy_n(slot.extent, kParts, extents);
+  }
+  std::filesystem::create_directory(out("old"));
+  write_file("old/model.safetensors", "an older model");
+  for (const Extent& extent : extents) {
+    const auto flip = [&] {
+      std::fstream file(out("store") / kStoreFileName, std::ios::in | std::ios::out | std::ios::binary);
+      file.seekg(static_cast<std::streamoff>(extent.offset + 77));
+      const int byte = file.get() ^ 1;
+      file.seekp(static_cast<std::streamoff>(extent.offset + 77));
+      file.put(static_cast<char>(byte));
+    };
+    flip();
+    for (DType type : {DType::kFloat32, DType::kBFloat16}) {
+      EXPECT_EQ(code_of([&] { export_store(out("store"), out("new"), {.type = type}); }), Code::kCorrupt);
+      EXPECT_TRUE(std::filesystem::is_empty(out("new")));
+      EXPECT_EQ(code_of([&] { export_store(out("store"), out("old"), {.type = type, .replace = true}); }),
+                Code::kCorrupt);
+      EXPECT_EQ(read_file("old/model.safetensors"), "an older model");
+      EXPECT_FALSE(std::filesystem::exists(out("old") / "config.json"));
+    }
+    flip();
+  }
+  EXPECT_EQ(export_store(out("store"), out("new"), {}).step, 2u);
+}
+
+TEST_F(Export, ADirectoryWithoutAStoreHoldsNothingToExport) {
+  std::filesystem::create_directory(out("store"));
+  EXPECT_EQ(code_of([&] { export_store(out("store"), out("new"), {}); }), Code::kNotFound);
+  EXPECT_EQ(code_of([&] { export_store(out("nowhere"), out("new"), {}); }), Code::kNotFound);
+  EXPECT_FALSE(std::filesystem::exists(out("new")));
+  EXPECT_FALSE(std::filesystem::exists(out("nowhere")));
+}
+
+TEST_F(Export, AStoreThatKeepsOneSlotOnlyIsNotExported) {
+  Config one_slot = config(DType::kBFloat16);
+  one_slot.commit_every = 0;
+  Engine::create(one_slot, model_)->import_weights(testing::toy_weights());
+  EXPECT_EQ(code_of([&] { export_store(out("store"), out("new"), {}); }), Code::kUnsupported);
+}
+
+// When an attachment cannot be written there is no model either.
+TEST_F(Export, AnAttachmentThatCannotBeWrittenLeavesNoModel) {
+  train(DType::kBFloat16, [&](Engine& engine) {
+    std::filesystem::create_directories(out("new") / "notes.txt");  // in the way
+    EXPECT_EQ(code_of([&] { export_model(engine, model_, out("new"), {}); }), Code::kIo);
+    EXPECT_FALSE(std::filesystem::exists(out("new") / "model.safetensors"));
+    std::filesystem::remove(out("new") / "notes.txt");
+    EXPECT_TRUE(std::filesystem::is_empty(out("new")));
+  });
+}
+
+}  // namespace
+}  // namespace spillway

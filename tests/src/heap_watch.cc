@@ -1,0 +1,101 @@
+#include "tests/src/heap_watch.h"
+
+#include <execinfo.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstddef>
+
+namespace {
+
+constexpr int kTraces = 8, kFrames = 24;
+std::atomic<bool> watching = false;
+std::atomic<std::uint64_t> allocations = 0;
+void* traces[kTraces][kFrames];
+int depths[kTraces];
+thread_local bool inside = false;  // backtrace() may allocate itself
+
+void count() {
+  if (!watching.load(std::memory_order_relaxed) || inside) return;
+  inside = true;
+  const std::uint64_t index = allocations.fetch_add(1);
+  if (index < kTraces) depths[index] = ::backtrace(traces[index], kFrames);
+  inside = false;
+}
+
+}  // namespace
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+
+#include <sanitizer/allocator_interface.h>
+
+static void install() {
+  static const int installed = __sanitizer_install_malloc_and_free_hooks(
+      [](const volatile void*, std::size_t) { count(); }, [](const volatile void*) {});
+  static_cast<void>(installed);
+}
+
+#else
+
+// glibc's own names for its allocator, for programs that put theirs in front of it.
+extern "C" {
+void* __libc_malloc(std::size_t bytes);
+void* __libc_calloc(std::size_t members, std::size_t bytes);
+void* __libc_realloc(void* memory, std::size_t bytes);
+void* __libc_memalign(std::size_t alignment, std::size_t bytes);
+
+void* malloc(std::size_t bytes) {
+  count();
+  return __libc_malloc(bytes);
+}
+void* calloc(std::size_t members, std::size_t bytes) {
+  count();
+  return __libc_calloc(members, bytes);
+}
+void* realloc(void* memory, std::size_t bytes) {
+  count();
+  return __libc_realloc(memory, bytes);
+}
+void* memalign(std::size_t alignment, std::size_t bytes) {
+  count();
+  return __libc_memalign(alignment, bytes);
+}
+void* aligned_alloc(std::size_t alignment, std::size_t bytes) {
+  count();
+  return __libc_memalign(alignment, bytes);
+}
+int posix_memalign(void** memory, std::size_t alignment, std::size_t bytes) {
+  count();
+  *memory = __libc_memalign(alignment, bytes);
+  return *memory ? 0 : 12;  // ENOMEM
+}
+}
+
+static void install() {}
+
+#endif
+
+namespace spillway::testing {
+
+void start_heap_watch() {
+  install();
+  void* frame = nullptr;
+  ::backtrace(&frame, 1);  // loads what it needs the first time
+  allocations = 0;
+  watching = true;
+}
+
+std::uint64_t stop_heap_watch() {
+  watching = false;
+  return allocations;
+}
+
+void print_heap_watch() {
+  for (std::uint64_t i = 0; i < kTraces && i < allocations; ++i) {
+    static constexpr char kLine[] = "an allocation:\n";
+    static_cast<void>(!::write(2, kLine, sizeof kLine - 1));
+    ::backtrace_symbols_fd(traces[i], depths[i], 2);
+  }
+}
+
+}  // namespace spillway::testing

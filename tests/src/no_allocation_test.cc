@@ -1,0 +1,82 @@
+// From step 3 on the data path takes nothing from the heap: every byte of a run was reserved when it was created.
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "src/plan.h"
+#include "tests/src/heap_watch.h"
+#include "tests/src/toy_trainer.h"
+
+namespace spillway {
+namespace {
+
+using testing::toy_config;
+
+constexpr std::uint32_t kMicroBatches = 2;
+
+// Allocations of the whole process in steps 3 to 6.
+std::uint64_t allocations(const Config& config, const ModelDescription& model) {
+  auto engine = Engine::create(config, model);
+  engine->import_weights(testing::toy_weights());
+  testing::ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
+  for (int s = 0; s < 2; ++s) trainer.run_step();
+  testing::start_heap_watch();
+  for (int s = 0; s < 4; ++s) trainer.run_step();
+  const std::uint64_t count = testing::stop_heap_watch();
+  if (count > 0) testing::print_heap_watch();
+  EXPECT_EQ(engine->current_step(), 6u);
+  return count;
+}
+
+TEST(NoAllocation, TheWatchSeesEveryKindOfAllocationOnEveryThread) {
+  std::thread idle;
+  testing::start_heap_watch();
+  // volatile: the compiler may leave out an allocation whose memory nobody looks at.
+  void* volatile memory[] = {::operator new(10), std::malloc(10), std::calloc(1, 10), std::aligned_alloc(64, 64)};
+  const std::uint64_t mine = testing::stop_heap_watch();
+  EXPECT_EQ(mine, 4u);
+  ::operator delete(memory[0]);
+  for (int i = 1; i < 4; ++i) std::free(memory[i]);
+  testing::start_heap_watch();
+  std::thread([] { std::free(std::malloc(100)); }).join();
+  EXPECT_GE(testing::stop_heap_watch(), 1u);
+}
+
+TEST(NoAllocation, FromStepThreeOnWhereverTensorsLive) {
+  const std::pair<Placement, Placement> placements[] = {{Placement::kNvme, Placement::kNvme},
+                                                        {Placement::kHost, Placement::kNvme},
+                                                        {Placement::kHbm, Placement::kHost},
+                                                        {Placement::kHbm, Placement::kHbm}};
+  const ModelDescription model = testing::toy_model(5, 3000, kMicroBatches);
+  for (const auto& [parameters, states] : placements) {
+    for (DType type : {DType::kBFloat16, DType::kFloat32}) {
+      testing::TempStore store;
+      EXPECT_EQ(allocations(toy_config(parameters, states, type, store.path()), model), 0u)
+          << name_of(type) << ", weights " << static_cast<int>(parameters) << ", states " << static_cast<int>(states);
+    }
+  }
+}
+
+TEST(NoAllocation, WithEitherIoEngineAndAnyNumberOfThreads) {
+  const ModelDescription model = testing::toy_model(5, 3000, kMicroBatches);
+  for (IoEngineChoice io : {IoEngineChoice::kAuto, IoEngineChoice::kThreads}) {
+    for (unsigned threads : {1u, 4u}) {
+      testing::TempStore store;
+      Config config = toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
+      config.io_engine = io;
+      config.threads = threads;
+      EXPECT_EQ(allocations(config, model), 0u) << threads << " threads";
+    }
+  }
+}
+
+// The order of visits that step 1 recorded is planned anew for step 2, and never again.
+TEST(NoAllocation, WithAnOrderThatWasLearnt) {
+  testing::TempStore store;
+  EXPECT_EQ(allocations(toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path()),
+                        testing::toy_model(5, 3000, kMicroBatches, false)),
+            0u);
+}
+
+}  // namespace
+}  // namespace spillway
