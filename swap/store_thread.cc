@@ -147,9 +147,8 @@ void StoreThread::deliver_wakes() {
 void StoreThread::retire(IoHandler& handler) {
   std::unique_lock lock(mutex_);
   std::erase(wakes_, &handler);
-  called_.wait(lock, [&] {
-    return completing_ != &handler && std::ranges::find(taken_wakes_, &handler) == taken_wakes_.end();
-  });
+  called_.wait(
+      lock, [&] { return completing_ != &handler && std::ranges::find(taken_wakes_, &handler) == taken_wakes_.end(); });
 }
 
 std::uint32_t StoreThread::take_entry(bool own_thread, std::unique_lock<std::mutex>& lock) {
