@@ -99,9 +99,15 @@ void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion) {
     entries_[entry].next = free_head_;
     free_head_ = entry;
     ++free_count_;
+    completing_ = done.handler;
   }
   room_.notify_all();
   done.handler->on_io(done.request, completion);
+  {
+    std::lock_guard lock(mutex_);
+    completing_ = nullptr;
+  }
+  called_.notify_all();
 }
 
 // The queue is beyond use: whatever it holds will never be reported.
@@ -114,6 +120,7 @@ void StoreThread::fail_everything() {
     {
       std::unique_lock lock(mutex_);
       dead_ = true;
+      completing_ = nullptr;
       taken_.clear();
       taken_wakes_.clear();
       posted_.swap(taken_);
@@ -134,13 +141,14 @@ void StoreThread::deliver_wakes() {
     std::lock_guard lock(mutex_);
     taken_wakes_.clear();
   }
-  woken_.notify_all();
+  called_.notify_all();
 }
 
 void StoreThread::retire(IoHandler& handler) {
   std::unique_lock lock(mutex_);
   std::erase(wakes_, &handler);
-  woken_.wait(lock, [&] { return std::ranges::find(taken_wakes_, &handler) == taken_wakes_.end(); });
+  called_.wait(
+      lock, [&] { return completing_ != &handler && std::ranges::find(taken_wakes_, &handler) == taken_wakes_.end(); });
 }
 
 std::uint32_t StoreThread::take_entry(bool own_thread, std::unique_lock<std::mutex>& lock) {

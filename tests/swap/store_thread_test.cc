@@ -1,6 +1,7 @@
 #include "swap/store_thread.h"
 
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "tests/swap/store_fixture.h"
@@ -79,6 +80,24 @@ TEST(StoreThread, AWakeIsDeliveredAndARetiredHandlerIsLeftAlone) {
     open.thread->retire(*waker);
     waker.reset();  // a wake that came now would touch freed memory: the sanitizers would tell
   }
+}
+
+struct SlowCompleter : IoHandler {
+  void on_io(const IoRequest&, const IoCompletion&) override {
+    entered = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    left = true;
+  }
+  std::atomic<bool> entered = false, left = false;
+};
+
+TEST(StoreThread, RetireWaitsForACompletionThatIsBeingHandled) {
+  OpenStore open;
+  SlowCompleter completer;
+  open.thread->post({.op = IoOp::kRead, .offset = 0, .buffer = open.arena.memory().data(), .bytes = 4096}, completer);
+  while (!completer.entered) std::this_thread::yield();
+  open.thread->retire(completer);
+  EXPECT_TRUE(completer.left);
 }
 
 }  // namespace
