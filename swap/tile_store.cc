@@ -16,7 +16,8 @@ namespace spillway {
 namespace {
 
 constexpr std::uint64_t kStoreMagic = 0x3145524f54535053;  // "SPSTORE1"
-constexpr double kLockPatienceSeconds = 10;                // the kernel may still finish a killed holder's writes
+constexpr double kLockPatienceSeconds = 10;   // the kernel may still finish a killed holder's writes
+constexpr double kGlancePatienceSeconds = 1;  // to tell a store in use from one that merely exists
 
 struct Superblock {
   std::uint64_t magic;
@@ -170,7 +171,7 @@ std::unique_ptr<TileStore> TileStore::create(const std::filesystem::path& direct
   std::unique_ptr<File> old;
   if (exists(directory)) {
     old = std::make_unique<File>(File::open(path, {.writable = true, .create = false, .direct = false}));
-    old->lock(kLockPatienceSeconds);
+    old->lock(replace ? kLockPatienceSeconds : kGlancePatienceSeconds);
     if (!replace && holds_a_step(*old)) {
       throw Error(Code::kExists,
                   {path.string(), "a store exists", 0, "go on with --resume, or start over with --fresh"});

@@ -165,7 +165,7 @@ TEST_F(Recovery, AReadThatFailsInTheMiddleOfAStepStopsTheRunAtTheLastCommit) {
 
 TEST_F(Recovery, AStoreInUseIsBusyForEveryOtherEngine) {
   Training holder(config_, OnExisting::kRefuse);
-  EXPECT_EQ(error_of([&] { Engine::create(config_, model()); }).code(), Code::kExists);
+  EXPECT_EQ(error_of([&] { Engine::create(config_, model()); }).code(), Code::kBusy);
   // Each waits for some seconds, in case the holder has just died: so both at once.
   std::thread replacing([&] {
     const Error error = error_of([&] { Engine::create(config_, model(), {.on_existing = OnExisting::kReplace}); });
