@@ -33,6 +33,7 @@ StoreThread::~StoreThread() {
     std::lock_guard lock(mutex_);
     stop_ = true;
   }
+  started_.notify_all();  // where a thread whose queue has failed waits
   queue_->wake();
   thread_.join();
 }
@@ -64,6 +65,7 @@ void StoreThread::run(const IoQueueOptions& options, std::vector<std::span<std::
 void StoreThread::loop() {
   IoCompletion completions[64];
   while (take_mail()) {
+    for (std::uint32_t entry : taken_) in_queue_[entry] = true;  // all, should the queue fail at the first
     for (std::uint32_t entry : taken_) submit(entry);
     deliver_wakes();
     const auto done = queue_->wait(completions, -1);
@@ -110,16 +112,21 @@ void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion) {
   called_.notify_all();
 }
 
-// The queue is beyond use: whatever it holds will never be reported.
+// The queue is beyond use: whatever it holds will never be reported. What handlers post from now on waits in the
+// mailbox, on whichever thread they run.
 void StoreThread::fail_everything() {
+  {
+    std::lock_guard lock(mutex_);
+    dead_ = true;
+  }
   const IoCompletion failure{.tag = 0, .error = EIO, .error_offset = 0, .error_bytes = 0};
   for (std::uint32_t entry = 0; entry < kEntries; ++entry) {
     if (in_queue_[entry]) finish(entry, failure);
   }
+  deliver_wakes();  // those that were under way; one too many does no harm
   while (true) {
     {
       std::unique_lock lock(mutex_);
-      dead_ = true;
       completing_ = nullptr;
       taken_.clear();
       taken_wakes_.clear();

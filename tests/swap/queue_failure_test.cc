@@ -1,0 +1,137 @@
+// What waits for I/O when the queue itself fails (the ring is gone, say) must not wait for ever.
+//
+// The program is linked with `--wrap` (meson.build), so that the store's thread gets a queue that can be told to fail.
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/device.h"
+#include "kernels/workers.h"
+#include "swap/block_fetcher.h"
+#include "tests/swap/store_fixture.h"
+
+#define SPILLWAY_CREATE                                                                         \
+  "_ZN8spillway7IoQueue6createERKNS_14IoQueueOptionsESt4spanIKPNS_4FileELm18446744073709551615" \
+  "EES4_IKS4_ISt4byteLm18446744073709551615EELm18446744073709551615EE"
+
+namespace spillway {
+namespace {
+
+std::atomic<int> submits_left = -1;  // then submit() throws; negative: never
+std::atomic<bool> wait_fails = false;
+
+class FailingQueue final : public IoQueue {
+ public:
+  explicit FailingQueue(std::unique_ptr<IoQueue> real) : real_(std::move(real)) {}
+  void submit(const IoRequest& request) override {
+    if (submits_left == 0) throw std::runtime_error("the ring takes nothing more");
+    if (submits_left > 0) --submits_left;
+    real_->submit(request);
+  }
+  std::span<IoCompletion> wait(std::span<IoCompletion> out, double timeout_seconds) override {
+    if (wait_fails) throw std::runtime_error("the ring is gone");
+    return real_->wait(out, timeout_seconds);
+  }
+  void wake() noexcept override { real_->wake(); }
+  std::uint32_t pending() const noexcept override { return real_->pending(); }
+  IoStats stats() const noexcept override { return real_->stats(); }
+  std::string describe() const override { return real_->describe(); }
+
+ private:
+  std::unique_ptr<IoQueue> real_;
+};
+
+}  // namespace
+
+using Files = std::span<File* const>;
+using Regions = std::span<const std::span<std::byte>>;
+std::unique_ptr<IoQueue> real_create(const IoQueueOptions&, Files, Regions) __asm__("__real_" SPILLWAY_CREATE);
+std::unique_ptr<IoQueue> failing_create(const IoQueueOptions&, Files, Regions) __asm__("__wrap_" SPILLWAY_CREATE);
+std::unique_ptr<IoQueue> failing_create(const IoQueueOptions& options, Files files, Regions regions) {
+  return std::make_unique<FailingQueue>(real_create(options, files, regions));
+}
+
+namespace {
+
+using namespace testing;
+
+class QueueFailure : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    write_tiles(*store, three_tiles(), *thread, arena, 5, true);
+    store->commit(0, {}, *thread, arena.memory());
+  }
+  ~QueueFailure() override {
+    thread.reset();  // returns
+    submits_left = -1;
+    wait_fails = false;
+  }
+  IoRequest read(int index) const {
+    return {.op = IoOp::kRead, .offset = 0, .buffer = arena.memory().data() + index * 65536, .bytes = 65536};
+  }
+  static void expect_failure(IoBatch& batch) {
+    try {
+      batch.wait();
+      ADD_FAILURE() << "the queue is gone";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kIo);
+      EXPECT_EQ(error.parts().errno_value, EIO);
+    }
+  }
+
+  StoreDirectory directory;
+  HostArena arena{4 << 20, kPinnedArena};
+  std::unique_ptr<TileStore> store = TileStore::create(directory.path(), three_tiles(), false);
+  std::unique_ptr<StoreThread> thread = thread_for(*store, arena);
+};
+
+TEST_F(QueueFailure, EveryRequestUnderWayAndEveryLaterOneFails) {
+  IoBatch batch(*thread);
+  wait_fails = true;
+  for (int i = 0; i < 20; ++i) batch.add(read(i));
+  expect_failure(batch);
+  for (int round = 0; round < 3; ++round) {
+    batch.add(read(round));
+    expect_failure(batch);
+  }
+}
+
+TEST_F(QueueFailure, RequestsThatTheQueueDidNotTakeFailToo) {
+  for (int taken : {0, 3}) {
+    submits_left = taken;
+    IoBatch batch(*thread);
+    for (int i = 0; i < 40; ++i) batch.add(read(i));
+    expect_failure(batch);
+  }
+}
+
+// Its handler posts the next reads from the store's own thread, while that is failing the ones before.
+TEST_F(QueueFailure, AFetchFails) {
+  const auto workers = create_workers(2);
+  const auto device = create_host_device({.hbm_bytes = 1 << 20}, *workers);
+  device->register_host(arena.memory());
+  const auto h2d = device->create_stream("h2d");
+  {
+    constexpr std::uint64_t kChunk = kGranuleBytes;
+    BlockFetcher fetcher(*thread, *device, *h2d, arena.memory().first(kChunk), kChunk);
+    BlockFetch fetches[] = {{*device, 2, 8}, {*device, 2, 8}, {*device, 2, 8}};
+    const auto start = [&](BlockFetch& fetch) {
+      const TileStore::Slot slot = store->readable(0);
+      fetch.pieces.assign(1, {.tile = 0,
+                              .to = device->hbm().data(),
+                              .payload_bytes = payload_bytes(three_tiles().tiles[0], Part::kWeights),
+                              .extent = slot.extent[0],
+                              .checksum = slot.checksum[0]});
+      fetcher.start(fetch);
+    };
+    submits_left = 1;  // the second chunk is refused, inside the handler of the first
+    for (BlockFetch& fetch : fetches) start(fetch);
+    for (BlockFetch& fetch : fetches) EXPECT_THROW(fetcher.wait_open(fetch), Error);
+    start(fetches[0]);
+    EXPECT_THROW(fetcher.wait_open(fetches[0]), Error);
+  }
+  device->unregister_host(arena.memory());
+}
+
+}  // namespace
+}  // namespace spillway
