@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Fine-tune step time, memory and traffic of `spillway finetune`, all on NVMe, beside DeepSpeed in the same run.
 
-Each shape is trained in two processes. The first imports a random model and does step 1; the second resumes and does
-the steps that are measured. So the second process moves nothing but its steps' own bytes, and what the kernel charged
-it with (/proc/PID/io) can be held against the log. One JSON line per run; the last fields say what to look at:
-  step_seconds        median of the measured steps
+Each shape is trained in three processes. The first imports a random model and does step 1; the second resumes and does
+N steps, the third resumes and does 2 N. Both resumed runs open the store, probe the drive and end in the same way, so
+the difference between them is N steps and nothing else: what the kernel charged for it (/proc/PID/io) must be what the
+log says. One JSON line per run; the last fields say what to look at:
+  step_seconds        median of all resumed steps
+  adam_share          of that time, the median share spent in Adam (it overlaps with I/O)
   peak_bytes          largest resident set, children included, plus huge pages
+  outside_bytes       peak_bytes less both arenas: code, libraries, stacks; it must not grow with the model
   read_ratio, write_ratio   bytes the kernel counted over bytes the log counted: 1 within 1 %
   cached_bytes        pages of the store in the page cache: 0 when direct I/O did its work
 """
@@ -107,6 +110,26 @@ def median(values):
     return ordered[len(ordered) // 2] if ordered else None
 
 
+def arena_bytes(out):
+    """What is reserved in both arenas, by the printed ledger."""
+    return sum(int(re.search(rf"^ +{tier} +total +(\d+) bytes", out, re.MULTILINE).group(1)) for tier in ("hbm", "host"))
+
+
+def resumed(command, log, steps):
+    """A resumed run to its end, with the lines of its log."""
+    log.unlink(missing_ok=True)
+    run = watch([*command, "--steps", steps, "--resume", "--log", log])
+    run["steps"] = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return run
+
+
+def ratio_of(short, long, kind):
+    """Bytes by the kernel over bytes by the log, for the steps that `long` did and `short` did not."""
+    counted = long["io"][f"{kind}_bytes"] - short["io"][f"{kind}_bytes"]
+    logged = [sum(step[f"nvme_{kind}_bytes"] for step in run["steps"]) for run in (short, long)]
+    return counted / max(1, logged[1] - logged[0])
+
+
 def run_spillway(a, name, layers, width, hbm, host):
     work = pathlib.Path(tempfile.mkdtemp(prefix="spillway-bench-", dir=a.work))
     try:
@@ -125,22 +148,24 @@ def run_spillway(a, name, layers, width, hbm, host):
         command = [a.spillway, "finetune", "--config", config, "--model", work / "model", "--data", data,
                    "--seq", a.seq]
         first = made if made["status"] else watch([*command, "--steps", 1])
-        run = first if first["status"] else watch([*command, "--steps", 1 + a.steps, "--resume", "--log", log])
+        short = first if first["status"] else resumed(command, log, 1 + a.steps)
+        run = short if short["status"] else resumed(command, log, 1 + 3 * a.steps)
         result = {"bench": "finetune", "program": "spillway", "shape": name, "layers": layers, "width": width,
                   "seq": a.seq, "hbm_bytes": a.hbm or hbm, "host_bytes": a.host or host}
         if run["status"]:
             return {**result, "error": run["err"].strip().splitlines()[-1:], "status": run["status"]}
-        steps = [json.loads(line) for line in log.read_text().splitlines()]
-        logged = {key: sum(step[f"nvme_{key}_bytes"] for step in steps) for key in ("read", "write")}
+        steps = short["steps"] + run["steps"]
+        peak = max(short["peak_bytes"], run["peak_bytes"])
         return {**result, "steps": len(steps), "step_seconds": median([step["seconds"] for step in steps]),
                 "tokens_per_second": median([step["tokens"] / step["seconds"] for step in steps]),
                 "stall_seconds": median([step["stall_seconds"] for step in steps]),
                 "link": steps[-1]["link"], "link_percent": steps[-1]["link_percent"],
-                "read_bytes_per_step": logged["read"] // len(steps),
-                "write_bytes_per_step": logged["write"] // len(steps),
-                "read_ratio": run["io"]["read_bytes"] / max(1, logged["read"]),
-                "write_ratio": run["io"]["write_bytes"] / max(1, logged["write"]),
-                "import_peak_bytes": first["peak_bytes"], "peak_bytes": run["peak_bytes"],
+                "adam_share": median([step["adam_seconds"] / step["seconds"] for step in steps]),
+                "read_bytes_per_step": median([step["nvme_read_bytes"] for step in steps]),
+                "write_bytes_per_step": median([step["nvme_write_bytes"] for step in steps]),
+                "read_ratio": ratio_of(short, run, "read"), "write_ratio": ratio_of(short, run, "write"),
+                "import_peak_bytes": first["peak_bytes"], "peak_bytes": peak,
+                "outside_bytes": peak - arena_bytes(run["out"]),
                 "cached_bytes": cached_bytes(nvme)}
     finally:
         shutil.rmtree(work)
