@@ -19,8 +19,8 @@ BlockFetch::BlockFetch(Device& device, std::size_t max_pieces, std::size_t max_g
 }
 
 BlockFetcher::BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks,
-                           std::uint64_t chunk_bytes)
-    : thread_(thread), device_(device), h2d_(h2d), chunk_bytes_(chunk_bytes) {
+                           std::uint64_t chunk_bytes, std::function<std::string(std::uint32_t tile)> name_of)
+    : thread_(thread), device_(device), h2d_(h2d), chunk_bytes_(chunk_bytes), name_of_(std::move(name_of)) {
   SPILLWAY_CHECK(chunk_bytes % kGranuleBytes == 0, "a chunk holds whole granules");
   for (std::uint64_t at = 0; at + chunk_bytes <= chunks.size(); at += chunk_bytes) {
     chunks_.push_back(std::make_unique<Chunk>());
@@ -185,7 +185,7 @@ void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
   const std::size_t count = div_up(piece.extent.bytes, kGranuleBytes);
   if (extent_checksum({fetch.granules_.data() + first, count}) != piece.checksum) {
     fail(fetch, Error(Code::kCorrupt, {thread_.file(0).path().string(),
-                                       "weights of tile " + std::to_string(piece.tile) + " at offset " +
+                                       "weights of " + name_of_(piece.tile) + " at offset " +
                                            std::to_string(piece.extent.offset) + " do not match their checksum",
                                        0, "check the drive; the last intact step can be tried with --resume"}));
   }
