@@ -35,7 +35,7 @@ BlockFetcher::~BlockFetcher() {
   h2d_.synchronize();
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return copies_out_ == 0 && started_.empty(); });
+    changed_.wait(lock, [this] { return reads_out_ == 0 && copies_out_ == 0 && started_.empty(); });
   }
   thread_.retire(*this);
 }
@@ -150,6 +150,10 @@ void BlockFetcher::read_chunk(BlockFetch& fetch, Chunk& chunk) {
   const auto index = static_cast<std::uint64_t>(
       std::find_if(chunks_.begin(), chunks_.end(), [&chunk](const auto& c) { return c.get() == &chunk; }) -
       chunks_.begin());
+  {
+    std::lock_guard lock(mutex_);
+    ++reads_out_;
+  }
   thread_.post({.op = IoOp::kRead,
                 .priority = IoPriority::kUrgent,
                 .offset = piece.extent.offset + chunk.offset,
@@ -171,6 +175,10 @@ void BlockFetcher::on_io(const IoRequest& request, const IoCompletion& completio
     copy(fetch, chunk);
   }
   pump();
+  // Last: whoever waits for the fetch may destroy the fetcher as soon as no read is out.
+  std::lock_guard lock(mutex_);
+  --reads_out_;
+  changed_.notify_all();
 }
 
 void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {

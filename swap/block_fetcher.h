@@ -112,6 +112,7 @@ class BlockFetcher : public IoHandler {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<BlockFetch*> started_;
+  std::uint32_t reads_out_ = 0;   // chunk reads whose handler has not returned
   std::uint32_t copies_out_ = 0;  // chunk copies whose callback has not run
 };
 

@@ -5,9 +5,9 @@ Step s trains on rows r = s*B .. s*B+B-1 (micro-batches in that order); row r is
 first T tokens and targets its last T; rows wrap round at the end of the file. One JSON line per step:
 {"step", "loss", "grad_norm", "torch_norm", "seconds"}. `--save` writes the trained model as safetensors.
 
-grad_norm is the norm of PyTorch's gradients, summed in double. torch_norm is what clip_grad_norm_ returns and clips with:
-it adds the squares of a tensor in fp32, which loses 1.5e-4 in an embedding of 12.9 M elements (the more, the larger).
---exact-clip clips with grad_norm instead.
+grad_norm is the norm of PyTorch's gradients, summed in double. torch_norm is what clip_grad_norm_ returns and clips
+with: it adds the squares of a tensor in fp32, which loses 1.5e-4 in an embedding of 12.9 M elements (the more, the
+larger). --exact-clip clips with grad_norm instead.
 
 --dtype fp32: everything in fp32.  --dtype bf16: bf16 weights and activations, fp32 master weights and Adam states
 (what "bf16": {"enabled": true} means in a ds_config.json).
