@@ -20,8 +20,8 @@ namespace spillway {
 namespace {
 
 // Huge pages save page-table walks, but the first write to a region takes 2 MiB, and what is touched must equal what is
-// planned within 2 %. From 64 MiB on the rounding of a few regions is lost in that; below it, small pages.
-constexpr std::uint64_t kHugePageArena = 64 * kMiB;
+// planned within 2 %. From 128 MiB on the rounding of a region is lost in that; below it, small pages.
+constexpr std::uint64_t kHugePageArena = 128 * kMiB;
 constexpr std::uint64_t kHugePage = 2 * kMiB;
 
 }  // namespace
