@@ -101,8 +101,20 @@ void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion) {
     entries_[entry].next = free_head_;
     free_head_ = entry;
     ++free_count_;
+    in_handler_ = done.handler;
   }
   room_.notify_all();
+  // Also when the handler's own posts find the queue failed, and throw.
+  struct Returned {
+    StoreThread& thread;
+    ~Returned() {
+      {
+        std::lock_guard lock(thread.mutex_);
+        thread.in_handler_ = nullptr;
+      }
+      thread.woken_.notify_all();
+    }
+  } returned{*this};
   done.handler->on_io(done.request, completion);
 }
 
@@ -147,7 +159,8 @@ void StoreThread::deliver_wakes() {
 void StoreThread::retire(IoHandler& handler) {
   std::unique_lock lock(mutex_);
   std::erase(wakes_, &handler);
-  woken_.wait(lock, [&] { return std::ranges::find(taken_wakes_, &handler) == taken_wakes_.end(); });
+  woken_.wait(
+      lock, [&] { return in_handler_ != &handler && std::ranges::find(taken_wakes_, &handler) == taken_wakes_.end(); });
 }
 
 std::uint32_t StoreThread::take_entry(bool own_thread, std::unique_lock<std::mutex>& lock) {
