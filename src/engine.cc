@@ -429,10 +429,10 @@ std::vector<std::string> StepEngine::describe() const {
   facts.push_back(
       fmt::format("weights and states at home: {} MiB in hbm, {} MiB in host memory, {} MiB on nvme; {} tiles",
                   bytes[0] / kMiB, bytes[1] / kMiB, bytes[2] / kMiB, plan_.tiles.size()));
-  if (plan_.hbm.places_count > 0) {
+  if (!plan_.hbm.places.empty()) {
     facts.push_back(fmt::format(
-        "blocks in HBM at a time: {} of {}{}", plan_.hbm.places_count, plan_.blocks.size(),
-        plan_.hbm.places_count == 1 ? " (fetch and compute take turns: more hbm_bytes would overlap them)" : ""));
+        "blocks in HBM at a time: {} of {}{}", plan_.hbm.places.size(), plan_.blocks.size(),
+        plan_.hbm.places.size() == 1 ? " (fetch and compute take turns: more hbm_bytes would overlap them)" : ""));
   }
   if (machinery_.store) {
     facts.push_back("io: " + machinery_.thread->description() +

@@ -92,10 +92,12 @@ std::byte* GradientCollector::staging_for(std::uint32_t block, Stream& stream) {
   if (plan_.gradients_in_hbm) return hbm(plan_.blocks[block].gradient.offset);
   BlockState& state = blocks_[block];
   if (!state.staging) {
-    // A free one, in turn; with none free, the one that was taken first.
+    // A free one that is large enough, in turn; with none free, the first in turn that is large enough.
     const auto count = static_cast<std::uint32_t>(staging_.size());
+    auto fits = [&](std::uint32_t i) { return plan_.hbm.staging[i].bytes >= plan_.blocks[block].gradient.bytes; };
     std::uint32_t index = next_staging_;
-    for (std::uint32_t i = 0; i < count && staging_[index].block; ++i) index = (index + 1) % count;
+    for (std::uint32_t i = 0; i < count && (staging_[index].block || !fits(index)); ++i) index = (index + 1) % count;
+    while (!fits(index)) index = (index + 1) % count;  // the first holds the largest
     next_staging_ = (index + 1) % count;
     Staging& staging = staging_[index];
     if (staging.block) {  // more blocks are open than there is staging: what has come of this one goes down now

@@ -83,7 +83,7 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   d2h = device->create_stream("d2h");
   if (store) start_thread(config);
   build_movers(config, model, plan, options);
-  const Region probe = plan.hbm.places_count > 0 ? plan.hbm.places : Region{0, 0};
+  const Region probe = plan.hbm.places.empty() ? Region{0, 0} : plan.hbm.places[0];
   rates = probe_links(*device, *h2d, *d2h, {host_region(plan.host.buffers), hbm_region(probe)}, thread.get(),
                       store.get(), plan.scratch_bytes);
 }
@@ -155,7 +155,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
                                                      .name_of = name_of});
   gradients = std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h);
   updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute);
-  if (plan.hbm.places_count == 0) return;
+  if (plan.hbm.places.empty()) return;
   if (thread == nullptr) {  // everything fetched lies in host memory; the fetcher still wants a thread to run on
     thread = std::make_unique<StoreThread>(IoQueueOptions{.engine = IoEngineKind::kThreads, .depth = 1},
                                            std::vector<File*>{}, std::vector<std::span<std::byte>>{});
@@ -164,12 +164,15 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
                                            name_of);
   std::size_t most_tiles = 0;
   for (const BlockPlan& block : plan.blocks) most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
-  const WeightPlacesOptions places_options{.hbm = hbm_region(plan.hbm.places),
-                                           .place_bytes = plan.hbm.place_bytes,
-                                           .places = plan.hbm.places_count,
-                                           .max_pieces = most_tiles,
-                                           .max_granules = largest_fetch_granules(plan),
-                                           .poison_released = options.poison_released};
+  WeightPlacesOptions places_options{.places = {},
+                                     .block_bytes = {},
+                                     .max_pieces = most_tiles,
+                                     .max_granules = largest_fetch_granules(plan),
+                                     .poison_released = options.poison_released};
+  for (const Region& place : plan.hbm.places) places_options.places.push_back(hbm_region(place));
+  for (const BlockPlan& block : plan.blocks) {
+    places_options.block_bytes.push_back(block.partition.elements * size_of(config.weights));
+  }
   auto route = [&plan, this](std::uint32_t b, std::byte* to, std::vector<FetchPiece>& pieces) {
     const BlockPlan& block = plan.blocks[b];
     for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <set>
 
@@ -199,13 +200,14 @@ class Planner {
     HbmPlan& hbm = plan_.hbm;
     Arena arena(Placement::kHbm, plan_.ledger);
     hbm.workspace = arena.take("model workspace", model_.workspace_bytes);
-    std::uint64_t largest = 0, largest_gradient = 0, shared_accumulator = 0;
+    std::vector<std::uint64_t> weights, gradients;
+    std::uint64_t shared_accumulator = 0;
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
       BlockPlan& block = plan_.blocks[b];
       const std::uint64_t bytes = block.partition.elements * element_bytes();
       const std::uint64_t gradient = block.partition.trainable_elements * element_bytes();
-      largest = std::max(largest, bytes);
-      largest_gradient = std::max(largest_gradient, gradient);
+      weights.push_back(align_up(bytes, kPage));
+      gradients.push_back(gradient);
       if (weights_stay()) place_weights(arena, block);
       if (plan_.gradients_in_hbm) block.gradient = arena.take("gradients", gradient);
       if (!accumulates(b)) continue;
@@ -217,21 +219,24 @@ class Planner {
         block.accumulator = arena.take("gradient accumulators (fp32)", fp32);
       }
     }
+    for (auto* sizes : {&weights, &gradients}) std::ranges::sort(*sizes, std::greater<>());
     const Region shared = arena.take("gradient accumulators (fp32)", shared_accumulator);
     for (BlockPlan& block : plan_.blocks) {
       if (block.accumulator_shared) block.accumulator = {shared.offset, block.partition.trainable_elements * 4};
     }
     if (!plan_.gradients_in_hbm) {
-      for (int i = 0; i < 2; ++i) hbm.staging.push_back(arena.take("gradients on their way down", largest_gradient));
+      for (std::uint64_t bytes : {gradients[0], gradients[std::min<std::size_t>(1, gradients.size() - 1)]}) {
+        hbm.staging.push_back(arena.take("gradients on their way down", bytes));
+      }
     }
-    const std::uint64_t leaves = div_up(largest_gradient / element_bytes(), static_cast<std::uint64_t>(kNormLeaf));
+    const std::uint64_t leaves = div_up(gradients[0] / element_bytes(), static_cast<std::uint64_t>(kNormLeaf));
     hbm.leaves = arena.take("gradient norm", leaves * 8);
     hbm.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult));
     if (plan_.gradients_in_hbm) {
       place_states(arena);
       hbm.finite = arena.take("gradient norm", 4);
     }
-    if (!weights_stay()) take_places(arena, largest);
+    if (!weights_stay()) take_places(arena, weights);
     const std::uint64_t budget = config_.hbm_bytes.value_or(arena.used());
     if (arena.used() > budget) refuse("hbm_bytes", budget, arena.used(), "device memory");
     plan_.ledger.hbm_budget = budget;
@@ -257,17 +262,17 @@ class Planner {
     }
   }
 
-  void take_places(Arena& arena, std::uint64_t largest) {
-    HbmPlan& hbm = plan_.hbm;
-    hbm.place_bytes = align_up(largest, kPage);
-    const std::uint64_t budget = config_.hbm_bytes.value_or(arena.used() + kPreferredPlaces * hbm.place_bytes);
-    if (arena.used() + hbm.place_bytes > budget) {
-      refuse("hbm_bytes", budget, arena.used() + hbm.place_bytes, "device memory");
+  // The first place holds the largest block, every other one the second largest: an embedding is often many times a
+  // layer's size, and only one place need have room for it. `sizes` falls.
+  void take_places(Arena& arena, const std::vector<std::uint64_t>& sizes) {
+    const std::uint64_t budget = config_.hbm_bytes.value_or(UINT64_MAX);
+    if (arena.used() + sizes[0] > budget) refuse("hbm_bytes", budget, arena.used() + sizes[0], "device memory");
+    const std::size_t most = std::min<std::size_t>(kPreferredPlaces, sizes.size());
+    for (std::size_t p = 0; p < most; ++p) {
+      const std::uint64_t bytes = sizes[std::min<std::size_t>(p, 1)];
+      if (arena.used() + bytes > budget) break;
+      plan_.hbm.places.push_back(arena.take("weights of blocks on loan", bytes));
     }
-    const std::uint64_t fit = (budget - arena.used()) / hbm.place_bytes;
-    hbm.places_count = static_cast<std::uint32_t>(
-        std::min({fit, static_cast<std::uint64_t>(kPreferredPlaces), static_cast<std::uint64_t>(plan_.blocks.size())}));
-    hbm.places = arena.take("weights of blocks on loan", hbm.places_count * hbm.place_bytes);
   }
 
   void lay_out_host() {

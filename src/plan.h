@@ -35,10 +35,9 @@ struct TilePlan {
 };
 
 struct HbmPlan {
-  Region workspace, places, leaves, norms, finite;
-  std::uint64_t place_bytes = 0;
-  std::uint32_t places_count = 0;  // 0: weights stay in HBM
-  std::vector<Region> staging;     // gradients on their way down
+  Region workspace, leaves, norms, finite;
+  std::vector<Region> places;   // of weights on loan, largest first; none: weights stay in HBM
+  std::vector<Region> staging;  // gradients on their way down, largest first
 };
 
 struct HostPlan {

@@ -6,6 +6,7 @@ namespace spillway {
 namespace {
 
 struct Place {
+  std::uint64_t bytes = 0;
   std::optional<std::uint32_t> block;
   std::optional<std::uint32_t> last_visit;
 };
@@ -22,37 +23,45 @@ std::vector<std::size_t> next_uses(std::span<const std::uint32_t> visits) {
   return next;
 }
 
-std::size_t choose_victim(std::span<const Place> places, std::size_t visit, std::span<const std::size_t> next_use) {
+std::size_t choose_victim(std::span<const Place> places, std::uint64_t bytes, std::size_t visit,
+                          std::span<const std::size_t> next_use, bool spare_the_last_visit) {
   std::size_t best = places.size();
-  std::size_t best_next = 0;
-  for (std::size_t p = 0; p < places.size(); ++p) {
-    if (!places[p].block) return p;
-    const std::uint32_t last = *places[p].last_visit;
-    if (places.size() > 1 && last + 1 == visit) continue;
+  auto better = [&](const Place& place) {
+    if (best == places.size()) return true;
+    const Place& other = places[best];
+    if (!place.block || !other.block) return !place.block && (other.block || place.bytes < other.bytes);
     // Farthest next use; among equals the one used longest ago, which is free soonest.
-    if (best == places.size() || next_use[last] > best_next ||
-        (next_use[last] == best_next && last < *places[best].last_visit)) {
-      best = p;
-      best_next = next_use[last];
-    }
+    const std::size_t next = next_use[*place.last_visit], other_next = next_use[*other.last_visit];
+    return next != other_next ? next > other_next : *place.last_visit < *other.last_visit;
+  };
+  for (std::size_t p = 0; p < places.size(); ++p) {
+    if (places[p].bytes < bytes) continue;
+    if (spare_the_last_visit && places[p].last_visit && *places[p].last_visit + 1 == visit) continue;
+    if (better(places[p])) best = p;
   }
   return best;
 }
 
 }  // namespace
 
-std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_blocks, std::uint32_t places) {
-  SPILLWAY_CHECK(places > 0, "there is at least one place");
+std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_blocks,
+                                      std::span<const std::uint64_t> block_bytes,
+                                      std::span<const std::uint64_t> place_bytes) {
   const auto next_use = next_uses(visit_blocks);
-  std::vector<Place> state(places);
+  std::vector<Place> places;
+  for (std::uint64_t bytes : place_bytes) places.push_back({.bytes = bytes, .block = {}, .last_visit = {}});
   std::vector<VisitPlace> plan;
   for (std::size_t v = 0; v < visit_blocks.size(); ++v) {
+    const std::uint64_t bytes = block_bytes[visit_blocks[v]];
     std::size_t place = 0;
-    while (place < state.size() && state[place].block != visit_blocks[v]) ++place;
-    const bool fetch = place == state.size();
-    if (fetch) place = choose_victim(state, v, next_use);
-    plan.push_back({.place = static_cast<std::uint32_t>(place), .fetch = fetch, .after = state[place].last_visit});
-    state[place] = {visit_blocks[v], static_cast<std::uint32_t>(v)};
+    while (place < places.size() && places[place].block != visit_blocks[v]) ++place;
+    const bool fetch = place == places.size();
+    if (fetch) place = choose_victim(places, bytes, v, next_use, true);
+    if (place == places.size()) place = choose_victim(places, bytes, v, next_use, false);
+    SPILLWAY_CHECK(place < places.size(), "every block fits a place");
+    plan.push_back({.place = static_cast<std::uint32_t>(place), .fetch = fetch, .after = places[place].last_visit});
+    places[place].block = visit_blocks[v];
+    places[place].last_visit = static_cast<std::uint32_t>(v);
   }
   return plan;
 }

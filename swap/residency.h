@@ -16,9 +16,12 @@ struct VisitPlace {
   std::optional<std::uint32_t> after;
 };
 
-// One entry a visit. A place is taken from the block whose next use is farthest (Belady), but, when there is a choice,
-// never from the block of the visit just before: its place comes free too late for the fetch to overlap with compute.
-// Places are empty at the start of a step, since the update changes every weight.
-std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_blocks, std::uint32_t places);
+// One entry a visit; blocks need block_bytes[block], place p holds place_bytes[p], and every block fits some place. A
+// place is taken from the block whose next use is farthest (Belady), but, when there is a choice, never from the block
+// of the visit just before: its place comes free too late for the fetch to overlap with compute. Of the empty places
+// the smallest that fits is taken. Places are empty at the start of a step, since the update changes every weight.
+std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_blocks,
+                                      std::span<const std::uint64_t> block_bytes,
+                                      std::span<const std::uint64_t> place_bytes);
 
 }  // namespace spillway

@@ -16,8 +16,8 @@ namespace spillway {
 namespace {
 
 constexpr std::uint64_t kStoreMagic = 0x3145524f54535053;  // "SPSTORE1"
-constexpr double kLockPatienceSeconds = 10;   // the kernel may still finish a killed holder's writes
-constexpr double kGlancePatienceSeconds = 1;  // to tell a store in use from one that merely exists
+constexpr double kLockPatienceSeconds = 10;                // the kernel may still finish a killed holder's writes
+constexpr double kGlancePatienceSeconds = 1;               // to tell a store in use from one that merely exists
 
 struct Superblock {
   std::uint64_t magic;

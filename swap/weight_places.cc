@@ -5,8 +5,8 @@
 namespace spillway {
 
 WeightPlaces::WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPlacesOptions& options, Route route)
-    : device_(device), fetcher_(fetcher), options_(options), route_(std::move(route)), places_(options.places) {
-  SPILLWAY_CHECK(options.hbm.size() >= options.places * options.place_bytes, "the places lie in their piece of HBM");
+    : device_(device), fetcher_(fetcher), options_(options), route_(std::move(route)), places_(options.places.size()) {
+  for (const auto& place : options.places) place_bytes_.push_back(place.size());
   for (Place& place : places_) {
     place.fetch = std::make_unique<BlockFetch>(device, options.max_pieces, options.max_granules);
     place.released = device.create_event();
@@ -21,7 +21,7 @@ void WeightPlaces::begin_step(std::span<const std::uint32_t> visit_blocks) {
   }
   if (!std::ranges::equal(visits_, visit_blocks)) {
     visits_.assign(visit_blocks.begin(), visit_blocks.end());
-    plan_ = assign_places(visits_, options_.places);
+    plan_ = assign_places(visits_, options_.block_bytes, place_bytes_);
   }
   cursor_ = fetched_ = 0;
   prefetch();
@@ -71,7 +71,7 @@ std::optional<std::uint32_t> WeightPlaces::find(std::uint32_t block) const {
 std::uint32_t WeightPlaces::place_for_unplanned(std::uint32_t block) {
   std::optional<std::uint32_t> choice;
   for (std::uint32_t p = 0; p < places_.size(); ++p) {
-    if (places_[p].leases > 0) continue;
+    if (places_[p].leases > 0 || place_bytes_[p] < options_.block_bytes[block]) continue;
     // Prefer an empty place, then one that nothing is on its way to.
     if (!choice || (!places_[p].block && places_[*choice].block) ||
         (!places_[p].fetching && places_[*choice].fetching)) {
@@ -79,9 +79,10 @@ std::uint32_t WeightPlaces::place_for_unplanned(std::uint32_t block) {
     }
   }
   if (!choice) {
-    throw Error(Code::kDoesNotFit, {"block " + std::to_string(block),
-                                    "all " + std::to_string(places_.size()) + " places in HBM are leased", 0,
-                                    "release a lease first, or raise spillway.hbm_bytes"});
+    throw Error(Code::kDoesNotFit,
+                {"block " + std::to_string(block),
+                 "every one of the " + std::to_string(places_.size()) + " places in HBM that could hold it is leased",
+                 0, "release a lease first, or raise spillway.hbm_bytes"});
   }
   drop(places_[*choice]);
   return *choice;
@@ -123,7 +124,7 @@ void WeightPlaces::release(std::uint32_t index) {
   SPILLWAY_CHECK(place.leases > 0, "a place is released once a lease");
   if (--place.leases > 0) return;
   if (options_.poison_released) {
-    device_.fill_async(address(index), std::byte{0xff}, options_.place_bytes, *place.stream);  // NaN in fp32 and bf16
+    device_.fill_async(address(index), std::byte{0xff}, place_bytes_[index], *place.stream);  // NaN in fp32 and bf16
     place.block.reset();
   }
   device_.record(*place.released, *place.stream);

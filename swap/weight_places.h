@@ -17,11 +17,10 @@
 namespace spillway {
 
 struct WeightPlacesOptions {
-  std::span<std::byte> hbm;       // divided into equal places
-  std::uint64_t place_bytes = 0;  // of the largest block
-  std::uint32_t places = 1;
-  std::size_t max_pieces = 0;    // tiles of the largest block
-  std::size_t max_granules = 0;  // granules of its weights on NVMe, all tiles together
+  std::vector<std::span<std::byte>> places;  // in HBM; every block fits one of them
+  std::vector<std::uint64_t> block_bytes;    // of the blocks' weights
+  std::size_t max_pieces = 0;                // tiles of the largest block
+  std::size_t max_granules = 0;              // granules of its weights on NVMe, all tiles together
   bool poison_released = false;
 };
 
@@ -45,7 +44,7 @@ class WeightPlaces {
   // Starts every fetch whose place is free, in visit order.
   void prefetch();
 
-  std::byte* address(std::uint32_t place) const { return options_.hbm.data() + place * options_.place_bytes; }
+  std::byte* address(std::uint32_t place) const { return options_.places[place].data(); }
   std::uint32_t block(std::uint32_t place) const { return *places_[place].block; }
   bool leased() const;
   // Blocks until no fetch is under way; failures are dropped with what they brought.
@@ -70,6 +69,7 @@ class WeightPlaces {
   BlockFetcher& fetcher_;
   WeightPlacesOptions options_;
   Route route_;
+  std::vector<std::uint64_t> place_bytes_;
   std::vector<Place> places_;
   std::vector<std::uint32_t> visits_;
   std::vector<VisitPlace> plan_;

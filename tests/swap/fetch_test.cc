@@ -45,15 +45,16 @@ class Fetch : public ::testing::Test {
                         .checksum = slot.checksum[0]});
     };
   }
+  // Block 0 is by far the largest; only the first place has room for it.
   void make_places(std::uint32_t count, bool poison = false) {
-    places = std::make_unique<WeightPlaces>(*device, *fetcher,
-                                            WeightPlacesOptions{.hbm = device->hbm(),
-                                                                .place_bytes = kPlaceBytes,
-                                                                .places = count,
-                                                                .max_pieces = 1,
-                                                                .max_granules = 16,
-                                                                .poison_released = poison},
-                                            route());
+    WeightPlacesOptions options{
+        .places = {}, .block_bytes = {}, .max_pieces = 1, .max_granules = 16, .poison_released = poison};
+    for (std::uint32_t p = 0; p < count; ++p) {
+      options.places.push_back(device->hbm().subspan(p * kPlaceBytes, p == 0 ? kPlaceBytes : kPlaceBytes / 16));
+    }
+    for (const TileShape& tile : three_tiles().tiles)
+      options.block_bytes.push_back(payload_bytes(tile, Part::kWeights));
+    places = std::make_unique<WeightPlaces>(*device, *fetcher, options, route());
   }
   void expect_weights(std::uint32_t block, const std::byte* at) {
     compute->synchronize();
