@@ -43,7 +43,7 @@ run "" build-test
 echo "== address and undefined sanitizers"
 export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
-configure build-asan -Dbuildtype=debugoptimized -Doptimization=g -Dcpp_args=-g1,-fno-sanitize=null -Db_sanitize=address,undefined || true
+configure build-asan -Dbuildtype=debugoptimized -Doptimization=g "-Dcpp_args=-g1 -fno-sanitize=null" -Db_sanitize=address,undefined || true
 run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
 
 echo "== thread sanitizer"
