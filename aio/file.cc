@@ -31,7 +31,13 @@ namespace {
     case EACCES:
     case EPERM:
     case EROFS: parts.hint = "choose a path that this user may write, or change its permissions"; break;
-    default: break;
+    case EISDIR:
+    case ENOTDIR: parts.hint = "a store is one file in a directory; move away what is in its place"; break;
+    case ENOSPC:
+    case EDQUOT: parts.hint = "free some space, or choose another path"; break;
+    case EMFILE:
+    case ENFILE: parts.hint = "raise ulimit -n"; break;
+    default: parts.hint = "check the drive; the kernel's log may say more"; break;
   }
   throw Error(Code::kIo, std::move(parts));
 }
@@ -55,9 +61,10 @@ void transfer_all(const File& file, const char* verb, int stopped_with, std::uin
     const std::size_t done = moved < 0 ? 0 : static_cast<std::size_t>(moved) / file.alignment() * file.alignment();
     if (done == 0) {
       const int error = moved < 0 ? errno : stopped_with;
-      throw Error(Code::kIo,
-                  {file.path().string(), fmt::format("{} of {} bytes at offset {} failed", verb, bytes.size(), offset),
-                   error, error == ENODATA ? "the file is shorter than it should be" : ""});
+      throw Error(Code::kIo, {file.path().string(),
+                              fmt::format("{} of {} bytes at offset {} failed", verb, bytes.size(), offset), error,
+                              error == ENODATA ? "the file is shorter than it should be"
+                                               : "check the drive; the kernel's log may say more"});
     }
     bytes = bytes.subspan(done);
     offset += done;

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """Fine-tune step time, memory and traffic of `spillway finetune`, all on NVMe, beside DeepSpeed in the same run.
 
-Each shape is trained in two processes. The first imports a random model and does step 1; the second resumes and does
-the steps that are measured. So the second process moves nothing but its steps' own bytes, and what the kernel charged
-it with (/proc/PID/io) can be held against the log. One JSON line per run; the last fields say what to look at:
-  step_seconds        median of the measured steps
+Each shape is trained in three processes. The first imports a random model and does step 1; the second resumes and does
+N steps, the third resumes and does 2 N. Both resumed runs open the store, probe the drive and end in the same way, so
+the difference between them is N steps and nothing else: what the kernel charged for it (/proc/PID/io) must be what the
+log says. One JSON line per run; the last fields say what to look at:
+  step_seconds        median of all resumed steps
+  adam_share          of that time, the median share spent in Adam (it overlaps with I/O)
   peak_bytes          largest resident set, children included, plus huge pages
+  outside_bytes       the most that was resident outside the arenas: code, libraries, stacks, no part of the model
+  hbm_touched, host_touched   resident pages of an arena over what the ledger reserves in it: 1 within 2 %
   read_ratio, write_ratio   bytes the kernel counted over bytes the log counted: 1 within 1 %
   cached_bytes        pages of the store in the page cache: 0 when direct I/O did its work
 """
@@ -74,7 +78,7 @@ def cached_bytes(folder):
     return total
 
 
-def watch(command, **keywords):
+def watch(command, sample=False, **keywords):
     """Runs a program to its end: seconds, peak resident bytes and what /proc/PID/io said last."""
     started = time.monotonic()
     run = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -84,13 +88,15 @@ def watch(command, **keywords):
                for i, pipe in enumerate((run.stdout, run.stderr))]
     for reader in readers:
         reader.start()
-    huge = 0
+    huge, samples = 0, []
     while True:
         # A zombie keeps its I/O accounts until it is reaped, and nothing can be missing from them any more.
         ended = os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         huge = max(huge, status_bytes(run.pid, "HugetlbPages"))
         if ended:
             break
+        if sample:
+            samples.append(mappings(run.pid))
         time.sleep(0.1)
     io = process_io(run.pid)
     _, status, usage = os.wait4(run.pid, 0)
@@ -99,12 +105,61 @@ def watch(command, **keywords):
         reader.join()
     # ru_maxrss is the high-water mark of the process or of a child it waited for, whichever is larger.
     return {"status": run.returncode, "out": texts[0], "err": texts[1], "seconds": time.monotonic() - started,
-            "peak_bytes": usage.ru_maxrss * 1024 + huge, "io": io}
+            "peak_bytes": usage.ru_maxrss * 1024 + huge, "io": io, "samples": samples}
+
+
+def mappings(pid):
+    """Resident bytes in all, and those of large anonymous mappings by their size: {size: resident}."""
+    try:
+        smaps = pathlib.Path(f"/proc/{pid}/smaps").read_text()
+    except OSError:
+        return 0, {}
+    total, large, size, anonymous = 0, {}, 0, False
+    for line in smaps.splitlines():
+        key, _, value = line.partition(":")
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            anonymous = line.split()[4] == "0"
+        elif key == "Size":
+            size = int(value.split()[0]) * 1024
+        elif key in ("Rss", "Private_Hugetlb", "Shared_Hugetlb"):
+            total += int(value.split()[0]) * 1024
+            if anonymous and size >= 1 << 24:
+                large[size] = large.get(size, 0) + int(value.split()[0]) * 1024
+    return total, large
+
+
+def arena_facts(run):
+    """Pages touched and the rest, from the samples of a run. An arena shows by its size, which the ledger says: the
+    HBM arena is as large as its budget, the host arena as what is reserved in it."""
+    facts, arenas = {}, set()
+    for tier in ("hbm", "host"):
+        total = re.search(rf"^ +{tier} +total +(\d+) bytes of (\d+)", run["out"], re.MULTILINE)
+        reserved, budget = int(total.group(1)), int(total.group(2))
+        size = -(-(budget if tier == "hbm" else reserved) // mmap.PAGESIZE) * mmap.PAGESIZE
+        facts[f"{tier}_touched"] = max(large.get(size, 0) for _, large in run["samples"]) / reserved
+        arenas.add(size)
+    facts["outside_bytes"] = max(total - sum(large.get(size, 0) for size in arenas) for total, large in run["samples"])
+    return facts
 
 
 def median(values):
     ordered = sorted(values)
     return ordered[len(ordered) // 2] if ordered else None
+
+
+def resumed(command, log, steps):
+    """A resumed run to its end, with the lines of its log."""
+    log.unlink(missing_ok=True)
+    run = watch([*command, "--steps", steps, "--resume", "--log", log], sample=True)
+    run["steps"] = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return run
+
+
+def ratio_of(short, long, kind):
+    """Bytes by the kernel over bytes by the log, for the steps that `long` did and `short` did not."""
+    counted = long["io"][f"{kind}_bytes"] - short["io"][f"{kind}_bytes"]
+    logged = [sum(step[f"nvme_{kind}_bytes"] for step in run["steps"]) for run in (short, long)]
+    return counted / max(1, logged[1] - logged[0])
 
 
 def run_spillway(a, name, layers, width, hbm, host):
@@ -125,22 +180,24 @@ def run_spillway(a, name, layers, width, hbm, host):
         command = [a.spillway, "finetune", "--config", config, "--model", work / "model", "--data", data,
                    "--seq", a.seq]
         first = made if made["status"] else watch([*command, "--steps", 1])
-        run = first if first["status"] else watch([*command, "--steps", 1 + a.steps, "--resume", "--log", log])
+        short = first if first["status"] else resumed(command, log, 1 + a.steps)
+        run = short if short["status"] else resumed(command, log, 1 + 3 * a.steps)
         result = {"bench": "finetune", "program": "spillway", "shape": name, "layers": layers, "width": width,
                   "seq": a.seq, "hbm_bytes": a.hbm or hbm, "host_bytes": a.host or host}
         if run["status"]:
             return {**result, "error": run["err"].strip().splitlines()[-1:], "status": run["status"]}
-        steps = [json.loads(line) for line in log.read_text().splitlines()]
-        logged = {key: sum(step[f"nvme_{key}_bytes"] for step in steps) for key in ("read", "write")}
+        steps = short["steps"] + run["steps"]
+        peak = max(short["peak_bytes"], run["peak_bytes"])
         return {**result, "steps": len(steps), "step_seconds": median([step["seconds"] for step in steps]),
                 "tokens_per_second": median([step["tokens"] / step["seconds"] for step in steps]),
                 "stall_seconds": median([step["stall_seconds"] for step in steps]),
                 "link": steps[-1]["link"], "link_percent": steps[-1]["link_percent"],
-                "read_bytes_per_step": logged["read"] // len(steps),
-                "write_bytes_per_step": logged["write"] // len(steps),
-                "read_ratio": run["io"]["read_bytes"] / max(1, logged["read"]),
-                "write_ratio": run["io"]["write_bytes"] / max(1, logged["write"]),
-                "import_peak_bytes": first["peak_bytes"], "peak_bytes": run["peak_bytes"],
+                "adam_share": median([step["adam_seconds"] / step["seconds"] for step in steps]),
+                "read_bytes_per_step": median([step["nvme_read_bytes"] for step in steps]),
+                "write_bytes_per_step": median([step["nvme_write_bytes"] for step in steps]),
+                "read_ratio": ratio_of(short, run, "read"), "write_ratio": ratio_of(short, run, "write"),
+                "import_peak_bytes": first["peak_bytes"], "peak_bytes": peak,
+                **arena_facts(run),
                 "cached_bytes": cached_bytes(nvme)}
     finally:
         shutil.rmtree(work)

@@ -20,8 +20,9 @@ namespace spillway {
 namespace {
 
 // Huge pages save page-table walks, but the first write to a region takes 2 MiB, and what is touched must equal what is
-// planned within 2 %. From 64 MiB on the rounding of a few regions is lost in that; below it, small pages.
-constexpr std::uint64_t kHugePageArena = 64 * kMiB;
+// planned within 2 %. From 128 MiB on the rounding of a region is lost in that; below it, small pages.
+constexpr std::uint64_t kHugePageArena = 128 * kMiB;
+constexpr std::uint64_t kHugePage = 2 * kMiB;
 
 }  // namespace
 
@@ -30,12 +31,21 @@ HostArena::HostArena(std::uint64_t bytes, const ArenaName& name) {
   if (bytes == 0) throw Error(Code::kInvalidArgument, {object, "its size is 0 bytes", 0, "set " + key});
   mapped_bytes_ = align_up(bytes, static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)));
   if (mapped_bytes_ < bytes) throw Error(Code::kInvalidArgument, {object, "its size overflows", 0, "lower " + key});
+  const std::uint64_t reserved = mapped_bytes_ + 2 * kHugePage;
   // Not reserved: the budget is checked by the plan, and swap accounting would count it a second time.
-  void* base = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED) {
-    throw Error(Code::kDoesNotFit, {object, fmt::format("cannot map {} bytes", mapped_bytes_), errno,
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* all = reserved < mapped_bytes_ ? MAP_FAILED : mmap(nullptr, reserved, PROT_NONE, kFlags, -1, 0);
+  // What is left over on both sides stays without access: a pointer that leaves the arena faults, and the kernel does
+  // not merge two arenas into one mapping, which smaps could not tell apart.
+  const std::uint64_t first = align_up(reinterpret_cast<std::uintptr_t>(all) + 1, kHugePage);
+  void* base = reinterpret_cast<void*>(first);
+  if (all == MAP_FAILED || mprotect(base, mapped_bytes_, PROT_READ | PROT_WRITE) != 0) {
+    const int error = errno;
+    if (all != MAP_FAILED) munmap(all, reserved);
+    throw Error(Code::kDoesNotFit, {object, fmt::format("cannot map {} bytes", mapped_bytes_), error,
                                     "lower " + key + " or raise ulimit -v"});
   }
+  reserved_ = {static_cast<std::byte*>(all), reserved};
   prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, base, mapped_bytes_, name.mapping);  // for smaps; older kernels refuse it
   memory_ = {static_cast<std::byte*>(base), bytes};
   huge_pages_ = bytes >= kHugePageArena && madvise(base, mapped_bytes_, MADV_HUGEPAGE) == 0;
@@ -43,7 +53,7 @@ HostArena::HostArena(std::uint64_t bytes, const ArenaName& name) {
   if (!huge_pages_) madvise(base, mapped_bytes_, MADV_NOHUGEPAGE);
 }
 
-HostArena::~HostArena() { munmap(memory_.data(), mapped_bytes_); }
+HostArena::~HostArena() { munmap(reserved_.data(), reserved_.size()); }
 
 bool HostArena::contains(const void* data, std::size_t bytes) const noexcept {
   const auto base = reinterpret_cast<std::uintptr_t>(memory_.data());

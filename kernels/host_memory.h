@@ -18,7 +18,8 @@ struct ArenaName {
 inline constexpr ArenaName kHbmArena{"HBM of the host device", "hbm_bytes", "spillway hbm"};
 inline constexpr ArenaName kPinnedArena{"host memory", "host_bytes", "spillway host"};
 
-// Anonymous memory of exactly `bytes`; pages are taken from the system when first written.
+// Anonymous memory of exactly `bytes`, with pages that fault before and after it; pages are taken from the system when
+// first written.
 class HostArena {
  public:
   HostArena(std::uint64_t bytes, const ArenaName& name);  // throws Error
@@ -31,7 +32,7 @@ class HostArena {
   bool contains(const void* data, std::size_t bytes) const noexcept;
 
  private:
-  std::span<std::byte> memory_;
+  std::span<std::byte> reserved_, memory_;  // addresses taken; the arena inside them
   std::size_t mapped_bytes_ = 0;
   bool huge_pages_ = false;
 };

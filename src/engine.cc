@@ -38,8 +38,7 @@ class StepEngine final : public Engine {
         model_(model),
         plan_(make_plan(config, model)),
         machinery_(config, model_, plan_, options),
-        cursor_(plan_.visits),
-        record_visits_(!plan_.visits_given) {
+        cursor_(plan_.visits, !plan_.visits_given) {
     for (const TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
         written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
@@ -94,8 +93,7 @@ class StepEngine final : public Engine {
   const ModelDescription model_;
   const Plan plan_;
   Machinery machinery_;
-  VisitCursor cursor_;
-  bool record_visits_ = false;  // the first step of this process gives the order; a store does not keep it
+  VisitCursor cursor_;  // without given visits the first step of this process teaches it; a store keeps no order
   std::vector<std::uint32_t> visit_blocks_;
   std::uint32_t leases_ = 0;  // while weights stay in HBM; places count their own
 
@@ -270,7 +268,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     report.unplanned_visits = cursor_.unplanned() - unplanned_before_;
     report.durable_step = durable_step_;
     report_links(report, step_traffic_, compute + std::max(0.0, update_seconds - waited));
-    if (std::exchange(record_visits_, false)) cursor_.adopt_recorded();
+    if (cursor_.recording()) cursor_.adopt_recorded();
     step_start_ = Clock::now();
     begin_step();
     return report;

@@ -79,8 +79,9 @@ class ModelWriter {
 // A tile of a store that no engine has open, read and verified into memory.
 class TileReader {
  public:
-  explicit TileReader(const Plan& plan)
+  TileReader(const Plan& plan, const ModelDescription& model)
       : plan_(plan),
+        model_(model),
         memory_(
             static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {}
   ~TileReader() { std::free(memory_); }
@@ -102,8 +103,9 @@ class TileReader {
       }
       if (extent_checksum(granules_) != slot.checksum[part]) {
         throw Error(Code::kCorrupt, {file.path().string(),
-                                     "tile " + std::to_string(tile) + " at offset " +
-                                         std::to_string(slot.extent[part].offset) + " does not match its checksum",
+                                     std::string(part == index_of(Part::kWeights) ? "weights" : "states") + " of " +
+                                         tile_name(plan_, model_, tile) + " at offset " +
+                                         std::to_string(slot.extent[part].offset) + " do not match their checksum",
                                      0, "check the drive"});
       }
       at += bytes;
@@ -113,6 +115,7 @@ class TileReader {
 
  private:
   const Plan& plan_;
+  const ModelDescription& model_;
   std::byte* memory_;
   std::vector<std::uint64_t> granules_;
 };
@@ -139,7 +142,7 @@ ExportedStore export_store(const std::filesystem::path& store_directory, const s
   const auto store = TileStore::open(store_directory, store_shape(plan));
   ModelWriter writer(stored.model, directory, options);
   const WeightSink sink = writer.sink();
-  TileReader reader(plan);
+  TileReader reader(plan, stored.model);
   for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
     read_tile(plan, t, reader.read(*store, store->file(), t), options.type == DType::kFloat32, sink);
   }

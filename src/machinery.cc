@@ -140,19 +140,19 @@ void Machinery::start_thread(const Config& config) {
 
 void Machinery::build_movers(const Config& config, const ModelDescription& model, const Plan& plan,
                              EngineOptions options) {
-  mover = std::make_unique<TileMover>(
-      TileMoverParts{.device = device.get(),
-                     .workers = workers.get(),
-                     .h2d = h2d.get(),
-                     .d2h = d2h.get(),
-                     .thread = thread.get(),
-                     .store = store.get(),
-                     .tiles = plan.tile_places,
-                     .host = host.memory(),
-                     .buffers = host_region(plan.host.buffers),
-                     .buffer_bytes = plan.host.buffer_bytes,
-                     .count = plan.host.buffers_count,
-                     .name_of = [&plan, &model](std::uint32_t tile) { return tile_name(plan, model, tile); }});
+  const auto name_of = [&plan, &model](std::uint32_t tile) { return tile_name(plan, model, tile); };
+  mover = std::make_unique<TileMover>(TileMoverParts{.device = device.get(),
+                                                     .workers = workers.get(),
+                                                     .h2d = h2d.get(),
+                                                     .d2h = d2h.get(),
+                                                     .thread = thread.get(),
+                                                     .store = store.get(),
+                                                     .tiles = plan.tile_places,
+                                                     .host = host.memory(),
+                                                     .buffers = host_region(plan.host.buffers),
+                                                     .buffer_bytes = plan.host.buffer_bytes,
+                                                     .count = plan.host.buffers_count,
+                                                     .name_of = name_of});
   gradients = std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h);
   updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute);
   if (plan.hbm.places_count == 0) return;
@@ -160,8 +160,8 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
     thread = std::make_unique<StoreThread>(IoQueueOptions{.engine = IoEngineKind::kThreads, .depth = 1},
                                            std::vector<File*>{}, std::vector<std::span<std::byte>>{});
   }
-  fetcher =
-      std::make_unique<BlockFetcher>(*thread, *device, *h2d, host_region(plan.host.chunks), plan.host.chunk_bytes);
+  fetcher = std::make_unique<BlockFetcher>(*thread, *device, *h2d, host_region(plan.host.chunks), plan.host.chunk_bytes,
+                                           name_of);
   std::size_t most_tiles = 0;
   for (const BlockPlan& block : plan.blocks) most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
   const WeightPlacesOptions places_options{.hbm = hbm_region(plan.hbm.places),

@@ -3,7 +3,7 @@
 namespace spillway {
 
 std::optional<std::size_t> VisitCursor::advance(std::uint32_t block, Pass pass) {
-  recorded_.push_back({block, pass});
+  if (recording_) recorded_.push_back({block, pass});
   for (std::size_t v = next_; v < visits_.size(); ++v) {
     if (visits_[v].block != block || visits_[v].pass != pass) continue;
     if (v != next_) ++unplanned_;

@@ -12,9 +12,8 @@ namespace spillway {
 
 class VisitCursor {
  public:
-  explicit VisitCursor(std::vector<Visit> visits) : visits_(std::move(visits)) {
-    recorded_.reserve(visits_.size() * 2);
-  }
+  // `record`: the visits are a guess; adopt_recorded() replaces them by what the caller really did.
+  VisitCursor(std::vector<Visit> visits, bool record) : visits_(std::move(visits)), recording_(record) {}
 
   void begin_step() {
     next_ = 0;
@@ -32,7 +31,7 @@ class VisitCursor {
   void take_back(Position before) {
     next_ = before.next;
     unplanned_ = before.unplanned;
-    recorded_.pop_back();
+    if (recording_) recorded_.pop_back();
   }
 
   std::uint64_t unplanned() const noexcept {
@@ -41,11 +40,17 @@ class VisitCursor {
 
   std::span<const Visit> visits() const noexcept { return visits_; }
   bool last() const noexcept { return next_ == visits_.size(); }
-  // The order the caller really took becomes the plan.
-  void adopt_recorded() { visits_ = recorded_; }
+  bool recording() const noexcept { return recording_; }
+  // The order the caller really took becomes the plan, for good.
+  void adopt_recorded() {
+    visits_ = std::move(recorded_);
+    recorded_.clear();
+    recording_ = false;
+  }
 
  private:
   std::vector<Visit> visits_, recorded_;
+  bool recording_ = false;
   std::size_t next_ = 0;
   std::uint64_t unplanned_ = 0;
 };

@@ -19,8 +19,8 @@ BlockFetch::BlockFetch(Device& device, std::size_t max_pieces, std::size_t max_g
 }
 
 BlockFetcher::BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks,
-                           std::uint64_t chunk_bytes)
-    : thread_(thread), device_(device), h2d_(h2d), chunk_bytes_(chunk_bytes) {
+                           std::uint64_t chunk_bytes, std::function<std::string(std::uint32_t tile)> name_of)
+    : thread_(thread), device_(device), h2d_(h2d), chunk_bytes_(chunk_bytes), name_of_(std::move(name_of)) {
   SPILLWAY_CHECK(chunk_bytes % kGranuleBytes == 0, "a chunk holds whole granules");
   for (std::uint64_t at = 0; at + chunk_bytes <= chunks.size(); at += chunk_bytes) {
     chunks_.push_back(std::make_unique<Chunk>());
@@ -35,7 +35,7 @@ BlockFetcher::~BlockFetcher() {
   h2d_.synchronize();
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return copies_out_ == 0 && started_.empty(); });
+    changed_.wait(lock, [this] { return reads_out_ == 0 && copies_out_ == 0 && started_.empty(); });
   }
   thread_.retire(*this);
 }
@@ -150,6 +150,10 @@ void BlockFetcher::read_chunk(BlockFetch& fetch, Chunk& chunk) {
   const auto index = static_cast<std::uint64_t>(
       std::find_if(chunks_.begin(), chunks_.end(), [&chunk](const auto& c) { return c.get() == &chunk; }) -
       chunks_.begin());
+  {
+    std::lock_guard lock(mutex_);
+    ++reads_out_;
+  }
   thread_.post({.op = IoOp::kRead,
                 .priority = IoPriority::kUrgent,
                 .offset = piece.extent.offset + chunk.offset,
@@ -171,6 +175,10 @@ void BlockFetcher::on_io(const IoRequest& request, const IoCompletion& completio
     copy(fetch, chunk);
   }
   pump();
+  // Last: whoever waits for the fetch may destroy the fetcher as soon as no read is out.
+  std::lock_guard lock(mutex_);
+  --reads_out_;
+  changed_.notify_all();
 }
 
 void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
@@ -185,7 +193,7 @@ void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
   const std::size_t count = div_up(piece.extent.bytes, kGranuleBytes);
   if (extent_checksum({fetch.granules_.data() + first, count}) != piece.checksum) {
     fail(fetch, Error(Code::kCorrupt, {thread_.file(0).path().string(),
-                                       "weights of tile " + std::to_string(piece.tile) + " at offset " +
+                                       "weights of " + name_of_(piece.tile) + " at offset " +
                                            std::to_string(piece.extent.offset) + " do not match their checksum",
                                        0, "check the drive; the last intact step can be tried with --resume"}));
   }

@@ -11,10 +11,12 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "kernels/device.h"
@@ -60,8 +62,9 @@ class BlockFetch {
 class BlockFetcher : public IoHandler {
  public:
   // `chunks` is cut into pieces of chunk_bytes (a multiple of the granule); it must lie in registered host memory.
-  BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks,
-               std::uint64_t chunk_bytes);
+  // name_of: a tile's name, for error messages.
+  BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks, std::uint64_t chunk_bytes,
+               std::function<std::string(std::uint32_t tile)> name_of);
   ~BlockFetcher() override;
 
   void start(BlockFetch& fetch);
@@ -101,6 +104,7 @@ class BlockFetcher : public IoHandler {
   Device& device_;
   Stream& h2d_;
   std::uint64_t chunk_bytes_;
+  std::function<std::string(std::uint32_t tile)> name_of_;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   std::vector<BlockFetch*> active_;  // store's thread only, in order of start
   std::atomic<std::uint64_t> copied_bytes_ = 0;
@@ -108,6 +112,7 @@ class BlockFetcher : public IoHandler {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<BlockFetch*> started_;
+  std::uint32_t reads_out_ = 0;   // chunk reads whose handler has not returned
   std::uint32_t copies_out_ = 0;  // chunk copies whose callback has not run
 };
 

@@ -101,15 +101,21 @@ void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion) {
     entries_[entry].next = free_head_;
     free_head_ = entry;
     ++free_count_;
-    completing_ = done.handler;
+    in_handler_ = done.handler;
   }
   room_.notify_all();
+  // Also when the handler's own posts find the queue failed, and throw.
+  struct Returned {
+    StoreThread& thread;
+    ~Returned() {
+      {
+        std::lock_guard lock(thread.mutex_);
+        thread.in_handler_ = nullptr;
+      }
+      thread.woken_.notify_all();
+    }
+  } returned{*this};
   done.handler->on_io(done.request, completion);
-  {
-    std::lock_guard lock(mutex_);
-    completing_ = nullptr;
-  }
-  called_.notify_all();
 }
 
 // The queue is beyond use: whatever it holds will never be reported. What handlers post from now on waits in the
@@ -127,7 +133,6 @@ void StoreThread::fail_everything() {
   while (true) {
     {
       std::unique_lock lock(mutex_);
-      completing_ = nullptr;
       taken_.clear();
       taken_wakes_.clear();
       posted_.swap(taken_);
@@ -148,14 +153,14 @@ void StoreThread::deliver_wakes() {
     std::lock_guard lock(mutex_);
     taken_wakes_.clear();
   }
-  called_.notify_all();
+  woken_.notify_all();
 }
 
 void StoreThread::retire(IoHandler& handler) {
   std::unique_lock lock(mutex_);
   std::erase(wakes_, &handler);
-  called_.wait(
-      lock, [&] { return completing_ != &handler && std::ranges::find(taken_wakes_, &handler) == taken_wakes_.end(); });
+  woken_.wait(
+      lock, [&] { return in_handler_ != &handler && std::ranges::find(taken_wakes_, &handler) == taken_wakes_.end(); });
 }
 
 std::uint32_t StoreThread::take_entry(bool own_thread, std::unique_lock<std::mutex>& lock) {

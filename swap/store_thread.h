@@ -42,9 +42,9 @@ class StoreThread {
   // thread, where room for kOwnRequests requests is kept.
   void post(const IoRequest& request, IoHandler& handler);
   void wake(IoHandler& handler);
-  // Drops wakes of the handler that were not delivered and waits for a call of it that has not returned: on_io may have
-  // told its waiters that all is done and still be running. Not on the store's thread. The handler may be destroyed
-  // afterwards, if nothing it posted is under way.
+  // Drops wakes of the handler that were not delivered and waits for a wake or a completion that is being delivered: a
+  // handler may tell its owner that all is done before it returns. Not on the store's thread. The handler may be
+  // destroyed afterwards, if nothing it posted is under way.
   void retire(IoHandler& handler);
 
   IoStats stats() const;
@@ -76,12 +76,12 @@ class StoreThread {
   std::string description_;
 
   mutable std::mutex mutex_;
-  std::condition_variable room_, started_, called_;
+  std::condition_variable room_, started_, woken_;
   std::vector<Entry> entries_;
   std::uint32_t free_head_ = kNone, free_count_ = 0;
   std::vector<std::uint32_t> posted_, taken_;
   std::vector<IoHandler*> wakes_, taken_wakes_;
-  IoHandler* completing_ = nullptr;  // whose on_io runs
+  const IoHandler* in_handler_ = nullptr;  // a completion is being delivered to it
   IoStats stats_;
   bool ready_ = false, stop_ = false, dead_ = false;
   std::exception_ptr start_failure_;

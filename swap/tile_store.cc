@@ -77,9 +77,13 @@ Superblock read_superblock(const File& file) {
                      ", this one reads up to " + std::to_string(kFormatVersion) + ")",
                  0, "use that version, or start over with --fresh"});
   }
-  if (block.checksum != superblock_checksum(block) || block.total_bytes > file.size_bytes() ||
-      block.description_bytes > block.total_bytes) {
+  if (block.checksum != superblock_checksum(block) || block.description_bytes > block.total_bytes) {
     throw Error(Code::kCorrupt, {path, "the superblock is damaged", 0, "start over with --fresh"});
+  }
+  if (const std::uint64_t size = file.size_bytes(); size < block.total_bytes) {
+    throw Error(Code::kCorrupt,
+                {path, "cut short: it has " + std::to_string(size) + " bytes of " + std::to_string(block.total_bytes),
+                 0, "copy it again, or start over with --fresh"});
   }
   return block;
 }

@@ -31,6 +31,9 @@ class WeightPlaces {
   using Route = std::function<void(std::uint32_t block, std::byte* to, std::vector<FetchPiece>& pieces)>;
 
   WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPlacesOptions& options, Route route);
+  ~WeightPlaces() { settle(); }  // fetches under way name the places
+  WeightPlaces(const WeightPlaces&) = delete;
+  WeightPlaces& operator=(const WeightPlaces&) = delete;
 
   // The blocks that will be visited from now on, in order. Everything resident is stale.
   void begin_step(std::span<const std::uint32_t> visit_blocks);

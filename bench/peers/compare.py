@@ -77,7 +77,7 @@ def write_reference(folder, dtype, steps):
     about = {"made_by": "tools/compare_pytorch.sh --write", "init_model": " ".join(SHAPE), "data": TEXT.name,
              "seq": SEQ, "batch": BATCH, "lr": RATE, "dtype": dtype, "torch": torch.__version__,
              "transformers": transformers.__version__, "python": platform.python_version()}
-    lines = [about, *({key: step[key] for key in ("step", "loss", "grad_norm")} for step in steps)]
+    lines = [about, *({key: step[key] for key in ("step", "loss", "grad_norm", "torch_norm")} for step in steps)]
     (folder / f"gpt2_4x256_{dtype}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -98,6 +98,9 @@ def main():
         reference = with_torch(work / "model", dtype, work / f"torch-{dtype}")
         if arguments.write:
             write_reference(arguments.references, dtype, reference)
+        own = max(abs(step["torch_norm"] / step["grad_norm"] - 1) for step in reference)
+        print(json.dumps({"dtype": dtype, "value": "PyTorch's fp32 norm against the norm of its gradients",
+                          "largest_relative_difference": float(f"{own:.3g}")}))
         ours = with_spillway(spillway, work / "model", dtype, work, work / f"trained-{dtype}")
         good &= compare(dtype, reference, ours)
         losses = {side: loss_of(work / f"{side}-{dtype}", row=40) for side in ("torch", "trained")}

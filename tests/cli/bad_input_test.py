@@ -11,7 +11,10 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import BINARY, CliTest, Workplace, hinted_budget, mounted, sha256_of_model, spillway  # noqa: E402
+from runs import (BINARY, TEXT, CliTest, Run, Workplace, hinted_budget, mounted, sha256_of_model,  # noqa: E402
+                  spillway)
+
+STORE = "spillway.store"
 
 
 class Configuration(CliTest):
@@ -55,6 +58,22 @@ class Configuration(CliTest):
         key, value = hinted_budget(line)
         self.assertEqual("nvme_bytes", key)
         self.assert_done(self.place.finetune(self.place.config(spillway_section={"nvme_bytes": value}), self.model))
+
+
+class Arguments(CliTest):
+    def refused(self, *arguments, words):
+        run = spillway(*arguments)
+        self.assert_refused(run, *words)
+        self.assertEqual(1, len(run.err.splitlines()), run.err)
+
+    def test_WrongArgumentsAreNamedInOneLine(self):
+        self.refused(words=["subcommand"])
+        self.refused("finetune", words=["--config", "required"])
+        config = ["finetune", "--config", "c", "--model", "m", "--data", "d", "--steps"]
+        self.refused(*config, "3", "--resume", "--fresh", words=["--resume", "--fresh"])
+        self.refused(*config, "0", words=["--steps", "0"])
+        self.refused(*config, "many", words=["--steps", "many"])
+        self.refused("init-model", self.place.folder / "odd", "--width", "70", "--heads", "4", words=["--width"])
 
 
 class Inputs(CliTest):
@@ -192,6 +211,55 @@ class Stores(CliTest):
             self.place.nvme.chmod(0o500)
             refused = self.place.finetune(self.place.config(), self.model)
             self.assert_refused(refused, self.place.nvme, "Permission denied")
+
+    def test_DirectoryOfAnotherUserIsRefused(self):
+        if os.geteuid() != 0:
+            self.skipTest("root is needed to become another user")
+        with mounted(self, "tmpfs", 64 << 20) as folder:  # not every user reaches the build
+            binary, data = shutil.copy(BINARY, folder), shutil.copy(TEXT, folder)
+            model = shutil.copytree(self.model, folder / "model")
+            config = shutil.copy(self.place.config(nvme=folder), folder)
+            folder.chmod(0o755)
+            command = [binary, *Workplace.arguments(config, model, data=data)]
+            done = subprocess.run(command, user="nobody", capture_output=True, text=True, check=False, timeout=60)
+            line = self.assert_refused(Run(done.returncode, done.stdout, done.stderr), folder, "Permission denied")
+            self.assertIn("permissions", line)
+            self.assertFalse((folder / STORE).exists())
+
+    def test_SymbolicLinkInPlaceOfAStoreIsNotFollowed(self):
+        target = self.place.folder / "precious"
+        target.write_text("not a store\n")
+        (self.place.nvme / STORE).symlink_to(target)
+        for how in ({}, {"resume": True}, {"fresh": True}):
+            with self.subTest(**how):
+                refused = self.place.finetune(self.place.config(), self.model, **how)
+                self.assert_refused(refused, self.place.nvme / STORE)
+        self.assertEqual("not a store\n", target.read_text())
+
+    def test_StoreThatWasCutShortIsRefused(self):
+        self.start()
+        os.truncate(self.place.nvme / STORE, 1_000_000)
+        self.assert_refused(self.place.finetune(self.place.config(), self.model, resume=True, steps=5),
+                            self.place.nvme / STORE, "cut short", "1000000 bytes")
+
+    def test_ResumeWithAnotherRowLengthIsRefused(self):
+        self.start()
+        self.assert_refused(self.place.finetune(self.place.config(), self.model, resume=True, steps=5, seq=16), "--seq")
+        self.assert_resumes()
+
+    def test_StepsBelowTheStoresOwnChangeNothing(self):
+        self.start()
+        run = self.place.finetune(self.place.config(), self.model, resume=True, steps=2)
+        self.assert_done(run)
+        self.assertIn("step 3 is done already", run.out)
+        self.assert_resumes()
+
+    def test_OutThatCannotBeMadeIsRefusedBeforeTheFirstStep(self):
+        path = self.place.folder / "file"
+        path.write_text("in the way\n")
+        run = self.place.finetune(self.place.config(), self.model, out=path / "out", log=self.place.log)
+        self.assert_refused(run, path / "out", "Not a directory")
+        self.assertEqual([], self.place.stored_files())
 
     def test_PathThatIsAFileIsRefused(self):
         path = self.place.folder / "file"

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "spillway/units.h"
 #include "tests/kernels/allocation_count.h"
@@ -175,6 +176,22 @@ TEST_F(HostDevice, ManyStreamsAndThreadsAtOnce) {
     const float* sums = reinterpret_cast<const float*>(device->hbm().data() + t * 2 * kMiB + kMiB);
     EXPECT_TRUE(std::all_of(sums, sums + kMiB / 4, [&](float x) { return x == expected; })) << t;
   }
+}
+
+// Also what lets /proc/PID/smaps tell two arenas apart: the kernel merges neighbours that are alike.
+TEST_F(HostDevice, NothingBesideTheArenaCanBeTouched) {
+  const auto device = create_host_device({.hbm_bytes = 3 * kMiB}, *workers_);
+  const std::span<std::byte> hbm = device->hbm();
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  // The kernel reads for us, and says where it may not.
+  EXPECT_EQ(write(ends[1], hbm.data(), 1), 1);
+  EXPECT_EQ(write(ends[1], hbm.data() + hbm.size() - 1, 1), 1);
+  for (const std::byte* outside : {hbm.data() - 1, hbm.data() + hbm.size()}) {
+    EXPECT_EQ(write(ends[1], outside, 1), -1);
+    EXPECT_EQ(errno, EFAULT);
+  }
+  for (const int end : ends) close(end);
 }
 
 using HostDeviceDeathTest = HostDevice;

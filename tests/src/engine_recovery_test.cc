@@ -131,7 +131,8 @@ TEST_F(Recovery, AFlippedBitInWeightsIsFoundBeforeALeaseOpens) {
       for (std::uint32_t b = 0; b < 3; ++b) training.engine->acquire(b, Pass::kForward, training.engine->stream());
       const Error error = error_of([&] { training.engine->acquire(3, Pass::kForward, training.engine->stream()); });
       EXPECT_EQ(error.code(), Code::kCorrupt);
-      EXPECT_NE(error.parts().happened.find("offset " + std::to_string(weights.offset)), std::string::npos);
+      EXPECT_EQ(error.parts().happened, "weights of tile 0 of block h.3 (h.3.weight) at offset " +
+                                            std::to_string(weights.offset) + " do not match their checksum");
       expect_stopped(*training.engine);
     }
     flip_bit(at);

@@ -27,7 +27,9 @@ void count() {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 
-#include <sanitizer/allocator_interface.h>
+// g++ 12 has the function and not its header, sanitizer/allocator_interface.h.
+extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*on_malloc)(const volatile void*, std::size_t),
+                                                         void (*on_free)(const volatile void*));
 
 static void install() {
   static const int installed = __sanitizer_install_malloc_and_free_hooks(

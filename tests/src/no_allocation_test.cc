@@ -15,10 +15,13 @@ using testing::toy_config;
 constexpr std::uint32_t kMicroBatches = 2;
 
 // Allocations of the whole process in steps 3 to 6.
-std::uint64_t allocations(const Config& config, const ModelDescription& model) {
+std::uint64_t allocations(const Config& config, const ModelDescription& model, std::uint32_t unplanned = 0) {
   auto engine = Engine::create(config, model);
   engine->import_weights(testing::toy_weights());
   testing::ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
+  trainer.between = [&] {
+    for (std::uint32_t i = 0; i < unplanned; ++i) engine->acquire(i % 5, Pass::kForward, engine->stream());
+  };
   for (int s = 0; s < 2; ++s) trainer.run_step();
   testing::start_heap_watch();
   for (int s = 0; s < 4; ++s) trainer.run_step();
@@ -68,6 +71,14 @@ TEST(NoAllocation, WithEitherIoEngineAndAnyNumberOfThreads) {
       EXPECT_EQ(allocations(config, model), 0u) << threads << " threads";
     }
   }
+}
+
+// As an evaluation between two steps makes them.
+TEST(NoAllocation, WithManyVisitsOutOfPlan) {
+  testing::TempStore store;
+  EXPECT_EQ(allocations(toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path()),
+                        testing::toy_model(5, 3000, kMicroBatches), 9),
+            0u);
 }
 
 // The order of visits that step 1 recorded is planned anew for step 2, and never again.

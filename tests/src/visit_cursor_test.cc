@@ -11,7 +11,7 @@ const std::vector<Visit> kVisits = {
 bool operator==(const Visit& a, const Visit& b) { return a.block == b.block && a.pass == b.pass; }
 
 VisitCursor begun(std::vector<Visit> visits = kVisits) {
-  VisitCursor cursor(std::move(visits));
+  VisitCursor cursor(std::move(visits), true);
   cursor.begin_step();
   return cursor;
 }
@@ -57,6 +57,7 @@ TEST(VisitCursor, TheOrderReallyTakenCanBecomeThePlan) {
   const std::vector<Visit> taken = {{1, Pass::kForward}, {1, Pass::kForward}, {0, Pass::kBackward}};
   for (const Visit& visit : taken) cursor.advance(visit.block, visit.pass);
   cursor.adopt_recorded();
+  EXPECT_FALSE(cursor.recording());
   cursor.begin_step();
   ASSERT_EQ(cursor.visits().size(), taken.size());
   const std::uint64_t before = cursor.unplanned();
@@ -65,6 +66,17 @@ TEST(VisitCursor, TheOrderReallyTakenCanBecomeThePlan) {
     EXPECT_EQ(cursor.advance(taken[v].block, taken[v].pass), v);
   }
   EXPECT_EQ(cursor.unplanned(), before);
+}
+
+TEST(VisitCursor, AnOrderThatWasGivenIsNotRecorded) {
+  VisitCursor cursor(kVisits, false);
+  cursor.begin_step();
+  const VisitCursor::Position before = cursor.position();
+  cursor.advance(0, Pass::kForward);
+  cursor.take_back(before);
+  EXPECT_EQ(cursor.advance(0, Pass::kForward), 0u);
+  EXPECT_FALSE(cursor.recording());
+  EXPECT_TRUE(begun().recording());
 }
 
 TEST(VisitCursor, AStepThatIsStartedAgainRecordsOnlyItsLastTry) {

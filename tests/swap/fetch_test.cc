@@ -23,7 +23,8 @@ class Fetch : public ::testing::Test {
     thread = thread_for(*store, host);
     write_tiles(*store, three_tiles(), *thread, host, 5, true);
     store->commit(0, {}, *thread, host.memory());
-    fetcher = std::make_unique<BlockFetcher>(*thread, *device, *h2d, host.memory().first(2 * kChunkBytes), kChunkBytes);
+    fetcher = std::make_unique<BlockFetcher>(*thread, *device, *h2d, host.memory().first(2 * kChunkBytes), kChunkBytes,
+                                             [](std::uint32_t tile) { return "tile number " + std::to_string(tile); });
   }
   void TearDown() override {
     h2d->synchronize();
@@ -122,7 +123,7 @@ TEST_F(Fetch, AFlippedBitOnTheDriveNeverOpensALease) {
     FAIL() << "damaged weights were handed out";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Code::kCorrupt);
-    EXPECT_NE(std::string(error.what()).find("tile 0 at offset"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("tile number 0 at offset"), std::string::npos) << error.what();
   }
 }
 

@@ -113,7 +113,8 @@ TEST_F(QueueFailure, AFetchFails) {
   const auto h2d = device->create_stream("h2d");
   {
     constexpr std::uint64_t kChunk = kGranuleBytes;
-    BlockFetcher fetcher(*thread, *device, *h2d, arena.memory().first(kChunk), kChunk);
+    BlockFetcher fetcher(*thread, *device, *h2d, arena.memory().first(kChunk), kChunk,
+                         [](std::uint32_t tile) { return std::to_string(tile); });
     BlockFetch fetches[] = {{*device, 2, 8}, {*device, 2, 8}, {*device, 2, 8}};
     const auto start = [&](BlockFetch& fetch) {
       const TileStore::Slot slot = store->readable(0);

@@ -1,7 +1,6 @@
 #include "swap/store_thread.h"
 
 #include <atomic>
-#include <chrono>
 #include <thread>
 
 #include "tests/swap/store_fixture.h"
@@ -82,22 +81,31 @@ TEST(StoreThread, AWakeIsDeliveredAndARetiredHandlerIsLeftAlone) {
   }
 }
 
-struct SlowCompleter : IoHandler {
+// A handler that says that all is done while it still runs. Its owner may then retire and destroy it.
+struct EarlyHandler : IoHandler {
   void on_io(const IoRequest&, const IoCompletion&) override {
-    entered = true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    left = true;
+    done->store(true);
+    for (int i = 0; i < 1000; ++i) ++after;
+    if (after == 1000) finished->store(true);
   }
-  std::atomic<bool> entered = false, left = false;
+  std::atomic<bool>* done = nullptr;
+  std::atomic<bool>* finished = nullptr;
+  std::atomic<int> after = 0;
 };
 
-TEST(StoreThread, RetireWaitsForACompletionThatIsBeingHandled) {
+TEST(StoreThread, RetireWaitsForACompletionThatIsBeingDelivered) {
   OpenStore open;
-  SlowCompleter completer;
-  open.thread->post({.op = IoOp::kRead, .offset = 0, .buffer = open.arena.memory().data(), .bytes = 4096}, completer);
-  while (!completer.entered) std::this_thread::yield();
-  open.thread->retire(completer);
-  EXPECT_TRUE(completer.left);
+  for (int round = 0; round < 200; ++round) {
+    std::atomic<bool> done = false, finished = false;
+    auto handler = std::make_unique<EarlyHandler>();
+    handler->done = &done;
+    handler->finished = &finished;
+    open.thread->post({.op = IoOp::kRead, .offset = 0, .buffer = open.arena.memory().data(), .bytes = 4096}, *handler);
+    while (!done) std::this_thread::yield();
+    open.thread->retire(*handler);
+    ASSERT_TRUE(finished) << "round " << round;
+    handler.reset();
+  }
 }
 
 }  // namespace

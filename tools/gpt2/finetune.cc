@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -90,6 +91,19 @@ std::unique_ptr<Engine> create_engine(const FinetuneOptions& options, const Conf
   }
 }
 
+// Before the first step: the trained model of a long run must not be the first thing that finds no place.
+void prepare_out(const std::filesystem::path& out) {
+  if (out.empty()) return;
+  std::error_code error;
+  std::filesystem::create_directories(out, error);
+  if (!error && ::access(out.c_str(), W_OK | X_OK) != 0) error = {errno, std::generic_category()};
+  if (!error) return;
+  throw Error(Code::kIo, {.object = out.string(),
+                          .happened = "cannot take the trained model",
+                          .errno_value = error.value(),
+                          .hint = "name a directory in --out that this user may write to"});
+}
+
 std::ofstream open_log(const std::filesystem::path& path) {
   std::ofstream log;
   if (path.empty()) return log;
@@ -118,6 +132,7 @@ class Run {
                                             .threads = most_threads(config_)});
     description_ = trainer_->description();
     log_ = open_log(options_.log);
+    prepare_out(options_.out);
     engine_ = create_engine(options_, config_, description_);
     rows_.resize(rows_per_step() * (std::size_t{options_.sequence} + 1));
   }

@@ -57,11 +57,12 @@ CLI::App* add_init_model(CLI::App& program, InitOptions& options) {
 }
 
 CLI::App* add_finetune(CLI::App& program, FinetuneOptions& options) {
+  const auto steps = CLI::Range(std::uint64_t{1}, std::uint64_t{1} << 40);
   auto* command = program.add_subcommand("finetune", "Train a GPT-2 through HBM, host memory and NVMe");
   command->add_option("--config", options.config, "ds_config.json")->required();
   command->add_option("--model", options.model, "Directory with config.json and model.safetensors")->required();
   command->add_option("--data", options.data, "FILE.bin: 16-bit tokens; any other file: bytes")->required();
-  command->add_option("--steps", options.steps, "Number of the last step")->required()->check(CLI::PositiveNumber);
+  command->add_option("--steps", options.steps, "Number of the last step")->required()->check(steps);
   command->add_option("--seq", options.sequence, "Tokens of a row")
       ->check(CLI::Range(1u, 1u << 24))
       ->capture_default_str();
@@ -114,6 +115,15 @@ int run_export(const ExportCommand& options) {
   return 0;
 }
 
+// CLI11's message in the form of every other error here.
+int wrong_arguments(const CLI::ParseError& error) {
+  std::string what = error.what();
+  std::replace(what.begin(), what.end(), '\n', ' ');
+  const char* object = what.starts_with("--") && what.find(": ") != std::string::npos ? "" : "command line: ";
+  fmt::print(stderr, "spillway: {}{}; --help after the subcommand lists what it takes\n", object, what);
+  return 1;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -131,7 +141,8 @@ int main(int argc, char** argv) {
     if (finetune_command->parsed()) return finetune(finetune_options);
     return run_export(export_options);
   } catch (const CLI::ParseError& error) {
-    return std::min(1, program.exit(error));  // --help is a ParseError of code 0
+    if (error.get_exit_code() == 0) return program.exit(error);  // --help
+    return wrong_arguments(error);
   } catch (const std::exception& error) {
     fmt::print(stderr, "spillway: {}\n", error.what());
     return 1;

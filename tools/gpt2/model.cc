@@ -123,10 +123,11 @@ ModelConfig parse_model_config(std::string_view text, const std::string& name) {
   rapidjson::Document document;
   document.Parse<rapidjson::kParseIterativeFlag>(text.data(), text.size());  // nesting costs heap, not stack
   if (document.HasParseError()) {
+    std::string what = rapidjson::GetParseError_En(document.GetParseError());
+    while (what.ends_with('.')) what.pop_back();  // it goes into a sentence of ours
     throw Error(Code::kInvalidArgument,
                 {.object = name,
-                 .happened = fmt::format("not valid JSON at byte {}: {}", document.GetErrorOffset(),
-                                         rapidjson::GetParseError_En(document.GetParseError())),
+                 .happened = fmt::format("not valid JSON at byte {}: {}", document.GetErrorOffset(), what),
                  .errno_value = 0,
                  .hint = "repair the file"});
   }

@@ -1,0 +1,86 @@
+"""A run that is stopped, gently or not, goes on with `--resume` and ends with the bits of a run that never stopped."""
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from report import main  # noqa: E402
+from runs import BINARY, CRASH, CliTest, Workplace, sha256_of_model  # noqa: E402
+
+STEPS = 12
+
+
+class Stop(CliTest):
+    def setUp(self):
+        super().setUp()
+        self.model = self.place.init_model()
+        self.config = self.place.config()
+        whole = Workplace(self.place.folder / "whole")
+        self.assert_done(whole.finetune(whole.config(), self.model, steps=STEPS, out=whole.folder / "out"))
+        self.wanted = sha256_of_model(whole.folder / "out")
+
+    def logged(self):
+        return len(self.place.log.read_text().splitlines()) if self.place.log.exists() else 0
+
+    def start(self, steps, **how):
+        command = [BINARY, *Workplace.arguments(self.config, self.model, steps=steps, log=self.place.log, **how)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def wait_for_lines(self, run, lines):
+        deadline = time.monotonic() + 60
+        while self.logged() < lines:
+            self.assertIsNone(run.poll(), "the run ended before it was stopped")
+            self.assertLess(time.monotonic(), deadline, f"no {lines} steps within a minute")
+            time.sleep(0.002)
+
+    def assert_ends_with_the_same_bits(self):
+        out = self.place.folder / "out"
+        self.assert_done(self.place.finetune(self.config, self.model, steps=STEPS, out=out, resume=True))
+        self.assertEqual(self.wanted, sha256_of_model(out))
+
+    def test_CtrlCEndsAfterTheStepAndResumeGivesTheSameBits(self):
+        # Far more steps than the run will get to: it ends because of the signal or not at all.
+        with self.start(steps=1_000_000) as run:
+            self.wait_for_lines(run, 1)
+            run.send_signal(signal.SIGINT)
+            out, err = run.communicate(timeout=60)
+        self.assertEqual(130, run.returncode, err)
+        self.assertIsNone(CRASH.search(out + err), err)
+        done = self.place.steps()[-1]["step"]
+        self.assertIn(f"stopped after step {done};", out)
+        if done >= STEPS:
+            self.skipTest(f"this machine did {done} steps before the signal arrived")
+        resumed = self.place.folder / "resumed.jsonl"
+        self.assert_done(self.place.finetune(self.config, self.model, steps=done + 1, resume=True, log=resumed))
+        self.assertEqual([done + 1], [step["step"] for step in self.place.steps(resumed)])
+        self.assert_ends_with_the_same_bits()
+
+    def test_KilledAtAnyMomentResumesAtTheLastCommitWithTheSameBits(self):
+        seed = int(os.environ.get("SPILLWAY_SEED", random.randrange(1 << 32)))
+        print(f"SPILLWAY_SEED={seed}", flush=True)
+        moments = random.Random(seed)
+        how = {}
+        for _ in range(5):
+            before = self.place.steps()[-1]["step"] if self.logged() else 0
+            if before >= STEPS - 2:
+                break
+            lines = self.logged()
+            with self.start(steps=STEPS - 1, **how) as run:
+                self.wait_for_lines(run, lines + 1)
+                time.sleep(moments.uniform(0, 0.02))  # anywhere in the step, its writes and its commit
+                run.kill()
+                run.communicate(timeout=60)
+            self.assertIn(run.returncode, (-signal.SIGKILL, 0))
+            first = self.place.steps()[lines]["step"]
+            # The step that was being committed may be lost, and none before it; none is left out.
+            self.assertIn(first, (before, before + 1))
+            how = {"resume": True}
+        self.assert_ends_with_the_same_bits()
+
+
+if __name__ == "__main__":
+    main()
