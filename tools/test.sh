@@ -43,12 +43,12 @@ run "" build-test
 echo "== address and undefined sanitizers"
 export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
-configure build-asan -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 -Db_sanitize=address,undefined || true
+configure build-asan -Dbuildtype=debugoptimized -Doptimization=g "-Dcpp_args=-g1 -fno-sanitize=null" -Db_sanitize=address,undefined || true
 run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
 
 echo "== thread sanitizer"
 export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:suppressions=$PWD/tests/tsan.supp"
-configure build-tsan -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 -Db_sanitize=thread || true
+configure build-tsan -Dbuildtype=debugoptimized -Doptimization=g -Dcpp_args=-g1 -Db_sanitize=thread || true
 run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
 
 echo
