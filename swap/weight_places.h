@@ -32,6 +32,8 @@ class WeightPlaces {
 
   WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPlacesOptions& options, Route route);
 
+  ~WeightPlaces() { settle(); }  // its fetches must not outlive their places
+
   // The blocks that will be visited from now on, in order. Everything resident is stale.
   void begin_step(std::span<const std::uint32_t> visit_blocks);
 
