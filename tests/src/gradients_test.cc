@@ -60,7 +60,7 @@ struct Collector {
 
   void push(std::uint32_t b, std::uint32_t p, std::span<const float> values, DType dtype = DType::kFloat32) {
     std::byte* data = device->hbm().data() + plan.hbm.workspace.offset;
-    const float* from = values.data();  // outlives the stream's work: synchronized below
+    const float* from = values.data();
     const std::size_t n = values.size();
     compute->launch([=](HostWorkers&) {
       for (std::size_t i = 0; i < n; ++i) {
@@ -69,6 +69,7 @@ struct Collector {
         if (dtype == DType::kBFloat16) std::memcpy(data + i * 2, &bits, 2);
       }
     });
+    compute->synchronize();  // `values` may go with the exception of a refused push
     collector->push({.block = b, .parameter = p, .data = data, .dtype = dtype}, *compute);
     compute->launch([=](HostWorkers&) { std::memset(data, 0x5a, kMost * 4); });  // the caller may overwrite it now
     compute->synchronize();
