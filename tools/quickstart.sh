@@ -19,14 +19,14 @@ cd "$work"
 
 # In lower case and without indentation, so that a run of minutes learns words and not typography.
 cat /usr/share/common-licenses/* | tr 'A-Z' 'a-z' | tr -s ' \n' >text
-steps=160
+steps=200
 
 config() {  # file, device of weights and states, directory on the drive, section "spillway"
   path=""
   if [ "$2" = nvme ]; then path=", \"nvme_path\": \"$3\""; fi
   cat >"$1" <<JSON
 {
-  "train_micro_batch_size_per_gpu": 4,
+  "train_micro_batch_size_per_gpu": 8,
   "gradient_accumulation_steps": 1,
   "gradient_clipping": 1.0,
   "bf16": {"enabled": true},
@@ -46,9 +46,9 @@ JSON
 }
 
 echo "== the main job: 30 M parameters, 12 bytes each, through 64 MiB of HBM and 128 MiB of host memory"
-"$spillway" init-model model --layers 6 --width 640 --heads 10 --vocab 256 --context 128
+"$spillway" init-model model --layers 6 --width 640 --heads 10 --vocab 256 --context 64
 config ds_config.json nvme "$work/nvme" '"hbm_bytes": "64MiB", "host_bytes": "128MiB", "tile_elements": 1048576'
-"$spillway" finetune --config ds_config.json --model model --data text --seq 128 --steps $steps --out trained \
+"$spillway" finetune --config ds_config.json --model model --data text --seq 64 --steps $steps --out trained \
   --log steps.jsonl
 python3 - <<'PYTHON'
 import json
@@ -61,11 +61,11 @@ if last >= 2.6:
 PYTHON
 
 echo "== the same bits: everything in HBM, then everything on NVMe"
-"$spillway" init-model small --layers 4 --width 128 --heads 4 --vocab 256 --context 128 >/dev/null
+"$spillway" init-model small --layers 4 --width 128 --heads 4 --vocab 256 --context 64 >/dev/null
 config hbm.json none "" '"tile_elements": 65536'
 config nvme.json nvme "$work/nvme-small" '"tile_elements": 65536, "host_bytes": "16MiB"'
 for layout in hbm nvme; do
-  "$spillway" finetune --config $layout.json --model small --data text --seq 128 --steps 6 --out $layout >$layout.log 2>&1 \
+  "$spillway" finetune --config $layout.json --model small --data text --seq 64 --steps 6 --out $layout >$layout.log 2>&1 \
     || { cat $layout.log; exit 1; }
   sed -n 's/^weights and states at home: /  /p' $layout.log
   hash=$(sha256sum <$layout/model.safetensors | cut -d' ' -f1)
