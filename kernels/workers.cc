@@ -5,8 +5,8 @@
 #include <atomic>
 #include <mutex>
 
-#include "kernels/process_limits.h"
 #include "kernels/float_environment.h"
+#include "kernels/process_limits.h"
 #include "kernels/tbb_arena.h"
 #include "spillway/error.h"
 #include "spillway/log.h"

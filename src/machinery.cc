@@ -107,6 +107,10 @@ Machinery::~Machinery() {
 }
 
 void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions options) {
+  if (!plan.has_store && options.on_existing == OnExisting::kResume) {
+    throw Error(Code::kNotFound, {"nvme_path", "is not configured, so there is no store to resume", 0,
+                                  "name the path of the run that is to go on"});
+  }
   if (!plan.has_store) return;
   const std::filesystem::path& directory = config.nvme_paths.front();
   if (options.on_existing == OnExisting::kResume) {
@@ -123,10 +127,11 @@ void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions
                 {directory.string(), "cannot be created", failure.value(), "check nvme_path and its permissions"});
   }
   const bool replace = options.on_existing == OnExisting::kReplace;
-  if (replace || !TileStore::exists(directory))
+  if (replace || !TileStore::exists(directory)) {
     check_disk(directory, plan.store_bytes, TileStore::file_bytes(directory));
-  log(LogLevel::kInfo, fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", directory.string(),
-                                   div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
+    log(LogLevel::kInfo, fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", directory.string(),
+                                     div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
+  }
   store = TileStore::create(directory, store_shape(plan), replace);
 }
 

@@ -65,7 +65,8 @@ echo "== the same bits: everything in HBM, then everything on NVMe"
 config hbm.json none "" '"tile_elements": 65536'
 config nvme.json nvme "$work/nvme-small" '"tile_elements": 65536, "host_bytes": "16MiB"'
 for layout in hbm nvme; do
-  "$spillway" finetune --config $layout.json --model small --data text --seq 64 --steps 6 --out $layout >$layout.log 2>&1 \
+  "$spillway" finetune --config $layout.json --model small --data text --seq 64 --steps 6 --out $layout \
+    >$layout.log 2>&1 \
     || { cat $layout.log; exit 1; }
   sed -n 's/^weights and states at home: /  /p' $layout.log
   hash=$(sha256sum <$layout/model.safetensors | cut -d' ' -f1)

@@ -8,8 +8,8 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/process_limits.h"
 #include "kernels/float_environment.h"
+#include "kernels/process_limits.h"
 #include "spillway/log.h"
 
 namespace spillway {

@@ -182,11 +182,14 @@ TEST_F(SafetensorsReaderTest, HostileHeadersAreRefusedByTensor) {
       {R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8, "outside"},
       {R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}})", 16, "starts at 8, after"},
       {R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[0,18446744073709551615]}})", 8, "outside"},
-      {R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})",
+      {R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+       R"("b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})",
        12, "tensor \"b\": its data starts at 4, before"},
-      {R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}})",
+      {R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+       R"("b":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}})",
        16, "tensor \"b\": its data starts at 12, after"},
-      {R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}})",
+      {R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+       R"("a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}})",
        16, "tensor \"a\": it occurs twice"},
       {R"({"__metadata__":{"k":1}})", 0, "not an object of tensors"},
       {R"({"__metadata__":{"k":{}}})", 0, "not an object of tensors"},
