@@ -41,7 +41,9 @@ configure build-test -Dbuildtype=release || true
 run "" build-test
 
 echo "== address and undefined sanitizers"
-export ASAN_OPTIONS=abort_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1
+# Not detect_stack_use_after_return: its frames are not aligned for 64-byte vectors (GCC PR 110027, g++ 12), so AVX-512
+# code that keeps one on the stack faults.
+export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 configure build-asan -Dbuildtype=debugoptimized -Doptimization=g "-Dcpp_args=-g1 -fno-sanitize=null" -Db_sanitize=address,undefined || true
 run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
