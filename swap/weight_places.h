@@ -34,7 +34,6 @@ class WeightPlaces {
   WeightPlaces(const WeightPlaces&) = delete;
   WeightPlaces& operator=(const WeightPlaces&) = delete;
 
-
   // The blocks that will be visited from now on, in order. Everything resident is stale.
   void begin_step(std::span<const std::uint32_t> visit_blocks);
 
