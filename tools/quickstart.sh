@@ -19,7 +19,7 @@ cd "$work"
 
 # In lower case and without indentation, so that a run of minutes learns words and not typography.
 cat /usr/share/common-licenses/* | tr 'A-Z' 'a-z' | tr -s ' \n' >text
-steps=200
+steps=160
 
 config() {  # file, device of weights and states, directory on the drive, section "spillway"
   path=""

@@ -1,11 +1,16 @@
 """What the documents promise: README's embedding example is the file that the tests compile and run, relative links
 lead somewhere, and documents stay short.
 
+README's configuration is given to the `spillway` binary that SPILLWAY_BINARY names, if it names one.
 `documents_test.py --write` copies the example into README.md.
 """
+import json
+import os
 import pathlib
 import re
+import subprocess
 import sys
+import tempfile
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -29,9 +34,32 @@ class Documents(unittest.TestCase):
         self.assertTrue(EXAMPLE.exists(), f"{EXAMPLE} is missing")
         self.assertEqual(EXAMPLE.read_text(), shown.group(0), "run tests/house/documents_test.py --write")
 
+    def test_ReadmeShowsAConfigurationThatIsAccepted(self):
+        binary = os.environ.get("SPILLWAY_BINARY")
+        if not binary:
+            self.skipTest("SPILLWAY_BINARY names no program to ask")
+        shown = re.search(r"(?<=\n```json\n).*?(?=^```$)", README.read_text(), re.DOTALL | re.MULTILINE)
+        self.assertIsNotNone(shown, "README.md has no ```json block")
+        values = json.loads(shown.group(0))
+        with tempfile.TemporaryDirectory() as folder:
+            config = pathlib.Path(folder, "ds_config.json")
+
+            def refusal():
+                config.write_text(json.dumps(values))
+                # The configuration is read first, so an accepted one leads to the model that is not there.
+                done = subprocess.run([binary, "finetune", "--config", config, "--model", f"{folder}/none", "--data",
+                                       f"{folder}/none.bin", "--steps", "1"], capture_output=True, text=True, check=False)
+                self.assertEqual(1, done.returncode, done.stderr)
+                return done.stderr
+
+            self.assertIn(f"{folder}/none", refusal())
+            self.assertNotIn("ds_config.json", refusal())
+            values["no_such_key"] = 1
+            self.assertIn("ds_config.json", refusal())
+
     def test_LinksLeadSomewhere(self):
         for document in self.documents:
-            prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+            prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
             for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose):
                 if not re.match(r"[a-z]+:", target):
                     with self.subTest(document=document.name, target=target):
