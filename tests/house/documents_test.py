@@ -48,7 +48,8 @@ class Documents(unittest.TestCase):
                 config.write_text(json.dumps(values))
                 # The configuration is read first, so an accepted one leads to the model that is not there.
                 done = subprocess.run([binary, "finetune", "--config", config, "--model", f"{folder}/none", "--data",
-                                       f"{folder}/none.bin", "--steps", "1"], capture_output=True, text=True, check=False)
+                                       f"{folder}/none.bin", "--steps", "1"],
+                                      capture_output=True, text=True, check=False)
                 self.assertEqual(1, done.returncode, done.stderr)
                 return done.stderr
 
