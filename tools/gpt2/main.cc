@@ -30,7 +30,9 @@ struct ExportCommand {
 
 void add_dtype(CLI::App* command, DType& type) {
   static const std::map<std::string, DType> kTypes = {{"fp32", DType::kFloat32}, {"bf16", DType::kBFloat16}};
-  command->add_option("--dtype", type, "fp32 or bf16")->transform(CLI::CheckedTransformer(kTypes))->default_str("fp32");
+  command->add_option("--dtype", type, "fp32 or bf16")
+      ->transform(CLI::CheckedTransformer(kTypes).description(""))  // its own would print the enum's values
+      ->default_str("fp32");
 }
 
 CLI::App* add_init_model(CLI::App& program, InitOptions& options) {
