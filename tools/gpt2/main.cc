@@ -3,7 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <map>
+#include <string>
 
 #include "spillway/error.h"
 #include "spillway/export.h"
@@ -29,9 +29,9 @@ struct ExportCommand {
 };
 
 void add_dtype(CLI::App* command, DType& type) {
-  static const std::map<std::string, DType> kTypes = {{"fp32", DType::kFloat32}, {"bf16", DType::kBFloat16}};
-  command->add_option("--dtype", type, "fp32 or bf16")
-      ->transform(CLI::CheckedTransformer(kTypes).description(""))  // its own would print the enum's values
+  const auto set = [&type](const std::string& name) { type = name == "bf16" ? DType::kBFloat16 : DType::kFloat32; };
+  command->add_option_function<std::string>("--dtype", set, "Type of the weights")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
       ->default_str("fp32");
 }
 
