@@ -1,4 +1,4 @@
-#include "aio/file.h"
+#include "spillway/io_file.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -47,10 +47,10 @@ bool aligned(std::uint64_t offset, const void* address, std::size_t bytes, std::
 }
 
 // Moves all of `bytes` by repeating transfer(address, bytes, offset), a pread or pwrite; `stopped_with` is the errno
-// value for one that moves nothing.
+// value for one that moves nothing. The file may end once `least` bytes are moved.
 template <class Byte, class Transfer>
 void transfer_all(const File& file, const char* verb, int stopped_with, std::uint64_t offset, std::span<Byte> bytes,
-                  Transfer transfer) {
+                  std::size_t least, Transfer transfer) {
   SPILLWAY_CHECK(aligned(offset, bytes.data(), bytes.size(), file.alignment()),
                  "offset, address and length of a direct transfer must be multiples of File::alignment()");
   while (!bytes.empty()) {
@@ -59,6 +59,7 @@ void transfer_all(const File& file, const char* verb, int stopped_with, std::uin
     // Direct I/O goes on from an aligned place: a transfer that stopped inside a sector is repeated from its start.
     // Less than a sector moved means that the file ends there.
     const std::size_t done = moved < 0 ? 0 : static_cast<std::size_t>(moved) / file.alignment() * file.alignment();
+    if (done == 0 && moved >= 0 && static_cast<std::size_t>(moved) >= least) return;
     if (done == 0) {
       const int error = moved < 0 ? errno : stopped_with;
       throw Error(Code::kIo, {file.path().string(),
@@ -68,6 +69,7 @@ void transfer_all(const File& file, const char* verb, int stopped_with, std::uin
     }
     bytes = bytes.subspan(done);
     offset += done;
+    least -= std::min(least, done);
   }
 }
 
@@ -75,8 +77,8 @@ void transfer_all(const File& file, const char* verb, int stopped_with, std::uin
 
 File File::open(const std::filesystem::path& path, FileOptions options) {
   SPILLWAY_CHECK(options.writable || !options.create, "a file is created to be written");
-  const int flags = O_NOFOLLOW | O_CLOEXEC | O_NOCTTY | (options.writable ? O_RDWR : O_RDONLY) |
-                    (options.create ? O_CREAT | O_EXCL : 0);
+  const int flags = (options.follow_links ? 0 : O_NOFOLLOW) | O_CLOEXEC | O_NOCTTY |
+                    (options.writable ? O_RDWR : O_RDONLY) | (options.create ? O_CREAT | O_EXCL : 0);
   File file;
   do {
     file.fd_ = ::open(path.c_str(), flags, 0600);
@@ -150,16 +152,18 @@ void File::lock(double patience_seconds) {
   }
 }
 
-void File::read_at(std::uint64_t offset, std::span<std::byte> out) const {
-  transfer_all(*this, "read", ENODATA, offset, out, [this](std::byte* to, std::size_t bytes, std::uint64_t at) {
+void File::read_at(std::uint64_t offset, std::span<std::byte> out, std::uint64_t least_bytes) const {
+  const std::size_t least = std::min<std::uint64_t>(least_bytes, out.size());
+  transfer_all(*this, "read", ENODATA, offset, out, least, [this](std::byte* to, std::size_t bytes, std::uint64_t at) {
     return ::pread(fd_, to, bytes, static_cast<off_t>(at));
   });
 }
 
 void File::write_at(std::uint64_t offset, std::span<const std::byte> bytes) {
-  transfer_all(*this, "write", EIO, offset, bytes, [this](const std::byte* from, std::size_t count, std::uint64_t at) {
-    return ::pwrite(fd_, from, count, static_cast<off_t>(at));
-  });
+  transfer_all(*this, "write", EIO, offset, bytes, bytes.size() + 1,
+               [this](const std::byte* from, std::size_t count, std::uint64_t at) {
+                 return ::pwrite(fd_, from, count, static_cast<off_t>(at));
+               });
 }
 
 void File::sync() {

@@ -17,8 +17,8 @@
 #include <new>
 #include <optional>
 
-#include "aio/file.h"
 #include "spillway/error.h"
+#include "spillway/io_file.h"
 #include "spillway/log.h"
 #include "spillway/units.h"
 

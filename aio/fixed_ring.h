@@ -22,7 +22,7 @@ class FixedRing {
     items_[(head_ + size_) % items_.size()] = item;
     ++size_;
   }
-  const T& front() const {
+  T& front() {
     SPILLWAY_CHECK(size_ > 0, "ring underflow");
     return items_[head_];
   }

@@ -1,6 +1,6 @@
 // How pieces reach the kernel: the seam below the queue. An engine starts system calls and hands back their raw
-// results; it knows nothing of requests, retries or priorities. io_uring and threads implement it, tests wrap it with
-// faults.
+// results; it knows nothing of requests, retries or priorities. io_uring, libaio and threads implement it, tests wrap
+// it with faults.
 //
 // One thread, the one that created the engine, calls everything but wake(). An engine is destroyed when nothing is in
 // flight. Errors of a transfer are results (-errno); an engine that cannot go on throws spillway::Error.
@@ -12,7 +12,8 @@
 #include <span>
 #include <string>
 
-#include "aio/queue.h"
+#include "spillway/io_queue.h"
+#include "spillway/units.h"
 
 namespace spillway {
 
@@ -37,7 +38,8 @@ struct Reaped {
 };
 
 struct IoEngineOptions {
-  std::uint32_t depth = 0;  // pieces in flight, at most
+  std::uint32_t depth = 0;           // pieces in flight, at most
+  std::uint64_t block_bytes = kMiB;  // largest piece
   std::span<File* const> files = {};
   std::span<const std::span<std::byte>> regions = {};
 };
@@ -56,11 +58,15 @@ class IoEngine {
   virtual std::string describe() const = 0;
 };
 
-// Throws kUnsupported with the reason when this kernel, limit or sandbox does not allow io_uring.
+// Each throws kUnsupported with the reason when this kernel, limit, sandbox or file does not allow it.
 std::unique_ptr<IoEngine> make_uring_engine(const IoEngineOptions& options);
+std::unique_ptr<IoEngine> make_libaio_engine(const IoEngineOptions& options);
 std::unique_ptr<IoEngine> make_threads_engine(const IoEngineOptions& options);
 
-// The queue over a given engine, which takes at most options.depth pieces. `files` as in IoQueue::create.
+// Pieces in flight of a whole queue, which is what its engine must take.
+std::uint32_t total_depth(const IoQueueOptions& options, std::size_t files);
+
+// The queue over a given engine, which takes at most total_depth() pieces. `files` as in IoQueue::create.
 std::unique_ptr<IoQueue> make_queue(const IoQueueOptions& options, std::span<File* const> files,
                                     std::unique_ptr<IoEngine> engine);
 

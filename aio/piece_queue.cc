@@ -1,11 +1,12 @@
 // The queue proper: requests become pieces, pieces go through an engine until all of their bytes are moved.
 //
-//             ┌ urgent ┐                     ┌────────── again: resumed, retried, not taken ◄─┐
-//   submit ──►│        ├─ cut at block_bytes ┴─► engine ──► finish ────────────────────────────┴─► ready ──► wait
-//             └ normal ┘                        (≤ depth pieces hold a slot)
+//               ┌ urgent ┐                     ┌────────── again: resumed, retried, not taken ◄─┐
+//   submit ──► ┌►│        ├─ cut at block_bytes ┴─► engine ──► finish ────────────────────────────┴─► ready ──► wait
+//              │ └ normal ┘                        (≤ depth pieces of a file hold a slot)
+//              └ one line per file: a striped request stands in several, so a slow drive does not hold up the others
 //
-// A piece keeps its slot from the cut until its last byte is moved or it has failed; a request is ready when all of it
-// has been cut and none of its pieces holds a slot. All memory is taken in the constructor.
+// A piece keeps its slot from the cut until its last byte is moved or it has failed; a request is ready when it stands
+// in no line and none of its pieces holds a slot. All memory is taken in the constructor.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <cerrno>
 #include <chrono>
 #include <limits>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -45,16 +47,18 @@ class PieceQueue final : public IoQueue {
         files_(files.begin(), files.end()),
         engine_(std::move(engine)),
         requests_(options.max_requests),
-        pieces_(options.depth),
-        results_(options.depth),
-        waiting_{FixedRing<std::uint32_t>(options.max_requests), FixedRing<std::uint32_t>(options.max_requests)},
+        pieces_(total_depth(options, files.size())),
+        results_(pieces_.size()),
         ready_(options.max_requests),
-        again_(options.depth) {
+        again_(pieces_.size()) {
+    if (options.stripes) stripes_ = *options.stripes;
+    lines_.reserve(files.size());
+    for (std::size_t i = 0; i < files.size(); ++i) lines_.emplace_back(options.max_requests);
     free_requests_.reserve(options.max_requests);
     for (std::uint32_t i = options.max_requests; i-- > 0;) free_requests_.push_back(i);
-    free_pieces_.reserve(options.depth);
-    for (std::uint32_t i = options.depth; i-- > 0;) free_pieces_.push_back(i);
-    batch_.reserve(options.depth);
+    free_pieces_.reserve(pieces_.size());
+    for (auto i = static_cast<std::uint32_t>(pieces_.size()); i-- > 0;) free_pieces_.push_back(i);
+    batch_.reserve(pieces_.size());
   }
 
   // What has not started never will; what is in flight writes into the caller's memory, so it is waited for.
@@ -78,7 +82,10 @@ class PieceQueue final : public IoQueue {
     const std::uint32_t index = free_requests_.back();
     free_requests_.pop_back();
     requests_[index] = {.io = request, .result = {.tag = request.tag}};
-    waiting_[static_cast<std::size_t>(request.priority)].push(index);
+    if (request.file != kStripedSpace) return stand_in_line(index, request.file);
+    for (std::uint32_t file = 0; file < files_.size(); ++file) {
+      if (request.op == IoOp::kSync || run_on(request, file, request.offset)) stand_in_line(index, file);
+    }
   }
 
   std::span<IoCompletion> wait(std::span<IoCompletion> out, double timeout_seconds) override {
@@ -126,8 +133,20 @@ class PieceQueue final : public IoQueue {
   struct Request {
     IoRequest io;
     IoCompletion result;
-    std::uint64_t cut_bytes = 0;    // handed out as pieces
+    std::uint32_t lines = 0;        // lines that it stands in
     std::uint32_t pieces_open = 0;  // pieces that hold a slot
+  };
+
+  // What of a request is not cut yet, of its part on one file.
+  struct Cursor {
+    std::uint32_t request = kNone;
+    std::uint64_t at = 0;  // in the file, or in the striped space
+  };
+
+  struct Line {
+    explicit Line(std::size_t capacity) : waiting{FixedRing<Cursor>(capacity), FixedRing<Cursor>(capacity)} {}
+    std::array<FixedRing<Cursor>, 2> waiting;  // by priority
+    std::uint32_t slots = 0;                   // pieces of this file that hold one
   };
 
   struct Piece {
@@ -145,16 +164,40 @@ class PieceQueue final : public IoQueue {
   }
 
   void check_request(const IoRequest& request) const {
-    SPILLWAY_CHECK(request.file < files_.size(), "no such file in this queue");
+    const bool striped = request.file == kStripedSpace;
+    SPILLWAY_CHECK(striped ? stripes_.has_value() : request.file < files_.size(), "no such file in this queue");
+    SPILLWAY_CHECK(!striped || request.op == IoOp::kSync || request.offset >= stripes_->header_bytes(),
+                   "the striped space starts behind the files' headers");
     if (request.op == IoOp::kSync) {
       SPILLWAY_CHECK(request.bytes == 0 && request.buffer == nullptr, "a sync moves no bytes");
       return;
     }
     SPILLWAY_CHECK(request.bytes > 0 && request.buffer != nullptr, "a transfer needs bytes and a buffer");
     SPILLWAY_CHECK(request.offset <= std::numeric_limits<std::int64_t>::max() - request.bytes, "offset out of range");
+    SPILLWAY_CHECK(
+        request.least_bytes == 0 || (request.op == IoOp::kRead && !striped && request.least_bytes <= request.bytes),
+        "least_bytes is a part of a read of one file");
+    std::uint32_t unit = striped ? 1 : files_[request.file]->alignment();
+    for (std::size_t i = 0; striped && i < files_.size(); ++i) unit = std::max(unit, files_[i]->alignment());
     const auto address = reinterpret_cast<std::uintptr_t>(request.buffer);
-    SPILLWAY_CHECK((request.offset | request.bytes | address) % files_[request.file]->alignment() == 0,
+    SPILLWAY_CHECK((request.offset | request.bytes | address) % unit == 0,
                    "offset, address and length must be multiples of File::alignment()");
+  }
+
+  void stand_in_line(std::uint32_t index, std::uint32_t file) {
+    Request& request = requests_[index];
+    ++request.lines;
+    lines_[file].waiting[static_cast<std::size_t>(request.io.priority)].push({index, request.io.offset});
+  }
+
+  // The next contiguous run of a transfer on `file`, at or behind `at`; nothing when the request ends before it.
+  std::optional<StripeMap::Place> run_on(const IoRequest& io, std::uint32_t file, std::uint64_t at) const {
+    const std::uint64_t end = io.offset + io.bytes;
+    StripeMap::Place run{at, at, end - at};
+    if (io.file == kStripedSpace) run = stripes_->next_on(file, at);
+    if (run.space_offset >= end) return std::nullopt;
+    run.bytes = std::min(run.bytes, end - run.space_offset);
+    return run;
   }
 
   // Offers the engine every piece that may start: those to be tried again, then new ones, urgent before normal.
@@ -169,10 +212,16 @@ class PieceQueue final : public IoQueue {
         put_back(slot);
       }
     }
-    while (!free_pieces_.empty()) {
-      auto& waiting = waiting_[0].empty() ? waiting_[1] : waiting_[0];
-      if (waiting.empty()) break;
-      if (cut_piece(waiting.front(), now)) waiting.pop();
+    for (std::uint32_t file = 0; file < lines_.size(); ++file) {
+      Line& line = lines_[file];
+      while (line.slots < options_.depth) {
+        auto& waiting = line.waiting[0].empty() ? line.waiting[1] : line.waiting[0];
+        if (waiting.empty()) break;
+        if (!cut_piece(waiting.front(), file, now)) continue;
+        const std::uint32_t index = waiting.pop().request;
+        --requests_[index].lines;
+        complete_if_done(index);
+      }
     }
     if (batch_.empty()) return;
 
@@ -183,34 +232,35 @@ class PieceQueue final : public IoQueue {
     for (std::size_t i = taken; i < batch_.size(); ++i) put_back(batch_[i].slot);
   }
 
-  // Appends the request's next piece to the batch. True when nothing of it is left to cut.
-  bool cut_piece(std::uint32_t index, Clock::time_point now) {
-    Request& request = requests_[index];
-    IoRequest& io = request.io;
-    if (io.op == IoOp::kSync && files_[io.file]->sync_error() != 0)
-      request.result.error = files_[io.file]->sync_error();
-    if (request.result.error != 0) {  // the rest of a failed request is not started
-      request.cut_bytes = io.bytes;
-      complete_if_done(index);
-      return true;
+  // Appends the next piece of a request's part on `file` to the batch. True when nothing of it is left to cut.
+  bool cut_piece(Cursor& cursor, std::uint32_t file, Clock::time_point now) {
+    Request& request = requests_[cursor.request];
+    const IoRequest& io = request.io;
+    if (io.op == IoOp::kSync && files_[file]->sync_error() != 0) {
+      note_failure(request, files_[file]->sync_error(), {.file = file});
     }
+    if (request.result.error != 0) return true;  // the rest of a failed request is not started
+    StripeMap::Place run{};
+    if (io.op != IoOp::kSync) run = *run_on(io, file, cursor.at);
+    run.bytes = std::min(run.bytes, options_.block_bytes);
+
     const std::uint32_t slot = free_pieces_.back();
     free_pieces_.pop_back();
-    const std::uint64_t bytes = std::min(options_.block_bytes, io.bytes - request.cut_bytes);
+    ++lines_[file].slots;
+    ++request.pieces_open;
     pieces_[slot] = {.io = {.op = io.op,
-                            .file = io.file,
+                            .file = file,
                             .slot = slot,
-                            .offset = io.offset + request.cut_bytes,
-                            .buffer = io.buffer + request.cut_bytes,
-                            .bytes = bytes},
-                     .request = index,
+                            .offset = run.file_offset,
+                            .buffer = io.op == IoOp::kSync ? nullptr : io.buffer + (run.space_offset - io.offset),
+                            .bytes = run.bytes},
+                     .request = cursor.request,
                      .due = now,
                      .progressed = now,
                      .reported = now};
     batch_.push_back(pieces_[slot].io);
-    request.cut_bytes += bytes;
-    ++request.pieces_open;
-    return request.cut_bytes == io.bytes;
+    cursor.at = run.space_offset + run.bytes;
+    return io.op == IoOp::kSync || !run_on(io, file, cursor.at);
   }
 
   void finish(const IoResult& result, Clock::time_point now) {
@@ -230,14 +280,21 @@ class PieceQueue final : public IoQueue {
     const std::uint64_t done =
         moved == piece.io.bytes ? moved : align_down<std::uint64_t>(moved, files_[piece.io.file]->alignment());
     (piece.io.op == IoOp::kRead ? stats_.read_bytes : stats_.write_bytes) += done;
-    if (done == 0) return piece.io.op == IoOp::kRead ? fail(piece, ENODATA) : try_again(piece, EIO, now);
     if (done == piece.io.bytes) return close(piece);
+    if (done == 0 && piece.io.op == IoOp::kWrite) return try_again(piece, EIO, now);
+    if (done == 0) return may_end_at(piece, piece.io.offset + moved) ? close(piece) : fail(piece, ENODATA);
     piece.io.offset += done;
     piece.io.buffer += done;
     piece.io.bytes -= done;
     piece.tries = 0;
     piece.progressed = now;
     resume(piece, now);
+  }
+
+  // Whether the file may end at `offset`, inside this piece or before it.
+  bool may_end_at(const Piece& piece, std::uint64_t offset) const {
+    const IoRequest& io = requests_[piece.request].io;
+    return io.least_bytes != 0 && offset >= io.offset + io.least_bytes;
   }
 
   // No errno is harmless here, EINTR included: the kernel tells a lost page once, and an interrupted sync may have used
@@ -268,36 +325,40 @@ class PieceQueue final : public IoQueue {
   }
 
   void fail(Piece& piece, int error) {
-    IoCompletion& result = requests_[piece.request].result;
-    if (result.error == 0) {  // the first failure of a request is the one reported
-      result.error = error;
-      result.error_offset = piece.io.offset;
-      result.error_bytes = piece.io.bytes;
-    }
+    note_failure(requests_[piece.request], error, piece.io);
     close(piece);
+  }
+
+  static void note_failure(Request& request, int error, const IoPiece& piece) {
+    IoCompletion& result = request.result;
+    if (result.error != 0) return;  // the first failure of a request is the one reported
+    result.error = error;
+    result.error_file = piece.file;
+    result.error_offset = piece.offset;
+    result.error_bytes = piece.bytes;
   }
 
   void close(Piece& piece) {
     const std::uint32_t index = std::exchange(piece.request, kNone);
     free_pieces_.push_back(piece.io.slot);
+    --lines_[piece.io.file].slots;
     --requests_[index].pieces_open;
     complete_if_done(index);
   }
 
-  // A request that is not cut to its end is still in a waiting ring; start() meets it there.
+  // A request that is not cut to its end still stands in a line; start() meets it there.
   void complete_if_done(std::uint32_t index) {
     const Request& request = requests_[index];
-    if (request.pieces_open == 0 && request.cut_bytes == request.io.bytes) ready_.push(index);
+    if (request.pieces_open == 0 && request.lines == 0) ready_.push(index);
   }
 
   // How long the engine may wait: until the deadline, the next piece due, or the next look for stalled pieces.
   double patience(Clock::time_point now, Clock::time_point deadline) const {
     if (!ready_.empty()) return 0;
     Clock::time_point until = deadline;
-    if (again_.size() > 0 && next_due_ > now) until = std::min(until, next_due_);
-    // Pieces that are due and still here were not taken. A completion makes room for them; with none to come, time
-    // must.
-    if (again_.size() > 0 && next_due_ <= now && in_engine_ == 0) until = std::min(until, now + kFirstPause);
+    // Pieces that are due and still here were not taken, or fell due just now: a moment, whatever else is in flight. To
+    // wait for a completion instead would let a slow file hold up the others.
+    if (!again_.empty()) until = std::min(until, std::max(next_due_, now + kFirstPause));
     if (free_pieces_.size() < pieces_.size()) until = std::min(until, now + stall_look_interval());
     return until == Clock::time_point::max() ? -1 : std::max(0.0, seconds_between(now, until));
   }
@@ -326,6 +387,7 @@ class PieceQueue final : public IoQueue {
 
   const IoQueueOptions options_;
   const std::vector<File*> files_;
+  std::optional<StripeMap> stripes_;
   const std::unique_ptr<IoEngine> engine_;
   const std::thread::id owner_ = std::this_thread::get_id();
 
@@ -334,7 +396,7 @@ class PieceQueue final : public IoQueue {
   std::vector<IoResult> results_;
   std::vector<IoPiece> batch_;
   std::vector<std::uint32_t> free_requests_, free_pieces_;
-  std::array<FixedRing<std::uint32_t>, 2> waiting_;        // requests not cut to their end, by priority
+  std::vector<Line> lines_;                                // by file
   FixedRing<std::uint32_t> ready_;                         // requests done and not yet returned
   FixedRing<std::uint32_t> again_;                         // slots of pieces to be offered to the engine again
   Clock::time_point next_due_ = Clock::time_point::max();  // the earliest `due` in again_

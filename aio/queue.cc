@@ -1,6 +1,8 @@
-#include "aio/queue.h"
+#include "spillway/io_queue.h"
 
 #include <fmt/format.h>
+
+#include <algorithm>
 
 #include "aio/io_engine.h"
 #include "spillway/error.h"
@@ -13,21 +15,37 @@ namespace {
 // Far below what a ring can hold (32768) and far above what any drive needs.
 constexpr std::uint32_t kLargestDepth = 4096;
 
+// The ladder, best first. The price is what a rung costs on top of the first one, in CPU time per byte moved
+// (bench/results/aio-engines.jsonl).
+struct Rung {
+  IoEngineKind kind;
+  const char* name;
+  std::unique_ptr<IoEngine> (*make)(const IoEngineOptions&);
+  const char* price;
+};
+constexpr Rung kLadder[] = {
+    {IoEngineKind::kIoUring, "io_uring", make_uring_engine, ""},
+    {IoEngineKind::kLibaio, "libaio", make_libaio_engine, "about 50 % more CPU"},
+    {IoEngineKind::kThreads, "threads", make_threads_engine, "about 450 % more CPU"},
+};
+
 std::unique_ptr<IoEngine> make_engine(IoEngineKind kind, const IoEngineOptions& options) {
-  switch (kind) {
-    case IoEngineKind::kIoUring: return make_uring_engine(options);
-    case IoEngineKind::kThreads: return make_threads_engine(options);
-    case IoEngineKind::kAuto: break;
+  for (const Rung& rung : kLadder) {
+    if (rung.kind == kind) return rung.make(options);
   }
-  // The ladder: the next rung only when the one above is not to be had, said once.
-  try {
-    return make_uring_engine(options);
-  } catch (const Error& refusal) {
-    if (refusal.code() != Code::kUnsupported) throw;
-    log(LogLevel::kWarning,
-        fmt::format("{}: {}; using threads, which cost more CPU", refusal.parts().object, refusal.parts().happened));
+  // The next rung only when the one above is not to be had, said once with its reason and price.
+  std::string lost;
+  for (const Rung& rung : kLadder) {
+    try {
+      auto engine = rung.make(options);
+      if (!lost.empty()) log(LogLevel::kWarning, fmt::format("{}; using {}, {}", lost, rung.name, rung.price));
+      return engine;
+    } catch (const Error& refusal) {
+      if (refusal.code() != Code::kUnsupported || rung.kind == IoEngineKind::kThreads) throw;
+      lost += fmt::format("{}{}: {}", lost.empty() ? "" : "; ", refusal.parts().object, refusal.parts().happened);
+    }
   }
-  return make_threads_engine(options);
+  return nullptr;  // not reached: the last rung returns or throws
 }
 
 }  // namespace
@@ -35,10 +53,12 @@ std::unique_ptr<IoEngine> make_engine(IoEngineKind kind, const IoEngineOptions& 
 void check_options(const IoQueueOptions& options, std::span<File* const> files) {
   SPILLWAY_CHECK(options.max_requests > 0, "a queue holds at least one request");
   SPILLWAY_CHECK(options.stall_report_seconds > 0, "a stall takes time");
-  if (options.depth == 0 || options.depth > kLargestDepth) {
-    throw Error(Code::kInvalidArgument, {"aio.queue_depth", fmt::format("is {}", options.depth), 0,
-                                         fmt::format("choose 1 to {}", kLargestDepth)});
+  if (options.depth == 0 || total_depth(options, files.size()) > kLargestDepth) {
+    throw Error(Code::kInvalidArgument,
+                {"aio.queue_depth", fmt::format("is {} for each of {} files", options.depth, files.size()), 0,
+                 fmt::format("choose 1 to {}", kLargestDepth / std::max<std::size_t>(1, files.size()))});
   }
+  SPILLWAY_CHECK(options.stripes == nullptr || options.stripes->files() == files.size(), "a share for every file");
   std::uint64_t unit = 1;
   for (const File* file : files) unit = std::max<std::uint64_t>(unit, file->alignment());
   if (options.block_bytes == 0 || options.block_bytes > kGiB || options.block_bytes % unit != 0) {
@@ -51,7 +71,23 @@ std::unique_ptr<IoQueue> IoQueue::create(const IoQueueOptions& options, std::spa
                                          std::span<const std::span<std::byte>> regions) {
   check_options(options, files);
   return make_queue(options, files,
-                    make_engine(options.engine, {.depth = options.depth, .files = files, .regions = regions}));
+                    make_engine(options.engine, {.depth = total_depth(options, files.size()),
+                                                 .block_bytes = options.block_bytes,
+                                                 .files = files,
+                                                 .regions = regions}));
+}
+
+std::uint32_t total_depth(const IoQueueOptions& options, std::size_t files) {
+  const std::uint64_t total = std::uint64_t{options.depth} * std::max<std::size_t>(1, files);
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(total, UINT32_MAX));
+}
+
+AlignedRange aligned_range(const File& file, std::uint64_t offset, std::uint64_t bytes) {
+  const std::uint64_t unit = file.alignment(), begin = align_down(offset, unit);
+  return {.offset = begin,
+          .bytes = align_up(offset + bytes, unit) - begin,
+          .skip = offset - begin,
+          .least_bytes = offset + bytes - begin};
 }
 
 std::string describe_transfer(IoOp op, const IoCompletion& completion) {

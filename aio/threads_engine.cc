@@ -23,7 +23,7 @@ namespace spillway {
 namespace {
 
 // Each thread holds one transfer in the kernel. At 1 MiB pieces sixteen keep a fast drive busy; more only switch.
-constexpr std::uint32_t kMostThreads = 16;
+constexpr std::size_t kThreadsPerFile = 16;
 
 std::int64_t perform(int fd, const IoPiece& piece) noexcept {
   std::int64_t moved = 0;
@@ -39,12 +39,13 @@ class ThreadsEngine final : public IoEngine {
  public:
   explicit ThreadsEngine(const IoEngineOptions& options) : depth_(options.depth), work_(depth_), results_(depth_) {
     for (const File* file : options.files) fds_.push_back(file->fd());
+    const std::size_t most = std::min<std::size_t>(depth_, kThreadsPerFile * std::max<std::size_t>(1, fds_.size()));
     // Signals are the host program's business: these threads block them all.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      for (std::uint32_t i = 0; i < std::min(depth_, kMostThreads); ++i) threads_.emplace_back([this] { run(); });
+      for (std::size_t i = 0; i < most; ++i) threads_.emplace_back([this] { run(); });
     } catch (const std::system_error& failure) {
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
       const int error = failure.code().value();
@@ -53,7 +54,7 @@ class ThreadsEngine final : public IoEngine {
                     {"I/O threads", "cannot be started", error, "raise the process limit (ulimit -u)"});
       }
       log(LogLevel::kWarning, fmt::format("I/O threads: only {} of {} could be started ({}); fast drives will idle",
-                                          threads_.size(), std::min(depth_, kMostThreads), failure.code().message()));
+                                          threads_.size(), most, failure.code().message()));
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }

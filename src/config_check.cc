@@ -94,6 +94,41 @@ void settle_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt
   }
 }
 
+// One path from the offload sections, or several from the section "spillway", the first of which is that one.
+void settle_nvme_paths(ConfigDraft& draft, const KeyPlaces& places, const std::string& one_path,
+                       const ReportAt& report) {
+  Config& config = draft.config;
+  constexpr std::string_view kPaths = "spillway.nvme_paths", kRates = "spillway.nvme_rates";
+  if (!one_path.empty()) config.nvme_paths = {one_path};
+  if (draft.nvme_paths) {
+    const std::vector<std::string>& paths = *draft.nvme_paths;
+    std::vector<std::string> sorted = paths;
+    std::sort(sorted.begin(), sorted.end());
+    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+    if (paths.empty() || paths.size() > 16 || sorted.front().empty()) {
+      report(kPaths,
+             paths.empty()       ? "no path is named"
+             : paths.size() > 16 ? "more than 16 paths"
+                                 : "a path is empty",
+             "name a directory on every drive");
+    } else if (twice != sorted.end()) {
+      report(kPaths, fmt::format("\"{}\" is named twice", *twice), "name a directory on every drive, once");
+    } else if (!one_path.empty() && paths.front() != one_path) {
+      report(kPaths, fmt::format("\"{}\" is first, and nvme_path is \"{}\"", paths.front(), one_path),
+             "put nvme_path first, or leave it out");
+    }
+    config.nvme_paths.assign(paths.begin(), paths.end());
+  } else if (places.contains(kPaths)) {
+    return;  // wrong, and reported
+  }
+  if (!draft.nvme_rates) return;
+  if (draft.nvme_rates->size() != std::max<std::size_t>(1, config.nvme_paths.size())) {
+    report(kRates, fmt::format("{} rates for {} paths", draft.nvme_rates->size(), config.nvme_paths.size()),
+           "one for every path, in the same order");
+  }
+  config.nvme_rates = *draft.nvme_rates;
+}
+
 void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   Config& config = draft.config;
   const auto device_of = [](std::string_view section) { return std::string(section) + ".device"; };
@@ -114,7 +149,9 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
                             (places.contains(parameters_key) && !draft.parameters_path);
   if (wrong_before) return;
   const std::string states_path = draft.states_path.value_or(""), parameters_path = draft.parameters_path.value_or("");
-  const std::string& path = states_path.empty() ? parameters_path : states_path;
+  const std::string& one_path = states_path.empty() ? parameters_path : states_path;
+  settle_nvme_paths(draft, places, one_path, report);
+  const std::string path = config.nvme_paths.empty() ? "" : config.nvme_paths.front().string();
   const std::string_view user = config.states == Placement::kNvme ? kOffloadOptimizer : kOffloadParam;
   const bool uses_nvme = config.states == Placement::kNvme || config.parameters == Placement::kNvme;
   if (uses_nvme && path.empty()) {
@@ -125,7 +162,6 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
            fmt::format("\"{}\" differs from offload_optimizer.nvme_path, \"{}\"", parameters_path, path),
            "name one path in both, or in one of them");
   }
-  if (!path.empty()) config.nvme_paths = {path};
 }
 
 }  // namespace

@@ -174,6 +174,15 @@ constexpr ConfigKey kKeys[] = {
      [](D& d, const V& v) { d.config.host_bytes = v.integer; }},
     {"spillway.nvme_bytes", kBytes, "", "budget on the drive; what the store needs when missing",
      [](D& d, const V& v) { d.config.nvme_bytes = v.integer; }},
+    {"spillway.nvme_paths", kTexts, "", "directories, one per drive, that a store is striped over; nvme_path first",
+     [](D& d, const V& v) { d.nvme_paths = v.texts; }},
+    {.path = "spillway.nvme_rates",
+     .kind = kNumbers,
+     .standard = "",
+     .doc = "GB/s of each path, reads and writes mixed, as the sweep measures them; probed when missing",
+     .set = [](D& d, const V& v) { d.nvme_rates = v.numbers; },
+     .least = 0.001,
+     .most = 1e6},
     {.path = "spillway.tile_elements",
      .kind = kInteger,
      .standard = "4194304",
@@ -190,8 +199,8 @@ constexpr ConfigKey kKeys[] = {
      .kind = kChoice,
      .standard = "\"auto\"",
      .doc = "how requests reach the kernel",
-     .set = [](D& d, const V& v) { d.config.io_engine = static_cast<IoEngineChoice>(v.integer); },
-     .allowed = "auto|io_uring|threads"},
+     .set = [](D& d, const V& v) { d.config.io_engine = static_cast<IoEngineKind>(v.integer); },
+     .allowed = "auto|io_uring|libaio|threads"},
 };
 
 }  // namespace

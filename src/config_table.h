@@ -23,6 +23,8 @@ enum class KeyKind : std::uint8_t {
   kText,
   kChoice,    // one of the words in `allowed`
   kPair,      // an array of two numbers
+  kNumbers,   // an array of numbers, each in the row's range
+  kTexts,     // an array of strings
   kAnything,  // known, not looked into
 };
 
@@ -33,6 +35,8 @@ struct KeyValue {
   double number = 0;          // kNumber; kPair: the first one
   double second = 0;
   std::string text;  // kText
+  std::vector<double> numbers;
+  std::vector<std::string> texts;
 };
 
 // What the rows fill: the configuration, and what several keys decide together (see config_check.h).
@@ -44,6 +48,8 @@ struct ConfigDraft {
   bool fp16 = false;
   bool cpu_offload = false, cpu_offload_param = false;  // DeepSpeed's older words
   std::optional<std::string> states_path, parameters_path;
+  std::optional<std::vector<std::string>> nvme_paths;
+  std::optional<std::vector<double>> nvme_rates;
   std::optional<double> warmup_max_lr;
   std::optional<std::uint64_t> total_steps;
 };

@@ -114,6 +114,32 @@ std::optional<ValueProblem> read_pair(const ConfigKey& key, const JsonValue& val
   return check_range(key, out.second);
 }
 
+std::optional<ValueProblem> read_text_value(const JsonValue& value, std::string& out) {
+  if (value.kind != JsonValue::Kind::kString) return wrong_type("a string", value);
+  // A path with a zero byte would be cut there by the kernel.
+  if (value.text.find('\0') != std::string::npos) return ValueProblem{"the string holds a zero byte", "take it out"};
+  out = value.text;
+  return std::nullopt;
+}
+
+std::optional<ValueProblem> read_numbers(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
+  if (value.kind != JsonValue::Kind::kArray) return wrong_type("an array of numbers", value);
+  for (const JsonValue& item : value.items) {
+    if (item.kind != JsonValue::Kind::kNumber) return wrong_type("an array of numbers", item);
+    if (auto problem = check_range(key, item.number)) return problem;
+    out.numbers.push_back(item.number);
+  }
+  return std::nullopt;
+}
+
+std::optional<ValueProblem> read_texts(const JsonValue& value, KeyValue& out) {
+  if (value.kind != JsonValue::Kind::kArray) return wrong_type("an array of strings", value);
+  for (const JsonValue& item : value.items) {
+    if (auto problem = read_text_value(item, out.texts.emplace_back())) return problem;
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 std::vector<std::string_view> choices_of(std::string_view allowed) {
@@ -145,17 +171,13 @@ std::optional<ValueProblem> read_value(const ConfigKey& key, const JsonValue& va
       if (value.kind != JsonValue::Kind::kNumber) return wrong_type("a number", value);
       out.number = value.number;
       return check_range(key, value.number);
-    case KeyKind::kText:
-      if (value.kind != JsonValue::Kind::kString) return wrong_type("a string", value);
-      // A path with a zero byte would be cut there by the kernel.
-      if (value.text.find('\0') != std::string::npos)
-        return ValueProblem{"the string holds a zero byte", "take it out"};
-      out.text = value.text;
-      return std::nullopt;
+    case KeyKind::kText: return read_text_value(value, out.text);
     case KeyKind::kInteger: return read_integer(key, value, out);
     case KeyKind::kBytes: return read_bytes(key, value, out);
     case KeyKind::kChoice: return read_choice(key, value, out);
     case KeyKind::kPair: return read_pair(key, value, out);
+    case KeyKind::kNumbers: return read_numbers(key, value, out);
+    case KeyKind::kTexts: return read_texts(value, out);
     case KeyKind::kAnything: return std::nullopt;
   }
   return std::nullopt;

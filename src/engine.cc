@@ -435,12 +435,14 @@ std::vector<std::string> StepEngine::describe() const {
         plan_.hbm.places.size() == 1 ? " (fetch and compute take turns: more hbm_bytes would overlap them)" : ""));
   }
   if (machinery_.store) {
+    const std::span<const File> files = machinery_.store->files().files();
     facts.push_back("io: " + machinery_.thread->description() +
-                    (machinery_.store->file().direct()
+                    (std::ranges::all_of(files, &File::direct)
                          ? ", direct"
                          : ", through the page cache: the file system grants no direct I/O"));
-    facts.push_back(fmt::format("store: {}, {} MiB, {}", machinery_.store->file().path().string(),
-                                plan_.store_bytes / kMiB,
+    std::string names;
+    for (const File& file : files) names += (names.empty() ? "" : ", ") + file.path().string();
+    facts.push_back(fmt::format("store: {}, {} MiB, {}", names, plan_.store_bytes / kMiB,
                                 commit_every_ == 0        ? std::string("one slot a tile, no resume (commit_every 0)")
                                 : choose_commit_interval_ ? std::string("commit_every chosen after step 2")
                                                           : fmt::format("commit_every {}", commit_every_)));

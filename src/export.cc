@@ -88,7 +88,7 @@ class TileReader {
   TileReader(const TileReader&) = delete;
   TileReader& operator=(const TileReader&) = delete;
 
-  TileMemory read(const TileStore& store, const File& file, std::uint32_t tile) {
+  TileMemory read(const TileStore& store, std::uint32_t tile) {
     const TileStore::Slot slot = store.readable(tile);
     TileMemory memory;
     std::uint64_t at = 0;
@@ -96,16 +96,17 @@ class TileReader {
       const std::uint64_t bytes = slot.extent[part].bytes;
       if (bytes == 0) continue;
       memory.part[part] = memory_ + at;
-      file.read_at(slot.extent[part].offset, {memory_ + at, bytes});
+      store.files().read_at(slot.extent[part].offset, {memory_ + at, bytes});
       granules_.clear();
       for (std::uint64_t g = 0; g < bytes; g += kGranuleBytes) {
         granules_.push_back(granule_checksum({memory_ + at + g, std::min(kGranuleBytes, bytes - g)}));
       }
       if (extent_checksum(granules_) != slot.checksum[part]) {
-        throw Error(Code::kCorrupt, {file.path().string(),
+        const StoreFiles::Place place = store.files().place_of(slot.extent[part].offset);
+        throw Error(Code::kCorrupt, {place.file->path().string(),
                                      std::string(part == index_of(Part::kWeights) ? "weights" : "states") + " of " +
-                                         tile_name(plan_, model_, tile) + " at offset " +
-                                         std::to_string(slot.extent[part].offset) + " do not match their checksum",
+                                         tile_name(plan_, model_, tile) + " at offset " + std::to_string(place.offset) +
+                                         " do not match their checksum",
                                      0, "check the drive"});
       }
       at += bytes;
@@ -129,22 +130,21 @@ void export_model(Engine& engine, const ModelDescription& model, const std::file
   writer.finish();
 }
 
-ExportedStore export_store(const std::filesystem::path& store_directory, const std::filesystem::path& directory,
+ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
                            ExportOptions options) {
-  const StoredModel stored =
-      parse_store_description(TileStore::read_description(store_directory), store_directory.string());
+  const StoredModel stored = parse_store_description(TileStore::read_description(paths), paths.front().string());
   Config config;
   config.weights = stored.weights;
   config.tile_elements = stored.tile_elements;
   config.states = config.parameters = Placement::kNvme;
-  config.nvme_paths = {store_directory};
+  config.nvme_paths = paths;
   const Plan plan = make_plan(config, stored.model);
-  const auto store = TileStore::open(store_directory, store_shape(plan));
+  const auto store = TileStore::open(paths, store_shape(plan));
   ModelWriter writer(stored.model, directory, options);
   const WeightSink sink = writer.sink();
   TileReader reader(plan, stored.model);
   for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
-    read_tile(plan, t, reader.read(*store, store->file(), t), options.type == DType::kFloat32, sink);
+    read_tile(plan, t, reader.read(*store, t), options.type == DType::kFloat32, sink);
   }
   writer.finish();
   return {.step = store->committed().step, .weights = stored.weights};

@@ -47,8 +47,16 @@ double nvme_rate(StoreThread& thread, const TileStore& store, std::span<std::byt
       for (std::uint64_t at = 0; at < half; at += kRequestBytes) {
         const std::uint64_t bytes = std::min(kRequestBytes, half - at);
         const std::uint64_t base = store.layout().scratch_offset;
-        batch.add({.op = IoOp::kRead, .offset = base + at, .buffer = host.data() + at, .bytes = bytes});
-        batch.add({.op = IoOp::kWrite, .offset = base + half + at, .buffer = host.data() + half + at, .bytes = bytes});
+        batch.add({.op = IoOp::kRead,
+                   .file = kStripedSpace,
+                   .offset = base + at,
+                   .buffer = host.data() + at,
+                   .bytes = bytes});
+        batch.add({.op = IoOp::kWrite,
+                   .file = kStripedSpace,
+                   .offset = base + half + at,
+                   .buffer = host.data() + half + at,
+                   .bytes = bytes});
       }
       batch.wait();
     });

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
+#include <numeric>
 
+#include "aio/rate_probe.h"
 #include "kernels/process_limits.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
@@ -37,24 +39,65 @@ void check_memory(const Plan& plan) {
                ENOMEM, "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme"});
 }
 
-// `reclaimed`: bytes of an old store that goes when the new one is made.
-void check_disk(const std::filesystem::path& directory, std::uint64_t need, std::uint64_t reclaimed) {
-  const std::uint64_t have = free_disk_bytes(directory) + reclaimed;
-  if (need <= have) return;
-  throw Error(
-      Code::kDoesNotFit,
-      {directory.string(), fmt::format("the store takes {} MiB, {} MiB are free", div_up(need, kMiB), have / kMiB),
-       ENOSPC,
-       "free some space, name another nvme_path, or set spillway.commit_every to 0 (half the disk, no resume)"});
+// Shares of a new store's space by each path's rate, as far as its drive has room; an old store there makes room.
+std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOptions& io, std::uint64_t space_bytes) {
+  constexpr std::uint32_t kRowUnits = 64;  // shares to within 1.6 %
+  const auto& paths = config.nvme_paths;
+  std::vector<std::uint64_t> room;
+  std::uint64_t have = 0;
+  for (const auto& path : paths) {
+    room.push_back(free_disk_bytes(path) + TileStore::file_bytes(path));
+    have += room.back();
+    // The header, and the unit by which a row that is cut short exceeds the shares.
+    if (paths.size() > 1) room.back() -= std::min(room.back(), 2 * kMiB);
+  }
+  std::vector<double> rates = config.nvme_rates;
+  const bool measured = rates.empty() && paths.size() > 1;
+  for (std::size_t i = rates.size(); i < paths.size(); ++i)
+    rates.push_back(measured ? probe_rate(paths[i], io) / 1e9 : 1);
+  const std::vector<std::uint32_t> shares = stripe_shares(rates, room, space_bytes, kRowUnits);
+  if (shares.empty()) {
+    throw Error(
+        Code::kDoesNotFit,
+        {paths.size() == 1 ? paths[0].string() : "spillway.nvme_paths",
+         fmt::format("the store takes {} MiB, {} MiB are free", div_up(space_bytes, kMiB), have / kMiB), ENOSPC,
+         "free some space, name another nvme_path, or set spillway.commit_every to 0 (half the disk, no resume)"});
+  }
+  for (std::size_t i = 0; paths.size() > 1 && i < paths.size(); ++i) {
+    if (shares[i] == 0) {
+      throw Error(Code::kDoesNotFit, {paths[i].string(),
+                                      fmt::format("is too slow ({:.2f} GB/s) or too full ({} MiB free) for a share",
+                                                  rates[i], room[i] / kMiB),
+                                      0, "leave it out of spillway.nvme_paths, or free some space"});
+    }
+    log(LogLevel::kInfo,
+        fmt::format("{}: {:.2f} GB/s{}, {} of {} parts of the store", paths[i].string(), rates[i],
+                    measured ? " measured" : "", shares[i], std::accumulate(shares.begin(), shares.end(), 0u)));
+  }
+  return shares;
 }
 
-IoEngineKind engine_kind(IoEngineChoice choice) {
-  switch (choice) {
-    case IoEngineChoice::kIoUring: return IoEngineKind::kIoUring;
-    case IoEngineChoice::kThreads: return IoEngineKind::kThreads;
-    case IoEngineChoice::kAuto: break;
+void make_directory(const std::filesystem::path& directory) {
+  std::error_code failure;
+  if (std::filesystem::create_directories(directory, failure) && !failure) {
+    std::filesystem::permissions(directory, std::filesystem::perms::owner_all, failure);
   }
-  return IoEngineKind::kAuto;
+  if (failure) {
+    throw Error(Code::kIo,
+                {directory.string(), "cannot be created", failure.value(), "check nvme_path and its permissions"});
+  }
+}
+
+IoQueueOptions queue_options(const Config& config) {
+  return {.engine = config.io_engine,
+          .block_bytes = align_up(config.io_block_bytes, std::uint64_t{4 * kKiB}),
+          .depth = config.io_depth};
+}
+
+std::string list_of(std::span<const std::filesystem::path> paths) {
+  std::string list;
+  for (const auto& path : paths) list += (list.empty() ? "" : ", ") + path.string();
+  return list;
 }
 
 std::uint64_t largest_fetch_granules(const Plan& plan) {
@@ -112,34 +155,27 @@ void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions
                                   "name the path of the run that is to go on"});
   }
   if (!plan.has_store) return;
-  const std::filesystem::path& directory = config.nvme_paths.front();
+  StorePaths paths(config.nvme_paths);
   if (options.on_existing == OnExisting::kResume) {
-    store = TileStore::open(directory, store_shape(plan));
+    store = TileStore::open(paths, store_shape(plan));
     resumed = true;
     return;
   }
-  std::error_code failure;
-  if (std::filesystem::create_directories(directory, failure) && !failure) {
-    std::filesystem::permissions(directory, std::filesystem::perms::owner_all, failure);
-  }
-  if (failure) {
-    throw Error(Code::kIo,
-                {directory.string(), "cannot be created", failure.value(), "check nvme_path and its permissions"});
-  }
+  for (const auto& directory : paths.directories) make_directory(directory);
   const bool replace = options.on_existing == OnExisting::kReplace;
-  if (replace || !TileStore::exists(directory)) {
-    check_disk(directory, plan.store_bytes, TileStore::file_bytes(directory));
-    log(LogLevel::kInfo, fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", directory.string(),
-                                     div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
+  if (replace || !TileStore::exists(paths)) {
+    paths.shares = choose_shares(config, queue_options(config), TileStore::space_bytes(store_shape(plan)));
+    log(LogLevel::kInfo,
+        fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", list_of(paths.directories),
+                    div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
   }
-  store = TileStore::create(directory, store_shape(plan), replace);
+  store = TileStore::create(paths, store_shape(plan), replace);
 }
 
 void Machinery::start_thread(const Config& config) {
-  const IoQueueOptions options{.engine = engine_kind(config.io_engine),
-                               .block_bytes = align_up(config.io_block_bytes, std::uint64_t{4 * kKiB}),
-                               .depth = config.io_depth};
-  thread = std::make_unique<StoreThread>(options, std::vector<File*>{&store->file()},
+  IoQueueOptions options = queue_options(config);
+  options.stripes = &store->files().stripes();
+  thread = std::make_unique<StoreThread>(options, store->files().pointers(),
                                          std::vector<std::span<std::byte>>{host.memory()});
 }
 

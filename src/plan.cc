@@ -122,8 +122,10 @@ class Planner {
       throw Error(Code::kInvalidArgument, {"nvme_path", "is missing while something is offloaded to nvme", 0,
                                            "name a directory on the drive in offload_optimizer.nvme_path"});
     }
-    if (config_.nvme_paths.size() > 1) {
-      throw Error(Code::kUnsupported, {"nvme_path", "several paths are not supported by this version", 0, "name one"});
+    if (config_.nvme_paths.size() > kMostStorePaths) {
+      throw Error(Code::kInvalidArgument,
+                  {"spillway.nvme_paths", fmt::format("{} are named", config_.nvme_paths.size()), 0,
+                   fmt::format("at most {}", kMostStorePaths)});
     }
     if (config_.weights == DType::kFloat16) {
       throw Error(Code::kUnsupported, {"fp16", "is not supported by this version", 0, "use bf16"});
@@ -361,7 +363,7 @@ class Planner {
     const auto bytes_with = [&](std::uint32_t slots) {
       TileStore::Created shape = store_shape(plan_);
       shape.slots = slots;
-      return TileStore::disk_bytes(shape);
+      return TileStore::disk_bytes(shape, config_.nvme_paths.size());
     };
     plan_.store_bytes = bytes_with(plan_.slots);
     const std::uint64_t tiles = slots_bytes(shapes);

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
 
 #include "spillway/bf16.h"
 #include "spillway/error.h"
+#include "spillway/io_queue.h"
 #include "spillway/safetensors.h"
 #include "spillway/units.h"
 #include "src/fp16.h"
@@ -20,7 +22,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
 
-constexpr std::uint64_t kChunkBytes = kMiB;
+constexpr std::uint64_t kWindowBytes = 4 * kMiB;
 constexpr std::uint64_t kMostIndexBytes = 64 * kMiB;
 constexpr const char* kSingle = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
@@ -85,24 +87,56 @@ void widen(std::span<const std::byte> from, DType type, std::span<float> to) {
   }
 }
 
+// The part of a file that is in memory. Tensors lie at any offset, direct reads at aligned ones: a window is the
+// aligned range around what is asked for, and a tensor that is read from front to back finds most of itself in it.
+class Window {
+ public:
+  // The first bytes of [offset, offset + bytes) of `file`: a multiple of `unit`, at least one. Valid until the next
+  // call.
+  std::span<const std::byte> from(const File& file, std::uint64_t offset, std::uint64_t bytes, std::uint64_t unit) {
+    if (&file != file_ || offset < begin_ || offset + unit > end_) {
+      file_ = nullptr;  // until the read has succeeded
+      const std::uint64_t size = file.size_bytes();
+      if (offset + unit > size) {
+        throw Error(
+            Code::kCorrupt,
+            {file.path().string(), fmt::format("the file ends at byte {}, {} bytes early", size, offset + bytes - size),
+             0, "it was cut short; copy it again"});
+      }
+      const std::uint64_t ahead = std::min(kWindowBytes - 2 * file.alignment(), size - offset);
+      const AlignedRange range = aligned_range(file, offset, std::max(unit, ahead));
+      file.read_at(range.offset, {memory_.get(), range.bytes}, range.least_bytes);
+      file_ = &file;
+      begin_ = range.offset;
+      end_ = range.offset + range.least_bytes;
+    }
+    return {memory_.get() + (offset - begin_), align_down(std::min(bytes, end_ - offset), unit)};
+  }
+
+ private:
+  const File* file_ = nullptr;
+  std::uint64_t begin_ = 0, end_ = 0;
+  std::unique_ptr<std::byte, decltype(&std::free)> memory_{
+      static_cast<std::byte*>(std::aligned_alloc(64 * kKiB, kWindowBytes)), &std::free};
+};
+
 }  // namespace
 
 struct SafetensorsReader::Model {
-  std::vector<PlainFile> files;
+  std::vector<std::unique_ptr<File>> files;
   std::vector<TensorEntry> tensors;  // sorted by name
-  std::unique_ptr<std::byte[]> chunk;
-
-  ~Model() {
-    // What read-ahead brought in and nobody asked for.
-    for (const PlainFile& file : files) file.drop_cached(0, 0, false);
-  }
+  Window window;
 
   void add(const std::filesystem::path& path) {
-    files.push_back(PlainFile::open_to_read(path));
-    auto more = read_header(files.back(), static_cast<std::uint32_t>(files.size() - 1));
-    std::move(more.begin(), more.end(), std::back_inserter(tensors));
+    {
+      const PlainFile file = PlainFile::open_to_read(path);
+      auto more = read_header(file, static_cast<std::uint32_t>(files.size()));
+      std::move(more.begin(), more.end(), std::back_inserter(tensors));
+      file.drop_cached(0, 0, false);
+    }
+    // Models in a download cache are symbolic links.
+    files.push_back(std::make_unique<File>(File::open(path, {.follow_links = true})));
   }
-
   void add_indexed(const std::filesystem::path& directory) {
     const std::filesystem::path path = directory / kIndex;
     const auto index = read_index(path);
@@ -123,19 +157,19 @@ struct SafetensorsReader::Model {
     const std::string hint = "copy the model again";
     for (std::size_t i = 1; i < tensors.size(); ++i) {
       if (tensors[i].name != tensors[i - 1].name) continue;
-      refuse(files[tensors[i].file].path(), subject(tensors[i].name) + "is in another file of the model, too", hint);
+      refuse(files[tensors[i].file]->path(), subject(tensors[i].name) + "is in another file of the model, too", hint);
     }
     auto entry = tensors.begin();
     for (const auto& [name, file] : index) {
       if (entry != tensors.end() && entry->name < name) break;
       const std::uint32_t number = numbers.at(file);
       if (entry == tensors.end() || entry->name != name || entry->file != number) {
-        refuse(files[number].path(), subject(name) + "is not in it, though the index says so", hint);
+        refuse(files[number]->path(), subject(name) + "is not in it, though the index says so", hint);
       }
       ++entry;
     }
     if (entry != tensors.end()) {
-      refuse(files[entry->file].path(), subject(entry->name) + "is in it, but not in the index", hint);
+      refuse(files[entry->file]->path(), subject(entry->name) + "is in it, but not in the index", hint);
     }
   }
 };
@@ -147,7 +181,6 @@ SafetensorsReader::~SafetensorsReader() = default;
 
 SafetensorsReader SafetensorsReader::open(const std::filesystem::path& directory) {
   auto model = std::make_unique<Model>();
-  model->chunk = std::make_unique<std::byte[]>(kChunkBytes);
   // Both may be there; transformers takes the single file then, too.
   std::error_code ignored;
   if (std::filesystem::exists(directory / kSingle, ignored)) {
@@ -176,11 +209,11 @@ const TensorEntry* SafetensorsReader::find(std::string_view name) const {
 }
 
 const std::filesystem::path& SafetensorsReader::file(const TensorEntry& entry) const {
-  return model_->files.at(entry.file).path();
+  return model_->files.at(entry.file)->path();
 }
 
 void SafetensorsReader::read(const TensorEntry& entry, std::uint64_t first, std::span<float> out) {
-  const PlainFile& file = model_->files.at(entry.file);
+  const File& file = *model_->files.at(entry.file);
   if (!entry.type) {
     refuse(file.path(), fmt::format("tensor \"{}\" is {}", printable(entry.name), entry.dtype),
            "only F32, BF16 and F16 can be read");
@@ -191,16 +224,13 @@ void SafetensorsReader::read(const TensorEntry& entry, std::uint64_t first, std:
   }
   const std::uint64_t size = size_of(*entry.type);
   while (!out.empty()) {
-    const std::size_t count = std::min<std::uint64_t>(out.size(), kChunkBytes / size);
-    const std::uint64_t offset = entry.offset + first * size;
+    const auto values = model_->window.from(file, entry.offset + first * size, out.size() * size, size);
+    const std::size_t count = values.size() / size;
     if (*entry.type == DType::kFloat32) {
-      file.read_at(offset, std::as_writable_bytes(out.first(count)));
+      std::memcpy(out.data(), values.data(), values.size());
     } else {
-      const std::span chunk(model_->chunk.get(), count * size);
-      file.read_at(offset, chunk);
-      widen(chunk, *entry.type, out.first(count));
+      widen(values, *entry.type, out.first(count));
     }
-    file.drop_cached(offset, count * size, false);
     first += count;
     out = out.subspan(count);
   }

@@ -156,6 +156,7 @@ void BlockFetcher::read_chunk(BlockFetch& fetch, Chunk& chunk) {
   }
   thread_.post({.op = IoOp::kRead,
                 .priority = IoPriority::kUrgent,
+                .file = kStripedSpace,
                 .offset = piece.extent.offset + chunk.offset,
                 .buffer = chunk.memory,
                 .bytes = chunk.bytes,
@@ -192,9 +193,10 @@ void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
   if (fetch.granules_left_[chunk.piece] > 0) return;
   const std::size_t count = div_up(piece.extent.bytes, kGranuleBytes);
   if (extent_checksum({fetch.granules_.data() + first, count}) != piece.checksum) {
-    fail(fetch, Error(Code::kCorrupt, {thread_.file(0).path().string(),
+    const StoreThread::Place place = thread_.place_of(piece.extent.offset);
+    fail(fetch, Error(Code::kCorrupt, {place.file.path().string(),
                                        "weights of " + name_of_(piece.tile) + " at offset " +
-                                           std::to_string(piece.extent.offset) + " do not match their checksum",
+                                           std::to_string(place.offset) + " do not match their checksum",
                                        0, "check the drive; the last intact step can be tried with --resume"}));
   }
 }

@@ -14,7 +14,7 @@
 
 namespace spillway {
 
-inline constexpr std::uint32_t kFormatVersion = 1;
+inline constexpr std::uint32_t kFormatVersion = 2;  // 2: a store may lie in several paths
 inline constexpr std::uint64_t kBlobCapacity = 16 * kKiB;
 
 struct TileCommit {

@@ -12,6 +12,7 @@ namespace spillway {
 StoreThread::StoreThread(const IoQueueOptions& options, std::vector<File*> files,
                          std::vector<std::span<std::byte>> regions)
     : files_(std::move(files)), entries_(kEntries), in_queue_(kEntries, false) {
+  if (options.stripes) stripes_ = *options.stripes;
   for (std::uint32_t i = 0; i < kEntries; ++i) entries_[i].next = i + 1 < kEntries ? i + 1 : kNone;
   free_head_ = 0;
   free_count_ = kEntries;
@@ -247,6 +248,12 @@ void IoBatch::on_io(const IoRequest& request, const IoCompletion& completion) {
   if (--pending_ == 0) changed_.notify_all();
 }
 
+StoreThread::Place StoreThread::place_of(std::uint64_t space_offset) const {
+  SPILLWAY_CHECK(stripes_.has_value(), "this thread's files form a striped space");
+  const std::uint32_t file = stripes_->file_of(space_offset);
+  return {*files_[file], stripes_->next_on(file, space_offset).file_offset};
+}
+
 Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion) {
   const char* verb = request.op == IoOp::kRead ? "read" : request.op == IoOp::kWrite ? "write" : "sync";
   std::string happened = std::string(verb) + " failed";
@@ -254,7 +261,7 @@ Error io_error(const StoreThread& store, const IoRequest& request, const IoCompl
     happened = std::string(verb) + " of " + std::to_string(completion.error_bytes) + " bytes at offset " +
                std::to_string(completion.error_offset) + " failed";
   }
-  return Error(Code::kIo, {.object = store.file(request.file).path().string(),
+  return Error(Code::kIo, {.object = store.file(completion.error_file).path().string(),
                            .happened = happened,
                            .errno_value = completion.error,
                            .hint = "check the drive; the store is at its last commit, go on with --resume"});

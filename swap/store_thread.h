@@ -19,8 +19,8 @@
 #include <thread>
 #include <vector>
 
-#include "aio/queue.h"
 #include "spillway/error.h"
+#include "spillway/io_queue.h"
 
 namespace spillway {
 
@@ -50,6 +50,12 @@ class StoreThread {
   IoStats stats() const;
   const std::string& description() const noexcept { return description_; }
   const File& file(std::uint32_t index) const { return *files_[index]; }
+  // The file that holds an offset of the striped space, and where in it.
+  struct Place {
+    const File& file;
+    std::uint64_t offset;
+  };
+  Place place_of(std::uint64_t space_offset) const;
 
   static constexpr std::uint32_t kOwnRequests = 512;
 
@@ -72,6 +78,7 @@ class StoreThread {
   std::uint32_t take_entry(bool own_thread, std::unique_lock<std::mutex>& lock);
 
   std::vector<File*> files_;
+  std::optional<StripeMap> stripes_;
   std::unique_ptr<IoQueue> queue_;  // store's thread only, but wake() and stats_
   std::string description_;
 

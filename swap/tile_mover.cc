@@ -87,6 +87,7 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
     const Extent extent = parts_.store->readable(tile).extent[part];
     buffer.io->add({.op = IoOp::kRead,
                     .priority = IoPriority::kUrgent,
+                    .file = kStripedSpace,
                     .offset = extent.offset,
                     .buffer = buffer.memory.part[part],
                     .bytes = extent.bytes});
@@ -142,10 +143,11 @@ void TileMover::verify(Buffer& buffer) {
     if (!buffer.read[part]) continue;
     const TileStore::Slot slot = parts_.store->readable(buffer.tile);
     if (checksum(buffer, part) == slot.checksum[part]) continue;
+    const StoreFiles::Place place = parts_.store->files().place_of(slot.extent[part].offset);
     throw Error(Code::kCorrupt,
-                {parts_.store->file().path().string(),
+                {place.file->path().string(),
                  std::string(part == kWeightsIndex ? "weights" : "states") + " of " + parts_.name_of(buffer.tile) +
-                     " at offset " + std::to_string(slot.extent[part].offset) + " do not match their checksum",
+                     " at offset " + std::to_string(place.offset) + " do not match their checksum",
                  0, "check the drive; the last committed step can be tried with --resume"});
   }
 }
@@ -185,6 +187,7 @@ void TileMover::start_save(std::uint32_t index, Save kind) {
     const Extent extent = parts_.store->writable(buffer.tile).extent[part];
     buffer.io->add({.op = IoOp::kWrite,
                     .priority = IoPriority::kNormal,
+                    .file = kStripedSpace,
                     .offset = extent.offset,
                     .buffer = buffer.memory.part[part],
                     .bytes = extent.bytes});

@@ -1,5 +1,5 @@
-// The durable side of a model: one preallocated file that holds two slots of every tile, and the manifest that says
-// which of the two is committed.
+// The durable side of a model: two slots of every tile, and the manifest that says which of the two is committed, in
+// the striped space of one preallocated file per path (store_files.h).
 //
 //   read from   readable(tile)      the slot written since the last commit, else the committed one
 //   write to    writable(tile)      never the committed slot (with two slots)
@@ -19,17 +19,23 @@
 #include <string>
 #include <vector>
 
-#include "aio/file.h"
 #include "swap/extents.h"
 #include "swap/manifest.h"
+#include "swap/store_files.h"
 #include "swap/store_thread.h"
 
 namespace spillway {
 
-inline constexpr const char* kStoreFileName = "spillway.store";
-
 // What an unprivileged user may still write there.
 std::uint64_t free_disk_bytes(const std::filesystem::path& directory);
+
+struct StorePaths {
+  StorePaths(std::filesystem::path only) : directories{std::move(only)} {}
+  StorePaths(std::vector<std::filesystem::path> all) : directories(std::move(all)) {}
+
+  std::vector<std::filesystem::path> directories;
+  std::vector<std::uint32_t> shares;  // of a new store (stripe_map.h); empty: equal ones
+};
 
 struct StoreIdentity {
   std::string description;        // kept in the file; what the store is a store of
@@ -45,20 +51,22 @@ class TileStore {
     StoreIdentity identity;
   };
 
-  // Disk space that a store of this shape takes.
-  static std::uint64_t disk_bytes(const Created& shape);
-  static bool exists(const std::filesystem::path& directory);
-  static std::uint64_t file_bytes(const std::filesystem::path& directory);  // of an existing store; 0 without one
+  // Where the space of a store of this shape ends, and the disk space that it takes in so many paths.
+  static std::uint64_t space_bytes(const Created& shape);
+  static std::uint64_t disk_bytes(const Created& shape, std::size_t paths);
+  static bool exists(const StorePaths& paths);                              // in any of them
+  static std::uint64_t file_bytes(const std::filesystem::path& directory);  // of an existing file; 0 without one
 
-  // Makes a new store in `directory`; an existing one is replaced only when `replace`: once the new file is whole,
-  // or before, where the disk has no room for both. Needs commit() before it can be opened again.
-  static std::unique_ptr<TileStore> create(const std::filesystem::path& directory, const Created& shape, bool replace);
+  // Makes a new store; an existing one is replaced only when `replace`: once the new files are whole, or before, where
+  // a disk has no room for both. Needs commit() before it can be opened again.
+  static std::unique_ptr<TileStore> create(const StorePaths& paths, const Created& shape, bool replace);
   // Opens an existing store of exactly this shape and identity at its last commit.
-  static std::unique_ptr<TileStore> open(const std::filesystem::path& directory, const Created& shape);
-  // What the store in `directory` is a store of.
-  static std::string read_description(const std::filesystem::path& directory);
+  static std::unique_ptr<TileStore> open(const StorePaths& paths, const Created& shape);
+  // What the store is a store of.
+  static std::string read_description(const StorePaths& paths);
 
-  File& file() noexcept { return file_; }
+  StoreFiles& files() noexcept { return files_; }
+  const StoreFiles& files() const noexcept { return files_; }
   const StoreLayout& layout() const noexcept { return layout_; }
   const Manifest& committed() const noexcept { return committed_; }
   std::uint32_t slots() const noexcept { return slots_; }
@@ -81,8 +89,8 @@ class TileStore {
   bool uncommitted() const noexcept { return written_count_ > 0; }
 
  private:
-  TileStore(File file, const Created& shape);
-  void write_superblock(const Created& shape);
+  TileStore(StoreFiles files, const Created& shape);
+  void write_description(const Created& shape);
   void load_manifest();
   void verify_all(const Manifest& manifest);
 
@@ -90,7 +98,7 @@ class TileStore {
     bool part[kParts] = {};
     std::uint64_t checksum[kParts] = {};
   };
-  File file_;
+  StoreFiles files_;
   std::uint64_t fingerprint_ = 0;
   std::uint32_t slots_ = 2;
   StoreLayout layout_;

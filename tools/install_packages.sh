@@ -3,8 +3,8 @@
 # every package is there. Quiet unless it fails.
 set -eu
 
-packages="g++ meson ninja-build pkg-config python3 util-linux
-  liburing-dev libhwloc-dev libtbb-dev libhwy-dev libdnnl-dev rapidjson-dev libcli11-dev libfmt-dev libxxhash-dev
+packages="g++ meson ninja-build pkg-config python3 util-linux mount e2fsprogs xfsprogs btrfs-progs liburing-dev
+  libaio-dev libhwloc-dev libtbb-dev libhwy-dev libdnnl-dev rapidjson-dev libcli11-dev libfmt-dev libxxhash-dev
   libgtest-dev libgmock-dev libbenchmark-dev"
 
 if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then

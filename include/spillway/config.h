@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "spillway/dtype.h"
+#include "spillway/io_queue.h"
 
 namespace spillway {
 
@@ -35,8 +36,6 @@ struct ScheduleConfig {
   double warmup_min_ratio = 0, cosine_min_ratio = 1e-4;  // WarmupCosineLR, as shares of the optimizer's rate
 };
 
-enum class IoEngineChoice : std::uint8_t { kAuto, kIoUring, kThreads };
-
 struct Config {
   std::uint32_t micro_batch = 1;            // train_micro_batch_size_per_gpu
   std::uint32_t gradient_accumulation = 1;  // gradient_accumulation_steps
@@ -45,18 +44,19 @@ struct Config {
   OptimizerConfig optimizer;
   ScheduleConfig schedule;
 
-  Placement states = Placement::kHbm;      // offload_optimizer.device
-  Placement parameters = Placement::kHbm;  // offload_param.device
-  std::vector<std::filesystem::path> nvme_paths;
-  std::uint64_t io_block_bytes = 1 << 20;  // aio.block_size
-  std::uint32_t io_depth = 32;             // aio.queue_depth
+  Placement states = Placement::kHbm;             // offload_optimizer.device
+  Placement parameters = Placement::kHbm;         // offload_param.device
+  std::vector<std::filesystem::path> nvme_paths;  // a store is striped over all of them; at most 16
+  std::vector<double> nvme_rates;                 // of each, any unit, its share of a new store; empty: probed
+  std::uint64_t io_block_bytes = 1 << 20;         // aio.block_size
+  std::uint32_t io_depth = 32;                    // aio.queue_depth
 
   // Section "spillway". Absent budgets take what the plan asks for (nvme: what the store needs).
   std::optional<std::uint64_t> hbm_bytes, host_bytes, nvme_bytes;
   std::uint64_t tile_elements = 4 << 20;      // multiple of 1,024
   std::optional<std::uint32_t> commit_every;  // steps between commits; 0: one slot, no resume
   unsigned threads = 0;                       // compute threads; 0: one per core this process may use
-  IoEngineChoice io_engine = IoEngineChoice::kAuto;
+  IoEngineKind io_engine = IoEngineKind::kAuto;
 };
 
 // Parses a configuration. `name` stands in error messages (`name:line:column: what; hint`). All errors of the text are

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <vector>
 
 #include "spillway/dtype.h"
 #include "spillway/engine.h"
@@ -28,8 +29,9 @@ struct ExportedStore {
   DType weights = DType::kFloat32;  // the run's own type
 };
 
-// The same from a store that no process has open, at its last committed step, every byte verified.
-ExportedStore export_store(const std::filesystem::path& store, const std::filesystem::path& directory,
+// The same from a store that no process has open, at its last committed step, every byte verified. `paths`: all of the
+// store's, in the order of spillway.nvme_paths; at least one.
+ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
                            ExportOptions options);
 
 }  // namespace spillway

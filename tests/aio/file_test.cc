@@ -1,4 +1,4 @@
-#include "aio/file.h"
+#include "spillway/io_file.h"
 
 #include <fcntl.h>
 #include <linux/fs.h>
@@ -144,6 +144,22 @@ TEST(FileTransfer, AReadPastTheEndIsAnErrorWithItsPlace) {
   const Error error = error_of([&] { file.read_at(4096, bytes.span()); });
   EXPECT_EQ(error.parts().errno_value, ENODATA);
   EXPECT_NE(std::string(error.what()).find("at offset 5000"), std::string::npos) << error.what();
+}
+
+TEST(FileTransfer, AFileMayEndBehindTheBytesThatAReadNeeds) {
+  TempDir dir;
+  File::open(dir / "store", kNewPlain).write_at(0, Memory(5000).span());
+  for (const bool direct : {true, false}) {
+    const File file = File::open(dir / "store", {.direct = direct});
+    Memory in(65536);
+    in.fill(7);
+    EXPECT_NO_THROW(file.read_at(0, in.span(), 5000)) << direct;
+    EXPECT_EQ(in.data()[4999], std::byte{0});
+    EXPECT_NO_THROW(file.read_at(0, in.span(), 0)) << direct;
+    EXPECT_NO_THROW(file.read_at(8192, in.span(), 0)) << direct;
+    EXPECT_EQ(error_of([&] { file.read_at(0, in.span(), 5001); }).parts().errno_value, ENODATA) << direct;
+    EXPECT_EQ(error_of([&] { file.read_at(0, in.span()); }).parts().errno_value, ENODATA) << direct;
+  }
 }
 
 TEST(FileTransferDeathTest, AnUnalignedDirectTransferIsAProgrammerError) {

@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <new>
 
-#include "aio/queue.h"
 #include "queue_fixture.h"
+#include "spillway/io_queue.h"
 
 namespace {
 std::atomic<std::uint64_t> allocations = 0;
@@ -24,16 +24,20 @@ namespace {
 class QueueAllocationTest : public QueueFixture, public ::testing::WithParamInterface<IoEngineKind> {};
 
 TEST_P(QueueAllocationTest, NothingIsAllocatedAfterCreation) {
-  if (GetParam() == IoEngineKind::kIoUring && !why_no_uring().empty()) GTEST_SKIP() << why_no_uring();
-  open_files(1, 4 * kMiB);
+  if (const std::string refusal = refusal_of(GetParam()); !refusal.empty()) GTEST_SKIP() << refusal;
+  open_files(2, 4 * kMiB);
   Memory memory(4 * kMiB);
   const std::span<std::byte> regions[] = {memory.span()};
-  queue_ = IoQueue::create({.engine = GetParam(), .block_bytes = 64 * kKiB, .depth = 8, .max_requests = 64}, pointers_,
-                           regions);
+  const std::uint32_t shares[] = {2, 1};
+  const StripeMap stripes(shares, 64 * kKiB, 0);
+  queue_ = IoQueue::create(
+      {.engine = GetParam(), .block_bytes = 64 * kKiB, .depth = 8, .max_requests = 64, .stripes = &stripes}, pointers_,
+      regions);
   const std::uint64_t before = allocations.load();
   std::uint64_t completed = 0, errors = 0;
   for (std::uint64_t i = 0; i < 256; ++i) {
     queue_->submit({.op = i % 3 ? IoOp::kRead : IoOp::kWrite,
+                    .file = i % 2 ? kStripedSpace : 0,
                     .offset = i % 16 * 256 * kKiB,
                     .buffer = memory.data() + i % 16 * 256 * kKiB,
                     .bytes = 256 * kKiB,
@@ -56,8 +60,7 @@ TEST_P(QueueAllocationTest, NothingIsAllocatedAfterCreation) {
   EXPECT_GT(before, 0u) << "the counter counts";
 }
 
-INSTANTIATE_TEST_SUITE_P(Engines, QueueAllocationTest,
-                         ::testing::Values(IoEngineKind::kIoUring, IoEngineKind::kThreads),
+INSTANTIATE_TEST_SUITE_P(Engines, QueueAllocationTest, ::testing::ValuesIn(kEngines),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 }  // namespace

@@ -1,19 +1,25 @@
-// Which engine a queue gets, what it registers, and what it says when it gets less.
-#include <linux/capability.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+// What a queue gets when nothing is in its way, and what it does with it.
+#include <sys/mman.h>
 
-#include <thread>
+#include <fstream>
 
-#include "aio/queue.h"
 #include "queue_fixture.h"
-#include "refused_syscall.h"
+#include "spillway/io_queue.h"
 
 namespace spillway::testing {
 namespace {
 
 constexpr std::uint64_t kUnit = 64 * kKiB;
+
+// Memory that could be had without pushing anything out, as the kernel estimates it.
+[[maybe_unused]] std::uint64_t available_bytes() {
+  std::ifstream info("/proc/meminfo");
+  for (std::string key; info >> key;) {
+    std::uint64_t kib = 0;
+    if (key == "MemAvailable:" && info >> kib) return kib * kKiB;
+  }
+  return 0;
+}
 
 class QueueEngineTest : public QueueFixture {
  protected:
@@ -31,128 +37,38 @@ class QueueEngineTest : public QueueFixture {
   Memory memory_{4 * kUnit};
 };
 
-// Takes the right to lock any amount of memory from the calling thread.
-bool drop_memlock_capability() {
-  __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
-  __user_cap_data_struct data[2];
-  if (::syscall(SYS_capget, &header, data) != 0) return false;
-  data[0].effective &= ~(1u << CAP_IPC_LOCK);
-  return ::syscall(SYS_capset, &header, data) == 0;
-}
-
 TEST_F(QueueEngineTest, AutoTakesIoUringAndRegistersFilesAndRegions) {
-  if (const std::string refusal = why_no_uring(); !refusal.empty()) GTEST_SKIP() << refusal;
+  if (const std::string refusal = refusal_of(IoEngineKind::kIoUring); !refusal.empty()) GTEST_SKIP() << refusal;
   CapturedLog log;
   const std::span<std::byte> regions[] = {memory_.span()};
   queue_ = IoQueue::create({.depth = 4}, pointers_, regions);
   EXPECT_EQ(queue_->describe().rfind("io_uring", 0), 0u) << queue_->describe();
-  if (log.count("not registered") == 0) {
+  if (log.count("registered buffers") == 0) {
     EXPECT_NE(queue_->describe().find(" registered buffers"), std::string::npos) << queue_->describe();
+  }
+  if (log.count("registered files") == 0) {
     EXPECT_NE(queue_->describe().find(" registered files"), std::string::npos) << queue_->describe();
   }
   expect_transfers_work();
 }
 
-TEST_F(QueueEngineTest, AutoFallsBackToThreadsAndSaysWhyOnce) {
-  for (const int error : {EPERM, ENOSYS, ENOMEM}) {
-    CapturedLog log;
-    std::string description;
-    const bool ran = with_refused_call({.number = SYS_io_uring_setup, .error = error}, [&] {
-      queue_ = IoQueue::create({.depth = 4}, pointers_, {});
-      description = queue_->describe();
-      expect_transfers_work();
-      queue_.reset();
-    });
-    if (!ran) GTEST_SKIP() << "seccomp filters are not permitted here";
-    EXPECT_EQ(description.rfind("threads", 0), 0u) << description;
-    EXPECT_EQ(log.count("io_uring: "), 1u) << log.all();
-    EXPECT_EQ(log.count(strerrorname_np(error)), 1u) << log.all();
-    EXPECT_EQ(log.count("using threads"), 1u) << log.all();
+TEST_F(QueueEngineTest, AClosedQueueLetsGoOfItsFiles) {
+  for (const IoEngineKind kind : kEngines) {
+    if (!refusal_of(kind).empty()) continue;
+    files_[0]->lock(0);
+    queue_ = IoQueue::create({.engine = kind, .depth = 4}, pointers_, {});
+    expect_transfers_work();
+    queue_.reset();
+    const std::filesystem::path path = files_[0]->path();
+    files_[0].reset();  // the lock goes with the last reference to the open description, wherever that is
+    files_[0] = std::make_unique<File>(File::open(path, {.writable = true}));
+    pointers_[0] = files_[0].get();
+    EXPECT_NO_THROW(files_[0]->lock(0)) << name_of(kind);
   }
 }
 
-TEST_F(QueueEngineTest, AnExplicitIoUringThatIsRefusedIsAnError) {
-  std::string message;
-  Code code = Code::kIo;
-  const bool ran = with_refused_call({.number = SYS_io_uring_setup, .error = EPERM}, [&] {
-    try {
-      queue_ = IoQueue::create({.engine = IoEngineKind::kIoUring}, pointers_, {});
-    } catch (const Error& error) {
-      code = error.code();
-      message = error.what();
-    }
-  });
-  if (!ran) GTEST_SKIP() << "seccomp filters are not permitted here";
-  EXPECT_EQ(code, Code::kUnsupported);
-  EXPECT_EQ(message.rfind("io_uring: EPERM (seccomp or kernel.io_uring_disabled blocks it); ", 0), 0u) << message;
-}
-
-TEST_F(QueueEngineTest, WithoutRegistrationTheRingStillWorksAndTheCostIsSaid) {
-  if (const std::string refusal = why_no_uring(); !refusal.empty()) GTEST_SKIP() << refusal;
-  CapturedLog log;
-  std::string description;
-  const bool ran = with_refused_call({.number = SYS_io_uring_register, .error = EINVAL}, [&] {
-    const std::span<std::byte> regions[] = {memory_.span()};
-    queue_ = IoQueue::create({.engine = IoEngineKind::kIoUring, .depth = 4}, pointers_, regions);
-    description = queue_->describe();
-    expect_transfers_work();
-    queue_.reset();
-  });
-  if (!ran) GTEST_SKIP() << "seccomp filters are not permitted here";
-  EXPECT_NE(description.find("unregistered buffers, unregistered files"), std::string::npos) << description;
-  EXPECT_EQ(log.count("files not registered: EINVAL"), 1u) << log.all();
-  EXPECT_EQ(log.count("buffers not registered: EINVAL"), 1u) << log.all();
-}
-
-TEST_F(QueueEngineTest, ALockedMemoryLimitIsNamedWhenBuffersAreNotRegistered) {
-  if (const std::string refusal = why_no_uring(); !refusal.empty()) GTEST_SKIP() << refusal;
-  struct rlimit before, low;
-  ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
-  low = before;
-  low.rlim_cur = std::min<rlim_t>(before.rlim_max, 64 * kKiB);
-  ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &low), 0);
-  CapturedLog log;
-  bool dropped = false;
-  std::thread([&] {
-    dropped = drop_memlock_capability();
-    if (!dropped) return;
-    const std::span<std::byte> regions[] = {memory_.span()};
-    queue_ = IoQueue::create({.depth = 4}, pointers_, regions);
-    expect_transfers_work();
-    queue_.reset();
-  }).join();
-  ::setrlimit(RLIMIT_MEMLOCK, &before);
-  if (!dropped) GTEST_SKIP() << "the capability to lock memory could not be dropped";
-  EXPECT_EQ(log.count("buffers not registered: ENOMEM"), 1u) << log.all();
-  EXPECT_EQ(log.count("ulimit -l"), 1u) << log.all();
-}
-
-TEST_F(QueueEngineTest, AClosedQueueGivesItsLockedMemoryBack) {
-  if (const std::string refusal = why_no_uring(); !refusal.empty()) GTEST_SKIP() << refusal;
-  // The limit holds one queue and its buffers, not two.
-  struct rlimit before, low;
-  ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
-  low = before;
-  low.rlim_cur = std::min<rlim_t>(before.rlim_max, 4 * kUnit + 64 * kKiB);
-  ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &low), 0);
-  CapturedLog log;
-  bool dropped = false;
-  std::thread([&] {
-    dropped = drop_memlock_capability();
-    const std::span<std::byte> regions[] = {memory_.span()};
-    for (int i = 0; dropped && i < 10; ++i) {
-      queue_ = IoQueue::create({.depth = 4}, pointers_, regions);
-      expect_transfers_work();
-      queue_.reset();
-    }
-  }).join();
-  ::setrlimit(RLIMIT_MEMLOCK, &before);
-  if (!dropped) GTEST_SKIP() << "the capability to lock memory could not be dropped";
-  EXPECT_EQ(log.all(), "");
-}
-
 TEST_F(QueueEngineTest, BuffersInsideOutsideAndAcrossRegionsWork) {
-  if (const std::string refusal = why_no_uring(); !refusal.empty()) GTEST_SKIP() << refusal;
+  if (const std::string refusal = refusal_of(IoEngineKind::kIoUring); !refusal.empty()) GTEST_SKIP() << refusal;
   // Two neighbouring regions given in the wrong order, and memory after them that belongs to none.
   const std::span<std::byte> regions[] = {memory_.span(2 * kUnit, kUnit), memory_.span(kUnit, kUnit)};
   Memory pattern(2 * kUnit);
@@ -164,6 +80,76 @@ TEST_F(QueueEngineTest, BuffersInsideOutsideAndAcrossRegionsWork) {
     ASSERT_EQ(transfer(IoOp::kRead, 0, memory_.span(at, 2 * kUnit)).error, 0) << at;
     ASSERT_TRUE(same_bytes(memory_.span(at, 2 * kUnit), pattern.span())) << at;
   }
+}
+
+// Registered memory is pinned: the kernel reaches it when the process itself no longer may. So what is written from
+// memory that was taken away went through a registered buffer.
+class RegisteredMemoryTest : public QueueEngineTest {
+ protected:
+  void SetUp() override {
+    QueueEngineTest::SetUp();
+    if (const std::string refusal = refusal_of(IoEngineKind::kIoUring); !refusal.empty()) GTEST_SKIP() << refusal;
+  }
+  void TearDown() override {
+    queue_.reset();
+    if (data_ != nullptr) ::munmap(data_, bytes_);
+  }
+
+  void map(std::uint64_t bytes) {
+    void* const memory =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    ASSERT_NE(memory, MAP_FAILED);
+    ::madvise(memory, bytes, MADV_HUGEPAGE);
+    data_ = static_cast<std::byte*>(memory);
+    bytes_ = bytes;
+  }
+  void open(std::uint64_t block_bytes, std::span<const std::span<std::byte>> regions) {
+    queue_ =
+        IoQueue::create({.engine = IoEngineKind::kIoUring, .block_bytes = block_bytes, .depth = 4}, pointers_, regions);
+    if (queue_->describe().find(" registered buffers") == std::string::npos) GTEST_SKIP() << queue_->describe();
+    ASSERT_EQ(::mprotect(data_, bytes_, PROT_NONE), 0);
+  }
+  // 0, or EFAULT when the piece did not go through a registered buffer.
+  int write_from(std::uint64_t at, std::uint64_t bytes) {
+    queue_->submit({.op = IoOp::kWrite, .buffer = data_ + at, .bytes = bytes});
+    return collect(1).front().error;
+  }
+
+  std::byte* data_ = nullptr;
+  std::uint64_t bytes_ = 0;
+};
+
+TEST_F(RegisteredMemoryTest, WhatLiesInARegionGoesThroughItsBufferAndNothingElseDoes) {
+  map(5 * kUnit);
+  // Given in the wrong order; between the two and around them lies memory of neither.
+  const std::span<std::byte> regions[] = {{data_ + 3 * kUnit, kUnit}, {data_ + kUnit, kUnit}};
+  open(kUnit, regions);
+  if (IsSkipped()) return;
+  EXPECT_EQ(write_from(kUnit, kUnit), 0);
+  EXPECT_EQ(write_from(3 * kUnit, kUnit), 0);
+  EXPECT_EQ(write_from(3 * kUnit + 4096, kUnit - 4096), 0);
+  for (const std::uint64_t at :
+       {0 * kUnit, kUnit / 2, kUnit + kUnit / 2, 2 * kUnit, 3 * kUnit + kUnit / 2, 4 * kUnit}) {
+    EXPECT_EQ(write_from(at, kUnit), EFAULT) << at;
+  }
+}
+
+// The kernel takes at most 1 GiB at once; no piece may fall between two.
+TEST_F(RegisteredMemoryTest, APieceAtAnyPlaceOfALargeArenaGoesThroughOneBuffer) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "pins more memory than a sanitizer's machine may have";
+#endif
+  if (available_bytes() < 4 * kGiB) GTEST_SKIP() << "less than 4 GiB of memory are free";
+  map(kGiB + 200 * kMiB);
+  const std::span<std::byte> arena[] = {{data_, bytes_}};
+  open(kUnit, arena);
+  if (IsSkipped()) return;
+  for (const std::uint64_t around : {kGiB, kGiB - kUnit, bytes_ - kUnit}) {
+    for (std::uint64_t at = around - kUnit; at <= around + kUnit && at + kUnit <= bytes_; at += 4096) {
+      ASSERT_EQ(write_from(at, kUnit), 0) << at;
+    }
+  }
+  EXPECT_EQ(write_from(0, 4 * kUnit), 0);
 }
 
 TEST_F(QueueEngineTest, OptionsThatCannotBeAreErrorsThatNameTheSetting) {

@@ -19,16 +19,28 @@
 
 namespace spillway::testing {
 
+inline constexpr IoEngineKind kEngines[] = {IoEngineKind::kIoUring, IoEngineKind::kLibaio, IoEngineKind::kThreads};
+
 inline std::unique_ptr<IoEngine> make_engine_of(IoEngineKind kind, const IoEngineOptions& options) {
-  return kind == IoEngineKind::kIoUring ? make_uring_engine(options) : make_threads_engine(options);
+  switch (kind) {
+    case IoEngineKind::kIoUring: return make_uring_engine(options);
+    case IoEngineKind::kLibaio: return make_libaio_engine(options);
+    default: return make_threads_engine(options);
+  }
 }
 
-inline const char* name_of(IoEngineKind kind) { return kind == IoEngineKind::kIoUring ? "io_uring" : "threads"; }
+inline const char* name_of(IoEngineKind kind) {
+  switch (kind) {
+    case IoEngineKind::kIoUring: return "io_uring";
+    case IoEngineKind::kLibaio: return "libaio";
+    default: return "threads";
+  }
+}
 
-// Why io_uring cannot be had here; empty when it can.
-inline std::string why_no_uring() {
+// The engine's own words when it cannot be had here, even without files; empty when it can.
+inline std::string refusal_of(IoEngineKind kind) {
   try {
-    make_uring_engine({.depth = 1});
+    make_engine_of(kind, {.depth = 1});
   } catch (const Error& error) {
     return error.what();
   }
@@ -50,7 +62,11 @@ class QueueFixture : public ::testing::Test {
   void open_queue(IoEngineKind kind, IoQueueOptions options, FaultPlan plan,
                   std::span<const std::span<std::byte>> regions = {}) {
     plan.trace = &trace_;
-    auto engine = make_engine_of(kind, {.depth = options.depth, .files = pointers_, .regions = regions});
+    plan.files = pointers_;
+    auto engine = make_engine_of(kind, {.depth = total_depth(options, pointers_.size()),
+                                        .block_bytes = options.block_bytes,
+                                        .files = pointers_,
+                                        .regions = regions});
     queue_ = make_queue(options, pointers_, make_faulty_engine(std::move(engine), std::move(plan)));
   }
 

@@ -1,6 +1,6 @@
-// What a queue promises, whatever is below it: io_uring, threads, and both again with short transfers, interruptions,
-// delays, reordering and refused pieces injected from a seed.
-#include "aio/queue.h"
+// What a queue promises, whatever is below it: io_uring, libaio, threads, and each again with short transfers,
+// interruptions, delays, reordering and refused pieces injected from a seed.
+#include "spillway/io_queue.h"
 
 #include <atomic>
 #include <chrono>
@@ -24,8 +24,7 @@ struct Below {
 class QueueTest : public QueueFixture, public ::testing::WithParamInterface<Below> {
  protected:
   void SetUp() override {
-    static const std::string refusal = why_no_uring();
-    if (GetParam().kind == IoEngineKind::kIoUring && !refusal.empty()) GTEST_SKIP() << refusal;
+    if (const std::string refusal = refusal_of(GetParam().kind); !refusal.empty()) GTEST_SKIP() << refusal;
   }
 
   // Every fault here is one that a queue must ride out without an error. Without faults the layer only counts.
@@ -133,6 +132,11 @@ TEST_P(QueueTest, APlainFileTakesAnyOffsetLengthAndAddress) {
   files_.push_back(
       std::make_unique<File>(File::open(dir_ / "plain", {.writable = true, .create = true, .direct = false})));
   pointers_.push_back(files_.back().get());
+  // Its requests would be performed inside the submission: a queue that blocks is none.
+  if (GetParam().kind == IoEngineKind::kLibaio) {
+    EXPECT_THROW(open({.block_bytes = 1000, .depth = 3}), Error);
+    return;
+  }
   open({.block_bytes = 1000, .depth = 3});
   Memory out(12345), in(12346);
   out.fill_pattern(1);
@@ -316,12 +320,17 @@ TEST_P(QueueTest, RandomTrafficKeepsEveryByte) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Engines, QueueTest,
-                         ::testing::Values(Below{IoEngineKind::kIoUring, false}, Below{IoEngineKind::kThreads, false},
-                                           Below{IoEngineKind::kIoUring, true}, Below{IoEngineKind::kThreads, true}),
-                         [](const auto& info) {
-                           return std::string(name_of(info.param.kind)) + (info.param.faulty ? "_with_faults" : "");
-                         });
+std::vector<Below> all_below() {
+  std::vector<Below> all;
+  for (const bool faulty : {false, true}) {
+    for (const IoEngineKind kind : kEngines) all.push_back({kind, faulty});
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, QueueTest, ::testing::ValuesIn(all_below()), [](const auto& info) {
+  return std::string(name_of(info.param.kind)) + (info.param.faulty ? "_with_faults" : "");
+});
 
 // Programmer errors end the process in release builds too.
 class QueueDeathTest : public QueueFixture {
@@ -346,6 +355,9 @@ TEST_F(QueueDeathTest, RequestsThatCannotBeAreRefused) {
   EXPECT_DEATH(queue_->submit({.file = 1, .buffer = memory_.data(), .bytes = kUnit}), "no such file");
   EXPECT_DEATH(queue_->submit({.buffer = memory_.data(), .bytes = 0}), "needs bytes");
   EXPECT_DEATH(queue_->submit({.op = IoOp::kSync, .bytes = 1}), "moves no bytes");
+  EXPECT_DEATH(queue_->submit({.file = kStripedSpace, .buffer = memory_.data(), .bytes = kUnit}), "no such file");
+  EXPECT_DEATH(queue_->submit({.op = IoOp::kWrite, .buffer = memory_.data(), .bytes = kUnit, .least_bytes = 1}),
+               "part of a read");
 }
 
 TEST_F(QueueDeathTest, MoreRequestsThanAgreedAreRefused) {

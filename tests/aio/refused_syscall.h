@@ -1,5 +1,5 @@
-// Runs code on a thread of its own for which one system call fails with a chosen errno: a seccomp filter, which binds
-// that thread and no other. Needs no privileges.
+// Runs code on a thread of its own for which system calls fail with a chosen errno: seccomp filters, which bind that
+// thread and no other. Needs no privileges.
 #pragma once
 
 #include <linux/audit.h>
@@ -13,6 +13,7 @@
 #include <functional>
 #include <iterator>
 #include <optional>
+#include <span>
 #include <thread>
 
 namespace spillway::testing {
@@ -43,6 +44,16 @@ inline bool with_refused_call(const RefusedCall& call, const std::function<void(
     if (installed) body();
   }).join();
   return installed;
+}
+
+// The same for several calls: a thread inherits the filters of the one that started it.
+inline bool with_refused_calls(std::span<const RefusedCall> calls, const std::function<void()>& body) {
+  if (calls.empty()) {
+    body();
+    return true;
+  }
+  bool inner = false;
+  return with_refused_call(calls.front(), [&] { inner = with_refused_calls(calls.subspan(1), body); }) && inner;
 }
 
 }  // namespace spillway::testing

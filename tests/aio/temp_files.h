@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "aio/file.h"
+#include "spillway/io_file.h"
 #include "spillway/log.h"
 
 namespace spillway::testing {

@@ -82,7 +82,7 @@ TEST(ConfigJson, EveryKeyReachesItsPlace) {
   })");
   EXPECT_EQ(dump(c),
             "4 6 0.5 bf16 | 0.0002 0.8 0.95 1e-07 0.1 1 0 | 2 1e-06 0.0003 20 5000 0 0 0.0001 | "
-            "2 1 1 /n 262144 64 | 536870912 1000000000 1649267441664 2048 0 3 2");
+            "2 1 1 /n 262144 64 | 536870912 1000000000 1649267441664 2048 0 3 3");
 }
 
 TEST(ConfigJson, WhatIsLeftOutTakesTheDefault) {
@@ -215,6 +215,21 @@ TEST(ConfigJson, OffloadNeedsStage3AndNvmeAPath) {
   EXPECT_THAT(one.nvme_paths, ElementsAre("/b"));
   EXPECT_EQ(one.parameters, Placement::kNvme);
   // A path beside another device: a store to commit to, though nothing needs to live there.
+  const auto paths = [](const std::string& spillway, const std::string& path = R"("nvme_path": "/a")") {
+    return R"({"train_batch_size": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme")" +
+           (path.empty() ? "" : ", " + path) + R"(}}, "spillway": {)" + spillway + "}}";
+  };
+  const Config two = parse(paths(R"("nvme_paths": ["/a", "/b"], "nvme_rates": [2.5, 1])"));
+  EXPECT_THAT(two.nvme_paths, ElementsAre("/a", "/b"));
+  EXPECT_THAT(two.nvme_rates, ElementsAre(2.5, 1));
+  EXPECT_THAT(parse(paths(R"("nvme_paths": ["/c"])", "")).nvme_paths, ElementsAre("/c"));
+  EXPECT_THAT(refusal(paths(R"("nvme_paths": ["/b", "/a"])")), HasSubstr("\"/b\" is first, and nvme_path is \"/a\""));
+  EXPECT_THAT(refusal(paths(R"("nvme_paths": ["/a", "/a"])")), HasSubstr("\"/a\" is named twice"));
+  EXPECT_THAT(refusal(paths(R"("nvme_paths": [])", "")), HasSubstr("no path is named"));
+  EXPECT_THAT(refusal(paths(R"("nvme_paths": "/a")")), HasSubstr("expected an array of strings"));
+  EXPECT_THAT(refusal(paths(R"("nvme_paths": ["/a", 2])")), HasSubstr("expected a string, found 2"));
+  EXPECT_THAT(refusal(paths(R"("nvme_paths": ["/a", "/b"], "nvme_rates": [1])")), HasSubstr("1 rates for 2 paths"));
+  EXPECT_THAT(refusal(paths(R"("nvme_paths": ["/a", "/b"], "nvme_rates": [1, 0])")), HasSubstr("0 is out of range"));
   EXPECT_THAT(parse(zero(R"({"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/b"}})")).nvme_paths,
               ElementsAre("/b"));
   EXPECT_EQ(parse(zero(R"({"stage": 3, "offload_param": null})")).parameters, Placement::kHbm);

@@ -142,7 +142,7 @@ TEST_F(Recovery, AFlippedBitInWeightsIsFoundBeforeALeaseOpens) {
 
 // The file shrinks under the engine: reads come up short, in the middle of step 4.
 TEST_F(Recovery, AReadThatFailsInTheMiddleOfAStepStopsTheRunAtTheLastCommit) {
-  for (IoEngineChoice io : {IoEngineChoice::kAuto, IoEngineChoice::kThreads}) {
+  for (IoEngineKind io : {IoEngineKind::kAuto, IoEngineKind::kThreads}) {
     config_.io_engine = io;
     const std::filesystem::path copy = store_.path() / "copy";
     {

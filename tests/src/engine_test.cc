@@ -18,10 +18,11 @@ struct Layout {
   Placement parameters = Placement::kHbm, states = Placement::kHbm;
   std::uint64_t tile_elements = 4 << 20;
   unsigned threads = 2;
-  IoEngineChoice io = IoEngineChoice::kAuto;
+  IoEngineKind io = IoEngineKind::kAuto;
   bool tight = false;  // the smallest budgets that the plan accepts
   bool poison = false;
   bool visits = true;
+  std::vector<double> rates = {1};  // of each nvme path
 };
 
 Config config_for(const Layout& layout, DType type, const std::filesystem::path& store) {
@@ -34,7 +35,10 @@ Config config_for(const Layout& layout, DType type, const std::filesystem::path&
   config.tile_elements = layout.tile_elements;
   config.threads = layout.threads;
   config.io_engine = layout.io;
-  if (layout.states == Placement::kNvme || layout.parameters == Placement::kNvme) config.nvme_paths = {store};
+  if (layout.states == Placement::kNvme || layout.parameters == Placement::kNvme) {
+    for (std::size_t i = 0; i < layout.rates.size(); ++i) config.nvme_paths.push_back(store / std::to_string(i));
+    config.nvme_rates = layout.rates;
+  }
   return config;
 }
 
@@ -85,7 +89,7 @@ std::vector<Layout> layouts() {
        .states = Placement::kNvme,
        .tile_elements = 4096,
        .threads = 1,
-       .io = IoEngineChoice::kThreads,
+       .io = IoEngineKind::kThreads,
        .tight = true},
       {.name = "nvme, small tiles, 5 threads, poisoned",
        .parameters = Placement::kNvme,
@@ -93,6 +97,17 @@ std::vector<Layout> layouts() {
        .tile_elements = 5120,
        .threads = 5,
        .poison = true},
+      {.name = "two nvme paths, libaio",
+       .parameters = Placement::kNvme,
+       .states = Placement::kNvme,
+       .tile_elements = 8192,
+       .io = IoEngineKind::kLibaio,
+       .rates = {3, 1}},
+      {.name = "three nvme paths, tight",
+       .parameters = Placement::kNvme,
+       .states = Placement::kNvme,
+       .tight = true,
+       .rates = {1, 2, 1}},
       {.name = "nvme, visits recorded", .parameters = Placement::kNvme, .states = Placement::kNvme, .visits = false},
   };
 }
@@ -108,7 +123,11 @@ INSTANTIATE_TEST_SUITE_P(, SameBits, ::testing::Values(DType::kFloat32, DType::k
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 TEST(Engine, TrainsOnAfterResumeAsIfNothingHadHappened) {
-  const Layout nvme{.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
+  const Layout nvme{.name = "two nvme paths",
+                    .parameters = Placement::kNvme,
+                    .states = Placement::kNvme,
+                    .tile_elements = 4096,
+                    .rates = {2, 1}};
   const auto expected = train(nvme, DType::kBFloat16, 6);
   TempStore store;
   const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches);

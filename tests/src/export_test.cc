@@ -66,10 +66,10 @@ TEST_F(Export, AStoreGivesTheSameFilesAsItsEngine) {
       export_model(engine, model_, out("model-bf16"), {.type = DType::kBFloat16, .replace = true});
     });
     const ExportedStore exported =
-        export_store(out("store"), out("store-fp32"), {.type = DType::kFloat32, .replace = true});
+        export_store({out("store")}, out("store-fp32"), {.type = DType::kFloat32, .replace = true});
     EXPECT_EQ(exported.step, 2u);
     EXPECT_EQ(exported.weights, type);
-    export_store(out("store"), out("store-bf16"), {.type = DType::kBFloat16, .replace = true});
+    export_store({out("store")}, out("store-bf16"), {.type = DType::kBFloat16, .replace = true});
     expect_equal_files("model-fp32", "store-fp32");
     expect_equal_files("model-bf16", "store-bf16");
     EXPECT_EQ(read_file("model-fp32/config.json"), "{\"layers\": 3}\n");
@@ -98,10 +98,10 @@ TEST_F(Export, ADirectoryThatHoldsAModelIsLeftAloneUnlessItMayBeReplaced) {
   train(DType::kBFloat16);
   std::filesystem::create_directory(out("taken"));
   write_file("taken/model.safetensors", "an older model");
-  EXPECT_EQ(code_of([&] { export_store(out("store"), out("taken"), {}); }), Code::kExists);
+  EXPECT_EQ(code_of([&] { export_store({out("store")}, out("taken"), {}); }), Code::kExists);
   EXPECT_EQ(read_file("taken/model.safetensors"), "an older model");
   EXPECT_FALSE(std::filesystem::exists(out("taken") / "config.json"));
-  export_store(out("store"), out("taken"), {.replace = true});
+  export_store({out("store")}, out("taken"), {.replace = true});
   EXPECT_GT(std::filesystem::file_size(out("taken") / "model.safetensors"), 10'000u);
 }
 
@@ -126,22 +126,22 @@ TEST_F(Export, ADamagedTileIsRefusedAndLeavesNothing) {
     };
     flip();
     for (DType type : {DType::kFloat32, DType::kBFloat16}) {
-      EXPECT_EQ(code_of([&] { export_store(out("store"), out("new"), {.type = type}); }), Code::kCorrupt);
+      EXPECT_EQ(code_of([&] { export_store({out("store")}, out("new"), {.type = type}); }), Code::kCorrupt);
       EXPECT_TRUE(std::filesystem::is_empty(out("new")));
-      EXPECT_EQ(code_of([&] { export_store(out("store"), out("old"), {.type = type, .replace = true}); }),
+      EXPECT_EQ(code_of([&] { export_store({out("store")}, out("old"), {.type = type, .replace = true}); }),
                 Code::kCorrupt);
       EXPECT_EQ(read_file("old/model.safetensors"), "an older model");
       EXPECT_FALSE(std::filesystem::exists(out("old") / "config.json"));
     }
     flip();
   }
-  EXPECT_EQ(export_store(out("store"), out("new"), {}).step, 2u);
+  EXPECT_EQ(export_store({out("store")}, out("new"), {}).step, 2u);
 }
 
 TEST_F(Export, ADirectoryWithoutAStoreHoldsNothingToExport) {
   std::filesystem::create_directory(out("store"));
-  EXPECT_EQ(code_of([&] { export_store(out("store"), out("new"), {}); }), Code::kNotFound);
-  EXPECT_EQ(code_of([&] { export_store(out("nowhere"), out("new"), {}); }), Code::kNotFound);
+  EXPECT_EQ(code_of([&] { export_store({out("store")}, out("new"), {}); }), Code::kNotFound);
+  EXPECT_EQ(code_of([&] { export_store({out("nowhere")}, out("new"), {}); }), Code::kNotFound);
   EXPECT_FALSE(std::filesystem::exists(out("new")));
   EXPECT_FALSE(std::filesystem::exists(out("nowhere")));
 }
@@ -150,7 +150,7 @@ TEST_F(Export, AStoreThatKeepsOneSlotOnlyIsNotExported) {
   Config one_slot = config(DType::kBFloat16);
   one_slot.commit_every = 0;
   Engine::create(one_slot, model_)->import_weights(testing::toy_weights());
-  EXPECT_EQ(code_of([&] { export_store(out("store"), out("new"), {}); }), Code::kUnsupported);
+  EXPECT_EQ(code_of([&] { export_store({out("store")}, out("new"), {}); }), Code::kUnsupported);
 }
 
 // When an attachment cannot be written there is no model either.

@@ -62,7 +62,7 @@ TEST(NoAllocation, FromStepThreeOnWhereverTensorsLive) {
 
 TEST(NoAllocation, WithEitherIoEngineAndAnyNumberOfThreads) {
   const ModelDescription model = testing::toy_model(5, 3000, kMicroBatches);
-  for (IoEngineChoice io : {IoEngineChoice::kAuto, IoEngineChoice::kThreads}) {
+  for (IoEngineKind io : {IoEngineKind::kAuto, IoEngineKind::kThreads}) {
     for (unsigned threads : {1u, 4u}) {
       testing::TempStore store;
       Config config = toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());

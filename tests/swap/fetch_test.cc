@@ -61,7 +61,7 @@ class Fetch : public ::testing::Test {
     const std::uint64_t bytes = payload_bytes(three_tiles().tiles[block], Part::kWeights);
     const Extent extent = store->readable(block).extent[0];
     const auto stored = host.memory().subspan(2 << 20, extent.bytes);
-    store->file().read_at(extent.offset, stored);
+    store->files().read_at(extent.offset, stored);
     EXPECT_EQ(std::memcmp(stored.data(), at, bytes), 0) << "block " << block;
   }
 
@@ -156,7 +156,7 @@ TEST_F(Fetch, APlaceIsNotOverwrittenWhileEnqueuedWorkStillReadsIt) {
   expect_weights(1, places->address(next));
   const Extent extent = store->readable(0).extent[0];
   const auto stored = host.memory().subspan(2 << 20, extent.bytes);
-  store->file().read_at(extent.offset, stored);
+  store->files().read_at(extent.offset, stored);
   EXPECT_EQ(std::memcmp(stored.data(), seen.data(), seen.size()), 0);
 }
 

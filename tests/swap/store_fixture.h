@@ -77,7 +77,11 @@ inline void write_tiles(TileStore& store, const TileStore::Created& shape, Store
         const std::uint64_t word = random();
         std::memcpy(bytes.data() + i, &word, 8);
       }
-      batch.add({.op = IoOp::kWrite, .offset = extent.offset, .buffer = bytes.data(), .bytes = extent.bytes});
+      batch.add({.op = IoOp::kWrite,
+                 .file = kStripedSpace,
+                 .offset = extent.offset,
+                 .buffer = bytes.data(),
+                 .bytes = extent.bytes});
       batch.wait();
       store.note_written(t, part, checksum_of(bytes));
     }
@@ -85,7 +89,7 @@ inline void write_tiles(TileStore& store, const TileStore::Created& shape, Store
 }
 
 // True when every readable extent matches its checksum and, for trainable tiles, holds pattern `seed`.
-inline void expect_tiles(const TileStore& store, const File& file, const TileStore::Created& shape, HostArena& arena,
+inline void expect_tiles(const TileStore& store, const TileStore::Created& shape, HostArena& arena,
                          std::uint64_t seed) {
   for (std::uint32_t t = 0; t < shape.tiles.size(); ++t) {
     const TileStore::Slot slot = store.readable(t);
@@ -93,7 +97,7 @@ inline void expect_tiles(const TileStore& store, const File& file, const TileSto
       const Extent extent = slot.extent[index_of(part)];
       if (extent.bytes == 0) continue;
       const auto bytes = arena.memory().first(extent.bytes);
-      file.read_at(extent.offset, bytes);
+      store.files().read_at(extent.offset, bytes);
       EXPECT_EQ(checksum_of(bytes), slot.checksum[index_of(part)]) << "tile " << t;
       if (!shape.tiles[t].trainable) continue;
       std::mt19937_64 random(seed * 100 + t * 2 + index_of(part));
@@ -104,7 +108,9 @@ inline void expect_tiles(const TileStore& store, const File& file, const TileSto
 }
 
 inline std::unique_ptr<StoreThread> thread_for(TileStore& store, HostArena& arena) {
-  return std::make_unique<StoreThread>(IoQueueOptions{}, std::vector<File*>{&store.file()},
+  IoQueueOptions options;
+  options.stripes = &store.files().stripes();
+  return std::make_unique<StoreThread>(options, store.files().pointers(),
                                        std::vector<std::span<std::byte>>{arena.memory()});
 }
 

@@ -235,7 +235,7 @@ TEST_F(Mover, TheCommittedSlotIsNeverWritten) {
       const Extent extent = committed[t].extent[index_of(part)];
       if (extent.bytes == 0) continue;
       const auto bytes = host.memory().subspan(kRecordBytes, extent.bytes);
-      store->file().read_at(extent.offset, bytes);
+      store->files().read_at(extent.offset, bytes);
       const auto expected = pattern(t, part, 1);
       EXPECT_EQ(std::memcmp(bytes.data(), expected.data(), expected.size()), 0) << "tile " << t;
     }

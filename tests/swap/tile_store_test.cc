@@ -44,7 +44,7 @@ TEST(TileStore, ReopensAtItsLastCommit) {
   const auto store = TileStore::open(directory.path(), three_tiles());
   EXPECT_EQ(store->committed().step, 3u);
   EXPECT_EQ(store->committed().blob.size(), 8u);
-  expect_tiles(*store, store->file(), three_tiles(), arena, 3);
+  expect_tiles(*store, three_tiles(), arena, 3);
 }
 
 TEST(TileStore, WhatWasNotCommittedIsForgottenAndTheCommittedSlotsAreUntouched) {
@@ -55,12 +55,12 @@ TEST(TileStore, WhatWasNotCommittedIsForgottenAndTheCommittedSlotsAreUntouched) 
     auto store = TileStore::open(directory.path(), three_tiles());
     auto thread = thread_for(*store, arena);
     write_tiles(*store, three_tiles(), *thread, arena, 99);
-    expect_tiles(*store, store->file(), three_tiles(), arena, 99);  // readable before the commit
+    expect_tiles(*store, three_tiles(), arena, 99);  // readable before the commit
     EXPECT_TRUE(store->uncommitted());
   }
   const auto store = TileStore::open(directory.path(), three_tiles());
   EXPECT_EQ(store->committed().step, 2u);
-  expect_tiles(*store, store->file(), three_tiles(), arena, 2);
+  expect_tiles(*store, three_tiles(), arena, 2);
 }
 
 TEST(TileStore, FilesAreForTheirOwnerOnly) {

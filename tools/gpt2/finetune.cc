@@ -205,7 +205,9 @@ class Run {
       fmt::print("trained model: {}\n  GPT2LMHeadModel.from_pretrained(\"{}\") loads it\n", options_.out.string(),
                  options_.out.string());
     } else if (!config_.nvme_paths.empty()) {
-      fmt::print("trained model: in the store; spillway export {} DIR writes it\n", config_.nvme_paths[0].string());
+      std::string paths = config_.nvme_paths[0].string() + " DIR";
+      for (std::size_t i = 1; i < config_.nvme_paths.size(); ++i) paths += " --with " + config_.nvme_paths[i].string();
+      fmt::print("trained model: in the store; spillway export {} writes it\n", paths);
     } else {
       fmt::print("trained model: not kept, for there was neither --out nor an nvme_path\n");
     }

@@ -25,6 +25,7 @@ struct InitOptions {
 
 struct ExportCommand {
   std::filesystem::path store, directory;
+  std::vector<std::filesystem::path> others;
   DType type = DType::kFloat32;
 };
 
@@ -79,6 +80,7 @@ CLI::App* add_export(CLI::App& program, ExportCommand& options) {
   auto* command = program.add_subcommand("export", "Write the model that a store holds");
   command->add_option("store", options.store, "Directory of the store")->required();
   command->add_option("directory", options.directory, "Where the model goes")->required();
+  command->add_option("--with", options.others, "The store's other directories, in the order of nvme_paths");
   add_dtype(command, options.type);
   return command;
 }
@@ -111,7 +113,9 @@ int run_init_model(const InitOptions& options) {
 }
 
 int run_export(const ExportCommand& options) {
-  const ExportedStore store = export_store(options.store, options.directory, {.type = options.type, .replace = true});
+  std::vector<std::filesystem::path> paths{options.store};
+  paths.insert(paths.end(), options.others.begin(), options.others.end());
+  const ExportedStore store = export_store(paths, options.directory, {.type = options.type, .replace = true});
   fmt::print("{}: the model of step {} of the store in {}\n", options.directory.string(), store.step,
              options.store.string());
   return 0;

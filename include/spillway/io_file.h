@@ -1,4 +1,4 @@
-// One open file for direct I/O: opening, alignment, preallocation, lock. Transfers go through aio/queue.h; the blocking
+// One open file for direct I/O: opening, alignment, preallocation, lock. Transfers go through an IoQueue; the blocking
 // calls here are for small headers and for tests.
 //
 // A File belongs to whoever opened it and must outlive every queue that was given it. Thread: any, one at a time.
@@ -15,8 +15,9 @@ namespace spillway {
 
 struct FileOptions {
   bool writable = false;
-  bool create = false;  // O_CREAT | O_EXCL with mode 0600; never follows a symbolic link
-  bool direct = true;   // ask for O_DIRECT; direct() says whether the file system granted it
+  bool create = false;        // O_CREAT | O_EXCL with mode 0600
+  bool follow_links = false;  // a symbolic link as the last part of the path is followed, else refused
+  bool direct = true;         // ask for O_DIRECT; direct() says whether the file system granted it
 };
 
 class File {
@@ -47,7 +48,8 @@ class File {
   void rename_to(const std::filesystem::path& path);
 
   // Blocking, complete transfers (short ones are resumed); offset, length and address must be aligned if direct().
-  void read_at(std::uint64_t offset, std::span<std::byte> out) const;
+  // The file may end behind `least_bytes` of a read; what `out` then holds behind its end is unspecified.
+  void read_at(std::uint64_t offset, std::span<std::byte> out, std::uint64_t least_bytes = UINT64_MAX) const;
   void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
   // fdatasync. A failure is final: the file refuses to sync again (the kernel may have dropped the dirty pages).
   void sync();

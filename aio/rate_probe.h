@@ -1,0 +1,15 @@
+// How fast a drive moves bytes, for whoever must choose between several.
+#pragma once
+
+#include <filesystem>
+
+#include "spillway/io_queue.h"
+
+namespace spillway {
+
+// Bytes per second of reads and writes mixed, together, in a file of its own in `directory` (64 MiB, less where that is
+// not free; without a name, so that nothing is left behind). Takes a fraction of a second on any SSD. Uses block_bytes
+// and depth of `options`.
+double probe_rate(const std::filesystem::path& directory, const IoQueueOptions& options);
+
+}  // namespace spillway

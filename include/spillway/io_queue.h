@@ -1,0 +1,110 @@
+// An asynchronous queue of reads, writes and syncs over a fixed set of files, by io_uring, libaio or threads. It can be
+// used without the rest of Spillway; tests/aio/queue_example.cc is a program that does.
+//
+//   submit(request) ──► waiting (per file, two priorities) ──► pieces ≤ block_bytes, ≤ depth in flight per file
+//                                                                 └──► completions ──► wait()
+//
+// One thread, the one that created the queue, calls everything but wake(). A request is split into pieces, short
+// transfers are resumed at their offset, EINTR and EAGAIN are retried with a bound, every completion is read, and each
+// request completes exactly once, on its own: there is no wait for all. Buffers belong to the caller and must stay
+// alive until the completion. Nothing is allocated after creation, and no callback exists: completions are values
+// returned by wait(). Errors of a transfer are values (IoCompletion::error); errors of the engine itself throw
+// spillway::Error.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "spillway/io_file.h"
+#include "spillway/stripe_map.h"
+
+namespace spillway {
+
+enum class IoOp : std::uint8_t { kRead, kWrite, kSync };
+
+// kUrgent: compute waits for it. Urgent requests start before waiting normal ones, those of one priority in the order
+// of their submission.
+enum class IoPriority : std::uint8_t { kUrgent, kNormal };
+
+// IoRequest::file of a transfer or sync of the striped space that all files form together (IoQueueOptions::stripes).
+inline constexpr std::uint32_t kStripedSpace = UINT32_MAX;
+
+struct IoRequest {
+  IoOp op = IoOp::kRead;
+  IoPriority priority = IoPriority::kNormal;
+  std::uint32_t file = 0;       // index into the files given at creation, or kStripedSpace
+  std::uint64_t offset = 0;     // bytes; multiple of the file's alignment
+  std::byte* buffer = nullptr;  // ditto; null for kSync
+  std::uint64_t bytes = 0;      // ditto; 0 for kSync
+  std::uint64_t tag = 0;        // returned with the completion
+  // Reads: the file may end anywhere behind this many bytes; what the buffer then holds behind the end of the file is
+  // unspecified (a direct read delivers a file system's last block whole). 0: the file must hold all of `bytes`.
+  std::uint64_t least_bytes = 0;
+};
+
+struct IoCompletion {
+  std::uint64_t tag = 0;
+  int error = 0;                   // errno value, 0 on success; ENODATA: the file ended inside a read
+  std::uint32_t error_file = 0;    // where the failing piece lies; never kStripedSpace
+  std::uint64_t error_offset = 0;  // in that file
+  std::uint64_t error_bytes = 0;
+};
+
+enum class IoEngineKind : std::uint8_t { kAuto, kIoUring, kLibaio, kThreads };
+
+struct IoQueueOptions {
+  IoEngineKind engine = IoEngineKind::kAuto;  // kAuto: io_uring, else libaio, else threads; every rung lost is logged
+  std::uint64_t block_bytes = 1 << 20;        // largest piece
+  std::uint32_t depth = 32;                   // pieces in flight per file
+  std::uint32_t max_requests = 4096;          // submitted and not yet returned by wait(); more is a programmer error
+  double stall_report_seconds = 30;           // a piece without progress for this long is logged while it waits
+  const StripeMap* stripes = nullptr;         // over all files, in their order; copied. Null: no striped space
+};
+
+struct IoStats {
+  std::uint64_t read_bytes = 0, write_bytes = 0, syncs = 0;
+  double busy_seconds = 0;  // time with at least one transfer in flight
+};
+
+class IoQueue {
+ public:
+  // `regions` are the arenas that buffers come from; they are registered with the kernel when it allows (buffers
+  // outside them work too, unregistered). Files must outlive the queue.
+  static std::unique_ptr<IoQueue> create(const IoQueueOptions& options, std::span<File* const> files,
+                                         std::span<const std::span<std::byte>> regions);
+
+  virtual ~IoQueue() = default;
+
+  virtual void submit(const IoRequest& request) = 0;
+
+  // Starts what may start and returns completions, at most out.size(). Waits up to timeout_seconds (negative: for ever)
+  // until there is at least one, or until wake(). Returns the filled part of `out`, possibly empty.
+  virtual std::span<IoCompletion> wait(std::span<IoCompletion> out, double timeout_seconds) = 0;
+
+  // Makes the current or next wait() return early. Any thread; async-signal-safe.
+  virtual void wake() noexcept = 0;
+
+  // Requests submitted and not yet returned.
+  virtual std::uint32_t pending() const noexcept = 0;
+  virtual IoStats stats() const noexcept = 0;
+  // `io_uring, registered buffers` and the like: what was granted.
+  virtual std::string describe() const = 0;
+};
+
+// `PATH: read of 1048576 bytes at offset 4096 failed`; `file` is the one that completion.error_file names.
+std::string describe_failure(IoOp op, const File& file, const IoCompletion& completion);
+
+// The smallest aligned range of `file` that holds [offset, offset + bytes): what a direct read of a tensor at any
+// offset asks for. Read `bytes` into aligned memory, with least_bytes; what was wanted starts at `skip`.
+struct AlignedRange {
+  std::uint64_t offset = 0, bytes = 0;  // of the request
+  std::uint64_t skip = 0;               // from the start of its buffer
+  std::uint64_t least_bytes = 0;        // IoRequest::least_bytes: the padding behind may lie past the end of the file
+};
+AlignedRange aligned_range(const File& file, std::uint64_t offset, std::uint64_t bytes);
+
+}  // namespace spillway

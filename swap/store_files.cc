@@ -1,0 +1,229 @@
+#include "swap/store_files.h"
+
+#include <fmt/format.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+#include "spillway/units.h"
+#include "swap/extents.h"
+#include "swap/manifest.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kStoreMagic = 0x3145524f54535053;  // "SPSTORE1"
+constexpr std::uint64_t kStripeUnit = kMiB;
+
+std::uint64_t checksum_of(const Superblock& block) {
+  return granule_checksum({reinterpret_cast<const std::byte*>(&block), offsetof(Superblock, checksum)});
+}
+
+std::filesystem::path temporary_name(const std::filesystem::path& directory) {
+  return directory / (std::string(kStoreFileName) + ".new");
+}
+
+// A file of this name left by a run that was cut short; one that is at it right now holds its lock.
+void remove_leftover(const std::filesystem::path& path) {
+  if (::access(path.c_str(), F_OK) != 0) return;
+  File::open(path, {.writable = true, .create = false, .direct = false}).lock(0);
+  ::unlink(path.c_str());
+}
+
+// What a set of files says about itself against how it is named.
+void check_parts(std::span<const File> files, std::span<const Superblock> blocks) {
+  const auto refuse = [](const File& file, std::string happened, std::string hint) {
+    throw Error(Code::kInvalidArgument, {file.path().string(), std::move(happened), 0, std::move(hint)});
+  };
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    const Superblock& block = blocks[i];
+    if (std::memcmp(block.store_id, blocks[0].store_id, sizeof block.store_id) != 0) {
+      refuse(files[i], "is part of another store than " + files[0].path().string(), "name the paths of one store");
+    }
+    if (block.parts != files.size()) {
+      refuse(files[i],
+             fmt::format("is part {} of {} of its store, and {} path{} named", block.part + 1, block.parts,
+                         files.size(), files.size() == 1 ? " is" : "s are"),
+             "name all of its paths, in their order");
+    }
+    if (block.part != i) {
+      refuse(files[i], fmt::format("is part {} of its store and named as part {}", block.part + 1, i + 1),
+             "name the paths in the order in which the store was made");
+    }
+  }
+}
+
+}  // namespace
+
+AlignedBuffer::AlignedBuffer(std::uint64_t bytes)
+    : size(bytes), data(static_cast<std::byte*>(std::aligned_alloc(4096, bytes)), &std::free) {
+  if (!data) throw std::bad_alloc();
+  std::memset(data.get(), 0, size);
+}
+
+Superblock read_superblock(const File& file) {
+  AlignedBuffer buffer(kExtentAlignment);
+  const std::string path = file.path().string();
+  if (file.size_bytes() < kExtentAlignment) {
+    throw Error(Code::kCorrupt, {path, "too short to be a store", 0, "start over with --fresh"});
+  }
+  file.read_at(0, buffer.bytes());
+  Superblock block;
+  std::memcpy(&block, buffer.data.get(), sizeof block);
+  if (block.magic != kStoreMagic) {
+    throw Error(Code::kCorrupt, {path, "not a Spillway store, or its creation was cut short", 0,
+                                 "name another nvme_path, or start over with --fresh"});
+  }
+  if (block.format_version != kFormatVersion) {
+    throw Error(Code::kUnsupported, {path,
+                                     fmt::format("written by {} version (store format {}, this one reads {})",
+                                                 block.format_version > kFormatVersion ? "a newer" : "an older",
+                                                 block.format_version, kFormatVersion),
+                                     0, "use that version, or start over with --fresh"});
+  }
+  const bool possible = block.description_bytes <= block.total_bytes && block.parts >= 1 &&
+                        block.parts <= kMostStorePaths && block.part < block.parts;
+  if (block.checksum != checksum_of(block) || !possible) {
+    throw Error(Code::kCorrupt, {path, "the superblock is damaged", 0, "start over with --fresh"});
+  }
+  return block;
+}
+
+bool StoreFiles::exist(std::span<const std::filesystem::path> directories) {
+  return std::any_of(directories.begin(), directories.end(), [](const auto& directory) {
+    struct stat info;
+    return ::lstat((directory / kStoreFileName).c_str(), &info) == 0;
+  });
+}
+
+StripeMap StoreFiles::stripes_of(std::span<const std::uint32_t> shares) {
+  return StripeMap(shares, kStripeUnit, kExtentAlignment);
+}
+
+std::uint64_t StoreFiles::disk_bytes(std::uint64_t total_bytes, std::size_t paths) {
+  return paths == 1 ? total_bytes : align_up(total_bytes - kExtentAlignment, kStripeUnit) + paths * kExtentAlignment;
+}
+
+StoreFiles StoreFiles::create(std::span<const std::filesystem::path> directories, std::span<const std::uint32_t> shares,
+                              std::uint64_t total_bytes) {
+  for (const auto& directory : directories) remove_leftover(temporary_name(directory));
+  StoreFiles made({}, stripes_of(shares));
+  made.temporary_ = true;
+  made.files_.reserve(directories.size());
+  for (std::uint32_t i = 0; i < directories.size(); ++i) {
+    made.files_.push_back(
+        File::open(temporary_name(directories[i]), {.writable = true, .create = true, .direct = true}));
+    made.files_.back().lock(0);
+    made.files_.back().preallocate(made.stripes_.file_bytes(i, total_bytes));
+  }
+  return made;
+}
+
+StoreFiles::~StoreFiles() {
+  if (!temporary_) return;
+  for (const File& file : files_) ::unlink(file.path().c_str());
+}
+
+void StoreFiles::write_superblocks(Superblock block) {
+  block.magic = kStoreMagic;
+  block.format_version = kFormatVersion;
+  if (::getrandom(block.store_id, sizeof block.store_id, 0) != sizeof block.store_id) {
+    throw Error(Code::kIo, {"getrandom", "failed", errno, "the kernel's random numbers are needed to name a store"});
+  }
+  block.parts = static_cast<std::uint32_t>(files_.size());
+  block.unit_bytes = stripes_.unit_bytes();
+  for (std::size_t i = 0; i < files_.size(); ++i) {
+    block.shares[i] = static_cast<std::uint8_t>(stripes_.shares()[i]);
+  }
+  AlignedBuffer buffer(kExtentAlignment);
+  for (File& file : files_) {
+    block.part = static_cast<std::uint32_t>(&file - files_.data());
+    block.checksum = checksum_of(block);
+    std::memcpy(buffer.data.get(), &block, sizeof block);
+    file.write_at(0, buffer.bytes());
+    if (block.part == 0) block_ = block;
+  }
+  sync();
+}
+
+// The first file gets its name last: until then the set does not open.
+void StoreFiles::publish() {
+  for (std::size_t i = files_.size(); i-- > 0;) {
+    files_[i].rename_to(files_[i].path().parent_path() / kStoreFileName);
+  }
+  temporary_ = false;
+}
+
+StoreFiles StoreFiles::open(std::span<const std::filesystem::path> directories, double patience_seconds) {
+  std::vector<File> files;
+  std::vector<Superblock> blocks;
+  for (const auto& directory : directories) {
+    if (!exist(std::span(&directory, 1))) {
+      throw Error(Code::kNotFound,
+                  {directory.string(), directories.size() == 1 ? "holds no store" : "holds no part of a store", 0,
+                   "check the path, or start a run without --resume"});
+    }
+    files.push_back(File::open(directory / kStoreFileName, {.writable = true, .create = false, .direct = true}));
+    files.back().lock(patience_seconds);
+    blocks.push_back(read_superblock(files.back()));
+  }
+  check_parts(files, blocks);
+  const std::vector<std::uint32_t> shares(blocks[0].shares, blocks[0].shares + blocks[0].parts);
+  StoreFiles opened(std::move(files), StripeMap(shares, blocks[0].unit_bytes, kExtentAlignment));
+  opened.block_ = blocks[0];
+  for (std::uint32_t i = 0; i < opened.files_.size(); ++i) {
+    const std::uint64_t size = opened.files_[i].size_bytes();
+    const std::uint64_t wanted = opened.stripes_.file_bytes(i, blocks[0].total_bytes);
+    if (size >= wanted) continue;
+    throw Error(Code::kCorrupt,
+                {opened.files_[i].path().string(), fmt::format("cut short: it has {} bytes of {}", size, wanted), 0,
+                 "copy it again, or start over with --fresh"});
+  }
+  return opened;
+}
+
+std::vector<File*> StoreFiles::pointers() {
+  std::vector<File*> pointers;
+  for (File& file : files_) pointers.push_back(&file);
+  return pointers;
+}
+
+StoreFiles::Place StoreFiles::place_of(std::uint64_t offset) const {
+  const std::uint32_t file = stripes_.file_of(offset);
+  return {&files_[file], stripes_.next_on(file, offset).file_offset};
+}
+
+void StoreFiles::read_at(std::uint64_t offset, std::span<std::byte> out) const {
+  while (!out.empty()) {
+    const std::uint32_t file = stripes_.file_of(offset);
+    const StripeMap::Place run = stripes_.next_on(file, offset);
+    const std::uint64_t bytes = std::min<std::uint64_t>(run.bytes, out.size());
+    files_[file].read_at(run.file_offset, out.first(bytes));
+    offset += bytes;
+    out = out.subspan(bytes);
+  }
+}
+
+void StoreFiles::write_at(std::uint64_t offset, std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const std::uint32_t file = stripes_.file_of(offset);
+    const StripeMap::Place run = stripes_.next_on(file, offset);
+    const std::uint64_t count = std::min<std::uint64_t>(run.bytes, bytes.size());
+    files_[file].write_at(run.file_offset, bytes.first(count));
+    offset += count;
+    bytes = bytes.subspan(count);
+  }
+}
+
+void StoreFiles::sync() {
+  for (File& file : files_) file.sync();
+}
+
+}  // namespace spillway

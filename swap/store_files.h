@@ -1,0 +1,104 @@
+// The files of a store: one per path, together one striped address space (stripe_map.h). Each begins with a superblock
+// that says of which store it is which part; a store whose parts do not belong together is refused.
+//
+//   path 0/spillway.store  | superblock | its share of the space …        offsets of the space start behind the
+//   path 1/spillway.store  | superblock | its share of the space …        superblock; with one path space = file
+//
+// Transfers here are blocking, for what is small or rare; the others go through a queue over pointers() with stripes().
+// Thread: any, one at a time. Errors: kExists, kNotFound, kBusy, kCorrupt, kInvalidArgument, kUnsupported, kIo.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "spillway/io_file.h"
+#include "spillway/stripe_map.h"
+
+namespace spillway {
+
+inline constexpr const char* kStoreFileName = "spillway.store";
+inline constexpr std::uint32_t kMostStorePaths = 16;
+
+struct Superblock {
+  std::uint64_t magic;
+  std::uint32_t format_version;
+  std::uint32_t slots;
+  std::uint64_t fingerprint;
+  std::uint64_t tiles;
+  std::uint64_t description_bytes;  // used
+  std::uint64_t total_bytes;        // where the space ends
+  std::uint64_t scratch_bytes;
+  std::uint64_t description_checksum;
+  std::uint64_t store_id[2];  // random; the same in all files of a store
+  std::uint32_t part, parts;
+  std::uint64_t unit_bytes;
+  std::uint8_t shares[kMostStorePaths];
+  std::uint64_t checksum;  // of the bytes before this field
+};
+
+// O_DIRECT needs aligned memory. Zeroed.
+struct AlignedBuffer {
+  explicit AlignedBuffer(std::uint64_t size);
+  std::span<std::byte> bytes() const { return {data.get(), size}; }
+  std::uint64_t size;
+  std::unique_ptr<std::byte, decltype(&std::free)> data;
+};
+
+class StoreFiles {
+ public:
+  static bool exist(std::span<const std::filesystem::path> directories);  // any of them
+  static StripeMap stripes_of(std::span<const std::uint32_t> shares);
+  // Disk space of files whose space ends at `total_bytes`.
+  static std::uint64_t disk_bytes(std::uint64_t total_bytes, std::size_t paths);
+
+  // New files of their full size, locked, under temporary names that publish() ends. What is not published is removed.
+  // shares: one per directory.
+  static StoreFiles create(std::span<const std::filesystem::path> directories, std::span<const std::uint32_t> shares,
+                           std::uint64_t total_bytes);
+  // Fills in part, shares and checksum of every file's superblock, writes and syncs them.
+  void write_superblocks(Superblock block);
+  void publish();
+
+  // Existing files, locked; their superblocks are checked, also against each other.
+  static StoreFiles open(std::span<const std::filesystem::path> directories, double patience_seconds);
+
+  StoreFiles(StoreFiles&&) noexcept = default;
+  ~StoreFiles();
+
+  const Superblock& superblock() const noexcept { return block_; }
+  const StripeMap& stripes() const noexcept { return stripes_; }
+  std::vector<File*> pointers();
+  std::span<const File> files() const noexcept { return files_; }
+
+  // Whole transfers in the space.
+  void read_at(std::uint64_t offset, std::span<std::byte> out) const;
+  void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
+  void sync();
+
+  // The file that holds an offset of the space, and where in it.
+  struct Place {
+    const File* file;
+    std::uint64_t offset;
+  };
+  Place place_of(std::uint64_t offset) const;
+
+ private:
+  StoreFiles(std::vector<File> files, StripeMap stripes) : files_(std::move(files)), stripes_(std::move(stripes)) {}
+
+  std::vector<File> files_;
+  StripeMap stripes_;
+  Superblock block_{};
+  bool temporary_ = false;
+};
+
+// The superblock of one file, checked on its own. kCorrupt, kUnsupported.
+Superblock read_superblock(const File& file);
+
+}  // namespace spillway

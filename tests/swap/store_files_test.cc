@@ -1,0 +1,147 @@
+#include "swap/store_files.h"
+
+#include <cstring>
+#include <fstream>
+#include <random>
+
+#include "spillway/units.h"
+#include "tests/swap/store_fixture.h"
+
+namespace spillway::testing {
+namespace {
+
+constexpr std::uint64_t kSpaceBytes = 7 * kMiB + 3 * kExtentAlignment;
+constexpr std::uint32_t kShares[] = {2, 1, 3};
+
+// Three paths, and the message of whatever opening them says.
+struct ThreePaths {
+  StoreDirectory directory[3];
+  std::vector<std::filesystem::path> paths{directory[0].path(), directory[1].path(), directory[2].path()};
+
+  void make() const {
+    StoreFiles files = StoreFiles::create(paths, kShares, kSpaceBytes);
+    Superblock block{};
+    block.total_bytes = kSpaceBytes;
+    files.write_superblocks(block);
+    files.publish();
+  }
+  static std::string refusal(const std::vector<std::filesystem::path>& named, Code code) {
+    try {
+      StoreFiles::open(named, 0);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), code) << error.what();
+      return error.what();
+    }
+    return "no error";
+  }
+};
+
+void fill(AlignedBuffer& buffer, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  for (std::byte& byte : buffer.bytes()) byte = static_cast<std::byte>(random());
+}
+
+TEST(StoreFiles, WhatIsWrittenToTheSpaceIsReadBackAfterReopening) {
+  ThreePaths three;
+  three.make();
+  AlignedBuffer out(kSpaceBytes - kExtentAlignment), in(kSpaceBytes - kExtentAlignment);
+  fill(out, 1);
+  StoreFiles::open(three.paths, 0).write_at(kExtentAlignment, out.bytes());
+  const StoreFiles files = StoreFiles::open(three.paths, 0);
+  files.read_at(kExtentAlignment, in.bytes());
+  EXPECT_EQ(std::memcmp(in.data.get(), out.data.get(), out.size), 0);
+  // Byte by byte where place_of() says, which no superblock shares.
+  for (std::uint64_t at = kExtentAlignment; at < kSpaceBytes; at += 333 * 1024 + 1) {
+    const StoreFiles::Place place = files.place_of(at);
+    EXPECT_GE(place.offset, kExtentAlignment);
+    std::ifstream file(place.file->path(), std::ios::binary);
+    file.seekg(static_cast<std::streamoff>(place.offset));
+    EXPECT_EQ(file.get(), std::to_integer<int>(out.data.get()[at - kExtentAlignment])) << at;
+  }
+}
+
+TEST(StoreFiles, FilesAreAsLargeAsTheirShares) {
+  ThreePaths three;
+  three.make();
+  const auto size = [&](int i) { return std::filesystem::file_size(three.directory[i].file()); };
+  EXPECT_EQ(size(0) + size(1) + size(2), StoreFiles::disk_bytes(kSpaceBytes, 3));
+  EXPECT_LT(size(1), size(0));
+  EXPECT_LT(size(0), size(2));
+}
+
+TEST(StoreFiles, AMissingPathIsRefused) {
+  ThreePaths three;
+  three.make();
+  const auto& p = three.paths;
+  EXPECT_NE(ThreePaths::refusal({p[0], p[1]}, Code::kInvalidArgument).find("is part 1 of 3 of its store, and 2 paths"),
+            std::string::npos);
+  std::filesystem::remove(three.directory[1].file());
+  EXPECT_NE(ThreePaths::refusal(p, Code::kNotFound).find(p[1].string() + ": holds no part of a store"),
+            std::string::npos);
+}
+
+TEST(StoreFiles, SwappedPathsAreRefused) {
+  ThreePaths three;
+  three.make();
+  const auto& p = three.paths;
+  EXPECT_NE(ThreePaths::refusal({p[0], p[2], p[1]}, Code::kInvalidArgument)
+                .find(three.directory[2].file().string() + ": is part 3 of its store and named as part 2"),
+            std::string::npos);
+}
+
+TEST(StoreFiles, PartsOfTwoStoresAreRefused) {
+  ThreePaths three, other;
+  three.make();
+  other.make();
+  EXPECT_NE(ThreePaths::refusal({three.paths[0], other.paths[1], three.paths[2]}, Code::kInvalidArgument)
+                .find(other.directory[1].file().string() + ": is part of another store than"),
+            std::string::npos);
+}
+
+TEST(StoreFiles, AFileCutShortIsRefused) {
+  ThreePaths three;
+  three.make();
+  const auto file = three.directory[2].file();
+  std::filesystem::resize_file(file, std::filesystem::file_size(file) - 1);
+  EXPECT_NE(ThreePaths::refusal(three.paths, Code::kCorrupt).find(file.string() + ": cut short"), std::string::npos);
+}
+
+TEST(StoreFiles, WhatIsNotPublishedLeavesNothingBehind) {
+  ThreePaths three;
+  { const StoreFiles files = StoreFiles::create(three.paths, kShares, kSpaceBytes); }
+  EXPECT_THROW(StoreFiles::create(three.paths, kShares, std::uint64_t{1} << 60), Error);
+  for (const auto& directory : three.directory) EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+TEST(StoreFiles, ALeftoverOfARunThatWasCutShortIsReplaced) {
+  ThreePaths three;
+  std::ofstream(three.paths[1] / (std::string(kStoreFileName) + ".new")) << "half a store";
+  three.make();
+  EXPECT_EQ(StoreFiles::open(three.paths, 0).superblock().parts, 3u);
+}
+
+// A store whose tiles lie in all three, through the queue, its commit and its manifest.
+TEST(StoreFiles, ATileStoreLivesInSeveralPaths) {
+  ThreePaths three;
+  TileStore::Created shape = three_tiles();
+  shape.tiles[0].count = 512 * 1024;
+  HostArena arena(8 << 20, kPinnedArena);
+  StorePaths paths(three.paths);
+  paths.shares = {1, 2, 1};
+  {
+    auto store = TileStore::create(paths, shape, false);
+    auto thread = thread_for(*store, arena);
+    for (std::uint64_t step = 0; step <= 2; ++step) {
+      write_tiles(*store, shape, *thread, arena, step, step == 0);
+      store->commit(step, {}, *thread, arena.memory());
+    }
+    write_tiles(*store, shape, *thread, arena, 99);
+  }
+  EXPECT_THROW(TileStore::create(paths, shape, false), Error);
+  const auto store = TileStore::open(paths, shape);
+  EXPECT_EQ(store->committed().step, 2u);
+  expect_tiles(*store, shape, arena, 2);
+}
+
+}  // namespace
+}  // namespace spillway::testing
