@@ -134,6 +134,25 @@ HWY_INLINE Bits update_tail(const Arrays<Weight>& a, std::size_t begin, std::siz
   return largest;
 }
 
+// Elements of one cache line of the narrowest array, and how far ahead the lines of all are asked for: five streams at
+// once are too many for the processor's own prefetcher (bench/adam_bench: 0.90 instead of 1.08 ns a parameter).
+constexpr std::size_t kLine = 32, kAhead = 512;
+
+template <int kToWrite, typename T>
+HWY_INLINE void prefetch_line(const T* from) {
+  for (std::size_t at = 0; at < kLine; at += 64 / sizeof(T)) __builtin_prefetch(from + at, kToWrite);
+}
+
+// Past the end of a tile it asks for what nobody wants, which is harmless.
+template <typename Weight>
+HWY_INLINE void prefetch(const Arrays<Weight>& a, std::size_t i) {
+  prefetch_line<1>(a.weight + i);
+  prefetch_line<1>(a.exp_avg + i);
+  prefetch_line<1>(a.exp_avg_sq + i);
+  if constexpr (sizeof(Weight) == 2) prefetch_line<1>(a.residual + i);
+  prefetch_line<0>(a.gradient + i);
+}
+
 template <Decay kDecay, typename Weight>
 bool update_range(const AdamTile& tile, const AdamScalars& scalars, std::size_t begin, std::size_t end) {
   const Arrays<Weight> a{static_cast<Weight*>(tile.weight), tile.residual, tile.exp_avg, tile.exp_avg_sq,
@@ -141,6 +160,10 @@ bool update_range(const AdamTile& tile, const AdamScalars& scalars, std::size_t 
   const Constants c(scalars);
   Bits largest = hn::Zero(U32());
   std::size_t i = begin;
+  for (; i + kLine <= end; i += kLine) {
+    prefetch(a, i + kAhead);
+    for (std::size_t k = 0; k < kLine; k += kLanes) largest = hn::Max(largest, update_lanes<kDecay>(a, i + k, c));
+  }
   for (; i + kLanes <= end; i += kLanes) largest = hn::Max(largest, update_lanes<kDecay>(a, i, c));
   if (i < end) largest = hn::Max(largest, update_tail<kDecay>(a, i, end - i, c));
   return hn::AllTrue(U32(), hn::Lt(largest, hn::Set(U32(), 0x7f800000u)));
