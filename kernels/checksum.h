@@ -15,4 +15,22 @@ inline constexpr std::uint64_t kGranuleBytes = 256 * kKiB;
 std::uint64_t granule_checksum(std::span<const std::byte> granule);
 std::uint64_t extent_checksum(std::span<const std::uint64_t> granule_checksums);
 
+// The same, of bytes that come in order and in parts: what passes through the cache for another reason.
+class GranuleHasher {
+ public:
+  // Checksums of whole granules go to out[0], out[1], …; null: nothing is done.
+  explicit GranuleHasher(std::uint64_t* out);
+  GranuleHasher(const GranuleHasher&) = delete;
+  GranuleHasher& operator=(const GranuleHasher&) = delete;
+
+  void add(std::span<const std::byte> bytes);
+
+  static constexpr std::size_t kStateBytes = 1024;
+
+ private:
+  alignas(64) std::byte state_[kStateBytes];
+  std::uint64_t* out_;
+  std::uint64_t filled_ = 0;  // bytes of the granule that is open
+};
+
 }  // namespace spillway

@@ -1,16 +1,11 @@
 #include "src/updater.h"
 
-#include <algorithm>
-#include <atomic>
 #include <chrono>
 
 #include "spillway/error.h"
-#include "spillway/units.h"
 
 namespace spillway {
 namespace {
-
-constexpr std::size_t kAdamChunk = 16 * 1024;  // elements a worker takes at a time; changes no bit
 
 AdamTile adam_tile(const TilePlace& place, const TileMemory& memory, const std::byte* gradient) {
   const StateOffsets at = state_offsets(place.shape);
@@ -70,28 +65,27 @@ void Updater::run(const AdamScalars& scalars) {
   for (std::size_t i = 0; i < order_.size(); ++i) {
     start_loads(i);
     const auto buffer = static_cast<std::uint32_t>(i % mover_.buffers());
-    const TileMemory memory = mover_.finish_load(buffer);
-    update(order_[i], memory, scalars);
+    update(order_[i], buffer, scalars);
     mover_.start_save(buffer, Save::kUpdated);
   }
   for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
   loading_ = 0;
 }
 
-void Updater::update(std::uint32_t t, const TileMemory& memory, const AdamScalars& scalars) {
+// The bytes are verified in the pass that updates them: a mismatch is found behind the pass and before anything of it
+// is saved.
+void Updater::update(std::uint32_t t, std::uint32_t buffer, const AdamScalars& scalars) {
   const TilePlan& place = plan_.tiles[t];
+  const TileMemory memory = mover_.arrive(buffer);
   const std::byte* gradient =
       gradients_.gradient(place.block) + place.range.first * size_of(plan_.tile_places[t].shape.type);
-  const AdamTile tile = adam_tile(plan_.tile_places[t], memory, gradient);
+  const TileUpdate update{.tile = adam_tile(plan_.tile_places[t], memory, gradient),
+                          .weights = mover_.expected_hashes(buffer, Part::kWeights, Save::kUpdated),
+                          .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated)};
   const auto start = std::chrono::steady_clock::now();
-  std::atomic<bool> finite = true;
-  workers_.parallel_for(div_up(tile.count, kAdamChunk), [&](std::size_t chunk) {
-    const std::size_t begin = chunk * kAdamChunk;
-    if (!adam_update(tile, scalars, begin, std::min(begin + kAdamChunk, tile.count))) {
-      finite.store(false, std::memory_order_relaxed);
-    }
-  });
+  const bool finite = update_tile(update, scalars, workers_);
   adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  mover_.verify(buffer);
   if (!finite) overflowed(tile_name(plan_, model_, t));
 }
 

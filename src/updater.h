@@ -8,6 +8,7 @@
 
 #include "kernels/adam.h"
 #include "kernels/device.h"
+#include "kernels/tile_update.h"
 #include "src/gradients.h"
 #include "src/plan.h"
 #include "swap/tile_mover.h"
@@ -31,7 +32,7 @@ class Updater {
  private:
   void run_on_device(const AdamScalars& scalars);
   void start_loads(std::size_t upto);
-  void update(std::uint32_t tile, const TileMemory& memory, const AdamScalars& scalars);
+  void update(std::uint32_t tile, std::uint32_t buffer, const AdamScalars& scalars);
   [[noreturn]] void overflowed(const std::string& where) const;
 
   const Plan& plan_;

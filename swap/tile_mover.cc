@@ -30,7 +30,10 @@ TileMover::TileMover(TileMoverParts parts) : parts_(std::move(parts)) {
   for (std::uint32_t b = 0; b < parts_.count; ++b) {
     slots_.push_back(std::make_unique<Buffer>(parts_.thread));
     slots_.back()->copies = parts_.device->create_event();
-    slots_.back()->granules.resize(div_up(parts_.buffer_bytes, kGranuleBytes) + 1);
+    for (std::size_t part = 0; part < kParts; ++part) {
+      for (auto* granules : {&slots_.back()->before[part], &slots_.back()->after[part]})
+        granules->resize(div_up(parts_.buffer_bytes, kGranuleBytes) + 1);
+    }
   }
 }
 
@@ -70,7 +73,7 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
   buffer.memory = memory_of(tile, index);
   buffer.copied = false;
   for (std::size_t part = 0; part < kParts; ++part) {
-    buffer.read[part] = false;
+    buffer.read[part] = buffer.hashed[part] = false;
     const Home home = from == Load::kStore ? Home::kNvme : place.home[part];
     if (!buffer.memory.part[part] || home == Home::kHost) continue;
     const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
@@ -102,13 +105,46 @@ void TileMover::wait(Buffer& buffer) {
   wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-TileMemory TileMover::finish_load(std::uint32_t index) {
+TileMemory TileMover::arrive(std::uint32_t index) {
   Buffer& buffer = *slots_[index];
   SPILLWAY_CHECK(buffer.state == State::kLoading, "only a started load can finish");
   wait(buffer);
-  verify(buffer);
   buffer.state = State::kLoaded;
   return buffer.memory;
+}
+
+TileMemory TileMover::finish_load(std::uint32_t index) {
+  const TileMemory memory = arrive(index);
+  Buffer& buffer = *slots_[index];
+  for (std::size_t part = 0; part < kParts; ++part) {
+    if (buffer.read[part]) check(buffer, part, checksum(buffer, part));
+  }
+  return memory;
+}
+
+std::span<std::uint64_t> TileMover::granules(std::vector<std::uint64_t>& of, const Buffer& buffer,
+                                             std::size_t part) const {
+  const std::uint64_t bytes = extent_bytes(parts_.tiles[buffer.tile].shape, static_cast<Part>(part));
+  return std::span(of).first(div_up(bytes, kGranuleBytes));
+}
+
+ExtentHashes TileMover::expected_hashes(std::uint32_t index, Part part, Save kind) {
+  Buffer& buffer = *slots_[index];
+  const std::size_t p = index_of(part);
+  ExtentHashes hashes;
+  if (!buffer.memory.part[p]) return hashes;
+  hashes.bytes = {buffer.memory.part[p], extent_bytes(parts_.tiles[buffer.tile].shape, part)};
+  if (buffer.read[p]) hashes.before = granules(buffer.before[p], buffer, p);
+  buffer.hashed[p] = to_slot(buffer, part, kind);
+  if (buffer.hashed[p]) hashes.after = granules(buffer.after[p], buffer, p);
+  return hashes;
+}
+
+void TileMover::verify(std::uint32_t index) {
+  Buffer& buffer = *slots_[index];
+  for (std::size_t part = 0; part < kParts; ++part) {
+    if (buffer.read[part]) check(buffer, part, extent_checksum(granules(buffer.before[part], buffer, part)));
+  }
 }
 
 TileMemory TileMover::blank(std::uint32_t tile, std::uint32_t index) {
@@ -120,6 +156,7 @@ TileMemory TileMover::blank(std::uint32_t tile, std::uint32_t index) {
   buffer.memory = memory_of(tile, index);
   buffer.copied = false;
   for (std::size_t part = 0; part < kParts; ++part) {
+    buffer.read[part] = buffer.hashed[part] = false;
     if (!buffer.memory.part[part]) continue;
     std::memset(buffer.memory.part[part], 0, extent_bytes(parts_.tiles[tile].shape, static_cast<Part>(part)));
   }
@@ -128,28 +165,24 @@ TileMemory TileMover::blank(std::uint32_t tile, std::uint32_t index) {
 
 std::uint64_t TileMover::checksum(Buffer& buffer, std::size_t part) {
   const std::uint64_t bytes = extent_bytes(parts_.tiles[buffer.tile].shape, static_cast<Part>(part));
-  const std::size_t count = div_up(bytes, kGranuleBytes);
   const std::byte* data = buffer.memory.part[part];
-  std::uint64_t* granules = buffer.granules.data();
-  parts_.workers->parallel_for(count, [=](std::size_t g) {
+  const std::span<std::uint64_t> sums = granules(buffer.before[part], buffer, part);
+  parts_.workers->parallel_for(sums.size(), [=](std::size_t g) {
     const std::uint64_t at = g * kGranuleBytes;
-    granules[g] = granule_checksum({data + at, std::min(kGranuleBytes, bytes - at)});
+    sums[g] = granule_checksum({data + at, std::min(kGranuleBytes, bytes - at)});
   });
-  return extent_checksum({granules, count});
+  return extent_checksum(sums);
 }
 
-void TileMover::verify(Buffer& buffer) {
-  for (std::size_t part = 0; part < kParts; ++part) {
-    if (!buffer.read[part]) continue;
-    const TileStore::Slot slot = parts_.store->readable(buffer.tile);
-    if (checksum(buffer, part) == slot.checksum[part]) continue;
-    const StoreFiles::Place place = parts_.store->files().place_of(slot.extent[part].offset);
-    throw Error(Code::kCorrupt,
-                {place.file->path().string(),
-                 std::string(part == kWeightsIndex ? "weights" : "states") + " of " + parts_.name_of(buffer.tile) +
-                     " at offset " + std::to_string(place.offset) + " do not match their checksum",
-                 0, "check the drive; the last committed step can be tried with --resume"});
-  }
+void TileMover::check(Buffer& buffer, std::size_t part, std::uint64_t sum) const {
+  const TileStore::Slot slot = parts_.store->readable(buffer.tile);
+  if (sum == slot.checksum[part]) return;
+  const StoreFiles::Place place = parts_.store->files().place_of(slot.extent[part].offset);
+  throw Error(Code::kCorrupt,
+              {place.file->path().string(),
+               std::string(part == kWeightsIndex ? "weights" : "states") + " of " + parts_.name_of(buffer.tile) +
+                   " at offset " + std::to_string(place.offset) + " do not match their checksum",
+               0, "check the drive; the last committed step can be tried with --resume"});
 }
 
 bool TileMover::to_slot(const Buffer& buffer, Part part, Save kind) const {
@@ -183,7 +216,8 @@ void TileMover::start_save(std::uint32_t index, Save kind) {
     if (kind != Save::kCommit && place.home[part] == Home::kHbm) copy_to_hbm(place.offset[part], part);
     if (kind != Save::kCommit && part == kWeightsIndex && place.hbm_weights) copy_to_hbm(*place.hbm_weights, part);
     if (!to_slot(buffer, static_cast<Part>(part), kind)) continue;
-    const std::uint64_t sum = checksum(buffer, part);
+    const std::uint64_t sum =
+        buffer.hashed[part] ? extent_checksum(granules(buffer.after[part], buffer, part)) : checksum(buffer, part);
     const Extent extent = parts_.store->writable(buffer.tile).extent[part];
     buffer.io->add({.op = IoOp::kWrite,
                     .priority = IoPriority::kNormal,

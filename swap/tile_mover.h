@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "kernels/device.h"
+#include "kernels/tile_update.h"
 #include "swap/store_thread.h"
 #include "swap/tile_place.h"
 #include "swap/tile_store.h"
@@ -67,6 +68,11 @@ class TileMover {
 
   void start_load(std::uint32_t tile, std::uint32_t buffer, Load from = Load::kHome);
   TileMemory finish_load(std::uint32_t buffer);
+  // The same in two halves, for an update that computes checksums in its own pass: the bytes are there, and the update
+  // fills what expected_hashes() asks for, before it and behind it; then verify() or an error.
+  TileMemory arrive(std::uint32_t buffer);
+  ExtentHashes expected_hashes(std::uint32_t buffer, Part part, Save kind);
+  void verify(std::uint32_t buffer);
   // Like a finished load, without bringing anything: for import, which writes every byte.
   TileMemory blank(std::uint32_t tile, std::uint32_t buffer);
   void start_save(std::uint32_t buffer, Save kind);
@@ -89,12 +95,15 @@ class TileMover {
     bool copied = false;     // `copies` was recorded for this use
     std::unique_ptr<IoBatch> io;
     std::unique_ptr<Event> copies;
-    std::vector<std::uint64_t> granules;
+    // Checksums of granules, by part: as they came, and as they go when an update has computed them.
+    std::vector<std::uint64_t> before[kParts], after[kParts];
+    bool hashed[kParts] = {};  // `after` holds those of the bytes in memory
   };
 
   TileMemory memory_of(std::uint32_t tile, std::uint32_t buffer) const;
+  std::span<std::uint64_t> granules(std::vector<std::uint64_t>& of, const Buffer& buffer, std::size_t part) const;
   std::uint64_t checksum(Buffer& buffer, std::size_t part);
-  void verify(Buffer& buffer);
+  void check(Buffer& buffer, std::size_t part, std::uint64_t sum) const;
   void wait(Buffer& buffer);
   bool to_slot(const Buffer& buffer, Part part, Save kind) const;
 

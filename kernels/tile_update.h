@@ -1,0 +1,32 @@
+// The update of a tile with the checksums of its two extents, as they came and as they go, in one pass over memory: a
+// piece of the tile is hashed, updated and hashed again while it lies in the cache.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "kernels/adam.h"
+#include "kernels/checksum.h"
+#include "spillway/device.h"
+
+namespace spillway {
+
+// An extent in memory, and room for the checksum of each of its granules before and after; empty: not wanted.
+struct ExtentHashes {
+  std::span<const std::byte> bytes;
+  std::span<std::uint64_t> before, after;
+};
+
+struct TileUpdate {
+  AdamTile tile;         // its arrays lie in the extents: weight at the start of `weights`, and in `states` exp_avg,
+                         // exp_avg_sq and the residual, one behind the other
+  ExtentHashes weights;  // multiples of 64 KiB; what lies behind the payload is hashed as it is
+  ExtentHashes states;
+};
+
+// False when a new value is not finite; everything is written and hashed all the same. Whoever has it that `before` is
+// wrong must not use what was written.
+bool update_tile(const TileUpdate& update, const AdamScalars& scalars, HostWorkers& workers);
+
+}  // namespace spillway
