@@ -136,7 +136,7 @@ HWY_INLINE Bits update_tail(const Arrays<Weight>& a, std::size_t begin, std::siz
 
 // Elements of one cache line of the narrowest array, and how far ahead the lines of all are asked for: five streams at
 // once are too many for the processor's own prefetcher (bench/adam_bench: 0.90 instead of 1.08 ns a parameter).
-constexpr std::size_t kLine = 32, kAhead = 512;
+constexpr std::size_t kLine = 32, kAhead = 1024;
 
 template <int kToWrite, typename T>
 HWY_INLINE void prefetch_line(const T* from) {

@@ -9,9 +9,10 @@
 namespace spillway {
 namespace {
 
-// A worker takes a group of elements, whose arrays fill whole granules, and goes through it piece by piece: 112 KiB of
-// five arrays, which fits any second-level cache.
-constexpr std::size_t kGroup = 128 * kKiB, kPiece = 8 * kKiB;
+// A worker takes a group of elements, whose arrays fill whole granules, and goes through it piece by piece. A piece is
+// as long as Adam asks for lines ahead (adam.cc), 14 KiB of five arrays: the hash of the next piece finds it in the
+// first-level cache, as the hash behind Adam finds this one.
+constexpr std::size_t kGroup = 128 * kKiB, kPiece = 1024;
 constexpr std::size_t kUnhashedChunk = 16 * kKiB;  // elements that a worker takes when nothing is hashed beside
 
 // One array of the tile, hashed before and after its update.
