@@ -35,16 +35,20 @@ TEST(RateProbe, ADirectoryThatIsNotThereIsNamed) {
   }
 }
 
-TEST(RateProbe, AFullDriveIsAnErrorAndKeepsNothing) {
-  const LoopMount mount({.kind = "tmpfs", .bytes = 4 * kMiB});
+TEST(RateProbe, AlmostFullIsProbedWithWhatIsLeftAndFullIsAnError) {
+  const LoopMount mount({.kind = "tmpfs", .bytes = 8 * kMiB});
   if (!mount.refusal().empty()) GTEST_SKIP() << mount.refusal();
+  EXPECT_GT(probe_rate(mount.path(), kOptions), 0.0);
+  EXPECT_TRUE(std::filesystem::is_empty(mount.path()));
+  File filler = File::open(mount / "filler", {.writable = true, .create = true});
+  filler.preallocate(8 * kMiB - 64 * kKiB);
   try {
     probe_rate(mount.path(), kOptions);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.parts().errno_value, ENOSPC);
   }
-  EXPECT_TRUE(std::filesystem::is_empty(mount.path()));
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(mount.path()), {}), 1) << "the filler alone";
 }
 
 }  // namespace
