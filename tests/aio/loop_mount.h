@@ -49,6 +49,8 @@ class LoopMount {
   // Why there is none here; empty: it is mounted.
   const std::string& refusal() const { return refusal_; }
   const std::filesystem::path& path() const { return dir_.path(); }
+  // What lies on the drive; none for tmpfs.
+  std::filesystem::path image() const { return image_dir_ / "image"; }
   std::filesystem::path operator/(const std::string& name) const { return dir_ / name; }
 
  private:
@@ -66,11 +68,9 @@ class LoopMount {
   }
 
   void mount_image(const MountOptions& options) {
-    TempDir images;
-    const std::filesystem::path image = images / "image";
-    const Descriptor file(image.c_str(), O_RDWR | O_CREAT | O_EXCL);
+    const Descriptor file(image().c_str(), O_RDWR | O_CREAT | O_EXCL);
     if (::ftruncate(file.fd, static_cast<off_t>(options.bytes)) != 0) return refuse("no image file");
-    if (!make_file_system(options, image)) return;
+    if (!make_file_system(options)) return;
     // Another process may take the free device first; then the next one is asked for.
     const Descriptor control("/dev/loop-control", O_RDWR);
     for (int tries = 0; tries < 20; ++tries) {
@@ -105,11 +105,11 @@ class LoopMount {
     if (!mounted_) refuse(options.kind + " cannot be mounted");
   }
 
-  bool make_file_system(const MountOptions& options, const std::filesystem::path& image) {
+  bool make_file_system(const MountOptions& options) {
     std::string command = "PATH=$PATH:/usr/sbin:/sbin mkfs." + options.kind;
     command += options.kind == "ext4" ? " -q -F -b 4096 " : " -q -f ";
     if (options.kind == "xfs") command += "-s size=" + std::to_string(options.sector_bytes) + " ";
-    std::FILE* const pipe = ::popen((command + image.string() + " 2>&1").c_str(), "r");
+    std::FILE* const pipe = ::popen((command + image().string() + " 2>&1").c_str(), "r");
     if (pipe == nullptr) return refuse(command), false;
     std::string printed;
     char part[256];
@@ -120,7 +120,7 @@ class LoopMount {
     return false;
   }
 
-  TempDir dir_;
+  TempDir image_dir_, dir_;
   std::string refusal_;
   bool mounted_ = false;
 };
