@@ -103,7 +103,6 @@ class ThreadsEngine final : public IoEngine {
     Reaped reaped{.woken = woken_.exchange(false)};
     std::lock_guard lock(mutex_);
     for (; reaped.count < out.size() && !results_.empty(); --in_flight_) out[reaped.count++] = results_.pop();
-    if (!results_.empty()) event_.set();
     return reaped;
   }
 

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <chrono>
 #include <fstream>
+#include <iterator>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -235,15 +236,13 @@ class UringEngine final : public IoEngine {
     }
   }
 
-  // The registered buffer that holds all of the piece, or -1: then the kernel pins its pages for this one transfer.
+  // The registered buffer that holds all of the piece, or -1: then the kernel pins its pages for this one transfer. Of
+  // the runs of a region only the last to begin before the piece can: it ends behind all that begin before it.
   int registered_index(const IoPiece& piece) const noexcept {
     const auto after = std::upper_bound(buffers_.begin(), buffers_.end(), piece.buffer,
                                         [](const std::byte* at, const RegisteredBuffer& b) { return at < b.begin; });
-    for (auto at = after; at != buffers_.begin() && after - at < 2;) {
-      --at;
-      if (piece.buffer + piece.bytes <= at->end) return static_cast<int>(at - buffers_.begin());
-    }
-    return -1;
+    if (after == buffers_.begin() || piece.buffer + piece.bytes > std::prev(after)->end) return -1;
+    return static_cast<int>(after - buffers_.begin()) - 1;
   }
 
   void prepare(const IoPiece& piece) {

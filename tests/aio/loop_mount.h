@@ -1,16 +1,19 @@
 // A small file system of its own for one test: in an image behind a loop device, or in memory (tmpfs). Needs root.
 //
-// It is mounted in a mount namespace that this process enters, so it goes away with the process however that ends; the
-// image is unlinked and the loop device marked to be freed as soon as they are mounted.
+// It is mounted in a mount namespace that this process enters and on a loop device that frees itself, so both go away
+// with the process however that ends.
 #pragma once
 
+#include <fcntl.h>
+#include <linux/loop.h>
 #include <sched.h>
-#include <stdio.h>
+#include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -46,6 +49,8 @@ class LoopMount {
   // Why there is none here; empty: it is mounted.
   const std::string& refusal() const { return refusal_; }
   const std::filesystem::path& path() const { return dir_.path(); }
+  // What lies on the drive; none for tmpfs.
+  std::filesystem::path image() const { return image_dir_ / "image"; }
   std::filesystem::path operator/(const std::string& name) const { return dir_ / name; }
 
  private:
@@ -63,52 +68,59 @@ class LoopMount {
   }
 
   void mount_image(const MountOptions& options) {
-    TempDir images;
-    const std::filesystem::path image = images / "image";
-    std::FILE* const file = std::fopen(image.c_str(), "w");
-    const bool sized = file && ::ftruncate(::fileno(file), static_cast<off_t>(options.bytes)) == 0;
-    if (file) std::fclose(file);
-    if (!sized) {
-      refusal_ = std::string("no image file: ") + std::strerror(errno);
-      return;
+    const Descriptor file(image().c_str(), O_RDWR | O_CREAT | O_EXCL);
+    if (::ftruncate(file.fd, static_cast<off_t>(options.bytes)) != 0) return refuse("no image file");
+    if (!make_file_system(options)) return;
+    // Another process may take the free device first; then the next one is asked for.
+    const Descriptor control("/dev/loop-control", O_RDWR);
+    for (int tries = 0; tries < 20; ++tries) {
+      const int number = ::ioctl(control.fd, LOOP_CTL_GET_FREE);
+      if (number < 0) return refuse("no loop device");
+      const std::string name = "/dev/loop" + std::to_string(number);
+      const Descriptor device(name.c_str(), O_RDWR);
+      struct loop_config config {};
+      config.fd = static_cast<std::uint32_t>(file.fd);
+      config.block_size = options.sector_bytes;
+      config.info.lo_flags = LO_FLAGS_AUTOCLEAR;  // free as soon as neither we nor a mount have it open
+      if (::ioctl(device.fd, LOOP_CONFIGURE, &config) == 0) return mount_it(name, options, options.mount_options);
+      if (errno != EBUSY) return refuse("a loop device cannot be set up");
     }
-    std::string device;
-    if (!run("losetup --find --show --sector-size " + std::to_string(options.sector_bytes) + " " + image.string(),
-             device)) {
-      return;
-    }
-    while (!device.empty() && device.back() == '\n') device.pop_back();
-    std::string said;
-    const std::string force = options.kind == "ext4" ? " -q -F " : " -q -f ";
-    if (run("mkfs." + options.kind + force + device, said)) mount_it(device, options, options.mount_options);
-    // In use, a loop device is freed with its mount; not mounted, at once.
-    std::string refusal = std::exchange(refusal_, {});
-    run("losetup --detach " + device, said);
-    if (!refusal.empty()) refusal_ = refusal;
+    refuse("no loop device stays free");
   }
+
+  struct Descriptor {
+    Descriptor(const char* path, int flags) : fd(::open(path, flags | O_CLOEXEC, 0600)) {}
+    ~Descriptor() {
+      if (fd >= 0) ::close(fd);
+    }
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+    const int fd;
+  };
+
+  void refuse(const std::string& what) { refusal_ = what + ": " + std::strerror(errno); }
 
   void mount_it(const std::string& device, const MountOptions& options, const std::string& data) {
     mounted_ = ::mount(device.c_str(), path().c_str(), options.kind.c_str(), 0, data.c_str()) == 0;
-    if (!mounted_) refusal_ = options.kind + " cannot be mounted: " + std::strerror(errno);
+    if (!mounted_) refuse(options.kind + " cannot be mounted");
   }
 
-  // What the command printed; false, with the reason, when it failed.
-  bool run(const std::string& command, std::string& printed) {
-    printed.clear();
-    std::FILE* const pipe = ::popen(("PATH=$PATH:/usr/sbin:/sbin " + command + " 2>&1").c_str(), "r");
-    if (pipe == nullptr) {
-      refusal_ = command + ": " + std::strerror(errno);
-      return false;
-    }
+  bool make_file_system(const MountOptions& options) {
+    std::string command = "PATH=$PATH:/usr/sbin:/sbin mkfs." + options.kind;
+    command += options.kind == "ext4" ? " -q -F -b 4096 " : " -q -f ";
+    if (options.kind == "xfs") command += "-s size=" + std::to_string(options.sector_bytes) + " ";
+    std::FILE* const pipe = ::popen((command + image().string() + " 2>&1").c_str(), "r");
+    if (pipe == nullptr) return refuse(command), false;
+    std::string printed;
     char part[256];
     while (std::fgets(part, sizeof part, pipe) != nullptr) printed += part;
     const int status = ::pclose(pipe);
     if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return true;
-    refusal_ = command + ": " + printed;
+    refusal_ = "mkfs." + options.kind + ": " + printed;
     return false;
   }
 
-  TempDir dir_;
+  TempDir image_dir_, dir_;
   std::string refusal_;
   bool mounted_ = false;
 };

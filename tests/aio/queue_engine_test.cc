@@ -1,8 +1,11 @@
 // What a queue gets when nothing is in its way, and what it does with it.
 #include <sys/mman.h>
 
+#include <cstring>
 #include <fstream>
+#include <set>
 
+#include "loop_mount.h"
 #include "queue_fixture.h"
 #include "spillway/io_queue.h"
 
@@ -64,6 +67,44 @@ TEST_F(QueueEngineTest, AClosedQueueLetsGoOfItsFiles) {
     files_[0] = std::make_unique<File>(File::open(path, {.writable = true}));
     pointers_[0] = files_[0].get();
     EXPECT_NO_THROW(files_[0]->lock(0)) << name_of(kind);
+  }
+}
+
+TEST_F(QueueEngineTest, ASyncBringsToTheDriveWhatWasWrittenBefore) {
+  const LoopMount mount({.bytes = 32 * kMiB});
+  if (!mount.refusal().empty()) GTEST_SKIP() << mount.refusal();
+  for (const IoEngineKind kind : kEngines) {
+    if (!refusal_of(kind).empty()) continue;
+    File direct = File::open(mount / name_of(kind), kNewFile);
+    File plain = File::open(direct.path(), {.writable = true, .direct = false});
+    Memory bytes(kUnit), drive(32 * kMiB);
+    bytes.fill_pattern(static_cast<std::uint64_t>(kind));
+    plain.write_at(0, bytes.span());  // as far as the page cache
+    File* const files[] = {&direct};
+    queue_ = IoQueue::create({.engine = kind, .depth = 4}, files, {});
+    EXPECT_EQ(transfer(IoOp::kSync, 0, {}).error, 0);
+    queue_.reset();
+    File::open(mount.image(), {.direct = false}).read_at(0, drive.span());
+    EXPECT_NE(::memmem(drive.data(), 32 * kMiB, bytes.data(), 4096), nullptr) << name_of(kind);
+  }
+}
+
+TEST_F(QueueEngineTest, AReapWithRoomForOneResultLosesNone) {
+  for (const IoEngineKind kind : kEngines) {
+    if (!refusal_of(kind).empty()) continue;
+    const auto engine = make_engine_of(kind, {.depth = 4, .files = pointers_});
+    std::vector<IoPiece> pieces;
+    for (std::uint32_t slot = 0; slot < 4; ++slot) {
+      pieces.push_back({.slot = slot, .offset = slot * kUnit, .buffer = memory_.data() + slot * kUnit, .bytes = kUnit});
+    }
+    ASSERT_EQ(engine->submit(pieces), 4u);
+    std::set<std::uint32_t> slots;
+    while (slots.size() < 4) {
+      IoResult result[1];
+      if (engine->reap(result, -1).count == 0) continue;
+      EXPECT_EQ(result[0].moved, static_cast<std::int64_t>(kUnit));
+      EXPECT_TRUE(slots.insert(result[0].slot).second) << name_of(kind);
+    }
   }
 }
 

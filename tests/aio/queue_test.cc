@@ -145,6 +145,46 @@ TEST_P(QueueTest, APlainFileTakesAnyOffsetLengthAndAddress) {
   EXPECT_TRUE(same_bytes(in.span(1, 12345), out.span()));
 }
 
+TEST_P(QueueTest, ARequestThatTheKernelRefusesIsAnErrorAndItsNeighboursAreNot) {
+  open_files(1, 4 * kUnit);
+  write_file(4 * kUnit, 1);
+  const std::filesystem::path path = files_[0]->path();
+  files_[0] = std::make_unique<File>(File::open(path, {.writable = false}));
+  pointers_[0] = files_[0].get();
+  open({.block_bytes = kUnit, .depth = 8});
+  Memory memory(4 * kUnit), expected(4 * kUnit);
+  expected.fill_pattern(1);
+  for (std::uint64_t tag = 0; tag < 4; ++tag) {
+    queue_->submit({.op = tag % 2 ? IoOp::kWrite : IoOp::kRead,
+                    .offset = tag * kUnit,
+                    .buffer = memory.data() + tag * kUnit,
+                    .bytes = kUnit,
+                    .tag = tag});
+  }
+  for (const IoCompletion& completion : collect(4)) {
+    EXPECT_EQ(completion.error, completion.tag % 2 ? EBADF : 0) << "the file is open for reading alone";
+  }
+  for (const std::uint64_t at : {0 * kUnit, 2 * kUnit}) {
+    EXPECT_TRUE(same_bytes(memory.span(at, kUnit), expected.span(at, kUnit)));
+  }
+}
+
+TEST_P(QueueTest, OffsetsAreOf64Bits) {
+  open_files(1, kUnit);
+  write_file(kUnit, 1);
+  Memory out(2 * kUnit), in(2 * kUnit);
+  out.fill_pattern(2);
+  open({.block_bytes = kUnit, .depth = 2});
+  const std::uint64_t far = (std::uint64_t{1} << 42) + 3 * kUnit;
+  ASSERT_EQ(transfer(IoOp::kWrite, far, out.span()).error, 0);
+  ASSERT_EQ(transfer(IoOp::kRead, far, in.span()).error, 0);
+  EXPECT_TRUE(same_bytes(in.span(), out.span()));
+  EXPECT_EQ(files_[0]->size_bytes(), far + 2 * kUnit);
+  files_[0]->read_at(0, in.span(0, kUnit));
+  out.fill_pattern(1);
+  EXPECT_TRUE(same_bytes(in.span(0, kUnit), out.span(0, kUnit))) << "and nothing near the start was touched";
+}
+
 TEST_P(QueueTest, NoMorePiecesThanTheDepthAreInFlight) {
   open_files(1, 4 * kMiB);
   Memory memory(4 * kMiB);
