@@ -1,5 +1,8 @@
 #include <algorithm>
 #include <map>
+#include <span>
+#include <string>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -20,13 +23,22 @@ struct Complaint {
   std::string what, hint;
 };
 
-// One Error whose text has a line per complaint, in the order of the text.
-[[noreturn]] void throw_complaints(std::vector<Complaint> complaints, std::string_view text, const std::string& name) {
+// A text and its name. Offsets of the text that lies over another one are counted on from the end of that one, so that
+// one number says file, line and column.
+struct Source {
+  std::string_view text;
+  const std::string& name;
+  std::size_t base = 0;
+};
+
+// One Error whose text has a line per complaint, in the order of the texts.
+[[noreturn]] void throw_complaints(std::vector<Complaint> complaints, std::span<const Source> sources) {
   std::stable_sort(complaints.begin(), complaints.end(),
                    [](const Complaint& a, const Complaint& b) { return a.offset < b.offset; });
   const auto place = [&](const Complaint& complaint) {
-    const TextPosition at = position_of(text, complaint.offset);
-    return fmt::format("{}:{}:{}", name, at.line, at.column);
+    const Source& source = complaint.offset < sources.back().base ? sources.front() : sources.back();
+    const TextPosition at = position_of(source.text, complaint.offset - source.base);
+    return fmt::format("{}:{}:{}", source.name, at.line, at.column);
   };
   ErrorParts parts{.object = place(complaints[0]), .happened = complaints[0].what, .hint = complaints[0].hint};
   if (complaints.size() > 1) {
@@ -73,28 +85,36 @@ std::string hint_for(std::string_view section, std::string_view leaf) {
 
 class ConfigReader {
  public:
-  ConfigReader(std::string_view text, const std::string& name) : text_(text), name_(name) {}
-
-  Config read() {
+  // Reads one text, or a second one over it. False: it is no JSON object, and nothing more is to be learned from it.
+  bool read(std::string_view text, const std::string& name) {
+    // One more than the text has: a complaint about its end is still about this text.
+    const std::size_t base = sources_.empty() ? 0 : sources_.back().text.size() + 1;
+    sources_.push_back({text, name, base});
     JsonValue root;
-    if (const auto problem = parse_json(text_, {}, root)) {
-      complaints_.push_back({problem->offset, problem->what, "correct the text there, or just before"});
+    if (const auto problem = parse_json(text, {}, root)) {
+      complain(problem->offset, problem->what, "correct the text there, or just before");
+      return false;
     }
-    if (complaints_.empty() && root.kind != JsonValue::Kind::kObject) {
-      complaints_.push_back({root.offset, "a configuration is a JSON object", "write {\"train_batch_size\": …}"});
+    if (root.kind != JsonValue::Kind::kObject) {
+      complain(root.offset, "a configuration is a JSON object", "write {\"train_batch_size\": …}");
+      return false;
     }
-    if (complaints_.empty()) {
-      places_[""] = root.offset;
-      read_section("", root);
+    if (base == 0) places_[""] = root.offset;
+    read_section("", root);
+    return true;
+  }
+
+  Config finish(bool all_read) {
+    if (all_read) {
       settle_config(draft_, places_, [&](std::string_view path, std::string what, std::string hint) {
         const auto at = places_.find(path);
         complaints_.push_back({at == places_.end() ? places_[""] : at->second,
                                path.empty() ? what : fmt::format("{}: {}", path, what), std::move(hint)});
       });
     }
-    if (!complaints_.empty()) throw_complaints(std::move(complaints_), text_, name_);
-    if (!without_effect_.empty()) {
-      log(LogLevel::kInfo, fmt::format("{}: known, but without effect here: {}", name_, list_of(without_effect_)));
+    if (!complaints_.empty()) throw_complaints(std::move(complaints_), sources_);
+    for (const auto& [name, keys] : without_effect_) {
+      log(LogLevel::kInfo, fmt::format("{}: known, but without effect here: {}", name, list_of(keys)));
     }
     return draft_.config;
   }
@@ -107,14 +127,20 @@ class ConfigReader {
       const std::string path = section.empty() ? key.name : fmt::format("{}.{}", section, key.name);
       const auto [first, is_new] = first_use.emplace(key.name, key.offset);
       if (!is_new) {
-        complaints_.push_back({key.offset, fmt::format("duplicate key \"{}\"", path),
-                               fmt::format("it stands in line {} already", position_of(text_, first->second).line)});
+        const TextPosition at = position_of(sources_.back().text, first->second);
+        complain(key.offset, fmt::format("duplicate key \"{}\"", path),
+                 fmt::format("it stands in line {} already", at.line));
         continue;
       }
       // A dot inside a name must not reach another section's row.
       const ConfigKey* row = key.name.find('.') == std::string::npos ? find_config_key(path) : nullptr;
       if (row == nullptr) {
-        complaints_.push_back({key.offset, fmt::format("unknown key \"{}\"", path), hint_for(section, key.name)});
+        complain(key.offset, fmt::format("unknown key \"{}\"", path), hint_for(section, key.name));
+        continue;
+      }
+      if (sources_.size() > 1 && section.empty() && path != "aio" && path != "spillway") {
+        complain(key.offset, fmt::format("\"{}\" in a file that goes over a configuration", path),
+                 "it may hold the sections aio and spillway; the rest belongs into the configuration");
         continue;
       }
       read_key(*row, object.items[i]);
@@ -125,14 +151,14 @@ class ConfigReader {
     const bool effect = row.set != nullptr || row.kind == KeyKind::kSection;
     if (row.nullable && value.kind == JsonValue::Kind::kNull) return;
     if (!effect) {
-      without_effect_.emplace_back(row.path);
+      without_effect_[sources_.back().name].emplace_back(row.path);
       // "auto" in these keys is harmless, whoever was to fill it in.
       if (value.kind == JsonValue::Kind::kString && value.text == "auto") return;
     }
-    places_.emplace(row.path, value.offset);
+    places_.insert_or_assign(std::string(row.path), sources_.back().base + value.offset);
     KeyValue out;
     if (const auto problem = read_value(row, value, out)) {
-      complaints_.push_back({value.offset, fmt::format("{}: {}", row.path, problem->what), problem->hint});
+      complain(value.offset, fmt::format("{}: {}", row.path, problem->what), problem->hint);
     } else if (row.kind == KeyKind::kSection) {
       read_section(row.path, value);
     } else if (row.set != nullptr) {
@@ -140,21 +166,33 @@ class ConfigReader {
     }
   }
 
-  std::string_view text_;
-  const std::string& name_;
+  void complain(std::size_t offset, std::string what, std::string hint) {
+    complaints_.push_back({sources_.back().base + offset, std::move(what), std::move(hint)});
+  }
+
+  std::vector<Source> sources_;
   ConfigDraft draft_;
   KeyPlaces places_;
   std::vector<Complaint> complaints_;
-  std::vector<std::string_view> without_effect_;
+  std::map<std::string, std::vector<std::string_view>> without_effect_;  // by source
 };
 
 }  // namespace
 
-Config config_from_json(std::string_view text, const std::string& name) { return ConfigReader(text, name).read(); }
+Config config_from_json(std::string_view text, const std::string& name) {
+  ConfigReader reader;
+  const bool read = reader.read(text, name);
+  return reader.finish(read);
+}
 
-Config load_config(const std::filesystem::path& file) {
+Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay) {
   constexpr std::uint64_t kLargest = 4 << 20;  // a configuration is a few KB; anything near this is another file
-  return config_from_json(read_text(file, kLargest), file.string());
+  const std::string text = read_text(file, kLargest), name = file.string();
+  if (overlay.empty()) return config_from_json(text, name);
+  const std::string over_text = read_text(overlay, kLargest), over_name = overlay.string();
+  ConfigReader reader;
+  const bool read = reader.read(text, name), over_read = reader.read(over_text, over_name);
+  return reader.finish(read && over_read);
 }
 
 }  // namespace spillway
