@@ -16,11 +16,11 @@
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "tools/gpt2/data.h"
-#include "tools/gpt2/interrupt.h"
-#include "tools/gpt2/progress.h"
 #include "tools/gpt2/report.h"
 #include "tools/gpt2/trainer.h"
 #include "tools/gpt2/weights.h"
+#include "tools/terminal/interrupt.h"
+#include "tools/terminal/progress.h"
 
 namespace spillway::gpt2 {
 namespace {
@@ -120,7 +120,7 @@ std::ofstream open_log(const std::filesystem::path& path) {
 class Run {
  public:
   explicit Run(const FinetuneOptions& options)
-      : options_(options), config_(load_config(options.config)), model_(load_model_config(options.model)) {
+      : options_(options), config_(load_config(options.config, options.aio)), model_(load_model_config(options.model)) {
     check_options(options_, config_, model_);
     data_.emplace(options_.data, options_.sequence, model_.vocabulary);
     // Everything about the input is checked before a store is made.
@@ -146,7 +146,7 @@ class Run {
     } else {
       position_ = Position::parse(engine_->blob(), options_);
     }
-    Progress progress(engine_->current_step(), std::max(options_.steps, engine_->current_step()));
+    terminal::Progress progress(engine_->current_step(), std::max(options_.steps, engine_->current_step()));
     while (engine_->current_step() < options_.steps && !interrupt_.requested()) step(progress);
     progress.clear();
     engine_->flush();
@@ -170,7 +170,7 @@ class Run {
     std::fflush(stdout);
   }
 
-  void step(Progress& progress) {
+  void step(terminal::Progress& progress) {
     const std::size_t row_tokens = std::size_t{options_.sequence} + 1;
     for (std::size_t r = 0; r < rows_per_step(); ++r) {
       data_->read_row(position_.row++, std::span(rows_).subspan(r * row_tokens, row_tokens));
@@ -214,7 +214,7 @@ class Run {
   }
 
   const FinetuneOptions& options_;
-  Interrupt interrupt_;  // before anything that starts threads
+  terminal::Interrupt interrupt_{"ending after this step"};  // before anything that starts threads
   Config config_;
   ModelConfig model_;
   std::optional<TokenFile> data_;

@@ -1,19 +1,18 @@
-// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 130 ended by Ctrl-C.
+#include "tools/gpt2/commands.h"
+
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
-#include <algorithm>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "tools/gpt2/finetune.h"
 #include "tools/gpt2/init_model.h"
 
+namespace spillway::gpt2 {
 namespace {
-
-using namespace spillway;
-using namespace spillway::gpt2;
 
 struct InitOptions {
   std::filesystem::path directory;
@@ -34,55 +33,6 @@ void add_dtype(CLI::App* command, DType& type) {
   command->add_option_function<std::string>("--dtype", set, "Type of the weights")
       ->check(CLI::IsMember({"fp32", "bf16"}))
       ->default_str("fp32");
-}
-
-CLI::App* add_init_model(CLI::App& program, InitOptions& options) {
-  auto* command = program.add_subcommand("init-model", "Make a new GPT-2 with random weights");
-  command->add_option("directory", options.directory, "Where the model goes")->required();
-  const auto sizes = CLI::Range(1u, 1u << 20);
-  auto* layers = command->add_option("--layers", options.layers, "Layers")->check(sizes)->capture_default_str();
-  auto* width = command->add_option("--width", options.width, "Width of a token")->check(sizes)->capture_default_str();
-  auto* heads = command->add_option("--heads", options.heads, "Attention heads")->check(sizes)->capture_default_str();
-  command->add_option("--vocab", options.vocabulary, "Vocabulary")
-      ->check(CLI::Range(1u, 1u << 24))
-      ->capture_default_str();
-  command->add_option("--context", options.context, "Positions")->check(sizes)->capture_default_str();
-  command->add_option("--seed", options.seed, "Seed of the weights")->capture_default_str();
-  add_dtype(command, options.type);
-  std::vector<std::string> names;
-  for (const auto& preset : presets()) names.emplace_back(preset.name);
-  command->add_option("--preset", options.preset, "Layers, width and heads of a published size")
-      ->check(CLI::IsMember(names))
-      ->excludes(layers)
-      ->excludes(width)
-      ->excludes(heads);
-  return command;
-}
-
-CLI::App* add_finetune(CLI::App& program, FinetuneOptions& options) {
-  const auto steps = CLI::Range(std::uint64_t{1}, std::uint64_t{1} << 40);
-  auto* command = program.add_subcommand("finetune", "Train a GPT-2 through HBM, host memory and NVMe");
-  command->add_option("--config", options.config, "ds_config.json")->required();
-  command->add_option("--model", options.model, "Directory with config.json and model.safetensors")->required();
-  command->add_option("--data", options.data, "FILE.bin: 16-bit tokens; any other file: bytes")->required();
-  command->add_option("--steps", options.steps, "Number of the last step")->required()->check(steps);
-  command->add_option("--seq", options.sequence, "Tokens of a row")
-      ->check(CLI::Range(1u, 1u << 24))
-      ->capture_default_str();
-  command->add_option("--out", options.out, "Where the trained model goes");
-  command->add_option("--log", options.log, "Append one JSON line per step");
-  auto* resume = command->add_flag("--resume", options.resume, "Continue from the store");
-  command->add_flag("--fresh", options.fresh, "Give up the store that exists and start anew")->excludes(resume);
-  return command;
-}
-
-CLI::App* add_export(CLI::App& program, ExportCommand& options) {
-  auto* command = program.add_subcommand("export", "Write the model that a store holds");
-  command->add_option("store", options.store, "Directory of the store")->required();
-  command->add_option("directory", options.directory, "Where the model goes")->required();
-  command->add_option("--with", options.others, "The store's other directories, in the order of nvme_paths");
-  add_dtype(command, options.type);
-  return command;
 }
 
 int run_init_model(const InitOptions& options) {
@@ -121,36 +71,68 @@ int run_export(const ExportCommand& options) {
   return 0;
 }
 
-// CLI11's message in the form of every other error here.
-int wrong_arguments(const CLI::ParseError& error) {
-  std::string what = error.what();
-  std::replace(what.begin(), what.end(), '\n', ' ');
-  const char* object = what.starts_with("--") && what.find(": ") != std::string::npos ? "" : "command line: ";
-  fmt::print(stderr, "spillway: {}{}; --help after the subcommand lists what it takes\n", object, what);
-  return 1;
+void add_init_model(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<InitOptions>();
+  InitOptions& options = *kept;
+  auto* command = program.add_subcommand("init-model", "Make a new GPT-2 with random weights");
+  command->add_option("directory", options.directory, "Where the model goes")->required();
+  const auto sizes = CLI::Range(1u, 1u << 20);
+  auto* layers = command->add_option("--layers", options.layers, "Layers")->check(sizes)->capture_default_str();
+  auto* width = command->add_option("--width", options.width, "Width of a token")->check(sizes)->capture_default_str();
+  auto* heads = command->add_option("--heads", options.heads, "Attention heads")->check(sizes)->capture_default_str();
+  command->add_option("--vocab", options.vocabulary, "Vocabulary")
+      ->check(CLI::Range(1u, 1u << 24))
+      ->capture_default_str();
+  command->add_option("--context", options.context, "Positions")->check(sizes)->capture_default_str();
+  command->add_option("--seed", options.seed, "Seed of the weights")->capture_default_str();
+  add_dtype(command, options.type);
+  std::vector<std::string> names;
+  for (const auto& preset : presets()) names.emplace_back(preset.name);
+  command->add_option("--preset", options.preset, "Layers, width and heads of a published size")
+      ->check(CLI::IsMember(names))
+      ->excludes(layers)
+      ->excludes(width)
+      ->excludes(heads);
+  command->callback([kept, &exit_code] { exit_code = run_init_model(*kept); });
+}
+
+void add_finetune(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<FinetuneOptions>();
+  FinetuneOptions& options = *kept;
+  const auto steps = CLI::Range(std::uint64_t{1}, std::uint64_t{1} << 40);
+  auto* command = program.add_subcommand("finetune", "Train a GPT-2 through HBM, host memory and NVMe");
+  command->add_option("--config", options.config, "ds_config.json")->required();
+  command->add_option("--aio", options.aio, "What spillway sweep --json wrote: put over the configuration");
+  command->add_option("--model", options.model, "Directory with config.json and model.safetensors")->required();
+  command->add_option("--data", options.data, "FILE.bin: 16-bit tokens; any other file: bytes")->required();
+  command->add_option("--steps", options.steps, "Number of the last step")->required()->check(steps);
+  command->add_option("--seq", options.sequence, "Tokens of a row")
+      ->check(CLI::Range(1u, 1u << 24))
+      ->capture_default_str();
+  command->add_option("--out", options.out, "Where the trained model goes");
+  command->add_option("--log", options.log, "Append one JSON line per step");
+  auto* resume = command->add_flag("--resume", options.resume, "Continue from the store");
+  command->add_flag("--fresh", options.fresh, "Give up the store that exists and start anew")->excludes(resume);
+  command->callback([kept, &exit_code] { exit_code = finetune(*kept); });
+}
+
+void add_export(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<ExportCommand>();
+  ExportCommand& options = *kept;
+  auto* command = program.add_subcommand("export", "Write the model that a store holds");
+  command->add_option("store", options.store, "Directory of the store")->required();
+  command->add_option("directory", options.directory, "Where the model goes")->required();
+  command->add_option("--with", options.others, "The store's other directories, in the order of nvme_paths");
+  add_dtype(command, options.type);
+  command->callback([kept, &exit_code] { exit_code = run_export(*kept); });
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  CLI::App program("Fine-tunes models that do not fit the GPU: weights, gradients and Adam states in three tiers");
-  program.require_subcommand(1);
-  InitOptions init_options;
-  FinetuneOptions finetune_options;
-  ExportCommand export_options;
-  const auto* init = add_init_model(program, init_options);
-  const auto* finetune_command = add_finetune(program, finetune_options);
-  add_export(program, export_options);
-  try {
-    program.parse(argc, argv);
-    if (init->parsed()) return run_init_model(init_options);
-    if (finetune_command->parsed()) return finetune(finetune_options);
-    return run_export(export_options);
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return program.exit(error);  // --help
-    return wrong_arguments(error);
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "spillway: {}\n", error.what());
-    return 1;
-  }
+void add_commands(CLI::App& program, int& exit_code) {
+  add_init_model(program, exit_code);
+  add_finetune(program, exit_code);
+  add_export(program, exit_code);
 }
+
+}  // namespace spillway::gpt2

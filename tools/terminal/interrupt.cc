@@ -1,14 +1,15 @@
-#include "tools/gpt2/interrupt.h"
+#include "tools/terminal/interrupt.h"
 
 #include <fmt/format.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <ctime>
+#include <utility>
 
-namespace spillway::gpt2 {
+namespace spillway::terminal {
 
-Interrupt::Interrupt() {
+Interrupt::Interrupt(std::string ending) : ending_(std::move(ending)) {
   sigemptyset(&signals_);
   sigaddset(&signals_, SIGINT);
   sigaddset(&signals_, SIGTERM);
@@ -26,10 +27,10 @@ void Interrupt::watch() {
   const timespec patience{.tv_sec = 0, .tv_nsec = 100'000'000};
   while (!stop_) {
     if (sigtimedwait(&signals_, nullptr, &patience) < 0) continue;
-    if (requested_) _exit(130);  // the store stays at its last commit, as after any crash
+    if (requested_) _exit(130);  // whatever is written is as after any crash
     requested_ = true;
-    fmt::print(stderr, "\nspillway: ending after this step; Ctrl-C again ends at once\n");
+    fmt::print(stderr, "\nspillway: {}; Ctrl-C again ends at once\n", ending_);
   }
 }
 
-}  // namespace spillway::gpt2
+}  // namespace spillway::terminal

@@ -1,4 +1,4 @@
-// Ctrl-C: the first asks the run to end after the current step, the second ends the process at once.
+// Ctrl-C: the first asks the run to end when it can, the second ends the process at once.
 //
 // SIGINT and SIGTERM are blocked in the creating thread and in every thread it starts later, and taken by a thread of
 // this object; make it before anything that starts threads.
@@ -6,21 +6,24 @@
 
 #include <atomic>
 #include <csignal>
+#include <string>
 #include <thread>
 
-namespace spillway::gpt2 {
+namespace spillway::terminal {
 
 class Interrupt {
  public:
-  Interrupt();
+  // `ending`: what the first Ctrl-C says is going to happen, as in "ending after this step".
+  explicit Interrupt(std::string ending);
   ~Interrupt();
   bool requested() const noexcept { return requested_.load(); }
 
  private:
   void watch();
+  const std::string ending_;
   sigset_t signals_;
   std::atomic<bool> requested_ = false, stop_ = false;
   std::thread watcher_;
 };
 
-}  // namespace spillway::gpt2
+}  // namespace spillway::terminal

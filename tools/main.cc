@@ -1,0 +1,40 @@
+// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 130 ended by Ctrl-C.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <string>
+
+#include "tools/gpt2/commands.h"
+#include "tools/sweep/command.h"
+
+namespace {
+
+// CLI11's message in the form of every other error here.
+int wrong_arguments(const CLI::ParseError& error) {
+  std::string what = error.what();
+  std::replace(what.begin(), what.end(), '\n', ' ');
+  const char* object = what.starts_with("--") && what.find(": ") != std::string::npos ? "" : "command line: ";
+  fmt::print(stderr, "spillway: {}{}; --help after the subcommand lists what it takes\n", object, what);
+  return 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App program("Fine-tunes models that do not fit the GPU: weights, gradients and Adam states in three tiers");
+  program.require_subcommand(1);
+  int exit_code = 0;
+  spillway::gpt2::add_commands(program, exit_code);
+  spillway::sweep::add_command(program, exit_code);
+  try {
+    program.parse(argc, argv);
+    return exit_code;
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return program.exit(error);  // --help
+    return wrong_arguments(error);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "spillway: {}\n", error.what());
+    return 1;
+  }
+}
