@@ -25,8 +25,10 @@ CLEAN = {
     "src/meson.build": "static_library('src', 'engine.cc')\n",
     "src/engine.cc": '#include "spillway/engine.h"\n#include "swap/store.h"\n',
     "swap/store.h": "#pragma once\n",
-    "tools/meson.build": "executable('spillway', 'gpt2/main.cc')\n",
-    "tools/gpt2/main.cc": '#include "tools/gpt2/ops.h"\n#include "spillway/engine.h"\nint main() { std::cout << 1; }\n',
+    "tools/meson.build": "executable('spillway', 'main.cc', 'gpt2/commands.cc')\n",
+    "tools/main.cc": '#include "tools/gpt2/ops.h"\n#include "tools/terminal/progress.h"\n',
+    "tools/terminal/progress.h": "#pragma once\n",
+    "tools/gpt2/commands.cc": '#include "tools/gpt2/ops.h"\n#include "tools/terminal/progress.h"\nint n = printf("x");\n',
     "tools/gpt2/ops.h": '#pragma once\n#include "spillway/engine.h"\n',
     "tests/meson.build": "subdir('aio')\n",
     "tests/aio/meson.build": "test('queue', executable('queue', 'queue_test.cc'))\n",
@@ -55,11 +57,17 @@ VIOLATIONS = {
         {"include/spillway/engine.h": "#include <unistd.h>\n"},
         "engine.h:1: includes unistd.h"),
     "TrainerSeesPublicHeadersOnly": (
-        {"tools/gpt2/main.cc": '#include "swap/store.h"\n'},
-        "main.cc:1: includes swap/store.h"),
+        {"tools/gpt2/commands.cc": '#include "swap/store.h"\n'},
+        "commands.cc:1: includes swap/store.h"),
+    "SweepSeesPublicHeadersOnly": (
+        {"tools/sweep/load.h": '#include "aio/queue.h"\n'},
+        "load.h:1: includes aio/queue.h"),
+    "TerminalSeesNoTool": (
+        {"tools/terminal/progress.h": '#include "tools/gpt2/ops.h"\n'},
+        "progress.h:1: includes tools/gpt2/ops.h"),
     "TrainerSeesNoOtherTool": (
-        {"tools/gpt2/main.cc": '#include "tools/other.h"\n'},
-        "main.cc:1: includes tools/other.h"),
+        {"tools/gpt2/commands.cc": '#include "tools/other.h"\n'},
+        "commands.cc:1: includes tools/other.h"),
     "SourceIsNamedByMeson": ({"aio/orphan.cc": "\n"}, "aio/orphan.cc:1: is named by no meson.build"),
     "CommentInMesonNamesNothing": ({"aio/meson.build": "# 'queue.cc'\n"}, "aio/queue.cc:1: is named by no meson.build"),
     "PythonTestIsNamedByMeson": (

@@ -18,8 +18,10 @@ BELOW = {
     "python": {"include", "aio", "kernels", "swap", "src"},
     "tests": {"include", "aio", "kernels", "swap", "src", "tools", "bench", "python"},
 }
-# The trainer shows what an embedding program needs: the public headers.
-TRAINER = ("tools", "gpt2")
+# The trainer and the tuner of drives show what an embedding program needs: the public headers, and nothing of the
+# library's rooms; besides these, what the tools do with a terminal.
+PUBLIC_ONLY = {("tools", "gpt2"), ("tools", "sweep"), ("tools", "terminal")}
+TERMINAL = ("tools", "terminal")
 LIBRARY = {"include", "aio", "kernels", "swap", "src"}
 
 STANDARD_HEADERS = set("""
@@ -77,11 +79,12 @@ def include_violation(path, bracket, target):
         if points_at != "include" and (bracket == '"' or target not in STANDARD_HEADERS):
             return f"includes {target}; public headers include only the standard library and each other"
         return None
-    if points_at not in BELOW or points_at == room and path.parts[:2] != TRAINER:
+    tool = path.parts[:2]
+    if points_at not in BELOW or points_at == room and tool not in PUBLIC_ONLY:
         return None
-    if path.parts[:2] == TRAINER:
-        if points_at != "include" and pathlib.PurePosixPath(target).parts[:2] != TRAINER:
-            return f"includes {target}; the trainer includes public headers only"
+    if tool in PUBLIC_ONLY:
+        if points_at != "include" and pathlib.PurePosixPath(target).parts[:2] not in {tool, TERMINAL}:
+            return f"includes {target}; {'/'.join(tool)} includes public headers only"
         return None
     if points_at not in BELOW[room]:
         return f"includes {target}; {room} may include {', '.join(sorted(BELOW[room]))} and itself"
