@@ -1,0 +1,45 @@
+// What the kernel says about the file system and the drive behind a path: /proc and /sys, no root needed.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace spillway::sweep {
+
+struct MountFacts {
+  std::string type;               // ext4, tmpfs, nfs4, …; empty: unknown
+  std::string source;             // /dev/nvme0n1p1, server:/export, …
+  std::string options;            // of the mount and of the file system
+  unsigned major = 0, minor = 0;  // 0:n has no block device of its own (btrfs, overlay, nfs)
+};
+
+// The mount that `path`, which must exist, lies on. `mountinfo` is the text of /proc/self/mountinfo.
+MountFacts mount_of(const std::filesystem::path& path, const std::string& mountinfo);
+
+struct DriveFacts {
+  std::string name;  // nvme0n1, vda; empty: no block device was found
+  std::string model, firmware, scheduler, write_cache;
+  std::string link_now, link_most;  // PCIe, `8.0 GT/s × 4`
+  std::uint64_t bytes = 0, largest_request_bytes = 0;
+  std::uint32_t sector_bytes = 0;
+  std::optional<bool> rotational;
+  std::optional<double> celsius;
+  bool is_virtual = false;         // a hypervisor's: its cache may be the host's memory
+  std::vector<std::string> parts;  // the drives below an md or dm device
+};
+
+// `sys` stands in for /sys in tests.
+DriveFacts drive_of(unsigned major, unsigned minor, const std::filesystem::path& sys = "/sys");
+
+// The block device behind a mount: its own, or that of its source (btrfs).
+DriveFacts drive_of(const MountFacts& mount);
+
+enum class Medium : std::uint8_t { kDrive, kMemory, kOverlay, kNetwork };
+Medium medium_of(const std::string& file_system_type);
+
+std::string read_line(const std::filesystem::path& file);  // the first one, trimmed; empty when there is none
+
+}  // namespace spillway::sweep

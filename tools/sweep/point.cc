@@ -1,0 +1,85 @@
+#include "tools/sweep/point.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+
+#include "spillway/units.h"
+
+namespace spillway::sweep {
+
+const char* name_of(Work work) {
+  switch (work) {
+    case Work::kRead: return "read";
+    case Work::kWrite: return "write";
+    case Work::kMixed: return "mixed";
+  }
+  return "?";
+}
+
+const char* name_of(IoEngineKind engine) {
+  switch (engine) {
+    case IoEngineKind::kAuto: return "auto";
+    case IoEngineKind::kIoUring: return "io_uring";
+    case IoEngineKind::kLibaio: return "libaio";
+    case IoEngineKind::kThreads: return "threads";
+  }
+  return "?";
+}
+
+std::string text_of(const Setting& setting) {
+  return fmt::format("{} × {}", text_of_bytes(setting.block_bytes), setting.depth);
+}
+
+std::string text_of(const Way& way) {
+  if (way.engine != IoEngineKind::kIoUring) return name_of(way.engine);
+  return way.fixed_buffers ? "io_uring, registered buffers" : "io_uring, plain buffers";
+}
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  if (values.size() % 2 == 1) return *middle;
+  return (*middle + *std::max_element(values.begin(), middle)) / 2;
+}
+
+Summary summarize(std::span<const Sample> samples) {
+  const auto all = [&](double Sample::*field) {
+    std::vector<double> values;
+    for (const Sample& sample : samples) values.push_back(sample.*field);
+    return values;
+  };
+  if (samples.empty()) return {};
+  const std::vector<double> rates = all(&Sample::rate);
+  const auto [low, high] = std::minmax_element(rates.begin(), rates.end());
+  return {.repeats = samples.size(),
+          .rate = median(rates),
+          .low = *low,
+          .high = *high,
+          .cpu_seconds_per_gib = median(all(&Sample::cpu_seconds_per_gib)),
+          .p50_us = median(all(&Sample::p50_us)),
+          .p99_us = median(all(&Sample::p99_us))};
+}
+
+Summary summary_of(const Measurements& measurements, const Point& point, std::size_t most) {
+  const auto found = measurements.find(point);
+  if (found == measurements.end()) return {};
+  const std::span<const Sample> samples = found->second;
+  return summarize(samples.last(std::min(most, samples.size())));
+}
+
+std::string text_of_bytes(std::uint64_t bytes) {
+  constexpr std::array kUnits = {"B", "KiB", "MiB", "GiB", "TiB"};
+  auto value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  for (; value >= 1024 && unit + 1 < kUnits.size(); ++unit) value /= 1024;
+  const bool whole = value == static_cast<double>(static_cast<std::uint64_t>(value));
+  return whole ? fmt::format("{:.0f} {}", value, kUnits[unit]) : fmt::format("{:.1f} {}", value, kUnits[unit]);
+}
+
+double gb_per_s(double bytes_per_second) { return bytes_per_second / 1e9; }
+
+}  // namespace spillway::sweep

@@ -1,0 +1,76 @@
+// Everything that a sweep found out, and the forms in which it is told.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tools/sweep/endurance.h"
+#include "tools/sweep/point.h"
+#include "tools/sweep/preflight.h"
+#include "tools/sweep/search.h"
+#include "tools/sweep/sustained.h"
+
+namespace spillway::sweep {
+
+struct SweepReport {
+  MachineFacts machine;
+  std::vector<PathFacts> paths;
+  std::vector<WayFacts> ways;    // those that were tried
+  std::size_t way_repeats = 0;   // a way's latest samples, so many, were taken in turn with those of the others
+  std::uint64_t file_bytes = 0;  // of the test file on the first path
+  Limits limits;
+  bool exhaustive = false;
+  Measurements measurements;
+
+  std::uint32_t measured_path = 0;    // what was searched: 0, or kAllPaths when there are several
+  Way searched_way;                   // the best one to be had, before the engines were compared
+  std::vector<Candidate> candidates;  // the settings of the final rounds
+  Choice choice;
+  Setting setting;                    // the chosen one
+  Way way;                            // the chosen one
+  std::vector<std::uint32_t> shares;  // of the striped space, per path; 0: too slow to take part
+  std::optional<Sustained> sustained;
+  std::vector<std::string> endurance;  // one line per drive
+  std::vector<std::string> notes;      // what went otherwise than wanted
+  std::uint64_t written_bytes = 0, most_written_bytes = 0;
+  double seconds = 0, parameters = 0;  // parameters: 0 when no model was named
+
+  Point searched(const Setting& at, Work work) const { return {at, work, searched_way, measured_path}; }
+  Summary chosen(Work work) const { return summary_of(measurements, {setting, work, way, measured_path}); }
+};
+
+// GB/s of each path alone, reads and writes mixed, at the chosen setting.
+std::vector<double> mixed_rates(const SweepReport& report);
+
+// Why the chosen setting is the one, in sentences of a line each.
+std::vector<std::string> reasons(const SweepReport& report);
+std::string sustained_text(const Sustained& sustained);
+
+// Whether a heat map may have colours there: a terminal, and nothing in the environment against it.
+bool shows_colours(std::FILE* out);
+
+// Tables, heat map and reasons.
+std::string report_text(const SweepReport& report, bool colour);
+std::string preflight_text(const SweepReport& report);
+
+// A fragment of ds_config.json.
+std::string report_json(const SweepReport& report);
+
+// One self-contained page.
+std::string report_html(const SweepReport& report);
+
+// A fio command that does the same to the drive.
+std::string fio_command(const SweepReport& report);
+// The seconds that the drive needs for a step of `parameters` bf16 parameters that live on it.
+double step_seconds(const SweepReport& report);
+
+// Before anything is measured: whether the output can be made. Then the output itself, whole or not at all; `-` is
+// stdout. `option` is what the user gave the name to.
+void check_output(const std::string& option, const std::filesystem::path& file);
+void write_output(const std::string& option, const std::filesystem::path& file, const std::string& text);
+
+}  // namespace spillway::sweep

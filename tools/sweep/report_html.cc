@@ -1,0 +1,247 @@
+#include <fmt/format.h>
+
+#include <bit>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "spillway/units.h"
+#include "tools/sweep/html_charts.h"
+#include "tools/sweep/report.h"
+
+namespace spillway::sweep {
+namespace {
+
+constexpr const char* kStyle = R"(
+:root { --paper: #fbfcfd; --card: #ffffff; --ink: #1b2430; --soft: #5c6b7c; --line: #dfe5ec; --accent: #0b7285;
+  --empty: #eef1f5; --s0: #0b7285; --s1: #d9480f; --s2: #5f3dc4; --s3: #2b8a3e; --s4: #c2255c; --s5: #846300; --s6: #1864ab; --s7: #495057; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #12171e; --card: #1a212a; --ink: #e4eaf1; --soft: #94a3b4; --line: #303b48; --accent: #3bc9db;
+    --empty: #232c37; --s0: #3bc9db; --s1: #ff922b; --s2: #b197fc; --s3: #69db7c; --s4: #f783ac; --s5: #ffd43b; --s6: #74c0fc; --s7: #ced4da; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1240px; padding: 28px 24px 60px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 18px; margin: 36px 0 10px; }
+p { margin: 4px 0; } .soft { color: var(--soft); } .warning { color: var(--s1); }
+.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 18px 0 6px; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 16px;
+  min-width: 140px; }
+.card b { display: block; font-size: 22px; font-weight: 650; } .card span { color: var(--soft); font-size: 13px; }
+.charts { display: flex; flex-wrap: wrap; gap: 16px; }
+figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
+figcaption { font-weight: 600; margin-bottom: 6px; }
+svg { max-width: 100%; height: auto; display: block; } svg text { fill: var(--ink); font-size: 12px; }
+svg .axis { fill: var(--soft); } .grid { stroke: var(--line); } .empty { fill: var(--empty); }
+.marked { stroke: var(--s1); stroke-width: 4; paint-order: stroke; }
+.mark { stroke: var(--s1); stroke-dasharray: 4 4; }
+.series { fill: none; stroke-width: 2; } .dashed { stroke-dasharray: 5 4; }
+.s0 { stroke: var(--s0); } .s1 { stroke: var(--s1); } .s2 { stroke: var(--s2); }
+.s3 { stroke: var(--s3); } .s4 { stroke: var(--s4); } .s5 { stroke: var(--s5); }
+.s6 { stroke: var(--s6); } .s7 { stroke: var(--s7); }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 14px; font-size: 13px; color: var(--soft); margin-top: 4px; }
+.key { display: inline-block; width: 14px; height: 3px; margin: 0 6px 4px 0; }
+.k0 { background: var(--s0); } .k1 { background: var(--s1); } .k2 { background: var(--s2); }
+.k3 { background: var(--s3); } .k4 { background: var(--s4); } .k5 { background: var(--s5); }
+.k6 { background: var(--s6); } .k7 { background: var(--s7); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; background: var(--card); border: 1px solid var(--line); font-size: 14px; }
+th, td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
+tr.chosen td { font-weight: 650; color: var(--accent); } td.soft { text-align: left; }
+pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; overflow-x: auto;
+  font: 13px/1.45 ui-monospace, "DejaVu Sans Mono", monospace; }
+)";
+
+std::string card(const std::string& value, const std::string& what) {
+  return fmt::format("<div class='card'><b>{}</b><span>{}</span></div>\n", escaped(value), escaped(what));
+}
+
+std::string cards(const SweepReport& report) {
+  const auto rate = [&](Work work) { return fmt::format("{:.2f} GB/s", gb_per_s(report.chosen(work).rate)); };
+  std::string html = "<div class='cards'>\n";
+  html += card(text_of_bytes(report.setting.block_bytes), "block size");
+  html += card(fmt::format("{}", report.setting.depth), "queue depth");
+  html += card(name_of(report.way.engine), "engine");
+  html += card(rate(Work::kMixed), fmt::format("read and written {}:{}", kReadParts, kWriteParts));
+  if (report.chosen(Work::kRead).repeats > 0) html += card(rate(Work::kRead), "read");
+  if (report.chosen(Work::kWrite).repeats > 0) html += card(rate(Work::kWrite), "written");
+  if (report.parameters > 0) {
+    html += card(fmt::format("{:.1f} s", step_seconds(report)),
+                 fmt::format("drive's time of a step, {:.3g} parameters", report.parameters));
+  }
+  return html + "</div>\n";
+}
+
+std::string facts(const SweepReport& report) {
+  std::string html = fmt::format("<p class='soft'>{}, {} processors ({}), {} of memory</p>\n",
+                                 escaped(report.machine.kernel), report.machine.processors,
+                                 escaped(report.machine.processor), text_of_bytes(report.machine.memory_bytes));
+  for (const PathFacts& path : report.paths) {
+    const DriveFacts& drive = path.drive;
+    std::string text = fmt::format("{}: {} on {}", path.path.string(), path.mount.type,
+                                   drive.name.empty() ? path.mount.source : drive.name);
+    if (!drive.model.empty()) text += fmt::format(", {}", drive.model);
+    if (!drive.link_now.empty()) text += fmt::format(", PCIe {} of {}", drive.link_now, drive.link_most);
+    text += fmt::format(", {}, {} free", text_of_bytes(drive.bytes), text_of_bytes(path.free_bytes));
+    html += fmt::format("<p class='soft'>{}</p>\n", escaped(text));
+    for (const std::string& warning : path.warnings)
+      html += fmt::format("<p class='warning'>{}</p>\n", escaped(warning));
+  }
+  return html;
+}
+
+HeatMap heat_map(const SweepReport& report, Work work, const std::string& title) {
+  std::set<std::uint64_t> blocks;
+  std::set<std::uint32_t> depths;
+  for (const auto& [point, samples] : report.measurements) {
+    if (point != report.searched(point.setting, point.work)) continue;
+    blocks.insert(point.setting.block_bytes);
+    depths.insert(point.setting.depth);
+  }
+  HeatMap map{.title = title};
+  for (const std::uint64_t block : blocks) map.columns.push_back(text_of_bytes(block));
+  for (const std::uint32_t depth : depths) {
+    map.rows.push_back(fmt::format("{}", depth));
+    for (const std::uint64_t block : blocks) {
+      const Summary found = summary_of(report.measurements, report.searched({block, depth}, work));
+      if (Setting{block, depth} == report.setting) map.marked = map.cells.size();
+      map.cells.push_back(found.repeats ? std::optional(gb_per_s(found.rate)) : std::nullopt);
+    }
+  }
+  return map;
+}
+
+// Latency over depth, a colour for each block size: the median, and dashed the 99th percentile.
+std::string latency_curves(const SweepReport& report, Work work, const std::string& title) {
+  std::map<std::uint64_t, std::map<std::uint32_t, Summary>> by_block;
+  for (const auto& [point, samples] : report.measurements) {
+    if (point != report.searched(point.setting, work)) continue;
+    by_block[point.setting.block_bytes][point.setting.depth] = summarize(samples);
+  }
+  LineChart chart{.title = title, .x_name = "queue depth", .y_name = "ms", .log_x = true, .log_y = true};
+  for (const auto& [block, depths] : by_block) {
+    if (depths.size() < 2) continue;
+    const auto colour = static_cast<std::size_t>(std::countr_zero(block / kKiB));  // the same in every chart
+    Series middle{.name = text_of_bytes(block), .colour = colour}, tail{.dashed = true, .colour = colour};
+    for (const auto& [depth, found] : depths) {
+      middle.x.push_back(depth);
+      middle.y.push_back(found.p50_us / 1000);
+      tail.x.push_back(depth);
+      tail.y.push_back(found.p99_us / 1000);
+    }
+    chart.series.push_back(std::move(middle));
+    chart.series.push_back(std::move(tail));
+  }
+  chart.mark_x = report.setting.depth;
+  return chart.series.empty() ? "" : line_chart_svg(chart);
+}
+
+std::string row(const SweepReport& report, const std::string& name, Point point, bool chosen,
+                std::size_t most = SIZE_MAX) {
+  const auto of = [&](Work work) {
+    point.work = work;
+    return summary_of(report.measurements, point, most);
+  };
+  const Summary mixed = of(Work::kMixed), read = of(Work::kRead), write = of(Work::kWrite);
+  const auto rate = [](const Summary& s) { return s.repeats ? fmt::format("{:.2f}", gb_per_s(s.rate)) : "–"; };
+  return fmt::format(
+      "<tr{}><td>{}</td><td>{:.2f}</td><td>{:.2f} – {:.2f}</td><td>{}</td><td>{}</td><td>{}</td>"
+      "<td>{:.2f}</td><td>{:.2f}</td><td>{:.4f}</td></tr>\n",
+      chosen ? " class='chosen'" : "", escaped(name), gb_per_s(mixed.rate), gb_per_s(mixed.low), gb_per_s(mixed.high),
+      mixed.repeats, rate(read), rate(write), mixed.p50_us / 1000, mixed.p99_us / 1000, mixed.cpu_seconds_per_gib);
+}
+
+std::string table(const std::string& what, const std::string& rows) {
+  return fmt::format(
+      "<div class='wide'><table><tr><th>{}</th><th>mixed GB/s</th><th>low – high</th><th>repeats</th>"
+      "<th>read</th><th>write</th><th>p50 ms</th><th>p99 ms</th><th>CPU s/GiB</th></tr>\n{}</table></div>\n",
+      what, rows);
+}
+
+std::string tables(const SweepReport& report) {
+  std::string rows;
+  for (std::size_t i = 0; i < report.candidates.size(); ++i) {
+    const Setting& setting = report.candidates[i].setting;
+    rows += row(report, fmt::format("{}, {}", text_of(setting), text_of_bytes(setting.in_flight_bytes())),
+                report.searched(setting, Work::kMixed), i == report.choice.chosen);
+  }
+  std::string html = "<h2>Compared in turn</h2>\n" + table("block × depth, in flight", rows);
+  rows.clear();
+  for (const WayFacts& facts : report.ways) {
+    if (facts.refused.empty()) {
+      rows += row(report, text_of(facts.way), {report.setting, Work::kMixed, facts.way, report.measured_path},
+                  facts.way == report.way, report.way_repeats);
+    } else {
+      rows += fmt::format("<tr><td>{}</td><td class='soft' colspan='8'>{}</td></tr>\n", text_of(facts.way),
+                          escaped(facts.refused));
+    }
+  }
+  html += "<h2>Engines</h2>\n" + table("at the chosen setting", rows);
+  if (report.paths.size() < 2) return html;
+  rows.clear();
+  for (std::uint32_t path = 0; path < report.paths.size(); ++path) {
+    rows += row(report, fmt::format("{}, share {}", report.paths[path].path.string(), report.shares[path]),
+                {report.setting, Work::kMixed, report.way, path}, false);
+  }
+  rows += row(report, "all, striped", {report.setting, Work::kMixed, report.way, kAllPaths}, true);
+  return html + "<h2>Paths</h2>\n" + table("alone and together", rows);
+}
+
+std::string sustained(const SweepReport& report) {
+  if (!report.sustained) return "";
+  const Sustained& written = *report.sustained;
+  LineChart chart{.title = fmt::format("{} written at full speed", text_of_bytes(written.written_bytes)),
+                  .x_name = "seconds",
+                  .y_name = "GB/s",
+                  .width = 1140,
+                  .height = 260};
+  Series series;
+  for (std::size_t i = 0; i < written.rates.size(); ++i) {
+    series.x.push_back((static_cast<double>(i) + 0.5) * written.interval_seconds);
+    series.y.push_back(gb_per_s(written.rates[i]));
+  }
+  chart.series.push_back(std::move(series));
+  if (const auto drop = find_drop(written.rates)) {
+    chart.mark_x = static_cast<double>(drop->at) * written.interval_seconds;
+  }
+  std::string html = "<h2>Sustained</h2>\n" + line_chart_svg(chart);
+  const std::string text = sustained_text(written);
+  // Its last lines say what the curve means; the numbers before them are in the curve.
+  html += fmt::format("<p>{}</p>\n", escaped(text.substr(text.rfind("\n  ", text.size() - 2) + 1)));
+  for (const std::string& line : report.endurance) html += fmt::format("<p class='soft'>{}</p>\n", escaped(line));
+  return html;
+}
+
+}  // namespace
+
+std::string report_html(const SweepReport& report) {
+  std::string names;
+  for (const PathFacts& path : report.paths) names += (names.empty() ? "" : " + ") + path.path.string();
+  std::string html = fmt::format(
+      "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>\n"
+      "<meta name='viewport' content='width=device-width, initial-scale=1'><meta name='color-scheme' content='light "
+      "dark'>\n"
+      "<title>spillway sweep {0}</title>\n<style>{1}</style></head><body>\n<h1>spillway sweep {0}</h1>\n",
+      escaped(names), kStyle);
+  html += facts(report) + cards(report);
+  for (const std::string& reason : reasons(report)) html += fmt::format("<p>{}</p>\n", escaped(reason));
+  html +=
+      "<h2>Rates in GB/s: block size across, queue depth down; the frame is the choice</h2>\n<div class='charts'>\n";
+  html += heat_map_svg(heat_map(report, Work::kMixed, fmt::format("mixed {}:{}", kReadParts, kWriteParts)));
+  html += heat_map_svg(heat_map(report, Work::kRead, "read"));
+  html += heat_map_svg(heat_map(report, Work::kWrite, "written"));
+  html += "</div>\n<h2>Latency of a request: median, and dashed the 99th percentile</h2>\n<div class='charts'>\n";
+  html += latency_curves(report, Work::kMixed, fmt::format("mixed {}:{}", kReadParts, kWriteParts));
+  html += latency_curves(report, Work::kRead, "read");
+  html += latency_curves(report, Work::kWrite, "written");
+  html += "</div>\n" + tables(report) + sustained(report);
+  html += fmt::format("<h2>For ds_config.json</h2>\n<pre>{}</pre>\n<h2>To check it with fio</h2>\n<pre>{}</pre>\n",
+                      escaped(report_json(report)), escaped(fio_command(report)));
+  for (const std::string& note : report.notes) html += fmt::format("<p class='warning'>note: {}</p>\n", escaped(note));
+  return html + fmt::format("<p class='soft'>{}{:.1f} s, {} written to the drive</p>\n</body></html>\n",
+                            report.exhaustive ? "every setting measured; " : "", report.seconds,
+                            text_of_bytes(report.written_bytes));
+}
+
+}  // namespace spillway::sweep

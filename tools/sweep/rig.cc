@@ -1,0 +1,195 @@
+#include "tools/sweep/rig.h"
+
+#include <fmt/format.h>
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "spillway/error.h"
+#include "spillway/units.h"
+
+namespace spillway::sweep {
+namespace {
+
+// More in flight than a drive moves in this time buys nothing but waiting.
+constexpr double kLongestQueueSeconds = 0.1;
+constexpr std::uint64_t kMostInFlight = 128 * kMiB, kLeastInFlight = 16 * kMiB, kMostMemory = kGiB;
+// The unit in which a store of several paths is striped (swap/store_files.cc): no request is larger there.
+constexpr std::uint64_t kStripeUnit = kMiB;
+constexpr double kFreeSpaceToUse = 0.9;
+
+void refuse_twice(const std::vector<PathFacts>& facts, const std::filesystem::path& path) {
+  for (const PathFacts& other : facts) {
+    if (std::filesystem::equivalent(other.path, path)) {
+      throw Error(Code::kInvalidArgument, {.object = path.string(),
+                                           .happened = "is named twice",
+                                           .errno_value = 0,
+                                           .hint = "name each directory once"});
+    }
+  }
+}
+
+}  // namespace
+
+Rig::Rig(const SweepOptions& options) {
+  for (const auto& path : options.paths) {
+    PathFacts facts = examine_path(path, options.allow_buffered);
+    refuse_twice(facts_, facts.path);
+    for (const PathFacts& other : facts_) {
+      if (!facts.drive.name.empty() && other.drive.name == facts.drive.name) {
+        facts.warnings.push_back(
+            fmt::format("on the same drive as {}: striping over both gains nothing", other.path.string()));
+      }
+    }
+    const std::uint64_t bytes = test_bytes(facts, options.size_bytes);
+    files_.emplace_back(facts.path, bytes);
+    const File& file = files_.back().file();
+    note_direct_io(facts, file.direct(), file.alignment(), options.allow_buffered);
+    sizes_.push_back(bytes);
+    fresh_from_.push_back(0);
+    facts_.push_back(std::move(facts));
+    limits_.least_block = std::max<std::uint64_t>(limits_.least_block, file.alignment());
+    limits_.most_in_flight = std::min(limits_.most_in_flight, bytes / 4);
+  }
+  const std::uint64_t memory = std::min(kMostMemory, examine_machine().memory_bytes / 8);
+  limits_.most_in_flight = std::min({limits_.most_in_flight, kMostInFlight, memory / paths()});
+  if (paths() > 1) limits_.most_block = kStripeUnit;
+  memory_ = std::make_unique<LoadMemory>(std::max(limits_.most_in_flight * paths(), kLeastInFlight));
+}
+
+std::uint64_t Rig::file_bytes() const {
+  std::uint64_t bytes = 0;
+  for (const std::uint64_t size : sizes_) bytes += size;
+  return bytes;
+}
+
+Setting Rig::allowed(const Setting& wanted) const {
+  Setting setting = wanted;
+  setting.block_bytes = std::clamp(setting.block_bytes, limits_.least_block, limits_.most_block);
+  while (setting.depth > 1 && setting.in_flight_bytes() > limits_.most_in_flight) setting.depth /= 2;
+  return setting;
+}
+
+std::uint64_t Rig::fill(double seconds, const Watch& go_on) {
+  const auto share = seconds / paths();
+  std::uint64_t written = 0;
+  for (std::uint32_t path = 0; path < paths(); ++path) {
+    TestFile& file = files_[path];
+    bool wanted = true;
+    const std::uint64_t least = std::min<std::uint64_t>(sizes_[path], 64 * kMiB);
+    fill_rates_.push_back(file.fill(memory_->bytes(), share, least, [&](double elapsed, std::uint64_t moved) {
+      wanted = go_on(share * path + elapsed, moved);
+      return wanted;
+    }));
+    written += file.filled_bytes();
+    if (!wanted) break;
+    warn_of_caches(facts_[path], file.filled_bytes());
+  }
+  return written;
+}
+
+void Rig::settle_limits() {
+  const double rate = *std::max_element(fill_rates_.begin(), fill_rates_.end());
+  const auto queue = static_cast<std::uint64_t>(rate * kLongestQueueSeconds);
+  limits_.most_in_flight = std::min(limits_.most_in_flight, std::max(queue, kLeastInFlight));
+  for (const TestFile& file : files_) {
+    limits_.most_in_flight = std::min(limits_.most_in_flight, file.filled_bytes() / 4);
+  }
+}
+
+std::vector<WayFacts> Rig::find_ways() {
+  std::vector<WayFacts> ways;
+  std::vector<File*> files;
+  for (TestFile& file : files_) files.push_back(&file.file());
+  const std::span<std::byte> regions[] = {memory_->bytes()};
+  for (const Way& way : {Way{IoEngineKind::kIoUring, true}, Way{IoEngineKind::kIoUring, false},
+                         Way{IoEngineKind::kLibaio, false}, Way{IoEngineKind::kThreads, false}}) {
+    WayFacts facts{way, ""};
+    try {
+      const auto queue =
+          IoQueue::create({.engine = way.engine}, files, std::span(regions).first(way.fixed_buffers ? 1 : 0));
+      const bool registered = queue->describe().find(", registered buffers") != std::string::npos;
+      if (way.fixed_buffers && !registered) facts.refused = "the kernel does not register the memory";
+    } catch (const Error& error) {
+      if (error.code() != Code::kUnsupported) throw;
+      facts.refused = error.parts().happened;
+    }
+    ways.push_back(std::move(facts));
+  }
+  return ways;
+}
+
+std::vector<std::uint32_t> Rig::stripe(std::span<const double> rates, std::uint32_t row_units) {
+  std::vector<double> known(rates.begin(), rates.end());
+  for (double& rate : known) rate = std::max(rate, 1.0);
+  const std::vector<std::uint64_t> room(paths(), kNoLimit);
+  const std::vector<std::uint32_t> shares = stripe_shares(known, room, 1, row_units);
+  std::vector<std::uint32_t> held;
+  for (std::uint32_t path = 0; path < paths(); ++path) {
+    if (shares[path] == 0) continue;
+    members_.push_back(path);
+    held.push_back(shares[path]);
+  }
+  stripes_.emplace(held, kStripeUnit, 0);
+  std::uint64_t rows = kNoLimit, row = 0;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    rows = std::min(rows, files_[members_[i]].filled_bytes() / kStripeUnit / held[i]);
+    row += held[i];
+  }
+  space_bytes_ = rows * row * kStripeUnit;
+  SPILLWAY_CHECK(rows >= 2, "a test file holds a few rows of stripes");
+  return shares;
+}
+
+std::vector<LoadFile> Rig::load_files(std::uint32_t path) {
+  std::vector<LoadFile> files;
+  for (std::uint32_t p = 0; p < paths(); ++p) {
+    const bool member =
+        path == kAllPaths ? std::find(members_.begin(), members_.end(), p) != members_.end() : p == path;
+    if (member) files.push_back({&files_[p].file(), files_[p].filled_bytes(), 0});
+  }
+  return files;
+}
+
+LoadSpec Rig::spec(const Point& point) const {
+  LoadSpec spec{.engine = point.way.engine,
+                .fixed_buffers = point.way.fixed_buffers,
+                .block_bytes = point.setting.block_bytes,
+                .depth = point.setting.depth,
+                .read_parts = point.work == Work::kWrite ? 0 : kReadParts,
+                .write_parts = point.work == Work::kRead ? 0 : kWriteParts};
+  if (point.path == kAllPaths) {
+    spec.stripes = &*stripes_;
+    spec.space_bytes = space_bytes_;
+  }
+  return spec;
+}
+
+LoadResult Rig::run(const Point& point, const LoadSpec& spec) {
+  return run_load(load_files(point.path), memory_->bytes(), spec);
+}
+
+void Rig::grow(std::uint64_t bytes) {
+  for (std::uint32_t path = 0; path < paths(); ++path) {
+    struct statvfs space {};
+    if (::statvfs(facts_[path].path.c_str(), &space) != 0) continue;
+    const double free = static_cast<double>(std::uint64_t{space.f_bavail} * space.f_frsize) * kFreeSpaceToUse;
+    const std::uint64_t fresh = std::min(bytes / paths(), static_cast<std::uint64_t>(free));
+    // What was written before has its blocks already, and is quicker to write for that: it is used only when the free
+    // space is no match for it.
+    fresh_from_[path] = fresh > sizes_[path] ? sizes_[path] : 0;
+    sizes_[path] += align_down(fresh, kLeastInFlight);
+    files_[path].grow(sizes_[path]);
+  }
+}
+
+Sustained Rig::write_sustained(const Setting& setting, const Way& way, std::uint64_t bytes, const Watch& go_on) {
+  std::vector<LoadFile> files;
+  for (std::uint32_t path = 0; path < paths(); ++path)
+    files.push_back({&files_[path].file(), sizes_[path], fresh_from_[path]});
+  const LoadSpec load = spec({setting, Work::kWrite, way, 0});
+  return sweep::write_sustained(files, memory_->bytes(), load, bytes, go_on);
+}
+
+}  // namespace spillway::sweep

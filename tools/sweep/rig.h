@@ -1,0 +1,67 @@
+// What measurements are made with: the test files, the memory, the engines, and the space striped over several files.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "spillway/stripe_map.h"
+#include "tools/sweep/load.h"
+#include "tools/sweep/preflight.h"
+#include "tools/sweep/search.h"
+#include "tools/sweep/sustained.h"
+#include "tools/sweep/sweep.h"
+#include "tools/sweep/test_file.h"
+
+namespace spillway::sweep {
+
+class Rig {
+ public:
+  // Examines the paths, makes their test files and takes the memory. Nothing is written yet.
+  explicit Rig(const SweepOptions& options);
+
+  std::uint32_t paths() const { return static_cast<std::uint32_t>(files_.size()); }
+  const std::vector<PathFacts>& facts() const { return facts_; }
+  std::uint64_t file_bytes() const;  // of all test files
+  std::uint64_t filled_bytes(std::uint32_t path) const { return files_[path].filled_bytes(); }
+  const Limits& limits() const { return limits_; }
+  std::uint64_t most_in_flight() const { return limits_.most_in_flight; }  // per path
+  Setting allowed(const Setting& wanted) const;                            // with the depth cut to the limits
+
+  // Fills the files one after the other, for at most `seconds`. Returns the bytes written.
+  std::uint64_t fill(double seconds, const Watch& go_on);
+  // After the fill: a slow drive gets less in flight, so that no point takes long to end.
+  void settle_limits();
+  // Tries every engine with the most that it may have to carry.
+  std::vector<WayFacts> find_ways();
+  // Stripes the files by these rates; returns the shares, 0 for a path that is left out.
+  std::vector<std::uint32_t> stripe(std::span<const double> rates, std::uint32_t row_units);
+
+  // The load of a point, without its length; then the load itself.
+  LoadSpec spec(const Point& point) const;
+  LoadResult run(const Point& point, const LoadSpec& spec);
+
+  // Makes the files large enough for `bytes` to be written to fresh places, as far as the free space goes.
+  void grow(std::uint64_t bytes);
+  Sustained write_sustained(const Setting& setting, const Way& way, std::uint64_t bytes, const Watch& go_on);
+
+ private:
+  std::vector<LoadFile> load_files(std::uint32_t path);
+
+  std::vector<PathFacts> facts_;
+  std::vector<TestFile> files_;
+  std::vector<double> fill_rates_;
+  std::vector<std::uint64_t> sizes_;
+  std::vector<std::uint64_t> fresh_from_;  // where sustained writing begins
+  Limits limits_;
+  std::unique_ptr<LoadMemory> memory_;
+  std::optional<StripeMap> stripes_;
+  std::vector<std::uint32_t> members_;  // paths with a share
+  std::uint64_t space_bytes_ = 0;
+};
+
+}  // namespace spillway::sweep

@@ -1,0 +1,370 @@
+#include "tools/sweep/sweep.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "spillway/error.h"
+#include "spillway/log.h"
+#include "spillway/units.h"
+#include "tools/sweep/pace.h"
+#include "tools/sweep/rig.h"
+#include "tools/terminal/interrupt.h"
+#include "tools/terminal/progress.h"
+
+namespace spillway::sweep {
+namespace {
+
+constexpr std::size_t kRounds = 3, kMostRounds = 6;  // repeats of what is compared: at least, and with time left over
+constexpr std::size_t kFinalists = 6, kRefined = 12, kRefinedAtOnce = 3;
+constexpr double kWarmup = 0.15;        // of a point
+constexpr double kShareOfGlance = 0.5;  // length of a point that nothing is decided by, of the usual one
+constexpr Setting kDefault{kMiB, 32};   // what ds_config.json means without a section "aio"
+constexpr std::uint32_t kRowUnits = 32;
+// Points that write, in units of the most that one may write: enough for every phase.
+constexpr std::uint64_t kWritingPoints = 64, kWritingPointsPerPath = 8;
+
+struct Stopped {};  // by Ctrl-C
+
+class Sweep {
+ public:
+  Sweep(const SweepOptions& options, std::FILE* out)
+      : options_(options),
+        out_(out),
+        progress_(0, 0, out),
+        rig_(options),
+        pace_(options.seconds, options.exhaustive, most_written()),
+        ends_(PhaseEnds::of(options.paths.size())) {
+    report_.exhaustive = options.exhaustive;
+    report_.parameters = options.parameters;
+    report_.most_written_bytes = pace_.most_written();
+    set_log_sink([this](LogLevel, std::string_view message) { note(std::string(message)); });
+  }
+  ~Sweep() { set_log_sink({}); }
+  Sweep(const Sweep&) = delete;
+  Sweep& operator=(const Sweep&) = delete;
+
+  int run() {
+    try {
+      measure_everything();
+    } catch (const Stopped&) {
+      progress_.clear();
+      fmt::print(out_, "stopped; nothing is chosen, and nothing is left on the drive\n");
+      return 130;
+    }
+    progress_.clear();
+    report_.written_bytes = pace_.written();
+    report_.seconds = pace_.elapsed();
+    fmt::print(out_, "{}", report_text(report_, shows_colours(out_)));
+    if (!options_.json.empty()) write_output("--json", options_.json, report_json(report_));
+    if (!options_.html.empty()) write_output("--report", options_.html, report_html(report_));
+    std::fflush(out_);
+    return 0;
+  }
+
+ private:
+  std::uint64_t point_bytes() const {
+    const auto usual = static_cast<std::uint64_t>(static_cast<double>(kGiB) * std::min(1.0, options_.seconds / 60));
+    return std::max(usual, 4 * rig_.most_in_flight() * rig_.paths());
+  }
+
+  // The test files once, twice where the file system cannot reserve space but by writing; then the points.
+  std::uint64_t most_written() const {
+    std::uint64_t points = kWritingPoints + kWritingPointsPerPath * rig_.paths();
+    if (options_.exhaustive) points += 2 * kRounds * full_grid(rig_.limits()).size();
+    return 2 * rig_.file_bytes() + points * point_bytes() + options_.sustained_bytes;
+  }
+
+  void measure_everything() {
+    report_.machine = examine_machine();
+    report_.paths = rig_.facts();
+    report_.file_bytes = rig_.file_bytes() / rig_.paths();
+    fmt::print(out_, "{}", preflight_text(report_));
+    std::fflush(out_);
+    prepare();
+    if (rig_.paths() > 1) measure_paths_alone();
+    if (options_.exhaustive) {
+      report_.candidates = compare(full_grid(rig_.limits()), ends_.finals, kRounds);
+    } else {
+      search();
+    }
+    choose_setting();
+    compare_ways();
+    if (rig_.paths() > 1) compare_paths();
+    if (options_.sustained_bytes > 0) write_on();
+  }
+
+  void prepare() {
+    say(fmt::format("filling {} with random data", text_of_bytes(rig_.file_bytes())));
+    const double seconds = pace_.until(ends_.fill);
+    pace_.note_written(rig_.fill(seconds, [&](double elapsed, std::uint64_t) {
+      show(fmt::format("filling, {:.0f} s at most", seconds - elapsed));
+      return go_on();
+    }));
+    if (interrupt_.requested()) throw Stopped();
+    rig_.settle_limits();
+    report_.paths = rig_.facts();
+    report_.limits = rig_.limits();
+    report_.file_bytes = rig_.filled_bytes(0);
+    report_.ways = rig_.find_ways();
+    const auto granted = std::find_if(report_.ways.begin(), report_.ways.end(),
+                                      [](const WayFacts& facts) { return facts.refused.empty(); });
+    SPILLWAY_CHECK(granted != report_.ways.end(), "threads are always to be had");
+    report_.way = report_.searched_way = granted->way;
+    report_.measured_path = rig_.paths() > 1 ? kAllPaths : 0;
+  }
+
+  // Each path's rate, for its share of the striped space. The setting is not chosen yet, so it is the default.
+  void measure_paths_alone() {
+    say("each path alone, for its share");
+    const Setting setting = rig_.allowed(kDefault);
+    const auto points = static_cast<double>(kRounds * rig_.paths());
+    std::vector<double> rates(rig_.paths());
+    for (std::size_t round = 0; round < kRounds; ++round) {
+      for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
+        measure({setting, Work::kMixed, report_.way, path}, pace_.point_seconds(ends_.alone, points));
+      }
+    }
+    for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
+      rates[path] = summary_of(report_.measurements, {setting, Work::kMixed, report_.way, path}).rate;
+    }
+    report_.shares = rig_.stripe(rates, kRowUnits);
+    for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
+      if (report_.shares[path] == 0) {
+        note(fmt::format("{}: too slow beside the others to take a share; it is left out",
+                         options_.paths[path].string()));
+      }
+    }
+  }
+
+  void search() {
+    const auto coarse = coarse_grid(rig_.limits());
+    say(fmt::format("coarse grid: {} settings, mixed, read and written", coarse.size()));
+    const auto count = static_cast<double>(coarse.size());
+    const double all = count + 2 * count * kShareOfGlance;
+    Rates rates;
+    for (const Setting& setting : coarse) {
+      // A few are measured however late it is: without them there is nothing to choose from.
+      if (pace_.past(ends_.coarse) && rates.size() >= 3) break;
+      look(setting, rates, pace_.point_seconds(ends_.coarse, all - static_cast<double>(rates.size())));
+    }
+    double left = 2 * count * kShareOfGlance;
+    for (const Work work : {Work::kRead, Work::kWrite}) {
+      for (const Setting& setting : coarse) {
+        if (pace_.past(ends_.coarse)) break;
+        measure(at(setting, work), kShareOfGlance * pace_.point_seconds(ends_.coarse, left));
+        left -= kShareOfGlance;
+      }
+    }
+    say("between them, where it is worth it");
+    for (std::size_t refined = 0; refined < kRefined && !pace_.past(ends_.refine);) {
+      const auto settings = worth_measuring(rig_.limits(), rates, kRefinedAtOnce);
+      if (settings.empty()) break;
+      for (const Setting& setting : settings) {
+        look(setting, rates, pace_.point_seconds(ends_.refine, static_cast<double>(kRefined - refined)));
+        ++refined;
+      }
+    }
+    std::vector<Setting> best = finalists(rates, kFinalists);
+    if (rig_.allowed(kDefault) == kDefault && std::find(best.begin(), best.end(), kDefault) == best.end()) {
+      best.push_back(kDefault);
+    }
+    say(fmt::format("the best {}, in turn", best.size()));
+    report_.candidates = compare(best, ends_.finals, kMostRounds);
+  }
+
+  void look(const Setting& setting, Rates& rates, double seconds) {
+    measure(at(setting, Work::kMixed), seconds);
+    rates[setting] = summary_of(report_.measurements, at(setting, Work::kMixed)).rate;
+  }
+
+  // Rounds of all settings: mixed, and in the first three also read and written. Rounds beyond these need time left.
+  std::vector<Candidate> compare(const std::vector<Setting>& settings, double end, std::size_t most_rounds) {
+    std::vector<Candidate> candidates;
+    for (const Setting& setting : settings) candidates.push_back({setting, {}, 0});
+    const auto count = static_cast<double>(settings.size());
+    for (std::size_t round = 0; round < most_rounds; ++round) {
+      const bool with_others = round < kRounds;
+      if (pace_.past(end) && (round >= kRounds || pace_.past(ends_.paths))) break;
+      const double rounds_left = static_cast<double>(std::max<std::size_t>(kRounds - std::min(kRounds, round), 1));
+      const double points = rounds_left * count * (with_others ? 1 + 2 * kShareOfGlance : 1);
+      std::vector<double> rates(settings.size());
+      for (std::size_t turn = 0; turn < settings.size(); ++turn) {
+        // Another one first each time: who comes after an idle moment may have it easier.
+        const std::size_t i = (turn + round) % settings.size();
+        const Point point = at(settings[i], Work::kMixed);
+        measure(point, pace_.point_seconds(end, points));
+        const auto& samples = report_.measurements[point];
+        rates[i] = samples.empty() ? 0 : samples.back().rate;
+      }
+      for (std::size_t i = 0; i < settings.size(); ++i) candidates[i].rates.push_back(rates[i]);
+      for (const Work work : {Work::kRead, Work::kWrite}) {
+        for (const Setting& setting : settings) {
+          if (!with_others || pace_.past(end)) break;
+          measure(at(setting, work), kShareOfGlance * pace_.point_seconds(end, points - count));
+        }
+      }
+    }
+    for (Candidate& candidate : candidates) {
+      candidate.cpu_seconds_per_gib =
+          summary_of(report_.measurements, at(candidate.setting, Work::kMixed)).cpu_seconds_per_gib;
+    }
+    if (candidates.front().rates.size() < kRounds) {
+      note(fmt::format("only {} repeats in {:.0f} s; a larger --seconds gives more certainty",
+                       candidates.front().rates.size(), options_.seconds));
+    }
+    return candidates;
+  }
+
+  void choose_setting() {
+    if (report_.candidates.front().rates.empty()) {
+      throw Error(Code::kIo, {.object = options_.paths[0].string(),
+                              .happened = fmt::format("too little was done in {:.0f} s to choose", options_.seconds),
+                              .errno_value = 0,
+                              .hint = "use a larger --seconds"});
+    }
+    report_.choice = choose(report_.candidates);
+    report_.setting = report_.candidates[report_.choice.chosen].setting;
+  }
+
+  // The engines at the chosen setting. Plain buffers are measured to show what registered ones are worth: the queue
+  // registers its buffers whenever it may, so there is nothing to choose.
+  void compare_ways() {
+    say(fmt::format("engines at {}", text_of(report_.setting)));
+    report_.way_repeats = kRounds;
+    std::vector<Candidate> ways;
+    std::vector<Way> granted;
+    for (const WayFacts& facts : report_.ways) {
+      if (facts.refused.empty()) granted.push_back(facts.way);
+    }
+    for (std::size_t round = 0; round < kRounds; ++round) {
+      const auto points = static_cast<double>((kRounds - round) * granted.size());
+      for (std::size_t i = 0; i < granted.size(); ++i) {
+        // Another one first each time: who comes after an idle moment may have it easier.
+        const Way& way = granted[(i + round) % granted.size()];
+        measure({report_.setting, Work::kMixed, way, report_.measured_path}, pace_.point_seconds(ends_.ways, points));
+      }
+    }
+    std::vector<Way> choosable;
+    for (const Way& way : granted) {
+      const Way better{way.engine, true};
+      if (!way.fixed_buffers && std::find(granted.begin(), granted.end(), better) != granted.end()) continue;
+      const auto& samples = report_.measurements[{report_.setting, Work::kMixed, way, report_.measured_path}];
+      if (samples.size() < kRounds) continue;
+      Candidate candidate{report_.setting, {}, summarize(samples).cpu_seconds_per_gib};
+      for (std::size_t round = samples.size() - kRounds; round < samples.size(); ++round) {
+        candidate.rates.push_back(samples[round].rate);
+      }
+      choosable.push_back(way);
+      ways.push_back(std::move(candidate));
+    }
+    if (!ways.empty()) report_.way = choosable[choose_way(ways)];
+    for (std::size_t round = 0; report_.way != report_.searched_way && round < kRounds; ++round) {
+      for (const Work work : {Work::kRead, Work::kWrite}) {
+        measure(at(report_.setting, work), pace_.point_seconds(ends_.ways, 2 * kRounds));
+      }
+    }
+  }
+
+  void compare_paths() {
+    say("each path alone and all of them striped");
+    for (std::size_t round = 0; round < kRounds; ++round) {
+      const auto points = static_cast<double>((kRounds - round) * (rig_.paths() + 1) * std::size(kWorks));
+      for (const Work work : kWorks) {
+        for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
+          measure({report_.setting, work, report_.way, path}, pace_.point_seconds(ends_.paths, points));
+        }
+        measure({report_.setting, work, report_.way, kAllPaths}, pace_.point_seconds(ends_.paths, points));
+      }
+    }
+  }
+
+  void write_on() {
+    say(fmt::format("writing {} at full speed", text_of_bytes(options_.sustained_bytes)));
+    rig_.grow(options_.sustained_bytes);
+    const std::uint64_t bytes = std::min(options_.sustained_bytes, pace_.may_write());
+    report_.sustained = rig_.write_sustained(report_.setting, report_.way, bytes, [&](double seconds, auto moved) {
+      const double share = static_cast<double>(moved) / static_cast<double>(bytes);
+      const double rate = static_cast<double>(moved) / std::max(seconds, 1e-9);
+      progress_.at(share, moved > 0 ? static_cast<double>(bytes - moved) / rate : -1,
+                   fmt::format("{} written, {:.2f} GB/s", text_of_bytes(moved), gb_per_s(rate)));
+      return go_on();
+    });
+    pace_.note_written(report_.sustained->written_bytes);
+    if (interrupt_.requested()) throw Stopped();
+    for (const PathFacts& facts : report_.paths) {
+      const auto share = static_cast<double>(report_.sustained->written_bytes) / static_cast<double>(rig_.paths());
+      const std::string& drive = facts.drive.name;
+      report_.endurance.push_back(fmt::format("{}: {}", drive.empty() ? facts.path.string() : drive,
+                                              endurance_text(read_endurance(facts.drive), share)));
+    }
+  }
+
+  Point at(const Setting& setting, Work work) const { return {setting, work, report_.way, report_.measured_path}; }
+
+  // One sample of a point; none when the sweep's bytes are used up.
+  void measure(const Point& point, double seconds) {
+    LoadSpec spec = rig_.spec(point);
+    spec.warmup_seconds = kWarmup * seconds;
+    spec.seconds = seconds - spec.warmup_seconds;
+    if (point.work != Work::kRead) {
+      const std::uint64_t share = point.work == Work::kMixed ? kReadParts + kWriteParts : kWriteParts;
+      spec.most_written_bytes = std::min(pace_.may_write(), point_bytes() * kWriteParts / share);
+      if (pace_.may_write() < point_bytes())
+        return note("the announced bytes are used up; what is left is not measured");
+    }
+    spec.go_on = [this](double, std::uint64_t) { return go_on(); };
+    const double before = pace_.elapsed();
+    const LoadResult result = rig_.run(point, spec);
+    pace_.note(seconds, pace_.elapsed() - before);
+    pace_.note_written(result.written_in_all);
+    if (interrupt_.requested()) throw Stopped();
+    if (result.rate() <= 0) return;
+    report_.measurements[point].push_back({.rate = result.rate(),
+                                           .cpu_seconds_per_gib = result.cpu_seconds_per_gib(),
+                                           .p50_us = result.latency_us(0.5),
+                                           .p99_us = result.latency_us(0.99)});
+    show(fmt::format("{} {}: {:.2f} GB/s", text_of(point.setting), name_of(point.work), gb_per_s(result.rate())));
+  }
+
+  bool go_on() const { return !interrupt_.requested(); }
+  void say(const std::string& what) { progress_.line(fmt::format("{:5.1f} s  {}", pace_.elapsed(), what)); }
+  void show(const std::string& what) {
+    const double end = options_.exhaustive ? exhaustive_seconds() : ends_.paths * pace_.total();
+    progress_.at(pace_.elapsed() / end, std::max(0.0, end - pace_.elapsed()), what);
+  }
+  double exhaustive_seconds() const {
+    const auto settings = static_cast<double>(full_grid(rig_.limits()).size());
+    return pace_.total() * ends_.fill + settings * kRounds * (1 + 2 * kShareOfGlance) * (pace_.total() / 200 + 0.03);
+  }
+  void note(const std::string& what) {
+    if (!told_.insert(what).second) return;
+    report_.notes.push_back(what);
+    progress_.line("note: " + what);
+  }
+
+  const SweepOptions& options_;
+  terminal::Interrupt interrupt_{"ending the sweep"};  // before anything that starts threads
+  std::FILE* const out_;
+  terminal::Progress progress_;
+  Rig rig_;
+  Pace pace_;
+  const PhaseEnds ends_;
+  SweepReport report_;
+  std::set<std::string> told_;
+};
+
+}  // namespace
+
+int sweep(const SweepOptions& options) {
+  check_output("--json", options.json);
+  check_output("--report", options.html);
+  return Sweep(options, options.json == "-" ? stderr : stdout).run();
+}
+
+}  // namespace spillway::sweep
