@@ -1,0 +1,164 @@
+// What is read from /proc and /sys, from copies made here; and what a SMART log says.
+#include "tools/sweep/drive.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <array>
+#include <fstream>
+
+#include "spillway/error.h"
+#include "spillway/units.h"
+#include "tools/sweep/endurance.h"
+#include "tools/sweep/preflight.h"
+
+namespace spillway::sweep {
+namespace {
+
+namespace fs = std::filesystem;
+
+class SweepDrive : public testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = fs::temp_directory_path() / ("spillway-drive-test-" + std::to_string(::getpid()));
+    fs::create_directories(root_ / "dev/block");
+    root_ = fs::canonical(root_);
+  }
+  void TearDown() override { fs::remove_all(root_); }
+
+  void write(const fs::path& file, const std::string& text) {
+    fs::create_directories((root_ / file).parent_path());
+    std::ofstream(root_ / file) << text << '\n';
+  }
+  void link(const fs::path& from, const fs::path& to) {
+    fs::create_directories((root_ / from).parent_path());
+    fs::create_symlink(root_ / to, root_ / from);
+  }
+
+  fs::path root_;
+};
+
+TEST_F(SweepDrive, NvmeSaysModelLinkAndTemperature) {
+  const fs::path pci = "devices/pci0000:00/0000:01:00.0", controller = pci / "nvme/nvme0",
+                 block = controller / "nvme0n1";
+  write(block / "size", "3907029168");
+  write(block / "queue/logical_block_size", "512");
+  write(block / "queue/max_sectors_kb", "128");
+  write(block / "queue/scheduler", "[none] mq-deadline");
+  write(block / "queue/write_cache", "write back");
+  write(block / "queue/rotational", "0");
+  write(block / "nvme0n1p2/partition", "2");
+  link(block / "device", controller);
+  write(controller / "model", "Fast Drive 2TB   ");
+  write(controller / "firmware_rev", "1B2Q");
+  write(controller / "hwmon3/temp1_input", "41850");
+  link(controller / "device", pci);
+  write(pci / "current_link_speed", "8.0 GT/s PCIe");
+  write(pci / "current_link_width", "2");
+  write(pci / "max_link_speed", "16.0 GT/s PCIe");
+  write(pci / "max_link_width", "4");
+  link("dev/block/259:2", block / "nvme0n1p2");
+
+  const DriveFacts drive = drive_of(259, 2, root_);
+  EXPECT_EQ(drive.name, "nvme0n1");
+  EXPECT_EQ(drive.model, "Fast Drive 2TB");
+  EXPECT_EQ(drive.firmware, "1B2Q");
+  EXPECT_EQ(drive.scheduler, "none");
+  EXPECT_EQ(drive.write_cache, "write back");
+  EXPECT_EQ(drive.bytes, 3907029168ull * 512);
+  EXPECT_EQ(drive.sector_bytes, 512u);
+  EXPECT_EQ(drive.largest_request_bytes, 128 * kKiB);
+  EXPECT_EQ(drive.rotational, false);
+  EXPECT_EQ(drive.link_now, "8.0 GT/s × 2");
+  EXPECT_EQ(drive.link_most, "16.0 GT/s × 4");
+  EXPECT_DOUBLE_EQ(drive.celsius.value_or(0), 41.85);
+  EXPECT_FALSE(drive.is_virtual);
+}
+
+TEST_F(SweepDrive, RaidNamesItsParts) {
+  write("devices/virtual/block/md0/size", "1000");
+  write("devices/virtual/block/md0/md/level", "raid0");
+  for (const char* part : {"nvme1n1", "nvme0n1"}) write(fs::path("devices/virtual/block/md0/slaves") / part, "");
+  link("dev/block/9:0", "devices/virtual/block/md0");
+  const DriveFacts drive = drive_of(9, 0, root_);
+  EXPECT_EQ(drive.name, "md0");
+  EXPECT_EQ(drive.model, "raid0");
+  EXPECT_EQ(drive.parts, (std::vector<std::string>{"nvme0n1", "nvme1n1"}));
+}
+
+TEST_F(SweepDrive, DeviceWithoutAnEntryHasNoName) { EXPECT_EQ(drive_of(7, 7, root_).name, ""); }
+
+TEST_F(SweepDrive, MountOfAPathIsTheLastLongestOne) {
+  fs::create_directories(root_ / "a b/c");
+  const std::string root = root_.string();
+  const std::string mountinfo =
+      "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
+      "30 22 0:40 / " +
+      root +
+      " rw - overlay overlay rw,lowerdir=x\n"
+      "31 30 259:1 / " +
+      root +
+      "/a\\040b rw,noatime - xfs /dev/nvme0n1p1 rw,logbufs=8\n"
+      "32 30 0:50 / " +
+      root + "/a rw - tmpfs none rw\n";
+  const MountFacts mount = mount_of(root_ / "a b/c", mountinfo);
+  EXPECT_EQ(mount.type, "xfs");
+  EXPECT_EQ(mount.source, "/dev/nvme0n1p1");
+  EXPECT_EQ(mount.options, "rw,noatime,rw,logbufs=8");
+  EXPECT_EQ(mount.major, 259u);
+  EXPECT_EQ(mount.minor, 1u);
+  EXPECT_EQ(mount_of(root_, mountinfo).type, "overlay");
+}
+
+TEST_F(SweepDrive, MediaAreTold) {
+  EXPECT_EQ(medium_of("ext4"), Medium::kDrive);
+  EXPECT_EQ(medium_of("btrfs"), Medium::kDrive);
+  EXPECT_EQ(medium_of("tmpfs"), Medium::kMemory);
+  EXPECT_EQ(medium_of("overlay"), Medium::kOverlay);
+  EXPECT_EQ(medium_of("nfs4"), Medium::kNetwork);
+}
+
+TEST_F(SweepDrive, TestSizeFollowsTheFreeSpace) {
+  PathFacts facts;
+  facts.path = "/somewhere";
+  facts.free_bytes = 100 * kGiB;
+  EXPECT_EQ(test_bytes(facts, 0), 2 * kGiB);
+  facts.drive.bytes = 4000 * kGiB;
+  EXPECT_GE(test_bytes(facts, 0), 8 * kGiB);  // beyond twice the cache that such a drive may have
+  facts.free_bytes = 400 * kMiB;
+  EXPECT_LE(test_bytes(facts, 0), 100 * kMiB);
+  EXPECT_EQ(test_bytes(facts, 64 * kMiB), 64 * kMiB);
+  EXPECT_THROW(test_bytes(facts, 500 * kMiB), Error);
+  EXPECT_THROW(test_bytes(facts, kMiB), Error);
+  facts.free_bytes = 10 * kMiB;
+  EXPECT_THROW(test_bytes(facts, 0), Error);
+}
+
+TEST_F(SweepDrive, SmallTestOnALargeDriveIsWarnedOf) {
+  PathFacts facts;
+  facts.drive.bytes = 2000 * kGiB;
+  warn_of_caches(facts, 16 * kGiB);
+  EXPECT_TRUE(facts.warnings.empty());
+  warn_of_caches(facts, kGiB);
+  EXPECT_EQ(facts.warnings.size(), 1u);
+}
+
+TEST_F(SweepDrive, SmartLogIsDecoded) {
+  std::array<std::byte, 512> page{};
+  page[1] = std::byte{0x3a};  // 314 K
+  page[2] = std::byte{0x01};
+  page[5] = std::byte{4};
+  page[48] = std::byte{0x40};  // 1,000,000 units of 512,000 B
+  page[49] = std::byte{0x42};
+  page[50] = std::byte{0x0f};
+  const Endurance drive = decode_smart_log(page);
+  EXPECT_NEAR(drive.celsius, 40.85, 1e-9);
+  EXPECT_EQ(drive.percent_used, 4u);
+  EXPECT_DOUBLE_EQ(drive.written_bytes, 512e9);
+  // 4 % in 0.512 TB: 128 GB are 1 %.
+  EXPECT_NE(endurance_text({drive, ""}, 128e9).find("about 1.0000 %"), std::string::npos);
+  EXPECT_NE(endurance_text({std::nullopt, "no NVMe"}, 1e9).find("does not tell"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace spillway::sweep

@@ -1,0 +1,147 @@
+// The load on a small file: counts, ratio of reads to writes, limits, stripes. No rate is asserted.
+#include "tools/sweep/load.h"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "spillway/error.h"
+#include "spillway/units.h"
+#include "tools/sweep/test_file.h"
+
+namespace spillway::sweep {
+namespace {
+
+constexpr std::uint64_t kBytes = 16 * kMiB;
+
+class SweepLoad : public testing::Test {
+ protected:
+  void SetUp() override {
+    directory_ = std::filesystem::temp_directory_path() / ("spillway-load-test-" + std::to_string(::getpid()));
+    std::filesystem::create_directories(directory_);
+  }
+  void TearDown() override { std::filesystem::remove_all(directory_); }
+
+  TestFile filled_file(std::uint64_t bytes = kBytes) {
+    TestFile file(directory_, bytes);
+    file.fill(memory_.bytes(), 1e9, 0, [](double, std::uint64_t) { return true; });
+    return file;
+  }
+
+  std::filesystem::path directory_;
+  LoadMemory memory_{16 * kMiB};
+};
+
+TEST_F(SweepLoad, TestFileLeavesNoName) {
+  TestFile file = filled_file();
+  EXPECT_TRUE(std::filesystem::is_empty(directory_));
+  EXPECT_EQ(file.filled_bytes(), kBytes);
+  EXPECT_EQ(file.file().size_bytes(), kBytes);
+  struct stat status {};
+  ASSERT_EQ(::fstat(file.file().fd(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+}
+
+TEST_F(SweepLoad, FillStopsInTimeButNotBeforeTheLeast) {
+  TestFile file(directory_, kBytes);
+  file.fill(memory_.bytes(), 0, 9 * kMiB, [](double, std::uint64_t) { return true; });
+  EXPECT_GE(file.filled_bytes(), 9 * kMiB);
+  EXPECT_LE(file.filled_bytes(), kBytes);
+}
+
+TEST_F(SweepLoad, MixedMovesBytesInTheRatioAskedFor) {
+  TestFile file = filled_file();
+  const LoadFile files[] = {{&file.file(), kBytes, 0}};
+  LoadSpec spec{.block_bytes = 64 * kKiB, .depth = 4, .read_parts = 14, .write_parts = 12};
+  spec.most_bytes = 26 * 20 * 64 * kKiB;
+  const LoadResult result = run_load(files, memory_.bytes(), spec);
+  EXPECT_EQ(result.read_bytes, 14 * 20 * 64 * kKiB);
+  EXPECT_EQ(result.written_bytes, 12 * 20 * 64 * kKiB);
+  EXPECT_EQ(result.written_in_all, result.written_bytes);
+  EXPECT_EQ(result.latencies_us.size(), 26u * 20);
+  EXPECT_GT(result.seconds, 0);
+  EXPECT_LE(result.latency_us(0.5), result.latency_us(0.99));
+}
+
+TEST_F(SweepLoad, WritesKeepToTheirLimitWarmUpIncluded) {
+  TestFile file = filled_file();
+  const LoadFile files[] = {{&file.file(), kBytes, 0}};
+  LoadSpec spec{.block_bytes = 256 * kKiB, .depth = 4, .read_parts = 0, .write_parts = 1};
+  spec.warmup_seconds = 1e-6;
+  spec.most_written_bytes = 5 * kMiB;
+  const LoadResult result = run_load(files, memory_.bytes(), spec);
+  EXPECT_EQ(result.written_in_all, 5 * kMiB);
+  EXPECT_LT(result.written_bytes, result.written_in_all);  // the warm-up is not counted
+}
+
+TEST_F(SweepLoad, EndsEarlyWhenToldTo) {
+  TestFile file = filled_file();
+  const LoadFile files[] = {{&file.file(), kBytes, 0}};
+  LoadSpec spec{.block_bytes = 256 * kKiB, .depth = 2};
+  spec.go_on = [](double, std::uint64_t bytes) { return bytes < 2 * kMiB; };
+  const LoadResult result = run_load(files, memory_.bytes(), spec);
+  EXPECT_TRUE(result.ended_early);
+  EXPECT_GE(result.read_bytes, 2 * kMiB);
+}
+
+TEST_F(SweepLoad, EveryEngineReadsWhatWasFilled) {
+  TestFile file = filled_file();
+  const LoadFile files[] = {{&file.file(), kBytes, 0}};
+  for (const auto engine : {IoEngineKind::kIoUring, IoEngineKind::kLibaio, IoEngineKind::kThreads}) {
+    for (const bool fixed : {true, false}) {
+      LoadSpec spec{.engine = engine, .fixed_buffers = fixed, .block_bytes = 512 * kKiB, .depth = 3};
+      spec.most_bytes = 2 * kBytes;
+      try {
+        const LoadResult result = run_load(files, memory_.bytes(), spec);
+        EXPECT_EQ(result.read_bytes, 2 * kBytes) << result.engine;
+        EXPECT_TRUE(fixed || !result.fixed_buffers);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), Code::kUnsupported) << error.what();
+      }
+    }
+  }
+}
+
+TEST_F(SweepLoad, StripedFilesTakeTheirShares) {
+  TestFile fast = filled_file(), slow = filled_file();
+  const std::uint32_t shares[] = {3, 1};
+  const StripeMap stripes(shares, kMiB, 0);
+  const LoadFile files[] = {{&fast.file(), kBytes, 0}, {&slow.file(), kBytes, 0}};
+  LoadSpec spec{.block_bytes = kMiB, .depth = 2, .read_parts = 14, .write_parts = 12};
+  spec.stripes = &stripes;
+  spec.space_bytes = 16 * kMiB;
+  spec.most_bytes = 400 * kMiB;
+  const LoadResult result = run_load(files, memory_.bytes(), spec);
+  EXPECT_EQ(result.read_bytes + result.written_bytes, 400 * kMiB);
+}
+
+TEST_F(SweepLoad, WritesBeginWhereToldTo) {
+  TestFile file(directory_, 8 * kMiB);
+  const LoadFile files[] = {{&file.file(), 8 * kMiB, 4 * kMiB}};
+  LoadSpec spec{.block_bytes = kMiB, .depth = 1, .read_parts = 0, .write_parts = 1};
+  spec.most_bytes = 6 * kMiB;  // once around, and half again
+  run_load(files, memory_.bytes(), spec);
+  LoadMemory read(8 * kMiB);
+  file.file().read_at(0, read.bytes());
+  for (std::uint64_t at = 0; at < 4 * kMiB; at += 4096) ASSERT_EQ(read.bytes()[at], std::byte{0}) << at;
+  EXPECT_TRUE(std::equal(memory_.bytes().begin(), memory_.bytes().begin() + kMiB, read.bytes().begin() + 4 * kMiB));
+}
+
+TEST_F(SweepLoad, FileThatEndsEarlyIsAnErrorThatNamesIt) {
+  TestFile file = filled_file();
+  const LoadFile files[] = {{&file.file(), 2 * kBytes, 0}};
+  LoadSpec spec{.block_bytes = kMiB, .depth = 2};
+  spec.most_bytes = 2 * kBytes;
+  try {
+    run_load(files, memory_.bytes(), spec);
+    FAIL() << "read behind the end of a file";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kIo);
+    EXPECT_NE(std::string(error.what()).find("offset 16777216"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace spillway::sweep

@@ -1,0 +1,152 @@
+// What a sweep's findings look like for programs and for people; and the drop that a sustained write looks for.
+#include "tools/sweep/report.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "spillway/config.h"
+#include "spillway/units.h"
+#include "tools/sweep/html_charts.h"
+
+namespace spillway::sweep {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+SweepReport report(std::size_t paths) {
+  SweepReport report;
+  report.file_bytes = kGiB;
+  report.setting = {512 * kKiB, 16};
+  report.way = report.searched_way = {IoEngineKind::kIoUring, true};
+  report.ways = {{report.way, ""}, {{IoEngineKind::kLibaio, false}, "EAGAIN (all of fs.aio-max-nr is taken)"}};
+  report.measured_path = paths > 1 ? kAllPaths : 0;
+  for (std::uint32_t path = 0; path < paths; ++path) {
+    PathFacts facts;
+    facts.path = "/mnt/<nvme" + std::to_string(path) + ">";
+    facts.direct = true;
+    report.paths.push_back(facts);
+    report.shares.push_back(path + 1);
+    report.measurements[{report.setting, Work::kMixed, report.way, path}] = {{(path + 1) * 2e9, 0.005, 100, 200}};
+  }
+  for (const Setting& setting : {Setting{512 * kKiB, 16}, Setting{kMiB, 32}}) {
+    report.candidates.push_back({setting, {1, 1, 1}, 0.005});
+    report.measurements[report.searched(setting, Work::kMixed)] = {
+        {5.2e9, 0.005, 1000, 2000}, {5e9, 0.005, 1000, 2000}, {5.4e9, 0.005, 1000, 2000}};
+  }
+  report.choice = {.chosen = 0, .fastest = 1, .share = 0.99};
+  return report;
+}
+
+TEST(SweepReport, JsonHoldsWhatBothLoadersReadInTheirTypes) {
+  const std::string json = report_json(report(1));
+  EXPECT_THAT(json, HasSubstr("\"block_size\": 524288"));
+  EXPECT_THAT(json, HasSubstr("\"queue_depth\": 16"));
+  EXPECT_THAT(json, HasSubstr("\"intra_op_parallelism\": 1"));
+  EXPECT_THAT(json, HasSubstr("\"single_submit\": false"));
+  EXPECT_THAT(json, HasSubstr("\"overlap_events\": true"));
+  EXPECT_THAT(json, HasSubstr("\"use_gds\": false"));
+  EXPECT_THAT(json, HasSubstr("\"io_engine\": \"io_uring\""));
+  EXPECT_THAT(json, Not(HasSubstr("nvme_paths")));
+}
+
+TEST(SweepReport, OurLoaderReadsTheJsonBack) {
+  std::string json = report_json(report(1));
+  json.insert(json.find('{') + 1, "\"train_batch_size\": 1,");
+  const Config config = config_from_json(json, "fragment");
+  EXPECT_EQ(config.io_block_bytes, 512 * kKiB);
+  EXPECT_EQ(config.io_depth, 16u);
+  EXPECT_EQ(config.io_engine, IoEngineKind::kIoUring);
+}
+
+TEST(SweepReport, SeveralPathsComeWithTheirRates) {
+  SweepReport both = report(2);
+  EXPECT_THAT(report_json(both), HasSubstr("\"nvme_paths\": [\"/mnt/<nvme0>\", \"/mnt/<nvme1>\"]"));
+  EXPECT_THAT(report_json(both), HasSubstr("\"nvme_rates\": [2.0, 4.0]"));
+  EXPECT_THAT(report_text(both, false), HasSubstr("all, striped"));
+  both.shares[0] = 0;  // too slow to take part
+  EXPECT_THAT(report_json(both), HasSubstr("\"nvme_paths\": [\"/mnt/<nvme1>\"]"));
+}
+
+TEST(SweepReport, StepTakesTheDrivesBytesAtTheMixedRate) {
+  SweepReport one = report(1);
+  one.parameters = 7e9;
+  EXPECT_NEAR(step_seconds(one), 7e9 * 26 / 5.2e9, 1e-9);
+  EXPECT_THAT(report_text(one, false), HasSubstr("35.0 s a step"));
+}
+
+TEST(SweepReport, TextIsPlainWithoutColours) {
+  const std::string text = report_text(report(1), false);
+  EXPECT_THAT(text, Not(HasSubstr("\x1b")));
+  EXPECT_THAT(text, HasSubstr("[5.20]"));
+  EXPECT_THAT(text, HasSubstr("EAGAIN (all of fs.aio-max-nr is taken)"));
+  EXPECT_THAT(text, HasSubstr("99.0 % of the fastest, 1 MiB × 32"));
+  EXPECT_THAT(report_text(report(1), true), HasSubstr("\x1b[48;5;"));
+}
+
+TEST(SweepReport, FioCommandAsksForTheSame) {
+  EXPECT_THAT(fio_command(report(1)),
+              HasSubstr("--rwmixread=54 --bs=512k --iodepth=16 --ioengine=io_uring --direct=1"));
+}
+
+TEST(SweepReport, PageIsSelfContainedAndEscaped) {
+  SweepReport one = report(1);
+  one.sustained = Sustained{.interval_seconds = 1, .rates = {2e9, 2e9, 1e9}, .written_bytes = 5 * kGiB, .seconds = 3};
+  const std::string page = report_html(one);
+  EXPECT_THAT(page, Not(HasSubstr("http")));
+  EXPECT_THAT(page, Not(HasSubstr("<script")));
+  EXPECT_THAT(page, Not(HasSubstr("<nvme0>")));
+  EXPECT_THAT(page, HasSubstr("&lt;nvme0&gt;"));
+  EXPECT_THAT(page, HasSubstr("class='marked'"));
+}
+
+TEST(SweepSustained, SteadyRateHasNoDrop) {
+  std::mt19937 random(1);
+  std::vector<double> rates(100);
+  for (double& rate : rates) rate = 3e9 * std::exp(std::normal_distribution(0.0, 0.1)(random));
+  EXPECT_FALSE(find_drop(rates).has_value());
+  EXPECT_FALSE(find_drop({}).has_value());
+  EXPECT_FALSE(find_drop(std::vector<double>{1, 2}).has_value());
+}
+
+TEST(SweepSustained, LastingDropIsFoundWhereItIs) {
+  std::mt19937 random(2);
+  for (const std::size_t at : {10u, 37u, 90u}) {
+    std::vector<double> rates(100);
+    for (std::size_t i = 0; i < rates.size(); ++i) {
+      rates[i] = (i < at ? 3e9 : 0.8e9) * std::exp(std::normal_distribution(0.0, 0.1)(random));
+    }
+    rates[at / 2] = 0.1e9;  // a moment's pause is none
+    const auto drop = find_drop(rates);
+    ASSERT_TRUE(drop.has_value());
+    EXPECT_NEAR(static_cast<double>(drop->at), static_cast<double>(at), 1);
+    EXPECT_NEAR(drop->after / drop->before, 0.8 / 3, 0.05);
+  }
+}
+
+TEST(SweepSustained, RateThatRecoversHasNoDrop) {
+  std::vector<double> rates(100, 3e9);
+  std::fill(rates.begin() + 20, rates.begin() + 50, 1e9);
+  EXPECT_FALSE(find_drop(rates).has_value());
+}
+
+TEST(SweepSustained, CoarseIntervalsKeepTheBytes) {
+  Sustained sustained{.interval_seconds = 0.1, .rates = std::vector<double>(1000, 2e9)};
+  coarsen(sustained, 120);
+  EXPECT_LE(sustained.rates.size(), 120u);
+  EXPECT_NEAR(static_cast<double>(sustained.rates.size()) * sustained.interval_seconds, 100,
+              sustained.interval_seconds);
+  EXPECT_DOUBLE_EQ(sustained.rates[3], 2e9);
+}
+
+TEST(SweepCharts, HeatMapOfOneValueHasNoGap) {
+  EXPECT_THAT(heat_map_svg({.title = "t", .columns = {"a"}, .rows = {"b"}, .cells = {1.0}}), HasSubstr("1.00"));
+  const std::string empty = line_chart_svg({.title = "none"});
+  EXPECT_THAT(empty, Not(HasSubstr("nan")));
+}
+
+}  // namespace
+}  // namespace spillway::sweep
