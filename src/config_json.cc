@@ -163,6 +163,15 @@ class ConfigReader {
       read_section(row.path, value);
     } else if (row.set != nullptr) {
       row.set(draft_, out);
+      if (sources_.size() > 1 && row.path == "spillway.nvme_paths") forget_single_path();
+    }
+  }
+
+  // Paths that lie over a configuration are where the store goes, whatever single path it names.
+  void forget_single_path() {
+    for (auto* path : {&draft_.states_path, &draft_.parameters_path}) path->reset();
+    for (const char* section : {"offload_optimizer", "offload_param"}) {
+      places_.erase(fmt::format("zero_optimization.{}.nvme_path", section));
     }
   }
 

@@ -1,4 +1,4 @@
-"""`spillway sweep` as a user runs it: what it writes is taken as it is, and nothing stays on the drive, whatever happens.
+"""`spillway sweep` as a user runs it: what it writes is taken as it is, and nothing stays on the drive in any case.
 
 The environment variable SPILLWAY_PRINT_CONFIG names the program that prints what our loader reads.
 """
@@ -54,7 +54,7 @@ class Results(SweepTest):
         self.assertEqual(aio["block_size"], loaded["block_size"])
         self.assertEqual(aio["queue_depth"], loaded["queue_depth"])
         self.assertEqual(written["spillway"]["io_engine"], ENGINES[loaded["io_engine"]])
-        for word in ("chosen: ", "to check it with fio:", "a step, if nothing but the drive takes time", "writes at most"):
+        for word in ("chosen: ", "to check it with fio:", "s a step, if nothing but the drive", "writes at most"):
             self.assertIn(word, run.out)
         self.assertIn(f'"queue_depth": {aio["queue_depth"]}', run.out, "the fragment is shown, too")
 
@@ -93,6 +93,11 @@ class Results(SweepTest):
         self.assertEqual(len(written["nvme_paths"]), len(written["nvme_rates"]))
         self.assertLessEqual(set(written["nvme_paths"]), {str(self.drive.resolve()), str(other.resolve())})
         self.assertTrue(all(rate > 0 for rate in written["nvme_rates"]))
+        # The configuration names one directory, and the measured ones take its place, in whatever order they are.
+        self.assertEqual(written["nvme_paths"], self.loaded()["nvme_paths"])
+        written["nvme_paths"].reverse()
+        self.json.write_text(json.dumps({"spillway": written}))
+        self.assertEqual(written["nvme_paths"], self.loaded()["nvme_paths"])
         self.assert_nothing_left()
         self.assert_nothing_left(other)
 

@@ -28,7 +28,7 @@ CLEAN = {
     "tools/meson.build": "executable('spillway', 'main.cc', 'gpt2/commands.cc')\n",
     "tools/main.cc": '#include "tools/gpt2/ops.h"\n#include "tools/terminal/progress.h"\n',
     "tools/terminal/progress.h": "#pragma once\n",
-    "tools/gpt2/commands.cc": '#include "tools/gpt2/ops.h"\n#include "tools/terminal/progress.h"\nint n = printf("x");\n',
+    "tools/gpt2/commands.cc": '#include "tools/gpt2/ops.h"\n#include "tools/terminal/progress.h"\nint n = puts("x");\n',
     "tools/gpt2/ops.h": '#pragma once\n#include "spillway/engine.h"\n',
     "tests/meson.build": "subdir('aio')\n",
     "tests/aio/meson.build": "test('queue', executable('queue', 'queue_test.cc'))\n",

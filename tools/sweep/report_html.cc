@@ -15,10 +15,12 @@ namespace {
 
 constexpr const char* kStyle = R"(
 :root { --paper: #fbfcfd; --card: #ffffff; --ink: #1b2430; --soft: #5c6b7c; --line: #dfe5ec; --accent: #0b7285;
-  --empty: #eef1f5; --s0: #0b7285; --s1: #d9480f; --s2: #5f3dc4; --s3: #2b8a3e; --s4: #c2255c; --s5: #846300; --s6: #1864ab; --s7: #495057; }
+  --empty: #eef1f5; --s0: #0b7285; --s1: #d9480f; --s2: #5f3dc4; --s3: #2b8a3e; --s4: #c2255c; --s5: #846300;
+  --s6: #1864ab; --s7: #495057; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #12171e; --card: #1a212a; --ink: #e4eaf1; --soft: #94a3b4; --line: #303b48; --accent: #3bc9db;
-    --empty: #232c37; --s0: #3bc9db; --s1: #ff922b; --s2: #b197fc; --s3: #69db7c; --s4: #f783ac; --s5: #ffd43b; --s6: #74c0fc; --s7: #ced4da; } }
+    --empty: #232c37; --s0: #3bc9db; --s1: #ff922b; --s2: #b197fc; --s3: #69db7c; --s4: #f783ac; --s5: #ffd43b;
+    --s6: #74c0fc; --s7: #ced4da; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1240px; padding: 28px 24px 60px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }

@@ -17,6 +17,8 @@ constexpr double kLongestQueueSeconds = 0.1;
 constexpr std::uint64_t kMostInFlight = 128 * kMiB, kLeastInFlight = 16 * kMiB, kMostMemory = kGiB;
 // The unit in which a store of several paths is striped (swap/store_files.cc): no request is larger there.
 constexpr std::uint64_t kStripeUnit = kMiB;
+constexpr std::uint32_t kRowUnits = 64;  // of a row of stripes, at most
+constexpr std::uint64_t kRows = 4;       // that a test file holds, at least
 constexpr double kFreeSpaceToUse = 0.9;
 
 void refuse_twice(const std::vector<PathFacts>& facts, const std::filesystem::path& path) {
@@ -120,7 +122,10 @@ std::vector<WayFacts> Rig::find_ways() {
   return ways;
 }
 
-std::vector<std::uint32_t> Rig::stripe(std::span<const double> rates, std::uint32_t row_units) {
+std::vector<std::uint32_t> Rig::stripe(std::span<const double> rates) {
+  std::uint64_t smallest = kNoLimit;
+  for (const TestFile& file : files_) smallest = std::min(smallest, file.filled_bytes());
+  const auto row_units = static_cast<std::uint32_t>(std::min<std::uint64_t>(kRowUnits, smallest / kStripeUnit / kRows));
   std::vector<double> known(rates.begin(), rates.end());
   for (double& rate : known) rate = std::max(rate, 1.0);
   const std::vector<std::uint64_t> room(paths(), kNoLimit);
@@ -138,7 +143,7 @@ std::vector<std::uint32_t> Rig::stripe(std::span<const double> rates, std::uint3
     row += held[i];
   }
   space_bytes_ = rows * row * kStripeUnit;
-  SPILLWAY_CHECK(rows >= 2, "a test file holds a few rows of stripes");
+  SPILLWAY_CHECK(rows >= kRows, "a test file holds a few rows of stripes");
   return shares;
 }
 

@@ -39,7 +39,7 @@ class Rig {
   // Tries every engine with the most that it may have to carry.
   std::vector<WayFacts> find_ways();
   // Stripes the files by these rates; returns the shares, 0 for a path that is left out.
-  std::vector<std::uint32_t> stripe(std::span<const double> rates, std::uint32_t row_units);
+  std::vector<std::uint32_t> stripe(std::span<const double> rates);
 
   // The load of a point, without its length; then the load itself.
   LoadSpec spec(const Point& point) const;

@@ -25,7 +25,6 @@ constexpr std::size_t kFinalists = 6, kRefined = 12, kRefinedAtOnce = 3;
 constexpr double kWarmup = 0.15;        // of a point
 constexpr double kShareOfGlance = 0.5;  // length of a point that nothing is decided by, of the usual one
 constexpr Setting kDefault{kMiB, 32};   // what ds_config.json means without a section "aio"
-constexpr std::uint32_t kRowUnits = 32;
 // Points that write, in units of the most that one may write: enough for every phase.
 constexpr std::uint64_t kWritingPoints = 64, kWritingPointsPerPath = 8;
 
@@ -133,7 +132,7 @@ class Sweep {
     for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
       rates[path] = summary_of(report_.measurements, {setting, Work::kMixed, report_.way, path}).rate;
     }
-    report_.shares = rig_.stripe(rates, kRowUnits);
+    report_.shares = rig_.stripe(rates);
     for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
       if (report_.shares[path] == 0) {
         note(fmt::format("{}: too slow beside the others to take a share; it is left out",
