@@ -5,8 +5,8 @@
 namespace spillway::sweep {
 namespace {
 
-// A point's length is a 200th of the time, 0.3 s of a minute, when there is time for it.
-constexpr double kUsualShare = 1.0 / 200, kShortest = 0.01, kLongest = 2;
+// A point's length is a 300th of the time, 0.2 s of a minute, when there is time for it.
+constexpr double kUsualShare = 1.0 / 300, kShortest = 0.01, kLongest = 2;
 constexpr double kMemory = 0.8;  // of past points in the price of the next one
 
 }  // namespace

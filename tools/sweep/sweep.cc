@@ -3,8 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <memory>
-#include <optional>
+#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -20,13 +19,15 @@
 namespace spillway::sweep {
 namespace {
 
-constexpr std::size_t kRounds = 3, kMostRounds = 6;  // repeats of what is compared: at least, and with time left over
+constexpr std::size_t kCoarsePasses = 2;
+constexpr std::size_t kRounds = 3, kMostRounds = 9;  // repeats of what is compared: at least, and with time left over
 constexpr std::size_t kFinalists = 6, kRefined = 12, kRefinedAtOnce = 3;
 constexpr double kWarmup = 0.15;        // of a point
 constexpr double kShareOfGlance = 0.5;  // length of a point that nothing is decided by, of the usual one
 constexpr Setting kDefault{kMiB, 32};   // what ds_config.json means without a section "aio"
 // Points that write, in units of the most that one may write: enough for every phase.
-constexpr std::uint64_t kWritingPoints = 64, kWritingPointsPerPath = 8;
+constexpr std::uint64_t kWritingPoints = 96, kWritingPointsPerPath = 8;
+constexpr double kPointGiB = 0.7;  // the most that one writes, of a sweep of a minute
 
 struct Stopped {};  // by Ctrl-C
 
@@ -68,7 +69,8 @@ class Sweep {
 
  private:
   std::uint64_t point_bytes() const {
-    const auto usual = static_cast<std::uint64_t>(static_cast<double>(kGiB) * std::min(1.0, options_.seconds / 60));
+    const auto usual =
+        static_cast<std::uint64_t>(kPointGiB * static_cast<double>(kGiB) * std::min(1.0, options_.seconds / 60));
     return std::max(usual, 4 * rig_.most_in_flight() * rig_.paths());
   }
 
@@ -87,11 +89,7 @@ class Sweep {
     std::fflush(out_);
     prepare();
     if (rig_.paths() > 1) measure_paths_alone();
-    if (options_.exhaustive) {
-      report_.candidates = compare(full_grid(rig_.limits()), ends_.finals, kRounds);
-    } else {
-      search();
-    }
+    search();
     choose_setting();
     compare_ways();
     if (rig_.paths() > 1) compare_paths();
@@ -142,39 +140,57 @@ class Sweep {
   }
 
   void search() {
-    const auto coarse = coarse_grid(rig_.limits());
-    say(fmt::format("coarse grid: {} settings, mixed, read and written", coarse.size()));
-    const auto count = static_cast<double>(coarse.size());
-    const double all = count + 2 * count * kShareOfGlance;
     Rates rates;
-    for (const Setting& setting : coarse) {
-      // A few are measured however late it is: without them there is nothing to choose from.
-      if (pace_.past(ends_.coarse) && rates.size() >= 3) break;
-      look(setting, rates, pace_.point_seconds(ends_.coarse, all - static_cast<double>(rates.size())));
+    std::vector<Setting> grid = options_.exhaustive ? full_grid(rig_.limits()) : coarse_grid(rig_.limits());
+    say(fmt::format("{} grid: {} settings, mixed, read and written", options_.exhaustive ? "full" : "coarse",
+                    grid.size()));
+    if (options_.exhaustive) std::shuffle(grid.begin(), grid.end(), std::mt19937(1));
+    const std::size_t passes = options_.exhaustive ? kRounds : kCoarsePasses;
+    for (std::size_t pass = 0; pass < passes; ++pass) {
+      survey(grid, options_.exhaustive || pass == 0, passes - pass, rates);
+      // Back and forth: a drive that tires on the way must not tilt the map.
+      std::reverse(grid.begin(), grid.end());
     }
-    double left = 2 * count * kShareOfGlance;
+    if (!options_.exhaustive) refine(rates);
+    std::vector<Setting> best = finalists(rates, options_.exhaustive ? 2 * kFinalists : kFinalists);
+    if (rig_.allowed(kDefault) == kDefault && std::find(best.begin(), best.end(), kDefault) == best.end()) {
+      best.push_back(kDefault);  // what the choice gains over it is worth knowing
+    }
+    say(fmt::format("the best {}, in turn", best.size()));
+    compare(best);
+  }
+
+  // Once over the grid, mixed; perhaps also read and written, at half the length, for the maps.
+  void survey(const std::vector<Setting>& grid, bool with_others, std::size_t passes_left, Rates& rates) {
+    const auto count = static_cast<double>(grid.size());
+    double left = count * static_cast<double>(passes_left) + (with_others ? 2 * count * kShareOfGlance : 0);
+    for (const Setting& setting : grid) {
+      // A few are measured however late it is: without them there is nothing to choose from.
+      if (pace_.past(ends_.coarse) && rates.size() >= 3) return;
+      look(setting, rates, pace_.point_seconds(ends_.coarse, left--));
+    }
     for (const Work work : {Work::kRead, Work::kWrite}) {
-      for (const Setting& setting : coarse) {
-        if (pace_.past(ends_.coarse)) break;
+      for (const Setting& setting : grid) {
+        if (!with_others || pace_.past(ends_.coarse)) return;
         measure(at(setting, work), kShareOfGlance * pace_.point_seconds(ends_.coarse, left));
         left -= kShareOfGlance;
       }
     }
+  }
+
+  void refine(Rates& rates) {
     say("between them, where it is worth it");
     for (std::size_t refined = 0; refined < kRefined && !pace_.past(ends_.refine);) {
       const auto settings = worth_measuring(rig_.limits(), rates, kRefinedAtOnce);
       if (settings.empty()) break;
       for (const Setting& setting : settings) {
-        look(setting, rates, pace_.point_seconds(ends_.refine, static_cast<double>(kRefined - refined)));
+        for (std::size_t pass = 0; pass < kCoarsePasses; ++pass) {
+          const auto points = static_cast<double>(kCoarsePasses * (kRefined - std::min(refined, kRefined - 1)));
+          look(setting, rates, pace_.point_seconds(ends_.refine, points));
+        }
         ++refined;
       }
     }
-    std::vector<Setting> best = finalists(rates, kFinalists);
-    if (rig_.allowed(kDefault) == kDefault && std::find(best.begin(), best.end(), kDefault) == best.end()) {
-      best.push_back(kDefault);
-    }
-    say(fmt::format("the best {}, in turn", best.size()));
-    report_.candidates = compare(best, ends_.finals, kMostRounds);
   }
 
   void look(const Setting& setting, Rates& rates, double seconds) {
@@ -183,41 +199,40 @@ class Sweep {
   }
 
   // Rounds of all settings: mixed, and in the first three also read and written. Rounds beyond these need time left.
-  std::vector<Candidate> compare(const std::vector<Setting>& settings, double end, std::size_t most_rounds) {
-    std::vector<Candidate> candidates;
-    for (const Setting& setting : settings) candidates.push_back({setting, {}, 0});
-    const auto count = static_cast<double>(settings.size());
-    for (std::size_t round = 0; round < most_rounds; ++round) {
-      const bool with_others = round < kRounds;
-      if (pace_.past(end) && (round >= kRounds || pace_.past(ends_.paths))) break;
-      const double rounds_left = static_cast<double>(std::max<std::size_t>(kRounds - std::min(kRounds, round), 1));
-      const double points = rounds_left * count * (with_others ? 1 + 2 * kShareOfGlance : 1);
-      std::vector<double> rates(settings.size());
-      for (std::size_t turn = 0; turn < settings.size(); ++turn) {
-        // Another one first each time: who comes after an idle moment may have it easier.
-        const std::size_t i = (turn + round) % settings.size();
-        const Point point = at(settings[i], Work::kMixed);
-        measure(point, pace_.point_seconds(end, points));
-        const auto& samples = report_.measurements[point];
-        rates[i] = samples.empty() ? 0 : samples.back().rate;
-      }
-      for (std::size_t i = 0; i < settings.size(); ++i) candidates[i].rates.push_back(rates[i]);
-      for (const Work work : {Work::kRead, Work::kWrite}) {
-        for (const Setting& setting : settings) {
-          if (!with_others || pace_.past(end)) break;
-          measure(at(setting, work), kShareOfGlance * pace_.point_seconds(end, points - count));
-        }
-      }
+  void compare(const std::vector<Setting>& settings) {
+    for (const Setting& setting : settings) report_.candidates.push_back({setting, {}, 0});
+    for (std::size_t round = 0; round < kMostRounds; ++round) {
+      if (pace_.past(ends_.finals) && (round >= kRounds || pace_.past(ends_.paths))) break;
+      compare_once(round);
     }
-    for (Candidate& candidate : candidates) {
+    for (Candidate& candidate : report_.candidates) {
       candidate.cpu_seconds_per_gib =
           summary_of(report_.measurements, at(candidate.setting, Work::kMixed)).cpu_seconds_per_gib;
     }
-    if (candidates.front().rates.size() < kRounds) {
-      note(fmt::format("only {} repeats in {:.0f} s; a larger --seconds gives more certainty",
-                       candidates.front().rates.size(), options_.seconds));
+    if (const std::size_t repeats = report_.candidates.front().rates.size(); repeats < kRounds) {
+      note(fmt::format("only {} repeats in {:.0f} s; a larger --seconds gives more certainty", repeats,
+                       options_.seconds));
     }
-    return candidates;
+  }
+
+  void compare_once(std::size_t round) {
+    auto& candidates = report_.candidates;
+    const std::size_t rounds_left = kRounds > round ? kRounds - round : 1;
+    const auto count = static_cast<double>(candidates.size());
+    const bool with_others = round < kRounds;
+    const double points = static_cast<double>(rounds_left) * count * (with_others ? 1 + 2 * kShareOfGlance : 1);
+    for (std::size_t turn = 0; turn < candidates.size(); ++turn) {
+      // Another one first each time: who comes after an idle moment may have it easier.
+      Candidate& candidate = candidates[(turn + round) % candidates.size()];
+      const double rate = measure(at(candidate.setting, Work::kMixed), pace_.point_seconds(ends_.finals, points));
+      candidate.rates.push_back(rate);
+    }
+    for (const Work work : {Work::kRead, Work::kWrite}) {
+      for (const Candidate& candidate : candidates) {
+        if (!with_others || pace_.past(ends_.finals)) return;
+        measure(at(candidate.setting, work), kShareOfGlance * pace_.point_seconds(ends_.finals, points - count));
+      }
+    }
   }
 
   void choose_setting() {
@@ -306,16 +321,18 @@ class Sweep {
 
   Point at(const Setting& setting, Work work) const { return {setting, work, report_.way, report_.measured_path}; }
 
-  // One sample of a point; none when the sweep's bytes are used up.
-  void measure(const Point& point, double seconds) {
+  // One sample of a point, its rate; 0 when the sweep's bytes are used up.
+  double measure(const Point& point, double seconds) {
     LoadSpec spec = rig_.spec(point);
     spec.warmup_seconds = kWarmup * seconds;
     spec.seconds = seconds - spec.warmup_seconds;
     if (point.work != Work::kRead) {
       const std::uint64_t share = point.work == Work::kMixed ? kReadParts + kWriteParts : kWriteParts;
       spec.most_written_bytes = std::min(pace_.may_write(), point_bytes() * kWriteParts / share);
-      if (pace_.may_write() < point_bytes())
-        return note("the announced bytes are used up; what is left is not measured");
+      if (pace_.may_write() < point_bytes()) {
+        note("the announced bytes are used up; what is left is not measured");
+        return 0;
+      }
     }
     spec.go_on = [this](double, std::uint64_t) { return go_on(); };
     const double before = pace_.elapsed();
@@ -323,12 +340,13 @@ class Sweep {
     pace_.note(seconds, pace_.elapsed() - before);
     pace_.note_written(result.written_in_all);
     if (interrupt_.requested()) throw Stopped();
-    if (result.rate() <= 0) return;
+    if (result.rate() <= 0) return 0;
     report_.measurements[point].push_back({.rate = result.rate(),
                                            .cpu_seconds_per_gib = result.cpu_seconds_per_gib(),
                                            .p50_us = result.latency_us(0.5),
                                            .p99_us = result.latency_us(0.99)});
     show(fmt::format("{} {}: {:.2f} GB/s", text_of(point.setting), name_of(point.work), gb_per_s(result.rate())));
+    return result.rate();
   }
 
   bool go_on() const { return !interrupt_.requested(); }
@@ -339,7 +357,7 @@ class Sweep {
   }
   double exhaustive_seconds() const {
     const auto settings = static_cast<double>(full_grid(rig_.limits()).size());
-    return pace_.total() * ends_.fill + settings * kRounds * (1 + 2 * kShareOfGlance) * (pace_.total() / 200 + 0.03);
+    return pace_.total() * ends_.fill + settings * kRounds * (1 + 2 * kShareOfGlance) * (pace_.total() / 300 + 0.03);
   }
   void note(const std::string& what) {
     if (!told_.insert(what).second) return;
