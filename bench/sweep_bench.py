@@ -19,8 +19,8 @@ def sweep(options, *more):
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "aio.json")
         start = time.monotonic()
-        subprocess.run([options.spillway, "sweep", options.path, "--allow-buffered", "--json", file, *options.quick, *more],
-                       check=True, capture_output=True)
+        command = [options.spillway, "sweep", options.path, "--allow-buffered", "--json", file, *options.quick, *more]
+        subprocess.run(command, check=True, capture_output=True)
         aio = json.loads(file.read_text())["aio"]
     return {"seconds": round(time.monotonic() - start, 1), "block_size": aio["block_size"],
             "queue_depth": aio["queue_depth"]}
