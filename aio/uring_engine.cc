@@ -188,6 +188,10 @@ class UringEngine final : public IoEngine {
     if ((ring_.features & IORING_FEAT_EXT_ARG) == 0) {
       throw Error(Code::kUnsupported, {"io_uring", "the kernel is older than 5.11", 0, "choose another engine"});
     }
+    // A sandbox may allow the ring and refuse its use; the first request, the poll on the wake event, shows it.
+    poll_wake_event();
+    const int result = io_uring_submit(&ring_);
+    if (result < 0 && !passes(-result)) throw_refused(-result);
   }
 
   void register_files() {

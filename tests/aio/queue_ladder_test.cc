@@ -58,16 +58,19 @@ constexpr RefusedCall kNoUring{.number = SYS_io_uring_setup, .error = EPERM};
 
 TEST_F(QueueLadderTest, WithoutIoUringItIsLibaioAndTheReasonAndPriceAreSaidOnce) {
   if (!libaio_refusal_.empty()) GTEST_SKIP() << libaio_refusal_;
-  const std::pair<int, const char*> reasons[] = {
-      {EPERM, R"(io_uring: EPERM \(a container's seccomp profile blocks it\); using libaio, about \d+ % more CPU)"},
-      {ENOSYS, R"(io_uring: ENOSYS \(the kernel has no io_uring, or .*\); using libaio, about \d+ % more CPU)"},
-      {ENOMEM, R"(io_uring: ENOMEM \(the locked memory limit .*\); using libaio, about \d+ % more CPU)"},
+  const std::pair<RefusedCall, const char*> reasons[] = {
+      {kNoUring, R"(io_uring: EPERM \(a container's seccomp profile blocks it\); using libaio, about \d+ % more CPU)"},
+      {{.number = SYS_io_uring_enter, .error = EPERM},
+       R"(io_uring: EPERM \(a container's seccomp profile blocks it\); using libaio, about \d+ % more CPU)"},
+      {{.number = SYS_io_uring_setup, .error = ENOSYS},
+       R"(io_uring: ENOSYS \(the kernel has no io_uring, or .*\); using libaio, about \d+ % more CPU)"},
+      {{.number = SYS_io_uring_setup, .error = ENOMEM},
+       R"(io_uring: ENOMEM \(the locked memory limit .*\); using libaio, about \d+ % more CPU)"},
   };
-  for (const auto& [error, line] : reasons) {
+  for (const auto& [call, line] : reasons) {
     CapturedLog log;
     std::string description;
-    const bool ran =
-        with_refused_call({.number = SYS_io_uring_setup, .error = error}, [&] { description = use_queue(); });
+    const bool ran = with_refused_call(call, [&] { description = use_queue(); });
     if (!ran) GTEST_SKIP() << "seccomp filters are not permitted here";
     EXPECT_EQ(description, "libaio");
     expect_line(log, line);

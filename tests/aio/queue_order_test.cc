@@ -1,6 +1,7 @@
 // What starts when: priorities, the bound on what is in flight, and that nothing waits for what it need not wait for.
 // What is in flight is held back below the queue, so that the order of events does not depend on time.
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "queue_fixture.h"
@@ -159,6 +160,52 @@ TEST_P(QueueOrderTest, ARefusedPieceIsOfferedAgainWhileAnotherFileIsStillAtWork)
   EXPECT_EQ(tags_of(collect(1)), std::set<std::uint64_t>({1}));
   trace_.hold_if = {};
   EXPECT_EQ(tags_of(collect(1)), std::set<std::uint64_t>({0}));
+}
+
+// Has no room for the second file's pieces at first, and never finishes the first file's before the second's.
+class CrampedEngine final : public IoEngine {
+ public:
+  explicit CrampedEngine(double& longest_wait) : longest_wait_(longest_wait) {}
+
+  std::size_t submit(std::span<const IoPiece> pieces) override {
+    std::size_t taken = 0;
+    for (; taken < pieces.size(); ++taken) {
+      if (pieces[taken].file == 1 && refusals_-- > 0) break;
+      (pieces[taken].file == 0 ? slow_ : quick_).push_back(pieces[taken]);
+    }
+    return taken;
+  }
+  Reaped reap(std::span<IoResult> out, double timeout_seconds) override {
+    auto& done = quick_.empty() && refusals_ < 0 ? slow_ : quick_;
+    if (done.empty()) {
+      longest_wait_ = std::max(longest_wait_, timeout_seconds < 0 ? INFINITY : timeout_seconds);
+      return {};
+    }
+    out[0] = {done.back().slot, static_cast<std::int64_t>(done.back().bytes)};
+    done.pop_back();
+    return {.count = 1};
+  }
+  void wake() noexcept override {}
+  std::string describe() const override { return "cramped"; }
+
+ private:
+  double& longest_wait_;
+  int refusals_ = 3;
+  std::vector<IoPiece> slow_, quick_;
+};
+
+TEST_F(QueueFixture, APieceThatWasNotTakenDoesNotWaitForACompletionOfAnotherFile) {
+  open_files(2, kUnit);
+  Memory memory(2 * kUnit);
+  double longest_wait = 0;
+  queue_ = make_queue({.block_bytes = kUnit, .depth = 1}, pointers_, std::make_unique<CrampedEngine>(longest_wait));
+  for (const std::uint32_t file : {0u, 1u}) {
+    queue_->submit({.file = file, .buffer = memory.data() + file * kUnit, .bytes = kUnit, .tag = file});
+  }
+  EXPECT_EQ(collect(1).front().tag, 1u);
+  EXPECT_EQ(collect(1).front().tag, 0u);
+  EXPECT_GT(longest_wait, 0.0);
+  EXPECT_LT(longest_wait, 0.1) << "the engine was to wait for longer than a moment";
 }
 
 TEST_P(QueueOrderTest, AStripedRequestThatFailsOnOneFileCompletesOnceAndNamesThatFile) {

@@ -378,6 +378,7 @@ class QueueDeathTest : public QueueFixture {
   void SetUp() override {
     ::testing::FLAGS_gtest_death_test_style = "threadsafe";
     open_files(1, 4 * kUnit);
+    std::filesystem::remove_all(dir_.path());  // who dies does not clean up
     queue_ = IoQueue::create({.engine = IoEngineKind::kThreads, .block_bytes = kUnit, .depth = 2, .max_requests = 2},
                              pointers_, {});
   }
