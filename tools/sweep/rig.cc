@@ -14,7 +14,8 @@ namespace {
 
 // More in flight than a drive moves in this time buys nothing but waiting.
 constexpr double kLongestQueueSeconds = 0.1;
-constexpr std::uint64_t kMostInFlight = 128 * kMiB, kLeastInFlight = 16 * kMiB, kMostMemory = kGiB;
+constexpr std::uint64_t kMostInFlight = 128 * kMiB, kLeastInFlight = 4 * kMiB, kMostMemory = kGiB;
+constexpr std::uint64_t kFillMemory = 8 * kMiB, kLeastFill = 32 * kMiB;
 // The unit in which a store of several paths is striped (swap/store_files.cc): no request is larger there.
 constexpr std::uint64_t kStripeUnit = kMiB;
 constexpr std::uint32_t kRowUnits = 64;  // of a row of stripes, at most
@@ -57,7 +58,7 @@ Rig::Rig(const SweepOptions& options) {
   const std::uint64_t memory = std::min(kMostMemory, examine_machine().memory_bytes / 8);
   limits_.most_in_flight = std::min({limits_.most_in_flight, kMostInFlight, memory / paths()});
   if (paths() > 1) limits_.most_block = kStripeUnit;
-  memory_ = std::make_unique<LoadMemory>(std::max(limits_.most_in_flight * paths(), kLeastInFlight));
+  memory_ = std::make_unique<LoadMemory>(std::max(limits_.most_in_flight * paths(), kFillMemory));
 }
 
 std::uint64_t Rig::file_bytes() const {
@@ -79,7 +80,7 @@ std::uint64_t Rig::fill(double seconds, const Watch& go_on) {
   for (std::uint32_t path = 0; path < paths(); ++path) {
     TestFile& file = files_[path];
     bool wanted = true;
-    const std::uint64_t least = std::min<std::uint64_t>(sizes_[path], 64 * kMiB);
+    const std::uint64_t least = std::min(sizes_[path], kLeastFill);
     fill_rates_.push_back(file.fill(memory_->bytes(), share, least, [&](double elapsed, std::uint64_t moved) {
       wanted = go_on(share * path + elapsed, moved);
       return wanted;
@@ -184,7 +185,7 @@ void Rig::grow(std::uint64_t bytes) {
     // What was written before has its blocks already, and is quicker to write for that: it is used only when the free
     // space is no match for it.
     fresh_from_[path] = fresh > sizes_[path] ? sizes_[path] : 0;
-    sizes_[path] += align_down(fresh, kLeastInFlight);
+    sizes_[path] += align_down(fresh, limits_.most_block);
     files_[path].grow(sizes_[path]);
   }
 }

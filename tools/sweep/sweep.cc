@@ -22,6 +22,7 @@ namespace {
 constexpr std::size_t kCoarsePasses = 2;
 constexpr std::size_t kRounds = 3, kMostRounds = 9;  // repeats of what is compared: at least, and with time left over
 constexpr std::size_t kFinalists = 6, kRefined = 12, kRefinedAtOnce = 3;
+constexpr double kEnd = 0.97;           // of the time: nothing is begun behind it
 constexpr double kWarmup = 0.15;        // of a point
 constexpr double kShareOfGlance = 0.5;  // length of a point that nothing is decided by, of the usual one
 constexpr Setting kDefault{kMiB, 32};   // what ds_config.json means without a section "aio"
@@ -204,6 +205,14 @@ class Sweep {
     for (std::size_t round = 0; round < kMostRounds; ++round) {
       if (pace_.past(ends_.finals) && (round >= kRounds || pace_.past(ends_.paths))) break;
       compare_once(round);
+      // A round that time or bytes cut short compares nothing.
+      const auto missed = [round](const Candidate& candidate) { return candidate.rates[round] <= 0; };
+      const bool cut = std::any_of(report_.candidates.begin(), report_.candidates.end(), missed);
+      for (Candidate& candidate : report_.candidates) {
+        if (cut) candidate.rates.pop_back();
+      }
+      if (cut) break;
+      enough_ = true;
     }
     for (Candidate& candidate : report_.candidates) {
       candidate.cpu_seconds_per_gib =
@@ -321,8 +330,9 @@ class Sweep {
 
   Point at(const Setting& setting, Work work) const { return {setting, work, report_.way, report_.measured_path}; }
 
-  // One sample of a point, its rate; 0 when the sweep's bytes are used up.
+  // One sample of a point, its rate; 0 when the sweep's time or bytes are used up.
   double measure(const Point& point, double seconds) {
+    if (enough_ && pace_.past(kEnd)) return 0;
     LoadSpec spec = rig_.spec(point);
     spec.warmup_seconds = kWarmup * seconds;
     spec.seconds = seconds - spec.warmup_seconds;
@@ -373,6 +383,7 @@ class Sweep {
   Pace pace_;
   const PhaseEnds ends_;
   SweepReport report_;
+  bool enough_ = false;  // was measured to choose by
   std::set<std::string> told_;
 };
 

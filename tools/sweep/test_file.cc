@@ -32,7 +32,8 @@ double TestFile::fill(std::span<std::byte> memory, double seconds, std::uint64_t
                       const std::function<bool(double, std::uint64_t)>& go_on) {
   const LoadFile files[] = {{&file_, bytes_, 0}};
   bool in_time = true;
-  LoadSpec spec{.block_bytes = kFillBlock, .depth = kFillDepth, .read_parts = 0, .write_parts = 1};
+  LoadSpec spec{
+      .fixed_buffers = false, .block_bytes = kFillBlock, .depth = kFillDepth, .read_parts = 0, .write_parts = 1};
   spec.most_bytes = bytes_;
   spec.go_on = [&](double elapsed, std::uint64_t moved) {
     in_time = elapsed < seconds || moved < least_bytes;
