@@ -76,6 +76,17 @@ TEST_F(SweepLoad, WritesKeepToTheirLimitWarmUpIncluded) {
   EXPECT_LT(result.written_bytes, result.written_in_all);  // the warm-up is not counted
 }
 
+TEST_F(SweepLoad, LimitOfBytesDoesNotEndItInsideTheWarmUp) {
+  TestFile file = filled_file();
+  const LoadFile files[] = {{&file.file(), kBytes, 0}};
+  LoadSpec spec{.block_bytes = 256 * kKiB, .depth = 4, .read_parts = 14, .write_parts = 12};
+  spec.warmup_seconds = 1e6;
+  spec.most_written_bytes = 4 * kMiB;
+  const LoadResult result = run_load(files, memory_.bytes(), spec);
+  EXPECT_GT(result.rate(), 0);
+  EXPECT_LE(result.written_in_all, 4 * kMiB);
+}
+
 TEST_F(SweepLoad, EndsEarlyWhenToldTo) {
   TestFile file = filled_file();
   const LoadFile files[] = {{&file.file(), kBytes, 0}};

@@ -187,11 +187,22 @@ class Load {
 
   // After a batch of completions: does the window open, or close?
   void mark(Clock::time_point now) {
-    const double since_start = std::chrono::duration<double>(now - start_).count();
-    if (!window_open_ && !window_closed_ && since_start >= spec_.warmup_seconds && moved_ >= request_bytes_ * requests_)
-      return open_window();
+    if (!window_open_ && !window_closed_) {
+      const double since_start = std::chrono::duration<double>(now - start_).count();
+      // A fast drive may reach its limit of bytes before the warm-up is over.
+      const bool warm = since_start >= spec_.warmup_seconds || moved_ >= most_bytes() / 4;
+      if (warm && moved_ >= request_bytes_ * requests_) open_window();
+      return;
+    }
     const double inside = std::chrono::duration<double>(now - window_start_).count();
     if (window_open_ && submitting_ && inside >= spec_.seconds) stop();
+  }
+
+  // That can move before one of the limits ends the load.
+  std::uint64_t most_bytes() const {
+    if (spec_.write_parts == 0 || spec_.most_written_bytes == kNoLimit) return spec_.most_bytes;
+    const std::uint64_t parts = spec_.read_parts + spec_.write_parts;
+    return std::min(spec_.most_bytes, spec_.most_written_bytes / spec_.write_parts * parts);
   }
 
   void open_window() {

@@ -33,6 +33,7 @@ struct SweepReport {
   Setting setting;                    // the chosen one
   Way way;                            // the chosen one
   std::vector<std::uint32_t> shares;  // of the striped space, per path; 0: too slow to take part
+  std::vector<double> first_rates;    // by which the shares were cut: per path, bytes per second
   std::optional<Sustained> sustained;
   std::vector<std::string> endurance;  // one line per drive
   std::vector<std::string> notes;      // what went otherwise than wanted
@@ -43,7 +44,7 @@ struct SweepReport {
   Summary chosen(Work work) const { return summary_of(measurements, {setting, work, way, measured_path}); }
 };
 
-// GB/s of each path alone, reads and writes mixed, at the chosen setting.
+// GB/s of each path alone, reads and writes mixed, at the chosen setting; where time ran out, at the first one.
 std::vector<double> mixed_rates(const SweepReport& report);
 
 // Why the chosen setting is the one, in sentences of a line each.

@@ -177,7 +177,9 @@ std::string preflight_text(const SweepReport& report) {
 std::vector<double> mixed_rates(const SweepReport& report) {
   std::vector<double> rates;
   for (std::uint32_t path = 0; path < report.paths.size(); ++path) {
-    rates.push_back(gb_per_s(summary_of(report.measurements, {report.setting, Work::kMixed, report.way, path}).rate));
+    const Summary alone = summary_of(report.measurements, {report.setting, Work::kMixed, report.way, path});
+    const bool later = alone.repeats > 0 || path >= report.first_rates.size();
+    rates.push_back(gb_per_s(later ? alone.rate : report.first_rates[path]));
   }
   return rates;
 }

@@ -132,6 +132,7 @@ class Sweep {
       rates[path] = summary_of(report_.measurements, {setting, Work::kMixed, report_.way, path}).rate;
     }
     report_.shares = rig_.stripe(rates);
+    report_.first_rates = rates;
     for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
       if (report_.shares[path] == 0) {
         note(fmt::format("{}: too slow beside the others to take a share; it is left out",
