@@ -20,7 +20,7 @@ struct SweepReport {
   MachineFacts machine;
   std::vector<PathFacts> paths;
   std::vector<WayFacts> ways;    // those that were tried
-  std::size_t way_repeats = 0;   // a way's latest samples, so many, were taken in turn with those of the others
+  std::size_t way_repeats = 0;   // of the samples of ways, and of paths, the latest so many were taken in turn
   std::uint64_t file_bytes = 0;  // of the test file on the first path
   Limits limits;
   bool exhaustive = false;

@@ -102,7 +102,10 @@ HeatMap heat_map(const SweepReport& report, Work work, const std::string& title)
     depths.insert(point.setting.depth);
   }
   HeatMap map{.title = title};
-  for (const std::uint64_t block : blocks) map.columns.push_back(text_of_bytes(block));
+  for (const std::uint64_t block : blocks) {
+    const std::string name = text_of_bytes(block);
+    map.columns.push_back(name.substr(0, name.size() - 2));  // `256 K`: the columns are narrow
+  }
   for (const std::uint32_t depth : depths) {
     map.rows.push_back(fmt::format("{}", depth));
     for (const std::uint64_t block : blocks) {
@@ -184,9 +187,9 @@ std::string tables(const SweepReport& report) {
   rows.clear();
   for (std::uint32_t path = 0; path < report.paths.size(); ++path) {
     rows += row(report, fmt::format("{}, share {}", report.paths[path].path.string(), report.shares[path]),
-                {report.setting, Work::kMixed, report.way, path}, false);
+                {report.setting, Work::kMixed, report.way, path}, false, report.way_repeats);
   }
-  rows += row(report, "all, striped", {report.setting, Work::kMixed, report.way, kAllPaths}, true);
+  rows += row(report, "all, striped", {report.setting, Work::kMixed, report.way, kAllPaths}, true, report.way_repeats);
   return html + "<h2>Paths</h2>\n" + table("alone and together", rows);
 }
 

@@ -1,7 +1,7 @@
 #include <rapidjson/prettywriter.h>
 #include <rapidjson/stringbuffer.h>
 
-#include <cmath>
+#include <algorithm>
 
 #include "tools/sweep/report.h"
 
@@ -46,7 +46,7 @@ std::string report_json(const SweepReport& report) {
     json.Key("nvme_rates");
     json.StartArray();
     for (std::size_t i = 0; i < rates.size(); ++i) {
-      if (report.shares[i] > 0) json.Double(rates[i]);
+      if (report.shares[i] > 0) json.Double(std::max(rates[i], 0.001));  // 0 is no rate
     }
     json.EndArray();
   }

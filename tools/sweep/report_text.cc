@@ -126,12 +126,13 @@ std::string paths_table(const SweepReport& report) {
   std::string text = header("path");
   for (std::uint32_t path = 0; path < report.paths.size(); ++path) {
     const std::string name = fmt::format("  {}, share {}", report.paths[path].path.string(), report.shares[path]);
-    text += row(report, name, {report.setting, Work::kMixed, report.way, path});
+    text += row(report, name, {report.setting, Work::kMixed, report.way, path}, report.way_repeats);
   }
-  text += row(report, "  all, striped", {report.setting, Work::kMixed, report.way, kAllPaths});
+  const Point striped{report.setting, Work::kMixed, report.way, kAllPaths};
+  text += row(report, "  all, striped", striped, report.way_repeats);
   double sum = 0;
   for (const double rate : mixed_rates(report)) sum += rate;
-  const double together = gb_per_s(report.chosen(Work::kMixed).rate);
+  const double together = gb_per_s(summary_of(report.measurements, striped, report.way_repeats).rate);
   if (sum > 0 && together < 0.8 * sum) {
     text += fmt::format("  striped they give {:.0f} % of their sum: they share a link, a controller or the processor\n",
                         together / sum * 100);

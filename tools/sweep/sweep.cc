@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <random>
 #include <set>
 #include <string>
@@ -321,11 +322,16 @@ class Sweep {
     });
     pace_.note_written(report_.sustained->written_bytes);
     if (interrupt_.requested()) throw Stopped();
+    std::map<std::string, double> written;  // by drive
     for (const PathFacts& facts : report_.paths) {
-      const auto share = static_cast<double>(report_.sustained->written_bytes) / static_cast<double>(rig_.paths());
+      written[facts.drive.name] += static_cast<double>(report_.sustained->written_bytes) / rig_.paths();
+    }
+    for (const PathFacts& facts : report_.paths) {
       const std::string& drive = facts.drive.name;
+      const auto found = written.extract(drive);
+      if (found.empty()) continue;
       report_.endurance.push_back(fmt::format("{}: {}", drive.empty() ? facts.path.string() : drive,
-                                              endurance_text(read_endurance(facts.drive), share)));
+                                              endurance_text(read_endurance(facts.drive), found.mapped())));
     }
   }
 
