@@ -62,8 +62,8 @@ struct Config {
 // Parses a configuration. `name` stands in error messages (`name:line:column: what; hint`). All errors of the text are
 // reported in one Error (kInvalidArgument), one line each. Relative paths are taken as they are.
 Config config_from_json(std::string_view text, const std::string& name);
-// `overlay`, unless empty, is a second file, with the sections "aio" and "spillway" alone, that is put over the first
-// one key by key: what `spillway sweep --json` writes. Its nvme_paths replace an nvme_path of the first.
+// `overlay`, unless empty, is a second file, with the sections "aio" and "spillway" alone, that is put over the first,
+// key by key: what `spillway sweep --json` writes. Its nvme_paths replace an nvme_path of the first.
 Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay = {});
 
 // The learning rate of optimizer step `step` (1 is the first).
