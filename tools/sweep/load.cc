@@ -19,6 +19,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr double kLookSeconds = 0.05;  // longest wait between two looks at the clock
+constexpr double kMostStretch = 4;     // of a window, until it holds enough completions
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -195,7 +196,9 @@ class Load {
       return;
     }
     const double inside = std::chrono::duration<double>(now - window_start_).count();
-    if (window_open_ && submitting_ && inside >= spec_.seconds) stop();
+    if (!window_open_ || !submitting_ || inside < spec_.seconds) return;
+    // Completions come in bursts as large as what is in flight: a window that holds less than one says little.
+    if (result_.latencies_us.size() >= slots_.size() || inside >= kMostStretch * spec_.seconds) stop();
   }
 
   // That can move before one of the limits ends the load.

@@ -4,7 +4,8 @@
 //   ──────────────►│ warm-up, not counted │ window: completions are counted, CPU time is taken │ drain │
 //
 // The window begins and ends with a completion, so that a slow drive's few large requests are not counted as a fraction
-// more or less. With no warm-up everything counts, from the first submission to the last completion.
+// more or less, and it is stretched until it holds as many completions as there are requests outstanding. With no
+// warm-up everything counts, from the first submission to the last completion.
 #pragma once
 
 #include <cstddef>
