@@ -75,6 +75,17 @@ TEST_F(SweepDrive, NvmeSaysModelLinkAndTemperature) {
   EXPECT_FALSE(drive.is_virtual);
 }
 
+TEST_F(SweepDrive, DriveCountsWhatItMoves) {
+  write("block/vda/stat",
+        "  8690431 1092799 3000 17797071 7709770 1325405 1000 9906230 67 1440584 27829509 0 0 0 0 1 2");
+  DriveFacts drive;
+  EXPECT_FALSE(moved_bytes(drive, root_).has_value());
+  drive.name = "vda";
+  EXPECT_EQ(moved_bytes(drive, root_), 4000u * 512);
+  drive.name = "vdb";
+  EXPECT_FALSE(moved_bytes(drive, root_).has_value());
+}
+
 TEST_F(SweepDrive, RaidNamesItsParts) {
   write("devices/virtual/block/md0/size", "1000");
   write("devices/virtual/block/md0/md/level", "raid0");

@@ -162,6 +162,15 @@ DriveFacts drive_of(const MountFacts& mount) {
   return drive_of(major(status.st_rdev), minor(status.st_rdev));
 }
 
+std::optional<std::uint64_t> moved_bytes(const DriveFacts& drive, const fs::path& sys) {
+  if (drive.name.empty()) return std::nullopt;
+  std::istringstream counters(read_line(sys / "block" / drive.name / "stat"));
+  // Documentation/block/stat.rst: requests, merges, sectors and milliseconds of reads, then the same of writes.
+  std::uint64_t reads = 0, merged = 0, read_sectors = 0, wait = 0, writes = 0, write_sectors = 0;
+  if (!(counters >> reads >> merged >> read_sectors >> wait >> writes >> merged >> write_sectors)) return std::nullopt;
+  return (read_sectors + write_sectors) * 512;
+}
+
 Medium medium_of(const std::string& type) {
   constexpr std::array<std::string_view, 3> kMemory = {"tmpfs", "ramfs", "devtmpfs"};
   constexpr std::array<std::string_view, 3> kOverlay = {"overlay", "aufs", "fuse.fuse-overlayfs"};

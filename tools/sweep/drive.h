@@ -37,6 +37,9 @@ DriveFacts drive_of(unsigned major, unsigned minor, const std::filesystem::path&
 // The block device behind a mount: its own, or that of its source (btrfs).
 DriveFacts drive_of(const MountFacts& mount);
 
+// Bytes that the drive has read and written since boot, for whomever; nothing when it does not count them.
+std::optional<std::uint64_t> moved_bytes(const DriveFacts& drive, const std::filesystem::path& sys = "/sys");
+
 enum class Medium : std::uint8_t { kDrive, kMemory, kOverlay, kNetwork };
 Medium medium_of(const std::string& file_system_type);
 

@@ -99,6 +99,7 @@ class Load {
       if (submitting_) fill();
     }
     close_window();
+    result_.moved_in_all = moved_;
     return std::move(result_);
   }
 

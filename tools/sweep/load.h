@@ -52,6 +52,7 @@ struct LoadResult {
   double seconds = 0, cpu_seconds = 0;  // of the window; CPU of the whole process
   std::uint64_t read_bytes = 0, written_bytes = 0;
   std::vector<float> latencies_us;   // of the window's requests
+  std::uint64_t moved_in_all = 0;    // warm-up and drain included
   std::uint64_t written_in_all = 0;  // warm-up and drain included
   bool fixed_buffers = false;        // whether the kernel registered the memory
   bool ended_early = false;          // go_on said so

@@ -274,6 +274,7 @@ std::string report_text(const SweepReport& report, bool colour) {
   for (const std::string& line : report.endurance) text += fmt::format("  {}\n", line);
   text += fmt::format("\nto check it with fio:\n  {}\n", fio_command(report));
   text += fmt::format("\nfor ds_config.json:\n{}\n", report_json(report));
+  for (const std::string& note : report.notes) text += fmt::format("note: {}\n", note);
   return text + fmt::format("{:.1f} s, {} written to the drive\n", report.seconds, text_of_bytes(report.written_bytes));
 }
 

@@ -4,6 +4,7 @@
 #include <sys/statvfs.h>
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "spillway/error.h"
@@ -55,6 +56,9 @@ Rig::Rig(const SweepOptions& options) {
     limits_.least_block = std::max<std::uint64_t>(limits_.least_block, file.alignment());
     limits_.most_in_flight = std::min(limits_.most_in_flight, bytes / 4);
   }
+  for (const PathFacts& facts : facts_) {
+    if (const auto moved = moved_bytes(facts.drive)) moved_before_[facts.drive.name] = *moved;
+  }
   const std::uint64_t memory = std::min(kMostMemory, examine_machine().memory_bytes / 8);
   limits_.most_in_flight = std::min({limits_.most_in_flight, kMostInFlight, memory / paths()});
   if (paths() > 1) limits_.most_block = kStripeUnit;
@@ -86,6 +90,7 @@ std::uint64_t Rig::fill(double seconds, const Watch& go_on) {
       return wanted;
     }));
     written += file.filled_bytes();
+    moved_ += file.filled_bytes();
     if (!wanted) break;
     warn_of_caches(facts_[path], file.filled_bytes());
   }
@@ -173,7 +178,21 @@ LoadSpec Rig::spec(const Point& point) const {
 }
 
 LoadResult Rig::run(const Point& point, const LoadSpec& spec) {
-  return run_load(load_files(point.path), memory_->bytes(), spec);
+  LoadResult result = run_load(load_files(point.path), memory_->bytes(), spec);
+  moved_ += result.moved_in_all;
+  return result;
+}
+
+std::optional<Rig::Traffic> Rig::traffic() const {
+  std::uint64_t all = 0;
+  std::set<std::string> counted;
+  for (const PathFacts& facts : facts_) {
+    const auto before = moved_before_.find(facts.drive.name);
+    const auto now = moved_bytes(facts.drive);
+    if (before == moved_before_.end() || !now) return std::nullopt;
+    if (counted.insert(facts.drive.name).second) all += *now - before->second;
+  }
+  return Traffic{all > moved_ ? all - moved_ : 0, moved_};
 }
 
 void Rig::grow(std::uint64_t bytes) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -45,6 +46,13 @@ class Rig {
   LoadSpec spec(const Point& point) const;
   LoadResult run(const Point& point, const LoadSpec& spec);
 
+  // What others moved on these drives since the rig was made, in bytes, and what was moved here; nothing when a drive
+  // does not count.
+  struct Traffic {
+    std::uint64_t others = 0, here = 0;
+  };
+  std::optional<Traffic> traffic() const;
+
   // Makes the files large enough for `bytes` to be written to fresh places, as far as the free space goes.
   void grow(std::uint64_t bytes);
   Sustained write_sustained(const Setting& setting, const Way& way, std::uint64_t bytes, const Watch& go_on);
@@ -62,6 +70,8 @@ class Rig {
   std::optional<StripeMap> stripes_;
   std::vector<std::uint32_t> members_;  // paths with a share
   std::uint64_t space_bytes_ = 0;
+  std::map<std::string, std::uint64_t> moved_before_;  // by drive
+  std::uint64_t moved_ = 0;
 };
 
 }  // namespace spillway::sweep

@@ -23,6 +23,7 @@ namespace {
 constexpr std::size_t kCoarsePasses = 2;
 constexpr std::size_t kRounds = 3, kMostRounds = 9;  // repeats of what is compared: at least, and with time left over
 constexpr std::size_t kFinalists = 6, kRefined = 12, kRefinedAtOnce = 3;
+constexpr double kShareOfOthers = 0.1;  // of the drive's traffic, from which on the figures are doubtful
 constexpr double kEnd = 0.97;           // of the time: nothing is begun behind it
 constexpr double kWarmup = 0.15;        // of a point
 constexpr double kShareOfGlance = 0.5;  // length of a point that nothing is decided by, of the usual one
@@ -95,6 +96,7 @@ class Sweep {
     choose_setting();
     compare_ways();
     if (rig_.paths() > 1) compare_paths();
+    look_for_others();
     if (options_.sustained_bytes > 0) write_on();
   }
 
@@ -307,6 +309,14 @@ class Sweep {
         measure({report_.setting, work, report_.way, kAllPaths}, pace_.point_seconds(ends_.paths, points));
       }
     }
+  }
+
+  // Whoever else used the drive meanwhile took a part of every rate, now of this setting and now of that one.
+  void look_for_others() {
+    const auto traffic = rig_.traffic();
+    if (!traffic || static_cast<double>(traffic->others) < kShareOfOthers * static_cast<double>(traffic->here)) return;
+    note(fmt::format("others moved {} on the drive meanwhile, beside {} of the sweep: run it again when they are done",
+                     text_of_bytes(traffic->others / kMiB * kMiB), text_of_bytes(traffic->here / kMiB * kMiB)));
   }
 
   void write_on() {
