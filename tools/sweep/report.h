@@ -22,7 +22,6 @@ struct SweepReport {
   std::vector<WayFacts> ways;    // those that were tried
   std::size_t way_repeats = 0;   // of the samples of ways, and of paths, the latest so many were taken in turn
   std::uint64_t file_bytes = 0;  // of the test file on the first path
-  Limits limits;
   bool exhaustive = false;
   Measurements measurements;
 

@@ -16,7 +16,7 @@ namespace {
 std::string drive_text(const PathFacts& facts) {
   const DriveFacts& drive = facts.drive;
   if (drive.name.empty()) return fmt::format("from {}", facts.mount.source);
-  std::string text = drive.name;
+  std::string text = "on " + drive.name;
   if (!drive.model.empty()) text += fmt::format(", {}", drive.model);
   if (!drive.firmware.empty()) text += fmt::format(" (firmware {})", drive.firmware);
   if (drive.is_virtual) text += ", virtual";
@@ -163,8 +163,8 @@ std::string preflight_text(const SweepReport& report) {
       fmt::format("{}, {} processors ({}), {} of memory, locked memory: {}\n", machine.kernel, machine.processors,
                   machine.processor, text_of_bytes(machine.memory_bytes), machine.locked_memory);
   for (const PathFacts& facts : report.paths) {
-    text += fmt::format("{}: {} on {}\n  {} free, {}\n", facts.path.string(), facts.mount.type, drive_text(facts),
-                        text_of_bytes(facts.free_bytes),
+    text += fmt::format("{}: {} ({}) {}\n  {} free, {}\n", facts.path.string(), facts.mount.type, facts.mount.options,
+                        drive_text(facts), text_of_bytes(facts.free_bytes),
                         facts.direct ? fmt::format("direct I/O in multiples of {}", facts.alignment) : "no direct I/O");
     if (!facts.drive.name.empty()) text += fmt::format("  {}\n", queue_text(facts.drive));
     for (const std::string& warning : facts.warnings) text += fmt::format("  warning: {}\n", warning);

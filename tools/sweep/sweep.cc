@@ -110,7 +110,6 @@ class Sweep {
     if (interrupt_.requested()) throw Stopped();
     rig_.settle_limits();
     report_.paths = rig_.facts();
-    report_.limits = rig_.limits();
     report_.file_bytes = rig_.filled_bytes(0);
     report_.ways = rig_.find_ways();
     const auto granted = std::find_if(report_.ways.begin(), report_.ways.end(),
@@ -409,7 +408,7 @@ class Sweep {
 int sweep(const SweepOptions& options) {
   check_output("--json", options.json);
   check_output("--report", options.html);
-  return Sweep(options, options.json == "-" ? stderr : stdout).run();
+  return Sweep(options, options.json == "-" || options.html == "-" ? stderr : stdout).run();
 }
 
 }  // namespace spillway::sweep

@@ -12,7 +12,7 @@ namespace spillway::sweep {
 
 struct SweepOptions {
   std::vector<std::filesystem::path> paths;
-  std::filesystem::path json, html;   // empty: none; json `-`: stdout, and the words for people go to stderr
+  std::filesystem::path json, html;   // empty: none; `-`: stdout, and the words for people go to stderr
   std::uint64_t size_bytes = 0;       // of the test file on each path; 0: what suits the drive
   std::uint64_t sustained_bytes = 0;  // 0: no sustained writing
   double seconds = 60;
