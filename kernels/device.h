@@ -13,8 +13,8 @@
 #include <span>
 #include <string>
 
-#include "kernels/adam.h"
 #include "kernels/norm.h"
+#include "spillway/adam.h"
 #include "spillway/device.h"
 #include "spillway/dtype.h"
 

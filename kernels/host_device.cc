@@ -9,6 +9,7 @@
 
 #include <fmt/format.h>
 
+#include "kernels/adam.h"
 #include "kernels/convert.h"
 #include "kernels/device.h"
 #include "kernels/host_memory.h"

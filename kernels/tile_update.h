@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <span>
 
-#include "kernels/adam.h"
 #include "kernels/checksum.h"
+#include "spillway/adam.h"
 #include "spillway/device.h"
 
 namespace spillway {

@@ -10,7 +10,7 @@
 #include <exception>
 #include <utility>
 
-#include "kernels/adam.h"
+#include "spillway/adam.h"
 #include "spillway/bf16.h"
 #include "spillway/error.h"
 #include "spillway/log.h"

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "kernels/adam.h"
 #include "kernels/device.h"
 #include "kernels/tile_update.h"
+#include "spillway/adam.h"
 #include "src/gradients.h"
 #include "src/plan.h"
 #include "swap/tile_mover.h"

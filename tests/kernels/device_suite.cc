@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "kernels/adam.h"
 #include "kernels/convert.h"
 #include "spillway/bf16.h"
 #include "spillway/units.h"

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/adam.h"
 #include "kernels/workers.h"
 #include "random.h"
 #include "spillway/bf16.h"
