@@ -162,7 +162,7 @@ def ratio_of(short, long, kind):
     return counted / max(1, logged[1] - logged[0])
 
 
-def run_spillway(a, name, layers, width, hbm, host):
+def run_spillway(a, name, layers, width, hbm, host, aio=None):
     work = pathlib.Path(tempfile.mkdtemp(prefix="spillway-bench-", dir=a.work))
     try:
         nvme, log, config, data = work / "nvme", work / "steps.jsonl", work / "ds_config.json", work / "text"
@@ -178,12 +178,13 @@ def run_spillway(a, name, layers, width, hbm, host):
         made = watch([a.spillway, "init-model", work / "model", "--layers", layers, "--width", width, "--heads", heads,
                       "--dtype", "bf16"])
         command = [a.spillway, "finetune", "--config", config, "--model", work / "model", "--data", data,
-                   "--seq", a.seq]
+                   "--seq", a.seq, *(["--aio", aio] if aio else [])]
         first = made if made["status"] else watch([*command, "--steps", 1])
         short = first if first["status"] else resumed(command, log, 1 + a.steps)
         run = short if short["status"] else resumed(command, log, 1 + 3 * a.steps)
         result = {"bench": "finetune", "program": "spillway", "shape": name, "layers": layers, "width": width,
-                  "seq": a.seq, "hbm_bytes": a.hbm or hbm, "host_bytes": a.host or host}
+                  "seq": a.seq, "hbm_bytes": a.hbm or hbm, "host_bytes": a.host or host,
+                  "aio": json.loads(pathlib.Path(aio).read_text()) if aio else "defaults"}
         if run["status"]:
             return {**result, "error": run["err"].strip().splitlines()[-1:], "status": run["status"]}
         steps = short["steps"] + run["steps"]
@@ -230,6 +231,7 @@ def main():
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=1, help="how often each program runs, alternately")
     parser.add_argument("--work", default=None, help="a directory on the drive to measure; default: TMPDIR")
+    parser.add_argument("--aio", help="what `spillway sweep --json` wrote: each run is repeated with these settings")
     parser.add_argument("--peer-python", help="the python of an environment with deepspeed: run it alternately")
     parser.add_argument("--tiny", action="store_true", help="one small shape; what the tests run")
     a = parser.parse_args()
@@ -244,6 +246,10 @@ def main():
             ours = run_spillway(a, name, layers, width, hbm, host)
             print(json.dumps(ours), flush=True)
             good &= "error" not in ours
+            if a.aio:
+                tuned = run_spillway(a, name, layers, width, hbm, host, a.aio)
+                print(json.dumps(tuned), flush=True)
+                good &= "error" not in tuned
             if a.peer_python:
                 peer = run_peer(a, name, layers, width)
                 print(json.dumps(peer), flush=True)

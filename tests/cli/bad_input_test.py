@@ -215,7 +215,7 @@ class Stores(CliTest):
     def test_DirectoryOfAnotherUserIsRefused(self):
         if os.geteuid() != 0:
             self.skipTest("root is needed to become another user")
-        with mounted(self, "tmpfs", 64 << 20) as folder:  # not every user reaches the build
+        with mounted(self, "tmpfs", 256 << 20) as folder:  # not every user reaches the build, nor is it small
             binary, data = shutil.copy(BINARY, folder), shutil.copy(TEXT, folder)
             model = shutil.copytree(self.model, folder / "model")
             config = shutil.copy(self.place.config(nvme=folder), folder)
