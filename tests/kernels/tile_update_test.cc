@@ -70,8 +70,8 @@ TEST_P(TileUpdateTest, HashesAndUpdatesAsSeparatePassesDo) {
   EXPECT_TRUE(adam_update_reference(wanted.arrays(), scalars, 0, count));
   const auto weights_after = granules_of(wanted.weights), states_after = granules_of(wanted.states);
 
-  // Every choice of what is to be hashed.
-  for (unsigned choice = 0; choice < 16; ++choice) {
+  // Bits: weights before and after, states before and after. What a run asks for, each alone, and nothing.
+  for (const unsigned choice : {15u, 1u, 2u, 4u, 8u, 0u}) {
     Tile tile(type, count, 1);
     std::vector<std::uint64_t> sums[4];
     const auto room = [&](unsigned which, std::size_t granules) -> std::span<std::uint64_t> {
@@ -108,7 +108,7 @@ TEST_P(TileUpdateTest, AValueThatIsNotFiniteIsReported) {
 // Whole groups, and tiles that end inside one.
 INSTANTIATE_TEST_SUITE_P(, TileUpdateTest,
                          ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16),
-                                            ::testing::Values(1024, 128 * 1024, 129 * 1024, 384 * 1024, 400 * 1024)),
+                                            ::testing::Values(1024, 129 * 1024, 256 * 1024)),
                          [](const auto& info) {
                            return std::string(name_of(std::get<0>(info.param))) +
                                   std::to_string(std::get<1>(info.param));
