@@ -28,12 +28,14 @@ FIO_MODES = {"read": ["--rw=read"], "write": ["--rw=write"], "mix": ["--rw=rw", 
 
 def fio(a, mode, pattern):
     blocks, depth = PATTERNS[pattern][:2]
+    jobs = min(depth, 16) if a.engine == "threads" else 1  # as many threads as our engine has, each with its own part
     engine = {"io_uring": ["--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1"],
               "libaio": ["--ioengine=libaio"],
-              "threads": ["--ioengine=psync", "--thread", f"--numjobs={min(depth, 16)}", "--group_reporting"]}[a.engine]
-    command = ["fio", "--name=peer", f"--filename={a.file}", f"--size={a.size}", *FIO_MODES[mode], *blocks, *engine,
-               f"--iodepth={depth}", "--direct=1", "--refill_buffers=0", "--scramble_buffers=0", "--randrepeat=1",
-               "--time_based=0", f"--io_size={a.gib * GIB}", "--output-format=json"]
+              "threads": ["--ioengine=psync", "--thread", f"--numjobs={jobs}", "--group_reporting",
+                          f"--offset_increment={a.size // jobs}"]}[a.engine]
+    command = ["fio", "--name=peer", f"--filename={a.file}", f"--size={a.size // jobs}", *FIO_MODES[mode], *blocks,
+               *engine, f"--iodepth={depth}", "--direct=1", "--refill_buffers=0", "--scramble_buffers=0",
+               "--randrepeat=1", "--time_based=0", f"--io_size={a.gib * GIB // jobs}", "--output-format=json"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     job = json.loads(said[said.index("{"):])["jobs"][0]  # notes may stand before it
     sides = [job[side] for side in ("read", "write") if job[side]["io_bytes"]]
