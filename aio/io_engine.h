@@ -73,7 +73,4 @@ std::unique_ptr<IoQueue> make_queue(const IoQueueOptions& options, std::span<Fil
 // Throws kInvalidArgument for a depth or a block size that cannot be.
 void check_options(const IoQueueOptions& options, std::span<File* const> files);
 
-// `read of 1048576 bytes at offset 4096`, from a completion's error_offset and error_bytes.
-std::string describe_transfer(IoOp op, const IoCompletion& completion);
-
 }  // namespace spillway

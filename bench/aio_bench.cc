@@ -1,19 +1,15 @@
 // How fast a queue moves the bytes of one file, and what that costs in CPU. One JSON line per mode. The peer is fio
 // with the same block, depth and engine on the same file: bench/aio_compare.py runs both in turns.
 #include <fmt/format.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -21,6 +17,7 @@
 #include "spillway/io_file.h"
 #include "spillway/io_queue.h"
 #include "spillway/units.h"
+#include "tools/sweep/load.h"
 
 namespace spillway {
 namespace {
@@ -33,37 +30,6 @@ struct Settings {
   std::uint64_t size = kGiB, block = kMiB, request = 4 * kMiB;
   std::uint32_t depth = 32, passes = 3;
   bool tiles = false, plain_buffers = false, tiny = false;
-};
-
-double cpu_seconds() {
-  struct rusage usage;
-  ::getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [](const timeval& t) {
-    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
-  };
-  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
-}
-
-// Pinned-like memory: huge pages where there are any, touched before the clock runs.
-struct Arena {
-  explicit Arena(std::uint64_t bytes) : span_bytes(bytes) {
-    void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    ::madvise(memory, bytes, MADV_HUGEPAGE);
-    data = static_cast<std::byte*>(memory);
-    // Random, so that no layer below can shorten it.
-    std::mt19937_64 random(1);
-    for (std::uint64_t i = 0; i + 8 <= bytes; i += 8) {
-      const std::uint64_t word = random();
-      std::memcpy(data + i, &word, sizeof word);
-    }
-  }
-  ~Arena() { ::munmap(data, span_bytes); }
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-
-  std::uint64_t span_bytes;
-  std::byte* data = nullptr;
 };
 
 IoEngineKind kind_of(const std::string& name) {
@@ -81,8 +47,8 @@ std::uint64_t bytes_of(const Settings& settings, std::uint64_t n) {
 // share_written: of the requests, in percent, evenly spread.
 void run(const Settings& settings, File& file, const std::string& mode, std::uint64_t share_written) {
   const std::uint64_t slots = std::max<std::uint64_t>(2, 2 * settings.depth * settings.block / settings.request);
-  Arena arena(slots * settings.request);
-  const std::span<std::byte> regions[] = {{arena.data, arena.span_bytes}};
+  const sweep::LoadMemory memory(slots * settings.request);
+  const std::span<std::byte> regions[] = {memory.bytes()};
   File* const files[] = {&file};
   const IoQueueOptions options{
       .engine = kind_of(settings.engine), .block_bytes = settings.block, .depth = settings.depth};
@@ -95,7 +61,7 @@ void run(const Settings& settings, File& file, const std::string& mode, std::uin
   std::vector<IoCompletion> done(slots);
   std::vector<IoOp> ops(slots);
   std::uint64_t submitted = 0, at = 0, asked = 0, outstanding = 0;
-  const double cpu_before = cpu_seconds();
+  const double cpu_before = sweep::process_cpu_seconds();
   const auto started = Clock::now();
   while (asked < total || outstanding > 0) {
     for (; asked < total && !free_slots.empty(); ++submitted, ++outstanding) {
@@ -104,8 +70,11 @@ void run(const Settings& settings, File& file, const std::string& mode, std::uin
       const std::uint64_t slot = free_slots.back();
       free_slots.pop_back();
       ops[slot] = (submitted + 1) * share_written / 100 != submitted * share_written / 100 ? IoOp::kWrite : IoOp::kRead;
-      queue->submit(
-          {.op = ops[slot], .offset = at, .buffer = arena.data + slot * settings.request, .bytes = bytes, .tag = slot});
+      queue->submit({.op = ops[slot],
+                     .offset = at,
+                     .buffer = memory.bytes().data() + slot * settings.request,
+                     .bytes = bytes,
+                     .tag = slot});
       at += bytes;
       asked += bytes;
     }
@@ -119,7 +88,7 @@ void run(const Settings& settings, File& file, const std::string& mode, std::uin
     }
   }
   const double seconds = std::chrono::duration<double>(Clock::now() - started).count();
-  const double cpu = cpu_seconds() - cpu_before;
+  const double cpu = sweep::process_cpu_seconds() - cpu_before;
   const IoStats stats = queue->stats();
   const auto bytes = static_cast<double>(stats.read_bytes + stats.write_bytes);
   fmt::print(

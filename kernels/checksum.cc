@@ -19,6 +19,13 @@ std::uint64_t granule_checksum(std::span<const std::byte> granule) {
   return XXH3_64bits(granule.data(), granule.size());
 }
 
+void granule_checksums(std::span<const std::byte> extent, std::span<std::uint64_t> out, HostWorkers& workers) {
+  workers.parallel_for(out.size(), [=](std::size_t g) {
+    const std::uint64_t at = g * kGranuleBytes;
+    out[g] = granule_checksum(extent.subspan(at, std::min(kGranuleBytes, extent.size() - at)));
+  });
+}
+
 std::uint64_t extent_checksum(std::span<const std::uint64_t> granule_checksums) {
   return XXH3_64bits(granule_checksums.data(), granule_checksums.size_bytes());
 }

@@ -48,14 +48,6 @@ bool update_group(const TileUpdate& update, const AdamScalars& scalars, std::siz
   return finite;
 }
 
-void hash(std::span<const std::byte> bytes, std::span<std::uint64_t> granules, HostWorkers& workers) {
-  if (granules.empty()) return;
-  workers.parallel_for(div_up<std::uint64_t>(bytes.size(), kGranuleBytes), [=](std::size_t g) {
-    const std::uint64_t at = g * kGranuleBytes;
-    granules[g] = granule_checksum(bytes.subspan(at, std::min(kGranuleBytes, bytes.size() - at)));
-  });
-}
-
 // Chunks of the tile on the workers, each by body(begin, end).
 template <class Body>
 bool in_chunks(std::size_t count, std::size_t chunk, HostWorkers& workers, Body body) {
@@ -79,11 +71,15 @@ bool update_tile(const TileUpdate& update, const AdamScalars& scalars, HostWorke
                      [&](std::size_t first, std::size_t) { return update_group(update, scalars, first); });
   }
   // The granules of a tile's uneven end hold several arrays, or parts of two groups: three passes.
-  for (const ExtentHashes& extent : {update.weights, update.states}) hash(extent.bytes, extent.before, workers);
+  for (const ExtentHashes& extent : {update.weights, update.states}) {
+    granule_checksums(extent.bytes, extent.before, workers);
+  }
   const bool finite = in_chunks(count, kUnhashedChunk, workers, [&](std::size_t begin, std::size_t end) {
     return adam_update(update.tile, scalars, begin, end);
   });
-  for (const ExtentHashes& extent : {update.weights, update.states}) hash(extent.bytes, extent.after, workers);
+  for (const ExtentHashes& extent : {update.weights, update.states}) {
+    granule_checksums(extent.bytes, extent.after, workers);
+  }
   return finite;
 }
 

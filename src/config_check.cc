@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "spillway/log.h"
+#include "swap/store_files.h"
 
 namespace spillway {
 namespace {
@@ -105,11 +106,11 @@ void settle_nvme_paths(ConfigDraft& draft, const KeyPlaces& places, const std::s
     std::vector<std::string> sorted = paths;
     std::sort(sorted.begin(), sorted.end());
     const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-    if (paths.empty() || paths.size() > 16 || sorted.front().empty()) {
+    if (paths.empty() || paths.size() > kMostStorePaths || sorted.front().empty()) {
       report(kPaths,
-             paths.empty()       ? "no path is named"
-             : paths.size() > 16 ? "more than 16 paths"
-                                 : "a path is empty",
+             paths.empty()                    ? "no path is named"
+             : paths.size() > kMostStorePaths ? fmt::format("more than {} paths", kMostStorePaths)
+                                              : "a path is empty",
              "name a directory on every drive");
     } else if (twice != sorted.end()) {
       report(kPaths, fmt::format("\"{}\" is named twice", *twice), "name a directory on every drive, once");

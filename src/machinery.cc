@@ -41,7 +41,6 @@ void check_memory(const Plan& plan) {
 
 // Shares of a new store's space by each path's rate, as far as its drive has room; an old store there makes room.
 std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOptions& io, std::uint64_t space_bytes) {
-  constexpr std::uint32_t kRowUnits = 64;  // shares to within 1.6 %
   const auto& paths = config.nvme_paths;
   std::vector<std::uint64_t> room;
   std::uint64_t have = 0;
@@ -55,7 +54,7 @@ std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOpti
   const bool measured = rates.empty() && paths.size() > 1;
   for (std::size_t i = rates.size(); i < paths.size(); ++i)
     rates.push_back(measured ? probe_rate(paths[i], io) / 1e9 : 1);
-  const std::vector<std::uint32_t> shares = stripe_shares(rates, room, space_bytes, kRowUnits);
+  const std::vector<std::uint32_t> shares = stripe_shares(rates, room, space_bytes, kStripeRowUnits);
   if (shares.empty()) {
     throw Error(
         Code::kDoesNotFit,

@@ -20,7 +20,6 @@ namespace spillway {
 namespace {
 
 constexpr std::uint64_t kStoreMagic = 0x3145524f54535053;  // "SPSTORE1"
-constexpr std::uint64_t kStripeUnit = kMiB;
 
 std::uint64_t checksum_of(const Superblock& block) {
   return granule_checksum({reinterpret_cast<const std::byte*>(&block), offsetof(Superblock, checksum)});
@@ -35,6 +34,35 @@ void remove_leftover(const std::filesystem::path& path) {
   if (::access(path.c_str(), F_OK) != 0) return;
   File::open(path, {.writable = true, .create = false, .direct = false}).lock(0);
   ::unlink(path.c_str());
+}
+
+// The superblock of one file, checked on its own.
+Superblock read_superblock(const File& file) {
+  AlignedBuffer buffer(kExtentAlignment);
+  const std::string path = file.path().string();
+  if (file.size_bytes() < kExtentAlignment) {
+    throw Error(Code::kCorrupt, {path, "too short to be a store", 0, "start over with --fresh"});
+  }
+  file.read_at(0, buffer.bytes());
+  Superblock block;
+  std::memcpy(&block, buffer.data.get(), sizeof block);
+  if (block.magic != kStoreMagic) {
+    throw Error(Code::kCorrupt, {path, "not a Spillway store, or its creation was cut short", 0,
+                                 "name another nvme_path, or start over with --fresh"});
+  }
+  if (block.format_version != kFormatVersion) {
+    throw Error(Code::kUnsupported, {path,
+                                     fmt::format("written by {} version (store format {}, this one reads {})",
+                                                 block.format_version > kFormatVersion ? "a newer" : "an older",
+                                                 block.format_version, kFormatVersion),
+                                     0, "use that version, or start over with --fresh"});
+  }
+  const bool possible = block.description_bytes <= block.total_bytes && block.parts >= 1 &&
+                        block.parts <= kMostStorePaths && block.part < block.parts;
+  if (block.checksum != checksum_of(block) || !possible) {
+    throw Error(Code::kCorrupt, {path, "the superblock is damaged", 0, "start over with --fresh"});
+  }
+  return block;
 }
 
 // What a set of files says about itself against how it is named.
@@ -68,34 +96,6 @@ AlignedBuffer::AlignedBuffer(std::uint64_t bytes)
   std::memset(data.get(), 0, size);
 }
 
-Superblock read_superblock(const File& file) {
-  AlignedBuffer buffer(kExtentAlignment);
-  const std::string path = file.path().string();
-  if (file.size_bytes() < kExtentAlignment) {
-    throw Error(Code::kCorrupt, {path, "too short to be a store", 0, "start over with --fresh"});
-  }
-  file.read_at(0, buffer.bytes());
-  Superblock block;
-  std::memcpy(&block, buffer.data.get(), sizeof block);
-  if (block.magic != kStoreMagic) {
-    throw Error(Code::kCorrupt, {path, "not a Spillway store, or its creation was cut short", 0,
-                                 "name another nvme_path, or start over with --fresh"});
-  }
-  if (block.format_version != kFormatVersion) {
-    throw Error(Code::kUnsupported, {path,
-                                     fmt::format("written by {} version (store format {}, this one reads {})",
-                                                 block.format_version > kFormatVersion ? "a newer" : "an older",
-                                                 block.format_version, kFormatVersion),
-                                     0, "use that version, or start over with --fresh"});
-  }
-  const bool possible = block.description_bytes <= block.total_bytes && block.parts >= 1 &&
-                        block.parts <= kMostStorePaths && block.part < block.parts;
-  if (block.checksum != checksum_of(block) || !possible) {
-    throw Error(Code::kCorrupt, {path, "the superblock is damaged", 0, "start over with --fresh"});
-  }
-  return block;
-}
-
 bool StoreFiles::exist(std::span<const std::filesystem::path> directories) {
   return std::any_of(directories.begin(), directories.end(), [](const auto& directory) {
     struct stat info;
@@ -104,11 +104,12 @@ bool StoreFiles::exist(std::span<const std::filesystem::path> directories) {
 }
 
 StripeMap StoreFiles::stripes_of(std::span<const std::uint32_t> shares) {
-  return StripeMap(shares, kStripeUnit, kExtentAlignment);
+  return StripeMap(shares, kStripeUnitBytes, kExtentAlignment);
 }
 
 std::uint64_t StoreFiles::disk_bytes(std::uint64_t total_bytes, std::size_t paths) {
-  return paths == 1 ? total_bytes : align_up(total_bytes - kExtentAlignment, kStripeUnit) + paths * kExtentAlignment;
+  return paths == 1 ? total_bytes
+                    : align_up(total_bytes - kExtentAlignment, kStripeUnitBytes) + paths * kExtentAlignment;
 }
 
 StoreFiles StoreFiles::create(std::span<const std::filesystem::path> directories, std::span<const std::uint32_t> shares,
@@ -200,26 +201,27 @@ StoreFiles::Place StoreFiles::place_of(std::uint64_t offset) const {
   return {&files_[file], stripes_.next_on(file, offset).file_offset};
 }
 
-void StoreFiles::read_at(std::uint64_t offset, std::span<std::byte> out) const {
-  while (!out.empty()) {
-    const std::uint32_t file = stripes_.file_of(offset);
-    const StripeMap::Place run = stripes_.next_on(file, offset);
-    const std::uint64_t bytes = std::min<std::uint64_t>(run.bytes, out.size());
-    files_[file].read_at(run.file_offset, out.first(bytes));
-    offset += bytes;
-    out = out.subspan(bytes);
-  }
-}
-
-void StoreFiles::write_at(std::uint64_t offset, std::span<const std::byte> bytes) {
+// Calls transfer(file, offset in it, part of `bytes`) for each run of the space that `bytes` cover, in order.
+template <class Byte, class Transfer>
+void StoreFiles::for_each_run(std::uint64_t offset, std::span<Byte> bytes, Transfer transfer) const {
   while (!bytes.empty()) {
     const std::uint32_t file = stripes_.file_of(offset);
     const StripeMap::Place run = stripes_.next_on(file, offset);
-    const std::uint64_t count = std::min<std::uint64_t>(run.bytes, bytes.size());
-    files_[file].write_at(run.file_offset, bytes.first(count));
-    offset += count;
-    bytes = bytes.subspan(count);
+    const auto part = bytes.first(std::min<std::uint64_t>(run.bytes, bytes.size()));
+    transfer(file, run.file_offset, part);
+    offset += part.size();
+    bytes = bytes.subspan(part.size());
   }
+}
+
+void StoreFiles::read_at(std::uint64_t offset, std::span<std::byte> out) const {
+  for_each_run(offset, out,
+               [this](std::uint32_t file, std::uint64_t at, auto part) { files_[file].read_at(at, part); });
+}
+
+void StoreFiles::write_at(std::uint64_t offset, std::span<const std::byte> bytes) {
+  for_each_run(offset, bytes,
+               [this](std::uint32_t file, std::uint64_t at, auto part) { files_[file].write_at(at, part); });
 }
 
 void StoreFiles::sync() {

@@ -8,7 +8,6 @@
 // Thread: any, one at a time. Errors: kExists, kNotFound, kBusy, kCorrupt, kInvalidArgument, kUnsupported, kIo.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -92,13 +91,13 @@ class StoreFiles {
  private:
   StoreFiles(std::vector<File> files, StripeMap stripes) : files_(std::move(files)), stripes_(std::move(stripes)) {}
 
+  template <class Byte, class Transfer>
+  void for_each_run(std::uint64_t offset, std::span<Byte> bytes, Transfer transfer) const;
+
   std::vector<File> files_;
   StripeMap stripes_;
   Superblock block_{};
   bool temporary_ = false;
 };
-
-// The superblock of one file, checked on its own. kCorrupt, kUnsupported.
-Superblock read_superblock(const File& file);
 
 }  // namespace spillway

@@ -255,14 +255,8 @@ StoreThread::Place StoreThread::place_of(std::uint64_t space_offset) const {
 }
 
 Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion) {
-  const char* verb = request.op == IoOp::kRead ? "read" : request.op == IoOp::kWrite ? "write" : "sync";
-  std::string happened = std::string(verb) + " failed";
-  if (request.op != IoOp::kSync) {
-    happened = std::string(verb) + " of " + std::to_string(completion.error_bytes) + " bytes at offset " +
-               std::to_string(completion.error_offset) + " failed";
-  }
   return Error(Code::kIo, {.object = store.file(completion.error_file).path().string(),
-                           .happened = happened,
+                           .happened = describe_transfer(request.op, completion) + " failed",
                            .errno_value = completion.error,
                            .hint = "check the drive; the store is at its last commit, go on with --resume"});
 }

@@ -117,8 +117,9 @@ TileMemory TileMover::finish_load(std::uint32_t index) {
   const TileMemory memory = arrive(index);
   Buffer& buffer = *slots_[index];
   for (std::size_t part = 0; part < kParts; ++part) {
-    if (buffer.read[part]) check(buffer, part, checksum(buffer, part));
+    if (buffer.read[part]) hash(buffer, part, buffer.before[part]);
   }
+  verify(index);
   return memory;
 }
 
@@ -143,7 +144,15 @@ ExtentHashes TileMover::expected_hashes(std::uint32_t index, Part part, Save kin
 void TileMover::verify(std::uint32_t index) {
   Buffer& buffer = *slots_[index];
   for (std::size_t part = 0; part < kParts; ++part) {
-    if (buffer.read[part]) check(buffer, part, extent_checksum(granules(buffer.before[part], buffer, part)));
+    if (!buffer.read[part]) continue;
+    const TileStore::Slot slot = parts_.store->readable(buffer.tile);
+    if (extent_checksum(granules(buffer.before[part], buffer, part)) == slot.checksum[part]) continue;
+    const StoreFiles::Place place = parts_.store->files().place_of(slot.extent[part].offset);
+    throw Error(Code::kCorrupt,
+                {place.file->path().string(),
+                 std::string(part == kWeightsIndex ? "weights" : "states") + " of " + parts_.name_of(buffer.tile) +
+                     " at offset " + std::to_string(place.offset) + " do not match their checksum",
+                 0, "check the drive; the last committed step can be tried with --resume"});
   }
 }
 
@@ -163,26 +172,9 @@ TileMemory TileMover::blank(std::uint32_t tile, std::uint32_t index) {
   return buffer.memory;
 }
 
-std::uint64_t TileMover::checksum(Buffer& buffer, std::size_t part) {
+void TileMover::hash(const Buffer& buffer, std::size_t part, std::vector<std::uint64_t>& into) const {
   const std::uint64_t bytes = extent_bytes(parts_.tiles[buffer.tile].shape, static_cast<Part>(part));
-  const std::byte* data = buffer.memory.part[part];
-  const std::span<std::uint64_t> sums = granules(buffer.before[part], buffer, part);
-  parts_.workers->parallel_for(sums.size(), [=](std::size_t g) {
-    const std::uint64_t at = g * kGranuleBytes;
-    sums[g] = granule_checksum({data + at, std::min(kGranuleBytes, bytes - at)});
-  });
-  return extent_checksum(sums);
-}
-
-void TileMover::check(Buffer& buffer, std::size_t part, std::uint64_t sum) const {
-  const TileStore::Slot slot = parts_.store->readable(buffer.tile);
-  if (sum == slot.checksum[part]) return;
-  const StoreFiles::Place place = parts_.store->files().place_of(slot.extent[part].offset);
-  throw Error(Code::kCorrupt,
-              {place.file->path().string(),
-               std::string(part == kWeightsIndex ? "weights" : "states") + " of " + parts_.name_of(buffer.tile) +
-                   " at offset " + std::to_string(place.offset) + " do not match their checksum",
-               0, "check the drive; the last committed step can be tried with --resume"});
+  granule_checksums({buffer.memory.part[part], bytes}, granules(into, buffer, part), *parts_.workers);
 }
 
 bool TileMover::to_slot(const Buffer& buffer, Part part, Save kind) const {
@@ -216,8 +208,8 @@ void TileMover::start_save(std::uint32_t index, Save kind) {
     if (kind != Save::kCommit && place.home[part] == Home::kHbm) copy_to_hbm(place.offset[part], part);
     if (kind != Save::kCommit && part == kWeightsIndex && place.hbm_weights) copy_to_hbm(*place.hbm_weights, part);
     if (!to_slot(buffer, static_cast<Part>(part), kind)) continue;
-    const std::uint64_t sum =
-        buffer.hashed[part] ? extent_checksum(granules(buffer.after[part], buffer, part)) : checksum(buffer, part);
+    if (!buffer.hashed[part]) hash(buffer, part, buffer.after[part]);
+    const std::uint64_t sum = extent_checksum(granules(buffer.after[part], buffer, part));
     const Extent extent = parts_.store->writable(buffer.tile).extent[part];
     buffer.io->add({.op = IoOp::kWrite,
                     .priority = IoPriority::kNormal,

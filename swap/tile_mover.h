@@ -102,8 +102,7 @@ class TileMover {
 
   TileMemory memory_of(std::uint32_t tile, std::uint32_t buffer) const;
   std::span<std::uint64_t> granules(std::vector<std::uint64_t>& of, const Buffer& buffer, std::size_t part) const;
-  std::uint64_t checksum(Buffer& buffer, std::size_t part);
-  void check(Buffer& buffer, std::size_t part, std::uint64_t sum) const;
+  void hash(const Buffer& buffer, std::size_t part, std::vector<std::uint64_t>& into) const;
   void wait(Buffer& buffer);
   bool to_slot(const Buffer& buffer, Part part, Save kind) const;
 

@@ -95,6 +95,8 @@ class IoQueue {
   virtual std::string describe() const = 0;
 };
 
+// `read of 1048576 bytes at offset 4096`, from a completion's error_offset and error_bytes.
+std::string describe_transfer(IoOp op, const IoCompletion& completion);
 // `PATH: read of 1048576 bytes at offset 4096 failed`; `file` is the one that completion.error_file names.
 std::string describe_failure(IoOp op, const File& file, const IoCompletion& completion);
 

@@ -15,6 +15,11 @@
 
 namespace spillway {
 
+// How a store of several paths is striped, and what the sweep measures: units of 1 MiB, rows of 64, so that a share is
+// exact to 1.6 %.
+inline constexpr std::uint64_t kStripeUnitBytes = 1 << 20;
+inline constexpr std::uint32_t kStripeRowUnits = 64;
+
 class StripeMap {
  public:
   // shares[i]: units per row on file i, 1 to 255; unit_bytes and header_bytes: multiples of every file's alignment.

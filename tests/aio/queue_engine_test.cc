@@ -28,15 +28,6 @@ class QueueEngineTest : public QueueFixture {
  protected:
   void SetUp() override { open_files(1, 4 * kUnit); }
 
-  void expect_transfers_work() {
-    Memory out(4 * kUnit);
-    out.fill_pattern(1);
-    EXPECT_EQ(transfer(IoOp::kWrite, 0, out.span()).error, 0);
-    EXPECT_EQ(transfer(IoOp::kSync, 0, {}).error, 0);
-    EXPECT_EQ(transfer(IoOp::kRead, 0, memory_.span()).error, 0);
-    EXPECT_TRUE(same_bytes(memory_.span(), out.span()));
-  }
-
   Memory memory_{4 * kUnit};
 };
 
@@ -52,7 +43,7 @@ TEST_F(QueueEngineTest, AutoTakesIoUringAndRegistersFilesAndRegions) {
   if (log.count("registered files") == 0) {
     EXPECT_NE(queue_->describe().find(" registered files"), std::string::npos) << queue_->describe();
   }
-  expect_transfers_work();
+  expect_transfers_work(memory_);
 }
 
 TEST_F(QueueEngineTest, AClosedQueueLetsGoOfItsFiles) {
@@ -60,7 +51,7 @@ TEST_F(QueueEngineTest, AClosedQueueLetsGoOfItsFiles) {
     if (!refusal_of(kind).empty()) continue;
     files_[0]->lock(0);
     queue_ = IoQueue::create({.engine = kind, .depth = 4}, pointers_, {});
-    expect_transfers_work();
+    expect_transfers_work(memory_);
     queue_.reset();
     const std::filesystem::path path = files_[0]->path();
     files_[0].reset();  // the lock goes with the last reference to the open description, wherever that is

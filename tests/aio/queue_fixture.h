@@ -90,6 +90,16 @@ class QueueFixture : public ::testing::Test {
     return collect(1).front();
   }
 
+  // Writes, syncs and reads back as much as `memory` holds.
+  void expect_transfers_work(Memory& memory) {
+    Memory out(memory.span().size());
+    out.fill_pattern(1);
+    EXPECT_EQ(transfer(IoOp::kWrite, 0, out.span()).error, 0);
+    EXPECT_EQ(transfer(IoOp::kSync, 0, {}).error, 0);
+    EXPECT_EQ(transfer(IoOp::kRead, 0, memory.span()).error, 0);
+    EXPECT_TRUE(same_bytes(memory.span(), out.span()));
+  }
+
   static constexpr FileOptions kNewFile{.writable = true, .create = true, .direct = true};
 
   TempDir dir_;

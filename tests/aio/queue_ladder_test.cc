@@ -27,21 +27,12 @@ class QueueLadderTest : public QueueFixture {
     libaio_refusal_ = refusal_of(IoEngineKind::kLibaio);
   }
 
-  void expect_transfers_work() {
-    Memory out(4 * kUnit);
-    out.fill_pattern(1);
-    EXPECT_EQ(transfer(IoOp::kWrite, 0, out.span()).error, 0);
-    EXPECT_EQ(transfer(IoOp::kSync, 0, {}).error, 0);
-    EXPECT_EQ(transfer(IoOp::kRead, 0, memory_.span()).error, 0);
-    EXPECT_TRUE(same_bytes(memory_.span(), out.span()));
-  }
-
   // Creates a queue, uses it, closes it; returns what it calls itself.
   std::string use_queue(IoEngineKind kind = IoEngineKind::kAuto) {
     const std::span<std::byte> regions[] = {memory_.span()};
     queue_ = IoQueue::create({.engine = kind, .depth = 4}, pointers_, regions);
     const std::string description = queue_->describe();
-    expect_transfers_work();
+    expect_transfers_work(memory_);
     queue_.reset();
     return description;
   }
@@ -150,7 +141,7 @@ TEST_F(QueueLadderTest, TheKernelSettingThatForbidsIoUringIsNamed) {
     queue_ = IoQueue::create({.depth = 4}, pointers_, {});
   }
   EXPECT_EQ(queue_->describe(), "libaio");
-  expect_transfers_work();
+  expect_transfers_work(memory_);
   expect_line(log, R"(io_uring: EPERM \(kernel.io_uring_disabled is 2\); using libaio, about \d+ % more CPU)");
 }
 
@@ -290,7 +281,7 @@ TEST_F(QueueMountTest, AnAlignmentOf4096IsFoundAndEveryEngineKeepsIt) {
     use_queue(kind);
     // Pieces of one sector, and requests that are no whole number of pieces.
     queue_ = IoQueue::create({.engine = kind, .block_bytes = 3 * 4096, .depth = 3}, pointers_, {});
-    expect_transfers_work();
+    expect_transfers_work(memory_);
     EXPECT_EQ(transfer(IoOp::kRead, 4096, memory_.span(4096, 5 * 4096)).error, 0);
     queue_.reset();
   }

@@ -57,21 +57,15 @@ class Walk {
 class Load {
  public:
   Load(std::span<const LoadFile> files, std::span<std::byte> memory, const LoadSpec& spec)
-      : spec_(spec),
-        files_(files),
-        request_bytes_(spec.request_bytes ? spec.request_bytes : spec.block_bytes),
-        requests_(spec.requests ? spec.requests : spec.depth),
-        memory_(memory),
-        slots_(files.size() * requests_),
-        done_(slots_.size()) {
-    SPILLWAY_CHECK(slots_.size() * request_bytes_ <= memory.size(), "a place in memory for each request");
+      : spec_(spec), files_(files), memory_(memory), slots_(files.size() * spec_.depth), done_(slots_.size()) {
+    SPILLWAY_CHECK(slots_.size() * spec_.block_bytes <= memory.size(), "a place in memory for each request");
     SPILLWAY_CHECK(spec.read_parts + spec.write_parts > 0, "a load reads or writes");
     std::vector<File*> open;
     for (std::uint32_t f = 0; f < files.size(); ++f) {
       open.push_back(files[f].file);
       lanes_.push_back(make_lane(f));
     }
-    const std::span<std::byte> regions[] = {memory.first(slots_.size() * request_bytes_)};
+    const std::span<std::byte> regions[] = {memory.first(slots_.size() * spec_.block_bytes)};
     const auto offered = std::span(regions).first(spec.fixed_buffers ? 1 : 0);
     queue_ = IoQueue::create({.engine = spec.engine,
                               .block_bytes = spec.block_bytes,
@@ -116,15 +110,15 @@ class Load {
   };
 
   Lane make_lane(std::uint32_t f) const {
-    const std::uint64_t begin = spec_.stripes ? 0 : align_up(files_[f].begin, request_bytes_);
-    const std::uint64_t end = spec_.stripes ? spec_.space_bytes : align_down(files_[f].bytes, request_bytes_);
+    const std::uint64_t begin = spec_.stripes ? 0 : align_up(files_[f].begin, spec_.block_bytes);
+    const std::uint64_t end = spec_.stripes ? spec_.space_bytes : align_down(files_[f].bytes, spec_.block_bytes);
     const bool both = spec_.read_parts > 0 && spec_.write_parts > 0;
-    const std::uint64_t middle = both ? align_down((begin + end) / 2, request_bytes_) : begin;
+    const std::uint64_t middle = both ? align_down((begin + end) / 2, spec_.block_bytes) : begin;
     SPILLWAY_CHECK(end > middle && (!both || middle > begin), "room for a request in the file");
     Lane lane{.reads = Walk(f, spec_.stripes, begin, both ? middle : end),
               .writes = Walk(f, spec_.stripes, middle, end),
               .free = {}};
-    for (std::uint32_t slot = requests_; slot-- > 0;) lane.free.push_back(f * requests_ + slot);
+    for (std::uint32_t slot = spec_.depth; slot-- > 0;) lane.free.push_back(f * spec_.depth + slot);
     return lane;
   }
 
@@ -141,7 +135,7 @@ class Load {
     const auto walked = [](const Lane& lane) { return lane.reads.walked() + lane.writes.walked(); };
     std::uint64_t least = kNoLimit;
     for (const Lane& lane : lanes_) least = std::min(least, walked(lane));
-    const std::uint64_t leash = 4 * lanes_.size() * requests_ * request_bytes_ + 64 * spec_.stripes->unit_bytes();
+    const std::uint64_t leash = 4 * lanes_.size() * spec_.depth * spec_.block_bytes + 64 * spec_.stripes->unit_bytes();
     return walked(lanes_[f]) > least + leash;
   }
 
@@ -149,9 +143,9 @@ class Load {
     Lane& lane = lanes_[f];
     const std::uint64_t parts = spec_.read_parts + spec_.write_parts;
     const bool write = (lane.issued + 1) * spec_.write_parts / parts != lane.issued * spec_.write_parts / parts;
-    if (submitted_ + request_bytes_ > spec_.most_bytes) return stop();
-    if (write && result_.written_in_all + request_bytes_ > spec_.most_written_bytes) return stop();
-    const Walk::Step step = (write ? lane.writes : lane.reads).next(request_bytes_);
+    if (submitted_ + spec_.block_bytes > spec_.most_bytes) return stop();
+    if (write && result_.written_in_all + spec_.block_bytes > spec_.most_written_bytes) return stop();
+    const Walk::Step step = (write ? lane.writes : lane.reads).next(spec_.block_bytes);
     const std::uint32_t slot = lane.free.back();
     lane.free.pop_back();
     ++lane.issued;
@@ -162,7 +156,7 @@ class Load {
     queue_->submit({.op = slots_[slot].op,
                     .file = f,
                     .offset = step.file_offset,
-                    .buffer = memory_.data() + slot * request_bytes_,
+                    .buffer = memory_.data() + slot * spec_.block_bytes,
                     .bytes = step.bytes,
                     .tag = slot});
   }
@@ -172,13 +166,11 @@ class Load {
     if (completion.error != 0) {
       const File& file = *files_[completion.error_file].file;
       throw Error(Code::kIo, {.object = file.path().string(),
-                              .happened = fmt::format("{} of {} bytes at offset {} failed",
-                                                      slot.op == IoOp::kWrite ? "write" : "read",
-                                                      completion.error_bytes, completion.error_offset),
+                              .happened = describe_transfer(slot.op, completion) + " failed",
                               .errno_value = completion.error,
                               .hint = "check the drive; the kernel's log may say more"});
     }
-    lanes_[completion.tag / requests_].free.push_back(static_cast<std::uint32_t>(completion.tag));
+    lanes_[completion.tag / spec_.depth].free.push_back(static_cast<std::uint32_t>(completion.tag));
     --outstanding_;
     moved_ += slot.bytes;
     if (!window_open_) return;
@@ -193,7 +185,7 @@ class Load {
       const double since_start = std::chrono::duration<double>(now - start_).count();
       // A fast drive may reach its limit of bytes before the warm-up is over.
       const bool warm = since_start >= spec_.warmup_seconds || moved_ >= most_bytes() / 4;
-      if (warm && moved_ >= request_bytes_ * requests_) open_window();
+      if (warm && moved_ >= spec_.block_bytes * spec_.depth) open_window();
       return;
     }
     const double inside = std::chrono::duration<double>(now - window_start_).count();
@@ -232,8 +224,6 @@ class Load {
 
   const LoadSpec& spec_;
   const std::span<const LoadFile> files_;
-  const std::uint64_t request_bytes_;
-  const std::uint32_t requests_;
   const std::span<std::byte> memory_;
   std::vector<Slot> slots_;
   std::vector<IoCompletion> done_;

@@ -25,10 +25,8 @@ inline constexpr std::uint64_t kNoLimit = std::numeric_limits<std::uint64_t>::ma
 struct LoadSpec {
   IoEngineKind engine = IoEngineKind::kAuto;
   bool fixed_buffers = true;                      // offer the memory to the kernel for registration
-  std::uint64_t block_bytes = 1 << 20;            // largest piece that the kernel gets
-  std::uint32_t depth = 32;                       // pieces in flight per file
-  std::uint64_t request_bytes = 0;                // 0: a block; then a request's latency is the drive's service time
-  std::uint32_t requests = 0;                     // outstanding per file; 0: depth
+  std::uint64_t block_bytes = 1 << 20;            // of a request, so that its latency is the drive's service time
+  std::uint32_t depth = 32;                       // requests outstanding per file
   std::uint32_t read_parts = 1, write_parts = 0;  // of the bytes moved; with both, reads keep to the lower half
   double warmup_seconds = 0;
   double seconds = std::numeric_limits<double>::infinity();            // the window's length

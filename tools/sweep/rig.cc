@@ -17,10 +17,7 @@ namespace {
 constexpr double kLongestQueueSeconds = 0.1;
 constexpr std::uint64_t kMostInFlight = 128 * kMiB, kLeastInFlight = 4 * kMiB, kMostMemory = kGiB;
 constexpr std::uint64_t kFillMemory = 8 * kMiB, kLeastFill = 32 * kMiB;
-// The unit in which a store of several paths is striped (swap/store_files.cc): no request is larger there.
-constexpr std::uint64_t kStripeUnit = kMiB;
-constexpr std::uint32_t kRowUnits = 64;  // of a row of stripes, at most
-constexpr std::uint64_t kRows = 4;       // that a test file holds, at least
+constexpr std::uint64_t kRows = 4;  // of stripes that a test file holds, at least
 constexpr double kFreeSpaceToUse = 0.9;
 
 void refuse_twice(const std::vector<PathFacts>& facts, const std::filesystem::path& path) {
@@ -61,7 +58,7 @@ Rig::Rig(const SweepOptions& options) {
   }
   const std::uint64_t memory = std::min(kMostMemory, examine_machine().memory_bytes / 8);
   limits_.most_in_flight = std::min({limits_.most_in_flight, kMostInFlight, memory / paths()});
-  if (paths() > 1) limits_.most_block = kStripeUnit;
+  if (paths() > 1) limits_.most_block = kStripeUnitBytes;  // no request is larger there
   memory_ = std::make_unique<LoadMemory>(std::max(limits_.most_in_flight * paths(), kFillMemory));
 }
 
@@ -131,7 +128,8 @@ std::vector<WayFacts> Rig::find_ways() {
 std::vector<std::uint32_t> Rig::stripe(std::span<const double> rates) {
   std::uint64_t smallest = kNoLimit;
   for (const TestFile& file : files_) smallest = std::min(smallest, file.filled_bytes());
-  const auto row_units = static_cast<std::uint32_t>(std::min<std::uint64_t>(kRowUnits, smallest / kStripeUnit / kRows));
+  const auto row_units =
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(kStripeRowUnits, smallest / kStripeUnitBytes / kRows));
   std::vector<double> known(rates.begin(), rates.end());
   for (double& rate : known) rate = std::max(rate, 1.0);
   const std::vector<std::uint64_t> room(paths(), kNoLimit);
@@ -142,13 +140,13 @@ std::vector<std::uint32_t> Rig::stripe(std::span<const double> rates) {
     members_.push_back(path);
     held.push_back(shares[path]);
   }
-  stripes_.emplace(held, kStripeUnit, 0);
+  stripes_.emplace(held, kStripeUnitBytes, 0);
   std::uint64_t rows = kNoLimit, row = 0;
   for (std::size_t i = 0; i < members_.size(); ++i) {
-    rows = std::min(rows, files_[members_[i]].filled_bytes() / kStripeUnit / held[i]);
+    rows = std::min(rows, files_[members_[i]].filled_bytes() / kStripeUnitBytes / held[i]);
     row += held[i];
   }
-  space_bytes_ = rows * row * kStripeUnit;
+  space_bytes_ = rows * row * kStripeUnitBytes;
   SPILLWAY_CHECK(rows >= kRows, "a test file holds a few rows of stripes");
   return shares;
 }
