@@ -14,9 +14,9 @@
 #include <string>
 
 #include "kernels/norm.h"
-#include "spillway/adam.h"
 #include "spillway/device.h"
 #include "spillway/dtype.h"
+#include "spillway/optimizer.h"
 
 namespace spillway {
 
@@ -73,8 +73,10 @@ class Device {
   // `leaves` is scratch: div_up(count, kNormLeaf) doubles of device memory.
   virtual void squared_norm_async(const void* data, DType type, std::size_t count, double* leaves, NormResult* result,
                                   Stream& stream) = 0;
-  // *finite (device memory) is cleared when a result is not finite, and left alone otherwise.
-  virtual void adam_async(const AdamTile& tile, const AdamScalars& scalars, std::uint32_t* finite, Stream& stream) = 0;
+  // Updates elements [begin, end) of the tile. *finite (device memory) is cleared when a result is not finite, and left
+  // alone otherwise.
+  virtual void update_async(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,
+                            std::size_t end, std::uint32_t* finite, Stream& stream) = 0;
 
   // Seconds since the stream was created in which it had nothing to run: queue empty, or waiting for an event.
   virtual double idle_seconds(const Stream& stream) const = 0;

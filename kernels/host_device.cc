@@ -9,11 +9,11 @@
 
 #include <fmt/format.h>
 
-#include "kernels/adam.h"
 #include "kernels/convert.h"
 #include "kernels/device.h"
 #include "kernels/host_memory.h"
 #include "kernels/host_stream.h"
+#include "kernels/optimizer.h"
 #include "spillway/error.h"
 #include "spillway/units.h"
 
@@ -153,18 +153,21 @@ class HostDevice final : public Device {
     });
   }
 
-  void adam_async(const AdamTile& tile, const AdamScalars& scalars, std::uint32_t* finite, Stream& stream) override {
-    check_adam_arguments(tile, scalars, 0, tile.count);
+  void update_async(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end,
+                    std::uint32_t* finite, Stream& stream) override {
+    check_optimizer_arguments(tile, scalars, begin, end);
     check_device(tile.weight, tile.count * size_of(tile.type));
     check_device(tile.gradient, tile.count * size_of(tile.type));
-    check_device(tile.exp_avg, tile.count * sizeof(float));
-    check_device(tile.exp_avg_sq, tile.count * sizeof(float));
+    for (const float* array : {tile.exp_avg, tile.exp_avg_sq, tile.master}) {
+      if (array != nullptr) check_device(array, tile.count * sizeof(float));
+    }
     if (tile.residual != nullptr) check_device(tile.residual, tile.count * sizeof(std::int16_t));
     check_device(finite, sizeof(*finite));
-    stream.launch([tile, scalars, finite](HostWorkers& workers) {
+    stream.launch([=](HostWorkers& workers) {
       std::atomic<bool> all_finite = true;
-      for_pieces(workers, tile.count, kPieceElements, [&](std::size_t begin, std::size_t end) {
-        if (!adam_update(tile, scalars, begin, end)) all_finite.store(false, std::memory_order_relaxed);
+      for_pieces(workers, end - begin, kPieceElements, [&](std::size_t from, std::size_t to) {
+        if (!optimizer_update(tile, scalars, begin + from, begin + to))
+          all_finite.store(false, std::memory_order_relaxed);
       });
       if (!all_finite) *finite = 0;
     });

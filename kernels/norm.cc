@@ -27,52 +27,81 @@ using Doubles = hn::Vec<F64>;
 constexpr std::size_t kAccumulators = 16;
 constexpr std::size_t kVectors = kAccumulators / hn::MaxLanes(F64());
 
-HWY_INLINE Doubles load(const float* from) { return hn::PromoteTo(F64(), hn::LoadU(F32(), from)); }
-HWY_INLINE Doubles load(const std::uint16_t* from) {
-  const auto bits = hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), from)));
-  return hn::PromoteTo(F64(), hn::BitCast(F32(), bits));
+struct Fp32 {
+  using Element = float;
+  static HWY_INLINE Doubles load(const float* from) { return hn::PromoteTo(F64(), hn::LoadU(F32(), from)); }
+};
+struct Bf16 {
+  using Element = std::uint16_t;
+  static HWY_INLINE Doubles load(const std::uint16_t* from) {
+    const auto bits = hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), from)));
+    return hn::PromoteTo(F64(), hn::BitCast(F32(), bits));
+  }
+};
+// In integers, for targets without a conversion of their own: the fp16 number is an fp32 number with an exponent that
+// is 112 too small, and so is every subnormal; Inf and NaN become the largest numbers and are put right.
+struct Fp16 {
+  using Element = std::uint16_t;
+  static HWY_INLINE Doubles load(const std::uint16_t* from) {
+    const auto half = hn::PromoteTo(U32(), hn::LoadU(U16(), from));
+    const auto magnitude = hn::ShiftLeft<13>(hn::And(half, hn::Set(U32(), 0x7fffu)));
+    const auto small = hn::Mul(hn::BitCast(F32(), magnitude), hn::Set(F32(), 0x1p112f));
+    const auto special = hn::Gt(magnitude, hn::Set(U32(), 0x0f7fffffu));
+    return hn::PromoteTo(F64(), hn::IfThenElse(hn::RebindMask(F32(), special), hn::Inf(F32()), small));
+  }
+};
+
+constexpr std::size_t kTogether = 4;  // leaves summed at once: one alone waits for its own additions
+
+// The sums of squares of whole leaves. The square of an fp32 number has at most 48 significant bits and is exact in
+// double, so a fused multiply-add rounds once, like a sum of exact squares does: fused or not, the bits are the same.
+template <typename Format, std::size_t kLeaves>
+HWY_INLINE void whole_leaves(const typename Format::Element* from, double* leaves) {
+  Doubles sums[kLeaves][kVectors];
+  for (auto& leaf : sums)
+    for (Doubles& sum : leaf) sum = hn::Zero(F64());
+  for (std::size_t i = 0; i < kNormLeaf; i += kAccumulators) {
+    for (std::size_t leaf = 0; leaf < kLeaves; ++leaf) {
+      const auto* at = from + leaf * kNormLeaf + i;
+      __builtin_prefetch(
+          reinterpret_cast<const std::byte*>(from + kLeaves * kNormLeaf) + (leaf * kNormLeaf + i) * sizeof(*from), 0,
+          3);
+      for (std::size_t k = 0; k < kVectors; ++k) {
+        const Doubles x = Format::load(at + k * hn::MaxLanes(F64()));
+        sums[leaf][k] = hn::MulAdd(x, x, sums[leaf][k]);
+      }
+    }
+  }
+  for (std::size_t leaf = 0; leaf < kLeaves; ++leaf) {
+    double folded[kAccumulators];
+    for (std::size_t k = 0; k < kVectors; ++k) hn::StoreU(sums[leaf][k], F64(), folded + k * hn::MaxLanes(F64()));
+    for (std::size_t half = kAccumulators / 2; half > 0; half /= 2)
+      for (std::size_t j = 0; j < half; ++j) folded[j] += folded[j + half];
+    leaves[leaf] = folded[0];
+  }
 }
 
-// The sum of squares of one leaf. The square of an fp32 number has at most 48 significant bits and is exact in double,
-// so a fused multiply-add rounds once, like a sum of exact squares does: fused or not, the bits are the same.
-template <typename Element>
-HWY_INLINE double leaf_sum(const Element* from, std::size_t count) {
-  Doubles sums[kVectors];
-  for (std::size_t k = 0; k < kVectors; ++k) sums[k] = hn::Zero(F64());
+template <typename Format>
+void leaf_sums_of(const void* data, std::size_t count, double* leaves) {
+  using Element = typename Format::Element;
+  const auto* from = static_cast<const Element*>(data);
   std::size_t i = 0;
-  for (; i + kAccumulators <= count; i += kAccumulators) {
-    for (std::size_t k = 0; k < kVectors; ++k) {
-      const Doubles x = load(from + i + k * hn::MaxLanes(F64()));
-      sums[k] = hn::MulAdd(x, x, sums[k]);
-    }
-  }
-  double folded[kAccumulators];
-  for (std::size_t k = 0; k < kVectors; ++k) hn::StoreU(sums[k], F64(), folded + k * hn::MaxLanes(F64()));
-  if (i < count) {
+  for (; i + kTogether * kNormLeaf <= count; i += kTogether * kNormLeaf)
+    whole_leaves<Format, kTogether>(from + i, leaves + i / kNormLeaf);
+  for (; i < count; i += kNormLeaf) {
     // Zeros for what is missing: adding +0 changes no sum of squares.
-    Element tail[kAccumulators] = {};
-    for (std::size_t j = 0; j < count - i; ++j) tail[j] = from[i + j];
-    for (std::size_t k = 0; k < kVectors; ++k) {
-      const Doubles x = load(tail + k * hn::MaxLanes(F64()));
-      hn::StoreU(hn::MulAdd(x, x, sums[k]), F64(), folded + k * hn::MaxLanes(F64()));
-    }
-  }
-  for (std::size_t half = kAccumulators / 2; half > 0; half /= 2)
-    for (std::size_t j = 0; j < half; ++j) folded[j] += folded[j + half];
-  return folded[0];
-}
-
-template <typename Element>
-void leaf_sums_typed(const Element* data, std::size_t count, double* leaves) {
-  for (std::size_t i = 0; i < count; i += kNormLeaf) {
-    const std::size_t left = count - i;
-    leaves[i / kNormLeaf] = leaf_sum(data + i, left < kNormLeaf ? left : kNormLeaf);
+    Element tail[kNormLeaf] = {};
+    for (std::size_t j = 0; j < kNormLeaf && i + j < count; ++j) tail[j] = from[i + j];
+    whole_leaves<Format, 1>(tail, leaves + i / kNormLeaf);
   }
 }
 
 void leaf_sums(const void* data, DType type, std::size_t count, double* leaves) {
-  if (type == DType::kFloat32) return leaf_sums_typed(static_cast<const float*>(data), count, leaves);
-  return leaf_sums_typed(static_cast<const std::uint16_t*>(data), count, leaves);
+  switch (type) {
+    case DType::kFloat32: return leaf_sums_of<Fp32>(data, count, leaves);
+    case DType::kBFloat16: return leaf_sums_of<Bf16>(data, count, leaves);
+    case DType::kFloat16: return leaf_sums_of<Fp16>(data, count, leaves);
+  }
 }
 
 }  // namespace
@@ -92,14 +121,14 @@ bool is_finite(const void* data, DType type, std::size_t i) {
   if (type == DType::kFloat32) {
     return (std::bit_cast<std::uint32_t>(static_cast<const float*>(data)[i]) & 0x7fffffffu) < 0x7f800000u;
   }
-  return (static_cast<const std::uint16_t*>(data)[i] & 0x7fffu) < 0x7f80u;
+  const std::uint32_t bits = static_cast<const std::uint16_t*>(data)[i];
+  return (bits & 0x7fffu) < (type == DType::kFloat16 ? 0x7c00u : 0x7f80u);
 }
 
 }  // namespace
 
 NormResult squared_norm(const void* data, DType type, std::size_t count, std::span<double> leaves,
                         HostWorkers& workers) {
-  SPILLWAY_CHECK(type == DType::kFloat32 || type == DType::kBFloat16, "the norm reads fp32 and bf16");
   const std::size_t leaf_count = div_up(count, kNormLeaf);
   SPILLWAY_CHECK(leaves.size() >= leaf_count, "scratch for every leaf");
 

@@ -1,5 +1,5 @@
-// The update of a tile with the checksums of its two extents, as they came and as they go, in one pass over memory: a
-// piece of the tile is hashed, updated and hashed again while it lies in the cache.
+// The optimizer's update of a tile with the checksums of its two extents, as they came and as they go, in one pass over
+// memory: a piece of the tile is hashed, updated and hashed again while it lies in the cache.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 #include <span>
 
 #include "kernels/checksum.h"
-#include "spillway/adam.h"
 #include "spillway/device.h"
+#include "spillway/optimizer.h"
 
 namespace spillway {
 
@@ -18,15 +18,23 @@ struct ExtentHashes {
   std::span<std::uint64_t> before, after;
 };
 
+// A parameter group: elements from the end of the range before up to `end` take the scalars of `group`.
+struct GroupRange {
+  std::uint64_t end = 0;
+  std::uint32_t group = 0;
+};
+
 struct TileUpdate {
-  AdamTile tile;         // its arrays lie in the extents: weight at the start of `weights`, and in `states` exp_avg,
-                         // exp_avg_sq and the residual, one behind the other
-  ExtentHashes weights;  // multiples of 64 KiB; what lies behind the payload is hashed as it is
+  OptimizerTile tile;  // its arrays lie in the extents: weight at the start of `weights`, all others in `states`, one
+                       // behind the other
+  std::span<const GroupRange> groups;         // the last one ends at tile.count
+  std::span<const OptimizerScalars> scalars;  // by group
+  ExtentHashes weights;                       // multiples of 64 KiB; what lies behind the payload is hashed as it is
   ExtentHashes states;
 };
 
 // False when a new value is not finite; everything is written and hashed all the same. Whoever has it that `before` is
 // wrong must not use what was written.
-bool update_tile(const TileUpdate& update, const AdamScalars& scalars, HostWorkers& workers);
+bool update_tile(const TileUpdate& update, HostWorkers& workers);
 
 }  // namespace spillway

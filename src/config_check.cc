@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 
 #include <fmt/format.h>
 
@@ -49,13 +50,50 @@ void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& r
   draft.config.gradient_accumulation = static_cast<std::uint32_t>(steps);
 }
 
-void settle_optimizer(ConfigDraft& draft, const ReportAt& report) {
+// Parameters of another type than the one that is configured, in a section of keys with such parameters.
+void report_foreign(std::string_view section, std::string_view type, const KeyPlaces& places, const ReportAt& report) {
+  for (const ConfigKey& key : config_keys()) {
+    const auto types = choices_of(key.only_for);
+    const bool foreign = !types.empty() && std::find(types.begin(), types.end(), type) == types.end();
+    if (foreign && key.path.starts_with(section) && places.contains(key.path)) {
+      report(key.path, fmt::format("not a parameter of {}", type), "only of " + list_of(types));
+    }
+  }
+}
+
+void settle_groups(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  constexpr std::string_view kGroups = "spillway.parameter_groups";
+  if (places.contains("spillway.parameter_groups.parameters") && draft.config.parameter_groups.empty()) return;
+  for (std::size_t g = 0; g < draft.config.parameter_groups.size(); ++g) {
+    if (!draft.config.parameter_groups[g].parameters.empty()) continue;
+    report(kGroups, fmt::format("group {} names no parameters", g), "add \"parameters\": [\"*.bias\"]");
+  }
+}
+
+void settle_optimizer(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  OptimizerConfig& optimizer = draft.config.optimizer;
+  const std::string_view type = choices_of(find_config_key("optimizer.type")->allowed)[draft.optimizer_type];
+  optimizer.kind = type == "Adagrad" ? OptimizerKind::kAdagrad
+                   : type == "Lion"  ? OptimizerKind::kLion
+                   : type == "SGD"   ? OptimizerKind::kSgd
+                                     : OptimizerKind::kAdam;
+  // DeepSpeed's defaults: ops/adam, ops/adagrad and ops/lion of 0.19.8, torch.optim.SGD.
+  const bool adagrad = optimizer.kind == OptimizerKind::kAdagrad, lion = optimizer.kind == OptimizerKind::kLion;
+  optimizer.learning_rate = draft.learning_rate.value_or(adagrad ? 1e-2 : 1e-3);
+  optimizer.epsilon = draft.epsilon.value_or(adagrad ? 1e-10 : 1e-8);
+  std::tie(optimizer.beta1, optimizer.beta2) = draft.betas.value_or(std::pair(0.9, lion ? 0.99 : 0.999));
+  report_foreign("optimizer.params.", type, places, report);
   // DeepSpeed ignores adam_w_mode with AdamW; a file that says both means one of them.
-  if (!draft.adam_type && !draft.adam_w_mode) {
+  if (type == "AdamW" && !draft.adam_w_mode) {
     report("optimizer.params.adam_w_mode", "false contradicts the optimizer's type, AdamW",
            "type \"Adam\" with adam_w_mode false adds weight decay to the gradient (L2)");
   }
-  draft.config.optimizer.decoupled_decay = !draft.adam_type || draft.adam_w_mode;
+  optimizer.decoupled_decay = draft.adam_w_mode;
+  // As in torch.optim.SGD.
+  if (optimizer.nesterov && !(optimizer.momentum > 0 && optimizer.dampening == 0)) {
+    report("optimizer.params.nesterov", "needs a momentum and no dampening", "set momentum to 0.9");
+  }
+  settle_groups(draft, places, report);
   if (draft.fp16) {
     report("fp16.enabled", "fp16 training is not supported", "use bf16: \"bf16\": {\"enabled\": true}");
   }
@@ -74,14 +112,7 @@ void settle_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt
     if (missing) report("scheduler", "the section has no type", "allowed: " + list_of(choices_of(allowed)));
     return;
   }
-  for (const ConfigKey& key : config_keys()) {
-    const auto types = choices_of(key.only_for);
-    const std::string_view type = name_of(schedule.kind);
-    const bool foreign = !types.empty() && std::find(types.begin(), types.end(), type) == types.end();
-    if (foreign && places.contains(key.path)) {
-      report(key.path, fmt::format("not a parameter of {}", type), "only of " + list_of(types));
-    }
-  }
+  report_foreign("scheduler.params.", name_of(schedule.kind), places, report);
   const double fallback = schedule.kind == ScheduleKind::kWarmup ? draft.config.optimizer.learning_rate : 1e-3;
   schedule.warmup_max_lr = draft.warmup_max_lr.value_or(fallback);
   schedule.total_steps = draft.total_steps.value_or(0);
@@ -169,7 +200,7 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
 
 void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   settle_batch(draft, places, report);
-  settle_optimizer(draft, report);
+  settle_optimizer(draft, places, report);
   settle_schedule(draft, places, report);
   settle_offload(draft, places, report);
 }

@@ -161,9 +161,22 @@ class ConfigReader {
       complain(value.offset, fmt::format("{}: {}", row.path, problem->what), problem->hint);
     } else if (row.kind == KeyKind::kSection) {
       read_section(row.path, value);
+    } else if (row.kind == KeyKind::kSections) {
+      read_sections(row, value);
     } else if (row.set != nullptr) {
       row.set(draft_, out);
       if (sources_.size() > 1 && row.path == "spillway.nvme_paths") forget_single_path();
+    }
+  }
+
+  void read_sections(const ConfigKey& row, const JsonValue& array) {
+    for (const JsonValue& item : array.items) {
+      if (item.kind != JsonValue::Kind::kObject) {
+        complain(item.offset, fmt::format("{}: expected an array of objects", row.path), "write [{…}, {…}]");
+        continue;
+      }
+      row.set(draft_, {});
+      read_section(row.path, item);
     }
   }
 

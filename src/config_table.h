@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "spillway/config.h"
@@ -25,6 +26,7 @@ enum class KeyKind : std::uint8_t {
   kPair,      // an array of two numbers
   kNumbers,   // an array of numbers, each in the row's range
   kTexts,     // an array of strings
+  kSections,  // an array of objects whose keys have rows of their own; `set` is called before each of them
   kAnything,  // known, not looked into
 };
 
@@ -43,8 +45,10 @@ struct KeyValue {
 struct ConfigDraft {
   Config config;
   std::optional<std::uint64_t> train_batch, micro_batch, accumulation, stage;
-  bool adam_type = false;  // optimizer.type is Adam, not AdamW
+  std::uint64_t optimizer_type = 0;  // index of the word in optimizer.type's row
   bool adam_w_mode = true;
+  std::optional<double> learning_rate, epsilon;  // whose defaults differ by type
+  std::optional<std::pair<double, double>> betas;
   bool fp16 = false;
   bool cpu_offload = false, cpu_offload_param = false;  // DeepSpeed's older words
   std::optional<std::string> states_path, parameters_path;
@@ -65,7 +69,7 @@ struct ConfigKey {
   std::uint64_t multiple_of = 1;                         // integers
   std::string_view allowed = {};                         // kChoice: words with '|' between them
   bool nullable = false;                                 // null means missing
-  std::string_view only_for = {};                        // scheduler types that know this parameter; empty: all
+  std::string_view only_for = {};                        // optimizer or scheduler types that know it; empty: all
 };
 
 // The keys that decide something, and those that DeepSpeed knows and that have no effect here.

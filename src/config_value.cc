@@ -178,6 +178,9 @@ std::optional<ValueProblem> read_value(const ConfigKey& key, const JsonValue& va
     case KeyKind::kPair: return read_pair(key, value, out);
     case KeyKind::kNumbers: return read_numbers(key, value, out);
     case KeyKind::kTexts: return read_texts(value, out);
+    case KeyKind::kSections:
+      if (value.kind != JsonValue::Kind::kArray) return wrong_type("an array of objects", value);
+      return std::nullopt;
     case KeyKind::kAnything: return std::nullopt;
   }
   return std::nullopt;

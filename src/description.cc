@@ -21,12 +21,15 @@ void write_string(Writer& out, const std::string& text) {
 }
 
 // The part that the fingerprint covers.
-std::string layout_json(const ModelDescription& model, DType weights, std::uint64_t tile_elements) {
+std::string layout_json(const ModelDescription& model, DType weights, OptimizerKind optimizer,
+                        std::uint64_t tile_elements) {
   rapidjson::StringBuffer buffer;
   Writer out(buffer);
   out.StartObject();
   out.Key("weights");
   write_string(out, std::string(name_of(weights)));
+  out.Key("optimizer");
+  write_string(out, std::string(name_of(optimizer)));
   out.Key("tile_elements");
   out.Uint64(tile_elements);
   out.Key("blocks");
@@ -78,7 +81,7 @@ bool is_plain_file_name(const std::string& name) {
 }
 
 StoreIdentity describe_store(const Config& config, const ModelDescription& model) {
-  const std::string layout = layout_json(model, config.weights, config.tile_elements);
+  const std::string layout = layout_json(model, config.weights, config.optimizer.kind, config.tile_elements);
   rapidjson::StringBuffer buffer;
   Writer out(buffer);
   out.StartObject();
@@ -106,16 +109,24 @@ StoredModel parse_store_description(const std::string& text, const std::string& 
   }
   const auto& layout = document["layout"];
   if (!layout.IsObject() || !layout.HasMember("weights") || !layout["weights"].IsString() ||
-      !layout.HasMember("tile_elements") || !layout["tile_elements"].IsUint64() || !layout.HasMember("blocks") ||
-      !layout["blocks"].IsArray() || !document["attachments"].IsArray()) {
+      !layout.HasMember("optimizer") || !layout["optimizer"].IsString() || !layout.HasMember("tile_elements") ||
+      !layout["tile_elements"].IsUint64() || !layout.HasMember("blocks") || !layout["blocks"].IsArray() ||
+      !document["attachments"].IsArray()) {
     corrupt(object);
   }
   StoredModel stored;
   const std::string type = text_of(layout["weights"]);
   constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-  const auto* const known = std::ranges::find(kTypes, std::string_view(type), name_of);
+  const auto* const known = std::ranges::find(kTypes, std::string_view(type), [](DType t) { return name_of(t); });
   if (known == std::end(kTypes)) corrupt(object);
   stored.weights = *known;
+  const std::string optimizer = text_of(layout["optimizer"]);
+  constexpr OptimizerKind kKinds[] = {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion,
+                                      OptimizerKind::kSgd};
+  const auto* const kind =
+      std::ranges::find(kKinds, std::string_view(optimizer), [](OptimizerKind k) { return name_of(k); });
+  if (kind == std::end(kKinds)) corrupt(object);
+  stored.optimizer = *kind;
   stored.tile_elements = layout["tile_elements"].GetUint64();
   if (stored.tile_elements == 0 || stored.tile_elements % kPartitionUnit != 0) corrupt(object);
   for (const auto& block : layout["blocks"].GetArray()) {
@@ -136,7 +147,8 @@ StoredModel parse_store_description(const std::string& text, const std::string& 
     if (!is_plain_file_name(name)) corrupt(object);
     stored.model.attachments.push_back({name, text_of(attachment[1])});
   }
-  stored.fingerprint = fingerprint_of(layout_json(stored.model, stored.weights, stored.tile_elements));
+  stored.fingerprint =
+      fingerprint_of(layout_json(stored.model, stored.weights, stored.optimizer, stored.tile_elements));
   return stored;
 }
 

@@ -11,8 +11,8 @@
 
 namespace spillway {
 
-// The fingerprint covers parameters (names, shapes, order, frozen or not), weight type and tile size: whatever must be
-// equal for a store's bytes to mean the same. Attachments and visits are not part of it.
+// The fingerprint covers parameters (names, shapes, order, frozen or not), weight type, optimizer and tile size:
+// whatever must be equal for a store's bytes to mean the same. Attachments and visits are not part of it.
 StoreIdentity describe_store(const Config& config, const ModelDescription& model);
 
 // What an attachment may be called: a name in the directory it is written to, and nothing outside it.
@@ -21,6 +21,7 @@ bool is_plain_file_name(const std::string& name);
 struct StoredModel {
   ModelDescription model;  // visits empty
   DType weights = DType::kFloat32;
+  OptimizerKind optimizer = OptimizerKind::kAdam;
   std::uint64_t tile_elements = 0;
   std::uint64_t fingerprint = 0;
 };

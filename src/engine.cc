@@ -10,7 +10,6 @@
 #include <exception>
 #include <utility>
 
-#include "spillway/adam.h"
 #include "spillway/bf16.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
@@ -47,6 +46,7 @@ class StepEngine final : public Engine {
     commit_every_ = config.commit_every.value_or(1);
     choose_commit_interval_ = machinery_.store && written_back_ && !config.commit_every;
     blob_.reserve(kBlobCapacity);
+    scalars_.reserve(plan_.groups.values.size());
     if (machinery_.resumed) resume();
   }
 
@@ -95,7 +95,8 @@ class StepEngine final : public Engine {
   Machinery machinery_;
   VisitCursor cursor_;  // without given visits the first step of this process teaches it; a store keeps no order
   std::vector<std::uint32_t> visit_blocks_;
-  std::uint32_t leases_ = 0;  // while weights stay in HBM; places count their own
+  std::vector<OptimizerScalars> scalars_;  // of this step, by parameter group
+  std::uint32_t leases_ = 0;               // while weights stay in HBM; places count their own
 
   std::uint64_t step_ = 0, durable_step_ = 0;
   std::vector<std::byte> blob_;
@@ -239,17 +240,10 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     report.learning_rate = learning_rate(config_, report.step);
     double scale = 1;
     if (config_.gradient_clipping > 0) scale = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
-    const OptimizerConfig& optimizer = config_.optimizer;
-    const AdamHyper hyper{.learning_rate = report.learning_rate,
-                          .beta1 = optimizer.beta1,
-                          .beta2 = optimizer.beta2,
-                          .epsilon = optimizer.epsilon,
-                          .weight_decay = optimizer.weight_decay,
-                          .decoupled_decay = optimizer.decoupled_decay,
-                          .bias_correction = optimizer.bias_correction};
+    scalars_of(config_, plan_.groups, report.step, scale, scalars_);
     const auto update_start = Clock::now();
     updating_ = true;  // from here on the step is not taken back: what was overwritten in memory is gone
-    machinery_.updater->run(adam_scalars(hyper, report.step, scale));
+    machinery_.updater->run(scalars_);
     const double update_seconds = seconds_since(update_start);
     updating_ = false;
     step_ = report.step;
@@ -420,6 +414,7 @@ void StepEngine::export_weights(bool exact, const WeightSink& sink) {
 std::vector<std::string> StepEngine::describe() const {
   std::vector<std::string> facts;
   facts.push_back("device: " + machinery_.device->describe());
+  for (std::string& group : describe_groups(plan_.groups, model_)) facts.push_back(std::move(group));
   std::uint64_t bytes[3] = {};
   for (const TilePlace& tile : plan_.tile_places) {
     for (Part part : {Part::kWeights, Part::kStates}) {

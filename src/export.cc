@@ -135,6 +135,7 @@ ExportedStore export_store(const std::vector<std::filesystem::path>& paths, cons
   const StoredModel stored = parse_store_description(TileStore::read_description(paths), paths.front().string());
   Config config;
   config.weights = stored.weights;
+  config.optimizer.kind = stored.optimizer;
   config.tile_elements = stored.tile_elements;
   config.states = config.parameters = Placement::kNvme;
   config.nvme_paths = paths;

@@ -95,9 +95,12 @@ class Planner {
                    "take 4194304, the default"});
     }
     // Padding has no gradient and no moments: without epsilon its update would be 0 / 0.
-    if (!(static_cast<float>(config_.optimizer.epsilon) > 0)) {
-      throw Error(Code::kInvalidArgument, {"optimizer.params.eps", "is 0 in fp32, so that Adam would divide 0 by 0", 0,
-                                           "take 1e-8, the default"});
+    const bool divides = has_exp_avg_sq(config_.optimizer.kind);
+    if (divides && !(static_cast<float>(config_.optimizer.epsilon) > 0)) {
+      throw Error(Code::kInvalidArgument,
+                  {"optimizer.params.eps",
+                   fmt::format("is 0 in fp32, so that {} would divide 0 by 0", name_of(config_.optimizer.kind)), 0,
+                   "take the default"});
     }
     check_placements();
   }
@@ -135,6 +138,7 @@ class Planner {
   void cut_blocks() {
     if (model_.blocks.empty())
       throw Error(Code::kInvalidArgument, {"model", "has no blocks", 0, "describe at least one"});
+    plan_.groups = group_parameters(config_, model_);
     std::set<std::string> names;
     for (std::uint32_t b = 0; b < model_.blocks.size(); ++b) {
       for (const Parameter& parameter : model_.blocks[b].parameters) {
@@ -150,9 +154,13 @@ class Planner {
       block.partition = partition_block(model_.blocks[b]);
       block.first_tile = static_cast<std::uint32_t>(plan_.tiles.size());
       for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, 0, 1)) {
-        plan_.tiles.push_back({b, range});
-        plan_.tile_places.push_back(
-            {.shape = {.count = range.count, .type = config_.weights, .trainable = range.trainable}});
+        auto groups =
+            range.trainable ? ranges_of(block.partition, plan_.groups.parameter[b], range) : std::vector<GroupRange>{};
+        plan_.tiles.push_back({b, range, std::move(groups)});
+        plan_.tile_places.push_back({.shape = {.count = range.count,
+                                               .type = config_.weights,
+                                               .trainable = range.trainable,
+                                               .optimizer = config_.optimizer.kind}});
       }
       block.tiles = static_cast<std::uint32_t>(plan_.tiles.size()) - block.first_tile;
       plan_.blocks.push_back(std::move(block));

@@ -10,6 +10,7 @@
 #include "spillway/config.h"
 #include "spillway/engine.h"
 #include "spillway/model.h"
+#include "src/parameter_groups.h"
 #include "src/partition.h"
 #include "swap/tile_place.h"
 #include "swap/tile_store.h"
@@ -32,6 +33,7 @@ struct BlockPlan {
 struct TilePlan {
   std::uint32_t block = 0;
   TileRange range;
+  std::vector<GroupRange> groups;  // empty when frozen
 };
 
 struct HbmPlan {
@@ -47,6 +49,7 @@ struct HostPlan {
 };
 
 struct Plan {
+  ParameterGroups groups;
   std::vector<BlockPlan> blocks;
   std::vector<TilePlan> tiles;
   std::vector<TilePlace> tile_places;  // index as tiles

@@ -9,10 +9,10 @@
 
 #include "spillway/bf16.h"
 #include "spillway/error.h"
+#include "spillway/fp16.h"
 #include "spillway/io_queue.h"
 #include "spillway/safetensors.h"
 #include "spillway/units.h"
-#include "src/fp16.h"
 #include "src/json_tree.h"
 #include "src/plain_file.h"
 #include "src/safetensors_header.h"

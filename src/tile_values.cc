@@ -37,7 +37,7 @@ TileArrays arrays_of(const TilePlace& place, const TileMemory& memory) {
   std::byte* states = memory.part[index_of(Part::kStates)];
   if (place.shape.type == DType::kFloat32) return {reinterpret_cast<float*>(weights), nullptr, nullptr};
   return {nullptr, reinterpret_cast<std::uint16_t*>(weights),
-          states ? reinterpret_cast<std::int16_t*>(states + state_offsets(place.shape).residual) : nullptr};
+          states ? reinterpret_cast<std::int16_t*>(states + state_offsets(place.shape).master) : nullptr};
 }
 
 }  // namespace

@@ -7,15 +7,16 @@
 namespace spillway {
 namespace {
 
-AdamTile adam_tile(const TilePlace& place, const TileMemory& memory, const std::byte* gradient) {
+OptimizerTile tile_arrays(const TilePlace& place, const TileMemory& memory, const std::byte* gradient) {
   const StateOffsets at = state_offsets(place.shape);
   std::byte* states = memory.part[index_of(Part::kStates)];
-  AdamTile tile;
+  OptimizerTile tile;
   tile.type = place.shape.type;
   tile.weight = memory.part[index_of(Part::kWeights)];
-  if (place.shape.type == DType::kBFloat16) tile.residual = reinterpret_cast<std::int16_t*>(states + at.residual);
-  tile.exp_avg = reinterpret_cast<float*>(states + at.exp_avg);
-  tile.exp_avg_sq = reinterpret_cast<float*>(states + at.exp_avg_sq);
+  if (tile.type == DType::kBFloat16) tile.residual = reinterpret_cast<std::int16_t*>(states + at.master);
+  if (tile.type == DType::kFloat16) tile.master = reinterpret_cast<float*>(states + at.master);
+  if (has_exp_avg(place.shape.optimizer)) tile.exp_avg = reinterpret_cast<float*>(states + at.exp_avg);
+  if (has_exp_avg_sq(place.shape.optimizer)) tile.exp_avg_sq = reinterpret_cast<float*>(states + at.exp_avg_sq);
   tile.gradient = gradient;
   tile.count = place.shape.count;
   return tile;
@@ -60,7 +61,7 @@ void Updater::cancel_read_ahead() {
   loading_ = 0;
 }
 
-void Updater::run(const AdamScalars& scalars) {
+void Updater::run(std::span<const OptimizerScalars> scalars) {
   if (plan_.gradients_in_hbm) return run_on_device(scalars);
   for (std::size_t i = 0; i < order_.size(); ++i) {
     start_loads(i);
@@ -74,22 +75,24 @@ void Updater::run(const AdamScalars& scalars) {
 
 // The bytes are verified in the pass that updates them: a mismatch is found behind the pass and before anything of it
 // is saved.
-void Updater::update(std::uint32_t t, std::uint32_t buffer, const AdamScalars& scalars) {
+void Updater::update(std::uint32_t t, std::uint32_t buffer, std::span<const OptimizerScalars> scalars) {
   const TilePlan& place = plan_.tiles[t];
   const TileMemory memory = mover_.arrive(buffer);
   const std::byte* gradient =
       gradients_.gradient(place.block) + place.range.first * size_of(plan_.tile_places[t].shape.type);
-  const TileUpdate update{.tile = adam_tile(plan_.tile_places[t], memory, gradient),
+  const TileUpdate update{.tile = tile_arrays(plan_.tile_places[t], memory, gradient),
+                          .groups = place.groups,
+                          .scalars = scalars,
                           .weights = mover_.expected_hashes(buffer, Part::kWeights, Save::kUpdated),
                           .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated)};
   const auto start = std::chrono::steady_clock::now();
-  const bool finite = update_tile(update, scalars, workers_);
+  const bool finite = update_tile(update, workers_);
   adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   mover_.verify(buffer);
   if (!finite) overflowed(tile_name(plan_, model_, t));
 }
 
-void Updater::run_on_device(const AdamScalars& scalars) {
+void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {
   const auto start = std::chrono::steady_clock::now();
   auto* finite = reinterpret_cast<std::uint32_t*>(device_.hbm().data() + plan_.hbm.finite.offset);
   device_.fill_async(finite, std::byte{1}, sizeof *finite, stream_);
@@ -99,7 +102,12 @@ void Updater::run_on_device(const AdamScalars& scalars) {
     for (std::size_t part = 0; part < kParts; ++part) memory.part[part] = device_.hbm().data() + place.offset[part];
     const std::byte* gradient =
         gradients_.gradient(plan_.tiles[t].block) + plan_.tiles[t].range.first * size_of(place.shape.type);
-    device_.adam_async(adam_tile(place, memory, gradient), scalars, finite, stream_);
+    std::uint64_t begin = 0;
+    for (const GroupRange& range : plan_.tiles[t].groups) {
+      device_.update_async(tile_arrays(place, memory, gradient), scalars[range.group], begin, range.end, finite,
+                           stream_);
+      begin = range.end;
+    }
   }
   // The flag comes down through the page behind the norms.
   const std::uint32_t flag = gradients_.fetch_flag(finite, stream_);

@@ -1,14 +1,15 @@
-// The optimizer's part of a step: every trainable tile through Adam, tile by tile, the next ones being read and the
+// The optimizer's part of a step: every trainable tile, one by one, the next ones being read and the
 // last ones being written meanwhile. One thread at a time. Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "kernels/device.h"
 #include "kernels/tile_update.h"
-#include "spillway/adam.h"
+#include "spillway/optimizer.h"
 #include "src/gradients.h"
 #include "src/plan.h"
 #include "swap/tile_mover.h"
@@ -20,7 +21,7 @@ class Updater {
   Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers, TileMover& mover,
           GradientCollector& gradients, Stream& stream);
 
-  void run(const AdamScalars& scalars);
+  void run(std::span<const OptimizerScalars> scalars);  // by parameter group
   // Starts reading the first tiles; run() then finds them on their way. Call at most once before each run().
   void read_ahead();
 
@@ -30,9 +31,9 @@ class Updater {
   double adam_seconds() const noexcept { return adam_seconds_; }  // all runs together
 
  private:
-  void run_on_device(const AdamScalars& scalars);
+  void run_on_device(std::span<const OptimizerScalars> scalars);
   void start_loads(std::size_t upto);
-  void update(std::uint32_t tile, std::uint32_t buffer, const AdamScalars& scalars);
+  void update(std::uint32_t tile, std::uint32_t buffer, std::span<const OptimizerScalars> scalars);
   [[noreturn]] void overflowed(const std::string& where) const;
 
   const Plan& plan_;

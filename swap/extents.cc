@@ -5,8 +5,8 @@ namespace spillway {
 std::uint64_t payload_bytes(const TileShape& tile, Part part) {
   if (part == Part::kWeights) return tile.count * size_of(tile.type);
   if (!tile.trainable) return 0;
-  const std::uint64_t residual = tile.type == DType::kBFloat16 ? 2 : 0;  // fp32 weights are their own master
-  return tile.count * (4 + 4 + residual);
+  const std::uint64_t master = tile.type == DType::kFloat32 ? 0 : tile.type == DType::kBFloat16 ? 2 : 4;
+  return tile.count * (4 * moments_of(tile.optimizer) + master);
 }
 
 std::uint64_t extent_bytes(const TileShape& tile, Part part) {
@@ -14,7 +14,9 @@ std::uint64_t extent_bytes(const TileShape& tile, Part part) {
 }
 
 StateOffsets state_offsets(const TileShape& tile) {
-  return {.exp_avg = 0, .exp_avg_sq = tile.count * 4, .residual = tile.count * 8};
+  return {.exp_avg = 0,
+          .exp_avg_sq = has_exp_avg(tile.optimizer) ? tile.count * 4 : 0,
+          .master = tile.count * 4 * moments_of(tile.optimizer)};
 }
 
 StoreLayout lay_out_store(std::span<const TileShape> tiles, const StoreGeometry& geometry) {

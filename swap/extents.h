@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "spillway/dtype.h"
+#include "spillway/optimizer.h"
 #include "spillway/units.h"
 
 namespace spillway {
@@ -33,11 +34,13 @@ struct TileShape {
   std::uint64_t count = 0;  // elements, a multiple of 1,024
   DType type = DType::kFloat32;
   bool trainable = true;
+  OptimizerKind optimizer = OptimizerKind::kAdam;
 };
 
-// Byte offsets inside the states of a tile: | exp_avg | exp_avg_sq | residual (bf16 only) |
+// Byte offsets inside the states of a tile: | exp_avg | exp_avg_sq | master |, of the first two what the optimizer
+// keeps. Master: a bf16 weight's residual, an fp16 weight's fp32 master; an fp32 weight is its own.
 struct StateOffsets {
-  std::uint64_t exp_avg = 0, exp_avg_sq = 0, residual = 0;
+  std::uint64_t exp_avg = 0, exp_avg_sq = 0, master = 0;
 };
 
 std::uint64_t payload_bytes(const TileShape& tile, Part part);

@@ -14,7 +14,7 @@
 
 namespace spillway {
 
-inline constexpr std::uint32_t kFormatVersion = 2;  // 2: a store may lie in several paths
+inline constexpr std::uint32_t kFormatVersion = 3;  // 2: several paths; 3: the description names the optimizer
 inline constexpr std::uint64_t kBlobCapacity = 16 * kKiB;
 
 struct TileCommit {

@@ -158,7 +158,7 @@ std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Create
   }
   if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size()) {
     throw Error(Code::kInvalidArgument,
-                {path, "made for another model, weight type or tile size", 0,
+                {path, "made for another model, weight type, optimizer or tile size", 0,
                  "use the model and settings it was made with, name another nvme_path, or start over with --fresh"});
   }
   Created as_stored = shape;

@@ -12,18 +12,16 @@
 
 #include "spillway/dtype.h"
 #include "spillway/io_queue.h"
+#include "spillway/optimizer.h"
 
 namespace spillway {
 
 enum class Placement : std::uint8_t { kHbm, kHost, kNvme };  // offload device: none, cpu, nvme
 
-struct OptimizerConfig {
-  double learning_rate = 1e-3;
-  double beta1 = 0.9, beta2 = 0.999;
-  double epsilon = 1e-8;
-  double weight_decay = 0;
-  bool decoupled_decay = true;  // AdamW; false: L2 (Adam with adam_w_mode false)
-  bool bias_correction = true;
+// Trainable parameters with a learning rate or weight decay of their own.
+struct ParameterGroup {
+  std::vector<std::string> parameters;                // names, as shell patterns: * stands for anything
+  std::optional<double> learning_rate, weight_decay;  // the optimizer's when missing
 };
 
 enum class ScheduleKind : std::uint8_t { kConstant, kWarmup, kWarmupDecay, kWarmupCosine };
@@ -41,7 +39,7 @@ struct Config {
   std::uint32_t gradient_accumulation = 1;  // gradient_accumulation_steps
   double gradient_clipping = 1;             // maximal norm, 0: off; the default is DeepSpeed's (0.19)
   DType weights = DType::kFloat32;          // bf16.enabled
-  OptimizerConfig optimizer;
+  OptimizerConfig optimizer;                // optimizer.type and params; each type has DeepSpeed's defaults
   ScheduleConfig schedule;
 
   Placement states = Placement::kHbm;             // offload_optimizer.device
@@ -53,9 +51,11 @@ struct Config {
 
   // Section "spillway". Absent budgets take what the plan asks for (nvme: what the store needs).
   std::optional<std::uint64_t> hbm_bytes, host_bytes, nvme_bytes;
-  std::uint64_t tile_elements = 4 << 20;      // multiple of 1,024
-  std::optional<std::uint32_t> commit_every;  // steps between commits; 0: one slot, no resume
-  unsigned threads = 0;                       // compute threads; 0: one per core this process may use
+  std::uint64_t tile_elements = 4 << 20;         // multiple of 1,024
+  std::optional<std::uint32_t> commit_every;     // steps between commits; 0: one slot, no resume
+  bool no_decay = false;                         // parameters of fewer than two dimensions: biases and norms
+  std::vector<ParameterGroup> parameter_groups;  // the first one that matches decides
+  unsigned threads = 0;                          // compute threads; 0: one per core this process may use
   IoEngineKind io_engine = IoEngineKind::kAuto;
 };
 

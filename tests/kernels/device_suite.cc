@@ -5,8 +5,8 @@
 #include <cstring>
 #include <limits>
 
-#include "kernels/adam.h"
 #include "kernels/convert.h"
+#include "kernels/optimizer.h"
 #include "spillway/bf16.h"
 #include "spillway/units.h"
 #include "tests/kernels/random.h"
@@ -267,13 +267,23 @@ TEST_P(DeviceSuite, AdamHasTheBitsOfTheReferenceAndReportsWhatIsNotFinite) {
     if (overflow) gradient[99'999] = float_to_bf16(1e30f);
     upload(0 * kMiB, weight), upload(1 * kMiB, residual), upload(2 * kMiB, exp_avg), upload(3 * kMiB, exp_avg_sq);
     upload(4 * kMiB, gradient), upload(5 * kMiB, std::vector<std::uint32_t>{1});
-    const AdamScalars scalars = adam_scalars({.weight_decay = 0.1}, 2, 0.5);
-    device_->adam_async({DType::kBFloat16, hbm<void*>(0), hbm<std::int16_t>(kMiB), hbm<float>(2 * kMiB),
-                         hbm<float>(3 * kMiB), hbm<void*>(4 * kMiB), count},
-                        scalars, hbm<std::uint32_t>(5 * kMiB), *a_);
-    const bool finite = adam_update_reference(
-        {DType::kBFloat16, weight.data(), residual.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data(), count},
-        scalars, 0, count);
+    const OptimizerScalars scalars = optimizer_scalars({.weight_decay = 0.1}, 2, 0.5);
+    const std::size_t begin = 1'024;  // a parameter group starts there
+    const auto tile = [count](void* w, std::int16_t* r, float* m, float* v, const void* g) {
+      return OptimizerTile{.type = DType::kBFloat16,
+                           .weight = w,
+                           .residual = r,
+                           .exp_avg = m,
+                           .exp_avg_sq = v,
+                           .gradient = g,
+                           .count = count};
+    };
+    device_->update_async(
+        tile(hbm<void*>(0), hbm<std::int16_t>(kMiB), hbm<float>(2 * kMiB), hbm<float>(3 * kMiB), hbm<void*>(4 * kMiB)),
+        scalars, begin, count, hbm<std::uint32_t>(5 * kMiB), *a_);
+    const bool finite = optimizer_update_reference(
+        tile(weight.data(), residual.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data()), scalars, begin,
+        count);
     EXPECT_EQ(finite, !overflow);
     EXPECT_EQ(download<std::uint32_t>(5 * kMiB, 1)[0], finite ? 1u : 0u);
     EXPECT_EQ(download<std::uint16_t>(0, count), weight);

@@ -1,4 +1,4 @@
-// Random input for the tests of kernels. The seed is printed; `SPILLWAY_SEED=123 ./adam_test` runs the same again.
+// Random input for the tests of kernels. The seed is printed; `SPILLWAY_SEED=123 ./optimizer_test` runs the same again.
 #pragma once
 
 #include <bit>

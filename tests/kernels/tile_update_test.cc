@@ -5,11 +5,10 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/adam.h"
+#include "kernels/optimizer.h"
 #include "kernels/workers.h"
-#include "random.h"
-#include "spillway/bf16.h"
 #include "spillway/units.h"
+#include "tests/kernels/optimizer_tile.h"
 
 namespace spillway {
 namespace {
@@ -18,35 +17,37 @@ constexpr std::uint64_t kPadding = 64 * kKiB;
 
 // A tile as it lies in memory: an extent of weights and one of states, both padded.
 struct Tile {
-  Tile(DType type, std::size_t elements, std::uint64_t seed) : type(type), count(elements) {
-    weights.resize(align_up(count * size_of(type), kPadding));
-    states.resize(align_up(count * (type == DType::kBFloat16 ? 10 : 8), kPadding));
-    gradient.resize(count * size_of(type));
+  Tile(DType dtype, OptimizerKind optimizer, std::size_t elements, std::uint64_t seed)
+      : type(dtype), kind(optimizer), count(elements) {
     std::mt19937_64 random(seed);
     const auto small = [&random] { return static_cast<float>(static_cast<std::int32_t>(random())) * 1e-10f; };
-    for (std::size_t i = 0; i < count; ++i) {
-      put(weights, i, small());
-      put(gradient, i, small());
-      const float m = small(), v = std::abs(small());
-      std::memcpy(states.data() + 4 * i, &m, 4);
-      std::memcpy(states.data() + 4 * (count + i), &v, 4);
-      if (type == DType::kBFloat16) std::memcpy(states.data() + 8 * count + 2 * i, &i, 2);
-    }
+    OwnedTile values(type, kind, count);
+    for (std::size_t i = 0; i < count; ++i) values.set(i, small(), small(), std::abs(small()), small());
+    weights = values.weight;
+    gradient = values.gradient;
+    const auto append = [this](const auto& array) {
+      const auto bytes = std::as_bytes(std::span(array));
+      states.insert(states.end(), bytes.begin(), bytes.end());
+    };
+    append(values.exp_avg), append(values.exp_avg_sq), append(values.residual), append(values.master);
+    weights.resize(align_up(weights.size(), kPadding));
+    states.resize(align_up(states.size(), kPadding));
   }
-  void put(std::vector<std::byte>& to, std::size_t i, float value) const {
-    const std::uint16_t half = float_to_bf16(value);
-    std::memcpy(to.data() + i * size_of(type), type == DType::kFloat32 ? static_cast<void*>(&value) : (void*)&half,
-                size_of(type));
-  }
-  AdamTile arrays() {
-    AdamTile tile{.type = type, .weight = weights.data(), .gradient = gradient.data(), .count = count};
-    tile.exp_avg = reinterpret_cast<float*>(states.data());
-    tile.exp_avg_sq = tile.exp_avg + count;
-    if (type == DType::kBFloat16) tile.residual = reinterpret_cast<std::int16_t*>(states.data() + 8 * count);
+  OptimizerTile arrays() {
+    OptimizerTile tile{.type = type, .weight = weights.data(), .gradient = gradient.data(), .count = count};
+    std::byte* at = states.data();
+    const auto next = [&at, this](auto*& array, bool there) {
+      if (!there) return;
+      array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(at);
+      at += count * sizeof(*array);
+    };
+    next(tile.exp_avg, has_exp_avg(kind)), next(tile.exp_avg_sq, has_exp_avg_sq(kind));
+    next(tile.residual, type == DType::kBFloat16), next(tile.master, type == DType::kFloat16);
     return tile;
   }
 
   DType type;
+  OptimizerKind kind;
   std::size_t count;
   std::vector<std::byte> weights, states, gradient;
 };
@@ -59,20 +60,27 @@ std::vector<std::uint64_t> granules_of(std::span<const std::byte> extent) {
   return sums;
 }
 
-class TileUpdateTest : public ::testing::TestWithParam<std::tuple<DType, std::size_t>> {};
+class TileUpdateTest : public ::testing::TestWithParam<std::tuple<DType, OptimizerKind, std::size_t>> {};
 
 TEST_P(TileUpdateTest, HashesAndUpdatesAsSeparatePassesDo) {
-  const auto [type, count] = GetParam();
+  const auto [type, kind, count] = GetParam();
   const auto workers = create_workers(3);
-  const AdamScalars scalars = adam_scalars({.weight_decay = 0.01}, 7, 0.5);
-  Tile wanted(type, count, 1);
+  // Groups that end inside a hashed piece's neighbour, inside a group of pieces, and at the end.
+  const OptimizerScalars scalars[] = {optimizer_scalars({.kind = kind, .weight_decay = 0.01}, 7, 0.5),
+                                      optimizer_scalars({.kind = kind, .learning_rate = 1e-2}, 7, 0.5)};
+  const GroupRange groups[] = {{count / 1024 / 3 * 1024, 1}, {count / 1024 / 2 * 1024, 0}, {count, 1}};
+  Tile wanted(type, kind, count, 1);
   const auto weights_before = granules_of(wanted.weights), states_before = granules_of(wanted.states);
-  EXPECT_TRUE(adam_update_reference(wanted.arrays(), scalars, 0, count));
+  std::uint64_t begin = 0;
+  for (const GroupRange& range : groups) {
+    EXPECT_TRUE(optimizer_update_reference(wanted.arrays(), scalars[range.group], begin, range.end));
+    begin = range.end;
+  }
   const auto weights_after = granules_of(wanted.weights), states_after = granules_of(wanted.states);
 
   // Bits: weights before and after, states before and after. What a run asks for, each alone, and nothing.
   for (const unsigned choice : {15u, 1u, 2u, 4u, 8u, 0u}) {
-    Tile tile(type, count, 1);
+    Tile tile(type, kind, count, 1);
     std::vector<std::uint64_t> sums[4];
     const auto room = [&](unsigned which, std::size_t granules) -> std::span<std::uint64_t> {
       if ((choice >> which & 1) != 0) sums[which].assign(granules, 0);
@@ -80,9 +88,11 @@ TEST_P(TileUpdateTest, HashesAndUpdatesAsSeparatePassesDo) {
     };
     const std::size_t w = weights_before.size(), s = states_before.size();
     const TileUpdate update{.tile = tile.arrays(),
+                            .groups = groups,
+                            .scalars = scalars,
                             .weights = {tile.weights, room(0, w), room(1, w)},
                             .states = {tile.states, room(2, s), room(3, s)}};
-    ASSERT_TRUE(update_tile(update, scalars, *workers));
+    ASSERT_TRUE(update_tile(update, *workers));
     EXPECT_EQ(tile.weights, wanted.weights) << choice;
     EXPECT_EQ(tile.states, wanted.states) << choice;
     const std::vector<std::uint64_t>* all[] = {&weights_before, &weights_after, &states_before, &states_after};
@@ -95,23 +105,32 @@ TEST_P(TileUpdateTest, HashesAndUpdatesAsSeparatePassesDo) {
 }
 
 TEST_P(TileUpdateTest, AValueThatIsNotFiniteIsReported) {
-  const auto [type, count] = GetParam();
+  const auto [type, kind, count] = GetParam();
   const auto workers = create_workers(2);
-  Tile tile(type, count, 2);
-  tile.put(tile.gradient, count / 2, 3e38f);
+  Tile tile(type, kind, count, 2);
+  const std::uint32_t infinity = 0x7f800000u;
+  const auto* first = reinterpret_cast<const std::byte*>(&infinity) + (type == DType::kFloat32 ? 0 : 2);
+  std::copy_n(first, size_of(type), tile.gradient.data() + count / 2 * size_of(type));
   std::vector<std::uint64_t> after(granules_of(tile.states).size());
-  const TileUpdate update{.tile = tile.arrays(), .weights = {tile.weights, {}, {}}, .states = {tile.states, {}, after}};
-  EXPECT_FALSE(update_tile(update, adam_scalars({}, 1, 1.0), *workers));
+  const OptimizerScalars scalars[] = {optimizer_scalars({.kind = kind}, 1, 1.0)};
+  const GroupRange groups[] = {{count, 0}};
+  const TileUpdate update{.tile = tile.arrays(),
+                          .groups = groups,
+                          .scalars = scalars,
+                          .weights = {tile.weights, {}, {}},
+                          .states = {tile.states, {}, after}};
+  EXPECT_FALSE(update_tile(update, *workers));
   EXPECT_EQ(after, granules_of(tile.states));
 }
 
 // Whole groups, and tiles that end inside one.
 INSTANTIATE_TEST_SUITE_P(, TileUpdateTest,
-                         ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16),
+                         ::testing::Combine(::testing::ValuesIn(kAllTypes), ::testing::ValuesIn(kAllKinds),
                                             ::testing::Values(1024, 129 * 1024, 256 * 1024)),
                          [](const auto& info) {
-                           return std::string(name_of(std::get<0>(info.param))) +
-                                  std::to_string(std::get<1>(info.param));
+                           return std::string(name_of(std::get<0>(info.param))) + "_" +
+                                  std::string(name_of(std::get<1>(info.param))) + "_" +
+                                  std::to_string(std::get<2>(info.param));
                          });
 
 TEST(GranuleHasher, PartsOfAnySizeGiveTheChecksumsOfWholeGranules) {

@@ -1,13 +1,13 @@
 // A test of the tests: each of these faults must make the same-bits comparison fail, and without one it must hold.
 //
 // Two of them sit in Spillway itself. This program is linked with `--wrap` (meson.build), so that the engine's calls of
-// adam_update and TileStore::note_written arrive here and go on to the real ones, or do not.
+// optimizer_update and TileStore::note_written arrive here and go on to the real ones, or do not.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <atomic>
 
-#include "kernels/adam.h"
+#include "kernels/optimizer.h"
 #include "spillway/error.h"
 #include "swap/tile_store.h"
 #include "tests/src/toy_trainer.h"
@@ -19,13 +19,13 @@ std::atomic<int> fired = 0;
 
 // The linker's names for the two functions, in the C++ ABI's spelling. `note_written` is a member: `this` comes first.
 extern "C" {
-bool __real__ZN8spillway11adam_updateERKNS_8AdamTileERKNS_11AdamScalarsEmm(const spillway::AdamTile& tile,
-                                                                           const spillway::AdamScalars& scalars,
-                                                                           std::size_t begin, std::size_t end);
-bool __wrap__ZN8spillway11adam_updateERKNS_8AdamTileERKNS_11AdamScalarsEmm(const spillway::AdamTile& tile,
-                                                                           const spillway::AdamScalars& scalars,
-                                                                           std::size_t begin, std::size_t end) {
-  const bool finite = __real__ZN8spillway11adam_updateERKNS_8AdamTileERKNS_11AdamScalarsEmm(tile, scalars, begin, end);
+bool __real__ZN8spillway16optimizer_updateERKNS_13OptimizerTileERKNS_16OptimizerScalarsEmm(
+    const spillway::OptimizerTile& tile, const spillway::OptimizerScalars& scalars, std::size_t begin, std::size_t end);
+bool __wrap__ZN8spillway16optimizer_updateERKNS_13OptimizerTileERKNS_16OptimizerScalarsEmm(
+    const spillway::OptimizerTile& tile, const spillway::OptimizerScalars& scalars, std::size_t begin,
+    std::size_t end) {
+  const bool finite =
+      __real__ZN8spillway16optimizer_updateERKNS_13OptimizerTileERKNS_16OptimizerScalarsEmm(tile, scalars, begin, end);
   if (zero_residual && tile.residual) {
     std::fill(tile.residual + begin, tile.residual + end, std::int16_t{0});
     ++fired;

@@ -23,6 +23,7 @@ ModelDescription some_model() {
 Config some_config() {
   Config config;
   config.weights = DType::kBFloat16;
+  config.optimizer.kind = OptimizerKind::kAdagrad;
   config.tile_elements = 5 * 1024;
   return config;
 }
@@ -43,6 +44,7 @@ TEST(StoreDescription, ComesBackAsItWasWritten) {
   const StoreIdentity identity = describe_store(some_config(), model);
   const StoredModel stored = parse_store_description(identity.description, "store");
   EXPECT_EQ(stored.weights, DType::kBFloat16);
+  EXPECT_EQ(stored.optimizer, OptimizerKind::kAdagrad);
   EXPECT_EQ(stored.tile_elements, 5u * 1024);
   EXPECT_EQ(stored.fingerprint, identity.fingerprint);
   ASSERT_EQ(stored.model.blocks.size(), model.blocks.size());
@@ -75,6 +77,7 @@ TEST(StoreDescription, TheFingerprintCoversWhateverTheBytesDependOn) {
   const std::function<void(Config&, ModelDescription&)> changes[] = {
       [](Config& config, ModelDescription&) { config.weights = DType::kFloat32; },
       [](Config& config, ModelDescription&) { config.tile_elements = 1024; },
+      [](Config& config, ModelDescription&) { config.optimizer.kind = OptimizerKind::kLion; },
       [](Config&, ModelDescription& model) { model.blocks[0].name = "other"; },
       [](Config&, ModelDescription& model) { model.blocks[0].parameters[0].name = "other"; },
       [](Config&, ModelDescription& model) {

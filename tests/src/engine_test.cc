@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <functional>
+
 #include "spillway/error.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
@@ -57,10 +59,13 @@ void tighten(Config& config, const ModelDescription& model) {
   }
 }
 
-std::vector<std::uint32_t> train(const Layout& layout, DType type, int steps = 5) {
+using Change = std::function<void(Config&)>;
+
+std::vector<std::uint32_t> train(const Layout& layout, DType type, int steps = 5, const Change& change = {}) {
   TempStore store;
   const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches, layout.visits);
   Config config = config_for(layout, type, store.path());
+  if (change) change(config);
   if (layout.tight) tighten(config, model);
   auto engine = Engine::create(config, model, {.on_existing = OnExisting::kReplace, .poison_released = layout.poison});
   engine->import_weights(testing::toy_weights());
@@ -121,6 +126,67 @@ TEST_P(SameBits, WhereverATensorLives) {
 
 INSTANTIATE_TEST_SUITE_P(, SameBits, ::testing::Values(DType::kFloat32, DType::kBFloat16),
                          [](const auto& info) { return std::string(name_of(info.param)); });
+
+Change optimizer_of(OptimizerKind kind) {
+  return [kind](Config& config) {
+    config.optimizer.kind = kind;
+    config.optimizer.momentum = 0.9;
+    config.no_decay = true;  // the toy's norm and biases
+    config.parameter_groups = {{.parameters = {"h.2.*", "h.3.bias"}, .learning_rate = 5e-3, .weight_decay = {}},
+                               {.parameters = {"wte"}, .learning_rate = {}, .weight_decay = 0.1}};
+  };
+}
+
+class SameBitsOf : public ::testing::TestWithParam<OptimizerKind> {};
+
+// Every optimizer, with parameter groups whose ends lie inside tiles.
+TEST_P(SameBitsOf, TheOptimizerWhereverATensorLives) {
+  for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
+    const Change change = optimizer_of(GetParam());
+    const auto expected = train({.name = "hbm"}, type, 4, change);
+    for (const Layout& layout : layouts()) {
+      const bool chosen = layout.tight || layout.parameters != layout.states;
+      if (chosen) {
+        EXPECT_EQ(train(layout, type, 4, change), expected) << layout.name;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, SameBitsOf,
+                         ::testing::Values(OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion,
+                                           OptimizerKind::kSgd),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+TEST(Engine, AGroupOfAllParametersIsTheOptimizersOwnValues) {
+  const Layout nvme{.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
+  const auto grouped = train(nvme, DType::kBFloat16, 3, [](Config& config) {
+    config.parameter_groups = {{.parameters = {"*"}, .learning_rate = 3e-3, .weight_decay = 0.2}};
+  });
+  EXPECT_EQ(grouped, train(nvme, DType::kBFloat16, 3, [](Config& config) {
+              config.optimizer.learning_rate = 3e-3;
+              config.optimizer.weight_decay = 0.2;
+            }));
+  EXPECT_NE(grouped, train(nvme, DType::kBFloat16, 3));
+  EXPECT_NE(train(nvme, DType::kBFloat16, 3, [](Config& config) { config.no_decay = true; }),
+            train(nvme, DType::kBFloat16, 3));
+}
+
+TEST(Engine, AStoreOfAnotherOptimizerIsRefused) {
+  const Layout nvme{.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
+  TempStore store;
+  const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches);
+  Config config = config_for(nvme, DType::kBFloat16, store.path());
+  config.optimizer.kind = OptimizerKind::kLion;
+  Engine::create(config, model)->import_weights(testing::toy_weights());
+  config.optimizer.kind = OptimizerKind::kAdagrad;  // as many bytes, another meaning
+  try {
+    Engine::create(config, model, {.on_existing = OnExisting::kResume});
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("optimizer"), std::string::npos) << error.what();
+  }
+}
 
 TEST(Engine, TrainsOnAfterResumeAsIfNothingHadHappened) {
   const Layout nvme{.name = "two nvme paths",

@@ -22,6 +22,21 @@ TEST(Extents, PayloadIsTwoPlusTenBytesInBf16AndFourPlusEightInFp32) {
   EXPECT_EQ(payload_bytes(shapes()[3], Part::kStates), 0u);
 }
 
+TEST(Extents, StatesAreTheMomentsOfTheOptimizerAndTheMaster) {
+  for (const auto& [kind, moments] : {std::pair(OptimizerKind::kAdam, 8u), std::pair(OptimizerKind::kAdagrad, 4u),
+                                      std::pair(OptimizerKind::kLion, 4u), std::pair(OptimizerKind::kSgd, 4u)}) {
+    for (const auto& [type, master] :
+         {std::pair(DType::kFloat32, 0u), std::pair(DType::kBFloat16, 2u), std::pair(DType::kFloat16, 4u)}) {
+      const TileShape shape{.count = 1024, .type = type, .optimizer = kind};
+      EXPECT_EQ(payload_bytes(shape, Part::kStates), 1024u * (moments + master));
+      EXPECT_EQ(state_offsets(shape).master, 1024u * moments);
+      EXPECT_EQ(state_offsets(shape).exp_avg, 0u);
+      if (!has_exp_avg_sq(kind)) continue;
+      EXPECT_EQ(state_offsets(shape).exp_avg_sq, kind == OptimizerKind::kAdam ? 4096u : 0u);
+    }
+  }
+}
+
 // With two slots nothing overlaps; with one slot, both slots of a tile are the same place.
 TEST(Extents, PartsOfTheFileNeverOverlap) {
   for (std::uint32_t slots : {1u, 2u}) {

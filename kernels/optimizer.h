@@ -1,0 +1,36 @@
+// What tests, benches and other kernels see of the optimizers besides their public header: the definition, and every
+// instruction set.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+#include <vector>
+
+#include "spillway/optimizer.h"
+
+namespace spillway {
+
+// The same with std::fma, one element at a time: the definition. Results that are not NaN have equal bits on every
+// target; which of two NaNs survives an operation is the processor's choice.
+bool optimizer_update_reference(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,
+                                std::size_t end);
+
+// The same for a caller that reads every piece of this many elements once more before its update: the next piece then
+// comes into the first-level cache as a whole, 28 KiB of five arrays, while this one is updated.
+inline constexpr std::size_t kUpdatePiece = 2048;
+bool optimizer_update_piece(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,
+                            std::size_t end);
+
+// Aborts on arrays that are missing or too many, a range outside the tile or contradicting scalars.
+void check_optimizer_arguments(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,
+                               std::size_t end);
+
+// Instruction sets this machine can run, best first, for tests and benches; and one fixed set's function.
+using OptimizerFunction = bool (*)(const OptimizerTile&, const OptimizerScalars&, std::size_t begin, std::size_t end);
+struct OptimizerTarget {
+  std::string_view name;
+  OptimizerFunction update;
+};
+std::vector<OptimizerTarget> optimizer_targets();
+
+}  // namespace spillway

@@ -1,0 +1,62 @@
+// The optimizer's part of a configuration.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/src/config_text.h"
+
+namespace spillway {
+namespace {
+
+using testing::HasSubstr;
+
+TEST(ConfigOptimizer, AdamIsDecoupledUnlessAdamWModeIsFalse) {
+  const auto decoupled = [](const std::string& optimizer) {
+    return parse(with("\"optimizer\": " + optimizer)).optimizer.decoupled_decay;
+  };
+  EXPECT_TRUE(decoupled(R"({"type": "Adam"})"));
+  EXPECT_TRUE(decoupled(R"({"type": "adamw"})"));
+  EXPECT_TRUE(decoupled(R"({"type": "Adam", "params": {"adam_w_mode": true}})"));
+  EXPECT_FALSE(decoupled(R"({"params": {"adam_w_mode": false}, "type": "Adam"})"));
+  EXPECT_THAT(refusal(with(R"("optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}})")),
+              HasSubstr("contradicts the optimizer's type"));
+  EXPECT_THAT(refusal(with(R"("optimizer": {"type": "Lamb"})")), HasSubstr("allowed: AdamW, Adam, Adagrad, Lion, SGD"));
+}
+
+TEST(ConfigOptimizer, EveryOptimizerHasDeepSpeedsDefaultsAndItsOwnParametersOnly) {
+  const auto optimizer = [](const std::string& text) { return parse(with("\"optimizer\": " + text)).optimizer; };
+  const OptimizerConfig adagrad = optimizer(R"({"type": "Adagrad"})"), lion = optimizer(R"({"type": "Lion"})");
+  EXPECT_EQ(adagrad.kind, OptimizerKind::kAdagrad);
+  EXPECT_EQ(adagrad.learning_rate, 1e-2);
+  EXPECT_EQ(adagrad.epsilon, 1e-10);
+  EXPECT_EQ(lion.kind, OptimizerKind::kLion);
+  EXPECT_EQ(lion.learning_rate, 1e-3);
+  EXPECT_EQ(lion.beta2, 0.99);
+  EXPECT_EQ(optimizer(R"({"type": "Lion", "params": {"betas": [0.8, 0.9], "lr": 5}})").beta2, 0.9);
+  const OptimizerConfig sgd =
+      optimizer(R"({"type": "SGD", "params": {"momentum": 0.9, "nesterov": true, "weight_decay": 0.1}})");
+  EXPECT_EQ(sgd.kind, OptimizerKind::kSgd);
+  EXPECT_EQ(sgd.momentum, 0.9);
+  EXPECT_TRUE(sgd.nesterov);
+  EXPECT_THAT(refusal(with(R"("optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}})")),
+              HasSubstr("optimizer.params.betas: not a parameter of SGD; only of AdamW, Adam, Lion"));
+  EXPECT_THAT(refusal(with(R"("optimizer": {"params": {"momentum": 0.9}})")), HasSubstr("not a parameter of AdamW"));
+  EXPECT_THAT(refusal(with(R"("optimizer": {"type": "SGD", "params": {"nesterov": true}})")),
+              HasSubstr("optimizer.params.nesterov: needs a momentum and no dampening"));
+}
+
+TEST(ConfigOptimizer, ParameterGroupsAreReadStrictly) {
+  const auto groups = [](const std::string& text) {
+    return with("\"spillway\": {\"parameter_groups\": " + text + "}");
+  };
+  EXPECT_TRUE(parse(groups("[]")).parameter_groups.empty());
+  EXPECT_THAT(refusal(groups("{}")), HasSubstr("expected an array of objects"));
+  EXPECT_THAT(refusal(groups("[3]")), HasSubstr("expected an array of objects"));
+  EXPECT_THAT(refusal(groups("[{\"lr\": 1}]")), HasSubstr("group 0 names no parameters"));
+  EXPECT_THAT(refusal(groups("[{\"parameters\": [\"*\"], \"weightdecay\": 1}]")),
+              HasSubstr("unknown key \"spillway.parameter_groups.weightdecay\"; closest key: weight_decay"));
+  EXPECT_THAT(refusal(groups("[{\"parameters\": \"*\"}]")), HasSubstr("expected an array of strings"));
+  EXPECT_THAT(refusal(groups("[{\"parameters\": [\"*\"], \"lr\": -1}]")), HasSubstr("out of range"));
+}
+
+}  // namespace
+}  // namespace spillway
