@@ -56,16 +56,6 @@ void tighten(std::optional<double>& tightest, const fs::path& mount, const fs::p
   }
 }
 
-unsigned affinity_cores() {
-  // The mask must be at least as large as the kernel's own, which only trying tells (sched_getaffinity(2)).
-  for (std::size_t sets = 1; sets <= 64; sets *= 2) {
-    std::vector<cpu_set_t> mask(sets);
-    const std::size_t bytes = sets * sizeof(cpu_set_t);
-    if (sched_getaffinity(0, bytes, mask.data()) == 0) return static_cast<unsigned>(CPU_COUNT_S(bytes, mask.data()));
-  }
-  return std::thread::hardware_concurrency();
-}
-
 std::optional<double> tightest_limit(const CgroupFiles& files, const std::string& controller, ReadLimit v2,
                                      ReadLimit v1) {
   std::optional<double> tightest;
@@ -102,10 +92,20 @@ std::optional<std::uint64_t> memory_limit(const CgroupFiles& files) {
   return static_cast<std::uint64_t>(*bytes);
 }
 
-unsigned usable_cores() {
-  const unsigned cores = std::max(1u, affinity_cores());
-  const auto quota = cpu_quota();
-  return quota && *quota < cores ? std::max(1u, static_cast<unsigned>(*quota)) : cores;
+std::vector<unsigned> affinity_cpus() {
+  std::vector<unsigned> cpus;
+  // The mask must be at least as large as the kernel's own, which only trying tells (sched_getaffinity(2)).
+  for (std::size_t sets = 1; sets <= 64; sets *= 2) {
+    std::vector<cpu_set_t> mask(sets);
+    const std::size_t bytes = sets * sizeof(cpu_set_t);
+    if (sched_getaffinity(0, bytes, mask.data()) != 0) continue;
+    for (unsigned cpu = 0; cpu < bytes * 8; ++cpu) {
+      if (CPU_ISSET_S(cpu, bytes, mask.data())) cpus.push_back(cpu);
+    }
+    return cpus;
+  }
+  for (unsigned cpu = 0; cpu < std::max(1u, std::thread::hardware_concurrency()); ++cpu) cpus.push_back(cpu);
+  return cpus;
 }
 
 }  // namespace spillway

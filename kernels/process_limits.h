@@ -1,10 +1,11 @@
-// What this process may use of the machine: cores (its affinity mask, cut down by the CPU quota of its cgroup and those
-// above it) and memory.
+// What this process may use of the machine: CPUs (its affinity mask), CPU time and memory (the limits of its cgroup and
+// those above it).
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <vector>
 
 namespace spillway {
 
@@ -20,8 +21,8 @@ std::optional<double> cpu_quota(const CgroupFiles& files = {});
 // The tightest memory limit in bytes, v1 or v2; nothing when there is none.
 std::optional<std::uint64_t> memory_limit(const CgroupFiles& files = {});
 
-// At least 1. A quota that is no whole number is rounded down: one thread too many makes the kernel stop all of them
-// for the rest of each period.
-unsigned usable_cores();
+// The affinity mask of the calling thread, which is the process's unless a thread was bound on purpose. At least one,
+// ascending.
+std::vector<unsigned> affinity_cpus();
 
 }  // namespace spillway

@@ -2,11 +2,11 @@
 
 #include <fmt/format.h>
 
-#include <atomic>
 #include <mutex>
 
+#include "kernels/arena_loop.h"
 #include "kernels/float_environment.h"
-#include "kernels/process_limits.h"
+#include "kernels/node_workers.h"
 #include "kernels/tbb_arena.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
@@ -33,15 +33,11 @@ class SingleWorker final : public HostWorkers {
 
 class ArenaWorkers final : public HostWorkers {
  public:
-  explicit ArenaWorkers(unsigned threads) : threads_(threads), arena_(threads) {
-    const unsigned usable = arena_.usable_threads();
-    if (usable == threads) return;
-    log(LogLevel::kWarning,
-        fmt::format("this program limits oneTBB to {} threads (tbb::global_control): computing with {} instead of {}",
-                    usable, usable, threads));
-  }
+  explicit ArenaWorkers(unsigned threads)
+      : threads_(threads), arena_({.threads = threads, .for_callers = 1, .process_threads = threads}) {}
 
   unsigned threads() const noexcept override { return threads_; }
+  unsigned usable_threads() const noexcept { return arena_.usable_threads(); }
 
   unsigned current_slot() const noexcept override {
     const int slot = TbbArena::current_slot();
@@ -51,41 +47,38 @@ class ArenaWorkers final : public HostWorkers {
 
   void parallel_for(std::size_t count, IndexBody body) override {
     if (count == 0) return;
-    Loop loop{body};
-    loop.begun.store(true, std::memory_order_release);
-    arena_.split(count, &Loop::run, &loop);
-    static_cast<void>(loop.ranges_done.load(std::memory_order_acquire));
+    ArenaLoop loop([body](std::size_t begin, std::size_t end) {
+      const DefaultFloatEnvironment environment;
+      for (std::size_t i = begin; i != end; ++i) body(i);
+    });
+    loop.run(arena_, count);
   }
 
  private:
-  // The atomics repeat an order that oneTBB keeps already, where thread sanitizer can see it (kernels/tbb_arena.h):
-  // what the caller wrote before the loop, the bodies read; what they write, the caller reads after it.
-  struct Loop {
-    IndexBody body;
-    std::atomic<bool> begun = false;
-    std::atomic<std::size_t> ranges_done = 0;
-
-    static void run(void* self, std::size_t begin, std::size_t end) {
-      auto& loop = *static_cast<Loop*>(self);
-      static_cast<void>(loop.begun.load(std::memory_order_acquire));
-      {
-        const DefaultFloatEnvironment environment;
-        for (std::size_t i = begin; i != end; ++i) loop.body(i);
-      }
-      loop.ranges_done.fetch_add(1, std::memory_order_release);
-    }
-  };
-
   unsigned threads_;
   TbbArena arena_;
 };
 
+template <class Workers>
+std::unique_ptr<HostWorkers> reported(std::unique_ptr<Workers> workers) {
+  const unsigned usable = workers->usable_threads();
+  if (usable != workers->threads()) {
+    log(LogLevel::kWarning,
+        fmt::format("this program limits oneTBB to {} threads (tbb::global_control): computing with {} instead of {}",
+                    usable, usable, workers->threads()));
+  }
+  return workers;
+}
+
 }  // namespace
 
-std::unique_ptr<HostWorkers> create_workers(unsigned threads) {
-  if (threads == 0) threads = usable_cores();
-  if (threads == 1) return std::make_unique<SingleWorker>();
-  return std::make_unique<ArenaWorkers>(threads);
+std::unique_ptr<HostWorkers> create_workers(std::span<const ThreadShare> shares) {
+  SPILLWAY_CHECK(!shares.empty(), "somebody has to compute");
+  if (shares.size() > 1) return reported(std::make_unique<NodeWorkers>(shares));
+  if (shares[0].threads == 1) return std::make_unique<SingleWorker>();
+  return reported(std::make_unique<ArenaWorkers>(shares[0].threads));
 }
+
+std::unique_ptr<HostWorkers> create_workers(unsigned threads) { return create_workers(share_threads(threads)); }
 
 }  // namespace spillway

@@ -43,6 +43,15 @@ class HostWorkers {
   // not throw. `slot` below threads() is unique among the bodies running at one time: current_slot() inside a body.
   virtual void parallel_for(std::size_t count, IndexBody body) = 0;
   virtual unsigned current_slot() const noexcept = 0;
+
+  // NUMA nodes that groups of the threads are bound to; 1: no thread is bound.
+  virtual unsigned nodes() const noexcept { return 1; }
+  // Runs body(0) … body(count - 1) at the same time, body(n) on a thread of node n, for a count of at most nodes();
+  // parallel_for inside a body spreads over that node's threads alone. Not to be called inside a body.
+  virtual void parallel_for_nodes(std::size_t count, IndexBody body) {
+    SPILLWAY_CHECK(count <= 1, "these threads belong to one node");
+    if (count == 1) body(0);
+  }
 };
 
 // Work for the `host` device: a trivially copyable closure `void(HostWorkers&)` kept in place, so that enqueueing never

@@ -85,6 +85,9 @@ VIOLATIONS = {
         "engine.cc:1: std::fprintf("),
     "IoUringStaysInItsFile": ({"aio/queue.cc": "void f() { io_uring_submit(0); }\n"}, "aio/queue.cc:1: uses io_uring"),
     "IoUringStaysInAio": ({"swap/uring.h": "int n = IORING_OP_READ;\n"}, "swap/uring.h:1: uses io_uring directly"),
+    "HwlocStaysInItsFile": (
+        {"kernels/adam.cc": "void f() { hwloc_topology_init(0); }\n"},
+        "kernels/adam.cc:1: uses hwloc"),
     "CudaStaysInItsFile": ({"kernels/adam.cc": "void f() { cudaMalloc(0, 0); }\n"}, "kernels/adam.cc:1: uses CUDA"),
 }
 

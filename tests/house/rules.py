@@ -48,6 +48,7 @@ PRINT = re.compile(r"(?<![\w.>])(?:std::)?(?:printf|vprintf|puts|putchar|fprintf
                    r"|\bstd::(?:cout|cerr|clog)\b|\bfmt::print\b")
 # A raw interface, the room it is at home in, and what a file there that may use it has in its name.
 RAW = ((re.compile(r"\b(?:io_uring_\w+|IORING_\w+)"), "aio", "uring", "io_uring"),
+       (re.compile(r"\b(?:hwloc_\w+|HWLOC_\w+)"), "kernels", "topology", "hwloc"),
        (re.compile(r"\b(?:cuda[A-Z]\w*|cu[A-Z]\w*)\s*\("), "kernels", "cuda", "CUDA"))
 
 

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace spillway {
 namespace {
@@ -77,17 +78,20 @@ TEST_F(ProcessLimits, OtherHierarchiesAndBrokenLinesAreSkipped) {
   EXPECT_EQ(quota(), std::nullopt);
 }
 
-TEST(UsableCores, FollowTheAffinityMask) {
-  unsigned cores = 0;
+TEST(AffinityCpus, AreThoseOfTheCallingThreadsMask) {
+  const std::vector<unsigned> all = affinity_cpus();
+  unsigned bound_to = 0;
+  std::vector<unsigned> cpus;
   std::jthread([&] {
     cpu_set_t one;
     CPU_ZERO(&one);
-    CPU_SET(static_cast<unsigned>(sched_getcpu()), &one);
+    bound_to = all.back();
+    CPU_SET(bound_to, &one);
     ASSERT_EQ(sched_setaffinity(0, sizeof one, &one), 0);
-    cores = usable_cores();
+    cpus = affinity_cpus();
   }).join();
-  EXPECT_EQ(cores, 1u);
-  EXPECT_GE(usable_cores(), 1u);
+  EXPECT_EQ(cpus, std::vector<unsigned>{bound_to});
+  EXPECT_EQ(affinity_cpus(), all);
 }
 
 TEST_F(ProcessLimits, MemoryHasTheTightestLimitOfAllAncestorsInEitherVersion) {

@@ -4,6 +4,7 @@
 #include <tbb/global_control.h>
 
 #include <atomic>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -15,14 +16,31 @@
 namespace spillway {
 namespace {
 
-class Workers : public testing::TestWithParam<unsigned> {
+// Threads of each node. Several nodes share the CPUs of this process: bound to them, which changes nothing but the
+// path.
+class Workers : public testing::TestWithParam<std::vector<unsigned>> {
  protected:
-  std::unique_ptr<HostWorkers> workers_ = create_workers(GetParam());
+  static std::unique_ptr<HostWorkers> create() {
+    std::vector<ThreadShare> shares;
+    for (unsigned threads : GetParam()) shares.push_back({threads, 0, affinity_cpus()});
+    return create_workers(shares);
+  }
+
+  unsigned threads_ = std::accumulate(GetParam().begin(), GetParam().end(), 0u);
+  std::unique_ptr<HostWorkers> workers_ = create();
 };
-INSTANTIATE_TEST_SUITE_P(Threads, Workers, testing::Values(1, 2, 5));
+using Shares = std::vector<unsigned>;
+INSTANTIATE_TEST_SUITE_P(Shares, Workers,
+                         testing::Values(Shares{1}, Shares{2}, Shares{5}, Shares{2, 2}, Shares{3, 2}, Shares{2, 2, 4}),
+                         [](const auto& info) {
+                           std::string name = "Threads";
+                           for (unsigned threads : info.param) name += "_" + std::to_string(threads);
+                           return name;
+                         });
 
 TEST_P(Workers, EveryIndexRunsOnce) {
-  EXPECT_EQ(workers_->threads(), GetParam());
+  EXPECT_EQ(workers_->threads(), threads_);
+  EXPECT_EQ(workers_->nodes(), GetParam().size());
   for (std::size_t count : {0, 1, 2, 3, 4, 5, 7, 64, 1'000, 10'007}) {
     std::vector<std::atomic<int>> runs(count + 1);
     workers_->parallel_for(count, [&](std::size_t i) { runs[i].fetch_add(1); });
@@ -39,7 +57,7 @@ TEST_P(Workers, ResultsAreVisibleToTheCaller) {
 
 // Four threads call at once; every body holds its slot's flag, so that a slot used twice at one time is seen.
 TEST_P(Workers, ConcurrentCallersShareTheSlots) {
-  std::vector<std::atomic<int>> holders(GetParam());
+  std::vector<std::atomic<int>> holders(threads_);
   std::atomic<int> shared_slots = 0;
   std::vector<std::vector<std::atomic<int>>> runs(4);
   for (auto& each : runs) each = std::vector<std::atomic<int>>(200);
@@ -50,10 +68,10 @@ TEST_P(Workers, ConcurrentCallersShareTheSlots) {
         for (int round = 0; round < 20; ++round) {
           workers_->parallel_for(200, [&](std::size_t i) {
             const unsigned slot = workers_->current_slot();
-            if (slot >= GetParam() || holders[slot].fetch_add(1) != 0) shared_slots.fetch_add(1);
+            if (slot >= threads_ || holders[slot].fetch_add(1) != 0) shared_slots.fetch_add(1);
             runs[caller][i].fetch_add(1);
             if (i % 50 == 0) std::this_thread::yield();
-            if (slot < GetParam()) holders[slot].fetch_sub(1);
+            if (slot < threads_) holders[slot].fetch_sub(1);
           });
         }
       });
@@ -74,13 +92,63 @@ TEST_P(Workers, ABodyMayCallParallelFor) {
   for (const auto& count : runs) ASSERT_EQ(count, 1);
 }
 
+// One body a node, all at one time: they can only meet when they do not wait for each other's end.
+TEST_P(Workers, NodesWorkAtTheSameTimeEachWithItsOwnThreads) {
+  const std::size_t nodes = workers_->nodes();
+  for (std::size_t count = 0; count <= nodes; ++count) {
+    std::atomic<std::size_t> arrived = 0;
+    std::vector<std::vector<int>> runs(nodes, std::vector<int>(1'000));
+    std::vector<std::atomic<unsigned>> slots(nodes);  // a bit each
+    workers_->parallel_for_nodes(count, [&](std::size_t node) {
+      arrived.fetch_add(1);
+      while (arrived < count) std::this_thread::yield();
+      workers_->parallel_for(runs[node].size(), [&](std::size_t i) {
+        ++runs[node][i];
+        slots[node] |= 1u << workers_->current_slot();
+      });
+    });
+    unsigned first_slot = 0;
+    for (std::size_t node = 0; node < nodes; ++node) {
+      for (int run : runs[node]) ASSERT_EQ(run, node < count ? 1 : 0) << node << " of " << count;
+      const unsigned own = ((1u << GetParam()[node]) - 1) << first_slot;
+      EXPECT_EQ(slots[node] & ~own, 0u) << "threads of another node took part";
+      first_slot += GetParam()[node];
+    }
+  }
+}
+
+TEST_P(Workers, ConcurrentCallersOfNodesShareTheSlots) {
+  std::vector<std::atomic<int>> holders(threads_);
+  std::atomic<int> shared_slots = 0, runs = 0;
+  {
+    std::vector<std::jthread> callers;
+    for (int caller = 0; caller < 4; ++caller) {
+      callers.emplace_back([&] {
+        for (int round = 0; round < 50; ++round) {
+          workers_->parallel_for_nodes(workers_->nodes(), [&](std::size_t) {
+            workers_->parallel_for(10, [&](std::size_t) {
+              const unsigned slot = workers_->current_slot();
+              if (holders[slot].fetch_add(1) != 0) shared_slots.fetch_add(1);
+              runs.fetch_add(1);
+              std::this_thread::yield();
+              holders[slot].fetch_sub(1);
+            });
+          });
+        }
+      });
+    }
+  }
+  EXPECT_EQ(shared_slots, 0);
+  EXPECT_EQ(runs, 4 * 50 * 10 * static_cast<int>(workers_->nodes()));
+}
+
 #if defined(__x86_64__)
 TEST_P(Workers, BodiesComputeInTheDefaultFloatEnvironment) {
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(saved | 0x8040u);
   std::atomic<int> flushed = 0;
   {
-    const auto made_while_flushing = create_workers(GetParam());
+    const auto made_while_flushing = create();
     made_while_flushing->parallel_for(1'000, [&](std::size_t) { flushed += (_mm_getcsr() & 0x8040u) != 0; });
   }
   EXPECT_EQ(_mm_getcsr() & 0x8040u, 0x8040u);
@@ -112,8 +180,6 @@ TEST(CreateWorkers, ALimitOfTheHostProgramIsReported) {
   workers->parallel_for(100, [&](std::size_t) { ++runs; });
   EXPECT_EQ(runs, 100);
 }
-
-TEST(CreateWorkers, ZeroMeansTheUsableCores) { EXPECT_EQ(create_workers(0)->threads(), usable_cores()); }
 
 }  // namespace
 }  // namespace spillway

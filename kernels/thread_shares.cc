@@ -1,0 +1,42 @@
+#include "kernels/thread_shares.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/process_limits.h"
+
+namespace spillway {
+namespace {
+
+constexpr unsigned kLeastOnANode = 2;  // an arena of one would not do (workers.cc), and few threads need no nodes
+
+// A quota that is no whole number is rounded down: one thread too many makes the kernel stop all of them for the rest
+// of each period.
+unsigned default_threads(unsigned cores, std::optional<double> quota) {
+  return std::max(1u, quota && *quota < cores ? static_cast<unsigned>(*quota) : cores);
+}
+
+}  // namespace
+
+std::vector<ThreadShare> share_threads(unsigned threads, std::span<const CpuNode> nodes, std::optional<double> quota) {
+  unsigned cores = 0;
+  for (const CpuNode& node : nodes) cores += node.cores;
+  if (threads == 0) threads = default_threads(cores, quota);
+  std::vector<ThreadShare> shares;
+  // Rounding the sums up to each node, and not the parts, leaves no thread over.
+  const auto threads_of = [&](unsigned first_cores) {
+    return static_cast<unsigned>((std::uint64_t{threads} * first_cores + cores / 2) / cores);
+  };
+  unsigned before = 0;
+  for (const CpuNode& node : nodes) {
+    const unsigned share = threads_of(before + node.cores) - threads_of(before);
+    before += node.cores;
+    if (nodes.size() == 1 || share < kLeastOnANode) return {{.threads = threads, .os_index = 0, .cpus = {}}};
+    shares.push_back({share, node.os_index, node.cpus});
+  }
+  return shares;
+}
+
+std::vector<ThreadShare> share_threads(unsigned threads) { return share_threads(threads, usable_nodes(), cpu_quota()); }
+
+}  // namespace spillway

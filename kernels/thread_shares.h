@@ -1,0 +1,25 @@
+// How many compute threads, and on which NUMA nodes.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kernels/topology.h"
+
+namespace spillway {
+
+struct ThreadShare {
+  unsigned threads = 1;
+  unsigned os_index = 0;       // of the node; of no meaning without CPUs
+  std::vector<unsigned> cpus;  // to be bound to; empty: not bound
+};
+
+// Of `threads` on these nodes (0: one per core, as far as the CPU quota goes), each node's part in proportion to its
+// cores. One share, not bound, when there is one node or when a node would get fewer than two threads. Pure.
+std::vector<ThreadShare> share_threads(unsigned threads, std::span<const CpuNode> nodes, std::optional<double> quota);
+
+// The same for this process on this machine.
+std::vector<ThreadShare> share_threads(unsigned threads);
+
+}  // namespace spillway

@@ -1,0 +1,152 @@
+#include "kernels/thread_shares.h"
+
+#include <gtest/gtest.h>
+#include <sched.h>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+
+#include "kernels/process_limits.h"
+#include "kernels/workers.h"
+#include "tests/kernels/random.h"
+
+namespace spillway {
+namespace {
+
+namespace fs = std::filesystem;
+
+unsigned total(const std::vector<ThreadShare>& shares) {
+  unsigned threads = 0;
+  for (const ThreadShare& share : shares) threads += share.threads;
+  return threads;
+}
+
+TEST(ShareThreads, TakesAThreadForEachCoreAndNotForItsSiblings) {
+  EXPECT_EQ(total(share_threads(0, described_nodes("node:2 core:8 pu:2"), {})), 16u);
+  EXPECT_EQ(total(share_threads(0, described_nodes("node:1 core:3 pu:4"), {})), 3u);
+}
+
+TEST(ShareThreads, TheQuotaCutsTheDefaultDownAndNothingElse) {
+  const auto nodes = described_nodes("node:2 core:8 pu:2");
+  EXPECT_EQ(total(share_threads(0, nodes, 5.5)), 5u);
+  EXPECT_EQ(total(share_threads(0, nodes, 0.5)), 1u);
+  EXPECT_EQ(total(share_threads(0, nodes, 20.0)), 16u) << "not 20: siblings are not counted twice";
+  EXPECT_EQ(total(share_threads(12, nodes, 5.5)), 12u) << "asked for";
+}
+
+TEST(ShareThreads, OneNodeIsNotBound) {
+  for (unsigned threads : {0u, 1u, 7u}) {
+    const auto shares = share_threads(threads, described_nodes("node:1 core:4 pu:2"), {});
+    ASSERT_EQ(shares.size(), 1u);
+    EXPECT_TRUE(shares[0].cpus.empty());
+  }
+}
+
+TEST(ShareThreads, EachNodeGetsItsPartWithItsCpus) {
+  const std::vector<unsigned> mask{0, 2, 4, 6, 8, 9, 10, 11};  // four cores of node 0, two of node 1
+  const auto shares = share_threads(0, described_nodes("node:2 core:4 pu:2", mask), {});
+  ASSERT_EQ(shares.size(), 2u);
+  EXPECT_EQ(shares[0].threads, 4u);
+  EXPECT_EQ(shares[0].cpus, (std::vector<unsigned>{0, 2, 4, 6}));
+  EXPECT_EQ(shares[1].threads, 2u);
+  EXPECT_EQ(shares[1].os_index, 1u);
+  EXPECT_EQ(shares[1].cpus, (std::vector<unsigned>{8, 9, 10, 11}));
+}
+
+TEST(ShareThreads, ANodeForAFewThreadsIsNotWorthIt) {
+  const auto nodes = described_nodes("node:2 core:4 pu:1");
+  EXPECT_EQ(share_threads(3, nodes, {}).size(), 1u);
+  EXPECT_EQ(share_threads(4, nodes, {}).size(), 2u);
+  EXPECT_EQ(share_threads(0, nodes, 3.0).size(), 1u);
+}
+
+TEST(ShareThreads, PartsAddUpAndAreProportionalToWithinOne) {
+  auto random = seeded_generator();
+  for (int round = 0; round < 2'000; ++round) {
+    std::vector<CpuNode> nodes(1 + random() % 8);
+    unsigned cores = 0;
+    for (CpuNode& node : nodes) cores += node.cores = static_cast<unsigned>(1 + random() % 64);
+    const auto threads = static_cast<unsigned>(1 + random() % 300);
+    const auto shares = share_threads(threads, nodes, {});
+    ASSERT_EQ(total(shares), threads);
+    if (shares.size() == 1) continue;
+    ASSERT_EQ(shares.size(), nodes.size());
+    for (std::size_t n = 0; n < nodes.size(); ++n) {
+      ASSERT_GE(shares[n].threads, 2u);
+      ASSERT_LE(std::abs(shares[n].threads - 1.0 * threads * nodes[n].cores / cores), 1.0);
+    }
+  }
+}
+
+TEST(ShareThreads, OfThisProcessFollowItsMask) {
+  unsigned all = 0, one = 0;
+  std::jthread([&] {
+    all = create_workers(0)->threads();
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    CPU_SET(affinity_cpus().back(), &mask);
+    ASSERT_EQ(sched_setaffinity(0, sizeof mask, &mask), 0);
+    one = create_workers(0)->threads();
+  }).join();
+  EXPECT_EQ(one, 1u);
+  EXPECT_GE(all, 1u);
+  EXPECT_LE(all, affinity_cpus().size());
+}
+
+// A real cgroup below the one of this process, where root may make one: this file system is the kernel's.
+class OwnCgroup {
+ public:
+  OwnCgroup() {
+    std::ifstream membership("/proc/self/cgroup");
+    for (std::string line; std::getline(membership, line);) {
+      const bool v1 = line.find(":cpu:") != std::string::npos || line.find(":cpu,cpuacct:") != std::string::npos;
+      if (!v1 && line.rfind("0::", 0) != 0) continue;
+      const fs::path group = line.substr(line.rfind(':') + 1);
+      directory_ = (v1 ? fs::path("/sys/fs/cgroup/cpu") : fs::path("/sys/fs/cgroup")) / group.relative_path() /
+                   ("spillway-test-" + std::to_string(getpid()));
+      std::error_code refused;
+      made_ = fs::create_directory(directory_, refused) &&
+              (v1 ? write("cpu.cfs_period_us", "100000") && write("cpu.cfs_quota_us", "100000")
+                  : write("cpu.max", "100000 100000"));
+      if (v1) return;
+    }
+  }
+  ~OwnCgroup() {
+    if (!directory_.empty()) rmdir(directory_.c_str());
+  }
+
+  bool made() const { return made_; }
+  bool write(const char* file, const std::string& text) const {
+    std::ofstream out(directory_ / file);
+    out << text << std::flush;
+    return out.good();
+  }
+
+ private:
+  fs::path directory_;
+  bool made_ = false;
+};
+
+TEST(ShareThreads, OfAProcessInACgroupFollowItsQuota) {
+  const OwnCgroup cgroup;  // one CPU's worth
+  if (!cgroup.made()) GTEST_SKIP() << "this process may not make a cgroup with a CPU quota";
+  const pid_t child = fork();
+  if (child == 0) {
+    if (!cgroup.write("cgroup.procs", std::to_string(getpid()))) _exit(100);
+    _exit(static_cast<int>(total(share_threads(0))));
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 1);
+  if (affinity_cpus().size() == 1) GTEST_SKIP() << "one CPU: the quota changes nothing";
+}
+
+}  // namespace
+}  // namespace spillway
