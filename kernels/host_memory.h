@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <span>
@@ -18,17 +19,22 @@ struct ArenaName {
 inline constexpr ArenaName kHbmArena{"HBM of the host device", "hbm_bytes", "spillway hbm"};
 inline constexpr ArenaName kPinnedArena{"host memory", "host_bytes", "spillway host"};
 
+// Where the kernel says who gets huge pages; tests point it at a directory of their own.
+inline constexpr const char* kHugePageFiles = "/sys/kernel/mm/transparent_hugepage";
+
 // Anonymous memory of exactly `bytes`, with pages that fault before and after it; pages are taken from the system when
-// first written.
+// first written. Large arenas ask for huge pages, and a log line says when they get none.
 class HostArena {
  public:
-  HostArena(std::uint64_t bytes, const ArenaName& name);  // throws Error
+  HostArena(std::uint64_t bytes, const ArenaName& name,
+            const std::filesystem::path& huge_page_files = kHugePageFiles);  // throws Error
   ~HostArena();
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
   std::span<std::byte> memory() const noexcept { return memory_; }
   bool huge_pages() const noexcept { return huge_pages_; }
+  std::uint64_t page_bytes() const noexcept;  // 2 MiB, or a page of the system
   bool contains(const void* data, std::size_t bytes) const noexcept;
 
  private:

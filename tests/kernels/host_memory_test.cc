@@ -1,0 +1,84 @@
+#include "kernels/host_memory.h"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "spillway/log.h"
+#include "spillway/units.h"
+
+namespace spillway {
+namespace {
+
+namespace fs = std::filesystem;
+
+// The kernel's files of huge pages, of our own making.
+class HugePages : public testing::Test {
+ protected:
+  HugePages() {
+    std::string pattern = (fs::temp_directory_path() / "spillway-huge-XXXXXX").string();
+    directory_ = mkdtemp(pattern.data());
+    set_log_sink([this](LogLevel, std::string_view line) { lines_.emplace_back(line); });
+  }
+  ~HugePages() override {
+    set_log_sink({});
+    fs::remove_all(directory_);
+  }
+
+  void write(const fs::path& file, const std::string& text) {
+    fs::create_directories((directory_ / file).parent_path());
+    std::ofstream(directory_ / file) << text << '\n';
+  }
+  bool granted(std::uint64_t bytes = 128 * kMiB) {
+    lines_.clear();
+    const HostArena arena(bytes, kPinnedArena, directory_);
+    EXPECT_EQ(arena.page_bytes(), arena.huge_pages() ? 2 * kMiB : static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)));
+    return arena.huge_pages();
+  }
+
+  fs::path directory_;
+  std::vector<std::string> lines_;
+};
+
+const std::vector<std::string> kSaid{
+    "host memory gets no huge pages (transparent_hugepage/enabled is never): Adam takes 7 to 20 % longer on small "
+    "ones"};
+
+TEST_F(HugePages, ALargeArenaAsksForThemInSilence) {
+  for (const char* text : {"always [madvise] never", "[always] madvise never"}) {
+    write("enabled", text);
+    if (!granted()) GTEST_SKIP() << lines_.at(0);
+    EXPECT_TRUE(lines_.empty());
+  }
+}
+
+TEST_F(HugePages, SwitchedOffIsSaidWithItsPrice) {
+  write("enabled", "always madvise [never]");
+  EXPECT_FALSE(granted());
+  EXPECT_EQ(lines_, kSaid);
+}
+
+TEST_F(HugePages, TheFileOfTheirSizeComesFirstUnlessItDefers) {
+  write("enabled", "[always] madvise never");
+  write("hugepages-2048kB/enabled", "always inherit madvise [never]");
+  EXPECT_FALSE(granted());
+  EXPECT_EQ(lines_, kSaid);
+  write("enabled", "always madvise [never]");
+  write("hugepages-2048kB/enabled", "always [inherit] madvise never");
+  EXPECT_FALSE(granted());
+  write("hugepages-2048kB/enabled", "always inherit [madvise] never");
+  if (!granted()) GTEST_SKIP() << lines_.at(0);
+}
+
+TEST_F(HugePages, ASmallArenaWantsNone) {
+  write("enabled", "always madvise [never]");
+  EXPECT_FALSE(granted(128 * kMiB - 1));
+  EXPECT_TRUE(lines_.empty());
+}
+
+}  // namespace
+}  // namespace spillway
