@@ -35,8 +35,9 @@ class StepEngine final : public Engine {
   StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
       : config_(config),
         model_(model),
-        plan_(make_plan(config, model)),
-        machinery_(config, model_, plan_, options),
+        thread_shares_(share_threads(config.threads)),
+        plan_(make_plan(config, model, static_cast<unsigned>(thread_shares_.size()))),
+        machinery_(config, model_, plan_, options, thread_shares_),
         cursor_(plan_.visits, !plan_.visits_given) {
     for (const TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
@@ -91,6 +92,7 @@ class StepEngine final : public Engine {
 
   const Config config_;
   const ModelDescription model_;
+  const std::vector<ThreadShare> thread_shares_;
   const Plan plan_;
   Machinery machinery_;
   VisitCursor cursor_;  // without given visits the first step of this process teaches it; a store keeps no order

@@ -9,8 +9,10 @@
 
 #include "aio/rate_probe.h"
 #include "kernels/process_limits.h"
+#include "kernels/topology.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "src/node_tiles.h"
 
 namespace spillway {
 namespace {
@@ -113,11 +115,13 @@ std::uint64_t largest_fetch_granules(const Plan& plan) {
 
 }  // namespace
 
-Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options)
+Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
+                     std::span<const ThreadShare> shares)
     : host(plan.ledger.total(Placement::kHost), kPinnedArena) {
   check_memory(plan);
   open_store(config, plan, options);
-  workers = create_workers(config.threads);
+  workers = create_workers(shares);
+  if (shares.size() > 1) place_tiles(plan, shares);
   device = create_host_device({.hbm_bytes = plan.ledger.hbm_budget}, *workers);
   device->register_host(host.memory());
   compute = device->create_stream("compute");
@@ -146,6 +150,25 @@ Machinery::~Machinery() {
   h2d.reset();
   d2h.reset();
   if (device) device->unregister_host(host.memory());
+}
+
+// Before anything is written to the arena: a page lies where its first byte was asked for.
+void Machinery::place_tiles(const Plan& plan, std::span<const ThreadShare> shares) {
+  const auto nodes = static_cast<unsigned>(shares.size());
+  if (plan.gradients_in_hbm || plan.tiles.size() < nodes) return;
+  if (updating_nodes(plan, nodes) != nodes) {
+    log(LogLevel::kWarning,
+        fmt::format("too few tile buffers ({}) for {} NUMA nodes: tiles are updated one at a time by all threads, some "
+                    "of them far from its memory; raise spillway.host_bytes",
+                    plan.host.buffers_count, nodes));
+    return;
+  }
+  std::vector<NodeMemory> ranges;
+  for (const NodeRegion& placed : node_regions(plan, nodes, host.page_bytes())) {
+    ranges.push_back({host_region(placed.region), shares[placed.node].os_index});
+  }
+  if (!place_on_nodes(ranges)) return;
+  log(LogLevel::kInfo, fmt::format("{} NUMA nodes: each updates the tiles in its own memory", nodes));
 }
 
 void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions options) {

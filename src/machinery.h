@@ -24,7 +24,9 @@
 namespace spillway {
 
 struct Machinery {
-  Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options);
+  // `shares` of the compute threads: one for each NUMA node, and the nodes that the plan was made for.
+  Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
+            std::span<const ThreadShare> shares);
   ~Machinery();
 
   std::span<std::byte> host_region(const Region& region) const {
@@ -49,6 +51,7 @@ struct Machinery {
   LinkRates rates;
 
  private:
+  void place_tiles(const Plan& plan, std::span<const ThreadShare> shares);
   void open_store(const Config& config, const Plan& plan, EngineOptions options);
   void start_thread(const Config& config);
   void build_movers(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options);

@@ -18,8 +18,8 @@ namespace spillway {
 namespace {
 
 constexpr std::uint64_t kPage = 4096;
-constexpr std::uint32_t kPreferredPlaces = 3;   // one computing, one arriving, one being given back
-constexpr std::uint32_t kPreferredBuffers = 4;  // tiles read, computed and written at once in the update
+constexpr std::uint32_t kPreferredPlaces = 3;  // one computing, one arriving, one being given back
+constexpr std::uint64_t kBuffersOnTheWay = 3;  // tiles read and written while the update computes on one for each node
 constexpr std::uint64_t kPreferredChunks = 32;
 constexpr std::uint64_t kLeastChunks = 2;
 
@@ -67,7 +67,8 @@ std::string size_text(std::uint64_t bytes) {
 
 class Planner {
  public:
-  Planner(const Config& config, const ModelDescription& model) : config_(config), model_(model) {}
+  Planner(const Config& config, const ModelDescription& model, unsigned nodes)
+      : config_(config), model_(model), nodes_(nodes) {}
 
   Plan run() {
     check_config();
@@ -305,7 +306,7 @@ class Planner {
     const bool chunks = !weights_stay() && anything_on_nvme();
     const std::uint64_t least = arena.used() + host.buffer_bytes + (chunks ? kLeastChunks * host.chunk_bytes : 0);
     const std::uint64_t preferred =
-        arena.used() + kPreferredBuffers * host.buffer_bytes + (chunks ? kPreferredChunks * host.chunk_bytes : 0);
+        arena.used() + preferred_buffers() * host.buffer_bytes + (chunks ? kPreferredChunks * host.chunk_bytes : 0);
     const std::uint64_t budget = config_.host_bytes.value_or(preferred);
     if (least > budget) refuse("host_bytes", budget, least, "pinned host memory");
     divide_pipeline(arena, budget, chunks);
@@ -326,6 +327,8 @@ class Planner {
                                [](const TilePlace& t) { return t.home[index_of(Part::kWeights)] == Home::kNvme; });
   }
 
+  std::uint64_t preferred_buffers() const { return align_up(nodes_ + kBuffersOnTheWay, nodes_); }
+
   // Buffers for the update and chunks for fetches, as many of both as the budget gives, up to what is of use.
   void divide_pipeline(Arena& arena, std::uint64_t budget, bool chunks) {
     HostPlan& host = plan_.host;
@@ -340,7 +343,12 @@ class Planner {
       left -= more * bytes;
     };
     if (chunks) grow(chunk_count, kPreferredChunks / 4, host.chunk_bytes);
-    if (staged) grow(buffer_count, std::min<std::uint64_t>(kPreferredBuffers, plan_.tiles.size()), host.buffer_bytes);
+    const std::uint64_t buffers = staged ? preferred_buffers() : plan_.gradients_in_hbm ? 1 : nodes_;
+    grow(buffer_count, std::min<std::uint64_t>(buffers, plan_.tiles.size()), host.buffer_bytes);
+    if (const std::uint64_t odd = buffer_count % nodes_; odd < buffer_count) {
+      buffer_count -= odd;
+      left += odd * host.buffer_bytes;
+    }
     if (chunks) grow(chunk_count, kPreferredChunks, host.chunk_bytes);
     host.buffers_count = static_cast<std::uint32_t>(buffer_count);
     host.buffers = arena.take("tiles being updated", buffer_count * host.buffer_bytes);
@@ -402,12 +410,15 @@ class Planner {
 
   const Config& config_;
   const ModelDescription& model_;
+  const std::uint64_t nodes_;
   Plan plan_;
 };
 
 }  // namespace
 
-Plan make_plan(const Config& config, const ModelDescription& model) { return Planner(config, model).run(); }
+Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes) {
+  return Planner(config, model, nodes).run();
+}
 
 TileStore::Created store_shape(const Plan& plan) {
   TileStore::Created shape;

@@ -69,8 +69,9 @@ struct Plan {
 // The shape of the plan's store, as TileStore wants it.
 TileStore::Created store_shape(const Plan& plan);
 
-// Throws kInvalidArgument (model or configuration) and kDoesNotFit, naming the smallest change that fits.
-Plan make_plan(const Config& config, const ModelDescription& model);
+// Throws kInvalidArgument (model or configuration) and kDoesNotFit, naming the smallest change that fits. For more NUMA
+// nodes than one there are buffers in multiples of them, where the budget has room for one each.
+Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes = 1);
 
 // `tile 3 of block h.0 (h.0.attn.c_attn.weight …)`, for messages.
 std::string tile_name(const Plan& plan, const ModelDescription& model, std::uint32_t tile);

@@ -1,8 +1,10 @@
 #include "src/updater.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "spillway/error.h"
+#include "src/node_tiles.h"
 
 namespace spillway {
 namespace {
@@ -32,25 +34,26 @@ Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device
       workers_(workers),
       mover_(mover),
       gradients_(gradients),
-      stream_(stream) {
-  for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
-    if (plan.tiles[t].range.trainable) order_.push_back(t);
-  }
-}
+      stream_(stream),
+      nodes_(updating_nodes(plan, workers.nodes())),
+      order_(update_order(plan, nodes_)),
+      updates_(nodes_),
+      finite_(nodes_) {}
 
-// Tile i uses buffer i mod buffers. A load starts when its buffer's last save is done; only the tile that is due waits.
-void Updater::start_loads(std::size_t due) {
+// Tile i uses buffer i mod buffers. A load starts when its buffer's last save is done; only the `count` tiles that are
+// due wait.
+void Updater::start_loads(std::size_t due, std::size_t count) {
   const std::uint32_t buffers = mover_.buffers();
   while (loading_ < order_.size() && loading_ < due + buffers) {
     const auto buffer = static_cast<std::uint32_t>(loading_ % buffers);
-    if (loading_ > due && !mover_.idle(buffer)) return;
+    if (loading_ >= due + count && !mover_.idle(buffer)) return;
     mover_.start_load(order_[loading_], buffer);
     ++loading_;
   }
 }
 
 void Updater::read_ahead() {
-  if (!plan_.gradients_in_hbm) start_loads(0);
+  if (!plan_.gradients_in_hbm) start_loads(0, nodes_);
 }
 
 void Updater::cancel_read_ahead() {
@@ -63,33 +66,46 @@ void Updater::cancel_read_ahead() {
 
 void Updater::run(std::span<const OptimizerScalars> scalars) {
   if (plan_.gradients_in_hbm) return run_on_device(scalars);
-  for (std::size_t i = 0; i < order_.size(); ++i) {
-    start_loads(i);
-    const auto buffer = static_cast<std::uint32_t>(i % mover_.buffers());
-    update(order_[i], buffer, scalars);
-    mover_.start_save(buffer, Save::kUpdated);
+  for (std::size_t i = 0; i < order_.size(); i += nodes_) {
+    const std::size_t count = std::min<std::size_t>(nodes_, order_.size() - i);
+    start_loads(i, count);
+    update(i, count, scalars);
   }
   for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
   loading_ = 0;
 }
 
-// The bytes are verified in the pass that updates them: a mismatch is found behind the pass and before anything of it
-// is saved.
-void Updater::update(std::uint32_t t, std::uint32_t buffer, std::span<const OptimizerScalars> scalars) {
-  const TilePlan& place = plan_.tiles[t];
-  const TileMemory memory = mover_.arrive(buffer);
-  const std::byte* gradient =
-      gradients_.gradient(place.block) + place.range.first * size_of(plan_.tile_places[t].shape.type);
-  const TileUpdate update{.tile = tile_arrays(plan_.tile_places[t], memory, gradient),
-                          .groups = place.groups,
-                          .scalars = scalars,
-                          .weights = mover_.expected_hashes(buffer, Part::kWeights, Save::kUpdated),
-                          .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated)};
+// Tiles [first, first + count) of the order, one for each node. The bytes are verified in the pass that updates them: a
+// mismatch is found behind the pass and before anything of the tile is saved.
+void Updater::update(std::size_t first, std::size_t count, std::span<const OptimizerScalars> scalars) {
+  const auto buffer_of = [this, first](std::size_t node) {
+    return static_cast<std::uint32_t>((first + node) % mover_.buffers());
+  };
+  for (std::size_t node = 0; node < count; ++node) {
+    const std::uint32_t t = order_[first + node], buffer = buffer_of(node);
+    const TilePlan& place = plan_.tiles[t];
+    const TileMemory memory = mover_.arrive(buffer);
+    const std::byte* gradient =
+        gradients_.gradient(place.block) + place.range.first * size_of(plan_.tile_places[t].shape.type);
+    updates_[node] = {.tile = tile_arrays(plan_.tile_places[t], memory, gradient),
+                      .groups = place.groups,
+                      .scalars = scalars,
+                      .weights = mover_.expected_hashes(buffer, Part::kWeights, Save::kUpdated),
+                      .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated)};
+  }
   const auto start = std::chrono::steady_clock::now();
-  const bool finite = update_tile(update, workers_);
+  const auto update_one = [&](std::size_t node) { finite_[node] = update_tile(updates_[node], workers_); };
+  if (nodes_ == 1) {
+    update_one(0);
+  } else {
+    workers_.parallel_for_nodes(count, update_one);
+  }
   adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  mover_.verify(buffer);
-  if (!finite) overflowed(tile_name(plan_, model_, t));
+  for (std::size_t node = 0; node < count; ++node) {
+    mover_.verify(buffer_of(node));
+    if (finite_[node] == 0) overflowed(tile_name(plan_, model_, order_[first + node]));
+    mover_.start_save(buffer_of(node), Save::kUpdated);
+  }
 }
 
 void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {

@@ -1,5 +1,6 @@
-// The optimizer's part of a step: every trainable tile, one by one, the next ones being read and the
-// last ones being written meanwhile. One thread at a time. Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
+// The optimizer's part of a step: every trainable tile, one by one (with several NUMA nodes, a tile on each at the same
+// time), the next ones being read and the last ones being written meanwhile. One thread at a time.
+// Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
 #pragma once
 
 #include <cstdint>
@@ -32,8 +33,8 @@ class Updater {
 
  private:
   void run_on_device(std::span<const OptimizerScalars> scalars);
-  void start_loads(std::size_t upto);
-  void update(std::uint32_t tile, std::uint32_t buffer, std::span<const OptimizerScalars> scalars);
+  void start_loads(std::size_t due, std::size_t count);
+  void update(std::size_t first, std::size_t count, std::span<const OptimizerScalars> scalars);
   [[noreturn]] void overflowed(const std::string& where) const;
 
   const Plan& plan_;
@@ -43,8 +44,11 @@ class Updater {
   TileMover& mover_;
   GradientCollector& gradients_;
   Stream& stream_;
-  std::vector<std::uint32_t> order_;  // trainable tiles
-  std::size_t loading_ = 0;           // how many of them have been started in this run
+  const unsigned nodes_;                    // so many tiles are updated at the same time
+  const std::vector<std::uint32_t> order_;  // trainable tiles
+  std::vector<TileUpdate> updates_;         // those under way, by node
+  std::vector<std::uint8_t> finite_;        // ditto: results
+  std::size_t loading_ = 0;                 // how many of them have been started in this run
   double adam_seconds_ = 0;
 };
 

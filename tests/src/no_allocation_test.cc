@@ -5,6 +5,7 @@
 
 #include "src/plan.h"
 #include "tests/src/heap_watch.h"
+#include "tests/src/pretended_nodes.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {
@@ -69,6 +70,19 @@ TEST(NoAllocation, WithEitherIoEngineAndAnyNumberOfThreads) {
       config.io_engine = io;
       config.threads = threads;
       EXPECT_EQ(allocations(config, model), 0u) << threads << " threads";
+    }
+  }
+}
+
+TEST(NoAllocation, OnSeveralNodes) {
+  const ModelDescription model = testing::toy_model(5, 3000, kMicroBatches);
+  for (unsigned nodes : {2u, 3u}) {
+    const testing::PretendedNodes pretended(nodes);
+    for (Placement placement : {Placement::kNvme, Placement::kHost}) {
+      testing::TempStore store;
+      Config config = toy_config(placement, placement, DType::kBFloat16, store.path());
+      config.threads = 2 * nodes;
+      EXPECT_EQ(allocations(config, model), 0u) << nodes << " nodes";
     }
   }
 }
