@@ -1,4 +1,4 @@
-// The engine: trains a model whose weights, gradients and Adam states do not fit the device.
+// The engine: trains a model whose weights, gradients and optimizer states do not fit the device.
 //
 //   auto engine = Engine::create(config, description, {.on_existing = OnExisting::kRefuse});
 //   engine->import_weights(source);
