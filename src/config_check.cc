@@ -65,8 +65,12 @@ void settle_groups(const ConfigDraft& draft, const KeyPlaces& places, const Repo
   constexpr std::string_view kGroups = "spillway.parameter_groups";
   if (places.contains("spillway.parameter_groups.parameters") && draft.config.parameter_groups.empty()) return;
   for (std::size_t g = 0; g < draft.config.parameter_groups.size(); ++g) {
-    if (!draft.config.parameter_groups[g].parameters.empty()) continue;
-    report(kGroups, fmt::format("group {} names no parameters", g), "add \"parameters\": [\"*.bias\"]");
+    const ParameterGroup& group = draft.config.parameter_groups[g];
+    if (group.parameters.empty()) {
+      report(kGroups, fmt::format("group {} names no parameters", g), "add \"parameters\": [\"*.bias\"]");
+    } else if (!group.learning_rate && !group.weight_decay) {
+      report(kGroups, fmt::format("group {} sets neither lr nor weight_decay", g), "set one of them, or leave it out");
+    }
   }
 }
 

@@ -170,12 +170,15 @@ class ConfigReader {
   }
 
   void read_sections(const ConfigKey& row, const JsonValue& array) {
+    KeyValue all, each;
+    all.flag = true;
+    row.set(draft_, all);
     for (const JsonValue& item : array.items) {
       if (item.kind != JsonValue::Kind::kObject) {
         complain(item.offset, fmt::format("{}: expected an array of objects", row.path), "write [{…}, {…}]");
         continue;
       }
-      row.set(draft_, {});
+      row.set(draft_, each);
       read_section(row.path, item);
     }
   }

@@ -239,7 +239,10 @@ constexpr ConfigKey kKeys[] = {
     {"spillway.no_decay", kBool, "false", "no weight decay for parameters of fewer than two dimensions: biases, norms",
      [](D& d, const V& v) { d.config.no_decay = v.flag; }},
     {"spillway.parameter_groups", kSections, "", "parameters with values of their own; the first that matches decides",
-     [](D& d, const V&) { d.config.parameter_groups.emplace_back(); }},
+     [](D& d, const V& v) {
+       auto& groups = d.config.parameter_groups;
+       v.flag ? groups.clear() : static_cast<void>(groups.emplace_back());
+     }},
     {"spillway.parameter_groups.parameters", kTexts, "", "their names; * stands for anything",
      [](D& d, const V& v) { d.config.parameter_groups.back().parameters = v.texts; }},
     {"spillway.parameter_groups.lr", kNumber, "", "learning rate, scaled by a schedule as the optimizer's is",

@@ -26,7 +26,8 @@ enum class KeyKind : std::uint8_t {
   kPair,      // an array of two numbers
   kNumbers,   // an array of numbers, each in the row's range
   kTexts,     // an array of strings
-  kSections,  // an array of objects whose keys have rows of their own; `set` is called before each of them
+  kSections,  // an array of objects whose keys have rows of their own; `set` is called with flag true before all of
+              // them, and with false before each
   kAnything,  // known, not looked into
 };
 

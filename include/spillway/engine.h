@@ -58,7 +58,7 @@ struct StepReport {
   std::string link;          // the slowest link: nvme, h2d, d2h, compute
   double link_percent = 0;   // that link's own time as a share of the step
   double stall_seconds = 0;  // the compute stream stood idle for weights, plus step() waited for I/O
-  double adam_seconds = 0;
+  double adam_seconds = 0;         // the optimizer's passes over tiles, whichever it is
   std::uint64_t unplanned_visits = 0;
   std::uint64_t durable_step = 0;  // the last step that survives any crash
 };

@@ -50,7 +50,7 @@ constexpr bool has_exp_avg(OptimizerKind kind) { return kind != OptimizerKind::k
 constexpr bool has_exp_avg_sq(OptimizerKind kind) {
   return kind == OptimizerKind::kAdam || kind == OptimizerKind::kAdagrad;
 }
-constexpr std::uint32_t moments_of(OptimizerKind kind) { return kind == OptimizerKind::kAdam ? 2 : 1; }
+constexpr std::uint32_t moments_of(OptimizerKind kind) { return has_exp_avg(kind) + has_exp_avg_sq(kind); }
 
 // Hyper-parameters by the names that users know; each optimizer reads its own.
 struct OptimizerConfig {

@@ -52,6 +52,7 @@ TEST(ConfigOptimizer, ParameterGroupsAreReadStrictly) {
   EXPECT_THAT(refusal(groups("{}")), HasSubstr("expected an array of objects"));
   EXPECT_THAT(refusal(groups("[3]")), HasSubstr("expected an array of objects"));
   EXPECT_THAT(refusal(groups("[{\"lr\": 1}]")), HasSubstr("group 0 names no parameters"));
+  EXPECT_THAT(refusal(groups("[{\"parameters\": [\"*\"]}]")), HasSubstr("group 0 sets neither lr nor weight_decay"));
   EXPECT_THAT(refusal(groups("[{\"parameters\": [\"*\"], \"weightdecay\": 1}]")),
               HasSubstr("unknown key \"spillway.parameter_groups.weightdecay\"; closest key: weight_decay"));
   EXPECT_THAT(refusal(groups("[{\"parameters\": \"*\"}]")), HasSubstr("expected an array of strings"));
