@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cmath>
 #include <exception>
-#include <utility>
 
 #include "spillway/bf16.h"
 #include "spillway/error.h"
@@ -47,11 +46,12 @@ class StepEngine final : public Engine {
     commit_every_ = config.commit_every.value_or(1);
     choose_commit_interval_ = machinery_.store && written_back_ && !config.commit_every;
     blob_.reserve(kBlobCapacity);
+    updated_ = machinery_.device->create_event();
     scalars_.reserve(plan_.groups.values.size());
     if (machinery_.resumed) resume();
   }
 
-  ~StepEngine() override { machinery_.compute->synchronize(); }
+  ~StepEngine() override;
 
   std::uint64_t current_step() const override { return step_; }
   std::vector<std::byte> blob() const override { return blob_; }
@@ -84,6 +84,7 @@ class StepEngine final : public Engine {
   template <typename Work>
   auto guarded(Work&& work);
   void begin_step();
+  void settle();
   void resume();
   void commit();
   void choose_commit_interval(double commit_seconds, double step_seconds);
@@ -102,17 +103,29 @@ class StepEngine final : public Engine {
 
   std::uint64_t step_ = 0, durable_step_ = 0;
   std::vector<std::byte> blob_;
-  bool imported_ = false, stepping_ = false, updating_ = false;
+  bool imported_ = false, stepping_ = false;
+  bool updating_ = false;      // the update of step_ is not settled: it is not taken back, what it overwrote is gone
   bool written_back_ = false;  // some tiles reach their slot only at a commit
   std::uint32_t commit_every_ = 1;
   bool choose_commit_interval_ = false;
-  std::string failure_;  // after it, nothing but destruction
+  std::unique_ptr<Event> updated_;  // behind the copies of weights that stay in HBM
+  std::string failure_;             // after it, nothing but destruction
 
   Clock::time_point step_start_ = Clock::now();
   Traffic step_traffic_;
-  double idle_before_ = 0, adam_before_ = 0, wait_before_ = 0;
+  double step_seconds_ = 0;  // of the last step
+  double idle_before_ = 0, adam_before_ = 0;
   std::uint64_t unplanned_before_ = 0;
 };
+
+StepEngine::~StepEngine() {
+  try {
+    if (failure_.empty()) settle();
+  } catch (const Error& error) {
+    log(LogLevel::kWarning, fmt::format("{}; the last step is lost, the one before is not", error.what()));
+  }
+  machinery_.compute->synchronize();
+}
 
 void StepEngine::refuse_if_failed() const {
   if (failure_.empty()) return;
@@ -147,7 +160,6 @@ void StepEngine::begin_step() {
   step_traffic_ = traffic();
   idle_before_ = machinery_.device->idle_seconds(*machinery_.compute);
   adam_before_ = machinery_.updater->adam_seconds();
-  wait_before_ = machinery_.mover->wait_seconds();
   unplanned_before_ = cursor_.unplanned();
 }
 
@@ -159,9 +171,15 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
   }
   return guarded([&] {
     if (!stepping_) begin_step();
+    if (pass == Pass::kBackward) settle();
     const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
     if (!machinery_.places) {
+      if (updating_) {
+        machinery_.updater->run_until(block, nullptr);
+        machinery_.device->record(*updated_, *machinery_.h2d);
+        machinery_.device->wait(stream, *updated_);
+      }
       ++leases_;
       return make_lease(block);
     }
@@ -198,6 +216,7 @@ void StepEngine::release(std::uint32_t lease) {
 void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   guarded([&] {
     if (!stepping_) begin_step();
+    settle();  // the gradients of the step before are read until then
     if (gradient.block >= plan_.blocks.size() ||
         gradient.parameter >= plan_.blocks[gradient.block].partition.parameters.size()) {
       throw Error(Code::kInvalidArgument, {"push_gradient", "names a block or parameter that does not exist", 0,
@@ -213,7 +232,8 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   });
 }
 
-// 3. and 4. Update, as soon as every gradient is known to be finite; commit.
+// 3. and 4. The update begins once every gradient is known to be finite. A block's is made when the next forward pass
+// asks for the block, and all of it is committed before the next backward pass.
 StepReport StepEngine::step(std::span<const std::byte> blob) {
   return guarded([&] {
     if (!stepping_) begin_step();
@@ -225,6 +245,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     if (leases_ > 0 || (machinery_.places && machinery_.places->leased())) {
       throw Error(Code::kInvalidArgument, {"step", "a lease is still held", 0, "release every block before step()"});
     }
+    settle();
     GradientCollector& gradients = *machinery_.gradients;
     gradients.check_complete();
     gradients.wait_landed();
@@ -243,32 +264,36 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     double scale = 1;
     if (config_.gradient_clipping > 0) scale = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
     scalars_of(config_, plan_.groups, report.step, scale, scalars_);
-    const auto update_start = Clock::now();
-    updating_ = true;  // from here on the step is not taken back: what was overwritten in memory is gone
-    machinery_.updater->run(scalars_);
-    const double update_seconds = seconds_since(update_start);
-    updating_ = false;
+    updating_ = true;
+    machinery_.updater->begin(scalars_);
     step_ = report.step;
     blob_.assign(blob.begin(), blob.end());
+    if (!machinery_.updater->under_way()) settle();  // the device has updated everything
 
-    const auto commit_start = Clock::now();
-    const bool due = machinery_.store && commit_every_ > 0 && step_ % commit_every_ == 0;
-    if (due) commit();
-    const double commit_seconds = seconds_since(commit_start);
-
-    report.seconds = seconds_since(step_start_);
-    if (due && choose_commit_interval_ && step_ >= 2) choose_commit_interval(commit_seconds, report.seconds);
-    const double waited = machinery_.mover->wait_seconds() - wait_before_;
+    report.seconds = step_seconds_ = seconds_since(step_start_);
     report.adam_seconds = machinery_.updater->adam_seconds() - adam_before_;
-    report.stall_seconds = idle + waited;
+    report.stall_seconds = idle;
     report.unplanned_visits = cursor_.unplanned() - unplanned_before_;
     report.durable_step = durable_step_;
-    report_links(report, step_traffic_, compute + std::max(0.0, update_seconds - waited));
+    report_links(report, step_traffic_, std::min(report.seconds, compute + report.adam_seconds));
     if (cursor_.recording()) cursor_.adopt_recorded();
     step_start_ = Clock::now();
     begin_step();
     return report;
   });
+}
+
+// The rest of the last step's update, and its commit: at the latest before the next gradient comes, because it would
+// overwrite one that is still to be read, and before the next step's slots are written.
+void StepEngine::settle() {
+  if (!updating_) return;
+  machinery_.updater->finish();
+  updating_ = false;
+  const auto start = Clock::now();
+  const bool due = machinery_.store && commit_every_ > 0 && step_ % commit_every_ == 0;
+  if (!due) return;
+  commit();
+  if (choose_commit_interval_ && step_ >= 2) choose_commit_interval(seconds_since(start), step_seconds_);
 }
 
 Traffic StepEngine::traffic() const {
@@ -332,6 +357,7 @@ void StepEngine::choose_commit_interval(double commit_seconds, double step_secon
 
 void StepEngine::flush() {
   guarded([&] {
+    settle();
     if (!machinery_.store || commit_every_ == 0 || !imported_ || durable_step_ == step_) return;
     machinery_.updater->cancel_read_ahead();
     commit();
@@ -396,6 +422,7 @@ void StepEngine::export_weights(bool exact, const WeightSink& sink) {
     if (!imported_)
       throw Error(Code::kInvalidArgument,
                   {"export_weights", "the engine has no weights yet", 0, "call import_weights first"});
+    settle();
     TileMover& mover = *machinery_.mover;
     machinery_.updater->cancel_read_ahead();
     for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
@@ -454,28 +481,6 @@ std::vector<std::string> StepEngine::describe() const {
 
 std::unique_ptr<Engine> Engine::create(const Config& config, const ModelDescription& model, EngineOptions options) {
   return std::make_unique<StepEngine>(config, model, options);
-}
-
-Lease::Lease(Lease&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)), slot_(other.slot_) {}
-
-Lease& Lease::operator=(Lease&& other) noexcept {
-  if (this != &other) {
-    release();
-    engine_ = std::exchange(other.engine_, nullptr);
-    slot_ = other.slot_;
-  }
-  return *this;
-}
-
-Lease::~Lease() { release(); }
-
-const void* Lease::weight(std::uint32_t parameter) const {
-  SPILLWAY_CHECK(engine_, "a released lease has no weights");
-  return engine_->weight_address(slot_, parameter);
-}
-
-void Lease::release() {
-  if (Engine* engine = std::exchange(engine_, nullptr)) engine->release(slot_);
 }
 
 }  // namespace spillway

@@ -238,6 +238,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
   }
   auto route = [&plan, this](std::uint32_t b, std::byte* to, std::vector<FetchPiece>& pieces) {
     const BlockPlan& block = plan.blocks[b];
+    updater->settle(b);
     for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
       const TilePlace& place = plan.tile_places[t];
       constexpr std::size_t kWeights = index_of(Part::kWeights);
@@ -254,7 +255,15 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
       pieces.push_back(piece);
     }
   };
-  places = std::make_unique<WeightPlaces>(*device, *fetcher, places_options, route);
+  WeightPlaces::Update update;
+  update.awaited = [this](std::uint32_t block) { return updater->awaited(block); };
+  update.deliver = [this](std::uint32_t block, std::byte* to, Event* after, Event& ready) {
+    if (after) device->wait(*h2d, *after);
+    if (!updater->run_until(block, to)) return false;
+    device->record(ready, *h2d);
+    return true;
+  };
+  places = std::make_unique<WeightPlaces>(*device, *fetcher, places_options, route, std::move(update));
 }
 
 }  // namespace spillway

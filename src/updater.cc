@@ -37,8 +37,17 @@ Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device
       stream_(stream),
       nodes_(updating_nodes(plan, workers.nodes())),
       order_(update_order(plan, nodes_)),
+      block_begin_(plan.blocks.size(), order_.size()),
+      block_end_(plan.blocks.size(), 0),
+      next_(order_.size()),
       updates_(nodes_),
-      finite_(nodes_) {}
+      finite_(nodes_) {
+  for (std::size_t i = 0; i < order_.size(); ++i) {
+    const std::uint32_t block = plan.tiles[order_[i]].block;
+    block_begin_[block] = std::min(block_begin_[block], i);
+    block_end_[block] = i + 1;
+  }
+}
 
 // Tile i uses buffer i mod buffers. A load starts when its buffer's last save is done; only the `count` tiles that are
 // due wait.
@@ -64,20 +73,41 @@ void Updater::cancel_read_ahead() {
   loading_ = 0;
 }
 
-void Updater::run(std::span<const OptimizerScalars> scalars) {
+void Updater::begin(std::span<const OptimizerScalars> scalars) {
   if (plan_.gradients_in_hbm) return run_on_device(scalars);
-  for (std::size_t i = 0; i < order_.size(); i += nodes_) {
-    const std::size_t count = std::min<std::size_t>(nodes_, order_.size() - i);
-    start_loads(i, count);
-    update(i, count, scalars);
+  scalars_ = scalars;
+  next_ = 0;
+}
+
+bool Updater::run_until(std::uint32_t block, std::byte* to) {
+  // All of the block, and nothing else: frozen tiles are fetched, and with several nodes tiles of two blocks may be
+  // updated at the same time.
+  const std::size_t count = block_end_[block] - std::min(block_begin_[block], block_end_[block]);
+  const bool whole = nodes_ == 1 && next_ <= block_begin_[block] && count == plan_.blocks[block].tiles;
+  while (next_ < block_end_[block]) {
+    const std::size_t together = std::min<std::size_t>(nodes_, order_.size() - next_);
+    start_loads(next_, together);
+    update(next_, together, whole && next_ >= block_begin_[block] ? to : nullptr);
+    next_ += together;
   }
+  if (under_way()) start_loads(next_, 0);
+  return to != nullptr && whole;
+}
+
+void Updater::settle(std::uint32_t block) {
+  const BlockPlan& plan = plan_.blocks[block];
+  mover_.finish_saves_of(plan.first_tile, plan.first_tile + plan.tiles);
+}
+
+void Updater::finish() {
+  while (under_way()) run_until(plan_.tiles[order_.back()].block, nullptr);
   for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
   loading_ = 0;
 }
 
 // Tiles [first, first + count) of the order, one for each node. The bytes are verified in the pass that updates them: a
 // mismatch is found behind the pass and before anything of the tile is saved.
-void Updater::update(std::size_t first, std::size_t count, std::span<const OptimizerScalars> scalars) {
+void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
   const auto buffer_of = [this, first](std::size_t node) {
     return static_cast<std::uint32_t>((first + node) % mover_.buffers());
   };
@@ -89,7 +119,7 @@ void Updater::update(std::size_t first, std::size_t count, std::span<const Optim
         gradients_.gradient(place.block) + place.range.first * size_of(plan_.tile_places[t].shape.type);
     updates_[node] = {.tile = tile_arrays(plan_.tile_places[t], memory, gradient),
                       .groups = place.groups,
-                      .scalars = scalars,
+                      .scalars = scalars_,
                       .weights = mover_.expected_hashes(buffer, Part::kWeights, Save::kUpdated),
                       .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated)};
   }
@@ -104,7 +134,9 @@ void Updater::update(std::size_t first, std::size_t count, std::span<const Optim
   for (std::size_t node = 0; node < count; ++node) {
     mover_.verify(buffer_of(node));
     if (finite_[node] == 0) overflowed(tile_name(plan_, model_, order_[first + node]));
-    mover_.start_save(buffer_of(node), Save::kUpdated);
+    const TilePlan& tile = plan_.tiles[order_[first + node]];
+    const std::uint64_t at = tile.range.first * size_of(plan_.tile_places[order_[first + node]].shape.type);
+    mover_.start_save(buffer_of(node), Save::kUpdated, to ? to + at : nullptr);
   }
 }
 

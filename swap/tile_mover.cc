@@ -99,10 +99,8 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
 }
 
 void TileMover::wait(Buffer& buffer) {
-  const auto start = std::chrono::steady_clock::now();
   if (buffer.copied) parts_.device->synchronize(*buffer.copies);
   if (buffer.io) buffer.io->wait();
-  wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 TileMemory TileMover::arrive(std::uint32_t index) {
@@ -189,20 +187,21 @@ bool TileMover::to_slot(const Buffer& buffer, Part part, Save kind) const {
   return false;
 }
 
-void TileMover::start_save(std::uint32_t index, Save kind) {
+void TileMover::start_save(std::uint32_t index, Save kind, std::byte* delivered) {
   Buffer& buffer = *slots_[index];
   SPILLWAY_CHECK(buffer.state == State::kLoaded, "only a loaded tile is saved");
   const TilePlace& place = parts_.tiles[buffer.tile];
   buffer.state = State::kSaving;
   buffer.copied = false;
-  auto copy_to_hbm = [&](std::uint64_t offset, std::size_t part) {
+  auto copy = [&](std::byte* to, std::size_t part) {
     const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
-    parts_.device->copy_async(CopyKind::kHostToDevice, parts_.device->hbm().data() + offset, buffer.memory.part[part],
-                              bytes, *parts_.h2d);
+    parts_.device->copy_async(CopyKind::kHostToDevice, to, buffer.memory.part[part], bytes, *parts_.h2d);
     parts_.device->record(*buffer.copies, *parts_.h2d);
     buffer.copied = true;
     h2d_bytes_ += bytes;
   };
+  auto copy_to_hbm = [&](std::uint64_t offset, std::size_t part) { copy(parts_.device->hbm().data() + offset, part); };
+  if (delivered) copy(delivered, kWeightsIndex);
   for (std::size_t part = 0; part < kParts; ++part) {
     if (!buffer.memory.part[part]) continue;
     if (kind != Save::kCommit && place.home[part] == Home::kHbm) copy_to_hbm(place.offset[part], part);
@@ -218,6 +217,12 @@ void TileMover::start_save(std::uint32_t index, Save kind) {
                     .buffer = buffer.memory.part[part],
                     .bytes = extent.bytes});
     parts_.store->note_written(buffer.tile, static_cast<Part>(part), sum);
+  }
+}
+
+void TileMover::finish_saves_of(std::uint32_t first, std::uint32_t end) {
+  for (std::uint32_t b = 0; b < parts_.count; ++b) {
+    if (slots_[b]->tile >= first && slots_[b]->tile < end) finish_save(b);
   }
 }
 

@@ -75,14 +75,16 @@ class TileMover {
   void verify(std::uint32_t buffer);
   // Like a finished load, without bringing anything: for import, which writes every byte.
   TileMemory blank(std::uint32_t tile, std::uint32_t buffer);
-  void start_save(std::uint32_t buffer, Save kind);
+  // `delivered`, unless null: a device address where the weights are copied too, on the h2d stream.
+  void start_save(std::uint32_t buffer, Save kind, std::byte* delivered = nullptr);
   void finish_save(std::uint32_t buffer);
+  // Blocks until what is written of a tile in [first, end) can be read.
+  void finish_saves_of(std::uint32_t first, std::uint32_t end);
   // Ends the use of a loaded buffer without saving.
   void drop(std::uint32_t buffer) { slots_[buffer]->state = State::kFree; }
 
   std::uint64_t h2d_bytes() const noexcept { return h2d_bytes_; }
   std::uint64_t d2h_bytes() const noexcept { return d2h_bytes_; }
-  double wait_seconds() const noexcept { return wait_seconds_; }  // spent blocked in finish_load and finish_save
 
  private:
   enum class State : std::uint8_t { kFree, kLoading, kLoaded, kSaving };
@@ -109,7 +111,6 @@ class TileMover {
   TileMoverParts parts_;
   std::vector<std::unique_ptr<Buffer>> slots_;
   std::uint64_t h2d_bytes_ = 0, d2h_bytes_ = 0;
-  double wait_seconds_ = 0;
 };
 
 }  // namespace spillway

@@ -4,8 +4,14 @@
 
 namespace spillway {
 
-WeightPlaces::WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPlacesOptions& options, Route route)
-    : device_(device), fetcher_(fetcher), options_(options), route_(std::move(route)), places_(options.places.size()) {
+WeightPlaces::WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPlacesOptions& options, Route route,
+                           Update update)
+    : device_(device),
+      fetcher_(fetcher),
+      options_(options),
+      route_(std::move(route)),
+      update_(std::move(update)),
+      places_(options.places.size()) {
   for (const auto& place : options.places) place_bytes_.push_back(place.size());
   for (Place& place : places_) {
     place.fetch = std::make_unique<BlockFetch>(device, options.max_pieces, options.max_granules);
@@ -31,12 +37,37 @@ void WeightPlaces::prefetch() {
   for (; fetched_ < visits_.size(); ++fetched_) {
     const VisitPlace& planned = plan_[fetched_];
     if (!planned.fetch || find(visits_[fetched_])) continue;
+    // Its first visit brings the weights straight from the update; a later one has to wait for that.
+    if (update_.awaited(visits_[fetched_])) {
+      if (visited_before(fetched_)) return;
+      continue;
+    }
     // The place must have been visited by everybody who was promised it, and given back.
     if (planned.after && *planned.after >= cursor_) return;
     if (places_[planned.place].leases > 0) return;
     drop(places_[planned.place]);
     start_fetch(planned.place, visits_[fetched_]);
   }
+}
+
+// Between the cursor and `visit`, the same block.
+bool WeightPlaces::visited_before(std::size_t visit) const {
+  const auto first = visits_.begin() + static_cast<std::ptrdiff_t>(cursor_);
+  const auto last = visits_.begin() + static_cast<std::ptrdiff_t>(visit);
+  return std::find(first, last, visits_[visit]) != last;
+}
+
+// Weights from the update that is still to come, else from where they live.
+void WeightPlaces::bring(std::uint32_t index, std::uint32_t block) {
+  if (update_.awaited(block)) {
+    Place& place = places_[index];
+    Event* after = place.released->recorded() ? place.released.get() : nullptr;
+    if (update_.deliver(block, address(index), after, place.fetch->ready())) {
+      place.block = block;
+      return;
+    }
+  }
+  start_fetch(index, block);
 }
 
 void WeightPlaces::start_fetch(std::uint32_t index, std::uint32_t block) {
@@ -98,7 +129,7 @@ std::uint32_t WeightPlaces::acquire(std::uint32_t block, std::optional<std::size
     const bool planned_free = visit && places_[plan_[*visit].place].leases == 0;
     index = planned_free ? plan_[*visit].place : place_for_unplanned(block);
     drop(places_[*index]);
-    start_fetch(*index, block);
+    bring(*index, block);
   }
   Place& place = places_[*index];
   if (place.fetching) {

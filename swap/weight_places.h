@@ -29,7 +29,16 @@ class WeightPlaces {
   // Fills fetch pieces for a block whose weights go to `to`.
   using Route = std::function<void(std::uint32_t block, std::byte* to, std::vector<FetchPiece>& pieces)>;
 
-  WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPlacesOptions& options, Route route);
+  // Where the new weights of a block whose update is still to come are had from: the update itself.
+  struct Update {
+    // The block's update has not been made: what lies on NVMe or in host memory is the step before.
+    std::function<bool(std::uint32_t block)> awaited;
+    // Makes it. The weights go to `to` once `after`, unless null, has come, and `ready` is recorded behind them. False:
+    // they could not; they are to be fetched.
+    std::function<bool(std::uint32_t block, std::byte* to, Event* after, Event& ready)> deliver;
+  };
+
+  WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPlacesOptions& options, Route route, Update update);
   ~WeightPlaces() { settle(); }  // fetches under way name the places
   WeightPlaces(const WeightPlaces&) = delete;
   WeightPlaces& operator=(const WeightPlaces&) = delete;
@@ -37,7 +46,8 @@ class WeightPlaces {
   // The blocks that will be visited from now on, in order. Everything resident is stale.
   void begin_step(std::span<const std::uint32_t> visit_blocks);
 
-  // Makes `stream` wait for the block's weights and returns its place. Blocks only while reads are late. `visit` is the
+  // Makes `stream` wait for the block's weights and returns its place. Blocks while reads are late and for the block's
+  // update. `visit` is the
   // index of the planned visit this is, if it is one.
   std::uint32_t acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream);
   void release(std::uint32_t place);
@@ -61,6 +71,8 @@ class WeightPlaces {
   };
 
   void start_fetch(std::uint32_t place, std::uint32_t block);
+  void bring(std::uint32_t place, std::uint32_t block);
+  bool visited_before(std::size_t visit) const;
   std::optional<std::uint32_t> find(std::uint32_t block) const;
   std::uint32_t place_for_unplanned(std::uint32_t block);
   void drop(Place& place);
@@ -69,6 +81,7 @@ class WeightPlaces {
   BlockFetcher& fetcher_;
   WeightPlacesOptions options_;
   Route route_;
+  Update update_;
   std::vector<std::uint64_t> place_bytes_;
   std::vector<Place> places_;
   std::vector<std::uint32_t> visits_;

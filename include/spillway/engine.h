@@ -57,10 +57,10 @@ struct StepReport {
   std::uint64_t nvme_read_bytes = 0, nvme_write_bytes = 0, h2d_bytes = 0, d2h_bytes = 0;
   std::string link;          // the slowest link: nvme, h2d, d2h, compute
   double link_percent = 0;   // that link's own time as a share of the step
-  double stall_seconds = 0;  // the compute stream stood idle for weights, plus step() waited for I/O
-  double adam_seconds = 0;         // the optimizer's passes over tiles, whichever it is
+  double stall_seconds = 0;  // the compute stream had nothing to run
+  double adam_seconds = 0;   // the optimizer's passes over tiles, whichever it is
   std::uint64_t unplanned_visits = 0;
-  std::uint64_t durable_step = 0;  // the last step that survives any crash
+  std::uint64_t durable_step = 0;  // the last step that survives any crash; with commits, the one before this
 };
 
 class Engine;
@@ -125,7 +125,9 @@ class Engine {
 
   virtual Lease acquire(std::uint32_t block, Pass pass, Stream& stream) = 0;
   virtual void push_gradient(const Gradient& gradient, Stream& stream) = 0;
-  // Ends the step: norm, clipping, update of every tile, commit when due. `blob` is kept by the commit. Throws
+  // Ends the step: norm, clipping, and the update begins. A block's update is made when the next forward pass acquires
+  // it, the commit, when due, before the next backward pass; flush(), export_weights() and the engine's end make both
+  // at once. So a step is durable while the next one runs. `blob` is kept by the commit. Throws
   // kNonFinite, with nothing changed, when a gradient holds NaN or Inf; kInvalidArgument when one is missing.
   virtual StepReport step(std::span<const std::byte> blob = {}) = 0;
   // Makes the current step durable, if it is not already.

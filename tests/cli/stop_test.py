@@ -33,7 +33,8 @@ class Stop(CliTest):
     def wait_for_lines(self, run, lines):
         deadline = time.monotonic() + 60
         while self.logged() < lines:
-            self.assertIsNone(run.poll(), "the run ended before it was stopped")
+            if run.poll() is not None:
+                self.fail(f"the run ended before it was stopped:\n{run.communicate()[1]}")
             self.assertLess(time.monotonic(), deadline, f"no {lines} steps within a minute")
             time.sleep(0.002)
 
@@ -76,8 +77,8 @@ class Stop(CliTest):
                 run.communicate(timeout=60)
             self.assertIn(run.returncode, (-signal.SIGKILL, 0))
             first = self.place.steps()[lines]["step"]
-            # A step is logged once it is committed, so no logged one is lost; one more may have been committed.
-            self.assertIn(first, (before + 1, before + 2))
+            # A step is committed while the next one runs, so the last one logged may have to be done again.
+            self.assertIn(first, (before, before + 1))
             how = {"resume": True}
         self.assert_ends_with_the_same_bits()
 

@@ -109,7 +109,10 @@ TEST_F(Recovery, AFlippedBitInStatesIsNamedBeforeItIsUsed) {
   flip_bit(states.offset + 1234);
   {
     Training training(config_, OnExisting::kResume);
-    const Error error = error_of([&] { training.run(1); });
+    const Error error = error_of([&] {
+      training.run(1);
+      training.engine->flush();  // the update is made then, or in the next step
+    });
     EXPECT_EQ(error.code(), Code::kCorrupt);
     EXPECT_EQ(error.parts().object, store_file().string());
     EXPECT_EQ(error.parts().happened, "states of tile 1 of block h.2 (h.2.weight …) at offset " +
@@ -148,6 +151,7 @@ TEST_F(Recovery, AReadThatFailsInTheMiddleOfAStepStopsTheRunAtTheLastCommit) {
     {
       Training training(config_, OnExisting::kReplace);
       training.run(3);
+      training.engine->flush();
       std::filesystem::copy_file(store_file(), copy, std::filesystem::copy_options::overwrite_existing);
       int visits = 0;
       training.trainer.between = [&] {

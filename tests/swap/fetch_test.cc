@@ -54,7 +54,28 @@ class Fetch : public ::testing::Test {
     }
     for (const TileShape& tile : three_tiles().tiles)
       options.block_bytes.push_back(payload_bytes(tile, Part::kWeights));
-    places = std::make_unique<WeightPlaces>(*device, *fetcher, options, route());
+    block_bytes = options.block_bytes;
+    place_bytes.clear();
+    for (const auto& place : options.places) place_bytes.push_back(place.size());
+    places = std::make_unique<WeightPlaces>(
+        *device, *fetcher, options, route(),
+        WeightPlaces::Update{.awaited = [this](std::uint32_t block) { return awaited.contains(block); },
+                             .deliver = [this](std::uint32_t block, std::byte* to, Event* after,
+                                               Event& ready) { return deliver(block, to, after, ready); }});
+  }
+  // Stands in for an update: the place gets the block's number in every byte, unless it is the one that is refused.
+  bool deliver(std::uint32_t block, std::byte* to, Event* after, Event& ready) {
+    delivered.push_back(block);
+    awaited.erase(block);
+    if (block == refused) return false;
+    if (after) device->wait(*h2d, *after);
+    device->fill_async(to, static_cast<std::byte>(block), 1000, *h2d);
+    device->record(ready, *h2d);
+    return true;
+  }
+  void expect_delivered(std::uint32_t block, const std::byte* at) {
+    compute->synchronize();
+    EXPECT_TRUE(std::all_of(at, at + 1000, [block](std::byte b) { return b == static_cast<std::byte>(block); }));
   }
   void expect_weights(std::uint32_t block, const std::byte* at) {
     compute->synchronize();
@@ -74,6 +95,10 @@ class Fetch : public ::testing::Test {
   std::unique_ptr<StoreThread> thread;
   std::unique_ptr<BlockFetcher> fetcher;
   std::unique_ptr<WeightPlaces> places;
+  std::vector<std::uint64_t> block_bytes, place_bytes;
+  std::set<std::uint32_t> awaited;
+  std::vector<std::uint32_t> delivered;
+  std::uint32_t refused = UINT32_MAX;
 };
 
 TEST_F(Fetch, BlocksArriveWholeInVisitOrderWithOnePlaceOrMore) {
@@ -100,6 +125,36 @@ TEST_F(Fetch, AVisitThatThePlanDidNotExpectIsServed) {
     const std::uint32_t place = places->acquire(block, std::nullopt, *compute);
     expect_weights(block, places->address(place));
     places->release(place);
+  }
+}
+
+// The first visit of a block takes its weights from the update, later ones those that were written; nothing is fetched
+// before its update was made, however early a place for it comes free.
+TEST_F(Fetch, WeightsWhoseUpdateIsAwaitedComeFromIt) {
+  const std::vector<std::uint32_t> visits = {0, 1, 2, 2, 1, 0};
+  for (std::uint32_t count : {1u, 2u, 3u}) {
+    make_places(count);
+    const auto plan = assign_places(visits, block_bytes, place_bytes);
+    for (const std::uint32_t not_delivered : {UINT32_MAX, 1u}) {
+      awaited = {0, 1, 2};
+      refused = not_delivered;
+      delivered.clear();
+      places->begin_step(visits);
+      for (std::size_t v = 0; v < visits.size(); ++v) {
+        const std::uint32_t place = places->acquire(visits[v], v, *compute);
+        const bool from_update = v < 3 && visits[v] != refused;
+        const bool resident = !plan[v].fetch;  // still what the first visit brought
+        if (from_update || (resident && visits[v] != refused)) {
+          expect_delivered(visits[v], places->address(place));
+        } else {
+          expect_weights(visits[v], places->address(place));
+        }
+        places->release(place);
+      }
+      EXPECT_EQ(delivered, (std::vector<std::uint32_t>{0, 1, 2}));
+    }
+    compute->synchronize();
+    places->settle();
   }
 }
 

@@ -50,6 +50,7 @@ struct Position {
   static Position parse(std::span<const std::byte> blob, const FinetuneOptions& options) {
     const std::string text(reinterpret_cast<const char*>(blob.data()), blob.size());
     Position position;
+    if (text.empty()) return position;  // stopped before a step was committed
     const std::string_view start = "row ";
     const char* begin = text.data() + std::min(start.size(), text.size());
     std::from_chars(begin, text.data() + text.size(), position.row);
