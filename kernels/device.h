@@ -3,7 +3,7 @@
 // A Device owns one HBM arena of exactly the asked size and hands out streams and events with CUDA's semantics: streams
 // are in order, a wait captures the event's latest record at the time of the call, copies are asynchronous. Host memory
 // named in a copy must be registered first. Streams and events must be destroyed before their device.
-// Threads: every call may come from any thread; one stream is fed by one thread at a time.
+// Threads: every call may come from any thread. Several may feed one stream: what each enqueues stays in its order.
 // Errors: spillway::Error at creation and registration. Failures of enqueued work surface in synchronize().
 #pragma once
 

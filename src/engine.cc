@@ -190,7 +190,8 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
       cursor_.take_back(before);  // refused for want of a place: the caller may release one and come again
       throw;
     }
-    if (cursor_.last()) machinery_.updater->read_ahead();  // nothing more to fetch: the update's first tiles come next
+    // Nothing more to fetch: the first tiles of this step's update come next.
+    if (cursor_.last() && !updating_) machinery_.updater->read_ahead();
     return make_lease(place);
   });
 }

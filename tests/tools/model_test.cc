@@ -246,13 +246,14 @@ TEST(ReportTest, JsonLineHasTheFieldsInOrder) {
   StepFacts facts;
   facts.report.step = 3;
   facts.report.link = "nvme";
+  facts.report.durable_step = 2;
   facts.loss = 1.25;
   facts.tokens = 512;
   EXPECT_EQ(
       step_json(facts),
       "{\"step\":3,\"loss\":1.25,\"grad_norm\":0,\"lr\":0,\"seconds\":0.000000,\"tokens\":512,\"nvme_read_bytes\":0,"
       "\"nvme_write_bytes\":0,\"h2d_bytes\":0,\"d2h_bytes\":0,\"link\":\"nvme\",\"link_percent\":0.00,"
-      "\"stall_seconds\":0.000000,\"adam_seconds\":0.000000}\n");
+      "\"stall_seconds\":0.000000,\"adam_seconds\":0.000000,\"durable_step\":2}\n");
 }
 
 }  // namespace

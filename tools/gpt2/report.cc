@@ -59,10 +59,11 @@ std::string step_json(const StepFacts& step) {
   return fmt::format(
       R"({{"step":{},"loss":{:.9g},"grad_norm":{:.9g},"lr":{:.9g},"seconds":{:.6f},"tokens":{},"nvme_read_bytes":{},)"
       R"("nvme_write_bytes":{},"h2d_bytes":{},"d2h_bytes":{},"link":"{}","link_percent":{:.2f},)"
-      R"("stall_seconds":{:.6f},"adam_seconds":{:.6f}}})"
+      R"("stall_seconds":{:.6f},"adam_seconds":{:.6f},"durable_step":{}}})"
       "\n",
       r.step, step.loss, r.gradient_norm, r.learning_rate, r.seconds, step.tokens, r.nvme_read_bytes,
-      r.nvme_write_bytes, r.h2d_bytes, r.d2h_bytes, r.link, r.link_percent, r.stall_seconds, r.adam_seconds);
+      r.nvme_write_bytes, r.h2d_bytes, r.d2h_bytes, r.link, r.link_percent, r.stall_seconds, r.adam_seconds,
+      r.durable_step);
 }
 
 }  // namespace spillway::gpt2
