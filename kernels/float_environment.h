@@ -5,45 +5,50 @@
 // per call on a range, which costs about ten cycles; the caller's own settings come back when it goes out of scope.
 #pragma once
 
+#include <cstdint>
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
-#else
-#include <cfenv>
 #endif
 
 namespace spillway {
 
 #if defined(__x86_64__)
 
-class DefaultFloatEnvironment {
- public:
-  DefaultFloatEnvironment() noexcept : saved_(_mm_getcsr()) { _mm_setcsr(kDefault); }
-  ~DefaultFloatEnvironment() { _mm_setcsr(saved_); }
-  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
-  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+using FloatSettings = unsigned;  // MXCSR
+// After reset (Intel SDM volume 1, 10.2.3): all exceptions masked, nearest-even, FTZ and DAZ off.
+inline constexpr FloatSettings kDefaultFloatSettings = 0x1f80;
+inline FloatSettings float_settings() noexcept { return _mm_getcsr(); }
+inline void set_float_settings(FloatSettings settings) noexcept { _mm_setcsr(settings); }
 
- private:
-  // MXCSR after reset (Intel SDM volume 1, 10.2.3): all exceptions masked, nearest-even, FTZ and DAZ off.
-  static constexpr unsigned kDefault = 0x1f80;
-  unsigned saved_;
-};
+#elif defined(__aarch64__)
+
+using FloatSettings = std::uint64_t;  // FPCR
+// Nothing trapped, nearest-even, FZ off, IEEE half precision (Arm ARM, FPCR). Not by fesetenv(FE_DFL_ENV): glibc takes
+// AHP for a reserved bit and leaves it set, and under it a half has no Inf and no NaN.
+inline constexpr FloatSettings kDefaultFloatSettings = 0;
+inline FloatSettings float_settings() noexcept {
+  FloatSettings settings;
+  asm volatile("mrs %0, fpcr" : "=r"(settings) : : "memory");
+  return settings;
+}
+inline void set_float_settings(FloatSettings settings) noexcept {
+  asm volatile("msr fpcr, %0" : : "r"(settings) : "memory");
+}
 
 #else
+#error "say how this processor's floating-point settings are read and set"
+#endif
 
 class DefaultFloatEnvironment {
  public:
-  DefaultFloatEnvironment() noexcept {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
+  DefaultFloatEnvironment() noexcept : saved_(float_settings()) { set_float_settings(kDefaultFloatSettings); }
+  ~DefaultFloatEnvironment() { set_float_settings(saved_); }
   DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
   DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
 
  private:
-  std::fenv_t saved_;
+  FloatSettings saved_;
 };
-
-#endif
 
 }  // namespace spillway

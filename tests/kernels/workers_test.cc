@@ -9,9 +9,9 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/float_environment.h"
 #include "kernels/process_limits.h"
 #include "spillway/log.h"
+#include "tests/kernels/host_float_settings.h"
 
 namespace spillway {
 namespace {
@@ -142,20 +142,19 @@ TEST_P(Workers, ConcurrentCallersOfNodesShareTheSlots) {
   EXPECT_EQ(runs, 4 * 50 * 10 * static_cast<int>(workers_->nodes()));
 }
 
-#if defined(__x86_64__)
 TEST_P(Workers, BodiesComputeInTheDefaultFloatEnvironment) {
-  const unsigned saved = _mm_getcsr();
-  _mm_setcsr(saved | 0x8040u);
+  const FloatSettings saved = float_settings();
+  set_float_settings(saved | kHostFloatSettings);
   std::atomic<int> flushed = 0;
   {
     const auto made_while_flushing = create();
-    made_while_flushing->parallel_for(1'000, [&](std::size_t) { flushed += (_mm_getcsr() & 0x8040u) != 0; });
+    made_while_flushing->parallel_for(1'000,
+                                      [&](std::size_t) { flushed += (float_settings() & kHostFloatSettings) != 0; });
   }
-  EXPECT_EQ(_mm_getcsr() & 0x8040u, 0x8040u);
-  _mm_setcsr(saved);
+  EXPECT_EQ(float_settings() & kHostFloatSettings, kHostFloatSettings);
+  set_float_settings(saved);
   EXPECT_EQ(flushed, 0);
 }
-#endif
 
 // As many threads as asked for, also on a machine with fewer cores: five bodies can only meet when five threads run.
 TEST(CreateWorkers, MoreThreadsThanCoresReallyRun) {
