@@ -157,9 +157,15 @@ class Tiles {
 
 using Words = std::uint32_t;
 
+#if defined(__x86_64__)
+#define SPILLWAY_BEST_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define SPILLWAY_BEST_VECTORS
+#endif
+
 // Four arrays at once, without prefetch: the fastest of 16 ways that were tried here (one array: 0.95 of it, one with
 // prefetch 0.80 to 0.93, non-temporal stores 0.55).
-__attribute__((target_clones("avx512f", "avx2", "default"))) void change(Words* from, std::size_t count) {
+SPILLWAY_BEST_VECTORS void change(Words* from, std::size_t count) {
   const std::size_t quarter = count / 4;
   for (std::size_t i = 0; i + 32 <= quarter; i += 32) {
     for (Words* array = from; array < from + 4 * quarter; array += quarter)
@@ -167,7 +173,7 @@ __attribute__((target_clones("avx512f", "avx2", "default"))) void change(Words* 
   }
 }
 
-__attribute__((target_clones("avx512f", "avx2", "default"))) void read(Words* from, std::size_t count) {
+SPILLWAY_BEST_VECTORS void read(Words* from, std::size_t count) {
   Words sums[64] = {};
   const std::size_t quarter = count / 4;
   for (std::size_t i = 0; i + 16 <= quarter; i += 16) {

@@ -17,15 +17,15 @@ namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-using F32 = hn::ScalableTag<float>;
+using F32 = hn::CappedTag<float, 16>;  // SVE's length is known at run time: at most AVX-512's
 using I32 = hn::RebindToSigned<F32>;
 using U32 = hn::RebindToUnsigned<F32>;
 using U16 = hn::Rebind<std::uint16_t, F32>;
 using Floats = hn::Vec<F32>;
 using Bits = hn::Vec<U32>;
-constexpr std::size_t kLanes = hn::MaxLanes(F32());
+constexpr std::size_t kMaxLanes = hn::MaxLanes(F32());  // Lanes() itself but on SVE
 
-// Memory formats: how kLanes elements are loaded as fp32 and stored from fp32.
+// Memory formats: how a vector of elements is loaded as fp32 and stored from fp32.
 struct Float32 {
   using Element = float;
   static HWY_INLINE Floats load(const float* from) { return hn::LoadU(F32(), from); }
@@ -72,18 +72,19 @@ struct Float16 {
   }
 };
 
-// Calls lanes(from, to) on kLanes elements at a time; the last, incomplete group goes through copies on the stack, so
-// that it runs the very same instructions.
-template <typename From, typename To, typename Lanes>
-HWY_INLINE void for_lanes(const From* HWY_RESTRICT from, To* HWY_RESTRICT to, std::size_t count, Lanes lanes) {
+// Calls body(from, to) on a vector of elements at a time; the last, incomplete group goes through copies on the stack,
+// so that it runs the very same instructions.
+template <typename From, typename To, typename Body>
+HWY_INLINE void for_lanes(const From* HWY_RESTRICT from, To* HWY_RESTRICT to, std::size_t count, Body body) {
+  const std::size_t lanes = hn::Lanes(F32());
   std::size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) lanes(from + i, to + i);
+  for (; i + lanes <= count; i += lanes) body(from + i, to + i);
   if (i == count) return;
-  From from_tail[kLanes] = {};
-  To to_tail[kLanes] = {};
+  From from_tail[kMaxLanes] = {};
+  To to_tail[kMaxLanes] = {};
   std::memcpy(from_tail, from + i, (count - i) * sizeof(From));
   std::memcpy(to_tail, to + i, (count - i) * sizeof(To));
-  lanes(from_tail, to_tail);
+  body(from_tail, to_tail);
   std::memcpy(to + i, to_tail, (count - i) * sizeof(To));
 }
 

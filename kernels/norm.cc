@@ -8,6 +8,11 @@
 #include "spillway/error.h"
 #include "spillway/units.h"
 
+// SVE's vectors have no size, so that the accumulators of several leaves cannot be an array of them: NEON is used.
+#if defined(__aarch64__)
+#undef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#endif
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/norm.cc"
 #include "hwy/foreach_target.h"  // includes this file once per target

@@ -1,4 +1,4 @@
-// The optimizers with Highway: the same source compiled for every x86-64 target with hardware FMA (AVX2, AVX-512),
+// The optimizers with Highway: the same source compiled for every target with hardware FMA (AVX2, AVX-512, NEON, SVE),
 // chosen at run time. sqrt, divide and fma round correctly on all of them, so the bits are those of
 // optimizer_reference.cc, which also runs where there is no FMA (Highway's scalar MulAdd rounds twice and cannot be
 // used).
@@ -31,7 +31,7 @@ bool update(const OptimizerTile& tile, const OptimizerScalars& scalars, std::siz
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-using F32 = hn::ScalableTag<float>;
+using F32 = hn::CappedTag<float, 16>;  // SVE's length is known at run time: at most AVX-512's
 using I32 = hn::RebindToSigned<F32>;
 using U32 = hn::RebindToUnsigned<F32>;
 using I16 = hn::Rebind<std::int16_t, F32>;
@@ -39,7 +39,7 @@ using U16 = hn::Rebind<std::uint16_t, F32>;
 using F16 = hn::Rebind<hwy::float16_t, F32>;
 using Floats = hn::Vec<F32>;
 using Bits = hn::Vec<U32>;
-constexpr std::size_t kLanes = hn::MaxLanes(F32());
+constexpr std::size_t kMaxLanes = hn::MaxLanes(F32());  // Lanes() itself but on SVE
 
 enum class Rule { kAdam, kAdagrad, kLion, kMomentum, kNesterov };
 enum class Decay { kNone, kL2, kDecoupled };
@@ -58,18 +58,31 @@ struct Arrays {
   const Element* HWY_RESTRICT gradient;
 };
 
+// A scalar of the step in every lane. SVE's vectors have no size and cannot be members: there it is spread in use.
+#if HWY_HAVE_SCALABLE
+struct Constant {
+  explicit Constant(float x) : value(x) {}
+  HWY_INLINE operator Floats() const { return hn::Set(F32(), value); }
+  float value;
+};
+HWY_INLINE Constant constant(float x) { return Constant(x); }
+#else
+using Constant = Floats;
+HWY_INLINE Constant constant(float x) { return hn::Set(F32(), x); }
+#endif
+
 struct Constants {
   explicit Constants(const OptimizerScalars& s)
-      : scale(hn::Set(F32(), s.gradient_scale)),
-        beta1(hn::Set(F32(), s.beta1)),
-        one_minus_beta1(hn::Set(F32(), s.one_minus_beta1)),
-        beta2(hn::Set(F32(), s.beta2)),
-        one_minus_beta2(hn::Set(F32(), s.one_minus_beta2)),
-        inv_sqrt_bias2(hn::Set(F32(), s.inv_sqrt_bias2)),
-        epsilon(hn::Set(F32(), s.epsilon)),
-        step_size(hn::Set(F32(), s.step_size)),
-        decay(hn::Set(F32(), s.l2 ? s.l2_decay : s.negative_lr_decay)) {}
-  Floats scale, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, epsilon, step_size, decay;
+      : scale(constant(s.gradient_scale)),
+        beta1(constant(s.beta1)),
+        one_minus_beta1(constant(s.one_minus_beta1)),
+        beta2(constant(s.beta2)),
+        one_minus_beta2(constant(s.one_minus_beta2)),
+        inv_sqrt_bias2(constant(s.inv_sqrt_bias2)),
+        epsilon(constant(s.epsilon)),
+        step_size(constant(s.step_size)),
+        decay(constant(s.l2 ? s.l2_decay : s.negative_lr_decay)) {}
+  Constant scale, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, epsilon, step_size, decay;
 };
 
 HWY_INLINE Bits magnitude(Floats x) { return hn::And(hn::BitCast(U32(), x), hn::Set(U32(), 0x7fffffffu)); }
@@ -123,7 +136,7 @@ struct Fp16 {
   }
 };
 
-// Updates kLanes elements and returns the largest magnitude among the results, as bits: fp32 magnitudes order like
+// Updates a vector of elements and returns the largest magnitude among the results, as bits: fp32 magnitudes order like
 // unsigned integers, and Inf and NaN come after every finite value.
 template <typename Format, Rule kRule, Decay kDecay>
 HWY_INLINE Bits update_lanes(const Arrays<typename Format::Element>& a, std::size_t i, const Constants& c) {
@@ -168,10 +181,10 @@ HWY_INLINE Bits update_lanes(const Arrays<typename Format::Element>& a, std::siz
 template <typename Format, Rule kRule, Decay kDecay>
 HWY_INLINE Bits update_tail(const Arrays<typename Format::Element>& a, std::size_t begin, std::size_t count,
                             const Constants& c) {
-  typename Format::Element weight[kLanes], gradient[kLanes];
-  std::int16_t residual[kLanes];
-  float master[kLanes], exp_avg[kLanes], exp_avg_sq[kLanes];
-  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+  typename Format::Element weight[kMaxLanes], gradient[kMaxLanes];
+  std::int16_t residual[kMaxLanes];
+  float master[kMaxLanes], exp_avg[kMaxLanes], exp_avg_sq[kMaxLanes];
+  for (std::size_t lane = 0; lane < hn::Lanes(F32()); ++lane) {
     const std::size_t i = begin + (lane < count ? lane : count - 1);
     weight[lane] = a.weight[i];
     gradient[lane] = a.gradient[i];
@@ -222,14 +235,15 @@ bool update_range(const OptimizerTile& tile, const OptimizerScalars& scalars, st
       static_cast<Element*>(tile.weight),        tile.residual, tile.master, tile.exp_avg, tile.exp_avg_sq,
       static_cast<const Element*>(tile.gradient)};
   const Constants c(scalars);
+  const std::size_t lanes = hn::Lanes(F32());
   Bits largest = hn::Zero(U32());
   std::size_t i = begin;
   for (; i + kLine <= end; i += kLine) {
     prefetch<Format, kRule>(a, i, near);
-    for (std::size_t k = 0; k < kLine; k += kLanes)
+    for (std::size_t k = 0; k < kLine; k += lanes)
       largest = hn::Max(largest, update_lanes<Format, kRule, kDecay>(a, i + k, c));
   }
-  for (; i + kLanes <= end; i += kLanes) largest = hn::Max(largest, update_lanes<Format, kRule, kDecay>(a, i, c));
+  for (; i + lanes <= end; i += lanes) largest = hn::Max(largest, update_lanes<Format, kRule, kDecay>(a, i, c));
   if (i < end) largest = hn::Max(largest, update_tail<Format, kRule, kDecay>(a, i, end - i, c));
   return hn::AllTrue(U32(), hn::Lt(largest, hn::Set(U32(), 0x7f800000u)));
 }
@@ -320,6 +334,21 @@ std::vector<OptimizerTarget> optimizer_targets() {
 #endif
 #if HWY_TARGETS & HWY_AVX2
   add(HWY_AVX2, update_on<N_AVX2::update>);
+#endif
+#if HWY_TARGETS & HWY_SVE2_128
+  add(HWY_SVE2_128, update_on<N_SVE2_128::update>);
+#endif
+#if HWY_TARGETS & HWY_SVE_256
+  add(HWY_SVE_256, update_on<N_SVE_256::update>);
+#endif
+#if HWY_TARGETS & HWY_SVE2
+  add(HWY_SVE2, update_on<N_SVE2::update>);
+#endif
+#if HWY_TARGETS & HWY_SVE
+  add(HWY_SVE, update_on<N_SVE::update>);
+#endif
+#if HWY_TARGETS & HWY_NEON
+  add(HWY_NEON, update_on<N_NEON::update>);
 #endif
   targets.push_back({"scalar", optimizer_update_reference});
   return targets;

@@ -7,15 +7,21 @@
 namespace spillway {
 namespace {
 
+#if defined(__aarch64__)
+using Half = __fp16;  // g++ has no _Float16 there before version 13
+#else
+using Half = _Float16;
+#endif
+
 TEST(Fp16, All65536PatternsWidenAsTheCompilersOwnTypeDoes) {
   for (std::uint32_t bits = 0; bits <= 0xffff; ++bits) {
-    const auto half = std::bit_cast<_Float16>(static_cast<std::uint16_t>(bits));
+    const auto half = std::bit_cast<Half>(static_cast<std::uint16_t>(bits));
     const auto expected = std::bit_cast<std::uint32_t>(static_cast<float>(half));
     ASSERT_EQ(std::bit_cast<std::uint32_t>(fp16_to_float(static_cast<std::uint16_t>(bits))), expected) << bits;
   }
 }
 
-std::uint16_t by_compiler(float value) { return std::bit_cast<std::uint16_t>(static_cast<_Float16>(value)); }
+std::uint16_t by_compiler(float value) { return std::bit_cast<std::uint16_t>(static_cast<Half>(value)); }
 
 // Every half, the middle to its neighbour, and the fp32 numbers beside both.
 TEST(Fp16, RoundsToNearestEvenAsTheCompilersOwnTypeDoes) {
