@@ -15,7 +15,7 @@ namespace {
 // A worker takes a group of elements, whose arrays fill whole granules, and goes through it piece by piece: the hash
 // before an update finds its piece in the first-level cache, and so does the hash behind it. Longer pieces would leave
 // that cache, shorter ones pay more for starting and ending XXH3's stream.
-constexpr std::size_t kGroup = 128 * kKiB, kPiece = kUpdatePiece;
+constexpr std::size_t kGroup = kHashedTileUnit, kPiece = kUpdatePiece;
 // Memory would stand idle while an array is hashed in the cache: the first lines of a later piece are asked for, about
 // as many as a processor has under way at once (0.38 instead of 0.47 ns a bf16 parameter for the checksums).
 constexpr std::size_t kLinesAsked = 12;

@@ -18,6 +18,10 @@ struct ExtentHashes {
   std::span<std::uint64_t> before, after;
 };
 
+// A tile of a multiple of so many elements is hashed in the pass that updates it: its arrays fill whole granules then.
+// Any other takes three passes.
+inline constexpr std::uint64_t kHashedTileUnit = 128 * 1024;
+
 // A parameter group: elements from the end of the range before up to `end` take the scalars of `group`.
 struct GroupRange {
   std::uint64_t end = 0;

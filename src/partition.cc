@@ -4,6 +4,7 @@
 #include <string_view>
 #include <unordered_set>
 
+#include "kernels/tile_update.h"
 #include "spillway/error.h"
 #include "spillway/units.h"
 
@@ -78,7 +79,8 @@ std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t 
     const std::uint64_t end = trainable ? partition.trainable_elements : partition.elements;
     const Shard shard = shard_of(begin, end - begin, rank, ranks);
     for (std::uint64_t done = 0; done < shard.count; done += tiles.back().count) {
-      tiles.push_back({shard.first + done, std::min(tile_elements, shard.count - done), trainable});
+      const std::uint64_t left = shard.count - done, whole = left / kHashedTileUnit * kHashedTileUnit;
+      tiles.push_back({shard.first + done, std::min(tile_elements, whole > 0 ? whole : left), trainable});
     }
   }
   return tiles;

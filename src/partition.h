@@ -49,11 +49,12 @@ Shard shard_of(std::uint64_t first, std::uint64_t count, std::uint32_t rank, std
 
 struct TileRange {
   std::uint64_t first = 0;
-  std::uint64_t count = 0;  // tile_elements, or less at the end of a shard; a multiple of kPartitionUnit
+  std::uint64_t count = 0;  // tile_elements, or less in the last two of a shard; a multiple of kPartitionUnit
   bool trainable = true;
 };
 
-// The tiles of one rank, in increasing order. tile_elements is a multiple of kPartitionUnit.
+// The tiles of one rank, in increasing order. tile_elements is a multiple of kPartitionUnit. What is left at the end of
+// a shard is cut once more, so that the larger part is a multiple of kHashedTileUnit.
 std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t tile_elements, std::uint32_t rank,
                                  std::uint32_t ranks);
 

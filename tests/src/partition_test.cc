@@ -7,6 +7,7 @@
 #include <random>
 #include <string>
 
+#include "kernels/tile_update.h"
 #include "spillway/error.h"
 
 namespace spillway {
@@ -85,7 +86,9 @@ void expect_partition_rules(const BlockPartition& partition, std::uint64_t tile_
       ASSERT_EQ(tile.first % 1024, 0u);
       ASSERT_EQ(tile.count % 1024, 0u);
       ASSERT_TRUE(tile.count > 0 && tile.count <= tile_elements);
-      ASSERT_EQ(last_count, tile_elements) << "only a shard's last tile may be short";
+      // Only a shard's last tile may be short, or the last two: whole units, and what is left of one.
+      const bool cut_again = last_count % kHashedTileUnit == 0 && tile.count < kHashedTileUnit;
+      ASSERT_TRUE(last_count == tile_elements || cut_again) << last_count << ", then " << tile.count;
       last_count = tile.count;
       // Ranks in order leave no gap and overlap nowhere.
       std::uint64_t& next = tile.trainable ? next_trainable : next_frozen;
@@ -134,6 +137,14 @@ TEST(ShardOf, TheLargestBlockAndManyRanksDoNotOverflow) {
     next += shard.count;
   }
   EXPECT_EQ(next, most);
+}
+
+// A GPT-2 layer of 1,280 columns, in tiles of the default size: all but a sliver is hashed while it is updated.
+TEST(CutTiles, WhatIsLeftOfAShardIsCutIntoWholeUnitsAndTheRest) {
+  const Block layer{.name = "h", .parameters = {{.name = "all", .shape = {12 * 1280 * 1280 + 13 * 1280}}}};
+  std::vector<std::uint64_t> counts;
+  for (const TileRange& tile : cut_tiles(partition_block(layer), 4 << 20, 0, 1)) counts.push_back(tile.count);
+  EXPECT_EQ(counts, (std::vector<std::uint64_t>{4 << 20, 4 << 20, 4 << 20, 4 << 20, 22 * kHashedTileUnit, 17'408}));
 }
 
 }  // namespace
