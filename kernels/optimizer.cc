@@ -297,27 +297,30 @@ HWY_EXPORT(update);
 
 constexpr std::size_t kNear = 256;  // elements
 
-// The function of one target, with the checks and the floating-point environment of the public call.
-template <bool (*kUpdate)(const OptimizerTile&, const OptimizerScalars&, std::size_t, std::size_t, std::size_t)>
-bool update_on(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end) {
+using Update = bool (*)(const OptimizerTile&, const OptimizerScalars&, std::size_t, std::size_t, std::size_t);
+
+// With the checks and the floating-point environment of the public call.
+bool run(Update update, const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end,
+         std::size_t near) {
   check_optimizer_arguments(tile, scalars, begin, end);
   const DefaultFloatEnvironment environment;
-  return kUpdate(tile, scalars, begin, end, kNear);
+  return update(tile, scalars, begin, end, near);
+}
+
+template <Update kUpdate>
+bool update_on(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end) {
+  return run(kUpdate, tile, scalars, begin, end, kNear);
 }
 
 }  // namespace
 
 bool optimizer_update(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end) {
-  check_optimizer_arguments(tile, scalars, begin, end);
-  const DefaultFloatEnvironment environment;
-  return HWY_DYNAMIC_DISPATCH(update)(tile, scalars, begin, end, kNear);
+  return run(HWY_DYNAMIC_DISPATCH(update), tile, scalars, begin, end, kNear);
 }
 
 bool optimizer_update_piece(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,
                             std::size_t end) {
-  check_optimizer_arguments(tile, scalars, begin, end);
-  const DefaultFloatEnvironment environment;
-  return HWY_DYNAMIC_DISPATCH(update)(tile, scalars, begin, end, kUpdatePiece);
+  return run(HWY_DYNAMIC_DISPATCH(update), tile, scalars, begin, end, kUpdatePiece);
 }
 
 std::vector<OptimizerTarget> optimizer_targets() {

@@ -1,15 +1,14 @@
 #include "kernels/host_memory.h"
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 #include <unistd.h>
 
-#include <fstream>
 #include <string>
 #include <vector>
 
 #include "spillway/log.h"
 #include "spillway/units.h"
+#include "tests/kernels/written_files.h"
 
 namespace spillway {
 namespace {
@@ -17,22 +16,13 @@ namespace {
 namespace fs = std::filesystem;
 
 // The kernel's files of huge pages, of our own making.
-class HugePages : public testing::Test {
+class HugePages : public WrittenFiles {
  protected:
   HugePages() {
-    std::string pattern = (fs::temp_directory_path() / "spillway-huge-XXXXXX").string();
-    directory_ = mkdtemp(pattern.data());
     set_log_sink([this](LogLevel, std::string_view line) { lines_.emplace_back(line); });
   }
-  ~HugePages() override {
-    set_log_sink({});
-    fs::remove_all(directory_);
-  }
+  ~HugePages() override { set_log_sink({}); }
 
-  void write(const fs::path& file, const std::string& text) {
-    fs::create_directories((directory_ / file).parent_path());
-    std::ofstream(directory_ / file) << text << '\n';
-  }
   bool granted(std::uint64_t bytes = 128 * kMiB) {
     lines_.clear();
     const HostArena arena(bytes, kPinnedArena, directory_);
@@ -40,7 +30,6 @@ class HugePages : public testing::Test {
     return arena.huge_pages();
   }
 
-  fs::path directory_;
   std::vector<std::string> lines_;
 };
 

@@ -2,12 +2,12 @@
 
 #include <gtest/gtest.h>
 #include <sched.h>
-#include <stdlib.h>
 
-#include <fstream>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "tests/kernels/written_files.h"
 
 namespace spillway {
 namespace {
@@ -15,21 +15,9 @@ namespace {
 namespace fs = std::filesystem;
 
 // A cgroup file system of our own making.
-class ProcessLimits : public testing::Test {
+class ProcessLimits : public WrittenFiles {
  protected:
-  ProcessLimits() {
-    std::string pattern = (fs::temp_directory_path() / "spillway-cores-XXXXXX").string();
-    directory_ = mkdtemp(pattern.data());
-  }
-  ~ProcessLimits() override { fs::remove_all(directory_); }
-
-  void write(const fs::path& file, const std::string& text) {
-    fs::create_directories((directory_ / file).parent_path());
-    std::ofstream(directory_ / file) << text;
-  }
   std::optional<double> quota() { return cpu_quota({directory_ / "membership", directory_ / "root"}); }
-
-  fs::path directory_;
 };
 
 TEST_F(ProcessLimits, NoneWithoutCgroups) { EXPECT_EQ(quota(), std::nullopt); }
