@@ -115,8 +115,7 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
     const std::uint32_t t = order_[first + node], buffer = buffer_of(node);
     const TilePlan& place = plan_.tiles[t];
     const TileMemory memory = mover_.arrive(buffer);
-    const std::byte* gradient =
-        gradients_.gradient(place.block) + place.range.first * size_of(plan_.tile_places[t].shape.type);
+    const std::byte* gradient = gradients_.gradient(place.block) + byte_offset(t);
     updates_[node] = {.tile = tile_arrays(plan_.tile_places[t], memory, gradient),
                       .groups = place.groups,
                       .scalars = scalars_,
@@ -133,10 +132,9 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
   adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   for (std::size_t node = 0; node < count; ++node) {
     mover_.verify(buffer_of(node));
-    if (finite_[node] == 0) overflowed(tile_name(plan_, model_, order_[first + node]));
-    const TilePlan& tile = plan_.tiles[order_[first + node]];
-    const std::uint64_t at = tile.range.first * size_of(plan_.tile_places[order_[first + node]].shape.type);
-    mover_.start_save(buffer_of(node), Save::kUpdated, to ? to + at : nullptr);
+    const std::uint32_t t = order_[first + node];
+    if (finite_[node] == 0) overflowed(tile_name(plan_, model_, t));
+    mover_.start_save(buffer_of(node), Save::kUpdated, to ? to + byte_offset(t) : nullptr);
   }
 }
 
@@ -148,8 +146,7 @@ void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {
     const TilePlace& place = plan_.tile_places[t];
     TileMemory memory;
     for (std::size_t part = 0; part < kParts; ++part) memory.part[part] = device_.hbm().data() + place.offset[part];
-    const std::byte* gradient =
-        gradients_.gradient(plan_.tiles[t].block) + plan_.tiles[t].range.first * size_of(place.shape.type);
+    const std::byte* gradient = gradients_.gradient(plan_.tiles[t].block) + byte_offset(t);
     std::uint64_t begin = 0;
     for (const GroupRange& range : plan_.tiles[t].groups) {
       device_.update_async(tile_arrays(place, memory, gradient), scalars[range.group], begin, range.end, finite,
@@ -161,6 +158,10 @@ void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {
   const std::uint32_t flag = gradients_.fetch_flag(finite, stream_);
   adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (flag == 0) overflowed("the device update");
+}
+
+std::uint64_t Updater::byte_offset(std::uint32_t tile) const {
+  return plan_.tiles[tile].range.first * size_of(plan_.tile_places[tile].shape.type);
 }
 
 void Updater::overflowed(const std::string& where) const {

@@ -47,6 +47,8 @@ class Updater {
   void run_on_device(std::span<const OptimizerScalars> scalars);
   void start_loads(std::size_t due, std::size_t count);
   void update(std::size_t first, std::size_t count, std::byte* to);
+  // Of the tile's first element in the weights, and in the gradient, of its block.
+  std::uint64_t byte_offset(std::uint32_t tile) const;
   [[noreturn]] void overflowed(const std::string& where) const;
 
   const Plan& plan_;

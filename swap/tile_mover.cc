@@ -1,7 +1,6 @@
 #include "swap/tile_mover.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
 #include "kernels/checksum.h"
