@@ -2,7 +2,8 @@
 //
 //               ┌ urgent ┐                     ┌────────── again: resumed, retried, not taken ◄─┐
 //   submit ──► ┌►│        ├─ cut at block_bytes ┴─► engine ──► finish ────────────────────────────┴─► ready ──► wait
-//              │ └ normal ┘                        (≤ depth pieces of a file hold a slot)
+//              │ └ normal ┘ (reads and writes      (≤ depth pieces of a file hold a slot)
+//              │             take turns)
 //              └ one line per file: a striped request stands in several, so a slow drive does not hold up the others
 //
 // A piece keeps its slot from the cut until its last byte is moved or it has failed; a request is ready when it stands
@@ -143,10 +144,22 @@ class PieceQueue final : public IoQueue {
     std::uint64_t at = 0;  // in the file, or in the striped space
   };
 
+  // Of a file. Drives move both ways at once: where reads and writes wait, neither holds more than half of the slots.
   struct Line {
-    explicit Line(std::size_t capacity) : waiting{FixedRing<Cursor>(capacity), FixedRing<Cursor>(capacity)} {}
-    std::array<FixedRing<Cursor>, 2> waiting;  // by priority
-    std::uint32_t slots = 0;                   // pieces of this file that hold one
+    explicit Line(std::size_t capacity) : urgent(capacity), reads(capacity), writes(capacity) {}
+    FixedRing<Cursor> urgent, reads, writes;  // syncs are writes
+    std::uint32_t read_slots = 0, write_slots = 0;
+
+    std::uint32_t slots() const { return read_slots + write_slots; }
+    std::uint32_t& slots_of(IoOp op) { return op == IoOp::kRead ? read_slots : write_slots; }
+    FixedRing<Cursor>& of(const IoRequest& io) {
+      return io.priority == IoPriority::kUrgent ? urgent : io.op == IoOp::kRead ? reads : writes;
+    }
+    FixedRing<Cursor>& next() {
+      if (!urgent.empty()) return urgent;
+      if (reads.empty() || writes.empty()) return reads.empty() ? writes : reads;
+      return read_slots <= write_slots ? reads : writes;
+    }
   };
 
   struct Piece {
@@ -187,7 +200,7 @@ class PieceQueue final : public IoQueue {
   void stand_in_line(std::uint32_t index, std::uint32_t file) {
     Request& request = requests_[index];
     ++request.lines;
-    lines_[file].waiting[static_cast<std::size_t>(request.io.priority)].push({index, request.io.offset});
+    lines_[file].of(request.io).push({index, request.io.offset});
   }
 
   // The next contiguous run of a transfer on `file`, at or behind `at`; nothing when the request ends before it.
@@ -214,8 +227,8 @@ class PieceQueue final : public IoQueue {
     }
     for (std::uint32_t file = 0; file < lines_.size(); ++file) {
       Line& line = lines_[file];
-      while (line.slots < options_.depth) {
-        auto& waiting = line.waiting[0].empty() ? line.waiting[1] : line.waiting[0];
+      while (line.slots() < options_.depth) {
+        FixedRing<Cursor>& waiting = line.next();
         if (waiting.empty()) break;
         if (!cut_piece(waiting.front(), file, now)) continue;
         const std::uint32_t index = waiting.pop().request;
@@ -246,7 +259,7 @@ class PieceQueue final : public IoQueue {
 
     const std::uint32_t slot = free_pieces_.back();
     free_pieces_.pop_back();
-    ++lines_[file].slots;
+    ++lines_[file].slots_of(io.op);
     ++request.pieces_open;
     pieces_[slot] = {.io = {.op = io.op,
                             .file = file,
@@ -341,7 +354,7 @@ class PieceQueue final : public IoQueue {
   void close(Piece& piece) {
     const std::uint32_t index = std::exchange(piece.request, kNone);
     free_pieces_.push_back(piece.io.slot);
-    --lines_[piece.io.file].slots;
+    --lines_[piece.io.file].slots_of(piece.io.op);
     --requests_[index].pieces_open;
     complete_if_done(index);
   }

@@ -89,15 +89,20 @@ def watch(command, sample=False, **keywords):
     for reader in readers:
         reader.start()
     huge, samples = 0, []
-    while True:
-        # A zombie keeps its I/O accounts until it is reaped, and nothing can be missing from them any more.
-        ended = os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        huge = max(huge, status_bytes(run.pid, "HugetlbPages"))
-        if ended:
-            break
-        if sample:
-            samples.append(mappings(run.pid))
-        time.sleep(0.1)
+    try:
+        while True:
+            # A zombie keeps its I/O accounts until it is reaped, and nothing can be missing from them any more.
+            ended = os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            huge = max(huge, status_bytes(run.pid, "HugetlbPages"))
+            if ended:
+                break
+            if sample:
+                samples.append(mappings(run.pid))
+            time.sleep(0.1)
+    except BaseException:  # Ctrl-C: what it writes is about to be removed
+        run.kill()
+        run.wait()
+        raise
     io = process_io(run.pid)
     _, status, usage = os.wait4(run.pid, 0)
     run.returncode = os.waitstatus_to_exitcode(status)
@@ -128,14 +133,19 @@ def mappings(pid):
     return total, large
 
 
+def arena_bytes(run, tier):
+    """Bytes reserved in an arena by the ledger, and bytes of its mapping."""
+    total = re.search(rf"^ +{tier} +total +(\d+) bytes of (\d+)", run["out"], re.MULTILINE)
+    reserved, budget = int(total.group(1)), int(total.group(2))
+    return reserved, -(-(budget if tier == "hbm" else reserved) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def arena_facts(run):
     """Pages touched and the rest, from the samples of a run. An arena shows by its size, which the ledger says: the
     HBM arena is as large as its budget, the host arena as what is reserved in it."""
     facts, arenas = {}, set()
     for tier in ("hbm", "host"):
-        total = re.search(rf"^ +{tier} +total +(\d+) bytes of (\d+)", run["out"], re.MULTILINE)
-        reserved, budget = int(total.group(1)), int(total.group(2))
-        size = -(-(budget if tier == "hbm" else reserved) // mmap.PAGESIZE) * mmap.PAGESIZE
+        reserved, size = arena_bytes(run, tier)
         facts[f"{tier}_touched"] = max(large.get(size, 0) for _, large in run["samples"]) / reserved
         arenas.add(size)
     facts["outside_bytes"] = max(total - sum(large.get(size, 0) for size in arenas) for total, large in run["samples"])
@@ -162,26 +172,42 @@ def ratio_of(short, long, kind):
     return counted / max(1, logged[1] - logged[0])
 
 
+def write_config(path, nvme=None, hbm=None, host=None, commit_every=None, accumulation=1):
+    """A configuration with everything at home on NVMe or, where no directory is given, in HBM."""
+    zero = {"stage": 3}
+    if nvme:
+        offload = {"device": "nvme", "nvme_path": str(nvme)}
+        zero |= {"offload_param": offload, "offload_optimizer": offload}
+    path.write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "gradient_clipping": 1.0,
+        "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": zero,
+        "spillway": {key: value for key, value in (("hbm_bytes", hbm), ("host_bytes", host),
+                                                   ("commit_every", commit_every)) if value}}))
+
+
+def init_model(spillway, folder, layers, width):
+    return watch([spillway, "init-model", folder, "--layers", layers, "--width", width, "--heads", max(1, width // 64),
+                  "--dtype", "bf16"])
+
+
+def three_runs(command, log, steps):
+    """Step 1 in a new store, then `steps` and twice as many more, resumed. After a failure the rest is that run."""
+    first = watch([*command, "--steps", 1])
+    short = first if first["status"] else resumed(command, log, 1 + steps)
+    return first, short, short if short["status"] else resumed(command, log, 1 + 3 * steps)
+
+
 def run_spillway(a, name, layers, width, hbm, host, aio=None):
     work = pathlib.Path(tempfile.mkdtemp(prefix="spillway-bench-", dir=a.work))
     try:
         nvme, log, config, data = work / "nvme", work / "steps.jsonl", work / "ds_config.json", work / "text"
         nvme.mkdir()
         data.write_bytes((ROOT / "LICENSE").read_bytes() * 8)
-        offload = {"device": "nvme", "nvme_path": str(nvme)}
-        config.write_text(json.dumps({
-            "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
-            "spillway": {"hbm_bytes": a.hbm or hbm, "host_bytes": a.host or host}}))
-        heads = max(1, width // 64)
-        made = watch([a.spillway, "init-model", work / "model", "--layers", layers, "--width", width, "--heads", heads,
-                      "--dtype", "bf16"])
+        write_config(config, nvme, a.hbm or hbm, a.host or host)
+        made = init_model(a.spillway, work / "model", layers, width)
         command = [a.spillway, "finetune", "--config", config, "--model", work / "model", "--data", data,
                    "--seq", a.seq, *(["--aio", aio] if aio else [])]
-        first = made if made["status"] else watch([*command, "--steps", 1])
-        short = first if first["status"] else resumed(command, log, 1 + a.steps)
-        run = short if short["status"] else resumed(command, log, 1 + 3 * a.steps)
+        first, short, run = (made,) * 3 if made["status"] else three_runs(command, log, a.steps)
         result = {"bench": "finetune", "program": "spillway", "shape": name, "layers": layers, "width": width,
                   "seq": a.seq, "hbm_bytes": a.hbm or hbm, "host_bytes": a.host or host,
                   "aio": json.loads(pathlib.Path(aio).read_text()) if aio else "defaults"}

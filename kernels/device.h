@@ -22,6 +22,12 @@ namespace spillway {
 
 enum class CopyKind : std::uint8_t { kHostToDevice, kDeviceToHost, kDeviceToDevice };
 
+// How long a stream had nothing to run.
+struct IdleSeconds {
+  double empty = 0;    // nothing was enqueued
+  double waiting = 0;  // for an event of another stream
+};
+
 class Event {
  public:
   virtual ~Event() = default;
@@ -78,8 +84,14 @@ class Device {
   virtual void update_async(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,
                             std::size_t end, std::uint32_t* finite, Stream& stream) = 0;
 
-  // Seconds since the stream was created in which it had nothing to run: queue empty, or waiting for an event.
-  virtual double idle_seconds(const Stream& stream) const = 0;
+  // Since the stream was created.
+  virtual IdleSeconds idle(const Stream& stream) const = 0;
+  double idle_seconds(const Stream& stream) const {
+    const IdleSeconds seconds = idle(stream);
+    return seconds.empty + seconds.waiting;
+  }
+  // Of idle(stream).waiting, what went to events of `on`.
+  virtual double wait_seconds(const Stream& stream, const Stream& on) const = 0;
 
  protected:
   virtual void do_record(Event& event, Stream& stream) = 0;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -53,10 +54,11 @@ class HostEvent final : public Event {
   Record latest_;
 };
 
-HostStream& as_host(Stream& stream) {
+const HostStream& as_host(const Stream& stream) {
   SPILLWAY_CHECK(stream.kind() == DeviceKind::kHost, "a stream of another device");
-  return static_cast<HostStream&>(stream);
+  return static_cast<const HostStream&>(stream);
 }
+HostStream& as_host(Stream& stream) { return const_cast<HostStream&>(as_host(std::as_const(stream))); }
 
 class HostDevice final : public Device {
  public:
@@ -173,9 +175,9 @@ class HostDevice final : public Device {
     });
   }
 
-  double idle_seconds(const Stream& stream) const override {
-    SPILLWAY_CHECK(stream.kind() == DeviceKind::kHost, "a stream of another device");
-    return static_cast<const HostStream&>(stream).idle_seconds();
+  IdleSeconds idle(const Stream& stream) const override { return as_host(stream).idle(); }
+  double wait_seconds(const Stream& stream, const Stream& on) const override {
+    return as_host(stream).wait_seconds(as_host(on).progress());
   }
 
  protected:

@@ -62,7 +62,7 @@ void HostStream::launch_wait(const StreamProgress& other, std::uint64_t position
     if (other.reached(position)) return;
     {
       const std::lock_guard lock(progress_.mutex_);
-      begin_idle();
+      begin_idle(&other);
     }
     other.wait_until(position);
     const std::lock_guard lock(progress_.mutex_);
@@ -70,10 +70,18 @@ void HostStream::launch_wait(const StreamProgress& other, std::uint64_t position
   });
 }
 
-double HostStream::idle_seconds() const {
+IdleSeconds HostStream::idle() const {
+  using Seconds = std::chrono::duration<double>;
   const std::lock_guard lock(progress_.mutex_);
-  auto total = idle_total_;
-  if (idle_) total += Clock::now() - idle_since_;
+  const Clock::duration now = idle_now();
+  return {.empty = Seconds(empty_total_ + (awaited_ ? Clock::duration{} : now)).count(),
+          .waiting = Seconds(waiting_total_ + (awaited_ ? now : Clock::duration{})).count()};
+}
+
+double HostStream::wait_seconds(const StreamProgress& other) const {
+  const std::lock_guard lock(progress_.mutex_);
+  Clock::duration total = awaited_ == &other ? idle_now() : Clock::duration{};
+  for (const Waited& waited : waited_) total += waited.on == &other ? waited.total : Clock::duration{};
   return std::chrono::duration<double>(total).count();
 }
 
@@ -84,7 +92,7 @@ void HostStream::run() {
   for (;;) {
     if (progress_.completed_ == progress_.enqueued_) {
       if (stopping_) return;
-      begin_idle();
+      begin_idle(nullptr);
       work_.wait(lock, [&] { return stopping_ || progress_.completed_ != progress_.enqueued_; });
       end_idle();
       continue;
@@ -99,14 +107,23 @@ void HostStream::run() {
   }
 }
 
-void HostStream::begin_idle() {
+void HostStream::begin_idle(const StreamProgress* on) {
   idle_ = true;
+  awaited_ = on;
   idle_since_ = Clock::now();
 }
 
 void HostStream::end_idle() {
+  const Clock::duration now = idle_now();
+  (awaited_ ? waiting_total_ : empty_total_) += now;
+  for (Waited& waited : waited_) {
+    if (!awaited_ || (waited.on && waited.on != awaited_)) continue;
+    waited.on = awaited_;
+    waited.total += now;
+    break;
+  }
   idle_ = false;
-  idle_total_ += Clock::now() - idle_since_;
+  awaited_ = nullptr;
 }
 
 }  // namespace spillway

@@ -39,6 +39,7 @@ class StreamProgress {
 class HostStream final : public Stream {
  public:
   static constexpr std::size_t kRingTasks = 256;
+  static constexpr std::size_t kAwaited = 8;
 
   HostStream(std::string name, StreamProgress& progress, HostWorkers& workers);
   ~HostStream() override;  // runs what is enqueued first
@@ -53,22 +54,33 @@ class HostStream final : public Stream {
   const StreamProgress& progress() const noexcept { return progress_; }
   // Appends: go on only when `other` has reached `position`.
   void launch_wait(const StreamProgress& other, std::uint64_t position);
-  double idle_seconds() const;
+  IdleSeconds idle() const;
+  // Of it, what this stream waited for `other`; kept for the first kAwaited streams that it waited for.
+  double wait_seconds(const StreamProgress& other) const;
 
  private:
   using Clock = std::chrono::steady_clock;
 
+  struct Waited {
+    const StreamProgress* on = nullptr;
+    Clock::duration total{};
+  };
+
   void run();
-  void begin_idle();  // both with progress_.mutex_ held
+  // With progress_.mutex_ held, all of them. `on`: the stream whose event is waited for; null: nothing is enqueued.
+  void begin_idle(const StreamProgress* on);
   void end_idle();
+  Clock::duration idle_now() const { return idle_ ? Clock::now() - idle_since_ : Clock::duration{}; }
 
   StreamProgress& progress_;  // its mutex guards everything below
   HostWorkers& workers_;
   std::condition_variable work_;
   bool stopping_ = false;
   bool idle_ = false;
+  const StreamProgress* awaited_ = nullptr;  // while idle
   Clock::time_point idle_since_;
-  Clock::duration idle_total_{};
+  Clock::duration empty_total_{}, waiting_total_{};
+  std::array<Waited, kAwaited> waited_;
   std::array<HostTask, kRingTasks> ring_;
   std::thread thread_;  // last: starts when the rest is there
 };

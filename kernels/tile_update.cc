@@ -60,7 +60,7 @@ struct HashedArray {
 
 bool update_group(const TileUpdate& update, std::size_t first) {
   const OptimizerTile& tile = update.tile;
-  std::array<std::optional<HashedArray>, 5> arrays;
+  std::array<std::optional<HashedArray>, 6> arrays;
   auto add = [&, count = 0u](const ExtentHashes& extent, const void* array, std::uint64_t bytes) mutable {
     if (array != nullptr) arrays[count++].emplace(extent, array, first, bytes);
   };
@@ -69,6 +69,7 @@ bool update_group(const TileUpdate& update, std::size_t first) {
   add(update.states, tile.exp_avg_sq, 4);
   add(update.states, tile.residual, 2);
   add(update.states, tile.master, 4);
+  if (!update.gradient.before.empty()) add(update.gradient, tile.gradient, size_of(tile.type));
   bool finite = true;
   for (std::size_t at = 0; at < kGroup; at += kPiece) {
     for (auto& array : arrays)
@@ -96,7 +97,7 @@ bool update_tile(const TileUpdate& update, HostWorkers& workers) {
   SPILLWAY_CHECK(!update.groups.empty() && update.groups.back().end == update.tile.count,
                  "every element belongs to a parameter group");
   const bool hashed = !update.weights.before.empty() || !update.weights.after.empty() ||
-                      !update.states.before.empty() || !update.states.after.empty();
+                      !update.states.before.empty() || !update.states.after.empty() || !update.gradient.before.empty();
   const std::size_t count = update.tile.count;
   if (hashed && count % kGroup == 0) {
     SPILLWAY_CHECK(update.weights.bytes.size() == count * size_of(update.tile.type),
@@ -105,7 +106,7 @@ bool update_tile(const TileUpdate& update, HostWorkers& workers) {
                      [&](std::size_t first, std::size_t) { return update_group(update, first); });
   }
   // The granules of a tile's uneven end hold several arrays, or parts of two groups: three passes.
-  for (const ExtentHashes& extent : {update.weights, update.states}) {
+  for (const ExtentHashes& extent : {update.weights, update.states, update.gradient}) {
     granule_checksums(extent.bytes, extent.before, workers);
   }
   const bool finite = in_chunks(count, kUnhashedChunk, workers, [&](std::size_t begin, std::size_t end) {

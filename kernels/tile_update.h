@@ -35,6 +35,7 @@ struct TileUpdate {
   std::span<const OptimizerScalars> scalars;  // by group
   ExtentHashes weights;                       // multiples of 64 KiB; what lies behind the payload is hashed as it is
   ExtentHashes states;
+  ExtentHashes gradient = {};  // only `before`; starts with tile.gradient
 };
 
 // False when a new value is not finite; everything is written and hashed all the same. Whoever has it that `before` is

@@ -7,6 +7,9 @@
 #include <fmt/format.h>
 
 #include "spillway/log.h"
+#include "spillway/units.h"
+#include "src/partition.h"
+#include "swap/extents.h"
 #include "swap/store_files.h"
 
 namespace spillway {
@@ -173,8 +176,18 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
 
   const bool offloads = config.states != Placement::kHbm || config.parameters != Placement::kHbm;
   const bool stage_said = places.contains("zero_optimization.stage");
-  if (draft.stage && *draft.stage != 3) {
-    report("zero_optimization.stage", fmt::format("stage {} is not supported", *draft.stage), "allowed: 3");
+  if (draft.stage && *draft.stage < 3 && config.parameters != Placement::kHbm) {
+    report("zero_optimization.stage",
+           fmt::format("offload_param contradicts stage {}: weights leave the device in stage 3 alone", *draft.stage),
+           "set stage to 3, or leave offload_param out");
+  } else if (draft.stage == 0u && offloads) {
+    report("zero_optimization.stage", "offload_optimizer contradicts stage 0: nothing leaves the device",
+           "set stage to 2, or to 3 with offload_param");
+  } else if (draft.stage && *draft.stage < 3 && config.states == Placement::kNvme) {
+    log(LogLevel::kInfo,
+        fmt::format("zero_optimization.stage {}: the optimizer states lie on NVMe as offload_optimizer "
+                    "says; DeepSpeed would keep them in host memory",
+                    *draft.stage));
   } else if (!stage_said && offloads) {
     report("zero_optimization", "offload_param and offload_optimizer need a stage", "add \"stage\": 3");
   }
@@ -200,6 +213,32 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
   }
 }
 
+// DeepSpeed's default of 1e9 is made for one GPU's shard; a tile of that size costs gigabytes of host memory and
+// brings nothing, so that an explicit value is taken up to kLargestTile.
+void settle_tiles(ConfigDraft& draft, const KeyPlaces& places) {
+  if (!draft.sub_group_size) return;
+  if (places.contains("spillway.tile_elements")) {
+    log(LogLevel::kInfo, "zero_optimization.sub_group_size: spillway.tile_elements decides");
+    return;
+  }
+  constexpr std::uint64_t kLargestTile = 16 << 20;
+  const auto buffer_bytes = [&draft](std::uint64_t elements) {  // a tile's weights and states
+    const TileShape shape{
+        .count = elements, .type = draft.config.weights, .trainable = true, .optimizer = draft.config.optimizer.kind};
+    return payload_bytes(shape, Part::kWeights) + payload_bytes(shape, Part::kStates);
+  };
+  const std::uint64_t wanted = *draft.sub_group_size;
+  const std::uint64_t tile = std::clamp(align_down(wanted, kPartitionUnit), kPartitionUnit, kLargestTile);
+  draft.config.tile_elements = tile;
+  std::string line =
+      fmt::format("zero_optimization.sub_group_size {} is taken as spillway.tile_elements {}", wanted, tile);
+  if (wanted > tile && tile == kLargestTile) {
+    line += fmt::format(": a tile buffer takes up to {} MiB of host memory, and would take {} MiB",
+                        div_up(buffer_bytes(tile), kMiB), div_up(buffer_bytes(wanted), kMiB));
+  }
+  log(LogLevel::kInfo, line);
+}
+
 }  // namespace
 
 void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
@@ -207,6 +246,7 @@ void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& 
   settle_optimizer(draft, places, report);
   settle_schedule(draft, places, report);
   settle_offload(draft, places, report);
+  settle_tiles(draft, places);
 }
 
 }  // namespace spillway

@@ -148,12 +148,13 @@ class ConfigReader {
   }
 
   void read_key(const ConfigKey& row, const JsonValue& value) {
+    // "auto" in these keys is harmless, whoever was to fill it in.
+    const bool is_auto = value.kind == JsonValue::Kind::kString && value.text == "auto";
     const bool effect = row.set != nullptr || row.kind == KeyKind::kSection;
     if (row.nullable && value.kind == JsonValue::Kind::kNull) return;
-    if (!effect) {
+    if (!effect || (row.automatic && is_auto)) {
       without_effect_[sources_.back().name].emplace_back(row.path);
-      // "auto" in these keys is harmless, whoever was to fill it in.
-      if (value.kind == JsonValue::Kind::kString && value.text == "auto") return;
+      if (is_auto) return;
     }
     places_.insert_or_assign(std::string(row.path), sources_.back().base + value.offset);
     KeyValue out;

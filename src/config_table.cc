@@ -15,10 +15,21 @@ using V = KeyValue;
 constexpr double kMost32 = 4294967295.0;
 constexpr std::string_view kDevices = "none|cpu|nvme";
 constexpr std::string_view kAdam = "AdamW|Adam";
+constexpr std::string_view kMaxLive = "parameters in HBM places at a time; two places are always kept";
+constexpr std::string_view kMaxReuse =
+    "a block stays in HBM between visits when fewer parameters are visited meanwhile";
+constexpr std::string_view kPrefetch = "another block is fetched ahead while fewer parameters than these are; 0: none";
+constexpr std::string_view kPersistence = "blocks whose parameters are all this small have HBM places of their own";
+constexpr std::string_view kModelPersistence = "parameters of all blocks with places of their own";
 constexpr std::string_view kLinear = "WarmupLR|WarmupDecayLR";
 
 Placement placement_of(std::uint64_t choice) {
   return choice == 0 ? Placement::kHbm : choice == 1 ? Placement::kHost : Placement::kNvme;
+}
+
+// A limit on what the plan does by itself, in parameters. DeepSpeed's default of one of them is sys.maxsize.
+constexpr ConfigKey limit(std::string_view path, std::string_view doc, void (*set)(D&, const V&)) {
+  return {.path = path, .kind = kInteger, .standard = "", .doc = doc, .set = set, .most = 1.8e19, .automatic = true};
 }
 
 constexpr ConfigKey kKeys[] = {
@@ -157,7 +168,8 @@ constexpr ConfigKey kKeys[] = {
     {"fp16.enabled", kBool, "false", "must be false", [](D& d, const V& v) { d.fp16 = v.flag; }},
 
     {"zero_optimization", kSection, "", "what is partitioned, and where it lives"},
-    {"zero_optimization.stage", kInteger, "", "3: weights, gradients and states",
+    {"zero_optimization.stage", kInteger, "",
+     "3: everything may leave the device; 1, 2: all but the weights, as these say the same with one rank; 0: nothing",
      [](D& d, const V& v) { d.stage = v.integer; }, 0, 3},
     {.path = "zero_optimization.offload_optimizer",
      .kind = kSection,
@@ -197,6 +209,82 @@ constexpr ConfigKey kKeys[] = {
      [](D& d, const V& v) { d.cpu_offload = v.flag; }},
     {"zero_optimization.cpu_offload_param", kBool, "false", "older word for offload_param {\"device\": \"cpu\"}",
      [](D& d, const V& v) { d.cpu_offload_param = v.flag; }},
+    limit("zero_optimization.stage3_max_live_parameters", kMaxLive,
+          [](D& d, const V& v) { d.config.knobs.max_live_parameters = v.integer; }),
+    limit("zero_optimization.max_live_parameters", kMaxLive,
+          [](D& d, const V& v) { d.config.knobs.max_live_parameters = v.integer; }),
+    limit("zero_optimization.stage3_max_reuse_distance", kMaxReuse,
+          [](D& d, const V& v) { d.config.knobs.max_reuse_distance = v.integer; }),
+    limit("zero_optimization.max_reuse_distance", kMaxReuse,
+          [](D& d, const V& v) { d.config.knobs.max_reuse_distance = v.integer; }),
+    limit("zero_optimization.stage3_prefetch_bucket_size", kPrefetch,
+          [](D& d, const V& v) { d.config.knobs.prefetch_bucket_size = v.integer; }),
+    limit("zero_optimization.prefetch_bucket_size", kPrefetch,
+          [](D& d, const V& v) { d.config.knobs.prefetch_bucket_size = v.integer; }),
+    limit("zero_optimization.stage3_param_persistence_threshold", kPersistence,
+          [](D& d, const V& v) { d.config.knobs.param_persistence_threshold = v.integer; }),
+    limit("zero_optimization.param_persistence_threshold", kPersistence,
+          [](D& d, const V& v) { d.config.knobs.param_persistence_threshold = v.integer; }),
+    limit("zero_optimization.stage3_model_persistence_threshold", kModelPersistence,
+          [](D& d, const V& v) { d.config.knobs.model_persistence_threshold = v.integer; }),
+    limit("zero_optimization.model_persistence_threshold", kModelPersistence,
+          [](D& d, const V& v) { d.config.knobs.model_persistence_threshold = v.integer; }),
+    {.path = "zero_optimization.overlap_comm",
+     .kind = kBool,
+     .standard = "",
+     .doc = "false: no weights are fetched ahead of their visit",
+     .set = [](D& d, const V& v) { d.config.knobs.overlap_comm = v.flag; },
+     .nullable = true,
+     .automatic = true},
+    {.path = "zero_optimization.sub_group_size",
+     .kind = kInteger,
+     .standard = "",
+     .doc = "spillway.tile_elements when that is missing, rounded and up to 16 Mi",
+     .set = [](D& d, const V& v) { d.sub_group_size = v.integer; },
+     .least = 1,
+     .automatic = true},
+    {.path = "zero_optimization.offload_optimizer.buffer_count",
+     .kind = kInteger,
+     .standard = "",
+     .doc = "tile buffers in host memory",
+     .set = [](D& d, const V& v) { d.config.knobs.optimizer_buffer_count = v.integer; },
+     .least = 1,
+     .most = kMost32,
+     .automatic = true},
+    {.path = "zero_optimization.offload_optimizer.pipeline_read",
+     .kind = kBool,
+     .standard = "",
+     .doc = "false: no tile is read while another is updated",
+     .set = [](D& d, const V& v) { d.config.knobs.pipeline_read = v.flag; },
+     .automatic = true},
+    {.path = "zero_optimization.offload_optimizer.pipeline_write",
+     .kind = kBool,
+     .standard = "",
+     .doc = "false: a tile's writes are waited for before the next",
+     .set = [](D& d, const V& v) { d.config.knobs.pipeline_write = v.flag; },
+     .automatic = true},
+    {.path = "zero_optimization.offload_param.buffer_count",
+     .kind = kInteger,
+     .standard = "",
+     .doc = "weights in flight take at most buffer_count × buffer_size in host memory",
+     .set = [](D& d, const V& v) { d.config.knobs.param_buffer_count = v.integer; },
+     .least = 1,
+     .most = kMost32,
+     .automatic = true},
+    {.path = "zero_optimization.offload_param.buffer_size",
+     .kind = kInteger,
+     .standard = "",
+     .doc = "see buffer_count",
+     .set = [](D& d, const V& v) { d.config.knobs.param_buffer_size = v.integer; },
+     .least = 1,
+     .most = kMost32,
+     .automatic = true},
+    {.path = "zero_optimization.offload_param.max_in_cpu",
+     .kind = kInteger,
+     .standard = "",
+     .doc = "at most so many weights are kept in host memory as a cache",
+     .set = [](D& d, const V& v) { d.config.knobs.max_in_cpu = v.integer; },
+     .automatic = true},
 
     {"aio", kSection, "", "how the drive is driven"},
     {.path = "aio.block_size",

@@ -52,6 +52,7 @@ struct ConfigDraft {
   std::optional<std::pair<double, double>> betas;
   bool fp16 = false;
   bool cpu_offload = false, cpu_offload_param = false;  // DeepSpeed's older words
+  std::optional<std::uint64_t> sub_group_size;
   std::optional<std::string> states_path, parameters_path;
   std::optional<std::vector<std::string>> nvme_paths;
   std::optional<std::vector<double>> nvme_rates;
@@ -71,6 +72,7 @@ struct ConfigKey {
   std::string_view allowed = {};                         // kChoice: words with '|' between them
   bool nullable = false;                                 // null means missing
   std::string_view only_for = {};                        // optimizer or scheduler types that know it; empty: all
+  bool automatic = false;                                // "auto" means missing: the plan chooses
 };
 
 // The keys that decide something, and those that DeepSpeed knows and that have no effect here.

@@ -12,8 +12,11 @@
 #include "spillway/bf16.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "src/forecast.h"
 #include "src/machinery.h"
 #include "src/plan.h"
+#include "src/run_facts.h"
+#include "src/step_meter.h"
 #include "src/tile_values.h"
 #include "src/visit_cursor.h"
 
@@ -25,10 +28,6 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 constexpr double kCommitShare = 0.02;  // of a step: what commits of resident tiles may cost on average
 
-struct Traffic {
-  std::uint64_t nvme_read = 0, nvme_write = 0, h2d = 0, d2h = 0;
-};
-
 class StepEngine final : public Engine {
  public:
   StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
@@ -37,7 +36,8 @@ class StepEngine final : public Engine {
         thread_shares_(share_threads(config.threads)),
         plan_(make_plan(config, model, static_cast<unsigned>(thread_shares_.size()))),
         machinery_(config, model_, plan_, options, thread_shares_),
-        cursor_(plan_.visits, !plan_.visits_given) {
+        cursor_(plan_.visits, !plan_.visits_given),
+        forecast_(plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())) {
     for (const TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
         written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
@@ -57,6 +57,10 @@ class StepEngine final : public Engine {
   std::vector<std::byte> blob() const override { return blob_; }
   const Ledger& ledger() const override { return plan_.ledger; }
   std::vector<std::string> describe() const override;
+  std::optional<double> predicted_step_seconds() const override {
+    return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates,
+                                  static_cast<unsigned>(thread_shares_.size()));
+  }
 
   void import_weights(const WeightSource& source) override;
   void export_weights(bool exact, const WeightSink& sink) override;
@@ -71,6 +75,11 @@ class StepEngine final : public Engine {
   }
 
   Lease acquire(std::uint32_t block, Pass pass, Stream& stream) override;
+  ActivationLease acquire_activation(std::uint32_t activation, Access access, Stream& stream) override;
+  Insides insides(std::uint32_t block) override {
+    SPILLWAY_CHECK(block < plan_.blocks.size(), "the block belongs to the description");
+    return {machinery_.hbm_region(plan_.blocks[block].insides), plan_.blocks[block].insides_kept};
+  }
   void push_gradient(const Gradient& gradient, Stream& stream) override;
   StepReport step(std::span<const std::byte> blob) override;
   void flush() override;
@@ -78,18 +87,18 @@ class StepEngine final : public Engine {
  protected:
   const void* weight_address(std::uint32_t lease, std::uint32_t parameter) const override;
   void release(std::uint32_t lease) override;
+  void release_activation(std::uint32_t place) override;
 
  private:
   void refuse_if_failed() const;
   template <typename Work>
   auto guarded(Work&& work);
   void begin_step();
+  Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
   void resume();
   void commit();
   void choose_commit_interval(double commit_seconds, double step_seconds);
-  Traffic traffic() const;
-  void report_links(StepReport& report, const Traffic& before, double compute_seconds) const;
 
   const Config config_;
   const ModelDescription model_;
@@ -97,6 +106,7 @@ class StepEngine final : public Engine {
   const Plan plan_;
   Machinery machinery_;
   VisitCursor cursor_;  // without given visits the first step of this process teaches it; a store keeps no order
+  Forecast forecast_;
   std::vector<std::uint32_t> visit_blocks_;
   std::vector<OptimizerScalars> scalars_;  // of this step, by parameter group
   std::uint32_t leases_ = 0;               // while weights stay in HBM; places count their own
@@ -111,10 +121,8 @@ class StepEngine final : public Engine {
   std::unique_ptr<Event> updated_;  // behind the copies of weights that stay in HBM
   std::string failure_;             // after it, nothing but destruction
 
-  Clock::time_point step_start_ = Clock::now();
-  Traffic step_traffic_;
+  StepMeter meter_{machinery_};
   double step_seconds_ = 0;  // of the last step
-  double idle_before_ = 0, adam_before_ = 0;
   std::uint64_t unplanned_before_ = 0;
 };
 
@@ -141,7 +149,7 @@ auto StepEngine::guarded(Work&& work) {
     return work();
   } catch (const Error& error) {
     const bool refused = error.code() == Code::kInvalidArgument || error.code() == Code::kDoesNotFit ||
-                         (error.code() == Code::kNonFinite && !updating_);
+                         (error.code() == Code::kNonFinite && !machinery_.updater->overflowed());
     if (!refused) failure_ = error.what();
     throw;
   }
@@ -157,9 +165,7 @@ void StepEngine::begin_step() {
   visit_blocks_.clear();
   for (const Visit& visit : cursor_.visits()) visit_blocks_.push_back(visit.block);
   if (machinery_.places) machinery_.places->begin_step(visit_blocks_);
-  step_traffic_ = traffic();
-  idle_before_ = machinery_.device->idle_seconds(*machinery_.compute);
-  adam_before_ = machinery_.updater->adam_seconds();
+  machinery_.activations->begin_step();
   unplanned_before_ = cursor_.unplanned();
 }
 
@@ -170,8 +176,12 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
                 {"acquire", fmt::format("there is no block {}", block), 0, "use the indices of the description"});
   }
   return guarded([&] {
+    const TimedSpan span(machinery_.timeline(), SpanKind::kAcquire, block);
     if (!stepping_) begin_step();
-    if (pass == Pass::kBackward) settle();
+    if (pass == Pass::kBackward) {
+      settle();
+      machinery_.updater->advance(false);
+    }
     const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
     if (!machinery_.places) {
@@ -181,7 +191,7 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
         machinery_.device->wait(stream, *updated_);
       }
       ++leases_;
-      return make_lease(block);
+      return open(block, {block, pass}, visit, stream);
     }
     std::uint32_t place = 0;
     try {
@@ -192,8 +202,14 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     }
     // Nothing more to fetch: the first tiles of this step's update come next.
     if (cursor_.last() && !updating_) machinery_.updater->read_ahead();
-    return make_lease(place);
+    return open(place, {block, pass}, visit, stream);
   });
+}
+
+Lease StepEngine::open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream) {
+  forecast_.begin_visit(lease, planned, *machinery_.device, stream);
+  if (Timeline* timeline = machinery_.timeline()) timeline->begin_visit(lease, visit, *machinery_.device, stream);
+  return make_lease(lease);
 }
 
 const void* StepEngine::weight_address(std::uint32_t lease, std::uint32_t parameter) const {
@@ -210,6 +226,24 @@ void StepEngine::release(std::uint32_t lease) {
     machinery_.places->release(lease);
   } else {
     --leases_;
+  }
+  if (Timeline* timeline = machinery_.timeline()) timeline->end_visit(lease, *machinery_.device);
+  forecast_.end_visit(lease, *machinery_.device);
+}
+
+ActivationLease StepEngine::acquire_activation(std::uint32_t activation, Access access, Stream& stream) {
+  return guarded([&] {
+    if (!stepping_) begin_step();
+    const std::uint32_t place = machinery_.activations->acquire(activation, access, stream);
+    return make_activation_lease(place, machinery_.activations->address(place));
+  });
+}
+
+void StepEngine::release_activation(std::uint32_t place) {
+  try {
+    machinery_.activations->release(place);
+  } catch (const Error& error) {  // leases release in destructors: the next call reports it
+    if (failure_.empty()) failure_ = error.what();
   }
 }
 
@@ -229,7 +263,17 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
                   {model_.blocks[gradient.block].parameters[gradient.parameter].name,
                    "its gradient does not lie in the HBM arena", 0, "push from Engine::workspace()"});
     }
-    machinery_.gradients->push(gradient, stream);
+    while (!machinery_.gradients->has_room(gradient.block)) {
+      if (machinery_.updater->make_room()) continue;
+      throw Error(Code::kInvalidArgument,
+                  {model_.blocks[gradient.block].parameters[gradient.parameter].name,
+                   "its gradient came while those of too many other blocks were incomplete", 0,
+                   "push all gradients of a block before the next, or leave ModelDescription::visits empty"});
+    }
+    const bool complete = machinery_.gradients->push(gradient, stream);
+    if (!complete || !plan_.blocks[gradient.block].early) return;
+    scalars_of(config_, plan_.groups, step_ + 1, 1, scalars_);
+    machinery_.updater->add(gradient.block, scalars_);
   });
 }
 
@@ -237,24 +281,31 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
 // asks for the block, and all of it is committed before the next backward pass.
 StepReport StepEngine::step(std::span<const std::byte> blob) {
   return guarded([&] {
+    const TimedSpan span(machinery_.timeline(), SpanKind::kFinishStep, step_ + 1);
     if (!stepping_) begin_step();
     if (blob.size() > kBlobCapacity) {
       throw Error(Code::kInvalidArgument,
                   {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), kBlobCapacity), 0,
                    "keep the rest in a file of your own and its name in the blob"});
     }
-    if (leases_ > 0 || (machinery_.places && machinery_.places->leased())) {
-      throw Error(Code::kInvalidArgument, {"step", "a lease is still held", 0, "release every block before step()"});
+    if (leases_ > 0 || (machinery_.places && machinery_.places->leased()) || machinery_.activations->leased()) {
+      throw Error(Code::kInvalidArgument,
+                  {"step", "a lease is still held", 0, "release every block and activation before step()"});
     }
     settle();
     GradientCollector& gradients = *machinery_.gradients;
     gradients.check_complete();
-    gradients.wait_landed();
+    {
+      const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
+      machinery_.updater->advance(true);
+      gradients.wait_landed();
+    }
     machinery_.compute->synchronize();
-    const double idle = machinery_.device->idle_seconds(*machinery_.compute) - idle_before_;
-    const double compute = seconds_since(step_start_) - idle;
+    meter_.computed();
     if (const auto tensor = gradients.first_nonfinite()) {
+      machinery_.updater->take_back();
       stepping_ = false;
+      meter_.start();
       throw Error(Code::kNonFinite, {*tensor, fmt::format("NaN or Inf in its gradient in step {}", step_ + 1), 0,
                                      "nothing was changed; lower the learning rate or look at the data of this step"});
     }
@@ -269,16 +320,20 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     machinery_.updater->begin(scalars_);
     step_ = report.step;
     blob_.assign(blob.begin(), blob.end());
-    if (!machinery_.updater->under_way()) settle();  // the device has updated everything
+    if (plan_.gradients_in_hbm) settle();  // the device has updated everything
 
-    report.seconds = step_seconds_ = seconds_since(step_start_);
-    report.adam_seconds = machinery_.updater->adam_seconds() - adam_before_;
-    report.stall_seconds = idle;
+    meter_.report(report);
+    step_seconds_ = report.seconds;
     report.unplanned_visits = cursor_.unplanned() - unplanned_before_;
     report.durable_step = durable_step_;
-    report_links(report, step_traffic_, std::min(report.seconds, compute + report.adam_seconds));
-    if (cursor_.recording()) cursor_.adopt_recorded();
-    step_start_ = Clock::now();
+    if (machinery_.places) {
+      report.visits = machinery_.places->hits().visits;
+      report.visit_hits = machinery_.places->hits().hits;
+    }
+    if (cursor_.recording()) {
+      cursor_.adopt_recorded();
+      forecast_.forget(cursor_.visits().size());
+    }
     begin_step();
     return report;
   });
@@ -297,37 +352,9 @@ void StepEngine::settle() {
   if (choose_commit_interval_ && step_ >= 2) choose_commit_interval(seconds_since(start), step_seconds_);
 }
 
-Traffic StepEngine::traffic() const {
-  Traffic sum;
-  if (machinery_.store) {
-    const IoStats io = machinery_.thread->stats();
-    sum.nvme_read = io.read_bytes;
-    sum.nvme_write = io.write_bytes;
-  }
-  sum.h2d = machinery_.mover->h2d_bytes() + (machinery_.fetcher ? machinery_.fetcher->copied_bytes() : 0);
-  sum.d2h = machinery_.mover->d2h_bytes() + machinery_.gradients->d2h_bytes();
-  return sum;
-}
-
-void StepEngine::report_links(StepReport& report, const Traffic& before, double compute_seconds) const {
-  const Traffic now = traffic();
-  report.nvme_read_bytes = now.nvme_read - before.nvme_read;
-  report.nvme_write_bytes = now.nvme_write - before.nvme_write;
-  report.h2d_bytes = now.h2d - before.h2d;
-  report.d2h_bytes = now.d2h - before.d2h;
-  const LinkRates& rates = machinery_.rates;
-  auto own_time = [](std::uint64_t bytes, double rate) { return rate > 0 ? static_cast<double>(bytes) / rate : 0; };
-  const std::pair<const char*, double> links[] = {
-      {"compute", compute_seconds},
-      {"nvme", own_time(report.nvme_read_bytes + report.nvme_write_bytes, rates.nvme)},
-      {"h2d", own_time(report.h2d_bytes, rates.h2d)},
-      {"d2h", own_time(report.d2h_bytes, rates.d2h)}};
-  const auto* slowest = std::ranges::max_element(links, {}, &std::pair<const char*, double>::second);
-  report.link = slowest->first;
-  report.link_percent = 100 * slowest->second / report.seconds;
-}
-
 void StepEngine::commit() {
+  const TimedSpan span(machinery_.timeline(), SpanKind::kCommit, step_);
+  const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kCommit);
   if (written_back_) {  // resident tiles reach their slot now
     std::uint32_t used = 0;
     for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
@@ -381,9 +408,10 @@ void StepEngine::resume() {
   const Manifest& manifest = machinery_.store->committed();
   step_ = durable_step_ = manifest.step;
   blob_.assign(manifest.blob.begin(), manifest.blob.end());
+  machinery_.measure_drive();
   imported_ = true;
   begin_step();
-  step_start_ = Clock::now();
+  meter_.start();
 }
 
 void StepEngine::import_weights(const WeightSource& source) {
@@ -410,9 +438,10 @@ void StepEngine::import_weights(const WeightSource& source) {
     if (source_failure) return;
     if (machinery_.store)
       machinery_.store->commit(0, {}, *machinery_.thread, machinery_.host_region(plan_.host.record));
+    machinery_.measure_drive();
     imported_ = true;
     begin_step();
-    step_start_ = Clock::now();
+    meter_.start();
   });
   if (source_failure) std::rethrow_exception(source_failure);
 }
@@ -424,6 +453,9 @@ void StepEngine::export_weights(bool exact, const WeightSink& sink) {
       throw Error(Code::kInvalidArgument,
                   {"export_weights", "the engine has no weights yet", 0, "call import_weights first"});
     settle();
+    if (machinery_.updater->early_under_way())
+      throw Error(Code::kInvalidArgument,
+                  {"export_weights", "a step is under way, and part of it is updated", 0, "call it behind step()"});
     TileMover& mover = *machinery_.mover;
     machinery_.updater->cancel_read_ahead();
     for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
@@ -442,40 +474,7 @@ void StepEngine::export_weights(bool exact, const WeightSink& sink) {
 }
 
 std::vector<std::string> StepEngine::describe() const {
-  std::vector<std::string> facts;
-  facts.push_back("device: " + machinery_.device->describe());
-  for (std::string& group : describe_groups(plan_.groups, model_)) facts.push_back(std::move(group));
-  std::uint64_t bytes[3] = {};
-  for (const TilePlace& tile : plan_.tile_places) {
-    for (Part part : {Part::kWeights, Part::kStates}) {
-      bytes[static_cast<std::size_t>(tile.home[index_of(part)])] += payload_bytes(tile.shape, part);
-    }
-  }
-  facts.push_back(
-      fmt::format("weights and states at home: {} MiB in hbm, {} MiB in host memory, {} MiB on nvme; {} tiles",
-                  bytes[0] / kMiB, bytes[1] / kMiB, bytes[2] / kMiB, plan_.tiles.size()));
-  if (!plan_.hbm.places.empty()) {
-    facts.push_back(fmt::format(
-        "blocks in HBM at a time: {} of {}{}", plan_.hbm.places.size(), plan_.blocks.size(),
-        plan_.hbm.places.size() == 1 ? " (fetch and compute take turns: more hbm_bytes would overlap them)" : ""));
-  }
-  if (machinery_.store) {
-    const std::span<const File> files = machinery_.store->files().files();
-    facts.push_back("io: " + machinery_.thread->description() +
-                    (std::ranges::all_of(files, &File::direct)
-                         ? ", direct"
-                         : ", through the page cache: the file system grants no direct I/O"));
-    std::string names;
-    for (const File& file : files) names += (names.empty() ? "" : ", ") + file.path().string();
-    facts.push_back(fmt::format("store: {}, {} MiB, {}", names, plan_.store_bytes / kMiB,
-                                commit_every_ == 0        ? std::string("one slot a tile, no resume (commit_every 0)")
-                                : choose_commit_interval_ ? std::string("commit_every chosen after step 2")
-                                                          : fmt::format("commit_every {}", commit_every_)));
-    facts.push_back(fmt::format("nvme link: {:.2f} GB/s, reads and writes mixed", machinery_.rates.nvme / 1e9));
-  } else {
-    facts.push_back("no nvme_path: no store, so this run cannot be resumed");
-  }
-  return facts;
+  return run_facts(plan_, model_, machinery_, choose_commit_interval_ ? std::nullopt : std::optional(commit_every_));
 }
 
 }  // namespace

@@ -9,23 +9,50 @@
 namespace spillway {
 
 GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& model, DType type, Device& device,
-                                     HostWorkers& workers, std::span<std::byte> host, Stream& d2h)
-    : plan_(plan), model_(model), type_(type), device_(device), workers_(workers), host_(host), d2h_(d2h) {
+                                     HostWorkers& workers, std::span<std::byte> host, Stream& d2h,
+                                     BlockSpiller* spiller, std::uint64_t scratch_offset, Timeline* timeline)
+    : plan_(plan),
+      model_(model),
+      type_(type),
+      device_(device),
+      workers_(workers),
+      host_(host),
+      d2h_(d2h),
+      spiller_(spiller),
+      scratch_offset_(scratch_offset),
+      spilled_checksums_(plan.tiles.size()),
+      timeline_(timeline) {
   blocks_.resize(plan.blocks.size());
   std::uint64_t largest = 0;
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
     blocks_[b].pushes.resize(model.blocks[b].parameters.size());
     blocks_[b].in_staging.resize(model.blocks[b].parameters.size());
+    blocks_[b].landed = device.create_event();
     largest = std::max(largest, plan.blocks[b].partition.trainable_elements);
   }
+  passing_.resize(plan.host.passing.size());
   staging_.resize(plan.hbm.staging.size());
+  std::size_t most_tiles = 0;
+  for (const BlockPlan& block : plan.blocks) most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
   for (Staging& staging : staging_) {
     staging.filled = device.create_event();
     staging.free = device.create_event();
+    if (!spiller) continue;
+    const std::uint64_t bytes = largest * size_of(type) + most_tiles * kExtentAlignment;
+    staging.spill = std::make_unique<BlockSpill>(device, most_tiles, div_up(bytes, kGranuleBytes) + most_tiles);
   }
   leaves_.resize(div_up(largest, static_cast<std::uint64_t>(kNormLeaf)));
   last_copy_ = device.create_event();
   normed_ = device.create_event();
+}
+
+GradientCollector::~GradientCollector() {
+  for (Staging& staging : staging_) {
+    try {
+      finish_spill(staging);
+    } catch (const Error&) {  // nobody reads it any more
+    }
+  }
 }
 
 NormResult& GradientCollector::host_norm(std::uint32_t block) const {
@@ -40,15 +67,33 @@ void GradientCollector::begin_step() {
     for (const Parameter& parameter : model_.blocks[b].parameters)
       block.open += parameter.trainable && parameter.pushes > 0;
     block.staging.reset();
+    block.passing.reset();
     block.piecewise = false;
     std::ranges::fill(block.in_staging, std::uint8_t{0});
     host_norm(static_cast<std::uint32_t>(b)) = {};
   }
   for (Staging& staging : staging_) staging.block.reset();
+  for (auto& passing : passing_) passing.reset();
   accumulator_owner_.reset();
 }
 
-void GradientCollector::push(const Gradient& gradient, Stream& stream) {
+std::optional<std::uint32_t> GradientCollector::free_passing(std::uint32_t block) const {
+  std::optional<std::uint32_t> choice;  // the last that fits: only the first holds the largest
+  for (std::uint32_t i = 0; i < passing_.size(); ++i) {
+    if (!passing_[i] && plan_.host.passing[i].bytes >= plan_.blocks[block].gradient.bytes) choice = i;
+  }
+  return choice;
+}
+
+bool GradientCollector::has_room(std::uint32_t block) const {
+  return plan_.blocks[block].gradient_place != GradientPlace::kPassing || blocks_[block].passing || free_passing(block);
+}
+
+void GradientCollector::forget(std::uint32_t block) {
+  if (blocks_[block].passing) passing_[*blocks_[block].passing].reset();
+}
+
+bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
   auto refuse = [&](const std::string& object, const std::string& happened, const std::string& hint) {
     throw Error(Code::kInvalidArgument, {object, happened, 0, hint});
   };
@@ -71,10 +116,24 @@ void GradientCollector::push(const Gradient& gradient, Stream& stream) {
     refuse(parameter.name, "its gradient came while another block's was being accumulated",
            "push all micro-batches of a block before the next, or describe more than one backward visit");
   }
+  const auto& accumulator = plan_.blocks[gradient.block].accumulator;
+  const bool completes = pushes + 1 == parameter.pushes && block.open == 1;
+  if (!plan_.gradients_in_hbm && !block.staging && (!accumulator || completes)) {
+    const auto& holder = staging_[next_staging_for(gradient.block)].block;
+    if (holder && plan_.blocks[*holder].gradient_place == GradientPlace::kSpilled) {
+      refuse("block " + model_.blocks[*holder].name,
+             "its gradients are incomplete while those of other blocks come, and go to nvme as a whole",
+             "push all gradients of a block before the next, or raise spillway.host_bytes");
+    }
+  }
+  if (plan_.blocks[gradient.block].gradient_place == GradientPlace::kPassing && !block.passing) {
+    block.passing = free_passing(gradient.block);
+    SPILLWAY_CHECK(block.passing, "has_room() was asked");
+    passing_[*block.passing] = gradient.block;
+  }
   const bool first = pushes++ == 0;
   const bool last = pushes == parameter.pushes;
   const ParameterPlace& place = plan_.blocks[gradient.block].partition.parameters[gradient.parameter];
-  const auto& accumulator = plan_.blocks[gradient.block].accumulator;
   if (accumulator) {
     if (plan_.blocks[gradient.block].accumulator_shared) accumulator_owner_ = gradient.block;
     float* sum = reinterpret_cast<float*>(hbm(accumulator->offset)) + place.first;
@@ -83,8 +142,19 @@ void GradientCollector::push(const Gradient& gradient, Stream& stream) {
     std::byte* staging = staging_for(gradient.block, stream);
     round_into(staging, gradient.block, gradient.parameter, gradient.data, gradient.dtype, stream);
   }
-  if (!last) return;
-  if (--block.open == 0) complete(gradient.block, stream);
+  if (!last || --block.open > 0) return false;
+  complete(gradient.block, stream);
+  return true;
+}
+
+// A free one that is large enough, in turn; with none free, the first in turn that is large enough.
+std::uint32_t GradientCollector::next_staging_for(std::uint32_t block) const {
+  const auto count = static_cast<std::uint32_t>(staging_.size());
+  auto fits = [&](std::uint32_t i) { return plan_.hbm.staging[i].bytes >= plan_.blocks[block].gradient.bytes; };
+  std::uint32_t index = next_staging_;
+  for (std::uint32_t i = 0; i < count && (staging_[index].block || !fits(index)); ++i) index = (index + 1) % count;
+  while (!fits(index)) index = (index + 1) % count;  // the first holds the largest
+  return index;
 }
 
 // Where the block's rounded gradient is put together.
@@ -92,18 +162,14 @@ std::byte* GradientCollector::staging_for(std::uint32_t block, Stream& stream) {
   if (plan_.gradients_in_hbm) return hbm(plan_.blocks[block].gradient.offset);
   BlockState& state = blocks_[block];
   if (!state.staging) {
-    // A free one that is large enough, in turn; with none free, the first in turn that is large enough.
-    const auto count = static_cast<std::uint32_t>(staging_.size());
-    auto fits = [&](std::uint32_t i) { return plan_.hbm.staging[i].bytes >= plan_.blocks[block].gradient.bytes; };
-    std::uint32_t index = next_staging_;
-    for (std::uint32_t i = 0; i < count && (staging_[index].block || !fits(index)); ++i) index = (index + 1) % count;
-    while (!fits(index)) index = (index + 1) % count;  // the first holds the largest
-    next_staging_ = (index + 1) % count;
+    const std::uint32_t index = next_staging_for(block);
     Staging& staging = staging_[index];
     if (staging.block) {  // more blocks are open than there is staging: what has come of this one goes down now
       blocks_[*staging.block].piecewise = true;
       send_down(*staging.block, stream);
     }
+    next_staging_ = (index + 1) % static_cast<std::uint32_t>(staging_.size());
+    finish_spill(staging);
     if (staging.free->recorded()) device_.wait(stream, *staging.free);
     staging.block = block;
     state.staging = index;
@@ -128,12 +194,19 @@ void GradientCollector::send_down(std::uint32_t b, Stream& stream) {
   const BlockPlan& plan = plan_.blocks[b];
   Staging& staging = staging_[*block.staging];
   const std::byte* from = hbm(plan_.hbm.staging[*block.staging].offset);
-  std::byte* to = host_.data() + plan.gradient.offset;
+  device_.record(*staging.filled, stream);
+  if (plan.gradient_place == GradientPlace::kSpilled) {
+    start_spill(staging, b, from);
+    staging.block.reset();
+    block.staging.reset();
+    return;
+  }
+  std::byte* to = host_gradient(b);
   auto copy = [&](std::uint64_t first, std::uint64_t bytes) {
+    const StreamSpan span(timeline_, {.kind = SpanKind::kGradientDown, .subject = b, .bytes = bytes}, device_, d2h_);
     device_.copy_async(CopyKind::kDeviceToHost, to + first, from + first, bytes, d2h_);
     d2h_bytes_ += bytes;
   };
-  device_.record(*staging.filled, stream);
   device_.wait(d2h_, *staging.filled);
   if (!block.piecewise) {
     copy(0, plan.gradient.bytes);
@@ -149,6 +222,39 @@ void GradientCollector::send_down(std::uint32_t b, Stream& stream) {
   device_.record(*last_copy_, d2h_);
   staging.block.reset();
   block.staging.reset();
+}
+
+void GradientCollector::start_spill(Staging& staging, std::uint32_t b, const std::byte* from) {
+  const BlockPlan& block = plan_.blocks[b];
+  BlockSpill& spill = *staging.spill;
+  spill.pieces.clear();
+  for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
+    const TilePlan& tile = plan_.tiles[t];
+    if (!tile.range.trainable) continue;
+    spill.pieces.push_back({.from = from + tile.range.first * size_of(type_),
+                            .payload_bytes = tile.range.count * size_of(type_),
+                            .extent = {scratch_offset_ + tile.gradient.offset, tile.gradient.bytes}});
+  }
+  spill.after = staging.filled.get();
+  staging.spilling_block = b;
+  spiller_->start(spill);
+}
+
+void GradientCollector::finish_spill(Staging& staging) {
+  if (!staging.spilling_block) return;
+  const BlockPlan& block = plan_.blocks[*staging.spilling_block];
+  staging.spilling_block.reset();
+  spiller_->wait_written(*staging.spill);
+  auto piece = staging.spill->pieces.begin();
+  for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
+    if (plan_.tiles[t].range.trainable) spilled_checksums_[t] = (piece++)->checksum;
+  }
+}
+
+std::optional<GradientCollector::Spilled> GradientCollector::spilled(std::uint32_t t) const {
+  const TilePlan& tile = plan_.tiles[t];
+  if (plan_.blocks[tile.block].gradient_place != GradientPlace::kSpilled) return std::nullopt;
+  return Spilled{{scratch_offset_ + tile.gradient.offset, tile.gradient.bytes}, spilled_checksums_[t]};
 }
 
 // Every gradient of the block has come.
@@ -174,6 +280,7 @@ void GradientCollector::complete(std::uint32_t b, Stream& stream) {
     device_.record(*last_copy_, d2h_);
   }
   if (!plan_.gradients_in_hbm) send_down(b, stream);
+  device_.record(*block.landed, d2h_);
 }
 
 void GradientCollector::check_complete() const {
@@ -189,11 +296,20 @@ void GradientCollector::check_complete() const {
   }
 }
 
+bool GradientCollector::landed(std::uint32_t block) const { return device_.done(*blocks_[block].landed); }
+
+void GradientCollector::wait_landed(std::uint32_t b) {
+  device_.synchronize(*blocks_[b].landed);
+  if (!blocks_[b].piecewise) return;
+  host_norm(b) = squared_norm(gradient(b), type_, plan_.blocks[b].partition.trainable_elements, leaves_, workers_);
+  blocks_[b].piecewise = false;
+}
+
 void GradientCollector::wait_landed() {
+  for (Staging& staging : staging_) finish_spill(staging);
   device_.synchronize(*last_copy_);
   for (std::uint32_t b = 0; b < blocks_.size(); ++b) {
-    if (!blocks_[b].piecewise) continue;
-    host_norm(b) = squared_norm(gradient(b), type_, plan_.blocks[b].partition.trainable_elements, leaves_, workers_);
+    if (blocks_[b].piecewise) wait_landed(b);
   }
 }
 
@@ -226,8 +342,13 @@ std::uint32_t GradientCollector::fetch_flag(const std::uint32_t* word, Stream& s
 }
 
 const std::byte* GradientCollector::gradient(std::uint32_t block) const {
-  const std::uint64_t offset = plan_.blocks[block].gradient.offset;
-  return plan_.gradients_in_hbm ? hbm(offset) : host_.data() + offset;
+  return plan_.gradients_in_hbm ? hbm(plan_.blocks[block].gradient.offset) : host_gradient(block);
+}
+
+std::byte* GradientCollector::host_gradient(std::uint32_t block) const {
+  const bool passes = plan_.blocks[block].gradient_place == GradientPlace::kPassing;
+  const Region& region = passes ? plan_.host.passing[*blocks_[block].passing] : plan_.blocks[block].gradient;
+  return host_.data() + region.offset;
 }
 
 }  // namespace spillway

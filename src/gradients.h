@@ -1,7 +1,7 @@
 // Gradients of one step on their way from the caller to where the update reads them.
 //
 //   push ─► fp32 accumulator (when a parameter is pushed more than once) ─► staging: rounded once to the weight type
-//        ─► squared norm and NaN/Inf flag ─► host memory (one copy down)
+//        ─► squared norm and NaN/Inf flag ─► host memory (one copy down), or through it to the scratch area of NVMe
 //
 // Everything is enqueued on the caller's stream and on the d2h stream; the host waits only in wait_landed(). Pushes of
 // one block may come in any order and mix with those of one other block; with more blocks open at once, a block that
@@ -18,18 +18,34 @@
 #include "kernels/device.h"
 #include "spillway/engine.h"
 #include "src/plan.h"
+#include "swap/block_spiller.h"
+#include "swap/timeline.h"
 
 namespace spillway {
 
 class GradientCollector {
  public:
+  // `spiller`, for what is spilled to the store's space behind `scratch_offset`; may be null when nothing is.
   GradientCollector(const Plan& plan, const ModelDescription& model, DType type, Device& device, HostWorkers& workers,
-                    std::span<std::byte> host, Stream& d2h);
+                    std::span<std::byte> host, Stream& d2h, BlockSpiller* spiller = nullptr,
+                    std::uint64_t scratch_offset = 0, Timeline* timeline = nullptr);
+  ~GradientCollector();
 
   void begin_step();
-  void push(const Gradient& gradient, Stream& stream);
+  // False while the block's gradient is to pass through memory that others still lie in: one of them must be forgotten
+  // before push() may be called.
+  bool has_room(std::uint32_t block) const;
+  // True when the block is complete with it: on its way down.
+  bool push(const Gradient& gradient, Stream& stream);
   // Throws kInvalidArgument naming the first parameter whose gradient is missing.
   void check_complete() const;
+  // A complete block: its gradient is where the update reads it, its norm known.
+  bool landed(std::uint32_t block) const;
+  void wait_landed(std::uint32_t block);
+  bool finite(std::uint32_t block) const { return host_norm(block).first_nonfinite == kAllFinite; }  // once landed
+  // A landed gradient has been used: the memory that it passed through may take another.
+  void forget(std::uint32_t block);
+
   // Blocks until every gradient of the step is where the update reads it.
   void wait_landed();
 
@@ -37,11 +53,16 @@ class GradientCollector {
   double squared_norm_sum() const;
   std::optional<std::string> first_nonfinite() const;    // names parameter and block
   const std::byte* gradient(std::uint32_t block) const;  // host address, or HBM when gradients stay there
+  struct Spilled {
+    Extent extent;
+    std::uint64_t checksum;
+  };
+  std::optional<Spilled> spilled(std::uint32_t tile) const;  // nothing: it is where gradient() says
 
   // Copies a word of device memory down in stream order and returns it.
   std::uint32_t fetch_flag(const std::uint32_t* word, Stream& stream);
 
-  std::uint64_t d2h_bytes() const noexcept { return d2h_bytes_; }
+  std::uint64_t d2h_bytes() const noexcept { return d2h_bytes_ + (spiller_ ? spiller_->copied_bytes() : 0); }
 
  private:
   struct BlockState {
@@ -49,14 +70,23 @@ class GradientCollector {
     std::vector<std::uint8_t> in_staging;  // per parameter: rounded there, not yet on its way down
     std::uint32_t open = 0;                // parameters that expect more pushes
     std::optional<std::uint32_t> staging;
-    bool piecewise = false;  // parts of it have gone down on their own
+    std::optional<std::uint32_t> passing;  // the memory that it passes through
+    bool piecewise = false;                // parts of it have gone down on their own: its norm is not known yet
+    std::unique_ptr<Event> landed;         // recorded when the block is complete
   };
   struct Staging {
     std::optional<std::uint32_t> block;
     std::unique_ptr<Event> filled, free;
+    std::unique_ptr<BlockSpill> spill;            // null when nothing is spilled
+    std::optional<std::uint32_t> spilling_block;  // its spill was started and not yet waited for
   };
 
+  std::optional<std::uint32_t> free_passing(std::uint32_t block) const;
+  std::byte* host_gradient(std::uint32_t block) const;
+  std::uint32_t next_staging_for(std::uint32_t block) const;
   std::byte* staging_for(std::uint32_t block, Stream& stream);
+  void start_spill(Staging& staging, std::uint32_t block, const std::byte* from);
+  void finish_spill(Staging& staging);
   void send_down(std::uint32_t block, Stream& stream);
   void round_into(std::byte* staging, std::uint32_t block, std::uint32_t parameter, const void* from, DType type,
                   Stream& stream);
@@ -71,8 +101,13 @@ class GradientCollector {
   HostWorkers& workers_;
   std::span<std::byte> host_;
   Stream& d2h_;
+  BlockSpiller* spiller_;
+  const std::uint64_t scratch_offset_;
+  std::vector<std::uint64_t> spilled_checksums_;  // by tile
+  Timeline* timeline_;
   std::vector<BlockState> blocks_;
   std::vector<Staging> staging_;
+  std::vector<std::optional<std::uint32_t>> passing_;  // whose gradient lies there
   std::uint32_t next_staging_ = 0;
   std::optional<std::uint32_t> accumulator_owner_;  // block that uses the shared accumulator
   std::unique_ptr<Event> last_copy_, normed_;

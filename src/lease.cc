@@ -26,4 +26,28 @@ void Lease::release() {
   if (Engine* engine = std::exchange(engine_, nullptr)) engine->release(slot_);
 }
 
+ActivationLease::ActivationLease(ActivationLease&& other) noexcept
+    : engine_(std::exchange(other.engine_, nullptr)), place_(other.place_), data_(other.data_) {}
+
+ActivationLease& ActivationLease::operator=(ActivationLease&& other) noexcept {
+  if (this != &other) {
+    release();
+    engine_ = std::exchange(other.engine_, nullptr);
+    place_ = other.place_;
+    data_ = other.data_;
+  }
+  return *this;
+}
+
+ActivationLease::~ActivationLease() { release(); }
+
+std::byte* ActivationLease::data() const {
+  SPILLWAY_CHECK(engine_, "a released activation has no address");
+  return data_;
+}
+
+void ActivationLease::release() {
+  if (Engine* engine = std::exchange(engine_, nullptr)) engine->release_activation(place_);
+}
+
 }  // namespace spillway

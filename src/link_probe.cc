@@ -3,14 +3,21 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <vector>
 
+#include "kernels/checksum.h"
+#include "kernels/tile_update.h"
 #include "spillway/units.h"
+#include "src/tile_values.h"
 
 namespace spillway {
 namespace {
 
 constexpr std::uint64_t kCopyBytes = 32 * kMiB;
 constexpr std::uint64_t kRequestBytes = kMiB;
+constexpr std::uint64_t kProbeElements = 8 * kHashedTileUnit;  // of the optimizer
+constexpr double kMostDriveSeconds = 0.5;
+constexpr double kGuessedDriveRate = 4e9;  // bytes per second: only says how long to look
 
 double seconds_of(auto&& work) {
   const auto start = std::chrono::steady_clock::now();
@@ -18,63 +25,147 @@ double seconds_of(auto&& work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+// The best of three: the first one touches the pages.
+double best_seconds(auto&& work) {
+  double best = seconds_of(work);
+  for (int round = 0; round < 2; ++round) best = std::min(best, seconds_of(work));
+  return best;
+}
+
 double copy_rate(Device& device, Stream& stream, CopyKind kind, ProbeMemory memory) {
   const std::uint64_t bytes = std::min({kCopyBytes, memory.host.size(), memory.hbm.size()});
   if (bytes == 0) return 0;
   void* to = kind == CopyKind::kHostToDevice ? memory.hbm.data() : memory.host.data();
   const void* from = kind == CopyKind::kHostToDevice ? memory.host.data() : memory.hbm.data();
-  double best = 0;
-  for (int round = 0; round < 3; ++round) {  // the first one touches the pages
-    const double seconds = seconds_of([&] {
-      device.copy_async(kind, to, from, bytes, stream);
-      stream.synchronize();
-    });
-    best = std::max(best, static_cast<double>(bytes) / seconds);
-  }
-  return best;
+  return static_cast<double>(bytes) / best_seconds([&] {
+           device.copy_async(kind, to, from, bytes, stream);
+           stream.synchronize();
+         });
 }
 
-// The lower half of the area is read, the upper half written, at once.
-double nvme_rate(StoreThread& thread, const TileStore& store, std::span<std::byte> host, std::uint64_t scratch_bytes) {
-  // The area that this store was made with: a run that resumes it may have planned a larger one.
-  const std::uint64_t area = std::min(scratch_bytes, store.layout().total_bytes - store.layout().scratch_offset);
-  const std::uint64_t half = align_down(std::min<std::uint64_t>(area, host.size()) / 2, kExtentAlignment);
-  if (half == 0) return 0;
-  double best = 0;
-  for (int round = 0; round < 3; ++round) {  // the first one writes blocks that the drive has never seen
-    IoBatch batch(thread);
-    const double seconds = seconds_of([&] {
-      for (std::uint64_t at = 0; at < half; at += kRequestBytes) {
-        const std::uint64_t bytes = std::min(kRequestBytes, half - at);
-        const std::uint64_t base = store.layout().scratch_offset;
-        batch.add({.op = IoOp::kRead,
-                   .file = kStripedSpace,
-                   .offset = base + at,
-                   .buffer = host.data() + at,
-                   .bytes = bytes});
-        batch.add({.op = IoOp::kWrite,
-                   .file = kStripedSpace,
-                   .offset = base + half + at,
-                   .buffer = host.data() + half + at,
-                   .bytes = bytes});
-      }
-      batch.wait();
-    });
-    best = std::max(best, 2.0 * static_cast<double>(half) / seconds);
+// Of an element, its checksums included; 0 when there is no memory for a pass.
+double update_seconds(HostWorkers& workers, std::span<std::byte> memory, const TileShape& like) {
+  TileShape shape = like;
+  shape.trainable = true;
+  const auto bytes = [&shape] {
+    return extent_bytes(shape, Part::kStates) + 2 * extent_bytes(shape, Part::kWeights);  // a gradient is like weights
+  };
+  for (shape.count = kProbeElements; bytes() > memory.size(); shape.count -= kHashedTileUnit) {
+    if (shape.count == kHashedTileUnit) return 0;
   }
-  return best;
+  const auto states = memory.first(extent_bytes(shape, Part::kStates));
+  const auto weights = memory.subspan(states.size(), extent_bytes(shape, Part::kWeights));
+  const TileMemory tile{.part = {weights.data(), states.data()}};
+  std::vector<std::uint64_t> sums[4];
+  const auto granules = [&](std::size_t i, std::size_t size) {
+    sums[i].resize(div_up(std::uint64_t{size}, kGranuleBytes));
+    return std::span(sums[i]);
+  };
+  const OptimizerScalars scalars = optimizer_scalars({.kind = shape.optimizer}, 1, 1);
+  const GroupRange all{shape.count, 0};
+  const TileUpdate update{.tile = tile_arrays(shape, tile, weights.data() + weights.size()),
+                          .groups = {&all, 1},
+                          .scalars = {&scalars, 1},
+                          .weights = {weights, granules(0, weights.size()), granules(1, weights.size())},
+                          .states = {states, granules(2, states.size()), granules(3, states.size())}};
+  return best_seconds([&] { update_tile(update, workers); }) / static_cast<double>(shape.count);
+}
+
+// Requests of one kind go round the extents that they are given.
+class Rounds {
+ public:
+  Rounds(IoOp op, std::vector<Extent> extents) : op_(op), extents_(std::move(extents)) {}
+
+  void add(IoBatch& batch, std::byte* buffer) {
+    const Extent& extent = extents_[next_];
+    const std::uint64_t bytes = std::min(kRequestBytes, extent.bytes - at_);
+    batch.add({.op = op_, .file = kStripedSpace, .offset = extent.offset + at_, .buffer = buffer, .bytes = bytes});
+    moved_ += bytes;
+    at_ += bytes;
+    if (at_ < extent.bytes) return;
+    at_ = 0;
+    next_ = (next_ + 1) % extents_.size();
+  }
+  std::uint64_t moved() const { return moved_; }
+
+ private:
+  IoOp op_;
+  std::vector<Extent> extents_;
+  std::size_t next_ = 0;
+  std::uint64_t at_ = 0, moved_ = 0;
+};
+
+// Two batches in turn, so that the drive always has one to work on.
+double rate_of(StoreThread& thread, std::span<Rounds* const> rounds, std::span<std::byte> host, double seconds) {
+  const std::size_t buffers = host.size() / kRequestBytes / 2;  // of a batch
+  std::uint64_t before = 0, after = 0;
+  for (const Rounds* round : rounds) before += round->moved();
+  IoBatch batches[2] = {IoBatch(thread), IoBatch(thread)};
+  const double taken = seconds_of([&] {
+    const auto start = std::chrono::steady_clock::now();
+    for (std::size_t turn = 0;; ++turn) {
+      IoBatch& batch = batches[turn % 2];
+      batch.wait();
+      if (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() >= seconds && turn > 1) break;
+      for (std::size_t i = 0; i < buffers; ++i) {
+        rounds[i % rounds.size()]->add(batch, host.data() + (turn % 2 * buffers + i) * kRequestBytes);
+      }
+    }
+    for (IoBatch& batch : batches) batch.wait();
+  });
+  for (const Rounds* round : rounds) after += round->moved();
+  return static_cast<double>(after - before) / taken;
 }
 
 }  // namespace
 
-LinkRates probe_links(Device& device, Stream& h2d, Stream& d2h, ProbeMemory memory, StoreThread* thread,
-                      TileStore* store, std::uint64_t scratch_bytes) {
-  LinkRates rates;
+MachineRates probe_machine(Device& device, HostWorkers& workers, Stream& h2d, Stream& d2h, ProbeMemory memory,
+                           const TileShape& shape) {
+  MachineRates rates;
+  rates.cores = workers.threads();
+  rates.device_on_cores = device.kind() == DeviceKind::kHost;
   std::memset(memory.host.data(), 0, memory.host.size());
   rates.h2d = copy_rate(device, h2d, CopyKind::kHostToDevice, memory);
   rates.d2h = copy_rate(device, d2h, CopyKind::kDeviceToHost, memory);
-  if (store) rates.nvme = nvme_rate(*thread, *store, memory.host, scratch_bytes);
+  rates.update_seconds = update_seconds(workers, memory.host, shape);
+  const auto hashed = memory.host.first(std::min<std::size_t>(memory.host.size(), 4 * kMiB));
+  volatile std::uint64_t sink = 0;
+  rates.checksum = static_cast<double>(hashed.size()) / best_seconds([&] {
+                     for (std::size_t at = 0; at < hashed.size(); at += kGranuleBytes) {
+                       sink = granule_checksum(hashed.subspan(at, std::min(kGranuleBytes, hashed.size() - at)));
+                     }
+                   });
   return rates;
+}
+
+void probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byte> host, MachineRates& rates) {
+  if (host.size() < 4 * kRequestBytes) return;
+  std::vector<Extent> committed, free;
+  std::uint64_t sum = 0;
+  const auto tiles = static_cast<std::uint32_t>(store.layout().tiles.size());
+  for (std::uint32_t t = 0; t < tiles; ++t) {
+    for (std::size_t part = 0; part < kParts; ++part) {
+      const Extent from = store.readable(t).extent[part], to = store.writable(t).extent[part];
+      if (from.bytes == 0) continue;
+      committed.push_back(from);
+      sum += from.bytes;
+      if (to.offset != from.offset) free.push_back(to);
+    }
+  }
+  const std::uint64_t scratch = store.layout().total_bytes - store.layout().scratch_offset;
+  if (free.empty() && scratch > 0) free.push_back({store.layout().scratch_offset, scratch});
+  if (committed.empty() || free.empty()) return;
+  const double seconds = std::min(kMostDriveSeconds, static_cast<double>(sum) / kGuessedDriveRate / 20);
+  Rounds reads(IoOp::kRead, std::move(committed)), writes(IoOp::kWrite, std::move(free));
+  Rounds* const both[] = {&reads, &writes};
+  rates.nvme_mixed = rate_of(thread, both, host, seconds);
+  rates.nvme_read = rate_of(thread, std::span(both).first(1), host, seconds);
+  rates.nvme_write = rate_of(thread, std::span(both).last(1), host, seconds);
+  IoBatch batch(thread);
+  rates.sync_seconds = 2 * best_seconds([&] {
+                         batch.add({.op = IoOp::kSync, .file = kStripedSpace});
+                         batch.wait();
+                       });
 }
 
 }  // namespace spillway

@@ -1,27 +1,30 @@
-// Measured rates of the links, for the step line: a step's limiting link is the one whose own time is longest.
+// Measures what the links carry: a step's limiting link is the one whose own time is longest.
 #pragma once
 
 #include <cstdint>
 #include <span>
 
 #include "kernels/device.h"
+#include "spillway/device.h"
+#include "src/machine_rates.h"
 #include "swap/store_thread.h"
 #include "swap/tile_store.h"
 
 namespace spillway {
-
-struct LinkRates {  // bytes per second; 0: the run has no such link
-  double nvme = 0;  // reads and writes mixed, together
-  double h2d = 0, d2h = 0;
-};
 
 struct ProbeMemory {
   std::span<std::byte> host;  // registered; overwritten
   std::span<std::byte> hbm;   // overwritten
 };
 
-// Takes about a tenth of a second. NVMe is probed on the store's scratch area, with 1 MiB requests.
-LinkRates probe_links(Device& device, Stream& h2d, Stream& d2h, ProbeMemory memory, StoreThread* thread,
-                      TileStore* store, std::uint64_t scratch_bytes);
+// Copies, the optimizer's pass over `shape` and checksums; a tenth of a second or less.
+MachineRates probe_machine(Device& device, HostWorkers& workers, Stream& h2d, Stream& d2h, ProbeMemory memory,
+                           const TileShape& shape);
+
+// Reads, writes and both at once, with requests of 1 MiB, in tiles' slots: what is committed is read, what is not is
+// overwritten; with one slot a tile, the scratch area. So nothing may be written and not committed. Takes about as long
+// as the store's own bytes take in a twentieth of a step, and half a second each at most. Fills nvme_* and sync_seconds
+// of `rates`.
+void probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byte> host, MachineRates& rates);
 
 }  // namespace spillway

@@ -119,6 +119,7 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
                      std::span<const ThreadShare> shares)
     : host(plan.ledger.total(Placement::kHost), kPinnedArena) {
   check_memory(plan);
+  if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
   open_store(config, plan, options);
   workers = create_workers(shares);
   if (shares.size() > 1) place_tiles(plan, shares);
@@ -127,11 +128,22 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   compute = device->create_stream("compute");
   h2d = device->create_stream("h2d");
   d2h = device->create_stream("d2h");
+  const MeteredStreams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get()};
+  stalls = std::make_unique<StallMeter>(*device, streams, timeline());
   if (store) start_thread(config);
   build_movers(config, model, plan, options);
+  probe_memory_ = host_region(plan.host.buffers);
   const Region probe = plan.hbm.places.empty() ? Region{0, 0} : plan.hbm.places[0];
-  rates = probe_links(*device, *h2d, *d2h, {host_region(plan.host.buffers), hbm_region(probe)}, thread.get(),
-                      store.get(), plan.scratch_bytes);
+  const auto largest = std::ranges::max_element(plan.tile_places, {}, [](const TilePlace& t) { return t.shape.count; });
+  rates = probe_machine(*device, *workers, *h2d, *d2h, {probe_memory_, hbm_region(probe)}, largest->shape);
+}
+
+void Machinery::measure_drive() {
+  if (!store) return;
+  probe_drive(*thread, *store, probe_memory_, rates);
+  if (rates.nvme_mixed == 0) return;
+  log(LogLevel::kInfo, fmt::format("nvme link: {:.2f} GB/s read, {:.2f} written, {:.2f} both at once",
+                                   rates.nvme_read / 1e9, rates.nvme_write / 1e9, rates.nvme_mixed / 1e9));
 }
 
 Machinery::~Machinery() {
@@ -142,14 +154,19 @@ Machinery::~Machinery() {
   if (places) places->settle();
   updater.reset();
   gradients.reset();
+  spiller.reset();
   places.reset();
   fetcher.reset();
+  activations.reset();
+  activation_fetcher.reset();
+  activation_spiller.reset();
   mover.reset();
   thread.reset();
   compute.reset();
   h2d.reset();
   d2h.reset();
   if (device) device->unregister_host(host.memory());
+  if (trace) trace->write(store ? &store->layout() : nullptr);
 }
 
 // Before anything is written to the arena: a page lies where its first byte was asked for.
@@ -198,11 +215,48 @@ void Machinery::start_thread(const Config& config) {
   IoQueueOptions options = queue_options(config);
   options.stripes = &store->files().stripes();
   thread = std::make_unique<StoreThread>(options, store->files().pointers(),
-                                         std::vector<std::span<std::byte>>{host.memory()});
+                                         std::vector<std::span<std::byte>>{host.memory()}, timeline());
+}
+
+// What moves may all lie in host memory; it still wants a thread to be moved on.
+void Machinery::ensure_thread() {
+  if (thread) return;
+  thread = std::make_unique<StoreThread>(IoQueueOptions{.engine = IoEngineKind::kThreads, .depth = 1},
+                                         std::vector<File*>{}, std::vector<std::span<std::byte>>{});
+}
+
+void Machinery::build_activations(const ModelDescription& model, const Plan& plan) {
+  const ActivationPlan& planned = plan.activations;
+  ActivationPlacesOptions options;
+  for (const Region& place : planned.places) options.places.push_back(hbm_region(place));
+  for (const Activation& activation : model.activations) options.bytes.push_back(activation.bytes);
+  if (!planned.uses.empty()) {
+    ensure_thread();
+    activation_spiller = std::make_unique<BlockSpiller>(*thread, *device, *d2h, host_region(planned.down),
+                                                        plan.host.chunk_bytes, planned.places.size(), stalls.get());
+    activation_fetcher = std::make_unique<BlockFetcher>(
+        *thread, *device, *h2d, host_region(planned.up), plan.host.chunk_bytes,
+        [](std::uint32_t activation) { return fmt::format("activation {}", activation); },
+        Watch{.stalls = stalls.get(), .timeline = nullptr}, planned.places.size());
+    options.uses = model.activation_uses;
+    options.plan = planned.uses;
+    for (std::size_t a = 0; a < planned.homes.size(); ++a) {
+      ActivationHome home;
+      if (const auto& offset = planned.homes[a].host) home.host = host.memory().data() + *offset;
+      if (const auto& offset = planned.homes[a].scratch) {
+        home.extent = {.offset = store->layout().scratch_offset + plan.nvme.activations.offset + *offset,
+                       .bytes = align_up(options.bytes[a], kExtentAlignment)};
+      }
+      options.homes.push_back(home);
+    }
+  }
+  activations =
+      std::make_unique<ActivationPlaces>(*device, activation_fetcher.get(), activation_spiller.get(), options);
 }
 
 void Machinery::build_movers(const Config& config, const ModelDescription& model, const Plan& plan,
                              EngineOptions options) {
+  const Watch watch{.stalls = stalls.get(), .timeline = timeline()};
   const auto name_of = [&plan, &model](std::uint32_t tile) { return tile_name(plan, model, tile); };
   mover = std::make_unique<TileMover>(TileMoverParts{.device = device.get(),
                                                      .workers = workers.get(),
@@ -215,22 +269,31 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
                                                      .buffers = host_region(plan.host.buffers),
                                                      .buffer_bytes = plan.host.buffer_bytes,
                                                      .count = plan.host.buffers_count,
-                                                     .name_of = name_of});
-  gradients = std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h);
-  updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute);
-  if (plan.hbm.places.empty()) return;
-  if (thread == nullptr) {  // everything fetched lies in host memory; the fetcher still wants a thread to run on
-    thread = std::make_unique<StoreThread>(IoQueueOptions{.engine = IoEngineKind::kThreads, .depth = 1},
-                                           std::vector<File*>{}, std::vector<std::span<std::byte>>{});
+                                                     .name_of = name_of,
+                                                     .watch = watch});
+  if (plan.spill_bytes > 0) {
+    spiller = std::make_unique<BlockSpiller>(*thread, *device, *d2h, host_region(plan.host.spill_chunks),
+                                             plan.host.chunk_bytes, plan.hbm.staging.size(), stalls.get());
   }
-  fetcher = std::make_unique<BlockFetcher>(*thread, *device, *h2d, host_region(plan.host.chunks), plan.host.chunk_bytes,
-                                           name_of);
+  gradients =
+      std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h,
+                                          spiller.get(), store ? store->layout().scratch_offset : 0, watch.timeline);
+  updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute, watch);
+  build_activations(model, plan);
+  if (plan.hbm.places.empty()) return;
+  ensure_thread();
+  fetcher = std::make_unique<BlockFetcher>(
+      *thread, *device, *h2d, host_region(plan.host.chunks), plan.host.chunk_bytes,
+      [name_of](std::uint32_t tile) { return "weights of " + name_of(tile); }, watch, plan.hbm.places.size());
   std::size_t most_tiles = 0;
   for (const BlockPlan& block : plan.blocks) most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
   WeightPlacesOptions places_options{.places = {},
                                      .block_bytes = {},
                                      .max_pieces = most_tiles,
                                      .max_granules = largest_fetch_granules(plan),
+                                     .owners = plan.hbm.owners,
+                                     .reuse_bytes = plan.hbm.reuse_bytes,
+                                     .prefetch_bytes = plan.hbm.prefetch_bytes,
                                      .poison_released = options.poison_released};
   for (const Region& place : plan.hbm.places) places_options.places.push_back(hbm_region(place));
   for (const BlockPlan& block : plan.blocks) {
@@ -248,7 +311,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
       if (place.home[kWeights] == Home::kHost) {
         piece.resident = host.memory().data() + place.offset[kWeights];
       } else {
-        const TileStore::Slot slot = store->readable(t);
+        const TileStore::Slot slot = updater->early(b) ? store->committed(t) : store->readable(t);
         piece.extent = slot.extent[kWeights];
         piece.checksum = slot.checksum[kWeights];
       }

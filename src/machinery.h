@@ -14,8 +14,12 @@
 #include "src/gradients.h"
 #include "src/link_probe.h"
 #include "src/plan.h"
+#include "src/trace_file.h"
 #include "src/updater.h"
+#include "swap/activation_places.h"
 #include "swap/block_fetcher.h"
+#include "swap/block_spiller.h"
+#include "swap/stall_meter.h"
 #include "swap/store_thread.h"
 #include "swap/tile_mover.h"
 #include "swap/tile_store.h"
@@ -29,31 +33,44 @@ struct Machinery {
             std::span<const ThreadShare> shares);
   ~Machinery();
 
+  // Fills the drive's rates; nothing may be under way or uncommitted.
+  void measure_drive();
+
   std::span<std::byte> host_region(const Region& region) const {
     return host.memory().subspan(region.offset, region.bytes);
   }
   std::span<std::byte> hbm_region(const Region& region) const {
     return device->hbm().subspan(region.offset, region.bytes);
   }
+  Timeline* timeline() const { return trace ? &trace->timeline() : nullptr; }
 
-  std::unique_ptr<TileStore> store;  // opened first: a run that may not have it must not take anything else
+  std::unique_ptr<TraceFile> trace;  // null: nothing is traced. First: written when the others are gone
+  std::unique_ptr<TileStore> store;  // opened before the rest: a run that may not have it must not take anything else
   bool resumed = false;
   std::unique_ptr<HostWorkers> workers;
   HostArena host;
   std::unique_ptr<Device> device;
   std::unique_ptr<Stream> compute, h2d, d2h;
+  std::unique_ptr<StallMeter> stalls;
   std::unique_ptr<StoreThread> thread;  // null without NVMe
   std::unique_ptr<TileMover> mover;
-  std::unique_ptr<BlockFetcher> fetcher;  // null while weights stay in HBM
-  std::unique_ptr<WeightPlaces> places;   // ditto
+  std::unique_ptr<BlockFetcher> fetcher;             // null while weights stay in HBM
+  std::unique_ptr<WeightPlaces> places;              // ditto
+  std::unique_ptr<BlockSpiller> spiller;             // null when no gradient is spilled
+  std::unique_ptr<BlockSpiller> activation_spiller;  // null while all activations stay in HBM
+  std::unique_ptr<BlockFetcher> activation_fetcher;  // ditto
+  std::unique_ptr<ActivationPlaces> activations;
   std::unique_ptr<GradientCollector> gradients;
   std::unique_ptr<Updater> updater;
-  LinkRates rates;
+  MachineRates rates;  // of the drive once there is something on it to read: see probe_drive
 
  private:
+  std::span<std::byte> probe_memory_;
   void place_tiles(const Plan& plan, std::span<const ThreadShare> shares);
   void open_store(const Config& config, const Plan& plan, EngineOptions options);
   void start_thread(const Config& config);
+  void ensure_thread();
+  void build_activations(const ModelDescription& model, const Plan& plan);
   void build_movers(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options);
 };
 

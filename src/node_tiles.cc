@@ -43,7 +43,7 @@ std::vector<NodeRegion> node_regions(const Plan& plan, unsigned nodes, std::uint
     const TilePlan& tile = plan.tiles[order[i]];
     const TilePlace& place = plan.tile_places[order[i]];
     const std::uint64_t element = size_of(place.shape.type);
-    if (!plan.gradients_in_hbm) {
+    if (plan.blocks[tile.block].gradient_place == GradientPlace::kHost) {
       const std::uint64_t gradients = plan.blocks[tile.block].gradient.offset;
       parts.push_back({{gradients + tile.range.first * element, tile.range.count * element}, node});
     }

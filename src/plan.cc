@@ -3,92 +3,38 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <functional>
-#include <limits>
 #include <set>
 
-#include "kernels/norm.h"
 #include "spillway/error.h"
 #include "src/description.h"
-#include "swap/manifest.h"
-#include "swap/tile_mover.h"
+#include "src/plan_layout.h"
 #include "swap/tile_store.h"
 
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kPage = 4096;
-constexpr std::uint32_t kPreferredPlaces = 3;  // one computing, one arriving, one being given back
-constexpr std::uint64_t kBuffersOnTheWay = 3;  // tiles read and written while the update computes on one for each node
-constexpr std::uint64_t kPreferredChunks = 32;
-constexpr std::uint64_t kLeastChunks = 2;
-
-// Hands out addresses of an arena and lists what for.
-class Arena {
- public:
-  Arena(Placement tier, Ledger& ledger) : tier_(tier), ledger_(ledger) {}
-
-  Region take(const std::string& purpose, std::uint64_t bytes) {
-    const Region region{used_, bytes};
-    if (bytes == 0) return region;
-    const std::uint64_t padded = align_up(bytes, kPage);
-    used_ += padded;
-    for (Reservation& line : ledger_.reservations) {
-      if (line.tier == tier_ && line.purpose == purpose) {
-        line.bytes += padded;
-        return region;
-      }
-    }
-    ledger_.reservations.push_back({tier_, purpose, padded});
-    return region;
-  }
-  std::uint64_t used() const { return used_; }
-
- private:
-  Placement tier_;
-  Ledger& ledger_;
-  std::uint64_t used_ = 0;
-};
-
-// The largest unit that names the number exactly, in the configuration's own words: a hint taken literally must fit,
-// and must be the smallest that does.
-std::string size_text(std::uint64_t bytes) {
-  if (bytes > 0 && bytes % kMiB == 0) return fmt::format("{}MiB", bytes / kMiB);
-  if (bytes > 0 && bytes % kKiB == 0) return fmt::format("{}KiB", bytes / kKiB);
-  return fmt::format("{}B", bytes);
-}
-
-[[noreturn]] void refuse(const char* key, std::uint64_t have, std::uint64_t need, const char* what) {
-  throw Error(Code::kDoesNotFit, {fmt::format("spillway.{}", key),
-                                  fmt::format("{} is too small: this plan needs at least {} of {}", size_text(have),
-                                              size_text(need), what),
-                                  0, fmt::format("set spillway.{} to \"{}\" or more", key, size_text(need))});
-}
-
 class Planner {
  public:
   Planner(const Config& config, const ModelDescription& model, unsigned nodes)
-      : config_(config), model_(model), nodes_(nodes) {}
+      : draft_{config, model, nodes, {}}, config_(config), model_(model), plan_(draft_.plan) {}
 
   Plan run() {
     check_config();
     check_attachments();
+    check_activations(model_);
     cut_blocks();
     order_visits();
     plan_.has_store = !config_.nvme_paths.empty();
     plan_.slots = config_.commit_every == 0u ? 1 : 2;
     plan_.gradients_in_hbm = config_.states == Placement::kHbm;
     choose_homes();
-    lay_out_hbm();
-    lay_out_host();
-    lay_out_nvme();
+    lay_out_hbm(draft_);
+    if (!updates_inside_backward()) lay_out_host(draft_);
+    lay_out_nvme(draft_);
     return std::move(plan_);
   }
 
  private:
-  bool weights_stay() const { return config_.parameters == Placement::kHbm; }
-  std::uint64_t element_bytes() const { return size_of(config_.weights); }
-
   void check_config() const {
     if (config_.tile_elements == 0 || config_.tile_elements % kPartitionUnit != 0) {
       throw Error(Code::kInvalidArgument,
@@ -196,228 +142,100 @@ class Planner {
     }
   }
 
-  // The block's gradient needs an fp32 accumulator; and does it live longer than one visit?
-  bool accumulates(std::uint32_t block) const {
-    return std::ranges::any_of(model_.blocks[block].parameters,
-                               [](const Parameter& p) { return p.trainable && p.pushes > 1; });
-  }
-  bool visited_once_backward(std::uint32_t block) const {
-    return plan_.visits_given && std::ranges::count_if(plan_.visits, [block](const Visit& v) {
-                                   return v.block == block && v.pass == Pass::kBackward;
-                                 }) == 1;
-  }
-
-  void lay_out_hbm() {
-    HbmPlan& hbm = plan_.hbm;
-    Arena arena(Placement::kHbm, plan_.ledger);
-    hbm.workspace = arena.take("model workspace", model_.workspace_bytes);
-    std::vector<std::uint64_t> weights, gradients;
-    std::uint64_t shared_accumulator = 0;
-    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
-      BlockPlan& block = plan_.blocks[b];
-      const std::uint64_t bytes = block.partition.elements * element_bytes();
-      const std::uint64_t gradient = block.partition.trainable_elements * element_bytes();
-      weights.push_back(align_up(bytes, kPage));
-      gradients.push_back(gradient);
-      if (weights_stay()) place_weights(arena, block);
-      if (plan_.gradients_in_hbm) block.gradient = arena.take("gradients", gradient);
-      if (!accumulates(b)) continue;
-      const std::uint64_t fp32 = block.partition.trainable_elements * 4;
-      block.accumulator_shared = visited_once_backward(b);
-      if (block.accumulator_shared) {
-        shared_accumulator = std::max(shared_accumulator, fp32);
-      } else {
-        block.accumulator = arena.take("gradient accumulators (fp32)", fp32);
-      }
+  // Without clipping a block that can be rolled back need not wait for the other gradients. False: the host tier is not
+  // laid out yet. Where memory caches half of the tiles and more, that saves more than updating early does, and only
+  // what lies on NVMe can be rolled back.
+  bool updates_inside_backward() {
+    const bool on_nvme = config_.states == Placement::kNvme && config_.parameters == Placement::kNvme;
+    if (!on_nvme || config_.gradient_clipping > 0 || config_.commit_every.value_or(1) != 1 || draft_.nodes > 1) {
+      return false;
     }
-    for (auto* sizes : {&weights, &gradients}) std::ranges::sort(*sizes, std::greater<>());
-    const Region shared = arena.take("gradient accumulators (fp32)", shared_accumulator);
-    for (BlockPlan& block : plan_.blocks) {
-      if (block.accumulator_shared) block.accumulator = {shared.offset, block.partition.trainable_elements * 4};
+    try {
+      PlanDraft late = draft_;
+      lay_out_host(late);
+      if (2 * bytes_on_nvme(late.plan) <= bytes_on_nvme(plan_)) return false;
+    } catch (const Error&) {  // gradients do not fit; early ones take less
     }
-    if (!plan_.gradients_in_hbm) {
-      for (std::uint64_t bytes : {gradients[0], gradients[std::min<std::size_t>(1, gradients.size() - 1)]}) {
-        hbm.staging.push_back(arena.take("gradients on their way down", bytes));
-      }
-    }
-    const std::uint64_t leaves = div_up(gradients[0] / element_bytes(), static_cast<std::uint64_t>(kNormLeaf));
-    hbm.leaves = arena.take("gradient norm", leaves * 8);
-    hbm.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult));
-    if (plan_.gradients_in_hbm) {
-      place_states(arena);
-      hbm.finite = arena.take("gradient norm", 4);
-    }
-    if (!weights_stay()) take_places(arena, weights);
-    const std::uint64_t budget = config_.hbm_bytes.value_or(arena.used());
-    if (arena.used() > budget) refuse("hbm_bytes", budget, arena.used(), "device memory");
-    plan_.ledger.hbm_budget = budget;
+    const Plan none_early = plan_;
+    mark_early();
+    plan_.early_blocks = true;
+    lay_out_host(draft_);
+    if (std::ranges::any_of(plan_.blocks, &BlockPlan::early)) return true;
+    plan_ = none_early;
+    return false;
   }
 
-  void place_weights(Arena& arena, BlockPlan& block) {
-    block.weights = arena.take("weights", block.partition.elements * element_bytes());
-    for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
-      const std::uint64_t offset = block.weights.offset + plan_.tiles[t].range.first * element_bytes();
-      TilePlace& place = plan_.tile_places[t];
-      if (place.home[index_of(Part::kWeights)] == Home::kHbm) {
-        place.offset[index_of(Part::kWeights)] = offset;
-      } else {
-        place.hbm_weights = offset;
-      }
-    }
-  }
-
-  void place_states(Arena& arena) {
-    for (TilePlace& tile : plan_.tile_places) {
-      tile.offset[index_of(Part::kStates)] =
-          arena.take("optimizer states", payload_bytes(tile.shape, Part::kStates)).offset;
-    }
-  }
-
-  // The first place holds the largest block, every other one the second largest: an embedding is often many times a
-  // layer's size, and only one place need have room for it. `sizes` falls.
-  void take_places(Arena& arena, const std::vector<std::uint64_t>& sizes) {
-    const std::uint64_t budget = config_.hbm_bytes.value_or(UINT64_MAX);
-    if (arena.used() + sizes[0] > budget) refuse("hbm_bytes", budget, arena.used() + sizes[0], "device memory");
-    const std::size_t most = std::min<std::size_t>(kPreferredPlaces, sizes.size());
-    for (std::size_t p = 0; p < most; ++p) {
-      const std::uint64_t bytes = sizes[std::min<std::size_t>(p, 1)];
-      if (arena.used() + bytes > budget) break;
-      plan_.hbm.places.push_back(arena.take("weights of blocks on loan", bytes));
-    }
-  }
-
-  void lay_out_host() {
-    HostPlan& host = plan_.host;
-    Arena arena(Placement::kHost, plan_.ledger);
-    if (!plan_.gradients_in_hbm) {
-      for (BlockPlan& block : plan_.blocks) {
-        block.gradient = arena.take("gradients", block.partition.trainable_elements * element_bytes());
-      }
-    }
-    host.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult) + kPage);
-    if (plan_.has_store) host.record = arena.take("manifest record", record_bytes(plan_.tiles.size()));
-    for (TilePlace& tile : plan_.tile_places) {
-      for (Part part : {Part::kWeights, Part::kStates}) {
-        if (tile.home[index_of(part)] == Home::kHost) keep_in_host(arena, tile, part);
-      }
-    }
-    host.buffer_bytes = mover_buffer_bytes(plan_.tile_places);
-    host.chunk_bytes = std::clamp(align_up(config_.io_block_bytes, kGranuleChunk), kMiB, 4 * kMiB);
-    const bool chunks = !weights_stay() && anything_on_nvme();
-    const std::uint64_t least = arena.used() + host.buffer_bytes + (chunks ? kLeastChunks * host.chunk_bytes : 0);
-    const std::uint64_t preferred =
-        arena.used() + preferred_buffers() * host.buffer_bytes + (chunks ? kPreferredChunks * host.chunk_bytes : 0);
-    const std::uint64_t budget = config_.host_bytes.value_or(preferred);
-    if (least > budget) refuse("host_bytes", budget, least, "pinned host memory");
-    divide_pipeline(arena, budget, chunks);
-    cache_in_host(arena, budget);
-    plan_.ledger.host_budget = budget;
-  }
-
-  static constexpr std::uint64_t kGranuleChunk = 256 * kKiB;
-
-  void keep_in_host(Arena& arena, TilePlace& tile, Part part) {
-    tile.home[index_of(part)] = Home::kHost;
-    tile.offset[index_of(part)] =
-        arena.take(part == Part::kWeights ? "weights" : "optimizer states", extent_bytes(tile.shape, part)).offset;
-  }
-
-  bool anything_on_nvme() const {
-    return std::ranges::any_of(plan_.tile_places,
-                               [](const TilePlace& t) { return t.home[index_of(Part::kWeights)] == Home::kNvme; });
-  }
-
-  std::uint64_t preferred_buffers() const { return align_up(nodes_ + kBuffersOnTheWay, nodes_); }
-
-  // Buffers for the update and chunks for fetches, as many of both as the budget gives, up to what is of use.
-  void divide_pipeline(Arena& arena, std::uint64_t budget, bool chunks) {
-    HostPlan& host = plan_.host;
-    std::uint64_t left = budget - arena.used() - host.buffer_bytes - (chunks ? kLeastChunks * host.chunk_bytes : 0);
-    std::uint64_t buffer_count = 1, chunk_count = chunks ? kLeastChunks : 0;
-    const bool staged = std::ranges::any_of(plan_.tile_places, [](const TilePlace& t) {
-      return t.shape.trainable && (written_by_update(t, Part::kWeights) || written_by_update(t, Part::kStates));
-    });
-    auto grow = [&left](std::uint64_t& count, std::uint64_t most, std::uint64_t bytes) {
-      const std::uint64_t more = std::min(most > count ? most - count : 0, bytes > 0 ? left / bytes : 0);
-      count += more;
-      left -= more * bytes;
-    };
-    if (chunks) grow(chunk_count, kPreferredChunks / 4, host.chunk_bytes);
-    const std::uint64_t buffers = staged ? preferred_buffers() : plan_.gradients_in_hbm ? 1 : nodes_;
-    grow(buffer_count, std::min<std::uint64_t>(buffers, plan_.tiles.size()), host.buffer_bytes);
-    if (const std::uint64_t odd = buffer_count % nodes_; odd < buffer_count) {
-      buffer_count -= odd;
-      left += odd * host.buffer_bytes;
-    }
-    if (chunks) grow(chunk_count, kPreferredChunks, host.chunk_bytes);
-    host.buffers_count = static_cast<std::uint32_t>(buffer_count);
-    host.buffers = arena.take("tiles being updated", buffer_count * host.buffer_bytes);
-    host.chunks = arena.take("weights in flight", chunk_count * host.chunk_bytes);
-  }
-
-  // What is left of an explicit budget keeps a fixed set of tiles: the visit order is cyclic, so recency would be the
-  // worst choice. Weights first: they are read three times a step, states once.
-  void cache_in_host(Arena& arena, std::uint64_t budget) {
-    auto fits = [&](const TilePlace& tile, Part part) {
-      return arena.used() + align_up(extent_bytes(tile.shape, part), kPage) <= budget;
-    };
-    for (Part part : {Part::kWeights, Part::kStates}) {
-      for (TilePlace& tile : plan_.tile_places) {
-        if (tile.home[index_of(part)] != Home::kNvme || !fits(tile, part)) continue;
-        keep_in_host(arena, tile, part);
-      }
-    }
-  }
-
-  void lay_out_nvme() {
-    if (!plan_.has_store) return;
-    std::vector<TileShape> shapes;
-    for (const TilePlace& tile : plan_.tile_places) shapes.push_back(tile.shape);
-    plan_.scratch_bytes = std::min<std::uint64_t>(64 * kMiB, plan_.host.buffer_bytes * plan_.host.buffers_count);
-    plan_.scratch_bytes = align_down(plan_.scratch_bytes, kExtentAlignment);
-    plan_.identity = describe_store(config_, model_);
-    const auto bytes_with = [&](std::uint32_t slots) {
-      TileStore::Created shape = store_shape(plan_);
-      shape.slots = slots;
-      return TileStore::disk_bytes(shape, config_.nvme_paths.size());
-    };
-    plan_.store_bytes = bytes_with(plan_.slots);
-    const std::uint64_t tiles = slots_bytes(shapes);
-    plan_.ledger.reservations.push_back({Placement::kNvme, fmt::format("tiles, {} slots each", plan_.slots), tiles});
-    plan_.ledger.reservations.push_back(
-        {Placement::kNvme, "manifest, description, probe area", plan_.store_bytes - tiles});
-    plan_.ledger.nvme_budget = config_.nvme_bytes.value_or(plan_.store_bytes);
-    if (plan_.store_bytes > plan_.ledger.nvme_budget) {
-      std::string hint = fmt::format("set spillway.nvme_bytes to \"{}\" or more", size_text(plan_.store_bytes));
-      if (plan_.slots == 2 && bytes_with(1) <= plan_.ledger.nvme_budget) {
-        hint += ", or spillway.commit_every to 0 (one slot a tile, half the disk, no resume)";
-      }
-      throw Error(Code::kDoesNotFit, {"spillway.nvme_bytes",
-                                      fmt::format("{} is too small: this plan needs at least {} of disk",
-                                                  size_text(plan_.ledger.nvme_budget), size_text(plan_.store_bytes)),
-                                      0, hint});
-    }
-  }
-
-  std::uint64_t slots_bytes(const std::vector<TileShape>& shapes) const {
+  static std::uint64_t bytes_on_nvme(const Plan& plan) {
     std::uint64_t sum = 0;
-    for (const TileShape& shape : shapes) {
-      const std::uint64_t slot = extent_bytes(shape, Part::kWeights) + extent_bytes(shape, Part::kStates);
-      sum += slot * (shape.trainable ? plan_.slots : 1);
+    for (const TilePlace& tile : plan.tile_places) {
+      for (Part part : {Part::kWeights, Part::kStates}) {
+        if (tile.home[index_of(part)] == Home::kNvme) sum += extent_bytes(tile.shape, part);
+      }
     }
     return sum;
   }
 
+  // All but the last block visited: the others are known by then.
+  void mark_early() {
+    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
+      plan_.blocks[b].early = b != plan_.visits.back().block && plan_.blocks[b].partition.trainable_elements > 0;
+    }
+  }
+
+  PlanDraft draft_;
   const Config& config_;
   const ModelDescription& model_;
-  const std::uint64_t nodes_;
-  Plan plan_;
+  Plan& plan_;
 };
 
 }  // namespace
 
+std::string size_text(std::uint64_t bytes) {
+  if (bytes > 0 && bytes % kMiB == 0) return fmt::format("{}MiB", bytes / kMiB);
+  if (bytes > 0 && bytes % kKiB == 0) return fmt::format("{}KiB", bytes / kKiB);
+  return fmt::format("{}B", bytes);
+}
+
+void refuse_budget(const char* key, std::uint64_t have, std::uint64_t need, const char* what) {
+  throw Error(Code::kDoesNotFit, {fmt::format("spillway.{}", key),
+                                  fmt::format("{} is too small: this plan needs at least {} of {}", size_text(have),
+                                              size_text(need), what),
+                                  0, fmt::format("set spillway.{} to \"{}\" or more", key, size_text(need))});
+}
+
 Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes) {
-  return Planner(config, model, nodes).run();
+  Plan plan = Planner(config, model, nodes).run();
+  plan.facts = describe_plan(config, plan, [&](const Config& other) { return Planner(other, model, nodes).run(); });
+  return plan;
+}
+
+std::vector<VisitPlace> planned_visits(const Plan& plan, const HbmPlan& hbm) {
+  std::vector<std::uint32_t> blocks;
+  for (const Visit& visit : plan.visits) blocks.push_back(visit.block);
+  std::vector<std::uint64_t> block_bytes, place_bytes;
+  for (const BlockPlan& block : plan.blocks) {
+    block_bytes.push_back(block.partition.elements * size_of(plan.tile_places[0].shape.type));
+  }
+  for (const Region& place : hbm.places) place_bytes.push_back(place.bytes);
+  return assign_places(blocks, block_bytes, place_bytes, {.owners = hbm.owners, .reuse_bytes = hbm.reuse_bytes});
+}
+
+PlannedHits planned_hits(const Plan& plan) {
+  PlannedHits hits;
+  if (!plan.hbm.places.empty()) {
+    hits.visits = plan.visits.size();
+    for (const VisitPlace& visit : planned_visits(plan, plan.hbm)) hits.hits += !visit.fetch;
+  }
+  if (plan.gradients_in_hbm) return hits;
+  for (const TilePlace& tile : plan.tile_places) {
+    if (!tile.shape.trainable) continue;
+    for (Part part : {Part::kWeights, Part::kStates}) {
+      const std::uint64_t bytes = payload_bytes(tile.shape, part);
+      hits.tile_bytes += bytes;
+      hits.tile_hit_bytes += tile.home[index_of(part)] == Home::kNvme ? 0 : bytes;
+    }
+  }
+  return hits;
 }
 
 TileStore::Created store_shape(const Plan& plan) {
@@ -425,6 +243,7 @@ TileStore::Created store_shape(const Plan& plan) {
   for (const TilePlace& tile : plan.tile_places) shape.tiles.push_back(tile.shape);
   shape.slots = plan.slots;
   shape.scratch_bytes = plan.scratch_bytes;
+  shape.least_scratch_bytes = plan.spill_bytes + plan.nvme.activations.bytes;
   shape.identity = plan.identity;
   return shape;
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "spillway/engine.h"
+#include "spillway/optimizer.h"
 #include "src/plan.h"
 #include "swap/tile_mover.h"
 
@@ -15,5 +16,8 @@ void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, c
 
 // Hands every parameter value of the tile to `sink`: the exact fp32 master, or the weight widened to fp32.
 void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink);
+
+// The same layout as the optimizer sees it: where a trainable tile's arrays lie.
+OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, const std::byte* gradient);
 
 }  // namespace spillway

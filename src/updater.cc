@@ -5,29 +5,11 @@
 
 #include "spillway/error.h"
 #include "src/node_tiles.h"
+#include "src/tile_values.h"
 
 namespace spillway {
-namespace {
-
-OptimizerTile tile_arrays(const TilePlace& place, const TileMemory& memory, const std::byte* gradient) {
-  const StateOffsets at = state_offsets(place.shape);
-  std::byte* states = memory.part[index_of(Part::kStates)];
-  OptimizerTile tile;
-  tile.type = place.shape.type;
-  tile.weight = memory.part[index_of(Part::kWeights)];
-  if (tile.type == DType::kBFloat16) tile.residual = reinterpret_cast<std::int16_t*>(states + at.master);
-  if (tile.type == DType::kFloat16) tile.master = reinterpret_cast<float*>(states + at.master);
-  if (has_exp_avg(place.shape.optimizer)) tile.exp_avg = reinterpret_cast<float*>(states + at.exp_avg);
-  if (has_exp_avg_sq(place.shape.optimizer)) tile.exp_avg_sq = reinterpret_cast<float*>(states + at.exp_avg_sq);
-  tile.gradient = gradient;
-  tile.count = place.shape.count;
-  return tile;
-}
-
-}  // namespace
-
 Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers,
-                 TileMover& mover, GradientCollector& gradients, Stream& stream)
+                 TileMover& mover, GradientCollector& gradients, Stream& stream, Watch watch)
     : plan_(plan),
       model_(model),
       device_(device),
@@ -35,59 +17,144 @@ Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device
       mover_(mover),
       gradients_(gradients),
       stream_(stream),
+      watch_(watch),
       nodes_(updating_nodes(plan, workers.nodes())),
       order_(update_order(plan, nodes_)),
-      block_begin_(plan.blocks.size(), order_.size()),
-      block_end_(plan.blocks.size(), 0),
-      next_(order_.size()),
+      first_of_(plan.blocks.size()),
+      end_of_(plan.blocks.size()),
       updates_(nodes_),
       finite_(nodes_) {
-  for (std::size_t i = 0; i < order_.size(); ++i) {
-    const std::uint32_t block = plan.tiles[order_[i]].block;
-    block_begin_[block] = std::min(block_begin_[block], i);
-    block_end_[block] = i + 1;
+  queue_.reserve(order_.size());
+}
+
+void Updater::reset() {
+  queue_.clear();
+  std::ranges::fill(end_of_, 0u);
+  next_ = loading_ = 0;
+  begun_ = stopped_ = false;
+}
+
+void Updater::append(std::uint32_t tile) {
+  const std::uint32_t block = plan_.tiles[tile].block;
+  if (end_of_[block] == 0) first_of_[block] = queue_.size();
+  queue_.push_back(tile);
+  end_of_[block] = queue_.size();
+}
+
+// What is not in the queue yet, in order.
+void Updater::fill_queue() {
+  if (queue_.size() == order_.size()) return;
+  const std::size_t early = queue_.size();
+  for (std::uint32_t tile : order_) {
+    const std::uint32_t block = plan_.tiles[tile].block;
+    if (end_of_[block] == 0 || first_of_[block] >= early) append(tile);
   }
 }
 
-// Tile i uses buffer i mod buffers. A load starts when its buffer's last save is done; only the `count` tiles that are
-// due wait.
+// Tile i of the queue uses buffer i mod buffers. A load starts when its buffer's last save is done; only the `count`
+// tiles that are due wait.
 void Updater::start_loads(std::size_t due, std::size_t count) {
   const std::uint32_t buffers = mover_.buffers();
-  while (loading_ < order_.size() && loading_ < due + buffers) {
+  const std::size_t end = std::min(queue_.size(), due + (plan_.host.reads_ahead ? buffers : count));
+  while (loading_ < end) {
     const auto buffer = static_cast<std::uint32_t>(loading_ % buffers);
     if (loading_ >= due + count && !mover_.idle(buffer)) return;
-    mover_.start_load(order_[loading_], buffer);
+    mover_.start_load(queue_[loading_], buffer);
+    if (begun_) load_gradient(loading_);
     ++loading_;
   }
 }
 
+// The drive has more to do as soon as a buffer is free again.
+void Updater::wait_read(std::uint32_t buffer) {
+  const StallMeter::Wait wait(watch_.stalls, StallCause::kRead);
+  for (;;) {
+    const std::uint64_t completed = mover_.completed();
+    start_loads(next_, 0);
+    if (mover_.read(buffer)) return;
+    mover_.wait_completed_beyond(completed);
+  }
+}
+
+// A spilled gradient is read once all of the step have been written.
+void Updater::load_gradient(std::size_t position) {
+  const auto spilled = gradients_.spilled(queue_[position]);
+  const auto buffer = static_cast<std::uint32_t>(position % mover_.buffers());
+  if (spilled) mover_.load_gradient(buffer, spilled->extent, spilled->checksum);
+}
+
 void Updater::read_ahead() {
-  if (!plan_.gradients_in_hbm) start_loads(0, nodes_);
+  if (plan_.gradients_in_hbm || !plan_.host.reads_ahead) return;
+  if (!plan_.early_blocks) fill_queue();
+  start_loads(next_, 0);
 }
 
 void Updater::cancel_read_ahead() {
-  for (std::size_t i = 0; i < loading_; ++i) {
-    mover_.finish_load(static_cast<std::uint32_t>(i));
-    mover_.drop(static_cast<std::uint32_t>(i));
+  for (; loading_ > next_; --loading_) {
+    const auto buffer = static_cast<std::uint32_t>((loading_ - 1) % mover_.buffers());
+    mover_.finish_load(buffer);
+    mover_.drop(buffer);
   }
-  loading_ = 0;
+}
+
+void Updater::add(std::uint32_t block, std::span<const OptimizerScalars> scalars) {
+  scalars_ = scalars;
+  const BlockPlan& plan = plan_.blocks[block];
+  for (std::uint32_t t = plan.first_tile; t < plan.first_tile + plan.tiles; ++t) {
+    if (plan_.tiles[t].range.trainable) append(t);
+  }
+  start_loads(next_, 0);
+}
+
+void Updater::advance(bool all) {
+  if (!plan_.early_blocks) return;
+  while (!stopped_ && under_way() && (all || gradients_.landed(plan_.tiles[queue_[next_]].block))) update_early();
+}
+
+bool Updater::make_room() {
+  if (!plan_.early_blocks || !under_way()) return false;
+  const std::uint32_t block = plan_.tiles[queue_[next_]].block;
+  while (!stopped_ && next_ < end_of_[block]) update_early();
+  if (stopped_) gradients_.forget(block);
+  return true;
+}
+
+// The next tile of the queue, once its gradient is there.
+void Updater::update_early() {
+  const std::uint32_t block = plan_.tiles[queue_[next_]].block;
+  gradients_.wait_landed(block);
+  stopped_ = !gradients_.finite(block);
+  if (stopped_) return;
+  start_loads(next_, 1);
+  update(next_, 1, nullptr);
+  if (++next_ == end_of_[block]) gradients_.forget(block);
+  start_loads(next_, 0);
+}
+
+void Updater::take_back() {
+  cancel_read_ahead();
+  for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
+  if (next_ > 0) mover_.forget_written();
+  reset();
 }
 
 void Updater::begin(std::span<const OptimizerScalars> scalars) {
   if (plan_.gradients_in_hbm) return run_on_device(scalars);
+  fill_queue();
   scalars_ = scalars;
-  next_ = 0;
+  begun_ = true;
+  for (std::size_t i = next_; i < loading_; ++i) load_gradient(i);
 }
 
 bool Updater::run_until(std::uint32_t block, std::byte* to) {
   // All of the block, and nothing else: frozen tiles are fetched, and with several nodes tiles of two blocks may be
   // updated at the same time.
-  const std::size_t count = block_end_[block] - std::min(block_begin_[block], block_end_[block]);
-  const bool whole = nodes_ == 1 && next_ <= block_begin_[block] && count == plan_.blocks[block].tiles;
-  while (next_ < block_end_[block]) {
-    const std::size_t together = std::min<std::size_t>(nodes_, order_.size() - next_);
+  const std::size_t count = end_of_[block] - std::min(first_of_[block], end_of_[block]);
+  const bool whole = nodes_ == 1 && next_ <= first_of_[block] && count == plan_.blocks[block].tiles;
+  while (next_ < end_of_[block]) {
+    const std::size_t together = std::min<std::size_t>(nodes_, queue_.size() - next_);
     start_loads(next_, together);
-    update(next_, together, whole && next_ >= block_begin_[block] ? to : nullptr);
+    update(next_, together, whole && next_ >= first_of_[block] ? to : nullptr);
     next_ += together;
   }
   if (under_way()) start_loads(next_, 0);
@@ -100,30 +167,38 @@ void Updater::settle(std::uint32_t block) {
 }
 
 void Updater::finish() {
-  while (under_way()) run_until(plan_.tiles[order_.back()].block, nullptr);
+  while (under_way()) run_until(plan_.tiles[queue_.back()].block, nullptr);
   for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
-  loading_ = 0;
+  reset();
 }
 
-// Tiles [first, first + count) of the order, one for each node. The bytes are verified in the pass that updates them: a
+// Tiles [first, first + count) of the queue, one for each node. The bytes are verified in the pass that updates them: a
 // mismatch is found behind the pass and before anything of the tile is saved.
 void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
   const auto buffer_of = [this, first](std::size_t node) {
     return static_cast<std::uint32_t>((first + node) % mover_.buffers());
   };
   for (std::size_t node = 0; node < count; ++node) {
-    const std::uint32_t t = order_[first + node], buffer = buffer_of(node);
+    const std::uint32_t t = queue_[first + node], buffer = buffer_of(node);
     const TilePlan& place = plan_.tiles[t];
+    wait_read(buffer);
     const TileMemory memory = mover_.arrive(buffer);
-    const std::byte* gradient = gradients_.gradient(place.block) + byte_offset(t);
-    updates_[node] = {.tile = tile_arrays(plan_.tile_places[t], memory, gradient),
+    const ExtentHashes spilled = mover_.expected_gradient(buffer);
+    const std::byte* gradient =
+        spilled.bytes.empty() ? gradients_.gradient(place.block) + byte_offset(t) : spilled.bytes.data();
+    updates_[node] = {.tile = tile_arrays(plan_.tile_places[t].shape, memory, gradient),
                       .groups = place.groups,
                       .scalars = scalars_,
                       .weights = mover_.expected_hashes(buffer, Part::kWeights, Save::kUpdated),
-                      .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated)};
+                      .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated),
+                      .gradient = spilled};
   }
+  const StallMeter::Wait wait(watch_.stalls, StallCause::kUpdate);
   const auto start = std::chrono::steady_clock::now();
-  const auto update_one = [&](std::size_t node) { finite_[node] = update_tile(updates_[node], workers_); };
+  const auto update_one = [&](std::size_t node) {
+    const TimedSpan span(watch_.timeline, SpanKind::kUpdate, queue_[first + node]);
+    finite_[node] = update_tile(updates_[node], workers_);
+  };
   if (nodes_ == 1) {
     update_one(0);
   } else {
@@ -132,9 +207,10 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
   adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   for (std::size_t node = 0; node < count; ++node) {
     mover_.verify(buffer_of(node));
-    const std::uint32_t t = order_[first + node];
-    if (finite_[node] == 0) overflowed(tile_name(plan_, model_, t));
+    const std::uint32_t t = queue_[first + node];
+    if (finite_[node] == 0) refuse_overflow(tile_name(plan_, model_, t));
     mover_.start_save(buffer_of(node), Save::kUpdated, to ? to + byte_offset(t) : nullptr);
+    if (!plan_.host.writes_behind) mover_.finish_save(buffer_of(node));
   }
 }
 
@@ -147,9 +223,10 @@ void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {
     TileMemory memory;
     for (std::size_t part = 0; part < kParts; ++part) memory.part[part] = device_.hbm().data() + place.offset[part];
     const std::byte* gradient = gradients_.gradient(plan_.tiles[t].block) + byte_offset(t);
+    const StreamSpan span(watch_.timeline, {.kind = SpanKind::kUpdate, .subject = t}, device_, stream_);
     std::uint64_t begin = 0;
     for (const GroupRange& range : plan_.tiles[t].groups) {
-      device_.update_async(tile_arrays(place, memory, gradient), scalars[range.group], begin, range.end, finite,
+      device_.update_async(tile_arrays(place.shape, memory, gradient), scalars[range.group], begin, range.end, finite,
                            stream_);
       begin = range.end;
     }
@@ -157,14 +234,15 @@ void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {
   // The flag comes down through the page behind the norms.
   const std::uint32_t flag = gradients_.fetch_flag(finite, stream_);
   adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (flag == 0) overflowed("the device update");
+  if (flag == 0) refuse_overflow("the device update");
 }
 
 std::uint64_t Updater::byte_offset(std::uint32_t tile) const {
   return plan_.tiles[tile].range.first * size_of(plan_.tile_places[tile].shape.type);
 }
 
-void Updater::overflowed(const std::string& where) const {
+void Updater::refuse_overflow(const std::string& where) {
+  overflowed_ = true;
   throw Error(Code::kNonFinite, {where, "a weight or optimizer state overflowed in the update", 0,
                                  "lower the learning rate or clip gradients; the last committed step is intact"});
 }

@@ -20,13 +20,28 @@ namespace spillway {
 class Updater {
  public:
   Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers, TileMover& mover,
-          GradientCollector& gradients, Stream& stream);
+          GradientCollector& gradients, Stream& stream, Watch watch = {});
 
-  // begin ─► run_until(block) … ─► finish: a step's update, as far as it is asked for. `scalars`, by parameter group,
-  // and the gradients must stay as they are until it is finished. What lives in HBM is updated in begin() as a whole.
+  // Inside backward, for blocks that the plan updates early: add(block) … ─► advance or make_room … ─► advance(all).
+  // Nothing of it is seen before begin(): whoever fetches a block gets the weights of the step before.
+  //
+  // The block's gradient is complete.
+  void add(std::uint32_t block, std::span<const OptimizerScalars> scalars);
+  // Updates added blocks whose gradients have landed; the rest too when `all`. From the first gradient that is not
+  // finite on, nothing is updated any more.
+  void advance(bool all);
+  // Updates the first added block and forgets its gradient. False: there is none.
+  bool make_room();
+  bool early(std::uint32_t block) const { return !begun_ && plan_.blocks[block].early && end_of_[block] > 0; }  // added
+  bool early_under_way() const { return !begun_ && plan_.early_blocks && !queue_.empty(); }
+  // Takes back what was updated early.
+  void take_back();
+
+  // begin ─► run_until(block) … ─► finish: the rest of the step's update, as far as it is asked for. `scalars`, by
+  // parameter group, and the gradients must stay as they are until it is finished. What lives in HBM is updated in
+  // begin() as a whole.
   void begin(std::span<const OptimizerScalars> scalars);
-  bool under_way() const noexcept { return next_ < order_.size(); }
-  bool awaited(std::uint32_t block) const { return next_ < block_end_[block]; }  // it still has the weights before
+  bool awaited(std::uint32_t block) const { return begun_ && next_ < end_of_[block]; }  // its weights are those before
   // Updates the block's tiles and those before them in order. `to`, unless null, is the device address of the block's
   // place: its weights are copied there on the h2d stream, tile by tile. False: they were not, or not all.
   bool run_until(std::uint32_t block, std::byte* to);
@@ -35,21 +50,30 @@ class Updater {
   // Updates what is left and blocks until everything is where it lives.
   void finish();
 
-  // Starts reading the first tiles; the next begin() finds them on their way. Call at most once before each.
+  // Starts reading the first tiles; the next begin() finds them on their way.
   void read_ahead();
 
   // Drops what read_ahead() brought: the buffers are needed for something else.
   void cancel_read_ahead();
 
+  bool overflowed() const noexcept { return overflowed_; }  // a result was not finite: what was updated is of no use
+
   double adam_seconds() const noexcept { return adam_seconds_; }  // all runs together
 
  private:
+  bool under_way() const noexcept { return next_ < queue_.size(); }
+  void fill_queue();
+  void append(std::uint32_t tile);
+  void update_early();
+  void reset();
   void run_on_device(std::span<const OptimizerScalars> scalars);
+  void load_gradient(std::size_t position);
+  void wait_read(std::uint32_t buffer);
   void start_loads(std::size_t due, std::size_t count);
   void update(std::size_t first, std::size_t count, std::byte* to);
   // Of the tile's first element in the weights, and in the gradient, of its block.
   std::uint64_t byte_offset(std::uint32_t tile) const;
-  [[noreturn]] void overflowed(const std::string& where) const;
+  [[noreturn]] void refuse_overflow(const std::string& where);
 
   const Plan& plan_;
   const ModelDescription& model_;
@@ -58,14 +82,17 @@ class Updater {
   TileMover& mover_;
   GradientCollector& gradients_;
   Stream& stream_;
-  const unsigned nodes_;                              // so many tiles are updated at the same time
-  const std::vector<std::uint32_t> order_;            // trainable tiles
-  std::vector<std::size_t> block_begin_, block_end_;  // of each block's tiles in order_
+  const Watch watch_;
+  const unsigned nodes_;                        // so many tiles are updated at the same time
+  const std::vector<std::uint32_t> order_;      // trainable tiles
+  std::vector<std::uint32_t> queue_;            // of this step: early ones as their gradients complete, then in order
+  std::vector<std::size_t> first_of_, end_of_;  // of each block's tiles in the queue; end 0: not in it
+  std::size_t next_ = 0;                        // tiles of the queue before it are updated
+  std::size_t loading_ = 0;                     // ditto: have been started to load
+  bool begun_ = false, stopped_ = false, overflowed_ = false;
   std::span<const OptimizerScalars> scalars_;
-  std::size_t next_ = 0;              // tiles of order_ before it are updated; all of them while no update is under way
   std::vector<TileUpdate> updates_;   // those under way, by node
   std::vector<std::uint8_t> finite_;  // ditto: results
-  std::size_t loading_ = 0;           // tiles of order_ before it have been started to load
   double adam_seconds_ = 0;
 };
 

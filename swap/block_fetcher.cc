@@ -19,16 +19,23 @@ BlockFetch::BlockFetch(Device& device, std::size_t max_pieces, std::size_t max_g
 }
 
 BlockFetcher::BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks,
-                           std::uint64_t chunk_bytes, std::function<std::string(std::uint32_t tile)> name_of)
-    : thread_(thread), device_(device), h2d_(h2d), chunk_bytes_(chunk_bytes), name_of_(std::move(name_of)) {
+                           std::uint64_t chunk_bytes, std::function<std::string(std::uint32_t tile)> name_of,
+                           Watch watch, std::size_t most_fetches)
+    : thread_(thread),
+      device_(device),
+      h2d_(h2d),
+      chunk_bytes_(chunk_bytes),
+      name_of_(std::move(name_of)),
+      watch_(watch),
+      most_fetches_(most_fetches) {
   SPILLWAY_CHECK(chunk_bytes % kGranuleBytes == 0, "a chunk holds whole granules");
-  for (std::uint64_t at = 0; at + chunk_bytes <= chunks.size(); at += chunk_bytes) {
+  for (std::uint64_t at = 0; chunk_bytes > 0 && at + chunk_bytes <= chunks.size(); at += chunk_bytes) {
     chunks_.push_back(std::make_unique<Chunk>());
     chunks_.back()->owner = this;
     chunks_.back()->memory = chunks.data() + at;
   }
-  active_.reserve(64);
-  started_.reserve(64);
+  active_.reserve(most_fetches);
+  started_.reserve(most_fetches);
 }
 
 BlockFetcher::~BlockFetcher() {
@@ -57,6 +64,7 @@ bool BlockFetcher::open(const BlockFetch& fetch) const {
 }
 
 void BlockFetcher::wait_open(BlockFetch& fetch) {
+  const StallMeter::Wait wait(watch_.stalls, StallCause::kRead);
   std::unique_lock lock(mutex_);
   SPILLWAY_CHECK(fetch.state_ != BlockFetch::State::kIdle, "only a started fetch can open");
   changed_.wait(lock, [&fetch] { return fetch.state_ != BlockFetch::State::kRunning; });
@@ -80,7 +88,7 @@ void BlockFetcher::on_wake() {
 void BlockFetcher::begin(BlockFetch& fetch) {
   fetch.piece_ = 0;
   fetch.piece_offset_ = 0;
-  fetch.waited_after_ = false;
+  fetch.waited_ = false;
   fetch.chunks_out_ = 0;
   fetch.granules_.clear();
   fetch.first_granule_.clear();
@@ -124,9 +132,18 @@ bool BlockFetcher::pump(BlockFetch& fetch) {
   return true;
 }
 
+void BlockFetcher::wait_events(BlockFetch& fetch) {
+  if (fetch.waited_) return;
+  for (Event* event : {fetch.after, fetch.source}) {
+    if (event) device_.wait(h2d_, *event);
+  }
+  fetch.waited_ = true;
+}
+
 void BlockFetcher::copy_resident(BlockFetch& fetch, const FetchPiece& piece) {
-  if (fetch.after && !fetch.waited_after_) device_.wait(h2d_, *fetch.after);
-  fetch.waited_after_ = true;
+  wait_events(fetch);
+  const StreamSpan span(
+      watch_.timeline, {.kind = SpanKind::kCopyUp, .subject = piece.tile, .bytes = piece.payload_bytes}, device_, h2d_);
   for (std::uint64_t at = 0; at < piece.payload_bytes; at += kResidentCopyBytes) {
     const std::uint64_t bytes = std::min(kResidentCopyBytes, piece.payload_bytes - at);
     device_.copy_async(CopyKind::kHostToDevice, piece.to + at, piece.resident + at, bytes, h2d_);
@@ -185,6 +202,7 @@ void BlockFetcher::on_io(const IoRequest& request, const IoCompletion& completio
 void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
   const FetchPiece& piece = fetch.pieces[chunk.piece];
   const std::uint32_t first = fetch.first_granule_[chunk.piece];
+  const TimedSpan span(watch_.timeline, SpanKind::kChecksum, piece.tile, chunk.bytes);
   for (std::uint64_t at = 0; at < chunk.bytes; at += kGranuleBytes) {
     const std::uint64_t bytes = std::min(kGranuleBytes, chunk.bytes - at);
     fetch.granules_[first + (chunk.offset + at) / kGranuleBytes] = granule_checksum({chunk.memory + at, bytes});
@@ -195,8 +213,8 @@ void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
   if (extent_checksum({fetch.granules_.data() + first, count}) != piece.checksum) {
     const StoreThread::Place place = thread_.place_of(piece.extent.offset);
     fail(fetch, Error(Code::kCorrupt, {place.file.path().string(),
-                                       "weights of " + name_of_(piece.tile) + " at offset " +
-                                           std::to_string(place.offset) + " do not match their checksum",
+                                       name_of_(piece.tile) + " at offset " + std::to_string(place.offset) +
+                                           " do not match their checksum",
                                        0, "check the drive; the last intact step can be tried with --resume"}));
   }
 }
@@ -210,14 +228,17 @@ void BlockFetcher::copy(BlockFetch& fetch, Chunk& chunk) {
     chunk.in_use = false;
     return;
   }
-  if (fetch.after && !fetch.waited_after_) device_.wait(h2d_, *fetch.after);
-  fetch.waited_after_ = true;
+  wait_events(fetch);
   chunk.copied.store(false, std::memory_order_relaxed);
   {
     std::lock_guard lock(mutex_);
     ++copies_out_;
   }
-  device_.copy_async(CopyKind::kHostToDevice, piece.to + chunk.offset, chunk.memory, bytes, h2d_);
+  {
+    const StreamSpan span(watch_.timeline, {.kind = SpanKind::kCopyUp, .subject = piece.tile, .bytes = bytes}, device_,
+                          h2d_);
+    device_.copy_async(CopyKind::kHostToDevice, piece.to + chunk.offset, chunk.memory, bytes, h2d_);
+  }
   device_.call_async(&BlockFetcher::chunk_copied, &chunk, h2d_);
   copied_bytes_.fetch_add(bytes, std::memory_order_relaxed);
 }

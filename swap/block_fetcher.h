@@ -21,13 +21,14 @@
 
 #include "kernels/device.h"
 #include "swap/extents.h"
+#include "swap/stall_meter.h"
 #include "swap/store_thread.h"
 
 namespace spillway {
 
 struct FetchPiece {
-  std::uint32_t tile = 0;
-  std::byte* to = nullptr;  // device address of the tile's weights
+  std::uint32_t tile = 0;   // or activation: what name_of is asked for
+  std::byte* to = nullptr;  // device address
   std::uint64_t payload_bytes = 0;
   const std::byte* resident = nullptr;  // host address when the tile lives in host memory; else:
   Extent extent = {};                   // on NVMe
@@ -41,6 +42,7 @@ class BlockFetch {
 
   std::vector<FetchPiece> pieces;  // filled by the caller before start()
   Event* after = nullptr;          // the h2d stream waits for it first: the place is free from then on
+  Event* source = nullptr;         // and for this: what is resident in host memory is there from then on
   Event& ready() { return *ready_; }
 
  private:
@@ -53,7 +55,7 @@ class BlockFetch {
   // Store's thread only:
   std::size_t piece_ = 0;           // next to start
   std::uint64_t piece_offset_ = 0;  // next byte of it
-  bool waited_after_ = false;
+  bool waited_ = false;             // for `after` and `source`
   std::size_t chunks_out_ = 0;
   std::vector<std::uint64_t> granules_;
   std::vector<std::uint32_t> first_granule_, granules_left_;
@@ -62,11 +64,13 @@ class BlockFetch {
 class BlockFetcher : public IoHandler {
  public:
   // `chunks` is cut into pieces of chunk_bytes (a multiple of the granule); it must lie in registered host memory.
-  // name_of: a tile's name, for error messages.
+  // name_of: what a piece is (`weights of tile 3 …`), for error messages. At most `most_fetches` are under way at a
+  // time.
   BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks, std::uint64_t chunk_bytes,
-               std::function<std::string(std::uint32_t tile)> name_of);
+               std::function<std::string(std::uint32_t tile)> name_of, Watch watch = {}, std::size_t most_fetches = 64);
   ~BlockFetcher() override;
 
+  std::size_t most_fetches() const noexcept { return most_fetches_; }
   void start(BlockFetch& fetch);
   bool open(const BlockFetch& fetch) const;
   // Blocks until the fetch is open; throws kIo or kCorrupt.
@@ -90,6 +94,7 @@ class BlockFetcher : public IoHandler {
   void begin(BlockFetch& fetch);
   void pump();
   bool pump(BlockFetch& fetch);  // false: out of chunks
+  void wait_events(BlockFetch& fetch);
   void copy_resident(BlockFetch& fetch, const FetchPiece& piece);
   void read_chunk(BlockFetch& fetch, Chunk& chunk);
   void check(BlockFetch& fetch, const Chunk& chunk);
@@ -105,6 +110,8 @@ class BlockFetcher : public IoHandler {
   Stream& h2d_;
   std::uint64_t chunk_bytes_;
   std::function<std::string(std::uint32_t tile)> name_of_;
+  Watch watch_;
+  const std::size_t most_fetches_;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   std::vector<BlockFetch*> active_;  // store's thread only, in order of start
   std::atomic<std::uint64_t> copied_bytes_ = 0;

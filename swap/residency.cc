@@ -7,6 +7,7 @@ namespace {
 
 struct Place {
   std::uint64_t bytes = 0;
+  std::optional<std::uint32_t> owner;
   std::optional<std::uint32_t> block;
   std::optional<std::uint32_t> last_visit;
 };
@@ -23,6 +24,13 @@ std::vector<std::size_t> next_uses(std::span<const std::uint32_t> visits) {
   return next;
 }
 
+// Its own place, if it has one.
+std::size_t own_place(std::span<const Place> places, std::uint32_t block) {
+  std::size_t p = 0;
+  while (p < places.size() && places[p].owner != block) ++p;
+  return p;
+}
+
 std::size_t choose_victim(std::span<const Place> places, std::uint64_t bytes, std::size_t visit,
                           std::span<const std::size_t> next_use, bool spare_the_last_visit) {
   std::size_t best = places.size();
@@ -35,7 +43,7 @@ std::size_t choose_victim(std::span<const Place> places, std::uint64_t bytes, st
     return next != other_next ? next > other_next : *place.last_visit < *other.last_visit;
   };
   for (std::size_t p = 0; p < places.size(); ++p) {
-    if (places[p].bytes < bytes) continue;
+    if (places[p].bytes < bytes || places[p].owner) continue;
     if (spare_the_last_visit && places[p].last_visit && *places[p].last_visit + 1 == visit) continue;
     if (better(places[p])) best = p;
   }
@@ -46,22 +54,31 @@ std::size_t choose_victim(std::span<const Place> places, std::uint64_t bytes, st
 
 std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_blocks,
                                       std::span<const std::uint64_t> block_bytes,
-                                      std::span<const std::uint64_t> place_bytes) {
+                                      std::span<const std::uint64_t> place_bytes, const ResidencyRules& rules) {
   const auto next_use = next_uses(visit_blocks);
+  std::vector<std::uint64_t> visited_bytes = {0};  // before each visit
+  for (std::uint32_t block : visit_blocks) visited_bytes.push_back(visited_bytes.back() + block_bytes[block]);
   std::vector<Place> places;
-  for (std::uint64_t bytes : place_bytes) places.push_back({.bytes = bytes, .block = {}, .last_visit = {}});
+  for (std::size_t p = 0; p < place_bytes.size(); ++p) {
+    const auto owner = rules.owners.empty() ? std::nullopt : rules.owners[p];
+    places.push_back({.bytes = place_bytes[p], .owner = owner, .block = {}, .last_visit = {}});
+  }
   std::vector<VisitPlace> plan;
   for (std::size_t v = 0; v < visit_blocks.size(); ++v) {
     const std::uint64_t bytes = block_bytes[visit_blocks[v]];
     std::size_t place = 0;
     while (place < places.size() && places[place].block != visit_blocks[v]) ++place;
     const bool fetch = place == places.size();
-    if (fetch) place = choose_victim(places, bytes, v, next_use, true);
+    if (fetch) place = own_place(places, visit_blocks[v]);
+    if (place == places.size()) place = choose_victim(places, bytes, v, next_use, true);
     if (place == places.size()) place = choose_victim(places, bytes, v, next_use, false);
     SPILLWAY_CHECK(place < places.size(), "every block fits a place");
     plan.push_back({.place = static_cast<std::uint32_t>(place), .fetch = fetch, .after = places[place].last_visit});
     places[place].block = visit_blocks[v];
     places[place].last_visit = static_cast<std::uint32_t>(v);
+    if (next_use[v] == visit_blocks.size() || places[place].owner) continue;
+    plan[v].leaves = visited_bytes[next_use[v]] - visited_bytes[v + 1] >= rules.reuse_bytes;
+    if (plan[v].leaves) places[place].block.reset();
   }
   return plan;
 }

@@ -190,6 +190,10 @@ StoreFiles StoreFiles::open(std::span<const std::filesystem::path> directories, 
   return opened;
 }
 
+void StoreFiles::grow(std::uint64_t total_bytes) {
+  for (std::uint32_t i = 0; i < files_.size(); ++i) files_[i].preallocate(stripes_.file_bytes(i, total_bytes));
+}
+
 std::vector<File*> StoreFiles::pointers() {
   std::vector<File*> pointers;
   for (File& file : files_) pointers.push_back(&file);

@@ -71,6 +71,9 @@ class StoreFiles {
   StoreFiles(StoreFiles&&) noexcept = default;
   ~StoreFiles();
 
+  // Takes the disk space for a space that ends at `total_bytes`; superblocks stay as they are.
+  void grow(std::uint64_t total_bytes);
+
   const Superblock& superblock() const noexcept { return block_; }
   const StripeMap& stripes() const noexcept { return stripes_; }
   std::vector<File*> pointers();

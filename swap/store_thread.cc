@@ -8,10 +8,20 @@
 #include "spillway/log.h"
 
 namespace spillway {
+namespace {
+
+Span span_of(const IoRequest& request, std::int64_t begin_ns, std::int64_t end_ns) {
+  const SpanKind kind = request.op == IoOp::kRead    ? SpanKind::kRead
+                        : request.op == IoOp::kWrite ? SpanKind::kWrite
+                                                     : SpanKind::kSync;
+  return {.kind = kind, .subject = request.offset, .bytes = request.bytes, .begin_ns = begin_ns, .end_ns = end_ns};
+}
+
+}  // namespace
 
 StoreThread::StoreThread(const IoQueueOptions& options, std::vector<File*> files,
-                         std::vector<std::span<std::byte>> regions)
-    : files_(std::move(files)), entries_(kEntries), in_queue_(kEntries, false) {
+                         std::vector<std::span<std::byte>> regions, Timeline* timeline)
+    : timeline_(timeline), files_(std::move(files)), entries_(kEntries), in_queue_(kEntries, false) {
   if (options.stripes) stripes_ = *options.stripes;
   for (std::uint32_t i = 0; i < kEntries; ++i) entries_[i].next = i + 1 < kEntries ? i + 1 : kNone;
   free_head_ = 0;
@@ -33,9 +43,9 @@ StoreThread::~StoreThread() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
+    queue_->wake();  // before the thread can see that it is to stop: the queue goes with it
   }
   started_.notify_all();  // where a thread whose queue has failed waits
-  queue_->wake();
   thread_.join();
 }
 
@@ -61,6 +71,7 @@ void StoreThread::run(const IoQueueOptions& options, std::vector<std::span<std::
     log(LogLevel::kWarning, std::string("the I/O queue failed: ") + failure.what());
     fail_everything();
   }
+  queue_.reset();  // here, because it waits for what a failure has left in flight, and only its own thread may
 }
 
 void StoreThread::loop() {
@@ -70,11 +81,12 @@ void StoreThread::loop() {
     for (std::uint32_t entry : taken_) submit(entry);
     deliver_wakes();
     const auto done = queue_->wait(completions, -1);
+    const std::int64_t done_ns = now_ns();
     {
       std::lock_guard lock(mutex_);
       stats_ = queue_->stats();  // before the handlers: who sees a completion sees its bytes counted
     }
-    for (const IoCompletion& completion : done) finish(static_cast<std::uint32_t>(completion.tag), completion);
+    for (const IoCompletion& completion : done) finish(static_cast<std::uint32_t>(completion.tag), completion, done_ns);
   }
 }
 
@@ -94,8 +106,9 @@ void StoreThread::submit(std::uint32_t entry) {
   queue_->submit(request);
 }
 
-void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion) {
+void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion, std::int64_t done_ns) {
   const Entry done = entries_[entry];
+  if (timeline_ && completion.error == 0) timeline_->add(span_of(done.request, done.posted_ns, done_ns));
   in_queue_[entry] = false;
   {
     std::lock_guard lock(mutex_);
@@ -128,7 +141,7 @@ void StoreThread::fail_everything() {
   }
   const IoCompletion failure{.tag = 0, .error = EIO, .error_offset = 0, .error_bytes = 0};
   for (std::uint32_t entry = 0; entry < kEntries; ++entry) {
-    if (in_queue_[entry]) finish(entry, failure);
+    if (in_queue_[entry]) finish(entry, failure, now_ns());
   }
   deliver_wakes();  // those that were under way; one too many does no harm
   while (true) {
@@ -143,7 +156,7 @@ void StoreThread::fail_everything() {
         started_.wait(lock, [this] { return stop_ || !posted_.empty() || !wakes_.empty(); });
       }
     }
-    for (std::uint32_t entry : taken_) finish(entry, failure);
+    for (std::uint32_t entry : taken_) finish(entry, failure, now_ns());
     deliver_wakes();
   }
 }
@@ -183,6 +196,7 @@ void StoreThread::post(const IoRequest& request, IoHandler& handler) {
     const std::uint32_t entry = take_entry(own_thread, lock);
     entries_[entry].request = request;
     entries_[entry].handler = &handler;
+    entries_[entry].posted_ns = now_ns();
     if (own_thread && !dead_) {
       lock.unlock();
       submit(entry);
@@ -245,7 +259,25 @@ void IoBatch::on_io(const IoRequest& request, const IoCompletion& completion) {
     failure_ = completion;
   }
   // Notified under the lock: the waiter may destroy the batch as soon as it sees zero.
-  if (--pending_ == 0) changed_.notify_all();
+  if (--pending_ > 0) return;
+  changed_.notify_all();
+  if (progress_) progress_->note();
+}
+
+std::uint64_t IoProgress::count() const {
+  std::lock_guard lock(mutex_);
+  return count_;
+}
+
+void IoProgress::wait_beyond(std::uint64_t count) const {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this, count] { return count_ > count; });
+}
+
+void IoProgress::note() {
+  std::lock_guard lock(mutex_);
+  ++count_;
+  changed_.notify_all();
 }
 
 StoreThread::Place StoreThread::place_of(std::uint64_t space_offset) const {

@@ -21,6 +21,7 @@
 
 #include "spillway/error.h"
 #include "spillway/io_queue.h"
+#include "swap/timeline.h"
 
 namespace spillway {
 
@@ -34,8 +35,10 @@ class IoHandler {
 
 class StoreThread {
  public:
-  // Throws what IoQueue::create throws. Files must outlive the thread.
-  StoreThread(const IoQueueOptions& options, std::vector<File*> files, std::vector<std::span<std::byte>> regions);
+  // Throws what IoQueue::create throws. Files must outlive the thread. Every request is a span of `timeline`, unless
+  // that is null.
+  StoreThread(const IoQueueOptions& options, std::vector<File*> files, std::vector<std::span<std::byte>> regions,
+              Timeline* timeline = nullptr);
   ~StoreThread();  // waits for everything under way
 
   // The handler must stay alive until its on_io ran. Blocks while the mailbox is full, except on the store's own
@@ -64,6 +67,7 @@ class StoreThread {
     IoRequest request;
     IoHandler* handler = nullptr;
     std::uint32_t next = 0;  // in the free list
+    std::int64_t posted_ns = 0;
   };
   static constexpr std::uint32_t kEntries = 2048;
   static constexpr std::uint32_t kNone = UINT32_MAX;
@@ -72,11 +76,13 @@ class StoreThread {
   void loop();
   bool take_mail();  // false: stop
   void submit(std::uint32_t entry);
-  void finish(std::uint32_t entry, const IoCompletion& completion);
+  void finish(std::uint32_t entry, const IoCompletion& completion, std::int64_t done_ns);
+  std::int64_t now_ns() const { return timeline_ ? timeline_->now_ns() : 0; }
   void fail_everything();
   void deliver_wakes();
   std::uint32_t take_entry(bool own_thread, std::unique_lock<std::mutex>& lock);
 
+  Timeline* const timeline_;
   std::vector<File*> files_;
   std::optional<StripeMap> stripes_;
   std::unique_ptr<IoQueue> queue_;  // store's thread only, but wake() and stats_
@@ -96,10 +102,26 @@ class StoreThread {
   std::thread thread_;
 };
 
+// Counts batches that have completed: for who waits for any of several.
+class IoProgress {
+ public:
+  std::uint64_t count() const;
+  void wait_beyond(std::uint64_t count) const;
+
+ private:
+  friend class IoBatch;
+  void note();
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::uint64_t count_ = 0;
+};
+
 // Requests that one thread waits for together. Reusable after wait().
 class IoBatch : public IoHandler {
  public:
-  explicit IoBatch(StoreThread& store) : store_(store) {}
+  // `progress`, unless null, outlives the batch.
+  explicit IoBatch(StoreThread& store, IoProgress* progress = nullptr) : store_(store), progress_(progress) {}
   ~IoBatch() override { settle(); }
 
   void add(const IoRequest& request);
@@ -113,6 +135,7 @@ class IoBatch : public IoHandler {
   void on_io(const IoRequest& request, const IoCompletion& completion) override;
 
   StoreThread& store_;
+  IoProgress* progress_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::uint32_t pending_ = 0;

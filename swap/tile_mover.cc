@@ -27,8 +27,9 @@ std::uint64_t mover_buffer_bytes(std::span<const TilePlace> tiles) {
 TileMover::TileMover(TileMoverParts parts) : parts_(std::move(parts)) {
   SPILLWAY_CHECK(parts_.buffers.size() >= parts_.count * parts_.buffer_bytes, "the buffers lie in their piece");
   for (std::uint32_t b = 0; b < parts_.count; ++b) {
-    slots_.push_back(std::make_unique<Buffer>(parts_.thread));
+    slots_.push_back(std::make_unique<Buffer>(parts_.thread, &progress_));
     slots_.back()->copies = parts_.device->create_event();
+    slots_.back()->gradient_before.resize(div_up(parts_.buffer_bytes, kGranuleBytes) + 1);
     for (std::size_t part = 0; part < kParts; ++part) {
       for (auto* granules : {&slots_.back()->before[part], &slots_.back()->after[part]})
         granules->resize(div_up(parts_.buffer_bytes, kGranuleBytes) + 1);
@@ -62,6 +63,11 @@ bool TileMover::idle(std::uint32_t index) const {
          (!buffer.copied || parts_.device->done(*buffer.copies));
 }
 
+bool TileMover::read(std::uint32_t index) const {
+  const Buffer& buffer = *slots_[index];
+  return buffer.state != State::kLoading || !buffer.io || buffer.io->done();
+}
+
 void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
   Buffer& buffer = *slots_[index];
   if (buffer.state == State::kSaving) finish_save(index);
@@ -70,6 +76,7 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
   buffer.state = State::kLoading;
   buffer.tile = tile;
   buffer.memory = memory_of(tile, index);
+  buffer.gradient = {};
   buffer.copied = false;
   for (std::size_t part = 0; part < kParts; ++part) {
     buffer.read[part] = buffer.hashed[part] = false;
@@ -77,6 +84,8 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
     if (!buffer.memory.part[part] || home == Home::kHost) continue;
     const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
     if (home == Home::kHbm) {
+      const StreamSpan span(parts_.watch.timeline, {.kind = SpanKind::kCopyDown, .subject = tile, .bytes = bytes},
+                            *parts_.device, *parts_.d2h);
       parts_.device->copy_async(CopyKind::kDeviceToHost, buffer.memory.part[part],
                                 parts_.device->hbm().data() + place.offset[part], bytes, *parts_.d2h);
       parts_.device->record(*buffer.copies, *parts_.d2h);
@@ -88,7 +97,7 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
     }
     const Extent extent = parts_.store->readable(tile).extent[part];
     buffer.io->add({.op = IoOp::kRead,
-                    .priority = IoPriority::kUrgent,
+                    .priority = IoPriority::kNormal,
                     .file = kStripedSpace,
                     .offset = extent.offset,
                     .buffer = buffer.memory.part[part],
@@ -97,9 +106,39 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
   }
 }
 
+void TileMover::load_gradient(std::uint32_t index, const Extent& from, std::uint64_t checksum) {
+  Buffer& buffer = *slots_[index];
+  SPILLWAY_CHECK(buffer.state == State::kLoading, "a gradient comes with its tile");
+  const TileShape& shape = parts_.tiles[buffer.tile].shape;
+  const std::uint64_t at = extent_bytes(shape, Part::kWeights) + extent_bytes(shape, Part::kStates);
+  SPILLWAY_CHECK(at + from.bytes <= parts_.buffer_bytes, "a buffer holds a tile and its gradient");
+  buffer.gradient = parts_.buffers.subspan(index * parts_.buffer_bytes + at, from.bytes);
+  buffer.gradient_extent = from;
+  buffer.gradient_checksum = checksum;
+  buffer.io->add({.op = IoOp::kRead,
+                  .priority = IoPriority::kNormal,
+                  .file = kStripedSpace,
+                  .offset = from.offset,
+                  .buffer = buffer.gradient.data(),
+                  .bytes = from.bytes});
+}
+
+ExtentHashes TileMover::expected_gradient(std::uint32_t index) {
+  Buffer& buffer = *slots_[index];
+  if (buffer.gradient.empty()) return {};
+  const std::span<std::uint64_t> before(buffer.gradient_before);
+  return {.bytes = buffer.gradient, .before = before.first(div_up(buffer.gradient.size(), kGranuleBytes)), .after = {}};
+}
+
 void TileMover::wait(Buffer& buffer) {
-  if (buffer.copied) parts_.device->synchronize(*buffer.copies);
-  if (buffer.io) buffer.io->wait();
+  if (buffer.copied) {
+    const StallMeter::Wait wait(parts_.watch.stalls, StallCause::kCopy);
+    parts_.device->synchronize(*buffer.copies);
+  }
+  if (!buffer.io) return;
+  const bool saving = buffer.state == State::kSaving;
+  const StallMeter::Wait wait(parts_.watch.stalls, saving ? StallCause::kWrite : StallCause::kRead);
+  buffer.io->wait();
 }
 
 TileMemory TileMover::arrive(std::uint32_t index) {
@@ -140,16 +179,23 @@ ExtentHashes TileMover::expected_hashes(std::uint32_t index, Part part, Save kin
 
 void TileMover::verify(std::uint32_t index) {
   Buffer& buffer = *slots_[index];
+  const auto refuse = [&](const char* what, const Extent& extent, const char* hint) {
+    const StoreFiles::Place place = parts_.store->files().place_of(extent.offset);
+    throw Error(Code::kCorrupt, {place.file->path().string(),
+                                 std::string(what) + " of " + parts_.name_of(buffer.tile) + " at offset " +
+                                     std::to_string(place.offset) + " do not match their checksum",
+                                 0, hint});
+  };
+  const ExtentHashes gradient = expected_gradient(index);
+  if (!gradient.before.empty() && extent_checksum(gradient.before) != buffer.gradient_checksum) {
+    refuse("gradients", buffer.gradient_extent, "check the drive; --resume goes on from the last committed step");
+  }
   for (std::size_t part = 0; part < kParts; ++part) {
     if (!buffer.read[part]) continue;
     const TileStore::Slot slot = parts_.store->readable(buffer.tile);
     if (extent_checksum(granules(buffer.before[part], buffer, part)) == slot.checksum[part]) continue;
-    const StoreFiles::Place place = parts_.store->files().place_of(slot.extent[part].offset);
-    throw Error(Code::kCorrupt,
-                {place.file->path().string(),
-                 std::string(part == kWeightsIndex ? "weights" : "states") + " of " + parts_.name_of(buffer.tile) +
-                     " at offset " + std::to_string(place.offset) + " do not match their checksum",
-                 0, "check the drive; the last committed step can be tried with --resume"});
+    refuse(part == kWeightsIndex ? "weights" : "states", slot.extent[part],
+           "check the drive; the last committed step can be tried with --resume");
   }
 }
 
@@ -160,6 +206,7 @@ TileMemory TileMover::blank(std::uint32_t tile, std::uint32_t index) {
   buffer.state = State::kLoaded;
   buffer.tile = tile;
   buffer.memory = memory_of(tile, index);
+  buffer.gradient = {};
   buffer.copied = false;
   for (std::size_t part = 0; part < kParts; ++part) {
     buffer.read[part] = buffer.hashed[part] = false;
@@ -194,6 +241,8 @@ void TileMover::start_save(std::uint32_t index, Save kind, std::byte* delivered)
   buffer.copied = false;
   auto copy = [&](std::byte* to, std::size_t part) {
     const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
+    const StreamSpan span(parts_.watch.timeline, {.kind = SpanKind::kCopyUp, .subject = buffer.tile, .bytes = bytes},
+                          *parts_.device, *parts_.h2d);
     parts_.device->copy_async(CopyKind::kHostToDevice, to, buffer.memory.part[part], bytes, *parts_.h2d);
     parts_.device->record(*buffer.copies, *parts_.h2d);
     buffer.copied = true;
@@ -203,6 +252,11 @@ void TileMover::start_save(std::uint32_t index, Save kind, std::byte* delivered)
   if (delivered) copy(delivered, kWeightsIndex);
   for (std::size_t part = 0; part < kParts; ++part) {
     if (!buffer.memory.part[part]) continue;
+    if (kind == Save::kUpdated) {
+      const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
+      hits_.bytes += bytes;
+      hits_.hit_bytes += buffer.read[part] ? 0 : bytes;
+    }
     if (kind != Save::kCommit && place.home[part] == Home::kHbm) copy_to_hbm(place.offset[part], part);
     if (kind != Save::kCommit && part == kWeightsIndex && place.hbm_weights) copy_to_hbm(*place.hbm_weights, part);
     if (!to_slot(buffer, static_cast<Part>(part), kind)) continue;

@@ -18,6 +18,7 @@
 
 #include "kernels/device.h"
 #include "kernels/tile_update.h"
+#include "swap/stall_meter.h"
 #include "swap/store_thread.h"
 #include "swap/tile_place.h"
 #include "swap/tile_store.h"
@@ -53,6 +54,7 @@ struct TileMoverParts {
   std::uint64_t buffer_bytes = 0;
   std::uint32_t count = 1;
   std::function<std::string(std::uint32_t tile)> name_of;  // for error messages
+  Watch watch = {};
 };
 
 // The padded size of a buffer that any of the tiles fits in.
@@ -65,12 +67,21 @@ class TileMover {
 
   std::uint32_t buffers() const noexcept { return parts_.count; }
   bool idle(std::uint32_t buffer) const;  // nothing under way: start_load will not block
+  bool read(std::uint32_t buffer) const;  // of a load: nothing is on its way from NVMe any more
+
+  // What the transfers of all buffers have completed so far, and waiting for more: there must be some under way.
+  std::uint64_t completed() const { return progress_.count(); }
+  void wait_completed_beyond(std::uint64_t count) const { progress_.wait_beyond(count); }
 
   void start_load(std::uint32_t tile, std::uint32_t buffer, Load from = Load::kHome);
   TileMemory finish_load(std::uint32_t buffer);
   // The same in two halves, for an update that computes checksums in its own pass: the bytes are there, and the update
   // fills what expected_hashes() asks for, before it and behind it; then verify() or an error.
   TileMemory arrive(std::uint32_t buffer);
+  // Between start_load() and arrive(): the tile's gradient too, which was spilled to `from`, comes into the buffer.
+  void load_gradient(std::uint32_t buffer, const Extent& from, std::uint64_t checksum);
+  // Where it lies, and where its checksums go; empty without one.
+  ExtentHashes expected_gradient(std::uint32_t buffer);
   ExtentHashes expected_hashes(std::uint32_t buffer, Part part, Save kind);
   void verify(std::uint32_t buffer);
   // Like a finished load, without bringing anything: for import, which writes every byte.
@@ -80,16 +91,25 @@ class TileMover {
   void finish_save(std::uint32_t buffer);
   // Blocks until what is written of a tile in [first, end) can be read.
   void finish_saves_of(std::uint32_t first, std::uint32_t end);
+  // What was saved since the last commit is not to be read any more.
+  void forget_written() { parts_.store->forget_written(); }
   // Ends the use of a loaded buffer without saving.
   void drop(std::uint32_t buffer) { slots_[buffer]->state = State::kFree; }
 
   std::uint64_t h2d_bytes() const noexcept { return h2d_bytes_; }
   std::uint64_t d2h_bytes() const noexcept { return d2h_bytes_; }
 
+  // Payload of the tiles saved by updates, and how much of it did not come from NVMe.
+  struct Hits {
+    std::uint64_t bytes = 0, hit_bytes = 0;
+  };
+  Hits hits() const noexcept { return hits_; }
+
  private:
   enum class State : std::uint8_t { kFree, kLoading, kLoaded, kSaving };
   struct Buffer {
-    explicit Buffer(StoreThread* thread) : io(thread ? std::make_unique<IoBatch>(*thread) : nullptr) {}
+    Buffer(StoreThread* thread, IoProgress* progress)
+        : io(thread ? std::make_unique<IoBatch>(*thread, progress) : nullptr) {}
     State state = State::kFree;
     std::uint32_t tile = 0;
     TileMemory memory;
@@ -99,6 +119,10 @@ class TileMover {
     std::unique_ptr<Event> copies;
     // Checksums of granules, by part: as they came, and as they go when an update has computed them.
     std::vector<std::uint64_t> before[kParts], after[kParts];
+    std::span<std::byte> gradient;  // that was spilled
+    Extent gradient_extent;
+    std::uint64_t gradient_checksum = 0;
+    std::vector<std::uint64_t> gradient_before;
     bool hashed[kParts] = {};  // `after` holds those of the bytes in memory
   };
 
@@ -109,8 +133,10 @@ class TileMover {
   bool to_slot(const Buffer& buffer, Part part, Save kind) const;
 
   TileMoverParts parts_;
+  IoProgress progress_;
   std::vector<std::unique_ptr<Buffer>> slots_;
   std::uint64_t h2d_bytes_ = 0, d2h_bytes_ = 0;
+  Hits hits_;
 };
 
 }  // namespace spillway

@@ -170,7 +170,17 @@ std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Create
     throw Error(Code::kCorrupt, {path, "the superblock does not fit the model", 0, "start over with --fresh"});
   }
   store->load_manifest();
+  store->grow_scratch(shape.least_scratch_bytes);
   return store;
+}
+
+// The scratch area is the end of the space and of no run but this one: the superblock goes on to say what the store was
+// made with.
+void TileStore::grow_scratch(std::uint64_t least_bytes) {
+  const std::uint64_t total = layout_.scratch_offset + align_up(least_bytes, kExtentAlignment);
+  if (total <= layout_.total_bytes) return;
+  files_.grow(total);
+  layout_.total_bytes = total;
 }
 
 std::string TileStore::read_description(const StorePaths& paths) {
@@ -236,6 +246,16 @@ TileStore::Slot TileStore::readable(std::uint32_t tile) const {
     const std::uint32_t index = newer ? commit.slot ^ 1u : commit.slot;
     slot.extent[part] = layout_.tiles[tile].extent[index][part];
     slot.checksum[part] = newer ? written_[tile].checksum[part] : commit.checksum[part];
+  }
+  return slot;
+}
+
+TileStore::Slot TileStore::committed(std::uint32_t tile) const {
+  const TileCommit& commit = committed_.tiles[tile];
+  Slot slot;
+  for (std::size_t part = 0; part < kParts; ++part) {
+    slot.extent[part] = layout_.tiles[tile].extent[commit.slot][part];
+    slot.checksum[part] = commit.checksum[part];
   }
   return slot;
 }

@@ -47,7 +47,8 @@ class TileStore {
   struct Created {
     std::vector<TileShape> tiles;
     std::uint32_t slots = 2;
-    std::uint64_t scratch_bytes = 0;
+    std::uint64_t scratch_bytes = 0;        // of a new store
+    std::uint64_t least_scratch_bytes = 0;  // that a run cannot do without
     StoreIdentity identity;
   };
 
@@ -60,7 +61,8 @@ class TileStore {
   // Makes a new store; an existing one is replaced only when `replace`: once the new files are whole, or before, where
   // a disk has no room for both. Needs commit() before it can be opened again.
   static std::unique_ptr<TileStore> create(const StorePaths& paths, const Created& shape, bool replace);
-  // Opens an existing store of exactly this shape and identity at its last commit.
+  // Opens an existing store of exactly this shape and identity at its last commit; its scratch area grows to what a run
+  // cannot do without.
   static std::unique_ptr<TileStore> open(const StorePaths& paths, const Created& shape);
   // What the store is a store of.
   static std::string read_description(const StorePaths& paths);
@@ -76,6 +78,7 @@ class TileStore {
     std::uint64_t checksum[kParts] = {};
   };
   Slot readable(std::uint32_t tile) const;
+  Slot committed(std::uint32_t tile) const;
   Slot writable(std::uint32_t tile) const;  // checksums unset
   void note_written(std::uint32_t tile, Part part, std::uint64_t checksum);
   bool written(std::uint32_t tile, Part part) const { return written_[tile].part[index_of(part)]; }
@@ -92,6 +95,7 @@ class TileStore {
   TileStore(StoreFiles files, const Created& shape);
   void write_description(const Created& shape);
   void load_manifest();
+  void grow_scratch(std::uint64_t least_bytes);
   void verify_all(const Manifest& manifest);
 
   struct Written {

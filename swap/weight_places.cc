@@ -17,6 +17,7 @@ WeightPlaces::WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPl
     place.fetch = std::make_unique<BlockFetch>(device, options.max_pieces, options.max_granules);
     place.released = device.create_event();
   }
+  SPILLWAY_CHECK(places_.size() <= fetcher.most_fetches(), "every place may be on its way");
 }
 
 void WeightPlaces::begin_step(std::span<const std::uint32_t> visit_blocks) {
@@ -24,10 +25,13 @@ void WeightPlaces::begin_step(std::span<const std::uint32_t> visit_blocks) {
   for (Place& place : places_) {
     SPILLWAY_CHECK(place.leases == 0, "no lease outlives its step");
     place.block.reset();
+    place.ahead = place.leaves = false;
   }
+  hits_ = {};
   if (!std::ranges::equal(visits_, visit_blocks)) {
     visits_.assign(visit_blocks.begin(), visit_blocks.end());
-    plan_ = assign_places(visits_, options_.block_bytes, place_bytes_);
+    plan_ = assign_places(visits_, options_.block_bytes, place_bytes_,
+                          {.owners = options_.owners, .reuse_bytes = options_.reuse_bytes});
   }
   cursor_ = fetched_ = 0;
   prefetch();
@@ -36,7 +40,12 @@ void WeightPlaces::begin_step(std::span<const std::uint32_t> visit_blocks) {
 void WeightPlaces::prefetch() {
   for (; fetched_ < visits_.size(); ++fetched_) {
     const VisitPlace& planned = plan_[fetched_];
-    if (!planned.fetch || find(visits_[fetched_])) continue;
+    if (!planned.fetch) continue;
+    if (const auto held = find(visits_[fetched_])) {
+      // By then it will have left, or another block will have come.
+      if (visited_before(fetched_) || places_[*held].leaves || taken_before(fetched_, *held)) return;
+      continue;
+    }
     // Its first visit brings the weights straight from the update; a later one has to wait for that.
     if (update_.awaited(visits_[fetched_])) {
       if (visited_before(fetched_)) return;
@@ -45,9 +54,17 @@ void WeightPlaces::prefetch() {
     // The place must have been visited by everybody who was promised it, and given back.
     if (planned.after && *planned.after >= cursor_) return;
     if (places_[planned.place].leases > 0) return;
+    if (bytes_ahead() >= options_.prefetch_bytes) return;
     drop(places_[planned.place]);
     start_fetch(planned.place, visits_[fetched_]);
+    places_[planned.place].ahead = true;
   }
+}
+
+std::uint64_t WeightPlaces::bytes_ahead() const {
+  std::uint64_t bytes = 0;
+  for (const Place& place : places_) bytes += place.ahead ? options_.block_bytes[*place.block] : 0;
+  return bytes;
 }
 
 // Between the cursor and `visit`, the same block.
@@ -55,6 +72,14 @@ bool WeightPlaces::visited_before(std::size_t visit) const {
   const auto first = visits_.begin() + static_cast<std::ptrdiff_t>(cursor_);
   const auto last = visits_.begin() + static_cast<std::ptrdiff_t>(visit);
   return std::find(first, last, visits_[visit]) != last;
+}
+
+// Another block is to come to the place between the cursor and `visit`.
+bool WeightPlaces::taken_before(std::size_t visit, std::uint32_t place) const {
+  for (std::size_t v = cursor_; v < visit; ++v) {
+    if (plan_[v].place == place && visits_[v] != visits_[visit]) return true;
+  }
+  return false;
 }
 
 // Weights from the update that is still to come, else from where they live.
@@ -90,6 +115,7 @@ void WeightPlaces::drop(Place& place) {
     place.fetching = false;
   }
   place.block.reset();
+  place.ahead = place.leaves = false;
 }
 
 std::optional<std::uint32_t> WeightPlaces::find(std::uint32_t block) const {
@@ -125,6 +151,7 @@ std::uint32_t WeightPlaces::acquire(std::uint32_t block, std::optional<std::size
     fetched_ = std::max(fetched_, cursor_);
   }
   std::optional<std::uint32_t> index = find(block);
+  const bool hit = index && !places_[*index].ahead;
   if (!index) {
     const bool planned_free = visit && places_[plan_[*visit].place].leases == 0;
     index = planned_free ? plan_[*visit].place : place_for_unplanned(block);
@@ -136,7 +163,7 @@ std::uint32_t WeightPlaces::acquire(std::uint32_t block, std::optional<std::size
     try {
       fetcher_.wait_open(*place.fetch);
     } catch (...) {
-      place.fetching = false;
+      place.fetching = place.ahead = false;
       place.block.reset();
       throw;
     }
@@ -145,7 +172,11 @@ std::uint32_t WeightPlaces::acquire(std::uint32_t block, std::optional<std::size
   SPILLWAY_CHECK(place.leases == 0 || place.stream == &stream, "leases of one block at one time share their stream");
   device_.wait(stream, place.fetch->ready());
   place.stream = &stream;
+  place.ahead = false;
+  if (visit) place.leaves = plan_[*visit].leaves;
   ++place.leases;
+  ++hits_.visits;
+  hits_.hits += hit;
   prefetch();
   return *index;
 }
@@ -158,6 +189,8 @@ void WeightPlaces::release(std::uint32_t index) {
     device_.fill_async(address(index), std::byte{0xff}, place_bytes_[index], *place.stream);  // NaN in fp32 and bf16
     place.block.reset();
   }
+  if (place.leaves) place.block.reset();
+  place.leaves = false;
   device_.record(*place.released, *place.stream);
   prefetch();
 }

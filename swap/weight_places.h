@@ -21,6 +21,11 @@ struct WeightPlacesOptions {
   std::vector<std::uint64_t> block_bytes;    // of the blocks' weights
   std::size_t max_pieces = 0;                // tiles of the largest block
   std::size_t max_granules = 0;              // granules of its weights on NVMe, all tiles together
+  // See ResidencyRules.
+  std::vector<std::optional<std::uint32_t>> owners = {};
+  std::uint64_t reuse_bytes = UINT64_MAX;
+  // Another block is fetched ahead of its visit while fewer bytes than these are; 0: none ever is.
+  std::uint64_t prefetch_bytes = UINT64_MAX;
   bool poison_released = false;
 };
 
@@ -54,6 +59,12 @@ class WeightPlaces {
   // Starts every fetch whose place is free, in visit order.
   void prefetch();
 
+  // Visits since begin_step(), and how many of them found the block where an earlier one had left it.
+  struct Hits {
+    std::uint64_t visits = 0, hits = 0;
+  };
+  Hits hits() const noexcept { return hits_; }
+
   std::byte* address(std::uint32_t place) const { return options_.places[place].data(); }
   std::uint32_t block(std::uint32_t place) const { return *places_[place].block; }
   bool leased() const;
@@ -68,11 +79,15 @@ class WeightPlaces {
     std::uint32_t leases = 0;
     Stream* stream = nullptr;  // of the last lease
     bool fetching = false;     // started and not yet waited for
+    bool ahead = false;        // brought for a visit that is still to come
+    bool leaves = false;       // the block is given up with the last lease
   };
 
   void start_fetch(std::uint32_t place, std::uint32_t block);
   void bring(std::uint32_t place, std::uint32_t block);
   bool visited_before(std::size_t visit) const;
+  bool taken_before(std::size_t visit, std::uint32_t place) const;
+  std::uint64_t bytes_ahead() const;
   std::optional<std::uint32_t> find(std::uint32_t block) const;
   std::uint32_t place_for_unplanned(std::uint32_t block);
   void drop(Place& place);
@@ -88,6 +103,7 @@ class WeightPlaces {
   std::vector<VisitPlace> plan_;
   std::size_t cursor_ = 0;   // visits before it have been acquired
   std::size_t fetched_ = 0;  // visits before it need no more fetching
+  Hits hits_;
 };
 
 }  // namespace spillway

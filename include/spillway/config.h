@@ -34,6 +34,21 @@ struct ScheduleConfig {
   double warmup_min_ratio = 0, cosine_min_ratio = 1e-4;  // WarmupCosineLR, as shares of the optimizer's rate
 };
 
+// DeepSpeed's knobs of stage 3 and of offloading, when a file sets them; sizes in parameters. Each is a limit on what
+// the plan would do by itself, and Engine::describe() says what it changes. docs/deepspeed.md has the meaning of each.
+struct DeepSpeedKnobs {
+  std::optional<std::uint64_t> max_live_parameters;  // in HBM places at a time; two places are always kept
+  std::optional<std::uint64_t> max_reuse_distance;   // visited between two visits of a block that stays in HBM: fewer
+  std::optional<std::uint64_t> prefetch_bucket_size;
+  std::optional<std::uint64_t> param_persistence_threshold;  // of a block's largest parameter, to have its own place
+  std::optional<std::uint64_t> model_persistence_threshold;  // of all such blocks together
+  std::optional<bool> overlap_comm;                          // false: nothing is fetched ahead
+  std::optional<std::uint64_t> param_buffer_count, param_buffer_size;  // offload_param: weights in flight
+  std::optional<std::uint64_t> max_in_cpu;                             // weights kept in host memory as a cache
+  std::optional<std::uint64_t> optimizer_buffer_count;                 // offload_optimizer: tile buffers
+  std::optional<bool> pipeline_read, pipeline_write;
+};
+
 struct Config {
   std::uint32_t micro_batch = 1;            // train_micro_batch_size_per_gpu
   std::uint32_t gradient_accumulation = 1;  // gradient_accumulation_steps
@@ -48,10 +63,11 @@ struct Config {
   std::vector<double> nvme_rates;                 // of each, any unit, its share of a new store; empty: probed
   std::uint64_t io_block_bytes = 1 << 20;         // aio.block_size
   std::uint32_t io_depth = 32;                    // aio.queue_depth
+  DeepSpeedKnobs knobs;
 
   // Section "spillway". Absent budgets take what the plan asks for (nvme: what the store needs).
   std::optional<std::uint64_t> hbm_bytes, host_bytes, nvme_bytes;
-  std::uint64_t tile_elements = 4 << 20;         // multiple of 1,024
+  std::uint64_t tile_elements = 4 << 20;         // multiple of 1,024; sub_group_size when that alone is set
   std::optional<std::uint32_t> commit_every;     // steps between commits; 0: one slot, no resume
   bool no_decay = false;                         // parameters of fewer than two dimensions: biases and norms
   std::vector<ParameterGroup> parameter_groups;  // the first one that matches decides

@@ -5,7 +5,8 @@
 //   for each step:
 //     for each visit of the plan:
 //       Lease lease = engine->acquire(block, pass, stream);   // weights on the device, `stream` waits for them
-//       … enqueue work on `stream` that reads lease.weight(parameter) …
+//       ActivationLease input = engine->acquire_activation(index, Access::kRead, stream);   // what visits keep
+//       … enqueue work on `stream` that reads lease.weight(parameter) and input.data() …
 //       engine->push_gradient({.block, .parameter, .data, .dtype}, stream);   // backward visits
 //       lease.release();                                      // in stream order
 //     StepReport report = engine->step(blob);
@@ -17,8 +18,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,6 +29,7 @@
 #include "spillway/config.h"
 #include "spillway/device.h"
 #include "spillway/model.h"
+#include "spillway/stall.h"
 
 namespace spillway {
 
@@ -34,6 +38,10 @@ enum class OnExisting : std::uint8_t { kRefuse, kResume, kReplace };
 struct EngineOptions {
   OnExisting on_existing = OnExisting::kRefuse;  // what to do with a store that exists in nvme_paths
   bool poison_released = false;                  // tests: fill a released lease with NaN
+  // Where a timeline of the run is written when the engine ends, also after an error, in Chrome's trace format; empty:
+  // nowhere. It holds the last `trace_spans` spans (40 bytes of memory each) and says how many older ones it lost.
+  std::filesystem::path trace = {};
+  std::size_t trace_spans = 1 << 18;
 };
 
 // One line of the memory ledger: a reservation made at create.
@@ -58,8 +66,14 @@ struct StepReport {
   std::string link;          // the slowest link: nvme, h2d, d2h, compute
   double link_percent = 0;   // that link's own time as a share of the step
   double stall_seconds = 0;  // the compute stream had nothing to run
+  StallSeconds stalls;       // the same by cause
   double adam_seconds = 0;   // the optimizer's passes over tiles, whichever it is
   std::uint64_t unplanned_visits = 0;
+  // While weights are on loan: visits of blocks, and those that found theirs in HBM since an earlier one.
+  std::uint64_t visits = 0, visit_hits = 0;
+  // Of the tiles updated during this step (most of them in the update of the one before): their bytes, and how many
+  // of them did not come from NVMe. Engine::describe() has what the plan says of both.
+  std::uint64_t tile_bytes = 0, tile_hit_bytes = 0;
   std::uint64_t durable_step = 0;  // the last step that survives any crash; with commits, the one before this
 };
 
@@ -82,6 +96,33 @@ class Lease {
   Lease(Engine* engine, std::uint32_t slot) : engine_(engine), slot_(slot) {}
   Engine* engine_ = nullptr;
   std::uint32_t slot_ = 0;
+};
+
+// An acquired activation of the description: its device address, valid until release(). Move-only; the destructor
+// releases.
+class ActivationLease {
+ public:
+  ActivationLease(ActivationLease&& other) noexcept;
+  ActivationLease& operator=(ActivationLease&& other) noexcept;
+  ~ActivationLease();
+
+  // Aligned to 4096.
+  std::byte* data() const;
+  // Gives the activation back once the work enqueued so far on the stream of acquire_activation() has run.
+  void release();
+
+ private:
+  friend class Engine;
+  ActivationLease(Engine* engine, std::uint32_t place, std::byte* data) : engine_(engine), place_(place), data_(data) {}
+  Engine* engine_ = nullptr;
+  std::uint32_t place_ = 0;
+  std::byte* data_ = nullptr;
+};
+
+// Device memory for what a block's visits compute inside.
+struct Insides {
+  std::span<std::byte> memory;  // Block::inside_bytes for each micro-batch, one behind the other; not kept: for one
+  bool kept = false;  // what the forward visit leaves is there in the backward visit; else blocks share the memory
 };
 
 struct Gradient {
@@ -114,6 +155,10 @@ class Engine {
   virtual const Ledger& ledger() const = 0;
   // Human-readable: device, I/O engine, tiers, commit interval; one fact a line.
   virtual std::vector<std::string> describe() const = 0;
+  // What the plan's schedule takes with the rates of this machine's links, as measured at the start, and the time that
+  // each visit took to compute when it was fastest: to be compared with what steps really take. Nothing before the
+  // first step in the planned order. Not while a step is under way.
+  virtual std::optional<double> predicted_step_seconds() const = 0;
 
   // Gives every weight its initial value (needed once, before step 1 of a new run) and commits step 0.
   virtual void import_weights(const WeightSource& source) = 0;
@@ -124,6 +169,12 @@ class Engine {
   virtual bool in_hbm(const void* data, std::size_t bytes) const = 0;
 
   virtual Lease acquire(std::uint32_t block, Pass pass, Stream& stream) = 0;
+  // Makes `stream` wait for the activation. Where activations leave HBM, uses come in the order of the description; a
+  // step may be begun again from its first use (an evaluation that runs the forward part alone), everything else is
+  // refused (kInvalidArgument) with nothing changed.
+  virtual ActivationLease acquire_activation(std::uint32_t activation, Access access, Stream& stream) = 0;
+  // Memory for the block's insides, always the same.
+  virtual Insides insides(std::uint32_t block) = 0;
   virtual void push_gradient(const Gradient& gradient, Stream& stream) = 0;
   // Ends the step: norm, clipping, and the update begins. A block's update is made when the next forward pass acquires
   // it, the commit, when due, before the next backward pass; flush(), export_weights() and the engine's end make both
@@ -138,10 +189,13 @@ class Engine {
 
  protected:
   friend class Lease;
+  friend class ActivationLease;
   // How an implementation hands out a lease on one of its slots.
   Lease make_lease(std::uint32_t slot) { return Lease(this, slot); }
   virtual const void* weight_address(std::uint32_t slot, std::uint32_t parameter) const = 0;
   virtual void release(std::uint32_t slot) = 0;
+  ActivationLease make_activation_lease(std::uint32_t place, std::byte* data) { return {this, place, data}; }
+  virtual void release_activation(std::uint32_t place) = 0;
 };
 
 }  // namespace spillway

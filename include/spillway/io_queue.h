@@ -1,7 +1,7 @@
 // An asynchronous queue of reads, writes and syncs over a fixed set of files, by io_uring, libaio or threads. It can be
 // used without the rest of Spillway; tests/aio/queue_example.cc is a program that does.
 //
-//   submit(request) ──► waiting (per file, two priorities) ──► pieces ≤ block_bytes, ≤ depth in flight per file
+//   submit(request) ──► waiting (per file, by priority)    ──► pieces ≤ block_bytes, ≤ depth in flight per file
 //                                                                 └──► completions ──► wait()
 //
 // One thread, the one that created the queue, calls everything but wake(). A request is split into pieces, short
@@ -26,8 +26,8 @@ namespace spillway {
 
 enum class IoOp : std::uint8_t { kRead, kWrite, kSync };
 
-// kUrgent: compute waits for it. Urgent requests start before waiting normal ones, those of one priority in the order
-// of their submission.
+// kUrgent: compute waits for it. Urgent requests start before waiting normal ones, in the order of their submission; of
+// normal ones so do the reads, and so do the writes, and the two take turns, since a drive moves both ways at once.
 enum class IoPriority : std::uint8_t { kUrgent, kNormal };
 
 // IoRequest::file of a transfer or sync of the striped space that all files form together (IoQueueOptions::stripes).

@@ -20,6 +20,9 @@ struct Parameter {
 struct Block {
   std::string name;
   std::vector<Parameter> parameters;
+  // What a visit computes for one micro-batch and the backward visit needs again. All micro-batches' insides are kept
+  // where HBM has room, else backward computes them once more. Engine::insides() hands the memory out.
+  std::uint64_t inside_bytes = 0;
 };
 
 enum class Pass : std::uint8_t { kForward, kBackward };
@@ -28,6 +31,24 @@ enum class Pass : std::uint8_t { kForward, kBackward };
 struct Visit {
   std::uint32_t block = 0;
   Pass pass = Pass::kForward;
+};
+
+// A tensor that lives from one visit to another within a step, such as the input of a block for one micro-batch. What
+// it holds is lost between steps.
+struct Activation {
+  std::uint64_t bytes = 0;
+};
+
+enum class Access : std::uint8_t {
+  kRead,
+  kWrite,   // every byte that is read later; what was there is lost
+  kUpdate,  // reads and writes
+};
+
+// One acquire … release of an activation.
+struct ActivationUse {
+  std::uint32_t activation = 0;
+  Access access = Access::kRead;
 };
 
 // A small file that travels with the model: kept in the store, written beside exported weights (`config.json`).
@@ -42,8 +63,14 @@ struct ModelDescription {
   // order replaces it.
   std::vector<Visit> visits;
   // Working memory from the HBM arena that the model asks for: handed out whole by Engine::workspace(), at an address
-  // aligned to 4096, from create until destruction. What a visit needs and what is kept between visits both live in it.
+  // aligned to 4096, from create until destruction. What a visit needs lives in it.
   std::uint64_t workspace_bytes = 0;
+  // What is kept between visits, and the uses of one step in order. With an order the plan moves what does not fit HBM
+  // to host memory or NVMe and back in time; without one, all of them stay in HBM.
+  std::vector<Activation> activations;
+  std::vector<ActivationUse> activation_uses;
+  std::uint32_t activations_held = 1;  // the most that are acquired at one time
+  std::uint32_t micro_batches = 1;     // of a step: how many insides of a block are kept
   std::vector<Attachment> attachments;
 };
 

@@ -261,6 +261,22 @@ class Stores(CliTest):
         self.assert_refused(run, path / "out", "Not a directory")
         self.assertEqual([], self.place.stored_files())
 
+    def test_TraceThatCannotBeWrittenIsRefusedBeforeThereIsAStore(self):
+        for path, why in ((self.place.folder / "none" / "trace.json", "No such file or directory"),
+                          (self.place.folder, "Is a directory")):
+            with self.subTest(why):
+                refused = self.place.finetune(self.place.config(), self.model, trace=path)
+                self.assert_refused(refused, f"{path}: cannot be opened for the trace", why)
+                self.assertEqual([], self.place.stored_files())
+
+    def test_TraceThatFindsNoRoomCostsNoStep(self):
+        with mounted(self, "tmpfs", 16 << 10) as folder:
+            trace, out = folder / "trace.json", self.place.folder / "out"
+            run = self.place.finetune(self.place.config(), self.model, trace=trace, out=out)
+            self.assert_done(run)
+            self.assertRegex(run.err, f"{trace}: the trace cannot be written.*No space left on device")
+        self.assert_resumes()
+
     def test_PathThatIsAFileIsRefused(self):
         path = self.place.folder / "file"
         path.write_text("not a directory\n")

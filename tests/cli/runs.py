@@ -92,9 +92,10 @@ class Workplace:
         return path
 
     @staticmethod
-    def arguments(config, model, *, data=TEXT, steps=3, seq=32, out=None, log=None, resume=False, fresh=False):
+    def arguments(config, model, *, data=TEXT, steps=3, seq=32, out=None, log=None, trace=None, resume=False,
+                  fresh=False):
         arguments = ["finetune", "--config", config, "--model", model, "--data", data, "--steps", steps, "--seq", seq]
-        for option, value in (("--out", out), ("--log", log)):
+        for option, value in (("--out", out), ("--log", log), ("--trace", trace)):
             arguments += [option, value] if value else []
         return [*map(str, arguments), *(["--resume"] if resume else []), *(["--fresh"] if fresh else [])]
 

@@ -58,6 +58,17 @@ class Documents(unittest.TestCase):
             values["no_such_key"] = 1
             self.assertIn("ds_config.json", refusal())
 
+    def test_EveryZeroKeyOfDeepSpeedIsInItsDocument(self):
+        document = (ROOT / "docs/deepspeed.md").read_text()
+        keys = set()
+        for table in ("config_table.cc", "config_unused_keys.cc"):
+            keys |= set(re.findall(r'"zero_optimization\.([\w.]+)"', (ROOT / "src" / table).read_text()))
+        self.assertGreater(len(keys), 50)
+        for key in keys:
+            leaf = key.rpartition(".")[2]
+            with self.subTest(key=key):
+                self.assertTrue(f"`{leaf}`" in document or f"`stage3_{leaf}`" in document)
+
     def test_LinksLeadSomewhere(self):
         for document in self.documents:
             prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)

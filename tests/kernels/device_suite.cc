@@ -199,7 +199,15 @@ TEST_P(DeviceSuite, IdleTimeGrowsOnlyWhileThereIsNothingToRun) {
   give_a_wrong_stream_time();
   const double waiting = device_->idle_seconds(*b_);
   EXPECT_GT(waiting, before) << "waiting for an event";
+  const double waited = device_->wait_seconds(*b_, *a_);
+  EXPECT_GT(waited, 0) << "of that stream, while it waits";
+  EXPECT_EQ(device_->wait_seconds(*a_, *b_), 0);
+  const double empty = device_->idle(*b_).empty;
   gate.open();
+  b_->synchronize();
+  EXPECT_GE(device_->wait_seconds(*b_, *a_), waited) << "and afterwards";
+  EXPECT_EQ(device_->wait_seconds(*b_, *a_), device_->idle(*b_).waiting) << "it waited for no other stream";
+  EXPECT_GE(device_->idle(*b_).empty, empty);
   a_->synchronize();
   give_a_wrong_stream_time();
   EXPECT_GT(device_->idle_seconds(*a_), busy) << "empty";

@@ -189,6 +189,31 @@ TEST_F(Recovery, AnEngineThatGoesWithoutFlushIsBackAtItsLastCommit) {
   expect_same_bits_from(3, config_);
 }
 
+TEST_F(Recovery, AFlippedBitInASpilledGradientIsNamedAndNeverUsed) {
+  const ModelDescription large = testing::toy_model(2, 300'000, 1);  // more than the memory that spilling takes
+  config_.tile_elements = 1 << 16;
+  config_.host_bytes = 1;
+  config_.host_bytes = testing::named_bytes(error_of([&] { make_plan(config_, large); }));
+  const Plan plan = make_plan(config_, large);
+  const std::uint32_t tile = static_cast<std::uint32_t>(plan.tiles.size()) - 1;
+  ASSERT_GT(plan.tiles[tile].gradient.bytes, 0u);
+  {
+    auto engine = Engine::create(config_, large);
+    engine->import_weights(testing::toy_weights());
+    ToyTrainer trainer{*engine, large, kType, 1};
+    trainer.run_step();  // the last tile is updated, and its gradient read, in the next forward pass
+    const std::uint64_t at =
+        std::filesystem::file_size(store_file()) - plan.scratch_bytes + plan.tiles[tile].gradient.offset;
+    flip_bit(at + 321);
+    const Error error = error_of([&] { trainer.run_step(); });
+    EXPECT_EQ(error.code(), Code::kCorrupt);
+    EXPECT_EQ(error.parts().happened, "gradients of " + tile_name(plan, large, tile) + " at offset " +
+                                          std::to_string(at) + " do not match their checksum");
+    expect_stopped(*engine);
+  }
+  EXPECT_EQ(Engine::create(config_, large, {.on_existing = OnExisting::kResume})->current_step(), 0u);
+}
+
 // The same with a process that dies: in a child, which starts this test anew and takes its directory from the parent.
 TEST_F(Recovery, AKilledProcessIsBackAtItsLastCommit) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");

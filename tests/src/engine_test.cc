@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "spillway/error.h"
+#include "src/plan.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
 
@@ -124,6 +125,17 @@ TEST_P(SameBits, WhereverATensorLives) {
   for (const Layout& layout : layouts()) EXPECT_EQ(train(layout, GetParam()), expected) << layout.name;
 }
 
+// Without clipping, what lies on NVMe is updated inside backward.
+void without_clipping(Config& config) { config.gradient_clipping = 0; }
+
+TEST_P(SameBits, WhereverATensorLivesWithoutClipping) {
+  const auto expected = train({.name = "hbm"}, GetParam(), 5, without_clipping);
+  EXPECT_NE(expected, train({.name = "hbm"}, GetParam()));
+  for (const Layout& layout : layouts()) {
+    EXPECT_EQ(train(layout, GetParam(), 5, without_clipping), expected) << layout.name;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(, SameBits, ::testing::Values(DType::kFloat32, DType::kBFloat16),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
@@ -218,48 +230,91 @@ TEST(Engine, TrainsOnAfterResumeAsIfNothingHadHappened) {
 }
 
 // Forward takes its weights from the update of the step before: with room for all blocks, what a step reads is what
-// the update reads, and nothing is read twice.
-TEST(Engine, AStepReadsOnlyWhatTheUpdateNeedsWhenAllBlocksFit) {
-  for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
-    TempStore store;
-    const ModelDescription model = testing::toy_model(2, kWidth, 1);  // three blocks, as many places
-    const Layout nvme{
-        .name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
-    Config config = config_for(nvme, type, store.path());
-    const auto least = [&] {  // no room to keep tiles in host memory
-      config.host_bytes = 1;
-      try {
-        Engine::create(config, model);
-      } catch (const Error& error) {
-        return testing::named_bytes(error);
+// the update reads, and nothing is read twice. A gradient that does not fit host memory is written once and read once.
+class Traffic : public ::testing::TestWithParam<std::tuple<DType, bool>> {};
+
+TEST_P(Traffic, OfAStepIsWhatTheUpdateNeedsWhenAllBlocksFit) {
+  const auto [type, spilled] = GetParam();
+  TempStore store;
+  const ModelDescription model = testing::toy_model(2, 200'000, 1);  // three blocks, as many places
+  const Layout nvme{
+      .name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 1 << 16};
+  Config config = config_for(nvme, type, store.path());
+  if (spilled) {
+    config.host_bytes = 1;
+    try {
+      Engine::create(config, model);
+    } catch (const Error& error) {
+      config.host_bytes = testing::named_bytes(error);
+    }
+  }
+  const Plan plan = make_plan(config, model);
+  double weights = 0, states = 0, gradients = 0, payload = 0, largest = 0;
+  for (std::size_t t = 0; t < plan.tiles.size(); ++t) {
+    const TileShape& shape = plan.tile_places[t].shape;
+    weights += static_cast<double>(extent_bytes(shape, Part::kWeights));
+    states += static_cast<double>(extent_bytes(shape, Part::kStates));
+    payload += static_cast<double>(payload_bytes(shape, Part::kWeights));
+    gradients += static_cast<double>(plan.tiles[t].gradient.bytes);
+    largest = std::max(largest, static_cast<double>(extent_bytes(shape, Part::kStates)));
+  }
+  EXPECT_EQ(gradients > 0, spilled);
+  auto engine = Engine::create(config, model);
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model, type, 1};
+  // The first tiles of the next update may have been read ahead, and counted, or not.
+  const double ahead = plan.host.buffers_count * 2 * largest;
+  const StepReport first = trainer.run_step();
+  EXPECT_EQ(static_cast<double>(first.nvme_write_bytes), gradients);
+  EXPECT_NEAR(static_cast<double>(first.nvme_read_bytes), weights, ahead) << "fetches";
+  double read = 0;
+  const int steps = 4;
+  for (int step = 0; step < steps; ++step) {
+    const StepReport report = trainer.run_step();
+    read += static_cast<double>(report.nvme_read_bytes);
+    const double manifest = 2.0 * static_cast<double>(plan.host.record.bytes);
+    EXPECT_EQ(static_cast<double>(report.nvme_write_bytes), weights + states + gradients + manifest);
+    EXPECT_EQ(static_cast<double>(report.h2d_bytes), payload);
+  }
+  EXPECT_NEAR(read, steps * (weights + states + gradients), ahead) << "every tile, once";
+}
+
+INSTANTIATE_TEST_SUITE_P(, Traffic,
+                         ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16), ::testing::Bool()),
+                         [](const auto& info) {
+                           return std::string(name_of(std::get<0>(info.param))) +
+                                  (std::get<1>(info.param) ? "GradientsOnNvme" : "GradientsInHost");
+                         });
+
+// Given visits or recorded ones, whose gradients come one block after the other or not; what is spilled is not updated
+// inside backward.
+TEST(Engine, SpilledGradientsHaveTheSameBits) {
+  for (const double clipping : {1.0, 0.0}) {
+    for (const bool visits : {true, false}) {
+      const ModelDescription model = testing::toy_model(3, 150'000, 2, visits);
+      std::vector<std::uint32_t> expected;
+      for (const bool tight : {false, true}) {
+        TempStore store;
+        Layout layout{.name = "hbm"};
+        if (tight) {
+          layout.parameters = layout.states = Placement::kNvme;
+          layout.tile_elements = 100 * 1024;
+        }
+        Config config = config_for(layout, DType::kBFloat16, store.path());
+        config.gradient_clipping = clipping;
+        if (tight) tighten(config, model);
+        auto engine = Engine::create(config, model, {.on_existing = OnExisting::kReplace});
+        engine->import_weights(testing::toy_weights());
+        ToyTrainer trainer{*engine, model, DType::kBFloat16, 2};
+        for (int step = 0; step < 3; ++step) trainer.run_step();
+        if (!tight) {
+          expected = testing::exported(*engine);
+          continue;
+        }
+        EXPECT_GT(make_plan(config, model).spill_bytes, 0u);
+        EXPECT_EQ(testing::exported(*engine), expected) << "clipping " << clipping << ", visits " << visits;
       }
-      return std::uint64_t{0};
-    }();
-    config.host_bytes = least;
-    auto engine = Engine::create(config, model);
-    engine->import_weights(testing::toy_weights());
-    ToyTrainer trainer{*engine, model, type, 1};
-    const std::uint64_t first = trainer.run_step().nvme_read_bytes;
-    std::uint64_t weights = 0, tiles = 0;  // extents are padded to 64 KiB; a tile's parts are smaller
-    for (const Block& block : model.blocks) {
-      std::uint64_t elements = 0;
-      for (const Parameter& p : block.parameters) elements += (testing::count_of(p) + 1023) / 1024 * 1024;
-      weights += elements * size_of(type);
-      tiles += (elements + 4095) / 4096;
     }
-    const std::uint64_t extent = 64 * 1024;
-    std::uint64_t read = 0;
-    const int steps = 4;
-    for (int step = 0; step < steps; ++step) {
-      const StepReport report = trainer.run_step();
-      read += report.nvme_read_bytes;
-      EXPECT_EQ(report.nvme_write_bytes, (2 * tiles + 2) * extent) << "every tile, and the manifest twice";
-      EXPECT_EQ(report.h2d_bytes, weights);
-    }
-    // The first tile of the next update may have been read ahead, and counted, or not.
-    EXPECT_NEAR(static_cast<double>(first), static_cast<double>(tiles * extent), 2 * extent) << "fetches weights";
-    EXPECT_NEAR(static_cast<double>(read), static_cast<double>(steps * 2 * tiles * extent), 2 * extent)
-        << "weights and states of every tile, once";
   }
 }
 
@@ -287,12 +342,18 @@ TEST(Engine, TilesInMemoryAreCommittedByFlushAndResumed) {
   EXPECT_EQ(testing::exported(*engine), expected);
 }
 
-TEST(Engine, ANaNInAGradientIsRefusedNamedAndChangesNothing) {
+// Without clipping most of the model is updated by the time that the NaN comes.
+class NonFinite : public ::testing::TestWithParam<double> {};
+
+TEST_P(NonFinite, GradientIsRefusedNamedAndChangesNothing) {
+  const auto clipping = [](Config& config) { config.gradient_clipping = GetParam(); };
   const Layout nvme{.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
-  const auto expected = train(nvme, DType::kBFloat16, 3);
+  const auto expected = train(nvme, DType::kBFloat16, 3, clipping);
   TempStore store;
   const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches);
-  auto engine = Engine::create(config_for(nvme, DType::kBFloat16, store.path()), model);
+  Config config = config_for(nvme, DType::kBFloat16, store.path());
+  clipping(config);
+  auto engine = Engine::create(config, model);
   engine->import_weights(testing::toy_weights());
   ToyTrainer trainer{*engine, model, DType::kBFloat16, kMicroBatches, 2};
   trainer.run_step();
@@ -308,6 +369,48 @@ TEST(Engine, ANaNInAGradientIsRefusedNamedAndChangesNothing) {
   trainer.run_step();
   trainer.run_step();
   EXPECT_EQ(testing::exported(*engine), expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(, NonFinite, ::testing::Values(1.0, 0.0), [](const auto& info) {
+  return std::string(info.param > 0 ? "WithClipping" : "WithoutClipping");
+});
+
+// A gradient that is used up as soon as it is complete needs no memory of its own, and forward, backward and the update
+// read what they need, once each: 2, 2 and 12 bytes a bf16 parameter.
+TEST(Engine, WithoutClippingTheUpdateIsMadeInsideBackward) {
+  TempStore store;
+  const ModelDescription model = testing::toy_model(6, kWidth, 1);
+  const Layout nvme{.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
+  Config config = config_for(nvme, DType::kBFloat16, store.path());
+  const auto gradients = [](const Engine& engine) {
+    std::uint64_t sum = 0;
+    for (const Reservation& line : engine.ledger().reservations) {
+      if (line.tier == Placement::kHost && line.purpose == "gradients") sum += line.bytes;
+    }
+    return sum;
+  };
+  const std::uint64_t stored = gradients(*Engine::create(config, model));
+  without_clipping(config);
+  auto engine = Engine::create(config, model);
+  EXPECT_LT(gradients(*engine), stored * 3 / 4) << "the embedding and three of six layers";
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model, DType::kBFloat16, 1};
+  trainer.run_step();
+  const std::uint64_t before = trainer.run_step().nvme_write_bytes;
+  bool written_in_backward = false;
+  int visits = 0;
+  trainer.between = [&] {
+    if (++visits != 15) return;  // before the embedding's last visit
+    try {
+      testing::exported(*engine);
+      ADD_FAILURE() << "half a step was exported";
+    } catch (const Error& error) {
+      written_in_backward = std::string(error.what()).find("a step is under way") != std::string::npos;
+    }
+  };
+  // The last writes of a step may be counted in the next.
+  EXPECT_NEAR(static_cast<double>(trainer.run_step().nvme_write_bytes), static_cast<double>(before), 16 * 65536);
+  EXPECT_TRUE(written_in_backward);
 }
 
 }  // namespace

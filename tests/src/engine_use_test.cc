@@ -2,10 +2,12 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <bit>
 #include <stdexcept>
 #include <thread>
 
 #include "spillway/error.h"
+#include "src/plan.h"
 #include "tests/kernels/random.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
@@ -302,6 +304,109 @@ TEST(EngineUse, AnOrderThatWasNotDescribedIsLearntInTheFirstStepAfterResumeToo) 
     EXPECT_EQ(run.trainer.run_step().unplanned_visits, 0u);
     if (part == 0) continue;
     EXPECT_EQ(testing::exported(*run.engine), expected_bits(4)) << "learning changes no bit";
+  }
+}
+
+// The first tiles of the update are being read by then, and what the last commit holds is two steps old.
+TEST(EngineUse, AVisitBehindTheLastOneSeesTheWeightsOfTheStepBefore) {
+  TempStore store;
+  Config config = toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, store.path());
+  config.commit_every = 4;
+  auto engine = Engine::create(config, model());
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model(), DType::kFloat32, kMicroBatches};
+  trainer.run_step();
+  trainer.run_step();
+  std::vector<std::uint32_t> expected, seen;
+  engine->export_weights(
+      true, [&](std::uint32_t block, std::uint32_t parameter, std::uint64_t, std::span<const float> values) {
+        if (parameter > 0) return;
+        if (block == 3) {
+          for (float value : values) expected.push_back(std::bit_cast<std::uint32_t>(value));
+        }
+      });
+  std::uint32_t visits = 0;
+  trainer.between = [&] {
+    if (++visits != 2 * kBlocks + 4) return;  // before step()
+    Lease lease = engine->acquire(3, Pass::kForward, engine->stream());
+    engine->stream().synchronize();
+    const auto* weights = static_cast<const std::uint32_t*>(lease.weight(0));
+    seen.assign(weights, weights + expected.size());
+  };
+  trainer.run_step();
+  ASSERT_FALSE(seen.empty());
+  EXPECT_EQ(seen, expected);
+}
+
+// The least host memory of the toy with large blocks, whose gradients go to NVMe then.
+Config spilling(const ModelDescription& description, const std::filesystem::path& store) {
+  Config config = toy_config(Placement::kNvme, Placement::kNvme, kType, store);
+  config.tile_elements = 1 << 17;
+  config.host_bytes = 1;
+  config.host_bytes = testing::named_bytes(error_of([&] { make_plan(config, description); }));
+  return config;
+}
+
+// A block that comes twice in backward does not keep the memory that others' gradients pass through.
+TEST(EngineUse, ABlockThatComesTwiceInBackwardLeavesRoomForTheOthers) {
+  ModelDescription description = testing::toy_model(kBlocks, kWidth, kMicroBatches);
+  description.visits.push_back({1, Pass::kBackward});  // so that the embedding, which comes twice, is updated early
+  std::vector<std::uint32_t> expected;
+  for (const bool least : {false, true}) {
+    TempStore store;
+    Config config = toy_config(Placement::kNvme, Placement::kNvme, kType, store.path());
+    config.gradient_clipping = 0;
+    if (least) {
+      config.host_bytes = 1;
+      config.host_bytes = testing::named_bytes(error_of([&] { make_plan(config, description); }));
+    } else {
+      config.parameters = config.states = Placement::kHbm;
+    }
+    Training training(config, {}, description);
+    training.trainer.run_step();
+    const auto bits = testing::exported(*training.engine);
+    if (!least) expected = bits;
+    EXPECT_EQ(bits, expected);
+  }
+}
+
+TEST(EngineUse, AGradientThatIsRefusedForAnotherOnesCanComeAgain) {
+  ModelDescription description = testing::toy_model(3, 300'000, 1);
+  description.visits.clear();
+  for (Block& block : description.blocks) {
+    for (Parameter& parameter : block.parameters) parameter.pushes = 1;
+  }
+  std::vector<std::uint32_t> expected;
+  for (const bool spilled : {false, true}) {
+    TempStore store;
+    Config config =
+        spilled ? spilling(description, store.path()) : toy_config(Placement::kHbm, Placement::kHbm, kType, "");
+    Training training(config, {}, description);
+    Engine& engine = *training.engine;
+    const auto push = [&](std::uint32_t block, std::uint32_t parameter) {
+      auto* gradient = reinterpret_cast<float*>(engine.workspace().data());
+      const std::uint64_t count = testing::count_of(description.blocks[block].parameters[parameter]);
+      engine.stream().launch([=](HostWorkers&) {
+        for (std::uint64_t i = 0; i < count; ++i) gradient[i] = testing::mixed(block, parameter, i);
+      });
+      engine.push_gradient({block, parameter, gradient, DType::kFloat32}, engine.stream());
+    };
+    push(1, 0);
+    push(2, 0);
+    if (spilled) {
+      const Error error = error_of([&] { push(3, 0); });
+      EXPECT_EQ(error.code(), Code::kInvalidArgument);
+      EXPECT_NE(std::string(error.what()).find("go to nvme as a whole"), std::string::npos) << error.what();
+    }
+    push(1, 1);
+    for (std::uint32_t block : {3, 0}) {
+      for (std::uint32_t parameter : {0, 1}) push(block, parameter);
+    }
+    push(2, 1);
+    engine.step();
+    const auto bits = testing::exported(engine);
+    if (!spilled) expected = bits;
+    EXPECT_EQ(bits, expected);
   }
 }
 

@@ -5,8 +5,11 @@
 
 #include "src/plan.h"
 #include "tests/src/heap_watch.h"
+#include "tests/src/named_budget.h"
 #include "tests/src/pretended_nodes.h"
 #include "tests/src/toy_trainer.h"
+#include "tests/src/uses_between_visits.h"
+#include "tests/swap/activation_uses.h"
 
 namespace spillway {
 namespace {
@@ -16,8 +19,9 @@ using testing::toy_config;
 constexpr std::uint32_t kMicroBatches = 2;
 
 // Allocations of the whole process in steps 3 to 6.
-std::uint64_t allocations(const Config& config, const ModelDescription& model, std::uint32_t unplanned = 0) {
-  auto engine = Engine::create(config, model);
+std::uint64_t allocations(const Config& config, const ModelDescription& model, std::uint32_t unplanned = 0,
+                          const EngineOptions& options = {}) {
+  auto engine = Engine::create(config, model, options);
   engine->import_weights(testing::toy_weights());
   testing::ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
   trainer.between = [&] {
@@ -53,10 +57,38 @@ TEST(NoAllocation, FromStepThreeOnWhereverTensorsLive) {
                                                         {Placement::kHbm, Placement::kHbm}};
   const ModelDescription model = testing::toy_model(5, 3000, kMicroBatches);
   for (const auto& [parameters, states] : placements) {
-    for (DType type : {DType::kBFloat16, DType::kFloat32}) {
+    for (const auto& [type, clipping] :
+         {std::pair(DType::kBFloat16, 1.0), std::pair(DType::kFloat32, 1.0), std::pair(DType::kBFloat16, 0.0)}) {
       testing::TempStore store;
-      EXPECT_EQ(allocations(toy_config(parameters, states, type, store.path()), model), 0u)
-          << name_of(type) << ", weights " << static_cast<int>(parameters) << ", states " << static_cast<int>(states);
+      Config config = toy_config(parameters, states, type, store.path());
+      config.gradient_clipping = clipping;
+      EXPECT_EQ(allocations(config, model), 0u)
+          << name_of(type) << ", clipping " << clipping << ", weights " << static_cast<int>(parameters) << ", states "
+          << static_cast<int>(states);
+    }
+  }
+}
+
+TEST(NoAllocation, WithAPlaceForEveryOfManyBlocksAndWithFew) {
+  const ModelDescription model = testing::toy_model(80, 1000, kMicroBatches);
+  for (const std::optional<std::uint64_t> live : {std::optional<std::uint64_t>{}, std::optional<std::uint64_t>{0}}) {
+    testing::TempStore store;
+    Config config = toy_config(Placement::kHost, Placement::kNvme, DType::kBFloat16, store.path());
+    config.hbm_bytes = 16 << 20;
+    config.knobs.max_live_parameters = config.knobs.max_reuse_distance = live;
+    EXPECT_EQ(make_plan(config, model).hbm.places.size(), live ? 2u : 81u);
+    EXPECT_EQ(allocations(config, model), 0u) << live.has_value();
+  }
+}
+
+// With so few spans the ring is full in step 3.
+TEST(NoAllocation, WithATrace) {
+  const ModelDescription model = testing::toy_model(5, 3000, kMicroBatches);
+  for (Placement placement : {Placement::kNvme, Placement::kHost, Placement::kHbm}) {
+    for (std::size_t spans : {std::size_t{100}, std::size_t{1} << 16}) {
+      testing::TempStore store;
+      const Config config = toy_config(placement, placement, DType::kBFloat16, store.path() / "store");
+      EXPECT_EQ(allocations(config, model, 0, {.trace = store.path() / "trace.json", .trace_spans = spans}), 0u);
     }
   }
 }
@@ -93,6 +125,43 @@ TEST(NoAllocation, WithManyVisitsOutOfPlan) {
   EXPECT_EQ(allocations(toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path()),
                         testing::toy_model(5, 3000, kMicroBatches), 9),
             0u);
+}
+
+// Many on their way at a time, down and up, in host memory and on NVMe.
+TEST(NoAllocation, WithActivationsThatMove) {
+  constexpr std::uint32_t kBlocks = 5, kHeld = 2, kParts = 2 * kBlocks + 4;
+  ModelDescription model = testing::toy_model(kBlocks, 3000, kMicroBatches);
+  model.activation_uses = testing::transformer_uses(kBlocks, 40);
+  model.activations.assign((kBlocks + 1) * 40, {.bytes = 20'000});
+  model.activations_held = kHeld;
+  for (const bool on_nvme : {false, true}) {
+    testing::TempStore store;
+    Config config = toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
+    config.hbm_bytes = make_plan(config, model).ledger.total(Placement::kHbm) - (2 << 20);
+    if (on_nvme) {
+      config.host_bytes = 1;
+      try {
+        make_plan(config, model);
+      } catch (const Error& error) {
+        config.host_bytes = testing::named_bytes(error);
+      }
+    }
+    const Plan plan = make_plan(config, model);
+    ASSERT_FALSE(plan.activations.uses.empty());
+    EXPECT_EQ(on_nvme, plan.nvme.activations.bytes > 0);
+    auto engine = Engine::create(config, model);
+    engine->import_weights(testing::toy_weights());
+    testing::ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
+    testing::UsesBetweenVisits uses(*engine, model, kHeld, kParts);
+    trainer.between = [&] { uses.run_part(); };
+    for (int s = 0; s < 2; ++s) trainer.run_step();
+    testing::start_heap_watch();
+    for (int s = 0; s < 4; ++s) trainer.run_step();
+    const std::uint64_t count = testing::stop_heap_watch();
+    if (count > 0) testing::print_heap_watch();
+    EXPECT_EQ(count, 0u) << (on_nvme ? "on nvme" : "in host memory");
+    EXPECT_EQ(uses.wrong(), 0u);
+  }
 }
 
 // The order of visits that step 1 recorded is planned anew for step 2, and never again.

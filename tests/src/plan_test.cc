@@ -8,23 +8,19 @@
 
 #include "kernels/norm.h"
 #include "spillway/units.h"
-#include "tests/kernels/random.h"
+#include "swap/tile_mover.h"
 #include "tests/src/named_budget.h"
+#include "tests/src/planned_activations.h"
+#include "tests/src/random_model.h"
+#include "tests/src/uneven_model.h"
 
 namespace spillway {
 namespace {
 
 constexpr std::uint64_t kPage = 4096;
 
-Config config_for(Placement parameters, Placement states, DType type = DType::kBFloat16) {
-  Config config;
-  config.weights = type;
-  config.parameters = parameters;
-  config.states = states;
-  config.tile_elements = 4096;
-  if (parameters == Placement::kNvme || states == Placement::kNvme) config.nvme_paths = {"/drive"};
-  return config;
-}
+using testing::config_for;
+using testing::kPlacements;
 
 ModelDescription model_of(std::uint32_t blocks) {
   ModelDescription model;
@@ -50,50 +46,12 @@ Error refusal(const Config& config, const ModelDescription& model) {
   return refusal([&] { make_plan(config, model); });
 }
 
-const std::pair<Placement, Placement> kPlacements[] = {
-    {Placement::kHbm, Placement::kHbm},   {Placement::kHbm, Placement::kHost},  {Placement::kHbm, Placement::kNvme},
-    {Placement::kHost, Placement::kHost}, {Placement::kHost, Placement::kNvme}, {Placement::kNvme, Placement::kHost},
-    {Placement::kNvme, Placement::kNvme}};
-
-class Random {
- public:
-  Random() : generator_(seeded_generator()) {}
-  std::uint64_t below(std::uint64_t end) { return generator_() % end; }
-
+struct Random : testing::Random {
   ModelDescription model() {
-    ModelDescription model;
-    for (std::uint64_t b = 0; b <= below(6); ++b) {
-      Block block{.name = "h." + std::to_string(b), .parameters = {}};
-      for (std::uint64_t p = 0; p <= below(4); ++p) {
-        Parameter parameter{.name = block.name + "." + std::to_string(p), .shape = {1 + below(300), 1 + below(200)}};
-        parameter.trainable = below(5) > 0;
-        parameter.pushes = static_cast<std::uint32_t>(1 + below(3));
-        block.parameters.push_back(parameter);
-      }
-      model.blocks.push_back(block);
-    }
-    model.workspace_bytes = below(100'000);
-    if (below(2) == 0) {
-      for (std::uint64_t v = below(20); v > 0; --v) {
-        model.visits.push_back(
-            {static_cast<std::uint32_t>(below(model.blocks.size())), below(2) == 0 ? Pass::kForward : Pass::kBackward});
-      }
-    }
+    ModelDescription model = testing::Random::model();
+    testing::add_activations(model, generator());
     return model;
   }
-
-  Config config() {
-    const auto& [parameters, states] = kPlacements[below(std::size(kPlacements))];
-    Config config = config_for(parameters, states, below(2) == 0 ? DType::kFloat32 : DType::kBFloat16);
-    constexpr std::uint64_t kTiles[] = {1024, 3072, 16384, 4 << 20};
-    config.tile_elements = kTiles[below(4)];
-    if (below(3) == 0) config.commit_every = static_cast<std::uint32_t>(below(3));
-    if (below(3) == 0) config.nvme_paths = {"/drive"};
-    return config;
-  }
-
- private:
-  std::mt19937_64 generator_;
 };
 
 // Every region of an arena, with what it is for.
@@ -109,6 +67,16 @@ std::vector<Named> hbm_regions(const Plan& plan) {
                             {"finite", plan.hbm.finite}};
   for (const Region& place : plan.hbm.places) all.push_back({"place", place});
   for (const Region& staging : plan.hbm.staging) all.push_back({"staging", staging});
+  for (const Region& place : plan.activations.places) all.push_back({"activation", place});
+  for (const BlockPlan& block : plan.blocks) {
+    if (block.insides_kept) {
+      all.push_back({"insides", block.insides});
+    } else if (block.insides.bytes > 0) {
+      EXPECT_EQ(block.insides.offset, plan.hbm.insides.offset);
+      EXPECT_LE(block.insides.bytes, plan.hbm.insides.bytes);
+    }
+  }
+  all.push_back({"insides in turn", plan.hbm.insides});
   Region shared;
   for (const BlockPlan& block : plan.blocks) {
     all.push_back({"weights", block.weights});
@@ -126,14 +94,23 @@ std::vector<Named> hbm_regions(const Plan& plan) {
   return all;
 }
 
-std::vector<Named> host_regions(const Plan& plan) {
+std::vector<Named> host_regions(const Plan& plan, const ModelDescription& model) {
   std::vector<Named> all = {{"chunks", plan.host.chunks},
                             {"buffers", plan.host.buffers},
                             {"record", plan.host.record},
+                            {"activations down", plan.activations.down},
+                            {"activations up", plan.activations.up},
                             {"norms", plan.host.norms}};
   for (const BlockPlan& block : plan.blocks) {
-    if (!plan.gradients_in_hbm) all.push_back({"gradient", block.gradient});
+    if (block.gradient_place == GradientPlace::kHost) all.push_back({"gradient", block.gradient});
   }
+  for (std::size_t a = 0; a < plan.activations.homes.size(); ++a) {
+    if (const auto& offset = plan.activations.homes[a].host) {
+      all.push_back({"activation", {*offset, model.activations[a].bytes}});
+    }
+  }
+  for (const Region& passing : plan.host.passing) all.push_back({"passing gradient", passing});
+  all.push_back({"spill chunks", plan.host.spill_chunks});
   for (const TilePlace& tile : plan.tile_places) {
     for (Part part : {Part::kWeights, Part::kStates}) {
       if (tile.home[index_of(part)] != Home::kHost) continue;
@@ -157,20 +134,46 @@ void expect_exact(std::vector<Named> regions, const Plan& plan, Placement tier, 
   EXPECT_LE(end, budget);
 }
 
-void expect_consistent(const Plan& plan) {
+void expect_consistent(const Plan& plan, const ModelDescription& model) {
   expect_exact(hbm_regions(plan), plan, Placement::kHbm, plan.ledger.hbm_budget);
-  expect_exact(host_regions(plan), plan, Placement::kHost, plan.ledger.host_budget);
+  expect_exact(host_regions(plan, model), plan, Placement::kHost, plan.ledger.host_budget);
   EXPECT_EQ(plan.ledger.total(Placement::kNvme), plan.has_store ? plan.store_bytes : 0);
   EXPECT_EQ(plan.has_store ? TileStore::disk_bytes(store_shape(plan), 1) : 0, plan.store_bytes);
   EXPECT_LE(plan.store_bytes, plan.ledger.nvme_budget);
+  testing::expect_activations(plan, model);
+  std::uint64_t spilled = 0;
+  for (const TilePlan& tile : plan.tiles) {
+    const BlockPlan& block = plan.blocks[tile.block];
+    if (block.gradient_place != GradientPlace::kSpilled || !tile.range.trainable) {
+      EXPECT_EQ(tile.gradient.bytes, 0u);
+      continue;
+    }
+    EXPECT_EQ(tile.gradient.offset, spilled) << "overlaps, or leaves a hole";
+    EXPECT_EQ(tile.gradient.offset % kExtentAlignment, 0u);
+    EXPECT_GE(tile.gradient.bytes, tile.range.count * size_of(plan.tile_places[0].shape.type));
+    EXPECT_LE(tile.gradient.bytes + mover_buffer_bytes(plan.tile_places), plan.host.buffer_bytes);
+    spilled += tile.gradient.bytes;
+  }
+  EXPECT_EQ(plan.spill_bytes, spilled);
+  EXPECT_LE(spilled, plan.scratch_bytes);
+  EXPECT_EQ(spilled > 0, plan.host.spill_chunks.bytes > 0);
+  for (const BlockPlan& block : plan.blocks) {
+    if (block.gradient_place != GradientPlace::kPassing) continue;
+    ASSERT_FALSE(plan.host.passing.empty());
+    EXPECT_LE(block.gradient.bytes, plan.host.passing[0].bytes);
+  }
   EXPECT_EQ(plan.host.buffers.bytes, plan.host.buffers_count * plan.host.buffer_bytes);
-  if (!plan.hbm.places.empty()) {  // the first takes every block, the others every block but the largest
+  if (!plan.hbm.places.empty()) {  // the first takes every block, two more every block but the largest
     std::vector<std::uint64_t> sizes;
     for (const BlockPlan& block : plan.blocks)
       sizes.push_back(block.partition.elements * size_of(plan.tile_places[0].shape.type));
     std::ranges::sort(sizes, std::greater<>());
     EXPECT_GE(plan.hbm.places[0].bytes, sizes[0]);
-    for (std::size_t p = 1; p < plan.hbm.places.size(); ++p) {
+    ASSERT_EQ(plan.hbm.owners.size(), plan.hbm.places.size());
+    const auto shared = std::ranges::count_if(plan.hbm.owners, [](const auto& owner) { return !owner; });
+    EXPECT_LE(static_cast<std::size_t>(shared), plan.blocks.size());
+    for (std::size_t p = 1; p < std::min<std::size_t>(2, plan.hbm.places.size()); ++p) {
+      if (plan.hbm.owners[p]) continue;
       EXPECT_GE(plan.hbm.places[p].bytes, sizes[1]);
       EXPECT_LT(plan.hbm.places[p].bytes, sizes[1] + 4096);
     }
@@ -194,12 +197,12 @@ TEST(Plan, RegionsNeverOverlapAndTheLedgerIsWhatTheArenasUse) {
     const ModelDescription model = random.model();
     Config config = random.config();
     const Plan free = make_plan(config, model);
-    expect_consistent(free);
+    expect_consistent(free, model);
     // The same with some room, too little for everything to be cached and sometimes for all places.
     config.hbm_bytes = free.ledger.total(Placement::kHbm) + random.below(1 << 20);
     config.host_bytes = free.ledger.total(Placement::kHost) + random.below(16 << 20);
     const Plan roomy = make_plan(config, model);
-    expect_consistent(roomy);
+    expect_consistent(roomy, model);
     EXPECT_EQ(roomy.ledger.hbm_budget, *config.hbm_bytes);
     EXPECT_EQ(roomy.ledger.host_budget, *config.host_bytes);
   }
@@ -228,10 +231,27 @@ TEST(Plan, ARefusalNamesTheSmallestBudgetThatFits) {
       setting = named;
     }
     const Plan plan = make_plan(config, model);
-    expect_consistent(plan);
+    expect_consistent(plan, model);
     EXPECT_EQ(plan.ledger.total(Placement::kHbm), *config.hbm_bytes);
     EXPECT_EQ(plan.ledger.total(Placement::kHost), *config.host_bytes);
   }
+}
+
+// Weights in host memory need no chunks, one buffer is all that the update wants; the gradients still go to NVMe.
+TEST(Plan, TheNamedBudgetIsEnoughWhereGradientsAreSpilledAndOneBufferIsWanted) {
+  Config config = config_for(Placement::kHost, Placement::kHost);
+  config.nvme_paths = {"/drive"};
+  config.tile_elements = 1 << 16;
+  config.knobs.optimizer_buffer_count = 1;
+  ModelDescription model;
+  for (const char* name : {"h.0", "h.1", "h.2", "h.3"}) {
+    model.blocks.push_back({name, {{.name = std::string(name) + ".weight", .shape = {1 << 19, 1}}}});
+  }
+  config.host_bytes = 1;
+  config.host_bytes = testing::named_bytes(refusal(config, model));
+  const Plan plan = make_plan(config, model);
+  expect_consistent(plan, model);
+  EXPECT_GT(plan.spill_bytes, 0u);
 }
 
 TEST(Plan, ARefusalSaysWhatIsThereAndWhatIsNeededInFull) {
@@ -354,13 +374,31 @@ TEST(Plan, HostMemoryThatIsLeftKeepsAFixedSetWithWeightsFirst) {
   for (int i = 0; states < tiles; ++i, *config.host_bytes += 256 * kKiB) {
     ASSERT_LT(i, 1000) << "a large budget keeps every tile";
     const Plan plan = make_plan(config, model);
-    expect_consistent(plan);
+    expect_consistent(plan, model);
     EXPECT_GE(kept(plan, Part::kWeights), weights) << "more room never keeps less";
     EXPECT_TRUE(kept(plan, Part::kStates) == 0 || kept(plan, Part::kWeights) == tiles) << "weights are read more often";
     weights = kept(plan, Part::kWeights);
     states = kept(plan, Part::kStates);
   }
   EXPECT_EQ(weights, tiles);
+}
+
+TEST(Plan, DeviceMemoryThatIsLeftKeepsMoreBlocksUntilEveryOneIsFetchedOnce) {
+  for (const ModelDescription& model : {model_of(12), testing::uneven_model()}) {
+    Config config = config_for(Placement::kNvme, Placement::kNvme);
+    const Plan three = make_plan(config, model);
+    EXPECT_EQ(three.hbm.places.size(), 3u) << "without a budget no more than the pipeline needs";
+    config.hbm_bytes = three.ledger.total(Placement::kHbm);
+    std::uint64_t last = testing::fetches(three), all = 0;
+    for (const BlockPlan& block : three.blocks) all += block.partition.elements * 2 + 4096;
+    for (const std::uint64_t full = *config.hbm_bytes + all; *config.hbm_bytes < full; *config.hbm_bytes += 24 * kKiB) {
+      const Plan plan = make_plan(config, model);
+      expect_consistent(plan, model);
+      EXPECT_LE(testing::fetches(plan), last) << "more room never fetches more: " << *config.hbm_bytes;
+      last = testing::fetches(plan);
+    }
+    EXPECT_EQ(last, model.blocks.size()) << "with room for all, a block is fetched once a step";
+  }
 }
 
 TEST(Plan, AFullDriveMayTakeOneSlotInstead) {

@@ -37,6 +37,7 @@ class Fetch : public ::testing::Test {
   // Block b is tile b; its weights' payload goes to `to`.
   WeightPlaces::Route route() {
     return [this](std::uint32_t block, std::byte* to, std::vector<FetchPiece>& pieces) {
+      fetched.push_back(block);
       const TileStore::Slot slot = store->readable(block);
       pieces.push_back({.tile = block,
                         .to = to,
@@ -46,9 +47,12 @@ class Fetch : public ::testing::Test {
     };
   }
   // Block 0 is by far the largest; only the first place has room for it.
-  void make_places(std::uint32_t count, bool poison = false) {
+  void make_places(std::uint32_t count, bool poison = false, std::uint64_t prefetch_bytes = UINT64_MAX,
+                   std::uint64_t reuse_bytes = UINT64_MAX) {
     WeightPlacesOptions options{
         .places = {}, .block_bytes = {}, .max_pieces = 1, .max_granules = 16, .poison_released = poison};
+    options.prefetch_bytes = prefetch_bytes;
+    options.reuse_bytes = reuse_bytes;
     for (std::uint32_t p = 0; p < count; ++p) {
       options.places.push_back(device->hbm().subspan(p * kPlaceBytes, p == 0 ? kPlaceBytes : kPlaceBytes / 16));
     }
@@ -97,7 +101,7 @@ class Fetch : public ::testing::Test {
   std::unique_ptr<WeightPlaces> places;
   std::vector<std::uint64_t> block_bytes, place_bytes;
   std::set<std::uint32_t> awaited;
-  std::vector<std::uint32_t> delivered;
+  std::vector<std::uint32_t> delivered, fetched;
   std::uint32_t refused = UINT32_MAX;
 };
 
@@ -155,6 +159,72 @@ TEST_F(Fetch, WeightsWhoseUpdateIsAwaitedComeFromIt) {
     }
     compute->synchronize();
     places->settle();
+  }
+}
+
+// A block that is there, but whose place another one takes before it is wanted again, is fetched as soon as that is
+// done.
+TEST_F(Fetch, ABlockThatWillHaveLostItsPlaceIsFetchedAhead) {
+  make_places(2);
+  const std::vector<std::uint32_t> visits = {1, 2, 0, 0, 2, 1};
+  awaited = {0, 1, 2};
+  places->begin_step(visits);
+  for (std::size_t v = 0; v < visits.size(); ++v) {
+    if (v == 4) {
+      EXPECT_EQ(fetched, (std::vector<std::uint32_t>{2, 1}));
+    }
+    const std::uint32_t place = places->acquire(visits[v], v, *compute);
+    if (v < 4) {
+      expect_delivered(visits[v], places->address(place));
+    } else {
+      expect_weights(visits[v], places->address(place));
+    }
+    places->release(place);
+  }
+  EXPECT_EQ(fetched, (std::vector<std::uint32_t>{2, 1}));
+}
+
+TEST_F(Fetch, BlocksAreFetchedAheadUntilTheLimitIsReached) {
+  make_places(3);
+  const std::uint64_t sums[] = {0, block_bytes[0], block_bytes[0] + block_bytes[1],
+                                block_bytes[0] + block_bytes[1] + block_bytes[2]};
+  const std::pair<std::uint64_t, int> limits[] = {{0, 0},       {1, 1},           {sums[1], 1},   {sums[1] + 1, 2},
+                                                  {sums[2], 2}, {sums[2] + 1, 3}, {UINT64_MAX, 3}};
+  for (const auto& [limit, blocks] : limits) {
+    make_places(3, false, limit);
+    const std::uint64_t before = fetcher->copied_bytes();
+    places->begin_step(std::vector<std::uint32_t>{0, 1, 2});
+    places->settle();
+    EXPECT_EQ(fetcher->copied_bytes() - before, sums[blocks]) << limit;
+    for (std::uint32_t block : {0u, 1u, 2u}) {
+      const std::uint32_t place = places->acquire(block, block, *compute);
+      expect_weights(block, places->address(place));
+      places->release(place);
+    }
+  }
+}
+
+TEST_F(Fetch, HitsAreVisitsOfBlocksThatStayed) {
+  const std::vector<std::uint32_t> visits = {0, 1, 2, 2, 1, 0};
+  for (const std::uint64_t reuse : {std::uint64_t{0}, std::uint64_t{1}, UINT64_MAX}) {
+    make_places(3, false, UINT64_MAX, reuse);
+    const auto plan = assign_places(visits, block_bytes, place_bytes, {.owners = {}, .reuse_bytes = reuse});
+    const auto hits = static_cast<std::uint64_t>(std::ranges::count(plan, false, &VisitPlace::fetch));
+    EXPECT_EQ(hits, reuse == 0 ? 0u : reuse == 1 ? 1u : 3u);
+    for (int step = 0; step < 3; ++step) {
+      const std::uint64_t before = fetcher->copied_bytes();
+      std::uint64_t fetched = 0;
+      places->begin_step(visits);
+      for (std::size_t v = 0; v < visits.size(); ++v) {
+        const std::uint32_t place = places->acquire(visits[v], v, *compute);
+        expect_weights(visits[v], places->address(place));
+        places->release(place);
+        fetched += plan[v].fetch ? block_bytes[visits[v]] : 0;
+      }
+      EXPECT_EQ(places->hits().visits, visits.size());
+      EXPECT_EQ(places->hits().hits, hits) << "step " << step;
+      EXPECT_EQ(fetcher->copied_bytes() - before, fetched);
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 #include "kernels/device.h"
 #include "kernels/workers.h"
 #include "swap/block_fetcher.h"
+#include "swap/block_spiller.h"
 #include "tests/swap/store_fixture.h"
 
 #define SPILLWAY_CREATE                                                                         \
@@ -19,6 +20,7 @@ namespace {
 
 std::atomic<int> submits_left = -1;  // then submit() throws; negative: never
 std::atomic<bool> wait_fails = false;
+std::atomic<bool> fails_in_flight = false;  // once the drive has got to work
 
 class FailingQueue final : public IoQueue {
  public:
@@ -30,7 +32,9 @@ class FailingQueue final : public IoQueue {
   }
   std::span<IoCompletion> wait(std::span<IoCompletion> out, double timeout_seconds) override {
     if (wait_fails) throw std::runtime_error("the ring is gone");
-    return real_->wait(out, timeout_seconds);
+    if (!fails_in_flight || real_->pending() == 0) return real_->wait(out, timeout_seconds);
+    real_->wait(out, 0);
+    throw std::runtime_error("the ring is gone while it is in use");
   }
   void wake() noexcept override { real_->wake(); }
   std::uint32_t pending() const noexcept override { return real_->pending(); }
@@ -64,7 +68,7 @@ class QueueFailure : public ::testing::Test {
   ~QueueFailure() override {
     thread.reset();  // returns
     submits_left = -1;
-    wait_fails = false;
+    wait_fails = fails_in_flight = false;
   }
   IoRequest read(int index) const {
     return {.op = IoOp::kRead, .offset = 0, .buffer = arena.memory().data() + index * 65536, .bytes = 65536};
@@ -105,6 +109,15 @@ TEST_F(QueueFailure, RequestsThatTheQueueDidNotTakeFailToo) {
   }
 }
 
+// What the drive still works on is waited for by the thread that may, when all is over.
+TEST_F(QueueFailure, LeavesNothingInFlightBehind) {
+  IoBatch batch(*thread);
+  fails_in_flight = true;
+  for (int i = 0; i < 60; ++i) batch.add(read(i));
+  expect_failure(batch);
+  thread.reset();
+}
+
 // Its handler posts the next reads from the store's own thread, while that is failing the ones before.
 TEST_F(QueueFailure, AFetchFails) {
   const auto workers = create_workers(2);
@@ -130,6 +143,30 @@ TEST_F(QueueFailure, AFetchFails) {
     for (BlockFetch& fetch : fetches) EXPECT_THROW(fetcher.wait_open(fetch), Error);
     start(fetches[0]);
     EXPECT_THROW(fetcher.wait_open(fetches[0]), Error);
+  }
+  device->unregister_host(arena.memory());
+}
+
+TEST_F(QueueFailure, ASpillFails) {
+  const auto workers = create_workers(2);
+  const auto device = create_host_device({.hbm_bytes = 4 << 20}, *workers);
+  device->register_host(arena.memory());
+  const auto d2h = device->create_stream("d2h");
+  {
+    constexpr std::uint64_t kChunk = kGranuleBytes;
+    BlockSpiller spiller(*thread, *device, *d2h, arena.memory().first(kChunk), kChunk, 3);
+    BlockSpill spills[] = {{*device, 1, 16}, {*device, 1, 16}, {*device, 1, 16}};
+    const auto start = [&](BlockSpill& spill) {
+      spill.pieces.assign(1, {.from = device->hbm().data(),
+                              .payload_bytes = 4 * kChunk,
+                              .extent = {.offset = store->layout().scratch_offset, .bytes = 4 * kChunk}});
+      spiller.start(spill);
+    };
+    submits_left = 1;  // the second chunk is refused, inside the handler of a wake
+    for (BlockSpill& spill : spills) start(spill);
+    for (BlockSpill& spill : spills) EXPECT_THROW(spiller.wait_written(spill), Error);
+    start(spills[0]);
+    EXPECT_THROW(spiller.wait_left(spills[0]), Error);
   }
   device->unregister_host(arena.memory());
 }

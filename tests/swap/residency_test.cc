@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <string>
 
 namespace spillway {
 namespace {
@@ -89,6 +90,37 @@ TEST(Residency, EverythingIsFetchedOnceWhenEverythingFits) { EXPECT_EQ(fetches(a
 // nothing.
 TEST(Residency, OnePlaceFetchesEveryVisit) {
   EXPECT_EQ(fetches(assign_equal(gpt2_visits(6), 1)), gpt2_visits(6).size());
+}
+
+// What was promised a place keeps it; the others share the rest as if it were not there.
+TEST(Residency, AnOwnedPlaceIsUsedByItsBlockAlone) {
+  const auto visits = gpt2_visits(6);
+  const std::vector<std::uint64_t> block_bytes(8, 100);
+  const std::vector<std::optional<std::uint32_t>> owners = {std::nullopt, 3u, std::nullopt};
+  const auto plan = assign_places(visits, block_bytes, std::vector<std::uint64_t>(3, 100), {.owners = owners});
+  std::size_t fetched = 0;
+  for (std::size_t v = 0; v < visits.size(); ++v) {
+    EXPECT_EQ(plan[v].place == 1, visits[v] == 3) << "visit " << v;
+    if (visits[v] == 3) fetched += plan[v].fetch;
+  }
+  EXPECT_EQ(fetched, 1u);
+}
+
+TEST(Residency, ABlockLeavesWhenSoMuchIsVisitedBeforeItIsWantedAgain) {
+  const auto visits = gpt2_visits(3);  // 0 1 2 3 0 3 2 1 0
+  const auto fetched = [&](std::uint64_t reuse_bytes, const std::vector<std::optional<std::uint32_t>>& owners = {}) {
+    const auto plan = assign_places(visits, std::vector<std::uint64_t>(4, 100), std::vector<std::uint64_t>(4, 100),
+                                    {.owners = owners, .reuse_bytes = reuse_bytes});
+    std::string text;
+    for (const VisitPlace& visit : plan) text += visit.fetch ? 'f' : visit.leaves ? 'L' : '-';
+    return text;
+  };
+  EXPECT_EQ(fetched(UINT64_MAX), "ffff-----");
+  EXPECT_EQ(fetched(501), "ffff-----");
+  EXPECT_EQ(fetched(500), "ffff---f-") << "500 bytes lie between the visits of block 1";
+  EXPECT_EQ(fetched(101), "fffff-fff");
+  EXPECT_EQ(fetched(100), "fffffffff");
+  EXPECT_EQ(fetched(100, {{}, 1u, {}, {}}), "fffffff-f") << "a block stays in its own place";
 }
 
 }  // namespace

@@ -147,6 +147,29 @@ TEST(TileStore, ATruncatedFileIsRefused) {
   EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
 }
 
+TEST(TileStore, ScratchGrowsForARunThatNeedsMoreAndNothingElseMoves) {
+  StoreDirectory directory;
+  make_store(directory, 7);
+  HostArena arena(kArenaBytes, kPinnedArena);
+  TileStore::Created shape = three_tiles();
+  const auto file = directory.path() / kStoreFileName;
+  const auto size = std::filesystem::file_size(file);
+  shape.least_scratch_bytes = 5 * kExtentAlignment;
+  for (int i = 0; i < 2; ++i) {
+    auto store = TileStore::open(directory.path(), shape);
+    EXPECT_EQ(store->layout().total_bytes, store->layout().scratch_offset + shape.least_scratch_bytes);
+    EXPECT_EQ(std::filesystem::file_size(file), size + 4 * kExtentAlignment);
+    EXPECT_EQ(store->committed().step, 7u);
+    expect_tiles(*store, shape, arena, 7);
+  }
+  shape.least_scratch_bytes = 0;
+  expect_tiles(*TileStore::open(directory.path(), shape), shape, arena, 7);
+  shape.least_scratch_bytes = std::uint64_t{1} << 60;
+  EXPECT_THROW(TileStore::open(directory.path(), shape), Error);
+  shape.least_scratch_bytes = 0;
+  expect_tiles(*TileStore::open(directory.path(), shape), shape, arena, 7);
+}
+
 TEST(TileStore, OneProcessAtATime) {
   StoreDirectory directory;
   make_store(directory, 1);

@@ -1,4 +1,4 @@
-// A Lease is the engine room's; tests of the model link without it.
+// Leases are the engine room's; tests of the model link without it.
 #include "tests/tools/fake_engine.h"
 
 namespace spillway {
@@ -14,6 +14,14 @@ Lease::~Lease() { release(); }
 const void* Lease::weight(std::uint32_t parameter) const { return engine_->weight_address(slot_, parameter); }
 void Lease::release() {
   if (engine_ != nullptr) std::exchange(engine_, nullptr)->release(slot_);
+}
+
+ActivationLease::ActivationLease(ActivationLease&& other) noexcept
+    : engine_(std::exchange(other.engine_, nullptr)), place_(other.place_), data_(other.data_) {}
+ActivationLease::~ActivationLease() { release(); }
+std::byte* ActivationLease::data() const { return data_; }
+void ActivationLease::release() {
+  if (engine_ != nullptr) std::exchange(engine_, nullptr)->release_activation(place_);
 }
 
 }  // namespace spillway

@@ -58,15 +58,24 @@ class FakeStream final : public Stream {
 
 class FakeEngine final : public Engine {
  public:
-  FakeEngine(const ModelDescription& model, DType type, unsigned threads, std::size_t arena_bytes = 0)
+  FakeEngine(const ModelDescription& model, DType type, unsigned threads, std::size_t arena_bytes = 0,
+             bool keep_insides = false)
       : type_(type), stream_(threads) {
     std::size_t bytes = align_up<std::uint64_t>(model.workspace_bytes, 4096) + arena_bytes;
+    for (const auto& activation : model.activations) bytes += align_up<std::uint64_t>(activation.bytes, 4096);
     for (const auto& block : model.blocks) {
+      bytes += align_up<std::uint64_t>(block.inside_bytes * model.micro_batches, 4096) + 4096;
       for (const auto& parameter : block.parameters) bytes += align_up<std::uint64_t>(elements(parameter) * 4, 2048);
     }
     arena_.reset(static_cast<std::byte*>(std::aligned_alloc(4096, align_up<std::size_t>(bytes + 4096, 4096))));
     arena_bytes_ = bytes;
     workspace_ = {allocate(model.workspace_bytes, 4096), model.workspace_bytes};
+    for (const auto& activation : model.activations) activations_.push_back(allocate(activation.bytes, 4096));
+    for (const auto& block : model.blocks) {
+      const std::size_t size = block.inside_bytes * (keep_insides ? model.micro_batches : 1);
+      insides_.push_back({{allocate(size, 4096), size}, keep_insides});
+    }
+    activation_uses_ = model.activation_uses;
     // Whatever is read before it is written shows.
     std::memset(arena_.get(), 0xff, bytes);
     for (const auto& block : model.blocks) {
@@ -107,6 +116,7 @@ class FakeEngine final : public Engine {
   std::vector<std::byte> blob() const override { return {}; }
   const Ledger& ledger() const override { return ledger_; }
   std::vector<std::string> describe() const override { return {}; }
+  std::optional<double> predicted_step_seconds() const override { return std::nullopt; }
   DeviceKind device_kind() const override { return DeviceKind::kHost; }
   Stream& stream() override { return stream_; }
   std::span<std::byte> workspace() override { return workspace_; }
@@ -136,6 +146,14 @@ class FakeEngine final : public Engine {
     ++open_leases_;
     return make_lease(block);
   }
+  // Uses come as they were described.
+  ActivationLease acquire_activation(std::uint32_t activation, Access access, Stream&) override {
+    const ActivationUse& use = activation_uses_.at(next_use_++ % activation_uses_.size());
+    SPILLWAY_CHECK(use.activation == activation && use.access == access, "uses follow the description");
+    ++open_leases_;
+    return make_activation_lease(activation, activations_[activation]);
+  }
+  Insides insides(std::uint32_t block) override { return insides_[block]; }
   void push_gradient(const Gradient& gradient, Stream&) override {
     const std::pair key(gradient.block, gradient.parameter);
     const std::size_t count = counts_[gradient.block][gradient.parameter];
@@ -174,6 +192,7 @@ class FakeEngine final : public Engine {
     return weights_[slot][parameter];
   }
   void release(std::uint32_t) override { --open_leases_; }
+  void release_activation(std::uint32_t) override { --open_leases_; }
 
  private:
   struct Free {
@@ -188,6 +207,10 @@ class FakeEngine final : public Engine {
   std::vector<std::vector<std::size_t>> counts_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::vector<float>> gradients_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, unsigned> pushes_;
+  std::vector<std::byte*> activations_;
+  std::vector<Insides> insides_;
+  std::vector<ActivationUse> activation_uses_;
+  std::size_t next_use_ = 0;
   std::vector<std::pair<std::uint32_t, Pass>> visits_;
   int open_leases_ = 0;
   std::uint64_t step_ = 0;

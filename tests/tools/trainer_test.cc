@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <random>
 
 #include "tests/tools/fake_engine.h"
@@ -23,10 +25,10 @@ ModelConfig tiny_model() {
 }
 
 struct Resident {
-  Resident(const ModelConfig& model, const TrainerOptions& options)
+  Resident(const ModelConfig& model, const TrainerOptions& options, bool keep_insides = false)
       : trainer(model, options),
         description(trainer.description()),
-        engine(description, options.type, options.threads) {
+        engine(description, options.type, options.threads, 0, keep_insides) {
     trainer.attach(engine);
     std::mt19937 generator(7);
     std::normal_distribution<float> normal(0, 0.2f);
@@ -163,6 +165,28 @@ TEST_P(TrainerBitsTest, ThreadsDoNotChangeABit) {
       EXPECT_EQ(std::memcmp(gradients[i].data(), expected[i].data(), gradients[i].size() * sizeof(float)), 0)
           << threads << " threads, parameter " << i;
     }
+  }
+}
+
+TEST_P(TrainerBitsTest, InsidesThatAreKeptDoNotChangeABit) {
+  const auto model = tiny_model();
+  const auto rows = random_rows(model, 6, 70);
+  const TrainerOptions options{.type = GetParam(), .micro_batch = 2, .accumulation = 3, .sequence = 70, .threads = 2};
+  Resident computed(model, options), kept(model, options, true);
+  for (int step = 0; step < 2; ++step) {
+    const auto inside = kept.engine.insides(layer_block(0)).memory;
+    std::memset(inside.data(), 0xff, inside.size());
+    EXPECT_EQ(computed.trainer.run_step(rows), kept.trainer.run_step(rows));
+    for (std::uint32_t b = 0; b < kept.weights.size(); ++b) {
+      for (std::uint32_t p = 0; p < kept.weights[b].size(); ++p) {
+        const auto one = computed.engine.gradient(b, p), other = kept.engine.gradient(b, p);
+        EXPECT_EQ(std::memcmp(one.data(), other.data(), one.size() * sizeof(float)), 0) << "block " << b << ", " << p;
+      }
+    }
+    const auto unwritten = static_cast<std::size_t>(std::ranges::count(inside, std::byte{0xff}));
+    EXPECT_LT(unwritten, inside.size() / 10) << "what is to be kept is elsewhere";
+    computed.engine.step({});
+    kept.engine.step({});
   }
 }
 

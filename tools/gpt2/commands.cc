@@ -111,6 +111,7 @@ void add_finetune(CLI::App& program, int& exit_code) {
       ->capture_default_str();
   command->add_option("--out", options.out, "Where the trained model goes");
   command->add_option("--log", options.log, "Append one JSON line per step");
+  command->add_option("--trace", options.trace, "Write a timeline that ui.perfetto.dev and chrome://tracing show");
   auto* resume = command->add_flag("--resume", options.resume, "Continue from the store");
   command->add_flag("--fresh", options.fresh, "Give up the store that exists and start anew")->excludes(resume);
   command->callback([kept, &exit_code] { exit_code = finetune(*kept); });

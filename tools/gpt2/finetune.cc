@@ -83,7 +83,7 @@ std::unique_ptr<Engine> create_engine(const FinetuneOptions& options, const Conf
                         : options.fresh ? OnExisting::kReplace
                                         : OnExisting::kRefuse;
   try {
-    return Engine::create(config, description, {.on_existing = existing});
+    return Engine::create(config, description, {.on_existing = existing, .trace = options.trace});
   } catch (const Error& error) {
     ErrorParts parts = error.parts();
     if (error.code() == Code::kExists) parts.hint = "continue it with --resume, or give it up with --fresh";
@@ -181,6 +181,7 @@ class Run {
     const std::string blob = position_.text(options_.sequence);
     facts.report = engine_->step(std::as_bytes(std::span(blob)));
     facts.tokens = rows_per_step() * options_.sequence;
+    step_seconds_.push_back(facts.report.seconds);
     if (!first_loss_) first_loss_ = facts.loss;
     last_loss_ = facts.loss;
     if (log_.is_open()) {
@@ -196,7 +197,20 @@ class Run {
     progress.line(step_text(facts, options_.steps));
   }
 
+  // The first two steps of a run touch memory for the first time and have no update of the step before.
+  void compare_with_prediction() {
+    const std::optional<double> predicted = engine_->predicted_step_seconds();
+    constexpr std::size_t kUnusual = 2;
+    if (!predicted || step_seconds_.size() <= kUnusual) return;
+    const auto first = step_seconds_.begin() + kUnusual;
+    const auto middle = first + (step_seconds_.end() - first) / 2;
+    std::nth_element(first, middle, step_seconds_.end());
+    fmt::print("step: {:.2f} s predicted, {:.2f} s measured ({:+.0f} %; median of {})\n", *predicted, *middle,
+               100 * (*middle / *predicted - 1), step_seconds_.end() - first);
+  }
+
   void finish() {
+    compare_with_prediction();
     if (first_loss_)
       fmt::print("loss: {:.4f} in the first step of this run, {:.4f} in the last\n", *first_loss_, last_loss_);
     else
@@ -226,6 +240,7 @@ class Run {
   std::unique_ptr<Engine> engine_;
   std::vector<std::uint32_t> rows_;
   Position position_;
+  std::vector<double> step_seconds_;
   std::optional<double> first_loss_;
   double last_loss_ = 0;
 };

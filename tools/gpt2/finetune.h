@@ -8,9 +8,9 @@ namespace spillway::gpt2 {
 
 struct FinetuneOptions {
   std::filesystem::path config, model, data;
-  std::filesystem::path aio;       // what `spillway sweep --json` wrote, put over the configuration; empty: nothing
-  std::filesystem::path out, log;  // empty: none
-  std::uint64_t steps = 0;         // number of the last step
+  std::filesystem::path aio;  // what `spillway sweep --json` wrote, put over the configuration; empty: nothing
+  std::filesystem::path out, log, trace;  // empty: none
+  std::uint64_t steps = 0;                // number of the last step
   std::uint32_t sequence = 256;
   bool resume = false, fresh = false;
 };

@@ -10,8 +10,23 @@ namespace spillway::gpt2 {
 struct Gpt2Trainer::LayerVisit {
   const Lease& lease;
   std::uint32_t layer, micro_batch;
+  const Inside& inside;
   bool first() const { return micro_batch == 0; }
 };
+
+Gpt2Trainer::Inside::Inside(Carver& carver, const Shape& shape) {
+  const std::size_t m = shape.tokens(), e = size_of(shape.type);
+  const auto tensor = [&](std::size_t columns) { return carver.take<std::byte>(m * columns * e); };
+  norm1 = tensor(shape.width);
+  qkv = tensor(3 * std::size_t{shape.width});
+  attention = tensor(shape.width);
+  middle = tensor(shape.width);
+  norm2 = tensor(shape.width);
+  mlp = tensor(shape.inner);
+  activation = tensor(shape.inner);
+  statistics1 = carver.take<float>(2 * m);
+  statistics2 = carver.take<float>(2 * m);
+}
 
 Gpt2Trainer::Workspace::Workspace(Carver& carver, const Gpt2Trainer& trainer) {
   const Shape& shape = trainer.shape_;
@@ -22,16 +37,8 @@ Gpt2Trainer::Workspace::Workspace(Carver& carver, const Gpt2Trainer& trainer) {
   inputs = carver.take<std::uint32_t>(micro_batches * m);
   targets = carver.take<std::uint32_t>(micro_batches * m);
   losses = carver.take<float>(micro_batches * m);
-  kept = carver.take<std::byte>((trainer.model_.layers + 1) * micro_batches * m * width * e);
-  norm1 = tensor(width);
-  qkv = tensor(3 * width);
-  attention = tensor(width);
-  middle = tensor(width);
-  norm2 = tensor(width);
-  mlp = tensor(inner);
-  activation = tensor(inner);
-  statistics1 = carver.take<float>(2 * m);
-  statistics2 = carver.take<float>(2 * m);
+  normed = tensor(width);
+  normed_statistics = carver.take<float>(2 * m);
   dinner = tensor(inner);
   dnorm = tensor(width);
   dqkv = tensor(3 * width);
@@ -64,12 +71,48 @@ Gpt2Trainer::Gpt2Trainer(const ModelConfig& model, const TrainerOptions& options
   inputs_.resize(tokens);
   targets_.resize(tokens);
   losses_.resize(tokens);
-  Carver measure(nullptr);
+  Carver measure(nullptr), measure_inside(nullptr);
   Workspace(measure, *this);
   workspace_bytes_ = measure.used();
+  Inside(measure_inside, shape_);
+  inside_bytes_ = measure_inside.used();
 }
 
-ModelDescription Gpt2Trainer::description() const { return describe_model(model_, workspace_bytes_); }
+ModelDescription Gpt2Trainer::description() const {
+  ModelDescription description = describe_model(model_, workspace_bytes_);
+  for (std::uint32_t l = 0; l < model_.layers; ++l) {
+    description.blocks[layer_block(l)].inside_bytes = inside_bytes_;
+  }
+  description.micro_batches = options_.accumulation;
+  describe_activations(description);
+  return description;
+}
+
+// In the order of run_step().
+void Gpt2Trainer::describe_activations(ModelDescription& description) const {
+  const std::uint32_t layers = model_.layers, micro_batches = options_.accumulation;
+  const std::uint64_t bytes = shape_.tokens() * shape_.width * size_of(shape_.type);
+  description.activations.assign((layers + std::size_t{1}) * micro_batches, {.bytes = bytes});
+  description.activations_held = 2;
+  const auto use = [&](std::uint32_t layer, std::uint32_t b, Access access) {
+    description.activation_uses.push_back({layer * micro_batches + b, access});
+  };
+  for (std::uint32_t b = 0; b < micro_batches; ++b) use(0, b, Access::kWrite);
+  for (std::uint32_t l = 0; l < layers; ++l) {
+    for (std::uint32_t b = 0; b < micro_batches; ++b) {
+      use(l, b, Access::kRead);
+      use(l + 1, b, Access::kWrite);
+    }
+  }
+  for (std::uint32_t b = 0; b < micro_batches; ++b) use(layers, b, Access::kUpdate);
+  for (std::uint32_t l = layers; l-- > 0;) {
+    for (std::uint32_t b = 0; b < micro_batches; ++b) {
+      use(l, b, Access::kRead);
+      use(layers, b, Access::kUpdate);
+    }
+  }
+  for (std::uint32_t b = 0; b < micro_batches; ++b) use(layers, b, Access::kRead);
+}
 
 void Gpt2Trainer::attach(Engine& engine) {
   engine_ = &engine;
@@ -80,9 +123,14 @@ void Gpt2Trainer::attach(Engine& engine) {
   ops_->bind(engine, {work_->scratch, ops_->scratch_bytes()});
 }
 
-std::byte* Gpt2Trainer::kept(std::uint32_t layer, std::uint32_t micro_batch) const {
-  const std::size_t index = static_cast<std::size_t>(layer) * options_.accumulation + micro_batch;
-  return work_->kept + index * shape_.tokens() * shape_.width * size_of(shape_.type);
+ActivationLease Gpt2Trainer::input(std::uint32_t layer, std::uint32_t micro_batch, Access access) const {
+  return engine_->acquire_activation(layer * options_.accumulation + micro_batch, access, *stream_);
+}
+
+Gpt2Trainer::Inside Gpt2Trainer::inside(std::uint32_t layer, std::uint32_t micro_batch) const {
+  const Insides insides = engine_->insides(layer_block(layer));
+  Carver carver(insides.memory.data() + (insides.kept ? micro_batch * inside_bytes_ : 0));
+  return {carver, shape_};
 }
 
 void Gpt2Trainer::push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type) const {
@@ -116,16 +164,16 @@ double Gpt2Trainer::run_step(std::span<const std::uint32_t> rows) {
 void Gpt2Trainer::embed() {
   Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kForward, *stream_);
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
+    const ActivationLease out = input(0, b, Access::kWrite);
     ops_->run(Embedding{work_->inputs + b * shape_.tokens(), lease.weight(kTokenWeight), lease.weight(kPositionWeight),
-                        kept(0, b)},
+                        out.data()},
               *stream_);
   }
   lease.release();
 }
 
 // middle = x + projection of the attention over norm(x)
-void Gpt2Trainer::layer_attention(const Lease& lease, const std::byte* x) const {
-  const Workspace& w = *work_;
+void Gpt2Trainer::layer_attention(const Lease& lease, const std::byte* x, const Inside& w) const {
   const std::uint32_t width = shape_.width;
   ops_->run(LayerNorm{x, lease.weight(kNorm1Weight), lease.weight(kNorm1Bias), w.norm1, w.statistics1}, *stream_);
   ops_->run(
@@ -138,8 +186,7 @@ void Gpt2Trainer::layer_attention(const Lease& lease, const std::byte* x) const 
 }
 
 // activation = gelu(mlp), mlp = first product over norm(middle)
-void Gpt2Trainer::layer_mlp_inner(const Lease& lease) const {
-  const Workspace& w = *work_;
+void Gpt2Trainer::layer_mlp_inner(const Lease& lease, const Inside& w) const {
   ops_->run(LayerNorm{w.middle, lease.weight(kNorm2Weight), lease.weight(kNorm2Bias), w.norm2, w.statistics2},
             *stream_);
   ops_->run(
@@ -151,10 +198,12 @@ void Gpt2Trainer::layer_mlp_inner(const Lease& lease) const {
 void Gpt2Trainer::forward(std::uint32_t layer) {
   Lease lease = engine_->acquire(layer_block(layer), Pass::kForward, *stream_);
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
-    layer_attention(lease, kept(layer, b));
-    layer_mlp_inner(lease);
-    ops_->run(Linear{shape_.inner, shape_.width, work_->activation, lease.weight(kMlpOutWeight),
-                     lease.weight(kMlpOutBias), work_->middle, kept(layer + 1, b)},
+    const ActivationLease x = input(layer, b, Access::kRead), out = input(layer + 1, b, Access::kWrite);
+    const Inside w = inside(layer, b);
+    layer_attention(lease, x.data(), w);
+    layer_mlp_inner(lease, w);
+    ops_->run(Linear{shape_.inner, shape_.width, w.activation, lease.weight(kMlpOutWeight), lease.weight(kMlpOutBias),
+                     w.middle, out.data()},
               *stream_);
   }
   lease.release();
@@ -167,14 +216,15 @@ void Gpt2Trainer::head() {
   const float scale = static_cast<float>(1.0 / static_cast<double>(losses_.size()));
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
     const std::size_t first = b * shape_.tokens();
-    ops_->run(
-        LayerNorm{gradient(b), lease.weight(kFinalNormWeight), lease.weight(kFinalNormBias), w.norm1, w.statistics1},
-        *stream_);
-    ops_->run(HeadLoss{w.norm1, w.targets + first, lease.weight(kTokenWeight), scale, w.losses + first, w.norm1,
+    const ActivationLease x = input(model_.layers, b, Access::kUpdate);
+    ops_->run(LayerNorm{x.data(), lease.weight(kFinalNormWeight), lease.weight(kFinalNormBias), w.normed,
+                        w.normed_statistics},
+              *stream_);
+    ops_->run(HeadLoss{w.normed, w.targets + first, lease.weight(kTokenWeight), scale, w.losses + first, w.normed,
                        w.dtoken_weight, b > 0},
               *stream_);
-    ops_->run(LayerNormBackward{gradient(b), lease.weight(kFinalNormWeight), w.norm1, w.statistics1, nullptr,
-                                gradient(b), w.dfinal_norm_weight, w.dfinal_norm_bias, DType::kFloat32, b > 0},
+    ops_->run(LayerNormBackward{x.data(), lease.weight(kFinalNormWeight), w.normed, w.normed_statistics, nullptr,
+                                x.data(), w.dfinal_norm_weight, w.dfinal_norm_bias, DType::kFloat32, b > 0},
               *stream_);
   }
   lease.release();
@@ -182,7 +232,16 @@ void Gpt2Trainer::head() {
 
 void Gpt2Trainer::backward(std::uint32_t layer) {
   Lease lease = engine_->acquire(layer_block(layer), Pass::kBackward, *stream_);
-  for (std::uint32_t b = 0; b < options_.accumulation; ++b) layer_backward({lease, layer, b});
+  const bool kept = engine_->insides(layer_block(layer)).kept;
+  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
+    const ActivationLease x = input(layer, b, Access::kRead), d = input(model_.layers, b, Access::kUpdate);
+    const Inside w = inside(layer, b);
+    if (!kept) {
+      layer_attention(lease, x.data(), w);
+      layer_mlp_inner(lease, w);
+    }
+    layer_backward({lease, layer, b, w}, x.data(), d.data());
+  }
   lease.release();
 }
 
@@ -210,28 +269,25 @@ void Gpt2Trainer::norm_gradient(const LayerVisit& visit, LayerParameter weight, 
   push(layer_block(visit.layer), weight + 1, dbias, gradient_type_);
 }
 
-void Gpt2Trainer::layer_backward(const LayerVisit& visit) const {
+// `d` is the gradient with respect to the layer's output, then middle, then its input x.
+void Gpt2Trainer::layer_backward(const LayerVisit& visit, const std::byte* x, std::byte* d) const {
   const Workspace& w = *work_;
+  const Inside& inside = visit.inside;
   const Lease& lease = visit.lease;
   const std::uint32_t width = shape_.width, inner = shape_.inner;
-  const std::byte* x = kept(visit.layer, visit.micro_batch);
-  std::byte* d = gradient(visit.micro_batch);  // with respect to the layer's output, then middle, then input
-  layer_attention(lease, x);
-  layer_mlp_inner(lease);
-
-  linear_gradient(visit, kMlpOutWeight, w.activation, d);
+  linear_gradient(visit, kMlpOutWeight, inside.activation, d);
   ops_->run(LinearBackwardInput{inner, width, d, lease.weight(kMlpOutWeight), w.dinner}, *stream_);
-  ops_->run(GeluBackward{w.mlp, w.dinner, w.dinner}, *stream_);
-  linear_gradient(visit, kMlpWeight, w.norm2, w.dinner);
+  ops_->run(GeluBackward{inside.mlp, w.dinner, w.dinner}, *stream_);
+  linear_gradient(visit, kMlpWeight, inside.norm2, w.dinner);
   ops_->run(LinearBackwardInput{width, inner, w.dinner, lease.weight(kMlpWeight), w.dnorm}, *stream_);
-  norm_gradient(visit, kNorm2Weight, w.middle, w.statistics2, d);
+  norm_gradient(visit, kNorm2Weight, inside.middle, inside.statistics2, d);
 
-  linear_gradient(visit, kAttentionOutWeight, w.attention, d);
+  linear_gradient(visit, kAttentionOutWeight, inside.attention, d);
   ops_->run(LinearBackwardInput{width, width, d, lease.weight(kAttentionOutWeight), w.dnorm}, *stream_);
-  ops_->run(AttentionBackward{w.qkv, w.dnorm, w.dqkv}, *stream_);
-  linear_gradient(visit, kAttentionWeight, w.norm1, w.dqkv);
+  ops_->run(AttentionBackward{inside.qkv, w.dnorm, w.dqkv}, *stream_);
+  linear_gradient(visit, kAttentionWeight, inside.norm1, w.dqkv);
   ops_->run(LinearBackwardInput{width, 3 * width, w.dqkv, lease.weight(kAttentionWeight), w.dnorm}, *stream_);
-  norm_gradient(visit, kNorm1Weight, x, w.statistics1, d);
+  norm_gradient(visit, kNorm1Weight, x, inside.statistics1, d);
 }
 
 void Gpt2Trainer::finish_embedding() {
@@ -239,7 +295,8 @@ void Gpt2Trainer::finish_embedding() {
   Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kBackward, *stream_);
   ops_->zero(w.dposition_weight, static_cast<std::size_t>(shape_.positions) * shape_.width * sizeof(float), *stream_);
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
-    ops_->run(EmbeddingBackward{w.inputs + b * shape_.tokens(), gradient(b), w.dtoken_weight, w.dposition_weight},
+    const ActivationLease d = input(model_.layers, b, Access::kRead);
+    ops_->run(EmbeddingBackward{w.inputs + b * shape_.tokens(), d.data(), w.dtoken_weight, w.dposition_weight},
               *stream_);
   }
   push(kEmbeddingBlock, kTokenWeight, w.dtoken_weight, DType::kFloat32);

@@ -1,8 +1,9 @@
 // One training step of a GPT-2 model, driven through the engine.
 //
 // All micro-batches go through a block before the next block is acquired, so weights cross each link once per pass and
-// every gradient is pushed once, whatever the accumulation. The input of each block is kept; its inside is computed
-// again in backward. All memory is the engine's workspace, laid out here from shapes alone.
+// every gradient is pushed once, whatever the accumulation. The input of each block is kept, as an activation that the
+// engine finds a place for; a block's inside too, where the engine has room for it, else it is computed again in
+// backward. All other memory is the engine's workspace. Both are laid out here from shapes alone.
 #pragma once
 
 #include <cstdint>
@@ -38,14 +39,18 @@ class Gpt2Trainer {
   double run_step(std::span<const std::uint32_t> rows);
 
  private:
-  // Places in the workspace. Tensors of a micro-batch are [M][…]; `kept` and what follows a pass are [accumulation][M].
+  // What a layer computes from its input for one micro-batch, and backward needs. Tensors are [M][…].
+  struct Inside {
+    std::byte *norm1, *qkv, *attention, *middle, *norm2, *mlp, *activation;
+    float *statistics1, *statistics2;
+    Inside(Carver& carver, const Shape& shape);
+  };
+  // Places in the workspace. What follows a pass is [accumulation][M].
   struct Workspace {
     std::uint32_t *inputs, *targets;
     float* losses;
-    std::byte* kept;  // [layers + 1][accumulation][M][width]; the last one becomes the gradient that flows backward
-    // Inside of a layer, one micro-batch at a time.
-    std::byte *norm1, *qkv, *attention, *middle, *norm2, *mlp, *activation;
-    float *statistics1, *statistics2;
+    std::byte* normed;  // of the head
+    float* normed_statistics;
     std::byte *dinner, *dnorm, *dqkv;
     // Gradients: of the layer in work, and of the embedding from the head to the end of the step.
     std::byte* layer_gradients[kLayerParameters];
@@ -55,16 +60,18 @@ class Gpt2Trainer {
   };
   struct LayerVisit;
 
-  std::byte* kept(std::uint32_t layer, std::uint32_t micro_batch) const;
-  std::byte* gradient(std::uint32_t micro_batch) const { return kept(model_.layers, micro_batch); }
+  // The input of a layer, for `access`; that of the layer behind the last one becomes the gradient that flows backward.
+  ActivationLease input(std::uint32_t layer, std::uint32_t micro_batch, Access access) const;
+  void describe_activations(ModelDescription& description) const;
+  Inside inside(std::uint32_t layer, std::uint32_t micro_batch) const;
   void embed();
   void forward(std::uint32_t layer);
   void head();
   void backward(std::uint32_t layer);
   void finish_embedding();
-  void layer_attention(const Lease& lease, const std::byte* x) const;
-  void layer_mlp_inner(const Lease& lease) const;
-  void layer_backward(const LayerVisit& visit) const;
+  void layer_attention(const Lease& lease, const std::byte* x, const Inside& inside) const;
+  void layer_mlp_inner(const Lease& lease, const Inside& inside) const;
+  void layer_backward(const LayerVisit& visit, const std::byte* x, std::byte* d) const;
   void linear_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const void* dy) const;
   void norm_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const float* statistics,
                      std::byte* dx) const;
@@ -78,7 +85,7 @@ class Gpt2Trainer {
   std::vector<Parameter> layer_parameters_;
   std::vector<std::uint32_t> inputs_, targets_;
   std::vector<float> losses_;
-  std::uint64_t workspace_bytes_ = 0;
+  std::uint64_t workspace_bytes_ = 0, inside_bytes_ = 0;  // of one micro-batch's inside
 
   Engine* engine_ = nullptr;
   Stream* stream_ = nullptr;

@@ -1,0 +1,34 @@
+// Why the compute stream had nothing to run: what a step's stall is attributed to.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace spillway {
+
+enum class StallCause : std::uint8_t {
+  kRead,      // bytes of weights or states on their way from NVMe
+  kWrite,     // a buffer whose bytes are on their way to NVMe
+  kCopy,      // weights on their way to the device, in host memory already
+  kGradient,  // gradients on their way down
+  kUpdate,    // the optimizer's pass over a tile
+  kCommit,    // writing and syncing a commit
+  kOther,     // none of these: the caller's own code
+};
+
+inline constexpr std::array kStallNames = {"read", "write", "copy", "gradient", "update", "commit", "other"};
+
+struct StallSeconds {
+  std::array<double, kStallNames.size()> of{};  // by cause
+
+  double& operator[](StallCause cause) { return of[static_cast<std::size_t>(cause)]; }
+  double operator[](StallCause cause) const { return of[static_cast<std::size_t>(cause)]; }
+  double total() const {
+    double sum = 0;
+    for (double seconds : of) sum += seconds;
+    return sum;
+  }
+};
+
+}  // namespace spillway

@@ -1,0 +1,49 @@
+// Predicts the seconds of a step from the plan, the machine's measured rates and what each visit takes to compute: the
+// shortest that it took in any step so far, since others share the cores.
+//
+// begin_visit() and end_visit(): the engine's thread; the times are taken on the device's. Nothing is allocated by
+// them.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kernels/device.h"
+#include "src/machine_rates.h"
+#include "src/plan.h"
+
+namespace spillway {
+
+class Forecast {
+ public:
+  // `leases`: numbers that begin_visit() may get are below it.
+  Forecast(std::size_t visits, std::size_t leases);
+
+  // Of a visit of the plan; nothing for another.
+  void begin_visit(std::uint32_t lease, std::optional<std::size_t> visit, Device& device, Stream& stream);
+  void end_visit(std::uint32_t lease, Device& device);
+  // The plan has other visits now.
+  void forget(std::size_t visits);
+
+  // Nothing while a visit was never seen. `nodes` of the machine.
+  std::optional<double> step_seconds(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
+                                     unsigned nodes) const;
+
+ private:
+  struct Watch {
+    std::atomic<std::int64_t> begin_ns = 0, best_ns = 0;  // best 0: not seen
+  };
+  struct Lease {
+    Watch* watch = nullptr;
+    Stream* stream = nullptr;
+  };
+  std::vector<Watch> visits_;
+  std::vector<Lease> leases_;
+};
+
+}  // namespace spillway

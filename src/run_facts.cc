@@ -1,0 +1,75 @@
+#include "src/run_facts.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "src/parameter_groups.h"
+
+namespace spillway {
+namespace {
+
+// Where gradients wait for the update.
+std::string gradient_fact(const Plan& plan) {
+  std::uint64_t host = 0, spilled = 0;
+  std::size_t early = 0;
+  for (const BlockPlan& block : plan.blocks) {
+    if (block.gradient_place == GradientPlace::kHost) host += block.gradient.bytes;
+    if (block.gradient_place == GradientPlace::kSpilled) spilled += block.gradient.bytes;
+    early += block.early;
+  }
+  std::string fact = fmt::format("gradients: {} MiB in host memory", div_up(host, kMiB));
+  if (spilled > 0) {
+    fact += fmt::format(", {} MiB on nvme, written and read once a step: host_bytes has no room for them",
+                        div_up(spilled, kMiB));
+  }
+  if (early > 0) {
+    fact += fmt::format("; {} of {} blocks are updated inside backward and store none", early, plan.blocks.size());
+  }
+  return fact;
+}
+
+}  // namespace
+
+std::vector<std::string> run_facts(const Plan& plan, const ModelDescription& model, const Machinery& machinery,
+                                   std::optional<std::uint32_t> commit_every) {
+  std::vector<std::string> facts;
+  facts.push_back("device: " + machinery.device->describe());
+  if (machinery.trace) facts.push_back(machinery.trace->describe());
+  for (std::string& group : describe_groups(plan.groups, model)) facts.push_back(std::move(group));
+  std::uint64_t bytes[3] = {};
+  for (const TilePlace& tile : plan.tile_places) {
+    for (Part part : {Part::kWeights, Part::kStates}) {
+      bytes[static_cast<std::size_t>(tile.home[index_of(part)])] += payload_bytes(tile.shape, part);
+    }
+  }
+  facts.push_back(
+      fmt::format("weights and states at home: {} MiB in hbm, {} MiB in host memory, {} MiB on nvme; {} tiles",
+                  bytes[0] / kMiB, bytes[1] / kMiB, bytes[2] / kMiB, plan.tiles.size()));
+  if (!plan.hbm.places.empty()) {
+    facts.push_back(fmt::format(
+        "blocks in HBM at a time: {} of {}{}", plan.hbm.places.size(), plan.blocks.size(),
+        plan.hbm.places.size() == 1 ? " (fetch and compute take turns: more hbm_bytes would overlap them)" : ""));
+  }
+  facts.insert(facts.end(), plan.facts.begin(), plan.facts.end());
+  for (std::string& fact : activation_facts(plan, model)) facts.push_back(std::move(fact));
+  if (!plan.gradients_in_hbm) facts.push_back(gradient_fact(plan));
+  if (machinery.store) {
+    const std::span<const File> files = machinery.store->files().files();
+    facts.push_back("io: " + machinery.thread->description() +
+                    (std::ranges::all_of(files, &File::direct)
+                         ? ", direct"
+                         : ", through the page cache: the file system grants no direct I/O"));
+    std::string names;
+    for (const File& file : files) names += (names.empty() ? "" : ", ") + file.path().string();
+    facts.push_back(fmt::format("store: {}, {} MiB, {}", names, plan.store_bytes / kMiB,
+                                !commit_every        ? std::string("commit_every chosen after step 2")
+                                : *commit_every == 0 ? std::string("one slot a tile, no resume (commit_every 0)")
+                                                     : fmt::format("commit_every {}", *commit_every)));
+  } else {
+    facts.push_back("no nvme_path: no store, so this run cannot be resumed");
+  }
+  return facts;
+}
+
+}  // namespace spillway

@@ -1,0 +1,19 @@
+// What a run tells its user before the first step.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "src/machinery.h"
+#include "src/plan.h"
+
+namespace spillway {
+
+// One fact a line: device, parameter groups, homes, gradients, I/O engine, store. commit_every: nothing while it is to
+// be chosen yet.
+std::vector<std::string> run_facts(const Plan& plan, const ModelDescription& model, const Machinery& machinery,
+                                   std::optional<std::uint32_t> commit_every);
+
+}  // namespace spillway

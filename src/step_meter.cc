@@ -1,0 +1,69 @@
+#include "src/step_meter.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace spillway {
+
+StepMeter::Traffic StepMeter::traffic() const {
+  Traffic sum;
+  if (machinery_.store) {
+    const IoStats io = machinery_.thread->stats();
+    sum.nvme_read = io.read_bytes;
+    sum.nvme_write = io.write_bytes;
+  }
+  sum.h2d = machinery_.mover->h2d_bytes() + (machinery_.fetcher ? machinery_.fetcher->copied_bytes() : 0);
+  sum.tiles = machinery_.mover->hits();
+  sum.d2h = machinery_.mover->d2h_bytes() + machinery_.gradients->d2h_bytes();
+  if (machinery_.activation_fetcher) {
+    sum.h2d += machinery_.activation_fetcher->copied_bytes();
+    sum.d2h += machinery_.activation_spiller->copied_bytes();
+  }
+  return sum;
+}
+
+void StepMeter::start() {
+  start_ = Clock::now();
+  traffic_ = traffic();
+  idle_ = idle_seconds();
+  adam_ = machinery_.updater->adam_seconds();
+  machinery_.stalls->take();
+}
+
+void StepMeter::computed() { compute_seconds_ = seconds() - (idle_seconds() - idle_); }
+
+void StepMeter::report(StepReport& report) {
+  report.seconds = seconds();
+  report.stalls = machinery_.stalls->take();
+  report.stall_seconds = report.stalls.total();
+  idle_ = idle_seconds();
+  report.adam_seconds = machinery_.updater->adam_seconds() - std::exchange(adam_, machinery_.updater->adam_seconds());
+  const Traffic before = std::exchange(traffic_, traffic());
+  report.nvme_read_bytes = traffic_.nvme_read - before.nvme_read;
+  report.nvme_write_bytes = traffic_.nvme_write - before.nvme_write;
+  report.h2d_bytes = traffic_.h2d - before.h2d;
+  report.d2h_bytes = traffic_.d2h - before.d2h;
+  report.tile_bytes = traffic_.tiles.bytes - before.tiles.bytes;
+  report.tile_hit_bytes = traffic_.tiles.hit_bytes - before.tiles.hit_bytes;
+
+  const MachineRates& rates = machinery_.rates;
+  auto own_time = [](std::uint64_t bytes, double rate) { return rate > 0 ? static_cast<double>(bytes) / rate : 0; };
+  const std::pair<const char*, double> links[] = {
+      {"compute", std::min(report.seconds, compute_seconds_ + report.adam_seconds)},
+      {"nvme", own_time(report.nvme_read_bytes + report.nvme_write_bytes, rates.nvme_mixed)},
+      {"h2d", own_time(report.h2d_bytes, rates.h2d)},
+      {"d2h", own_time(report.d2h_bytes, rates.d2h)}};
+  const auto* slowest = std::ranges::max_element(links, {}, &std::pair<const char*, double>::second);
+  report.link = slowest->first;
+  report.link_percent = 100 * slowest->second / report.seconds;
+
+  const Clock::time_point begin = std::exchange(start_, Clock::now());
+  if (Timeline* timeline = machinery_.timeline()) {
+    timeline->add({.kind = SpanKind::kStep,
+                   .subject = report.step,
+                   .begin_ns = timeline->ns_at(begin),
+                   .end_ns = timeline->ns_at(start_)});
+  }
+}
+
+}  // namespace spillway

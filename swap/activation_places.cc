@@ -1,0 +1,237 @@
+#include "swap/activation_places.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "kernels/checksum.h"
+
+namespace spillway {
+namespace {
+
+const char* name_of(Access access) {
+  switch (access) {
+    case Access::kRead: return "be read";
+    case Access::kWrite: return "be written";
+    case Access::kUpdate: return "be updated";
+  }
+  return "";
+}
+
+}  // namespace
+
+ActivationPlaces::ActivationPlaces(Device& device, BlockFetcher* fetcher, BlockSpiller* spiller,
+                                   ActivationPlacesOptions options)
+    : device_(device),
+      fetcher_(fetcher),
+      spiller_(spiller),
+      options_(std::move(options)),
+      places_(options_.places.size()),
+      absent_(options_.bytes.size()) {
+  std::size_t granules = 0;
+  for (const ActivationHome& home : options_.homes) {
+    granules = std::max<std::size_t>(granules, div_up(home.extent.bytes, kGranuleBytes));
+  }
+  for (Place& place : places_) {
+    place.released = device.create_event();
+    if (!moves()) continue;
+    place.fetch = std::make_unique<BlockFetch>(device, 1, granules);
+    place.spill = std::make_unique<BlockSpill>(device, 1, granules);
+  }
+}
+
+ActivationPlaces::~ActivationPlaces() { settle(); }
+
+// Blocks until nothing is under way. Returns the first failure of a write; a fetch that nobody used may fail.
+std::optional<Error> ActivationPlaces::settle() {
+  std::optional<Error> failure;
+  for (Place& place : places_) {
+    if (std::exchange(place.fetching, false)) {
+      try {
+        fetcher_->wait_open(*place.fetch);
+        place.last = &place.fetch->ready();
+      } catch (const Error&) {
+      }
+    }
+    if (std::exchange(place.spilling, false)) {
+      try {
+        spiller_->wait_written(*place.spill);
+      } catch (const Error& error) {
+        if (!failure) failure = error;
+      }
+    }
+  }
+  return failure;
+}
+
+void ActivationPlaces::begin_step() {
+  SPILLWAY_CHECK(!leased(), "no lease outlives its step");
+  if (!moves()) return;
+  if (const auto failure = settle()) throw *failure;
+  for (Place& place : places_) place.activation.reset();
+  for (Absent& activation : absent_) activation.spilled_from.reset();
+  cursor_ = fetched_ = 0;
+}
+
+void ActivationPlaces::refuse(std::uint32_t activation, const std::string& happened, const std::string& hint) const {
+  throw Error(Code::kInvalidArgument, {"activation " + std::to_string(activation), happened, 0, hint});
+}
+
+void ActivationPlaces::check_use(std::uint32_t activation, Access access) {
+  const auto is = [&](std::size_t use) {
+    return options_.uses[use].activation == activation && options_.uses[use].access == access;
+  };
+  const std::size_t count = options_.uses.size();
+  if (cursor_ < count && is(cursor_)) {
+    const Place& place = places_[options_.plan[cursor_].place];
+    if (place.leases > 0 && place.activation != activation) {
+      refuse(*place.activation, "is still held while its place is needed",
+             "release it first, or describe more in activations_held");
+    }
+    return;
+  }
+  if (is(0) && !leased()) return begin_step();
+  std::string next = "nothing is left to use in this step";
+  if (cursor_ < count) {
+    const ActivationUse& use = options_.uses[cursor_];
+    next = "activation " + std::to_string(use.activation) + " is the next to " + name_of(use.access);
+  }
+  refuse(activation, std::string("came out of order, to ") + name_of(access) + ": " + next,
+         "follow ModelDescription::activation_uses, or raise spillway.hbm_bytes until all activations stay in HBM");
+}
+
+std::uint32_t ActivationPlaces::acquire(std::uint32_t activation, Access access, Stream& stream) {
+  if (activation >= options_.bytes.size()) refuse(activation, "does not exist", "use the indices of the description");
+  std::uint32_t index = activation;
+  if (moves()) {
+    check_use(activation, access);
+    bring(cursor_);
+    index = options_.plan[cursor_].place;
+    places_[index].use = cursor_++;
+    fetched_ = std::max(fetched_, cursor_);
+  }
+  Place& place = places_[index];
+  place.activation = activation;
+  if (place.last) device_.wait(stream, *place.last);
+  place.stream = &stream;
+  ++place.leases;
+  if (moves()) prefetch();
+  return index;
+}
+
+void ActivationPlaces::release(std::uint32_t index) {
+  Place& place = places_[index];
+  SPILLWAY_CHECK(place.leases > 0, "a place is released once a lease");
+  if (--place.leases > 0) return;
+  device_.record(*place.released, *place.stream);
+  place.last = place.released.get();
+  if (!moves()) return;
+  if (options_.plan[place.use].spill) start_spill(place);
+  prefetch();
+}
+
+bool ActivationPlaces::leased() const {
+  return std::ranges::any_of(places_, [](const Place& place) { return place.leases > 0; });
+}
+
+// The use's activation into its place, and the place out of the way of whatever is done there.
+void ActivationPlaces::bring(std::size_t use) {
+  const UsePlace& planned = options_.plan[use];
+  Place& place = places_[planned.place];
+  const std::uint32_t activation = options_.uses[use].activation;
+  if (place.activation != activation) {
+    if (place.spilling) spiller_->wait_left(*place.spill);
+    if (planned.fetch) {
+      const Absent& absent = absent_[activation];
+      Place& from = places_[*absent.spilled_from];
+      if (from.spilling && from.spilled == activation) {
+        if (options_.homes[activation].host) {
+          spiller_->wait_left(*from.spill);
+        } else {
+          finish_spill(from);
+        }
+      }
+      start_fetch(use);
+    }
+  }
+  if (!place.fetching) return;
+  place.fetching = false;
+  try {
+    fetcher_->wait_open(*place.fetch);
+  } catch (...) {
+    place.activation.reset();
+    throw;
+  }
+  place.last = &place.fetch->ready();
+}
+
+// Starts every fetch whose place is free and whose bytes are at home, in the order of uses.
+void ActivationPlaces::prefetch() {
+  for (; fetched_ < options_.uses.size(); ++fetched_) {
+    if (!options_.plan[fetched_].fetch) continue;
+    if (!ready_for(fetched_)) return;
+    start_fetch(fetched_);
+  }
+}
+
+bool ActivationPlaces::ready_for(std::size_t use) const {
+  const UsePlace& planned = options_.plan[use];
+  const Place& place = places_[planned.place];
+  if (planned.after && *planned.after >= cursor_) return false;
+  if (place.leases > 0 || (place.spilling && !spiller_->left(*place.spill))) return false;
+  const std::uint32_t activation = options_.uses[use].activation;
+  const Place& before = places_[options_.plan[planned.previous].place];  // where it is, or was
+  if (planned.previous >= cursor_ || (before.leases > 0 && before.activation == activation)) return false;
+  const Absent& absent = absent_[activation];
+  const Place& from = places_[*absent.spilled_from];
+  if (!from.spilling || from.spilled != activation) return true;
+  return options_.homes[activation].host ? spiller_->left(*from.spill) : spiller_->written(*from.spill);
+}
+
+void ActivationPlaces::start_fetch(std::size_t use) {
+  const std::uint32_t activation = options_.uses[use].activation;
+  Place& place = places_[options_.plan[use].place];
+  Place& from = places_[*absent_[activation].spilled_from];
+  const ActivationHome& home = options_.homes[activation];
+  if (!home.host && from.spilling && from.spilled == activation) finish_spill(from);  // it is written: no wait
+  BlockFetch& fetch = *place.fetch;
+  fetch.pieces.assign(1, {.tile = activation,
+                          .to = options_.places[options_.plan[use].place].data(),
+                          .payload_bytes = options_.bytes[activation],
+                          .resident = home.host,
+                          .extent = home.extent,
+                          .checksum = absent_[activation].checksum});
+  fetch.after = place.last;
+  fetch.source = home.host ? &from.spill->left() : nullptr;
+  place.activation = activation;
+  place.fetching = true;
+  fetcher_->start(fetch);
+}
+
+void ActivationPlaces::start_spill(Place& place) {
+  finish_spill(place);
+  const std::uint32_t activation = *place.activation;
+  const ActivationHome& home = options_.homes[activation];
+  const auto index = static_cast<std::uint32_t>(&place - places_.data());
+  BlockSpill& spill = *place.spill;
+  spill.pieces.assign(1, {.from = options_.places[index].data(),
+                          .payload_bytes = options_.bytes[activation],
+                          .resident = home.host,
+                          .extent = home.extent});
+  spill.after = place.released.get();
+  spiller_->start(spill);
+  place.last = &spill.left();
+  place.spilling = true;
+  place.spilled = activation;
+  place.activation.reset();
+  absent_[activation].spilled_from = index;
+}
+
+void ActivationPlaces::finish_spill(Place& place) {
+  if (!place.spilling) return;
+  spiller_->wait_written(*place.spill);
+  place.spilling = false;
+  absent_[place.spilled].checksum = place.spill->pieces[0].checksum;
+}
+
+}  // namespace spillway

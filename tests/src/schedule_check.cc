@@ -1,0 +1,414 @@
+#include "tests/src/schedule_check.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <tuple>
+
+#include "spillway/units.h"
+#include "swap/residency.h"
+
+namespace spillway::testing {
+namespace {
+
+constexpr double kNever = -1;
+
+class Checker {
+ public:
+  Checker(const ScheduleInput& input, const Schedule& schedule) : in_(input), schedule_(schedule), ops_(schedule.ops) {}
+
+  void run() {
+    lanes();
+    places();
+    tile_buffers();
+    chunks();
+    passing_memory();
+    updates();
+    commits();
+    traffic();
+    seconds();
+  }
+
+ private:
+  // Fetched weights come behind their checksum, or from host memory and through no buffer.
+  bool from_update(const ScheduleOp& op) const {
+    return op.kind == OpKind::kCopyWeights && op.buffer != kNothing && ops_[op.after[0]].kind == OpKind::kUpdate;
+  }
+
+  // Every operation comes to its end, behind what it waits for and behind those before it in its lane.
+  void lanes() {
+    std::array<double, kLanes> free{};
+    for (std::uint32_t i = 0; i < ops_.size(); ++i) {
+      const ScheduleOp& op = ops_[i];
+      double& lane = free[static_cast<std::size_t>(op.lane)];
+      ASSERT_GE(op.start, lane) << "operation " << i;
+      ASSERT_GE(op.end, op.start) << "operation " << i;
+      if (op.seconds > 0) {
+        ASSERT_GT(op.end, op.start) << "operation " << i;
+      }
+      lane = op.end;
+      for (const std::uint32_t before : op.after) {
+        if (before == kNoOp) continue;
+        ASSERT_LT(before, i);
+        ASSERT_LE(ops_[before].end, op.start) << "operation " << i;
+      }
+    }
+  }
+
+  // A place holds one block at a time, and all of it when the block is computed.
+  void places() {
+    struct Place {
+      std::uint32_t block = kNothing;
+      double used = 0, filled = 0;
+      std::uint64_t bytes = 0;
+      bool computed = true;
+    };
+    std::vector<Place> places(in_.place_bytes.size());
+    std::vector<std::uint64_t> block_bytes(in_.blocks.size());
+    for (const ScheduleTile& tile : in_.tiles) block_bytes[tile.block] += tile.weight_bytes;
+    for (const ScheduleOp& op : ops_) {
+      const bool copy = op.kind == OpKind::kCopyWeights, compute = op.kind == OpKind::kCompute;
+      if (in_.weights_stay || (!copy && !compute)) continue;
+      ASSERT_LT(op.place, places.size());
+      Place& place = places[op.place];
+      if (copy) {
+        if (place.computed) place = {.block = op.block, .used = place.used, .computed = false};
+        ASSERT_EQ(place.block, op.block);
+        ASSERT_LE(in_.blocks[op.block].weight_bytes, in_.place_bytes[op.place]);
+        ASSERT_GE(op.start, place.used);
+        place.filled = std::max(place.filled, op.end);
+        place.bytes += op.bytes;
+      } else {
+        ASSERT_EQ(place.block, op.block);
+        ASSERT_EQ(place.bytes, block_bytes[op.block]);
+        ASSERT_GE(op.start, place.filled);
+        place.used = op.end;
+        place.computed = true;
+      }
+    }
+  }
+
+  // No two uses of one piece of memory overlap. A use is named by its piece and what it is for.
+  struct Use {
+    double begin = kNever, end = 0;
+    std::size_t of = 0;  // operation that it is for
+  };
+  void disjoint(const char* what, const std::vector<std::pair<std::uint32_t, Use>>& uses, std::size_t pieces) {
+    std::vector<double> free(pieces, 0);
+    for (const auto& [piece, use] : uses) {
+      ASSERT_LT(piece, pieces) << what;
+      ASSERT_GE(use.begin, free[piece]) << what << " " << piece;
+      free[piece] = use.end;
+    }
+  }
+
+  // Another part of a use.
+  static void extend(std::vector<std::pair<std::uint32_t, Use>>& uses, std::uint32_t piece, const Use& part) {
+    const auto same = [&](const auto& use) { return use.first == piece && use.second.of == part.of; };
+    const auto use = std::find_if(uses.rbegin(), uses.rend(), same);
+    if (use == uses.rend()) {
+      uses.push_back({piece, part});
+    } else {
+      use->second.end = std::max(use->second.end, part.end);
+    }
+  }
+
+  void tile_buffers() {
+    std::vector<std::pair<std::uint32_t, Use>> uses;
+    std::vector<std::size_t> of_tile(in_.tiles.size());  // its last use
+    std::vector<OpKind> before(in_.tiles.size(), OpKind::kAcquire);
+    for (const ScheduleOp& op : ops_) {
+      if (in_.update_on_device && op.kind == OpKind::kUpdate) continue;
+      const bool brings =
+          op.kind == OpKind::kReadTile || op.kind == OpKind::kReadGradient || op.kind == OpKind::kCopyTile;
+      const bool works = op.kind == OpKind::kUpdate || op.kind == OpKind::kHashTile;
+      if (!brings && !works && op.kind != OpKind::kWriteTile && !from_update(op)) continue;
+      ASSERT_LT(op.buffer, in_.tile_buffers);
+      OpKind& last = before[op.tile];
+      const bool there = last == OpKind::kReadTile || last == OpKind::kReadGradient || last == OpKind::kCopyTile;
+      if ((brings || works) && !there) {
+        of_tile[op.tile] = uses.size();
+        uses.push_back({op.buffer, {.begin = op.start}});
+      }
+      last = op.kind;
+      auto& [buffer, use] = uses[of_tile[op.tile]];
+      ASSERT_EQ(buffer, op.buffer);
+      use.end = std::max(use.end, op.end);
+    }
+    disjoint("tile buffer", uses, in_.tile_buffers);
+  }
+
+  void chunks() {
+    std::vector<std::pair<std::uint32_t, Use>> fetches, spills;
+    for (std::size_t i = 0; i < ops_.size(); ++i) {
+      const bool fetch = ops_[i].kind == OpKind::kReadWeights;
+      if (!fetch && ops_[i].kind != OpKind::kSpillGradient) continue;
+      const ScheduleOp &first = ops_[fetch ? i : i - 1], &last = ops_[fetch ? i + 2 : i];
+      ASSERT_EQ(last.kind, fetch ? OpKind::kCopyWeights : OpKind::kSpillGradient);
+      ASSERT_EQ(first.buffer, last.buffer);
+      if (fetch) {
+        ASSERT_GE(ops_[i + 1].start, first.end);
+        ASSERT_GE(last.start, ops_[i + 1].end);
+      }
+      const std::uint64_t count = div_up(ops_[i].bytes, in_.chunk_bytes), most = fetch ? in_.chunks : in_.spill_chunks;
+      ASSERT_LE(count, most);
+      for (std::uint64_t c = 0; c < count; ++c) {
+        (fetch ? fetches : spills)
+            .push_back({static_cast<std::uint32_t>((first.buffer + c) % most), {first.start, last.end}});
+      }
+    }
+    disjoint("chunk", fetches, in_.chunks);
+    disjoint("spill chunk", spills, in_.spill_chunks);
+  }
+
+  // Staging, and the buffers that gradients and activations pass through.
+  void passing_memory() {
+    std::vector<std::pair<std::uint32_t, Use>> staging, passing, inputs, host;
+    std::vector<double> landed(in_.tiles.size()), saved(in_.visits.size());
+    std::vector<double> computed(in_.blocks.size(), kNever), compute_began(in_.blocks.size());
+    std::vector<std::size_t> compute(in_.blocks.size());
+    std::map<std::uint32_t, double> loaded;
+    for (std::size_t i = 0; i < ops_.size(); ++i) {
+      const ScheduleOp& op = ops_[i];
+      switch (op.kind) {
+        case OpKind::kCompute:
+          computed[op.block] = op.end;
+          compute_began[op.block] = op.start;
+          compute[op.block] = i;
+          if (op.buffer != kNothing && in_.visits[op.visit].pass == Pass::kBackward) {
+            ASSERT_GE(op.start, loaded.at(op.visit));
+            for (auto use = inputs.rbegin(); use != inputs.rend(); ++use) {
+              if (use->first == op.buffer) {
+                use->second.end = op.end;
+                break;
+              }
+            }
+          }
+          break;
+        case OpKind::kCopyGradient:
+          ASSERT_GE(op.start, computed[op.block]);
+          if (op.place != kNothing) {
+            ASSERT_LE(in_.blocks[op.block].gradient_bytes, in_.staging_bytes[op.place]);
+            extend(staging, op.place, {compute_began[op.block], op.end, compute[op.block]});
+          }
+          if (in_.blocks[op.block].gradient_passes) {
+            ASSERT_LE(in_.blocks[op.block].gradient_bytes, in_.passing_bytes[op.buffer]);
+            extend(passing, op.buffer, {op.start, op.end, compute[op.block]});
+          }
+          landed[op.tile] = op.end;
+          break;
+        case OpKind::kSpillGradient: ASSERT_GE(op.start, landed[op.tile]); break;
+        case OpKind::kUpdate:
+          if (!updated_in_backward(op.tile)) break;
+          ASSERT_GE(op.start, landed[op.tile]);
+          for (auto& [buffer, use] : passing) {
+            if (use.of == compute[op.block]) use.end = std::max(use.end, op.end);
+          }
+          break;
+        case OpKind::kSaveActivation:
+          ASSERT_GE(op.start, computed[op.block]);
+          inputs.push_back({op.place, {compute_began[op.block], op.end}});
+          if (op.buffer != kNothing) host.push_back({op.buffer, {op.start, ops_[i + 1].end}});
+          saved[op.visit] = in_.visits[op.visit].activation_on_nvme ? ops_[i + 1].end : op.end;
+          break;
+        case OpKind::kReadActivation:
+          if (op.buffer != kNothing) host.push_back({op.buffer, {op.start, ops_[i + 1].end}});
+          break;
+        case OpKind::kLoadActivation:
+          loaded[op.visit] = op.end;
+          inputs.push_back({op.place, {op.start, op.end}});
+          break;
+        default: break;
+      }
+    }
+    disjoint("staging", staging, in_.staging_bytes.size());
+    disjoint("passing", passing, in_.passing_bytes.size());
+    disjoint("inputs", inputs, in_.activation_buffers);
+    disjoint("host", host, in_.activation_host_buffers);
+  }
+
+  // Step n of a program (from 0) makes update n of what waits for all gradients, before the block is computed and
+  // before the gradient is overwritten; what is updated in backward has had n updates when forward begins.
+  void updates() {
+    std::vector<std::uint32_t> count(in_.tiles.size());
+    std::vector<double> updated(in_.tiles.size()), written(in_.tiles.size()), read(in_.tiles.size());
+    std::vector<double> spilled(in_.tiles.size());
+    std::uint32_t step = 0;
+    for (const ScheduleOp& op : ops_) {
+      if (op.kind == OpKind::kStep) ++step;
+      if (op.kind == OpKind::kCompute) {
+        const ScheduleBlock& block = in_.blocks[op.block];
+        for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
+          if (in_.tiles[t].elements == 0) continue;
+          // What is updated in backward keeps its old weights too, for whoever visits it once more in that step.
+          const bool early = updated_in_backward(t);
+          ASSERT_GE(count[t], step + (early || in_.update_on_device ? 0 : 1)) << "tile " << t;
+          ASSERT_LE(count[t], step + (in_.update_on_device ? 0 : 1)) << "tile " << t;
+          if (count[t] == step + 1 && early) continue;
+          ASSERT_GE(op.start, updated[t]);
+        }
+      }
+      if (op.tile == kNothing) continue;
+      switch (op.kind) {
+        case OpKind::kReadTile:
+          ASSERT_GE(op.start, written[op.tile]);
+          read[op.tile] = op.end;
+          break;
+        case OpKind::kReadGradient:
+          ASSERT_GE(op.start, spilled[op.tile]);
+          read[op.tile] = std::max(read[op.tile], op.end);
+          break;
+        case OpKind::kReadWeights:
+          ASSERT_GE(op.start, written[op.tile]);
+          ASSERT_GE(op.start, updated[op.tile]);
+          break;
+        case OpKind::kUpdate:
+          ++count[op.tile];
+          ASSERT_GE(op.start, read[op.tile]);
+          updated[op.tile] = op.end;
+          break;
+        case OpKind::kWriteTile:
+          ASSERT_GE(op.start, updated[op.tile]);
+          written[op.tile] = op.end;
+          break;
+        case OpKind::kSpillGradient: spilled[op.tile] = op.end; break;
+        case OpKind::kCopyGradient:
+          if (!updated_in_backward(op.tile)) {
+            ASSERT_GE(op.start, updated[op.tile]);  // its memory still held the last one
+          }
+          break;
+        default: break;
+      }
+    }
+    for (std::size_t t = 0; t < in_.tiles.size(); ++t) {
+      const bool late = in_.tiles[t].elements == 0 || !updated_in_backward(static_cast<std::uint32_t>(t));
+      ASSERT_TRUE(late || count[t] == step) << "tile " << t;
+    }
+  }
+
+  bool updated_in_backward(std::uint32_t t) const {
+    return in_.blocks[in_.tiles[t].block].early && !in_.update_on_device && backward(in_.tiles[t].block);
+  }
+  bool backward(std::uint32_t block) const {
+    return std::ranges::any_of(
+        in_.visits, [block](const ScheduleVisit& v) { return v.block == block && v.pass == Pass::kBackward; });
+  }
+
+  // What was updated is where it lives when it is settled. A commit finds all of it written, and no slot is written
+  // twice without one between.
+  void commits() {
+    double moved = 0;
+    for (const ScheduleOp& op : ops_) {
+      if (op.kind == OpKind::kWriteTile || from_update(op)) moved = std::max(moved, op.end);
+      if (op.kind == OpKind::kSettle) {
+        ASSERT_GE(op.start, moved);
+      }
+    }
+    if (!in_.commits) return;
+    // What the update writes of a tile, and what the commit does.
+    std::vector<double> written[2] = {std::vector<double>(in_.tiles.size(), kNever), {}};
+    written[1] = written[0];
+    double last_write = 0, committed = 0;
+    for (const ScheduleOp& op : ops_) {
+      if (op.kind == OpKind::kWriteTile) {
+        ASSERT_GE(op.start, committed);
+        double& before = written[ops_[op.after[0]].kind == OpKind::kHashTile][op.tile];
+        ASSERT_EQ(before, kNever) << "tile " << op.tile;
+        before = op.end;
+        last_write = std::max(last_write, op.end);
+      } else if (op.kind == OpKind::kCommit) {
+        ASSERT_GE(op.start, last_write);
+        committed = op.end;
+        for (auto& part : written) std::ranges::fill(part, kNever);
+      }
+    }
+  }
+
+  // Bytes of a step, from the tiles and the visits alone.
+  void traffic() {
+    ScheduleTraffic expected;
+    for (std::uint32_t t = 0; t < in_.tiles.size(); ++t) {
+      const ScheduleTile& tile = in_.tiles[t];
+      expected.nvme_write += in_.commits ? tile.commit_bytes : 0;
+      expected.d2h += in_.commits ? tile.commit_d2h_bytes : 0;
+      expected.nvme_read += in_.commits ? tile.commit_read_bytes : 0;
+      if (tile.elements == 0 || in_.update_on_device) continue;
+      expected.nvme_read += tile.read_bytes;
+      expected.nvme_write += tile.write_bytes;
+      if (in_.weights_stay) expected.h2d += tile.weight_bytes;
+      if (!backward(tile.block)) continue;
+      expected.d2h += tile.gradient_bytes;
+      expected.nvme_write += tile.spill_bytes;
+      expected.nvme_read += tile.spill_bytes;
+    }
+    std::vector<std::uint32_t> open(in_.blocks.size());
+    for (const ScheduleVisit& visit : in_.visits) {
+      if (visit.activation_bytes == 0) continue;
+      const bool forward = visit.pass == Pass::kForward;
+      if (!forward && open[visit.block] == 0) continue;
+      open[visit.block] += forward ? 1 : -1;
+      (forward ? expected.d2h : expected.h2d) += visit.activation_bytes;
+      if (visit.activation_on_nvme) (forward ? expected.nvme_write : expected.nvme_read) += visit.activation_bytes;
+    }
+    if (!in_.weights_stay) fetches(expected);
+    EXPECT_EQ(schedule_.traffic.nvme_read, expected.nvme_read);
+    EXPECT_EQ(schedule_.traffic.nvme_write, expected.nvme_write);
+    EXPECT_EQ(schedule_.traffic.h2d, expected.h2d);
+    EXPECT_EQ(schedule_.traffic.d2h, expected.d2h);
+  }
+
+  // Every planned fetch, but that of a first visit in forward whose block the update brings whole.
+  void fetches(ScheduleTraffic& expected) {
+    std::vector<std::uint32_t> visit_blocks;
+    std::vector<std::uint64_t> block_bytes;
+    for (const ScheduleVisit& visit : in_.visits) visit_blocks.push_back(visit.block);
+    for (const ScheduleBlock& block : in_.blocks) block_bytes.push_back(block.weight_bytes);
+    const auto planned = assign_places(visit_blocks, block_bytes, in_.place_bytes,
+                                       {.owners = in_.owners, .reuse_bytes = in_.reuse_bytes});
+    std::vector<bool> waits(in_.blocks.size(), true);  // has tiles whose update is still to come
+    std::size_t updated = 0;                           // of the order
+    std::vector<std::uint32_t> order;
+    for (const std::uint32_t t : in_.update_order) {
+      if (!in_.update_on_device && !updated_in_backward(t)) order.push_back(t);
+    }
+    for (std::size_t v = 0; v < planned.size(); ++v) {
+      const std::uint32_t b = visit_blocks[v];
+      if (in_.visits[v].pass == Pass::kBackward) updated = order.size();
+      const auto of_block = [&](std::uint32_t t) { return in_.tiles[t].block == b; };
+      const auto first = std::find_if(order.begin(), order.end(), of_block);
+      const auto last = std::find_if(order.rbegin(), order.rend(), of_block).base();
+      const std::size_t begin = first - order.begin(), end = first == order.end() ? 0 : last - order.begin();
+      bool delivered = false;
+      if (planned[v].fetch) {
+        delivered = updated <= begin && updated < end && in_.nodes == 1 && end - begin == in_.blocks[b].tiles;
+        while (updated < end) updated += std::min<std::size_t>(in_.nodes, order.size() - updated);
+      }
+      if (!planned[v].fetch) continue;
+      for (std::uint32_t t = in_.blocks[b].first_tile; t < in_.blocks[b].first_tile + in_.blocks[b].tiles; ++t) {
+        expected.h2d += in_.tiles[t].weight_bytes;
+        if (!delivered) expected.nvme_read += in_.tiles[t].fetch_bytes;
+      }
+    }
+  }
+
+  // No link is busier than the step is long, and compute works or waits.
+  void seconds() {
+    const double step = schedule_.seconds(), rounding = 1e-9 * (step + 1e-12);
+    for (const double busy : schedule_.busy) EXPECT_LE(busy, step + rounding);
+    const double stalled = std::accumulate(schedule_.stalls.begin(), schedule_.stalls.end(), 0.0);
+    const double compute = schedule_.busy[static_cast<std::size_t>(Link::kCompute)];
+    EXPECT_NEAR(compute + schedule_.shared + stalled, step, rounding);
+  }
+
+  const ScheduleInput& in_;
+  const Schedule& schedule_;
+  const std::vector<ScheduleOp>& ops_;
+};
+
+}  // namespace
+
+void check_schedule(const ScheduleInput& input, const Schedule& schedule) { Checker(input, schedule).run(); }
+
+}  // namespace spillway::testing

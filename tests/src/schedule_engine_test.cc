@@ -1,0 +1,96 @@
+// A run moves the bytes that its schedule says.
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "spillway/units.h"
+#include "src/schedule.h"
+#include "tests/src/schedule_check.h"
+#include "tests/src/toy_trainer.h"
+
+namespace spillway {
+namespace {
+
+using testing::TempStore;
+using testing::ToyTrainer;
+
+constexpr std::uint32_t kBlocks = 8, kMicroBatches = 2;
+constexpr int kSteps = 8;
+
+// Runs of steps cut through what is read ahead and written behind: of the two cuts each can move what is in flight.
+void expect_near(const char* link, std::uint64_t moved, std::uint64_t planned, std::uint64_t in_flight) {
+  const std::uint64_t expected = kSteps * planned;
+  EXPECT_LE(moved, expected + in_flight) << link;
+  EXPECT_GE(moved + in_flight, expected) << link;
+  EXPECT_TRUE(in_flight * 4 < expected || moved == expected) << link << ": too little moves to tell";
+}
+
+Plan compare(Placement parameters, Placement states, const std::function<void(Config&)>& change) {
+  TempStore store;
+  const ModelDescription model = testing::toy_model(kBlocks, 60'000, kMicroBatches);
+  Config config = testing::toy_config(parameters, states, DType::kBFloat16, store.path());
+  config.tile_elements = 64 * kKiB;
+  config.commit_every = 1;
+  change(config);
+  const Plan plan = make_plan(config, model);
+  const ScheduleInput input = schedule_input(plan, {}, {});
+  const Schedule schedule = make_schedule(input);
+  testing::check_schedule(input, schedule);
+
+  auto engine = Engine::create(config, model);
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
+  for (int step = 0; step < 2; ++step) trainer.run_step();
+  ScheduleTraffic moved;
+  for (int step = 0; step < kSteps; ++step) {
+    const StepReport report = trainer.run_step();
+    moved.nvme_read += report.nvme_read_bytes;
+    moved.nvme_write += report.nvme_write_bytes;
+    moved.h2d += report.h2d_bytes;
+    moved.d2h += report.d2h_bytes;
+  }
+  const std::uint64_t records = plan.has_store ? 2 * plan.host.record.bytes : 0;  // two copies a commit
+  const std::uint64_t tiles = plan.host.buffers.bytes, chunks = plan.host.chunks.bytes + plan.host.spill_chunks.bytes;
+  std::uint64_t places = 0;
+  for (const Region& place : plan.hbm.places) places += place.bytes;
+  expect_near("read", moved.nvme_read, schedule.traffic.nvme_read, tiles + std::min(chunks, places));
+  expect_near("write", moved.nvme_write, schedule.traffic.nvme_write + records, tiles);
+  expect_near("h2d", moved.h2d, schedule.traffic.h2d, places);
+  EXPECT_EQ(moved.d2h, kSteps * schedule.traffic.d2h);
+  return plan;
+}
+
+void nothing(Config&) {}
+
+TEST(ScheduleEngine, MovesThePlannedBytesWhateverLivesWhere) {
+  compare(Placement::kNvme, Placement::kNvme, nothing);
+  compare(Placement::kHost, Placement::kNvme, nothing);
+  compare(Placement::kNvme, Placement::kHost, nothing);
+  compare(Placement::kHost, Placement::kHost, nothing);
+  compare(Placement::kHbm, Placement::kNvme, nothing);
+  compare(Placement::kHbm, Placement::kHost, nothing);
+}
+
+TEST(ScheduleEngine, MovesThePlannedBytesWithoutClipping) {
+  const Plan plan = compare(Placement::kNvme, Placement::kNvme, [](Config& config) { config.gradient_clipping = 0; });
+  EXPECT_TRUE(plan.early_blocks);
+}
+
+TEST(ScheduleEngine, MovesThePlannedBytesOfSpilledGradients) {
+  const Plan plan = compare(Placement::kNvme, Placement::kNvme, [](Config& config) { config.host_bytes = 8 * kMiB; });
+  EXPECT_GT(plan.spill_bytes, 0u);
+}
+
+TEST(ScheduleEngine, MovesThePlannedBytesWithAPlaceLessAndTwoMore) {
+  const ModelDescription model = testing::toy_model(kBlocks, 60'000, kMicroBatches);
+  for (const int more : {-1, 2}) {
+    const Plan plan = compare(Placement::kNvme, Placement::kNvme, [&](Config& config) {
+      const Plan usual = make_plan(config, model);
+      config.hbm_bytes = usual.ledger.total(Placement::kHbm) + more * usual.hbm.places.back().bytes;
+    });
+    EXPECT_EQ(plan.hbm.places.size(), 3u + more);
+  }
+}
+
+}  // namespace
+}  // namespace spillway

@@ -1,0 +1,212 @@
+// Where a step's time went: one part of the machine is made slow, and what grows is the cause that names it, or the
+// link.
+//
+// The program is linked with `--wrap` (meson.build), so that the engine gets a device with slow copies, a queue whose
+// completions come late, and an optimizer that takes its time.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "kernels/device.h"
+#include "kernels/optimizer.h"
+#include "tests/src/toy_trainer.h"
+
+#define SPILLWAY_CREATE_QUEUE                                                                   \
+  "_ZN8spillway7IoQueue6createERKNS_14IoQueueOptionsESt4spanIKPNS_4FileELm18446744073709551615" \
+  "EES4_IKS4_ISt4byteLm18446744073709551615EELm18446744073709551615EE"
+#define SPILLWAY_CREATE_DEVICE "_ZN8spillway18create_host_deviceERKNS_17HostDeviceOptionsERNS_11HostWorkersE"
+#define SPILLWAY_UPDATE "_ZN8spillway16optimizer_updateERKNS_13OptimizerTileERKNS_16OptimizerScalarsEmm"
+
+namespace spillway {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+// Seconds that everything of its kind takes longer.
+struct Slow {
+  double copy = 0, read = 0, write = 0, sync = 0, update = 0;
+  double drive_rate = 0;  // bytes per second, all transfers together; 0: the drive's own
+};
+Slow slow;
+
+double delay_of(IoOp op) { return op == IoOp::kRead ? slow.read : op == IoOp::kWrite ? slow.write : slow.sync; }
+
+// Completions come late by the delay of their kind, without holding up each other; at a drive's rate, one behind the
+// other.
+class LateQueue final : public IoQueue {
+ public:
+  explicit LateQueue(std::unique_ptr<IoQueue> real) : real_(std::move(real)), kinds_(4096), bytes_(4096) {
+    late_.reserve(4096);
+  }
+
+  void submit(const IoRequest& request) override {
+    kinds_[request.tag] = request.op;
+    bytes_[request.tag] = request.bytes;
+    real_->submit(request);
+  }
+  std::span<IoCompletion> wait(std::span<IoCompletion> out, double) override {
+    const auto in = [](double seconds) { return std::chrono::duration_cast<Clock::duration>(Seconds(seconds)); };
+    for (const IoCompletion& done : real_->wait(out, late_.empty() ? -1 : 1e-4)) {
+      Clock::time_point due = Clock::now() + in(delay_of(kinds_[done.tag]));
+      if (slow.drive_rate > 0) {
+        const double seconds = static_cast<double>(bytes_[done.tag]) / slow.drive_rate;
+        due = free_ = std::max(free_, Clock::now()) + in(seconds);
+      }
+      late_.push_back({done, due});
+    }
+    std::size_t count = 0;
+    for (auto late = late_.begin(); late != late_.end() && count < out.size();) {
+      if (late->due > Clock::now()) {
+        ++late;
+        continue;
+      }
+      out[count++] = late->completion;
+      late = late_.erase(late);
+    }
+    return out.first(count);
+  }
+  void wake() noexcept override { real_->wake(); }
+  std::uint32_t pending() const noexcept override {
+    return real_->pending() + static_cast<std::uint32_t>(late_.size());
+  }
+  IoStats stats() const noexcept override { return real_->stats(); }
+  std::string describe() const override { return real_->describe(); }
+
+ private:
+  struct Late {
+    IoCompletion completion;
+    Clock::time_point due;
+  };
+  std::unique_ptr<IoQueue> real_;
+  std::vector<IoOp> kinds_;           // by tag
+  std::vector<std::uint64_t> bytes_;  // ditto
+  Clock::time_point free_{};          // when a drive of that rate has done everything so far
+  std::vector<Late> late_;
+};
+
+}  // namespace
+
+using Files = std::span<File* const>;
+using Regions = std::span<const std::span<std::byte>>;
+std::unique_ptr<IoQueue> real_queue(const IoQueueOptions&, Files, Regions) __asm__("__real_" SPILLWAY_CREATE_QUEUE);
+std::unique_ptr<IoQueue> late_queue(const IoQueueOptions&, Files, Regions) __asm__("__wrap_" SPILLWAY_CREATE_QUEUE);
+std::unique_ptr<IoQueue> late_queue(const IoQueueOptions& options, Files files, Regions regions) {
+  return std::make_unique<LateQueue>(real_queue(options, files, regions));
+}
+
+std::unique_ptr<Device> real_device(const HostDeviceOptions&, HostWorkers&) __asm__("__real_" SPILLWAY_CREATE_DEVICE);
+std::unique_ptr<Device> slow_device(const HostDeviceOptions&, HostWorkers&) __asm__("__wrap_" SPILLWAY_CREATE_DEVICE);
+std::unique_ptr<Device> slow_device(const HostDeviceOptions& options, HostWorkers& workers) {
+  return real_device({.hbm_bytes = options.hbm_bytes, .copy_delay_seconds = slow.copy}, workers);
+}
+
+using Range = std::size_t;
+bool real_update(const OptimizerTile&, const OptimizerScalars&, Range, Range) __asm__("__real_" SPILLWAY_UPDATE);
+bool slow_update(const OptimizerTile&, const OptimizerScalars&, Range, Range) __asm__("__wrap_" SPILLWAY_UPDATE);
+bool slow_update(const OptimizerTile& tile, const OptimizerScalars& scalars, Range begin, Range end) {
+  if (slow.update > 0) std::this_thread::sleep_for(Seconds(slow.update));
+  return real_update(tile, scalars, begin, end);
+}
+
+namespace {
+
+constexpr int kSteps = 4;
+constexpr double kDelay = 20e-3;  // a step of this model takes a few milliseconds
+
+struct Stalls {
+  StallSeconds by_cause;
+  double stalled = 0, seconds = 0;
+};
+
+// All steps but the first, which has no update.
+Stalls stalls_of(const Slow& how, double caller_sleeps = 0) {
+  slow = how;
+  const testing::TempStore store;
+  const ModelDescription model = testing::toy_model(5, 3000, 1);
+  const Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
+  auto engine = Engine::create(config, model);
+  engine->import_weights(testing::toy_weights());
+  testing::ToyTrainer trainer{*engine, model, config.weights, 1};
+  trainer.between = [&] {
+    if (caller_sleeps > 0) std::this_thread::sleep_for(Seconds(caller_sleeps));
+  };
+  Stalls sum;
+  for (int step = 0; step < kSteps; ++step) {
+    const StepReport report = trainer.run_step();
+    EXPECT_NEAR(report.stalls.total(), report.stall_seconds, 1e-9);
+    EXPECT_LE(report.stall_seconds, report.seconds * (1 + 1e-6));
+    if (step == 0) continue;
+    sum.stalled += report.stall_seconds;
+    sum.seconds += report.seconds;
+    for (std::size_t cause = 0; cause < kStallNames.size(); ++cause) {
+      EXPECT_GT(report.stalls.of[cause], -1e-4) << kStallNames[cause];
+      sum.by_cause.of[cause] += report.stalls.of[cause];
+    }
+  }
+  engine.reset();
+  slow = {};
+  return sum;
+}
+
+std::string largest(const Stalls& stalls) {
+  const auto& of = stalls.by_cause.of;
+  return kStallNames[static_cast<std::size_t>(std::ranges::max_element(of) - of.begin())];
+}
+
+TEST(Stall, SlowReadsAreReads) { EXPECT_EQ(largest(stalls_of({.read = kDelay})), "read"); }
+
+TEST(Stall, SlowWritesAreWrites) { EXPECT_EQ(largest(stalls_of({.write = kDelay})), "write"); }
+
+TEST(Stall, SlowSyncsAreTheCommit) { EXPECT_EQ(largest(stalls_of({.sync = 3 * kDelay})), "commit"); }
+
+TEST(Stall, ASlowOptimizerIsTheUpdate) { EXPECT_EQ(largest(stalls_of({.update = kDelay})), "update"); }
+
+TEST(Stall, ASlowCallerIsNoneOfOurs) { EXPECT_EQ(largest(stalls_of({}, kDelay)), "other"); }
+
+// Weights go up and gradients down.
+TEST(Stall, SlowCopiesAreCopiesAndGradients) {
+  const Stalls stalls = stalls_of({.copy = kDelay / 4});
+  const double copy = stalls.by_cause[StallCause::kCopy], gradient = stalls.by_cause[StallCause::kGradient];
+  EXPECT_EQ(largest(stalls), "copy");
+  EXPECT_GT(copy + gradient, 0.5 * stalls.stalled);
+  EXPECT_GT(gradient, kDelay / 4);
+}
+
+// The link that the last of three steps names, of a model whose every visit computes so long.
+StepReport limited(const Slow& how, double visit_seconds) {
+  slow = how;
+  const testing::TempStore store;
+  const ModelDescription model = testing::toy_model(5, 60'000, 1);
+  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
+  config.tile_elements = 128 * 1024;  // the drive is measured with requests of 1 MiB
+  auto engine = Engine::create(config, model);
+  engine->import_weights(testing::toy_weights());
+  testing::ToyTrainer trainer{*engine, model, config.weights, 1};
+  trainer.between = [&] {
+    engine->stream().launch([visit_seconds](HostWorkers&) { std::this_thread::sleep_for(Seconds(visit_seconds)); });
+  };
+  for (int step = 0; step < 2; ++step) trainer.run_step();
+  StepReport report = trainer.run_step();
+  engine.reset();
+  slow = {};
+  return report;
+}
+
+// The drive takes 60 ms for what the fast one reads and writes in a step of 0.8 s, and 1 s when it is slow.
+TEST(Link, IsComputeWhereTheDeviceIsSlowAndTheDriveWhereThatIs) {
+  constexpr double kSlowVisit = 60e-3, kFastRate = 1e9, kSlowRate = 60e6;
+  const StepReport computing = limited({.drive_rate = kFastRate}, kSlowVisit);
+  EXPECT_EQ(computing.link, "compute");
+  EXPECT_GT(computing.link_percent, 50);
+  EXPECT_LT(computing.stall_seconds, 0.1 * computing.seconds) << "what the drive does is hidden behind compute";
+  const StepReport moving = limited({.drive_rate = kSlowRate}, 0);
+  EXPECT_EQ(moving.link, "nvme");
+  EXPECT_GT(moving.link_percent, 50);
+  EXPECT_GT(moving.stall_seconds, computing.stall_seconds);
+}
+
+}  // namespace
+}  // namespace spillway

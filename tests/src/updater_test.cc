@@ -1,0 +1,72 @@
+// What the updater has under way beside the tile that it works on.
+#include "src/updater.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "src/machinery.h"
+#include "tests/src/toy_trainer.h"
+
+namespace spillway {
+namespace {
+
+// A run whose weights and gradients are zero, without an engine around it.
+class Rig {
+ public:
+  explicit Rig(const std::function<void(DeepSpeedKnobs&)>& set) {
+    set(config.knobs);
+    config.knobs.optimizer_buffer_count = 8;  // more than block 0 has tiles, so two are for those behind it
+    plan = make_plan(config, model);
+    machinery = std::make_unique<Machinery>(config, model, plan, EngineOptions{}, share_threads(2));
+    TileMover& mover = *machinery->mover;
+    for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
+      mover.blank(t, 0);
+      mover.start_save(0, Save::kNew);
+      mover.finish_save(0);
+    }
+    machinery->store->commit(0, {}, *machinery->thread, machinery->host_region(plan.host.record));
+    scalars_of(config, plan.groups, 1, 1.0, scalars);
+    machinery->updater->begin(scalars);
+    machinery->updater->run_until(0, nullptr);  // several tiles, and more behind them
+  }
+  ~Rig() { machinery->updater->finish(); }
+  Rig(const Rig&) = delete;
+  Rig& operator=(const Rig&) = delete;
+
+  std::uint32_t busy() const {
+    std::uint32_t count = 0;
+    for (std::uint32_t b = 0; b < machinery->mover->buffers(); ++b) count += !machinery->mover->idle(b);
+    return count;
+  }
+  std::uint32_t reading() const {
+    for (std::uint32_t b = 0; b < machinery->mover->buffers(); ++b) machinery->mover->finish_save(b);
+    return busy();
+  }
+
+ private:
+  testing::TempStore store;
+  const ModelDescription model = testing::toy_model(3, 3000, 1);
+  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
+  Plan plan;
+  std::unique_ptr<Machinery> machinery;
+  std::vector<OptimizerScalars> scalars;
+};
+
+TEST(Updater, ReadsTheNextTilesWhileOneIsUpdated) {
+  EXPECT_GT(Rig([](DeepSpeedKnobs&) {}).reading(), 0u);
+}
+
+TEST(Updater, ReadsNothingAheadWithoutPipelineRead) {
+  EXPECT_EQ(Rig([](DeepSpeedKnobs& k) { k.pipeline_read = false; }).reading(), 0u);
+}
+
+TEST(Updater, WaitsForItsWritesWithoutPipelineWrite) {
+  EXPECT_GT(Rig([](DeepSpeedKnobs& k) { k.pipeline_write = false; }).busy(), 0u) << "reads go on";
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_EQ(Rig([](DeepSpeedKnobs& k) { k.pipeline_read = k.pipeline_write = false; }).busy(), 0u);
+  }
+}
+
+}  // namespace
+}  // namespace spillway
