@@ -16,6 +16,7 @@
 #include "src/machinery.h"
 #include "src/plan.h"
 #include "src/run_facts.h"
+#include "src/speculation.h"
 #include "src/step_meter.h"
 #include "src/tile_values.h"
 #include "src/visit_cursor.h"
@@ -34,10 +35,11 @@ class StepEngine final : public Engine {
       : config_(config),
         model_(model),
         thread_shares_(share_threads(config.threads)),
-        plan_(make_plan(config, model, static_cast<unsigned>(thread_shares_.size()))),
+        plan_(make_plan(config, model, nodes())),
         machinery_(config, model_, plan_, options, thread_shares_),
         cursor_(plan_.visits, !plan_.visits_given),
-        forecast_(plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())) {
+        forecast_(plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
+        speculation_(plan_, config.speculative_blocks) {
     for (const TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
         written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
@@ -58,8 +60,7 @@ class StepEngine final : public Engine {
   const Ledger& ledger() const override { return plan_.ledger; }
   std::vector<std::string> describe() const override;
   std::optional<double> predicted_step_seconds() const override {
-    return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates,
-                                  static_cast<unsigned>(thread_shares_.size()));
+    return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates, nodes(), speculation_.blocks());
   }
 
   void import_weights(const WeightSource& source) override;
@@ -90,6 +91,7 @@ class StepEngine final : public Engine {
   void release_activation(std::uint32_t place) override;
 
  private:
+  unsigned nodes() const { return static_cast<unsigned>(thread_shares_.size()); }
   void refuse_if_failed() const;
   template <typename Work>
   auto guarded(Work&& work);
@@ -107,6 +109,7 @@ class StepEngine final : public Engine {
   Machinery machinery_;
   VisitCursor cursor_;  // without given visits the first step of this process teaches it; a store keeps no order
   Forecast forecast_;
+  Speculation speculation_;
   std::vector<std::uint32_t> visit_blocks_;
   std::vector<OptimizerScalars> scalars_;  // of this step, by parameter group
   std::uint32_t leases_ = 0;               // while weights stay in HBM; places count their own
@@ -160,6 +163,7 @@ void StepEngine::begin_step() {
     throw Error(Code::kInvalidArgument, {"engine", "has no weights yet", 0, "call import_weights first, or resume"});
   }
   stepping_ = true;
+  speculation_.begin_step();
   cursor_.begin_step();
   machinery_.gradients->begin_step();
   visit_blocks_.clear();
@@ -271,7 +275,9 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
                    "push all gradients of a block before the next, or leave ModelDescription::visits empty"});
     }
     const bool complete = machinery_.gradients->push(gradient, stream);
-    if (!complete || !plan_.blocks[gradient.block].early) return;
+    // What a guess is taken back to must be durable.
+    const bool committed = commit_every_ == 1 && durable_step_ == step_;
+    if (!complete || !(plan_.blocks[gradient.block].early || (committed && speculation_.take(gradient.block)))) return;
     scalars_of(config_, plan_.groups, step_ + 1, 1, scalars_);
     machinery_.updater->add(gradient.block, scalars_);
   });
@@ -297,7 +303,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     gradients.check_complete();
     {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
-      machinery_.updater->advance(true);
+      if (plan_.early_blocks) machinery_.updater->advance(true);
       gradients.wait_landed();
     }
     machinery_.compute->synchronize();
@@ -315,6 +321,8 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     report.learning_rate = learning_rate(config_, report.step);
     double scale = 1;
     if (config_.gradient_clipping > 0) scale = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
+    report.speculative_blocks = speculation_.taken();
+    report.taken_back = !machinery_.updater->keep_early(scale == 1);
     scalars_of(config_, plan_.groups, report.step, scale, scalars_);
     updating_ = true;
     machinery_.updater->begin(scalars_);
@@ -334,6 +342,8 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
       cursor_.adopt_recorded();
       forecast_.forget(cursor_.visits().size());
     }
+    speculation_.end_step(
+        scale != 1, [this] { return forecast_.best_speculation(plan_, cursor_.visits(), machinery_.rates, nodes()); });
     begin_step();
     return report;
   });
@@ -453,6 +463,7 @@ void StepEngine::export_weights(bool exact, const WeightSink& sink) {
       throw Error(Code::kInvalidArgument,
                   {"export_weights", "the engine has no weights yet", 0, "call import_weights first"});
     settle();
+    if (machinery_.updater->early_under_way() && speculation_.taken() > 0) machinery_.updater->take_back();
     if (machinery_.updater->early_under_way())
       throw Error(Code::kInvalidArgument,
                   {"export_weights", "a step is under way, and part of it is updated", 0, "call it behind step()"});

@@ -1,6 +1,10 @@
 #include "src/forecast.h"
 
+#include <algorithm>
+
+#include "spillway/units.h"
 #include "src/schedule.h"
+#include "src/speculation.h"
 
 namespace spillway {
 namespace {
@@ -9,6 +13,8 @@ std::int64_t now_ns() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
+
+constexpr std::uint32_t kSpeculations = 32;  // how many counts are tried at most, evenly spaced
 
 }  // namespace
 
@@ -40,7 +46,7 @@ void Forecast::end_visit(std::uint32_t lease, Device& device) {
 }
 
 std::optional<double> Forecast::step_seconds(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
-                                             unsigned nodes) const {
+                                             unsigned nodes, std::uint32_t speculative) const {
   std::vector<double> seconds;
   for (const Watch& visit : visits_) {
     if (visit.best_ns == 0) return std::nullopt;
@@ -49,7 +55,24 @@ std::optional<double> Forecast::step_seconds(const Plan& plan, std::span<const V
   if (seconds.size() != visits.size()) return std::nullopt;
   Plan taken = plan;
   taken.visits.assign(visits.begin(), visits.end());
+  speculate(taken, speculative);
   return make_schedule(schedule_input(taken, rates, seconds, nodes)).seconds();
+}
+
+std::optional<std::uint32_t> Forecast::best_speculation(const Plan& plan, std::span<const Visit> visits,
+                                                        const MachineRates& rates, unsigned nodes) const {
+  const auto most = static_cast<std::uint32_t>(std::ranges::count_if(plan.blocks, &BlockPlan::speculative));
+  const std::uint32_t stride = std::max(1u, static_cast<std::uint32_t>(div_up(most, kSpeculations)));
+  std::optional<std::uint32_t> best;
+  double best_seconds = 0;
+  for (std::uint32_t count = 0; count <= most; count += stride) {
+    const std::optional<double> seconds = step_seconds(plan, visits, rates, nodes, count);
+    if (!seconds) return std::nullopt;
+    if (best && *seconds >= best_seconds) continue;
+    best = count;
+    best_seconds = *seconds;
+  }
+  return best;
 }
 
 }  // namespace spillway

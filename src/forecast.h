@@ -30,9 +30,13 @@ class Forecast {
   // The plan has other visits now.
   void forget(std::size_t visits);
 
-  // Nothing while a visit was never seen. `nodes` of the machine.
+  // Nothing while a visit was never seen. `nodes` of the machine; `speculative` blocks are updated inside backward.
   std::optional<double> step_seconds(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
-                                     unsigned nodes) const;
+                                     unsigned nodes, std::uint32_t speculative) const;
+  // How many of the plan's speculative blocks make the step shortest. More of them move reads and writes from the next
+  // forward pass, which needs them before it can go on, into backward, but cost a read of their new weights.
+  std::optional<std::uint32_t> best_speculation(const Plan& plan, std::span<const Visit> visits,
+                                                const MachineRates& rates, unsigned nodes) const;
 
  private:
   struct Watch {

@@ -30,6 +30,7 @@ class Planner {
     choose_homes();
     lay_out_hbm(draft_);
     if (!updates_inside_backward()) lay_out_host(draft_);
+    mark_speculative();
     lay_out_nvme(draft_);
     return std::move(plan_);
   }
@@ -175,11 +176,26 @@ class Planner {
     return sum;
   }
 
+  // With clipping the gradients stay, so that a block that can be rolled back may be updated on a guess, and once more.
+  void mark_speculative() {
+    if (config_.gradient_clipping <= 0 || config_.commit_every.value_or(1) != 1 || draft_.nodes > 1) return;
+    if (config_.parameters != Placement::kNvme || config_.states != Placement::kNvme) return;
+    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
+      BlockPlan& block = plan_.blocks[b];
+      const auto tiles = std::span(plan_.tile_places).subspan(block.first_tile, block.tiles);
+      const bool on_nvme = std::ranges::all_of(tiles, [](const TilePlace& tile) {
+        return std::ranges::all_of(tile.home, [](Home home) { return home == Home::kNvme; });
+      });
+      block.speculative = on_nvme && block.gradient_place == GradientPlace::kHost && may_be_early(b);
+    }
+  }
+
   // All but the last block visited: the others are known by then.
   void mark_early() {
-    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
-      plan_.blocks[b].early = b != plan_.visits.back().block && plan_.blocks[b].partition.trainable_elements > 0;
-    }
+    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) plan_.blocks[b].early = may_be_early(b);
+  }
+  bool may_be_early(std::uint32_t b) const {
+    return b != plan_.visits.back().block && plan_.blocks[b].partition.trainable_elements > 0;
   }
 
   PlanDraft draft_;

@@ -38,6 +38,7 @@ struct BlockPlan {
   GradientPlace gradient_place = GradientPlace::kHost;
   Region gradient;     // trainable elements in the weight type, in HBM or host memory; only its size in other places
   bool early = false;  // updated inside backward
+  bool speculative = false;  // the same, when clipping had no effect in the step before: it is taken back when it has
   std::optional<Region> accumulator;  // HBM, fp32, trainable elements
   bool accumulator_shared = false;    // with blocks that are visited at other times
   Region insides;                     // HBM

@@ -12,11 +12,12 @@ namespace {
 // Where gradients wait for the update.
 std::string gradient_fact(const Plan& plan) {
   std::uint64_t host = 0, spilled = 0;
-  std::size_t early = 0;
+  std::size_t early = 0, speculative = 0;
   for (const BlockPlan& block : plan.blocks) {
     if (block.gradient_place == GradientPlace::kHost) host += block.gradient.bytes;
     if (block.gradient_place == GradientPlace::kSpilled) spilled += block.gradient.bytes;
     early += block.early;
+    speculative += block.speculative;
   }
   std::string fact = fmt::format("gradients: {} MiB in host memory", div_up(host, kMiB));
   if (spilled > 0) {
@@ -25,6 +26,10 @@ std::string gradient_fact(const Plan& plan) {
   }
   if (early > 0) {
     fact += fmt::format("; {} of {} blocks are updated inside backward and store none", early, plan.blocks.size());
+  }
+  if (speculative > 0) {
+    fact += fmt::format("; while clipping has no effect up to {} of {} blocks are updated inside backward", speculative,
+                        plan.blocks.size());
   }
   return fact;
 }

@@ -30,7 +30,7 @@ Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device
 void Updater::reset() {
   queue_.clear();
   std::ranges::fill(end_of_, 0u);
-  next_ = loading_ = 0;
+  early_end_ = next_ = loading_ = 0;
   begun_ = stopped_ = false;
 }
 
@@ -44,10 +44,9 @@ void Updater::append(std::uint32_t tile) {
 // What is not in the queue yet, in order.
 void Updater::fill_queue() {
   if (queue_.size() == order_.size()) return;
-  const std::size_t early = queue_.size();
   for (std::uint32_t tile : order_) {
     const std::uint32_t block = plan_.tiles[tile].block;
-    if (end_of_[block] == 0 || first_of_[block] >= early) append(tile);
+    if (end_of_[block] == 0 || first_of_[block] >= early_end_) append(tile);
   }
 }
 
@@ -85,7 +84,7 @@ void Updater::load_gradient(std::size_t position) {
 
 void Updater::read_ahead() {
   if (plan_.gradients_in_hbm || !plan_.host.reads_ahead) return;
-  if (!plan_.early_blocks) fill_queue();
+  if (!plan_.early_blocks && early_end_ == 0) fill_queue();
   start_loads(next_, 0);
 }
 
@@ -98,21 +97,23 @@ void Updater::cancel_read_ahead() {
 }
 
 void Updater::add(std::uint32_t block, std::span<const OptimizerScalars> scalars) {
+  if (early_end_ < queue_.size()) return;  // what is read ahead already keeps its turn
   scalars_ = scalars;
   const BlockPlan& plan = plan_.blocks[block];
   for (std::uint32_t t = plan.first_tile; t < plan.first_tile + plan.tiles; ++t) {
     if (plan_.tiles[t].range.trainable) append(t);
   }
+  early_end_ = queue_.size();
   start_loads(next_, 0);
 }
 
 void Updater::advance(bool all) {
-  if (!plan_.early_blocks) return;
-  while (!stopped_ && under_way() && (all || gradients_.landed(plan_.tiles[queue_[next_]].block))) update_early();
+  while (!stopped_ && next_ < early_end_ && (all || gradients_.landed(plan_.tiles[queue_[next_]].block)))
+    update_early();
 }
 
 bool Updater::make_room() {
-  if (!plan_.early_blocks || !under_way()) return false;
+  if (next_ >= early_end_) return false;
   const std::uint32_t block = plan_.tiles[queue_[next_]].block;
   while (!stopped_ && next_ < end_of_[block]) update_early();
   if (stopped_) gradients_.forget(block);
@@ -126,9 +127,17 @@ void Updater::update_early() {
   stopped_ = !gradients_.finite(block);
   if (stopped_) return;
   start_loads(next_, 1);
-  update(next_, 1, nullptr);
+  stopped_ = !update(next_, 1, nullptr);
   if (++next_ == end_of_[block]) gradients_.forget(block);
   start_loads(next_, 0);
+}
+
+bool Updater::keep_early(bool right) {
+  if (!early_under_way()) return true;
+  if (right) advance(true);
+  if (right && !stopped_) return true;
+  take_back();
+  return false;
 }
 
 void Updater::take_back() {
@@ -174,7 +183,7 @@ void Updater::finish() {
 
 // Tiles [first, first + count) of the queue, one for each node. The bytes are verified in the pass that updates them: a
 // mismatch is found behind the pass and before anything of the tile is saved.
-void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
+bool Updater::update(std::size_t first, std::size_t count, std::byte* to) {
   const auto buffer_of = [this, first](std::size_t node) {
     return static_cast<std::uint32_t>((first + node) % mover_.buffers());
   };
@@ -208,10 +217,15 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
   for (std::size_t node = 0; node < count; ++node) {
     mover_.verify(buffer_of(node));
     const std::uint32_t t = queue_[first + node];
-    if (finite_[node] == 0) refuse_overflow(tile_name(plan_, model_, t));
+    if (finite_[node] == 0) {
+      if (begun_ || !plan_.blocks[plan_.tiles[t].block].speculative) refuse_overflow(tile_name(plan_, model_, t));
+      mover_.drop(buffer_of(node));
+      return false;
+    }
     mover_.start_save(buffer_of(node), Save::kUpdated, to ? to + byte_offset(t) : nullptr);
     if (!plan_.host.writes_behind) mover_.finish_save(buffer_of(node));
   }
+  return true;
 }
 
 void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {

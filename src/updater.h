@@ -22,18 +22,22 @@ class Updater {
   Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers, TileMover& mover,
           GradientCollector& gradients, Stream& stream, Watch watch = {});
 
-  // Inside backward, for blocks that the plan updates early: add(block) … ─► advance or make_room … ─► advance(all).
+  // Inside backward, for blocks that are updated early: add(block) … ─► advance or make_room … ─► advance(all).
   // Nothing of it is seen before begin(): whoever fetches a block gets the weights of the step before.
   //
   // The block's gradient is complete.
   void add(std::uint32_t block, std::span<const OptimizerScalars> scalars);
   // Updates added blocks whose gradients have landed; the rest too when `all`. From the first gradient that is not
-  // finite on, nothing is updated any more.
+  // finite on, or the first speculative update whose result is not, nothing is updated any more.
   void advance(bool all);
+  // All of it, when the guess was right: false: it was not, or a result is not finite, and it is taken back.
+  bool keep_early(bool right);
   // Updates the first added block and forgets its gradient. False: there is none.
   bool make_room();
-  bool early(std::uint32_t block) const { return !begun_ && plan_.blocks[block].early && end_of_[block] > 0; }  // added
-  bool early_under_way() const { return !begun_ && plan_.early_blocks && !queue_.empty(); }
+  bool early(std::uint32_t block) const {  // added
+    return !begun_ && end_of_[block] > 0 && end_of_[block] <= early_end_;
+  }
+  bool early_under_way() const { return !begun_ && early_end_ > 0; }
   // Takes back what was updated early.
   void take_back();
 
@@ -70,7 +74,8 @@ class Updater {
   void load_gradient(std::size_t position);
   void wait_read(std::uint32_t buffer);
   void start_loads(std::size_t due, std::size_t count);
-  void update(std::size_t first, std::size_t count, std::byte* to);
+  // False: a result of a speculative update is not finite; nothing of it is saved.
+  bool update(std::size_t first, std::size_t count, std::byte* to);
   // Of the tile's first element in the weights, and in the gradient, of its block.
   std::uint64_t byte_offset(std::uint32_t tile) const;
   [[noreturn]] void refuse_overflow(const std::string& where);
@@ -87,7 +92,8 @@ class Updater {
   const std::vector<std::uint32_t> order_;      // trainable tiles
   std::vector<std::uint32_t> queue_;            // of this step: early ones as their gradients complete, then in order
   std::vector<std::size_t> first_of_, end_of_;  // of each block's tiles in the queue; end 0: not in it
-  std::size_t next_ = 0;                        // tiles of the queue before it are updated
+  std::size_t early_end_ = 0;                   // tiles of the queue before it were added
+  std::size_t next_ = 0;                        // ditto: are updated
   std::size_t loading_ = 0;                     // ditto: have been started to load
   bool begun_ = false, stopped_ = false, overflowed_ = false;
   std::span<const OptimizerScalars> scalars_;

@@ -75,6 +75,9 @@ struct StepReport {
   // of them did not come from NVMe. Engine::describe() has what the plan says of both.
   std::uint64_t tile_bytes = 0, tile_hit_bytes = 0;
   std::uint64_t durable_step = 0;  // the last step that survives any crash; with commits, the one before this
+  // Blocks updated inside backward on the guess that clipping has no effect; they were updated once more when it had.
+  std::uint32_t speculative_blocks = 0;
+  bool taken_back = false;
 };
 
 class Engine;

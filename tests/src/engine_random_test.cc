@@ -121,9 +121,10 @@ std::string text_of(const RandomCase& random, const Config& config) {
     text << (visit.visit.pass == Pass::kForward ? " f" : " b") << visit.visit.block;
   }
   text << " " << name_of(config.weights) << " parameters " << static_cast<int>(config.parameters) << " states "
-       << static_cast<int>(config.states) << " clipping " << config.gradient_clipping << " tile "
-       << config.tile_elements << " hbm " << config.hbm_bytes.value_or(0) << " host " << config.host_bytes.value_or(0)
-       << " threads " << config.threads << " paths " << config.nvme_paths.size() << " commit_every ";
+       << static_cast<int>(config.states) << " clipping " << config.gradient_clipping << " speculative "
+       << config.speculative_blocks.value_or(99) << " tile " << config.tile_elements << " hbm "
+       << config.hbm_bytes.value_or(0) << " host " << config.host_bytes.value_or(0) << " threads " << config.threads
+       << " paths " << config.nvme_paths.size() << " commit_every ";
   return config.commit_every ? text.str() + std::to_string(*config.commit_every) : text.str() + "unset";
 }
 
@@ -150,6 +151,8 @@ class RandomRun {
     }
     expect_exported();
     const bool same_commits = config_.nvme_paths.empty() || config_.commit_every.value_or(3) < 2;
+    if (config_.gradient_clipping > 0 && config_.speculative_blocks != 0u)
+      return;  // which steps guess is its own affair
     const StepReport &one = reports[kSteps - 2], &next = reports[kSteps - 1];
     EXPECT_EQ(one.h2d_bytes, next.h2d_bytes);
     EXPECT_EQ(one.visit_hits, next.visit_hits);

@@ -88,6 +88,7 @@ class RandomCase {
   ModelDescription model;
   Config config;
   std::uint32_t micro_batches = 1;
+  bool bursts = false;              // every fourth step's gradients are a thousand times as large
   std::vector<RandomVisit> visits;  // of the caller
 
  private:
@@ -149,8 +150,10 @@ class RandomCase {
   void make_config() {
     const auto& [parameters, states] = kPlacements[chance(2) ? std::size(kPlacements) - 1 : below(7)];
     config = config_for(parameters, states, chance(2) ? DType::kFloat32 : DType::kBFloat16);
-    constexpr double kClips[] = {0, 0, 1, 0.05};
-    config.gradient_clipping = kClips[below(4)];
+    constexpr double kClips[] = {0, 0, 1, 0.05, 20};
+    config.gradient_clipping = kClips[below(5)];
+    bursts = chance(2);
+    if (chance(2)) config.speculative_blocks = static_cast<std::uint32_t>(below(5));
     config.optimizer.kind = static_cast<OptimizerKind>(chance(2) ? 0 : below(4));
     config.optimizer.learning_rate = 1e-2;
     config.optimizer.weight_decay = chance(2) ? 0.01 : 0;
@@ -203,13 +206,14 @@ struct RandomCaller {
     const std::uint64_t step = engine.current_step() + 1;
     const DType type = random.config.weights;
     const bool rounded = type == DType::kBFloat16 && salt % 5 == 0;
+    const float gain = random.bursts && step % 4 == 0 ? 1000.f : 1.f;
     auto* wide = reinterpret_cast<float*>(engine.workspace().data());
     engine.stream().launch([=](HostWorkers&) {
       auto* narrow = reinterpret_cast<std::uint16_t*>(wide);
       for (std::uint64_t i = 0; i < count; ++i) {
         const float w = type == DType::kFloat32 ? static_cast<const float*>(weight)[i]
                                                 : bf16_to_float(static_cast<const std::uint16_t*>(weight)[i]);
-        float gradient = 0.01f * w + 0.02f * mixed(step * 64 + salt, block * 16 + parameter, i);
+        float gradient = gain * (0.01f * w + 0.02f * mixed(step * 64 + salt, block * 16 + parameter, i));
         if (nan && i == count / 2) gradient = NAN;
         if (rounded) {
           narrow[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(gradient) >> 16);

@@ -1,10 +1,12 @@
 // A run moves the bytes that its schedule says.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "spillway/units.h"
 #include "src/schedule.h"
+#include "src/speculation.h"
 #include "tests/src/schedule_check.h"
 #include "tests/src/toy_trainer.h"
 
@@ -33,14 +35,16 @@ Plan compare(Placement parameters, Placement states, const std::function<void(Co
   config.commit_every = 1;
   change(config);
   const Plan plan = make_plan(config, model);
-  const ScheduleInput input = schedule_input(plan, {}, {});
+  Plan scheduled = plan;
+  speculate(scheduled, *config.speculative_blocks);
+  const ScheduleInput input = schedule_input(scheduled, {}, {});
   const Schedule schedule = make_schedule(input);
   testing::check_schedule(input, schedule);
 
   auto engine = Engine::create(config, model);
   engine->import_weights(testing::toy_weights());
   ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
-  for (int step = 0; step < 2; ++step) trainer.run_step();
+  for (int step = 0; step < 4; ++step) trainer.run_step();  // guesses begin behind the second
   ScheduleTraffic moved;
   for (int step = 0; step < kSteps; ++step) {
     const StepReport report = trainer.run_step();
@@ -74,6 +78,16 @@ TEST(ScheduleEngine, MovesThePlannedBytesWhateverLivesWhere) {
 TEST(ScheduleEngine, MovesThePlannedBytesWithoutClipping) {
   const Plan plan = compare(Placement::kNvme, Placement::kNvme, [](Config& config) { config.gradient_clipping = 0; });
   EXPECT_TRUE(plan.early_blocks);
+}
+
+TEST(ScheduleEngine, MovesThePlannedBytesOfGuesses) {
+  for (const std::uint32_t blocks : {1u, 3u, kBlocks}) {
+    const Plan plan = compare(Placement::kNvme, Placement::kNvme, [blocks](Config& config) {
+      config.gradient_clipping = 1e9;
+      config.speculative_blocks = blocks;
+    });
+    EXPECT_EQ(std::ranges::count_if(plan.blocks, &BlockPlan::speculative), kBlocks);
+  }
 }
 
 TEST(ScheduleEngine, MovesThePlannedBytesOfSpilledGradients) {

@@ -72,6 +72,7 @@ struct ToyTrainer {
   std::uint32_t micro_batches;
   std::uint64_t poison_step = 0;          // in this step one gradient holds a NaN
   std::function<void()> between = [] {};  // called before every visit and before step()
+  std::function<float(std::uint64_t)> gain = [](std::uint64_t) { return 1.f; };  // of every gradient in a step
   // Faults that the same-bits tests must notice:
   bool swap_micro_batches = false;
   bool use_after_release = false;
@@ -82,13 +83,14 @@ struct ToyTrainer {
     float* gradient = reinterpret_cast<float*>(engine.workspace().data());
     const DType dtype = type;
     const bool poison = step == poison_step && block == 1 && parameter == 0;
+    const float factor = gain(step);
     engine.stream().launch([=](HostWorkers& workers) {
       const std::size_t chunks = (count + 4095) / 4096;
       workers.parallel_for(chunks, [=](std::size_t chunk) {
         for (std::uint64_t i = chunk * 4096; i < std::min<std::uint64_t>(count, chunk * 4096 + 4096); ++i) {
           const float w = dtype == DType::kFloat32 ? static_cast<const float*>(weight)[i]
                                                    : bf16_to_float(static_cast<const std::uint16_t*>(weight)[i]);
-          gradient[i] = 0.01f * w + 0.02f * mixed(step * 64 + salt, block * 16 + parameter, i);
+          gradient[i] = factor * (0.01f * w + 0.02f * mixed(step * 64 + salt, block * 16 + parameter, i));
         }
       });
       if (poison) gradient[count / 2] = NAN;
@@ -131,6 +133,7 @@ inline Config toy_config(Placement parameters, Placement states, DType type, con
   Config config;
   config.weights = type;
   config.gradient_clipping = 1.0;
+  config.speculative_blocks = 0;  // how many are best is a matter of time
   config.optimizer = {.learning_rate = 1e-2, .weight_decay = 0.01};
   config.parameters = parameters;
   config.states = states;

@@ -90,11 +90,11 @@ std::string step_json(const StepFacts& step) {
       R"({{"step":{},"loss":{:.9g},"grad_norm":{:.9g},"lr":{:.9g},"seconds":{:.6f},"tokens":{},"nvme_read_bytes":{},)"
       R"("nvme_write_bytes":{},"h2d_bytes":{},"d2h_bytes":{},"link":"{}","link_percent":{:.2f},)"
       R"("stall_seconds":{:.6f},"stalls":{{{}}},"adam_seconds":{:.6f},"durable_step":{},)"
-      R"("visits":{},"visit_hits":{},"tile_bytes":{},"tile_hit_bytes":{}}})"
+      R"("visits":{},"visit_hits":{},"tile_bytes":{},"tile_hit_bytes":{},"speculative_blocks":{},"taken_back":{}}})"
       "\n",
       r.step, step.loss, r.gradient_norm, r.learning_rate, r.seconds, step.tokens, r.nvme_read_bytes,
       r.nvme_write_bytes, r.h2d_bytes, r.d2h_bytes, r.link, r.link_percent, r.stall_seconds, stalls, r.adam_seconds,
-      r.durable_step, r.visits, r.visit_hits, r.tile_bytes, r.tile_hit_bytes);
+      r.durable_step, r.visits, r.visit_hits, r.tile_bytes, r.tile_hit_bytes, r.speculative_blocks, r.taken_back);
 }
 
 }  // namespace spillway::gpt2

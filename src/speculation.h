@@ -1,0 +1,43 @@
+// With clipping, the update has to wait for the norm of all gradients; but while the norm stays below the limit, it
+// does what it would do without. So blocks are updated inside backward on the guess that clipping has no effect, and
+// taken back when it has: what an update overwrites is not gone before a commit. Which steps guess, and how many
+// blocks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+#include "src/plan.h"
+
+namespace spillway {
+
+// Marks as early the first `count` speculative blocks whose gradients are complete, as the plan's visits come.
+void speculate(Plan& plan, std::uint32_t count);
+
+class Speculation {
+ public:
+  // `blocks`: at most so many in a step; nothing: to be chosen.
+  Speculation(const Plan& plan, std::optional<std::uint32_t> blocks);
+
+  void begin_step() { taken_ = 0; }
+  // A block's gradient is complete: it is updated now.
+  bool take(std::uint32_t block);
+  std::uint32_t taken() const noexcept { return taken_; }                    // in this step
+  std::uint32_t blocks() const noexcept { return guesses() ? blocks_ : 0; }  // that a step like this one takes
+  // The step is done. `best` is asked after some steps, when there is something to choose.
+  void end_step(bool clipped, const std::function<std::optional<std::uint32_t>()>& best);
+
+ private:
+  static constexpr std::uint32_t kCalmSteps = 2;
+
+  bool guesses() const noexcept { return unclipped_ >= kCalmSteps; }
+
+  const Plan& plan_;
+  bool chooses_ = false;
+  std::uint32_t blocks_ = 0, taken_ = 0;
+  std::uint32_t unclipped_ = 0;  // the last steps, in a row
+  std::uint32_t steps_ = 0;      // of this process
+};
+
+}  // namespace spillway
