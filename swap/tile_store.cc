@@ -170,6 +170,9 @@ std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Create
     throw Error(Code::kCorrupt, {path, "the superblock does not fit the model", 0, "start over with --fresh"});
   }
   store->load_manifest();
+  // What was read need not be durable: the run before may have been killed between writing its record and syncing it.
+  // From here on the slots that only the older record names are overwritten.
+  store->files_.sync();
   store->grow_scratch(shape.least_scratch_bytes);
   return store;
 }
