@@ -13,6 +13,7 @@
 #include "spillway/error.h"
 #include "spillway/log.h"
 #include "src/node_tiles.h"
+#include "src/plain_file.h"
 
 namespace spillway {
 namespace {
@@ -78,8 +79,13 @@ std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOpti
   return shares;
 }
 
+// Its name is as durable as the store in it: whoever loses the one has lost the other.
 void make_directory(const std::filesystem::path& directory) {
   std::error_code failure;
+  std::vector<std::filesystem::path> parents;  // that get a new entry
+  for (auto at = std::filesystem::absolute(directory, failure); !at.empty() && !std::filesystem::exists(at, failure);) {
+    parents.push_back(at = at.parent_path());
+  }
   if (std::filesystem::create_directories(directory, failure) && !failure) {
     std::filesystem::permissions(directory, std::filesystem::perms::owner_all, failure);
   }
@@ -87,6 +93,7 @@ void make_directory(const std::filesystem::path& directory) {
     throw Error(Code::kIo,
                 {directory.string(), "cannot be created", failure.value(), "check nvme_path and its permissions"});
   }
+  for (const auto& parent : parents) sync_directory(parent);
 }
 
 IoQueueOptions queue_options(const Config& config) {
