@@ -49,7 +49,9 @@ bool holds_a_step(const StorePaths& paths) {
     for (std::uint64_t record = 0; record < 4; ++record) {
       Manifest manifest;
       files.read_at(first + record * bytes, buffer.bytes());
-      if (decode_record(buffer.bytes(), block.fingerprint, block.tiles, manifest) != RecordState::kEmpty) return true;
+      const RecordState state = decode_record(buffer.bytes(), block.fingerprint, block.tiles, manifest);
+      // The first commit goes to the second record: damaged beside an empty first one, it was torn.
+      if (state == RecordState::kValid || (state == RecordState::kDamaged && record < 2)) return true;
     }
     return false;
   } catch (const Error& failure) {

@@ -88,6 +88,23 @@ TEST(TileStore, AStoreThatNeverCommittedIsReplacedUnasked) {
   EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
 }
 
+TEST(TileStore, AStoreWhoseFirstCommitWasTornIsReplacedUnaskedAndOneWithTwoIsNot) {
+  const StoreLayout layout =
+      lay_out_store(three_tiles().tiles, {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
+  for (const std::uint64_t commits : {0, 1}) {
+    StoreDirectory directory;
+    make_store(directory, commits);
+    for (std::uint64_t copy : layout.record_offset[1]) directory.damage(copy + 40);
+    if (commits == 0) {
+      TileStore::create(directory.path(), three_tiles(), false);
+      continue;
+    }
+    for (std::uint64_t copy : layout.record_offset[0]) directory.damage(copy + 40);
+    EXPECT_EQ(code_of([&] { TileStore::create(directory.path(), three_tiles(), false); }), Code::kExists);
+    EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
+  }
+}
+
 TEST(TileStore, AFileThatIsNoStoreIsNeverReplacedUnasked) {
   StoreDirectory directory;
   std::ofstream(directory.file()) << std::string(200000, 'x');
