@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"
@@ -196,16 +197,26 @@ void TileStore::load_manifest() {
   std::vector<std::vector<std::byte>> records;
   const std::uint64_t bytes = record_bytes(layout_.tiles.size());
   AlignedBuffer buffer(bytes);
+  std::optional<Error> unreadable;
   for (const auto& record : layout_.record_offset) {
     for (std::uint64_t copy : record) {
-      files_.read_at(copy, buffer.bytes());
-      records.emplace_back(buffer.data.get(), buffer.data.get() + bytes);
+      records.emplace_back();
+      try {
+        files_.read_at(copy, buffer.bytes());
+        records.back().assign(buffer.data.get(), buffer.data.get() + bytes);
+      } catch (const Error& failure) {  // as good as damaged: it has a copy
+        log(LogLevel::kWarning, std::string(failure.what()) + "; it is a manifest record, of which there are others");
+        unreadable = failure;
+      }
     }
   }
   ManifestChoice choice = choose_manifest(records, fingerprint_, layout_.tiles.size());
+  if (!choice.manifest && unreadable) throw *unreadable;
   if (!choice.manifest) {
-    throw Error(Code::kCorrupt, {files_.files().front().path().string(), "holds no committed step", 0,
-                                 "its run was cut short before the first commit; start over with --fresh"});
+    const char* hint = choice.others_damaged
+                           ? "its commit records are damaged; check the drive, or start over with --fresh"
+                           : "its run was cut short before the first commit; start over with --fresh";
+    throw Error(Code::kCorrupt, {files_.files().front().path().string(), "holds no committed step", 0, hint});
   }
   if (choice.others_damaged) {
     log(LogLevel::kWarning, files_.files().front().path().string() +
