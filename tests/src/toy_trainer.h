@@ -71,6 +71,7 @@ struct ToyTrainer {
   DType type;
   std::uint32_t micro_batches;
   std::uint64_t poison_step = 0;          // in this step one gradient holds a NaN
+  std::vector<std::uint64_t> blob{0};     // of a step: its number in every word
   std::function<void()> between = [] {};  // called before every visit and before step()
   std::function<float(std::uint64_t)> gain = [](std::uint64_t) { return 1.f; };  // of every gradient in a step
   // Faults that the same-bits tests must notice:
@@ -124,7 +125,8 @@ struct ToyTrainer {
     for (std::uint32_t b = blocks - 1; b > 0; --b) visit(b, false);
     visit(0, false);
     between();
-    return engine.step(std::as_bytes(std::span(&step, 1)));
+    std::ranges::fill(blob, step);
+    return engine.step(std::as_bytes(std::span(blob)));
   }
 };
 
