@@ -6,15 +6,13 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <sstream>
-#include <thread>
 
 #include "aio/io_engine.h"
 #include "src/plan.h"
 #include "tests/aio/faulty_engine.h"
 #include "tests/src/random_training.h"
+#include "tests/src/watchdog.h"
 
 #define SPILLWAY_CREATE_QUEUE                                                                   \
   "_ZN8spillway7IoQueue6createERKNS_14IoQueueOptionsESt4spanIKPNS_4FileELm18446744073709551615" \
@@ -76,34 +74,7 @@ namespace {
 using testing::RandomCaller;
 using testing::RandomCase;
 using testing::TempStore;
-
-// A case that hangs ends the program, with the case's name.
-class Watchdog {
- public:
-  explicit Watchdog(std::uint64_t seed)
-      : thread_([this, seed] {
-          std::unique_lock lock(mutex_);
-          const char* patience = std::getenv("SPILLWAY_PATIENCE");
-          if (done_.wait_for(lock, std::chrono::seconds(patience ? std::atoi(patience) : 60), [this] { return over_; }))
-            return;
-          std::fprintf(stderr, "SPILLWAY_CASE=%llu hangs\n", static_cast<unsigned long long>(seed));
-          std::abort();
-        }) {}
-  ~Watchdog() {
-    {
-      std::lock_guard lock(mutex_);
-      over_ = true;
-    }
-    done_.notify_one();
-    thread_.join();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable done_;
-  bool over_ = false;
-  std::thread thread_;
-};
+using testing::Watchdog;
 
 std::string text_of(const RandomCase& random, const Config& config) {
   std::ostringstream text;
