@@ -32,8 +32,11 @@ class Stop(CliTest):
 
     def wait_for_lines(self, run, lines):
         deadline = time.monotonic() + 60
-        while self.logged() < lines:
-            if run.poll() is not None:
+        while True:
+            ended = run.poll() is not None  # before the look at the log, which it may complete as it ends
+            if self.logged() >= lines:
+                return
+            if ended:
                 self.fail(f"the run ended before it was stopped:\n{run.communicate()[1]}")
             self.assertLess(time.monotonic(), deadline, f"no {lines} steps within a minute")
             time.sleep(0.002)
