@@ -195,12 +195,11 @@ TEST_P(DeviceSuite, IdleTimeGrowsOnlyWhileThereIsNothingToRun) {
   const auto event = device_->create_event();
   device_->record(*event, *a_);
   device_->wait(*b_, *event);
-  const double before = device_->idle_seconds(*b_);
+  while (device_->wait_seconds(*b_, *a_) == 0) std::this_thread::yield();  // counted from when it has come to the wait
+  const double before = device_->idle_seconds(*b_), waited = device_->wait_seconds(*b_, *a_);
   give_a_wrong_stream_time();
-  const double waiting = device_->idle_seconds(*b_);
-  EXPECT_GT(waiting, before) << "waiting for an event";
-  const double waited = device_->wait_seconds(*b_, *a_);
-  EXPECT_GT(waited, 0) << "of that stream, while it waits";
+  EXPECT_GT(device_->idle_seconds(*b_), before) << "waiting for an event";
+  EXPECT_GT(device_->wait_seconds(*b_, *a_), waited) << "of that stream, while it waits";
   EXPECT_EQ(device_->wait_seconds(*a_, *b_), 0);
   const double empty = device_->idle(*b_).empty;
   gate.open();
