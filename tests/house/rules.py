@@ -141,9 +141,12 @@ def check_named(root, files):
 
 
 def check_included(root, files):
-    """A room's header that nobody includes is dead; public headers are for others."""
+    """A room's header that nobody includes, nor Meson as a precompiled one, is dead; public headers are for others."""
     included = set()
     for path in files:
+        if path.name == "meson.build":
+            precompiled = re.findall(r"cpp_pch: '([^']+)'", (root / path).read_text())
+            included |= {os.path.normpath(path.parent / header) for header in precompiled}
         if path.suffix in CODE:
             for line in (root / path).read_text().splitlines():
                 match = INCLUDE.match(line)
