@@ -1,19 +1,24 @@
 // Uses of activations between the visits of the toy trainer.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "spillway/engine.h"
 
 namespace spillway::testing {
 
-// Makes a step's uses, part by part, and counts the bytes that are not what was written last.
+// Makes a step's uses, part by part, and counts the reads that do not see what was written last.
 class UsesBetweenVisits {
  public:
   UsesBetweenVisits(Engine& engine, const ModelDescription& model, std::uint32_t held, std::uint32_t parts)
       : engine_(engine), model_(model), held_(held), parts_(parts), version_(model.activations.size()) {
     leases_.reserve(held);
+    std::uint64_t largest = 0;
+    for (const Activation& activation : model.activations) largest = std::max(largest, activation.bytes);
+    for (std::uint64_t i = 0; i < largest + kVersions; ++i) content_.push_back(static_cast<std::byte>(i % kVersions));
   }
 
   // A part of the step's uses, `held` of them at a time; all of them in `parts` calls.
@@ -36,26 +41,25 @@ class UsesBetweenVisits {
   }
 
  private:
+  static constexpr std::uint32_t kVersions = 251;
+
   void enqueue(const ActivationUse& use, std::byte* at) {
-    const std::uint8_t before = version_[use.activation];
-    if (use.access != Access::kRead) version_[use.activation] = static_cast<std::uint8_t>(before + 41);
-    const std::uint8_t after = version_[use.activation];
+    std::uint32_t& version = version_[use.activation];
+    const std::byte* before = content_.data() + version;
+    if (use.access != Access::kRead) version = (version + 41) % kVersions;
+    const std::byte* after = content_.data() + version;
     const std::uint64_t count = model_.activations[use.activation].bytes;
     engine_.stream().launch([at, count, use, before, after, wrong = &wrong_](HostWorkers&) {
-      const auto byte = [](std::uint8_t version, std::uint64_t i) { return static_cast<std::byte>(version + i % 251); };
-      if (use.access != Access::kWrite) {
-        for (std::uint64_t i = 0; i < count; ++i) *wrong += at[i] != byte(before, i);
-      }
-      if (use.access != Access::kRead) {
-        for (std::uint64_t i = 0; i < count; ++i) at[i] = byte(after, i);
-      }
+      if (use.access != Access::kWrite) *wrong += std::memcmp(at, before, count) != 0;
+      if (use.access != Access::kRead) std::memcpy(at, after, count);
     });
   }
 
   Engine& engine_;
   const ModelDescription& model_;
   const std::size_t held_, parts_;
-  std::vector<std::uint8_t> version_;
+  std::vector<std::byte> content_;  // version v of an activation: these bytes from v on
+  std::vector<std::uint32_t> version_;
   std::vector<ActivationLease> leases_;
   std::size_t part_ = 0;
   std::uint64_t wrong_ = 0;
