@@ -1,6 +1,8 @@
 #include "kernels/process_limits.h"
 
 #include <sched.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
@@ -90,6 +92,15 @@ std::optional<std::uint64_t> memory_limit(const CgroupFiles& files) {
   const auto bytes = tightest_limit(files, "memory", memory_v2, memory_v1);
   if (!bytes) return std::nullopt;
   return static_cast<std::uint64_t>(*bytes);
+}
+
+std::optional<std::uint64_t> address_space_left() {
+  struct rlimit limit {};
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
+  std::uint64_t pages = 0;  // in use: the first number of proc(5)'s statm
+  if (!(std::ifstream("/proc/self/statm") >> pages)) return std::nullopt;
+  const std::uint64_t used = pages * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  return limit.rlim_cur - std::min<std::uint64_t>(used, limit.rlim_cur);
 }
 
 std::vector<unsigned> affinity_cpus() {

@@ -1,5 +1,5 @@
 // What this process may use of the machine: CPUs (its affinity mask), CPU time and memory (the limits of its cgroup and
-// those above it).
+// those above it, and its own).
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,9 @@ std::optional<double> cpu_quota(const CgroupFiles& files = {});
 
 // The tightest memory limit in bytes, v1 or v2; nothing when there is none.
 std::optional<std::uint64_t> memory_limit(const CgroupFiles& files = {});
+
+// What `ulimit -v` (RLIMIT_AS) leaves of the address space; nothing when there is no such limit.
+std::optional<std::uint64_t> address_space_left();
 
 // The affinity mask of the calling thread, which is the process's unless a thread was bound on purpose. At least one,
 // ascending.

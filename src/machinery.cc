@@ -29,17 +29,30 @@ std::uint64_t mem_available() {
   return UINT64_MAX;
 }
 
-// Being killed for memory has no message; refusing has.
-void check_memory(const Plan& plan) {
-  const std::uint64_t need = plan.ledger.total(Placement::kHbm) + plan.ledger.total(Placement::kHost);
+// Outside the arenas: code, libraries, stacks of threads, generated code.
+constexpr std::uint64_t kOutsideArenas = 200 * kMiB;
+
+// Being killed for memory has no message; refusing has. Returns the size of the host arena.
+std::uint64_t host_bytes_that_fit(const Plan& plan) {
+  const std::uint64_t host = plan.ledger.total(Placement::kHost);
+  const std::uint64_t need = plan.ledger.total(Placement::kHbm) + host;
   const std::uint64_t limit = memory_limit().value_or(UINT64_MAX);
   const std::uint64_t have = std::min(mem_available(), limit);
-  if (need <= have) return;
-  throw Error(Code::kDoesNotFit,
-              {"memory",
-               fmt::format("the plan needs {} MiB, {} {} MiB", div_up(need, kMiB),
-                           limit == have ? "this process's cgroup allows" : "free on this machine are", have / kMiB),
-               ENOMEM, "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme"});
+  const auto refuse = [](const std::string& happened, const char* hint) {
+    throw Error(Code::kDoesNotFit, {"memory", happened, ENOMEM, hint});
+  };
+  if (need > have) {
+    refuse(fmt::format("the plan needs {} MiB, {} {} MiB", div_up(need, kMiB),
+                       limit == have ? "this process's cgroup allows" : "free on this machine are", have / kMiB),
+           "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme");
+  }
+  const std::uint64_t space = address_space_left().value_or(UINT64_MAX);
+  if (need + kOutsideArenas > space) {
+    refuse(fmt::format("the plan needs {} MiB and the program up to {} MiB more, ulimit -v leaves {} MiB",
+                       div_up(need, kMiB), kOutsideArenas / kMiB, space / kMiB),
+           "raise ulimit -v, or lower spillway.host_bytes and spillway.hbm_bytes");
+  }
+  return host;
 }
 
 // Shares of a new store's space by each path's rate, as far as its drive has room; an old store there makes room.
@@ -124,8 +137,7 @@ std::uint64_t largest_fetch_granules(const Plan& plan) {
 
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
                      std::span<const ThreadShare> shares)
-    : host(plan.ledger.total(Placement::kHost), kPinnedArena) {
-  check_memory(plan);
+    : host(host_bytes_that_fit(plan), kPinnedArena) {
   if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
   open_store(config, plan, options);
   workers = create_workers(shares);

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <string>
+#include <new>
 
 #include "tools/gpt2/commands.h"
 #include "tools/sweep/command.h"
@@ -35,6 +36,11 @@ int main(int argc, char** argv) {
     return wrong_arguments(error);
   } catch (const std::exception& error) {
     fmt::print(stderr, "spillway: {}\n", error.what());
+    return 1;
+  } catch (const std::bad_alloc&) {
+    fmt::print(stderr,
+               "spillway: memory: none is left outside the planned arenas (Cannot allocate memory); raise "
+               "ulimit -v or the cgroup's limit\n");
     return 1;
   }
 }

@@ -1,8 +1,10 @@
 """Every byte is planned: peak resident memory stays under the budgets, the ledger is what the arenas hold, and the run
 does not need a byte more when the kernel allows no more."""
+import contextlib
 import os
 import pathlib
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import BINARY, CliTest, Workplace  # noqa: E402
+from runs import BINARY, CliTest, Run, Workplace  # noqa: E402
 
 MIB = 1 << 20
 # What a process may use outside its arenas: code, libraries, thread stacks, oneDNN's generated code.
@@ -89,7 +91,9 @@ class Memory(CliTest):
                 self.assertLessEqual(size, BUDGETS[f"{tier}_bytes"])
                 self.assertAlmostEqual(planned, resident, delta=0.02 * planned)
 
-    def test_RunsInACgroupOfTheBudgets(self):
+    @contextlib.contextmanager
+    def cgroup(self, limit):
+        """A memory cgroup of so many bytes: what a process calls to enter it."""
         own = re.search(r"^\d+:memory:(.*)$", pathlib.Path("/proc/self/cgroup").read_text(), re.MULTILINE)
         parent = pathlib.Path("/sys/fs/cgroup/memory" + (own.group(1) if own else ""))
         if os.geteuid() != 0 or not own or not (parent / "memory.limit_in_bytes").exists():
@@ -99,21 +103,40 @@ class Memory(CliTest):
             group.mkdir()
         except OSError as error:
             self.skipTest(f"no memory cgroup can be made here: {error}")
-        self.addCleanup(group.rmdir)
-        limit = sum(BUDGETS.values()) + OUTSIDE
-        (group / "memory.limit_in_bytes").write_text(str(limit))
         try:
-            (group / "memory.memsw.limit_in_bytes").write_text(str(limit))
-        except OSError:
-            pass  # a kernel without swap accounting; nothing to forbid where there is no swap
+            (group / "memory.limit_in_bytes").write_text(str(limit))
+            try:
+                (group / "memory.memsw.limit_in_bytes").write_text(str(limit))
+            except OSError:
+                pass  # a kernel without swap accounting; nothing to forbid where there is no swap
+            yield lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+        finally:
+            group.rmdir()
 
-        def enter():
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-        with self.start(steps=4, preexec_fn=enter) as run:
+    def test_RunsInACgroupOfTheBudgets(self):
+        with self.cgroup(sum(BUDGETS.values()) + OUTSIDE) as enter, self.start(steps=4, preexec_fn=enter) as run:
             _, err = run.communicate(timeout=180)
         self.assertEqual(0, run.returncode, err)
         self.assertEqual([1, 2, 3, 4], [s["step"] for s in self.place.steps()])
+
+    def refused(self, **keywords):
+        """The error of a run that ends before its first step and leaves no store."""
+        with self.start(steps=2, **keywords) as run:
+            out, err = run.communicate(timeout=120)
+        self.assertEqual([], self.place.stored_files())
+        self.assertFalse(self.place.log.exists() and self.place.log.read_text())
+        return self.assert_refused(Run(run.returncode, out, err), "memory: the plan needs")
+
+    def test_ACgroupBelowThePlanIsRefused(self):
+        with self.cgroup(sum(BUDGETS.values()) // 2) as enter:
+            self.assertIn("this process's cgroup allows 176 MiB", self.refused(preexec_fn=enter))
+
+    def test_AnAddressSpaceBelowThePlanIsRefused(self):
+        for limit in (300 * MIB, 500 * MIB):
+            def enter(limit=limit):
+                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            with self.subTest(limit=limit):
+                self.assertIn("raise ulimit -v", self.refused(preexec_fn=enter))
 
 
 def ledger_bytes(out, tier):

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <sys/resource.h>
 
 #include <string>
 #include <thread>
@@ -80,6 +81,23 @@ TEST(AffinityCpus, AreThoseOfTheCallingThreadsMask) {
   }).join();
   EXPECT_EQ(cpus, std::vector<unsigned>{bound_to});
   EXPECT_EQ(affinity_cpus(), all);
+}
+
+TEST(AddressSpace, IsWhatTheLimitLeavesBesideWhatIsUsed) {
+  struct rlimit before {};
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
+  if (before.rlim_cur == RLIM_INFINITY) {
+    EXPECT_EQ(address_space_left(), std::nullopt);
+  }
+  struct rlimit lower = before;
+  constexpr std::uint64_t kLimit = std::uint64_t{1} << 47;  // more than any sanitizer takes
+  lower.rlim_cur = std::min<rlim_t>(before.rlim_cur, kLimit);
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &lower), 0);
+  const auto left = address_space_left();
+  setrlimit(RLIMIT_AS, &before);
+  ASSERT_TRUE(left.has_value());
+  EXPECT_LT(*left, lower.rlim_cur);
+  EXPECT_GT(*left, 0u);
 }
 
 TEST_F(ProcessLimits, MemoryHasTheTightestLimitOfAllAncestorsInEitherVersion) {
