@@ -127,19 +127,30 @@ std::uint64_t File::size_bytes() const {
   return static_cast<std::uint64_t>(status.st_size);
 }
 
+namespace {
+
+// An open-file-description lock, not a process one: the latter would vanish when any other descriptor of this file is
+// closed anywhere in the process. Returns the errno value, 0 on success.
+int try_lock(int fd, short type) {
+  struct flock whole {};
+  whole.l_type = type;
+  whole.l_whence = SEEK_SET;
+  int result = 0;
+  do {
+    result = ::fcntl(fd, F_OFD_SETLK, &whole);
+  } while (result != 0 && errno == EINTR);
+  return result == 0 ? 0 : errno;
+}
+
+}  // namespace
+
 void File::lock(double patience_seconds) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                            std::chrono::duration<double>(std::max(0.0, patience_seconds)));
   for (auto pause = std::chrono::milliseconds(1);; pause = std::min(2 * pause, std::chrono::milliseconds(200))) {
-    // An open-file-description lock, not a process one: the latter would vanish when any other descriptor of this file
-    // is closed anywhere in the process.
-    struct flock whole {};
-    whole.l_type = F_WRLCK;
-    whole.l_whence = SEEK_SET;
-    if (::fcntl(fd_, F_OFD_SETLK, &whole) == 0) return;
-    const int error = errno;
-    if (error == EINTR) continue;
+    const int error = try_lock(fd_, F_WRLCK);
+    if (error == 0) return;
     if (error != EAGAIN && error != EACCES) {
       throw Error(Code::kIo, {path_.string(), "cannot be locked", error,
                               "the file system must support locks and the file must be open for writing"});
@@ -150,6 +161,19 @@ void File::lock(double patience_seconds) {
     }
     std::this_thread::sleep_for(pause);
   }
+}
+
+bool File::lock_shared() {
+  const int error = try_lock(fd_, F_RDLCK);
+  if (error == 0) return true;
+  if (error == EAGAIN || error == EACCES) return false;
+  throw Error(Code::kIo, {path_.string(), "cannot be locked", error, "the file system must support locks"});
+}
+
+bool File::at_its_path() const {
+  struct stat mine, named;
+  return ::fstat(fd_, &mine) == 0 && ::lstat(path_.c_str(), &named) == 0 && mine.st_dev == named.st_dev &&
+         mine.st_ino == named.st_ino;
 }
 
 void File::read_at(std::uint64_t offset, std::span<std::byte> out, std::uint64_t least_bytes) const {

@@ -1,6 +1,7 @@
 #include "src/machinery.h"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -92,15 +93,22 @@ std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOpti
   return shares;
 }
 
-// Its name is as durable as the store in it: whoever loses the one has lost the other.
+// For its owner only; one that is there already keeps what its owner has set. Its name is as durable as the store in
+// it: whoever loses the one has lost the other.
 void make_directory(const std::filesystem::path& directory) {
   std::error_code failure;
-  std::vector<std::filesystem::path> parents;  // that get a new entry
-  for (auto at = std::filesystem::absolute(directory, failure); !at.empty() && !std::filesystem::exists(at, failure);) {
+  const std::filesystem::path plain = (directory / "").parent_path();  // without a slash at its end
+  std::vector<std::filesystem::path> parents;                          // that get a new entry
+  for (auto at = std::filesystem::absolute(plain, failure); !at.empty() && !std::filesystem::exists(at, failure);) {
     parents.push_back(at = at.parent_path());
   }
-  if (std::filesystem::create_directories(directory, failure) && !failure) {
-    std::filesystem::permissions(directory, std::filesystem::perms::owner_all, failure);
+  if (plain.has_parent_path()) std::filesystem::create_directories(plain.parent_path(), failure);
+  if (!failure && ::mkdir(plain.c_str(), 0700) != 0) {
+    if (errno != EEXIST) {
+      failure = {errno, std::generic_category()};
+    } else if (!std::filesystem::is_directory(plain, failure) && !failure) {
+      failure = {ENOTDIR, std::generic_category()};
+    }
   }
   if (failure) {
     throw Error(Code::kIo,

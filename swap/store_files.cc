@@ -36,6 +36,12 @@ void remove_leftover(const std::filesystem::path& path) {
   ::unlink(path.c_str());
 }
 
+void check_there(const std::filesystem::path& directory, std::size_t directories) {
+  if (StoreFiles::exist(std::span(&directory, 1))) return;
+  throw Error(Code::kNotFound, {directory.string(), directories == 1 ? "holds no store" : "holds no part of a store", 0,
+                                "check the path, or start a run without --resume"});
+}
+
 // The superblock of one file, checked on its own.
 Superblock read_superblock(const File& file) {
   AlignedBuffer buffer(kExtentAlignment);
@@ -89,6 +95,15 @@ void check_parts(std::span<const File> files, std::span<const Superblock> blocks
 }
 
 }  // namespace
+
+File open_locked(const std::filesystem::path& path, const FileOptions& options, double patience_seconds) {
+  while (true) {
+    File file = File::open(path, options);
+    file.lock(patience_seconds);
+    // Who held the lock may have put another file in its place; the one that was locked belongs to no store any more.
+    if (file.at_its_path()) return file;
+  }
+}
 
 AlignedBuffer::AlignedBuffer(std::uint64_t bytes)
     : size(bytes), data(static_cast<std::byte*>(std::aligned_alloc(4096, bytes)), &std::free) {
@@ -164,17 +179,29 @@ void StoreFiles::publish() {
 
 StoreFiles StoreFiles::open(std::span<const std::filesystem::path> directories, double patience_seconds) {
   std::vector<File> files;
-  std::vector<Superblock> blocks;
   for (const auto& directory : directories) {
-    if (!exist(std::span(&directory, 1))) {
-      throw Error(Code::kNotFound,
-                  {directory.string(), directories.size() == 1 ? "holds no store" : "holds no part of a store", 0,
-                   "check the path, or start a run without --resume"});
-    }
-    files.push_back(File::open(directory / kStoreFileName, {.writable = true, .create = false, .direct = true}));
-    files.back().lock(patience_seconds);
-    blocks.push_back(read_superblock(files.back()));
+    check_there(directory, directories.size());
+    files.push_back(open_locked(directory / kStoreFileName, {.writable = true, .direct = true}, patience_seconds));
   }
+  return assemble(std::move(files));
+}
+
+StoreFiles StoreFiles::open_to_look(std::span<const std::filesystem::path> directories) {
+  std::vector<File> files;
+  bool in_use = false;
+  for (const auto& directory : directories) {
+    check_there(directory, directories.size());
+    files.push_back(File::open(directory / kStoreFileName, {.writable = false, .direct = true}));
+    in_use |= !files.back().lock_shared();
+  }
+  StoreFiles opened = assemble(std::move(files));
+  opened.in_use_ = in_use;
+  return opened;
+}
+
+StoreFiles StoreFiles::assemble(std::vector<File> files) {
+  std::vector<Superblock> blocks;
+  for (const File& file : files) blocks.push_back(read_superblock(file));
   check_parts(files, blocks);
   const std::vector<std::uint32_t> shares(blocks[0].shares, blocks[0].shares + blocks[0].parts);
   StoreFiles opened(std::move(files), StripeMap(shares, blocks[0].unit_bytes, kExtentAlignment));

@@ -42,6 +42,9 @@ struct Superblock {
   std::uint64_t checksum;  // of the bytes before this field
 };
 
+// The file of that name, open and exclusively locked: also the one that it names once the lock is had.
+File open_locked(const std::filesystem::path& path, const FileOptions& options, double patience_seconds);
+
 // O_DIRECT needs aligned memory. Zeroed.
 struct AlignedBuffer {
   explicit AlignedBuffer(std::uint64_t size);
@@ -67,6 +70,10 @@ class StoreFiles {
 
   // Existing files, locked; their superblocks are checked, also against each other.
   static StoreFiles open(std::span<const std::filesystem::path> directories, double patience_seconds);
+  // The same to look at only: no byte can be written, and nobody is kept from looking as well. While it is open no
+  // process can open the store to use it, unless one has it open already (in_use).
+  static StoreFiles open_to_look(std::span<const std::filesystem::path> directories);
+  bool in_use() const noexcept { return in_use_; }
 
   StoreFiles(StoreFiles&&) noexcept = default;
   ~StoreFiles();
@@ -92,6 +99,7 @@ class StoreFiles {
   Place place_of(std::uint64_t offset) const;
 
  private:
+  static StoreFiles assemble(std::vector<File> files);
   StoreFiles(std::vector<File> files, StripeMap stripes) : files_(std::move(files)), stripes_(std::move(stripes)) {}
 
   template <class Byte, class Transfer>
@@ -100,7 +108,7 @@ class StoreFiles {
   std::vector<File> files_;
   StripeMap stripes_;
   Superblock block_{};
-  bool temporary_ = false;
+  bool temporary_ = false, in_use_ = false;
 };
 
 }  // namespace spillway

@@ -43,6 +43,10 @@ class File {
   // Exclusive lock on this very description (F_OFD_SETLK); after a kill -9 the kernel may still be finishing writes of
   // the dead holder, so it retries for `patience_seconds` before it throws kBusy.
   void lock(double patience_seconds);
+  // A lock that any number of readers share; false, at once, when a process holds the exclusive one.
+  bool lock_shared();
+  // Whether the path still names this very file: another process may have replaced it while this one waited for it.
+  bool at_its_path() const;
 
   // Renames the open file and makes the new name durable (fsync of the directory).
   void rename_to(const std::filesystem::path& path);

@@ -1,8 +1,11 @@
 #include "swap/store_files.h"
 
+#include <chrono>
 #include <cstring>
 #include <fstream>
+#include <optional>
 #include <random>
+#include <thread>
 
 #include "spillway/units.h"
 #include "tests/swap/store_fixture.h"
@@ -118,6 +121,56 @@ TEST(StoreFiles, ALeftoverOfARunThatWasCutShortIsReplaced) {
   std::ofstream(three.paths[1] / (std::string(kStoreFileName) + ".new")) << "half a store";
   three.make();
   EXPECT_EQ(StoreFiles::open(three.paths, 0).superblock().parts, 3u);
+}
+
+TEST(StoreFiles, LinksAreNeverFollowed) {
+  ThreePaths three;
+  const StoreDirectory elsewhere;
+  const std::filesystem::path precious = elsewhere.path() / "precious";
+  std::ofstream(precious) << "not a store";
+  const auto temporary = three.paths[1] / (std::string(kStoreFileName) + ".new");
+  for (const auto& target : {precious, elsewhere.path() / "absent"}) {
+    std::filesystem::create_symlink(target, temporary);
+    EXPECT_THROW(three.make(), Error);
+    std::filesystem::remove(temporary);
+    EXPECT_TRUE(std::filesystem::is_empty(three.paths[0]));
+  }
+  three.make();
+  std::filesystem::rename(three.directory[2].file(), elsewhere.path() / "moved");
+  std::filesystem::create_symlink(elsewhere.path() / "moved", three.directory[2].file());
+  EXPECT_NE(ThreePaths::refusal(three.paths, Code::kInvalidArgument).find("symbolic link"), std::string::npos);
+  EXPECT_THROW(StoreFiles::open_to_look(three.paths), Error);
+  std::string kept;
+  std::getline(std::ifstream(precious) >> std::ws, kept);
+  EXPECT_EQ(kept, "not a store");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(elsewhere.path()), {}), 2);
+}
+
+// Who waits for a store and is given the lock of a file that was replaced meanwhile has nothing in its hands.
+TEST(StoreFiles, AFileThatWasReplacedWhileItWasWaitedForIsNotTaken) {
+  ThreePaths three;
+  const std::span<const std::filesystem::path> one(three.paths.data(), 1);
+  const auto make = [&] {
+    constexpr std::uint32_t kShare[] = {1};
+    StoreFiles files = StoreFiles::create(one, kShare, kSpaceBytes);
+    Superblock block{};
+    block.total_bytes = kSpaceBytes;
+    files.write_superblocks(block);
+    files.publish();
+    return files;
+  };
+  std::optional<StoreFiles> old = make();
+  std::optional<StoreFiles> opened;
+  std::thread waiting([&] { opened.emplace(StoreFiles::open(one, 30)); });
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(50));  // most often it waits by now; either way it must not matter
+  std::optional<StoreFiles> replacing = make();
+  old.reset();  // the lock that is waited for
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  replacing.reset();
+  waiting.join();
+  ASSERT_TRUE(opened.has_value());
+  EXPECT_TRUE(opened->files().front().at_its_path());
 }
 
 // A store whose tiles lie in all three, through the queue, its commit and its manifest.
