@@ -1,5 +1,6 @@
 #include "src/description.h"
 
+#include <fmt/format.h>
 #include <rapidjson/document.h>
 #include <rapidjson/stringbuffer.h>
 #include <rapidjson/writer.h>
@@ -10,6 +11,7 @@
 #include "kernels/checksum.h"
 #include "spillway/error.h"
 #include "src/partition.h"
+#include "src/safetensors_header.h"
 
 namespace spillway {
 namespace {
@@ -74,6 +76,37 @@ Parameter parse_parameter(const rapidjson::Value& value, const std::string& obje
   return parameter;
 }
 
+std::string joined(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  return text;
+}
+
+std::string text_of(const Parameter& parameter) {
+  std::vector<std::string> shape;
+  for (std::uint64_t dimension : parameter.shape) shape.push_back(std::to_string(dimension));
+  return fmt::format("{} [{}]{}", printable(parameter.name), joined(shape), parameter.trainable ? "" : " frozen");
+}
+
+// The first block or parameter in which two models differ, as far as both go; empty: none.
+std::string first_difference(const ModelDescription& there, const ModelDescription& here) {
+  for (std::size_t b = 0; b < std::min(there.blocks.size(), here.blocks.size()); ++b) {
+    const Block &stored = there.blocks[b], &wanted = here.blocks[b];
+    if (stored.name != wanted.name) {
+      return fmt::format("block {} named {} (here: {})", b, printable(stored.name), printable(wanted.name));
+    }
+    for (std::size_t p = 0; p < std::max(stored.parameters.size(), wanted.parameters.size()); ++p) {
+      const auto text = [p](const Block& block) {
+        return p < block.parameters.size() ? text_of(block.parameters[p]) : "none";
+      };
+      if (text(stored) == text(wanted)) continue;
+      return fmt::format("parameter {} of block {}: {} (here: {})", p, printable(stored.name), text(stored),
+                         text(wanted));
+    }
+  }
+  return "";
+}
+
 }  // namespace
 
 bool is_plain_file_name(const std::string& name) {
@@ -97,7 +130,27 @@ StoreIdentity describe_store(const Config& config, const ModelDescription& model
   }
   out.EndArray();
   out.EndObject();
-  return {.description = buffer.GetString(), .fingerprint = fingerprint_of(layout)};
+  return {
+      .description = buffer.GetString(), .fingerprint = fingerprint_of(layout), .difference = &description_difference};
+}
+
+std::string description_difference(const std::string& stored, const std::string& wanted) {
+  const StoredModel there = parse_store_description(stored, "store"), here = parse_store_description(wanted, "run");
+  std::vector<std::string> found;
+  const auto compare = [&found](const std::string& stored_text, const std::string& wanted_text, const auto& value) {
+    if (stored_text != wanted_text) found.push_back(fmt::format("{} (here: {})", stored_text, value));
+  };
+  const auto weights = [](const StoredModel& model) { return fmt::format("{} weights", name_of(model.weights)); };
+  const auto optimizer = [](const StoredModel& model) { return fmt::format("optimizer {}", name_of(model.optimizer)); };
+  const auto tiles = [](const StoredModel& model) { return fmt::format("tiles of {} elements", model.tile_elements); };
+  const auto blocks = [](const StoredModel& model) { return fmt::format("{} blocks", model.model.blocks.size()); };
+  compare(weights(there), weights(here), name_of(here.weights));
+  compare(optimizer(there), optimizer(here), name_of(here.optimizer));
+  compare(tiles(there), tiles(here), here.tile_elements);
+  compare(blocks(there), blocks(here), here.model.blocks.size());
+  const std::string parameter = first_difference(there.model, here.model);
+  if (!parameter.empty()) found.push_back(parameter);
+  return joined(found);
 }
 
 StoredModel parse_store_description(const std::string& text, const std::string& object) {

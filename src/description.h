@@ -15,6 +15,10 @@ namespace spillway {
 // whatever must be equal for a store's bytes to mean the same. Attachments and visits are not part of it.
 StoreIdentity describe_store(const Config& config, const ModelDescription& model);
 
+// What a store was made with and a run has otherwise, as text: `bf16 weights (here: fp32), 5 blocks (here: 4)`. Of the
+// parameters, the first that differs. Empty: nothing that the fingerprint covers. Throws as parse_store_description.
+std::string description_difference(const std::string& stored, const std::string& wanted);
+
 // What an attachment may be called: a name in the directory it is written to, and nothing outside it.
 bool is_plain_file_name(const std::string& name);
 

@@ -10,6 +10,7 @@
 #include "src/description.h"
 #include "src/plain_file.h"
 #include "src/plan.h"
+#include "src/store_inspection.h"
 #include "src/tile_values.h"
 
 namespace spillway {
@@ -107,7 +108,7 @@ class TileReader {
                                      std::string(part == index_of(Part::kWeights) ? "weights" : "states") + " of " +
                                          tile_name(plan_, model_, tile) + " at offset " + std::to_string(place.offset) +
                                          " do not match their checksum",
-                                     0, "check the drive"});
+                                     0, store.way_back(slot.extent[part].offset)});
       }
       at += bytes;
     }
@@ -133,13 +134,7 @@ void export_model(Engine& engine, const ModelDescription& model, const std::file
 ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
                            ExportOptions options) {
   const StoredModel stored = parse_store_description(TileStore::read_description(paths), paths.front().string());
-  Config config;
-  config.weights = stored.weights;
-  config.optimizer.kind = stored.optimizer;
-  config.tile_elements = stored.tile_elements;
-  config.states = config.parameters = Placement::kNvme;
-  config.nvme_paths = paths;
-  const Plan plan = make_plan(config, stored.model);
+  const Plan plan = plan_of_store(stored, paths);
   const auto store = TileStore::open(paths, store_shape(plan));
   ModelWriter writer(stored.model, directory, options);
   const WeightSink sink = writer.sink();

@@ -147,7 +147,7 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
                      std::span<const ThreadShare> shares)
     : host(host_bytes_that_fit(plan), kPinnedArena) {
   if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
-  open_store(config, plan, options);
+  open_store(config, model, plan, options);
   workers = create_workers(shares);
   if (shares.size() > 1) place_tiles(plan, shares);
   device = create_host_device({.hbm_bytes = plan.ledger.hbm_budget}, *workers);
@@ -215,7 +215,8 @@ void Machinery::place_tiles(const Plan& plan, std::span<const ThreadShare> share
   log(LogLevel::kInfo, fmt::format("{} NUMA nodes: each updates the tiles in its own memory", nodes));
 }
 
-void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions options) {
+void Machinery::open_store(const Config& config, const ModelDescription& model, const Plan& plan,
+                           EngineOptions options) {
   if (!plan.has_store && options.on_existing == OnExisting::kResume) {
     throw Error(Code::kNotFound, {"nvme_path", "is not configured, so there is no store to resume", 0,
                                   "name the path of the run that is to go on"});
@@ -223,7 +224,9 @@ void Machinery::open_store(const Config& config, const Plan& plan, EngineOptions
   if (!plan.has_store) return;
   StorePaths paths(config.nvme_paths);
   if (options.on_existing == OnExisting::kResume) {
-    store = TileStore::open(paths, store_shape(plan));
+    TileStore::Created shape = store_shape(plan);
+    shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, model, tile); };
+    store = TileStore::open(paths, shape);
     resumed = true;
     return;
   }
@@ -264,7 +267,7 @@ void Machinery::build_activations(const ModelDescription& model, const Plan& pla
     activation_fetcher = std::make_unique<BlockFetcher>(
         *thread, *device, *h2d, host_region(planned.up), plan.host.chunk_bytes,
         [](std::uint32_t activation) { return fmt::format("activation {}", activation); },
-        Watch{.stalls = stalls.get(), .timeline = nullptr}, planned.places.size());
+        Watch{.stalls = stalls.get(), .timeline = nullptr}, planned.places.size(), store.get());
     options.uses = model.activation_uses;
     options.plan = planned.uses;
     for (std::size_t a = 0; a < planned.homes.size(); ++a) {
@@ -311,7 +314,8 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
   ensure_thread();
   fetcher = std::make_unique<BlockFetcher>(
       *thread, *device, *h2d, host_region(plan.host.chunks), plan.host.chunk_bytes,
-      [name_of](std::uint32_t tile) { return "weights of " + name_of(tile); }, watch, plan.hbm.places.size());
+      [name_of](std::uint32_t tile) { return "weights of " + name_of(tile); }, watch, plan.hbm.places.size(),
+      store.get());
   std::size_t most_tiles = 0;
   for (const BlockPlan& block : plan.blocks) most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
   WeightPlacesOptions places_options{.places = {},

@@ -67,7 +67,7 @@ struct Machinery {
  private:
   std::span<std::byte> probe_memory_;
   void place_tiles(const Plan& plan, std::span<const ThreadShare> shares);
-  void open_store(const Config& config, const Plan& plan, EngineOptions options);
+  void open_store(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options);
   void start_thread(const Config& config);
   void ensure_thread();
   void build_activations(const ModelDescription& model, const Plan& plan);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/checksum.h"
+#include "swap/tile_store.h"
 
 namespace spillway {
 namespace {
@@ -20,14 +21,15 @@ BlockFetch::BlockFetch(Device& device, std::size_t max_pieces, std::size_t max_g
 
 BlockFetcher::BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks,
                            std::uint64_t chunk_bytes, std::function<std::string(std::uint32_t tile)> name_of,
-                           Watch watch, std::size_t most_fetches)
+                           Watch watch, std::size_t most_fetches, const TileStore* store)
     : thread_(thread),
       device_(device),
       h2d_(h2d),
       chunk_bytes_(chunk_bytes),
       name_of_(std::move(name_of)),
       watch_(watch),
-      most_fetches_(most_fetches) {
+      most_fetches_(most_fetches),
+      store_(store) {
   SPILLWAY_CHECK(chunk_bytes % kGranuleBytes == 0, "a chunk holds whole granules");
   for (std::uint64_t at = 0; chunk_bytes > 0 && at + chunk_bytes <= chunks.size(); at += chunk_bytes) {
     chunks_.push_back(std::make_unique<Chunk>());
@@ -68,7 +70,11 @@ void BlockFetcher::wait_open(BlockFetch& fetch) {
   std::unique_lock lock(mutex_);
   SPILLWAY_CHECK(fetch.state_ != BlockFetch::State::kIdle, "only a started fetch can open");
   changed_.wait(lock, [&fetch] { return fetch.state_ != BlockFetch::State::kRunning; });
-  if (fetch.state_ == BlockFetch::State::kFailed) throw *fetch.failure_;
+  if (fetch.state_ != BlockFetch::State::kFailed) return;
+  if (!store_ || fetch.failure_->code() != Code::kCorrupt) throw *fetch.failure_;
+  ErrorParts parts = fetch.failure_->parts();
+  parts.hint = store_->way_back(fetch.mismatch_offset_);  // here, on the engine's thread, where the store is used
+  throw Error(Code::kCorrupt, std::move(parts));
 }
 
 // Everything below runs on the store's thread, but chunk_copied().
@@ -212,10 +218,11 @@ void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
   const std::size_t count = div_up(piece.extent.bytes, kGranuleBytes);
   if (extent_checksum({fetch.granules_.data() + first, count}) != piece.checksum) {
     const StoreThread::Place place = thread_.place_of(piece.extent.offset);
+    if (!fetch.failure_) fetch.mismatch_offset_ = piece.extent.offset;
     fail(fetch, Error(Code::kCorrupt, {place.file.path().string(),
                                        name_of_(piece.tile) + " at offset " + std::to_string(place.offset) +
                                            " do not match their checksum",
-                                       0, "check the drive; the last intact step can be tried with --resume"}));
+                                       0, "check the drive"}));
   }
 }
 

@@ -26,6 +26,8 @@
 
 namespace spillway {
 
+class TileStore;
+
 struct FetchPiece {
   std::uint32_t tile = 0;   // or activation: what name_of is asked for
   std::byte* to = nullptr;  // device address
@@ -52,6 +54,7 @@ class BlockFetch {
   std::unique_ptr<Event> ready_;
   State state_ = State::kIdle;  // guarded by the fetcher's mutex
   std::optional<Error> failure_;
+  std::uint64_t mismatch_offset_ = 0;  // of the extent, when the failure is kCorrupt
   // Store's thread only:
   std::size_t piece_ = 0;           // next to start
   std::uint64_t piece_offset_ = 0;  // next byte of it
@@ -64,10 +67,11 @@ class BlockFetch {
 class BlockFetcher : public IoHandler {
  public:
   // `chunks` is cut into pieces of chunk_bytes (a multiple of the granule); it must lie in registered host memory.
-  // name_of: what a piece is (`weights of tile 3 …`), for error messages. At most `most_fetches` are under way at a
-  // time.
+  // name_of: what a piece is (`weights of tile 3 …`), for error messages; `store`, unless null, knows what to do about
+  // bytes that do not match. At most `most_fetches` are under way at a time.
   BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks, std::uint64_t chunk_bytes,
-               std::function<std::string(std::uint32_t tile)> name_of, Watch watch = {}, std::size_t most_fetches = 64);
+               std::function<std::string(std::uint32_t tile)> name_of, Watch watch = {}, std::size_t most_fetches = 64,
+               const TileStore* store = nullptr);
   ~BlockFetcher() override;
 
   std::size_t most_fetches() const noexcept { return most_fetches_; }
@@ -112,6 +116,7 @@ class BlockFetcher : public IoHandler {
   std::function<std::string(std::uint32_t tile)> name_of_;
   Watch watch_;
   const std::size_t most_fetches_;
+  const TileStore* const store_;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   std::vector<BlockFetch*> active_;  // store's thread only, in order of start
   std::atomic<std::uint64_t> copied_bytes_ = 0;

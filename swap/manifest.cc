@@ -101,20 +101,24 @@ ManifestChoice choose_manifest(std::span<const std::vector<std::byte>> records, 
                                std::uint64_t tiles) {
   SPILLWAY_CHECK(records.size() == 4, "two records, two copies each");
   ManifestChoice choice;
+  std::optional<Manifest> newest[2];
   for (std::size_t record = 0; record < 2; ++record) {
-    bool valid = false, damaged = false;
+    bool damaged = false;
     for (std::size_t copy = 0; copy < 2; ++copy) {
       Manifest manifest;
-      switch (decode_record(records[record * 2 + copy], fingerprint, tiles, manifest)) {
-        case RecordState::kEmpty: break;
-        case RecordState::kDamaged: damaged = true; break;
-        case RecordState::kValid:
-          valid = true;
-          if (!choice.manifest || manifest.sequence > choice.manifest->sequence) choice.manifest = std::move(manifest);
-      }
+      RecordCopy& found = choice.copies[record][copy];
+      found.state = decode_record(records[record * 2 + copy], fingerprint, tiles, manifest);
+      damaged |= found.state == RecordState::kDamaged;
+      if (found.state != RecordState::kValid) continue;
+      found.sequence = manifest.sequence;
+      found.step = manifest.step;
+      if (!newest[record] || manifest.sequence > newest[record]->sequence) newest[record] = std::move(manifest);
     }
-    if (damaged && !valid) choice.others_damaged = true;
+    if (damaged && !newest[record]) choice.others_damaged = true;
   }
+  const bool second = newest[1] && (!newest[0] || newest[1]->sequence > newest[0]->sequence);
+  choice.manifest = std::move(newest[second ? 1 : 0]);
+  choice.older = std::move(newest[second ? 0 : 1]);
   return choice;
 }
 

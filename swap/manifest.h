@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "spillway/store.h"
 #include "swap/extents.h"
 
 namespace spillway {
@@ -35,18 +36,19 @@ std::uint64_t record_bytes(std::uint64_t tiles);
 // Writes a whole record into `out` (record_bytes long). Allocates nothing. The blob must fit kBlobCapacity.
 void encode_record(const Manifest& manifest, std::uint64_t fingerprint, std::span<std::byte> out);
 
-enum class RecordState : std::uint8_t { kEmpty, kValid, kDamaged };
-
 // Reads a record. `manifest` is filled when the result is kValid; kEmpty: never written (all zeros in the header).
 RecordState decode_record(std::span<const std::byte> bytes, std::uint64_t fingerprint, std::uint64_t tiles,
                           Manifest& manifest);
 
-// Which of the four stored records to go on from. `others_damaged`: a record that may have been newer cannot be read,
+// Which of the four stored copies to go on from. `others_damaged`: a record that may have been newer cannot be read,
 // so that every extent the chosen one names must be verified before use.
 struct ManifestChoice {
+  StoreRecords copies;
   std::optional<Manifest> manifest;
+  std::optional<Manifest> older;  // the other record, where it can be read; its slots may be overwritten by now
   bool others_damaged = false;
 };
+// `records`: both copies of one, both of the other, each as long as it could be read.
 ManifestChoice choose_manifest(std::span<const std::vector<std::byte>> records, std::uint64_t fingerprint,
                                std::uint64_t tiles);
 

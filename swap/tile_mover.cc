@@ -179,23 +179,22 @@ ExtentHashes TileMover::expected_hashes(std::uint32_t index, Part part, Save kin
 
 void TileMover::verify(std::uint32_t index) {
   Buffer& buffer = *slots_[index];
-  const auto refuse = [&](const char* what, const Extent& extent, const char* hint) {
+  const auto refuse = [&](const char* what, const Extent& extent) {
     const StoreFiles::Place place = parts_.store->files().place_of(extent.offset);
     throw Error(Code::kCorrupt, {place.file->path().string(),
                                  std::string(what) + " of " + parts_.name_of(buffer.tile) + " at offset " +
                                      std::to_string(place.offset) + " do not match their checksum",
-                                 0, hint});
+                                 0, parts_.store->way_back(extent.offset)});
   };
   const ExtentHashes gradient = expected_gradient(index);
   if (!gradient.before.empty() && extent_checksum(gradient.before) != buffer.gradient_checksum) {
-    refuse("gradients", buffer.gradient_extent, "check the drive; --resume goes on from the last committed step");
+    refuse("gradients", buffer.gradient_extent);
   }
   for (std::size_t part = 0; part < kParts; ++part) {
     if (!buffer.read[part]) continue;
     const TileStore::Slot slot = parts_.store->readable(buffer.tile);
     if (extent_checksum(granules(buffer.before[part], buffer, part)) == slot.checksum[part]) continue;
-    refuse(part == kWeightsIndex ? "weights" : "states", slot.extent[part],
-           "check the drive; the last committed step can be tried with --resume");
+    refuse(part == kWeightsIndex ? "weights" : "states", slot.extent[part]);
   }
 }
 

@@ -1,5 +1,6 @@
 #include "swap/tile_store.h"
 
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -12,9 +13,12 @@
 #include "kernels/checksum.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "swap/store_check.h"
 
 namespace spillway {
 namespace {
+
+constexpr const char* kStartAnew = "restore a snapshot, or start over with --fresh";
 
 constexpr double kLockPatienceSeconds = 10;   // the kernel may still finish a killed holder's writes
 constexpr double kGlancePatienceSeconds = 1;  // to tell a store in use from one that merely exists
@@ -24,18 +28,6 @@ StoreGeometry geometry_of(const TileStore::Created& shape) {
           .record_bytes = record_bytes(shape.tiles.size()),
           .scratch_bytes = shape.scratch_bytes,
           .slots = shape.slots};
-}
-
-std::string description_of(const StoreFiles& files) {
-  const Superblock& block = files.superblock();
-  AlignedBuffer buffer(align_up(block.description_bytes + 1, kExtentAlignment));
-  files.read_at(kExtentAlignment, buffer.bytes());
-  std::string text(reinterpret_cast<const char*>(buffer.data.get()), block.description_bytes);
-  if (granule_checksum(std::as_bytes(std::span(text))) != block.description_checksum) {
-    throw Error(Code::kCorrupt, {files.place_of(kExtentAlignment).file->path().string(),
-                                 "the model description is damaged", 0, "start over with --fresh"});
-  }
-  return text;
 }
 
 // False for a store whose run was cut short before its first commit: there is nothing in it to lose.
@@ -63,6 +55,18 @@ bool holds_a_step(const StorePaths& paths) {
 
 std::filesystem::path store_file(const std::filesystem::path& directory) { return directory / kStoreFileName; }
 
+void refuse_one_slot(const StoreFiles& files) {
+  if (files.superblock().slots >= 2) return;
+  throw Error(Code::kUnsupported,
+              {files.files().front().path().string(), "made with commit_every 0: one slot a tile, no resume", 0,
+               "start over with --fresh; commit_every 1 makes every step resumable"});
+}
+
+Error store_exists(const std::filesystem::path& directory) {
+  return Error(Code::kExists, {store_file(directory).string(), "a store exists", 0,
+                               "go on with --resume, or start over with --fresh"});
+}
+
 }  // namespace
 
 std::uint64_t TileStore::space_bytes(const Created& shape) {
@@ -88,11 +92,11 @@ std::uint64_t TileStore::file_bytes(const std::filesystem::path& directory) {
 
 bool TileStore::exists(const StorePaths& paths) { return StoreFiles::exist(paths.directories); }
 
-TileStore::TileStore(StoreFiles files, const Created& shape)
+TileStore::TileStore(StoreFiles files, const Created& shape, StoreLayout layout)
     : files_(std::move(files)),
       fingerprint_(shape.identity.fingerprint),
       slots_(shape.slots),
-      layout_(lay_out_store(shape.tiles, geometry_of(shape))) {
+      layout_(std::move(layout)) {
   committed_.tiles.resize(shape.tiles.size());
   committed_.blob.reserve(kBlobCapacity);
   next_ = committed_;
@@ -104,8 +108,7 @@ std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Crea
   const auto& directories = paths.directories;
   if (!replace && exists(paths) && holds_a_step(paths)) {
     const auto found = std::find_if(directories.begin(), directories.end(), [](const auto& d) { return exists(d); });
-    throw Error(Code::kExists,
-                {store_file(*found).string(), "a store exists", 0, "go on with --resume, or start over with --fresh"});
+    throw store_exists(*found);
   }
   std::vector<std::uint32_t> shares = paths.shares;
   if (shares.empty()) shares.assign(directories.size(), 1);
@@ -113,18 +116,26 @@ std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Crea
   // The old store is locked while it is replaced, so that nobody trains in it meanwhile; it goes only when the new
   // files have their space, or when there is no other way.
   std::vector<File> old;
+  std::vector<bool> held(directories.size());
   for (std::uint32_t i = 0; i < directories.size(); ++i) {
     const auto path = store_file(directories[i]);
     if (!exists(directories[i])) continue;
-    old.push_back(File::open(path, {.writable = true, .create = false, .direct = false}));
-    old.back().lock(kLockPatienceSeconds);
+    old.push_back(open_locked(path, {.writable = true, .direct = false}, kLockPatienceSeconds));
+    held[i] = true;
     if (free_disk_bytes(directories[i]) < stripes.file_bytes(i, space_bytes(shape))) {
       ::unlink(path.c_str());
+      held[i] = false;
       old.pop_back();  // its space comes back with its last descriptor
     }
   }
   StoreFiles files = StoreFiles::create(directories, shares, space_bytes(shape));
-  std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape));
+  // A store gets its name only from who holds a file under the temporary one: what came since we looked is complete,
+  // and there will be no other.
+  for (std::size_t i = 0; i < directories.size(); ++i) {
+    if (!held[i] && exists(directories[i])) throw store_exists(directories[i]);
+  }
+  StoreLayout layout = lay_out_store(shape.tiles, geometry_of(shape));
+  std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
   store->write_description(shape);
   store->files_.publish();
   return store;
@@ -153,31 +164,66 @@ void TileStore::write_description(const Created& shape) {
 
 std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Created& shape) {
   StoreFiles files = StoreFiles::open(paths.directories, kLockPatienceSeconds);
-  const Superblock block = files.superblock();
-  const std::string path = files.files().front().path().string();
-  if (block.slots < 2) {
-    throw Error(Code::kUnsupported, {path, "made with commit_every 0: one slot a tile, no resume", 0,
-                                     "start over with --fresh; commit_every 1 makes every step resumable"});
+  refuse_one_slot(files);
+  StoreLayout layout = read_layout(files, shape);
+  std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
+  store->slots_ = store->files_.superblock().slots;
+  store->load_manifest(shape);
+  // What was read need not be durable: the run before may have been killed between writing its record and syncing it.
+  // From here on the slots that only the older record names are overwritten.
+  store->files_.sync();
+  store->grow_scratch(shape.least_scratch_bytes);
+  return store;
+}
+
+std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape,
+                                   const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress) {
+  StoreFiles files = StoreFiles::open(paths.directories, kLockPatienceSeconds);
+  refuse_one_slot(files);
+  const StoreLayout layout = read_layout(files, shape);
+  ManifestChoice choice = read_records(files, layout);
+  if (!choice.manifest || !choice.older) {
+    throw Error(Code::kCorrupt,
+                {files.files().front().path().string(), "holds no other committed step to go back to", 0, kStartAnew});
   }
+  const std::string hint =
+      fmt::format("step {} is overwritten or damaged and nothing was changed; {}", choice.older->step, kStartAnew);
+  check_extents(
+      files, layout, *choice.older,
+      {.bad = [&](const BadBytes& bad) { throw bad_bytes_error(bad, shape.name_of, hint); }, .progress = progress});
+  choice.older->sequence = choice.manifest->sequence + 1;
+  AlignedBuffer buffer(record_bytes(layout.tiles.size()));
+  encode_record(*choice.older, files.superblock().fingerprint, buffer.bytes());
+  // One copy after the other, over the record's own: whatever a crash leaves, one of them is whole.
+  for (std::uint64_t copy : layout.record_offset[choice.older->sequence % 2]) {
+    files.write_at(copy, buffer.bytes());
+    files.sync();
+  }
+  return choice.older->step;
+}
+
+StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape) {
+  const Superblock& block = files.superblock();
+  const std::string path = files.files().front().path().string();
   if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size()) {
+    std::string what;
+    if (shape.identity.difference) {
+      what = shape.identity.difference(read_description(files), shape.identity.description);
+    }
+    what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
     throw Error(Code::kInvalidArgument,
-                {path, "made for another model, weight type, optimizer or tile size", 0,
+                {path, std::move(what), 0,
                  "use the model and settings it was made with, name another nvme_path, or start over with --fresh"});
   }
   Created as_stored = shape;
   as_stored.slots = block.slots;
   as_stored.scratch_bytes = block.scratch_bytes;
   as_stored.identity.description.resize(block.description_bytes);
-  std::unique_ptr<TileStore> store(new TileStore(std::move(files), as_stored));
-  if (store->layout_.total_bytes != block.total_bytes) {
+  StoreLayout layout = lay_out_store(shape.tiles, geometry_of(as_stored));
+  if (layout.total_bytes != block.total_bytes) {
     throw Error(Code::kCorrupt, {path, "the superblock does not fit the model", 0, "start over with --fresh"});
   }
-  store->load_manifest();
-  // What was read need not be durable: the run before may have been killed between writing its record and syncing it.
-  // From here on the slots that only the older record names are overwritten.
-  store->files_.sync();
-  store->grow_scratch(shape.least_scratch_bytes);
-  return store;
+  return layout;
 }
 
 // The scratch area is the end of the space and of no run but this one: the superblock goes on to say what the store was
@@ -189,69 +235,104 @@ void TileStore::grow_scratch(std::uint64_t least_bytes) {
   layout_.total_bytes = total;
 }
 
-std::string TileStore::read_description(const StorePaths& paths) {
-  return description_of(StoreFiles::open(paths.directories, kLockPatienceSeconds));
+std::string TileStore::read_description(const StoreFiles& files) {
+  const Superblock& block = files.superblock();
+  AlignedBuffer buffer(align_up(block.description_bytes + 1, kExtentAlignment));
+  files.read_at(kExtentAlignment, buffer.bytes());
+  std::string text(reinterpret_cast<const char*>(buffer.data.get()), block.description_bytes);
+  if (granule_checksum(std::as_bytes(std::span(text))) != block.description_checksum) {
+    throw Error(Code::kCorrupt, {files.place_of(kExtentAlignment).file->path().string(),
+                                 "the model description is damaged", 0, "start over with --fresh"});
+  }
+  return text;
 }
 
-void TileStore::load_manifest() {
+std::string TileStore::read_description(const StorePaths& paths) {
+  return read_description(StoreFiles::open(paths.directories, kLockPatienceSeconds));
+}
+
+// A copy that cannot be read is as good as a damaged one: there is another.
+ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayout& layout) {
   std::vector<std::vector<std::byte>> records;
-  const std::uint64_t bytes = record_bytes(layout_.tiles.size());
+  const std::uint64_t bytes = record_bytes(layout.tiles.size());
   AlignedBuffer buffer(bytes);
   std::optional<Error> unreadable;
-  for (const auto& record : layout_.record_offset) {
+  for (const auto& record : layout.record_offset) {
     for (std::uint64_t copy : record) {
       records.emplace_back();
       try {
-        files_.read_at(copy, buffer.bytes());
+        files.read_at(copy, buffer.bytes());
         records.back().assign(buffer.data.get(), buffer.data.get() + bytes);
-      } catch (const Error& failure) {  // as good as damaged: it has a copy
+      } catch (const Error& failure) {
         log(LogLevel::kWarning, std::string(failure.what()) + "; it is a manifest record, of which there are others");
         unreadable = failure;
       }
     }
   }
-  ManifestChoice choice = choose_manifest(records, fingerprint_, layout_.tiles.size());
+  ManifestChoice choice = choose_manifest(records, files.superblock().fingerprint, layout.tiles.size());
   if (!choice.manifest && unreadable) throw *unreadable;
+  return choice;
+}
+
+void TileStore::load_manifest(const Created& shape) {
+  const std::string path = files_.files().front().path().string();
+  ManifestChoice choice = read_records(files_, layout_);
   if (!choice.manifest) {
     const char* hint = choice.others_damaged
                            ? "its commit records are damaged; check the drive, or start over with --fresh"
                            : "its run was cut short before the first commit; start over with --fresh";
-    throw Error(Code::kCorrupt, {files_.files().front().path().string(), "holds no committed step", 0, hint});
-  }
-  if (choice.others_damaged) {
-    log(LogLevel::kWarning, files_.files().front().path().string() +
-                                ": the newest manifest record is damaged; going back to step " +
-                                std::to_string(choice.manifest->step) + " and checking every byte of it");
-    verify_all(*choice.manifest);
+    throw Error(Code::kCorrupt, {path, "holds no committed step", 0, hint});
   }
   committed_ = std::move(*choice.manifest);
   committed_.blob.reserve(kBlobCapacity);
   next_ = committed_;
   next_.blob.reserve(kBlobCapacity);
-}
-
-void TileStore::verify_all(const Manifest& manifest) {
-  AlignedBuffer buffer(kGranuleBytes);
-  std::vector<std::uint64_t> granules;
-  for (std::size_t t = 0; t < layout_.tiles.size(); ++t) {
-    for (std::size_t part = 0; part < kParts; ++part) {
-      const Extent& extent = layout_.tiles[t].extent[manifest.tiles[t].slot][part];
-      if (extent.bytes == 0) continue;
-      granules.clear();
-      for (std::uint64_t done = 0; done < extent.bytes; done += kGranuleBytes) {
-        const auto granule = buffer.bytes().first(std::min(kGranuleBytes, extent.bytes - done));
-        files_.read_at(extent.offset + done, granule);
-        granules.push_back(granule_checksum(granule));
-      }
-      if (extent_checksum(granules) != manifest.tiles[t].checksum[part]) {
-        const StoreFiles::Place place = files_.place_of(extent.offset);
-        throw Error(Code::kCorrupt, {place.file->path().string(),
-                                     "tile " + std::to_string(t) + " at offset " + std::to_string(place.offset) +
-                                         " does not match its checksum",
-                                     0, "no intact step is left; start over with --fresh"});
-      }
+  if (choice.older) older_step_ = choice.older->step;
+  if (choice.others_damaged) {
+    log(LogLevel::kWarning, fmt::format("{}: the newest manifest record is damaged, and so is its copy; going back to "
+                                        "step {} and checking every byte of it",
+                                        path, committed_.step));
+    check_extents(files_, layout_, committed_, {.bad = [&](const BadBytes& bad) {
+                    throw bad_bytes_error(bad, shape.name_of, "no intact step is left; " + std::string(kStartAnew));
+                  }});
+    return;
+  }
+  for (const auto& record : choice.copies) {
+    for (const RecordCopy& copy : record) {
+      if (copy.state != RecordState::kDamaged) continue;
+      log(LogLevel::kWarning, fmt::format("{}: one of the two copies of a manifest record is damaged; going on from "
+                                          "step {}, whose record is whole",
+                                          path, committed_.step));
     }
   }
+}
+
+std::string TileStore::way_back(std::uint64_t offset) const {
+  if (slots_ < 2) return "check the drive; commit_every 0 keeps no step to go back to: start over with --fresh";
+  const auto behind = std::ranges::upper_bound(layout_.tiles, offset, {}, [](const TileExtents& tile) {
+    return tile.extent[0][index_of(Part::kWeights)].offset;
+  });
+  const auto tile = static_cast<std::size_t>(behind - layout_.tiles.begin()) - 1;  // before all tiles: no such index
+  const auto holds = [&](std::uint32_t slot) {
+    return tile < layout_.tiles.size() && std::ranges::any_of(layout_.tiles[tile].extent[slot], [&](const Extent& e) {
+             return offset >= e.offset && offset - e.offset < e.bytes;
+           });
+  };
+  const std::uint32_t slot = tile < layout_.tiles.size() ? committed_.tiles[tile].slot : 0;
+  if (!holds(slot)) {
+    return fmt::format("check the drive; step {}, the last committed one, is not affected: --resume goes back to it",
+                       committed_.step);
+  }
+  if (!older_step_ || holds(slot ^ 1u)) {
+    return fmt::format("check the drive; that is part of step {}, the last committed one, and no other is left; {}",
+                       committed_.step, kStartAnew);
+  }
+  std::string paths;
+  for (const File& file : files_.files()) paths += file.path().parent_path().string() + " ";
+  return fmt::format(
+      "check the drive; that is part of step {}, the last committed one: spillway store {}--rollback "
+      "goes back to step {} if all of it is intact",
+      committed_.step, paths, *older_step_);
 }
 
 TileStore::Slot TileStore::readable(std::uint32_t tile) const {
@@ -284,6 +365,7 @@ TileStore::Slot TileStore::writable(std::uint32_t tile) const {
 }
 
 void TileStore::note_written(std::uint32_t tile, Part part, std::uint64_t checksum) {
+  older_step_.reset();
   Written& written = written_[tile];
   if (!written.part[0] && !written.part[1]) ++written_count_;
   written.part[index_of(part)] = true;
@@ -327,6 +409,7 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
   batch.wait();
   batch.add({.op = IoOp::kSync, .priority = IoPriority::kUrgent, .file = kStripedSpace});
   batch.wait();
+  if (committed_.sequence > 0) older_step_ = committed_.step;
   std::swap(committed_, next_);
   forget_written();
 }

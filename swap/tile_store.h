@@ -14,7 +14,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -40,6 +42,8 @@ struct StorePaths {
 struct StoreIdentity {
   std::string description;        // kept in the file; what the store is a store of
   std::uint64_t fingerprint = 0;  // of whatever must be equal for a store to fit a run
+  // What two descriptions with different fingerprints differ in, `in the store …, in this run …`; null: not known here.
+  std::string (*difference)(const std::string& stored, const std::string& wanted) = nullptr;
 };
 
 class TileStore {
@@ -50,6 +54,7 @@ class TileStore {
     std::uint64_t scratch_bytes = 0;        // of a new store
     std::uint64_t least_scratch_bytes = 0;  // that a run cannot do without
     StoreIdentity identity;
+    std::function<std::string(std::uint32_t tile)> name_of = {};  // for error messages; null: its number
   };
 
   // Where the space of a store of this shape ends, and the disk space that it takes in so many paths.
@@ -64,8 +69,18 @@ class TileStore {
   // Opens an existing store of exactly this shape and identity at its last commit; its scratch area grows to what a run
   // cannot do without.
   static std::unique_ptr<TileStore> open(const StorePaths& paths, const Created& shape);
+  // Makes the older record's step the committed one, once every byte of it is verified; throws kCorrupt, with nothing
+  // changed, when it cannot be. Returns the step.
+  static std::uint64_t roll_back(const StorePaths& paths, const Created& shape,
+                                 const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress);
   // What the store is a store of.
   static std::string read_description(const StorePaths& paths);
+  static std::string read_description(const StoreFiles& files);
+
+  // For who only looks (StoreFiles::open_to_look): where everything lies in a store of this shape, and its records.
+  // Throw like open().
+  static StoreLayout read_layout(const StoreFiles& files, const Created& shape);
+  static ManifestChoice read_records(const StoreFiles& files, const StoreLayout& layout);
 
   StoreFiles& files() noexcept { return files_; }
   const StoreFiles& files() const noexcept { return files_; }
@@ -91,12 +106,15 @@ class TileStore {
   void commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread, std::span<std::byte> buffer);
   bool uncommitted() const noexcept { return written_count_ > 0; }
 
+  // What to do when bytes at this offset of the space are not what was written: which committed step can be gone back
+  // to, and how.
+  std::string way_back(std::uint64_t offset) const;
+
  private:
-  TileStore(StoreFiles files, const Created& shape);
+  TileStore(StoreFiles files, const Created& shape, StoreLayout layout);
   void write_description(const Created& shape);
-  void load_manifest();
+  void load_manifest(const Created& shape);
   void grow_scratch(std::uint64_t least_bytes);
-  void verify_all(const Manifest& manifest);
 
   struct Written {
     bool part[kParts] = {};
@@ -109,6 +127,8 @@ class TileStore {
   Manifest committed_, next_;
   std::vector<Written> written_;
   std::size_t written_count_ = 0;  // tiles with a part written since the last commit
+  // The step of the other record, as long as nothing of it was overwritten since this process has the store.
+  std::optional<std::uint64_t> older_step_;
 };
 
 }  // namespace spillway

@@ -99,6 +99,38 @@ TEST(StoreDescription, TheFingerprintCoversWhateverTheBytesDependOn) {
             same);
 }
 
+TEST(StoreDescription, TheDifferenceIsNamed) {
+  const std::string stored = describe_store(some_config(), some_model()).description;
+  const auto differences = [&](const std::function<void(Config&, ModelDescription&)>& change) {
+    Config config = some_config();
+    ModelDescription model = some_model();
+    change(config, model);
+    return description_difference(stored, describe_store(config, model).description);
+  };
+  EXPECT_EQ(differences([](Config& config, ModelDescription& model) {
+              config.optimizer.learning_rate = 3;
+              model.attachments.clear();
+            }),
+            "");
+  EXPECT_EQ(differences([](Config& config, ModelDescription&) {
+              config.weights = DType::kFloat32;
+              config.optimizer.kind = OptimizerKind::kLion;
+              config.tile_elements = 1024;
+            }),
+            "bf16 weights (here: fp32), optimizer Adagrad (here: Lion), tiles of 5120 elements (here: 1024)");
+  EXPECT_EQ(differences([](Config&, ModelDescription& model) { model.blocks.pop_back(); }), "2 blocks (here: 1)");
+  EXPECT_EQ(differences([](Config&, ModelDescription& model) { model.blocks[1].name = "h.1"; }),
+            "block 1 named h.0 (here: h.1)");
+  EXPECT_EQ(differences([](Config&, ModelDescription& model) {
+              model.blocks[0].parameters[0].shape = {7, 5};
+            }),
+            "parameter 0 of block first \"block\"?: wte [5, 7] (here: wte [7, 5])");
+  EXPECT_EQ(differences([](Config&, ModelDescription& model) { model.blocks[1].parameters[0].trainable = true; }),
+            "parameter 0 of block h.0: ünïcode/\\ [1, 2, 3] frozen (here: ünïcode/\\ [1, 2, 3])");
+  EXPECT_EQ(differences([](Config&, ModelDescription& model) { model.blocks[0].parameters.pop_back(); }),
+            "parameter 1 of block first \"block\"?: scale [] (here: none)");
+}
+
 TEST(StoreDescription, HostileTextIsRefused) {
   const std::string good = describe_store(some_config(), some_model()).description;
   ASSERT_FALSE(refused(good));

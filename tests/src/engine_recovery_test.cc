@@ -117,6 +117,10 @@ TEST_F(Recovery, AFlippedBitInStatesIsNamedBeforeItIsUsed) {
     EXPECT_EQ(error.parts().object, store_file().string());
     EXPECT_EQ(error.parts().happened, "states of tile 1 of block h.2 (h.2.weight …) at offset " +
                                           std::to_string(states.offset) + " do not match their checksum");
+    // Found when tiles before it were updated, in the slots of step 2.
+    EXPECT_NE(error.parts().hint.find("part of step 3, the last committed one, and no other is left"),
+              std::string::npos)
+        << error.what();
     expect_stopped(*training.engine);
   }
   flip_bit(states.offset + 1234);
@@ -136,6 +140,9 @@ TEST_F(Recovery, AFlippedBitInWeightsIsFoundBeforeALeaseOpens) {
       EXPECT_EQ(error.code(), Code::kCorrupt);
       EXPECT_EQ(error.parts().happened, "weights of tile 0 of block h.3 (h.3.weight) at offset " +
                                             std::to_string(weights.offset) + " do not match their checksum");
+      EXPECT_NE(error.parts().hint.find("spillway store " + store_.path().string() + " --rollback goes back to step 2"),
+                std::string::npos)
+          << error.what();
       expect_stopped(*training.engine);
     }
     flip_bit(at);
@@ -209,6 +216,8 @@ TEST_F(Recovery, AFlippedBitInASpilledGradientIsNamedAndNeverUsed) {
     EXPECT_EQ(error.code(), Code::kCorrupt);
     EXPECT_EQ(error.parts().happened, "gradients of " + tile_name(plan, large, tile) + " at offset " +
                                           std::to_string(at) + " do not match their checksum");
+    EXPECT_NE(error.parts().hint.find("step 0, the last committed one, is not affected"), std::string::npos)
+        << error.what();
     expect_stopped(*engine);
   }
   EXPECT_EQ(Engine::create(config_, large, {.on_existing = OnExisting::kResume})->current_step(), 0u);

@@ -68,13 +68,15 @@ TEST(Manifest, TheNewestValidRecordWinsAndALostNewerOneIsReported) {
     std::vector<std::vector<std::byte>> records;  // A, A', B, B'
     std::optional<std::uint64_t> sequence;
     bool others_damaged;
+    std::optional<std::uint64_t> older = std::nullopt;
   };
   const std::vector<Case> cases = {
       {{empty_record(), empty_record(), empty_record(), empty_record()}, std::nullopt, false},
       {{empty_record(), empty_record(), record_of(1), record_of(1)}, 1, false},
-      {{record_of(2), record_of(2), record_of(1), record_of(1)}, 2, false},
-      {{record_of(2), record_of(2), record_of(3), record_of(1)}, 3, false},             // crash between the copies
-      {{record_of(2), record_of(2), torn(record_of(3), 100), record_of(1)}, 2, false},  // crash in the first copy
+      {{record_of(2), record_of(2), record_of(1), record_of(1)}, 2, false, 1},
+      {{record_of(2), record_of(2), record_of(3), record_of(1)}, 3, false, 2},             // crash between the copies
+      {{record_of(2), record_of(2), torn(record_of(3), 100), record_of(1)}, 2, false, 1},  // crash in the first copy
+      {{record_of(2), {}, record_of(3), record_of(3)}, 3, false, 2},                       // a copy cannot be read
       {{record_of(2), record_of(2), torn(record_of(3), 100), torn(record_of(3), 70)}, 2, true},
       {{torn(record_of(2), 90), torn(record_of(2), 80), torn(record_of(3), 100), torn(record_of(3), 70)},
        std::nullopt,
@@ -87,7 +89,22 @@ TEST(Manifest, TheNewestValidRecordWinsAndALostNewerOneIsReported) {
       EXPECT_EQ(choice.manifest->sequence, *cases[i].sequence) << "case " << i;
     }
     EXPECT_EQ(choice.others_damaged, cases[i].others_damaged) << "case " << i;
+    EXPECT_EQ(choice.older.has_value(), cases[i].older.has_value()) << "case " << i;
+    if (choice.older && cases[i].older) {
+      EXPECT_EQ(choice.older->sequence, *cases[i].older) << "case " << i;
+    }
   }
+}
+
+TEST(Manifest, EveryCopyIsToldAsItWasFound) {
+  const std::vector<std::vector<std::byte>> records = {record_of(2), torn(record_of(2), 90), empty_record(), {}};
+  const StoreRecords found = choose_manifest(records, kFingerprint, kTiles).copies;
+  EXPECT_EQ(found[0][0].state, RecordState::kValid);
+  EXPECT_EQ(found[0][0].sequence, 2u);
+  EXPECT_EQ(found[0][0].step, 20u);
+  EXPECT_EQ(found[0][1].state, RecordState::kDamaged);
+  EXPECT_EQ(found[1][0].state, RecordState::kEmpty);
+  EXPECT_EQ(found[1][1].state, RecordState::kDamaged);
 }
 
 }  // namespace

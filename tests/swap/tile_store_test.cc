@@ -4,6 +4,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <thread>
+
+#include "spillway/log.h"
 #include "tests/swap/store_fixture.h"
 
 namespace spillway {
@@ -35,6 +38,11 @@ void make_store(const StoreDirectory& directory, std::uint64_t commits) {
     write_tiles(*store, shape, *thread, arena, step, step == 0);
     store->commit(step, std::as_bytes(std::span(&step, 1)), *thread, arena.memory());
   }
+}
+
+StoreLayout three_tiles_layout() {
+  return lay_out_store(three_tiles().tiles,
+                       {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
 }
 
 TEST(TileStore, ReopensAtItsLastCommit) {
@@ -126,8 +134,7 @@ TEST(TileStore, AStoreOfAnotherModelOrWithOneSlotIsRefused) {
 TEST(TileStore, ADamagedNewestRecordFallsBackToTheOlderStep) {
   StoreDirectory directory;
   make_store(directory, 2);  // sequences 1, 2, 3: step 2 is record 1, step 1 is record 0
-  StoreLayout layout =
-      lay_out_store(three_tiles().tiles, {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
+  const StoreLayout layout = three_tiles_layout();
   directory.damage(layout.record_offset[1][0] + 40);
   EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 2u);  // its copy is whole
   directory.damage(layout.record_offset[1][1] + 40);
@@ -137,12 +144,146 @@ TEST(TileStore, ADamagedNewestRecordFallsBackToTheOlderStep) {
 TEST(TileStore, TheOlderStepIsVerifiedBeforeItIsUsed) {
   StoreDirectory directory;
   make_store(directory, 2);
-  StoreLayout layout =
-      lay_out_store(three_tiles().tiles, {.description_bytes = 65536, .record_bytes = 65536, .scratch_bytes = 65536});
+  const StoreLayout layout = three_tiles_layout();
   for (std::uint64_t copy : layout.record_offset[1]) directory.damage(copy + 40);
   // Step 1 (sequence 2): written at sequence 1 into slot 1, at sequence 2 into slot 0.
   directory.damage(layout.tiles[0].extent[0][1].offset + 300000);
   EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
+}
+
+// What goes to the log while `work` is done.
+template <typename Work>
+std::string logged(Work&& work) {
+  std::string said;
+  set_log_sink([&said](LogLevel, std::string_view message) { said += std::string(message) + "\n"; });
+  work();
+  set_log_sink([](LogLevel, std::string_view message) { std::fprintf(stderr, "%s\n", std::string(message).c_str()); });
+  return said;
+}
+
+TEST(TileStore, EveryFallbackSaysSo) {
+  StoreDirectory directory;
+  make_store(directory, 2);
+  const StoreLayout layout = three_tiles_layout();
+  const auto open = [&] { TileStore::open(directory.path(), three_tiles()); };
+  EXPECT_EQ(logged(open), "");
+  directory.damage(layout.record_offset[1][0] + 40);
+  EXPECT_EQ(logged(open), directory.file().string() +
+                              ": one of the two copies of a manifest record is damaged; going "
+                              "on from step 2, whose record is whole\n");
+  directory.damage(layout.record_offset[1][1] + 40);
+  EXPECT_EQ(logged(open), directory.file().string() +
+                              ": the newest manifest record is damaged, and so is its copy; "
+                              "going back to step 1 and checking every byte of it\n");
+}
+
+TEST(TileStore, TheStepThatCanBeGoneBackToIsNamed) {
+  StoreDirectory directory;
+  make_store(directory, 2);  // step 2 lies in slot 1, step 1 in slot 0
+  const auto store = TileStore::open(directory.path(), three_tiles());
+  const auto says = [&](const Extent& extent, const std::string& what) {
+    for (std::uint64_t at : {extent.offset, extent.offset + extent.bytes - 1}) {
+      EXPECT_NE(store->way_back(at).find(what), std::string::npos) << store->way_back(at) << "\nnot: " << what;
+    }
+  };
+  const auto& tiles = store->layout().tiles;
+  const std::string rollback = "spillway store " + directory.path().string() + " --rollback goes back to step 1 ";
+  const Extent scratch{store->layout().scratch_offset, kExtentAlignment};
+  for (int tile : {0, 1}) {
+    for (const Extent& extent : tiles[tile].extent[1]) says(extent, rollback);
+    for (const Extent& extent : tiles[tile].extent[0]) says(extent, "step 2, the last committed one, is not affected");
+  }
+  says(scratch, "step 2, the last committed one, is not affected: --resume");
+  says(tiles[2].extent[0][0], "part of step 2, the last committed one, and no other is left");  // frozen
+  HostArena arena(kArenaBytes, kPinnedArena);
+  auto thread = thread_for(*store, arena);
+  write_tiles(*store, three_tiles(), *thread, arena, 3);
+  says(tiles[0].extent[1][1], "part of step 2, the last committed one, and no other is left");
+  says(tiles[0].extent[0][1], "step 2, the last committed one, is not affected");
+  store->commit(3, {}, *thread, arena.memory());
+  says(tiles[0].extent[0][1], "--rollback goes back to step 2 ");
+  says(tiles[0].extent[1][1], "step 3, the last committed one, is not affected");
+}
+
+TEST(TileStore, RollingBackIsGoingOnFromTheOlderStep) {
+  StoreDirectory directory;
+  make_store(directory, 2);
+  std::uint64_t read = 0;
+  EXPECT_EQ(TileStore::roll_back(directory.path(), three_tiles(), [&](auto done, auto) { read = done; }), 1u);
+  EXPECT_GT(read, 2000u * 1024);
+  HostArena arena(kArenaBytes, kPinnedArena);
+  {
+    const auto store = TileStore::open(directory.path(), three_tiles());
+    EXPECT_EQ(store->committed().step, 1u);
+    EXPECT_EQ(store->committed().blob.size(), 8u);
+    expect_tiles(*store, three_tiles(), arena, 1);
+    auto thread = thread_for(*store, arena);
+    write_tiles(*store, three_tiles(), *thread, arena, 77);
+    store->commit(2, {}, *thread, arena.memory());
+  }
+  const auto store = TileStore::open(directory.path(), three_tiles());
+  EXPECT_EQ(store->committed().step, 2u);
+  expect_tiles(*store, three_tiles(), arena, 77);
+}
+
+TEST(TileStore, RollingBackOutlivesATornCopyAndIsUndoneByTwo) {
+  StoreDirectory directory;
+  make_store(directory, 2);
+  const StoreLayout layout = three_tiles_layout();
+  TileStore::roll_back(directory.path(), three_tiles(), {});
+  directory.damage(layout.record_offset[0][0] + 40);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
+  directory.damage(layout.record_offset[0][1] + 40);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 2u);
+}
+
+TEST(TileStore, AnOverwrittenStepIsNotRolledBackTo) {
+  StoreDirectory directory;
+  make_store(directory, 2);
+  HostArena arena(kArenaBytes, kPinnedArena);
+  {
+    auto store = TileStore::open(directory.path(), three_tiles());
+    auto thread = thread_for(*store, arena);
+    write_tiles(*store, three_tiles(), *thread, arena, 99);
+  }
+  EXPECT_EQ(code_of([&] { TileStore::roll_back(directory.path(), three_tiles(), {}); }), Code::kCorrupt);
+  const auto store = TileStore::open(directory.path(), three_tiles());
+  EXPECT_EQ(store->committed().step, 2u);
+  expect_tiles(*store, three_tiles(), arena, 2);
+}
+
+TEST(TileStore, WithoutAnOlderStepThereIsNoRollingBack) {
+  StoreDirectory directory;
+  make_store(directory, 0);
+  EXPECT_EQ(code_of([&] { TileStore::roll_back(directory.path(), three_tiles(), {}); }), Code::kCorrupt);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 0u);
+}
+
+TEST(TileStore, OfSeveralThatMakeAStoreAtOnceOneHasIt) {
+  for (int round = 0; round < 20; ++round) {
+    StoreDirectory directory;
+    std::unique_ptr<TileStore> made[3];
+    std::vector<std::thread> threads;
+    for (auto& store : made) {
+      threads.emplace_back([&] {
+        try {
+          store = TileStore::create(directory.path(), three_tiles(), false);
+        } catch (const Error& error) {
+          EXPECT_TRUE(error.code() == Code::kExists || error.code() == Code::kBusy || error.code() == Code::kNotFound ||
+                      error.code() == Code::kIo)
+              << error.what();
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    int held = 0;
+    for (const auto& store : made) {
+      if (!store) continue;
+      ++held;
+      EXPECT_TRUE(store->files().files().front().at_its_path()) << "a store that is in use was replaced";
+    }
+    EXPECT_LE(held, 1);
+  }
 }
 
 TEST(TileStore, ADamagedSuperblockOrDescriptionIsRefused) {

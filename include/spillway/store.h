@@ -1,0 +1,87 @@
+// What a store holds and whether it is whole, for whoever looks after stores: neither the model's files nor a
+// configuration are needed, and nothing but roll_back_store() changes a byte.
+//
+// `paths`: all directories of one store, in the order of spillway.nvme_paths; at least one. Thread: any, one at a time.
+// Errors: kNotFound, kBusy, kCorrupt, kInvalidArgument (parts that do not belong together), kUnsupported, kIo.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "spillway/dtype.h"
+#include "spillway/model.h"
+#include "spillway/optimizer.h"
+
+namespace spillway {
+
+enum class RecordState : std::uint8_t { kEmpty, kValid, kDamaged };
+
+// One stored copy of a commit record. A store has two records, which alternate, and two copies of each.
+struct RecordCopy {
+  RecordState state = RecordState::kEmpty;
+  std::uint64_t sequence = 0, step = 0;  // of a valid one: which commit it is, and of which step
+};
+using StoreRecords = std::array<std::array<RecordCopy, 2>, 2>;  // [record][copy]
+
+struct StoreFileInfo {
+  std::filesystem::path path;
+  std::uint32_t share = 1;  // of the space, against those of the other files
+  std::uint64_t bytes = 0;
+};
+
+struct StoreInfo {
+  std::uint32_t format = 0;
+  std::uint64_t fingerprint = 0;  // of whatever must be equal for a store to fit a run
+  ModelDescription model;         // blocks and attachments
+  DType weights = DType::kFloat32;
+  OptimizerKind optimizer = OptimizerKind::kAdam;
+  std::uint64_t parameters = 0, trainable = 0;  // elements
+  std::uint64_t tile_elements = 0, tiles = 0;
+  std::uint32_t slots = 2;  // of a tile; with one there is no committed step to go back to
+  // Of all tiles' weights and states, one slot each; the area for what a step spills. Padded.
+  std::uint64_t weight_bytes = 0, state_bytes = 0, scratch_bytes = 0;
+  std::vector<StoreFileInfo> files;
+  bool in_use = false;  // a process has it open: it may be writing a record just now
+  StoreRecords records;
+  bool newest_lost = false;                 // a record that may have been newer than `step` cannot be read
+  std::optional<std::uint64_t> step;        // that the next run goes on from
+  std::optional<std::uint64_t> older_step;  // of the other record, whose bytes may be overwritten by now
+  std::vector<std::byte> blob;              // the caller's own, of `step`
+};
+
+StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths);
+
+// Bytes that are not what was committed.
+struct BadExtent {
+  std::string name;  // `states of tile 3 of block h.0 (h.0.attn.c_attn.weight …)`
+  std::filesystem::path file;
+  std::uint64_t offset = 0, bytes = 0;  // in the file; of several files: where it starts
+  int error = 0;                        // errno of a read that failed; 0: the checksum differs
+};
+
+struct CheckOptions {
+  std::function<void(const BadExtent& bad)> on_bad = {};                             // each as it is found
+  std::function<void(std::uint64_t done_bytes, std::uint64_t bytes)> progress = {};  // from time to time
+};
+
+struct CheckedStore {
+  std::uint64_t step = 0, bytes = 0;
+  std::uint64_t bad_extents = 0;
+};
+
+// Reads every byte of the step that the next run goes on from, with direct I/O through a queue of its own, and compares
+// the checksums. No run can open the store meanwhile. Takes up to 64 MiB of memory.
+CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options = {});
+
+// Makes the older of the two committed steps the one that the next run goes on from, once every byte of it is verified;
+// refused (kCorrupt, with nothing changed) when one is not as it was: a step that is under way overwrites the older
+// one's. Returns the step.
+std::uint64_t roll_back_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options = {});
+
+}  // namespace spillway
