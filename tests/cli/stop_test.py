@@ -47,12 +47,18 @@ class Stop(CliTest):
         self.assertEqual(self.wanted, sha256_of_model(out))
 
     def test_CtrlCEndsAfterTheStepAndResumeGivesTheSameBits(self):
+        self.check_ends_after_the_step(signal.SIGINT, 130)
+
+    def test_SigtermEndsAfterTheStepAndResumeGivesTheSameBits(self):
+        self.check_ends_after_the_step(signal.SIGTERM, 143)
+
+    def check_ends_after_the_step(self, how, code):
         # Far more steps than the run will get to: it ends because of the signal or not at all.
         with self.start(steps=1_000_000) as run:
             self.wait_for_lines(run, 1)
-            run.send_signal(signal.SIGINT)
+            run.send_signal(how)
             out, err = run.communicate(timeout=60)
-        self.assertEqual(130, run.returncode, err)
+        self.assertEqual(code, run.returncode, err)
         self.assertIsNone(CRASH.search(out + err), err)
         done = self.place.steps()[-1]["step"]
         self.assertIn(f"stopped after step {done};", out)

@@ -153,7 +153,7 @@ class Run {
     engine_->flush();
     if (engine_->current_step() < options_.steps) {
       fmt::print("stopped after step {}; --resume continues\n", engine_->current_step());
-      return 130;
+      return interrupt_.exit_code();
     }
     finish();
     return 0;

@@ -15,7 +15,7 @@ struct FinetuneOptions {
   bool resume = false, fresh = false;
 };
 
-// 0, or 130 after Ctrl-C. Errors: spillway::Error.
+// 0, or 130 after Ctrl-C and 143 after SIGTERM. Errors: spillway::Error.
 int finetune(const FinetuneOptions& options);
 
 }  // namespace spillway::gpt2

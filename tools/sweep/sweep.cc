@@ -58,7 +58,7 @@ class Sweep {
     } catch (const Stopped&) {
       progress_.clear();
       fmt::print(out_, "stopped; nothing is chosen, and nothing is left on the drive\n");
-      return 130;
+      return interrupt_.exit_code();
     }
     progress_.clear();
     report_.written_bytes = pace_.written();

@@ -26,9 +26,10 @@ Interrupt::~Interrupt() {
 void Interrupt::watch() {
   const timespec patience{.tv_sec = 0, .tv_nsec = 100'000'000};
   while (!stop_) {
-    if (sigtimedwait(&signals_, nullptr, &patience) < 0) continue;
-    if (requested_) _exit(130);  // whatever is written is as after any crash
-    requested_ = true;
+    const int signal = sigtimedwait(&signals_, nullptr, &patience);
+    if (signal < 0) continue;
+    if (requested()) _exit(exit_code());  // whatever is written is as after any crash
+    signal_ = signal;
     fmt::print(stderr, "\nspillway: {}; Ctrl-C again ends at once\n", ending_);
   }
 }
