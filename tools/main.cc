@@ -1,12 +1,14 @@
-// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 130 ended by Ctrl-C.
+// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 2 a damaged store was shown, 130 ended by Ctrl-C,
+// 143 by SIGTERM.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <string>
 #include <new>
+#include <string>
 
 #include "tools/gpt2/commands.h"
+#include "tools/store/command.h"
 #include "tools/sweep/command.h"
 
 namespace {
@@ -27,6 +29,7 @@ int main(int argc, char** argv) {
   program.require_subcommand(1);
   int exit_code = 0;
   spillway::gpt2::add_commands(program, exit_code);
+  spillway::store::add_command(program, exit_code);
   spillway::sweep::add_command(program, exit_code);
   try {
     program.parse(argc, argv);
@@ -34,13 +37,13 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return program.exit(error);  // --help
     return wrong_arguments(error);
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "spillway: {}\n", error.what());
-    return 1;
   } catch (const std::bad_alloc&) {
     fmt::print(stderr,
                "spillway: memory: none is left outside the planned arenas (Cannot allocate memory); raise "
                "ulimit -v or the cgroup's limit\n");
+    return 1;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "spillway: {}\n", error.what());
     return 1;
   }
 }

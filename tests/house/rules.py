@@ -18,9 +18,9 @@ BELOW = {
     "python": {"include", "aio", "kernels", "swap", "src"},
     "tests": {"include", "aio", "kernels", "swap", "src", "tools", "bench", "python"},
 }
-# The trainer and the tuner of drives show what an embedding program needs: the public headers, and nothing of the
-# library's rooms; besides these, what the tools do with a terminal.
-PUBLIC_ONLY = {("tools", "gpt2"), ("tools", "sweep"), ("tools", "terminal")}
+# The programs show what an embedding program needs: the public headers, and nothing of the library's rooms; besides
+# these, what the tools do with a terminal.
+PUBLIC_ONLY = {("tools", "gpt2"), ("tools", "store"), ("tools", "sweep"), ("tools", "terminal")}
 TERMINAL = ("tools", "terminal")
 LIBRARY = {"include", "aio", "kernels", "swap", "src"}
 

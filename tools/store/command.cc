@@ -1,0 +1,105 @@
+#include "tools/store/command.h"
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "tools/store/report.h"
+#include "tools/terminal/progress.h"
+
+namespace spillway::store {
+namespace {
+
+constexpr int kWhole = 0, kDamaged = 2;
+
+struct StoreOptions {
+  std::vector<std::filesystem::path> paths;
+  bool verify = false, roll_back = false, json = false;
+};
+
+// A bar on stderr: stdout may be what another program reads.
+class Bar {
+ public:
+  void at(std::uint64_t done, std::uint64_t bytes) {
+    if (seconds() < drawn_at_ + 0.1) return;
+    drawn_at_ = seconds();
+    const double share = bytes == 0 ? 1 : static_cast<double>(done) / static_cast<double>(bytes);
+    progress_.at(share, share > 0 ? seconds() * (1 - share) / share : -1, "reading every byte");
+  }
+  void line(std::string_view text) { progress_.line(text); }
+  void clear() { progress_.clear(); }
+  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+
+ private:
+  terminal::Progress progress_{0, 0, stderr};
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  double drawn_at_ = 0;
+};
+
+Verified verify(const StoreOptions& options) {
+  Bar bar;
+  Verified verified;
+  const auto on_bad = [&](const BadExtent& bad) {
+    verified.bad.push_back(bad);
+    bar.line(bad_text(bad));
+  };
+  verified.checked =
+      verify_store(options.paths, {.on_bad = on_bad, .progress = [&](auto done, auto bytes) { bar.at(done, bytes); }});
+  verified.seconds = bar.seconds();
+  bar.clear();
+  return verified;
+}
+
+int roll_back(const StoreOptions& options) {
+  Bar bar;
+  const std::uint64_t step =
+      roll_back_store(options.paths, {.progress = [&](auto done, auto bytes) { bar.at(done, bytes); }});
+  bar.clear();
+  fmt::print("{}: back at step {}, every byte of which is intact; finetune --resume goes on from there\n",
+             options.paths.front().string(), step);
+  return kWhole;
+}
+
+int show(const StoreOptions& options) {
+  if (options.roll_back) return roll_back(options);
+  const StoreInfo info = inspect_store(options.paths);
+  if (!options.json) fmt::print("{}", store_text(info));
+  std::fflush(stdout);
+  std::optional<Verified> verified;
+  if (options.verify) verified = verify(options);
+  if (options.json) {
+    fmt::print("{}\n", store_json(info, verified));
+  } else if (verified) {
+    fmt::print("{}\n", verified_text(*verified));
+    if (verified->checked.bad_extents > 0 && info.older_step) {
+      fmt::print("to do     --rollback goes back to step {} if all of it is intact\n", *info.older_step);
+    }
+  }
+  return damage_of(info).empty() && (!verified || verified->checked.bad_extents == 0) ? kWhole : kDamaged;
+}
+
+}  // namespace
+
+void add_command(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<StoreOptions>();
+  StoreOptions& options = *kept;
+  auto* command = program.add_subcommand("store", "Show a store, and check whether it is whole; changes nothing");
+  command->add_option("paths", options.paths, "The store's directories, in the order of nvme_paths")->required();
+  auto* verify = command->add_flag("--verify", options.verify, "Read every byte of the committed step");
+  auto* json = command->add_flag("--json", options.json, "Print it as JSON");
+  command
+      ->add_flag("--rollback", options.roll_back,
+                 "Go back to the commit before the last, if every byte of it is intact; this changes the store")
+      ->excludes(verify)
+      ->excludes(json);
+  command->footer("Exit code: 0 the store is whole, 2 it is damaged, 1 it cannot be shown or rolled back");
+  command->callback([kept, &exit_code] { exit_code = show(*kept); });
+}
+
+}  // namespace spillway::store
