@@ -1,4 +1,4 @@
-// Ends a test that hangs, with its name; after SPILLWAY_PATIENCE seconds, 60 when that is not set.
+// Ends a test that hangs, with its name; after SPILLWAY_PATIENCE seconds, 180 when that is not set.
 #pragma once
 
 #include <chrono>
@@ -17,8 +17,10 @@ class Watchdog {
       : thread_([this, seed] {
           std::unique_lock lock(mutex_);
           const char* patience = std::getenv("SPILLWAY_PATIENCE");
-          if (done_.wait_for(lock, std::chrono::seconds(patience ? std::atoi(patience) : 60), [this] { return over_; }))
-            return;
+          // Second by second, so that one that was stopped for a while has not hung.
+          for (int left = patience ? std::atoi(patience) : 180; left > 0; --left) {
+            if (done_.wait_for(lock, std::chrono::seconds(1), [this] { return over_; })) return;
+          }
           std::fprintf(stderr, "SPILLWAY_CASE=%llu hangs\n", static_cast<unsigned long long>(seed));
           std::abort();
         }) {}
