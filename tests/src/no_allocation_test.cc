@@ -1,8 +1,10 @@
 // From step 3 on the data path takes nothing from the heap: every byte of a run was reserved when it was created.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <thread>
 
+#include "kernels/workers.h"
 #include "src/plan.h"
 #include "tests/src/heap_watch.h"
 #include "tests/src/named_budget.h"
@@ -18,6 +20,19 @@ using testing::toy_config;
 
 constexpr std::uint32_t kMicroBatches = 2;
 
+// Every thread that computes has done so when this returns. oneTBB allocates for a thread that comes for the first
+// time, and on a busy machine one may come late.
+void meet(Engine& engine) {
+  engine.stream().launch([](HostWorkers& workers) {
+    std::atomic<unsigned> arrived = 0;
+    workers.parallel_for(workers.threads(), [&](std::size_t) {
+      arrived.fetch_add(1);
+      while (arrived < workers.threads()) std::this_thread::yield();
+    });
+  });
+  engine.stream().synchronize();
+}
+
 // Allocations of the whole process in steps 3 to 6.
 std::uint64_t allocations(const Config& config, const ModelDescription& model, std::uint32_t unplanned = 0,
                           const EngineOptions& options = {}) {
@@ -28,6 +43,7 @@ std::uint64_t allocations(const Config& config, const ModelDescription& model, s
     for (std::uint32_t i = 0; i < unplanned; ++i) engine->acquire(i % 5, Pass::kForward, engine->stream());
   };
   for (int s = 0; s < 2; ++s) trainer.run_step();
+  meet(*engine);
   testing::start_heap_watch();
   for (int s = 0; s < 4; ++s) trainer.run_step();
   const std::uint64_t count = testing::stop_heap_watch();
@@ -155,6 +171,7 @@ TEST(NoAllocation, WithActivationsThatMove) {
     testing::UsesBetweenVisits uses(*engine, model, kHeld, kParts);
     trainer.between = [&] { uses.run_part(); };
     for (int s = 0; s < 2; ++s) trainer.run_step();
+    meet(*engine);
     testing::start_heap_watch();
     for (int s = 0; s < 4; ++s) trainer.run_step();
     const std::uint64_t count = testing::stop_heap_watch();

@@ -32,10 +32,11 @@ struct Slow {
 };
 Slow slow;
 
-double delay_of(IoOp op) { return op == IoOp::kRead ? slow.read : op == IoOp::kWrite ? slow.write : slow.sync; }
+double delay_of(IoOp op) { return op == IoOp::kRead ? slow.read : slow.write; }
+Clock::duration in(double seconds) { return std::chrono::duration_cast<Clock::duration>(Seconds(seconds)); }
 
 // Completions come late by the delay of their kind, without holding up each other; at a drive's rate, one behind the
-// other.
+// other. A sync takes its delay and nothing else: what the machine's own drive would need for one is not known.
 class LateQueue final : public IoQueue {
  public:
   explicit LateQueue(std::unique_ptr<IoQueue> real) : real_(std::move(real)), kinds_(4096), bytes_(4096) {
@@ -43,12 +44,15 @@ class LateQueue final : public IoQueue {
   }
 
   void submit(const IoRequest& request) override {
+    if (request.op == IoOp::kSync) {
+      late_.push_back({{.tag = request.tag}, Clock::now() + in(slow.sync)});
+      return;
+    }
     kinds_[request.tag] = request.op;
     bytes_[request.tag] = request.bytes;
     real_->submit(request);
   }
   std::span<IoCompletion> wait(std::span<IoCompletion> out, double) override {
-    const auto in = [](double seconds) { return std::chrono::duration_cast<Clock::duration>(Seconds(seconds)); };
     for (const IoCompletion& done : real_->wait(out, late_.empty() ? -1 : 1e-4)) {
       Clock::time_point due = Clock::now() + in(delay_of(kinds_[done.tag]));
       if (slow.drive_rate > 0) {
