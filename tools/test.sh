@@ -40,7 +40,9 @@ echo "== release"
 configure build-test -Dbuildtype=release || true
 run "" build-test
 
-export SPILLWAY_CASES=3  # of the random engine tests, which take ten times as long from here on
+# Everything takes ten times as long from here on: fewer random cases, fewer steps of the runs that are compared layout
+# by layout, and more patience with a case before it counts as one that hangs.
+export SPILLWAY_CASES=3 SPILLWAY_STEPS=3 SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
 # Not detect_stack_use_after_return: its frames are not aligned for 64-byte vectors (GCC PR 110027, g++ 12), so AVX-512
 # code that keeps one on the stack faults.

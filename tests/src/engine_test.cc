@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <functional>
 
 #include "spillway/error.h"
@@ -15,6 +16,8 @@ using testing::ToyTrainer;
 
 constexpr std::uint32_t kBlocks = 4, kMicroBatches = 2;
 constexpr std::uint64_t kWidth = 3000;
+// Of the runs that are compared layout by layout; SPILLWAY_STEPS sets fewer, where each takes ten times as long.
+const int kSteps = std::getenv("SPILLWAY_STEPS") ? std::atoi(std::getenv("SPILLWAY_STEPS")) : 5;
 
 struct Layout {
   std::string name;
@@ -62,7 +65,7 @@ void tighten(Config& config, const ModelDescription& model) {
 
 using Change = std::function<void(Config&)>;
 
-std::vector<std::uint32_t> train(const Layout& layout, DType type, int steps = 5, const Change& change = {}) {
+std::vector<std::uint32_t> train(const Layout& layout, DType type, int steps = kSteps, const Change& change = {}) {
   TempStore store;
   const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches, layout.visits);
   Config config = config_for(layout, type, store.path());
@@ -129,10 +132,10 @@ TEST_P(SameBits, WhereverATensorLives) {
 void without_clipping(Config& config) { config.gradient_clipping = 0; }
 
 TEST_P(SameBits, WhereverATensorLivesWithoutClipping) {
-  const auto expected = train({.name = "hbm"}, GetParam(), 5, without_clipping);
+  const auto expected = train({.name = "hbm"}, GetParam(), kSteps, without_clipping);
   EXPECT_NE(expected, train({.name = "hbm"}, GetParam()));
   for (const Layout& layout : layouts()) {
-    EXPECT_EQ(train(layout, GetParam(), 5, without_clipping), expected) << layout.name;
+    EXPECT_EQ(train(layout, GetParam(), kSteps, without_clipping), expected) << layout.name;
   }
 }
 
@@ -155,11 +158,11 @@ class SameBitsOf : public ::testing::TestWithParam<OptimizerKind> {};
 TEST_P(SameBitsOf, TheOptimizerWhereverATensorLives) {
   for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
     const Change change = optimizer_of(GetParam());
-    const auto expected = train({.name = "hbm"}, type, 4, change);
+    const auto expected = train({.name = "hbm"}, type, kSteps, change);
     for (const Layout& layout : layouts()) {
       const bool chosen = layout.tight || layout.parameters != layout.states;
       if (chosen) {
-        EXPECT_EQ(train(layout, type, 4, change), expected) << layout.name;
+        EXPECT_EQ(train(layout, type, kSteps, change), expected) << layout.name;
       }
     }
   }
