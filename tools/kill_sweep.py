@@ -2,8 +2,8 @@
 """Kills a fine-tune with `kill -9` at random moments, many times over, and has it resumed to its end: what it exports
 must equal, bit for bit, what a run exports that nothing happened to.
 
-A small GPT-2 trains with clipping in several layouts over HBM, host memory and NVMe. After every kill the store is read to
-the last byte (`spillway store --verify`) and must stand at the last step that was reported as durable, or behind it.
+A small GPT-2 trains with clipping in several layouts over HBM, host memory and NVMe. After every kill the store is read
+to the last byte (`spillway store --verify`) and must stand at the last step that was reported as durable, or behind it.
 The seed is printed; --seed draws the same moments again.
 """
 import argparse
