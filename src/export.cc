@@ -2,13 +2,14 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <numeric>
+#include <functional>
+#include <optional>
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"
-#include "spillway/safetensors.h"
 #include "src/description.h"
-#include "src/plain_file.h"
+#include "src/model_writer.h"
+#include "src/new_directory.h"
 #include "src/plan.h"
 #include "src/store_inspection.h"
 #include "src/tile_values.h"
@@ -16,66 +17,24 @@
 namespace spillway {
 namespace {
 
-// Tensors in the order in which a sink sees them: block after block, inside a block by place in the flat vector.
-class ModelWriter {
- public:
-  ModelWriter(const ModelDescription& model, const std::filesystem::path& directory, ExportOptions options)
-      : model_(model), directory_(directory) {
-    std::vector<TensorSpec> specs;
-    index_.resize(model.blocks.size());
-    for (std::size_t b = 0; b < model.blocks.size(); ++b) {
-      const auto& parameters = model.blocks[b].parameters;
-      const BlockPartition partition = partition_block(model.blocks[b]);
-      std::vector<std::uint32_t> order(parameters.size());
-      std::iota(order.begin(), order.end(), 0u);
-      std::ranges::sort(order, {}, [&](std::uint32_t p) { return partition.parameters[p].first; });
-      index_[b].resize(parameters.size());
-      for (std::uint32_t p : order) {
-        index_[b][p] = specs.size();
-        specs.push_back({parameters[p].name, parameters[p].shape});
-      }
-    }
-    writer_.emplace(
-        SafetensorsWriter::create(directory, std::move(specs), {.type = options.type, .replace = options.replace}));
+// A new directory is complete or not there. One that exists is filled as it is: it may be a mount point or a link, and
+// hold what belongs beside a model.
+void write_model(const ModelDescription& model, const std::filesystem::path& directory, const ExportOptions& options,
+                 const std::function<void(const WeightSink&)>& walk) {
+  std::optional<NewDirectory> made;
+  std::error_code ignored;
+  if (!std::filesystem::exists(directory, ignored)) made.emplace(NewDirectory::create(directory));
+  {
+    ModelWriter writer(
+        model, made ? made->path() : directory,
+        {.files = {.type = options.type, .max_file_bytes = options.max_file_bytes, .replace = options.replace}});
+    walk([&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values) {
+      writer.write(block, parameter, first, values);
+    });
+    writer.finish();
   }
-
-  WeightSink sink() {
-    return [this](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values) {
-      writer_->write(index_[block][parameter], first, values);
-    };
-  }
-
-  ~ModelWriter() {
-    for (const auto& path : leftovers_) remove_file(path);
-  }
-  ModelWriter(const ModelWriter&) = delete;
-  ModelWriter& operator=(const ModelWriter&) = delete;
-
-  // Attachments get their names just before the weights get theirs, which make the directory a model.
-  void finish() {
-    for (const Attachment& attachment : model_.attachments) {
-      leftovers_.push_back(directory_ / ("." + attachment.name + ".partial"));
-      PlainFile file = PlainFile::create(leftovers_.back());
-      file.write_at(0, std::as_bytes(std::span(attachment.text)));
-      file.sync();
-      file.close();
-    }
-    for (std::size_t a = 0; a < leftovers_.size(); ++a) {
-      const auto path = directory_ / model_.attachments[a].name;
-      rename_file(leftovers_[a], path);
-      leftovers_[a] = path;
-    }
-    writer_->finish();
-    leftovers_.clear();
-  }
-
- private:
-  const ModelDescription& model_;
-  std::filesystem::path directory_;
-  std::vector<std::vector<std::size_t>> index_;
-  std::optional<SafetensorsWriter> writer_;
-  std::vector<std::filesystem::path> leftovers_;  // files to remove unless all of it succeeds
-};
+  if (made) made->finish();
+}
 
 // A tile of a store that no engine has open, read and verified into memory.
 class TileReader {
@@ -126,9 +85,8 @@ class TileReader {
 
 void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,
                   ExportOptions options) {
-  ModelWriter writer(model, directory, options);
-  engine.export_weights(options.type == DType::kFloat32, writer.sink());
-  writer.finish();
+  write_model(model, directory, options,
+              [&](const WeightSink& sink) { engine.export_weights(options.type == DType::kFloat32, sink); });
 }
 
 ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
@@ -136,13 +94,12 @@ ExportedStore export_store(const std::vector<std::filesystem::path>& paths, cons
   const StoredModel stored = parse_store_description(TileStore::read_description(paths), paths.front().string());
   const Plan plan = plan_of_store(stored, paths);
   const auto store = TileStore::open(paths, store_shape(plan));
-  ModelWriter writer(stored.model, directory, options);
-  const WeightSink sink = writer.sink();
   TileReader reader(plan, stored.model);
-  for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
-    read_tile(plan, t, reader.read(*store, t), options.type == DType::kFloat32, sink);
-  }
-  writer.finish();
+  write_model(stored.model, directory, options, [&](const WeightSink& sink) {
+    for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
+      read_tile(plan, t, reader.read(*store, t), options.type == DType::kFloat32, sink);
+    }
+  });
   return {.step = store->committed().step, .weights = stored.weights};
 }
 

@@ -188,4 +188,8 @@ void rename_file(const std::filesystem::path& from, const std::filesystem::path&
 
 void remove_file(const std::filesystem::path& path) noexcept { ::unlink(path.c_str()); }
 
+void fail_file(const std::filesystem::path& path, std::string happened, int error) {
+  fail(path, std::move(happened), error);
+}
+
 }  // namespace spillway

@@ -48,5 +48,7 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t most);
 void sync_directory(const std::filesystem::path& directory);
 void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);
 void remove_file(const std::filesystem::path& path) noexcept;  // no error when it is not there
+// Throws kNotFound or kIo with what to do about `error`, an errno.
+[[noreturn]] void fail_file(const std::filesystem::path& path, std::string happened, int error);
 
 }  // namespace spillway

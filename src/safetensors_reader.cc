@@ -24,8 +24,6 @@ static_assert(std::endian::native == std::endian::little, "safetensors files are
 
 constexpr std::uint64_t kWindowBytes = 4 * kMiB;
 constexpr std::uint64_t kMostIndexBytes = 64 * kMiB;
-constexpr const char* kSingle = "model.safetensors";
-constexpr const char* kIndex = "model.safetensors.index.json";
 
 [[noreturn]] void refuse(const std::filesystem::path& path, std::string happened, std::string hint) {
   throw Error(Code::kInvalidArgument,
@@ -137,14 +135,13 @@ struct SafetensorsReader::Model {
     // Models in a download cache are symbolic links.
     files.push_back(std::make_unique<File>(File::open(path, {.follow_links = true})));
   }
-  void add_indexed(const std::filesystem::path& directory) {
-    const std::filesystem::path path = directory / kIndex;
+  void add_indexed(const std::filesystem::path& path) {
     const auto index = read_index(path);
     std::map<std::string_view, std::uint32_t> numbers;  // of the files, in the order of their names
     for (const auto& [tensor, file] : index) numbers.emplace(file, 0);
     for (auto& [file, number] : numbers) {
       number = static_cast<std::uint32_t>(files.size());
-      add(directory / file);
+      add(path.parent_path() / file);
     }
     std::sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
     check_index(index, numbers);
@@ -179,18 +176,19 @@ SafetensorsReader::SafetensorsReader(SafetensorsReader&&) noexcept = default;
 SafetensorsReader& SafetensorsReader::operator=(SafetensorsReader&&) noexcept = default;
 SafetensorsReader::~SafetensorsReader() = default;
 
-SafetensorsReader SafetensorsReader::open(const std::filesystem::path& directory) {
+SafetensorsReader SafetensorsReader::open(const std::filesystem::path& directory, const std::string& stem) {
+  const std::string single = stem + ".safetensors", index = single + ".index.json";
   auto model = std::make_unique<Model>();
   // Both may be there; transformers takes the single file then, too.
   std::error_code ignored;
-  if (std::filesystem::exists(directory / kSingle, ignored)) {
-    model->add(directory / kSingle);
-  } else if (std::filesystem::exists(directory / kIndex, ignored)) {
-    model->add_indexed(directory);
+  if (std::filesystem::exists(directory / single, ignored)) {
+    model->add(directory / single);
+  } else if (std::filesystem::exists(directory / index, ignored)) {
+    model->add_indexed(directory / index);
   } else {
     const bool pickled = std::filesystem::exists(directory / "pytorch_model.bin", ignored);
     throw Error(Code::kNotFound, {.object = directory.string(),
-                                  .happened = fmt::format("it holds neither {} nor {}", kSingle, kIndex),
+                                  .happened = fmt::format("it holds neither {} nor {}", single, index),
                                   .errno_value = 0,
                                   .hint = pickled ? "save pytorch_model.bin anew with safe_serialization=True"
                                                   : "name the directory of a Hugging Face model"});

@@ -21,8 +21,6 @@ namespace {
 constexpr std::uint64_t kBufferBytes = kMiB;
 // Written pages are dropped in windows of this size: one is being written back while the next one fills.
 constexpr std::uint64_t kWindowBytes = 16 * kMiB;
-constexpr std::string_view kSingle = "model.safetensors";
-constexpr std::string_view kIndex = "model.safetensors.index.json";
 
 [[noreturn]] void refuse(Code code, std::string object, std::string happened, std::string hint) {
   throw Error(
@@ -118,17 +116,25 @@ std::vector<PlannedFile> plan_files(std::vector<PlannedTensor>& tensors, const S
     tensors[i].file = files.size() - 1;
   }
   for (std::size_t i = 0; i < files.size(); ++i) {
-    files[i].name =
-        files.size() == 1 ? std::string(kSingle) : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, files.size());
+    files[i].name = files.size() == 1 ? options.stem + ".safetensors"
+                                      : fmt::format("{}-{:05}-of-{:05}.safetensors", options.stem, i + 1, files.size());
   }
   return files;
 }
 
 // model-00001-of-00002.safetensors and the like, ours or another writer's.
-bool is_shard_name(std::string_view name) {
-  constexpr std::string_view kPattern = "model-00000-of-00000.safetensors";
+bool is_shard_name(std::string_view name, const std::string& stem) {
+  if (!name.starts_with(stem)) return false;
+  name.remove_prefix(stem.size());
+  constexpr std::string_view kPattern = "-00000-of-00000.safetensors";
   const auto same = [](char pattern, char c) { return pattern == '0' ? c >= '0' && c <= '9' : pattern == c; };
   return std::equal(kPattern.begin(), kPattern.end(), name.begin(), name.end(), same);
+}
+
+// The same under its temporary name, left by a killed run that cut the model otherwise.
+bool is_partial_shard(std::string_view name, const std::string& stem) {
+  if (!name.starts_with('.') || !name.ends_with(".partial")) return false;
+  return is_shard_name(name.substr(1, name.size() - 1 - std::string_view(".partial").size()), stem);
 }
 
 }  // namespace
@@ -149,6 +155,8 @@ struct SafetensorsWriter::Output {
   std::size_t named = 0;      // files that have their final names
   bool finished = false;
 
+  std::string single() const { return options.stem + ".safetensors"; }
+  std::string index() const { return single() + ".index.json"; }
   std::filesystem::path final_path(std::string_view name) const { return directory / name; }
   // A fixed name: what a killed run left is overwritten by the next one.
   std::filesystem::path temporary_path(std::string_view name) const {
@@ -162,7 +170,7 @@ struct SafetensorsWriter::Output {
       // Shards that got their names before the index failed to are no model.
       remove_file(i < named ? final_path(files[i].name) : temporary_path(files[i].name));
     }
-    remove_file(temporary_path(kIndex));
+    remove_file(temporary_path(index()));
   }
 
   void reserve_all();
@@ -215,18 +223,18 @@ void SafetensorsWriter::Output::close_file() {
 void SafetensorsWriter::Output::name_files() {
   const bool sharded = files.size() > 1;
   if (sharded) {
-    const std::string index = index_of(tensors, files);
-    PlainFile text = PlainFile::create(temporary_path(kIndex));
-    text.write_at(0, std::as_bytes(std::span(index)));
+    const std::string content = index_of(tensors, files);
+    PlainFile text = PlainFile::create(temporary_path(index()));
+    text.write_at(0, std::as_bytes(std::span(content)));
     text.sync();
     text.close();
     // From here to the new index an older sharded model is incomplete, and its missing index says so; the two are never
     // mixed.
-    remove_file(final_path(kIndex));
+    remove_file(final_path(index()));
     sync_directory(directory);
   }
   for (; named < files.size(); ++named) rename_file(temporary_path(files[named].name), final_path(files[named].name));
-  if (sharded) rename_file(temporary_path(kIndex), final_path(kIndex));
+  if (sharded) rename_file(temporary_path(index()), final_path(index()));
   finished = true;
   if (options.replace) remove_old(sharded);
   sync_directory(directory);
@@ -235,14 +243,15 @@ void SafetensorsWriter::Output::name_files() {
 // What an older model of another form leaves: readers would prefer, or mistake, it. The new model is complete by now,
 // so a file that cannot be removed is no reason to call it failed.
 void SafetensorsWriter::Output::remove_old(bool sharded) {
-  remove_file(final_path(sharded ? kSingle : kIndex));
+  remove_file(final_path(sharded ? single() : index()));
   std::set<std::string> ours;
   for (const PlannedFile& planned : files) ours.insert(planned.name);
   std::vector<std::filesystem::path> old;
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
     const std::string name = entry.path().filename().string();
-    if (is_shard_name(name) && !ours.contains(name)) old.push_back(entry.path());
+    const bool old_shard = is_shard_name(name, options.stem) && !ours.contains(name);
+    if (old_shard || is_partial_shard(name, options.stem)) old.push_back(entry.path());
   }
   for (const auto& path : old) remove_file(path);
 }
@@ -281,8 +290,8 @@ SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directo
                             .hint = "name a directory that this user may write to"});
   }
   std::error_code ignored;
-  const bool occupied =
-      std::filesystem::exists(directory / kSingle, ignored) || std::filesystem::exists(directory / kIndex, ignored);
+  const bool occupied = std::filesystem::exists(output->final_path(output->single()), ignored) ||
+                        std::filesystem::exists(output->final_path(output->index()), ignored);
   if (occupied && !options.replace)
     refuse(Code::kExists, object, "a model is there", "name another directory, or remove it");
   output->reserve_all();

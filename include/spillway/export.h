@@ -1,7 +1,8 @@
 // Trained weights out of Spillway, as a directory that Hugging Face's loaders take: safetensors and the model's
 // attachments (`config.json`).
 //
-// Values stream through one tile of memory. The directory is either complete or not there (see SafetensorsWriter).
+// Values stream through one tile of memory. A new directory is either complete or not there; into one that exists the
+// model comes whole as well (see SafetensorsWriter), file by file, beside what is there.
 // Thread: the engine's, one at a time. Errors: kExists, kCorrupt, kIo, kNotFound, kBusy.
 #pragma once
 
@@ -12,12 +13,14 @@
 #include "spillway/dtype.h"
 #include "spillway/engine.h"
 #include "spillway/model.h"
+#include "spillway/safetensors.h"
 
 namespace spillway {
 
 struct ExportOptions {
   // fp32: the exact master weights. bf16: the weights that forward and backward use (rounded, if the run is fp32).
   DType type = DType::kFloat32;
+  std::uint64_t max_file_bytes = kMaxFileBytes;  // of tensor data; above it the model is sharded
   bool replace = false;  // a model that is in the directory already: refused (kExists), or replaced
 };
 

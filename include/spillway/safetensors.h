@@ -39,7 +39,8 @@ class SafetensorsReader {
  public:
   // Opens every file of the model and checks all headers: tensors must lie in their file, cover its data without gap or
   // overlap, and have sizes that agree with dtype and shape; an index must name all of them, and plain file names only.
-  static SafetensorsReader open(const std::filesystem::path& directory);
+  // `stem`: of the file names; others than "model" hold what belongs to one.
+  static SafetensorsReader open(const std::filesystem::path& directory, const std::string& stem = "model");
 
   SafetensorsReader(SafetensorsReader&&) noexcept;
   SafetensorsReader& operator=(SafetensorsReader&&) noexcept;
@@ -64,10 +65,13 @@ struct TensorSpec {
   std::vector<std::uint64_t> shape;
 };
 
+inline constexpr std::uint64_t kMaxFileBytes = 50'000'000'000;
+
 struct SafetensorsWriterOptions {
-  DType type = DType::kFloat32;                   // fp32 or bf16 (rounded to nearest, ties to even)
-  std::uint64_t max_file_bytes = 50'000'000'000;  // of tensor data; above it the model is sharded
-  bool replace = false;                           // a model in the directory: refused (kExists), or replaced
+  DType type = DType::kFloat32;                  // fp32 or bf16 (rounded to nearest, ties to even)
+  std::uint64_t max_file_bytes = kMaxFileBytes;  // of tensor data; above it the model is sharded
+  bool replace = false;                          // a model in the directory: refused (kExists), or replaced
+  std::string stem = "model";                    // of the file names; plain
 };
 
 // Writes a model atomically. create() makes the directory if need be and reserves the space of all files under

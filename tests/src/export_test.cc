@@ -1,8 +1,10 @@
 #include "spillway/export.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <map>
 
 #include "spillway/error.h"
 #include "spillway/safetensors.h"
@@ -12,6 +14,8 @@
 
 namespace spillway {
 namespace {
+
+using ::testing::ElementsAre;
 
 constexpr std::uint32_t kMicroBatches = 2;
 
@@ -127,7 +131,7 @@ TEST_F(Export, ADamagedTileIsRefusedAndLeavesNothing) {
     flip();
     for (DType type : {DType::kFloat32, DType::kBFloat16}) {
       EXPECT_EQ(code_of([&] { export_store({out("store")}, out("new"), {.type = type}); }), Code::kCorrupt);
-      EXPECT_TRUE(std::filesystem::is_empty(out("new")));
+      EXPECT_FALSE(std::filesystem::exists(out("new")));
       EXPECT_EQ(code_of([&] { export_store({out("store")}, out("old"), {.type = type, .replace = true}); }),
                 Code::kCorrupt);
       EXPECT_EQ(read_file("old/model.safetensors"), "an older model");
@@ -162,6 +166,35 @@ TEST_F(Export, AnAttachmentThatCannotBeWrittenLeavesNoModel) {
     std::filesystem::remove(out("new") / "notes.txt");
     EXPECT_TRUE(std::filesystem::is_empty(out("new")));
   });
+}
+
+// A path with a slash behind it and one below directories that are not there yet: whole, and nothing beside it.
+TEST_F(Export, ANewDirectoryComesWithEverythingInIt) {
+  train(DType::kBFloat16);
+  export_store({out("store")}, out("a") / "b/", {});
+  EXPECT_THAT(names(), ElementsAre("a", "store"));
+  EXPECT_THAT(names("a"), ElementsAre("b"));
+  EXPECT_THAT(names("a/b"), ElementsAre("config.json", "model.safetensors", "notes.txt"));
+}
+
+TEST_F(Export, AModelIsCutIntoFilesOfTheSizeAskedFor) {
+  train(DType::kBFloat16);
+  export_store({out("store")}, out("whole"), {});
+  export_store({out("store")}, out("cut"), {.max_file_bytes = 60'000});
+  auto whole = SafetensorsReader::open(out("whole")), cut = SafetensorsReader::open(out("cut"));
+  EXPECT_GT(names("cut").size(), 4u);
+  EXPECT_TRUE(names("cut").contains("model.safetensors.index.json"));
+  ASSERT_EQ(whole.tensors().size(), cut.tensors().size());
+  std::map<std::filesystem::path, std::uint64_t> bytes, tensors;
+  for (const TensorEntry& entry : cut.tensors()) {
+    std::vector<float> expected(entry.elements), values(entry.elements);
+    whole.read(*whole.find(entry.name), 0, expected);
+    cut.read(entry, 0, values);
+    EXPECT_TRUE(expected == values) << entry.name;
+    bytes[cut.file(entry)] += entry.bytes;
+    tensors[cut.file(entry)] += 1;
+  }
+  for (const auto& [file, sum] : bytes) EXPECT_TRUE(sum <= 60'000 || tensors[file] == 1) << file << ": " << sum;
 }
 
 }  // namespace

@@ -29,9 +29,10 @@ class ModelDirectory : public testing::Test {
     std::ifstream stream(directory_ / name, std::ios::binary);
     return {std::istreambuf_iterator<char>(stream), {}};
   }
-  std::set<std::string> names() const {
+  std::set<std::string> names(const std::string& below = "") const {
     std::set<std::string> result;
-    for (const auto& entry : std::filesystem::directory_iterator(directory_)) result.insert(entry.path().filename());
+    for (const auto& entry : std::filesystem::directory_iterator(directory_ / below))
+      result.insert(entry.path().filename());
     return result;
   }
 

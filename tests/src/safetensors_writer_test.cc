@@ -155,6 +155,27 @@ TEST_F(SafetensorsWriterTest, LeftoversOfAKilledRunAreOverwritten) {
   EXPECT_EQ(values_of("a"), ramp(2, 100));
 }
 
+TEST_F(SafetensorsWriterTest, ShardsThatAKilledRunLeftGoWithTheNextModel) {
+  write_file(".model-00002-of-00009.safetensors.partial", std::string(100'000, 'x'));
+  write_file(".model-2-of-9.safetensors.partial", "not ours");
+  write_file(".other-00002-of-00009.safetensors.partial", "of another stem");
+  write_model({.replace = true});
+  EXPECT_THAT(names(), ElementsAre(".model-2-of-9.safetensors.partial", ".other-00002-of-00009.safetensors.partial",
+                                   "model.safetensors"));
+}
+
+TEST_F(SafetensorsWriterTest, ModelsOfSeveralStemsShareADirectory) {
+  write_model({});
+  write_model({.max_file_bytes = 20, .stem = "exp_avg"});
+  EXPECT_THAT(names(), ElementsAre("exp_avg-00001-of-00002.safetensors", "exp_avg-00002-of-00002.safetensors",
+                                   "exp_avg.safetensors.index.json", "model.safetensors"));
+  write_model({.replace = true, .stem = "exp_avg"});
+  EXPECT_THAT(names(), ElementsAre("exp_avg.safetensors", "model.safetensors"));
+  EXPECT_EQ(SafetensorsReader::open(directory_, "exp_avg").tensors().size(), 3u);
+  EXPECT_THAT(refusal([&] { SafetensorsReader::open(directory_, "exp_avg_sq"); }, Code::kNotFound),
+              HasSubstr("neither exp_avg_sq.safetensors nor exp_avg_sq.safetensors.index.json"));
+}
+
 // A file size limit stands for a full disk: the kernel refuses the space in the same calls.
 class FileSizeLimit {
  public:

@@ -26,6 +26,7 @@ struct ExportCommand {
   std::filesystem::path store, directory;
   std::vector<std::filesystem::path> others;
   DType type = DType::kFloat32;
+  std::uint64_t shard_bytes = ExportOptions{}.max_file_bytes;
 };
 
 void add_dtype(CLI::App* command, DType& type) {
@@ -65,7 +66,8 @@ int run_init_model(const InitOptions& options) {
 int run_export(const ExportCommand& options) {
   std::vector<std::filesystem::path> paths{options.store};
   paths.insert(paths.end(), options.others.begin(), options.others.end());
-  const ExportedStore store = export_store(paths, options.directory, {.type = options.type, .replace = true});
+  const ExportedStore store = export_store(
+      paths, options.directory, {.type = options.type, .max_file_bytes = options.shard_bytes, .replace = true});
   fmt::print("{}: the model of step {} of the store in {}\n", options.directory.string(), store.step,
              options.store.string());
   return 0;
@@ -125,6 +127,10 @@ void add_export(CLI::App& program, int& exit_code) {
   command->add_option("directory", options.directory, "Where the model goes")->required();
   command->add_option("--with", options.others, "The store's other directories, in the order of nvme_paths");
   add_dtype(command, options.type);
+  command->add_option("--max-shard-size", options.shard_bytes, "Largest file of weights: 5GB is 5·10^9, 5GiB 5·2^30")
+      ->transform(CLI::AsSizeValue(true))
+      ->check(CLI::PositiveNumber)
+      ->default_str("50GB");
   command->callback([kept, &exit_code] { exit_code = run_export(*kept); });
 }
 
