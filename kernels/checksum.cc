@@ -48,4 +48,16 @@ void GranuleHasher::add(std::span<const std::byte> bytes) {
   }
 }
 
+RunningChecksum::RunningChecksum() { XXH3_64bits_reset(new (state_) XXH3_state_t); }
+
+void RunningChecksum::add(std::span<const std::byte> bytes) {
+  XXH3_64bits_update(std::launder(reinterpret_cast<XXH3_state_t*>(state_)), bytes.data(), bytes.size());
+}
+
+std::uint64_t RunningChecksum::value() const {
+  return XXH3_64bits_digest(std::launder(reinterpret_cast<const XXH3_state_t*>(state_)));
+}
+
+void RunningChecksum::restart() { XXH3_64bits_reset(std::launder(reinterpret_cast<XXH3_state_t*>(state_))); }
+
 }  // namespace spillway

@@ -36,4 +36,16 @@ class GranuleHasher {
   std::uint64_t filled_ = 0;  // bytes of the granule that is open
 };
 
+// The XXH3 of bytes that come in order and in parts, without granules.
+class RunningChecksum {
+ public:
+  RunningChecksum();
+  void add(std::span<const std::byte> bytes);
+  std::uint64_t value() const;
+  void restart();
+
+ private:
+  alignas(64) std::byte state_[GranuleHasher::kStateBytes];
+};
+
 }  // namespace spillway

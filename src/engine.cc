@@ -16,9 +16,11 @@
 #include "src/machinery.h"
 #include "src/plan.h"
 #include "src/run_facts.h"
+#include "src/snapshot.h"
 #include "src/speculation.h"
 #include "src/step_meter.h"
 #include "src/tile_values.h"
+#include "src/tile_walk.h"
 #include "src/visit_cursor.h"
 
 namespace spillway {
@@ -36,6 +38,7 @@ class StepEngine final : public Engine {
         model_(model),
         thread_shares_(share_threads(config.threads)),
         plan_(make_plan(config, model, nodes())),
+        snapshot_(open_snapshot(plan_, config_, model_, options)),
         machinery_(config, model_, plan_, options, thread_shares_),
         cursor_(plan_.visits, !plan_.visits_given),
         forecast_(plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
@@ -51,6 +54,7 @@ class StepEngine final : public Engine {
     updated_ = machinery_.device->create_event();
     scalars_.reserve(plan_.groups.values.size());
     if (machinery_.resumed) resume();
+    if (snapshot_) restore();
   }
 
   ~StepEngine() override;
@@ -65,6 +69,7 @@ class StepEngine final : public Engine {
 
   void import_weights(const WeightSource& source) override;
   void export_weights(bool exact, const WeightSink& sink) override;
+  void save(const std::filesystem::path& directory, const SaveOptions& options) override;
 
   DeviceKind device_kind() const override { return machinery_.device->kind(); }
   Stream& stream() override { return *machinery_.compute; }
@@ -93,12 +98,16 @@ class StepEngine final : public Engine {
  private:
   unsigned nodes() const { return static_cast<unsigned>(thread_shares_.size()); }
   void refuse_if_failed() const;
+  void make_ready(const char* call);
   template <typename Work>
   auto guarded(Work&& work);
   void begin_step();
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
   void resume();
+  void restore();
+  void begin_with(const char* call, std::uint64_t step, std::span<const std::byte> blob, const TileWork& fill);
+  void walk(const char* call, const TileWork& look);
   void commit();
   void choose_commit_interval(double commit_seconds, double step_seconds);
 
@@ -106,6 +115,7 @@ class StepEngine final : public Engine {
   const ModelDescription model_;
   const std::vector<ThreadShare> thread_shares_;
   const Plan plan_;
+  std::unique_ptr<SnapshotReader> snapshot_;  // refused before the machinery makes a store
   Machinery machinery_;
   VisitCursor cursor_;  // without given visits the first step of this process teaches it; a store keeps no order
   Forecast forecast_;
@@ -365,20 +375,7 @@ void StepEngine::settle() {
 void StepEngine::commit() {
   const TimedSpan span(machinery_.timeline(), SpanKind::kCommit, step_);
   const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kCommit);
-  if (written_back_) {  // resident tiles reach their slot now
-    std::uint32_t used = 0;
-    for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
-      const TilePlace& tile = plan_.tile_places[t];
-      if (!tile.shape.trainable || (written_by_update(tile, Part::kWeights) && written_by_update(tile, Part::kStates)))
-        continue;
-      const std::uint32_t buffer = used++ % machinery_.mover->buffers();
-      machinery_.mover->finish_save(buffer);
-      machinery_.mover->start_load(t, buffer);
-      machinery_.mover->finish_load(buffer);
-      machinery_.mover->start_save(buffer, Save::kCommit);
-    }
-    for (std::uint32_t b = 0; b < machinery_.mover->buffers(); ++b) machinery_.mover->finish_save(b);
-  }
+  if (written_back_) write_resident_tiles(*machinery_.mover, plan_.tile_places);
   machinery_.store->commit(step_, blob_, *machinery_.thread, machinery_.host_region(plan_.host.record));
   durable_step_ = step_;
 }
@@ -424,64 +421,70 @@ void StepEngine::resume() {
   meter_.start();
 }
 
-void StepEngine::import_weights(const WeightSource& source) {
-  std::exception_ptr source_failure;  // the caller's own, and no failure of this engine: it may try again
-  guarded([&] {
+void StepEngine::make_ready(const char* call) {
+  if (!imported_)
+    throw Error(Code::kInvalidArgument, {call, "the engine has no weights yet", 0, "call import_weights first"});
+  if (speculation_.taken() > 0) machinery_.updater->take_back();
+  if (machinery_.updater->early_under_way())
+    throw Error(Code::kInvalidArgument,
+                {call, "a step is under way, and part of it is updated", 0, "call it behind step()"});
+}
+
+// What the walk returns is the caller's own failure, and none of this engine: it may try again, or train on.
+void StepEngine::begin_with(const char* call, std::uint64_t step, std::span<const std::byte> blob,
+                            const TileWork& fill) {
+  const std::exception_ptr failure = guarded([&] {
     if (imported_)
       throw Error(Code::kInvalidArgument,
-                  {"import_weights", "the engine has its weights already", 0, "call it once, before step 1"});
-    TileMover& mover = *machinery_.mover;
-    for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
-      const std::uint32_t buffer = t % mover.buffers();
-      mover.finish_save(buffer);
-      const TileMemory memory = mover.blank(t, buffer);
-      try {
-        fill_tile(plan_, t, memory, source);
-      } catch (...) {
-        source_failure = std::current_exception();
-        mover.drop(buffer);
-        break;
-      }
-      mover.start_save(buffer, Save::kNew);
+                  {call, "the engine has its weights already", 0, "call it once, before step 1"});
+    std::exception_ptr of_fill = write_tiles(*machinery_.mover, static_cast<std::uint32_t>(plan_.tiles.size()), fill);
+    if (of_fill) return of_fill;
+    step_ = step;
+    blob_.assign(blob.begin(), blob.end());
+    if (machinery_.store) {
+      machinery_.store->commit(step_, blob_, *machinery_.thread, machinery_.host_region(plan_.host.record));
+      durable_step_ = step_;
     }
-    for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
-    if (source_failure) return;
-    if (machinery_.store)
-      machinery_.store->commit(0, {}, *machinery_.thread, machinery_.host_region(plan_.host.record));
     machinery_.measure_drive();
     imported_ = true;
     begin_step();
     meter_.start();
+    return of_fill;
   });
-  if (source_failure) std::rethrow_exception(source_failure);
+  if (failure) std::rethrow_exception(failure);
+}
+
+void StepEngine::import_weights(const WeightSource& source) {
+  begin_with("import_weights", 0, {},
+             [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, source); });
+}
+
+void StepEngine::restore() {
+  begin_with("snapshot", snapshot_->step(), snapshot_->blob(),
+             [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
+  snapshot_.reset();
+}
+
+void StepEngine::walk(const char* call, const TileWork& look) {
+  const std::exception_ptr failure = guarded([&] {
+    make_ready(call);
+    settle();
+    machinery_.updater->cancel_read_ahead();
+    return read_tiles(*machinery_.mover, static_cast<std::uint32_t>(plan_.tiles.size()), look);
+  });
+  if (failure) std::rethrow_exception(failure);
 }
 
 void StepEngine::export_weights(bool exact, const WeightSink& sink) {
-  std::exception_ptr sink_failure;  // a full disk under the exported file, say: training goes on
-  guarded([&] {
-    if (!imported_)
-      throw Error(Code::kInvalidArgument,
-                  {"export_weights", "the engine has no weights yet", 0, "call import_weights first"});
-    settle();
-    if (machinery_.updater->early_under_way() && speculation_.taken() > 0) machinery_.updater->take_back();
-    if (machinery_.updater->early_under_way())
-      throw Error(Code::kInvalidArgument,
-                  {"export_weights", "a step is under way, and part of it is updated", 0, "call it behind step()"});
-    TileMover& mover = *machinery_.mover;
-    machinery_.updater->cancel_read_ahead();
-    for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
-      mover.start_load(t, 0);
-      const TileMemory memory = mover.finish_load(0);
-      try {
-        read_tile(plan_, t, memory, exact, sink);
-      } catch (...) {
-        sink_failure = std::current_exception();
-      }
-      mover.drop(0);
-      if (sink_failure) break;
-    }
-  });
-  if (sink_failure) std::rethrow_exception(sink_failure);
+  walk("export_weights",
+       [&](std::uint32_t tile, const TileMemory& memory) { read_tile(plan_, tile, memory, exact, sink); });
+}
+
+void StepEngine::save(const std::filesystem::path& directory, const SaveOptions& options) {
+  guarded([&] { make_ready("save"); });
+  SnapshotWriter writer(plan_, config_, model_, directory, options, *machinery_.workers);
+  walk("save", [&](std::uint32_t tile, const TileMemory& memory) { writer.add(tile, memory); });
+  writer.finish(step_, blob_);
 }
 
 std::vector<std::string> StepEngine::describe() const {

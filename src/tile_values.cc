@@ -76,6 +76,31 @@ void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, b
   });
 }
 
+namespace {
+
+float* moment_of(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment) {
+  const OptimizerTile arrays = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
+  return moment == Moment::kExpAvg ? arrays.exp_avg : arrays.exp_avg_sq;
+}
+
+}  // namespace
+
+void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
+                 const WeightSource& source) {
+  float* const out = moment_of(plan, tile, memory, moment);
+  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+    source(plan.tiles[tile].block, parameter, first, {out + at, count});
+  });
+}
+
+void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
+                 const WeightSink& sink) {
+  const float* const in = moment_of(plan, tile, memory, moment);
+  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+    sink(plan.tiles[tile].block, parameter, first, {in + at, count});
+  });
+}
+
 OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, const std::byte* gradient) {
   const StateOffsets at = state_offsets(shape);
   std::byte* states = memory.part[index_of(Part::kStates)];

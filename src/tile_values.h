@@ -17,6 +17,12 @@ void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, c
 // Hands every parameter value of the tile to `sink`: the exact fp32 master, or the weight widened to fp32.
 void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink);
 
+// The same of a moment; the tile is trainable, and its optimizer keeps that moment.
+enum class Moment : std::uint8_t { kExpAvg, kExpAvgSq };
+void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
+                 const WeightSource& source);
+void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment, const WeightSink& sink);
+
 // The same layout as the optimizer sees it: where a trainable tile's arrays lie.
 OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, const std::byte* gradient);
 

@@ -93,9 +93,10 @@ class Workplace:
 
     @staticmethod
     def arguments(config, model, *, data=TEXT, steps=3, seq=32, out=None, log=None, trace=None, resume=False,
-                  fresh=False):
+                  fresh=False, save=None, every=None, keep=None, load=None):
         arguments = ["finetune", "--config", config, "--model", model, "--data", data, "--steps", steps, "--seq", seq]
-        for option, value in (("--out", out), ("--log", log), ("--trace", trace)):
+        for option, value in (("--out", out), ("--log", log), ("--trace", trace), ("--save", save),
+                              ("--save-every", every), ("--keep", keep), ("--load", load)):
             arguments += [option, value] if value else []
         return [*map(str, arguments), *(["--resume"] if resume else []), *(["--fresh"] if fresh else [])]
 

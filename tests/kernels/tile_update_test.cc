@@ -154,5 +154,19 @@ TEST(GranuleHasher, PartsOfAnySizeGiveTheChecksumsOfWholeGranules) {
   }
 }
 
+TEST(RunningChecksum, PartsOfAnySizeGiveTheChecksumOfTheWhole) {
+  std::vector<std::byte> bytes(100'000);
+  std::mt19937_64 random(4);
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+  RunningChecksum checksum;
+  for (const std::size_t part : {1u, 1000u, 65536u, 100'000u}) {
+    checksum.restart();
+    for (std::size_t at = 0; at < bytes.size(); at += part) {
+      checksum.add(std::span(bytes).subspan(at, std::min(part, bytes.size() - at)));
+    }
+    EXPECT_EQ(checksum.value(), granule_checksum(bytes)) << part;
+  }
+}
+
 }  // namespace
 }  // namespace spillway

@@ -114,7 +114,20 @@ void add_finetune(CLI::App& program, int& exit_code) {
   command->add_option("--out", options.out, "Where the trained model goes");
   command->add_option("--log", options.log, "Append one JSON line per step");
   command->add_option("--trace", options.trace, "Write a timeline that ui.perfetto.dev and chrome://tracing show");
-  auto* resume = command->add_flag("--resume", options.resume, "Continue from the store");
+  auto* save = command->add_option("--save", options.snapshots.directory,
+                                   "Where snapshots go, DIR/step-000123: weights and states, complete or not there");
+  auto* every = command
+                    ->add_option("--save-every", options.snapshots.every,
+                                 "Steps between snapshots; one that fails is reported, and training goes on")
+                    ->check(steps)
+                    ->needs(save);
+  save->needs(every);
+  command->add_option("--keep", options.snapshots.keep, "Keep so many of them, the newest; default: all")
+      ->check(steps)
+      ->needs(every);
+  auto* load = command->add_option("--load", options.load,
+                                   "Begin with a snapshot, or the newest one of a directory of them, in a new store");
+  auto* resume = command->add_flag("--resume", options.resume, "Continue from the store")->excludes(load);
   command->add_flag("--fresh", options.fresh, "Give up the store that exists and start anew")->excludes(resume);
   command->callback([kept, &exit_code] { exit_code = finetune(*kept); });
 }

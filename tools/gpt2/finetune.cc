@@ -55,8 +55,8 @@ struct Position {
     const char* begin = text.data() + std::min(start.size(), text.size());
     std::from_chars(begin, text.data() + text.size(), position.row);
     if (position.text(options.sequence) != text) {
-      refuse("--seq", fmt::format("the store was trained with another row length: \"{}\"", text),
-             "resume with the same --seq");
+      refuse("--seq", fmt::format("the run was begun with another row length: \"{}\"", text),
+             "go on with the same --seq");
     }
     return position;
   }
@@ -78,12 +78,12 @@ void check_options(const FinetuneOptions& options, const Config& config, const M
 
 // The engine's own errors, with the options of this program as what to do.
 std::unique_ptr<Engine> create_engine(const FinetuneOptions& options, const Config& config,
-                                      const ModelDescription& description) {
+                                      const ModelDescription& description, const std::filesystem::path& snapshot) {
   const auto existing = options.resume  ? OnExisting::kResume
                         : options.fresh ? OnExisting::kReplace
                                         : OnExisting::kRefuse;
   try {
-    return Engine::create(config, description, {.on_existing = existing, .trace = options.trace});
+    return Engine::create(config, description, {.on_existing = existing, .snapshot = snapshot, .trace = options.trace});
   } catch (const Error& error) {
     ErrorParts parts = error.parts();
     if (error.code() == Code::kExists) parts.hint = "continue it with --resume, or give it up with --fresh";
@@ -92,17 +92,29 @@ std::unique_ptr<Engine> create_engine(const FinetuneOptions& options, const Conf
   }
 }
 
-// Before the first step: the trained model of a long run must not be the first thing that finds no place.
-void prepare_out(const std::filesystem::path& out) {
-  if (out.empty()) return;
+// Before the first step: what a long run leaves must not be the first thing that finds no place.
+void prepare_directory(const std::filesystem::path& made, const std::filesystem::path& named, const char* what,
+                       const char* option) {
   std::error_code error;
-  std::filesystem::create_directories(out, error);
-  if (!error && ::access(out.c_str(), W_OK | X_OK) != 0) error = {errno, std::generic_category()};
+  std::filesystem::create_directories(made, error);
+  if (!error && ::access(made.c_str(), W_OK | X_OK) != 0) error = {errno, std::generic_category()};
   if (!error) return;
-  throw Error(Code::kIo, {.object = out.string(),
-                          .happened = "cannot take the trained model",
+  throw Error(Code::kIo, {.object = named.string(),
+                          .happened = fmt::format("cannot take {}", what),
                           .errno_value = error.value(),
-                          .hint = "name a directory in --out that this user may write to"});
+                          .hint = fmt::format("name a directory in {} that this user may write to", option)});
+}
+
+void prepare_directories(const FinetuneOptions& options) {
+  if (!options.out.empty()) {
+    // One that is not there is made when it is complete.
+    std::error_code ignored;
+    std::filesystem::path place = std::filesystem::absolute(options.out / "", ignored).parent_path();
+    if (!std::filesystem::exists(place, ignored)) place = place.parent_path();
+    prepare_directory(place, options.out, "the trained model", "--out");
+  }
+  const std::filesystem::path& snapshots = options.snapshots.directory;
+  if (!snapshots.empty()) prepare_directory(snapshots, snapshots, "snapshots", "--save");
 }
 
 std::ofstream open_log(const std::filesystem::path& path) {
@@ -125,7 +137,8 @@ class Run {
     check_options(options_, config_, model_);
     data_.emplace(options_.data, options_.sequence, model_.vocabulary);
     // Everything about the input is checked before a store is made.
-    if (!options_.resume) weights_.emplace(options_.model, describe_model(model_, 0));
+    if (!options_.load.empty()) snapshot_ = newest_snapshot(options_.load);
+    if (!options_.resume && snapshot_.empty()) weights_.emplace(options_.model, describe_model(model_, 0));
     trainer_.emplace(model_, TrainerOptions{.type = config_.weights,
                                             .micro_batch = config_.micro_batch,
                                             .accumulation = config_.gradient_accumulation,
@@ -133,8 +146,8 @@ class Run {
                                             .threads = most_threads(config_)});
     description_ = trainer_->description();
     log_ = open_log(options_.log);
-    prepare_out(options_.out);
-    engine_ = create_engine(options_, config_, description_);
+    prepare_directories(options_);
+    engine_ = create_engine(options_, config_, description_, snapshot_);
     rows_.resize(rows_per_step() * (std::size_t{options_.sequence} + 1));
   }
 
@@ -168,6 +181,7 @@ class Run {
     for (const auto& line : trainer_->describe()) fmt::print("{}\n", line);
     fmt::print("data: {} rows of {} tokens, {} rows a step\n", data_->rows(), options_.sequence, rows_per_step());
     fmt::print("memory ledger:\n{}", ledger_text(engine_->ledger()));
+    if (!snapshot_.empty()) fmt::print("begun with {}, step {}\n", snapshot_.string(), engine_->current_step());
     std::fflush(stdout);
   }
 
@@ -195,6 +209,8 @@ class Run {
     }
     progress.done(facts.report.step);
     progress.line(step_text(facts, options_.steps));
+    if (!snapshots_.due(facts.report.step)) return;
+    if (const std::string taken = snapshots_.take(*engine_); !taken.empty()) progress.line(taken);
   }
 
   // The first two steps of a run touch memory for the first time and have no update of the step before.
@@ -236,6 +252,8 @@ class Run {
   std::optional<ModelWeights> weights_;
   std::optional<Gpt2Trainer> trainer_;
   ModelDescription description_;
+  std::filesystem::path snapshot_;  // that the run begins with; empty: none
+  Snapshots snapshots_{options_.snapshots};
   std::ofstream log_;
   std::unique_ptr<Engine> engine_;
   std::vector<std::uint32_t> rows_;

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <filesystem>
 
+#include "tools/gpt2/snapshots.h"
+
 namespace spillway::gpt2 {
 
 struct FinetuneOptions {
@@ -13,6 +15,8 @@ struct FinetuneOptions {
   std::uint64_t steps = 0;                // number of the last step
   std::uint32_t sequence = 256;
   bool resume = false, fresh = false;
+  SnapshotOptions snapshots;
+  std::filesystem::path load;  // a snapshot to begin with, or a directory of them; empty: none
 };
 
 // 0, or 130 after Ctrl-C and 143 after SIGTERM. Errors: spillway::Error.

@@ -1,0 +1,44 @@
+// Snapshots: everything that a run is at the end of a step, in a directory that needs nothing else. Engine::save()
+// writes one, EngineOptions::snapshot begins a run with one, under whatever budgets, placements and tile size.
+//
+//   model.safetensors        the weights that forward and backward use, in the run's own type, under the model's names
+//   master.safetensors       NAME.master      the exact fp32 weights; in fp32 training `model` has them already
+//   exp_avg.safetensors      NAME.exp_avg     fp32; of the optimizers that keep one
+//   exp_avg_sq.safetensors   NAME.exp_avg_sq  ditto
+//   config.json, …           the model's attachments: with `model` they are a directory that Hugging Face's loaders
+//   take spillway.json            the step, the caller's blob, and a checksum of every tensor
+//
+// Frozen parameters are in `model` alone. Above SaveOptions::max_file_bytes a file is sharded as the field does it.
+// Threads: any, one at a time for a directory.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+
+#include "spillway/dtype.h"
+#include "spillway/optimizer.h"
+#include "spillway/safetensors.h"
+
+namespace spillway {
+
+struct SaveOptions {
+  bool replace = false;  // a snapshot of this model that is there already: refused (kExists), or replaced in one step
+  std::uint64_t max_file_bytes = kMaxFileBytes;  // of tensor data; above it files are sharded
+};
+
+struct SnapshotFacts {
+  std::uint64_t step = 0;
+  std::uint64_t model = 0;  // equal for runs of the same parameters, weight type and optimizer
+  DType weights = DType::kFloat32;
+  OptimizerKind optimizer = OptimizerKind::kAdam;
+};
+
+// Nothing for a directory that is no whole snapshot. Tensors are not read.
+std::optional<SnapshotFacts> find_snapshot(const std::filesystem::path& directory);
+
+// Removes a snapshot; what is half removed when the process dies is no snapshot any more. Refused (kInvalidArgument),
+// with nothing changed, when the directory is none, or holds anything that was not saved with it. Errors: kIo.
+void remove_snapshot(const std::filesystem::path& directory);
+
+}  // namespace spillway

@@ -1,0 +1,51 @@
+// spillway.json, which makes a directory a snapshot and says what is in it. It is the last file that is written, and
+// its last line is a checksum of those before.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "spillway/config.h"
+#include "spillway/model.h"
+#include "spillway/snapshot.h"
+
+namespace spillway {
+
+inline constexpr const char* kSnapshotFile = "spillway.json";
+
+// The arrays of a parameter that a snapshot keeps, each in files of its own.
+enum class SnapshotArray : std::uint8_t { kWeights, kMaster, kExpAvg, kExpAvgSq };
+
+struct SnapshotArrayNames {
+  std::string stem;    // of the files
+  std::string suffix;  // behind the parameter's name
+};
+SnapshotArrayNames names_of(SnapshotArray array);
+
+// Those that a run has: the weights, and what `optimizer` keeps of trainable parameters, if there are any.
+std::vector<SnapshotArray> snapshot_arrays(DType weights, OptimizerKind optimizer, const ModelDescription& model);
+
+struct SnapshotRecord {
+  SnapshotFacts facts;
+  std::vector<std::byte> blob;
+  std::vector<std::string> files;                  // of the directory, but for this one
+  std::map<std::string, std::uint64_t> checksums;  // by tensor: XXH3 of its values, row-major, as fp32
+};
+
+// SnapshotFacts::model: of what must be equal for a snapshot to fit a run.
+std::uint64_t snapshot_fingerprint(const Config& config, const ModelDescription& model);
+
+std::string snapshot_text(const SnapshotRecord& record);
+// `object` stands in errors: kCorrupt (not what snapshot_text() wrote), kUnsupported (a newer format).
+SnapshotRecord parse_snapshot(const std::string& text, const std::string& object);
+
+// Throws kNotFound (no snapshot), kIo and the above.
+SnapshotRecord read_snapshot(const std::filesystem::path& directory);
+// Throws kInvalidArgument when the directory holds a file that was not saved with its snapshot.
+void refuse_other_files(const std::filesystem::path& directory);
+
+}  // namespace spillway

@@ -1,0 +1,63 @@
+#include "src/tile_walk.h"
+
+#include <algorithm>
+
+namespace spillway {
+
+std::exception_ptr read_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work) {
+  std::uint32_t loading = 0;
+  for (std::uint32_t t = 0; t < tiles; ++t) {
+    for (; loading < std::min(tiles, t + mover.buffers()); ++loading)
+      mover.start_load(loading, loading % mover.buffers());
+    const TileMemory memory = mover.finish_load(t % mover.buffers());
+    std::exception_ptr failure;
+    try {
+      work(t, memory);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    mover.drop(t % mover.buffers());
+    if (!failure) continue;
+    for (std::uint32_t other = t + 1; other < loading; ++other) {
+      mover.arrive(other % mover.buffers());
+      mover.drop(other % mover.buffers());
+    }
+    return failure;
+  }
+  return nullptr;
+}
+
+std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work) {
+  std::exception_ptr failure;
+  for (std::uint32_t t = 0; t < tiles && !failure; ++t) {
+    const std::uint32_t buffer = t % mover.buffers();
+    mover.finish_save(buffer);
+    const TileMemory memory = mover.blank(t, buffer);
+    try {
+      work(t, memory);
+    } catch (...) {
+      failure = std::current_exception();
+      mover.drop(buffer);
+    }
+    if (!failure) mover.start_save(buffer, Save::kNew);
+  }
+  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+  return failure;
+}
+
+void write_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
+  std::uint32_t used = 0;
+  for (std::uint32_t t = 0; t < tiles.size(); ++t) {
+    const TilePlace& tile = tiles[t];
+    if (!tile.shape.trainable || (written_by_update(tile, Part::kWeights) && written_by_update(tile, Part::kStates)))
+      continue;
+    const std::uint32_t buffer = used++ % mover.buffers();
+    mover.finish_save(buffer);
+    mover.start_load(t, buffer);
+    mover.finish_load(buffer);
+    mover.start_save(buffer, Save::kCommit);
+  }
+  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+}
+
+}  // namespace spillway

@@ -1,0 +1,26 @@
+// Every tile of a run through host memory, in order: out of it for an export or a snapshot, the next ones being read
+// meanwhile, and into it for an import, the last ones being written
+// behind it. One thread, the engine's. Errors: the mover's.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <span>
+
+#include "swap/tile_mover.h"
+
+namespace spillway {
+
+using TileWork = std::function<void(std::uint32_t tile, const TileMemory& memory)>;
+
+// What `work` throws ends the walk and is returned: the caller's own failure, a full disk say, and none of the mover's.
+// Nothing is under way afterwards.
+std::exception_ptr read_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work);
+// Memory comes as zeros; what the work leaves there goes to the tile's home and slot.
+std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work);
+
+// For a commit: tiles that updates leave in memory reach their slot.
+void write_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles);
+
+}  // namespace spillway

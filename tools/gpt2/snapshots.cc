@@ -1,0 +1,81 @@
+#include "tools/gpt2/snapshots.h"
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "spillway/error.h"
+#include "spillway/log.h"
+
+namespace spillway::gpt2 {
+namespace {
+
+std::string name_of_step(std::uint64_t step) { return fmt::format("step-{:06}", step); }
+
+// Directories that are snapshots and are named after their step, by step.
+std::map<std::uint64_t, std::pair<std::filesystem::path, SnapshotFacts>> snapshots_in(
+    const std::filesystem::path& directory) {
+  std::map<std::uint64_t, std::pair<std::filesystem::path, SnapshotFacts>> found;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
+    if (!entry.path().filename().string().starts_with("step-") || entry.is_symlink(ignored)) continue;
+    const std::optional<SnapshotFacts> facts = find_snapshot(entry.path());
+    if (facts && entry.path().filename() == name_of_step(facts->step)) found[facts->step] = {entry.path(), *facts};
+  }
+  return found;
+}
+
+}  // namespace
+
+std::string Snapshots::take(Engine& engine) {
+  const auto start = std::chrono::steady_clock::now();
+  const std::filesystem::path place = options_.directory / name_of_step(engine.current_step());
+  std::optional<SnapshotFacts> taken;
+  try {
+    // A snapshot of this model and step is of a run that was stopped and has come here again, or of one that was given
+    // up. Whatever else has that name is not replaced.
+    engine.save(place, {.replace = find_snapshot(place).has_value()});
+    taken = find_snapshot(place);
+  } catch (const Error& error) {
+    log(LogLevel::kWarning,
+        fmt::format("no snapshot of step {}, training goes on: {}", engine.current_step(), error.what()));
+    return {};
+  }
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (options_.keep > 0 && taken) remove_oldest(*taken);
+  return fmt::format("snapshot: {}, {:.2f} s", place.string(), seconds);
+}
+
+// Only snapshots of this model, and none of a later step: they belong to a run that was taken back to an earlier one.
+void Snapshots::remove_oldest(const SnapshotFacts& newest) {
+  auto found = snapshots_in(options_.directory);
+  std::erase_if(found, [&](const auto& item) {
+    const auto& [path, facts] = item.second;
+    return facts.model != newest.model || facts.step > newest.step || kept_.contains(path);
+  });
+  for (; found.size() > options_.keep; found.erase(found.begin())) {
+    const std::filesystem::path& path = found.begin()->second.first;
+    try {
+      remove_snapshot(path);
+    } catch (const Error& error) {
+      kept_.insert(path);
+      log(LogLevel::kWarning, fmt::format("{}; --keep leaves {} alone", error.what(), path.string()));
+    }
+  }
+}
+
+std::filesystem::path newest_snapshot(const std::filesystem::path& directory) {
+  std::error_code ignored;
+  if (std::filesystem::exists(directory / "spillway.json", ignored)) return directory;
+  const auto found = snapshots_in(directory);
+  if (!found.empty()) return found.rbegin()->second.first;
+  throw Error(Code::kNotFound, {.object = directory.string(),
+                                .happened = "is no snapshot, and holds none",
+                                .errno_value = 0,
+                                .hint = "name what --save of an earlier run was given"});
+}
+
+}  // namespace spillway::gpt2

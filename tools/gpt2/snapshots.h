@@ -1,0 +1,39 @@
+// The snapshots of a fine-tune: DIR/step-000100, DIR/step-000200 …, of which the oldest go.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <set>
+#include <string>
+
+#include "spillway/engine.h"
+#include "spillway/snapshot.h"
+
+namespace spillway::gpt2 {
+
+struct SnapshotOptions {
+  std::filesystem::path directory;  // empty: none
+  std::uint64_t every = 0;          // steps
+  std::uint64_t keep = 0;           // the newest so many; 0: all
+};
+
+class Snapshots {
+ public:
+  explicit Snapshots(SnapshotOptions options) : options_(std::move(options)) {}
+
+  bool due(std::uint64_t step) const { return !options_.directory.empty() && step % options_.every == 0; }
+  // Takes one of the engine's last step, and removes what is too old. One that fails is no reason to stop: a warning in
+  // the log says why. Returns a line on what was done; empty after a failure.
+  std::string take(Engine& engine);
+
+ private:
+  void remove_oldest(const SnapshotFacts& newest);
+
+  const SnapshotOptions options_;
+  std::set<std::filesystem::path> kept_;  // for what else is in them, as was said already
+};
+
+// `directory` when it is a snapshot, else the newest one in it. Throws kNotFound.
+std::filesystem::path newest_snapshot(const std::filesystem::path& directory);
+
+}  // namespace spillway::gpt2
