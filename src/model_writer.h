@@ -1,5 +1,5 @@
 // A model directory written from values that come block by block: which tensor of which file a parameter is. Memory:
-// the writer's one buffer. Thread: one. Errors: those of SafetensorsWriter.
+// the writer's buffers. Thread: one. Errors: those of SafetensorsWriter.
 #pragma once
 
 #include <cstdint>

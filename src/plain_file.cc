@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <utility>
 
+#include "aio/direct_io.h"
 #include "spillway/error.h"
 #include "spillway/units.h"
 
@@ -121,6 +122,16 @@ void PlainFile::write_at(std::uint64_t offset, std::span<const std::byte> bytes)
     offset += static_cast<std::uint64_t>(put);
     bytes = bytes.subspan(static_cast<std::size_t>(put));
   }
+}
+
+std::uint64_t PlainFile::begin_direct() {
+  const DirectIo direct = enable_direct_io(fd_, true);
+  return direct.granted ? direct.alignment : 0;
+}
+
+void PlainFile::end_direct() {
+  const int flags = ::fcntl(fd_, F_GETFL);
+  if (flags < 0 || ::fcntl(fd_, F_SETFL, flags & ~O_DIRECT) != 0) fail(path_, "cannot leave direct I/O", errno);
 }
 
 void PlainFile::reserve(std::uint64_t bytes) {

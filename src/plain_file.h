@@ -1,4 +1,4 @@
-// Ordinary files, read and written through the page cache: model files, not stores. Move-only, closes itself.
+// Ordinary files, read and written through the page cache or by it: model files, not stores. Move-only, closes itself.
 // Errors: spillway::Error with the path as object, offset and length in the text.
 #pragma once
 
@@ -27,6 +27,11 @@ class PlainFile {
   // Whole transfers. A file that ends inside a read is an error (kCorrupt).
   void read_at(std::uint64_t offset, std::span<std::byte> out) const;
   void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
+
+  // From now on transfers pass by the page cache; their offset, length and address must be multiples of the result. 0:
+  // the file system has none of that, and nothing changes. end_direct() takes it back.
+  std::uint64_t begin_direct();
+  void end_direct();
 
   // Gives the file its size and, where the file system can, its space.
   void reserve(std::uint64_t bytes);

@@ -4,7 +4,10 @@
 #include <rapidjson/writer.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <future>
+#include <iterator>
 #include <set>
 
 #include "spillway/bf16.h"
@@ -18,7 +21,7 @@
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kBufferBytes = kMiB;
+constexpr std::uint64_t kBufferBytes = kMiB, kBufferAlignment = 64 * kKiB;
 // Written pages are dropped in windows of this size: one is being written back while the next one fills.
 constexpr std::uint64_t kWindowBytes = 16 * kMiB;
 
@@ -26,6 +29,13 @@ constexpr std::uint64_t kWindowBytes = 16 * kMiB;
   throw Error(
       code, {.object = std::move(object), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
 }
+
+struct FreeMemory {
+  void operator()(std::byte* memory) const { std::free(memory); }
+};
+using Buffer = std::unique_ptr<std::byte, FreeMemory>;
+
+Buffer make_buffer() { return Buffer(static_cast<std::byte*>(std::aligned_alloc(kBufferAlignment, kBufferBytes))); }
 
 struct PlannedTensor {
   TensorSpec spec;
@@ -144,13 +154,17 @@ struct SafetensorsWriter::Output {
   SafetensorsWriterOptions options;
   std::vector<PlannedTensor> tensors;
   std::vector<PlannedFile> files;
-  std::unique_ptr<std::byte[]> buffer;
+  // One fills while the other one is written.
+  Buffer buffers[2] = {make_buffer(), make_buffer()};
+  std::byte* buffer = buffers[0].get();
+  std::future<void> writing;
 
-  PlainFile file;          // the one being written
-  std::size_t tensor = 0;  // the next value's place
+  PlainFile file;            // the one being written
+  std::uint64_t direct = 0;  // what its transfers must be multiples of; 0: they go through the page cache
+  std::size_t tensor = 0;    // the next value's place
   std::uint64_t element = 0;
   std::size_t buffered = 0;   // bytes in `buffer`
-  std::uint64_t written = 0;  // bytes of `file`, header included
+  std::uint64_t written = 0;  // bytes of `file`, header included, that were given out to be written
   std::uint64_t window = 0;   // where the window that fills starts
   std::size_t named = 0;      // files that have their final names
   bool finished = false;
@@ -164,6 +178,7 @@ struct SafetensorsWriter::Output {
   }
 
   ~Output() {
+    writing = {};  // waits
     if (finished) return;
     file = PlainFile();
     for (std::size_t i = 0; i < files.size(); ++i) {
@@ -174,7 +189,9 @@ struct SafetensorsWriter::Output {
   }
 
   void reserve_all();
+  void append(std::span<const std::byte> bytes);
   void flush();
+  void put(std::uint64_t offset, std::span<const std::byte> bytes);
   void open_file(std::size_t index);
   void close_file();
   void name_files();
@@ -191,30 +208,70 @@ void SafetensorsWriter::Output::reserve_all() {
     planned.header_bytes = header.size();
     PlainFile created = PlainFile::create(temporary_path(planned.name));
     created.reserve(planned.header_bytes + planned.data_bytes);
-    created.write_at(0, std::as_bytes(std::span(header)));
     created.close();
   }
 }
 
+// The header comes through the buffers as well, so that all of them start at multiples of their size.
 void SafetensorsWriter::Output::open_file(std::size_t index) {
   file = PlainFile::open_to_write(temporary_path(files[index].name));
-  written = files[index].header_bytes;
-  window = 0;
+  direct = file.begin_direct();
+  if (direct > kBufferAlignment) {
+    file.end_direct();
+    direct = 0;
+  }
+  written = window = 0;
+  const std::string header =
+      header_of(std::span(tensors).subspan(files[index].first, files[index].count), options.type);
+  append(std::as_bytes(std::span(header)));
 }
 
+void SafetensorsWriter::Output::append(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    if (buffered == kBufferBytes) flush();
+    const auto part = bytes.first(std::min<std::size_t>(bytes.size(), kBufferBytes - buffered));
+    std::memcpy(buffer + buffered, part.data(), part.size());
+    buffered += part.size();
+    bytes = bytes.subspan(part.size());
+  }
+}
+
+// A full buffer goes out on a thread of its own (where there can be none, when it is waited for): what it costs to fill
+// the next one and to write this one is paid at the same time, and where several models are written side by side the
+// drive sees several requests.
 void SafetensorsWriter::Output::flush() {
-  file.write_at(written, std::span(buffer.get(), buffered));
+  if (writing.valid()) writing.get();
+  writing = std::async(
+      [this, offset = written, bytes = std::span<const std::byte>(buffer, buffered)] { put(offset, bytes); });
   written += buffered;
   buffered = 0;
-  if (written - window < kWindowBytes) return;
-  file.start_writing_back(window, written - window);
+  buffer = buffer == buffers[0].get() ? buffers[1].get() : buffers[0].get();
+}
+
+void SafetensorsWriter::Output::put(std::uint64_t offset, std::span<const std::byte> bytes) {
+  file.write_at(offset, bytes);
+  const std::uint64_t end = offset + bytes.size();
+  if (direct != 0 || end - window < kWindowBytes) return;
+  file.start_writing_back(window, end - window);
   const std::uint64_t before = window - std::min(window, kWindowBytes);
   file.drop_cached(before, window - before, true);
-  window = written;
+  window = end;
 }
 
 void SafetensorsWriter::Output::close_file() {
-  flush();
+  if (writing.valid()) writing.get();
+  std::span<const std::byte> rest(buffer, buffered);
+  if (direct != 0) {
+    const auto whole = rest.first(align_down<std::uint64_t>(rest.size(), direct));
+    if (!whole.empty()) put(written, whole);
+    rest = rest.subspan(whole.size());
+    written += whole.size();
+    file.end_direct();
+    direct = 0;
+  }
+  if (!rest.empty()) put(written, rest);
+  written += rest.size();
+  buffered = 0;
   file.sync();
   file.drop_cached(0, written, false);
   file.close();
@@ -295,7 +352,6 @@ SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directo
   if (occupied && !options.replace)
     refuse(Code::kExists, object, "a model is there", "name another directory, or remove it");
   output->reserve_all();
-  output->buffer = std::make_unique<std::byte[]>(kBufferBytes);
   output->open_file(0);
   return SafetensorsWriter(std::move(output));
 }
@@ -308,22 +364,17 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
            fmt::format("values {} to {} of tensor {} were given out of turn", first, first + values.size(), tensor),
            fmt::format("value {} of tensor {} is next", out.element, out.tensor));
   }
-  const std::size_t size = size_of(out.options.type);
-  while (!values.empty()) {
-    if (out.buffered == kBufferBytes) out.flush();
-    const std::size_t count = std::min(values.size(), (kBufferBytes - out.buffered) / size);
-    std::byte* to = out.buffer.get() + out.buffered;
-    if (out.options.type == DType::kFloat32) {
-      std::memcpy(to, values.data(), count * size);
-    } else {
-      for (std::size_t i = 0; i < count; ++i) {
-        const std::uint16_t bits = float_to_bf16(values[i]);
-        std::memcpy(to + 2 * i, &bits, 2);
-      }
+  out.element += values.size();
+  if (out.options.type == DType::kFloat32) {
+    out.append(std::as_bytes(values));
+  } else {
+    std::uint16_t narrow[1024];
+    while (!values.empty()) {
+      const std::size_t count = std::min(values.size(), std::size(narrow));
+      std::transform(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(count), narrow, float_to_bf16);
+      out.append(std::as_bytes(std::span(narrow).first(count)));
+      values = values.subspan(count);
     }
-    out.buffered += count * size;
-    out.element += count;
-    values = values.subspan(count);
   }
   if (out.element < out.tensors[tensor].elements) return;
   out.element = 0;

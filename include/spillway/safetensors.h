@@ -1,10 +1,10 @@
 // Models as Hugging Face stores them: a directory with model.safetensors, or with shards and
 // model.safetensors.index.json.
 //
-// Both directions stream: values pass through one buffer of 1 MiB, whatever a tensor's size, and the page cache is
-// dropped behind them. Files are taken for hostile: every header is checked whole before a value is read, and nothing
-// outside the directory is opened.
-// Ownership: reader and writer own their files and buffer. Threads: one at a time each. Errors: spillway::Error that
+// Both directions stream: values pass through a few MiB of memory, whatever a tensor's size, and by the page cache
+// where the file system lets them; else it is dropped behind them. Files are taken for hostile: every header is checked
+// whole before a value is read, and nothing outside the directory is opened.
+// Ownership: reader and writer own their files and buffers. Threads: one at a time each. Errors: spillway::Error that
 // names file and tensor; kInvalidArgument for what the files hold, kNotFound, kExists, kIo.
 // Format: https://huggingface.co/docs/safetensors
 #pragma once
