@@ -106,7 +106,7 @@ class StepEngine final : public Engine {
   void settle();
   void resume();
   void restore();
-  void begin_with(const char* call, std::uint64_t step, std::span<const std::byte> blob, const TileWork& fill);
+  void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
   void walk(const char* call, const TileWork& look);
   void commit();
   void choose_commit_interval(double commit_seconds, double step_seconds);
@@ -431,8 +431,7 @@ void StepEngine::make_ready(const char* call) {
 }
 
 // What the walk returns is the caller's own failure, and none of this engine: it may try again, or train on.
-void StepEngine::begin_with(const char* call, std::uint64_t step, std::span<const std::byte> blob,
-                            const TileWork& fill) {
+void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork& fill) {
   const std::exception_ptr failure = guarded([&] {
     if (imported_)
       throw Error(Code::kInvalidArgument,
@@ -440,7 +439,6 @@ void StepEngine::begin_with(const char* call, std::uint64_t step, std::span<cons
     std::exception_ptr of_fill = write_tiles(*machinery_.mover, static_cast<std::uint32_t>(plan_.tiles.size()), fill);
     if (of_fill) return of_fill;
     step_ = step;
-    blob_.assign(blob.begin(), blob.end());
     if (machinery_.store) {
       machinery_.store->commit(step_, blob_, *machinery_.thread, machinery_.host_region(plan_.host.record));
       durable_step_ = step_;
@@ -455,12 +453,13 @@ void StepEngine::begin_with(const char* call, std::uint64_t step, std::span<cons
 }
 
 void StepEngine::import_weights(const WeightSource& source) {
-  begin_with("import_weights", 0, {},
+  begin_with("import_weights", 0,
              [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, source); });
 }
 
 void StepEngine::restore() {
-  begin_with("snapshot", snapshot_->step(), snapshot_->blob(),
+  blob_.assign(snapshot_->blob().begin(), snapshot_->blob().end());
+  begin_with("snapshot", snapshot_->step(),
              [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
   snapshot_.reset();
 }
