@@ -10,7 +10,9 @@
 #include "src/description.h"
 #include "src/model_writer.h"
 #include "src/new_directory.h"
+#include "src/plain_file.h"
 #include "src/plan.h"
+#include "src/snapshot_record.h"
 #include "src/store_inspection.h"
 #include "src/tile_values.h"
 
@@ -81,12 +83,64 @@ class TileReader {
   std::vector<std::uint64_t> granules_;
 };
 
+// A snapshot as write_model() takes it: each tensor a block of its own, in the order of names.
+ModelDescription described(const SafetensorsReader& weights, const SnapshotRecord& record,
+                           const std::filesystem::path& directory) {
+  constexpr std::uint64_t kMostBytes = 64 * kMiB;
+  ModelDescription model;
+  for (const TensorEntry& entry : weights.tensors())
+    model.blocks.push_back({entry.name, {{.name = entry.name, .shape = entry.shape}}});
+  for (const std::string& file : record.files) {
+    if (file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json") || !is_plain_file_name(file))
+      continue;
+    model.attachments.push_back({file, read_text(directory / file, kMostBytes)});
+  }
+  return model;
+}
+
+// Hands a tensor to `sink` as the given block, verified behind its last value: a failure leaves no model.
+void read_tensor(SafetensorsReader& reader, const TensorEntry& entry, const SnapshotRecord& record, std::uint32_t block,
+                 const WeightSink& sink) {
+  std::vector<float> values(64 * 1024);
+  RunningChecksum checksum;
+  for (std::uint64_t at = 0; at < entry.elements; at += values.size()) {
+    const std::span<float> piece = std::span(values).first(std::min<std::uint64_t>(values.size(), entry.elements - at));
+    reader.read(entry, at, piece);
+    checksum.add(std::as_bytes(piece));
+    sink(block, 0, at, piece);
+  }
+  const auto expected = record.checksums.find(entry.name);
+  if (expected != record.checksums.end() && expected->second == checksum.value()) return;
+  throw Error(Code::kCorrupt, {reader.file(entry).string(), "tensor " + entry.name + " does not match its checksum", 0,
+                               "check the drive; export another snapshot"});
+}
+
 }  // namespace
 
 void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,
                   ExportOptions options) {
   write_model(model, directory, options,
               [&](const WeightSink& sink) { engine.export_weights(options.type == DType::kFloat32, sink); });
+}
+
+ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,
+                              ExportOptions options) {
+  const SnapshotRecord record = read_snapshot(snapshot);
+  auto weights = SafetensorsReader::open(snapshot);
+  const SnapshotArrayNames names = names_of(SnapshotArray::kMaster);
+  std::optional<SafetensorsReader> master;
+  const bool exact = options.type == DType::kFloat32 && record.facts.weights != DType::kFloat32;
+  const bool trained =
+      std::ranges::any_of(record.checksums, [&](const auto& c) { return c.first.ends_with(names.suffix); });
+  if (exact && trained) master.emplace(SafetensorsReader::open(snapshot, names.stem));
+  write_model(described(weights, record, snapshot), directory, options, [&](const WeightSink& sink) {
+    std::uint32_t block = 0;
+    for (const TensorEntry& entry : weights.tensors()) {
+      const TensorEntry* of_master = master ? master->find(entry.name + names.suffix) : nullptr;  // none when frozen
+      read_tensor(of_master ? *master : weights, of_master ? *of_master : entry, record, block++, sink);
+    }
+  });
+  return {.step = record.facts.step, .weights = record.facts.weights};
 }
 
 ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,

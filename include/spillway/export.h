@@ -37,4 +37,8 @@ struct ExportedStore {
 ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
                            ExportOptions options);
 
+// The same from a snapshot (spillway/snapshot.h): fp32 are its exact weights. Every value is verified.
+ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,
+                              ExportOptions options);
+
 }  // namespace spillway

@@ -168,6 +168,48 @@ TEST_F(Export, AnAttachmentThatCannotBeWrittenLeavesNoModel) {
   });
 }
 
+TEST_F(Export, ASnapshotGivesTheSameValuesAsItsEngine) {
+  for (DType type : {DType::kBFloat16, DType::kFloat32}) {
+    train(type, [&](Engine& engine) {
+      engine.save(out("snapshot"));
+      export_model(engine, model_, out("model-fp32"), {.type = DType::kFloat32});
+      export_model(engine, model_, out("model-bf16"), {.type = DType::kBFloat16});
+    });
+    for (const DType of : {DType::kFloat32, DType::kBFloat16}) {
+      const std::string name = "model-" + std::string(name_of(of));
+      const ExportedStore exported = export_snapshot(out("snapshot"), out("exported"), {.type = of});
+      EXPECT_EQ(exported.step, 2u);
+      EXPECT_EQ(exported.weights, type);
+      EXPECT_EQ(names("exported"), names(name));
+      auto expected = SafetensorsReader::open(out(name)), got = SafetensorsReader::open(out("exported"));
+      ASSERT_EQ(expected.tensors().size(), got.tensors().size());
+      for (const TensorEntry& entry : got.tensors()) {
+        std::vector<float> a(entry.elements), b(entry.elements);
+        expected.read(*expected.find(entry.name), 0, a);
+        got.read(entry, 0, b);
+        EXPECT_TRUE(a == b) << entry.name;
+      }
+      std::filesystem::remove_all(out("exported"));
+      std::filesystem::remove_all(out(name));
+    }
+    remove_snapshot(out("snapshot"));
+  }
+}
+
+TEST_F(Export, ADamagedSnapshotIsRefusedAndLeavesNothing) {
+  train(DType::kBFloat16, [&](Engine& engine) { engine.save(out("snapshot")); });
+  for (const char* file : {"snapshot/master.safetensors", "snapshot/spillway.json"}) {
+    const std::string before = read_file(file);
+    std::string changed = before;
+    changed[changed.size() - 10] = static_cast<char>(changed[changed.size() - 10] ^ 1);
+    write_file(file, changed);
+    EXPECT_EQ(code_of([&] { export_snapshot(out("snapshot"), out("new"), {}); }), Code::kCorrupt) << file;
+    EXPECT_FALSE(std::filesystem::exists(out("new")));
+    write_file(file, before);
+  }
+  EXPECT_EQ(export_snapshot(out("snapshot"), out("new"), {}).step, 2u);
+}
+
 // A path with a slash behind it and one below directories that are not there yet: whole, and nothing beside it.
 TEST_F(Export, ANewDirectoryComesWithEverythingInIt) {
   train(DType::kBFloat16);

@@ -64,12 +64,14 @@ int run_init_model(const InitOptions& options) {
 }
 
 int run_export(const ExportCommand& options) {
+  const ExportOptions how = {.type = options.type, .max_file_bytes = options.shard_bytes, .replace = true};
   std::vector<std::filesystem::path> paths{options.store};
   paths.insert(paths.end(), options.others.begin(), options.others.end());
-  const ExportedStore store = export_store(
-      paths, options.directory, {.type = options.type, .max_file_bytes = options.shard_bytes, .replace = true});
-  fmt::print("{}: the model of step {} of the store in {}\n", options.directory.string(), store.step,
-             options.store.string());
+  const bool snapshot = std::filesystem::exists(options.store / "spillway.json");
+  const ExportedStore exported =
+      snapshot ? export_snapshot(options.store, options.directory, how) : export_store(paths, options.directory, how);
+  fmt::print("{}: the model of step {} of the {} in {}\n", options.directory.string(), exported.step,
+             snapshot ? "snapshot" : "store", options.store.string());
   return 0;
 }
 
@@ -135,8 +137,8 @@ void add_finetune(CLI::App& program, int& exit_code) {
 void add_export(CLI::App& program, int& exit_code) {
   const auto kept = std::make_shared<ExportCommand>();
   ExportCommand& options = *kept;
-  auto* command = program.add_subcommand("export", "Write the model that a store holds");
-  command->add_option("store", options.store, "Directory of the store")->required();
+  auto* command = program.add_subcommand("export", "Write the model that a store or a snapshot holds");
+  command->add_option("store", options.store, "Directory of the store, or of a snapshot")->required();
   command->add_option("directory", options.directory, "Where the model goes")->required();
   command->add_option("--with", options.others, "The store's other directories, in the order of nvme_paths");
   add_dtype(command, options.type);
