@@ -98,6 +98,22 @@ class Snapshots(CliTest):
                 self.assert_done(other.finetune(other.config(**config), snapshot, steps=STEPS, out=out, load=snapshot))
                 self.assertEqual(wanted, sha256_of_model(out))
 
+    def test_ExportOfASnapshotEqualsThatOfTheStore(self):
+        self.assert_done(self.finetune(steps=2, save=self.saved, every=2))
+        for dtype in ("fp32", "bf16"):
+            values = []
+            for source in (self.place.nvme, self.saved / "step-000002"):
+                out = self.place.folder / f"{source.name}-{dtype}"
+                run = spillway("export", source, out, "--dtype", dtype)
+                self.assert_done(run)
+                self.assertIn("the model of step 2 of the", run.out)
+                data = (out / "model.safetensors").read_bytes()
+                start = 8 + struct.unpack("<Q", data[:8])[0]
+                values.append({name: data[start + tensor["data_offsets"][0]:start + tensor["data_offsets"][1]]
+                               for name, tensor in header(out / "model.safetensors").items()})
+                self.assertTrue((out / "config.json").exists())
+            self.assertTrue(values[0] == values[1], dtype)
+
     def test_LoadTakesTheNewestOfADirectory(self):
         self.assert_done(self.finetune(steps=3, save=self.saved, every=1))
         (self.saved / "step-000009").mkdir()

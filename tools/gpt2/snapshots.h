@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "spillway/engine.h"
 #include "spillway/snapshot.h"
