@@ -32,6 +32,7 @@ void Updater::reset() {
   std::ranges::fill(end_of_, 0u);
   early_end_ = next_ = loading_ = 0;
   begun_ = stopped_ = false;
+  early_overflow_.reset();
 }
 
 void Updater::append(std::uint32_t tile) {
@@ -53,6 +54,7 @@ void Updater::fill_queue() {
 // Tile i of the queue uses buffer i mod buffers. A load starts when its buffer's last save is done; only the `count`
 // tiles that are due wait.
 void Updater::start_loads(std::size_t due, std::size_t count) {
+  if (stopped_) return;
   const std::uint32_t buffers = mover_.buffers();
   const std::size_t end = std::min(queue_.size(), due + (plan_.host.reads_ahead ? buffers : count));
   while (loading_ < end) {
@@ -115,27 +117,32 @@ void Updater::advance(bool all) {
 bool Updater::make_room() {
   if (next_ >= early_end_) return false;
   const std::uint32_t block = plan_.tiles[queue_[next_]].block;
-  while (!stopped_ && next_ < end_of_[block]) update_early();
-  if (stopped_) gradients_.forget(block);
+  while (next_ < end_of_[block]) update_early();
   return true;
 }
 
-// The next tile of the queue, once its gradient is there.
+// The next tile of the queue, once its gradient is there; passed over when nothing is updated any more.
 void Updater::update_early() {
   const std::uint32_t block = plan_.tiles[queue_[next_]].block;
   gradients_.wait_landed(block);
-  stopped_ = !gradients_.finite(block);
-  if (stopped_) return;
-  start_loads(next_, 1);
-  stopped_ = !update(next_, 1, nullptr);
+  if (!gradients_.finite(block)) stop();
+  if (!stopped_) {
+    start_loads(next_, 1);
+    update(next_, 1, nullptr);
+  }
   if (++next_ == end_of_[block]) gradients_.forget(block);
-  start_loads(next_, 0);
+  early_overflow_ ? stop() : start_loads(next_, 0);
+}
+
+void Updater::stop() {
+  stopped_ = true;
+  cancel_read_ahead();
 }
 
 bool Updater::keep_early(bool right) {
   if (!early_under_way()) return true;
   if (right) advance(true);
-  if (right && !stopped_) return true;
+  if (right && (!stopped_ || plan_.early_blocks)) return true;  // a result that is not finite is for begin() to refuse
   take_back();
   return false;
 }
@@ -149,6 +156,7 @@ void Updater::take_back() {
 
 void Updater::begin(std::span<const OptimizerScalars> scalars) {
   if (plan_.gradients_in_hbm) return run_on_device(scalars);
+  if (early_overflow_) refuse_overflow(tile_name(plan_, model_, *early_overflow_));
   fill_queue();
   scalars_ = scalars;
   begun_ = true;
@@ -183,7 +191,7 @@ void Updater::finish() {
 
 // Tiles [first, first + count) of the queue, one for each node. The bytes are verified in the pass that updates them: a
 // mismatch is found behind the pass and before anything of the tile is saved.
-bool Updater::update(std::size_t first, std::size_t count, std::byte* to) {
+void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
   const auto buffer_of = [this, first](std::size_t node) {
     return static_cast<std::uint32_t>((first + node) % mover_.buffers());
   };
@@ -217,15 +225,15 @@ bool Updater::update(std::size_t first, std::size_t count, std::byte* to) {
   for (std::size_t node = 0; node < count; ++node) {
     mover_.verify(buffer_of(node));
     const std::uint32_t t = queue_[first + node];
-    if (finite_[node] == 0) {
-      if (begun_ || !plan_.blocks[plan_.tiles[t].block].speculative) refuse_overflow(tile_name(plan_, model_, t));
+    if (finite_[node] == 0 && begun_) refuse_overflow(tile_name(plan_, model_, t));
+    if (finite_[node] == 0) {  // the step may come to nothing for another reason
+      early_overflow_ = t;
       mover_.drop(buffer_of(node));
-      return false;
+      return;
     }
     mover_.start_save(buffer_of(node), Save::kUpdated, to ? to + byte_offset(t) : nullptr);
     if (!plan_.host.writes_behind) mover_.finish_save(buffer_of(node));
   }
-  return true;
 }
 
 void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {

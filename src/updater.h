@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -28,11 +29,11 @@ class Updater {
   // The block's gradient is complete.
   void add(std::uint32_t block, std::span<const OptimizerScalars> scalars);
   // Updates added blocks whose gradients have landed; the rest too when `all`. From the first gradient that is not
-  // finite on, or the first speculative update whose result is not, nothing is updated any more.
+  // finite on, nothing is updated any more, nor behind a result that is not: begin() refuses that one.
   void advance(bool all);
-  // All of it, when the guess was right: false: it was not, or a result is not finite, and it is taken back.
+  // All of it, when the guess was right. False: it was not, or a result is not finite, and it is taken back.
   bool keep_early(bool right);
-  // Updates the first added block and forgets its gradient. False: there is none.
+  // Updates the first added block, if blocks are updated, and forgets its gradient. False: there is none.
   bool make_room();
   bool early(std::uint32_t block) const {  // added
     return !begun_ && end_of_[block] > 0 && end_of_[block] <= early_end_;
@@ -69,13 +70,13 @@ class Updater {
   void fill_queue();
   void append(std::uint32_t tile);
   void update_early();
+  void stop();
   void reset();
   void run_on_device(std::span<const OptimizerScalars> scalars);
   void load_gradient(std::size_t position);
   void wait_read(std::uint32_t buffer);
   void start_loads(std::size_t due, std::size_t count);
-  // False: a result of a speculative update is not finite; nothing of it is saved.
-  bool update(std::size_t first, std::size_t count, std::byte* to);
+  void update(std::size_t first, std::size_t count, std::byte* to);
   // Of the tile's first element in the weights, and in the gradient, of its block.
   std::uint64_t byte_offset(std::uint32_t tile) const;
   [[noreturn]] void refuse_overflow(const std::string& where);
@@ -96,6 +97,7 @@ class Updater {
   std::size_t next_ = 0;                        // ditto: are updated
   std::size_t loading_ = 0;                     // ditto: have been started to load
   bool begun_ = false, stopped_ = false, overflowed_ = false;
+  std::optional<std::uint32_t> early_overflow_;  // tile
   std::span<const OptimizerScalars> scalars_;
   std::vector<TileUpdate> updates_;   // those under way, by node
   std::vector<std::uint8_t> finite_;  // ditto: results

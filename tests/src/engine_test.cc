@@ -378,6 +378,38 @@ INSTANTIATE_TEST_SUITE_P(, NonFinite, ::testing::Values(1.0, 0.0), [](const auto
   return std::string(info.param > 0 ? "WithClipping" : "WithoutClipping");
 });
 
+// The blocks behind the NaN come to memory of different sizes, and none of them is updated.
+TEST(Engine, BlocksOfAnySizeComeBehindAGradientThatIsNotFinite) {
+  ModelDescription model = testing::toy_model(6, kWidth, 1);
+  model.blocks[1].parameters[0].shape[0] *= 2;
+  model.workspace_bytes *= 2;
+  const Layout nvme{.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
+  std::vector<std::uint32_t> expected;
+  for (const bool poisoned : {false, true}) {
+    TempStore store;
+    Config config = config_for(nvme, DType::kBFloat16, store.path());
+    without_clipping(config);
+    const Plan plan = make_plan(config, model);
+    ASSERT_LT(plan.host.passing.back().bytes, plan.blocks[1].gradient.bytes);
+    auto engine = Engine::create(config, model);
+    engine->import_weights(testing::toy_weights());
+    ToyTrainer trainer{*engine, model, DType::kBFloat16, 1};
+    trainer.poison_block = 6;
+    trainer.poison_step = poisoned ? 1 : 0;
+    if (poisoned) {
+      EXPECT_THROW(trainer.run_step(), Error);
+    }
+    trainer.poison_step = 0;
+    trainer.run_step();
+    trainer.run_step();
+    const auto bits = testing::exported(*engine);
+    if (poisoned) {
+      EXPECT_EQ(bits, expected);
+    }
+    expected = bits;
+  }
+}
+
 // A gradient that is used up as soon as it is complete needs no memory of its own, and forward, backward and the update
 // read what they need, once each: 2, 2 and 12 bytes a bf16 parameter.
 TEST(Engine, WithoutClippingTheUpdateIsMadeInsideBackward) {

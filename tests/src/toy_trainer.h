@@ -72,6 +72,7 @@ struct ToyTrainer {
   std::uint32_t micro_batches;
   std::uint64_t poison_step = 0;          // in this step one gradient holds a NaN
   std::vector<std::uint64_t> blob{0};     // of a step: its number in every word
+  std::uint32_t poison_block = 1;         // of this block
   std::function<void()> between = [] {};  // called before every visit and before step()
   std::function<float(std::uint64_t)> gain = [](std::uint64_t) { return 1.f; };  // of every gradient in a step
   // Faults that the same-bits tests must notice:
@@ -83,7 +84,7 @@ struct ToyTrainer {
     const std::uint64_t count = count_of(model.blocks[block].parameters[parameter]);
     float* gradient = reinterpret_cast<float*>(engine.workspace().data());
     const DType dtype = type;
-    const bool poison = step == poison_step && block == 1 && parameter == 0;
+    const bool poison = step == poison_step && block == poison_block && parameter == 0;
     const float factor = gain(step);
     engine.stream().launch([=](HostWorkers& workers) {
       const std::size_t chunks = (count + 4095) / 4096;
