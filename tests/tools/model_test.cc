@@ -270,7 +270,9 @@ TEST(ReportTest, JsonLineHasTheFieldsInOrder) {
       "\"stall_seconds\":0.000000,\"stalls\":{\"read\":0.000000,\"write\":0.000000,\"copy\":0.000000,\"gradient\":0."
       "000000,"
       "\"update\":0.000000,\"commit\":0.000000,\"other\":0.000000},\"adam_seconds\":0.000000,\"durable_step\":2,"
-      "\"visits\":0,\"visit_hits\":0,\"tile_bytes\":0,\"tile_hit_bytes\":0}\n");
+      "\"visits\":0,\"visit_hits\":0,\"tile_bytes\":0,\"tile_hit_bytes\":0,\"speculative_blocks\":0,\"taken_back\":"
+      "false}"
+      "\n");
 }
 
 }  // namespace
