@@ -21,6 +21,13 @@ class UsesBetweenVisits {
     for (std::uint64_t i = 0; i < largest + kVersions; ++i) content_.push_back(static_cast<std::byte>(i % kVersions));
   }
 
+  ~UsesBetweenVisits() {  // what is enqueued looks at this object
+    drop();
+    engine_.stream().synchronize();
+  }
+  UsesBetweenVisits(const UsesBetweenVisits&) = delete;
+  UsesBetweenVisits& operator=(const UsesBetweenVisits&) = delete;
+
   // A part of the step's uses, `held` of them at a time; all of them in `parts` calls.
   void run_part() {
     const auto& uses = model_.activation_uses;
