@@ -215,6 +215,21 @@ TEST(Activations, AStepDoesNotEndWhileOneIsHeld) {
 }
 
 // Bytes that rot on the drive between the write and the read of one step.
+struct Spilling {
+  ModelDescription model;
+  Config config;
+  Plan plan;
+};
+// A model that has activations on NVMe: with small ones the least budgets have room for all.
+Spilling spilling(const TempStore& store, std::mt19937_64& random) {
+  for (;;) {
+    const ModelDescription model = model_with(testing::transformer_uses(6, 2), random);
+    const Config config = on_nvme(store, model);
+    const Plan plan = make_plan(config, model);
+    if (homes_of(plan).nvme) return {model, config, plan};
+  }
+}
+
 // Past the page cache, where the drive's I/O allows it: a dirty page beside direct writes fails the file's next sync.
 void overwrite_sector(const std::filesystem::path& path, std::uint64_t offset, char first) {
   int fd = ::open(path.c_str(), O_RDWR | O_DIRECT);
@@ -229,10 +244,8 @@ void overwrite_sector(const std::filesystem::path& path, std::uint64_t offset, c
 
 TEST(Activations, AFlippedBitStopsTheRunAtTheLastCommit) {
   std::mt19937_64 random = seeded_generator();
-  const ModelDescription model = model_with(testing::transformer_uses(6, 2), random);
   TempStore store;
-  const Config config = on_nvme(store, model);
-  const Plan plan = make_plan(config, model);
+  const auto [model, config, plan] = spilling(store, random);
   {
     Training training(config, model);
     training.trainer.run_step();
@@ -262,10 +275,8 @@ TEST(Activations, AFlippedBitStopsTheRunAtTheLastCommit) {
 // The scratch area is the last of the file: behind the limit every write fails, and nothing else does.
 TEST(Activations, AWriteThatFailsStopsTheRunAtTheLastCommit) {
   std::mt19937_64 random = seeded_generator();
-  const ModelDescription model = model_with(testing::transformer_uses(6, 2), random);
   TempStore store;
-  const Config config = on_nvme(store, model);
-  const Plan plan = make_plan(config, model);
+  const auto [model, config, plan] = spilling(store, random);
   {
     Training training(config, model);
     training.trainer.run_step();
