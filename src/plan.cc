@@ -143,14 +143,17 @@ class Planner {
     }
   }
 
+  // What an update inside backward overwrote is still there, in the slots of the last commit.
+  bool rolls_back() const {
+    return config_.states == Placement::kNvme && config_.parameters == Placement::kNvme &&
+           config_.commit_every.value_or(1) == 1 && draft_.nodes <= 1;
+  }
+
   // Without clipping a block that can be rolled back need not wait for the other gradients. False: the host tier is not
   // laid out yet. Where memory caches half of the tiles and more, that saves more than updating early does, and only
   // what lies on NVMe can be rolled back.
   bool updates_inside_backward() {
-    const bool on_nvme = config_.states == Placement::kNvme && config_.parameters == Placement::kNvme;
-    if (!on_nvme || config_.gradient_clipping > 0 || config_.commit_every.value_or(1) != 1 || draft_.nodes > 1) {
-      return false;
-    }
+    if (config_.gradient_clipping > 0 || !rolls_back()) return false;
     try {
       PlanDraft late = draft_;
       lay_out_host(late);
@@ -178,8 +181,7 @@ class Planner {
 
   // With clipping the gradients stay, so that a block that can be rolled back may be updated on a guess, and once more.
   void mark_speculative() {
-    if (config_.gradient_clipping <= 0 || config_.commit_every.value_or(1) != 1 || draft_.nodes > 1) return;
-    if (config_.parameters != Placement::kNvme || config_.states != Placement::kNvme) return;
+    if (config_.gradient_clipping <= 0 || !rolls_back()) return;
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
       BlockPlan& block = plan_.blocks[b];
       const auto tiles = std::span(plan_.tile_places).subspan(block.first_tile, block.tiles);
