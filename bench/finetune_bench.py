@@ -182,7 +182,7 @@ def write_config(path, nvme=None, hbm=None, host=None, commit_every=None, accumu
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "gradient_clipping": clipping,
         "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": zero,
         "spillway": {key: value for key, value in (("hbm_bytes", hbm), ("host_bytes", host),
-                                                   ("commit_every", commit_every)) if value}}))
+                                                   ("commit_every", commit_every)) if value is not None}}))
 
 
 def init_model(spillway, folder, layers, width):

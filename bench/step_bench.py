@@ -7,7 +7,7 @@ process, which has no update to make), the probes again. One JSON line:
   drive, cores        rates in bytes per second (cores: of one core), CPU seconds per GiB of I/O
   resident            seconds of a step, and of its backward pass; null with "resident_skipped" where memory is short
   offloaded           seconds of a step, bytes over each link, stalls by cause, the link that its log names, peak memory
-                      of the whole process (HBM is emulated in RAM and counts)
+                      of the whole process (HBM is emulated in RAM and counts); "prediction": what its schedule said
   limit               seconds that the links need by themselves:
     cpu               resident step + (bytes hashed / rate + bytes copied / rate + CPU seconds of I/O) / cores
     nvme              bytes / mixed rate; with --steady the slower direction's bytes / rate (where "steady" is false the
@@ -18,7 +18,7 @@ process, which has no update to make), the probes again. One JSON line:
   ratio               step / limit; 1.1 is what is promised
   clipping_ratio      step / limit.clipping; says nothing where clipping has no effect (speculative_blocks)
 Hashed is every byte that is read from or written to NVMe, copied every byte that goes up or down; half of what goes up
-counts for either pass. Peers and other questions: --peer-python, --accumulation, --slope.
+counts for either pass. Peers and other questions: --peer-python, --accumulation, --commit, --slope.
 """
 import argparse
 import collections
@@ -145,9 +145,16 @@ def measure_resident(place, seq, steps):
 BYTES = ("h2d_bytes", "d2h_bytes", "tile_bytes", "tile_hit_bytes")
 
 
-def reserved_on_nvme(run, word):
-    """Bytes of the ledger's reservations on NVMe that are for `word`."""
-    return sum(int(size) for size in re.findall(rf"^ +nvme +[^\n]*{word}[^\n]* (\d+) bytes$", run["out"], re.MULTILINE))
+def reserved(run, tier, word):
+    """Bytes of the ledger's reservations in a tier that are for `word`."""
+    lines = re.findall(rf"^ +{tier} +[^\n]*{word}[^\n]* (\d+) bytes$", run["out"], re.MULTILINE)
+    return sum(map(int, lines))
+
+
+def prediction(run):
+    """What the run says at its end of the step that its schedule predicted, and of the one that it measured."""
+    found = re.search(r"^step: ([\d.]+) s predicted, ([\d.]+) s measured", run["out"], re.MULTILINE)
+    return {"predicted_seconds": float(found.group(1)), "measured_seconds": float(found.group(2))} if found else None
 
 
 def measure_offloaded(place, seq, steps, hbm=None, **settings):
@@ -162,9 +169,10 @@ def measure_offloaded(place, seq, steps, hbm=None, **settings):
               for kind in ("read", "write")}
     return {"hbm_bytes": hbm or place.hbm, "host_bytes": place.host, "steps": len(settled),
             "seconds": fine.median([step["seconds"] for step in settled]),
-            "all_seconds": [round(step["seconds"], 3) for step in settled], **moved,
-            "spilled_gradient_bytes": reserved_on_nvme(long, "gradient"),
-            "spilled_activation_bytes": reserved_on_nvme(long, "activation"),
+            "all_seconds": [round(step["seconds"], 3) for step in settled], "prediction": prediction(long), **moved,
+            "spilled_gradient_bytes": reserved(long, "nvme", "gradient"),
+            "spilled_activation_bytes": reserved(long, "nvme", "activation"),
+            "kept_bytes": reserved(long, "hbm", "activations") + reserved(long, "hbm", "insides of blocks"),
             "read_ratio": fine.ratio_of(short, long, "read"), "write_ratio": fine.ratio_of(short, long, "write"),
             "stall_seconds": fine.median([step["stall_seconds"] for step in settled]),
             "stalls": {cause: fine.median([step["stalls"][cause] for step in settled])
@@ -244,14 +252,15 @@ def step_case(a, place, seq, steady):
 
 
 def accumulation_case(a, place, seq):
-    """NVMe bytes of a step with one micro-batch and with several, what is spilled of activations apart. The inputs that
-    more micro-batches keep in HBM come on top of the budget, or fewer blocks would stay there. Every step is committed,
-    for how often tiles in memory are is chosen by the clock otherwise."""
+    """NVMe bytes of a step with one micro-batch and with several, what is spilled of activations apart. What more
+    micro-batches need and keep in HBM comes on top of the budget, or fewer blocks' weights would stay there. Every step
+    is committed, for how often tiles in memory are is chosen by the clock otherwise."""
     counts = (1, a.accumulation)
     least = [bytes_of(place.smallest("hbm", seq, nvme=place.nvme, accumulation=count)) for count in counts]
-    hbm = [f"{bytes_of(place.hbm) + need - least[0] >> 10}KiB" for need in least]
-    runs = [measure_offloaded(place, seq, a.steps, hbm=budget, accumulation=count, commit_every=1)
-            for budget, count in zip(hbm, counts)]
+    one = measure_offloaded(place, seq, a.steps, commit_every=1)
+    more = least[1] - least[0] + (a.accumulation - 1) * one["kept_bytes"]
+    hbm = [place.hbm, f"{bytes_of(place.hbm) + more >> 10}KiB"]
+    runs = [one, measure_offloaded(place, seq, a.steps, hbm=hbm[1], accumulation=a.accumulation, commit_every=1)]
     apart = [{kind: run[f"nvme_{kind}_bytes"] - run["spilled_activation_bytes"] for kind in ("read", "write")}
              for run in runs]
     # The kernel also counts pages of the program and of the log; a block's weights are more than a thousandth.
@@ -262,6 +271,29 @@ def accumulation_case(a, place, seq):
         write_bytes=[part["write"] for part in apart],
         spilled_activation_bytes=[run["spilled_activation_bytes"] for run in runs])
     return equal
+
+
+def straight_run(place, seq, steps, commit_every):
+    """In one process, for a store without commits cannot be resumed. The first two steps are left out."""
+    command = place.command(seq, nvme=place.nvme, hbm=place.hbm, host=place.host, commit_every=commit_every)
+    checked(fine.watch([*command, "--steps", 2 + steps, "--log", place.log]))
+    lines = [json.loads(line) for line in place.log.read_text().splitlines()][2:]
+    return {key: fine.median([of(line) for line in lines]) for key, of in {
+        "seconds": lambda line: line["seconds"], "read_bytes": lambda line: line["nvme_read_bytes"],
+        "write_bytes": lambda line: line["nvme_write_bytes"], "commit": lambda line: line["stalls"]["commit"]}.items()}
+
+
+def commit_case(a, place, seq, steady):
+    """Steps with a commit at every step beside steps with none, in turn: what being a checkpoint costs."""
+    with links.SteadyDrive(place.folder, steady * 1e6) if steady else contextlib.nullcontext():
+        runs = [[straight_run(place, seq, a.steps, every) for every in (1, 0)] for _ in range(a.rounds)]
+    pairs = [committed["seconds"] / without["seconds"] for committed, without in runs]
+    found = {key: [fine.median([run[key] for run in side]) for side in zip(*runs)]
+             for key in ("seconds", "read_bytes", "write_bytes")}
+    say(bench="step_commit", shape=place.name, seq=seq, steady_mb_per_s=steady, commit_every=[1, 0], ratios=pairs,
+        ratio=fine.median(pairs), **found,
+        commit_stall_share=fine.median([run["commit"] / run["seconds"] for run, _ in runs]))
+    return True
 
 
 def slope(points):
@@ -318,6 +350,7 @@ def parse():
     parser.add_argument("--peer-python", help="the python of an environment with deepspeed: run it in turn")
     parser.add_argument("--accumulation", type=int, metavar="N",
                         help="only this: NVMe bytes with N micro-batches beside those with one")
+    parser.add_argument("--commit", action="store_true", help="only this: what a commit at every step costs")
     parser.add_argument("--slope", action="store_true", help="only this: host bytes per parameter, 124M to 1.5B")
     parser.add_argument("--slope-train", action="append", choices=list(SHAPES),
                         help="sizes that train two steps with the smallest budgets; default: all")
@@ -325,6 +358,7 @@ def parse():
     a = parser.parse_args()
     if a.tiny:
         a.probe_bytes, a.steps, a.seq, a.shape, a.accumulation, a.slope = 16 * MIB, 2, [64], ["tiny"], 2, True
+        a.commit = True
     return a
 
 
@@ -332,16 +366,19 @@ def cases(a):
     """What to measure, one function a case."""
     seqs = a.seq or [256, 64]
     for name in a.shape or ["gpt2-medium", "gpt2-large", "24x2048"]:
-        if a.slope and not a.tiny and not a.accumulation:
+        if a.slope and not (a.tiny or a.accumulation or a.commit):
             break
         with Workplace(a, name) as place:
             for seq in seqs:
-                if a.tiny or not a.accumulation:
+                if a.tiny or not (a.accumulation or a.commit):
                     for _ in range(a.rounds):
                         for steady in a.steady or [None]:
                             yield lambda: step_case(a, place, seq, steady)
                 if a.accumulation:
                     yield lambda: accumulation_case(a, place, seq)
+                if a.commit:
+                    for steady in a.steady or [None]:
+                        yield lambda: commit_case(a, place, seq, steady)
     if a.slope:
         all_sizes = ["gpt2", "gpt2-medium", "gpt2-large", "24x2048", "48x1600"]
         names = ["tiny", "tiny-deep"] if a.tiny else a.shape or all_sizes

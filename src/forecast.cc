@@ -16,6 +16,12 @@ std::int64_t now_ns() {
 
 constexpr std::uint32_t kSpeculations = 32;  // how many counts are tried at most, evenly spaced
 
+double seconds_with(ScheduleInput& input, const Plan& plan, std::uint32_t speculative) {
+  for (std::size_t b = 0; b < plan.blocks.size(); ++b) input.blocks[b].early = plan.blocks[b].early;
+  for (const std::uint32_t block : speculated_blocks(plan, speculative)) input.blocks[block].early = true;
+  return make_schedule(input).seconds();
+}
+
 }  // namespace
 
 Forecast::Forecast(std::size_t visits, std::size_t leases) : visits_(visits), leases_(leases) {}
@@ -45,8 +51,8 @@ void Forecast::end_visit(std::uint32_t lease, Device& device) {
       watch, *stream);
 }
 
-std::optional<double> Forecast::step_seconds(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
-                                             unsigned nodes, std::uint32_t speculative) const {
+std::optional<ScheduleInput> Forecast::input(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
+                                             unsigned nodes) const {
   std::vector<double> seconds;
   for (const Watch& visit : visits_) {
     if (visit.best_ns == 0) return std::nullopt;
@@ -55,22 +61,29 @@ std::optional<double> Forecast::step_seconds(const Plan& plan, std::span<const V
   if (seconds.size() != visits.size()) return std::nullopt;
   Plan taken = plan;
   taken.visits.assign(visits.begin(), visits.end());
-  speculate(taken, speculative);
-  return make_schedule(schedule_input(taken, rates, seconds, nodes)).seconds();
+  return schedule_input(taken, rates, seconds, nodes);
+}
+
+std::optional<double> Forecast::step_seconds(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
+                                             unsigned nodes, std::uint32_t speculative) const {
+  std::optional<ScheduleInput> input = this->input(plan, visits, rates, nodes);
+  if (!input) return std::nullopt;
+  return seconds_with(*input, plan, speculative);
 }
 
 std::optional<std::uint32_t> Forecast::best_speculation(const Plan& plan, std::span<const Visit> visits,
                                                         const MachineRates& rates, unsigned nodes) const {
+  std::optional<ScheduleInput> input = this->input(plan, visits, rates, nodes);
+  if (!input) return std::nullopt;
   const auto most = static_cast<std::uint32_t>(std::ranges::count_if(plan.blocks, &BlockPlan::speculative));
   const std::uint32_t stride = std::max(1u, static_cast<std::uint32_t>(div_up(most, kSpeculations)));
-  std::optional<std::uint32_t> best;
-  double best_seconds = 0;
-  for (std::uint32_t count = 0; count <= most; count += stride) {
-    const std::optional<double> seconds = step_seconds(plan, visits, rates, nodes, count);
-    if (!seconds) return std::nullopt;
-    if (best && *seconds >= best_seconds) continue;
+  std::uint32_t best = 0;
+  double best_seconds = seconds_with(*input, plan, 0);
+  for (std::uint32_t count = stride; count <= most; count += stride) {
+    const double seconds = seconds_with(*input, plan, count);
+    if (seconds >= best_seconds) continue;
     best = count;
-    best_seconds = *seconds;
+    best_seconds = seconds;
   }
   return best;
 }

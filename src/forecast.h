@@ -16,6 +16,7 @@
 #include "kernels/device.h"
 #include "src/machine_rates.h"
 #include "src/plan.h"
+#include "src/schedule.h"
 
 namespace spillway {
 
@@ -46,6 +47,9 @@ class Forecast {
     Watch* watch = nullptr;
     Stream* stream = nullptr;
   };
+  std::optional<ScheduleInput> input(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
+                                     unsigned nodes) const;
+
   std::vector<Watch> visits_;
   std::vector<Lease> leases_;
 };

@@ -152,6 +152,7 @@ class LinkModel {
     std::array<double, kLanes> wants{};
     wants[at(Lane::kCompute)] = device * cores;
     wants[at(Lane::kCaller)] = active & kCallerComputes ? cores : 0;
+    wants[at(Lane::kEarlyUpdates)] = cores;
     wants[at(Lane::kChecks)] = 1;
     wants[at(Lane::kH2d)] = wants[at(Lane::kD2h)] = device;
     double wanted = 0;

@@ -66,10 +66,12 @@ struct ActivationPlan {
   struct Home {                                  // neither: the activation never leaves HBM
     std::optional<std::uint64_t> host, scratch;  // offset in the host arena; in NvmePlan::activations
   };
-  std::vector<Region> places;  // HBM; as many as activations when nothing moves
-  std::vector<UsePlace> uses;  // empty: nothing moves, every activation has its own place
-  std::vector<Home> homes;     // of each activation, when they move
-  Region down, up;             // host: chunks on the way to NVMe and back
+  std::vector<Region> places;        // HBM; as many as activations when nothing moves
+  std::vector<UsePlace> uses;        // empty: nothing moves, every activation has its own place
+  std::vector<ActivationUse> order;  // the model's, index as uses
+  std::vector<std::uint64_t> bytes;  // of each activation, when they move
+  std::vector<Home> homes;           // likewise
+  Region down, up;                   // host: chunks on the way to NVMe and back
 };
 
 struct HostPlan {

@@ -33,9 +33,10 @@ std::uint64_t place_bytes(const ModelDescription& model) {
 // How often each leaves HBM or comes back in a step.
 std::vector<std::uint32_t> moves_of(const PlanDraft& draft) {
   std::vector<std::uint32_t> moves(draft.model.activations.size(), 0);
-  for (std::size_t u = 0; u < draft.plan.activations.uses.size(); ++u) {
-    const UsePlace& use = draft.plan.activations.uses[u];
-    moves[draft.model.activation_uses[u].activation] += (use.fetch ? 1 : 0) + (use.spill ? 1 : 0);
+  const ActivationPlan& plan = draft.plan.activations;
+  for (std::size_t u = 0; u < plan.uses.size(); ++u) {
+    const UsePlace& use = plan.uses[u];
+    moves[plan.order[u].activation] += (use.fetch ? 1 : 0) + (use.spill ? 1 : 0);
   }
   return moves;
 }
@@ -61,6 +62,9 @@ void check_activations(const ModelDescription& model) {
     if (use.access != Access::kWrite && !written[use.activation]) {
       refuse(use.activation, "is read before a step has written it", "what it holds is lost between steps");
     }
+    if (!model.visits.empty() && use.visit >= model.visits.size()) {
+      refuse(use.activation, "is used in a visit that is not described", "use the indices of the visits");
+    }
     written[use.activation] = true;
   }
 }
@@ -82,6 +86,8 @@ void place_activations(PlanDraft& draft, PlanArena& hbm, std::uint64_t budget) {
   }
   const std::uint64_t bytes = place_bytes(model);
   for (std::uint64_t p = left / bytes; p > 0; --p) plan.places.push_back(hbm.take("activations", bytes));
+  for (const Activation& activation : model.activations) plan.bytes.push_back(activation.bytes);
+  plan.order = model.activation_uses;
   plan.uses =
       assign_activations(model.activation_uses, model.activations_held, static_cast<std::uint32_t>(plan.places.size()));
 }

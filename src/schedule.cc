@@ -5,6 +5,7 @@
 #include "src/link_model.h"
 #include "src/node_tiles.h"
 #include "src/schedule_program.h"
+#include "swap/extents.h"
 #include "swap/tile_place.h"
 
 namespace spillway {
@@ -38,6 +39,29 @@ ScheduleTile tile_of(const Plan& plan, std::uint32_t t) {
   if (plan.blocks[tile.block].gradient_place == GradientPlace::kSpilled)
     tile.spill_bytes = plan.tiles[t].gradient.bytes;
   return tile;
+}
+
+// Where each use finds its activation, and when that comes and goes.
+std::vector<ScheduleUse> uses_of(const Plan& plan) {
+  const ActivationPlan& activations = plan.activations;
+  std::vector<ScheduleUse> uses;
+  std::vector<std::uint32_t> went_home(activations.bytes.size(), kNothing);
+  for (std::uint32_t u = 0; u < activations.uses.size(); ++u) {
+    const UsePlace& planned = activations.uses[u];
+    const auto [activation, access, visit] = activations.order[u];
+    const std::uint64_t bytes = activations.bytes[activation];
+    uses.push_back({.visit = std::min(visit, static_cast<std::uint32_t>(plan.visits.size() - 1)),
+                    .activation = activation,
+                    .place = planned.place,
+                    .bytes = bytes,
+                    .nvme_bytes = activations.homes[activation].scratch ? align_up(bytes, kExtentAlignment) : 0,
+                    .fetch = planned.fetch,
+                    .spill = planned.spill,
+                    .after = planned.after.value_or(kNothing),
+                    .source = planned.fetch ? went_home[activation] : kNothing});
+    if (planned.spill) went_home[activation] = u;
+  }
+  return uses;
 }
 
 void count_traffic(const ScheduleOp& op, ScheduleTraffic& traffic) {
@@ -100,6 +124,12 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
   input.chunks = static_cast<std::uint32_t>(plan.host.chunks.bytes / plan.host.chunk_bytes);
   input.spill_chunks = static_cast<std::uint32_t>(plan.host.spill_chunks.bytes / plan.host.chunk_bytes);
   input.tile_buffers = plan.host.buffers_count;
+  input.uses = uses_of(plan);
+  if (!plan.activations.bytes.empty()) {
+    const std::uint64_t largest = std::ranges::max(plan.activations.bytes);
+    input.activation_buffers =
+        static_cast<std::uint32_t>(std::max<std::uint64_t>(plan.activations.up.bytes / largest, 1));
+  }
   input.reads_ahead = plan.host.reads_ahead;
   input.writes_behind = plan.host.writes_behind;
   return input;

@@ -24,6 +24,8 @@
 
 namespace spillway {
 
+inline constexpr std::uint32_t kNothing = UINT32_MAX;  // no visit, block, tile, use, place or buffer
+
 struct ScheduleBlock {
   std::uint32_t first_tile = 0, tiles = 0;
   std::uint64_t weight_bytes = 0;    // of its place in HBM
@@ -50,11 +52,17 @@ struct ScheduleTile {
 struct ScheduleVisit {
   std::uint32_t block = 0;
   Pass pass = Pass::kForward;
-  double compute_seconds = 0;  // alone on the device
-  // Block inputs: leave HBM behind a forward visit, and come back for the backward visit that is its counterpart (the
-  // last forward visit of the block that has none yet). 0: they stay.
-  std::uint64_t activation_bytes = 0;
-  bool activation_on_nvme = false;  // else in host memory
+  double compute_seconds = 0;  // alone on the device; in equal parts, one for each of its uses of activations
+};
+
+// A use of an activation, where they move: see UsePlace.
+struct ScheduleUse {
+  std::uint32_t visit = 0, activation = 0, place = 0;
+  std::uint64_t bytes = 0;       // up or down
+  std::uint64_t nvme_bytes = 0;  // 0: at home in host memory
+  bool fetch = false, spill = false;
+  std::uint32_t after = kNothing;   // the use before it of its place, when the activation comes there
+  std::uint32_t source = kNothing;  // the use behind which it went home, when it is fetched
 };
 
 struct ScheduleInput {
@@ -77,14 +85,14 @@ struct ScheduleInput {
   std::vector<std::uint64_t> staging_bytes = {};  // of blocks' gradients on their way down; none: each has a place
   std::uint32_t spill_chunks = 0;                 // gradients on their way to NVMe, chunk_bytes each
   std::vector<std::uint64_t> passing_bytes = {};  // of gradients that pass; the first takes any
-  std::uint32_t activation_buffers = 2;           // visits whose inputs are in HBM at a time
-  std::uint32_t activation_host_buffers = 0;      // on their way to NVMe or back; 0: each has a place
+  std::vector<ScheduleUse> uses = {};             // of activations, in order; none: nothing moves
+  std::uint32_t activation_buffers = 1;           // activations on their way to NVMe at a time, and on their way back
   MachineRates rates;
 };
 
 enum class OpKind : std::uint8_t {
   kAcquire,          // the caller has its block: its reads are in, its copies enqueued
-  kCompute,          // a visit
+  kCompute,          // a visit, or what it does with one use of an activation
   kReadWeights,      // of a block that is fetched: NVMe to chunks
   kCheckWeights,     // their checksum
   kCopyWeights,      // to the block's place, from chunks, host memory or the update's buffer
@@ -99,23 +107,33 @@ enum class OpKind : std::uint8_t {
   kHashTile,         // for a commit
   kCommit,           // sync, record, sync
   kStep,             // the gradients are down and compute is done: step() returns
-  kSaveActivation,   // down, behind a forward visit
+  kSaveActivation,   // down, behind a use
   kWriteActivation,  // to NVMe
   kReadActivation,   // from NVMe
-  kLoadActivation,   // up, before a backward visit
+  kLoadActivation,   // up, before a use
 };
 
-// A queue whose operations run one after the other, in order of issue.
-enum class Lane : std::uint8_t { kCompute, kCaller, kWeightReads, kTileReads, kChecks, kWrites, kH2d, kD2h };
-inline constexpr std::size_t kLanes = 8;
+// A queue whose operations run one after the other, in order of issue. What the caller's thread updates inside backward
+// has one of its own, since it does so whenever a tile is there.
+enum class Lane : std::uint8_t {
+  kCompute,
+  kCaller,
+  kEarlyUpdates,
+  kWeightReads,
+  kTileReads,
+  kChecks,
+  kWrites,
+  kH2d,
+  kD2h
+};
+inline constexpr std::size_t kLanes = 9;
 
-inline constexpr std::uint32_t kNoOp = UINT32_MAX;     // no such operation
-inline constexpr std::uint32_t kNothing = UINT32_MAX;  // no visit, block, tile, place or buffer
+inline constexpr std::uint32_t kNoOp = UINT32_MAX;  // no such operation
 
 struct ScheduleOp {
   OpKind kind = OpKind::kAcquire;
   Lane lane = Lane::kCaller;
-  std::uint32_t visit = kNothing, block = kNothing, tile = kNothing;
+  std::uint32_t visit = kNothing, block = kNothing, tile = kNothing, use = kNothing;
   std::uint32_t place = kNothing;  // of the block in HBM; kCopyGradient: its staging
   // Tile buffer. Weights and spilled gradients on their way: the first of their chunks, of which they hold as many as
   // their bytes need, in a ring. Other gradients and activations: what they pass through.

@@ -20,13 +20,13 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
       staging_freed_(input.staging_bytes.size(), kNoOp),
       staging_of_(input.blocks.size(), kNothing),
       passing_(input.passing_bytes.size(), kNothing),
+      passing_freed_(input.passing_bytes.size(), kNoOp),
       passing_of_(input.blocks.size(), kNothing),
       spill_freed_(input.spill_chunks, kNoOp) {
   last_.fill(kNoOp);
-  activation_places_.freed.assign(std::max(in_.activation_buffers, 1u), kNoOp);
-  activation_host_.freed.assign(in_.activation_host_buffers, kNoOp);
+  leaving_.freed.assign(in_.activation_buffers, kNoOp);
+  coming_.freed.assign(in_.activation_buffers, kNoOp);
   note_visits();
-  pair_activations();
   order_updates();
   updating_ = begun_ = !in_.update_on_device;
 }
@@ -50,25 +50,6 @@ void ScheduleProgram::note_visits() {
   for (const ScheduleBlock& block : in_.blocks) block_bytes.push_back(block.weight_bytes);
   planned_ =
       assign_places(visit_blocks, block_bytes, in_.place_bytes, {.owners = in_.owners, .reuse_bytes = in_.reuse_bytes});
-}
-
-void ScheduleProgram::pair_activations() {
-  activation_of_.assign(in_.visits.size(), kNothing);
-  std::vector<std::vector<std::uint32_t>> open(in_.blocks.size());
-  std::uint32_t saves = 0;
-  for (std::uint32_t v = 0; v < in_.visits.size(); ++v) {
-    const ScheduleVisit& visit = in_.visits[v];
-    if (visit.activation_bytes == 0) continue;
-    if (visit.pass == Pass::kForward) {
-      open[visit.block].push_back(v);
-      ++saves;
-    } else if (!open[visit.block].empty()) {
-      const auto index = static_cast<std::uint32_t>(activations_.size());
-      activation_of_[v] = activation_of_[open[visit.block].back()] = index;
-      open[visit.block].pop_back();
-      activations_.push_back({.visit = v, .saves = saves});
-    }
-  }
 }
 
 void ScheduleProgram::order_updates() {
@@ -111,7 +92,8 @@ std::uint32_t ScheduleProgram::add_step() {
     place.ahead = false;
   }
   cursor_ = fetched_ = 0;
-  saves_ = loads_ = loads_used_ = 0;
+  uses_.assign(in_.uses.size(), {});
+  used_ = loads_ = 0;
   for (std::size_t i = 0; i < late_.loading; ++i) read_gradient(i);  // what was read ahead
   prefetch();
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) visit(v);
@@ -145,7 +127,6 @@ void ScheduleProgram::visit(std::uint32_t v) {
   // Nothing more to fetch: the first tiles of this step's update come next.
   const bool reads_ahead = !in_.weights_stay && early_.order.empty() && !in_.update_on_device;
   if (cursor_ == in_.visits.size() && !updating_ && reads_ahead) start_loads(late_, 0);
-  load_activations();
 
   compute.kind = OpKind::kCompute;
   compute.lane = Lane::kCompute;
@@ -153,23 +134,8 @@ void ScheduleProgram::visit(std::uint32_t v) {
   const bool completes = completes_[v] && !in_.update_on_device;
   if (completes) take_passing(visit.block);
   const std::uint32_t staging = completes ? take_staging(visit.block) : kNothing;
-  const std::uint32_t activation = activation_of_[v];
-  std::uint32_t inputs = kNoOp, inputs_place = kNothing;
-  if (visit.activation_bytes > 0 && !backward) {
-    inputs_place = activation_places_.take();
-    inputs = activation_places_.free_after(inputs_place);
-  } else if (activation != kNothing) {
-    inputs_place = activations_[activation].place;
-    inputs = activations_[activation].loaded;
-  }
-  compute.buffer = inputs_place;
   const std::uint32_t computed =
-      add(compute, {issued_, place.ready, staging == kNothing ? kNoOp : staging_freed_[staging], inputs});
-  if (visit.activation_bytes > 0 && !backward) save_activation(v, inputs_place, computed);
-  if (backward && activation != kNothing) {
-    activation_places_.free_by(inputs_place, computed);
-    ++loads_used_;
-  }
+      this->compute(compute, place.ready, staging == kNothing ? kNoOp : staging_freed_[staging]);
   const std::size_t complete_before = complete_;
   if (completes) complete_gradient(visit.block, computed);
   place.released = computed;
@@ -195,7 +161,8 @@ std::uint32_t ScheduleProgram::end_step() {
     }
     settle();
   }
-  const std::uint32_t step = add({.kind = OpKind::kStep}, {issued_, last(Lane::kCompute), last(Lane::kD2h)});
+  const std::uint32_t step =
+      add({.kind = OpKind::kStep}, {issued_, last(Lane::kCompute), last(Lane::kD2h), last(Lane::kEarlyUpdates)});
   if (!early_.order.empty()) first_buffer_ = buffer_of(early_.order.size());
   early_.next = early_.loading = complete_ = 0;
   late_.next = 0;
@@ -292,54 +259,74 @@ void ScheduleProgram::fetch_through_chunks(std::uint32_t t, std::uint32_t place)
   }
 }
 
-// Inputs of the next backward visits, as many as there are places for; not before every forward visit that uses a place
-// ahead of them.
+// A visit's compute, use by use. A use waits for its activation, and one that is written for its place.
+std::uint32_t ScheduleProgram::compute(ScheduleOp op, std::uint32_t weights, std::uint32_t staging) {
+  std::uint32_t end = used_;
+  while (end < uses_.size() && in_.uses[end].visit <= op.visit) ++end;
+  if (used_ == end) return add(op, {issued_, weights, staging});
+  op.seconds /= end - used_;
+  std::uint32_t computed = kNoOp;
+  while (used_ < end) {
+    const ScheduleUse& planned = in_.uses[used_];
+    Use& use = uses_[used_];
+    if (!planned.fetch && planned.after != kNothing) use.loaded = uses_[planned.after].left;
+    op.use = used_;
+    use.left = computed = add(op, {issued_, weights, staging, use.loaded});
+    if (planned.spill) save_activation(used_);
+    ++used_;
+    load_activations();
+  }
+  return computed;
+}
+
+// Whatever is at home, and whose place was used for the last time before, in the order of uses.
 void ScheduleProgram::load_activations() {
-  for (; loads_ < activations_.size() && loads_ < loads_used_ + activation_places_.freed.size(); ++loads_) {
-    Activation& activation = activations_[loads_];
-    if (saves_ < activation.saves) return;
-    const ScheduleVisit& visit = in_.visits[activation.visit];
-    ScheduleOp op{.visit = activation.visit, .block = visit.block, .bytes = visit.activation_bytes};
-    std::uint32_t there = activation.saved, host = kNothing;
-    if (visit.activation_on_nvme) {
-      op.buffer = host = activation_host_.take();
+  for (; loads_ < uses_.size(); ++loads_) {
+    const ScheduleUse& planned = in_.uses[loads_];
+    if (!planned.fetch) continue;
+    if ((planned.after != kNothing && planned.after >= used_) || planned.source >= used_) return;
+    ScheduleOp op{
+        .visit = planned.visit, .block = in_.visits[planned.visit].block, .use = loads_, .bytes = planned.nvme_bytes};
+    std::uint32_t there = uses_[planned.source].home;
+    const std::uint32_t left = planned.after == kNothing ? kNoOp : uses_[planned.after].left;
+    if (planned.nvme_bytes > 0) {
       op.kind = OpKind::kReadActivation;
       op.lane = Lane::kWeightReads;
+      op.buffer = coming_.take();
       op.seconds = seconds_of(op.bytes, in_.rates.nvme_read);
-      there = add(op, {issued_, activation.saved, activation_host_.free_after(host)});
+      there = add(op, {issued_, there, coming_.free_after(op.buffer)});
     }
-    op.place = activation.place = activation_places_.take();
     op.kind = OpKind::kLoadActivation;
     op.lane = Lane::kH2d;
+    op.place = planned.place;
+    op.bytes = planned.bytes;
     op.seconds = seconds_of(op.bytes, in_.rates.h2d);
-    activation.loaded = add(op, {issued_, there, activation_places_.free_after(activation.place)});
-    activation_host_.free_by(host, activation.loaded);
+    uses_[loads_].loaded = add(op, {issued_, there, left});
+    coming_.free_by(op.buffer, uses_[loads_].loaded);
   }
 }
 
-void ScheduleProgram::save_activation(std::uint32_t v, std::uint32_t place, std::uint32_t computed) {
-  const ScheduleVisit& visit = in_.visits[v];
+void ScheduleProgram::save_activation(std::uint32_t use) {
+  const ScheduleUse& planned = in_.uses[use];
+  const bool nvme = planned.nvme_bytes > 0;
   ScheduleOp op{.kind = OpKind::kSaveActivation,
                 .lane = Lane::kD2h,
-                .visit = v,
-                .block = visit.block,
-                .place = place,
-                .bytes = visit.activation_bytes,
-                .seconds = seconds_of(visit.activation_bytes, in_.rates.d2h)};
-  std::uint32_t host = kNothing;
-  if (visit.activation_on_nvme) op.buffer = host = activation_host_.take();
-  std::uint32_t saved = add(op, {computed, activation_host_.free_after(host)});
-  activation_places_.free_by(place, saved);
-  if (visit.activation_on_nvme) {
-    op.kind = OpKind::kWriteActivation;
-    op.lane = Lane::kWrites;
-    op.place = kNothing;
-    op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
-    saved = add(op, {saved});
-    activation_host_.free_by(host, saved);
-  }
-  ++saves_;
-  if (activation_of_[v] != kNothing) activations_[activation_of_[v]].saved = saved;
+                .visit = planned.visit,
+                .block = in_.visits[planned.visit].block,
+                .use = use,
+                .place = planned.place,
+                .buffer = nvme ? leaving_.take() : kNothing,
+                .bytes = planned.bytes,
+                .seconds = seconds_of(planned.bytes, in_.rates.d2h)};
+  uses_[use].home = uses_[use].left = add(op, {uses_[use].left, leaving_.free_after(op.buffer)});
+  if (!nvme) return;
+  op.kind = OpKind::kWriteActivation;
+  op.lane = Lane::kWrites;
+  op.place = kNothing;
+  op.bytes = planned.nvme_bytes;
+  op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
+  uses_[use].home = add(op, {uses_[use].home});
+  leaving_.free_by(op.buffer, uses_[use].home);
 }
 
 }  // namespace spillway

@@ -8,7 +8,7 @@
 //    written and copied. A block is updated when forward acquires it, and its weights go to its place from there.
 //  * GradientCollector: a block's gradient goes down behind the last visit that adds to it, through staging in turn.
 //  * Engine: everything updated is settled, and committed, when the first backward visit is acquired. A block that is
-//    updated inside backward is so behind the visit after the one that completes its gradient.
+//    updated inside backward is so behind the visit after the one that completes its gradient, as its tiles come.
 //
 // Simpler than the engine: a read starts in the moment in which its buffer is free, not when the caller comes by and
 // sees that; of a tile's weights as many chunks as they fill, half of all at most, are read, checked and copied
@@ -54,7 +54,10 @@ class ScheduleProgram {
     bool under_way() const { return next < order.size(); }
   };
   struct Buffer {
-    std::uint32_t read = kNoOp, write = kNoOp, copy = kNoOp;
+    std::uint32_t read = kNoOp, updated = kNoOp, write = kNoOp, copy = kNoOp;
+    std::uint32_t left() const {
+      return write == kNoOp ? updated : write;
+    }  // by its last tile, which copy may still read
   };
   // Fixed places that are used in turn; a user waits for what freed the place last.
   struct Ring {
@@ -66,17 +69,15 @@ class ScheduleProgram {
       if (place != kNothing) freed[place] = op;
     }
   };
-  struct Activation {
-    std::uint32_t visit = kNothing;  // the backward visit
-    std::uint32_t saves = 0;         // of all activations before that visit
-    std::uint32_t saved = kNoOp;     // what brought it out of HBM
-    std::uint32_t place = kNothing, loaded = kNoOp;
+  struct Use {
+    std::uint32_t loaded = kNoOp;  // it is in its place
+    std::uint32_t home = kNoOp;    // spilled: it is there
+    std::uint32_t left = kNoOp;    // its place may be used by others
   };
 
   std::uint32_t add(ScheduleOp op, std::initializer_list<std::uint32_t> after);
   std::uint32_t last(Lane lane) const { return last_[static_cast<std::size_t>(lane)]; }
   void note_visits();
-  void pair_activations();
   void order_updates();
 
   void visit(std::uint32_t v);
@@ -103,8 +104,9 @@ class ScheduleProgram {
   void read_gradient(std::size_t i);
   void update_early(std::size_t end);
   // Activations
+  std::uint32_t compute(ScheduleOp op, std::uint32_t weights, std::uint32_t staging);
   void load_activations();
-  void save_activation(std::uint32_t visit, std::uint32_t place, std::uint32_t computed);
+  void save_activation(std::uint32_t use);
 
   const ScheduleInput& in_;
   std::vector<ScheduleOp> ops_;
@@ -113,10 +115,8 @@ class ScheduleProgram {
 
   // Of the visits, the same in every step
   std::vector<VisitPlace> planned_;
-  std::vector<std::uint32_t> previous_;       // the visit before of the same block
-  std::vector<std::uint8_t> completes_;       // its block's gradient
-  std::vector<std::uint32_t> activation_of_;  // both visits: index in activations_
-  std::vector<Activation> activations_;       // in order of the backward visits
+  std::vector<std::uint32_t> previous_;  // the visit before of the same block
+  std::vector<std::uint8_t> completes_;  // its block's gradient
 
   std::vector<Place> places_;
   std::uint32_t cursor_ = 0, fetched_ = 0;  // visits before it: acquired, need no more fetching
@@ -136,12 +136,14 @@ class ScheduleProgram {
   std::vector<std::uint32_t> landed_;   // by tile: its gradient's copy down
   std::vector<std::uint32_t> staging_freed_, staging_of_;  // by staging: the last copy from it; by block
   std::uint32_t next_staging_ = 0;
-  std::vector<std::uint32_t> passing_;                    // whose gradient lies there
-  std::vector<std::uint32_t> passing_of_;                 // by block
-  std::uint64_t spill_chunk_ = 0;                         // used so far
-  std::vector<std::uint32_t> spill_freed_;                // by chunk: the write that freed it last
-  std::uint32_t saves_ = 0, loads_ = 0, loads_used_ = 0;  // of activations in this step: down, on their way up, used
-  Ring activation_places_, activation_host_;
+  std::vector<std::uint32_t> passing_;        // whose gradient lies there
+  std::vector<std::uint32_t> passing_freed_;  // the last update from there
+  std::vector<std::uint32_t> passing_of_;     // by block
+  std::uint64_t spill_chunk_ = 0;             // used so far
+  std::vector<std::uint32_t> spill_freed_;    // by chunk: the write that freed it last
+  std::vector<Use> uses_;                     // of activations, in this step
+  std::uint32_t used_ = 0, loads_ = 0;        // uses before it: made, need no more loading
+  Ring leaving_, coming_;                     // activations on their way to NVMe, and back
 };
 
 }  // namespace spillway

@@ -39,7 +39,7 @@ void ScheduleProgram::start_loads(Run& run, std::size_t count) {
                          .buffer = index,
                          .bytes = tile.read_bytes,
                          .seconds = seconds_of(tile.read_bytes, in_.rates.nvme_read)},
-                        {issued_, buffer.write, buffer.copy, written_[t]});
+                        {issued_, buffer.left(), buffer.copy, written_[t]});
     }
     if (&run == &late_ && begun_) read_gradient(run.loading);
   }
@@ -68,15 +68,16 @@ void ScheduleProgram::update(Run& run, std::uint32_t place) {
   const std::uint32_t t = run.order[i], index = buffer_of(i);
   const ScheduleTile& tile = in_.tiles[t];
   Buffer& buffer = buffers_[index];
+  const Lane lane = &run == &early_ ? Lane::kEarlyUpdates : Lane::kCaller;
   ScheduleOp op{.kind = OpKind::kUpdate,
-                .lane = Lane::kCaller,
+                .lane = lane,
                 .block = tile.block,
                 .tile = t,
                 .buffer = index,
                 .seconds = static_cast<double>(tile.elements) * in_.rates.update_seconds};
   const std::uint32_t landed = &run == &early_ ? landed_[t] : kNoOp;
-  const std::uint32_t updated = add(op, {issued_, buffer.read, buffer.write, buffer.copy, landed});
-  buffer = {};
+  const std::uint32_t updated = add(op, {issued_, buffer.read, buffer.left(), buffer.copy, landed});
+  buffer = {.updated = updated};
   if (place != kNothing || (in_.weights_stay && tile.weight_bytes > 0)) {
     op.kind = OpKind::kCopyWeights;
     op.lane = Lane::kH2d;
@@ -93,7 +94,7 @@ void ScheduleProgram::update(Run& run, std::uint32_t place) {
     op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
     buffer.write = written_[t] = add(op, {updated});
   }
-  if (!in_.writes_behind) add({.kind = OpKind::kSettle}, {issued_, buffer.write, buffer.copy});
+  if (!in_.writes_behind) add({.kind = OpKind::kSettle, .lane = lane}, {issued_, buffer.write, buffer.copy});
 }
 
 // Engine::settle.
@@ -126,7 +127,7 @@ void ScheduleProgram::commit() {
       op.lane = Lane::kD2h;
       op.bytes = tile.commit_d2h_bytes;
       op.seconds = seconds_of(op.bytes, in_.rates.d2h);
-      here = add(op, {issued_, buffer.write, buffer.copy});
+      here = add(op, {issued_, buffer.left(), buffer.copy});
     }
     std::uint32_t read = kNoOp;
     if (tile.commit_read_bytes > 0) {
@@ -134,13 +135,13 @@ void ScheduleProgram::commit() {
       op.lane = Lane::kTileReads;
       op.bytes = tile.commit_read_bytes;
       op.seconds = seconds_of(op.bytes, in_.rates.nvme_read);
-      read = add(op, {issued_, buffer.write, buffer.copy, written_[t]});
+      read = add(op, {issued_, buffer.left(), buffer.copy, written_[t]});
     }
     op.kind = OpKind::kHashTile;
     op.lane = Lane::kCaller;
     op.bytes = tile.commit_bytes;
     op.seconds = seconds_of(op.bytes, in_.rates.checksum * in_.rates.cores);
-    const std::uint32_t hashed = add(op, {issued_, here, read, buffer.write, buffer.copy});
+    const std::uint32_t hashed = add(op, {issued_, here, read, buffer.left(), buffer.copy});
     op.kind = OpKind::kWriteTile;
     op.lane = Lane::kWrites;
     op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
@@ -163,7 +164,7 @@ std::uint32_t ScheduleProgram::take_staging(std::uint32_t block) {
 }
 
 // The last free one that is large enough: only the first holds the largest. With none free the caller updates a block
-// whose gradient lies in one. Either way the update that used it last is behind the caller, who enqueues the visit.
+// whose gradient lies in one. What comes there waits for the update that used it last.
 void ScheduleProgram::take_passing(std::uint32_t block) {
   if (!in_.blocks[block].gradient_passes || in_.blocks[block].gradient_bytes == 0) return;
   for (;;) {
@@ -178,6 +179,7 @@ void ScheduleProgram::take_passing(std::uint32_t block) {
     std::size_t end = early_.next;
     while (end < complete_ && in_.tiles[early_.order[end]].block == first) ++end;
     update_early(end);
+    issued_ = last(Lane::kEarlyUpdates);
   }
 }
 
@@ -208,7 +210,7 @@ std::uint32_t ScheduleProgram::copy_gradient(std::uint32_t t, std::uint32_t comp
                                   .buffer = passing,
                                   .bytes = tile.gradient_bytes,
                                   .seconds = seconds_of(tile.gradient_bytes, in_.rates.d2h)},
-                                 {computed});
+                                 {computed, passing == kNothing ? kNoOp : passing_freed_[passing]});
   if (staging != kNothing) staging_freed_[staging] = copy;
   return copy;
 }
@@ -251,7 +253,10 @@ void ScheduleProgram::update_early(std::size_t end) {
     update(early_, kNothing);
     if (const std::uint32_t passing = passing_of_[block]; passing != kNothing) {
       const bool more = early_.next < early_.order.size() && in_.tiles[early_.order[early_.next]].block == block;
-      if (!more) passing_[passing] = kNothing;
+      if (!more) {
+        passing_[passing] = kNothing;
+        passing_freed_[passing] = last(Lane::kEarlyUpdates);
+      }
     }
     start_loads(early_, 0);
   }

@@ -4,24 +4,33 @@
 
 namespace spillway {
 
-void speculate(Plan& plan, std::uint32_t count) {
+std::vector<std::uint32_t> speculated_blocks(const Plan& plan, std::uint32_t count) {
   std::vector<std::size_t> last_visit(plan.blocks.size());
-  std::vector<std::uint32_t> order;
-  for (std::uint32_t b = 0; b < plan.blocks.size(); ++b) {
-    if (plan.blocks[b].speculative) order.push_back(b);
-  }
   for (std::size_t v = 0; v < plan.visits.size(); ++v) last_visit[plan.visits[v].block] = v;
-  std::ranges::sort(order, {}, [&](std::uint32_t b) { return last_visit[b]; });
-  for (std::size_t i = 0; i < std::min<std::size_t>(count, order.size()); ++i) plan.blocks[order[i]].early = true;
+  std::vector<std::uint32_t> all, taken;
+  for (std::uint32_t b = 0; b < plan.blocks.size(); ++b) {
+    if (plan.blocks[b].speculative) all.push_back(b);
+  }
+  std::ranges::sort(all, {}, [&](std::uint32_t b) { return last_visit[b]; });
+  count = std::min(count, static_cast<std::uint32_t>(all.size()));
+  for (std::uint64_t i = 0; i < count; ++i) taken.push_back(all[i * all.size() / count]);
+  return taken;
 }
 
 Speculation::Speculation(const Plan& plan, std::optional<std::uint32_t> blocks)
-    : plan_(plan),
-      chooses_(!blocks && std::ranges::any_of(plan.blocks, &BlockPlan::speculative)),
-      blocks_(blocks.value_or(0)) {}
+    : plan_(plan), chooses_(!blocks && std::ranges::any_of(plan.blocks, &BlockPlan::speculative)) {
+  choose(blocks.value_or(0));
+}
+
+void Speculation::choose(std::uint32_t blocks) {
+  chosen_.assign(plan_.blocks.size(), 0);
+  const std::vector<std::uint32_t> all = speculated_blocks(plan_, blocks);
+  for (const std::uint32_t block : all) chosen_[block] = 1;
+  blocks_ = static_cast<std::uint32_t>(all.size());
+}
 
 bool Speculation::take(std::uint32_t block) {
-  if (!plan_.blocks[block].speculative || !guesses() || taken_ >= blocks_) return false;
+  if (!chosen_[block] || !guesses()) return false;
   ++taken_;
   return true;
 }
@@ -30,7 +39,7 @@ void Speculation::end_step(bool clipped, const std::function<std::optional<std::
   unclipped_ = clipped ? 0 : std::min(unclipped_ + 1, kCalmSteps);
   ++steps_;
   // Twice: a forecast goes by the shortest time that each visit took so far.
-  if (chooses_ && (steps_ == 2 || steps_ == 4)) blocks_ = best().value_or(0);
+  if (chooses_ && (steps_ == 2 || steps_ == 4)) choose(best().value_or(0));
 }
 
 }  // namespace spillway

@@ -7,13 +7,15 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <vector>
 
 #include "src/plan.h"
 
 namespace spillway {
 
-// Marks as early the first `count` speculative blocks whose gradients are complete, as the plan's visits come.
-void speculate(Plan& plan, std::uint32_t count);
+// `count` of the plan's speculative blocks, or all of them, as the plan's visits complete their gradients. They are
+// spread evenly, so that the drive is as busy in all of backward.
+std::vector<std::uint32_t> speculated_blocks(const Plan& plan, std::uint32_t count);
 
 class Speculation {
  public:
@@ -32,9 +34,11 @@ class Speculation {
   static constexpr std::uint32_t kCalmSteps = 2;
 
   bool guesses() const noexcept { return unclipped_ >= kCalmSteps; }
+  void choose(std::uint32_t blocks);
 
   const Plan& plan_;
   bool chooses_ = false;
+  std::vector<std::uint8_t> chosen_;  // by block
   std::uint32_t blocks_ = 0, taken_ = 0;
   std::uint32_t unclipped_ = 0;  // the last steps, in a row
   std::uint32_t steps_ = 0;      // of this process

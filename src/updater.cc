@@ -110,8 +110,15 @@ void Updater::add(std::uint32_t block, std::span<const OptimizerScalars> scalars
 }
 
 void Updater::advance(bool all) {
-  while (!stopped_ && next_ < early_end_ && (all || gradients_.landed(plan_.tiles[queue_[next_]].block)))
-    update_early();
+  while (!stopped_ && next_ < early_end_ && (all || arrived())) update_early();
+}
+
+// The next tile and its block's gradient are there. What is not read ahead never would be.
+bool Updater::arrived() {
+  if (!gradients_.landed(plan_.tiles[queue_[next_]].block)) return false;
+  if (!plan_.host.reads_ahead) return true;
+  start_loads(next_, 0);
+  return loading_ > next_ && mover_.read(static_cast<std::uint32_t>(next_ % mover_.buffers()));
 }
 
 bool Updater::make_room() {

@@ -28,8 +28,9 @@ class Updater {
   //
   // The block's gradient is complete.
   void add(std::uint32_t block, std::span<const OptimizerScalars> scalars);
-  // Updates added blocks whose gradients have landed; the rest too when `all`. From the first gradient that is not
-  // finite on, nothing is updated any more, nor behind a result that is not: begin() refuses that one.
+  // Updates the tiles of added blocks that have been read and whose gradients have landed; the rest too when `all`.
+  // From the first gradient that is not finite on, nothing is updated any more, nor behind a result that is not:
+  // begin() refuses that one.
   void advance(bool all);
   // All of it, when the guess was right. False: it was not, or a result is not finite, and it is taken back.
   bool keep_early(bool right);
@@ -69,6 +70,7 @@ class Updater {
   bool under_way() const noexcept { return next_ < queue_.size(); }
   void fill_queue();
   void append(std::uint32_t tile);
+  bool arrived();
   void update_early();
   void stop();
   void reset();

@@ -49,6 +49,7 @@ enum class Access : std::uint8_t {
 struct ActivationUse {
   std::uint32_t activation = 0;
   Access access = Access::kRead;
+  std::uint32_t visit = 0;  // within which it is: index in ModelDescription::visits; for predictions, does not fall
 };
 
 // A small file that travels with the model: kept in the store, written beside exported weights (`config.json`).

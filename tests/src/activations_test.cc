@@ -35,6 +35,8 @@ ModelDescription model_with(std::vector<ActivationUse> uses, std::mt19937_64& ra
   std::uint32_t most = 0;
   for (const ActivationUse& use : uses) most = std::max(most, use.activation);
   for (std::uint32_t a = 0; a <= most; ++a) model.activations.push_back({.bytes = 1 + random() % (400 * 1024)});
+  const auto last = static_cast<std::uint32_t>(model.visits.size() - 1);
+  for (ActivationUse& use : uses) use.visit = std::min(use.visit, last);
   model.activation_uses = std::move(uses);
   model.activations_held = kHeld;
   return model;

@@ -25,6 +25,7 @@ class Checker {
     tile_buffers();
     chunks();
     passing_memory();
+    activations();
     updates();
     commits();
     traffic();
@@ -163,13 +164,12 @@ class Checker {
     disjoint("spill chunk", spills, in_.spill_chunks);
   }
 
-  // Staging, and the buffers that gradients and activations pass through.
+  // Staging, and the buffers that gradients pass through.
   void passing_memory() {
-    std::vector<std::pair<std::uint32_t, Use>> staging, passing, inputs, host;
-    std::vector<double> landed(in_.tiles.size()), saved(in_.visits.size());
+    std::vector<std::pair<std::uint32_t, Use>> staging, passing;
+    std::vector<double> landed(in_.tiles.size());
     std::vector<double> computed(in_.blocks.size(), kNever), compute_began(in_.blocks.size());
     std::vector<std::size_t> compute(in_.blocks.size());
-    std::map<std::uint32_t, double> loaded;
     for (std::size_t i = 0; i < ops_.size(); ++i) {
       const ScheduleOp& op = ops_[i];
       switch (op.kind) {
@@ -177,15 +177,6 @@ class Checker {
           computed[op.block] = op.end;
           compute_began[op.block] = op.start;
           compute[op.block] = i;
-          if (op.buffer != kNothing && in_.visits[op.visit].pass == Pass::kBackward) {
-            ASSERT_GE(op.start, loaded.at(op.visit));
-            for (auto use = inputs.rbegin(); use != inputs.rend(); ++use) {
-              if (use->first == op.buffer) {
-                use->second.end = op.end;
-                break;
-              }
-            }
-          }
           break;
         case OpKind::kCopyGradient:
           ASSERT_GE(op.start, computed[op.block]);
@@ -207,26 +198,66 @@ class Checker {
             if (use.of == compute[op.block]) use.end = std::max(use.end, op.end);
           }
           break;
-        case OpKind::kSaveActivation:
-          ASSERT_GE(op.start, computed[op.block]);
-          inputs.push_back({op.place, {compute_began[op.block], op.end}});
-          if (op.buffer != kNothing) host.push_back({op.buffer, {op.start, ops_[i + 1].end}});
-          saved[op.visit] = in_.visits[op.visit].activation_on_nvme ? ops_[i + 1].end : op.end;
-          break;
-        case OpKind::kReadActivation:
-          if (op.buffer != kNothing) host.push_back({op.buffer, {op.start, ops_[i + 1].end}});
-          break;
-        case OpKind::kLoadActivation:
-          loaded[op.visit] = op.end;
-          inputs.push_back({op.place, {op.start, op.end}});
-          break;
         default: break;
       }
     }
     disjoint("staging", staging, in_.staging_bytes.size());
     disjoint("passing", passing, in_.passing_bytes.size());
-    disjoint("inputs", inputs, in_.activation_buffers);
-    disjoint("host", host, in_.activation_host_buffers);
+  }
+
+  // A use finds its activation in its place, as the use before left it, and nothing else comes there meanwhile.
+  void activations() {
+    struct Place {
+      std::uint32_t activation = kNothing;
+      double free = 0;
+    };
+    std::map<std::uint32_t, Place> places;
+    std::vector<double> home(in_.uses.size());  // of what a use sent there
+    std::vector<std::pair<std::uint32_t, Use>> leaving, coming;
+    std::uint32_t made = 0;
+    for (std::size_t i = 0; i < ops_.size(); ++i) {
+      const ScheduleOp& op = ops_[i];
+      if (op.kind == OpKind::kStep) {
+        ASSERT_EQ(made, in_.uses.size());
+        made = 0;
+        for (auto& [index, place] : places) place.activation = kNothing;
+      }
+      if (op.use == kNothing) continue;
+      const ScheduleUse& use = in_.uses[op.use];
+      Place& place = places[use.place];
+      switch (op.kind) {
+        case OpKind::kCompute:
+          ASSERT_EQ(op.use, made++);
+          if (!use.fetch && use.after != kNothing) place.activation = use.activation;
+          if (place.activation == kNothing) place.activation = use.activation;  // the step's first in this place
+          ASSERT_EQ(place.activation, use.activation) << "use " << op.use;
+          ASSERT_GE(op.start, place.free);
+          place.free = op.end;
+          break;
+        case OpKind::kSaveActivation:
+          ASSERT_EQ(place.activation, use.activation);
+          ASSERT_GE(op.start, place.free);
+          place.free = home[op.use] = op.end;
+          if (use.nvme_bytes > 0) leaving.push_back({op.buffer, {op.start, ops_[i + 1].end}});
+          break;
+        case OpKind::kWriteActivation:
+          ASSERT_GE(op.start, home[op.use]);
+          home[op.use] = op.end;
+          break;
+        case OpKind::kReadActivation:
+          ASSERT_GE(op.start, home[use.source]);
+          coming.push_back({op.buffer, {op.start, ops_[i + 1].end}});
+          break;
+        case OpKind::kLoadActivation:
+          ASSERT_GE(op.start, use.nvme_bytes > 0 ? ops_[i - 1].end : home[use.source]);
+          ASSERT_GE(op.start, place.free);
+          place = {use.activation, op.end};
+          break;
+        default: break;
+      }
+    }
+    disjoint("activations on their way to NVMe", leaving, in_.activation_buffers);
+    disjoint("activations on their way back", coming, in_.activation_buffers);
   }
 
   // Step n of a program (from 0) makes update n of what waits for all gradients, before the block is computed and
@@ -343,14 +374,9 @@ class Checker {
       expected.nvme_write += tile.spill_bytes;
       expected.nvme_read += tile.spill_bytes;
     }
-    std::vector<std::uint32_t> open(in_.blocks.size());
-    for (const ScheduleVisit& visit : in_.visits) {
-      if (visit.activation_bytes == 0) continue;
-      const bool forward = visit.pass == Pass::kForward;
-      if (!forward && open[visit.block] == 0) continue;
-      open[visit.block] += forward ? 1 : -1;
-      (forward ? expected.d2h : expected.h2d) += visit.activation_bytes;
-      if (visit.activation_on_nvme) (forward ? expected.nvme_write : expected.nvme_read) += visit.activation_bytes;
+    for (const ScheduleUse& use : in_.uses) {
+      if (use.spill) expected.d2h += use.bytes, expected.nvme_write += use.nvme_bytes;
+      if (use.fetch) expected.h2d += use.bytes, expected.nvme_read += use.nvme_bytes;
     }
     if (!in_.weights_stay) fetches(expected);
     EXPECT_EQ(schedule_.traffic.nvme_read, expected.nvme_read);

@@ -4,19 +4,25 @@
 #include <algorithm>
 #include <functional>
 
+#include "spillway/error.h"
 #include "spillway/units.h"
 #include "src/schedule.h"
 #include "src/speculation.h"
+#include "tests/src/named_budget.h"
 #include "tests/src/schedule_check.h"
 #include "tests/src/toy_trainer.h"
+#include "tests/src/uses_between_visits.h"
+#include "tests/swap/activation_uses.h"
 
 namespace spillway {
 namespace {
 
 using testing::TempStore;
 using testing::ToyTrainer;
+using testing::UsesBetweenVisits;
 
 constexpr std::uint32_t kBlocks = 8, kMicroBatches = 2;
+constexpr std::uint32_t kHeld = 2, kParts = 2 * kBlocks + 4;  // uses of activations: at a time; calls of `between`
 constexpr int kSteps = 8;
 
 // Runs of steps cut through what is read ahead and written behind: of the two cuts each can move what is in flight.
@@ -27,16 +33,18 @@ void expect_near(const char* link, std::uint64_t moved, std::uint64_t planned, s
   EXPECT_TRUE(in_flight * 4 < expected || moved == expected) << link << ": too little moves to tell";
 }
 
-Plan compare(Placement parameters, Placement states, const std::function<void(Config&)>& change) {
+Plan compare(Placement parameters, Placement states, const std::function<void(Config&)>& change,
+             const ModelDescription& model = testing::toy_model(kBlocks, 60'000, kMicroBatches)) {
   TempStore store;
-  const ModelDescription model = testing::toy_model(kBlocks, 60'000, kMicroBatches);
   Config config = testing::toy_config(parameters, states, DType::kBFloat16, store.path());
   config.tile_elements = 64 * kKiB;
   config.commit_every = 1;
   change(config);
   const Plan plan = make_plan(config, model);
   Plan scheduled = plan;
-  speculate(scheduled, *config.speculative_blocks);
+  for (const std::uint32_t block : speculated_blocks(plan, *config.speculative_blocks)) {
+    scheduled.blocks[block].early = true;
+  }
   const ScheduleInput input = schedule_input(scheduled, {}, {});
   const Schedule schedule = make_schedule(input);
   testing::check_schedule(input, schedule);
@@ -44,6 +52,8 @@ Plan compare(Placement parameters, Placement states, const std::function<void(Co
   auto engine = Engine::create(config, model);
   engine->import_weights(testing::toy_weights());
   ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
+  UsesBetweenVisits uses(*engine, model, kHeld, kParts);
+  trainer.between = [&] { uses.run_part(); };
   for (int step = 0; step < 4; ++step) trainer.run_step();  // guesses begin behind the second
   ScheduleTraffic moved;
   for (int step = 0; step < kSteps; ++step) {
@@ -103,6 +113,31 @@ TEST(ScheduleEngine, MovesThePlannedBytesWithAPlaceLessAndTwoMore) {
       config.hbm_bytes = usual.ledger.total(Placement::kHbm) + more * usual.hbm.places.back().bytes;
     });
     EXPECT_EQ(plan.hbm.places.size(), 3u + more);
+  }
+}
+
+TEST(ScheduleEngine, MovesThePlannedBytesOfActivations) {
+  ModelDescription model = testing::toy_model(kBlocks, 60'000, kMicroBatches);
+  model.activation_uses = testing::transformer_uses(kBlocks, 4);
+  model.activations.assign((kBlocks + 1) * 4, {.bytes = 100'000});
+  model.activations_held = kHeld;
+  for (const bool on_nvme : {false, true}) {
+    const Plan plan = compare(
+        Placement::kNvme, Placement::kNvme,
+        [&](Config& config) {
+          const Plan roomy = make_plan(config, model);
+          config.hbm_bytes = roomy.ledger.total(Placement::kHbm) - 2 * kMiB;
+          if (!on_nvme) return;
+          config.host_bytes = 1;
+          try {
+            make_plan(config, model);
+          } catch (const Error& error) {
+            config.host_bytes = testing::named_bytes(error);
+          }
+        },
+        model);
+    EXPECT_FALSE(plan.activations.uses.empty());
+    EXPECT_EQ(plan.nvme.activations.bytes > 0, on_nvme);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "src/schedule_program.h"
 #include "tests/src/random_model.h"
 #include "tests/src/schedule_check.h"
+#include "tests/swap/activation_uses.h"
 
 namespace spillway {
 namespace {
@@ -83,8 +84,7 @@ class RandomSchedule {
     input.spill_chunks = static_cast<std::uint32_t>(1 + below(5));
     input.passing_bytes = {gradients};
     for (std::uint64_t p = below(3); p > 0; --p) input.passing_bytes.push_back(below(gradients + 1));
-    input.activation_buffers = static_cast<std::uint32_t>(1 + below(3));
-    input.activation_host_buffers = static_cast<std::uint32_t>(below(3));
+    if (below(3) == 0) use_activations(input);
     return input;
   }
 
@@ -128,12 +128,33 @@ class RandomSchedule {
         if (std::ranges::none_of(input.visits, brings)) add(b, Pass::kBackward);
       }
     }
-    if (below(3) > 0) return;
-    const bool on_nvme = below(2) == 0;
-    for (ScheduleVisit& visit : input.visits) {
-      visit.activation_bytes = below(4) == 0 ? 0 : 1000 * (1 + below(100));
-      visit.activation_on_nvme = on_nvme;
+  }
+
+  // Any uses in any visits, in as many places as they need or a few more.
+  void use_activations(ScheduleInput& input) {
+    std::mt19937_64 random(below(UINT64_MAX));
+    const auto activations = static_cast<std::uint32_t>(1 + below(9)), held = static_cast<std::uint32_t>(1 + below(3));
+    const std::vector<ActivationUse> uses = testing::random_uses(random, activations);
+    const auto planned = assign_activations(uses, held, held + static_cast<std::uint32_t>(below(4)));
+    std::vector<std::uint32_t> went_home(activations, kNothing), visits;
+    for (std::size_t u = 0; u < uses.size(); ++u)
+      visits.push_back(static_cast<std::uint32_t>(below(input.visits.size())));
+    std::ranges::sort(visits);
+    for (std::uint32_t u = 0; u < uses.size(); ++u) {
+      const std::uint32_t activation = uses[u].activation;
+      const std::uint64_t bytes = 1000 * (1 + activation % 5);
+      input.uses.push_back({.visit = visits[u],
+                            .activation = activation,
+                            .place = planned[u].place,
+                            .bytes = bytes,
+                            .nvme_bytes = activation % 2 * align_up(bytes, std::uint64_t{4096}),
+                            .fetch = planned[u].fetch,
+                            .spill = planned[u].spill,
+                            .after = planned[u].after.value_or(kNothing),
+                            .source = planned[u].fetch ? went_home[activation] : kNothing});
+      if (planned[u].spill) went_home[activation] = u;
     }
+    input.activation_buffers = static_cast<std::uint32_t>(1 + below(3));
   }
 
   Random random_;

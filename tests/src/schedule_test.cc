@@ -9,6 +9,7 @@
 #include "spillway/units.h"
 #include "tests/src/random_model.h"
 #include "tests/src/schedule_check.h"
+#include "tests/swap/activation_uses.h"
 
 namespace spillway {
 namespace {
@@ -246,6 +247,46 @@ TEST(Schedule, FetchesTheLeastThatAnyAssignmentOfPlacesDoes) {
             << "order " << code << " of " << count << ", " << places << " places";
       }
     }
+  }
+}
+
+// Inputs of layers for several micro-batches, of which HBM holds a few.
+TEST(Schedule, MovesActivationsOutOfHbmAndBack) {
+  constexpr std::uint32_t kLayers = 6, kMicroBatches = 4;
+  ModelDescription model = gpt2(kLayers);
+  model.activation_uses = testing::transformer_uses(kLayers, kMicroBatches);
+  model.activations.assign((kLayers + 1) * kMicroBatches, {.bytes = kMiB});
+  model.activations_held = 2;
+  Config config = nvme_config();
+  config.hbm_bytes = make_plan(config, model).ledger.total(Placement::kHbm) - 20 * kMiB;
+  std::vector<double> compute(2 * kLayers + 3, 1e-2);
+  double without = 0;
+  for (const bool on_nvme : {false, true}) {
+    if (on_nvme) config.host_bytes = make_plan(config, model).ledger.total(Placement::kHost) - 20 * kMiB;
+    const Plan plan = make_plan(config, model);
+    std::uint64_t down = 0, up = 0, written = 0, read = 0;
+    for (std::size_t u = 0; u < plan.activations.uses.size(); ++u) {
+      const UsePlace& use = plan.activations.uses[u];
+      const bool nvme = plan.activations.homes[model.activation_uses[u].activation].scratch.has_value();
+      down += use.spill, written += use.spill && nvme;
+      up += use.fetch, read += use.fetch && nvme;
+    }
+    ASSERT_GT(down, 0u);
+    ASSERT_EQ(written > 0, on_nvme);
+    const ScheduleInput input = schedule_input(plan, plain_rates(), compute);
+    ScheduleInput resident = input;
+    resident.uses.clear();
+    const Schedule moving = make_schedule(input), staying = make_schedule(resident);
+    check_schedule(input, moving);
+    EXPECT_EQ(moving.traffic.d2h - staying.traffic.d2h, down * kMiB);
+    EXPECT_EQ(moving.traffic.h2d - staying.traffic.h2d, up * kMiB);
+    EXPECT_EQ(moving.traffic.nvme_write - staying.traffic.nvme_write, written * kMiB);
+    EXPECT_EQ(moving.traffic.nvme_read - staying.traffic.nvme_read, read * kMiB);
+    EXPECT_GE(moving.seconds(), staying.seconds());
+    if (on_nvme) {
+      EXPECT_GT(moving.seconds(), without);
+    }
+    without = moving.seconds();
   }
 }
 

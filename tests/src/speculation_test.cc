@@ -66,14 +66,13 @@ TEST(Speculation, TakesAsManyBlocksAsTheForecastFindsBest) {
   for (int step = 0; step < 10; ++step) nothing_to_choose.end_step(false, not_asked);
 }
 
-TEST(Speculation, MarksTheBlocksThatCompleteFirst) {
-  Plan plan = plan_of_blocks({false, true, true, true});
-  for (std::uint32_t b = 0; b < 4; ++b) plan.visits.push_back({b, Pass::kForward});
-  for (std::uint32_t b : {2u, 3u, 1u, 2u, 0u}) plan.visits.push_back({b, Pass::kBackward});
-  speculate(plan, 2);
-  std::vector<bool> early;
-  for (const BlockPlan& block : plan.blocks) early.push_back(block.early);
-  EXPECT_EQ(early, (std::vector<bool>{false, true, false, true})) << "block 2 comes back behind block 1";
+TEST(Speculation, SpreadsTheBlocksOverBackward) {
+  Plan plan = plan_of_blocks({false, true, true, true, true, true});
+  for (std::uint32_t b = 0; b < 6; ++b) plan.visits.push_back({b, Pass::kForward});
+  for (std::uint32_t b : {2u, 5u, 4u, 3u, 1u, 2u, 0u}) plan.visits.push_back({b, Pass::kBackward});
+  const std::vector<std::uint32_t> expected[] = {{}, {5}, {5, 3}, {5, 4, 1}, {5, 4, 3, 1}, {5, 4, 3, 1, 2}};
+  for (std::uint32_t count = 0; count < 6; ++count) EXPECT_EQ(speculated_blocks(plan, count), expected[count]) << count;
+  EXPECT_EQ(speculated_blocks(plan, 100), expected[5]) << "block 2 comes back behind block 1";
 }
 
 // Steps 4, 8 and 11 have gradients that are clipped; the others' norm is below the limit.

@@ -16,23 +16,28 @@ namespace spillway::testing {
 // Activation (l, b) is the input of layer l for micro-batch b; the last one becomes the gradient that flows backward.
 inline std::vector<ActivationUse> transformer_uses(std::uint32_t layers, std::uint32_t micro_batches) {
   std::vector<ActivationUse> uses;
+  std::uint32_t visit = 0;  // an embedding, the layers, the head, the layers again and the embedding
   const auto use = [&](std::uint32_t layer, std::uint32_t b, Access access) {
-    uses.push_back({layer * micro_batches + b, access});
+    uses.push_back({layer * micro_batches + b, access, visit});
   };
   for (std::uint32_t b = 0; b < micro_batches; ++b) use(0, b, Access::kWrite);
   for (std::uint32_t l = 0; l < layers; ++l) {
+    ++visit;
     for (std::uint32_t b = 0; b < micro_batches; ++b) {
       use(l, b, Access::kRead);
       use(l + 1, b, Access::kWrite);
     }
   }
+  ++visit;
   for (std::uint32_t b = 0; b < micro_batches; ++b) use(layers, b, Access::kUpdate);
   for (std::uint32_t l = layers; l-- > 0;) {
+    ++visit;
     for (std::uint32_t b = 0; b < micro_batches; ++b) {
       use(l, b, Access::kRead);
       use(layers, b, Access::kUpdate);
     }
   }
+  ++visit;
   for (std::uint32_t b = 0; b < micro_batches; ++b) use(layers, b, Access::kRead);
   return uses;
 }

@@ -94,23 +94,28 @@ void Gpt2Trainer::describe_activations(ModelDescription& description) const {
   const std::uint64_t bytes = shape_.tokens() * shape_.width * size_of(shape_.type);
   description.activations.assign((layers + std::size_t{1}) * micro_batches, {.bytes = bytes});
   description.activations_held = 2;
+  std::uint32_t visit = 0;
   const auto use = [&](std::uint32_t layer, std::uint32_t b, Access access) {
-    description.activation_uses.push_back({layer * micro_batches + b, access});
+    description.activation_uses.push_back({layer * micro_batches + b, access, visit});
   };
   for (std::uint32_t b = 0; b < micro_batches; ++b) use(0, b, Access::kWrite);
   for (std::uint32_t l = 0; l < layers; ++l) {
+    ++visit;
     for (std::uint32_t b = 0; b < micro_batches; ++b) {
       use(l, b, Access::kRead);
       use(l + 1, b, Access::kWrite);
     }
   }
+  ++visit;
   for (std::uint32_t b = 0; b < micro_batches; ++b) use(layers, b, Access::kUpdate);
   for (std::uint32_t l = layers; l-- > 0;) {
+    ++visit;
     for (std::uint32_t b = 0; b < micro_batches; ++b) {
       use(l, b, Access::kRead);
       use(layers, b, Access::kUpdate);
     }
   }
+  ++visit;
   for (std::uint32_t b = 0; b < micro_batches; ++b) use(layers, b, Access::kRead);
 }
 
