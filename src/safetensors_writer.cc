@@ -71,7 +71,7 @@ std::string header_of(std::span<const PlannedTensor> tensors, DType type) {
     put(writer, tensor.spec.name);
     writer.StartObject();
     put(writer, "dtype");
-    put(writer, type == DType::kFloat32 ? "F32" : "BF16");
+    put(writer, type == DType::kFloat32 ? "F32" : type == DType::kBFloat16 ? "BF16" : "F16");
     put(writer, "shape");
     writer.StartArray();
     for (const std::uint64_t dimension : tensor.spec.shape) writer.Uint64(dimension);

@@ -181,7 +181,7 @@ class KillSweep:
             "gradient_clipping": 0.5,
             "bf16": {"enabled": self.dtype == "bf16"},
             # In fp16 the first steps overflow, and some of the others.
-            "fp16": {"enabled": self.dtype == "fp16", "initial_scale_power": 26, "loss_scale_window": 2},
+            "fp16": {"enabled": self.dtype == "fp16", "initial_scale_power": 18, "loss_scale_window": 2},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
             "zero_optimization": {"stage": 3, "offload_optimizer": {**NVME, **path},
                                   "offload_param": {**parameters, **(path if parameters == NVME else {})}},

@@ -1,11 +1,14 @@
 // Training in fp16: a step whose gradients overflow leaves no trace but a lower loss scale, wherever tensors live and
 // whenever blocks are updated, and neither a new process nor a snapshot forgets the scale.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -58,6 +61,35 @@ void expect_varied(const Outcome& outcome) {
   EXPECT_LT(skipped, outcome.reports.size() - 2);
   EXPECT_GT(falls, 0u);
   EXPECT_GT(rises, 0u);
+}
+
+// What the layouts are for: every mode of a step is one of them.
+TEST(LayoutCases, MakeAStepInEveryWay) {
+  std::set<std::string> modes;
+  for (const LayoutCase& layout : testing::layout_cases()) {
+    for (const double clipping : {0.0, 0.5}) {
+      Config config = layout.config(DType::kFloat16, "/drive");
+      config.gradient_clipping = clipping;
+      layout.choose_budgets(config, layout.model());
+      const Plan plan = make_plan(config, layout.model());
+      const auto any = [&](auto of) { return std::ranges::any_of(plan.blocks, of); };
+      if (plan.gradients_in_hbm) modes.insert("updated on the device");
+      if (any(&BlockPlan::early)) modes.insert("inside backward");
+      if (any(&BlockPlan::speculative) && layout.speculative_blocks > 0) modes.insert("on a guess");
+      if (any([](const BlockPlan& block) { return block.gradient_place == GradientPlace::kHost; }))
+        modes.insert("in the next forward");
+      if (any([](const BlockPlan& block) { return block.gradient_place == GradientPlace::kSpilled; }))
+        modes.insert("gradients on nvme");
+      if (plan.hbm.places.empty() && !plan.gradients_in_hbm) modes.insert("weights in hbm");
+      const auto cached = [](const TilePlace& tile) { return tile.home[1] == Home::kHost; };
+      if (layout.states == Placement::kNvme && std::ranges::any_of(plan.tile_places, cached) &&
+          !std::ranges::all_of(plan.tile_places, cached))
+        modes.insert("some tiles cached");
+    }
+  }
+  EXPECT_THAT(modes, ::testing::UnorderedElementsAre("updated on the device", "inside backward", "on a guess",
+                                                     "in the next forward", "gradients on nvme", "weights in hbm",
+                                                     "some tiles cached"));
 }
 
 class Fp16 : public ::testing::TestWithParam<double> {
