@@ -66,8 +66,8 @@ struct Collector {
     compute->launch([=](HostWorkers&) {
       for (std::size_t i = 0; i < n; ++i) {
         if (dtype == DType::kFloat32) std::memcpy(data + i * 4, from + i, 4);
-        const std::uint16_t bits = float_to_bf16(from[i]);
-        if (dtype == DType::kBFloat16) std::memcpy(data + i * 2, &bits, 2);
+        const std::uint16_t bits = dtype == DType::kFloat16 ? float_to_fp16(from[i]) : float_to_bf16(from[i]);
+        if (dtype != DType::kFloat32) std::memcpy(data + i * 2, &bits, 2);
       }
     });
     compute->synchronize();  // `values` may go with the exception of a refused push
@@ -103,7 +103,9 @@ class Expected {
   void push(std::uint32_t b, std::uint32_t p, std::span<const float> values, DType dtype = DType::kFloat32) {
     const std::uint64_t first = collector_.plan.blocks[b].partition.parameters[p].first;
     for (std::size_t i = 0; i < values.size(); ++i) {
-      const float value = dtype == DType::kBFloat16 ? bf16_to_float(float_to_bf16(values[i])) : values[i];
+      const float value = dtype == DType::kBFloat16  ? bf16_to_float(float_to_bf16(values[i]))
+                          : dtype == DType::kFloat16 ? fp16_to_float(float_to_fp16(values[i]))
+                                                     : values[i];
       sums_[b][first + i] = pushed_[b][p] ? sums_[b][first + i] + value : value;
     }
     pushed_[b][p] = true;

@@ -48,7 +48,7 @@ struct LayoutCase {
     try {
       make_plan(config, description);
     } catch (const Error& error) {
-      config.host_bytes = named_bytes(error) + (host == kSomeInHost ? 1 << 20 : 0);
+      config.host_bytes = named_bytes(error) + (host == kSomeInHost ? 32 << 20 : 0);
     }
   }
 };
