@@ -70,6 +70,23 @@ struct Float16 {
     result = hn::IfThenElse(hn::Lt(magnitude, hn::Set(U32(), 0x400u)), hn::BitCast(U32(), scaled), result);
     return hn::BitCast(F32(), hn::Or(result, sign));
   }
+  // float_to_fp16() of spillway/fp16.h on every lane.
+  static HWY_INLINE void store(Floats x, std::uint16_t* to) {
+    const Bits u = hn::BitCast(U32(), x);
+    const Bits magnitude = hn::And(u, hn::Set(U32(), 0x7fffffffu));
+    const Bits sign = hn::And(hn::ShiftRight<16>(u), hn::Set(U32(), 0x8000u));
+    const Bits odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(U32(), 1u));
+    const Bits rebiased = hn::Sub(magnitude, hn::Set(U32(), 112u << 23));
+    const Bits normal = hn::ShiftRight<13>(hn::Add(rebiased, hn::Add(hn::Set(U32(), 0xfffu), odd)));
+    // Added to 0.5, whose last bit is the smallest subnormal, the sum rounds to a multiple of it.
+    const Floats sum = hn::Add(hn::BitCast(F32(), magnitude), hn::Set(F32(), 0.5f));
+    const Bits subnormal = hn::Sub(hn::BitCast(U32(), sum), hn::Set(U32(), 0x3f000000u));
+    const Bits quiet = hn::Or(hn::Set(U32(), 0x7e00u), hn::And(hn::ShiftRight<13>(magnitude), hn::Set(U32(), 0x3ffu)));
+    Bits result = hn::IfThenElse(hn::Lt(magnitude, hn::Set(U32(), 0x38800000u)), subnormal, normal);
+    result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x477fefffu)), hn::Set(U32(), 0x7c00u), result);
+    result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x7f800000u)), quiet, result);
+    hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), hn::Or(result, sign))), U16(), to);  // fits: nothing saturates
+  }
 };
 
 // Calls body(from, to) on a vector of elements at a time; the last, incomplete group goes through copies on the stack,
@@ -113,13 +130,20 @@ void add_typed(float* accumulator, const void* from, std::size_t count) {
   for_lanes(static_cast<const typename From::Element*>(from), accumulator, count, AddLanes<From>());
 }
 
+template <typename From>
+void cast_from(void* to, DType to_type, const void* from, std::size_t count) {
+  switch (to_type) {
+    case DType::kFloat32: return cast_typed<From, Float32>(to, from, count);
+    case DType::kBFloat16: return cast_typed<From, BFloat16>(to, from, count);
+    case DType::kFloat16: return cast_typed<From, Float16>(to, from, count);
+  }
+}
+
 void cast_other(void* to, DType to_type, const void* from, DType from_type, std::size_t count) {
-  const bool to_float = to_type == DType::kFloat32;
   switch (from_type) {
-    case DType::kFloat32: return cast_typed<Float32, BFloat16>(to, from, count);
-    case DType::kBFloat16: return cast_typed<BFloat16, Float32>(to, from, count);
-    case DType::kFloat16:
-      return to_float ? cast_typed<Float16, Float32>(to, from, count) : cast_typed<Float16, BFloat16>(to, from, count);
+    case DType::kFloat32: return cast_from<Float32>(to, to_type, from, count);
+    case DType::kBFloat16: return cast_from<BFloat16>(to, to_type, from, count);
+    case DType::kFloat16: return cast_from<Float16>(to, to_type, from, count);
   }
 }
 
@@ -150,7 +174,6 @@ void cast(void* to, DType to_type, const void* from, DType from_type, std::size_
     std::memcpy(to, from, count * size_of(to_type));
     return;
   }
-  SPILLWAY_CHECK(to_type != DType::kFloat16, "fp16 is read for imports and never made");
   const DefaultFloatEnvironment environment;
   HWY_DYNAMIC_DISPATCH(cast_other)(to, to_type, from, from_type, count);
 }

@@ -9,7 +9,7 @@
 
 namespace spillway {
 
-// to[i] = from[i]. Every type to fp32 and bf16, and fp16 to itself; fp16 is read for imports and never made.
+// to[i] = from[i].
 void cast(void* to, DType to_type, const void* from, DType from_type, std::size_t count);
 
 // accumulator[i] = from[i] (first), or accumulator[i] + from[i] in fp32.

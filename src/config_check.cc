@@ -1,6 +1,8 @@
 #include "src/config_check.h"
 
 #include <algorithm>
+#include <cmath>
+#include <iterator>
 #include <limits>
 #include <tuple>
 
@@ -101,9 +103,26 @@ void settle_optimizer(ConfigDraft& draft, const KeyPlaces& places, const ReportA
     report("optimizer.params.nesterov", "needs a momentum and no dampening", "set momentum to 0.9");
   }
   settle_groups(draft, places, report);
-  if (draft.fp16) {
-    report("fp16.enabled", "fp16 training is not supported", "use bf16: \"bf16\": {\"enabled\": true}");
+}
+
+void settle_precision(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  draft.config.weights = draft.fp16 ? DType::kFloat16 : draft.bf16 ? DType::kBFloat16 : DType::kFloat32;
+  if (!draft.fp16) return;
+  const LossScaleConfig& scale = draft.config.loss_scale;
+  if (draft.bf16) report("fp16.enabled", "contradicts bf16.enabled", "enable one of the two");
+  if (scale.fixed == 0 && std::ldexp(1.0, static_cast<int>(scale.initial_power)) < scale.least) {
+    report("fp16.min_loss_scale",
+           fmt::format("{} is above the scale that it begins with, 2^{}", scale.least, scale.initial_power),
+           "raise initial_scale_power, or lower it");
   }
+  if (scale.fixed == 0) return;
+  constexpr std::string_view kDynamic[] = {"fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis",
+                                           "fp16.consecutive_hysteresis", "fp16.min_loss_scale"};
+  std::vector<std::string_view> idle;
+  std::ranges::copy_if(kDynamic, std::back_inserter(idle), [&](std::string_view key) { return places.contains(key); });
+  if (!idle.empty())
+    log(LogLevel::kInfo,
+        fmt::format("fp16.loss_scale {} is static: without effect are {}", scale.fixed, list_of(idle)));
 }
 
 std::string_view name_of(ScheduleKind kind) {
@@ -244,6 +263,7 @@ void settle_tiles(ConfigDraft& draft, const KeyPlaces& places) {
 void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   settle_batch(draft, places, report);
   settle_optimizer(draft, places, report);
+  settle_precision(draft, places, report);
   settle_schedule(draft, places, report);
   settle_offload(draft, places, report);
   settle_tiles(draft, places);

@@ -50,7 +50,7 @@ struct ConfigDraft {
   bool adam_w_mode = true;
   std::optional<double> learning_rate, epsilon;  // whose defaults differ by type
   std::optional<std::pair<double, double>> betas;
-  bool fp16 = false;
+  bool bf16 = false, fp16 = false;
   bool cpu_offload = false, cpu_offload_param = false;  // DeepSpeed's older words
   std::optional<std::uint64_t> sub_group_size;
   std::optional<std::string> states_path, parameters_path;

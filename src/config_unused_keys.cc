@@ -13,7 +13,6 @@ constexpr std::string_view kMonitor = "logging and profiling";
 constexpr std::string_view kPrefetch = "prefetch and release follow the plan";
 constexpr std::string_view kBuffers = "buffers follow the plan and the budgets";
 constexpr std::string_view kFeature = "not a part of the engine";
-constexpr std::string_view kHalf = "fp16 training is not supported";
 
 constexpr ConfigKey kKeys[] = {
     {"steps_per_print", kAnything, "", kMonitor},
@@ -61,14 +60,8 @@ constexpr ConfigKey kKeys[] = {
     {"bf16.check_grad_overflow", kBool, "", "gradients are always checked"},
     {"bf16.bf16_master_weights_and_grads", kBool, "", "the master is exact"},
     {"bf16.bf16_optimizer_states", kBool, "", "states are fp32"},
-    {"fp16.auto_cast", kBool, "", kHalf},
-    {"fp16.loss_scale", kNumber, "", kHalf},
-    {"fp16.initial_scale_power", kInteger, "", kHalf},
-    {"fp16.loss_scale_window", kInteger, "", kHalf},
-    {"fp16.hysteresis", kInteger, "", kHalf},
-    {"fp16.consecutive_hysteresis", kBool, "", kHalf},
-    {"fp16.min_loss_scale", kNumber, "", kHalf},
-    {"fp16.fp16_master_weights_and_grads", kBool, "", kHalf},
+    {"fp16.auto_cast", kBool, "", "inputs are tokens"},
+    {"fp16.fp16_master_weights_and_grads", kBool, "", "the master is fp32"},
 
     {"zero_optimization.contiguous_gradients", kBool, "", kBuffers},
     {"zero_optimization.reduce_scatter", kBool, "", kComm},

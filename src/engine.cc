@@ -12,7 +12,9 @@
 #include "spillway/bf16.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "src/commit_interval.h"
 #include "src/forecast.h"
+#include "src/loss_scaler.h"
 #include "src/machinery.h"
 #include "src/plan.h"
 #include "src/run_facts.h"
@@ -29,8 +31,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-constexpr double kCommitShare = 0.02;  // of a step: what commits of resident tiles may cost on average
-
 class StepEngine final : public Engine {
  public:
   StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
@@ -38,6 +38,7 @@ class StepEngine final : public Engine {
         model_(model),
         thread_shares_(share_threads(config.threads)),
         plan_(make_plan(config, model, nodes())),
+        loss_scaler_(config_),
         snapshot_(open_snapshot(plan_, config_, model_, options)),
         machinery_(config, model_, plan_, options, thread_shares_),
         cursor_(plan_.visits, !plan_.visits_given),
@@ -48,9 +49,9 @@ class StepEngine final : public Engine {
         written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
       }
     }
-    commit_every_ = config.commit_every.value_or(1);
-    choose_commit_interval_ = machinery_.store && written_back_ && !config.commit_every;
+    commits_ = {config.commit_every, machinery_.store && written_back_};
     blob_.reserve(kBlobCapacity);
+    record_.reserve(kBlobCapacity);
     updated_ = machinery_.device->create_event();
     scalars_.reserve(plan_.groups.values.size());
     if (machinery_.resumed) resume();
@@ -61,6 +62,7 @@ class StepEngine final : public Engine {
 
   std::uint64_t current_step() const override { return step_; }
   std::vector<std::byte> blob() const override { return blob_; }
+  double loss_scale() const override { return loss_scaler_.scale(); }
   const Ledger& ledger() const override { return plan_.ledger; }
   std::vector<std::string> describe() const override;
   std::optional<double> predicted_step_seconds() const override {
@@ -104,17 +106,20 @@ class StepEngine final : public Engine {
   void begin_step();
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
+  // The number of the update that comes: skipped steps have none.
+  std::uint64_t next_update() const { return step_ - loss_scaler_.skipped() + 1; }
+  bool begin_update(StepReport& report);
   void resume();
   void restore();
   void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
   void walk(const char* call, const TileWork& look);
   void commit();
-  void choose_commit_interval(double commit_seconds, double step_seconds);
 
   const Config config_;
   const ModelDescription model_;
   const std::vector<ThreadShare> thread_shares_;
   const Plan plan_;
+  LossScaler loss_scaler_;
   std::unique_ptr<SnapshotReader> snapshot_;  // refused before the machinery makes a store
   Machinery machinery_;
   VisitCursor cursor_;  // without given visits the first step of this process teaches it; a store keeps no order
@@ -125,12 +130,12 @@ class StepEngine final : public Engine {
   std::uint32_t leases_ = 0;               // while weights stay in HBM; places count their own
 
   std::uint64_t step_ = 0, durable_step_ = 0;
-  std::vector<std::byte> blob_;
+  std::vector<std::byte> blob_, record_;
   bool imported_ = false, stepping_ = false;
   bool updating_ = false;      // the update of step_ is not settled: it is not taken back, what it overwrote is gone
   bool written_back_ = false;  // some tiles reach their slot only at a commit
-  std::uint32_t commit_every_ = 1;
-  bool choose_commit_interval_ = false;
+  bool changed_ = false;       // some step since the last commit was not skipped
+  CommitInterval commits_{1u, false};
   std::unique_ptr<Event> updated_;  // behind the copies of weights that stay in HBM
   std::string failure_;             // after it, nothing but destruction
 
@@ -266,17 +271,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   guarded([&] {
     if (!stepping_) begin_step();
     settle();  // the gradients of the step before are read until then
-    if (gradient.block >= plan_.blocks.size() ||
-        gradient.parameter >= plan_.blocks[gradient.block].partition.parameters.size()) {
-      throw Error(Code::kInvalidArgument, {"push_gradient", "names a block or parameter that does not exist", 0,
-                                           "use the indices of the description"});
-    }
-    const ParameterPlace& place = plan_.blocks[gradient.block].partition.parameters[gradient.parameter];
-    if (!in_hbm(gradient.data, place.count * size_of(gradient.dtype))) {
-      throw Error(Code::kInvalidArgument,
-                  {model_.blocks[gradient.block].parameters[gradient.parameter].name,
-                   "its gradient does not lie in the HBM arena", 0, "push from Engine::workspace()"});
-    }
+    machinery_.gradients->check(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
       if (machinery_.updater->make_room()) continue;
       throw Error(Code::kInvalidArgument,
@@ -286,9 +281,9 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     }
     const bool complete = machinery_.gradients->push(gradient, stream);
     // What a guess is taken back to must be durable.
-    const bool committed = commit_every_ == 1 && durable_step_ == step_;
+    const bool committed = commits_.every_step() && durable_step_ == step_;
     if (!complete || !(plan_.blocks[gradient.block].early || (committed && speculation_.take(gradient.block)))) return;
-    scalars_of(config_, plan_.groups, step_ + 1, 1, scalars_);
+    scalars_of(config_, plan_.groups, next_update(), 1 / loss_scaler_.scale(), scalars_);
     machinery_.updater->add(gradient.block, scalars_);
   });
 }
@@ -299,10 +294,9 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
   return guarded([&] {
     const TimedSpan span(machinery_.timeline(), SpanKind::kFinishStep, step_ + 1);
     if (!stepping_) begin_step();
-    if (blob.size() > kBlobCapacity) {
-      throw Error(Code::kInvalidArgument,
-                  {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), kBlobCapacity), 0,
-                   "keep the rest in a file of your own and its name in the blob"});
+    if (const std::size_t most = kBlobCapacity - loss_scaler_.record_bytes(); blob.size() > most) {
+      throw Error(Code::kInvalidArgument, {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), most), 0,
+                                           "keep the rest in a file of your own and its name in the blob"});
     }
     if (leases_ > 0 || (machinery_.places && machinery_.places->leased()) || machinery_.activations->leased()) {
       throw Error(Code::kInvalidArgument,
@@ -318,24 +312,12 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     }
     machinery_.compute->synchronize();
     meter_.computed();
-    if (const auto tensor = gradients.first_nonfinite()) {
-      machinery_.updater->take_back();
-      stepping_ = false;
-      meter_.start();
-      throw Error(Code::kNonFinite, {*tensor, fmt::format("NaN or Inf in its gradient in step {}", step_ + 1), 0,
-                                     "nothing was changed; lower the learning rate or look at the data of this step"});
-    }
     StepReport report;
     report.step = step_ + 1;
-    report.gradient_norm = std::sqrt(gradients.squared_norm_sum());
-    report.learning_rate = learning_rate(config_, report.step);
-    double scale = 1;
-    if (config_.gradient_clipping > 0) scale = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
+    report.learning_rate = learning_rate(config_, next_update());
+    report.loss_scale = loss_scaler_.reported();
     report.speculative_blocks = speculation_.taken();
-    report.taken_back = !machinery_.updater->keep_early(scale == 1);
-    scalars_of(config_, plan_.groups, report.step, scale, scalars_);
-    updating_ = true;
-    machinery_.updater->begin(scalars_);
+    const bool calm = begin_update(report);
     step_ = report.step;
     blob_.assign(blob.begin(), blob.end());
     if (plan_.gradients_in_hbm) settle();  // the device has updated everything
@@ -353,10 +335,45 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
       forecast_.forget(cursor_.visits().size());
     }
     speculation_.end_step(
-        scale != 1, [this] { return forecast_.best_speculation(plan_, cursor_.visits(), machinery_.rates, nodes()); });
+        !calm, [this] { return forecast_.best_speculation(plan_, cursor_.visits(), machinery_.rates, nodes()); });
     begin_step();
     return report;
   });
+}
+
+// Of the step's gradients; with an overflow in fp16 there is none, and only the commit is left. False: it was clipped
+// or skipped.
+bool StepEngine::begin_update(StepReport& report) {
+  const double loss_scale = loss_scaler_.scale();
+  if (const auto tensor = machinery_.gradients->first_nonfinite()) {
+    machinery_.updater->take_back();
+    if (!loss_scaler_.may_skip()) {
+      stepping_ = false;
+      meter_.start();
+      const std::string at = report.loss_scale ? fmt::format(" at the smallest loss scale, {}", loss_scale) : "";
+      throw Error(Code::kNonFinite,
+                  {*tensor, fmt::format("NaN or Inf in its gradient in step {}{}", report.step, at), 0,
+                   "nothing was changed; lower the learning rate or look at the data of this step"});
+    }
+    loss_scaler_.update(true);
+    log(LogLevel::kInfo,
+        fmt::format("step {} is skipped: NaN or Inf in the gradient of {} at loss scale {}; {} from now on",
+                    report.step, *tensor, loss_scale, loss_scaler_.scale()));
+    report.gradient_norm = HUGE_VAL;
+    report.skipped = true;
+    report.taken_back = report.speculative_blocks > 0;
+    updating_ = true;
+    return false;
+  }
+  report.gradient_norm = std::sqrt(machinery_.gradients->squared_norm_sum()) / loss_scale;
+  double clip = 1;
+  if (config_.gradient_clipping > 0) clip = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
+  report.taken_back = !machinery_.updater->keep_early(clip == 1);
+  scalars_of(config_, plan_.groups, next_update(), clip / loss_scale, scalars_);
+  updating_ = changed_ = true;
+  machinery_.updater->begin(scalars_);
+  loss_scaler_.update(false);
+  return clip == 1;
 }
 
 // The rest of the last step's update, and its commit: at the latest before the next gradient comes, because it would
@@ -366,55 +383,35 @@ void StepEngine::settle() {
   machinery_.updater->finish();
   updating_ = false;
   const auto start = Clock::now();
-  const bool due = machinery_.store && commit_every_ > 0 && step_ % commit_every_ == 0;
-  if (!due) return;
+  if (!machinery_.store || !commits_.due(step_)) return;
   commit();
-  if (choose_commit_interval_ && step_ >= 2) choose_commit_interval(seconds_since(start), step_seconds_);
+  if (step_ >= 2 && !loss_scaler_.skipped_last()) commits_.committed(seconds_since(start), step_seconds_);
 }
 
 void StepEngine::commit() {
   const TimedSpan span(machinery_.timeline(), SpanKind::kCommit, step_);
   const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kCommit);
-  if (written_back_) write_resident_tiles(*machinery_.mover, plan_.tile_places);
-  machinery_.store->commit(step_, blob_, *machinery_.thread, machinery_.host_region(plan_.host.record));
+  if (written_back_ && changed_) write_resident_tiles(*machinery_.mover, plan_.tile_places);
+  changed_ = false;
+  machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
+                           machinery_.host_region(plan_.host.record));
   durable_step_ = step_;
-}
-
-void StepEngine::choose_commit_interval(double commit_seconds, double step_seconds) {
-  choose_commit_interval_ = false;
-  const double without = std::max(step_seconds - commit_seconds, 1e-3);
-  commit_every_ =
-      static_cast<std::uint32_t>(std::clamp(std::ceil(commit_seconds / (kCommitShare * without)), 1.0, 1000.0));
-  log(LogLevel::kInfo, fmt::format("commit_every {}: a commit of the tiles in memory takes {:.2f} s, a step {:.2f} s; "
-                                   "a crash loses at most {} steps",
-                                   commit_every_, commit_seconds, without, commit_every_));
 }
 
 void StepEngine::flush() {
   guarded([&] {
     settle();
-    if (!machinery_.store || commit_every_ == 0 || !imported_ || durable_step_ == step_) return;
+    if (!machinery_.store || commits_.never() || !imported_ || durable_step_ == step_) return;
     machinery_.updater->cancel_read_ahead();
     commit();
   });
 }
 
 void StepEngine::resume() {
-  TileMover& mover = *machinery_.mover;
-  for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
-    const TilePlace& tile = plan_.tile_places[t];
-    const bool resident = tile.home[0] != Home::kNvme || tile.home[1] != Home::kNvme || tile.hbm_weights;
-    if (!resident) continue;
-    const std::uint32_t buffer = t % mover.buffers();
-    mover.finish_save(buffer);
-    mover.start_load(t, buffer, Load::kStore);
-    mover.finish_load(buffer);
-    mover.start_save(buffer, Save::kRestored);
-  }
-  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+  read_resident_tiles(*machinery_.mover, plan_.tile_places);
   const Manifest& manifest = machinery_.store->committed();
   step_ = durable_step_ = manifest.step;
-  blob_.assign(manifest.blob.begin(), manifest.blob.end());
+  loss_scaler_.resume(manifest.blob, manifest.step, blob_);
   machinery_.measure_drive();
   imported_ = true;
   begin_step();
@@ -440,7 +437,8 @@ void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork
     if (of_fill) return of_fill;
     step_ = step;
     if (machinery_.store) {
-      machinery_.store->commit(step_, blob_, *machinery_.thread, machinery_.host_region(plan_.host.record));
+      machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
+                               machinery_.host_region(plan_.host.record));
       durable_step_ = step_;
     }
     machinery_.measure_drive();
@@ -453,12 +451,13 @@ void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork
 }
 
 void StepEngine::import_weights(const WeightSource& source) {
+  const WeightSource values = config_.weights == DType::kFloat16 ? within_fp16(model_, source) : source;
   begin_with("import_weights", 0,
-             [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, source); });
+             [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, values); });
 }
 
 void StepEngine::restore() {
-  blob_.assign(snapshot_->blob().begin(), snapshot_->blob().end());
+  loss_scaler_.resume(snapshot_->kept(), snapshot_->step(), blob_);
   begin_with("snapshot", snapshot_->step(),
              [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
   snapshot_.reset();
@@ -483,11 +482,11 @@ void StepEngine::save(const std::filesystem::path& directory, const SaveOptions&
   guarded([&] { make_ready("save"); });
   SnapshotWriter writer(plan_, config_, model_, directory, options, *machinery_.workers);
   walk("save", [&](std::uint32_t tile, const TileMemory& memory) { writer.add(tile, memory); });
-  writer.finish(step_, blob_);
+  writer.finish(step_, loss_scaler_.record(blob_, record_));
 }
 
 std::vector<std::string> StepEngine::describe() const {
-  return run_facts(plan_, model_, machinery_, choose_commit_interval_ ? std::nullopt : std::optional(commit_every_));
+  return run_facts(plan_, model_, machinery_, commits_.chosen());
 }
 
 }  // namespace

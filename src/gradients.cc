@@ -93,13 +93,29 @@ void GradientCollector::forget(std::uint32_t block) {
   if (blocks_[block].passing) passing_[*blocks_[block].passing].reset();
 }
 
-bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
-  auto refuse = [&](const std::string& object, const std::string& happened, const std::string& hint) {
-    throw Error(Code::kInvalidArgument, {object, happened, 0, hint});
-  };
+namespace {
+
+void refuse(const std::string& object, const std::string& happened, const std::string& hint) {
+  throw Error(Code::kInvalidArgument, {object, happened, 0, hint});
+}
+
+}  // namespace
+
+void GradientCollector::check(const Gradient& gradient) const {
   if (gradient.block >= blocks_.size() || gradient.parameter >= blocks_[gradient.block].pushes.size()) {
     refuse("push_gradient", "names a block or parameter that does not exist", "use the indices of the description");
   }
+  const std::uint64_t count = plan_.blocks[gradient.block].partition.parameters[gradient.parameter].count;
+  const std::uint64_t bytes = count * size_of(gradient.dtype);
+  const std::span<std::byte> hbm = device_.hbm();
+  const auto* at = static_cast<const std::byte*>(gradient.data);
+  if (at >= hbm.data() && bytes <= hbm.size() && at <= hbm.data() + (hbm.size() - bytes)) return;
+  refuse(model_.blocks[gradient.block].parameters[gradient.parameter].name,
+         "its gradient does not lie in the HBM arena", "push from Engine::workspace()");
+}
+
+bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
+  check(gradient);
   const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
   BlockState& block = blocks_[gradient.block];
   std::uint32_t& pushes = block.pushes[gradient.parameter];

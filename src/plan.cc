@@ -78,9 +78,6 @@ class Planner {
                   {"spillway.nvme_paths", fmt::format("{} are named", config_.nvme_paths.size()), 0,
                    fmt::format("at most {}", kMostStorePaths)});
     }
-    if (config_.weights == DType::kFloat16) {
-      throw Error(Code::kUnsupported, {"fp16", "is not supported by this version", 0, "use bf16"});
-    }
   }
 
   void cut_blocks() {

@@ -12,6 +12,7 @@
 
 #include "spillway/bf16.h"
 #include "spillway/error.h"
+#include "spillway/fp16.h"
 #include "spillway/safetensors.h"
 #include "spillway/units.h"
 #include "src/partition.h"
@@ -70,7 +71,7 @@ std::string header_of(std::span<const PlannedTensor> tensors, DType type) {
     put(writer, tensor.spec.name);
     writer.StartObject();
     put(writer, "dtype");
-    put(writer, type == DType::kFloat32 ? "F32" : "BF16");
+    put(writer, type == DType::kFloat32 ? "F32" : type == DType::kBFloat16 ? "BF16" : "F16");
     put(writer, "shape");
     writer.StartArray();
     for (const std::uint64_t dimension : tensor.spec.shape) writer.Uint64(dimension);
@@ -321,8 +322,6 @@ SafetensorsWriter::~SafetensorsWriter() = default;
 SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directory, std::vector<TensorSpec> tensors,
                                             SafetensorsWriterOptions options) {
   const std::string object = directory.string();
-  if (options.type == DType::kFloat16)
-    refuse(Code::kInvalidArgument, object, "fp16 cannot be written", "choose fp32 or bf16");
   if (tensors.empty()) refuse(Code::kInvalidArgument, object, "a model has at least one tensor", "name its tensors");
   auto output = std::make_unique<Output>();
   output->directory = directory;
@@ -364,6 +363,14 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
            fmt::format("values {} to {} of tensor {} were given out of turn", first, first + values.size(), tensor),
            fmt::format("value {} of tensor {} is next", out.element, out.tensor));
   }
+  const bool half = out.options.type == DType::kFloat16;
+  const auto beyond = half ? std::ranges::find_if_not(values, fits_fp16) : values.end();
+  if (beyond != values.end()) {
+    refuse(Code::kInvalidArgument, out.directory.string(),
+           fmt::format("tensor \"{}\" holds {}, and fp16 ends at 65,504", printable(out.tensors[tensor].spec.name),
+                       *beyond),
+           "write bf16 or fp32");
+  }
   out.element += values.size();
   if (out.options.type == DType::kFloat32) {
     out.append(std::as_bytes(values));
@@ -371,7 +378,7 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
     std::uint16_t narrow[1024];
     while (!values.empty()) {
       const std::size_t count = std::min(values.size(), std::size(narrow));
-      std::transform(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(count), narrow, float_to_bf16);
+      std::ranges::transform(values.first(count), narrow, half ? float_to_fp16 : float_to_bf16);
       out.append(std::as_bytes(std::span(narrow).first(count)));
       values = values.subspan(count);
     }

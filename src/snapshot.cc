@@ -89,13 +89,13 @@ void SnapshotWriter::add(Array& array, std::uint32_t tile, const TileMemory& mem
   }
 }
 
-void SnapshotWriter::finish(std::uint64_t step, std::span<const std::byte> blob) {
+void SnapshotWriter::finish(std::uint64_t step, std::span<const std::byte> kept) {
   SnapshotRecord record;
   record.facts = {.step = step,
                   .model = snapshot_fingerprint(config_, model_),
                   .weights = config_.weights,
                   .optimizer = config_.optimizer.kind};
-  record.blob.assign(blob.begin(), blob.end());
+  record.blob.assign(kept.begin(), kept.end());
   for (Array& array : arrays_) {
     array.writer->finish();
     record.checksums.merge(array.seen);

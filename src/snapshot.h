@@ -42,7 +42,8 @@ class SnapshotWriter {
                  const std::filesystem::path& directory, const SaveOptions& options, HostWorkers& workers);
 
   void add(std::uint32_t tile, const TileMemory& memory);
-  void finish(std::uint64_t step, std::span<const std::byte> blob);
+  // `kept`: LossScaler::record().
+  void finish(std::uint64_t step, std::span<const std::byte> kept);
 
  private:
   struct Array {
@@ -68,7 +69,7 @@ class SnapshotReader {
                  const std::filesystem::path& directory);
 
   std::uint64_t step() const { return record_.facts.step; }
-  std::span<const std::byte> blob() const { return record_.blob; }
+  std::span<const std::byte> kept() const { return record_.blob; }
   void fill(std::uint32_t tile, const TileMemory& memory);
 
  private:

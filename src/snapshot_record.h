@@ -31,7 +31,7 @@ std::vector<SnapshotArray> snapshot_arrays(DType weights, OptimizerKind optimize
 
 struct SnapshotRecord {
   SnapshotFacts facts;
-  std::vector<std::byte> blob;
+  std::vector<std::byte> blob;                     // the caller's; in fp16 behind a LossScalerState
   std::vector<std::string> files;                  // of the directory, but for this one
   std::map<std::string, std::uint64_t> checksums;  // by tensor: XXH3 of its values, row-major, as fp32
 };

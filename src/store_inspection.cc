@@ -1,6 +1,9 @@
 #include "src/store_inspection.h"
 
+#include <algorithm>
+
 #include "spillway/error.h"
+#include "src/loss_scaler.h"
 #include "swap/store_check.h"
 #include "swap/tile_store.h"
 
@@ -33,6 +36,16 @@ void count_parameters(StoreInfo& info) {
       info.trainable += parameter.trainable ? elements : 0;
     }
   }
+}
+
+// Off the front of the blob. A record without one is shown as it is: its run can say more.
+void take_loss_scale(StoreInfo& info) {
+  const auto bytes = std::span(info.blob).first(std::min(info.blob.size(), LossScalerState::kBytes));
+  const auto state = LossScalerState::decode(bytes);
+  if (!state) return;
+  info.loss_scale = state->scale;
+  info.skipped_steps = state->skipped;
+  info.blob.erase(info.blob.begin(), info.blob.begin() + LossScalerState::kBytes);
 }
 
 }  // namespace
@@ -76,6 +89,7 @@ StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
   if (store.choice.manifest) {
     info.step = store.choice.manifest->step;
     info.blob = std::move(store.choice.manifest->blob);
+    if (info.weights == DType::kFloat16) take_loss_scale(info);
   }
   if (store.choice.older) info.older_step = store.choice.older->step;
   return info;

@@ -1,10 +1,14 @@
 #include "src/tile_values.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "spillway/bf16.h"
+#include "spillway/error.h"
+#include "spillway/fp16.h"
 
 namespace spillway {
 namespace {
@@ -26,54 +30,83 @@ void for_each_piece(const Plan& plan, std::uint32_t tile, Piece&& piece) {
   }
 }
 
+// Where a tile's weights lie, and what makes them exact: a bf16 residual, an fp16 master; null in a frozen tile, which
+// keeps no more than its weights.
 struct TileArrays {
-  float* fp32;             // fp32 weights
-  std::uint16_t* weights;  // bf16 weights
-  std::int16_t* residual;  // null in a frozen tile, which keeps no more than its weights
+  TileArrays(const TilePlace& place, const TileMemory& memory)
+      : type(place.shape.type), weights(memory.part[index_of(Part::kWeights)]) {
+    std::byte* const states = memory.part[index_of(Part::kStates)];
+    if (states && type != DType::kFloat32) exact = states + state_offsets(place.shape).master;
+  }
+  std::uint16_t* halves() const { return reinterpret_cast<std::uint16_t*>(weights); }
+  std::int16_t* residual() const { return reinterpret_cast<std::int16_t*>(exact); }
+  float* master() const { return reinterpret_cast<float*>(exact); }
+
+  DType type;
+  std::byte* weights;
+  std::byte* exact = nullptr;
 };
 
-TileArrays arrays_of(const TilePlace& place, const TileMemory& memory) {
-  std::byte* weights = memory.part[index_of(Part::kWeights)];
-  std::byte* states = memory.part[index_of(Part::kStates)];
-  if (place.shape.type == DType::kFloat32) return {reinterpret_cast<float*>(weights), nullptr, nullptr};
-  return {nullptr, reinterpret_cast<std::uint16_t*>(weights),
-          states ? reinterpret_cast<std::int16_t*>(states + state_offsets(place.shape).master) : nullptr};
+void put_values(const TileArrays& out, std::uint64_t at, std::span<const float> values) {
+  switch (out.type) {
+    case DType::kFloat32: std::ranges::copy(values, reinterpret_cast<float*>(out.weights) + at); return;
+    case DType::kFloat16:
+      std::ranges::transform(values, out.halves() + at, float_to_fp16);
+      if (out.exact) std::ranges::copy(values, out.master() + at);
+      return;
+    case DType::kBFloat16:
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const SplitMaster split = split_master(values[i]);
+        out.halves()[at + i] = out.exact ? split.weight : float_to_bf16(values[i]);
+        if (out.exact) out.residual()[at + i] = split.residual;
+      }
+  }
+}
+
+void take_values(const TileArrays& in, bool exact, std::uint64_t at, std::span<float> values) {
+  const bool whole = exact && in.exact;
+  for (std::size_t i = 0; i < values.size(); ++i, ++at) {
+    switch (in.type) {
+      case DType::kFloat32: values[i] = reinterpret_cast<const float*>(in.weights)[at]; break;
+      case DType::kFloat16: values[i] = whole ? in.master()[at] : fp16_to_float(in.halves()[at]); break;
+      case DType::kBFloat16:
+        values[i] = whole ? join_master({in.halves()[at], in.residual()[at]}) : bf16_to_float(in.halves()[at]);
+        break;
+    }
+  }
 }
 
 }  // namespace
 
 void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source) {
-  const TileArrays out = arrays_of(plan.tile_places[tile], memory);
+  const TileArrays out(plan.tile_places[tile], memory);
   std::vector<float> values(kValuesAtOnce);
   for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
-    source(plan.tiles[tile].block, parameter, first, {values.data(), count});
-    if (out.fp32) {
-      std::copy_n(values.data(), count, out.fp32 + at);
-      return;
-    }
-    for (std::uint64_t i = 0; i < count; ++i) {
-      const SplitMaster split = split_master(values[i]);
-      out.weights[at + i] = out.residual ? split.weight : float_to_bf16(values[i]);
-      if (out.residual) out.residual[at + i] = split.residual;
-    }
+    const std::span<float> piece = std::span(values).first(count);
+    source(plan.tiles[tile].block, parameter, first, piece);
+    put_values(out, at, piece);
   });
 }
 
 void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink) {
-  const TileArrays in = arrays_of(plan.tile_places[tile], memory);
+  const TileArrays in(plan.tile_places[tile], memory);
   std::vector<float> values(kValuesAtOnce);
   for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
-    for (std::uint64_t i = 0; i < count; ++i) {
-      if (in.fp32) {
-        values[i] = in.fp32[at + i];
-      } else if (exact && in.residual) {
-        values[i] = join_master({in.weights[at + i], in.residual[at + i]});
-      } else {
-        values[i] = bf16_to_float(in.weights[at + i]);
-      }
-    }
-    sink(plan.tiles[tile].block, parameter, first, {values.data(), count});
+    const std::span<float> piece = std::span(values).first(count);
+    take_values(in, exact, at, piece);
+    sink(plan.tiles[tile].block, parameter, first, piece);
   });
+}
+
+WeightSource within_fp16(const ModelDescription& model, const WeightSource& source) {
+  return [&model, &source](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out) {
+    source(block, parameter, first, out);
+    const auto beyond = std::ranges::find_if_not(out, fits_fp16);
+    if (beyond == out.end()) return;
+    throw Error(Code::kInvalidArgument,
+                {model.blocks[block].parameters[parameter].name,
+                 fmt::format("holds {}, and fp16 ends at 65,504", *beyond), 0, "train it in bf16 or fp32"});
+  };
 }
 
 namespace {

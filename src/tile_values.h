@@ -14,6 +14,10 @@ namespace spillway {
 // Asks `source` for every parameter value of the tile and writes weights and residuals; the states stay as they are.
 void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source);
 
+// `source`, which must outlive the result as the model must, for fp16 weights: kInvalidArgument names a parameter with
+// a value that rounds to infinity.
+WeightSource within_fp16(const ModelDescription& model, const WeightSource& source);
+
 // Hands every parameter value of the tile to `sink`: the exact fp32 master, or the weight widened to fp32.
 void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink);
 

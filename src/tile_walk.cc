@@ -45,6 +45,20 @@ std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const Tile
   return failure;
 }
 
+void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
+  for (std::uint32_t t = 0; t < tiles.size(); ++t) {
+    const TilePlace& tile = tiles[t];
+    const bool resident = tile.home[0] != Home::kNvme || tile.home[1] != Home::kNvme || tile.hbm_weights;
+    if (!resident) continue;
+    const std::uint32_t buffer = t % mover.buffers();
+    mover.finish_save(buffer);
+    mover.start_load(t, buffer, Load::kStore);
+    mover.finish_load(buffer);
+    mover.start_save(buffer, Save::kRestored);
+  }
+  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+}
+
 void write_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
   std::uint32_t used = 0;
   for (std::uint32_t t = 0; t < tiles.size(); ++t) {

@@ -20,6 +20,9 @@ std::exception_ptr read_tiles(TileMover& mover, std::uint32_t tiles, const TileW
 // Memory comes as zeros; what the work leaves there goes to the tile's home and slot.
 std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work);
 
+// For a run that goes on: tiles that live in memory come from their committed slot.
+void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles);
+
 // For a commit: tiles that updates leave in memory reach their slot.
 void write_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles);
 

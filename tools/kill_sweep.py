@@ -37,8 +37,8 @@ class Failure(Exception):
 
 
 class KillSweep:
-    def __init__(self, binary, folder, seed, say):
-        self.binary, self.folder, self.say = str(binary), pathlib.Path(folder), say
+    def __init__(self, binary, folder, seed, say, dtype="bf16"):
+        self.binary, self.folder, self.say, self.dtype = str(binary), pathlib.Path(folder), say, dtype
         self.random = random.Random(seed)
         self.store, self.log, self.out = self.folder / "nvme", self.folder / "steps.jsonl", self.folder / "out"
         self.model = self.folder / "model"
@@ -179,7 +179,9 @@ class KillSweep:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.5,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": self.dtype == "bf16"},
+            # In fp16 the first steps overflow, and some of the others.
+            "fp16": {"enabled": self.dtype == "fp16", "initial_scale_power": 18, "loss_scale_window": 2},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
             "zero_optimization": {"stage": 3, "offload_optimizer": {**NVME, **path},
                                   "offload_param": {**parameters, **(path if parameters == NVME else {})}},
@@ -202,11 +204,13 @@ def main():
     parser.add_argument("--kills", default=200, type=int)
     parser.add_argument("--seed", default=random.randrange(1 << 32), type=int)
     parser.add_argument("--dir", help="where the store and the model go while it runs; default: a temporary directory")
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
     options = parser.parse_args()
     print(f"--seed {options.seed}", flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="spillway-kills-", dir=options.dir) as folder:
-        sweep = KillSweep(options.binary, folder, options.seed, lambda line: print(line, flush=True))
+        sweep = KillSweep(options.binary, folder, options.seed, lambda line: print(line, flush=True),
+                          options.dtype)
         try:
             sweep.run(options.kills)
         except Failure as failure:

@@ -34,6 +34,18 @@ struct ScheduleConfig {
   double warmup_min_ratio = 0, cosine_min_ratio = 1e-4;  // WarmupCosineLR, as shares of the optimizer's rate
 };
 
+// What the loss is multiplied with in fp16 training, by DeepSpeed's rules (docs/deepspeed.md). A power of two changes
+// no bit of a gradient that is neither too small nor too large for fp16.
+struct LossScaleConfig {
+  double fixed = 0;  // fp16.loss_scale; 0: dynamic, by what follows
+  std::uint32_t initial_power = 16;
+  std::uint64_t window = 1000;   // steps without an overflow between two that double it
+  std::uint32_t hysteresis = 2;  // overflows until it is halved
+  bool consecutive_hysteresis = false;
+  double least = 1;  // where one more overflow is an error
+};
+inline constexpr std::uint32_t kMostScalePower = 64;
+
 // DeepSpeed's knobs of stage 3 and of offloading, when a file sets them; sizes in parameters. Each is a limit on what
 // the plan would do by itself, and Engine::describe() says what it changes. docs/deepspeed.md has the meaning of each.
 struct DeepSpeedKnobs {
@@ -53,7 +65,8 @@ struct Config {
   std::uint32_t micro_batch = 1;            // train_micro_batch_size_per_gpu
   std::uint32_t gradient_accumulation = 1;  // gradient_accumulation_steps
   double gradient_clipping = 1;             // maximal norm, 0: off; the default is DeepSpeed's (0.19)
-  DType weights = DType::kFloat32;          // bf16.enabled
+  DType weights = DType::kFloat32;          // bf16.enabled, fp16.enabled
+  LossScaleConfig loss_scale;               // of fp16
   OptimizerConfig optimizer;                // optimizer.type and params; each type has DeepSpeed's defaults
   ScheduleConfig schedule;
 
@@ -85,7 +98,7 @@ Config config_from_json(std::string_view text, const std::string& name);
 // key by key: what `spillway sweep --json` writes. Its nvme_paths replace an nvme_path of the first.
 Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay = {});
 
-// The learning rate of optimizer step `step` (1 is the first).
+// The learning rate of optimizer step `step` (1 is the first; skipped ones do not count).
 double learning_rate(const Config& config, std::uint64_t step);
 
 }  // namespace spillway

@@ -65,9 +65,11 @@ struct Ledger {
 
 struct StepReport {
   std::uint64_t step = 0;
-  double gradient_norm = 0;  // before clipping
+  double gradient_norm = 0;  // before clipping, of the unscaled loss; of a skipped step infinite
   double learning_rate = 0;
-  double seconds = 0;  // since the last step() returned
+  std::optional<double> loss_scale;  // fp16: what this step's loss was to be multiplied with
+  bool skipped = false;              // fp16: a gradient overflowed, and nothing was updated
+  double seconds = 0;                // since the last step() returned
   std::uint64_t nvme_read_bytes = 0, nvme_write_bytes = 0, h2d_bytes = 0, d2h_bytes = 0;
   std::string link;          // the slowest link: nvme, h2d, d2h, compute
   double link_percent = 0;   // that link's own time as a share of the step
@@ -159,6 +161,10 @@ class Engine {
 
   // The last step done: 0 for a new run, the committed step after kResume, that of a snapshot.
   virtual std::uint64_t current_step() const = 0;
+  // What the caller multiplies the loss of the step that comes with, or the gradient where it starts: in fp16 by the
+  // configured loss scale, else 1. Gradients are pushed as they come of it; the engine divides the factor out again,
+  // exactly where it is a power of two.
+  virtual double loss_scale() const = 0;
   // The caller's blob of that step; empty for a new run.
   virtual std::vector<std::byte> blob() const = 0;
   virtual const Ledger& ledger() const = 0;
@@ -188,8 +194,10 @@ class Engine {
   virtual void push_gradient(const Gradient& gradient, Stream& stream) = 0;
   // Ends the step: norm, clipping, and the update begins. A block's update is made when the next forward pass acquires
   // it, the commit, when due, before the next backward pass; flush(), export_weights() and the engine's end make both
-  // at once. So a step is durable while the next one runs. `blob` is kept by the commit. Throws
-  // kNonFinite, with nothing changed, when a gradient holds NaN or Inf; kInvalidArgument when one is missing.
+  // at once. So a step is durable while the next one runs. `blob` is kept by the commit. When a gradient holds NaN or
+  // Inf: throws kNonFinite, with nothing changed; but in fp16, unless the loss scale is at its minimum, the step is
+  // done with neither weights nor states changed, the optimizer's and the schedule's count of steps neither, and a
+  // lower loss scale, so that the caller goes on with the next one. Throws kInvalidArgument when a gradient is missing.
   virtual StepReport step(std::span<const std::byte> blob = {}) = 0;
   // Makes the current step durable, if it is not already.
   virtual void flush() = 0;
@@ -201,8 +209,8 @@ class Engine {
   // made and every tile is read once and written once. That is the traffic of one more update, 12 bytes read and 14
   // written for a bf16 parameter on NVMe against 12 and 12, but into new files and synced, which most file systems are
   // slower at than at a store's. A failure of `directory` (kIo, kExists, kBusy) leaves nothing behind and changes
-  // nothing here: training may go on. Space for all of it is taken first: 14 bytes per trainable parameter in bf16, 12
-  // in fp32 (Adam).
+  // nothing here: training may go on. Space for all of it is taken first: 14 bytes per trainable parameter in 16 bits,
+  // 12 in fp32 (Adam).
   virtual void save(const std::filesystem::path& directory, const SaveOptions& options = {}) = 0;
 
  protected:

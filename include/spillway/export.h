@@ -3,7 +3,7 @@
 //
 // Values stream through one tile of memory. A new directory is either complete or not there; into one that exists the
 // model comes whole as well (see SafetensorsWriter), file by file, beside what is there.
-// Thread: the engine's, one at a time. Errors: kExists, kCorrupt, kIo, kNotFound, kBusy.
+// Thread: the engine's, one at a time. Errors: kExists, kCorrupt, kIo, kNotFound, kBusy, kInvalidArgument.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@
 namespace spillway {
 
 struct ExportOptions {
-  // fp32: the exact master weights. bf16: the weights that forward and backward use (rounded, if the run is fp32).
+  // fp32: the exact master weights. bf16, fp16: the weights that forward and backward use, rounded where those are of
+  // another type. A weight that fp16 rounds to infinity is refused (kInvalidArgument), naming the tensor.
   DType type = DType::kFloat32;
   std::uint64_t max_file_bytes = kMaxFileBytes;  // of tensor data; above it the model is sharded
   bool replace = false;  // a model that is in the directory already: refused (kExists), or replaced

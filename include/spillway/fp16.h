@@ -19,6 +19,9 @@ constexpr float fp16_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(std::bit_cast<std::uint32_t>(small * 0x1p112f) | sign);
 }
 
+// Whether rounding leaves a number a number: the largest is 65,504, and from 65,520 on it is infinity. NaN stays NaN.
+constexpr bool fits_fp16(float value) { return !(value >= 65520.0f || value <= -65520.0f); }
+
 // Rounds to nearest, ties to even; from 65,520 on to infinity. NaN stays NaN (quiet bit set).
 constexpr std::uint16_t float_to_fp16(float value) {
   const std::uint32_t u = std::bit_cast<std::uint32_t>(value);

@@ -68,7 +68,7 @@ struct TensorSpec {
 inline constexpr std::uint64_t kMaxFileBytes = 50'000'000'000;
 
 struct SafetensorsWriterOptions {
-  DType type = DType::kFloat32;                  // fp32 or bf16 (rounded to nearest, ties to even)
+  DType type = DType::kFloat32;                  // rounded to nearest, ties to even
   std::uint64_t max_file_bytes = kMaxFileBytes;  // of tensor data; above it the model is sharded
   bool replace = false;                          // a model in the directory: refused (kExists), or replaced
   std::string stem = "model";                    // of the file names; plain
@@ -88,7 +88,7 @@ class SafetensorsWriter {
   ~SafetensorsWriter();  // without finish(): removes what was written
 
   // The values [first, first + values.size()) of tensors[tensor], row-major. Tensors come in the order given to
-  // create(), values in increasing order without gaps.
+  // create(), values in increasing order without gaps. One that fp16 rounds to infinity is refused (kInvalidArgument).
   void write(std::size_t tensor, std::uint64_t first, std::span<const float> values);
   void finish();
 

@@ -12,14 +12,20 @@ from runs import BINARY, CliTest  # noqa: E402
 
 
 class Kills(CliTest):
-    def test_EveryKilledRunEndsWithTheBitsOfOneThatWasNot(self):
+    def sweep(self, dtype, kills):
         seed = int(os.environ.get("SPILLWAY_SEED", random.randrange(1 << 32)))
         print(f"SPILLWAY_SEED={seed}", flush=True)
-        kills = int(os.environ.get("SPILLWAY_KILLS", "8"))
-        sweep = KillSweep(BINARY, self.place.folder / "kills", seed, print)
+        kills = int(os.environ.get("SPILLWAY_KILLS", kills))
+        sweep = KillSweep(BINARY, self.place.folder / "kills", seed, print, dtype)
         sweep.run(kills)
         self.assertEqual(kills, sweep.kills)
         self.assertGreater(sweep.ends, 0)
+
+    def test_EveryKilledRunEndsWithTheBitsOfOneThatWasNot(self):
+        self.sweep("bf16", 8)
+
+    def test_EveryKilledRunInFp16EndsWithTheBitsOfOneThatWasNot(self):
+        self.sweep("fp16", 4)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Workplace:
         return model
 
     def config(self, *, parameters="nvme", states="nvme", dtype="bf16", micro=1, accumulation=2, clip=0.5, lr=1e-3,
-               nvme=None, spillway_section=None, **more):
+               nvme=None, spillway_section=None, fp16=None, **more):
         """A ds_config.json; `more` is put over the top level. Returns its path."""
         offload = {}
         for key, device in (("offload_param", parameters), ("offload_optimizer", states)):
@@ -81,6 +81,7 @@ class Workplace:
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": clip,
             "bf16": {"enabled": dtype == "bf16"},
+            "fp16": {"enabled": dtype == "fp16", **(fp16 or {})},
             "optimizer": {"type": "AdamW",
                           "params": {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
             "zero_optimization": {"stage": 3, **offload},

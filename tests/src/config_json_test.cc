@@ -36,7 +36,9 @@ std::string dump(const Config& c) {
       << optional(c.hbm_bytes) << ' ' << optional(c.host_bytes) << ' ' << optional(c.nvme_bytes) << ' '
       << c.tile_elements << ' ' << optional(c.commit_every) << ' ' << optional(c.speculative_blocks) << ' ' << c.threads
       << ' ' << int(c.io_engine) << " | " << name_of(c.optimizer.kind) << ' ' << c.optimizer.momentum << ' '
-      << c.optimizer.dampening << ' ' << c.optimizer.nesterov << ' ' << c.no_decay;
+      << c.optimizer.dampening << ' ' << c.optimizer.nesterov << ' ' << c.no_decay << " | " << c.loss_scale.fixed << ' '
+      << c.loss_scale.initial_power << ' ' << c.loss_scale.window << ' ' << c.loss_scale.hysteresis << ' '
+      << c.loss_scale.consecutive_hysteresis << ' ' << c.loss_scale.least;
   for (const ParameterGroup& group : c.parameter_groups) {
     out << " [";
     for (const std::string& name : group.parameters) out << name << ' ';
@@ -48,7 +50,9 @@ std::string dump(const Config& c) {
 TEST(ConfigJson, EveryKeyReachesItsPlace) {
   const Config c = parse(R"({
     "train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 6,
-    "gradient_clipping": 0.5, "bf16": {"enabled": true}, "fp16": {"enabled": false},
+    "gradient_clipping": 0.5, "bf16": {"enabled": true}, "fp16": {"enabled": false, "loss_scale": 0.5,
+    "initial_scale_power": 9, "loss_scale_window": 5e2, "hysteresis": 4, "consecutive_hysteresis": true,
+    "min_loss_scale": 0.25},
     "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.8, 0.95], "eps": 1e-7, "weight_decay": 0.1,
                                               "bias_correction": false}},
     "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 1e-6, "warmup_max_lr": 3e-4,
@@ -64,7 +68,7 @@ TEST(ConfigJson, EveryKeyReachesItsPlace) {
   EXPECT_EQ(dump(c),
             "4 6 0.5 bf16 | 0.0002 0.8 0.95 1e-07 0.1 1 0 | 2 1e-06 0.0003 20 5000 0 0 0.0001 | "
             "2 1 1 /n 262144 64 | 536870912 1000000000 1649267441664 2048 0 7 3 3 | "
-            "Adam 0 0 0 1 [*.ln* wte 0.500000 -] [h.* - 2.000000]");
+            "Adam 0 0 0 1 | 0.5 9 500 4 1 0.25 [*.ln* wte 0.500000 -] [h.* - 2.000000]");
 }
 
 TEST(ConfigJson, WhatIsLeftOutTakesTheDefault) {
@@ -213,9 +217,29 @@ TEST(ConfigJson, OffloadNeedsStage3AndNvmeAPath) {
   EXPECT_EQ(older.parameters, Placement::kHost);
 }
 
-TEST(ConfigJson, Fp16IsRefusedWithTheWayOut) {
-  EXPECT_EQ(refusal(with(R"("fp16": {"enabled": true})")),
-            "c.json:1:45: fp16.enabled: fp16 training is not supported; use bf16: \"bf16\": {\"enabled\": true}");
+TEST(ConfigJson, Fp16HasDeepSpeedsKeysAndItsContradictionsAreRefused) {
+  const auto fp16 = [](const std::string& more) { return with("\"fp16\": {\"enabled\": true" + more + "}"); };
+  CapturedLog log;
+  EXPECT_EQ(parse(fp16("")).weights, DType::kFloat16);
+  EXPECT_EQ(parse(with(R"("fp16": {"loss_scale": 128})")).weights, DType::kFloat32);
+  EXPECT_EQ(refusal(with(R"("bf16": {"enabled": true}, "fp16": {"enabled": true})")),
+            "c.json:1:72: fp16.enabled: contradicts bf16.enabled; enable one of the two");
+  EXPECT_THAT(refusal(fp16(R"(, "initial_scale_power": 2, "min_loss_scale": 8)")),
+              HasSubstr("fp16.min_loss_scale: 8 is above the scale that it begins with, 2^2; raise"));
+  EXPECT_THAT(refusal(fp16(R"(, "loss_scale": -1)")), HasSubstr("fp16.loss_scale: -1 is out of range"));
+  EXPECT_THAT(refusal(fp16(R"(, "loss_scale_window": 0)")), HasSubstr("fp16.loss_scale_window: 0 is out of range"));
+  EXPECT_THAT(refusal(fp16(R"(, "hysteresis": 0)")), HasSubstr("fp16.hysteresis: 0 is out of range"));
+  EXPECT_THAT(refusal(fp16(R"(, "min_loss_scale": 0)")), HasSubstr("fp16.min_loss_scale: 0 is out of range"));
+  EXPECT_THAT(refusal(fp16(R"(, "initial_scale_power": 65)")), HasSubstr("fp16.initial_scale_power: 65 is out of"));
+  EXPECT_THAT(refusal(fp16(R"(, "loss_scale": "auto")")), HasSubstr("fp16.loss_scale: expected a number"));
+  EXPECT_THAT(log.lines, IsEmpty());
+  parse(fp16(R"(, "loss_scale": 128, "hysteresis": 2, "min_loss_scale": 1)"));
+  EXPECT_THAT(log.lines,
+              ElementsAre("fp16.loss_scale 128 is static: without effect are fp16.hysteresis, fp16.min_loss_scale"));
+  log.lines.clear();
+  parse(fp16(R"(, "auto_cast": false, "fp16_master_weights_and_grads": false)"));
+  EXPECT_THAT(log.lines, ElementsAre("c.json: known, but without effect here: fp16.auto_cast, "
+                                     "fp16.fp16_master_weights_and_grads"));
 }
 
 TEST(ConfigJson, UnknownKeysNameTheClosestOne) {
@@ -310,12 +334,12 @@ TEST(ConfigJson, KeysWithoutEffectAreNamedInOneLogLine) {
   parse(R"({"train_batch_size": 1, "steps_per_print": null, "zero_optimization": {"stage": 3,
     "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto",
     "offload_optimizer": {"device": "cpu", "pin_memory": true, "buffer_size": 4}},
-    "aio": {"thread_count": 2}, "fp16": {"loss_scale": 0}})");
+    "aio": {"thread_count": 2}, "fp16": {"auto_cast": true}})");
   EXPECT_THAT(log.lines,
               ElementsAre("c.json: known, but without effect here: steps_per_print, "
                           "zero_optimization.stage3_prefetch_bucket_size, zero_optimization.reduce_bucket_size, "
                           "zero_optimization.offload_optimizer.pin_memory, "
-                          "zero_optimization.offload_optimizer.buffer_size, aio.thread_count, fp16.loss_scale"));
+                          "zero_optimization.offload_optimizer.buffer_size, aio.thread_count, fp16.auto_cast"));
   log.lines.clear();
   parse(with("\"gradient_clipping\": 1"));
   EXPECT_THAT(log.lines, IsEmpty());

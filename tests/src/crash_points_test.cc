@@ -217,7 +217,8 @@ class CrashCase {
     const std::uint64_t flushed = 1 + below(steps - 1), reopened = below(2 * steps), poisoned = below(2 * steps);
     while (engine->current_step() < steps) {
       const std::uint64_t step = engine->current_step() + 1;
-      if (step == poisoned) expect_refused(*engine, step);
+      const bool refuses = config.weights != DType::kFloat16;  // and does not skip the step
+      if (step == poisoned && refuses) expect_refused(*engine, step);
       go_on(*engine, step);
       const std::size_t begin = disk.position();
       if (step == flushed || steps < SmallCase::kSteps) engine->flush();
@@ -256,7 +257,7 @@ class CrashCase {
       EXPECT_TRUE(found.step == survivor.durable || found.step == survivor.under_way)
           << "opens at step " << found.step << ", durable is " << survivor.durable.value_or(999) << ", under way "
           << survivor.under_way.value_or(999);
-      EXPECT_TRUE(testing::is_blob_of(small_, found.step, found.blob));
+      EXPECT_TRUE(testing::is_record_of(small_, found.step, found.blob));
       const Manifest& expected = expected_.commits.at(found.step);
       for (std::uint32_t t = 0; t < found.tiles.size(); ++t) {
         for (std::size_t part = 0; part < kParts; ++part) {

@@ -124,6 +124,8 @@ class RandomRun {
     const bool same_commits = config_.nvme_paths.empty() || config_.commit_every.value_or(3) < 2;
     if (config_.gradient_clipping > 0 && config_.speculative_blocks != 0u)
       return;  // which steps guess is its own affair
+    // A step behind a skipped one has no update to make.
+    if (std::ranges::any_of(std::span(reports).last(3), &StepReport::skipped)) return;
     const StepReport &one = reports[kSteps - 2], &next = reports[kSteps - 1];
     EXPECT_EQ(one.h2d_bytes, next.h2d_bytes);
     EXPECT_EQ(one.visit_hits, next.visit_hits);
@@ -224,7 +226,8 @@ class RandomRun {
     }
     std::uint64_t step = engine_->current_step() + 1;
     const auto blob = std::as_bytes(std::span(&step, 1));
-    if (pushes > 0 && chance(4)) {
+    // In fp16 a step with a NaN is done, and another than what is expected.
+    if (pushes > 0 && random_.config.weights != DType::kFloat16 && chance(4)) {
       caller.poison = below(pushes);
       try {
         caller.run_step(blob);
@@ -238,6 +241,8 @@ class RandomRun {
     const StepReport report = caller.run_step(blob);
     EXPECT_EQ(report.step, step);
     EXPECT_EQ(report.gradient_norm, expected_.norms[step - 1]);
+    EXPECT_EQ(report.loss_scale, expected_.loss_scales[step - 1]);
+    EXPECT_EQ(report.skipped, std::isinf(report.gradient_norm));
     EXPECT_LE(report.durable_step, step);
     EXPECT_GE(report.durable_step, durable_);
     durable_ = report.durable_step;

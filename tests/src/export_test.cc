@@ -7,6 +7,7 @@
 #include <map>
 
 #include "spillway/error.h"
+#include "spillway/fp16.h"
 #include "spillway/safetensors.h"
 #include "src/plan.h"
 #include "tests/src/model_directory.h"
@@ -18,6 +19,7 @@ namespace {
 using ::testing::ElementsAre;
 
 constexpr std::uint32_t kMicroBatches = 2;
+constexpr std::uint64_t kSteps = 3;
 
 ModelDescription model_with_config() {
   ModelDescription model = testing::toy_model(3, 2000, kMicroBatches);
@@ -41,14 +43,13 @@ class Export : public ModelDirectory {
     ADD_FAILURE() << "nothing was refused";
     return Code::kUnsupported;
   }
-  // Two steps, and on the way what `with` does to the engine.
+  // Some steps, of which in fp16 not all are skipped, and then what `with` does to the engine.
   void train(
       DType type, const std::function<void(Engine&)>& with = [](Engine&) {}) const {
     auto engine = Engine::create(config(type), model_, {.on_existing = OnExisting::kReplace});
     engine->import_weights(testing::toy_weights());
     testing::ToyTrainer trainer{*engine, model_, type, kMicroBatches};
-    trainer.run_step();
-    trainer.run_step();
+    for (std::uint64_t step = 0; step < kSteps; ++step) trainer.run_step();
     with(*engine);
   }
   void expect_equal_files(const std::string& a, const std::string& b) const {
@@ -64,18 +65,15 @@ class Export : public ModelDirectory {
 };
 
 TEST_F(Export, AStoreGivesTheSameFilesAsItsEngine) {
-  for (DType type : {DType::kBFloat16, DType::kFloat32}) {
-    train(type, [&](Engine& engine) {
-      export_model(engine, model_, out("model-fp32"), {.type = DType::kFloat32, .replace = true});
-      export_model(engine, model_, out("model-bf16"), {.type = DType::kBFloat16, .replace = true});
-    });
-    const ExportedStore exported =
-        export_store({out("store")}, out("store-fp32"), {.type = DType::kFloat32, .replace = true});
-    EXPECT_EQ(exported.step, 2u);
-    EXPECT_EQ(exported.weights, type);
-    export_store({out("store")}, out("store-bf16"), {.type = DType::kBFloat16, .replace = true});
-    expect_equal_files("model-fp32", "store-fp32");
-    expect_equal_files("model-bf16", "store-bf16");
+  for (DType type : {DType::kBFloat16, DType::kFloat32, DType::kFloat16}) {
+    for (const DType of : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      const std::string model = "model-" + std::string(name_of(of)), store = "store-" + std::string(name_of(of));
+      train(type, [&](Engine& engine) { export_model(engine, model_, out(model), {.type = of, .replace = true}); });
+      const ExportedStore exported = export_store({out("store")}, out(store), {.type = of, .replace = true});
+      EXPECT_EQ(exported.step, kSteps);
+      EXPECT_EQ(exported.weights, type);
+      expect_equal_files(model, store);
+    }
     EXPECT_EQ(read_file("model-fp32/config.json"), "{\"layers\": 3}\n");
   }
 }
@@ -96,6 +94,46 @@ TEST_F(Export, TheTypeChoosesMasterOrWeight) {
     differ += master[i] != weight[i];
   }
   EXPECT_GT(differ, master.size() / 2);
+}
+
+// In fp16 the weight is the exact one rounded to nearest.
+TEST_F(Export, AnFp16StoreGivesItsWeightsAndItsMaster) {
+  train(DType::kFloat16);
+  export_store({out("store")}, out("exact"), {});
+  export_store({out("store")}, out("half"), {.type = DType::kFloat16});
+  auto exact = SafetensorsReader::open(out("exact")), half = SafetensorsReader::open(out("half"));
+  std::size_t differ = 0, elements = 0;
+  for (const TensorEntry& entry : half.tensors()) {
+    EXPECT_EQ(entry.dtype, "F16");
+    std::vector<float> values(entry.elements), master(entry.elements);
+    half.read(entry, 0, values);
+    exact.read(*exact.find(entry.name), 0, master);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      ASSERT_EQ(values[i], fp16_to_float(float_to_fp16(master[i]))) << entry.name << " " << i;
+      differ += values[i] != master[i];
+    }
+    elements += values.size();
+  }
+  EXPECT_GT(differ, elements / 2);
+}
+
+// A weight of 100,000 fits bf16 and fp32; the export as fp16 names it and leaves nothing.
+TEST_F(Export, AWeightThatFp16DoesNotHoldIsRefusedByName) {
+  auto engine = Engine::create(config(DType::kBFloat16), model_);
+  engine->import_weights([](std::uint32_t block, std::uint32_t parameter, std::uint64_t, std::span<float> out) {
+    std::ranges::fill(out, block == 1 && parameter == 1 ? 100'000.f : 1.f);
+  });
+  engine.reset();
+  try {
+    export_store({out("store")}, out("half"), {.type = DType::kFloat16});
+    ADD_FAILURE() << "it was exported";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("tensor \"h.1.bias\" holds 99840, and fp16 ends at 65,504"),
+              std::string::npos)
+        << error.what();
+  }
+  EXPECT_THAT(names(), ElementsAre("store"));
 }
 
 TEST_F(Export, ADirectoryThatHoldsAModelIsLeftAloneUnlessItMayBeReplaced) {
@@ -139,7 +177,7 @@ TEST_F(Export, ADamagedTileIsRefusedAndLeavesNothing) {
     }
     flip();
   }
-  EXPECT_EQ(export_store({out("store")}, out("new"), {}).step, 2u);
+  EXPECT_EQ(export_store({out("store")}, out("new"), {}).step, kSteps);
 }
 
 TEST_F(Export, ADirectoryWithoutAStoreHoldsNothingToExport) {
@@ -169,16 +207,17 @@ TEST_F(Export, AnAttachmentThatCannotBeWrittenLeavesNoModel) {
 }
 
 TEST_F(Export, ASnapshotGivesTheSameValuesAsItsEngine) {
-  for (DType type : {DType::kBFloat16, DType::kFloat32}) {
+  constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  for (DType type : kTypes) {
     train(type, [&](Engine& engine) {
       engine.save(out("snapshot"));
-      export_model(engine, model_, out("model-fp32"), {.type = DType::kFloat32});
-      export_model(engine, model_, out("model-bf16"), {.type = DType::kBFloat16});
+      for (const DType of : kTypes)
+        export_model(engine, model_, out("model-" + std::string(name_of(of))), {.type = of});
     });
-    for (const DType of : {DType::kFloat32, DType::kBFloat16}) {
+    for (const DType of : kTypes) {
       const std::string name = "model-" + std::string(name_of(of));
       const ExportedStore exported = export_snapshot(out("snapshot"), out("exported"), {.type = of});
-      EXPECT_EQ(exported.step, 2u);
+      EXPECT_EQ(exported.step, kSteps);
       EXPECT_EQ(exported.weights, type);
       EXPECT_EQ(names("exported"), names(name));
       auto expected = SafetensorsReader::open(out(name)), got = SafetensorsReader::open(out("exported"));
@@ -207,7 +246,7 @@ TEST_F(Export, ADamagedSnapshotIsRefusedAndLeavesNothing) {
     EXPECT_FALSE(std::filesystem::exists(out("new")));
     write_file(file, before);
   }
-  EXPECT_EQ(export_snapshot(out("snapshot"), out("new"), {}).step, 2u);
+  EXPECT_EQ(export_snapshot(out("snapshot"), out("new"), {}).step, kSteps);
 }
 
 // A path with a slash behind it and one below directories that are not there yet: whole, and nothing beside it.

@@ -12,6 +12,7 @@
 #include "kernels/workers.h"
 #include "spillway/bf16.h"
 #include "spillway/error.h"
+#include "spillway/fp16.h"
 #include "spillway/units.h"
 #include "tests/kernels/random.h"
 
@@ -65,8 +66,8 @@ struct Collector {
     compute->launch([=](HostWorkers&) {
       for (std::size_t i = 0; i < n; ++i) {
         if (dtype == DType::kFloat32) std::memcpy(data + i * 4, from + i, 4);
-        const std::uint16_t bits = float_to_bf16(from[i]);
-        if (dtype == DType::kBFloat16) std::memcpy(data + i * 2, &bits, 2);
+        const std::uint16_t bits = dtype == DType::kFloat16 ? float_to_fp16(from[i]) : float_to_bf16(from[i]);
+        if (dtype != DType::kFloat32) std::memcpy(data + i * 2, &bits, 2);
       }
     });
     compute->synchronize();  // `values` may go with the exception of a refused push
@@ -102,7 +103,9 @@ class Expected {
   void push(std::uint32_t b, std::uint32_t p, std::span<const float> values, DType dtype = DType::kFloat32) {
     const std::uint64_t first = collector_.plan.blocks[b].partition.parameters[p].first;
     for (std::size_t i = 0; i < values.size(); ++i) {
-      const float value = dtype == DType::kBFloat16 ? bf16_to_float(float_to_bf16(values[i])) : values[i];
+      const float value = dtype == DType::kBFloat16  ? bf16_to_float(float_to_bf16(values[i]))
+                          : dtype == DType::kFloat16 ? fp16_to_float(float_to_fp16(values[i]))
+                                                     : values[i];
       sums_[b][first + i] = pushed_[b][p] ? sums_[b][first + i] + value : value;
     }
     pushed_[b][p] = true;
@@ -110,9 +113,10 @@ class Expected {
   std::vector<std::byte> bytes(std::uint32_t b) const {
     std::vector<std::byte> out(sums_[b].size() * size_of(collector_.type));
     for (std::size_t i = 0; i < sums_[b].size(); ++i) {
-      const std::uint16_t bits = float_to_bf16(sums_[b][i]);
-      if (collector_.type == DType::kFloat32) std::memcpy(out.data() + i * 4, &sums_[b][i], 4);
-      if (collector_.type == DType::kBFloat16) std::memcpy(out.data() + i * 2, &bits, 2);
+      const float sum = sums_[b][i];
+      const std::uint16_t bits = collector_.type == DType::kFloat16 ? float_to_fp16(sum) : float_to_bf16(sum);
+      if (collector_.type == DType::kFloat32) std::memcpy(out.data() + i * 4, &sum, 4);
+      if (collector_.type != DType::kFloat32) std::memcpy(out.data() + i * 2, &bits, 2);
     }
     return out;
   }
@@ -234,7 +238,7 @@ TEST_P(Gradients, ARefusedPushCountsForNothing) {
     }
     return std::string("was taken");
   };
-  const DType other = c.type == DType::kFloat32 ? DType::kBFloat16 : DType::kFloat16;
+  const DType other = c.type == DType::kBFloat16 ? DType::kFloat16 : DType::kBFloat16;
   const auto try_everything = [&] {
     EXPECT_NE(refused(2, 0, DType::kFloat32).find("does not exist"), std::string::npos);
     EXPECT_NE(refused(0, 4, DType::kFloat32).find("does not exist"), std::string::npos);
@@ -330,15 +334,21 @@ TEST_P(Gradients, ASumThatOverflowsIsNotFinite) {
   EXPECT_EQ(c.collector->first_nonfinite(), "h.0.2 of block h.0");
 }
 
-TEST(GradientsInBf16, AFiniteGradientThatRoundsToInfinityIsNotFinite) {
-  Collector c({uneven_model(1)}, Placement::kNvme, DType::kBFloat16);
-  for (const Push& push : all_pushes(c)) {
-    std::vector<float> values(c.count(push.block, push.parameter), 1.0f);
-    if (push.parameter == 3) values.back() = std::numeric_limits<float>::max();
-    c.push(push.block, push.parameter, values);
-  }
-  c.collector->wait_landed();
-  EXPECT_EQ(c.collector->first_nonfinite(), "h.0.3 of block h.0");
+TEST(GradientsIn16Bits, AFiniteGradientThatRoundsToInfinityIsNotFinite) {
+  const auto nonfinite = [](DType type, float value) {
+    Collector c({uneven_model(1)}, Placement::kNvme, type);
+    for (const Push& push : all_pushes(c)) {
+      std::vector<float> values(c.count(push.block, push.parameter), 1.0f);
+      if (push.parameter == 3) values.back() = value;
+      c.push(push.block, push.parameter, values);
+    }
+    c.collector->wait_landed();
+    return c.collector->first_nonfinite();
+  };
+  EXPECT_EQ(nonfinite(DType::kBFloat16, std::numeric_limits<float>::max()), "h.0.3 of block h.0");
+  EXPECT_EQ(nonfinite(DType::kFloat16, 65520), "h.0.3 of block h.0");
+  EXPECT_EQ(nonfinite(DType::kFloat16, -65520), "h.0.3 of block h.0");
+  EXPECT_EQ(nonfinite(DType::kFloat16, 65519), std::nullopt);
 }
 
 TEST_P(Gradients, AModelThatTrainsNothingIsComplete) {
@@ -354,6 +364,7 @@ TEST_P(Gradients, AModelThatTrainsNothingIsComplete) {
 INSTANTIATE_TEST_SUITE_P(, Gradients,
                          ::testing::Values(std::pair{Placement::kNvme, DType::kBFloat16},
                                            std::pair{Placement::kNvme, DType::kFloat32},
+                                           std::pair{Placement::kNvme, DType::kFloat16},
                                            std::pair{Placement::kHbm, DType::kBFloat16},
                                            std::pair{Placement::kHbm, DType::kFloat32}),
                          [](const auto& info) {

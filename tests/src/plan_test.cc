@@ -298,8 +298,6 @@ TEST(Plan, WhatCannotBeIsRefusedBeforeAnyBudget) {
   EXPECT_EQ(code(config, model), Code::kInvalidArgument);
   config.nvme_paths.assign(17, "/a");
   EXPECT_EQ(code(config, model), Code::kInvalidArgument);
-  config = config_for(Placement::kHbm, Placement::kHbm, DType::kFloat16);
-  EXPECT_EQ(code(config, model), Code::kUnsupported);
   for (std::uint64_t tile : {0, 1000, 1025}) {
     config = config_for(Placement::kHbm, Placement::kHbm);
     config.tile_elements = tile;

@@ -149,7 +149,9 @@ class RandomCase {
 
   void make_config() {
     const auto& [parameters, states] = kPlacements[chance(2) ? std::size(kPlacements) - 1 : below(7)];
-    config = config_for(parameters, states, chance(2) ? DType::kFloat32 : DType::kBFloat16);
+    constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+    config = config_for(parameters, states, kTypes[below(3)]);
+    make_loss_scale();
     constexpr double kClips[] = {0, 0, 1, 0.05, 20};
     config.gradient_clipping = kClips[below(5)];
     bursts = chance(2);
@@ -168,6 +170,16 @@ class RandomCase {
       config.nvme_paths.emplace_back(std::to_string(i));  // below the directory of the run
       config.nvme_rates.push_back(1 + static_cast<double>(below(3)));
     }
+  }
+
+  // A gradient is about 0.02, and a thousand times as large in a burst: most of these overflow in some step.
+  void make_loss_scale() {
+    if (config.weights != DType::kFloat16) return;
+    if (chance(4)) config.loss_scale.fixed = chance(2) ? 1024 : 3e6;
+    config.loss_scale.initial_power = static_cast<std::uint32_t>(8 + below(18));
+    config.loss_scale.window = 1 + below(3);
+    config.loss_scale.hysteresis = static_cast<std::uint32_t>(1 + below(3));
+    config.loss_scale.consecutive_hysteresis = chance(2);
   }
 
   std::mt19937_64 generator_;
@@ -205,25 +217,26 @@ struct RandomCaller {
     const std::uint64_t count = count_of(random.model.blocks[block].parameters[parameter]);
     const std::uint64_t step = engine.current_step() + 1;
     const DType type = random.config.weights;
-    const bool rounded = type == DType::kBFloat16 && salt % 5 == 0;
-    const float gain = random.bursts && step % 4 == 0 ? 1000.f : 1.f;
+    const bool rounded = type != DType::kFloat32 && salt % 5 == 0;
+    const float gain = (random.bursts && step % 4 == 0 ? 1000.f : 1.f) * static_cast<float>(engine.loss_scale());
     auto* wide = reinterpret_cast<float*>(engine.workspace().data());
     engine.stream().launch([=](HostWorkers&) {
       auto* narrow = reinterpret_cast<std::uint16_t*>(wide);
       for (std::uint64_t i = 0; i < count; ++i) {
-        const float w = type == DType::kFloat32 ? static_cast<const float*>(weight)[i]
-                                                : bf16_to_float(static_cast<const std::uint16_t*>(weight)[i]);
+        const float w = weight_at(weight, type, i);
         float gradient = gain * (0.01f * w + 0.02f * mixed(step * 64 + salt, block * 16 + parameter, i));
         if (nan && i == count / 2) gradient = NAN;
         if (rounded) {
-          narrow[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(gradient) >> 16);
+          narrow[i] = type == DType::kFloat16
+                          ? float_to_fp16(gradient)
+                          : static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(gradient) >> 16);
         } else {
           wide[i] = gradient;
         }
       }
     });
     engine.push_gradient(
-        {.block = block, .parameter = parameter, .data = wide, .dtype = rounded ? DType::kBFloat16 : DType::kFloat32},
+        {.block = block, .parameter = parameter, .data = wide, .dtype = rounded ? type : DType::kFloat32},
         engine.stream());
   }
 
@@ -263,12 +276,14 @@ struct Expected {
   std::vector<std::vector<std::uint32_t>> weights;  // exported, exact
   std::vector<std::vector<std::uint64_t>> visited;  // hash of each block's weights
   std::vector<double> norms;
+  std::vector<std::optional<double>> loss_scales;
 };
 
 inline Expected in_hbm(RandomCase& random, std::uint64_t steps) {
   Config config;
   config.weights = random.config.weights;
   config.optimizer = random.config.optimizer;
+  config.loss_scale = random.config.loss_scale;
   config.gradient_clipping = random.config.gradient_clipping;
   config.tile_elements = random.config.tile_elements;
   config.threads = 2;
@@ -281,7 +296,9 @@ inline Expected in_hbm(RandomCase& random, std::uint64_t steps) {
     expected.visited.emplace_back(random.model.blocks.size());
     if (step == steps) return expected;
     caller.seen = [&](std::uint32_t block, std::uint64_t hash) { expected.visited.back()[block] = hash; };
-    expected.norms.push_back(caller.run_step().gradient_norm);
+    const StepReport report = caller.run_step();
+    expected.norms.push_back(report.gradient_norm);
+    expected.loss_scales.push_back(report.loss_scale);
   }
 }
 

@@ -18,6 +18,7 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
+#include "src/loss_scaler.h"
 #include "src/plan.h"
 #include "tests/aio/simulated_disk.h"
 #include "tests/src/named_budget.h"
@@ -50,6 +51,7 @@ struct SmallCase {
     if (random() % 4 == 0) model.visits.clear();
     config = toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, "");
     if (!spilled && random() % 2 == 0) config.weights = DType::kBFloat16;
+    if (seed % 7 == 2) config.weights = DType::kFloat16;  // and some of the steps overflow
     config.tile_elements = spilled ? 1 << 16 : 1024u << random() % 3;
     config.optimizer.kind = static_cast<OptimizerKind>(random() % 3 == 0 ? random() % 4 : 0);
     config.gradient_clipping = seed / 4 % 2 == 0 && !spilled ? 0 : 0.5;
@@ -129,6 +131,12 @@ inline ToyTrainer trainer_of(const SmallCase& small, Engine& engine) {
 inline bool is_blob_of(const SmallCase& small, std::uint64_t step, std::span<const std::byte> blob) {
   const std::vector<std::uint64_t> expected(step == 0 ? 0 : small.blob_words, step);
   return std::ranges::equal(blob, std::as_bytes(std::span(expected)));
+}
+
+// The same in what a commit keeps: in fp16 behind the loss scaler's state.
+inline bool is_record_of(const SmallCase& small, std::uint64_t step, std::span<const std::byte> record) {
+  const std::size_t before = small.config.weights == DType::kFloat16 ? LossScalerState::kBytes : 0;
+  return record.size() >= before && is_blob_of(small, step, record.subspan(before));
 }
 
 // `<object>: <what happened> (<errno text>); <what to do>`, no part of it missing.

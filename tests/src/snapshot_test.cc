@@ -94,10 +94,11 @@ class Snapshot : public ModelDirectory {
 };
 
 TEST_F(Snapshot, AnotherLayoutGoesOnWithTheSameBits) {
-  for (const DType type : {DType::kBFloat16, DType::kFloat32}) {
+  // In fp16 the last step overflows and the first ones did, before and behind the one that was saved.
+  for (const DType type : {DType::kBFloat16, DType::kFloat32, DType::kFloat16}) {
     save_both(nvme(type));
     for (const auto& [parameters, states] : kPlacements) {
-      if (type == DType::kFloat32 && parameters != states) continue;
+      if (type != DType::kBFloat16 && parameters != states) continue;
       Config other = config(parameters, states, type);
       other.tile_elements = states == Placement::kHost ? 1024 : 8192;
       other.threads = 1;
@@ -105,9 +106,12 @@ TEST_F(Snapshot, AnotherLayoutGoesOnWithTheSameBits) {
       Run run = begin(other, "saved");
       ASSERT_EQ(run.engine->current_step(), kSavedStep);
       EXPECT_EQ(run.engine->blob().size(), sizeof(std::uint64_t));
+      if (type == DType::kFloat16) {
+        EXPECT_EQ(run.engine->loss_scale(), 0x1p19) << "two steps were skipped";
+      }
       run.until(kLastStep);
       run.engine->save(at("again"));
-      expect_equal("last", "again");  // weights, exact master, moments, step and blob
+      expect_equal("last", "again");  // weights, exact master, moments, step, blob and loss scale
       std::filesystem::remove_all(at("again"));
     }
     std::filesystem::remove_all(at("saved"));

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <fstream>
 #include <functional>
 
@@ -24,10 +25,14 @@ class Inspection : public ::testing::Test {
   std::vector<std::uint32_t> train(int steps, OnExisting on_existing) const {
     auto engine = Engine::create(config_, model_, {.on_existing = on_existing});
     if (on_existing != OnExisting::kResume) engine->import_weights(testing::toy_weights());
-    ToyTrainer trainer{*engine, model_, DType::kBFloat16, 1};
+    ToyTrainer trainer{*engine, model_, config_.weights, 1};
     for (int s = 0; s < steps; ++s) trainer.run_step();
     engine->flush();
     return testing::exported(*engine);
+  }
+  StoreInfo inspect_after(int steps) const {
+    train(steps, OnExisting::kReplace);
+    return inspect_store(paths_);
   }
   static void flip(const std::filesystem::path& path, std::uint64_t offset) {
     std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
@@ -98,6 +103,23 @@ TEST_F(Inspection, ShowsWhatTheStoreWasMadeWithAndWhereItStands) {
     newest += record[0].step == 3;
   }
   EXPECT_EQ(newest, 1);
+}
+
+TEST_F(Inspection, ShowsTheLossScaleApartFromTheCallersBlob) {
+  EXPECT_FALSE(inspect_after(1).loss_scale.has_value()) << "bf16";
+  config_.weights = DType::kFloat16;
+  config_.loss_scale = {.initial_power = 23, .window = 1000, .hysteresis = 1};
+  const StoreInfo info = inspect_after(3);  // a gradient is about 0.02, and the first two overflow at least
+  EXPECT_EQ(info.weights, DType::kFloat16);
+  EXPECT_GE(info.skipped_steps, 2u);
+  EXPECT_EQ(info.loss_scale, std::ldexp(1.0, 23 - static_cast<int>(info.skipped_steps)));
+  ASSERT_EQ(info.blob.size(), 8u);
+  EXPECT_EQ(std::to_integer<int>(info.blob[0]), 3);
+  roll_back_store(paths_);
+  const StoreInfo back = inspect_store(paths_);
+  EXPECT_EQ(back.step, 2u);
+  EXPECT_EQ(back.skipped_steps, 2u);
+  EXPECT_EQ(back.loss_scale, 0x1p21);
 }
 
 TEST_F(Inspection, VerifiesEveryByteAndNamesTheTensor) {

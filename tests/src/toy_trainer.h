@@ -12,6 +12,7 @@
 
 #include "spillway/bf16.h"
 #include "spillway/engine.h"
+#include "spillway/fp16.h"
 
 namespace spillway::testing {
 
@@ -65,6 +66,12 @@ inline WeightSource toy_weights() {
   };
 }
 
+inline float weight_at(const void* weights, DType type, std::uint64_t i) {
+  if (type == DType::kFloat32) return static_cast<const float*>(weights)[i];
+  const std::uint16_t bits = static_cast<const std::uint16_t*>(weights)[i];
+  return type == DType::kFloat16 ? fp16_to_float(bits) : bf16_to_float(bits);
+}
+
 struct ToyTrainer {
   Engine& engine;
   const ModelDescription& model;
@@ -75,24 +82,29 @@ struct ToyTrainer {
   std::uint32_t poison_block = 1;         // of this block
   std::function<void()> between = [] {};  // called before every visit and before step()
   std::function<float(std::uint64_t)> gain = [](std::uint64_t) { return 1.f; };  // of every gradient in a step
+  std::function<std::uint64_t(std::uint64_t)> data_of = [](std::uint64_t step) { return step; };
+  float rounded_to = 0;  // gradients, before they are scaled: multiples of it
   // Faults that the same-bits tests must notice:
   bool swap_micro_batches = false;
   bool use_after_release = false;
 
-  // gradient[i] = 0.01 · weight[i] + noise(step, micro-batch, i), into the workspace, then pushed.
+  // gradient[i] = 0.01 · weight[i] + noise(step, micro-batch, i), times the loss scale, into the workspace, then
+  // pushed.
   void push(std::uint32_t block, std::uint32_t parameter, const void* weight, std::uint64_t step, std::uint64_t salt) {
     const std::uint64_t count = count_of(model.blocks[block].parameters[parameter]);
     float* gradient = reinterpret_cast<float*>(engine.workspace().data());
     const DType dtype = type;
     const bool poison = step == poison_step && block == poison_block && parameter == 0;
-    const float factor = gain(step);
+    const float factor = gain(step), loss_scale = static_cast<float>(engine.loss_scale()), unit = rounded_to;
+    const std::uint64_t data = data_of(step);
     engine.stream().launch([=](HostWorkers& workers) {
       const std::size_t chunks = (count + 4095) / 4096;
       workers.parallel_for(chunks, [=](std::size_t chunk) {
         for (std::uint64_t i = chunk * 4096; i < std::min<std::uint64_t>(count, chunk * 4096 + 4096); ++i) {
-          const float w = dtype == DType::kFloat32 ? static_cast<const float*>(weight)[i]
-                                                   : bf16_to_float(static_cast<const std::uint16_t*>(weight)[i]);
-          gradient[i] = factor * (0.01f * w + 0.02f * mixed(step * 64 + salt, block * 16 + parameter, i));
+          const float w = weight_at(weight, dtype, i);
+          float g = factor * (0.01f * w + 0.02f * mixed(data * 64 + salt, block * 16 + parameter, i));
+          if (unit > 0) g = std::round(g / unit) * unit;
+          gradient[i] = loss_scale * g;
         }
       });
       if (poison) gradient[count / 2] = NAN;
@@ -131,10 +143,15 @@ struct ToyTrainer {
   }
 };
 
+// The loss scale at which some steps of a toy overflow and some do not: of two, or one, of the first, and then of one
+// in three.
+inline constexpr LossScaleConfig kOverflowing{.initial_power = 21, .window = 1, .hysteresis = 1};
+
 // A run of the toy model with the settings that all of these tests share.
 inline Config toy_config(Placement parameters, Placement states, DType type, const std::filesystem::path& store) {
   Config config;
   config.weights = type;
+  config.loss_scale = kOverflowing;
   config.gradient_clipping = 1.0;
   config.speculative_blocks = 0;  // how many are best is a matter of time
   config.optimizer = {.learning_rate = 1e-2, .weight_decay = 0.01};

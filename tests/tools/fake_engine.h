@@ -13,6 +13,7 @@
 
 #include "spillway/bf16.h"
 #include "spillway/engine.h"
+#include "spillway/fp16.h"
 #include "spillway/units.h"
 
 namespace spillway::gpt2 {
@@ -94,6 +95,25 @@ class FakeEngine final : public Engine {
     return count;
   }
 
+  static float widened(const void* data, std::size_t i, DType type) {
+    if (type == DType::kFloat32) return static_cast<const float*>(data)[i];
+    const std::uint16_t bits = static_cast<const std::uint16_t*>(data)[i];
+    return type == DType::kFloat16 ? fp16_to_float(bits) : bf16_to_float(bits);
+  }
+  static float rounded(float value, DType type) {
+    return type == DType::kFloat32   ? value
+           : type == DType::kFloat16 ? fp16_to_float(float_to_fp16(value))
+                                     : bf16_to_float(float_to_bf16(value));
+  }
+  static void put(void* data, std::size_t i, DType type, float value) {
+    if (type == DType::kFloat32)
+      static_cast<float*>(data)[i] = value;
+    else
+      static_cast<std::uint16_t*>(data)[i] = type == DType::kFloat16 ? float_to_fp16(value) : float_to_bf16(value);
+  }
+
+  double scale = 1;  // of the loss
+
   // A piece of the arena.
   std::byte* allocate(std::size_t bytes, std::size_t alignment = 64) {
     used_ = align_up(used_, alignment);
@@ -113,6 +133,7 @@ class FakeEngine final : public Engine {
   int open_leases() const { return open_leases_; }
 
   std::uint64_t current_step() const override { return step_; }
+  double loss_scale() const override { return scale; }
   std::vector<std::byte> blob() const override { return {}; }
   const Ledger& ledger() const override { return ledger_; }
   std::vector<std::string> describe() const override { return {}; }
@@ -134,12 +155,7 @@ class FakeEngine final : public Engine {
     }
   }
   void set_weight(std::uint32_t block, std::uint32_t parameter, const std::vector<float>& values) {
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      if (type_ == DType::kFloat32)
-        reinterpret_cast<float*>(weights_[block][parameter])[i] = values[i];
-      else
-        reinterpret_cast<std::uint16_t*>(weights_[block][parameter])[i] = float_to_bf16(values[i]);
-    }
+    for (std::size_t i = 0; i < values.size(); ++i) put(weights_[block][parameter], i, type_, values[i]);
   }
   Lease acquire(std::uint32_t block, Pass pass, Stream&) override {
     visits_.emplace_back(block, pass);
@@ -159,10 +175,7 @@ class FakeEngine final : public Engine {
     const std::size_t count = counts_[gradient.block][gradient.parameter];
     auto& sum = gradients_[key];
     sum.resize(count);
-    for (std::size_t i = 0; i < count; ++i) {
-      sum[i] += gradient.dtype == DType::kFloat32 ? static_cast<const float*>(gradient.data)[i]
-                                                  : bf16_to_float(static_cast<const std::uint16_t*>(gradient.data)[i]);
-    }
+    for (std::size_t i = 0; i < count; ++i) sum[i] += widened(gradient.data, i, gradient.dtype);
     ++pushes_[key];
   }
   StepReport step(std::span<const std::byte>) override {
@@ -178,11 +191,7 @@ class FakeEngine final : public Engine {
     for (std::uint32_t b = 0; b < weights_.size(); ++b) {
       for (std::uint32_t p = 0; p < weights_[b].size(); ++p) {
         std::vector<float> values(counts_[b][p]);
-        for (std::size_t i = 0; i < values.size(); ++i) {
-          values[i] = type_ == DType::kFloat32
-                          ? reinterpret_cast<const float*>(weights_[b][p])[i]
-                          : bf16_to_float(reinterpret_cast<const std::uint16_t*>(weights_[b][p])[i]);
-        }
+        for (std::size_t i = 0; i < values.size(); ++i) values[i] = widened(weights_[b][p], i, type_);
         sink(b, p, 0, values);
       }
     }

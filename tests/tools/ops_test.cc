@@ -34,13 +34,7 @@ class Bench {
   std::byte* tensor(const Doubles& values) { return tensor(values, shape.type); }
   std::byte* tensor(const Doubles& values, DType type) {
     std::byte* memory = engine.allocate(values.size() * size_of(type));
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      const float value = static_cast<float>(values[i]);
-      if (type == DType::kFloat32)
-        reinterpret_cast<float*>(memory)[i] = value;
-      else
-        reinterpret_cast<std::uint16_t*>(memory)[i] = float_to_bf16(value);
-    }
+    for (std::size_t i = 0; i < values.size(); ++i) FakeEngine::put(memory, i, type, static_cast<float>(values[i]));
     return memory;
   }
   std::byte* output(std::size_t count) { return engine.allocate(count * size_of(shape.type)); }
@@ -53,10 +47,7 @@ class Bench {
   Doubles read(const void* memory, std::size_t count) const { return read(memory, count, shape.type); }
   static Doubles read(const void* memory, std::size_t count, DType type) {
     Doubles out(count);
-    for (std::size_t i = 0; i < count; ++i) {
-      out[i] = type == DType::kFloat32 ? static_cast<const float*>(memory)[i]
-                                       : bf16_to_float(static_cast<const std::uint16_t*>(memory)[i]);
-    }
+    for (std::size_t i = 0; i < count; ++i) out[i] = FakeEngine::widened(memory, i, type);
     return out;
   }
   template <typename Op>
@@ -85,7 +76,7 @@ class Random {
     std::normal_distribution<float> normal(0, static_cast<float>(spread));
     for (auto& v : out) {
       const float drawn = normal(generator_);
-      v = type_ == DType::kFloat32 ? drawn : bf16_to_float(float_to_bf16(drawn));
+      v = FakeEngine::rounded(drawn, type_);
     }
     return out;
   }
@@ -107,7 +98,9 @@ void expect_close(const Doubles& result, const Doubles& expected, DType type, do
   for (const double v : expected) square += v * v;
   const double scale = std::sqrt(square / static_cast<double>(expected.size()));
   for (std::size_t i = 0; i < result.size(); ++i) {
-    const double rounding = type == DType::kBFloat16 ? std::abs(expected[i]) / 256 : 0;
+    const double rounding = type == DType::kBFloat16  ? std::abs(expected[i]) / 256
+                            : type == DType::kFloat16 ? std::abs(expected[i]) / 2048 + 0x1p-25  // half of a subnormal
+                                                      : 0;
     ASSERT_NEAR(result[i], expected[i], tolerance * scale + rounding) << what << " at " << i;
   }
 }
@@ -150,7 +143,8 @@ Shape even_shape(DType type) {
 
 std::vector<Variant> variants() {
   std::vector<Variant> all = {{"fp32", DType::kFloat32, GemmPath::kFloat32},
-                              {"bf16_widened", DType::kBFloat16, GemmPath::kFloat32}};
+                              {"bf16_widened", DType::kBFloat16, GemmPath::kFloat32},
+                              {"fp16", DType::kFloat16, GemmPath::kFloat32}};
   if (__builtin_cpu_supports("avx512bf16")) all.push_back({"bf16_native", DType::kBFloat16, GemmPath::kBFloat16});
   return all;
 }
@@ -408,11 +402,15 @@ INSTANTIATE_TEST_SUITE_P(Variants, HostOpsTest, testing::Combine(testing::Values
                                   (std::get<1>(info.param) ? "_odd" : "_even");
                          });
 
-// With the same inputs and the same fp32 inside, a bf16 operation is the fp32 operation rounded once, bit for bit.
-TEST(HostOpsRoundingTest, Bf16ResultsAreFp32ResultsRoundedOnce) {
-  Bench wide(odd_shape(DType::kFloat32), GemmPath::kFloat32, 1),
-      half(odd_shape(DType::kBFloat16), GemmPath::kFloat32, 1);
-  Random random(DType::kBFloat16);
+class HostOpsRoundingTest : public testing::TestWithParam<DType> {};
+INSTANTIATE_TEST_SUITE_P(, HostOpsRoundingTest, testing::Values(DType::kBFloat16, DType::kFloat16),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+// With the same inputs and the same fp32 inside, an operation in 16 bits is the fp32 operation rounded once, bit for
+// bit.
+TEST_P(HostOpsRoundingTest, ResultsAreFp32ResultsRoundedOnce) {
+  Bench wide(odd_shape(DType::kFloat32), GemmPath::kFloat32, 1), half(odd_shape(GetParam()), GemmPath::kFloat32, 1);
+  Random random(GetParam());
   const std::size_t m = wide.shape.tokens(), width = wide.shape.width, inner = wide.shape.inner;
   const auto x = random.values(m * 3 * width), weight = random.values(width * inner), bias = random.values(inner);
   const auto run = [&](Bench& bench) {
@@ -438,7 +436,7 @@ TEST(HostOpsRoundingTest, Bf16ResultsAreFp32ResultsRoundedOnce) {
   };
   const auto expected = run(wide), result = run(half);
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    ASSERT_EQ(result[i], bf16_to_float(float_to_bf16(static_cast<float>(expected[i])))) << i;
+    ASSERT_EQ(result[i], FakeEngine::rounded(static_cast<float>(expected[i]), GetParam())) << i;
   }
 }
 

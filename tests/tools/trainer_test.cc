@@ -190,17 +190,66 @@ TEST_P(TrainerBitsTest, InsidesThatAreKeptDoNotChangeABit) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Types, TrainerBitsTest, testing::Values(DType::kFloat32, DType::kBFloat16),
+INSTANTIATE_TEST_SUITE_P(Types, TrainerBitsTest, testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
-TEST(TrainerTest, Bf16LossIsCloseToFp32) {
+TEST(TrainerTest, LossIn16BitsIsCloseToFp32) {
   const auto model = tiny_model();
   const auto rows = random_rows(model, 2, 70);
-  Resident wide(model, {.type = DType::kFloat32, .micro_batch = 2, .accumulation = 1, .sequence = 70, .threads = 2});
-  Resident half(model, {.type = DType::kBFloat16, .micro_batch = 2, .accumulation = 1, .sequence = 70, .threads = 2});
-  const double loss = wide.trainer.run_step(rows);
-  // 8 bits of significand through two layers.
-  EXPECT_NEAR(half.trainer.run_step(rows), loss, 0.01 * loss);
+  const auto loss_in = [&](DType type) {
+    Resident run(model, {.type = type, .micro_batch = 2, .accumulation = 1, .sequence = 70, .threads = 2});
+    return run.trainer.run_step(rows);
+  };
+  const double loss = loss_in(DType::kFloat32);
+  // 8 and 11 bits of significand through two layers.
+  EXPECT_NEAR(loss_in(DType::kBFloat16), loss, 0.01 * loss);
+  EXPECT_NEAR(loss_in(DType::kFloat16), loss, 0.002 * loss);
+}
+
+// A power of two in the loss is one in every gradient, and in nothing else.
+TEST(TrainerTest, TheLossScaleMultipliesEveryGradientExactly) {
+  const auto model = tiny_model();
+  for (const std::uint32_t accumulation : {1u, 3u}) {
+    const auto rows = random_rows(model, accumulation, 70);
+    const TrainerOptions options{
+        .type = DType::kFloat32, .micro_batch = 1, .accumulation = accumulation, .sequence = 70, .threads = 2};
+    Resident plain(model, options), scaled(model, options);
+    scaled.engine.scale = 4096;
+    EXPECT_EQ(plain.trainer.run_step(rows), scaled.trainer.run_step(rows));
+    for (std::uint32_t b = 0; b < plain.weights.size(); ++b) {
+      for (std::uint32_t p = 0; p < plain.weights[b].size(); ++p) {
+        auto expected = plain.engine.gradient(b, p);
+        for (float& value : expected) value *= 4096;
+        EXPECT_TRUE(expected == scaled.engine.gradient(b, p)) << plain.description.blocks[b].parameters[p].name;
+      }
+    }
+  }
+}
+
+// Gradients that fp16 rounds to 0 are there with the scale, and close to those of fp32.
+TEST(TrainerTest, TheLossScaleKeepsSmallGradientsInFp16) {
+  const auto model = tiny_model();
+  const auto rows = random_rows(model, 8, 70);
+  const auto gradient_in = [&](DType type, double scale) {
+    Resident run(model, {.type = type, .micro_batch = 8, .accumulation = 1, .sequence = 70, .threads = 2});
+    run.engine.scale = scale;
+    run.trainer.run_step(rows);
+    auto values = run.engine.gradient(layer_block(0), kMlpWeight);
+    for (float& value : values) value = static_cast<float>(value / scale);
+    return values;
+  };
+  const auto error_of = [](const std::vector<float>& got, const std::vector<float>& wanted) {
+    double difference = 0, norm = 0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      difference += std::pow(got[i] - wanted[i], 2);
+      norm += std::pow(wanted[i], 2);
+    }
+    return std::sqrt(difference / norm);
+  };
+  // Rounded at 2^-24, a loss scaled by 2^-12 is what a model with much smaller gradients has.
+  const auto wanted = gradient_in(DType::kFloat32, 1);
+  EXPECT_GT(error_of(gradient_in(DType::kFloat16, 0x1p-12), wanted), 0.2);
+  EXPECT_LT(error_of(gradient_in(DType::kFloat16, 0x1p8), wanted), 0.01);
 }
 
 }  // namespace

@@ -10,20 +10,25 @@
 #include <random>
 
 #include "spillway/bf16.h"
+#include "spillway/fp16.h"
 
 namespace spillway::gpt2 {
 namespace {
 
 constexpr std::size_t kCount = 203;  // twelve groups of 16 and a tail of 11
 
-// Bytes of a tensor of either type, the same values in both.
+float widened(std::uint16_t bits, DType type) {
+  return type == DType::kFloat16 ? fp16_to_float(bits) : bf16_to_float(bits);
+}
+
+// Bytes of a tensor of any type, the same values in each.
 std::vector<std::byte> tensor(DType type, std::size_t count, unsigned seed) {
   std::mt19937 generator(seed);
   std::normal_distribution<float> normal(0, 2);
   std::vector<std::byte> bytes(count * size_of(type));
   for (std::size_t i = 0; i < count; ++i) {
-    const std::uint16_t half = float_to_bf16(normal(generator));
-    const float value = bf16_to_float(half);
+    const float value = bf16_to_float(float_to_bf16(normal(generator)));
+    const std::uint16_t half = type == DType::kFloat16 ? float_to_fp16(value) : float_to_bf16(value);
     if (type == DType::kFloat32)
       std::memcpy(&bytes[4 * i], &value, 4);
     else
@@ -103,11 +108,11 @@ TEST_P(VectorKernelsTest, PanelsHoldTheOperandInTheirLayout) {
   const auto x = tensor(type, 120 * stride, 8);
   const auto value = [&](std::size_t row, std::size_t column) {
     if (type == DType::kFloat32) return reinterpret_cast<const float*>(x.data())[row * stride + column];
-    return bf16_to_float(reinterpret_cast<const std::uint16_t*>(x.data())[row * stride + column]);
+    return widened(reinterpret_cast<const std::uint16_t*>(x.data())[row * stride + column], type);
   };
   const auto in_panel = [&](const std::vector<std::byte>& panel, DType of, std::size_t k, std::size_t c) {
     if (of == DType::kFloat32) return reinterpret_cast<const float*>(panel.data())[k * kPanel + c];
-    return bf16_to_float(reinterpret_cast<const std::uint16_t*>(panel.data())[(k / 2 * kPanel + c) * 2 + k % 2]);
+    return widened(reinterpret_cast<const std::uint16_t*>(panel.data())[(k / 2 * kPanel + c) * 2 + k % 2], of);
   };
   for (const auto& target : vector_targets(type)) {
     for (const auto& [depth, columns] :
@@ -136,7 +141,7 @@ TEST_P(VectorKernelsTest, PanelsHoldTheOperandInTheirLayout) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Types, VectorKernelsTest, testing::Values(DType::kFloat32, DType::kBFloat16),
+INSTANTIATE_TEST_SUITE_P(Types, VectorKernelsTest, testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 TEST(VectorKernelsTest, Bf16IsRoundedToNearestEvenAndNanStaysNan) {
@@ -163,6 +168,33 @@ TEST(VectorKernelsTest, Bf16IsRoundedToNearestEvenAndNanStaysNan) {
     target.kernels->widen(rounded.data(), wide.data(), wide.size());
     for (std::size_t i = 0; i < values.size(); ++i) {
       ASSERT_EQ(std::bit_cast<std::uint32_t>(wide[i]), static_cast<std::uint32_t>(rounded[i]) << 16);
+    }
+  }
+}
+
+TEST(VectorKernelsTest, Fp16IsReadAndRoundedAsItsHeaderSays) {
+  std::vector<std::uint16_t> halves(65'536);
+  for (std::size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<std::uint16_t>(i);
+  std::vector<float> values;
+  for (const std::uint16_t half : halves) {  // with the tie behind each, and what is beside it
+    const auto bits = std::bit_cast<std::uint32_t>(fp16_to_float(half));
+    for (const std::uint32_t low : {0u, 1u, 0xfffu, 0x1000u, 0x1001u})
+      values.push_back(std::bit_cast<float>(bits + low));
+  }
+  std::mt19937 generator(3);
+  for (int i = 0; i < 10'000; ++i) values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(generator())));
+  for (const float x : {65519.99f, 65520.0f, 1e38f, 0x1p-25f, 0x1.000002p-25f, 1e-40f}) values.push_back(x);
+  for (const auto& target : vector_targets(DType::kFloat16)) {
+    std::vector<float> wide(halves.size());
+    target.kernels->widen(halves.data(), wide.data(), halves.size());
+    for (std::size_t i = 0; i < halves.size(); ++i) {
+      ASSERT_EQ(std::bit_cast<std::uint32_t>(wide[i]), std::bit_cast<std::uint32_t>(fp16_to_float(halves[i])))
+          << target.name << " " << i;
+    }
+    std::vector<std::uint16_t> rounded(values.size());
+    target.kernels->narrow(values.data(), rounded.data(), values.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      ASSERT_EQ(rounded[i], float_to_fp16(values[i])) << target.name << " " << values[i];
     }
   }
 }

@@ -30,9 +30,11 @@ struct ExportCommand {
 };
 
 void add_dtype(CLI::App* command, DType& type) {
-  const auto set = [&type](const std::string& name) { type = name == "bf16" ? DType::kBFloat16 : DType::kFloat32; };
+  const auto set = [&type](const std::string& name) {
+    type = name == "bf16" ? DType::kBFloat16 : name == "fp16" ? DType::kFloat16 : DType::kFloat32;
+  };
   command->add_option_function<std::string>("--dtype", set, "Type of the weights")
-      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->default_str("fp32");
 }
 

@@ -139,6 +139,7 @@ class Run {
     // Everything about the input is checked before a store is made.
     if (!options_.load.empty()) snapshot_ = newest_snapshot(options_.load);
     if (!options_.resume && snapshot_.empty()) weights_.emplace(options_.model, describe_model(model_, 0));
+    if (weights_ && config_.weights == DType::kFloat16) weights_->check_fp16();
     trainer_.emplace(model_, TrainerOptions{.type = config_.weights,
                                             .micro_batch = config_.micro_batch,
                                             .accumulation = config_.gradient_accumulation,

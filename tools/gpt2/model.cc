@@ -203,7 +203,9 @@ std::string model_config_text(const ModelConfig& config, DType stored) {
                      fmt::arg("last", config.vocabulary - 1), fmt::arg("epsilon", config.epsilon),
                      fmt::arg("width", config.width), fmt::arg("heads", config.heads), fmt::arg("inner", config.inner),
                      fmt::arg("layers", config.layers), fmt::arg("positions", config.positions),
-                     fmt::arg("type", stored == DType::kFloat32 ? "float32" : "bfloat16"),
+                     fmt::arg("type", stored == DType::kFloat32    ? "float32"
+                                      : stored == DType::kBFloat16 ? "bfloat16"
+                                                                   : "float16"),
                      fmt::arg("vocabulary", config.vocabulary));
 }
 

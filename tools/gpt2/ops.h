@@ -20,9 +20,9 @@
 namespace spillway::gpt2 {
 
 struct Shape {
-  DType type = DType::kFloat32;  // fp32 or bf16
-  std::uint32_t batch = 1;       // rows of a micro-batch
-  std::uint32_t sequence = 0;    // tokens of a row
+  DType type = DType::kFloat32;
+  std::uint32_t batch = 1;     // rows of a micro-batch
+  std::uint32_t sequence = 0;  // tokens of a row
   std::uint32_t width = 0, heads = 0, inner = 0;
   std::uint32_t vocabulary = 0, positions = 0;
   float epsilon = 1e-5f;  // of layer norm
@@ -101,7 +101,7 @@ struct HeadLoss {
   const void* x;                 // [M][C]
   const std::uint32_t* targets;  // [M]
   const void* token_weight;      // [vocabulary][C]
-  float scale;                   // of the gradient: 1 / tokens in the step
+  float scale;                   // of the gradient: loss scale / tokens in the step
   float* losses;                 // fp32 [M], natural logarithm, not scaled
   void* dx;                      // may be x
   float* dtoken_weight;          // fp32

@@ -39,7 +39,6 @@ HostOps::HostOps(const Shape& shape, unsigned threads, GemmPath path)
       fp32_(vector_kernels(DType::kFloat32)),
       operand_kernels_(vector_kernels(operands_)),
       gemm_(threads) {
-  SPILLWAY_CHECK(shape.type != DType::kFloat16, "fp16 is not trained");
   SPILLWAY_CHECK(shape.tokens() > 0 && shape.heads > 0 && shape.width % shape.heads == 0, "a shape is whole heads");
   prepare_shapes();
   const auto measured = [&]<typename Scratch>() {

@@ -131,7 +131,7 @@ class HostOps final : public Ops {
   Shape shape_;
   unsigned threads_;
   GemmPath path_;
-  DType operands_;                // of GEMMs: fp32 or bf16
+  DType operands_;                // of GEMMs: fp32 or bf16; fp16 is widened
   const VectorKernels& kernels_;  // of the tensor type
   const VectorKernels& fp32_;
   const VectorKernels& operand_kernels_;

@@ -44,7 +44,8 @@ GemmPath choose_gemm_path(DType tensors) {
 }
 
 std::string describe_gemm_path(DType tensors, GemmPath path) {
-  if (tensors != DType::kBFloat16) return "fp32 tensors, fp32 GEMM";
+  if (tensors == DType::kFloat32) return "fp32 tensors, fp32 GEMM";
+  if (tensors == DType::kFloat16) return "fp16 tensors, GEMM widened to fp32";
   if (path == GemmPath::kBFloat16) {
     return has_amx() ? "bf16 tensors, bf16 GEMM (AMX)" : "bf16 tensors, bf16 GEMM (AVX512-BF16)";
   }

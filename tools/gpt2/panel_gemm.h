@@ -23,9 +23,9 @@
 
 namespace spillway::gpt2 {
 
-// How products of bf16 tensors are computed.
+// How products of 16-bit tensors are computed.
 enum class GemmPath : std::uint8_t {
-  kFloat32,  // operands in fp32: fp32 tensors, or bf16 widened panel by panel
+  kFloat32,  // operands in fp32: fp32 tensors, or bf16 and fp16 widened panel by panel
   kBFloat16  // bf16 operands, fp32 sums
 };
 

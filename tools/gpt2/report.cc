@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <functional>
 #include <iterator>
 #include <numeric>
@@ -68,33 +69,41 @@ std::string stall_text(const StepReport& r) {
   return text;
 }
 
+// JSON has no word for what is not finite.
+std::string json_number(double value) { return std::isfinite(value) ? fmt::format("{:.9g}", value) : "null"; }
+
 }  // namespace
 
 std::string step_text(const StepFacts& step, std::uint64_t last_step) {
   const StepReport& r = step.report;
+  const std::string norm = r.skipped ? "overflowed, skipped" : fmt::format("{:.3f}", r.gradient_norm);
+  const std::string scale = r.loss_scale ? fmt::format("  loss scale {}", *r.loss_scale) : "";
   const double rate = r.seconds > 0 ? static_cast<double>(step.tokens) / r.seconds : 0;
   return fmt::format(
-      "step {}/{}  loss {:.4f}  norm {:.3f}  lr {:.3g}  {:.2f} s  {:.0f} tokens/s  read {}  written {}  {} at {:.0f} "
+      "step {}/{}  loss {:.4f}  norm {}{}  lr {:.3g}  {:.2f} s  {:.0f} tokens/s  read {}  written {}  {} at {:.0f} "
       "%{}",
-      r.step, last_step, step.loss, r.gradient_norm, r.learning_rate, r.seconds, rate, bytes_text(r.nvme_read_bytes),
+      r.step, last_step, step.loss, norm, scale, r.learning_rate, r.seconds, rate, bytes_text(r.nvme_read_bytes),
       bytes_text(r.nvme_write_bytes), r.link, r.link_percent, stall_text(r));
 }
 
 std::string step_json(const StepFacts& step) {
   const StepReport& r = step.report;
+  const std::string scale =
+      r.loss_scale ? fmt::format(R"(,"loss_scale":{:.9g},"skipped":{})", *r.loss_scale, r.skipped) : "";
   std::string stalls;
   for (std::size_t cause = 0; cause < kStallNames.size(); ++cause) {
     stalls += fmt::format(R"({}"{}":{:.6f})", cause > 0 ? "," : "", kStallNames[cause], r.stalls.of[cause]);
   }
   return fmt::format(
-      R"({{"step":{},"loss":{:.9g},"grad_norm":{:.9g},"lr":{:.9g},"seconds":{:.6f},"tokens":{},"nvme_read_bytes":{},)"
+      R"({{"step":{},"loss":{},"grad_norm":{},"lr":{:.9g},"seconds":{:.6f},"tokens":{},"nvme_read_bytes":{},)"
       R"("nvme_write_bytes":{},"h2d_bytes":{},"d2h_bytes":{},"link":"{}","link_percent":{:.2f},)"
       R"("stall_seconds":{:.6f},"stalls":{{{}}},"adam_seconds":{:.6f},"durable_step":{},)"
-      R"("visits":{},"visit_hits":{},"tile_bytes":{},"tile_hit_bytes":{},"speculative_blocks":{},"taken_back":{}}})"
+      R"("visits":{},"visit_hits":{},"tile_bytes":{},"tile_hit_bytes":{},"speculative_blocks":{},"taken_back":{}{}}})"
       "\n",
-      r.step, step.loss, r.gradient_norm, r.learning_rate, r.seconds, step.tokens, r.nvme_read_bytes,
-      r.nvme_write_bytes, r.h2d_bytes, r.d2h_bytes, r.link, r.link_percent, r.stall_seconds, stalls, r.adam_seconds,
-      r.durable_step, r.visits, r.visit_hits, r.tile_bytes, r.tile_hit_bytes, r.speculative_blocks, r.taken_back);
+      r.step, json_number(step.loss), json_number(r.gradient_norm), r.learning_rate, r.seconds, step.tokens,
+      r.nvme_read_bytes, r.nvme_write_bytes, r.h2d_bytes, r.d2h_bytes, r.link, r.link_percent, r.stall_seconds, stalls,
+      r.adam_seconds, r.durable_step, r.visits, r.visit_hits, r.tile_bytes, r.tile_hit_bytes, r.speculative_blocks,
+      r.taken_back, scale);
 }
 
 }  // namespace spillway::gpt2

@@ -218,7 +218,7 @@ void Gpt2Trainer::forward(std::uint32_t layer) {
 void Gpt2Trainer::head() {
   const Workspace& w = *work_;
   Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kBackward, *stream_);
-  const float scale = static_cast<float>(1.0 / static_cast<double>(losses_.size()));
+  const float scale = static_cast<float>(engine_->loss_scale() / static_cast<double>(losses_.size()));
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
     const std::size_t first = b * shape_.tokens();
     const ActivationLease x = input(model_.layers, b, Access::kUpdate);

@@ -245,6 +245,7 @@ void store_tile(const float* tile, std::size_t rows, std::size_t columns, const 
 
 template <typename T>
 const VectorKernels* table() {
+  using Bits = std::conditional_t<std::is_same_v<T, float>, float, std::uint16_t>;  // of what is moved as it is
   static constexpr VectorKernels kTable = {widen<T>,
                                            narrow<T>,
                                            add<T>,
@@ -261,17 +262,22 @@ const VectorKernels* table() {
                                            column_sums<T>,
                                            store_tile<T>,
                                            store_transposed<T>,
-                                           transpose<T>,
+                                           transpose<Bits>,
                                            transpose_widen<T>,
-                                           pack<T>,
-                                           pack_transposed<T>,
+                                           pack<Bits>,
+                                           pack_transposed<Bits>,
                                            pack_widen<T>,
                                            pack_transposed_widen<T>};
   return &kTable;
 }
 
 const VectorKernels* find_table(DType type) {
-  return type == DType::kBFloat16 ? table<std::uint16_t>() : table<float>();
+  switch (type) {
+    case DType::kBFloat16: return table<std::uint16_t>();
+    case DType::kFloat16: return table<Half>();
+    case DType::kFloat32: break;
+  }
+  return table<float>();
 }
 const char* target_name() { return hwy::TargetName(HWY_TARGET); }
 

@@ -3,8 +3,8 @@
 //
 // Compiled once per instruction set and chosen at run time (Highway's dispatch). Only correctly rounded operations in a
 // fixed order are used (no fma, sixteen accumulators whatever the vector length), so every instruction set gives the
-// same bits. `T` below is the tensor type of the table: float or bf16. All arithmetic is fp32; a result is rounded
-// once, when it is stored. Buffers may have any alignment and must not overlap unless a comment says so.
+// same bits. `T` below is the tensor type of the table: float, bf16 or fp16. All arithmetic is fp32; a result is
+// rounded once, when it is stored. Buffers may have any alignment and must not overlap unless a comment says so.
 #pragma once
 
 #include <cstddef>
@@ -77,7 +77,7 @@ struct VectorKernels {
 // Rows of a packed panel: oneDNN's blocked layouts come in 16 rows (fp32) and 16 pairs of rows (bf16).
 constexpr std::size_t padded_depth(std::size_t depth) { return (depth + 31) / 32 * 32; }
 
-// fp32 or bf16; the best instruction set of this machine.
+// The best instruction set of this machine.
 const VectorKernels& vector_kernels(DType type);
 
 // The instruction sets this machine can run, for tests.

@@ -28,6 +28,11 @@ using U16 = hn::Rebind<std::uint16_t, F32>;
 inline constexpr std::size_t kPart = hn::MaxLanes(F32());
 inline constexpr std::size_t kParts = kLanes / kPart;
 
+// An element of an fp16 tensor; one of a bf16 tensor is a std::uint16_t.
+struct Half {
+  std::uint16_t bits;
+};
+
 struct Lanes {
   hn::Vec<F32> part[kParts];
 };
@@ -50,6 +55,20 @@ HWY_INLINE Lanes load(const std::uint16_t* p) {
     return hn::BitCast(F32(), hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), p + i * kPart))));
   });
 }
+// fp16: an fp32 number with an exponent that is 112 too small, subnormals too; Inf and NaN keep their fraction.
+HWY_INLINE Lanes load(const Half* p) {
+  return each([&](std::size_t i) {
+    const auto half = hn::PromoteTo(U32(), hn::LoadU(U16(), reinterpret_cast<const std::uint16_t*>(p) + i * kPart));
+    const auto sign = hn::ShiftLeft<16>(hn::And(half, hn::Set(U32(), 0x8000)));
+    const auto magnitude = hn::ShiftLeft<13>(hn::And(half, hn::Set(U32(), 0x7fff)));
+    const auto number = hn::BitCast(U32(), hn::Mul(hn::BitCast(F32(), magnitude), hn::Set(F32(), 0x1p112f)));
+    const auto infinite = hn::Or(magnitude, hn::Set(U32(), 0x7f800000));
+    const auto quiet = hn::Or(infinite, hn::Set(U32(), 0x400000));
+    auto result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x0f7fffff)), infinite, number);
+    result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x0f800000)), quiet, result);
+    return hn::BitCast(F32(), hn::Or(result, sign));
+  });
+}
 HWY_INLINE void store(const Lanes& v, float* p) {
   for (std::size_t i = 0; i < kParts; ++i) hn::StoreU(v.part[i], F32(), p + i * kPart);
 }
@@ -64,6 +83,27 @@ HWY_INLINE void store(const Lanes& v, std::uint16_t* p) {
     const auto nan = hn::RebindMask(U32(), hn::IsNaN(v.part[i]));
     const auto result = hn::IfThenElse(nan, quiet, rounded);
     hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), result)), U16(), p + i * kPart);
+  }
+}
+
+// The bits of float_to_fp16(): the same rounding, and what is too large becomes Inf.
+HWY_INLINE void store(const Lanes& v, Half* p) {
+  auto* to = reinterpret_cast<std::uint16_t*>(p);
+  for (std::size_t i = 0; i < kParts; ++i) {
+    const auto bits = hn::BitCast(U32(), v.part[i]);
+    const auto sign = hn::And(hn::ShiftRight<16>(bits), hn::Set(U32(), 0x8000));
+    const auto magnitude = hn::And(bits, hn::Set(U32(), 0x7fffffff));
+    const auto odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(U32(), 1));
+    const auto rebiased = hn::Sub(magnitude, hn::Set(U32(), 112u << 23));
+    const auto normal = hn::ShiftRight<13>(hn::Add(rebiased, hn::Add(odd, hn::Set(U32(), 0xfff))));
+    // 0.5 has the smallest subnormal as its last bit.
+    const auto sum = hn::Add(hn::BitCast(F32(), magnitude), hn::Set(F32(), 0.5f));
+    const auto subnormal = hn::Sub(hn::BitCast(U32(), sum), hn::Set(U32(), 0x3f000000));
+    const auto quiet = hn::Or(hn::Set(U32(), 0x7e00), hn::And(hn::ShiftRight<13>(magnitude), hn::Set(U32(), 0x3ff)));
+    auto result = hn::IfThenElse(hn::Lt(magnitude, hn::Set(U32(), 0x38800000)), subnormal, normal);
+    result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x477fefff)), hn::Set(U32(), 0x7c00), result);
+    result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x7f800000)), quiet, result);
+    hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), hn::Or(result, sign))), U16(), to + i * kPart);
   }
 }
 

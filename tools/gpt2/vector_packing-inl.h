@@ -146,7 +146,7 @@ void pack_transposed_widen(const void* x, std::size_t stride, std::size_t depth,
   std::fill(panel + depth * kPanel, panel + padded_depth(depth) * kPanel, 0.0f);
 }
 
-// bf16: rows k and k + 1 lie interleaved, as the dot-product instructions read them; a pair is one 32-bit word.
+// 16 bits: rows k and k + 1 lie interleaved, as the dot-product instructions read them; a pair is one 32-bit word.
 template <typename T>
 void pack(const void* x, std::size_t stride, std::size_t depth, std::size_t columns, void* panel) {
   if constexpr (std::is_same_v<T, float>) {

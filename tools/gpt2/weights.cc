@@ -9,6 +9,7 @@
 #include <unordered_set>
 
 #include "spillway/error.h"
+#include "spillway/fp16.h"
 #include "tools/gpt2/model.h"
 
 namespace spillway::gpt2 {
@@ -80,6 +81,23 @@ ModelWeights::ModelWeights(const std::filesystem::path& directory, const ModelDe
     if (used.contains(&entry) || is_buffer(entry.name)) continue;
     refuse(reader_.file(entry), fmt::format("tensor {} is no part of the model that config.json describes", entry.name),
            "config.json and weights must belong to the same model");
+  }
+}
+
+void ModelWeights::check_fp16() {
+  std::vector<float> values(64 * 1024);
+  for (const auto& block : entries_) {
+    for (const TensorEntry* entry : block) {
+      if (entry->type == DType::kFloat16) continue;
+      for (std::uint64_t at = 0; at < entry->elements; at += values.size()) {
+        const auto piece = std::span(values).first(std::min<std::uint64_t>(values.size(), entry->elements - at));
+        reader_.read(*entry, at, piece);
+        const auto beyond = std::ranges::find_if_not(piece, fits_fp16);
+        if (beyond == piece.end()) continue;
+        refuse(reader_.file(*entry), fmt::format("tensor {} holds {}, and fp16 ends at 65,504", entry->name, *beyond),
+               "train it in bf16 or fp32");
+      }
+    }
   }
 }
 

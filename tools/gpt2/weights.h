@@ -14,6 +14,8 @@ namespace spillway::gpt2 {
 class ModelWeights {
  public:
   ModelWeights(const std::filesystem::path& directory, const ModelDescription& model);
+  // Reads all of it to refuse a weight that fp16 rounds to infinity, with its file and tensor.
+  void check_fp16();
   // For Engine::import_weights; refers to this object.
   WeightSource source();
 

@@ -146,6 +146,10 @@ std::string store_text(const StoreInfo& store) {
   line("step", store.slots < 2 ? "none is kept: made with commit_every 0"
                : store.step    ? fmt::format("{}, with {} of the caller's own", *store.step, blob_text(store.blob))
                                : "none");
+  if (store.loss_scale) {
+    line("scale", fmt::format("{} is the loss scale of the next step; {} skipped so far", *store.loss_scale,
+                              plural(store.skipped_steps, "step")));
+  }
   line("lock", store.in_use ? "held by a running process, which may be writing a record just now" : "free");
   for (const std::string& damage : damage_of(store)) line("DAMAGED", damage);
   return text;
@@ -200,6 +204,11 @@ std::string store_json(const StoreInfo& store, const std::optional<Verified>& ve
   write_records(json, store.records);
   number(json, "step", store.step);
   number(json, "older_step", store.older_step);
+  if (store.loss_scale) {
+    json.Key("loss_scale");
+    json.Double(*store.loss_scale);
+    number(json, "skipped_steps", store.skipped_steps);
+  }
   json.Key("in_use");
   json.Bool(store.in_use);
   json.Key("damage");

@@ -1,0 +1,99 @@
+// A gradient that holds NaN or Inf, in bf16 and fp32, in every mode of a step: refused and named, with nothing changed
+// but that; the store is at the last good step, and whoever goes on from there gets the bits of a run without it.
+// (engine_fp16_test.cc: fp16 skips the step.)
+#include <gtest/gtest.h>
+
+#include <map>
+#include <tuple>
+
+#include "spillway/error.h"
+#include "spillway/store.h"
+#include "tests/src/layout_cases.h"
+
+namespace spillway {
+namespace {
+
+using testing::LayoutCase;
+using testing::LayoutRun;
+
+// Behind two steps that were not clipped: blocks may be updated on a guess.
+constexpr std::uint64_t kLastGood = 3, kSteps = 6;
+
+class NonFiniteGradient : public ::testing::TestWithParam<std::tuple<DType, double>> {
+ protected:
+  static DType type() { return std::get<0>(GetParam()); }
+  static void clip(Config& config) { config.gradient_clipping = std::get<1>(GetParam()); }
+
+  // Bits at the end of a run that no NaN comes to.
+  const std::vector<std::uint32_t>& wanted(const LayoutCase& layout) {
+    auto& bits = wanted_[layout.width];
+    if (bits.empty()) bits = LayoutRun(testing::in_hbm_like(layout), type(), clip).until(kSteps).bits;
+    return bits;
+  }
+  static void expect_refused(LayoutRun& run, std::uint32_t block, const std::string& tensor) {
+    run.trainer->poison_step = kLastGood + 1;
+    run.trainer->poison_block = block;
+    try {
+      run.trainer->run_step();
+      ADD_FAILURE() << "a NaN went through";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kNonFinite);
+      EXPECT_EQ(std::string(error.what()),
+                tensor +
+                    ": NaN or Inf in its gradient in step 4; nothing was changed; lower the learning rate or look "
+                    "at the data of this step");
+    }
+    run.trainer->poison_step = 0;
+    EXPECT_EQ(run.engine->current_step(), kLastGood);
+    EXPECT_EQ(run.engine->loss_scale(), 1);
+  }
+
+ private:
+  std::map<std::uint64_t, std::vector<std::uint32_t>> wanted_;  // by width
+};
+
+INSTANTIATE_TEST_SUITE_P(, NonFiniteGradient,
+                         ::testing::Combine(::testing::Values(DType::kBFloat16, DType::kFloat32),
+                                            ::testing::Values(0.0, 0.5, 100.0)),
+                         [](const auto& info) {
+                           const double clipping = std::get<1>(info.param);
+                           return std::string(name_of(std::get<0>(info.param))) + (clipping == 0  ? "_unclipped"
+                                                                                   : clipping < 1 ? "_clipped"
+                                                                                                  : "_below_the_limit");
+                         });
+
+TEST_P(NonFiniteGradient, IsNamedAndTheRunGoesOnAsWithoutIt) {
+  for (const LayoutCase& layout : testing::layout_cases()) {
+    SCOPED_TRACE(layout.name);
+    LayoutRun run(layout, type(), clip);
+    run.until(kLastGood);
+    // The block whose gradient is complete first, and the one whose is last: nothing, and all else, is updated by then.
+    expect_refused(run, 4, "h.4.weight of block h.4");
+    expect_refused(run, 0, "wte of block embedding");
+    EXPECT_TRUE(run.until(kSteps).bits == wanted(layout));
+  }
+}
+
+TEST_P(NonFiniteGradient, LeavesTheStoreAtTheLastGoodStep) {
+  for (const LayoutCase& layout : testing::layout_cases()) {
+    SCOPED_TRACE(layout.name);
+    const auto change = [](Config& config) {
+      clip(config);
+      config.commit_every = 1;
+    };
+    LayoutRun run(layout, type(), change, true);
+    for (std::uint64_t step = 0; step < kLastGood; ++step) run.trainer->run_step();
+    expect_refused(run, 2, "h.2.weight of block h.2");
+    run.engine.reset();
+    EXPECT_EQ(inspect_store({run.store.path()}).step, kLastGood);
+    std::uint64_t bad = 0;
+    verify_store({run.store.path()}, {.on_bad = [&](const BadExtent&) { ++bad; }});
+    EXPECT_EQ(bad, 0u);
+    run.open(OnExisting::kResume);
+    EXPECT_EQ(run.engine->current_step(), kLastGood);
+    EXPECT_TRUE(run.until(kSteps).bits == wanted(layout));
+  }
+}
+
+}  // namespace
+}  // namespace spillway

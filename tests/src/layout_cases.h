@@ -1,0 +1,130 @@
+// The modes in which the engine makes a step, as toys: where weights and states live, when a block is updated, where
+// gradients wait. Which of them a layout is follows from what the plan makes of it, so tests of the layouts ask for
+// that.
+#pragma once
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "spillway/error.h"
+#include "src/plan.h"
+#include "tests/src/named_budget.h"
+#include "tests/src/toy_trainer.h"
+
+namespace spillway::testing {
+
+struct LayoutCase {
+  static constexpr std::uint32_t kMicroBatches = 2;
+
+  std::string name;
+  Placement parameters = Placement::kHbm, states = Placement::kHbm;
+  std::uint64_t tile_elements = 4096;
+  std::uint32_t speculative_blocks = 0;
+  bool visits = true;
+  std::uint64_t width = 3000;
+  enum {
+    kAny,
+    kLeastHost,
+    kSomeInHost
+  } host = kAny;  // memory: as much as the plan asks for, the least, some of a cache
+
+  ModelDescription model() const { return toy_model(4, width, kMicroBatches, visits); }
+
+  Config config(DType type, const std::filesystem::path& store) const {
+    Config config = toy_config(parameters, states, type, store);
+    config.tile_elements = tile_elements;
+    config.speculative_blocks = speculative_blocks;
+    return config;
+  }
+
+  void choose_budgets(Config& config, const ModelDescription& description) const {
+    if (host == kAny) return;
+    config.host_bytes = 1;
+    try {
+      make_plan(config, description);
+    } catch (const Error& error) {
+      config.host_bytes = named_bytes(error) + (host == kSomeInHost ? 32 << 20 : 0);
+    }
+  }
+};
+
+inline const LayoutCase kInHbm{.name = "hbm"};
+
+// What a layout is compared with.
+inline LayoutCase in_hbm_like(const LayoutCase& layout) { return {.name = "hbm", .width = layout.width}; }
+
+inline std::vector<LayoutCase> layout_cases() {
+  using enum Placement;
+  return {
+      kInHbm,
+      {.name = "host", .parameters = kHost, .states = kHost},
+      {.name = "weights in hbm, states in host", .states = kHost},
+      {.name = "weights in hbm, states on nvme", .states = kNvme},
+      {.name = "weights in host, states on nvme", .parameters = kHost, .states = kNvme},
+      {.name = "weights on nvme, states in host", .parameters = kNvme, .states = kHost},
+      {.name = "nvme", .parameters = kNvme, .states = kNvme},
+      {.name = "nvme, guessing", .parameters = kNvme, .states = kNvme, .speculative_blocks = 100},
+      {.name = "nvme, large tiles", .parameters = kNvme, .states = kNvme, .tile_elements = 4 << 20},
+      {.name = "nvme, least host", .parameters = kNvme, .states = kNvme, .host = LayoutCase::kLeastHost},
+      {.name = "nvme, some in host",
+       .parameters = kNvme,
+       .states = kNvme,
+       .speculative_blocks = 2,
+       .host = LayoutCase::kSomeInHost},
+      {.name = "nvme, visits recorded", .parameters = kNvme, .states = kNvme, .visits = false},
+      {.name = "nvme, gradients spilled",
+       .parameters = kNvme,
+       .states = kNvme,
+       .tile_elements = 1 << 16,
+       .width = 60'000,
+       .host = LayoutCase::kLeastHost},
+  };
+}
+
+inline LayoutCase layout_case(const std::string& name) {
+  const auto all = layout_cases();
+  return *std::ranges::find(all, name, &LayoutCase::name);
+}
+
+// A run of a layout, in a directory of its own.
+struct LayoutRun {
+  struct Outcome {
+    std::vector<std::uint32_t> bits;
+    std::vector<StepReport> reports;
+  };
+
+  // `with_store`: also where everything lives in memory.
+  LayoutRun(const LayoutCase& layout, DType type, const std::function<void(Config&)>& change = {},
+            bool with_store = false)
+      : model(layout.model()), config(layout.config(type, store.path())) {
+    if (with_store) config.nvme_paths = {store.path()};
+    if (change) change(config);
+    layout.choose_budgets(config, model);
+    open(OnExisting::kRefuse);
+    engine->import_weights(toy_weights());
+  }
+  void open(OnExisting on_existing) {
+    engine.reset();
+    engine = Engine::create(config, model, {.on_existing = on_existing, .poison_released = true});
+    trainer.emplace(ToyTrainer{*engine, model, config.weights, LayoutCase::kMicroBatches});
+  }
+  Outcome until(std::uint64_t step) {
+    Outcome outcome;
+    while (engine->current_step() < step) outcome.reports.push_back(trainer->run_step());
+    outcome.bits = exported(*engine);
+    return outcome;
+  }
+
+  TempStore store;
+  ModelDescription model;
+  Config config;
+  std::unique_ptr<Engine> engine;
+  std::optional<ToyTrainer> trainer;
+};
+
+}  // namespace spillway::testing
