@@ -50,20 +50,22 @@ class Fuzz(unittest.TestCase):
         corpus, findings = (FUZZER.parent / folder / TARGET for folder in ("corpus", "findings"))
         for folder in (corpus, findings):
             folder.mkdir(parents=True, exist_ok=True)
-        words = FUZZER.parent / f"{TARGET}.dict"
-        words.write_text(dictionary())
+        options = [f"-max_total_time={SECONDS}", "-timeout=10", "-rss_limit_mb=2048", "-malloc_limit_mb=512",
+                   "-print_final_stats=1", f"-artifact_prefix={findings}/"]
+        if TARGET in WORDS:
+            words = FUZZER.parent / f"{TARGET}.dict"
+            words.write_text(dictionary())
+            options.append(f"-dict={words}")
         with tempfile.TemporaryDirectory(dir=memory_file_system()) as scratch:
             done = subprocess.run(
-                [FUZZER, f"-max_total_time={SECONDS}", "-timeout=10", "-rss_limit_mb=2048", "-malloc_limit_mb=512",
-                 "-print_final_stats=1", f"-artifact_prefix={findings}/", f"-dict={words}", corpus, seeds],
-                env={**os.environ, "TMPDIR": scratch}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                errors="replace", timeout=SECONDS + PATIENCE_SECONDS, check=False)
+                [FUZZER, *options, corpus, seeds], env={**os.environ, "TMPDIR": scratch}, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, errors="replace", timeout=SECONDS + PATIENCE_SECONDS, check=False)
         if done.returncode != 0:
             sys.stderr.write(done.stdout[-20_000:])
             written = re.search(r"Test unit written to (\S+)", done.stdout)
             said = re.findall(r"^(?:SUMMARY|.*check failed|.*runtime error|terminate called).*", done.stdout, re.M)
-            self.fail(f"{written[1] if written else 'no input was written'}: exit status {done.returncode}"
-                      + "".join(f"; {line}" for line in said[:2]))
+            self.fail("; ".join([written[1] if written else "no input was written", *said[:2],
+                                 f"exit status {done.returncode}"]))
         inputs = int(re.search(r"stat::number_of_executed_units: (\d+)", done.stdout)[1])
         edges, features, kept = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", done.stdout)[-1]
         print(f"fuzz {TARGET}: {inputs} inputs in {SECONDS} s, {edges} edges and {features} features covered, "
