@@ -18,6 +18,9 @@
 namespace spillway {
 namespace {
 
+// A text that is wrong everywhere is not a configuration: what is said of it, and the time to find it out, are bounded.
+constexpr std::size_t kMostComplaints = 100;
+
 struct Complaint {
   std::size_t offset = 0;
   std::string what, hint;
@@ -49,6 +52,10 @@ struct Source {
       parts.happened +=
           fmt::format("\n{}: {}{}{}", place(*next), next->what, next->hint.empty() ? "" : "; ", next->hint);
     }
+  }
+  if (complaints.size() >= kMostComplaints) {
+    parts.happened += fmt::format("\n{}: what follows was not looked at", sources.back().name);
+    parts.hint = "correct these first";
   }
   throw Error(Code::kInvalidArgument, std::move(parts));
 }
@@ -105,7 +112,7 @@ class ConfigReader {
   }
 
   Config finish(bool all_read) {
-    if (all_read) {
+    if (all_read && complaints_.size() < kMostComplaints) {
       settle_config(draft_, places_, [&](std::string_view path, std::string what, std::string hint) {
         const auto at = places_.find(path);
         complaints_.push_back({at == places_.end() ? places_[""] : at->second,
@@ -122,7 +129,7 @@ class ConfigReader {
  private:
   void read_section(std::string_view section, const JsonValue& object) {
     std::map<std::string_view, std::size_t> first_use;
-    for (std::size_t i = 0; i < object.items.size(); ++i) {
+    for (std::size_t i = 0; i < object.items.size() && complaints_.size() < kMostComplaints; ++i) {
       const JsonKey& key = object.keys[i];
       const std::string path = section.empty() ? key.name : fmt::format("{}.{}", section, key.name);
       const auto [first, is_new] = first_use.emplace(key.name, key.offset);
@@ -175,6 +182,7 @@ class ConfigReader {
     all.flag = true;
     row.set(draft_, all);
     for (const JsonValue& item : array.items) {
+      if (complaints_.size() >= kMostComplaints) return;
       if (item.kind != JsonValue::Kind::kObject) {
         complain(item.offset, fmt::format("{}: expected an array of objects", row.path), "write [{…}, {…}]");
         continue;

@@ -11,6 +11,7 @@
 #include "kernels/checksum.h"
 #include "spillway/error.h"
 #include "src/partition.h"
+#include "src/plain_file.h"
 #include "src/safetensors_header.h"
 
 namespace spillway {
@@ -108,10 +109,6 @@ std::string first_difference(const ModelDescription& there, const ModelDescripti
 }
 
 }  // namespace
-
-bool is_plain_file_name(const std::string& name) {
-  return !name.empty() && name != "." && name != ".." && name.find_first_of(std::string_view("/\0", 2)) == name.npos;
-}
 
 StoreIdentity describe_store(const Config& config, const ModelDescription& model) {
   const std::string layout = layout_json(model, config.weights, config.optimizer.kind, config.tile_elements);

@@ -19,9 +19,6 @@ StoreIdentity describe_store(const Config& config, const ModelDescription& model
 // parameters, the first that differs. Empty: nothing that the fingerprint covers. Throws as parse_store_description.
 std::string description_difference(const std::string& stored, const std::string& wanted);
 
-// What an attachment may be called: a name in the directory it is written to, and nothing outside it.
-bool is_plain_file_name(const std::string& name);
-
 struct StoredModel {
   ModelDescription model;  // visits empty
   DType weights = DType::kFloat32;

@@ -93,7 +93,8 @@ ModelDescription described(const SafetensorsReader& weights, const SnapshotRecor
   for (const std::string& file : record.files) {
     if (file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json") || !is_plain_file_name(file))
       continue;
-    model.attachments.push_back({file, read_text(directory / file, kMostBytes)});
+    // The record lists what the run wrote; what lies there now may be a link that somebody has put in its place.
+    model.attachments.push_back({file, read_text(directory / file, kMostBytes, Links::kRefuse)});
   }
   return model;
 }
@@ -145,7 +146,7 @@ ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::
 
 ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
                            ExportOptions options) {
-  const StoredModel stored = parse_store_description(TileStore::read_description(paths), paths.front().string());
+  const StoredModel stored = read_stored_model(StoreFiles::open_to_look(paths));
   const Plan plan = plan_of_store(stored, paths);
   const auto store = TileStore::open(paths, store_shape(plan));
   TileReader reader(plan, stored.model);

@@ -4,7 +4,10 @@
 #include <rapidjson/memorystream.h>
 #include <rapidjson/reader.h>
 
+#include <charconv>
 #include <cmath>
+#include <system_error>
+#include <utility>
 
 namespace spillway {
 namespace {
@@ -28,28 +31,30 @@ std::size_t token_start(std::string_view text, std::size_t at) {
   return at;
 }
 
-class TreeBuilder {
+class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeBuilder> {
  public:
   TreeBuilder(std::string_view text, const rapidjson::MemoryStream& stream, const JsonLimits& limits, JsonValue& root)
       : text_(text), stream_(stream), limits_(limits), root_(root) {}
 
   bool Null() { return add({}); }
   bool Bool(bool flag) { return add({.kind = JsonValue::Kind::kBool, .flag = flag}); }
-  bool Int(int value) { return Int64(value); }
-  bool Uint(unsigned value) { return Uint64(value); }
-  bool Int64(std::int64_t value) {
-    return value >= 0 ? Uint64(static_cast<std::uint64_t>(value)) : Double(double(value));
-  }
-  bool Uint64(std::uint64_t value) {
-    return add({.kind = JsonValue::Kind::kNumber, .number = static_cast<double>(value), .integer = value});
-  }
-  bool Double(double value) {
-    JsonValue number{.kind = JsonValue::Kind::kNumber, .number = value};
+  bool RawNumber(const char* data, rapidjson::SizeType size, bool) {
+    const char* const end = data + size;
+    JsonValue number{.kind = JsonValue::Kind::kNumber};
+    std::uint64_t whole = 0;
+    if (const auto read = std::from_chars(data, end, whole); read.ec == std::errc() && read.ptr == end) {
+      number.number = static_cast<double>(whole);
+      number.integer = whole;
+      return add(std::move(number));
+    }
+    const bool in_range = std::from_chars(data, end, number.number).ec == std::errc();
     // Up to 2^53 a double that is whole is the very integer that was written, as 5e7 or 1.0.
+    const double value = number.number;
     if (value >= 0 && value <= 0x1p53 && std::floor(value) == value) number.integer = static_cast<std::uint64_t>(value);
-    return add(std::move(number));
+    if (!add(std::move(number))) return false;
+    if (!in_range) problem_ = {newest_->offset, "a number that is too large or too small for a double"};
+    return in_range;
   }
-  bool RawNumber(const char*, rapidjson::SizeType, bool) { return false; }  // only with kParseNumbersAsStringsFlag
   bool String(const char* data, rapidjson::SizeType size, bool) {
     return add({.kind = JsonValue::Kind::kString, .text = std::string(data, size)});
   }
@@ -132,7 +137,9 @@ std::optional<JsonProblem> parse_json(std::string_view text, const JsonLimits& l
   rapidjson::MemoryStream stream(text.data(), text.size());
   TreeBuilder builder(text, stream, limits, root);
   rapidjson::Reader reader;
-  constexpr unsigned kFlags = rapidjson::kParseIterativeFlag | rapidjson::kParseFullPrecisionFlag |
+  // Numbers are read here: RapidJSON 1.1 either rounds them wrongly or, with kParseFullPrecisionFlag, reads beyond its
+  // table of powers (GetCachedPower10) when digits and exponent together leave the range of a double.
+  constexpr unsigned kFlags = rapidjson::kParseIterativeFlag | rapidjson::kParseNumbersAsStringsFlag |
                               rapidjson::kParseValidateEncodingFlag | rapidjson::kParseCommentsFlag |
                               rapidjson::kParseTrailingCommasFlag;
   const rapidjson::ParseResult result = reader.Parse<kFlags>(stream, builder);

@@ -57,9 +57,10 @@ PlainFile PlainFile::open(const std::filesystem::path& path, int flags, const ch
   return file;
 }
 
-PlainFile PlainFile::open_to_read(const std::filesystem::path& path) {
+PlainFile PlainFile::open_to_read(const std::filesystem::path& path, Links links) {
+  const int follow = links == Links::kRefuse ? O_NOFOLLOW : 0;
   // O_NONBLOCK: opening a pipe that nobody writes to would wait for ever; regular files take no notice of it.
-  PlainFile file = open(path, O_RDONLY | O_NONBLOCK, "cannot be opened");
+  PlainFile file = open(path, O_RDONLY | O_NONBLOCK | follow, "cannot be opened");
   struct stat status {};
   if (::fstat(file.fd_, &status) != 0) fail(path, "cannot be examined", errno);
   if (!S_ISREG(status.st_mode)) {
@@ -170,8 +171,8 @@ void PlainFile::close() {
   if (fd_ >= 0 && ::close(std::exchange(fd_, -1)) != 0) fail(path_, "close failed", errno);
 }
 
-std::string read_text(const std::filesystem::path& path, std::uint64_t most) {
-  const PlainFile file = PlainFile::open_to_read(path);
+std::string read_text(const std::filesystem::path& path, std::uint64_t most, Links links) {
+  const PlainFile file = PlainFile::open_to_read(path, links);
   const std::uint64_t size = file.size_bytes();
   if (size > most) {
     throw Error(Code::kInvalidArgument, {.object = path.string(),
@@ -182,6 +183,10 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t most) {
   std::string text(size, '\0');
   file.read_at(0, std::as_writable_bytes(std::span(text)));
   return text;
+}
+
+bool is_plain_file_name(std::string_view name) {
+  return !name.empty() && name != "." && name != ".." && name.find_first_of(std::string_view("/\0", 2)) == name.npos;
 }
 
 void sync_directory(const std::filesystem::path& directory) {

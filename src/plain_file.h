@@ -7,13 +7,18 @@
 #include <filesystem>
 #include <span>
 #include <string>
+#include <string_view>
 
 namespace spillway {
+
+// What a symbolic link as the last part of a path is to a reader. One in a directory that came from somebody else may
+// lead to what that one has no right to.
+enum class Links : std::uint8_t { kFollow, kRefuse };
 
 class PlainFile {
  public:
   PlainFile() = default;
-  static PlainFile open_to_read(const std::filesystem::path& path);   // regular files only
+  static PlainFile open_to_read(const std::filesystem::path& path, Links links = Links::kFollow);  // regular files only
   static PlainFile open_to_write(const std::filesystem::path& path);  // one that create() made
   static PlainFile create(const std::filesystem::path& path);         // replaces what is there; never follows a link
   PlainFile(PlainFile&& other) noexcept;
@@ -48,7 +53,9 @@ class PlainFile {
 };
 
 // The whole of a small text file; larger than `most` is an error.
-std::string read_text(const std::filesystem::path& path, std::uint64_t most);
+std::string read_text(const std::filesystem::path& path, std::uint64_t most, Links links = Links::kFollow);
+// A name in a directory, and nothing outside it: for names that come out of files.
+bool is_plain_file_name(std::string_view name);
 // Makes renames and removals in the directory durable.
 void sync_directory(const std::filesystem::path& directory);
 void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);

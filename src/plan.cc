@@ -7,6 +7,7 @@
 
 #include "spillway/error.h"
 #include "src/description.h"
+#include "src/plain_file.h"
 #include "src/plan_layout.h"
 #include "swap/tile_store.h"
 

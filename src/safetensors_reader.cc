@@ -13,9 +13,9 @@
 #include "spillway/io_queue.h"
 #include "spillway/safetensors.h"
 #include "spillway/units.h"
-#include "src/json_tree.h"
 #include "src/plain_file.h"
 #include "src/safetensors_header.h"
+#include "src/safetensors_index.h"
 
 namespace spillway {
 namespace {
@@ -42,38 +42,6 @@ std::vector<TensorEntry> read_header(const PlainFile& file, std::uint32_t index)
   std::string header(length, '\0');
   file.read_at(8, std::as_writable_bytes(std::span(header)));
   return parse_safetensors_header(file.path().string(), header, index, 8 + length, size - 8 - length);
-}
-
-// A file name that stays in its directory.
-bool is_plain_name(std::string_view name) {
-  return !name.empty() && name != "." && name != ".." && name.find('/') == std::string_view::npos &&
-         name.find('\0') == std::string_view::npos;
-}
-
-// tensor name -> file name, from {"metadata": …, "weight_map": {"wte.weight": "model-00001-of-00002.safetensors", …}}
-std::map<std::string, std::string> read_index(const std::filesystem::path& path) {
-  const std::string text = read_text(path, kMostIndexBytes);
-  JsonValue root;
-  if (const auto problem = parse_json(text, {.depth = 8, .values = 4'000'000}, root)) {
-    const TextPosition at = position_of(text, problem->offset);
-    refuse(fmt::format("{}:{}:{}", path.string(), at.line, at.column), problem->what, "copy it again");
-  }
-  const JsonValue* names = root.member("weight_map");
-  if (names == nullptr || names->kind != JsonValue::Kind::kObject || names->items.empty()) {
-    refuse(path, "it has no weight_map with tensors in it", "an index maps tensor names to files");
-  }
-  std::map<std::string, std::string> index;
-  for (std::size_t i = 0; i < names->items.size(); ++i) {
-    const std::string& tensor = names->keys[i].name;
-    const JsonValue& file = names->items[i];
-    const std::string subject = fmt::format("tensor \"{}\": ", printable(tensor));
-    if (file.kind != JsonValue::Kind::kString || !is_plain_name(file.text)) {
-      refuse(path, fmt::format("{}its file is \"{}\"", subject, printable(file.text)),
-             "an index may only name files in its own directory");
-    }
-    if (!index.emplace(tensor, file.text).second) refuse(path, subject + "it occurs twice", "copy it again");
-  }
-  return index;
 }
 
 // bf16 and fp16 values, as they lie in a file, to fp32.
@@ -136,7 +104,7 @@ struct SafetensorsReader::Model {
     files.push_back(std::make_unique<File>(File::open(path, {.follow_links = true})));
   }
   void add_indexed(const std::filesystem::path& path) {
-    const auto index = read_index(path);
+    const auto index = parse_safetensors_index(path.string(), read_text(path, kMostIndexBytes));
     std::map<std::string_view, std::uint32_t> numbers;  // of the files, in the order of their names
     for (const auto& [tensor, file] : index) numbers.emplace(file, 0);
     for (auto& [file, number] : numbers) {

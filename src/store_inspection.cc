@@ -14,7 +14,7 @@ namespace {
 struct OpenStore {
   explicit OpenStore(const std::vector<std::filesystem::path>& paths)
       : files(StoreFiles::open_to_look(paths)),
-        stored(parse_store_description(TileStore::read_description(files), files.files().front().path().string())),
+        stored(read_stored_model(files)),
         plan(plan_of_store(stored, paths)),
         layout(TileStore::read_layout(files, store_shape(plan))),
         choice(TileStore::read_records(files, layout)) {}
@@ -49,6 +49,23 @@ void take_loss_scale(StoreInfo& info) {
 }
 
 }  // namespace
+
+StoredModel read_stored_model(const StoreFiles& files) {
+  const std::string object = files.files().front().path().string();
+  StoredModel stored = parse_store_description(TileStore::read_description(files), object);
+  std::uint64_t left = files.superblock().total_bytes / 2;  // an element takes at least 2 bytes
+  for (const Block& block : stored.model.blocks) {
+    for (const Parameter& parameter : block.parameters) {
+      const std::uint64_t elements = count_elements(parameter.name, parameter.shape);
+      if (elements > left) {
+        throw Error(Code::kCorrupt,
+                    {object, "the model that it describes is larger than the store", 0, "start over with --fresh"});
+      }
+      left -= elements;
+    }
+  }
+  return stored;
+}
 
 Plan plan_of_store(const StoredModel& stored, const std::vector<std::filesystem::path>& paths) {
   Config config;
@@ -126,8 +143,7 @@ CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const
 }
 
 std::uint64_t roll_back_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options) {
-  const StoredModel stored =
-      parse_store_description(TileStore::read_description(StoreFiles::open_to_look(paths)), paths.front().string());
+  const StoredModel stored = read_stored_model(StoreFiles::open_to_look(paths));
   const Plan plan = plan_of_store(stored, paths);
   TileStore::Created shape = store_shape(plan);
   shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, stored.model, tile); };

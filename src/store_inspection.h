@@ -11,6 +11,9 @@
 
 namespace spillway {
 
+// What a store says it is a store of, checked against the room that it has: what is made of it is bounded by the files.
+// Throws kCorrupt, kInvalidArgument (an impossible shape).
+StoredModel read_stored_model(const StoreFiles& files);
 // The plan of a run that has all of the store's tiles on NVMe.
 Plan plan_of_store(const StoredModel& stored, const std::vector<std::filesystem::path>& paths);
 

@@ -10,20 +10,12 @@
 #include <cstring>
 #include <new>
 
-#include "kernels/checksum.h"
 #include "spillway/error.h"
 #include "spillway/units.h"
 #include "swap/extents.h"
-#include "swap/manifest.h"
 
 namespace spillway {
 namespace {
-
-constexpr std::uint64_t kStoreMagic = 0x3145524f54535053;  // "SPSTORE1"
-
-std::uint64_t checksum_of(const Superblock& block) {
-  return granule_checksum({reinterpret_cast<const std::byte*>(&block), offsetof(Superblock, checksum)});
-}
 
 std::filesystem::path temporary_name(const std::filesystem::path& directory) {
   return directory / (std::string(kStoreFileName) + ".new");
@@ -50,25 +42,7 @@ Superblock read_superblock(const File& file) {
     throw Error(Code::kCorrupt, {path, "too short to be a store", 0, "start over with --fresh"});
   }
   file.read_at(0, buffer.bytes());
-  Superblock block;
-  std::memcpy(&block, buffer.data.get(), sizeof block);
-  if (block.magic != kStoreMagic) {
-    throw Error(Code::kCorrupt, {path, "not a Spillway store, or its creation was cut short", 0,
-                                 "name another nvme_path, or start over with --fresh"});
-  }
-  if (block.format_version != kFormatVersion) {
-    throw Error(Code::kUnsupported, {path,
-                                     fmt::format("written by {} version (store format {}, this one reads {})",
-                                                 block.format_version > kFormatVersion ? "a newer" : "an older",
-                                                 block.format_version, kFormatVersion),
-                                     0, "use that version, or start over with --fresh"});
-  }
-  const bool possible = block.description_bytes <= block.total_bytes && block.parts >= 1 &&
-                        block.parts <= kMostStorePaths && block.part < block.parts;
-  if (block.checksum != checksum_of(block) || !possible) {
-    throw Error(Code::kCorrupt, {path, "the superblock is damaged", 0, "start over with --fresh"});
-  }
-  return block;
+  return parse_superblock(buffer.bytes(), path);
 }
 
 // What a set of files says about itself against how it is named.
@@ -148,8 +122,6 @@ StoreFiles::~StoreFiles() {
 }
 
 void StoreFiles::write_superblocks(Superblock block) {
-  block.magic = kStoreMagic;
-  block.format_version = kFormatVersion;
   if (::getrandom(block.store_id, sizeof block.store_id, 0) != sizeof block.store_id) {
     throw Error(Code::kIo, {"getrandom", "failed", errno, "the kernel's random numbers are needed to name a store"});
   }
@@ -161,7 +133,7 @@ void StoreFiles::write_superblocks(Superblock block) {
   AlignedBuffer buffer(kExtentAlignment);
   for (File& file : files_) {
     block.part = static_cast<std::uint32_t>(&file - files_.data());
-    block.checksum = checksum_of(block);
+    seal_superblock(block);
     std::memcpy(buffer.data.get(), &block, sizeof block);
     file.write_at(0, buffer.bytes());
     if (block.part == 0) block_ = block;

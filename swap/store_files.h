@@ -19,28 +19,11 @@
 
 #include "spillway/io_file.h"
 #include "spillway/stripe_map.h"
+#include "swap/superblock.h"
 
 namespace spillway {
 
 inline constexpr const char* kStoreFileName = "spillway.store";
-inline constexpr std::uint32_t kMostStorePaths = 16;
-
-struct Superblock {
-  std::uint64_t magic;
-  std::uint32_t format_version;
-  std::uint32_t slots;
-  std::uint64_t fingerprint;
-  std::uint64_t tiles;
-  std::uint64_t description_bytes;  // used
-  std::uint64_t total_bytes;        // where the space ends
-  std::uint64_t scratch_bytes;
-  std::uint64_t description_checksum;
-  std::uint64_t store_id[2];  // random; the same in all files of a store
-  std::uint32_t part, parts;
-  std::uint64_t unit_bytes;
-  std::uint8_t shares[kMostStorePaths];
-  std::uint64_t checksum;  // of the bytes before this field
-};
 
 // The file of that name, open and exclusively locked: also the one that it names once the lock is had.
 File open_locked(const std::filesystem::path& path, const FileOptions& options, double patience_seconds);

@@ -247,10 +247,6 @@ std::string TileStore::read_description(const StoreFiles& files) {
   return text;
 }
 
-std::string TileStore::read_description(const StorePaths& paths) {
-  return read_description(StoreFiles::open(paths.directories, kLockPatienceSeconds));
-}
-
 // A copy that cannot be read is as good as a damaged one: there is another.
 ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayout& layout) {
   std::vector<std::vector<std::byte>> records;

@@ -74,7 +74,6 @@ class TileStore {
   static std::uint64_t roll_back(const StorePaths& paths, const Created& shape,
                                  const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress);
   // What the store is a store of.
-  static std::string read_description(const StorePaths& paths);
   static std::string read_description(const StoreFiles& files);
 
   // For who only looks (StoreFiles::open_to_look): where everything lies in a store of this shape, and its records.

@@ -1,14 +1,15 @@
 #!/bin/sh
-# Builds and runs every test, three times over:
+# Builds and runs every test, three times over, and the fuzzers:
 #   build-test   release, everything
 #   build-asan   address and undefined sanitizers; without benches, and without the rules of the house, which look at
 #                the source and not at the build
 #   build-tsan   thread sanitizer; the tests of suite `threads`
+#   build-fuzz   clang's libFuzzer, SPILLWAY_FUZZ_SECONDS (60) on each parser; see tests/fuzz
 # The build directories stay, so a second run only builds what changed. The last line counts the test programs' own
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
 set -eu
 cd "$(dirname "$0")/.."
-tools/install_packages.sh
+tools/install_packages.sh clang libclang-rt-dev
 
 # Sanitizers map their shadow at fixed addresses, which a large vm.mmap_rnd_bits can collide with; so their tests run
 # with address randomisation off, where the machine lets us.
@@ -57,5 +58,10 @@ export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:su
 configure build-tsan -Dbuildtype=debugoptimized -Doptimization=g -Dcpp_args=-g1 -Db_sanitize=thread || true
 run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
 
+echo "== fuzzers"
+(export CXX=clang++ && configure build-fuzz -Dbuildtype=debugoptimized -Doptimization=1 -Dfuzz=enabled) || true
+run "$still" build-fuzz --suite fuzz
+grep -h '^fuzz ' build-fuzz/meson-logs/testlog.txt || true
+
 echo
-exec python3 tools/count_tests.py build-test build-asan build-tsan
+exec python3 tools/count_tests.py build-test build-asan build-tsan build-fuzz

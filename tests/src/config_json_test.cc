@@ -287,6 +287,22 @@ TEST(ConfigJson, WholeNumbersMayBeWrittenWithAnExponent) {
   EXPECT_EQ(parse(with(R"("spillway": {"hbm_bytes": 9007199254740993})")).hbm_bytes, 9007199254740993u);
 }
 
+TEST(ConfigJson, NumbersAreReadExactlyOrRefused) {
+  const auto clipping = [](const std::string& number) { return with("\"gradient_clipping\": " + number); };
+  EXPECT_EQ(parse(clipping("0.1")).gradient_clipping, 0.1);
+  EXPECT_EQ(parse(clipping("8.7654321e-05")).gradient_clipping, 8.7654321e-05);
+  EXPECT_EQ(parse(clipping("0.500000000000000166533453693773481063544750213623046875")).gradient_clipping,
+            0x1.0000000000002p-1);
+  EXPECT_EQ(parse(clipping("-0")).gradient_clipping, 0);
+  EXPECT_EQ(parse(clipping("0e+300")).gradient_clipping, 0);
+  EXPECT_EQ(parse(with("\"spillway\": {\"hbm_bytes\": 999999999999999999}")).hbm_bytes, 999'999'999'999'999'999u);
+  EXPECT_THAT(refusal(clipping("1e999")), HasSubstr("c.json:1:46: not JSON: Number too big"));
+  for (const std::string& number : {std::string(60, '7') + "e300", "1" + std::string(300, '0') + "e308",
+                                    std::string("1e-400"), std::string("-9e-999")}) {
+    EXPECT_THAT(refusal(clipping(number)), HasSubstr("c.json:1:46: a number that is too large or too small")) << number;
+  }
+}
+
 TEST(ConfigJson, AllErrorsAreReportedInOneRunInTheOrderOfTheText) {
   EXPECT_EQ(refusal("{\n  \"train_batch_size\": 7,\n  \"gradient_cliping\": 1, \"bf16\": {\"enabled\": 1},\n"
                     "  \"train_micro_batch_size_per_gpu\": 2,\n  \"bf16\": {}\n}"),
@@ -404,6 +420,19 @@ TEST_F(LoadConfig, ErrorsNameTheFile) {
   EXPECT_THAT(message(directory_), HasSubstr(directory_.string() + ": "));
   std::filesystem::resize_file(path, 5 << 20);
   EXPECT_THAT(message(path), HasSubstr("at most 4194304"));
+}
+
+TEST(ConfigJson, ATextThatIsWrongEverywhereIsNotReadToItsEnd) {
+  std::string text = "{";
+  for (int i = 0; i < 50'000; ++i) text += "\"a\": 0,\n";
+  const std::string said = refusal(text + "\"b\": 0}");
+  EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 100);
+  EXPECT_THAT(said, HasSubstr("c.json:100:1: duplicate key \"a\""));
+  EXPECT_THAT(said, testing::EndsWith("c.json: what follows was not looked at; correct these first"));
+  // One error less, and the rest counts.
+  text = "{\"train_batch_size\": 0";
+  for (int i = 0; i < 98; ++i) text += ", \"a" + std::to_string(i) + "\": 0";
+  EXPECT_THAT(refusal(text + "}"), testing::Not(HasSubstr("what follows")));
 }
 
 class OverlaidConfig : public ModelDirectory {

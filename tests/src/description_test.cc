@@ -6,6 +6,7 @@
 #include <string>
 
 #include "spillway/error.h"
+#include "src/plain_file.h"
 #include "tests/kernels/random.h"
 
 namespace spillway {

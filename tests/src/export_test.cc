@@ -249,6 +249,16 @@ TEST_F(Export, ADamagedSnapshotIsRefusedAndLeavesNothing) {
   EXPECT_EQ(export_snapshot(out("snapshot"), out("new"), {}).step, kSteps);
 }
 
+// A snapshot may have come from anywhere: what a link in it leads to must not end up in a model that is passed on.
+TEST_F(Export, ALinkInPlaceOfASnapshotsAttachmentIsNotFollowed) {
+  train(DType::kBFloat16, [&](Engine& engine) { engine.save(out("snapshot")); });
+  write_file("private", "not for others");
+  std::filesystem::remove(out("snapshot/notes.txt"));
+  std::filesystem::create_symlink(out("private"), out("snapshot/notes.txt"));
+  EXPECT_EQ(code_of([&] { export_snapshot(out("snapshot"), out("new"), {}); }), Code::kIo);
+  EXPECT_FALSE(std::filesystem::exists(out("new")));
+}
+
 // A path with a slash behind it and one below directories that are not there yet: whole, and nothing beside it.
 TEST_F(Export, ANewDirectoryComesWithEverythingInIt) {
   train(DType::kBFloat16);

@@ -260,6 +260,17 @@ TEST_F(ShardedModelTest, AnIndexLeadsToEachTensorsFile) {
   EXPECT_EQ(std::bit_cast<std::uint32_t>(value), 0x03020100u);
 }
 
+// As a download cache has it: names in the model's directory, files elsewhere.
+TEST_F(ShardedModelTest, FilesMayBeSymbolicLinksThatTheUserMade) {
+  std::filesystem::create_directory(directory_ / "blobs");
+  std::filesystem::rename(directory_ / "model-00002-of-00002.safetensors", directory_ / "blobs/1234");
+  std::filesystem::create_symlink("blobs/1234", directory_ / "model-00002-of-00002.safetensors");
+  const char* map = R"({"v": "model-00002-of-00002.safetensors", "w": "model-00001-of-00002.safetensors"})";
+  ASSERT_EQ(refusal_of_index(map), "accepted");
+  auto reader = SafetensorsReader::open(directory_);
+  EXPECT_EQ(reader.file(*reader.find("v")), directory_ / "model-00002-of-00002.safetensors");
+}
+
 TEST_F(ShardedModelTest, AnIndexThatLeavesTheDirectoryOrDisagreesIsRefused) {
   const std::string one = "model-00001-of-00002.safetensors", two = "model-00002-of-00002.safetensors";
   const auto map = [&](const std::string& v, const std::string& more = "") {

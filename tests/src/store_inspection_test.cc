@@ -6,8 +6,11 @@
 #include <fstream>
 #include <functional>
 
+#include "kernels/checksum.h"
 #include "spillway/error.h"
+#include "src/description.h"
 #include "swap/store_files.h"
+#include "tests/kernels/random.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {
@@ -226,6 +229,93 @@ TEST_F(Inspection, AnOverwrittenStepIsNotGoneBackTo) {
   EXPECT_NE(error.parts().hint.find("step 2 is overwritten or damaged and nothing was changed"), std::string::npos);
   EXPECT_EQ(inspect_store(paths_).step, 3u);
   EXPECT_TRUE(bad().empty());
+}
+
+// A store that somebody else made: its checksums are right, whatever it says.
+class ForgedStore : public Inspection {
+ protected:
+  ForgedStore() {
+    config_.nvme_paths = {paths_[0]};
+    train(1, OnExisting::kRefuse);
+    StoreFiles files = StoreFiles::open_to_look(std::span(paths_).first(1));
+    block_ = files.superblock();
+    description_ = TileStore::read_description(files);
+  }
+  void forge(Superblock block, const std::string& text) const {
+    block.description_checksum = granule_checksum(std::as_bytes(std::span(text)));
+    seal_superblock(block);
+    std::fstream file(paths_[0] / kStoreFileName, std::ios::in | std::ios::out | std::ios::binary);
+    file.write(reinterpret_cast<const char*>(&block), sizeof block);
+    file.seekp(kExtentAlignment);
+    file.write(text.data(), static_cast<std::streamsize>(text.size()));
+  }
+  std::string with(const std::string& from, const std::string& to) const {
+    std::string text = description_;
+    const std::size_t at = text.find(from);
+    EXPECT_NE(at, std::string::npos);
+    return text.replace(at, from.size(), to);
+  }
+
+  Superblock block_{};
+  std::string description_;
+};
+
+TEST_F(ForgedStore, AModelLargerThanItsStoreIsRefusedBeforeItIsPlanned) {
+  forge(block_, description_);
+  EXPECT_EQ(inspect_store({paths_[0]}).step, 1u);
+  Superblock block = block_;
+  for (const char* shape : {"[\"wte\",true,9007199254740992]", "[\"wte\",true,3000,7000]"}) {
+    const std::string text = with("[\"wte\",true,3000,7]", shape);
+    block.description_bytes = text.size();
+    forge(block, text);
+    const Error error = error_of([&] { inspect_store({paths_[0]}); });
+    EXPECT_EQ(error.code(), Code::kCorrupt) << error.what();
+    EXPECT_NE(std::string(error.what()).find("larger than the store"), std::string::npos) << error.what();
+    EXPECT_EQ(error_of([&] { roll_back_store({paths_[0]}); }).code(), Code::kCorrupt);
+  }
+}
+
+TEST_F(ForgedStore, WhateverItSaysItIsShownOrRefused) {
+  std::mt19937_64 random = seeded_generator();
+  int refused = 0;
+  constexpr int kCases = 400;
+  for (int i = 0; i < kCases; ++i) {
+    Superblock block = block_;
+    std::string text = description_;
+    for (std::uint64_t changes = 1 + random() % 3; changes > 0; --changes) {
+      const std::size_t at = random() % text.size();
+      switch (random() % 4) {
+        case 0: text[at] = static_cast<char>('0' + random() % 10); break;
+        case 1: text.erase(at, 1 + random() % 20); break;
+        case 2: text.insert(at, text.substr(random() % text.size(), random() % 30)); break;
+        default: text[at] = ',';  // lengthens a shape
+      }
+    }
+    block.description_bytes = text.size();
+    // What the fingerprint covers may be something else by now; a forger computes it.
+    try {
+      block.fingerprint = parse_store_description(text, "").fingerprint;
+    } catch (const Error&) {
+    }
+    if (random() % 2 == 0) {
+      std::uint64_t* const fields[] = {&block.tiles,         &block.description_bytes, &block.total_bytes,
+                                       &block.scratch_bytes, &block.unit_bytes,        &block.fingerprint};
+      std::uint64_t& field = *fields[random() % std::size(fields)];
+      field = random() % 2 == 0 ? field ^ std::uint64_t{1} << random() % 64 : random() >> random() % 64;
+      if (random() % 8 == 0) block.slots = static_cast<std::uint32_t>(random() % 4);
+    }
+    forge(block, text);
+    for (const auto& look : std::initializer_list<std::function<void()>>{[&] { inspect_store({paths_[0]}); },
+                                                                         [&] { verify_store({paths_[0]}); }}) {
+      try {
+        look();
+      } catch (const Error&) {
+        ++refused;
+      }
+    }
+  }
+  EXPECT_GT(refused, kCases / 2);
+  EXPECT_LT(refused, 2 * kCases);
 }
 
 }  // namespace

@@ -287,9 +287,10 @@ TEST(TileStore, AStoreThatCameMeanwhileIsNotReplaced) {
 TEST(TileStore, ADamagedSuperblockOrDescriptionIsRefused) {
   StoreDirectory directory;
   make_store(directory, 1);
-  EXPECT_EQ(TileStore::read_description(directory.path()), "three tiles");
+  const std::vector<std::filesystem::path> paths = {directory.path()};
+  EXPECT_EQ(TileStore::read_description(StoreFiles::open_to_look(paths)), "three tiles");
   directory.damage(kExtentAlignment + 3);
-  EXPECT_EQ(code_of([&] { TileStore::read_description(directory.path()); }), Code::kCorrupt);
+  EXPECT_EQ(code_of([&] { TileStore::read_description(StoreFiles::open_to_look(paths)); }), Code::kCorrupt);
   directory.damage(20);
   EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
 }

@@ -1,6 +1,7 @@
 #include "tools/gpt2/data.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <fstream>
 
@@ -78,6 +79,8 @@ TEST_F(TokenFileTest, FilesThatHoldNoRowAreRefused) {
   EXPECT_NE(refusal(write("odd.bin", {1, 0, 2}), 1, 256).find("no whole 16-bit tokens"), std::string::npos);
   EXPECT_NE(refusal(folder_ / "absent", 4, 256).find("No such file"), std::string::npos);
   EXPECT_NE(refusal(folder_, 4, 256).find("not a regular file"), std::string::npos);
+  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);  // nobody writes to it: reading would wait for ever
+  EXPECT_NE(refusal(folder_ / "pipe", 4, 256).find("not a regular file"), std::string::npos);
 }
 
 TEST_F(TokenFileTest, FileCutWhileItIsReadIsAnError) {

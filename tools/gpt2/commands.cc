@@ -10,6 +10,7 @@
 #include "spillway/export.h"
 #include "tools/gpt2/finetune.h"
 #include "tools/gpt2/init_model.h"
+#include "tools/gpt2/model.h"
 
 namespace spillway::gpt2 {
 namespace {
@@ -83,7 +84,9 @@ void add_init_model(CLI::App& program, int& exit_code) {
   auto* command = program.add_subcommand("init-model", "Make a new GPT-2 with random weights");
   command->add_option("directory", options.directory, "Where the model goes")->required();
   const auto sizes = CLI::Range(1u, 1u << 20);
-  auto* layers = command->add_option("--layers", options.layers, "Layers")->check(sizes)->capture_default_str();
+  auto* layers = command->add_option("--layers", options.layers, "Layers")
+                     ->check(CLI::Range(1u, kMostLayers))
+                     ->capture_default_str();
   auto* width = command->add_option("--width", options.width, "Width of a token")->check(sizes)->capture_default_str();
   auto* heads = command->add_option("--heads", options.heads, "Attention heads")->check(sizes)->capture_default_str();
   command->add_option("--vocab", options.vocabulary, "Vocabulary")

@@ -28,7 +28,8 @@ TokenFile::TokenFile(std::filesystem::path path, std::uint32_t sequence, std::ui
       sequence_(sequence),
       vocabulary_(vocabulary),
       token_bytes_(path_.extension() == ".bin" ? 2 : 1) {
-  fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  // O_NONBLOCK: opening a pipe that nobody writes to would wait for ever; regular files take no notice of it.
+  fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (fd_ < 0) fail(path_, Code::kNotFound, "cannot be opened", errno, "--data wants a file of tokens or text");
   try {
     struct stat status {};
@@ -47,7 +48,7 @@ TokenFile::TokenFile(std::filesystem::path path, std::uint32_t sequence, std::ui
            fmt::format("holds {} tokens, and one row takes {}", tokens_, std::uint64_t{sequence_} + 1), 0,
            "use a longer file or a shorter --seq");
     }
-    bytes_.resize(token_bytes_ * std::max<std::uint64_t>(std::uint64_t{sequence_} + 1, kScanTokens));
+    bytes_.resize(token_bytes_ * std::max<std::uint64_t>(std::uint64_t{sequence_} + 1, std::min(tokens_, kScanTokens)));
     check_tokens();
   } catch (...) {
     ::close(fd_);
@@ -60,7 +61,7 @@ TokenFile::~TokenFile() { ::close(fd_); }
 void TokenFile::check_tokens() {
   const std::uint64_t possible = token_bytes_ == 2 ? 65536 : 256;
   if (vocabulary_ >= possible) return;
-  std::vector<std::uint32_t> chunk(kScanTokens);
+  std::vector<std::uint32_t> chunk(std::min(tokens_, kScanTokens));
   for (std::uint64_t first = 0; first < tokens_; first += kScanTokens) {
     read(first, std::span(chunk).first(std::min(kScanTokens, tokens_ - first)));
   }

@@ -3,19 +3,98 @@
 #include <fmt/format.h>
 #include <rapidjson/document.h>
 #include <rapidjson/error/en.h>
-#include <rapidjson/prettywriter.h>
-#include <rapidjson/stringbuffer.h>
+#include <rapidjson/memorystream.h>
+#include <rapidjson/reader.h>
 
 #include <cerrno>
+#include <cmath>
 #include <fstream>
 #include <iterator>
+#include <utility>
 
 #include "spillway/error.h"
 
 namespace spillway::gpt2 {
 namespace {
 
-constexpr std::uint32_t kLargest = 1u << 24;  // of any size in the file; keeps products of two far inside 64 bits
+constexpr std::uint32_t kLargest = 1u << 24;    // of any size in the file; keeps products of two far inside 64 bits
+constexpr std::uintmax_t kMostBytes = 4 << 20;  // the file is a few KB; anything near this is another one
+
+// Goes over a text before it becomes a document: ends at what has no place in one, and finds the weights' type.
+class Overview : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, Overview> {
+ public:
+  explicit Overview(const rapidjson::MemoryStream& stream) : stream_(stream) {}
+
+  bool Default() {
+    type_from_ = 0;
+    return true;
+  }
+  bool Double(double value) {
+    if (!std::isfinite(value)) problem_ = "holds a number that is too large";
+    return Default() && problem_ == nullptr;
+  }
+  bool StartObject() {
+    if (++depth_ > kDeepest) problem_ = "is nested too deep";
+    return Default() && problem_ == nullptr;
+  }
+  bool StartArray() { return StartObject(); }
+  bool EndObject(rapidjson::SizeType) { return depth_-- > 0; }
+  bool EndArray(rapidjson::SizeType) { return depth_-- > 0; }
+  bool Key(const char* data, rapidjson::SizeType size, bool) {
+    const std::string_view key(data, size);
+    type_from_ = depth_ == 1 && (key == "torch_dtype" || key == "dtype") ? stream_.Tell() : 0;
+    return true;
+  }
+  bool String(const char* data, rapidjson::SizeType size, bool) {
+    if (type_from_ > 0 && std::string_view(data, size) != "float32") types_.push_back({type_from_, stream_.Tell()});
+    return Default();
+  }
+
+  const char* problem() const { return problem_; }
+  // Trained weights are exported as fp32 masters; transformers casts to the type named here as it loads.
+  std::string exported(std::string_view text) const {
+    std::string result;
+    std::size_t done = 0;
+    for (const auto& [from, end] : types_) {
+      result += text.substr(done, from - done);
+      result += ": \"float32\"";
+      done = end;
+    }
+    return result += text.substr(done);
+  }
+
+ private:
+  static constexpr int kDeepest = 64;
+
+  const rapidjson::MemoryStream& stream_;
+  int depth_ = 0;
+  std::size_t type_from_ = 0;                               // where the key of a type ended; 0: this is no type
+  std::vector<std::pair<std::size_t, std::size_t>> types_;  // from there to the end of its value
+  const char* problem_ = nullptr;
+};
+
+// Parses `text` into `document` and returns the text to export with the trained model. Throws what is wrong.
+std::string parse(std::string_view text, const std::string& name, rapidjson::Document& document) {
+  const auto refuse = [&](std::string happened) {
+    throw Error(Code::kInvalidArgument,
+                {.object = name, .happened = std::move(happened), .errno_value = 0, .hint = "repair the file"});
+  };
+  // RapidJSON takes a zero byte for the end of the text.
+  if (const auto zero = text.find('\0'); zero != text.npos) refuse(fmt::format("holds a zero byte at byte {}", zero));
+  constexpr unsigned kFlags = rapidjson::kParseIterativeFlag | rapidjson::kParseValidateEncodingFlag;
+  rapidjson::MemoryStream stream(text.data(), text.size());
+  Overview overview(stream);
+  const rapidjson::ParseResult result = rapidjson::Reader().Parse<kFlags>(stream, overview);
+  if (overview.problem() != nullptr) refuse(overview.problem());
+  if (result.IsError()) {
+    std::string what = rapidjson::GetParseError_En(result.Code());
+    while (what.ends_with('.')) what.pop_back();  // it goes into a sentence of ours
+    refuse(fmt::format("not valid JSON at byte {}: {}", result.Offset(), what));
+  }
+  document.Parse<kFlags>(text.data(), text.size());
+  if (!document.IsObject()) refuse("is not a JSON object");
+  return overview.exported(text);
+}
 
 // Reads keys of one JSON object; a missing key takes its default, a wrong one is an error.
 class Fields {
@@ -33,14 +112,14 @@ class Fields {
     return member == object_.MemberEnd() || member->value.IsNull() ? nullptr : &member->value;
   }
 
-  std::uint32_t size(const char* key, std::uint32_t otherwise) const {
+  std::uint32_t size(const char* key, std::uint32_t otherwise, std::uint32_t most = kLargest) const {
     const auto* value = find(key);
     if (value == nullptr) {
       if (otherwise == 0) refuse(fmt::format("\"{}\" is missing", key));
       return otherwise;
     }
-    if (!value->IsUint() || value->GetUint() == 0 || value->GetUint() > kLargest) {
-      refuse(fmt::format("\"{}\" must be a whole number from 1 to {}", key, kLargest));
+    if (!value->IsUint() || value->GetUint() == 0 || value->GetUint() > most) {
+      refuse(fmt::format("\"{}\" must be a whole number from 1 to {}", key, most));
     }
     return value->GetUint();
   }
@@ -56,8 +135,9 @@ class Fields {
     const auto* value = find(key);
     if (value == nullptr) return;
     if (!value->IsString()) refuse(fmt::format("\"{}\" must be a string", key));
-    if (value->GetString() != wanted) {
-      refuse(fmt::format("\"{}\" is \"{}\"", key, value->GetString()),
+    const std::string_view text(value->GetString(), value->GetStringLength());
+    if (text != wanted) {
+      refuse(fmt::format("\"{}\" is \"{}\"", key, text),
              fmt::format("only the GPT-2 family is trained, with \"{}\"", wanted));
     }
   }
@@ -75,23 +155,6 @@ class Fields {
   const rapidjson::Value& object_;
   const std::string& name_;
 };
-
-// Trained weights are exported as fp32 masters; transformers casts to the type named here as it loads.
-std::string exported_text(rapidjson::Document& document, std::string_view text) {
-  bool changed = false;
-  for (const char* key : {"torch_dtype", "dtype"}) {
-    const auto member = document.FindMember(key);
-    if (member == document.MemberEnd() || member->value == "float32") continue;
-    member->value.SetString("float32");
-    changed = true;
-  }
-  if (!changed) return std::string(text);
-  rapidjson::StringBuffer buffer;
-  rapidjson::PrettyWriter writer(buffer);
-  writer.SetIndent(' ', 2);
-  document.Accept(writer);
-  return std::string(buffer.GetString(), buffer.GetSize()) + "\n";
-}
 
 Parameter parameter(std::string name, std::vector<std::uint64_t> shape) {
   return {.name = "transformer." + std::move(name), .shape = std::move(shape), .trainable = true, .pushes = 1};
@@ -121,20 +184,7 @@ Block describe_layer(const ModelConfig& config, std::uint32_t layer) {
 
 ModelConfig parse_model_config(std::string_view text, const std::string& name) {
   rapidjson::Document document;
-  document.Parse<rapidjson::kParseIterativeFlag>(text.data(), text.size());  // nesting costs heap, not stack
-  if (document.HasParseError()) {
-    std::string what = rapidjson::GetParseError_En(document.GetParseError());
-    while (what.ends_with('.')) what.pop_back();  // it goes into a sentence of ours
-    throw Error(Code::kInvalidArgument,
-                {.object = name,
-                 .happened = fmt::format("not valid JSON at byte {}: {}", document.GetErrorOffset(), what),
-                 .errno_value = 0,
-                 .hint = "repair the file"});
-  }
-  if (!document.IsObject()) {
-    throw Error(Code::kInvalidArgument,
-                {.object = name, .happened = "is not a JSON object", .errno_value = 0, .hint = "repair the file"});
-  }
+  std::string exported = parse(text, name, document);
   const Fields fields(document, name);
   if (fields.find("model_type") == nullptr) fields.refuse("\"model_type\" is missing", "it must be \"gpt2\"");
   fields.require_text("model_type", "gpt2");
@@ -145,7 +195,7 @@ ModelConfig parse_model_config(std::string_view text, const std::string& name) {
   fields.require_flag("add_cross_attention", false);
 
   ModelConfig config;
-  config.layers = fields.size("n_layer", 0);
+  config.layers = fields.size("n_layer", 0, kMostLayers);
   config.width = fields.size("n_embd", 0);
   config.heads = fields.size("n_head", 0);
   if (config.width % config.heads != 0) {
@@ -155,18 +205,29 @@ ModelConfig parse_model_config(std::string_view text, const std::string& name) {
   config.inner = fields.size("n_inner", 4 * config.width);
   config.positions = fields.size("n_positions", fields.size("n_ctx", 1024));
   config.vocabulary = fields.size("vocab_size", 50257);
-  config.epsilon = static_cast<float>(fields.number("layer_norm_epsilon", 1e-5));
-  if (!(config.epsilon > 0)) fields.refuse("\"layer_norm_epsilon\" must be above 0");
+  const double epsilon = fields.number("layer_norm_epsilon", 1e-5);
+  if (epsilon <= 1) config.epsilon = static_cast<float>(epsilon);
+  if (!(epsilon <= 1 && config.epsilon > 0)) fields.refuse("\"layer_norm_epsilon\" must be above 0 and at most 1");
   for (const char* dropout : {"resid_pdrop", "embd_pdrop", "attn_pdrop"}) {
     // Absent means transformers' default of 0.1.
     config.has_dropout = config.has_dropout || fields.number(dropout, 0.1) != 0;
   }
-  config.text = exported_text(document, text);
+  config.text = std::move(exported);
   return config;
 }
 
 ModelConfig load_model_config(const std::filesystem::path& directory) {
   const auto path = directory / "config.json";
+  std::error_code error;
+  const auto status = std::filesystem::status(path, error);
+  const bool is_there = std::filesystem::exists(status), is_file = std::filesystem::is_regular_file(status);
+  if (is_there && (!is_file || std::filesystem::file_size(path, error) > kMostBytes)) {
+    throw Error(Code::kInvalidArgument,
+                {.object = path.string(),
+                 .happened = is_file ? fmt::format("is larger than {} bytes", kMostBytes) : "is not a regular file",
+                 .errno_value = 0,
+                 .hint = "--model wants the directory of a model"});
+  }
   std::ifstream file(path, std::ios::binary);
   if (!file) {
     throw Error(Code::kNotFound, {.object = path.string(),

@@ -13,6 +13,8 @@
 
 namespace spillway::gpt2 {
 
+inline constexpr std::uint32_t kMostLayers = 1u << 14;
+
 struct ModelConfig {
   std::uint32_t layers = 0, width = 0, heads = 0, inner = 0;
   std::uint32_t positions = 1024, vocabulary = 50257;

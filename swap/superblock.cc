@@ -1,0 +1,69 @@
+#include "swap/superblock.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+#include "spillway/units.h"
+#include "swap/extents.h"
+#include "swap/manifest.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kStoreMagic = 0x3145524f54535053;  // "SPSTORE1"
+
+// Far beyond any drive, and small enough that offsets in a file of the store do not overflow.
+constexpr std::uint64_t kMostSpaceBytes = std::uint64_t{1} << 60;
+constexpr std::uint64_t kMostUnitBytes = kGiB;
+
+std::uint64_t checksum_of(const Superblock& block) {
+  return granule_checksum({reinterpret_cast<const std::byte*>(&block), offsetof(Superblock, checksum)});
+}
+
+// The checksum tells damage from what was written; this tells what Spillway wrote from what somebody else did.
+bool is_possible(const Superblock& block) {
+  const bool parts = block.parts >= 1 && block.parts <= kMostStorePaths && block.part < block.parts &&
+                     std::all_of(block.shares, block.shares + block.parts, [](std::uint8_t s) { return s > 0; });
+  // Runs of the space are read with direct I/O, so a unit must be aligned as extents are.
+  const bool unit =
+      block.unit_bytes > 0 && block.unit_bytes <= kMostUnitBytes && block.unit_bytes % kExtentAlignment == 0;
+  // A tile takes one extent at least.
+  const bool space = block.total_bytes <= kMostSpaceBytes && block.description_bytes <= block.total_bytes &&
+                     block.scratch_bytes <= block.total_bytes && block.tiles <= block.total_bytes / kExtentAlignment;
+  return parts && unit && space && block.slots <= 2;
+}
+
+}  // namespace
+
+void seal_superblock(Superblock& block) {
+  block.magic = kStoreMagic;
+  block.format_version = kFormatVersion;
+  block.checksum = checksum_of(block);
+}
+
+Superblock parse_superblock(std::span<const std::byte> bytes, const std::string& object) {
+  SPILLWAY_CHECK(bytes.size() >= sizeof(Superblock), "a superblock is parsed whole");
+  Superblock block;
+  std::memcpy(&block, bytes.data(), sizeof block);
+  if (block.magic != kStoreMagic) {
+    throw Error(Code::kCorrupt, {object, "not a Spillway store, or its creation was cut short", 0,
+                                 "name another nvme_path, or start over with --fresh"});
+  }
+  if (block.format_version != kFormatVersion) {
+    throw Error(Code::kUnsupported, {object,
+                                     fmt::format("written by {} version (store format {}, this one reads {})",
+                                                 block.format_version > kFormatVersion ? "a newer" : "an older",
+                                                 block.format_version, kFormatVersion),
+                                     0, "use that version, or start over with --fresh"});
+  }
+  if (block.checksum != checksum_of(block) || !is_possible(block)) {
+    throw Error(Code::kCorrupt, {object, "the superblock is damaged", 0, "start over with --fresh"});
+  }
+  return block;
+}
+
+}  // namespace spillway

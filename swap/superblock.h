@@ -1,0 +1,39 @@
+// The first bytes of every file of a store: of which store it is which part, and how the space behind is cut. Pure:
+// bytes in, bytes out.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace spillway {
+
+inline constexpr std::uint32_t kMostStorePaths = 16;
+
+struct Superblock {
+  std::uint64_t magic;
+  std::uint32_t format_version;
+  std::uint32_t slots;
+  std::uint64_t fingerprint;
+  std::uint64_t tiles;
+  std::uint64_t description_bytes;  // used
+  std::uint64_t total_bytes;        // where the space ends
+  std::uint64_t scratch_bytes;
+  std::uint64_t description_checksum;
+  std::uint64_t store_id[2];  // random; the same in all files of a store
+  std::uint32_t part, parts;
+  std::uint64_t unit_bytes;
+  std::uint8_t shares[kMostStorePaths];
+  std::uint64_t checksum;  // of the bytes before this field
+};
+
+// Fills in magic, format version and checksum.
+void seal_superblock(Superblock& block);
+
+// A superblock that was written by this version and whose numbers fit together, so that no sum or product of them
+// overflows and nothing is larger than the space. `object` stands in errors: kCorrupt, kUnsupported (another version).
+// `bytes`: at least sizeof(Superblock).
+Superblock parse_superblock(std::span<const std::byte> bytes, const std::string& object);
+
+}  // namespace spillway

@@ -1,0 +1,108 @@
+// What a store file begins with. | which | bytes |: with the highest bit of the first byte a superblock, else two
+// commit records of as many tiles as its other bits say. Parsers see the bytes as they are and once more with their
+// checksum put right, since whoever forges a store does that.
+#include "swap/manifest.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/checksum.h"
+#include "spillway/stripe_map.h"
+#include "swap/superblock.h"
+#include "tests/fuzz/targets.h"
+
+namespace spillway::fuzz {
+namespace {
+
+using Record = std::vector<std::byte>;
+
+constexpr std::uint64_t kFingerprint = 42;
+
+template <class T>
+T load(Bytes bytes, std::size_t at) {
+  T value;
+  std::memcpy(&value, bytes.data() + at, sizeof value);
+  return value;
+}
+
+Record padded(Bytes bytes, std::uint64_t size) {
+  Record record(bytes.begin(),
+                bytes.begin() + static_cast<std::ptrdiff_t>(std::min<std::uint64_t>(bytes.size(), size)));
+  record.resize(size);
+  return record;
+}
+
+// The checksum stands in the second word, and covers what follows up to the length in the eighth.
+Record sealed(Record record) {
+  const auto used = load<std::uint64_t>(record, 56);
+  if (used < 64 || used > record.size()) return record;
+  const std::uint64_t checksum = granule_checksum(std::span(record).subspan(16, used - 16));
+  std::memcpy(record.data() + 8, &checksum, sizeof checksum);
+  return record;
+}
+
+void check_superblock(const Superblock& block) {
+  SPILLWAY_CHECK(parse_superblock(std::as_bytes(std::span(&block, 1)), "store").checksum == block.checksum,
+                 "what was accepted once is accepted again");
+  SPILLWAY_CHECK(block.description_bytes <= block.total_bytes && block.scratch_bytes <= block.total_bytes,
+                 "nothing is larger than the space");
+  SPILLWAY_CHECK(record_bytes(block.tiles) <= 2 * block.total_bytes + 2 * kMiB, "nor is a record of it");
+  const std::vector<std::uint32_t> shares(block.shares, block.shares + block.parts);
+  const StripeMap stripes(shares, block.unit_bytes, kExtentAlignment);
+  std::uint64_t bytes = 0;
+  for (std::uint32_t file = 0; file < block.parts; ++file) {
+    const std::uint64_t size = stripes.file_bytes(file, block.total_bytes);
+    SPILLWAY_CHECK(size <= block.total_bytes + kExtentAlignment + block.unit_bytes, "no size overflows");
+    bytes += size;
+  }
+  SPILLWAY_CHECK(bytes >= block.total_bytes, "the files hold the space");
+}
+
+void superblock(Bytes input) {
+  const Record bytes = padded(input, sizeof(Superblock));
+  auto block = accepted([&] { return parse_superblock(bytes, "store"); });
+  if (block) check_superblock(*block);
+  auto forged = load<Superblock>(bytes, 0);
+  seal_superblock(forged);
+  block = accepted([&] { return parse_superblock(std::as_bytes(std::span(&forged, 1)), "store"); });
+  if (block) check_superblock(*block);
+}
+
+void check_record(const Record& record, std::uint64_t tiles, const Manifest& manifest) {
+  SPILLWAY_CHECK(manifest.tiles.size() == tiles && manifest.blob.size() <= kBlobCapacity, "sizes are the store's");
+  Record again(record.size());
+  encode_record(manifest, kFingerprint, again);
+  const auto used = static_cast<std::ptrdiff_t>(load<std::uint64_t>(record, 56));
+  SPILLWAY_CHECK(std::equal(record.begin(), record.begin() + used, again.begin()), "the same bytes are written again");
+}
+
+void records(std::uint64_t tiles, Bytes input) {
+  const std::uint64_t size = record_bytes(tiles);
+  const Bytes half[] = {input.first(input.size() / 2), input.subspan(input.size() / 2)};
+  std::vector<Record> copies;
+  for (const Bytes bytes : half) {
+    copies.push_back(padded(bytes, size));
+    copies.push_back(sealed(copies.back()));
+  }
+  std::optional<std::uint64_t> newest;
+  for (const Record& copy : copies) {
+    Manifest manifest;
+    if (decode_record(copy, kFingerprint, tiles, manifest) != RecordState::kValid) continue;
+    check_record(copy, tiles, manifest);
+    newest = std::max(newest.value_or(0), manifest.sequence);
+  }
+  const ManifestChoice choice = choose_manifest(copies, kFingerprint, tiles);
+  SPILLWAY_CHECK(choice.manifest.has_value() == newest.has_value(), "a valid record is chosen where there is one");
+  SPILLWAY_CHECK(!choice.manifest || choice.manifest->sequence == *newest, "and the newest");
+  SPILLWAY_CHECK(!choice.older || (choice.manifest && choice.older->sequence <= *newest), "the other one is older");
+}
+
+}  // namespace
+
+void manifest(Bytes input) {
+  const unsigned which = take_byte(input);
+  if (which >= 0x80) return superblock(input);
+  records(which, input);
+}
+
+}  // namespace spillway::fuzz
