@@ -197,7 +197,7 @@ class Doctor(CliTest):
         self.assert_says(self.one(findings, "memlock"), "slower", "allows 0 B of pinned memory",
                          slower_by="about 75 % more CPU", repair="memlock")
 
-    def test_TooFewFilesAndTooLittleAddressSpaceAreBroken(self):
+    def test_TooFewFilesAreBroken(self):
         findings = self.doctor(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60)))
         self.assert_says(self.one(findings, "open files"), "broken", "ulimit -n is 60", repair="ulimit -n")
 

@@ -133,6 +133,7 @@ MemoryFacts roomy() {
   memory.total_bytes = 64 * kGiB;
   memory.available_bytes = 60 * kGiB;
   memory.overcommit = 0;
+  memory.arena_tried = true;
   memory.huge_share = 1.0;
   return memory;
 }
@@ -271,6 +272,7 @@ TEST(DoctorMachine, WithoutAGpuThereIsNothingToSay) {
   GpuFacts none;
   none.library_refused = "libcuda.so.1: cannot open shared object file";
   EXPECT_EQ(of(check_gpu(none, {}), "cuda").status, Status::kSkipped);
+  EXPECT_THAT(of(check_gpu(none, {.wsl = true}), "cuda").seen, HasSubstr("driver in Windows"));
   none.library = true;  // a driver without a card
   none.init = 100;
   EXPECT_EQ(of(check_gpu(none, {}), "cuda").status, Status::kSkipped);
@@ -295,12 +297,6 @@ TEST(DoctorMachine, ADriverThatFailsIsNamedWithItsCommand) {
          k.container = "docker";
        },
        "no driver for programs", "docker run --gpus all"},
-      {"wsl",
-       [](GpuFacts& g, KernelFacts& k) {
-         g.library = false;
-         k.wsl = true;
-       },
-       "no driver", "in Windows"},
       {"mismatch",
        [](GpuFacts& g, KernelFacts&) {
          g.init = 803;

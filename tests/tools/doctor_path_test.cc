@@ -185,12 +185,13 @@ TEST(DoctorPath, PathsShareAStore) {
   EXPECT_THAT(of(check_paths(paths, need, {}), "paths").seen, HasSubstr("on the same drive, nvme0n1"));
 }
 
-TEST(DoctorPath, DriveAndGpuOfOneNode) {
+TEST(DoctorPath, DriveGpuAndThreadsBelongOnOneNode) {
   std::vector<PathFacts> paths = {healthy()};
   paths[0].disks[0].node = 0;
-  EXPECT_EQ(find(check_paths(paths, {}, 0), "numa"), nullptr);
-  EXPECT_EQ(find(check_paths(paths, {}, std::nullopt), "numa"), nullptr);
-  EXPECT_EQ(of(check_paths(paths, {}, 1), "numa").status, Status::kSlower);
+  EXPECT_EQ(find(check_paths(paths, {}, {.gpu = 0, .cpus = {0, 1}}), "numa"), nullptr);
+  EXPECT_EQ(find(check_paths(paths, {}, {.gpu = {}, .cpus = {0}}), "numa"), nullptr);
+  EXPECT_THAT(of(check_paths(paths, {}, {.gpu = 1, .cpus = {0, 1}}), "numa").seen, HasSubstr("the GPU on node 1"));
+  EXPECT_THAT(of(check_paths(paths, {}, {.gpu = 0, .cpus = {1}}), "numa").repair, HasSubstr("--cpunodebind=0"));
 }
 
 TEST(DoctorPath, FileSystems) {

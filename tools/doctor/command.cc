@@ -37,14 +37,14 @@ class Doctor {
 
   int run() {
     look_at_machine();
-    const auto& paths = options_.paths.empty() ? need_.paths : options_.paths;
-    for (const auto& path : paths) {
+    if (!options_.paths.empty()) need_.paths = options_.paths;
+    for (const auto& path : need_.paths) {
       paths_.push_back(path_facts(path, need_.engine));
       if (!probe(paths_.back())) return stopped();
     }
-    for (Finding& finding : check_paths(paths_, need_, gpu_node_)) findings_.push_back(std::move(finding));
+    add(check_paths(paths_, need_, nodes_));
     for (const PathFacts& path : paths_) add(check_path(path, need_));
-    if (paths.empty()) {
+    if (need_.paths.empty()) {
       findings_.push_back({"", "paths", Status::kSkipped,
                            "none was given: name the directories for stores, or --config ds_config.json", "", ""});
     }
@@ -67,7 +67,7 @@ class Doctor {
     const KernelFacts kernel = kernel_facts();
     const RingFacts ring = ring_facts();
     const GpuFacts gpu = gpu_facts();
-    gpu_node_ = gpu_node(gpu);
+    nodes_ = {.gpu = gpu_node(gpu), .cpus = cpu.nodes};
     add(check_kernel(kernel, ring));
     add(check_ring(ring, kernel, need_));
     add(check_memory(memory_facts(), need_));
@@ -84,6 +84,8 @@ class Doctor {
       facts.no_probe = "left out (--no-probe)";
     } else if (!facts.written) {
       facts.no_probe = "no file to probe with";
+    } else if (!facts.engine_refused.empty()) {
+      facts.no_probe = "no engine to probe with";
     } else if (!facts.direct || sweep::medium_of(facts.mount.type) == sweep::Medium::kMemory) {
       facts.no_probe = "memory would be measured, not a drive";
     } else if (bytes == 0) {
@@ -134,7 +136,7 @@ class Doctor {
   const DoctorOptions& options_;
   terminal::Interrupt interrupt_{"ending the probe"};  // before anything that starts threads
   Need need_;
-  std::optional<int> gpu_node_;
+  NodesInUse nodes_;
   std::vector<PathFacts> paths_;
   Findings findings_;
 };

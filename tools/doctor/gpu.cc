@@ -132,7 +132,7 @@ void look_at_files(const Roots& roots, GpuFacts& facts) {
   for (const auto& entry : fs::directory_iterator(roots.root / "dev", error)) {
     const std::string name = entry.path().filename().string();
     const bool of_nvidia =
-        name == "nvidiactl" || name == "nvidia-uvm" || name == "dxg" ||
+        name == "nvidiactl" || name == "nvidia-uvm" ||
         (name.starts_with("nvidia") && name.find_first_not_of("0123456789", 6) == std::string::npos && name.size() > 6);
     if (!of_nvidia) continue;
     facts.device_files.push_back(entry.path().string());

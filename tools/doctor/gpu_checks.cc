@@ -31,9 +31,7 @@ std::string what_is_there(const GpuFacts& gpu) {
 Finding no_library(const GpuFacts& gpu, const KernelFacts& kernel) {
   std::string seen = fmt::format("{}, and no driver for programs: {}", what_is_there(gpu), gpu.library_refused);
   std::string repair = "sudo apt install nvidia-driver   # Debian's name; or your distribution's";
-  if (kernel.wsl) {
-    repair = "install the NVIDIA driver in Windows, and none in WSL; then wsl --shutdown";
-  } else if (!kernel.container.empty()) {
+  if (!kernel.container.empty()) {
     repair =
         fmt::format("{} …   # with nvidia-container-toolkit on the host",
                     kernel.container == "podman" ? "podman run --device nvidia.com/gpu=all" : "docker run --gpus all");
@@ -101,7 +99,9 @@ Finding check_toolkit(const GpuFacts& gpu) {
 Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel) {
   Findings findings;
   if (!anything_there(gpu) && (!gpu.library || gpu.init == kNoDevice)) {
-    findings.push_back(finding("cuda", Status::kSkipped, "no NVIDIA GPU shows itself; Spillway computes on the CPU"));
+    findings.push_back(finding("cuda", Status::kSkipped,
+                               std::string("no NVIDIA GPU shows itself; Spillway computes on the CPU") +
+                                   (kernel.wsl ? "; a GPU takes NVIDIA's driver in Windows, and none in WSL" : "")));
     return findings;
   }
   if (!gpu.library) {

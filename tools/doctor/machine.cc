@@ -109,6 +109,7 @@ void try_arena(const Roots& roots, MemoryFacts& memory) {
   Heard heard;
   try {
     HostArena arena(kTriedArena, kPinnedArena, roots.sys / "kernel/mm/transparent_hugepage");
+    memory.arena_tried = true;
     if (!arena.huge_pages()) {
       const std::string line = heard.lines().empty() ? "" : heard.lines().back();
       const std::size_t open = line.find('('), close = line.find("):");
@@ -122,8 +123,7 @@ void try_arena(const Roots& roots, MemoryFacts& memory) {
     std::memset(arena.memory().data(), 1, arena.memory().size());
     const std::uint64_t after = huge_bytes_here(roots);
     memory.huge_share = static_cast<double>(after - std::min(after, before)) / static_cast<double>(kTriedArena);
-  } catch (const Error& error) {  // no address space for it: the line about that says so
-    memory.small_pages = error.parts().happened;
+  } catch (const Error&) {  // what ulimit -v leaves is a fact of its own
   }
 }
 

@@ -130,7 +130,9 @@ Findings check_huge_pages(const MemoryFacts& memory) {
   constexpr double kMost = 0.9;
   Findings findings;
   const std::string price = fmt::format("{} on small ones", kSmallPagesPrice);
-  if (!memory.small_pages.empty()) {
+  if (!memory.arena_tried) {
+    findings.push_back({"", "huge pages", Status::kSkipped, "no address space to try an arena", "", ""});
+  } else if (!memory.small_pages.empty()) {
     findings.push_back(slower("huge pages", memory.small_pages, price,
                               "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"));
   } else if (memory.huge_share && *memory.huge_share < kMost) {

@@ -12,17 +12,17 @@
 namespace spillway::doctor {
 
 struct NeedOptions {
-  std::filesystem::path config, aio, model;  // empty: not given; a model goes with a configuration
-  std::uint32_t sequence = 256;              // tokens of a row, as in finetune
+  std::filesystem::path config = {}, aio = {}, model = {};  // empty: not given; a model goes with a configuration
+  std::uint32_t sequence = 256;                             // tokens of a row, as in finetune
 };
 
 struct Need {
-  std::optional<std::uint64_t> host_bytes;    // of the pinned arena
-  std::optional<std::uint64_t> memory_bytes;  // RAM of both arenas
-  std::optional<std::uint64_t> store_bytes;   // of NVMe space
-  std::string refused;                        // why the plan does not fit its budgets; empty: it does
-  std::string remedy;                         // the smallest change that fits, then
-  std::vector<std::filesystem::path> paths;   // of the configuration
+  std::optional<std::uint64_t> host_bytes = {};    // of the pinned arena
+  std::optional<std::uint64_t> memory_bytes = {};  // RAM of both arenas
+  std::optional<std::uint64_t> store_bytes = {};   // of NVMe space
+  std::string refused = {};                        // why the plan does not fit its budgets; empty: it does
+  std::string remedy = {};                         // the smallest change that fits, then
+  std::vector<std::filesystem::path> paths = {};   // of the configuration
   IoEngineKind engine = IoEngineKind::kAuto;
   std::uint64_t block_bytes = 1 << 20;
   std::uint32_t depth = 32;

@@ -28,6 +28,7 @@ namespace fs = std::filesystem;
 using sweep::read_line;
 
 constexpr std::uint64_t kTrial = kMiB;
+constexpr const char* kBlockDevices = "/sys/class/block";
 
 std::string slurp(const fs::path& file) {
   std::ifstream in(file);
@@ -38,6 +39,7 @@ void look_at_space(PathFacts& facts) {
   struct statvfs space {};
   if (::statvfs(facts.path.c_str(), &space) != 0) return;
   facts.counts_space = space.f_blocks > 0;
+  facts.no_inodes = space.f_files > 0 && space.f_favail == 0;
   facts.total_bytes = std::uint64_t{space.f_blocks} * space.f_frsize;
   facts.free_bytes = std::uint64_t{space.f_bavail} * space.f_frsize;
   try {
@@ -63,11 +65,11 @@ std::optional<std::uint64_t> quota_left(const std::string& source) {
   return left;
 }
 
-DiskFacts disk_facts(const std::string& name, const fs::path& sys) {
+DiskFacts disk_facts(const std::string& name) {
   DiskFacts disk;
   unsigned major = 0, minor = 0;
-  if (std::sscanf(read_line(sys / "class/block" / name / "dev").c_str(), "%u:%u", &major, &minor) != 2) return disk;
-  disk.drive = sweep::drive_of(major, minor, sys);
+  if (std::sscanf(read_line(fs::path(kBlockDevices) / name / "dev").c_str(), "%u:%u", &major, &minor) != 2) return disk;
+  disk.drive = sweep::drive_of(major, minor);
   if (const auto answer = sweep::read_endurance(disk.drive); answer.endurance) {
     disk.percent_used = answer.endurance->percent_used;
   }
@@ -78,11 +80,11 @@ DiskFacts disk_facts(const std::string& name, const fs::path& sys) {
   return disk;
 }
 
-void look_at_drive(PathFacts& facts, const Roots& roots) {
-  facts.mount = sweep::mount_of(facts.path, slurp(roots.proc / "self/mountinfo"));
+void look_at_drive(PathFacts& facts) {
+  facts.mount = sweep::mount_of(facts.path, slurp("/proc/self/mountinfo"));
   facts.drive = sweep::drive_of(facts.mount);
-  facts.disks = disks_of(facts.drive, roots);
-  facts.encrypted = read_line(roots.sys / "class/block" / facts.drive.name / "dm/uuid").starts_with("CRYPT-");
+  facts.disks = disks_of(facts.drive);
+  facts.encrypted = read_line(fs::path(kBlockDevices) / facts.drive.name / "dm/uuid").starts_with("CRYPT-");
 }
 
 // The ladder over this very file: libaio, for one, wants direct I/O.
@@ -145,14 +147,14 @@ std::vector<std::string> disks_below(const std::string& device, const fs::path& 
   return disks;
 }
 
-std::vector<DiskFacts> disks_of(const sweep::DriveFacts& drive, const Roots& roots) {
+std::vector<DiskFacts> disks_of(const sweep::DriveFacts& drive) {
   std::vector<DiskFacts> disks;
   if (drive.name.empty()) return disks;
-  for (const std::string& name : disks_below(drive.name, roots.sys)) disks.push_back(disk_facts(name, roots.sys));
+  for (const std::string& name : disks_below(drive.name)) disks.push_back(disk_facts(name));
   return disks;
 }
 
-PathFacts path_facts(const fs::path& path, IoEngineKind engine, const Roots& roots) {
+PathFacts path_facts(const fs::path& path, IoEngineKind engine) {
   PathFacts facts;
   std::error_code error;
   facts.path = fs::canonical(path, error);
@@ -167,7 +169,7 @@ PathFacts path_facts(const fs::path& path, IoEngineKind engine, const Roots& roo
     return facts;
   }
   look_at_space(facts);
-  look_at_drive(facts, roots);
+  look_at_drive(facts);
   facts.quota_left = quota_left(facts.mount.source);
   try_file(facts, engine);
   return facts;

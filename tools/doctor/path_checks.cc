@@ -36,7 +36,7 @@ class Path {
     check_writing();
     check_direct();
     check_remarks();
-    if (!need_.paths.empty() && !facts_.engine_refused.empty()) {
+    if (!facts_.engine_refused.empty()) {
       broken("engine", facts_.engine_refused, "spillway.io_engine \"auto\" takes what is to be had");
     }
     check_space();
@@ -133,6 +133,7 @@ class Path {
       seen += fmt::format(", the quota leaves {}", text_of_bytes(*facts_.quota_left));
       have = std::min(have, *facts_.quota_left + facts_.store_bytes);
     }
+    if (facts_.no_inodes) seen += ", and no inode for a file";
     // Several paths share a store; check_paths() judges that.
     const bool alone = need_.paths.size() <= 1;
     if (alone && need_.store_bytes) seen += fmt::format("; the store takes {}", text_of_bytes(*need_.store_bytes));
@@ -141,7 +142,8 @@ class Path {
     broken("space", seen,
            facts_.quota_left && *facts_.quota_left < facts_.free_bytes
                ? "sudo setquota …, or remove files of this user"
-               : fmt::format("sudo du -xh --max-depth=2 {} | sort -h | tail   # shows what to remove", mount_point()));
+               : fmt::format("sudo du -xh {}--max-depth=2 {} | sort -h | tail   # shows what to remove",
+                             facts_.no_inodes ? "--inodes " : "", mount_point()));
   }
 
   void check_drive() {
@@ -269,17 +271,24 @@ std::optional<double> link_gb_per_s(const std::string& link) {
 
 Findings check_path(const PathFacts& facts, const Need& need) { return Path(facts, need).check(); }
 
-Findings check_paths(std::span<const PathFacts> paths, const Need& need, std::optional<int> gpu_node) {
+Findings check_paths(std::span<const PathFacts> paths, const Need& need, const NodesInUse& nodes) {
   Findings findings;
   check_room_of_all(paths, need, findings);
   check_shared_drives(paths, findings);
   for (const PathFacts& path : paths) {
     for (const DiskFacts& disk : path.disks) {
-      if (!disk.node || !gpu_node || *disk.node == *gpu_node) continue;
-      findings.push_back({"", "numa", Status::kSlower,
-                          fmt::format("{} is on node {}, the GPU on node {}", disk.drive.name, *disk.node, *gpu_node),
-                          "every byte between them crosses the link of the nodes; not measured here",
-                          "a slot of the GPU's node for the drive"});
+      const auto far = [&](std::string from, std::string repair) {
+        findings.push_back(
+            {"", "numa", Status::kSlower, fmt::format("{} is on node {}, {}", disk.drive.name, *disk.node, from),
+             "every byte between them crosses the link of the nodes; not measured here", std::move(repair)});
+      };
+      if (disk.node && nodes.gpu && *disk.node != *nodes.gpu) {
+        far(fmt::format("the GPU on node {}", *nodes.gpu), "a slot of the GPU's node for the drive");
+      }
+      if (disk.node && std::ranges::count(nodes.cpus, static_cast<unsigned>(*disk.node)) == 0) {
+        far(fmt::format("this process may use CPUs of {} only", fmt::join(nodes.cpus, ", ")),
+            fmt::format("numactl --cpunodebind={} before the command, or no taskset and cpuset", *disk.node));
+      }
     }
   }
   return findings;

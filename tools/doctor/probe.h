@@ -18,12 +18,12 @@ struct ProbeFacts {
   std::vector<double> rates = {};  // of the writes, bytes per second, one per interval
   double write_seconds = 0;
   std::uint64_t written_bytes = 0, file_bytes = 0;
-  double write_rate = 0, read_rate = 0;                                // bytes per second
-  std::optional<double> celsius_before, celsius_after, celsius_limit;  // of the warmest drive
+  double write_rate = 0, read_rate = 0;                                               // bytes per second
+  std::optional<double> celsius_before = {}, celsius_after = {}, celsius_limit = {};  // of the warmest drive
 };
 
 struct ProbeOptions {
-  std::filesystem::path path;
+  std::filesystem::path path = {};
   double seconds = 5;                              // four fifths of it written, the rest read
   std::uint64_t most_bytes = 0;                    // of the file, which is written again and again
   const Need* need = nullptr;                      // block size, depth and engine
