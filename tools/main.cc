@@ -1,5 +1,5 @@
-// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 2 a damaged store was shown, 3 and 4 the doctor found
-// something slower or broken, 130 ended by Ctrl-C, 143 by SIGTERM.
+// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 2 a damaged store was shown, 3 the doctor found
+// something slower, 4 something broken, 130 ended by Ctrl-C, 143 by SIGTERM.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>

@@ -91,7 +91,8 @@ class Memory(CliTest):
                 self.assertAlmostEqual(planned, resident, delta=0.02 * planned)
 
     def test_RunsInACgroupOfTheBudgets(self):
-        with memory_cgroup(self, sum(BUDGETS.values()) + OUTSIDE) as enter, self.start(steps=4, preexec_fn=enter) as run:
+        limit = sum(BUDGETS.values()) + OUTSIDE
+        with memory_cgroup(self, limit) as enter, self.start(steps=4, preexec_fn=enter) as run:
             _, err = run.communicate(timeout=180)
         self.assertEqual(0, run.returncode, err)
         self.assertEqual([1, 2, 3, 4], [s["step"] for s in self.place.steps()])

@@ -66,7 +66,7 @@ TEST(DoctorMachine, ARefusedRingIsNamedWithItsPriceAndItsCommand) {
       {"EPERM (x)", 0, {.release = "6.1.0", .container = "kubernetes"}, "pod's specification"},
       {"EPERM (x)", 0, {.release = "6.1.0", .seccomp = true}, "SystemCallFilter"},
       {"EACCES (x)", 0, {.release = "6.1.0"}, "dmesg"},
-      {"ENOMEM (x)", -1, {.release = "5.10.0"}, "ulimit -l"},
+      {"ENOMEM (x)", -1, {.release = "5.10.0"}, "memlock unlimited"},
       {"EMFILE (x)", -1, {.release = "6.1.0"}, "ulimit -n"},
       {"the kernel is older than 5.11", -1, {.release = "5.4.0-150-generic"}, "install a kernel"},
   };
@@ -197,8 +197,8 @@ TEST(DoctorMachine, WhatMakesMemoryScarceOrSlowIsFound) {
 
 TEST(DoctorMachine, LimitsOfTheShell) {
   EXPECT_EQ(worst_of(check_limits({}, {})), Status::kOk);
-  EXPECT_EQ(of(check_limits({.open_files = 64, .file_bytes = {}}, {}), "open files").status, Status::kBroken);
-  EXPECT_EQ(of(check_limits({.open_files = 1024, .file_bytes = {}}, {}), "open files").status, Status::kOk);
+  EXPECT_EQ(of(check_limits({.open_files = 63, .file_bytes = {}}, {}), "open files").status, Status::kBroken);
+  EXPECT_EQ(of(check_limits({.open_files = 64, .file_bytes = {}}, {}), "open files").status, Status::kOk);
   const LimitFacts limits{.open_files = {}, .file_bytes = kGiB};
   EXPECT_EQ(of(check_limits(limits, {}), "file size").status, Status::kOk);
   Need need;

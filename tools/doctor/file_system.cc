@@ -83,7 +83,8 @@ Finding judge_file_system(const sweep::MountFacts& mount) {
     case sweep::Medium::kOverlay:
     case sweep::Medium::kDrive: break;
   }
-  const std::string_view type = sweep::medium_of(mount.type) == sweep::Medium::kOverlay ? "overlay" : mount.type;
+  const bool layered = sweep::medium_of(mount.type) == sweep::Medium::kOverlay;
+  const std::string_view type = layered ? std::string_view("overlay") : std::string_view(mount.type);
   const auto quirk = std::ranges::find(kQuirks, type, &Quirk::type);
   if (quirk != std::end(kQuirks)) {
     return finding(quirk->status, fmt::format("{}: {}", name, quirk->what), quirk->slower_by, quirk->repair);

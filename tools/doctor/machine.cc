@@ -10,6 +10,7 @@
 #include <iterator>
 #include <map>
 #include <sstream>
+#include <string_view>
 
 #include "kernels/host_memory.h"
 #include "kernels/optimizer.h"
@@ -101,6 +102,13 @@ bool counts_locked_memory(const Roots& roots) {
   return mask.empty() || (std::strtoull(mask.c_str(), nullptr, 16) >> kCapIpcLock & 1) == 0;
 }
 
+// There was none to register, so that says nothing.
+std::string without_files(std::string ring) {
+  constexpr std::string_view kFiles = ", unregistered files";
+  if (const std::size_t at = ring.find(kFiles); at != std::string::npos) ring.erase(at, kFiles.size());
+  return ring;
+}
+
 std::uint64_t huge_bytes_here(const Roots& roots) {
   return bytes_of(kib_lines(roots.proc / "self/smaps_rollup"), "AnonHugePages");
 }
@@ -149,7 +157,7 @@ RingFacts ring_facts(const Roots& roots) {
     Heard heard;
     try {
       const auto queue = IoQueue::create({.engine = kind, .block_bytes = kTriedRegion}, {}, regions);
-      if (kind == IoEngineKind::kIoUring) ring.granted = queue->describe();
+      if (kind == IoEngineKind::kIoUring) ring.granted = without_files(queue->describe());
     } catch (const Error& error) {
       rung.refused = error.parts().happened;
     }

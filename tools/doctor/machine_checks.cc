@@ -38,10 +38,16 @@ std::string in_container(const std::string& container, const std::string& option
   return fmt::format("{} run {} …", container == "podman" ? "podman" : "docker", option);
 }
 
+std::string lock_repair(const KernelFacts& kernel) {
+  return in_container(kernel.container, "--ulimit memlock=-1",
+                      "echo \"$USER - memlock unlimited\" | sudo tee /etc/security/limits.d/spillway.conf   # then log "
+                      "in again; a systemd unit takes LimitMEMLOCK=infinity");
+}
+
 std::string ring_repair(const RingFacts& ring, const KernelFacts& kernel, const std::string& why) {
   if (ring.disabled > 0) return "sudo sysctl -w kernel.io_uring_disabled=0";
   if (why.starts_with("EMFILE") || why.starts_with("ENFILE")) return "ulimit -n 4096";
-  if (why.starts_with("ENOMEM")) return "ulimit -l unlimited   # as root, or LimitMEMLOCK=infinity in the unit";
+  if (why.starts_with("ENOMEM")) return lock_repair(kernel);
   if (kernel.seccomp || !kernel.container.empty()) {
     return in_container(kernel.container, "--security-opt seccomp=unconfined",
                         "allow io_uring_setup, io_uring_enter and io_uring_register in the sandbox that this shell "
@@ -53,10 +59,6 @@ std::string ring_repair(const RingFacts& ring, const KernelFacts& kernel, const 
 
 Finding check_lockable(const RingFacts& ring, const KernelFacts& kernel, const Need& need) {
   const std::string price = fmt::format("plain buffers, about {} % more CPU", kPlainBuffersPrice);
-  const std::string repair =
-      in_container(kernel.container, "--ulimit memlock=-1",
-                   "echo \"$USER - memlock unlimited\" | sudo tee /etc/security/limits.d/spillway.conf   # then log in "
-                   "again");
   if (!ring.lockable_bytes) {
     if (!ring.not_registered.empty()) {
       return slower("memlock", ring.not_registered, price, "see what sudo dmesg says of io_uring");
@@ -70,7 +72,7 @@ Finding check_lockable(const RingFacts& ring, const KernelFacts& kernel, const N
   return slower("memlock",
                 need.host_bytes ? fmt::format("{}, host memory takes {}", limit, text_of_bytes(*need.host_bytes))
                                 : fmt::format("{}, and all of host_bytes is to be registered", limit),
-                price, repair);
+                price, lock_repair(kernel));
 }
 
 Finding check_room(const MemoryFacts& memory, const Need& need) {
@@ -246,8 +248,8 @@ Findings check_memory(const MemoryFacts& memory, const Need& need) {
 }
 
 Findings check_limits(const LimitFacts& limits, const Need& need) {
-  // A store of 16 paths, a model in shards, log, trace and libraries: well below.
-  constexpr std::uint64_t kFiles = 256;
+  // One path and one file of weights do with 8; 16 paths and the shards of a large model are some tens.
+  constexpr std::uint64_t kFiles = 64;
   Findings findings;
   if (limits.open_files && *limits.open_files < kFiles) {
     findings.push_back(broken("open files", fmt::format("ulimit -n is {}", *limits.open_files), "ulimit -n 4096"));
