@@ -66,6 +66,7 @@ TEST(DoctorMachine, ARefusedRingIsNamedWithItsPriceAndItsCommand) {
       {"EPERM (x)", 0, {.release = "6.1.0", .container = "kubernetes"}, "pod's specification"},
       {"EPERM (x)", 0, {.release = "6.1.0", .seccomp = true}, "SystemCallFilter"},
       {"EACCES (x)", 0, {.release = "6.1.0"}, "dmesg"},
+      {"ENOMEM (x)", 1, {.release = "6.6.0"}, "memlock unlimited"},  // root may, in spite of the sysctl
       {"ENOMEM (x)", -1, {.release = "5.10.0"}, "memlock unlimited"},
       {"EMFILE (x)", -1, {.release = "6.1.0"}, "ulimit -n"},
       {"the kernel is older than 5.11", -1, {.release = "5.4.0-150-generic"}, "install a kernel"},

@@ -126,6 +126,8 @@ TEST(DoctorPath, WhatIsTakenAwayIsNamedWithItsRepair) {
        "drive", Status::kSlower, "dm-crypt", "cryptsetup refresh"},
       {"worn out", [](PathFacts& f) { f.disks[0].percent_used = 104; }, "wear", Status::kSlower, "104 %", "another"},
       {"hot", [](PathFacts& f) { f.disks[0].drive.celsius = 84; }, "heat", Status::kSlower, "84 °C", "heat sink"},
+      {"hanging", [](PathFacts& f) { f.hung = "write of 4096 bytes has made no progress"; }, "hanging", Status::kBroken,
+       "no progress", "dmesg"},
       {"broken probe",
        [](PathFacts& f) {
          f.probe_failed = ErrorParts{"x", "write failed", EIO, ""};

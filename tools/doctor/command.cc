@@ -112,6 +112,9 @@ class Doctor {
       facts.probe_failed = error.parts();
     }
     progress.clear();
+    for (const std::string& line : heard.lines()) {
+      if (Heard::hangs(line)) facts.hung = line.substr(line.find(": ") + 2);
+    }
     if (facts.probe) note_heat(before, facts);
     return !interrupt_.requested();
   }

@@ -45,7 +45,8 @@ std::string lock_repair(const KernelFacts& kernel) {
 }
 
 std::string ring_repair(const RingFacts& ring, const KernelFacts& kernel, const std::string& why) {
-  if (ring.disabled > 0) return "sudo sysctl -w kernel.io_uring_disabled=0";
+  if (ring.disabled > 0 && why.find("io_uring_disabled") != std::string::npos)
+    return "sudo sysctl -w kernel.io_uring_disabled=0";
   if (why.starts_with("EMFILE") || why.starts_with("ENFILE")) return "ulimit -n 4096";
   if (why.starts_with("ENOMEM")) return lock_repair(kernel);
   if (kernel.seccomp || !kernel.container.empty()) {

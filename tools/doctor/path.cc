@@ -125,6 +125,7 @@ void try_file(PathFacts& facts, IoEngineKind engine) {
   }
   const std::string before = facts.path.string() + "/";
   for (const std::string& line : heard.lines()) {
+    if (Heard::hangs(line)) facts.hung = line.substr(line.find(": ") + 2);
     if (!line.starts_with(before)) continue;  // the machine's lines say the rest
     facts.remarks.push_back(line.substr(line.find(": ") + 2));
   }

@@ -50,6 +50,7 @@ struct PathFacts {
   std::optional<ProbeFacts> probe = {};
   std::string no_probe = {};                    // why there is none
   std::optional<ErrorParts> probe_failed = {};  // a transfer of it did
+  std::string hung = {};                        // what made no progress for half a minute, in the trial or the probe
 };
 
 // Everything but the probe. `engine`: the one that the configuration asks for.

@@ -43,6 +43,7 @@ class Path {
     check_drive();
     for (const DiskFacts& disk : facts_.disks) check_disk(disk);
     check_probe();
+    if (!facts_.hung.empty()) broken("hanging", facts_.hung, "see sudo dmesg and sudo smartctl -a of the drive");
     return std::move(findings_);
   }
 
