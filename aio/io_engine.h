@@ -63,6 +63,11 @@ std::unique_ptr<IoEngine> make_uring_engine(const IoEngineOptions& options);
 std::unique_ptr<IoEngine> make_libaio_engine(const IoEngineOptions& options);
 std::unique_ptr<IoEngine> make_threads_engine(const IoEngineOptions& options);
 
+// What a rung of kAuto's ladder costs on top of the first, in words: `about 50 % more CPU`; empty for the first. CPU
+// time per byte moved, bench/results/aio-engines.jsonl; the next line too.
+const char* price_of(IoEngineKind kind);
+inline constexpr int kPlainBuffersPrice = 75;  // of io_uring without registered buffers, in percent more CPU
+
 // Pieces in flight of a whole queue, which is what its engine must take.
 std::uint32_t total_depth(const IoQueueOptions& options, std::size_t files);
 

@@ -15,8 +15,7 @@ namespace {
 // Far below what a ring can hold (32768) and far above what any drive needs.
 constexpr std::uint32_t kLargestDepth = 4096;
 
-// The ladder, best first. The price is what a rung costs on top of the first one, in CPU time per byte moved
-// (bench/results/aio-engines.jsonl).
+// The ladder, best first.
 struct Rung {
   IoEngineKind kind;
   const char* name;
@@ -49,6 +48,13 @@ std::unique_ptr<IoEngine> make_engine(IoEngineKind kind, const IoEngineOptions& 
 }
 
 }  // namespace
+
+const char* price_of(IoEngineKind kind) {
+  for (const Rung& rung : kLadder) {
+    if (rung.kind == kind) return rung.price;
+  }
+  return "";
+}
 
 void check_options(const IoQueueOptions& options, std::span<File* const> files) {
   SPILLWAY_CHECK(options.max_requests > 0, "a queue holds at least one request");

@@ -27,8 +27,6 @@ namespace {
 
 // The kernel takes at most 1 GiB in one registered buffer (io_uring_register(2), IORING_REGISTER_BUFFERS).
 constexpr std::uint64_t kLargestRegistered = kGiB;
-// What plain buffers cost on top, in percent of CPU time per byte (bench/results/aio-engines.jsonl).
-constexpr int kPlainBuffersPrice = 75;
 // user_data of the poll on the wake event; pieces use their slot, liburing keeps the largest value for itself.
 constexpr std::uint64_t kWakeTag = ~std::uint64_t{0} - 1;
 

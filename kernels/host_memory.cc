@@ -44,11 +44,9 @@ bool switched_off(const std::filesystem::path& files) {
   return (own.empty() || own == "[inherit]" ? chosen(files / "enabled") : own) == "[never]";
 }
 
-// The price: `adam_bench --benchmark_filter=33554432/threads:1` (0.4 and 0.9 GB) with and without PR_SET_THP_DISABLE,
-// four times in turns on a Xeon of 2 cores: medians of 1.07 (bf16) and 1.20 (fp32).
 void no_huge_pages(const ArenaName& name, const std::string& why) {
   log(LogLevel::kWarning,
-      fmt::format("{} gets no huge pages ({}): Adam takes 7 to 20 % longer on small ones", name.object, why));
+      fmt::format("{} gets no huge pages ({}): {} on small ones", name.object, why, kSmallPagesPrice));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 2 a damaged store was shown, 130 ended by Ctrl-C,
-// 143 by SIGTERM.
+// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 2 a damaged store was shown, 3 the doctor found
+// something slower, 4 something broken, 130 ended by Ctrl-C, 143 by SIGTERM.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -7,6 +7,7 @@
 #include <new>
 #include <string>
 
+#include "tools/doctor/command.h"
 #include "tools/gpt2/commands.h"
 #include "tools/store/command.h"
 #include "tools/sweep/command.h"
@@ -31,6 +32,7 @@ int main(int argc, char** argv) {
   spillway::gpt2::add_commands(program, exit_code);
   spillway::store::add_command(program, exit_code);
   spillway::sweep::add_command(program, exit_code);
+  spillway::doctor::add_command(program, exit_code);
   try {
     program.parse(argc, argv);
     return exit_code;

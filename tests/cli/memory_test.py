@@ -1,6 +1,5 @@
 """Every byte is planned: peak resident memory stays under the budgets, the ledger is what the arenas hold, and the run
 does not need a byte more when the kernel allows no more."""
-import contextlib
 import os
 import pathlib
 import re
@@ -12,7 +11,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import BINARY, CliTest, Run, Workplace  # noqa: E402
+from runs import BINARY, CliTest, Run, Workplace, memory_cgroup  # noqa: E402
 
 MIB = 1 << 20
 # What a process may use outside its arenas: code, libraries, thread stacks, oneDNN's generated code.
@@ -91,30 +90,9 @@ class Memory(CliTest):
                 self.assertLessEqual(size, BUDGETS[f"{tier}_bytes"])
                 self.assertAlmostEqual(planned, resident, delta=0.02 * planned)
 
-    @contextlib.contextmanager
-    def cgroup(self, limit):
-        """A memory cgroup of so many bytes: what a process calls to enter it."""
-        own = re.search(r"^\d+:memory:(.*)$", pathlib.Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-        parent = pathlib.Path("/sys/fs/cgroup/memory" + (own.group(1) if own else ""))
-        if os.geteuid() != 0 or not own or not (parent / "memory.limit_in_bytes").exists():
-            self.skipTest("needs root and a memory cgroup of version 1 at /sys/fs/cgroup/memory")
-        group = parent / f"spillway-test-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError as error:
-            self.skipTest(f"no memory cgroup can be made here: {error}")
-        try:
-            (group / "memory.limit_in_bytes").write_text(str(limit))
-            try:
-                (group / "memory.memsw.limit_in_bytes").write_text(str(limit))
-            except OSError:
-                pass  # a kernel without swap accounting; nothing to forbid where there is no swap
-            yield lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
-        finally:
-            group.rmdir()
-
     def test_RunsInACgroupOfTheBudgets(self):
-        with self.cgroup(sum(BUDGETS.values()) + OUTSIDE) as enter, self.start(steps=4, preexec_fn=enter) as run:
+        limit = sum(BUDGETS.values()) + OUTSIDE
+        with memory_cgroup(self, limit) as enter, self.start(steps=4, preexec_fn=enter) as run:
             _, err = run.communicate(timeout=180)
         self.assertEqual(0, run.returncode, err)
         self.assertEqual([1, 2, 3, 4], [s["step"] for s in self.place.steps()])
@@ -128,7 +106,7 @@ class Memory(CliTest):
         return self.assert_refused(Run(run.returncode, out, err), "memory: the plan needs")
 
     def test_ACgroupBelowThePlanIsRefused(self):
-        with self.cgroup(sum(BUDGETS.values()) // 2) as enter:
+        with memory_cgroup(self, sum(BUDGETS.values()) // 2) as enter:
             self.assertIn("this process's cgroup allows 176 MiB", self.refused(preexec_fn=enter))
 
     def test_AnAddressSpaceBelowThePlanIsRefused(self):

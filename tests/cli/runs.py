@@ -153,34 +153,71 @@ def unmount(folder):
 
 
 @contextlib.contextmanager
-def mounted(test, kind, size_bytes):
-    """A small file system of its own, `tmpfs`, or `ext4`, `xfs`, `btrfs` in a loop device; skips where that is not
-    allowed."""
+def mounted(test, kind, size_bytes, sector_bytes=512):
+    """A small file system of its own, `tmpfs`, or `ext4`, `xfs`, `btrfs` in a loop device with sectors of that size;
+    skips where that is not allowed."""
     if os.geteuid() != 0:
         test.skipTest("mounting a small file system needs root")
-    folder = tempfile.mkdtemp(prefix="spillway-mount-")
-    image = f"{folder}.img"
-    try:
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="spillway-mount-")
+        stack.callback(os.rmdir, folder)
         if kind == "tmpfs":
             command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", folder]
         else:
+            image = f"{folder}.img"
             with open(image, "wb") as file:
                 file.truncate(size_bytes)
-            options = {"ext4": ["-q", "-F", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
-            if shutil.which(f"mkfs.{kind}") is None:
-                test.skipTest(f"mkfs.{kind} is not installed")
-            made = subprocess.run([f"mkfs.{kind}", *options, image], capture_output=True, text=True, check=False)
-            if made.returncode:
-                test.skipTest(f"mkfs.{kind} failed: {made.stderr.strip()}")
+            stack.callback(os.remove, image)
+            make_file_system(test, kind, image, sector_bytes)
             command = ["mount", "-o", "loop", image, folder]
+            if sector_bytes != 512:
+                command = ["mount", loop_device(test, stack, image, sector_bytes), folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             test.skipTest(f"this machine does not let us mount {kind}: {done.stderr.strip()}")
+        stack.callback(unmount, folder)
+        yield pathlib.Path(folder)
+
+
+def make_file_system(test, kind, image, sector_bytes):
+    options = {"ext4": ["-q", "-F", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
+    if sector_bytes != 512:
+        options += {"ext4": ["-b", "4096"], "xfs": ["-s", f"size={sector_bytes}"], "btrfs": []}[kind]
+    if shutil.which(f"mkfs.{kind}") is None:
+        test.skipTest(f"mkfs.{kind} is not installed")
+    made = subprocess.run([f"mkfs.{kind}", *options, image], capture_output=True, text=True, check=False)
+    if made.returncode:
+        test.skipTest(f"mkfs.{kind} failed: {made.stderr.strip()}")
+
+
+def loop_device(test, stack, image, sector_bytes):
+    command = ["losetup", "--find", "--show", "--sector-size", str(sector_bytes), image]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        test.skipTest(f"no loop device with sectors of {sector_bytes} bytes: {done.stderr.strip()}")
+    device = done.stdout.strip()
+    stack.callback(subprocess.run, ["losetup", "--detach", device], check=True)
+    return device
+
+
+@contextlib.contextmanager
+def memory_cgroup(test, limit):
+    """A memory cgroup of so many bytes: what a process calls to enter it."""
+    own = re.search(r"^\d+:memory:(.*)$", pathlib.Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    parent = pathlib.Path("/sys/fs/cgroup/memory" + (own.group(1) if own else ""))
+    if os.geteuid() != 0 or not own or not (parent / "memory.limit_in_bytes").exists():
+        test.skipTest("needs root and a memory cgroup of version 1 at /sys/fs/cgroup/memory")
+    group = parent / f"spillway-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        test.skipTest(f"no memory cgroup can be made here: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit))
         try:
-            yield pathlib.Path(folder)
-        finally:
-            unmount(folder)
+            (group / "memory.memsw.limit_in_bytes").write_text(str(limit))
+        except OSError:
+            pass  # a kernel without swap accounting; nothing to forbid where there is no swap
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
     finally:
-        os.rmdir(folder)
-        if os.path.exists(image):
-            os.remove(image)
+        group.rmdir()

@@ -52,6 +52,7 @@ TEST_F(SweepDrive, NvmeSaysModelLinkAndTemperature) {
   write(controller / "model", "Fast Drive 2TB   ");
   write(controller / "firmware_rev", "1B2Q");
   write(controller / "hwmon3/temp1_input", "41850");
+  write(controller / "hwmon3/temp1_max", "83850");
   link(controller / "device", pci);
   write(pci / "current_link_speed", "8.0 GT/s PCIe");
   write(pci / "current_link_width", "2");
@@ -72,6 +73,8 @@ TEST_F(SweepDrive, NvmeSaysModelLinkAndTemperature) {
   EXPECT_EQ(drive.link_now, "8.0 GT/s × 2");
   EXPECT_EQ(drive.link_most, "16.0 GT/s × 4");
   EXPECT_DOUBLE_EQ(drive.celsius.value_or(0), 41.85);
+  EXPECT_DOUBLE_EQ(drive.celsius_limit.value_or(0), 83.85);
+  EXPECT_EQ(drive.pci, root_ / pci);
   EXPECT_FALSE(drive.is_virtual);
 }
 
@@ -118,6 +121,7 @@ TEST_F(SweepDrive, MountOfAPathIsTheLastLongestOne) {
   EXPECT_EQ(mount.options, "rw,noatime,rw,logbufs=8");
   EXPECT_EQ(mount.major, 259u);
   EXPECT_EQ(mount.minor, 1u);
+  EXPECT_EQ(mount.point, root_ / "a b");
   EXPECT_EQ(mount_of(root_, mountinfo).type, "overlay");
 }
 

@@ -64,14 +64,6 @@ bool looks_virtual(const std::string& name, const std::string& model) {
   return std::any_of(kNames.begin(), kNames.end(), [&](const char* word) { return model.find(word) != model.npos; });
 }
 
-std::string link_of(const fs::path& device, const char* which) {
-  const std::string speed = read_line(device / fmt::format("{}_link_speed", which));
-  const std::string width = read_line(device / fmt::format("{}_link_width", which));
-  if (speed.empty() || speed.find("nknown") != std::string::npos || width.empty() || width == "0") return "";
-  const std::string number = speed.substr(0, speed.find(" GT/s"));
-  return fmt::format("{} GT/s × {}", number, width);
-}
-
 // The NVMe controller of a namespace. With multipath support the namespace hangs on a subsystem that lists controllers.
 fs::path controller_of(const fs::path& block) {
   std::error_code error;
@@ -84,21 +76,39 @@ fs::path controller_of(const fs::path& block) {
   return device;
 }
 
+std::optional<double> celsius_in(const fs::path& file) {
+  const std::uint64_t millis = number_in(file);
+  if (millis == 0) return std::nullopt;
+  return static_cast<double>(millis) / 1000;
+}
+
 void add_nvme(const fs::path& block, DriveFacts& drive) {
   const fs::path controller = controller_of(block);
   drive.firmware = read_line(controller / "firmware_rev");
   if (drive.model.empty()) drive.model = read_line(controller / "model");
+  std::error_code ignored;
+  drive.pci = fs::canonical(controller / "device", ignored);
   drive.link_now = link_of(controller / "device", "current");
   drive.link_most = link_of(controller / "device", "max");
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(controller, ignored)) {
-    if (!entry.path().filename().string().starts_with("hwmon")) continue;
-    const std::uint64_t millis = number_in(entry.path() / "temp1_input");
-    if (millis > 0) drive.celsius = static_cast<double>(millis) / 1000;
+  // Beside the controller; older kernels hang it on the PCI device.
+  for (const fs::path& place : {controller, controller / "device/hwmon"}) {
+    for (const auto& entry : fs::directory_iterator(place, ignored)) {
+      if (!entry.path().filename().string().starts_with("hwmon")) continue;
+      drive.celsius = celsius_in(entry.path() / "temp1_input");
+      drive.celsius_limit = celsius_in(entry.path() / "temp1_max");
+    }
   }
 }
 
 }  // namespace
+
+std::string link_of(const fs::path& device, const char* which) {
+  const std::string speed = read_line(device / fmt::format("{}_link_speed", which));
+  const std::string width = read_line(device / fmt::format("{}_link_width", which));
+  if (speed.empty() || speed.find("nknown") != std::string::npos || width.empty() || width == "0") return "";
+  const std::string number = speed.substr(0, speed.find(" GT/s"));
+  return fmt::format("{} GT/s × {}", number, width);
+}
 
 std::string read_line(const fs::path& file) {
   std::ifstream in(file);
@@ -124,7 +134,7 @@ MountFacts mount_of(const fs::path& path, const std::string& mountinfo) {
     // Of mounts on one another the last one is seen.
     if (!is_below(where, point) || point.size() < longest) continue;
     longest = point.size();
-    found = {type, unescaped(source), options + (more.empty() ? "" : "," + more)};
+    found = {type, unescaped(source), options + (more.empty() ? "" : "," + more), point};
     std::sscanf(device.c_str(), "%u:%u", &found.major, &found.minor);
   }
   return found;

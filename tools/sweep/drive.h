@@ -13,6 +13,7 @@ struct MountFacts {
   std::string type;               // ext4, tmpfs, nfs4, …; empty: unknown
   std::string source;             // /dev/nvme0n1p1, server:/export, …
   std::string options;            // of the mount and of the file system
+  std::string point;              // where it is mounted
   unsigned major = 0, minor = 0;  // 0:n has no block device of its own (btrfs, overlay, nfs)
 };
 
@@ -26,9 +27,11 @@ struct DriveFacts {
   std::uint64_t bytes = 0, largest_request_bytes = 0;
   std::uint32_t sector_bytes = 0;
   std::optional<bool> rotational;
+  std::filesystem::path pci;  // where /sys describes an NVMe drive's place on the bus; empty: not known
   std::optional<double> celsius;
-  bool is_virtual = false;         // a hypervisor's: its cache may be the host's memory
-  std::vector<std::string> parts;  // the drives below an md or dm device
+  std::optional<double> celsius_limit;  // from which on the drive slows down to cool (NVMe: WCTEMP)
+  bool is_virtual = false;              // a hypervisor's: its cache may be the host's memory
+  std::vector<std::string> parts;       // the drives below an md or dm device
 };
 
 // `sys` stands in for /sys in tests.
@@ -42,6 +45,10 @@ std::optional<std::uint64_t> moved_bytes(const DriveFacts& drive, const std::fil
 
 enum class Medium : std::uint8_t { kDrive, kMemory, kOverlay, kNetwork };
 Medium medium_of(const std::string& file_system_type);
+
+// `8.0 GT/s × 4`: the PCIe link of a device's directory in /sys, as it is (`current`) or could be (`max`); empty when
+// it does not say.
+std::string link_of(const std::filesystem::path& device, const char* which);
 
 std::string read_line(const std::filesystem::path& file);  // the first one, trimmed; empty when there is none
 

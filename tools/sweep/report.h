@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -49,9 +48,6 @@ std::vector<double> mixed_rates(const SweepReport& report);
 // Why the chosen setting is the one, in sentences of a line each.
 std::vector<std::string> reasons(const SweepReport& report);
 std::string sustained_text(const Sustained& sustained);
-
-// Whether a heat map may have colours there: a terminal, and nothing in the environment against it.
-bool shows_colours(std::FILE* out);
 
 // Tables, heat map and reasons.
 std::string report_text(const SweepReport& report, bool colour);

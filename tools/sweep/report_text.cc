@@ -1,11 +1,8 @@
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <set>
-#include <string_view>
 
 #include "spillway/units.h"
 #include "tools/sweep/report.h"
@@ -150,12 +147,6 @@ std::string step_text(const SweepReport& report) {
 }
 
 }  // namespace
-
-bool shows_colours(std::FILE* out) {
-  const char* terminal = std::getenv("TERM");
-  return ::isatty(::fileno(out)) == 1 && std::getenv("NO_COLOR") == nullptr &&
-         !(terminal && std::string_view(terminal) == "dumb");
-}
 
 std::string preflight_text(const SweepReport& report) {
   const MachineFacts& machine = report.machine;

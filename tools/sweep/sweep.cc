@@ -14,6 +14,7 @@
 #include "spillway/units.h"
 #include "tools/sweep/pace.h"
 #include "tools/sweep/rig.h"
+#include "tools/terminal/colours.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/progress.h"
 
@@ -63,7 +64,7 @@ class Sweep {
     progress_.clear();
     report_.written_bytes = pace_.written();
     report_.seconds = pace_.elapsed();
-    fmt::print(out_, "{}", report_text(report_, shows_colours(out_)));
+    fmt::print(out_, "{}", report_text(report_, terminal::shows_colours(out_)));
     if (!options_.json.empty()) write_output("--json", options_.json, report_json(report_));
     if (!options_.html.empty()) write_output("--report", options_.html, report_html(report_));
     std::fflush(out_);

@@ -1,0 +1,167 @@
+// What the doctor reads out of /proc and /sys, from copies made here.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "spillway/units.h"
+#include "tools/doctor/gpu.h"
+#include "tools/doctor/machine.h"
+#include "tools/doctor/path.h"
+
+namespace spillway::doctor {
+namespace {
+
+namespace fs = std::filesystem;
+
+class DoctorFacts : public testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = fs::temp_directory_path() / ("spillway-doctor-test-" + std::to_string(::getpid()));
+    fs::create_directories(root_);
+    root_ = fs::canonical(root_);
+    roots_ = {.proc = root_ / "proc", .sys = root_ / "sys", .root = root_};
+  }
+  void TearDown() override { fs::remove_all(root_); }
+
+  void write(const fs::path& file, const std::string& text) {
+    fs::create_directories((root_ / file).parent_path());
+    std::ofstream(root_ / file) << text << '\n';
+  }
+  void link(const fs::path& from, const fs::path& to) {
+    fs::create_directories((root_ / from).parent_path());
+    fs::create_directories(root_ / to);
+    fs::create_directory_symlink(root_ / to, root_ / from);
+  }
+
+  fs::path root_;
+  Roots roots_;
+};
+
+TEST_F(DoctorFacts, KernelWslAndSeccomp) {
+  write("proc/sys/kernel/osrelease", "5.15.146.1-Microsoft-standard-WSL2");
+  write("proc/self/status", "Name:\tspillway\nSeccomp:\t2\nSeccomp_filters:\t1");
+  const KernelFacts kernel = kernel_facts(roots_);
+  EXPECT_EQ(kernel.release, "5.15.146.1-Microsoft-standard-WSL2");
+  EXPECT_TRUE(kernel.wsl);
+  EXPECT_TRUE(kernel.seccomp);
+  EXPECT_EQ(kernel.container, "");
+  write("proc/self/status", "Seccomp:\t0");
+  write("proc/sys/kernel/osrelease", "6.1.0-18-amd64");
+  EXPECT_FALSE(kernel_facts(roots_).seccomp);
+  EXPECT_FALSE(kernel_facts(roots_).wsl);
+}
+
+TEST_F(DoctorFacts, ContainersByWhatTheyLeaveAround) {
+  write("proc/1/cgroup", "12:pids:/lxc/box\n0::/");
+  EXPECT_EQ(kernel_facts(roots_).container, "lxc");
+  write(".dockerenv", "");
+  EXPECT_EQ(kernel_facts(roots_).container, "docker");
+  write("proc/1/cgroup", "0::/kubepods.slice/kubepods-burstable.slice");
+  EXPECT_EQ(kernel_facts(roots_).container, "kubernetes");
+  write("run/systemd/container", "systemd-nspawn");
+  EXPECT_EQ(kernel_facts(roots_).container, "systemd-nspawn");
+  write("run/.containerenv", "");
+  EXPECT_EQ(kernel_facts(roots_).container, "podman");
+}
+
+TEST_F(DoctorFacts, MemoryAndWhatLimitsIt) {
+  write("proc/meminfo",
+        "MemTotal:       65536 kB\nMemAvailable:   32768 kB\nSwapTotal:       4096 kB\nSwapFree:        1024 kB\n"
+        "CommitLimit:    10240 kB\nCommitted_AS:    4096 kB\nHugetlb:         2048 kB");
+  write("proc/sys/vm/overcommit_memory", "2");
+  write("proc/self/cgroup", "0::/box");
+  write("sys/fs/cgroup/box/memory.max", "1048576");
+  write("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]");
+  const MemoryFacts memory = memory_facts(roots_);
+  EXPECT_EQ(memory.total_bytes, 64 * kMiB);
+  EXPECT_EQ(memory.available_bytes, 32 * kMiB);
+  EXPECT_EQ(memory.swap_bytes, 4 * kMiB);
+  EXPECT_EQ(memory.swap_used_bytes, 3 * kMiB);
+  EXPECT_EQ(memory.overcommit, 2);
+  EXPECT_EQ(memory.commit_left_bytes, 6 * kMiB);
+  EXPECT_EQ(memory.hugetlb_bytes, 2 * kMiB);
+  EXPECT_EQ(memory.cgroup_bytes, kMiB);
+  EXPECT_EQ(memory.small_pages, "transparent_hugepage/enabled is never");
+  EXPECT_FALSE(memory.huge_share.has_value());
+}
+
+TEST_F(DoctorFacts, AnArenaIsTouchedOnlyWhereThereIsRoom) {
+  write("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never");
+  write("proc/meminfo", "MemTotal: 4194304 kB\nMemAvailable: 1048575 kB");
+  EXPECT_FALSE(memory_facts(roots_).huge_share.has_value());
+  write("proc/meminfo", "MemTotal: 4194304 kB\nMemAvailable: 1048576 kB");
+  const MemoryFacts memory = memory_facts(roots_);
+  if (!memory.small_pages.empty()) GTEST_SKIP() << "this kernel has no huge pages: " << memory.small_pages;
+  EXPECT_TRUE(memory.huge_share.has_value());
+}
+
+TEST_F(DoctorFacts, RingSaysWhatItsSysctlIs) {
+  EXPECT_EQ(ring_facts(roots_).disabled, -1);
+  write("proc/sys/kernel/io_uring_disabled", "2");
+  const RingFacts ring = ring_facts(roots_);
+  EXPECT_EQ(ring.disabled, 2);
+  ASSERT_EQ(ring.ladder.size(), 3u);
+  EXPECT_EQ(ring.ladder[0].kind, IoEngineKind::kIoUring);
+  EXPECT_EQ(ring.ladder[0].refused.empty(), !ring.granted.empty());
+  EXPECT_EQ(ring.ladder[2].refused, "");  // threads are always to be had
+}
+
+TEST_F(DoctorFacts, LockedMemoryDoesNotCountWithTheCapability) {
+  write("proc/self/status", "CapEff:\t0000000000004000");  // CAP_IPC_LOCK alone
+  EXPECT_FALSE(ring_facts(roots_).lockable_bytes.has_value());
+}
+
+TEST_F(DoctorFacts, DrivesBelowCryptRaidAndPartitions) {
+  for (const char* disk : {"nvme0n1", "nvme1n1"}) {
+    const std::string name = disk, part = name + "p2";
+    write("sys/devices/" + name + "/" + part + "/partition", "2");
+    link("sys/class/block/" + name, "sys/devices/" + name);
+    link("sys/class/block/" + part, "sys/devices/" + name + "/" + part);
+    link("sys/devices/virtual/md0/slaves/" + part, "sys/devices/" + name + "/" + part);
+  }
+  link("sys/class/block/md0", "sys/devices/virtual/md0");
+  link("sys/devices/virtual/dm-0/slaves/md0", "sys/devices/virtual/md0");
+  link("sys/class/block/dm-0", "sys/devices/virtual/dm-0");
+  EXPECT_EQ(disks_below("dm-0", roots_.sys), (std::vector<std::string>{"nvme0n1", "nvme1n1"}));
+  EXPECT_EQ(disks_below("nvme1n1p2", roots_.sys), std::vector<std::string>{"nvme1n1"});
+  EXPECT_EQ(disks_below("sdz", roots_.sys), std::vector<std::string>{"sdz"});
+}
+
+TEST_F(DoctorFacts, CardsOfTheBusAndTheirDriver) {
+  const fs::path bus = "sys/bus/pci/devices";
+  write(bus / "0000:01:00.0/vendor", "0x10de");
+  write(bus / "0000:01:00.0/class", "0x030000");
+  write(bus / "0000:01:00.0/current_link_speed", "16.0 GT/s PCIe");
+  write(bus / "0000:01:00.0/current_link_width", "8");
+  write(bus / "0000:01:00.0/max_link_speed", "16.0 GT/s PCIe");
+  write(bus / "0000:01:00.0/max_link_width", "16");
+  write(bus / "0000:01:00.0/numa_node", "1");
+  link(bus / "0000:01:00.0/driver", "sys/bus/pci/drivers/nouveau");
+  write(bus / "0000:01:00.1/vendor", "0x10de");  // its sound
+  write(bus / "0000:01:00.1/class", "0x040300");
+  write(bus / "0000:02:00.0/vendor", "0x8086");
+  write(bus / "0000:02:00.0/class", "0x030000");
+  write("dev/nvidia0", "");
+  write("dev/nvidiactl", "");
+  write("dev/nvidia-modeset", "");
+  write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 2024");
+  write("usr/local/cuda/version.json", R"({"cuda" : {"name" : "CUDA SDK", "version" : "12.4.1"}})");
+  const GpuFacts gpu = gpu_facts(roots_);
+  ASSERT_EQ(gpu.cards.size(), 1u);
+  EXPECT_EQ(gpu.cards[0].address, "0000:01:00.0");
+  EXPECT_EQ(gpu.cards[0].link_now, "16.0 GT/s × 8");
+  EXPECT_EQ(gpu.cards[0].link_most, "16.0 GT/s × 16");
+  EXPECT_EQ(gpu.cards[0].module, "nouveau");
+  EXPECT_EQ(gpu.cards[0].node, 1);
+  EXPECT_EQ(gpu.device_files, (std::vector<std::string>{root_ / "dev/nvidia0", root_ / "dev/nvidiactl"}));
+  EXPECT_TRUE(gpu.forbidden.empty());
+  EXPECT_EQ(gpu.module_version, "550.54.15");
+  EXPECT_EQ(gpu.toolkit_cuda, 12040);
+}
+
+}  // namespace
+}  // namespace spillway::doctor

@@ -1,0 +1,354 @@
+// What the doctor makes of facts about the machine and its GPUs; no machine is asked.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "spillway/units.h"
+#include "tools/doctor/gpu_checks.h"
+#include "tools/doctor/machine_checks.h"
+
+namespace spillway::doctor {
+namespace {
+
+using testing::HasSubstr;
+
+// The finding of this check; a failure without one.
+Finding of(const Findings& findings, const std::string& check) {
+  for (const Finding& finding : findings) {
+    if (finding.check == check) return finding;
+  }
+  ADD_FAILURE() << "no finding of " << check;
+  return {};
+}
+
+bool has(const Findings& findings, const std::string& check) {
+  return std::ranges::count(findings, check, &Finding::check) > 0;
+}
+
+RingFacts whole_ring() {
+  RingFacts ring;
+  ring.ladder = {{IoEngineKind::kIoUring, ""}, {IoEngineKind::kLibaio, ""}, {IoEngineKind::kThreads, ""}};
+  ring.granted = "io_uring (single issuer, deferred task run, registered buffers, unregistered files)";
+  ring.disabled = 0;
+  return ring;
+}
+
+RingFacts refused_ring(const std::string& why, int disabled = 0) {
+  RingFacts ring = whole_ring();
+  ring.ladder[0].refused = why;
+  ring.granted = "";
+  ring.disabled = disabled;
+  return ring;
+}
+
+TEST(DoctorMachine, ARingThatIsGrantedIsFine) {
+  const Findings findings = check_ring(whole_ring(), {.release = "6.1.0"}, {});
+  EXPECT_EQ(of(findings, "io_uring").status, Status::kOk);
+  EXPECT_EQ(of(findings, "memlock").status, Status::kOk);
+}
+
+TEST(DoctorMachine, ARefusedRingIsNamedWithItsPriceAndItsCommand) {
+  struct Case {
+    const char* why;
+    int disabled;
+    KernelFacts kernel;
+    const char* repair;
+  };
+  const Case cases[] = {
+      {"EPERM (kernel.io_uring_disabled is 2)", 2, {.release = "6.6.0"}, "sysctl -w kernel.io_uring_disabled=0"},
+      {"EPERM (x)",
+       0,
+       {.release = "6.1.0", .container = "docker", .seccomp = true},
+       "docker run --security-opt seccomp"},
+      {"EPERM (x)", 0, {.release = "6.1.0", .container = "podman", .seccomp = true}, "podman run --security-opt"},
+      {"EPERM (x)", 0, {.release = "6.1.0", .container = "kubernetes"}, "pod's specification"},
+      {"EPERM (x)", 0, {.release = "6.1.0", .seccomp = true}, "SystemCallFilter"},
+      {"EACCES (x)", 0, {.release = "6.1.0"}, "dmesg"},
+      {"ENOMEM (x)", 1, {.release = "6.6.0"}, "memlock unlimited"},  // root may, in spite of the sysctl
+      {"ENOMEM (x)", -1, {.release = "5.10.0"}, "memlock unlimited"},
+      {"EMFILE (x)", -1, {.release = "6.1.0"}, "ulimit -n"},
+      {"the kernel is older than 5.11", -1, {.release = "5.4.0-150-generic"}, "install a kernel"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.why + std::string(c.repair));
+    const Findings findings = check_ring(refused_ring(c.why, c.disabled), c.kernel, {});
+    const Finding finding = of(findings, "io_uring");
+    EXPECT_EQ(finding.status, Status::kSlower);
+    EXPECT_THAT(finding.seen, HasSubstr(c.why));
+    EXPECT_EQ(finding.slower_by, "using libaio, about 50 % more CPU");
+    EXPECT_THAT(finding.repair, HasSubstr(c.repair));
+    EXPECT_FALSE(has(findings, "memlock"));  // only a ring registers buffers
+  }
+}
+
+TEST(DoctorMachine, TheLadderGoesOnBelowLibaio) {
+  RingFacts ring = refused_ring("ENOSYS (x)");
+  ring.ladder[1].refused = "EAGAIN (fs.aio-max-nr)";
+  const Finding finding = of(check_ring(ring, {.release = "6.1.0"}, {}), "io_uring");
+  EXPECT_EQ(finding.slower_by, "using threads, about 450 % more CPU");
+  EXPECT_THAT(finding.seen, HasSubstr("libaio: EAGAIN"));
+}
+
+TEST(DoctorMachine, AnEngineAskedForByNameIsHadOrBroken) {
+  Need need;
+  need.engine = IoEngineKind::kIoUring;
+  EXPECT_EQ(of(check_ring(refused_ring("EPERM"), {.release = "6.1.0"}, need), "io_uring").status, Status::kBroken);
+}
+
+TEST(DoctorMachine, MemlockMustHoldAllOfHostMemory) {
+  RingFacts ring = whole_ring();
+  const KernelFacts kernel{.release = "6.1.0"};
+  ring.lockable_bytes = 8 * kMiB;
+  EXPECT_EQ(of(check_ring(ring, kernel, {}), "memlock").status, Status::kSlower);  // no run fits that
+  Need need;
+  need.host_bytes = 8 * kMiB;
+  EXPECT_EQ(of(check_ring(ring, kernel, need), "memlock").status, Status::kOk);
+  need.host_bytes = 8 * kMiB + 1;
+  const Finding finding = of(check_ring(ring, kernel, need), "memlock");
+  EXPECT_EQ(finding.status, Status::kSlower);
+  EXPECT_THAT(finding.slower_by, HasSubstr("about 75 % more CPU"));
+}
+
+TEST(DoctorMachine, AnOldKernelIsSlower) {
+  RingFacts old = whole_ring();
+  old.granted = "io_uring (single issuer, cooperative task run, registered buffers, unregistered files)";
+  EXPECT_EQ(of(check_kernel({.release = "6.0.9"}, old), "kernel").status, Status::kSlower);
+  EXPECT_EQ(of(check_kernel({.release = "6.1.0-18-amd64"}, whole_ring()), "kernel").status, Status::kOk);
+  EXPECT_THAT(of(check_kernel({.release = "5.10.0"}, refused_ring("x")), "kernel").slower_by, HasSubstr("50 % more"));
+  // A new kernel whose ring is refused has nothing missing.
+  EXPECT_EQ(of(check_kernel({.release = "6.8.0"}, refused_ring("x")), "kernel").status, Status::kOk);
+}
+
+TEST(DoctorMachine, WslAndContainersAreNamed) {
+  const Findings findings = check_kernel({.release = "5.15.1-microsoft-standard-WSL2", .wsl = true}, whole_ring());
+  EXPECT_EQ(of(findings, "wsl").status, Status::kSlower);
+  EXPECT_THAT(of(findings, "wsl").repair, HasSubstr(".wslconfig"));
+  EXPECT_THAT(of(check_kernel({.release = "6.1.0", .container = "docker"}, whole_ring()), "container").seen,
+              HasSubstr("docker"));
+}
+
+MemoryFacts roomy() {
+  MemoryFacts memory;
+  memory.total_bytes = 64 * kGiB;
+  memory.available_bytes = 60 * kGiB;
+  memory.overcommit = 0;
+  memory.arena_tried = true;
+  memory.huge_share = 1.0;
+  return memory;
+}
+
+TEST(DoctorMachine, MemoryIsJudgedByWhatARunTakes) {
+  Need need;
+  EXPECT_EQ(worst_of(check_memory(roomy(), need)), Status::kOk);
+  need.memory_bytes = 60 * kGiB - 200 * kMiB;
+  EXPECT_EQ(of(check_memory(roomy(), need), "memory").status, Status::kOk);
+  *need.memory_bytes += 1;
+  const Finding full = of(check_memory(roomy(), need), "memory");
+  EXPECT_EQ(full.status, Status::kBroken);
+  EXPECT_THAT(full.repair, HasSubstr("end other programs"));
+  MemoryFacts limited = roomy();
+  limited.cgroup_bytes = 16 * kGiB;
+  EXPECT_THAT(of(check_memory(limited, need), "memory").repair, HasSubstr("cgroup's limit"));
+}
+
+TEST(DoctorMachine, ARefusedPlanIsTheFirstWord) {
+  Need need;
+  need.refused = "spillway.hbm_bytes: the plan needs more";
+  need.remedy = "set hbm_bytes to 3 GiB";
+  const Findings findings = check_memory(roomy(), need);
+  EXPECT_EQ(findings.front().check, "plan");
+  EXPECT_EQ(findings.front().status, Status::kBroken);
+  EXPECT_EQ(findings.front().repair, need.remedy);
+}
+
+TEST(DoctorMachine, WhatMakesMemoryScarceOrSlowIsFound) {
+  const Need need{.memory_bytes = 10 * kGiB};
+  MemoryFacts memory = roomy();
+  memory.swap_bytes = 8 * kGiB;
+  memory.swap_used_bytes = 3 * kGiB;
+  EXPECT_EQ(of(check_memory(memory, need), "swap").status, Status::kOk);  // less than a twentieth of RAM
+  memory.swap_used_bytes = 4 * kGiB;
+  EXPECT_EQ(of(check_memory(memory, need), "swap").status, Status::kSlower);
+
+  memory = roomy();
+  memory.overcommit = 2;
+  memory.commit_left_bytes = 11 * kGiB;
+  EXPECT_EQ(of(check_memory(memory, need), "overcommit").status, Status::kOk);
+  memory.commit_left_bytes = 10 * kGiB;
+  EXPECT_EQ(of(check_memory(memory, need), "overcommit").repair, "sudo sysctl -w vm.overcommit_memory=0");
+
+  memory = roomy();
+  memory.address_space = 10 * kGiB;
+  EXPECT_EQ(of(check_memory(memory, need), "address space").status, Status::kBroken);
+  memory.address_space = 11 * kGiB;
+  EXPECT_EQ(of(check_memory(memory, need), "address space").status, Status::kOk);
+
+  memory = roomy();
+  memory.small_pages = "transparent_hugepage/enabled is never";
+  EXPECT_THAT(of(check_memory(memory, need), "huge pages").slower_by, HasSubstr("7 to 20 %"));
+  memory = roomy();
+  memory.huge_share = 0.4;
+  EXPECT_THAT(of(check_memory(memory, need), "huge pages").repair, HasSubstr("compact_memory"));
+  memory = roomy();
+  memory.hugetlb_bytes = 4 * kGiB;
+  EXPECT_THAT(of(check_memory(memory, need), "hugetlbfs").repair, HasSubstr("vm.nr_hugepages=0"));
+}
+
+TEST(DoctorMachine, LimitsOfTheShell) {
+  EXPECT_EQ(worst_of(check_limits({}, {})), Status::kOk);
+  EXPECT_EQ(of(check_limits({.open_files = 63, .file_bytes = {}}, {}), "open files").status, Status::kBroken);
+  EXPECT_EQ(of(check_limits({.open_files = 64, .file_bytes = {}}, {}), "open files").status, Status::kOk);
+  const LimitFacts limits{.open_files = {}, .file_bytes = kGiB};
+  EXPECT_EQ(of(check_limits(limits, {}), "file size").status, Status::kOk);
+  Need need;
+  need.store_bytes = 2 * kGiB;
+  EXPECT_EQ(of(check_limits(limits, need), "file size").status, Status::kBroken);
+}
+
+TEST(DoctorMachine, ProcessorAndClock) {
+  CpuFacts cpu{.target = "AVX2", .cpus = 8, .quota = {}, .nodes = {0}, .driver = "", .governor = "", .preference = ""};
+  EXPECT_EQ(worst_of(check_cpu(cpu)), Status::kOk);
+  cpu.quota = 2.0;
+  EXPECT_EQ(of(check_cpu(cpu), "cpu quota").slower_by, "75 % less time to compute");
+  cpu.target = "scalar";
+  EXPECT_EQ(of(check_cpu(cpu), "cpu").status, Status::kSlower);
+
+  struct Case {
+    const char *driver, *governor, *preference;
+    Status status;
+  };
+  const Case cases[] = {
+      {"", "", "", Status::kSkipped},
+      {"acpi-cpufreq", "schedutil", "", Status::kOk},
+      {"acpi-cpufreq", "powersave", "", Status::kSlower},
+      {"intel_cpufreq", "powersave", "", Status::kSlower},
+      {"intel_pstate", "powersave", "balance_performance", Status::kOk},  // its ordinary way
+      {"intel_pstate", "powersave", "power", Status::kSlower},
+      {"amd-pstate-epp", "powersave", "power", Status::kSlower},
+      {"amd-pstate-epp", "performance", "performance", Status::kOk},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(std::string(c.driver) + " " + c.governor + " " + c.preference);
+    cpu.driver = c.driver;
+    cpu.governor = c.governor;
+    cpu.preference = c.preference;
+    EXPECT_EQ(of(check_cpu(cpu), "clock").status, c.status);
+  }
+  cpu.driver = "acpi-cpufreq";
+  cpu.governor = "powersave";
+  cpu.lowest_khz = 800'000;
+  cpu.highest_khz = 4'700'000;
+  EXPECT_EQ(of(check_cpu(cpu), "clock").slower_by, "the clock stays at 0.8 of 4.7 GHz");
+}
+
+GpuFacts card() {
+  GpuFacts gpu;
+  PciGpu pci;
+  pci.address = "0000:01:00.0";
+  pci.link_now = "2.5 GT/s × 16";
+  pci.link_most = "16.0 GT/s × 16";
+  pci.module = "nvidia";
+  pci.node = 1;
+  gpu.cards.push_back(pci);
+  gpu.device_files = {"/dev/nvidia0", "/dev/nvidiactl"};
+  gpu.module_version = "550.54.15";
+  gpu.library = true;
+  gpu.driver_cuda = 12040;
+  gpu.devices = {{"NVIDIA GeForce RTX 4090", 24 * kGiB}};
+  return gpu;
+}
+
+TEST(DoctorMachine, AGpuThatWorks) {
+  const Findings findings = check_gpu(card(), {});
+  EXPECT_EQ(worst_of(findings), Status::kOk);
+  EXPECT_EQ(of(findings, "cuda").seen, "NVIDIA GeForce RTX 4090, 24 GiB; driver 550.54.15, for CUDA 12.4");
+  EXPECT_THAT(of(findings, "gpu link").seen, HasSubstr("slower while it is idle"));
+  EXPECT_EQ(of(findings, "nccl").status, Status::kSkipped);
+  EXPECT_EQ(gpu_node(card()), 1);
+}
+
+TEST(DoctorMachine, WithoutAGpuThereIsNothingToSay) {
+  GpuFacts none;
+  none.library_refused = "libcuda.so.1: cannot open shared object file";
+  EXPECT_EQ(of(check_gpu(none, {}), "cuda").status, Status::kSkipped);
+  EXPECT_THAT(of(check_gpu(none, {.wsl = true}), "cuda").seen, HasSubstr("driver in Windows"));
+  none.library = true;  // a driver without a card
+  none.init = 100;
+  EXPECT_EQ(of(check_gpu(none, {}), "cuda").status, Status::kSkipped);
+}
+
+TEST(DoctorMachine, ADriverThatFailsIsNamedWithItsCommand) {
+  struct Case {
+    const char* name;
+    void (*take_away)(GpuFacts&, KernelFacts&);
+    const char *seen, *repair;
+  };
+  const Case cases[] = {
+      {"no library",
+       [](GpuFacts& g, KernelFacts&) {
+         g.library = false;
+         g.cards[0].module = "nouveau";
+       },
+       "nouveau", "apt install nvidia-driver"},
+      {"container",
+       [](GpuFacts& g, KernelFacts& k) {
+         g.library = false;
+         k.container = "docker";
+       },
+       "no driver for programs", "docker run --gpus all"},
+      {"mismatch",
+       [](GpuFacts& g, KernelFacts&) {
+         g.init = 803;
+         g.init_name = "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH";
+       },
+       "550.54.15", "reboot"},
+      {"forbidden",
+       [](GpuFacts& g, KernelFacts&) {
+         g.init = 304;
+         g.forbidden = {"/dev/nvidia0"};
+       },
+       "may not open /dev/nvidia0", "usermod"},
+      {"hidden",
+       [](GpuFacts& g, KernelFacts&) {
+         g.init = 100;
+         g.visible_set = true;
+       },
+       "CUDA_VISIBLE_DEVICES is ''", "unset CUDA_VISIBLE_DEVICES"},
+      {"no module",
+       [](GpuFacts& g, KernelFacts&) {
+         g.init = 100;
+         g.module_version = "";
+       },
+       "not loaded", "modprobe nvidia"},
+      {"suspend", [](GpuFacts& g, KernelFacts&) { g.init = 999; }, "(999)", "modprobe -r nvidia_uvm"},
+      {"no device", [](GpuFacts& g, KernelFacts&) { g.devices.clear(); }, "no device", "CUDA_VISIBLE_DEVICES"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name);
+    GpuFacts gpu = card();
+    KernelFacts kernel;
+    c.take_away(gpu, kernel);
+    const Finding finding = of(check_gpu(gpu, kernel), "cuda");
+    EXPECT_EQ(finding.status, Status::kBroken);
+    EXPECT_THAT(finding.seen, HasSubstr(c.seen));
+    EXPECT_THAT(finding.repair, HasSubstr(c.repair));
+  }
+}
+
+TEST(DoctorMachine, LinkAndToolkitOfAGpu) {
+  GpuFacts gpu = card();
+  gpu.cards[0].link_now = "16.0 GT/s × 4";
+  gpu.toolkit_cuda = 12060;  // a minor version ahead runs
+  Findings findings = check_gpu(gpu, {});
+  EXPECT_EQ(of(findings, "gpu link").slower_by, "at most 7.9 instead of 31.5 GB/s between host and GPU");
+  EXPECT_EQ(of(findings, "cuda toolkit").status, Status::kOk);
+  gpu.toolkit_cuda = 13000;
+  EXPECT_EQ(of(check_gpu(gpu, {}), "cuda toolkit").status, Status::kBroken);
+  gpu.nccl = 22105;
+  EXPECT_EQ(of(check_gpu(gpu, {}), "nccl").seen, "2.21.5");
+}
+
+}  // namespace
+}  // namespace spillway::doctor

@@ -1,0 +1,178 @@
+#include "tools/doctor/command.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "spillway/error.h"
+#include "tools/doctor/finding.h"
+#include "tools/doctor/gpu_checks.h"
+#include "tools/doctor/heard.h"
+#include "tools/doctor/machine_checks.h"
+#include "tools/doctor/path_checks.h"
+#include "tools/sweep/point.h"
+#include "tools/terminal/colours.h"
+#include "tools/terminal/interrupt.h"
+#include "tools/terminal/progress.h"
+
+namespace spillway::doctor {
+namespace {
+
+struct DoctorOptions {
+  std::vector<std::filesystem::path> paths;
+  NeedOptions need;
+  double probe_seconds = 5;
+  bool no_probe = false, json = false;
+};
+
+class Doctor {
+ public:
+  explicit Doctor(const DoctorOptions& options) : options_(options) {}
+
+  int run() {
+    look_at_machine();
+    if (!options_.paths.empty()) need_.paths = options_.paths;
+    for (const auto& path : need_.paths) {
+      paths_.push_back(path_facts(path, need_.engine));
+      if (!probe(paths_.back())) return stopped();
+    }
+    add(check_paths(paths_, need_, nodes_));
+    for (const PathFacts& path : paths_) add(check_path(path, need_));
+    if (need_.paths.empty()) {
+      findings_.push_back({"", "paths", Status::kSkipped,
+                           "none was given: name the directories for stores, or --config ds_config.json", "", ""});
+    }
+    if (options_.json) {
+      fmt::print("{}\n", findings_json(findings_));
+    } else {
+      fmt::print("{}", findings_text(findings_, terminal::shows_colours(stdout)));
+    }
+    return exit_code_of(worst_of(findings_));
+  }
+
+ private:
+  void add(Findings findings) {
+    for (Finding& finding : findings) findings_.push_back(std::move(finding));
+  }
+
+  void look_at_machine() {
+    const CpuFacts cpu = cpu_facts();
+    need_ = need_of(options_.need, static_cast<unsigned>(cpu.nodes.size()), cpu.cpus);
+    const KernelFacts kernel = kernel_facts();
+    const RingFacts ring = ring_facts();
+    const GpuFacts gpu = gpu_facts();
+    nodes_ = {.gpu = gpu_node(gpu), .cpus = cpu.nodes};
+    add(check_kernel(kernel, ring));
+    add(check_ring(ring, kernel, need_));
+    add(check_memory(memory_facts(), need_));
+    add(check_limits(limit_facts(), need_));
+    add(check_cpu(cpu));
+    add(check_gpu(gpu, kernel));
+  }
+
+  // False when Ctrl-C ended it.
+  bool probe(PathFacts& facts) {
+    // With what a quota leaves, and where a file was had.
+    const std::uint64_t bytes = probe_bytes(std::min(facts.free_bytes, facts.quota_left.value_or(UINT64_MAX)));
+    if (options_.no_probe) {
+      facts.no_probe = "left out (--no-probe)";
+    } else if (!facts.written) {
+      facts.no_probe = "no file to probe with";
+    } else if (!facts.engine_refused.empty()) {
+      facts.no_probe = "no engine to probe with";
+    } else if (!facts.direct || sweep::medium_of(facts.mount.type) == sweep::Medium::kMemory) {
+      facts.no_probe = "memory would be measured, not a drive";
+    } else if (bytes == 0) {
+      facts.no_probe = "too little is free";
+    } else {
+      return measure(facts, bytes);
+    }
+    return !interrupt_.requested();
+  }
+
+  bool measure(PathFacts& facts, std::uint64_t bytes) {
+    terminal::Progress progress(0, 0, stderr);
+    const Heard heard;  // the lines of path and machine have said it
+    const auto go_on = [&](double seconds) {
+      progress.at(seconds / options_.probe_seconds, std::max(0.0, options_.probe_seconds - seconds),
+                  facts.path.string());
+      return !interrupt_.requested();
+    };
+    const std::vector<DiskFacts> before = facts.disks;
+    try {
+      facts.probe = probe_drive(
+          {.path = facts.path, .seconds = options_.probe_seconds, .most_bytes = bytes, .need = &need_, .go_on = go_on});
+    } catch (const Error& error) {
+      facts.probe_failed = error.parts();
+    }
+    progress.clear();
+    for (const std::string& line : heard.lines()) {
+      if (Heard::hangs(line)) facts.hung = line.substr(line.find(": ") + 2);
+    }
+    if (facts.probe) note_heat(before, facts);
+    return !interrupt_.requested();
+  }
+
+  // Of the warmest drive. A link that slept is awake now, too.
+  static void note_heat(const std::vector<DiskFacts>& before, PathFacts& facts) {
+    facts.disks = disks_of(facts.drive);
+    for (std::size_t i = 0; i < facts.disks.size() && i < before.size(); ++i) {
+      const sweep::DriveFacts& drive = facts.disks[i].drive;
+      if (!drive.celsius || *drive.celsius < facts.probe->celsius_after.value_or(-300)) continue;
+      facts.probe->celsius_before = before[i].drive.celsius;
+      facts.probe->celsius_after = drive.celsius;
+      facts.probe->celsius_limit = drive.celsius_limit;
+    }
+  }
+
+  int stopped() {
+    fmt::print(stderr, "spillway: doctor: stopped; nothing is left on the drive\n");
+    return interrupt_.exit_code();
+  }
+
+  const DoctorOptions& options_;
+  terminal::Interrupt interrupt_{"ending the probe"};  // before anything that starts threads
+  Need need_;
+  NodesInUse nodes_;
+  std::vector<PathFacts> paths_;
+  Findings findings_;
+};
+
+}  // namespace
+
+void add_command(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<DoctorOptions>();
+  DoctorOptions& options = *kept;
+  auto* command = program.add_subcommand(
+      "doctor",
+      "Say what in this machine, its limits and its drives makes training slower or breaks it, and what "
+      "repairs it; changes nothing");
+  command->add_option("paths", options.paths, "Directories for stores; default: the configuration's");
+  auto* config = command->add_option("--config", options.need.config, "ds_config.json: its paths, budgets and engine");
+  command->add_option("--aio", options.need.aio, "What spillway sweep --json wrote: put over the configuration")
+      ->needs(config);
+  auto* model = command->add_option("--model", options.need.model, "Directory of the model: what a run of it takes")
+                    ->needs(config);
+  command->add_option("--seq", options.need.sequence, "Tokens of a row, as in finetune")
+      ->check(CLI::Range(1u, 1u << 24))
+      ->capture_default_str()
+      ->needs(model);
+  auto* no_probe = command->add_flag("--no-probe", options.no_probe, "Leave out the probe, which writes to the drive");
+  command->add_option("--probe-seconds", options.probe_seconds, "Time for each path's probe; four fifths are writing")
+      ->check(CLI::Range(0.1, 3600.0))
+      ->capture_default_str()
+      ->excludes(no_probe);
+  command->add_flag("--json", options.json, "Print it as JSON");
+  command->footer(
+      "Exit code: 0 all is well, 3 something makes training slower, 4 something breaks it, 1 an option or a file is "
+      "wrong, 130 and 143 after Ctrl-C and SIGTERM");
+  command->callback([kept, &exit_code] { exit_code = Doctor(*kept).run(); });
+}
+
+}  // namespace spillway::doctor

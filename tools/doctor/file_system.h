@@ -1,0 +1,12 @@
+// What is known of file systems: which are no place for a store, and which cost something. Pure.
+#pragma once
+
+#include "tools/doctor/finding.h"
+#include "tools/sweep/drive.h"
+
+namespace spillway::doctor {
+
+// Its status, seen, slower_by and repair.
+Finding judge_file_system(const sweep::MountFacts& mount);
+
+}  // namespace spillway::doctor

@@ -1,0 +1,210 @@
+#include "tools/doctor/machine.h"
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <sstream>
+#include <string_view>
+
+#include "kernels/host_memory.h"
+#include "kernels/optimizer.h"
+#include "kernels/process_limits.h"
+#include "kernels/topology.h"
+#include "spillway/error.h"
+#include "spillway/units.h"
+#include "tools/doctor/heard.h"
+#include "tools/sweep/drive.h"
+
+namespace spillway::doctor {
+namespace {
+
+namespace fs = std::filesystem;
+using sweep::read_line;
+
+// Enough to be refused under a limit of nothing, little enough to be granted under every other.
+constexpr std::uint64_t kTriedRegion = 64 * kKiB;
+// Large enough to ask for huge pages; it is touched only where that hurts nobody.
+constexpr std::uint64_t kTriedArena = 128 * kMiB, kRoomToTouchIt = kGiB;
+constexpr unsigned kCapIpcLock = 14;  // linux/capability.h
+
+std::string lower(std::string text) {
+  std::ranges::transform(text, text.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
+
+std::string slurp(const fs::path& file) {
+  std::ifstream in(file);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+template <class Number>
+Number number_in(const fs::path& file, Number otherwise) {
+  std::ifstream(file) >> otherwise;
+  return otherwise;
+}
+
+// The value behind `key` in lines of `key: value …`; empty without.
+std::string field_of(const fs::path& file, const std::string& key) {
+  std::ifstream in(file);
+  for (std::string line; std::getline(in, line);) {
+    if (!line.starts_with(key + ":")) continue;
+    const std::size_t first = line.find_first_not_of(" \t", key.size() + 1);
+    return first == std::string::npos ? "" : line.substr(first);
+  }
+  return "";
+}
+
+std::uint64_t bytes_of(const std::map<std::string, std::uint64_t>& kib, const char* key) {
+  const auto found = kib.find(key);
+  return found == kib.end() ? 0 : found->second * kKiB;
+}
+
+std::map<std::string, std::uint64_t> kib_lines(const fs::path& file) {
+  std::map<std::string, std::uint64_t> values;
+  std::ifstream in(file);
+  for (std::string line; std::getline(in, line);) {
+    std::istringstream words(line);
+    std::string key;
+    std::uint64_t value = 0;
+    if (words >> key >> value && key.ends_with(':')) values[key.substr(0, key.size() - 1)] = value;
+  }
+  return values;
+}
+
+std::string container_of(const Roots& roots) {
+  std::error_code ignored;
+  if (fs::exists(roots.root / "run/.containerenv", ignored)) return "podman";
+  if (std::string named = read_line(roots.root / "run/systemd/container"); !named.empty()) return named;
+  const std::string groups = slurp(roots.proc / "1/cgroup");
+  if (groups.find("kubepods") != std::string::npos) return "kubernetes";
+  if (fs::exists(roots.root / ".dockerenv", ignored)) return "docker";
+  for (const char* word : {"docker", "lxc", "containerd"}) {
+    if (groups.find(word) != std::string::npos) return word;
+  }
+  return "";
+}
+
+std::optional<std::uint64_t> limit_of(decltype(RLIMIT_NOFILE) which) {
+  struct rlimit limit {};
+  if (::getrlimit(which, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
+  return limit.rlim_cur;
+}
+
+// Whether the kernel counts memory that this process pins (io_uring_register(2): not with CAP_IPC_LOCK).
+bool counts_locked_memory(const Roots& roots) {
+  const std::string mask = field_of(roots.proc / "self/status", "CapEff");
+  return mask.empty() || (std::strtoull(mask.c_str(), nullptr, 16) >> kCapIpcLock & 1) == 0;
+}
+
+// There was none to register, so that says nothing.
+std::string without_files(std::string ring) {
+  constexpr std::string_view kFiles = ", unregistered files";
+  if (const std::size_t at = ring.find(kFiles); at != std::string::npos) ring.erase(at, kFiles.size());
+  return ring;
+}
+
+std::uint64_t huge_bytes_here(const Roots& roots) {
+  return bytes_of(kib_lines(roots.proc / "self/smaps_rollup"), "AnonHugePages");
+}
+
+void try_arena(const Roots& roots, MemoryFacts& memory) {
+  Heard heard;
+  try {
+    HostArena arena(kTriedArena, kPinnedArena, roots.sys / "kernel/mm/transparent_hugepage");
+    memory.arena_tried = true;
+    if (!arena.huge_pages()) {
+      const std::string line = heard.lines().empty() ? "" : heard.lines().back();
+      const std::size_t open = line.find('('), close = line.find("):");
+      memory.small_pages = open < close && close != std::string::npos ? line.substr(open + 1, close - open - 1) : line;
+      return;
+    }
+    const std::uint64_t room = std::min(
+        {memory.available_bytes, memory.cgroup_bytes.value_or(UINT64_MAX), memory.address_space.value_or(UINT64_MAX)});
+    if (room < kRoomToTouchIt) return;
+    const std::uint64_t before = huge_bytes_here(roots);
+    std::memset(arena.memory().data(), 1, arena.memory().size());
+    const std::uint64_t after = huge_bytes_here(roots);
+    memory.huge_share = static_cast<double>(after - std::min(after, before)) / static_cast<double>(kTriedArena);
+  } catch (const Error&) {  // what ulimit -v leaves is a fact of its own
+  }
+}
+
+}  // namespace
+
+KernelFacts kernel_facts(const Roots& roots) {
+  KernelFacts kernel;
+  kernel.release = read_line(roots.proc / "sys/kernel/osrelease");
+  kernel.wsl = lower(kernel.release).find("microsoft") != std::string::npos;
+  kernel.container = container_of(roots);
+  kernel.seccomp = field_of(roots.proc / "self/status", "Seccomp") == "2";
+  return kernel;
+}
+
+RingFacts ring_facts(const Roots& roots) {
+  RingFacts ring;
+  ring.disabled = number_in(roots.proc / "sys/kernel/io_uring_disabled", -1);
+  if (counts_locked_memory(roots)) ring.lockable_bytes = limit_of(RLIMIT_MEMLOCK);
+  alignas(4096) std::byte memory[kTriedRegion];
+  const std::span<std::byte> regions[] = {memory};
+  for (const IoEngineKind kind : {IoEngineKind::kIoUring, IoEngineKind::kLibaio, IoEngineKind::kThreads}) {
+    RungFacts rung{kind, ""};
+    Heard heard;
+    try {
+      const auto queue = IoQueue::create({.engine = kind, .block_bytes = kTriedRegion}, {}, regions);
+      if (kind == IoEngineKind::kIoUring) ring.granted = without_files(queue->describe());
+    } catch (const Error& error) {
+      rung.refused = error.parts().happened;
+    }
+    for (const std::string& line : heard.lines()) {
+      if (line.starts_with("registered buffers")) ring.not_registered = line.substr(0, line.find(';'));
+    }
+    ring.ladder.push_back(std::move(rung));
+  }
+  return ring;
+}
+
+MemoryFacts memory_facts(const Roots& roots) {
+  MemoryFacts memory;
+  const auto info = kib_lines(roots.proc / "meminfo");
+  memory.total_bytes = bytes_of(info, "MemTotal");
+  memory.available_bytes = bytes_of(info, "MemAvailable");
+  memory.swap_bytes = bytes_of(info, "SwapTotal");
+  memory.swap_used_bytes = memory.swap_bytes - std::min(memory.swap_bytes, bytes_of(info, "SwapFree"));
+  memory.hugetlb_bytes = bytes_of(info, "Hugetlb");
+  memory.overcommit = number_in(roots.proc / "sys/vm/overcommit_memory", -1);
+  const std::uint64_t limit = bytes_of(info, "CommitLimit");
+  memory.commit_left_bytes = limit - std::min(limit, bytes_of(info, "Committed_AS"));
+  memory.cgroup_bytes = memory_limit({.membership = roots.proc / "self/cgroup", .root = roots.sys / "fs/cgroup"});
+  memory.address_space = address_space_left();
+  try_arena(roots, memory);
+  return memory;
+}
+
+LimitFacts limit_facts() { return {.open_files = limit_of(RLIMIT_NOFILE), .file_bytes = limit_of(RLIMIT_FSIZE)}; }
+
+CpuFacts cpu_facts(const Roots& roots) {
+  CpuFacts cpu;
+  cpu.target = optimizer_targets().front().name;
+  const std::vector<unsigned> allowed = affinity_cpus();
+  cpu.cpus = static_cast<unsigned>(allowed.size());
+  cpu.quota = cpu_quota({.membership = roots.proc / "self/cgroup", .root = roots.sys / "fs/cgroup"});
+  {
+    Heard heard;  // that hwloc does not know the machine; it is one node then
+    for (const CpuNode& node : usable_nodes()) cpu.nodes.push_back(node.os_index);
+  }
+  const fs::path clock = roots.sys / "devices/system/cpu" / fmt::format("cpu{}", allowed.front()) / "cpufreq";
+  cpu.driver = read_line(clock / "scaling_driver");
+  cpu.governor = read_line(clock / "scaling_governor");
+  cpu.preference = read_line(clock / "energy_performance_preference");
+  cpu.lowest_khz = number_in(clock / "scaling_min_freq", std::uint64_t{0});
+  cpu.highest_khz = number_in(clock / "cpuinfo_max_freq", std::uint64_t{0});
+  return cpu;
+}
+
+}  // namespace spillway::doctor

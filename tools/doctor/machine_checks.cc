@@ -1,0 +1,295 @@
+#include "tools/doctor/machine_checks.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <string_view>
+#include <utility>
+
+#include "aio/io_engine.h"
+#include "kernels/host_memory.h"
+#include "spillway/units.h"
+#include "tools/sweep/point.h"
+
+namespace spillway::doctor {
+namespace {
+
+using sweep::text_of_bytes;
+
+Finding ok(const char* check, std::string seen) { return {"", check, Status::kOk, std::move(seen), "", ""}; }
+Finding slower(const char* check, std::string seen, std::string by, std::string repair) {
+  return {"", check, Status::kSlower, std::move(seen), std::move(by), std::move(repair)};
+}
+Finding broken(const char* check, std::string seen, std::string repair) {
+  return {"", check, Status::kBroken, std::move(seen), "", std::move(repair)};
+}
+
+std::pair<int, int> version_of(const std::string& release) {
+  int major = 0, minor = 0;
+  std::sscanf(release.c_str(), "%d.%d", &major, &minor);
+  return {major, minor};
+}
+
+// Where a container's limits are set.
+std::string in_container(const std::string& container, const std::string& option, std::string otherwise) {
+  if (container.empty()) return otherwise;
+  if (container == "kubernetes") return fmt::format("in the pod's specification, what `docker run {}` does", option);
+  return fmt::format("{} run {} …", container == "podman" ? "podman" : "docker", option);
+}
+
+std::string lock_repair(const KernelFacts& kernel) {
+  return in_container(kernel.container, "--ulimit memlock=-1",
+                      "echo \"$USER - memlock unlimited\" | sudo tee /etc/security/limits.d/spillway.conf   # then log "
+                      "in again; a systemd unit takes LimitMEMLOCK=infinity");
+}
+
+std::string ring_repair(const RingFacts& ring, const KernelFacts& kernel, const std::string& why) {
+  if (ring.disabled > 0 && why.find("io_uring_disabled") != std::string::npos)
+    return "sudo sysctl -w kernel.io_uring_disabled=0";
+  if (why.starts_with("EMFILE") || why.starts_with("ENFILE")) return "ulimit -n 4096";
+  if (why.starts_with("ENOMEM")) return lock_repair(kernel);
+  if (kernel.seccomp || !kernel.container.empty()) {
+    return in_container(kernel.container, "--security-opt seccomp=unconfined",
+                        "allow io_uring_setup, io_uring_enter and io_uring_register in the sandbox that this shell "
+                        "runs in (systemd: SystemCallFilter=)");
+  }
+  if (version_of(kernel.release) < std::pair(5, 11)) return "install a kernel from 5.11 on, better 6.1";
+  return "see what sudo dmesg says of io_uring (SELinux and AppArmor can refuse it, too)";
+}
+
+Finding check_lockable(const RingFacts& ring, const KernelFacts& kernel, const Need& need) {
+  const std::string price = fmt::format("plain buffers, about {} % more CPU", kPlainBuffersPrice);
+  if (!ring.lockable_bytes) {
+    if (!ring.not_registered.empty()) {
+      return slower("memlock", ring.not_registered, price, "see what sudo dmesg says of io_uring");
+    }
+    return ok("memlock", "no limit on pinned memory for this process");
+  }
+  const std::string limit = fmt::format("ulimit -l allows {} of pinned memory", text_of_bytes(*ring.lockable_bytes));
+  if (need.host_bytes && *need.host_bytes <= *ring.lockable_bytes && ring.not_registered.empty()) {
+    return ok("memlock", fmt::format("{}, host memory takes {}", limit, text_of_bytes(*need.host_bytes)));
+  }
+  return slower("memlock",
+                need.host_bytes ? fmt::format("{}, host memory takes {}", limit, text_of_bytes(*need.host_bytes))
+                                : fmt::format("{}, and all of host_bytes is to be registered", limit),
+                price, lock_repair(kernel));
+}
+
+Finding check_room(const MemoryFacts& memory, const Need& need) {
+  // Outside the arenas: what the memory contract allows the program itself.
+  constexpr std::uint64_t kProgram = 200 * kMiB;
+  std::string seen =
+      fmt::format("{} available of {}", text_of_bytes(memory.available_bytes), text_of_bytes(memory.total_bytes));
+  if (memory.cgroup_bytes)
+    seen += fmt::format(", this process's cgroup allows {}", text_of_bytes(*memory.cgroup_bytes));
+  if (!need.memory_bytes) return ok("memory", seen);
+  const std::uint64_t have = std::min(memory.available_bytes, memory.cgroup_bytes.value_or(UINT64_MAX));
+  seen += fmt::format("; the arenas take {} and the program up to {}", text_of_bytes(*need.memory_bytes),
+                      text_of_bytes(kProgram));
+  if (*need.memory_bytes + kProgram <= have) return ok("memory", seen);
+  return broken("memory", seen,
+                have == memory.available_bytes
+                    ? "end other programs, or lower spillway.host_bytes and spillway.hbm_bytes"
+                    : "raise the cgroup's limit (docker run --memory …, systemd: MemoryMax=), or lower "
+                      "spillway.host_bytes and spillway.hbm_bytes");
+}
+
+Finding check_swap(const MemoryFacts& memory) {
+  // From here on it is more than what idle programs leave there.
+  constexpr double kMuch = 0.05;
+  if (memory.swap_bytes == 0) return ok("swap", "off");
+  const std::string seen =
+      fmt::format("{} of {} in use", text_of_bytes(memory.swap_used_bytes), text_of_bytes(memory.swap_bytes));
+  if (static_cast<double>(memory.swap_used_bytes) < kMuch * static_cast<double>(memory.total_bytes)) {
+    return ok("swap", seen);
+  }
+  return slower("swap", seen, "memory is short already, and what is not pinned may go there in the middle of a step",
+                "end what takes the memory (ps aux --sort=-rss | head), then sudo swapoff -a && sudo swapon -a");
+}
+
+Finding check_overcommit(const MemoryFacts& memory, const Need& need) {
+  if (memory.overcommit < 0) return {"", "overcommit", Status::kSkipped, "this kernel does not say", "", ""};
+  if (memory.overcommit != 2) return ok("overcommit", fmt::format("vm.overcommit_memory is {}", memory.overcommit));
+  const std::string seen =
+      fmt::format("vm.overcommit_memory is 2, which leaves {} to be mapped", text_of_bytes(memory.commit_left_bytes));
+  if (need.memory_bytes.value_or(0) < memory.commit_left_bytes) return ok("overcommit", seen);
+  return broken("overcommit", fmt::format("{}; the arenas take {}", seen, text_of_bytes(*need.memory_bytes)),
+                "sudo sysctl -w vm.overcommit_memory=0");
+}
+
+Finding check_address_space(const MemoryFacts& memory, const Need& need) {
+  // Code, stacks and arenas of the allocator's, before a byte of a model.
+  constexpr std::uint64_t kLeast = 200 * kMiB;
+  if (!memory.address_space) return ok("address space", "no limit (ulimit -v)");
+  const std::uint64_t want = need.memory_bytes.value_or(0) + kLeast;
+  const std::string seen = fmt::format("ulimit -v leaves {}", text_of_bytes(*memory.address_space));
+  if (*memory.address_space >= want) return ok("address space", seen);
+  return broken("address space", fmt::format("{}, at least {} are needed", seen, text_of_bytes(want)),
+                "ulimit -v unlimited");
+}
+
+Findings check_huge_pages(const MemoryFacts& memory) {
+  constexpr double kMost = 0.9;
+  Findings findings;
+  const std::string price = fmt::format("{} on small ones", kSmallPagesPrice);
+  if (!memory.arena_tried) {
+    findings.push_back({"", "huge pages", Status::kSkipped, "no address space to try an arena", "", ""});
+  } else if (!memory.small_pages.empty()) {
+    findings.push_back(slower("huge pages", memory.small_pages, price,
+                              "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"));
+  } else if (memory.huge_share && *memory.huge_share < kMost) {
+    findings.push_back(slower(
+        "huge pages", fmt::format("{:.0f} % of an arena got some: memory is fragmented", 100 * *memory.huge_share),
+        price, "echo 1 | sudo tee /proc/sys/vm/compact_memory"));
+  } else {
+    findings.push_back(ok("huge pages", memory.huge_share ? "granted, and given to an arena that was touched"
+                                                          : "granted; not touched, memory is short"));
+  }
+  if (memory.hugetlb_bytes > 0) {
+    findings.push_back(
+        slower("hugetlbfs",
+               fmt::format("{} are reserved there, and Spillway takes none of it", text_of_bytes(memory.hugetlb_bytes)),
+               fmt::format("{} less for host_bytes", text_of_bytes(memory.hugetlb_bytes)),
+               "sudo sysctl -w vm.nr_hugepages=0   # unless another program wants them"));
+  }
+  return findings;
+}
+
+Finding check_clock(const CpuFacts& cpu) {
+  if (cpu.governor.empty()) return {"", "clock", Status::kSkipped, "the kernel shows no governor", "", ""};
+  std::string seen = fmt::format("{}, governor {}", cpu.driver, cpu.governor);
+  if (!cpu.preference.empty()) seen += fmt::format(", preference {}", cpu.preference);
+  // In these drivers' active mode the CPU chooses its clock itself, and `powersave` is the ordinary choice; the
+  // preference decides (Documentation/admin-guide/pm/intel_pstate.rst, amd-pstate.rst).
+  const bool chooses_itself =
+      cpu.driver == "intel_pstate" || cpu.driver == "amd-pstate-epp" || cpu.driver == "amd_pstate_epp";
+  const std::string performance = "echo performance | sudo tee /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor";
+  if (chooses_itself) {
+    if (cpu.preference != "power") return ok("clock", seen);
+    return slower("clock", seen, "the clock rises late and not all the way; how much depends on the CPU",
+                  "echo balance_performance | sudo tee "
+                  "/sys/devices/system/cpu/cpu*/cpufreq/energy_performance_preference");
+  }
+  if (cpu.governor != "powersave") return ok("clock", seen);
+  const std::string by =
+      cpu.lowest_khz > 0 && cpu.highest_khz > cpu.lowest_khz
+          ? fmt::format("the clock stays at {:.1f} of {:.1f} GHz", static_cast<double>(cpu.lowest_khz) / 1e6,
+                        static_cast<double>(cpu.highest_khz) / 1e6)
+          : "the clock stays at its lowest";
+  return slower("clock", seen, by, performance);
+}
+
+}  // namespace
+
+Findings check_kernel(const KernelFacts& kernel, const RingFacts& ring) {
+  Findings findings;
+  const auto version = version_of(kernel.release);
+  const std::string name = "Linux " + kernel.release;
+  if (version < std::pair(5, 11)) {
+    findings.push_back(slower("kernel", name + " is older than 5.11: no io_uring for Spillway",
+                              price_of(IoEngineKind::kLibaio), "install a kernel from 6.1 on"));
+  } else if (!ring.granted.empty() && ring.granted.find("deferred task run") == std::string::npos) {
+    findings.push_back(slower("kernel", name + " is older than 6.1: completions interrupt the thread that computes",
+                              "more CPU for each completion; not measured here", "install a kernel from 6.1 on"));
+  } else {
+    findings.push_back(ok("kernel", name));
+  }
+  if (kernel.wsl) {
+    findings.push_back(slower("wsl",
+                              "Windows Subsystem for Linux: its drive is a file on Windows' drive, and its memory by "
+                              "default a part of the machine's",
+                              "the probe of a path shows what is left of the drive",
+                              "memory=… below [wsl2] in %UserProfile%\\.wslconfig, then wsl --shutdown; stores belong "
+                              "on the ext4 of WSL or on a drive of wsl --mount, never below /mnt/c"));
+  }
+  if (!kernel.container.empty()) {
+    findings.push_back(ok("container", fmt::format("{}{}; its limits are in the lines around this one",
+                                                   kernel.container, kernel.seccomp ? ", with a seccomp filter" : "")));
+  }
+  return findings;
+}
+
+Findings check_ring(const RingFacts& ring, const KernelFacts& kernel, const Need& need) {
+  Findings findings;
+  const auto granted = std::ranges::find(ring.ladder, std::string(), &RungFacts::refused);
+  if (granted == ring.ladder.end()) {  // threads are always to be had but for memory and file descriptors
+    findings.push_back(broken("io_uring", "no engine is to be had: " + ring.ladder.front().refused, "ulimit -n 4096"));
+    return findings;
+  }
+  if (granted->kind == IoEngineKind::kIoUring) {
+    findings.push_back(ok("io_uring", ring.granted));
+    findings.push_back(check_lockable(ring, kernel, need));
+    return findings;
+  }
+  const std::string& why = ring.ladder.front().refused;
+  std::string seen = why;
+  for (auto rung = std::next(ring.ladder.begin()); rung != granted; ++rung) {
+    seen += fmt::format("; {}: {}", sweep::name_of(rung->kind), rung->refused);
+  }
+  const std::string repair = ring_repair(ring, kernel, why);
+  if (need.engine == IoEngineKind::kIoUring) {
+    findings.push_back(broken("io_uring", seen + "; spillway.io_engine asks for it by name", repair));
+  } else {
+    findings.push_back(slower(
+        "io_uring", seen, fmt::format("using {}, {}", sweep::name_of(granted->kind), price_of(granted->kind)), repair));
+  }
+  return findings;
+}
+
+Findings check_memory(const MemoryFacts& memory, const Need& need) {
+  Findings findings;
+  if (!need.refused.empty()) findings.push_back(broken("plan", need.refused, need.remedy));
+  findings.push_back(check_room(memory, need));
+  findings.push_back(check_swap(memory));
+  findings.push_back(check_overcommit(memory, need));
+  findings.push_back(check_address_space(memory, need));
+  for (Finding& finding : check_huge_pages(memory)) findings.push_back(std::move(finding));
+  return findings;
+}
+
+Findings check_limits(const LimitFacts& limits, const Need& need) {
+  // One path and one file of weights do with 8; 16 paths and the shards of a large model are some tens.
+  constexpr std::uint64_t kFiles = 64;
+  Findings findings;
+  if (limits.open_files && *limits.open_files < kFiles) {
+    findings.push_back(broken("open files", fmt::format("ulimit -n is {}", *limits.open_files), "ulimit -n 4096"));
+  } else {
+    findings.push_back(
+        ok("open files", limits.open_files ? fmt::format("ulimit -n is {}", *limits.open_files) : "no limit"));
+  }
+  if (!limits.file_bytes) return findings;
+  const std::string seen = fmt::format("ulimit -f is {}", text_of_bytes(*limits.file_bytes));
+  if (need.store_bytes.value_or(0) > *limits.file_bytes) {
+    findings.push_back(broken("file size",
+                              fmt::format("{}, the store takes {}", seen, text_of_bytes(*need.store_bytes)),
+                              "ulimit -f unlimited"));
+  } else {
+    findings.push_back(ok("file size", seen));
+  }
+  return findings;
+}
+
+Findings check_cpu(const CpuFacts& cpu) {
+  Findings findings;
+  const std::string nodes =
+      cpu.nodes.size() == 1 ? "one NUMA node" : fmt::format("NUMA nodes {}", fmt::join(cpu.nodes, ", "));
+  const std::string seen = fmt::format("{} CPUs on {}", cpu.cpus, nodes);
+  if (cpu.target == "scalar") {
+    // bench/results/optimizer.jsonl: 16.9 ns a bf16 parameter on one thread against 0.9 with AVX2.
+    findings.push_back(slower("cpu", seen + "; no vector instructions with fused multiply-add (AVX2, NEON)",
+                              "Adam takes about 17 times as long",
+                              "in a virtual machine pass the host's CPU on (QEMU: -cpu host); else another CPU"));
+  } else {
+    findings.push_back(ok("cpu", fmt::format("{}, kernels on {}", seen, cpu.target)));
+  }
+  if (cpu.quota && *cpu.quota < cpu.cpus) {
+    findings.push_back(slower("cpu quota", fmt::format("the cgroup allows {:.1f} of {} CPUs", *cpu.quota, cpu.cpus),
+                              fmt::format("{:.0f} % less time to compute", 100 * (1 - *cpu.quota / cpu.cpus)),
+                              "docker run without --cpus; systemd: CPUQuota="));
+  }
+  findings.push_back(check_clock(cpu));
+  return findings;
+}
+
+}  // namespace spillway::doctor

@@ -1,0 +1,54 @@
+#include "tools/doctor/need.h"
+
+#include <algorithm>
+
+#include "spillway/config.h"
+#include "spillway/error.h"
+#include "src/plan.h"
+#include "tools/gpt2/model.h"
+#include "tools/gpt2/trainer.h"
+
+namespace spillway::doctor {
+namespace {
+
+void plan(const NeedOptions& options, const Config& config, unsigned nodes, unsigned cpus, Need& need) {
+  const gpt2::ModelConfig model = gpt2::load_model_config(options.model);
+  const gpt2::Gpt2Trainer trainer(model, {.type = config.weights,
+                                          .micro_batch = config.micro_batch,
+                                          .accumulation = config.gradient_accumulation,
+                                          .sequence = std::min(options.sequence, model.positions),
+                                          .threads = config.threads != 0 ? config.threads : cpus});
+  try {
+    const Plan made = make_plan(config, trainer.description(), nodes);
+    need.host_bytes = made.ledger.total(Placement::kHost);
+    need.memory_bytes = *need.host_bytes + made.ledger.total(Placement::kHbm);
+    need.store_bytes = made.ledger.total(Placement::kNvme);
+  } catch (const Error& error) {
+    if (error.code() != Code::kDoesNotFit) throw;
+    need.refused = error.parts().object + ": " + error.parts().happened;
+    need.remedy = error.parts().hint;
+  }
+}
+
+}  // namespace
+
+Need need_of(const NeedOptions& options, unsigned nodes, unsigned cpus) {
+  Need need;
+  if (options.config.empty()) return need;
+  const Config config = load_config(options.config, options.aio);
+  need.paths = config.nvme_paths;
+  need.engine = config.io_engine;
+  need.block_bytes = config.io_block_bytes;
+  need.depth = config.io_depth;
+  if (!options.model.empty()) {
+    plan(options, config, nodes, cpus, need);
+    return need;
+  }
+  // Without a model the budgets are all there is to know; a run may take less.
+  need.host_bytes = config.host_bytes;
+  if (config.host_bytes && config.hbm_bytes) need.memory_bytes = *config.host_bytes + *config.hbm_bytes;
+  need.store_bytes = config.nvme_bytes;
+  return need;
+}
+
+}  // namespace spillway::doctor

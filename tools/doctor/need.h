@@ -1,0 +1,35 @@
+// What a run would take, as far as a configuration and a model say.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "spillway/io_queue.h"
+
+namespace spillway::doctor {
+
+struct NeedOptions {
+  std::filesystem::path config = {}, aio = {}, model = {};  // empty: not given; a model goes with a configuration
+  std::uint32_t sequence = 256;                             // tokens of a row, as in finetune
+};
+
+struct Need {
+  std::optional<std::uint64_t> host_bytes = {};    // of the pinned arena
+  std::optional<std::uint64_t> memory_bytes = {};  // RAM of both arenas
+  std::optional<std::uint64_t> store_bytes = {};   // of NVMe space
+  std::string refused = {};                        // why the plan does not fit its budgets; empty: it does
+  std::string remedy = {};                         // the smallest change that fits, then
+  std::vector<std::filesystem::path> paths = {};   // of the configuration
+  IoEngineKind engine = IoEngineKind::kAuto;
+  std::uint64_t block_bytes = 1 << 20;
+  std::uint32_t depth = 32;
+};
+
+// Reads the configuration, and with a model makes the plan of a run on `nodes` NUMA nodes. Throws spillway::Error when
+// one of the files is wrong.
+Need need_of(const NeedOptions& options, unsigned nodes, unsigned cpus);
+
+}  // namespace spillway::doctor

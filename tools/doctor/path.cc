@@ -1,0 +1,179 @@
+#include "tools/doctor/path.h"
+
+#include <sys/quota.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <random>
+
+#include "spillway/units.h"
+#include "swap/store_files.h"
+#include "swap/tile_store.h"
+#include "tools/doctor/heard.h"
+#include "tools/sweep/endurance.h"
+#include "tools/sweep/test_file.h"
+
+namespace spillway::doctor {
+namespace {
+
+namespace fs = std::filesystem;
+using sweep::read_line;
+
+constexpr std::uint64_t kTrial = kMiB;
+constexpr const char* kBlockDevices = "/sys/class/block";
+
+std::string slurp(const fs::path& file) {
+  std::ifstream in(file);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+void look_at_space(PathFacts& facts) {
+  struct statvfs space {};
+  if (::statvfs(facts.path.c_str(), &space) != 0) return;
+  facts.counts_space = space.f_blocks > 0;
+  facts.no_inodes = space.f_files > 0 && space.f_favail == 0;
+  facts.total_bytes = std::uint64_t{space.f_blocks} * space.f_frsize;
+  facts.free_bytes = std::uint64_t{space.f_bavail} * space.f_frsize;
+  try {
+    facts.store_bytes = TileStore::file_bytes(facts.path);
+  } catch (const Error&) {  // what is in its place will be said by a run
+  }
+}
+
+// The tighter of what this user and its group have left; root has no quota.
+std::optional<std::uint64_t> quota_left(const std::string& source) {
+  if (::geteuid() == 0) return std::nullopt;
+  std::optional<std::uint64_t> left;
+  const auto ask = [&](int kind, unsigned id) {
+    struct dqblk quota {};
+    if (::quotactl(QCMD(Q_GETQUOTA, kind), source.c_str(), static_cast<int>(id), reinterpret_cast<caddr_t>(&quota)) !=
+        0)
+      return;
+    const std::uint64_t hard = quota.dqb_bhardlimit * kKiB;  // in blocks of 1 KiB (quotactl(2))
+    if (hard > 0) left = std::min(left.value_or(UINT64_MAX), hard - std::min<std::uint64_t>(hard, quota.dqb_curspace));
+  };
+  ask(USRQUOTA, ::geteuid());
+  ask(GRPQUOTA, ::getegid());
+  return left;
+}
+
+DiskFacts disk_facts(const std::string& name) {
+  DiskFacts disk;
+  unsigned major = 0, minor = 0;
+  if (std::sscanf(read_line(fs::path(kBlockDevices) / name / "dev").c_str(), "%u:%u", &major, &minor) != 2) return disk;
+  disk.drive = sweep::drive_of(major, minor);
+  if (const auto answer = sweep::read_endurance(disk.drive); answer.endurance) {
+    disk.percent_used = answer.endurance->percent_used;
+  }
+  if (disk.drive.pci.empty()) return disk;
+  disk.slot_most = sweep::link_of(disk.drive.pci.parent_path(), "max");
+  int node = -1;
+  if (std::ifstream(disk.drive.pci / "numa_node") >> node && node >= 0) disk.node = node;
+  return disk;
+}
+
+void look_at_drive(PathFacts& facts) {
+  facts.mount = sweep::mount_of(facts.path, slurp("/proc/self/mountinfo"));
+  facts.drive = sweep::drive_of(facts.mount);
+  facts.disks = disks_of(facts.drive);
+  facts.encrypted = read_line(fs::path(kBlockDevices) / facts.drive.name / "dm/uuid").starts_with("CRYPT-");
+}
+
+// The ladder over this very file: libaio, for one, wants direct I/O.
+void try_engines(File& file, IoEngineKind wanted, PathFacts& facts) {
+  File* const files[] = {&file};
+  try {
+    facts.engine = IoQueue::create({.engine = wanted}, files, {})->describe();
+  } catch (const Error& error) {
+    facts.engine_refused = error.parts().object + ": " + error.parts().happened;
+  }
+}
+
+void write_and_read_back(File& file, PathFacts& facts) {
+  AlignedBuffer out(kTrial), in(kTrial);
+  std::mt19937_64 random(std::random_device{}());
+  for (std::uint64_t at = 0; at < kTrial; at += sizeof(std::uint64_t)) {
+    const std::uint64_t word = random();
+    std::memcpy(out.data.get() + at, &word, sizeof word);
+  }
+  file.write_at(0, out.bytes());
+  file.sync();
+  file.read_at(0, in.bytes());
+  facts.written = true;
+  facts.intact = std::memcmp(out.data.get(), in.data.get(), kTrial) == 0;
+}
+
+void try_file(PathFacts& facts, IoEngineKind engine) {
+  Heard heard;
+  try {
+    sweep::TestFile trial(facts.path, 0);  // a full drive still grants a file without a byte
+    facts.direct = trial.file().direct();
+    facts.alignment = trial.file().alignment();
+    try_engines(trial.file(), engine, facts);
+    trial.grow(kTrial);
+    write_and_read_back(trial.file(), facts);
+  } catch (const Error& error) {
+    facts.failed = error.parts();
+  }
+  const std::string before = facts.path.string() + "/";
+  for (const std::string& line : heard.lines()) {
+    if (Heard::hangs(line)) facts.hung = line.substr(line.find(": ") + 2);
+    if (!line.starts_with(before)) continue;  // the machine's lines say the rest
+    facts.remarks.push_back(line.substr(line.find(": ") + 2));
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> disks_below(const std::string& device, const fs::path& sys) {
+  std::error_code error;
+  fs::path block = fs::canonical(sys / "class/block" / device, error);
+  if (error) return {device};
+  if (fs::exists(block / "partition", error)) block = block.parent_path();
+  std::vector<std::string> disks;
+  for (const auto& part : fs::directory_iterator(block / "slaves", error)) {
+    for (std::string& disk : disks_below(part.path().filename().string(), sys)) disks.push_back(std::move(disk));
+  }
+  if (disks.empty()) disks.push_back(block.filename().string());
+  std::ranges::sort(disks);
+  disks.erase(std::unique(disks.begin(), disks.end()), disks.end());
+  return disks;
+}
+
+std::vector<DiskFacts> disks_of(const sweep::DriveFacts& drive) {
+  std::vector<DiskFacts> disks;
+  if (drive.name.empty()) return disks;
+  for (const std::string& name : disks_below(drive.name)) disks.push_back(disk_facts(name));
+  return disks;
+}
+
+PathFacts path_facts(const fs::path& path, IoEngineKind engine) {
+  PathFacts facts;
+  std::error_code error;
+  facts.path = fs::canonical(path, error);
+  if (!error) facts.there = fs::is_directory(facts.path, error);
+  if (!facts.there) {
+    facts.path = path;
+    facts.failed = ErrorParts{path.string(),
+                              error.value() == ENOENT ? "is not there"
+                              : error                 ? "cannot be entered"
+                                                      : "is not a directory",
+                              error.value(), ""};
+    return facts;
+  }
+  look_at_space(facts);
+  look_at_drive(facts);
+  facts.quota_left = quota_left(facts.mount.source);
+  try_file(facts, engine);
+  return facts;
+}
+
+}  // namespace spillway::doctor

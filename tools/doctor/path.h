@@ -1,0 +1,65 @@
+// What a directory for a store is like: its file system, the drive below, what a file there can do. No root needed;
+// a file of the doctor's own loses its name as soon as it is open, so nothing is left behind.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "spillway/error.h"
+#include "tools/doctor/need.h"
+#include "tools/doctor/probe.h"
+#include "tools/sweep/drive.h"
+
+namespace spillway::doctor {
+
+// A drive that lies below a path: the block device itself, or one of those that a RAID, LVM or dm-crypt is made of.
+struct DiskFacts {
+  sweep::DriveFacts drive;
+  std::string slot_most = {};                 // the PCIe link that its slot could do; empty: not shown
+  std::optional<int> node = {};               // NUMA
+  std::optional<unsigned> percent_used = {};  // of the life that its vendor rates it for; root only
+};
+
+struct PathFacts {
+  std::filesystem::path path = {};
+  bool there = false;  // a directory
+  sweep::MountFacts mount;
+  sweep::DriveFacts drive;  // what the file system lies on
+  std::vector<DiskFacts> disks = {};
+  bool encrypted = false;  // by dm-crypt
+
+  std::uint64_t total_bytes = 0, free_bytes = 0;
+  bool counts_space = false;      // else the file system does not say what is free
+  bool no_inodes = false;         // nor for a file without a byte
+  std::uint64_t store_bytes = 0;  // of a store that is there already
+  std::optional<std::uint64_t> quota_left = {};
+
+  // Of a file made there. A failure that ended the trial early is in `failed`.
+  std::optional<ErrorParts> failed = {};
+  bool written = false;  // some bytes were written, synced and read back
+  bool intact = false;   // and they were the same
+  bool direct = false;
+  std::uint32_t alignment = 1;
+  std::vector<std::string> remarks = {};  // of the library on the file: what the file system did not grant
+  std::string engine_refused = {};        // why it takes no engine that the machine grants, or not the one asked for
+  std::string engine = {};                // the one it takes
+
+  std::optional<ProbeFacts> probe = {};
+  std::string no_probe = {};                    // why there is none
+  std::optional<ErrorParts> probe_failed = {};  // a transfer of it did
+  std::string hung = {};                        // what made no progress for half a minute, in the trial or the probe
+};
+
+// Everything but the probe. `engine`: the one that the configuration asks for.
+PathFacts path_facts(const std::filesystem::path& path, IoEngineKind engine);
+
+// What the drives behind a block device say of themselves now.
+std::vector<DiskFacts> disks_of(const sweep::DriveFacts& drive);
+
+// Their names: in /sys/class/block, as `device` is one.
+std::vector<std::string> disks_below(const std::string& device, const std::filesystem::path& sys = "/sys");
+
+}  // namespace spillway::doctor
