@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Lets DeepSpeed train a small GPT-2 on the CPU, save checkpoints, and compares what `spillway import` makes of each with
-DeepSpeed's own zero_to_fp32.py and with the optimizer's states as PyTorch loads them, bit for bit.
+"""Lets DeepSpeed train a small GPT-2 on the CPU and save checkpoints, and compares what `spillway import` makes of each
+with DeepSpeed's own zero_to_fp32.py and with the optimizer's states as PyTorch loads them, bit for bit.
 
 usage: check_deepspeed_import.py SPILLWAY [FOLDER]
 
@@ -162,15 +162,15 @@ def compare(case, folder, spillway):
         sys.exit(f"{case}: {done.stderr}")
     print("".join(f"  {line}\n" for line in done.stdout.splitlines()), end="")
     masters, states, differ = masters_of(folder, case), states_of(folder, case), 0
-    exact = load_file(out / ("master" if CASES[case][2] == "bf16" else "model").__add__(".safetensors"))
-    suffix = ".master" if CASES[case][2] == "bf16" else ""
+    stem, suffix = ("master", ".master") if CASES[case][2] == "bf16" else ("model", "")
+    exact = load_file(out / f"{stem}.safetensors")
     moments = {array: load_file(out / f"{array}.safetensors") for array in ("exp_avg", "exp_avg_sq")}
     for name, state in states.items():
         pairs = [(masters[name], exact[name + suffix])]
         pairs += [(state[array], moments[array][f"{name}.{array}"]) for array in moments]
         for wanted, found in pairs:
-            same = wanted.shape == found.shape and torch.equal(wanted.detach().view(torch.int32), found.view(torch.int32))
-            differ += not same
+            bits = [tensor.detach().contiguous().view(torch.int32) for tensor in (wanted, found)]
+            differ += not torch.equal(*bits)
     if len(exact) != len(states):
         differ += 1
     print(f"{case}: {3 * len(states)} tensors, {differ} differ")
@@ -180,8 +180,8 @@ def compare(case, folder, spillway):
 def go_on(case, folder, spillway):
     """The same steps on both sides; returns how far the losses are apart, at most."""
     config = config_of(case, folder)
-    ranks, _, dtype = CASES[case][:3]
-    config |= {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}, "spillway": {"tile_elements": 16384}}
+    config |= {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3},
+               "spillway": {"tile_elements": 16384}}
     (folder / "ds_config.json").write_text(json.dumps(config))
     log = folder / "steps.jsonl"
     log.unlink(missing_ok=True)
