@@ -62,7 +62,11 @@ Prefixes find_prefixes(const DeepSpeedCheckpoint& checkpoint, const std::vector<
   return best;
 }
 
-std::string shape_text(const std::vector<std::uint64_t>& shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
+std::string shape_text(const std::vector<std::uint64_t>& shape) {
+  std::string text = "[";
+  for (const std::uint64_t extent : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(extent);
+  return text + "]";
+}
 
 // [block][parameter] of the model; every parameter of both sides has exactly one on the other.
 std::vector<std::vector<const DeepSpeedParameter*>> match(const DeepSpeedCheckpoint& checkpoint,

@@ -292,7 +292,7 @@ class WhatIsRefused(Small):
         self.assertGreater(at, 0)
         data[at + 5] ^= 4
         file.write_bytes(data)
-        self.refused(folder, file, "data/1", "not as it was written")
+        self.refused(folder, file, "/data/0 is not as it was written")
         self.assert_done(self.imported(folder, "--no-verify"))
 
     def test_AnExistingDirectoryIsLeftAlone(self):
