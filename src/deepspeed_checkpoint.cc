@@ -54,14 +54,14 @@ const char* name_of(DeepSpeedArray array) {
 
 }  // namespace
 
-DeepSpeedCheckpoint::DeepSpeedCheckpoint(const std::filesystem::path& directory, const std::string& tag)
-    : layout_(find_deepspeed_files(directory, tag)) {
+DeepSpeedCheckpoint::DeepSpeedCheckpoint(const std::filesystem::path& directory, const std::string& tag, bool checked)
+    : checked_(checked), layout_(find_deepspeed_files(directory, tag)) {
   facts_.tag = layout_.tag;
   if (layout_.says_bf16) facts_.weights = DType::kBFloat16;
   facts_.ranks = static_cast<std::uint32_t>(layout_.state_files.size());
-  models_.push_back(std::make_unique<TorchArchive>(TorchArchive::open(layout_.model_files[0])));
+  models_.push_back(opened(layout_.model_files[0]));
   for (std::size_t rank = 0; rank < facts_.ranks; ++rank) {
-    states_.push_back(std::make_unique<TorchArchive>(TorchArchive::open(layout_.state_files[rank])));
+    states_.push_back(opened(layout_.state_files[rank]));
     if (rank == 0) read_model_state(models_[0]->root());
     read_states(rank);
   }
@@ -73,6 +73,10 @@ DeepSpeedCheckpoint::DeepSpeedCheckpoint(const std::filesystem::path& directory,
     if (!by_name_.emplace(parameters_[p].name, p).second)
       refuse(path_of(*models_[0]), fmt::format("has two parameters {}", printable(parameters_[p].name)), kAgain);
   }
+}
+
+std::unique_ptr<TorchArchive> DeepSpeedCheckpoint::opened(const std::filesystem::path& path) const {
+  return std::make_unique<TorchArchive>(TorchArchive::open(path, checked_));
 }
 
 void DeepSpeedCheckpoint::read_model_state(const PickleValue& root) {
@@ -131,8 +135,7 @@ void DeepSpeedCheckpoint::read_frozen(const PickleValue& root) {
   const PickleValue* shapes = root.find("frozen_param_shapes");
   if (!shapes || !shapes->is(Kind::kDict) || shapes->items.empty()) return;
   const bool even = facts_.stage == 3;
-  for (std::size_t rank = 1; even && rank < facts_.ranks; ++rank)
-    models_.push_back(std::make_unique<TorchArchive>(TorchArchive::open(layout_.model_files[rank])));
+  for (std::size_t rank = 1; even && rank < facts_.ranks; ++rank) models_.push_back(opened(layout_.model_files[rank]));
   for (std::size_t i = 0; i < shapes->items.size(); i += 2) {
     const std::string name(shapes->items[i]->text), object = path_of(*models_[0]) + ": " + printable(name);
     std::vector<std::uint64_t> shape = torch_shape(*shapes->items[i + 1], object);

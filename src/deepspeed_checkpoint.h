@@ -44,8 +44,8 @@ struct DeepSpeedParameter {
 class DeepSpeedCheckpoint {
  public:
   // Reads and checks everything but the values: that the flat tensors of all ranks are there, of the sizes that the
-  // parameters' shapes ask for.
-  DeepSpeedCheckpoint(const std::filesystem::path& directory, const std::string& tag);
+  // parameters' shapes ask for. `checked`: files that match their CRC-32s; verify() looks at the values.
+  DeepSpeedCheckpoint(const std::filesystem::path& directory, const std::string& tag, bool checked);
 
   const DeepSpeedFacts& facts() const { return facts_; }
   const std::filesystem::path& directory() const { return layout_.directory; }
@@ -82,6 +82,7 @@ class DeepSpeedCheckpoint {
     std::uint64_t count = 0;  // of elements that follow there
   };
 
+  std::unique_ptr<TorchArchive> opened(const std::filesystem::path& path) const;
   void read_model_state(const PickleValue& root);
   void read_parameters(const PickleValue& root);
   void read_frozen(const PickleValue& root);
@@ -93,7 +94,8 @@ class DeepSpeedCheckpoint {
   Place place(const DeepSpeedParameter& parameter, std::uint64_t element) const;
   std::map<std::pair<TorchArchive*, std::uint64_t>, const Flat*> stored() const;
 
-  DeepSpeedLayout layout_;
+  const bool checked_;
+  const DeepSpeedLayout layout_;
   DeepSpeedFacts facts_;
   std::vector<std::unique_ptr<TorchArchive>> models_, states_;  // by rank
   std::vector<DeepSpeedParameter> parameters_;

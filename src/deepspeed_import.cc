@@ -175,7 +175,7 @@ class Copy {
 
 DeepSpeedFacts import_deepspeed(const std::filesystem::path& directory, const ModelDescription& model,
                                 const std::filesystem::path& snapshot, const ImportOptions& options) {
-  DeepSpeedCheckpoint checkpoint(directory, options.tag);
+  DeepSpeedCheckpoint checkpoint(directory, options.tag, options.verify);
   Config config;
   config.weights = weight_type(checkpoint, options);
   config.optimizer.kind = OptimizerKind::kAdam;

@@ -36,7 +36,8 @@ std::vector<std::uint64_t> torch_shape(const PickleValue& value, const std::stri
 
 class TorchArchive {
  public:
-  static TorchArchive open(const std::filesystem::path& path);
+  // `checked`: the pickle must match its CRC-32; torch.serialization.set_crc32_options(False) leaves wrong ones.
+  static TorchArchive open(const std::filesystem::path& path, bool checked);
   TorchArchive(TorchArchive&&) noexcept;
   TorchArchive& operator=(TorchArchive&&) noexcept;
   ~TorchArchive();

@@ -4,14 +4,15 @@
 //   const auto facts = import_deepspeed("checkpoints", model, "snapshot", {.weights = DType::kBFloat16});
 //   auto engine = Engine::create(config, model, {.snapshot = "snapshot"});  // at step facts.optimizer_steps
 //
-// Taken are checkpoints of ZeRO stage 3, 2 and 1 with Adam or AdamW, of any number of ranks, offloaded to NVMe or not:
-// the fp32 master weights, exp_avg and exp_avg_sq of every parameter, bit for bit, and Adam's step. Refused, with the
-// reason: tensor and pipeline parallelism, experts, other optimizers, and anything that is not as DeepSpeed writes it.
+// (tests/src/import_example.cc is a whole program.) Taken are checkpoints of ZeRO stage 3, 2 and 1 with Adam or AdamW,
+// of any number of ranks, offloaded to NVMe or not: the fp32 master weights, exp_avg and exp_avg_sq of every parameter,
+// bit for bit, and Adam's step. Refused, with the reason: tensor and pipeline parallelism, experts, other optimizers,
+// and anything that is not as DeepSpeed writes it.
 //
-// Files are taken for hostile: nothing in them is unpickled into objects or executed, and nothing outside the
-// checkpoint's directory is opened. Values stream; memory does not grow with the model, but for its parameters' names.
-// The snapshot is whole or not there. Thread: any, one import for a directory at a time. Errors: kInvalidArgument (what
-// the checkpoint holds, or the model does not agree with it), kCorrupt, kNotFound, kExists, kIo.
+// Files are taken for hostile: nothing in them is unpickled into objects or executed, and no name in them leads outside
+// the checkpoint's directory. Values stream; memory does not grow with the model, but for its parameters' names. The
+// snapshot is whole or not there. Thread: any, one import for a directory at a time. Errors: kInvalidArgument (what the
+// checkpoint holds, or the model does not agree with it), kCorrupt, kNotFound, kExists, kIo.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +29,9 @@
 namespace spillway {
 
 struct ImportOptions {
-  std::string tag;               // the checkpoint's directory, global_step100 say; empty: the one that `latest` names
-  std::optional<DType> weights;  // fp32 or bf16, of the run that goes on; not set: as DeepSpeed trained
-  bool verify = true;            // first compares what is read with the CRC-32s in the files
+  std::string tag = {};  // the checkpoint's directory, global_step100 say; empty: the one that `latest` names
+  std::optional<DType> weights = {};             // fp32 or bf16, of the run that goes on; not set: as DeepSpeed trained
+  bool verify = true;                            // first compares what is read with the CRC-32s in the files
   std::uint64_t max_file_bytes = kMaxFileBytes;  // of the snapshot's files; see SaveOptions
   std::function<void(std::uint64_t done, std::uint64_t bytes)> progress = {};  // of bytes to read
 };

@@ -292,7 +292,15 @@ class WhatIsRefused(Small):
         self.assertGreater(at, 0)
         data[at + 5] ^= 4
         file.write_bytes(data)
-        self.refused(folder, file, "/data/0 is not as it was written")
+        self.refused(folder, file, "/data/0 does not match its CRC-32")
+        self.assert_done(self.imported(folder, "--no-verify"))
+
+    def test_FilesSavedWithoutChecksumsAreTakenWhenAskedFor(self):
+        checkpoint = self.checkpoint()
+        folder = self.write(checkpoint)
+        for file in (folder / checkpoint.tag).glob("*.pt"):
+            torch_files.spoil_checksums(file)
+        self.refused(folder, "data.pkl does not match its CRC-32", "without verifying")
         self.assert_done(self.imported(folder, "--no-verify"))
 
     def test_AnExistingDirectoryIsLeftAlone(self):
