@@ -175,6 +175,32 @@ class Hostile(Small):
                 self.assert_refused(run)
                 self.assertFalse(self.out.exists())
 
+    def test_DamagedPicklesInsideSoundFilesAreReadOrRefused(self):
+        seed = int(os.environ.get("SPILLWAY_SEED", random.randrange(1 << 32)))
+        print(f"SPILLWAY_SEED={seed}", flush=True)
+        damage = random.Random(seed)
+        checkpoint = self.checkpoint(ranks=2)
+        folder = self.write(checkpoint)
+        refused = 0
+        for _ in range(int(os.environ.get("SPILLWAY_CASES", "60"))):
+            shutil.rmtree(self.out, ignore_errors=True)
+            file = self.file(checkpoint, damage.choice(("0_mp_rank_00_model_states.pt", "1_mp_rank_00_optim_states.pt")))
+            whole = file.read_bytes()
+            with zipfile.ZipFile(file) as archive:
+                entries = [[name, archive.read(name)] for name in archive.namelist()]
+            pickled = bytearray(entries[0][1])
+            for _ in range(damage.randrange(1, 4)):
+                pickled[damage.randrange(len(pickled))] = damage.choice((damage.randrange(256), 0, 255, ord(".")))
+            entries[0][1] = bytes(pickled)
+            torch_files.write_zip(file, entries)
+            run = self.imported(folder)
+            file.write_bytes(whole)
+            if run.status != 0:
+                refused += 1
+                self.assert_refused(run)
+                self.assertFalse(self.out.exists())
+        self.assertGreater(refused, 0)
+
 
 if __name__ == "__main__":
     main()

@@ -300,7 +300,7 @@ class WhatIsRefused(Small):
         folder = self.write(checkpoint)
         for file in (folder / checkpoint.tag).glob("*.pt"):
             torch_files.spoil_checksums(file)
-        self.refused(folder, "data.pkl does not match its CRC-32", "without verifying")
+        self.refused(folder, "does not match its CRC-32", "without verifying")
         self.assert_done(self.imported(folder, "--no-verify"))
 
     def test_AnExistingDirectoryIsLeftAlone(self):
