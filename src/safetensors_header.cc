@@ -213,9 +213,16 @@ std::optional<std::string> check_cover(const std::vector<TensorEntry>& tensors, 
 
 std::string printable(std::string_view name) {
   constexpr std::size_t kLongest = 120;
-  std::string text(name.substr(0, kLongest));
-  for (char& c : text) c = static_cast<unsigned char>(c) < 0x20 || c == 0x7f ? '?' : c;
-  return name.size() > kLongest ? text + "…" : text;
+  std::string text;
+  while (!name.empty() && text.size() < kLongest) {
+    rapidjson::MemoryStream stream(name.data(), name.size());
+    unsigned code = 0;
+    const bool shown = rapidjson::UTF8<>::Decode(stream, &code) && code >= 0x20 && code != 0x7f;
+    const std::size_t bytes = shown ? stream.Tell() : 1;
+    text += shown ? name.substr(0, bytes) : "?";
+    name.remove_prefix(bytes);
+  }
+  return name.empty() ? text : text + "…";
 }
 
 std::vector<TensorEntry> parse_safetensors_header(const std::string& path, std::string_view header, std::uint32_t file,

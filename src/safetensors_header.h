@@ -21,7 +21,7 @@ inline constexpr std::uint64_t kMostHeaderBytes = 100'000'000;  // the limit of 
 std::vector<TensorEntry> parse_safetensors_header(const std::string& path, std::string_view header, std::uint32_t file,
                                                   std::uint64_t data_start, std::uint64_t data_bytes);
 
-// A name from a file for a message: cut when long, without control characters.
+// A name from a file for a message: UTF-8 whatever it was, cut when long, without control characters.
 std::string printable(std::string_view name);
 
 }  // namespace spillway

@@ -3,19 +3,17 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
-#include <cstring>
 #include <iterator>
 #include <map>
 
-#include "spillway/bf16.h"
 #include "spillway/error.h"
-#include "spillway/fp16.h"
 #include "spillway/io_queue.h"
 #include "spillway/safetensors.h"
 #include "spillway/units.h"
 #include "src/plain_file.h"
 #include "src/safetensors_header.h"
 #include "src/safetensors_index.h"
+#include "src/stored_elements.h"
 
 namespace spillway {
 namespace {
@@ -42,15 +40,6 @@ std::vector<TensorEntry> read_header(const PlainFile& file, std::uint32_t index)
   std::string header(length, '\0');
   file.read_at(8, std::as_writable_bytes(std::span(header)));
   return parse_safetensors_header(file.path().string(), header, index, 8 + length, size - 8 - length);
-}
-
-// bf16 and fp16 values, as they lie in a file, to fp32.
-void widen(std::span<const std::byte> from, DType type, std::span<float> to) {
-  for (std::size_t i = 0; i < to.size(); ++i) {
-    std::uint16_t bits = 0;
-    std::memcpy(&bits, from.data() + 2 * i, 2);
-    to[i] = type == DType::kBFloat16 ? bf16_to_float(bits) : fp16_to_float(bits);
-  }
 }
 
 // The part of a file that is in memory. Tensors lie at any offset, direct reads at aligned ones: a window is the
@@ -192,11 +181,7 @@ void SafetensorsReader::read(const TensorEntry& entry, std::uint64_t first, std:
   while (!out.empty()) {
     const auto values = model_->window.from(file, entry.offset + first * size, out.size() * size, size);
     const std::size_t count = values.size() / size;
-    if (*entry.type == DType::kFloat32) {
-      std::memcpy(out.data(), values.data(), values.size());
-    } else {
-      widen(values, *entry.type, out.first(count));
-    }
+    widen(values, *entry.type, out.first(count));
     first += count;
     out = out.subspan(count);
   }

@@ -7,8 +7,6 @@
 #include <utility>
 
 #include "spillway/error.h"
-#include "src/partition.h"
-#include "src/plain_file.h"
 #include "src/tile_values.h"
 
 namespace spillway {
@@ -20,48 +18,15 @@ namespace {
 
 }  // namespace
 
-bool TensorChecksums::add(std::uint64_t first, std::uint64_t elements, std::span<const float> values) {
-  if (first == 0) running_.restart();
-  running_.add(std::as_bytes(values));
-  if (first + values.size() < elements) return false;
-  last_ = running_.value();
-  return true;
-}
-
 SnapshotWriter::SnapshotWriter(const Plan& plan, const Config& config, const ModelDescription& model,
                                const std::filesystem::path& directory, const SaveOptions& options, HostWorkers& workers)
-    : plan_(plan),
-      config_(config),
-      model_(model),
-      workers_(workers),
-      directory_(NewDirectory::create(directory, options.replace)) {
-  std::error_code ignored;
-  if (options.replace && std::filesystem::exists(directory, ignored)) {
-    if (read_snapshot(directory).facts.model != snapshot_fingerprint(config, model))
-      throw Error(Code::kExists, {directory.string(), "is a snapshot of another model", 0, "name another directory"});
-    refuse_other_files(directory);
-  }
-  for (const SnapshotArray what : snapshot_arrays(config.weights, config.optimizer.kind, model)) {
-    const bool weights = what == SnapshotArray::kWeights;
-    ModelWriterOptions how;
-    how.files.type = weights ? config.weights : DType::kFloat32;
-    how.files.max_file_bytes = options.max_file_bytes;
-    how.files.stem = names_of(what).stem;
-    how.suffix = names_of(what).suffix;
-    how.trainable_only = !weights;
-    how.attachments = weights;
-    arrays_.push_back({.what = what,
-                       .writer = std::make_unique<ModelWriter>(model, directory_.path(), std::move(how)),
-                       .checksums = {},
-                       .seen = {}});
-  }
-}
+    : plan_(plan), workers_(workers), files_(config, model, directory, options) {}
 
 void SnapshotWriter::add(std::uint32_t tile, const TileMemory& memory) {
-  std::vector<std::exception_ptr> failures(arrays_.size());
-  workers_.parallel_for(arrays_.size(), [&](std::size_t a) {
+  std::vector<std::exception_ptr> failures(files_.count());
+  workers_.parallel_for(files_.count(), [&](std::size_t a) {
     try {
-      add(arrays_[a], tile, memory);
+      add(a, tile, memory);
     } catch (...) {
       failures[a] = std::current_exception();
     }
@@ -71,17 +36,12 @@ void SnapshotWriter::add(std::uint32_t tile, const TileMemory& memory) {
   }
 }
 
-void SnapshotWriter::add(Array& array, std::uint32_t tile, const TileMemory& memory) {
-  const bool weights = array.what == SnapshotArray::kWeights;
-  if (!weights && !plan_.tile_places[tile].shape.trainable) return;
+void SnapshotWriter::add(std::size_t array, std::uint32_t tile, const TileMemory& memory) {
+  const SnapshotArray what = files_.array(array);
+  if (what != SnapshotArray::kWeights && !plan_.tile_places[tile].shape.trainable) return;
   const WeightSink sink = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
-                              std::span<const float> values) {
-    array.writer->write(block, p, first, values);
-    const std::uint64_t elements = plan_.blocks[block].partition.parameters[p].count;
-    if (!array.checksums.add(first, elements, values)) return;
-    array.seen.emplace(model_.blocks[block].parameters[p].name + names_of(array.what).suffix, array.checksums.last());
-  };
-  switch (array.what) {
+                              std::span<const float> values) { files_.write(array, block, p, first, values); };
+  switch (what) {
     case SnapshotArray::kWeights: return read_tile(plan_, tile, memory, false, sink);
     case SnapshotArray::kMaster: return read_tile(plan_, tile, memory, true, sink);
     case SnapshotArray::kExpAvg: return read_moment(plan_, tile, memory, Moment::kExpAvg, sink);
@@ -89,25 +49,7 @@ void SnapshotWriter::add(Array& array, std::uint32_t tile, const TileMemory& mem
   }
 }
 
-void SnapshotWriter::finish(std::uint64_t step, std::span<const std::byte> kept) {
-  SnapshotRecord record;
-  record.facts = {.step = step,
-                  .model = snapshot_fingerprint(config_, model_),
-                  .weights = config_.weights,
-                  .optimizer = config_.optimizer.kind};
-  record.blob.assign(kept.begin(), kept.end());
-  for (Array& array : arrays_) {
-    array.writer->finish();
-    record.checksums.merge(array.seen);
-  }
-  record.files = names_in(directory_.path());
-  const std::string text = snapshot_text(record);
-  PlainFile file = PlainFile::create(directory_.path() / kSnapshotFile);
-  file.write_at(0, std::as_bytes(std::span(text)));
-  file.sync();
-  file.close();
-  directory_.finish();
-}
+void SnapshotWriter::finish(std::uint64_t step, std::span<const std::byte> kept) { files_.finish(step, kept); }
 
 SnapshotReader::SnapshotReader(const Plan& plan, const Config& config, const ModelDescription& model,
                                const std::filesystem::path& directory)

@@ -5,35 +5,20 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "kernels/checksum.h"
 #include "spillway/device.h"
 #include "spillway/engine.h"
 #include "spillway/safetensors.h"
-#include "src/model_writer.h"
-#include "src/new_directory.h"
 #include "src/plan.h"
+#include "src/snapshot_files.h"
 #include "src/snapshot_record.h"
 #include "swap/tile_mover.h"
 
 namespace spillway {
-
-// The checksums of tensors whose values pass in order, one tensor behind the other.
-class TensorChecksums {
- public:
-  // True with the last value of a tensor of so many `elements`; its checksum is then last().
-  bool add(std::uint64_t first, std::uint64_t elements, std::span<const float> values);
-  std::uint64_t last() const { return last_; }
-
- private:
-  RunningChecksum running_;
-  std::uint64_t last_ = 0;
-};
 
 class SnapshotWriter {
  public:
@@ -46,20 +31,11 @@ class SnapshotWriter {
   void finish(std::uint64_t step, std::span<const std::byte> kept);
 
  private:
-  struct Array {
-    SnapshotArray what;
-    std::unique_ptr<ModelWriter> writer;
-    TensorChecksums checksums;
-    std::map<std::string, std::uint64_t> seen;
-  };
-  void add(Array& array, std::uint32_t tile, const TileMemory& memory);
+  void add(std::size_t array, std::uint32_t tile, const TileMemory& memory);
 
   const Plan& plan_;
-  const Config& config_;
-  const ModelDescription& model_;
   HostWorkers& workers_;
-  NewDirectory directory_;
-  std::vector<Array> arrays_;  // behind the directory: they give up their files before it is given up
+  SnapshotFiles files_;
 };
 
 class SnapshotReader {

@@ -7,6 +7,7 @@
 
 #include "spillway/error.h"
 #include "spillway/safetensors.h"
+#include "src/safetensors_header.h"
 #include "tests/src/model_directory.h"
 
 namespace spillway {
@@ -39,6 +40,15 @@ const char* const kGood = R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8
 const unsigned char kReal[] = {
 #include "tests/src/real_model.inc"
 };
+
+TEST(Printable, NamesAreUtf8WhateverTheyWere) {
+  EXPECT_EQ(printable("h.0.größe"), "h.0.größe");
+  EXPECT_EQ(printable("a\n\x7f"
+                      "b\xff\xc3"),
+            "a??b??");
+  EXPECT_EQ(printable("\xed\xa0\x80"), "???") << "half a surrogate pair";
+  EXPECT_EQ(printable(std::string(119, 'x') + "öy"), std::string(119, 'x') + "ö…") << "never cut inside a character";
+}
 
 TEST_F(SafetensorsReaderTest, ReadsWhatTheFormatsOwnLibraryWrote) {
   write_file("model.safetensors", std::string(reinterpret_cast<const char*>(kReal), sizeof(kReal)));

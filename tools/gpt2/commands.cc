@@ -9,6 +9,7 @@
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "tools/gpt2/finetune.h"
+#include "tools/gpt2/import_deepspeed.h"
 #include "tools/gpt2/init_model.h"
 #include "tools/gpt2/model.h"
 
@@ -154,12 +155,32 @@ void add_export(CLI::App& program, int& exit_code) {
   command->callback([kept, &exit_code] { exit_code = run_export(*kept); });
 }
 
+void add_import(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<ImportCommand>();
+  ImportCommand& options = *kept;
+  auto* command =
+      program.add_subcommand("import", "Make a snapshot of a DeepSpeed checkpoint: weights and Adam's states");
+  command->add_option("checkpoint", options.checkpoint, "What save_checkpoint() was given, or a tag in it")->required();
+  command->add_option("--model", options.model, "Directory with the model's config.json")->required();
+  command->add_option("--out", options.out, "Where the snapshot goes; finetune --load takes it")->required();
+  command->add_option("--tag", options.tag, "global_step100, say; default: the latest");
+  const auto set = [&options](const std::string& name) {
+    options.type = name == "bf16" ? DType::kBFloat16 : DType::kFloat32;
+  };
+  command->add_option_function<std::string>("--dtype", set, "Type of the weights to go on with; default: as trained")
+      ->check(CLI::IsMember({"fp32", "bf16"}));
+  command->add_flag("--no-verify", options.no_verify, "Do not compare the tensors with their CRC-32 first");
+  command->add_flag("--json", options.json, "Print what was imported as JSON");
+  command->callback([kept, &exit_code] { exit_code = import_checkpoint(*kept); });
+}
+
 }  // namespace
 
 void add_commands(CLI::App& program, int& exit_code) {
   add_init_model(program, exit_code);
   add_finetune(program, exit_code);
   add_export(program, exit_code);
+  add_import(program, exit_code);
 }
 
 }  // namespace spillway::gpt2

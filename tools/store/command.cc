@@ -2,16 +2,14 @@
 
 #include <fmt/format.h>
 
-#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
 #include <optional>
-#include <string_view>
 #include <vector>
 
 #include "tools/store/report.h"
-#include "tools/terminal/progress.h"
+#include "tools/terminal/byte_bar.h"
 
 namespace spillway::store {
 namespace {
@@ -23,27 +21,10 @@ struct StoreOptions {
   bool verify = false, roll_back = false, json = false;
 };
 
-// A bar on stderr: stdout may be what another program reads.
-class Bar {
- public:
-  void at(std::uint64_t done, std::uint64_t bytes) {
-    if (seconds() < drawn_at_ + 0.1) return;
-    drawn_at_ = seconds();
-    const double share = bytes == 0 ? 1 : static_cast<double>(done) / static_cast<double>(bytes);
-    progress_.at(share, share > 0 ? seconds() * (1 - share) / share : -1, "reading every byte");
-  }
-  void line(std::string_view text) { progress_.line(text); }
-  void clear() { progress_.clear(); }
-  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
-
- private:
-  terminal::Progress progress_{0, 0, stderr};
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-  double drawn_at_ = 0;
-};
+constexpr const char* kReading = "reading every byte";
 
 Verified verify(const StoreOptions& options) {
-  Bar bar;
+  terminal::ByteBar bar(kReading);
   Verified verified;
   const auto on_bad = [&](const BadExtent& bad) {
     verified.bad.push_back(bad);
@@ -57,7 +38,7 @@ Verified verify(const StoreOptions& options) {
 }
 
 int roll_back(const StoreOptions& options) {
-  Bar bar;
+  terminal::ByteBar bar(kReading);
   const std::uint64_t step =
       roll_back_store(options.paths, {.progress = [&](auto done, auto bytes) { bar.at(done, bytes); }});
   bar.clear();
