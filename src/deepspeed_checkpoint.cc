@@ -28,12 +28,21 @@ constexpr const char* kAgain = "save the checkpoint again, or copy all of it";
 
 std::string path_of(const TorchArchive& archive) { return archive.path().string(); }
 
-// The member of a dict under a number.
-const PickleValue* find_numbered(const PickleValue& dict, std::uint64_t key) {
-  for (std::size_t i = 0; dict.is(Kind::kDict) && i + 1 < dict.items.size(); i += 2) {
-    if (dict.items[i]->unsigned_integer() == key) return dict.items[i + 1];
+// Dicts with many members, to be looked up in one by one.
+std::map<std::uint64_t, const PickleValue*> by_number(const PickleValue& dict) {
+  std::map<std::uint64_t, const PickleValue*> members;
+  for (std::size_t i = 0; i < dict.items.size(); i += 2) {
+    if (const auto key = dict.items[i]->unsigned_integer()) members[*key] = dict.items[i + 1];
   }
-  return nullptr;
+  return members;
+}
+
+std::map<std::string_view, const PickleValue*> by_name(const PickleValue& dict) {
+  std::map<std::string_view, const PickleValue*> members;
+  for (std::size_t i = 0; i < dict.items.size(); i += 2) {
+    if (dict.items[i]->is(Kind::kText)) members[dict.items[i]->text] = dict.items[i + 1];
+  }
+  return members;
 }
 
 // Of the ranks: a number, or one for each group of parameters.
@@ -136,6 +145,9 @@ void DeepSpeedCheckpoint::read_frozen(const PickleValue& root) {
   if (!shapes || !shapes->is(Kind::kDict) || shapes->items.empty()) return;
   const bool even = facts_.stage == 3;
   for (std::size_t rank = 1; even && rank < facts_.ranks; ++rank) models_.push_back(opened(layout_.model_files[rank]));
+  std::vector<std::map<std::string_view, const PickleValue*>> fragments;
+  for (const auto& model : models_)
+    fragments.push_back(by_name(member(model->root(), "frozen_param_fragments", Kind::kDict, path_of(*model))));
   for (std::size_t i = 0; i < shapes->items.size(); i += 2) {
     const std::string name(shapes->items[i]->text), object = path_of(*models_[0]) + ": " + printable(name);
     std::vector<std::uint64_t> shape = torch_shape(*shapes->items[i + 1], object);
@@ -145,12 +157,10 @@ void DeepSpeedCheckpoint::read_frozen(const PickleValue& root) {
     group.partition = elements;
     group.name = printable(name);
     for (std::size_t rank = 0; rank < models_.size(); ++rank) {
-      const PickleValue& fragments =
-          member(models_[rank]->root(), "frozen_param_fragments", Kind::kDict, path_of(*models_[rank]));
-      const PickleValue* fragment = fragments.find(name);
-      if (!fragment) refuse(object, "is frozen, and its values are not there", kAgain);
+      const auto fragment = fragments[rank].find(name);
+      if (fragment == fragments[rank].end()) refuse(object, "is frozen, and its values are not there", kAgain);
       auto& arrays = group.ranks.emplace_back();
-      arrays[0] = flat(*models_[rank], *fragment, name);
+      arrays[0] = flat(*models_[rank], *fragment->second, name);
       if (arrays[0].elements != (even ? div_up(elements, std::uint64_t{facts_.ranks}) : elements))
         refuse(object, fmt::format("is frozen, and {} of its values are there", arrays[0].elements), kAgain);
     }
@@ -188,11 +198,12 @@ void DeepSpeedCheckpoint::read_states(std::size_t rank) {
                        masters.items.size(), states.items.size() / 2, facts_.sub_groups),
            states.items.empty() ? "no step was made; begin with the model instead" : kAgain);
   }
+  const auto numbered = by_number(states);
   for (std::size_t g = 0; g < facts_.sub_groups; ++g) {
-    const PickleValue* state = find_numbered(states, g);
-    if (!state || !state->is(Kind::kDict))
+    const auto state = numbered.find(g);
+    if (state == numbered.end() || !state->second->is(Kind::kDict))
       refuse(object, fmt::format("has no optimizer states of group {}", g), kAgain);
-    read_group(rank, g, *masters.items[g], *state);
+    read_group(rank, g, *masters.items[g], *state->second);
   }
 }
 
@@ -245,7 +256,7 @@ void DeepSpeedCheckpoint::open_swap(Flat& flat, const std::string& name, std::si
   if (!id || !id->is(Kind::kText) || !is_plain_file_name(std::string(id->text))) {
     refuse(object,
            fmt::format("is empty: DeepSpeed kept its {} elements elsewhere, and the file does not say where", elements),
-           "save the checkpoint with DeepSpeed 0.13 or later, or without offload_optimizer to nvme");
+           "save the checkpoint again, without offload_optimizer to nvme");
   }
   const std::filesystem::path path =
       layout_.directory / "offloaded_tensors" / fmt::format("rank{:02}", rank) / fmt::format("{}.tensor.swp", id->text);

@@ -232,7 +232,10 @@ TorchArchive TorchArchive::open(const std::filesystem::path& path, bool checked)
     zip_error_t error;
     zip_error_init_with_code(&error, code);
     const std::string what = zip_error_strerror(&error);
+    const int of_system = zip_error_code_system(&error);
     zip_error_fini(&error);
+    if (code == ZIP_ER_OPEN || code == ZIP_ER_READ || code == ZIP_ER_SEEK)
+      fail_file(path, "cannot be opened or read", of_system);
     refuse(path.string(), fmt::format("cannot be read as a zip: {}", what), "cut short, perhaps; copy it again");
   }
   file->list();

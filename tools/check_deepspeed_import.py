@@ -14,31 +14,38 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import types
 
 STEPS, MORE, SEQUENCE, RATE = 5, 3, 32, 1e-3
 TOLERANCE = 0.02  # of the loss: DeepSpeed's forward pass rounds to bf16 at other places
 
-CASES = {  # name: (ranks, stage, type, offloaded to, elements of a group)
-    "one": (1, 3, "bf16", None, None),
-    "groups": (1, 3, "bf16", None, 30000),
-    "two": (2, 3, "bf16", None, 30000),
-    "cpu": (1, 3, "bf16", "cpu", None),
-    "nvme": (1, 3, "bf16", "nvme", 400000),
-    "fp32": (2, 3, "fp32", None, None),
-    "stage2": (1, 2, "bf16", None, None),
-    "stage2-two": (2, 2, "bf16", None, None),
-    "stage1": (2, 1, "bf16", None, None),
+CASES = {
+    "one": {},
+    "groups": {"group": 30000},
+    "decay": {"ranks": 2, "group": 30000, "decay": True},  # biases and norms in a group of their own
+    "two": {"ranks": 2, "group": 30000},
+    "cpu": {"offload": "cpu"},
+    "nvme": {"offload": "nvme", "group": 400000},
+    "fp32": {"ranks": 2, "dtype": "fp32"},
+    "stage2": {"stage": 2},
+    "stage2-two": {"ranks": 2, "stage": 2, "decay": True},
+    "stage1": {"ranks": 2, "stage": 1},
 }
 
 
+def case_of(name):
+    defaults = {"ranks": 1, "stage": 3, "dtype": "bf16", "offload": None, "group": None, "decay": False}
+    return types.SimpleNamespace(**{**defaults, **CASES[name]})
+
+
 def config_of(case, folder):
-    ranks, stage, dtype, offload, group = CASES[case]
-    zero = {"stage": stage, **({"sub_group_size": group} if group else {})}
-    if offload:
-        zero["offload_optimizer"] = {"device": offload, "pin_memory": False,
-                                     **({"nvme_path": str(folder / "swap")} if offload == "nvme" else {})}
-    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2 // ranks, "gradient_clipping": 1.0,
-            "bf16": {"enabled": dtype == "bf16"}, "zero_optimization": zero,
+    how = case_of(case)
+    zero = {"stage": how.stage, **({"sub_group_size": how.group} if how.group else {})}
+    if how.offload:
+        zero["offload_optimizer"] = {"device": how.offload, "pin_memory": False,
+                                     **({"nvme_path": str(folder / "swap")} if how.offload == "nvme" else {})}
+    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2 // how.ranks,
+            "gradient_clipping": 1.0, "bf16": {"enabled": how.dtype == "bf16"}, "zero_optimization": zero,
             "optimizer": {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, 0.999], "eps": 1e-8,
                                                       "weight_decay": 0.01}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 3}}}
@@ -50,14 +57,18 @@ def train(case, folder):
     import torch
     from transformers import GPT2LMHeadModel
     config = config_of(case, folder)
-    ranks, stage = CASES[case][:2]
+    ranks = case_of(case).ranks
     deepspeed.init_distributed(dist_backend="gloo")
     rank = torch.distributed.get_rank()
     model = GPT2LMHeadModel.from_pretrained(folder.parent / "model")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    parameters = list(model.parameters())
+    if case_of(case).decay:
+        parameters = [{"params": [p for p in parameters if p.dim() > 1]},
+                      {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=parameters)
     tokens = torch.tensor(list((folder.parent / "data.txt").read_bytes()))
     rows = (len(tokens) - 1) // SEQUENCE
     losses, row = [], 0
@@ -82,7 +93,7 @@ def train(case, folder):
 
 
 def launch(case, folder):
-    ranks = CASES[case][0]
+    ranks = case_of(case).ranks
     folder.mkdir(parents=True, exist_ok=True)
     port = 29500 + list(CASES).index(case)
     processes = []
@@ -100,7 +111,7 @@ def launch(case, folder):
 def states_of(folder, case):
     """Name -> {"exp_avg": tensor, "exp_avg_sq": tensor}, put together from PyTorch's own reading of the files."""
     import torch
-    ranks, stage = CASES[case][:2]
+    ranks, stage = case_of(case).ranks, case_of(case).stage
     tag = folder / "checkpoint" / (folder / "checkpoint" / "latest").read_text()
     model = torch.load(sorted(tag.glob("*_model_states.pt"))[0], weights_only=False)
     files = [next(tag.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")) for rank in range(ranks)]
@@ -133,7 +144,7 @@ def masters_of(folder, case):
     """zero_to_fp32's; for states on NVMe, which it cannot read, those of the swap files."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     import torch
-    if CASES[case][3] != "nvme":
+    if case_of(case).offload != "nvme":
         return get_fp32_state_dict_from_zero_checkpoint(str(folder / "checkpoint"))
     tag = folder / "checkpoint" / (folder / "checkpoint" / "latest").read_text()
     model = torch.load(next(tag.glob("*_model_states.pt")), weights_only=False)
@@ -162,7 +173,7 @@ def compare(case, folder, spillway):
         sys.exit(f"{case}: {done.stderr}")
     print("".join(f"  {line}\n" for line in done.stdout.splitlines()), end="")
     masters, states, differ = masters_of(folder, case), states_of(folder, case), 0
-    stem, suffix = ("master", ".master") if CASES[case][2] == "bf16" else ("model", "")
+    stem, suffix = ("master", ".master") if case_of(case).dtype == "bf16" else ("model", "")
     exact = load_file(out / f"{stem}.safetensors")
     moments = {array: load_file(out / f"{array}.safetensors") for array in ("exp_avg", "exp_avg_sq")}
     for name, state in states.items():
@@ -181,7 +192,7 @@ def go_on(case, folder, spillway):
     """The same steps on both sides; returns how far the losses are apart, at most."""
     config = config_of(case, folder)
     config |= {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3},
-               "spillway": {"tile_elements": 16384}}
+               "spillway": {"tile_elements": 16384, "no_decay": case_of(case).decay}}
     (folder / "ds_config.json").write_text(json.dumps(config))
     log = folder / "steps.jsonl"
     log.unlink(missing_ok=True)
@@ -202,7 +213,7 @@ def go_on(case, folder, spillway):
 def main():
     if len(sys.argv) > 3 and sys.argv[1] == "--train":
         return train(sys.argv[2], pathlib.Path(sys.argv[3]))
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     import deepspeed
     spillway = sys.argv[1]

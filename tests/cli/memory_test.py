@@ -11,6 +11,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
+import torch_files  # noqa: E402
 from runs import BINARY, CliTest, Run, Workplace, memory_cgroup  # noqa: E402
 
 MIB = 1 << 20
@@ -123,6 +124,26 @@ def ledger_bytes(out, tier):
         if re.match(rf"\s*{tier}\b", line) and "total" in line:
             return int(re.search(r"(\d+) (?:B|bytes)\b", line.replace(",", "")).group(1))
     raise AssertionError(f"the ledger has no total of tier {tier}:\n{out}")
+
+
+class Import(CliTest):
+    # In a process of its own, whose children are this one run, and whose own memory (which counts, too) is small.
+    MEASURE = """import resource, subprocess, sys
+status = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+sys.exit(status)"""
+
+    def test_AnImportTakesLittleMemoryWhateverTheModel(self):
+        model = self.place.init_model(layers=4, width=512, heads=8, vocab=256, context=256)
+        states = {name: (shape, data, data, data)
+                  for name, (shape, data) in torch_files.read_safetensors(model / "model.safetensors").items()}
+        array_bytes = sum(len(state[1]) for state in states.values())
+        checkpoint = torch_files.Checkpoint(states, ranks=2).write(self.place.folder / "checkpoint")
+        done = subprocess.run([sys.executable, "-c", self.MEASURE, BINARY, "import", checkpoint, "--model", model,
+                               "--out", self.place.folder / "out"], capture_output=True, text=True, check=False)
+        self.assertEqual(0, done.returncode, done.stderr)
+        self.assertGreater(array_bytes, 48 * MIB)
+        self.assertLess(int(done.stdout), 40 * MIB, f"for arrays of {array_bytes} bytes, halved between two ranks")
 
 
 if __name__ == "__main__":
