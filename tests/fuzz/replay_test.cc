@@ -51,7 +51,8 @@ INSTANTIATE_TEST_SUITE_P(, Replay,
                                          Target{"safetensors_index", safetensors_index}, Target{"manifest", manifest},
                                          Target{"store_description", store_description},
                                          Target{"snapshot_record", snapshot_record},
-                                         Target{"model_config", model_config}, Target{"token_file", token_file}),
+                                         Target{"model_config", model_config}, Target{"pickle", pickle},
+                                         Target{"token_file", token_file}),
                          [](const auto& target) { return std::string(target.param.name); });
 
 }  // namespace
