@@ -49,6 +49,9 @@ class Device {
   virtual void unregister_host(std::span<std::byte> memory) noexcept = 0;
 
   virtual std::unique_ptr<Stream> create_stream(std::string name) = 0;
+  // A stream of the caller's, which stays the caller's: a cudaStream_t. Throws kInvalidArgument on `host`, which has
+  // none but its own.
+  virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
   virtual std::unique_ptr<Event> create_event() = 0;
 
   void record(Event& event, Stream& stream) {
@@ -107,5 +110,15 @@ struct HostDeviceOptions {
 // The emulated device: HBM is an arena in RAM, each stream runs on a thread of its own, kernels on `workers` (which
 // must outlive the device).
 std::unique_ptr<Device> create_host_device(const HostDeviceOptions& options, HostWorkers& workers);
+
+struct CudaDeviceOptions {
+  std::uint64_t hbm_bytes = 0;
+};
+
+// The first GPU that CUDA shows (CUDA_VISIBLE_DEVICES chooses). Throws kUnsupported when there is none, saying why, and
+// kDoesNotFit when it has less free memory than asked for.
+std::unique_ptr<Device> create_cuda_device(const CudaDeviceOptions& options);
+// Why there cannot be a cuda device in this process; empty when there can. Cheap.
+std::string cuda_unavailable();
 
 }  // namespace spillway

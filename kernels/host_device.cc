@@ -80,6 +80,10 @@ class HostDevice final : public Device {
     streams_.push_back(std::make_unique<StreamProgress>());
     return std::make_unique<HostStream>(std::move(name), *streams_.back(), workers_);
   }
+  std::unique_ptr<Stream> adopt_stream(void*) override {
+    throw Error(Code::kInvalidArgument, {"adopt_stream", "the host device has streams of its own only", 0,
+                                         "use Engine::stream(), or a cuda device"});
+  }
   std::unique_ptr<Event> create_event() override { return std::make_unique<HostEvent>(); }
 
   bool done(const Event& event) const override {

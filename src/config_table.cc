@@ -313,6 +313,16 @@ constexpr ConfigKey kKeys[] = {
      [](D& d, const V& v) { d.config.io_depth = static_cast<std::uint32_t>(v.integer); }, 1, 4096},
 
     {"spillway", kSection, "", "what DeepSpeed has no word for"},
+    {.path = "spillway.device",
+     .kind = kChoice,
+     .standard = "\"auto\"",
+     .doc = "auto: cuda where there is a GPU, else host, whose HBM is emulated in RAM",
+     .set =
+         [](D& d, const V& v) {
+           constexpr std::optional<DeviceKind> kChoices[] = {std::nullopt, DeviceKind::kCuda, DeviceKind::kHost};
+           d.config.device = kChoices[v.integer];
+         },
+     .allowed = "auto|cuda|host"},
     {"spillway.hbm_bytes", kBytes, "", "budget of GPU memory; what the plan asks for when missing",
      [](D& d, const V& v) { d.config.hbm_bytes = v.integer; }},
     {"spillway.host_bytes", kBytes, "", "budget of pinned host memory; what the plan asks for when missing",

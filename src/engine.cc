@@ -75,6 +75,7 @@ class StepEngine final : public Engine {
 
   DeviceKind device_kind() const override { return machinery_.device->kind(); }
   Stream& stream() override { return *machinery_.compute; }
+  std::unique_ptr<Stream> adopt_stream(void* native) override { return machinery_.device->adopt_stream(native); }
   std::span<std::byte> workspace() override { return machinery_.hbm_region(plan_.hbm.workspace); }
   bool in_hbm(const void* data, std::size_t bytes) const override {
     const auto hbm = machinery_.device->hbm();
@@ -486,7 +487,7 @@ void StepEngine::save(const std::filesystem::path& directory, const SaveOptions&
 }
 
 std::vector<std::string> StepEngine::describe() const {
-  return run_facts(plan_, model_, machinery_, commits_.chosen());
+  return run_facts(config_, plan_, model_, machinery_, commits_.chosen());
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "kernels/topology.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "src/device_choice.h"
 #include "src/node_tiles.h"
 #include "src/plain_file.h"
 
@@ -34,9 +35,9 @@ std::uint64_t mem_available() {
 constexpr std::uint64_t kOutsideArenas = 200 * kMiB;
 
 // Being killed for memory has no message; refusing has. Returns the size of the host arena.
-std::uint64_t host_bytes_that_fit(const Plan& plan) {
+std::uint64_t host_bytes_that_fit(const Plan& plan, DeviceKind device) {
   const std::uint64_t host = plan.ledger.total(Placement::kHost);
-  const std::uint64_t need = plan.ledger.total(Placement::kHbm) + host;
+  const std::uint64_t need = host + (device == DeviceKind::kHost ? plan.ledger.total(Placement::kHbm) : 0);
   const std::uint64_t limit = memory_limit().value_or(UINT64_MAX);
   const std::uint64_t have = std::min(mem_available(), limit);
   const auto refuse = [](const std::string& happened, const char* hint) {
@@ -145,12 +146,12 @@ std::uint64_t largest_fetch_granules(const Plan& plan) {
 
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
                      std::span<const ThreadShare> shares)
-    : host(host_bytes_that_fit(plan), kPinnedArena) {
+    : host(host_bytes_that_fit(plan, resolve_device(config)), kPinnedArena) {
   if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
-  open_store(config, model, plan, options);
   workers = create_workers(shares);
+  device = create_device(config, plan.ledger.hbm_budget, *workers);  // one that is too small leaves a store as it was
+  open_store(config, model, plan, options);
   if (shares.size() > 1) place_tiles(plan, shares);
-  device = create_host_device({.hbm_bytes = plan.ledger.hbm_budget}, *workers);
   device->register_host(host.memory());
   compute = device->create_stream("compute");
   h2d = device->create_stream("h2d");

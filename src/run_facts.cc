@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "src/device_choice.h"
 #include "src/parameter_groups.h"
 
 namespace spillway {
@@ -36,10 +37,11 @@ std::string gradient_fact(const Plan& plan) {
 
 }  // namespace
 
-std::vector<std::string> run_facts(const Plan& plan, const ModelDescription& model, const Machinery& machinery,
-                                   std::optional<std::uint32_t> commit_every) {
+std::vector<std::string> run_facts(const Config& config, const Plan& plan, const ModelDescription& model,
+                                   const Machinery& machinery, std::optional<std::uint32_t> commit_every) {
   std::vector<std::string> facts;
   facts.push_back("device: " + machinery.device->describe());
+  if (const std::string why = why_not_cuda(config); !why.empty()) facts.push_back("no cuda device: " + why);
   if (machinery.trace) facts.push_back(machinery.trace->describe());
   for (std::string& group : describe_groups(plan.groups, model)) facts.push_back(std::move(group));
   std::uint64_t bytes[3] = {};

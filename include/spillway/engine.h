@@ -150,6 +150,10 @@ using WeightSource =
 using WeightSink = std::function<void(std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
                                       std::span<const float> values)>;
 
+// The device that an engine of this configuration has on this machine. Throws kUnsupported, saying why, when it is to
+// be cuda and cannot be.
+DeviceKind resolve_device(const Config& config);
+
 class Engine {
  public:
   // Plans, reserves every byte and opens the store. Refuses before anything is written when a budget is too small
@@ -181,6 +185,9 @@ class Engine {
 
   virtual DeviceKind device_kind() const = 0;
   virtual Stream& stream() = 0;  // a compute stream for callers without one of their own
+  // A stream of the caller's, for acquire() and the other calls that take one: a cudaStream_t, which must outlive what
+  // is returned. Throws kInvalidArgument on the host device.
+  virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
   virtual std::span<std::byte> workspace() = 0;
   virtual bool in_hbm(const void* data, std::size_t bytes) const = 0;
 

@@ -25,6 +25,7 @@ enum class Code {
   kCorrupt,          // bytes on disk are not the bytes that were written
   kNonFinite,        // NaN or Inf in a gradient
   kUnsupported,      // this machine, kernel or build cannot do it
+  kDevice,           // the GPU or its driver failed
 };
 
 struct ErrorParts {

@@ -1,0 +1,221 @@
+// The `cuda` device: one allocation of HBM, pinned host memory, streams of CUDA.
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "kernels/cuda/check.h"
+#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/plugin.h"
+#include "kernels/cuda/stream.h"
+#include "kernels/host_memory.h"
+#include "kernels/optimizer.h"
+#include "spillway/error.h"
+#include "spillway/units.h"
+
+namespace spillway::cuda {
+namespace {
+
+CudaStream& as_cuda(Stream& stream) {
+  SPILLWAY_CHECK(stream.kind() == DeviceKind::kCuda, "a stream of another device");
+  return static_cast<CudaStream&>(stream);
+}
+const CudaStream& as_cuda(const Stream& stream) { return as_cuda(const_cast<Stream&>(stream)); }
+const CudaEvent& as_cuda(const Event& event) { return static_cast<const CudaEvent&>(event); }
+
+// Exactly the budget, in one piece.
+class HbmArena {
+ public:
+  explicit HbmArena(std::uint64_t bytes) : bytes_(bytes) {
+    if (bytes == 0) return;
+    const cudaError_t result = cudaMalloc(&memory_, bytes);
+    if (result == cudaErrorMemoryAllocation) {
+      static_cast<void>(cudaGetLastError());
+      std::size_t left = 0, all = 0;
+      check(cudaMemGetInfo(&left, &all), "asking for free memory");
+      throw Error(Code::kDoesNotFit, {"GPU memory",
+                                      fmt::format("{} MiB are asked for, {} of {} MiB are free", div_up(bytes, kMiB),
+                                                  left / kMiB, all / kMiB),
+                                      0, "lower spillway.hbm_bytes, or end other programs on this GPU"});
+    }
+    check(result, "reserving memory");
+  }
+  ~HbmArena() { static_cast<void>(cudaFree(memory_)); }
+  HbmArena(const HbmArena&) = delete;
+  HbmArena& operator=(const HbmArena&) = delete;
+
+  std::span<std::byte> memory() const noexcept { return {static_cast<std::byte*>(memory_), bytes_}; }
+  bool contains(const void* data, std::size_t bytes) const noexcept {
+    const auto* at = static_cast<const std::byte*>(data);
+    const auto* begin = static_cast<const std::byte*>(memory_);
+    return at >= begin && bytes <= bytes_ && at <= begin + (bytes_ - bytes);
+  }
+
+ private:
+  void* memory_ = nullptr;
+  std::uint64_t bytes_;
+};
+
+class Clock {
+ public:
+  Clock() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"); }
+  ~Clock() { static_cast<void>(cudaStreamDestroy(stream_)); }
+  Clock(const Clock&) = delete;
+  Clock& operator=(const Clock&) = delete;
+  cudaStream_t stream() const noexcept { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+class CudaDevice final : public Device {
+ public:
+  explicit CudaDevice(const CudaDeviceOptions& options) : arena_(options.hbm_bytes) {}
+
+  DeviceKind kind() const noexcept override { return DeviceKind::kCuda; }
+  std::span<std::byte> hbm() const noexcept override { return arena_.memory(); }
+  std::string describe() const override {
+    int device = 0, driver = 0;
+    cudaDeviceProp properties{};
+    check(cudaGetDevice(&device), "asking for the device");
+    check(cudaGetDeviceProperties(&properties, device), "asking for the device");
+    check(cudaDriverGetVersion(&driver), "asking for the driver");
+    return fmt::format("cuda: {} (sm_{}{}), {} of {} MiB of HBM reserved, driver for CUDA {}.{}", properties.name,
+                       properties.major, properties.minor, div_up(arena_.memory().size(), kMiB),
+                       properties.totalGlobalMem / kMiB, driver / 1000, driver % 1000 / 10);
+  }
+
+  void register_host(std::span<std::byte> memory) override {
+    registered_.add(memory);
+    const cudaError_t result = cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterDefault);
+    if (result == cudaSuccess) return;
+    registered_.remove(memory);
+    static_cast<void>(cudaGetLastError());
+    throw Error(Code::kDoesNotFit, {"pinned host memory",
+                                    fmt::format("{} MiB cannot be pinned for the GPU: {}", div_up(memory.size(), kMiB),
+                                                cudaGetErrorString(result)),
+                                    0, "lower spillway.host_bytes, or raise the memory limit of this process"});
+  }
+  void unregister_host(std::span<std::byte> memory) noexcept override {
+    static_cast<void>(cudaHostUnregister(memory.data()));
+    registered_.remove(memory);
+  }
+
+  std::unique_ptr<Stream> create_stream(std::string name) override {
+    return std::make_unique<CudaStream>(name, ++streams_, nullptr, clock_.stream());
+  }
+  std::unique_ptr<Stream> adopt_stream(void* native) override {
+    return std::make_unique<CudaStream>("", ++streams_, static_cast<cudaStream_t>(native), clock_.stream());
+  }
+  std::unique_ptr<Event> create_event() override { return std::make_unique<CudaEvent>(); }
+
+  bool done(const Event& event) const override { return as_cuda(event).raw.done(); }
+  void synchronize(const Event& event) const override {
+    check(cudaEventSynchronize(as_cuda(event).raw.get()), "work on the GPU");
+  }
+
+  void copy_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) override {
+    if (bytes == 0) return;
+    const bool to_host = kind == CopyKind::kDeviceToHost, from_host = kind == CopyKind::kHostToDevice;
+    SPILLWAY_CHECK(to_host ? registered_.contains(to, bytes) : arena_.contains(to, bytes),
+                   "a copy goes to registered host memory or to the HBM arena");
+    SPILLWAY_CHECK(from_host ? registered_.contains(from, bytes) : arena_.contains(from, bytes),
+                   "a copy comes from registered host memory or from the HBM arena");
+    const cudaMemcpyKind direction = to_host     ? cudaMemcpyDeviceToHost
+                                     : from_host ? cudaMemcpyHostToDevice
+                                                 : cudaMemcpyDeviceToDevice;
+    as_cuda(stream).add([&](cudaStream_t s) { check(cudaMemcpyAsync(to, from, bytes, direction, s), "a copy"); });
+  }
+
+  void fill_async(void* to, std::byte value, std::size_t bytes, Stream& stream) override {
+    check_device(to, bytes);
+    if (bytes == 0) return;
+    as_cuda(stream).add(
+        [&](cudaStream_t s) { check(cudaMemsetAsync(to, std::to_integer<int>(value), bytes, s), "a fill"); });
+  }
+
+  void call_async(void (*function)(void*), void* argument, Stream& stream) override {
+    as_cuda(stream).add([&](cudaStream_t s) { check(cudaLaunchHostFunc(s, function, argument), "a call"); });
+  }
+
+  void accumulate_async(float* accumulator, const void* from, DType from_type, std::size_t count, bool first,
+                        Stream& stream) override {
+    check_device(accumulator, count * sizeof(float));
+    check_device(from, count * size_of(from_type));
+    as_cuda(stream).add([&](cudaStream_t s) { cuda::accumulate(accumulator, from, from_type, count, first, s); });
+  }
+
+  void cast_async(void* to, DType to_type, const void* from, DType from_type, std::size_t count,
+                  Stream& stream) override {
+    check_device(to, count * size_of(to_type));
+    check_device(from, count * size_of(from_type));
+    as_cuda(stream).add([&](cudaStream_t s) { cuda::cast(to, to_type, from, from_type, count, s); });
+  }
+
+  void squared_norm_async(const void* data, DType type, std::size_t count, double* leaves, NormResult* result,
+                          Stream& stream) override {
+    check_device(data, count * size_of(type));
+    check_device(leaves, div_up(count, kNormLeaf) * sizeof(double));
+    check_device(result, sizeof(NormResult));
+    as_cuda(stream).add([&](cudaStream_t s) { cuda::squared_norm(data, type, count, leaves, result, s); });
+  }
+
+  void update_async(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end,
+                    std::uint32_t* finite, Stream& stream) override {
+    check_optimizer_arguments(tile, scalars, begin, end);
+    check_device(tile.weight, tile.count * size_of(tile.type));
+    check_device(tile.gradient, tile.count * size_of(tile.type));
+    for (const float* array : {tile.exp_avg, tile.exp_avg_sq, tile.master}) {
+      if (array != nullptr) check_device(array, tile.count * sizeof(float));
+    }
+    if (tile.residual != nullptr) check_device(tile.residual, tile.count * sizeof(std::int16_t));
+    check_device(finite, sizeof(*finite));
+    as_cuda(stream).add([&](cudaStream_t s) { cuda::update(tile, scalars, begin, end, finite, s); });
+  }
+
+  IdleSeconds idle(const Stream& stream) const override { return as_cuda(stream).idle(); }
+  double wait_seconds(const Stream& stream, const Stream& on) const override {
+    return as_cuda(stream).wait_seconds(as_cuda(on));
+  }
+
+ protected:
+  void do_record(Event& event, Stream& stream) override { as_cuda(stream).record(static_cast<CudaEvent&>(event)); }
+  void do_wait(Stream& stream, Event& event) override { as_cuda(stream).wait(static_cast<CudaEvent&>(event)); }
+
+ private:
+  void check_device(const void* data, std::size_t bytes) const {
+    SPILLWAY_CHECK(bytes == 0 || arena_.contains(data, bytes), "device work reads and writes the HBM arena only");
+  }
+
+  HbmArena arena_;
+  RegisteredMemory registered_;
+  Clock clock_;
+  std::atomic<std::uint64_t> streams_ = 0;
+};
+
+std::string unavailable() {
+  int driver = 0, runtime = 0, count = 0;
+  check(cudaRuntimeGetVersion(&runtime), "asking for the version");
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "no NVIDIA driver (libcuda.so.1) was found";
+  const cudaError_t result = cudaGetDeviceCount(&count);
+  if (result == cudaSuccess && count > 0) return {};
+  static_cast<void>(cudaGetLastError());
+  if (result == cudaSuccess || result == cudaErrorNoDevice) return "the driver shows no GPU";
+  return fmt::format("the driver serves CUDA {}.{} and this was built with {}.{}: {}", driver / 1000,
+                     driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, cudaGetErrorString(result));
+}
+
+const CudaPlugin kPlugin{
+    .interface = kCudaInterface, .unavailable = unavailable, .create = [](const CudaDeviceOptions& o) {
+      return std::unique_ptr<Device>(std::make_unique<CudaDevice>(o));
+    }};
+
+}  // namespace
+}  // namespace spillway::cuda
+
+extern "C" [[gnu::visibility("default")]] const spillway::CudaPlugin* spillway_cuda_plugin() {
+  return &spillway::cuda::kPlugin;
+}

@@ -1,0 +1,25 @@
+// What libspillway_cuda.so exports: one function, spillway_cuda_plugin, that returns this table. The library opens it
+// when a `cuda` device is asked for, so that the same program runs where there is no driver and no toolkit.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kernels/device.h"
+
+namespace spillway {
+
+// Changes whenever Device, this table or a type that crosses it does.
+inline constexpr std::uint32_t kCudaInterface = 1;
+inline constexpr const char* kCudaPlugin = "libspillway_cuda.so";
+inline constexpr const char* kCudaPluginEntry = "spillway_cuda_plugin";
+
+struct CudaPlugin {
+  std::uint32_t interface = 0;
+  // Empty: there is a GPU that the driver serves. No context is made.
+  std::string (*unavailable)();
+  std::unique_ptr<Device> (*create)(const CudaDeviceOptions& options);
+};
+
+}  // namespace spillway

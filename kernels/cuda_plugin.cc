@@ -1,0 +1,68 @@
+// Opens libspillway_cuda.so: beside the program or library that this is part of, else where the dynamic linker looks.
+#include <dlfcn.h>
+
+#include <filesystem>
+#include <string>
+
+#include "kernels/cuda/plugin.h"
+#include "spillway/error.h"
+
+namespace spillway {
+namespace {
+
+struct Opened {
+  const CudaPlugin* plugin = nullptr;
+  std::string why;  // not
+};
+
+std::filesystem::path beside() {
+  Dl_info info{};
+  if (::dladdr(reinterpret_cast<const void*>(&create_cuda_device), &info) == 0 || info.dli_fname == nullptr) return {};
+  std::error_code failure;
+  const auto self = std::filesystem::canonical(info.dli_fname, failure);
+  return failure ? std::filesystem::path() : self.parent_path() / kCudaPlugin;
+}
+
+// Never closed: CUDA's libraries do not unload cleanly.
+Opened open_plugin() {
+  void* library = nullptr;
+  std::error_code ignored;
+  const std::filesystem::path near = beside();
+  if (!near.empty() && std::filesystem::exists(near, ignored)) library = ::dlopen(near.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) library = ::dlopen(kCudaPlugin, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* why = ::dlerror();
+    return {nullptr, why != nullptr ? why : "it cannot be opened"};
+  }
+  using Entry = const CudaPlugin* (*)();
+  const auto entry = reinterpret_cast<Entry>(::dlsym(library, kCudaPluginEntry));
+  if (entry == nullptr) return {nullptr, std::string(kCudaPlugin) + " is not Spillway's"};
+  const CudaPlugin* plugin = entry();
+  if (plugin->interface != kCudaInterface) {
+    return {nullptr, std::string(kCudaPlugin) + " belongs to another version of Spillway"};
+  }
+  return {plugin, {}};
+}
+
+const Opened& opened() {
+  static const Opened once = open_plugin();
+  return once;
+}
+
+}  // namespace
+
+std::string cuda_unavailable() {
+  if (opened().plugin == nullptr) {
+    return "the plugin of the cuda device was not opened: " + opened().why;
+  }
+  return opened().plugin->unavailable();
+}
+
+std::unique_ptr<Device> create_cuda_device(const CudaDeviceOptions& options) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) {
+    throw Error(Code::kUnsupported, {"device cuda", why, 0, "`spillway doctor` looks closer"});
+  }
+  return opened().plugin->create(options);
+}
+
+}  // namespace spillway

@@ -1,0 +1,24 @@
+#include "src/device_choice.h"
+
+#include "spillway/engine.h"
+#include "spillway/error.h"
+
+namespace spillway {
+
+std::string why_not_cuda(const Config& config) { return config.device ? std::string() : cuda_unavailable(); }
+
+DeviceKind resolve_device(const Config& config) {
+  if (config.device == DeviceKind::kHost) return DeviceKind::kHost;
+  const std::string why = cuda_unavailable();
+  if (why.empty()) return DeviceKind::kCuda;
+  if (!config.device) return DeviceKind::kHost;
+  throw Error(Code::kUnsupported, {"spillway.device", "is cuda, and there is none: " + why, 0,
+                                   "`spillway doctor` looks closer; \"host\" emulates a GPU in RAM"});
+}
+
+std::unique_ptr<Device> create_device(const Config& config, std::uint64_t hbm_bytes, HostWorkers& workers) {
+  if (resolve_device(config) == DeviceKind::kCuda) return create_cuda_device({.hbm_bytes = hbm_bytes});
+  return create_host_device({.hbm_bytes = hbm_bytes}, workers);
+}
+
+}  // namespace spillway
