@@ -315,14 +315,14 @@ constexpr ConfigKey kKeys[] = {
     {"spillway", kSection, "", "what DeepSpeed has no word for"},
     {.path = "spillway.device",
      .kind = kChoice,
-     .standard = "\"auto\"",
-     .doc = "auto: cuda where there is a GPU, else host, whose HBM is emulated in RAM",
+     .standard = "\"host\"",
+     .doc = "host: HBM is emulated in RAM; cuda: the GPU; auto: cuda where there is one, else host",
      .set =
          [](D& d, const V& v) {
-           constexpr std::optional<DeviceKind> kChoices[] = {std::nullopt, DeviceKind::kCuda, DeviceKind::kHost};
+           constexpr std::optional<DeviceKind> kChoices[] = {DeviceKind::kHost, DeviceKind::kCuda, std::nullopt};
            d.config.device = kChoices[v.integer];
          },
-     .allowed = "auto|cuda|host"},
+     .allowed = "host|cuda|auto"},
     {"spillway.hbm_bytes", kBytes, "", "budget of GPU memory; what the plan asks for when missing",
      [](D& d, const V& v) { d.config.hbm_bytes = v.integer; }},
     {"spillway.host_bytes", kBytes, "", "budget of pinned host memory; what the plan asks for when missing",
