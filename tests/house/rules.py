@@ -107,7 +107,8 @@ def check_code(path, text):
         if room in LIBRARY and printed and not (path.as_posix() in STDERR_FILES and "std::fprintf(stderr" in line):
             yield number, f"{printed.group(0).strip()}: the library does not print; messages go through spillway/log.h"
         for pattern, home, word, name in RAW:
-            if pattern.search(line) and room != "tests" and not (room in home and (word in path.name or word in path.parts)):
+            at_home = room in home and (word in path.name or word in path.parts)
+            if pattern.search(line) and room != "tests" and not at_home:
                 yield number, f"uses {name} directly; only {home[0]}/*{word}* does"
 
 
