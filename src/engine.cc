@@ -100,6 +100,8 @@ class StepEngine final : public Engine {
 
  private:
   unsigned nodes() const { return static_cast<unsigned>(thread_shares_.size()); }
+  // What a guess is taken back to must be durable.
+  bool committed() const { return commits_.every_step() && durable_step_ == step_; }
   void refuse_if_failed() const;
   void make_ready(const char* call);
   template <typename Work>
@@ -200,6 +202,7 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     if (!stepping_) begin_step();
     if (pass == Pass::kBackward) {
       settle();
+      machinery_.updater->expect(speculation_.expected(committed()));
       machinery_.updater->advance(false);
     }
     const VisitCursor::Position before = cursor_.position();
@@ -280,10 +283,8 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
                    "its gradient came while those of too many other blocks were incomplete", 0,
                    "push all gradients of a block before the next, or leave ModelDescription::visits empty"});
     }
-    const bool complete = machinery_.gradients->push(gradient, stream);
-    // What a guess is taken back to must be durable.
-    const bool committed = commits_.every_step() && durable_step_ == step_;
-    if (!complete || !(plan_.blocks[gradient.block].early || (committed && speculation_.take(gradient.block)))) return;
+    if (!machinery_.gradients->push(gradient, stream)) return;
+    if (!plan_.blocks[gradient.block].early && !(committed() && speculation_.take(gradient.block))) return;
     scalars_of(config_, plan_.groups, next_update(), 1 / loss_scaler_.scale(), scalars_);
     machinery_.updater->add(gradient.block, scalars_);
   });

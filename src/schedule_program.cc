@@ -105,6 +105,10 @@ void ScheduleProgram::visit(std::uint32_t v) {
   const ScheduleVisit& visit = in_.visits[v];
   const bool backward = visit.pass == Pass::kBackward;
   if (backward && updating_) settle();
+  if (backward && !backward_) {
+    backward_ = true;
+    start_loads(early_, 0);  // Updater::expect
+  }
   cursor_ = v + 1;
   fetched_ = std::max(fetched_, cursor_);
   Place stays;
@@ -165,6 +169,7 @@ std::uint32_t ScheduleProgram::end_step() {
       add({.kind = OpKind::kStep}, {issued_, last(Lane::kCompute), last(Lane::kD2h), last(Lane::kEarlyUpdates)});
   if (!early_.order.empty()) first_buffer_ = buffer_of(early_.order.size());
   early_.next = early_.loading = complete_ = 0;
+  backward_ = false;
   late_.next = 0;
   updating_ = begun_ = !in_.update_on_device;
   return step;

@@ -133,6 +133,7 @@ class ScheduleProgram {
   std::vector<std::uint32_t> spilled_;  // by tile: its gradient's last write
   bool begun_ = true;                   // late_ is what the last step left, and not what is read ahead
   std::size_t complete_ = 0;            // of early_.order: their gradients are
+  bool backward_ = false;               // it has begun
   std::vector<std::uint32_t> landed_;   // by tile: its gradient's copy down
   std::vector<std::uint32_t> staging_freed_, staging_of_;  // by staging: the last copy from it; by block
   std::uint32_t next_staging_ = 0;

@@ -23,8 +23,7 @@ bool ScheduleProgram::run_until(std::uint32_t block, std::uint32_t place) {
 // that are due.
 void ScheduleProgram::start_loads(Run& run, std::size_t count) {
   const std::size_t due = &run == &late_ && !begun_ ? 0 : run.next;
-  const std::size_t known = &run == &early_ ? complete_ : run.order.size();
-  const std::size_t end = std::min(known, due + (in_.reads_ahead ? buffers_.size() : count));
+  const std::size_t end = std::min(run.order.size(), due + (in_.reads_ahead ? buffers_.size() : count));
   for (; run.loading < end; ++run.loading) {
     const std::uint32_t t = run.order[run.loading];
     const ScheduleTile& tile = in_.tiles[t];

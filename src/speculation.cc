@@ -4,14 +4,25 @@
 
 namespace spillway {
 
-std::vector<std::uint32_t> speculated_blocks(const Plan& plan, std::uint32_t count) {
+namespace {
+
+// The blocks of a kind, as the plan's visits complete their gradients.
+std::vector<std::uint32_t> as_completed(const Plan& plan, bool BlockPlan::*kind) {
   std::vector<std::size_t> last_visit(plan.blocks.size());
   for (std::size_t v = 0; v < plan.visits.size(); ++v) last_visit[plan.visits[v].block] = v;
-  std::vector<std::uint32_t> all, taken;
+  std::vector<std::uint32_t> blocks;
   for (std::uint32_t b = 0; b < plan.blocks.size(); ++b) {
-    if (plan.blocks[b].speculative) all.push_back(b);
+    if (plan.blocks[b].*kind) blocks.push_back(b);
   }
-  std::ranges::sort(all, {}, [&](std::uint32_t b) { return last_visit[b]; });
+  std::ranges::stable_sort(blocks, {}, [&](std::uint32_t b) { return last_visit[b]; });
+  return blocks;
+}
+
+}  // namespace
+
+std::vector<std::uint32_t> speculated_blocks(const Plan& plan, std::uint32_t count) {
+  const std::vector<std::uint32_t> all = as_completed(plan, &BlockPlan::speculative);
+  std::vector<std::uint32_t> taken;
   count = std::min(count, static_cast<std::uint32_t>(all.size()));
   for (std::uint64_t i = 0; i < count; ++i) taken.push_back(all[i * all.size() / count]);
   return taken;
@@ -20,6 +31,7 @@ std::vector<std::uint32_t> speculated_blocks(const Plan& plan, std::uint32_t cou
 Speculation::Speculation(const Plan& plan, std::optional<std::uint32_t> blocks)
     : plan_(plan), chooses_(!blocks && std::ranges::any_of(plan.blocks, &BlockPlan::speculative)) {
   choose(blocks.value_or(0));
+  if (plan.early_blocks && !plan.visits.empty()) expected_ = as_completed(plan, &BlockPlan::early);
 }
 
 void Speculation::choose(std::uint32_t blocks) {
@@ -27,6 +39,7 @@ void Speculation::choose(std::uint32_t blocks) {
   const std::vector<std::uint32_t> all = speculated_blocks(plan_, blocks);
   for (const std::uint32_t block : all) chosen_[block] = 1;
   blocks_ = static_cast<std::uint32_t>(all.size());
+  if (!plan_.visits.empty()) expected_ = all;
 }
 
 bool Speculation::take(std::uint32_t block) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "src/plan.h"
@@ -23,6 +24,11 @@ class Speculation {
   Speculation(const Plan& plan, std::optional<std::uint32_t> blocks);
 
   void begin_step() { taken_ = 0; }
+  // What is updated inside backward in this step, as gradients complete; empty where the order is not known.
+  // `committed`: what a guess is taken back to is durable.
+  std::span<const std::uint32_t> expected(bool committed) const noexcept {
+    return plan_.early_blocks || (committed && guesses()) ? expected_ : std::span<const std::uint32_t>();
+  }
   // A block's gradient is complete: it is updated now.
   bool take(std::uint32_t block);
   std::uint32_t taken() const noexcept { return taken_; }                    // in this step
@@ -39,6 +45,7 @@ class Speculation {
   const Plan& plan_;
   bool chooses_ = false;
   std::vector<std::uint8_t> chosen_;  // by block
+  std::vector<std::uint32_t> expected_;
   std::uint32_t blocks_ = 0, taken_ = 0;
   std::uint32_t unclipped_ = 0;  // the last steps, in a row
   std::uint32_t steps_ = 0;      // of this process

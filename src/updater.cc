@@ -31,7 +31,7 @@ void Updater::reset() {
   queue_.clear();
   std::ranges::fill(end_of_, 0u);
   early_end_ = next_ = loading_ = 0;
-  begun_ = stopped_ = false;
+  begun_ = stopped_ = expected_ = false;
   early_overflow_.reset();
 }
 
@@ -42,8 +42,16 @@ void Updater::append(std::uint32_t tile) {
   end_of_[block] = queue_.size();
 }
 
+void Updater::append_block(std::uint32_t block) {
+  const BlockPlan& plan = plan_.blocks[block];
+  for (std::uint32_t t = plan.first_tile; t < plan.first_tile + plan.tiles; ++t) {
+    if (plan_.tiles[t].range.trainable) append(t);
+  }
+}
+
 // What is not in the queue yet, in order.
 void Updater::fill_queue() {
+  forget_expected();
   if (queue_.size() == order_.size()) return;
   for (std::uint32_t tile : order_) {
     const std::uint32_t block = plan_.tiles[tile].block;
@@ -98,14 +106,31 @@ void Updater::cancel_read_ahead() {
   }
 }
 
-void Updater::add(std::uint32_t block, std::span<const OptimizerScalars> scalars) {
-  if (early_end_ < queue_.size()) return;  // what is read ahead already keeps its turn
-  scalars_ = scalars;
-  const BlockPlan& plan = plan_.blocks[block];
-  for (std::uint32_t t = plan.first_tile; t < plan.first_tile + plan.tiles; ++t) {
-    if (plan_.tiles[t].range.trainable) append(t);
+void Updater::expect(std::span<const std::uint32_t> blocks) {
+  if (!queue_.empty() || !plan_.host.reads_ahead) return;
+  for (const std::uint32_t block : blocks) append_block(block);
+  expected_ = !queue_.empty();
+  start_loads(next_, 0);
+}
+
+void Updater::forget_expected() {
+  if (!expected_) return;
+  expected_ = false;
+  for (; loading_ > early_end_; --loading_) {
+    const auto buffer = static_cast<std::uint32_t>((loading_ - 1) % mover_.buffers());
+    mover_.finish_load(buffer);
+    mover_.drop(buffer);
   }
-  early_end_ = queue_.size();
+  for (; queue_.size() > early_end_; queue_.pop_back()) end_of_[plan_.tiles[queue_.back()].block] = 0;
+}
+
+void Updater::add(std::uint32_t block, std::span<const OptimizerScalars> scalars) {
+  const bool comes_next = early_end_ < queue_.size() && plan_.tiles[queue_[early_end_]].block == block;
+  if (!comes_next) forget_expected();
+  if (early_end_ < queue_.size() && !expected_) return;  // what is read ahead already keeps its turn
+  scalars_ = scalars;
+  if (!comes_next) append_block(block);
+  early_end_ = end_of_[block];
   start_loads(next_, 0);
 }
 

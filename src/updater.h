@@ -23,9 +23,12 @@ class Updater {
   Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers, TileMover& mover,
           GradientCollector& gradients, Stream& stream, Watch watch = {});
 
-  // Inside backward, for blocks that are updated early: add(block) … ─► advance or make_room … ─► advance(all).
-  // Nothing of it is seen before begin(): whoever fetches a block gets the weights of the step before.
+  // Inside backward, for blocks that are updated early: expect(blocks) ─► add(block) … ─► advance or make_room … ─►
+  // advance(all). Nothing of it is seen before begin(): whoever fetches a block gets the weights of the step before.
   //
+  // The gradients of these blocks will complete, in this order: their tiles are read meanwhile, as far as there are
+  // buffers. Once in a step; what is added in another order costs what was read in vain.
+  void expect(std::span<const std::uint32_t> blocks);
   // The block's gradient is complete.
   void add(std::uint32_t block, std::span<const OptimizerScalars> scalars);
   // Updates the tiles of added blocks that have been read and whose gradients have landed; the rest too when `all`.
@@ -70,6 +73,8 @@ class Updater {
   bool under_way() const noexcept { return next_ < queue_.size(); }
   void fill_queue();
   void append(std::uint32_t tile);
+  void append_block(std::uint32_t block);
+  void forget_expected();
   bool arrived();
   void update_early();
   void stop();
@@ -96,6 +101,7 @@ class Updater {
   std::vector<std::uint32_t> queue_;            // of this step: early ones as their gradients complete, then in order
   std::vector<std::size_t> first_of_, end_of_;  // of each block's tiles in the queue; end 0: not in it
   std::size_t early_end_ = 0;                   // tiles of the queue before it were added
+  bool expected_ = false;                       // those behind it are expected; else it is their turn after begin()
   std::size_t next_ = 0;                        // ditto: are updated
   std::size_t loading_ = 0;                     // ditto: have been started to load
   bool begun_ = false, stopped_ = false, overflowed_ = false;
