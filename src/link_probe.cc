@@ -138,8 +138,8 @@ MachineRates probe_machine(Device& device, HostWorkers& workers, Stream& h2d, St
   return rates;
 }
 
-void probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byte> host, MachineRates& rates) {
-  if (host.size() < 4 * kRequestBytes) return;
+ProbedBytes probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byte> host, MachineRates& rates) {
+  if (host.size() < 4 * kRequestBytes) return {};
   std::vector<Extent> committed, free;
   std::uint64_t sum = 0;
   const auto tiles = static_cast<std::uint32_t>(store.layout().tiles.size());
@@ -154,7 +154,7 @@ void probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byt
   }
   const std::uint64_t scratch = store.layout().total_bytes - store.layout().scratch_offset;
   if (free.empty() && scratch > 0) free.push_back({store.layout().scratch_offset, scratch});
-  if (committed.empty() || free.empty()) return;
+  if (committed.empty() || free.empty()) return {};
   const double seconds = std::min(kMostDriveSeconds, static_cast<double>(sum) / kGuessedDriveRate / 20);
   Rounds reads(IoOp::kRead, std::move(committed)), writes(IoOp::kWrite, std::move(free));
   Rounds* const both[] = {&reads, &writes};
@@ -166,6 +166,7 @@ void probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byt
                          batch.add({.op = IoOp::kSync, .file = kStripedSpace});
                          batch.wait();
                        });
+  return {.read = reads.moved(), .written = writes.moved()};
 }
 
 }  // namespace spillway

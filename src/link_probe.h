@@ -24,7 +24,10 @@ MachineRates probe_machine(Device& device, HostWorkers& workers, Stream& h2d, St
 // Reads, writes and both at once, with requests of 1 MiB, in tiles' slots: what is committed is read, what is not is
 // overwritten; with one slot a tile, the scratch area. So nothing may be written and not committed. Takes about as long
 // as the store's own bytes take in a twentieth of a step, and half a second each at most. Fills nvme_* and sync_seconds
-// of `rates`.
-void probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byte> host, MachineRates& rates);
+// of `rates`; returns what it moved, which depends on how fast the drive was.
+struct ProbedBytes {
+  std::uint64_t read = 0, written = 0;
+};
+ProbedBytes probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byte> host, MachineRates& rates);
 
 }  // namespace spillway

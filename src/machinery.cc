@@ -168,10 +168,12 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
 
 void Machinery::measure_drive() {
   if (!store) return;
-  probe_drive(*thread, *store, probe_memory_, rates);
+  const ProbedBytes probed = probe_drive(*thread, *store, probe_memory_, rates);
   if (rates.nvme_mixed == 0) return;
-  log(LogLevel::kInfo, fmt::format("nvme link: {:.2f} GB/s read, {:.2f} written, {:.2f} both at once",
-                                   rates.nvme_read / 1e9, rates.nvme_write / 1e9, rates.nvme_mixed / 1e9));
+  log(LogLevel::kInfo,
+      fmt::format("nvme link: {:.2f} GB/s read, {:.2f} written, {:.2f} both at once; {} MiB read and {} written to see",
+                  rates.nvme_read / 1e9, rates.nvme_write / 1e9, rates.nvme_mixed / 1e9, div_up(probed.read, kMiB),
+                  div_up(probed.written, kMiB)));
 }
 
 Machinery::~Machinery() {
