@@ -100,7 +100,8 @@ class Workplace:
         shutil.rmtree(self.nvme, ignore_errors=True)
         self.nvme.mkdir()
         self.log.unlink(missing_ok=True)
-        fine.write_config(self.config, clipping=self.a.clipping, **config)
+        fine.write_config(self.config, clipping=self.a.clipping, tile_elements=self.a.tile_elements,
+                          buffers=self.a.buffers, **config)
         return [self.a.spillway, "finetune", "--config", self.config, "--model", self.model, "--data", self.data,
                 "--seq", seq]
 
@@ -223,7 +224,8 @@ def limits_of(resident, moved, drive, cores, steady):
 def step_case(a, place, seq, steady):
     """One line; with a peer a second and a third."""
     line = {"bench": "step", "shape": place.name, "layers": place.layers, "width": place.width,
-            "parameters": place.parameters, "seq": seq, "clipping": a.clipping, "steady_mb_per_s": steady}
+            "parameters": place.parameters, "seq": seq, "clipping": a.clipping, "steady_mb_per_s": steady,
+            "tile_elements": a.tile_elements, "buffers": a.buffers}
     with links.SteadyDrive(place.folder, steady * 1e6) if steady else contextlib.nullcontext() as group:
         probes = [links.probe_drive(place.folder, a.probe_bytes, a.aio_bench)]
         held = group.holds(probes[0]) if group else False
@@ -348,6 +350,8 @@ def parse():
     parser.add_argument("--steady", action="append", type=float, metavar="MBPS",
                         help="on a drive that a blkio cgroup holds at so many MB/s each way")
     parser.add_argument("--peer-python", help="the python of an environment with deepspeed: run it in turn")
+    parser.add_argument("--tile-elements", type=int, metavar="N", help="spillway.tile_elements")
+    parser.add_argument("--buffers", type=int, metavar="N", help="offload_optimizer.buffer_count")
     parser.add_argument("--accumulation", type=int, metavar="N",
                         help="only this: NVMe bytes with N micro-batches beside those with one")
     parser.add_argument("--commit", action="store_true", help="only this: what a commit at every step costs")

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 tools/install_packages.sh
 
 echo "== build"
-[ -f build/build.ninja ] || meson setup build --buildtype=release -Dtests=disabled >/dev/null
+[ -f build/build.ninja ] || meson setup build --buildtype=release -Dtests=disabled -Dgpu_arch=80 >/dev/null
 ninja -C build --quiet tools/spillway
 spillway=$PWD/build/tools/spillway
 
