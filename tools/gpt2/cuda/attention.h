@@ -3,8 +3,8 @@
 //
 // 16-bit tensors whose head width is a multiple of 8 up to 128 go through the tensor cores: sums in fp32, but
 // probabilities and their gradients are rounded to the tensor type before the product that takes them (each term of the
-// sum is then off by up to 2^-9 of itself in bf16, 2^-12 in fp16), as in FlashAttention-2 (arXiv:2307.08691). Everything
-// else is computed in plain fp32. Results are rounded once.
+// sum is then off by up to 2^-9 of itself in bf16, 2^-12 in fp16), as in FlashAttention-2 (arXiv:2307.08691).
+// Everything else is computed in plain fp32. Results are rounded once.
 //
 // Returned are errors of the arguments (cudaErrorInvalidValue: nothing was enqueued) and of the launches.
 #pragma once

@@ -114,9 +114,9 @@ __device__ __forceinline__ void read_numbers(Numbers<kWidth, Side::kKeys>& numbe
 
 // scores become P; those of keys after the query, which includes all keys past the end, become zeros.
 template <int kWidth, Side kSide>
-__device__ __forceinline__ void find_probabilities(
-    Accumulators<Shared<kWidth, kSide>::kRowTiles, kStepTiles>& scores, const Numbers<kWidth, kSide>& numbers,
-    float unit, bool masked, int first_row, int first_column) {
+__device__ __forceinline__ void find_probabilities(Accumulators<Shared<kWidth, kSide>::kRowTiles, kStepTiles>& scores,
+                                                   const Numbers<kWidth, kSide>& numbers, float unit, bool masked,
+                                                   int first_row, int first_column) {
   constexpr bool kOfQueries = kSide == Side::kQueries;
   const int lane = threadIdx.x % 32, row = first_row + lane / 4, column = first_column + lane % 4 * 2;
 #pragma unroll

@@ -1,6 +1,6 @@
-// Forward on tensor cores, after FlashAttention-2 (arXiv:2307.08691): a block has 128 queries of one head, 32 to a warp,
-// and goes through the keys it sees 64 (wide heads: 32) at a time, last ones first. Scores and sums stay in registers; while one block of
-// keys and values is worked on, the next is copied into shared memory.
+// Forward on tensor cores, after FlashAttention-2 (arXiv:2307.08691): a block has 128 queries of one head, 32 to a
+// warp, and goes through the keys it sees 64 (wide heads: 32) at a time, last ones first. Scores and sums stay in
+// registers; while one block of keys and values is worked on, the next is copied into shared memory.
 #include "tools/gpt2/cuda/attention_tile.cuh"
 
 namespace spillway::gpt2::attention {
@@ -20,8 +20,8 @@ struct Shared {
   static_assert(kBytes <= 99 * 1024);
 };
 
-// Of each of a lane's rows, [i][half] for row 16 i + 8 half + lane / 4 of the warp's: an upper bound of its scores, nearly
-// (unscaled), and this lane's part of its sum of exponentials.
+// Of each of a lane's rows, [i][half] for row 16 i + 8 half + lane / 4 of the warp's: an upper bound of its scores,
+// nearly (unscaled), and this lane's part of its sum of exponentials.
 struct Softmax {
   float top[kRowTiles][2], sum[kRowTiles][2];
 };

@@ -63,9 +63,9 @@ cudaError_t launch(void (*kernel)(Problem, Op), const Problem& problem, const Op
                    std::size_t shared_bytes, cudaStream_t stream) {
   const std::uint64_t blocks = std::uint64_t{problem.order.pairs} * problem.order.tiles;
   if (blocks > INT_MAX) return cudaErrorInvalidValue;
-  const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared_bytes));
+  const cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(shared_bytes));
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));

@@ -1,8 +1,8 @@
 // Tiles of 16-bit tensors in shared memory, and products of 16x16 pieces of them in tensor cores.
 //
 // A tile has kWidth columns: the head width rounded up, zeros past its end. A row is kWidth / 8 chunks of 16 bytes; in
-// memory the chunks of a row are permuted, so that the eight rows that ldmatrix reads at one chunk lie in eight different
-// groups of four banks:
+// memory the chunks of a row are permuted, so that the eight rows that ldmatrix reads at one chunk lie in eight
+// different groups of four banks:
 //
 //   width 64, 128    row r keeps chunk c at c ^ (r % 8)        a row starts at bank 0
 //   width 96         row r keeps chunk c at c ^ (r / 2 % 4)    odd rows (192 bytes each) start at bank 16
@@ -39,8 +39,8 @@ __device__ __forceinline__ int offset_of(int row, int chunk) {
 template <int kWidth>
 class Pieces {
  public:
-  // Upper left, lower left, upper right, lower right: a[0..3] as stored; transposed: b0, b1 of the left 8 columns and b0,
-  // b1 of the right ones.
+  // Upper left, lower left, upper right, lower right: a[0..3] as stored; transposed: b0, b1 of the left 8 columns and
+  // b0, b1 of the right ones.
   __device__ __forceinline__ static Pieces by_columns(std::uint32_t tile, int first_row) {
     const int lane = threadIdx.x % 32;
     return Pieces(tile, first_row + lane % 16, lane / 16);
@@ -73,7 +73,8 @@ __device__ __forceinline__ void begin_load(std::uint32_t tile, const Element* fr
   for (int pass = 0; pass < kRows * kChunks / kThreads; ++pass) {
     const int index = pass * kThreads + threadIdx.x, row = index / kChunks, chunk = index % kChunks;
     const bool valid = first + row < problem.sequence && chunk * 8 < problem.head_width;
-    copy_16_bytes(tile + offset_of<kWidth>(row, chunk), valid ? from + (first + row) * stride + chunk * 8 : from, valid);
+    copy_16_bytes(tile + offset_of<kWidth>(row, chunk), valid ? from + (first + row) * stride + chunk * 8 : from,
+                  valid);
   }
 }
 
@@ -222,8 +223,8 @@ __device__ __forceinline__ void add_weighted(Accumulators<kRowTiles, kWidth / 8>
   }
 }
 
-// Writes a warp's sums, times a factor for each row (of m-tile i, 8 rows further: factors[i][1]), into its rows of a tile
-// whose first is a multiple of 8.
+// Writes a warp's sums, times a factor for each row (of m-tile i, 8 rows further: factors[i][1]), into its rows of a
+// tile whose first is a multiple of 8.
 template <typename Element, int kWidth, int kRowTiles>
 __device__ __forceinline__ void write_rows(unsigned char* tile, const Accumulators<kRowTiles, kWidth / 8>& sum,
                                            const float (&factors)[kRowTiles][2]) {
@@ -235,8 +236,8 @@ __device__ __forceinline__ void write_rows(unsigned char* tile, const Accumulato
       const int row = 16 * i + 8 * half + lane / 4;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
-        *reinterpret_cast<std::uint32_t*>(tile + offset_of<kWidth>(row, n) + lane % 4 * 4) = pack<Element>(
-            sum[i][n][2 * half] * factors[i][half], sum[i][n][2 * half + 1] * factors[i][half]);
+        *reinterpret_cast<std::uint32_t*>(tile + offset_of<kWidth>(row, n) + lane % 4 * 4) =
+            pack<Element>(sum[i][n][2 * half] * factors[i][half], sum[i][n][2 * half + 1] * factors[i][half]);
       }
     }
   }
