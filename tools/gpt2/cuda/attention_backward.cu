@@ -51,32 +51,48 @@ struct Numbers {
   float log_sum[kOuter][2], delta[kOuter][2];
 };
 
+template <typename Element>
+__device__ __forceinline__ float dot_of_eight(const uint4& left, const uint4& right) {
+  const std::uint32_t l[4] = {left.x, left.y, left.z, left.w}, r[4] = {right.x, right.y, right.z, right.w};
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 a = unpack(l[i], Element()), b = unpack(r[i], Element());
+    sum = __fmaf_rn(a.x, b.x, sum);
+    sum = __fmaf_rn(a.y, b.y, sum);
+  }
+  return sum;
+}
+
 // delta of a warp's queries, from `first` on, into shared and into global memory.
 template <typename Element, int kWidth, int kWarpRows>
 __device__ __forceinline__ void find_delta(float* shared_delta, float* delta, const Element* out, const Element* dout,
                                            int first, const Problem& problem) {
-  constexpr int kGroup = kWidth == 64 ? 8 : 16;  // lanes of a row, 8 columns each
+  constexpr int kGroup = kWidth == 64 ? 8 : 16;          // lanes of a row, 8 columns each
+  constexpr int kPassRows = 32 / kGroup, kTogether = 4;  // passes whose loads are on their way at the same time
+  static_assert(kWarpRows % (kPassRows * kTogether) == 0);
   const int lane = threadIdx.x % 32, column = lane % kGroup * 8;
-#pragma unroll 4
-  for (int row = lane / kGroup; row < kWarpRows; row += 32 / kGroup) {
-    const int query = first + row;
-    float sum = 0;
-    if (query < problem.sequence && column < problem.head_width) {
-      const uint4 a = *reinterpret_cast<const uint4*>(out + query * problem.width + column);
-      const uint4 b = *reinterpret_cast<const uint4*>(dout + query * problem.width + column);
-      const std::uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll 1
+  for (int row = lane / kGroup; row < kWarpRows; row += kPassRows * kTogether) {
+    uint4 left[kTogether] = {}, right[kTogether] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 l = unpack(left[i], Element()), r = unpack(right[i], Element());
-        sum = __fmaf_rn(l.x, r.x, sum);
-        sum = __fmaf_rn(l.y, r.y, sum);
+    for (int pass = 0; pass < kTogether; ++pass) {
+      const int query = first + row + pass * kPassRows;
+      if (query < problem.sequence && column < problem.head_width) {
+        left[pass] = *reinterpret_cast<const uint4*>(out + query * problem.width + column);
+        right[pass] = *reinterpret_cast<const uint4*>(dout + query * problem.width + column);
       }
     }
 #pragma unroll
-    for (int distance = kGroup / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-    if (column == 0) {
-      shared_delta[row] = sum;
-      if (query < problem.sequence) delta[query] = sum;
+    for (int pass = 0; pass < kTogether; ++pass) {
+      const int at = row + pass * kPassRows;
+      float sum = dot_of_eight<Element>(left[pass], right[pass]);
+#pragma unroll
+      for (int distance = kGroup / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+      if (column == 0) {
+        shared_delta[at] = sum;
+        if (first + at < problem.sequence) delta[first + at] = sum;
+      }
     }
   }
   __syncwarp();
@@ -186,16 +202,17 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Problem problem, Bac
 
   const std::uint32_t rows_x = shared_address(shared), rows_y = rows_x + Layout::kRowsBytes;
   float* shared_numbers = reinterpret_cast<float*>(shared + Layout::kNumbersAt);
+  // That a thread copies, of all columns.
+  const int number = threadIdx.x % kColumns;
+  const float* own_numbers = (threadIdx.x < kColumns ? log_sums : delta) + number;
   const auto begin_columns = [&](int first, int stage) {
     const std::uint32_t x = rows_x + Layout::kStageAt + stage * 2 * Layout::kColumnsBytes;
     const std::uint32_t y = x + Layout::kColumnsBytes;
     begin_load<kWidth, kColumns>(x, kOfQueries ? key : query, qkv_stride, first, problem);
     begin_load<kWidth, kColumns>(y, kOfQueries ? value : dout, kOfQueries ? qkv_stride : dout_stride, first, problem);
     if constexpr (!kOfQueries) {
-      const int index = threadIdx.x, position = first + index % kColumns;
-      const bool valid = position < problem.sequence;
-      copy_4_bytes(shared_address(shared_numbers + stage * Layout::kStageNumbers + index),
-                   (index < kColumns ? log_sums : delta) + (valid ? position : 0), valid);
+      copy_4_bytes(shared_address(shared_numbers + stage * Layout::kStageNumbers + threadIdx.x), own_numbers + first,
+                   first + number < problem.sequence);
     }
     commit_copies();
   };

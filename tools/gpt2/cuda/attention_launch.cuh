@@ -47,7 +47,9 @@ inline Problem problem_of(const AttentionShape& shape, std::uint32_t rows) {
   constexpr std::uint64_t kCacheBytes = 16 << 20;
   const std::uint32_t head_width = shape.width / shape.heads, pairs = shape.batch * shape.heads;
   const std::uint64_t bytes = std::uint64_t{2} * shape.sequence * head_width * size_of(shape.type);
-  const auto section = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(kCacheBytes / bytes, 1, pairs));
+  // All sections alike: the blocks of a small last one would run alone.
+  const std::uint64_t sections = std::min<std::uint64_t>((pairs * bytes + kCacheBytes - 1) / kCacheBytes, pairs);
+  const auto section = static_cast<std::uint32_t>((pairs + sections - 1) / sections);
   return {.sequence = static_cast<int>(shape.sequence),
           .heads = static_cast<int>(shape.heads),
           .head_width = static_cast<int>(head_width),

@@ -13,8 +13,8 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* shared) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Asynchronous copies from global into shared memory; zeros where not `valid`. `from` must be a mapped address even
-// then.
+// Asynchronous copies from global into shared memory. Where not `valid`: zeros, and `from` may be any address, since
+// zero bytes are read of it.
 __device__ __forceinline__ void copy_16_bytes(std::uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }

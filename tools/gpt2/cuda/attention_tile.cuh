@@ -63,18 +63,27 @@ class Pieces {
   int chunk_;
 };
 
-// Begins to copy rows [first, first + kRows) of a tensor [sequence][head_width], `stride` elements from row to row.
+// Begins to copy rows [first, first + kRows) of a tensor [sequence][head_width], `stride` elements from row to row. A
+// thread copies the same chunks of rows that are a multiple of 8 apart, which are permuted alike.
 template <int kWidth, int kRows, typename Element>
 __device__ __forceinline__ void begin_load(std::uint32_t tile, const Element* from, std::int64_t stride, int first,
                                            const Problem& problem) {
-  constexpr int kChunks = kWidth / 8;
-  static_assert(kRows * kChunks % kThreads == 0);
+  // Of a row, that lanes next to each other copy: all, or at width 96 a third, the lower two bits of chunk numbers.
+  constexpr int kChunks = kWidth == 96 ? 4 : kWidth / 8;
+  constexpr int kPassRows = kThreads / kChunks;
+  static_assert(kRows % kPassRows == 0 && kPassRows % 8 == 0);
+  const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+  const Element* source = from + (first + row) * stride + chunk * 8;
+  const std::uint32_t to = tile + offset_of<kWidth>(row, chunk);
 #pragma unroll
-  for (int pass = 0; pass < kRows * kChunks / kThreads; ++pass) {
-    const int index = pass * kThreads + threadIdx.x, row = index / kChunks, chunk = index % kChunks;
-    const bool valid = first + row < problem.sequence && chunk * 8 < problem.head_width;
-    copy_16_bytes(tile + offset_of<kWidth>(row, chunk), valid ? from + (first + row) * stride + chunk * 8 : from,
-                  valid);
+  for (int pass = 0; pass < kRows / kPassRows; ++pass) {
+#pragma unroll
+    for (int part = 0; part < kWidth / 8 / kChunks; ++part) {
+      const bool valid =
+          first + row + pass * kPassRows < problem.sequence && (chunk + part * kChunks) * 8 < problem.head_width;
+      copy_16_bytes(to + pass * kPassRows * kRowBytes<kWidth> + part * kChunks * 16,
+                    source + pass * kPassRows * stride + part * kChunks * 8, valid);
+    }
   }
 }
 
