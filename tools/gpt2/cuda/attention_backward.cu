@@ -202,17 +202,20 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Problem problem, Bac
 
   const std::uint32_t rows_x = shared_address(shared), rows_y = rows_x + Layout::kRowsBytes;
   float* shared_numbers = reinterpret_cast<float*>(shared + Layout::kNumbersAt);
-  // That a thread copies, of all columns.
-  const int number = threadIdx.x % kColumns;
-  const float* own_numbers = (threadIdx.x < kColumns ? log_sums : delta) + number;
   const auto begin_columns = [&](int first, int stage) {
     const std::uint32_t x = rows_x + Layout::kStageAt + stage * 2 * Layout::kColumnsBytes;
     const std::uint32_t y = x + Layout::kColumnsBytes;
     begin_load<kWidth, kColumns>(x, kOfQueries ? key : query, qkv_stride, first, problem);
     begin_load<kWidth, kColumns>(y, kOfQueries ? value : dout, kOfQueries ? qkv_stride : dout_stride, first, problem);
     if constexpr (!kOfQueries) {
-      copy_4_bytes(shared_address(shared_numbers + stage * Layout::kStageNumbers + threadIdx.x), own_numbers + first,
-                   first + number < problem.sequence);
+      const int number = threadIdx.x % kColumns;
+      const bool valid = first + number < problem.sequence;
+      const std::uint32_t to = shared_address(shared_numbers + stage * Layout::kStageNumbers + threadIdx.x);
+      if (threadIdx.x < kColumns) {
+        copy_4_bytes(to, log_sums + first + number, valid);
+      } else {
+        copy_4_bytes(to, delta + first + number, valid);
+      }
     }
     commit_copies();
   };
