@@ -43,6 +43,9 @@ CudaOps::CudaOps(const Shape& shape) : shape_(shape) {
                 "take a width that is a multiple of 8, or a narrower model");
   }
   gpu_ = properties.name;
+  // Elsewhere cuBLASLt's kernels with gelu, or with the bias gradient, cost more than the two one after the other
+  // (github.com/karpathy/llm.c/pull/338 and 591, sgl-project/sglang/pull/34350, NVIDIA/CUDALibrarySamples/issues/90).
+  fuses_ = properties.major == 9 || properties.major == 10;
   const std::size_t widest = std::max<std::size_t>(shape.inner, 3 * std::size_t{shape.width});
   const std::size_t most =
       std::max({slice_tokens() * logits_stride() * sizeof(float), embedding_backward_scratch_bytes(shape),
@@ -85,17 +88,18 @@ CudaOps::LayerProducts CudaOps::plan_layer(std::uint64_t in, std::uint64_t out) 
   Product weight{"a product for a weight's gradient", out, in, m, type, type, {false, out}, {true, in}, out};
   LayerProducts planned{
       .forward = gemm_->plan(forward), .backward_input = gemm_->plan(backward), .weight_gradient = gemm_->plan(weight)};
-  if (type == DType::kFloat32) return planned;  // its gelu is exact to the last places, and its sums are our own
-  // cuBLASLt wants rows of gelu's argument at multiples of 8 elements.
+  if (type == DType::kFloat32) return planned;  // its gelu is exact to the last places
+  weight.result = DType::kFloat32;
+  planned.weight_gradient_sum = gemm_->plan(weight);
+  if (!fuses_) return planned;
+  // cuBLASLt wants columns of gelu's argument at multiples of 8 elements.
   forward.epilogue = Epilogue::kGelu;
   if (out % 8 == 0) planned.forward_gelu = gemm_->find(forward);
   backward.epilogue = Epilogue::kGeluBackward;
   if (in % 8 == 0) planned.backward_input_gelu = gemm_->find(backward);
   weight.epilogue = Epilogue::kBiasGradient;
+  weight.result = type;
   planned.weight_gradient_bias = gemm_->find(weight);
-  weight.epilogue = Epilogue::kNone;
-  weight.result = DType::kFloat32;
-  planned.weight_gradient_sum = gemm_->plan(weight);
   return planned;
 }
 

@@ -84,6 +84,7 @@ class CudaOps final : public Ops {
 
   Shape shape_;
   std::string gpu_;
+  bool fuses_ = false;  // gelu and bias gradients into products, where type and shape allow it
   std::size_t shared_bytes_ = 0;
 
   const Engine* engine_ = nullptr;
