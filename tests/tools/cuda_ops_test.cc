@@ -61,7 +61,7 @@ class GpuEngine final : public Engine {
   std::vector<std::string> describe() const override { return {}; }
   std::optional<double> predicted_step_seconds() const override { return std::nullopt; }
   void import_weights(const WeightSource&) override { refuse(); }
-  std::unique_ptr<Stream> adopt_stream(void*) { refuse(); }
+  std::unique_ptr<Stream> adopt_stream(void*) override { refuse(); }
   Lease acquire(std::uint32_t, Pass, Stream&) override { refuse(); }
   ActivationLease acquire_activation(std::uint32_t, Access, Stream&) override { refuse(); }
   Insides insides(std::uint32_t) override { refuse(); }

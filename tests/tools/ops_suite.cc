@@ -3,6 +3,7 @@
 #include "tests/tools/ops_suite.h"
 
 #include <cstdlib>
+#include <utility>
 
 namespace spillway::gpt2 {
 namespace {
@@ -239,13 +240,13 @@ INSTANTIATE_TEST_SUITE_P(Variants, OpsOfSizeTest, testing::ValuesIn(ops_variants
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST_P(OpsOfSizeTest, LayerNormTakesWideRows) {
-  for (const std::uint32_t width : {1035u, 2080u, 4224u, 8208u}) {
+  for (const auto& [width, heads] : {std::pair{1035u, 9u}, {2080u, 65u}, {4224u, 66u}, {8208u, 114u}}) {
     SCOPED_TRACE(width);
     const Shape shape{.type = GetParam().type,
                       .batch = 1,
                       .sequence = 11,
                       .width = width,
-                      .heads = 1,
+                      .heads = heads,
                       .inner = 8,
                       .vocabulary = 8,
                       .positions = 11,

@@ -11,6 +11,8 @@
 namespace spillway::gpt2 {
 namespace {
 
+constexpr std::uint32_t kWidestHead = 256;  // attention.h
+
 using Range = nvtx3::scoped_range;  // what a profiler shows of the enqueueing thread
 
 [[noreturn]] void unsupported(std::string happened, std::string hint) {
@@ -41,6 +43,10 @@ CudaOps::CudaOps(const Shape& shape) : shape_(shape) {
   if (!layer_norm_fits(shape)) {
     unsupported(fmt::format("a width of {} is too much for layer norm", shape.width),
                 "take a width that is a multiple of 8, or a narrower model");
+  }
+  if (shape.width / shape.heads > kWidestHead) {
+    unsupported(fmt::format("heads of {} are too wide for attention", shape.width / shape.heads),
+                fmt::format("take a model whose heads are at most {} wide", kWidestHead));
   }
   gpu_ = properties.name;
   // Elsewhere cuBLASLt's kernels with gelu, or with the bias gradient, cost more than the two one after the other
