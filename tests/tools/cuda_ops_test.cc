@@ -101,8 +101,8 @@ class GpuMachine final : public OpsMachine {
 
  private:
   void copy(void* to, const void* from, std::size_t bytes) {
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(engine_.stream().native())));
     engine_.stream().synchronize();
-    check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
   }
   std::unique_ptr<Ops> ops_;
   GpuEngine engine_;
