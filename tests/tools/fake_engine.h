@@ -140,6 +140,10 @@ class FakeEngine final : public Engine {
   std::optional<double> predicted_step_seconds() const override { return std::nullopt; }
   DeviceKind device_kind() const override { return DeviceKind::kHost; }
   Stream& stream() override { return stream_; }
+  std::unique_ptr<Stream> adopt_stream(void*) override {
+    SPILLWAY_CHECK(false, "this engine has a stream of its own");
+    return nullptr;
+  }
   std::span<std::byte> workspace() override { return workspace_; }
   bool in_hbm(const void* data, std::size_t bytes) const override {
     const auto* begin = static_cast<const std::byte*>(data);

@@ -140,7 +140,8 @@ class Run {
     if (!options_.load.empty()) snapshot_ = newest_snapshot(options_.load);
     if (!options_.resume && snapshot_.empty()) weights_.emplace(options_.model, describe_model(model_, 0));
     if (weights_ && config_.weights == DType::kFloat16) weights_->check_fp16();
-    trainer_.emplace(model_, TrainerOptions{.type = config_.weights,
+    trainer_.emplace(model_, TrainerOptions{.device = resolve_device(config_),
+                                            .type = config_.weights,
                                             .micro_batch = config_.micro_batch,
                                             .accumulation = config_.gradient_accumulation,
                                             .sequence = options_.sequence,

@@ -1,9 +1,9 @@
 // The operations a GPT-2 model is made of: forward and backward, one implementation per device.
 //
 // Every pointer is a device address inside the engine's HBM arena (anything else is refused) but where `host` is
-// written. Work is enqueued on the stream and runs later, in order; one stream at a time. Tensors are row-major, in the
-// model's weight type unless a comment says fp32. An operation computes in fp32 and rounds its result once. M = batch *
-// sequence tokens of one micro-batch, C = width.
+// written. Work is enqueued on the stream and runs later, in order; one stream at a time. Tensors are row-major,
+// aligned to 16 bytes, in the model's weight type unless a comment says fp32. An operation computes in fp32 and rounds
+// its result once. M = batch * sequence tokens of one micro-batch, C = width. Errors while work is enqueued: kDevice.
 #pragma once
 
 #include <cstddef>
@@ -64,10 +64,19 @@ struct Linear {
   const void* residual;  // [M][out]; may be null
   void* y;
 };
+// after = gelu(before), before = x · weight + bias. Whether gelu sees `before` rounded is the device's choice, the same
+// every time. gelu is GPT-2's: the form with tanh.
+struct LinearGelu {
+  std::uint32_t in, out;
+  const void *x, *weight, *bias;
+  void *before, *after;  // [M][out]
+};
+// dx = (dy · weightᵀ) * gelu'(gelu_before)
 struct LinearBackwardInput {
   std::uint32_t in, out;
   const void *dy, *weight;
   void* dx;
+  const void* gelu_before = nullptr;  // [M][in], what gelu was computed of; null: x did not come of gelu
 };
 struct LinearBackwardWeight {
   std::uint32_t in, out;
@@ -77,22 +86,16 @@ struct LinearBackwardWeight {
   bool accumulate;
 };
 
-struct Gelu {
-  const void* x;  // [M][inner]
-  void* y;
-};
-struct GeluBackward {
-  const void *x, *dy;
-  void* dx;  // may be dy
-};
-
 // Causal self-attention over rows of [query | key | value], each C wide.
 struct Attention {
   const void* qkv;  // [M][3C]
   void* out;        // [M][C]
+  float* log_sums;  // fp32 [Ops::attention_log_sums()], for the way back; aligned to 16
 };
 struct AttentionBackward {
-  const void *qkv, *dout;
+  const void *qkv, *out;
+  const float* log_sums;
+  const void* dout;
   void* dqkv;
 };
 
@@ -114,10 +117,14 @@ class Ops {
   virtual std::vector<std::string> describe() const = 0;
   // Device memory that the operations work in; known before the engine exists.
   virtual std::uint64_t scratch_bytes() const = 0;
+  // Floats that one Attention leaves for its AttentionBackward.
+  virtual std::size_t attention_log_sums() const = 0;
   // Must be called once, before any operation. `scratch` is aligned to 4096; the engine must outlive this object.
   virtual void bind(const Engine& engine, std::span<std::byte> scratch) = 0;
 
-  // `host` memory must stay as it is until the stream got there.
+  // Memory that upload and download name, in whole pages of 4096 bytes; it must outlive this object.
+  virtual void register_host(std::span<std::byte> memory) = 0;
+  // `host` lies in registered memory and must stay as it is until the stream got there.
   virtual void upload(const void* host, void* device, std::size_t bytes, Stream& stream) = 0;
   virtual void download(const void* device, void* host, std::size_t bytes, Stream& stream) = 0;
   virtual void zero(void* device, std::size_t bytes, Stream& stream) = 0;
@@ -127,10 +134,9 @@ class Ops {
   virtual void run(const LayerNorm& op, Stream& stream) = 0;
   virtual void run(const LayerNormBackward& op, Stream& stream) = 0;
   virtual void run(const Linear& op, Stream& stream) = 0;
+  virtual void run(const LinearGelu& op, Stream& stream) = 0;
   virtual void run(const LinearBackwardInput& op, Stream& stream) = 0;
   virtual void run(const LinearBackwardWeight& op, Stream& stream) = 0;
-  virtual void run(const Gelu& op, Stream& stream) = 0;
-  virtual void run(const GeluBackward& op, Stream& stream) = 0;
   virtual void run(const Attention& op, Stream& stream) = 0;
   virtual void run(const AttentionBackward& op, Stream& stream) = 0;
   virtual void run(const HeadLoss& op, Stream& stream) = 0;
@@ -138,5 +144,8 @@ class Ops {
 
 // `threads`: at least as many as the engine's compute threads (Config::threads, resolved).
 std::unique_ptr<Ops> create_host_ops(const Shape& shape, unsigned threads);
+// The operations of a device. Those of `cuda` are a plugin (ops_plugin.h), for the first GPU that CUDA shows;
+// kUnsupported says why it cannot be opened, or what the shape asks too much.
+std::unique_ptr<Ops> create_ops(DeviceKind device, const Shape& shape, unsigned threads);
 
 }  // namespace spillway::gpt2

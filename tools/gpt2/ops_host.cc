@@ -289,11 +289,22 @@ void HostOps::linear(const Linear& op, HostWorkers& workers) const {
   });
 }
 
+void HostOps::run(const LinearGelu& op, Stream& stream) {
+  const std::size_t count = shape_.tokens() * op.out;
+  require_in_hbm(op.after, count * element_bytes());
+  run(Linear{op.in, op.out, op.x, op.weight, op.bias, nullptr, op.before}, stream);
+  stream.launch([this, op, count](HostWorkers& workers) {
+    for_pieces(workers, count, kElementsPerPiece,
+               [&](std::size_t first, std::size_t n) { kernels_.gelu(at(op.before, first), at(op.after, first), n); });
+  });
+}
+
 void HostOps::run(const LinearBackwardInput& op, Stream& stream) {
   const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
   require_in_hbm(op.dy, m * out * e);
   require_in_hbm(op.weight, in * out * e);
   require_in_hbm(op.dx, m * in * e);
+  if (op.gelu_before != nullptr) require_in_hbm(op.gelu_before, m * in * e);
   stream.launch([this, op](HostWorkers& workers) { linear_backward_input(op, workers); });
 }
 
@@ -311,6 +322,11 @@ void HostOps::linear_backward_input(const LinearBackwardInput& op, HostWorkers& 
       gemm_.run({rows, out, operands_, false}, slot, dy + row * out * operand_bytes(), s.panel, s.tile, pad_of(slot));
       kernels_.store_tile(s.tile, rows, count, nullptr, nullptr, at(op.dx, row * in + first), in);
     }
+  });
+  if (op.gelu_before == nullptr) return;
+  for_pieces(workers, m * in, kElementsPerPiece, [&](std::size_t first, std::size_t count) {
+    std::byte* dx = at(op.dx, first);
+    kernels_.gelu_backward(at(op.gelu_before, first), dx, dx, count);
   });
 }
 
@@ -347,28 +363,6 @@ void HostOps::linear_backward_weight(const LinearBackwardWeight& op, HostWorkers
     float sum[kPanel] = {};
     kernels_.column_sums(at(op.dy, first), out, m, count, sum);
     store_gradient(sum, 1, count, op.gradient, op.accumulate, op.dbias, first, out);
-  });
-}
-
-void HostOps::run(const Gelu& op, Stream& stream) {
-  const std::size_t count = shape_.tokens() * shape_.inner;
-  require_in_hbm(op.x, count * element_bytes());
-  require_in_hbm(op.y, count * element_bytes());
-  stream.launch([this, op, count](HostWorkers& workers) {
-    for_pieces(workers, count, kElementsPerPiece,
-               [&](std::size_t first, std::size_t n) { kernels_.gelu(at(op.x, first), at(op.y, first), n); });
-  });
-}
-
-void HostOps::run(const GeluBackward& op, Stream& stream) {
-  const std::size_t count = shape_.tokens() * shape_.inner;
-  require_in_hbm(op.x, count * element_bytes());
-  require_in_hbm(op.dy, count * element_bytes());
-  require_in_hbm(op.dx, count * element_bytes());
-  stream.launch([this, op, count](HostWorkers& workers) {
-    for_pieces(workers, count, kElementsPerPiece, [&](std::size_t first, std::size_t n) {
-      kernels_.gelu_backward(at(op.x, first), at(op.dy, first), at(op.dx, first), n);
-    });
   });
 }
 

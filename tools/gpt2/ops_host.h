@@ -20,8 +20,10 @@ class HostOps final : public Ops {
 
   std::vector<std::string> describe() const override;
   std::uint64_t scratch_bytes() const override;
+  std::size_t attention_log_sums() const override { return 0; }
   void bind(const Engine& engine, std::span<std::byte> scratch) override;
 
+  void register_host(std::span<std::byte>) override {}
   void upload(const void* host, void* device, std::size_t bytes, Stream& stream) override;
   void download(const void* device, void* host, std::size_t bytes, Stream& stream) override;
   void zero(void* device, std::size_t bytes, Stream& stream) override;
@@ -31,10 +33,9 @@ class HostOps final : public Ops {
   void run(const LayerNorm& op, Stream& stream) override;
   void run(const LayerNormBackward& op, Stream& stream) override;
   void run(const Linear& op, Stream& stream) override;
+  void run(const LinearGelu& op, Stream& stream) override;
   void run(const LinearBackwardInput& op, Stream& stream) override;
   void run(const LinearBackwardWeight& op, Stream& stream) override;
-  void run(const Gelu& op, Stream& stream) override;
-  void run(const GeluBackward& op, Stream& stream) override;
   void run(const Attention& op, Stream& stream) override;
   void run(const AttentionBackward& op, Stream& stream) override;
   void run(const HeadLoss& op, Stream& stream) override;

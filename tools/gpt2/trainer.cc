@@ -1,6 +1,8 @@
 #include "tools/gpt2/trainer.h"
 
 #include <algorithm>
+#include <new>
+#include <tuple>
 
 #include "spillway/error.h"
 
@@ -14,7 +16,17 @@ struct Gpt2Trainer::LayerVisit {
   bool first() const { return micro_batch == 0; }
 };
 
-Gpt2Trainer::Inside::Inside(Carver& carver, const Shape& shape) {
+Gpt2Trainer::Exchange::Exchange(std::size_t tokens)
+    : bytes(align_up<std::size_t>(3 * tokens * sizeof(std::uint32_t), 4096)),
+      memory(static_cast<std::byte*>(std::aligned_alloc(4096, bytes))) {
+  if (memory == nullptr) throw std::bad_alloc();
+  auto* words = reinterpret_cast<std::uint32_t*>(memory.get());
+  inputs = {words, tokens};
+  targets = {words + tokens, tokens};
+  losses = {reinterpret_cast<float*>(words + 2 * tokens), tokens};
+}
+
+Gpt2Trainer::Inside::Inside(Carver& carver, const Shape& shape, std::size_t log_sum_count) {
   const std::size_t m = shape.tokens(), e = size_of(shape.type);
   const auto tensor = [&](std::size_t columns) { return carver.take<std::byte>(m * columns * e); };
   norm1 = tensor(shape.width);
@@ -26,6 +38,7 @@ Gpt2Trainer::Inside::Inside(Carver& carver, const Shape& shape) {
   activation = tensor(shape.inner);
   statistics1 = carver.take<float>(2 * m);
   statistics2 = carver.take<float>(2 * m);
+  log_sums = carver.take<float>(log_sum_count);
 }
 
 Gpt2Trainer::Workspace::Workspace(Carver& carver, const Gpt2Trainer& trainer) {
@@ -64,17 +77,14 @@ Gpt2Trainer::Gpt2Trainer(const ModelConfig& model, const TrainerOptions& options
       options_(options),
       shape_(shape_of(model, options.type, options.micro_batch, options.sequence)),
       gradient_type_(options.accumulation == 1 ? options.type : DType::kFloat32),
-      ops_(create_host_ops(shape_, options.threads)),
+      exchange_(options.accumulation * shape_.tokens()),
+      ops_(create_ops(options.device, shape_, options.threads)),
       layer_parameters_(describe_model(model, 0).blocks[layer_block(0)].parameters) {
   SPILLWAY_CHECK(options.sequence > 0 && options.sequence <= model.positions, "a row fits the model's positions");
-  const std::size_t tokens = options.accumulation * shape_.tokens();
-  inputs_.resize(tokens);
-  targets_.resize(tokens);
-  losses_.resize(tokens);
   Carver measure(nullptr), measure_inside(nullptr);
   Workspace(measure, *this);
   workspace_bytes_ = measure.used();
-  Inside(measure_inside, shape_);
+  Inside(measure_inside, shape_, ops_->attention_log_sums());
   inside_bytes_ = measure_inside.used();
 }
 
@@ -126,6 +136,7 @@ void Gpt2Trainer::attach(Engine& engine) {
   work_ = std::make_unique<Workspace>(carver, *this);
   SPILLWAY_CHECK(engine.workspace().size() >= carver.used(), "the engine hands out what the description asked for");
   ops_->bind(engine, {work_->scratch, ops_->scratch_bytes()});
+  ops_->register_host({exchange_.memory.get(), exchange_.bytes});
 }
 
 ActivationLease Gpt2Trainer::input(std::uint32_t layer, std::uint32_t micro_batch, Access access) const {
@@ -135,7 +146,7 @@ ActivationLease Gpt2Trainer::input(std::uint32_t layer, std::uint32_t micro_batc
 Gpt2Trainer::Inside Gpt2Trainer::inside(std::uint32_t layer, std::uint32_t micro_batch) const {
   const Insides insides = engine_->insides(layer_block(layer));
   Carver carver(insides.memory.data() + (insides.kept ? micro_batch * inside_bytes_ : 0));
-  return {carver, shape_};
+  return {carver, shape_, ops_->attention_log_sums()};
 }
 
 void Gpt2Trainer::push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type) const {
@@ -144,14 +155,15 @@ void Gpt2Trainer::push(std::uint32_t block, std::uint32_t parameter, const void*
 
 double Gpt2Trainer::run_step(std::span<const std::uint32_t> rows) {
   const std::size_t t = shape_.sequence;
-  SPILLWAY_CHECK(rows.size() == inputs_.size() / t * (t + 1), "a step takes micro_batch * accumulation rows");
-  for (std::size_t i = 0; i < inputs_.size(); ++i) {
+  const auto [inputs, targets, losses] = std::tuple(exchange_.inputs, exchange_.targets, exchange_.losses);
+  SPILLWAY_CHECK(rows.size() == inputs.size() / t * (t + 1), "a step takes micro_batch * accumulation rows");
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
     const std::size_t token = i / t * (t + 1) + i % t;
-    inputs_[i] = rows[token];
-    targets_[i] = rows[token + 1];
+    inputs[i] = rows[token];
+    targets[i] = rows[token + 1];
   }
-  ops_->upload(inputs_.data(), work_->inputs, inputs_.size() * sizeof(inputs_[0]), *stream_);
-  ops_->upload(targets_.data(), work_->targets, targets_.size() * sizeof(targets_[0]), *stream_);
+  ops_->upload(inputs.data(), work_->inputs, inputs.size_bytes(), *stream_);
+  ops_->upload(targets.data(), work_->targets, targets.size_bytes(), *stream_);
 
   embed();
   for (std::uint32_t l = 0; l < model_.layers; ++l) forward(l);
@@ -159,11 +171,11 @@ double Gpt2Trainer::run_step(std::span<const std::uint32_t> rows) {
   for (std::uint32_t l = model_.layers; l-- > 0;) backward(l);
   finish_embedding();
 
-  ops_->download(work_->losses, losses_.data(), losses_.size() * sizeof(losses_[0]), *stream_);
+  ops_->download(work_->losses, losses.data(), losses.size_bytes(), *stream_);
   stream_->synchronize();
   double sum = 0;
-  for (const float loss : losses_) sum += loss;
-  return sum / static_cast<double>(losses_.size());
+  for (const float loss : losses) sum += loss;
+  return sum / static_cast<double>(losses.size());
 }
 
 void Gpt2Trainer::embed() {
@@ -184,7 +196,7 @@ void Gpt2Trainer::layer_attention(const Lease& lease, const std::byte* x, const 
   ops_->run(
       Linear{width, 3 * width, w.norm1, lease.weight(kAttentionWeight), lease.weight(kAttentionBias), nullptr, w.qkv},
       *stream_);
-  ops_->run(Attention{w.qkv, w.attention}, *stream_);
+  ops_->run(Attention{w.qkv, w.attention, w.log_sums}, *stream_);
   ops_->run(Linear{width, width, w.attention, lease.weight(kAttentionOutWeight), lease.weight(kAttentionOutBias), x,
                    w.middle},
             *stream_);
@@ -194,10 +206,9 @@ void Gpt2Trainer::layer_attention(const Lease& lease, const std::byte* x, const 
 void Gpt2Trainer::layer_mlp_inner(const Lease& lease, const Inside& w) const {
   ops_->run(LayerNorm{w.middle, lease.weight(kNorm2Weight), lease.weight(kNorm2Bias), w.norm2, w.statistics2},
             *stream_);
-  ops_->run(
-      Linear{shape_.width, shape_.inner, w.norm2, lease.weight(kMlpWeight), lease.weight(kMlpBias), nullptr, w.mlp},
-      *stream_);
-  ops_->run(Gelu{w.mlp, w.activation}, *stream_);
+  ops_->run(LinearGelu{shape_.width, shape_.inner, w.norm2, lease.weight(kMlpWeight), lease.weight(kMlpBias), w.mlp,
+                       w.activation},
+            *stream_);
 }
 
 void Gpt2Trainer::forward(std::uint32_t layer) {
@@ -218,7 +229,7 @@ void Gpt2Trainer::forward(std::uint32_t layer) {
 void Gpt2Trainer::head() {
   const Workspace& w = *work_;
   Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kBackward, *stream_);
-  const float scale = static_cast<float>(engine_->loss_scale() / static_cast<double>(losses_.size()));
+  const float scale = static_cast<float>(engine_->loss_scale() / static_cast<double>(exchange_.losses.size()));
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
     const std::size_t first = b * shape_.tokens();
     const ActivationLease x = input(model_.layers, b, Access::kUpdate);
@@ -281,15 +292,14 @@ void Gpt2Trainer::layer_backward(const LayerVisit& visit, const std::byte* x, st
   const Lease& lease = visit.lease;
   const std::uint32_t width = shape_.width, inner = shape_.inner;
   linear_gradient(visit, kMlpOutWeight, inside.activation, d);
-  ops_->run(LinearBackwardInput{inner, width, d, lease.weight(kMlpOutWeight), w.dinner}, *stream_);
-  ops_->run(GeluBackward{inside.mlp, w.dinner, w.dinner}, *stream_);
+  ops_->run(LinearBackwardInput{inner, width, d, lease.weight(kMlpOutWeight), w.dinner, inside.mlp}, *stream_);
   linear_gradient(visit, kMlpWeight, inside.norm2, w.dinner);
   ops_->run(LinearBackwardInput{width, inner, w.dinner, lease.weight(kMlpWeight), w.dnorm}, *stream_);
   norm_gradient(visit, kNorm2Weight, inside.middle, inside.statistics2, d);
 
   linear_gradient(visit, kAttentionOutWeight, inside.attention, d);
   ops_->run(LinearBackwardInput{width, width, d, lease.weight(kAttentionOutWeight), w.dnorm}, *stream_);
-  ops_->run(AttentionBackward{inside.qkv, w.dnorm, w.dqkv}, *stream_);
+  ops_->run(AttentionBackward{inside.qkv, inside.attention, inside.log_sums, w.dnorm, w.dqkv}, *stream_);
   linear_gradient(visit, kAttentionWeight, inside.norm1, w.dqkv);
   ops_->run(LinearBackwardInput{width, 3 * width, w.dqkv, lease.weight(kAttentionWeight), w.dnorm}, *stream_);
   norm_gradient(visit, kNorm1Weight, x, inside.statistics1, d);

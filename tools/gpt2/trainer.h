@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <span>
 #include <vector>
@@ -19,6 +20,7 @@
 namespace spillway::gpt2 {
 
 struct TrainerOptions {
+  DeviceKind device = DeviceKind::kHost;
   DType type = DType::kFloat32;
   std::uint32_t micro_batch = 1, accumulation = 1, sequence = 0;
   unsigned threads = 1;  // at least the engine's compute threads
@@ -42,8 +44,8 @@ class Gpt2Trainer {
   // What a layer computes from its input for one micro-batch, and backward needs. Tensors are [M][…].
   struct Inside {
     std::byte *norm1, *qkv, *attention, *middle, *norm2, *mlp, *activation;
-    float *statistics1, *statistics2;
-    Inside(Carver& carver, const Shape& shape);
+    float *statistics1, *statistics2, *log_sums;
+    Inside(Carver& carver, const Shape& shape, std::size_t log_sum_count);
   };
   // Places in the workspace. What follows a pass is [accumulation][M].
   struct Workspace {
@@ -59,6 +61,17 @@ class Gpt2Trainer {
     Workspace(Carver& carver, const Gpt2Trainer& trainer);
   };
   struct LayerVisit;
+  // What goes up and down in a step: host memory in pages of its own, for the device registers them.
+  struct Exchange {
+    struct Free {
+      void operator()(std::byte* memory) const { std::free(memory); }
+    };
+    std::size_t bytes;
+    std::unique_ptr<std::byte, Free> memory;
+    std::span<std::uint32_t> inputs, targets;
+    std::span<float> losses;
+    explicit Exchange(std::size_t tokens);
+  };
 
   // The input of a layer, for `access`; that of the layer behind the last one becomes the gradient that flows backward.
   ActivationLease input(std::uint32_t layer, std::uint32_t micro_batch, Access access) const;
@@ -81,10 +94,9 @@ class Gpt2Trainer {
   TrainerOptions options_;
   Shape shape_;
   DType gradient_type_;  // of layer gradients: fp32 where they are summed, else rounded as they are computed
+  Exchange exchange_;    // outlives the operations
   std::unique_ptr<Ops> ops_;
   std::vector<Parameter> layer_parameters_;
-  std::vector<std::uint32_t> inputs_, targets_;
-  std::vector<float> losses_;
   std::uint64_t workspace_bytes_ = 0, inside_bytes_ = 0;  // of one micro-batch's inside
 
   Engine* engine_ = nullptr;
