@@ -1,8 +1,7 @@
 // How long the trainer's attention takes on this GPU: gpt2-xl's heads (25 of 64 columns), forward and backward, one
 // JSON line each. Events on the stream, the median of 20 runs after 3.
 //
-//   nvcc -O3 -std=c++20 --fmad=false -arch=native -I. -Iinclude bench/gpu_attention.cu tools/gpt2/cuda/attention*.cu
-//     -x cu tools/gpt2/cuda/attention.cc -o gpu_attention && ./gpu_attention
+//   cuda_attention_bench [--tiny]
 //
 // Operations are counted as in the FlashAttention papers: 4 T^2 per column of a head and row of the batch forward, half
 // of that for being causal; 2.5 times as many backward, whatever is computed again.
@@ -25,7 +24,7 @@ using spillway::gpt2::AttentionShape;
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  std::fprintf(stderr, "gpu_attention: %s: %s\n", what, cudaGetErrorString(error));
+  std::fprintf(stderr, "cuda_attention_bench: %s: %s\n", what, cudaGetErrorString(error));
   std::exit(1);
 }
 
@@ -100,9 +99,18 @@ void measure(const AttentionShape& shape, cudaStream_t stream) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char**) {
+  int devices = 0;
+  if (const cudaError_t why = cudaGetDeviceCount(&devices); why != cudaSuccess || devices == 0) {
+    std::printf("skipped: no GPU: %s\n", cudaGetErrorString(why));
+    return 77;
+  }
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  if (argc > 1) {  // --tiny
+    measure({.type = DType::kBFloat16, .batch = 1, .sequence = 100, .width = 128, .heads = 2}, stream);
+    return 0;
+  }
   for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
     measure({.type = type, .batch = 8, .sequence = 1024, .width = 1600, .heads = 25}, stream);
     measure({.type = type, .batch = 2, .sequence = 4096, .width = 1600, .heads = 25}, stream);
