@@ -66,7 +66,7 @@ class StepEngine final : public Engine {
   const Ledger& ledger() const override { return plan_.ledger; }
   std::vector<std::string> describe() const override;
   std::optional<double> predicted_step_seconds() const override {
-    return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates, nodes(), speculation_.blocks());
+    return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates, usual_step(), speculation_.blocks());
   }
 
   void import_weights(const WeightSource& source) override;
@@ -100,6 +100,7 @@ class StepEngine final : public Engine {
 
  private:
   unsigned nodes() const { return static_cast<unsigned>(thread_shares_.size()); }
+  Forecast::Step usual_step() const { return {.nodes = nodes(), .commits = commits_.every_step()}; }
   // What a guess is taken back to must be durable.
   bool committed() const { return commits_.every_step() && durable_step_ == step_; }
   void refuse_if_failed() const;
@@ -141,7 +142,6 @@ class StepEngine final : public Engine {
   CommitInterval commits_{1u, false};
   std::unique_ptr<Event> updated_;  // behind the copies of weights that stay in HBM
   std::string failure_;             // after it, nothing but destruction
-
   StepMeter meter_{machinery_};
   double step_seconds_ = 0;  // of the last step
   std::uint64_t unplanned_before_ = 0;
@@ -337,7 +337,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
       forecast_.forget(cursor_.visits().size());
     }
     speculation_.end_step(
-        !calm, [this] { return forecast_.best_speculation(plan_, cursor_.visits(), machinery_.rates, nodes()); });
+        !calm, [this] { return forecast_.best_speculation(plan_, cursor_.visits(), machinery_.rates, usual_step()); });
     begin_step();
     return report;
   });

@@ -52,7 +52,7 @@ void Forecast::end_visit(std::uint32_t lease, Device& device) {
 }
 
 std::optional<ScheduleInput> Forecast::input(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
-                                             unsigned nodes) const {
+                                             Step step) const {
   std::vector<double> seconds;
   for (const Watch& visit : visits_) {
     if (visit.best_ns == 0) return std::nullopt;
@@ -61,19 +61,21 @@ std::optional<ScheduleInput> Forecast::input(const Plan& plan, std::span<const V
   if (seconds.size() != visits.size()) return std::nullopt;
   Plan taken = plan;
   taken.visits.assign(visits.begin(), visits.end());
-  return schedule_input(taken, rates, seconds, nodes);
+  ScheduleInput input = schedule_input(taken, rates, seconds, step.nodes);
+  input.commits &= step.commits;
+  return input;
 }
 
 std::optional<double> Forecast::step_seconds(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
-                                             unsigned nodes, std::uint32_t speculative) const {
-  std::optional<ScheduleInput> input = this->input(plan, visits, rates, nodes);
+                                             Step step, std::uint32_t speculative) const {
+  std::optional<ScheduleInput> input = this->input(plan, visits, rates, step);
   if (!input) return std::nullopt;
   return seconds_with(*input, plan, speculative);
 }
 
 std::optional<std::uint32_t> Forecast::best_speculation(const Plan& plan, std::span<const Visit> visits,
-                                                        const MachineRates& rates, unsigned nodes) const {
-  std::optional<ScheduleInput> input = this->input(plan, visits, rates, nodes);
+                                                        const MachineRates& rates, Step step) const {
+  std::optional<ScheduleInput> input = this->input(plan, visits, rates, step);
   if (!input) return std::nullopt;
   const auto most = static_cast<std::uint32_t>(std::ranges::count_if(plan.blocks, &BlockPlan::speculative));
   const std::uint32_t stride = std::max(1u, static_cast<std::uint32_t>(div_up(most, kSpeculations)));

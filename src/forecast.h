@@ -31,13 +31,18 @@ class Forecast {
   // The plan has other visits now.
   void forget(std::size_t visits);
 
-  // Nothing while a visit was never seen. `nodes` of the machine; `speculative` blocks are updated inside backward.
+  // What the plan does not say of a step.
+  struct Step {
+    unsigned nodes = 1;    // of the machine
+    bool commits = false;  // it is one of those that are made durable
+  };
+  // Nothing while a visit was never seen. `speculative` blocks are updated inside backward.
   std::optional<double> step_seconds(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
-                                     unsigned nodes, std::uint32_t speculative) const;
+                                     Step step, std::uint32_t speculative) const;
   // How many of the plan's speculative blocks make the step shortest. More of them move reads and writes from the next
   // forward pass, which needs them before it can go on, into backward, but cost a read of their new weights.
   std::optional<std::uint32_t> best_speculation(const Plan& plan, std::span<const Visit> visits,
-                                                const MachineRates& rates, unsigned nodes) const;
+                                                const MachineRates& rates, Step step) const;
 
  private:
   struct Watch {
@@ -48,7 +53,7 @@ class Forecast {
     Stream* stream = nullptr;
   };
   std::optional<ScheduleInput> input(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
-                                     unsigned nodes) const;
+                                     Step step) const;
 
   std::vector<Watch> visits_;
   std::vector<Lease> leases_;
