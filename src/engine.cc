@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <exception>
+#include <utility>
 
 #include "spillway/bf16.h"
 #include "spillway/error.h"
@@ -109,7 +110,7 @@ class StepEngine final : public Engine {
   auto guarded(Work&& work);
   void begin_step();
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
-  void settle();
+  std::exception_ptr settle(const TileWork& look = {});
   // The number of the update that comes: skipped steps have none.
   std::uint64_t next_update() const { return step_ - loss_scaler_.skipped() + 1; }
   bool begin_update(StepReport& report);
@@ -380,14 +381,14 @@ bool StepEngine::begin_update(StepReport& report) {
 
 // The rest of the last step's update, and its commit: at the latest before the next gradient comes, because it would
 // overwrite one that is still to be read, and before the next step's slots are written.
-void StepEngine::settle() {
-  if (!updating_) return;
-  machinery_.updater->finish();
-  updating_ = false;
+std::exception_ptr StepEngine::settle(const TileWork& look) {
+  if (!updating_ && !look) return nullptr;
+  const std::exception_ptr failure = machinery_.updater->finish(look);
   const auto start = Clock::now();
-  if (!machinery_.store || !commits_.due(step_)) return;
+  if (!std::exchange(updating_, false) || !machinery_.store || !commits_.due(step_)) return failure;
   commit();
   if (step_ >= 2 && !loss_scaler_.skipped_last()) commits_.committed(seconds_since(start), step_seconds_);
+  return failure;
 }
 
 void StepEngine::commit() {
@@ -468,9 +469,7 @@ void StepEngine::restore() {
 void StepEngine::walk(const char* call, const TileWork& look) {
   const std::exception_ptr failure = guarded([&] {
     make_ready(call);
-    settle();
-    machinery_.updater->cancel_read_ahead();
-    return read_tiles(*machinery_.mover, static_cast<std::uint32_t>(plan_.tiles.size()), look);
+    return settle(look);
   });
   if (failure) std::rethrow_exception(failure);
 }

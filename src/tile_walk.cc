@@ -1,31 +1,6 @@
 #include "src/tile_walk.h"
 
-#include <algorithm>
-
 namespace spillway {
-
-std::exception_ptr read_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work) {
-  std::uint32_t loading = 0;
-  for (std::uint32_t t = 0; t < tiles; ++t) {
-    for (; loading < std::min(tiles, t + mover.buffers()); ++loading)
-      mover.start_load(loading, loading % mover.buffers());
-    const TileMemory memory = mover.finish_load(t % mover.buffers());
-    std::exception_ptr failure;
-    try {
-      work(t, memory);
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    mover.drop(t % mover.buffers());
-    if (!failure) continue;
-    for (std::uint32_t other = t + 1; other < loading; ++other) {
-      mover.arrive(other % mover.buffers());
-      mover.drop(other % mover.buffers());
-    }
-    return failure;
-  }
-  return nullptr;
-}
 
 std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work) {
   std::exception_ptr failure;

@@ -1,6 +1,5 @@
-// Every tile of a run through host memory, in order: out of it for an export or a snapshot, the next ones being read
-// meanwhile, and into it for an import, the last ones being written
-// behind it. One thread, the engine's. Errors: the mover's.
+// Tiles of a run through host memory, in order, the last ones being written behind: all of them for an import, those at
+// home in memory for a commit and when a run goes on. One thread, the engine's. Errors: the mover's.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +13,8 @@ namespace spillway {
 
 using TileWork = std::function<void(std::uint32_t tile, const TileMemory& memory)>;
 
-// What `work` throws ends the walk and is returned: the caller's own failure, a full disk say, and none of the mover's.
-// Nothing is under way afterwards.
-std::exception_ptr read_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work);
-// Memory comes as zeros; what the work leaves there goes to the tile's home and slot.
+// Memory comes as zeros; what the work leaves there goes to the tile's home and slot. What `work` throws ends the walk
+// and is returned: the caller's own failure, and none of the mover's. Nothing is under way afterwards.
 std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work);
 
 // For a run that goes on: tiles that live in memory come from their committed slot.

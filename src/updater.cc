@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
+#include <utility>
 
 #include "spillway/error.h"
 #include "src/node_tiles.h"
@@ -23,6 +25,7 @@ Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device
       first_of_(plan.blocks.size()),
       end_of_(plan.blocks.size()),
       updates_(nodes_),
+      memories_(nodes_),
       finite_(nodes_) {
   queue_.reserve(order_.size());
 }
@@ -87,6 +90,7 @@ void Updater::wait_read(std::uint32_t buffer) {
 
 // A spilled gradient is read once all of the step have been written.
 void Updater::load_gradient(std::size_t position) {
+  if (!updated_.empty() && !updated_[queue_[position]]) return;
   const auto spilled = gradients_.spilled(queue_[position]);
   const auto buffer = static_cast<std::uint32_t>(position % mover_.buffers());
   if (spilled) mover_.load_gradient(buffer, spilled->extent, spilled->checksum);
@@ -101,7 +105,7 @@ void Updater::read_ahead() {
 void Updater::cancel_read_ahead() {
   for (; loading_ > next_; --loading_) {
     const auto buffer = static_cast<std::uint32_t>((loading_ - 1) % mover_.buffers());
-    mover_.finish_load(buffer);
+    mover_.arrive(buffer);
     mover_.drop(buffer);
   }
 }
@@ -118,7 +122,7 @@ void Updater::forget_expected() {
   expected_ = false;
   for (; loading_ > early_end_; --loading_) {
     const auto buffer = static_cast<std::uint32_t>((loading_ - 1) % mover_.buffers());
-    mover_.finish_load(buffer);
+    mover_.arrive(buffer);
     mover_.drop(buffer);
   }
   for (; queue_.size() > early_end_; queue_.pop_back()) end_of_[plan_.tiles[queue_.back()].block] = 0;
@@ -215,10 +219,52 @@ void Updater::settle(std::uint32_t block) {
   mover_.finish_saves_of(plan.first_tile, plan.first_tile + plan.tiles);
 }
 
-void Updater::finish() {
+std::exception_ptr Updater::finish(const TileWork& look) {
+  if (look) walk(look);
   while (under_way()) run_until(plan_.tiles[queue_.back()].block, nullptr);
   for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
   reset();
+  return std::exchange(look_failure_, nullptr);
+}
+
+// Until the looking fails; run_until() does the rest then.
+void Updater::walk(const TileWork& look) {
+  cancel_read_ahead();
+  for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
+  updated_.assign(plan_.tiles.size(), 0);
+  for (std::size_t i = next_; begun_ && i < queue_.size(); ++i) updated_[queue_[i]] = 1;
+  queue_.resize(plan_.tiles.size());
+  std::iota(queue_.begin(), queue_.end(), 0u);
+  next_ = loading_ = 0;
+  stopped_ = false;
+  look_ = &look;
+  for (; next_ < queue_.size() && !look_failure_; ++next_) {
+    start_loads(next_, 1);
+    updated_[queue_[next_]] ? update(next_, 1, nullptr) : look_alone(next_);
+  }
+  look_ = nullptr;
+  cancel_read_ahead();
+  const auto rest = queue_.begin() + static_cast<std::ptrdiff_t>(next_);
+  queue_.erase(std::remove_if(rest, queue_.end(), [this](std::uint32_t tile) { return !updated_[tile]; }),
+               queue_.end());
+  for (std::size_t i = next_; i < queue_.size(); ++i) end_of_[plan_.tiles[queue_[i]].block] = i + 1;
+  updated_.clear();
+}
+
+void Updater::look_alone(std::size_t position) {
+  const auto buffer = static_cast<std::uint32_t>(position % mover_.buffers());
+  wait_read(buffer);
+  show(queue_[position], mover_.finish_load(buffer));
+  mover_.drop(buffer);
+}
+
+void Updater::show(std::uint32_t tile, const TileMemory& memory) {
+  if (look_ == nullptr) return;
+  try {
+    (*look_)(tile, memory);
+  } catch (...) {
+    look_failure_ = std::current_exception();
+  }
 }
 
 // Tiles [first, first + count) of the queue, one for each node. The bytes are verified in the pass that updates them: a
@@ -231,7 +277,7 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
     const std::uint32_t t = queue_[first + node], buffer = buffer_of(node);
     const TilePlan& place = plan_.tiles[t];
     wait_read(buffer);
-    const TileMemory memory = mover_.arrive(buffer);
+    const TileMemory& memory = memories_[node] = mover_.arrive(buffer);
     const ExtentHashes spilled = mover_.expected_gradient(buffer);
     const std::byte* gradient =
         spilled.bytes.empty() ? gradients_.gradient(place.block) + byte_offset(t) : spilled.bytes.data();
@@ -263,6 +309,7 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
       mover_.drop(buffer_of(node));
       return;
     }
+    show(t, memories_[node]);
     mover_.start_save(buffer_of(node), Save::kUpdated, to ? to + byte_offset(t) : nullptr);
     if (!plan_.host.writes_behind) mover_.finish_save(buffer_of(node));
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <span>
 #include <string>
@@ -14,6 +15,7 @@
 #include "spillway/optimizer.h"
 #include "src/gradients.h"
 #include "src/plan.h"
+#include "src/tile_walk.h"
 #include "swap/tile_mover.h"
 
 namespace spillway {
@@ -56,8 +58,11 @@ class Updater {
   bool run_until(std::uint32_t block, std::byte* to);
   // Blocks until what was updated of the block can be read from where it lives.
   void settle(std::uint32_t block);
-  // Updates what is left and blocks until everything is where it lives.
-  void finish();
+  // Updates what is left and blocks until everything is where it lives. With `look`, every tile passes it on the way,
+  // in order and as it is afterwards; those that are not updated (any more) are read for it. What `look` throws ends
+  // the looking, but not the update, and is returned: the caller's own failure, a full disk say, and none of the
+  // mover's.
+  std::exception_ptr finish(const TileWork& look = {});
 
   // Starts reading the first tiles; the next begin() finds them on their way.
   void read_ahead();
@@ -81,6 +86,9 @@ class Updater {
   void reset();
   void run_on_device(std::span<const OptimizerScalars> scalars);
   void load_gradient(std::size_t position);
+  void walk(const TileWork& look);
+  void look_alone(std::size_t position);
+  void show(std::uint32_t tile, const TileMemory& memory);
   void wait_read(std::uint32_t buffer);
   void start_loads(std::size_t due, std::size_t count);
   void update(std::size_t first, std::size_t count, std::byte* to);
@@ -106,8 +114,13 @@ class Updater {
   std::size_t loading_ = 0;                     // ditto: have been started to load
   bool begun_ = false, stopped_ = false, overflowed_ = false;
   std::optional<std::uint32_t> early_overflow_;  // tile
+  // While finish() shows tiles: to whom, which of the queue are updated, and what went wrong there.
+  const TileWork* look_ = nullptr;
+  std::vector<std::uint8_t> updated_;  // by tile; empty: all of the queue are
+  std::exception_ptr look_failure_;
   std::span<const OptimizerScalars> scalars_;
   std::vector<TileUpdate> updates_;   // those under way, by node
+  std::vector<TileMemory> memories_;  // ditto
   std::vector<std::uint8_t> finite_;  // ditto: results
   double adam_seconds_ = 0;
 };

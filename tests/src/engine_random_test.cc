@@ -146,6 +146,8 @@ class RandomRun {
     recovering_ = OnExisting::kRefuse;
     for (int turns = 0; !over_ && !::testing::Test::HasFailure(); ++turns) {
       ASSERT_LT(turns, 100) << "no progress";
+      // Where commits are rare, each failure, and each new start, takes the run back to its beginning.
+      mended_ = turns >= 60;
       try {
         if (recovering_) {
           start(*recovering_);
@@ -172,7 +174,7 @@ class RandomRun {
     random_.change_limits(config_);
     if (std::getenv("SPILLWAY_CASE")) std::printf("%s\n", text_of(random_, config_).c_str());
     SCOPED_TRACE(text_of(random_, config_));
-    drive.fails_in = faults_ && chance(2) ? static_cast<std::int64_t>(below(600)) : -1;
+    drive.fails_in = faults_ && !mended_ && chance(2) ? static_cast<std::int64_t>(below(600)) : -1;
     drive.armed = faults_ && chance(4);  // from the first request on
     engine_ = Engine::create(config_, random_.model, {.on_existing = on_existing, .poison_released = chance(2)});
     for (Placement tier : {Placement::kHbm, Placement::kHost, Placement::kNvme}) {
@@ -211,7 +213,7 @@ class RandomRun {
     SCOPED_TRACE(text_of(random_, config_) + " step " + std::to_string(engine_->current_step() + 1));
     if (chance(6)) engine_->flush();
     if (chance(6)) expect_exported();
-    if (resumable_ && chance(5)) start(OnExisting::kResume);
+    if (resumable_ && !mended_ && chance(5)) start(OnExisting::kResume);
     std::size_t pushes = 0;
     for (const auto& visit : random_.visits) pushes += visit.pushed.size() * random_.micro_batches;
     RandomCaller caller{random_, *engine_, below(1000)};
@@ -285,6 +287,7 @@ class RandomRun {
   TempStore directory_;
   RandomCase random_;
   const bool faults_;
+  bool mended_ = false;  // the drive fails no more, and nobody stops the run
   Config config_;
   bool resumable_ = false, imported_ = false, over_ = false;
   std::optional<OnExisting> recovering_;  // a new engine is due
