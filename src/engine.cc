@@ -108,6 +108,15 @@ class StepEngine final : public Engine {
   void make_ready(const char* call);
   template <typename Work>
   auto guarded(Work&& work);
+  // What comes next starts to be fetched, but leases release in destructors: the next call reports what went wrong.
+  template <typename Work>
+  void releasing(Work&& work) {
+    try {
+      work();
+    } catch (const Error& error) {
+      if (failure_.empty()) failure_ = error.what();
+    }
+  }
   void begin_step();
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   std::exception_ptr settle(const TileWork& look = {});
@@ -240,19 +249,17 @@ const void* StepEngine::weight_address(std::uint32_t lease, std::uint32_t parame
   const std::uint32_t block = machinery_.places ? machinery_.places->block(lease) : lease;
   const BlockPlan& plan = plan_.blocks[block];
   SPILLWAY_CHECK(parameter < plan.partition.parameters.size(), "the parameter belongs to the leased block");
-  const std::byte* base =
-      machinery_.places ? machinery_.places->address(lease) : machinery_.device->hbm().data() + plan.weights.offset;
+  const std::byte* base = machinery_.hbm_region(plan.weights).data();
+  if (machinery_.places) base = machinery_.places->address(lease);
   return base + plan.partition.parameters[parameter].first * size_of(config_.weights);
 }
 
 void StepEngine::release(std::uint32_t lease) {
-  if (machinery_.places) {
-    machinery_.places->release(lease);
-  } else {
-    --leases_;
-  }
-  if (Timeline* timeline = machinery_.timeline()) timeline->end_visit(lease, *machinery_.device);
-  forecast_.end_visit(lease, *machinery_.device);
+  releasing([&] {
+    machinery_.places ? machinery_.places->release(lease) : static_cast<void>(--leases_);
+    if (Timeline* timeline = machinery_.timeline()) timeline->end_visit(lease, *machinery_.device);
+    forecast_.end_visit(lease, *machinery_.device);
+  });
 }
 
 ActivationLease StepEngine::acquire_activation(std::uint32_t activation, Access access, Stream& stream) {
@@ -264,11 +271,7 @@ ActivationLease StepEngine::acquire_activation(std::uint32_t activation, Access 
 }
 
 void StepEngine::release_activation(std::uint32_t place) {
-  try {
-    machinery_.activations->release(place);
-  } catch (const Error& error) {  // leases release in destructors: the next call reports it
-    if (failure_.empty()) failure_ = error.what();
-  }
+  releasing([&] { machinery_.activations->release(place); });
 }
 
 // 2. Gradients: added in call order, rounded once, normed, and on their way down while backward goes on.
@@ -426,16 +429,14 @@ void StepEngine::make_ready(const char* call) {
     throw Error(Code::kInvalidArgument, {call, "the engine has no weights yet", 0, "call import_weights first"});
   if (speculation_.taken() > 0) machinery_.updater->take_back();
   if (machinery_.updater->early_under_way())
-    throw Error(Code::kInvalidArgument,
-                {call, "a step is under way, and part of it is updated", 0, "call it behind step()"});
+    throw Error(Code::kInvalidArgument, {call, "a step is under way, partly updated", 0, "call it behind step()"});
 }
 
 // What the walk returns is the caller's own failure, and none of this engine: it may try again, or train on.
 void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork& fill) {
   const std::exception_ptr failure = guarded([&] {
     if (imported_)
-      throw Error(Code::kInvalidArgument,
-                  {call, "the engine has its weights already", 0, "call it once, before step 1"});
+      throw Error(Code::kInvalidArgument, {call, "has its weights already", 0, "call it once, before step 1"});
     std::exception_ptr of_fill = write_tiles(*machinery_.mover, static_cast<std::uint32_t>(plan_.tiles.size()), fill);
     if (of_fill) return of_fill;
     step_ = step;

@@ -281,7 +281,12 @@ void TileMover::finish_saves_of(std::uint32_t first, std::uint32_t end) {
 void TileMover::finish_save(std::uint32_t index) {
   Buffer& buffer = *slots_[index];
   if (buffer.state != State::kSaving) return;
-  wait(buffer);
+  try {
+    wait(buffer);
+  } catch (...) {
+    if (parts_.store) parts_.store->note_lost();
+    throw;
+  }
   buffer.state = State::kFree;
 }
 

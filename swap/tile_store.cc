@@ -375,6 +375,10 @@ void TileStore::forget_written() {
 
 void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread,
                        std::span<std::byte> buffer) {
+  if (lost_) {
+    throw Error(Code::kIo, {files_.files().front().path().string(), "a write since the last commit failed", 0,
+                            "the store is at its last commit, go on with --resume"});
+  }
   next_.sequence = committed_.sequence + 1;
   next_.step = step;
   next_.blob.assign(blob.begin(), blob.end());

@@ -98,10 +98,13 @@ class TileStore {
   bool written(std::uint32_t tile, Part part) const { return written_[tile].part[index_of(part)]; }
   // Forgets everything written since the last commit.
   void forget_written();
+  // A write failed: there is no commit any more.
+  void note_lost() noexcept { lost_ = true; }
 
   // Bytes of aligned, registered memory that commit() needs.
   std::uint64_t commit_buffer_bytes() const { return record_bytes(layout_.tiles.size()); }
-  // Makes the written slots the committed ones. Every write must have completed. Blocks.
+  // Makes the written slots the committed ones. Every write must have completed. Blocks. Throws kIo when one of them
+  // was lost, with the last commit as it was.
   void commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread, std::span<std::byte> buffer);
   bool uncommitted() const noexcept { return written_count_ > 0; }
 
@@ -126,6 +129,7 @@ class TileStore {
   Manifest committed_, next_;
   std::vector<Written> written_;
   std::size_t written_count_ = 0;  // tiles with a part written since the last commit
+  bool lost_ = false;
   // The step of the other record, as long as nothing of it was overwritten since this process has the store.
   std::optional<std::uint64_t> older_step_;
 };

@@ -73,6 +73,22 @@ TEST(TileStore, WhatWasNotCommittedIsForgottenAndTheCommittedSlotsAreUntouched) 
   expect_tiles(*store, three_tiles(), arena, 2);
 }
 
+TEST(TileStore, NothingIsCommittedOnceAWriteWasLost) {
+  StoreDirectory directory;
+  make_store(directory, 2);
+  HostArena arena(kArenaBytes, kPinnedArena);
+  {
+    auto store = TileStore::open(directory.path(), three_tiles());
+    auto thread = thread_for(*store, arena);
+    write_tiles(*store, three_tiles(), *thread, arena, 99);
+    store->note_lost();
+    EXPECT_EQ(code_of([&] { store->commit(3, {}, *thread, arena.memory()); }), Code::kIo);
+  }
+  const auto store = TileStore::open(directory.path(), three_tiles());
+  EXPECT_EQ(store->committed().step, 2u);
+  expect_tiles(*store, three_tiles(), arena, 2);
+}
+
 TEST(TileStore, FilesAreForTheirOwnerOnly) {
   StoreDirectory directory;
   make_store(directory, 0);
