@@ -212,12 +212,11 @@ class Engine {
   // Streams every parameter out as fp32: the exact master (`exact`), or the 16-bit weight widened.
   virtual void export_weights(bool exact, const WeightSink& sink) = 0;
   // Writes a snapshot of the last finished step (spillway/snapshot.h) into a directory that is complete or not there,
-  // whatever happens meanwhile. Behind step(), not inside a step. Training stands still until the pending update is
-  // made and every tile is read once and written once. That is the traffic of one more update, 12 bytes read and 14
-  // written for a bf16 parameter on NVMe against 12 and 12, but into new files and synced, which most file systems are
-  // slower at than at a store's. A failure of `directory` (kIo, kExists, kBusy) leaves nothing behind and changes
-  // nothing here: training may go on. Space for all of it is taken first: 14 bytes per trainable parameter in 16 bits,
-  // 12 in fp32 (Adam).
+  // whatever happens meanwhile. Behind step(), not inside a step. Training stands still while the pending update, which
+  // else overlaps with the next forward pass, is made, and every tile goes to the snapshot on the way: 14 bytes more
+  // written for a bf16 parameter, into new files that are synced. Only what has no update to be made is read for it. A
+  // failure of `directory` (kIo, kExists, kBusy) leaves nothing behind and changes nothing here: training may go on.
+  // Space for all of it is taken first: 14 bytes per trainable parameter in 16 bits, 12 in fp32 (Adam).
   virtual void save(const std::filesystem::path& directory, const SaveOptions& options = {}) = 0;
 
  protected:
