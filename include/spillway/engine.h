@@ -99,7 +99,8 @@ class Lease {
 
   // Device address of a parameter's weights in the configured dtype, row-major, aligned to 2048 bytes.
   const void* weight(std::uint32_t parameter) const;
-  // Gives the block back once the work enqueued so far on the stream of acquire() has run.
+  // Gives the block back once the work enqueued so far on the stream of acquire() has run. Throws nothing: what goes
+  // wrong with what is fetched next is thrown by the engine's next call.
   void release();
 
  private:
