@@ -102,8 +102,11 @@ void Updater::read_ahead() {
   start_loads(next_, 0);
 }
 
-void Updater::cancel_read_ahead() {
-  for (; loading_ > next_; --loading_) {
+void Updater::cancel_read_ahead() { cancel_loads(next_); }
+
+// Of the queue from there on. What is not used need not be verified.
+void Updater::cancel_loads(std::size_t begin) {
+  for (; loading_ > begin; --loading_) {
     const auto buffer = static_cast<std::uint32_t>((loading_ - 1) % mover_.buffers());
     mover_.arrive(buffer);
     mover_.drop(buffer);
@@ -120,11 +123,7 @@ void Updater::expect(std::span<const std::uint32_t> blocks) {
 void Updater::forget_expected() {
   if (!expected_) return;
   expected_ = false;
-  for (; loading_ > early_end_; --loading_) {
-    const auto buffer = static_cast<std::uint32_t>((loading_ - 1) % mover_.buffers());
-    mover_.arrive(buffer);
-    mover_.drop(buffer);
-  }
+  cancel_loads(early_end_);
   for (; queue_.size() > early_end_; queue_.pop_back()) end_of_[plan_.tiles[queue_.back()].block] = 0;
 }
 

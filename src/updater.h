@@ -80,6 +80,7 @@ class Updater {
   void append(std::uint32_t tile);
   void append_block(std::uint32_t block);
   void forget_expected();
+  void cancel_loads(std::size_t begin);
   bool arrived();
   void update_early();
   void stop();
