@@ -6,6 +6,7 @@
 
 #include "queue_fixture.h"
 #include "spillway/io_queue.h"
+#include "tests/seed.h"
 
 namespace spillway::testing {
 namespace {

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "queue_fixture.h"
+#include "tests/seed.h"
 
 namespace spillway::testing {
 namespace {

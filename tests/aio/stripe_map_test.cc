@@ -12,6 +12,7 @@
 
 #include "spillway/error.h"
 #include "temp_files.h"
+#include "tests/seed.h"
 
 namespace spillway::testing {
 namespace {

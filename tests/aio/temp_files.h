@@ -112,12 +112,4 @@ class CapturedLog {
   std::vector<std::string> lines_;
 };
 
-// From SPILLWAY_SEED, else a new one; printed so that a failure can be repeated.
-inline std::uint64_t test_seed() {
-  const char* given = std::getenv("SPILLWAY_SEED");
-  const std::uint64_t seed = given ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-  std::printf("SPILLWAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
-  return seed;
-}
-
 }  // namespace spillway::testing

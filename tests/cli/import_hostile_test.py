@@ -11,6 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
 import torch_files  # noqa: E402
 from imports import STATES, Small  # noqa: E402
+from runs import test_seed  # noqa: E402
 from torch_files import Call, Named, Storage, Tensor  # noqa: E402
 
 
@@ -153,9 +154,7 @@ class Hostile(Small):
         self.refused(folder, file)  # by libzip, or by the checksum
 
     def test_RandomDamageIsAnErrorOrChangesNothingThatIsRead(self):
-        seed = int(os.environ.get("SPILLWAY_SEED", random.randrange(1 << 32)))
-        print(f"SPILLWAY_SEED={seed}", flush=True)
-        damage = random.Random(seed)
+        damage = random.Random(test_seed())
         checkpoint = self.checkpoint()
         folder = self.write(checkpoint)
         self.assert_done(self.imported(folder))
@@ -176,9 +175,7 @@ class Hostile(Small):
                 self.assertFalse(self.out.exists())
 
     def test_DamagedPicklesInsideSoundFilesAreReadOrRefused(self):
-        seed = int(os.environ.get("SPILLWAY_SEED", random.randrange(1 << 32)))
-        print(f"SPILLWAY_SEED={seed}", flush=True)
-        damage = random.Random(seed)
+        damage = random.Random(test_seed())
         checkpoint = self.checkpoint(ranks=2)
         folder = self.write(checkpoint)
         endings = ("0_mp_rank_00_model_states.pt", "1_mp_rank_00_optim_states.pt")

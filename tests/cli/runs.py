@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import subprocess
@@ -26,6 +27,14 @@ ERROR_FORM = re.compile(r"^(?:spillway: )?(?:error: )?(?P<object>\S.*?): (?P<hap
 CRASH = re.compile(r"terminate called|check failed|Sanitizer|runtime error|core dumped|Segmentation fault")
 UNITS = {None: 1, "": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 HINTED_BUDGET = re.compile(r"(hbm|host|nvme)_bytes\"?\D*?(\d[\d.]*)\s*(KiB|MiB|GiB|B)?\b")
+
+
+def test_seed():
+    """The same in every run, another one, or a new one every time: see tests/seed.h."""
+    given = os.environ.get("SPILLWAY_SEED", "20260103")
+    seed = random.randrange(1 << 32) if given == "random" else int(given)
+    print(f"SPILLWAY_SEED={seed}", flush=True)
+    return seed
 
 
 @dataclass

@@ -12,7 +12,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import BINARY, CliTest, Workplace, mounted, sha256_of_model, spillway  # noqa: E402
+from runs import BINARY, CliTest, Workplace, mounted, sha256_of_model, spillway, test_seed  # noqa: E402
 
 STEPS = 6
 TENSORS = {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"}
@@ -180,9 +180,7 @@ class Snapshots(CliTest):
 
     def test_KilledAtAnyMomentLeavesWholeSnapshotsOnly(self):
         wanted = self.whole()
-        seed = int(os.environ.get("SPILLWAY_SEED", random.randrange(1 << 32)))
-        print(f"SPILLWAY_SEED={seed}", flush=True)
-        moments = random.Random(seed)
+        moments = random.Random(test_seed())
         options = {"steps": STEPS - 1, "save": self.saved, "every": 1, "log": self.place.log}
         for _ in range(int(os.environ.get("SPILLWAY_KILLS", "6"))):
             lines = len(self.place.steps()) if self.place.log.exists() else 0

@@ -9,7 +9,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import BINARY, CRASH, CliTest, Workplace, sha256_of_model  # noqa: E402
+from runs import BINARY, CRASH, CliTest, Workplace, sha256_of_model, test_seed  # noqa: E402
 
 STEPS = 12
 
@@ -70,9 +70,7 @@ class Stop(CliTest):
         self.assert_ends_with_the_same_bits()
 
     def test_KilledAtAnyMomentResumesAtTheLastCommitWithTheSameBits(self):
-        seed = int(os.environ.get("SPILLWAY_SEED", random.randrange(1 << 32)))
-        print(f"SPILLWAY_SEED={seed}", flush=True)
-        moments = random.Random(seed)
+        moments = random.Random(test_seed())
         how = {}
         for _ in range(5):
             before = self.place.steps()[-1]["step"] if self.logged() else 0

@@ -1,20 +1,15 @@
-// Random input for the tests of kernels. The seed is printed; `SPILLWAY_SEED=123 ./optimizer_test` runs the same again.
+// Random input for the tests of kernels.
 #pragma once
 
 #include <bit>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <random>
+
+#include "tests/seed.h"
 
 namespace spillway {
 
-inline std::mt19937_64 seeded_generator() {
-  const char* given = std::getenv("SPILLWAY_SEED");
-  const std::uint64_t seed = given ? std::strtoull(given, nullptr, 10) : std::random_device()();
-  std::printf("SPILLWAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
-  return std::mt19937_64(seed);
-}
+inline std::mt19937_64 seeded_generator() { return std::mt19937_64(test_seed()); }
 
 // Every kind of finite number that arithmetic treats in its own way.
 class OddFloats {

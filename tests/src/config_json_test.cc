@@ -11,6 +11,7 @@
 #include "spillway/config.h"
 #include "spillway/error.h"
 #include "src/config_table.h"
+#include "tests/seed.h"
 #include "tests/src/config_text.h"
 #include "tests/src/model_directory.h"
 
@@ -370,9 +371,6 @@ TEST(ConfigJson, FewerStepsThanTheWarmupAreWarnedOf) {
 }
 
 TEST(ConfigJson, RandomDamageToATextIsReportedOrAcceptedNeverACrash) {
-  const int given = GTEST_FLAG_GET(random_seed);  // repeat a run with --gtest_random_seed=SEED
-  const std::uint64_t seed = given != 0 ? static_cast<std::uint64_t>(given) : std::random_device{}() % 99999 + 1;
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
   const CapturedLog log;
   const std::string whole =
       R"({"train_batch_size": 24, "optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.95]}},
@@ -380,7 +378,7 @@ TEST(ConfigJson, RandomDamageToATextIsReportedOrAcceptedNeverACrash) {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}, "spillway": {"hbm_bytes": "1.5GiB"},
     "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/n"}}, "aio": {}})";
   const std::string marks = "{}[]\",:/*.-+eE0 9\\\n\xc3";
-  std::mt19937_64 random(seed);
+  std::mt19937_64 random(test_seed());
   int accepted = 0;
   for (int round = 0; round < 4'000; ++round) {
     std::string damaged = whole;

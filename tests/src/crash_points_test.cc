@@ -3,7 +3,7 @@
 //
 // One run is recorded by the disk below it (tests/aio/simulated_disk.h) and crashed at many points. SPILLWAY_CASES says
 // how many runs, of 24 points each (8 where gradients are spilled): SPILLWAY_CASES=450 ./src_crash_points_test is the
-// long form, with 10,000 points. SPILLWAY_SEED=… runs the same again, SPILLWAY_CASE=… one of its runs alone.
+// long form, with 10,000 points. SPILLWAY_SEED=random draws other ones, SPILLWAY_CASE=… is one of its runs alone.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Random models, budgets, knobs and callers: every layout trains to the bits of everything in HBM, whatever the drive
-// does, and comes back from its last commit. SPILLWAY_SEED=... runs the same cases again, SPILLWAY_CASES how many;
+// does, and comes back from its last commit. SPILLWAY_SEED=random draws other cases, SPILLWAY_CASES says how many;
 // SPILLWAY_CASE=... one alone.
 //
 // The engine's call of IoQueue::create arrives here (`--wrap`, meson.build), for a drive that misbehaves.

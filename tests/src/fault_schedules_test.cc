@@ -2,7 +2,7 @@
 // error, and once the drive is well the store goes on from its last commit with the right bits.
 //
 // SPILLWAY_CASES says how many schedules: SPILLWAY_CASES=10000 ./src_fault_schedules_test is the long form.
-// SPILLWAY_SEED=… runs the same again, SPILLWAY_CASE=… one schedule alone.
+// SPILLWAY_CASE=… one schedule alone.
 #include <gtest/gtest.h>
 
 #include <algorithm>

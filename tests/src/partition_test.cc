@@ -9,6 +9,7 @@
 
 #include "kernels/tile_update.h"
 #include "spillway/error.h"
+#include "tests/seed.h"
 
 namespace spillway {
 namespace {
@@ -106,11 +107,7 @@ void expect_partition_rules(const BlockPartition& partition, std::uint64_t tile_
 }
 
 TEST(CutTiles, TilesAreDisjointCoverTheBlockAndAreBalancedForOneTo64Ranks) {
-  // Repeat a run with --gtest_random_seed=SEED.
-  const int given = GTEST_FLAG_GET(random_seed);
-  const std::uint64_t seed = given != 0 ? static_cast<std::uint64_t>(given) : std::random_device{}() % 99999 + 1;
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
-  std::mt19937_64 random(seed);
+  std::mt19937_64 random(test_seed());
   for (std::uint32_t ranks = 1; ranks <= 64; ++ranks) {
     for (int round = 0; round < 4; ++round) {
       const BlockPartition partition = partition_block(random_block(random));

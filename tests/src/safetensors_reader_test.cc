@@ -8,6 +8,7 @@
 #include "spillway/error.h"
 #include "spillway/safetensors.h"
 #include "src/safetensors_header.h"
+#include "tests/seed.h"
 #include "tests/src/model_directory.h"
 
 namespace spillway {
@@ -215,10 +216,7 @@ TEST_F(SafetensorsReaderTest, HostileHeadersAreRefusedByTensor) {
 }
 
 TEST_F(SafetensorsReaderTest, RandomDamageToAHeaderNeverCrashesTheReader) {
-  const int given = GTEST_FLAG_GET(random_seed);  // repeat a run with --gtest_random_seed=SEED
-  const std::uint64_t seed = given != 0 ? static_cast<std::uint64_t>(given) : std::random_device{}() % 99999 + 1;
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
-  std::mt19937_64 random(seed);
+  std::mt19937_64 random(test_seed());
   const std::string whole(reinterpret_cast<const char*>(kReal), sizeof(kReal));
   int refused = 0;
   for (int round = 0; round < 300; ++round) {

@@ -2,11 +2,10 @@
 // meanwhile.
 #include "swap/activation_places.h"
 
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 
 #include "kernels/workers.h"
+#include "tests/seed.h"
 #include "tests/swap/activation_uses.h"
 #include "tests/swap/store_fixture.h"
 
@@ -32,10 +31,7 @@ enum class Homes { kHost, kNvme, kBoth };
 class Activations : public ::testing::Test {
  protected:
   void SetUp() override {
-    const char* given = std::getenv("SPILLWAY_SEED");
-    const std::uint64_t seed = given ? std::strtoull(given, nullptr, 10) : std::random_device()();
-    std::printf("SPILLWAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
-    random.seed(seed);
+    random.seed(test_seed());
     TileStore::Created shape = three_tiles();
     shape.scratch_bytes = kActivations * (kPlaceBytes + kExtentAlignment);
     store = TileStore::create(directory.path(), shape, false);

@@ -3,11 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <set>
 
+#include "tests/seed.h"
 #include "tests/swap/activation_uses.h"
 
 namespace spillway {
@@ -16,12 +15,7 @@ namespace {
 using testing::random_uses;
 using testing::transformer_uses;
 
-std::mt19937_64 seeded() {
-  const char* given = std::getenv("SPILLWAY_SEED");
-  const std::uint64_t seed = given ? std::strtoull(given, nullptr, 10) : std::random_device()();
-  std::printf("SPILLWAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
-  return std::mt19937_64(seed);
-}
+std::mt19937_64 seeded() { return std::mt19937_64(test_seed()); }
 
 std::size_t moves(const std::vector<UsePlace>& plan) {
   std::size_t count = 0;

@@ -1,9 +1,8 @@
 #include "swap/residency.h"
+#include "tests/seed.h"
 
 #include <gtest/gtest.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <string>
 
@@ -31,10 +30,7 @@ std::size_t fetches(const std::vector<VisitPlace>& plan) {
 
 // Whatever the order and the number of places: a hit finds its block, and `after` is the place's last user.
 TEST(Residency, AHitAlwaysFindsItsBlock) {
-  const char* given = std::getenv("SPILLWAY_SEED");
-  const std::uint64_t seed = given ? std::strtoull(given, nullptr, 10) : std::random_device()();
-  std::printf("SPILLWAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
-  std::mt19937_64 random(seed);
+  std::mt19937_64 random(test_seed());
   for (int round = 0; round < 2000; ++round) {
     const auto places = static_cast<std::uint32_t>(1 + random() % 5);
     std::vector<std::uint32_t> visits(1 + random() % 40);

@@ -1,13 +1,12 @@
 // BlockSpiller over a real store and the host device, and back with the BlockFetcher.
 #include <atomic>
-#include <cstdio>
-#include <cstdlib>
 #include <thread>
 
 #include "kernels/device.h"
 #include "kernels/workers.h"
 #include "swap/block_fetcher.h"
 #include "swap/block_spiller.h"
+#include "tests/seed.h"
 #include "tests/swap/store_fixture.h"
 
 namespace spillway {
@@ -71,10 +70,7 @@ class Spill : public ::testing::Test {
 
 // Random pieces, several spills at a time, with fewer chunks than one piece has and with more.
 TEST_F(Spill, EveryPieceIsStoredWholeWithItsChecksum) {
-  const char* given = std::getenv("SPILLWAY_SEED");
-  const std::uint64_t seed = given ? std::strtoull(given, nullptr, 10) : std::random_device()();
-  std::printf("SPILLWAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
-  random.seed(seed);
+  random.seed(test_seed());
   for (std::size_t chunks : {1u, 2u, 8u}) {
     make_spiller(chunks);
     std::vector<std::unique_ptr<BlockSpill>> spills;
