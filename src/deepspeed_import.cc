@@ -117,11 +117,6 @@ DType weight_type(const DeepSpeedCheckpoint& checkpoint, const ImportOptions& op
          "choose bf16 or fp32: the fp32 master weights are imported exactly in either");
 }
 
-// As a run of that type has them beside its exact master weights; see tile_values.
-void round_weights(std::span<float> values, bool trainable) {
-  for (float& value : values) value = bf16_to_float(trainable ? split_master(value).weight : float_to_bf16(value));
-}
-
 class Copy {
  public:
   Copy(DeepSpeedCheckpoint& checkpoint, SnapshotFiles& files, const ModelDescription& model, DType weights,
@@ -147,7 +142,9 @@ class Copy {
       const SnapshotArray array = files_.array(a);
       if (parameter.frozen && array != SnapshotArray::kWeights) continue;
       checkpoint_.read(parameter, source_of(array), first, values);
-      if (array == SnapshotArray::kWeights && weights_ == DType::kBFloat16) round_weights(values, !parameter.frozen);
+      if (parameter.frozen && weights_ == DType::kBFloat16) {
+        std::ranges::transform(values, values.begin(), [](float v) { return bf16_to_float(float_to_bf16(v)); });
+      }
       files_.write(a, block, p, first, values);
       on_bytes_(values.size_bytes());
     }
@@ -155,8 +152,7 @@ class Copy {
 
   static DeepSpeedArray source_of(SnapshotArray array) {
     switch (array) {
-      case SnapshotArray::kWeights:
-      case SnapshotArray::kMaster: return DeepSpeedArray::kMaster;
+      case SnapshotArray::kWeights: return DeepSpeedArray::kMaster;
       case SnapshotArray::kExpAvg: return DeepSpeedArray::kExpAvg;
       case SnapshotArray::kExpAvgSq: return DeepSpeedArray::kExpAvgSq;
     }

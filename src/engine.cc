@@ -1,30 +1,16 @@
 // A step of the engine, in four paragraphs: forward and backward (acquire, release), gradients (push_gradient), update
 // and commit (step).
-#include "spillway/engine.h"
+#include "src/step_engine.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <exception>
 #include <utility>
 
-#include "spillway/bf16.h"
-#include "spillway/error.h"
 #include "spillway/log.h"
-#include "src/commit_interval.h"
-#include "src/forecast.h"
-#include "src/loss_scaler.h"
-#include "src/machinery.h"
-#include "src/plan.h"
 #include "src/run_facts.h"
-#include "src/snapshot.h"
-#include "src/speculation.h"
-#include "src/step_meter.h"
-#include "src/tile_values.h"
-#include "src/tile_walk.h"
-#include "src/visit_cursor.h"
 
 namespace spillway {
 namespace {
@@ -32,130 +18,32 @@ namespace {
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-class StepEngine final : public Engine {
- public:
-  StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
-      : config_(config),
-        model_(model),
-        thread_shares_(share_threads(config.threads)),
-        plan_(make_plan(config, model, nodes())),
-        loss_scaler_(config_),
-        snapshot_(open_snapshot(plan_, config_, model_, options)),
-        machinery_(config, model_, plan_, options, thread_shares_),
-        cursor_(plan_.visits, !plan_.visits_given),
-        forecast_(plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
-        speculation_(plan_, config.speculative_blocks) {
-    for (const TilePlace& tile : plan_.tile_places) {
-      for (Part part : {Part::kWeights, Part::kStates}) {
-        written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
-      }
-    }
-    commits_ = {config.commit_every, machinery_.store && written_back_};
-    blob_.reserve(kBlobCapacity);
-    record_.reserve(kBlobCapacity);
-    updated_ = machinery_.device->create_event();
-    scalars_.reserve(plan_.groups.values.size());
-    if (machinery_.resumed) resume();
-    if (snapshot_) restore();
-  }
+}  // namespace
 
-  ~StepEngine() override;
-
-  std::uint64_t current_step() const override { return step_; }
-  std::vector<std::byte> blob() const override { return blob_; }
-  double loss_scale() const override { return loss_scaler_.scale(); }
-  const Ledger& ledger() const override { return plan_.ledger; }
-  std::vector<std::string> describe() const override;
-  std::optional<double> predicted_step_seconds() const override {
-    return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates, usual_step(), speculation_.blocks());
-  }
-
-  void import_weights(const WeightSource& source) override;
-  void export_weights(bool exact, const WeightSink& sink) override;
-  void save(const std::filesystem::path& directory, const SaveOptions& options) override;
-
-  DeviceKind device_kind() const override { return machinery_.device->kind(); }
-  Stream& stream() override { return *machinery_.compute; }
-  std::unique_ptr<Stream> adopt_stream(void* native) override { return machinery_.device->adopt_stream(native); }
-  std::span<std::byte> workspace() override { return machinery_.hbm_region(plan_.hbm.workspace); }
-  bool in_hbm(const void* data, std::size_t bytes) const override {
-    const auto hbm = machinery_.device->hbm();
-    const auto* at = static_cast<const std::byte*>(data);
-    return at >= hbm.data() && bytes <= hbm.size() && at <= hbm.data() + (hbm.size() - bytes);
-  }
-
-  Lease acquire(std::uint32_t block, Pass pass, Stream& stream) override;
-  ActivationLease acquire_activation(std::uint32_t activation, Access access, Stream& stream) override;
-  Insides insides(std::uint32_t block) override {
-    SPILLWAY_CHECK(block < plan_.blocks.size(), "the block belongs to the description");
-    return {machinery_.hbm_region(plan_.blocks[block].insides), plan_.blocks[block].insides_kept};
-  }
-  void push_gradient(const Gradient& gradient, Stream& stream) override;
-  StepReport step(std::span<const std::byte> blob) override;
-  void flush() override;
-
- protected:
-  const void* weight_address(std::uint32_t lease, std::uint32_t parameter) const override;
-  void release(std::uint32_t lease) override;
-  void release_activation(std::uint32_t place) override;
-
- private:
-  unsigned nodes() const { return static_cast<unsigned>(thread_shares_.size()); }
-  Forecast::Step usual_step() const { return {.nodes = nodes(), .commits = commits_.every_step()}; }
-  // What a guess is taken back to must be durable.
-  bool committed() const { return commits_.every_step() && durable_step_ == step_; }
-  void refuse_if_failed() const;
-  void make_ready(const char* call);
-  template <typename Work>
-  auto guarded(Work&& work);
-  // What comes next starts to be fetched, but leases release in destructors: the next call reports what went wrong.
-  template <typename Work>
-  void releasing(Work&& work) {
-    try {
-      work();
-    } catch (const Error& error) {
-      if (failure_.empty()) failure_ = error.what();
+StepEngine::StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
+    : config_(config),
+      model_(model),
+      thread_shares_(share_threads(config.threads)),
+      plan_(make_plan(config, model, nodes())),
+      loss_scaler_(config_),
+      snapshot_(open_snapshot(plan_, config_, model_, options)),
+      machinery_(config, model_, plan_, options, thread_shares_),
+      cursor_(plan_.visits, !plan_.visits_given),
+      forecast_(plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
+      speculation_(plan_, config.speculative_blocks) {
+  for (const TilePlace& tile : plan_.tile_places) {
+    for (Part part : {Part::kWeights, Part::kStates}) {
+      written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
     }
   }
-  void begin_step();
-  Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
-  std::exception_ptr settle(const TileWork& look = {});
-  // The number of the update that comes: skipped steps have none.
-  std::uint64_t next_update() const { return step_ - loss_scaler_.skipped() + 1; }
-  bool begin_update(StepReport& report);
-  void resume();
-  void restore();
-  void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
-  void walk(const char* call, const TileWork& look);
-  void commit();
-
-  const Config config_;
-  const ModelDescription model_;
-  const std::vector<ThreadShare> thread_shares_;
-  const Plan plan_;
-  LossScaler loss_scaler_;
-  std::unique_ptr<SnapshotReader> snapshot_;  // refused before the machinery makes a store
-  Machinery machinery_;
-  VisitCursor cursor_;  // without given visits the first step of this process teaches it; a store keeps no order
-  Forecast forecast_;
-  Speculation speculation_;
-  std::vector<std::uint32_t> visit_blocks_;
-  std::vector<OptimizerScalars> scalars_;  // of this step, by parameter group
-  std::uint32_t leases_ = 0;               // while weights stay in HBM; places count their own
-
-  std::uint64_t step_ = 0, durable_step_ = 0;
-  std::vector<std::byte> blob_, record_;
-  bool imported_ = false, stepping_ = false;
-  bool updating_ = false;      // the update of step_ is not settled: it is not taken back, what it overwrote is gone
-  bool written_back_ = false;  // some tiles reach their slot only at a commit
-  bool changed_ = false;       // some step since the last commit was not skipped
-  CommitInterval commits_{1u, false};
-  std::unique_ptr<Event> updated_;  // behind the copies of weights that stay in HBM
-  std::string failure_;             // after it, nothing but destruction
-  StepMeter meter_{machinery_};
-  double step_seconds_ = 0;  // of the last step
-  std::uint64_t unplanned_before_ = 0;
-};
+  commits_ = {config.commit_every, machinery_.store && written_back_};
+  blob_.reserve(kBlobCapacity);
+  record_.reserve(kBlobCapacity);
+  updated_ = machinery_.device->create_event();
+  scalars_.reserve(plan_.groups.values.size());
+  if (machinery_.resumed) resume();
+  if (snapshot_) restore();
+}
 
 StepEngine::~StepEngine() {
   try {
@@ -163,6 +51,7 @@ StepEngine::~StepEngine() {
   } catch (const Error& error) {
     log(LogLevel::kWarning, fmt::format("{}; the last step is lost, the one before is not", error.what()));
   }
+  if (save_failure_) log(LogLevel::kWarning, "the last snapshot was not written, and nobody asked why");
   machinery_.compute->synchronize();
 }
 
@@ -170,20 +59,6 @@ void StepEngine::refuse_if_failed() const {
   if (failure_.empty()) return;
   throw Error(Code::kIo,
               {"engine", "stopped after an earlier error (" + failure_ + ")", 0, "open the store again and resume"});
-}
-
-// Runs what may touch drive or device; a failure there is final for this engine.
-template <typename Work>
-auto StepEngine::guarded(Work&& work) {
-  refuse_if_failed();
-  try {
-    return work();
-  } catch (const Error& error) {
-    const bool refused = error.code() == Code::kInvalidArgument || error.code() == Code::kDoesNotFit ||
-                         (error.code() == Code::kNonFinite && !machinery_.updater->overflowed());
-    if (!refused) failure_ = error.what();
-    throw;
-  }
 }
 
 void StepEngine::begin_step() {
@@ -214,6 +89,8 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
       settle();
       machinery_.updater->expect(speculation_.expected(committed()));
       machinery_.updater->advance(false);
+    } else if (saving_) {
+      machinery_.updater->show_until(block);
     }
     const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
@@ -384,14 +261,15 @@ bool StepEngine::begin_update(StepReport& report) {
 
 // The rest of the last step's update, and its commit: at the latest before the next gradient comes, because it would
 // overwrite one that is still to be read, and before the next step's slots are written.
-std::exception_ptr StepEngine::settle(const TileWork& look) {
-  if (!updating_ && !look) return nullptr;
-  const std::exception_ptr failure = machinery_.updater->finish(look);
+void StepEngine::settle() {
+  if (!updating_ && !saving_) return;
+  const std::exception_ptr of_look = machinery_.updater->finish();
   const auto start = Clock::now();
-  if (!std::exchange(updating_, false) || !machinery_.store || !commits_.due(step_)) return failure;
-  commit();
-  if (step_ >= 2 && !loss_scaler_.skipped_last()) commits_.committed(seconds_since(start), step_seconds_);
-  return failure;
+  if (std::exchange(updating_, false) && machinery_.store && commits_.due(step_)) {
+    commit();
+    if (step_ >= 2 && !loss_scaler_.skipped_last()) commits_.committed(seconds_since(start), step_seconds_);
+  }
+  if (saving_) end_save(of_look);
 }
 
 void StepEngine::commit() {
@@ -413,85 +291,9 @@ void StepEngine::flush() {
   });
 }
 
-void StepEngine::resume() {
-  read_resident_tiles(*machinery_.mover, plan_.tile_places);
-  const Manifest& manifest = machinery_.store->committed();
-  step_ = durable_step_ = manifest.step;
-  loss_scaler_.resume(manifest.blob, manifest.step, blob_);
-  machinery_.measure_drive();
-  imported_ = true;
-  begin_step();
-  meter_.start();
-}
-
-void StepEngine::make_ready(const char* call) {
-  if (!imported_)
-    throw Error(Code::kInvalidArgument, {call, "the engine has no weights yet", 0, "call import_weights first"});
-  if (speculation_.taken() > 0) machinery_.updater->take_back();
-  if (machinery_.updater->early_under_way())
-    throw Error(Code::kInvalidArgument, {call, "a step is under way, partly updated", 0, "call it behind step()"});
-}
-
-// What the walk returns is the caller's own failure, and none of this engine: it may try again, or train on.
-void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork& fill) {
-  const std::exception_ptr failure = guarded([&] {
-    if (imported_)
-      throw Error(Code::kInvalidArgument, {call, "has its weights already", 0, "call it once, before step 1"});
-    std::exception_ptr of_fill = write_tiles(*machinery_.mover, static_cast<std::uint32_t>(plan_.tiles.size()), fill);
-    if (of_fill) return of_fill;
-    step_ = step;
-    if (machinery_.store) {
-      machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
-                               machinery_.host_region(plan_.host.record));
-      durable_step_ = step_;
-    }
-    machinery_.measure_drive();
-    imported_ = true;
-    begin_step();
-    meter_.start();
-    return of_fill;
-  });
-  if (failure) std::rethrow_exception(failure);
-}
-
-void StepEngine::import_weights(const WeightSource& source) {
-  const WeightSource values = config_.weights == DType::kFloat16 ? within_fp16(model_, source) : source;
-  begin_with("import_weights", 0,
-             [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, values); });
-}
-
-void StepEngine::restore() {
-  loss_scaler_.resume(snapshot_->kept(), snapshot_->step(), blob_);
-  begin_with("snapshot", snapshot_->step(),
-             [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
-  snapshot_.reset();
-}
-
-void StepEngine::walk(const char* call, const TileWork& look) {
-  const std::exception_ptr failure = guarded([&] {
-    make_ready(call);
-    return settle(look);
-  });
-  if (failure) std::rethrow_exception(failure);
-}
-
-void StepEngine::export_weights(bool exact, const WeightSink& sink) {
-  walk("export_weights",
-       [&](std::uint32_t tile, const TileMemory& memory) { read_tile(plan_, tile, memory, exact, sink); });
-}
-
-void StepEngine::save(const std::filesystem::path& directory, const SaveOptions& options) {
-  guarded([&] { make_ready("save"); });
-  SnapshotWriter writer(plan_, config_, model_, directory, options, *machinery_.workers);
-  walk("save", [&](std::uint32_t tile, const TileMemory& memory) { writer.add(tile, memory); });
-  writer.finish(step_, loss_scaler_.record(blob_, record_));
-}
-
 std::vector<std::string> StepEngine::describe() const {
   return run_facts(config_, plan_, model_, machinery_, commits_.chosen());
 }
-
-}  // namespace
 
 std::unique_ptr<Engine> Engine::create(const Config& config, const ModelDescription& model, EngineOptions options) {
   return std::make_unique<StepEngine>(config, model, options);

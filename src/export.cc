@@ -128,18 +128,18 @@ ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::
                               ExportOptions options) {
   const SnapshotRecord record = read_snapshot(snapshot);
   auto weights = SafetensorsReader::open(snapshot);
-  const SnapshotArrayNames names = names_of(SnapshotArray::kMaster);
-  std::optional<SafetensorsReader> master;
-  const bool exact = options.type == DType::kFloat32 && record.facts.weights != DType::kFloat32;
-  const bool trained =
-      std::ranges::any_of(record.checksums, [&](const auto& c) { return c.first.ends_with(names.suffix); });
-  if (exact && trained) master.emplace(SafetensorsReader::open(snapshot, names.stem));
   write_model(described(weights, record, snapshot), directory, options, [&](const WeightSink& sink) {
+    // Those that were frozen are as they were used already.
+    const WeightSink rounded = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
+                                   std::span<const float> values) {
+      std::vector<float> used(values.size());
+      std::ranges::transform(values, used.begin(), [&](float v) { return trained_weight(v, record.facts.weights); });
+      sink(block, p, first, used);
+    };
+    const bool exact = options.type == DType::kFloat32;
     std::uint32_t block = 0;
-    for (const TensorEntry& entry : weights.tensors()) {
-      const TensorEntry* of_master = master ? master->find(entry.name + names.suffix) : nullptr;  // none when frozen
-      read_tensor(of_master ? *master : weights, of_master ? *of_master : entry, record, block++, sink);
-    }
+    for (const TensorEntry& entry : weights.tensors())
+      read_tensor(weights, entry, record, block++, exact ? sink : rounded);
   });
   return {.step = record.facts.step, .weights = record.facts.weights};
 }

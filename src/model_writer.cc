@@ -24,7 +24,8 @@ ModelWriter::ModelWriter(const ModelDescription& model, const std::filesystem::p
     for (std::uint32_t p : order) {
       if (options_.trainable_only && !parameters[p].trainable) continue;
       index_[b][p] = specs.size();
-      specs.push_back({parameters[p].name + options_.suffix, parameters[p].shape});
+      specs.push_back({parameters[p].name + options_.suffix, parameters[p].shape,
+                       parameters[p].trainable ? std::nullopt : options_.frozen_type});
     }
   }
   writer_.emplace(SafetensorsWriter::create(directory, std::move(specs), options_.files));

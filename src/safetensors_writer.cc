@@ -40,8 +40,11 @@ Buffer make_buffer() { return Buffer(static_cast<std::byte*>(std::aligned_alloc(
 
 struct PlannedTensor {
   TensorSpec spec;
+  DType type = DType::kFloat32;
   std::uint64_t elements = 0;
   std::size_t file = 0;
+
+  std::uint64_t bytes() const { return elements * size_of(type); }
 };
 
 struct PlannedFile {
@@ -57,7 +60,7 @@ void put(auto& writer, std::string_view text) {
 }
 
 // Length, JSON, and spaces so that the data starts at a multiple of 8, as the format's own library writes it.
-std::string header_of(std::span<const PlannedTensor> tensors, DType type) {
+std::string header_of(std::span<const PlannedTensor> tensors) {
   JsonText text;
   rapidjson::Writer<JsonText> writer(text);
   writer.StartObject();
@@ -71,7 +74,7 @@ std::string header_of(std::span<const PlannedTensor> tensors, DType type) {
     put(writer, tensor.spec.name);
     writer.StartObject();
     put(writer, "dtype");
-    put(writer, type == DType::kFloat32 ? "F32" : type == DType::kBFloat16 ? "BF16" : "F16");
+    put(writer, tensor.type == DType::kFloat32 ? "F32" : tensor.type == DType::kBFloat16 ? "BF16" : "F16");
     put(writer, "shape");
     writer.StartArray();
     for (const std::uint64_t dimension : tensor.spec.shape) writer.Uint64(dimension);
@@ -79,7 +82,7 @@ std::string header_of(std::span<const PlannedTensor> tensors, DType type) {
     put(writer, "data_offsets");
     writer.StartArray();
     writer.Uint64(offset);
-    writer.Uint64(offset += tensor.elements * size_of(type));
+    writer.Uint64(offset += tensor.bytes());
     writer.EndArray();
     writer.EndObject();
   }
@@ -118,7 +121,7 @@ std::string index_of(std::span<const PlannedTensor> tensors, std::span<const Pla
 std::vector<PlannedFile> plan_files(std::vector<PlannedTensor>& tensors, const SafetensorsWriterOptions& options) {
   std::vector<PlannedFile> files(1);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const std::uint64_t bytes = tensors[i].elements * size_of(options.type);
+    const std::uint64_t bytes = tensors[i].bytes();
     const bool fits = files.back().count == 0 ||
                       bytes <= options.max_file_bytes - std::min(options.max_file_bytes, files.back().data_bytes);
     if (!fits) files.push_back({.name = {}, .first = i});
@@ -201,7 +204,7 @@ struct SafetensorsWriter::Output {
 
 void SafetensorsWriter::Output::reserve_all() {
   for (PlannedFile& planned : files) {
-    const std::string header = header_of(std::span(tensors).subspan(planned.first, planned.count), options.type);
+    const std::string header = header_of(std::span(tensors).subspan(planned.first, planned.count));
     if (header.size() - 8 > kMostHeaderBytes) {
       refuse(Code::kInvalidArgument, final_path(planned.name).string(),
              "its header would be larger than the format allows", "choose a smaller max_file_bytes");
@@ -222,8 +225,7 @@ void SafetensorsWriter::Output::open_file(std::size_t index) {
     direct = 0;
   }
   written = window = 0;
-  const std::string header =
-      header_of(std::span(tensors).subspan(files[index].first, files[index].count), options.type);
+  const std::string header = header_of(std::span(tensors).subspan(files[index].first, files[index].count));
   append(std::as_bytes(std::span(header)));
 }
 
@@ -333,7 +335,8 @@ SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directo
     if (!usable)
       refuse(Code::kInvalidArgument, object, fmt::format("a tensor is named \"{}\"", printable(spec.name)),
              "names must be unique, and not __metadata__");
-    output->tensors.push_back({.spec = std::move(spec), .elements = elements});
+    const DType type = spec.type.value_or(options.type);
+    output->tensors.push_back({.spec = std::move(spec), .type = type, .elements = elements});
   }
   output->files = plan_files(output->tensors, options);
 
@@ -363,7 +366,8 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
            fmt::format("values {} to {} of tensor {} were given out of turn", first, first + values.size(), tensor),
            fmt::format("value {} of tensor {} is next", out.element, out.tensor));
   }
-  const bool half = out.options.type == DType::kFloat16;
+  const DType type = out.tensors[tensor].type;
+  const bool half = type == DType::kFloat16;
   const auto beyond = half ? std::ranges::find_if_not(values, fits_fp16) : values.end();
   if (beyond != values.end()) {
     refuse(Code::kInvalidArgument, out.directory.string(),
@@ -372,7 +376,7 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
            "write bf16 or fp32");
   }
   out.element += values.size();
-  if (out.options.type == DType::kFloat32) {
+  if (type == DType::kFloat32) {
     out.append(std::as_bytes(values));
   } else {
     std::uint16_t narrow[1024];

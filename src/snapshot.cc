@@ -42,8 +42,7 @@ void SnapshotWriter::add(std::size_t array, std::uint32_t tile, const TileMemory
   const WeightSink sink = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
                               std::span<const float> values) { files_.write(array, block, p, first, values); };
   switch (what) {
-    case SnapshotArray::kWeights: return read_tile(plan_, tile, memory, false, sink);
-    case SnapshotArray::kMaster: return read_tile(plan_, tile, memory, true, sink);
+    case SnapshotArray::kWeights: return read_tile(plan_, tile, memory, true, sink);
     case SnapshotArray::kExpAvg: return read_moment(plan_, tile, memory, Moment::kExpAvg, sink);
     case SnapshotArray::kExpAvgSq: return read_moment(plan_, tile, memory, Moment::kExpAvgSq, sink);
   }
@@ -61,18 +60,18 @@ SnapshotReader::SnapshotReader(const Plan& plan, const Config& config, const Mod
   };
   differs("weights in", name_of(record_.facts.weights), name_of(config.weights));
   differs("the optimizer", name_of(record_.facts.optimizer), name_of(config.optimizer.kind));
-  for (const SnapshotArray what : snapshot_arrays(config.weights, config.optimizer.kind, model)) {
+  for (const SnapshotArray what : snapshot_arrays(config.optimizer.kind, model)) {
     const SnapshotArrayNames names = names_of(what);
     arrays_.push_back({.what = what,
                        .reader = SafetensorsReader::open(directory, names.stem),
                        .suffix = names.suffix,
                        .checksums = {}});
-    check_model(arrays_.back(), what == SnapshotArray::kWeights ? config.weights : DType::kFloat32);
+    check_model(arrays_.back(), config.weights);
   }
 }
 
-// The array has every parameter that it should, and no other.
-void SnapshotReader::check_model(const Array& array, DType type) const {
+// The array has every parameter that it should, and no other; frozen weights in the type of training.
+void SnapshotReader::check_model(const Array& array, DType frozen_type) const {
   const std::string hint = "restore it with the model that it was made with";
   std::size_t expected = 0;
   for (const Block& block : model_.blocks) {
@@ -87,6 +86,13 @@ void SnapshotReader::check_model(const Array& array, DType type) const {
       if (!entry) refuse(directory_, fmt::format("it has no tensor {}", name), hint);
       if (entry->shape != parameter.shape)
         refuse(array.reader.file(*entry), fmt::format("tensor {} has another shape than here", name), hint);
+      const DType type = parameter.trainable ? DType::kFloat32 : frozen_type;
+      if (entry->type != type && (entry->type == DType::kFloat32 || entry->type == frozen_type)) {
+        refuse(directory_,
+               fmt::format("parameter {} was {} there, here it is {}", name, parameter.trainable ? "frozen" : "trained",
+                           parameter.trainable ? "trained" : "frozen"),
+               hint);
+      }
       if (entry->type != type || !record_.checksums.contains(name))
         refuse(array.reader.file(*entry), fmt::format("tensor {} is not as it was written", name), "take another one");
     }
@@ -112,16 +118,13 @@ void SnapshotReader::read(Array& array, const Parameter& parameter, std::uint64_
 
 void SnapshotReader::fill(std::uint32_t tile, const TileMemory& memory) {
   const bool trainable = plan_.tile_places[tile].shape.trainable;
-  // Of a trainable tile the weights follow from the master; they are read all the same, so that what lies in the file
-  // is known to be what was written.
   for (Array& array : arrays_) {
     if (!trainable && array.what != SnapshotArray::kWeights) continue;
     const WeightSource source = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first, std::span<float> out) {
       read(array, model_.blocks[block].parameters[p], first, out);
     };
     switch (array.what) {
-      case SnapshotArray::kWeights:
-      case SnapshotArray::kMaster: fill_tile(plan_, tile, memory, source); break;
+      case SnapshotArray::kWeights: fill_tile(plan_, tile, memory, source); break;
       case SnapshotArray::kExpAvg: fill_moment(plan_, tile, memory, Moment::kExpAvg, source); break;
       case SnapshotArray::kExpAvgSq: fill_moment(plan_, tile, memory, Moment::kExpAvgSq, source); break;
     }

@@ -55,7 +55,7 @@ class SnapshotReader {
     std::string suffix;
     TensorChecksums checksums;
   };
-  void check_model(const Array& array, DType type) const;
+  void check_model(const Array& array, DType frozen_type) const;
   void read(Array& array, const Parameter& parameter, std::uint64_t first, std::span<float> out);
 
   const Plan& plan_;

@@ -30,10 +30,11 @@ SnapshotFiles::SnapshotFiles(const Config& config, const ModelDescription& model
     for (const Parameter& parameter : block.parameters)
       elements.push_back(count_elements(parameter.name, parameter.shape));
   }
-  for (const SnapshotArray what : snapshot_arrays(config.weights, config.optimizer.kind, model)) {
+  for (const SnapshotArray what : snapshot_arrays(config.optimizer.kind, model)) {
     const bool weights = what == SnapshotArray::kWeights;
     ModelWriterOptions how;
-    how.files.type = weights ? config.weights : DType::kFloat32;
+    how.files.type = DType::kFloat32;
+    how.frozen_type = config.weights;
     how.files.max_file_bytes = options.max_file_bytes;
     how.files.stem = names_of(what).stem;
     how.suffix = names_of(what).suffix;

@@ -42,7 +42,7 @@ class SnapshotFiles {
 
   std::size_t count() const { return arrays_.size(); }
   SnapshotArray array(std::size_t a) const { return arrays_[a].what; }
-  // Weights are given as the run has them: rounded to its type.
+  // Frozen weights are given as the run has them, rounded to its type; those that are trained exact.
   void write(std::size_t a, std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
              std::span<const float> values);
   void finish(std::uint64_t step, std::span<const std::byte> blob);

@@ -22,7 +22,7 @@
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kFormat = 1;
+constexpr std::uint64_t kFormat = 2;
 constexpr std::uint64_t kMostBytes = 256 * kMiB;
 constexpr std::string_view kChecksumLine = "  \"checksum\": \"";
 constexpr std::size_t kChecksumTail = kChecksumLine.size() + 16 + 4;  // the line, its quote, and `}`
@@ -89,19 +89,17 @@ std::vector<std::byte> parse_blob(std::string_view text, const std::string& obje
 SnapshotArrayNames names_of(SnapshotArray array) {
   switch (array) {
     case SnapshotArray::kWeights: return {"model", ""};
-    case SnapshotArray::kMaster: return {"master", ".master"};
     case SnapshotArray::kExpAvg: return {"exp_avg", ".exp_avg"};
     case SnapshotArray::kExpAvgSq: return {"exp_avg_sq", ".exp_avg_sq"};
   }
   return {};
 }
 
-std::vector<SnapshotArray> snapshot_arrays(DType weights, OptimizerKind optimizer, const ModelDescription& model) {
+std::vector<SnapshotArray> snapshot_arrays(OptimizerKind optimizer, const ModelDescription& model) {
   std::vector<SnapshotArray> arrays = {SnapshotArray::kWeights};
   const bool trained = std::ranges::any_of(
       model.blocks, [](const Block& block) { return std::ranges::any_of(block.parameters, &Parameter::trainable); });
   if (!trained) return arrays;
-  if (weights != DType::kFloat32) arrays.push_back(SnapshotArray::kMaster);
   if (has_exp_avg(optimizer)) arrays.push_back(SnapshotArray::kExpAvg);
   if (has_exp_avg_sq(optimizer)) arrays.push_back(SnapshotArray::kExpAvgSq);
   return arrays;

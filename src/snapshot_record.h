@@ -18,7 +18,7 @@ namespace spillway {
 inline constexpr const char* kSnapshotFile = "spillway.json";
 
 // The arrays of a parameter that a snapshot keeps, each in files of its own.
-enum class SnapshotArray : std::uint8_t { kWeights, kMaster, kExpAvg, kExpAvgSq };
+enum class SnapshotArray : std::uint8_t { kWeights, kExpAvg, kExpAvgSq };
 
 struct SnapshotArrayNames {
   std::string stem;    // of the files
@@ -27,7 +27,7 @@ struct SnapshotArrayNames {
 SnapshotArrayNames names_of(SnapshotArray array);
 
 // Those that a run has: the weights, and what `optimizer` keeps of trainable parameters, if there are any.
-std::vector<SnapshotArray> snapshot_arrays(DType weights, OptimizerKind optimizer, const ModelDescription& model);
+std::vector<SnapshotArray> snapshot_arrays(OptimizerKind optimizer, const ModelDescription& model);
 
 struct SnapshotRecord {
   SnapshotFacts facts;

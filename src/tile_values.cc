@@ -98,6 +98,15 @@ void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, b
   });
 }
 
+float trained_weight(float master, DType type) {
+  switch (type) {
+    case DType::kFloat32: break;
+    case DType::kFloat16: return fp16_to_float(float_to_fp16(master));
+    case DType::kBFloat16: return bf16_to_float(split_master(master).weight);
+  }
+  return master;
+}
+
 WeightSource within_fp16(const ModelDescription& model, const WeightSource& source) {
   return [&model, &source](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out) {
     source(block, parameter, first, out);

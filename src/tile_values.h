@@ -21,6 +21,9 @@ WeightSource within_fp16(const ModelDescription& model, const WeightSource& sour
 // Hands every parameter value of the tile to `sink`: the exact fp32 master, or the weight widened to fp32.
 void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink);
 
+// The weight of that type beside a master, widened to fp32: what forward and backward use.
+float trained_weight(float master, DType type);
+
 // The same of a moment; the tile is trainable, and its optimizer keeps that moment.
 enum class Moment : std::uint8_t { kExpAvg, kExpAvgSq };
 void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,

@@ -36,6 +36,8 @@ void Updater::reset() {
   early_end_ = next_ = loading_ = 0;
   begun_ = stopped_ = expected_ = false;
   early_overflow_.reset();
+  look_ = nullptr;
+  updated_.clear();
 }
 
 void Updater::append(std::uint32_t tile) {
@@ -90,7 +92,7 @@ void Updater::wait_read(std::uint32_t buffer) {
 
 // A spilled gradient is read once all of the step have been written.
 void Updater::load_gradient(std::size_t position) {
-  if (!updated_.empty() && !updated_[queue_[position]]) return;
+  if (!is_updated(queue_[position])) return;
   const auto spilled = gradients_.spilled(queue_[position]);
   const auto buffer = static_cast<std::uint32_t>(position % mover_.buffers());
   if (spilled) mover_.load_gradient(buffer, spilled->extent, spilled->checksum);
@@ -201,12 +203,20 @@ void Updater::begin(std::span<const OptimizerScalars> scalars) {
 bool Updater::run_until(std::uint32_t block, std::byte* to) {
   // All of the block, and nothing else: frozen tiles are fetched, and with several nodes tiles of two blocks may be
   // updated at the same time.
-  const std::size_t count = end_of_[block] - std::min(first_of_[block], end_of_[block]);
-  const bool whole = nodes_ == 1 && next_ <= first_of_[block] && count == plan_.blocks[block].tiles;
+  const std::size_t first = first_of_[block], end = end_of_[block];
+  const bool whole = nodes_ == 1 && next_ <= first && end == first + plan_.blocks[block].tiles &&
+                     std::all_of(queue_.begin() + static_cast<std::ptrdiff_t>(first),
+                                 queue_.begin() + static_cast<std::ptrdiff_t>(end),
+                                 [this](std::uint32_t tile) { return is_updated(tile); });
   while (next_ < end_of_[block]) {
+    std::byte* const place = whole && next_ >= first_of_[block] ? to : nullptr;
+    if (look_) {
+      look_next(place);
+      continue;
+    }
     const std::size_t together = std::min<std::size_t>(nodes_, queue_.size() - next_);
     start_loads(next_, together);
-    update(next_, together, whole && next_ >= first_of_[block] ? to : nullptr);
+    update(next_, together, place);
     next_ += together;
   }
   if (under_way()) start_loads(next_, 0);
@@ -218,36 +228,66 @@ void Updater::settle(std::uint32_t block) {
   mover_.finish_saves_of(plan.first_tile, plan.first_tile + plan.tiles);
 }
 
-std::exception_ptr Updater::finish(const TileWork& look) {
-  if (look) walk(look);
+std::exception_ptr Updater::finish() {
+  while (look_ && under_way()) look_next(nullptr);
   while (under_way()) run_until(plan_.tiles[queue_.back()].block, nullptr);
   for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
   reset();
   return std::exchange(look_failure_, nullptr);
 }
 
-// Until the looking fails; run_until() does the rest then.
-void Updater::walk(const TileWork& look) {
-  cancel_read_ahead();
-  for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
+void Updater::look(TileWork work) {
+  // What has been started to load comes first in the new queue, too, as a rule.
+  bool keeps = next_ == 0;
+  for (std::size_t i = 0; i < loading_; ++i) keeps = keeps && queue_[i] == i;
+  if (!keeps) {
+    cancel_read_ahead();
+    for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
+    loading_ = 0;
+  }
   updated_.assign(plan_.tiles.size(), 0);
   for (std::size_t i = next_; begun_ && i < queue_.size(); ++i) updated_[queue_[i]] = 1;
   queue_.resize(plan_.tiles.size());
   std::iota(queue_.begin(), queue_.end(), 0u);
-  next_ = loading_ = 0;
+  next_ = 0;
   stopped_ = false;
-  look_ = &look;
-  for (; next_ < queue_.size() && !look_failure_; ++next_) {
-    start_loads(next_, 1);
-    updated_[queue_[next_]] ? update(next_, 1, nullptr) : look_alone(next_);
+  look_ = std::move(work);
+  place_blocks();
+  start_loads(next_, 0);
+}
+
+// Where each block's updated tiles stand in the queue.
+void Updater::place_blocks() {
+  std::ranges::fill(end_of_, 0u);
+  for (std::size_t i = 0; i < queue_.size(); ++i) {
+    if (!is_updated(queue_[i])) continue;
+    const std::uint32_t block = plan_.tiles[queue_[i]].block;
+    if (end_of_[block] == 0) first_of_[block] = i;
+    end_of_[block] = i + 1;
   }
+}
+
+void Updater::show_until(std::uint32_t block) {
+  const std::size_t end = plan_.blocks[block].first_tile + plan_.blocks[block].tiles;
+  while (look_ && next_ < end && !is_updated(queue_[next_])) look_next(nullptr);
+}
+
+void Updater::look_next(std::byte* to) {
+  start_loads(next_, 1);
+  is_updated(queue_[next_]) ? update(next_, 1, to) : look_alone(next_);
+  ++next_;
+  if (look_failure_) end_look();
+}
+
+// The rest of the queue is what is left to be updated.
+void Updater::end_look() {
   look_ = nullptr;
   cancel_read_ahead();
   const auto rest = queue_.begin() + static_cast<std::ptrdiff_t>(next_);
-  queue_.erase(std::remove_if(rest, queue_.end(), [this](std::uint32_t tile) { return !updated_[tile]; }),
+  queue_.erase(std::remove_if(rest, queue_.end(), [this](std::uint32_t tile) { return !is_updated(tile); }),
                queue_.end());
-  for (std::size_t i = next_; i < queue_.size(); ++i) end_of_[plan_.tiles[queue_[i]].block] = i + 1;
   updated_.clear();
+  place_blocks();
 }
 
 void Updater::look_alone(std::size_t position) {
@@ -258,9 +298,9 @@ void Updater::look_alone(std::size_t position) {
 }
 
 void Updater::show(std::uint32_t tile, const TileMemory& memory) {
-  if (look_ == nullptr) return;
+  if (!look_) return;
   try {
-    (*look_)(tile, memory);
+    look_(tile, memory);
   } catch (...) {
     look_failure_ = std::current_exception();
   }
@@ -287,18 +327,20 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
                       .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated),
                       .gradient = spilled};
   }
-  const StallMeter::Wait wait(watch_.stalls, StallCause::kUpdate);
-  const auto start = std::chrono::steady_clock::now();
-  const auto update_one = [&](std::size_t node) {
-    const TimedSpan span(watch_.timeline, SpanKind::kUpdate, queue_[first + node]);
-    finite_[node] = update_tile(updates_[node], workers_);
-  };
-  if (nodes_ == 1) {
-    update_one(0);
-  } else {
-    workers_.parallel_for_nodes(count, update_one);
+  {
+    const StallMeter::Wait wait(watch_.stalls, StallCause::kUpdate);
+    const auto start = std::chrono::steady_clock::now();
+    const auto update_one = [&](std::size_t node) {
+      const TimedSpan span(watch_.timeline, SpanKind::kUpdate, queue_[first + node]);
+      finite_[node] = update_tile(updates_[node], workers_);
+    };
+    if (nodes_ == 1) {
+      update_one(0);
+    } else {
+      workers_.parallel_for_nodes(count, update_one);
+    }
+    adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
-  adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   for (std::size_t node = 0; node < count; ++node) {
     mover_.verify(buffer_of(node));
     const std::uint32_t t = queue_[first + node];

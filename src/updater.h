@@ -52,17 +52,22 @@ class Updater {
   // parameter group, and the gradients must stay as they are until it is finished. What lives in HBM is updated in
   // begin() as a whole.
   void begin(std::span<const OptimizerScalars> scalars);
+  bool begun() const noexcept { return begun_; }
   bool awaited(std::uint32_t block) const { return begun_ && next_ < end_of_[block]; }  // its weights are those before
   // Updates the block's tiles and those before them in order. `to`, unless null, is the device address of the block's
   // place: its weights are copied there on the h2d stream, tile by tile. False: they were not, or not all.
   bool run_until(std::uint32_t block, std::byte* to);
   // Blocks until what was updated of the block can be read from where it lives.
   void settle(std::uint32_t block);
-  // Updates what is left and blocks until everything is where it lives. With `look`, every tile passes it on the way,
-  // in order and as it is afterwards; those that are not updated (any more) are read for it. What `look` throws ends
-  // the looking, but not the update, and is returned: the caller's own failure, a full disk say, and none of the
-  // mover's.
-  std::exception_ptr finish(const TileWork& look = {});
+  // From here to finish() every tile passes `work`, in order and as it is afterwards; those that are not updated (any
+  // more) are read for it. What it throws ends the looking, but not the update, and finish() returns it: the caller's
+  // own failure, a full disk say, and none of the mover's.
+  void look(TileWork work);
+  // Shows the tiles up to the block's last that have no update, as far as they come next: so the looking keeps pace
+  // with a forward pass that updates nothing.
+  void show_until(std::uint32_t block);
+  // Updates what is left and blocks until everything is where it lives.
+  std::exception_ptr finish();
 
   // Starts reading the first tiles; the next begin() finds them on their way.
   void read_ahead();
@@ -87,8 +92,11 @@ class Updater {
   void reset();
   void run_on_device(std::span<const OptimizerScalars> scalars);
   void load_gradient(std::size_t position);
-  void walk(const TileWork& look);
+  bool is_updated(std::uint32_t tile) const { return updated_.empty() || updated_[tile] != 0; }
+  void place_blocks();
+  void look_next(std::byte* to);
   void look_alone(std::size_t position);
+  void end_look();
   void show(std::uint32_t tile, const TileMemory& memory);
   void wait_read(std::uint32_t buffer);
   void start_loads(std::size_t due, std::size_t count);
@@ -115,8 +123,8 @@ class Updater {
   std::size_t loading_ = 0;                     // ditto: have been started to load
   bool begun_ = false, stopped_ = false, overflowed_ = false;
   std::optional<std::uint32_t> early_overflow_;  // tile
-  // While finish() shows tiles: to whom, which of the queue are updated, and what went wrong there.
-  const TileWork* look_ = nullptr;
+  // While tiles are shown: to whom, which of the queue are updated, and what went wrong there.
+  TileWork look_;
   std::vector<std::uint8_t> updated_;  // by tile; empty: all of the queue are
   std::exception_ptr look_failure_;
   std::span<const OptimizerScalars> scalars_;

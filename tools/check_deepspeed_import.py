@@ -173,11 +173,10 @@ def compare(case, folder, spillway):
         sys.exit(f"{case}: {done.stderr}")
     print("".join(f"  {line}\n" for line in done.stdout.splitlines()), end="")
     masters, states, differ = masters_of(folder, case), states_of(folder, case), 0
-    stem, suffix = ("master", ".master") if case_of(case).dtype == "bf16" else ("model", "")
-    exact = load_file(out / f"{stem}.safetensors")
+    exact = load_file(out / "model.safetensors")
     moments = {array: load_file(out / f"{array}.safetensors") for array in ("exp_avg", "exp_avg_sq")}
     for name, state in states.items():
-        pairs = [(masters[name], exact[name + suffix])]
+        pairs = [(masters[name], exact[name])]
         pairs += [(state[array], moments[array][f"{name}.{array}"]) for array in moments]
         for wanted, found in pairs:
             bits = [tensor.detach().contiguous().view(torch.int32) for tensor in (wanted, found)]

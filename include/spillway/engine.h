@@ -212,13 +212,23 @@ class Engine {
 
   // Streams every parameter out as fp32: the exact master (`exact`), or the 16-bit weight widened.
   virtual void export_weights(bool exact, const WeightSink& sink) = 0;
-  // Writes a snapshot of the last finished step (spillway/snapshot.h) into a directory that is complete or not there,
-  // whatever happens meanwhile. Behind step(), not inside a step. Training stands still while the pending update, which
-  // else overlaps with the next forward pass, is made, and every tile goes to the snapshot on the way: 14 bytes more
-  // written for a bf16 parameter, into new files that are synced. Only what has no update to be made is read for it. A
-  // failure of `directory` (kIo, kExists, kBusy) leaves nothing behind and changes nothing here: training may go on.
-  // Space for all of it is taken first: 14 bytes per trainable parameter in 16 bits, 12 in fp32 (Adam).
-  virtual void save(const std::filesystem::path& directory, const SaveOptions& options = {}) = 0;
+  // Begins a snapshot of the last finished step (spillway/snapshot.h) in a directory that is complete or not there,
+  // whatever happens meanwhile. Behind step(), not inside a step. Takes the space of all of it (12 bytes per trainable
+  // parameter with Adam) and returns: training goes on. The pending update, which the next forward pass makes, shows
+  // every tile to the snapshot, and what has no update is read beside it; with the commit, before the next backward
+  // pass, all of it is synced and gets its name. So a step is longer by what the drive takes to write 12 bytes a
+  // parameter and does not hide behind compute; StepReport::stalls says how much (StallCause::kSave). Where there is no
+  // update left to be made (gradients in HBM) the call itself writes all of it.
+  virtual void begin_save(const std::filesystem::path& directory, const SaveOptions& options) = 0;
+  // Ends a snapshot that is under way, which makes the rest of the update, and throws its failure if it has failed
+  // meanwhile (kIo, kExists, kBusy: of the directory alone; nothing is left behind, and training may go on). The next
+  // begin_save() does the same first. A failure that nobody asked for is said in the log when the engine ends.
+  virtual void finish_save() = 0;
+  // Both: the snapshot is whole when it returns.
+  void save(const std::filesystem::path& directory, const SaveOptions& options = {}) {
+    begin_save(directory, options);
+    finish_save();
+  }
 
  protected:
   friend class Lease;

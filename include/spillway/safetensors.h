@@ -63,6 +63,7 @@ class SafetensorsReader {
 struct TensorSpec {
   std::string name;
   std::vector<std::uint64_t> shape;
+  std::optional<DType> type = {};  // else that of the options
 };
 
 inline constexpr std::uint64_t kMaxFileBytes = 50'000'000'000;

@@ -1,14 +1,15 @@
 // Snapshots: everything that a run is at the end of a step, in a directory that needs nothing else. Engine::save()
-// writes one, EngineOptions::snapshot begins a run with one, under whatever budgets, placements and tile size.
+// writes one, Engine::begin_save() does while training goes on; EngineOptions::snapshot begins a run with one, under
+// whatever budgets, placements and tile size.
 //
-//   model.safetensors        the weights that forward and backward use, in the run's own type, under the model's names
-//   master.safetensors       NAME.master      the exact fp32 weights; in fp32 training `model` has them already
-//   exp_avg.safetensors      NAME.exp_avg     fp32; of the optimizers that keep one
-//   exp_avg_sq.safetensors   NAME.exp_avg_sq  ditto
-//   config.json, …           the model's attachments: with `model` they are a directory that Hugging Face's loaders
-//   take spillway.json            the step, the caller's blob, and a checksum of every tensor
+//   model.safetensors        the exact fp32 weights, under the model's names; frozen ones in the run's own type
+//   exp_avg.safetensors      NAME.exp_avg      fp32; of the optimizers that keep one
+//   exp_avg_sq.safetensors   NAME.exp_avg_sq   ditto
+//   config.json, …           the model's attachments: with `model` a directory that Hugging Face's loaders take
+//   spillway.json            the step, the caller's blob, and a checksum of every tensor
 //
-// Frozen parameters are in `model` alone. Above SaveOptions::max_file_bytes a file is sharded as the field does it.
+// The weights that forward and backward use follow from the exact ones. Above SaveOptions::max_file_bytes a file is
+// sharded as the field does it.
 // Threads: any, one at a time for a directory.
 #pragma once
 

@@ -14,10 +14,11 @@ enum class StallCause : std::uint8_t {
   kGradient,  // gradients on their way down
   kUpdate,    // the optimizer's pass over a tile
   kCommit,    // writing and syncing a commit
+  kSave,      // writing and syncing a snapshot
   kOther,     // none of these: the caller's own code
 };
 
-inline constexpr std::array kStallNames = {"read", "write", "copy", "gradient", "update", "commit", "other"};
+inline constexpr std::array kStallNames = {"read", "write", "copy", "gradient", "update", "commit", "save", "other"};
 
 struct StallSeconds {
   std::array<double, kStallNames.size()> of{};  // by cause

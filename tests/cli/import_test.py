@@ -9,7 +9,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
 import torch_files  # noqa: E402
 from imports import STATES, ImportTest, Small  # noqa: E402
-from runs import TEXT, Workplace  # noqa: E402
+from runs import TEXT, Workplace, spillway  # noqa: E402
 from torch_files import Call, Checkpoint, Named, Storage, Tensor, floats  # noqa: E402
 
 STEPS = 3
@@ -31,27 +31,19 @@ class ARunGoesOn(ImportTest):
 
     def parameters(self):
         """Name -> (shape, master, exp_avg, exp_avg_sq), in the order in which PyTorch would register them."""
-        arrays = {stem: torch_files.read_safetensors(self.snapshot / f"{stem}.safetensors")
-                  for stem in STATES if (self.snapshot / f"{stem}.safetensors").exists()}
+        arrays = {stem: torch_files.read_safetensors(self.snapshot / f"{stem}.safetensors") for stem in STATES}
 
         def registered(name):
             part = name.split(".")[1:]
             return (["wte", "wpe", "h", "ln_f"].index(part[0]), int(part[1]) if part[0] == "h" else 0, name)
 
-        def values(stem, name):
-            if stem not in arrays:  # fp32 training: the weights are the master
-                return arrays["model"][name][1]
-            return arrays[stem][f"{name}.{stem}"][1]
-
-        return {name: (shape, *(values(stem, name) for stem in STATES[1:]))
-                for name, (shape, _) in sorted(arrays["model"].items(), key=lambda item: registered(item[0]))}
+        return {name: (shape, data, *(arrays[stem][f"{name}.{stem}"][1] for stem in STATES[1:]))
+                for name, (shape, data) in sorted(arrays["model"].items(), key=lambda item: registered(item[0]))}
 
     def assert_same_files(self, name):
         for stem in STATES:
             wanted, found = self.snapshot / f"{stem}.safetensors", self.out / f"{stem}.safetensors"
-            self.assertEqual(wanted.exists(), found.exists())
-            if wanted.exists():
-                self.assertTrue(wanted.read_bytes() == found.read_bytes(), f"{name}: {stem}")
+            self.assertTrue(wanted.read_bytes() == found.read_bytes(), f"{name}: {stem}")
 
     def go_on(self, place, snapshot):
         """What two more steps from a snapshot leave."""
@@ -134,7 +126,6 @@ class WhatIsSaid(Small):
              "client_state": ["epoch"]}, said)
         record = json.loads((self.out / "spillway.json").read_text())
         self.assertEqual(("fp32", 7), (record["weights"], record["step"]))
-        self.assertFalse((self.out / "master.safetensors").exists())
 
     def test_ATagIsTheOneThatIsAskedForOrTheLatestOrTheDirectory(self):
         folder = self.write(self.checkpoint(step=7))
@@ -177,7 +168,7 @@ class WhatIsSaid(Small):
         checkpoint.shared = {name: "lm_head.weight"}
         self.assert_done(self.imported(self.write(checkpoint)))
         self.assertEqual(self.parameters[name][1],
-                         torch_files.read_safetensors(self.out / "master.safetensors")[f"{name}.master"][1])
+                         torch_files.read_safetensors(self.out / "model.safetensors")[name][1])
 
     def test_StepsMayBeTensors(self):
         checkpoint = self.checkpoint()
@@ -193,7 +184,9 @@ class WhatIsSaid(Small):
         master = struct.pack("<4I", *bits) + master[16:]
         checkpoint.parameters["transformer.ln_f.bias"] = (shape, master, *states)
         self.assert_done(self.imported(self.write(checkpoint)))
-        weights = torch_files.read_safetensors(self.out / "model.safetensors")["transformer.ln_f.bias"][1]
+        used = self.place.folder / "used"
+        self.assert_done(spillway("export", self.out, used, "--dtype", "bf16"))
+        weights = torch_files.read_safetensors(used / "model.safetensors")["transformer.ln_f.bias"][1]
         self.assertEqual([(b + 0x8000) >> 16 for b in bits], list(struct.unpack("<4H", weights[:8])))
 
 

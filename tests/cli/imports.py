@@ -7,7 +7,7 @@ import torch_files
 from runs import CliTest, spillway
 from torch_files import Checkpoint
 
-STATES = ("model", "master", "exp_avg", "exp_avg_sq")
+STATES = ("model", "exp_avg", "exp_avg_sq")
 
 
 class ImportTest(CliTest):

@@ -237,7 +237,7 @@ TEST_F(Export, ASnapshotGivesTheSameValuesAsItsEngine) {
 
 TEST_F(Export, ADamagedSnapshotIsRefusedAndLeavesNothing) {
   train(DType::kBFloat16, [&](Engine& engine) { engine.save(out("snapshot")); });
-  for (const char* file : {"snapshot/master.safetensors", "snapshot/spillway.json"}) {
+  for (const char* file : {"snapshot/model.safetensors", "snapshot/spillway.json"}) {
     const std::string before = read_file(file);
     std::string changed = before;
     changed[changed.size() - 10] = static_cast<char>(changed[changed.size() - 10] ^ 1);

@@ -133,7 +133,7 @@ TEST_F(Snapshot, SavesFromEveryTier) {
 }
 
 TEST_F(Snapshot, EveryOptimizersStatesAreInIt) {
-  const std::set<std::string> common = {"config.json", "master.safetensors", "model.safetensors", "spillway.json"};
+  const std::set<std::string> common = {"config.json", "model.safetensors", "spillway.json"};
   for (const OptimizerKind kind :
        {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kSgd}) {
     Config config = nvme();
@@ -152,17 +152,16 @@ TEST_F(Snapshot, EveryOptimizersStatesAreInIt) {
   }
 }
 
-TEST_F(Snapshot, HasTheWeightsAsTrainedAndStatesUnderTheParametersName) {
+TEST_F(Snapshot, HasExactWeightsAndStatesUnderTheParametersName) {
   Config memory = config(Placement::kHbm, Placement::kHbm);
   Run run = start(memory);
   run.until(2);
   run.engine->save(at("saved"), {.max_file_bytes = 60'000});
-  EXPECT_THAT(names("saved"), Contains("model-00001-of-00002.safetensors"));
+  EXPECT_THAT(names("saved"), Contains("model-00001-of-00003.safetensors"));
   EXPECT_THAT(names("saved"), Contains("exp_avg_sq.safetensors.index.json"));
-  auto weights = SafetensorsReader::open(at("saved")), master = SafetensorsReader::open(at("saved"), "master"),
-       exp_avg = SafetensorsReader::open(at("saved"), "exp_avg");
+  auto weights = SafetensorsReader::open(at("saved")), exp_avg = SafetensorsReader::open(at("saved"), "exp_avg");
   EXPECT_EQ(weights.tensors().size(), 8u);
-  EXPECT_EQ(master.tensors().size(), 7u);
+  EXPECT_EQ(exp_avg.tensors().size(), 7u);
   EXPECT_EQ(exp_avg.find("h.2.weight.exp_avg"), nullptr);  // frozen
   ASSERT_NE(exp_avg.find("h.2.bias.exp_avg"), nullptr);
   const auto value_of = [](SafetensorsReader& reader, const TensorEntry& entry, std::uint64_t index) {
@@ -170,18 +169,12 @@ TEST_F(Snapshot, HasTheWeightsAsTrainedAndStatesUnderTheParametersName) {
     reader.read(entry, index, std::span(&value, 1));
     return value;
   };
-  run.engine->export_weights(false, [&](auto block, auto parameter, std::uint64_t first, auto values) {
-    const TensorEntry& entry = *weights.find(model_.blocks[block].parameters[parameter].name);
-    EXPECT_EQ(entry.dtype, "BF16");
-    EXPECT_EQ(value_of(weights, entry, first), values[0]);
-  });
   run.engine->export_weights(true, [&](auto block, auto parameter, std::uint64_t first, auto values) {
     const Parameter& of = model_.blocks[block].parameters[parameter];
-    if (!of.trainable) return;
-    const TensorEntry& entry = *master.find(of.name + ".master");
-    EXPECT_EQ(entry.dtype, "F32");
+    const TensorEntry& entry = *weights.find(of.name);
+    EXPECT_EQ(entry.dtype, of.trainable ? "F32" : "BF16");
     EXPECT_EQ(entry.shape, of.shape);
-    EXPECT_EQ(value_of(master, entry, first), values[0]);
+    EXPECT_EQ(value_of(weights, entry, first), values[0]);
   });
   run.until(kLastStep);
   run.engine->save(at("last"));
@@ -194,7 +187,7 @@ TEST_F(Snapshot, HasTheWeightsAsTrainedAndStatesUnderTheParametersName) {
 TEST_F(Snapshot, AFlippedBitIsNamedAndNeverTrainedOn) {
   save_both(nvme());
   constexpr std::pair<const char*, const char*> kFiles[] = {
-      {"master", "wte.master"}, {"model", "wte"}, {"exp_avg", "wte.exp_avg"}, {"exp_avg_sq", "wte.exp_avg_sq"}};
+      {"model", "wte"}, {"exp_avg", "wte.exp_avg"}, {"exp_avg_sq", "wte.exp_avg_sq"}};
   for (const auto& [stem, tensor] : kFiles) {
     const std::string name = std::string("saved/") + stem + ".safetensors";
     std::uint64_t length = 0;
@@ -230,10 +223,12 @@ TEST_F(Snapshot, AnotherModelOrOptimizerIsRefusedBeforeTheStoreIsTouched) {
   EXPECT_THAT(refused(nvme(), other, OnExisting::kReplace), HasSubstr("tensor h.1.bias has another shape"));
   other = model_;
   other.blocks[2].parameters[0].trainable = true;
-  EXPECT_THAT(refused(nvme(), other, OnExisting::kReplace), HasSubstr("it has no tensor h.2.weight.master"));
+  EXPECT_THAT(refused(nvme(), other, OnExisting::kReplace),
+              HasSubstr("parameter h.2.weight was frozen there, here it is trained"));
   other = model_;
   other.blocks[1].parameters[0].trainable = false;
-  EXPECT_THAT(refused(nvme(), other, OnExisting::kReplace), HasSubstr("h.1.weight.master was trained there"));
+  EXPECT_THAT(refused(nvme(), other, OnExisting::kReplace),
+              HasSubstr("parameter h.1.weight was trained there, here it is frozen"));
   other = model_;
   other.blocks.pop_back();
   other.visits.clear();

@@ -69,7 +69,8 @@ class GpuEngine final : public Engine {
   StepReport step(std::span<const std::byte>) override { refuse(); }
   void flush() override { refuse(); }
   void export_weights(bool, const WeightSink&) override { refuse(); }
-  void save(const std::filesystem::path&, const SaveOptions&) override { refuse(); }
+  void begin_save(const std::filesystem::path&, const SaveOptions&) override { refuse(); }
+  void finish_save() override { refuse(); }
 
  protected:
   const void* weight_address(std::uint32_t, std::uint32_t) const override { refuse(); }

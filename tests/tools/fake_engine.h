@@ -190,7 +190,10 @@ class FakeEngine final : public Engine {
     return report;
   }
   void flush() override {}
-  void save(const std::filesystem::path&, const SaveOptions&) override { SPILLWAY_CHECK(false, "nothing is saved"); }
+  void begin_save(const std::filesystem::path&, const SaveOptions&) override {
+    SPILLWAY_CHECK(false, "nothing is saved");
+  }
+  void finish_save() override {}
   void export_weights(bool, const WeightSink& sink) override {
     for (std::uint32_t b = 0; b < weights_.size(); ++b) {
       for (std::uint32_t p = 0; p < weights_[b].size(); ++p) {

@@ -305,7 +305,8 @@ TEST(ReportTest, JsonLineHasTheFieldsInOrder) {
       "\"nvme_write_bytes\":0,\"h2d_bytes\":0,\"d2h_bytes\":0,\"link\":\"nvme\",\"link_percent\":0.00,"
       "\"stall_seconds\":0.000000,\"stalls\":{\"read\":0.000000,\"write\":0.000000,\"copy\":0.000000,\"gradient\":0."
       "000000,"
-      "\"update\":0.000000,\"commit\":0.000000,\"other\":0.000000},\"adam_seconds\":0.000000,\"durable_step\":2,"
+      "\"update\":0.000000,\"commit\":0.000000,\"save\":0.000000,\"other\":0.000000},\"adam_seconds\":0.000000,"
+      "\"durable_step\":2,"
       "\"visits\":0,\"visit_hits\":0,\"tile_bytes\":0,\"tile_hit_bytes\":0,\"speculative_blocks\":0,\"taken_back\":"
       "false}"
       "\n");

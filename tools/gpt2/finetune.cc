@@ -164,6 +164,7 @@ class Run {
     }
     terminal::Progress progress(engine_->current_step(), std::max(options_.steps, engine_->current_step()));
     while (engine_->current_step() < options_.steps && !interrupt_.requested()) step(progress);
+    finish_snapshot(progress);
     progress.clear();
     engine_->flush();
     if (engine_->current_step() < options_.steps) {
@@ -211,8 +212,12 @@ class Run {
     }
     progress.done(facts.report.step);
     progress.line(step_text(facts, options_.steps));
-    if (!snapshots_.due(facts.report.step)) return;
-    if (const std::string taken = snapshots_.take(*engine_); !taken.empty()) progress.line(taken);
+    finish_snapshot(progress);
+    if (snapshots_.due(facts.report.step)) snapshots_.begin(*engine_);
+  }
+
+  void finish_snapshot(terminal::Progress& progress) {
+    if (const std::string taken = snapshots_.finish(*engine_); !taken.empty()) progress.line(taken);
   }
 
   // The first two steps of a run touch memory for the first time and have no update of the step before.

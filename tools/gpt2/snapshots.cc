@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <chrono>
 #include <map>
 #include <optional>
 #include <utility>
@@ -28,25 +27,38 @@ std::map<std::uint64_t, std::pair<std::filesystem::path, SnapshotFacts>> snapsho
   return found;
 }
 
+void warn(std::uint64_t step, const Error& error) {
+  log(LogLevel::kWarning, fmt::format("no snapshot of step {}, training goes on: {}", step, error.what()));
+}
+
 }  // namespace
 
-std::string Snapshots::take(Engine& engine) {
-  const auto start = std::chrono::steady_clock::now();
-  const std::filesystem::path place = options_.directory / name_of_step(engine.current_step());
-  std::optional<SnapshotFacts> taken;
+void Snapshots::begin(Engine& engine) {
+  const std::uint64_t step = engine.current_step();
+  const std::filesystem::path place = options_.directory / name_of_step(step);
   try {
     // A snapshot of this model and step is of a run that was stopped and has come here again, or of one that was given
     // up. Whatever else has that name is not replaced.
-    engine.save(place, {.replace = find_snapshot(place).has_value()});
-    taken = find_snapshot(place);
+    engine.begin_save(place, {.replace = find_snapshot(place).has_value()});
+    begun_ = step;
   } catch (const Error& error) {
-    log(LogLevel::kWarning,
-        fmt::format("no snapshot of step {}, training goes on: {}", engine.current_step(), error.what()));
+    warn(step, error);
+  }
+}
+
+std::string Snapshots::finish(Engine& engine) {
+  if (!begun_) return {};
+  const std::uint64_t step = *std::exchange(begun_, std::nullopt);
+  const std::filesystem::path place = options_.directory / name_of_step(step);
+  try {
+    engine.finish_save();
+  } catch (const Error& error) {
+    warn(step, error);
     return {};
   }
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const std::optional<SnapshotFacts> taken = find_snapshot(place);
   if (options_.keep > 0 && taken) remove_oldest(*taken);
-  return fmt::format("snapshot: {}, {:.2f} s", place.string(), seconds);
+  return fmt::format("snapshot: {}", place.string());
 }
 
 // Only snapshots of this model, and none of a later step: they belong to a run that was taken back to an earlier one.

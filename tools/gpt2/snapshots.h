@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -23,14 +24,18 @@ class Snapshots {
   explicit Snapshots(SnapshotOptions options) : options_(std::move(options)) {}
 
   bool due(std::uint64_t step) const { return !options_.directory.empty() && step % options_.every == 0; }
-  // Takes one of the engine's last step, and removes what is too old. One that fails is no reason to stop: a warning in
-  // the log says why. Returns a line on what was done; empty after a failure.
-  std::string take(Engine& engine);
+  // Begins one of the engine's last step, which is written while the next step runs. One that fails, here or later, is
+  // no reason to stop: a warning in the log says why.
+  void begin(Engine& engine);
+  // Ends the one that was begun, and removes what is too old. Returns a line on what was done; empty when there was
+  // nothing to do, and after a failure.
+  std::string finish(Engine& engine);
 
  private:
   void remove_oldest(const SnapshotFacts& newest);
 
   const SnapshotOptions options_;
+  std::optional<std::uint64_t> begun_;    // step
   std::set<std::filesystem::path> kept_;  // for what else is in them, as was said already
 };
 

@@ -1,0 +1,110 @@
+// Values into the engine and out of it, beside the steps: import, resume, snapshots, exports.
+#include <exception>
+#include <utility>
+
+#include "spillway/error.h"
+#include "src/step_engine.h"
+#include "src/tile_values.h"
+
+namespace spillway {
+
+void StepEngine::resume() {
+  read_resident_tiles(*machinery_.mover, plan_.tile_places);
+  const Manifest& manifest = machinery_.store->committed();
+  step_ = durable_step_ = manifest.step;
+  loss_scaler_.resume(manifest.blob, manifest.step, blob_);
+  machinery_.measure_drive();
+  imported_ = true;
+  begin_step();
+  meter_.start();
+}
+
+void StepEngine::make_ready(const char* call) {
+  if (!imported_)
+    throw Error(Code::kInvalidArgument, {call, "the engine has no weights yet", 0, "call import_weights first"});
+  if (speculation_.taken() > 0) machinery_.updater->take_back();
+  if (machinery_.updater->early_under_way())
+    throw Error(Code::kInvalidArgument, {call, "a step is under way, partly updated", 0, "call it behind step()"});
+}
+
+// What the walk returns is the caller's own failure, and none of this engine: it may try again, or train on.
+void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork& fill) {
+  const std::exception_ptr failure = guarded([&] {
+    if (imported_)
+      throw Error(Code::kInvalidArgument, {call, "has its weights already", 0, "call it once, before step 1"});
+    std::exception_ptr of_fill = write_tiles(*machinery_.mover, static_cast<std::uint32_t>(plan_.tiles.size()), fill);
+    if (of_fill) return of_fill;
+    step_ = step;
+    if (machinery_.store) {
+      machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
+                               machinery_.host_region(plan_.host.record));
+      durable_step_ = step_;
+    }
+    machinery_.measure_drive();
+    imported_ = true;
+    begin_step();
+    meter_.start();
+    return of_fill;
+  });
+  if (failure) std::rethrow_exception(failure);
+}
+
+void StepEngine::import_weights(const WeightSource& source) {
+  const WeightSource values = config_.weights == DType::kFloat16 ? within_fp16(model_, source) : source;
+  begin_with("import_weights", 0,
+             [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, values); });
+}
+
+void StepEngine::restore() {
+  loss_scaler_.resume(snapshot_->kept(), snapshot_->step(), blob_);
+  begin_with("snapshot", snapshot_->step(),
+             [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
+  snapshot_.reset();
+}
+
+void StepEngine::export_weights(bool exact, const WeightSink& sink) {
+  const std::exception_ptr failure = guarded([&] {
+    make_ready("export_weights");
+    if (saving_) settle();
+    machinery_.updater->look(
+        [&](std::uint32_t tile, const TileMemory& memory) { read_tile(plan_, tile, memory, exact, sink); });
+    const std::exception_ptr of_sink = machinery_.updater->finish();
+    settle();
+    return of_sink;
+  });
+  if (failure) std::rethrow_exception(failure);
+}
+
+void StepEngine::begin_save(const std::filesystem::path& directory, const SaveOptions& options) {
+  guarded([&] { make_ready("begin_save"); });
+  finish_save();
+  saving_ = std::make_unique<SnapshotWriter>(plan_, config_, model_, directory, options, *machinery_.workers);
+  guarded([&] {
+    machinery_.updater->look([this](std::uint32_t tile, const TileMemory& memory) {
+      const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kSave);
+      saving_->add(tile, memory);
+    });
+    if (!machinery_.updater->begun()) settle();  // no update that would bring the tiles
+  });
+}
+
+void StepEngine::end_save(std::exception_ptr failure) {
+  const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kSave);
+  save_failure_ = std::move(failure);
+  try {
+    if (!save_failure_) saving_->finish(step_, loss_scaler_.record(blob_, record_));
+  } catch (...) {
+    save_failure_ = std::current_exception();
+  }
+  saving_.reset();
+}
+
+// The failure is of the caller's directory: it may try again, or train on.
+void StepEngine::finish_save() {
+  guarded([&] {
+    if (saving_) settle();
+  });
+  if (save_failure_) std::rethrow_exception(std::exchange(save_failure_, nullptr));
+}
+
+}  // namespace spillway

@@ -1,0 +1,148 @@
+// The engine's state, and the paragraphs of a step: engine.cc has the step itself, engine_contents.cc what comes in and
+// goes out beside it (import, resume, snapshots, exports).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "spillway/engine.h"
+#include "spillway/error.h"
+#include "src/commit_interval.h"
+#include "src/forecast.h"
+#include "src/loss_scaler.h"
+#include "src/machinery.h"
+#include "src/plan.h"
+#include "src/snapshot.h"
+#include "src/speculation.h"
+#include "src/step_meter.h"
+#include "src/tile_walk.h"
+#include "src/visit_cursor.h"
+
+namespace spillway {
+
+class StepEngine final : public Engine {
+ public:
+  StepEngine(const Config& config, const ModelDescription& model, EngineOptions options);
+  ~StepEngine() override;
+
+  std::uint64_t current_step() const override { return step_; }
+  std::vector<std::byte> blob() const override { return blob_; }
+  double loss_scale() const override { return loss_scaler_.scale(); }
+  const Ledger& ledger() const override { return plan_.ledger; }
+  std::vector<std::string> describe() const override;
+  std::optional<double> predicted_step_seconds() const override {
+    return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates, usual_step(), speculation_.blocks());
+  }
+
+  void import_weights(const WeightSource& source) override;
+  void export_weights(bool exact, const WeightSink& sink) override;
+  void begin_save(const std::filesystem::path& directory, const SaveOptions& options) override;
+  void finish_save() override;
+
+  DeviceKind device_kind() const override { return machinery_.device->kind(); }
+  Stream& stream() override { return *machinery_.compute; }
+  std::unique_ptr<Stream> adopt_stream(void* native) override { return machinery_.device->adopt_stream(native); }
+  std::span<std::byte> workspace() override { return machinery_.hbm_region(plan_.hbm.workspace); }
+  bool in_hbm(const void* data, std::size_t bytes) const override {
+    const auto hbm = machinery_.device->hbm();
+    const auto* at = static_cast<const std::byte*>(data);
+    return at >= hbm.data() && bytes <= hbm.size() && at <= hbm.data() + (hbm.size() - bytes);
+  }
+
+  Lease acquire(std::uint32_t block, Pass pass, Stream& stream) override;
+  ActivationLease acquire_activation(std::uint32_t activation, Access access, Stream& stream) override;
+  Insides insides(std::uint32_t block) override {
+    SPILLWAY_CHECK(block < plan_.blocks.size(), "the block belongs to the description");
+    return {machinery_.hbm_region(plan_.blocks[block].insides), plan_.blocks[block].insides_kept};
+  }
+  void push_gradient(const Gradient& gradient, Stream& stream) override;
+  StepReport step(std::span<const std::byte> blob) override;
+  void flush() override;
+
+ protected:
+  const void* weight_address(std::uint32_t lease, std::uint32_t parameter) const override;
+  void release(std::uint32_t lease) override;
+  void release_activation(std::uint32_t place) override;
+
+ private:
+  unsigned nodes() const { return static_cast<unsigned>(thread_shares_.size()); }
+  Forecast::Step usual_step() const { return {.nodes = nodes(), .commits = commits_.every_step()}; }
+  // What a guess is taken back to must be durable.
+  bool committed() const { return commits_.every_step() && durable_step_ == step_; }
+  void refuse_if_failed() const;
+  void make_ready(const char* call);
+  template <typename Work>
+  auto guarded(Work&& work);
+  // What comes next starts to be fetched, but leases release in destructors: the next call reports what went wrong.
+  template <typename Work>
+  void releasing(Work&& work) {
+    try {
+      work();
+    } catch (const Error& error) {
+      if (failure_.empty()) failure_ = error.what();
+    }
+  }
+  void begin_step();
+  Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
+  void settle();
+  void end_save(std::exception_ptr failure);
+  // The number of the update that comes: skipped steps have none.
+  std::uint64_t next_update() const { return step_ - loss_scaler_.skipped() + 1; }
+  bool begin_update(StepReport& report);
+  void resume();
+  void restore();
+  void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
+  void commit();
+
+  const Config config_;
+  const ModelDescription model_;
+  const std::vector<ThreadShare> thread_shares_;
+  const Plan plan_;
+  LossScaler loss_scaler_;
+  std::unique_ptr<SnapshotReader> snapshot_;  // refused before the machinery makes a store
+  Machinery machinery_;
+  VisitCursor cursor_;  // without given visits the first step of this process teaches it; a store keeps no order
+  Forecast forecast_;
+  Speculation speculation_;
+  std::vector<std::uint32_t> visit_blocks_;
+  std::vector<OptimizerScalars> scalars_;  // of this step, by parameter group
+  std::uint32_t leases_ = 0;               // while weights stay in HBM; places count their own
+
+  std::uint64_t step_ = 0, durable_step_ = 0;
+  std::vector<std::byte> blob_, record_;
+  bool imported_ = false, stepping_ = false;
+  bool updating_ = false;      // the update of step_ is not settled: it is not taken back, what it overwrote is gone
+  bool written_back_ = false;  // some tiles reach their slot only at a commit
+  bool changed_ = false;       // some step since the last commit was not skipped
+  CommitInterval commits_{1u, false};
+  std::unique_ptr<Event> updated_;  // behind the copies of weights that stay in HBM
+  std::string failure_;             // after it, nothing but destruction
+  StepMeter meter_{machinery_};
+  double step_seconds_ = 0;                 // of the last step
+  std::unique_ptr<SnapshotWriter> saving_;  // of step_: every tile passes it before the update is settled
+  std::exception_ptr save_failure_;         // until the caller has seen it
+  std::uint64_t unplanned_before_ = 0;
+};
+
+// Runs what may touch drive or device; a failure there is final for this engine.
+template <typename Work>
+auto StepEngine::guarded(Work&& work) {
+  refuse_if_failed();
+  try {
+    return work();
+  } catch (const Error& error) {
+    const bool refused = error.code() == Code::kInvalidArgument || error.code() == Code::kDoesNotFit ||
+                         (error.code() == Code::kNonFinite && !machinery_.updater->overflowed());
+    if (!refused) failure_ = error.what();
+    throw;
+  }
+}
+
+}  // namespace spillway
