@@ -170,6 +170,7 @@ class RandomRun {
 
   void start(OnExisting on_existing) {
     engine_.reset();
+    saved_.reset();
     drive.failed = false;
     random_.change_limits(config_);
     if (std::getenv("SPILLWAY_CASE")) std::printf("%s\n", text_of(random_, config_).c_str());
@@ -213,6 +214,7 @@ class RandomRun {
     SCOPED_TRACE(text_of(random_, config_) + " step " + std::to_string(engine_->current_step() + 1));
     if (chance(6)) engine_->flush();
     if (chance(6)) expect_exported();
+    if (chance(6)) begin_snapshot();
     if (resumable_ && !mended_ && chance(5)) start(OnExisting::kResume);
     std::size_t pushes = 0;
     for (const auto& visit : random_.visits) pushes += visit.pushed.size() * random_.micro_batches;
@@ -248,6 +250,24 @@ class RandomRun {
     EXPECT_LE(report.durable_step, step);
     EXPECT_GE(report.durable_step, durable_);
     durable_ = report.durable_step;
+    expect_snapshot();
+  }
+
+  void begin_snapshot() {
+    engine_->begin_save(snapshot_, {.replace = true});
+    saved_ = engine_->current_step();
+  }
+
+  // The one that was begun, written while a step was made. Another run goes on from it.
+  void expect_snapshot() {
+    if (!saved_) return;
+    const std::uint64_t step = *std::exchange(saved_, std::nullopt);
+    engine_->finish_save();
+    const auto other = Engine::create(testing::config_in_hbm(random_), random_.model, {.snapshot = snapshot_});
+    EXPECT_EQ(other->current_step(), step);
+    EXPECT_TRUE(testing::exported(*other) == expected_.weights[step]);
+    EXPECT_EQ(RandomCaller(random_, *other).run_step().gradient_norm, expected_.norms[step]);
+    EXPECT_TRUE(testing::exported(*other) == expected_.weights[step + 1]);
   }
 
   void expect_exported() {
@@ -296,6 +316,8 @@ class RandomRun {
   Config config_;
   bool resumable_ = false, imported_ = false, over_ = false;
   std::optional<OnExisting> recovering_;  // a new engine is due
+  const std::filesystem::path snapshot_ = directory_.path() / "snapshot";
+  std::optional<std::uint64_t> saved_;  // the step of the snapshot that was begun
   testing::Expected expected_;
   std::unique_ptr<Engine> engine_;
   std::uint64_t durable_ = 0;

@@ -279,7 +279,7 @@ struct Expected {
   std::vector<std::optional<double>> loss_scales;
 };
 
-inline Expected in_hbm(RandomCase& random, std::uint64_t steps) {
+inline Config config_in_hbm(const RandomCase& random) {
   Config config;
   config.weights = random.config.weights;
   config.optimizer = random.config.optimizer;
@@ -287,7 +287,11 @@ inline Expected in_hbm(RandomCase& random, std::uint64_t steps) {
   config.gradient_clipping = random.config.gradient_clipping;
   config.tile_elements = random.config.tile_elements;
   config.threads = 2;
-  auto engine = Engine::create(config, random.model);
+  return config;
+}
+
+inline Expected in_hbm(RandomCase& random, std::uint64_t steps) {
+  auto engine = Engine::create(config_in_hbm(random), random.model);
   engine->import_weights(toy_weights());
   Expected expected;
   RandomCaller caller{random, *engine};
