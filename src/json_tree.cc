@@ -31,6 +31,14 @@ std::size_t token_start(std::string_view text, std::size_t at) {
   return at;
 }
 
+// RapidJSON 1.1 turns "\\udc00" by itself into bytes that are no UTF-8; elsewhere in the text it refuses such bytes.
+bool has_half_a_pair(std::string_view text) {
+  for (std::size_t at = text.find('\xed'); at != std::string_view::npos; at = text.find('\xed', at + 1)) {
+    if (at + 1 < text.size() && static_cast<unsigned char>(text[at + 1]) >= 0xa0) return true;
+  }
+  return false;
+}
+
 class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeBuilder> {
  public:
   TreeBuilder(std::string_view text, const rapidjson::MemoryStream& stream, const JsonLimits& limits, JsonValue& root)
@@ -56,12 +64,13 @@ class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeB
     return in_range;
   }
   bool String(const char* data, rapidjson::SizeType size, bool) {
-    return add({.kind = JsonValue::Kind::kString, .text = std::string(data, size)});
+    return add({.kind = JsonValue::Kind::kString, .text = std::string(data, size)}) &&
+           is_text({data, size}, newest_->offset);
   }
   bool Key(const char* data, rapidjson::SizeType size, bool) {
     open_.back()->keys.push_back({std::string(data, size), token_start(text_, last_end_)});
     last_end_ = stream_.Tell();
-    return true;
+    return is_text({data, size}, open_.back()->keys.back().offset);
   }
   bool StartObject() { return open({.kind = JsonValue::Kind::kObject}); }
   bool StartArray() { return open({.kind = JsonValue::Kind::kArray}); }
@@ -71,6 +80,11 @@ class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeB
   const std::optional<JsonProblem>& problem() const { return problem_; }
 
  private:
+  bool is_text(std::string_view text, std::size_t offset) {
+    if (!has_half_a_pair(text)) return true;
+    problem_ = {offset, "a string with half of a surrogate pair"};
+    return false;
+  }
   bool add(JsonValue value) {
     value.offset = token_start(text_, last_end_);
     last_end_ = stream_.Tell();

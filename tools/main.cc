@@ -1,5 +1,4 @@
-// The `spillway` program. Exit codes: 0 done, 1 refused or failed, 2 a damaged store was shown, 3 the doctor found
-// something slower, 4 something broken, 130 ended by Ctrl-C, 143 by SIGTERM.
+// The `spillway` program.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -9,6 +8,7 @@
 
 #include "tools/doctor/command.h"
 #include "tools/gpt2/commands.h"
+#include "tools/manual/command.h"
 #include "tools/store/command.h"
 #include "tools/sweep/command.h"
 
@@ -28,16 +28,20 @@ int wrong_arguments(const CLI::ParseError& error) {
 int main(int argc, char** argv) {
   CLI::App program("Fine-tunes models that do not fit the GPU: weights, gradients and Adam states in three tiers");
   program.require_subcommand(1);
+  program.footer(
+      "Exit code: 0 done, 1 refused or failed, 2 a damaged store was shown, 3 the doctor found something slower, 4 "
+      "something broken, 130 ended by Ctrl-C, 143 by SIGTERM. Data goes to standard output, errors to standard error.");
   int exit_code = 0;
   spillway::gpt2::add_commands(program, exit_code);
   spillway::store::add_command(program, exit_code);
   spillway::sweep::add_command(program, exit_code);
   spillway::doctor::add_command(program, exit_code);
+  spillway::manual::add_commands(program, exit_code);
   try {
     program.parse(argc, argv);
     return exit_code;
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return program.exit(error);  // --help
+    if (error.get_exit_code() == 0) return program.exit(error);  // --help, --version
     return wrong_arguments(error);
   } catch (const std::bad_alloc&) {
     fmt::print(stderr,

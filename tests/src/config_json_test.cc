@@ -339,6 +339,8 @@ TEST(ConfigJson, TextsThatAreNotAConfigurationAreRefusedWithTheirPlace) {
   EXPECT_THAT(refusal("{\n\"a\" 1}"), HasSubstr("c.json:2:5: not JSON: Missing a colon"));
   EXPECT_THAT(refusal("{} {}"), HasSubstr("c.json:1:4: "));
   EXPECT_THAT(refusal(std::string("{}\0{}", 5)), HasSubstr("a zero byte"));
+  EXPECT_THAT(refusal(R"({"a": "\udc00"})"), HasSubstr("c.json:1:7: a string with half of a surrogate pair"));
+  EXPECT_THAT(refusal(R"({"\udfff": 1})"), HasSubstr("c.json:1:2: a string with half of a surrogate pair"));
   EXPECT_THAT(refusal(with("\"aio\": " + std::string(100'000, '['))), HasSubstr("nested deeper than 64"));
   std::string many = "[0";
   for (int i = 0; i < 100'000; ++i) many += ",0";

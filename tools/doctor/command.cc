@@ -170,6 +170,7 @@ void add_command(CLI::App& program, int& exit_code) {
       ->excludes(no_probe);
   command->add_flag("--json", options.json, "Print it as JSON");
   command->footer(
+      "Example:\n  spillway doctor --config ds_config.json --model gpt2-medium\n\n"
       "Exit code: 0 all is well, 3 something makes training slower, 4 something breaks it, 1 an option or a file is "
       "wrong, 130 and 143 after Ctrl-C and SIGTERM");
   command->callback([kept, &exit_code] { exit_code = Doctor(*kept).run(); });

@@ -103,6 +103,7 @@ void add_init_model(CLI::App& program, int& exit_code) {
       ->excludes(layers)
       ->excludes(width)
       ->excludes(heads);
+  command->footer("Example:\n  spillway init-model model --preset gpt2-medium --dtype bf16");
   command->callback([kept, &exit_code] { exit_code = run_init_model(*kept); });
 }
 
@@ -137,6 +138,10 @@ void add_finetune(CLI::App& program, int& exit_code) {
                                    "Begin with a snapshot, or the newest one of a directory of them, in a new store");
   auto* resume = command->add_flag("--resume", options.resume, "Continue from the store")->excludes(load);
   command->add_flag("--fresh", options.fresh, "Give up the store that exists and start anew")->excludes(resume);
+  command->footer(
+      "Example:\n"
+      "  spillway finetune --config ds_config.json --model gpt2 --data text.txt --steps 1000 --out trained\n"
+      "  spillway finetune --config ds_config.json --model gpt2 --data text.txt --steps 2000 --resume");
   command->callback([kept, &exit_code] { exit_code = finetune(*kept); });
 }
 
@@ -152,6 +157,7 @@ void add_export(CLI::App& program, int& exit_code) {
       ->transform(CLI::AsSizeValue(true))
       ->check(CLI::PositiveNumber)
       ->default_str("50GB");
+  command->footer("Example:\n  spillway export /mnt/nvme/run trained --dtype bf16 --max-shard-size 5GB");
   command->callback([kept, &exit_code] { exit_code = run_export(*kept); });
 }
 
@@ -171,6 +177,7 @@ void add_import(CLI::App& program, int& exit_code) {
       ->check(CLI::IsMember({"fp32", "bf16"}));
   command->add_flag("--no-verify", options.no_verify, "Do not compare the tensors with their CRC-32 first");
   command->add_flag("--json", options.json, "Print what was imported as JSON");
+  command->footer("Example:\n  spillway import checkpoints --model gpt2 --out snapshot --dtype bf16");
   command->callback([kept, &exit_code] { exit_code = import_checkpoint(*kept); });
 }
 

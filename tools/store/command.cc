@@ -79,7 +79,9 @@ void add_command(CLI::App& program, int& exit_code) {
                  "Go back to the commit before the last, if every byte of it is intact; this changes the store")
       ->excludes(verify)
       ->excludes(json);
-  command->footer("Exit code: 0 the store is whole, 2 it is damaged, 1 it cannot be shown or rolled back");
+  command->footer(
+      "Example:\n  spillway store /mnt/nvme/run --verify\n\nExit code: 0 the store is whole, 2 it is damaged, 1 it "
+      "cannot be shown or rolled back");
   command->callback([kept, &exit_code] { exit_code = show(*kept); });
 }
 

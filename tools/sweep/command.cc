@@ -66,6 +66,7 @@ void add_command(CLI::App& program, int& exit_code) {
       "--params", [&options](const std::string& text) { options.parameters = parameters_of(text); },
       "Parameters of a model, such as 7B: the step time that the drive allows");
   command->add_flag("--allow-buffered", options.allow_buffered, "Measure where there is no direct I/O, or no drive");
+  command->footer("Example:\n  spillway sweep /mnt/nvme --json aio.json --report sweep.html --params 7B");
   command->callback([kept, &exit_code] { exit_code = sweep(*kept); });
 }
 
