@@ -7,6 +7,7 @@
 #include <new>
 #include <string>
 
+#include "tools/config/command.h"
 #include "tools/doctor/command.h"
 #include "tools/gpt2/commands.h"
 #include "tools/store/command.h"
@@ -33,6 +34,7 @@ int main(int argc, char** argv) {
   spillway::store::add_command(program, exit_code);
   spillway::sweep::add_command(program, exit_code);
   spillway::doctor::add_command(program, exit_code);
+  spillway::config::add_command(program, exit_code);
   try {
     program.parse(argc, argv);
     return exit_code;
