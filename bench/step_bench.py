@@ -18,7 +18,8 @@ process, which has no update to make), the probes again. One JSON line:
   ratio               step / limit; 1.1 is what is promised
   clipping_ratio      step / limit.clipping; says nothing where clipping has no effect (speculative_blocks)
 Hashed is every byte that is read from or written to NVMe, copied every byte that goes up or down; half of what goes up
-counts for either pass. Peers and other questions: --peer-python, --accumulation, --commit, --slope.
+counts for either pass. Peers and other questions: --peer-python, --accumulation, --commit, --snapshot,
+--slope.
 """
 import argparse
 import collections
@@ -298,6 +299,32 @@ def commit_case(a, place, seq, steady):
     return True
 
 
+def snapshot_case(a, place, seq, steady):
+    """Steps behind a snapshot beside the others of the same run, and how long the update takes, to the end of its
+    commit, with a snapshot and without: training never stands still longer than what they differ by."""
+    trace, every = place.folder / "trace.json", 3
+    with links.SteadyDrive(place.folder, steady * 1e6) if steady else contextlib.nullcontext():
+        command = place.command(seq, nvme=place.nvme, hbm=place.hbm, host=place.host, commit_every=1)
+        checked(fine.watch([*command, "--steps", 2 + every * (a.steps + 1), "--log", place.log, "--trace", trace,
+                            "--save", place.folder / "saved", "--save-every", every, "--keep", 1]))
+    shutil.rmtree(place.folder / "saved")
+    lines = [json.loads(line) for line in place.log.read_text().splitlines()][2:]
+    ends = {kind: {int(event["name"].split()[-1]): event["ts"] + event["dur"]
+                   for event in json.loads(trace.read_text())["traceEvents"]
+                   if event["ph"] == "X" and event["name"].startswith(f"{kind} of ")} for kind in ("commit", "step()")}
+    updates = {line["step"]: (ends["commit"][line["step"]] - ends["step()"][line["step"]]) / 1e6 for line in lines}
+    found = {"seconds": [], "update_seconds": []}
+    for saved in (True, False):
+        # The step behind the snapshot makes the update that the snapshot sees.
+        found["seconds"].append(fine.median([line["seconds"] for line in lines
+                                             if (line["step"] % every == 1) == saved]))
+        found["update_seconds"].append(fine.median([updates[step] for step in updates if (step % every == 0) == saved]))
+    say(bench="step_snapshot", shape=place.name, seq=seq, steady_mb_per_s=steady, snapshot=[True, False], **found,
+        save_stall_seconds=fine.median([line["stalls"]["save"] for line in lines if line["step"] % every == 1]),
+        longer_by_updates=(found["seconds"][0] - found["seconds"][1]) / found["update_seconds"][1])
+    return True
+
+
 def slope(points):
     """Of the straight line that fits best."""
     xs, ys = zip(*points)
@@ -355,6 +382,7 @@ def parse():
     parser.add_argument("--accumulation", type=int, metavar="N",
                         help="only this: NVMe bytes with N micro-batches beside those with one")
     parser.add_argument("--commit", action="store_true", help="only this: what a commit at every step costs")
+    parser.add_argument("--snapshot", action="store_true", help="only this: what a snapshot costs the step behind it")
     parser.add_argument("--slope", action="store_true", help="only this: host bytes per parameter, 124M to 1.5B")
     parser.add_argument("--slope-train", action="append", choices=list(SHAPES),
                         help="sizes that train two steps with the smallest budgets; default: all")
@@ -362,7 +390,7 @@ def parse():
     a = parser.parse_args()
     if a.tiny:
         a.probe_bytes, a.steps, a.seq, a.shape, a.accumulation, a.slope = 16 * MIB, 2, [64], ["tiny"], 2, True
-        a.commit = True
+        a.commit = a.snapshot = True
     return a
 
 
@@ -370,11 +398,11 @@ def cases(a):
     """What to measure, one function a case."""
     seqs = a.seq or [256, 64]
     for name in a.shape or ["gpt2-medium", "gpt2-large", "24x2048"]:
-        if a.slope and not (a.tiny or a.accumulation or a.commit):
+        if a.slope and not (a.tiny or a.accumulation or a.commit or a.snapshot):
             break
         with Workplace(a, name) as place:
             for seq in seqs:
-                if a.tiny or not (a.accumulation or a.commit):
+                if a.tiny or not (a.accumulation or a.commit or a.snapshot):
                     for _ in range(a.rounds):
                         for steady in a.steady or [None]:
                             yield lambda: step_case(a, place, seq, steady)
@@ -383,6 +411,9 @@ def cases(a):
                 if a.commit:
                     for steady in a.steady or [None]:
                         yield lambda: commit_case(a, place, seq, steady)
+                if a.snapshot:
+                    for steady in a.steady or [None]:
+                        yield lambda: snapshot_case(a, place, seq, steady)
     if a.slope:
         all_sizes = ["gpt2", "gpt2-medium", "gpt2-large", "24x2048", "48x1600"]
         names = ["tiny", "tiny-deep"] if a.tiny else a.shape or all_sizes

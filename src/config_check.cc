@@ -4,6 +4,7 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <numeric>
 #include <tuple>
 
 #include <fmt/format.h>
@@ -20,15 +21,42 @@ namespace {
 constexpr std::string_view kOffloadOptimizer = "zero_optimization.offload_optimizer";
 constexpr std::string_view kOffloadParam = "zero_optimization.offload_param";
 
+bool is_auto(const KeyPlaces& places, std::string_view path) {
+  const auto at = places.find(path);
+  return at != places.end() && at->second.automatic;
+}
+
+// There, and not what it should be: reported before.
+bool is_wrong(const KeyPlaces& places, std::string_view path, bool valid) {
+  return places.contains(path) && !is_auto(places, path) && !valid;
+}
+
+// "auto" leaves it to the other two; where they leave it open, the micro batch is the trainer's, or the largest part of
+// it that divides the batch.
+void fill_batch(ConfigDraft& draft, const KeyPlaces& places) {
+  const bool auto_micro = is_auto(places, "train_micro_batch_size_per_gpu");
+  if (draft.train_batch) {
+    if (auto_micro && !draft.accumulation) {
+      draft.micro_batch = std::gcd(*draft.train_batch, std::uint64_t{draft.autos.micro_batch});
+    }
+    return;
+  }
+  if (!draft.micro_batch && (auto_micro || is_auto(places, "train_batch_size"))) {
+    draft.micro_batch = draft.autos.micro_batch;
+  }
+  if (is_auto(places, "gradient_accumulation_steps")) draft.accumulation = draft.autos.gradient_accumulation;
+}
+
 // Any of the three may be missing, but one of the two sizes must be there: DeepSpeed's rule (runtime/config.py,
 // _set_batch_related_parameters), with one rank. DeepSpeed rounds a quotient down and then finds the contradiction.
 void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  if (is_wrong(places, "train_batch_size", draft.train_batch.has_value()) ||
+      is_wrong(places, "train_micro_batch_size_per_gpu", draft.micro_batch.has_value()) ||
+      is_wrong(places, "gradient_accumulation_steps", draft.accumulation.has_value())) {
+    return;
+  }
+  fill_batch(draft, places);
   const auto &train = draft.train_batch, &micro = draft.micro_batch, &accumulation = draft.accumulation;
-  const auto wrong = [&](std::string_view key, bool valid) { return places.contains(key) && !valid; };
-  const bool already_reported = wrong("train_batch_size", train.has_value()) ||
-                                wrong("train_micro_batch_size_per_gpu", micro.has_value()) ||
-                                wrong("gradient_accumulation_steps", accumulation.has_value());
-  if (already_reported) return;
   if (!train && !micro) {
     report("", "neither train_batch_size nor train_micro_batch_size_per_gpu is there",
            "one of them must say how many rows a step takes");
@@ -139,13 +167,19 @@ void settle_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt
     return;
   }
   report_foreign("scheduler.params.", name_of(schedule.kind), places, report);
-  const double fallback = schedule.kind == ScheduleKind::kWarmup ? draft.config.optimizer.learning_rate : 1e-3;
+  const double fallback = is_auto(places, "scheduler.params.warmup_max_lr")
+                              ? draft.learning_rate.value_or(draft.autos.learning_rate)
+                          : schedule.kind == ScheduleKind::kWarmup ? draft.config.optimizer.learning_rate
+                                                                   : 1e-3;
   schedule.warmup_max_lr = draft.warmup_max_lr.value_or(fallback);
   schedule.total_steps = draft.total_steps.value_or(0);
   if (schedule.kind == ScheduleKind::kWarmup) return;
   if (!places.contains("scheduler.params.total_num_steps")) {
     report("scheduler", fmt::format("{} needs scheduler.params.total_num_steps", name_of(schedule.kind)),
            "add the number of steps that the schedule spans");
+  } else if (is_auto(places, "scheduler.params.total_num_steps") && !draft.total_steps) {
+    report("scheduler.params.total_num_steps", "\"auto\", and how many steps the run has is not known here",
+           "say it with --steps, or write the number");
   } else if (draft.total_steps && schedule.total_steps < schedule.warmup_steps) {
     log(LogLevel::kWarning, fmt::format("scheduler: total_num_steps {} is less than warmup_num_steps {}",
                                         schedule.total_steps, schedule.warmup_steps));
@@ -213,8 +247,8 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
 
   const std::string states_key = std::string(kOffloadOptimizer) + ".nvme_path";
   const std::string parameters_key = std::string(kOffloadParam) + ".nvme_path";
-  const bool wrong_before = (places.contains(states_key) && !draft.states_path) ||
-                            (places.contains(parameters_key) && !draft.parameters_path);
+  const bool wrong_before = is_wrong(places, states_key, draft.states_path.has_value()) ||
+                            is_wrong(places, parameters_key, draft.parameters_path.has_value());
   if (wrong_before) return;
   const std::string states_path = draft.states_path.value_or(""), parameters_path = draft.parameters_path.value_or("");
   const std::string& one_path = states_path.empty() ? parameters_path : states_path;
@@ -258,9 +292,19 @@ void settle_tiles(ConfigDraft& draft, const KeyPlaces& places) {
   log(LogLevel::kInfo, line);
 }
 
+// A key that decides something, under two names: DeepSpeed refuses an older word beside its successor.
+void report_two_names(const KeyPlaces& places, const ReportAt& report) {
+  for (const ConfigKey& key : config_keys()) {
+    if (key.successor.empty() || !places.contains(key.path) || !places.contains(key.successor)) continue;
+    report(key.path, fmt::format("an older word or another name, and {} is there as well", key.successor),
+           "leave one of the two out");
+  }
+}
+
 }  // namespace
 
 void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  report_two_names(places, report);
   settle_batch(draft, places, report);
   settle_optimizer(draft, places, report);
   settle_precision(draft, places, report);

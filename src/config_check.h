@@ -10,8 +10,12 @@
 
 namespace spillway {
 
-// Where every key that was present stands (its value's offset), right or wrong; "" is the whole text.
-using KeyPlaces = std::map<std::string, std::size_t, std::less<>>;
+// Where the value of a key stands that was present, right or wrong.
+struct WrittenKey {
+  std::size_t offset = 0, end = 0;
+  bool automatic = false;  // it is "auto"
+};
+using KeyPlaces = std::map<std::string, WrittenKey, std::less<>>;  // "" is the whole text
 
 // Receives an error: the path whose place it concerns, what is wrong, what to do.
 using ReportAt = std::function<void(std::string_view path, std::string what, std::string hint)>;

@@ -22,22 +22,6 @@ std::string shown(const JsonValue& value) {
   return std::string(name_of(value.kind));
 }
 
-ValueProblem wrong_type(std::string_view wanted, const JsonValue& value) {
-  std::string hint = fmt::format("write {}", wanted);
-  // Left in files that the Hugging Face trainer fills in before DeepSpeed sees them.
-  if (value.kind == JsonValue::Kind::kString && value.text == "auto") hint = "\"auto\" is not filled in here: " + hint;
-  return {fmt::format("expected {}, found {}", wanted, shown(value)), hint};
-}
-
-std::optional<ValueProblem> check_range(const ConfigKey& key, double number) {
-  const bool in_range = number >= key.least && (key.below_most ? number < key.most : number <= key.most);
-  if (in_range) return std::nullopt;
-  std::string allowed =
-      key.most >= 1e18 ? fmt::format("at least {}", key.least) : fmt::format("{} to {}", key.least, key.most);
-  if (key.below_most) allowed = fmt::format("at least {} and less than {}", key.least, key.most);
-  return ValueProblem{fmt::format("{} is out of range", number), "allowed: " + allowed};
-}
-
 // Bytes: 4096, "4096", "512MiB", "1.5 GiB", "20GB". Decimal fractions are fine as long as whole bytes come out.
 std::optional<std::uint64_t> bytes_of(std::string_view text) {
   struct Unit {
@@ -68,10 +52,47 @@ std::optional<std::uint64_t> bytes_of(std::string_view text) {
   return std::nullopt;
 }
 
+// What was most likely meant, as it is to be written; empty when there is no telling.
+std::string meant(KeyKind kind, const JsonValue& value) {
+  const bool text = value.kind == JsonValue::Kind::kString;
+  if (kind == KeyKind::kBool) {
+    if (text && (value.text == "true" || value.text == "True")) return "true";
+    if (text && (value.text == "false" || value.text == "False")) return "false";
+    if (value.integer && *value.integer < 2) return *value.integer == 1 ? "true" : "false";
+  } else if (kind == KeyKind::kNumber || kind == KeyKind::kInteger) {
+    double number = 0;
+    const char* const end = value.text.data() + value.text.size();
+    const auto read = std::from_chars(value.text.data(), end, number);
+    if (text && read.ec == std::errc() && read.ptr == end && std::isfinite(number)) return value.text;
+    const auto bytes = text ? bytes_of(value.text) : std::nullopt;
+    if (bytes && kind == KeyKind::kInteger) return std::to_string(*bytes);
+  }
+  return {};
+}
+
+ValueProblem wrong_type(KeyKind kind, std::string_view wanted, const JsonValue& value) {
+  std::string hint = fmt::format("write {}", wanted);
+  if (const std::string better = meant(kind, value); !better.empty()) {
+    hint = fmt::format("write {}{}", better, value.kind == JsonValue::Kind::kString ? ", without quotes" : "");
+  }
+  // Left in files that the Hugging Face trainer fills in before DeepSpeed sees them.
+  if (value.kind == JsonValue::Kind::kString && value.text == "auto") hint = "\"auto\" is not filled in here: " + hint;
+  return {fmt::format("expected {}, found {}", wanted, shown(value)), hint};
+}
+
+std::optional<ValueProblem> check_range(const ConfigKey& key, double number) {
+  const bool in_range = number >= key.least && (key.below_most ? number < key.most : number <= key.most);
+  if (in_range) return std::nullopt;
+  std::string allowed =
+      key.most >= 1e18 ? fmt::format("at least {}", key.least) : fmt::format("{} to {}", key.least, key.most);
+  if (key.below_most) allowed = fmt::format("at least {} and less than {}", key.least, key.most);
+  return ValueProblem{fmt::format("{} is out of range", number), "allowed: " + allowed};
+}
+
 std::optional<ValueProblem> read_integer(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
-  if (value.kind != JsonValue::Kind::kNumber) return wrong_type("a whole number", value);
+  if (value.kind != JsonValue::Kind::kNumber) return wrong_type(key.kind, "a whole number", value);
   if (auto problem = check_range(key, value.number)) return problem;
-  if (!value.integer) return wrong_type("a whole number", value);
+  if (!value.integer) return wrong_type(key.kind, "a whole number", value);
   out.integer = *value.integer;
   if (out.integer % key.multiple_of == 0) return std::nullopt;
   return ValueProblem{fmt::format("{} is not a multiple of {}", out.integer, key.multiple_of),
@@ -81,24 +102,27 @@ std::optional<ValueProblem> read_integer(const ConfigKey& key, const JsonValue& 
 std::optional<ValueProblem> read_bytes(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
   if (value.kind == JsonValue::Kind::kNumber) return read_integer(key, value, out);
   const auto bytes = value.kind == JsonValue::Kind::kString ? bytes_of(value.text) : std::nullopt;
-  if (!bytes) return wrong_type("bytes, such as 536870912 or \"512MiB\" (KiB, MiB, GiB, TiB, KB, MB, GB, TB)", value);
+  if (!bytes)
+    return wrong_type(key.kind, "bytes, such as 536870912 or \"512MiB\" (KiB, MiB, GiB, TiB, KB, MB, GB, TB)", value);
   out.integer = *bytes;
   return check_range(key, static_cast<double>(*bytes));
 }
 
 std::optional<ValueProblem> read_choice(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
   const auto words = choices_of(key.allowed);
-  if (value.kind != JsonValue::Kind::kString) return wrong_type("one of the words " + list_of(words), value);
+  if (value.kind != JsonValue::Kind::kString) return wrong_type(key.kind, "one of the words " + list_of(words), value);
   // DeepSpeed takes optimizer names in any case.
-  const auto same = [&](std::string_view word) {
-    return std::equal(word.begin(), word.end(), value.text.begin(), value.text.end(),
-                      [](unsigned char a, unsigned char b) { return std::tolower(a) == std::tolower(b); });
-  };
+  const auto same = [&](std::string_view word) { return same_word(word, value.text); };
   const auto found = std::find_if(words.begin(), words.end(), same);
   if (found == words.end()) {
+    const auto refused = choices_of(key.refused);
+    const std::string allowed = "allowed: " + list_of(words);
+    if (std::any_of(refused.begin(), refused.end(), same)) {
+      return ValueProblem{shown(value) + " is DeepSpeed's, and not computed here", allowed};
+    }
     const std::string_view near = closest(value.text, words);
     return ValueProblem{shown(value) + " is not known here",
-                        "allowed: " + list_of(words) + (near.empty() ? "" : fmt::format("; closest: {}", near))};
+                        (near.empty() ? "" : fmt::format("closest: {}; ", near)) + allowed};
   }
   out.integer = static_cast<std::uint64_t>(found - words.begin());
   return std::nullopt;
@@ -107,15 +131,15 @@ std::optional<ValueProblem> read_choice(const ConfigKey& key, const JsonValue& v
 std::optional<ValueProblem> read_pair(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
   const bool fits = value.kind == JsonValue::Kind::kArray && value.items.size() == 2 &&
                     value.items[0].kind == JsonValue::Kind::kNumber && value.items[1].kind == JsonValue::Kind::kNumber;
-  if (!fits) return wrong_type(fmt::format("two numbers, such as {}", key.standard), value);
+  if (!fits) return wrong_type(key.kind, fmt::format("two numbers, such as {}", key.standard), value);
   out.number = value.items[0].number;
   out.second = value.items[1].number;
   if (auto problem = check_range(key, out.number)) return problem;
   return check_range(key, out.second);
 }
 
-std::optional<ValueProblem> read_text_value(const JsonValue& value, std::string& out) {
-  if (value.kind != JsonValue::Kind::kString) return wrong_type("a string", value);
+std::optional<ValueProblem> read_text_value(const ConfigKey& key, const JsonValue& value, std::string& out) {
+  if (value.kind != JsonValue::Kind::kString) return wrong_type(key.kind, "a string", value);
   // A path with a zero byte would be cut there by the kernel.
   if (value.text.find('\0') != std::string::npos) return ValueProblem{"the string holds a zero byte", "take it out"};
   out = value.text;
@@ -123,65 +147,51 @@ std::optional<ValueProblem> read_text_value(const JsonValue& value, std::string&
 }
 
 std::optional<ValueProblem> read_numbers(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
-  if (value.kind != JsonValue::Kind::kArray) return wrong_type("an array of numbers", value);
+  if (value.kind != JsonValue::Kind::kArray) return wrong_type(key.kind, "an array of numbers", value);
   for (const JsonValue& item : value.items) {
-    if (item.kind != JsonValue::Kind::kNumber) return wrong_type("an array of numbers", item);
+    if (item.kind != JsonValue::Kind::kNumber) return wrong_type(key.kind, "an array of numbers", item);
     if (auto problem = check_range(key, item.number)) return problem;
     out.numbers.push_back(item.number);
   }
   return std::nullopt;
 }
 
-std::optional<ValueProblem> read_texts(const JsonValue& value, KeyValue& out) {
-  if (value.kind != JsonValue::Kind::kArray) return wrong_type("an array of strings", value);
+std::optional<ValueProblem> read_texts(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
+  if (value.kind != JsonValue::Kind::kArray) return wrong_type(key.kind, "an array of strings", value);
   for (const JsonValue& item : value.items) {
-    if (auto problem = read_text_value(item, out.texts.emplace_back())) return problem;
+    if (auto problem = read_text_value(key, item, out.texts.emplace_back())) return problem;
   }
   return std::nullopt;
 }
 
 }  // namespace
 
-std::vector<std::string_view> choices_of(std::string_view allowed) {
-  std::vector<std::string_view> words;
-  while (!allowed.empty()) {
-    const std::size_t bar = std::min(allowed.find('|'), allowed.size());
-    words.push_back(allowed.substr(0, bar));
-    allowed.remove_prefix(std::min(bar + 1, allowed.size()));
-  }
-  return words;
-}
-
-std::string list_of(std::span<const std::string_view> words) {
-  std::string list;
-  for (const std::string_view word : words) list += (list.empty() ? "" : ", ") + std::string(word);
-  return list;
-}
-
 std::optional<ValueProblem> read_value(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
   switch (key.kind) {
     case KeyKind::kSection:
-      if (value.kind != JsonValue::Kind::kObject) return wrong_type("an object", value);
+      if (value.kind != JsonValue::Kind::kObject) return wrong_type(key.kind, "an object", value);
       return std::nullopt;
     case KeyKind::kBool:
-      if (value.kind != JsonValue::Kind::kBool) return wrong_type("true or false", value);
+      if (value.kind != JsonValue::Kind::kBool) return wrong_type(key.kind, "true or false", value);
       out.flag = value.flag;
       return std::nullopt;
     case KeyKind::kNumber:
-      if (value.kind != JsonValue::Kind::kNumber) return wrong_type("a number", value);
+      if (value.kind != JsonValue::Kind::kNumber) return wrong_type(key.kind, "a number", value);
       out.number = value.number;
       return check_range(key, value.number);
-    case KeyKind::kText: return read_text_value(value, out.text);
+    case KeyKind::kText: return read_text_value(key, value, out.text);
     case KeyKind::kInteger: return read_integer(key, value, out);
     case KeyKind::kBytes: return read_bytes(key, value, out);
     case KeyKind::kChoice: return read_choice(key, value, out);
     case KeyKind::kPair: return read_pair(key, value, out);
     case KeyKind::kNumbers: return read_numbers(key, value, out);
-    case KeyKind::kTexts: return read_texts(value, out);
+    case KeyKind::kTexts: return read_texts(key, value, out);
     case KeyKind::kSections:
-      if (value.kind != JsonValue::Kind::kArray) return wrong_type("an array of objects", value);
+      if (value.kind != JsonValue::Kind::kArray) return wrong_type(key.kind, "an array of objects", value);
       return std::nullopt;
-    case KeyKind::kAnything: return std::nullopt;
+    case KeyKind::kObject:
+      if (value.kind != JsonValue::Kind::kObject) return wrong_type(key.kind, "an object", value);
+      return std::nullopt;
   }
   return std::nullopt;
 }

@@ -60,7 +60,7 @@ class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeB
     const double value = number.number;
     if (value >= 0 && value <= 0x1p53 && std::floor(value) == value) number.integer = static_cast<std::uint64_t>(value);
     if (!add(std::move(number))) return false;
-    if (!in_range) problem_ = {newest_->offset, "a number that is too large or too small for a double"};
+    if (!in_range) problem_ = JsonProblem{newest_->offset, "a number that is too large or too small for a double"};
     return in_range;
   }
   bool String(const char* data, rapidjson::SizeType size, bool) {
@@ -68,9 +68,10 @@ class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeB
            is_text({data, size}, newest_->offset);
   }
   bool Key(const char* data, rapidjson::SizeType size, bool) {
-    open_.back()->keys.push_back({std::string(data, size), token_start(text_, last_end_)});
+    const std::size_t start = token_start(text_, last_end_);
     last_end_ = stream_.Tell();
-    return is_text({data, size}, open_.back()->keys.back().offset);
+    open_.back()->keys.push_back({std::string(data, size), start, last_end_});
+    return is_text({data, size}, start);
   }
   bool StartObject() { return open({.kind = JsonValue::Kind::kObject}); }
   bool StartArray() { return open({.kind = JsonValue::Kind::kArray}); }
@@ -82,14 +83,15 @@ class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeB
  private:
   bool is_text(std::string_view text, std::size_t offset) {
     if (!has_half_a_pair(text)) return true;
-    problem_ = {offset, "a string with half of a surrogate pair"};
+    problem_ = JsonProblem{offset, "a string with half of a surrogate pair"};
     return false;
   }
   bool add(JsonValue value) {
     value.offset = token_start(text_, last_end_);
     last_end_ = stream_.Tell();
+    value.end = last_end_;
     if (++values_ > limits_.values) {
-      problem_ = {value.offset, "more than " + std::to_string(limits_.values) + " values"};
+      problem_ = JsonProblem{value.offset, "more than " + std::to_string(limits_.values) + " values"};
       return false;
     }
     // An open container is the last item of its parent, which does not grow meanwhile: pointers to it stay valid.
@@ -101,16 +103,18 @@ class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeB
     if (!add(std::move(container))) return false;
     // The iterative reader calls before it takes the bracket, the recursive one after.
     last_end_ = newest_->offset + 1;
+    newest_->end = 0;
     if (open_.size() == limits_.depth) {
-      problem_ = {newest_->offset, "nested deeper than " + std::to_string(limits_.depth) + " levels"};
+      problem_ = JsonProblem{newest_->offset, "nested deeper than " + std::to_string(limits_.depth) + " levels"};
       return false;
     }
     open_.push_back(newest_);
     return true;
   }
   bool close() {
-    open_.pop_back();
     last_end_ = token_start(text_, last_end_) + 1;
+    open_.back()->end = last_end_;
+    open_.pop_back();
     return true;
   }
 
@@ -123,6 +127,20 @@ class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeB
   std::size_t last_end_ = 0, values_ = 0;
   std::optional<JsonProblem> problem_;
 };
+
+JsonSyntax syntax_of(rapidjson::ParseErrorCode code) {
+  switch (code) {
+    case rapidjson::kParseErrorObjectMissCommaOrCurlyBracket:
+    case rapidjson::kParseErrorArrayMissCommaOrSquareBracket: return JsonSyntax::kNoComma;
+    case rapidjson::kParseErrorObjectMissName: return JsonSyntax::kNoName;
+    case rapidjson::kParseErrorValueInvalid:
+    case rapidjson::kParseErrorNumberMissFraction: return JsonSyntax::kNoValue;
+    case rapidjson::kParseErrorStringInvalidEncoding:
+    case rapidjson::kParseErrorStringMissQuotationMark: return JsonSyntax::kInString;
+    case rapidjson::kParseErrorDocumentRootNotSingular: return JsonSyntax::kBehindRoot;
+    default: return JsonSyntax::kOther;
+  }
+}
 
 }  // namespace
 
@@ -161,7 +179,7 @@ std::optional<JsonProblem> parse_json(std::string_view text, const JsonLimits& l
   if (result.IsError()) {
     std::string what = rapidjson::GetParseError_En(result.Code());
     while (what.ends_with('.')) what.pop_back();  // it goes into a sentence of ours
-    return JsonProblem{result.Offset(), "not JSON: " + what};
+    return JsonProblem{result.Offset(), "not JSON: " + what, syntax_of(result.Code())};
   }
   return std::nullopt;
 }

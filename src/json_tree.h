@@ -16,6 +16,7 @@ namespace spillway {
 struct JsonKey {
   std::string name;
   std::size_t offset = 0;  // of its opening quote
+  std::size_t end = 0;     // behind its closing quote
 };
 
 struct JsonValue {
@@ -24,6 +25,7 @@ struct JsonValue {
   Kind kind = Kind::kNull;
   bool flag = false;                          // kBool
   std::size_t offset = 0;                     // of its first byte in the text
+  std::size_t end = 0;                        // behind its last one; 0: the text ended, or was wrong, before that
   double number = 0;                          // kNumber
   std::optional<std::uint64_t> integer = {};  // kNumber: its exact value, when it is one (5e7 is)
   std::string text = {};                      // kString
@@ -41,12 +43,16 @@ struct JsonLimits {
   std::size_t values = 100'000;
 };
 
+enum class JsonSyntax : std::uint8_t { kOther, kNoComma, kNoName, kNoValue, kInString, kBehindRoot };
+
 struct JsonProblem {
   std::size_t offset = 0;
   std::string what;
+  JsonSyntax syntax = JsonSyntax::kOther;  // what was met where something else had to be
 };
 
-// Parses `text` into `root`; a problem means that it is not JSON or beyond the limits.
+// Parses `text` into `root`; a problem means that it is not JSON or beyond the limits. `root` has what stands before
+// the problem then; its last object may have one key more than items.
 std::optional<JsonProblem> parse_json(std::string_view text, const JsonLimits& limits, JsonValue& root);
 
 // Line and column, both from 1; columns count code points.

@@ -6,6 +6,7 @@
 #include <new>
 #include <string>
 
+#include "tools/config/command.h"
 #include "tools/doctor/command.h"
 #include "tools/gpt2/commands.h"
 #include "tools/manual/command.h"
@@ -36,6 +37,7 @@ int main(int argc, char** argv) {
   spillway::store::add_command(program, exit_code);
   spillway::sweep::add_command(program, exit_code);
   spillway::doctor::add_command(program, exit_code);
+  spillway::config::add_command(program, exit_code);
   spillway::manual::add_commands(program, exit_code);
   try {
     program.parse(argc, argv);

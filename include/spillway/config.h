@@ -93,12 +93,27 @@ struct Config {
   IoEngineKind io_engine = IoEngineKind::kAuto;
 };
 
-// Parses a configuration. `name` stands in error messages (`name:line:column: what; hint`). All errors of the text are
-// reported in one Error (kInvalidArgument), one line each. Relative paths are taken as they are.
-Config config_from_json(std::string_view text, const std::string& name);
+// What "auto" stands for in a file: what the Hugging Face trainer would put there before DeepSpeed sees it. The
+// defaults are those of its TrainingArguments. Given to the reader, so that the row of a key that is "auto" checks,
+// places and prints its value like one that was written out.
+struct AutoValues {
+  std::optional<std::uint64_t> hidden_size;  // the model's width, for bucket sizes; missing: the plan chooses
+  std::optional<std::uint64_t> total_steps;  // of the run; missing: an error in a schedule that is to span them
+  std::uint32_t micro_batch = 8, gradient_accumulation = 1;  // where the file's other batch sizes do not decide
+  double gradient_clipping = 1;
+  double learning_rate = 5e-5, beta1 = 0.9, beta2 = 0.999, epsilon = 1e-8, weight_decay = 0;
+  std::uint64_t warmup_steps = 0;
+  bool bf16 = false, fp16 = false;
+};
+
+// Parses a configuration. `name` stands in error messages (`name:line:column: what; hint`, below it the line with the
+// place marked). All errors of the text are reported in one Error (kInvalidArgument), in the order of the text. What
+// has no effect, and what "auto" became, goes to the log. Relative paths are taken as they are.
+Config config_from_json(std::string_view text, const std::string& name, const AutoValues& automatic = {});
 // `overlay`, unless empty, is a second file, with the sections "aio" and "spillway" alone, that is put over the first,
 // key by key: what `spillway sweep --json` writes. Its nvme_paths replace an nvme_path of the first.
-Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay = {});
+Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay = {},
+                   const AutoValues& automatic = {});
 
 // The learning rate of optimizer step `step` (1 is the first; skipped ones do not count).
 double learning_rate(const Config& config, std::uint64_t step);

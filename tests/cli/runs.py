@@ -136,7 +136,9 @@ class CliTest(unittest.TestCase):
         everything = f"stdout:\n{run.out}\nstderr:\n{run.err}"
         self.assertEqual(1, run.status, everything)
         self.assertIsNone(CRASH.search(run.out + run.err), everything)
-        lines = [line for line in run.err.splitlines() if all(str(word) in line for word in words)]
+        # What begins with a space shows the line of a file that an error is about.
+        lines = [line for line in run.err.splitlines()
+                 if not line.startswith(" ") and all(str(word) in line for word in words)]
         self.assertEqual(1, len(lines), f"expected one line with {words}\n{everything}")
         self.assertRegex(lines[0], ERROR_FORM)
         return lines[0]

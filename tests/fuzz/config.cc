@@ -3,18 +3,49 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <set>
 
+#include "src/config_reader.h"
+#include "src/json_tree.h"
 #include "tests/fuzz/targets.h"
+#include "tools/config/report.h"
 
 namespace spillway::fuzz {
 namespace {
 
-Config load(Bytes input) {
+AutoValues known_values() {
+  AutoValues values;
+  values.hidden_size = 768;
+  values.total_steps = 1000;
+  return values;
+}
+
+EffectiveConfig load(Bytes input) {
   const std::size_t zero = text_of(input).find('\0');
-  if (zero == std::string_view::npos) return config_from_json(text_of(input), "ds_config.json");
+  if (zero == std::string_view::npos) {
+    const ConfigText texts[] = {{text_of(input), "ds_config.json"}};
+    return read_config(texts, known_values());
+  }
   const auto base = scratch_file("ds_config.json", input.first(zero));
-  return load_config(base, scratch_file("aio.json", input.subspan(zero + 1)));
+  return read_config_files(base, scratch_file("aio.json", input.subspan(zero + 1)), known_values());
+}
+
+// What is printed of a configuration is one itself, and says the same.
+void check_report(const EffectiveConfig& effective) {
+  SPILLWAY_CHECK(!config::report_text(effective).empty(), "there is something to say");
+  JsonValue report;
+  const std::string text = config::report_json(effective);
+  SPILLWAY_CHECK(!parse_json(text, {}, report), "a report is JSON");
+  const JsonValue* printed = report.member("config");
+  const ConfigText texts[] = {
+      {std::string_view(text).substr(printed->offset, printed->end - printed->offset), "again"}};
+  const EffectiveConfig again = read_config(texts, {});
+  std::map<std::string_view, std::string_view> values;
+  for (const EffectiveKey& key : effective.keys) values[key.key->path] = key.value;
+  for (const EffectiveKey& key : again.keys) {
+    SPILLWAY_CHECK(values.at(key.key->path) == key.value, "a printed configuration means the same");
+  }
 }
 
 void check_paths(const Config& config) {
@@ -59,10 +90,11 @@ void check_numbers(const Config& config) {
 }  // namespace
 
 void config(Bytes input) {
-  const auto config = accepted([&] { return load(input); });
-  if (!config) return;
-  check_paths(*config);
-  check_numbers(*config);
+  const auto effective = accepted([&] { return load(input); });
+  if (!effective) return;
+  check_paths(effective->config);
+  check_numbers(effective->config);
+  check_report(*effective);
 }
 
 }  // namespace spillway::fuzz

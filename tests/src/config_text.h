@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,15 +14,29 @@
 
 namespace spillway {
 
-// The message of a refusal, a line per error.
-inline std::string refusal(const std::string& text) {
+// The whole message of a refusal.
+inline std::string whole_refusal(const std::string& text, const AutoValues& automatic = {}) {
   try {
-    config_from_json(text, "c.json");
+    config_from_json(text, "c.json", automatic);
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Code::kInvalidArgument);
     return error.what();
   }
   return "accepted";
+}
+
+// A line per error, without the lines that show the place, which begin with a space.
+inline std::string errors_of(const std::string& message) {
+  std::istringstream lines(message);
+  std::string errors;
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with(' ')) errors += (errors.empty() ? "" : "\n") + line;
+  }
+  return errors;
+}
+
+inline std::string refusal(const std::string& text, const AutoValues& automatic = {}) {
+  return errors_of(whole_refusal(text, automatic));
 }
 
 inline Config parse(const std::string& text) { return config_from_json(text, "c.json"); }

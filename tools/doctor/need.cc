@@ -4,6 +4,7 @@
 
 #include "spillway/config.h"
 #include "spillway/error.h"
+#include "src/hidden_size.h"
 #include "src/plan.h"
 #include "tools/gpt2/model.h"
 #include "tools/gpt2/trainer.h"
@@ -35,7 +36,10 @@ void plan(const NeedOptions& options, const Config& config, unsigned nodes, unsi
 Need need_of(const NeedOptions& options, unsigned nodes, unsigned cpus) {
   Need need;
   if (options.config.empty()) return need;
-  const Config config = load_config(options.config, options.aio);
+  AutoValues automatic;
+  automatic.total_steps = 1;  // a schedule takes nothing of the machine
+  if (!options.model.empty()) automatic.hidden_size = hidden_size_in(options.model);
+  const Config config = load_config(options.config, options.aio, automatic);
   need.paths = config.nvme_paths;
   need.engine = config.io_engine;
   need.block_bytes = config.io_block_bytes;

@@ -31,6 +31,19 @@ namespace {
       {.object = std::move(object), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
 }
 
+// What "auto" stands for in the configuration. That is read before the model is, so that it is not the model's errors
+// that come first; a model that cannot be read is said so in its turn.
+AutoValues automatic(const FinetuneOptions& options) {
+  AutoValues values;
+  values.total_steps = options.steps;
+  try {
+    values.hidden_size = load_model_config(options.model).width;
+  } catch (const Error&) {
+    values.hidden_size.reset();
+  }
+  return values;
+}
+
 // At least as many as the engine will start: without a setting it takes one per core that this process may use, or
 // fewer where a cgroup allows less.
 unsigned most_threads(const Config& config) {
@@ -133,7 +146,9 @@ std::ofstream open_log(const std::filesystem::path& path) {
 class Run {
  public:
   explicit Run(const FinetuneOptions& options)
-      : options_(options), config_(load_config(options.config, options.aio)), model_(load_model_config(options.model)) {
+      : options_(options),
+        config_(load_config(options.config, options.aio, automatic(options))),
+        model_(load_model_config(options.model)) {
     check_options(options_, config_, model_);
     data_.emplace(options_.data, options_.sequence, model_.vocabulary);
     // Everything about the input is checked before a store is made.
