@@ -121,6 +121,7 @@ JsonSyntax syntax_of(rapidjson::ParseErrorCode code) {
     case rapidjson::kParseErrorObjectMissName: return JsonSyntax::kNoName;
     case rapidjson::kParseErrorValueInvalid:
     case rapidjson::kParseErrorNumberMissFraction: return JsonSyntax::kNoValue;
+    case rapidjson::kParseErrorStringEscapeInvalid:
     case rapidjson::kParseErrorStringInvalidEncoding:
     case rapidjson::kParseErrorStringMissQuotationMark: return JsonSyntax::kInString;
     case rapidjson::kParseErrorDocumentRootNotSingular: return JsonSyntax::kBehindRoot;
