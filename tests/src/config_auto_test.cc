@@ -73,6 +73,19 @@ TEST(ConfigAuto, StandsForWhatTheCallerSays) {
               HasSubstr("fp16.enabled: contradicts bf16.enabled"));
 }
 
+TEST(ConfigAuto, AnOlderWordBesideItsSuccessorIsRefused) {
+  EXPECT_EQ(
+      refusal(with(R"("bf16": {"enabled": true}, "bfloat16": {"enabled": "auto"})")),
+      "c.json:1:76: bfloat16.enabled: an older word or another name, and bf16.enabled is there as well; leave one "
+      "of the two out");
+  EXPECT_THAT(refusal(with(R"("zero_optimization": {"stage": 3, "cpu_offload": false,
+                                                    "offload_optimizer": {"device": "none"}})")),
+              HasSubstr("zero_optimization.cpu_offload: an older word"));
+  // Without effect, either is as good.
+  const CapturedLog log;
+  EXPECT_EQ(refusal(with(R"("aio": {"thread_count": 1, "intra_op_parallelism": 1})")), "accepted");
+}
+
 TEST(ConfigAuto, BatchSizesFollowThoseThatAreWritten) {
   const auto batch = [](const char* train, const char* micro, const char* accumulation) {
     std::string text;
