@@ -24,6 +24,11 @@ TEST(ConfigHint, NamesTheNearestSectionFirstWhereAKeyStandsInSeveral) {
             "closest key: zero_optimization.offload_optimizer.nvme_path, or zero_optimization.offload_param.nvme_path");
 }
 
+TEST(ConfigHint, NamesOlderWordsWhereThereAreNoOthers) {
+  EXPECT_EQ(hint_for_unknown("aio", "enabled"), "closest key: bf16.enabled, or fp16.enabled");
+  EXPECT_EQ(hint_for_unknown("", "cpu_offload"), "closest key: zero_optimization.cpu_offload");
+}
+
 TEST(ConfigHint, NamesNothingThatWasNotMeant) {
   EXPECT_EQ(hint_for_unknown("aio", "xyz"), "known keys: block_size, queue_depth");
   EXPECT_EQ(closest_path("qwertyuiop"), "");
