@@ -69,6 +69,14 @@ TEST(Complaints, ThoseBeforeASyntaxErrorAreMadeAsWell) {
       "c.json:2:1: not JSON: Missing a comma or ']' after an array element; correct the text there, or just before");
 }
 
+TEST(Complaints, AKeyWithoutItsValueIsNotLookedFor) {
+  EXPECT_EQ(refusal(R"({"optimizer": {"type": &Adam"}})"),
+            "c.json:1:24: not JSON: Invalid value; correct the text there, or just before");
+  EXPECT_EQ(refusal(R"({"optimizer": {"params": {}, "type"}})"),
+            "c.json:1:36: not JSON: Missing a colon after a name of object member; correct the text there, or just "
+            "before");
+}
+
 TEST(Complaints, AKeysNameCannotForgeALine) {
   const std::string said = refusal(with(R"("a\nc.json:9:9: fine\u001b[2J": 1)"));
   EXPECT_THAT(said, testing::StartsWith("c.json:1:25: unknown key \"a?c.json:9:9: fine?[2J\"; known keys"));
