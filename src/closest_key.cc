@@ -42,7 +42,13 @@ std::string_view closest(std::string_view word, std::span<const std::string_view
   std::string_view found;
   for (const std::string_view candidate : candidates) {
     const std::size_t distance = edit_distance(given, lower(candidate));
-    if (distance < best && distance < candidate.size()) {
+    if (distance >= candidate.size()) continue;
+    // Of two that are as near, the one that begins as the word does: f16 is fp16, and not bf16.
+    const bool nearer = distance < best;
+    const bool likelier = distance == best && !given.empty() && !found.empty() &&
+                          lower(found.substr(0, 1)) != given.substr(0, 1) &&
+                          lower(candidate.substr(0, 1)) == given.substr(0, 1);
+    if (nearer || likelier) {
       best = distance;
       found = candidate;
     }

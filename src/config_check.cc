@@ -295,7 +295,8 @@ void settle_tiles(ConfigDraft& draft, const KeyPlaces& places) {
 // A key that decides something, under two names: DeepSpeed refuses an older word beside its successor.
 void report_two_names(const KeyPlaces& places, const ReportAt& report) {
   for (const ConfigKey& key : config_keys()) {
-    if (key.successor.empty() || !places.contains(key.path) || !places.contains(key.successor)) continue;
+    const bool named_twice = places.contains(key.path) && places.contains(key.successor);
+    if (key.successor.empty() || key.kind == KeyKind::kSection || !named_twice) continue;
     report(key.path, fmt::format("an older word or another name, and {} is there as well", key.successor),
            "leave one of the two out");
   }

@@ -68,14 +68,15 @@ std::size_t common_start(std::string_view a, std::string_view b) {
   return static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
 }
 
-// Rows whose path ends in `leaf`, those in a section nearest to `section` first.
+// Rows whose path ends in `leaf`, those in a section nearest to `section` first; older words where there are no others.
 std::vector<std::string_view> elsewhere(std::string_view section, std::string_view leaf) {
-  std::vector<std::string_view> paths;
+  std::vector<std::string_view> paths, older;
   for (const auto& table : {config_keys(), config_keys_without_effect()}) {
     for (const ConfigKey& key : table) {
-      if (same_word(leaf_of(key.path), leaf)) paths.push_back(key.path);
+      if (same_word(leaf_of(key.path), leaf)) (key.successor.empty() ? paths : older).push_back(key.path);
     }
   }
+  if (paths.empty()) paths = std::move(older);
   std::stable_sort(paths.begin(), paths.end(), [&](std::string_view a, std::string_view b) {
     return common_start(a, section) > common_start(b, section);
   });

@@ -35,7 +35,7 @@ void log_notes(const EffectiveConfig& effective) {
     }
   }
   for (const auto& [file, said] : notes) {
-    const auto note = [&file](std::string_view what, const std::string& list) {
+    const auto note = [&file = file](std::string_view what, const std::string& list) {
       if (!list.empty()) log(LogLevel::kInfo, fmt::format("{}: {}: {}", file, what, list));
     };
     note("older or other names", said.renamed);

@@ -51,7 +51,10 @@ bool same_value(const std::string& a, std::string_view b) {
 
 class ConfigReader {
  public:
-  explicit ConfigReader(const AutoValues& automatic) { draft_.autos = automatic; }
+  explicit ConfigReader(const AutoValues& automatic) {
+    SPILLWAY_CHECK(automatic.micro_batch > 0 && automatic.gradient_accumulation > 0, "a step has rows");
+    draft_.autos = automatic;
+  }
 
   // Reads one text, or a second one over it. False: it is no JSON object from end to end, and what keys say together
   // is not to be learned from it.

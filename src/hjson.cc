@@ -88,9 +88,9 @@ std::optional<SyntaxAdvice> hjson_advice(std::string_view text, const JsonProble
   const std::size_t at = problem.offset;
   if (at >= text.size() || problem.syntax == JsonSyntax::kOther) return std::nullopt;
   if (problem.syntax == JsonSyntax::kInString) {
-    // Where the reader stops depends on the byte: a control character is found before it or behind it.
-    const std::size_t control = at > 0 && text[at] != '\n' && text[at] != '\t' ? at - 1 : at;
-    if (text[control] != '\n' && text[control] != '\t' && text[control] != '\r') return std::nullopt;
+    // The reader stops at a control character, or beside it.
+    const std::size_t control = text.find_first_of("\n\r\t", at > 0 ? at - 1 : at);
+    if (control > at + 1) return std::nullopt;
     return SyntaxAdvice{control, control + 1, "a line break or a tab inside a string",
                         "close the quote, or write \\n or \\t"};
   }

@@ -79,6 +79,12 @@ class TreeBuilder : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, TreeB
   bool EndArray(rapidjson::SizeType) { return close(); }
 
   const std::optional<JsonProblem>& problem() const { return problem_; }
+  // Of a text that is wrong: a key whose value was not reached.
+  void drop_last_key() {
+    if (!open_.empty() && open_.back()->kind == JsonValue::Kind::kObject) {
+      open_.back()->keys.resize(open_.back()->items.size());
+    }
+  }
 
  private:
   bool is_text(std::string_view text, std::size_t offset) {
@@ -135,6 +141,7 @@ JsonSyntax syntax_of(rapidjson::ParseErrorCode code) {
     case rapidjson::kParseErrorObjectMissName: return JsonSyntax::kNoName;
     case rapidjson::kParseErrorValueInvalid:
     case rapidjson::kParseErrorNumberMissFraction: return JsonSyntax::kNoValue;
+    case rapidjson::kParseErrorStringEscapeInvalid:
     case rapidjson::kParseErrorStringInvalidEncoding:
     case rapidjson::kParseErrorStringMissQuotationMark: return JsonSyntax::kInString;
     case rapidjson::kParseErrorDocumentRootNotSingular: return JsonSyntax::kBehindRoot;
@@ -175,6 +182,7 @@ std::optional<JsonProblem> parse_json(std::string_view text, const JsonLimits& l
                               rapidjson::kParseValidateEncodingFlag | rapidjson::kParseCommentsFlag |
                               rapidjson::kParseTrailingCommasFlag;
   const rapidjson::ParseResult result = reader.Parse<kFlags>(stream, builder);
+  if (result.IsError()) builder.drop_last_key();
   if (builder.problem()) return builder.problem();
   if (result.IsError()) {
     std::string what = rapidjson::GetParseError_En(result.Code());

@@ -51,8 +51,8 @@ struct JsonProblem {
   JsonSyntax syntax = JsonSyntax::kOther;  // what was met where something else had to be
 };
 
-// Parses `text` into `root`; a problem means that it is not JSON or beyond the limits. `root` has what stands before
-// the problem then; its last object may have one key more than items.
+// Parses `text` into `root`; a problem means that it is not JSON or beyond the limits. `root` has the values that stand
+// before the problem then.
 std::optional<JsonProblem> parse_json(std::string_view text, const JsonLimits& limits, JsonValue& root);
 
 // Line and column, both from 1; columns count code points.

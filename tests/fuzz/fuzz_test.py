@@ -35,7 +35,7 @@ WORDS = {
 def dictionary():
     words = set()
     for source in WORDS.get(TARGET, []):
-        for literal in re.findall(r'"([\w.|]{2,60})"', (ROOT / source).read_text()):
+        for literal in re.findall(r'"([\w.|]{2,60})"', (ROOT / source).read_text(), re.ASCII):
             words |= set(re.split(r"[.|]", literal))
     return "".join(f'"\\"{word}\\""\n' for word in sorted(words) if word)
 

@@ -23,6 +23,7 @@ TEST(Closest, FindsAMisspellingAndNothingElse) {
   EXPECT_EQ(closest("Block_Size", kWords), "block_size");
   EXPECT_EQ(closest("beta", kWords), "betas");
   EXPECT_EQ(closest("momentum", kWords), "");
+  EXPECT_EQ(closest("f16", std::array<std::string_view, 3>{"bf16", "fp16", "rf16"}), "fp16");
   EXPECT_EQ(closest("xy", kWords), "");  // as far from "lr" as it is long
   EXPECT_EQ(closest(std::string(1'000'000, 'x'), kWords), "");
 }

@@ -6,8 +6,10 @@
 #include <rapidjson/stringbuffer.h>
 #include <rapidjson/writer.h>
 
+#include <algorithm>
 #include <array>
 #include <cctype>
+#include <iterator>
 #include <random>
 #include <set>
 
@@ -17,13 +19,14 @@
 namespace spillway {
 namespace {
 
-constexpr int kMistakes = 1'400;
+constexpr int kMistakes = 1'600;
 constexpr double kRight = 0.95;
 
 // A key of a configuration of the corpus that loads.
 struct Place {
   const rapidjson::Document* document;
   std::string path;  // "optimizer.params.lr"
+  const rapidjson::Value* value;
 };
 
 void add_places(const rapidjson::Value& object, const std::string& section, const rapidjson::Document& document,
@@ -32,7 +35,7 @@ void add_places(const rapidjson::Value& object, const std::string& section, cons
     const std::string path = (section.empty() ? "" : section + ".") + member.name.GetString();
     const ConfigKey* row = find_config_key(path);
     if (row == nullptr) continue;
-    places.push_back({&document, path});
+    places.push_back({&document, path, &member.value});
     if (row->kind == KeyKind::kSection && member.value.IsObject()) add_places(member.value, path, document, places);
   }
 }
@@ -54,6 +57,10 @@ class Mistakes {
       document->Parse<rapidjson::kParseCommentsFlag | rapidjson::kParseTrailingCommasFlag>(text.c_str());
       add_places(*document, "", *document, places_);
     }
+    std::ranges::copy_if(places_, std::back_inserter(choices_), [](const Place& place) {
+      return find_config_key(place.path)->kind == KeyKind::kChoice && place.value->IsString() &&
+             std::string_view(place.value->GetString()) != "auto";
+    });
   }
 
   struct Mistake {
@@ -64,7 +71,9 @@ class Mistakes {
 
   // Nothing when this place has no such mistake: the letter that is left out leaves a key that exists.
   std::optional<Mistake> next(int kind) {
-    const Place& place = places_[random_() % places_.size()];
+    const std::vector<Place>& places = kind == kWrongWord ? choices_ : places_;
+    const Place& place = places[random_() % places.size()];
+    const ConfigKey& row = *find_config_key(place.path);
     rapidjson::Document copy;
     copy.CopyFrom(*place.document, copy.GetAllocator());
     rapidjson::Value* section = &copy;
@@ -76,7 +85,6 @@ class Mistakes {
     auto& allocator = copy.GetAllocator();
     Mistake mistake{.text = {}, .kind = kKinds[static_cast<std::size_t>(kind)], .at = place.path, .expected = {}};
     if (kind == kWrongType) {
-      const ConfigKey& row = *find_config_key(place.path);
       const std::string wanted = spoil(row, member->value, allocator);
       if (wanted.empty()) return std::nullopt;
       mistake.expected = place.path + ": expected " + wanted;
@@ -87,23 +95,31 @@ class Mistakes {
       if (other == nullptr) return std::nullopt;
       other->AddMember(name, value, allocator);
       mistake.expected = "closest key: " + place.path;
+    } else if (kind == kWrongWord) {
+      const std::string word = member->value.GetString(), spelled = misspelled(word, static_cast<int>(random_() % 4));
+      const auto words = choices_of(row.allowed);
+      const auto same = [](const std::string& other) {
+        return [&](std::string_view w) { return same_word(w, other); };
+      };
+      if (std::any_of(words.begin(), words.end(), same(spelled))) return std::nullopt;
+      member->value.SetString(spelled.c_str(), allocator);
+      mistake.expected = place.path + ": the string \"" + spelled + "\" is not known here; closest: " +
+                         std::string(*std::find_if(words.begin(), words.end(), same(word)));
     } else {
       const std::string name = misspelled(left, kind);
       const std::string path = place.path.substr(0, place.path.size() - left.size()) + name;
       if (name == left || find_config_key(path) != nullptr) return std::nullopt;
       member->name.SetString(name.c_str(), allocator);
-      // Of two names of one key either will do.
-      const ConfigKey& row = *find_config_key(place.path);
-      mistake.expected = "unknown key \"" + path + "\"; closest key: " + std::string(leaf_of(row.path));
+      mistake.expected = "unknown key \"" + path + "\"; closest key: " + left;
     }
     mistake.text = written(copy);
     return mistake;
   }
 
-  static constexpr std::array<const char*, 7> kKinds = {"swapped letters", "dropped letter", "doubled letter",
+  static constexpr std::array<const char*, 8> kKinds = {"swapped letters", "dropped letter", "doubled letter",
                                                         "wrong letter",    "wrong case",     "wrong section",
-                                                        "wrong type"};
-  static constexpr int kWrongSection = 5, kWrongType = 6;
+                                                        "wrong type",      "wrong word"};
+  static constexpr int kWrongSection = 5, kWrongType = 6, kWrongWord = 7;
 
  private:
   std::string misspelled(std::string name, int kind) {
@@ -164,7 +180,7 @@ class Mistakes {
 
   std::mt19937_64 random_;
   std::vector<std::unique_ptr<rapidjson::Document>> documents_;
-  std::vector<Place> places_;
+  std::vector<Place> places_, choices_;
 };
 
 TEST(ConfigTypos, NoneIsTakenAndNearlyAllAreAnsweredWithWhatWasMeant) {

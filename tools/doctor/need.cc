@@ -37,7 +37,7 @@ Need need_of(const NeedOptions& options, unsigned nodes, unsigned cpus) {
   Need need;
   if (options.config.empty()) return need;
   AutoValues automatic;
-  automatic.total_steps = 1;  // a schedule takes nothing of the machine
+  automatic.total_steps = std::uint64_t{1} << 40;  // some number: a schedule takes nothing of the machine
   if (!options.model.empty()) automatic.hidden_size = hidden_size_in(options.model);
   const Config config = load_config(options.config, options.aio, automatic);
   need.paths = config.nvme_paths;

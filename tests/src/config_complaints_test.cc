@@ -1,0 +1,87 @@
+#include "src/config_complaints.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "tests/src/config_text.h"
+
+namespace spillway {
+namespace {
+
+// Of the first `what` in a text.
+std::string marked(const std::string& text, const std::string& what) {
+  const std::size_t at = text.find(what);
+  return marked_line(text, at, at + what.size());
+}
+
+TEST(MarkedLine, ShowsTheLineAndMarksThePlace) {
+  EXPECT_EQ(marked("{\n  \"a\": 12,\n}", "12"),
+            "    2 |   \"a\": 12,\n"
+            "      |        ^^");
+  EXPECT_EQ(marked("x", "x"), "    1 | x\n      | ^");
+  EXPECT_EQ(marked_line("ab\n", 3, 4), "    2 | \n      | ^");  // the end of the text
+  EXPECT_EQ(marked_line("", 0, 1), "    1 | \n      | ^");
+}
+
+TEST(MarkedLine, CountsCharactersNotBytes) {
+  EXPECT_EQ(marked("\"größe\": ü", "ü"),
+            "    1 | \"größe\": ü\n"
+            "      |          ^");
+}
+
+TEST(MarkedLine, ShowsNothingThatATerminalWouldObey) {
+  EXPECT_EQ(marked("\t\x1b[2J\xc2\x9b\xff x\r\n", "x"),
+            "    1 |  ?[2J?? x\n"
+            "      |         ^");
+}
+
+TEST(MarkedLine, CutsALongLineAroundThePlace) {
+  const std::string line = std::string(500, 'a') + "!" + std::string(5'000'000, 'b');
+  const std::string shown = marked(line, "!");
+  EXPECT_LT(shown.size(), 300u);
+  EXPECT_EQ(shown, "    1 | …" + std::string(60, 'a') + "!" + std::string(39, 'b') + "…\n      |  " +
+                       std::string(60, ' ') + "^");
+  // A mark ends where the line does, or the piece that is shown.
+  EXPECT_THAT(marked_line("[1,\n2]", 0, 6), testing::EndsWith("| ^^^"));
+  EXPECT_THAT(marked_line(std::string(500, 'a'), 0, 500), testing::EndsWith("| " + std::string(40, '^')));
+}
+
+TEST(Complaints, StandInTheOrderOfTheTextEachWithItsLine) {
+  EXPECT_EQ(whole_refusal("{\n \"train_batch_size\": 0, \"x\": 1}"),
+            "c.json:2:22: train_batch_size: 0 is out of range; allowed: 1 to 4294967295\n"
+            "    2 |  \"train_batch_size\": 0, \"x\": 1}\n"
+            "      |                      ^\n"
+            "c.json:2:25: unknown key \"x\"; known keys: train_batch_size, train_micro_batch_size_per_gpu, "
+            "gradient_accumulation_steps, gradient_clipping, optimizer, scheduler, bf16, fp16, zero_optimization, aio, "
+            "spillway\n"
+            "    2 |  \"train_batch_size\": 0, \"x\": 1}\n"
+            "      |                         ^^^");
+}
+
+TEST(Complaints, ThoseBeforeASyntaxErrorAreMadeAsWell) {
+  EXPECT_EQ(
+      refusal(
+          "{\"gradient_cliping\": 1, \"bf16\": {\"enable\": true}, \"optimizer\": {\"params\": {\"betas\": [0.9\n}}"),
+      "c.json:1:2: unknown key \"gradient_cliping\"; closest key: gradient_clipping\n"
+      "c.json:1:34: unknown key \"bf16.enable\"; closest key: enabled\n"
+      "c.json:2:1: not JSON: Missing a comma or ']' after an array element; correct the text there, or just before");
+}
+
+TEST(Complaints, AKeyWithoutItsValueIsNotLookedFor) {
+  EXPECT_EQ(refusal(R"({"optimizer": {"type": &Adam"}})"),
+            "c.json:1:24: not JSON: Invalid value; correct the text there, or just before");
+  EXPECT_EQ(refusal(R"({"optimizer": {"params": {}, "type"}})"),
+            "c.json:1:36: not JSON: Missing a colon after a name of object member; correct the text there, or just "
+            "before");
+}
+
+TEST(Complaints, AKeysNameCannotForgeALine) {
+  const std::string said = refusal(with(R"("a\nc.json:9:9: fine\u001b[2J": 1)"));
+  EXPECT_THAT(said, testing::StartsWith("c.json:1:25: unknown key \"a?c.json:9:9: fine?[2J\"; known keys"));
+  EXPECT_THAT(said, testing::Not(testing::HasSubstr("\n")));
+}
+
+}  // namespace
+}  // namespace spillway
