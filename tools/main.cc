@@ -9,6 +9,7 @@
 
 #include "tools/doctor/command.h"
 #include "tools/gpt2/commands.h"
+#include "tools/plan/command.h"
 #include "tools/store/command.h"
 #include "tools/sweep/command.h"
 
@@ -33,6 +34,7 @@ int main(int argc, char** argv) {
   spillway::store::add_command(program, exit_code);
   spillway::sweep::add_command(program, exit_code);
   spillway::doctor::add_command(program, exit_code);
+  spillway::planning::add_command(program, exit_code);
   try {
     program.parse(argc, argv);
     return exit_code;
