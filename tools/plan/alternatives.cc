@@ -143,16 +143,17 @@ class Finder {
                 .bytes = best->bytes});
   }
 
-  // The smallest of the powers of two that brings most of what four times as much brings.
+  // A power of two more, from an eighth of what there is to twice as much: the next one only where it brings half as
+  // much again. A little more may be worse than nothing: it is a cache of tiles, whose commits are no longer free.
   void offer_memory(const char* what, std::optional<std::uint64_t> Config::*budget, std::uint64_t now) {
     const std::uint64_t have = (base_.*budget).value_or(now);
     const std::uint64_t unit = std::bit_floor(std::max<std::uint64_t>(have / 4, kMiB));
     std::optional<Change> best;
-    for (const std::uint64_t more : {unit, 2 * unit, 4 * unit}) {
+    for (const std::uint64_t more : {unit, 2 * unit, 4 * unit, 8 * unit}) {
       Config config = base_;
       config.*budget = have + more;
       auto change = tried({.what = fmt::format("{} more {}", gpt2::bytes_text(more), what), .config = config});
-      if (change && (!best || change->effect < 1.5 * best->effect - 0.005)) best = std::move(change);
+      if (change && (!best || change->effect < std::min(1.5 * best->effect, best->effect) - 0.005)) best = std::move(change);
     }
     keep(std::move(best));
   }
