@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -21,12 +22,16 @@
 namespace spillway::planning {
 namespace {
 
-constexpr double kDriveSeconds = 0.25;            // each: both ways, reading, writing
+// Each of both ways, reading, writing. The middle one of the rounds counts: others use the machine, too.
+constexpr double kDriveSeconds = 0.1;
+constexpr std::size_t kDriveRounds = 3;
 constexpr std::uint64_t kTile = 1 << 20;          // elements of the store that is probed
 constexpr std::uint32_t kBlocks = 6, kTiles = 2;  // 300 MB of disk in two slots
 constexpr double kMostFlops = 80e9;               // of a layer that is timed on the host device
 constexpr std::uint32_t kMostVocabulary = 8192;
-constexpr std::size_t kSteps = 3;  // the first one touches memory for the first time
+// The first one touches memory for the first time; more than the least while they take no time.
+constexpr std::size_t kLeastSteps = 3, kMostSteps = 12;
+constexpr double kStepSeconds = 0.5;
 
 // Removed when it goes; what is open stays usable.
 class TemporaryDirectories {
@@ -104,9 +109,20 @@ MachineRates measure_links(const Config& config, DeviceKind device, bool drives,
   // A drive answers at once for what was never written.
   std::uint64_t written = 0;
   for (const auto* side : {&extents.read, &extents.write}) written += write_extents(*machinery.thread, *side, memory);
-  const ProbedBytes moved = probe_extents(*machinery.thread, extents, kDriveSeconds, memory, machinery.rates);
-  facts.push_back(fmt::format("the drive was timed for {:.2f} s: {} MiB read, {} MiB written", 3 * kDriveSeconds,
-                              moved.read / kMiB, (moved.written + written) / kMiB));
+  std::array<MachineRates, kDriveRounds> rounds;
+  ProbedBytes moved;
+  for (MachineRates& round : rounds) {
+    const ProbedBytes now = probe_extents(*machinery.thread, extents, kDriveSeconds, memory, round);
+    moved.read += now.read;
+    moved.written += now.written;
+  }
+  for (const auto rate :
+       {&MachineRates::nvme_read, &MachineRates::nvme_write, &MachineRates::nvme_mixed, &MachineRates::sync_seconds}) {
+    std::ranges::nth_element(rounds, rounds.begin() + kDriveRounds / 2, {}, rate);
+    machinery.rates.*rate = rounds[kDriveRounds / 2].*rate;
+  }
+  facts.push_back(fmt::format("the drive was timed for {:.1f} s: {} MiB read, {} MiB written",
+                              3 * kDriveRounds * kDriveSeconds, moved.read / kMiB, (moved.written + written) / kMiB));
   return machinery.rates;
 }
 
@@ -200,14 +216,17 @@ ComputeRates measure_compute(Timed timed, DeviceKind device) {
     std::vector<std::uint32_t> rows(std::size_t{timed.config.micro_batch} * timed.config.gradient_accumulation *
                                     (timed.sequence + 1));
     for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<std::uint32_t>(i * 31 % timed.model.vocabulary);
-    for (std::size_t step = 0; step < kSteps; ++step) {
+    const auto start = std::chrono::steady_clock::now();
+    for (std::size_t step = 0; step < kMostSteps; ++step) {
+      const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+      if (step >= kLeastSteps && taken.count() > kStepSeconds) break;
       trainer.run_step(rows);
       engine->step();
     }
   }
   const auto spans = spans_of(trace);
   for (const char* name : {"forward layer 0", "backward layer 0", "backward embedding"}) {
-    if (spans.contains(name) && spans.at(name).size() >= kSteps) continue;
+    if (spans.contains(name) && spans.at(name).size() >= kLeastSteps) continue;
     throw Error(Code::kIo, {.object = trace.string(),
                             .happened = "does not hold the timeline of what was timed",
                             .errno_value = 0,
