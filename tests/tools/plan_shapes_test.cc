@@ -192,6 +192,8 @@ TEST(PlanShapes, RefuseWhatTheyDoNotKnow) {
   constexpr const char* kHeads = R"({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64,
     "intermediate_size": 64, "vocab_size": 10, "num_attention_heads": 6, "num_key_value_heads": 4})";
   EXPECT_NE(refusal(kHeads).find("is not a multiple"), std::string::npos);
+  constexpr const char* kWide = R"({"model_type": "t5", "num_heads": 1000000, "d_kv": 1000000})";
+  EXPECT_NE(refusal(kWide).find("wider than"), std::string::npos);
   EXPECT_NE(refusal(R"({"model_type": "gpt2", "n_layer": 1, "n_embd": 10, "n_head": 3})").find("multiple"),
             std::string::npos);
   EXPECT_NE(refusal(R"({"model_type": 3})").find("not a string"), std::string::npos);

@@ -153,7 +153,8 @@ class Finder {
       Config config = base_;
       config.*budget = have + more;
       auto change = tried({.what = fmt::format("{} more {}", gpt2::bytes_text(more), what), .config = config});
-      if (change && (!best || change->effect < std::min(1.5 * best->effect, best->effect) - 0.005)) best = std::move(change);
+      if (change && (!best || change->effect < std::min(1.5 * best->effect, best->effect) - 0.005))
+        best = std::move(change);
     }
     keep(std::move(best));
   }

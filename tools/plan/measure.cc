@@ -25,9 +25,9 @@ namespace {
 // Each of both ways, reading, writing. The middle one of the rounds counts: others use the machine, too.
 constexpr double kDriveSeconds = 0.1;
 constexpr std::size_t kDriveRounds = 3;
-constexpr std::uint64_t kTile = 1 << 20;          // elements of the store that is probed
-constexpr std::uint32_t kBlocks = 6, kTiles = 2;  // 300 MB of disk in two slots
-constexpr double kMostFlops = 80e9;               // of a layer that is timed on the host device
+// The store that is probed: as many bytes in flight as a run has, which follow from its tiles; 400 MB of disk.
+constexpr std::uint64_t kMostTile = 4 << 20, kElements = 4 * kMostTile;
+constexpr double kMostFlops = 80e9;  // of a layer that is timed on the host device
 constexpr std::uint32_t kMostVocabulary = 8192;
 // The first one touches memory for the first time; more than the least while they take no time.
 constexpr std::size_t kLeastSteps = 3, kMostSteps = 12;
@@ -74,18 +74,17 @@ std::uint64_t write_extents(StoreThread& thread, const std::vector<Extent>& exte
 }
 
 MachineRates measure_links(const Config& config, DeviceKind device, bool drives, std::vector<std::string>& facts) {
+  const std::uint64_t tile = std::min(config.tile_elements, kMostTile);
   ModelDescription model;
-  for (std::uint32_t b = 0; b < kBlocks; ++b) {
-    const std::string name = fmt::format("block {}", b);
-    model.blocks.push_back({.name = name, .parameters = {{.name = name, .shape = {kTiles * kTile}}}});
-  }
+  for (const char* name : {"a", "b"})
+    model.blocks.push_back({.name = name, .parameters = {{.name = name, .shape = {kElements / 2}}}});
   const TemporaryDirectories directories(config.nvme_paths);
   Config probed;
   probed.device = device;
   probed.threads = config.threads;
   probed.weights = config.weights;
   probed.optimizer = config.optimizer;
-  probed.tile_elements = kTile;
+  probed.tile_elements = tile;
   probed.io_block_bytes = config.io_block_bytes;
   probed.io_depth = config.io_depth;
   probed.io_engine = config.io_engine;
@@ -236,11 +235,13 @@ ComputeRates measure_compute(Timed timed, DeviceKind device) {
   ModelShape shape = parse_shape(gpt2::model_config_text(timed.model, timed.config.weights), "the timed model");
   const DescribedModel described = describe(shape, timed.config, {.device = device, .sequence = timed.sequence});
   const auto flops = [&](Work work) { return std::ranges::find(described.work, work, &VisitWork::work)->flops; };
+  const auto rate = [](double work, double seconds) { return seconds > 0 ? work / seconds : 0; };
+  const std::vector<double>& embedding = spans.at("backward embedding");
   ComputeRates rates;
-  rates.forward = flops(Work::kForward) / best_of(spans.at("forward layer 0"), 0, 1);
-  rates.backward = flops(Work::kBackward) / best_of(spans.at("backward layer 0"), 0, 1);
-  rates.head = flops(Work::kHead) / best_of(spans.at("backward embedding"), 0, 2);
-  rates.push_seconds = best_of(spans.at("backward embedding"), 1, 2) / described.work.back().pushed;
+  rates.forward = rate(flops(Work::kForward), best_of(spans.at("forward layer 0"), 0, 1));
+  rates.backward = rate(flops(Work::kBackward), best_of(spans.at("backward layer 0"), 0, 1));
+  rates.head = rate(flops(Work::kHead), best_of(embedding, 0, 2));
+  rates.push_seconds = best_of(embedding, 1, 2) / described.work.back().pushed;
   return rates;
 }
 

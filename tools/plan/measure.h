@@ -10,7 +10,7 @@
 namespace spillway::planning {
 
 struct MeasureOptions {
-  bool drives = false;   // those of the configuration's nvme_paths; up to 300 MB are written to each run of the probe
+  bool drives = false;   // those of the configuration's nvme_paths; some 2 GB are written to them in a second
   bool compute = false;  // a layer and the head, of GPT-2 in the model's sizes
   std::uint32_t sequence = 256;
 };

@@ -39,7 +39,7 @@ class Text {
     line("\n{}\n{}", bold("memory, reserved before step 1"), gpt2::ledger_text(made.plan.ledger).substr(0));
     text_.pop_back();  // the ledger ends its own lines
     line("\n{}", bold("step"));
-    line("  {} on average, {:.0f} tokens/s; {}", seconds_text(made.step.seconds),
+    line("  {} on average, {:.4g} tokens/s; {}", seconds_text(made.step.seconds),
          static_cast<double>(report_.tokens) / made.step.seconds, limit_text(made));
     write_links(made);
     write_stalls(made.schedule);

@@ -47,6 +47,12 @@ class Fields {
     if (!value->IsString()) refuse(fmt::format("\"{}\" is not a string", key), "repair the file");
     return {value->GetString(), value->GetStringLength()};
   }
+  // What the heads take together is a size like the others.
+  void check_heads(const ModelShape& shape) const {
+    if (shape.query_width() <= kLargest) return;
+    refuse(fmt::format("{} heads of width {} are wider than {}", shape.heads, shape.head_width, kLargest),
+           "repair the file");
+  }
   bool has(const char* key) const { return find(key) != nullptr; }
 
  private:
@@ -82,6 +88,7 @@ ModelShape decoder_shape(const Fields& fields, const std::string& family) {
   }
   // Qwen3's own default; the others divide.
   shape.head_width = fields.size("head_dim", family == "qwen3" ? 128 : std::max(1u, shape.width / shape.heads));
+  fields.check_heads(shape);
   const bool slides = family == "mistral" || (qwen && fields.flag("use_sliding_window", false));
   if (slides && fields.has("sliding_window")) shape.window = fields.size("sliding_window");
   shape.tied = fields.flag("tie_word_embeddings", false);
@@ -102,6 +109,7 @@ ModelShape t5_shape(const Fields& fields) {
   shape.vocabulary = fields.size("vocab_size", 32128);
   shape.heads = shape.kv_heads = fields.size("num_heads", 8);
   shape.head_width = fields.size("d_kv", 64);
+  fields.check_heads(shape);
   shape.buckets = fields.size("relative_attention_num_buckets", 32);
   shape.gated = fields.text("feed_forward_proj", "relu").starts_with("gated-");
   shape.tied = fields.flag("tie_word_embeddings", true);
