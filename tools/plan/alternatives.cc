@@ -7,7 +7,6 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "tools/gpt2/report.h"
 
 namespace spillway::planning {
 namespace {
@@ -27,6 +26,14 @@ constexpr Kind kKinds[] = {
     {Placement::kNvme, Placement::kHost, "3"}, {Placement::kHost, Placement::kNvme, "3"},
     {Placement::kNvme, Placement::kNvme, "3"},
 };
+
+// Of a power of two from a MiB on: `16 GiB`.
+std::string power_text(std::uint64_t bytes) {
+  std::size_t unit = 0;
+  for (bytes /= kMiB; bytes >= 1024 && unit < 3; bytes /= 1024) ++unit;
+  constexpr const char* kUnits[] = {"MiB", "GiB", "TiB", "PiB"};
+  return fmt::format("{} {}", bytes, kUnits[unit]);
+}
 
 class Finder {
  public:
@@ -152,7 +159,7 @@ class Finder {
     for (const std::uint64_t more : {unit, 2 * unit, 4 * unit, 8 * unit}) {
       Config config = base_;
       config.*budget = have + more;
-      auto change = tried({.what = fmt::format("{} more {}", gpt2::bytes_text(more), what), .config = config});
+      auto change = tried({.what = fmt::format("{} more {}", power_text(more), what), .config = config});
       if (change && (!best || change->effect < std::min(1.5 * best->effect, best->effect) - 0.005))
         best = std::move(change);
     }

@@ -26,7 +26,7 @@ namespace {
 constexpr double kDriveSeconds = 0.1;
 constexpr std::size_t kDriveRounds = 3;
 // The store that is probed: as many bytes in flight as a run has, which follow from its tiles; 400 MB of disk.
-constexpr std::uint64_t kMostTile = 4 << 20, kElements = 4 * kMostTile;
+constexpr std::uint64_t kLeastTile = 512 << 10, kMostTile = 4 << 20, kElements = 4 * kMostTile;
 constexpr double kMostFlops = 80e9;  // of a layer that is timed on the host device
 constexpr std::uint32_t kMostVocabulary = 8192;
 // The first one touches memory for the first time; more than the least while they take no time.
@@ -74,7 +74,7 @@ std::uint64_t write_extents(StoreThread& thread, const std::vector<Extent>& exte
 }
 
 MachineRates measure_links(const Config& config, DeviceKind device, bool drives, std::vector<std::string>& facts) {
-  const std::uint64_t tile = std::min(config.tile_elements, kMostTile);
+  const std::uint64_t tile = std::clamp(config.tile_elements, kLeastTile, kMostTile);
   ModelDescription model;
   for (const char* name : {"a", "b"})
     model.blocks.push_back({.name = name, .parameters = {{.name = name, .shape = {kElements / 2}}}});

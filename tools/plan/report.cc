@@ -88,6 +88,18 @@ std::string refusal_of(const PlacementRow& row) {
   return fmt::format("does not fit: needs {} of {}", bytes_text(bytes.value_or(0)), name);
 }
 
+std::vector<std::string> coarse_facts(const Report& report) {
+  std::vector<std::string> facts;
+  if (report.prediction && report.prediction->joined > 1) {
+    facts.push_back(fmt::format("the step is scheduled with up to {} of {} tiles as one", report.prediction->joined,
+                                report.prediction->plan.tiles.size()));
+  }
+  const std::uint64_t elements = report.alternatives.tile_elements;
+  if (elements != report.config.tile_elements)
+    facts.push_back(fmt::format("placements and changes are compared with tiles of {} Mi elements", elements >> 20));
+  return facts;
+}
+
 std::string limit_text(const Prediction& made) {
   const Schedule& schedule = made.schedule;
   const double busy = schedule.busy[static_cast<std::size_t>(schedule.limit())];

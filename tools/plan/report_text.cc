@@ -24,6 +24,7 @@ class Text {
     if (report_.life) line("\ndrive: {}", life_of(*report_.life));
     write_table();
     write_changes();
+    for (const std::string& fact : coarse_facts(report_)) line("\n{}", fact);
     return std::move(text_);
   }
 
@@ -52,8 +53,6 @@ class Text {
       line("  {} of {} layers are computed once more in backward: hbm_bytes has no room for what they keep",
            made.visits_recomputed, made.visits_with_insides);
     }
-    if (made.joined > 1)
-      line("  scheduled with up to {} tiles as one, for there are {}", made.joined, made.plan.tiles.size());
   }
 
   void write_links(const Prediction& made) {
@@ -115,9 +114,6 @@ class Text {
                       row.refused.empty() ? seconds_text(row.seconds) : "-", last);
       line("{}", row.chosen ? bold(text) : text);
     }
-    const std::uint64_t elements = report_.alternatives.tile_elements;
-    if (elements != report_.config.tile_elements)
-      line("  compared with tiles of {} Mi elements, for so large a model", elements >> 20);
   }
 
   void write_changes() {
