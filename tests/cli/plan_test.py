@@ -52,8 +52,8 @@ class Plan(CliTest):
 
     def test_AnswersForATrillionParametersAndSaysWhatItAssumes(self):
         began = time.monotonic()
-        answer = self.plan("--params", "1T", "--hbm", "80GiB", "--host", "512GiB", "--nvme", "/nowhere=30TB", "--device",
-                           "cuda", *GIVEN)
+        answer = self.plan("--params", "1T", "--hbm", "80GiB", "--host", "512GiB", "--nvme", "/nowhere=30TB",
+                           "--device", "cuda", *GIVEN)
         self.assertLess(time.monotonic() - began, 60)  # it takes half a second; a hang is what this is about
         self.assertAlmostEqual(answer["model"]["parameters"] / 1e12, 1, delta=0.02)
         self.assertFalse(answer["model"]["exact"])
@@ -132,8 +132,8 @@ class Plan(CliTest):
 
     def test_TheReportIsOnePageOfItsOwn(self):
         page = self.place.folder / "plan.html"
-        self.assert_done(spillway("plan", "--params", "124M", "--hbm", "1GiB", "--host", "1GiB", "--nvme", "/nowhere=1TB",
-                                  *GIVEN, "--report", page))
+        self.assert_done(spillway("plan", "--params", "124M", "--hbm", "1GiB", "--host", "1GiB", "--nvme",
+                                  "/nowhere=1TB", *GIVEN, "--report", page))
         text = page.read_text()
         self.assertTrue(text.startswith("<!doctype html>"))
         self.assertTrue(text.rstrip().endswith("</html>"))
