@@ -2,6 +2,7 @@
 moves; every problem of a command line is named; nothing stays on a drive.
 """
 import json
+import os
 import pathlib
 import re
 import sys
@@ -154,6 +155,8 @@ class Plan(CliTest):
         self.assertEqual([], self.place.stored_files())
         self.assertEqual([], list(self.place.nvme.iterdir()))
         self.assertTrue(answer["measured"])
+        self.assert_refused(spillway("plan", "--params", "7B", "--device", "cuda", "--probe",
+                                     env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}), "--probe")
         quiet = self.plan("--config", config, "--model", model, "--seq", 32, "--no-probe")
         self.assertEqual([], quiet["measured"])
         self.assertNotEqual("measured here", quiet["rates"]["nvme_read"]["source"])

@@ -58,7 +58,13 @@ MeasuredRates find_rates(const PlanOptions& options, const ModelShape& shape, co
   const bool here = drives_are_here(config);
   const bool drives = here && !(given.read && given.write);
   const bool wanted = !given.device || drives || (!given.h2d && !given.memory);
-  if (!device.here || !options.probe.value_or(here && wanted)) return {};
+  if (!options.probe.value_or(device.here && here && wanted)) return {};
+  if (!device.here) {
+    throw Error(Code::kUnsupported, {.object = "--probe",
+                                     .happened = "the run is planned for a device that this machine does not have",
+                                     .errno_value = 0,
+                                     .hint = "leave it out, or plan for --device host"});
+  }
   try {
     return measure(config, shape, device.kind,
                    {.drives = drives, .compute = !given.device, .sequence = options.sequence});

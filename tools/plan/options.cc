@@ -67,10 +67,10 @@ class Reader {
     options().name = typed_.model.empty() ? typed_.parameters : typed_.model.string();
     if (!typed_.parameters.empty()) {
       const auto count = count_of_text(typed_.parameters);
-      if (count && *count >= 1e6 && *count <= 1e14) {
+      if (count && *count >= 1e6 && *count <= 1e13) {
         options().parameters = *count;
       } else {
-        problem("--params", fmt::format("\"{}\" is not a number from 1e6 to 1e14", typed_.parameters),
+        problem("--params", fmt::format("\"{}\" is not a number from 1e6 to 1e13", typed_.parameters),
                 "write it as 7B, 350M or 1e12");
       }
     }

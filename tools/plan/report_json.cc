@@ -74,8 +74,10 @@ class Json {
       list("estimates", report_.estimates);
     });
     text("device", report_.device);
-    text("states", name_of(report_.config.states));
-    text("parameters", name_of(report_.config.parameters));
+    object("placement", [&] {
+      text("states", name_of(report_.config.states));
+      text("parameters", name_of(report_.config.parameters));
+    });
     list("facts", report_.facts);
   }
 

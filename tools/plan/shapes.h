@@ -33,7 +33,7 @@ struct ModelShape {
 ModelShape parse_shape(std::string_view text, const std::string& name);
 ModelShape load_shape(const std::filesystem::path& directory);
 
-// A GPT-2 of about so many parameters, 1e6 to 1e14, as deep and wide as published models of that size are, with room
+// A GPT-2 of about so many parameters, 1e6 to 1e13, as deep and wide as published models of that size are, with room
 // for rows of `sequence` tokens.
 ModelShape shape_of_size(double parameters, std::uint32_t sequence);
 
