@@ -7,6 +7,9 @@
 
 namespace spillway {
 
+// So many steps that a commit that makes one of them so much longer costs at most 2 % of the time.
+std::uint32_t commit_interval(double commit_seconds, double step_seconds);
+
 class CommitInterval {
  public:
   // `chooses`: by the first commit that is timed, unless `configured`.

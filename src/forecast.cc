@@ -17,12 +17,30 @@ std::int64_t now_ns() {
 constexpr std::uint32_t kSpeculations = 32;  // how many counts are tried at most, evenly spaced
 
 double seconds_with(ScheduleInput& input, const Plan& plan, std::uint32_t speculative) {
-  for (std::size_t b = 0; b < plan.blocks.size(); ++b) input.blocks[b].early = plan.blocks[b].early;
-  for (const std::uint32_t block : speculated_blocks(plan, speculative)) input.blocks[block].early = true;
+  speculate(input, plan, speculative);
   return make_schedule(input).seconds();
 }
 
 }  // namespace
+
+std::uint32_t best_speculation(ScheduleInput& input, const Plan& plan, std::uint32_t tries) {
+  const auto most = static_cast<std::uint32_t>(std::ranges::count_if(plan.blocks, &BlockPlan::speculative));
+  const std::uint32_t stride = std::max(1u, div_up(most, tries));
+  std::uint32_t best = 0;
+  double best_seconds = seconds_with(input, plan, 0);
+  for (std::uint32_t count = stride; count <= most; count += stride) {
+    const double seconds = seconds_with(input, plan, count);
+    if (seconds >= best_seconds) continue;
+    best = count;
+    best_seconds = seconds;
+  }
+  return best;
+}
+
+void speculate(ScheduleInput& input, const Plan& plan, std::uint32_t blocks) {
+  for (std::size_t b = 0; b < plan.blocks.size(); ++b) input.blocks[b].early = plan.blocks[b].early;
+  for (const std::uint32_t block : speculated_blocks(plan, blocks)) input.blocks[block].early = true;
+}
 
 Forecast::Forecast(std::size_t visits, std::size_t leases) : visits_(visits), leases_(leases) {}
 
@@ -77,17 +95,7 @@ std::optional<std::uint32_t> Forecast::best_speculation(const Plan& plan, std::s
                                                         const MachineRates& rates, Step step) const {
   std::optional<ScheduleInput> input = this->input(plan, visits, rates, step);
   if (!input) return std::nullopt;
-  const auto most = static_cast<std::uint32_t>(std::ranges::count_if(plan.blocks, &BlockPlan::speculative));
-  const std::uint32_t stride = std::max(1u, static_cast<std::uint32_t>(div_up(most, kSpeculations)));
-  std::uint32_t best = 0;
-  double best_seconds = seconds_with(*input, plan, 0);
-  for (std::uint32_t count = stride; count <= most; count += stride) {
-    const double seconds = seconds_with(*input, plan, count);
-    if (seconds >= best_seconds) continue;
-    best = count;
-    best_seconds = seconds;
-  }
-  return best;
+  return spillway::best_speculation(*input, plan, kSpeculations);
 }
 
 }  // namespace spillway

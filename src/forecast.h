@@ -20,6 +20,12 @@
 
 namespace spillway {
 
+// Makes `input`, which is the plan's, that of a step that updates so many of its speculative blocks inside backward.
+void speculate(ScheduleInput& input, const Plan& plan, std::uint32_t blocks);
+// How many of them make the step shortest; at most `tries` counts are tried beside 0, evenly spaced. Leaves `input`
+// with the last one tried.
+std::uint32_t best_speculation(ScheduleInput& input, const Plan& plan, std::uint32_t tries);
+
 class Forecast {
  public:
   // `leases`: numbers that begin_visit() may get are below it.

@@ -138,9 +138,25 @@ MachineRates probe_machine(Device& device, HostWorkers& workers, Stream& h2d, St
   return rates;
 }
 
+ProbedBytes probe_extents(StoreThread& thread, const ProbedExtents& extents, double seconds, std::span<std::byte> host,
+                          MachineRates& rates) {
+  if (host.size() < 4 * kRequestBytes || extents.read.empty() || extents.write.empty()) return {};
+  Rounds reads(IoOp::kRead, extents.read), writes(IoOp::kWrite, extents.write);
+  Rounds* const both[] = {&reads, &writes};
+  rates.nvme_mixed = rate_of(thread, both, host, seconds);
+  rates.nvme_read = rate_of(thread, std::span(both).first(1), host, seconds);
+  rates.nvme_write = rate_of(thread, std::span(both).last(1), host, seconds);
+  IoBatch batch(thread);
+  rates.sync_seconds = 2 * best_seconds([&] {
+                         batch.add({.op = IoOp::kSync, .file = kStripedSpace});
+                         batch.wait();
+                       });
+  return {.read = reads.moved(), .written = writes.moved()};
+}
+
 ProbedBytes probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byte> host, MachineRates& rates) {
-  if (host.size() < 4 * kRequestBytes) return {};
-  std::vector<Extent> committed, free;
+  ProbedExtents extents;
+  auto& [committed, free] = extents;
   std::uint64_t sum = 0;
   const auto tiles = static_cast<std::uint32_t>(store.layout().tiles.size());
   for (std::uint32_t t = 0; t < tiles; ++t) {
@@ -154,19 +170,8 @@ ProbedBytes probe_drive(StoreThread& thread, const TileStore& store, std::span<s
   }
   const std::uint64_t scratch = store.layout().total_bytes - store.layout().scratch_offset;
   if (free.empty() && scratch > 0) free.push_back({store.layout().scratch_offset, scratch});
-  if (committed.empty() || free.empty()) return {};
   const double seconds = std::min(kMostDriveSeconds, static_cast<double>(sum) / kGuessedDriveRate / 20);
-  Rounds reads(IoOp::kRead, std::move(committed)), writes(IoOp::kWrite, std::move(free));
-  Rounds* const both[] = {&reads, &writes};
-  rates.nvme_mixed = rate_of(thread, both, host, seconds);
-  rates.nvme_read = rate_of(thread, std::span(both).first(1), host, seconds);
-  rates.nvme_write = rate_of(thread, std::span(both).last(1), host, seconds);
-  IoBatch batch(thread);
-  rates.sync_seconds = 2 * best_seconds([&] {
-                         batch.add({.op = IoOp::kSync, .file = kStripedSpace});
-                         batch.wait();
-                       });
-  return {.read = reads.moved(), .written = writes.moved()};
+  return probe_extents(thread, extents, seconds, host, rates);
 }
 
 }  // namespace spillway

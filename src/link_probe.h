@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "kernels/device.h"
 #include "spillway/device.h"
@@ -21,13 +22,22 @@ struct ProbeMemory {
 MachineRates probe_machine(Device& device, HostWorkers& workers, Stream& h2d, Stream& d2h, ProbeMemory memory,
                            const TileShape& shape);
 
-// Reads, writes and both at once, with requests of 1 MiB, in tiles' slots: what is committed is read, what is not is
-// overwritten; with one slot a tile, the scratch area. So nothing may be written and not committed. Takes about as long
-// as the store's own bytes take in a twentieth of a step, and half a second each at most. Fills nvme_* and sync_seconds
-// of `rates`; returns what it moved, which depends on how fast the drive was.
 struct ProbedBytes {
   std::uint64_t read = 0, written = 0;
 };
+
+// Reads, writes and both at once, with requests of 1 MiB, for so many seconds each. Extents of the store's striped
+// space, none of them empty; what is to be written is overwritten. Fills nvme_* and sync_seconds of `rates`; returns
+// what it moved, which depends on how fast the drive was.
+struct ProbedExtents {
+  std::vector<Extent> read, write;
+};
+ProbedBytes probe_extents(StoreThread& thread, const ProbedExtents& extents, double seconds, std::span<std::byte> host,
+                          MachineRates& rates);
+
+// The same in tiles' slots: what is committed is read, what is not is overwritten; with one slot a tile, the scratch
+// area. So nothing may be written and not committed. Takes about as long as the store's own bytes take in a twentieth
+// of a step, and half a second each at most.
 ProbedBytes probe_drive(StoreThread& thread, const TileStore& store, std::span<std::byte> host, MachineRates& rates);
 
 }  // namespace spillway

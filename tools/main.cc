@@ -10,6 +10,7 @@
 #include "tools/doctor/command.h"
 #include "tools/gpt2/commands.h"
 #include "tools/manual/command.h"
+#include "tools/plan/command.h"
 #include "tools/store/command.h"
 #include "tools/sweep/command.h"
 
@@ -38,6 +39,7 @@ int main(int argc, char** argv) {
   spillway::sweep::add_command(program, exit_code);
   spillway::doctor::add_command(program, exit_code);
   spillway::config::add_command(program, exit_code);
+  spillway::planning::add_command(program, exit_code);
   spillway::manual::add_commands(program, exit_code);
   try {
     program.parse(argc, argv);

@@ -19,7 +19,7 @@ BELOW = {
     "tests": {"include", "aio", "kernels", "swap", "src", "tools", "bench", "python"},
 }
 # The programs show what an embedding program needs: the public headers, and nothing of the library's rooms; besides
-# these, what the tools do with a terminal. Not so the doctor, which asks the library's own means what is wrong.
+# these, what the tools do with a terminal. Not so the doctor and the planner, which ask the library's own means.
 PUBLIC_ONLY = {("tools", "gpt2"), ("tools", "store"), ("tools", "sweep"), ("tools", "terminal")}
 TERMINAL = ("tools", "terminal")
 LIBRARY = {"include", "aio", "kernels", "swap", "src"}

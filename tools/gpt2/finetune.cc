@@ -1,7 +1,6 @@
 #include "tools/gpt2/finetune.h"
 
 #include <fmt/format.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -42,16 +41,6 @@ AutoValues automatic(const FinetuneOptions& options) {
     values.hidden_size.reset();
   }
   return values;
-}
-
-// At least as many as the engine will start: without a setting it takes one per core that this process may use, or
-// fewer where a cgroup allows less.
-unsigned most_threads(const Config& config) {
-  if (config.threads != 0) return config.threads;
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return std::max(1u, std::thread::hardware_concurrency());
-  return static_cast<unsigned>(std::max(1, CPU_COUNT(&allowed)));
 }
 
 // Where the data stands; travels with every commit as `row N of sequence T`.
@@ -155,12 +144,7 @@ class Run {
     if (!options_.load.empty()) snapshot_ = newest_snapshot(options_.load);
     if (!options_.resume && snapshot_.empty()) weights_.emplace(options_.model, describe_model(model_, 0));
     if (weights_ && config_.weights == DType::kFloat16) weights_->check_fp16();
-    trainer_.emplace(model_, TrainerOptions{.device = resolve_device(config_),
-                                            .type = config_.weights,
-                                            .micro_batch = config_.micro_batch,
-                                            .accumulation = config_.gradient_accumulation,
-                                            .sequence = options_.sequence,
-                                            .threads = most_threads(config_)});
+    trainer_.emplace(model_, trainer_options(config_, resolve_device(config_), options_.sequence));
     description_ = trainer_->description();
     log_ = open_log(options_.log);
     prepare_directories(options_);

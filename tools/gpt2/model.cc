@@ -216,7 +216,7 @@ ModelConfig parse_model_config(std::string_view text, const std::string& name) {
   return config;
 }
 
-ModelConfig load_model_config(const std::filesystem::path& directory) {
+ModelText read_model_text(const std::filesystem::path& directory) {
   const auto path = directory / "config.json";
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
@@ -235,8 +235,12 @@ ModelConfig load_model_config(const std::filesystem::path& directory) {
                                   .errno_value = errno,
                                   .hint = "--model wants a directory with config.json and model.safetensors"});
   }
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  return parse_model_config(text, path.string());
+  return {.name = path.string(), .text = {std::istreambuf_iterator<char>(file), {}}};
+}
+
+ModelConfig load_model_config(const std::filesystem::path& directory) {
+  const ModelText file = read_model_text(directory);
+  return parse_model_config(file.text, file.name);
 }
 
 std::string model_config_text(const ModelConfig& config, DType stored) {

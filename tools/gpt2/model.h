@@ -27,6 +27,11 @@ struct ModelConfig {
 // activations, untied embeddings, sizes that do not fit together.
 ModelConfig parse_model_config(std::string_view text, const std::string& name);
 ModelConfig load_model_config(const std::filesystem::path& directory);
+// The config.json of a model's directory as it is. Refuses what cannot be read or is far too large to be one.
+struct ModelText {
+  std::string name, text;  // name: of the file
+};
+ModelText read_model_text(const std::filesystem::path& directory);
 // The text of a config.json that GPT2LMHeadModel.from_pretrained reads.
 std::string model_config_text(const ModelConfig& config, DType stored);
 

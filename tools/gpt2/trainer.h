@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "spillway/config.h"
 #include "spillway/engine.h"
 #include "tools/gpt2/carver.h"
 #include "tools/gpt2/model.h"
@@ -25,6 +26,8 @@ struct TrainerOptions {
   std::uint32_t micro_batch = 1, accumulation = 1, sequence = 0;
   unsigned threads = 1;  // at least the engine's compute threads
 };
+// Those of a run with this configuration on this machine.
+TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uint32_t sequence);
 
 class Gpt2Trainer {
  public:

@@ -23,9 +23,9 @@ Argument argument_of(const CLI::Option& option) {
   Argument argument;
   argument.positional = option.get_positional();
   argument.name = argument.positional ? option.get_name(true) : option.get_name();
-  // The long name of several: "-h,--help".
-  if (const auto comma = argument.name.rfind(','); comma != std::string::npos)
-    argument.name = argument.name.substr(comma + 1);
+  // The first long name of several: "-h,--help".
+  if (const auto dashes = argument.name.find("--"); !argument.positional && dashes != std::string::npos)
+    argument.name = argument.name.substr(dashes, argument.name.find(',', dashes) - dashes);
   argument.required = option.get_required();
   argument.flag = option.get_items_expected_max() == 0;
   argument.many = option.get_items_expected_max() > 1;
@@ -34,9 +34,11 @@ Argument argument_of(const CLI::Option& option) {
   if (argument.flag) return argument;
   const std::string type = option.get_type_name();
   argument.choices = choices_in(type);
-  argument.path = argument.choices.empty() && type.starts_with("TEXT");
-  const bool number = type.starts_with("INT") || type.starts_with("UINT") || type.starts_with("FLOAT");
-  argument.value = number ? "N" : argument.path ? "PATH" : "WORD";
+  const bool number = type == "INT" || type == "UINT" || type == "FLOAT" || type.starts_with("INT:") ||
+                      type.starts_with("UINT:") || type.starts_with("FLOAT:");
+  const bool text = type == "TEXT" || type.starts_with("TEXT:");
+  argument.path = argument.choices.empty() && (text || type.starts_with("PATH"));
+  argument.value = number ? "N" : !argument.choices.empty() ? "WORD" : text ? "PATH" : type;
   return argument;
 }
 

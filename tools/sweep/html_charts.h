@@ -10,6 +10,10 @@ namespace spillway::sweep {
 
 std::string escaped(const std::string& text);  // for HTML
 
+// A page up to its heading, with the style of all pages: light or dark as the reader's system is. Its colours are the
+// variables --s0 to --s7, --ink, --soft, --line, --card and --empty.
+std::string page_begin(const std::string& title);
+
 struct HeatMap {
   std::string title = {};
   std::vector<std::string> columns = {}, rows = {};

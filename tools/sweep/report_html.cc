@@ -13,48 +13,6 @@
 namespace spillway::sweep {
 namespace {
 
-constexpr const char* kStyle = R"(
-:root { --paper: #fbfcfd; --card: #ffffff; --ink: #1b2430; --soft: #5c6b7c; --line: #dfe5ec; --accent: #0b7285;
-  --empty: #eef1f5; --s0: #0b7285; --s1: #d9480f; --s2: #5f3dc4; --s3: #2b8a3e; --s4: #c2255c; --s5: #846300;
-  --s6: #1864ab; --s7: #495057; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #12171e; --card: #1a212a; --ink: #e4eaf1; --soft: #94a3b4; --line: #303b48; --accent: #3bc9db;
-    --empty: #232c37; --s0: #3bc9db; --s1: #ff922b; --s2: #b197fc; --s3: #69db7c; --s4: #f783ac; --s5: #ffd43b;
-    --s6: #74c0fc; --s7: #ced4da; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1240px; padding: 28px 24px 60px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 18px; margin: 36px 0 10px; }
-p { margin: 4px 0; } .soft { color: var(--soft); } .warning { color: var(--s1); }
-.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 18px 0 6px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 16px;
-  min-width: 140px; }
-.card b { display: block; font-size: 22px; font-weight: 650; } .card span { color: var(--soft); font-size: 13px; }
-.charts { display: flex; flex-wrap: wrap; gap: 16px; }
-figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
-figcaption { font-weight: 600; margin-bottom: 6px; }
-svg { max-width: 100%; height: auto; display: block; } svg text { fill: var(--ink); font-size: 12px; }
-svg .axis { fill: var(--soft); } .grid { stroke: var(--line); } .empty { fill: var(--empty); }
-.marked { stroke: var(--s1); stroke-width: 4; paint-order: stroke; }
-.mark { stroke: var(--s1); stroke-dasharray: 4 4; }
-.series { fill: none; stroke-width: 2; } .dashed { stroke-dasharray: 5 4; }
-.s0 { stroke: var(--s0); } .s1 { stroke: var(--s1); } .s2 { stroke: var(--s2); }
-.s3 { stroke: var(--s3); } .s4 { stroke: var(--s4); } .s5 { stroke: var(--s5); }
-.s6 { stroke: var(--s6); } .s7 { stroke: var(--s7); }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 14px; font-size: 13px; color: var(--soft); margin-top: 4px; }
-.key { display: inline-block; width: 14px; height: 3px; margin: 0 6px 4px 0; }
-.k0 { background: var(--s0); } .k1 { background: var(--s1); } .k2 { background: var(--s2); }
-.k3 { background: var(--s3); } .k4 { background: var(--s4); } .k5 { background: var(--s5); }
-.k6 { background: var(--s6); } .k7 { background: var(--s7); }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; background: var(--card); border: 1px solid var(--line); font-size: 14px; }
-th, td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
-tr.chosen td { font-weight: 650; color: var(--accent); } td.soft { text-align: left; }
-pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; overflow-x: auto;
-  font: 13px/1.45 ui-monospace, "DejaVu Sans Mono", monospace; }
-)";
-
 std::string card(const std::string& value, const std::string& what) {
   return fmt::format("<div class='card'><b>{}</b><span>{}</span></div>\n", escaped(value), escaped(what));
 }
@@ -223,12 +181,7 @@ std::string sustained(const SweepReport& report) {
 std::string report_html(const SweepReport& report) {
   std::string names;
   for (const PathFacts& path : report.paths) names += (names.empty() ? "" : " + ") + path.path.string();
-  std::string html = fmt::format(
-      "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>\n"
-      "<meta name='viewport' content='width=device-width, initial-scale=1'><meta name='color-scheme' content='light "
-      "dark'>\n"
-      "<title>spillway sweep {0}</title>\n<style>{1}</style></head><body>\n<h1>spillway sweep {0}</h1>\n",
-      escaped(names), kStyle);
+  std::string html = page_begin("spillway sweep " + names);
   html += facts(report) + cards(report);
   for (const std::string& reason : reasons(report)) html += fmt::format("<p>{}</p>\n", escaped(reason));
   html +=

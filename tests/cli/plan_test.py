@@ -1,0 +1,195 @@
+"""`spillway plan` as a user runs it: what it says of memory is what a run reserves, what it says of bytes is what a run
+moves; every problem of a command line is named; nothing stays on a drive.
+"""
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from report import main  # noqa: E402
+from runs import CRASH, ERROR_FORM, ROOT, CliTest, hinted_budget, spillway  # noqa: E402
+
+GIVEN = ["--device-rate", "0.1", "--h2d-rate", "8", "--read-rate", "2", "--write-rate", "1", "--memory-rate", "30"]
+LEDGER = re.compile(r"^  (?:hbm|host|nvme) .*$", re.MULTILINE)
+
+
+class Plan(CliTest):
+    def plan(self, *arguments):
+        """The answer as JSON."""
+        run = spillway("plan", *arguments, "--json")
+        self.assert_done(run)
+        return json.loads(run.out)
+
+    def test_TheLedgerIsThatOfTheRun(self):
+        model = self.place.init_model()
+        for parameters, states, section in (("nvme", "nvme", {"host_bytes": "24MiB"}), ("cpu", "nvme", {}),
+                                            ("none", "cpu", {"hbm_bytes": "24MiB"}), ("none", "none", {})):
+            with self.subTest(parameters=parameters, states=states):
+                config = self.place.config(parameters=parameters, states=states, spillway_section=section)
+                run = self.place.finetune(config, model, steps=1, fresh=True)
+                self.assert_done(run)
+                planned = spillway("plan", "--config", config, "--model", model, "--seq", 32, *GIVEN)
+                self.assert_done(planned)
+                memory = planned.out[planned.out.index("memory, reserved"):planned.out.index("\nstep\n")]
+                self.assertEqual(LEDGER.findall(run.out), LEDGER.findall(memory))
+                self.assertGreater(len(LEDGER.findall(memory)), 3)
+
+    def test_TheBytesAreThoseOfTheRun(self):
+        model = self.place.init_model(layers=4, width=96)
+        config = self.place.config(spillway_section={"host_bytes": "8MiB", "speculative_blocks": 0})
+        self.assert_done(self.place.finetune(config, model, steps=12, log=self.place.log))
+        lines = self.place.steps()[2:]
+        answer = self.plan("--config", config, "--model", model, "--seq", 32, *GIVEN)
+        host = answer["memory"]["host"]["purposes"]
+        in_flight = host["tiles being updated"] + host["weights in flight"]
+        for key in ("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes"):
+            moved = sum(line[key] for line in lines)
+            with self.subTest(key=key):
+                self.assertGreater(moved, 0)
+                self.assertAlmostEqual(moved, answer["step"][key] * len(lines), delta=in_flight)
+
+    def test_AConfigurationOfTheTrainersWordsIsPlanned(self):
+        config = ROOT / "tests/tools/configs/hf_warmup_decay.json"
+        said = spillway("plan", "--config", config, "--model", self.place.init_model(), "--seq", 32, *GIVEN)
+        self.assert_done(said)
+        self.assertIn("total_num_steps", spillway("config", config).err)  # which nobody can know here
+
+    def test_AnswersForATrillionParametersAndSaysWhatItAssumes(self):
+        began = time.monotonic()
+        answer = self.plan("--params", "1T", "--hbm", "80GiB", "--host", "512GiB", "--nvme", "/nowhere=30TB",
+                           "--device", "cuda", *GIVEN)
+        self.assertLess(time.monotonic() - began, 60)  # it takes half a second; a hang is what this is about
+        self.assertAlmostEqual(answer["model"]["parameters"] / 1e12, 1, delta=0.02)
+        self.assertFalse(answer["model"]["exact"])
+        self.assertTrue(answer["model"]["estimates"])
+        self.assertLessEqual(answer["memory"]["hbm"]["bytes"], 80 << 30)
+        self.assertLessEqual(answer["memory"]["nvme"]["bytes"], 30e12)
+        self.assertGreater(answer["schedule"]["joined_tiles"], 1)
+        self.assertEqual("--read-rate", answer["rates"]["nvme_read"]["source"])
+        self.assertEqual("typical", answer["rates"]["sync"]["source"])
+
+    def test_KnowsTheFamilies(self):
+        sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "vocab_size": 300}
+        for family, values in (("llama", sizes), ("mistral", sizes), ("qwen2", sizes), ("qwen3", sizes),
+                               ("t5", {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 2,
+                                       "vocab_size": 300})):
+            with self.subTest(family=family):
+                model = self.place.folder / family
+                model.mkdir()
+                (model / "config.json").write_text(json.dumps({"model_type": family, **values}))
+                answer = self.plan("--model", model, "--hbm", "64MiB", "--nvme", "/nowhere", *GIVEN)
+                self.assertEqual(family, answer["model"]["family"])
+                self.assertFalse(answer["model"]["exact"])
+                self.assertGreater(answer["step"]["nvme_read_bytes"], 0)
+
+    def test_TheTableHasWhatFitsAndWhatDoesNot(self):
+        answer = self.plan("--params", "124M", "--hbm", "448MiB", "--host", "448MiB", "--nvme", "/nowhere=1TB", *GIVEN)
+        rows = {(row["states"], row["parameters"]): row for row in answer["placements"]}
+        self.assertEqual(7, len(rows))
+        chosen = rows["nvme", "nvme"]
+        self.assertTrue(chosen["chosen"] and chosen["fits"])
+        self.assertAlmostEqual(answer["step"]["seconds"], chosen["seconds"], delta=0.1 * chosen["seconds"])
+        everything = rows["hbm", "hbm"]
+        self.assertFalse(everything["fits"])
+        self.assertIn("hbm_bytes", everything["refused"])
+        self.assertGreater(everything["hbm_bytes"], 448 << 20)
+        effects = [change["effect"] for change in answer["changes"]]
+        self.assertTrue(effects)
+        self.assertEqual(sorted(effects), effects)
+        self.assertTrue(all(effect <= -0.01 for effect in effects))
+
+    def test_MoreHostMemoryDoesWhatItSays(self):
+        common = ["--params", "124M", "--seq", "64", "--hbm", "448MiB", "--nvme", "/nowhere=1TB", *GIVEN]
+        before = self.plan(*common, "--host", "448MiB")
+        change = next(change for change in before["changes"] if "host memory" in change["what"])
+        more = re.match(r"([\d.]+) MiB more", change["what"])
+        after = self.plan(*common, "--host", f"{448 + round(float(more.group(1)))}MiB")
+        self.assertAlmostEqual(1 + change["effect"], after["step"]["seconds"] / before["step"]["seconds"], delta=0.02)
+
+    def test_ABudgetThatIsTooSmallNamesTheSmallestThatWorks(self):
+        common = ["--params", "30M", "--hbm", "1GiB", "--nvme", "/nowhere=1TB", *GIVEN]
+        run = spillway("plan", *common, "--host", "1MiB")
+        line = self.assert_refused(run, "host_bytes", "too small")
+        self.assertIn("placements", run.out)  # what would fit is still said
+        _, least = hinted_budget(line)
+        self.assert_done(spillway("plan", *common, "--host", f"{least}B"))
+        self.assert_refused(spillway("plan", *common, "--host", f"{least - 4096}B"), "host_bytes")
+
+    def test_EveryProblemIsNamedAtOnce(self):
+        run = spillway("plan", "--hbm", "24 bananas", "--nvme", "=2TB", "--seq", "0", "--device", "tpu", "--read-rate",
+                       "fast")
+        self.assertEqual(1, run.status)
+        self.assertIsNone(CRASH.search(run.err))
+        lines = run.err.splitlines()
+        self.assertEqual(6, len(lines), run.err)
+        for line in lines:
+            self.assertRegex(line, ERROR_FORM)
+        self.assert_refused(spillway("plan", "--model", self.place.folder / "none"), "config.json")
+        self.assert_refused(spillway("plan", "--params", "7B", "--no-such-option"), "no-such-option")
+        config = self.place.folder / "bad.json"
+        config.write_text('{"zero_optimisation": {}, "bf16": 3}')
+        run = spillway("plan", "--config", config, "--params", "x")
+        self.assertEqual(1, run.status)
+        self.assertIn("--params", run.err)
+        self.assertIn("zero_optimisation", run.err)
+
+    def test_TheReportIsOnePageOfItsOwn(self):
+        page = self.place.folder / "plan.html"
+        self.assert_done(spillway("plan", "--params", "124M", "--hbm", "1GiB", "--host", "1GiB", "--nvme",
+                                  "/nowhere=1TB", *GIVEN, "--report", page))
+        text = page.read_text()
+        self.assertTrue(text.startswith("<!doctype html>"))
+        self.assertTrue(text.rstrip().endswith("</html>"))
+        self.assertIsNone(re.search(r"(?:src|href)=|https?://|@import|url\(", text))
+        self.assertEqual(text.count("<svg"), text.count("</svg>"))
+        self.assertEqual(5, text.count("<svg"))  # three tiers, the timeline, the links
+        self.assertIn("optimizer states / parameters", text)
+        self.assert_refused(spillway("plan", "--params", "124M", "--report", self.place.folder / "none/plan.html"),
+                            "--report")
+
+    def test_MeasuresTheMachineAndLeavesNothing(self):
+        model = self.place.init_model()
+        config = self.place.config()
+        answer = self.plan("--config", config, "--model", model, "--seq", 32, "--probe")
+        for rate in ("nvme_read", "nvme_write", "nvme_mixed", "h2d", "memory", "forward", "backward", "head"):
+            self.assertEqual("measured here", answer["rates"][rate]["source"], rate)
+            self.assertGreater(answer["rates"][rate]["value"], 0)
+        self.assertEqual([], self.place.stored_files())
+        self.assertEqual([], list(self.place.nvme.iterdir()))
+        self.assertTrue(answer["measured"])
+        self.assert_refused(spillway("plan", "--params", "7B", "--device", "cuda", "--probe",
+                                     env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}), "--probe")
+        quiet = self.plan("--config", config, "--model", model, "--seq", 32, "--no-probe")
+        self.assertEqual([], quiet["measured"])
+        self.assertNotEqual("measured here", quiet["rates"]["nvme_read"]["source"])
+
+    def test_TheHelpShowsAnExampleThatWorks(self):
+        run = spillway("plan", "--help")
+        self.assert_done(run)
+        example = re.search(r"^Example: spillway (plan .*)$", run.out, re.MULTILINE).group(1).split()
+        self.assert_done(spillway(*example, "--no-probe"))
+
+
+    def test_TheDocumentsCommandsWork(self):
+        model = self.place.init_model("gpt2", context=256)
+        llama = self.place.folder / "Llama-3-8B"
+        llama.mkdir()
+        (llama / "config.json").write_text(json.dumps(
+            {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}))
+        self.place.config()
+        self.assertEqual(self.place.folder, model.parent)
+        text = (ROOT / "docs/plan.md").read_text()
+        commands = re.findall(r"^spillway (plan .*)$", text, re.MULTILINE)
+        self.assertGreater(len(commands), 4)
+        for command in commands:
+            with self.subTest(command=command):
+                self.assert_done(spillway(*command.split(), cwd=self.place.folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+#include "tools/plan/answer.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <iterator>
+
+#include "kernels/thread_shares.h"
+#include "spillway/engine.h"
+#include "spillway/error.h"
+#include "src/device_choice.h"
+#include "tools/plan/measure.h"
+#include "tools/sweep/endurance.h"
+
+namespace spillway::planning {
+namespace {
+
+constexpr std::size_t kMostChanges = 6;
+constexpr double kTypicalLife = 600;  // times its size that a consumer drive of these years may be written
+
+// Of a machine that may not be this one.
+struct PlannedDevice {
+  DeviceKind kind = DeviceKind::kHost;
+  bool here = true;
+  std::string text = {};
+};
+
+PlannedDevice device_of(const Config& config, unsigned threads) {
+  PlannedDevice device;
+  std::string why;
+  try {
+    device.kind = resolve_device(config);
+    why = why_not_cuda(config);
+  } catch (const Error& error) {
+    if (error.code() != Code::kUnsupported) throw;
+    device.kind = DeviceKind::kCuda;
+    device.here = false;
+  }
+  device.text = device.kind == DeviceKind::kCuda
+                    ? fmt::format("cuda{}", device.here ? "" : ", which this machine does not have")
+                    : fmt::format("host: HBM is emulated in RAM, {} compute threads", threads);
+  if (!why.empty()) device.text += "; --device cuda plans for a GPU (" + why + ")";
+  return device;
+}
+
+bool drives_are_here(const Config& config) {
+  return !config.nvme_paths.empty() && std::ranges::all_of(config.nvme_paths, [](const std::filesystem::path& path) {
+    std::error_code ignored;
+    return std::filesystem::is_directory(path, ignored);
+  });
+}
+
+MeasuredRates find_rates(const PlanOptions& options, const ModelShape& shape, const PlannedDevice& device) {
+  const Config& config = options.config;
+  const GivenRates& given = options.rates;
+  const bool here = drives_are_here(config);
+  const bool drives = here && !(given.read && given.write);
+  const bool wanted = !given.device || drives || (!given.h2d && !given.memory);
+  if (!options.probe.value_or(device.here && here && wanted)) return {};
+  if (!device.here) {
+    throw Error(Code::kUnsupported, {.object = "--probe",
+                                     .happened = "the run is planned for a device that this machine does not have",
+                                     .errno_value = 0,
+                                     .hint = "leave it out, or plan for --device host"});
+  }
+  try {
+    return measure(config, shape, device.kind,
+                   {.drives = drives, .compute = !given.device, .sequence = options.sequence});
+  } catch (const Error& error) {
+    if (options.probe) throw;
+    MeasuredRates none;
+    none.facts.push_back(fmt::format("nothing was measured: {}", error.what()));
+    return none;
+  }
+}
+
+// Bytes that may still be written to the drives of the run.
+void find_life(const PlanOptions& options, DriveLife& life) {
+  const Config& config = options.config;
+  const auto drives = static_cast<double>(config.nvme_paths.size());
+  if (options.drive_life) {
+    life.life_bytes = drives * *options.drive_life;
+    life.source = "--drive-life";
+    return;
+  }
+  double left = 0, capacity = 0;
+  bool told = true;
+  for (const auto& path : config.nvme_paths) {
+    std::ifstream file("/proc/self/mountinfo");
+    const std::string mounts{std::istreambuf_iterator<char>(file), {}};
+    const sweep::DriveFacts drive =
+        drives_are_here(config) ? sweep::drive_of(sweep::mount_of(path, mounts)) : sweep::DriveFacts{};
+    const auto endurance = sweep::read_endurance(drive).endurance;
+    told &= endurance && endurance->percent_used > 0 && endurance->percent_used < 100;
+    if (told) left += endurance->written_bytes / endurance->percent_used * (100 - endurance->percent_used);
+    capacity += static_cast<double>(drive.bytes);
+  }
+  if (told) {
+    life.life_bytes = left;
+    life.source = "what the drive says is left of it";
+    return;
+  }
+  if (capacity == 0) capacity = static_cast<double>(config.nvme_bytes.value_or(0));
+  if (capacity > 0) life.life_bytes = kTypicalLife * capacity;
+  life.source = capacity > 0
+                    ? fmt::format("typical: {:.0f} times the drive's size; --drive-life says better", kTypicalLife)
+                    : "--drive-life says it";
+}
+
+}  // namespace
+
+Report answer(const PlanOptions& options) {
+  const auto start = std::chrono::steady_clock::now();
+  const std::vector<ThreadShare> shares = share_threads(options.config.threads);
+  unsigned threads = 0;
+  for (const ThreadShare& share : shares) threads += share.threads;
+  const PlannedDevice device = device_of(options.config, options.rates.cores.value_or(threads));
+
+  Report report{.model = options.name, .config = options.config, .device = device.text};
+  report.shape =
+      options.model.empty() ? shape_of_size(options.parameters, options.sequence) : load_shape(options.model);
+  report.run = {.device = device.kind, .device_here = device.here, .sequence = options.sequence};
+  const DescribedModel described = describe(report.shape, report.config, report.run);
+  report.parameters = described.parameters;
+  report.tokens = described.tokens;
+  report.estimates = described.estimates;
+  if (options.model.empty()) {
+    report.estimates.insert(report.estimates.begin(),
+                            fmt::format("a GPT-2 of about {} parameters stands for the model", options.name));
+  }
+  const MeasuredRates measured = find_rates(options, report.shape, device);
+  report.measured = measured.facts;
+  report.rates = choose_rates(report.config, device.kind, options.rates, measured, threads);
+
+  const auto nodes = static_cast<unsigned>(shares.size());
+  try {
+    report.prediction = predict(report.config, described, report.rates, nodes);
+    report.facts = report.prediction->plan.facts;
+    for (std::string& fact : activation_facts(report.prediction->plan, described.model))
+      report.facts.push_back(std::move(fact));
+  } catch (const Error& error) {
+    if (error.code() != Code::kDoesNotFit) throw;
+    report.refused = error.what();
+  }
+  if (report.prediction && report.prediction->plan.has_store) {
+    const StepFacts& step = report.prediction->step;
+    report.life.emplace();
+    report.life->bytes_per_day = static_cast<double>(step.traffic.nvme_write) / step.seconds * 86400;
+    find_life(options, *report.life);
+  }
+  const Question question{.config = report.config,
+                          .shape = report.shape,
+                          .run = report.run,
+                          .rates = report.rates,
+                          .nodes = nodes,
+                          .has_drive = !report.config.nvme_paths.empty()};
+  report.alternatives = find_alternatives(question, described, kMostChanges);
+  report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return report;
+}
+
+}  // namespace spillway::planning

@@ -1,0 +1,81 @@
+#include "tools/plan/command.h"
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "tools/plan/answer.h"
+#include "tools/sweep/report.h"
+#include "tools/terminal/colours.h"
+#include "tools/terminal/interrupt.h"
+
+namespace spillway::planning {
+namespace {
+
+int plan(const TypedOptions& typed) {
+  const UnderstoodOptions understood = understand(typed);
+  for (const std::string& problem : understood.problems) fmt::print(stderr, "spillway: {}\n", problem);
+  if (!understood.problems.empty()) return 1;
+  const PlanOptions& options = understood.options;
+  if (!options.html.empty()) sweep::check_output("--report", options.html);
+  const terminal::Interrupt interrupt("ending when the machine is measured");  // before anything that starts threads
+  const Report report = answer(options);
+  if (interrupt.requested()) return interrupt.exit_code();
+  if (options.json) {
+    fmt::print("{}\n", report_json(report));
+  } else {
+    fmt::print("{}", report_text(report, terminal::shows_colours(stdout)));
+  }
+  std::fflush(stdout);
+  if (!options.html.empty()) sweep::write_output("--report", options.html, report_html(report));
+  if (report.refused.empty()) return 0;
+  fmt::print(stderr, "spillway: {}\n", report.refused);
+  return 1;
+}
+
+}  // namespace
+
+void add_command(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<TypedOptions>();
+  TypedOptions& options = *kept;
+  auto* command = program.add_subcommand(
+      "plan", "Say what a run would take of every tier, how long a step would be and what would make it shorter");
+  command->add_option("--config", options.config, "ds_config.json; default: bf16, everything offloaded");
+  command->add_option("--aio", options.aio, "What spillway sweep --json wrote: put over the configuration");
+  command->add_option("--model", options.model, "Directory with a config.json: gpt2, llama, mistral, qwen2, qwen3, t5");
+  command->add_option("--params", options.parameters, "In place of a model: a GPT-2 of so many parameters, such as 7B");
+  command->add_option("--seq", options.sequence, "Tokens of a row, as in finetune")->capture_default_str();
+  command->add_option("--hbm", options.hbm, "Budget of GPU memory, such as 24GiB; default: the configuration's");
+  command->add_option("--host", options.host, "Budget of pinned host memory, such as 64GiB");
+  command->add_option("--nvme", options.nvme, "Directory of the store, and how much of its drive; once a drive")
+      ->type_name("PATH[=2TB]")
+      ->allow_extra_args(false);
+  command->add_option("--device", options.device, "host or cuda; default: what the run would have here");
+  command->add_option("--device-rate", options.device_rate, "What the device computes, TFLOP/s")->type_name("TFLOPS");
+  command->add_option("--hbm-rate", options.hbm_rate, "What an optimizer on the GPU moves in its memory")
+      ->type_name("GB/S");
+  command->add_option("--h2d-rate", options.h2d_rate, "Host to device; and back, unless --d2h-rate")->type_name("GB/S");
+  command->add_option("--d2h-rate", options.d2h_rate, "Device to host")->type_name("GB/S");
+  command->add_option("--read-rate", options.read_rate, "What all drives read together")->type_name("GB/S");
+  command->add_option("--write-rate", options.write_rate, "What all drives write together")->type_name("GB/S");
+  command->add_option("--mixed-rate", options.mixed_rate, "Reading and writing at once, both together")
+      ->type_name("GB/S");
+  command->add_option("--memory-rate", options.memory_rate, "What the optimizer moves in host memory")
+      ->type_name("GB/S");
+  command->add_option("--cores", options.cores, "Compute threads; default: as on this machine")->type_name("N");
+  command->add_option("--drive-life", options.drive_life, "What may be written to each drive, such as 1200TB")
+      ->type_name("SIZE");
+  const auto probe = [kept](std::int64_t wanted) { kept->probe = wanted > 0; };
+  command->add_flag("--probe,!--no-probe", probe,
+                    "Time this machine for rates that are not given, some seconds; default: where the drives are here");
+  command->add_flag("--json", options.json, "Print it as JSON");
+  command->add_option("--report", options.html, "Write a page with charts there");
+  command->footer(
+      "Example:\n  spillway plan --params 13B --hbm 24GiB --host 64GiB --nvme /mnt/nvme=2TB --device cuda\n\n"
+      "Exit code: 0 it fits, 1 it does not, or an option or a file is wrong");
+  command->callback([kept, &exit_code] { exit_code = plan(*kept); });
+}
+
+}  // namespace spillway::planning

@@ -1,0 +1,179 @@
+#include "tools/plan/options.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <cmath>
+#include <span>
+
+#include "spillway/error.h"
+#include "src/hidden_size.h"
+
+namespace spillway::planning {
+namespace {
+
+struct Unit {
+  std::string_view name;
+  double factor;
+};
+constexpr Unit kSizes[] = {{"", 1},         {"b", 1},        {"kb", 1e3},     {"mb", 1e6},
+                           {"gb", 1e9},     {"tb", 1e12},    {"pb", 1e15},    {"kib", 0x1p10},
+                           {"mib", 0x1p20}, {"gib", 0x1p30}, {"tib", 0x1p40}, {"pib", 0x1p50}};
+constexpr Unit kCounts[] = {{"", 1}, {"k", 1e3}, {"m", 1e6}, {"b", 1e9}, {"g", 1e9}, {"t", 1e12}};
+constexpr double kLargestSize = 0x1p60;
+
+// A number that is not negative, with one of the units behind it.
+std::optional<double> scaled(std::string_view text, std::span<const Unit> units) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || !std::isfinite(value) || value < 0) return std::nullopt;
+  std::string unit(end, text.data() + text.size());
+  std::ranges::transform(unit, unit.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  unit.erase(0, unit.find_first_not_of(' ') == unit.npos ? 0 : unit.find_first_not_of(' '));
+  for (const Unit& known : units) {
+    if (known.name == unit) return value * known.factor;
+  }
+  return std::nullopt;
+}
+
+class Reader {
+ public:
+  explicit Reader(const TypedOptions& typed) : typed_(typed) {}
+
+  UnderstoodOptions read() {
+    read_model();
+    read_config();
+    read_budgets();
+    read_rates();
+    options().json = typed_.json;
+    options().html = typed_.html;
+    options().probe = typed_.probe;
+    return std::move(result_);
+  }
+
+ private:
+  PlanOptions& options() { return result_.options; }
+  void problem(const std::string& object, const std::string& happened, const std::string& to_do) {
+    result_.problems.push_back(fmt::format("{}: {}; {}", object, happened, to_do));
+  }
+
+  void read_model() {
+    if (typed_.model.empty() == typed_.parameters.empty()) {
+      problem("spillway plan", typed_.model.empty() ? "no model is named" : "--model and --params name two models",
+              "give --model DIR with a config.json, or --params 7B");
+    }
+    options().model = typed_.model;
+    options().name = typed_.model.empty() ? typed_.parameters : typed_.model.string();
+    if (!typed_.parameters.empty()) {
+      const auto count = count_of_text(typed_.parameters);
+      if (count && *count >= 1e6 && *count <= 1e13) {
+        options().parameters = *count;
+      } else {
+        problem("--params", fmt::format("\"{}\" is not a number from 1e6 to 1e13", typed_.parameters),
+                "write it as 7B, 350M or 1e12");
+      }
+    }
+    options().sequence = whole("--seq", typed_.sequence, 1u << 24).value_or(256);
+  }
+
+  void read_config() {
+    Config& config = options().config;
+    config.device.reset();
+    if (typed_.config.empty()) {
+      // What most begin with: bf16, and everything where there is room for it.
+      config.weights = DType::kBFloat16;
+      config.states = config.parameters = typed_.nvme.empty() ? Placement::kHost : Placement::kNvme;
+      if (!typed_.aio.empty()) problem("--aio", "is put over a configuration, and none is named", "add --config");
+    } else {
+      try {
+        AutoValues automatic;
+        automatic.total_steps = std::uint64_t{1} << 40;  // some number: a schedule takes nothing of the machine
+        if (!typed_.model.empty()) automatic.hidden_size = hidden_size_in(typed_.model);
+        config = load_config(typed_.config, typed_.aio, automatic);
+      } catch (const std::exception& error) {
+        result_.problems.emplace_back(error.what());
+      }
+    }
+    if (typed_.device == "cuda") config.device = DeviceKind::kCuda;
+    if (typed_.device == "host") config.device = DeviceKind::kHost;
+    if (!typed_.device.empty() && typed_.device != "cuda" && typed_.device != "host")
+      problem("--device", fmt::format("\"{}\" is not known", typed_.device), "it is host or cuda");
+  }
+
+  void read_budgets() {
+    Config& config = options().config;
+    if (const auto bytes = size("--hbm", typed_.hbm)) config.hbm_bytes = static_cast<std::uint64_t>(*bytes);
+    if (const auto bytes = size("--host", typed_.host)) config.host_bytes = static_cast<std::uint64_t>(*bytes);
+    if (!typed_.nvme.empty()) {
+      config.nvme_paths.clear();
+      config.nvme_rates.clear();
+      config.nvme_bytes.reset();
+    }
+    std::size_t sized = 0;
+    for (const std::string& drive : typed_.nvme) {
+      const std::size_t sign = drive.rfind('=');
+      const std::string path = drive.substr(0, sign);
+      if (path.empty()) problem("--nvme", fmt::format("\"{}\" names no path", drive), "write PATH=2TB");
+      config.nvme_paths.emplace_back(path);
+      if (sign == drive.npos) continue;
+      ++sized;
+      if (const auto bytes = size("--nvme", drive.substr(sign + 1)))
+        config.nvme_bytes = config.nvme_bytes.value_or(0) + static_cast<std::uint64_t>(*bytes);
+    }
+    if (sized > 0 && sized < typed_.nvme.size())
+      problem("--nvme", "some paths have a size and others have none", "write PATH=2TB for each, or for none");
+    if (const auto bytes = size("--drive-life", typed_.drive_life)) options().drive_life = bytes;
+  }
+
+  void read_rates() {
+    GivenRates& rates = options().rates;
+    rates.device = rate("--device-rate", typed_.device_rate, 1e12, "TFLOP/s");
+    rates.hbm = rate("--hbm-rate", typed_.hbm_rate, 1e9, "GB/s");
+    rates.h2d = rate("--h2d-rate", typed_.h2d_rate, 1e9, "GB/s");
+    rates.d2h = rate("--d2h-rate", typed_.d2h_rate, 1e9, "GB/s");
+    rates.read = rate("--read-rate", typed_.read_rate, 1e9, "GB/s");
+    rates.write = rate("--write-rate", typed_.write_rate, 1e9, "GB/s");
+    rates.mixed = rate("--mixed-rate", typed_.mixed_rate, 1e9, "GB/s");
+    rates.memory = rate("--memory-rate", typed_.memory_rate, 1e9, "GB/s");
+    if (!typed_.cores.empty()) rates.cores = whole("--cores", typed_.cores, 1u << 16);
+  }
+
+  std::optional<double> size(const char* option, const std::string& text) {
+    if (text.empty()) return std::nullopt;
+    const auto bytes = size_of_text(text);
+    if (!bytes || *bytes < 1) problem(option, fmt::format("\"{}\" is not a size", text), "write it as 24GiB or 2TB");
+    return bytes;
+  }
+  std::optional<double> rate(const char* option, const std::string& text, double unit, const char* name) {
+    if (text.empty()) return std::nullopt;
+    const auto value = scaled(text, std::span(kCounts).first(1));
+    if (value && *value >= 1e-6 && *value <= 1e9) return *value * unit;
+    problem(option, fmt::format("\"{}\" is not a rate", text), fmt::format("write a number of {}", name));
+    return std::nullopt;
+  }
+  std::optional<std::uint32_t> whole(const char* option, const std::string& text, std::uint32_t most) {
+    std::uint32_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error == std::errc() && end == text.data() + text.size() && value > 0 && value <= most) return value;
+    problem(option, fmt::format("\"{}\" is not a whole number from 1 to {}", text, most), "write such a number");
+    return std::nullopt;
+  }
+
+  const TypedOptions& typed_;
+  UnderstoodOptions result_;
+};
+
+}  // namespace
+
+std::optional<double> size_of_text(std::string_view text) {
+  const auto bytes = scaled(text, kSizes);
+  return bytes && *bytes < kLargestSize ? bytes : std::nullopt;
+}
+
+std::optional<double> count_of_text(std::string_view text) { return scaled(text, kCounts); }
+
+UnderstoodOptions understand(const TypedOptions& typed) { return Reader(typed).read(); }
+
+}  // namespace spillway::planning

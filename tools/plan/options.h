@@ -1,0 +1,52 @@
+// The command line of `spillway plan`, as it was typed and as it is meant.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "spillway/config.h"
+#include "tools/plan/rates.h"
+
+namespace spillway::planning {
+
+struct TypedOptions {
+  std::filesystem::path config = {}, aio = {}, model = {}, html = {};
+  std::string parameters = {}, hbm = {}, host = {};
+  std::vector<std::string> nvme = {};  // PATH or PATH=SIZE
+  std::string device = {};
+  std::string device_rate = {}, hbm_rate = {}, h2d_rate = {}, d2h_rate = {}, read_rate = {}, write_rate = {},
+              mixed_rate = {};
+  std::string memory_rate = {}, cores = {}, drive_life = {}, sequence = "256";
+  std::optional<bool> probe = {};  // not set: where the drives of the run are
+  bool json = false;
+};
+
+struct PlanOptions {
+  Config config = {};  // with the budgets and paths of the command line put over those of the file
+  std::filesystem::path model = {}, html = {};
+  double parameters = 0;  // in place of a model
+  std::string name = {};  // of the model, as it was typed
+  std::uint32_t sequence = 256;
+  GivenRates rates = {};
+  std::optional<double> drive_life = {};  // bytes that may be written to each drive
+  std::optional<bool> probe = {};
+  bool json = false;
+};
+
+// Everything that is wrong, a line each in the form of every error here; `options` is of use when there is none.
+struct UnderstoodOptions {
+  PlanOptions options = {};
+  std::vector<std::string> problems = {};
+};
+UnderstoodOptions understand(const TypedOptions& typed);
+
+// Bytes of `24GiB`, `2TB`, `1.5TiB` or `4096`; nothing for what is none, or far too many.
+std::optional<double> size_of_text(std::string_view text);
+// Of `7B`, `350M`, `1e12`, `1T`.
+std::optional<double> count_of_text(std::string_view text);
+
+}  // namespace spillway::planning

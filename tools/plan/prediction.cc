@@ -1,0 +1,158 @@
+#include "tools/plan/prediction.h"
+
+#include <algorithm>
+#include <array>
+
+#include "src/commit_interval.h"
+#include "src/forecast.h"
+
+namespace spillway::planning {
+namespace {
+
+constexpr std::array kBytes = {&ScheduleTile::elements,     &ScheduleTile::read_bytes,
+                               &ScheduleTile::write_bytes,  &ScheduleTile::fetch_bytes,
+                               &ScheduleTile::weight_bytes, &ScheduleTile::gradient_bytes,
+                               &ScheduleTile::commit_bytes, &ScheduleTile::commit_d2h_bytes,
+                               &ScheduleTile::spill_bytes,  &ScheduleTile::commit_read_bytes};
+
+bool move_alike(const ScheduleTile& a, const ScheduleTile& b) {
+  return a.block == b.block &&
+         std::ranges::all_of(kBytes, [&](auto bytes) { return (a.*bytes > 0) == (b.*bytes > 0); });
+}
+
+StepFacts facts_of(const Schedule& schedule) { return {schedule.seconds(), schedule.traffic}; }
+
+StepFacts mean_of(const StepFacts& usual, const StepFacts& committed, std::uint32_t every) {
+  const double share = 1.0 / every;
+  const auto mean = [&](auto one, auto other) {
+    return static_cast<double>(one) * (1 - share) + static_cast<double>(other) * share;
+  };
+  StepFacts facts{.seconds = mean(usual.seconds, committed.seconds), .traffic = {}};
+  for (const auto bytes :
+       {&ScheduleTraffic::nvme_read, &ScheduleTraffic::nvme_write, &ScheduleTraffic::h2d, &ScheduleTraffic::d2h}) {
+    facts.traffic.*bytes = static_cast<std::uint64_t>(mean(usual.traffic.*bytes, committed.traffic.*bytes));
+  }
+  return facts;
+}
+
+class Predictor {
+ public:
+  Predictor(const Config& config, const DescribedModel& described, const Rates& rates, unsigned nodes,
+            const Effort& effort)
+      : config_(config), effort_(effort), plan_(result_.plan) {
+    plan_ = make_plan(config, described.model, nodes);
+    std::vector<bool> kept;
+    for (const BlockPlan& block : plan_.blocks) kept.push_back(block.insides_kept);
+    for (std::size_t b = 0; b < plan_.blocks.size(); ++b) {
+      if (described.model.blocks[b].inside_bytes == 0) continue;
+      ++result_.visits_with_insides;
+      result_.visits_recomputed += !kept[b];
+    }
+    MachineRates links = rates.links;
+    if (plan_.gradients_in_hbm) links.update_seconds = rates.device_update_seconds;
+    input_ = schedule_input(plan_, links, visit_seconds(described, rates.compute, kept), nodes);
+    choosing_ = input_;
+    result_.joined = join_tiles(input_, effort.most_tiles);
+    join_tiles(choosing_, std::min(effort.choosing_tiles, effort.most_tiles));
+  }
+
+  Prediction run() {
+    const bool can_commit = input_.commits;
+    const bool chooses = can_commit && !config_.commit_every && written_back();
+    std::uint32_t every = can_commit ? config_.commit_every.value_or(1) : 0;
+    choose_speculation(every == 1 && !chooses);
+    speculate(input_, plan_, result_.speculative);
+    Schedule committed;
+    if (every > 0) committed = schedule(true);
+    if (every != 1 || chooses) {
+      result_.schedule = schedule(false);
+      if (every > 0) result_.commit_seconds = committed.seconds() - result_.schedule.seconds();
+      if (chooses) every = commit_interval(result_.commit_seconds, committed.seconds());
+    }
+    if (every == 1) result_.schedule = committed;
+    result_.commit_every = every;
+    result_.step =
+        every > 1 ? mean_of(facts_of(result_.schedule), facts_of(committed), every) : facts_of(result_.schedule);
+    result_.clipped = result_.step;
+    if (result_.speculative > 0) {
+      speculate(input_, plan_, 0);
+      result_.clipped = facts_of(schedule(true));
+    }
+    if (every > 0) add_records(every);
+    return std::move(result_);
+  }
+
+ private:
+  // The engine guesses only where each step is committed.
+  void choose_speculation(bool guesses) {
+    if (!guesses || std::ranges::none_of(plan_.blocks, &BlockPlan::speculative)) return;
+    result_.speculative =
+        config_.speculative_blocks ? *config_.speculative_blocks : best_speculation(choosing_, plan_, effort_.tries);
+  }
+  bool written_back() const {
+    return std::ranges::any_of(plan_.tile_places, [](const TilePlace& tile) {
+      return tile.shape.trainable &&
+             (!written_by_update(tile, Part::kWeights) || !written_by_update(tile, Part::kStates));
+    });
+  }
+  Schedule schedule(bool commits) {
+    input_.commits = commits;
+    return make_schedule(input_);
+  }
+  // Two copies of the manifest's record a commit, which are no tiles.
+  void add_records(std::uint32_t every) {
+    for (StepFacts* facts : {&result_.step, &result_.clipped})
+      facts->traffic.nvme_write += 2 * plan_.host.record.bytes / every;
+  }
+
+  const Config& config_;
+  const Effort& effort_;
+  Prediction result_;
+  Plan& plan_;
+  ScheduleInput input_, choosing_;
+};
+
+}  // namespace
+
+std::uint64_t join_tiles(ScheduleInput& input, std::uint64_t most) {
+  const std::uint64_t together = div_up<std::uint64_t>(input.tiles.size(), std::max<std::uint64_t>(most, 1));
+  if (together <= 1) return 1;
+  std::vector<ScheduleTile> tiles;
+  std::vector<std::uint32_t> became(input.tiles.size());
+  std::uint64_t in_last = 0, largest = 1;
+  for (std::size_t t = 0; t < input.tiles.size(); ++t) {
+    const ScheduleTile& tile = input.tiles[t];
+    if (tiles.empty() || in_last == together || !move_alike(tiles.back(), tile)) {
+      tiles.push_back(tile);
+      in_last = 1;
+    } else {
+      for (const auto bytes : kBytes) tiles.back().*bytes += tile.*bytes;
+      largest = std::max(largest, ++in_last);
+    }
+    became[t] = static_cast<std::uint32_t>(tiles.size() - 1);
+  }
+  for (ScheduleBlock& block : input.blocks) {
+    if (block.tiles == 0) continue;
+    const std::uint32_t last = became[block.first_tile + block.tiles - 1];
+    block.first_tile = became[block.first_tile];
+    block.tiles = last - block.first_tile + 1;
+  }
+  std::vector<std::uint32_t> order;
+  std::vector<bool> there(tiles.size());
+  for (const std::uint32_t tile : input.update_order) {
+    if (there[became[tile]]) continue;
+    there[became[tile]] = true;
+    order.push_back(became[tile]);
+  }
+  input.chunk_bytes *= together;  // weights go through them in pieces that grow with the tiles
+  input.tiles = std::move(tiles);
+  input.update_order = std::move(order);
+  return largest;
+}
+
+Prediction predict(const Config& config, const DescribedModel& described, const Rates& rates, unsigned nodes,
+                   const Effort& effort) {
+  return Predictor(config, described, rates, nodes, effort).run();
+}
+
+}  // namespace spillway::planning
