@@ -13,6 +13,7 @@
 #include <random>
 #include <set>
 
+#include "tests/seed.h"
 #include "tests/tools/config_files.h"
 #include "tests/tools/config_schema_check.h"
 
@@ -184,12 +185,9 @@ class Mistakes {
 };
 
 TEST(ConfigTypos, NoneIsTakenAndNearlyAllAreAnsweredWithWhatWasMeant) {
-  const int given = GTEST_FLAG_GET(random_seed);  // repeat a run with --gtest_random_seed=SEED
-  const std::uint64_t seed = given != 0 ? static_cast<std::uint64_t>(given) : std::random_device{}() % 99999 + 1;
-  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
   const Silence silence;
   const SchemaCheck schema;
-  Mistakes mistakes(seed);
+  Mistakes mistakes(test_seed());
   std::array<int, Mistakes::kKinds.size()> made{}, right{};
   std::string wrong;
   for (int i = 0; i < kMistakes; ++i) {
