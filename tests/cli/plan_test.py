@@ -5,12 +5,14 @@ import json
 import os
 import pathlib
 import re
+import signal
+import subprocess
 import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import CRASH, ERROR_FORM, ROOT, CliTest, hinted_budget, spillway  # noqa: E402
+from runs import BINARY, CRASH, ERROR_FORM, LIMIT_SECONDS, ROOT, CliTest, hinted_budget, spillway  # noqa: E402
 
 GIVEN = ["--device-rate", "0.1", "--h2d-rate", "8", "--read-rate", "2", "--write-rate", "1", "--memory-rate", "30"]
 LEDGER = re.compile(r"^  (?:hbm|host|nvme) .*$", re.MULTILINE)
@@ -166,6 +168,24 @@ class Plan(CliTest):
         quiet = self.plan("--config", config, "--model", model, "--seq", 32, "--no-probe")
         self.assertEqual([], quiet["measured"])
         self.assertNotEqual("measured here", quiet["rates"]["nvme_read"]["source"])
+
+    def test_CtrlCLeavesNothingOnTheDrive(self):
+        model, config = self.place.init_model(), self.place.config()
+        # As early and as often as a user can: at once, when there is something there, and again.
+        for seconds in (0, 0.3, None):
+            with subprocess.Popen([BINARY, "plan", "--config", config, "--model", model, "--seq", "32", "--probe"],
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+                if seconds is None:
+                    while not list(self.place.nvme.iterdir()) and run.poll() is None:
+                        time.sleep(0.001)
+                else:
+                    time.sleep(seconds)
+                for _ in range(3):
+                    run.send_signal(signal.SIGINT)
+                _, err = run.communicate(timeout=LIMIT_SECONDS)
+            self.assertIsNone(CRASH.search(err), err)
+            self.assertIn(run.returncode, (-signal.SIGINT, 0))
+            self.assertEqual([], list(self.place.nvme.iterdir()))
 
     def test_TheHelpShowsAnExampleThatWorks(self):
         run = spillway("plan", "--help")

@@ -9,7 +9,6 @@
 #include "tools/plan/answer.h"
 #include "tools/sweep/report.h"
 #include "tools/terminal/colours.h"
-#include "tools/terminal/interrupt.h"
 
 namespace spillway::planning {
 namespace {
@@ -20,9 +19,7 @@ int plan(const TypedOptions& typed) {
   if (!understood.problems.empty()) return 1;
   const PlanOptions& options = understood.options;
   if (!options.html.empty()) sweep::check_output("--report", options.html);
-  const terminal::Interrupt interrupt("ending when the machine is measured");  // before anything that starts threads
   const Report report = answer(options);
-  if (interrupt.requested()) return interrupt.exit_code();
   if (options.json) {
     fmt::print("{}\n", report_json(report));
   } else {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <rapidjson/document.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -32,6 +33,23 @@ constexpr std::uint32_t kMostVocabulary = 8192;
 // The first one touches memory for the first time; more than the least while they take no time.
 constexpr std::size_t kLeastSteps = 3, kMostSteps = 12;
 constexpr double kStepSeconds = 0.5;
+
+// Ctrl-C and its kin wait until what is measured has taken its files away; threads that start meanwhile inherit that.
+class SignalsWait {
+ public:
+  SignalsWait() {
+    sigset_t signals;
+    sigemptyset(&signals);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&signals, signal);
+    ::pthread_sigmask(SIG_BLOCK, &signals, &before_);
+  }
+  ~SignalsWait() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsWait(const SignalsWait&) = delete;
+  SignalsWait& operator=(const SignalsWait&) = delete;
+
+ private:
+  sigset_t before_;
+};
 
 // Removed when it goes; what is open stays usable.
 class TemporaryDirectories {
@@ -248,6 +266,7 @@ ComputeRates measure_compute(Timed timed, DeviceKind device) {
 }  // namespace
 
 MeasuredRates measure(const Config& config, const ModelShape& shape, DeviceKind device, const MeasureOptions& options) {
+  const SignalsWait wait;
   MeasuredRates measured;
   measured.links = measure_links(config, device, options.drives, measured.facts);
   if (!options.compute) return measured;

@@ -15,8 +15,8 @@ struct MeasureOptions {
   std::uint32_t sequence = 256;
 };
 
-// Takes two or three seconds. Whatever it puts on the drives has no name as soon as it is open, so that nothing stays
-// behind. Throws spillway::Error when the paths cannot be used.
+// Takes two or three seconds, in which signals wait. Whatever it puts on the drives loses its name as soon as it is
+// open. Throws spillway::Error when the paths cannot be used.
 MeasuredRates measure(const Config& config, const ModelShape& shape, DeviceKind device, const MeasureOptions& options);
 
 }  // namespace spillway::planning
