@@ -1,7 +1,7 @@
 """Every command that the documents show is run, in a small workplace, so that a document cannot show one that fails.
 
-A line of a code block that begins with `spillway` is a command, with the lines that continue it. Blocks marked `sh` run
-one after the other in one directory, as a reader would. What stands for something of the reader's own (DIR, FILE,
+A line of a code block without a language that begins with `spillway` is a command, with the lines that continue it.
+Blocks marked `sh` run one after the other in one directory, as a reader would. What stands for something of the reader's own (DIR, FILE,
 /mnt/nvme0) is replaced through one table, PLACEHOLDERS; what cannot be run is in NOT_RUN, with the reason.
 """
 import os
@@ -150,10 +150,10 @@ class Documents(unittest.TestCase):
         self.assertLessEqual(set(OPTION.findall(command)), there, command)
 
     def each_command(self):
-        """(document, command) of every command outside blocks marked `sh`."""
+        """(document, command) of every command in blocks without a language; those marked `sh` run as a whole."""
         for document in DOCUMENTS:
             for language, block in FENCE.findall(document.read_text()):
-                for command in commands_in(block) if language != "sh" else ():
+                for command in () if language else commands_in(block):
                     yield document, command
 
     def test_EveryCommandRuns(self):
