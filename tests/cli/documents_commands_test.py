@@ -1,8 +1,9 @@
 """Every command that the documents show is run, in a small workplace, so that a document cannot show one that fails.
 
 A line of a code block without a language that begins with `spillway` is a command, with the lines that continue it.
-Blocks marked `sh` run one after the other in one directory, as a reader would. What stands for something of the reader's own (DIR, FILE,
-/mnt/nvme0) is replaced through one table, PLACEHOLDERS; what cannot be run is in NOT_RUN, with the reason.
+Blocks marked `sh` run one after the other in one directory, as a reader would. What stands for something of the
+reader's own (DIR, FILE, /mnt/nvme0) is replaced through one table, PLACEHOLDERS; what cannot be run is in NOT_RUN, with
+the reason. A command with a name that neither knows fails.
 """
 import os
 import pathlib
