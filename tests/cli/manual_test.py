@@ -18,7 +18,7 @@ def subcommands():
 
 
 def options_of(command):
-    return set(re.findall(r"^  (?:-\w,)?(--[a-z][a-z-]*)", spillway(command, "--help").out, re.MULTILINE))
+    return set(re.findall(r"^  (?:-\w,)?(--[a-z][a-z0-9-]*)", spillway(command, "--help").out, re.MULTILINE))
 
 
 class Manual(unittest.TestCase):

@@ -190,25 +190,8 @@ class Plan(CliTest):
     def test_TheHelpShowsAnExampleThatWorks(self):
         run = spillway("plan", "--help")
         self.assert_done(run)
-        example = re.search(r"^Example: spillway (plan .*)$", run.out, re.MULTILINE).group(1).split()
+        example = re.search(r"^  spillway (plan .*)$", run.out, re.MULTILINE).group(1).split()
         self.assert_done(spillway(*example, "--no-probe"))
-
-
-    def test_TheDocumentsCommandsWork(self):
-        model = self.place.init_model("gpt2", context=256)
-        llama = self.place.folder / "Llama-3-8B"
-        llama.mkdir()
-        (llama / "config.json").write_text(json.dumps(
-            {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
-             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}))
-        self.place.config()
-        self.assertEqual(self.place.folder, model.parent)
-        text = (ROOT / "docs/plan.md").read_text()
-        commands = re.findall(r"^spillway (plan .*)$", text, re.MULTILINE)
-        self.assertGreater(len(commands), 4)
-        for command in commands:
-            with self.subTest(command=command):
-                self.assert_done(spillway(*command.split(), cwd=self.place.folder))
 
 
 if __name__ == "__main__":

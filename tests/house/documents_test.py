@@ -72,6 +72,20 @@ class Documents(unittest.TestCase):
             with self.subTest(key=key):
                 self.assertTrue(f"`{leaf}`" in document or f"`stage3_{leaf}`" in document)
 
+    def test_MessagesAreThoseOfTheSource(self):
+        source = ""
+        for file in source_files(ROOT):
+            if file.suffix in (".h", ".cc") and file.parts[0] in {"aio", "kernels", "swap", "src", "tools"}:
+                source += re.sub(r'"\s*\n\s*"', "", (ROOT / file).read_text()).replace('\\"', '"')
+        system = {os.strerror(number) for number in range(1, 134)}
+        messages = re.findall(r"^\| `([^`]+)`", (ROOT / "docs/messages.md").read_text(), re.MULTILINE)
+        self.assertGreater(len(messages), 30)
+        for message in messages:
+            for part in re.split(r"…|; |: |, | \(|\)|ENOMEM|EPERM|libaio", message):
+                if len(part.strip()) > 3 and part not in system:
+                    with self.subTest(message=message):
+                        self.assertIn(part.strip(" ,\""), source)
+
     def test_LinksLeadSomewhere(self):
         for document in self.documents:
             prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
