@@ -15,8 +15,8 @@ void StepEngine::resume() {
   loss_scaler_.resume(manifest.blob, manifest.step, blob_);
   machinery_.measure_drive();
   imported_ = true;
+  meter_.start();  // the first step's weights, which begin_step() fetches, are its own
   begin_step();
-  meter_.start();
 }
 
 void StepEngine::make_ready(const char* call) {
@@ -42,8 +42,8 @@ void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork
     }
     machinery_.measure_drive();
     imported_ = true;
-    begin_step();
     meter_.start();
+    begin_step();
     return of_fill;
   });
   if (failure) std::rethrow_exception(failure);
