@@ -1,28 +1,15 @@
 #include "tools/config/report.h"
 
 #include <fmt/format.h>
-#include <rapidjson/prettywriter.h>
-#include <rapidjson/stringbuffer.h>
 
 #include <algorithm>
 #include <iterator>
 
 #include "src/config_complaints.h"
+#include "tools/config/json_text.h"
 
 namespace spillway::config {
 namespace {
-
-using Json = rapidjson::PrettyWriter<rapidjson::StringBuffer>;
-
-void text(Json& json, const char* key, std::string_view value) {
-  json.Key(key);
-  json.String(value.data(), static_cast<rapidjson::SizeType>(value.size()));
-}
-
-void raw(Json& json, std::string_view key, std::string_view value) {
-  json.Key(key.data(), static_cast<rapidjson::SizeType>(key.size()));
-  json.RawValue(value.data(), value.size(), rapidjson::kObjectType);
-}
 
 std::string_view name_of(Origin origin) {
   switch (origin) {
@@ -68,8 +55,7 @@ void write_section(Json& json, std::string_view section, const EffectiveConfig& 
         return has_effect(*key.key) && key.key->path.starts_with(inside) && !key.value.empty();
       });
       if (!has_any) continue;
-      const std::string_view name = leaf_of(row.path);
-      json.Key(name.data(), static_cast<rapidjson::SizeType>(name.size()));
+      add_key(json, leaf_of(row.path));
       write_section(json, row.path, effective);
       continue;
     }

@@ -1,28 +1,15 @@
 #include "tools/config/schema.h"
 
 #include <fmt/format.h>
-#include <rapidjson/prettywriter.h>
-#include <rapidjson/stringbuffer.h>
 
 #include <array>
 #include <cctype>
 
 #include "tools/config/describe.h"
+#include "tools/config/json_text.h"
 
 namespace spillway::config {
 namespace {
-
-using Json = rapidjson::PrettyWriter<rapidjson::StringBuffer>;
-
-void text(Json& json, const char* key, std::string_view value) {
-  json.Key(key);
-  json.String(value.data(), static_cast<rapidjson::SizeType>(value.size()));
-}
-
-void raw(Json& json, const char* key, std::string_view value) {
-  json.Key(key);
-  json.RawValue(value.data(), value.size(), rapidjson::kObjectType);
-}
 
 void words(Json& json, const char* key, std::span<const std::string_view> all) {
   json.Key(key);

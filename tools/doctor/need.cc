@@ -12,13 +12,10 @@
 namespace spillway::doctor {
 namespace {
 
-void plan(const NeedOptions& options, const Config& config, unsigned nodes, unsigned cpus, Need& need) {
+void plan(const NeedOptions& options, const Config& config, unsigned nodes, Need& need) {
   const gpt2::ModelConfig model = gpt2::load_model_config(options.model);
-  const gpt2::Gpt2Trainer trainer(model, {.type = config.weights,
-                                          .micro_batch = config.micro_batch,
-                                          .accumulation = config.gradient_accumulation,
-                                          .sequence = std::min(options.sequence, model.positions),
-                                          .threads = config.threads != 0 ? config.threads : cpus});
+  const gpt2::Gpt2Trainer trainer(
+      model, gpt2::trainer_options(config, DeviceKind::kHost, std::min(options.sequence, model.positions)));
   try {
     const Plan made = make_plan(config, trainer.description(), nodes);
     need.host_bytes = made.ledger.total(Placement::kHost);
@@ -33,7 +30,7 @@ void plan(const NeedOptions& options, const Config& config, unsigned nodes, unsi
 
 }  // namespace
 
-Need need_of(const NeedOptions& options, unsigned nodes, unsigned cpus) {
+Need need_of(const NeedOptions& options, unsigned nodes) {
   Need need;
   if (options.config.empty()) return need;
   AutoValues automatic;
@@ -45,7 +42,7 @@ Need need_of(const NeedOptions& options, unsigned nodes, unsigned cpus) {
   need.block_bytes = config.io_block_bytes;
   need.depth = config.io_depth;
   if (!options.model.empty()) {
-    plan(options, config, nodes, cpus, need);
+    plan(options, config, nodes, need);
     return need;
   }
   // Without a model the budgets are all there is to know; a run may take less.

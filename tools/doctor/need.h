@@ -30,6 +30,6 @@ struct Need {
 
 // Reads the configuration, and with a model makes the plan of a run on `nodes` NUMA nodes. Throws spillway::Error when
 // one of the files is wrong.
-Need need_of(const NeedOptions& options, unsigned nodes, unsigned cpus);
+Need need_of(const NeedOptions& options, unsigned nodes);
 
 }  // namespace spillway::doctor

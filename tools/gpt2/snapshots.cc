@@ -56,8 +56,8 @@ std::string Snapshots::finish(Engine& engine) {
     warn(step, error);
     return {};
   }
-  const std::optional<SnapshotFacts> taken = find_snapshot(place);
-  if (options_.keep > 0 && taken) remove_oldest(*taken);
+  const auto taken = options_.keep > 0 ? find_snapshot(place) : std::nullopt;
+  if (taken) remove_oldest(*taken);
   return fmt::format("snapshot: {}", place.string());
 }
 
