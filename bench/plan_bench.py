@@ -12,6 +12,7 @@ machine first, then a run, then the plan again, since drives and shared machines
 A step in which clipping has an effect is compared with the plan's prediction of such steps (speculative_blocks 0).
 """
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -20,6 +21,7 @@ import signal
 import sys
 
 import finetune_bench as fine
+import link_probes as links
 import step_bench as step
 
 MOST = {"memory": 0.02, "seconds": 0.10, "bytes": 0.01}
@@ -58,12 +60,13 @@ def trained(place, command, steps):
     return found
 
 
-def compare(place, seq, steps, factors, clipping, more):
+def compare(place, seq, steps, factors, clipping, steady, more):
     hbm, host = (scaled(budget, factor) for budget, factor in zip((place.hbm, place.host), factors))
     command = place.command(seq, nvme=place.nvme, hbm=hbm, host=host, commit_every=1)
-    before = planned(place, command, more)
-    measured = trained(place, command, steps)
-    after = planned(place, command, more)
+    with links.SteadyDrive(place.folder, steady * 1e6) if steady else contextlib.nullcontext():
+        before = planned(place, command, more)
+        measured = trained(place, command, steps)
+        after = planned(place, command, more)
     kind = "clipped_step" if measured["clipped"] else "step"
     predicted = {f"{tier}_bytes": before["memory"][tier]["bytes"] for tier in ("hbm", "host", "nvme")}
     predicted |= {"seconds": (before[kind]["seconds"] + after[kind]["seconds"]) / 2,
@@ -76,7 +79,7 @@ def compare(place, seq, steps, factors, clipping, more):
     most = {key: MOST["seconds" if key == "seconds" else "bytes" if key in LINKS else "memory"] for key in error}
     kept = all(abs(error[key]) <= most[key] for key in error)
     step.say(bench="plan", shape=place.name, parameters=place.parameters, seq=seq, hbm=hbm, host=host,
-             clipping=clipping, predicted=predicted, measured=measured,
+             clipping=clipping, steady_mb_per_s=steady, predicted=predicted, measured=measured,
              error={key: round(value, 4) for key, value in error.items()}, kept=kept,
              rates={key: rate["value"] for key, rate in before["rates"].items()},
              planning_seconds=before["planning_seconds"])
@@ -92,6 +95,9 @@ def parse():
                         help="factors of the shape's budgets; default: 1,1 and 1,2 and 1.5,3")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--clipping", type=float, default=1.0)
+    parser.add_argument("--steady", action="append", type=float, metavar="MBPS",
+                        help="hold the drive at this many MB/s each way: what is wrong then is the plan's fault, and "
+                        "not the drive's")
     parser.add_argument("--work", default=None, help="a directory on the drive; default: TMPDIR")
     parser.add_argument("--option", action="append", default=[], help="one more word for spillway plan")
     parser.add_argument("--tiny", action="store_true", help="one small case, nothing promised; what the tests run")
@@ -113,8 +119,9 @@ def main():
             with step.Workplace(a, name) as place:
                 for seq in a.seq or [256]:
                     for factors in budgets:
-                        kept &= compare(place, seq, a.steps, factors, a.clipping, a.option)
-    except step.Failed as failure:
+                        for steady in a.steady or [None]:
+                            kept &= compare(place, seq, a.steps, factors, a.clipping, steady, a.option)
+    except (step.Failed, links.Unable) as failure:
         print(f"plan_bench: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

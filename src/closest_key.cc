@@ -22,7 +22,7 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   for (std::size_t i = 1; i <= a.size(); ++i) {
     row[0] = i;
     for (std::size_t j = 1; j <= b.size(); ++j) {
-      row[j] = std::min({above[j] + 1, row[j - 1] + 1, above[j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1)});
+      row[j] = a[i - 1] == b[j - 1] ? above[j - 1] : 1 + std::min(above[j - 1], std::min(above[j], row[j - 1]));
       const bool swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
       if (swapped) row[j] = std::min(row[j], before[j - 2] + 1);
     }
@@ -41,6 +41,8 @@ std::string_view closest(std::string_view word, std::span<const std::string_view
   std::size_t best = std::max<std::size_t>(2, word.size() / 3) + 1;
   std::string_view found;
   for (const std::string_view candidate : candidates) {
+    // At least what one is longer than the other; there are hundreds of keys, and a file may be wrong everywhere.
+    if (std::max(candidate.size(), given.size()) - std::min(candidate.size(), given.size()) > best) continue;
     const std::size_t distance = edit_distance(given, lower(candidate));
     if (distance >= candidate.size()) continue;
     // Of two that are as near, the one that begins as the word does: f16 is fp16, and not bf16.

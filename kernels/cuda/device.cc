@@ -105,7 +105,7 @@ class CudaDevice final : public Device {
   }
 
   std::unique_ptr<Stream> create_stream(std::string name) override {
-    return std::make_unique<CudaStream>(name, ++streams_, nullptr, clock_.stream());
+    return std::make_unique<CudaStream>(name, ++streams_, std::nullopt, clock_.stream());
   }
   std::unique_ptr<Stream> adopt_stream(void* native) override {
     return std::make_unique<CudaStream>("", ++streams_, static_cast<cudaStream_t>(native), clock_.stream());

@@ -30,8 +30,9 @@ bool RawEvent::done() const {
   return true;
 }
 
-CudaStream::CudaStream(const std::string& name, std::uint64_t number, cudaStream_t adopted, cudaStream_t clock)
-    : stream_(adopted), owned_(adopted == nullptr), number_(number), clock_(clock) {
+CudaStream::CudaStream(const std::string& name, std::uint64_t number, std::optional<cudaStream_t> adopted,
+                       cudaStream_t clock)
+    : stream_(adopted.value_or(nullptr)), owned_(!adopted), number_(number), clock_(clock) {
   if (!owned_) return;
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
   nvtxNameCudaStreamA(stream_, ("spillway " + name).c_str());

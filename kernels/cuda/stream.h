@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "kernels/device.h"
@@ -45,8 +46,8 @@ class CudaEvent final : public Event {
 
 class CudaStream final : public Stream {
  public:
-  // `adopted`: a stream of the caller's, that stays its own; null: a new one.
-  CudaStream(const std::string& name, std::uint64_t number, cudaStream_t adopted, cudaStream_t clock);
+  // `adopted`: a stream of the caller's, that stays its own (CUDA's default stream is null); nothing: a new one.
+  CudaStream(const std::string& name, std::uint64_t number, std::optional<cudaStream_t> adopted, cudaStream_t clock);
   ~CudaStream() override;  // runs what is enqueued first
 
   DeviceKind kind() const noexcept override { return DeviceKind::kCuda; }

@@ -187,6 +187,29 @@ class Plan(CliTest):
             self.assertIn(run.returncode, (-signal.SIGINT, 0))
             self.assertEqual([], list(self.place.nvme.iterdir()))
 
+    def test_ALongProbeTakesMoreOfTheDriveAndEndsAtCtrlC(self):
+        model, config = self.place.init_model(), self.place.config()
+        command = ["plan", "--config", config, "--model", model, "--seq", "32", "--probe-seconds"]
+        took = {}
+        for seconds in ("0.1", "1.5"):
+            said = self.plan(*command[1:], seconds)["measured"][0]
+            read, written = map(int, re.search(r"(\d+) MiB read, (\d+) MiB written", said).groups())
+            self.assertIn(f"{seconds} s", said)
+            took[seconds] = read + written
+        self.assertGreater(took["1.5"], took["0.1"])
+        with subprocess.Popen([BINARY, *command, "600"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True) as run:
+            while not list(self.place.nvme.iterdir()) and run.poll() is None:
+                time.sleep(0.001)
+            while list(self.place.nvme.iterdir()) and run.poll() is None:
+                time.sleep(0.001)
+            run.send_signal(signal.SIGINT)
+            _, err = run.communicate(timeout=LIMIT_SECONDS)
+        self.assertIsNone(CRASH.search(err), err)
+        self.assertEqual(-signal.SIGINT, run.returncode)
+        self.assert_refused(spillway(*command, "1", "--no-probe"), "--probe-seconds")
+        self.assert_refused(spillway(*command, "0"), "--probe-seconds")
+
     def test_TheHelpShowsAnExampleThatWorks(self):
         run = spillway("plan", "--help")
         self.assert_done(run)

@@ -60,6 +60,23 @@ class CudaDevice : public testing::Test {
     stream_->synchronize();
     std::memcpy(to, pinned_.data(), bytes);
   }
+  void expect_waited_for(cudaStream_t raw) {
+    const auto theirs = device_->adopt_stream(raw);
+    EXPECT_EQ(theirs->native(), raw);
+    Gate gate;
+    const auto event = device_->create_event();
+    gate.enqueue(*device_, *theirs);
+    device_->fill_async(hbm(0), std::byte{7}, 1'000, *theirs);
+    device_->record(*event, *theirs);
+    device_->wait(*stream_, *event);
+    device_->copy_async(CopyKind::kDeviceToDevice, hbm(kMiB), hbm(0), 1'000, *stream_);
+    give_a_wrong_stream_time();
+    gate.open();
+    std::vector<std::byte> got(1'000);
+    download(got.data(), kMiB, got.size());
+    EXPECT_EQ(got, std::vector<std::byte>(1'000, std::byte{7}));
+    theirs->synchronize();
+  }
 
   std::unique_ptr<HostWorkers> workers_ = create_workers(2);
   std::unique_ptr<Device> device_;
@@ -205,26 +222,13 @@ TEST_F(CudaDevice, EveryOptimizerHasTheBitsOfTheReference) {
 TEST_F(CudaDevice, AStreamOfTheCallersIsWaitedFor) {
   cudaStream_t raw = nullptr;
   ASSERT_EQ(cudaStreamCreateWithFlags(&raw, cudaStreamNonBlocking), cudaSuccess);
-  {
-    const auto theirs = device_->adopt_stream(raw);
-    EXPECT_EQ(theirs->native(), raw);
-    Gate gate;
-    const auto event = device_->create_event();
-    gate.enqueue(*device_, *theirs);
-    device_->fill_async(hbm(0), std::byte{7}, 1'000, *theirs);
-    device_->record(*event, *theirs);
-    device_->wait(*stream_, *event);
-    device_->copy_async(CopyKind::kDeviceToDevice, hbm(kMiB), hbm(0), 1'000, *stream_);
-    give_a_wrong_stream_time();
-    gate.open();
-    std::vector<std::byte> got(1'000);
-    download(got.data(), kMiB, got.size());
-    EXPECT_EQ(got, std::vector<std::byte>(1'000, std::byte{7}));
-    theirs->synchronize();
-  }
+  expect_waited_for(raw);
   EXPECT_EQ(cudaStreamQuery(raw), cudaSuccess) << "it is still the caller's";
   EXPECT_EQ(cudaStreamDestroy(raw), cudaSuccess);
 }
+
+// It has no other name than null, and PyTorch works on it unless told otherwise.
+TEST_F(CudaDevice, TheDefaultStreamOfTheCallersIsWaitedFor) { expect_waited_for(nullptr); }
 
 TEST_F(CudaDevice, MoreMemoryThanThereIsIsRefusedWithTheNumbers) {
   try {
@@ -238,7 +242,7 @@ TEST_F(CudaDevice, MoreMemoryThanThereIsIsRefusedWithTheNumbers) {
   upload(0, "still alive", 11);  // the refusal leaves no error behind
 }
 
-TEST_F(CudaDevice, ADefaultStreamIsNeverUsed) {
+TEST_F(CudaDevice, ADefaultStreamIsNeverUsedUnasked) {
   EXPECT_NE(stream_->native(), nullptr);
   unsigned flags = 0;
   ASSERT_EQ(cudaStreamGetFlags(static_cast<cudaStream_t>(stream_->native()), &flags), cudaSuccess);

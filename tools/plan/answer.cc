@@ -67,7 +67,10 @@ MeasuredRates find_rates(const PlanOptions& options, const ModelShape& shape, co
   }
   try {
     return measure(config, shape, device.kind,
-                   {.drives = drives, .compute = !given.device, .sequence = options.sequence});
+                   {.drives = drives,
+                    .drive_seconds = options.probe_seconds,
+                    .compute = !given.device,
+                    .sequence = options.sequence});
   } catch (const Error& error) {
     if (options.probe) throw;
     MeasuredRates none;

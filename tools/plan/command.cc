@@ -67,6 +67,10 @@ void add_command(CLI::App& program, int& exit_code) {
   const auto probe = [kept](std::int64_t wanted) { kept->probe = wanted > 0; };
   command->add_flag("--probe,!--no-probe", probe,
                     "Time this machine for rates that are not given, some seconds; default: where the drives are here");
+  command
+      ->add_option("--probe-seconds", options.probe_seconds,
+                   "Time for the drives; default: 1, which a fast cache may outlast")
+      ->check(CLI::Range(0.1, 3600.0));
   command->add_flag("--json", options.json, "Print it as JSON");
   command->add_option("--report", options.html, "Write a page with charts there");
   command->footer(

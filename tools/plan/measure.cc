@@ -11,6 +11,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <optional>
 
 #include "kernels/thread_shares.h"
 #include "spillway/engine.h"
@@ -23,11 +24,12 @@
 namespace spillway::planning {
 namespace {
 
-// Each of both ways, reading, writing. The middle one of the rounds counts: others use the machine, too.
-constexpr double kDriveSeconds = 0.1;
-constexpr std::size_t kDriveRounds = 3;
-// The store that is probed: as many bytes in flight as a run has, which follow from its tiles; 400 MB of disk.
+// Both ways at once, reading, writing. The middle one of the rounds counts: others use the machine, too.
+constexpr std::size_t kDriveRounds = 3, kDriveKinds = 3;
+// The store that is probed: as many bytes in flight as a run has, which follow from its tiles; 400 MB of disk a second,
+// since a short probe of little space measures a drive's cache, and a long one what is behind it; 8 GB at most.
 constexpr std::uint64_t kLeastTile = 512 << 10, kMostTile = 4 << 20, kElements = 4 * kMostTile;
+constexpr double kMostSpaceSeconds = 20;
 constexpr double kMostFlops = 80e9;  // of a layer that is timed on the host device
 constexpr std::uint32_t kMostVocabulary = 8192;
 // The first one touches memory for the first time; more than the least while they take no time.
@@ -91,11 +93,16 @@ std::uint64_t write_extents(StoreThread& thread, const std::vector<Extent>& exte
   return written;
 }
 
-MachineRates measure_links(const Config& config, DeviceKind device, bool drives, std::vector<std::string>& facts) {
+MachineRates measure_links(const Config& config, DeviceKind device, const MeasureOptions& options,
+                           std::vector<std::string>& facts) {
+  const bool drives = options.drives;
+  const double space = drives ? std::clamp(options.drive_seconds, 1.0, kMostSpaceSeconds) : 1;
+  const auto elements = static_cast<std::uint64_t>(kElements * space);
   const std::uint64_t tile = std::clamp(config.tile_elements, kLeastTile, kMostTile);
   ModelDescription model;
   for (const char* name : {"a", "b"})
-    model.blocks.push_back({.name = name, .parameters = {{.name = name, .shape = {kElements / 2}}}});
+    model.blocks.push_back({.name = name, .parameters = {{.name = name, .shape = {elements / 2}}}});
+  std::optional<SignalsWait> wait(std::in_place);
   const TemporaryDirectories directories(config.nvme_paths);
   Config probed;
   probed.device = device;
@@ -115,6 +122,7 @@ MachineRates measure_links(const Config& config, DeviceKind device, bool drives,
   Machinery machinery(probed, model, plan, {.on_existing = OnExisting::kReplace}, shares);
   if (!drives) return machinery.rates;
   directories.remove();
+  wait.reset();
   ProbedExtents extents;
   for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
     for (std::size_t part = 0; part < kParts; ++part) {
@@ -126,10 +134,11 @@ MachineRates measure_links(const Config& config, DeviceKind device, bool drives,
   // A drive answers at once for what was never written.
   std::uint64_t written = 0;
   for (const auto* side : {&extents.read, &extents.write}) written += write_extents(*machinery.thread, *side, memory);
+  const double seconds = options.drive_seconds / (kDriveRounds * kDriveKinds);
   std::array<MachineRates, kDriveRounds> rounds;
   ProbedBytes moved;
   for (MachineRates& round : rounds) {
-    const ProbedBytes now = probe_extents(*machinery.thread, extents, kDriveSeconds, memory, round);
+    const ProbedBytes now = probe_extents(*machinery.thread, extents, seconds, memory, round);
     moved.read += now.read;
     moved.written += now.written;
   }
@@ -138,8 +147,8 @@ MachineRates measure_links(const Config& config, DeviceKind device, bool drives,
     std::ranges::nth_element(rounds, rounds.begin() + kDriveRounds / 2, {}, rate);
     machinery.rates.*rate = rounds[kDriveRounds / 2].*rate;
   }
-  facts.push_back(fmt::format("the drive was timed for {:.1f} s: {} MiB read, {} MiB written",
-                              3 * kDriveRounds * kDriveSeconds, moved.read / kMiB, (moved.written + written) / kMiB));
+  facts.push_back(fmt::format("the drive was timed for {:.1f} s: {} MiB read, {} MiB written", options.drive_seconds,
+                              moved.read / kMiB, (moved.written + written) / kMiB));
   return machinery.rates;
 }
 
@@ -266,10 +275,10 @@ ComputeRates measure_compute(Timed timed, DeviceKind device) {
 }  // namespace
 
 MeasuredRates measure(const Config& config, const ModelShape& shape, DeviceKind device, const MeasureOptions& options) {
-  const SignalsWait wait;
   MeasuredRates measured;
-  measured.links = measure_links(config, device, options.drives, measured.facts);
+  measured.links = measure_links(config, device, options, measured.facts);
   if (!options.compute) return measured;
+  const SignalsWait wait;
   const Timed timed = timed_shape(config, shape, device, options.sequence);
   measured.compute = measure_compute(timed, device);
   measured.facts.push_back(

@@ -50,6 +50,9 @@ class Reader {
     options().json = typed_.json;
     options().html = typed_.html;
     options().probe = typed_.probe;
+    if (typed_.probe_seconds && typed_.probe == false)
+      problem("--probe-seconds", "there is no probe with --no-probe", "leave one of them out");
+    options().probe_seconds = typed_.probe_seconds.value_or(options().probe_seconds);
     return std::move(result_);
   }
 

@@ -22,6 +22,7 @@ struct TypedOptions {
               mixed_rate = {};
   std::string memory_rate = {}, cores = {}, drive_life = {}, sequence = "256";
   std::optional<bool> probe = {};  // not set: where the drives of the run are
+  std::optional<double> probe_seconds = {};
   bool json = false;
 };
 
@@ -34,6 +35,7 @@ struct PlanOptions {
   GivenRates rates = {};
   std::optional<double> drive_life = {};  // bytes that may be written to each drive
   std::optional<bool> probe = {};
+  double probe_seconds = 1;  // of the drives
   bool json = false;
 };
 
