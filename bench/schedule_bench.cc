@@ -4,8 +4,8 @@
 
 #include <string>
 
-#include "src/plan.h"
-#include "src/schedule.h"
+#include "src/plan/plan.h"
+#include "src/plan/schedule.h"
 
 namespace spillway {
 namespace {

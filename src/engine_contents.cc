@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "spillway/error.h"
+#include "src/checkpoint/tile_values.h"
 #include "src/step_engine.h"
-#include "src/tile_values.h"
 
 namespace spillway {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "spillway/units.h"
-#include "src/schedule.h"
+#include "src/plan/schedule.h"
 #include "src/speculation.h"
 
 namespace spillway {

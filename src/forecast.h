@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "kernels/device.h"
-#include "src/machine_rates.h"
-#include "src/plan.h"
-#include "src/schedule.h"
+#include "src/plan/machine_rates.h"
+#include "src/plan/plan.h"
+#include "src/plan/schedule.h"
 
 namespace spillway {
 

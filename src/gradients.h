@@ -17,7 +17,7 @@
 
 #include "kernels/device.h"
 #include "spillway/engine.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "swap/block_spiller.h"
 #include "swap/timeline.h"
 

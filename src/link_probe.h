@@ -7,7 +7,7 @@
 
 #include "kernels/device.h"
 #include "spillway/device.h"
-#include "src/machine_rates.h"
+#include "src/plan/machine_rates.h"
 #include "swap/store_thread.h"
 #include "swap/tile_store.h"
 

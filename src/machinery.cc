@@ -14,8 +14,8 @@
 #include "spillway/error.h"
 #include "spillway/log.h"
 #include "src/device_choice.h"
-#include "src/node_tiles.h"
-#include "src/plain_file.h"
+#include "src/formats/plain_file.h"
+#include "src/plan/node_tiles.h"
 
 namespace spillway {
 namespace {

@@ -13,7 +13,7 @@
 #include "spillway/engine.h"
 #include "src/gradients.h"
 #include "src/link_probe.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "src/trace_file.h"
 #include "src/updater.h"
 #include "swap/activation_places.h"

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "src/device_choice.h"
-#include "src/parameter_groups.h"
+#include "src/plan/parameter_groups.h"
 
 namespace spillway {
 namespace {

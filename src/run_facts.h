@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "src/machinery.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 
 namespace spillway {
 

@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "src/plan.h"
+#include "src/plan/plan.h"
 
 namespace spillway {
 

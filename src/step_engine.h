@@ -14,15 +14,15 @@
 
 #include "spillway/engine.h"
 #include "spillway/error.h"
+#include "src/checkpoint/snapshot.h"
+#include "src/checkpoint/tile_walk.h"
 #include "src/commit_interval.h"
+#include "src/config/loss_scaler.h"
 #include "src/forecast.h"
-#include "src/loss_scaler.h"
 #include "src/machinery.h"
-#include "src/plan.h"
-#include "src/snapshot.h"
+#include "src/plan/plan.h"
 #include "src/speculation.h"
 #include "src/step_meter.h"
-#include "src/tile_walk.h"
 #include "src/visit_cursor.h"
 
 namespace spillway {

@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <string>
 
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "swap/extents.h"
 #include "swap/timeline.h"
 

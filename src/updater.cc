@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "spillway/error.h"
-#include "src/node_tiles.h"
-#include "src/tile_values.h"
+#include "src/checkpoint/tile_values.h"
+#include "src/plan/node_tiles.h"
 
 namespace spillway {
 Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers,

@@ -13,9 +13,9 @@
 #include "kernels/device.h"
 #include "kernels/tile_update.h"
 #include "spillway/optimizer.h"
+#include "src/checkpoint/tile_walk.h"
 #include "src/gradients.h"
-#include "src/plan.h"
-#include "src/tile_walk.h"
+#include "src/plan/plan.h"
 #include "swap/tile_mover.h"
 
 namespace spillway {

@@ -6,8 +6,8 @@
 #include <map>
 #include <set>
 
-#include "src/config_reader.h"
-#include "src/json_tree.h"
+#include "src/config/reader.h"
+#include "src/formats/json_tree.h"
 #include "tests/fuzz/targets.h"
 #include "tools/config/report.h"
 

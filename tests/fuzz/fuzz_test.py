@@ -20,15 +20,15 @@ TARGET = FUZZER.name.removeprefix("fuzz_")
 SECONDS = int(os.environ.get("SPILLWAY_FUZZ_SECONDS", "60"))
 PATIENCE_SECONDS = 120  # to load what it has, and to end
 
+NAMES = ["include/spillway/dtype.h", "include/spillway/optimizer.h"]
 # Whose string literals are words that the parser knows.
 WORDS = {
-    "config": ["src/config_table.cc", "src/config_unused_keys.cc", "src/config_value.cc",
-               "src/config_hint.cc"],
+    "config": ["src/config/table.cc", "src/config/unused_keys.cc", "src/config/value.cc", "src/config/hint.cc"],
     "model_config": ["tools/gpt2/model.cc"],
-    "safetensors_header": ["src/safetensors_header.cc"],
-    "safetensors_index": ["src/safetensors_index.cc"],
-    "snapshot_record": ["src/snapshot_record.cc", "include/spillway/dtype.h", "include/spillway/optimizer.h"],
-    "store_description": ["src/description.cc", "include/spillway/dtype.h", "include/spillway/optimizer.h"],
+    "safetensors_header": ["src/formats/safetensors_header.cc"],
+    "safetensors_index": ["src/formats/safetensors_index.cc"],
+    "snapshot_record": ["src/checkpoint/snapshot_record.cc", *NAMES],
+    "store_description": ["src/plan/description.cc", *NAMES],
 }
 
 

@@ -1,6 +1,6 @@
 // data.pkl of a PyTorch file. What is accepted is walked as deep as a reader of checkpoints goes: values may contain
 // themselves.
-#include "src/pickle_reader.h"
+#include "src/formats/pickle_reader.h"
 
 #include "tests/fuzz/targets.h"
 

@@ -1,5 +1,5 @@
 // | bytes of data behind the header | header |
-#include "src/safetensors_header.h"
+#include "src/formats/safetensors_header.h"
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // spillway.json of a snapshot without its last lines, the checksum; also as it is.
-#include "src/snapshot_record.h"
+#include "src/checkpoint/snapshot_record.h"
 
 #include <fmt/format.h>
 

@@ -1,7 +1,7 @@
 // What a store says of itself, whose checksum is checked elsewhere.
-#include "src/description.h"
+#include "src/plan/description.h"
 
-#include "src/plain_file.h"
+#include "src/formats/plain_file.h"
 #include "tests/fuzz/targets.h"
 
 namespace spillway::fuzz {

@@ -47,6 +47,15 @@ VIOLATIONS = {
         {"kernels/adam.cc": '\n#include "aio/queue.h"\n'},
         "kernels/adam.cc:2: includes aio/queue.h"),
     "SwapDoesNotPointUp": ({"swap/store.cc": '#include <src/plan.h>\n'}, "swap/store.cc:1: includes src/plan.h"),
+    "WithinSrcNothingPointsUp": (
+        {"src/formats/index.cc": '#include "src/formats/tree.h"\n#include "src/config/table.h"\n',
+         "src/formats/tree.h": "#pragma once\n", "src/config/table.h": '#pragma once\n#include "src/formats/tree.h"\n',
+         "src/meson.build": "static_library('src', 'engine.cc', 'formats/index.cc')\n"},
+        "src/formats/index.cc:2: includes src/config/table.h"),
+    "TheEngineIsAboveTheRestOfSrc": (
+        {"src/plan/plan.h": '#pragma once\n#include "src/machinery.h"\n', "src/machinery.h": "#pragma once\n",
+         "src/engine.cc": '#include "src/plan/plan.h"\n'},
+        "src/plan/plan.h:2: includes src/machinery.h"),
     "LibraryDoesNotSeeTools": ({"src/engine.cc": '#include "tools/gpt2/ops.h"\n'}, "src/engine.cc:1: includes tools/"),
     "PublicHeaderSeesNoRoom": (
         {"include/spillway/engine.h": '#include "src/plan.h"\n'},

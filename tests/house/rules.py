@@ -18,6 +18,8 @@ BELOW = {
     "python": {"include", "aio", "kernels", "swap", "src"},
     "tests": {"include", "aio", "kernels", "swap", "src", "tools", "bench", "python"},
 }
+# The same within src; what lies in no folder is the engine, above them.
+FLOORS_OF_SRC = ["formats", "plan", "config", "checkpoint"]
 # The programs show what an embedding program needs: the public headers, and nothing of the library's rooms; besides
 # these, what the tools do with a terminal. Not so the doctor and the planner, which ask the library's own means.
 PUBLIC_ONLY = {("tools", "gpt2"), ("tools", "store"), ("tools", "sweep"), ("tools", "terminal")}
@@ -73,6 +75,10 @@ def without_comments(text):
     return re.sub(token, blank, text, flags=re.DOTALL)
 
 
+def floor_of_src(path):
+    return FLOORS_OF_SRC.index(path.parts[1]) if path.parts[1] in FLOORS_OF_SRC else len(FLOORS_OF_SRC)
+
+
 def include_violation(path, bracket, target):
     room, first = path.parts[0], pathlib.PurePosixPath(target).parts[0]
     points_at = "include" if first == "spillway" else first
@@ -80,6 +86,8 @@ def include_violation(path, bracket, target):
         if points_at != "include" and (bracket == '"' or target not in STANDARD_HEADERS):
             return f"includes {target}; public headers include only the standard library and each other"
         return None
+    if room == points_at == "src" and floor_of_src(path) < floor_of_src(pathlib.PurePosixPath(target)):
+        return f"includes {target}; within src nothing points up: {', '.join(FLOORS_OF_SRC)}, the engine"
     tool = path.parts[:2]
     if points_at not in BELOW or points_at == room and tool not in PUBLIC_ONLY:
         return None

@@ -1,4 +1,4 @@
-#include "src/closest_key.h"
+#include "src/config/closest_key.h"
 
 #include <gtest/gtest.h>
 

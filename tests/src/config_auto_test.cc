@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "src/config_table.h"
+#include "src/config/table.h"
 #include "tests/src/config_text.h"
 
 namespace spillway {

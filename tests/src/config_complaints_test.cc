@@ -1,4 +1,4 @@
-#include "src/config_complaints.h"
+#include "src/config/complaints.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

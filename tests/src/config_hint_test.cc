@@ -1,8 +1,8 @@
-#include "src/config_hint.h"
+#include "src/config/hint.h"
 
 #include <gtest/gtest.h>
 
-#include "src/config_table.h"
+#include "src/config/table.h"
 
 namespace spillway {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "spillway/config.h"
 #include "spillway/error.h"
-#include "src/config_table.h"
+#include "src/config/table.h"
 #include "tests/seed.h"
 #include "tests/src/config_text.h"
 #include "tests/src/model_directory.h"

@@ -1,4 +1,4 @@
-#include "src/description.h"
+#include "src/plan/description.h"
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <string>
 
 #include "spillway/error.h"
-#include "src/plain_file.h"
+#include "src/formats/plain_file.h"
 #include "tests/kernels/random.h"
 
 namespace spillway {

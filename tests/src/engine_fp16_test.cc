@@ -14,7 +14,7 @@
 
 #include "spillway/error.h"
 #include "spillway/log.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/src/layout_cases.h"
 #include "tests/src/toy_trainer.h"
 

@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
 

@@ -9,7 +9,7 @@
 #include <sstream>
 
 #include "aio/io_engine.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/aio/faulty_engine.h"
 #include "tests/src/random_training.h"
 #include "tests/src/watchdog.h"

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "spillway/error.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/kernels/random.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"

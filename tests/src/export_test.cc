@@ -9,7 +9,7 @@
 #include "spillway/error.h"
 #include "spillway/fp16.h"
 #include "spillway/safetensors.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/src/model_directory.h"
 #include "tests/src/toy_trainer.h"
 

@@ -1,4 +1,4 @@
-#include "src/hidden_size.h"
+#include "src/config/hidden_size.h"
 
 #include <gtest/gtest.h>
 

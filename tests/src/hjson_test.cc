@@ -1,4 +1,4 @@
-#include "src/hjson.h"
+#include "src/config/hjson.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

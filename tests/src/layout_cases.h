@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "spillway/error.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
 

@@ -7,7 +7,7 @@
 //             last_overflow_iter is -1 at first; stable > 0 and stable % scale_window == 0: cur_hysteresis =
 //             delayed_shift and cur_scale *= 2
 //   always:   cur_iter += 1
-#include "src/loss_scaler.h"
+#include "src/config/loss_scaler.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

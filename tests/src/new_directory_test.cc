@@ -1,4 +1,4 @@
-#include "src/new_directory.h"
+#include "src/formats/new_directory.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

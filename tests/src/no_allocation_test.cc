@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "kernels/workers.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/src/heap_watch.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/pretended_nodes.h"

@@ -1,4 +1,4 @@
-#include "src/node_tiles.h"
+#include "src/plan/node_tiles.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "src/parameter_groups.h"
+#include "src/plan/parameter_groups.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

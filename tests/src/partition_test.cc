@@ -1,4 +1,4 @@
-#include "src/partition.h"
+#include "src/plan/partition.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "src/pickle_reader.h"
+#include "src/formats/pickle_reader.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

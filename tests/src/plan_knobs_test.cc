@@ -6,7 +6,7 @@
 #include <string>
 
 #include "spillway/units.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/src/uneven_model.h"
 
 namespace spillway {

@@ -1,4 +1,4 @@
-#include "src/plan.h"
+#include "src/plan/plan.h"
 
 #include <gtest/gtest.h>
 

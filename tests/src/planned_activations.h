@@ -7,7 +7,7 @@
 #include <map>
 #include <random>
 
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/swap/activation_uses.h"
 
 namespace spillway::testing {

@@ -7,7 +7,7 @@
 
 #include "spillway/error.h"
 #include "spillway/safetensors.h"
-#include "src/safetensors_header.h"
+#include "src/formats/safetensors_header.h"
 #include "tests/seed.h"
 #include "tests/src/model_directory.h"
 

@@ -2,7 +2,7 @@
 // and not from what they say they waited for.
 #pragma once
 
-#include "src/schedule.h"
+#include "src/plan/schedule.h"
 
 namespace spillway::testing {
 

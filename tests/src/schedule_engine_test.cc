@@ -6,7 +6,7 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "src/schedule.h"
+#include "src/plan/schedule.h"
 #include "src/speculation.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/schedule_check.h"

@@ -5,9 +5,9 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "src/link_model.h"
-#include "src/schedule.h"
-#include "src/schedule_program.h"
+#include "src/plan/link_model.h"
+#include "src/plan/schedule.h"
+#include "src/plan/schedule_program.h"
 #include "tests/src/random_model.h"
 #include "tests/src/schedule_check.h"
 #include "tests/swap/activation_uses.h"

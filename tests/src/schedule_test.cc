@@ -1,4 +1,4 @@
-#include "src/schedule.h"
+#include "src/plan/schedule.h"
 
 #include <gtest/gtest.h>
 

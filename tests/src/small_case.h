@@ -18,8 +18,8 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "src/loss_scaler.h"
-#include "src/plan.h"
+#include "src/config/loss_scaler.h"
+#include "src/plan/plan.h"
 #include "tests/aio/simulated_disk.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"

@@ -10,7 +10,7 @@
 
 #include "spillway/error.h"
 #include "spillway/safetensors.h"
-#include "src/snapshot_record.h"
+#include "src/checkpoint/snapshot_record.h"
 #include "tests/src/model_directory.h"
 #include "tests/src/toy_trainer.h"
 

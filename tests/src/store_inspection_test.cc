@@ -8,7 +8,7 @@
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"
-#include "src/description.h"
+#include "src/plan/description.h"
 #include "swap/store_files.h"
 #include "tests/kernels/random.h"
 #include "tests/src/toy_trainer.h"

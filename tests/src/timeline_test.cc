@@ -16,7 +16,7 @@
 #include "kernels/workers.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {

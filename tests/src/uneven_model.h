@@ -4,7 +4,7 @@
 #include <iterator>
 #include <string>
 
-#include "src/plan.h"
+#include "src/plan/plan.h"
 
 namespace spillway::testing {
 

@@ -17,7 +17,7 @@
 
 #include "spillway/error.h"
 #include "spillway/log.h"
-#include "src/config_reader.h"
+#include "src/config/reader.h"
 
 namespace spillway {
 

@@ -4,7 +4,7 @@
 #include <set>
 
 #include "spillway/error.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tools/gpt2/trainer.h"
 #include "tools/plan/description.h"
 #include "tools/plan/shapes.h"

@@ -8,8 +8,8 @@
 #include <string>
 
 #include "spillway/error.h"
-#include "src/hidden_size.h"
-#include "src/plain_file.h"
+#include "src/config/hidden_size.h"
+#include "src/formats/plain_file.h"
 #include "tools/config/describe.h"
 #include "tools/config/report.h"
 #include "tools/config/schema.h"

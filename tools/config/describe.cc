@@ -5,7 +5,7 @@
 #include <iterator>
 
 #include "spillway/error.h"
-#include "src/config_hint.h"
+#include "src/config/hint.h"
 
 namespace spillway::config {
 namespace {

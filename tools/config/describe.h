@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "src/config_table.h"
+#include "src/config/table.h"
 
 namespace spillway::config {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "src/config_complaints.h"
+#include "src/config/complaints.h"
 #include "tools/config/json_text.h"
 
 namespace spillway::config {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "src/config_reader.h"
+#include "src/config/reader.h"
 
 namespace spillway::config {
 

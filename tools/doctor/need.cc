@@ -4,8 +4,8 @@
 
 #include "spillway/config.h"
 #include "spillway/error.h"
-#include "src/hidden_size.h"
-#include "src/plan.h"
+#include "src/config/hidden_size.h"
+#include "src/plan/plan.h"
 #include "tools/gpt2/model.h"
 #include "tools/gpt2/trainer.h"
 

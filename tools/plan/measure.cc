@@ -17,7 +17,7 @@
 #include "spillway/engine.h"
 #include "spillway/error.h"
 #include "src/machinery.h"
-#include "src/plan.h"
+#include "src/plan/plan.h"
 #include "tools/doctor/heard.h"
 #include "tools/gpt2/trainer.h"
 

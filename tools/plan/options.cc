@@ -9,7 +9,7 @@
 #include <span>
 
 #include "spillway/error.h"
-#include "src/hidden_size.h"
+#include "src/config/hidden_size.h"
 
 namespace spillway::planning {
 namespace {

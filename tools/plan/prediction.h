@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "spillway/config.h"
-#include "src/plan.h"
-#include "src/schedule.h"
+#include "src/plan/plan.h"
+#include "src/plan/schedule.h"
 #include "tools/plan/description.h"
 #include "tools/plan/rates.h"
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "spillway/config.h"
-#include "src/machine_rates.h"
+#include "src/plan/machine_rates.h"
 #include "tools/plan/description.h"
 
 namespace spillway::planning {

@@ -1,0 +1,144 @@
+#include "src/checkpoint/deepspeed_facts.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <string_view>
+#include <utility>
+
+#include "spillway/error.h"
+#include "src/formats/safetensors_header.h"
+
+namespace spillway {
+namespace {
+
+using Kind = PickleValue::Kind;
+
+[[noreturn]] void refuse(const std::string& object, std::string happened, std::string hint) {
+  throw Error(Code::kInvalidArgument, {object, std::move(happened), 0, std::move(hint)});
+}
+
+// What the engine itself saves; everything else came from the program (engine.py, _common_checkpoint_state).
+constexpr auto kEngineKeys = std::to_array<std::string_view>({"module",
+                                                              "buffer_names",
+                                                              "optimizer",
+                                                              "param_shapes",
+                                                              "shared_params",
+                                                              "lr_scheduler",
+                                                              "data_sampler",
+                                                              "frozen_param_shapes",
+                                                              "random_ltd",
+                                                              "skipped_steps",
+                                                              "global_steps",
+                                                              "frozen_param_fragments",
+                                                              "global_samples",
+                                                              "dp_world_size",
+                                                              "mp_world_size",
+                                                              "sparse_tensor_module_names",
+                                                              "ds_config",
+                                                              "ds_version",
+                                                              "num_experts",
+                                                              "checkpoint_parallel_dimensions",
+                                                              "csr_tensor_module_names",
+                                                              "universal_checkpoint_info"});
+
+bool is_true(const PickleValue* value) { return value && value->is(Kind::kBool) && value->integer == 1; }
+
+const PickleValue* section(const PickleValue& config, std::string_view name) {
+  const PickleValue* found = config.find(name);
+  return found && found->is(Kind::kDict) ? found : nullptr;
+}
+
+// DeepSpeed's own configuration, where the engine was given one as a dict.
+void add_config_facts(const PickleValue& config, const std::string& object, DeepSpeedFacts& facts) {
+  const auto enabled = [&](std::string_view name) {
+    const PickleValue* found = section(config, name);
+    return found && is_true(found->find("enabled"));
+  };
+  if (enabled("fp16")) {
+    facts.weights = DType::kFloat16;
+  } else if (enabled("bf16") || enabled("bfloat16")) {
+    facts.weights = DType::kBFloat16;
+  } else if (config.is(Kind::kDict) && !facts.weights) {
+    facts.weights = DType::kFloat32;
+  }
+  const PickleValue* optimizer = section(config, "optimizer");
+  const PickleValue* type = optimizer ? optimizer->find("type") : nullptr;
+  if (!type || !type->is(Kind::kText)) return;
+  std::string name(type->text);
+  std::ranges::transform(name, name.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  if (name == "adam" || name == "adamw") return;
+  refuse(object, fmt::format("was trained with optimizer {}", printable(type->text)),
+         "Adam's and AdamW's states are imported; with others, begin with the weights (zero_to_fp32.py) alone");
+}
+
+}  // namespace
+
+std::optional<std::uint64_t> whole_number(const PickleValue* value) {
+  if (!value) return std::nullopt;
+  if (value->is(Kind::kObject) && value->items[1]->items.size() == 1) value = value->items[1]->items[0];
+  return value->unsigned_integer();
+}
+
+std::optional<double> real_number(const PickleValue* value) {
+  if (value && value->is(Kind::kFloat)) return value->number;
+  if (value && value->is(Kind::kInteger)) return static_cast<double>(value->integer);
+  return std::nullopt;
+}
+
+const PickleValue& member(const PickleValue& dict, std::string_view key, Kind kind, const std::string& object) {
+  const PickleValue* found = dict.find(key);
+  if (found && found->is(kind)) return *found;
+  refuse(object, fmt::format("has no `{}`, or not as DeepSpeed writes it", key),
+         "name a checkpoint that DeepSpeed's save_checkpoint() wrote with ZeRO");
+}
+
+void add_engine_facts(const PickleValue& root, const std::string& object, DeepSpeedFacts& facts) {
+  if (whole_number(root.find("mp_world_size")).value_or(1) > 1)
+    refuse(object, "is of a tensor-parallel run", "only checkpoints of data-parallel runs are imported");
+  for (const char* key : {"ds_autoep_layers", "autoep_layers"}) {
+    if (root.find(key)) refuse(object, "holds experts of a mixture", "only dense models are imported");
+  }
+  if (const PickleValue* config = root.find("ds_config")) add_config_facts(*config, object, facts);
+  if (const PickleValue* version = root.find("ds_version"); version && version->is(Kind::kText))
+    facts.version = printable(version->text);
+  facts.global_steps = whole_number(root.find("global_steps")).value_or(0);
+  facts.skipped_steps = whole_number(root.find("skipped_steps")).value_or(0);
+  facts.samples = whole_number(root.find("global_samples")).value_or(0);
+  if (const PickleValue* schedule = root.find("lr_scheduler")) {
+    // DeepSpeed's count from -1, before the first step; PyTorch's from 0.
+    const PickleValue* last = schedule->find("last_batch_iteration");
+    if (last && last->is(Kind::kInteger) && last->integer >= -1)
+      facts.schedule_steps = static_cast<std::uint64_t>(last->integer + 1);
+    else
+      facts.schedule_steps = whole_number(schedule->find("last_epoch"));
+  }
+  for (std::size_t i = 0; root.is(Kind::kDict) && i < root.items.size(); i += 2) {
+    const PickleValue& key = *root.items[i];
+    if (key.is(Kind::kText) && std::ranges::find(kEngineKeys, key.text) == kEngineKeys.end())
+      facts.client_state.push_back(printable(key.text));
+  }
+}
+
+void add_optimizer_facts(const PickleValue& zero, const PickleValue& base, DeepSpeedFacts& facts) {
+  // A LossScaler or DynamicLossScaler, whatever the type that was trained; of fp16 alone it says something.
+  const PickleValue* scaler = zero.find("loss_scaler");
+  if (facts.weights == DType::kFloat16 && scaler && scaler->is(Kind::kObject))
+    facts.loss_scale = real_number(scaler->items[2]->find("cur_scale"));
+  const PickleValue* groups = base.find("param_groups");
+  if (!groups || !groups->is(Kind::kList)) return;
+  for (const PickleValue* group : groups->items) {
+    DeepSpeedGroup& facts_of = facts.groups.emplace_back();
+    facts_of.learning_rate = real_number(group->find("lr"));
+    facts_of.epsilon = real_number(group->find("eps"));
+    facts_of.weight_decay = real_number(group->find("weight_decay"));
+    const PickleValue* betas = group->find("betas");
+    if (!betas || !(betas->is(Kind::kTuple) || betas->is(Kind::kList)) || betas->items.size() != 2) continue;
+    facts_of.beta1 = real_number(betas->items[0]);
+    facts_of.beta2 = real_number(betas->items[1]);
+  }
+}
+
+}  // namespace spillway

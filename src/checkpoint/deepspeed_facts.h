@@ -1,0 +1,28 @@
+// What the pickles of a DeepSpeed checkpoint say beside tensors: counters, settings, and what cannot be imported.
+// Errors: kInvalidArgument.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "spillway/import.h"
+#include "src/formats/pickle_reader.h"
+
+namespace spillway {
+
+// A whole number, or an Enum of one; nothing for anything else, null too.
+std::optional<std::uint64_t> whole_number(const PickleValue* value);
+std::optional<double> real_number(const PickleValue* value);
+
+// A member that must be there and of that kind; `object` stands in the error.
+const PickleValue& member(const PickleValue& dict, std::string_view key, PickleValue::Kind kind,
+                          const std::string& object);
+
+// From the model states of rank 0.
+void add_engine_facts(const PickleValue& root, const std::string& object, DeepSpeedFacts& facts);
+// From the optimizer states of rank 0; `zero` is their optimizer_state_dict, `base` that of the optimizer inside.
+void add_optimizer_facts(const PickleValue& zero, const PickleValue& base, DeepSpeedFacts& facts);
+
+}  // namespace spillway

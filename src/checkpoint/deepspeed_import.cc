@@ -1,0 +1,194 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "spillway/bf16.h"
+#include "spillway/error.h"
+#include "spillway/import.h"
+#include "src/checkpoint/deepspeed_checkpoint.h"
+#include "src/checkpoint/snapshot_files.h"
+#include "src/formats/safetensors_header.h"
+#include "src/plan/partition.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kValuesAtOnce = 64 * 1024;
+constexpr const char* kBelong = "model and checkpoint must belong together";
+
+[[noreturn]] void refuse(const std::filesystem::path& path, std::string happened, std::string hint) {
+  throw Error(Code::kInvalidArgument, {path.string(), std::move(happened), 0, std::move(hint)});
+}
+
+// How the checkpoint's names differ from the model's: by what stands before them there, or here.
+struct Prefixes {
+  std::string there, here;
+};
+
+const DeepSpeedParameter* find(const DeepSpeedCheckpoint& checkpoint, std::string_view name, const Prefixes& prefixes) {
+  if (!name.starts_with(prefixes.here)) return nullptr;
+  return checkpoint.find(prefixes.there + std::string(name.substr(prefixes.here.size())));
+}
+
+// Ends in `.end`, or is it: what stands before.
+std::optional<std::string> before(std::string_view name, std::string_view end) {
+  if (!name.ends_with(end)) return std::nullopt;
+  name.remove_suffix(end.size());
+  if (!name.empty() && name.back() != '.') return std::nullopt;
+  return std::string(name);
+}
+
+// Those with which most of the model's parameters are found: a wrapper's prefix on one name is one on all.
+Prefixes find_prefixes(const DeepSpeedCheckpoint& checkpoint, const std::vector<const Parameter*>& parameters) {
+  Prefixes best;
+  std::int64_t most = -1;
+  const auto consider = [&](Prefixes prefixes) {
+    const std::int64_t found = std::ranges::count_if(
+        parameters, [&](const Parameter* parameter) { return find(checkpoint, parameter->name, prefixes) != nullptr; });
+    if (found > most) best = std::move(prefixes);
+    most = std::max(most, found);
+  };
+  consider({});
+  const std::string& name = parameters.front()->name;
+  for (const DeepSpeedParameter& there : checkpoint.parameters()) {
+    if (most == static_cast<std::int64_t>(parameters.size())) break;
+    if (const auto prefix = before(there.name, name)) consider({.there = *prefix, .here = {}});
+    if (const auto prefix = before(name, there.name)) consider({.there = {}, .here = *prefix});
+  }
+  return best;
+}
+
+std::string shape_text(const std::vector<std::uint64_t>& shape) {
+  std::string text = "[";
+  for (const std::uint64_t extent : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(extent);
+  return text + "]";
+}
+
+// [block][parameter] of the model; every parameter of both sides has exactly one on the other.
+std::vector<std::vector<const DeepSpeedParameter*>> match(const DeepSpeedCheckpoint& checkpoint,
+                                                          const ModelDescription& model) {
+  const std::filesystem::path& directory = checkpoint.directory();
+  std::vector<const Parameter*> all;
+  for (const Block& block : model.blocks) {
+    for (const Parameter& parameter : block.parameters) all.push_back(&parameter);
+  }
+  if (all.empty()) refuse(directory, "cannot be imported for a model without parameters", "describe some");
+  const Prefixes prefixes = find_prefixes(checkpoint, all);
+  std::set<const DeepSpeedParameter*> used;
+  std::vector<std::vector<const DeepSpeedParameter*>> matched;
+  for (const Block& block : model.blocks) {
+    auto& of_block = matched.emplace_back();
+    for (const Parameter& parameter : block.parameters) {
+      const DeepSpeedParameter* there = find(checkpoint, parameter.name, prefixes);
+      if (!there) refuse(directory, fmt::format("has no parameter {}", parameter.name), kBelong);
+      const std::string subject = fmt::format("parameter {} ", printable(there->name));
+      if (there->shape != parameter.shape) {
+        refuse(directory,
+               fmt::format("{}has shape {}, the model asks for {}", subject, shape_text(there->shape),
+                           shape_text(parameter.shape)),
+               kBelong);
+      }
+      if (there->frozen == parameter.trainable)
+        refuse(directory,
+               subject + (there->frozen ? "is frozen there, and trained here" : "is trained there, and frozen here"),
+               "a run goes on with what it trained");
+      if (!used.insert(there).second) refuse(directory, subject + "is two parameters of the model", kBelong);
+      of_block.push_back(there);
+    }
+  }
+  for (const DeepSpeedParameter& there : checkpoint.parameters()) {
+    if (!used.contains(&there))
+      refuse(directory, fmt::format("parameter {} is no part of the model", printable(there.name)), kBelong);
+  }
+  return matched;
+}
+
+DType weight_type(const DeepSpeedCheckpoint& checkpoint, const ImportOptions& options) {
+  const std::optional<DType> there = checkpoint.facts().weights;
+  const DType type = options.weights ? *options.weights : there.value_or(DType::kFloat16);
+  if (type != DType::kFloat16) return type;
+  refuse(checkpoint.directory(),
+         there || options.weights ? "is of training in fp16, which is not there to go on with"
+                                  : "does not say in which type the weights were trained",
+         "choose bf16 or fp32: the fp32 master weights are imported exactly in either");
+}
+
+class Copy {
+ public:
+  Copy(DeepSpeedCheckpoint& checkpoint, SnapshotFiles& files, const ModelDescription& model, DType weights,
+       const std::function<void(std::uint64_t)>& on_bytes)
+      : checkpoint_(checkpoint), files_(files), model_(model), weights_(weights), on_bytes_(on_bytes) {}
+
+  void run(const std::vector<std::vector<const DeepSpeedParameter*>>& matched) {
+    for (std::uint32_t b = 0; b < model_.blocks.size(); ++b) {
+      const BlockPartition partition = partition_block(model_.blocks[b]);
+      std::vector<std::uint32_t> order(matched[b].size());
+      std::iota(order.begin(), order.end(), 0u);
+      std::ranges::sort(order, {}, [&](std::uint32_t p) { return partition.parameters[p].first; });
+      for (const std::uint32_t p : order) {
+        for (std::uint64_t at = 0; at < matched[b][p]->elements; at += kValuesAtOnce) copy(b, p, *matched[b][p], at);
+      }
+    }
+  }
+
+ private:
+  void copy(std::uint32_t block, std::uint32_t p, const DeepSpeedParameter& parameter, std::uint64_t first) {
+    const std::span<float> values = std::span(values_).first(std::min(kValuesAtOnce, parameter.elements - first));
+    for (std::size_t a = 0; a < files_.count(); ++a) {
+      const SnapshotArray array = files_.array(a);
+      if (parameter.frozen && array != SnapshotArray::kWeights) continue;
+      checkpoint_.read(parameter, source_of(array), first, values);
+      if (parameter.frozen && weights_ == DType::kBFloat16) {
+        std::ranges::transform(values, values.begin(), [](float v) { return bf16_to_float(float_to_bf16(v)); });
+      }
+      files_.write(a, block, p, first, values);
+      on_bytes_(values.size_bytes());
+    }
+  }
+
+  static DeepSpeedArray source_of(SnapshotArray array) {
+    switch (array) {
+      case SnapshotArray::kWeights: return DeepSpeedArray::kMaster;
+      case SnapshotArray::kExpAvg: return DeepSpeedArray::kExpAvg;
+      case SnapshotArray::kExpAvgSq: return DeepSpeedArray::kExpAvgSq;
+    }
+    return DeepSpeedArray::kMaster;
+  }
+
+  DeepSpeedCheckpoint& checkpoint_;
+  SnapshotFiles& files_;
+  const ModelDescription& model_;
+  const DType weights_;
+  const std::function<void(std::uint64_t)>& on_bytes_;
+  std::vector<float> values_ = std::vector<float>(kValuesAtOnce);
+};
+
+}  // namespace
+
+DeepSpeedFacts import_deepspeed(const std::filesystem::path& directory, const ModelDescription& model,
+                                const std::filesystem::path& snapshot, const ImportOptions& options) {
+  DeepSpeedCheckpoint checkpoint(directory, options.tag, options.verify);
+  Config config;
+  config.weights = weight_type(checkpoint, options);
+  config.optimizer.kind = OptimizerKind::kAdam;
+  const auto matched = match(checkpoint, model);
+  SnapshotFiles files(config, model, snapshot, {.max_file_bytes = options.max_file_bytes});
+
+  std::uint64_t done = 0, bytes = options.verify ? checkpoint.stored_bytes() : 0;
+  for (const DeepSpeedParameter& parameter : checkpoint.parameters())
+    bytes += parameter.elements * sizeof(float) * (parameter.frozen ? 1 : files.count());
+  const std::function<void(std::uint64_t)> on_bytes = [&](std::uint64_t more) {
+    done += more;
+    if (options.progress) options.progress(done, bytes);
+  };
+  if (options.verify) checkpoint.verify(on_bytes);
+  Copy(checkpoint, files, model, config.weights, on_bytes).run(matched);
+  files.finish(checkpoint.facts().optimizer_steps, {});
+  return checkpoint.facts();
+}
+
+}  // namespace spillway

@@ -1,0 +1,161 @@
+#include "spillway/export.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <functional>
+#include <optional>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+#include "src/checkpoint/model_writer.h"
+#include "src/checkpoint/snapshot_record.h"
+#include "src/checkpoint/store_inspection.h"
+#include "src/checkpoint/tile_values.h"
+#include "src/formats/new_directory.h"
+#include "src/formats/plain_file.h"
+#include "src/plan/description.h"
+#include "src/plan/plan.h"
+
+namespace spillway {
+namespace {
+
+// A new directory is complete or not there. One that exists is filled as it is: it may be a mount point or a link, and
+// hold what belongs beside a model.
+void write_model(const ModelDescription& model, const std::filesystem::path& directory, const ExportOptions& options,
+                 const std::function<void(const WeightSink&)>& walk) {
+  std::optional<NewDirectory> made;
+  std::error_code ignored;
+  if (!std::filesystem::exists(directory, ignored)) made.emplace(NewDirectory::create(directory));
+  {
+    ModelWriter writer(
+        model, made ? made->path() : directory,
+        {.files = {.type = options.type, .max_file_bytes = options.max_file_bytes, .replace = options.replace}});
+    walk([&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values) {
+      writer.write(block, parameter, first, values);
+    });
+    writer.finish();
+  }
+  if (made) made->finish();
+}
+
+// A tile of a store that no engine has open, read and verified into memory.
+class TileReader {
+ public:
+  TileReader(const Plan& plan, const ModelDescription& model)
+      : plan_(plan),
+        model_(model),
+        memory_(
+            static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {}
+  ~TileReader() { std::free(memory_); }
+  TileReader(const TileReader&) = delete;
+  TileReader& operator=(const TileReader&) = delete;
+
+  TileMemory read(const TileStore& store, std::uint32_t tile) {
+    const TileStore::Slot slot = store.readable(tile);
+    TileMemory memory;
+    std::uint64_t at = 0;
+    for (std::size_t part = 0; part < kParts; ++part) {
+      const std::uint64_t bytes = slot.extent[part].bytes;
+      if (bytes == 0) continue;
+      memory.part[part] = memory_ + at;
+      store.files().read_at(slot.extent[part].offset, {memory_ + at, bytes});
+      granules_.clear();
+      for (std::uint64_t g = 0; g < bytes; g += kGranuleBytes) {
+        granules_.push_back(granule_checksum({memory_ + at + g, std::min(kGranuleBytes, bytes - g)}));
+      }
+      if (extent_checksum(granules_) != slot.checksum[part]) {
+        const StoreFiles::Place place = store.files().place_of(slot.extent[part].offset);
+        throw Error(Code::kCorrupt, {place.file->path().string(),
+                                     std::string(part == index_of(Part::kWeights) ? "weights" : "states") + " of " +
+                                         tile_name(plan_, model_, tile) + " at offset " + std::to_string(place.offset) +
+                                         " do not match their checksum",
+                                     0, store.way_back(slot.extent[part].offset)});
+      }
+      at += bytes;
+    }
+    return memory;
+  }
+
+ private:
+  const Plan& plan_;
+  const ModelDescription& model_;
+  std::byte* memory_;
+  std::vector<std::uint64_t> granules_;
+};
+
+// A snapshot as write_model() takes it: each tensor a block of its own, in the order of names.
+ModelDescription described(const SafetensorsReader& weights, const SnapshotRecord& record,
+                           const std::filesystem::path& directory) {
+  constexpr std::uint64_t kMostBytes = 64 * kMiB;
+  ModelDescription model;
+  for (const TensorEntry& entry : weights.tensors())
+    model.blocks.push_back({entry.name, {{.name = entry.name, .shape = entry.shape}}});
+  for (const std::string& file : record.files) {
+    if (file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json") || !is_plain_file_name(file))
+      continue;
+    // The record lists what the run wrote; what lies there now may be a link that somebody has put in its place.
+    model.attachments.push_back({file, read_text(directory / file, kMostBytes, Links::kRefuse)});
+  }
+  return model;
+}
+
+// Hands a tensor to `sink` as the given block, verified behind its last value: a failure leaves no model.
+void read_tensor(SafetensorsReader& reader, const TensorEntry& entry, const SnapshotRecord& record, std::uint32_t block,
+                 const WeightSink& sink) {
+  std::vector<float> values(64 * 1024);
+  RunningChecksum checksum;
+  for (std::uint64_t at = 0; at < entry.elements; at += values.size()) {
+    const std::span<float> piece = std::span(values).first(std::min<std::uint64_t>(values.size(), entry.elements - at));
+    reader.read(entry, at, piece);
+    checksum.add(std::as_bytes(piece));
+    sink(block, 0, at, piece);
+  }
+  const auto expected = record.checksums.find(entry.name);
+  if (expected != record.checksums.end() && expected->second == checksum.value()) return;
+  throw Error(Code::kCorrupt, {reader.file(entry).string(), "tensor " + entry.name + " does not match its checksum", 0,
+                               "check the drive; export another snapshot"});
+}
+
+}  // namespace
+
+void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,
+                  ExportOptions options) {
+  write_model(model, directory, options,
+              [&](const WeightSink& sink) { engine.export_weights(options.type == DType::kFloat32, sink); });
+}
+
+ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,
+                              ExportOptions options) {
+  const SnapshotRecord record = read_snapshot(snapshot);
+  auto weights = SafetensorsReader::open(snapshot);
+  write_model(described(weights, record, snapshot), directory, options, [&](const WeightSink& sink) {
+    // Those that were frozen are as they were used already.
+    const WeightSink rounded = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
+                                   std::span<const float> values) {
+      std::vector<float> used(values.size());
+      std::ranges::transform(values, used.begin(), [&](float v) { return trained_weight(v, record.facts.weights); });
+      sink(block, p, first, used);
+    };
+    const bool exact = options.type == DType::kFloat32;
+    std::uint32_t block = 0;
+    for (const TensorEntry& entry : weights.tensors())
+      read_tensor(weights, entry, record, block++, exact ? sink : rounded);
+  });
+  return {.step = record.facts.step, .weights = record.facts.weights};
+}
+
+ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
+                           ExportOptions options) {
+  const StoredModel stored = read_stored_model(StoreFiles::open_to_look(paths));
+  const Plan plan = plan_of_store(stored, paths);
+  const auto store = TileStore::open(paths, store_shape(plan));
+  TileReader reader(plan, stored.model);
+  write_model(stored.model, directory, options, [&](const WeightSink& sink) {
+    for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
+      read_tile(plan, t, reader.read(*store, t), options.type == DType::kFloat32, sink);
+    }
+  });
+  return {.step = store->committed().step, .weights = stored.weights};
+}
+
+}  // namespace spillway

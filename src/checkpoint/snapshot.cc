@@ -1,0 +1,142 @@
+#include "src/checkpoint/snapshot.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "spillway/error.h"
+#include "src/checkpoint/tile_values.h"
+
+namespace spillway {
+namespace {
+
+[[noreturn]] void refuse(const std::filesystem::path& path, std::string happened, std::string hint) {
+  throw Error(Code::kInvalidArgument, {path.string(), std::move(happened), 0, std::move(hint)});
+}
+
+}  // namespace
+
+SnapshotWriter::SnapshotWriter(const Plan& plan, const Config& config, const ModelDescription& model,
+                               const std::filesystem::path& directory, const SaveOptions& options, HostWorkers& workers)
+    : plan_(plan), workers_(workers), files_(config, model, directory, options) {}
+
+void SnapshotWriter::add(std::uint32_t tile, const TileMemory& memory) {
+  std::vector<std::exception_ptr> failures(files_.count());
+  workers_.parallel_for(files_.count(), [&](std::size_t a) {
+    try {
+      add(a, tile, memory);
+    } catch (...) {
+      failures[a] = std::current_exception();
+    }
+  });
+  for (const std::exception_ptr& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+void SnapshotWriter::add(std::size_t array, std::uint32_t tile, const TileMemory& memory) {
+  const SnapshotArray what = files_.array(array);
+  if (what != SnapshotArray::kWeights && !plan_.tile_places[tile].shape.trainable) return;
+  const WeightSink sink = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
+                              std::span<const float> values) { files_.write(array, block, p, first, values); };
+  switch (what) {
+    case SnapshotArray::kWeights: return read_tile(plan_, tile, memory, true, sink);
+    case SnapshotArray::kExpAvg: return read_moment(plan_, tile, memory, Moment::kExpAvg, sink);
+    case SnapshotArray::kExpAvgSq: return read_moment(plan_, tile, memory, Moment::kExpAvgSq, sink);
+  }
+}
+
+void SnapshotWriter::finish(std::uint64_t step, std::span<const std::byte> kept) { files_.finish(step, kept); }
+
+SnapshotReader::SnapshotReader(const Plan& plan, const Config& config, const ModelDescription& model,
+                               const std::filesystem::path& directory)
+    : plan_(plan), model_(model), directory_(directory), record_(read_snapshot(directory)) {
+  const auto differs = [&](const char* what, std::string_view there, std::string_view here) {
+    if (there == here) return;
+    refuse(directory, fmt::format("is of a run with {} {}, this one has {}", what, there, here),
+           "begin with it as it was made, or with its model alone");
+  };
+  differs("weights in", name_of(record_.facts.weights), name_of(config.weights));
+  differs("the optimizer", name_of(record_.facts.optimizer), name_of(config.optimizer.kind));
+  for (const SnapshotArray what : snapshot_arrays(config.optimizer.kind, model)) {
+    const SnapshotArrayNames names = names_of(what);
+    arrays_.push_back({.what = what,
+                       .reader = SafetensorsReader::open(directory, names.stem),
+                       .suffix = names.suffix,
+                       .checksums = {}});
+    check_model(arrays_.back(), config.weights);
+  }
+}
+
+// The array has every parameter that it should, and no other; frozen weights in the type of training.
+void SnapshotReader::check_model(const Array& array, DType frozen_type) const {
+  const std::string hint = "restore it with the model that it was made with";
+  std::size_t expected = 0;
+  for (const Block& block : model_.blocks) {
+    for (const Parameter& parameter : block.parameters) {
+      const std::string name = parameter.name + array.suffix;
+      const TensorEntry* entry = array.reader.find(name);
+      if (!parameter.trainable && array.what != SnapshotArray::kWeights) {
+        if (entry) refuse(directory_, fmt::format("parameter {} was trained there, here it is frozen", name), hint);
+        continue;
+      }
+      ++expected;
+      if (!entry) refuse(directory_, fmt::format("it has no tensor {}", name), hint);
+      if (entry->shape != parameter.shape)
+        refuse(array.reader.file(*entry), fmt::format("tensor {} has another shape than here", name), hint);
+      const DType type = parameter.trainable ? DType::kFloat32 : frozen_type;
+      if (entry->type != type && (entry->type == DType::kFloat32 || entry->type == frozen_type)) {
+        refuse(directory_,
+               fmt::format("parameter {} was {} there, here it is {}", name, parameter.trainable ? "frozen" : "trained",
+                           parameter.trainable ? "trained" : "frozen"),
+               hint);
+      }
+      if (entry->type != type || !record_.checksums.contains(name))
+        refuse(array.reader.file(*entry), fmt::format("tensor {} is not as it was written", name), "take another one");
+    }
+  }
+  if (array.reader.tensors().size() != expected) {
+    refuse(directory_,
+           fmt::format("{} tensors of {} are no part of this model", array.reader.tensors().size() - expected,
+                       names_of(array.what).stem),
+           hint);
+  }
+}
+
+void SnapshotReader::read(Array& array, const Parameter& parameter, std::uint64_t first, std::span<float> out) {
+  const std::string name = parameter.name + array.suffix;
+  const TensorEntry* entry = array.reader.find(name);
+  array.reader.read(*entry, first, out);
+  if (!array.checksums.add(first, entry->elements, out)) return;
+  if (array.checksums.last() == record_.checksums.at(name)) return;
+  throw Error(Code::kCorrupt,
+              {array.reader.file(*entry).string(), fmt::format("tensor {} does not match its checksum", name), 0,
+               "check the drive; restore another snapshot"});
+}
+
+void SnapshotReader::fill(std::uint32_t tile, const TileMemory& memory) {
+  const bool trainable = plan_.tile_places[tile].shape.trainable;
+  for (Array& array : arrays_) {
+    if (!trainable && array.what != SnapshotArray::kWeights) continue;
+    const WeightSource source = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first, std::span<float> out) {
+      read(array, model_.blocks[block].parameters[p], first, out);
+    };
+    switch (array.what) {
+      case SnapshotArray::kWeights: fill_tile(plan_, tile, memory, source); break;
+      case SnapshotArray::kExpAvg: fill_moment(plan_, tile, memory, Moment::kExpAvg, source); break;
+      case SnapshotArray::kExpAvgSq: fill_moment(plan_, tile, memory, Moment::kExpAvgSq, source); break;
+    }
+  }
+}
+
+std::unique_ptr<SnapshotReader> open_snapshot(const Plan& plan, const Config& config, const ModelDescription& model,
+                                              const EngineOptions& options) {
+  if (options.snapshot.empty()) return nullptr;
+  if (options.on_existing == OnExisting::kResume)
+    refuse(options.snapshot, "cannot be restored into a store that is resumed", "do one or the other");
+  return std::make_unique<SnapshotReader>(plan, config, model, options.snapshot);
+}
+
+}  // namespace spillway

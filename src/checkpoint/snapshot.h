@@ -1,0 +1,72 @@
+// A snapshot's arrays, tile by tile: out of a run and into one. Both take the tiles in order, each once; memory is one
+// buffer for each array. Thread: one, the engine's. Errors: those of NewDirectory, SafetensorsWriter and -Reader, and
+// kCorrupt for values that do not match their checksum.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "spillway/device.h"
+#include "spillway/engine.h"
+#include "spillway/safetensors.h"
+#include "src/checkpoint/snapshot_files.h"
+#include "src/checkpoint/snapshot_record.h"
+#include "src/plan/plan.h"
+#include "swap/tile_mover.h"
+
+namespace spillway {
+
+class SnapshotWriter {
+ public:
+  // Takes the space of all files: a drive without it is found here. Arrays are written side by side, on the workers.
+  SnapshotWriter(const Plan& plan, const Config& config, const ModelDescription& model,
+                 const std::filesystem::path& directory, const SaveOptions& options, HostWorkers& workers);
+
+  void add(std::uint32_t tile, const TileMemory& memory);
+  // `kept`: LossScaler::record().
+  void finish(std::uint64_t step, std::span<const std::byte> kept);
+
+ private:
+  void add(std::size_t array, std::uint32_t tile, const TileMemory& memory);
+
+  const Plan& plan_;
+  HostWorkers& workers_;
+  SnapshotFiles files_;
+};
+
+class SnapshotReader {
+ public:
+  // Refuses a snapshot of another model, weight type or optimizer (kInvalidArgument), naming what differs.
+  SnapshotReader(const Plan& plan, const Config& config, const ModelDescription& model,
+                 const std::filesystem::path& directory);
+
+  std::uint64_t step() const { return record_.facts.step; }
+  std::span<const std::byte> kept() const { return record_.blob; }
+  void fill(std::uint32_t tile, const TileMemory& memory);
+
+ private:
+  struct Array {
+    SnapshotArray what;
+    SafetensorsReader reader;
+    std::string suffix;
+    TensorChecksums checksums;
+  };
+  void check_model(const Array& array, DType frozen_type) const;
+  void read(Array& array, const Parameter& parameter, std::uint64_t first, std::span<float> out);
+
+  const Plan& plan_;
+  const ModelDescription& model_;
+  const std::filesystem::path directory_;
+  const SnapshotRecord record_;
+  std::vector<Array> arrays_;
+};
+
+// Of EngineOptions::snapshot; null without one.
+std::unique_ptr<SnapshotReader> open_snapshot(const Plan& plan, const Config& config, const ModelDescription& model,
+                                              const EngineOptions& options);
+
+}  // namespace spillway

@@ -1,0 +1,213 @@
+#include "src/checkpoint/snapshot_record.h"
+
+#include <fmt/format.h>
+#include <rapidjson/prettywriter.h>
+#include <rapidjson/stringbuffer.h>
+
+#include <algorithm>
+#include <charconv>
+#include <optional>
+#include <string_view>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+#include "spillway/units.h"
+#include "src/formats/json_tree.h"
+#include "src/formats/new_directory.h"
+#include "src/formats/plain_file.h"
+#include "src/plan/description.h"
+#include "src/plan/partition.h"
+#include "swap/manifest.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kFormat = 2;
+constexpr std::uint64_t kMostBytes = 256 * kMiB;
+constexpr std::string_view kChecksumLine = "  \"checksum\": \"";
+constexpr std::size_t kChecksumTail = kChecksumLine.size() + 16 + 4;  // the line, its quote, and `}`
+
+using JsonText = rapidjson::StringBuffer;
+using Writer = rapidjson::PrettyWriter<JsonText>;
+
+void put(Writer& out, std::string_view text) { out.String(text.data(), static_cast<rapidjson::SizeType>(text.size())); }
+
+std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
+
+std::string checksum_of(std::string_view text) { return hex(granule_checksum(std::as_bytes(std::span(text)))); }
+
+[[noreturn]] void corrupt(const std::string& object) {
+  throw Error(Code::kCorrupt, {object, "is not as it was written", 0, "take another snapshot"});
+}
+
+// The members of a text whose checksum is right: whatever else is wrong with it, it is not an accident.
+class Members {
+ public:
+  Members(const JsonValue& value, const std::string& object) : value_(value), object_(object) {}
+
+  const JsonValue& at(std::string_view name, JsonValue::Kind kind) const {
+    const JsonValue* member = value_.member(name);
+    if (!member || member->kind != kind) corrupt(object_);
+    return *member;
+  }
+  const std::string& text(std::string_view name) const { return at(name, JsonValue::Kind::kString).text; }
+  std::uint64_t integer(std::string_view name) const {
+    const JsonValue& member = at(name, JsonValue::Kind::kNumber);
+    if (!member.integer) corrupt(object_);
+    return *member.integer;
+  }
+  template <typename T>
+  T one_of(std::string_view name, std::initializer_list<T> values) const {
+    const auto* const found = std::ranges::find(values, text(name), [](T value) { return name_of(value); });
+    if (found == values.end()) corrupt(object_);
+    return *found;
+  }
+
+ private:
+  const JsonValue& value_;
+  const std::string& object_;
+};
+
+std::uint64_t parse_hex(std::string_view text, const std::string& object) {
+  std::uint64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value, 16);
+  if (error != std::errc() || end != text.data() + text.size()) corrupt(object);
+  return value;
+}
+
+std::vector<std::byte> parse_blob(std::string_view text, const std::string& object) {
+  if (text.size() % 2 != 0 || text.size() / 2 > kBlobCapacity) corrupt(object);
+  std::vector<std::byte> blob;
+  for (std::size_t i = 0; i < text.size(); i += 2) {
+    blob.push_back(static_cast<std::byte>(parse_hex(text.substr(i, 2), object)));
+  }
+  return blob;
+}
+
+}  // namespace
+
+SnapshotArrayNames names_of(SnapshotArray array) {
+  switch (array) {
+    case SnapshotArray::kWeights: return {"model", ""};
+    case SnapshotArray::kExpAvg: return {"exp_avg", ".exp_avg"};
+    case SnapshotArray::kExpAvgSq: return {"exp_avg_sq", ".exp_avg_sq"};
+  }
+  return {};
+}
+
+std::vector<SnapshotArray> snapshot_arrays(OptimizerKind optimizer, const ModelDescription& model) {
+  std::vector<SnapshotArray> arrays = {SnapshotArray::kWeights};
+  const bool trained = std::ranges::any_of(
+      model.blocks, [](const Block& block) { return std::ranges::any_of(block.parameters, &Parameter::trainable); });
+  if (!trained) return arrays;
+  if (has_exp_avg(optimizer)) arrays.push_back(SnapshotArray::kExpAvg);
+  if (has_exp_avg_sq(optimizer)) arrays.push_back(SnapshotArray::kExpAvgSq);
+  return arrays;
+}
+
+std::uint64_t snapshot_fingerprint(const Config& config, const ModelDescription& model) {
+  Config any_tiles = config;
+  any_tiles.tile_elements = kPartitionUnit;
+  return describe_store(any_tiles, model).fingerprint;
+}
+
+std::string snapshot_text(const SnapshotRecord& record) {
+  JsonText text;
+  Writer out(text);
+  out.SetIndent(' ', 2);
+  out.StartObject();
+  out.Key("format");
+  out.Uint64(kFormat);
+  out.Key("step");
+  out.Uint64(record.facts.step);
+  out.Key("weights");
+  put(out, name_of(record.facts.weights));
+  out.Key("optimizer");
+  put(out, name_of(record.facts.optimizer));
+  out.Key("model");
+  put(out, hex(record.facts.model));
+  out.Key("blob");
+  std::string blob;
+  for (const std::byte byte : record.blob) blob += fmt::format("{:02x}", static_cast<unsigned>(byte));
+  put(out, blob);
+  out.Key("files");
+  out.StartArray();
+  for (const std::string& file : record.files) put(out, file);
+  out.EndArray();
+  out.Key("tensors");
+  out.StartObject();
+  for (const auto& [name, checksum] : record.checksums) {
+    put(out, name);
+    put(out, hex(checksum));
+  }
+  out.EndObject();
+  out.EndObject();
+  std::string body(text.GetString(), text.GetSize());
+  body.resize(body.size() - 2);  // `}` and the line end before it
+  body += ",\n";
+  return body + std::string(kChecksumLine) + checksum_of(body) + "\"\n}\n";
+}
+
+SnapshotRecord parse_snapshot(const std::string& text, const std::string& object) {
+  if (text.size() < kChecksumTail) corrupt(object);
+  const std::string_view body = std::string_view(text).substr(0, text.size() - kChecksumTail);
+  if (text.substr(body.size()) != std::string(kChecksumLine) + checksum_of(body) + "\"\n}\n") corrupt(object);
+  JsonValue root;
+  if (parse_json(text, {.depth = 8, .values = 4'000'000}, root)) corrupt(object);
+  const Members members(root, object);
+  if (members.integer("format") != kFormat) {
+    throw Error(Code::kUnsupported, {object, fmt::format("has format {}", members.integer("format")), 0,
+                                     fmt::format("this version of Spillway reads format {}", kFormat)});
+  }
+  SnapshotRecord record;
+  record.facts.step = members.integer("step");
+  record.facts.weights = members.one_of("weights", {DType::kFloat32, DType::kBFloat16, DType::kFloat16});
+  record.facts.optimizer = members.one_of(
+      "optimizer", {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kSgd});
+  record.facts.model = parse_hex(members.text("model"), object);
+  record.blob = parse_blob(members.text("blob"), object);
+  for (const JsonValue& file : members.at("files", JsonValue::Kind::kArray).items) record.files.push_back(file.text);
+  const JsonValue& tensors = members.at("tensors", JsonValue::Kind::kObject);
+  for (std::size_t t = 0; t < tensors.items.size(); ++t) {
+    record.checksums.emplace(tensors.keys[t].name, parse_hex(tensors.items[t].text, object));
+  }
+  return record;
+}
+
+SnapshotRecord read_snapshot(const std::filesystem::path& directory) {
+  const std::filesystem::path path = directory / kSnapshotFile;
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) {
+    throw Error(Code::kNotFound, {directory.string(), fmt::format("is no snapshot: it has no {}", kSnapshotFile), 0,
+                                  "name a directory that a run has saved"});
+  }
+  return parse_snapshot(read_text(path, kMostBytes), path.string());
+}
+
+std::optional<SnapshotFacts> find_snapshot(const std::filesystem::path& directory) {
+  try {
+    const SnapshotRecord record = read_snapshot(directory);
+    const std::vector<std::string> there = names_in(directory);
+    const bool whole = std::ranges::all_of(
+        record.files, [&](const std::string& file) { return std::ranges::binary_search(there, file); });
+    return whole ? std::optional(record.facts) : std::nullopt;
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+void refuse_other_files(const std::filesystem::path& directory) {
+  const SnapshotRecord record = read_snapshot(directory);
+  for (const std::string& name : names_in(directory)) {
+    if (name == kSnapshotFile || std::ranges::find(record.files, name) != record.files.end()) continue;
+    throw Error(Code::kInvalidArgument, {(directory / name).string(), "was not saved with the snapshot around it", 0,
+                                         "take it elsewhere, or remove the directory by hand"});
+  }
+}
+
+void remove_snapshot(const std::filesystem::path& directory) {
+  refuse_other_files(directory);
+  remove_directory(directory);
+}
+
+}  // namespace spillway

@@ -1,0 +1,154 @@
+#include "src/checkpoint/store_inspection.h"
+#include "src/formats/element_count.h"
+
+#include <algorithm>
+
+#include "spillway/error.h"
+#include "src/config/loss_scaler.h"
+#include "swap/store_check.h"
+#include "swap/tile_store.h"
+
+namespace spillway {
+namespace {
+
+// A store that is open to look at, and what can be derived from it.
+struct OpenStore {
+  explicit OpenStore(const std::vector<std::filesystem::path>& paths)
+      : files(StoreFiles::open_to_look(paths)),
+        stored(read_stored_model(files)),
+        plan(plan_of_store(stored, paths)),
+        layout(TileStore::read_layout(files, store_shape(plan))),
+        choice(TileStore::read_records(files, layout)) {}
+
+  std::string name_of(std::uint32_t tile) const { return tile_name(plan, stored.model, tile); }
+
+  StoreFiles files;
+  StoredModel stored;
+  Plan plan;
+  StoreLayout layout;
+  ManifestChoice choice;
+};
+
+void count_parameters(StoreInfo& info) {
+  for (const Block& block : info.model.blocks) {
+    for (const Parameter& parameter : block.parameters) {
+      const std::uint64_t elements = count_elements(parameter.name, parameter.shape);
+      info.parameters += elements;
+      info.trainable += parameter.trainable ? elements : 0;
+    }
+  }
+}
+
+// Off the front of the blob. A record without one is shown as it is: its run can say more.
+void take_loss_scale(StoreInfo& info) {
+  const auto bytes = std::span(info.blob).first(std::min(info.blob.size(), LossScalerState::kBytes));
+  const auto state = LossScalerState::decode(bytes);
+  if (!state) return;
+  info.loss_scale = state->scale;
+  info.skipped_steps = state->skipped;
+  info.blob.erase(info.blob.begin(), info.blob.begin() + LossScalerState::kBytes);
+}
+
+}  // namespace
+
+StoredModel read_stored_model(const StoreFiles& files) {
+  const std::string object = files.files().front().path().string();
+  StoredModel stored = parse_store_description(TileStore::read_description(files), object);
+  std::uint64_t left = files.superblock().total_bytes / 2;  // an element takes at least 2 bytes
+  for (const Block& block : stored.model.blocks) {
+    for (const Parameter& parameter : block.parameters) {
+      const std::uint64_t elements = count_elements(parameter.name, parameter.shape);
+      if (elements > left) {
+        throw Error(Code::kCorrupt,
+                    {object, "the model that it describes is larger than the store", 0, "start over with --fresh"});
+      }
+      left -= elements;
+    }
+  }
+  return stored;
+}
+
+Plan plan_of_store(const StoredModel& stored, const std::vector<std::filesystem::path>& paths) {
+  Config config;
+  config.weights = stored.weights;
+  config.optimizer.kind = stored.optimizer;
+  config.tile_elements = stored.tile_elements;
+  config.states = config.parameters = Placement::kNvme;
+  config.nvme_paths = paths;
+  return make_plan(config, stored.model);
+}
+
+StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
+  OpenStore store(paths);
+  const Superblock& block = store.files.superblock();
+  StoreInfo info;
+  info.format = block.format_version;
+  info.fingerprint = block.fingerprint;
+  info.model = std::move(store.stored.model);
+  info.weights = store.stored.weights;
+  info.optimizer = store.stored.optimizer;
+  count_parameters(info);
+  info.tile_elements = store.stored.tile_elements;
+  info.tiles = block.tiles;
+  info.slots = block.slots;
+  for (const TileExtents& tile : store.layout.tiles) {
+    info.weight_bytes += tile.extent[0][index_of(Part::kWeights)].bytes;
+    info.state_bytes += tile.extent[0][index_of(Part::kStates)].bytes;
+  }
+  info.scratch_bytes = block.scratch_bytes;
+  for (const File& file : store.files.files()) {
+    const auto i = static_cast<std::size_t>(&file - store.files.files().data());
+    info.files.push_back({file.path(), store.files.stripes().shares()[i], file.size_bytes()});
+  }
+  info.in_use = store.files.in_use();
+  info.records = store.choice.copies;
+  info.newest_lost = store.choice.others_damaged;
+  if (block.slots < 2) return info;  // what its records name is overwritten by every step
+  if (store.choice.manifest) {
+    info.step = store.choice.manifest->step;
+    info.blob = std::move(store.choice.manifest->blob);
+    if (info.weights == DType::kFloat16) take_loss_scale(info);
+  }
+  if (store.choice.older) info.older_step = store.choice.older->step;
+  return info;
+}
+
+CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options) {
+  OpenStore store(paths);
+  const std::string object = store.files.files().front().path().string();
+  if (store.files.in_use()) {
+    throw Error(Code::kBusy,
+                {object, "is in use: a run writes what would be read", 0, "verify it when that has ended"});
+  }
+  if (store.files.superblock().slots < 2) {
+    throw Error(Code::kUnsupported, {object, "was made with commit_every 0 and has no committed step to verify", 0,
+                                     "export it, or train on"});
+  }
+  if (!store.choice.manifest) {
+    throw Error(Code::kCorrupt, {object, "holds no committed step", 0, "start over with --fresh"});
+  }
+  CheckedStore checked;
+  checked.step = store.choice.manifest->step;
+  const auto on_bad = [&](const BadBytes& bad) {
+    ++checked.bad_extents;
+    if (!options.on_bad) return;
+    options.on_bad({.name = name_of_part(bad.tile, bad.part, [&](std::uint32_t tile) { return store.name_of(tile); }),
+                    .file = bad.place.file->path(),
+                    .offset = bad.place.offset,
+                    .bytes = bad.extent.bytes,
+                    .error = bad.error});
+  };
+  checked.bytes =
+      check_extents(store.files, store.layout, *store.choice.manifest, {.bad = on_bad, .progress = options.progress});
+  return checked;
+}
+
+std::uint64_t roll_back_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options) {
+  const StoredModel stored = read_stored_model(StoreFiles::open_to_look(paths));
+  const Plan plan = plan_of_store(stored, paths);
+  TileStore::Created shape = store_shape(plan);
+  shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, stored.model, tile); };
+  return TileStore::roll_back(paths, shape, options.progress);
+}
+
+}  // namespace spillway

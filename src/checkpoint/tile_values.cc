@@ -1,0 +1,161 @@
+#include "src/checkpoint/tile_values.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "spillway/bf16.h"
+#include "spillway/error.h"
+#include "spillway/fp16.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kValuesAtOnce = 64 * 1024;
+
+// Calls piece(parameter, first element of it, offset in the tile, count) for every run of a parameter inside the tile,
+// at most kValuesAtOnce long.
+template <typename Piece>
+void for_each_piece(const Plan& plan, std::uint32_t tile, Piece&& piece) {
+  const TilePlan& t = plan.tiles[tile];
+  const auto& places = plan.blocks[t.block].partition.parameters;
+  for (std::uint32_t p = 0; p < places.size(); ++p) {
+    const std::uint64_t begin = std::max(places[p].first, t.range.first);
+    const std::uint64_t end = std::min(places[p].first + places[p].count, t.range.first + t.range.count);
+    for (std::uint64_t at = begin; at < end; at += kValuesAtOnce) {
+      piece(p, at - places[p].first, at - t.range.first, std::min(kValuesAtOnce, end - at));
+    }
+  }
+}
+
+// Where a tile's weights lie, and what makes them exact: a bf16 residual, an fp16 master; null in a frozen tile, which
+// keeps no more than its weights.
+struct TileArrays {
+  TileArrays(const TilePlace& place, const TileMemory& memory)
+      : type(place.shape.type), weights(memory.part[index_of(Part::kWeights)]) {
+    std::byte* const states = memory.part[index_of(Part::kStates)];
+    if (states && type != DType::kFloat32) exact = states + state_offsets(place.shape).master;
+  }
+  std::uint16_t* halves() const { return reinterpret_cast<std::uint16_t*>(weights); }
+  std::int16_t* residual() const { return reinterpret_cast<std::int16_t*>(exact); }
+  float* master() const { return reinterpret_cast<float*>(exact); }
+
+  DType type;
+  std::byte* weights;
+  std::byte* exact = nullptr;
+};
+
+void put_values(const TileArrays& out, std::uint64_t at, std::span<const float> values) {
+  switch (out.type) {
+    case DType::kFloat32: std::ranges::copy(values, reinterpret_cast<float*>(out.weights) + at); return;
+    case DType::kFloat16:
+      std::ranges::transform(values, out.halves() + at, float_to_fp16);
+      if (out.exact) std::ranges::copy(values, out.master() + at);
+      return;
+    case DType::kBFloat16:
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const SplitMaster split = split_master(values[i]);
+        out.halves()[at + i] = out.exact ? split.weight : float_to_bf16(values[i]);
+        if (out.exact) out.residual()[at + i] = split.residual;
+      }
+  }
+}
+
+void take_values(const TileArrays& in, bool exact, std::uint64_t at, std::span<float> values) {
+  const bool whole = exact && in.exact;
+  for (std::size_t i = 0; i < values.size(); ++i, ++at) {
+    switch (in.type) {
+      case DType::kFloat32: values[i] = reinterpret_cast<const float*>(in.weights)[at]; break;
+      case DType::kFloat16: values[i] = whole ? in.master()[at] : fp16_to_float(in.halves()[at]); break;
+      case DType::kBFloat16:
+        values[i] = whole ? join_master({in.halves()[at], in.residual()[at]}) : bf16_to_float(in.halves()[at]);
+        break;
+    }
+  }
+}
+
+}  // namespace
+
+void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source) {
+  const TileArrays out(plan.tile_places[tile], memory);
+  std::vector<float> values(kValuesAtOnce);
+  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+    const std::span<float> piece = std::span(values).first(count);
+    source(plan.tiles[tile].block, parameter, first, piece);
+    put_values(out, at, piece);
+  });
+}
+
+void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink) {
+  const TileArrays in(plan.tile_places[tile], memory);
+  std::vector<float> values(kValuesAtOnce);
+  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+    const std::span<float> piece = std::span(values).first(count);
+    take_values(in, exact, at, piece);
+    sink(plan.tiles[tile].block, parameter, first, piece);
+  });
+}
+
+float trained_weight(float master, DType type) {
+  switch (type) {
+    case DType::kFloat32: break;
+    case DType::kFloat16: return fp16_to_float(float_to_fp16(master));
+    case DType::kBFloat16: return bf16_to_float(split_master(master).weight);
+  }
+  return master;
+}
+
+WeightSource within_fp16(const ModelDescription& model, const WeightSource& source) {
+  return [&model, &source](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out) {
+    source(block, parameter, first, out);
+    const auto beyond = std::ranges::find_if_not(out, fits_fp16);
+    if (beyond == out.end()) return;
+    throw Error(Code::kInvalidArgument,
+                {model.blocks[block].parameters[parameter].name,
+                 fmt::format("holds {}, and fp16 ends at 65,504", *beyond), 0, "train it in bf16 or fp32"});
+  };
+}
+
+namespace {
+
+float* moment_of(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment) {
+  const OptimizerTile arrays = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
+  return moment == Moment::kExpAvg ? arrays.exp_avg : arrays.exp_avg_sq;
+}
+
+}  // namespace
+
+void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
+                 const WeightSource& source) {
+  float* const out = moment_of(plan, tile, memory, moment);
+  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+    source(plan.tiles[tile].block, parameter, first, {out + at, count});
+  });
+}
+
+void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
+                 const WeightSink& sink) {
+  const float* const in = moment_of(plan, tile, memory, moment);
+  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+    sink(plan.tiles[tile].block, parameter, first, {in + at, count});
+  });
+}
+
+OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, const std::byte* gradient) {
+  const StateOffsets at = state_offsets(shape);
+  std::byte* states = memory.part[index_of(Part::kStates)];
+  OptimizerTile tile;
+  tile.type = shape.type;
+  tile.weight = memory.part[index_of(Part::kWeights)];
+  if (tile.type == DType::kBFloat16) tile.residual = reinterpret_cast<std::int16_t*>(states + at.master);
+  if (tile.type == DType::kFloat16) tile.master = reinterpret_cast<float*>(states + at.master);
+  if (has_exp_avg(shape.optimizer)) tile.exp_avg = reinterpret_cast<float*>(states + at.exp_avg);
+  if (has_exp_avg_sq(shape.optimizer)) tile.exp_avg_sq = reinterpret_cast<float*>(states + at.exp_avg_sq);
+  tile.gradient = gradient;
+  tile.count = shape.count;
+  return tile;
+}
+
+}  // namespace spillway

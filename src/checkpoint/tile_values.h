@@ -1,0 +1,36 @@
+// The values of a tile, in and out: fp32 numbers of named parameters on one side, weights, residuals and states in the
+// layout of a tile on the other.
+#pragma once
+
+#include <cstdint>
+
+#include "spillway/engine.h"
+#include "spillway/optimizer.h"
+#include "src/plan/plan.h"
+#include "swap/tile_mover.h"
+
+namespace spillway {
+
+// Asks `source` for every parameter value of the tile and writes weights and residuals; the states stay as they are.
+void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source);
+
+// `source`, which must outlive the result as the model must, for fp16 weights: kInvalidArgument names a parameter with
+// a value that rounds to infinity.
+WeightSource within_fp16(const ModelDescription& model, const WeightSource& source);
+
+// Hands every parameter value of the tile to `sink`: the exact fp32 master, or the weight widened to fp32.
+void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink);
+
+// The weight of that type beside a master, widened to fp32: what forward and backward use.
+float trained_weight(float master, DType type);
+
+// The same of a moment; the tile is trainable, and its optimizer keeps that moment.
+enum class Moment : std::uint8_t { kExpAvg, kExpAvgSq };
+void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
+                 const WeightSource& source);
+void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment, const WeightSink& sink);
+
+// The same layout as the optimizer sees it: where a trainable tile's arrays lie.
+OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, const std::byte* gradient);
+
+}  // namespace spillway

@@ -1,0 +1,52 @@
+#include "src/checkpoint/tile_walk.h"
+
+namespace spillway {
+
+std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work) {
+  std::exception_ptr failure;
+  for (std::uint32_t t = 0; t < tiles && !failure; ++t) {
+    const std::uint32_t buffer = t % mover.buffers();
+    mover.finish_save(buffer);
+    const TileMemory memory = mover.blank(t, buffer);
+    try {
+      work(t, memory);
+    } catch (...) {
+      failure = std::current_exception();
+      mover.drop(buffer);
+    }
+    if (!failure) mover.start_save(buffer, Save::kNew);
+  }
+  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+  return failure;
+}
+
+void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
+  for (std::uint32_t t = 0; t < tiles.size(); ++t) {
+    const TilePlace& tile = tiles[t];
+    const bool resident = tile.home[0] != Home::kNvme || tile.home[1] != Home::kNvme || tile.hbm_weights;
+    if (!resident) continue;
+    const std::uint32_t buffer = t % mover.buffers();
+    mover.finish_save(buffer);
+    mover.start_load(t, buffer, Load::kStore);
+    mover.finish_load(buffer);
+    mover.start_save(buffer, Save::kRestored);
+  }
+  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+}
+
+void write_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
+  std::uint32_t used = 0;
+  for (std::uint32_t t = 0; t < tiles.size(); ++t) {
+    const TilePlace& tile = tiles[t];
+    if (!tile.shape.trainable || (written_by_update(tile, Part::kWeights) && written_by_update(tile, Part::kStates)))
+      continue;
+    const std::uint32_t buffer = used++ % mover.buffers();
+    mover.finish_save(buffer);
+    mover.start_load(t, buffer);
+    mover.finish_load(buffer);
+    mover.start_save(buffer, Save::kCommit);
+  }
+  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+}
+
+}  // namespace spillway

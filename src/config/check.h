@@ -1,0 +1,27 @@
+// What no single key can say: keys that decide something together, and contradictions between them.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <string_view>
+
+#include "src/config/table.h"
+
+namespace spillway {
+
+// Where the value of a key stands that was present, right or wrong.
+struct WrittenKey {
+  std::size_t offset = 0, end = 0;
+  bool automatic = false;  // it is "auto"
+};
+using KeyPlaces = std::map<std::string, WrittenKey, std::less<>>;  // "" is the whole text
+
+// Receives an error: the path whose place it concerns, what is wrong, what to do.
+using ReportAt = std::function<void(std::string_view path, std::string what, std::string hint)>;
+
+// Fills what several keys decide together into draft.config, and reports contradictions. A key that is present but
+// wrong was reported before and is not reported again as missing.
+void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report);
+
+}  // namespace spillway

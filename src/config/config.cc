@@ -1,0 +1,64 @@
+#include <fmt/format.h>
+
+#include <map>
+#include <string>
+
+#include "spillway/config.h"
+#include "spillway/log.h"
+#include "src/config/reader.h"
+
+namespace spillway {
+namespace {
+
+void append(std::string& list, std::string_view item, std::string_view between = "; ") {
+  if (!list.empty()) list += between;
+  list += item;
+}
+
+// What a run should not find out by surprise: keys that do nothing, names of another time, and what "auto" became.
+void log_notes(const EffectiveConfig& effective) {
+  struct Notes {
+    std::string idle, automatic, planned, renamed;
+  };
+  std::map<std::string, Notes> notes;  // by file
+  for (const EffectiveKey& key : effective.keys) {
+    if (key.file.empty()) continue;
+    Notes& of_file = notes[key.file];
+    const std::string_view successor = key.name != key.key->path ? key.key->path : key.key->successor;
+    if (!successor.empty()) append(of_file.renamed, fmt::format("{}, now {}", key.name, successor));
+    if (!has_effect(*key.key)) {
+      append(of_file.idle, key.name, ", ");
+    } else if (key.origin == Origin::kAuto && key.value.empty()) {
+      append(of_file.planned, key.name);
+    } else if (key.origin == Origin::kAuto) {
+      append(of_file.automatic, fmt::format("{} {}", key.name, key.value));
+    }
+  }
+  for (const auto& [file, said] : notes) {
+    const auto note = [&file = file](std::string_view what, const std::string& list) {
+      if (!list.empty()) log(LogLevel::kInfo, fmt::format("{}: {}: {}", file, what, list));
+    };
+    note("older or other names", said.renamed);
+    note("\"auto\" is", said.automatic);
+    note("\"auto\" leaves it to the plan", said.planned);
+    note("known, but without effect here", said.idle);
+  }
+}
+
+}  // namespace
+
+Config config_from_json(std::string_view text, const std::string& name, const AutoValues& automatic) {
+  const ConfigText texts[] = {{text, name}};
+  EffectiveConfig effective = read_config(texts, automatic);
+  log_notes(effective);
+  return std::move(effective.config);
+}
+
+Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay,
+                   const AutoValues& automatic) {
+  EffectiveConfig effective = read_config_files(file, overlay, automatic);
+  log_notes(effective);
+  return std::move(effective.config);
+}
+
+}  // namespace spillway

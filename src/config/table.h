@@ -1,0 +1,119 @@
+// The table of configuration keys. One row says where a key stands, what it may hold, what it means, where its value
+// goes and what "auto" stands for; parser, messages, JSON Schema and reference all read these rows. A new key is a new
+// row.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "spillway/config.h"
+#include "src/formats/json_tree.h"
+
+namespace spillway {
+
+enum class KeyKind : std::uint8_t {
+  kSection,  // an object whose keys have rows of their own
+  kBool,
+  kInteger,  // non-negative; 5e7 is one
+  kNumber,
+  kBytes,  // an integer, or a string such as "512MiB"
+  kText,
+  kChoice,    // one of the words in `allowed`
+  kPair,      // an array of two numbers
+  kNumbers,   // an array of numbers, each in the row's range
+  kTexts,     // an array of strings
+  kSections,  // an array of objects whose keys have rows of their own; `set` is called with flag true before all of
+              // them, and with false before each
+  kObject,    // known, not looked into
+};
+
+// A value that was found to be of its row's kind and in its range.
+struct KeyValue {
+  bool flag = false;
+  std::uint64_t integer = 0;  // kInteger, kBytes; kChoice: index of the word in `allowed`
+  double number = 0;          // kNumber; kPair: the first one
+  double second = 0;
+  std::string text;  // kText
+  std::vector<double> numbers;
+  std::vector<std::string> texts;
+};
+
+// What the rows fill: the configuration, and what several keys decide together (see config_check.h).
+struct ConfigDraft {
+  Config config;
+  AutoValues autos;
+  std::optional<std::uint64_t> train_batch, micro_batch, accumulation, stage;
+  std::uint64_t optimizer_type = 0;  // index of the word in optimizer.type's row
+  bool adam_w_mode = true;
+  std::optional<double> learning_rate, epsilon;  // whose defaults differ by type
+  std::optional<std::pair<double, double>> betas;
+  bool bf16 = false, fp16 = false;
+  bool cpu_offload = false, cpu_offload_param = false;  // DeepSpeed's older words
+  std::optional<std::uint64_t> sub_group_size;
+  std::optional<std::string> states_path, parameters_path;
+  std::optional<std::vector<std::string>> nvme_paths;
+  std::optional<std::vector<double>> nvme_rates;
+  std::optional<double> warmup_max_lr;
+  std::optional<std::uint64_t> total_steps;
+};
+
+// Where a row's value goes, and how a configuration's value is read back, as JSON; an empty text: it is not set.
+struct KeyPlace {
+  void (*set)(ConfigDraft&, const KeyValue&) = nullptr;
+  std::string (*show)(const Config&) = nullptr;  // null: what stands in the file is all there is
+};
+
+// What "auto" stands for in a key, as JSON; an empty text: as if the key were missing.
+struct AutoRule {
+  std::string (*value)(const AutoValues&) = nullptr;  // null: "auto" is not taken, or as if the key were missing
+  std::string_view doc = {};
+};
+
+struct ConfigKey {
+  std::string_view path;  // "optimizer.params.lr"
+  KeyKind kind;
+  std::string_view standard;       // the value when the key is missing, as JSON; empty: none, or it depends (see doc)
+  std::string_view doc;            // of a key without effect: why it has none
+  KeyPlace place = {};             // without a `set`: known to DeepSpeed, without effect here
+  double least = 0, most = 1e18;   // numbers
+  bool below_most = false;         // `most` itself is out of range
+  std::uint64_t multiple_of = 1;   // integers
+  std::string_view allowed = {};   // kChoice: words with '|' between them
+  bool nullable = false;           // null means missing
+  std::string_view only_for = {};  // optimizer or scheduler types that know it; empty: all
+  AutoRule automatic = {};
+  std::string_view refused = {};    // kChoice: words that DeepSpeed knows and that cannot be had here
+  std::string_view successor = {};  // of an older word, or of another name: the key that says the same
+};
+
+// The keys that decide something, and those that DeepSpeed knows and that have no effect here.
+std::span<const ConfigKey> config_keys();
+std::span<const ConfigKey> config_keys_without_effect();
+// The row of a path, from either table; null when there is none.
+const ConfigKey* find_config_key(std::string_view path);
+
+bool has_effect(const ConfigKey& key);
+// DeepSpeed reads "auto" as missing in the sections that it checks itself, so it is taken there in every key.
+bool takes_auto(const ConfigKey& key);
+
+std::string_view parent_of(std::string_view path);  // "optimizer.params"
+std::string_view leaf_of(std::string_view path);    // "lr"
+
+// The words of `allowed`, and words as a list for a message.
+std::vector<std::string_view> choices_of(std::string_view allowed);
+std::string list_of(std::span<const std::string_view> words);
+std::string json_string(std::string_view text);          // with its quotes
+bool same_word(std::string_view a, std::string_view b);  // in any case of letters
+
+// Reads a value as its row wants it; otherwise says what is wrong and what would be right.
+struct ValueProblem {
+  std::string what, hint;
+};
+std::optional<ValueProblem> read_value(const ConfigKey& key, const JsonValue& value, KeyValue& out);
+
+}  // namespace spillway

@@ -1,0 +1,219 @@
+#include "src/config/table.h"
+
+// Keys that DeepSpeed 0.19.8 knows and that decide nothing here: they tune machinery that Spillway does not have, or
+// concern more ranks than one. They are accepted, so that one file serves both, and named in one log line.
+
+namespace spillway {
+namespace {
+
+using enum KeyKind;
+
+constexpr std::string_view kComm = "communication between ranks";
+constexpr std::string_view kMonitor = "logging and profiling";
+constexpr std::string_view kPrefetch = "prefetch and release follow the plan";
+constexpr std::string_view kBuffers = "buffers follow the plan and the budgets";
+constexpr std::string_view kFeature = "not a part of the engine";
+constexpr std::string_view kRecomputed = "block inputs are always kept and the inside recomputed";
+constexpr std::string_view kCommits = "every commit is a checkpoint";
+constexpr std::string_view kExact = "updates are exact, never stale";
+constexpr std::string_view kPinned = "host memory is always pinned";
+constexpr std::string_view kWhole = "an export is always whole";
+constexpr std::string_view kDescription = "the model description says what is gathered together";
+constexpr std::string_view kOneThread = "one thread drives the queue";
+
+constexpr ConfigKey older(std::string_view path, KeyKind kind, std::string_view why, std::string_view successor) {
+  return {.path = path, .kind = kind, .standard = "", .doc = why, .successor = successor};
+}
+
+constexpr ConfigKey kKeys[] = {
+    {"$schema", kText, "", "for editors"},
+    {.path = "steps_per_print", .kind = kInteger, .standard = "", .doc = kMonitor, .nullable = true},
+    {"wall_clock_breakdown", kBool, "", kMonitor},
+    {"memory_breakdown", kBool, "", kMonitor},
+    {"dump_state", kBool, "", kMonitor},
+    {"log_level", kText, "", kMonitor},
+    {"timers", kObject, "", kMonitor},
+    {"flops_profiler", kObject, "", kMonitor},
+    {"tensorboard", kObject, "", kMonitor},
+    {"wandb", kObject, "", kMonitor},
+    {"comet", kObject, "", kMonitor},
+    {"csv_monitor", kObject, "", kMonitor},
+    {"comms_logger", kObject, "", kMonitor},
+    {"managed_gradient_accumulation", kBool, "", "accumulation runs inside a block"},
+    {.path = "communication_data_type", .kind = kText, .standard = "", .doc = kComm, .nullable = true},
+    {"seq_parallel_communication_data_type", kText, "", kComm},
+    {"prescale_gradients", kBool, "", kComm},
+    {"gradient_predivide_factor", kNumber, "", kComm},
+    {"gradient_allreduce_op", kText, "", kComm},
+    {"fp32_allreduce", kBool, "", kComm},
+    {"sparse_gradients", kBool, "", kComm},
+    {"disable_allgather", kBool, "", kComm},
+    {"data_types", kSection, "", "types of what is not a weight"},
+    {.path = "data_types.grad_accum_dtype",
+     .kind = kText,
+     .standard = "",
+     .doc = "gradients are added in fp32",
+     .nullable = true},
+    {"disable_python_gc", kBool, "", kFeature},
+    {"dataloader_drop_last", kBool, "", kFeature},
+    {"zero_allow_untested_optimizer", kBool, "", kFeature},
+    {"zero_force_ds_cpu_optimizer", kBool, "", kFeature},
+    {"data_efficiency", kObject, "", kFeature},
+    {"curriculum_learning", kObject, "", kFeature},
+    {"progressive_layer_drop", kObject, "", kFeature},
+    {"compression_training", kObject, "", kFeature},
+    {"sparse_attention", kObject, "", kFeature},
+    {"eigenvalue", kObject, "", kFeature},
+    {"autotuning", kObject, "", kFeature},
+    {"elasticity", kObject, "", kFeature},
+    {"compile", kObject, "", kFeature},
+    {"tensor_parallel", kObject, "", kFeature},
+    {"sequence_parallel", kObject, "", kFeature},
+    {"pipeline", kObject, "", kFeature},
+    {"hybrid_engine", kObject, "", kFeature},
+    {"nebula", kObject, "", kFeature},
+    {"amp", kObject, "", "apex is not used: bf16 or fp16 decides"},
+    {"torch_autocast", kObject, "", "bf16 or fp16 decides"},
+
+    {"activation_checkpointing", kSection, "", "what is kept between forward and backward"},
+    {"activation_checkpointing.partition_activations", kBool, "", kComm},
+    {"activation_checkpointing.cpu_checkpointing", kBool, "", "the plan says where block inputs are kept"},
+    {"activation_checkpointing.contiguous_memory_optimization", kBool, "", kBuffers},
+    {.path = "activation_checkpointing.number_checkpoints",
+     .kind = kInteger,
+     .standard = "",
+     .doc = kRecomputed,
+     .nullable = true},
+    {"activation_checkpointing.synchronize_checkpoint_boundary", kBool, "", kRecomputed},
+    {"activation_checkpointing.profile", kBool, "", kMonitor},
+
+    {"checkpoint", kSection, "", "how checkpoints are written"},
+    {.path = "checkpoint.tag_validation", .kind = kChoice, .standard = "", .doc = kComm, .allowed = "Warn|Ignore|Fail"},
+    {"checkpoint.load_universal", kBool, "", "spillway import reads DeepSpeed's checkpoints"},
+    {"checkpoint.use_node_local_storage", kBool, "", kCommits},
+    {"checkpoint.checkpoint_serialization", kBool, "", kCommits},
+    {"checkpoint.parallel_write", kSection, "", "who writes"},
+    {"checkpoint.parallel_write.pipeline_stage", kBool, "", kCommits},
+    {.path = "checkpoint.writer", .kind = kSection, .standard = "", .doc = "what writes", .nullable = true},
+    {.path = "checkpoint.writer.type", .kind = kChoice, .standard = "", .doc = kCommits, .allowed = "MOCK|PYTHON|FAST"},
+    {"checkpoint.writer.io_buffer_size", kInteger, "", kCommits},
+    {"checkpoint.writer.io_buffer_double", kBool, "", kCommits},
+    {"checkpoint.writer.show_statistics", kBool, "", kCommits},
+    {.path = "checkpoint.writer.data_parallel",
+     .kind = kChoice,
+     .standard = "",
+     .doc = kCommits,
+     .allowed = "REPLICA|SOCKET|MACHINE"},
+    {"checkpoint.writer.decoupled", kBool, "", kCommits},
+    {"checkpoint.writer.io_multiplier", kInteger, "", kCommits},
+
+    {"optimizer.legacy_fusion", kBool, "", kFeature},
+    {"optimizer.params.torch_adam", kBool, "", "there is one Adam"},
+    {.path = "scheduler.params.last_batch_iteration",
+     .kind = kNumber,
+     .standard = "",
+     .doc = "the store knows its step",
+     .least = -1},
+    {"bf16.immediate_grad_update", kBool, "", "gradients are added as they are pushed"},
+    {"bf16.check_grad_overflow", kBool, "", "gradients are always checked"},
+    {"bf16.bf16_master_weights_and_grads", kBool, "", "the master is exact"},
+    {"bf16.bf16_optimizer_states", kBool, "", "states are fp32"},
+    {"fp16.auto_cast", kBool, "", "inputs are tokens"},
+    {"fp16.fp16_master_weights_and_grads", kBool, "", "the master is fp32"},
+
+    {"zero_optimization.contiguous_gradients", kBool, "", kBuffers},
+    {"zero_optimization.reduce_scatter", kBool, "", kComm},
+    {.path = "zero_optimization.reduce_bucket_size",
+     .kind = kInteger,
+     .standard = "",
+     .doc = kComm,
+     .automatic = {[](const AutoValues& a) {
+                     return a.hidden_size ? std::to_string(*a.hidden_size * *a.hidden_size) : std::string();
+                   },
+                   "width²"}},
+    {"zero_optimization.use_multi_rank_bucket_allreduce", kBool, "", kComm},
+    {"zero_optimization.allgather_partitions", kBool, "", kComm},
+    {"zero_optimization.allgather_bucket_size", kInteger, "", kComm},
+    {"zero_optimization.compute_grad_norm", kBool, "", "the norm is always computed"},
+    {"zero_optimization.load_from_fp32_weights", kBool, "", "import is exact"},
+    {"zero_optimization.elastic_checkpoint", kBool, "", kFeature},
+    {.path = "zero_optimization.zenflow", .kind = kSection, .standard = "", .doc = kExact, .nullable = true},
+    {.path = "zero_optimization.zenflow.topk_ratio", .kind = kNumber, .standard = "", .doc = kExact, .most = 1},
+    {.path = "zero_optimization.zenflow.select_strategy",
+     .kind = kChoice,
+     .standard = "",
+     .doc = kExact,
+     .allowed = "auto|step|epoch"},
+    {"zero_optimization.zenflow.select_interval", kInteger, "", kExact},
+    {"zero_optimization.zenflow.update_interval", kInteger, "", kExact},
+    {"zero_optimization.zenflow.overlap_step", kBool, "", kExact},
+    {"zero_optimization.zenflow.offload", kBool, "", kExact},
+    {.path = "zero_optimization.zenflow.auto_ratio", .kind = kNumber, .standard = "", .doc = kExact, .most = 1},
+    {"zero_optimization.zenflow.full_warm_up_rounds", kInteger, "", kExact},
+    {.path = "zero_optimization.zenflow.pt_reserved_cores_perc",
+     .kind = kNumber,
+     .standard = "",
+     .doc = kExact,
+     .most = 1},
+    older("zero_optimization.cpu_offload_use_pin_memory", kBool, kPinned,
+          "zero_optimization.offload_optimizer.pin_memory"),
+    {"zero_optimization.stage3_gather_16bit_weights_on_model_save", kBool, "", kWhole},
+    older("zero_optimization.stage3_gather_fp16_weights_on_model_save", kBool, kWhole,
+          "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+    older("zero_optimization.gather_16bit_weights_on_model_save", kBool, kWhole,
+          "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+    {"zero_optimization.stage3_module_granularity_threshold", kInteger, "", kPrefetch},
+    {"zero_optimization.stage3_use_all_reduce_for_fetch_params", kBool, "", kComm},
+    {"zero_optimization.stage3_allgather_sequential", kBool, "", kComm},
+    {"zero_optimization.ignore_unused_parameters", kBool, "", "the model description says what is trained"},
+    {"zero_optimization.legacy_stage1", kBool, "", kFeature},
+    {"zero_optimization.round_robin_gradients", kBool, "", kComm},
+    {"zero_optimization.parameter_alignment", kBool, "", kBuffers},
+    {"zero_optimization.zero_hpz_partition_size", kInteger, "", kComm},
+    {"zero_optimization.zero_quantized_weights", kBool, "", kComm},
+    {"zero_optimization.zero_quantized_nontrainable_weights", kBool, "", kComm},
+    {"zero_optimization.zero_quantized_gradients", kBool, "", kComm},
+    {.path = "zero_optimization.zeropp_loco_param", .kind = kSection, .standard = "", .doc = kComm, .nullable = true},
+    {.path = "zero_optimization.zeropp_loco_param.err_beta", .kind = kNumber, .standard = "", .doc = kComm, .most = 1},
+    {"zero_optimization.zeropp_loco_param.reset_T", kInteger, "", kComm},
+    {.path = "zero_optimization.mics_shard_size", .kind = kNumber, .standard = "", .doc = kComm, .least = -1},
+    {"zero_optimization.mics_hierarchical_params_gather", kBool, "", kComm},
+    {"zero_optimization.memory_efficient_linear", kBool, "", kFeature},
+    {"zero_optimization.pipeline_loading_checkpoint", kBool, "", kFeature},
+    {"zero_optimization.override_module_apply", kBool, "", kFeature},
+    {"zero_optimization.log_trace_cache_warnings", kBool, "", kMonitor},
+    {"zero_optimization.enable_sanity_checks", kBool, "", "checks are always on"},
+    {"zero_optimization.save_muon_momentum_buffer_in_memory", kBool, "", kFeature},
+    {"zero_optimization.leaf_module", kSection, "", kDescription},
+    {"zero_optimization.leaf_module.classes", kTexts, "", kDescription},
+    {"zero_optimization.leaf_module.names", kTexts, "", kDescription},
+    {"zero_optimization.leaf_module.name_suffixes", kTexts, "", kDescription},
+
+    // Not in DeepSpeed's current model any more, but in many files in circulation.
+    {"zero_optimization.offload_optimizer.buffer_size", kInteger, "", kBuffers},
+    {"zero_optimization.offload_optimizer.max_in_cpu", kInteger, "", kBuffers},
+    {"zero_optimization.offload_optimizer.pin_memory", kBool, "", kPinned},
+    {"zero_optimization.offload_optimizer.pipeline", kBool, "", "pipeline_read and pipeline_write decide"},
+    {"zero_optimization.offload_optimizer.fast_init", kBool, "", kBuffers},
+    {.path = "zero_optimization.offload_optimizer.ratio", .kind = kNumber, .standard = "", .doc = kBuffers, .most = 1},
+    {"zero_optimization.offload_optimizer.super_offload", kBool, "", kFeature},
+    {.path = "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+     .kind = kNumber,
+     .standard = "",
+     .doc = "spillway.threads says how many",
+     .most = 1},
+    {"zero_optimization.offload_param.pin_memory", kBool, "", kPinned},
+
+    older("aio.thread_count", kInteger, kOneThread, "aio.intra_op_parallelism"),
+    {"aio.intra_op_parallelism", kInteger, "", kOneThread},
+    older("aio.num_threads", kInteger, kOneThread, "aio.intra_op_parallelism"),
+    {"aio.single_submit", kBool, "", "requests are submitted in batches"},
+    {"aio.overlap_events", kBool, "", "submission and completion always overlap"},
+    {"aio.use_gds", kBool, "", "data travels through pinned memory"},
+};
+
+}  // namespace
+
+std::span<const ConfigKey> config_keys_without_effect() { return kKeys; }
+
+}  // namespace spillway

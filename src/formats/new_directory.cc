@@ -1,0 +1,169 @@
+#include "src/formats/new_directory.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <linux/fs.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <utility>
+
+#include "spillway/error.h"
+#include "src/formats/plain_file.h"
+
+namespace spillway {
+namespace {
+
+constexpr const char* kMarker = ".spillway-partial";
+constexpr std::string_view kEnding = ".partial";
+
+std::filesystem::path partial_path(const std::filesystem::path& place, std::string_view what = "") {
+  return place.parent_path() / fmt::format(".{}{}{}", place.filename().string(), what, kEnding);
+}
+
+std::filesystem::path parent_of(const std::filesystem::path& place) {
+  return place.has_parent_path() ? place.parent_path() : std::filesystem::path(".");
+}
+
+bool is_there(const std::filesystem::path& path) {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0;
+}
+
+// An empty file: it must find room on a full drive, before a directory is removed.
+void mark(const std::filesystem::path& directory) { PlainFile::create(directory / kMarker).close(); }
+
+// The names of everything but the marker, sorted.
+std::vector<std::string> list(const std::filesystem::path& directory, std::error_code& error) {
+  std::vector<std::string> names;
+  for (auto entry = std::filesystem::directory_iterator(directory, error); !error && entry != end(entry);
+       entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (name != kMarker) names.push_back(name);
+  }
+  std::ranges::sort(names);
+  return names;
+}
+
+// An open directory, locked against other processes; -1 when there is none, or another process holds it.
+int open_locked(const std::filesystem::path& directory) {
+  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (fd < 0) return -1;
+  // File systems without locks (EBADF, ENOLCK on some network drives) do not protect one process from another.
+  if (::flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    ::close(fd);
+    errno = EWOULDBLOCK;
+    return -1;
+  }
+  return fd;
+}
+
+// Removes a partial directory that was left behind. What does not say that it is one, what holds a directory and what
+// another process is writing stays as it is. `fd` is its locked descriptor.
+void empty_and_remove(const std::filesystem::path& partial, int fd) {
+  struct stat status {};
+  const bool marked = ::fstatat(fd, kMarker, &status, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(status.st_mode);
+  std::error_code error;
+  const std::vector<std::string> names = list(partial, error);
+  const auto is_directory = [&](const std::string& name) {
+    return ::fstatat(fd, name.c_str(), &status, AT_SYMLINK_NOFOLLOW) != 0 || S_ISDIR(status.st_mode);
+  };
+  if (error || (!marked && !names.empty()) || std::ranges::any_of(names, is_directory)) return;
+  for (const std::string& name : names) ::unlinkat(fd, name.c_str(), 0);
+  ::unlinkat(fd, kMarker, 0);  // last: until then it says what this is
+  ::rmdir(partial.c_str());
+}
+
+void remove_leftover(const std::filesystem::path& partial) {
+  const int fd = open_locked(partial);
+  if (fd < 0) return;
+  empty_and_remove(partial, fd);
+  ::close(fd);
+}
+
+void remove_leftovers(const std::filesystem::path& parent) {
+  std::vector<std::filesystem::path> found;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with('.') && name.ends_with(kEnding)) found.push_back(entry.path());
+  }
+  for (const auto& path : found) remove_leftover(path);
+}
+
+}  // namespace
+
+NewDirectory NewDirectory::create(const std::filesystem::path& place, bool replace) {
+  NewDirectory made;
+  made.place_ = place.has_filename() ? place : place.parent_path();  // `model/` is `model`
+  made.partial_ = partial_path(made.place_);
+  made.replace_ = replace;
+  if (!replace && is_there(made.place_))
+    throw Error(Code::kExists, {made.place_.string(), "is there already", 0, "name another directory, or remove it"});
+  const std::filesystem::path parent = parent_of(made.place_);
+  std::error_code error;
+  std::filesystem::create_directories(parent, error);
+  if (error) fail_file(made.place_, "cannot be made", error.value());
+  remove_leftovers(parent);
+  if (::mkdir(made.partial_.c_str(), 0777) != 0) {
+    if (errno == EEXIST) {
+      throw Error(Code::kBusy, {made.partial_.string(), "is there, and nothing that a run has left behind", 0,
+                                "wait for the process that writes it, or remove it"});
+    }
+    fail_file(made.place_, "cannot be made", errno);
+  }
+  made.lock_ = open_locked(made.partial_);
+  if (made.lock_ < 0) fail_file(made.partial_, "cannot be opened", errno);
+  mark(made.partial_);
+  return made;
+}
+
+NewDirectory::NewDirectory(NewDirectory&& other) noexcept
+    : place_(std::move(other.place_)),
+      partial_(std::move(other.partial_)),
+      replace_(other.replace_),
+      lock_(std::exchange(other.lock_, -1)) {}
+
+NewDirectory::~NewDirectory() {
+  if (lock_ < 0) return;
+  empty_and_remove(partial_, lock_);
+  ::close(lock_);
+}
+
+void NewDirectory::finish() {
+  sync_directory(partial_);
+  bool exchanged = false;
+  if (replace_ && is_there(place_)) {
+    mark(place_);  // it is the partial one as soon as the names are exchanged
+    exchanged = ::renameat2(AT_FDCWD, partial_.c_str(), AT_FDCWD, place_.c_str(), RENAME_EXCHANGE) == 0;
+    if (!exchanged) remove_directory(place_);  // a file system that cannot do it in one step
+  }
+  // Fails on whatever may have come there meanwhile, unless it is an empty directory.
+  if (!exchanged) rename_file(partial_, place_);
+  ::close(std::exchange(lock_, -1));
+  remove_file(place_ / kMarker);
+  sync_directory(parent_of(place_));
+  if (exchanged) remove_leftover(partial_);
+}
+
+void remove_directory(const std::filesystem::path& place) {
+  const std::filesystem::path partial = partial_path(place, ".removed");
+  remove_leftover(partial);
+  mark(place);
+  rename_file(place, partial);
+  sync_directory(parent_of(place));
+  remove_leftover(partial);
+}
+
+std::vector<std::string> names_in(const std::filesystem::path& directory) {
+  std::error_code error;
+  std::vector<std::string> names = list(directory, error);
+  if (error) fail_file(directory, "cannot be read", error.value());
+  return names;
+}
+
+}  // namespace spillway

@@ -1,0 +1,411 @@
+#include <fmt/format.h>
+#include <rapidjson/prettywriter.h>
+#include <rapidjson/stringbuffer.h>
+#include <rapidjson/writer.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <future>
+#include <iterator>
+#include <set>
+
+#include "spillway/bf16.h"
+#include "spillway/error.h"
+#include "spillway/fp16.h"
+#include "spillway/safetensors.h"
+#include "spillway/units.h"
+#include "src/formats/element_count.h"
+#include "src/formats/plain_file.h"
+#include "src/formats/safetensors_header.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kBufferBytes = kMiB, kBufferAlignment = 64 * kKiB;
+// Written pages are dropped in windows of this size: one is being written back while the next one fills.
+constexpr std::uint64_t kWindowBytes = 16 * kMiB;
+
+[[noreturn]] void refuse(Code code, std::string object, std::string happened, std::string hint) {
+  throw Error(
+      code, {.object = std::move(object), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
+}
+
+struct FreeMemory {
+  void operator()(std::byte* memory) const { std::free(memory); }
+};
+using Buffer = std::unique_ptr<std::byte, FreeMemory>;
+
+Buffer make_buffer() { return Buffer(static_cast<std::byte*>(std::aligned_alloc(kBufferAlignment, kBufferBytes))); }
+
+struct PlannedTensor {
+  TensorSpec spec;
+  DType type = DType::kFloat32;
+  std::uint64_t elements = 0;
+  std::size_t file = 0;
+
+  std::uint64_t bytes() const { return elements * size_of(type); }
+};
+
+struct PlannedFile {
+  std::string name;
+  std::size_t first = 0, count = 0;  // its tensors
+  std::uint64_t data_bytes = 0, header_bytes = 0;
+};
+
+using JsonText = rapidjson::StringBuffer;
+
+void put(auto& writer, std::string_view text) {
+  writer.String(text.data(), static_cast<rapidjson::SizeType>(text.size()));
+}
+
+// Length, JSON, and spaces so that the data starts at a multiple of 8, as the format's own library writes it.
+std::string header_of(std::span<const PlannedTensor> tensors) {
+  JsonText text;
+  rapidjson::Writer<JsonText> writer(text);
+  writer.StartObject();
+  put(writer, "__metadata__");
+  writer.StartObject();
+  put(writer, "format");  // without it transformers does not take the file
+  put(writer, "pt");
+  writer.EndObject();
+  std::uint64_t offset = 0;
+  for (const PlannedTensor& tensor : tensors) {
+    put(writer, tensor.spec.name);
+    writer.StartObject();
+    put(writer, "dtype");
+    put(writer, tensor.type == DType::kFloat32 ? "F32" : tensor.type == DType::kBFloat16 ? "BF16" : "F16");
+    put(writer, "shape");
+    writer.StartArray();
+    for (const std::uint64_t dimension : tensor.spec.shape) writer.Uint64(dimension);
+    writer.EndArray();
+    put(writer, "data_offsets");
+    writer.StartArray();
+    writer.Uint64(offset);
+    writer.Uint64(offset += tensor.bytes());
+    writer.EndArray();
+    writer.EndObject();
+  }
+  writer.EndObject();
+  const std::uint64_t length = align_up<std::uint64_t>(text.GetSize(), 8);
+  std::string header(8 + length, ' ');
+  std::memcpy(header.data(), &length, 8);
+  std::memcpy(header.data() + 8, text.GetString(), text.GetSize());
+  return header;
+}
+
+std::string index_of(std::span<const PlannedTensor> tensors, std::span<const PlannedFile> files) {
+  std::uint64_t total = 0;
+  for (const PlannedFile& file : files) total += file.data_bytes;
+  JsonText text;
+  rapidjson::PrettyWriter<JsonText> writer(text);
+  writer.SetIndent(' ', 2);
+  writer.StartObject();
+  put(writer, "metadata");
+  writer.StartObject();
+  put(writer, "total_size");
+  writer.Uint64(total);
+  writer.EndObject();
+  put(writer, "weight_map");
+  writer.StartObject();
+  for (const PlannedTensor& tensor : tensors) {
+    put(writer, tensor.spec.name);
+    put(writer, files[tensor.file].name);
+  }
+  writer.EndObject();
+  writer.EndObject();
+  return std::string(text.GetString(), text.GetSize()) + "\n";
+}
+
+// Tensors in the order given, a new file when the next one would not fit; a tensor is never cut.
+std::vector<PlannedFile> plan_files(std::vector<PlannedTensor>& tensors, const SafetensorsWriterOptions& options) {
+  std::vector<PlannedFile> files(1);
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const std::uint64_t bytes = tensors[i].bytes();
+    const bool fits = files.back().count == 0 ||
+                      bytes <= options.max_file_bytes - std::min(options.max_file_bytes, files.back().data_bytes);
+    if (!fits) files.push_back({.name = {}, .first = i});
+    files.back().count += 1;
+    files.back().data_bytes += bytes;
+    tensors[i].file = files.size() - 1;
+  }
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    files[i].name = files.size() == 1 ? options.stem + ".safetensors"
+                                      : fmt::format("{}-{:05}-of-{:05}.safetensors", options.stem, i + 1, files.size());
+  }
+  return files;
+}
+
+// model-00001-of-00002.safetensors and the like, ours or another writer's.
+bool is_shard_name(std::string_view name, const std::string& stem) {
+  if (!name.starts_with(stem)) return false;
+  name.remove_prefix(stem.size());
+  constexpr std::string_view kPattern = "-00000-of-00000.safetensors";
+  const auto same = [](char pattern, char c) { return pattern == '0' ? c >= '0' && c <= '9' : pattern == c; };
+  return std::equal(kPattern.begin(), kPattern.end(), name.begin(), name.end(), same);
+}
+
+// The same under its temporary name, left by a killed run that cut the model otherwise.
+bool is_partial_shard(std::string_view name, const std::string& stem) {
+  if (!name.starts_with('.') || !name.ends_with(".partial")) return false;
+  return is_shard_name(name.substr(1, name.size() - 1 - std::string_view(".partial").size()), stem);
+}
+
+}  // namespace
+
+struct SafetensorsWriter::Output {
+  std::filesystem::path directory;
+  SafetensorsWriterOptions options;
+  std::vector<PlannedTensor> tensors;
+  std::vector<PlannedFile> files;
+  // One fills while the other one is written.
+  Buffer buffers[2] = {make_buffer(), make_buffer()};
+  std::byte* buffer = buffers[0].get();
+  std::future<void> writing;
+
+  PlainFile file;            // the one being written
+  std::uint64_t direct = 0;  // what its transfers must be multiples of; 0: they go through the page cache
+  std::size_t tensor = 0;    // the next value's place
+  std::uint64_t element = 0;
+  std::size_t buffered = 0;   // bytes in `buffer`
+  std::uint64_t written = 0;  // bytes of `file`, header included, that were given out to be written
+  std::uint64_t window = 0;   // where the window that fills starts
+  std::size_t named = 0;      // files that have their final names
+  bool finished = false;
+
+  std::string single() const { return options.stem + ".safetensors"; }
+  std::string index() const { return single() + ".index.json"; }
+  std::filesystem::path final_path(std::string_view name) const { return directory / name; }
+  // A fixed name: what a killed run left is overwritten by the next one.
+  std::filesystem::path temporary_path(std::string_view name) const {
+    return directory / fmt::format(".{}.partial", name);
+  }
+
+  ~Output() {
+    writing = {};  // waits
+    if (finished) return;
+    file = PlainFile();
+    for (std::size_t i = 0; i < files.size(); ++i) {
+      // Shards that got their names before the index failed to are no model.
+      remove_file(i < named ? final_path(files[i].name) : temporary_path(files[i].name));
+    }
+    remove_file(temporary_path(index()));
+  }
+
+  void reserve_all();
+  void append(std::span<const std::byte> bytes);
+  void flush();
+  void put(std::uint64_t offset, std::span<const std::byte> bytes);
+  void open_file(std::size_t index);
+  void close_file();
+  void name_files();
+  void remove_old(bool sharded);
+};
+
+void SafetensorsWriter::Output::reserve_all() {
+  for (PlannedFile& planned : files) {
+    const std::string header = header_of(std::span(tensors).subspan(planned.first, planned.count));
+    if (header.size() - 8 > kMostHeaderBytes) {
+      refuse(Code::kInvalidArgument, final_path(planned.name).string(),
+             "its header would be larger than the format allows", "choose a smaller max_file_bytes");
+    }
+    planned.header_bytes = header.size();
+    PlainFile created = PlainFile::create(temporary_path(planned.name));
+    created.reserve(planned.header_bytes + planned.data_bytes);
+    created.close();
+  }
+}
+
+// The header comes through the buffers as well, so that all of them start at multiples of their size.
+void SafetensorsWriter::Output::open_file(std::size_t index) {
+  file = PlainFile::open_to_write(temporary_path(files[index].name));
+  direct = file.begin_direct();
+  if (direct > kBufferAlignment) {
+    file.end_direct();
+    direct = 0;
+  }
+  written = window = 0;
+  const std::string header = header_of(std::span(tensors).subspan(files[index].first, files[index].count));
+  append(std::as_bytes(std::span(header)));
+}
+
+void SafetensorsWriter::Output::append(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    if (buffered == kBufferBytes) flush();
+    const auto part = bytes.first(std::min<std::size_t>(bytes.size(), kBufferBytes - buffered));
+    std::memcpy(buffer + buffered, part.data(), part.size());
+    buffered += part.size();
+    bytes = bytes.subspan(part.size());
+  }
+}
+
+// A full buffer goes out on a thread of its own (where there can be none, when it is waited for): what it costs to fill
+// the next one and to write this one is paid at the same time, and where several models are written side by side the
+// drive sees several requests.
+void SafetensorsWriter::Output::flush() {
+  if (writing.valid()) writing.get();
+  writing = std::async(
+      [this, offset = written, bytes = std::span<const std::byte>(buffer, buffered)] { put(offset, bytes); });
+  written += buffered;
+  buffered = 0;
+  buffer = buffer == buffers[0].get() ? buffers[1].get() : buffers[0].get();
+}
+
+void SafetensorsWriter::Output::put(std::uint64_t offset, std::span<const std::byte> bytes) {
+  file.write_at(offset, bytes);
+  const std::uint64_t end = offset + bytes.size();
+  if (direct != 0 || end - window < kWindowBytes) return;
+  file.start_writing_back(window, end - window);
+  const std::uint64_t before = window - std::min(window, kWindowBytes);
+  file.drop_cached(before, window - before, true);
+  window = end;
+}
+
+void SafetensorsWriter::Output::close_file() {
+  if (writing.valid()) writing.get();
+  std::span<const std::byte> rest(buffer, buffered);
+  if (direct != 0) {
+    const auto whole = rest.first(align_down<std::uint64_t>(rest.size(), direct));
+    if (!whole.empty()) put(written, whole);
+    rest = rest.subspan(whole.size());
+    written += whole.size();
+    file.end_direct();
+    direct = 0;
+  }
+  if (!rest.empty()) put(written, rest);
+  written += rest.size();
+  buffered = 0;
+  file.sync();
+  file.drop_cached(0, written, false);
+  file.close();
+}
+
+void SafetensorsWriter::Output::name_files() {
+  const bool sharded = files.size() > 1;
+  if (sharded) {
+    const std::string content = index_of(tensors, files);
+    PlainFile text = PlainFile::create(temporary_path(index()));
+    text.write_at(0, std::as_bytes(std::span(content)));
+    text.sync();
+    text.close();
+    // From here to the new index an older sharded model is incomplete, and its missing index says so; the two are never
+    // mixed.
+    remove_file(final_path(index()));
+    sync_directory(directory);
+  }
+  for (; named < files.size(); ++named) rename_file(temporary_path(files[named].name), final_path(files[named].name));
+  if (sharded) rename_file(temporary_path(index()), final_path(index()));
+  finished = true;
+  if (options.replace) remove_old(sharded);
+  sync_directory(directory);
+}
+
+// What an older model of another form leaves: readers would prefer, or mistake, it. The new model is complete by now,
+// so a file that cannot be removed is no reason to call it failed.
+void SafetensorsWriter::Output::remove_old(bool sharded) {
+  remove_file(final_path(sharded ? single() : index()));
+  std::set<std::string> ours;
+  for (const PlannedFile& planned : files) ours.insert(planned.name);
+  std::vector<std::filesystem::path> old;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
+    const std::string name = entry.path().filename().string();
+    const bool old_shard = is_shard_name(name, options.stem) && !ours.contains(name);
+    if (old_shard || is_partial_shard(name, options.stem)) old.push_back(entry.path());
+  }
+  for (const auto& path : old) remove_file(path);
+}
+
+SafetensorsWriter::SafetensorsWriter(std::unique_ptr<Output> output) : output_(std::move(output)) {}
+SafetensorsWriter::SafetensorsWriter(SafetensorsWriter&&) noexcept = default;
+SafetensorsWriter& SafetensorsWriter::operator=(SafetensorsWriter&&) noexcept = default;
+SafetensorsWriter::~SafetensorsWriter() = default;
+
+SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directory, std::vector<TensorSpec> tensors,
+                                            SafetensorsWriterOptions options) {
+  const std::string object = directory.string();
+  if (tensors.empty()) refuse(Code::kInvalidArgument, object, "a model has at least one tensor", "name its tensors");
+  auto output = std::make_unique<Output>();
+  output->directory = directory;
+  output->options = options;
+  std::set<std::string> names;
+  for (TensorSpec& spec : tensors) {
+    const std::uint64_t elements = count_elements(spec.name, spec.shape);
+    const bool usable = !spec.name.empty() && spec.name != "__metadata__" && names.insert(spec.name).second;
+    if (!usable)
+      refuse(Code::kInvalidArgument, object, fmt::format("a tensor is named \"{}\"", printable(spec.name)),
+             "names must be unique, and not __metadata__");
+    const DType type = spec.type.value_or(options.type);
+    output->tensors.push_back({.spec = std::move(spec), .type = type, .elements = elements});
+  }
+  output->files = plan_files(output->tensors, options);
+
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (error) {
+    throw Error(Code::kIo, {.object = object,
+                            .happened = "cannot be made",
+                            .errno_value = error.value(),
+                            .hint = "name a directory that this user may write to"});
+  }
+  std::error_code ignored;
+  const bool occupied = std::filesystem::exists(output->final_path(output->single()), ignored) ||
+                        std::filesystem::exists(output->final_path(output->index()), ignored);
+  if (occupied && !options.replace)
+    refuse(Code::kExists, object, "a model is there", "name another directory, or remove it");
+  output->reserve_all();
+  output->open_file(0);
+  return SafetensorsWriter(std::move(output));
+}
+
+void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span<const float> values) {
+  Output& out = *output_;
+  const bool in_order = tensor == out.tensor && first == out.element && tensor < out.tensors.size();
+  if (!in_order || values.size() > out.tensors[tensor].elements - first) {
+    refuse(Code::kInvalidArgument, out.directory.string(),
+           fmt::format("values {} to {} of tensor {} were given out of turn", first, first + values.size(), tensor),
+           fmt::format("value {} of tensor {} is next", out.element, out.tensor));
+  }
+  const DType type = out.tensors[tensor].type;
+  const bool half = type == DType::kFloat16;
+  const auto beyond = half ? std::ranges::find_if_not(values, fits_fp16) : values.end();
+  if (beyond != values.end()) {
+    refuse(Code::kInvalidArgument, out.directory.string(),
+           fmt::format("tensor \"{}\" holds {}, and fp16 ends at 65,504", printable(out.tensors[tensor].spec.name),
+                       *beyond),
+           "write bf16 or fp32");
+  }
+  out.element += values.size();
+  if (type == DType::kFloat32) {
+    out.append(std::as_bytes(values));
+  } else {
+    std::uint16_t narrow[1024];
+    while (!values.empty()) {
+      const std::size_t count = std::min(values.size(), std::size(narrow));
+      std::ranges::transform(values.first(count), narrow, half ? float_to_fp16 : float_to_bf16);
+      out.append(std::as_bytes(std::span(narrow).first(count)));
+      values = values.subspan(count);
+    }
+  }
+  if (out.element < out.tensors[tensor].elements) return;
+  out.element = 0;
+  out.tensor += 1;
+  const bool last = out.tensor == out.tensors.size();
+  if (last || out.tensors[out.tensor].file != out.tensors[tensor].file) {
+    out.close_file();
+    if (!last) out.open_file(out.tensors[out.tensor].file);
+  }
+}
+
+void SafetensorsWriter::finish() {
+  Output& out = *output_;
+  if (out.tensor != out.tensors.size()) {
+    refuse(Code::kInvalidArgument, out.directory.string(),
+           fmt::format("the model is finished at value {} of tensor \"{}\"", out.element,
+                       printable(out.tensors[out.tensor].spec.name)),
+           "write all values first");
+  }
+  if (!out.finished) out.name_files();
+}
+
+}  // namespace spillway

@@ -1,0 +1,205 @@
+#include "src/plan/description.h"
+
+#include <fmt/format.h>
+#include <rapidjson/document.h>
+#include <rapidjson/stringbuffer.h>
+#include <rapidjson/writer.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+#include "src/formats/plain_file.h"
+#include "src/formats/safetensors_header.h"
+#include "src/plan/partition.h"
+
+namespace spillway {
+namespace {
+
+using Writer = rapidjson::Writer<rapidjson::StringBuffer>;
+
+void write_string(Writer& out, const std::string& text) {
+  out.String(text.data(), static_cast<rapidjson::SizeType>(text.size()));
+}
+
+// The part that the fingerprint covers.
+std::string layout_json(const ModelDescription& model, DType weights, OptimizerKind optimizer,
+                        std::uint64_t tile_elements) {
+  rapidjson::StringBuffer buffer;
+  Writer out(buffer);
+  out.StartObject();
+  out.Key("weights");
+  write_string(out, std::string(name_of(weights)));
+  out.Key("optimizer");
+  write_string(out, std::string(name_of(optimizer)));
+  out.Key("tile_elements");
+  out.Uint64(tile_elements);
+  out.Key("blocks");
+  out.StartArray();
+  for (const Block& block : model.blocks) {
+    out.StartObject();
+    out.Key("name");
+    write_string(out, block.name);
+    out.Key("parameters");
+    out.StartArray();
+    for (const Parameter& parameter : block.parameters) {
+      out.StartArray();
+      write_string(out, parameter.name);
+      out.Bool(parameter.trainable);
+      for (std::uint64_t dimension : parameter.shape) out.Uint64(dimension);
+      out.EndArray();
+    }
+    out.EndArray();
+    out.EndObject();
+  }
+  out.EndArray();
+  out.EndObject();
+  return buffer.GetString();
+}
+
+std::uint64_t fingerprint_of(const std::string& layout) { return granule_checksum(std::as_bytes(std::span(layout))); }
+
+[[noreturn]] void corrupt(const std::string& object) {
+  throw Error(Code::kCorrupt, {object, "the model description cannot be read", 0, "start over with --fresh"});
+}
+
+// Names may hold any byte, zeros too.
+std::string text_of(const rapidjson::Value& value) { return {value.GetString(), value.GetStringLength()}; }
+
+Parameter parse_parameter(const rapidjson::Value& value, const std::string& object) {
+  if (!value.IsArray() || value.Size() < 2 || !value[0].IsString() || !value[1].IsBool()) corrupt(object);
+  Parameter parameter{.name = text_of(value[0]), .shape = {}, .trainable = value[1].GetBool()};
+  for (rapidjson::SizeType i = 2; i < value.Size(); ++i) {
+    if (!value[i].IsUint64()) corrupt(object);
+    parameter.shape.push_back(value[i].GetUint64());
+  }
+  return parameter;
+}
+
+std::string joined(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  return text;
+}
+
+std::string text_of(const Parameter& parameter) {
+  std::vector<std::string> shape;
+  for (std::uint64_t dimension : parameter.shape) shape.push_back(std::to_string(dimension));
+  return fmt::format("{} [{}]{}", printable(parameter.name), joined(shape), parameter.trainable ? "" : " frozen");
+}
+
+// The first block or parameter in which two models differ, as far as both go; empty: none.
+std::string first_difference(const ModelDescription& there, const ModelDescription& here) {
+  for (std::size_t b = 0; b < std::min(there.blocks.size(), here.blocks.size()); ++b) {
+    const Block &stored = there.blocks[b], &wanted = here.blocks[b];
+    if (stored.name != wanted.name) {
+      return fmt::format("block {} named {} (here: {})", b, printable(stored.name), printable(wanted.name));
+    }
+    for (std::size_t p = 0; p < std::max(stored.parameters.size(), wanted.parameters.size()); ++p) {
+      const auto text = [p](const Block& block) {
+        return p < block.parameters.size() ? text_of(block.parameters[p]) : "none";
+      };
+      if (text(stored) == text(wanted)) continue;
+      return fmt::format("parameter {} of block {}: {} (here: {})", p, printable(stored.name), text(stored),
+                         text(wanted));
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+StoreIdentity describe_store(const Config& config, const ModelDescription& model) {
+  const std::string layout = layout_json(model, config.weights, config.optimizer.kind, config.tile_elements);
+  rapidjson::StringBuffer buffer;
+  Writer out(buffer);
+  out.StartObject();
+  out.Key("layout");
+  out.RawValue(layout.data(), layout.size(), rapidjson::kObjectType);
+  out.Key("attachments");
+  out.StartArray();
+  for (const Attachment& attachment : model.attachments) {
+    out.StartArray();
+    write_string(out, attachment.name);
+    write_string(out, attachment.text);
+    out.EndArray();
+  }
+  out.EndArray();
+  out.EndObject();
+  return {
+      .description = buffer.GetString(), .fingerprint = fingerprint_of(layout), .difference = &description_difference};
+}
+
+std::string description_difference(const std::string& stored, const std::string& wanted) {
+  const StoredModel there = parse_store_description(stored, "store"), here = parse_store_description(wanted, "run");
+  std::vector<std::string> found;
+  const auto compare = [&found](const std::string& stored_text, const std::string& wanted_text, const auto& value) {
+    if (stored_text != wanted_text) found.push_back(fmt::format("{} (here: {})", stored_text, value));
+  };
+  const auto weights = [](const StoredModel& model) { return fmt::format("{} weights", name_of(model.weights)); };
+  const auto optimizer = [](const StoredModel& model) { return fmt::format("optimizer {}", name_of(model.optimizer)); };
+  const auto tiles = [](const StoredModel& model) { return fmt::format("tiles of {} elements", model.tile_elements); };
+  const auto blocks = [](const StoredModel& model) { return fmt::format("{} blocks", model.model.blocks.size()); };
+  compare(weights(there), weights(here), name_of(here.weights));
+  compare(optimizer(there), optimizer(here), name_of(here.optimizer));
+  compare(tiles(there), tiles(here), here.tile_elements);
+  compare(blocks(there), blocks(here), here.model.blocks.size());
+  const std::string parameter = first_difference(there.model, here.model);
+  if (!parameter.empty()) found.push_back(parameter);
+  return joined(found);
+}
+
+StoredModel parse_store_description(const std::string& text, const std::string& object) {
+  rapidjson::Document document;
+  document.Parse<rapidjson::kParseIterativeFlag>(text.data(), text.size());
+  if (document.HasParseError() || !document.IsObject() || !document.HasMember("layout") ||
+      !document.HasMember("attachments")) {
+    corrupt(object);
+  }
+  const auto& layout = document["layout"];
+  if (!layout.IsObject() || !layout.HasMember("weights") || !layout["weights"].IsString() ||
+      !layout.HasMember("optimizer") || !layout["optimizer"].IsString() || !layout.HasMember("tile_elements") ||
+      !layout["tile_elements"].IsUint64() || !layout.HasMember("blocks") || !layout["blocks"].IsArray() ||
+      !document["attachments"].IsArray()) {
+    corrupt(object);
+  }
+  StoredModel stored;
+  const std::string type = text_of(layout["weights"]);
+  constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  const auto* const known = std::ranges::find(kTypes, std::string_view(type), [](DType t) { return name_of(t); });
+  if (known == std::end(kTypes)) corrupt(object);
+  stored.weights = *known;
+  const std::string optimizer = text_of(layout["optimizer"]);
+  constexpr OptimizerKind kKinds[] = {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion,
+                                      OptimizerKind::kSgd};
+  const auto* const kind =
+      std::ranges::find(kKinds, std::string_view(optimizer), [](OptimizerKind k) { return name_of(k); });
+  if (kind == std::end(kKinds)) corrupt(object);
+  stored.optimizer = *kind;
+  stored.tile_elements = layout["tile_elements"].GetUint64();
+  if (stored.tile_elements == 0 || stored.tile_elements % kPartitionUnit != 0) corrupt(object);
+  for (const auto& block : layout["blocks"].GetArray()) {
+    if (!block.IsObject() || !block.HasMember("name") || !block["name"].IsString() || !block.HasMember("parameters") ||
+        !block["parameters"].IsArray()) {
+      corrupt(object);
+    }
+    stored.model.blocks.push_back({.name = text_of(block["name"]), .parameters = {}});
+    for (const auto& parameter : block["parameters"].GetArray()) {
+      stored.model.blocks.back().parameters.push_back(parse_parameter(parameter, object));
+    }
+  }
+  for (const auto& attachment : document["attachments"].GetArray()) {
+    if (!attachment.IsArray() || attachment.Size() != 2 || !attachment[0].IsString() || !attachment[1].IsString()) {
+      corrupt(object);
+    }
+    const std::string name = text_of(attachment[0]);
+    if (!is_plain_file_name(name)) corrupt(object);
+    stored.model.attachments.push_back({name, text_of(attachment[1])});
+  }
+  stored.fingerprint =
+      fingerprint_of(layout_json(stored.model, stored.weights, stored.optimizer, stored.tile_elements));
+  return stored;
+}
+
+}  // namespace spillway

@@ -1,0 +1,96 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "src/plan/layout.h"
+
+namespace spillway {
+namespace {
+
+struct Fact {
+  const char* what;
+  std::uint64_t count = 0;
+};
+
+std::uint64_t placed_bytes(const Plan& plan) {
+  std::uint64_t bytes = 0;
+  for (const Region& place : plan.hbm.places) bytes += place.bytes;
+  return bytes;
+}
+
+// Whatever a knob can change, always in the same order. `most_ahead`: bytes from which on no limit is felt.
+std::vector<Fact> facts_of(const Plan& plan, std::uint64_t most_ahead) {
+  const PlannedHits hits = planned_hits(plan);
+  const std::uint64_t element_bytes = size_of(plan.tile_places[0].shape.type);
+  const auto owned = std::ranges::count_if(plan.hbm.owners, [](const auto& owner) { return owner.has_value(); });
+  const std::uint64_t spare = plan.host.buffers_count - std::min(plan.host.buffers_count, 1u);
+  const auto cached = std::ranges::count_if(
+      plan.tile_places, [](const TilePlace& t) { return t.home[index_of(Part::kWeights)] == Home::kHost; });
+  return {
+      {"places of weights in HBM", plan.hbm.places.size()},
+      {"blocks with a place of their own", static_cast<std::uint64_t>(owned)},
+      {"visits a step that fetch their block", hits.visits - hits.hits},
+      {"parameters fetched ahead before the next waits", std::min(plan.hbm.prefetch_bytes, most_ahead) / element_bytes},
+      {"tile buffers", plan.host.buffers_count},
+      {"tiles read ahead of the update", plan.host.reads_ahead ? spare : 0},
+      {"tiles still being written behind it", plan.host.writes_behind ? spare : 0},
+      {"KiB of weights in flight", plan.host.chunks.bytes / kKiB},
+      {"tiles whose weights stay in host memory", static_cast<std::uint64_t>(cached)}};
+}
+
+std::string changes(const Plan& with, const Plan& without) {
+  const std::uint64_t most_ahead = placed_bytes(with);
+  const std::vector<Fact> now = facts_of(with, most_ahead), else_ = facts_of(without, most_ahead);
+  std::string text;
+  for (std::size_t i = 0; i < now.size(); ++i) {
+    if (now[i].count == else_[i].count) continue;
+    text += fmt::format("{}{} {} instead of {}", text.empty() ? "" : ", ", now[i].what, now[i].count, else_[i].count);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
+                                       const std::function<Plan(const Config&)>& plan_for) {
+  std::vector<std::string> lines;
+  const PlannedHits hits = planned_hits(plan);
+  if (hits.visits > 0) {
+    lines.push_back(fmt::format("of {} visits a step, {} find their block in HBM", hits.visits, hits.hits));
+  }
+  if (plan.has_store && hits.tile_bytes > 0) {
+    lines.push_back(
+        fmt::format("of {} bytes that an update works on, {} stay in memory", hits.tile_bytes, hits.tile_hit_bytes));
+  }
+  std::string idle;
+  const auto compare = [&](const char* key, auto DeepSpeedKnobs::*knob) {
+    const auto& value = config.knobs.*knob;
+    if (!value) return;
+    Config without = config;
+    (without.knobs.*knob).reset();
+    const std::string text = changes(plan, plan_for(without)), name = fmt::format("{} {}", key, *value);
+    if (text.empty()) {
+      idle += (idle.empty() ? "" : ", ") + name;
+    } else {
+      lines.push_back(name + ": " + text);
+    }
+  };
+  using Knobs = DeepSpeedKnobs;
+  compare("stage3_max_live_parameters", &Knobs::max_live_parameters);
+  compare("stage3_max_reuse_distance", &Knobs::max_reuse_distance);
+  compare("stage3_prefetch_bucket_size", &Knobs::prefetch_bucket_size);
+  compare("stage3_param_persistence_threshold", &Knobs::param_persistence_threshold);
+  compare("stage3_model_persistence_threshold", &Knobs::model_persistence_threshold);
+  compare("overlap_comm", &Knobs::overlap_comm);
+  compare("offload_param.buffer_count", &Knobs::param_buffer_count);
+  compare("offload_param.buffer_size", &Knobs::param_buffer_size);
+  compare("offload_param.max_in_cpu", &Knobs::max_in_cpu);
+  compare("offload_optimizer.buffer_count", &Knobs::optimizer_buffer_count);
+  compare("offload_optimizer.pipeline_read", &Knobs::pipeline_read);
+  compare("offload_optimizer.pipeline_write", &Knobs::pipeline_write);
+  if (!idle.empty()) lines.push_back("known from DeepSpeed, and no limit to this plan: " + idle);
+  return lines;
+}
+
+}  // namespace spillway

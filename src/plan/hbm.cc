@@ -1,0 +1,224 @@
+#include "src/plan/layout.h"
+
+#include <algorithm>
+#include <functional>
+
+#include "kernels/norm.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint32_t kPreferredPlaces = 3;  // one computing, one arriving, one being given back
+constexpr std::uint32_t kLeastPlaces = 2;      // that a knob leaves, where the budget has room for them
+
+class HbmLayout {
+ public:
+  explicit HbmLayout(PlanDraft& draft) : draft_(draft), config_(draft.config), model_(draft.model), plan_(draft.plan) {}
+
+  void run() {
+    HbmPlan& hbm = plan_.hbm;
+    PlanArena arena(Placement::kHbm, plan_.ledger);
+    hbm.workspace = arena.take("model workspace", model_.workspace_bytes);
+    std::vector<std::uint64_t> weights, gradients;
+    std::uint64_t shared_accumulator = 0;
+    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
+      BlockPlan& block = plan_.blocks[b];
+      const std::uint64_t bytes = block.partition.elements * draft_.element_bytes();
+      const std::uint64_t gradient = block.partition.trainable_elements * draft_.element_bytes();
+      weights.push_back(align_up(bytes, kPage));
+      gradients.push_back(gradient);
+      if (draft_.weights_stay()) place_weights(arena, block);
+      if (plan_.gradients_in_hbm) {
+        block.gradient_place = GradientPlace::kHbm;
+        block.gradient = arena.take("gradients", gradient);
+      }
+      if (!accumulates(b)) continue;
+      const std::uint64_t fp32 = block.partition.trainable_elements * 4;
+      block.accumulator_shared = visited_once_backward(b);
+      if (block.accumulator_shared) {
+        shared_accumulator = std::max(shared_accumulator, fp32);
+      } else {
+        block.accumulator = arena.take("gradient accumulators (fp32)", fp32);
+      }
+    }
+    for (auto* sizes : {&weights, &gradients}) std::ranges::sort(*sizes, std::greater<>());
+    const Region shared = arena.take("gradient accumulators (fp32)", shared_accumulator);
+    for (BlockPlan& block : plan_.blocks) {
+      if (block.accumulator_shared) block.accumulator = {shared.offset, block.partition.trainable_elements * 4};
+    }
+    if (!plan_.gradients_in_hbm) {
+      for (std::uint64_t bytes : {gradients[0], gradients[std::min<std::size_t>(1, gradients.size() - 1)]}) {
+        hbm.staging.push_back(arena.take("gradients on their way down", bytes));
+      }
+    }
+    const std::uint64_t leaves = div_up(gradients[0] / draft_.element_bytes(), static_cast<std::uint64_t>(kNormLeaf));
+    hbm.leaves = arena.take("gradient norm", leaves * 8);
+    hbm.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult));
+    if (plan_.gradients_in_hbm) {
+      place_states(arena);
+      hbm.finite = arena.take("gradient norm", 4);
+    }
+    // What everything needs comes first, then what overlaps copies with compute, then what saves work: an activation
+    // that stays costs no link a byte, kept insides save their block's second forward. A place more for weights than
+    // are of use in turn saves 2 bytes of reading a parameter, so it comes last.
+    const std::uint64_t activations = least_activation_bytes(model_) + shared_insides_bytes();
+    const std::uint64_t least = arena.used() + (draft_.weights_stay() ? 0 : weights[0]) + activations;
+    if (least > budget()) refuse_budget("hbm_bytes", budget(), least, "device memory");
+    if (!draft_.weights_stay()) {
+      take_places(arena, weights, budget() - activations);
+      follow_knobs();
+      take_owned_places(arena, budget() - activations);
+    }
+    place_activations(draft_, arena, budget() - shared_insides_bytes());
+    place_insides(arena, config_.hbm_bytes.value_or(0));
+    if (!draft_.weights_stay()) take_more_places(arena, weights);
+    plan_.ledger.hbm_budget = config_.hbm_bytes.value_or(arena.used());
+  }
+
+ private:
+  // The block's gradient needs an fp32 accumulator; and does it live longer than one visit?
+  bool accumulates(std::uint32_t block) const {
+    return std::ranges::any_of(model_.blocks[block].parameters,
+                               [](const Parameter& p) { return p.trainable && p.pushes > 1; });
+  }
+  bool visited_once_backward(std::uint32_t block) const {
+    return plan_.visits_given && std::ranges::count_if(plan_.visits, [block](const Visit& v) {
+                                   return v.block == block && v.pass == Pass::kBackward;
+                                 }) == 1;
+  }
+
+  void place_weights(PlanArena& arena, BlockPlan& block) {
+    block.weights = arena.take("weights", block.partition.elements * draft_.element_bytes());
+    for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
+      const std::uint64_t offset = block.weights.offset + plan_.tiles[t].range.first * draft_.element_bytes();
+      TilePlace& place = plan_.tile_places[t];
+      if (place.home[index_of(Part::kWeights)] == Home::kHbm) {
+        place.offset[index_of(Part::kWeights)] = offset;
+      } else {
+        place.hbm_weights = offset;
+      }
+    }
+  }
+
+  void place_states(PlanArena& arena) {
+    for (TilePlace& tile : plan_.tile_places) {
+      tile.offset[index_of(Part::kStates)] =
+          arena.take("optimizer states", payload_bytes(tile.shape, Part::kStates)).offset;
+    }
+  }
+
+  std::uint64_t budget() const { return config_.hbm_bytes.value_or(UINT64_MAX); }
+
+  // The first place holds the largest block, the next ones the second largest: an embedding is often many times a
+  // layer's size, and only one place need have room for it. `sizes` falls. Two places are kept whatever
+  // max_live_parameters says: with one, fetch and compute take turns.
+  void take_places(PlanArena& arena, const std::vector<std::uint64_t>& sizes, std::uint64_t budget) {
+    const std::size_t most = std::min<std::size_t>(kPreferredPlaces, sizes.size());
+    for (std::size_t p = 0; p < most; ++p) {
+      const std::uint64_t bytes = sizes[std::min<std::size_t>(p, 1)];
+      if (arena.used() + bytes > budget || (p >= kLeastPlaces && live_bytes_ + bytes > most_live_bytes())) break;
+      take_place(arena, bytes, std::nullopt);
+    }
+  }
+
+  // Of the blocks whose insides are not kept, one micro-batch at a time.
+  std::uint64_t shared_insides_bytes() const {
+    std::uint64_t most = 0;
+    for (const Block& block : model_.blocks) most = std::max(most, block.inside_bytes);
+    return align_up(most, kPage);
+  }
+
+  // Kept for as many blocks as fit; with all of them there is no need for memory that blocks share.
+  void place_insides(PlanArena& arena, std::uint64_t budget) {
+    std::uint64_t all = 0;
+    for (const Block& block : model_.blocks) all += align_up(block.inside_bytes * model_.micro_batches, kPage);
+    const bool fit = arena.used() + all <= budget;
+    if (!fit) plan_.hbm.insides = arena.take("insides of blocks, in turn", shared_insides_bytes());
+    for (std::size_t b = 0; b < plan_.blocks.size(); ++b) {
+      const std::uint64_t one = model_.blocks[b].inside_bytes, bytes = one * model_.micro_batches;
+      if (one == 0) continue;
+      BlockPlan& block = plan_.blocks[b];
+      block.insides_kept = arena.used() + align_up(bytes, kPage) <= budget;
+      block.insides = block.insides_kept ? arena.take("insides of blocks, kept for backward", bytes)
+                                         : Region{plan_.hbm.insides.offset, one};
+    }
+  }
+
+  void take_place(PlanArena& arena, std::uint64_t bytes, std::optional<std::uint32_t> owner) {
+    plan_.hbm.places.push_back(arena.take("weights of blocks on loan", bytes));
+    plan_.hbm.owners.push_back(owner);
+    live_bytes_ += bytes;
+  }
+
+  std::uint64_t bytes_of(std::uint64_t parameters) const {
+    return parameters < UINT64_MAX / kPage ? parameters * draft_.element_bytes() : UINT64_MAX;
+  }
+  std::uint64_t most_live_bytes() const { return bytes_of(config_.knobs.max_live_parameters.value_or(UINT64_MAX)); }
+
+  void follow_knobs() {
+    plan_.hbm.reuse_bytes = bytes_of(config_.knobs.max_reuse_distance.value_or(UINT64_MAX));
+    plan_.hbm.prefetch_bytes = bytes_of(config_.knobs.prefetch_bucket_size.value_or(UINT64_MAX));
+    if (!config_.knobs.overlap_comm.value_or(true)) plan_.hbm.prefetch_bytes = 0;
+  }
+
+  // param_persistence_threshold: small parameters stay on the device. Weights move in blocks here, so that it means
+  // blocks that hold nothing else.
+  void take_owned_places(PlanArena& arena, std::uint64_t budget) {
+    if (!config_.knobs.param_persistence_threshold) return;
+    const std::uint64_t most = config_.knobs.model_persistence_threshold.value_or(UINT64_MAX);
+    std::uint64_t persistent = 0;
+    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
+      const BlockPartition& block = plan_.blocks[b].partition;
+      const bool small = std::ranges::all_of(block.parameters, [this](const ParameterPlace& p) {
+        return p.count <= *config_.knobs.param_persistence_threshold;
+      });
+      const std::uint64_t bytes = align_up(block.elements * draft_.element_bytes(), kPage);
+      if (!small || persistent + block.elements > most || arena.used() + bytes > budget) continue;
+      persistent += block.elements;
+      take_place(arena, bytes, b);
+    }
+  }
+
+  // What is left of an explicit budget: blocks that stay in HBM between forward and backward are not fetched again. A
+  // byte more of a place saves a byte a step, so the places are as large as the next blocks, largest first. Left alone
+  // where they would bring nothing.
+  void take_more_places(PlanArena& arena, const std::vector<std::uint64_t>& sizes) {
+    if (!config_.hbm_bytes) return;
+    const std::size_t before = plan_.hbm.places.size(), owned = before - shared_places();
+    HbmPlan with = plan_.hbm;
+    std::uint64_t used = arena.used(), live = live_bytes_;
+    for (std::size_t p = shared_places(); p + owned < sizes.size(); ++p) {
+      if (used + sizes[p] > budget() || live + sizes[p] > most_live_bytes()) continue;
+      with.places.push_back({0, sizes[p]});
+      with.owners.emplace_back();
+      used += sizes[p];
+      live += sizes[p];
+    }
+    const auto hits = [this](const HbmPlan& hbm) {
+      return std::ranges::count(planned_visits(plan_, hbm), false, &VisitPlace::fetch);
+    };
+    if (hits(with) <= hits(plan_.hbm)) return;
+    std::vector<bool> visited(with.places.size());
+    for (const VisitPlace& visit : planned_visits(plan_, with)) visited[visit.place] = true;
+    for (std::size_t p = before; p < with.places.size(); ++p) {
+      if (visited[p]) take_place(arena, with.places[p].bytes, std::nullopt);
+    }
+  }
+
+  std::size_t shared_places() const {
+    return static_cast<std::size_t>(
+        std::ranges::count_if(plan_.hbm.owners, [](const auto& owner) { return !owner.has_value(); }));
+  }
+
+  PlanDraft& draft_;
+  const Config& config_;
+  const ModelDescription& model_;
+  Plan& plan_;
+  std::uint64_t live_bytes_ = 0;  // of all places
+};
+
+}  // namespace
+
+void lay_out_hbm(PlanDraft& draft) { HbmLayout(draft).run(); }
+
+}  // namespace spillway

@@ -1,0 +1,82 @@
+// How make_plan divides each tier's budget, a tier a file. Private to the plan.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "src/plan/plan.h"
+
+namespace spillway {
+
+inline constexpr std::uint64_t kPage = 4096;
+
+// A plan under way.
+struct PlanDraft {
+  const Config& config;
+  const ModelDescription& model;
+  const std::uint64_t nodes;  // NUMA nodes
+  Plan plan;
+
+  bool weights_stay() const { return config.parameters == Placement::kHbm; }
+  std::uint64_t element_bytes() const { return size_of(config.weights); }
+};
+
+// In this order; each throws kDoesNotFit.
+void lay_out_hbm(PlanDraft& draft);
+void lay_out_host(PlanDraft& draft);
+void lay_out_nvme(PlanDraft& draft);
+
+class PlanArena;
+
+// Activations, called by the layouts of the tiers. Throws kInvalidArgument when their description contradicts itself.
+void check_activations(const ModelDescription& model);
+std::uint64_t least_activation_bytes(const ModelDescription& model);  // in HBM
+void place_activations(PlanDraft& draft, PlanArena& hbm, std::uint64_t budget);
+// In host memory, for what leaves HBM: all of it, and the least where the rest goes to NVMe.
+struct HomeBytes {
+  std::uint64_t all = 0, least = 0;
+};
+HomeBytes activation_home_bytes(const PlanDraft& draft);
+void place_activation_homes(PlanDraft& draft, PlanArena& host, std::uint64_t budget);
+// What a step finds in place; then what each of DeepSpeed's knobs that is set changes, a line each, and one line with
+// those that change nothing: the plan is compared with the one that plan_for() makes without the knob.
+std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
+                                       const std::function<Plan(const Config&)>& plan_for);
+
+// Hands out addresses of an arena and lists what for.
+class PlanArena {
+ public:
+  PlanArena(Placement tier, Ledger& ledger) : tier_(tier), ledger_(ledger) {}
+
+  Region take(const std::string& purpose, std::uint64_t bytes) {
+    const Region region{used_, bytes};
+    if (bytes == 0) return region;
+    const std::uint64_t padded = align_up(bytes, kPage);
+    used_ += padded;
+    for (Reservation& line : ledger_.reservations) {
+      if (line.tier == tier_ && line.purpose == purpose) {
+        line.bytes += padded;
+        return region;
+      }
+    }
+    ledger_.reservations.push_back({tier_, purpose, padded});
+    return region;
+  }
+  std::uint64_t used() const { return used_; }
+
+ private:
+  Placement tier_;
+  Ledger& ledger_;
+  std::uint64_t used_ = 0;
+};
+
+// The largest unit that names the number exactly, in the configuration's own words: a hint taken literally must fit,
+// and must be the smallest that does.
+std::string size_text(std::uint64_t bytes);
+
+// `have` bytes of spillway.KEY are too few: kDoesNotFit.
+[[noreturn]] void refuse_budget(const char* key, std::uint64_t have, std::uint64_t need, const char* what);
+
+}  // namespace spillway

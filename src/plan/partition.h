@@ -1,0 +1,57 @@
+// From the parameters of a block to shards and tiles. Pure arithmetic; nothing here knows where bytes live.
+//
+//   block    | trainable part                        | frozen part      |
+//            | wte   ░| ln_1.weight ░| mlp.weight  ░ | adapter base   ░ |    ░: padding
+//   shards   | rank 0            | rank 1            | rank 0 | rank 1  |
+//   tiles    | tile | tile | tail| tile | tile | tail| tile   | tile    |
+//
+// Every parameter, shard and tile starts at a multiple of 1,024 elements (kNormLeaf, so that a leaf of the norm never
+// crosses one), and no tile mixes trainable with frozen elements. Offsets count elements of the block's flat vector.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "spillway/model.h"
+
+namespace spillway {
+
+inline constexpr std::uint64_t kPartitionUnit = 1024;
+
+struct ParameterPlace {
+  std::uint64_t first = 0;
+  std::uint64_t count = 0;  // without the padding after it
+};
+
+struct BlockPartition {
+  std::uint64_t elements = 0;              // padded total
+  std::uint64_t trainable_elements = 0;    // padded prefix
+  std::vector<ParameterPlace> parameters;  // in the block's own order
+};
+
+// Throws kInvalidArgument, naming the parameter, for an empty block, a name that is empty or not unique in it, and a
+// shape that count_elements refuses.
+BlockPartition partition_block(const Block& block);
+
+struct Shard {
+  std::uint64_t first = 0;
+  std::uint64_t count = 0;  // a multiple of kPartitionUnit; 0 when there are more ranks than units
+};
+
+// Rank's share of the elements [first, first + count), a multiple of kPartitionUnit both. The shares of all ranks are
+// disjoint, cover the range, and differ by at most kPartitionUnit; the larger ones come first.
+Shard shard_of(std::uint64_t first, std::uint64_t count, std::uint32_t rank, std::uint32_t ranks);
+
+struct TileRange {
+  std::uint64_t first = 0;
+  std::uint64_t count = 0;  // tile_elements, or less in the last two of a shard; a multiple of kPartitionUnit
+  bool trainable = true;
+};
+
+// The tiles of one rank, in increasing order. tile_elements is a multiple of kPartitionUnit. What is left at the end of
+// a shard is cut once more, so that the larger part is a multiple of kHashedTileUnit.
+std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t tile_elements, std::uint32_t rank,
+                                 std::uint32_t ranks);
+
+}  // namespace spillway

@@ -1,0 +1,289 @@
+#include "src/plan/plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+
+#include "spillway/error.h"
+#include "src/formats/plain_file.h"
+#include "src/plan/description.h"
+#include "src/plan/layout.h"
+#include "swap/tile_store.h"
+
+namespace spillway {
+namespace {
+
+class Planner {
+ public:
+  Planner(const Config& config, const ModelDescription& model, unsigned nodes)
+      : draft_{config, model, nodes, {}}, config_(config), model_(model), plan_(draft_.plan) {}
+
+  Plan run() {
+    check_config();
+    check_attachments();
+    check_activations(model_);
+    cut_blocks();
+    order_visits();
+    plan_.has_store = !config_.nvme_paths.empty();
+    plan_.slots = config_.commit_every == 0u ? 1 : 2;
+    plan_.gradients_in_hbm = config_.states == Placement::kHbm;
+    choose_homes();
+    lay_out_hbm(draft_);
+    if (!updates_inside_backward()) lay_out_host(draft_);
+    mark_speculative();
+    lay_out_nvme(draft_);
+    return std::move(plan_);
+  }
+
+ private:
+  void check_config() const {
+    if (config_.tile_elements == 0 || config_.tile_elements % kPartitionUnit != 0) {
+      throw Error(Code::kInvalidArgument,
+                  {"spillway.tile_elements", fmt::format("{} is not a multiple of 1,024", config_.tile_elements), 0,
+                   "take 4194304, the default"});
+    }
+    // Padding has no gradient and no moments: without epsilon its update would be 0 / 0.
+    const bool divides = has_exp_avg_sq(config_.optimizer.kind);
+    if (divides && !(static_cast<float>(config_.optimizer.epsilon) > 0)) {
+      throw Error(Code::kInvalidArgument,
+                  {"optimizer.params.eps",
+                   fmt::format("is 0 in fp32, so that {} would divide 0 by 0", name_of(config_.optimizer.kind)), 0,
+                   "take the default"});
+    }
+    check_placements();
+  }
+
+  // They are written as files beside exported weights.
+  void check_attachments() const {
+    for (const Attachment& attachment : model_.attachments) {
+      if (is_plain_file_name(attachment.name)) continue;
+      throw Error(Code::kInvalidArgument,
+                  {"attachment \"" + attachment.name + "\"", "is not a plain file name", 0, "leave directories out"});
+    }
+  }
+
+  void check_placements() const {
+    if (config_.states == Placement::kHbm && config_.parameters != Placement::kHbm) {
+      throw Error(Code::kInvalidArgument, {"zero_optimization.offload_param",
+                                           "is set while offload_optimizer keeps the optimizer states on the device", 0,
+                                           "set offload_optimizer.device to \"cpu\" or \"nvme\" too"});
+    }
+    const bool needs_path = config_.states == Placement::kNvme || config_.parameters == Placement::kNvme;
+    if (needs_path && config_.nvme_paths.empty()) {
+      throw Error(Code::kInvalidArgument, {"nvme_path", "is missing while something is offloaded to nvme", 0,
+                                           "name a directory on the drive in offload_optimizer.nvme_path"});
+    }
+    if (config_.nvme_paths.size() > kMostStorePaths) {
+      throw Error(Code::kInvalidArgument,
+                  {"spillway.nvme_paths", fmt::format("{} are named", config_.nvme_paths.size()), 0,
+                   fmt::format("at most {}", kMostStorePaths)});
+    }
+  }
+
+  void cut_blocks() {
+    if (model_.blocks.empty())
+      throw Error(Code::kInvalidArgument, {"model", "has no blocks", 0, "describe at least one"});
+    plan_.groups = group_parameters(config_, model_);
+    std::set<std::string> names;
+    for (std::uint32_t b = 0; b < model_.blocks.size(); ++b) {
+      for (const Parameter& parameter : model_.blocks[b].parameters) {
+        if (parameter.trainable && parameter.pushes == 0) {
+          throw Error(Code::kInvalidArgument, {parameter.name, "is trainable but expects no gradient", 0,
+                                               "set Parameter::pushes to 1 or more, or trainable to false"});
+        }
+        if (names.insert(parameter.name).second) continue;
+        throw Error(Code::kInvalidArgument,
+                    {parameter.name, "is described twice", 0, "a parameter belongs to one block"});
+      }
+      BlockPlan block;
+      block.partition = partition_block(model_.blocks[b]);
+      block.first_tile = static_cast<std::uint32_t>(plan_.tiles.size());
+      for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, 0, 1)) {
+        auto groups =
+            range.trainable ? ranges_of(block.partition, plan_.groups.parameter[b], range) : std::vector<GroupRange>{};
+        plan_.tiles.push_back({b, range, std::move(groups)});
+        plan_.tile_places.push_back({.shape = {.count = range.count,
+                                               .type = config_.weights,
+                                               .trainable = range.trainable,
+                                               .optimizer = config_.optimizer.kind}});
+      }
+      block.tiles = static_cast<std::uint32_t>(plan_.tiles.size()) - block.first_tile;
+      plan_.blocks.push_back(std::move(block));
+    }
+  }
+
+  void order_visits() {
+    plan_.visits = model_.visits;
+    plan_.visits_given = !model_.visits.empty();
+    const auto blocks = static_cast<std::uint32_t>(model_.blocks.size());
+    for (const Visit& visit : plan_.visits) {
+      if (visit.block >= blocks)
+        throw Error(Code::kInvalidArgument,
+                    {"model", "a visit names a block that does not exist", 0, "use the indices of the description"});
+    }
+    if (plan_.visits_given) return;
+    for (std::uint32_t b = 0; b < blocks; ++b) plan_.visits.push_back({b, Pass::kForward});
+    for (std::uint32_t b = blocks; b-- > 0;) plan_.visits.push_back({b, Pass::kBackward});
+  }
+
+  // Homes as configured; "nvme" tiles may still move up to host memory when there is room (cache_in_host).
+  void choose_homes() {
+    auto home = [](Placement placement) {
+      return placement == Placement::kHbm ? Home::kHbm : placement == Placement::kHost ? Home::kHost : Home::kNvme;
+    };
+    for (TilePlace& tile : plan_.tile_places) {
+      tile.home[index_of(Part::kStates)] = home(config_.states);
+      Home& weights = tile.home[index_of(Part::kWeights)];
+      weights = home(config_.parameters);
+      // The CPU update needs the weights beside the states.
+      if (weights == Home::kHbm && tile.shape.trainable) weights = home(config_.states);
+    }
+  }
+
+  // What an update inside backward overwrote is still there, in the slots of the last commit.
+  bool rolls_back() const {
+    return config_.states == Placement::kNvme && config_.parameters == Placement::kNvme &&
+           config_.commit_every.value_or(1) == 1 && draft_.nodes <= 1;
+  }
+
+  // Without clipping a block that can be rolled back need not wait for the other gradients. False: the host tier is not
+  // laid out yet. Where memory caches half of the tiles and more, that saves more than updating early does, and only
+  // what lies on NVMe can be rolled back.
+  bool updates_inside_backward() {
+    if (config_.gradient_clipping > 0 || !rolls_back()) return false;
+    try {
+      PlanDraft late = draft_;
+      lay_out_host(late);
+      if (2 * bytes_on_nvme(late.plan) <= bytes_on_nvme(plan_)) return false;
+    } catch (const Error&) {  // gradients do not fit; early ones take less
+    }
+    const Plan none_early = plan_;
+    mark_early();
+    plan_.early_blocks = true;
+    lay_out_host(draft_);
+    if (std::ranges::any_of(plan_.blocks, &BlockPlan::early)) return true;
+    plan_ = none_early;
+    return false;
+  }
+
+  static std::uint64_t bytes_on_nvme(const Plan& plan) {
+    std::uint64_t sum = 0;
+    for (const TilePlace& tile : plan.tile_places) {
+      for (Part part : {Part::kWeights, Part::kStates}) {
+        if (tile.home[index_of(part)] == Home::kNvme) sum += extent_bytes(tile.shape, part);
+      }
+    }
+    return sum;
+  }
+
+  // With clipping the gradients stay, so that a block that can be rolled back may be updated on a guess, and once more.
+  void mark_speculative() {
+    if (config_.gradient_clipping <= 0 || !rolls_back()) return;
+    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
+      BlockPlan& block = plan_.blocks[b];
+      const auto tiles = std::span(plan_.tile_places).subspan(block.first_tile, block.tiles);
+      const bool on_nvme = std::ranges::all_of(tiles, [](const TilePlace& tile) {
+        return std::ranges::all_of(tile.home, [](Home home) { return home == Home::kNvme; });
+      });
+      block.speculative = on_nvme && block.gradient_place == GradientPlace::kHost && may_be_early(b);
+    }
+  }
+
+  // All but the last block visited: the others are known by then.
+  void mark_early() {
+    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) plan_.blocks[b].early = may_be_early(b);
+  }
+  bool may_be_early(std::uint32_t b) const {
+    return b != plan_.visits.back().block && plan_.blocks[b].partition.trainable_elements > 0;
+  }
+
+  PlanDraft draft_;
+  const Config& config_;
+  const ModelDescription& model_;
+  Plan& plan_;
+};
+
+}  // namespace
+
+std::string size_text(std::uint64_t bytes) {
+  if (bytes > 0 && bytes % kMiB == 0) return fmt::format("{}MiB", bytes / kMiB);
+  if (bytes > 0 && bytes % kKiB == 0) return fmt::format("{}KiB", bytes / kKiB);
+  return fmt::format("{}B", bytes);
+}
+
+void refuse_budget(const char* key, std::uint64_t have, std::uint64_t need, const char* what) {
+  throw Error(Code::kDoesNotFit, {fmt::format("spillway.{}", key),
+                                  fmt::format("{} is too small: this plan needs at least {} of {}", size_text(have),
+                                              size_text(need), what),
+                                  0, fmt::format("set spillway.{} to \"{}\" or more", key, size_text(need))});
+}
+
+Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes) {
+  Plan plan = Planner(config, model, nodes).run();
+  plan.facts = describe_plan(config, plan, [&](const Config& other) { return Planner(other, model, nodes).run(); });
+  return plan;
+}
+
+std::vector<VisitPlace> planned_visits(const Plan& plan, const HbmPlan& hbm) {
+  std::vector<std::uint32_t> blocks;
+  for (const Visit& visit : plan.visits) blocks.push_back(visit.block);
+  std::vector<std::uint64_t> block_bytes, place_bytes;
+  for (const BlockPlan& block : plan.blocks) {
+    block_bytes.push_back(block.partition.elements * size_of(plan.tile_places[0].shape.type));
+  }
+  for (const Region& place : hbm.places) place_bytes.push_back(place.bytes);
+  return assign_places(blocks, block_bytes, place_bytes, {.owners = hbm.owners, .reuse_bytes = hbm.reuse_bytes});
+}
+
+PlannedHits planned_hits(const Plan& plan) {
+  PlannedHits hits;
+  if (!plan.hbm.places.empty()) {
+    hits.visits = plan.visits.size();
+    for (const VisitPlace& visit : planned_visits(plan, plan.hbm)) hits.hits += !visit.fetch;
+  }
+  if (plan.gradients_in_hbm) return hits;
+  for (const TilePlace& tile : plan.tile_places) {
+    if (!tile.shape.trainable) continue;
+    for (Part part : {Part::kWeights, Part::kStates}) {
+      const std::uint64_t bytes = payload_bytes(tile.shape, part);
+      hits.tile_bytes += bytes;
+      hits.tile_hit_bytes += tile.home[index_of(part)] == Home::kNvme ? 0 : bytes;
+    }
+  }
+  return hits;
+}
+
+TileStore::Created store_shape(const Plan& plan) {
+  TileStore::Created shape;
+  for (const TilePlace& tile : plan.tile_places) shape.tiles.push_back(tile.shape);
+  shape.slots = plan.slots;
+  shape.scratch_bytes = plan.scratch_bytes;
+  shape.least_scratch_bytes = plan.spill_bytes + plan.nvme.activations.bytes;
+  shape.identity = plan.identity;
+  return shape;
+}
+
+std::uint64_t Ledger::total(Placement tier) const {
+  std::uint64_t sum = 0;
+  for (const Reservation& line : reservations) sum += line.tier == tier ? line.bytes : 0;
+  return sum;
+}
+
+std::string tile_name(const Plan& plan, const ModelDescription& model, std::uint32_t tile) {
+  const TilePlan& t = plan.tiles[tile];
+  const BlockPlan& block = plan.blocks[t.block];
+  std::string names;
+  for (std::size_t p = 0; p < block.partition.parameters.size(); ++p) {
+    const ParameterPlace& place = block.partition.parameters[p];
+    if (place.first >= t.range.first + t.range.count || place.first + place.count <= t.range.first) continue;
+    if (!names.empty()) {
+      names += " …";
+      break;
+    }
+    names = model.blocks[t.block].parameters[p].name;
+  }
+  return fmt::format("tile {} of block {} ({})", tile - block.first_tile, model.blocks[t.block].name, names);
+}
+
+}  // namespace spillway

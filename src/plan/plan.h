@@ -1,0 +1,137 @@
+// The plan of a run: where every tile is at home and every byte of the three budgets, decided before anything is
+// allocated, opened or written. Pure.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "spillway/config.h"
+#include "spillway/engine.h"
+#include "spillway/model.h"
+#include "src/plan/parameter_groups.h"
+#include "src/plan/partition.h"
+#include "swap/activation_residency.h"
+#include "swap/residency.h"
+#include "swap/tile_place.h"
+#include "swap/tile_store.h"
+
+namespace spillway {
+
+struct Region {
+  std::uint64_t offset = 0, bytes = 0;
+};
+
+// Where a block's rounded gradient waits for the update.
+enum class GradientPlace : std::uint8_t {
+  kHbm,      // beside states that live there
+  kHost,     // in memory of its own until the update, which may need the norm of all gradients
+  kSpilled,  // on NVMe, in the scratch area; read again beside the tile's states
+  kPassing,  // in one of HostPlan::passing: the block is updated inside backward, as soon as its gradient is complete
+};
+
+struct BlockPlan {
+  BlockPartition partition;
+  std::uint32_t first_tile = 0, tiles = 0;
+  Region weights;  // HBM, when weights stay there
+  GradientPlace gradient_place = GradientPlace::kHost;
+  Region gradient;     // trainable elements in the weight type, in HBM or host memory; only its size in other places
+  bool early = false;  // updated inside backward
+  bool speculative = false;  // the same, when clipping had no effect in the step before: it is taken back when it has
+  std::optional<Region> accumulator;  // HBM, fp32, trainable elements
+  bool accumulator_shared = false;    // with blocks that are visited at other times
+  Region insides;                     // HBM
+  bool insides_kept = false;          // else the region is shared, and backward computes them once more
+};
+
+struct TilePlan {
+  std::uint32_t block = 0;
+  TileRange range;
+  std::vector<GroupRange> groups;  // empty when frozen
+  Extent gradient = {};            // of a spilled one; the offset counts from the start of the scratch area
+};
+
+struct HbmPlan {
+  Region workspace, leaves, norms, finite;
+  Region insides;              // of the blocks that do not keep theirs, in turn
+  std::vector<Region> places;  // of weights on loan; the first takes every block; none: weights stay in HBM
+  // See WeightPlacesOptions: the block that alone may use a place, when one leaves, how far the next are fetched ahead.
+  std::vector<std::optional<std::uint32_t>> owners;
+  std::uint64_t reuse_bytes = UINT64_MAX, prefetch_bytes = UINT64_MAX;
+  std::vector<Region> staging;  // gradients on their way down, largest first
+};
+
+struct ActivationPlan {
+  struct Home {                                  // neither: the activation never leaves HBM
+    std::optional<std::uint64_t> host, scratch;  // offset in the host arena; in NvmePlan::activations
+  };
+  std::vector<Region> places;        // HBM; as many as activations when nothing moves
+  std::vector<UsePlace> uses;        // empty: nothing moves, every activation has its own place
+  std::vector<ActivationUse> order;  // the model's, index as uses
+  std::vector<std::uint64_t> bytes;  // of each activation, when they move
+  std::vector<Home> homes;           // likewise
+  Region down, up;                   // host: chunks on the way to NVMe and back
+};
+
+struct HostPlan {
+  Region chunks, buffers, record, norms;
+  std::vector<Region> passing;  // for gradients that pass, largest first
+  Region spill_chunks;          // for gradients that are spilled, chunk_bytes each
+  std::uint64_t chunk_bytes = 0, buffer_bytes = 0;
+  std::uint32_t buffers_count = 0;
+  bool reads_ahead = true, writes_behind = true;  // of the tile that is being updated
+};
+
+struct NvmePlan {
+  Region activations;             // in the store's scratch area, behind spilled gradients
+  std::uint64_t probe_bytes = 0;  // of it, for bandwidth probes before anything is there
+};
+
+struct Plan {
+  ParameterGroups groups;
+  std::vector<BlockPlan> blocks;
+  std::vector<TilePlan> tiles;
+  std::vector<TilePlace> tile_places;  // index as tiles
+  std::vector<Visit> visits;
+  bool visits_given = false;  // else the first step records them
+  bool gradients_in_hbm = false;
+  bool early_blocks = false;  // some are updated inside backward
+  HbmPlan hbm;
+  HostPlan host;
+  ActivationPlan activations;
+  NvmePlan nvme;
+  bool has_store = false;
+  std::uint32_t slots = 2;
+  std::uint64_t scratch_bytes = 0;  // of the store, for bandwidth probes and what is spilled
+  std::uint64_t spill_bytes = 0;    // of them, spilled gradients
+  std::uint64_t store_bytes = 0;
+  StoreIdentity identity;
+  Ledger ledger;
+  std::vector<std::string> facts;  // for people: what a step finds in place, and what DeepSpeed's knobs change
+};
+
+// What a step asks for, and how much of it is there already: blocks in HBM when they are visited, and bytes of the
+// tiles that the update works on in host memory or HBM. StepReport has the same as measured.
+struct PlannedHits {
+  std::uint64_t visits = 0, hits = 0;  // while weights are on loan
+  std::uint64_t tile_bytes = 0, tile_hit_bytes = 0;
+};
+PlannedHits planned_hits(const Plan& plan);
+// Where every visit of a step finds its block, with the places of `hbm`.
+std::vector<VisitPlace> planned_visits(const Plan& plan, const HbmPlan& hbm);
+
+// The shape of the plan's store, as TileStore wants it.
+TileStore::Created store_shape(const Plan& plan);
+
+// Throws kInvalidArgument (model or configuration) and kDoesNotFit, naming the smallest change that fits. For more NUMA
+// nodes than one there are buffers in multiples of them, where the budget has room for one each.
+Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes = 1);
+
+// What the plan decided on activations and insides, for people; one fact a line.
+std::vector<std::string> activation_facts(const Plan& plan, const ModelDescription& model);
+
+// `tile 3 of block h.0 (h.0.attn.c_attn.weight …)`, for messages.
+std::string tile_name(const Plan& plan, const ModelDescription& model, std::uint32_t tile);
+
+}  // namespace spillway

@@ -1,0 +1,150 @@
+// What the engine issues in a step, in its order, and what each operation waits for. Pure; private to the schedule.
+//
+// The caller's thread is a lane of its own: what it does is in program order, and whatever it issues starts no earlier
+// than what it did last. The rules are those of the engine:
+//
+//  * WeightPlaces: places by assign_places(); a fetch starts as soon as the place's visit before it is given back.
+//  * Updater: tile i of an update uses buffer i mod buffers, and is read as soon as that buffer's last tile has been
+//    written and copied. A block is updated when forward acquires it, and its weights go to its place from there.
+//  * GradientCollector: a block's gradient goes down behind the last visit that adds to it, through staging in turn.
+//  * Engine: everything updated is settled, and committed, when the first backward visit is acquired. A block that is
+//    updated inside backward is so behind the visit after the one that completes its gradient, as its tiles come.
+//
+// Simpler than the engine: a read starts in the moment in which its buffer is free, not when the caller comes by and
+// sees that; of a tile's weights as many chunks as they fill, half of all at most, are read, checked and copied
+// together; a block's gradient has its staging for the whole visit; the caller's own work between calls takes no time.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "src/plan/schedule.h"
+#include "swap/residency.h"
+
+namespace spillway {
+
+constexpr double seconds_of(std::uint64_t bytes, double rate) {
+  return rate > 0 ? static_cast<double>(bytes) / rate : 0;
+}
+
+class ScheduleProgram {
+ public:
+  explicit ScheduleProgram(const ScheduleInput& input);
+
+  // Appends a step that begins with the update of the step before it; returns the index of its kStep.
+  std::uint32_t add_step();
+  std::vector<ScheduleOp>& ops() { return ops_; }
+
+ private:
+  struct Place {
+    std::uint32_t block = kNothing;
+    std::uint32_t ready = kNoOp;     // the last copy to it
+    std::uint32_t open = kNoOp;      // the last check of a fetch to it
+    std::uint32_t released = kNoOp;  // the last visit that used it
+    bool leased = false;
+    bool ahead = false;  // brought for a visit that is still to come
+  };
+  // Tiles that are updated one after the other, read ahead and written behind.
+  struct Run {
+    std::vector<std::uint32_t> order;
+    std::size_t next = 0;     // tiles before it are updated
+    std::size_t loading = 0;  // tiles before it have been read, or are on their way
+    bool under_way() const { return next < order.size(); }
+  };
+  struct Buffer {
+    std::uint32_t read = kNoOp, updated = kNoOp, write = kNoOp, copy = kNoOp;
+    std::uint32_t left() const {
+      return write == kNoOp ? updated : write;
+    }  // by its last tile, which copy may still read
+  };
+  // Fixed places that are used in turn; a user waits for what freed the place last.
+  struct Ring {
+    std::vector<std::uint32_t> freed;
+    std::uint32_t used = 0;
+    std::uint32_t take() { return freed.empty() ? kNothing : used++ % static_cast<std::uint32_t>(freed.size()); }
+    std::uint32_t free_after(std::uint32_t place) const { return place == kNothing ? kNoOp : freed[place]; }
+    void free_by(std::uint32_t place, std::uint32_t op) {
+      if (place != kNothing) freed[place] = op;
+    }
+  };
+  struct Use {
+    std::uint32_t loaded = kNoOp;  // it is in its place
+    std::uint32_t home = kNoOp;    // spilled: it is there
+    std::uint32_t left = kNoOp;    // its place may be used by others
+  };
+
+  std::uint32_t add(ScheduleOp op, std::initializer_list<std::uint32_t> after);
+  std::uint32_t last(Lane lane) const { return last_[static_cast<std::size_t>(lane)]; }
+  void note_visits();
+  void order_updates();
+
+  void visit(std::uint32_t v);
+  std::uint32_t end_step();
+  // Weights
+  void prefetch();
+  void bring(std::uint32_t place, std::uint32_t block);
+  void fetch(std::uint32_t place, std::uint32_t block);
+  void fetch_through_chunks(std::uint32_t tile, std::uint32_t place);
+  bool awaited(std::uint32_t block) const { return late_.next < late_end_[block]; }
+  // Updates
+  bool run_until(std::uint32_t block, std::uint32_t place);
+  void start_loads(Run& run, std::size_t count);
+  void update(Run& run, std::uint32_t place);
+  std::uint32_t buffer_of(std::size_t i) const { return (first_buffer_ + i) % buffers_.size(); }
+  void settle();
+  void commit();
+  // Gradients
+  std::uint32_t take_staging(std::uint32_t block);
+  void take_passing(std::uint32_t block);
+  void complete_gradient(std::uint32_t block, std::uint32_t computed);
+  std::uint32_t copy_gradient(std::uint32_t tile, std::uint32_t computed);
+  void spill_gradient(std::uint32_t tile, std::uint32_t computed);
+  void read_gradient(std::size_t i);
+  void update_early(std::size_t end);
+  // Activations
+  std::uint32_t compute(ScheduleOp op, std::uint32_t weights, std::uint32_t staging);
+  void load_activations();
+  void save_activation(std::uint32_t use);
+
+  const ScheduleInput& in_;
+  std::vector<ScheduleOp> ops_;
+  std::array<std::uint32_t, kLanes> last_{};  // operation of each lane
+  std::uint32_t issued_ = kNoOp;              // the caller's last
+
+  // Of the visits, the same in every step
+  std::vector<VisitPlace> planned_;
+  std::vector<std::uint32_t> previous_;  // the visit before of the same block
+  std::vector<std::uint8_t> completes_;  // its block's gradient
+
+  std::vector<Place> places_;
+  std::uint32_t cursor_ = 0, fetched_ = 0;  // visits before it: acquired, need no more fetching
+  std::uint64_t chunk_ = 0;                 // used so far
+  std::vector<std::uint32_t> chunk_freed_;  // by chunk: the copy that freed it last
+
+  // What waits for step(), and what is updated inside backward. While late_ is not under way its loads may be.
+  Run late_, early_;
+  std::vector<std::size_t> late_begin_, late_end_;  // of each block's tiles
+  std::vector<Buffer> buffers_;
+  std::uint32_t first_buffer_ = 0;      // of the tile at the beginning of the run
+  bool updating_ = true;                // the last step's update is not settled
+  std::vector<std::uint32_t> written_;  // by tile: its last write
+  std::vector<std::uint32_t> spilled_;  // by tile: its gradient's last write
+  bool begun_ = true;                   // late_ is what the last step left, and not what is read ahead
+  std::size_t complete_ = 0;            // of early_.order: their gradients are
+  bool backward_ = false;               // it has begun
+  std::vector<std::uint32_t> landed_;   // by tile: its gradient's copy down
+  std::vector<std::uint32_t> staging_freed_, staging_of_;  // by staging: the last copy from it; by block
+  std::uint32_t next_staging_ = 0;
+  std::vector<std::uint32_t> passing_;        // whose gradient lies there
+  std::vector<std::uint32_t> passing_freed_;  // the last update from there
+  std::vector<std::uint32_t> passing_of_;     // by block
+  std::uint64_t spill_chunk_ = 0;             // used so far
+  std::vector<std::uint32_t> spill_freed_;    // by chunk: the write that freed it last
+  std::vector<Use> uses_;                     // of activations, in this step
+  std::uint32_t used_ = 0, loads_ = 0;        // uses before it: made, need no more loading
+  Ring leaving_, coming_;                     // activations on their way to NVMe, and back
+};
+
+}  // namespace spillway

@@ -1,0 +1,264 @@
+// The part of a schedule's program that follows the Updater, the GradientCollector and the commit.
+#include <algorithm>
+
+#include "spillway/error.h"
+#include "src/plan/schedule_program.h"
+
+namespace spillway {
+
+// Updater::run_until. True: the block's weights went to its place.
+bool ScheduleProgram::run_until(std::uint32_t block, std::uint32_t place) {
+  const std::size_t begin = late_begin_[block], end = late_end_[block];
+  const bool whole = in_.nodes == 1 && late_.next <= begin && end - begin == in_.blocks[block].tiles;
+  while (late_.next < end) {
+    const std::size_t together = std::min<std::size_t>(in_.nodes, late_.order.size() - late_.next);
+    start_loads(late_, together);
+    for (std::size_t i = 0; i < together; ++i) update(late_, whole && late_.next >= begin ? place : kNothing);
+  }
+  if (late_.under_way()) start_loads(late_, 0);
+  return place != kNothing && whole;
+}
+
+// Of the run's tiles whose update may be made, those that there are buffers for; with nothing read ahead, the `count`
+// that are due.
+void ScheduleProgram::start_loads(Run& run, std::size_t count) {
+  const std::size_t due = &run == &late_ && !begun_ ? 0 : run.next;
+  const std::size_t end = std::min(run.order.size(), due + (in_.reads_ahead ? buffers_.size() : count));
+  for (; run.loading < end; ++run.loading) {
+    const std::uint32_t t = run.order[run.loading];
+    const ScheduleTile& tile = in_.tiles[t];
+    const std::uint32_t index = buffer_of(run.loading);
+    Buffer& buffer = buffers_[index];
+    buffer.read = kNoOp;
+    if (tile.read_bytes > 0) {
+      buffer.read = add({.kind = OpKind::kReadTile,
+                         .lane = Lane::kTileReads,
+                         .block = tile.block,
+                         .tile = t,
+                         .buffer = index,
+                         .bytes = tile.read_bytes,
+                         .seconds = seconds_of(tile.read_bytes, in_.rates.nvme_read)},
+                        {issued_, buffer.left(), buffer.copy, written_[t]});
+    }
+    if (&run == &late_ && begun_) read_gradient(run.loading);
+  }
+}
+
+// A spilled gradient is read once all of the step have been written.
+void ScheduleProgram::read_gradient(std::size_t i) {
+  const std::uint32_t t = late_.order[i], index = buffer_of(i);
+  const ScheduleTile& tile = in_.tiles[t];
+  if (tile.spill_bytes == 0) return;
+  Buffer& buffer = buffers_[index];
+  buffer.read = add({.kind = OpKind::kReadGradient,
+                     .lane = Lane::kTileReads,
+                     .block = tile.block,
+                     .tile = t,
+                     .buffer = index,
+                     .bytes = tile.spill_bytes,
+                     .seconds = seconds_of(tile.spill_bytes, in_.rates.nvme_read)},
+                    {issued_, buffer.write, buffer.copy, spilled_[t], buffer.read});
+}
+
+// The next tile of the run.
+void ScheduleProgram::update(Run& run, std::uint32_t place) {
+  SPILLWAY_CHECK(run.next < run.loading, "a tile is updated once it is on its way");
+  const std::size_t i = run.next++;
+  const std::uint32_t t = run.order[i], index = buffer_of(i);
+  const ScheduleTile& tile = in_.tiles[t];
+  Buffer& buffer = buffers_[index];
+  const Lane lane = &run == &early_ ? Lane::kEarlyUpdates : Lane::kCaller;
+  ScheduleOp op{.kind = OpKind::kUpdate,
+                .lane = lane,
+                .block = tile.block,
+                .tile = t,
+                .buffer = index,
+                .seconds = static_cast<double>(tile.elements) * in_.rates.update_seconds};
+  const std::uint32_t landed = &run == &early_ ? landed_[t] : kNoOp;
+  const std::uint32_t updated = add(op, {issued_, buffer.read, buffer.left(), buffer.copy, landed});
+  buffer = {.updated = updated};
+  if (place != kNothing || (in_.weights_stay && tile.weight_bytes > 0)) {
+    op.kind = OpKind::kCopyWeights;
+    op.lane = Lane::kH2d;
+    op.place = place;
+    op.bytes = tile.weight_bytes;
+    op.seconds = seconds_of(op.bytes, in_.rates.h2d);
+    buffer.copy = add(op, {updated, place == kNothing ? kNoOp : places_[place].released});
+  }
+  if (tile.write_bytes > 0) {
+    op.kind = OpKind::kWriteTile;
+    op.lane = Lane::kWrites;
+    op.place = kNothing;
+    op.bytes = tile.write_bytes;
+    op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
+    buffer.write = written_[t] = add(op, {updated});
+  }
+  if (!in_.writes_behind) add({.kind = OpKind::kSettle, .lane = lane}, {issued_, buffer.write, buffer.copy});
+}
+
+// Engine::settle.
+void ScheduleProgram::settle() {
+  while (late_.under_way()) run_until(in_.tiles[late_.order.back()].block, kNothing);
+  std::uint32_t write = kNoOp, copy = kNoOp;  // the last ones: their lanes are first in, first out
+  for (const Buffer& buffer : buffers_) {
+    if (buffer.write != kNoOp) write = write == kNoOp ? buffer.write : std::max(write, buffer.write);
+    if (buffer.copy != kNoOp) copy = copy == kNoOp ? buffer.copy : std::max(copy, buffer.copy);
+  }
+  add({.kind = OpKind::kSettle}, {issued_, write, copy, in_.update_on_device ? last(Lane::kCompute) : kNoOp});
+  late_.loading = 0;
+  first_buffer_ = 0;
+  updating_ = begun_ = false;
+  if (in_.commits) commit();
+}
+
+// Engine::commit: what no update wrote goes to its slot now.
+void ScheduleProgram::commit() {
+  std::uint32_t used = 0;
+  for (std::uint32_t t = 0; t < in_.tiles.size(); ++t) {
+    const ScheduleTile& tile = in_.tiles[t];
+    if (tile.commit_bytes == 0) continue;
+    const auto index = static_cast<std::uint32_t>(used++ % buffers_.size());
+    Buffer& buffer = buffers_[index];
+    ScheduleOp op{.block = tile.block, .tile = t, .buffer = index};
+    std::uint32_t here = kNoOp;
+    if (tile.commit_d2h_bytes > 0) {
+      op.kind = OpKind::kCopyTile;
+      op.lane = Lane::kD2h;
+      op.bytes = tile.commit_d2h_bytes;
+      op.seconds = seconds_of(op.bytes, in_.rates.d2h);
+      here = add(op, {issued_, buffer.left(), buffer.copy});
+    }
+    std::uint32_t read = kNoOp;
+    if (tile.commit_read_bytes > 0) {
+      op.kind = OpKind::kReadTile;
+      op.lane = Lane::kTileReads;
+      op.bytes = tile.commit_read_bytes;
+      op.seconds = seconds_of(op.bytes, in_.rates.nvme_read);
+      read = add(op, {issued_, buffer.left(), buffer.copy, written_[t]});
+    }
+    op.kind = OpKind::kHashTile;
+    op.lane = Lane::kCaller;
+    op.bytes = tile.commit_bytes;
+    op.seconds = seconds_of(op.bytes, in_.rates.checksum * in_.rates.cores);
+    const std::uint32_t hashed = add(op, {issued_, here, read, buffer.left(), buffer.copy});
+    op.kind = OpKind::kWriteTile;
+    op.lane = Lane::kWrites;
+    op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
+    buffer = {};
+    buffer.write = written_[t] = add(op, {hashed});
+  }
+  add({.kind = OpKind::kCommit, .seconds = in_.rates.sync_seconds}, {issued_, last(Lane::kWrites)});
+}
+
+// The next in turn that is large enough.
+std::uint32_t ScheduleProgram::take_staging(std::uint32_t block) {
+  const auto count = static_cast<std::uint32_t>(in_.staging_bytes.size());
+  if (count == 0) return kNothing;
+  std::uint32_t index = next_staging_;
+  for (std::uint32_t i = 0; i < count && in_.staging_bytes[index] < in_.blocks[block].gradient_bytes; ++i) {
+    index = (index + 1) % count;
+  }
+  next_staging_ = (index + 1) % count;
+  return staging_of_[block] = index;
+}
+
+// The last free one that is large enough: only the first holds the largest. With none free the caller updates a block
+// whose gradient lies in one. What comes there waits for the update that used it last.
+void ScheduleProgram::take_passing(std::uint32_t block) {
+  if (!in_.blocks[block].gradient_passes || in_.blocks[block].gradient_bytes == 0) return;
+  for (;;) {
+    for (std::size_t i = passing_.size(); i-- > 0;) {
+      if (passing_[i] != kNothing || in_.passing_bytes[i] < in_.blocks[block].gradient_bytes) continue;
+      passing_[i] = block;
+      passing_of_[block] = static_cast<std::uint32_t>(i);
+      return;
+    }
+    SPILLWAY_CHECK(early_.next < complete_, "the first passing memory takes any gradient");
+    const std::uint32_t first = in_.tiles[early_.order[early_.next]].block;
+    std::size_t end = early_.next;
+    while (end < complete_ && in_.tiles[early_.order[end]].block == first) ++end;
+    update_early(end);
+    issued_ = last(Lane::kEarlyUpdates);
+  }
+}
+
+void ScheduleProgram::complete_gradient(std::uint32_t b, std::uint32_t computed) {
+  const ScheduleBlock& block = in_.blocks[b];
+  for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
+    const ScheduleTile& tile = in_.tiles[t];
+    if (tile.elements == 0) continue;
+    if (block.early) ++complete_;
+    if (tile.gradient_bytes == 0) continue;
+    if (tile.spill_bytes > 0) {
+      spill_gradient(t, computed);
+    } else {
+      landed_[t] = copy_gradient(t, computed);
+    }
+  }
+  if (block.early) start_loads(early_, 0);
+}
+
+std::uint32_t ScheduleProgram::copy_gradient(std::uint32_t t, std::uint32_t computed) {
+  const ScheduleTile& tile = in_.tiles[t];
+  const std::uint32_t staging = staging_of_[tile.block], passing = passing_of_[tile.block];
+  const std::uint32_t copy = add({.kind = OpKind::kCopyGradient,
+                                  .lane = Lane::kD2h,
+                                  .block = tile.block,
+                                  .tile = t,
+                                  .place = staging,
+                                  .buffer = passing,
+                                  .bytes = tile.gradient_bytes,
+                                  .seconds = seconds_of(tile.gradient_bytes, in_.rates.d2h)},
+                                 {computed, passing == kNothing ? kNoOp : passing_freed_[passing]});
+  if (staging != kNothing) staging_freed_[staging] = copy;
+  return copy;
+}
+
+// As fetch_through_chunks(), the other way.
+void ScheduleProgram::spill_gradient(std::uint32_t t, std::uint32_t computed) {
+  SPILLWAY_CHECK(in_.spill_chunks > 0 && in_.chunk_bytes > 0, "gradients are spilled through chunks");
+  const ScheduleTile& tile = in_.tiles[t];
+  const std::uint32_t staging = staging_of_[tile.block];
+  const std::uint64_t piece_bytes = std::max(in_.spill_chunks / 2, 1u) * in_.chunk_bytes;
+  for (std::uint64_t done = 0; done < tile.spill_bytes; done += piece_bytes) {
+    const std::uint64_t bytes = std::min(piece_bytes, tile.spill_bytes - done);
+    const std::uint64_t payload = std::min(bytes, tile.gradient_bytes - std::min(done, tile.gradient_bytes));
+    const std::uint64_t last_chunk = spill_chunk_ + div_up(bytes, in_.chunk_bytes) - 1;
+    ScheduleOp op{.kind = OpKind::kCopyGradient,
+                  .lane = Lane::kD2h,
+                  .block = tile.block,
+                  .tile = t,
+                  .place = staging,
+                  .buffer = static_cast<std::uint32_t>(spill_chunk_ % in_.spill_chunks),
+                  .bytes = payload,
+                  .seconds = seconds_of(payload, in_.rates.d2h)};
+    const std::uint32_t copy = add(op, {computed, spill_freed_[last_chunk % in_.spill_chunks]});
+    if (staging != kNothing) staging_freed_[staging] = copy;
+    op.kind = OpKind::kSpillGradient;
+    op.lane = Lane::kWrites;
+    op.place = kNothing;
+    op.bytes = bytes;
+    op.seconds = seconds_of(bytes, in_.rates.nvme_write);
+    spilled_[t] = add(op, {copy});
+    for (; spill_chunk_ <= last_chunk; ++spill_chunk_) spill_freed_[spill_chunk_ % in_.spill_chunks] = spilled_[t];
+  }
+}
+
+// Tiles whose gradients are complete, and what their gradients lay in is free.
+void ScheduleProgram::update_early(std::size_t end) {
+  while (early_.next < end) {
+    start_loads(early_, 1);
+    const std::uint32_t block = in_.tiles[early_.order[early_.next]].block;
+    update(early_, kNothing);
+    if (const std::uint32_t passing = passing_of_[block]; passing != kNothing) {
+      const bool more = early_.next < early_.order.size() && in_.tiles[early_.order[early_.next]].block == block;
+      if (!more) {
+        passing_[passing] = kNothing;
+        passing_freed_[passing] = last(Lane::kEarlyUpdates);
+      }
+    }
+    start_loads(early_, 0);
+  }
+}
+
+}  // namespace spillway
