@@ -197,7 +197,7 @@ class Plan(CliTest):
             self.assertIn(f"{seconds} s", said)
             took[seconds] = read + written
         self.assertGreater(took["1.5"], took["0.1"])
-        with subprocess.Popen([BINARY, *command, "600"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        with subprocess.Popen([BINARY, *command, "5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               text=True) as run:
             while not list(self.place.nvme.iterdir()) and run.poll() is None:
                 time.sleep(0.001)
