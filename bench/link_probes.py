@@ -1,5 +1,6 @@
 """What the links of this machine reach by themselves: the drive by fio, hashing and copying by bench/link_rates.cc; and
 a drive that is made steady, so that its noise hides nothing."""
+import contextlib
 import json
 import os
 import pathlib
@@ -144,3 +145,8 @@ class SteadyDrive:
                 raise Unable(f"--steady: {kind}s reach {drive[kind] / 1e6:.0f} MB/s where {self.rate / 1e6:.0f} were "
                              "asked for: the drive is slower, or busy, or the throttle does not hold; ask for less")
         return drive["mixed"] > 0.9 * self.rate / (READ_PERCENT / 100)
+
+
+def steady_drive(folder, mb_per_s):
+    """A SteadyDrive of that many MB/s; of none (None), the drive stays as it is, and what is entered is None."""
+    return SteadyDrive(folder, mb_per_s * 1e6) if mb_per_s else contextlib.nullcontext()

@@ -12,7 +12,6 @@ machine first, then a run, then the plan again, since drives and shared machines
 A step in which clipping has an effect is compared with the plan's prediction of such steps (speculative_blocks 0).
 """
 import argparse
-import contextlib
 import json
 import os
 import pathlib
@@ -63,7 +62,7 @@ def trained(place, command, steps):
 def compare(place, seq, steps, factors, clipping, steady, more):
     hbm, host = (scaled(budget, factor) for budget, factor in zip((place.hbm, place.host), factors))
     command = place.command(seq, nvme=place.nvme, hbm=hbm, host=host, commit_every=1)
-    with links.SteadyDrive(place.folder, steady * 1e6) if steady else contextlib.nullcontext():
+    with links.steady_drive(place.folder, steady):
         before = planned(place, command, more)
         measured = trained(place, command, steps)
         after = planned(place, command, more)

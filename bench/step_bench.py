@@ -227,7 +227,7 @@ def step_case(a, place, seq, steady):
     line = {"bench": "step", "shape": place.name, "layers": place.layers, "width": place.width,
             "parameters": place.parameters, "seq": seq, "clipping": a.clipping, "steady_mb_per_s": steady,
             "tile_elements": a.tile_elements, "buffers": a.buffers}
-    with links.SteadyDrive(place.folder, steady * 1e6) if steady else contextlib.nullcontext() as group:
+    with links.steady_drive(place.folder, steady) as group:
         probes = [links.probe_drive(place.folder, a.probe_bytes, a.aio_bench)]
         held = group.holds(probes[0]) if group else False
         resident, skipped = measure_resident(place, seq, a.steps)
@@ -288,7 +288,7 @@ def straight_run(place, seq, steps, commit_every):
 
 def commit_case(a, place, seq, steady):
     """Steps with a commit at every step beside steps with none, in turn: what being a checkpoint costs."""
-    with links.SteadyDrive(place.folder, steady * 1e6) if steady else contextlib.nullcontext():
+    with links.steady_drive(place.folder, steady):
         runs = [[straight_run(place, seq, a.steps, every) for every in (1, 0)] for _ in range(a.rounds)]
     pairs = [committed["seconds"] / without["seconds"] for committed, without in runs]
     found = {key: [fine.median([run[key] for run in side]) for side in zip(*runs)]
@@ -303,7 +303,7 @@ def snapshot_case(a, place, seq, steady):
     """Steps behind a snapshot beside the others of the same run, and how long the update takes, to the end of its
     commit, with a snapshot and without: training never stands still longer than what they differ by."""
     trace, every = place.folder / "trace.json", 3
-    with links.SteadyDrive(place.folder, steady * 1e6) if steady else contextlib.nullcontext():
+    with links.steady_drive(place.folder, steady):
         command = place.command(seq, nvme=place.nvme, hbm=place.hbm, host=place.host, commit_every=1)
         checked(fine.watch([*command, "--steps", 2 + every * (a.steps + 1), "--log", place.log, "--trace", trace,
                             "--save", place.folder / "saved", "--save-every", every, "--keep", 1]))

@@ -169,6 +169,11 @@ class Plan(CliTest):
         self.assertEqual([], quiet["measured"])
         self.assertNotEqual("measured here", quiet["rates"]["nvme_read"]["source"])
 
+    def wait_for_files(self, run, there):
+        """Until the drive has files, or none, or the run is over."""
+        while bool(list(self.place.nvme.iterdir())) != there and run.poll() is None:
+            time.sleep(0.001)
+
     def test_CtrlCLeavesNothingOnTheDrive(self):
         model, config = self.place.init_model(), self.place.config()
         # As early and as often as a user can: at once, when there is something there, and again.
@@ -176,8 +181,7 @@ class Plan(CliTest):
             with subprocess.Popen([BINARY, "plan", "--config", config, "--model", model, "--seq", "32", "--probe"],
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
                 if seconds is None:
-                    while not list(self.place.nvme.iterdir()) and run.poll() is None:
-                        time.sleep(0.001)
+                    self.wait_for_files(run, True)
                 else:
                     time.sleep(seconds)
                 for _ in range(3):
@@ -199,10 +203,8 @@ class Plan(CliTest):
         self.assertGreater(took["1.5"], took["0.1"])
         with subprocess.Popen([BINARY, *command, "5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               text=True) as run:
-            while not list(self.place.nvme.iterdir()) and run.poll() is None:
-                time.sleep(0.001)
-            while list(self.place.nvme.iterdir()) and run.poll() is None:
-                time.sleep(0.001)
+            self.wait_for_files(run, True)
+            self.wait_for_files(run, False)
             run.send_signal(signal.SIGINT)
             _, err = run.communicate(timeout=LIMIT_SECONDS)
         self.assertIsNone(CRASH.search(err), err)
