@@ -17,4 +17,12 @@ inline void check(cudaError_t result, const char* what) {
                               "nvidia-smi and the kernel log say more; a store is at its last commit"});
 }
 
+// What cudaEventQuery and cudaStreamQuery answered. "Not yet" counts as an error, too, for whoever asks for the last
+// one next: for the launch of a kernel.
+inline bool is_done(cudaError_t state) {
+  if (state == cudaErrorNotReady) return static_cast<void>(cudaGetLastError()), false;
+  check(state, "work on the GPU");
+  return true;
+}
+
 }  // namespace spillway::cuda

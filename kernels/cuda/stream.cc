@@ -23,12 +23,7 @@ RawEvent::RawEvent(Use use) {
 
 RawEvent::~RawEvent() { static_cast<void>(cudaEventDestroy(event_)); }
 
-bool RawEvent::done() const {
-  const cudaError_t state = cudaEventQuery(event_);
-  if (state == cudaErrorNotReady) return false;
-  check(state, "work on the GPU");
-  return true;
-}
+bool RawEvent::done() const { return is_done(cudaEventQuery(event_)); }
 
 CudaStream::CudaStream(const std::string& name, std::uint64_t number, std::optional<cudaStream_t> adopted,
                        cudaStream_t clock)
@@ -92,13 +87,7 @@ double CudaStream::wait_seconds(const CudaStream& on) const {
   return waited;
 }
 
-bool CudaStream::empty_now() const {
-  if (!has_tail_) return false;
-  const cudaError_t state = cudaStreamQuery(stream_);
-  if (state == cudaErrorNotReady) return false;
-  check(state, "work on the GPU");
-  return true;
-}
+bool CudaStream::empty_now() const { return has_tail_ && is_done(cudaStreamQuery(stream_)); }
 
 void CudaStream::end_empty() {
   if (empty_now()) empty_ += since(tail_);

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BINARY = os.environ.get("SPILLWAY_BINARY", "")
+# What trains: `host`, or `cuda` where there is a GPU, also an emulated one (tests/emulated_gpu).
+DEVICE = os.environ.get("SPILLWAY_DEVICE", "host")
 # The same text on every machine, about 11 KB: the licence that travels with the source.
 TEXT = ROOT / "LICENSE"
 LIMIT_SECONDS = 300
@@ -94,7 +96,7 @@ class Workplace:
             "optimizer": {"type": "AdamW",
                           "params": {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
             "zero_optimization": {"stage": 3, **offload},
-            "spillway": {"tile_elements": 16384, **(spillway_section or {})},
+            "spillway": {"device": DEVICE, "tile_elements": 16384, **(spillway_section or {})},
             **more,
         }
         path = self.folder / "ds_config.json"

@@ -1,0 +1,253 @@
+// Memory of the device and of the host, copies, launches, and what the runtime tells about the device.
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "tests/emulated_gpu/blocks.h"
+#include "tests/emulated_gpu/device_code.h"
+#include "tests/emulated_gpu/runtime.h"
+
+namespace spillway::emulated {
+namespace {
+
+constexpr std::size_t kPage = 4096, kHugePage = 2 << 20;
+constexpr std::size_t kSharedBytesUnasked = 48 << 10;
+constexpr int kPoison = 0xff;  // fresh memory holds anything; this is a NaN in every type
+
+std::size_t round_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
+
+struct Memory {
+  std::mutex device;  // held by who computes or copies
+  std::mutex tables;
+  std::map<std::uintptr_t, std::size_t> allocated, registered;  // bytes by address; registered: whole pages
+  std::size_t used = 0;
+  std::map<const void*, std::size_t> shared_bytes;  // that kernels may ask for
+};
+Memory& memory() {
+  static auto& the = *new Memory;  // stream threads may outlive static objects
+  return the;
+}
+
+void protect(int how) {
+  const std::lock_guard lock(memory().tables);
+  for (const auto& [address, bytes] : memory().allocated) {
+    if (::mprotect(reinterpret_cast<void*>(address), round_up(bytes, kHugePage), how) != 0) stop("mprotect failed");
+  }
+}
+
+bool within(const std::map<std::uintptr_t, std::size_t>& ranges, const void* data, std::size_t bytes) {
+  const auto at = reinterpret_cast<std::uintptr_t>(data);
+  auto after = ranges.upper_bound(at);
+  if (after == ranges.begin()) return false;
+  const auto& [begin, size] = *--after;
+  return at + bytes <= begin + size;
+}
+bool is_registered(const void* data, std::size_t bytes) {
+  const std::lock_guard lock(memory().tables);
+  return within(memory().registered, data, bytes);
+}
+
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  const bool to_device = in_device_memory(to, bytes), from_device = in_device_memory(from, bytes);
+  const bool fits = kind == cudaMemcpyHostToDevice     ? to_device && !from_device
+                    : kind == cudaMemcpyDeviceToHost   ? !to_device && from_device
+                    : kind == cudaMemcpyDeviceToDevice ? to_device && from_device
+                                                       : kind == cudaMemcpyDefault;
+  if (!fits) return fail(cudaErrorInvalidValue);
+  const bool pinned = (to_device || is_registered(to, bytes)) && (from_device || is_registered(from, bytes));
+  log_call(stream == nullptr ? "copy on the default stream" : "copy", pinned ? "" : "pageable");
+  enqueue(stream, [=] {
+    const Device device;
+    std::memcpy(to, from, bytes);
+  });
+  return pinned ? cudaSuccess : cudaStreamSynchronize(stream);
+}
+
+cudaError_t fill(void* to, int value, std::size_t bytes, cudaStream_t stream) {
+  if (!in_device_memory(to, bytes)) return fail(cudaErrorInvalidValue);
+  log_call(stream == nullptr ? "fill on the default stream" : "fill");
+  enqueue(stream, [=] {
+    const Device device;
+    std::memset(to, value, bytes);
+  });
+  return cudaSuccess;
+}
+
+}  // namespace
+
+Device::Device() {
+  memory().device.lock();
+  protect(PROT_READ | PROT_WRITE);
+}
+Device::~Device() {
+  protect(PROT_NONE);
+  memory().device.unlock();
+}
+
+bool in_device_memory(const void* data, std::size_t bytes) {
+  const std::lock_guard lock(memory().tables);
+  return within(memory().allocated, data, bytes);
+}
+
+void log_call(const char* call, const char* remark) {
+  static std::FILE* const file = [] {
+    const char* path = std::getenv("SPILLWAY_EMULATED_GPU_LOG");
+    return path == nullptr ? nullptr : std::fopen(path, "ae");
+  }();
+  if (file == nullptr) return;
+  std::fprintf(file, "%s%s%s\n", call, *remark == 0 ? "" : " ", remark);
+  std::fflush(file);
+}
+
+cudaError_t fail(cudaError_t error) { return last_error = error; }
+
+cudaError_t enqueue_grid(dim3 blocks, dim3 threads, std::size_t shared_bytes, cudaStream_t stream, const void* kernel,
+                         std::function<void()> thread) {
+  const auto is = [](dim3 size, std::uint64_t x, std::uint64_t y, std::uint64_t z) {
+    return size.x > 0 && size.y > 0 && size.z > 0 && size.x <= x && size.y <= y && size.z <= z;
+  };
+  if (!is(blocks, 0x7fffffff, 65535, 65535) || !is(threads, 1024, 1024, 64) ||
+      std::uint64_t{threads.x} * threads.y * threads.z > 1024) {
+    return fail(cudaErrorInvalidConfiguration);
+  }
+  {
+    const std::lock_guard lock(memory().tables);
+    const auto asked = memory().shared_bytes.find(kernel);
+    const std::size_t most = asked == memory().shared_bytes.end() ? kSharedBytesUnasked : asked->second;
+    if (shared_bytes > most) return fail(cudaErrorInvalidValue);
+  }
+  log_call(stream == nullptr ? "launch on the default stream" : "launch");
+  enqueue(stream, [=, thread = std::move(thread)] {
+    const Device device;
+    run_grid({blocks, threads, shared_bytes}, thread);
+  });
+  return cudaSuccess;
+}
+
+}  // namespace spillway::emulated
+
+using namespace spillway::emulated;
+
+extern "C" {
+
+cudaError_t cudaMalloc(void** to, std::size_t bytes) {
+  log_call("cudaMalloc");
+  const std::lock_guard device(memory().device);  // fresh memory is not touched by who has the device
+  const std::lock_guard lock(memory().tables);
+  *to = nullptr;
+  if (bytes == 0) return cudaSuccess;
+  if (bytes > kMemoryBytes - memory().used) return fail(cudaErrorMemoryAllocation);
+  const std::size_t mapped = round_up(bytes, kHugePage);
+  void* all = ::mmap(nullptr, mapped + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (all == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
+  auto* begin = reinterpret_cast<void*>(round_up(reinterpret_cast<std::uintptr_t>(all), kHugePage));
+  ::madvise(begin, mapped, MADV_HUGEPAGE);
+  if (::mprotect(begin, mapped, PROT_READ | PROT_WRITE) != 0) stop("mprotect failed");
+  std::memset(begin, kPoison, bytes);
+  if (::mprotect(begin, mapped, PROT_NONE) != 0) stop("mprotect failed");
+  memory().allocated[reinterpret_cast<std::uintptr_t>(begin)] = bytes;
+  memory().used += bytes;
+  *to = begin;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFree(void* data) {
+  log_call("cudaFree");
+  if (data == nullptr) return cudaSuccess;
+  cudaDeviceSynchronize();
+  const std::lock_guard device(memory().device);
+  const std::lock_guard lock(memory().tables);
+  const auto found = memory().allocated.find(reinterpret_cast<std::uintptr_t>(data));
+  if (found == memory().allocated.end()) return fail(cudaErrorInvalidValue);
+  memory().used -= found->second;
+  ::munmap(data, round_up(found->second, kHugePage));
+  memory().allocated.erase(found);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(std::size_t* left, std::size_t* all) {
+  const std::lock_guard lock(memory().tables);
+  *left = kMemoryBytes - memory().used;
+  *all = kMemoryBytes;
+  return cudaSuccess;
+}
+
+// Whole pages are pinned, and none of them twice.
+cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned) {
+  log_call("cudaHostRegister");
+  if (data == nullptr || bytes == 0) return fail(cudaErrorInvalidValue);
+  const auto at = reinterpret_cast<std::uintptr_t>(data);
+  const std::uintptr_t begin = at / kPage * kPage, end = round_up(at + bytes, kPage);
+  const std::lock_guard lock(memory().tables);
+  const auto after = memory().registered.lower_bound(end);
+  if (after != memory().registered.begin()) {
+    const auto& [before, size] = *std::prev(after);
+    if (before + size > begin) return fail(cudaErrorHostMemoryAlreadyRegistered);
+  }
+  memory().registered[begin] = end - begin;
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostUnregister(void* data) {
+  log_call("cudaHostUnregister");
+  const std::lock_guard lock(memory().tables);
+  const std::size_t erased = memory().registered.erase(reinterpret_cast<std::uintptr_t>(data) / kPage * kPage);
+  return erased == 1 ? cudaSuccess : fail(cudaErrorHostMemoryNotRegistered);
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  return copy(to, from, bytes, kind, stream);
+}
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
+  const cudaError_t result = copy(to, from, bytes, kind, nullptr);
+  return result == cudaSuccess ? cudaStreamSynchronize(nullptr) : result;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
+  return fill(to, value, bytes, stream);
+}
+cudaError_t cudaMemset(void* to, int value, std::size_t bytes) { return fill(to, value, bytes, nullptr); }
+
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return fail(cudaErrorInvalidValue);
+  if (value < 0 || static_cast<std::size_t>(value) > kMostSharedBytes) return fail(cudaErrorInvalidValue);
+  const std::lock_guard lock(memory().tables);
+  memory().shared_bytes[kernel] = static_cast<std::size_t>(value);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInvalidResourceHandle: return "invalid resource handle";
+    case cudaErrorNotReady: return "device not ready";
+    case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
+    case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
+    default: return "an error that the emulated GPU does not have";
+  }
+}
+
+cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  if (device != 0) return fail(cudaErrorInvalidValue);
+  *properties = {};
+  std::snprintf(properties->name, sizeof properties->name, "emulated GPU");
+  properties->major = kMajor;
+  properties->minor = kMinor;
+  properties->totalGlobalMem = kMemoryBytes;
+  return cudaSuccess;
+}
+
+}  // extern "C"

@@ -1,0 +1,216 @@
+// Streams, each a thread that takes its work in order, and events.
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "tests/emulated_gpu/blocks.h"
+#include "tests/emulated_gpu/runtime.h"
+
+using Clock = std::chrono::steady_clock;
+
+// One mutex and one condition for all: they are few.
+namespace spillway::emulated {
+namespace {
+
+std::mutex& mutex() {
+  static auto& the = *new std::mutex;  // stream threads may outlive static objects
+  return the;
+}
+std::condition_variable& changed() {
+  static auto& the = *new std::condition_variable;
+  return the;
+}
+
+// A place in a stream that it comes by once.
+struct Mark {
+  bool passed = false;
+  Clock::time_point at;
+};
+
+}  // namespace
+}  // namespace spillway::emulated
+
+using namespace spillway::emulated;
+
+struct CUstream_st {
+  std::deque<std::function<void()>> work;
+  bool busy = false, destroyed = false;
+  unsigned flags = 0;
+
+  bool empty() const { return work.empty() && !busy; }
+};
+
+struct CUevent_st {
+  bool timed = false;
+  std::shared_ptr<Mark> latest;
+};
+
+namespace spillway::emulated {
+namespace {
+
+void run_stream(CUstream_st* stream) {
+  std::unique_lock lock(mutex());
+  while (true) {
+    changed().wait(lock, [&] { return !stream->work.empty() || stream->destroyed; });
+    if (stream->work.empty()) break;
+    const std::function<void()> work = std::move(stream->work.front());
+    stream->work.pop_front();
+    stream->busy = true;
+    lock.unlock();
+    work();
+    lock.lock();
+    stream->busy = false;
+    changed().notify_all();
+  }
+  delete stream;
+}
+
+std::set<CUstream_st*>& streams() {
+  static auto& the = *new std::set<CUstream_st*>;
+  return the;
+}
+
+// With mutex() held.
+CUstream_st* make_stream(unsigned flags) {
+  auto* stream = new CUstream_st;
+  stream->flags = flags;
+  streams().insert(stream);
+  std::thread(run_stream, stream).detach();
+  return stream;
+}
+CUstream_st* stream_of(cudaStream_t handle) {
+  static CUstream_st* const default_stream = make_stream(cudaStreamDefault);
+  if (handle == nullptr) return default_stream;
+  if (!streams().contains(handle)) stop("a stream is used that was destroyed");
+  return handle;
+}
+
+void push(CUstream_st* stream, std::function<void()> work) {
+  stream->work.push_back(std::move(work));
+  changed().notify_all();
+}
+
+void pass(const std::shared_ptr<Mark>& mark) {
+  const std::lock_guard lock(mutex());
+  mark->at = Clock::now();
+  mark->passed = true;
+  changed().notify_all();
+}
+
+}  // namespace
+
+void enqueue(cudaStream_t stream, std::function<void()> work) {
+  const std::lock_guard lock(mutex());
+  push(stream_of(stream), std::move(work));
+}
+
+}  // namespace spillway::emulated
+
+extern "C" {
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* to, unsigned flags) {
+  log_call("cudaStreamCreate");
+  const std::lock_guard lock(mutex());
+  *to = make_stream(flags);
+  return cudaSuccess;
+}
+
+// What is enqueued still runs.
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  const std::lock_guard lock(mutex());
+  stream_of(stream)->destroyed = true;
+  streams().erase(stream);
+  changed().notify_all();
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned* flags) {
+  const std::lock_guard lock(mutex());
+  *flags = stream_of(stream)->flags;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  const std::lock_guard lock(mutex());
+  return stream_of(stream)->empty() ? cudaSuccess : fail(cudaErrorNotReady);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  log_call("cudaStreamSynchronize");
+  std::unique_lock lock(mutex());
+  const CUstream_st* of = stream_of(stream);
+  changed().wait(lock, [&] { return of->empty(); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  log_call("cudaDeviceSynchronize");
+  std::unique_lock lock(mutex());
+  changed().wait(lock, [] {
+    for (const CUstream_st* stream : streams()) {
+      if (!stream->empty()) return false;
+    }
+    return true;
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+  enqueue(stream, [=] { function(argument); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* to, unsigned flags) {
+  *to = new CUevent_st{.timed = (flags & cudaEventDisableTiming) == 0, .latest = nullptr};
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  const std::lock_guard lock(mutex());
+  event->latest = std::make_shared<Mark>();
+  push(stream_of(stream), [mark = event->latest] { pass(mark); });
+  return cudaSuccess;
+}
+
+// For the record of now; what is recorded later does not count.
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const std::lock_guard lock(mutex());
+  if (event->latest == nullptr) return cudaSuccess;
+  push(stream_of(stream), [mark = event->latest] {
+    std::unique_lock waiting(mutex());
+    changed().wait(waiting, [&] { return mark->passed; });
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const std::lock_guard lock(mutex());
+  return event->latest == nullptr || event->latest->passed ? cudaSuccess : fail(cudaErrorNotReady);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  std::unique_lock lock(mutex());
+  const std::shared_ptr<Mark> mark = event->latest;
+  changed().wait(lock, [&] { return mark == nullptr || mark->passed; });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
+  const std::lock_guard lock(mutex());
+  for (const cudaEvent_t event : {from, to}) {
+    if (!event->timed || event->latest == nullptr) return fail(cudaErrorInvalidResourceHandle);
+    if (!event->latest->passed) return fail(cudaErrorNotReady);
+  }
+  *milliseconds = std::chrono::duration<float, std::milli>(to->latest->at - from->latest->at).count();
+  return cudaSuccess;
+}
+
+}  // extern "C"
