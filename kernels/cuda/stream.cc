@@ -15,9 +15,12 @@ double seconds_between(cudaEvent_t from, cudaEvent_t to) {
 
 }  // namespace
 
-// Threads that wait for an event sleep: the cores have the optimizer to run.
+// Threads that wait for an event sleep: the cores have the optimizer to run. What is recorded to know the time has
+// happened by then.
 RawEvent::RawEvent(Use use) {
-  const unsigned flags = cudaEventBlockingSync | (use == Use::kOrder ? cudaEventDisableTiming : 0u);
+  const unsigned flags = use == Use::kNow    ? cudaEventDefault
+                         : use == Use::kTime ? cudaEventBlockingSync
+                                             : cudaEventBlockingSync | cudaEventDisableTiming;
   check(cudaEventCreateWithFlags(&event_, flags), "creating an event");
 }
 
@@ -61,36 +64,35 @@ void CudaStream::wait(const CudaEvent& event) {
   if (event.stream == number_ || event.raw.done()) return;
   const std::lock_guard lock(mutex_);
   end_empty();
-  if (begun_ - settled_ == kWaits) settle_waits(true);
-  Wait& wait = waits_[begun_ % kWaits];
-  wait.on = event.stream;
-  check(cudaEventRecord(wait.before.get(), stream_), "recording an event");
+  const Gap& gap = begin_gap(event.stream);
+  check(cudaEventRecord(gap.before.get(), stream_), "recording an event");
   check(cudaStreamWaitEvent(stream_, event.raw.get(), 0), "waiting for an event");
-  check(cudaEventRecord(wait.after.get(), stream_), "recording an event");
-  ++begun_;
+  check(cudaEventRecord(gap.after.get(), stream_), "recording an event");
   record_tail();
 }
 
 IdleSeconds CudaStream::idle() const {
   const std::lock_guard lock(mutex_);
-  settle_waits(false);
-  double waited = waiting_now(0);
-  for (const Awaited& awaited : awaited_) waited += awaited.seconds;
-  return {.empty = empty_ + (empty_now() ? since(tail_) : 0), .waiting = waited};
+  settle_gaps(false);
+  double waited = waiting_now();
+  for (const Total& total : totals_) waited += total.on != number_ ? total.seconds : 0;
+  return {.empty = seconds_of(number_) + (empty_now() ? since(tail_) : 0), .waiting = waited};
 }
 
 double CudaStream::wait_seconds(const CudaStream& on) const {
   const std::lock_guard lock(mutex_);
-  settle_waits(false);
-  double waited = waiting_now(on.number_);
-  for (const Awaited& awaited : awaited_) waited += awaited.on == on.number_ ? awaited.seconds : 0;
-  return waited;
+  settle_gaps(false);
+  const bool now = settled_ < begun_ && gaps_[settled_ % kGaps].on == on.number_;
+  return seconds_of(on.number_) + (now ? waiting_now() : 0);
 }
 
 bool CudaStream::empty_now() const { return has_tail_ && is_done(cudaStreamQuery(stream_)); }
 
 void CudaStream::end_empty() {
-  if (empty_now()) empty_ += since(tail_);
+  if (!empty_now()) return;
+  Gap& gap = begin_gap(number_);
+  gap.before.swap(tail_);
+  check(cudaEventRecord(gap.after.get(), stream_), "recording an event");
 }
 
 void CudaStream::record_tail() {
@@ -98,17 +100,24 @@ void CudaStream::record_tail() {
   has_tail_ = true;
 }
 
+CudaStream::Gap& CudaStream::begin_gap(std::uint64_t on) {
+  if (begun_ - settled_ == kGaps) settle_gaps(true);
+  Gap& gap = gaps_[begun_++ % kGaps];
+  gap.on = on;
+  return gap;
+}
+
 // Those that are over, in order; the oldest one too when `oldest`, whatever it takes.
-void CudaStream::settle_waits(bool oldest) const {
+void CudaStream::settle_gaps(bool oldest) const {
   while (settled_ < begun_) {
-    const Wait& wait = waits_[settled_ % kWaits];
-    if (oldest) check(cudaEventSynchronize(wait.after.get()), "work on the GPU");
-    if (!oldest && !wait.after.done()) return;
+    const Gap& gap = gaps_[settled_ % kGaps];
+    if (oldest) check(cudaEventSynchronize(gap.after.get()), "work on the GPU");
+    if (!oldest && !gap.after.done()) return;
     oldest = false;
-    for (Awaited& awaited : awaited_) {
-      if (awaited.on != wait.on && awaited.on != 0) continue;
-      awaited.on = wait.on;
-      awaited.seconds += seconds_between(wait.before.get(), wait.after.get());
+    for (Total& total : totals_) {
+      if (total.on != gap.on && total.on != 0) continue;
+      total.on = gap.on;
+      total.seconds += seconds_between(gap.before.get(), gap.after.get());
       break;
     }
     ++settled_;
@@ -121,12 +130,19 @@ double CudaStream::since(const RawEvent& event) const {
   return seconds_between(event.get(), now_.get());
 }
 
+// Of the gaps that are settled.
+double CudaStream::seconds_of(std::uint64_t on) const {
+  for (const Total& total : totals_) {
+    if (total.on == on) return total.seconds;
+  }
+  return 0;
+}
+
 // Of the wait that the stream is in, if it is in one.
-double CudaStream::waiting_now(std::uint64_t on) const {
+double CudaStream::waiting_now() const {
   if (settled_ == begun_) return 0;
-  const Wait& wait = waits_[settled_ % kWaits];
-  if ((on != 0 && wait.on != on) || !wait.before.done()) return 0;
-  return since(wait.before);
+  const Gap& gap = gaps_[settled_ % kGaps];
+  return gap.on != number_ && gap.before.done() ? since(gap.before) : 0;
 }
 
 }  // namespace spillway::cuda

@@ -6,8 +6,10 @@
 //     … work │ before ─ wait for the other stream ─ after │ work …
 //
 // Behind everything that goes through the device comes `tail_`. A call that finds the stream empty knows that it has
-// been so since then. (Operations that a model launches by itself are always followed by such a call: the release of a
-// lease.) Waits for what has happened already are no waits, and cost nothing.
+// been so since then, and puts an event before what it adds: between the two there was nothing to run. (Operations that
+// a model launches by itself are always followed by such a call: the release of a lease.) Waits for what has happened
+// already are no waits, and cost nothing. Times are read later: nobody waits for an event to know its time, but who
+// asks for a gap that has not ended yet.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,6 +20,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "kernels/device.h"
 
@@ -26,11 +29,12 @@ namespace spillway::cuda {
 // A cudaEvent_t, created and destroyed.
 class RawEvent {
  public:
-  enum class Use { kOrder, kTime };
+  enum class Use { kOrder, kTime, kNow };
   explicit RawEvent(Use use);
   ~RawEvent();
   RawEvent(const RawEvent&) = delete;
   RawEvent& operator=(const RawEvent&) = delete;
+  void swap(RawEvent& other) noexcept { std::swap(event_, other.event_); }
   cudaEvent_t get() const noexcept { return event_; }
   bool done() const;
 
@@ -70,14 +74,15 @@ class CudaStream final : public Stream {
   double wait_seconds(const CudaStream& on) const;
 
  private:
-  static constexpr std::size_t kWaits = 64;    // under way at one time
-  static constexpr std::size_t kAwaited = 16;  // streams
+  static constexpr std::size_t kGaps = 64;     // under way at one time
+  static constexpr std::size_t kStreams = 16;  // waited for
 
-  struct Wait {
+  // Time in which nothing ran.
+  struct Gap {
     RawEvent before{RawEvent::Use::kTime}, after{RawEvent::Use::kTime};
-    std::uint64_t on = 0;
+    std::uint64_t on = 0;  // number of the stream that was waited for; its own number: it was empty
   };
-  struct Awaited {
+  struct Total {
     std::uint64_t on = 0;
     double seconds = 0;
   };
@@ -85,9 +90,11 @@ class CudaStream final : public Stream {
   // With mutex_ held, all of them.
   void end_empty();
   void record_tail();
-  void settle_waits(bool oldest) const;
+  Gap& begin_gap(std::uint64_t on);
+  void settle_gaps(bool oldest) const;
   double since(const RawEvent& event) const;
-  double waiting_now(std::uint64_t on) const;  // 0: for any
+  double seconds_of(std::uint64_t on) const;
+  double waiting_now() const;
   bool empty_now() const;
 
   cudaStream_t stream_ = nullptr;
@@ -96,13 +103,12 @@ class CudaStream final : public Stream {
   cudaStream_t const clock_;  // where the present is asked for; nothing else runs there
   mutable std::mutex mutex_;
   RawEvent tail_{RawEvent::Use::kTime};
-  mutable RawEvent now_{RawEvent::Use::kTime}, done_{RawEvent::Use::kOrder};
+  mutable RawEvent now_{RawEvent::Use::kNow}, done_{RawEvent::Use::kOrder};
   bool has_tail_ = false;
-  double empty_ = 0;
-  std::array<Wait, kWaits> waits_;
-  mutable std::size_t settled_ = 0;  // of the waits so far
+  std::array<Gap, kGaps> gaps_;
+  mutable std::size_t settled_ = 0;  // of the gaps so far
   std::size_t begun_ = 0;
-  mutable std::array<Awaited, kAwaited> awaited_;
+  mutable std::array<Total, kStreams> totals_;
 };
 
 }  // namespace spillway::cuda

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BINARY = os.environ.get("SPILLWAY_BINARY", "")
-# What trains: `host`, or `cuda` where there is a GPU, also an emulated one (tests/emulated_gpu).
-DEVICE = os.environ.get("SPILLWAY_DEVICE", "host")
+# What trains: `host`, `cuda`, or `emulated`: the cuda device on an emulated GPU (tests/emulated_gpu), which is slow.
+EMULATED = os.environ.get("SPILLWAY_DEVICE") == "emulated"
+DEVICE = "cuda" if EMULATED else os.environ.get("SPILLWAY_DEVICE", "host")
 # The same text on every machine, about 11 KB: the licence that travels with the source.
 TEXT = ROOT / "LICENSE"
 LIMIT_SECONDS = 300

@@ -6,7 +6,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import CliTest, hinted_budget, sha256_of_model  # noqa: E402
+from runs import EMULATED, CliTest, hinted_budget, sha256_of_model  # noqa: E402
 
 STEPS = int(os.environ.get("SPILLWAY_STEPS", "12"))
 # Far below what any plan needs, so that the first refusal names what is needed.
@@ -113,6 +113,8 @@ class SameBits(CliTest):
 
     def check_activations(self, dtype):
         """Block inputs of 8 micro-batches in HBM, in host memory, on NVMe; insides of no, some and all layers kept."""
+        if EMULATED:
+            self.skipTest("8,192 tokens a step take an emulated GPU half a minute")
         how = {"dtype": dtype, "micro": 32, "accumulation": 8, "spillway_section": {"threads": 2}, **ON_NVME}
         smallest = self.smallest(**how)
         hbm = {"hbm_bytes": smallest["hbm_bytes"]}
@@ -139,8 +141,9 @@ class SameBits(CliTest):
         total = int(re.search(r"hbm +total +(\d+) bytes", done.out)[1])
         return total + insides * self.INSIDES_BYTES[how["dtype"]]
 
-    # Of every token: 15 times 72 columns (norms, q, k, v, attention, both halves of the MLP) and 4 statistics in fp32.
-    INSIDES_BYTES = {dtype: 8 * 32 * 32 * (15 * 72 * size + 16) for dtype, (size, _) in BYTES.items()}
+    # Of every token: 15 times 72 columns (norms, q, k, v, attention, both halves of the MLP), and 8 statistics in fp32,
+    # 4 of which the cuda device alone has, one for each head.
+    INSIDES_BYTES = {dtype: 8 * 32 * 32 * (15 * 72 * size + 32) for dtype, (size, _) in BYTES.items()}
 
     def test_ActivationsAnywhereTrainTheSameBitsInBf16(self):
         self.check_activations("bf16")

@@ -53,6 +53,7 @@ bool is_registered(const void* data, std::size_t bytes) {
 }
 
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local bool in_host_function = false;
 
 cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   const bool to_device = in_device_memory(to, bytes), from_device = in_device_memory(from, bytes);
@@ -62,7 +63,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
                                                        : kind == cudaMemcpyDefault;
   if (!fits) return fail(cudaErrorInvalidValue);
   const bool pinned = (to_device || is_registered(to, bytes)) && (from_device || is_registered(from, bytes));
-  log_call(stream == nullptr ? "copy on the default stream" : "copy", pinned ? "" : "pageable");
+  enter(stream == nullptr ? "copy on the default stream" : "copy", pinned ? "" : "pageable");
   enqueue(stream, [=] {
     const Device device;
     std::memcpy(to, from, bytes);
@@ -72,7 +73,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
 
 cudaError_t fill(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   if (!in_device_memory(to, bytes)) return fail(cudaErrorInvalidValue);
-  log_call(stream == nullptr ? "fill on the default stream" : "fill");
+  enter(stream == nullptr ? "fill on the default stream" : "fill");
   enqueue(stream, [=] {
     const Device device;
     std::memset(to, value, bytes);
@@ -96,7 +97,8 @@ bool in_device_memory(const void* data, std::size_t bytes) {
   return within(memory().allocated, data, bytes);
 }
 
-void log_call(const char* call, const char* remark) {
+void enter(const char* call, const char* remark) {
+  if (in_host_function) stop("a host function in a stream calls CUDA");
   static std::FILE* const file = [] {
     const char* path = std::getenv("SPILLWAY_EMULATED_GPU_LOG");
     return path == nullptr ? nullptr : std::fopen(path, "ae");
@@ -104,6 +106,14 @@ void log_call(const char* call, const char* remark) {
   if (file == nullptr) return;
   std::fprintf(file, "%s%s%s\n", call, *remark == 0 ? "" : " ", remark);
   std::fflush(file);
+}
+
+void run_host_function(void (*function)(void*), void* argument) {
+  static auto& one = *new std::mutex;
+  const std::lock_guard lock(one);
+  in_host_function = true;
+  function(argument);
+  in_host_function = false;
 }
 
 cudaError_t fail(cudaError_t error) { return last_error = error; }
@@ -123,7 +133,7 @@ cudaError_t enqueue_grid(dim3 blocks, dim3 threads, std::size_t shared_bytes, cu
     const std::size_t most = asked == memory().shared_bytes.end() ? kSharedBytesUnasked : asked->second;
     if (shared_bytes > most) return fail(cudaErrorInvalidValue);
   }
-  log_call(stream == nullptr ? "launch on the default stream" : "launch");
+  enter(stream == nullptr ? "launch on the default stream" : "launch");
   enqueue(stream, [=, thread = std::move(thread)] {
     const Device device;
     run_grid({blocks, threads, shared_bytes}, thread);
@@ -138,7 +148,7 @@ using namespace spillway::emulated;
 extern "C" {
 
 cudaError_t cudaMalloc(void** to, std::size_t bytes) {
-  log_call("cudaMalloc");
+  enter("cudaMalloc");
   const std::lock_guard device(memory().device);  // fresh memory is not touched by who has the device
   const std::lock_guard lock(memory().tables);
   *to = nullptr;
@@ -159,7 +169,7 @@ cudaError_t cudaMalloc(void** to, std::size_t bytes) {
 }
 
 cudaError_t cudaFree(void* data) {
-  log_call("cudaFree");
+  enter("cudaFree");
   if (data == nullptr) return cudaSuccess;
   cudaDeviceSynchronize();
   const std::lock_guard device(memory().device);
@@ -181,7 +191,7 @@ cudaError_t cudaMemGetInfo(std::size_t* left, std::size_t* all) {
 
 // Whole pages are pinned, and none of them twice.
 cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned) {
-  log_call("cudaHostRegister");
+  enter("cudaHostRegister");
   if (data == nullptr || bytes == 0) return fail(cudaErrorInvalidValue);
   const auto at = reinterpret_cast<std::uintptr_t>(data);
   const std::uintptr_t begin = at / kPage * kPage, end = round_up(at + bytes, kPage);
@@ -196,7 +206,7 @@ cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned) {
 }
 
 cudaError_t cudaHostUnregister(void* data) {
-  log_call("cudaHostUnregister");
+  enter("cudaHostUnregister");
   const std::lock_guard lock(memory().tables);
   const std::size_t erased = memory().registered.erase(reinterpret_cast<std::uintptr_t>(data) / kPage * kPage);
   return erased == 1 ? cudaSuccess : fail(cudaErrorHostMemoryNotRegistered);

@@ -313,7 +313,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t how, const 
   if (problem.has_aux() && (!in_device_memory(problem.how.aux, bytes_of(aux)) || !is_aligned(problem.how.aux, 16))) {
     stop("an epilogue's matrix outside of device memory, or less aligned than was promised");
   }
-  log_call(stream == nullptr ? "product on the default stream" : "product");
+  enter(stream == nullptr ? "product on the default stream" : "product");
   enqueue(stream, [=] {
     const Device device;
     multiply(problem, a, b, old, c, d);

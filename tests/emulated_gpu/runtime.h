@@ -5,8 +5,8 @@
 // the device for itself, so kernels need no atomics. Only then can device memory be touched: a host thread that reads
 // or writes it in between is stopped by a segmentation fault, as it is with a GPU.
 //
-// SPILLWAY_EMULATED_GPU_LOG names a file that gets a line for each call: what was called, and `default stream` or
-// `pageable` where that applies.
+// SPILLWAY_EMULATED_GPU_LOG names a file that gets a line for each call that may cost time: what was called, and
+// `default stream` or `pageable` where that applies.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,7 +29,11 @@ class Device {
 };
 
 bool in_device_memory(const void* data, std::size_t bytes);
-void log_call(const char* call, const char* remark = "");
+
+// At the beginning of everything that a program calls. A host function in a stream may call none of it.
+void enter(const char* call, const char* remark = "");
+// As CUDA may do it: one at a time, whatever their streams.
+void run_host_function(void (*function)(void*), void* argument);
 
 // Runs after all that was enqueued before.
 void enqueue(cudaStream_t stream, std::function<void()> work);
