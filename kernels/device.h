@@ -4,7 +4,9 @@
 // are in order, a wait captures the event's latest record at the time of the call, copies are asynchronous. Host memory
 // named in a copy must be registered first. Streams and events must be destroyed before their device.
 // Threads: every call may come from any thread. Several may feed one stream: what each enqueues stays in its order.
-// Errors: spillway::Error at creation and registration. Failures of enqueued work surface in synchronize().
+// Errors: spillway::Error at creation and registration. A GPU may also fail later, and then for good: throw_if_failed()
+// says so, and is asked before anything is made of results. All else goes on without it: what is enqueued is dropped,
+// events are done, and functions that streams were to call are called, so that whoever waits for them comes to an end.
 #pragma once
 
 #include <cstddef>
@@ -65,6 +67,7 @@ class Device {
   }
   virtual bool done(const Event& event) const = 0;         // true also when never recorded, as in CUDA
   virtual void synchronize(const Event& event) const = 0;  // blocks the calling thread
+  virtual void throw_if_failed() const {}                  // kDevice
 
   virtual void copy_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) = 0;
   virtual void fill_async(void* to, std::byte value, std::size_t bytes, Stream& stream) = 0;

@@ -194,6 +194,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
       gradients.wait_landed();
     }
     machinery_.compute->synchronize();
+    machinery_.device->throw_if_failed();  // before anything is made of its results
     meter_.computed();
     StepReport report;
     report.step = step_ + 1;
@@ -264,6 +265,7 @@ bool StepEngine::begin_update(StepReport& report) {
 void StepEngine::settle() {
   if (!updating_ && !saving_) return;
   const std::exception_ptr of_look = machinery_.updater->finish();
+  machinery_.device->throw_if_failed();
   const auto start = Clock::now();
   if (std::exchange(updating_, false) && machinery_.store && commits_.due(step_)) {
     commit();
@@ -276,6 +278,7 @@ void StepEngine::commit() {
   const TimedSpan span(machinery_.timeline(), SpanKind::kCommit, step_);
   const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kCommit);
   if (written_back_ && changed_) write_resident_tiles(*machinery_.mover, plan_.tile_places);
+  machinery_.device->throw_if_failed();
   changed_ = false;
   machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
                            machinery_.host_region(plan_.host.record));

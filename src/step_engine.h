@@ -136,7 +136,14 @@ template <typename Work>
 auto StepEngine::guarded(Work&& work) {
   refuse_if_failed();
   try {
-    return work();
+    if constexpr (std::is_void_v<decltype(work())>) {
+      work();
+      machinery_.device->throw_if_failed();
+    } else {
+      auto result = work();
+      machinery_.device->throw_if_failed();
+      return result;
+    }
   } catch (const Error& error) {
     const bool refused = error.code() == Code::kInvalidArgument || error.code() == Code::kDoesNotFit ||
                          (error.code() == Code::kNonFinite && !machinery_.updater->overflowed());

@@ -59,18 +59,6 @@ class HbmArena {
   std::uint64_t bytes_;
 };
 
-class Clock {
- public:
-  Clock() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"); }
-  ~Clock() { static_cast<void>(cudaStreamDestroy(stream_)); }
-  Clock(const Clock&) = delete;
-  Clock& operator=(const Clock&) = delete;
-  cudaStream_t stream() const noexcept { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 class CudaDevice final : public Device {
  public:
   explicit CudaDevice(const CudaDeviceOptions& options) : arena_(options.hbm_bytes) {}
@@ -105,17 +93,23 @@ class CudaDevice final : public Device {
   }
 
   std::unique_ptr<Stream> create_stream(std::string name) override {
-    return std::make_unique<CudaStream>(name, ++streams_, std::nullopt, clock_.stream());
+    return std::make_unique<CudaStream>(name, ++streams_, std::nullopt, health_);
   }
   std::unique_ptr<Stream> adopt_stream(void* native) override {
-    return std::make_unique<CudaStream>("", ++streams_, static_cast<cudaStream_t>(native), clock_.stream());
+    return std::make_unique<CudaStream>("", ++streams_, static_cast<cudaStream_t>(native), health_);
   }
   std::unique_ptr<Event> create_event() override { return std::make_unique<CudaEvent>(); }
 
-  bool done(const Event& event) const override { return as_cuda(event).raw.done(); }
-  void synchronize(const Event& event) const override {
-    check(cudaEventSynchronize(as_cuda(event).raw.get()), "work on the GPU");
+  bool done(const Event& event) const override {
+    bool is = true;
+    health_.guard([&] { is = as_cuda(event).raw.done(); });
+    return is;
   }
+  void synchronize(const Event& event) const override {
+    health_.guard([&] { check(cudaEventSynchronize(as_cuda(event).raw.get()), "work on the GPU"); });
+    health_.wait_for_calls();
+  }
+  void throw_if_failed() const override { health_.throw_if_failed(); }
 
   void copy_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) override {
     if (bytes == 0) return;
@@ -138,7 +132,9 @@ class CudaDevice final : public Device {
   }
 
   void call_async(void (*function)(void*), void* argument, Stream& stream) override {
-    as_cuda(stream).add([&](cudaStream_t s) { check(cudaLaunchHostFunc(s, function, argument), "a call"); });
+    CudaStream& in = as_cuda(stream);
+    Health::Call* call = health_.prepare(function, argument);
+    in.add([&](cudaStream_t s) { check(cudaLaunchHostFunc(s, &Health::run, call), "a call"); });
   }
 
   void accumulate_async(float* accumulator, const void* from, DType from_type, std::size_t count, bool first,
@@ -192,7 +188,7 @@ class CudaDevice final : public Device {
 
   HbmArena arena_;
   RegisteredMemory registered_;
-  Clock clock_;
+  mutable Health health_;
   std::atomic<std::uint64_t> streams_ = 0;
 };
 

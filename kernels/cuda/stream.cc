@@ -29,8 +29,8 @@ RawEvent::~RawEvent() { static_cast<void>(cudaEventDestroy(event_)); }
 bool RawEvent::done() const { return is_done(cudaEventQuery(event_)); }
 
 CudaStream::CudaStream(const std::string& name, std::uint64_t number, std::optional<cudaStream_t> adopted,
-                       cudaStream_t clock)
-    : stream_(adopted.value_or(nullptr)), owned_(!adopted), number_(number), clock_(clock) {
+                       Health& health)
+    : stream_(adopted.value_or(nullptr)), owned_(!adopted), number_(number), health_(health) {
   if (!owned_) return;
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
   nvtxNameCudaStreamA(stream_, ("spillway " + name).c_str());
@@ -45,45 +45,55 @@ CudaStream::~CudaStream() {
 void CudaStream::launch(const HostTask&) { SPILLWAY_CHECK(false, "a HostTask runs on the host device only"); }
 
 void CudaStream::synchronize() {
-  {
-    const std::lock_guard lock(mutex_);
-    check(cudaEventRecord(done_.get(), stream_), "recording an event");
-  }
-  check(cudaEventSynchronize(done_.get()), "work on the GPU");
+  health_.guard([&] {
+    {
+      const std::lock_guard lock(mutex_);
+      check(cudaEventRecord(done_.get(), stream_), "recording an event");
+    }
+    check(cudaEventSynchronize(done_.get()), "work on the GPU");
+  });
+  health_.wait_for_calls();
 }
 
 void CudaStream::record(CudaEvent& event) {
-  const std::lock_guard lock(mutex_);
-  end_empty();
-  check(cudaEventRecord(event.raw.get(), stream_), "recording an event");
+  add([&](cudaStream_t stream) { check(cudaEventRecord(event.raw.get(), stream), "recording an event"); });
   event.stream = number_;
-  record_tail();
 }
 
 void CudaStream::wait(const CudaEvent& event) {
-  if (event.stream == number_ || event.raw.done()) return;
-  const std::lock_guard lock(mutex_);
-  end_empty();
-  const Gap& gap = begin_gap(event.stream);
-  check(cudaEventRecord(gap.before.get(), stream_), "recording an event");
-  check(cudaStreamWaitEvent(stream_, event.raw.get(), 0), "waiting for an event");
-  check(cudaEventRecord(gap.after.get(), stream_), "recording an event");
-  record_tail();
+  health_.guard([&] {
+    if (event.stream == number_ || event.raw.done()) return;
+    const std::lock_guard lock(mutex_);
+    end_empty();
+    const Gap& gap = begin_gap(event.stream);
+    check(cudaEventRecord(gap.before.get(), stream_), "recording an event");
+    check(cudaStreamWaitEvent(stream_, event.raw.get(), 0), "waiting for an event");
+    check(cudaEventRecord(gap.after.get(), stream_), "recording an event");
+    record_tail();
+  });
 }
 
 IdleSeconds CudaStream::idle() const {
-  const std::lock_guard lock(mutex_);
-  settle_gaps(false);
-  double waited = waiting_now();
-  for (const Total& total : totals_) waited += total.on != number_ ? total.seconds : 0;
-  return {.empty = seconds_of(number_) + (empty_now() ? since(tail_) : 0), .waiting = waited};
+  IdleSeconds seconds;
+  health_.guard([&] {
+    const std::lock_guard lock(mutex_);
+    settle_gaps(false);
+    seconds.waiting = waiting_now();
+    for (const Total& total : totals_) seconds.waiting += total.on != number_ ? total.seconds : 0;
+    seconds.empty = seconds_of(number_) + (empty_now() ? since(tail_) : 0);
+  });
+  return seconds;
 }
 
 double CudaStream::wait_seconds(const CudaStream& on) const {
-  const std::lock_guard lock(mutex_);
-  settle_gaps(false);
-  const bool now = settled_ < begun_ && gaps_[settled_ % kGaps].on == on.number_;
-  return seconds_of(on.number_) + (now ? waiting_now() : 0);
+  double seconds = 0;
+  health_.guard([&] {
+    const std::lock_guard lock(mutex_);
+    settle_gaps(false);
+    const bool now = settled_ < begun_ && gaps_[settled_ % kGaps].on == on.number_;
+    seconds = seconds_of(on.number_) + (now ? waiting_now() : 0);
+  });
+  return seconds;
 }
 
 bool CudaStream::empty_now() const { return has_tail_ && is_done(cudaStreamQuery(stream_)); }
@@ -125,7 +135,7 @@ void CudaStream::settle_gaps(bool oldest) const {
 }
 
 double CudaStream::since(const RawEvent& event) const {
-  check(cudaEventRecord(now_.get(), clock_), "recording an event");
+  check(cudaEventRecord(now_.get(), health_.clock()), "recording an event");
   check(cudaEventSynchronize(now_.get()), "reading a time");
   return seconds_between(event.get(), now_.get());
 }

@@ -22,6 +22,7 @@
 #include <string>
 #include <utility>
 
+#include "kernels/cuda/health.h"
 #include "kernels/device.h"
 
 namespace spillway::cuda {
@@ -51,7 +52,7 @@ class CudaEvent final : public Event {
 class CudaStream final : public Stream {
  public:
   // `adopted`: a stream of the caller's, that stays its own (CUDA's default stream is null); nothing: a new one.
-  CudaStream(const std::string& name, std::uint64_t number, std::optional<cudaStream_t> adopted, cudaStream_t clock);
+  CudaStream(const std::string& name, std::uint64_t number, std::optional<cudaStream_t> adopted, Health& health);
   ~CudaStream() override;  // runs what is enqueued first
 
   DeviceKind kind() const noexcept override { return DeviceKind::kCuda; }
@@ -63,10 +64,12 @@ class CudaStream final : public Stream {
   // Runs enqueue(cudaStream_t), which adds work, and keeps the times.
   template <typename Enqueue>
   void add(Enqueue enqueue) {
-    const std::lock_guard lock(mutex_);
-    end_empty();
-    enqueue(stream_);
-    record_tail();
+    health_.guard([&] {
+      const std::lock_guard lock(mutex_);
+      end_empty();
+      enqueue(stream_);
+      record_tail();
+    });
   }
   void record(CudaEvent& event);
   void wait(const CudaEvent& event);
@@ -100,7 +103,7 @@ class CudaStream final : public Stream {
   cudaStream_t stream_ = nullptr;
   const bool owned_;
   const std::uint64_t number_;
-  cudaStream_t const clock_;  // where the present is asked for; nothing else runs there
+  Health& health_;
   mutable std::mutex mutex_;
   RawEvent tail_{RawEvent::Use::kTime};
   mutable RawEvent now_{RawEvent::Use::kNow}, done_{RawEvent::Use::kOrder};

@@ -65,7 +65,7 @@ std::minstd_rand order;
 }
 
 // The stacks are made by makecontext, which is slow.
-void enter() {
+void live() {
   const unsigned self = current_thread;
   if (__builtin_setjmp(fibers[self].at) == 0) setcontext(&scheduler_context);
   while (true) {
@@ -82,7 +82,7 @@ void make_fiber(unsigned thread) {
   context.uc_stack.ss_sp = fibers[thread].stack.get();
   context.uc_stack.ss_size = kStackBytes;
   context.uc_link = nullptr;
-  makecontext(&context, &enter, 0);
+  makecontext(&context, &live, 0);
   current_thread = thread;
   swapcontext(&scheduler_context, &context);
 }

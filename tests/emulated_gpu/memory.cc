@@ -1,6 +1,7 @@
 // Memory of the device and of the host, copies, launches, and what the runtime tells about the device.
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -33,7 +34,25 @@ Memory& memory() {
   return the;
 }
 
-void protect(int how) {
+// Opens the device's memory for as long as it lives.
+class Device {
+ public:
+  Device() {
+    memory().device.lock();
+    protect(PROT_READ | PROT_WRITE);
+  }
+  ~Device() {
+    protect(PROT_NONE);
+    memory().device.unlock();
+  }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+ private:
+  static void protect(int how);
+};
+
+void Device::protect(int how) {
   const std::lock_guard lock(memory().tables);
   for (const auto& [address, bytes] : memory().allocated) {
     if (::mprotect(reinterpret_cast<void*>(address), round_up(bytes, kHugePage), how) != 0) stop("mprotect failed");
@@ -54,6 +73,7 @@ bool is_registered(const void* data, std::size_t bytes) {
 
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local bool in_host_function = false;
+std::atomic<bool> dead = false;
 
 cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   const bool to_device = in_device_memory(to, bytes), from_device = in_device_memory(from, bytes);
@@ -63,57 +83,67 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
                                                        : kind == cudaMemcpyDefault;
   if (!fits) return fail(cudaErrorInvalidValue);
   const bool pinned = (to_device || is_registered(to, bytes)) && (from_device || is_registered(from, bytes));
-  enter(stream == nullptr ? "copy on the default stream" : "copy", pinned ? "" : "pageable");
-  enqueue(stream, [=] {
-    const Device device;
-    std::memcpy(to, from, bytes);
-  });
+  if (const cudaError_t died =
+          enter(stream == nullptr ? "copy on the default stream" : "copy", pinned ? "" : "pageable");
+      died != cudaSuccess)
+    return died;
+  enqueue_on_device(stream, [=] { std::memcpy(to, from, bytes); });
   return pinned ? cudaSuccess : cudaStreamSynchronize(stream);
 }
 
 cudaError_t fill(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   if (!in_device_memory(to, bytes)) return fail(cudaErrorInvalidValue);
-  enter(stream == nullptr ? "fill on the default stream" : "fill");
-  enqueue(stream, [=] {
-    const Device device;
-    std::memset(to, value, bytes);
-  });
+  if (const cudaError_t died = enter(stream == nullptr ? "fill on the default stream" : "fill"); died != cudaSuccess)
+    return died;
+  enqueue_on_device(stream, [=] { std::memset(to, value, bytes); });
   return cudaSuccess;
 }
 
 }  // namespace
-
-Device::Device() {
-  memory().device.lock();
-  protect(PROT_READ | PROT_WRITE);
-}
-Device::~Device() {
-  protect(PROT_NONE);
-  memory().device.unlock();
-}
 
 bool in_device_memory(const void* data, std::size_t bytes) {
   const std::lock_guard lock(memory().tables);
   return within(memory().allocated, data, bytes);
 }
 
-void enter(const char* call, const char* remark) {
+cudaError_t enter(const char* call, const char* remark) {
   if (in_host_function) stop("a host function in a stream calls CUDA");
   static std::FILE* const file = [] {
     const char* path = std::getenv("SPILLWAY_EMULATED_GPU_LOG");
     return path == nullptr ? nullptr : std::fopen(path, "ae");
   }();
-  if (file == nullptr) return;
-  std::fprintf(file, "%s%s%s\n", call, *remark == 0 ? "" : " ", remark);
-  std::fflush(file);
+  static const std::uint64_t dies_at = [] {
+    const char* number = std::getenv("SPILLWAY_EMULATED_GPU_DIES_AT");
+    return number == nullptr ? UINT64_MAX : std::strtoull(number, nullptr, 10);
+  }();
+  static std::atomic<std::uint64_t> calls = 0;
+  if (file != nullptr) {
+    std::fprintf(file, "%s%s%s\n", call, *remark == 0 ? "" : " ", remark);
+    std::fflush(file);
+  }
+  if (++calls == dies_at) {
+    const std::lock_guard lock(memory().device);  // what runs comes to its end
+    dead = true;
+  }
+  return dead ? fail(cudaErrorIllegalAddress) : cudaSuccess;
 }
 
-void run_host_function(void (*function)(void*), void* argument) {
-  static auto& one = *new std::mutex;
-  const std::lock_guard lock(one);
-  in_host_function = true;
-  function(argument);
-  in_host_function = false;
+void enqueue_on_device(cudaStream_t stream, std::function<void()> work) {
+  enqueue(stream, [work = std::move(work)] {
+    const Device device;
+    if (!dead) work();
+  });
+}
+
+void enqueue_host_function(cudaStream_t stream, void (*function)(void*), void* argument) {
+  enqueue(stream, [=] {
+    static auto& one = *new std::mutex;
+    const std::lock_guard lock(one);
+    if (dead) return;
+    in_host_function = true;
+    function(argument);
+    in_host_function = false;
+  });
 }
 
 cudaError_t fail(cudaError_t error) { return last_error = error; }
@@ -133,11 +163,10 @@ cudaError_t enqueue_grid(dim3 blocks, dim3 threads, std::size_t shared_bytes, cu
     const std::size_t most = asked == memory().shared_bytes.end() ? kSharedBytesUnasked : asked->second;
     if (shared_bytes > most) return fail(cudaErrorInvalidValue);
   }
-  enter(stream == nullptr ? "launch on the default stream" : "launch");
-  enqueue(stream, [=, thread = std::move(thread)] {
-    const Device device;
-    run_grid({blocks, threads, shared_bytes}, thread);
-  });
+  if (const cudaError_t died = enter(stream == nullptr ? "launch on the default stream" : "launch");
+      died != cudaSuccess)
+    return died;
+  enqueue_on_device(stream, [=, thread = std::move(thread)] { run_grid({blocks, threads, shared_bytes}, thread); });
   return cudaSuccess;
 }
 
@@ -148,7 +177,7 @@ using namespace spillway::emulated;
 extern "C" {
 
 cudaError_t cudaMalloc(void** to, std::size_t bytes) {
-  enter("cudaMalloc");
+  if (const cudaError_t died = enter("cudaMalloc"); died != cudaSuccess) return died;
   const std::lock_guard device(memory().device);  // fresh memory is not touched by who has the device
   const std::lock_guard lock(memory().tables);
   *to = nullptr;
@@ -169,7 +198,7 @@ cudaError_t cudaMalloc(void** to, std::size_t bytes) {
 }
 
 cudaError_t cudaFree(void* data) {
-  enter("cudaFree");
+  if (const cudaError_t died = enter("cudaFree"); died != cudaSuccess) return died;
   if (data == nullptr) return cudaSuccess;
   cudaDeviceSynchronize();
   const std::lock_guard device(memory().device);
@@ -191,7 +220,7 @@ cudaError_t cudaMemGetInfo(std::size_t* left, std::size_t* all) {
 
 // Whole pages are pinned, and none of them twice.
 cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned) {
-  enter("cudaHostRegister");
+  if (const cudaError_t died = enter("cudaHostRegister"); died != cudaSuccess) return died;
   if (data == nullptr || bytes == 0) return fail(cudaErrorInvalidValue);
   const auto at = reinterpret_cast<std::uintptr_t>(data);
   const std::uintptr_t begin = at / kPage * kPage, end = round_up(at + bytes, kPage);
@@ -206,7 +235,7 @@ cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned) {
 }
 
 cudaError_t cudaHostUnregister(void* data) {
-  enter("cudaHostUnregister");
+  if (const cudaError_t died = enter("cudaHostUnregister"); died != cudaSuccess) return died;
   const std::lock_guard lock(memory().tables);
   const std::size_t erased = memory().registered.erase(reinterpret_cast<std::uintptr_t>(data) / kPage * kPage);
   return erased == 1 ? cudaSuccess : fail(cudaErrorHostMemoryNotRegistered);
@@ -237,6 +266,7 @@ const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorNotReady: return "device not ready";

@@ -207,6 +207,7 @@ const char* cublasLtGetStatusString(cublasStatus_t status) {
     case CUBLAS_STATUS_SUCCESS: return "CUBLAS_STATUS_SUCCESS";
     case CUBLAS_STATUS_INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
     case CUBLAS_STATUS_NOT_SUPPORTED: return "CUBLAS_STATUS_NOT_SUPPORTED";
+    case CUBLAS_STATUS_EXECUTION_FAILED: return "CUBLAS_STATUS_EXECUTION_FAILED";
     default: return "a status that the emulated GPU does not have";
   }
 }
@@ -313,11 +314,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t how, const 
   if (problem.has_aux() && (!in_device_memory(problem.how.aux, bytes_of(aux)) || !is_aligned(problem.how.aux, 16))) {
     stop("an epilogue's matrix outside of device memory, or less aligned than was promised");
   }
-  enter(stream == nullptr ? "product on the default stream" : "product");
-  enqueue(stream, [=] {
-    const Device device;
-    multiply(problem, a, b, old, c, d);
-  });
+  if (enter(stream == nullptr ? "product on the default stream" : "product") != cudaSuccess) {
+    return CUBLAS_STATUS_EXECUTION_FAILED;
+  }
+  enqueue_on_device(stream, [=] { multiply(problem, a, b, old, c, d); });
   return CUBLAS_STATUS_SUCCESS;
 }
 

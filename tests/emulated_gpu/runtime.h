@@ -1,12 +1,13 @@
 // The emulated GPU behind CUDA's runtime and cuBLASLt: one device with memory of its own, and streams that run side by
 // side. Private to tests/emulated_gpu.
 //
-// Work of different streams is ordered by events alone: each stream has a thread. Whatever computes or copies takes
-// the device for itself, so kernels need no atomics. Only then can device memory be touched: a host thread that reads
+// Work of different streams is ordered by events alone: each stream has a thread. Whatever computes or copies has the
+// device for itself, so kernels need no atomics. Only then can device memory be touched: a host thread that reads
 // or writes it in between is stopped by a segmentation fault, as it is with a GPU.
 //
-// SPILLWAY_EMULATED_GPU_LOG names a file that gets a line for each call that may cost time: what was called, and
-// `default stream` or `pageable` where that applies.
+// SPILLWAY_EMULATED_GPU_DIES_AT is the number of the call from which on every one fails, and nothing that is enqueued
+// runs any more, as when a GPU falls off the bus. SPILLWAY_EMULATED_GPU_LOG names a file that gets a line for each call
+// that may cost time: what was called, and `default stream` or `pageable` where that applies.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,24 +20,17 @@ namespace spillway::emulated {
 inline constexpr std::size_t kMemoryBytes = std::size_t{8} << 30;
 inline constexpr int kMajor = 9, kMinor = 0;
 
-// The device, for as long as this lives.
-class Device {
- public:
-  Device();
-  ~Device();
-  Device(const Device&) = delete;
-  Device& operator=(const Device&) = delete;
-};
-
 bool in_device_memory(const void* data, std::size_t bytes);
 
-// At the beginning of everything that a program calls. A host function in a stream may call none of it.
-void enter(const char* call, const char* remark = "");
-// As CUDA may do it: one at a time, whatever their streams.
-void run_host_function(void (*function)(void*), void* argument);
+// At the beginning of everything that a program calls: what it is to return in place of doing its work, unless that is
+// cudaSuccess. Host functions in streams must call nothing of CUDA's.
+cudaError_t enter(const char* call, const char* remark = "");
 
-// Runs after all that was enqueued before.
+// Run after all that was enqueued before: work of the host, that always runs; work of the device, which it has for
+// itself meanwhile; a function of the program's, one at a time, as CUDA may do it.
 void enqueue(cudaStream_t stream, std::function<void()> work);
+void enqueue_on_device(cudaStream_t stream, std::function<void()> work);
+void enqueue_host_function(cudaStream_t stream, void (*function)(void*), void* argument);
 
 // For cudaGetLastError; returns it.
 cudaError_t fail(cudaError_t error);
