@@ -47,7 +47,7 @@ configure build-test -Dbuildtype=release -Dgpu_arch=80 || true
 run "" build-test
 
 # Everything takes ten times as long from here on: fewer random cases and kills, fewer steps of the runs that are
-# compared layout by layout, and more patience with a case before it counts as one that hangs.
+# compared layout by layout and fewer large models, and more patience with a case before it counts as one that hangs.
 export SPILLWAY_CASES=3 SPILLWAY_KILLS=3 SPILLWAY_STEPS=3 SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
 # Not detect_stack_use_after_return: its frames are not aligned for 64-byte vectors (GCC PR 110027, g++ 12), so AVX-512
