@@ -95,7 +95,7 @@ class KillSweep:
         while True:
             self.budgets[layout] = budgets
             self.write_config(layout)
-            run = subprocess.run([self.binary, *self.arguments(["--fresh"])], capture_output=True, text=True,
+            run = subprocess.run([self.binary, *self.arguments(["--fresh"], steps=1)], capture_output=True, text=True,
                                  check=False)
             if run.returncode == 0:
                 break
@@ -167,10 +167,10 @@ class KillSweep:
             file.unlink()  # the next run has to write its own
         return digest.hexdigest()
 
-    def arguments(self, how):
+    def arguments(self, how, steps=STEPS):
         config = self.folder / "ds_config.json"
         return ["finetune", "--config", str(config), "--model", str(self.model), "--data", str(ROOT / "LICENSE"),
-                "--steps", str(STEPS), "--seq", "32", "--out", str(self.out), "--log", str(self.log), *how]
+                "--steps", str(steps), "--seq", "32", "--out", str(self.out), "--log", str(self.log), *how]
 
     def write_config(self, layout):
         path = {"nvme_path": str(self.store)}

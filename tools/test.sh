@@ -4,7 +4,7 @@
 #   build-asan   address and undefined sanitizers; without benches, and without the rules of the house, which look at
 #                the source and not at the build
 #   build-tsan   thread sanitizer; the tests of suite `threads`
-#   build-fuzz   clang's libFuzzer, SPILLWAY_FUZZ_SECONDS (60) on each parser; see tests/fuzz
+#   build-fuzz   clang's libFuzzer, SPILLWAY_FUZZ_SECONDS (30) on each parser; see tests/fuzz
 # The build directories stay, so a second run only builds what changed. The last line counts the test programs' own
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
 set -eu
@@ -37,33 +37,38 @@ run() {  # prefix, directory, then options of meson test
   $prefix meson test -C "$directory" --print-errorlogs "$@" || true
 }
 
+# The release build compiles every source file by itself. The others take those of a library together, many at a time,
+# which is twice as fast: two files of a library may not use one name for two things, even in unnamed namespaces.
+#
 # One GPU's machine code, and PTX for newer ones, is enough to see that it compiles and to test it where there is a GPU;
 # sanitizers do not look into nvcc's objects.
 echo "== release"
 configure build-test -Dbuildtype=release -Dgpu_arch=80 || true
 run "" build-test
 
-# Everything takes ten times as long from here on: fewer random cases, fewer steps of the runs that are compared layout
-# by layout, and more patience with a case before it counts as one that hangs.
-export SPILLWAY_CASES=3 SPILLWAY_STEPS=3 SPILLWAY_PATIENCE=300
+# Everything takes ten times as long from here on: fewer random cases and kills, fewer steps of the runs that are
+# compared layout by layout and fewer large models, and more patience with a case before it counts as one that hangs.
+export SPILLWAY_CASES=3 SPILLWAY_KILLS=3 SPILLWAY_STEPS=3 SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
 # Not detect_stack_use_after_return: its frames are not aligned for 64-byte vectors (GCC PR 110027, g++ 12), so AVX-512
 # code that keeps one on the stack faults.
 export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=g "-Dcpp_args=-g1 -fno-sanitize=null" \
-  -Db_sanitize=address,undefined || true
+  -Db_sanitize=address,undefined -Dunity=on -Dunity_size=16 || true
 run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
 
 echo "== thread sanitizer"
 export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:suppressions=$PWD/tests/tsan.supp"
-configure build-tsan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=g -Dcpp_args=-g1 \
-  -Db_sanitize=thread || true
+# -O1 costs the build little and saves the run a lot; what g++ then warns of, and no other build does, is not so.
+configure build-tsan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 "-Dcpp_args=-g1 -w" \
+  -Db_sanitize=thread -Dunity=on -Dunity_size=16 || true
 run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
 
 echo "== fuzzers"
 (export CXX=clang++
- configure build-fuzz -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 -Dfuzz=enabled) || true
+ configure build-fuzz -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 -Dfuzz=enabled \
+   -Dunity=on -Dunity_size=12) || true
 run "$still" build-fuzz --suite fuzz
 grep -h '^fuzz ' build-fuzz/meson-logs/testlog.txt || true
 

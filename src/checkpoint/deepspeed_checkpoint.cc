@@ -10,6 +10,7 @@
 #include "spillway/units.h"
 #include "src/checkpoint/deepspeed_facts.h"
 #include "src/formats/element_count.h"
+#include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
 #include "src/formats/stored_elements.h"
 #include "src/plan/description.h"
@@ -21,10 +22,6 @@ using Kind = PickleValue::Kind;
 
 constexpr std::uint64_t kPieceBytes = 256 * kKiB;
 constexpr const char* kAgain = "save the checkpoint again, or copy all of it";
-
-[[noreturn]] void refuse(const std::string& object, std::string happened, std::string hint) {
-  throw Error(Code::kInvalidArgument, {object, std::move(happened), 0, std::move(hint)});
-}
 
 std::string path_of(const TorchArchive& archive) { return archive.path().string(); }
 

@@ -9,16 +9,13 @@
 #include <utility>
 
 #include "spillway/error.h"
+#include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
 
 namespace spillway {
 namespace {
 
 using Kind = PickleValue::Kind;
-
-[[noreturn]] void refuse(const std::string& object, std::string happened, std::string hint) {
-  throw Error(Code::kInvalidArgument, {object, std::move(happened), 0, std::move(hint)});
-}
 
 // What the engine itself saves; everything else came from the program (engine.py, _common_checkpoint_state).
 constexpr auto kEngineKeys = std::to_array<std::string_view>({"module",

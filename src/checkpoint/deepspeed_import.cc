@@ -11,18 +11,15 @@
 #include "spillway/import.h"
 #include "src/checkpoint/deepspeed_checkpoint.h"
 #include "src/checkpoint/snapshot_files.h"
+#include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
 #include "src/plan/partition.h"
 
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kValuesAtOnce = 64 * 1024;
+constexpr std::uint64_t kReadAtOnce = 64 * 1024;
 constexpr const char* kBelong = "model and checkpoint must belong together";
-
-[[noreturn]] void refuse(const std::filesystem::path& path, std::string happened, std::string hint) {
-  throw Error(Code::kInvalidArgument, {path.string(), std::move(happened), 0, std::move(hint)});
-}
 
 // How the checkpoint's names differ from the model's: by what stands before them there, or here.
 struct Prefixes {
@@ -130,14 +127,14 @@ class Copy {
       std::iota(order.begin(), order.end(), 0u);
       std::ranges::sort(order, {}, [&](std::uint32_t p) { return partition.parameters[p].first; });
       for (const std::uint32_t p : order) {
-        for (std::uint64_t at = 0; at < matched[b][p]->elements; at += kValuesAtOnce) copy(b, p, *matched[b][p], at);
+        for (std::uint64_t at = 0; at < matched[b][p]->elements; at += kReadAtOnce) copy(b, p, *matched[b][p], at);
       }
     }
   }
 
  private:
   void copy(std::uint32_t block, std::uint32_t p, const DeepSpeedParameter& parameter, std::uint64_t first) {
-    const std::span<float> values = std::span(values_).first(std::min(kValuesAtOnce, parameter.elements - first));
+    const std::span<float> values = std::span(values_).first(std::min(kReadAtOnce, parameter.elements - first));
     for (std::size_t a = 0; a < files_.count(); ++a) {
       const SnapshotArray array = files_.array(a);
       if (parameter.frozen && array != SnapshotArray::kWeights) continue;
@@ -164,7 +161,7 @@ class Copy {
   const ModelDescription& model_;
   const DType weights_;
   const std::function<void(std::uint64_t)>& on_bytes_;
-  std::vector<float> values_ = std::vector<float>(kValuesAtOnce);
+  std::vector<float> values_ = std::vector<float>(kReadAtOnce);
 };
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include "spillway/error.h"
 #include "src/formats/new_directory.h"
 #include "src/formats/plain_file.h"
+#include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
 #include "src/plan/description.h"
 
@@ -19,10 +20,6 @@ namespace spillway {
 namespace {
 
 constexpr std::string_view kModelEnding = "_model_states.pt", kStateEnding = "_optim_states.pt";
-
-[[noreturn]] void refuse(const std::filesystem::path& path, std::string happened, std::string hint) {
-  throw Error(Code::kInvalidArgument, {path.string(), std::move(happened), 0, std::move(hint)});
-}
 
 [[noreturn]] void missing(const std::filesystem::path& path, std::string happened, std::string hint) {
   throw Error(Code::kNotFound, {path.string(), std::move(happened), 0, std::move(hint)});

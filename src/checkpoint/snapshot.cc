@@ -8,15 +8,10 @@
 
 #include "spillway/error.h"
 #include "src/checkpoint/tile_values.h"
+#include "src/formats/refuse.h"
 
 namespace spillway {
-namespace {
-
-[[noreturn]] void refuse(const std::filesystem::path& path, std::string happened, std::string hint) {
-  throw Error(Code::kInvalidArgument, {path.string(), std::move(happened), 0, std::move(hint)});
-}
-
-}  // namespace
+namespace {}  // namespace
 
 SnapshotWriter::SnapshotWriter(const Plan& plan, const Config& config, const ModelDescription& model,
                                const std::filesystem::path& directory, const SaveOptions& options, HostWorkers& workers)

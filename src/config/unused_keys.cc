@@ -10,7 +10,7 @@ using enum KeyKind;
 
 constexpr std::string_view kComm = "communication between ranks";
 constexpr std::string_view kMonitor = "logging and profiling";
-constexpr std::string_view kPrefetch = "prefetch and release follow the plan";
+constexpr std::string_view kPlanned = "prefetch and release follow the plan";
 constexpr std::string_view kBuffers = "buffers follow the plan and the budgets";
 constexpr std::string_view kFeature = "not a part of the engine";
 constexpr std::string_view kRecomputed = "block inputs are always kept and the inside recomputed";
@@ -25,7 +25,7 @@ constexpr ConfigKey older(std::string_view path, KeyKind kind, std::string_view 
   return {.path = path, .kind = kind, .standard = "", .doc = why, .successor = successor};
 }
 
-constexpr ConfigKey kKeys[] = {
+constexpr ConfigKey kUnusedKeys[] = {
     {"$schema", kText, "", "for editors"},
     {.path = "steps_per_print", .kind = kInteger, .standard = "", .doc = kMonitor, .nullable = true},
     {"wall_clock_breakdown", kBool, "", kMonitor},
@@ -162,7 +162,7 @@ constexpr ConfigKey kKeys[] = {
           "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
     older("zero_optimization.gather_16bit_weights_on_model_save", kBool, kWhole,
           "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
-    {"zero_optimization.stage3_module_granularity_threshold", kInteger, "", kPrefetch},
+    {"zero_optimization.stage3_module_granularity_threshold", kInteger, "", kPlanned},
     {"zero_optimization.stage3_use_all_reduce_for_fetch_params", kBool, "", kComm},
     {"zero_optimization.stage3_allgather_sequential", kBool, "", kComm},
     {"zero_optimization.ignore_unused_parameters", kBool, "", "the model description says what is trained"},
@@ -214,6 +214,6 @@ constexpr ConfigKey kKeys[] = {
 
 }  // namespace
 
-std::span<const ConfigKey> config_keys_without_effect() { return kKeys; }
+std::span<const ConfigKey> config_keys_without_effect() { return kUnusedKeys; }
 
 }  // namespace spillway

@@ -15,7 +15,7 @@
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kCachePage = 4096;
 
 const char* hint_for(int error) {
   switch (error) {
@@ -149,7 +149,7 @@ void PlainFile::reserve(std::uint64_t bytes) {
 
 void PlainFile::drop_cached(std::uint64_t offset, std::uint64_t bytes, bool written) const {
   // The kernel drops whole pages inside the range only; a page shared with the range before goes this time.
-  const std::uint64_t begin = align_down(offset, kPage);
+  const std::uint64_t begin = align_down(offset, kCachePage);
   const auto length = static_cast<off_t>(offset + bytes - begin);
   // Failures here cost cache, not correctness: sync() reports the write errors that matter.
   if (written) {

@@ -7,17 +7,11 @@
 #include "spillway/error.h"
 #include "src/formats/json_tree.h"
 #include "src/formats/plain_file.h"
+#include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
 
 namespace spillway {
-namespace {
-
-[[noreturn]] void refuse(const std::string& object, std::string happened, std::string hint) {
-  throw Error(Code::kInvalidArgument,
-              {.object = object, .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
-}
-
-}  // namespace
+namespace {}  // namespace
 
 std::map<std::string, std::string> parse_safetensors_index(const std::string& path, std::string_view text) {
   JsonValue root;

@@ -11,6 +11,7 @@
 #include "spillway/safetensors.h"
 #include "spillway/units.h"
 #include "src/formats/plain_file.h"
+#include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
 #include "src/formats/safetensors_index.h"
 #include "src/formats/stored_elements.h"
@@ -22,11 +23,6 @@ static_assert(std::endian::native == std::endian::little, "safetensors files are
 
 constexpr std::uint64_t kWindowBytes = 4 * kMiB;
 constexpr std::uint64_t kMostIndexBytes = 64 * kMiB;
-
-[[noreturn]] void refuse(const std::filesystem::path& path, std::string happened, std::string hint) {
-  throw Error(Code::kInvalidArgument,
-              {.object = path.string(), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
-}
 
 std::vector<TensorEntry> read_header(const PlainFile& file, std::uint32_t index) {
   const std::uint64_t size = file.size_bytes();

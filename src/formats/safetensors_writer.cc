@@ -24,9 +24,9 @@ namespace {
 
 constexpr std::uint64_t kBufferBytes = kMiB, kBufferAlignment = 64 * kKiB;
 // Written pages are dropped in windows of this size: one is being written back while the next one fills.
-constexpr std::uint64_t kWindowBytes = 16 * kMiB;
+constexpr std::uint64_t kWriteBackBytes = 16 * kMiB;
 
-[[noreturn]] void refuse(Code code, std::string object, std::string happened, std::string hint) {
+[[noreturn]] void refuse_as(Code code, std::string object, std::string happened, std::string hint) {
   throw Error(
       code, {.object = std::move(object), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
 }
@@ -206,8 +206,8 @@ void SafetensorsWriter::Output::reserve_all() {
   for (PlannedFile& planned : files) {
     const std::string header = header_of(std::span(tensors).subspan(planned.first, planned.count));
     if (header.size() - 8 > kMostHeaderBytes) {
-      refuse(Code::kInvalidArgument, final_path(planned.name).string(),
-             "its header would be larger than the format allows", "choose a smaller max_file_bytes");
+      refuse_as(Code::kInvalidArgument, final_path(planned.name).string(),
+                "its header would be larger than the format allows", "choose a smaller max_file_bytes");
     }
     planned.header_bytes = header.size();
     PlainFile created = PlainFile::create(temporary_path(planned.name));
@@ -254,9 +254,9 @@ void SafetensorsWriter::Output::flush() {
 void SafetensorsWriter::Output::put(std::uint64_t offset, std::span<const std::byte> bytes) {
   file.write_at(offset, bytes);
   const std::uint64_t end = offset + bytes.size();
-  if (direct != 0 || end - window < kWindowBytes) return;
+  if (direct != 0 || end - window < kWriteBackBytes) return;
   file.start_writing_back(window, end - window);
-  const std::uint64_t before = window - std::min(window, kWindowBytes);
+  const std::uint64_t before = window - std::min(window, kWriteBackBytes);
   file.drop_cached(before, window - before, true);
   window = end;
 }
@@ -324,7 +324,7 @@ SafetensorsWriter::~SafetensorsWriter() = default;
 SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directory, std::vector<TensorSpec> tensors,
                                             SafetensorsWriterOptions options) {
   const std::string object = directory.string();
-  if (tensors.empty()) refuse(Code::kInvalidArgument, object, "a model has at least one tensor", "name its tensors");
+  if (tensors.empty()) refuse_as(Code::kInvalidArgument, object, "a model has at least one tensor", "name its tensors");
   auto output = std::make_unique<Output>();
   output->directory = directory;
   output->options = options;
@@ -333,8 +333,8 @@ SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directo
     const std::uint64_t elements = count_elements(spec.name, spec.shape);
     const bool usable = !spec.name.empty() && spec.name != "__metadata__" && names.insert(spec.name).second;
     if (!usable)
-      refuse(Code::kInvalidArgument, object, fmt::format("a tensor is named \"{}\"", printable(spec.name)),
-             "names must be unique, and not __metadata__");
+      refuse_as(Code::kInvalidArgument, object, fmt::format("a tensor is named \"{}\"", printable(spec.name)),
+                "names must be unique, and not __metadata__");
     const DType type = spec.type.value_or(options.type);
     output->tensors.push_back({.spec = std::move(spec), .type = type, .elements = elements});
   }
@@ -352,7 +352,7 @@ SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directo
   const bool occupied = std::filesystem::exists(output->final_path(output->single()), ignored) ||
                         std::filesystem::exists(output->final_path(output->index()), ignored);
   if (occupied && !options.replace)
-    refuse(Code::kExists, object, "a model is there", "name another directory, or remove it");
+    refuse_as(Code::kExists, object, "a model is there", "name another directory, or remove it");
   output->reserve_all();
   output->open_file(0);
   return SafetensorsWriter(std::move(output));
@@ -362,18 +362,18 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
   Output& out = *output_;
   const bool in_order = tensor == out.tensor && first == out.element && tensor < out.tensors.size();
   if (!in_order || values.size() > out.tensors[tensor].elements - first) {
-    refuse(Code::kInvalidArgument, out.directory.string(),
-           fmt::format("values {} to {} of tensor {} were given out of turn", first, first + values.size(), tensor),
-           fmt::format("value {} of tensor {} is next", out.element, out.tensor));
+    refuse_as(Code::kInvalidArgument, out.directory.string(),
+              fmt::format("values {} to {} of tensor {} were given out of turn", first, first + values.size(), tensor),
+              fmt::format("value {} of tensor {} is next", out.element, out.tensor));
   }
   const DType type = out.tensors[tensor].type;
   const bool half = type == DType::kFloat16;
   const auto beyond = half ? std::ranges::find_if_not(values, fits_fp16) : values.end();
   if (beyond != values.end()) {
-    refuse(Code::kInvalidArgument, out.directory.string(),
-           fmt::format("tensor \"{}\" holds {}, and fp16 ends at 65,504", printable(out.tensors[tensor].spec.name),
-                       *beyond),
-           "write bf16 or fp32");
+    refuse_as(Code::kInvalidArgument, out.directory.string(),
+              fmt::format("tensor \"{}\" holds {}, and fp16 ends at 65,504", printable(out.tensors[tensor].spec.name),
+                          *beyond),
+              "write bf16 or fp32");
   }
   out.element += values.size();
   if (type == DType::kFloat32) {
@@ -400,10 +400,10 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
 void SafetensorsWriter::finish() {
   Output& out = *output_;
   if (out.tensor != out.tensors.size()) {
-    refuse(Code::kInvalidArgument, out.directory.string(),
-           fmt::format("the model is finished at value {} of tensor \"{}\"", out.element,
-                       printable(out.tensors[out.tensor].spec.name)),
-           "write all values first");
+    refuse_as(Code::kInvalidArgument, out.directory.string(),
+              fmt::format("the model is finished at value {} of tensor \"{}\"", out.element,
+                          printable(out.tensors[out.tensor].spec.name)),
+              "write all values first");
   }
   if (!out.finished) out.name_files();
 }

@@ -14,6 +14,7 @@
 #include "spillway/units.h"
 #include "src/formats/element_count.h"
 #include "src/formats/plain_file.h"
+#include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
 #include "src/formats/stored_elements.h"
 
@@ -33,10 +34,6 @@ struct CloseEntry {
 struct CloseArchive {
   void operator()(zip_t* archive) const { zip_discard(archive); }
 };
-
-[[noreturn]] void refuse(const std::string& object, std::string happened, std::string hint) {
-  throw Error(Code::kInvalidArgument, {object, std::move(happened), 0, std::move(hint)});
-}
 
 [[noreturn]] void corrupt(const std::filesystem::path& path, std::string happened) {
   throw Error(Code::kCorrupt, {path.string(), std::move(happened), 0, "check the drive; copy the checkpoint again"});

@@ -52,7 +52,7 @@ inline std::uint64_t count_of(const Parameter& parameter) {
   return count;
 }
 
-inline float mixed(std::uint64_t a, std::uint64_t b, std::uint64_t c) {
+[[gnu::always_inline]] inline float mixed(std::uint64_t a, std::uint64_t b, std::uint64_t c) {
   std::uint64_t x = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c * 0x94d049bb133111ebu + 1;
   x ^= x >> 31;
   x *= 0xd6e8feb86659fd93u;
@@ -66,10 +66,25 @@ inline WeightSource toy_weights() {
   };
 }
 
-inline float weight_at(const void* weights, DType type, std::uint64_t i) {
+[[gnu::always_inline]] inline float weight_at(const void* weights, DType type, std::uint64_t i) {
   if (type == DType::kFloat32) return static_cast<const float*>(weights)[i];
   const std::uint16_t bits = static_cast<const std::uint16_t*>(weights)[i];
   return type == DType::kFloat16 ? fp16_to_float(bits) : bf16_to_float(bits);
+}
+
+struct ToyNumbers {
+  float factor, unit, loss_scale;
+  std::uint64_t seed, where;
+};
+
+// On copies, which a thread sanitizer need not watch: it watches the copying, and that is ten times as fast.
+[[gnu::no_sanitize("thread")]] inline void toy_gradients(const ToyNumbers& of, const void* weights, DType type,
+                                                         std::uint64_t first, float* out, std::uint64_t count) {
+  for (std::uint64_t i = 0; i < count; ++i) {
+    float g = of.factor * (0.01f * weight_at(weights, type, i) + 0.02f * mixed(of.seed, of.where, first + i));
+    if (of.unit > 0) g = std::round(g / of.unit) * of.unit;
+    out[i] = of.loss_scale * g;
+  }
 }
 
 struct ToyTrainer {
@@ -95,17 +110,21 @@ struct ToyTrainer {
     float* gradient = reinterpret_cast<float*>(engine.workspace().data());
     const DType dtype = type;
     const bool poison = step == poison_step && block == poison_block && parameter == 0;
-    const float factor = gain(step), loss_scale = static_cast<float>(engine.loss_scale()), unit = rounded_to;
-    const std::uint64_t data = data_of(step);
+    const ToyNumbers numbers = {.factor = gain(step),
+                                .unit = rounded_to,
+                                .loss_scale = static_cast<float>(engine.loss_scale()),
+                                .seed = data_of(step) * 64 + salt,
+                                .where = block * 16 + parameter};
     engine.stream().launch([=](HostWorkers& workers) {
       const std::size_t chunks = (count + 4095) / 4096;
       workers.parallel_for(chunks, [=](std::size_t chunk) {
-        for (std::uint64_t i = chunk * 4096; i < std::min<std::uint64_t>(count, chunk * 4096 + 4096); ++i) {
-          const float w = weight_at(weight, dtype, i);
-          float g = factor * (0.01f * w + 0.02f * mixed(data * 64 + salt, block * 16 + parameter, i));
-          if (unit > 0) g = std::round(g / unit) * unit;
-          gradient[i] = loss_scale * g;
-        }
+        const std::uint64_t first = chunk * 4096, number = std::min<std::uint64_t>(count - first, 4096);
+        alignas(float) std::byte weights[4096 * sizeof(float)];
+        float gradients[4096];
+        const std::size_t size = dtype == DType::kFloat32 ? 4 : 2;
+        std::memcpy(weights, static_cast<const std::byte*>(weight) + first * size, number * size);
+        toy_gradients(numbers, weights, dtype, first, gradients, number);
+        std::memcpy(gradient + first, gradients, number * sizeof(float));
       });
       if (poison) gradient[count / 2] = NAN;
     });

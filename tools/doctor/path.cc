@@ -30,7 +30,7 @@ using sweep::read_line;
 constexpr std::uint64_t kTrial = kMiB;
 constexpr const char* kBlockDevices = "/sys/class/block";
 
-std::string slurp(const fs::path& file) {
+std::string contents_of(const fs::path& file) {
   std::ifstream in(file);
   return {std::istreambuf_iterator<char>(in), {}};
 }
@@ -81,7 +81,7 @@ DiskFacts disk_facts(const std::string& name) {
 }
 
 void look_at_drive(PathFacts& facts) {
-  facts.mount = sweep::mount_of(facts.path, slurp("/proc/self/mountinfo"));
+  facts.mount = sweep::mount_of(facts.path, contents_of("/proc/self/mountinfo"));
   facts.drive = sweep::drive_of(facts.mount);
   facts.disks = disks_of(facts.drive);
   facts.encrypted = read_line(fs::path(kBlockDevices) / facts.drive.name / "dm/uuid").starts_with("CRYPT-");
