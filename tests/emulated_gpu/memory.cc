@@ -7,7 +7,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <set>
+#include <utility>
 
 #include "tests/emulated_gpu/blocks.h"
 #include "tests/emulated_gpu/device_code.h"
@@ -84,8 +84,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
   if (!fits) return fail(cudaErrorInvalidValue);
   const bool pinned = (to_device || is_registered(to, bytes)) && (from_device || is_registered(from, bytes));
   if (const cudaError_t died =
-          enter(stream == nullptr ? "copy on the default stream" : "copy", pinned ? "" : "pageable");
-      died != cudaSuccess)
+          enter(stream == nullptr ? "copy on the default stream" : "copy", pinned ? "" : "pageable"))
     return died;
   enqueue_on_device(stream, [=] { std::memcpy(to, from, bytes); });
   return pinned ? cudaSuccess : cudaStreamSynchronize(stream);
@@ -93,8 +92,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
 
 cudaError_t fill(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   if (!in_device_memory(to, bytes)) return fail(cudaErrorInvalidValue);
-  if (const cudaError_t died = enter(stream == nullptr ? "fill on the default stream" : "fill"); died != cudaSuccess)
-    return died;
+  if (const cudaError_t died = enter(stream == nullptr ? "fill on the default stream" : "fill")) return died;
   enqueue_on_device(stream, [=] { std::memset(to, value, bytes); });
   return cudaSuccess;
 }
@@ -163,9 +161,7 @@ cudaError_t enqueue_grid(dim3 blocks, dim3 threads, std::size_t shared_bytes, cu
     const std::size_t most = asked == memory().shared_bytes.end() ? kSharedBytesUnasked : asked->second;
     if (shared_bytes > most) return fail(cudaErrorInvalidValue);
   }
-  if (const cudaError_t died = enter(stream == nullptr ? "launch on the default stream" : "launch");
-      died != cudaSuccess)
-    return died;
+  if (const cudaError_t died = enter(stream == nullptr ? "launch on the default stream" : "launch")) return died;
   enqueue_on_device(stream, [=, thread = std::move(thread)] { run_grid({blocks, threads, shared_bytes}, thread); });
   return cudaSuccess;
 }
@@ -177,7 +173,7 @@ using namespace spillway::emulated;
 extern "C" {
 
 cudaError_t cudaMalloc(void** to, std::size_t bytes) {
-  if (const cudaError_t died = enter("cudaMalloc"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaMalloc")) return died;
   const std::lock_guard device(memory().device);  // fresh memory is not touched by who has the device
   const std::lock_guard lock(memory().tables);
   *to = nullptr;
@@ -198,7 +194,7 @@ cudaError_t cudaMalloc(void** to, std::size_t bytes) {
 }
 
 cudaError_t cudaFree(void* data) {
-  if (const cudaError_t died = enter("cudaFree"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaFree")) return died;
   if (data == nullptr) return cudaSuccess;
   cudaDeviceSynchronize();
   const std::lock_guard device(memory().device);
@@ -220,7 +216,7 @@ cudaError_t cudaMemGetInfo(std::size_t* left, std::size_t* all) {
 
 // Whole pages are pinned, and none of them twice.
 cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned) {
-  if (const cudaError_t died = enter("cudaHostRegister"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaHostRegister")) return died;
   if (data == nullptr || bytes == 0) return fail(cudaErrorInvalidValue);
   const auto at = reinterpret_cast<std::uintptr_t>(data);
   const std::uintptr_t begin = at / kPage * kPage, end = round_up(at + bytes, kPage);
@@ -235,7 +231,7 @@ cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned) {
 }
 
 cudaError_t cudaHostUnregister(void* data) {
-  if (const cudaError_t died = enter("cudaHostUnregister"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaHostUnregister")) return died;
   const std::lock_guard lock(memory().tables);
   const std::size_t erased = memory().registered.erase(reinterpret_cast<std::uintptr_t>(data) / kPage * kPage);
   return erased == 1 ? cudaSuccess : fail(cudaErrorHostMemoryNotRegistered);
@@ -284,8 +280,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device != 0) return fail(cudaErrorInvalidValue);
   *properties = {};
   std::snprintf(properties->name, sizeof properties->name, "emulated GPU");
-  properties->major = kMajor;
-  properties->minor = kMinor;
+  const char* sm = std::getenv("SPILLWAY_EMULATED_GPU_SM");
+  const int capability = sm == nullptr ? 90 : std::atoi(sm);
+  properties->major = capability / 10;
+  properties->minor = capability % 10;
   properties->totalGlobalMem = kMemoryBytes;
   return cudaSuccess;
 }

@@ -2,12 +2,13 @@
 // side. Private to tests/emulated_gpu.
 //
 // Work of different streams is ordered by events alone: each stream has a thread. Whatever computes or copies has the
-// device for itself, so kernels need no atomics. Only then can device memory be touched: a host thread that reads
-// or writes it in between is stopped by a segmentation fault, as it is with a GPU.
+// device for itself, so kernels need no atomics. Only then can device memory be touched: a thread of the host that
+// reads or writes it in between is stopped by a segmentation fault, as it is with a GPU.
 //
-// SPILLWAY_EMULATED_GPU_DIES_AT is the number of the call from which on every one fails, and nothing that is enqueued
-// runs any more, as when a GPU falls off the bus. SPILLWAY_EMULATED_GPU_LOG names a file that gets a line for each call
-// that may cost time: what was called, and `default stream` or `pageable` where that applies.
+// SPILLWAY_EMULATED_GPU_SM is its compute capability, 90 unless it is set. SPILLWAY_EMULATED_GPU_DIES_AT is the number
+// of the call from which on every one fails, and nothing that is enqueued runs any more, as when a GPU falls off the
+// bus. SPILLWAY_EMULATED_GPU_LOG names a file that gets a line for each call that may cost time: what was called, and
+// `default stream` or `pageable` where that applies.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,7 +19,6 @@
 namespace spillway::emulated {
 
 inline constexpr std::size_t kMemoryBytes = std::size_t{8} << 30;
-inline constexpr int kMajor = 9, kMinor = 0;
 
 bool in_device_memory(const void* data, std::size_t bytes);
 

@@ -113,7 +113,7 @@ void enqueue(cudaStream_t stream, std::function<void()> work) {
 extern "C" {
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* to, unsigned flags) {
-  if (const cudaError_t died = enter("cudaStreamCreate"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaStreamCreate")) return died;
   const std::lock_guard lock(mutex());
   *to = make_stream(flags);
   return cudaSuccess;
@@ -121,7 +121,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* to, unsigned flags) {
 
 // What is enqueued still runs.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  if (const cudaError_t died = enter("cudaStreamDestroy"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaStreamDestroy")) return died;
   const std::lock_guard lock(mutex());
   stream_of(stream)->destroyed = true;
   streams().erase(stream);
@@ -136,13 +136,13 @@ cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned* flags) {
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  if (const cudaError_t died = enter("cudaStreamQuery"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaStreamQuery")) return died;
   const std::lock_guard lock(mutex());
   return stream_of(stream)->empty() ? cudaSuccess : fail(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  if (const cudaError_t died = enter("cudaStreamSynchronize"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaStreamSynchronize")) return died;
   std::unique_lock lock(mutex());
   const CUstream_st* of = stream_of(stream);
   changed().wait(lock, [&] { return of->empty(); });
@@ -150,7 +150,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
-  if (const cudaError_t died = enter("cudaDeviceSynchronize"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaDeviceSynchronize")) return died;
   std::unique_lock lock(mutex());
   changed().wait(lock, [] {
     for (const CUstream_st* stream : streams()) {
@@ -162,13 +162,13 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
-  if (const cudaError_t died = enter("cudaLaunchHostFunc"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaLaunchHostFunc")) return died;
   enqueue_host_function(stream, function, argument);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* to, unsigned flags) {
-  if (const cudaError_t died = enter("cudaEventCreate"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaEventCreate")) return died;
   *to = new CUevent_st{.timed = (flags & cudaEventDisableTiming) == 0, .latest = nullptr};
   return cudaSuccess;
 }
@@ -178,7 +178,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  if (const cudaError_t died = enter("cudaEventRecord"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaEventRecord")) return died;
   const std::lock_guard lock(mutex());
   event->latest = std::make_shared<Mark>();
   push(stream_of(stream), [mark = event->latest] { pass(mark); });
@@ -187,7 +187,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 // For the record of now; what is recorded later does not count.
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  if (const cudaError_t died = enter("cudaStreamWaitEvent"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaStreamWaitEvent")) return died;
   const std::lock_guard lock(mutex());
   if (event->latest == nullptr) return cudaSuccess;
   push(stream_of(stream), [mark = event->latest] {
@@ -198,13 +198,13 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  if (const cudaError_t died = enter("cudaEventQuery"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaEventQuery")) return died;
   const std::lock_guard lock(mutex());
   return event->latest == nullptr || event->latest->passed ? cudaSuccess : fail(cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  if (const cudaError_t died = enter("cudaEventSynchronize"); died != cudaSuccess) return died;
+  if (const cudaError_t died = enter("cudaEventSynchronize")) return died;
   std::unique_lock lock(mutex());
   const std::shared_ptr<Mark> mark = event->latest;
   changed().wait(lock, [&] { return mark == nullptr || mark->passed; });
