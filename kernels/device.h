@@ -2,7 +2,7 @@
 //
 // A Device owns one HBM arena of exactly the asked size and hands out streams and events with CUDA's semantics: streams
 // are in order, a wait captures the event's latest record at the time of the call, copies are asynchronous. Host memory
-// named in a copy must be registered first. Streams and events must be destroyed before their device.
+// named in a copy must be registered first. Streams, events and stopwatches must be destroyed before their device.
 // Threads: every call may come from any thread. Several may feed one stream: what each enqueues stays in its order.
 // Errors: spillway::Error at creation and registration. A GPU may also fail later, and then for good: throw_if_failed()
 // says so, and is asked before anything is made of results. All else goes on without it: what is enqueued is dropped,
@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -40,6 +41,16 @@ class Event {
   bool recorded_ = false;
 };
 
+// Takes the time that a stream is busy between two places. One thread at a time; nobody waits for it.
+class Stopwatch {
+ public:
+  virtual ~Stopwatch() = default;
+  virtual void start(Stream& stream) = 0;
+  virtual void stop(Stream& stream) = 0;  // the same stream
+  // Nothing before stop(), and until the stream has come by it.
+  virtual std::optional<double> seconds() const = 0;
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -55,6 +66,7 @@ class Device {
   // none but its own.
   virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
   virtual std::unique_ptr<Event> create_event() = 0;
+  virtual std::unique_ptr<Stopwatch> create_stopwatch() = 0;
 
   void record(Event& event, Stream& stream) {
     event.recorded_ = true;

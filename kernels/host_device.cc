@@ -54,6 +54,35 @@ class HostEvent final : public Event {
   Record latest_;
 };
 
+// What it has enqueued must have run when it is destroyed.
+class HostStopwatch final : public Stopwatch {
+ public:
+  void start(Stream& stream) override {
+    stopped_ = false;
+    stream.launch([this](HostWorkers&) { begin_ = Clock::now(); });
+  }
+  void stop(Stream& stream) override {
+    stopped_ = true;
+    ++stops_;
+    stream.launch([this](HostWorkers&) {
+      seconds_ = std::chrono::duration<double>(Clock::now() - begin_).count();
+      ++passed_;
+    });
+  }
+  std::optional<double> seconds() const override {
+    if (!stopped_ || passed_ != stops_) return std::nullopt;
+    return seconds_;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point begin_;  // of the stream's thread
+  std::atomic<double> seconds_ = 0;
+  std::atomic<std::uint64_t> passed_ = 0;
+  std::uint64_t stops_ = 0;
+  bool stopped_ = false;
+};
+
 const HostStream& as_host(const Stream& stream) {
   SPILLWAY_CHECK(stream.kind() == DeviceKind::kHost, "a stream of another device");
   return static_cast<const HostStream&>(stream);
@@ -85,6 +114,7 @@ class HostDevice final : public Device {
                                          "use Engine::stream(), or a cuda device"});
   }
   std::unique_ptr<Event> create_event() override { return std::make_unique<HostEvent>(); }
+  std::unique_ptr<Stopwatch> create_stopwatch() override { return std::make_unique<HostStopwatch>(); }
 
   bool done(const Event& event) const override {
     const auto record = static_cast<const HostEvent&>(event).latest();

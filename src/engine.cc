@@ -29,7 +29,7 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
       snapshot_(open_snapshot(plan_, config_, model_, options)),
       machinery_(config, model_, plan_, options, thread_shares_),
       cursor_(plan_.visits, !plan_.visits_given),
-      forecast_(plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
+      forecast_(*machinery_.device, plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
       speculation_(plan_, config.speculative_blocks) {
   for (const TilePlace& tile : plan_.tile_places) {
     for (Part part : {Part::kWeights, Part::kStates}) {
@@ -117,7 +117,7 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
 }
 
 Lease StepEngine::open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream) {
-  forecast_.begin_visit(lease, planned, *machinery_.device, stream);
+  forecast_.begin_visit(lease, planned, stream);
   if (Timeline* timeline = machinery_.timeline()) timeline->begin_visit(lease, visit, *machinery_.device, stream);
   return make_lease(lease);
 }
@@ -135,7 +135,7 @@ void StepEngine::release(std::uint32_t lease) {
   releasing([&] {
     machinery_.places ? machinery_.places->release(lease) : static_cast<void>(--leases_);
     if (Timeline* timeline = machinery_.timeline()) timeline->end_visit(lease, *machinery_.device);
-    forecast_.end_visit(lease, *machinery_.device);
+    forecast_.end_visit(lease);
   });
 }
 
@@ -195,6 +195,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     }
     machinery_.compute->synchronize();
     machinery_.device->throw_if_failed();  // before anything is made of its results
+    forecast_.end_step();
     meter_.computed();
     StepReport report;
     report.step = step_ + 1;

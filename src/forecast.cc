@@ -1,6 +1,7 @@
 #include "src/forecast.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "spillway/units.h"
 #include "src/plan/schedule.h"
@@ -8,11 +9,6 @@
 
 namespace spillway {
 namespace {
-
-std::int64_t now_ns() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-}
 
 constexpr std::uint32_t kSpeculations = 32;  // how many counts are tried at most, evenly spaced
 
@@ -42,39 +38,41 @@ void speculate(ScheduleInput& input, const Plan& plan, std::uint32_t blocks) {
   for (const std::uint32_t block : speculated_blocks(plan, blocks)) input.blocks[block].early = true;
 }
 
-Forecast::Forecast(std::size_t visits, std::size_t leases) : visits_(visits), leases_(leases) {}
+Forecast::Forecast(Device& device, std::size_t visits, std::size_t leases) : device_(device), leases_(leases) {
+  forget(visits);
+}
 
 void Forecast::forget(std::size_t visits) {
-  visits_ = std::vector<Watch>(visits);
+  visits_ = std::vector<Watched>(visits);
+  for (Watched& visit : visits_) visit.watch = device_.create_stopwatch();
   for (Lease& lease : leases_) lease = {};
 }
 
-void Forecast::begin_visit(std::uint32_t lease, std::optional<std::size_t> visit, Device& device, Stream& stream) {
+void Forecast::begin_visit(std::uint32_t lease, std::optional<std::size_t> visit, Stream& stream) {
   leases_[lease] = {};
   if (!visit || *visit >= visits_.size()) return;
-  leases_[lease] = {&visits_[*visit], &stream};
-  device.call_async([](void* watch) { static_cast<Watch*>(watch)->begin_ns = now_ns(); }, leases_[lease].watch, stream);
+  leases_[lease] = {visits_[*visit].watch.get(), &stream};
+  leases_[lease].watch->start(stream);
 }
 
-void Forecast::end_visit(std::uint32_t lease, Device& device) {
-  const auto [watch, stream] = leases_[lease];
-  if (!watch) return;
-  leases_[lease] = {};
-  device.call_async(
-      [](void* argument) {
-        auto& visit = *static_cast<Watch*>(argument);
-        const std::int64_t taken = now_ns() - visit.begin_ns;
-        if (visit.best_ns == 0 || taken < visit.best_ns) visit.best_ns = taken;
-      },
-      watch, *stream);
+void Forecast::end_visit(std::uint32_t lease) {
+  const auto [watch, stream] = std::exchange(leases_[lease], {});
+  if (watch) watch->stop(*stream);
+}
+
+void Forecast::end_step() {
+  for (Watched& visit : visits_) {
+    const std::optional<double> taken = visit.watch->seconds();
+    if (taken && (!visit.best_seconds || *taken < *visit.best_seconds)) visit.best_seconds = taken;
+  }
 }
 
 std::optional<ScheduleInput> Forecast::input(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
                                              Step step) const {
   std::vector<double> seconds;
-  for (const Watch& visit : visits_) {
-    if (visit.best_ns == 0) return std::nullopt;
-    seconds.push_back(1e-9 * static_cast<double>(visit.best_ns));
+  for (const Watched& visit : visits_) {
+    if (!visit.best_seconds) return std::nullopt;
+    seconds.push_back(*visit.best_seconds);
   }
   if (seconds.size() != visits.size()) return std::nullopt;
   Plan taken = plan;

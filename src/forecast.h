@@ -1,14 +1,12 @@
 // Predicts the seconds of a step from the plan, the machine's measured rates and what each visit takes to compute: the
 // shortest that it took in any step so far, since others share the cores.
 //
-// begin_visit() and end_visit(): the engine's thread; the times are taken on the device's. Nothing is allocated by
-// them.
+// The engine's thread. Nothing is allocated but by forget().
 #pragma once
 
-#include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -29,11 +27,13 @@ std::uint32_t best_speculation(ScheduleInput& input, const Plan& plan, std::uint
 class Forecast {
  public:
   // `leases`: numbers that begin_visit() may get are below it.
-  Forecast(std::size_t visits, std::size_t leases);
+  Forecast(Device& device, std::size_t visits, std::size_t leases);
 
   // Of a visit of the plan; nothing for another.
-  void begin_visit(std::uint32_t lease, std::optional<std::size_t> visit, Device& device, Stream& stream);
-  void end_visit(std::uint32_t lease, Device& device);
+  void begin_visit(std::uint32_t lease, std::optional<std::size_t> visit, Stream& stream);
+  void end_visit(std::uint32_t lease);
+  // Looks what visits took, those that are over.
+  void end_step();
   // The plan has other visits now.
   void forget(std::size_t visits);
 
@@ -51,17 +51,19 @@ class Forecast {
                                                 const MachineRates& rates, Step step) const;
 
  private:
-  struct Watch {
-    std::atomic<std::int64_t> begin_ns = 0, best_ns = 0;  // best 0: not seen
+  struct Watched {
+    std::unique_ptr<Stopwatch> watch;
+    std::optional<double> best_seconds;
   };
   struct Lease {
-    Watch* watch = nullptr;
+    Stopwatch* watch = nullptr;
     Stream* stream = nullptr;
   };
   std::optional<ScheduleInput> input(const Plan& plan, std::span<const Visit> visits, const MachineRates& rates,
                                      Step step) const;
 
-  std::vector<Watch> visits_;
+  Device& device_;
+  std::vector<Watched> visits_;
   std::vector<Lease> leases_;
 };
 

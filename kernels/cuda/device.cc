@@ -59,6 +59,32 @@ class HbmArena {
   std::uint64_t bytes_;
 };
 
+class CudaStopwatch final : public Stopwatch {
+ public:
+  explicit CudaStopwatch(Health& health) : health_(health) {}
+
+  void start(Stream& stream) override {
+    stopped_ = false;
+    as_cuda(stream).mark(before_);
+  }
+  void stop(Stream& stream) override {
+    as_cuda(stream).mark(after_);
+    stopped_ = true;
+  }
+  std::optional<double> seconds() const override {
+    std::optional<double> taken;
+    health_.guard([&] {
+      if (stopped_ && after_.done()) taken = seconds_between(before_, after_);
+    });
+    return taken;
+  }
+
+ private:
+  Health& health_;
+  RawEvent before_{RawEvent::Use::kTime}, after_{RawEvent::Use::kTime};
+  bool stopped_ = false;
+};
+
 class CudaDevice final : public Device {
  public:
   explicit CudaDevice(const CudaDeviceOptions& options) : arena_(options.hbm_bytes) {}
@@ -99,6 +125,7 @@ class CudaDevice final : public Device {
     return std::make_unique<CudaStream>("", ++streams_, static_cast<cudaStream_t>(native), health_);
   }
   std::unique_ptr<Event> create_event() override { return std::make_unique<CudaEvent>(); }
+  std::unique_ptr<Stopwatch> create_stopwatch() override { return std::make_unique<CudaStopwatch>(health_); }
 
   bool done(const Event& event) const override {
     bool is = true;

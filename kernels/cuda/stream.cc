@@ -5,15 +5,11 @@
 #include "kernels/cuda/check.h"
 
 namespace spillway::cuda {
-namespace {
-
-double seconds_between(cudaEvent_t from, cudaEvent_t to) {
+double seconds_between(const RawEvent& from, const RawEvent& to) {
   float milliseconds = 0;
-  check(cudaEventElapsedTime(&milliseconds, from, to), "reading a time");
+  check(cudaEventElapsedTime(&milliseconds, from.get(), to.get()), "reading a time");
   return milliseconds > 0 ? static_cast<double>(milliseconds) * 1e-3 : 0;
 }
-
-}  // namespace
 
 // Threads that wait for an event sleep: the cores have the optimizer to run. What is recorded to know the time has
 // happened by then.
@@ -58,6 +54,10 @@ void CudaStream::synchronize() {
 void CudaStream::record(CudaEvent& event) {
   add([&](cudaStream_t stream) { check(cudaEventRecord(event.raw.get(), stream), "recording an event"); });
   event.stream = number_;
+}
+
+void CudaStream::mark(const RawEvent& event) {
+  health_.guard([&] { check(cudaEventRecord(event.get(), stream_), "recording an event"); });
 }
 
 void CudaStream::wait(const CudaEvent& event) {
@@ -127,7 +127,7 @@ void CudaStream::settle_gaps(bool oldest) const {
     for (Total& total : totals_) {
       if (total.on != gap.on && total.on != 0) continue;
       total.on = gap.on;
-      total.seconds += seconds_between(gap.before.get(), gap.after.get());
+      total.seconds += seconds_between(gap.before, gap.after);
       break;
     }
     ++settled_;
@@ -137,7 +137,7 @@ void CudaStream::settle_gaps(bool oldest) const {
 double CudaStream::since(const RawEvent& event) const {
   check(cudaEventRecord(now_.get(), health_.clock()), "recording an event");
   check(cudaEventSynchronize(now_.get()), "reading a time");
-  return seconds_between(event.get(), now_.get());
+  return seconds_between(event, now_);
 }
 
 // Of the gaps that are settled.

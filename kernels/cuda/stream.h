@@ -43,6 +43,9 @@ class RawEvent {
   cudaEvent_t event_ = nullptr;
 };
 
+// Both have happened.
+double seconds_between(const RawEvent& from, const RawEvent& to);
+
 class CudaEvent final : public Event {
  public:
   RawEvent raw{RawEvent::Use::kOrder};
@@ -72,6 +75,7 @@ class CudaStream final : public Stream {
     });
   }
   void record(CudaEvent& event);
+  void mark(const RawEvent& event);  // a place in the stream, that nobody waits for
   void wait(const CudaEvent& event);
   IdleSeconds idle() const;
   double wait_seconds(const CudaStream& on) const;

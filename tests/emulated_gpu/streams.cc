@@ -37,7 +37,8 @@ struct Mark {
 using namespace spillway::emulated;
 
 struct CUstream_st {
-  std::deque<std::function<void()>> work;
+  std::deque<std::function<void()>> work;  // null: the next of the marks
+  std::deque<std::shared_ptr<Mark>> marks;
   bool busy = false, destroyed = false;
   unsigned flags = 0;
 
@@ -59,11 +60,17 @@ void run_stream(CUstream_st* stream) {
     if (stream->work.empty()) break;
     const std::function<void()> work = std::move(stream->work.front());
     stream->work.pop_front();
-    stream->busy = true;
-    lock.unlock();
-    work();
-    lock.lock();
-    stream->busy = false;
+    if (work) {
+      stream->busy = true;
+      lock.unlock();
+      work();
+      lock.lock();
+      stream->busy = false;
+    } else {  // in one go: who sees the last mark passed sees the stream empty
+      stream->marks.front()->at = Clock::now();
+      stream->marks.front()->passed = true;
+      stream->marks.pop_front();
+    }
     changed().notify_all();
   }
   delete stream;
@@ -91,13 +98,6 @@ CUstream_st* stream_of(cudaStream_t handle) {
 
 void push(CUstream_st* stream, std::function<void()> work) {
   stream->work.push_back(std::move(work));
-  changed().notify_all();
-}
-
-void pass(const std::shared_ptr<Mark>& mark) {
-  const std::lock_guard lock(mutex());
-  mark->at = Clock::now();
-  mark->passed = true;
   changed().notify_all();
 }
 
@@ -181,7 +181,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (const cudaError_t died = enter("cudaEventRecord")) return died;
   const std::lock_guard lock(mutex());
   event->latest = std::make_shared<Mark>();
-  push(stream_of(stream), [mark = event->latest] { pass(mark); });
+  stream_of(stream)->marks.push_back(event->latest);
+  push(stream_of(stream), nullptr);
   return cudaSuccess;
 }
 

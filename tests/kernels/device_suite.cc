@@ -212,6 +212,30 @@ TEST_P(DeviceSuite, IdleTimeGrowsOnlyWhileThereIsNothingToRun) {
   EXPECT_GT(device_->idle_seconds(*a_), busy) << "empty";
 }
 
+TEST_P(DeviceSuite, AStopwatchTakesTheTimeOfWhatLiesBetween) {
+  const auto watch = device_->create_stopwatch();
+  EXPECT_EQ(watch->seconds(), std::nullopt) << "it was never started";
+  double first = 0;
+  for (int round = 0; round < 2; ++round) {
+    Gate gate;
+    watch->start(*a_);
+    EXPECT_EQ(watch->seconds(), std::nullopt) << "it was not stopped again";
+    gate.enqueue(*device_, *a_);
+    watch->stop(*a_);
+    gate.wait_reached();
+    const auto begin = std::chrono::steady_clock::now();
+    give_a_wrong_stream_time();
+    EXPECT_EQ(watch->seconds(), std::nullopt) << "it runs";
+    const std::chrono::duration<double> held = std::chrono::steady_clock::now() - begin;
+    gate.open();
+    a_->synchronize();
+    ASSERT_TRUE(watch->seconds().has_value());
+    EXPECT_GE(*watch->seconds(), 0.9 * held.count());
+    EXPECT_NE(*watch->seconds(), first) << "of the last time";
+    first = *watch->seconds();
+  }
+}
+
 TEST_P(DeviceSuite, AccumulateAndCastHaveTheBitsOfTheCpuKernels) {
   auto generator = seeded_generator();
   OddFloats odd(generator);
