@@ -26,7 +26,6 @@ class Health {
   Health(const Health&) = delete;
   Health& operator=(const Health&) = delete;
 
-  bool failed() const noexcept { return failed_; }
   void throw_if_failed() const;
 
   // Does `work` unless the GPU has failed; it throws when the GPU fails in it.

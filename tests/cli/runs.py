@@ -113,8 +113,9 @@ class Workplace:
             arguments += [option, value] if value else []
         return [*map(str, arguments), *(["--resume"] if resume else []), *(["--fresh"] if fresh else [])]
 
-    def finetune(self, config, model, **options):
-        return spillway(*self.arguments(config, model, **options))
+    def finetune(self, config, model, environment=None, **options):
+        """`environment`: variables that the program sees besides those of this one."""
+        return spillway(*self.arguments(config, model, **options), env={**os.environ, **(environment or {})})
 
     def steps(self, log=None):
         return [json.loads(line) for line in (log or self.log).read_text().splitlines()]

@@ -1,6 +1,5 @@
 """What a training step asks of CUDA, as the emulated GPU wrote it down: nothing that would make the GPU wait for the
 host without need."""
-import os
 import pathlib
 import sys
 
@@ -17,9 +16,8 @@ STOPPING = ("cudaMalloc", "cudaFree", "cudaDeviceSynchronize", "cudaHostRegister
 class GpuCalls(CliTest):
     def calls(self, **how):
         log = self.place.folder / "calls"
-        os.environ["SPILLWAY_EMULATED_GPU_LOG"] = str(log)
-        done = self.place.finetune(self.place.config(**how), self.place.init_model(), steps=3, fresh=True)
-        del os.environ["SPILLWAY_EMULATED_GPU_LOG"]
+        done = self.place.finetune(self.place.config(**how), self.place.init_model(),
+                                   {"SPILLWAY_EMULATED_GPU_LOG": str(log)}, steps=3, fresh=True)
         self.assert_done(done)
         calls = log.read_text().splitlines()
         steps = [i for i, call in enumerate(calls) if call.startswith("product")]

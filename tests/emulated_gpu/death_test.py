@@ -18,12 +18,7 @@ DEATHS = int(os.environ.get("SPILLWAY_CASES", "12"))
 
 class GpuDeath(CliTest):
     def run_with(self, config, environment, **how):
-        os.environ.update(environment)
-        try:
-            return self.place.finetune(config, self.model, steps=STEPS, out=self.place.folder / "out", **how)
-        finally:
-            for name in environment:
-                del os.environ[name]
+        return self.place.finetune(config, self.model, environment, steps=STEPS, out=self.place.folder / "out", **how)
 
     def check(self, **how):
         random.seed(test_seed())

@@ -6,7 +6,7 @@ import pathlib
 import re
 import sys
 
-LAUNCH = re.compile(r"(?<=[\w>\s])<<<(.*?)>>>\(", re.S)
+LAUNCH = re.compile(r"<<<(.*?)>>>\(", re.S)
 COMMENT = re.compile(r"//[^\n]*<<<[^\n]*")
 DYNAMIC_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?unsigned char (\w+)\[\];")
 
@@ -27,7 +27,7 @@ def start_of_kernel(text, end):
 
 
 def translate(text):
-    text, shared = DYNAMIC_SHARED.subn(r"unsigned char* const \1 = ::spillway::emulated::dynamic_shared();", text)
+    text = DYNAMIC_SHARED.sub(r"unsigned char* const \1 = ::spillway::emulated::dynamic_shared();", text)
     text = COMMENT.sub("//", text)
     while launch := LAUNCH.search(text):
         start = start_of_kernel(text, launch.start())
