@@ -35,7 +35,7 @@ memory_resource mutex new numbers numeric optional ostream queue random ranges r
 set shared_mutex source_location span sstream stack stdexcept stop_token streambuf string string_view strstream
 syncstream system_error thread tuple type_traits typeindex typeinfo unordered_map unordered_set utility valarray
 variant vector version
-""".split())
+""".split()) | {"stddef.h", "stdint.h"}  # the last two for C
 
 CODE = {".h", ".cc", ".cu"}
 TEXT = CODE | {".py", ".sh"}

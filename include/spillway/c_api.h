@@ -1,0 +1,143 @@
+// The engine for C, and for languages that call C: the Python package (python/spillway) is written on it.
+//
+// It is engine.h call by call, and what is said there holds: ownership, threads, what may follow an error. What is
+// described in C++ alone, activations and insides, is not here. Every function that can fail returns a status; what
+// went wrong stays with the calling thread as a message in the form `<object>: <what happened> (<errno text>); <what to
+// do>`. Handles are made by ..._create and its like and given back by ..._destroy, which takes null; an engine is
+// destroyed after its leases and streams. Strings are UTF-8 and copied.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum {
+  SPILLWAY_OK = 0,
+  SPILLWAY_INVALID_ARGUMENT,  // from here on as spillway::Code, in its order
+  SPILLWAY_NOT_FOUND,
+  SPILLWAY_EXISTS,
+  SPILLWAY_DOES_NOT_FIT,
+  SPILLWAY_BUSY,
+  SPILLWAY_IO,
+  SPILLWAY_CORRUPT,
+  SPILLWAY_NON_FINITE,
+  SPILLWAY_UNSUPPORTED,
+  SPILLWAY_DEVICE,
+  SPILLWAY_UNEXPECTED,  // no error of Spillway's: out of memory, say
+} spillway_status;
+
+typedef enum { SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16 } spillway_dtype;
+typedef enum { SPILLWAY_HBM, SPILLWAY_HOST, SPILLWAY_NVME } spillway_tier;
+typedef enum { SPILLWAY_FORWARD, SPILLWAY_BACKWARD } spillway_pass;
+typedef enum { SPILLWAY_DEVICE_HOST, SPILLWAY_DEVICE_CUDA } spillway_device_kind;
+typedef enum { SPILLWAY_REFUSE, SPILLWAY_RESUME, SPILLWAY_REPLACE } spillway_on_existing;
+
+typedef struct spillway_config spillway_config;
+typedef struct spillway_model spillway_model;
+typedef struct spillway_engine spillway_engine;
+typedef struct spillway_stream spillway_stream;
+typedef struct spillway_lease spillway_lease;
+
+const char* spillway_version(void);
+// Of the last call of this thread that failed; valid until the next one that fails.
+const char* spillway_error_message(void);
+// Where messages go, one call at a time, from any thread; null: nowhere. At first they go to stderr.
+void spillway_set_log(void (*sink)(void* user, int warning, const char* message), void* user);
+
+// A ds_config.json: the text of it, and the name that stands in its errors.
+spillway_status spillway_config_parse(const char* json, const char* name, spillway_config** config);
+spillway_dtype spillway_config_weights(const spillway_config* config);
+uint32_t spillway_config_micro_batch(const spillway_config* config);
+uint32_t spillway_config_gradient_accumulation(const spillway_config* config);
+void spillway_config_destroy(spillway_config* config);
+
+// model.h: blocks and parameters count from 0, in the order in which they are added.
+spillway_model* spillway_model_create(void);
+uint32_t spillway_model_add_block(spillway_model* model, const char* name);
+// `shape`: `rank` extents, row-major. `pushes`: gradients that come for it in a step. Not trainable: no gradient.
+spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t block, const char* name,
+                                             const uint64_t* shape, size_t rank, int trainable, uint32_t pushes);
+// The visits of a step in order. None: forward over all blocks, backward in reverse.
+void spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass);
+void spillway_model_set_workspace(spillway_model* model, uint64_t bytes);
+// A small file that is written beside exported weights, config.json say.
+void spillway_model_attach(spillway_model* model, const char* name, const char* text);
+void spillway_model_destroy(spillway_model* model);
+
+typedef struct {
+  spillway_on_existing on_existing;
+  const char* snapshot;  // null: none
+  const char* trace;     // null: none
+  int poison_released;
+} spillway_options;
+
+// `options` may be null. Config and model are copied.
+spillway_status spillway_engine_create(const spillway_config* config, const spillway_model* model,
+                                       const spillway_options* options, spillway_engine** engine);
+// Makes the last step durable. Failures of that are in the log; spillway_engine_flush() returns them.
+void spillway_engine_destroy(spillway_engine* engine);
+
+uint64_t spillway_engine_current_step(const spillway_engine* engine);
+double spillway_engine_loss_scale(const spillway_engine* engine);
+spillway_device_kind spillway_engine_device(const spillway_engine* engine);
+// Copies at most `capacity` bytes of the blob of the current step; returns how many it has.
+size_t spillway_engine_blob(const spillway_engine* engine, void* out, size_t capacity);
+// The facts of the plan, a line a call, and the ledger, a reservation a call.
+void spillway_engine_describe(const spillway_engine* engine, void (*line)(void* user, const char* text), void* user);
+void spillway_engine_ledger(const spillway_engine* engine,
+                            void (*entry)(void* user, spillway_tier tier, const char* purpose, uint64_t bytes),
+                            void* user);
+// The seconds that the schedule gives a step; 0 while that is not known.
+double spillway_engine_predicted_step_seconds(const spillway_engine* engine);
+
+// Asks for every weight, piece by piece: `source` writes the values [first, first + count) of a parameter, as fp32. It
+// returns 0, or anything else to end the import with SPILLWAY_INVALID_ARGUMENT.
+typedef int (*spillway_weight_source)(void* user, uint32_t block, uint32_t parameter, uint64_t first, float* out,
+                                      uint64_t count);
+spillway_status spillway_engine_import_weights(spillway_engine* engine, spillway_weight_source source, void* user);
+// Shows every weight in the same way: the exact master, or the one that forward and backward use.
+typedef int (*spillway_weight_sink)(void* user, uint32_t block, uint32_t parameter, uint64_t first, const float* values,
+                                    uint64_t count);
+spillway_status spillway_engine_export_weights(spillway_engine* engine, int exact, spillway_weight_sink sink,
+                                               void* user);
+
+void* spillway_engine_workspace(spillway_engine* engine, uint64_t* bytes);
+// A cudaStream_t of the caller's; null is CUDA's default stream. Where a stream is asked for, a null spillway_stream is
+// the engine's own.
+spillway_status spillway_engine_adopt_stream(spillway_engine* engine, void* native, spillway_stream** stream);
+spillway_status spillway_stream_synchronize(spillway_engine* engine, spillway_stream* stream);
+void spillway_stream_destroy(spillway_stream* stream);
+
+spillway_status spillway_engine_acquire(spillway_engine* engine, uint32_t block, spillway_pass pass,
+                                        spillway_stream* stream, spillway_lease** lease);
+const void* spillway_lease_weight(const spillway_lease* lease, uint32_t parameter);
+void spillway_lease_release(spillway_lease* lease);  // and destroys it
+
+// `data`: device address in the workspace; fp32 or the weights' type.
+spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t block, uint32_t parameter,
+                                              const void* data, spillway_dtype dtype, spillway_stream* stream);
+
+typedef struct {
+  uint64_t step, durable_step;
+  double gradient_norm, learning_rate, seconds, stall_seconds, link_percent;
+  double loss_scale;  // fp16; else 0
+  int skipped;        // fp16: a gradient overflowed, and nothing was updated
+  uint64_t nvme_read_bytes, nvme_write_bytes, h2d_bytes, d2h_bytes, unplanned_visits;
+  char link[16];  // the slowest: nvme, h2d, d2h, compute
+} spillway_step_report;
+
+// `blob`: null with 0 bytes for none. `report` may be null.
+spillway_status spillway_engine_step(spillway_engine* engine, const void* blob, size_t bytes,
+                                     spillway_step_report* report);
+spillway_status spillway_engine_flush(spillway_engine* engine);
+// A snapshot (snapshot.h), and the weights alone (export.h).
+spillway_status spillway_engine_save(spillway_engine* engine, const char* directory, int replace);
+spillway_status spillway_engine_export(spillway_engine* engine, const char* directory, spillway_dtype dtype,
+                                       int replace);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,95 @@
+"""What `meson install` leaves is what a program needs: headers, libspillway.so, a pkg-config file; for C++ and for C.
+
+SPILLWAY_BUILD names the build directory; everything in it is built.
+"""
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from report import main  # noqa: E402
+
+BUILD = os.environ["SPILLWAY_BUILD"]
+
+
+class Installed(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="spillway-installed-"))
+        cls.addClassCleanup(shutil.rmtree, cls.folder)
+        cls.root = cls.folder / "root"
+        cls.run_ok("meson", "install", "-C", BUILD, "--no-rebuild", "--quiet", "--destdir", cls.root)
+        cls.described = next(cls.root.rglob("spillway.pc"))
+        cls.libraries = cls.described.parents[1]
+
+    @classmethod
+    def run_ok(cls, *command, **environment):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120,
+                              env={**os.environ, **environment})
+        if done.returncode != 0:
+            raise AssertionError(f"{shlex.join(map(str, command))}: {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def flags(self):
+        return self.run_ok("pkg-config", "--cflags", "--libs", "spillway", PKG_CONFIG_PATH=str(self.described.parent),
+                           PKG_CONFIG_SYSROOT_DIR=str(self.root)).split()
+
+    def compiled(self, compiler, source, *options):
+        program = self.folder / pathlib.Path(source).stem
+        self.run_ok(*shlex.split(compiler), *options, "-Wall", "-Wextra", "-Wpedantic", "-Werror",
+                    ROOT / "tests/src" / source, "-o", program, *self.flags(), f"-Wl,-rpath,{self.libraries}")
+        return program
+
+    def config(self, name):
+        nvme = {"device": "nvme", "nvme_path": str(self.folder / name)}
+        return {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+                "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
+
+    def test_TheExampleIsBuiltAndTrains(self):
+        program = self.compiled("c++ -std=c++20", "embedding_example.cc", "-Wno-missing-field-initializers")
+        path = self.folder / "ds_config.json"
+        path.write_text(json.dumps(self.config("cpp")))
+        self.assertIn("step 20: gradient norm", self.run_ok(program, path, self.folder / "cpp-out"))
+        self.assertTrue((self.folder / "cpp-out/model.safetensors").exists())
+
+    def test_TheExampleInC(self):
+        program = self.compiled("cc -std=c11", "c_example.c")
+        out = self.folder / "c-out"
+        said = self.run_ok(program, json.dumps(self.config("c")), out)
+        self.assertIn("device: host device", said)
+        self.assertRegex(said, rf"given {2 * 512 * 300}, step 10, norm [\d.]+, link \w+, blob 4")
+        # Adam's first steps move a weight by about the learning rate: 1 - 10 * 0.02.
+        weights = [float(value) for value in re.search(r"^weights ([\d.]+) ([\d.]+)$", said, re.MULTILINE).groups()]
+        self.assertTrue(all(0.78 < weight < 0.82 for weight in weights), weights)
+        # In bf16, behind a header.
+        data = (out / "model.safetensors").read_bytes()
+        self.assertEqual(2 * 512 * 300 * 2, len(data) - 8 - int.from_bytes(data[:8], "little"))
+
+        def refused(text, status, message):
+            done = subprocess.run([program, text, out], capture_output=True, text=True, check=False, timeout=120)
+            self.assertEqual(status, done.returncode)
+            self.assertRegex(done.stderr, message)
+
+        refused("{", 1, r"1: argument:1:\d+: ")
+        refused(json.dumps(self.config("c")), 3, "3: .*c-out: a model is there")  # the store is replaced, the model is not
+        refused(json.dumps(self.config("c") | {"spillway": {"hbm_bytes": "4KiB"}}), 4, "4: .*hbm")
+
+    def test_TheLibraryShowsItsOwnNamesAlone(self):
+        library = (self.libraries / "libspillway.so").resolve()
+        names = re.findall(r"^\S* ?[TBDRVWu] (.+)$", self.run_ok("nm", "-DC", "--defined-only", library), re.MULTILINE)
+        self.assertIn("spillway_engine_create", names)
+        self.assertIn("spillway::load_config", " ".join(names))
+        self.assertEqual([], [name for name in names if "spillway" not in name])
+
+
+if __name__ == "__main__":
+    main()
