@@ -9,7 +9,7 @@
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
 set -eu
 cd "$(dirname "$0")/.."
-tools/install_packages.sh clang libclang-rt-dev
+tools/install_packages.sh clang libclang-rt-dev python3-torch
 
 # Sanitizers map their shadow at fixed addresses, which a large vm.mmap_rnd_bits can collide with; so their tests run
 # with address randomisation off, where the machine lets us.

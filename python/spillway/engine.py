@@ -1,0 +1,454 @@
+"""Trains a torch.nn.Module whose weights, gradients and optimizer states do not fit: Engine."""
+import atexit
+import collections
+import contextlib
+import ctypes
+import json
+import os
+import weakref
+from ctypes import byref, c_uint64, c_void_p
+
+import torch
+
+from .blocks import find_blocks, forward_order, run_in_visits
+from .library import BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report, Weights, library
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
+SIZES = (4, 2, 2)
+
+StepReport = collections.namedtuple("StepReport", [name for name, _ in Report._fields_])
+
+
+class _CudaMemory:
+    """Bytes of the GPU as PyTorch takes them in."""
+
+    def __init__(self, address, size):
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3,
+                                         "strides": None}
+
+
+class Engine:
+    """Gives a model's parameters to Spillway and runs the model block by block.
+
+    `model`: any torch.nn.Module. Its parameters are taken out of it: outside of its block a weight reads as NaN.
+    `config`: path or dict, a DeepSpeed-style ds_config.json.
+    `blocks`: modules, or names of modules, that are gathered and released as a whole; the default are the members of
+      every ModuleList and Sequential. What is left over becomes blocks by itself. A block is run once more in backward.
+    `example`: arguments of a forward pass, a tuple or a dict; it is run once, to see in which order blocks run and how
+      often. Without it: each once, in the order in which the model lists them.
+    `weights`: a function from a parameter's name to its values, for models on PyTorch's device "meta"; the default are
+      the model's own.
+    `on_existing`: what to do with a store that is there: "refuse", "resume" or "replace". `snapshot`: one to begin with.
+    Threads: any, one at a time. Errors: spillway.Error.
+    """
+
+    def __init__(self, model, config, *, blocks=None, example=None, weights=None, on_existing="refuse", snapshot=None,
+                 trace=None):
+        self._library = library()
+        self._handle = None
+        self.module = model
+        self._read_config(config)
+        if on_existing not in ON_EXISTING:
+            raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
+        self._blocks = find_blocks(model, blocks)
+        self._order = forward_order(model, self._blocks, example)
+        for index in self._order:
+            self._blocks[index].uses += 1
+        self._place_parameters()
+        self._create(Options(ON_EXISTING.index(on_existing), _path(snapshot), _path(trace), 0))
+        try:
+            self.on_cuda = self._library.engine_device(self._handle) == 1
+            self.torch_device = torch.device("cuda" if self.on_cuda else "cpu")
+            size = c_uint64()
+            self._workspace = self._memory(self._library.engine_workspace(self._handle, byref(size)), size.value)
+            self._streams, self._views = {}, {}
+            self.anchor = torch.empty(0, device=self.torch_device, requires_grad=True)
+            if self.current_step == 0 and snapshot is None and on_existing != "resume":
+                self._import(weights)
+        except BaseException:
+            self.close()
+            raise
+        self._take_over()
+
+    # -- the description ------------------------------------------------------------------------------------------
+
+    def _read_config(self, config):
+        if isinstance(config, dict):
+            text, name = json.dumps(config, indent=2), "config"
+        else:
+            name = os.fspath(config)
+            try:
+                with open(name, encoding="utf-8") as file:
+                    text = file.read()
+            except OSError as error:
+                raise Error("not_found", f"{name}: cannot be read ({error.strerror})") from None
+        self._config = c_void_p()
+        self._library.config_parse(text.encode(), name.encode(), byref(self._config))
+        weakref.finalize(self, self._library.config_destroy, self._config)
+        self._type = self._library.config_weights(self._config)
+        self.dtype = DTYPES[self._type]
+        self._accumulation = self._library.config_gradient_accumulation(self._config)
+        self._micro_batches = 0
+
+    def _place_parameters(self):
+        """Which engine block and index each parameter has, and what the engine is told of it."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        places, uses = {}, collections.Counter()
+        self._engine_blocks = []  # (name, [parameter])
+        for block in self._blocks:
+            for parameter in block.module.parameters():
+                if id(parameter) not in places:
+                    if not parameter.is_floating_point():
+                        raise Error("unsupported", f"{names[id(parameter)]}: is of {parameter.dtype}; Spillway trains "
+                                                   "floating-point weights")
+                    if block.own is None:
+                        block.own = len(self._engine_blocks)
+                        self._engine_blocks.append((block.name or "model", []))
+                    members = self._engine_blocks[block.own][1]
+                    places[id(parameter)] = (block.own, len(members))
+                    members.append(parameter)
+                block.parameters.append((parameter, *places[id(parameter)]))
+                uses[id(parameter)] += block.uses
+            block.engine_blocks = list(dict.fromkeys(owner for _, owner, _ in block.parameters))
+        self._names = [[names[id(p)] for p in members] for _, members in self._engine_blocks]
+        self._pushes = {places[id(p)]: max(1, uses[id(p)]) * self._accumulation
+                        for _, members in self._engine_blocks for p in members if p.requires_grad}
+        self._pushed = collections.Counter()
+        lost = [name for name, p in self.module.named_parameters() if id(p) not in places]
+        if lost:
+            raise Error("invalid_argument", f"{lost[0]}: lies in no block; name its module in blocks=")
+
+    def _visits(self):
+        """Of a step: forward and backward of each micro-batch. Backward ends behind the first block that learns."""
+        learns = [i for i, index in enumerate(self._order) if self._blocks[index].trainable()]
+        back = self._order[learns[0]:] if learns else []
+        for _ in range(self._accumulation):
+            for direction, order in ((FORWARD, self._order), (BACKWARD, reversed(back))):
+                for index in order:
+                    for owner in self._blocks[index].engine_blocks:
+                        yield owner, direction
+
+    def _create(self, options):
+        model = c_void_p(self._library.model_create())
+        try:
+            for index, (name, members) in enumerate(self._engine_blocks):
+                self._library.model_add_block(model, name.encode())
+                for place, parameter in enumerate(members):
+                    shape = tuple(parameter.shape) or (1,)
+                    self._library.model_add_parameter(
+                        model, index, self._names[index][place].encode(), (c_uint64 * len(shape))(*shape), len(shape),
+                        parameter.requires_grad, self._pushes.get((index, place), 1))
+            for owner, direction in self._visits():
+                self._library.model_add_visit(model, owner, direction)
+            largest = max((p.numel() for _, members in self._engine_blocks for p in members if p.requires_grad),
+                          default=1)
+            self._library.model_set_workspace(model, largest * SIZES[self._type])
+            described = getattr(self.module, "config", None)
+            if hasattr(described, "to_json_string"):  # as Hugging Face's models have it
+                self._library.model_attach(model, b"config.json", described.to_json_string().encode())
+            handle = c_void_p()
+            self._library.engine_create(self._config, model, byref(options), byref(handle))
+            self._handle = handle
+        finally:
+            self._library.model_destroy(model)
+        _open.add(self)
+
+    # -- weights in and out ---------------------------------------------------------------------------------------
+
+    def _import(self, weights):
+        def values(block, index):
+            parameter, name = self._engine_blocks[block][1][index], self._names[block][index]
+            found = parameter.data if weights is None else weights(name)
+            if found.device.type == "meta":
+                raise Error("invalid_argument", f"{name}: is on device meta and has no values; give weights=")
+            if found.numel() != parameter.numel():
+                raise Error("invalid_argument", f"{name}: weights= gave {tuple(found.shape)} where the model has "
+                                                f"{tuple(parameter.shape)}")
+            return found.detach().reshape(-1)
+
+        def copy(block, index, first, out, count):
+            if latest[0] != (block, index):
+                latest[:] = [(block, index), values(block, index)]
+            _floats(out, count).copy_(latest[1][first:first + count])
+
+        latest = [None, None]
+        self._stream_out(self._library.engine_import_weights, copy)
+
+    def _stream_out(self, call, function, *arguments):
+        """A call that calls back with pieces of weights; what is raised there is raised here."""
+        raised = []
+
+        def guarded(_, block, index, first, values, count):
+            try:
+                function(block, index, first, values, count)
+                return 0
+            except BaseException as error:  # nothing may pass through C
+                raised.append(error)
+                return 1
+
+        try:
+            call(self._handle, *arguments, Weights(guarded), None)
+        except Error:
+            if raised:
+                raise raised[0]
+            raise
+
+    def master_weights(self):
+        """The exact fp32 weights by name, in CPU memory: 4 bytes a parameter."""
+        found = {}
+
+        def copy(block, index, first, values, count):
+            name = self._names[block][index]
+            if name not in found:
+                found[name] = torch.empty(self._engine_blocks[block][1][index].shape)
+            found[name].view(-1)[first:first + count] = _floats(values, count)
+
+        self._stream_out(self._library.engine_export_weights, copy, 1)
+        return found
+
+    def _take_over(self):
+        """Empties the parameters, moves buffers to the engine's device and puts visits in the place of forwards."""
+        nothing = torch.full((), float("nan"), dtype=self.dtype, device=self.torch_device)
+        moved = {}
+        for _, members in self._engine_blocks:
+            for place, parameter in enumerate(members):
+                if parameter.device.type == self.torch_device.type:
+                    parameter.data = nothing.expand(parameter.shape)
+                else:  # a tensor cannot change its device: another takes its place, in every module that has it
+                    members[place] = moved[id(parameter)] = torch.nn.Parameter(nothing.expand(parameter.shape),
+                                                                               parameter.requires_grad)
+        for module in self.module.modules():
+            for name, parameter in module._parameters.items():
+                module._parameters[name] = moved.get(id(parameter), parameter)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = buffer if buffer is None else buffer.to(self.torch_device)
+        for block in self._blocks:
+            block.parameters = [(self._engine_blocks[owner][1][index], owner, index)
+                                for _, owner, index in block.parameters]
+        self._placeholders = {id(p): p.data for _, members in self._engine_blocks for p in members}
+        engine = weakref.proxy(self)
+        for block in self._blocks:
+            run_in_visits(engine, block)
+            block.module._register_state_dict_hook(_values_of(engine, block))
+        self.module._apply = _refuse_to_move
+
+    def _memory(self, address, size, dtype=torch.uint8):
+        if size == 0:
+            return torch.empty(0, dtype=dtype, device=self.torch_device)
+        if self.on_cuda:
+            return torch.as_tensor(_CudaMemory(address, size), device=self.torch_device).view(dtype)
+        return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=dtype)
+
+    def _stream(self):
+        """The engine's name for the stream that PyTorch works on; None: the engine's own, on a CPU."""
+        if not self.on_cuda:
+            return None
+        native = torch.cuda.current_stream(self.torch_device).cuda_stream
+        if native not in self._streams:
+            stream = c_void_p()
+            self._library.engine_adopt_stream(self._handle, native, byref(stream))
+            self._streams[native] = stream
+        return self._streams[native]
+
+    @contextlib.contextmanager
+    def weights_of(self, block, direction=FORWARD):
+        """The weights of a block (a module, or a name of one) lie in its parameters; what is written there is lost."""
+        self._check_open()
+        if not hasattr(block, "engine_blocks"):
+            block = self._block(block)
+        stream, leases = self._stream(), []
+        try:
+            for owner in block.engine_blocks:
+                lease = c_void_p()
+                self._library.engine_acquire(self._handle, owner, direction, stream, byref(lease))
+                leases.append(lease)
+            if not self.on_cuda:
+                self._library.stream_synchronize(self._handle, stream)
+            for parameter, owner, index in block.parameters:
+                address = self._library.lease_weight(leases[block.engine_blocks.index(owner)], index)
+                key = (owner, index, address)
+                if key not in self._views:
+                    self._views[key] = self._memory(address, parameter.numel() * SIZES[self._type],
+                                                    self.dtype).view(parameter.shape)
+                parameter.data = self._views[key]
+            yield
+        finally:
+            for parameter, _, _ in block.parameters:
+                parameter.data = self._placeholders[id(parameter)]
+            for lease in leases:
+                self._library.lease_release(lease)
+
+    def _block(self, module):
+        module = self.module.get_submodule(module) if isinstance(module, str) else module
+        for block in self._blocks:
+            if block.module is module:
+                return block
+        raise Error("invalid_argument", f"{type(module).__name__}: is no block; blocks are "
+                    f"{', '.join(block.name for block in self._blocks[:8])} …")
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, *arguments, **keywords):
+        return self.module(*arguments, **keywords)
+
+    def push(self, entries, gradients):
+        """Gradients of (parameter, engine block, index) to the engine, by way of the workspace; None is zero."""
+        stream, used = self._stream(), 0
+        for (parameter, owner, index), gradient in zip(entries, gradients):
+            if self._pushed[owner, index] == self._pushes[owner, index]:
+                raise Error("invalid_argument", f"{self._names[owner][index]}: is used more often in a step than the "
+                            f"plan's {self._pushes[owner, index]} times; give the engine an example= of a forward pass")
+            size = parameter.numel() * SIZES[self._type]
+            if used + size > self._workspace.numel():
+                if not self.on_cuda:  # where all of this is in order with the stream by itself
+                    self._library.stream_synchronize(self._handle, stream)
+                used = 0
+            place = self._workspace[used:used + size].view(self.dtype)
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(gradient.reshape(-1))
+            self._library.engine_push_gradient(self._handle, owner, index, place.data_ptr(), self._type, stream)
+            self._pushed[owner, index] += 1
+            used += -(-size // 2048) * 2048  # where the next one is aligned as weights are
+        if not self.on_cuda:
+            self._library.stream_synchronize(self._handle, stream)
+
+    def backward(self, loss):
+        """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps."""
+        self._check_open()
+        (loss * (self._library.engine_loss_scale(self._handle) / self._accumulation)).backward()
+        for _, members in self._engine_blocks:
+            for parameter in members:
+                if parameter.grad is not None:
+                    parameter.grad = None
+                    raise Error("invalid_argument", f"{self._name_of(parameter)}: is used outside of its block, where "
+                                "it has no values; name the module that uses it in blocks=")
+        self._micro_batches += 1
+
+    def step(self, blob=b""):
+        """Clips, updates and commits once all micro-batches have been through backward(), and returns a StepReport; None
+        before that. `blob`, at most 16 KiB, is kept by the commit: where the data stands, random state."""
+        self._check_open()
+        if self._micro_batches < self._accumulation:
+            return None
+        try:
+            self._push_what_is_missing()
+            report = Report()
+            self._library.engine_step(self._handle, blob, len(blob), byref(report))
+        finally:
+            self._micro_batches = 0
+            self._pushed.clear()
+        values = {name: getattr(report, name) for name, _ in Report._fields_}
+        return StepReport(**{**values, "skipped": bool(report.skipped), "link": report.link.decode()})
+
+    def _push_what_is_missing(self):
+        """Zero gradients of what the step did not use: an expert that got no token, say."""
+        for owner in reversed(range(len(self._engine_blocks))):
+            missing = [(i, self._pushes[owner, i] - self._pushed[owner, i])
+                       for i in range(len(self._engine_blocks[owner][1])) if (owner, i) in self._pushes]
+            if not any(count > 0 for _, count in missing):
+                continue
+            lease = c_void_p()
+            self._library.engine_acquire(self._handle, owner, BACKWARD, self._stream(), byref(lease))
+            try:
+                entries = [(self._engine_blocks[owner][1][i], owner, i) for i, count in missing for _ in range(count)]
+                self.push(entries, [None] * len(entries))
+            finally:
+                self._library.lease_release(lease)
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    @property
+    def current_step(self):
+        return self._library.engine_current_step(self._handle)
+
+    @property
+    def blob(self):
+        """What step() was given in the current step, also of a run that was resumed."""
+        size = self._library.engine_blob(self._handle, None, 0)
+        out = ctypes.create_string_buffer(size)
+        self._library.engine_blob(self._handle, out, size)
+        return out.raw
+
+    @property
+    def predicted_step_seconds(self):
+        return self._library.engine_predicted_step_seconds(self._handle) or None
+
+    def describe(self):
+        """The facts of the plan, a line each."""
+        lines = []
+        self._library.engine_describe(self._handle, Line(lambda _, text: lines.append(text.decode())), None)
+        return lines
+
+    def ledger(self):
+        """(tier, purpose, bytes) of every reservation."""
+        found = []
+        self._library.engine_ledger(self._handle, LedgerEntry(
+            lambda _, tier, purpose, size: found.append((TIERS[tier], purpose.decode(), size))), None)
+        return found
+
+    def flush(self):
+        """Makes the current step durable."""
+        self._library.engine_flush(self._handle)
+
+    def save(self, directory, replace=False):
+        """A snapshot: weights, states, step and blob, from which any run of the model can begin."""
+        self._library.engine_save(self._handle, _path(directory), replace)
+
+    def export(self, directory, dtype=torch.float32, replace=False):
+        """The weights as safetensors with the model's config.json: what from_pretrained() takes."""
+        self._library.engine_export(self._handle, _path(directory), DTYPES.index(dtype), replace)
+
+    def close(self):
+        """Makes the last step durable and gives everything back. The model keeps no weights."""
+        if self._handle is not None:
+            for stream in getattr(self, "_streams", {}).values():
+                self._library.stream_destroy(stream)
+            self._library.engine_destroy(self._handle)
+            self._handle = None
+            _open.discard(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _check_open(self):
+        if self._handle is None:
+            raise Error("invalid_argument", "engine: it is closed")
+
+    def _name_of(self, parameter):
+        return next(name for name, each in self.module.named_parameters() if each is parameter)
+
+
+_open = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all():
+    for engine in list(_open):
+        engine.close()
+
+
+def _path(path):
+    return None if path is None else os.fsencode(path)
+
+
+def _floats(address, count):
+    return torch.frombuffer(ctypes.cast(address, ctypes.POINTER(ctypes.c_float * count)).contents, dtype=torch.float32)
+
+
+def _values_of(engine, block):
+    def hook(module, state, prefix, _):
+        with engine.weights_of(block):
+            for name in [name for name in state if name.startswith(prefix)]:
+                with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
+                    state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
+    return hook
+
+
+def _refuse_to_move(*_, **__):
+    raise Error("unsupported", "model: its weights are Spillway's; they cannot be moved or converted (the configuration "
+                               "says type and tiers)")

@@ -1,0 +1,130 @@
+"""libspillway.so as Python functions: include/spillway/c_api.h, call by call.
+
+The library is the one that the environment variable SPILLWAY_LIBRARY names, else the one that the dynamic linker finds.
+A call that fails raises Error.
+"""
+import ctypes
+import os
+from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+
+NAME = "libspillway.so.0"
+VERSION = "0.1.0"  # of the library that this package was written for
+
+CODES = ("ok", "invalid_argument", "not_found", "exists", "does_not_fit", "busy", "io", "corrupt", "non_finite",
+         "unsupported", "device", "unexpected")
+FORWARD, BACKWARD = 0, 1
+ON_EXISTING = ("refuse", "resume", "replace")
+TIERS = ("hbm", "host", "nvme")
+
+
+class Error(RuntimeError):
+    """What Spillway refused or failed to do; `code` is one of CODES."""
+
+    __module__ = "spillway"  # where users know it from
+
+    def __init__(self, code, message):
+        super().__init__(message)
+        self.code = code
+
+
+class Options(ctypes.Structure):
+    _fields_ = [("on_existing", c_int), ("snapshot", c_char_p), ("trace", c_char_p), ("poison_released", c_int)]
+
+
+class Report(ctypes.Structure):
+    _fields_ = [(name, c_uint64) for name in ("step", "durable_step")] + \
+               [(name, c_double) for name in ("gradient_norm", "learning_rate", "seconds", "stall_seconds",
+                                              "link_percent", "loss_scale")] + \
+               [("skipped", c_int)] + \
+               [(name, c_uint64) for name in ("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes",
+                                              "unplanned_visits")] + \
+               [("link", c_char * 16)]
+
+
+LogSink = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
+Line = ctypes.CFUNCTYPE(None, c_void_p, c_char_p)
+LedgerEntry = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p, c_uint64)
+Weights = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, c_uint32, c_uint64, POINTER(c_float), c_uint64)
+
+_STATUS = {  # functions that can fail
+    "config_parse": [c_char_p, c_char_p, POINTER(c_void_p)],
+    "model_add_parameter": [c_void_p, c_uint32, c_char_p, POINTER(c_uint64), c_size_t, c_int, c_uint32],
+    "engine_create": [c_void_p, c_void_p, POINTER(Options), POINTER(c_void_p)],
+    "engine_import_weights": [c_void_p, Weights, c_void_p],
+    "engine_export_weights": [c_void_p, c_int, Weights, c_void_p],
+    "engine_adopt_stream": [c_void_p, c_void_p, POINTER(c_void_p)],
+    "stream_synchronize": [c_void_p, c_void_p],
+    "engine_acquire": [c_void_p, c_uint32, c_int, c_void_p, POINTER(c_void_p)],
+    "engine_push_gradient": [c_void_p, c_uint32, c_uint32, c_void_p, c_int, c_void_p],
+    "engine_step": [c_void_p, c_char_p, c_size_t, POINTER(Report)],
+    "engine_flush": [c_void_p],
+    "engine_save": [c_void_p, c_char_p, c_int],
+    "engine_export": [c_void_p, c_char_p, c_int, c_int],
+}
+_VALUE = {  # result, arguments
+    "version": (c_char_p, []),
+    "error_message": (c_char_p, []),
+    "set_log": (None, [LogSink, c_void_p]),
+    "config_weights": (c_int, [c_void_p]),
+    "config_micro_batch": (c_uint32, [c_void_p]),
+    "config_gradient_accumulation": (c_uint32, [c_void_p]),
+    "config_destroy": (None, [c_void_p]),
+    "model_create": (c_void_p, []),
+    "model_add_block": (c_uint32, [c_void_p, c_char_p]),
+    "model_add_visit": (None, [c_void_p, c_uint32, c_int]),
+    "model_set_workspace": (None, [c_void_p, c_uint64]),
+    "model_attach": (None, [c_void_p, c_char_p, c_char_p]),
+    "model_destroy": (None, [c_void_p]),
+    "engine_destroy": (None, [c_void_p]),
+    "engine_current_step": (c_uint64, [c_void_p]),
+    "engine_loss_scale": (c_double, [c_void_p]),
+    "engine_device": (c_int, [c_void_p]),
+    "engine_blob": (c_size_t, [c_void_p, c_char_p, c_size_t]),
+    "engine_describe": (None, [c_void_p, Line, c_void_p]),
+    "engine_ledger": (None, [c_void_p, LedgerEntry, c_void_p]),
+    "engine_predicted_step_seconds": (c_double, [c_void_p]),
+    "engine_workspace": (c_void_p, [c_void_p, POINTER(c_uint64)]),
+    "stream_destroy": (None, [c_void_p]),
+    "lease_weight": (c_void_p, [c_void_p, c_uint32]),
+    "lease_release": (None, [c_void_p]),
+}
+
+
+class Library:
+    """The functions, without their prefix `spillway_`."""
+
+    def __init__(self, path):
+        try:
+            loaded = ctypes.CDLL(path)
+        except OSError as error:
+            raise Error("not_found", f"{path}: cannot be loaded ({error}); install Spillway (`meson install`), or name "
+                                     "the file in the environment variable SPILLWAY_LIBRARY") from None
+        for name, (result, arguments) in _VALUE.items():
+            function = getattr(loaded, f"spillway_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        for name, arguments in _STATUS.items():
+            function = getattr(loaded, f"spillway_{name}")
+            function.restype, function.argtypes = c_int, arguments
+            setattr(self, name, self._raising(function))
+        found = self.version().decode()
+        if found != VERSION:
+            raise Error("unsupported", f"{path}: is Spillway {found}, and this package is of {VERSION}; install both "
+                                       "from one source")
+
+    def _raising(self, function):
+        def call(*arguments):
+            status = function(*arguments)
+            if status != 0:
+                raise Error(CODES[status], self.error_message().decode(errors="replace"))
+        return call
+
+
+_library = None
+
+
+def library():
+    global _library  # one for the process, loaded when it is first needed
+    if _library is None:
+        _library = Library(os.environ.get("SPILLWAY_LIBRARY", NAME))
+    return _library

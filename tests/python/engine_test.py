@@ -1,0 +1,326 @@
+"""Spillway in a PyTorch loop: the same training as PyTorch's own, whatever the tiers, and clear errors."""
+import pathlib
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/python"), str(ROOT / "python")]
+from report import main  # noqa: E402
+
+try:
+    import torch
+except ImportError:
+    class Everything(unittest.TestCase):
+        @unittest.skip("no Python with PyTorch here; `apt-get install python3-torch` brings one")
+        def test_InPyTorch(self):
+            pass
+
+    main()
+
+import spillway  # noqa: E402
+from toy_model import batches, config, model, train  # noqa: E402
+
+
+def reference(steps, accumulation=1, trained=None):
+    """The same in PyTorch alone: losses, norms, final weights."""
+    network = trained or model()
+    optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01)
+    data = batches(steps * accumulation)
+    losses, norms = [], []
+    for step in range(steps):
+        torch.manual_seed(step)
+        for micro in range(accumulation):
+            loss = network(data[step * accumulation + micro])
+            (loss / accumulation).backward()
+            losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, network.state_dict()
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="spillway-python-")
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def engine(self, network=None, configuration=None, **options):
+        made = spillway.Engine(network or model(), configuration or config(self.folder), **options)
+        self.addCleanup(made.close)
+        return made
+
+    def assert_error(self, pattern, function, *arguments, **options):
+        with self.assertRaisesRegex(spillway.Error, pattern) as raised:
+            function(*arguments, **options)
+        return raised.exception
+
+
+class Training(Case):
+    def assert_trains_as_pytorch(self, engine, steps=5, accumulation=1, trained=None):
+        losses, reports = train(engine, steps, accumulation=accumulation)
+        expected_losses, expected_norms, expected = reference(steps, accumulation, trained)
+        # Until the first update the arithmetic is PyTorch's own, and so are the bits.
+        self.assertEqual(expected_losses[:accumulation], losses[:accumulation])
+        # After it the optimizers round differently, by an ulp of a weight a step.
+        for found, wanted in zip(losses, expected_losses):
+            self.assertAlmostEqual(wanted, found, delta=2e-6 * wanted)
+        for report, wanted in zip(reports, expected_norms):
+            self.assertAlmostEqual(wanted, report.gradient_norm, delta=2e-5 * wanted)
+        self.assertEqual([0] * steps, [report.unplanned_visits for report in reports])
+        state = engine.module.state_dict()
+        self.assertEqual(list(expected), list(state))
+        for name, value in expected.items():
+            self.assertLess((state[name] - value).abs().max().item(), 1e-5, name)
+
+    def test_TrainsAsPyTorchDoes(self):
+        self.assert_trains_as_pytorch(self.engine())
+
+    def test_TrainsAsPyTorchDoesWithMicroBatches(self):
+        self.assert_trains_as_pytorch(self.engine(configuration=config(self.folder, accumulation=3)), accumulation=3)
+
+    def test_BlocksMayBeLarger(self):
+        network = model()
+        self.assert_trains_as_pytorch(self.engine(network, blocks=[network]), steps=3)
+
+    def test_FrozenParametersKeepTheirBits(self):
+        networks = [model(), model()]
+        for network in networks:
+            network.embedding.weight.requires_grad_(False)
+            network.layers[1].up.weight.requires_grad_(False)
+        before = networks[0].layers[1].up.weight.detach().clone()
+        engine = self.engine(networks[0])
+        self.assert_trains_as_pytorch(engine, trained=networks[1])
+        self.assertTrue(torch.equal(before, engine.master_weights()["layers.1.up.weight"]))
+
+    def test_AnExampleShowsWhatRunsTwice(self):
+        def twice():
+            network = model()
+            network.layers.append(network.layers[0])
+            return network
+        order = self.engine(twice(), example=(batches(1)[0],))
+        self.assert_trains_as_pytorch(order, trained=twice())
+        order.close()
+        unknown = self.engine(twice(), on_existing="replace")
+        self.assert_error("is used more often in a step than the plan's 1 times; give the engine an example=",
+                          train, unknown, 1)
+
+    def test_WhatAStepDoesNotUseHasNoGradient(self):
+        network = model()
+        network.layers.append(torch.nn.Linear(4, 4))
+        network.forward = lambda ids: type(network).forward(shortened, ids)
+        shortened = model()
+        for name in ("embedding", "norm", "head"):
+            setattr(shortened, name, getattr(network, name))
+        shortened.layers = network.layers[:3]
+        before = network.layers[3].weight.detach().clone()
+        engine = self.engine(network, config(self.folder, optimizer={"type": "AdamW",
+                                                                    "params": {"lr": 1e-3, "weight_decay": 0}}))
+        _, reports = train(engine, 2)
+        self.assertGreater(reports[1].gradient_norm, 0)
+        self.assertTrue(torch.equal(before, engine.master_weights()["layers.3.weight"]))
+
+    def test_Bf16Trains(self):
+        engine = self.engine(configuration=config(self.folder, bf16={"enabled": True}))
+        losses, _ = train(engine, 20)
+        self.assertLess(losses[-1], losses[0] - 0.05)
+        self.assertEqual(torch.bfloat16, engine.module.state_dict()["layers.0.up.weight"].dtype)
+
+    def test_Fp16ScalesItsLoss(self):
+        network = torch.nn.Sequential(*(Widened() for _ in range(3)))
+        engine = self.engine(network, config(self.folder, fp16={"enabled": True, "initial_scale_power": 4}))
+        before = engine.master_weights()["1.weight"]
+
+        def step(factor):
+            torch.manual_seed(0)
+            engine.backward(engine(torch.randn(8, 16)).pow(2).mean() * factor)
+            return engine.step()
+
+        reports = [step(1e-4), step(1e30), step(1e30), step(1e-4)]
+        self.assertEqual([False, True, True, False], [report.skipped for report in reports])
+        # The second overflow halves the scale: hysteresis is 2.
+        self.assertEqual([16, 16, 16, 8], [report.loss_scale for report in reports])
+        self.assertAlmostEqual(reports[0].gradient_norm, reports[3].gradient_norm, delta=0.2 * reports[0].gradient_norm)
+        moved = (engine.master_weights()["1.weight"] - before).abs().max().item()
+        self.assertTrue(1e-3 < moved < 2.1e-3, moved)  # two of Adam's steps
+
+
+class Widened(torch.nn.Module):
+    """Computes in fp32, as PyTorch has few operations in fp16 on a CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(16))
+
+    def forward(self, x):
+        return x @ self.weight.float()
+
+
+class Promises(Case):
+    def run_of(self, name, steps=4, **options):
+        folder = self.folder / name
+        folder.mkdir()
+        engine = self.engine(configuration=config(folder, **options))
+        losses, _ = train(engine, steps)
+        weights = engine.master_weights()
+        engine.close()
+        return losses, weights
+
+    def assert_same_bits(self, one, other):
+        self.assertEqual(one[0], other[0])
+        for name, value in one[1].items():
+            self.assertTrue(torch.equal(value, other[1][name]), name)
+
+    def test_SameBitsInEveryTier(self):
+        resident = self.run_of("hbm", device="none")
+        self.assert_same_bits(resident, self.run_of("host", device="cpu"))
+        self.assert_same_bits(resident, self.run_of("nvme"))
+        engine = self.engine()
+        hbm = next(int(size) for size in [sum(b for tier, _, b in engine.ledger() if tier == "hbm")])
+        engine.close()
+        tight = {"tile_elements": 4096, "hbm_bytes": hbm, "threads": 1}
+        self.assert_same_bits(resident, self.run_of("tight", spillway=tight))
+
+    def test_ARunGoesOnWhereItStood(self):
+        whole = self.run_of("whole", steps=5)
+        engine = self.engine()
+        train(engine, 3, blob=b"three batches")
+        engine.close()
+        again = self.engine(model(seed=9), on_existing="resume")  # with other values, which do not count
+        self.assertEqual((3, b"three batches"), (again.current_step, again.blob))
+        losses, _ = train(again, 2, first=3)
+        self.assert_same_bits((whole[0][3:], whole[1]), (losses, again.master_weights()))
+
+    def test_ASnapshotBeginsAnotherRun(self):
+        whole = self.run_of("whole", steps=4)
+        engine = self.engine()
+        train(engine, 2)
+        engine.save(self.folder / "saved")
+        engine.close()
+        again = self.engine(model(seed=9), config(self.folder, device="cpu"), snapshot=self.folder / "saved")
+        losses, _ = train(again, 2, first=2)
+        self.assert_same_bits((whole[0][2:], whole[1]), (losses, again.master_weights()))
+
+    def test_AnAllocationIsInTheLedger(self):
+        engine = self.engine()
+        self.assertEqual({"hbm", "host", "nvme"}, {tier for tier, _, _ in engine.ledger()})
+        self.assertIn("model workspace", {purpose for _, purpose, _ in engine.ledger()})
+        self.assertTrue(any(line.startswith("device: host device") for line in engine.describe()))
+
+    def test_ExportIsWhatTheModelLoads(self):
+        network = model()
+        network.config = type("Config", (), {"to_json_string": lambda self: '{"model_type": "toy"}'})()
+        engine = self.engine(network)
+        train(engine, 2)
+        engine.export(self.folder / "out")
+        self.assertEqual('{"model_type": "toy"}', (self.folder / "out/config.json").read_text())
+        self.assertTrue((self.folder / "out/model.safetensors").exists())
+        loaded = model(seed=9)
+        loaded.load_state_dict(network.state_dict())
+        with torch.no_grad():
+            loaded.eval()
+            engine.module.eval()
+            self.assertEqual(loaded(batches(1)[0]), engine(batches(1)[0]))
+
+    def test_AModelOnMetaGetsItsWeightsByName(self):
+        real = model()
+        values = real.state_dict()
+        empty = model().to("meta")
+        empty.head.weight = empty.embedding.weight
+        empty.scale = real.scale
+        asked = []
+
+        def weights(name):
+            asked.append(name)
+            return values[name]
+
+        losses, _ = train(self.engine(empty, weights=weights), 1)
+        self.assertEqual(reference(1)[0], losses)
+        self.assertEqual(sorted(name for name, _ in real.named_parameters()), sorted(asked))
+
+
+class Errors(Case):
+    def test_OfTheConfiguration(self):
+        path = config(self.folder, optimizr={})
+        error = self.assert_error(r"ds_config\.json:1:\d+: .*optimizr", spillway.Engine, model(), path)
+        self.assertEqual("invalid_argument", error.code)
+        self.assert_error("none.json: cannot be read", spillway.Engine, model(), self.folder / "none.json")
+        self.assert_error("on_existing: 'maybe' is none of", self.engine, on_existing="maybe")
+        self.assert_error("config:.*lr", spillway.Engine, model(),
+                          {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": "fast"}}})
+
+    def test_AnExistingStoreIsLeftAlone(self):
+        engine = self.engine()
+        train(engine, 1)
+        self.assertEqual("busy", self.assert_error("store", self.engine, on_existing="replace").code)
+        engine.close()
+        self.assertEqual("exists", self.assert_error("store", self.engine).code)
+        self.assertEqual(1, self.engine(on_existing="resume").current_step)
+
+    def test_ABudgetThatDoesNotFit(self):
+        error = self.assert_error("hbm_bytes", self.engine, configuration=config(
+            self.folder, spillway={"tile_elements": 4096, "hbm_bytes": "16KiB"}))
+        self.assertEqual("does_not_fit", error.code)
+        self.assertFalse((self.folder / "store").exists() and list((self.folder / "store").iterdir()))
+
+    def test_AWeightOutsideOfItsBlock(self):
+        network = model()
+        engine = self.engine(network)
+        self.assertTrue(network.embedding.weight.isnan().all())
+        self.assertEqual((90, 48), tuple(network.embedding.weight.shape))
+        with engine.weights_of("embedding"):
+            self.assertTrue(torch.equal(model().embedding.weight, network.embedding.weight))
+        self.assertTrue(network.embedding.weight.isnan().all())
+        self.assert_error("Dropout: is no block; blocks are embedding, layers.0", engine.weights_of(
+            "layers.0.drop").__enter__)
+        loss = engine(batches(1)[0]) + network.norm.weight.sum()
+        self.assert_error(r"norm\.weight: is used outside of its block", engine.backward, loss)
+
+    def test_OfMovingAndConverting(self):
+        engine = self.engine()
+        for move in (engine.module.half, engine.module.double, lambda: engine.module.to("cpu")):
+            self.assert_error("its weights are Spillway's", move)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            self.assert_error("runs under torch.autocast", engine, batches(1)[0])
+
+    def test_OfBlocksWithinBlocks(self):
+        network = model()
+        network.token = torch.nn.Parameter(torch.zeros(3))
+        self.assert_error("the model: block layers.0 is inside it; a module that holds parameters and blocks",
+                          self.engine, network, blocks=list(network.layers))
+        self.assert_error("Linear is no module of the model", self.engine, blocks=[torch.nn.Linear(2, 2)])
+        self.assert_error("layers is a ModuleList, which does not run as a whole", self.engine, blocks=["layers"])
+
+    def test_OfValuesForTheWeights(self):
+        empty = model().to("meta")
+        self.assert_error("is on device meta and has no values; give weights=", self.engine, empty)
+        self.assert_error(r"weights= gave \(2,\) where the model has \(90, 48\)", self.engine, on_existing="replace",
+                          weights=lambda name: torch.zeros(2))
+
+        def fails(name):
+            raise KeyError(name)
+        with self.assertRaisesRegex(KeyError, "embedding.weight"):
+            self.engine(on_existing="replace", weights=fails)
+
+    def test_ANonFiniteGradientChangesNothing(self):
+        engine = self.engine()
+        train(engine, 1)
+        before = engine.master_weights()
+        engine.backward(engine(batches(1)[0]) * float("inf"))
+        self.assertEqual("non_finite", self.assert_error("nothing was changed", engine.step).code)
+        for name, value in engine.master_weights().items():
+            self.assertTrue(torch.equal(before[name], value), name)
+        _, reports = train(engine, 1, first=1)
+        self.assertEqual(2, reports[0].step)
+
+    def test_AClosedEngine(self):
+        engine = self.engine()
+        engine.close()
+        engine.close()
+        self.assert_error("engine: it is closed", engine, batches(1)[0])
+        self.assert_error("engine: it is closed", engine.step)
+
+
+if __name__ == "__main__":
+    main()

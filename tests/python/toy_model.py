@@ -1,0 +1,81 @@
+"""A small language model in plain PyTorch with what real ones have: tied embeddings, dropout, tuples, keywords."""
+import json
+import pathlib
+
+import torch
+
+VOCABULARY = 90
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+        self.drop = torch.nn.Dropout(0.1)
+
+    def forward(self, x, *, scale=None):
+        inner = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return {"hidden": x + self.drop(inner) * scale["value"], "width": x.shape[-1]}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, width=48, layers=3):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, width)
+        self.layers = torch.nn.ModuleList(Layer(width) for _ in range(layers))
+        self.norm = torch.nn.LayerNorm(width)
+        self.head = torch.nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, scale={"value": self.scale.to(x.dtype)})["hidden"]
+        logits = self.head(self.norm(x)).float()
+        return torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), ids.flip(1).reshape(-1))
+
+
+def model(seed=1, **shape):
+    torch.manual_seed(seed)
+    made = Model(**shape)
+    with torch.no_grad():
+        made.embedding.weight.mul_(0.1)
+    return made
+
+
+def batches(count, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCABULARY, (4, 16), generator=generator) for _ in range(count)]
+
+
+def config(folder, device="nvme", accumulation=1, clipping=1.0, **more):
+    """A ds_config.json of that folder; `device` is where weights and states live."""
+    place = {"device": device}
+    if device == "nvme":
+        place["nvme_path"] = str(pathlib.Path(folder, "store"))
+    path = pathlib.Path(folder, "ds_config.json")
+    path.write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "spillway": {"tile_elements": 4096}, **more}))
+    return path
+
+
+def train(engine, steps, first=0, accumulation=1, blob=b""):
+    """Losses of all micro-batches, and the steps' reports; step s and its micro-batches have a seed of their own."""
+    data = batches((first + steps) * accumulation)
+    losses, reports = [], []
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        for micro in range(accumulation):
+            loss = engine(data[step * accumulation + micro])
+            engine.backward(loss)
+            losses.append(loss.item())
+            report = engine.step(blob)
+        reports.append(report)
+    return losses, reports
