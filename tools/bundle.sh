@@ -3,11 +3,12 @@
 #
 #   tools/bundle.sh BUILD_DIR OUT.tar.xz [PROGRAM…]      PROGRAM: more of the build directory's programs, into bin, too
 #
-# lib/ holds the plugins for GPUs and every shared library that is neither the C library's nor CUDA's. Those two are the
-# machine's own: a C library as new as this machine's, for GPUs a driver, and cuBLASLt where the dynamic linker finds it
-# or in /usr/local/cuda. Prints the size of the archive.
+# lib/ holds libspillway.so, the plugins for GPUs and every shared library that is neither the C library's nor CUDA's.
+# Those two are the machine's own: a C library as new as this machine's, for GPUs a driver, and cuBLASLt where the dynamic
+# linker finds it or in /usr/local/cuda. python/ is the package for PyTorch loops: SPILLWAY_LIBRARY names
+# lib/libspillway.so.0 to it. Prints the size of the archive.
 set -eu
-[ $# -ge 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 build=$1 out=$2
 shift 2
 "$(dirname "$0")/install_packages.sh" patchelf xz-utils
@@ -19,9 +20,12 @@ root=$staging/spillway
 mkdir -p "$root/bin" "$root/lib"
 cp "$build/tools/spillway" "$root/bin/"
 for program in "$@"; do cp "$build/$program" "$root/bin/"; done
-for plugin in kernels/libspillway_cuda.so tools/gpt2/libspillway_gpt2_cuda.so; do
-  if [ -f "$build/$plugin" ]; then cp "$build/$plugin" "$root/lib/"; fi
+for library in src/libspillway.so.0 kernels/libspillway_cuda.so tools/gpt2/libspillway_gpt2_cuda.so; do
+  if [ -f "$build/$library" ]; then cp -L "$build/$library" "$root/lib/"; fi
 done
+mkdir "$root/python"
+cp -r "$(dirname "$0")/../python/spillway" "$root/python/"
+rm -rf "$root/python/spillway/__pycache__"
 
 # What the dynamic linker would load here. Libraries of libraries are in its list, too.
 ldd "$root"/bin/* "$root"/lib/* | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u | while read -r library; do

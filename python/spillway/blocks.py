@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .library import BACKWARD, FORWARD, Error
 
+CACHES = ("past_key_values", "past_key_value", "layer_past")  # as arguments of Hugging Face's layers
+
 
 def default_blocks(model):
     """The modules of every outermost ModuleList or Sequential, and whatever else holds parameters of its own."""
@@ -163,6 +165,9 @@ def run_in_visits(engine, block):
         if not torch.is_grad_enabled():
             with engine.weights_of(block, FORWARD):
                 return block.run(*arguments, **keywords)
+        if any(keywords.get(name) is not None for name in CACHES):
+            raise Error("unsupported", f"{block.name}: is given a cache of keys and values, which would grow twice, as a "
+                                       "block is run once more in backward; call the model with use_cache=False")
         flat, spec = tree_flatten((arguments, keywords))
         record = _Record()
         # Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'.

@@ -11,6 +11,7 @@ from ctypes import byref, c_uint64, c_void_p
 import torch
 
 from .blocks import find_blocks, forward_order, run_in_visits
+from .layout import Layout
 from .library import BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report, Weights, library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
@@ -38,7 +39,8 @@ class Engine:
       often. Without it: each once, in the order in which the model lists them.
     `weights`: a function from a parameter's name to its values, for models on PyTorch's device "meta"; the default are
       the model's own.
-    `on_existing`: what to do with a store that is there: "refuse", "resume" or "replace". `snapshot`: one to begin with.
+    `on_existing`: what to do with a store that is there: "refuse", "resume" or "replace".
+    `snapshot`: one that save() made, to begin with.
     Threads: any, one at a time. Errors: spillway.Error.
     """
 
@@ -50,11 +52,12 @@ class Engine:
         self._read_config(config)
         if on_existing not in ON_EXISTING:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
+        for name, buffer in model.named_buffers():
+            if buffer.device.type == "meta":
+                raise Error("invalid_argument", f"{name}: is a buffer on device meta and has no values; give it some "
+                                                "first (accelerate's init_empty_weights() leaves buffers alone)")
         self._blocks = find_blocks(model, blocks)
-        self._order = forward_order(model, self._blocks, example)
-        for index in self._order:
-            self._blocks[index].uses += 1
-        self._place_parameters()
+        self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example), self._accumulation)
         self._create(Options(ON_EXISTING.index(on_existing), _path(snapshot), _path(trace), 0))
         try:
             self.on_cuda = self._library.engine_device(self._handle) == 1
@@ -89,63 +92,11 @@ class Engine:
         self.dtype = DTYPES[self._type]
         self._accumulation = self._library.config_gradient_accumulation(self._config)
         self._micro_batches = 0
-
-    def _place_parameters(self):
-        """Which engine block and index each parameter has, and what the engine is told of it."""
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        places, uses = {}, collections.Counter()
-        self._engine_blocks = []  # (name, [parameter])
-        for block in self._blocks:
-            for parameter in block.module.parameters():
-                if id(parameter) not in places:
-                    if not parameter.is_floating_point():
-                        raise Error("unsupported", f"{names[id(parameter)]}: is of {parameter.dtype}; Spillway trains "
-                                                   "floating-point weights")
-                    if block.own is None:
-                        block.own = len(self._engine_blocks)
-                        self._engine_blocks.append((block.name or "model", []))
-                    members = self._engine_blocks[block.own][1]
-                    places[id(parameter)] = (block.own, len(members))
-                    members.append(parameter)
-                block.parameters.append((parameter, *places[id(parameter)]))
-                uses[id(parameter)] += block.uses
-            block.engine_blocks = list(dict.fromkeys(owner for _, owner, _ in block.parameters))
-        self._names = [[names[id(p)] for p in members] for _, members in self._engine_blocks]
-        self._pushes = {places[id(p)]: max(1, uses[id(p)]) * self._accumulation
-                        for _, members in self._engine_blocks for p in members if p.requires_grad}
         self._pushed = collections.Counter()
-        lost = [name for name, p in self.module.named_parameters() if id(p) not in places]
-        if lost:
-            raise Error("invalid_argument", f"{lost[0]}: lies in no block; name its module in blocks=")
-
-    def _visits(self):
-        """Of a step: forward and backward of each micro-batch. Backward ends behind the first block that learns."""
-        learns = [i for i, index in enumerate(self._order) if self._blocks[index].trainable()]
-        back = self._order[learns[0]:] if learns else []
-        for _ in range(self._accumulation):
-            for direction, order in ((FORWARD, self._order), (BACKWARD, reversed(back))):
-                for index in order:
-                    for owner in self._blocks[index].engine_blocks:
-                        yield owner, direction
 
     def _create(self, options):
-        model = c_void_p(self._library.model_create())
+        model = self._layout.describe(self._library, SIZES[self._type])
         try:
-            for index, (name, members) in enumerate(self._engine_blocks):
-                self._library.model_add_block(model, name.encode())
-                for place, parameter in enumerate(members):
-                    shape = tuple(parameter.shape) or (1,)
-                    self._library.model_add_parameter(
-                        model, index, self._names[index][place].encode(), (c_uint64 * len(shape))(*shape), len(shape),
-                        parameter.requires_grad, self._pushes.get((index, place), 1))
-            for owner, direction in self._visits():
-                self._library.model_add_visit(model, owner, direction)
-            largest = max((p.numel() for _, members in self._engine_blocks for p in members if p.requires_grad),
-                          default=1)
-            self._library.model_set_workspace(model, largest * SIZES[self._type])
-            described = getattr(self.module, "config", None)
-            if hasattr(described, "to_json_string"):  # as Hugging Face's models have it
-                self._library.model_attach(model, b"config.json", described.to_json_string().encode())
             handle = c_void_p()
             self._library.engine_create(self._config, model, byref(options), byref(handle))
             self._handle = handle
@@ -157,7 +108,7 @@ class Engine:
 
     def _import(self, weights):
         def values(block, index):
-            parameter, name = self._engine_blocks[block][1][index], self._names[block][index]
+            parameter, name = self._layout.members[block][index], self._layout.names[block][index]
             found = parameter.data if weights is None else weights(name)
             if found.device.type == "meta":
                 raise Error("invalid_argument", f"{name}: is on device meta and has no values; give weights=")
@@ -198,9 +149,9 @@ class Engine:
         found = {}
 
         def copy(block, index, first, values, count):
-            name = self._names[block][index]
+            name = self._layout.names[block][index]
             if name not in found:
-                found[name] = torch.empty(self._engine_blocks[block][1][index].shape)
+                found[name] = torch.empty(self._layout.members[block][index].shape)
             found[name].view(-1)[first:first + count] = _floats(values, count)
 
         self._stream_out(self._library.engine_export_weights, copy, 1)
@@ -210,7 +161,7 @@ class Engine:
         """Empties the parameters, moves buffers to the engine's device and puts visits in the place of forwards."""
         nothing = torch.full((), float("nan"), dtype=self.dtype, device=self.torch_device)
         moved = {}
-        for _, members in self._engine_blocks:
+        for members in self._layout.members:
             for place, parameter in enumerate(members):
                 if parameter.device.type == self.torch_device.type:
                     parameter.data = nothing.expand(parameter.shape)
@@ -223,9 +174,9 @@ class Engine:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer if buffer is None else buffer.to(self.torch_device)
         for block in self._blocks:
-            block.parameters = [(self._engine_blocks[owner][1][index], owner, index)
+            block.parameters = [(self._layout.members[owner][index], owner, index)
                                 for _, owner, index in block.parameters]
-        self._placeholders = {id(p): p.data for _, members in self._engine_blocks for p in members}
+        self._placeholders = {id(p): p.data for members in self._layout.members for p in members}
         engine = weakref.proxy(self)
         for block in self._blocks:
             run_in_visits(engine, block)
@@ -295,9 +246,9 @@ class Engine:
         """Gradients of (parameter, engine block, index) to the engine, by way of the workspace; None is zero."""
         stream, used = self._stream(), 0
         for (parameter, owner, index), gradient in zip(entries, gradients):
-            if self._pushed[owner, index] == self._pushes[owner, index]:
-                raise Error("invalid_argument", f"{self._names[owner][index]}: is used more often in a step than the "
-                            f"plan's {self._pushes[owner, index]} times; give the engine an example= of a forward pass")
+            if self._pushed[owner, index] == self._layout.pushes[owner, index]:
+                raise Error("invalid_argument", f"{self._layout.names[owner][index]}: is used more often in a step than the "
+                            f"plan's {self._layout.pushes[owner, index]} times; give the engine an example= of a forward pass")
             size = parameter.numel() * SIZES[self._type]
             if used + size > self._workspace.numel():
                 if not self.on_cuda:  # where all of this is in order with the stream by itself
@@ -318,7 +269,7 @@ class Engine:
         """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps."""
         self._check_open()
         (loss * (self._library.engine_loss_scale(self._handle) / self._accumulation)).backward()
-        for _, members in self._engine_blocks:
+        for members in self._layout.members:
             for parameter in members:
                 if parameter.grad is not None:
                     parameter.grad = None
@@ -327,8 +278,8 @@ class Engine:
         self._micro_batches += 1
 
     def step(self, blob=b""):
-        """Clips, updates and commits once all micro-batches have been through backward(), and returns a StepReport; None
-        before that. `blob`, at most 16 KiB, is kept by the commit: where the data stands, random state."""
+        """Once all micro-batches have been through backward(): clips, updates and commits, and returns a StepReport;
+        before that None. `blob`, at most 16 KiB, is kept by the commit: where the data stands, random state."""
         self._check_open()
         if self._micro_batches < self._accumulation:
             return None
@@ -344,15 +295,15 @@ class Engine:
 
     def _push_what_is_missing(self):
         """Zero gradients of what the step did not use: an expert that got no token, say."""
-        for owner in reversed(range(len(self._engine_blocks))):
-            missing = [(i, self._pushes[owner, i] - self._pushed[owner, i])
-                       for i in range(len(self._engine_blocks[owner][1])) if (owner, i) in self._pushes]
+        for owner in reversed(range(len(self._layout.members))):
+            missing = [(i, self._layout.pushes[owner, i] - self._pushed[owner, i])
+                       for i in range(len(self._layout.members[owner])) if (owner, i) in self._layout.pushes]
             if not any(count > 0 for _, count in missing):
                 continue
             lease = c_void_p()
             self._library.engine_acquire(self._handle, owner, BACKWARD, self._stream(), byref(lease))
             try:
-                entries = [(self._engine_blocks[owner][1][i], owner, i) for i, count in missing for _ in range(count)]
+                entries = [(self._layout.members[owner][i], owner, i) for i, count in missing for _ in range(count)]
                 self.push(entries, [None] * len(entries))
             finally:
                 self._library.lease_release(lease)
@@ -450,5 +401,5 @@ def _values_of(engine, block):
 
 
 def _refuse_to_move(*_, **__):
-    raise Error("unsupported", "model: its weights are Spillway's; they cannot be moved or converted (the configuration "
-                               "says type and tiers)")
+    raise Error("unsupported", "model: its weights are Spillway's and cannot be moved or converted; the configuration "
+                               "says their type and tiers")

@@ -277,12 +277,14 @@ class Errors(Case):
         loss = engine(batches(1)[0]) + network.norm.weight.sum()
         self.assert_error(r"norm\.weight: is used outside of its block", engine.backward, loss)
 
-    def test_OfMovingAndConverting(self):
+    def test_OfWhatAModelMustNotDo(self):
         engine = self.engine()
         for move in (engine.module.half, engine.module.double, lambda: engine.module.to("cpu")):
             self.assert_error("its weights are Spillway's", move)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             self.assert_error("runs under torch.autocast", engine, batches(1)[0])
+        self.assert_error("layers.0: is given a cache of keys and values", engine.module.layers[0], torch.zeros(1, 48),
+                          past_key_values=[])
 
     def test_OfBlocksWithinBlocks(self):
         network = model()
@@ -294,7 +296,9 @@ class Errors(Case):
 
     def test_OfValuesForTheWeights(self):
         empty = model().to("meta")
-        self.assert_error("is on device meta and has no values; give weights=", self.engine, empty)
+        self.assert_error("scale: is a buffer on device meta and has no values", self.engine, empty)
+        empty.scale = model().scale
+        self.assert_error(r"embedding\.weight: is on device meta and has no values; give weights=", self.engine, empty)
         self.assert_error(r"weights= gave \(2,\) where the model has \(90, 48\)", self.engine, on_existing="replace",
                           weights=lambda name: torch.zeros(2))
 

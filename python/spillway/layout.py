@@ -1,0 +1,68 @@
+"""What the engine is told of a model: blocks, parameters, how often each gets a gradient, the order of visits."""
+import collections
+from ctypes import c_uint64, c_void_p
+
+from .library import BACKWARD, FORWARD, Error
+
+
+class Layout:
+    """The engine's blocks of a model: a parameter belongs to the first block that has it."""
+
+    def __init__(self, model, blocks, order, accumulation):
+        for index in order:
+            blocks[index].uses += 1
+        self._model, self._blocks, self._order, self._accumulation = model, blocks, order, accumulation
+        self.members = []  # by engine block: its parameters
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        places, uses = {}, collections.Counter()
+        self._block_names = []
+        for block in blocks:
+            for parameter in block.module.parameters():
+                if id(parameter) not in places:
+                    self._check(names[id(parameter)], parameter)
+                    if block.own is None:
+                        block.own = len(self.members)
+                        self.members.append([])
+                        self._block_names.append(block.name or "model")
+                    places[id(parameter)] = (block.own, len(self.members[block.own]))
+                    self.members[block.own].append(parameter)
+                block.parameters.append((parameter, *places[id(parameter)]))
+                uses[id(parameter)] += block.uses
+            block.engine_blocks = list(dict.fromkeys(owner for _, owner, _ in block.parameters))
+        self.names = [[names[id(p)] for p in members] for members in self.members]
+        self.pushes = {places[id(p)]: max(1, uses[id(p)]) * accumulation
+                       for members in self.members for p in members if p.requires_grad}
+
+    @staticmethod
+    def _check(name, parameter):
+        if not parameter.is_floating_point():
+            raise Error("unsupported", f"{name}: is of {parameter.dtype}; Spillway trains floating-point weights")
+
+    def visits(self):
+        """Of a step: forward and backward of each micro-batch. Backward ends behind the first block that learns."""
+        learns = [i for i, index in enumerate(self._order) if self._blocks[index].trainable()]
+        back = self._order[learns[0]:] if learns else []
+        for _ in range(self._accumulation):
+            for direction, order in ((FORWARD, self._order), (BACKWARD, reversed(back))):
+                for index in order:
+                    for owner in self._blocks[index].engine_blocks:
+                        yield owner, direction
+
+    def describe(self, library, element_bytes):
+        """A spillway_model, which the caller destroys. Its workspace holds the largest gradient."""
+        model = c_void_p(library.model_create())
+        for owner, members in enumerate(self.members):
+            library.model_add_block(model, self._block_names[owner].encode())
+            for index, parameter in enumerate(members):
+                shape = tuple(parameter.shape) or (1,)
+                library.model_add_parameter(model, owner, self.names[owner][index].encode(),
+                                            (c_uint64 * len(shape))(*shape), len(shape), parameter.requires_grad,
+                                            self.pushes.get((owner, index), 1))
+        for owner, direction in self.visits():
+            library.model_add_visit(model, owner, direction)
+        largest = max((p.numel() for members in self.members for p in members if p.requires_grad), default=1)
+        library.model_set_workspace(model, largest * element_bytes)
+        described = getattr(self._model, "config", None)
+        if hasattr(described, "to_json_string"):  # as Hugging Face's models have it
+            library.model_attach(model, b"config.json", described.to_json_string().encode())
+        return model
