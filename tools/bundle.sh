@@ -4,8 +4,8 @@
 #   tools/bundle.sh BUILD_DIR OUT.tar.xz [PROGRAM…]      PROGRAM: more of the build directory's programs, into bin, too
 #
 # lib/ holds libspillway.so, the plugins for GPUs and every shared library that is neither the C library's nor CUDA's.
-# Those two are the machine's own: a C library as new as this machine's, for GPUs a driver, and cuBLASLt where the dynamic
-# linker finds it or in /usr/local/cuda. python/ is the package for PyTorch loops: SPILLWAY_LIBRARY names
+# Those two are the machine's own: a C library as new as this machine's, for GPUs a driver, and cuBLASLt where the
+# dynamic linker finds it or in /usr/local/cuda. python/ is the package for PyTorch loops: SPILLWAY_LIBRARY names
 # lib/libspillway.so.0 to it. Prints the size of the archive.
 set -eu
 [ $# -ge 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }

@@ -166,8 +166,8 @@ def run_in_visits(engine, block):
             with engine.weights_of(block, FORWARD):
                 return block.run(*arguments, **keywords)
         if any(keywords.get(name) is not None for name in CACHES):
-            raise Error("unsupported", f"{block.name}: is given a cache of keys and values, which would grow twice, as a "
-                                       "block is run once more in backward; call the model with use_cache=False")
+            raise Error("unsupported", f"{block.name}: is given a cache of keys and values, which would grow twice, as "
+                                       "blocks are run once more in backward; call the model with use_cache=False")
         flat, spec = tree_flatten((arguments, keywords))
         record = _Record()
         # Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'.

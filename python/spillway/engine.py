@@ -246,9 +246,10 @@ class Engine:
         """Gradients of (parameter, engine block, index) to the engine, by way of the workspace; None is zero."""
         stream, used = self._stream(), 0
         for (parameter, owner, index), gradient in zip(entries, gradients):
-            if self._pushed[owner, index] == self._layout.pushes[owner, index]:
-                raise Error("invalid_argument", f"{self._layout.names[owner][index]}: is used more often in a step than the "
-                            f"plan's {self._layout.pushes[owner, index]} times; give the engine an example= of a forward pass")
+            planned = self._layout.pushes[owner, index]
+            if self._pushed[owner, index] == planned:
+                raise Error("invalid_argument", f"{self._layout.names[owner][index]}: is used more often in a step "
+                            f"than the plan's {planned} times; give the engine an example= of a forward pass")
             size = parameter.numel() * SIZES[self._type]
             if used + size > self._workspace.numel():
                 if not self.on_cuda:  # where all of this is in order with the stream by itself

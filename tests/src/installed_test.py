@@ -80,7 +80,8 @@ class Installed(unittest.TestCase):
             self.assertRegex(done.stderr, message)
 
         refused("{", 1, r"1: argument:1:\d+: ")
-        refused(json.dumps(self.config("c")), 3, "3: .*c-out: a model is there")  # the store is replaced, the model is not
+        # The store may be replaced, the model not.
+        refused(json.dumps(self.config("c")), 3, "3: .*c-out: a model is there")
         refused(json.dumps(self.config("c") | {"spillway": {"hbm_bytes": "4KiB"}}), 4, "4: .*hbm")
 
     def test_TheLibraryShowsItsOwnNamesAlone(self):
