@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Step time of a PyTorch loop: PyTorch alone with everything in memory, beside the same loop through Spillway.
+
+A GPT of plain PyTorch modules, trained by
+  pytorch   torch.optim.AdamW, activation checkpointing by block (what Spillway does, too): all in RAM
+  none      spillway.Engine, weights and states in the device's memory
+  nvme      spillway.Engine, weights and states on NVMe
+each in a process of its own, in turns. One JSON line a run: `step_seconds` is the median of its steps but the first two.
+The last line has the ratios to `pytorch` of the same round, medians of all rounds.
+
+Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
+"""
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+VARIANTS = ("pytorch", "none", "nvme")
+
+
+def model(torch, layers, width, vocabulary, sequence):
+    nn = torch.nn
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.register_buffer("mask", torch.full((sequence, sequence), float("-inf")).triu(1), persistent=False)
+
+        def forward(self, x):
+            batch, length, _ = x.shape
+            q, k, v = (t.view(batch, length, -1, 64).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1))
+            weights = torch.softmax(q @ k.transpose(-1, -2) / 8 + self.mask.to(x.dtype), -1)
+            x = x + self.out((weights @ v).transpose(1, 2).reshape(x.shape))
+            return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+    class Gpt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(vocabulary, width)
+            self.layers = nn.ModuleList(Layer() for _ in range(layers))
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, vocabulary, bias=False)
+            self.run_layer = lambda layer, x: layer(x)
+
+        def forward(self, ids):
+            x = self.embedding(ids)
+            for layer in self.layers:
+                x = self.run_layer(layer, x)
+            logits = self.head(self.norm(x))[:, :-1].float()
+            return nn.functional.cross_entropy(logits.reshape(-1, vocabulary), ids[:, 1:].reshape(-1))
+
+    torch.manual_seed(1)
+    return Gpt()
+
+
+def config(options, device, folder):
+    place = {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}
+    return {"train_micro_batch_size_per_gpu": options.batch, "gradient_clipping": 1.0,
+            "bf16": {"enabled": options.dtype == "bf16"},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+            "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+            "spillway": {"threads": options.threads}}
+
+
+def run(options, folder):
+    import torch
+    from torch.utils.checkpoint import checkpoint
+    torch.set_num_threads(options.threads)
+    network = model(torch, options.layers, options.width, options.vocabulary, options.sequence)
+    parameters = sum(p.numel() for p in network.parameters())
+    batch = torch.randint(0, options.vocabulary, (options.batch, options.sequence),
+                          generator=torch.Generator().manual_seed(2))
+    seconds, losses = [], []
+    if options.variant == "pytorch":
+        if options.dtype == "bf16":
+            network.bfloat16()
+        network.run_layer = lambda layer, x: checkpoint(layer, x, use_reentrant=True)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.01)
+
+        def step():
+            loss = network(batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss
+    else:
+        sys.path.insert(0, str(ROOT / "python"))
+        import spillway
+        engine = spillway.Engine(network, config(options, options.variant, folder))
+
+        def step():
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            return loss
+    for _ in range(options.steps):
+        begin = time.monotonic()
+        losses.append(step().item())
+        seconds.append(time.monotonic() - begin)
+    print(json.dumps({
+        "bench": "pytorch", "variant": options.variant, "parameters": parameters, "dtype": options.dtype,
+        "tokens": batch.numel(), "threads": options.threads, "torch": torch.__version__, "last_loss": losses[-1],
+        "step_seconds": statistics.median(seconds[min(2, len(seconds) - 1):])}), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768, help="a multiple of 64")
+    parser.add_argument("--vocabulary", type=int, default=16384)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--work", type=pathlib.Path, help="where the store is made; the default is a temporary folder")
+    parser.add_argument("--tiny", action="store_true", help="one round of a small model, to see that it runs")
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if importlib.util.find_spec("torch") is None:
+        print("skipped: this Python has no PyTorch")
+        sys.exit(77)
+    if options.tiny:
+        options.layers, options.width, options.vocabulary, options.sequence = 2, 64, 256, 16
+        options.rounds, options.steps = 1, 3
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="spillway-pytorch-", dir=options.work))
+    try:
+        if options.variant:
+            return run(options, folder / "store")
+        found = {variant: [] for variant in VARIANTS}
+        for _ in range(options.rounds):
+            for variant in VARIANTS:
+                done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--variant", variant], check=True,
+                                      stdout=subprocess.PIPE, text=True)
+                print(done.stdout, end="", flush=True)
+                found[variant].append(json.loads(done.stdout)["step_seconds"])
+        print(json.dumps({"bench": "pytorch", "ratio_to_pytorch": {
+            variant: round(statistics.median(a / b for a, b in zip(found[variant], found["pytorch"])), 3)
+            for variant in VARIANTS[1:]}}))
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
