@@ -43,10 +43,9 @@ class Block:
         self.own = None          # the engine's block of the parameters that are this module's first
         self.engine_blocks = []  # all that it needs: its own, and those whose parameters it shares
         self.parameters = []     # (parameter, engine block, index in it)
+        self.trainable = []      # those of them that the engine wants gradients for
         self.uses = 0            # in one forward pass
-
-    def trainable(self):
-        return [entry for entry in self.parameters if entry[0].requires_grad]
+        self.looked_at = False   # its graph, for gradients that would be lost
 
 
 def find_blocks(model, blocks):
@@ -113,8 +112,11 @@ class _Visit(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         arguments, keywords = tree_unflatten(list(flat), spec)
         with engine.weights_of(block, FORWARD):
-            result = block.run(*arguments, **keywords)
-        leaves, record.spec = tree_flatten(result)
+            leaves, record.spec = tree_flatten(block.run(*arguments, **keywords))
+        for leaf in leaves:
+            if not (leaf is None or torch.is_tensor(leaf) or isinstance(leaf, (bool, int, float, str))):
+                raise Error("unsupported", f"{block.name}: returns a {type(leaf).__name__}, in which gradients would be "
+                                           "lost; return tensors, or tuples, lists and dicts of them")
         return tuple(leaves)
 
     @staticmethod
@@ -125,7 +127,7 @@ class _Visit(torch.autograd.Function):
             flat[i] = tensor.detach().requires_grad_(ctx.wants[i])
         arguments, keywords = tree_unflatten(flat, ctx.spec)
         inputs = [flat[i] for i in range(len(flat)) if ctx.wants[i]]
-        trainable = block.trainable()
+        wanted = inputs + [parameter for parameter, _, _ in block.trainable if parameter.requires_grad]
         with engine.weights_of(block, BACKWARD), torch.random.fork_rng([engine.torch_device] if engine.on_cuda else []):
             torch.set_rng_state(ctx.random)
             if engine.on_cuda:
@@ -134,11 +136,13 @@ class _Visit(torch.autograd.Function):
                 leaves, _ = tree_flatten(block.run(*arguments, **keywords))
             ends = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients)
                     if gradient is not None and torch.is_tensor(leaf) and leaf.requires_grad]
-            wanted = inputs + [parameter for parameter, _, _ in trainable]
+            if not block.looked_at:
+                _refuse_lost_gradients(block, ends, wanted)
             found = [None] * len(wanted)
             if ends and wanted:
                 found = torch.autograd.grad([e for e, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
-            engine.push(trainable, found[len(inputs):])
+            by_parameter = {id(parameter): gradient for parameter, gradient in zip(wanted, found)}
+            engine.push(block.trainable, [by_parameter.get(id(parameter)) for parameter, _, _ in block.trainable])
         given = iter(found[:len(inputs)])
         return (None,) * 5 + tuple(next(given) if wants else None for wants in ctx.wants)
 
@@ -148,6 +152,23 @@ def _autocast():
         return any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu"))
     except TypeError:  # before PyTorch 2.4
         return torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
+
+
+def _refuse_lost_gradients(block, ends, wanted):
+    """What a block computes with must be its arguments and its weights: gradients of anything else go nowhere."""
+    known, seen = {id(tensor) for tensor in wanted}, set()
+    waiting = [leaf.grad_fn for leaf, _ in ends]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a leaf of the graph
+        if isinstance(node, _Visit._backward_cls) or (variable is not None and id(variable) not in known):
+            raise Error("unsupported", f"{block.name}: computes with a tensor that wants a gradient and is neither an "
+                        "argument nor a parameter of it; pass it as an argument, or make both modules one block")
+        waiting += [following for following, _ in node.next_functions]
+    block.looked_at = True
 
 
 class _Record:
@@ -171,7 +192,7 @@ def run_in_visits(engine, block):
         flat, spec = tree_flatten((arguments, keywords))
         record = _Record()
         # Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'.
-        anchor = engine.anchor if block.trainable() else None
+        anchor = engine.anchor if block.trainable else None
         return tree_unflatten(list(_Visit.apply(engine, block, spec, record, anchor, *flat)), record.spec)
 
     block.module.forward = forward

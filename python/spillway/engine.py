@@ -1,5 +1,4 @@
 """Trains a torch.nn.Module whose weights, gradients and optimizer states do not fit: Engine."""
-import atexit
 import collections
 import contextlib
 import ctypes
@@ -64,7 +63,7 @@ class Engine:
             self.torch_device = torch.device("cuda" if self.on_cuda else "cpu")
             size = c_uint64()
             self._workspace = self._memory(self._library.engine_workspace(self._handle, byref(size)), size.value)
-            self._streams, self._views = {}, {}
+            self._views = {}
             self.anchor = torch.empty(0, device=self.torch_device, requires_grad=True)
             if self.current_step == 0 and snapshot is None and on_existing != "resume":
                 self._import(weights)
@@ -99,10 +98,11 @@ class Engine:
         try:
             handle = c_void_p()
             self._library.engine_create(self._config, model, byref(options), byref(handle))
-            self._handle = handle
         finally:
             self._library.model_destroy(model)
-        _open.add(self)
+        self._handle, self._streams = handle, {}
+        # Also when the engine is forgotten, and when the interpreter ends.
+        self._finalizer = weakref.finalize(self, _destroy, self._library, handle, self._streams)
 
     # -- weights in and out ---------------------------------------------------------------------------------------
 
@@ -174,8 +174,8 @@ class Engine:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer if buffer is None else buffer.to(self.torch_device)
         for block in self._blocks:
-            block.parameters = [(self._layout.members[owner][index], owner, index)
-                                for _, owner, index in block.parameters]
+            for entries in (block.parameters, block.trainable):
+                entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
         self._placeholders = {id(p): p.data for members in self._layout.members for p in members}
         engine = weakref.proxy(self)
         for block in self._blocks:
@@ -355,11 +355,8 @@ class Engine:
     def close(self):
         """Makes the last step durable and gives everything back. The model keeps no weights."""
         if self._handle is not None:
-            for stream in getattr(self, "_streams", {}).values():
-                self._library.stream_destroy(stream)
-            self._library.engine_destroy(self._handle)
             self._handle = None
-            _open.discard(self)
+            self._finalizer()
 
     def __enter__(self):
         return self
@@ -375,13 +372,10 @@ class Engine:
         return next(name for name, each in self.module.named_parameters() if each is parameter)
 
 
-_open = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all():
-    for engine in list(_open):
-        engine.close()
+def _destroy(library, handle, streams):
+    for stream in streams.values():
+        library.stream_destroy(stream)
+    library.engine_destroy(handle)
 
 
 def _path(path):

@@ -32,6 +32,8 @@ class Layout:
         self.names = [[names[id(p)] for p in members] for members in self.members]
         self.pushes = {places[id(p)]: max(1, uses[id(p)]) * accumulation
                        for members in self.members for p in members if p.requires_grad}
+        for block in blocks:
+            block.trainable = [entry for entry in block.parameters if entry[1:] in self.pushes]
 
     @staticmethod
     def _check(name, parameter):
@@ -40,7 +42,7 @@ class Layout:
 
     def visits(self):
         """Of a step: forward and backward of each micro-batch. Backward ends behind the first block that learns."""
-        learns = [i for i, index in enumerate(self._order) if self._blocks[index].trainable()]
+        learns = [i for i, index in enumerate(self._order) if self._blocks[index].trainable]
         back = self._order[learns[0]:] if learns else []
         for _ in range(self._accumulation):
             for direction, order in ((FORWARD, self._order), (BACKWARD, reversed(back))):

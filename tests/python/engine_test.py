@@ -286,6 +286,39 @@ class Errors(Case):
         self.assert_error("layers.0: is given a cache of keys and values", engine.module.layers[0], torch.zeros(1, 48),
                           past_key_values=[])
 
+    def test_OfGradientsThatWouldBeLost(self):
+        class Aside(torch.nn.Module):
+            def __init__(self, result=lambda x: x):
+                super().__init__()
+                self.linear, self.result, self.other = torch.nn.Linear(8, 8), result, None
+
+            def forward(self, x):
+                x = self.linear(x if self.other is None else x + self.other[0])
+                return self.result(x)
+
+        class Result:
+            def __init__(self, value):
+                self.value = value
+
+        network = torch.nn.Sequential(Aside(), Aside(Result))
+        engine = self.engine(network)
+        self.assert_error("1: returns a Result, in which gradients would be lost", engine, torch.ones(2, 8))
+        engine.close()
+
+        for other in (lambda x: x, lambda x: torch.ones(8, requires_grad=True)):
+            network = torch.nn.Sequential(Aside(), Aside())
+            engine = self.engine(network, on_existing="replace")
+            network[0].register_forward_hook(lambda _, __, x: setattr(network[1], "other", [other(x)]))
+            self.assert_error("1: computes with a tensor that wants a gradient and is neither an argument nor",
+                              engine.backward, engine(torch.ones(2, 8)).sum())
+            engine.close()
+
+    def test_AForgottenEngineGivesItsStoreBack(self):
+        engine = spillway.Engine(model(), config(self.folder))
+        train(engine, 2)
+        del engine
+        self.assertEqual(2, self.engine(on_existing="resume").current_step)
+
     def test_OfBlocksWithinBlocks(self):
         network = model()
         network.token = torch.nn.Parameter(torch.zeros(3))
