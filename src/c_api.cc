@@ -63,8 +63,17 @@ spillway_status guarded(Body&& body) noexcept {
     return static_cast<spillway_status>(static_cast<int>(error.code()) + 1);
   } catch (const std::exception& error) {
     last_message = error.what();
+  } catch (...) {
+    last_message = "an exception that is not std::exception came out of a function of the caller's";
   }
   return SPILLWAY_UNEXPECTED;
+}
+
+// What a caller must give.
+template <typename Pointer>
+Pointer given(Pointer pointer, const char* what) {
+  if (pointer == nullptr) throw Error(Code::kInvalidArgument, {what, "is null", 0, ""});
+  return pointer;
 }
 
 // A C caller can write any number for a value of an enumeration.
@@ -104,7 +113,7 @@ void spillway_set_log(void (*sink)(void*, int, const char*), void* user) {
 }
 
 spillway_status spillway_config_parse(const char* json, const char* name, spillway_config** config) {
-  return guarded([&] { *config = new spillway_config{config_from_json(json, name)}; });
+  return guarded([&] { *config = new spillway_config{config_from_json(given(json, "json"), given(name, "name"))}; });
 }
 
 spillway_dtype spillway_config_weights(const spillway_config* config) {
@@ -121,14 +130,15 @@ void spillway_config_destroy(spillway_config* config) { delete config; }
 
 spillway_model* spillway_model_create(void) { return new spillway_model; }
 
-uint32_t spillway_model_add_block(spillway_model* model, const char* name) {
-  model->description.blocks.push_back({.name = name, .parameters = {}});
-  return static_cast<uint32_t>(model->description.blocks.size() - 1);
+spillway_status spillway_model_add_block(spillway_model* model, const char* name) {
+  return guarded([&] { model->description.blocks.push_back({.name = given(name, "name"), .parameters = {}}); });
 }
 
 spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t block, const char* name,
                                              const uint64_t* shape, size_t rank, int trainable, uint32_t pushes) {
   return guarded([&] {
+    given(name, "name");
+    if (rank > 0) given(shape, name);
     if (block >= model->description.blocks.size()) {
       throw Error(Code::kInvalidArgument, {name, "there is no block " + std::to_string(block), 0, "add it first"});
     }
@@ -137,14 +147,16 @@ spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t blo
   });
 }
 
-void spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass) {
-  model->description.visits.push_back({block, static_cast<Pass>(pass)});
+spillway_status spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass) {
+  return guarded([&] {
+    model->description.visits.push_back({block, checked(pass, Pass::kBackward, "spillway_pass")});
+  });
 }
 
 void spillway_model_set_workspace(spillway_model* model, uint64_t bytes) { model->description.workspace_bytes = bytes; }
 
-void spillway_model_attach(spillway_model* model, const char* name, const char* text) {
-  model->description.attachments.push_back({name, text});
+spillway_status spillway_model_attach(spillway_model* model, const char* name, const char* text) {
+  return guarded([&] { model->description.attachments.push_back({given(name, "name"), given(text, "text")}); });
 }
 
 void spillway_model_destroy(spillway_model* model) { delete model; }
@@ -152,16 +164,16 @@ void spillway_model_destroy(spillway_model* model) { delete model; }
 spillway_status spillway_engine_create(const spillway_config* config, const spillway_model* model,
                                        const spillway_options* options, spillway_engine** engine) {
   return guarded([&] {
-    EngineOptions given;
+    EngineOptions wanted;
     if (options != nullptr) {
-      given.on_existing = checked(options->on_existing, OnExisting::kReplace, "spillway_on_existing");
-      if (options->snapshot != nullptr) given.snapshot = options->snapshot;
-      if (options->trace != nullptr) given.trace = options->trace;
-      given.poison_released = options->poison_released != 0;
+      wanted.on_existing = checked(options->on_existing, OnExisting::kReplace, "spillway_on_existing");
+      if (options->snapshot != nullptr) wanted.snapshot = options->snapshot;
+      if (options->trace != nullptr) wanted.trace = options->trace;
+      wanted.poison_released = options->poison_released != 0;
     }
     auto made = std::make_unique<spillway_engine>();
     made->description = model->description;
-    made->engine = Engine::create(config->values, made->description, given);
+    made->engine = Engine::create(config->values, made->description, wanted);
     *engine = made.release();
   });
 }
@@ -199,6 +211,7 @@ double spillway_engine_predicted_step_seconds(const spillway_engine* engine) {
 
 spillway_status spillway_engine_import_weights(spillway_engine* engine, spillway_weight_source source, void* user) {
   return guarded([&] {
+    given(source, "source");
     engine->engine->import_weights([&](auto block, auto parameter, auto first, std::span<float> out) {
       require(source(user, block, parameter, first, out.data(), out.size()));
     });
@@ -208,6 +221,7 @@ spillway_status spillway_engine_import_weights(spillway_engine* engine, spillway
 spillway_status spillway_engine_export_weights(spillway_engine* engine, int exact, spillway_weight_sink sink,
                                                void* user) {
   return guarded([&] {
+    given(sink, "sink");
     engine->engine->export_weights(exact != 0, [&](auto block, auto parameter, auto first, std::span<const float> in) {
       require(sink(user, block, parameter, first, in.data(), in.size()));
     });
@@ -281,12 +295,13 @@ spillway_status spillway_engine_flush(spillway_engine* engine) {
 }
 
 spillway_status spillway_engine_save(spillway_engine* engine, const char* directory, int replace) {
-  return guarded([&] { engine->engine->save(directory, {.replace = replace != 0}); });
+  return guarded([&] { engine->engine->save(given(directory, "directory"), {.replace = replace != 0}); });
 }
 
 spillway_status spillway_engine_export(spillway_engine* engine, const char* directory, spillway_dtype dtype,
                                        int replace) {
   return guarded([&] {
-    export_model(*engine->engine, engine->description, directory, {.type = dtype_of(dtype), .replace = replace != 0});
+    export_model(*engine->engine, engine->description, given(directory, "directory"),
+                 {.type = dtype_of(dtype), .replace = replace != 0});
   });
 }

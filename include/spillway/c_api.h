@@ -56,15 +56,15 @@ void spillway_config_destroy(spillway_config* config);
 
 // model.h: blocks and parameters count from 0, in the order in which they are added.
 spillway_model* spillway_model_create(void);
-uint32_t spillway_model_add_block(spillway_model* model, const char* name);
+spillway_status spillway_model_add_block(spillway_model* model, const char* name);
 // `shape`: `rank` extents, row-major. `pushes`: gradients that come for it in a step. Not trainable: no gradient.
 spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t block, const char* name,
                                              const uint64_t* shape, size_t rank, int trainable, uint32_t pushes);
 // The visits of a step in order. None: forward over all blocks, backward in reverse.
-void spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass);
+spillway_status spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass);
 void spillway_model_set_workspace(spillway_model* model, uint64_t bytes);
 // A small file that is written beside exported weights, config.json say.
-void spillway_model_attach(spillway_model* model, const char* name, const char* text);
+spillway_status spillway_model_attach(spillway_model* model, const char* name, const char* text);
 void spillway_model_destroy(spillway_model* model);
 
 typedef struct {

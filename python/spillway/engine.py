@@ -9,9 +9,10 @@ from ctypes import byref, c_uint64, c_void_p
 
 import torch
 
-from .blocks import find_blocks, forward_order, run_in_visits
+from .blocks import find_blocks, forward_order
 from .layout import Layout
 from .library import BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report, Weights, library
+from .visits import run_in_visits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
 SIZES = (4, 2, 2)
@@ -51,10 +52,7 @@ class Engine:
         self._read_config(config)
         if on_existing not in ON_EXISTING:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
-        for name, buffer in model.named_buffers():
-            if buffer.device.type == "meta":
-                raise Error("invalid_argument", f"{name}: is a buffer on device meta and has no values; give it some "
-                                                "first (accelerate's init_empty_weights() leaves buffers alone)")
+        _check_model(model, weights is None and on_existing != "resume" and snapshot is None)
         self._blocks = find_blocks(model, blocks)
         self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example), self._accumulation)
         self._create(Options(ON_EXISTING.index(on_existing), _path(snapshot), _path(trace), 0))
@@ -63,7 +61,8 @@ class Engine:
             self.torch_device = torch.device("cuda" if self.on_cuda else "cpu")
             size = c_uint64()
             self._workspace = self._memory(self._library.engine_workspace(self._handle, byref(size)), size.value)
-            self._views = {}
+            self._views, self._addresses, self._held = {}, set(), 0
+            self.in_backward, self.steps_begun, self._unfinished = False, 0, None
             self.anchor = torch.empty(0, device=self.torch_device, requires_grad=True)
             if self.current_step == 0 and snapshot is None and on_existing != "resume":
                 self._import(weights)
@@ -102,7 +101,7 @@ class Engine:
             self._library.model_destroy(model)
         self._handle, self._streams = handle, {}
         # Also when the engine is forgotten, and when the interpreter ends.
-        self._finalizer = weakref.finalize(self, _destroy, self._library, handle, self._streams)
+        self._finalizer = weakref.finalize(self, _destroy, self._library, handle, self._streams, os.getpid())
 
     # -- weights in and out ---------------------------------------------------------------------------------------
 
@@ -110,11 +109,9 @@ class Engine:
         def values(block, index):
             parameter, name = self._layout.members[block][index], self._layout.names[block][index]
             found = parameter.data if weights is None else weights(name)
-            if found.device.type == "meta":
-                raise Error("invalid_argument", f"{name}: is on device meta and has no values; give weights=")
-            if found.numel() != parameter.numel():
-                raise Error("invalid_argument", f"{name}: weights= gave {tuple(found.shape)} where the model has "
-                                                f"{tuple(parameter.shape)}")
+            if found.shape != parameter.shape or not found.is_floating_point():
+                raise Error("invalid_argument", f"{name}: weights= gave {tuple(found.shape)} of {found.dtype} where the "
+                                                f"model has {tuple(parameter.shape)} of floating point")
             return found.detach().reshape(-1)
 
         def copy(block, index, first, out, count):
@@ -138,7 +135,7 @@ class Engine:
                 return 1
 
         try:
-            call(self._handle, *arguments, Weights(guarded), None)
+            call(self._open(), *arguments, Weights(guarded), None)
         except Error:
             if raised:
                 raise raised[0]
@@ -151,7 +148,8 @@ class Engine:
         def copy(block, index, first, values, count):
             name = self._layout.names[block][index]
             if name not in found:
-                found[name] = torch.empty(self._layout.members[block][index].shape)
+                found[name] = torch.empty(self._layout.members[block][index].shape, dtype=torch.float32,
+                                          device="cpu")
             found[name].view(-1)[first:first + count] = _floats(values, count)
 
         self._stream_out(self._library.engine_export_weights, copy, 1)
@@ -159,12 +157,13 @@ class Engine:
 
     def _take_over(self):
         """Empties the parameters, moves buffers to the engine's device and puts visits in the place of forwards."""
-        nothing = torch.full((), float("nan"), dtype=self.dtype, device=self.torch_device)
         moved = {}
         for members in self._layout.members:
             for place, parameter in enumerate(members):
+                # One element each, so that none of them shows what was written to another.
+                nothing = torch.full((), float("nan"), dtype=self.dtype, device=self.torch_device)
                 if parameter.device.type == self.torch_device.type:
-                    parameter.data = nothing.expand(parameter.shape)
+                    parameter.data, parameter.grad = nothing.expand(parameter.shape), None
                 else:  # a tensor cannot change its device: another takes its place, in every module that has it
                     members[place] = moved[id(parameter)] = torch.nn.Parameter(nothing.expand(parameter.shape),
                                                                                parameter.requires_grad)
@@ -176,12 +175,14 @@ class Engine:
         for block in self._blocks:
             for entries in (block.parameters, block.trainable):
                 entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
-        self._placeholders = {id(p): p.data for members in self._layout.members for p in members}
+        self._versions = {id(p): p._version for members in self._layout.members for p in members}
         engine = weakref.proxy(self)
         for block in self._blocks:
             run_in_visits(engine, block)
             block.module._register_state_dict_hook(_values_of(engine, block))
-        self.module._apply = _refuse_to_move
+        for module in {self.module, *(block.module for block in self._blocks)}:
+            module._spillway = True
+            module._apply, module.__deepcopy__ = _refuse_to_move, _refuse_to_copy
 
     def _memory(self, address, size, dtype=torch.uint8):
         if size == 0:
@@ -204,30 +205,47 @@ class Engine:
     @contextlib.contextmanager
     def weights_of(self, block, direction=FORWARD):
         """The weights of a block (a module, or a name of one) lie in its parameters; what is written there is lost."""
-        self._check_open()
+        handle = self._open()
         if not hasattr(block, "engine_blocks"):
             block = self._block(block)
-        stream, leases = self._stream(), []
+        stream, leases, before = self._stream(), [], []
         try:
             for owner in block.engine_blocks:
                 lease = c_void_p()
-                self._library.engine_acquire(self._handle, owner, direction, stream, byref(lease))
+                self._library.engine_acquire(handle, owner, direction, stream, byref(lease))
                 leases.append(lease)
+                self._held += 1
             if not self.on_cuda:
-                self._library.stream_synchronize(self._handle, stream)
+                self._library.stream_synchronize(handle, stream)
             for parameter, owner, index in block.parameters:
-                address = self._library.lease_weight(leases[block.engine_blocks.index(owner)], index)
-                key = (owner, index, address)
-                if key not in self._views:
-                    self._views[key] = self._memory(address, parameter.numel() * SIZES[self._type],
-                                                    self.dtype).view(parameter.shape)
-                parameter.data = self._views[key]
+                if parameter._version != self._versions[id(parameter)]:
+                    self._versions[id(parameter)] = parameter._version
+                    raise Error("unsupported", f"{self._layout.names[owner][index]}: was written to from outside, which "
+                                "is lost; weights come from weights= or a snapshot, and change by training")
+                before.append((parameter, parameter.data))
+                parameter.data = self._view(parameter, owner, index,
+                                            self._library.lease_weight(leases[block.engine_blocks.index(owner)], index))
             yield
         finally:
-            for parameter, _, _ in block.parameters:
-                parameter.data = self._placeholders[id(parameter)]
+            for parameter, data in before:
+                parameter.data = data
             for lease in leases:
                 self._library.lease_release(lease)
+                self._held -= 1
+
+    def _view(self, parameter, owner, index, address):
+        key = (owner, index, address)
+        if key not in self._views:
+            with torch.inference_mode(False):
+                memory = self._memory(address, parameter.numel() * SIZES[self._type], self.dtype)
+                self._views[key] = memory.view(parameter.shape)
+            self._addresses.add(address)
+        return self._views[key]
+
+    def without_weights(self, leaves):
+        """A block's results, with copies of those that are weights: their memory is given to the next block."""
+        return [leaf.clone() if torch.is_tensor(leaf) and leaf.layout == torch.strided and _storage(leaf) in
+                self._addresses else leaf for leaf in leaves]
 
     def _block(self, module):
         module = self.module.get_submodule(module) if isinstance(module, str) else module
@@ -253,46 +271,62 @@ class Engine:
             size = parameter.numel() * SIZES[self._type]
             if used + size > self._workspace.numel():
                 if not self.on_cuda:  # where all of this is in order with the stream by itself
-                    self._library.stream_synchronize(self._handle, stream)
+                    self._library.stream_synchronize(self._open(), stream)
                 used = 0
             place = self._workspace[used:used + size].view(self.dtype)
             if gradient is None:
                 place.zero_()
             else:
                 place.copy_(gradient.reshape(-1))
-            self._library.engine_push_gradient(self._handle, owner, index, place.data_ptr(), self._type, stream)
+            self._library.engine_push_gradient(self._open(), owner, index, place.data_ptr(), self._type, stream)
             self._pushed[owner, index] += 1
             used += -(-size // 2048) * 2048  # where the next one is aligned as weights are
         if not self.on_cuda:
-            self._library.stream_synchronize(self._handle, stream)
+            self._library.stream_synchronize(self._open(), stream)
 
     def backward(self, loss):
         """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps."""
-        self._check_open()
-        (loss * (self._library.engine_loss_scale(self._handle) / self._accumulation)).backward()
-        for members in self._layout.members:
-            for parameter in members:
+        scale = self._library.engine_loss_scale(self._open())
+        self.in_backward = True
+        try:
+            (loss * (scale / self._accumulation)).backward()
+        except BaseException as error:
+            self._unfinished = error  # the engine has a part of the step's gradients, and cannot give them back
+            raise
+        finally:
+            self.in_backward = False
+        for members, names in zip(self._layout.members, self._layout.names):
+            for parameter, name in zip(members, names):
                 if parameter.grad is not None:
-                    parameter.grad = None
-                    raise Error("invalid_argument", f"{self._name_of(parameter)}: is used outside of its block, where "
-                                "it has no values; name the module that uses it in blocks=")
+                    parameter.grad, self._unfinished = None, "lost gradients"
+                    raise Error("invalid_argument", f"{name}: is used outside of its block, where it has no values; name "
+                                "the module that uses it in blocks=")
         self._micro_batches += 1
 
     def step(self, blob=b""):
         """Once all micro-batches have been through backward(): clips, updates and commits, and returns a StepReport;
         before that None. `blob`, at most 16 KiB, is kept by the commit: where the data stands, random state."""
-        self._check_open()
+        handle = self._open()
+        if not isinstance(blob, bytes):
+            raise Error("invalid_argument", f"blob: is a {type(blob).__name__}, not bytes")
         if self._micro_batches < self._accumulation:
             return None
+        self._push_what_is_missing()
+        report = Report()
         try:
-            self._push_what_is_missing()
-            report = Report()
-            self._library.engine_step(self._handle, blob, len(blob), byref(report))
-        finally:
-            self._micro_batches = 0
-            self._pushed.clear()
+            self._library.engine_step(handle, blob, len(blob), byref(report))
+        except Error as error:
+            if error.code == "non_finite":  # the engine has forgotten the step
+                self._begin_step()
+            raise
+        self._begin_step()
         values = {name: getattr(report, name) for name, _ in Report._fields_}
         return StepReport(**{**values, "skipped": bool(report.skipped), "link": report.link.decode()})
+
+    def _begin_step(self):
+        self._micro_batches = 0
+        self._pushed.clear()
+        self.steps_begun += 1
 
     def _push_what_is_missing(self):
         """Zero gradients of what the step did not use: an expert that got no token, say."""
@@ -302,7 +336,7 @@ class Engine:
             if not any(count > 0 for _, count in missing):
                 continue
             lease = c_void_p()
-            self._library.engine_acquire(self._handle, owner, BACKWARD, self._stream(), byref(lease))
+            self._library.engine_acquire(self._open(), owner, BACKWARD, self._stream(), byref(lease))
             try:
                 entries = [(self._layout.members[owner][i], owner, i) for i, count in missing for _ in range(count)]
                 self.push(entries, [None] * len(entries))
@@ -313,48 +347,50 @@ class Engine:
 
     @property
     def current_step(self):
-        return self._library.engine_current_step(self._handle)
+        return self._library.engine_current_step(self._open())
 
     @property
     def blob(self):
         """What step() was given in the current step, also of a run that was resumed."""
-        size = self._library.engine_blob(self._handle, None, 0)
+        size = self._library.engine_blob(self._open(), None, 0)
         out = ctypes.create_string_buffer(size)
-        self._library.engine_blob(self._handle, out, size)
+        self._library.engine_blob(self._open(), out, size)
         return out.raw
 
     @property
     def predicted_step_seconds(self):
-        return self._library.engine_predicted_step_seconds(self._handle) or None
+        return self._library.engine_predicted_step_seconds(self._open()) or None
 
     def describe(self):
         """The facts of the plan, a line each."""
         lines = []
-        self._library.engine_describe(self._handle, Line(lambda _, text: lines.append(text.decode())), None)
+        self._library.engine_describe(self._open(), Line(lambda _, text: lines.append(text.decode())), None)
         return lines
 
     def ledger(self):
         """(tier, purpose, bytes) of every reservation."""
         found = []
-        self._library.engine_ledger(self._handle, LedgerEntry(
+        self._library.engine_ledger(self._open(), LedgerEntry(
             lambda _, tier, purpose, size: found.append((TIERS[tier], purpose.decode(), size))), None)
         return found
 
     def flush(self):
         """Makes the current step durable."""
-        self._library.engine_flush(self._handle)
+        self._library.engine_flush(self._open())
 
     def save(self, directory, replace=False):
         """A snapshot: weights, states, step and blob, from which any run of the model can begin."""
-        self._library.engine_save(self._handle, _path(directory), replace)
+        self._library.engine_save(self._open(), _path(directory), replace)
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights as safetensors with the model's config.json: what from_pretrained() takes."""
-        self._library.engine_export(self._handle, _path(directory), DTYPES.index(dtype), replace)
+        self._library.engine_export(self._open(), _path(directory), DTYPES.index(dtype), replace)
 
     def close(self):
         """Makes the last step durable and gives everything back. The model keeps no weights."""
         if self._handle is not None:
+            if getattr(self, "_held", 0) > 0:
+                raise Error("invalid_argument", "engine: a block's weights are in use; close it outside of weights_of()")
             self._handle = None
             self._finalizer()
 
@@ -364,15 +400,34 @@ class Engine:
     def __exit__(self, *_):
         self.close()
 
-    def _check_open(self):
+    def _open(self):
+        """The handle of an engine that can be asked for things."""
         if self._handle is None:
             raise Error("invalid_argument", "engine: it is closed")
+        if self._unfinished is not None:
+            raise Error("invalid_argument", f"engine: a step was left unfinished in backward ({self._unfinished!r}); make "
+                        'model and engine anew, with on_existing="resume"')
+        return self._handle
 
-    def _name_of(self, parameter):
-        return next(name for name, each in self.module.named_parameters() if each is parameter)
+
+def _check_model(model, has_values):
+    if any("_spillway" in module.__dict__ for module in model.modules()):
+        raise Error("invalid_argument", "model: an engine has taken its weights before; make the model anew")
+    for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
+        for name, tensor in tensors:
+            if tensor.device.type == "meta" and (kind == "buffer" or has_values):
+                raise Error("invalid_argument", f"{name}: is a {kind} on device meta and has no values; " + (
+                    "give weights=" if kind == "parameter" else
+                    "give it some first (accelerate's init_empty_weights() leaves buffers alone)"))
 
 
-def _destroy(library, handle, streams):
+def _storage(tensor):
+    return (tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()).data_ptr()
+
+
+def _destroy(library, handle, streams, process):
+    if os.getpid() != process:  # a fork has none of the engine's threads
+        return
     for stream in streams.values():
         library.stream_destroy(stream)
     library.engine_destroy(handle)
@@ -393,6 +448,10 @@ def _values_of(engine, block):
                 with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
                     state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
     return hook
+
+
+def _refuse_to_copy(*_, **__):
+    raise Error("unsupported", "model: its weights are Spillway's and cannot be copied with it; state_dict() has them")
 
 
 def _refuse_to_move(*_, **__):

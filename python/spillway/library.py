@@ -48,6 +48,9 @@ Weights = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, c_uint32, c_uint64, POINTE
 
 _STATUS = {  # functions that can fail
     "config_parse": [c_char_p, c_char_p, POINTER(c_void_p)],
+    "model_add_block": [c_void_p, c_char_p],
+    "model_add_visit": [c_void_p, c_uint32, c_int],
+    "model_attach": [c_void_p, c_char_p, c_char_p],
     "model_add_parameter": [c_void_p, c_uint32, c_char_p, POINTER(c_uint64), c_size_t, c_int, c_uint32],
     "engine_create": [c_void_p, c_void_p, POINTER(Options), POINTER(c_void_p)],
     "engine_import_weights": [c_void_p, Weights, c_void_p],
@@ -70,10 +73,7 @@ _VALUE = {  # result, arguments
     "config_gradient_accumulation": (c_uint32, [c_void_p]),
     "config_destroy": (None, [c_void_p]),
     "model_create": (c_void_p, []),
-    "model_add_block": (c_uint32, [c_void_p, c_char_p]),
-    "model_add_visit": (None, [c_void_p, c_uint32, c_int]),
     "model_set_workspace": (None, [c_void_p, c_uint64]),
-    "model_attach": (None, [c_void_p, c_char_p, c_char_p]),
     "model_destroy": (None, [c_void_p]),
     "engine_destroy": (None, [c_void_p]),
     "engine_current_step": (c_uint64, [c_void_p]),

@@ -286,54 +286,21 @@ class Errors(Case):
         self.assert_error("layers.0: is given a cache of keys and values", engine.module.layers[0], torch.zeros(1, 48),
                           past_key_values=[])
 
-    def test_OfGradientsThatWouldBeLost(self):
-        class Aside(torch.nn.Module):
-            def __init__(self, result=lambda x: x):
-                super().__init__()
-                self.linear, self.result, self.other = torch.nn.Linear(8, 8), result, None
-
-            def forward(self, x):
-                x = self.linear(x if self.other is None else x + self.other[0])
-                return self.result(x)
-
-        class Result:
-            def __init__(self, value):
-                self.value = value
-
-        network = torch.nn.Sequential(Aside(), Aside(Result))
-        engine = self.engine(network)
-        self.assert_error("1: returns a Result, in which gradients would be lost", engine, torch.ones(2, 8))
-        engine.close()
-
-        for other in (lambda x: x, lambda x: torch.ones(8, requires_grad=True)):
-            network = torch.nn.Sequential(Aside(), Aside())
-            engine = self.engine(network, on_existing="replace")
-            network[0].register_forward_hook(lambda _, __, x: setattr(network[1], "other", [other(x)]))
-            self.assert_error("1: computes with a tensor that wants a gradient and is neither an argument nor",
-                              engine.backward, engine(torch.ones(2, 8)).sum())
-            engine.close()
-
-    def test_AForgottenEngineGivesItsStoreBack(self):
-        engine = spillway.Engine(model(), config(self.folder))
-        train(engine, 2)
-        del engine
-        self.assertEqual(2, self.engine(on_existing="resume").current_step)
-
     def test_OfBlocksWithinBlocks(self):
-        network = model()
-        network.token = torch.nn.Parameter(torch.zeros(3))
-        self.assert_error("the model: block layers.0 is inside it; a module that holds parameters and blocks",
-                          self.engine, network, blocks=list(network.layers))
+        network = torch.nn.Sequential(model(), torch.nn.Linear(2, 2))
+        self.assert_error("0: block 0.layers.1 is inside it; a module that holds parameters and blocks",
+                          self.engine, network, blocks=[network[0], network[0].layers[1]])
         self.assert_error("Linear is no module of the model", self.engine, blocks=[torch.nn.Linear(2, 2)])
         self.assert_error("layers is a ModuleList, which does not run as a whole", self.engine, blocks=["layers"])
 
     def test_OfValuesForTheWeights(self):
         empty = model().to("meta")
-        self.assert_error("scale: is a buffer on device meta and has no values", self.engine, empty)
+        self.assert_error("scale: is a buffer on device meta and has no values; give it some first", self.engine, empty)
         empty.scale = model().scale
-        self.assert_error(r"embedding\.weight: is on device meta and has no values; give weights=", self.engine, empty)
-        self.assert_error(r"weights= gave \(2,\) where the model has \(90, 48\)", self.engine, on_existing="replace",
-                          weights=lambda name: torch.zeros(2))
+        self.assert_error(r"embedding\.weight: is a parameter on device meta and has no values; give weights=", self.engine, empty)
+        for value in (torch.zeros(48, 90), torch.zeros(90, 48, dtype=torch.int64)):
+            self.assert_error(r"weights= gave .* where the model has \(90, 48\) of floating point", self.engine,
+                              on_existing="replace", weights=lambda name: value)
 
         def fails(name):
             raise KeyError(name)
@@ -355,8 +322,13 @@ class Errors(Case):
         engine = self.engine()
         engine.close()
         engine.close()
-        self.assert_error("engine: it is closed", engine, batches(1)[0])
-        self.assert_error("engine: it is closed", engine.step)
+        for call in (lambda: engine(batches(1)[0]), engine.step, engine.flush, engine.describe, engine.ledger,
+                     engine.master_weights, lambda: engine.blob, lambda: engine.current_step):
+            self.assert_error("engine: it is closed", call)
+        self.assert_error("an engine has taken its weights before", self.engine, engine.module, on_existing="resume")
+        engine = self.engine(on_existing="resume")
+        with engine.weights_of("embedding"):
+            self.assert_error("a block's weights are in use", engine.close)
 
 
 if __name__ == "__main__":

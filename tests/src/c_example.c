@@ -47,7 +47,8 @@ int main(int argc, char** argv) { /* text of a ds_config.json, directory for the
   spillway_model* model = spillway_model_create();
   for (block = 0; block < 2; ++block) {
     const char* name = block == 0 ? "a" : "b";
-    check(spillway_model_add_parameter(model, spillway_model_add_block(model, name), name, shape, 2, 1, 1));
+    check(spillway_model_add_block(model, name));
+    check(spillway_model_add_parameter(model, block, name, shape, 2, 1, 1));
   }
   spillway_model_set_workspace(model, kValues * sizeof(float));
   check(spillway_engine_create(config, model, &options, &engine));

@@ -1,0 +1,149 @@
+"""How a block runs: its forward without a graph, and once more with one in backward.
+
+A block's weights are there while its forward runs, and while its backward does. In between they are nowhere, so autograd
+keeps none of them: what it keeps of a block are its arguments (activation checkpointing). The second run must be the
+first one again. What would make it another, and gradients that would be lost, is refused.
+"""
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .library import BACKWARD, FORWARD, Error
+
+# What may be in a result beside tensors: nothing that could hold one.
+PLAIN = (bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device)
+
+
+class _Record:
+    spec = None  # of the result, which has the shape that the block gave it
+
+
+class _Visit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, engine, block, spec, record, anchor, *flat):
+        ctx.engine, ctx.block, ctx.spec, ctx.record = engine, block, spec, record
+        ctx.step, ctx.training = engine.steps_begun, block.module.training
+        ctx.others = [None if torch.is_tensor(value) else value for value in flat]
+        ctx.tensors = [i for i, value in enumerate(flat) if torch.is_tensor(value)]
+        ctx.wants = [torch.is_tensor(value) and value.requires_grad for value in flat]
+        ctx.random = torch.get_rng_state()
+        ctx.cuda_random = torch.cuda.get_rng_state(engine.torch_device) if engine.on_cuda else None
+        ctx.save_for_backward(*(flat[i] for i in ctx.tensors))
+        ctx.set_materialize_grads(False)
+        watched = [flat[i] for i in ctx.tensors] + list(block.module.buffers())
+        before = [tensor._version for tensor in watched]
+        arguments, keywords = tree_unflatten(list(flat), spec)
+        with engine.weights_of(block, FORWARD):
+            leaves, record.spec = tree_flatten(block.run(*arguments, **keywords))
+            leaves = engine.without_weights(leaves)
+        if [tensor._version for tensor in watched] != before or tree_flatten((arguments, keywords))[1] != spec:
+            _refuse(block, "changes an argument or a buffer of its own while it runs, which would happen twice, as blocks "
+                           "are run once more in backward; leave it outside of blocks, or give a result instead")
+        for leaf in leaves:
+            if not (torch.is_tensor(leaf) or isinstance(leaf, PLAIN)):
+                _refuse(block, f"returns a {type(leaf).__name__}, in which gradients would be lost; return tensors, or "
+                               "tuples, lists and dicts of them")
+        ctx.shapes = _shapes(leaves)
+        return tuple(leaves)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        engine, block = ctx.engine, ctx.block
+        if not engine.in_backward:
+            _refuse(block, "is asked for gradients by something else than engine.backward(loss)")
+        if ctx.step != engine.steps_begun:
+            _refuse(block, "is asked for gradients of an earlier step, whose weights are gone")
+        if ctx.training != block.module.training:
+            _refuse(block, "was in another mode in forward; call train() and eval() between steps")
+        flat = list(ctx.others)
+        for i, tensor in zip(ctx.tensors, ctx.saved_tensors):
+            flat[i] = tensor.detach().requires_grad_(ctx.wants[i])
+        arguments, keywords = tree_unflatten(flat, ctx.spec)
+        inputs = [flat[i] for i in range(len(flat)) if ctx.wants[i]]
+        wanted = inputs + [parameter for parameter, _, _ in block.trainable]
+        with engine.weights_of(block, BACKWARD), torch.random.fork_rng([engine.torch_device] if engine.on_cuda else []):
+            torch.set_rng_state(ctx.random)
+            if engine.on_cuda:
+                torch.cuda.set_rng_state(ctx.cuda_random, engine.torch_device)
+            with torch.enable_grad():
+                leaves, spec = tree_flatten(block.run(*arguments, **keywords))
+            if spec != ctx.record.spec or _shapes(leaves) != ctx.shapes:
+                _refuse(block, "gave another result in backward than in forward; it must depend on its arguments alone")
+            ends = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients)
+                    if gradient is not None and torch.is_tensor(leaf) and leaf.requires_grad]
+            _refuse_lost_gradients(block, ends, wanted)
+            found = [None] * len(wanted)
+            if ends and wanted:
+                found = torch.autograd.grad([e for e, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
+            engine.push(block.trainable, found[len(inputs):])
+        given = iter(found[:len(inputs)])
+        return (None,) * 5 + tuple(next(given) if wants else None for wants in ctx.wants)
+
+
+def _refuse(block, what):
+    raise Error("unsupported", f"{block.name}: {what}")
+
+
+def _shapes(leaves):
+    return [(leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else None for leaf in leaves]
+
+
+def _refuse_lost_gradients(block, ends, wanted):
+    """What a block computes with must be its arguments and its weights: gradients of anything else go nowhere."""
+    known, seen = {id(tensor) for tensor in wanted}, set()
+    waiting = [leaf.grad_fn for leaf, _ in ends]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a leaf of the graph
+        if isinstance(node, _Visit._backward_cls) or (variable is not None and id(variable) not in known):
+            _refuse(block, "computes with a tensor that wants a gradient and is neither an argument nor a parameter of "
+                           "it; pass it as an argument, or make both modules one block")
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _autocast():
+    try:
+        return any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu"))
+    except TypeError:  # before PyTorch 2.4
+        return torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
+
+
+def _check_call(block, arguments, keywords):
+    if _autocast():
+        _refuse(block, "runs under torch.autocast, which keeps copies of weights; the configuration's bf16 or fp16 says "
+                       "the type of weights, so leave autocast away")
+    learns = {id(parameter) for parameter, _, _ in block.trainable}
+    if any(parameter.requires_grad != (id(parameter) in learns) for parameter, _, _ in block.parameters):
+        _refuse(block, "has parameters whose requires_grad is not what it was when the engine was made, which decided "
+                       "what is trained; make another model and engine, from a snapshot of this one")
+    if not torch.is_grad_enabled():
+        return
+    given = list(arguments) + list(keywords.values())
+    # Hugging Face's caches: classes of their own, before them tuples under these names.
+    if any(hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache") for value in given) or \
+            any(keywords.get(name) is not None for name in ("past_key_values", "past_key_value", "layer_past")):
+        _refuse(block, "is given a cache of keys and values, which would grow twice, as blocks are run once more in "
+                       "backward; call the model with use_cache=False")
+
+
+def run_in_visits(engine, block):
+    """Puts the visit in the place of the module's forward."""
+    block.run = block.module.forward
+
+    def forward(*arguments, **keywords):
+        _check_call(block, arguments, keywords)
+        if not torch.is_grad_enabled():
+            with engine.weights_of(block, FORWARD):
+                leaves, spec = tree_flatten(block.run(*arguments, **keywords))
+                return tree_unflatten(engine.without_weights(leaves), spec)
+        flat, spec = tree_flatten((arguments, keywords))
+        record = _Record()
+        # Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'.
+        anchor = engine.anchor if block.trainable else None
+        return tree_unflatten(list(_Visit.apply(engine, block, spec, record, anchor, *flat)), record.spec)
+
+    block.module.forward = forward

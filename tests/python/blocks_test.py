@@ -1,0 +1,310 @@
+"""What a block may be and do. A second run that would not be the first one again, and gradients that would be lost, are
+refused; what PyTorch does with what is left is what Spillway does."""
+import copy
+import os
+import pathlib
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/python"), str(ROOT / "python")]
+from report import main  # noqa: E402
+
+try:
+    import torch
+except ImportError:
+    class Everything(unittest.TestCase):
+        @unittest.skip("no Python with PyTorch here; `apt-get install python3-torch` brings one")
+        def test_InPyTorch(self):
+            pass
+
+    main()
+
+import spillway  # noqa: E402
+from toy_model import batches, config, model, train  # noqa: E402
+
+
+class Line(torch.nn.Module):
+    """A linear layer that shows its result, or its argument, to `change`, which may replace it."""
+
+    def __init__(self, change=lambda self, x: x):
+        super().__init__()
+        self.linear, self.change = torch.nn.Linear(8, 8), change
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, *more, **keywords):
+        return self.change(self, self.linear(x))
+
+
+def lines(*changes):
+    torch.manual_seed(3)
+    return torch.nn.Sequential(*(Line(change) if change else Line() for change in changes))
+
+
+X = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="spillway-blocks-")
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def engine(self, network, **options):
+        made = spillway.Engine(network, config(self.folder), on_existing="replace", **options)
+        self.addCleanup(made.close)
+        return made
+
+    def assert_error(self, pattern, function, *arguments, **options):
+        with self.assertRaisesRegex(spillway.Error, pattern):
+            function(*arguments, **options)
+
+    def assert_refused(self, pattern, *changes, forward=True):
+        engine = self.engine(lines(*changes))
+        if forward:
+            self.assert_error(pattern, engine, X)
+        else:
+            self.assert_error(pattern, lambda: engine.backward(engine(X).sum()))
+        engine.close()
+
+
+class Results(Case):
+    def test_AWeightInAResultOutlivesTheBlock(self):
+        class Position(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.linspace(0, 1, 16).view(2, 8))
+
+            def forward(self, x, whole=False):
+                return self.weight if whole else self.weight[:, :].expand(x.shape[0] // 2, -1, -1)[0]
+
+        class Network(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(3)
+                self.position, self.lines = Position(), torch.nn.ModuleList(Line() for _ in range(8))
+
+            def forward(self, x, whole=False):
+                position = self.position(x, whole)
+                for line in self.lines:
+                    x = line(x) + position
+                return x.pow(2).mean()
+
+        for whole in (False, True):
+            with self.subTest(whole=whole):
+                engine, alone = self.engine(Network()), Network()
+                with torch.no_grad():
+                    self.assertEqual(alone(X, whole), engine(X, whole))
+                loss = engine(X, whole)
+                self.assertEqual(alone(X, whole), loss)
+                engine.backward(loss)
+                alone(X, whole).backward()
+                wanted = torch.sqrt(sum(p.grad.double().pow(2).sum() for p in alone.parameters())).item()
+                self.assertAlmostEqual(wanted, engine.step().gradient_norm, delta=1e-5 * wanted)
+                engine.close()
+
+    def test_WhatHidesATensorIsRefused(self):
+        class Hides:
+            def __init__(self, value):
+                self.value = value
+
+        self.assert_refused("1: returns a Hides, in which gradients would be lost", None, lambda _, x: Hides(x))
+
+    def test_AnotherResultInBackwardIsRefused(self):
+        def changes(self, x):
+            self.runs = getattr(self, "runs", 0) + 1
+            return x if self.runs == 1 else (x, x)
+
+        self.assert_refused("1: gave another result in backward than in forward", None, changes, forward=False)
+
+        engine = self.engine(lines(None, None))
+        loss = engine(X).sum()
+        engine.module.eval()
+        self.assert_error("was in another mode in forward", engine.backward, loss)
+
+
+class Arguments(Case):
+    def test_WhatRunsTwiceMustNotChangeAnything(self):
+        def counts(self, x):
+            self.count += 1
+            return x
+
+        self.assert_refused("0: changes an argument or a buffer", counts)
+        engine = self.engine(lines(counts))
+        with torch.no_grad():  # where a block runs once
+            engine(X)
+        self.assertEqual(1, engine.module[0].count)
+        engine.close()
+
+        class Doubles(Line):
+            def forward(self, x, seen=None):
+                if seen is None:
+                    x.mul_(2)
+                else:
+                    seen.append(x)
+                return self.linear(x)
+
+        engine = self.engine(torch.nn.Sequential(Doubles()))
+        self.assert_error("0: changes an argument or a buffer", engine, X.clone())
+        self.assert_error("0: changes an argument or a buffer", engine.module[0], X, seen=[])
+
+    def test_CachesAreRefused(self):
+        class DynamicCache:
+            pass
+
+        engine = self.engine(lines(None))
+        block = engine.module[0]
+        self.assert_error("0: is given a cache of keys and values", block, X, DynamicCache())
+        self.assert_error("0: is given a cache of keys and values", block, X, past_key_values=())
+        with torch.no_grad():
+            block(X, DynamicCache())
+
+    def test_ATensorFromAsideIsRefused(self):
+        for other in (lambda x: x, lambda x: torch.ones(8, requires_grad=True)):
+            aside = []
+            engine = self.engine(lines(None, lambda _, x: x + aside[0] if aside else x))
+            engine.backward(engine(X).sum())  # without it
+            engine.step()
+            engine.module[0].register_forward_hook(lambda _, __, x: aside.append(other(x)))
+            self.assert_error("1: computes with a tensor that wants a gradient and is neither an argument nor",
+                              lambda: engine.backward(engine(X).sum()))
+            engine.close()
+
+
+class Loops(Case):
+    def test_GradientsComeByTheEngineAlone(self):
+        engine = self.engine(lines(None, None))
+        self.assert_error("by something else than engine.backward", engine(X).sum().backward)
+        x = X.clone().requires_grad_()
+        self.assert_error("by something else", torch.autograd.grad, engine(x).sum(), x, create_graph=True)
+        engine.backward(engine(X).sum())
+        self.assertEqual(1, engine.step().step)
+
+    def test_ALossOfAnEarlierStepIsRefused(self):
+        engine = self.engine(lines(None, None))
+        kept = engine(X).sum()
+        engine.backward(engine(X).sum())
+        engine.step()
+        self.assert_error("gradients of an earlier step, whose weights are gone", engine.backward, kept)
+        # That cannot be undone.
+        self.assert_error("a step was left unfinished in backward", engine, X)
+
+    def test_TwoLossesOfOneStep(self):
+        engine, alone = self.engine(lines(None, None), example=(X,)), lines(None, None)
+        engine.backward(engine(X).pow(2).mean())
+        self.assert_error("is used more often in a step than the plan's 1 times", engine.backward, engine(X).sum())
+        del alone
+
+    def test_WhatIsTrainedIsDecidedAtTheStart(self):
+        for before in (True, False):
+            network = lines(None, None)
+            network[0].requires_grad_(before)
+            engine = self.engine(network)
+            network[0].requires_grad_(not before)
+            self.assert_error("0: has parameters whose requires_grad is not what it was", engine, X)
+            engine.close()
+
+    def test_AWrongBlobChangesNothing(self):
+        engine = self.engine(lines(None))
+        engine.backward(engine(X).sum())
+        self.assert_error("blob: is a int, not bytes", engine.step, blob=7)
+        self.assert_error("16", engine.step, blob=b"x" * 20000)
+        self.assertEqual(1, engine.step(blob=b"7").step)
+        self.assertEqual(b"7", engine.blob)
+
+    def test_InferenceModeInBetween(self):
+        engine = self.engine(lines(None, None))
+        with torch.inference_mode():
+            engine(X)
+        engine.backward(engine(X).sum())
+        self.assertEqual(1, engine.step().step)
+
+    def test_AVisitWithinAVisitOfTheSameWeights(self):
+        engine, alone = self.engine(model()), model()
+        with torch.no_grad(), engine.weights_of("embedding"):
+            self.assertEqual(alone.eval()(batches(1)[0]), engine.module.eval()(batches(1)[0]))
+            self.assertFalse(engine.module.embedding.weight.isnan().any())
+
+
+class Models(Case):
+    def test_WhatIsWrittenFromOutsideIsRefused(self):
+        class Scaled(Line):
+            def __init__(self):
+                super().__init__()
+                self.scale = torch.nn.Parameter(torch.ones(1))
+
+            def forward(self, x):
+                return self.linear(x) * self.scale
+
+        engine = self.engine(torch.nn.Sequential(Line(), Scaled()))
+        with torch.no_grad():
+            engine.module[1].scale.fill_(0.5)
+        self.assertTrue(engine.module[0].linear.weight.isnan().all())
+        self.assert_error(r"1\.scale: was written to from outside, which is lost", engine, X)
+
+    def test_NoCopies(self):
+        engine = self.engine(lines(None))
+        self.assert_error("cannot be copied with it; state_dict", copy.deepcopy, engine.module)
+
+    def test_ContainersOfContainers(self):
+        class Network(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(3)
+                self.pairs = torch.nn.ModuleList(torch.nn.ModuleList([Line(), Line()]) for _ in range(2))
+                self.last = Listed()
+
+            def forward(self, x):
+                for one, other in self.pairs:
+                    x = other(one(x))
+                return self.last(x).pow(2).mean()
+
+        class Listed(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.all = torch.nn.ParameterList([torch.nn.Parameter(torch.full((8,), 0.5)) for _ in range(2)])
+
+            def forward(self, x):
+                return x * self.all[0] + self.all[1]
+
+        engine, alone = self.engine(Network()), Network()
+        loss = engine(X)
+        self.assertEqual(alone(X), loss)
+        engine.backward(loss)
+        self.assertEqual(0, engine.step().unplanned_visits)
+        self.assert_error(r"Line: is no block; blocks are pairs\.0\.0, pairs\.0\.1, pairs\.1\.0, pairs\.1\.1, last",
+                          engine.weights_of(Line()).__enter__)
+
+    def test_WhatCannotBeDivided(self):
+        network = lines(None)
+        network.token = torch.nn.Parameter(torch.zeros(2))
+        self.assert_error("the model: holds parameters itself, so that all of it would be one block", self.engine, network)
+        normed = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(8, 8)))
+        self.assert_error("0: WeightNorm computes its weight before the block runs", self.engine, normed)
+        for example, kind in ((X, "Tensor"), ("text", "str")):
+            self.assert_error(f"example: is a {kind}; give the arguments", self.engine, lines(None), example=example)
+
+    def test_AForkLeavesTheEngineAlone(self):
+        engine = self.engine(lines(None, None))
+        engine.backward(engine(X).sum())
+        engine.step()
+        child = os.fork()
+        if child == 0:
+            engine.close()
+            os._exit(7)
+        self.assertEqual(7, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        engine.backward(engine(X).sum())
+        self.assertEqual(2, engine.step().step)
+
+    def test_AForgottenEngineGivesItsStoreBack(self):
+        engine = spillway.Engine(model(), config(self.folder))
+        train(engine, 2)
+        del engine
+        again = spillway.Engine(model(), config(self.folder), on_existing="resume")
+        self.addCleanup(again.close)
+        self.assertEqual(2, again.current_step)
+
+
+if __name__ == "__main__":
+    main()

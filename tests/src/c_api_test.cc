@@ -1,0 +1,102 @@
+// What a caller of the API for C can get wrong, and what it is told. How it trains is c_example.c's.
+#include "spillway/c_api.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <string>
+#include <thread>
+
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr const char* kConfig = R"({"train_batch_size": 1, "gradient_clipping": 0})";
+constexpr uint64_t kShape[] = {8, 4};
+
+struct CApi : ::testing::Test {
+  void SetUp() override {
+    ASSERT_EQ(SPILLWAY_OK, spillway_config_parse(kConfig, "test", &config));
+    ASSERT_EQ(SPILLWAY_OK, spillway_model_add_block(model, "a"));
+    ASSERT_EQ(SPILLWAY_OK, spillway_model_add_parameter(model, 0, "a", kShape, 2, 1, 1));
+    spillway_model_set_workspace(model, 4096);
+  }
+  void TearDown() override {
+    spillway_engine_destroy(engine);
+    spillway_model_destroy(model);
+    spillway_config_destroy(config);
+  }
+  void create() { ASSERT_EQ(SPILLWAY_OK, spillway_engine_create(config, model, nullptr, &engine)); }
+
+  spillway_config* config = nullptr;
+  spillway_model* model = spillway_model_create();
+  spillway_engine* engine = nullptr;
+};
+
+#define EXPECT_REFUSED(call, message)         \
+  EXPECT_EQ(SPILLWAY_INVALID_ARGUMENT, call); \
+  EXPECT_THAT(spillway_error_message(), HasSubstr(message))
+
+TEST_F(CApi, WhatIsMissingIsNamed) {
+  spillway_config* none = nullptr;
+  EXPECT_REFUSED(spillway_config_parse(nullptr, "x", &none), "json: is null");
+  EXPECT_REFUSED(spillway_config_parse("{", "file", &none), "file:1:");
+  EXPECT_EQ(nullptr, none);
+  EXPECT_REFUSED(spillway_model_add_block(model, nullptr), "name: is null");
+  EXPECT_REFUSED(spillway_model_attach(model, "config.json", nullptr), "text: is null");
+  EXPECT_REFUSED(spillway_model_add_parameter(model, 0, "b", nullptr, 2, 1, 1), "b: is null");
+  EXPECT_REFUSED(spillway_model_add_parameter(model, 7, "b", kShape, 2, 1, 1), "b: there is no block 7");
+  create();
+  EXPECT_REFUSED(spillway_engine_import_weights(engine, nullptr, nullptr), "source: is null");
+  EXPECT_REFUSED(spillway_engine_export(engine, nullptr, SPILLWAY_FLOAT32, 0), "directory: is null");
+}
+
+TEST_F(CApi, NumbersThatNoEnumerationHasAreRefused) {
+  EXPECT_REFUSED(spillway_model_add_visit(model, 0, static_cast<spillway_pass>(7)), "spillway_pass: no such value: 7");
+  spillway_options options = {static_cast<spillway_on_existing>(3), nullptr, nullptr, 0};
+  EXPECT_REFUSED(spillway_engine_create(config, model, &options, &engine), "spillway_on_existing: no such value: 3");
+  create();
+  spillway_lease* lease = nullptr;
+  EXPECT_REFUSED(spillway_engine_acquire(engine, 0, static_cast<spillway_pass>(9), nullptr, &lease), "spillway_pass");
+  EXPECT_EQ(nullptr, lease);
+}
+
+TEST_F(CApi, AFunctionOfTheCallersThatFailsEndsTheImport) {
+  create();
+  const auto fails = [](void*, uint32_t, uint32_t, uint64_t, float*, uint64_t) { return 5; };
+  EXPECT_REFUSED(spillway_engine_import_weights(engine, fails, nullptr),
+                 "weights: the caller's function failed with 5");
+  const auto throws = [](void*, uint32_t, uint32_t, uint64_t, float*, uint64_t) -> int { throw 5; };
+  EXPECT_EQ(SPILLWAY_UNEXPECTED, spillway_engine_import_weights(engine, throws, nullptr));
+}
+
+TEST_F(CApi, MessagesAreTheThreads) {
+  EXPECT_REFUSED(spillway_model_add_block(model, nullptr), "name: is null");
+  std::thread([] { EXPECT_STREQ("", spillway_error_message()); }).join();
+  EXPECT_STREQ("name: is null", spillway_error_message());
+}
+
+TEST_F(CApi, FactsReachTheCaller) {
+  create();
+  std::string facts, purposes;
+  spillway_engine_describe(
+      engine, [](void* user, const char* line) { static_cast<std::string*>(user)->append(line); }, &facts);
+  EXPECT_THAT(facts, HasSubstr("device: host device"));
+  spillway_engine_ledger(
+      engine,
+      [](void* user, spillway_tier, const char* purpose, uint64_t) {
+        static_cast<std::string*>(user)->append(purpose);
+      },
+      &purposes);
+  EXPECT_THAT(purposes, HasSubstr("model workspace"));
+  EXPECT_EQ(SPILLWAY_DEVICE_HOST, spillway_engine_device(engine));
+  EXPECT_EQ(SPILLWAY_FLOAT32, spillway_config_weights(config));
+  EXPECT_EQ(0, spillway_engine_predicted_step_seconds(engine));
+  EXPECT_EQ(0u, spillway_engine_current_step(engine));
+  uint64_t bytes = 0;
+  EXPECT_NE(nullptr, spillway_engine_workspace(engine, &bytes));
+  EXPECT_EQ(4096u, bytes);
+}
+
+}  // namespace
