@@ -9,24 +9,17 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <vector>
 
+#include "bench/cuda_timing.h"
 #include "tools/gpt2/cuda/attention.h"
 
 namespace {
 
 using spillway::DType;
+using spillway::bench::check;
+using spillway::bench::median_us;
 using spillway::gpt2::AttentionShape;
-
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "cuda_attention_bench: %s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
 
 // Numbers spread evenly over (-1, 1), the same ones each time.
 template <typename Element>
@@ -49,27 +42,6 @@ void* filled(DType type, std::size_t count, std::uint32_t seed) {
   }
   check(cudaGetLastError(), "fill");
   return data;
-}
-
-double median_us(cudaStream_t stream, const std::function<cudaError_t()>& run) {
-  constexpr int kWarmUps = 3, kRuns = 20;
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "cudaEventCreate");
-  check(cudaEventCreate(&end), "cudaEventCreate");
-  std::vector<double> times;
-  for (int i = 0; i < kWarmUps + kRuns; ++i) {
-    check(cudaEventRecord(begin, stream), "cudaEventRecord");
-    check(run(), "attention");
-    check(cudaEventRecord(end, stream), "cudaEventRecord");
-    check(cudaEventSynchronize(end), "cudaEventSynchronize");
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
-    if (i >= kWarmUps) times.push_back(1e3 * ms);
-  }
-  check(cudaEventDestroy(begin), "cudaEventDestroy");
-  check(cudaEventDestroy(end), "cudaEventDestroy");
-  std::sort(times.begin(), times.end());
-  return (times[kRuns / 2 - 1] + times[kRuns / 2]) / 2;
 }
 
 void report(const AttentionShape& shape, const char* operation, double us, double operations) {

@@ -177,7 +177,7 @@ def ratio_of(short, long, kind):
 
 
 def write_config(path, nvme=None, hbm=None, host=None, commit_every=None, accumulation=1, clipping=1.0,
-                 tile_elements=None, buffers=None):
+                 tile_elements=None, buffers=None, micro=1, dtype="bf16", optimizer=None, device=None):
     """A configuration with everything at home on NVMe or, where no directory is given, in HBM."""
     zero = {"stage": 3}
     if nvme:
@@ -185,9 +185,10 @@ def write_config(path, nvme=None, hbm=None, host=None, commit_every=None, accumu
         count = {"buffer_count": buffers} if buffers else {}
         zero |= {"offload_param": offload, "offload_optimizer": offload | count}
     path.write_text(json.dumps({
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "gradient_clipping": clipping,
-        "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": zero,
-        "spillway": {key: value for key, value in (("hbm_bytes", hbm), ("host_bytes", host),
+        "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping, "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": optimizer or {"lr": 1e-4}}, "zero_optimization": zero,
+        "spillway": {key: value for key, value in (("device", device), ("hbm_bytes", hbm), ("host_bytes", host),
                                                    ("commit_every", commit_every), ("tile_elements", tile_elements))
                       if value is not None}}))
 

@@ -6,7 +6,7 @@
 # lib/ holds libspillway.so, the plugins for GPUs and every shared library that is neither the C library's nor CUDA's.
 # Those two are the machine's own: a C library as new as this machine's, for GPUs a driver, and cuBLASLt where the
 # dynamic linker finds it or in /usr/local/cuda. python/ is the package for PyTorch loops: SPILLWAY_LIBRARY names
-# lib/libspillway.so.0 to it. Prints the size of the archive.
+# lib/libspillway.so.0 to it. The file commit says what it was made of. Prints the size of the archive.
 set -eu
 [ $# -ge 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 build=$1 out=$2
@@ -41,6 +41,7 @@ cuda=/usr/local/cuda/lib64:/usr/local/cuda/targets/x86_64-linux/lib
 for file in "$root"/lib/*; do patchelf --set-rpath "\$ORIGIN:$cuda" "$file"; done
 for file in "$root"/bin/*; do patchelf --set-rpath "\$ORIGIN/../lib:$cuda" "$file"; done
 cp "$(dirname "$0")/../LICENSE" "$root/"
+git -C "$(dirname "$0")/.." describe --always --dirty --abbrev=12 >"$root/commit" 2>/dev/null || rm -f "$root/commit"
 tar -C "$staging" -c spillway | xz -T0 -6 >"$out.part"
 mv "$out.part" "$out"
 echo "$out: $(($(stat -c %s "$out") / 1048576)) MiB, unpacked $(($(du -sb "$root" | cut -f1) / 1048576)) MiB"

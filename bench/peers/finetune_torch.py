@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reference fine-tune of a GPT-2 family checkpoint with plain PyTorch, everything in RAM.
+"""Reference fine-tune of a GPT-2 family checkpoint with plain PyTorch, everything in RAM, or in a GPU's memory.
 
 Step s trains on rows r = s*B .. s*B+B-1 (micro-batches in that order); row r is tokens[r*T : r*T+T+1], inputs its
 first T tokens and targets its last T; rows wrap round at the end of the file. One JSON line per step:
@@ -11,6 +11,10 @@ larger). --exact-clip clips with grad_norm instead.
 
 --dtype fp32: everything in fp32.  --dtype bf16: bf16 weights and activations, fp32 master weights and Adam states
 (what "bf16": {"enabled": true} means in a ds_config.json).
+
+--device cuda trains on the GPU; a line says at the end how much of its memory PyTorch took. --fused takes AdamW's fused
+kernel, --checkpointing has a layer's activations computed once more in backward, --no-masters has AdamW work on the
+bf16 weights themselves, its states in bf16, too: less work, and less exact. --no-exact leaves grad_norm out: null.
 """
 import argparse
 import json
@@ -36,9 +40,16 @@ a.add_argument("--clip", type=float, default=1.0)
 a.add_argument("--exact-clip", action="store_true")
 a.add_argument("--save")
 a.add_argument("--threads", type=int)
+a.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+a.add_argument("--fused", action="store_true")
+a.add_argument("--checkpointing", action="store_true")
+a.add_argument("--no-masters", action="store_true")
+a.add_argument("--no-exact", action="store_true")
 a = a.parse_args()
 if a.threads:
     torch.set_num_threads(a.threads)
+if a.exact_clip and a.no_exact:
+    raise SystemExit("--exact-clip: clips with the norm that --no-exact leaves out; give one of them")
 
 raw = open(a.data, "rb").read()
 tokens = np.frombuffer(raw, dtype="<u2" if a.data.endswith(".bin") else np.uint8).astype(np.int64)
@@ -46,28 +57,37 @@ rows = (len(tokens) - 1) // a.seq
 low = torch.bfloat16 if a.dtype == "bf16" else torch.float32
 model = GPT2LMHeadModel.from_pretrained(a.model, dtype=torch.float32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 model.train()
-masters = [p.detach().clone() for p in model.parameters()]
+model.to(a.device)
+model.config.use_cache = False  # keys and values for generating text: memory that training has no use for
+if a.checkpointing:
+    model.gradient_checkpointing_enable()
+masters = [] if a.no_masters else [p.detach().clone() for p in model.parameters()]
 model.to(low)
 params = list(model.parameters())
 for m in masters:
     m.requires_grad_(True)
-opt = torch.optim.AdamW(masters, lr=a.lr, betas=tuple(a.betas), eps=a.eps, weight_decay=a.weight_decay)
+masters = masters or params
+opt = torch.optim.AdamW(masters, lr=a.lr, betas=tuple(a.betas), eps=a.eps, weight_decay=a.weight_decay,
+                        **({"fused": True} if a.fused else {}))
 row = 0
 for step in range(1, a.steps + 1):
     t0 = time.perf_counter()
-    loss_sum = 0.0
+    losses = []
     for _ in range(a.accumulate):
         idx = [(row + b) % rows for b in range(a.batch)]
         row += a.batch
         chunk = torch.from_numpy(np.stack([tokens[i * a.seq:i * a.seq + a.seq + 1] for i in idx]))
+        chunk = chunk.to(a.device)
         logits = model(input_ids=chunk[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), chunk[:, 1:].flatten())
         (loss / a.accumulate).backward()
-        loss_sum += loss.item() / a.accumulate
-    for m, p in zip(masters, params):
-        m.grad = p.grad.float()
-        p.grad = None
-    exact = sum(m.grad.double().square().sum() for m in masters).sqrt().item()
+        losses.append(loss.detach())
+        del logits, loss
+    if not a.no_masters:
+        for m, p in zip(masters, params):
+            m.grad = p.grad.float()
+            p.grad = None
+    exact = None if a.no_exact else sum(m.grad.double().square().sum() for m in masters).sqrt().item()
     limit = a.clip if a.clip > 0 else float("inf")
     if a.exact_clip:
         norm = exact
@@ -75,11 +95,20 @@ for step in range(1, a.steps + 1):
     else:
         norm = torch.nn.utils.clip_grad_norm_(masters, limit).item()
     opt.step()
-    with torch.no_grad():
-        for m, p in zip(masters, params):
-            p.copy_(m)
+    if a.no_masters:
+        opt.zero_grad()
+    else:
+        with torch.no_grad():
+            for m, p in zip(masters, params):
+                p.copy_(m)
+    loss_sum = sum(loss.item() / a.accumulate for loss in losses)
+    if a.device == "cuda":
+        torch.cuda.synchronize()
     print(json.dumps({"step": step, "loss": loss_sum, "grad_norm": exact, "torch_norm": norm,
                       "seconds": time.perf_counter() - t0}), flush=True)
+if a.device == "cuda":
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                      "peak_bytes": torch.cuda.max_memory_reserved()}), flush=True)
 if a.save:
     with torch.no_grad():
         model.to(torch.float32)
