@@ -9,7 +9,7 @@
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
 set -eu
 cd "$(dirname "$0")/.."
-tools/install_packages.sh clang libclang-rt-dev python3-torch
+tools/install_packages.sh clang libclang-rt-dev lld python3-torch
 
 # Sanitizers map their shadow at fixed addresses, which a large vm.mmap_rnd_bits can collide with; so their tests run
 # with address randomisation off, where the machine lets us.
@@ -50,6 +50,8 @@ run "" build-test
 # compared layout by layout and fewer large models, and more patience with a case before it counts as one that hangs.
 export SPILLWAY_CASES=3 SPILLWAY_KILLS=3 SPILLWAY_STEPS=3 SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
+# The programs of sanitizers are large; lld links them in less than half of the time. Meson asks this when it sets up.
+export CXX_LD=lld
 # Not detect_stack_use_after_return: its frames are not aligned for 64-byte vectors (GCC PR 110027, g++ 12), so AVX-512
 # code that keeps one on the stack faults.
 export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1
