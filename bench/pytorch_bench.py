@@ -5,7 +5,7 @@ A GPT of plain PyTorch modules, trained by
   pytorch   torch.optim.AdamW, activation checkpointing by block (what Spillway does, too): all in RAM
   none      spillway.Engine, weights and states in the device's memory
   nvme      spillway.Engine, weights and states on NVMe
-each in a process of its own, in turns. One JSON line a run: `step_seconds` is the median of its steps but the first two.
+each in a process of its own, in turns. One JSON line a run: `step_seconds` is the median of its steps but two.
 The last line has the ratios to `pytorch` of the same round, medians of all rounds.
 
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.

@@ -50,8 +50,8 @@ def default_blocks(model):
 
     walk("", model)
     if found and found[0][1] is model and any(isinstance(m, CONTAINERS) for m in model.modules()):
-        raise Error("invalid_argument", "the model: holds parameters itself, so that all of it would be one block; move "
-                    "them to a module of their own, or say blocks=[model]")
+        raise Error("invalid_argument", "the model: holds parameters itself, so that all of it would be one block; "
+                    "move them to a module of their own, or say blocks=[model]")
     # A module that stands in two places is one block.
     return list({id(module): (name, module) for name, module in reversed(found)}.values())[::-1]
 
@@ -103,8 +103,8 @@ def forward_order(model, blocks, example):
     elif isinstance(example, (tuple, list)):
         arguments, keywords = tuple(example), {}
     else:
-        raise Error("invalid_argument", f"example: is a {type(example).__name__}; give the arguments of a forward pass, "
-                    "a tuple or a dict")
+        raise Error("invalid_argument", f"example: is a {type(example).__name__}; give the arguments of a forward "
+                    "pass, a tuple or a dict")
     order, handles = [], []
     for index, block in enumerate(blocks):
         handles.append(block.module.register_forward_pre_hook(lambda *_, index=index: order.append(index)))

@@ -110,8 +110,8 @@ class Engine:
             parameter, name = self._layout.members[block][index], self._layout.names[block][index]
             found = parameter.data if weights is None else weights(name)
             if found.shape != parameter.shape or not found.is_floating_point():
-                raise Error("invalid_argument", f"{name}: weights= gave {tuple(found.shape)} of {found.dtype} where the "
-                                                f"model has {tuple(parameter.shape)} of floating point")
+                raise Error("invalid_argument", f"{name}: weights= gave {tuple(found.shape)} of {found.dtype} where "
+                                                f"the model has {tuple(parameter.shape)} of floating point")
             return found.detach().reshape(-1)
 
         def copy(block, index, first, out, count):
@@ -220,8 +220,8 @@ class Engine:
             for parameter, owner, index in block.parameters:
                 if parameter._version != self._versions[id(parameter)]:
                     self._versions[id(parameter)] = parameter._version
-                    raise Error("unsupported", f"{self._layout.names[owner][index]}: was written to from outside, which "
-                                "is lost; weights come from weights= or a snapshot, and change by training")
+                    raise Error("unsupported", f"{self._layout.names[owner][index]}: was written to from outside, "
+                                "which is lost; weights come from weights= or a snapshot, and change by training")
                 before.append((parameter, parameter.data))
                 parameter.data = self._view(parameter, owner, index,
                                             self._library.lease_weight(leases[block.engine_blocks.index(owner)], index))
@@ -299,8 +299,8 @@ class Engine:
             for parameter, name in zip(members, names):
                 if parameter.grad is not None:
                     parameter.grad, self._unfinished = None, "lost gradients"
-                    raise Error("invalid_argument", f"{name}: is used outside of its block, where it has no values; name "
-                                "the module that uses it in blocks=")
+                    raise Error("invalid_argument", f"{name}: is used outside of its block, where it has no values; "
+                                "name the module that uses it in blocks=")
         self._micro_batches += 1
 
     def step(self, blob=b""):
@@ -390,7 +390,7 @@ class Engine:
         """Makes the last step durable and gives everything back. The model keeps no weights."""
         if self._handle is not None:
             if getattr(self, "_held", 0) > 0:
-                raise Error("invalid_argument", "engine: a block's weights are in use; close it outside of weights_of()")
+                raise Error("invalid_argument", "engine: a block's weights are in use; close it behind weights_of()")
             self._handle = None
             self._finalizer()
 
@@ -405,8 +405,8 @@ class Engine:
         if self._handle is None:
             raise Error("invalid_argument", "engine: it is closed")
         if self._unfinished is not None:
-            raise Error("invalid_argument", f"engine: a step was left unfinished in backward ({self._unfinished!r}); make "
-                        'model and engine anew, with on_existing="resume"')
+            raise Error("invalid_argument", f"engine: a step was left unfinished in backward ({self._unfinished!r}); "
+                        'make model and engine anew, with on_existing="resume"')
         return self._handle
 
 

@@ -1,8 +1,8 @@
 """How a block runs: its forward without a graph, and once more with one in backward.
 
-A block's weights are there while its forward runs, and while its backward does. In between they are nowhere, so autograd
-keeps none of them: what it keeps of a block are its arguments (activation checkpointing). The second run must be the
-first one again. What would make it another, and gradients that would be lost, is refused.
+A block's weights are there while its forward runs, and while its backward does. In between they are nowhere: what
+autograd keeps of a block are its arguments (activation checkpointing). The second run must be the first one again. What
+would make it another, and gradients that would be lost, is refused.
 """
 import torch
 from torch.autograd.function import once_differentiable
@@ -37,8 +37,8 @@ class _Visit(torch.autograd.Function):
             leaves, record.spec = tree_flatten(block.run(*arguments, **keywords))
             leaves = engine.without_weights(leaves)
         if [tensor._version for tensor in watched] != before or tree_flatten((arguments, keywords))[1] != spec:
-            _refuse(block, "changes an argument or a buffer of its own while it runs, which would happen twice, as blocks "
-                           "are run once more in backward; leave it outside of blocks, or give a result instead")
+            _refuse(block, "changes an argument or a buffer of its own while it runs, which would happen twice, as "
+                           "blocks are run once more in backward; leave it outside of blocks, or give a result instead")
         for leaf in leaves:
             if not (torch.is_tensor(leaf) or isinstance(leaf, PLAIN)):
                 _refuse(block, f"returns a {type(leaf).__name__}, in which gradients would be lost; return tensors, or "
@@ -114,8 +114,8 @@ def _autocast():
 
 def _check_call(block, arguments, keywords):
     if _autocast():
-        _refuse(block, "runs under torch.autocast, which keeps copies of weights; the configuration's bf16 or fp16 says "
-                       "the type of weights, so leave autocast away")
+        _refuse(block, "runs under torch.autocast, which keeps copies of weights; the configuration's bf16 or fp16 "
+                       "says the type of weights, so leave autocast away")
     learns = {id(parameter) for parameter, _, _ in block.trainable}
     if any(parameter.requires_grad != (id(parameter) in learns) for parameter, _, _ in block.parameters):
         _refuse(block, "has parameters whose requires_grad is not what it was when the engine was made, which decided "

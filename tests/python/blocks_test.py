@@ -279,7 +279,7 @@ class Models(Case):
     def test_WhatCannotBeDivided(self):
         network = lines(None)
         network.token = torch.nn.Parameter(torch.zeros(2))
-        self.assert_error("the model: holds parameters itself, so that all of it would be one block", self.engine, network)
+        self.assert_error("the model: holds parameters itself, so that all of it would be", self.engine, network)
         normed = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(8, 8)))
         self.assert_error("0: WeightNorm computes its weight before the block runs", self.engine, normed)
         for example, kind in ((X, "Tensor"), ("text", "str")):

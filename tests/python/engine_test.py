@@ -297,7 +297,8 @@ class Errors(Case):
         empty = model().to("meta")
         self.assert_error("scale: is a buffer on device meta and has no values; give it some first", self.engine, empty)
         empty.scale = model().scale
-        self.assert_error(r"embedding\.weight: is a parameter on device meta and has no values; give weights=", self.engine, empty)
+        self.assert_error(r"embedding\.weight: is a parameter on device meta and has no values; give weights=",
+                          self.engine, empty)
         for value in (torch.zeros(48, 90), torch.zeros(90, 48, dtype=torch.int64)):
             self.assert_error(r"weights= gave .* where the model has \(90, 48\) of floating point", self.engine,
                               on_existing="replace", weights=lambda name: value)
