@@ -7,6 +7,7 @@
   copies      copies, the optimizer's kernels and the trainer's products beside what CUDA itself reaches
   resident    gpt2-xl with everything in HBM: share of the GPU's product rate; beside PyTorch, in turns
   tiers       gpt2-xl in 4 GiB of HBM and 4 GiB of host memory, all on NVMe: the step over its slowest link
+  pytorch     a PyTorch loop through Spillway: its tests, and beside PyTorch alone
   big         3 billion parameters in 10 GiB of HBM and 32 GiB of host memory
   sanitizer   the suites under compute-sanitizer, as far as the rest of the time goes
 
@@ -41,7 +42,8 @@ STAGES = {
     "suites": (gpu_tests.suites, 30, 150), "same_bits": (gpu_tests.same_bits, 40, 300),
     "reference": (gpu_stages.reference, 30, 120), "copies": (gpu_stages.copies, 20, 100),
     "resident": (gpu_stages.resident, 120, 420), "tiers": (gpu_stages.tiers, 180, 400),
-    "big": (gpu_stages.big, 150, 500), "sanitizer": (gpu_tests.sanitizer, 30, 600)}
+    "pytorch": (gpu_tests.pytorch, 60, 150), "big": (gpu_stages.big, 150, 500),
+    "sanitizer": (gpu_tests.sanitizer, 30, 600)}
 TINY_SECONDS = (1, 60)
 EMULATED_GPU = "libspillway_emulated_gpu.so"
 COLUMNS = ("stage", "figure", "value", "beside", "ratio", "wanted", "reached")

@@ -72,6 +72,32 @@ def same_bits(s):
         raise failure
 
 
+def pytorch(s):
+    """The package for PyTorch loops: its tests, and a loop through Spillway beside PyTorch alone."""
+    peer, why = s.peer()
+    if peer is None or s.emulated:
+        raise Skip(why or "PyTorch does not know the emulated GPU")
+    places = [s.bin / "../lib/libspillway.so.0", s.bin / "src/libspillway.so.0"]
+    library = next((place.resolve() for place in places if place.is_file()), None)
+    if library is None:
+        raise Skip(f"libspillway.so.0 is not with {s.bin}; build it")
+    env = {"SPILLWAY_LIBRARY": str(library)}
+    failures = []
+    for name in ("blocks", "engine"):
+        count, done = count_cases(s, name, [peer[0], ROOT / f"tests/python/{name}_test.py"], env)
+        failures.append(judge(s, name, count, done.out, done.seconds))
+    done = s.checked([peer[0], ROOT / "bench/pytorch_bench.py", "--device", "cuda", "--work", s.work, "--dtype", "bf16",
+                      *(["--tiny"] if s.tiny else ["--layers", 24, "--width", 1024, "--sequence", 1024, "--batch", 8])],
+                     env=env)
+    for line in done.lines():
+        s.say(**line)
+    for variant, ratio in done.lines()[-1]["ratio_to_pytorch"].items():
+        s.figure(f"a PyTorch loop, all in {variant if variant == 'nvme' else 'hbm'}", f"{ratio:.3f}",
+                 "seconds of a step, over those of PyTorch alone", ratio)
+    for failure in filter(None, failures):
+        raise failure
+
+
 def sanitizer(s):
     """Every suite in parts under one tool after the other, as many parts as its share of the time allows; the tools but
     the first two have what those leave."""

@@ -5,8 +5,11 @@ A GPT of plain PyTorch modules, trained by
   pytorch   torch.optim.AdamW, activation checkpointing by block (what Spillway does, too): all in RAM
   none      spillway.Engine, weights and states in the device's memory
   nvme      spillway.Engine, weights and states on NVMe
-each in a process of its own, in turns. One JSON line a run: `step_seconds` is the median of its steps but two.
-The last line has the ratios to `pytorch` of the same round, medians of all rounds.
+each in a process of its own, in turns. One JSON line a run: `step_seconds` is the median of its steps but two,
+`peak_bytes` the largest resident set. The last line has the ratios to `pytorch` of the same round, medians of all.
+
+With --deepspeed the model is transformers' GPT-2 in bf16, batch 1, and beside `nvme` the same loop runs through DeepSpeed
+with everything on NVMe (peers/finetune_deepspeed.py); ratios are to that.
 
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
 """
@@ -15,6 +18,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import resource
 import shutil
 import statistics
 import subprocess
@@ -23,7 +27,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VARIANTS = ("pytorch", "none", "nvme")
+VARIANTS = ("pytorch", "none", "nvme", "deepspeed")
 
 
 def model(torch, layers, width, vocabulary, sequence):
@@ -64,27 +68,38 @@ def model(torch, layers, width, vocabulary, sequence):
     return Gpt()
 
 
+def transformers_model(torch, options):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(1)
+    network = GPT2LMHeadModel(GPT2Config(n_layer=options.layers, n_embd=options.width, n_head=options.width // 64))
+    options.vocabulary = network.config.vocab_size
+    return network
+
+
 def config(options, device, folder):
     place = {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}
     return {"train_micro_batch_size_per_gpu": options.batch, "gradient_clipping": 1.0,
             "bf16": {"enabled": options.dtype == "bf16"},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
             "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-            "spillway": {"threads": options.threads}}
+            "spillway": {"threads": options.threads, "device": options.device,
+                         **({"host_bytes": options.host} if options.host else {})}}
 
 
 def run(options, folder):
     import torch
     from torch.utils.checkpoint import checkpoint
     torch.set_num_threads(options.threads)
-    network = model(torch, options.layers, options.width, options.vocabulary, options.sequence)
+    network = transformers_model(torch, options) if options.deepspeed else \
+        model(torch, options.layers, options.width, options.vocabulary, options.sequence)
     parameters = sum(p.numel() for p in network.parameters())
     batch = torch.randint(0, options.vocabulary, (options.batch, options.sequence),
                           generator=torch.Generator().manual_seed(2))
+    if options.device == "cuda":
+        batch = batch.cuda()
     seconds, losses = [], []
     if options.variant == "pytorch":
-        if options.dtype == "bf16":
-            network.bfloat16()
+        network.to(batch.device, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
         network.run_layer = lambda layer, x: checkpoint(layer, x, use_reentrant=True)
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.01)
 
@@ -101,7 +116,7 @@ def run(options, folder):
         engine = spillway.Engine(network, config(options, options.variant, folder))
 
         def step():
-            loss = engine(batch)
+            loss = engine(input_ids=batch, labels=batch, use_cache=False).loss if options.deepspeed else engine(batch)
             engine.backward(loss)
             engine.step()
             return loss
@@ -111,8 +126,24 @@ def run(options, folder):
         seconds.append(time.monotonic() - begin)
     print(json.dumps({
         "bench": "pytorch", "variant": options.variant, "parameters": parameters, "dtype": options.dtype,
-        "tokens": batch.numel(), "threads": options.threads, "torch": torch.__version__, "last_loss": losses[-1],
-        "step_seconds": statistics.median(seconds[min(2, len(seconds) - 1):])}), flush=True)
+        "tokens": batch.numel(), "device": options.device, "threads": options.threads,
+        "torch": torch.__version__, "last_loss": losses[-1],
+        "step_seconds": statistics.median(seconds[min(2, len(seconds) - 1):]),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}), flush=True)
+
+
+def run_deepspeed(options, folder):
+    """The peer's own lines, made into one of ours."""
+    done = subprocess.run([sys.executable, ROOT / "bench/peers/finetune_deepspeed.py", "--layers", str(options.layers),
+                           "--width", str(options.width), "--seq", str(options.sequence), "--steps",
+                           str(options.steps), "--offload", "nvme", "--nvme", folder],
+                          check=True, stdout=subprocess.PIPE, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    print(json.dumps({
+        "bench": "pytorch", "variant": "deepspeed", "parameters": lines[0]["params"], "dtype": "bf16",
+        "tokens": options.sequence, "threads": options.threads,
+        "step_seconds": statistics.median([line["seconds"] for line in lines if "seconds" in line][2:]),
+        "peak_bytes": int(lines[-1]["peak_rss_gb"] * 1e9)}), flush=True)
 
 
 def main():
@@ -126,6 +157,9 @@ def main():
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", choices=("host", "cuda"), default="host")
+    parser.add_argument("--host", help="host_bytes of the configuration; the default is what the plan asks for")
+    parser.add_argument("--deepspeed", action="store_true", help="compare with DeepSpeed, which must be installed")
     parser.add_argument("--work", type=pathlib.Path, help="where the store is made; the default is a temporary folder")
     parser.add_argument("--tiny", action="store_true", help="one round of a small model, to see that it runs")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -136,20 +170,24 @@ def main():
     if options.tiny:
         options.layers, options.width, options.vocabulary, options.sequence = 2, 64, 256, 16
         options.rounds, options.steps = 1, 3
+    if options.deepspeed:
+        options.batch, options.dtype = 1, "bf16"
+    variants = ("nvme", "deepspeed") if options.deepspeed else VARIANTS[:3]
+    against = "deepspeed" if options.deepspeed else "pytorch"
     folder = pathlib.Path(tempfile.mkdtemp(prefix="spillway-pytorch-", dir=options.work))
     try:
         if options.variant:
-            return run(options, folder / "store")
-        found = {variant: [] for variant in VARIANTS}
+            return (run_deepspeed if options.variant == "deepspeed" else run)(options, folder / "store")
+        found = {variant: [] for variant in variants}
         for _ in range(options.rounds):
-            for variant in VARIANTS:
+            for variant in variants:
                 done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--variant", variant], check=True,
                                       stdout=subprocess.PIPE, text=True)
                 print(done.stdout, end="", flush=True)
                 found[variant].append(json.loads(done.stdout)["step_seconds"])
-        print(json.dumps({"bench": "pytorch", "ratio_to_pytorch": {
-            variant: round(statistics.median(a / b for a, b in zip(found[variant], found["pytorch"])), 3)
-            for variant in VARIANTS[1:]}}))
+        print(json.dumps({"bench": "pytorch", f"ratio_to_{against}": {
+            variant: round(statistics.median(a / b for a, b in zip(found[variant], found[against])), 3)
+            for variant in variants if variant != against}}))
     finally:
         shutil.rmtree(folder)
 

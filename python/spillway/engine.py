@@ -58,7 +58,8 @@ class Engine:
         self._create(Options(ON_EXISTING.index(on_existing), _path(snapshot), _path(trace), 0))
         try:
             self.on_cuda = self._library.engine_device(self._handle) == 1
-            self.torch_device = torch.device("cuda" if self.on_cuda else "cpu")
+            self.torch_device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else \
+                torch.device("cpu")
             size = c_uint64()
             self._workspace = self._memory(self._library.engine_workspace(self._handle, byref(size)), size.value)
             self._views, self._addresses, self._held = {}, set(), 0

@@ -22,7 +22,7 @@ except ImportError:
     main()
 
 import spillway  # noqa: E402
-from toy_model import batches, config, model, train  # noqa: E402
+from toy_model import DEVICE, batches, config, model, train  # noqa: E402
 
 
 class Line(torch.nn.Module):
@@ -42,7 +42,7 @@ def lines(*changes):
     return torch.nn.Sequential(*(Line(change) if change else Line() for change in changes))
 
 
-X = torch.linspace(-1, 1, 16).view(2, 8)
+X = torch.linspace(-1, 1, 16).view(2, 8).to(DEVICE)
 
 
 class Case(unittest.TestCase):
@@ -93,7 +93,7 @@ class Results(Case):
 
         for whole in (False, True):
             with self.subTest(whole=whole):
-                engine, alone = self.engine(Network()), Network()
+                engine, alone = self.engine(Network()), Network().to(DEVICE)
                 with torch.no_grad():
                     self.assertEqual(alone(X, whole), engine(X, whole))
                 loss = engine(X, whole)
@@ -161,7 +161,7 @@ class Arguments(Case):
             block(X, DynamicCache())
 
     def test_ATensorFromAsideIsRefused(self):
-        for other in (lambda x: x, lambda x: torch.ones(8, requires_grad=True)):
+        for other in (lambda x: x, lambda x: torch.ones(8, device=DEVICE, requires_grad=True)):
             aside = []
             engine = self.engine(lines(None, lambda _, x: x + aside[0] if aside else x))
             engine.backward(engine(X).sum())  # without it
@@ -191,10 +191,9 @@ class Loops(Case):
         self.assert_error("a step was left unfinished in backward", engine, X)
 
     def test_TwoLossesOfOneStep(self):
-        engine, alone = self.engine(lines(None, None), example=(X,)), lines(None, None)
+        engine = self.engine(lines(None, None))
         engine.backward(engine(X).pow(2).mean())
         self.assert_error("is used more often in a step than the plan's 1 times", engine.backward, engine(X).sum())
-        del alone
 
     def test_WhatIsTrainedIsDecidedAtTheStart(self):
         for before in (True, False):
@@ -221,7 +220,7 @@ class Loops(Case):
         self.assertEqual(1, engine.step().step)
 
     def test_AVisitWithinAVisitOfTheSameWeights(self):
-        engine, alone = self.engine(model()), model()
+        engine, alone = self.engine(model()), model().to(DEVICE)
         with torch.no_grad(), engine.weights_of("embedding"):
             self.assertEqual(alone.eval()(batches(1)[0]), engine.module.eval()(batches(1)[0]))
             self.assertFalse(engine.module.embedding.weight.isnan().any())
@@ -268,7 +267,7 @@ class Models(Case):
             def forward(self, x):
                 return x * self.all[0] + self.all[1]
 
-        engine, alone = self.engine(Network()), Network()
+        engine, alone = self.engine(Network()), Network().to(DEVICE)
         loss = engine(X)
         self.assertEqual(alone(X), loss)
         engine.backward(loss)
@@ -285,6 +284,7 @@ class Models(Case):
         for example, kind in ((X, "Tensor"), ("text", "str")):
             self.assert_error(f"example: is a {kind}; give the arguments", self.engine, lines(None), example=example)
 
+    @unittest.skipIf(DEVICE == "cuda", "CUDA does not work in a fork")
     def test_AForkLeavesTheEngineAlone(self):
         engine = self.engine(lines(None, None))
         engine.backward(engine(X).sum())

@@ -1,10 +1,15 @@
-"""A small language model in plain PyTorch with what real ones have: tied embeddings, dropout, tuples, keywords."""
+"""A small language model in plain PyTorch with what real ones have: tied embeddings, dropout, tuples, keywords.
+
+SPILLWAY_DEVICE=cuda runs everything on a GPU.
+"""
 import json
+import os
 import pathlib
 
 import torch
 
 VOCABULARY = 90
+DEVICE = "cuda" if os.environ.get("SPILLWAY_DEVICE") == "cuda" else "cpu"  # PyTorch's name
 
 
 class Layer(torch.nn.Module):
@@ -48,10 +53,10 @@ def model(seed=1, **shape):
 
 def batches(count, seed=5):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, VOCABULARY, (4, 16), generator=generator) for _ in range(count)]
+    return [torch.randint(0, VOCABULARY, (4, 16), generator=generator).to(DEVICE) for _ in range(count)]
 
 
-def config(folder, device="nvme", accumulation=1, clipping=1.0, **more):
+def config(folder, device="nvme", accumulation=1, clipping=1.0, spillway=None, **more):
     """A ds_config.json of that folder; `device` is where weights and states live."""
     place = {"device": device}
     if device == "nvme":
@@ -62,7 +67,8 @@ def config(folder, device="nvme", accumulation=1, clipping=1.0, **more):
         "gradient_clipping": clipping,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "spillway": {"tile_elements": 4096}, **more}))
+        "spillway": {"tile_elements": 4096, "device": "cuda" if DEVICE == "cuda" else "host", **(spillway or {})},
+        **more}))
     return path
 
 
