@@ -8,8 +8,8 @@ A GPT of plain PyTorch modules, trained by
 each in a process of its own, in turns. One JSON line a run: `step_seconds` is the median of its steps but two,
 `peak_bytes` the largest resident set. The last line has the ratios to `pytorch` of the same round, medians of all.
 
-With --deepspeed the model is transformers' GPT-2 in bf16, batch 1, and beside `nvme` the same loop runs through DeepSpeed
-with everything on NVMe (peers/finetune_deepspeed.py); ratios are to that.
+With --deepspeed the model is transformers' GPT-2 in bf16, batch 1, and beside `nvme` the same loop runs through
+DeepSpeed with everything on NVMe (peers/finetune_deepspeed.py); ratios are to that.
 
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
 """
