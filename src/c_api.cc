@@ -9,7 +9,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 
 #include "spillway/config.h"
@@ -43,7 +42,7 @@ struct spillway_lease {
 
 namespace {
 
-static_assert(SPILLWAY_DEVICE == static_cast<int>(Code::kDevice) + 1);
+static_assert(SPILLWAY_DEVICE == static_cast<int32_t>(Code::kDevice) + 1);
 static_assert(SPILLWAY_FLOAT16 == static_cast<int>(DType::kFloat16));
 static_assert(SPILLWAY_NVME == static_cast<int>(Placement::kNvme));
 static_assert(SPILLWAY_BACKWARD == static_cast<int>(Pass::kBackward));
@@ -76,14 +75,13 @@ Pointer given(Pointer pointer, const char* what) {
   return pointer;
 }
 
-// A C caller can write any number for a value of an enumeration.
-template <typename To, typename From>
-To checked(From value, To last, const char* what) {
-  const auto number = static_cast<std::underlying_type_t<From>>(value);
-  if (number > static_cast<std::underlying_type_t<From>>(last)) {
-    throw Error(Code::kInvalidArgument, {what, "no such value: " + std::to_string(number), 0, ""});
+// A caller can write any number for a value of an enumeration.
+template <typename To>
+To checked(int32_t value, To last, const char* what) {
+  if (value < 0 || value > static_cast<int32_t>(last)) {
+    throw Error(Code::kInvalidArgument, {what, "no such value: " + std::to_string(value), 0, ""});
   }
-  return static_cast<To>(number);
+  return static_cast<To>(value);
 }
 
 DType dtype_of(spillway_dtype type) { return checked(type, DType::kFloat16, "spillway_dtype"); }

@@ -14,7 +14,9 @@
 extern "C" {
 #endif
 
-typedef enum {
+// Enumerations are of 32 bits for every compiler.
+typedef int32_t spillway_status;
+enum {
   SPILLWAY_OK = 0,
   SPILLWAY_INVALID_ARGUMENT,  // from here on as spillway::Code, in its order
   SPILLWAY_NOT_FOUND,
@@ -27,13 +29,18 @@ typedef enum {
   SPILLWAY_UNSUPPORTED,
   SPILLWAY_DEVICE,
   SPILLWAY_UNEXPECTED,  // no error of Spillway's: out of memory, say
-} spillway_status;
+};
 
-typedef enum { SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16 } spillway_dtype;
-typedef enum { SPILLWAY_HBM, SPILLWAY_HOST, SPILLWAY_NVME } spillway_tier;
-typedef enum { SPILLWAY_FORWARD, SPILLWAY_BACKWARD } spillway_pass;
-typedef enum { SPILLWAY_DEVICE_HOST, SPILLWAY_DEVICE_CUDA } spillway_device_kind;
-typedef enum { SPILLWAY_REFUSE, SPILLWAY_RESUME, SPILLWAY_REPLACE } spillway_on_existing;
+typedef int32_t spillway_dtype;
+enum { SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16 };
+typedef int32_t spillway_tier;
+enum { SPILLWAY_HBM, SPILLWAY_HOST, SPILLWAY_NVME };
+typedef int32_t spillway_pass;
+enum { SPILLWAY_FORWARD, SPILLWAY_BACKWARD };
+typedef int32_t spillway_device_kind;
+enum { SPILLWAY_DEVICE_HOST, SPILLWAY_DEVICE_CUDA };
+typedef int32_t spillway_on_existing;
+enum { SPILLWAY_REFUSE, SPILLWAY_RESUME, SPILLWAY_REPLACE };
 
 typedef struct spillway_config spillway_config;
 typedef struct spillway_model spillway_model;

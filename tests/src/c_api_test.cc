@@ -53,12 +53,12 @@ TEST_F(CApi, WhatIsMissingIsNamed) {
 }
 
 TEST_F(CApi, NumbersThatNoEnumerationHasAreRefused) {
-  EXPECT_REFUSED(spillway_model_add_visit(model, 0, static_cast<spillway_pass>(7)), "spillway_pass: no such value: 7");
-  spillway_options options = {static_cast<spillway_on_existing>(3), nullptr, nullptr, 0};
+  EXPECT_REFUSED(spillway_model_add_visit(model, 0, 7), "spillway_pass: no such value: 7");
+  spillway_options options = {3, nullptr, nullptr, 0};
   EXPECT_REFUSED(spillway_engine_create(config, model, &options, &engine), "spillway_on_existing: no such value: 3");
   create();
   spillway_lease* lease = nullptr;
-  EXPECT_REFUSED(spillway_engine_acquire(engine, 0, static_cast<spillway_pass>(9), nullptr, &lease), "spillway_pass");
+  EXPECT_REFUSED(spillway_engine_acquire(engine, 0, -1, nullptr, &lease), "spillway_pass");
   EXPECT_EQ(nullptr, lease);
 }
 
