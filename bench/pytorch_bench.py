@@ -9,7 +9,7 @@ each in a process of its own, in turns. One JSON line a run: `step_seconds` is t
 `peak_bytes` the largest resident set. The last line has the ratios to `pytorch` of the same round, medians of all.
 
 With --deepspeed the model is transformers' GPT-2 in bf16, batch 1, and beside `nvme` the same loop runs through
-DeepSpeed with everything on NVMe (peers/finetune_deepspeed.py); ratios are to that.
+DeepSpeed, with the states on NVMe and the weights in RAM (peers/finetune_deepspeed.py); ratios are to that.
 
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
 """
@@ -136,7 +136,7 @@ def run_deepspeed(options, folder):
     """The peer's own lines, made into one of ours."""
     done = subprocess.run([sys.executable, ROOT / "bench/peers/finetune_deepspeed.py", "--layers", str(options.layers),
                            "--width", str(options.width), "--seq", str(options.sequence), "--steps",
-                           str(options.steps), "--offload", "nvme", "--nvme", folder],
+                           str(options.steps), "--offload", "nvme_optimizer", "--nvme", folder],
                           check=True, stdout=subprocess.PIPE, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print(json.dumps({
