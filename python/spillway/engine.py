@@ -292,14 +292,14 @@ class Engine:
         try:
             (loss * (scale / self._accumulation)).backward()
         except BaseException as error:
-            self._unfinished = error  # the engine has a part of the step's gradients, and cannot give them back
+            self._unfinished = repr(error)  # the engine has a part of the step's gradients, and cannot give them back
             raise
         finally:
             self.in_backward = False
         for members, names in zip(self._layout.members, self._layout.names):
             for parameter, name in zip(members, names):
                 if parameter.grad is not None:
-                    parameter.grad, self._unfinished = None, "lost gradients"
+                    parameter.grad, self._unfinished = None, "a gradient was lost"
                     raise Error("invalid_argument", f"{name}: is used outside of its block, where it has no values; "
                                 "name the module that uses it in blocks=")
         self._micro_batches += 1
@@ -406,7 +406,7 @@ class Engine:
         if self._handle is None:
             raise Error("invalid_argument", "engine: it is closed")
         if self._unfinished is not None:
-            raise Error("invalid_argument", f"engine: a step was left unfinished in backward ({self._unfinished!r}); "
+            raise Error("invalid_argument", f"engine: a step was left unfinished in backward ({self._unfinished}); "
                         'make model and engine anew, with on_existing="resume"')
         return self._handle
 
