@@ -15,11 +15,9 @@ class Block:
 
     def __init__(self, name, module):
         self.name, self.module = name, module
-        self.own = None          # the engine's block of the parameters that are this module's first
         self.engine_blocks = []  # all that it needs: its own, and those whose parameters it shares
         self.parameters = []     # (parameter, engine block, index in it)
         self.trainable = []      # those of them that the engine wants gradients for
-        self.uses = 0            # in one forward pass
 
 
 def _runs(module):

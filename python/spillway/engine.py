@@ -15,7 +15,6 @@ from .library import BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, 
 from .visits import run_in_visits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
-SIZES = (4, 2, 2)
 
 StepReport = collections.namedtuple("StepReport", [name for name, _ in Report._fields_])
 
@@ -48,6 +47,7 @@ class Engine:
                  trace=None):
         self._library = library()
         self._handle = None
+        self._held, self._unfinished = 0, None  # leases; an error in the middle of a step
         self.module = model
         self._read_config(config)
         if on_existing not in ON_EXISTING:
@@ -62,8 +62,8 @@ class Engine:
                 torch.device("cpu")
             size = c_uint64()
             self._workspace = self._memory(self._library.engine_workspace(self._handle, byref(size)), size.value)
-            self._views, self._addresses, self._held = {}, set(), 0
-            self.in_backward, self.steps_begun, self._unfinished = False, 0, None
+            self._views, self._addresses = {}, set()
+            self.in_backward, self.steps_begun = False, 0
             self.anchor = torch.empty(0, device=self.torch_device, requires_grad=True)
             if self.current_step == 0 and snapshot is None and on_existing != "resume":
                 self._import(weights)
@@ -89,12 +89,13 @@ class Engine:
         weakref.finalize(self, self._library.config_destroy, self._config)
         self._type = self._library.config_weights(self._config)
         self.dtype = DTYPES[self._type]
+        self._element_bytes = torch.empty(0, dtype=self.dtype).element_size()
         self._accumulation = self._library.config_gradient_accumulation(self._config)
         self._micro_batches = 0
         self._pushed = collections.Counter()
 
     def _create(self, options):
-        model = self._layout.describe(self._library, SIZES[self._type])
+        model = self._layout.describe(self._library, self._element_bytes)
         try:
             handle = c_void_p()
             self._library.engine_create(self._config, model, byref(options), byref(handle))
@@ -238,7 +239,7 @@ class Engine:
         key = (owner, index, address)
         if key not in self._views:
             with torch.inference_mode(False):
-                memory = self._memory(address, parameter.numel() * SIZES[self._type], self.dtype)
+                memory = self._memory(address, parameter.numel() * self._element_bytes, self.dtype)
                 self._views[key] = memory.view(parameter.shape)
             self._addresses.add(address)
         return self._views[key]
@@ -269,7 +270,7 @@ class Engine:
             if self._pushed[owner, index] == planned:
                 raise Error("invalid_argument", f"{self._layout.names[owner][index]}: is used more often in a step "
                             f"than the plan's {planned} times; give the engine an example= of a forward pass")
-            size = parameter.numel() * SIZES[self._type]
+            size = parameter.numel() * self._element_bytes
             if used + size > self._workspace.numel():
                 if not self.on_cuda:  # where all of this is in order with the stream by itself
                     self._library.stream_synchronize(self._open(), stream)
@@ -390,7 +391,7 @@ class Engine:
     def close(self):
         """Makes the last step durable and gives everything back. The model keeps no weights."""
         if self._handle is not None:
-            if getattr(self, "_held", 0) > 0:
+            if self._held > 0:
                 raise Error("invalid_argument", "engine: a block's weights are in use; close it behind weights_of()")
             self._handle = None
             self._finalizer()

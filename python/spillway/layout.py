@@ -9,25 +9,23 @@ class Layout:
     """The engine's blocks of a model: a parameter belongs to the first block that has it."""
 
     def __init__(self, model, blocks, order, accumulation):
-        for index in order:
-            blocks[index].uses += 1
         self._model, self._blocks, self._order, self._accumulation = model, blocks, order, accumulation
         self.members = []  # by engine block: its parameters
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         places, uses = {}, collections.Counter()
         self._block_names = []
-        for block in blocks:
+        for index, block in enumerate(blocks):
+            own = []  # what no block before this one has
             for parameter in block.module.parameters():
                 if id(parameter) not in places:
                     self._check(names[id(parameter)], parameter)
-                    if block.own is None:
-                        block.own = len(self.members)
-                        self.members.append([])
-                        self._block_names.append(block.name or "model")
-                    places[id(parameter)] = (block.own, len(self.members[block.own]))
-                    self.members[block.own].append(parameter)
+                    places[id(parameter)] = (len(self.members), len(own))
+                    own.append(parameter)
                 block.parameters.append((parameter, *places[id(parameter)]))
-                uses[id(parameter)] += block.uses
+                uses[id(parameter)] += order.count(index)
+            if own:
+                self.members.append(own)
+                self._block_names.append(block.name or "model")
             block.engine_blocks = list(dict.fromkeys(owner for _, owner, _ in block.parameters))
         self.names = [[names[id(p)] for p in members] for members in self.members]
         self.pushes = {places[id(p)]: max(1, uses[id(p)]) * accumulation

@@ -2,27 +2,15 @@
 refused; what PyTorch does with what is left is what Spillway does."""
 import copy
 import os
-import pathlib
-import sys
-import tempfile
 import unittest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/python"), str(ROOT / "python")]
-from report import main  # noqa: E402
+from case import Case as Folder
+from case import main
 
-try:
-    import torch
-except ImportError:
-    class Everything(unittest.TestCase):
-        @unittest.skip("no Python with PyTorch here; `apt-get install python3-torch` brings one")
-        def test_InPyTorch(self):
-            pass
+import torch
 
-    main()
-
-import spillway  # noqa: E402
-from toy_model import DEVICE, batches, config, model, train  # noqa: E402
+import spillway
+from toy_model import DEVICE, batches, config, model, train
 
 
 class Line(torch.nn.Module):
@@ -45,20 +33,9 @@ def lines(*changes):
 X = torch.linspace(-1, 1, 16).view(2, 8).to(DEVICE)
 
 
-class Case(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory(prefix="spillway-blocks-")
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
+class Case(Folder):
     def engine(self, network, **options):
-        made = spillway.Engine(network, config(self.folder), on_existing="replace", **options)
-        self.addCleanup(made.close)
-        return made
-
-    def assert_error(self, pattern, function, *arguments, **options):
-        with self.assertRaisesRegex(spillway.Error, pattern):
-            function(*arguments, **options)
+        return super().engine(network, on_existing="replace", **options)
 
     def assert_refused(self, pattern, *changes, forward=True):
         engine = self.engine(lines(*changes))

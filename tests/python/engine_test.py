@@ -1,25 +1,11 @@
 """Spillway in a PyTorch loop: the same training as PyTorch's own, whatever the tiers, and clear errors."""
-import pathlib
-import sys
-import tempfile
-import unittest
+from case import Case as Folder
+from case import main
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/python"), str(ROOT / "python")]
-from report import main  # noqa: E402
+import torch
 
-try:
-    import torch
-except ImportError:
-    class Everything(unittest.TestCase):
-        @unittest.skip("no Python with PyTorch here; `apt-get install python3-torch` brings one")
-        def test_InPyTorch(self):
-            pass
-
-    main()
-
-import spillway  # noqa: E402
-from toy_model import DEVICE, batches, config, model, train  # noqa: E402
+import spillway
+from toy_model import DEVICE, batches, config, model, train
 
 
 def reference(steps, accumulation=1, trained=None):
@@ -40,21 +26,9 @@ def reference(steps, accumulation=1, trained=None):
     return losses, norms, network.cpu().state_dict()
 
 
-class Case(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory(prefix="spillway-python-")
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
+class Case(Folder):
     def engine(self, network=None, configuration=None, **options):
-        made = spillway.Engine(network or model(), configuration or config(self.folder), **options)
-        self.addCleanup(made.close)
-        return made
-
-    def assert_error(self, pattern, function, *arguments, **options):
-        with self.assertRaisesRegex(spillway.Error, pattern) as raised:
-            function(*arguments, **options)
-        return raised.exception
+        return super().engine(network or model(), configuration, **options)
 
 
 class Training(Case):
@@ -177,7 +151,7 @@ class Promises(Case):
         self.assert_same_bits(resident, self.run_of("host", device="cpu"))
         self.assert_same_bits(resident, self.run_of("nvme"))
         engine = self.engine()
-        hbm = next(int(size) for size in [sum(b for tier, _, b in engine.ledger() if tier == "hbm")])
+        hbm = sum(size for tier, _, size in engine.ledger() if tier == "hbm")
         engine.close()
         tight = {"hbm_bytes": hbm, "threads": 1}
         self.assert_same_bits(resident, self.run_of("tight", spillway=tight))

@@ -1,0 +1,43 @@
+"""What the suites of the Python package share: where it is, PyTorch, and a case with a folder of its own.
+
+Import it first: where there is no PyTorch, it reports the suite as skipped and ends the program.
+"""
+import pathlib
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "python")]
+from report import main  # noqa: E402
+
+try:
+    import torch  # noqa: F401
+except ImportError:
+    class Everything(unittest.TestCase):
+        @unittest.skip("no Python with PyTorch here; `apt-get install python3-torch` brings one")
+        def test_InPyTorch(self):
+            pass
+
+    sys.modules["__main__"].Everything = Everything
+    main()
+
+import spillway  # noqa: E402
+from toy_model import config  # noqa: E402
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="spillway-python-")
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def engine(self, network, configuration=None, **options):
+        made = spillway.Engine(network, configuration or config(self.folder), **options)
+        self.addCleanup(made.close)
+        return made
+
+    def assert_error(self, pattern, function, *arguments, **options):
+        with self.assertRaisesRegex(spillway.Error, pattern) as raised:
+            function(*arguments, **options)
+        return raised.exception
