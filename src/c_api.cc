@@ -288,6 +288,10 @@ spillway_status spillway_engine_step(spillway_engine* engine, const void* blob, 
   });
 }
 
+spillway_status spillway_engine_discard_step(spillway_engine* engine) {
+  return guarded([&] { engine->engine->discard_step(); });
+}
+
 spillway_status spillway_engine_flush(spillway_engine* engine) {
   return guarded([&] { engine->engine->flush(); });
 }

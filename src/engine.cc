@@ -76,6 +76,23 @@ void StepEngine::begin_step() {
   unplanned_before_ = cursor_.unplanned();
 }
 
+bool StepEngine::leased() const {
+  return leases_ > 0 || (machinery_.places && machinery_.places->leased()) || machinery_.activations->leased();
+}
+
+void StepEngine::refuse_leases(const char* call) const {
+  if (!leased()) return;
+  throw Error(Code::kInvalidArgument,
+              {call, "a lease is still held", 0, fmt::format("release every block and activation before {}()", call)});
+}
+
+// An evaluation runs the forward part alone, and so does whoever gives up in it.
+void StepEngine::begin_again_for(Visit visit) {
+  if (!cursor_.begins_again(visit) || leased()) return;
+  cursor_.begin_step();
+  if (machinery_.places) machinery_.places->begin_step(visit_blocks_);
+}
+
 // 1. Forward and backward: the block's weights are on their way already; the caller's stream waits for the last copy.
 Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
   if (block >= plan_.blocks.size()) {
@@ -85,6 +102,7 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
   return guarded([&] {
     const TimedSpan span(machinery_.timeline(), SpanKind::kAcquire, block);
     if (!stepping_) begin_step();
+    begin_again_for({block, pass});
     if (pass == Pass::kBackward) {
       settle();
       machinery_.updater->expect(speculation_.expected(committed()));
@@ -181,10 +199,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
       throw Error(Code::kInvalidArgument, {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), most), 0,
                                            "keep the rest in a file of your own and its name in the blob"});
     }
-    if (leases_ > 0 || (machinery_.places && machinery_.places->leased()) || machinery_.activations->leased()) {
-      throw Error(Code::kInvalidArgument,
-                  {"step", "a lease is still held", 0, "release every block and activation before step()"});
-    }
+    refuse_leases("step");
     settle();
     GradientCollector& gradients = *machinery_.gradients;
     gradients.check_complete();
@@ -223,6 +238,21 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
         !calm, [this] { return forecast_.best_speculation(plan_, cursor_.visits(), machinery_.rates, usual_step()); });
     begin_step();
     return report;
+  });
+}
+
+void StepEngine::discard_step() {
+  guarded([&] {
+    refuse_leases("discard_step");
+    if (!stepping_) return;
+    // With the update of the step before under way there is neither a gradient of this one nor an update on a guess.
+    if (!updating_ && !saving_) {
+      machinery_.gradients->settle();
+      machinery_.updater->take_back();
+    }
+    machinery_.compute->synchronize();
+    meter_.start();
+    begin_step();
   });
 }
 

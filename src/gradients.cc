@@ -321,9 +321,13 @@ void GradientCollector::wait_landed(std::uint32_t b) {
   blocks_[b].piecewise = false;
 }
 
-void GradientCollector::wait_landed() {
+void GradientCollector::settle() {
   for (Staging& staging : staging_) finish_spill(staging);
-  device_.synchronize(*last_copy_);
+  if (last_copy_->recorded()) device_.synchronize(*last_copy_);
+}
+
+void GradientCollector::wait_landed() {
+  settle();
   for (std::uint32_t b = 0; b < blocks_.size(); ++b) {
     if (blocks_[b].piecewise) wait_landed(b);
   }

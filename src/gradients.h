@@ -48,7 +48,9 @@ class GradientCollector {
   // A landed gradient has been used: the memory that it passed through may take another.
   void forget(std::uint32_t block);
 
-  // Blocks until every gradient of the step is where the update reads it.
+  // Blocks until nothing of what was pushed is under way.
+  void settle();
+  // The same with every gradient of the step complete: they are where the update reads them.
   void wait_landed();
 
   // After wait_landed():

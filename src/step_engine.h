@@ -64,6 +64,7 @@ class StepEngine final : public Engine {
   }
   void push_gradient(const Gradient& gradient, Stream& stream) override;
   StepReport step(std::span<const std::byte> blob) override;
+  void discard_step() override;
   void flush() override;
 
  protected:
@@ -90,6 +91,9 @@ class StepEngine final : public Engine {
     }
   }
   void begin_step();
+  void begin_again_for(Visit visit);
+  bool leased() const;
+  void refuse_leases(const char* call) const;
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
   void end_save(std::exception_ptr failure);

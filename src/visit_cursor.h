@@ -19,6 +19,10 @@ class VisitCursor {
     next_ = 0;
     recorded_.clear();
   }
+  // This is the first visit of the plan, and it does not come next. Never while the plan is a guess.
+  bool begins_again(Visit visit) const {
+    return !recording_ && next_ > 0 && visit == visits_[0] && (last() || visit != visits_[next_]);
+  }
   // The index of the planned visit that this is: the next one, or, when the caller left some out, the first that
   // matches behind it; nothing when the plan has no such visit left.
   std::optional<std::size_t> advance(std::uint32_t block, Pass pass);

@@ -139,6 +139,8 @@ typedef struct {
 // `blob`: null with 0 bytes for none. `report` may be null.
 spillway_status spillway_engine_step(spillway_engine* engine, const void* blob, size_t bytes,
                                      spillway_step_report* report);
+// Forgets visits and gradients since the last step.
+spillway_status spillway_engine_discard_step(spillway_engine* engine);
 spillway_status spillway_engine_flush(spillway_engine* engine);
 // A snapshot (snapshot.h), and the weights alone (export.h).
 spillway_status spillway_engine_save(spillway_engine* engine, const char* directory, int replace);

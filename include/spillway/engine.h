@@ -192,6 +192,9 @@ class Engine {
   virtual std::span<std::byte> workspace() = 0;
   virtual bool in_hbm(const void* data, std::size_t bytes) const = 0;
 
+  // The first visit of the plan, out of turn and while no lease is held, begins the plan again: an evaluation runs the
+  // forward part alone, as often as it likes, and what it visits is on its way in time. Where the description has no
+  // visits, call discard_step() behind an evaluation that comes before the first step.
   virtual Lease acquire(std::uint32_t block, Pass pass, Stream& stream) = 0;
   // Makes `stream` wait for the activation. Where activations leave HBM, uses come in the order of the description; a
   // step may be begun again from its first use (an evaluation that runs the forward part alone), everything else is
@@ -207,6 +210,11 @@ class Engine {
   // done with neither weights nor states changed, the optimizer's and the schedule's count of steps neither, and a
   // lower loss scale, so that the caller goes on with the next one. Throws kInvalidArgument when a gradient is missing.
   virtual StepReport step(std::span<const std::byte> blob = {}) = 0;
+  // Forgets what was done since step(): visits, and the gradients of all micro-batches. The next call begins the step
+  // anew, with the bits of a run that was never interrupted: for callers who cannot finish one, since an exception of
+  // their own came between, say. Work that they enqueued before on a stream of theirs must have run, or be followed on
+  // the same stream. Throws kInvalidArgument while a lease is held, with nothing changed.
+  virtual void discard_step() = 0;
   // Makes the current step durable, if it is not already.
   virtual void flush() = 0;
 

@@ -31,6 +31,7 @@ enum class Pass : std::uint8_t { kForward, kBackward };
 struct Visit {
   std::uint32_t block = 0;
   Pass pass = Pass::kForward;
+  bool operator==(const Visit&) const = default;
 };
 
 // A tensor that lives from one visit to another within a step, such as the input of a block for one micro-batch. What

@@ -47,7 +47,7 @@ class Engine:
                  trace=None):
         self._library = library()
         self._handle = None
-        self._held, self._unfinished = 0, None  # leases; an error in the middle of a step
+        self._held = 0  # leases
         self.module = model
         self._read_config(config)
         if on_existing not in ON_EXISTING:
@@ -287,20 +287,25 @@ class Engine:
             self._library.stream_synchronize(self._open(), stream)
 
     def backward(self, loss):
-        """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps."""
+        """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps.
+
+        An exception out of it discards the step, and so what backward() did for its earlier micro-batches.
+        """
         scale = self._library.engine_loss_scale(self._open())
         self.in_backward = True
         try:
             (loss * (scale / self._accumulation)).backward()
-        except BaseException as error:
-            self._unfinished = repr(error)  # the engine has a part of the step's gradients, and cannot give them back
+        except BaseException:
+            with contextlib.suppress(Error):  # after one that ends the engine; every further call says so
+                self.discard_step()
             raise
         finally:
             self.in_backward = False
         for members, names in zip(self._layout.members, self._layout.names):
             for parameter, name in zip(members, names):
                 if parameter.grad is not None:
-                    parameter.grad, self._unfinished = None, "a gradient was lost"
+                    parameter.grad = None
+                    self.discard_step()
                     raise Error("invalid_argument", f"{name}: is used outside of its block, where it has no values; "
                                 "name the module that uses it in blocks=")
         self._micro_batches += 1
@@ -324,6 +329,11 @@ class Engine:
         self._begin_step()
         values = {name: getattr(report, name) for name, _ in Report._fields_}
         return StepReport(**{**values, "skipped": bool(report.skipped), "link": report.link.decode()})
+
+    def discard_step(self):
+        """Forgets what backward() did since step(): the next micro-batch is the first of the step."""
+        self._library.engine_discard_step(self._open())
+        self._begin_step()
 
     def _begin_step(self):
         self._micro_batches = 0
@@ -406,9 +416,6 @@ class Engine:
         """The handle of an engine that can be asked for things."""
         if self._handle is None:
             raise Error("invalid_argument", "engine: it is closed")
-        if self._unfinished is not None:
-            raise Error("invalid_argument", f"engine: a step was left unfinished in backward ({self._unfinished}); "
-                        'make model and engine anew, with on_existing="resume"')
         return self._handle
 
 

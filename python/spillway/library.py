@@ -60,6 +60,7 @@ _STATUS = {  # functions that can fail
     "engine_acquire": [c_void_p, c_uint32, c_int, c_void_p, POINTER(c_void_p)],
     "engine_push_gradient": [c_void_p, c_uint32, c_uint32, c_void_p, c_int, c_void_p],
     "engine_step": [c_void_p, c_char_p, c_size_t, POINTER(Report)],
+    "engine_discard_step": [c_void_p],
     "engine_flush": [c_void_p],
     "engine_save": [c_void_p, c_char_p, c_int],
     "engine_export": [c_void_p, c_char_p, c_int, c_int],

@@ -176,6 +176,51 @@ class Promises(Case):
         losses, _ = train(again, 2, first=2)
         self.assert_same_bits((whole[0][2:], whole[1]), (losses, again.master_weights()))
 
+    def test_AnExceptionInBackwardCostsTheStepAlone(self):
+        class Stopped(Exception):
+            pass
+
+        def stop(*_):
+            raise Stopped
+
+        folder = self.folder / "whole"
+        folder.mkdir()
+        whole = self.engine(configuration=config(folder, accumulation=2))
+        losses, _ = train(whole, 3, accumulation=2)
+        network = model()
+        engine = self.engine(network, config(self.folder, accumulation=2))
+        data = batches(2)
+        for step in range(3):
+            for backwards in (False, True):  # the block's first run, and the one in backward
+                engine.backward(engine(data[0]) * 3)  # of the first micro-batch, which is forgotten
+                loss = engine(data[1]) if backwards else None
+                handle = network.layers[1].down.register_forward_hook(stop)
+                with self.assertRaises(Stopped):
+                    engine.backward(loss if backwards else engine(data[1]))
+                handle.remove()
+                if not backwards:
+                    engine.discard_step()
+                self.assertIsNone(engine.step())
+            again, reports = train(engine, 1, first=step, accumulation=2)
+            self.assertEqual(losses[2 * step:2 * step + 2], again)
+            self.assertEqual((step + 1, 0), (reports[0].step, reports[0].unplanned_visits))
+        expected = whole.master_weights()
+        for name, value in engine.master_weights().items():
+            self.assertTrue(torch.equal(value, expected[name]), name)
+
+    def test_AnEvaluationInBetweenIsFetchedAsPlanned(self):
+        whole = self.run_of("whole", steps=3)
+        engine = self.engine()
+        losses = []
+        for step in range(3):
+            with torch.no_grad():
+                for batch in batches(3):
+                    engine(batch)
+            more, reports = train(engine, 1, first=step)
+            losses += more
+            self.assertEqual(0, reports[0].unplanned_visits)
+        self.assert_same_bits(whole, (losses, engine.master_weights()))
+
     def test_AnAllocationIsInTheLedger(self):
         engine = self.engine()
         self.assertEqual({"hbm", "host", "nvme"}, {tier for tier, _, _ in engine.ledger()})

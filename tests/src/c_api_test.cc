@@ -49,6 +49,7 @@ TEST_F(CApi, WhatIsMissingIsNamed) {
   EXPECT_REFUSED(spillway_model_add_parameter(model, 7, "b", kShape, 2, 1, 1), "b: there is no block 7");
   create();
   EXPECT_REFUSED(spillway_engine_import_weights(engine, nullptr, nullptr), "source: is null");
+  EXPECT_EQ(SPILLWAY_OK, spillway_engine_discard_step(engine)) << "none is under way";
   EXPECT_REFUSED(spillway_engine_export(engine, nullptr, SPILLWAY_FLOAT32, 0), "directory: is null");
 }
 

@@ -99,6 +99,8 @@ std::string text_of(const RandomCase& random, const Config& config) {
   return config.commit_every ? text.str() + std::to_string(*config.commit_every) : text.str() + "unset";
 }
 
+struct GivenUp {};  // the caller's own exception
+
 class RandomRun {
  public:
   RandomRun(std::uint64_t seed, bool faults) : random_(seed), faults_(faults), config_(random_.config) {
@@ -228,6 +230,7 @@ class RandomRun {
         if (left-- == 0) engine_->flush();
       };
     }
+    if (chance(4)) give_up_in(caller);
     std::uint64_t step = engine_->current_step() + 1;
     const auto blob = std::as_bytes(std::span(&step, 1));
     // In fp16 a step with a NaN is done, and another than what is expected.
@@ -251,6 +254,19 @@ class RandomRun {
     EXPECT_GE(report.durable_step, durable_);
     durable_ = report.durable_step;
     expect_snapshot();
+  }
+
+  void give_up_in(RandomCaller& caller) {
+    const auto between = std::exchange(caller.between, [left = below(random_.visits.size() + 1)]() mutable {
+      if (left-- == 0) throw GivenUp();
+    });
+    try {
+      caller.run_step();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const GivenUp&) {
+    }
+    engine_->discard_step();
+    caller.between = between;
   }
 
   void begin_snapshot() {

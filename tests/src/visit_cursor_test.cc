@@ -8,8 +8,6 @@ namespace {
 const std::vector<Visit> kVisits = {
     {0, Pass::kForward}, {1, Pass::kForward}, {0, Pass::kBackward}, {1, Pass::kBackward}, {0, Pass::kBackward}};
 
-bool operator==(const Visit& a, const Visit& b) { return a.block == b.block && a.pass == b.pass; }
-
 VisitCursor begun(std::vector<Visit> visits = kVisits) {
   VisitCursor cursor(std::move(visits), true);
   cursor.begin_step();
@@ -35,6 +33,24 @@ TEST(VisitCursor, AVisitLeftOutIsSkipped) {
   EXPECT_EQ(cursor.unplanned(), 1u);
   EXPECT_EQ(cursor.advance(0, Pass::kBackward), 2u);
   EXPECT_EQ(cursor.unplanned(), 1u);
+}
+
+TEST(VisitCursor, TheFirstVisitOutOfTurnBeginsAgain) {
+  const auto count = [](VisitCursor cursor, std::initializer_list<Visit> visits) {
+    int begun = 0;
+    for (const Visit& visit : visits) {
+      begun += cursor.begins_again(visit);
+      cursor.advance(visit.block, visit.pass);
+    }
+    return begun;
+  };
+  const std::vector<Visit> visits = {
+      {0, Pass::kForward}, {1, Pass::kForward}, {0, Pass::kForward}, {1, Pass::kBackward}};
+  EXPECT_EQ(count(VisitCursor(visits, false), {visits[0], visits[1], visits[2], visits[3]}), 0);
+  EXPECT_EQ(count(VisitCursor(visits, false), {visits[0], visits[0]}), 1) << "in the middle";
+  EXPECT_EQ(count(VisitCursor(visits, false), {visits[0], visits[1], visits[2], visits[0]}), 1) << "behind the pass";
+  EXPECT_EQ(count(VisitCursor(visits, false), {visits[0], visits[1], visits[2], visits[3], visits[0]}), 1);
+  EXPECT_EQ(count(VisitCursor(visits, true), {visits[0], visits[0], visits[0]}), 0) << "it is a part of what is learnt";
 }
 
 TEST(VisitCursor, AVisitThatThePlanDoesNotHaveLeavesTheOthersInPlace) {

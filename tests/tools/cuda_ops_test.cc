@@ -67,6 +67,7 @@ class GpuEngine final : public Engine {
   Insides insides(std::uint32_t) override { refuse(); }
   void push_gradient(const Gradient&, Stream&) override { refuse(); }
   StepReport step(std::span<const std::byte>) override { refuse(); }
+  void discard_step() override { refuse(); }
   void flush() override { refuse(); }
   void export_weights(bool, const WeightSink&) override { refuse(); }
   void begin_save(const std::filesystem::path&, const SaveOptions&) override { refuse(); }

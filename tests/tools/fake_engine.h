@@ -189,6 +189,7 @@ class FakeEngine final : public Engine {
     report.step = ++step_;
     return report;
   }
+  void discard_step() override {}
   void flush() override {}
   void begin_save(const std::filesystem::path&, const SaveOptions&) override {
     SPILLWAY_CHECK(false, "nothing is saved");
