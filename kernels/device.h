@@ -31,6 +31,15 @@ struct IdleSeconds {
   double waiting = 0;  // for an event of another stream
 };
 
+// Counts them, from some time before it was first asked for. May outlive its stream, and not the device.
+class IdleClock {
+ public:
+  virtual ~IdleClock() = default;
+  virtual IdleSeconds seconds() const = 0;
+  // Of seconds().waiting, what went to events of `on`.
+  virtual double waiting_for(const Stream& on) const = 0;
+};
+
 class Event {
  public:
   virtual ~Event() = default;
@@ -102,14 +111,8 @@ class Device {
   virtual void update_async(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,
                             std::size_t end, std::uint32_t* finite, Stream& stream) = 0;
 
-  // Since the stream was created.
-  virtual IdleSeconds idle(const Stream& stream) const = 0;
-  double idle_seconds(const Stream& stream) const {
-    const IdleSeconds seconds = idle(stream);
-    return seconds.empty + seconds.waiting;
-  }
-  // Of idle(stream).waiting, what went to events of `on`.
-  virtual double wait_seconds(const Stream& stream, const Stream& on) const = 0;
+  // The stream's, always the same one.
+  virtual std::shared_ptr<IdleClock> idle_clock(Stream& stream) = 0;
 
  protected:
   virtual void do_record(Event& event, Stream& stream) = 0;

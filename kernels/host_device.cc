@@ -106,8 +106,8 @@ class HostDevice final : public Device {
 
   std::unique_ptr<Stream> create_stream(std::string name) override {
     const std::lock_guard lock(mutex_);
-    streams_.push_back(std::make_unique<StreamProgress>());
-    return std::make_unique<HostStream>(std::move(name), *streams_.back(), workers_);
+    streams_.push_back(std::make_shared<StreamProgress>());
+    return std::make_unique<HostStream>(std::move(name), streams_.back(), workers_);
   }
   std::unique_ptr<Stream> adopt_stream(void*) override {
     throw Error(Code::kInvalidArgument, {"adopt_stream", "the host device has streams of its own only", 0,
@@ -209,10 +209,7 @@ class HostDevice final : public Device {
     });
   }
 
-  IdleSeconds idle(const Stream& stream) const override { return as_host(stream).idle(); }
-  double wait_seconds(const Stream& stream, const Stream& on) const override {
-    return as_host(stream).wait_seconds(as_host(on).progress());
-  }
+  std::shared_ptr<IdleClock> idle_clock(Stream& stream) override { return as_host(stream).shared_progress(); }
 
  protected:
   void do_record(Event& event, Stream& stream) override {
@@ -234,7 +231,7 @@ class HostDevice final : public Device {
   RegisteredMemory registered_;
   double copy_delay_;
   std::mutex mutex_;  // streams_
-  std::vector<std::unique_ptr<StreamProgress>> streams_;
+  std::vector<std::shared_ptr<StreamProgress>> streams_;
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/float_environment.h"
 #include "spillway/error.h"
@@ -19,8 +20,46 @@ void StreamProgress::wait_until(std::uint64_t position) const {
   advanced_.wait(lock, [&] { return completed_ >= position; });
 }
 
-HostStream::HostStream(std::string name, StreamProgress& progress, HostWorkers& workers)
-    : progress_(progress), workers_(workers), thread_([this] { run(); }) {
+IdleSeconds StreamProgress::seconds() const {
+  using Seconds = std::chrono::duration<double>;
+  const std::lock_guard lock(mutex_);
+  const Clock::duration now = idle_now();
+  return {.empty = Seconds(empty_total_ + (awaited_ ? Clock::duration{} : now)).count(),
+          .waiting = Seconds(waiting_total_ + (awaited_ ? now : Clock::duration{})).count()};
+}
+
+double StreamProgress::waiting_for(const Stream& on) const {
+  const StreamProgress* const other = &static_cast<const HostStream&>(on).progress();
+  const std::lock_guard lock(mutex_);
+  Clock::duration total = awaited_ == other ? idle_now() : Clock::duration{};
+  for (const Waited& waited : waited_) total += waited.on == other ? waited.total : Clock::duration{};
+  return std::chrono::duration<double>(total).count();
+}
+
+void StreamProgress::begin_idle(const StreamProgress* on) {
+  idle_ = true;
+  awaited_ = on;
+  idle_since_ = Clock::now();
+}
+
+void StreamProgress::end_idle() {
+  const Clock::duration now = idle_now();
+  (awaited_ ? waiting_total_ : empty_total_) += now;
+  for (Waited& waited : waited_) {
+    if (!awaited_ || (waited.on && waited.on != awaited_)) continue;
+    waited.on = awaited_;
+    waited.total += now;
+    break;
+  }
+  idle_ = false;
+  awaited_ = nullptr;
+}
+
+HostStream::HostStream(std::string name, std::shared_ptr<StreamProgress> progress, HostWorkers& workers)
+    : shared_progress_(std::move(progress)),
+      progress_(*shared_progress_),
+      workers_(workers),
+      thread_([this] { run(); }) {
   name.resize(std::min<std::size_t>(name.size(), 15));  // the kernel's limit (pthread_setname_np(3))
   pthread_setname_np(thread_.native_handle(), name.c_str());
 }
@@ -62,27 +101,12 @@ void HostStream::launch_wait(const StreamProgress& other, std::uint64_t position
     if (other.reached(position)) return;
     {
       const std::lock_guard lock(progress_.mutex_);
-      begin_idle(&other);
+      progress_.begin_idle(&other);
     }
     other.wait_until(position);
     const std::lock_guard lock(progress_.mutex_);
-    end_idle();
+    progress_.end_idle();
   });
-}
-
-IdleSeconds HostStream::idle() const {
-  using Seconds = std::chrono::duration<double>;
-  const std::lock_guard lock(progress_.mutex_);
-  const Clock::duration now = idle_now();
-  return {.empty = Seconds(empty_total_ + (awaited_ ? Clock::duration{} : now)).count(),
-          .waiting = Seconds(waiting_total_ + (awaited_ ? now : Clock::duration{})).count()};
-}
-
-double HostStream::wait_seconds(const StreamProgress& other) const {
-  const std::lock_guard lock(progress_.mutex_);
-  Clock::duration total = awaited_ == &other ? idle_now() : Clock::duration{};
-  for (const Waited& waited : waited_) total += waited.on == &other ? waited.total : Clock::duration{};
-  return std::chrono::duration<double>(total).count();
 }
 
 void HostStream::run() {
@@ -92,9 +116,9 @@ void HostStream::run() {
   for (;;) {
     if (progress_.completed_ == progress_.enqueued_) {
       if (stopping_) return;
-      begin_idle(nullptr);
+      progress_.begin_idle(nullptr);
       work_.wait(lock, [&] { return stopping_ || progress_.completed_ != progress_.enqueued_; });
-      end_idle();
+      progress_.end_idle();
       continue;
     }
     // Run in place: launch() reuses the slot only after completed_ has moved past it.
@@ -105,25 +129,6 @@ void HostStream::run() {
     ++progress_.completed_;
     progress_.advanced_.notify_all();
   }
-}
-
-void HostStream::begin_idle(const StreamProgress* on) {
-  idle_ = true;
-  awaited_ = on;
-  idle_since_ = Clock::now();
-}
-
-void HostStream::end_idle() {
-  const Clock::duration now = idle_now();
-  (awaited_ ? waiting_total_ : empty_total_) += now;
-  for (Waited& waited : waited_) {
-    if (!awaited_ || (waited.on && waited.on != awaited_)) continue;
-    waited.on = awaited_;
-    waited.total += now;
-    break;
-  }
-  idle_ = false;
-  awaited_ = nullptr;
 }
 
 }  // namespace spillway

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -23,25 +24,46 @@
 
 namespace spillway {
 
-// How far a stream has come. Belongs to the device and outlives the stream, so that events may keep pointing at it.
-class StreamProgress {
+// How far a stream has come, and how long it had nothing to run. The device keeps it beyond the stream, so that events
+// may go on pointing at it.
+class StreamProgress final : public IdleClock {
  public:
   bool reached(std::uint64_t position) const;
   void wait_until(std::uint64_t position) const;  // blocks
 
+  IdleSeconds seconds() const override;
+  double waiting_for(const Stream& on) const override;  // kept for the first kAwaited streams that it waited for
+
  private:
   friend class HostStream;
-  mutable std::mutex mutex_;
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::size_t kAwaited = 8;
+
+  struct Waited {
+    const StreamProgress* on = nullptr;
+    Clock::duration total{};
+  };
+
+  // With mutex_ held, all of them. `on`: the stream whose event is waited for; null: nothing is enqueued.
+  void begin_idle(const StreamProgress* on);
+  void end_idle();
+  Clock::duration idle_now() const { return idle_ ? Clock::now() - idle_since_ : Clock::duration{}; }
+
+  mutable std::mutex mutex_;                  // guards everything here, and the stream's ring
   mutable std::condition_variable advanced_;  // completed_ grew
   std::uint64_t enqueued_ = 0, completed_ = 0;
+  bool idle_ = false;
+  const StreamProgress* awaited_ = nullptr;  // while idle
+  Clock::time_point idle_since_;
+  Clock::duration empty_total_{}, waiting_total_{};
+  std::array<Waited, kAwaited> waited_;
 };
 
 class HostStream final : public Stream {
  public:
   static constexpr std::size_t kRingTasks = 256;
-  static constexpr std::size_t kAwaited = 8;
 
-  HostStream(std::string name, StreamProgress& progress, HostWorkers& workers);
+  HostStream(std::string name, std::shared_ptr<StreamProgress> progress, HostWorkers& workers);
   ~HostStream() override;  // runs what is enqueued first
 
   DeviceKind kind() const noexcept override { return DeviceKind::kHost; }
@@ -52,35 +74,18 @@ class HostStream final : public Stream {
   // Where the stream stands now: the position that an event records.
   std::uint64_t position() const;
   const StreamProgress& progress() const noexcept { return progress_; }
+  const std::shared_ptr<StreamProgress>& shared_progress() const noexcept { return shared_progress_; }
   // Appends: go on only when `other` has reached `position`.
   void launch_wait(const StreamProgress& other, std::uint64_t position);
-  IdleSeconds idle() const;
-  // Of it, what this stream waited for `other`; kept for the first kAwaited streams that it waited for.
-  double wait_seconds(const StreamProgress& other) const;
 
  private:
-  using Clock = std::chrono::steady_clock;
-
-  struct Waited {
-    const StreamProgress* on = nullptr;
-    Clock::duration total{};
-  };
-
   void run();
-  // With progress_.mutex_ held, all of them. `on`: the stream whose event is waited for; null: nothing is enqueued.
-  void begin_idle(const StreamProgress* on);
-  void end_idle();
-  Clock::duration idle_now() const { return idle_ ? Clock::now() - idle_since_ : Clock::duration{}; }
 
-  StreamProgress& progress_;  // its mutex guards everything below
+  const std::shared_ptr<StreamProgress> shared_progress_;
+  StreamProgress& progress_;  // the same; its mutex guards everything below
   HostWorkers& workers_;
   std::condition_variable work_;
   bool stopping_ = false;
-  bool idle_ = false;
-  const StreamProgress* awaited_ = nullptr;  // while idle
-  Clock::time_point idle_since_;
-  Clock::duration empty_total_{}, waiting_total_{};
-  std::array<Waited, kAwaited> waited_;
   std::array<HostTask, kRingTasks> ring_;
   std::thread thread_;  // last: starts when the rest is there
 };

@@ -102,6 +102,7 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
   return guarded([&] {
     const TimedSpan span(machinery_.timeline(), SpanKind::kAcquire, block);
     if (!stepping_) begin_step();
+    machinery_.stalls->follow(stream);
     begin_again_for({block, pass});
     if (pass == Pass::kBackward) {
       settle();
@@ -212,6 +213,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     machinery_.device->throw_if_failed();  // before anything is made of its results
     forecast_.end_step();
     meter_.computed();
+    if (plan_.gradients_in_hbm) machinery_.stalls->follow(*machinery_.compute);  // it makes the update
     StepReport report;
     report.step = step_ + 1;
     report.learning_rate = learning_rate(config_, next_update());

@@ -43,7 +43,7 @@ GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& m
   }
   leaves_.resize(div_up(largest, static_cast<std::uint64_t>(kNormLeaf)));
   last_copy_ = device.create_event();
-  normed_ = device.create_event();
+  rounded_ = device.create_event();
 }
 
 GradientCollector::~GradientCollector() {
@@ -288,10 +288,11 @@ void GradientCollector::complete(std::uint32_t b, Stream& stream) {
   }
   if (!block.piecewise) {
     auto* norm = reinterpret_cast<NormResult*>(hbm(plan_.hbm.norms.offset)) + b;
-    device_.squared_norm_async(staging_for(b, stream), type_, plan.partition.trainable_elements,
-                               reinterpret_cast<double*>(hbm(plan_.hbm.leaves.offset)), norm, stream);
-    device_.record(*normed_, stream);
-    device_.wait(d2h_, *normed_);
+    std::byte* const staging = staging_for(b, stream);
+    device_.record(*rounded_, stream);
+    device_.wait(d2h_, *rounded_);
+    device_.squared_norm_async(staging, type_, plan.partition.trainable_elements,
+                               reinterpret_cast<double*>(hbm(plan_.hbm.leaves.offset)), norm, d2h_);
     device_.copy_async(CopyKind::kDeviceToHost, &host_norm(b), norm, sizeof *norm, d2h_);
     device_.record(*last_copy_, d2h_);
   }

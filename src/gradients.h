@@ -114,7 +114,7 @@ class GradientCollector {
   std::vector<std::optional<std::uint32_t>> passing_;  // whose gradient lies there
   std::uint32_t next_staging_ = 0;
   std::optional<std::uint32_t> accumulator_owner_;  // block that uses the shared accumulator
-  std::unique_ptr<Event> last_copy_, normed_;
+  std::unique_ptr<Event> last_copy_, rounded_;
   std::vector<double> leaves_;  // for norms on the CPU
   std::uint64_t d2h_bytes_ = 0;
 };

@@ -156,7 +156,7 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   compute = device->create_stream("compute");
   h2d = device->create_stream("h2d");
   d2h = device->create_stream("d2h");
-  const MeteredStreams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get()};
+  const StallMeter::Streams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get()};
   stalls = std::make_unique<StallMeter>(*device, streams, timeline());
   if (store) start_thread(config);
   build_movers(config, model, plan, options);

@@ -27,7 +27,7 @@ class StepMeter {
     TileMover::Hits tiles;
   };
   Traffic traffic() const;
-  double idle_seconds() const { return machinery_.device->idle_seconds(*machinery_.compute); }
+  double idle_seconds() const { return machinery_.stalls->idle_seconds(); }
   double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
 
   Machinery& machinery_;

@@ -11,11 +11,30 @@ constexpr std::int64_t kShortestWaitNs = 10'000;
 
 double advance(double& from, double to) { return to - std::exchange(from, to); }
 
+double total(const IdleClock& clock) {
+  const IdleSeconds seconds = clock.seconds();
+  return seconds.empty + seconds.waiting;
+}
+
 }  // namespace
 
-StallMeter::StallMeter(const Device& device, MeteredStreams streams, Timeline* timeline)
-    : device_(device), streams_(streams), timeline_(timeline) {
+StallMeter::StallMeter(Device& device, Streams streams, Timeline* timeline)
+    : device_(device), streams_(streams), timeline_(timeline), clock_(device.idle_clock(*streams.compute)) {
   take();
+}
+
+void StallMeter::follow(Stream& compute) {
+  std::shared_ptr<IdleClock> clock = device_.idle_clock(compute);
+  if (clock == clock_) return;
+  account();
+  account_waits();
+  before_ += total(*clock_) - total(*clock);
+  clock_ = std::move(clock);
+  const IdleSeconds now = clock_->seconds();
+  empty_ = now.empty;
+  waiting_ = now.waiting;
+  h2d_ = clock_->waiting_for(*streams_.h2d);
+  d2h_ = clock_->waiting_for(*streams_.d2h);
 }
 
 bool StallMeter::enter(StallCause cause) {
@@ -36,17 +55,24 @@ void StallMeter::leave() {
       {.kind = SpanKind::kWait, .subject = static_cast<std::uint64_t>(cause), .begin_ns = entered_ns_, .end_ns = now});
 }
 
-void StallMeter::account() { sum_[current_] += advance(empty_, device_.idle(*streams_.compute).empty); }
+void StallMeter::account() { sum_[current_] += advance(empty_, clock_->seconds().empty); }
 
-StallSeconds StallMeter::take() {
-  account();
-  const double h2d = advance(h2d_, waited(streams_.h2d)), d2h = advance(d2h_, waited(streams_.d2h));
+void StallMeter::account_waits() {
+  const double h2d = advance(h2d_, clock_->waiting_for(*streams_.h2d));
+  const double d2h = advance(d2h_, clock_->waiting_for(*streams_.d2h));
   sum_[StallCause::kCopy] += h2d;
   sum_[StallCause::kGradient] += d2h;
   // Events of a stream of the caller's own; the three counts are not read at one instant.
-  const double others = advance(waiting_, device_.idle(*streams_.compute).waiting) - h2d - d2h;
+  const double others = advance(waiting_, clock_->seconds().waiting) - h2d - d2h;
   sum_[StallCause::kOther] += std::max(others, 0.0);
+}
+
+StallSeconds StallMeter::take() {
+  account();
+  account_waits();
   return std::exchange(sum_, {});
 }
+
+double StallMeter::idle_seconds() const { return before_ + total(*clock_); }
 
 }  // namespace spillway

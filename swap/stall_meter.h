@@ -1,9 +1,12 @@
-// Where the compute stream's idle time goes. While the stream waits for an event, the cause is the stream that it waits
-// for: a copy up, or a gradient on its way down. While nothing is enqueued, the cause is what the caller's thread waits
-// for, since it is that thread that would enqueue; `other` while it waits for nothing of Spillway's.
+// Where the idle time of the stream that computes goes. While the stream waits for an event, the cause is the stream
+// that it waits for: a copy up, or a gradient on its way down. While nothing is enqueued, the cause is what the
+// caller's thread waits for, since it is that thread that would enqueue; `other` while it waits for nothing of
+// Spillway's.
 //
 // One thread at a time (the engine's). Nothing is allocated after construction.
 #pragma once
+
+#include <memory>
 
 #include "kernels/device.h"
 #include "spillway/stall.h"
@@ -11,16 +14,19 @@
 
 namespace spillway {
 
-struct MeteredStreams {
-  const Stream* compute = nullptr;
-  const Stream* h2d = nullptr;
-  const Stream* d2h = nullptr;
-};
-
 class StallMeter {
  public:
+  struct Streams {
+    Stream* compute = nullptr;
+    const Stream* h2d = nullptr;
+    const Stream* d2h = nullptr;
+  };
+
   // Every wait is a span of `timeline`, unless that is null.
-  StallMeter(const Device& device, MeteredStreams streams, Timeline* timeline);
+  StallMeter(Device& device, Streams streams, Timeline* timeline);
+
+  // From now on this is the stream that computes: one of the caller's own, which may go before the meter.
+  void follow(Stream& compute);
 
   // The caller's thread waits for `cause` while this lives. Of waits inside each other the outer one counts.
   class Wait {
@@ -36,22 +42,26 @@ class StallMeter {
     StallMeter* meter_;
   };
 
-  // The compute stream's idle seconds since the last take(), by cause. Not inside a wait.
+  // The idle seconds since the last take(), by cause. Not inside a wait.
   StallSeconds take();
+  // All of them, whatever the cause, from some time before the first call.
+  double idle_seconds() const;
 
  private:
   bool enter(StallCause cause);  // false: inside another wait
   void leave();
   void account();
-  double waited(const Stream* on) const { return device_.wait_seconds(*streams_.compute, *on); }
+  void account_waits();
 
-  const Device& device_;
-  const MeteredStreams streams_;
+  Device& device_;
+  const Streams streams_;
   Timeline* timeline_;
+  std::shared_ptr<IdleClock> clock_;  // of the stream that computes
+  double before_ = 0;                 // idle seconds of those before it, less what it had when it became that
   StallCause current_ = StallCause::kOther;
   std::int64_t entered_ns_ = 0;
   StallSeconds sum_;
-  double empty_ = 0, waiting_ = 0, h2d_ = 0, d2h_ = 0;  // of the device's counts, how far they have been accounted for
+  double empty_ = 0, waiting_ = 0, h2d_ = 0, d2h_ = 0;  // of the clock's counts, how far they have been accounted for
 };
 
 // Who looks on while bytes move. Null: nobody.

@@ -105,11 +105,13 @@ void WeightPlaces::start_fetch(std::uint32_t index, std::uint32_t block) {
   fetcher_.start(*place.fetch);
 }
 
-// A place whose fetch was never used keeps it until it is open: chunks on their way must land somewhere that is theirs.
+// A place whose fetch was never used keeps it until it has come: chunks on their way must land somewhere that is theirs,
+// and what is copied from host memory may be updated next.
 void WeightPlaces::drop(Place& place) {
   if (place.fetching) {
     try {
       fetcher_.wait_open(*place.fetch);
+      device_.synchronize(place.fetch->ready());
     } catch (const Error&) {  // nobody wanted it; whoever does gets the error of its own fetch
     }
     place.fetching = false;

@@ -73,7 +73,7 @@ struct StepReport {
   std::uint64_t nvme_read_bytes = 0, nvme_write_bytes = 0, h2d_bytes = 0, d2h_bytes = 0;
   std::string link;          // the slowest link: nvme, h2d, d2h, compute
   double link_percent = 0;   // that link's own time as a share of the step
-  double stall_seconds = 0;  // the compute stream had nothing to run
+  double stall_seconds = 0;  // the stream of acquire() had nothing to run
   StallSeconds stalls;       // the same by cause
   double adam_seconds = 0;   // the optimizer's passes over tiles, whichever it is
   std::uint64_t unplanned_visits = 0;

@@ -23,7 +23,6 @@ CudaStream& as_cuda(Stream& stream) {
   SPILLWAY_CHECK(stream.kind() == DeviceKind::kCuda, "a stream of another device");
   return static_cast<CudaStream&>(stream);
 }
-const CudaStream& as_cuda(const Stream& stream) { return as_cuda(const_cast<Stream&>(stream)); }
 const CudaEvent& as_cuda(const Event& event) { return static_cast<const CudaEvent&>(event); }
 
 // Exactly the budget, in one piece.
@@ -199,10 +198,7 @@ class CudaDevice final : public Device {
     as_cuda(stream).add([&](cudaStream_t s) { cuda::update(tile, scalars, begin, end, finite, s); });
   }
 
-  IdleSeconds idle(const Stream& stream) const override { return as_cuda(stream).idle(); }
-  double wait_seconds(const Stream& stream, const Stream& on) const override {
-    return as_cuda(stream).wait_seconds(as_cuda(on));
-  }
+  std::shared_ptr<IdleClock> idle_clock(Stream& stream) override { return as_cuda(stream).idle_clock(); }
 
  protected:
   void do_record(Event& event, Stream& stream) override { as_cuda(stream).record(static_cast<CudaEvent&>(event)); }

@@ -183,33 +183,57 @@ TEST_P(DeviceSuite, AnEventOutlivesTheStreamItWasRecordedOn) {
   b_->synchronize();
 }
 
+double idle(const IdleClock& clock) {
+  const IdleSeconds seconds = clock.seconds();
+  return seconds.empty + seconds.waiting;
+}
+
 TEST_P(DeviceSuite, IdleTimeGrowsOnlyWhileThereIsNothingToRun) {
+  const auto a = device_->idle_clock(*a_), b = device_->idle_clock(*b_);
+  EXPECT_EQ(device_->idle_clock(*a_), a);
   a_->synchronize();
   Gate gate;
   gate.enqueue(*device_, *a_);
   gate.wait_reached();
-  const double busy = device_->idle_seconds(*a_);
+  const double busy = idle(*a);
   give_a_wrong_stream_time();
-  EXPECT_EQ(device_->idle_seconds(*a_), busy) << "running";
+  EXPECT_EQ(idle(*a), busy) << "running";
 
   const auto event = device_->create_event();
   device_->record(*event, *a_);
   device_->wait(*b_, *event);
-  while (device_->wait_seconds(*b_, *a_) == 0) std::this_thread::yield();  // counted from when it has come to the wait
-  const double before = device_->idle_seconds(*b_), waited = device_->wait_seconds(*b_, *a_);
+  while (b->waiting_for(*a_) == 0) std::this_thread::yield();  // counted from when it has come to the wait
+  const double before = idle(*b), waited = b->waiting_for(*a_);
   give_a_wrong_stream_time();
-  EXPECT_GT(device_->idle_seconds(*b_), before) << "waiting for an event";
-  EXPECT_GT(device_->wait_seconds(*b_, *a_), waited) << "of that stream, while it waits";
-  EXPECT_EQ(device_->wait_seconds(*a_, *b_), 0);
-  const double empty = device_->idle(*b_).empty;
+  EXPECT_GT(idle(*b), before) << "waiting for an event";
+  EXPECT_GT(b->waiting_for(*a_), waited) << "of that stream, while it waits";
+  EXPECT_EQ(a->waiting_for(*b_), 0);
+  const double empty = b->seconds().empty;
   gate.open();
   b_->synchronize();
-  EXPECT_GE(device_->wait_seconds(*b_, *a_), waited) << "and afterwards";
-  EXPECT_EQ(device_->wait_seconds(*b_, *a_), device_->idle(*b_).waiting) << "it waited for no other stream";
-  EXPECT_GE(device_->idle(*b_).empty, empty);
+  EXPECT_GE(b->waiting_for(*a_), waited) << "and afterwards";
+  EXPECT_EQ(b->waiting_for(*a_), b->seconds().waiting) << "it waited for no other stream";
+  EXPECT_GE(b->seconds().empty, empty);
   a_->synchronize();
   give_a_wrong_stream_time();
-  EXPECT_GT(device_->idle_seconds(*a_), busy) << "empty";
+  EXPECT_GT(idle(*a), busy) << "empty";
+}
+
+TEST_P(DeviceSuite, AnIdleClockOutlivesItsStream) {
+  std::shared_ptr<IdleClock> clock;
+  {
+    const auto stream = device_->create_stream("short");
+    clock = device_->idle_clock(*stream);
+    device_->fill_async(hbm<std::byte>(0), std::byte{9}, 100, *stream);
+    stream->synchronize();
+    give_a_wrong_stream_time();
+    device_->fill_async(hbm<std::byte>(0), std::byte{9}, 100, *stream);
+    stream->synchronize();
+  }
+  const double at_its_end = idle(*clock);
+  EXPECT_GT(at_its_end, 0);
+  give_a_wrong_stream_time();
+  EXPECT_EQ(idle(*clock), at_its_end);
 }
 
 TEST_P(DeviceSuite, AStopwatchTakesTheTimeOfWhatLiesBetween) {
