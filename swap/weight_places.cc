@@ -105,8 +105,8 @@ void WeightPlaces::start_fetch(std::uint32_t index, std::uint32_t block) {
   fetcher_.start(*place.fetch);
 }
 
-// A place whose fetch was never used keeps it until it has come: chunks on their way must land somewhere that is theirs,
-// and what is copied from host memory may be updated next.
+// A place whose fetch was never used keeps it until it has come: chunks on their way must land somewhere that is
+// theirs, and what is copied from host memory may be updated next.
 void WeightPlaces::drop(Place& place) {
   if (place.fetching) {
     try {
