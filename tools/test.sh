@@ -4,7 +4,7 @@
 #   build-asan   address and undefined sanitizers; without benches, and without the rules of the house, which look at
 #                the source and not at the build
 #   build-tsan   thread sanitizer; the tests of suite `threads`
-#   build-fuzz   clang's libFuzzer, SPILLWAY_FUZZ_SECONDS (60) on each parser; see tests/fuzz
+#   build-fuzz   clang's libFuzzer, SPILLWAY_FUZZ_SECONDS (20) on each parser; see tests/fuzz
 # The build directories stay, so a second run only builds what changed. The last line counts the test programs' own
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
 set -eu

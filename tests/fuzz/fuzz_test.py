@@ -1,4 +1,4 @@
-"""Lets one fuzzer, which SPILLWAY_FUZZER names, look for a finding for SPILLWAY_FUZZ_SECONDS (60).
+"""Lets one fuzzer, which SPILLWAY_FUZZER names, look for a finding for SPILLWAY_FUZZ_SECONDS (20).
 
 It begins with the committed seeds and with what earlier runs in the same build directory came by, and a finding is kept
 there as a file, which the failure names. What it covered is said in one line: `fuzz config: …`.
@@ -17,7 +17,7 @@ from report import main  # noqa: E402
 
 FUZZER = pathlib.Path(os.environ["SPILLWAY_FUZZER"])
 TARGET = FUZZER.name.removeprefix("fuzz_")
-SECONDS = int(os.environ.get("SPILLWAY_FUZZ_SECONDS", "60"))
+SECONDS = int(os.environ.get("SPILLWAY_FUZZ_SECONDS", "20"))
 PATIENCE_SECONDS = 120  # to load what it has, and to end
 
 NAMES = ["include/spillway/dtype.h", "include/spillway/optimizer.h"]
