@@ -21,6 +21,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <optional>
@@ -147,7 +148,6 @@ class Bench {
         "{{\"bench\": \"cuda_product\", \"product\": \"{}\", \"rows\": {}, \"columns\": {}, \"depth\": {}, \"us\": "
         "{:.1f}, \"tflops\": {:.4g}, \"of_limit\": {:.3f}}}\n",
         name, product.rows, product.columns, product.depth, us, tflops, tflops / limit_);
-    std::fflush(stdout);
   }
 
   std::byte* workspace_;
@@ -253,6 +253,7 @@ void bench_fusions(Bench& bench, const Sizes& sizes) {
 }  // namespace spillway::gpt2
 
 int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what has been measured stays when it is ended
   using namespace spillway::gpt2;
   int devices = 0;
   if (const cudaError_t why = cudaGetDeviceCount(&devices); why != cudaSuccess || devices == 0) {
