@@ -320,7 +320,7 @@ def resident(s):
     python, why = s.peer()
     hbm = "64MiB" if s.emulated else f"{int(s.gpu()['memory.free']) - 2048}MiB"
     how = {"micro": shape.batch, "hbm": hbm}
-    products, ours, fused = [], [], {choice: [] for choice in FUSIONS}
+    products, ours, fused = [], [], {choice: [] for choice in (FUSIONS[-1:] if s.tiny else FUSIONS)}
     peers, longest = {name: [] for name in PEERS}, {}
     absent = {name: why for name in PEERS if not python}
     for turn in range(rounds):
@@ -332,7 +332,7 @@ def resident(s):
         if not again.good:
             break  # what the rounds before have shown stays
         ours.append(run.tokens_per_second())
-        for choice in FUSIONS if turn < 2 else ():
+        for choice in fused if turn < 2 else ():
             if s.tiny or s.left() > 2 * run.seconds + 90:
                 other = Run(s, f"resident-{choice}-{turn}", model, steps, shape.seq, "--fuse", choice, **how)
                 fused[choice] += [(other.tokens_per_second(), ours[-1])] if other.good else []

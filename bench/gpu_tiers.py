@@ -86,6 +86,13 @@ def steps_that_fit(s, step, around, most, behind=0):
                f"{around:.0f} s; {s.left():.0f} s are left: give the stage more, or a command of its own")
 
 
+def ending(s, step, after):
+    """When a run is asked to end, and how long it then has: so that its step ends and `after` is left. Half of what is
+    left is the run's in any case."""
+    seconds = max(s.left() / 2, s.left() - after - max(GRACE_SECONDS, 1.5 * step))
+    return {"seconds": seconds, "grace": max(GRACE_SECONDS, min(1.5 * step, s.left() - after - seconds))}
+
+
 def tiers(s):
     shape, steps = (TINY_DEEP, 5) if s.tiny else (XL, 7)
     model = model_of(s, shape, "bf16")
@@ -100,9 +107,7 @@ def tiers(s):
     if not s.tiny:
         again = step if commit_every is None else step + begin  # a step for NVMe to HBM
         steps = steps_that_fit(s, 1.1 * step, begin + after, steps, behind=1.2 * again + 20)
-    grace = max(GRACE_SECONDS, 1.5 * step)
-    run = Run(s, "tiers", model, steps, shape.seq, "--fresh", seconds=max(1, s.left() - after - grace), grace=grace,
-              **how).checked()
+    run = Run(s, "tiers", model, steps, shape.seq, "--fresh", **ending(s, step, after), **how).checked()
     drives.append(drive_rates(s, s.work))
     drive = links.mean_of_drive([found for found in drives if found]) if any(drives) else None
     judge_step(s, "gpt2-xl over three tiers" if not s.tiny else "tiny over three tiers", run, drive, shape)
@@ -186,9 +191,8 @@ def big(s):
         resident = 0.8 * host / STORED_BYTES if commit_every == 0 else 0
         step = step_seconds(drive, shape, max(0.1, 1 - resident / shape.parameters))
         steps = steps_that_fit(s, 1.1 * step, import_seconds(drive, shape) + 30, steps)
-    grace = max(GRACE_SECONDS, 1.5 * step)
-    run = Run(s, "big", model, steps, shape.seq, "--fresh", seconds=max(1, s.left() - grace - 15), grace=grace,
-              traced=True, nvme=nvme, micro=shape.batch, commit_every=commit_every, **budgets)
+    run = Run(s, "big", model, steps, shape.seq, "--fresh", **ending(s, step, 15), traced=True, nvme=nvme,
+              micro=shape.batch, commit_every=commit_every, **budgets)
     s.keep(run.trace, "trace-big")
     run.checked()
     s.say(commit_every=commit_every, parameters=shape.parameters)

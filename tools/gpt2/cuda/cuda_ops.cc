@@ -50,7 +50,7 @@ CudaOps::CudaOps(const Shape& shape, Fusion fusion) : shape_(shape) {
   }
   gpu_ = properties.name;
   // By default gelu, where cuBLASLt's kernels with it were seen to cost less than the two one after the other
-  // (github.com/karpathy/llm.c/pull/338 and 591, sgl-project/sglang/pull/34350), and bias gradients nowhere: a kernel
+  // (github.com/karpathy/llm.c/pull/591 and 653, sgl-project/sglang/pull/34350), and bias gradients nowhere: a kernel
   // of their own is 1.6 % of a step of gpt2-xl (it reads 0.24 GB a layer), while a product that cuBLASLt computes with
   // an older kernel for their sake is one of three, and took 1.6 times as long where that was seen
   // (NVIDIA/CUDALibrarySamples/issues/90).
