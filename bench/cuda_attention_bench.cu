@@ -72,6 +72,7 @@ void measure(const AttentionShape& shape, cudaStream_t stream) {
 }  // namespace
 
 int main(int argc, char**) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what has been measured stays when it is ended
   int devices = 0;
   if (const cudaError_t why = cudaGetDeviceCount(&devices); why != cudaSuccess || devices == 0) {
     std::printf("skipped: no GPU: %s\n", cudaGetErrorString(why));

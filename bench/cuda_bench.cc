@@ -185,6 +185,7 @@ class Bench {
 }  // namespace spillway
 
 int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what has been measured stays when it is ended
   bool tiny = false;
   CLI::App app("The cuda device against the GPU's own limits");
   app.add_flag("--tiny", tiny, "one small round");

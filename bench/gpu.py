@@ -35,14 +35,15 @@ import time
 
 import gpu_stages
 import gpu_tests
+import gpu_tiers
 from gpu_session import ROOT, Failed, Session, Skip
 
 # Name: what does it, seconds below which it is not begun, and what it takes at most where others follow.
 STAGES = {
     "suites": (gpu_tests.suites, 30, 150), "same_bits": (gpu_tests.same_bits, 40, 300),
-    "reference": (gpu_stages.reference, 30, 120), "copies": (gpu_stages.copies, 20, 100),
-    "resident": (gpu_stages.resident, 120, 420), "tiers": (gpu_stages.tiers, 180, 400),
-    "pytorch": (gpu_tests.pytorch, 60, 150), "big": (gpu_stages.big, 150, 500),
+    "reference": (gpu_stages.reference, 30, 120), "copies": (gpu_stages.copies, 30, 150),
+    "resident": (gpu_stages.resident, 120, 420), "tiers": (gpu_tiers.tiers, 120, 500),
+    "pytorch": (gpu_tests.pytorch, 90, 240), "big": (gpu_tiers.big, 200, 500),
     "sanitizer": (gpu_tests.sanitizer, 30, 600)}
 TINY_SECONDS = (1, 60)
 EMULATED_GPU = "libspillway_emulated_gpu.so"

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -14,6 +15,7 @@ import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+GIB = 1 << 30
 # Where a build directory has what a bundle has in bin; on an emulated GPU others stand in for some.
 PLACES = {
     "spillway": "tools/spillway", "cuda_device_test": "tests/kernels/cuda_device_test",
@@ -26,8 +28,8 @@ EMULATED_PLACES = PLACES | {
     "tools_cuda_ops_test": "tests/emulated_gpu/cuda_ops_test",
     "tools_cuda_attention_test": "tests/emulated_gpu/cuda_attention_test", "cuda_bench": "bench/emulated_cuda_bench",
     "cuda_product_bench": "bench/emulated_cuda_product_bench"}
-GRACE_SECONDS = 60  # in which a run that was asked to end ends
-LOG_CHARACTERS = 200_000  # of one program
+GRACE_SECONDS = 45  # in which a run that was asked to end ends
+LOG_CHARACTERS = 40_000  # of one program
 GPU_FACTS = ("name,driver_version,vbios_version,memory.total,memory.free,pcie.link.gen.max,pcie.link.gen.current,"
              "pcie.link.width.current,clocks.max.sm,clocks.max.mem,clocks.sm,clocks.mem,power.limit,power.draw,"
              "temperature.gpu")
@@ -52,8 +54,8 @@ class Done:
         self.status, self.out, self.seconds = status, out, seconds
 
     def lines(self):
-        """The JSON lines among what it printed."""
-        return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
+        """The JSON lines among what it printed. One that was killed may have left half a line."""
+        return [json.loads(line) for line in self.out.splitlines() if line.startswith("{") and line.endswith("}")]
 
     def last_line(self):
         return (self.out.strip().splitlines() or ["no message"])[-1]
@@ -77,7 +79,7 @@ class Session:
         self.device = "emulated" if self.emulated else "cuda"
         self.environment = {**os.environ, "SPILLWAY_BINARY": str(self.find("spillway")),
                             "SPILLWAY_DEVICE": self.device}
-        folder = folder_of_cublas(a.peer_python)
+        folder = folder_of_cublas(cublas_of(self.bin), a.peer_python)
         if folder:
             before = os.environ.get("LD_LIBRARY_PATH")
             self.environment["LD_LIBRARY_PATH"] = f"{before}:{folder}" if before else folder
@@ -96,16 +98,16 @@ class Session:
         """Seconds of this stage."""
         return max(0.0, self.stage_end - time.monotonic())
 
-    def run(self, command, seconds=None, env=None, ask=False):
+    def run(self, command, seconds=None, env=None, grace=None):
         """Runs a program; what it prints goes to the log, too. After `seconds`, or with the stage's time, it is killed;
-        `ask`: it gets Ctrl-C first. Thread-safe."""
+        `grace`: it gets Ctrl-C first, and so many seconds more. Thread-safe."""
         command = [str(part) for part in command]
         start, limit = time.monotonic(), min(seconds or self.left(), self.left())
         with tempfile.TemporaryFile("w+", errors="replace") as text:
             run = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                                    env={**self.environment, **(env or {})}, start_new_session=True)
             try:
-                status = wait_for(run, limit, ask)
+                status = wait_for(run, limit, grace)
             except BaseException:
                 os.killpg(run.pid, signal.SIGKILL)
                 run.wait()
@@ -187,16 +189,19 @@ class Session:
         self.run(["nvidia-smi", "-q"], seconds=30) if not self.emulated else None
         self.run([self.find("spillway"), "doctor", self.work, "--no-probe"], seconds=60)
         cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+        memory = memory_facts()
+        print(f"memory: {memory['MemAvailable'] / GIB:.1f} GiB available of {memory['MemTotal'] / GIB:.1f}; "
+              f"{self.work}: {shutil.disk_usage(self.work).free / GIB:.1f} GiB free", flush=True)
         self.say(machine=platform.machine(), cpu=cpu, cores=len(os.sched_getaffinity(0)), kernel=platform.release(),
-                 memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+                 memory_bytes=memory["MemTotal"], memory_available_bytes=memory["MemAvailable"],
                  disk_free_bytes=shutil.disk_usage(self.work).free, commit=commit_of(self.a), arguments=sys.argv[1:],
                  python=platform.python_version(), emulated=self.emulated, tiny=self.tiny, gpu=self.gpu(),
                  library_path=self.environment.get("LD_LIBRARY_PATH"))
 
 
-def wait_for(run, limit, ask):
+def wait_for(run, limit, grace):
     """The exit status; None: it had to be killed."""
-    for seconds, signal_number in ((limit, signal.SIGINT), (GRACE_SECONDS, signal.SIGKILL)) if ask else (
+    for seconds, signal_number in ((limit, signal.SIGINT), (grace, signal.SIGKILL)) if grace else (
             (limit, signal.SIGKILL),):
         try:
             return run.wait(timeout=seconds)
@@ -206,14 +211,30 @@ def wait_for(run, limit, ask):
     return None
 
 
-def folder_of_cublas(python):
-    """Where a cuBLASLt of PyTorch's lies, for machines without one of the toolkit's; None: it is not needed."""
+def memory_facts():
+    """/proc/meminfo in bytes. A virtual machine's may begin small and grow as it is used."""
+    lines = (line.split() for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines}
+
+
+def cublas_of(folder):
+    """The cuBLASLt that the plugin asks for, with its version; None where there is no plugin."""
+    for place in ("../lib", "tools/gpt2"):
+        plugin = folder / place / "libspillway_gpt2_cuda.so"
+        if plugin.is_file():
+            found = re.search(rb"libcublasLt\.so\.\d+", plugin.read_bytes())
+            return found.group().decode() if found else None
+    return None
+
+
+def folder_of_cublas(library, python):
+    """Where that library of PyTorch's lies, for machines without one of the toolkit's; None: it is not needed."""
     known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
-    if "libcublasLt.so" in known or any(pathlib.Path("/usr/local/cuda/lib64").glob("libcublasLt.so.*")):
+    if library is None or library in known or pathlib.Path("/usr/local/cuda/lib64", library).exists():
         return None
     prefix = subprocess.run([python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True,
                             check=False).stdout.strip()
-    files = sorted(pathlib.Path(prefix or "/nowhere").glob("lib/python*/site-packages/nvidia/*/lib/libcublasLt.so.*"))
+    files = sorted(pathlib.Path(prefix or "/nowhere").glob(f"lib/python*/site-packages/nvidia/*/lib/{library}"))
     return str(files[-1].parent) if files else None
 
 

@@ -23,10 +23,10 @@ def last_line(text):
     return (text.strip().splitlines() or ["no message"])[-1]
 
 
-def run_fio(file, size, mode, loops=3):
+def run_fio(file, size, mode, loops, timeout):
     """Bytes per second in all, and CPU seconds (user and system) per byte."""
     done = subprocess.run(["fio", "--name=link", f"--filename={file}", f"--size={size}", f"--rw={mode}",
-                           f"--loops={loops}", *FIO], capture_output=True, text=True, check=False)
+                           f"--loops={loops}", *FIO], capture_output=True, text=True, check=False, timeout=timeout)
     if done.returncode:
         raise Unable(f"fio: {last_line(done.stderr)}")
     job = json.loads(done.stdout[done.stdout.index("{"):])["jobs"][0]
@@ -36,31 +36,45 @@ def run_fio(file, size, mode, loops=3):
     return {"rate": total / max(seconds, 1e-3), "cpu_per_byte": cpu_seconds / total}
 
 
-def run_aio_bench(aio_bench, file, size, mode, loops=3):
+def run_aio_bench(aio_bench, file, size, mode, loops, timeout):
+    mode = {"rw": "mix"}.get(mode, mode)
     done = subprocess.run([str(aio_bench), "--file", str(file), "--size", str(size), "--block", "1048576", "--depth",
-                           "32", "--passes", str(loops), "--mode", mode], capture_output=True, text=True, check=False)
+                           "32", "--passes", str(loops), "--mode", mode], capture_output=True, text=True, check=False,
+                          timeout=timeout)
     if done.returncode:
         raise Unable(last_line(done.stderr))
     line = json.loads(done.stdout.splitlines()[-1])
     return {"rate": line["gb_per_s"] * 1e9, "cpu_per_byte": line["cpu_s_per_gib"] / GIB}
 
 
-def probe_drive(folder, size, aio_bench):
+def probe_by(run, size, seconds):
+    """Passes over the file: three in each mode, or as few as those `seconds` allow."""
+    end = time.monotonic() + 3 * seconds if seconds else None
+
+    def measured(mode, loops):
+        return run(mode, loops, end and max(0.1, end - time.monotonic()))
+
+    first = measured("write", 1)  # space that was never written is read at no cost
+    loops = max(1, min(3, int((seconds * first["rate"] / size - 1) / 3))) if seconds else 3
+    return {name: measured(mode, loops) for name, mode in (("read", "read"), ("write", "write"), ("mixed", "rw"))}
+
+
+def probe_drive(folder, size, aio_bench, seconds=None):
     """The rates of reading, writing and both at once on a file of its own, in bytes per second. By fio, or by aio_bench
-    where there is no fio or it cannot (it wants direct I/O, which tmpfs may not grant); the reason is in "program"."""
+    where there is no fio or it cannot (it wants direct I/O, which tmpfs may not grant); the reason is in "program".
+    `seconds`: about as long as it may take; after three times as long it is given up."""
     file = pathlib.Path(folder, "link-probe")
     try:
         program = "fio"
         try:
             if not shutil.which("fio"):
                 raise Unable("fio: is not installed")
-            run_fio(file, size, "write", loops=1)  # space that was never written is read at no cost
-            found = {name: run_fio(file, size, mode) for name, mode in
-                     (("read", "read"), ("write", "write"), ("mixed", "rw"))}
+            found = probe_by(lambda *how: run_fio(file, size, *how), size, seconds)
         except Unable as reason:
             program = f"aio_bench ({reason})"
-            found = {name: run_aio_bench(aio_bench, file, size, mode) for name, mode in
-                     (("read", "read"), ("write", "write"), ("mixed", "mix"))}
+            found = probe_by(lambda *how: run_aio_bench(aio_bench, file, size, *how), size, seconds)
+    except subprocess.TimeoutExpired as late:
+        raise Unable(f"{pathlib.Path(late.cmd[0]).name}: the drive's probe ran past {3 * seconds:.0f} s") from late
     finally:
         file.unlink(missing_ok=True)
     return {"program": program, **{name: line["rate"] for name, line in found.items()},

@@ -55,7 +55,10 @@ raw = open(a.data, "rb").read()
 tokens = np.frombuffer(raw, dtype="<u2" if a.data.endswith(".bin") else np.uint8).astype(np.int64)
 rows = (len(tokens) - 1) // a.seq
 low = torch.bfloat16 if a.dtype == "bf16" else torch.float32
-model = GPT2LMHeadModel.from_pretrained(a.model, dtype=torch.float32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+# The fused attention that is the default adds in an order, and on a GPU in pieces of TF32, of its own.
+exact = {"attn_implementation": "eager"} if a.dtype == "fp32" else {}
+model = GPT2LMHeadModel.from_pretrained(a.model, dtype=torch.float32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                                        **exact)
 model.train()
 model.to(a.device)
 model.config.use_cache = False  # keys and values for generating text: memory that training has no use for

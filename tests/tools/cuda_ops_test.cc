@@ -90,8 +90,8 @@ class GpuEngine final : public Engine {
 
 class GpuMachine final : public OpsMachine {
  public:
-  explicit GpuMachine(const Shape& shape)
-      : ops_(create_ops(DeviceKind::kCuda, shape, 1)),
+  explicit GpuMachine(const Shape& shape, Fusion fusion = Fusion::kAuto)
+      : ops_(create_ops(DeviceKind::kCuda, shape, 1, fusion)),
         engine_(align_up<std::size_t>(ops_->scratch_bytes(), 4096), 128 << 20) {
     ops_->bind(engine_, engine_.workspace());
   }
@@ -110,9 +110,9 @@ class GpuMachine final : public OpsMachine {
   GpuEngine engine_;
 };
 
-Variant gpu_variant(const char* name, DType type, const Tolerances& tolerances) {
-  return {.name = name, .type = type, .tolerances = tolerances, .create = [](const Shape& shape, unsigned) {
-            return std::make_unique<GpuMachine>(shape);
+Variant gpu_variant(const char* name, DType type, const Tolerances& tolerances, Fusion fusion = Fusion::kAuto) {
+  return {.name = name, .type = type, .tolerances = tolerances, .create = [fusion](const Shape& shape, unsigned) {
+            return std::make_unique<GpuMachine>(shape, fusion);
           }};
 }
 
@@ -141,20 +141,49 @@ TEST_F(GpuOpsDeathTest, TensorsThatAreNotAlignedAreRefused) {
                "aligned to 16 bytes");
 }
 
+// Inside a product gelu sees its argument before that is rounded to 16 bits.
+TEST(GpuFusion, GeluIsComputedWhereItWasAskedFor) {
+  if (const std::string why = why_not(); !why.empty()) GTEST_SKIP() << why;
+  const Shape shape = even_shape(DType::kBFloat16);
+  const std::size_t m = shape.tokens(), in = shape.width, out = shape.inner;
+  Random random(shape.type);
+  const Doubles x = random.values(m * in), weight = random.values(in * out, 0.1), bias = random.values(out);
+  std::string said;
+  const auto after = [&](Fusion fusion) {
+    Bench bench(shape, gpu_variant("", shape.type, {}, fusion), 1);
+    std::byte *before = bench.output(m * out), *result = bench.output(m * out);
+    bench.run(LinearGelu{shape.width, shape.inner, bench.tensor(x), bench.tensor(weight), bench.tensor(bias), before,
+                         result});
+    said = bench.machine->ops().describe().front();
+    return bench.read_bytes(result, 2 * m * out);
+  };
+  const auto apart = after(Fusion::kNone);
+  EXPECT_NE(said.find(" biases inside"), std::string::npos) << said;
+  const auto inside = after(Fusion::kGelu);
+  EXPECT_NE(said.find(" biases and gelu inside"), std::string::npos) << said;
+  EXPECT_NE(apart, inside);
+  EXPECT_EQ(inside, after(Fusion::kAll));
+  EXPECT_NE(said.find("bias gradients inside"), std::string::npos) << said;
+  cudaDeviceProp gpu{};
+  check(cudaGetDeviceProperties(&gpu, 0));
+  EXPECT_EQ(after(Fusion::kAuto), gpu.major == 9 || gpu.major == 10 ? inside : apart) << said;
+}
+
 }  // namespace
 
 // In 16 bits tensor cores add products with fewer guard bits than fp32 has; probabilities and gradients of scores and
 // logits are rounded to the tensor type where they enter a product, terms of a sum each off by up to half an ulp; and
 // gelu behind a product may take the GPU's approximate tanh, off by 2^-11, which its derivative multiplies by up to 10.
 std::vector<Variant> ops_variants() {
+  const Tolerances bf16{.product = 2e-5,
+                        .gelu = 2e-3,
+                        .gelu_backward = 3e-2,
+                        .attention = 8e-2,
+                        .head = 2e-2,
+                        .dlogits = DType::kBFloat16};
   return {gpu_variant("fp32", DType::kFloat32, {.product = 1e-5, .attention = 2e-5, .head = 3e-5}),
-          gpu_variant("bf16", DType::kBFloat16,
-                      {.product = 2e-5,
-                       .gelu = 2e-3,
-                       .gelu_backward = 3e-2,
-                       .attention = 8e-2,
-                       .head = 2e-2,
-                       .dlogits = DType::kBFloat16}),
+          gpu_variant("bf16", DType::kBFloat16, bf16),
+          gpu_variant("bf16_all_fused", DType::kBFloat16, bf16, Fusion::kAll),
           gpu_variant("fp16", DType::kFloat16,
                       {.product = 2e-5,
                        .gelu = 2e-3,

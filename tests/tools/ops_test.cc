@@ -40,6 +40,11 @@ Variant host_variant(const char* name, DType type, GemmPath path) {
   return variant;
 }
 
+TEST(HostOps, HaveNoChoiceOfWhatIsFused) {
+  EXPECT_NE(create_ops(DeviceKind::kHost, odd_shape(DType::kFloat32), 1), nullptr);
+  EXPECT_THROW(create_ops(DeviceKind::kHost, odd_shape(DType::kFloat32), 1, Fusion::kNone), Error);
+}
+
 class HostOpsRoundingTest : public testing::TestWithParam<DType> {};
 INSTANTIATE_TEST_SUITE_P(, HostOpsRoundingTest, testing::Values(DType::kBFloat16, DType::kFloat16),
                          [](const auto& info) { return std::string(name_of(info.param)); });

@@ -120,6 +120,17 @@ void add_finetune(CLI::App& program, int& exit_code) {
   command->add_option("--seq", options.sequence, "Tokens of a row")
       ->check(CLI::Range(1u, 1u << 24))
       ->capture_default_str();
+  const auto fuse = [&options](const std::string& name) {
+    options.fusion = name == "none"   ? Fusion::kNone
+                     : name == "gelu" ? Fusion::kGelu
+                     : name == "all"  ? Fusion::kAll
+                                      : Fusion::kAuto;
+  };
+  command
+      ->add_option_function<std::string>(
+          "--fuse", fuse, "On a GPU, inside its 16-bit products: nothing, gelu, or (all) bias gradients, too")
+      ->check(CLI::IsMember({"auto", "none", "gelu", "all"}))
+      ->default_str("auto");
   command->add_option("--out", options.out, "Where the trained model goes");
   command->add_option("--log", options.log, "Append one JSON line per step");
   command->add_option("--trace", options.trace, "Write a timeline that ui.perfetto.dev and chrome://tracing show");

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 
+#include "tools/gpt2/ops.h"
 #include "tools/gpt2/snapshots.h"
 
 namespace spillway::gpt2 {
@@ -14,6 +15,7 @@ struct FinetuneOptions {
   std::filesystem::path out, log, trace;  // empty: none
   std::uint64_t steps = 0;                // number of the last step
   std::uint32_t sequence = 256;
+  Fusion fusion = Fusion::kAuto;  // of the `cuda` device
   bool resume = false, fresh = false;
   SnapshotOptions snapshots;
   std::filesystem::path load;  // a snapshot to begin with, or a directory of them; empty: none

@@ -2,6 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <future>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "spillway/safetensors.h"
 #include "tools/gpt2/weights.h"
@@ -32,8 +36,23 @@ double natural_log(double x) {
   return 2 * s * sum + exponent * 0.69314718055994531;
 }
 
-// Values a call of the writer takes; a power of two.
-constexpr std::size_t kChunk = 1 << 16;
+// Values that are drawn side by side, and a thread's least share of them.
+constexpr std::size_t kBatch = 1 << 22, kShare = 1 << 16;
+
+// out[i] = spread * normal_of(origin + i). A value follows from its counter alone, so threads change no bit.
+void draw(std::span<float> out, std::uint64_t origin, double spread) {
+  const std::size_t threads = std::max(1u, std::thread::hardware_concurrency());
+  const std::size_t share = std::max(kShare, (out.size() + threads - 1) / threads);
+  std::vector<std::future<void>> drawn;
+  for (std::size_t first = 0; first < out.size(); first += share) {
+    const std::span<float> part = out.subspan(first, std::min(share, out.size() - first));
+    // Where there can be no more threads, a part is drawn when it is waited for.
+    drawn.push_back(std::async([part, from = origin + first, spread] {
+      for (std::size_t i = 0; i < part.size(); ++i) part[i] = static_cast<float>(spread * normal_of(from + i));
+    }));
+  }
+  for (auto& part : drawn) part.get();
+}
 
 }  // namespace
 
@@ -73,26 +92,24 @@ std::uint64_t init_model(const std::filesystem::path& directory, ModelConfig con
     for (const auto& parameter : block.parameters) tensors.push_back({parameter.name, parameter.shape});
   }
   auto writer = SafetensorsWriter::create(directory, tensors, {.type = type});
-  std::vector<float> values(kChunk);
+  std::vector<float> values(kBatch);
   std::uint64_t total = 0;
   for (std::size_t t = 0; t < tensors.size(); ++t) {
     const std::string& name = tensors[t].name;
-    const bool norm = name.find("ln_") != std::string::npos;
+    const bool norm = name.find("ln_") != std::string::npos, bias = name.ends_with(".bias");
     const bool projection = name.ends_with("c_proj.weight");
     const double spread = projection ? 0.02 / std::sqrt(2.0 * config.layers) : 0.02;
     std::uint64_t count = 1;
     for (const auto extent : tensors[t].shape) count *= extent;
     // Every tensor counts from a place of its own, so that its values do not depend on the other tensors' sizes.
     const std::uint64_t origin = mix(seed) ^ mix(~t);
-    for (std::uint64_t first = 0; first < count; first += kChunk) {
-      const std::size_t n = std::min<std::uint64_t>(kChunk, count - first);
-      for (std::size_t i = 0; i < n; ++i) {
-        if (name.ends_with(".bias"))
-          values[i] = 0;
-        else
-          values[i] = norm ? 1.0f : static_cast<float>(spread * normal_of(origin + first + i));
-      }
-      writer.write(t, first, std::span(values).first(n));
+    for (std::uint64_t first = 0; first < count; first += kBatch) {
+      const auto batch = std::span(values).first(std::min<std::uint64_t>(kBatch, count - first));
+      if (norm || bias)
+        std::ranges::fill(batch, bias ? 0.0f : 1.0f);
+      else
+        draw(batch, origin + first, spread);
+      writer.write(t, first, batch);
     }
     total += count;
   }

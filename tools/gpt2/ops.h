@@ -30,6 +30,17 @@ struct Shape {
   std::size_t tokens() const { return static_cast<std::size_t>(batch) * sequence; }
 };
 
+// What a GPU computes inside a matrix product of 16 bits, where cuBLASLt has that: gelu and its derivative, and the
+// gradients of biases. Else kernels of their own do, behind it. Which is faster depends on the GPU and on cuBLASLt; the
+// bits differ (inside, gelu sees its argument before that is rounded). Never chosen by trying: a choice that hung on
+// time would let two runs differ.
+enum class Fusion : std::uint8_t {
+  kAuto,  // by the kind of GPU
+  kNone,
+  kGelu,
+  kAll,
+};
+
 struct Embedding {
   const std::uint32_t* tokens;  // [M]
   const void *token_weight, *position_weight;
@@ -145,7 +156,8 @@ class Ops {
 // `threads`: at least as many as the engine's compute threads (Config::threads, resolved).
 std::unique_ptr<Ops> create_host_ops(const Shape& shape, unsigned threads);
 // The operations of a device. Those of `cuda` are a plugin (ops_plugin.h), for the first GPU that CUDA shows;
-// kUnsupported says why it cannot be opened, or what the shape asks too much.
-std::unique_ptr<Ops> create_ops(DeviceKind device, const Shape& shape, unsigned threads);
+// kUnsupported says why it cannot be opened, or what the shape asks too much. The host device has no `fusion` but
+// kAuto.
+std::unique_ptr<Ops> create_ops(DeviceKind device, const Shape& shape, unsigned threads, Fusion fusion = Fusion::kAuto);
 
 }  // namespace spillway::gpt2

@@ -61,10 +61,13 @@ const OpsPlugin& open_plugin() {
 
 }  // namespace
 
-std::unique_ptr<Ops> create_ops(DeviceKind device, const Shape& shape, unsigned threads) {
-  if (device == DeviceKind::kHost) return create_host_ops(shape, threads);
+std::unique_ptr<Ops> create_ops(DeviceKind device, const Shape& shape, unsigned threads, Fusion fusion) {
+  if (device == DeviceKind::kHost) {
+    if (fusion != Fusion::kAuto) unsupported("--fuse", "the host device has no such choice", "leave it out");
+    return create_host_ops(shape, threads);
+  }
   static const OpsPlugin& plugin = open_plugin();  // an error is thrown again by the next call, which tries again
-  return plugin.create(shape);
+  return plugin.create(shape, fusion);
 }
 
 }  // namespace spillway::gpt2

@@ -10,13 +10,13 @@
 namespace spillway::gpt2 {
 
 // The project's version, and a number that changes whenever Ops, this table or a type that crosses it does.
-inline constexpr const char* kOpsInterface = SPILLWAY_VERSION "/1";
+inline constexpr const char* kOpsInterface = SPILLWAY_VERSION "/2";
 inline constexpr const char* kOpsPlugin = "libspillway_gpt2_cuda.so";
 inline constexpr const char* kOpsPluginEntry = "spillway_gpt2_cuda_ops";
 
 struct OpsPlugin {
   const char* interface;  // read before anything else
-  std::unique_ptr<Ops> (*create)(const Shape& shape);
+  std::unique_ptr<Ops> (*create)(const Shape& shape, Fusion fusion);
 };
 
 }  // namespace spillway::gpt2

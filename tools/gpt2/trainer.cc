@@ -103,7 +103,7 @@ Gpt2Trainer::Gpt2Trainer(const ModelConfig& model, const TrainerOptions& options
       shape_(shape_of(model, options.type, options.micro_batch, options.sequence)),
       gradient_type_(options.accumulation == 1 ? options.type : DType::kFloat32),
       exchange_(options.accumulation * shape_.tokens()),
-      ops_(create_ops(options.device, shape_, options.threads)),
+      ops_(create_ops(options.device, shape_, options.threads, options.fusion)),
       layer_parameters_(describe_model(model, 0).blocks[layer_block(0)].parameters) {
   SPILLWAY_CHECK(options.sequence > 0 && options.sequence <= model.positions, "a row fits the model's positions");
   Carver measure(nullptr), measure_inside(nullptr);

@@ -25,6 +25,7 @@ struct TrainerOptions {
   DType type = DType::kFloat32;
   std::uint32_t micro_batch = 1, accumulation = 1, sequence = 0;
   unsigned threads = 1;  // at least the engine's compute threads
+  Fusion fusion = Fusion::kAuto;
 };
 // Those of a run with this configuration on this machine.
 TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uint32_t sequence);

@@ -27,7 +27,7 @@ bool within(const void* data, std::size_t bytes, std::span<const std::byte> memo
 
 }  // namespace
 
-CudaOps::CudaOps(const Shape& shape) : shape_(shape) {
+CudaOps::CudaOps(const Shape& shape, Fusion fusion) : shape_(shape) {
   SPILLWAY_CHECK(shape.tokens() > 0 && shape.heads > 0 && shape.width % shape.heads == 0, "a shape is whole heads");
   int device = 0;
   cudaDeviceProp properties{};
@@ -49,9 +49,14 @@ CudaOps::CudaOps(const Shape& shape) : shape_(shape) {
                 fmt::format("take a model whose heads are at most {} wide", kWidestHead));
   }
   gpu_ = properties.name;
-  // Elsewhere cuBLASLt's kernels with gelu, or with the bias gradient, cost more than the two one after the other
-  // (github.com/karpathy/llm.c/pull/338 and 591, sgl-project/sglang/pull/34350, NVIDIA/CUDALibrarySamples/issues/90).
-  fuses_ = properties.major == 9 || properties.major == 10;
+  // By default gelu, where cuBLASLt's kernels with it were seen to cost less than the two one after the other
+  // (github.com/karpathy/llm.c/pull/591 and 653, sgl-project/sglang/pull/34350), and bias gradients nowhere: a kernel
+  // of their own is 1.6 % of a step of gpt2-xl (it reads 0.24 GB a layer), while a product that cuBLASLt computes with
+  // an older kernel for their sake is one of three, and took 1.6 times as long where that was seen
+  // (NVIDIA/CUDALibrarySamples/issues/90).
+  const bool hopper_or_blackwell = properties.major == 9 || properties.major == 10;
+  fuses_gelu_ = fusion == Fusion::kAuto ? hopper_or_blackwell : fusion != Fusion::kNone;
+  fuses_bias_gradient_ = fusion == Fusion::kAll;
   const std::size_t widest = std::max<std::size_t>(shape.inner, 3 * std::size_t{shape.width});
   const std::size_t most =
       std::max({slice_tokens() * logits_stride() * sizeof(float), embedding_backward_scratch_bytes(shape),
@@ -66,8 +71,12 @@ CudaOps::~CudaOps() {
 
 std::vector<std::string> CudaOps::describe() const {
   const std::size_t version = cublasLtGetVersion();
-  return {fmt::format("{} products on {} by cuBLASLt {}.{}.{}; attention never keeps its scores", name_of(shape_.type),
-                      gpu_, version / 10000, version / 100 % 100, version % 100)};
+  const char* inside = shape_.type == DType::kFloat32 ? "biases"
+                       : fuses_bias_gradient_         ? "biases, gelu and bias gradients"
+                       : fuses_gelu_                  ? "biases and gelu"
+                                                      : "biases";
+  return {fmt::format("{} products on {} by cuBLASLt {}.{}.{}, {} inside; attention never keeps its scores",
+                      name_of(shape_.type), gpu_, version / 10000, version / 100 % 100, version % 100, inside)};
 }
 
 void CudaOps::bind(const Engine& engine, std::span<std::byte> scratch) {
@@ -97,15 +106,18 @@ CudaOps::LayerProducts CudaOps::plan_layer(std::uint64_t in, std::uint64_t out) 
   if (type == DType::kFloat32) return planned;  // its gelu is exact to the last places
   weight.result = DType::kFloat32;
   planned.weight_gradient_sum = gemm_->plan(weight);
-  if (!fuses_) return planned;
-  // cuBLASLt wants columns of gelu's argument at multiples of 8 elements.
-  forward.epilogue = Epilogue::kGelu;
-  if (out % 8 == 0) planned.forward_gelu = gemm_->find(forward);
-  backward.epilogue = Epilogue::kGeluBackward;
-  if (in % 8 == 0) planned.backward_input_gelu = gemm_->find(backward);
-  weight.epilogue = Epilogue::kBiasGradient;
-  weight.result = type;
-  planned.weight_gradient_bias = gemm_->find(weight);
+  if (fuses_gelu_) {
+    // cuBLASLt wants columns of gelu's argument at multiples of 8 elements.
+    forward.epilogue = Epilogue::kGelu;
+    if (out % 8 == 0) planned.forward_gelu = gemm_->find(forward);
+    backward.epilogue = Epilogue::kGeluBackward;
+    if (in % 8 == 0) planned.backward_input_gelu = gemm_->find(backward);
+  }
+  if (fuses_bias_gradient_) {
+    weight.epilogue = Epilogue::kBiasGradient;
+    weight.result = type;
+    planned.weight_gradient_bias = gemm_->find(weight);
+  }
   return planned;
 }
 
@@ -370,8 +382,9 @@ void CudaOps::head_slice(const HeadLoss& op, std::size_t first, std::size_t toke
 // The plugin's one exported function.
 extern "C" __attribute__((visibility("default"))) const spillway::gpt2::OpsPlugin* spillway_gpt2_cuda_ops() {
   using namespace spillway::gpt2;
-  static constexpr OpsPlugin plugin{
-      .interface = kOpsInterface,
-      .create = [](const Shape& shape) -> std::unique_ptr<Ops> { return std::make_unique<CudaOps>(shape); }};
+  static constexpr OpsPlugin plugin{.interface = kOpsInterface,
+                                    .create = [](const Shape& shape, Fusion fusion) -> std::unique_ptr<Ops> {
+                                      return std::make_unique<CudaOps>(shape, fusion);
+                                    }};
   return &plugin;
 }

@@ -24,7 +24,7 @@ namespace spillway::gpt2 {
 class CudaOps final : public Ops {
  public:
   // kUnsupported: no GPU, one that is too old, or a width that is too much.
-  explicit CudaOps(const Shape& shape);
+  CudaOps(const Shape& shape, Fusion fusion);
   ~CudaOps() override;
 
   std::vector<std::string> describe() const override;
@@ -84,7 +84,8 @@ class CudaOps final : public Ops {
 
   Shape shape_;
   std::string gpu_;
-  bool fuses_ = false;  // gelu and bias gradients into products, where type and shape allow it
+  // Into products, where type and shape allow it.
+  bool fuses_gelu_ = false, fuses_bias_gradient_ = false;
   std::size_t shared_bytes_ = 0;
 
   const Engine* engine_ = nullptr;

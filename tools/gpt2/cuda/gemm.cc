@@ -115,7 +115,7 @@ Gemm::Gemm(std::span<std::byte> workspace) : workspace_(workspace) {
 
 Gemm::~Gemm() { cublasLtDestroy(handle_); }
 
-std::optional<PlannedProduct> Gemm::find(const Product& product) const {
+std::optional<PlannedProduct> Gemm::find(const Product& product, std::string* why) const {
   PlannedProduct planned;
   planned.name_ = product.name;
   planned.epilogue_ = product.epilogue;
@@ -129,22 +129,28 @@ std::optional<PlannedProduct> Gemm::find(const Product& product) const {
   const cublasStatus_t status =
       cublasLtMatmulAlgoGetHeuristic(handle_, &planned.description_, &planned.a_, &planned.b_, &planned.d_, &planned.d_,
                                      &preference, static_cast<int>(found.size()), found.data(), &count);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return std::nullopt;
+  // It answers either one where it has no kernel; to a wrong description, too.
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) {
+    if (why != nullptr) *why = cublasLtGetStatusString(status);
+    return std::nullopt;
+  }
   check(status, "choosing how to compute a product");
   for (int i = 0; i < count; ++i) {
     if (found[i].state != CUBLAS_STATUS_SUCCESS || found[i].workspaceSize > kWorkspaceBytes) continue;
     planned.algorithm_ = found[i].algo;
     return planned;
   }
+  if (why != nullptr) *why = fmt::format("{} algorithms, none that fits {} MiB", count, kWorkspaceBytes >> 20);
   return std::nullopt;
 }
 
 PlannedProduct Gemm::plan(const Product& product) const {
-  if (auto planned = find(product)) return *planned;
+  std::string why;
+  if (auto planned = find(product, &why)) return *planned;
   throw Error(Code::kUnsupported, {.object = "cuBLASLt",
-                                   .happened = fmt::format("has no {} of {} x {} x {} in {} with results in {}",
+                                   .happened = fmt::format("has no {} of {} x {} x {} in {} with results in {}: {}",
                                                            product.name, product.rows, product.columns, product.depth,
-                                                           name_of(product.operands), name_of(product.result)),
+                                                           name_of(product.operands), name_of(product.result), why),
                                    .errno_value = 0,
                                    .hint = "take a model whose sizes are multiples of 8, or weights in fp32"});
 }

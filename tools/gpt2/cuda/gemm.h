@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 
 #include "spillway/dtype.h"
 
@@ -77,9 +78,9 @@ class Gemm {
   Gemm(const Gemm&) = delete;
   Gemm& operator=(const Gemm&) = delete;
 
-  // Nothing: cuBLASLt has none like it.
-  std::optional<PlannedProduct> find(const Product& product) const;
-  // The same; throws kUnsupported in place of nothing.
+  // Nothing: cuBLASLt has none like it; `why` is then what it answered.
+  std::optional<PlannedProduct> find(const Product& product, std::string* why = nullptr) const;
+  // The same; throws kUnsupported, with the answer, in place of nothing.
   PlannedProduct plan(const Product& product) const;
   // Enqueues; allocates nothing. Throws kDevice.
   void run(const PlannedProduct& product, const ProductMemory& memory, cudaStream_t stream) const;
