@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <stdexcept>
 #include <thread>
 
@@ -273,6 +274,26 @@ TEST(EngineUse, AnExceptionOfTheCallersOwnLeavesTheEngineAsItWas) {
 }
 
 // In the middle of a step too, when the update's first tiles are on their way already.
+TEST(EngineUse, ARateComesBeforeTheGradientsOfItsStep) {
+  auto engine = Engine::create(toy_config(Placement::kHbm, Placement::kHbm, kType, {}), model());
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model(), kType, kMicroBatches};
+  std::size_t set = 0, refused = 0;
+  trainer.between = [&] {
+    try {
+      engine->set_learning_rate(0.5);
+      ++set;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kInvalidArgument);
+      ++refused;
+    }
+  };
+  EXPECT_EQ(trainer.run_step().learning_rate, 0.5);
+  EXPECT_EQ(set, model().blocks.size() + 1) << "before each forward visit, and the first backward one";
+  EXPECT_EQ(refused, model().blocks.size() + 1);
+  for (const double rate : {-1.0, std::nan(""), HUGE_VAL}) EXPECT_THROW(engine->set_learning_rate(rate), Error) << rate;
+}
+
 TEST(EngineUse, FlushAndExportAreAllowedAtAnyTime) {
   Store store;
   store.config.commit_every = 100;
