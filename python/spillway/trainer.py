@@ -7,6 +7,7 @@ The loop is transformers' own. What it does with a model, an optimizer and gradi
 norm, the step, checkpoints and exports. Transformers is imported when Trainer is first asked for.
 """
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -18,8 +19,8 @@ from .engine import Engine
 from .library import Error
 from .trainer_config import check, filled, read, refuse
 
-SNAPSHOT = "spillway"      # in a checkpoint's directory
-SCHEDULE = "scheduler.pt"  # as transformers calls it
+SNAPSHOT = "spillway"  # in a checkpoint's directory; the others as transformers calls them
+SCHEDULE, STATE = "scheduler.pt", "trainer_state.json"
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -87,7 +88,8 @@ class Mixin:
         self.engine = None
         self._configuration, self._on_existing = read(spillway), on_existing
         self._engine_options = {"blocks": blocks, "example": example, "weights": weights, "trace": trace}
-        self._snapshot = self._planned = self._rate = None
+        self._snapshot, self._first_step = None, 0
+        self._planned = self._rate = None  # the engine's configuration; the rate that it was given
         super().__init__(*arguments, **keywords)
         for name in ("optimizer", "lr_scheduler", "optimizer_cls_and_kwargs", "model_init"):
             if getattr(self, name, None) is not None:
@@ -136,9 +138,9 @@ class Mixin:
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         self._make_engine(num_training_steps)
-        if self.engine.current_step != self.state.global_step:
+        if self.engine.current_step != self._first_step:
             raise Error("corrupt", f"{self._snapshot}: is of step {self.engine.current_step}, and the checkpoint's "
-                                   f"trainer_state.json of step {self.state.global_step}; take another checkpoint")
+                                   f"{STATE} of step {self._first_step}; take another checkpoint")
         self.optimizer.attach(self.engine)
         if self._schedules:
             self.lr_scheduler, self._created_lr_scheduler = EngineSchedule(self.optimizer), True
@@ -206,11 +208,14 @@ class Mixin:
             raise Error("not_found", f"{snapshot}: is not there; take a checkpoint that this trainer has saved, "
                                      "without save_only_model")
         self._snapshot = snapshot
+        with open(os.path.join(resume_from_checkpoint, STATE), encoding="utf-8") as file:
+            self._first_step = json.load(file)["global_step"]
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is None or self._schedules:
             return
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULE), weights_only=True))
+        safely = torch.__version__ >= "2"  # that of 1.13 cannot read numbers
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULE), weights_only=safely))
         self.optimizer.param_groups[0]["lr"] = self.lr_scheduler.get_last_lr()[0]
 
     def _save(self, output_dir=None, state_dict=None):

@@ -190,9 +190,11 @@ TEST(Engine, AGroupOfAllParametersIsTheOptimizersOwnValues) {
 
 // The rates that a schedule would give, given by the caller step by step; also to blocks that are updated in backward.
 TEST(Engine, AGivenRateTrainsLikeOneOfASchedule) {
-  const Config scheduled{
-      .schedule = {
-          .kind = ScheduleKind::kWarmup, .warmup_max_lr = 1e-2, .warmup_steps = 3, .logarithmic_warmup = false}};
+  Config scheduled;
+  scheduled.schedule.kind = ScheduleKind::kWarmup;
+  scheduled.schedule.warmup_max_lr = 1e-2;
+  scheduled.schedule.warmup_steps = 3;
+  scheduled.schedule.logarithmic_warmup = false;
   for (const double clipping : {0.0, 1.0}) {
     std::vector<std::uint32_t> bits[2];
     for (const bool given : {false, true}) {

@@ -107,7 +107,8 @@ TEST(ParameterGroups, AScheduleScalesAGroupsRateAsTheOptimizers) {
   scalars_of(config, groups, 52, 1, scalars);  // half of the way
   EXPECT_NEAR(scalars[groups.parameter[0][0]].negative_lr_decay, -1e-4 * 0.1, 1e-10);
   EXPECT_NEAR(scalars[groups.parameter[0][1]].negative_lr_decay, -5e-4 * 0.1, 1e-10);
-  config.schedule = {.given_lr = 1e-2};
+  config.schedule = {};
+  config.schedule.given_lr = 1e-2;
   scalars_of(config, groups, 52, 1, scalars);
   EXPECT_NEAR(scalars[groups.parameter[0][0]].negative_lr_decay, -2e-3 * 0.1, 1e-9);
   EXPECT_NEAR(scalars[groups.parameter[0][1]].negative_lr_decay, -1e-2 * 0.1, 1e-9);
