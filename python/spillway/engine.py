@@ -133,12 +133,14 @@ class Engine:
                 raise raised[0]
             raise
 
-    def master_weights(self):
-        """The exact fp32 weights by name, in CPU memory: 4 bytes a parameter."""
+    def master_weights(self, names=None):
+        """The exact fp32 weights by name, in CPU memory: 4 bytes a parameter. `names`: of these parameters alone."""
         found = {}
 
         def copy(block, index, first, values, count):
             name = self._layout.names[block][index]
+            if names is not None and name not in names:
+                return
             if name not in found:
                 found[name] = torch.empty(self._layout.members[block][index].shape, dtype=torch.float32,
                                           device="cpu")

@@ -222,6 +222,11 @@ class Mixin:
         if self.engine is None:
             super()._save(output_dir, state_dict)
             return
+        if hasattr(self.model, "peft_config"):  # adapters alone are saved
+            trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+            values = self.engine.master_weights(trained)
+            super()._save(output_dir, state_dict={n: v.to(self.engine.dtype) for n, v in values.items()})
+            return
         output_dir = output_dir or self.args.output_dir
         os.makedirs(output_dir, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output_dir) as beside:

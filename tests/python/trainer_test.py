@@ -1,8 +1,9 @@
 """Hugging Face's Trainer on Spillway: what it gives without, from losses to checkpoints, and clear refusals."""
+import importlib.util
 import os
-import pathlib
 import subprocess
 import sys
+import unittest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 from case import ROOT, Case as Folder, main, need  # noqa: E402
@@ -230,6 +231,25 @@ class Checkpoints(Case):
                 self.assertTrue(torch.equal(value, loaded.state_dict()[name].cpu()), name)
             untrained = transformers.AutoModelForCausalLM.from_pretrained(str(self.folder / "untrained"))
             self.assertFalse(torch.equal(untrained.lm_head.weight, loaded.lm_head.weight.float()))
+
+    @unittest.skipUnless(importlib.util.find_spec("peft"), "no peft in this Python")
+    def test_AdaptersAreSavedAlone(self):
+        import peft
+
+        def adapted(seed=1):
+            return peft.get_peft_model(model(seed, "llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+        trainer, plain = self.trainer(adapted(), max_steps=2), self.plain(adapted(), max_steps=2)
+        for each in (trainer, plain):
+            transformers.set_seed(7)
+            each.train()
+            each.save_model()
+        found, wanted = (peft.PeftModel.from_pretrained(model(1, "llama"), str(self.folder / name)).state_dict()
+                         for name in ("out", "plain"))
+        self.assertEqual(list(wanted), list(found))
+        for name, value in wanted.items():
+            self.assertLess((found[name] - value).abs().max().item(), 1e-5, name)
+        self.assertFalse((self.folder / "out/model.safetensors").exists())
 
     def test_WhatIsNoCheckpoint(self):
         trainer = self.trainer(save_strategy="steps", save_steps=1, save_only_model=True, max_steps=1)
