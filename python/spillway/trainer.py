@@ -88,7 +88,7 @@ class Mixin:
         self.engine = None
         self._configuration, self._on_existing = read(spillway), on_existing
         self._engine_options = {"blocks": blocks, "example": example, "weights": weights, "trace": trace}
-        self._snapshot, self._first_step = None, 0
+        self._snapshot, self._first_step, self._begun = None, 0, False
         self._planned = self._rate = None  # the engine's configuration; the rate that it was given
         super().__init__(*arguments, **keywords)
         for name in ("optimizer", "lr_scheduler", "optimizer_cls_and_kwargs", "model_init"):
@@ -142,6 +142,7 @@ class Mixin:
             raise Error("corrupt", f"{self._snapshot}: is of step {self.engine.current_step}, and the checkpoint's "
                                    f"{STATE} of step {self._first_step}; take another checkpoint")
         self.optimizer.attach(self.engine)
+        self._begun = True
         if self._schedules:
             self.lr_scheduler, self._created_lr_scheduler = EngineSchedule(self.optimizer), True
             return self.lr_scheduler
@@ -163,9 +164,9 @@ class Mixin:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def train(self, *arguments, **keywords):
-        if self.engine is not None and self.engine.current_step > 0:
-            raise Error("invalid_argument", f"train(): the engine has trained {self.engine.current_step} steps of a "
-                        "run; make model and trainer anew, and go on with resume_from_checkpoint=")
+        if self._begun:
+            raise Error("invalid_argument", f"train(): has begun a run before, now at step {self.state.global_step}; "
+                        "make model and trainer anew, and go on with resume_from_checkpoint=")
         return super().train(*arguments, **keywords)
 
     def _backward(self, loss):
