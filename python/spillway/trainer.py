@@ -31,7 +31,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(self, model, rate):
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": rate})
-        self.engine, self.gradient_norm = None, None
+        self.engine = None
+        self.expected_norm()
 
     def attach(self, engine):
         self.engine = engine
@@ -111,7 +112,8 @@ class Mixin:
 
     def _make_engine(self, total_steps):
         """`total_steps`: None outside of train()."""
-        if total_steps is None and "auto" in str((self._configuration.get("scheduler") or {}).get("params")):
+        if total_steps is None and self._schedules and \
+                "auto" in (self._configuration["scheduler"].get("params") or {}).values():
             raise Error("invalid_argument", 'scheduler.params: "auto" is filled in by train(); call it before '
                                             "evaluate() and predict(), or write numbers")
         planned = self._filled(total_steps)
@@ -204,12 +206,12 @@ class Mixin:
         if self.engine is not None:
             raise Error("invalid_argument", "train(): an engine has taken the model's weights before; make model and "
                                             "trainer anew to go on from a checkpoint")
-        snapshot = os.path.join(resume_from_checkpoint, SNAPSHOT)
-        if not os.path.isdir(snapshot):
-            raise Error("not_found", f"{snapshot}: is not there; take a checkpoint that this trainer has saved, "
-                                     "without save_only_model")
-        self._snapshot = snapshot
-        with open(os.path.join(resume_from_checkpoint, STATE), encoding="utf-8") as file:
+        self._snapshot, state = (os.path.join(resume_from_checkpoint, name) for name in (SNAPSHOT, STATE))
+        for part in (self._snapshot, state):
+            if not os.path.exists(part):
+                raise Error("not_found", f"{part}: is not there; take a checkpoint that this trainer has saved to its "
+                                         "end, and without save_only_model")
+        with open(state, encoding="utf-8") as file:
             self._first_step = json.load(file)["global_step"]
 
     def _load_optimizer_and_scheduler(self, checkpoint):
@@ -230,10 +232,11 @@ class Mixin:
             return
         output_dir = output_dir or self.args.output_dir
         os.makedirs(output_dir, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output_dir) as beside:
-            super()._save(beside, state_dict={})  # all but the weights, which go tile by tile
+        with tempfile.TemporaryDirectory(dir=output_dir) as folder:
+            rest = os.path.join(folder, "rest")  # all but the weights, which go tile by tile
+            super()._save(rest, state_dict={})
             self.engine.export(output_dir, dtype=self.engine.dtype, replace=True)
-            shutil.copytree(beside, output_dir, dirs_exist_ok=True,
+            shutil.copytree(rest, output_dir, dirs_exist_ok=True,
                             ignore=shutil.ignore_patterns("*.safetensors", "pytorch_model*.bin"))
 
 

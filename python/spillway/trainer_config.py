@@ -111,10 +111,8 @@ def filled(configuration, args, model, without_decay, total_steps):
         fill("zero_optimization.stage3_param_persistence_threshold", 10 * width, missing=False)
 
     fill("spillway.device", "cuda" if args.device.type == "cuda" else "host", f"the trainer's {args.device.type}")
-    if configuration["spillway"].get("device") == "auto":
-        configuration["spillway"]["device"] = "cuda" if args.device.type == "cuda" else "host"
     own = configuration["spillway"]
-    if args.weight_decay and without_decay and not ("no_decay" in own or "parameter_groups" in own):
+    if args.weight_decay and without_decay and isinstance(own, dict) and not {"no_decay", "parameter_groups"} & {*own}:
         own["parameter_groups"] = [{"parameters": without_decay, "weight_decay": 0}]
     if filling.contradictions:
         raise Error("invalid_argument", "spillway: the configuration contradicts TrainingArguments; make them equal, "

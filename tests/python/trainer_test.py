@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import unittest
+import unittest.mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 from case import ROOT, Case as Folder, main, need  # noqa: E402
@@ -109,7 +110,7 @@ class Training(Case):
                 self.assertAlmostEqual(wanted, found, delta=2e-6 * wanted)
             for found, wanted in zip(trainer.logged("grad_norm"), plain.logged("grad_norm")):
                 self.assertAlmostEqual(wanted, found, delta=2e-5 * wanted)
-            self.assertEqual(plain.state.global_step, len(trainer.logged("grad_norm")))
+            self.assertEqual(len(plain.logged("grad_norm")), len(trainer.logged("grad_norm")))
             self.assertEqual(plain.logged("learning_rate"), trainer.logged("learning_rate"))
             state = trainer.model.state_dict()
             for name, value in plain.model.cpu().state_dict().items():
@@ -119,6 +120,7 @@ class Training(Case):
         trainer = self.trainer()
         self.assert_trains_alike(trainer, self.plain())
         self.assertEqual(trainer.state.global_step, trainer.engine.current_step)
+        self.assertEqual(trainer.state.global_step, len(trainer.logged("grad_norm")))
         self.assertEqual(0.1, trainer._planned["optimizer"]["params"]["weight_decay"])
 
     def test_TrainsAsTransformersDoesWithAnotherModel(self):
@@ -131,8 +133,8 @@ class Training(Case):
         self.assert_trains_alike(self.trainer(networks[0]), self.plain(networks[1]))
 
     def test_Schedules(self):
-        for kind, more in (("constant", {}), ("cosine", {}), ("constant_with_warmup", {}), ("polynomial", {}),
-                           ("inverse_sqrt", {}), ("linear", {"warmup_steps": 0})):
+        for kind, more in (("constant", {"max_grad_norm": 0}), ("cosine", {}), ("constant_with_warmup", {}),
+                           ("polynomial", {}), ("inverse_sqrt", {}), ("linear", {"warmup_steps": 0})):
             options = {"lr_scheduler_type": kind, "gradient_accumulation_steps": 1, "max_steps": 5, **more}
             self.assert_trains_alike(self.trainer(configuration=self.configuration(kind), **options),
                                      self.plain(**options), 1)
@@ -169,9 +171,17 @@ class Training(Case):
         self.assertEqual(torch.bfloat16, trainer.engine.dtype)
         self.assertEqual(torch.bfloat16, trainer.model.state_dict()["lm_head.weight"].dtype)
         self.assertLess(trainer.logged("loss")[-1], trainer.logged("loss")[0] - 0.05)
+        self.assertEqual((2, 4, VOCABULARY), trainer.predict([{"inputs_embeds": torch.zeros(4, 32)}] * 2)[0].shape)
 
     def test_GradientCheckpointingIsThereAlready(self):
-        self.assert_trains_alike(self.trainer(gradient_checkpointing=True), self.plain())
+        visits = []
+        for wanted in (False, True):
+            trainer = self.trainer(configuration=self.configuration(str(wanted)), gradient_checkpointing=wanted)
+            with unittest.mock.patch.object(spillway.Engine, "weights_of", autospec=True,
+                                            side_effect=spillway.Engine.weights_of) as visited:
+                self.assert_trains_alike(trainer, self.plain())
+            visits.append(visited.call_count)
+        self.assertEqual(visits[0], visits[1])
 
     def test_EvaluatesBetweenSteps(self):
         options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 2}
@@ -224,6 +234,7 @@ class Checkpoints(Case):
             trainer.save_model()  # over the first
             out = self.folder / "out"
             self.assertFalse([path for path in out.iterdir() if path.is_dir()])
+            self.assertEqual((self.folder / "untrained").stat().st_mode, out.stat().st_mode)
             self.assertTrue((out / "training_args.bin").exists() and (out / "generation_config.json").exists())
             loaded = transformers.AutoModelForCausalLM.from_pretrained(str(out), torch_dtype=trainer.engine.dtype)
             self.assertEqual(["GPT2LMHeadModel"], loaded.config.architectures)
@@ -259,6 +270,9 @@ class Checkpoints(Case):
         self.assert_error("checkpoint-1/spillway: is not there; take a checkpoint",
                           self.trainer().train, resume_from_checkpoint=checkpoint)
         trainer.engine.close()
+        (self.folder / "broken/spillway").mkdir(parents=True)
+        self.assert_error("broken/trainer_state.json: is not there", self.trainer().train,
+                          resume_from_checkpoint=str(self.folder / "broken"))
         self.assertEqual("exists", self.assert_error("store", self.trainer().train).code)
 
 
