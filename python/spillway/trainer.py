@@ -118,11 +118,7 @@ class Mixin:
                                             "evaluate() and predict(), or write numbers")
         planned = self._filled(total_steps)
         if self.engine is None:
-            for word in ("activation", "gradient"):  # of different versions; blocks are checkpoints already
-                if hasattr(self.model, f"is_{word}_checkpointing"):
-                    if getattr(self.model, f"is_{word}_checkpointing"):
-                        getattr(self.model, f"{word}_checkpointing_disable")()
-                    break
+            _leave_checkpointing_to_blocks(self.model)
             if getattr(getattr(self.model, "config", None), "use_cache", False):
                 self.model.config.use_cache = False
             existing = self._on_existing or ("replace" if self._snapshot else "refuse")
@@ -238,6 +234,14 @@ class Mixin:
             self.engine.export(output_dir, dtype=self.engine.dtype, replace=True)
             shutil.copytree(rest, output_dir, dirs_exist_ok=True,
                             ignore=shutil.ignore_patterns("*.safetensors", "pytorch_model*.bin"))
+
+
+def _leave_checkpointing_to_blocks(model):
+    """TrainingArguments.gradient_checkpointing has no more to do: every block is run once more in backward."""
+    word = "activation" if hasattr(model, "is_activation_checkpointing") else "gradient"  # older versions'
+    if getattr(model, f"is_{word}_checkpointing", False):
+        getattr(model, f"{word}_checkpointing_disable")()
+    setattr(model, f"{word}_checkpointing_enable", lambda *_, **__: None)  # which some versions call afterwards
 
 
 def __getattr__(name):

@@ -169,6 +169,8 @@ class Training(Case):
         trainer = self.trainer(bf16=True, num_train_epochs=6, learning_rate=3e-3)
         trainer.train()
         self.assertEqual(torch.bfloat16, trainer.engine.dtype)
+        if transformers.__version__ >= "5":  # which says it to accelerate, and not by the environment
+            self.assertEqual("no", trainer.accelerator.mixed_precision)
         self.assertEqual(torch.bfloat16, trainer.model.state_dict()["lm_head.weight"].dtype)
         self.assertLess(trainer.logged("loss")[-1], trainer.logged("loss")[0] - 0.05)
         self.assertEqual((2, 4, VOCABULARY), trainer.predict([{"inputs_embeds": torch.zeros(4, 32)}] * 2)[0].shape)
