@@ -35,7 +35,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.expected_norm()
 
     def attach(self, engine):
-        self.engine = engine
+        self.engine = weakref.proxy(engine)  # the trainer has it
         self.param_groups[0]["params"] = [p for p in engine.module.parameters() if p.requires_grad]
 
     def step(self, closure=None):
