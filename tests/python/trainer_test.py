@@ -362,18 +362,32 @@ class Failures(Case):
         self.assert_saved(one, self.folder / "exploded")
 
     def test_AnInterruptedRunCanBeSaved(self):
-        class Interrupting(transformers.TrainerCallback):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        class InBetween(transformers.TrainerCallback):
             def on_substep_end(self, args, state, control, **_):
                 if state.global_step == 3:
                     raise KeyboardInterrupt
 
-        trainer = self.trainer(options={"callbacks": [Interrupting()]})
-        with self.assertRaises(KeyboardInterrupt):
-            trainer.train()
+        class InBackward(Recording, spillway.Trainer):
+            began = False
+
+            def compute_loss(self, *arguments, **keywords):
+                loss = super().compute_loss(*arguments, **keywords)
+                if self.began:
+                    loss.register_hook(interrupt)
+                self.began = self.state.global_step == 3  # and in its second micro-batch comes the interrupt
+                return loss
+
         three = self.trainer(configuration=self.configuration("three"), options={"callbacks": [Stopping(3)]})
         three.train()
-        trainer.save_model(str(self.folder / "interrupted"))
-        self.assert_saved(three, self.folder / "interrupted")
+        for name, more in (("between", {"options": {"callbacks": [InBetween()]}}), ("backward", {"kind": InBackward})):
+            trainer = self.trainer(configuration=self.configuration(name), **more)
+            with self.assertRaises(KeyboardInterrupt):
+                trainer.train()
+            trainer.save_model(str(self.folder / "saved"))
+            self.assert_saved(three, self.folder / "saved")
 
 
 if __name__ == "__main__":
