@@ -338,7 +338,7 @@ class Configuration(Case):
     def test_TransformersIsNotImportedWithThePackage(self):
         program = "import sys, spillway; spillway.trainer; assert 'transformers' not in sys.modules; spillway.Trainer"
         subprocess.run([sys.executable, "-c", program], check=True, env={
-            **os.environ, "PYTHONPATH": str(ROOT / "python")})
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), *sys.path])})
 
 
 class Failures(Case):
