@@ -273,7 +273,6 @@ TEST(EngineUse, AnExceptionOfTheCallersOwnLeavesTheEngineAsItWas) {
   }
 }
 
-// In the middle of a step too, when the update's first tiles are on their way already.
 TEST(EngineUse, ARateComesBeforeTheGradientsOfItsStep) {
   auto engine = Engine::create(toy_config(Placement::kHbm, Placement::kHbm, kType, {}), model());
   engine->import_weights(testing::toy_weights());
@@ -294,6 +293,7 @@ TEST(EngineUse, ARateComesBeforeTheGradientsOfItsStep) {
   for (const double rate : {-1.0, std::nan(""), HUGE_VAL}) EXPECT_THROW(engine->set_learning_rate(rate), Error) << rate;
 }
 
+// In the middle of a step too, when the update's first tiles are on their way already.
 TEST(EngineUse, FlushAndExportAreAllowedAtAnyTime) {
   Store store;
   store.config.commit_every = 100;
