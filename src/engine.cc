@@ -191,6 +191,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
 }
 
 void StepEngine::set_learning_rate(double rate) {
+  refuse_if_failed();
   if (!std::isfinite(rate) || rate < 0) {
     throw Error(Code::kInvalidArgument, {"set_learning_rate", fmt::format("{} is no learning rate", rate), 0,
                                          "give a finite number, at least 0"});
