@@ -264,6 +264,10 @@ spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t 
   });
 }
 
+spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, double rate) {
+  return guarded([&] { engine->engine->set_learning_rate(rate); });
+}
+
 spillway_status spillway_engine_step(spillway_engine* engine, const void* blob, size_t bytes,
                                      spillway_step_report* report) {
   return guarded([&] {

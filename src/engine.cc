@@ -190,6 +190,19 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   });
 }
 
+void StepEngine::set_learning_rate(double rate) {
+  refuse_if_failed();
+  if (!std::isfinite(rate) || rate < 0) {
+    throw Error(Code::kInvalidArgument, {"set_learning_rate", fmt::format("{} is no learning rate", rate), 0,
+                                         "give a finite number, at least 0"});
+  }
+  if (stepping_ && machinery_.gradients->begun()) {
+    throw Error(Code::kInvalidArgument, {"set_learning_rate", "gradients of the step have been pushed already", 0,
+                                         "set the rate of a step before its first gradient"});
+  }
+  config_.schedule.given_lr = rate;
+}
+
 // 3. and 4. The update begins once every gradient is known to be finite. A block's is made when the next forward pass
 // asks for the block, and all of it is committed before the next backward pass.
 StepReport StepEngine::step(std::span<const std::byte> blob) {

@@ -300,6 +300,12 @@ void GradientCollector::complete(std::uint32_t b, Stream& stream) {
   device_.record(*block.landed, d2h_);
 }
 
+bool GradientCollector::begun() const {
+  return std::ranges::any_of(blocks_, [](const BlockState& block) {
+    return std::ranges::any_of(block.pushes, [](std::uint32_t pushes) { return pushes > 0; });
+  });
+}
+
 void GradientCollector::check_complete() const {
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
     for (std::size_t p = 0; p < blocks_[b].pushes.size(); ++p) {

@@ -39,6 +39,7 @@ class GradientCollector {
   bool has_room(std::uint32_t block) const;
   // True when the block is complete with it: on its way down.
   bool push(const Gradient& gradient, Stream& stream);
+  bool begun() const;  // some gradient of the step has been pushed
   // Throws kInvalidArgument naming the first parameter whose gradient is missing.
   void check_complete() const;
   // A complete block: its gradient is where the update reads it, its norm known.

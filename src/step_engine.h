@@ -34,6 +34,7 @@ class StepEngine final : public Engine {
 
   std::uint64_t current_step() const override { return step_; }
   std::vector<std::byte> blob() const override { return blob_; }
+  void set_learning_rate(double rate) override;
   double loss_scale() const override { return loss_scaler_.scale(); }
   const Ledger& ledger() const override { return plan_.ledger; }
   std::vector<std::string> describe() const override;
@@ -105,7 +106,7 @@ class StepEngine final : public Engine {
   void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
   void commit();
 
-  const Config config_;
+  Config config_;  // the rate that set_learning_rate() gives may change
   const ModelDescription model_;
   const std::vector<ThreadShare> thread_shares_;
   const Plan plan_;

@@ -127,6 +127,9 @@ void spillway_lease_release(spillway_lease* lease);  // and destroys it
 spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t block, uint32_t parameter,
                                               const void* data, spillway_dtype dtype, spillway_stream* stream);
 
+// Before the first gradient of the step that comes: its learning rate, and that of the steps behind it.
+spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, double rate);
+
 typedef struct {
   uint64_t step, durable_step;
   double gradient_norm, learning_rate, seconds, stall_seconds, link_percent;

@@ -33,6 +33,7 @@ struct ScheduleConfig {
   std::uint64_t warmup_steps = 1000, total_steps = 0;
   bool logarithmic_warmup = true;                        // warmup_type "log"; false: "linear"
   double warmup_min_ratio = 0, cosine_min_ratio = 1e-4;  // WarmupCosineLR, as shares of the optimizer's rate
+  std::optional<double> given_lr = {};                   // Engine::set_learning_rate: in place of all of this
 };
 
 // What the loss is multiplied with in fp16 training, by DeepSpeed's rules (docs/deepspeed.md). A power of two changes

@@ -170,6 +170,11 @@ class Engine {
   // configured loss scale, else 1. Gradients are pushed as they come of it; the engine divides the factor out again,
   // exactly where it is a power of two.
   virtual double loss_scale() const = 0;
+  // The learning rate of the steps that come, in place of the configuration's schedule; a parameter group with a rate
+  // of its own keeps its share of the optimizer's. For this engine: neither store nor snapshot keep it. Throws
+  // kInvalidArgument for what is no rate, and once gradients of the step have been pushed, which it may have updated
+  // by.
+  virtual void set_learning_rate(double rate) = 0;
   // The caller's blob of that step; empty for a new run.
   virtual std::vector<std::byte> blob() const = 0;
   virtual const Ledger& ledger() const = 0;

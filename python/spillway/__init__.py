@@ -1,4 +1,4 @@
-"""Spillway in a PyTorch loop: python/README.md.
+"""Spillway in a PyTorch loop, and below Hugging Face's Trainer: python/README.md.
 
     engine = spillway.Engine(model, "ds_config.json")
     for batch in data:
@@ -6,7 +6,16 @@
         engine.backward(loss)
         engine.step()
 """
+import importlib
+
 from .engine import Engine, StepReport
 from .library import Error
 
 __all__ = ["Engine", "Error", "StepReport"]
+
+
+def __getattr__(name):  # of what needs transformers, when it is asked for
+    if name not in ("Trainer", "trainer"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    trainer = importlib.import_module(".trainer", __name__)
+    return trainer if name == "trainer" else trainer.Trainer

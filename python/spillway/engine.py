@@ -2,7 +2,6 @@
 import collections
 import contextlib
 import ctypes
-import json
 import os
 import weakref
 from ctypes import byref, c_uint64, c_void_p
@@ -11,7 +10,8 @@ import torch
 
 from .blocks import find_blocks, forward_order
 from .layout import Layout
-from .library import BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report, Weights, library
+from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report, Weights,
+                      library, parse_config)
 from .visits import run_in_visits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
@@ -75,17 +75,7 @@ class Engine:
     # -- the description ------------------------------------------------------------------------------------------
 
     def _read_config(self, config):
-        if isinstance(config, dict):
-            text, name = json.dumps(config, indent=2), "config"
-        else:
-            name = os.fspath(config)
-            try:
-                with open(name, encoding="utf-8") as file:
-                    text = file.read()
-            except OSError as error:
-                raise Error("not_found", f"{name}: cannot be read ({error.strerror})") from None
-        self._config = c_void_p()
-        self._library.config_parse(text.encode(), name.encode(), byref(self._config))
+        self._config = parse_config(config)
         weakref.finalize(self, self._library.config_destroy, self._config)
         self._type = self._library.config_weights(self._config)
         self.dtype = DTYPES[self._type]
@@ -143,12 +133,14 @@ class Engine:
                 raise raised[0]
             raise
 
-    def master_weights(self):
-        """The exact fp32 weights by name, in CPU memory: 4 bytes a parameter."""
+    def master_weights(self, names=None):
+        """The exact fp32 weights by name, in CPU memory: 4 bytes a parameter. `names`: of these parameters alone."""
         found = {}
 
         def copy(block, index, first, values, count):
             name = self._layout.names[block][index]
+            if names is not None and name not in names:
+                return
             if name not in found:
                 found[name] = torch.empty(self._layout.members[block][index].shape, dtype=torch.float32,
                                           device="cpu")
@@ -286,15 +278,21 @@ class Engine:
         if not self.on_cuda:
             self._library.stream_synchronize(self._open(), stream)
 
-    def backward(self, loss):
-        """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps.
+    def set_learning_rate(self, rate):
+        """The rate of the steps that come, in place of the configuration's schedule; before a step's first backward().
+        Neither store nor snapshot keep it."""
+        self._library.engine_set_learning_rate(self._open(), rate)
+
+    def backward(self, loss, scale_wrt_gas=True):
+        """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps, unless the caller
+        has weighted the step's losses, and says scale_wrt_gas=False.
 
         An exception out of it discards the step, and so what backward() did for its earlier micro-batches.
         """
-        scale = self._library.engine_loss_scale(self._open())
+        scale = self._library.engine_loss_scale(self._open()) / (self._accumulation if scale_wrt_gas else 1)
         self.in_backward = True
         try:
-            (loss * (scale / self._accumulation)).backward()
+            (loss * scale).backward()
         except BaseException:
             with contextlib.suppress(Error):  # after one that ends the engine; every further call says so
                 self.discard_step()
@@ -310,13 +308,14 @@ class Engine:
                                 "name the module that uses it in blocks=")
         self._micro_batches += 1
 
-    def step(self, blob=b""):
+    def step(self, blob=b"", early=False):
         """Once all micro-batches have been through backward(): clips, updates and commits, and returns a StepReport;
-        before that None. `blob`, at most 16 KiB, is kept by the commit: where the data stands, random state."""
+        before that None. `early`: the step ends with the micro-batches that there are, such as an epoch's last ones.
+        `blob`, at most 16 KiB, is kept by the commit: where the data stands, random state."""
         handle = self._open()
         if not isinstance(blob, bytes):
             raise Error("invalid_argument", f"blob: is a {type(blob).__name__}, not bytes")
-        if self._micro_batches < self._accumulation:
+        if self._micro_batches < (1 if early else self._accumulation):
             return None
         self._push_what_is_missing()
         report = Report()

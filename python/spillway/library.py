@@ -4,6 +4,7 @@ The library is the one that the environment variable SPILLWAY_LIBRARY names, els
 A call that fails raises Error.
 """
 import ctypes
+import json
 import os
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 
@@ -59,6 +60,7 @@ _STATUS = {  # functions that can fail
     "stream_synchronize": [c_void_p, c_void_p],
     "engine_acquire": [c_void_p, c_uint32, c_int, c_void_p, POINTER(c_void_p)],
     "engine_push_gradient": [c_void_p, c_uint32, c_uint32, c_void_p, c_int, c_void_p],
+    "engine_set_learning_rate": [c_void_p, c_double],
     "engine_step": [c_void_p, c_char_p, c_size_t, POINTER(Report)],
     "engine_discard_step": [c_void_p],
     "engine_flush": [c_void_p],
@@ -129,3 +131,19 @@ def library():
     if _library is None:
         _library = Library(os.environ.get("SPILLWAY_LIBRARY", NAME))
     return _library
+
+
+def parse_config(config):
+    """A spillway_config of a path or a dict; the caller destroys it."""
+    if isinstance(config, dict):
+        text, name = json.dumps(config, indent=2), "config"
+    else:
+        name = os.fspath(config)
+        try:
+            with open(name, encoding="utf-8") as file:
+                text = file.read()
+        except OSError as error:
+            raise Error("not_found", f"{name}: cannot be read ({error.strerror})") from None
+    parsed = c_void_p()
+    library().config_parse(text.encode(), name.encode(), ctypes.byref(parsed))
+    return parsed

@@ -42,6 +42,7 @@ double cosine_ratio(const ScheduleConfig& schedule, std::uint64_t iteration, std
 
 double learning_rate(const Config& config, std::uint64_t step) {
   const ScheduleConfig& schedule = config.schedule;
+  if (schedule.given_lr) return *schedule.given_lr;
   const std::uint64_t warmup_steps = std::max<std::uint64_t>(2, schedule.warmup_steps);
   const bool started = step >= 2;
   const std::uint64_t iteration = started ? step - 2 : 0;

@@ -92,8 +92,9 @@ void scalars_of(const Config& config, const ParameterGroups& groups, std::uint64
   out.clear();
   for (const GroupValues& values : groups.values) {
     OptimizerConfig optimizer = config.optimizer;
-    optimizer.learning_rate = values.learning_rate == own ? now : now * (values.learning_rate / own);
-    if (config.schedule.kind == ScheduleKind::kConstant) optimizer.learning_rate = values.learning_rate;
+    const bool moves = config.schedule.kind != ScheduleKind::kConstant || config.schedule.given_lr;
+    const double scaled = moves && own > 0 ? now * (values.learning_rate / own) : values.learning_rate;
+    optimizer.learning_rate = values.learning_rate == own ? now : scaled;
     optimizer.weight_decay = values.weight_decay;
     out.push_back(optimizer_scalars(optimizer, step, gradient_scale));
   }

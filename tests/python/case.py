@@ -2,6 +2,7 @@
 
 Import it first: where there is no PyTorch, it reports the suite as skipped and ends the program.
 """
+import importlib
 import pathlib
 import sys
 import tempfile
@@ -11,16 +12,22 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "python")]
 from report import main  # noqa: E402
 
-try:
-    import torch  # noqa: F401
-except ImportError:
-    class Everything(unittest.TestCase):
-        @unittest.skip("no Python with PyTorch here; `apt-get install python3-torch` brings one")
-        def test_InPyTorch(self):
-            pass
 
-    sys.modules["__main__"].Everything = Everything
-    main()
+def need(module, reason):
+    """Where the module is missing, the suite is reported as skipped, and the program ends."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        class Everything(unittest.TestCase):
+            @unittest.skip(reason)
+            def test_ThatNeedsWhatIsMissing(self):
+                pass
+
+        sys.modules["__main__"].Everything = Everything
+        main()
+
+
+need("torch", "no Python with PyTorch here; `apt-get install python3-torch` brings one")
 
 import spillway  # noqa: E402
 from toy_model import config  # noqa: E402

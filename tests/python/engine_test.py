@@ -54,6 +54,47 @@ class Training(Case):
     def test_TrainsAsPyTorchDoesWithMicroBatches(self):
         self.assert_trains_as_pytorch(self.engine(configuration=config(self.folder, accumulation=3)), accumulation=3)
 
+    def test_AStepOfFewerMicroBatches(self):
+        data = batches(3)
+        network = model().to(DEVICE).eval()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01)
+        engine = self.engine(model().eval(), config(self.folder, accumulation=2))
+        for step in (data[:2], data[2:], data[:2]):
+            for ids in step:  # weighted by the caller
+                wanted, loss = network(ids), engine(ids)
+                (wanted * 3 / len(step)).backward()
+                engine.backward(loss * 3 / len(step), scale_wrt_gas=False)
+                self.assertAlmostEqual(wanted.item(), loss.item(), delta=2e-6 * loss.item())
+            report = engine.step(early=True)
+            wanted = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0).item()
+            self.assertAlmostEqual(wanted, report.gradient_norm, delta=2e-5 * wanted)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.assertIsNone(engine.step(early=True))  # of no micro-batches there is none
+        state = engine.module.state_dict()
+        for name, value in network.cpu().state_dict().items():
+            self.assertLess((state[name] - value).abs().max().item(), 1e-5, name)
+
+    def test_ASchedulersRates(self):
+        network = model().to(DEVICE).eval()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        engine = self.engine(model().eval())
+        for ids in batches(3):
+            network(ids).backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            engine.set_learning_rate(optimizer.param_groups[0]["lr"])
+            engine.backward(engine(ids))
+            self.assert_error("set the rate of a step before its first gradient", engine.set_learning_rate, 1.0)
+            self.assertEqual(optimizer.param_groups[0]["lr"], engine.step().learning_rate)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        weights = engine.master_weights(names={"norm.bias"})
+        self.assertEqual(["norm.bias"], list(weights))
+        self.assertLess((weights["norm.bias"] - network.norm.bias.cpu()).abs().max().item(), 1e-5)
+        self.assert_error("nan is no learning rate", engine.set_learning_rate, float("nan"))
+
     def test_BlocksMayBeLarger(self):
         network = model()
         self.assert_trains_as_pytorch(self.engine(network, blocks=[network]), steps=3)

@@ -50,6 +50,8 @@ TEST_F(CApi, WhatIsMissingIsNamed) {
   create();
   EXPECT_REFUSED(spillway_engine_import_weights(engine, nullptr, nullptr), "source: is null");
   EXPECT_EQ(SPILLWAY_OK, spillway_engine_discard_step(engine)) << "none is under way";
+  EXPECT_EQ(SPILLWAY_OK, spillway_engine_set_learning_rate(engine, 1e-4));
+  EXPECT_REFUSED(spillway_engine_set_learning_rate(engine, -1), "-1 is no learning rate");
   EXPECT_REFUSED(spillway_engine_export(engine, nullptr, SPILLWAY_FLOAT32, 0), "directory: is null");
 }
 

@@ -188,6 +188,36 @@ TEST(Engine, AGroupOfAllParametersIsTheOptimizersOwnValues) {
             train(nvme, DType::kBFloat16, 3));
 }
 
+// The rates that a schedule would give, given by the caller step by step; also to blocks that are updated in backward.
+TEST(Engine, AGivenRateTrainsLikeOneOfASchedule) {
+  Config scheduled;
+  scheduled.schedule.kind = ScheduleKind::kWarmup;
+  scheduled.schedule.warmup_max_lr = 1e-2;
+  scheduled.schedule.warmup_steps = 3;
+  scheduled.schedule.logarithmic_warmup = false;
+  for (const double clipping : {0.0, 1.0}) {
+    std::vector<std::uint32_t> bits[2];
+    for (const bool given : {false, true}) {
+      TempStore store;
+      const ModelDescription model = testing::toy_model(kBlocks, kWidth, kMicroBatches);
+      Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, store.path());
+      config.gradient_clipping = clipping;
+      config.parameter_groups = {{.parameters = {"h.2.*"}, .learning_rate = 5e-3, .weight_decay = {}}};
+      if (!given) config.schedule = scheduled.schedule;
+      auto engine = Engine::create(config, model);
+      engine->import_weights(testing::toy_weights());
+      ToyTrainer trainer{*engine, model, DType::kFloat32, kMicroBatches};
+      for (std::uint64_t step = 1; step <= 4; ++step) {
+        const double rate = learning_rate(scheduled, step);
+        if (given) engine->set_learning_rate(rate);
+        EXPECT_EQ(trainer.run_step().learning_rate, rate);
+      }
+      bits[given] = testing::exported(*engine);
+    }
+    EXPECT_EQ(bits[0], bits[1]);
+  }
+}
+
 TEST(Engine, AStoreOfAnotherOptimizerIsRefused) {
   const Layout nvme{.name = "nvme", .parameters = Placement::kNvme, .states = Placement::kNvme, .tile_elements = 4096};
   TempStore store;

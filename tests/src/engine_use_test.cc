@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <stdexcept>
 #include <thread>
 
@@ -270,6 +271,26 @@ TEST(EngineUse, AnExceptionOfTheCallersOwnLeavesTheEngineAsItWas) {
     trainer.run_step();
     EXPECT_EQ(testing::exported(*engine), expected_bits(2));
   }
+}
+
+TEST(EngineUse, ARateComesBeforeTheGradientsOfItsStep) {
+  auto engine = Engine::create(toy_config(Placement::kHbm, Placement::kHbm, kType, {}), model());
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model(), kType, kMicroBatches};
+  std::size_t set = 0, refused = 0;
+  trainer.between = [&] {
+    try {
+      engine->set_learning_rate(0.5);
+      ++set;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kInvalidArgument);
+      ++refused;
+    }
+  };
+  EXPECT_EQ(trainer.run_step().learning_rate, 0.5);
+  EXPECT_EQ(set, model().blocks.size() + 1) << "before each forward visit, and the first backward one";
+  EXPECT_EQ(refused, model().blocks.size() + 1);
+  for (const double rate : {-1.0, std::nan(""), HUGE_VAL}) EXPECT_THROW(engine->set_learning_rate(rate), Error) << rate;
 }
 
 // In the middle of a step too, when the update's first tiles are on their way already.

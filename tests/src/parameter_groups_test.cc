@@ -107,6 +107,14 @@ TEST(ParameterGroups, AScheduleScalesAGroupsRateAsTheOptimizers) {
   scalars_of(config, groups, 52, 1, scalars);  // half of the way
   EXPECT_NEAR(scalars[groups.parameter[0][0]].negative_lr_decay, -1e-4 * 0.1, 1e-10);
   EXPECT_NEAR(scalars[groups.parameter[0][1]].negative_lr_decay, -5e-4 * 0.1, 1e-10);
+  config.schedule = {};
+  config.schedule.given_lr = 1e-2;
+  scalars_of(config, groups, 52, 1, scalars);
+  EXPECT_NEAR(scalars[groups.parameter[0][0]].negative_lr_decay, -2e-3 * 0.1, 1e-9);
+  EXPECT_NEAR(scalars[groups.parameter[0][1]].negative_lr_decay, -1e-2 * 0.1, 1e-9);
+  config.optimizer.learning_rate = 0;  // of which no rate is a share
+  scalars_of(config, group_parameters(config, model()), 52, 1, scalars);
+  EXPECT_NEAR(scalars[groups.parameter[0][0]].negative_lr_decay, -2e-4 * 0.1, 1e-10);
 }
 
 // Each element of each tile is in the group of its parameter; neighbours of one group share a range.

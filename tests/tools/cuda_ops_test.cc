@@ -68,6 +68,7 @@ class GpuEngine final : public Engine {
   void push_gradient(const Gradient&, Stream&) override { refuse(); }
   StepReport step(std::span<const std::byte>) override { refuse(); }
   void discard_step() override { refuse(); }
+  void set_learning_rate(double) override { refuse(); }
   void flush() override { refuse(); }
   void export_weights(bool, const WeightSink&) override { refuse(); }
   void begin_save(const std::filesystem::path&, const SaveOptions&) override { refuse(); }

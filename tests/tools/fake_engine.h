@@ -135,6 +135,7 @@ class FakeEngine final : public Engine {
   std::uint64_t current_step() const override { return step_; }
   double loss_scale() const override { return scale; }
   std::vector<std::byte> blob() const override { return {}; }
+  void set_learning_rate(double) override {}
   const Ledger& ledger() const override { return ledger_; }
   std::vector<std::string> describe() const override { return {}; }
   std::optional<double> predicted_step_seconds() const override { return std::nullopt; }

@@ -1,0 +1,257 @@
+"""Hugging Face's Trainer with a Spillway engine below it: Trainer, and Mixin for trainers that derive from theirs.
+
+    trainer = spillway.Trainer(model=model, args=TrainingArguments(...), train_dataset=data, spillway="ds_config.json")
+    trainer.train()
+
+The loop is transformers' own. What it does with a model, an optimizer and gradients goes to the engine: backward, the
+norm, the step, checkpoints and exports. Transformers is imported when Trainer is first asked for.
+"""
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import weakref
+
+import torch
+
+from .engine import Engine
+from .library import Error
+from .trainer_config import check, filled, read, refuse
+
+SNAPSHOT = "spillway"  # in a checkpoint's directory; the others as transformers calls them
+SCHEDULE, STATE = "scheduler.pt", "trainer_state.json"
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """What schedules, callbacks and the loop see of an engine: the learning rate, and the step."""
+
+    _is_accelerate_prepared = True  # accelerate leaves it as it is
+    step_was_skipped = False        # accelerate asks
+
+    def __init__(self, model, rate):
+        super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": rate})
+        self.engine = None
+        self.expected_norm()
+
+    def attach(self, engine):
+        self.engine = weakref.proxy(engine)  # the trainer has it
+        self.param_groups[0]["params"] = [p for p in engine.module.parameters() if p.requires_grad]
+
+    def step(self, closure=None):
+        report = self.engine.step(early=True)
+        self.step_was_skipped = report.skipped
+        self.gradient_norm.fill_(report.gradient_norm)
+        self.param_groups[0]["lr"] = report.learning_rate
+
+    def expected_norm(self):
+        """A number that the next step fills in: the loop asks for the norm before it steps, and reads it afterwards."""
+        self.gradient_norm = torch.full((), float("nan"), dtype=torch.float64)
+        return self.gradient_norm
+
+
+class EngineSchedule:
+    """The configuration's own scheduler, in the place of one of PyTorch's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, *_):
+        pass
+
+    def get_last_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Mixin:
+    """Put it before a trainer of transformers' or TRL's: `class MyTrainer(spillway.trainer.Mixin, SFTTrainer)`.
+
+    `spillway`: path or dict, a ds_config.json. What it leaves open or calls "auto" is what TrainingArguments say.
+    `on_existing`: what to do with a store that is there: "refuse" or "replace". train(resume_from_checkpoint=...)
+      replaces it, unless "refuse" is said here.
+    `blocks`, `example`, `weights`, `trace`: as for Engine.
+    `.engine` is made by the first train(), evaluate() or predict(); None before. Errors: spillway.Error.
+    """
+
+    def __init__(self, *arguments, spillway=None, on_existing=None, blocks=None, example=None, weights=None, trace=None,
+                 **keywords):
+        if spillway is None:
+            raise Error("invalid_argument", 'spillway: is missing; give the path of a ds_config.json, or a dict')
+        if on_existing not in (None, "refuse", "replace"):
+            raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of refuse, replace; "
+                                            "train(resume_from_checkpoint=...) goes on with a run")
+        self.engine = None
+        self._configuration, self._on_existing = read(spillway), on_existing
+        self._engine_options = {"blocks": blocks, "example": example, "weights": weights, "trace": trace}
+        self._snapshot, self._first_step, self._begun = None, 0, False
+        self._planned = self._rate = None  # the engine's configuration; the rate that it was given
+        super().__init__(*arguments, **keywords)
+        for name in ("optimizer", "lr_scheduler", "optimizer_cls_and_kwargs", "model_init"):
+            if getattr(self, name, None) is not None:
+                raise Error("unsupported", f"{name}: cannot be given; a model= is trained, by the optimizer of the "
+                                           "configuration and the schedule of TrainingArguments")
+        check(self._filled(None))
+
+    # -- the engine -----------------------------------------------------------------------------------------------
+
+    def _filled(self, total_steps):
+        decayed = set(self.get_decay_parameter_names(self.model))
+        spared = [n for n, p in self.model.named_parameters() if p.requires_grad and n not in decayed]
+        return filled(self._configuration, self.args, self.model, spared, total_steps)
+
+    @property
+    def _schedules(self):
+        """The configuration has a scheduler, which the engine computes."""
+        return bool(self._configuration.get("scheduler"))
+
+    def _make_engine(self, total_steps):
+        """`total_steps`: None outside of train()."""
+        if total_steps is None and self._schedules and \
+                "auto" in (self._configuration["scheduler"].get("params") or {}).values():
+            raise Error("invalid_argument", 'scheduler.params: "auto" is filled in by train(); call it before '
+                                            "evaluate() and predict(), or write numbers")
+        planned = self._filled(total_steps)
+        if self.engine is None:
+            _leave_checkpointing_to_blocks(self.model)
+            if getattr(getattr(self.model, "config", None), "use_cache", False):
+                self.model.config.use_cache = False
+            existing = self._on_existing or ("replace" if self._snapshot else "refuse")
+            self.engine = Engine(self.model, planned, on_existing=existing, snapshot=self._snapshot,
+                                 **self._engine_options)
+            self._planned = planned
+        if planned != self._planned:
+            raise Error("invalid_argument", "train(): the configuration or TrainingArguments have changed since the "
+                                            "engine was made; make model and trainer anew")
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.optimizer = EngineOptimizer(self.model, self.args.learning_rate)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self._make_engine(num_training_steps)
+        if self.engine.current_step != self._first_step:
+            raise Error("corrupt", f"{self._snapshot}: is of step {self.engine.current_step}, and the checkpoint's "
+                                   f"{STATE} of step {self._first_step}; take another checkpoint")
+        self.optimizer.attach(self.engine)
+        self._begun = True
+        if self._schedules:
+            self.lr_scheduler, self._created_lr_scheduler = EngineSchedule(self.optimizer), True
+            return self.lr_scheduler
+        return super().create_scheduler(num_training_steps, self.optimizer)
+
+    def create_accelerator_and_postprocess(self):
+        refuse(self.args)
+        super().create_accelerator_and_postprocess()
+        trainer = weakref.proxy(self)  # which the accelerator does not keep alive
+        self.accelerator.backward = lambda loss, **_: trainer._backward(loss)
+        self.accelerator.clip_grad_norm_ = lambda *_, **__: trainer.optimizer.expected_norm()
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = lambda model, *more, **options: (
+            model if model is trainer.model else prepare(model, *more, **options))
+
+    def _build_accelerator_args(self, **keywords):
+        return {**super()._build_accelerator_args(**keywords), "mixed_precision": "no"}
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def train(self, *arguments, **keywords):
+        if self._begun:
+            raise Error("invalid_argument", f"train(): has begun a run before, now at step {self.state.global_step}; "
+                        "make model and trainer anew, and go on with resume_from_checkpoint=")
+        return super().train(*arguments, **keywords)
+
+    def _backward(self, loss):
+        group = self.optimizer.param_groups[0]
+        if not self._schedules and group["lr"] != self._rate:
+            self.engine.set_learning_rate(group["lr"])
+            self._rate = group["lr"]
+        # Transformers has weighted the micro-batches' losses, or accelerate does.
+        self.engine.backward(loss / self.accelerator.gradient_accumulation_steps, scale_wrt_gas=False)
+
+    def autocast_smart_context_manager(self, *_, **__):
+        return contextlib.nullcontext()  # weights are of the type that the configuration says
+
+    def _prepare_input(self, data):
+        """Numbers come in the weights' type, as with DeepSpeed."""
+        data = super()._prepare_input(data)
+        narrow = self.engine is not None and self.engine.dtype != torch.float32
+        return data.to(self.engine.dtype) if narrow and torch.is_tensor(data) and data.is_floating_point() else data
+
+    def _move_model_to_device(self, *_):
+        pass  # the engine takes its weights, wherever they are
+
+    def evaluation_loop(self, *arguments, **keywords):
+        if self.engine is None:
+            self._make_engine(None)
+        return super().evaluation_loop(*arguments, **keywords)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        self.engine.save(os.path.join(output_dir, SNAPSHOT), replace=True)
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if self.engine is not None:
+            raise Error("invalid_argument", "train(): an engine has taken the model's weights before; make model and "
+                                            "trainer anew to go on from a checkpoint")
+        self._snapshot, state = (os.path.join(resume_from_checkpoint, name) for name in (SNAPSHOT, STATE))
+        for part in (self._snapshot, state):
+            if not os.path.exists(part):
+                raise Error("not_found", f"{part}: is not there; take a checkpoint that this trainer has saved to its "
+                                         "end, and without save_only_model")
+        with open(state, encoding="utf-8") as file:
+            self._first_step = json.load(file)["global_step"]
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is None or self._schedules:
+            return
+        safely = torch.__version__ >= "2"  # that of 1.13 cannot read numbers
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULE), weights_only=safely))
+        self.optimizer.param_groups[0]["lr"] = self.lr_scheduler.get_last_lr()[0]
+
+    def _save(self, output_dir=None, state_dict=None):
+        if self.engine is None:
+            super()._save(output_dir, state_dict)
+            return
+        if hasattr(self.model, "peft_config"):  # adapters alone are saved
+            trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+            values = self.engine.master_weights(trained)
+            super()._save(output_dir, state_dict={n: v.to(self.engine.dtype) for n, v in values.items()})
+            return
+        output_dir = output_dir or self.args.output_dir
+        os.makedirs(output_dir, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output_dir) as folder:
+            rest = os.path.join(folder, "rest")  # all but the weights, which go tile by tile
+            super()._save(rest, state_dict={})
+            self.engine.export(output_dir, dtype=self.engine.dtype, replace=True)
+            shutil.copytree(rest, output_dir, dirs_exist_ok=True,
+                            ignore=shutil.ignore_patterns("*.safetensors", "pytorch_model*.bin"))
+
+
+def _leave_checkpointing_to_blocks(model):
+    """TrainingArguments.gradient_checkpointing has no more to do: every block is run once more in backward."""
+    word = "activation" if hasattr(model, "is_activation_checkpointing") else "gradient"  # older versions'
+    if getattr(model, f"is_{word}_checkpointing", False):
+        getattr(model, f"{word}_checkpointing_disable")()
+    setattr(model, f"{word}_checkpointing_enable", lambda *_, **__: None)  # which some versions call afterwards
+
+
+def __getattr__(name):
+    if name != "Trainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import transformers
+
+    class Trainer(Mixin, transformers.Trainer):
+        __doc__ = Mixin.__doc__
+
+    Trainer.__qualname__ = "Trainer"
+    globals()["Trainer"] = Trainer
+    return Trainer
