@@ -9,7 +9,17 @@
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
 set -eu
 cd "$(dirname "$0")/.."
-tools/install_packages.sh clang libclang-rt-dev lld python3-torch
+tools/install_packages.sh clang libclang-rt-dev lld python3-torch python3-venv
+
+# Debian has no transformers. Without them the suite of the package's Trainer is skipped. These are the newest for
+# Debian's PyTorch.
+if [ ! -e build-python/done ]; then
+  rm -rf build-python
+  python3 -m venv --system-site-packages build-python &&
+    build-python/bin/pip install -q transformers==4.44.2 accelerate==0.33.0 "numpy<2" && touch build-python/done ||
+    echo "no transformers from PyPI"
+fi
+if [ -e build-python/done ]; then export PATH="$PWD/build-python/bin:$PATH"; fi
 
 # Sanitizers map their shadow at fixed addresses, which a large vm.mmap_rnd_bits can collide with; so their tests run
 # with address randomisation off, where the machine lets us.
