@@ -31,7 +31,7 @@ TEST_F(StallMeterTest, FollowsTheStreamThatComputes) {
   give_a_wrong_stream_time();
   EXPECT_EQ(meter.idle_seconds(), at_change) << "it runs, and its idle time before is not the step's";
   const double stalls = meter.take().total();
-  EXPECT_GE(stalls, before);
+  EXPECT_GT(stalls, 0) << "of its own stream, from when the meter was made";
   EXPECT_LE(stalls, at_change);
   EXPECT_EQ(meter.take().total(), 0);
 
