@@ -116,17 +116,6 @@ File& File::operator=(File&& other) noexcept {
   return *this;
 }
 
-File::~File() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
-std::uint64_t File::size_bytes() const {
-  struct stat status;
-  if (::fstat(fd_, &status) != 0)
-    throw Error(Code::kIo, {path_.string(), "its size cannot be read", errno, "check the drive"});
-  return static_cast<std::uint64_t>(status.st_size);
-}
-
 namespace {
 
 // An open-file-description lock, not a process one: the latter would vanish when any other descriptor of this file is
@@ -143,6 +132,20 @@ int try_lock(int fd, short type) {
 }
 
 }  // namespace
+
+// A forked process may have the file open still, which would keep a lock that is not taken back.
+File::~File() {
+  if (fd_ < 0) return;
+  try_lock(fd_, F_UNLCK);
+  ::close(fd_);
+}
+
+std::uint64_t File::size_bytes() const {
+  struct stat status;
+  if (::fstat(fd_, &status) != 0)
+    throw Error(Code::kIo, {path_.string(), "its size cannot be read", errno, "check the drive"});
+  return static_cast<std::uint64_t>(status.st_size);
+}
 
 void File::lock(double patience_seconds) {
   using Clock = std::chrono::steady_clock;

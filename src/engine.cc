@@ -76,6 +76,12 @@ void StepEngine::begin_step() {
   unplanned_before_ = cursor_.unplanned();
 }
 
+std::unique_ptr<Stream> StepEngine::adopt_stream(void* native) {
+  auto stream = machinery_.device->adopt_stream(native);
+  machinery_.device->idle_clock(*stream);  // made now, and not inside of a step
+  return stream;
+}
+
 bool StepEngine::leased() const {
   return leases_ > 0 || (machinery_.places && machinery_.places->leased()) || machinery_.activations->leased();
 }

@@ -49,7 +49,7 @@ class StepEngine final : public Engine {
 
   DeviceKind device_kind() const override { return machinery_.device->kind(); }
   Stream& stream() override { return *machinery_.compute; }
-  std::unique_ptr<Stream> adopt_stream(void* native) override { return machinery_.device->adopt_stream(native); }
+  std::unique_ptr<Stream> adopt_stream(void* native) override;
   std::span<std::byte> workspace() override { return machinery_.hbm_region(plan_.hbm.workspace); }
   bool in_hbm(const void* data, std::size_t bytes) const override {
     const auto hbm = machinery_.device->hbm();

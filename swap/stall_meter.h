@@ -3,7 +3,7 @@
 // caller's thread waits for, since it is that thread that would enqueue; `other` while it waits for nothing of
 // Spillway's.
 //
-// One thread at a time (the engine's). Nothing is allocated after construction.
+// One thread at a time (the engine's). Nothing is allocated after construction, but a followed stream's clock.
 #pragma once
 
 #include <memory>

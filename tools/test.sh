@@ -12,11 +12,12 @@ cd "$(dirname "$0")/.."
 tools/install_packages.sh clang libclang-rt-dev lld python3-torch python3-venv
 
 # Debian has no transformers. Without them the suite of the package's Trainer is skipped. These are the newest for
-# Debian's PyTorch.
+# Debian's PyTorch, which is that of Debian's Python.
 if [ ! -e build-python/done ]; then
   rm -rf build-python
-  python3 -m venv --system-site-packages build-python &&
-    build-python/bin/pip install -q transformers==4.44.2 accelerate==0.33.0 "numpy<2" && touch build-python/done ||
+  /usr/bin/python3 -m venv --system-site-packages build-python &&
+    build-python/bin/pip install -q transformers==4.44.2 accelerate==0.33.0 "numpy<2" &&
+    touch build-python/done && rm -f build-test/build.ninja ||  # Meson looks for a Python when it sets up
     echo "no transformers from PyPI"
 fi
 if [ -e build-python/done ]; then export PATH="$PWD/build-python/bin:$PATH"; fi

@@ -64,10 +64,10 @@ class CudaStopwatch final : public Stopwatch {
 
   void start(Stream& stream) override {
     stopped_ = false;
-    as_cuda(stream).mark(before_);
+    as_cuda(stream).mark_begin(before_);
   }
   void stop(Stream& stream) override {
-    as_cuda(stream).mark(after_);
+    as_cuda(stream).mark_end(after_);
     stopped_ = true;
   }
   std::optional<double> seconds() const override {

@@ -7,10 +7,10 @@
 //
 // Behind what is recorded or waited for comes `tail_`. A call that finds the stream empty there knows that it has been
 // so since then, and puts an event before what it adds: between the two there was nothing to run. Work that nobody
-// records an event behind has no tail: how long the stream is empty behind it is not known, and counts as busy.
-// (Operations that a model launches by itself are always followed by a record: the release of a lease.) Waits for what
-// has happened already are no waits, and cost nothing. Times are read later: nobody waits for an event to know its
-// time, but who asks for a gap that has not ended yet.
+// records an event behind has no tail: how long the stream is empty behind it is not known, and counts as busy. What a
+// model launches by itself lies between the marks of a stopwatch: a visit's. Waits for what has happened already are no
+// waits, and cost nothing. Times are read later: nobody waits for an event to know its time, but who asks for a gap
+// that has not ended yet.
 #pragma once
 
 #include <cuda_runtime_api.h>

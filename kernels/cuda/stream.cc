@@ -24,30 +24,30 @@ CudaStream::~CudaStream() {
 void CudaStream::launch(const HostTask&) { SPILLWAY_CHECK(false, "a HostTask runs on the host device only"); }
 
 void CudaStream::synchronize() {
-  health_.guard([&] {
-    {
-      const std::lock_guard lock(mutex_);
-      if (clock_) clock_->record_tail();
-      cuda::record(done_, stream_);
-    }
-    check(cudaEventSynchronize(done_.get()), "work on the GPU");
-  });
+  record_last(done_);
+  health_.guard([&] { check(cudaEventSynchronize(done_.get()), "work on the GPU"); });
   health_.wait_for_calls();
 }
 
-void CudaStream::record(CudaEvent& event) {
+void CudaStream::record_last(const RawEvent& event) {
   health_.guard([&] {
     const std::lock_guard lock(mutex_);
     if (clock_) clock_->before_work();
-    cuda::record(event.raw, stream_);
+    cuda::record(event, stream_);
     if (clock_) clock_->record_tail();
   });
+}
+
+void CudaStream::record(CudaEvent& event) {
+  record_last(event.raw);
   event.stream = number_;
 }
 
-void CudaStream::mark(const RawEvent& event) {
-  health_.guard([&] { cuda::record(event, stream_); });
+void CudaStream::mark_begin(const RawEvent& event) {
+  add([&](cudaStream_t stream) { cuda::record(event, stream); });
 }
+
+void CudaStream::mark_end(const RawEvent& event) { record_last(event); }
 
 void CudaStream::wait(const CudaEvent& event) {
   health_.guard([&] {

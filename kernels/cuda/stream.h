@@ -39,12 +39,16 @@ class CudaStream final : public Stream {
     });
   }
   void record(CudaEvent& event);
-  void mark(const RawEvent& event);  // a place in the stream, that nobody waits for
+  // Where work begins and ends that may be launched by the caller itself. Nobody waits for these events.
+  void mark_begin(const RawEvent& event);
+  void mark_end(const RawEvent& event);
   void wait(const CudaEvent& event);
   // A stream has none, and costs less, before it is asked for.
   std::shared_ptr<IdleClock> idle_clock();
 
  private:
+  void record_last(const RawEvent& event);
+
   cudaStream_t stream_ = nullptr;
   const bool owned_;
   const std::uint64_t number_;

@@ -8,6 +8,7 @@ from ctypes import byref, c_uint64, c_void_p
 
 import torch
 
+from . import buffers
 from .blocks import find_blocks, forward_order
 from .layout import Layout
 from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report, Weights,
@@ -47,7 +48,7 @@ class Engine:
                  trace=None):
         self._library = library()
         self._handle = None
-        self._held = 0  # leases
+        self._held, self._unfinished = 0, False  # leases; gradients of a step that must be discarded
         self.module = model
         self._read_config(config)
         if on_existing not in ON_EXISTING:
@@ -290,22 +291,30 @@ class Engine:
         An exception out of it discards the step, and so what backward() did for its earlier micro-batches.
         """
         scale = self._library.engine_loss_scale(self._open()) / (self._accumulation if scale_wrt_gas else 1)
+        if self.step_is_due:
+            raise Error("invalid_argument", f"backward: the step has had its {self._accumulation} micro-batches "
+                                            "(gradient_accumulation_steps); call step() before the next one")
         self.in_backward = True
         try:
             (loss * scale).backward()
         except BaseException:
-            with contextlib.suppress(Error):  # after one that ends the engine; every further call says so
+            self._unfinished = True
+            try:
                 self.discard_step()
+            except Error as error:
+                self._unfinished = error.code == "invalid_argument"  # else it has ended, and every further call says so
             raise
         finally:
             self.in_backward = False
+        lost = None
         for members, names in zip(self._layout.members, self._layout.names):
             for parameter, name in zip(members, names):
                 if parameter.grad is not None:
-                    parameter.grad = None
-                    self.discard_step()
-                    raise Error("invalid_argument", f"{name}: is used outside of its block, where it has no values; "
-                                "name the module that uses it in blocks=")
+                    parameter.grad, lost = None, lost or name
+        if lost is not None:
+            self.discard_step()
+            raise Error("invalid_argument", f"{lost}: is used outside of its block, where it has no values; "
+                        "name the module that uses it in blocks=")
         self._micro_batches += 1
 
     def step(self, blob=b"", early=False):
@@ -329,9 +338,19 @@ class Engine:
         values = {name: getattr(report, name) for name, _ in Report._fields_}
         return StepReport(**{**values, "skipped": bool(report.skipped), "link": report.link.decode()})
 
+    @property
+    def step_is_due(self):
+        """All micro-batches of the step have been through backward()."""
+        return self._micro_batches == self._accumulation
+
     def discard_step(self):
         """Forgets what backward() did since step(): the next micro-batch is the first of the step."""
-        self._library.engine_discard_step(self._open())
+        unfinished, self._unfinished = self._unfinished, False
+        try:
+            self._library.engine_discard_step(self._open())
+        except Error:
+            self._unfinished = unfinished
+            raise
         self._begin_step()
 
     def _begin_step(self):
@@ -394,8 +413,11 @@ class Engine:
         self._library.engine_save(self._open(), _path(directory), replace)
 
     def export(self, directory, dtype=torch.float32, replace=False):
-        """The weights as safetensors with the model's config.json: what from_pretrained() takes."""
+        """The weights, and persistent buffers, as safetensors with the model's config.json: what from_pretrained()
+        takes."""
+        buffers.check(self.module)
         self._library.engine_export(self._open(), _path(directory), DTYPES.index(dtype), replace)
+        buffers.save(self.module, directory)
 
     def close(self):
         """Makes the last step durable and gives everything back. The model keeps no weights."""
@@ -415,6 +437,9 @@ class Engine:
         """The handle of an engine that can be asked for things."""
         if self._handle is None:
             raise Error("invalid_argument", "engine: it is closed")
+        if self._unfinished:
+            raise Error("invalid_argument", "engine: a step was left unfinished in backward, while a block's weights "
+                                            "were in use; call discard_step()")
         return self._handle
 
 

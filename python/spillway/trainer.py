@@ -15,12 +15,14 @@ import weakref
 
 import torch
 
+from . import buffers
 from .engine import Engine
 from .library import Error
 from .trainer_config import check, filled, read, refuse
 
 SNAPSHOT = "spillway"  # in a checkpoint's directory; the others as transformers calls them
 SCHEDULE, STATE = "scheduler.pt", "trainer_state.json"
+OWN = ("create_optimizer", "get_optimizer_cls_and_kwargs")  # of other trainers
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -31,7 +33,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(self, model, rate):
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": rate})
-        self.engine = None
+        self.engine = self.given_rate = None  # of the step, unless the configuration has a scheduler
         self.expected_norm()
 
     def attach(self, engine):
@@ -39,7 +41,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.param_groups[0]["params"] = [p for p in engine.module.parameters() if p.requires_grad]
 
     def step(self, closure=None):
+        rate = self.param_groups[0]["lr"]
+        if self.given_rate not in (None, rate):
+            raise Error("unsupported", f"learning rate: was {self.given_rate} in the step's backward pass, which may "
+                                       f"have updated by it, and is {rate} now; set it between steps")
         report = self.engine.step(early=True)
+        if report is None:
+            raise Error("invalid_argument", "step: no loss has been through backward")
         self.step_was_skipped = report.skipped
         self.gradient_norm.fill_(report.gradient_norm)
         self.param_groups[0]["lr"] = report.learning_rate
@@ -90,7 +98,12 @@ class Mixin:
         self._configuration, self._on_existing = read(spillway), on_existing
         self._engine_options = {"blocks": blocks, "example": example, "weights": weights, "trace": trace}
         self._snapshot, self._first_step, self._begun = None, 0, False
-        self._planned = self._rate = None  # the engine's configuration; the rate that it was given
+        self._planned = None  # the engine's configuration
+        own = [f"{kind.__name__}.{name}" for kind in type(self).__mro__ for name in OWN if name in vars(kind)
+               and kind is not Mixin and not kind.__module__.startswith(("transformers.", "spillway."))]
+        if own:
+            raise Error("unsupported", f"{', '.join(own)}: would not be asked; the optimizer is the configuration's, "
+                                       'with spillway.parameter_groups for rates and decays of their own')
         super().__init__(*arguments, **keywords)
         for name in ("optimizer", "lr_scheduler", "optimizer_cls_and_kwargs", "model_init"):
             if getattr(self, name, None) is not None:
@@ -165,13 +178,24 @@ class Mixin:
         if self._begun:
             raise Error("invalid_argument", f"train(): has begun a run before, now at step {self.state.global_step}; "
                         "make model and trainer anew, and go on with resume_from_checkpoint=")
-        return super().train(*arguments, **keywords)
+        self._snapshot, self._first_step = None, 0
+        try:
+            return super().train(*arguments, **keywords)
+        except BaseException:
+            if self.engine is not None:
+                with contextlib.suppress(Error):  # so that save_model() has the last whole step
+                    self.engine.discard_step()
+            raise
 
     def _backward(self, loss):
-        group = self.optimizer.param_groups[0]
-        if not self._schedules and group["lr"] != self._rate:
-            self.engine.set_learning_rate(group["lr"])
-            self._rate = group["lr"]
+        rate = self.optimizer.param_groups[0]["lr"]
+        if self.engine.step_is_due:
+            raise Error("unsupported", "gradient_accumulation_steps: the micro-batches that are left at an epoch's end "
+                                       "come to the next epoch's first step, which has too many then; take a data set "
+                                       "with a length, or a divisor of an epoch's micro-batches")
+        if not self._schedules and rate != self.optimizer.given_rate:
+            self.engine.set_learning_rate(rate)
+            self.optimizer.given_rate = rate
         # Transformers has weighted the micro-batches' losses, or accelerate does.
         self.engine.backward(loss / self.accelerator.gradient_accumulation_steps, scale_wrt_gas=False)
 
@@ -209,6 +233,7 @@ class Mixin:
                                          "end, and without save_only_model")
         with open(state, encoding="utf-8") as file:
             self._first_step = json.load(file)["global_step"]
+        buffers.load(self.model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is None or self._schedules:

@@ -19,7 +19,8 @@ class GpuCalls(CliTest):
     def calls(self, **how):
         log = self.place.folder / "calls"
         done = self.place.finetune(self.place.config(**how), self.place.init_model(),
-                                   {"SPILLWAY_EMULATED_GPU_LOG": str(log)}, steps=3, fresh=True)
+                                   {"SPILLWAY_EMULATED_GPU_LOG": str(log)}, steps=3, fresh=True,
+                                   log=self.place.log)
         self.assert_done(done)
         calls = log.read_text().splitlines()
         steps = [i for i, call in enumerate(calls) if call.startswith("product")]
@@ -31,6 +32,9 @@ class GpuCalls(CliTest):
         self.assertEqual([], [call for call in in_steps if call.startswith(STOPPING)])
         self.assertEqual([], [call for call in calls if "pageable" in call or "default stream" in call])
         self.assertTrue(any(call.startswith(STOPPING) for call in calls), "the log shows such calls at all")
+        for step in self.place.steps():
+            # Causes are told apart by the host's clock, what nobody waited for is the rest: a microsecond is no loss.
+            self.assertGreaterEqual(min(step["stalls"].values()), -1e-6, step)
 
     def test_StepsOnNvmeAllocateNothingAndStopNothing(self):
         self.check(parameters="nvme", states="nvme")

@@ -169,7 +169,23 @@ class Loops(Case):
     def test_TwoLossesOfOneStep(self):
         engine = self.engine(lines(None, None))
         engine.backward(engine(X).pow(2).mean())
-        self.assert_error("is used more often in a step than the plan's 1 times", engine.backward, engine(X).sum())
+        self.assert_error(r"the step has had its 1 micro-batches .*; call step\(\)", engine.backward, engine(X).sum())
+        self.assertEqual(1, engine.step().step)
+
+    def test_AnUnfinishedStepIsNotForgottenWhileWeightsAreInUse(self):
+        def fails(self, x):
+            if torch.is_grad_enabled():  # in backward
+                raise KeyError("gone")
+            return x
+
+        engine = self.engine(lines(fails, None))
+        loss = engine(X).sum()
+        with engine.weights_of("1"):
+            with self.assertRaisesRegex(KeyError, "gone"):
+                engine.backward(loss)
+        self.assert_error("a step was left unfinished in backward", engine, X)
+        engine.discard_step()
+        self.assertIsNone(engine.step())
 
     def test_WhatIsTrainedIsDecidedAtTheStart(self):
         for before in (True, False):

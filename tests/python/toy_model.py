@@ -33,7 +33,7 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(width)
         self.head = torch.nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self.register_buffer("scale", torch.tensor(0.5))
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
 
     def forward(self, ids):
         x = self.embedding(ids)

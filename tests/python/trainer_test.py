@@ -245,6 +245,36 @@ class Checkpoints(Case):
             untrained = transformers.AutoModelForCausalLM.from_pretrained(str(self.folder / "untrained"))
             self.assertFalse(torch.equal(untrained.lm_head.weight, loaded.lm_head.weight.float()))
 
+    def test_BuffersAreSavedAndResumed(self):
+        class Counting(transformers.GPT2LMHeadModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.register_buffer("seen", torch.zeros(2))
+                self.register_buffer("scratch", torch.ones(3), persistent=False)
+
+            def forward(self, input_ids=None, labels=None, **keywords):
+                if self.training and torch.is_grad_enabled():
+                    self.seen[0] += 1
+                return super().forward(input_ids=input_ids, labels=labels, **keywords)
+
+        def counting():
+            return Counting(model().config)
+
+        trainer = self.trainer(counting(), max_steps=2, save_strategy="steps", save_steps=1)
+        trainer.train()
+        trainer.save_model()
+        trainer.save_model()
+        trainer.engine.close()
+        micro_batches = len(trainer.losses)
+        loaded = Counting.from_pretrained(str(self.folder / "out"))
+        self.assertEqual([micro_batches, 0], loaded.seen.tolist())
+        self.assertNotIn("scratch", (self.folder / "out/model.safetensors.index.json").read_text())
+        for name, value in trainer.model.named_parameters():
+            self.assertEqual(value.shape, loaded.get_parameter(name).shape)
+        again = self.trainer(counting(), max_steps=2)
+        again.train(resume_from_checkpoint=str(self.folder / "out/checkpoint-1"))
+        self.assertEqual([micro_batches, 0], again.model.seen.tolist())
+
     @unittest.skipUnless(importlib.util.find_spec("peft"), "no peft in this Python")
     def test_AdaptersAreSavedAlone(self):
         import peft
@@ -328,6 +358,12 @@ class Configuration(Case):
                 "save_steps": 1}
         self.assert_error("load_best_model_at_end: ", self.trainer, **best)
         network = model()
+
+        class Own(spillway.Trainer):
+            def create_optimizer(self, *_):
+                raise AssertionError("it is not asked")
+
+        self.assert_error("Own.create_optimizer: would not be asked", self.trainer, kind=Own)
         self.assert_error("optimizer: cannot be given", self.trainer, network, options={
             "optimizers": (torch.optim.SGD(network.parameters(), lr=1), None)})
 
@@ -361,6 +397,42 @@ class Failures(Case):
         trainer.save_model(str(self.folder / "exploded"))
         self.assert_saved(one, self.folder / "exploded")
 
+    def test_ARunThatDidNotBeginIsNoBeginningOfAnother(self):
+        first = self.trainer(save_strategy="steps", save_steps=2, max_steps=2)
+        first.train()
+        first.engine.close()
+        trainer = self.trainer(max_steps=1, options={"on_existing": "replace"})
+        with unittest.mock.patch.object(trainer, "create_scheduler", side_effect=KeyboardInterrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                trainer.train(resume_from_checkpoint=str(self.folder / "out/checkpoint-2"))
+        trainer.train()
+        self.assertEqual(1, trainer.engine.current_step)
+
+    def test_TheRestOfAnEpochWithoutALength(self):
+        class Rows(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(examples(14))
+
+        trainer = self.trainer(max_steps=4)
+        trainer.train_dataset = Rows()
+        try:
+            trainer.train()  # older versions make a step of the rest
+        except spillway.Error as error:
+            self.assertIn("gradient_accumulation_steps: the micro-batches that are left at an epoch's end", str(error))
+        self.assertEqual(trainer.state.global_step, trainer.engine.current_step)
+
+    @unittest.skipUnless(hasattr(transformers.TrainerCallback, "on_pre_optimizer_step"), "no such callback here")
+    def test_ARateThatComesTooLateIsRefused(self):
+        class Late(transformers.TrainerCallback):
+            def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
+                optimizer.param_groups[0]["lr"] = 1.0
+
+        trainer = self.trainer(options={"callbacks": [Late()]})
+        self.assert_error("learning rate: was .* in the step's backward pass", trainer.train)
+        self.assertEqual(0, trainer.engine.current_step)
+        trainer.optimizer.param_groups[0]["lr"] = 0.0
+        self.assert_error("step: no loss has been through backward", trainer.optimizer.step)
+
     def test_AnInterruptedRunCanBeSaved(self):
         def interrupt(*_):
             raise KeyboardInterrupt
@@ -382,7 +454,15 @@ class Failures(Case):
 
         three = self.trainer(configuration=self.configuration("three"), options={"callbacks": [Stopping(3)]})
         three.train()
-        for name, more in (("between", {"options": {"callbacks": [InBetween()]}}), ("backward", {"kind": InBackward})):
+        class BeforeTheStep(transformers.TrainerCallback):
+            def on_pre_optimizer_step(self, args, state, control, **_):
+                if state.global_step == 3:
+                    raise KeyboardInterrupt
+
+        cases = [("between", {"options": {"callbacks": [InBetween()]}}), ("backward", {"kind": InBackward})]
+        if hasattr(transformers.TrainerCallback, "on_pre_optimizer_step"):
+            cases.append(("before", {"options": {"callbacks": [BeforeTheStep()]}}))
+        for name, more in cases:
             trainer = self.trainer(configuration=self.configuration(name), **more)
             with self.assertRaises(KeyboardInterrupt):
                 trainer.train()

@@ -1,0 +1,62 @@
+"""A model's persistent buffers, beside its exported weights: engine, store and snapshots know parameters alone."""
+import json
+import os
+
+from .library import Error
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # as from_pretrained() looks for them
+PART, BUFFERS = "model-weights.safetensors", "model-buffers.safetensors"
+
+
+def persistent(model):
+    """By name, those that a state_dict() has."""
+    return {f"{prefix}.{name}" if prefix else name: buffer for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set}
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise Error("unsupported", "export: the model has persistent buffers, which are written by the package "
+                                   "safetensors; `pip install safetensors` brings it") from None
+    return safetensors.torch
+
+
+def check(model):
+    """Whether save() can be done."""
+    if persistent(model):
+        _safetensors()
+
+
+def save(model, directory):
+    """Adds the model's buffers, if it has some, to an export that is there."""
+    values = {name: buffer.detach().cpu().clone().contiguous() for name, buffer in persistent(model).items()}
+    if not values:
+        return
+    safetensors = _safetensors()
+    path = {name: os.path.join(os.fspath(directory), name) for name in (WEIGHTS, INDEX, PART, BUFFERS)}
+    one_file = os.path.exists(path[WEIGHTS])
+    if one_file:
+        with safetensors.safe_open(path[WEIGHTS], "pt") as file:
+            index = {"metadata": {"total_size": 0}, "weight_map": {name: PART for name in file.keys()}}
+        index["metadata"]["total_size"] = os.path.getsize(path[WEIGHTS])
+    else:
+        with open(path[INDEX], encoding="utf-8") as file:
+            index = json.load(file)
+    safetensors.save_file(values, path[BUFFERS], metadata={"format": "pt"})
+    index["weight_map"].update({name: BUFFERS for name in values})
+    index["metadata"]["total_size"] += sum(value.numel() * value.element_size() for value in values.values())
+    with open(path[INDEX] + ".new", "w", encoding="utf-8") as file:
+        json.dump(index, file, indent=2, sort_keys=True)
+    os.replace(path[INDEX] + ".new", path[INDEX])
+    if one_file:
+        os.replace(path[WEIGHTS], path[PART])  # from here on the index is what counts
+
+
+def load(model, directory):
+    """Gives the model the buffers of an export, if that has some."""
+    path = os.path.join(os.fspath(directory), BUFFERS)
+    if os.path.exists(path):
+        model.load_state_dict(_safetensors().load_file(path), strict=False)
