@@ -209,12 +209,12 @@ class HostDevice final : public Device {
     });
   }
 
-  std::shared_ptr<IdleClock> idle_clock(Stream& stream) override { return as_host(stream).shared_progress(); }
+  std::shared_ptr<IdleClock> idle_clock(Stream& stream) override { return as_host(stream).progress(); }
 
  protected:
   void do_record(Event& event, Stream& stream) override {
     const HostStream& host = as_host(stream);
-    static_cast<HostEvent&>(event).set({&host.progress(), host.position()});
+    static_cast<HostEvent&>(event).set({host.progress().get(), host.position()});
   }
   void do_wait(Stream& stream, Event& event) override {
     const auto record = static_cast<HostEvent&>(event).latest();

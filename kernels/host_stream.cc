@@ -29,7 +29,7 @@ IdleSeconds StreamProgress::seconds() const {
 }
 
 double StreamProgress::waiting_for(const Stream& on) const {
-  const StreamProgress* const other = &static_cast<const HostStream&>(on).progress();
+  const StreamProgress* const other = static_cast<const HostStream&>(on).progress().get();
   const std::lock_guard lock(mutex_);
   Clock::duration total = awaited_ == other ? idle_now() : Clock::duration{};
   for (const Waited& waited : waited_) total += waited.on == other ? waited.total : Clock::duration{};
@@ -56,17 +56,14 @@ void StreamProgress::end_idle() {
 }
 
 HostStream::HostStream(std::string name, std::shared_ptr<StreamProgress> progress, HostWorkers& workers)
-    : shared_progress_(std::move(progress)),
-      progress_(*shared_progress_),
-      workers_(workers),
-      thread_([this] { run(); }) {
+    : progress_(std::move(progress)), workers_(workers), thread_([this] { run(); }) {
   name.resize(std::min<std::size_t>(name.size(), 15));  // the kernel's limit (pthread_setname_np(3))
   pthread_setname_np(thread_.native_handle(), name.c_str());
 }
 
 HostStream::~HostStream() {
   {
-    const std::lock_guard lock(progress_.mutex_);
+    const std::lock_guard lock(progress_->mutex_);
     stopping_ = true;
   }
   work_.notify_one();
@@ -76,58 +73,58 @@ HostStream::~HostStream() {
 void HostStream::launch(const HostTask& task) {
   SPILLWAY_CHECK(std::this_thread::get_id() != thread_.get_id(), "work on a stream must not feed that stream");
   {
-    std::unique_lock lock(progress_.mutex_);
-    progress_.advanced_.wait(lock, [&] { return progress_.enqueued_ - progress_.completed_ < kRingTasks; });
-    ring_[progress_.enqueued_ % kRingTasks] = task;
-    ++progress_.enqueued_;
+    std::unique_lock lock(progress_->mutex_);
+    progress_->advanced_.wait(lock, [&] { return progress_->enqueued_ - progress_->completed_ < kRingTasks; });
+    ring_[progress_->enqueued_ % kRingTasks] = task;
+    ++progress_->enqueued_;
   }
   work_.notify_one();
 }
 
 void HostStream::synchronize() {
   SPILLWAY_CHECK(std::this_thread::get_id() != thread_.get_id(), "a stream cannot wait for itself");
-  progress_.wait_until(position());
+  progress_->wait_until(position());
 }
 
 std::uint64_t HostStream::position() const {
-  const std::lock_guard lock(progress_.mutex_);
-  return progress_.enqueued_;
+  const std::lock_guard lock(progress_->mutex_);
+  return progress_->enqueued_;
 }
 
 void HostStream::launch_wait(const StreamProgress& other, std::uint64_t position) {
   // A record on this very stream is behind us by the time the task runs.
-  if (&other == &progress_) return;
+  if (&other == progress_.get()) return;
   launch([this, &other, position](HostWorkers&) {
     if (other.reached(position)) return;
     {
-      const std::lock_guard lock(progress_.mutex_);
-      progress_.begin_idle(&other);
+      const std::lock_guard lock(progress_->mutex_);
+      progress_->begin_idle(&other);
     }
     other.wait_until(position);
-    const std::lock_guard lock(progress_.mutex_);
-    progress_.end_idle();
+    const std::lock_guard lock(progress_->mutex_);
+    progress_->end_idle();
   });
 }
 
 void HostStream::run() {
   // A thread inherits its creator's settings; a model's tasks compute on this thread too.
   const DefaultFloatEnvironment environment;
-  std::unique_lock lock(progress_.mutex_);
+  std::unique_lock lock(progress_->mutex_);
   for (;;) {
-    if (progress_.completed_ == progress_.enqueued_) {
+    if (progress_->completed_ == progress_->enqueued_) {
       if (stopping_) return;
-      progress_.begin_idle(nullptr);
-      work_.wait(lock, [&] { return stopping_ || progress_.completed_ != progress_.enqueued_; });
-      progress_.end_idle();
+      progress_->begin_idle(nullptr);
+      work_.wait(lock, [&] { return stopping_ || progress_->completed_ != progress_->enqueued_; });
+      progress_->end_idle();
       continue;
     }
     // Run in place: launch() reuses the slot only after completed_ has moved past it.
-    const HostTask& task = ring_[progress_.completed_ % kRingTasks];
+    const HostTask& task = ring_[progress_->completed_ % kRingTasks];
     lock.unlock();
     task(workers_);
     lock.lock();
-    ++progress_.completed_;
-    progress_.advanced_.notify_all();
+    ++progress_->completed_;
+    progress_->advanced_.notify_all();
   }
 }
 

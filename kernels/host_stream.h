@@ -73,16 +73,14 @@ class HostStream final : public Stream {
 
   // Where the stream stands now: the position that an event records.
   std::uint64_t position() const;
-  const StreamProgress& progress() const noexcept { return progress_; }
-  const std::shared_ptr<StreamProgress>& shared_progress() const noexcept { return shared_progress_; }
+  const std::shared_ptr<StreamProgress>& progress() const noexcept { return progress_; }
   // Appends: go on only when `other` has reached `position`.
   void launch_wait(const StreamProgress& other, std::uint64_t position);
 
  private:
   void run();
 
-  const std::shared_ptr<StreamProgress> shared_progress_;
-  StreamProgress& progress_;  // the same; its mutex guards everything below
+  const std::shared_ptr<StreamProgress> progress_;  // its mutex guards everything below
   HostWorkers& workers_;
   std::condition_variable work_;
   bool stopping_ = false;

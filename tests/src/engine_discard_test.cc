@@ -6,7 +6,6 @@
 #include <random>
 
 #include "spillway/error.h"
-#include "spillway/store.h"
 #include "tests/seed.h"
 #include "tests/src/layout_cases.h"
 
@@ -102,11 +101,7 @@ TEST_P(EngineDiscard, LeavesTheStoreAtTheLastStep) {
     give_up_before_visit(run, kVisits);  // every gradient has been pushed
     run.engine->discard_step();
     run.engine->flush();
-    run.engine.reset();
-    EXPECT_EQ(inspect_store({run.store.path()}).step, kStopped);
-    std::uint64_t bad = 0;
-    verify_store({run.store.path()}, {.on_bad = [&](const BadExtent&) { ++bad; }});
-    EXPECT_EQ(bad, 0u);
+    testing::end_and_expect_store_at(run, kStopped);
     run.open(OnExisting::kResume);
     EXPECT_TRUE(run.until(kSteps).bits == wanted(layout));
   }

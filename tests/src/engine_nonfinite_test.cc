@@ -7,7 +7,6 @@
 #include <tuple>
 
 #include "spillway/error.h"
-#include "spillway/store.h"
 #include "tests/src/layout_cases.h"
 
 namespace spillway {
@@ -85,11 +84,7 @@ TEST_P(NonFiniteGradient, LeavesTheStoreAtTheLastGoodStep) {
     LayoutRun run(layout, type(), change, true);
     for (std::uint64_t step = 0; step < kLastGood; ++step) run.trainer->run_step();
     expect_refused(run, 2, "h.2.weight of block h.2");
-    run.engine.reset();
-    EXPECT_EQ(inspect_store({run.store.path()}).step, kLastGood);
-    std::uint64_t bad = 0;
-    verify_store({run.store.path()}, {.on_bad = [&](const BadExtent&) { ++bad; }});
-    EXPECT_EQ(bad, 0u);
+    testing::end_and_expect_store_at(run, kLastGood);
     run.open(OnExisting::kResume);
     EXPECT_EQ(run.engine->current_step(), kLastGood);
     EXPECT_TRUE(run.until(kSteps).bits == wanted(layout));

@@ -3,6 +3,8 @@
 // that.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
@@ -13,6 +15,7 @@
 #include <vector>
 
 #include "spillway/error.h"
+#include "spillway/store.h"
 #include "src/plan/plan.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
@@ -143,5 +146,14 @@ struct LayoutRun {
   std::unique_ptr<Engine> engine;
   std::optional<ToyTrainer> trainer;
 };
+
+// The engine ends: its store is at that step, and no byte of it is bad.
+inline void end_and_expect_store_at(LayoutRun& run, std::uint64_t step) {
+  run.engine.reset();
+  EXPECT_EQ(inspect_store({run.store.path()}).step, step);
+  std::uint64_t bad = 0;
+  verify_store({run.store.path()}, {.on_bad = [&](const BadExtent&) { ++bad; }});
+  EXPECT_EQ(bad, 0u);
+}
 
 }  // namespace spillway::testing
