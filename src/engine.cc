@@ -119,6 +119,7 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     }
     const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
+    if (pass == Pass::kBackward) machinery_.gradients->expect(block);
     if (!machinery_.places) {
       if (updating_) {
         machinery_.updater->run_until(block, nullptr);

@@ -10,7 +10,8 @@ namespace spillway {
 
 GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& model, DType type, Device& device,
                                      HostWorkers& workers, std::span<std::byte> host, Stream& d2h,
-                                     BlockSpiller* spiller, std::uint64_t scratch_offset, Timeline* timeline)
+                                     BlockSpiller* spiller, std::uint64_t scratch_offset, Timeline* timeline,
+                                     AccumulatorPlaces* accumulators)
     : plan_(plan),
       model_(model),
       type_(type),
@@ -21,7 +22,8 @@ GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& m
       spiller_(spiller),
       scratch_offset_(scratch_offset),
       spilled_checksums_(plan.tiles.size()),
-      timeline_(timeline) {
+      timeline_(timeline),
+      accumulators_(accumulators) {
   blocks_.resize(plan.blocks.size());
   std::uint64_t largest = 0;
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
@@ -75,6 +77,7 @@ void GradientCollector::begin_step() {
   for (Staging& staging : staging_) staging.block.reset();
   for (auto& passing : passing_) passing.reset();
   accumulator_owner_.reset();
+  if (accumulators_) accumulators_->begin_step();
 }
 
 std::optional<std::uint32_t> GradientCollector::free_passing(std::uint32_t block) const {
@@ -132,9 +135,8 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
     refuse(parameter.name, "its gradient came while another block's was being accumulated",
            "push all micro-batches of a block before the next, or describe more than one backward visit");
   }
-  const auto& accumulator = plan_.blocks[gradient.block].accumulator;
   const bool completes = pushes + 1 == parameter.pushes && block.open == 1;
-  if (!plan_.gradients_in_hbm && !block.staging && (!accumulator || completes)) {
+  if (!plan_.gradients_in_hbm && !block.staging && (!accumulates(gradient.block) || completes)) {
     const auto& holder = staging_[next_staging_for(gradient.block)].block;
     if (holder && plan_.blocks[*holder].gradient_place == GradientPlace::kSpilled) {
       refuse("block " + model_.blocks[*holder].name,
@@ -150,9 +152,9 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
   const bool first = pushes++ == 0;
   const bool last = pushes == parameter.pushes;
   const ParameterPlace& place = plan_.blocks[gradient.block].partition.parameters[gradient.parameter];
-  if (accumulator) {
+  if (accumulates(gradient.block)) {
     if (plan_.blocks[gradient.block].accumulator_shared) accumulator_owner_ = gradient.block;
-    float* sum = reinterpret_cast<float*>(hbm(accumulator->offset)) + place.first;
+    float* sum = accumulator(gradient.block, stream) + place.first;
     device_.accumulate_async(sum, gradient.data, gradient.dtype, place.count, first, stream);
   } else {
     std::byte* staging = staging_for(gradient.block, stream);
@@ -161,6 +163,19 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
   if (!last || --block.open > 0) return false;
   complete(gradient.block, stream);
   return true;
+}
+
+bool GradientCollector::accumulates(std::uint32_t block) const {
+  return plan_.blocks[block].accumulator || plan_.blocks[block].accumulator_home;
+}
+
+float* GradientCollector::accumulator(std::uint32_t block, Stream& stream) {
+  if (plan_.blocks[block].accumulator_home) return accumulators_->acquire(block, stream);
+  return reinterpret_cast<float*>(hbm(plan_.blocks[block].accumulator->offset));
+}
+
+void GradientCollector::expect(std::uint32_t block) {
+  if (plan_.blocks[block].accumulator_home && blocks_[block].open > 0) accumulators_->expect(block);
 }
 
 // A free one that is large enough, in turn; with none free, the first in turn that is large enough.
@@ -277,14 +292,15 @@ std::optional<GradientCollector::Spilled> GradientCollector::spilled(std::uint32
 void GradientCollector::complete(std::uint32_t b, Stream& stream) {
   const BlockPlan& plan = plan_.blocks[b];
   BlockState& block = blocks_[b];
-  if (plan.accumulator) {
+  if (accumulates(b)) {
     std::byte* staging = staging_for(b, stream);
-    const float* sums = reinterpret_cast<const float*>(hbm(plan.accumulator->offset));
+    const float* sums = accumulator(b, stream);
     for (std::uint32_t p = 0; p < block.pushes.size(); ++p) {
       if (!model_.blocks[b].parameters[p].trainable) continue;
       round_into(staging, b, p, sums + plan.partition.parameters[p].first, DType::kFloat32, stream);
     }
     if (accumulator_owner_ == b) accumulator_owner_.reset();
+    if (plan.accumulator_home) accumulators_->complete(b, stream);
   }
   if (!block.piecewise) {
     auto* norm = reinterpret_cast<NormResult*>(hbm(plan_.hbm.norms.offset)) + b;
@@ -329,6 +345,7 @@ void GradientCollector::wait_landed(std::uint32_t b) {
 }
 
 void GradientCollector::settle() {
+  if (accumulators_) accumulators_->settle();
   for (Staging& staging : staging_) finish_spill(staging);
   if (last_copy_->recorded()) device_.synchronize(*last_copy_);
 }

@@ -1,6 +1,7 @@
 // Gradients of one step on their way from the caller to where the update reads them.
 //
-//   push ─► fp32 accumulator (when a parameter is pushed more than once) ─► staging: rounded once to the weight type
+//   push ─► fp32 accumulator (when a parameter is pushed more than once; in HBM, or there while it is added to)
+//        ─► staging: rounded once to the weight type
 //        ─► squared norm and NaN/Inf flag ─► host memory (one copy down), or through it to the scratch area of NVMe
 //
 // Everything is enqueued on the caller's stream and on the d2h stream; the host waits only in wait_landed(). Pushes of
@@ -18,6 +19,7 @@
 #include "kernels/device.h"
 #include "spillway/engine.h"
 #include "src/plan/plan.h"
+#include "swap/accumulator_places.h"
 #include "swap/block_spiller.h"
 #include "swap/timeline.h"
 
@@ -25,10 +27,12 @@ namespace spillway {
 
 class GradientCollector {
  public:
-  // `spiller`, for what is spilled to the store's space behind `scratch_offset`; may be null when nothing is.
+  // `spiller`, for what is spilled to the store's space behind `scratch_offset`; may be null when nothing is, as
+  // `accumulators` when none has its home in host memory.
   GradientCollector(const Plan& plan, const ModelDescription& model, DType type, Device& device, HostWorkers& workers,
                     std::span<std::byte> host, Stream& d2h, BlockSpiller* spiller = nullptr,
-                    std::uint64_t scratch_offset = 0, Timeline* timeline = nullptr);
+                    std::uint64_t scratch_offset = 0, Timeline* timeline = nullptr,
+                    AccumulatorPlaces* accumulators = nullptr);
   ~GradientCollector();
 
   void begin_step();
@@ -37,6 +41,8 @@ class GradientCollector {
   // False while the block's gradient is to pass through memory that others still lie in: one of them must be forgotten
   // before push() may be called.
   bool has_room(std::uint32_t block) const;
+  // A visit begins in which gradients of the block are to come.
+  void expect(std::uint32_t block);
   // True when the block is complete with it: on its way down.
   bool push(const Gradient& gradient, Stream& stream);
   bool begun() const;  // some gradient of the step has been pushed
@@ -67,7 +73,10 @@ class GradientCollector {
   // Copies a word of device memory down in stream order and returns it.
   std::uint32_t fetch_flag(const std::uint32_t* word, Stream& stream);
 
-  std::uint64_t d2h_bytes() const noexcept { return d2h_bytes_ + (spiller_ ? spiller_->copied_bytes() : 0); }
+  std::uint64_t h2d_bytes() const noexcept { return accumulators_ ? accumulators_->h2d_bytes() : 0; }
+  std::uint64_t d2h_bytes() const noexcept {
+    return d2h_bytes_ + (spiller_ ? spiller_->copied_bytes() : 0) + (accumulators_ ? accumulators_->d2h_bytes() : 0);
+  }
 
  private:
   struct BlockState {
@@ -88,6 +97,8 @@ class GradientCollector {
 
   std::optional<std::uint32_t> free_passing(std::uint32_t block) const;
   std::byte* host_gradient(std::uint32_t block) const;
+  bool accumulates(std::uint32_t block) const;
+  float* accumulator(std::uint32_t block, Stream& stream);  // once `stream` gets there
   std::uint32_t next_staging_for(std::uint32_t block) const;
   std::byte* staging_for(std::uint32_t block, Stream& stream);
   void start_spill(Staging& staging, std::uint32_t block, const std::byte* from);
@@ -110,6 +121,7 @@ class GradientCollector {
   const std::uint64_t scratch_offset_;
   std::vector<std::uint64_t> spilled_checksums_;  // by tile
   Timeline* timeline_;
+  AccumulatorPlaces* accumulators_;
   std::vector<BlockState> blocks_;
   std::vector<Staging> staging_;
   std::vector<std::optional<std::uint32_t>> passing_;  // whose gradient lies there

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <fstream>
 #include <numeric>
+#include <utility>
 
 #include "aio/rate_probe.h"
 #include "kernels/process_limits.h"
@@ -184,6 +185,7 @@ Machinery::~Machinery() {
   if (places) places->settle();
   updater.reset();
   gradients.reset();
+  accumulators.reset();
   spiller.reset();
   places.reset();
   fetcher.reset();
@@ -308,9 +310,16 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
     spiller = std::make_unique<BlockSpiller>(*thread, *device, *d2h, host_region(plan.host.spill_chunks),
                                              plan.host.chunk_bytes, plan.hbm.staging.size(), stalls.get());
   }
-  gradients =
-      std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h,
-                                          spiller.get(), store ? store->layout().scratch_offset : 0, watch.timeline);
+  if (!plan.hbm.accumulators.empty()) {
+    std::vector<std::span<std::byte>> accumulator_places, homes;
+    for (const Region& place : plan.hbm.accumulators) accumulator_places.push_back(hbm_region(place));
+    for (const BlockPlan& block : plan.blocks) homes.push_back(host_region(block.accumulator_home.value_or(Region{})));
+    accumulators = std::make_unique<AccumulatorPlaces>(*device, *h2d, *d2h, std::move(accumulator_places),
+                                                       std::move(homes), watch.timeline);
+  }
+  gradients = std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h,
+                                                  spiller.get(), store ? store->layout().scratch_offset : 0,
+                                                  watch.timeline, accumulators.get());
   updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute, watch);
   build_activations(model, plan);
   if (plan.hbm.places.empty()) return;

@@ -16,6 +16,7 @@
 #include "src/plan/plan.h"
 #include "src/trace_file.h"
 #include "src/updater.h"
+#include "swap/accumulator_places.h"
 #include "swap/activation_places.h"
 #include "swap/block_fetcher.h"
 #include "swap/block_spiller.h"
@@ -60,6 +61,7 @@ struct Machinery {
   std::unique_ptr<BlockSpiller> activation_spiller;  // null while all activations stay in HBM
   std::unique_ptr<BlockFetcher> activation_fetcher;  // ditto
   std::unique_ptr<ActivationPlaces> activations;
+  std::unique_ptr<AccumulatorPlaces> accumulators;  // null when none has its home in host memory
   std::unique_ptr<GradientCollector> gradients;
   std::unique_ptr<Updater> updater;
   MachineRates rates;  // of the drive once there is something on it to read: see probe_drive

@@ -12,7 +12,8 @@ StepMeter::Traffic StepMeter::traffic() const {
     sum.nvme_read = io.read_bytes;
     sum.nvme_write = io.write_bytes;
   }
-  sum.h2d = machinery_.mover->h2d_bytes() + (machinery_.fetcher ? machinery_.fetcher->copied_bytes() : 0);
+  sum.h2d = machinery_.mover->h2d_bytes() + (machinery_.fetcher ? machinery_.fetcher->copied_bytes() : 0) +
+            machinery_.gradients->h2d_bytes();
   sum.tiles = machinery_.mover->hits();
   sum.d2h = machinery_.mover->d2h_bytes() + machinery_.gradients->d2h_bytes();
   if (machinery_.activation_fetcher) {

@@ -51,9 +51,11 @@ Track track_of(SpanKind kind) {
     case SpanKind::kCommit: return kCommits;
     case SpanKind::kForward:
     case SpanKind::kBackward: return kCompute;
-    case SpanKind::kCopyUp: return kUp;
+    case SpanKind::kCopyUp:
+    case SpanKind::kAccumulatorUp: return kUp;
     case SpanKind::kCopyDown:
-    case SpanKind::kGradientDown: return kDown;
+    case SpanKind::kGradientDown:
+    case SpanKind::kAccumulatorDown: return kDown;
     case SpanKind::kRead: return kReads;
     case SpanKind::kWrite:
     case SpanKind::kSync: return kWrites;
@@ -72,6 +74,9 @@ std::uint64_t spans_per_step(const Plan& plan) {
     for (Part part : {Part::kWeights, Part::kStates}) spans += written_by_update(tile, part) ? 2 : 0;
     if (plan.host.chunk_bytes > 0 && !plan.hbm.places.empty() && tile.home[kWeights] == Home::kNvme)
       spans += 3 * div_up(extent_bytes(tile.shape, Part::kWeights), plan.host.chunk_bytes);
+  }
+  for (const Visit& visit : plan.visits) {  // up and down again
+    if (visit.pass == Pass::kBackward && plan.blocks[visit.block].accumulator_home) spans += 2;
   }
   return spans;
 }
@@ -223,6 +228,8 @@ std::string name_of(const Span& span, const ModelDescription& model, std::span<c
     case SpanKind::kForward: return "forward " + block();
     case SpanKind::kBackward: return "backward " + block();
     case SpanKind::kGradientDown: return "gradient of " + block();
+    case SpanKind::kAccumulatorUp:
+    case SpanKind::kAccumulatorDown: return "accumulated gradient of " + block();
     case SpanKind::kUpdate:
     case SpanKind::kCopyUp:
     case SpanKind::kCopyDown:

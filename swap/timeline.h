@@ -30,6 +30,8 @@ enum class SpanKind : std::uint8_t {  // and what `subject` counts
   kCopyUp,                            // tiles
   kCopyDown,                          // tiles
   kGradientDown,                      // blocks
+  kAccumulatorUp,                     // blocks
+  kAccumulatorDown,                   // blocks
   kRead,                              // bytes of the store's space: a request, from its post to its completion
   kWrite,                             // ditto
   kSync,                              // nothing

@@ -12,7 +12,8 @@ struct Parameter {
   std::vector<std::uint64_t> shape;  // row-major
   bool trainable = true;             // false: weights only; no gradient, no states, never written after import
   // How often push_gradient will be called for it in one step, all visits and micro-batches together. More than one
-  // costs an fp32 accumulator (4 bytes per parameter of the block) in HBM.
+  // costs an fp32 accumulator, 4 bytes per parameter: one for all blocks that `visits` has once in backward; of the
+  // others each has its own, in HBM or, what an explicit hbm_bytes has no room for, at home in host memory.
   std::uint32_t pushes = 1;
 };
 

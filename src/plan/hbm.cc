@@ -9,7 +9,8 @@ namespace spillway {
 namespace {
 
 constexpr std::uint32_t kPreferredPlaces = 3;  // one computing, one arriving, one being given back
-constexpr std::uint32_t kLeastPlaces = 2;      // that a knob leaves, where the budget has room for them
+constexpr const char* kAccumulators = "gradient accumulators (fp32)";
+constexpr std::uint32_t kLeastPlaces = 2;  // that a knob leaves, where the budget has room for them
 
 class HbmLayout {
  public:
@@ -21,6 +22,7 @@ class HbmLayout {
     hbm.workspace = arena.take("model workspace", model_.workspace_bytes);
     std::vector<std::uint64_t> weights, gradients;
     std::uint64_t shared_accumulator = 0;
+    std::vector<std::uint32_t> accumulating;  // with other blocks' gradients between their own
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
       BlockPlan& block = plan_.blocks[b];
       const std::uint64_t bytes = block.partition.elements * draft_.element_bytes();
@@ -38,11 +40,11 @@ class HbmLayout {
       if (block.accumulator_shared) {
         shared_accumulator = std::max(shared_accumulator, fp32);
       } else {
-        block.accumulator = arena.take("gradient accumulators (fp32)", fp32);
+        accumulating.push_back(b);
       }
     }
     for (auto* sizes : {&weights, &gradients}) std::ranges::sort(*sizes, std::greater<>());
-    const Region shared = arena.take("gradient accumulators (fp32)", shared_accumulator);
+    const Region shared = arena.take(kAccumulators, shared_accumulator);
     for (BlockPlan& block : plan_.blocks) {
       if (block.accumulator_shared) block.accumulator = {shared.offset, block.partition.trainable_elements * 4};
     }
@@ -62,14 +64,20 @@ class HbmLayout {
     // that stays costs no link a byte, kept insides save their block's second forward. A place more for weights than
     // are of use in turn saves 2 bytes of reading a parameter, so it comes last.
     const std::uint64_t activations = least_activation_bytes(model_) + shared_insides_bytes();
-    const std::uint64_t least = arena.used() + (draft_.weights_stay() ? 0 : weights[0]) + activations;
+    const std::uint64_t rest = (draft_.weights_stay() ? 0 : weights[0]) + activations;
+    const std::uint64_t second_place =
+        draft_.weights_stay() ? 0 : weights[std::min<std::size_t>(1, weights.size() - 1)];
+    place_accumulators(arena, accumulating, rest + second_place);
+    const std::uint64_t least = arena.used() + rest;
     if (least > budget()) refuse_budget("hbm_bytes", budget(), least, "device memory");
+    if (!draft_.weights_stay()) take_places(arena, weights, budget() - activations);
+    take_more_accumulators(arena, budget() - activations);
     if (!draft_.weights_stay()) {
-      take_places(arena, weights, budget() - activations);
       follow_knobs();
       take_owned_places(arena, budget() - activations);
     }
     place_activations(draft_, arena, budget() - shared_insides_bytes());
+    keep_accumulators(arena, budget() - shared_insides_bytes());
     place_insides(arena, config_.hbm_bytes.value_or(0));
     if (!draft_.weights_stay()) take_more_places(arena, weights);
     plan_.ledger.hbm_budget = config_.hbm_bytes.value_or(arena.used());
@@ -85,6 +93,43 @@ class HbmLayout {
     return plan_.visits_given && std::ranges::count_if(plan_.visits, [block](const Visit& v) {
                                    return v.block == block && v.pass == Pass::kBackward;
                                  }) == 1;
+  }
+
+  std::uint64_t accumulator_bytes(std::uint32_t block) const {
+    return plan_.blocks[block].partition.trainable_elements * 4;
+  }
+
+  // A place for each, where an explicit budget leaves room for `others`, of which each fetch and compute overlap. Else
+  // their home is host memory, and they take turns in at least one that fits any of them.
+  void place_accumulators(PlanArena& arena, std::vector<std::uint32_t>& blocks, std::uint64_t others) {
+    std::uint64_t all = 0;
+    for (const std::uint32_t b : blocks) all += align_up(accumulator_bytes(b), kPage);
+    if (blocks.size() < 2 || arena.used() + all + others <= budget()) {
+      for (const std::uint32_t b : blocks)
+        plan_.blocks[b].accumulator = arena.take(kAccumulators, accumulator_bytes(b));
+      return;
+    }
+    std::ranges::stable_sort(blocks, std::greater<>(), [this](std::uint32_t b) { return accumulator_bytes(b); });
+    for (const std::uint32_t b : blocks) plan_.blocks[b].accumulator_home = {0, accumulator_bytes(b)};
+    moving_ = blocks;
+    plan_.hbm.accumulators.push_back(arena.take(kAccumulators, accumulator_bytes(moving_[0])));
+  }
+
+  // One more, so that one comes and another leaves while a block computes.
+  void take_more_accumulators(PlanArena& arena, std::uint64_t budget) {
+    if (moving_.empty() || arena.used() + align_up(accumulator_bytes(moving_[1]), kPage) > budget) return;
+    plan_.hbm.accumulators.push_back(arena.take(kAccumulators, accumulator_bytes(moving_[1])));
+  }
+
+  // Each that stays saves both ways of every visit between its block's first and last. Two move at least: that is what
+  // the places are for.
+  void keep_accumulators(PlanArena& arena, std::uint64_t budget) {
+    for (std::size_t i = 0; i + 2 < moving_.size(); ++i) {
+      const std::uint64_t bytes = accumulator_bytes(moving_[i]);
+      if (arena.used() + align_up(bytes, kPage) > budget) continue;
+      plan_.blocks[moving_[i]].accumulator = arena.take(kAccumulators, bytes);
+      plan_.blocks[moving_[i]].accumulator_home.reset();
+    }
   }
 
   void place_weights(PlanArena& arena, BlockPlan& block) {
@@ -214,7 +259,8 @@ class HbmLayout {
   const Config& config_;
   const ModelDescription& model_;
   Plan& plan_;
-  std::uint64_t live_bytes_ = 0;  // of all places
+  std::uint64_t live_bytes_ = 0;       // of all places
+  std::vector<std::uint32_t> moving_;  // blocks whose accumulators have their home in host memory, largest first
 };
 
 }  // namespace

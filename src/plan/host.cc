@@ -34,6 +34,9 @@ class HostLayout {
         if (tile.home[index_of(part)] == Home::kHost) keep_in_host(arena, tile, part);
       }
     }
+    for (BlockPlan& block : plan_.blocks) {
+      if (auto& home = block.accumulator_home) home = arena.take("gradient accumulators (fp32)", home->bytes);
+    }
     host.chunk_bytes = std::clamp(align_up(config_.io_block_bytes, kGranuleChunk), kMiB, 4 * kMiB);
     const bool chunks = !draft_.weights_stay() && anything_on_nvme();
     if (!plan_.gradients_in_hbm) place_gradients(arena, chunks);

@@ -39,10 +39,11 @@ struct BlockPlan {
   Region gradient;     // trainable elements in the weight type, in HBM or host memory; only its size in other places
   bool early = false;  // updated inside backward
   bool speculative = false;  // the same, when clipping had no effect in the step before: it is taken back when it has
-  std::optional<Region> accumulator;  // HBM, fp32, trainable elements
-  bool accumulator_shared = false;    // with blocks that are visited at other times
-  Region insides;                     // HBM
-  bool insides_kept = false;          // else the region is shared, and backward computes them once more
+  std::optional<Region> accumulator;       // HBM, fp32, trainable elements
+  std::optional<Region> accumulator_home;  // host memory, instead: it comes to HBM to be added to
+  bool accumulator_shared = false;         // with blocks that are visited at other times
+  Region insides;                          // HBM
+  bool insides_kept = false;               // else the region is shared, and backward computes them once more
 };
 
 struct TilePlan {
@@ -59,7 +60,8 @@ struct HbmPlan {
   // See WeightPlacesOptions: the block that alone may use a place, when one leaves, how far the next are fetched ahead.
   std::vector<std::optional<std::uint32_t>> owners;
   std::uint64_t reuse_bytes = UINT64_MAX, prefetch_bytes = UINT64_MAX;
-  std::vector<Region> staging;  // gradients on their way down, largest first
+  std::vector<Region> staging;       // gradients on their way down, largest first
+  std::vector<Region> accumulators;  // places for those at home in host memory, largest first
 };
 
 struct ActivationPlan {

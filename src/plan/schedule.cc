@@ -104,6 +104,7 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
                             .tiles = block.tiles,
                             .weight_bytes = block.partition.elements * element,
                             .gradient_bytes = block.partition.trainable_elements * element,
+                            .accumulator_bytes = block.accumulator_home.value_or(Region{}).bytes,
                             .early = block.early,
                             .gradient_passes = block.gradient_place == GradientPlace::kPassing});
   }
@@ -120,6 +121,7 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
   input.prefetch_bytes = plan.hbm.prefetch_bytes;
   for (const Region& passing : plan.host.passing) input.passing_bytes.push_back(passing.bytes);
   for (const Region& staging : plan.hbm.staging) input.staging_bytes.push_back(staging.bytes);
+  for (const Region& place : plan.hbm.accumulators) input.accumulator_place_bytes.push_back(place.bytes);
   input.chunk_bytes = plan.host.chunk_bytes;
   input.chunks = static_cast<std::uint32_t>(plan.host.chunks.bytes / plan.host.chunk_bytes);
   input.spill_chunks = static_cast<std::uint32_t>(plan.host.spill_chunks.bytes / plan.host.chunk_bytes);

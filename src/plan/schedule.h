@@ -30,6 +30,8 @@ struct ScheduleBlock {
   std::uint32_t first_tile = 0, tiles = 0;
   std::uint64_t weight_bytes = 0;    // of its place in HBM
   std::uint64_t gradient_bytes = 0;  // of its staging
+  std::uint64_t accumulator_bytes =
+      0;  // up before a visit adds to what one before left, and down behind it; 0: it stays
   // Updated inside backward, as soon as its gradient is down, which, when it passes, is in memory that others use too.
   bool early = false, gradient_passes = false;
 };
@@ -84,9 +86,10 @@ struct ScheduleInput {
   bool reads_ahead = true, writes_behind = true;  // of the tile being updated
   std::vector<std::uint64_t> staging_bytes = {};  // of blocks' gradients on their way down; none: each has a place
   std::uint32_t spill_chunks = 0;                 // gradients on their way to NVMe, chunk_bytes each
-  std::vector<std::uint64_t> passing_bytes = {};  // of gradients that pass; the first takes any
-  std::vector<ScheduleUse> uses = {};             // of activations, in order; none: nothing moves
-  std::uint32_t activation_buffers = 1;           // activations on their way to NVMe at a time, and on their way back
+  std::vector<std::uint64_t> accumulator_place_bytes = {};  // of those that move
+  std::vector<std::uint64_t> passing_bytes = {};            // of gradients that pass; the first takes any
+  std::vector<ScheduleUse> uses = {};                       // of activations, in order; none: nothing moves
+  std::uint32_t activation_buffers = 1;  // activations on their way to NVMe at a time, and on their way back
   MachineRates rates;
 };
 
@@ -111,6 +114,8 @@ enum class OpKind : std::uint8_t {
   kWriteActivation,  // to NVMe
   kReadActivation,   // from NVMe
   kLoadActivation,   // up, before a use
+  kSaveAccumulator,  // down, behind a visit
+  kLoadAccumulator,  // up, while the next visit of its block computes
 };
 
 // A queue whose operations run one after the other, in order of issue. What the caller's thread updates inside backward

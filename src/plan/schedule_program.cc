@@ -1,6 +1,8 @@
 #include "src/plan/schedule_program.h"
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
@@ -22,10 +24,12 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
       passing_(input.passing_bytes.size(), kNothing),
       passing_freed_(input.passing_bytes.size(), kNoOp),
       passing_of_(input.blocks.size(), kNothing),
-      spill_freed_(input.spill_chunks, kNoOp) {
+      spill_freed_(input.spill_chunks, kNoOp),
+      sums_at_home_(input.blocks.size(), kNoOp) {
   last_.fill(kNoOp);
   leaving_.freed.assign(in_.activation_buffers, kNoOp);
   coming_.freed.assign(in_.activation_buffers, kNoOp);
+  for (const std::uint64_t bytes : in_.accumulator_place_bytes) sums_.push_back({.bytes = bytes});
   note_visits();
   order_updates();
   updating_ = begun_ = !in_.update_on_device;
@@ -109,6 +113,7 @@ void ScheduleProgram::visit(std::uint32_t v) {
     backward_ = true;
     start_loads(early_, 0);  // Updater::expect
   }
+  const std::uint32_t sums = backward ? bring_sums(v) : kNoOp;
   cursor_ = v + 1;
   fetched_ = std::max(fetched_, cursor_);
   Place stays;
@@ -139,7 +144,8 @@ void ScheduleProgram::visit(std::uint32_t v) {
   if (completes) take_passing(visit.block);
   const std::uint32_t staging = completes ? take_staging(visit.block) : kNothing;
   const std::uint32_t computed =
-      this->compute(compute, place.ready, staging == kNothing ? kNoOp : staging_freed_[staging]);
+      this->compute(compute, place.ready, staging == kNothing ? kNoOp : staging_freed_[staging], sums);
+  if (backward) add_to_sums(v, computed);
   const std::size_t complete_before = complete_;
   if (completes) complete_gradient(visit.block, computed);
   place.released = computed;
@@ -264,11 +270,68 @@ void ScheduleProgram::fetch_through_chunks(std::uint32_t t, std::uint32_t place)
   }
 }
 
+// What the visit adds to comes from home, or begins anew; what visits before added to leaves. Returns what the visit
+// waits for.
+std::uint32_t ScheduleProgram::bring_sums(std::uint32_t v) {
+  const std::uint32_t block = in_.visits[v].block;
+  const std::uint64_t bytes = in_.blocks[block].accumulator_bytes;
+  if (bytes == 0) return kNoOp;
+  Sums* sums = nullptr;
+  const auto rank = [block](const Sums& of) { return std::tuple(of.block != block, of.block != kNothing, of.turn); };
+  for (Sums& place : sums_) {
+    if (place.bytes >= bytes && (!sums || rank(place) < rank(*sums))) sums = &place;
+  }
+  sums->turn = ++sums_turn_;
+  if (sums->block != block) {
+    send_home(*sums);
+    sums->block = block;
+    if (sums_at_home_[block] != kNoOp) {
+      sums->free = add({.kind = OpKind::kLoadAccumulator,
+                        .lane = Lane::kH2d,
+                        .visit = v,
+                        .block = block,
+                        .place = static_cast<std::uint32_t>(sums - sums_.data()),
+                        .bytes = bytes,
+                        .seconds = seconds_of(bytes, in_.rates.h2d)},
+                       {issued_, sums_at_home_[block], sums->free});
+    }
+  }
+  for (Sums& place : sums_) {
+    if (&place != sums) send_home(place);
+  }
+  return sums->added == kNoOp ? sums->free : kNoOp;
+}
+
+void ScheduleProgram::send_home(Sums& sums) {
+  if (sums.added == kNoOp) return;
+  const std::uint64_t bytes = in_.blocks[sums.block].accumulator_bytes;
+  sums.free = sums_at_home_[sums.block] = add({.kind = OpKind::kSaveAccumulator,
+                                               .lane = Lane::kD2h,
+                                               .block = sums.block,
+                                               .place = static_cast<std::uint32_t>(&sums - sums_.data()),
+                                               .bytes = bytes,
+                                               .seconds = seconds_of(bytes, in_.rates.d2h)},
+                                              {issued_, std::exchange(sums.added, kNoOp)});
+}
+
+// The visit has added to them.
+void ScheduleProgram::add_to_sums(std::uint32_t v, std::uint32_t computed) {
+  const std::uint32_t block = in_.visits[v].block;
+  if (in_.blocks[block].accumulator_bytes == 0) return;
+  Sums& sums = *std::ranges::find(sums_, block, &Sums::block);
+  sums.added = computed;
+  sums_at_home_[block] = kNoOp;
+  if (!completes_[v]) return;
+  sums.block = kNothing;
+  sums.free = std::exchange(sums.added, kNoOp);
+}
+
 // A visit's compute, use by use. A use waits for its activation, and one that is written for its place.
-std::uint32_t ScheduleProgram::compute(ScheduleOp op, std::uint32_t weights, std::uint32_t staging) {
+std::uint32_t ScheduleProgram::compute(ScheduleOp op, std::uint32_t weights, std::uint32_t staging,
+                                       std::uint32_t sums) {
   std::uint32_t end = used_;
   while (end < uses_.size() && in_.uses[end].visit <= op.visit) ++end;
-  if (used_ == end) return add(op, {issued_, weights, staging});
+  if (used_ == end) return add(op, {issued_, weights, staging, sums});
   op.seconds /= end - used_;
   std::uint32_t computed = kNoOp;
   while (used_ < end) {
@@ -276,7 +339,7 @@ std::uint32_t ScheduleProgram::compute(ScheduleOp op, std::uint32_t weights, std
     Use& use = uses_[used_];
     if (!planned.fetch && planned.after != kNothing) use.loaded = uses_[planned.after].left;
     op.use = used_;
-    use.left = computed = add(op, {issued_, weights, staging, use.loaded});
+    use.left = computed = add(op, {issued_, weights, staging, use.loaded, sums});
     if (planned.spill) save_activation(used_);
     ++used_;
     load_activations();

@@ -6,13 +6,15 @@
 //  * WeightPlaces: places by assign_places(); a fetch starts as soon as the place's visit before it is given back.
 //  * Updater: tile i of an update uses buffer i mod buffers, and is read as soon as that buffer's last tile has been
 //    written and copied. A block is updated when forward acquires it, and its weights go to its place from there.
+//  * AccumulatorPlaces: sums come when their block is acquired; those that were added to before leave.
 //  * GradientCollector: a block's gradient goes down behind the last visit that adds to it, through staging in turn.
 //  * Engine: everything updated is settled, and committed, when the first backward visit is acquired. A block that is
 //    updated inside backward is so behind the visit after the one that completes its gradient, as its tiles come.
 //
 // Simpler than the engine: a read starts in the moment in which its buffer is free, not when the caller comes by and
 // sees that; of a tile's weights as many chunks as they fill, half of all at most, are read, checked and copied
-// together; a block's gradient has its staging for the whole visit; the caller's own work between calls takes no time.
+// together; a block's gradient has its staging for the whole visit, and its sums; the caller's own work between calls
+// takes no time.
 #pragma once
 
 #include <cstdint>
@@ -69,6 +71,14 @@ class ScheduleProgram {
       if (place != kNothing) freed[place] = op;
     }
   };
+  // A place of accumulators.
+  struct Sums {
+    std::uint64_t bytes = 0;
+    std::uint32_t block = kNothing;
+    std::uint32_t added = kNoOp;  // by this visit's compute, since they came or left
+    std::uint32_t free = kNoOp;   // else: others may use it behind this
+    std::uint32_t turn = 0;       // in which it was asked for
+  };
   struct Use {
     std::uint32_t loaded = kNoOp;  // it is in its place
     std::uint32_t home = kNoOp;    // spilled: it is there
@@ -103,8 +113,11 @@ class ScheduleProgram {
   void spill_gradient(std::uint32_t tile, std::uint32_t computed);
   void read_gradient(std::size_t i);
   void update_early(std::size_t end);
+  std::uint32_t bring_sums(std::uint32_t visit);
+  void send_home(Sums& sums);
+  void add_to_sums(std::uint32_t visit, std::uint32_t computed);
   // Activations
-  std::uint32_t compute(ScheduleOp op, std::uint32_t weights, std::uint32_t staging);
+  std::uint32_t compute(ScheduleOp op, std::uint32_t weights, std::uint32_t staging, std::uint32_t sums);
   void load_activations();
   void save_activation(std::uint32_t use);
 
@@ -142,9 +155,12 @@ class ScheduleProgram {
   std::vector<std::uint32_t> passing_of_;     // by block
   std::uint64_t spill_chunk_ = 0;             // used so far
   std::vector<std::uint32_t> spill_freed_;    // by chunk: the write that freed it last
-  std::vector<Use> uses_;                     // of activations, in this step
-  std::uint32_t used_ = 0, loads_ = 0;        // uses before it: made, need no more loading
-  Ring leaving_, coming_;                     // activations on their way to NVMe, and back
+  std::vector<std::uint32_t> sums_at_home_;   // by block: by this copy
+  std::vector<Sums> sums_;
+  std::uint32_t sums_turn_ = 0;
+  std::vector<Use> uses_;               // of activations, in this step
+  std::uint32_t used_ = 0, loads_ = 0;  // uses before it: made, need no more loading
+  Ring leaving_, coming_;               // activations on their way to NVMe, and back
 };
 
 }  // namespace spillway

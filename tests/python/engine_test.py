@@ -1,4 +1,6 @@
 """Spillway in a PyTorch loop: the same training as PyTorch's own, whatever the tiers, and clear errors."""
+import re
+
 from case import Case as Folder
 from case import main
 
@@ -54,11 +56,30 @@ class Training(Case):
     def test_TrainsAsPyTorchDoesWithMicroBatches(self):
         self.assert_trains_as_pytorch(self.engine(configuration=config(self.folder, accumulation=3)), accumulation=3)
 
+    def little_hbm(self, accumulation):
+        """Too little for the sums of all blocks' gradients, which take turns there."""
+        with self.assertRaises(spillway.Error) as refused:
+            self.engine(configuration=config(self.folder, accumulation=accumulation, spillway={"hbm_bytes": 1}))
+        least = re.search(r'hbm_bytes to "(\d+)KiB"', str(refused.exception))
+        return {"hbm_bytes": int(least[1]) * 1024 + 64 * 1024}  # a place more
+
+    def test_TrainsAsPyTorchDoesWithSumsInHostMemory(self):
+        little = self.little_hbm(3)
+        engine = self.engine(configuration=config(self.folder, accumulation=3, spillway=little))
+        self.assertIn(("host", "gradient accumulators (fp32)"), [entry[:2] for entry in engine.ledger()])
+        self.assert_trains_as_pytorch(engine, accumulation=3)
+
     def test_AStepOfFewerMicroBatches(self):
+        self.assert_trains_in_shorter_steps()
+
+    def test_AStepOfFewerMicroBatchesWithSumsInHostMemory(self):
+        self.assert_trains_in_shorter_steps(self.little_hbm(2))
+
+    def assert_trains_in_shorter_steps(self, budgets=None):
         data = batches(3)
         network = model().to(DEVICE).eval()
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01)
-        engine = self.engine(model().eval(), config(self.folder, accumulation=2))
+        engine = self.engine(model().eval(), config(self.folder, accumulation=2, spillway=budgets))
         for step in (data[:2], data[2:], data[:2]):
             for ids in step:  # weighted by the caller
                 wanted, loss = network(ids), engine(ids)

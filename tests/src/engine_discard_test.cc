@@ -26,7 +26,7 @@ class EngineDiscard : public ::testing::TestWithParam<double> {
 
   // Bits at the end of a run that nothing interrupts.
   const std::vector<std::uint32_t>& wanted(const LayoutCase& layout) {
-    auto& bits = wanted_[{GetParam(), layout.width}];
+    auto& bits = wanted_[{GetParam(), layout.kind()}];
     if (bits.empty()) bits = LayoutRun(testing::in_hbm_like(layout), DType::kBFloat16, clip).until(kSteps).bits;
     return bits;
   }
@@ -52,7 +52,7 @@ class EngineDiscard : public ::testing::TestWithParam<double> {
   }
 
  private:
-  using Key = std::pair<double, std::uint64_t>;  // clipping, a layout's width
+  using Key = std::pair<double, std::uint64_t>;  // clipping, a layout's kind
   static inline std::map<Key, std::vector<std::uint32_t>> wanted_;
 };
 

@@ -102,10 +102,10 @@ INSTANTIATE_TEST_SUITE_P(, Fp16, ::testing::Values(0.0, 0.5, 100.0), [](const au
 });
 
 TEST_P(Fp16, TheSameBitsAndScalesWhereverATensorLives) {
-  std::map<std::uint64_t, Outcome> wanted;  // by width
+  std::map<std::uint64_t, Outcome> wanted;  // by kind
   for (const LayoutCase& layout : testing::layout_cases(GetParam())) {
     SCOPED_TRACE(layout.name);
-    const auto [of, is_new] = wanted.try_emplace(layout.width);
+    const auto [of, is_new] = wanted.try_emplace(layout.kind());
     if (is_new) expect_varied(of->second = Training(testing::in_hbm_like(layout), clip).until(kSteps));
     expect_equal(Training(layout, clip).until(kSteps), of->second);
   }
@@ -127,11 +127,11 @@ TEST_P(Fp16, ASkippedStepLeavesNoTrace) {
     EXPECT_LT(outcome.reports[0].learning_rate, outcome.reports[4].learning_rate);
     return outcome;
   };
-  std::map<std::uint64_t, Outcome> of_width;
+  std::map<std::uint64_t, Outcome> of_kind;
   for (const LayoutCase& layout : testing::layout_cases(GetParam())) {
     SCOPED_TRACE(layout.name);
-    if (!of_width.contains(layout.width)) of_width[layout.width] = without_them(layout);
-    const Outcome& wanted = of_width[layout.width];
+    if (!of_kind.contains(layout.kind())) of_kind[layout.kind()] = without_them(layout);
+    const Outcome& wanted = of_kind[layout.kind()];
     Training run(layout, change);
     run.trainer->gain = [](std::uint64_t step) { return step == 3 || step == 6 ? 1e5f : 1.f; };
     Outcome got = run.until(kSteps);

@@ -25,7 +25,7 @@ class NonFiniteGradient : public ::testing::TestWithParam<std::tuple<DType, doub
 
   // Bits at the end of a run that no NaN comes to.
   const std::vector<std::uint32_t>& wanted(const LayoutCase& layout) {
-    auto& bits = wanted_[{GetParam(), layout.width}];
+    auto& bits = wanted_[{GetParam(), layout.kind()}];
     if (bits.empty()) bits = LayoutRun(testing::in_hbm_like(layout), type(), clip).until(kSteps).bits;
     return bits;
   }
@@ -48,7 +48,7 @@ class NonFiniteGradient : public ::testing::TestWithParam<std::tuple<DType, doub
   }
 
  private:
-  using Key = std::pair<ParamType, std::uint64_t>;  // and a layout's width
+  using Key = std::pair<ParamType, std::uint64_t>;  // and a layout's kind
   static inline std::map<Key, std::vector<std::uint32_t>> wanted_;
 };
 

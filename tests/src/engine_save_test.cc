@@ -66,7 +66,7 @@ class EngineSave : public ::testing::TestWithParam<double> {
 
   // Of a run that stands still for its snapshot.
   const Wanted& wanted(const LayoutCase& layout) {
-    Wanted& of = wanted_[layout.width];
+    Wanted& of = wanted_[layout.kind()];
     if (of.bits.empty()) {
       LayoutRun run = run_to_save(testing::in_hbm_like(layout));
       run.engine->save(at("wanted"));

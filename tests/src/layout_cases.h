@@ -35,9 +35,13 @@ struct LayoutCase {
     kAny,
     kLeastHost,
     kSomeInHost
-  } host = kAny;  // memory: as much as the plan asks for, the least, some of a cache
+  } host = kAny;           // memory: as much as the plan asks for, the least, some of a cache
+  bool in_turn = false;    // micro-batches go through the whole model
+  bool least_hbm = false;  // their sums wait in host memory then
 
-  ModelDescription model() const { return toy_model(4, width, kMicroBatches, visits); }
+  // Of layouts of one kind all have the same bits.
+  std::uint64_t kind() const { return 2 * width + in_turn; }
+  ModelDescription model() const { return toy_model(4, width, kMicroBatches, visits, in_turn); }
 
   Config config(DType type, const std::filesystem::path& store) const {
     Config config = toy_config(parameters, states, type, store);
@@ -47,20 +51,27 @@ struct LayoutCase {
   }
 
   void choose_budgets(Config& config, const ModelDescription& description) const {
+    const auto least_of = [&](std::optional<std::uint64_t>& budget) {
+      budget = 1;
+      try {
+        make_plan(config, description);
+      } catch (const Error& error) {
+        budget = named_bytes(error);
+      }
+    };
+    if (least_hbm) least_of(config.hbm_bytes);
     if (host == kAny) return;
-    config.host_bytes = 1;
-    try {
-      make_plan(config, description);
-    } catch (const Error& error) {
-      config.host_bytes = named_bytes(error) + (host == kSomeInHost ? 32 << 20 : 0);
-    }
+    least_of(config.host_bytes);
+    if (host == kSomeInHost) *config.host_bytes += 32 << 20;
   }
 };
 
 inline const LayoutCase kInHbm{.name = "hbm"};
 
 // What a layout is compared with.
-inline LayoutCase in_hbm_like(const LayoutCase& layout) { return {.name = "hbm", .width = layout.width}; }
+inline LayoutCase in_hbm_like(const LayoutCase& layout) {
+  return {.name = "hbm", .width = layout.width, .in_turn = layout.in_turn};
+}
 
 inline std::vector<LayoutCase> layout_cases() {
   using enum Placement;
@@ -81,6 +92,7 @@ inline std::vector<LayoutCase> layout_cases() {
        .speculative_blocks = 2,
        .host = LayoutCase::kSomeInHost},
       {.name = "nvme, visits recorded", .parameters = kNvme, .states = kNvme, .visits = false},
+      {.name = "nvme, sums in host", .parameters = kNvme, .states = kNvme, .in_turn = true, .least_hbm = true},
       {.name = "nvme, gradients spilled",
        .parameters = kNvme,
        .states = kNvme,
@@ -121,7 +133,7 @@ struct LayoutRun {
   // `with_store`: also where everything lives in memory.
   LayoutRun(const LayoutCase& layout, DType type, const std::function<void(Config&)>& change = {},
             bool with_store = false)
-      : model(layout.model()), config(layout.config(type, store.path())) {
+      : model(layout.model()), config(layout.config(type, store.path())), in_turn(layout.in_turn) {
     if (with_store) config.nvme_paths = {store.path()};
     if (change) change(config);
     layout.choose_budgets(config, model);
@@ -132,6 +144,7 @@ struct LayoutRun {
     engine.reset();
     engine = Engine::create(config, model, {.on_existing = on_existing, .poison_released = true});
     trainer.emplace(ToyTrainer{*engine, model, config.weights, LayoutCase::kMicroBatches});
+    trainer->in_turn = in_turn;
   }
   Outcome until(std::uint64_t step) {
     Outcome outcome;
@@ -143,6 +156,7 @@ struct LayoutRun {
   TempStore store;
   ModelDescription model;
   Config config;
+  const bool in_turn;
   std::unique_ptr<Engine> engine;
   std::optional<ToyTrainer> trainer;
 };

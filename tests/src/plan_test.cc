@@ -67,6 +67,7 @@ std::vector<Named> hbm_regions(const Plan& plan) {
                             {"finite", plan.hbm.finite}};
   for (const Region& place : plan.hbm.places) all.push_back({"place", place});
   for (const Region& staging : plan.hbm.staging) all.push_back({"staging", staging});
+  for (const Region& place : plan.hbm.accumulators) all.push_back({"accumulator place", place});
   for (const Region& place : plan.activations.places) all.push_back({"activation", place});
   for (const BlockPlan& block : plan.blocks) {
     if (block.insides_kept) {
@@ -103,6 +104,11 @@ std::vector<Named> host_regions(const Plan& plan, const ModelDescription& model)
                             {"norms", plan.host.norms}};
   for (const BlockPlan& block : plan.blocks) {
     if (block.gradient_place == GradientPlace::kHost) all.push_back({"gradient", block.gradient});
+    if (!block.accumulator_home) continue;
+    EXPECT_FALSE(block.accumulator);
+    EXPECT_EQ(block.accumulator_home->bytes, block.partition.trainable_elements * 4);
+    EXPECT_LE(block.accumulator_home->bytes, plan.hbm.accumulators.at(0).bytes);
+    all.push_back({"accumulator", *block.accumulator_home});
   }
   for (std::size_t a = 0; a < plan.activations.homes.size(); ++a) {
     if (const auto& offset = plan.activations.homes[a].host) {
@@ -357,6 +363,40 @@ TEST(Plan, BlocksVisitedOnceBackwardShareAnAccumulator) {
   model.blocks[1].parameters[0].pushes = 1;
   EXPECT_EQ(kept(), std::vector<bool>({false, false, true}));
   EXPECT_FALSE(make_plan(config, model).blocks[1].accumulator);
+}
+
+// Where micro-batches come one after the other, as in a PyTorch loop.
+TEST(Plan, AccumulatorsThatHbmHasNoRoomForTakeTurnsThere) {
+  Config config = config_for(Placement::kNvme, Placement::kNvme);
+  ModelDescription model = model_of(6);
+  for (Block& block : model.blocks) block.parameters[0].pushes = block.parameters[1].pushes = 3;
+  for (int micro_batch = 0; micro_batch < 3; ++micro_batch) {
+    for (std::uint32_t b = 0; b < 6; ++b) model.visits.push_back({b, Pass::kForward});
+    for (std::uint32_t b = 6; b-- > 0;) model.visits.push_back({b, Pass::kBackward});
+  }
+  const auto at_home = [](const Plan& plan) {
+    return std::ranges::count_if(plan.blocks, [](const auto& block) { return block.accumulator_home.has_value(); });
+  };
+  const Plan free = make_plan(config, model);
+  EXPECT_EQ(at_home(free), 0);  // without a budget they all stay
+  const std::uint64_t one = align_up(free.blocks[0].accumulator->bytes, kPage);
+
+  // Before weights have no second place they move: one stays, two and more take turns in two places.
+  config.hbm_bytes = free.ledger.total(Placement::kHbm) - free.hbm.places[2].bytes - kPage;
+  const Plan fewer = make_plan(config, model);
+  expect_consistent(fewer, model);
+  EXPECT_EQ(at_home(fewer), 3);
+  EXPECT_EQ(fewer.hbm.accumulators.size(), 2u);
+
+  config.hbm_bytes = 1;
+  config.hbm_bytes = testing::named_bytes(refusal(config, model));
+  EXPECT_LE(*config.hbm_bytes, free.ledger.total(Placement::kHbm) - 5 * one);
+  const Plan least = make_plan(config, model);
+  expect_consistent(least, model);
+  EXPECT_EQ(at_home(least), 6);
+  EXPECT_EQ(least.hbm.accumulators.size(), 1u);
+  config.host_bytes = 1;  // where they are counted
+  EXPECT_GE(testing::named_bytes(refusal(config, model)), 6 * one);
 }
 
 TEST(Plan, HostMemoryThatIsLeftKeepsAFixedSetWithWeightsFirst) {

@@ -26,6 +26,7 @@ class Checker {
     chunks();
     passing_memory();
     activations();
+    accumulators();
     updates();
     commits();
     traffic();
@@ -260,6 +261,38 @@ class Checker {
     disjoint("activations on their way back", coming, in_.activation_buffers);
   }
 
+  // A place holds the sums of one block; what was added to them is there when more is, wherever they were meanwhile.
+  void accumulators() {
+    struct Sums {
+      bool begun = false, at_home = false;
+      double ready = 0;  // where they are
+    };
+    std::vector<Sums> blocks(in_.blocks.size());
+    std::vector<double> free(in_.accumulator_place_bytes.size());
+    std::vector<std::uint32_t> last(in_.blocks.size(), kNothing);  // the visit that completes it
+    for (std::uint32_t v = 0; v < in_.visits.size(); ++v) {
+      if (in_.visits[v].pass == Pass::kBackward) last[in_.visits[v].block] = v;
+    }
+    for (const ScheduleOp& op : ops_) {
+      if (op.block == kNothing || in_.blocks[op.block].accumulator_bytes == 0) continue;
+      Sums& sums = blocks[op.block];
+      if (op.kind == OpKind::kSaveAccumulator) {
+        ASSERT_TRUE(sums.begun && !sums.at_home);
+        ASSERT_GE(op.start, sums.ready);
+        sums.at_home = true;
+        sums.ready = free[op.place] = op.end;
+      } else if (op.kind == OpKind::kLoadAccumulator) {
+        ASSERT_TRUE(sums.begun && sums.at_home);
+        ASSERT_GE(op.start, std::max(sums.ready, free[op.place]));
+        ASSERT_LE(op.bytes, in_.accumulator_place_bytes[op.place]);
+        sums.ready = free[op.place] = op.end;
+      } else if (op.kind == OpKind::kCompute && in_.visits[op.visit].pass == Pass::kBackward) {
+        ASSERT_GE(op.start, sums.begun ? sums.ready : 0);
+        sums = {.begun = op.visit != last[op.block], .ready = op.end};
+      }
+    }
+  }
+
   // Step n of a program (from 0) makes update n of what waits for all gradients, before the block is computed and
   // before the gradient is overwritten; what is updated in backward has had n updates when forward begins.
   void updates() {
@@ -377,6 +410,10 @@ class Checker {
     for (const ScheduleUse& use : in_.uses) {
       if (use.spill) expected.d2h += use.bytes, expected.nvme_write += use.nvme_bytes;
       if (use.fetch) expected.h2d += use.bytes, expected.nvme_read += use.nvme_bytes;
+    }
+    for (const ScheduleOp& op : std::span(ops_).subspan(schedule_.second)) {  // accumulators() has seen that they must
+      if (op.kind == OpKind::kSaveAccumulator) expected.d2h += in_.blocks[op.block].accumulator_bytes;
+      if (op.kind == OpKind::kLoadAccumulator) expected.h2d += in_.blocks[op.block].accumulator_bytes;
     }
     if (!in_.weights_stay) fetches(expected);
     EXPECT_EQ(schedule_.traffic.nvme_read, expected.nvme_read);

@@ -52,6 +52,7 @@ Plan compare(Placement parameters, Placement states, const std::function<void(Co
   auto engine = Engine::create(config, model);
   engine->import_weights(testing::toy_weights());
   ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
+  trainer.in_turn = std::ranges::count(model.visits, Visit{0, Pass::kForward}) > 1;
   UsesBetweenVisits uses(*engine, model, kHeld, kParts);
   trainer.between = [&] { uses.run_part(); };
   for (int step = 0; step < 4; ++step) trainer.run_step();  // guesses begin behind the second
@@ -113,6 +114,25 @@ TEST(ScheduleEngine, MovesThePlannedBytesWithAPlaceLessAndTwoMore) {
       config.hbm_bytes = usual.ledger.total(Placement::kHbm) + more * usual.hbm.places.back().bytes;
     });
     EXPECT_EQ(plan.hbm.places.size(), 3u + more);
+  }
+}
+
+TEST(ScheduleEngine, MovesThePlannedBytesOfAccumulators) {
+  const ModelDescription model = testing::toy_model(kBlocks, 60'000, kMicroBatches, true, true);
+  for (const std::uint64_t more : {0, 3}) {  // places and those that stay
+    const Plan plan = compare(
+        Placement::kNvme, Placement::kNvme,
+        [&](Config& config) {
+          const std::uint64_t layer = make_plan(config, model).blocks[1].accumulator->bytes;
+          config.hbm_bytes = 1;
+          try {
+            make_plan(config, model);
+          } catch (const Error& error) {
+            config.hbm_bytes = testing::named_bytes(error) + more * layer;
+          }
+        },
+        model);
+    EXPECT_EQ(plan.hbm.accumulators.empty(), false);
   }
 }
 

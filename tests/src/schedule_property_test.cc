@@ -85,6 +85,7 @@ class RandomSchedule {
     input.passing_bytes = {gradients};
     for (std::uint64_t p = below(3); p > 0; --p) input.passing_bytes.push_back(below(gradients + 1));
     if (below(3) == 0) use_activations(input);
+    if (below(3) == 0) accumulate(input);
     return input;
   }
 
@@ -127,6 +128,18 @@ class RandomSchedule {
         const auto brings = [b](const ScheduleVisit& v) { return v.block == b && v.pass == Pass::kBackward; };
         if (std::ranges::none_of(input.visits, brings)) add(b, Pass::kBackward);
       }
+    }
+  }
+
+  // Some blocks' sums move, through one place or a few.
+  void accumulate(ScheduleInput& input) {
+    std::uint64_t most = 0;
+    for (ScheduleBlock& block : input.blocks) {
+      if (below(4) > 0) block.accumulator_bytes = 2 * block.gradient_bytes;
+      most = std::max(most, block.accumulator_bytes);
+    }
+    for (std::uint64_t p = 1 + below(3); p > 0; --p) {
+      input.accumulator_place_bytes.push_back(input.accumulator_place_bytes.empty() ? most : below(most + 1));
     }
   }
 

@@ -16,8 +16,9 @@
 
 namespace spillway::testing {
 
+// `in_turn`: each micro-batch goes through the whole model before the next; else through a block.
 inline ModelDescription toy_model(std::uint32_t blocks, std::uint64_t width, std::uint32_t micro_batches,
-                                  bool visits = true) {
+                                  bool visits = true, bool in_turn = false) {
   ModelDescription model;
   // Block 0 is visited first and last, as a tied embedding is.
   model.blocks.push_back({"embedding",
@@ -39,10 +40,12 @@ inline ModelDescription toy_model(std::uint32_t blocks, std::uint64_t width, std
   }
   model.workspace_bytes = largest * 4;
   if (!visits) return model;
-  for (std::uint32_t b = 0; b <= blocks; ++b) model.visits.push_back({b, Pass::kForward});
-  model.visits.push_back({0, Pass::kBackward});  // the head
-  for (std::uint32_t b = blocks; b > 0; --b) model.visits.push_back({b, Pass::kBackward});
-  model.visits.push_back({0, Pass::kBackward});
+  for (std::uint32_t rounds = in_turn ? micro_batches : 1; rounds > 0; --rounds) {
+    for (std::uint32_t b = 0; b <= blocks; ++b) model.visits.push_back({b, Pass::kForward});
+    model.visits.push_back({0, Pass::kBackward});  // the head
+    for (std::uint32_t b = blocks; b > 0; --b) model.visits.push_back({b, Pass::kBackward});
+    model.visits.push_back({0, Pass::kBackward});
+  }
   return model;
 }
 
@@ -99,6 +102,7 @@ struct ToyTrainer {
   std::function<float(std::uint64_t)> gain = [](std::uint64_t) { return 1.f; };  // of every gradient in a step
   std::function<std::uint64_t(std::uint64_t)> data_of = [](std::uint64_t step) { return step; };
   float rounded_to = 0;  // gradients, before they are scaled: multiples of it
+  bool in_turn = false;  // as the model's
   // Faults that the same-bits tests must notice:
   bool swap_micro_batches = false;
   bool use_after_release = false;
@@ -134,6 +138,16 @@ struct ToyTrainer {
 
   StepReport run_step() {
     const std::uint64_t step = engine.current_step() + 1;
+    for (std::uint32_t m = 0; m < (in_turn ? micro_batches : 1); ++m) {
+      in_turn ? pass(step, m, m + 1) : pass(step, 0, micro_batches);
+    }
+    between();
+    std::ranges::fill(blob, step);
+    return engine.step(std::as_bytes(std::span(blob)));
+  }
+
+  // Forward and backward of some of the micro-batches.
+  void pass(std::uint64_t step, std::uint32_t first, std::uint32_t end) {
     const auto blocks = static_cast<std::uint32_t>(model.blocks.size());
     for (std::uint32_t b = 0; b < blocks; ++b) {
       between();
@@ -145,7 +159,7 @@ struct ToyTrainer {
       const void* weights[2] = {};  // a block of this model has two parameters
       for (std::uint32_t p = 0; p < 2; ++p) weights[p] = lease.weight(p);
       if (use_after_release) lease.release();
-      for (std::uint32_t i = 0; i < micro_batches; ++i) {
+      for (std::uint32_t i = first; i < end; ++i) {
         const std::uint32_t m = swap_micro_batches ? micro_batches - 1 - i : i;
         for (std::uint32_t p = 0; p < model.blocks[block].parameters.size(); ++p) {
           if (block == 0 && p == 1 && !head) continue;  // the norm belongs to the head
@@ -156,9 +170,6 @@ struct ToyTrainer {
     visit(0, true);
     for (std::uint32_t b = blocks - 1; b > 0; --b) visit(b, false);
     visit(0, false);
-    between();
-    std::ranges::fill(blob, step);
-    return engine.step(std::as_bytes(std::span(blob)));
   }
 };
 
