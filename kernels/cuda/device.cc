@@ -35,10 +35,11 @@ class HbmArena {
       static_cast<void>(cudaGetLastError());
       std::size_t left = 0, all = 0;
       check(cudaMemGetInfo(&left, &all), "asking for free memory");
-      throw Error(Code::kDoesNotFit, {"GPU memory",
-                                      fmt::format("{} MiB are asked for, {} of {} MiB are free", div_up(bytes, kMiB),
-                                                  left / kMiB, all / kMiB),
-                                      0, "lower spillway.hbm_bytes, or end other programs on this GPU"});
+      throw Error(
+          Code::kDoesNotFit,
+          {"GPU memory",
+           fmt::format("{} MiB are asked for, {} of {} MiB are free", div_up(bytes, kMiB), left / kMiB, all / kMiB), 0,
+           "set spillway.hbm_bytes to less than is free: the plan moves what that has no room for"});
     }
     check(result, "reserving memory");
   }

@@ -56,12 +56,16 @@ CudaIdleClock::Gap& CudaIdleClock::begin_gap(std::uint64_t on) {
   return gap;
 }
 
-// Those that are over, in order; the oldest one too when `oldest`, whatever it takes.
+// Those that are over, in order; the oldest one too when `oldest`, whatever it takes. In which the stream was empty is
+// over as good as at once, and was counted while it lasted: time that was counted never goes away.
 void CudaIdleClock::settle_gaps(bool oldest) const {
   while (settled_ < begun_) {
     const Gap& gap = gaps_[settled_ % kGaps];
-    if (oldest) check(cudaEventSynchronize(gap.after.get()), "work on the GPU");
-    if (!oldest && !gap.after.done()) return;
+    if (oldest || gap.on == number_) {
+      check(cudaEventSynchronize(gap.after.get()), "work on the GPU");
+    } else if (!gap.after.done()) {
+      return;
+    }
     oldest = false;
     for (Total& total : totals_) {
       if (total.on != gap.on && total.on != 0) continue;
