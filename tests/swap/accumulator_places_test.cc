@@ -5,7 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
+#include <chrono>
+#include <thread>
 
 #include "kernels/host_memory.h"
 #include "kernels/workers.h"
@@ -124,6 +125,28 @@ TEST_F(Accumulators, AStepThatIsGivenUpLeavesNothing) {
     expect_all();
     places->begin_step();
   }
+}
+
+TEST_F(Accumulators, ComeOnceTheyHaveArrivedAtHome) {
+  make(2);
+  places->begin_step();
+  add(0);
+  add(1);
+  places->expect(1);
+  compute->synchronize();
+  d2h->synchronize();
+  d2h->launch([](HostWorkers&) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
+  places->expect(2);  // 1 leaves late
+  places->acquire(2, *compute);
+  places->complete(2, *compute);
+  places->expect(3);  // in the place that is free since then
+  places->expect(4);  // in that of 1
+  places->expect(1);  // in that of 3
+  add(1);
+  complete_and_expect(1);
+  add(0);
+  complete_and_expect(0);
+  expect_all();
 }
 
 // Of three micro-batches in two places: what is added to leaves behind all but its last visit and comes for all but its
