@@ -35,22 +35,6 @@ std::string gradient_fact(const Plan& plan) {
   return fact;
 }
 
-// Of those that are added to in several visits; empty where each has a place in HBM.
-std::string accumulator_fact(const Plan& plan) {
-  std::size_t moving = 0;
-  std::uint64_t bytes = 0;
-  for (const BlockPlan& block : plan.blocks) {
-    if (!block.accumulator_home) continue;
-    ++moving;
-    bytes += block.accumulator_home->bytes;
-  }
-  if (moving == 0) return {};
-  return fmt::format(
-      "gradient accumulators: of {} blocks at home in host memory, {} MiB, {} in hbm at a time; each goes down and up "
-      "again between two micro-batches: more hbm_bytes would keep some",
-      moving, div_up(bytes, kMiB), plan.hbm.accumulators.size());
-}
-
 }  // namespace
 
 std::vector<std::string> run_facts(const Config& config, const Plan& plan, const ModelDescription& model,
@@ -77,7 +61,6 @@ std::vector<std::string> run_facts(const Config& config, const Plan& plan, const
   facts.insert(facts.end(), plan.facts.begin(), plan.facts.end());
   for (std::string& fact : activation_facts(plan, model)) facts.push_back(std::move(fact));
   if (!plan.gradients_in_hbm) facts.push_back(gradient_fact(plan));
-  if (std::string fact = accumulator_fact(plan); !fact.empty()) facts.push_back(std::move(fact));
   if (machinery.store) {
     const std::span<const File> files = machinery.store->files().files();
     facts.push_back("io: " + machinery.thread->description() +

@@ -50,6 +50,22 @@ std::string changes(const Plan& with, const Plan& without) {
   return text;
 }
 
+// Of those that are added to in several visits; empty where each has a place in HBM.
+std::string accumulator_fact(const Plan& plan) {
+  std::size_t moving = 0;
+  std::uint64_t bytes = 0;
+  for (const BlockPlan& block : plan.blocks) {
+    if (!block.accumulator_home) continue;
+    ++moving;
+    bytes += block.accumulator_home->bytes;
+  }
+  if (moving == 0) return {};
+  return fmt::format(
+      "gradient accumulators: of {} blocks at home in host memory, {} MiB, {} in hbm at a time; each goes down and up "
+      "again between two micro-batches: more hbm_bytes would keep some",
+      moving, div_up(bytes, kMiB), plan.hbm.accumulators.size());
+}
+
 }  // namespace
 
 std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
@@ -63,6 +79,7 @@ std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
     lines.push_back(
         fmt::format("of {} bytes that an update works on, {} stay in memory", hits.tile_bytes, hits.tile_hit_bytes));
   }
+  if (std::string fact = accumulator_fact(plan); !fact.empty()) lines.push_back(std::move(fact));
   std::string idle;
   const auto compare = [&](const char* key, auto DeepSpeedKnobs::*knob) {
     const auto& value = config.knobs.*knob;

@@ -87,6 +87,26 @@ class Plan(CliTest):
                 self.assertEqual(family, answer["model"]["family"])
                 self.assertFalse(answer["model"]["exact"])
                 self.assertGreater(answer["step"]["nvme_read_bytes"], 0)
+                self.assertEqual("pytorch", answer["model"]["loop"])
+
+    def test_ALoopAroundTheModelBringsWeightsForEachMicroBatch(self):
+        config = self.place.folder / "accumulates.json"
+        config.write_text(json.dumps({
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
+                                  "offload_optimizer": {"device": "cpu"}},
+            "spillway": {"hbm_bytes": "1GiB"}}))
+        answers = [self.plan("--config", config, "--params", "350M", *loop, *GIVEN)
+                   for loop in ([], ["--loop", "finetune"], ["--loop", "pytorch"])]
+        usual, inside, around = answers
+        self.assertEqual(["finetune", "finetune", "pytorch"], [answer["model"]["loop"] for answer in answers])
+        self.assertEqual(usual["memory"], inside["memory"])
+        parameters = inside["model"]["parameters"]
+        self.assertLess(inside["step"]["h2d_bytes"], 5 * parameters)
+        self.assertGreater(around["step"]["h2d_bytes"], 12 * parameters)  # twice for each micro-batch, what stays apart
+        self.assertIn("gradient accumulators (fp32)", around["memory"]["host"]["purposes"])
+        self.assertNotIn("gradient accumulators (fp32)", inside["memory"]["host"]["purposes"])
+        self.assert_refused(spillway("plan", "--params", "350M", "--loop", "deepspeed"), "--loop")
 
     def test_TheTableHasWhatFitsAndWhatDoesNot(self):
         answer = self.plan("--params", "124M", "--hbm", "448MiB", "--host", "448MiB", "--nvme", "/nowhere=1TB", *GIVEN)

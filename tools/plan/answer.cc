@@ -124,7 +124,11 @@ Report answer(const PlanOptions& options) {
   Report report{.model = options.name, .config = options.config, .device = device.text};
   report.shape =
       options.model.empty() ? shape_of_size(options.parameters, options.sequence) : load_shape(options.model);
-  report.run = {.device = device.kind, .device_here = device.here, .sequence = options.sequence};
+  const Loop usual = report.shape.gpt2 ? Loop::kFinetune : Loop::kPyTorch;
+  report.run = {.device = device.kind,
+                .device_here = device.here,
+                .sequence = options.sequence,
+                .loop = options.loop.value_or(usual)};
   const DescribedModel described = describe(report.shape, report.config, report.run);
   report.parameters = described.parameters;
   report.tokens = described.tokens;

@@ -50,6 +50,7 @@ void add_command(CLI::App& program, int& exit_code) {
       ->type_name("PATH[=2TB]")
       ->allow_extra_args(false);
   command->add_option("--device", options.device, "host or cuda; default: what the run would have here");
+  command->add_option("--loop", options.loop, "finetune or pytorch; default: finetune for what it trains (GPT-2)");
   command->add_option("--device-rate", options.device_rate, "What the device computes, TFLOP/s")->type_name("TFLOPS");
   command->add_option("--hbm-rate", options.hbm_rate, "What an optimizer on the GPU moves in its memory")
       ->type_name("GB/S");

@@ -294,6 +294,51 @@ DescribedModel describe_gpt2(const ModelShape& shape, const Config& config, cons
   return described;
 }
 
+// What python/spillway/layout.py says of the model: a step goes through all of it with one micro-batch after the other,
+// every visit computes what it needs anew, and what lies between visits is PyTorch's own.
+DescribedModel describe_pytorch(const ModelShape& shape, const Config& config, const RunShape& run) {
+  Config one = config;
+  one.gradient_accumulation = 1;
+  DescribedModel round;
+  round.model = describe_parameters(shape);
+  round.model.visits.clear();
+  StepWriter(shape, one, run.sequence, round).write();
+
+  DescribedModel described;
+  described.model.blocks = round.model.blocks;
+  std::vector<std::uint32_t> pushes(round.model.blocks.size());
+  for (std::uint32_t m = 0; m < config.gradient_accumulation; ++m) {
+    for (std::size_t v = 0; v < round.model.visits.size(); ++v) {
+      const auto add = [&](Pass pass, const VisitWork& work) {
+        described.model.visits.push_back({round.model.visits[v].block, pass});
+        described.work.push_back(work);
+      };
+      const VisitWork& work = round.work[v];
+      if (work.work == Work::kHead) add(Pass::kForward, {.work = Work::kHead, .flops = work.flops / 3});
+      add(round.model.visits[v].pass, work);
+      pushes[round.model.visits[v].block] += round.model.visits[v].pass == Pass::kBackward;
+    }
+  }
+  std::uint64_t largest = 0;
+  for (std::size_t b = 0; b < pushes.size(); ++b) {
+    for (Parameter& parameter : described.model.blocks[b].parameters) {
+      parameter.pushes = std::max(pushes[b], 1u);
+      largest = std::max(largest, gpt2::elements(parameter));
+    }
+  }
+  const std::uint64_t element = size_of(config.weights), tokens = std::uint64_t{config.micro_batch} * run.sequence;
+  described.model.workspace_bytes = largest * element;
+  std::uint64_t beside = tokens * shape.vocabulary * (element + 2 * sizeof(float));  // logits, twice in fp32
+  for (const Activation& kept : round.model.activations) beside += kept.bytes;
+  beside += inside_bytes(shape, config.weights, tokens, shape.encodes());
+  described.estimates.push_back(fmt::format(
+      "blocks of a PyTorch loop: the embedding, the layers, the head; beside hbm_bytes PyTorch itself keeps "
+      "their inputs, one block's insides and the logits, about {} MiB",
+      div_up(beside, kMiB)));
+  if (shape.encodes()) described.estimates.emplace_back("a row has as many tokens for the decoder as for the encoder");
+  return described;
+}
+
 }  // namespace
 
 ModelDescription describe_parameters(const ModelShape& shape) {
@@ -313,7 +358,9 @@ DescribedModel describe(const ModelShape& shape, const Config& config, const Run
   const gpt2::TrainerOptions options = gpt2::trainer_options(config, asked, run.sequence);
   const std::uint64_t tokens = std::uint64_t{config.micro_batch} * run.sequence;
   DescribedModel described;
-  if (shape.gpt2) {
+  if (run.loop == Loop::kPyTorch) {
+    described = describe_pytorch(shape, config, run);
+  } else if (shape.gpt2) {
     described = describe_gpt2(shape, config, run, options);
   } else {
     described.model = stack_of(shape);
@@ -337,7 +384,7 @@ DescribedModel describe(const ModelShape& shape, const Config& config, const Run
         "working memory are what a trainer like that of GPT-2 would ask for",
         shape.family));
   }
-  if (!run.device_here) described.estimates.emplace_back(kNoDevice);
+  if (!run.device_here && run.loop == Loop::kFinetune) described.estimates.emplace_back(kNoDevice);
   described.parameters = count_parameters(described.model);
   described.tokens = tokens * config.gradient_accumulation;
   return described;

@@ -22,10 +22,15 @@ struct VisitWork {
   double pushed = 0;       // kEmbedBackward: elements of the gradients handed over, which is all that takes time
 };
 
+// Whose loop goes around the engine's calls: all micro-batches through a block before the next, or, where the loop is
+// around the model, each through all of it (python/README.md).
+enum class Loop : std::uint8_t { kFinetune, kPyTorch };
+
 struct RunShape {
   DeviceKind device = DeviceKind::kHost;
   bool device_here = true;       // false: this machine has no such device to ask
   std::uint32_t sequence = 256;  // tokens of a row; T5: of a row of the encoder, and of one of the decoder
+  Loop loop = Loop::kFinetune;
 };
 
 struct DescribedModel {
@@ -37,7 +42,8 @@ struct DescribedModel {
 };
 
 // The description that `spillway finetune` gives the engine where it trains the family (GPT-2); for the others one made
-// by the same rules. Throws what the trainer refuses.
+// by the same rules. Of a PyTorch loop: what the Python package would say of the model. Throws what the trainer
+// refuses.
 DescribedModel describe(const ModelShape& shape, const Config& config, const RunShape& run);
 
 // Tensors of the blocks as Hugging Face names them; no activations, insides or working memory.

@@ -78,6 +78,10 @@ class Reader {
                 "write it as 7B, 350M or 1e12");
       }
     }
+    if (typed_.loop == "finetune") options().loop = Loop::kFinetune;
+    if (typed_.loop == "pytorch") options().loop = Loop::kPyTorch;
+    if (!typed_.loop.empty() && !options().loop)
+      problem("--loop", fmt::format("\"{}\" is not known", typed_.loop), "it is finetune or pytorch");
     options().sequence = whole("--seq", typed_.sequence, 1u << 24).value_or(256);
   }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "spillway/config.h"
+#include "tools/plan/description.h"
 #include "tools/plan/rates.h"
 
 namespace spillway::planning {
@@ -17,7 +18,7 @@ struct TypedOptions {
   std::filesystem::path config = {}, aio = {}, model = {}, html = {};
   std::string parameters = {}, hbm = {}, host = {};
   std::vector<std::string> nvme = {};  // PATH or PATH=SIZE
-  std::string device = {};
+  std::string device = {}, loop = {};
   std::string device_rate = {}, hbm_rate = {}, h2d_rate = {}, d2h_rate = {}, read_rate = {}, write_rate = {},
               mixed_rate = {};
   std::string memory_rate = {}, cores = {}, drive_life = {}, sequence = "256";
@@ -32,6 +33,7 @@ struct PlanOptions {
   double parameters = 0;  // in place of a model
   std::string name = {};  // of the model, as it was typed
   std::uint32_t sequence = 256;
+  std::optional<Loop> loop = {};  // not set: finetune's, for what it trains
   GivenRates rates = {};
   std::optional<double> drive_life = {};  // bytes that may be written to each drive
   std::optional<bool> probe = {};

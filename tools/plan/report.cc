@@ -20,10 +20,11 @@ std::string title_of(const Report& report) {
   const ModelShape& shape = report.shape;
   const std::string layers =
       shape.encodes() ? fmt::format("{} + {}", shape.layers, shape.decoder_layers) : fmt::format("{}", shape.layers);
-  return fmt::format("{} ({}): {} parameters, {} layers of width {}, {}; {} tokens a step ({} x {} rows of {})",
+  return fmt::format("{} ({}): {} parameters, {} layers of width {}, {}; {} tokens a step ({} x {} rows of {}){}",
                      report.model, shape.family, report.parameters, layers, shape.width,
                      spillway::name_of(report.config.weights), report.tokens, report.config.gradient_accumulation,
-                     report.config.micro_batch, report.run.sequence);
+                     report.config.micro_batch, report.run.sequence,
+                     report.run.loop == Loop::kPyTorch ? ", in a PyTorch loop" : "");
 }
 
 std::string commits_of(const Report& report) {

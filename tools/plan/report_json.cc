@@ -69,6 +69,7 @@ class Json {
       count("width", report_.shape.width);
       text("dtype", std::string(spillway::name_of(report_.config.weights)));
       count("sequence", report_.run.sequence);
+      text("loop", report_.run.loop == Loop::kPyTorch ? "pytorch" : "finetune");
       count("tokens_per_step", report_.tokens);
       flag("exact", report_.estimates.empty());
       list("estimates", report_.estimates);
