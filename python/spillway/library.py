@@ -6,6 +6,7 @@ A call that fails raises Error.
 import ctypes
 import json
 import os
+import re
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 
 NAME = "libspillway.so.0"
@@ -119,7 +120,8 @@ class Library:
         def call(*arguments):
             status = function(*arguments)
             if status != 0:
-                raise Error(CODES[status], self.error_message().decode(errors="replace"))
+                message = self.error_message().decode(errors="replace")
+                raise Error(CODES[status], re.sub(r"\bon_existing (\w+)", r'on_existing="\1"', message))  # as written here
         return call
 
 

@@ -135,8 +135,12 @@ class Mixin:
             if getattr(getattr(self.model, "config", None), "use_cache", False):
                 self.model.config.use_cache = False
             existing = self._on_existing or ("replace" if self._snapshot else "refuse")
-            self.engine = Engine(self.model, planned, on_existing=existing, snapshot=self._snapshot,
-                                 **self._engine_options)
+            try:
+                self.engine = Engine(self.model, planned, on_existing=existing, snapshot=self._snapshot,
+                                     **self._engine_options)
+            except Error as error:  # says what an engine can do, and a trainer cannot
+                message = str(error).replace('on_existing="resume"', "train(resume_from_checkpoint=...)")
+                raise Error(error.code, message) from None
             self._planned = planned
         if planned != self._planned:
             raise Error("invalid_argument", "train(): the configuration or TrainingArguments have changed since the "

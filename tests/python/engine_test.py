@@ -315,7 +315,8 @@ class Errors(Case):
         train(engine, 1)
         self.assertEqual("busy", self.assert_error("store", self.engine, on_existing="replace").code)
         engine.close()
-        self.assertEqual("exists", self.assert_error("store", self.engine).code)
+        self.assertEqual("exists", self.assert_error('go on with on_existing="resume", or start over with '
+                                                     'on_existing="replace"', self.engine).code)
         self.assertEqual(1, self.engine(on_existing="resume").current_step)
 
     def test_ABudgetThatDoesNotFit(self):

@@ -305,7 +305,9 @@ class Checkpoints(Case):
         (self.folder / "broken/spillway").mkdir(parents=True)
         self.assert_error("broken/trainer_state.json: is not there", self.trainer().train,
                           resume_from_checkpoint=str(self.folder / "broken"))
-        self.assertEqual("exists", self.assert_error("store", self.trainer().train).code)
+        self.assertEqual("exists", self.assert_error(
+            r'go on with train\(resume_from_checkpoint=...\), or start over with on_existing="replace"',
+            self.trainer().train).code)
 
 
 class Configuration(Case):
