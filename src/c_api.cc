@@ -16,6 +16,7 @@
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "spillway/log.h"
+#include "src/config/reader.h"
 
 using namespace spillway;
 
@@ -114,6 +115,15 @@ spillway_status spillway_config_parse(const char* json, const char* name, spillw
   return guarded([&] { *config = new spillway_config{config_from_json(given(json, "json"), given(name, "name"))}; });
 }
 
+spillway_status spillway_config_parse_with(const char* json, const char* name, const char* overlay,
+                                           const char* overlay_name, spillway_config** config) {
+  return guarded([&] {
+    const ConfigText texts[] = {{given(json, "json"), given(name, "name")},
+                                {given(overlay, "overlay"), given(overlay_name, "overlay_name")}};
+    *config = new spillway_config{load_config(texts, {})};
+  });
+}
+
 spillway_dtype spillway_config_weights(const spillway_config* config) {
   return static_cast<spillway_dtype>(config->values.weights);
 }
@@ -122,6 +132,10 @@ uint32_t spillway_config_micro_batch(const spillway_config* config) { return con
 
 uint32_t spillway_config_gradient_accumulation(const spillway_config* config) {
   return config->values.gradient_accumulation;
+}
+
+double spillway_config_learning_rate(const spillway_config* config, uint64_t step) {
+  return learning_rate(config->values, step);
 }
 
 void spillway_config_destroy(spillway_config* config) { delete config; }

@@ -31,7 +31,7 @@ void remove_leftover(const std::filesystem::path& path) {
 void check_there(const std::filesystem::path& directory, std::size_t directories) {
   if (StoreFiles::exist(std::span(&directory, 1))) return;
   throw Error(Code::kNotFound, {directory.string(), directories == 1 ? "holds no store" : "holds no part of a store", 0,
-                                "check the path, or start a run without --resume"});
+                                "check the path, or start a run without on_existing resume"});
 }
 
 // The superblock of one file, checked on its own.
@@ -39,7 +39,7 @@ Superblock read_superblock(const File& file) {
   AlignedBuffer buffer(kExtentAlignment);
   const std::string path = file.path().string();
   if (file.size_bytes() < kExtentAlignment) {
-    throw Error(Code::kCorrupt, {path, "too short to be a store", 0, "start over with --fresh"});
+    throw Error(Code::kCorrupt, {path, "too short to be a store", 0, "start over with on_existing replace"});
   }
   file.read_at(0, buffer.bytes());
   return parse_superblock(buffer.bytes(), path);
@@ -184,7 +184,7 @@ StoreFiles StoreFiles::assemble(std::vector<File> files) {
     if (size >= wanted) continue;
     throw Error(Code::kCorrupt,
                 {opened.files_[i].path().string(), fmt::format("cut short: it has {} bytes of {}", size, wanted), 0,
-                 "copy it again, or start over with --fresh"});
+                 "copy it again, or start over with on_existing replace"});
   }
   return opened;
 }

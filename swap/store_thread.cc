@@ -290,7 +290,7 @@ Error io_error(const StoreThread& store, const IoRequest& request, const IoCompl
   return Error(Code::kIo, {.object = store.file(completion.error_file).path().string(),
                            .happened = describe_transfer(request.op, completion) + " failed",
                            .errno_value = completion.error,
-                           .hint = "check the drive; the store is at its last commit, go on with --resume"});
+                           .hint = "check the drive; the store is at its last commit, go on with on_existing resume"});
 }
 
 }  // namespace spillway

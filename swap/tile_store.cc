@@ -18,7 +18,7 @@
 namespace spillway {
 namespace {
 
-constexpr const char* kStartAnew = "restore a snapshot, or start over with --fresh";
+constexpr const char* kStartAnew = "restore a snapshot, or start over with on_existing replace";
 
 constexpr double kLockPatienceSeconds = 10;   // the kernel may still finish a killed holder's writes
 constexpr double kGlancePatienceSeconds = 1;  // to tell a store in use from one that merely exists
@@ -59,12 +59,12 @@ void refuse_one_slot(const StoreFiles& files) {
   if (files.superblock().slots >= 2) return;
   throw Error(Code::kUnsupported,
               {files.files().front().path().string(), "made with commit_every 0: one slot a tile, no resume", 0,
-               "start over with --fresh; commit_every 1 makes every step resumable"});
+               "start over with on_existing replace; commit_every 1 makes every step resumable"});
 }
 
 Error store_exists(const std::filesystem::path& directory) {
   return Error(Code::kExists, {store_file(directory).string(), "a store exists", 0,
-                               "go on with --resume, or start over with --fresh"});
+                               "go on with on_existing resume, or start over with on_existing replace"});
 }
 
 }  // namespace
@@ -211,9 +211,9 @@ StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape
       what = shape.identity.difference(read_description(files), shape.identity.description);
     }
     what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
-    throw Error(Code::kInvalidArgument,
-                {path, std::move(what), 0,
-                 "use the model and settings it was made with, name another nvme_path, or start over with --fresh"});
+    throw Error(Code::kInvalidArgument, {path, std::move(what), 0,
+                                         "use the model and settings it was made with, name another nvme_path, or "
+                                         "start over with on_existing replace"});
   }
   Created as_stored = shape;
   as_stored.slots = block.slots;
@@ -221,7 +221,8 @@ StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape
   as_stored.identity.description.resize(block.description_bytes);
   StoreLayout layout = lay_out_store(shape.tiles, geometry_of(as_stored));
   if (layout.total_bytes != block.total_bytes) {
-    throw Error(Code::kCorrupt, {path, "the superblock does not fit the model", 0, "start over with --fresh"});
+    throw Error(Code::kCorrupt,
+                {path, "the superblock does not fit the model", 0, "start over with on_existing replace"});
   }
   return layout;
 }
@@ -242,7 +243,7 @@ std::string TileStore::read_description(const StoreFiles& files) {
   std::string text(reinterpret_cast<const char*>(buffer.data.get()), block.description_bytes);
   if (granule_checksum(std::as_bytes(std::span(text))) != block.description_checksum) {
     throw Error(Code::kCorrupt, {files.place_of(kExtentAlignment).file->path().string(),
-                                 "the model description is damaged", 0, "start over with --fresh"});
+                                 "the model description is damaged", 0, "start over with on_existing replace"});
   }
   return text;
 }
@@ -275,8 +276,8 @@ void TileStore::load_manifest(const Created& shape) {
   ManifestChoice choice = read_records(files_, layout_);
   if (!choice.manifest) {
     const char* hint = choice.others_damaged
-                           ? "its commit records are damaged; check the drive, or start over with --fresh"
-                           : "its run was cut short before the first commit; start over with --fresh";
+                           ? "its commit records are damaged; check the drive, or start over with on_existing replace"
+                           : "its run was cut short before the first commit; start over with on_existing replace";
     throw Error(Code::kCorrupt, {path, "holds no committed step", 0, hint});
   }
   committed_ = std::move(*choice.manifest);
@@ -304,7 +305,8 @@ void TileStore::load_manifest(const Created& shape) {
 }
 
 std::string TileStore::way_back(std::uint64_t offset) const {
-  if (slots_ < 2) return "check the drive; commit_every 0 keeps no step to go back to: start over with --fresh";
+  if (slots_ < 2)
+    return "check the drive; commit_every 0 keeps no step to go back to: start over with on_existing replace";
   const auto behind = std::ranges::upper_bound(layout_.tiles, offset, {}, [](const TileExtents& tile) {
     return tile.extent[0][index_of(Part::kWeights)].offset;
   });
@@ -316,8 +318,9 @@ std::string TileStore::way_back(std::uint64_t offset) const {
   };
   const std::uint32_t slot = tile < layout_.tiles.size() ? committed_.tiles[tile].slot : 0;
   if (!holds(slot)) {
-    return fmt::format("check the drive; step {}, the last committed one, is not affected: --resume goes back to it",
-                       committed_.step);
+    return fmt::format(
+        "check the drive; step {}, the last committed one, is not affected: on_existing resume goes back to it",
+        committed_.step);
   }
   if (!older_step_ || holds(slot ^ 1u)) {
     return fmt::format("check the drive; that is part of step {}, the last committed one, and no other is left; {}",
@@ -377,7 +380,7 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
                        std::span<std::byte> buffer) {
   if (lost_) {
     throw Error(Code::kIo, {files_.files().front().path().string(), "a write since the last commit failed", 0,
-                            "the store is at its last commit, go on with --resume"});
+                            "the store is at its last commit, go on with on_existing resume"});
   }
   next_.sequence = committed_.sequence + 1;
   next_.step = step;

@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <new>
 #include <string>
+#include <string_view>
+#include <utility>
 
+#include "spillway/log.h"
 #include "tools/config/command.h"
 #include "tools/doctor/command.h"
 #include "tools/gpt2/commands.h"
@@ -25,6 +28,20 @@ int wrong_arguments(const CLI::ParseError& error) {
   return 1;
 }
 
+// The library says what to do in the words of its own options; here they have others.
+std::string in_words_of_the_program(std::string_view message) {
+  static constexpr std::pair<std::string_view, std::string_view> kWords[] = {
+      {"on_existing resume", "--resume"},
+      {"on_existing replace", "--fresh"},
+      {"say how many steps the run has", "say it with --steps"},
+  };
+  std::string text(message);
+  for (const auto& [library, program] : kWords) {
+    for (std::size_t at; (at = text.find(library)) != text.npos;) text.replace(at, library.size(), program);
+  }
+  return text;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -33,6 +50,9 @@ int main(int argc, char** argv) {
   program.footer(
       "Exit code: 0 done, 1 refused or failed, 2 a damaged store was shown, 3 the doctor found something slower, 4 "
       "something broken, 130 ended by Ctrl-C, 143 by SIGTERM. Data goes to standard output, errors to standard error.");
+  spillway::set_log_sink([](spillway::LogLevel, std::string_view message) {
+    fmt::print(stderr, "spillway: {}\n", in_words_of_the_program(message));
+  });
   int exit_code = 0;
   spillway::gpt2::add_commands(program, exit_code);
   spillway::store::add_command(program, exit_code);
@@ -53,7 +73,7 @@ int main(int argc, char** argv) {
                "ulimit -v or the cgroup's limit\n");
     return 1;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "spillway: {}\n", error.what());
+    fmt::print(stderr, "spillway: {}\n", in_words_of_the_program(error.what()));
     return 1;
   }
 }

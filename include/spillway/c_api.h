@@ -56,9 +56,14 @@ void spillway_set_log(void (*sink)(void* user, int warning, const char* message)
 
 // A ds_config.json: the text of it, and the name that stands in its errors.
 spillway_status spillway_config_parse(const char* json, const char* name, spillway_config** config);
+// The same with a second text put over the first, key by key: what `spillway sweep --json` writes.
+spillway_status spillway_config_parse_with(const char* json, const char* name, const char* overlay,
+                                           const char* overlay_name, spillway_config** config);
 spillway_dtype spillway_config_weights(const spillway_config* config);
 uint32_t spillway_config_micro_batch(const spillway_config* config);
 uint32_t spillway_config_gradient_accumulation(const spillway_config* config);
+// Of optimizer step `step`; 1 is the first.
+double spillway_config_learning_rate(const spillway_config* config, uint64_t step);
 void spillway_config_destroy(spillway_config* config);
 
 // model.h: blocks and parameters count from 0, in the order in which they are added.

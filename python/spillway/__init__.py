@@ -8,10 +8,11 @@
 """
 import importlib
 
+from .deepspeed import initialize
 from .engine import Engine, StepReport
 from .library import Error
 
-__all__ = ["Engine", "Error", "StepReport"]
+__all__ = ["Engine", "Error", "StepReport", "initialize"]
 
 
 def __getattr__(name):  # of what needs transformers, when it is asked for

@@ -2,17 +2,21 @@
 import collections
 import contextlib
 import ctypes
+import logging
 import os
+import threading
 import weakref
 from ctypes import byref, c_uint64, c_void_p
 
 import torch
 
-from . import buffers
+from . import buffers, log, module
 from .blocks import find_blocks, forward_order
+from .export import export
 from .layout import Layout
 from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report, Weights,
                       library, parse_config)
+from .optimizer import EngineOptimizer
 from .visits import run_in_visits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
@@ -41,42 +45,50 @@ class Engine:
       the model's own.
     `on_existing`: what to do with a store that is there: "refuse", "resume" or "replace".
     `snapshot`: one that save() made, to begin with.
-    Threads: any, one at a time. Errors: spillway.Error.
+    `aio`: path or dict, what `spillway sweep --json` wrote; it is put over the configuration.
+    `optimizer`: its rate is what PyTorch's schedulers set. What an engine does not have itself, train() say, is the
+      module's. Threads: any, one at a time. Errors: spillway.Error.
     """
 
     def __init__(self, model, config, *, blocks=None, example=None, weights=None, on_existing="refuse", snapshot=None,
-                 trace=None):
+                 trace=None, aio=None):
         self._library = library()
         self._handle = None
         self._held, self._unfinished = 0, False  # leases; gradients of a step that must be discarded
         self.module = model
-        self._read_config(config)
+        self._read_config(config, aio)
         if on_existing not in ON_EXISTING:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
-        _check_model(model, weights is None and on_existing != "resume" and snapshot is None)
+        module.check(model, weights is None and on_existing != "resume" and snapshot is None)
         self._blocks = find_blocks(model, blocks)
         self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example), self._accumulation)
-        self._create(Options(ON_EXISTING.index(on_existing), _path(snapshot), _path(trace), 0))
+        self._trace = trace
+        self.in_backward, self.steps_begun = False, 0
         try:
-            self.on_cuda = self._library.engine_device(self._handle) == 1
-            self.torch_device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else \
-                torch.device("cpu")
-            size = c_uint64()
-            self._workspace = self._memory(self._library.engine_workspace(self._handle, byref(size)), size.value)
-            self._views, self._addresses = {}, set()
-            self.in_backward, self.steps_begun = False, 0
-            self.anchor = torch.empty(0, device=self.torch_device, requires_grad=True)
+            self._create(on_existing, snapshot)
             if self.current_step == 0 and snapshot is None and on_existing != "resume":
                 self._import(weights)
         except BaseException:
             self.close()
             raise
         self._take_over()
+        EngineOptimizer(model).attach(self)
+        for line in self.describe():
+            log.say(logging.INFO, line)
+        try:
+            buffers.check(model)
+        except Error as error:  # export() would say it when all work is done
+            log.say(logging.WARNING, str(error))
+
+    def __getattr__(self, name):  # of what is the module's: train(), eval(), generate(), config
+        if name.startswith("_") or "module" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        return getattr(self.module, name)
 
     # -- the description ------------------------------------------------------------------------------------------
 
-    def _read_config(self, config):
-        self._config = parse_config(config)
+    def _read_config(self, config, aio):
+        self._config = parse_config(config, aio)
         weakref.finalize(self, self._library.config_destroy, self._config)
         self._type = self._library.config_weights(self._config)
         self.dtype = DTYPES[self._type]
@@ -85,7 +97,8 @@ class Engine:
         self._micro_batches = 0
         self._pushed = collections.Counter()
 
-    def _create(self, options):
+    def _create(self, on_existing, snapshot):
+        options = Options(ON_EXISTING.index(on_existing), _path(snapshot), _path(self._trace), 0)
         model = self._layout.describe(self._library, self._element_bytes)
         try:
             handle = c_void_p()
@@ -95,6 +108,22 @@ class Engine:
         self._handle, self._streams = handle, {}
         # Also when the engine is forgotten, and when the interpreter ends.
         self._finalizer = weakref.finalize(self, _destroy, self._library, handle, self._streams, os.getpid())
+        self.on_cuda = self._library.engine_device(handle) == 1
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
+        size = c_uint64()
+        self._workspace = self._memory(self._library.engine_workspace(handle, byref(size)), size.value)
+        self._views, self._addresses = {}, set()
+        self.anchor = torch.empty(0, device=self.device, requires_grad=True)
+
+    def begin_with(self, snapshot):
+        """The run begins once more, with a snapshot, and its store is replaced. Before the first step."""
+        if self.current_step > 0:
+            raise Error("invalid_argument", f"{os.fspath(snapshot)}: cannot be loaded behind step {self.current_step}; "
+                        "make model and engine anew, with snapshot= and on_existing=\"replace\"")
+        self.discard_step()
+        self.close()
+        self._create("replace", snapshot)
+        self.optimizer.attach(self)
 
     # -- weights in and out ---------------------------------------------------------------------------------------
 
@@ -151,22 +180,8 @@ class Engine:
         return found
 
     def _take_over(self):
-        """Empties the parameters, moves buffers to the engine's device and puts visits in the place of forwards."""
-        moved = {}
-        for members in self._layout.members:
-            for place, parameter in enumerate(members):
-                # One element each, so that none of them shows what was written to another.
-                nothing = torch.full((), float("nan"), dtype=self.dtype, device=self.torch_device)
-                if parameter.device.type == self.torch_device.type:
-                    parameter.data, parameter.grad = nothing.expand(parameter.shape), None
-                else:  # a tensor cannot change its device: another takes its place, in every module that has it
-                    members[place] = moved[id(parameter)] = torch.nn.Parameter(nothing.expand(parameter.shape),
-                                                                               parameter.requires_grad)
-        for module in self.module.modules():
-            for name, parameter in module._parameters.items():
-                module._parameters[name] = moved.get(id(parameter), parameter)
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = buffer if buffer is None else buffer.to(self.torch_device)
+        """Empties the parameters and puts visits in the place of forwards."""
+        module.empty(self.module, self._layout.members, self.dtype, self.device)
         for block in self._blocks:
             for entries in (block.parameters, block.trainable):
                 entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
@@ -174,23 +189,21 @@ class Engine:
         engine = weakref.proxy(self)
         for block in self._blocks:
             run_in_visits(engine, block)
-            block.module._register_state_dict_hook(_values_of(engine, block))
-        for module in {self.module, *(block.module for block in self._blocks)}:
-            module._spillway = True
-            module._apply, module.__deepcopy__ = _refuse_to_move, _refuse_to_copy
+        module.bind(engine, self.module, self._blocks)
+        module.leave_checkpointing_to_blocks(self.module)
 
     def _memory(self, address, size, dtype=torch.uint8):
         if size == 0:
-            return torch.empty(0, dtype=dtype, device=self.torch_device)
+            return torch.empty(0, dtype=dtype, device=self.device)
         if self.on_cuda:
-            return torch.as_tensor(_CudaMemory(address, size), device=self.torch_device).view(dtype)
+            return torch.as_tensor(_CudaMemory(address, size), device=self.device).view(dtype)
         return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=dtype)
 
     def _stream(self):
         """The engine's name for the stream that PyTorch works on; None: the engine's own, on a CPU."""
         if not self.on_cuda:
             return None
-        native = torch.cuda.current_stream(self.torch_device).cuda_stream
+        native = torch.cuda.current_stream(self.device).cuda_stream
         if native not in self._streams:
             stream = c_void_p()
             self._library.engine_adopt_stream(self._handle, native, byref(stream))
@@ -283,6 +296,11 @@ class Engine:
         """The rate of the steps that come, in place of the configuration's schedule; before a step's first backward().
         Neither store nor snapshot keep it."""
         self._library.engine_set_learning_rate(self._open(), rate)
+        self.optimizer.given(rate)
+
+    def configured_learning_rate(self):
+        """Of the step that comes, if no step was skipped."""
+        return self._library.config_learning_rate(self._config, self.current_step + 1)
 
     def backward(self, loss, scale_wrt_gas=True):
         """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps, unless the caller
@@ -294,6 +312,7 @@ class Engine:
         if self.step_is_due:
             raise Error("invalid_argument", f"backward: the step has had its {self._accumulation} micro-batches "
                                             "(gradient_accumulation_steps); call step() before the next one")
+        self.optimizer.before_backward()
         self.in_backward = True
         try:
             (loss * scale).backward()
@@ -326,6 +345,7 @@ class Engine:
             raise Error("invalid_argument", f"blob: is a {type(blob).__name__}, not bytes")
         if self._micro_batches < (1 if early else self._accumulation):
             return None
+        self.optimizer.before_step()
         self._push_what_is_missing()
         report = Report()
         try:
@@ -333,10 +353,14 @@ class Engine:
         except Error as error:
             if error.code == "non_finite":  # the engine has forgotten the step
                 self._begin_step()
+                raise Error(error.code, f"{error}; NaN is also what a weight has outside of its block: name a module "
+                                        "that reads another's weights in blocks=") from None
             raise
         self._begin_step()
         values = {name: getattr(report, name) for name, _ in Report._fields_}
-        return StepReport(**{**values, "skipped": bool(report.skipped), "link": report.link.decode()})
+        report = StepReport(**{**values, "skipped": bool(report.skipped), "link": report.link.decode()})
+        self.optimizer.after_step(report)
+        return report
 
     @property
     def step_is_due(self):
@@ -414,10 +438,12 @@ class Engine:
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights, and persistent buffers, as safetensors with the model's config.json: what from_pretrained()
-        takes."""
-        buffers.check(self.module)
+        takes. Of a model of peft's the adapters, as its own save_pretrained()."""
+        export(self, directory, dtype, replace)
+
+    def export_weights(self, directory, dtype, replace):
+        """The weights alone, under the names that they have in memory."""
         self._library.engine_export(self._open(), _path(directory), DTYPES.index(dtype), replace)
-        buffers.save(self.module, directory)
 
     def close(self):
         """Makes the last step durable and gives everything back. The model keeps no weights."""
@@ -443,23 +469,15 @@ class Engine:
         return self._handle
 
 
-def _check_model(model, has_values):
-    if any("_spillway" in module.__dict__ for module in model.modules()):
-        raise Error("invalid_argument", "model: an engine has taken its weights before; make the model anew")
-    for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
-        for name, tensor in tensors:
-            if tensor.device.type == "meta" and (kind == "buffer" or has_values):
-                raise Error("invalid_argument", f"{name}: is a {kind} on device meta and has no values; " + (
-                    "give weights=" if kind == "parameter" else
-                    "give it some first (accelerate's init_empty_weights() leaves buffers alone)"))
-
-
 def _storage(tensor):
     return (tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()).data_ptr()
 
 
 def _destroy(library, handle, streams, process):
     if os.getpid() != process:  # a fork has none of the engine's threads
+        return
+    if log.saying():  # the garbage collector came by in a message: an engine's thread cannot wait for its own end
+        threading.Thread(target=_destroy, args=(library, handle, streams, process)).start()
         return
     for stream in streams.values():
         library.stream_destroy(stream)
@@ -472,21 +490,3 @@ def _path(path):
 
 def _floats(address, count):
     return torch.frombuffer(ctypes.cast(address, ctypes.POINTER(ctypes.c_float * count)).contents, dtype=torch.float32)
-
-
-def _values_of(engine, block):
-    def hook(module, state, prefix, _):
-        with engine.weights_of(block):
-            for name in [name for name in state if name.startswith(prefix)]:
-                with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
-                    state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
-    return hook
-
-
-def _refuse_to_copy(*_, **__):
-    raise Error("unsupported", "model: its weights are Spillway's and cannot be copied with it; state_dict() has them")
-
-
-def _refuse_to_move(*_, **__):
-    raise Error("unsupported", "model: its weights are Spillway's and cannot be moved or converted; the configuration "
-                               "says their type and tiers")

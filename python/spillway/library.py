@@ -6,7 +6,11 @@ A call that fails raises Error.
 import ctypes
 import json
 import os
+import re
+import weakref
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+
+from . import log
 
 NAME = "libspillway.so.0"
 VERSION = "0.1.0"  # of the library that this package was written for
@@ -49,6 +53,7 @@ Weights = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, c_uint32, c_uint64, POINTE
 
 _STATUS = {  # functions that can fail
     "config_parse": [c_char_p, c_char_p, POINTER(c_void_p)],
+    "config_parse_with": [c_char_p, c_char_p, c_char_p, c_char_p, POINTER(c_void_p)],
     "model_add_block": [c_void_p, c_char_p],
     "model_add_visit": [c_void_p, c_uint32, c_int],
     "model_attach": [c_void_p, c_char_p, c_char_p],
@@ -74,6 +79,7 @@ _VALUE = {  # result, arguments
     "config_weights": (c_int, [c_void_p]),
     "config_micro_batch": (c_uint32, [c_void_p]),
     "config_gradient_accumulation": (c_uint32, [c_void_p]),
+    "config_learning_rate": (c_double, [c_void_p, c_uint64]),
     "config_destroy": (None, [c_void_p]),
     "model_create": (c_void_p, []),
     "model_set_workspace": (None, [c_void_p, c_uint64]),
@@ -110,6 +116,9 @@ class Library:
             function = getattr(loaded, f"spillway_{name}")
             function.restype, function.argtypes = c_int, arguments
             setattr(self, name, self._raising(function))
+        self._sink = LogSink(log.sink)
+        self.set_log(self._sink, None)
+        weakref.finalize(self, self.set_log, LogSink(), None)  # behind those of engines, which are made later
         found = self.version().decode()
         if found != VERSION:
             raise Error("unsupported", f"{path}: is Spillway {found}, and this package is of {VERSION}; install both "
@@ -119,7 +128,9 @@ class Library:
         def call(*arguments):
             status = function(*arguments)
             if status != 0:
-                raise Error(CODES[status], self.error_message().decode(errors="replace"))
+                message = self.error_message().decode(errors="replace")
+                message = re.sub(r"\bon_existing (\w+)", r'on_existing="\1"', message)  # as it is written in Python
+                raise Error(CODES[status], message)
         return call
 
 
@@ -133,17 +144,23 @@ def library():
     return _library
 
 
-def parse_config(config):
-    """A spillway_config of a path or a dict; the caller destroys it."""
+def _text(config, name):
+    """Of a path or a dict, and the name that it has in errors."""
     if isinstance(config, dict):
-        text, name = json.dumps(config, indent=2), "config"
+        return json.dumps(config, indent=2).encode(), name
+    path = os.fspath(config)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().encode(), path.encode()
+    except OSError as error:
+        raise Error("not_found", f"{path}: cannot be read ({error.strerror})") from None
+
+
+def parse_config(config, aio=None):
+    """A spillway_config of a path or a dict, with another one put over it; the caller destroys it."""
+    parsed, texts = c_void_p(), _text(config, b"config")
+    if aio is None:
+        library().config_parse(*texts, ctypes.byref(parsed))
     else:
-        name = os.fspath(config)
-        try:
-            with open(name, encoding="utf-8") as file:
-                text = file.read()
-        except OSError as error:
-            raise Error("not_found", f"{name}: cannot be read ({error.strerror})") from None
-    parsed = c_void_p()
-    library().config_parse(text.encode(), name.encode(), ctypes.byref(parsed))
+        library().config_parse_with(*texts, *_text(aio, b"aio"), ctypes.byref(parsed))
     return parsed

@@ -17,7 +17,9 @@ import torch
 
 from . import buffers
 from .engine import Engine
+from .export import adapters
 from .library import Error
+from .optimizer import EngineOptimizer, EngineSchedule
 from .trainer_config import check, filled, read, refuse
 
 SNAPSHOT = "spillway"  # in a checkpoint's directory; the others as transformers calls them
@@ -25,56 +27,29 @@ SCHEDULE, STATE = "scheduler.pt", "trainer_state.json"
 OWN = ("create_optimizer", "get_optimizer_cls_and_kwargs")  # of other trainers
 
 
-class EngineOptimizer(torch.optim.Optimizer):
-    """What schedules, callbacks and the loop see of an engine: the learning rate, and the step."""
+class TrainerOptimizer(EngineOptimizer):
+    """With the norm, as the loop asks for it."""
 
     _is_accelerate_prepared = True  # accelerate leaves it as it is
     step_was_skipped = False        # accelerate asks
 
     def __init__(self, model, rate):
-        super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": rate})
-        self.engine = self.given_rate = None  # of the step, unless the configuration has a scheduler
+        super().__init__(model, rate)
         self.expected_norm()
 
-    def attach(self, engine):
-        self.engine = weakref.proxy(engine)  # the trainer has it
-        self.param_groups[0]["params"] = [p for p in engine.module.parameters() if p.requires_grad]
-
     def step(self, closure=None):
-        rate = self.param_groups[0]["lr"]
-        if self.given_rate not in (None, rate):
-            raise Error("unsupported", f"learning rate: was {self.given_rate} in the step's backward pass, which may "
-                                       f"have updated by it, and is {rate} now; set it between steps")
-        report = self.engine.step(early=True)
-        if report is None:
+        if self.engine.step(early=True) is None:
             raise Error("invalid_argument", "step: no loss has been through backward")
+
+    def after_step(self, report):
+        super().after_step(report)
         self.step_was_skipped = report.skipped
         self.gradient_norm.fill_(report.gradient_norm)
-        self.param_groups[0]["lr"] = report.learning_rate
 
     def expected_norm(self):
         """A number that the next step fills in: the loop asks for the norm before it steps, and reads it afterwards."""
         self.gradient_norm = torch.full((), float("nan"), dtype=torch.float64)
         return self.gradient_norm
-
-
-class EngineSchedule:
-    """The configuration's own scheduler, in the place of one of PyTorch's."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def step(self, *_):
-        pass
-
-    def get_last_lr(self):
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 class Mixin:
@@ -83,12 +58,12 @@ class Mixin:
     `spillway`: path or dict, a ds_config.json. What it leaves open or calls "auto" is what TrainingArguments say.
     `on_existing`: what to do with a store that is there: "refuse" or "replace". train(resume_from_checkpoint=...)
       replaces it, unless "refuse" is said here.
-    `blocks`, `example`, `weights`, `trace`: as for Engine.
+    `blocks`, `example`, `weights`, `trace`, `aio`: as for Engine.
     `.engine` is made by the first train(), evaluate() or predict(); None before. Errors: spillway.Error.
     """
 
     def __init__(self, *arguments, spillway=None, on_existing=None, blocks=None, example=None, weights=None, trace=None,
-                 **keywords):
+                 aio=None, **keywords):
         if spillway is None:
             raise Error("invalid_argument", 'spillway: is missing; give the path of a ds_config.json, or a dict')
         if on_existing not in (None, "refuse", "replace"):
@@ -96,7 +71,8 @@ class Mixin:
                                             "train(resume_from_checkpoint=...) goes on with a run")
         self.engine = None
         self._configuration, self._on_existing = read(spillway), on_existing
-        self._engine_options = {"blocks": blocks, "example": example, "weights": weights, "trace": trace}
+        self._engine_options = {"blocks": blocks, "example": example, "weights": weights, "trace": trace,
+                                "aio": aio}
         self._snapshot, self._first_step, self._begun = None, 0, False
         self._planned = None  # the engine's configuration
         own = [f"{kind.__name__}.{name}" for kind in type(self).__mro__ for name in OWN if name in vars(kind)
@@ -109,7 +85,7 @@ class Mixin:
             if getattr(self, name, None) is not None:
                 raise Error("unsupported", f"{name}: cannot be given; a model= is trained, by the optimizer of the "
                                            "configuration and the schedule of TrainingArguments")
-        check(self._filled(None))
+        check(self._filled(None), aio)
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
@@ -131,12 +107,15 @@ class Mixin:
                                             "evaluate() and predict(), or write numbers")
         planned = self._filled(total_steps)
         if self.engine is None:
-            _leave_checkpointing_to_blocks(self.model)
             if getattr(getattr(self.model, "config", None), "use_cache", False):
                 self.model.config.use_cache = False
             existing = self._on_existing or ("replace" if self._snapshot else "refuse")
-            self.engine = Engine(self.model, planned, on_existing=existing, snapshot=self._snapshot,
-                                 **self._engine_options)
+            try:
+                self.engine = Engine(self.model, planned, on_existing=existing, snapshot=self._snapshot,
+                                     **self._engine_options)
+            except Error as error:  # says what an engine can do, and a trainer cannot
+                message = str(error).replace('on_existing="resume"', "train(resume_from_checkpoint=...)")
+                raise Error(error.code, message) from None
             self._planned = planned
         if planned != self._planned:
             raise Error("invalid_argument", "train(): the configuration or TrainingArguments have changed since the "
@@ -144,7 +123,7 @@ class Mixin:
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
-            self.optimizer = EngineOptimizer(self.model, self.args.learning_rate)
+            self.optimizer = TrainerOptimizer(self.model, self.args.learning_rate)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
@@ -188,14 +167,10 @@ class Mixin:
             raise
 
     def _backward(self, loss):
-        rate = self.optimizer.param_groups[0]["lr"]
         if self.engine.step_is_due:
             raise Error("unsupported", "gradient_accumulation_steps: the micro-batches that are left at an epoch's end "
                                        "come to the next epoch's first step, which has too many then; take a data set "
                                        "with a length, or a divisor of an epoch's micro-batches")
-        if not self._schedules and rate != self.optimizer.given_rate:
-            self.engine.set_learning_rate(rate)
-            self.optimizer.given_rate = rate
         # Transformers has weighted the micro-batches' losses, or accelerate does.
         self.engine.backward(loss / self.accelerator.gradient_accumulation_steps, scale_wrt_gas=False)
 
@@ -247,9 +222,7 @@ class Mixin:
             super()._save(output_dir, state_dict)
             return
         if hasattr(self.model, "peft_config"):  # adapters alone are saved
-            trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
-            values = self.engine.master_weights(trained)
-            super()._save(output_dir, state_dict={n: v.to(self.engine.dtype) for n, v in values.items()})
+            super()._save(output_dir, state_dict=adapters(self.engine, self.engine.dtype))
             return
         output_dir = output_dir or self.args.output_dir
         os.makedirs(output_dir, exist_ok=True)
@@ -259,14 +232,6 @@ class Mixin:
             self.engine.export(output_dir, dtype=self.engine.dtype, replace=True)
             shutil.copytree(rest, output_dir, dirs_exist_ok=True,
                             ignore=shutil.ignore_patterns("*.safetensors", "pytorch_model*.bin"))
-
-
-def _leave_checkpointing_to_blocks(model):
-    """TrainingArguments.gradient_checkpointing has no more to do: every block is run once more in backward."""
-    word = "activation" if hasattr(model, "is_activation_checkpointing") else "gradient"  # older versions'
-    if getattr(model, f"is_{word}_checkpointing", False):
-        getattr(model, f"{word}_checkpointing_disable")()
-    setattr(model, f"{word}_checkpointing_enable", lambda *_, **__: None)  # which some versions call afterwards
 
 
 def __getattr__(name):

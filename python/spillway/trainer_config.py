@@ -12,9 +12,9 @@ TRAILING_COMMA = re.compile(STRING + r"|,(?=\s*[}\]])")
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")  # TrainingArguments.optim: other programs of one computation
 
 
-def check(configuration):
+def check(configuration, aio=None):
     """Raises what the library finds wrong with it."""
-    library().config_destroy(parse_config(configuration))
+    library().config_destroy(parse_config(configuration, aio))
 
 
 def read(configuration):
@@ -131,6 +131,8 @@ def refuse(args):
         (args.device.type not in ("cpu", "cuda"), f"device {args.device.type}: training is on cpu or cuda"),
         (args.deepspeed, "deepspeed: give the file to the trainer, as spillway=, and leave this argument away"),
         (args.fsdp, "fsdp: the tiers of the configuration take its place"),
+        (getattr(args, "use_liger_kernel", False), "use_liger_kernel: reads the head's weight outside of the head, "
+                                                   "where it has no values"),
         (args.torch_compile, "torch_compile: a compiled model does not run block by block"),
         (args.auto_find_batch_size, "auto_find_batch_size: a step that runs out of memory cannot be begun again with "
                                     "other batches; lower per_device_train_batch_size"),

@@ -27,7 +27,7 @@ class _Visit(torch.autograd.Function):
         ctx.tensors = [i for i, value in enumerate(flat) if torch.is_tensor(value)]
         ctx.wants = [torch.is_tensor(value) and value.requires_grad for value in flat]
         ctx.random = torch.get_rng_state()
-        ctx.cuda_random = torch.cuda.get_rng_state(engine.torch_device) if engine.on_cuda else None
+        ctx.cuda_random = torch.cuda.get_rng_state(engine.device) if engine.on_cuda else None
         ctx.save_for_backward(*(flat[i] for i in ctx.tensors))
         ctx.set_materialize_grads(False)
         watched = [flat[i] for i in ctx.tensors] + list(block.module.buffers())
@@ -62,10 +62,10 @@ class _Visit(torch.autograd.Function):
         arguments, keywords = tree_unflatten(flat, ctx.spec)
         inputs = [flat[i] for i in range(len(flat)) if ctx.wants[i]]
         wanted = inputs + [parameter for parameter, _, _ in block.trainable]
-        with engine.weights_of(block, BACKWARD), torch.random.fork_rng([engine.torch_device] if engine.on_cuda else []):
+        with engine.weights_of(block, BACKWARD), torch.random.fork_rng([engine.device] if engine.on_cuda else []):
             torch.set_rng_state(ctx.random)
             if engine.on_cuda:
-                torch.cuda.set_rng_state(ctx.cuda_random, engine.torch_device)
+                torch.cuda.set_rng_state(ctx.cuda_random, engine.device)
             with torch.enable_grad():
                 leaves, spec = tree_flatten(block.run(*arguments, **keywords))
             if spec != ctx.record.spec or _shapes(leaves) != ctx.shapes:

@@ -179,7 +179,7 @@ void settle_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt
            "add the number of steps that the schedule spans");
   } else if (is_auto(places, "scheduler.params.total_num_steps") && !draft.total_steps) {
     report("scheduler.params.total_num_steps", "\"auto\", and how many steps the run has is not known here",
-           "say it with --steps, or write the number");
+           "say how many steps the run has, or write the number");
   } else if (draft.total_steps && schedule.total_steps < schedule.warmup_steps) {
     log(LogLevel::kWarning, fmt::format("scheduler: total_num_steps {} is less than warmup_num_steps {}",
                                         schedule.total_steps, schedule.warmup_steps));

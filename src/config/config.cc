@@ -49,6 +49,10 @@ void log_notes(const EffectiveConfig& effective) {
 
 Config config_from_json(std::string_view text, const std::string& name, const AutoValues& automatic) {
   const ConfigText texts[] = {{text, name}};
+  return load_config(texts, automatic);
+}
+
+Config load_config(std::span<const ConfigText> texts, const AutoValues& automatic) {
   EffectiveConfig effective = read_config(texts, automatic);
   log_notes(effective);
   return std::move(effective.config);

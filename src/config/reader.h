@@ -45,6 +45,7 @@ struct EffectiveConfig {
 
 // One text, or one and a second that goes over it. Errors as config_from_json().
 EffectiveConfig read_config(std::span<const ConfigText> texts, const AutoValues& automatic);
+Config load_config(std::span<const ConfigText> texts, const AutoValues& automatic);  // the same, with its log lines
 EffectiveConfig read_config_files(const std::filesystem::path& file, const std::filesystem::path& overlay,
                                   const AutoValues& automatic);
 

@@ -169,7 +169,7 @@ class Stores(CliTest):
     def test_ExistingStoreIsRefusedWithoutResumeOrFresh(self):
         self.start()
         line = self.assert_refused(self.place.finetune(self.place.config(), self.model, steps=5), self.place.nvme)
-        self.assertIn("--resume", line)
+        self.assertIn("a store exists; go on with --resume, or start over with --fresh", line)
         self.assert_resumes()
 
     def test_ResumeWithoutAStoreIsRefused(self):

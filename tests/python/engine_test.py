@@ -4,6 +4,11 @@ import re
 from case import Case as Folder
 from case import main
 
+import json
+import sys
+import unittest.mock
+import warnings
+
 import torch
 
 import spillway
@@ -115,6 +120,44 @@ class Training(Case):
         self.assertEqual(["norm.bias"], list(weights))
         self.assertLess((weights["norm.bias"] - network.norm.bias.cpu()).abs().max().item(), 1e-5)
         self.assert_error("nan is no learning rate", engine.set_learning_rate, float("nan"))
+
+    def test_ASchedulerOfPyTorchs(self):
+        for factor in (0.5, 1.0):  # one that changes nothing counts as well, against a scheduler of the configuration
+            folder = self.folder / str(factor)
+            folder.mkdir()
+            engine = self.engine(configuration=config(folder, scheduler={
+                "type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-3, "warmup_min_lr": 1e-4}}))
+            first = engine.optimizer.param_groups[0]["lr"]
+            self.assertEqual(1e-4, first)
+            schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, factor)
+            rates = []
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # PyTorch's, of schedulers that come before their optimizer
+                for step in range(4):
+                    rates.append(train(engine, 1, first=step)[1][0].learning_rate)
+                    schedule.step()
+            self.assertEqual([first * factor ** step for step in range(4)], rates)
+            engine.backward(engine(batches(1)[0]))
+            engine.optimizer.param_groups[0]["lr"] = 1.0
+            self.assert_error("learning rate: was .* in the step's backward pass", engine.optimizer.step)
+            engine.discard_step()
+        for call in (engine.optimizer.state_dict, lambda: engine.optimizer.load_state_dict({})):
+            self.assert_error("optimizer: its states are Spillway's", call)
+
+    def test_WhatAnEngineDoesNotHaveIsTheModules(self):
+        network = model()
+        network.config = "of the model"
+        engine = self.engine(network)
+        engine.eval()
+        self.assertFalse(network.training)
+        engine.train()
+        self.assertTrue(network.training)
+        self.assertEqual(("of the model", 10, DEVICE), (
+            engine.config, len(list(engine.layers[0].parameters())) + len(list(engine.norm.parameters())) + 2,
+            engine.device.type))
+        for name in ("steps", "_parameters"):
+            with self.assertRaisesRegex(AttributeError, f"has no attribute '{name}'"):
+                getattr(engine, name)
 
     def test_BlocksMayBeLarger(self):
         network = model()
@@ -304,6 +347,35 @@ class Promises(Case):
             engine.module.eval()
             self.assertEqual(loaded(batches(1)[0]), engine(batches(1)[0]))
 
+    def test_AnExportThatIsRefusedIsNotLost(self):
+        engine = self.engine()
+        engine.export(self.folder / "out")
+        train(engine, 1)
+        for number in (2, 3):
+            error = self.assert_error(f"this time it was exported to .*/out-{number}$", engine.export,
+                                      self.folder / "out")
+            self.assertEqual("exists", error.code)
+        first, *others = ((self.folder / name / "model.safetensors").read_bytes() for name in ("out", "out-2", "out-3"))
+        self.assertNotEqual(first, others[0])
+        self.assertEqual(others[0], others[1])
+
+    def test_WhatAnExportWillNeedIsSaidAtTheStart(self):
+        network = model()
+        network.register_buffer("seen", torch.zeros(1))
+        with unittest.mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}), \
+                self.assertLogs("spillway", "WARNING") as heard:
+            self.engine(network)
+        self.assertIn("`pip install safetensors` brings it", heard.output[0])
+
+    def test_ASweepsResultGoesOverTheConfiguration(self):
+        tuned = {"aio": {"block_size": 65536, "queue_depth": 4}, "spillway": {"hbm_bytes": "16KiB"}}
+        (self.folder / "aio.json").write_text(json.dumps(tuned))
+        for aio in (tuned, self.folder / "aio.json"):
+            self.assert_error("spillway.hbm_bytes", self.engine, aio=aio)
+        del tuned["spillway"]
+        train(self.engine(aio=tuned), 1)
+        self.assert_error(r"aio:.*unknown key \"aio.depth\"", self.engine, aio={"aio": {"depth": 4}})
+
     def test_AModelOnMetaGetsItsWeightsByName(self):
         real = model()
         values = real.state_dict()
@@ -336,7 +408,8 @@ class Errors(Case):
         train(engine, 1)
         self.assertEqual("busy", self.assert_error("store", self.engine, on_existing="replace").code)
         engine.close()
-        self.assertEqual("exists", self.assert_error("store", self.engine).code)
+        self.assertEqual("exists", self.assert_error('go on with on_existing="resume", or start over with '
+                                                     'on_existing="replace"', self.engine).code)
         self.assertEqual(1, self.engine(on_existing="resume").current_step)
 
     def test_ABudgetThatDoesNotFit(self):
@@ -394,7 +467,8 @@ class Errors(Case):
         train(engine, 1)
         before = engine.master_weights()
         engine.backward(engine(batches(1)[0]) * float("inf"))
-        self.assertEqual("non_finite", self.assert_error("nothing was changed", engine.step).code)
+        self.assertEqual("non_finite", self.assert_error(
+            "nothing was changed; .*; NaN is also what a weight has outside of its block", engine.step).code)
         for name, value in engine.master_weights().items():
             self.assertTrue(torch.equal(before[name], value), name)
         _, reports = train(engine, 1, first=1)

@@ -305,7 +305,9 @@ class Checkpoints(Case):
         (self.folder / "broken/spillway").mkdir(parents=True)
         self.assert_error("broken/trainer_state.json: is not there", self.trainer().train,
                           resume_from_checkpoint=str(self.folder / "broken"))
-        self.assertEqual("exists", self.assert_error("store", self.trainer().train).code)
+        self.assertEqual("exists", self.assert_error(
+            r'go on with train\(resume_from_checkpoint=...\), or start over with on_existing="replace"',
+            self.trainer().train).code)
 
 
 class Configuration(Case):
@@ -345,6 +347,7 @@ class Configuration(Case):
         self.assert_error("none.json: cannot be read", self.trainer, configuration=self.folder / "none.json")
         (self.folder / "broken.json").write_text('{"optimizer": tru}')
         self.assert_error(r"broken\.json:1:\d+: ", self.trainer, configuration=self.folder / "broken.json")
+        self.assert_error("aio.queue_depth", self.trainer, options={"aio": {"aio": {"queue_depth": "deep"}}})
         self.assert_error("spillway: is missing", spillway.Trainer, model=model(), args=self.arguments())
         self.assert_error("on_existing: 'resume' is none of", self.trainer, options={"on_existing": "resume"})
 
@@ -354,6 +357,8 @@ class Configuration(Case):
         for word in ("optim adafactor: ", "auto_find_batch_size: ", "bf16_full_eval, fp16_full_eval: "):
             self.assertIn(word, str(error))
         self.assertEqual("unsupported", error.code)
+        if hasattr(transformers.TrainingArguments, "use_liger_kernel"):
+            self.assert_error("use_liger_kernel: ", self.trainer, use_liger_kernel=True)
         best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1,
                 "save_steps": 1}
         self.assert_error("load_best_model_at_end: ", self.trainer, **best)

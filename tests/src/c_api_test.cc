@@ -55,6 +55,29 @@ TEST_F(CApi, WhatIsMissingIsNamed) {
   EXPECT_REFUSED(spillway_engine_export(engine, nullptr, SPILLWAY_FLOAT32, 0), "directory: is null");
 }
 
+TEST_F(CApi, ASecondTextGoesOverAConfiguration) {
+  constexpr const char* kTuned = R"({"aio": {"block_size": 65536}, "spillway": {"threads": 0.5}})";
+  spillway_config* tuned = nullptr;
+  EXPECT_REFUSED(spillway_config_parse_with(kConfig, "test", kTuned, "tuned", &tuned), "tuned:1:");
+  EXPECT_REFUSED(spillway_config_parse_with(kConfig, "test", nullptr, "tuned", &tuned), "overlay: is null");
+  constexpr const char* kDepth = R"({"aio": {"block_size": 65536, "queue_depth": 4}})";
+  ASSERT_EQ(SPILLWAY_OK, spillway_config_parse_with(kConfig, "test", kDepth, "tuned", &tuned));
+  std::swap(config, tuned);
+  spillway_config_destroy(tuned);
+  create();
+}
+
+TEST_F(CApi, TheScheduleIsAsked) {
+  spillway_config* scheduled = nullptr;
+  constexpr const char* kWarmup = R"({"train_batch_size": 1, "optimizer": {"type": "AdamW"},
+    "scheduler": {"type": "WarmupLR",
+                  "params": {"warmup_num_steps": 4, "warmup_max_lr": 1, "warmup_type": "linear"}}})";
+  ASSERT_EQ(SPILLWAY_OK, spillway_config_parse(kWarmup, "test", &scheduled));
+  EXPECT_EQ(0, spillway_config_learning_rate(scheduled, 1));
+  EXPECT_EQ(0.25, spillway_config_learning_rate(scheduled, 3));
+  spillway_config_destroy(scheduled);
+}
+
 TEST_F(CApi, NumbersThatNoEnumerationHasAreRefused) {
   EXPECT_REFUSED(spillway_model_add_visit(model, 0, 7), "spillway_pass: no such value: 7");
   spillway_options options = {3, nullptr, nullptr, 0};

@@ -211,7 +211,7 @@ TEST(TileStore, TheStepThatCanBeGoneBackToIsNamed) {
     for (const Extent& extent : tiles[tile].extent[1]) says(extent, rollback);
     for (const Extent& extent : tiles[tile].extent[0]) says(extent, "step 2, the last committed one, is not affected");
   }
-  says(scratch, "step 2, the last committed one, is not affected: --resume");
+  says(scratch, "step 2, the last committed one, is not affected: on_existing resume");
   says(tiles[2].extent[0][0], "part of step 2, the last committed one, and no other is left");  // frozen
   HostArena arena(kArenaBytes, kPinnedArena);
   auto thread = thread_for(*store, arena);

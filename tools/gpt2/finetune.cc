@@ -78,20 +78,12 @@ void check_options(const FinetuneOptions& options, const Config& config, const M
   }
 }
 
-// The engine's own errors, with the options of this program as what to do.
 std::unique_ptr<Engine> create_engine(const FinetuneOptions& options, const Config& config,
                                       const ModelDescription& description, const std::filesystem::path& snapshot) {
   const auto existing = options.resume  ? OnExisting::kResume
                         : options.fresh ? OnExisting::kReplace
                                         : OnExisting::kRefuse;
-  try {
-    return Engine::create(config, description, {.on_existing = existing, .snapshot = snapshot, .trace = options.trace});
-  } catch (const Error& error) {
-    ErrorParts parts = error.parts();
-    if (error.code() == Code::kExists) parts.hint = "continue it with --resume, or give it up with --fresh";
-    if (error.code() == Code::kNotFound && options.resume) parts.hint = "start without --resume";
-    throw Error(error.code(), std::move(parts));
-  }
+  return Engine::create(config, description, {.on_existing = existing, .snapshot = snapshot, .trace = options.trace});
 }
 
 // Before the first step: what a long run leaves must not be the first thing that finds no place.

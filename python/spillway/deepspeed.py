@@ -1,0 +1,178 @@
+"""DeepSpeed's calls on a Spillway engine, for loops that were written for them: initialize().
+
+    engine, optimizer, loader, scheduler = spillway.initialize(model=model, config="ds_config.json", training_data=data)
+    for batch in loader:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint("checkpoints", client_state={"epoch": 1})
+
+A checkpoint is DIR/TAG with a snapshot and, beside it, what no snapshot has: the client's state, the scheduler's and
+the model's buffers. DIR/latest names the last one.
+"""
+import logging
+import os
+
+import torch
+
+from . import buffers, log
+from .engine import Engine
+from .library import Error
+from .optimizer import EngineSchedule
+from .trainer_config import read
+
+SNAPSHOT, STATE, LATEST = "spillway", "client_state.pt", "latest"
+
+
+class DeepSpeedEngine(Engine):
+    """An Engine with DeepSpeed's names beside its own."""
+
+    local_rank = global_rank = 0
+    world_size = 1
+    lr_scheduler = training_dataloader = None
+    _report, _stepped = None, 0  # of the last step; micro-batches behind which step() was called
+
+    def step(self, lr_kwargs=None, **options):
+        report = super().step(**options)
+        self._stepped = self._micro_batches
+        if report is not None:
+            self._report = report
+            if self.lr_scheduler is not None and not report.skipped:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        return report
+
+    def _begin_step(self):
+        super()._begin_step()
+        self._stepped = 0
+
+    def is_gradient_accumulation_boundary(self):
+        """Of the micro-batch that comes, or that backward() had last: step() behind it makes a step."""
+        return self.step_is_due or self._stepped + 1 == self._accumulation
+
+    def gradient_accumulation_steps(self):
+        return self._accumulation
+
+    def train_micro_batch_size_per_gpu(self):
+        return self._library.config_micro_batch(self._config)
+
+    def train_batch_size(self):
+        return self.train_micro_batch_size_per_gpu() * self._accumulation
+
+    @property
+    def global_steps(self):
+        return self.current_step
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self):
+        return self._report and self._report.gradient_norm
+
+    def was_step_applied(self):
+        return self._report is not None and self._micro_batches == 0 and not self._report.skipped
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True):
+        tag = f"global_step{self.current_step}" if tag is None else str(tag)
+        folder = os.path.join(save_dir, tag)
+        os.makedirs(folder, exist_ok=True)
+        self.save(os.path.join(folder, SNAPSHOT), replace=True)
+        state = {"step": self.current_step, "client_state": client_state or {},
+                 "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(),
+                 "buffers": {name: buffer.cpu() for name, buffer in buffers.persistent(self.module).items()}}
+        _write(os.path.join(folder, STATE), lambda file: torch.save(state, file))
+        if save_latest:
+            _write(os.path.join(save_dir, LATEST), lambda file: file.write(tag.encode()))
+        return True
+
+    def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
+                        load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None):
+        """(path, client_state), or (None, None) where there is no checkpoint. Before the first step: the run begins
+        once more, with the checkpoint, and replaces the store that it has made."""
+        if not (load_module_strict and load_optimizer_states) or load_module_only or custom_load_fn is not None:
+            raise Error("unsupported", "load_checkpoint: takes all of a checkpoint; give a model of its own to another "
+                                       "run's weights, with from_pretrained() of what export() wrote")
+        if tag is None:
+            try:
+                with open(os.path.join(load_dir, LATEST), encoding="utf-8") as file:
+                    tag = file.read().strip()
+            except FileNotFoundError:
+                log.say(logging.WARNING, f"{os.path.join(load_dir, LATEST)}: is not there, so nothing is loaded")
+                return None, None
+        folder = os.path.join(load_dir, str(tag))
+        snapshot, beside = (os.path.join(folder, name) for name in (SNAPSHOT, STATE))
+        for part in (snapshot, beside):
+            if not os.path.exists(part):
+                raise Error("not_found", f"{part}: is not there; take a checkpoint that save_checkpoint() has saved to "
+                                         "its end. `spillway import` makes a snapshot= of DeepSpeed's own")
+        state = torch.load(beside, map_location="cpu", weights_only=False)  # the client's may be anything
+        self.begin_with(snapshot)
+        if self.current_step != state["step"]:
+            raise Error("corrupt", f"{folder}: its snapshot is of step {self.current_step}, and {STATE} of step "
+                                   f"{state['step']}; take another checkpoint")
+        for name, buffer in buffers.persistent(self.module).items():
+            buffer.copy_(state["buffers"][name])
+        if load_lr_scheduler_states and state["lr_scheduler"] and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            self.optimizer.param_groups[0]["lr"] = self.lr_scheduler.get_last_lr()[0]
+        return folder, state["client_state"]
+
+
+def initialize(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
+               distributed_port=None, mpu=None, dist_init_required=None, collate_fn=None, config=None, mesh_param=None,
+               config_params=None, **options):
+    """deepspeed.initialize() for one process: (engine, optimizer, dataloader, lr_scheduler).
+
+    `lr_scheduler`: a function that makes one of PyTorch's for an optimizer. `options`: of Engine, on_existing= say.
+    """
+    given = (config, config_params, getattr(args, "deepspeed_config", None))
+    config = next((each for each in given if each is not None), None)
+    if config is None:
+        raise Error("invalid_argument", "initialize: no configuration; give config=, a ds_config.json or a dict")
+    if model is None:
+        raise Error("invalid_argument", "initialize: no model; give model=")
+    if model_parameters is not None:
+        model_parameters = list(model_parameters)
+    _refuse(model, optimizer, model_parameters, lr_scheduler, dist_init_required, mpu or mesh_param,
+            bool(read(config).get("scheduler")))
+    engine = DeepSpeedEngine(model, config, **options)
+    if read(config).get("scheduler"):
+        engine.lr_scheduler = EngineSchedule(engine.optimizer)
+    elif lr_scheduler is not None:
+        engine.lr_scheduler = lr_scheduler(engine.optimizer)
+    if training_data is not None:
+        engine.training_dataloader = torch.utils.data.DataLoader(
+            training_data, batch_size=engine.train_micro_batch_size_per_gpu(), collate_fn=collate_fn,
+            shuffle=not isinstance(training_data, torch.utils.data.IterableDataset))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _refuse(model, optimizer, model_parameters, lr_scheduler, dist_init_required, parallel, schedules):
+    """What was asked for and is not done, all of it in one error."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    grouped = any(isinstance(each, dict) for each in model_parameters or [])
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    found = [words for wrong, words in (
+        (optimizer is not None, "optimizer: PyTorch's cannot reach states on NVMe; leave it away, and say type and "
+                                "params in the configuration's section optimizer"),
+        (grouped, "model_parameters: groups are the configuration's, spillway.no_decay and spillway.parameter_groups; "
+                  "leave them away"),
+        (model_parameters is not None and not grouped and {id(each) for each in model_parameters} != trained,
+         "model_parameters: are not those that want gradients; say requires_grad_(False) to the others"),
+        (lr_scheduler is not None and not callable(lr_scheduler),
+         "lr_scheduler: belongs to another optimizer; give a function, lr_scheduler=lambda optimizer: …"),
+        (lr_scheduler is not None and schedules, "lr_scheduler: the configuration has one, too; leave one away"),
+        (processes > 1 or dist_init_required, f"{processes} processes: a model is trained by one, on one GPU; start it "
+                                              "with python, and leave dist_init_required away"),
+        (parallel is not None, "mpu, mesh_param: a model is trained on one GPU; leave them away"),
+    ) if wrong]
+    if found:
+        raise Error("unsupported", "initialize: not with Spillway:\n  " + "\n  ".join(found))
+
+
+def _write(path, write):
+    """A file that is there as a whole or not at all."""
+    with open(path + ".new", "wb") as file:
+        write(file)
+    os.replace(path + ".new", path)

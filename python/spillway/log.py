@@ -1,0 +1,29 @@
+"""What the library has to say, as records of Python's logger "spillway"."""
+import logging
+import sys
+import threading
+
+logger = logging.getLogger("spillway")
+_now = threading.local()
+
+
+def say(level, message):
+    """Where nobody has configured logging, a line on stderr, whatever its level: as the library alone would."""
+    if logger.level or logger.hasHandlers():
+        logger.log(level, "%s", message)
+    else:
+        print(f"spillway: {message}", file=sys.stderr)
+
+
+def sink(_, warning, message):
+    """Of the library, which calls it from any of its threads, one call at a time."""
+    _now.saying = True
+    try:
+        say(logging.WARNING if warning else logging.INFO, message.decode(errors="replace"))
+    finally:
+        _now.saying = False
+
+
+def saying():
+    """Whether the caller runs inside a message of the library's, on a thread of the library's perhaps."""
+    return getattr(_now, "saying", False)

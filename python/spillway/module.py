@@ -1,0 +1,81 @@
+"""What an engine makes of the module that it is given: checks, empty parameters, hooks and refusals."""
+import contextlib
+
+import torch
+
+from .library import Error
+
+
+def check(model, has_values):
+    if any("_spillway" in module.__dict__ for module in model.modules()):
+        raise Error("invalid_argument", "model: an engine has taken its weights before; make the model anew")
+    for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
+        for name, tensor in tensors:
+            if tensor.device.type == "meta" and (kind == "buffer" or has_values):
+                raise Error("invalid_argument", f"{name}: is a {kind} on device meta and has no values; " + (
+                    "give weights=" if kind == "parameter" else
+                    "give it some first (accelerate's init_empty_weights() leaves buffers alone)"))
+
+
+def empty(model, members, dtype, device):
+    """Takes the values out of parameters, listed by block, and moves buffers to the device. A parameter of another
+    device is replaced, in the lists as well."""
+    moved = {}
+    for block in members:
+        for place, parameter in enumerate(block):
+            # One element each, so that none of them shows what was written to another.
+            nothing = torch.full((), float("nan"), dtype=dtype, device=device)
+            if parameter.device.type == device.type:
+                parameter.data, parameter.grad = nothing.expand(parameter.shape), None
+            else:  # a tensor cannot change its device: another takes its place, in every module that has it
+                block[place] = moved[id(parameter)] = torch.nn.Parameter(nothing.expand(parameter.shape),
+                                                                         parameter.requires_grad)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = moved.get(id(parameter), parameter)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else buffer.to(device)
+
+
+def bind(engine, model, blocks):
+    """`engine`: a weak reference to it. state_dict() shows the weights; what would copy or move them is refused."""
+    for block in blocks:
+        block.module._register_state_dict_hook(_values_of(engine, block))
+    for module in {model, *(block.module for block in blocks)}:
+        module._spillway = True
+        module._apply, module.__deepcopy__ = _refuse_to_move, _refuse_to_copy
+
+
+def leave_checkpointing_to_blocks(model):
+    """Hugging Face's gradient checkpointing has no more to do, as every block is run once more in backward: it would be
+    run a third time."""
+    word = "activation" if hasattr(model, "is_activation_checkpointing") else "gradient"  # older versions'
+    if not hasattr(model, f"{word}_checkpointing_enable"):
+        return
+
+    def enable(*_, **__):  # what it does beside, and some versions call it once more
+        if hasattr(getattr(model, "config", None), "use_cache"):
+            model.config.use_cache = False
+
+    if getattr(model, f"is_{word}_checkpointing", False):
+        getattr(model, f"{word}_checkpointing_disable")()
+        enable()
+    setattr(model, f"{word}_checkpointing_enable", enable)
+
+
+def _values_of(engine, block):
+    def hook(module, state, prefix, _):
+        with engine.weights_of(block):
+            for name in [name for name in state if name.startswith(prefix)]:
+                with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
+                    state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
+    return hook
+
+
+def _refuse_to_copy(*_, **__):
+    raise Error("unsupported", "model: its weights are Spillway's and cannot be copied with it; state_dict() has them")
+
+
+def _refuse_to_move(*_, **__):
+    raise Error("unsupported", "model: its weights are Spillway's and cannot be moved or converted; the configuration "
+                               "says their type and tiers")

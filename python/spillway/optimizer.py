@@ -1,0 +1,76 @@
+"""What schedules and loops see of an engine in the place of PyTorch's optimizer: the learning rate, and the step."""
+import weakref
+
+import torch
+
+from .library import Error
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Its `lr` shows the rate of the step that was, by the configuration. What a caller sets there, or one of PyTorch's
+    schedulers, is the rate of the steps that come, in place of the configuration's schedule."""
+
+    def __init__(self, model, rate=0.0):
+        super().__init__([{"params": [p for p in model.parameters() if p.requires_grad]}], {"lr": rate})
+        self.engine = self._given = None  # the rate that was set
+        self._shown = rate
+
+    def attach(self, engine):
+        group, self._given = self.param_groups[0], None
+        self.engine = weakref.proxy(engine)  # which has this
+        group["params"] = [p for p in engine.module.parameters() if p.requires_grad]
+        self._shown = engine.configured_learning_rate()
+        if "initial_lr" not in group:
+            group["lr"] = self._shown
+        engine.optimizer = self
+
+    def step(self, closure=None):
+        return self.engine.step()
+
+    def given(self, rate):
+        self.param_groups[0]["lr"] = self._given = rate
+
+    def before_backward(self):
+        rate = self.param_groups[0]["lr"]
+        # Where a scheduler is at work, which leaves "initial_lr", it decides, even while it says the same.
+        if rate != self._given and (rate != self._shown or "initial_lr" in self.param_groups[0]):
+            self.engine.set_learning_rate(rate)
+
+    def before_step(self):
+        rate, expected = self.param_groups[0]["lr"], self._shown if self._given is None else self._given
+        if rate != expected:
+            raise Error("unsupported", f"learning rate: was {expected} in the step's backward pass, which may have "
+                                       f"updated by it, and is {rate} now; set it between steps")
+
+    def after_step(self, report):
+        if self._given is None:
+            self.param_groups[0]["lr"] = self._shown = report.learning_rate
+        # Where PyTorch's schedulers look whether they are in turn: before 2.4, and since.
+        self._step_count, self._opt_called = getattr(self, "_step_count", 0) + 1, True
+
+    def state_dict(self):
+        raise Error("unsupported", "optimizer: its states are Spillway's; engine.save(DIR) keeps them, or "
+                                   "save_checkpoint() of an engine that initialize() made")
+
+    def load_state_dict(self, state_dict):
+        raise Error("unsupported", "optimizer: its states are Spillway's; they come of Engine(snapshot=DIR), or of "
+                                   "load_checkpoint()")
+
+
+class EngineSchedule:
+    """The configuration's own scheduler, in the place of one of PyTorch's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, *_):
+        pass
+
+    def get_last_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass

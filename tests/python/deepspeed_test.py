@@ -1,0 +1,174 @@
+"""Loops written for DeepSpeed: they train, save and go on as they are, or are told what to write instead."""
+import argparse
+import os
+import unittest.mock
+
+from case import Case as Folder
+from case import main
+
+import torch
+
+import spillway
+from toy_model import batches, config, model, train
+
+
+class Case(Folder):
+    def initialize(self, network=None, configuration=None, **options):
+        made = spillway.initialize(model=network or model(), config=configuration or config(self.folder), **options)
+        self.addCleanup(made[0].close)
+        return made
+
+    def run_of(self, engine, steps, first=0):
+        return train(engine, steps, first=first)[0]
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** step)
+
+
+class Loop(Case):
+    def test_TrainsAsTheEngineDoes(self):
+        """Every line of it as DeepSpeed's examples have it."""
+        args = argparse.Namespace(deepspeed_config=str(config(self.folder, accumulation=2)), local_rank=-1)
+        network = model()
+        engine, optimizer, loader, scheduler = spillway.initialize(
+            args=args, model=network, model_parameters=(p for p in network.parameters() if p.requires_grad),
+            training_data=torch.cat(batches(6)).cpu())
+        self.addCleanup(engine.close)
+        self.assertIs(engine.optimizer, optimizer)
+        self.assertIsNone(scheduler)
+        self.assertEqual((4, 2, 8), (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(),
+                                     engine.train_batch_size()))
+        self.assertEqual((0, 1), (engine.local_rank, engine.world_size))
+        engine.train()
+        boundaries, seen = [], 0
+        for ids in loader:
+            loss = engine(ids.to(engine.device))
+            boundaries.append(engine.is_gradient_accumulation_boundary())
+            engine.backward(loss)
+            boundaries.append(engine.is_gradient_accumulation_boundary())
+            engine.step()
+            seen += len(ids)
+        self.assertEqual([False, False, True, True] * 3, boundaries)
+        self.assertEqual((24, 3), (seen, engine.global_steps))
+        self.assertGreater(engine.get_global_grad_norm(), 0)
+        self.assertEqual([1e-3], engine.get_lr())
+        self.assertTrue(engine.was_step_applied())
+
+    def test_ABoundaryIsWhereAStepIsMade(self):
+        engine = self.initialize(configuration=config(self.folder, accumulation=2))[0]
+        for forgotten in (True, False):
+            engine.backward(engine(batches(1)[0]))
+            self.assertIsNone(engine.step())
+            self.assertTrue(engine.is_gradient_accumulation_boundary())
+            if forgotten:
+                engine.discard_step()
+                self.assertFalse(engine.is_gradient_accumulation_boundary())
+        engine.discard_step()
+        for boundary in (False, True):  # in a loop that calls step() there alone
+            engine.backward(engine(batches(1)[0]))
+            self.assertEqual(boundary, engine.is_gradient_accumulation_boundary())
+        self.assertEqual(1, engine.step().step)
+
+    def test_ASchedulerOfPyTorchsIsSteppedAndCounts(self):
+        engine, optimizer, _, scheduler = self.initialize(lr_scheduler=halving)
+        rates = [report.learning_rate for report in train(engine, 3)[1]]
+        self.assertEqual([1e-3, 5e-4, 2.5e-4], rates)
+        self.assertEqual([1.25e-4], scheduler.get_last_lr())
+        self.assertEqual(optimizer.param_groups[0]["lr"], engine.get_lr()[0])
+
+    def test_TheConfigurationsSchedulerIsTheEngines(self):
+        warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-3, "warmup_type": "linear"}}
+        engine, _, _, scheduler = self.initialize(configuration=config(self.folder, scheduler=warmup))
+        rates = [report.learning_rate for report in train(engine, 4)[1]]
+        self.assertEqual([0, 0, 2.5e-4, 5e-4], rates)
+        self.assertEqual([rates[-1]], scheduler.get_last_lr())
+
+    def test_WhatIsNotDoneIsRefusedInWords(self):
+        network = model()
+        error = self.assert_error(
+            "not with Spillway", self.initialize, network, optimizer=torch.optim.SGD(network.parameters(), lr=1),
+            model_parameters=[{"params": list(network.parameters())}], lr_scheduler=object(), mpu=object(),
+            dist_init_required=True)
+        self.assertEqual("unsupported", error.code)
+        for word in ("optimizer: ", "model_parameters: groups", "lr_scheduler: belongs", "1 processes: ", "mpu, "):
+            self.assertIn(word, str(error))
+        self.assertEqual(6, len(str(error).splitlines()))
+        self.assert_error("model_parameters: are not those", self.initialize,
+                          model_parameters=network.head.parameters())
+        both = config(self.folder, scheduler={"type": "WarmupLR", "params": {}})
+        self.assert_error("the configuration has one, too", self.initialize, None, both, lr_scheduler=halving)
+        with unittest.mock.patch.dict(os.environ, WORLD_SIZE="2"):
+            self.assert_error("2 processes: ", self.initialize)
+        self.assert_error("no configuration", spillway.initialize, model=network)
+        self.assert_error("no model", spillway.initialize, config={})
+
+
+class Checkpoints(Case):
+    def test_ARunGoesOnWithTheSameBits(self):
+        whole = self.initialize(lr_scheduler=halving)[0]
+        wanted = self.run_of(whole, 4)
+        weights = whole.master_weights()
+        whole.close()
+        first = self.initialize(lr_scheduler=halving, on_existing="replace")[0]
+        self.run_of(first, 2)
+        first.module.scale.fill_(0.25)  # not persistent, and so not kept
+        first.module.register_buffer("seen", torch.tensor([2]))
+        self.assertTrue(first.save_checkpoint(self.folder / "saved", client_state={"epoch": 7}))
+        self.assertEqual("global_step2", (self.folder / "saved/latest").read_text())
+        first.close()
+        network = model(seed=9)
+        network.register_buffer("seen", torch.tensor([0]))
+        again = self.initialize(network, lr_scheduler=halving, on_existing="replace")[0]
+        path, client = again.load_checkpoint(self.folder / "saved")
+        self.assertEqual((str(self.folder / "saved/global_step2"), {"epoch": 7}), (path, client))
+        self.assertEqual((2, [2]), (again.global_steps, again.module.seen.tolist()))
+        self.assertEqual([2.5e-4], again.get_lr())
+        self.assertEqual(wanted[2:], self.run_of(again, 2, first=2))
+        for name, value in again.master_weights().items():
+            self.assertTrue(torch.equal(weights[name], value), name)
+
+    def test_ATagIsSavedOverAndLoaded(self):
+        engine = self.initialize()[0]
+        for step in range(2):
+            train(engine, 1, first=step)
+            engine.save_checkpoint(self.folder / "saved", tag="best", client_state={"step": step}, save_latest=False)
+        engine.close()
+        again = self.initialize(on_existing="replace")[0]
+        self.assertEqual((None, None), again.load_checkpoint(self.folder / "saved"))  # there is no `latest`
+        self.assertEqual({"step": 1}, again.load_checkpoint(self.folder / "saved", tag="best")[1])
+        self.assertEqual(2, again.global_steps)
+
+    def test_WhatCannotBeLoaded(self):
+        engine = self.initialize()[0]
+        train(engine, 1)
+        engine.save_checkpoint(self.folder / "saved")
+        self.assert_error("cannot be loaded behind step 1; make model and engine anew", engine.load_checkpoint,
+                          self.folder / "saved")
+        train(engine, 1, first=1)
+        self.assert_error("none/spillway: is not there", engine.load_checkpoint, self.folder / "saved", tag="none")
+        self.assert_error("takes all of a checkpoint", engine.load_checkpoint, self.folder, load_module_only=True)
+        engine.save_checkpoint(self.folder / "saved")
+        os.replace(self.folder / "saved/global_step2/client_state.pt",
+                   self.folder / "saved/global_step1/client_state.pt")
+        engine.close()
+        again = self.initialize(on_existing="replace")[0]
+        self.assert_error("snapshot is of step 1, and client_state.pt of step 2", again.load_checkpoint,
+                          self.folder / "saved", tag="global_step1")
+
+    def test_MicroBatchesBeforeALoadAreForgotten(self):
+        first = self.initialize()[0]
+        train(first, 1)
+        first.save_checkpoint(self.folder / "saved")
+        wanted = self.run_of(first, 1, first=1)
+        first.close()
+        again = self.initialize(on_existing="replace")[0]
+        again.optimizer.param_groups[0]["lr"] = 1.0
+        again.backward(again(batches(1)[0]))
+        again.load_checkpoint(self.folder / "saved")
+        self.assertEqual([1e-3], again.get_lr())
+        self.assertEqual(wanted, self.run_of(again, 1, first=1))
+
+
+if __name__ == "__main__":
+    main()

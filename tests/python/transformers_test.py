@@ -1,0 +1,88 @@
+"""Models of transformers' and peft's in a plain loop: generation, gradient checkpointing, adapters."""
+import importlib.util
+import unittest
+import unittest.mock
+
+from case import Case as Folder, main, need
+
+need("transformers", "no transformers in this Python; `pip install transformers accelerate` brings it")
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+import spillway  # noqa: E402
+from toy_model import DEVICE, config  # noqa: E402
+from trainer_test import VOCABULARY, model  # noqa: E402
+
+
+def train(engine, steps):
+    generator = torch.Generator().manual_seed(5)
+    for step in range(steps):
+        torch.manual_seed(step)
+        ids = torch.randint(1, VOCABULARY, (2, 16), generator=generator).to(DEVICE)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+
+class Loops(Folder):
+    def test_Generates(self):
+        engine = self.engine(model())
+        train(engine, 1)
+        engine.eval()
+        prompt = torch.tensor([[5, 6, 7]], device=DEVICE)
+        found = engine.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        alone = model()
+        alone.load_state_dict(engine.state_dict())
+        wanted = alone.to(DEVICE).eval().generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        self.assertEqual(wanted.tolist(), found.tolist())
+
+    def test_GradientCheckpointingIsThereAlready(self):
+        """Before and behind the engine's making; a block's forward runs twice a step, and not a third time."""
+        runs = []
+        for when in ("never", "before", "behind"):
+            network = model(kind="llama")
+            network.config.use_cache = when != "never"  # as it mostly is: checkpointing is what leaves the cache away
+            if when == "before":
+                network.gradient_checkpointing_enable()
+            engine = self.engine(network, on_existing="replace")
+            if when == "behind":
+                engine.gradient_checkpointing_enable()
+            count = []
+            network.model.layers[0].mlp.register_forward_hook(lambda *_: count.append(1))
+            engine.train()
+            train(engine, 2)
+            engine.close()
+            runs.append(len(count))
+        self.assertEqual([4, 4, 4], runs)
+
+
+@unittest.skipUnless(importlib.util.find_spec("peft"), "no peft in this Python")
+class Adapters(Folder):
+    def adapted(self, **more):
+        import peft
+        return peft.get_peft_model(model(1, "llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **more))
+
+    def test_AreExportedAsPeftSavesThem(self):
+        import peft
+        for name, more in (("adapter", {}), ("with-head", {"modules_to_save": ["lm_head"]})):
+            network, out = self.adapted(**more), self.folder / name
+            engine = self.engine(network, on_existing="replace")
+            train(engine, 2)
+            engine.export(out)
+            weights = engine.master_weights()
+            self.assertEqual([], [path.name for path in out.iterdir() if path.name in ("config.json",
+                                                                                       "model.safetensors")])
+            loaded = peft.PeftModel.from_pretrained(model(1, "llama"), str(out))
+            trained = 0
+            for parameter, value in loaded.named_parameters():
+                self.assertTrue(torch.equal(weights[parameter], value.cpu().float()), parameter)
+                trained += "lora_B" in parameter and value.abs().max().item() > 0
+            self.assertEqual(4, trained)
+            error = self.assert_error("holds an adapter.*this time it was exported to", engine.export, out)
+            self.assertEqual("exists", error.code)
+            self.assertTrue((self.folder / f"{name}-2/adapter_config.json").exists())
+            engine.export(out, replace=True)
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()
