@@ -56,7 +56,6 @@ struct DeepSpeedKnobs {
   std::optional<std::uint64_t> prefetch_bucket_size;
   std::optional<std::uint64_t> param_persistence_threshold;  // of a block's largest parameter, to have its own place
   std::optional<std::uint64_t> model_persistence_threshold;  // of all such blocks together
-  std::optional<bool> overlap_comm;                          // false: nothing is fetched ahead
   std::optional<std::uint64_t> param_buffer_count, param_buffer_size;  // offload_param: weights in flight
   std::optional<std::uint64_t> max_in_cpu;                             // weights kept in host memory as a cache
   std::optional<std::uint64_t> optimizer_buffer_count;                 // offload_optimizer: tile buffers

@@ -274,6 +274,11 @@ void settle_tiles(ConfigDraft& draft, const KeyPlaces& places) {
     log(LogLevel::kInfo, "zero_optimization.sub_group_size: spillway.tile_elements decides");
     return;
   }
+  if (*draft.sub_group_size == 0) {  // in DeepSpeed a group for every parameter, whatever its size
+    log(LogLevel::kInfo, fmt::format("zero_optimization.sub_group_size 0 leaves spillway.tile_elements at {}",
+                                     draft.config.tile_elements));
+    return;
+  }
   constexpr std::uint64_t kLargestTile = 16 << 20;
   const auto buffer_bytes = [&draft](std::uint64_t elements) {  // a tile's weights and states
     const TileShape shape{

@@ -59,16 +59,12 @@ class Documents(unittest.TestCase):
             values["no_such_key"] = 1
             self.assertIn("ds_config.json", refusal())
 
-    def test_EveryZeroKeyOfDeepSpeedIsInItsDocument(self):
+    def test_EveryZeroKeyThatDecidesSomethingIsInItsDocument(self):
         document = (ROOT / "docs/deepspeed.md").read_text()
-        keys = set()
-        for table in ("table.cc", "unused_keys.cc"):
-            keys |= set(re.findall(r'"zero_optimization\.([\w.]+)"', (ROOT / "src/config" / table).read_text()))
-        self.assertGreater(len(keys), 50)
+        keys = set(re.findall(r'"zero_optimization\.([\w.]+)"', (ROOT / "src/config/table.cc").read_text()))
+        self.assertGreater(len(keys), 20)
         for key in keys:
-            # Of a section that does nothing as a whole, the section.
-            whole = next((s for s in ("zenflow", "zeropp_loco_param", "leaf_module") if key.startswith(f"{s}.")), key)
-            leaf = whole.rpartition(".")[2]
+            leaf = key.rpartition(".")[2]
             with self.subTest(key=key):
                 self.assertTrue(f"`{leaf}`" in document or f"`stage3_{leaf}`" in document)
 

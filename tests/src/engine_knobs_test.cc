@@ -121,7 +121,6 @@ std::vector<KnobCase> knob_cases() {
       {"max_reuse_distance", [](K& k) { k.max_reuse_distance = 50'000; }},
       {"prefetch_bucket_size 0", [](K& k) { k.prefetch_bucket_size = 0; }},
       {"prefetch_bucket_size", [](K& k) { k.prefetch_bucket_size = 20'000; }},
-      {"overlap_comm", [](K& k) { k.overlap_comm = false; }},
       {"param_persistence_threshold", [](K& k) { k.param_persistence_threshold = 10'000; }},
       {"model_persistence_threshold",
        [](K& k) {
@@ -144,15 +143,14 @@ std::vector<KnobCase> knob_cases() {
        }},
       {"no pipeline, nothing ahead, nothing kept",
        [](K& k) {
-         k.pipeline_read = k.pipeline_write = k.overlap_comm = false;
-         k.max_live_parameters = k.max_reuse_distance = 0;
+         k.pipeline_read = k.pipeline_write = false;
+         k.max_live_parameters = k.max_reuse_distance = k.prefetch_bucket_size = 0;
        }},
       {"DeepSpeed's defaults",
        [](K& k) {
          k.max_live_parameters = k.max_reuse_distance = 1'000'000'000;
          k.prefetch_bucket_size = 50'000'000;
          k.param_persistence_threshold = 100'000;
-         k.overlap_comm = true;
          k.param_buffer_count = 5;
          k.param_buffer_size = 100'000'000;
          k.max_in_cpu = 1'000'000'000;
