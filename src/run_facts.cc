@@ -74,7 +74,7 @@ std::vector<std::string> run_facts(const Config& config, const Plan& plan, const
                                 : *commit_every == 0 ? std::string("one slot a tile, no resume (commit_every 0)")
                                                      : fmt::format("commit_every {}", *commit_every)));
   } else {
-    facts.push_back("no nvme_path: no store, so this run cannot be resumed");
+    facts.push_back("no store, so this run cannot be resumed: spillway.nvme_paths names a directory for one");
   }
   return facts;
 }

@@ -109,6 +109,12 @@ void settle_groups(const ConfigDraft& draft, const KeyPlaces& places, const Repo
 
 void settle_optimizer(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   OptimizerConfig& optimizer = draft.config.optimizer;
+  // Files for the Hugging Face trainer often have none, as it has an optimizer of its own.
+  if (!places.contains("optimizer")) {
+    log(LogLevel::kInfo, fmt::format("optimizer: there is no such section: AdamW with lr {}; the Hugging Face trainer "
+                                     "would take its own, {}",
+                                     OptimizerConfig{}.learning_rate, draft.autos.learning_rate));
+  }
   const std::string_view type = choices_of(find_config_key("optimizer.type")->allowed)[draft.optimizer_type];
   optimizer.kind = type == "Adagrad" ? OptimizerKind::kAdagrad
                    : type == "Lion"  ? OptimizerKind::kLion
@@ -250,7 +256,16 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
   const bool wrong_before = is_wrong(places, states_key, draft.states_path.has_value()) ||
                             is_wrong(places, parameters_key, draft.parameters_path.has_value());
   if (wrong_before) return;
-  const std::string states_path = draft.states_path.value_or(""), parameters_path = draft.parameters_path.value_or("");
+  // As in DeepSpeed, a path is the directory of a section that offloads to nvme, and nothing beside another device.
+  const auto path_in_use = [](Placement home, const std::string& key, const std::optional<std::string>& path) {
+    if (home == Placement::kNvme || !path || path->empty()) return path.value_or("");
+    log(LogLevel::kInfo, fmt::format("{} is not used: its device is not nvme; spillway.nvme_paths makes a store of "
+                                     "what stays in memory",
+                                     key));
+    return std::string();
+  };
+  const std::string states_path = path_in_use(config.states, states_key, draft.states_path);
+  const std::string parameters_path = path_in_use(config.parameters, parameters_key, draft.parameters_path);
   const std::string& one_path = states_path.empty() ? parameters_path : states_path;
   settle_nvme_paths(draft, places, one_path, report);
   const std::string path = config.nvme_paths.empty() ? "" : config.nvme_paths.front().string();
