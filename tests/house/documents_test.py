@@ -25,6 +25,12 @@ EXAMPLE = ROOT / "tests/src/embedding_example.cc"
 BLOCK = re.compile(r"(?<=\n```cpp\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
+def alternatives(name):
+    """`stream.{h,cc}`: stream.h and stream.cc."""
+    braces = re.search(r"{([^}]*)}", name)
+    return [name.replace(braces.group(0), one) for one in braces.group(1).split(",")] if braces else [name]
+
+
 class Documents(unittest.TestCase):
     def setUp(self):
         self.documents = [ROOT / f for f in source_files(ROOT) if f.suffix == ".md"]
@@ -89,6 +95,17 @@ class Documents(unittest.TestCase):
                 if not re.match(r"[a-z]+:", target):
                     with self.subTest(document=document.name, target=target):
                         self.assertTrue((document.parent / target).exists())
+
+    def test_PiecesOfARoomAreThere(self):
+        rooms = 0
+        for document in self.documents:
+            _, heading, table = document.read_text().partition("\n## Pieces\n")
+            rooms += bool(heading)
+            for cell in re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE):
+                for stem in (s for name in re.findall(r"`([^`]+)`", cell) for s in alternatives(name)):
+                    with self.subTest(document=str(document.relative_to(ROOT)), stem=stem):
+                        self.assertTrue(any(f for end in ("", ".*") for f in document.parent.rglob(stem + end)))
+        self.assertGreater(rooms, 5)
 
     def test_DocumentsAreShort(self):
         for document in self.documents:
