@@ -23,6 +23,7 @@ class IdleGpu(CliTest):
                 run = self.place.finetune(config, model, steps=1, fresh=True)
                 self.assert_done(run)
                 self.assertIn(f"device: {on}", run.out)
+                self.assertEqual(on == "cuda", "hbm_bytes is not set: " in run.out)
                 self.assertEqual(idle, "spillway.device is missing, so the CPU computes, and a GPU is idle" in run.err)
 
 

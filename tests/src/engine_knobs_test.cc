@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <regex>
 #include <string>
 
 #include "src/plan/plan.h"
@@ -96,6 +97,21 @@ TEST(Hits, OfTilesInHostMemoryAreThoseThatThePlanCountsForEveryBudget) {
     EXPECT_NE(run.facts.find(" works on, " + std::to_string(hits) + " stay in memory"), std::string::npos) << run.facts;
   }
   EXPECT_EQ(train([&](Config& config) { config.host_bytes = least; }).last.tile_hit_bytes, 0u);
+}
+
+// The budget that a run without one is told of, taken at its word.
+TEST(IdleMemory, IsSaidWithWhatItWouldKeepOffTheDrive) {
+  const auto set_bytes = [](std::uint64_t mib) { return [=](Config& config) { config.host_bytes = mib * kMiB; }; };
+  const std::string facts = train([](Config&) {}).facts;
+  std::smatch said;
+  const std::regex fact(
+      "host_bytes is not set: [0-9]+ GiB of RAM are idle; with \"([0-9]+)MiB\" ([0-9]+) instead of "
+      "([0-9]+) MiB of weights and states are on nvme");
+  ASSERT_TRUE(std::regex_search(facts, said, fact)) << facts;
+  EXPECT_LT(std::stoul(said[2]), std::stoul(said[3]));
+  const std::string with = train(set_bytes(std::stoul(said[1]))).facts;
+  EXPECT_EQ(with.find("host_bytes is not set"), std::string::npos);
+  EXPECT_NE(with.find(" MiB in host memory, " + said[2].str() + " MiB on nvme"), std::string::npos) << with;
 }
 
 // As one process that opens nothing but host memory.
