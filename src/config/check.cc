@@ -109,12 +109,6 @@ void settle_groups(const ConfigDraft& draft, const KeyPlaces& places, const Repo
 
 void settle_optimizer(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   OptimizerConfig& optimizer = draft.config.optimizer;
-  // Files for the Hugging Face trainer often have none, as it has an optimizer of its own.
-  if (!places.contains("optimizer")) {
-    log(LogLevel::kInfo, fmt::format("optimizer: there is no such section: AdamW with lr {}; the Hugging Face trainer "
-                                     "would take its own, {}",
-                                     OptimizerConfig{}.learning_rate, draft.autos.learning_rate));
-  }
   const std::string_view type = choices_of(find_config_key("optimizer.type")->allowed)[draft.optimizer_type];
   optimizer.kind = type == "Adagrad" ? OptimizerKind::kAdagrad
                    : type == "Lion"  ? OptimizerKind::kLion
