@@ -61,8 +61,9 @@ std::string idle_fact(const Config& config, const Plan& plan, const ModelDescrip
   const std::uint64_t then = bytes_at_home(more)[kNvme];
   if (then >= now) return {};
   return fmt::format(
-      "host_bytes is not set: {} GiB of RAM are idle; with \"{}MiB\" {} instead of {} MiB of weights and states are on "
-      "nvme; `spillway plan` says what a step takes then",
+      "host_bytes is not set: {} GiB of RAM are idle; \"{}MiB\" would leave {} of {} MiB of weights and states on "
+      "nvme; "
+      "`spillway plan` says what a step takes then",
       idle / kGiB, div_up(more.ledger.total(Placement::kHost), kMiB), then / kMiB, now / kMiB);
 }
 

@@ -105,8 +105,8 @@ TEST(IdleMemory, IsSaidWithWhatItWouldKeepOffTheDrive) {
   const std::string facts = train([](Config&) {}).facts;
   std::smatch said;
   const std::regex fact(
-      "host_bytes is not set: [0-9]+ GiB of RAM are idle; with \"([0-9]+)MiB\" ([0-9]+) instead of "
-      "([0-9]+) MiB of weights and states are on nvme");
+      "host_bytes is not set: [0-9]+ GiB of RAM are idle; \"([0-9]+)MiB\" would leave ([0-9]+) of "
+      "([0-9]+) MiB of weights and states on nvme");
   ASSERT_TRUE(std::regex_search(facts, said, fact)) << facts;
   EXPECT_LT(std::stoul(said[2]), std::stoul(said[3]));
   const std::string with = train(set_bytes(std::stoul(said[1]))).facts;
