@@ -25,11 +25,11 @@ std::filesystem::path beside() {
 
 // Never closed: CUDA's libraries do not unload cleanly.
 Opened open_plugin() {
-  void* library = nullptr;
   std::error_code ignored;
   const std::filesystem::path near = beside();
-  if (!near.empty() && std::filesystem::exists(near, ignored)) library = ::dlopen(near.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) library = ::dlopen(kCudaPlugin, RTLD_NOW | RTLD_LOCAL);
+  const bool is_near = !near.empty() && std::filesystem::exists(near, ignored);
+  // One that lies beside the program is the program's: if it cannot be opened, that is what to say.
+  void* library = ::dlopen(is_near ? near.c_str() : kCudaPlugin, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* why = ::dlerror();
     return {nullptr, why != nullptr ? why : "it cannot be opened"};

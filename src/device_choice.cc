@@ -2,6 +2,7 @@
 
 #include "spillway/engine.h"
 #include "spillway/error.h"
+#include "spillway/log.h"
 
 namespace spillway {
 
@@ -18,6 +19,10 @@ DeviceKind resolve_device(const Config& config) {
 
 std::unique_ptr<Device> create_device(const Config& config, std::uint64_t hbm_bytes, HostWorkers& workers) {
   if (resolve_device(config) == DeviceKind::kCuda) return create_cuda_device({.hbm_bytes = hbm_bytes});
+  if (config.host_by_default && cuda_unavailable().empty()) {
+    log(LogLevel::kWarning,
+        "spillway.device is missing, so the CPU computes, and a GPU is idle; \"cuda\" or \"auto\" trains on it");
+  }
   return create_host_device({.hbm_bytes = hbm_bytes}, workers);
 }
 

@@ -348,7 +348,7 @@ void StepEngine::flush() {
 }
 
 std::vector<std::string> StepEngine::describe() const {
-  return run_facts(config_, plan_, model_, machinery_, commits_.chosen());
+  return run_facts(config_, plan_, model_, machinery_, commits_.chosen(), nodes());
 }
 
 std::unique_ptr<Engine> Engine::create(const Config& config, const ModelDescription& model, EngineOptions options) {

@@ -35,10 +35,10 @@ std::uint64_t mem_available() {
 // Outside the arenas: code, libraries, stacks of threads, generated code.
 constexpr std::uint64_t kOutsideArenas = 200 * kMiB;
 
-// Being killed for memory has no message; refusing has. Returns the size of the host arena.
-std::uint64_t host_bytes_that_fit(const Plan& plan, DeviceKind device) {
-  const std::uint64_t host = plan.ledger.total(Placement::kHost);
-  const std::uint64_t need = host + (device == DeviceKind::kHost ? plan.ledger.total(Placement::kHbm) : 0);
+// Being killed for memory has no message; refusing has. Returns what is left beside the arenas.
+std::uint64_t memory_left(const Plan& plan, DeviceKind device) {
+  const std::uint64_t need =
+      plan.ledger.total(Placement::kHost) + (device == DeviceKind::kHost ? plan.ledger.total(Placement::kHbm) : 0);
   const std::uint64_t limit = memory_limit().value_or(UINT64_MAX);
   const std::uint64_t have = std::min(mem_available(), limit);
   const auto refuse = [](const std::string& happened, const char* hint) {
@@ -55,7 +55,7 @@ std::uint64_t host_bytes_that_fit(const Plan& plan, DeviceKind device) {
                        div_up(need, kMiB), kOutsideArenas / kMiB, space / kMiB),
            "raise ulimit -v, or lower spillway.host_bytes and spillway.hbm_bytes");
   }
-  return host;
+  return std::min(have - need, space - need - kOutsideArenas);
 }
 
 // Shares of a new store's space by each path's rate, as far as its drive has room; an old store there makes room.
@@ -147,7 +147,7 @@ std::uint64_t largest_fetch_granules(const Plan& plan) {
 
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
                      std::span<const ThreadShare> shares)
-    : host(host_bytes_that_fit(plan, resolve_device(config)), kPinnedArena) {
+    : idle_bytes(memory_left(plan, resolve_device(config))), host(plan.ledger.total(Placement::kHost), kPinnedArena) {
   if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
   workers = create_workers(shares);
   device = create_device(config, plan.ledger.hbm_budget, *workers);  // one that is too small leaves a store as it was

@@ -49,6 +49,7 @@ struct Machinery {
   std::unique_ptr<TileStore> store;  // opened before the rest: a run that may not have it must not take anything else
   bool resumed = false;
   std::unique_ptr<HostWorkers> workers;
+  const std::uint64_t idle_bytes;  // of RAM that this process could have had besides, when it began
   HostArena host;
   std::unique_ptr<Device> device;
   std::unique_ptr<Stream> compute, h2d, d2h;

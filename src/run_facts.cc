@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "src/device_choice.h"
 #include "src/plan/parameter_groups.h"
@@ -35,24 +37,59 @@ std::string gradient_fact(const Plan& plan) {
   return fact;
 }
 
-}  // namespace
-
-std::vector<std::string> run_facts(const Config& config, const Plan& plan, const ModelDescription& model,
-                                   const Machinery& machinery, std::optional<std::uint32_t> commit_every) {
-  std::vector<std::string> facts;
-  facts.push_back("device: " + machinery.device->describe());
-  if (const std::string why = why_not_cuda(config); !why.empty()) facts.push_back("no cuda device: " + why);
-  if (machinery.trace) facts.push_back(machinery.trace->describe());
-  for (std::string& group : describe_groups(plan.groups, model)) facts.push_back(std::move(group));
-  std::uint64_t bytes[3] = {};
+// Of weights and states, by Home.
+std::array<std::uint64_t, 3> bytes_at_home(const Plan& plan) {
+  std::array<std::uint64_t, 3> bytes{};
   for (const TilePlace& tile : plan.tile_places) {
     for (Part part : {Part::kWeights, Part::kStates}) {
       bytes[static_cast<std::size_t>(tile.home[index_of(part)])] += payload_bytes(tile.shape, part);
     }
   }
+  return bytes;
+}
+
+// Without a budget the plan takes the least host memory that works, whatever the machine has. An eighth of what is idle
+// is left to the page cache and to other programs.
+std::string idle_fact(const Config& config, const Plan& plan, const ModelDescription& model, std::uint64_t idle,
+                      unsigned nodes) {
+  constexpr auto kNvme = static_cast<std::size_t>(Home::kNvme);
+  const std::uint64_t now = bytes_at_home(plan)[kNvme];
+  if (config.host_bytes || now == 0 || idle < kGiB) return {};
+  Config with = config;
+  with.host_bytes = plan.ledger.total(Placement::kHost) + idle / 8 * 7;
+  const Plan more = make_plan(with, model, nodes);
+  const std::uint64_t then = bytes_at_home(more)[kNvme];
+  if (then >= now) return {};
+  return fmt::format(
+      "host_bytes is not set: {} GiB of RAM are idle; \"{}MiB\" would leave {} of {} MiB of weights and states on "
+      "nvme; "
+      "`spillway plan` says what a step takes then",
+      idle / kGiB, div_up(more.ledger.total(Placement::kHost), kMiB), then / kMiB, now / kMiB);
+}
+
+}  // namespace
+
+std::vector<std::string> run_facts(const Config& config, const Plan& plan, const ModelDescription& model,
+                                   const Machinery& machinery, std::optional<std::uint32_t> commit_every,
+                                   unsigned nodes) {
+  std::vector<std::string> facts;
+  facts.push_back("device: " + machinery.device->describe());
+  if (const std::string why = why_not_cuda(config); !why.empty()) facts.push_back("no cuda device: " + why);
+  if (machinery.trace) facts.push_back(machinery.trace->describe());
+  for (std::string& group : describe_groups(plan.groups, model)) facts.push_back(std::move(group));
+  const auto bytes = bytes_at_home(plan);
   facts.push_back(
       fmt::format("weights and states at home: {} MiB in hbm, {} MiB in host memory, {} MiB on nvme; {} tiles",
                   bytes[0] / kMiB, bytes[1] / kMiB, bytes[2] / kMiB, plan.tiles.size()));
+  if (std::string idle = idle_fact(config, plan, model, machinery.idle_bytes, nodes); !idle.empty()) {
+    facts.push_back(std::move(idle));
+  }
+  if (!config.hbm_bytes && resolve_device(config) == DeviceKind::kCuda) {
+    facts.push_back(
+        fmt::format("hbm_bytes is not set: {} MiB of the GPU's memory are taken, and the rest is idle; `spillway plan` "
+                    "says what more brings",
+                    div_up(plan.ledger.total(Placement::kHbm), kMiB)));
+  }
   if (!plan.hbm.places.empty()) {
     facts.push_back(fmt::format(
         "blocks in HBM at a time: {} of {}{}", plan.hbm.places.size(), plan.blocks.size(),
@@ -74,7 +111,7 @@ std::vector<std::string> run_facts(const Config& config, const Plan& plan, const
                                 : *commit_every == 0 ? std::string("one slot a tile, no resume (commit_every 0)")
                                                      : fmt::format("commit_every {}", *commit_every)));
   } else {
-    facts.push_back("no nvme_path: no store, so this run cannot be resumed");
+    facts.push_back("no store, so this run cannot be resumed: spillway.nvme_paths names a directory for one");
   }
   return facts;
 }

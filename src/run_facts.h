@@ -12,8 +12,9 @@
 namespace spillway {
 
 // One fact a line: device, parameter groups, homes, gradients, I/O engine, store. commit_every: nothing while it is to
-// be chosen yet.
+// be chosen yet. nodes: of the plan.
 std::vector<std::string> run_facts(const Config& config, const Plan& plan, const ModelDescription& model,
-                                   const Machinery& machinery, std::optional<std::uint32_t> commit_every);
+                                   const Machinery& machinery, std::optional<std::uint32_t> commit_every,
+                                   unsigned nodes);
 
 }  // namespace spillway

@@ -56,7 +56,6 @@ struct DeepSpeedKnobs {
   std::optional<std::uint64_t> prefetch_bucket_size;
   std::optional<std::uint64_t> param_persistence_threshold;  // of a block's largest parameter, to have its own place
   std::optional<std::uint64_t> model_persistence_threshold;  // of all such blocks together
-  std::optional<bool> overlap_comm;                          // false: nothing is fetched ahead
   std::optional<std::uint64_t> param_buffer_count, param_buffer_size;  // offload_param: weights in flight
   std::optional<std::uint64_t> max_in_cpu;                             // weights kept in host memory as a cache
   std::optional<std::uint64_t> optimizer_buffer_count;                 // offload_optimizer: tile buffers
@@ -81,6 +80,7 @@ struct Config {
   DeepSpeedKnobs knobs;
 
   std::optional<DeviceKind> device = DeviceKind::kHost;  // not set: cuda where there is a GPU, else host
+  bool host_by_default = false;  // of a file without spillway.device: a run warns when that leaves a GPU idle
   // Section "spillway". Absent budgets take what the plan asks for (nvme: what the store needs).
   std::optional<std::uint64_t> hbm_bytes, host_bytes, nvme_bytes;
   std::uint64_t tile_elements = 4 << 20;      // multiple of 1,024; sub_group_size when that alone is set

@@ -250,7 +250,16 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
   const bool wrong_before = is_wrong(places, states_key, draft.states_path.has_value()) ||
                             is_wrong(places, parameters_key, draft.parameters_path.has_value());
   if (wrong_before) return;
-  const std::string states_path = draft.states_path.value_or(""), parameters_path = draft.parameters_path.value_or("");
+  // As in DeepSpeed, a path is the directory of a section that offloads to nvme, and nothing beside another device.
+  const auto path_in_use = [](Placement home, const std::string& key, const std::optional<std::string>& path) {
+    if (home == Placement::kNvme || !path || path->empty()) return path.value_or("");
+    log(LogLevel::kInfo, fmt::format("{} is not used: its device is not nvme; spillway.nvme_paths makes a store of "
+                                     "what stays in memory",
+                                     key));
+    return std::string();
+  };
+  const std::string states_path = path_in_use(config.states, states_key, draft.states_path);
+  const std::string parameters_path = path_in_use(config.parameters, parameters_key, draft.parameters_path);
   const std::string& one_path = states_path.empty() ? parameters_path : states_path;
   settle_nvme_paths(draft, places, one_path, report);
   const std::string path = config.nvme_paths.empty() ? "" : config.nvme_paths.front().string();
@@ -272,6 +281,11 @@ void settle_tiles(ConfigDraft& draft, const KeyPlaces& places) {
   if (!draft.sub_group_size) return;
   if (places.contains("spillway.tile_elements")) {
     log(LogLevel::kInfo, "zero_optimization.sub_group_size: spillway.tile_elements decides");
+    return;
+  }
+  if (*draft.sub_group_size == 0) {  // in DeepSpeed a group for every parameter, whatever its size
+    log(LogLevel::kInfo, fmt::format("zero_optimization.sub_group_size 0 leaves spillway.tile_elements at {}",
+                                     draft.config.tile_elements));
     return;
   }
   constexpr std::uint64_t kLargestTile = 16 << 20;
@@ -312,6 +326,7 @@ void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& 
   settle_schedule(draft, places, report);
   settle_offload(draft, places, report);
   settle_tiles(draft, places);
+  draft.config.host_by_default = !places.contains("spillway.device");
 }
 
 }  // namespace spillway

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "spillway/error.h"
+#include "spillway/log.h"
 #include "src/config/check.h"
 #include "src/config/complaints.h"
 #include "src/config/hint.h"
@@ -83,6 +84,12 @@ class ConfigReader {
       });
     }
     if (!complaints_.empty()) complaints_.raise();
+    // Files for the Hugging Face trainer often have none, as it has an optimizer of its own.
+    if (!places_.contains("optimizer")) {
+      log(LogLevel::kInfo, fmt::format("optimizer: there is no such section: AdamW with lr {}; the Hugging Face "
+                                       "trainer would take its own, {}",
+                                       draft_.config.optimizer.learning_rate, draft_.autos.learning_rate));
+    }
     EffectiveConfig effective{.config = draft_.config, .keys = {}};
     for (const ConfigKey& key : config_keys()) {
       if (is_listed(key)) effective.keys.push_back(effective_key(key));

@@ -9,14 +9,19 @@ namespace {
 using enum KeyKind;
 
 constexpr std::string_view kComm = "communication between ranks";
+// zero/stage3.py and zero/parameter_offload.py: true gives reduction and gathering streams of their own; what is
+// fetched ahead does not depend on it.
+constexpr std::string_view kStream = "communication between ranks, and copies have streams of their own";
 constexpr std::string_view kMonitor = "logging and profiling";
-constexpr std::string_view kPlanned = "prefetch and release follow the plan";
 constexpr std::string_view kBuffers = "buffers follow the plan and the budgets";
 constexpr std::string_view kFeature = "not a part of the engine";
+constexpr std::string_view kOther = "off only: it trains something else";
+constexpr std::string_view kPrecision = "off only: bf16 or fp16 decides";
 constexpr std::string_view kRecomputed = "block inputs are always kept and the inside recomputed";
 constexpr std::string_view kCommits = "every commit is a checkpoint";
 constexpr std::string_view kExact = "updates are exact, never stale";
 constexpr std::string_view kPinned = "host memory is always pinned";
+constexpr std::string_view kAtHome = "the update runs where the states live";
 constexpr std::string_view kWhole = "an export is always whole";
 constexpr std::string_view kDescription = "the model description says what is gathered together";
 constexpr std::string_view kOneThread = "one thread drives the queue";
@@ -27,6 +32,7 @@ constexpr ConfigKey older(std::string_view path, KeyKind kind, std::string_view 
 
 constexpr ConfigKey kUnusedKeys[] = {
     {"$schema", kText, "", "for editors"},
+    {"_comment", kText, "", "for readers"},
     {.path = "steps_per_print", .kind = kInteger, .standard = "", .doc = kMonitor, .nullable = true},
     {"wall_clock_breakdown", kBool, "", kMonitor},
     {"memory_breakdown", kBool, "", kMonitor},
@@ -39,6 +45,8 @@ constexpr ConfigKey kUnusedKeys[] = {
     {"comet", kObject, "", kMonitor},
     {"csv_monitor", kObject, "", kMonitor},
     {"comms_logger", kObject, "", kMonitor},
+    {"comms_config", kObject, "", kMonitor},  // this and the next: as DeepSpeed prints its own
+    {"monitor_config", kObject, "", kMonitor},
     {"managed_gradient_accumulation", kBool, "", "accumulation runs inside a block"},
     {.path = "communication_data_type", .kind = kText, .standard = "", .doc = kComm, .nullable = true},
     {"seq_parallel_communication_data_type", kText, "", kComm},
@@ -58,22 +66,22 @@ constexpr ConfigKey kUnusedKeys[] = {
     {"dataloader_drop_last", kBool, "", kFeature},
     {"zero_allow_untested_optimizer", kBool, "", kFeature},
     {"zero_force_ds_cpu_optimizer", kBool, "", kFeature},
-    {"data_efficiency", kObject, "", kFeature},
-    {"curriculum_learning", kObject, "", kFeature},
-    {"progressive_layer_drop", kObject, "", kFeature},
-    {"compression_training", kObject, "", kFeature},
+    {"data_efficiency", kOff, "", kOther},
+    {"curriculum_learning", kOff, "", kOther},
+    {"progressive_layer_drop", kOff, "", kOther},
+    {"compression_training", kOff, "", kOther},
     {"sparse_attention", kObject, "", kFeature},
     {"eigenvalue", kObject, "", kFeature},
     {"autotuning", kObject, "", kFeature},
-    {"elasticity", kObject, "", kFeature},
+    {"elasticity", kOff, "", "off only: batch sizes are those of the file"},
     {"compile", kObject, "", kFeature},
     {"tensor_parallel", kObject, "", kFeature},
     {"sequence_parallel", kObject, "", kFeature},
     {"pipeline", kObject, "", kFeature},
     {"hybrid_engine", kObject, "", kFeature},
     {"nebula", kObject, "", kFeature},
-    {"amp", kObject, "", "apex is not used: bf16 or fp16 decides"},
-    {"torch_autocast", kObject, "", "bf16 or fp16 decides"},
+    {"amp", kOff, "", kPrecision},
+    {"torch_autocast", kOff, "", kPrecision},
 
     {"activation_checkpointing", kSection, "", "what is kept between forward and backward"},
     {"activation_checkpointing.partition_activations", kBool, "", kComm},
@@ -121,6 +129,7 @@ constexpr ConfigKey kUnusedKeys[] = {
     {"fp16.auto_cast", kBool, "", "inputs are tokens"},
     {"fp16.fp16_master_weights_and_grads", kBool, "", "the master is fp32"},
 
+    {.path = "zero_optimization.overlap_comm", .kind = kBool, .standard = "", .doc = kStream, .nullable = true},
     {"zero_optimization.contiguous_gradients", kBool, "", kBuffers},
     {"zero_optimization.reduce_scatter", kBool, "", kComm},
     {.path = "zero_optimization.reduce_bucket_size",
@@ -136,7 +145,7 @@ constexpr ConfigKey kUnusedKeys[] = {
     {"zero_optimization.allgather_bucket_size", kInteger, "", kComm},
     {"zero_optimization.compute_grad_norm", kBool, "", "the norm is always computed"},
     {"zero_optimization.load_from_fp32_weights", kBool, "", "import is exact"},
-    {"zero_optimization.elastic_checkpoint", kBool, "", kFeature},
+    {"zero_optimization.elastic_checkpoint", kBool, "", kCommits},
     {.path = "zero_optimization.zenflow", .kind = kSection, .standard = "", .doc = kExact, .nullable = true},
     {.path = "zero_optimization.zenflow.topk_ratio", .kind = kNumber, .standard = "", .doc = kExact, .most = 1},
     {.path = "zero_optimization.zenflow.select_strategy",
@@ -162,9 +171,14 @@ constexpr ConfigKey kUnusedKeys[] = {
           "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
     older("zero_optimization.gather_16bit_weights_on_model_save", kBool, kWhole,
           "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
-    {"zero_optimization.stage3_module_granularity_threshold", kInteger, "", kPlanned},
+    {"zero_optimization.stage3_module_granularity_threshold", kInteger, "", kDescription},
+    older("zero_optimization.module_granularity_threshold", kInteger, kDescription,
+          "zero_optimization.stage3_module_granularity_threshold"),
     {"zero_optimization.stage3_use_all_reduce_for_fetch_params", kBool, "", kComm},
+    older("zero_optimization.use_all_reduce_for_fetch_params", kBool, kComm,
+          "zero_optimization.stage3_use_all_reduce_for_fetch_params"),
     {"zero_optimization.stage3_allgather_sequential", kBool, "", kComm},
+    older("zero_optimization.allgather_sequential", kBool, kComm, "zero_optimization.stage3_allgather_sequential"),
     {"zero_optimization.ignore_unused_parameters", kBool, "", "the model description says what is trained"},
     {"zero_optimization.legacy_stage1", kBool, "", kFeature},
     {"zero_optimization.round_robin_gradients", kBool, "", kComm},
@@ -195,8 +209,8 @@ constexpr ConfigKey kUnusedKeys[] = {
     {"zero_optimization.offload_optimizer.pin_memory", kBool, "", kPinned},
     {"zero_optimization.offload_optimizer.pipeline", kBool, "", "pipeline_read and pipeline_write decide"},
     {"zero_optimization.offload_optimizer.fast_init", kBool, "", kBuffers},
-    {.path = "zero_optimization.offload_optimizer.ratio", .kind = kNumber, .standard = "", .doc = kBuffers, .most = 1},
-    {"zero_optimization.offload_optimizer.super_offload", kBool, "", kFeature},
+    {.path = "zero_optimization.offload_optimizer.ratio", .kind = kNumber, .standard = "", .doc = kAtHome, .most = 1},
+    {"zero_optimization.offload_optimizer.super_offload", kBool, "", kAtHome},
     {.path = "zero_optimization.offload_optimizer.cpuadam_cores_perc",
      .kind = kNumber,
      .standard = "",

@@ -164,6 +164,25 @@ std::optional<ValueProblem> read_texts(const ConfigKey& key, const JsonValue& va
   return std::nullopt;
 }
 
+// Where an object says "enabled": true, as a path from there; empty: nowhere.
+std::string where_enabled(const JsonValue& value) {
+  if (value.kind != JsonValue::Kind::kObject) return {};
+  for (std::size_t i = 0; i < value.items.size(); ++i) {
+    const std::string& name = value.keys[i].name;
+    if (name == "enabled" && value.items[i].flag) return name;
+    if (const std::string inside = where_enabled(value.items[i]); !inside.empty()) return name + "." + inside;
+  }
+  return {};
+}
+
+std::optional<ValueProblem> read_object(const ConfigKey& key, const JsonValue& value) {
+  if (value.kind != JsonValue::Kind::kObject) return wrong_type(key.kind, "an object", value);
+  const std::string on = key.kind == KeyKind::kOff ? where_enabled(value) : "";
+  if (on.empty()) return std::nullopt;
+  return ValueProblem{on + " is true, which is DeepSpeed's, and not computed here",
+                      "set it to false, or leave the section out"};
+}
+
 }  // namespace
 
 std::optional<ValueProblem> read_value(const ConfigKey& key, const JsonValue& value, KeyValue& out) {
@@ -190,8 +209,7 @@ std::optional<ValueProblem> read_value(const ConfigKey& key, const JsonValue& va
       if (value.kind != JsonValue::Kind::kArray) return wrong_type(key.kind, "an array of objects", value);
       return std::nullopt;
     case KeyKind::kObject:
-      if (value.kind != JsonValue::Kind::kObject) return wrong_type(key.kind, "an object", value);
-      return std::nullopt;
+    case KeyKind::kOff: return read_object(key, value);
   }
   return std::nullopt;
 }

@@ -99,7 +99,6 @@ std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
   compare("stage3_prefetch_bucket_size", &Knobs::prefetch_bucket_size);
   compare("stage3_param_persistence_threshold", &Knobs::param_persistence_threshold);
   compare("stage3_model_persistence_threshold", &Knobs::model_persistence_threshold);
-  compare("overlap_comm", &Knobs::overlap_comm);
   compare("offload_param.buffer_count", &Knobs::param_buffer_count);
   compare("offload_param.buffer_size", &Knobs::param_buffer_size);
   compare("offload_param.max_in_cpu", &Knobs::max_in_cpu);

@@ -203,7 +203,6 @@ class HbmLayout {
   void follow_knobs() {
     plan_.hbm.reuse_bytes = bytes_of(config_.knobs.max_reuse_distance.value_or(UINT64_MAX));
     plan_.hbm.prefetch_bytes = bytes_of(config_.knobs.prefetch_bucket_size.value_or(UINT64_MAX));
-    if (!config_.knobs.overlap_comm.value_or(true)) plan_.hbm.prefetch_bytes = 0;
   }
 
   // param_persistence_threshold: small parameters stay on the device. Weights move in blocks here, so that it means

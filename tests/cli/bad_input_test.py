@@ -45,6 +45,17 @@ class Configuration(CliTest):
         config.write_text('{\n  "bf16": {"enabled": tru}\n}\n')
         self.refused(config, f"{config}:2:")
 
+    def test_APluginThatCannotBeOpenedIsNamedWithTheReason(self):
+        program = self.place.folder / "spillway"
+        shutil.copy(BINARY, program)
+        plugin = self.place.folder / "libspillway_cuda.so"
+        plugin.write_text("no library")
+        config = self.place.config(spillway_section={"device": "cuda"})
+        done = subprocess.run([program, *self.place.arguments(config, self.model)], capture_output=True, text=True,
+                              check=False)
+        self.assertEqual(1, done.returncode, done.stderr)
+        self.assertRegex(done.stderr, rf"spillway\.device: .*{plugin}: ")
+
     def test_MissingConfigIsRefused(self):
         self.refused(self.place.folder / "absent.json", "absent.json", "No such file")
 

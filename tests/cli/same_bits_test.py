@@ -198,7 +198,7 @@ class SameBits(CliTest):
                 ({"stage3_max_reuse_distance": 0}, "visits a step that fetch their block"),
                 ({"stage3_prefetch_bucket_size": 0}, "parameters fetched ahead before the next waits 0 instead of"),
                 ({"stage3_param_persistence_threshold": 1e5}, "blocks with a place of their own 4 instead of 0"),
-                ({"overlap_comm": False, "stage3_max_live_parameters": 1e9}, "overlap_comm false: "),
+                ({"overlap_comm": False}, "known, but without effect here: zero_optimization.overlap_comm"),
                 ({"sub_group_size": 1e9}, "spillway.tile_elements decides"),
                 ({"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9},
                  "no limit to this plan: stage3_max_live_parameters 1000000000, stage3_max_reuse_distance 1000000000")):

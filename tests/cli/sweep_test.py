@@ -155,6 +155,11 @@ class BadInput(SweepTest):
     def test_SizeLargerThanTheSpaceIsRefused(self):
         self.refused(self.drive, "--size", "100TiB", "--allow-buffered", words=[self.drive, "No space left", "--size"])
 
+    def test_ASizeInMBIsOfMillions(self):
+        run = spillway("sweep", self.drive, "--seconds", "1", "--size", "64MB", "--allow-buffered")
+        self.assert_done(run)
+        self.assertIn("a file of 48 MiB ", run.out + run.err)  # the next multiple of 16 MiB below
+
     def test_WrongNumbersAreRefused(self):
         for option, value in (("--size", "1KiB"), ("--size", "much"), ("--seconds", "0"), ("--params", "many"),
                               ("--params", "-7B"), ("--sustained", "0")):

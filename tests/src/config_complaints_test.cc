@@ -10,6 +10,9 @@
 namespace spillway {
 namespace {
 
+using testing::ElementsAre;
+using testing::HasSubstr;
+
 // Of the first `what` in a text.
 std::string marked(const std::string& text, const std::string& what) {
   const std::size_t at = text.find(what);
@@ -81,6 +84,21 @@ TEST(Complaints, AKeysNameCannotForgeALine) {
   const std::string said = refusal(with(R"("a\nc.json:9:9: fine\u001b[2J": 1)"));
   EXPECT_THAT(said, testing::StartsWith("c.json:1:25: unknown key \"a?c.json:9:9: fine?[2J\"; known keys"));
   EXPECT_THAT(said, testing::Not(testing::HasSubstr("\n")));
+}
+
+TEST(Complaints, WhatWouldTrainSomethingElseIsRefusedWhenItIsOn) {
+  for (const std::string section : {"amp", "torch_autocast", "curriculum_learning", "data_efficiency",
+                                    "progressive_layer_drop", "compression_training", "elasticity"}) {
+    const auto of = [&](const std::string& value) { return with("\"" + section + "\": " + value); };
+    EXPECT_THAT(refusal(of(R"({"enabled": true})")),
+                HasSubstr(section + ": enabled is true, which is DeepSpeed's, and not computed here; set it to false"));
+    EXPECT_THAT(refusal(of(R"({"groups": {"first": {"enabled": true}}})")), HasSubstr("groups.first.enabled is true"));
+    for (const char* off : {R"({"enabled": false})", "{}", R"({"groups": {"enabled": false, "theta": true}})"}) {
+      CapturedLog log;
+      parse(of(off));
+      EXPECT_THAT(log.lines, ElementsAre("c.json: known, but without effect here: " + section)) << off;
+    }
+  }
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::IsEmpty;
 
 TEST(ConfigKnobs, StagesBelow3KeepWeightsOnTheDevice) {
   const auto zero = [](const std::string& section) { return with("\"zero_optimization\": " + section); };
@@ -59,17 +60,40 @@ TEST(ConfigKnobs, DeepSpeedsKnobsReachTheirPlaceUnderEitherName) {
   }
   EXPECT_EQ(knobs(", \"stage3_model_persistence_threshold\": 9223372036854775807").model_persistence_threshold,
             9223372036854775807u);
-  const DeepSpeedKnobs all = knobs(R"(, "overlap_comm": false,
+  const DeepSpeedKnobs all = knobs(R"(,
       "offload_param": {"device": "cpu", "buffer_count": 6, "buffer_size": 1e8, "max_in_cpu": 1e9},
       "offload_optimizer": {"device": "cpu", "buffer_count": 5, "pipeline_read": false, "pipeline_write": true})");
-  EXPECT_EQ(all.overlap_comm, false);
   EXPECT_EQ(all.param_buffer_count, 6u);
   EXPECT_EQ(all.param_buffer_size, 100'000'000u);
   EXPECT_EQ(all.max_in_cpu, 1'000'000'000u);
   EXPECT_EQ(all.optimizer_buffer_count, 5u);
   EXPECT_EQ(all.pipeline_read, false);
   EXPECT_EQ(all.pipeline_write, true);
-  EXPECT_EQ(knobs(R"(, "overlap_comm": null)").overlap_comm, std::nullopt);
+}
+
+// In DeepSpeed it chooses a stream for communication between ranks; LLaMA-Factory's files say false.
+TEST(ConfigKnobs, OverlapOfCommunicationIsWithoutEffectAndNamed) {
+  for (const char* value : {"false", "true", "null", "\"auto\""}) {
+    CapturedLog log;
+    const std::string key = "\"overlap_comm\": " + std::string(value);
+    const Config config = parse(with("\"zero_optimization\": {\"stage\": 3, " + key + "}"));
+    EXPECT_EQ(config.knobs.prefetch_bucket_size, std::nullopt);
+    if (std::string(value) == "null") {
+      EXPECT_THAT(log.lines, IsEmpty());
+    } else {
+      EXPECT_THAT(log.lines, ElementsAre("c.json: known, but without effect here: zero_optimization.overlap_comm"));
+    }
+  }
+}
+
+TEST(ConfigKnobs, KeysWithoutEffectMayDropTheirPrefixToo) {
+  for (const char* key : {"module_granularity_threshold\": 1000", "use_all_reduce_for_fetch_params\": true",
+                          "allgather_sequential\": true"}) {
+    CapturedLog log;
+    parse(with("\"zero_optimization\": {\"stage\": 3, \"" + std::string(key) + "}"));
+    EXPECT_THAT(log.lines, ElementsAre(HasSubstr(", now zero_optimization.stage3_"), HasSubstr("without effect")))
+        << key;
+  }
 }
 
 TEST(ConfigKnobs, SubGroupSizeIsTheTileUnlessATileIsSet) {
@@ -84,12 +108,35 @@ TEST(ConfigKnobs, SubGroupSizeIsTheTileUnlessATileIsSet) {
   EXPECT_THAT(log.lines, ElementsAre("zero_optimization.sub_group_size 2000000 is taken as spillway.tile_elements "
                                      "1999872"));
   EXPECT_EQ(tile("1"), 1024u);
+  // axolotl's files: in DeepSpeed every parameter is a group of its own then.
+  EXPECT_EQ(tile("0"), Config{}.tile_elements);
+  EXPECT_THAT(log.lines, ElementsAre("zero_optimization.sub_group_size 0 leaves spillway.tile_elements at 4194304"));
   EXPECT_EQ(tile("\"auto\""), Config{}.tile_elements);
   EXPECT_EQ(tile("1e9", R"(, "bf16": {"enabled": true})"), 16u << 20);
   EXPECT_THAT(log.lines, ElementsAre(HasSubstr("a tile buffer takes up to 192 MiB of host memory, and would take 11445 "
                                                "MiB")));
   EXPECT_EQ(tile("1e9", R"(, "spillway": {"tile_elements": 4096})"), 4096u);
   EXPECT_THAT(log.lines, ElementsAre(HasSubstr("spillway.tile_elements decides")));
+}
+
+// Left in many files, as in accelerate's own tests; a store where nothing needs to live is asked for by name.
+TEST(ConfigKnobs, APathBesideAnotherDeviceIsNotUsed) {
+  const auto zero = [](const std::string& sections, const std::string& more = "") {
+    return with("\"zero_optimization\": {\"stage\": 3, " + sections + "}" + more);
+  };
+  const std::string cpu = R"("offload_param": {"device": "cpu", "nvme_path": "/b"})";
+  CapturedLog log;
+  EXPECT_THAT(parse(zero(cpu)).nvme_paths, IsEmpty());
+  EXPECT_THAT(log.lines, ElementsAre("zero_optimization.offload_param.nvme_path is not used: its device is not nvme; "
+                                     "spillway.nvme_paths makes a store of what stays in memory"));
+  const std::string nvme = R"(, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"})";
+  EXPECT_THAT(parse(zero(cpu + nvme)).nvme_paths, ElementsAre("/a"));
+  EXPECT_THAT(refusal(zero(cpu + R"(, "offload_optimizer": {"device": "nvme"})")), HasSubstr("needs an nvme_path"));
+  log.lines.clear();
+  const Config named = parse(zero(R"("offload_param": {"device": "cpu"})", R"(, "spillway": {"nvme_paths": ["/c"]})"));
+  EXPECT_THAT(named.nvme_paths, ElementsAre("/c"));
+  EXPECT_EQ(named.parameters, Placement::kHost);
+  EXPECT_THAT(log.lines, IsEmpty());
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 namespace spillway {
 namespace {
 
+using testing::ElementsAre;
 using testing::HasSubstr;
 
 TEST(ConfigOptimizer, AdamIsDecoupledUnlessAdamWModeIsFalse) {
@@ -20,6 +21,17 @@ TEST(ConfigOptimizer, AdamIsDecoupledUnlessAdamWModeIsFalse) {
   EXPECT_THAT(refusal(with(R"("optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}})")),
               HasSubstr("contradicts the optimizer's type"));
   EXPECT_THAT(refusal(with(R"("optimizer": {"type": "Lamb"})")), HasSubstr("allowed: AdamW, Adam, Adagrad, Lion, SGD"));
+}
+
+// As in files for the Hugging Face trainer, which has an optimizer of its own.
+TEST(ConfigOptimizer, AFileWithoutOneIsToldWhatItGets) {
+  CapturedLog log;
+  const Config config = parse(with("\"gradient_clipping\": 1"));
+  EXPECT_EQ(config.optimizer.learning_rate, 1e-3);
+  EXPECT_THAT(log.no_optimizer, ElementsAre("optimizer: there is no such section: AdamW with lr 0.001; the Hugging "
+                                            "Face trainer would take its own, 5e-05"));
+  parse(with(R"("optimizer": {"type": "AdamW"})"));
+  EXPECT_EQ(log.no_optimizer.size(), 1u);
 }
 
 TEST(ConfigOptimizer, EveryOptimizerHasDeepSpeedsDefaultsAndItsOwnParametersOnly) {

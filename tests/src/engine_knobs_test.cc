@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <regex>
 #include <string>
 
 #include "src/plan/plan.h"
@@ -98,6 +99,21 @@ TEST(Hits, OfTilesInHostMemoryAreThoseThatThePlanCountsForEveryBudget) {
   EXPECT_EQ(train([&](Config& config) { config.host_bytes = least; }).last.tile_hit_bytes, 0u);
 }
 
+// The budget that a run without one is told of, taken at its word.
+TEST(IdleMemory, IsSaidWithWhatItWouldKeepOffTheDrive) {
+  const auto set_bytes = [](std::uint64_t mib) { return [=](Config& config) { config.host_bytes = mib * kMiB; }; };
+  const std::string facts = train([](Config&) {}).facts;
+  std::smatch said;
+  const std::regex fact(
+      "host_bytes is not set: [0-9]+ GiB of RAM are idle; \"([0-9]+)MiB\" would leave ([0-9]+) of "
+      "([0-9]+) MiB of weights and states on nvme");
+  ASSERT_TRUE(std::regex_search(facts, said, fact)) << facts;
+  EXPECT_LT(std::stoul(said[2]), std::stoul(said[3]));
+  const std::string with = train(set_bytes(std::stoul(said[1]))).facts;
+  EXPECT_EQ(with.find("host_bytes is not set"), std::string::npos);
+  EXPECT_NE(with.find(" MiB in host memory, " + said[2].str() + " MiB on nvme"), std::string::npos) << with;
+}
+
 // As one process that opens nothing but host memory.
 TEST(Hits, AreAllWhenTheStatesNeverLeaveMemory) {
   const Trained run = train([](Config& config) {
@@ -121,7 +137,6 @@ std::vector<KnobCase> knob_cases() {
       {"max_reuse_distance", [](K& k) { k.max_reuse_distance = 50'000; }},
       {"prefetch_bucket_size 0", [](K& k) { k.prefetch_bucket_size = 0; }},
       {"prefetch_bucket_size", [](K& k) { k.prefetch_bucket_size = 20'000; }},
-      {"overlap_comm", [](K& k) { k.overlap_comm = false; }},
       {"param_persistence_threshold", [](K& k) { k.param_persistence_threshold = 10'000; }},
       {"model_persistence_threshold",
        [](K& k) {
@@ -144,15 +159,14 @@ std::vector<KnobCase> knob_cases() {
        }},
       {"no pipeline, nothing ahead, nothing kept",
        [](K& k) {
-         k.pipeline_read = k.pipeline_write = k.overlap_comm = false;
-         k.max_live_parameters = k.max_reuse_distance = 0;
+         k.pipeline_read = k.pipeline_write = false;
+         k.max_live_parameters = k.max_reuse_distance = k.prefetch_bucket_size = 0;
        }},
       {"DeepSpeed's defaults",
        [](K& k) {
          k.max_live_parameters = k.max_reuse_distance = 1'000'000'000;
          k.prefetch_bucket_size = 50'000'000;
          k.param_persistence_threshold = 100'000;
-         k.overlap_comm = true;
          k.param_buffer_count = 5;
          k.param_buffer_size = 100'000'000;
          k.max_in_cpu = 1'000'000'000;

@@ -77,14 +77,10 @@ TEST(PlanKnobs, MaxReuseDistanceLetsBlocksGoThatAreFarFromTheirNextVisit) {
   EXPECT_EQ(testing::fetches(with_knob([](DeepSpeedKnobs& k) { k.max_reuse_distance = 0; }, roomy()).plan), 15u);
 }
 
-TEST(PlanKnobs, PrefetchStopsAtTheBucketAndWithoutOverlap) {
+TEST(PlanKnobs, PrefetchStopsAtTheBucket) {
   const auto bucket = with_knob([](DeepSpeedKnobs& k) { k.prefetch_bucket_size = 50 * 1024; });
   EXPECT_EQ(bucket.plan.hbm.prefetch_bytes, 50u * 1024 * 2);
   says(bucket, "stage3_prefetch_bucket_size 51200: parameters fetched ahead before the next waits 51200 instead of");
-  const auto serial = with_knob([](DeepSpeedKnobs& k) { k.overlap_comm = false; });
-  EXPECT_EQ(serial.plan.hbm.prefetch_bytes, 0u);
-  says(serial, "overlap_comm false: parameters fetched ahead before the next waits 0 instead of");
-  says(with_knob([](DeepSpeedKnobs& k) { k.overlap_comm = true; }), "no limit to this plan: overlap_comm true");
 }
 
 TEST(PlanKnobs, BlocksOfSmallParametersHavePlacesOfTheirOwn) {

@@ -58,8 +58,7 @@ class RandomCase {
     }
     if (chance(6)) changed.knobs.optimizer_buffer_count = 1 + below(6);
     if (chance(6)) changed.knobs.param_buffer_count = 1 + below(6);
-    for (const auto knob :
-         {&DeepSpeedKnobs::pipeline_read, &DeepSpeedKnobs::pipeline_write, &DeepSpeedKnobs::overlap_comm}) {
+    for (const auto knob : {&DeepSpeedKnobs::pipeline_read, &DeepSpeedKnobs::pipeline_write}) {
       if (chance(6)) changed.knobs.*knob = chance(2);
     }
     changed.threads = static_cast<unsigned>(1 + below(5));

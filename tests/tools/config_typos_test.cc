@@ -168,7 +168,8 @@ class Mistakes {
         return "a number";
       case KeyKind::kText: value.SetInt(7); return "a string";
       case KeyKind::kSection: value.SetBool(true); return "an object";
-      case KeyKind::kObject: value.SetBool(true); return "an object";
+      case KeyKind::kObject:
+      case KeyKind::kOff: value.SetBool(true); return "an object";
       case KeyKind::kChoice: value.SetInt(2); return "one of the words";
       case KeyKind::kPair: value.SetDouble(0.9); return "two numbers";
       case KeyKind::kBytes: value.SetString("much", allocator); return "bytes";

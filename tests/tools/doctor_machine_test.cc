@@ -261,7 +261,7 @@ GpuFacts card() {
 }
 
 TEST(DoctorMachine, AGpuThatWorks) {
-  const Findings findings = check_gpu(card(), {});
+  const Findings findings = check_gpu(card(), {}, {});
   EXPECT_EQ(worst_of(findings), Status::kOk);
   EXPECT_EQ(of(findings, "cuda").seen, "NVIDIA GeForce RTX 4090, 24 GiB; driver 550.54.15, for CUDA 12.4");
   EXPECT_THAT(of(findings, "gpu link").seen, HasSubstr("slower while it is idle"));
@@ -269,14 +269,25 @@ TEST(DoctorMachine, AGpuThatWorks) {
   EXPECT_EQ(gpu_node(card()), 1);
 }
 
+TEST(DoctorMachine, AConfigurationThatLeavesAGpuIdleIsSaid) {
+  Need need;
+  need.host_by_default = true;
+  const Finding idle = of(check_gpu(card(), {}, need), "device");
+  EXPECT_EQ(idle.status, Status::kSlower);
+  EXPECT_THAT(idle.repair, HasSubstr("\"device\": \"cuda\""));
+  GpuFacts none;
+  for (const Finding& finding : check_gpu(none, {}, need)) EXPECT_NE(finding.check, "device");
+  for (const Finding& finding : check_gpu(card(), {}, {})) EXPECT_NE(finding.check, "device");
+}
+
 TEST(DoctorMachine, WithoutAGpuThereIsNothingToSay) {
   GpuFacts none;
   none.library_refused = "libcuda.so.1: cannot open shared object file";
-  EXPECT_EQ(of(check_gpu(none, {}), "cuda").status, Status::kSkipped);
-  EXPECT_THAT(of(check_gpu(none, {.wsl = true}), "cuda").seen, HasSubstr("driver in Windows"));
+  EXPECT_EQ(of(check_gpu(none, {}, {}), "cuda").status, Status::kSkipped);
+  EXPECT_THAT(of(check_gpu(none, {.wsl = true}, {}), "cuda").seen, HasSubstr("driver in Windows"));
   none.library = true;  // a driver without a card
   none.init = 100;
-  EXPECT_EQ(of(check_gpu(none, {}), "cuda").status, Status::kSkipped);
+  EXPECT_EQ(of(check_gpu(none, {}, {}), "cuda").status, Status::kSkipped);
 }
 
 TEST(DoctorMachine, ADriverThatFailsIsNamedWithItsCommand) {
@@ -330,7 +341,7 @@ TEST(DoctorMachine, ADriverThatFailsIsNamedWithItsCommand) {
     GpuFacts gpu = card();
     KernelFacts kernel;
     c.take_away(gpu, kernel);
-    const Finding finding = of(check_gpu(gpu, kernel), "cuda");
+    const Finding finding = of(check_gpu(gpu, kernel, {}), "cuda");
     EXPECT_EQ(finding.status, Status::kBroken);
     EXPECT_THAT(finding.seen, HasSubstr(c.seen));
     EXPECT_THAT(finding.repair, HasSubstr(c.repair));
@@ -341,13 +352,13 @@ TEST(DoctorMachine, LinkAndToolkitOfAGpu) {
   GpuFacts gpu = card();
   gpu.cards[0].link_now = "16.0 GT/s × 4";
   gpu.toolkit_cuda = 12060;  // a minor version ahead runs
-  Findings findings = check_gpu(gpu, {});
+  Findings findings = check_gpu(gpu, {}, {});
   EXPECT_EQ(of(findings, "gpu link").slower_by, "at most 7.9 instead of 31.5 GB/s between host and GPU");
   EXPECT_EQ(of(findings, "cuda toolkit").status, Status::kOk);
   gpu.toolkit_cuda = 13000;
-  EXPECT_EQ(of(check_gpu(gpu, {}), "cuda toolkit").status, Status::kBroken);
+  EXPECT_EQ(of(check_gpu(gpu, {}, {}), "cuda toolkit").status, Status::kBroken);
   gpu.nccl = 22105;
-  EXPECT_EQ(of(check_gpu(gpu, {}), "nccl").seen, "2.21.5");
+  EXPECT_EQ(of(check_gpu(gpu, {}, {}), "nccl").seen, "2.21.5");
 }
 
 }  // namespace

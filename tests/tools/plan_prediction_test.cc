@@ -274,19 +274,6 @@ TEST(PlanRates, TakeWhatIsGivenBeforeWhatWasMeasured) {
   EXPECT_EQ(typical.links.nvme_read, 2 * choose_rates(config, DeviceKind::kHost, {}, {}, 4).links.nvme_read);
 }
 
-TEST(PlanOptions, UnderstandSizesAndCounts) {
-  EXPECT_EQ(size_of_text("24GiB"), 24.0 * (1ull << 30));
-  EXPECT_EQ(size_of_text("2TB"), 2e12);
-  EXPECT_EQ(size_of_text("1.5 MiB"), 1.5 * (1 << 20));
-  EXPECT_EQ(size_of_text("4096"), 4096.0);
-  for (const char* wrong : {"", "GiB", "24GiBs", "-1GiB", "1e30TB", "nan", "inf", "1,5GB"})
-    EXPECT_FALSE(size_of_text(wrong)) << wrong;
-  EXPECT_EQ(count_of_text("7B"), 7e9);
-  EXPECT_EQ(count_of_text("1e12"), 1e12);
-  EXPECT_EQ(count_of_text("1T"), 1e12);
-  EXPECT_FALSE(count_of_text("7GiB"));
-}
-
 TEST(PlanOptions, NameEverythingThatIsWrong) {
   TypedOptions typed;
   typed.hbm = "x";

@@ -54,6 +54,10 @@ void array_of(Json& json, const char* type, const ConfigKey& key) {
   json.EndObject();
 }
 
+// What is neither looked into nor enabled, however deep it says so. %24 is $, which some readers want escaped.
+constexpr std::string_view kOffRule =
+    R"({"properties": {"enabled": {"not": {"enum": [true]}}}, "additionalProperties": {"$ref": "#/%24defs/off"}})";
+
 // What a key holds that is neither null nor "auto".
 void plain_value(Json& json, const ConfigKey& key) {
   switch (key.kind) {
@@ -61,6 +65,7 @@ void plain_value(Json& json, const ConfigKey& key) {
     case KeyKind::kBool: return text(json, "type", "boolean");
     case KeyKind::kText: return text(json, "type", "string");
     case KeyKind::kObject: return text(json, "type", "object");
+    case KeyKind::kOff: text(json, "type", "object"); return raw(json, "allOf", R"([{"$ref": "#/%24defs/off"}])");
     case KeyKind::kTexts: return array_of(json, "string", key);
     case KeyKind::kNumbers: return array_of(json, "number", key);
     case KeyKind::kChoice: return words(json, "enum", choices_of(key.allowed));
@@ -160,6 +165,10 @@ std::string schema() {
   text(json, "$schema", "https://json-schema.org/draft/2020-12/schema");
   text(json, "title", "Spillway's configuration, a DeepSpeed-style ds_config.json");
   section_value(json, "");
+  json.Key("$defs");
+  json.StartObject();
+  raw(json, "off", kOffRule);
+  json.EndObject();
   json.EndObject();
   return buffer.GetString();
 }

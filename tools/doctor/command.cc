@@ -73,7 +73,7 @@ class Doctor {
     add(check_memory(memory_facts(), need_));
     add(check_limits(limit_facts(), need_));
     add(check_cpu(cpu));
-    add(check_gpu(gpu, kernel));
+    add(check_gpu(gpu, kernel, need_));
   }
 
   // False when Ctrl-C ended it.

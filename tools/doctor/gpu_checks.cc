@@ -96,7 +96,7 @@ Finding check_toolkit(const GpuFacts& gpu) {
 
 }  // namespace
 
-Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel) {
+Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel, const Need& need) {
   Findings findings;
   if (!anything_there(gpu) && (!gpu.library || gpu.init == kNoDevice)) {
     findings.push_back(finding("cuda", Status::kSkipped,
@@ -120,6 +120,11 @@ Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel) {
                                fmt::format("{}; driver {}, for CUDA {}", names,
                                            gpu.module_version.empty() ? "of an unknown version" : gpu.module_version,
                                            cuda_version(gpu.driver_cuda))));
+    if (need.host_by_default) {
+      findings.push_back(finding("device", Status::kSlower, "the configuration names none, so the CPU computes",
+                                 "what lies between CPU and GPU",
+                                 "\"spillway\": {\"device\": \"cuda\"}, or \"auto\", in the configuration"));
+    }
   }
   for (const PciGpu& card : gpu.cards) findings.push_back(check_link(card));
   if (gpu.toolkit_cuda > 0 && gpu.driver_cuda > 0) findings.push_back(check_toolkit(gpu));

@@ -23,6 +23,7 @@ struct Need {
   std::string refused = {};                        // why the plan does not fit its budgets; empty: it does
   std::string remedy = {};                         // the smallest change that fits, then
   std::vector<std::filesystem::path> paths = {};   // of the configuration
+  bool host_by_default = false;                    // the configuration names no device
   IoEngineKind engine = IoEngineKind::kAuto;
   std::uint64_t block_bytes = 1 << 20;
   std::uint32_t depth = 32;

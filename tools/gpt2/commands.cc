@@ -12,6 +12,7 @@
 #include "tools/gpt2/import_deepspeed.h"
 #include "tools/gpt2/init_model.h"
 #include "tools/gpt2/model.h"
+#include "tools/terminal/size_option.h"
 
 namespace spillway::gpt2 {
 namespace {
@@ -165,8 +166,7 @@ void add_export(CLI::App& program, int& exit_code) {
   command->add_option("--with", options.others, "The store's other directories, in the order of nvme_paths");
   add_dtype(command, options.type);
   command->add_option("--max-shard-size", options.shard_bytes, "Largest file of weights: 5GB is 5·10^9, 5GiB 5·2^30")
-      ->transform(CLI::AsSizeValue(true))
-      ->check(CLI::PositiveNumber)
+      ->transform(terminal::as_size())
       ->default_str("50GB");
   command->footer("Example:\n  spillway export /mnt/nvme/run trained --dtype bf16 --max-shard-size 5GB");
   command->callback([kept, &exit_code] { exit_code = run_export(*kept); });

@@ -240,7 +240,7 @@ class Run {
       for (std::size_t i = 1; i < config_.nvme_paths.size(); ++i) paths += " --with " + config_.nvme_paths[i].string();
       fmt::print("trained model: in the store; spillway export {} writes it\n", paths);
     } else {
-      fmt::print("trained model: not kept, for there was neither --out nor an nvme_path\n");
+      fmt::print("trained model: not kept, for there was neither --out nor a store\n");
     }
   }
 

@@ -2,41 +2,14 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <cctype>
 #include <charconv>
-#include <cmath>
-#include <span>
 
 #include "spillway/error.h"
 #include "src/config/hidden_size.h"
+#include "tools/terminal/amount.h"
 
 namespace spillway::planning {
 namespace {
-
-struct Unit {
-  std::string_view name;
-  double factor;
-};
-constexpr Unit kSizes[] = {{"", 1},         {"b", 1},        {"kb", 1e3},     {"mb", 1e6},
-                           {"gb", 1e9},     {"tb", 1e12},    {"pb", 1e15},    {"kib", 0x1p10},
-                           {"mib", 0x1p20}, {"gib", 0x1p30}, {"tib", 0x1p40}, {"pib", 0x1p50}};
-constexpr Unit kCounts[] = {{"", 1}, {"k", 1e3}, {"m", 1e6}, {"b", 1e9}, {"g", 1e9}, {"t", 1e12}};
-constexpr double kLargestSize = 0x1p60;
-
-// A number that is not negative, with one of the units behind it.
-std::optional<double> scaled(std::string_view text, std::span<const Unit> units) {
-  double value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || !std::isfinite(value) || value < 0) return std::nullopt;
-  std::string unit(end, text.data() + text.size());
-  std::ranges::transform(unit, unit.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  unit.erase(0, unit.find_first_not_of(' ') == unit.npos ? 0 : unit.find_first_not_of(' '));
-  for (const Unit& known : units) {
-    if (known.name == unit) return value * known.factor;
-  }
-  return std::nullopt;
-}
 
 class Reader {
  public:
@@ -70,7 +43,7 @@ class Reader {
     options().model = typed_.model;
     options().name = typed_.model.empty() ? typed_.parameters : typed_.model.string();
     if (!typed_.parameters.empty()) {
-      const auto count = count_of_text(typed_.parameters);
+      const auto count = terminal::count_of_text(typed_.parameters);
       if (count && *count >= 1e6 && *count <= 1e13) {
         options().parameters = *count;
       } else {
@@ -149,13 +122,13 @@ class Reader {
 
   std::optional<double> size(const char* option, const std::string& text) {
     if (text.empty()) return std::nullopt;
-    const auto bytes = size_of_text(text);
+    const auto bytes = terminal::size_of_text(text);
     if (!bytes || *bytes < 1) problem(option, fmt::format("\"{}\" is not a size", text), "write it as 24GiB or 2TB");
     return bytes;
   }
   std::optional<double> rate(const char* option, const std::string& text, double unit, const char* name) {
     if (text.empty()) return std::nullopt;
-    const auto value = scaled(text, std::span(kCounts).first(1));
+    const auto value = terminal::number_of_text(text);
     if (value && *value >= 1e-6 && *value <= 1e9) return *value * unit;
     problem(option, fmt::format("\"{}\" is not a rate", text), fmt::format("write a number of {}", name));
     return std::nullopt;
@@ -173,13 +146,6 @@ class Reader {
 };
 
 }  // namespace
-
-std::optional<double> size_of_text(std::string_view text) {
-  const auto bytes = scaled(text, kSizes);
-  return bytes && *bytes < kLargestSize ? bytes : std::nullopt;
-}
-
-std::optional<double> count_of_text(std::string_view text) { return scaled(text, kCounts); }
 
 UnderstoodOptions understand(const TypedOptions& typed) { return Reader(typed).read(); }
 

@@ -48,9 +48,4 @@ struct UnderstoodOptions {
 };
 UnderstoodOptions understand(const TypedOptions& typed);
 
-// Bytes of `24GiB`, `2TB`, `1.5TiB` or `4096`; nothing for what is none, or far too many.
-std::optional<double> size_of_text(std::string_view text);
-// Of `7B`, `350M`, `1e12`, `1T`.
-std::optional<double> count_of_text(std::string_view text);
-
 }  // namespace spillway::planning

@@ -7,7 +7,7 @@
 
 #include "spillway/units.h"
 #include "tools/gpt2/report.h"
-#include "tools/plan/options.h"
+#include "tools/terminal/amount.h"
 
 namespace spillway::planning {
 
@@ -85,7 +85,7 @@ std::string refusal_of(const PlacementRow& row) {
   const std::size_t close = row.refused.find('"', open + 1);
   if (key == std::string::npos || close == std::string::npos) return "does not fit: " + row.refused;
   const std::string name = row.refused.substr(key + 9, row.refused.find(' ', key) - key - 9);
-  const auto bytes = size_of_text(std::string_view(row.refused).substr(open + 1, close - open - 1));
+  const auto bytes = terminal::size_of_text(std::string_view(row.refused).substr(open + 1, close - open - 1));
   return fmt::format("does not fit: needs {} of {}", bytes_text(bytes.value_or(0)), name);
 }
 

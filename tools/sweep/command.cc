@@ -2,14 +2,13 @@
 
 #include <fmt/format.h>
 
-#include <cmath>
 #include <memory>
-#include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "spillway/units.h"
 #include "tools/sweep/sweep.h"
+#include "tools/terminal/amount.h"
+#include "tools/terminal/size_option.h"
 
 namespace spillway::sweep {
 namespace {
@@ -18,30 +17,20 @@ namespace {
   throw CLI::ValidationError(option, fmt::format("{} is not {}", text, wanted));
 }
 
-// Splits `7.5B` into 7.5 and what stands behind; NaN when it does not begin with a number.
-std::pair<double, std::string> number_and_unit(const std::string& text) {
-  try {
-    std::size_t used = 0;
-    const double value = std::stod(text, &used);
-    return {value, text.substr(used)};
-  } catch (const std::logic_error&) {
-    return {NAN, ""};
-  }
-}
-
 // 7e9, 7B or 350M.
 double parameters_of(const std::string& text) {
-  const auto [value, unit] = number_and_unit(text);
-  const double factor = unit.empty() ? 1 : unit == "M" || unit == "m" ? 1e6 : unit == "B" || unit == "b" ? 1e9 : 0;
-  if (!(value * factor >= 1 && value * factor < 1e18)) refuse("--params", text, "a number such as 7e9, 7B or 350M");
-  return value * factor;
+  const double count = terminal::count_of_text(text).value_or(0);
+  if (!(count >= 1 && count < 1e18)) refuse("--params", text, "a number such as 7e9, 7B or 350M");
+  return count;
 }
 
-std::uint64_t gib_of(const std::string& text) {
-  const auto [value, unit] = number_and_unit(text);
-  const bool fine = (unit.empty() || unit == "GiB") && value >= 0.01 && value <= 1e6;
-  if (!fine) refuse("--sustained", text, "a number of GiB from 0.01 to 1e6");
-  return align_up(static_cast<std::uint64_t>(value * static_cast<double>(kGiB)), 16 * kMiB);
+// GiB, unless a unit says otherwise.
+std::uint64_t sustained_bytes_of(const std::string& text) {
+  const auto gib = terminal::number_of_text(text);
+  const auto bytes = gib ? *gib * static_cast<double>(kGiB) : terminal::size_of_text(text).value_or(0);
+  const bool fine = bytes >= 0.01 * static_cast<double>(kGiB) && bytes <= 1e6 * static_cast<double>(kGiB);
+  if (!fine) refuse("--sustained", text, "a number of GiB from 0.01 to 1e6, or a size such as 200GB");
+  return align_up(static_cast<std::uint64_t>(bytes), 16 * kMiB);
 }
 
 }  // namespace
@@ -52,7 +41,7 @@ void add_command(CLI::App& program, int& exit_code) {
   auto* command = program.add_subcommand("sweep", "Find a drive's best block size, queue depth and engine");
   command->add_option("paths", options.paths, "Directories, one per drive")->required();
   command->add_option("--size", options.size_bytes, "Size of the test file on each path, such as 4GiB")
-      ->transform(CLI::AsSizeValue(false));
+      ->transform(terminal::as_size());
   command->add_option("--seconds", options.seconds, "Time for everything but --sustained and --exhaustive")
       ->check(CLI::Range(1.0, 86400.0))
       ->capture_default_str();
@@ -60,7 +49,7 @@ void add_command(CLI::App& program, int& exit_code) {
   command->add_option("--report", options.html, "Write a page with charts there");
   command->add_flag("--exhaustive", options.exhaustive, "Measure every block size and depth; takes minutes");
   command->add_option_function<std::string>(
-      "--sustained", [&options](const std::string& text) { options.sustained_bytes = gib_of(text); },
+      "--sustained", [&options](const std::string& text) { options.sustained_bytes = sustained_bytes_of(text); },
       "Write this many GiB at full speed, to see a drive's cache run out");
   command->add_option_function<std::string>(
       "--params", [&options](const std::string& text) { options.parameters = parameters_of(text); },

@@ -1,0 +1,31 @@
+"""A configuration that names no device leaves a GPU idle, and the run says so."""
+import json
+import pathlib
+import sys
+
+TESTS = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "cli")]
+from report import main  # noqa: E402
+from runs import CliTest  # noqa: E402
+
+
+class IdleGpu(CliTest):
+    def test_ARunWarnsOnlyWhenNoDeviceIsNamed(self):
+        model = self.place.init_model()
+        for device, on, idle in ((None, "host", True), ("host", "host", False), ("auto", "cuda", False)):
+            with self.subTest(device=device):
+                config = self.place.config()
+                values = json.loads(config.read_text())
+                del values["spillway"]["device"]
+                if device:
+                    values["spillway"]["device"] = device
+                config.write_text(json.dumps(values))
+                run = self.place.finetune(config, model, steps=1, fresh=True)
+                self.assert_done(run)
+                self.assertIn(f"device: {on}", run.out)
+                self.assertEqual(on == "cuda", "hbm_bytes is not set: " in run.out)
+                self.assertEqual(idle, "spillway.device is missing, so the CPU computes, and a GPU is idle" in run.err)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+// Sizes and counts as people type them, with one meaning on every command line: KB is 1000 bytes and KiB 1024, as in
+// ds_config.json, in any case of letters.
+#pragma once
+
+#include <optional>
+#include <string_view>
+
+namespace spillway::terminal {
+
+// Bytes of `24GiB`, `2TB`, `1.5 TiB` or `4096`; nothing for what is none, or far too many.
+std::optional<double> size_of_text(std::string_view text);
+// Of `7B`, `350M`, `1e12`, `1T`.
+std::optional<double> count_of_text(std::string_view text);
+// Of a number alone, which is not negative.
+std::optional<double> number_of_text(std::string_view text);
+
+}  // namespace spillway::terminal
