@@ -27,6 +27,11 @@ if [ -e build-python/done ]; then export PATH="$PWD/build-python/bin:$PATH"; fi
 still=""
 if setarch "$(uname -m)" -R true 2>/dev/null; then still="setarch $(uname -m) -R"; fi
 
+# Tests wait for drives and for each other, so a few more of them than cores run at a time. g++ has the memory to do
+# without collecting garbage.
+export MESON_TESTTHREADS=$(($(nproc) * 3 / 2))
+no_garbage=--param=ggc-min-heapsize=1000000
+
 configure() {  # directory, then meson options
   directory=$1
   shift
@@ -54,7 +59,7 @@ run() {  # prefix, directory, then options of meson test
 # One GPU's machine code, and PTX for newer ones, is enough to see that it compiles and to test it where there is a GPU;
 # sanitizers do not look into nvcc's objects.
 echo "== release"
-configure build-test -Dbuildtype=release -Dgpu_arch=80 || true
+configure build-test -Dbuildtype=release -Dgpu_arch=80 -Dcpp_args=$no_garbage || true
 run "" build-test
 
 # Everything takes ten times as long from here on: fewer random cases and kills, fewer steps of the runs that are
@@ -67,14 +72,14 @@ export CXX_LD=lld
 # code that keeps one on the stack faults.
 export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
-configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=g "-Dcpp_args=-g1 -fno-sanitize=null" \
+configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=g "-Dcpp_args=-g1 -fno-sanitize=null $no_garbage" \
   -Db_sanitize=address,undefined -Dunity=on -Dunity_size=16 || true
 run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
 
 echo "== thread sanitizer"
 export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:suppressions=$PWD/tests/tsan.supp"
 # -O1 costs the build little and saves the run a lot; what g++ then warns of, and no other build does, is not so.
-configure build-tsan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 "-Dcpp_args=-g1 -w" \
+configure build-tsan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 "-Dcpp_args=-g1 -w $no_garbage" \
   -Db_sanitize=thread -Dunity=on -Dunity_size=16 || true
 run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
 

@@ -155,7 +155,7 @@ TEST(ConfigAuto, TheStepsOfARunMustBeKnownWhereAScheduleSpansThem) {
       with(R"("scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}})");
   EXPECT_EQ(refusal(decay),
             "c.json:1:94: scheduler.params.total_num_steps: \"auto\", and how many steps the run has is not known "
-            "here; say it with --steps, or write the number");
+            "here; say how many steps the run has, or write the number");
   AutoValues values;
   values.total_steps = 9;
   EXPECT_EQ(resolved(decay, values).schedule.total_steps, 9u);
