@@ -72,8 +72,8 @@ export CXX_LD=lld
 # code that keeps one on the stack faults.
 export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
-configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=g "-Dcpp_args=-g1 -fno-sanitize=null $no_garbage" \
-  -Db_sanitize=address,undefined -Dunity=on -Dunity_size=16 || true
+configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=g \
+  "-Dcpp_args=-g1 -fno-sanitize=null $no_garbage" -Db_sanitize=address,undefined -Dunity=on -Dunity_size=16 || true
 run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
 
 echo "== thread sanitizer"
