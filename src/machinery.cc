@@ -223,8 +223,8 @@ void Machinery::place_tiles(const Plan& plan, std::span<const ThreadShare> share
 void Machinery::open_store(const Config& config, const ModelDescription& model, const Plan& plan,
                            EngineOptions options) {
   if (!plan.has_store && options.on_existing == OnExisting::kResume) {
-    throw Error(Code::kNotFound, {"nvme_path", "is not configured, so there is no store to resume", 0,
-                                  "name the path of the run that is to go on"});
+    throw Error(Code::kNotFound, {"nvme_path", "names no store: there is none to resume", 0,
+                                  "name its directory beside a device nvme, or in spillway.nvme_paths"});
   }
   if (!plan.has_store) return;
   StorePaths paths(config.nvme_paths);

@@ -62,8 +62,7 @@ std::string idle_fact(const Config& config, const Plan& plan, const ModelDescrip
   if (then >= now) return {};
   return fmt::format(
       "host_bytes is not set: {} GiB of RAM are idle; \"{}MiB\" would leave {} of {} MiB of weights and states on "
-      "nvme; "
-      "`spillway plan` says what a step takes then",
+      "nvme; `spillway plan` says what a step takes then",
       idle / kGiB, div_up(more.ledger.total(Placement::kHost), kMiB), then / kMiB, now / kMiB);
 }
 
@@ -85,10 +84,10 @@ std::vector<std::string> run_facts(const Config& config, const Plan& plan, const
     facts.push_back(std::move(idle));
   }
   if (!config.hbm_bytes && resolve_device(config) == DeviceKind::kCuda) {
-    facts.push_back(
-        fmt::format("hbm_bytes is not set: {} MiB of the GPU's memory are taken, and the rest is idle; `spillway plan` "
-                    "says what more brings",
-                    div_up(plan.ledger.total(Placement::kHbm), kMiB)));
+    facts.push_back(fmt::format(
+        "hbm_bytes is not set: {} MiB of the GPU's memory are taken, and the rest is the caller's; `spillway "
+        "plan` says what more brings",
+        div_up(plan.ledger.total(Placement::kHbm), kMiB)));
   }
   if (!plan.hbm.places.empty()) {
     facts.push_back(fmt::format(

@@ -118,7 +118,7 @@ spillway_status spillway_engine_export_weights(spillway_engine* engine, int exac
 
 void* spillway_engine_workspace(spillway_engine* engine, uint64_t* bytes);
 // A cudaStream_t of the caller's; null is CUDA's default stream. Where a stream is asked for, a null spillway_stream is
-// the engine's own.
+// the engine's own. It lives until the step in which it was used has ended.
 spillway_status spillway_engine_adopt_stream(spillway_engine* engine, void* native, spillway_stream** stream);
 spillway_status spillway_stream_synchronize(spillway_engine* engine, spillway_stream* stream);
 void spillway_stream_destroy(spillway_stream* stream);

@@ -192,7 +192,8 @@ class Engine {
   virtual DeviceKind device_kind() const = 0;
   virtual Stream& stream() = 0;  // a compute stream for callers without one of their own
   // A stream of the caller's, for acquire() and the other calls that take one: a cudaStream_t (null is CUDA's default
-  // stream), which must outlive what is returned. Throws kInvalidArgument on the host device.
+  // stream), which must outlive what is returned; that lives until the step in which it was used has ended. Throws
+  // kInvalidArgument on the host device.
   virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
   virtual std::span<std::byte> workspace() = 0;
   virtual bool in_hbm(const void* data, std::size_t bytes) const = 0;

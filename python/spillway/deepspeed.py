@@ -158,13 +158,14 @@ def _refuse(model, optimizer, model_parameters, lr_scheduler, dist_init_required
                                 "params in the configuration's section optimizer"),
         (grouped, "model_parameters: groups are the configuration's, spillway.no_decay and spillway.parameter_groups; "
                   "leave them away"),
-        (model_parameters is not None and not grouped and {id(each) for each in model_parameters} != trained,
+        (model_parameters is not None and not grouped and 
+         {id(each) for each in model_parameters if each.requires_grad} != trained,
          "model_parameters: are not those that want gradients; say requires_grad_(False) to the others"),
         (lr_scheduler is not None and not callable(lr_scheduler),
          "lr_scheduler: belongs to another optimizer; give a function, lr_scheduler=lambda optimizer: …"),
         (lr_scheduler is not None and schedules, "lr_scheduler: the configuration has one, too; leave one away"),
-        (processes > 1 or dist_init_required, f"{processes} processes: a model is trained by one, on one GPU; start it "
-                                              "with python, and leave dist_init_required away"),
+        (processes > 1 or dist_init_required, f"WORLD_SIZE {processes}: a model is trained by one process, on one "
+                                              "GPU; start it with python, and leave dist_init_required away"),
         (parallel is not None, "mpu, mesh_param: a model is trained on one GPU; leave them away"),
     ) if wrong]
     if found:

@@ -83,6 +83,8 @@ class Engine:
     def __getattr__(self, name):  # of what is the module's: train(), eval(), generate(), config
         if name.startswith("_") or "module" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        if not hasattr(self.module, name):
+            raise AttributeError(f"neither {type(self).__name__} nor {type(self.module).__name__} has '{name}'")
         return getattr(self.module, name)
 
     # -- the description ------------------------------------------------------------------------------------------
@@ -122,7 +124,10 @@ class Engine:
                         "make model and engine anew, with snapshot= and on_existing=\"replace\"")
         self.discard_step()
         self.close()
-        self._create("replace", snapshot)
+        try:
+            self._create("replace", snapshot)
+        except Error as error:
+            raise Error(error.code, f"{error}; the engine has ended: make it and its model anew") from None
         self.optimizer.attach(self)
 
     # -- weights in and out ---------------------------------------------------------------------------------------

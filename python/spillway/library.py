@@ -130,6 +130,7 @@ class Library:
             if status != 0:
                 message = self.error_message().decode(errors="replace")
                 message = re.sub(r"\bon_existing (\w+)", r'on_existing="\1"', message)  # as it is written in Python
+                message = message.replace("say how many steps the run has, or write the number", "write the number")
                 raise Error(CODES[status], message)
         return call
 

@@ -9,19 +9,19 @@ _now = threading.local()
 
 def say(level, message):
     """Where nobody has configured logging, a line on stderr, whatever its level: as the library alone would."""
-    if logger.level or logger.hasHandlers():
+    if logger.hasHandlers():
         logger.log(level, "%s", message)
-    else:
+    elif not logger.level or level >= logger.level:
         print(f"spillway: {message}", file=sys.stderr)
 
 
 def sink(_, warning, message):
     """Of the library, which calls it from any of its threads, one call at a time."""
-    _now.saying = True
+    before, _now.saying = saying(), True
     try:
         say(logging.WARNING if warning else logging.INFO, message.decode(errors="replace"))
     finally:
-        _now.saying = False
+        _now.saying = before
 
 
 def saying():

@@ -33,11 +33,14 @@ class EngineOptimizer(torch.optim.Optimizer):
     def before_backward(self):
         rate = self.param_groups[0]["lr"]
         # Where a scheduler is at work, which leaves "initial_lr", it decides, even while it says the same.
-        if rate != self._given and (rate != self._shown or "initial_lr" in self.param_groups[0]):
+        if rate != self._expected() or (self._given is None and "initial_lr" in self.param_groups[0]):
             self.engine.set_learning_rate(rate)
 
+    def _expected(self):
+        return self._shown if self._given is None else self._given
+
     def before_step(self):
-        rate, expected = self.param_groups[0]["lr"], self._shown if self._given is None else self._given
+        rate, expected = self.param_groups[0]["lr"], self._expected()
         if rate != expected:
             raise Error("unsupported", f"learning rate: was {expected} in the step's backward pass, which may have "
                                        f"updated by it, and is {rate} now; set it between steps")

@@ -253,9 +253,9 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
   // As in DeepSpeed, a path is the directory of a section that offloads to nvme, and nothing beside another device.
   const auto path_in_use = [](Placement home, const std::string& key, const std::optional<std::string>& path) {
     if (home == Placement::kNvme || !path || path->empty()) return path.value_or("");
-    log(LogLevel::kInfo, fmt::format("{} is not used: its device is not nvme; spillway.nvme_paths makes a store of "
-                                     "what stays in memory",
-                                     key));
+    log(LogLevel::kWarning, fmt::format("{} is not used: its device is not nvme; spillway.nvme_paths makes a store of "
+                                        "what stays in memory",
+                                        key));
     return std::string();
   };
   const std::string states_path = path_in_use(config.states, states_key, draft.states_path);

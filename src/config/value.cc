@@ -164,12 +164,15 @@ std::optional<ValueProblem> read_texts(const ConfigKey& key, const JsonValue& va
   return std::nullopt;
 }
 
-// Where an object says "enabled": true, as a path from there; empty: nowhere.
+// Where an object says "enabled" and does not leave it off, as a path from there; empty: nowhere.
 std::string where_enabled(const JsonValue& value) {
   if (value.kind != JsonValue::Kind::kObject) return {};
   for (std::size_t i = 0; i < value.items.size(); ++i) {
     const std::string& name = value.keys[i].name;
-    if (name == "enabled" && value.items[i].flag) return name;
+    const JsonValue& item = value.items[i];
+    const bool off = item.kind == JsonValue::Kind::kNull || (item.kind == JsonValue::Kind::kBool && !item.flag) ||
+                     item.text == "auto";  // which is what transformers make of it: nothing here
+    if (name == "enabled" && !off) return name;
     if (const std::string inside = where_enabled(value.items[i]); !inside.empty()) return name + "." + inside;
   }
   return {};
@@ -179,7 +182,7 @@ std::optional<ValueProblem> read_object(const ConfigKey& key, const JsonValue& v
   if (value.kind != JsonValue::Kind::kObject) return wrong_type(key.kind, "an object", value);
   const std::string on = key.kind == KeyKind::kOff ? where_enabled(value) : "";
   if (on.empty()) return std::nullopt;
-  return ValueProblem{on + " is true, which is DeepSpeed's, and not computed here",
+  return ValueProblem{on + " is on, which is DeepSpeed's, and not computed here",
                       "set it to false, or leave the section out"};
 }
 

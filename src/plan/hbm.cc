@@ -65,14 +65,13 @@ class HbmLayout {
     // are of use in turn saves 2 bytes of reading a parameter, so it comes last.
     const std::uint64_t activations = least_activation_bytes(model_) + shared_insides_bytes();
     const std::uint64_t rest = (draft_.weights_stay() ? 0 : weights[0]) + activations;
-    const std::uint64_t second_place =
-        draft_.weights_stay() ? 0 : weights[std::min<std::size_t>(1, weights.size() - 1)];
-    place_accumulators(arena, accumulating, rest + second_place);
+    place_accumulators(arena, accumulating, rest);
     const std::uint64_t least = arena.used() + rest;
     if (least > budget()) refuse_budget("hbm_bytes", budget(), least, "device memory");
-    if (!draft_.weights_stay()) take_places(arena, weights, budget() - activations);
+    if (!draft_.weights_stay()) take_places(arena, weights, kLeastPlaces, budget() - activations);
     take_more_accumulators(arena, budget() - activations);
     if (!draft_.weights_stay()) {
+      take_places(arena, weights, kPreferredPlaces, budget() - activations);
       follow_knobs();
       take_owned_places(arena, budget() - activations);
     }
@@ -99,12 +98,12 @@ class HbmLayout {
     return plan_.blocks[block].partition.trainable_elements * 4;
   }
 
-  // A place for each, where an explicit budget leaves room for `others`, of which each fetch and compute overlap. Else
-  // their home is host memory, and they take turns in at least one that fits any of them.
-  void place_accumulators(PlanArena& arena, std::vector<std::uint32_t>& blocks, std::uint64_t others) {
+  // A place for each, where an explicit budget leaves room for the rest. Else their home is host memory, and they take
+  // turns in at least one that fits any of them.
+  void place_accumulators(PlanArena& arena, std::vector<std::uint32_t>& blocks, std::uint64_t rest) {
     std::uint64_t all = 0;
     for (const std::uint32_t b : blocks) all += align_up(accumulator_bytes(b), kPage);
-    if (blocks.size() < 2 || arena.used() + all + others <= budget()) {
+    if (blocks.size() < 2 || arena.used() + all + rest <= budget()) {
       for (const std::uint32_t b : blocks)
         plan_.blocks[b].accumulator = arena.take(kAccumulators, accumulator_bytes(b));
       return;
@@ -121,10 +120,10 @@ class HbmLayout {
     plan_.hbm.accumulators.push_back(arena.take(kAccumulators, accumulator_bytes(moving_[1])));
   }
 
-  // Each that stays saves both ways of every visit between its block's first and last. Two move at least: that is what
-  // the places are for.
+  // Each that stays saves both ways of every visit between its block's first and last. The two largest move: the places
+  // have room for them.
   void keep_accumulators(PlanArena& arena, std::uint64_t budget) {
-    for (std::size_t i = 0; i + 2 < moving_.size(); ++i) {
+    for (std::size_t i = 2; i < moving_.size(); ++i) {
       const std::uint64_t bytes = accumulator_bytes(moving_[i]);
       if (arena.used() + align_up(bytes, kPage) > budget) continue;
       plan_.blocks[moving_[i]].accumulator = arena.take(kAccumulators, bytes);
@@ -157,9 +156,8 @@ class HbmLayout {
   // The first place holds the largest block, the next ones the second largest: an embedding is often many times a
   // layer's size, and only one place need have room for it. `sizes` falls. Two places are kept whatever
   // max_live_parameters says: with one, fetch and compute take turns.
-  void take_places(PlanArena& arena, const std::vector<std::uint64_t>& sizes, std::uint64_t budget) {
-    const std::size_t most = std::min<std::size_t>(kPreferredPlaces, sizes.size());
-    for (std::size_t p = 0; p < most; ++p) {
+  void take_places(PlanArena& arena, const std::vector<std::uint64_t>& sizes, std::size_t most, std::uint64_t budget) {
+    for (std::size_t p = plan_.hbm.places.size(); p < std::min(most, sizes.size()); ++p) {
       const std::uint64_t bytes = sizes[std::min<std::size_t>(p, 1)];
       if (arena.used() + bytes > budget || (p >= kLeastPlaces && live_bytes_ + bytes > most_live_bytes())) break;
       take_place(arena, bytes, std::nullopt);

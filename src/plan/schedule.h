@@ -28,10 +28,9 @@ inline constexpr std::uint32_t kNothing = UINT32_MAX;  // no visit, block, tile,
 
 struct ScheduleBlock {
   std::uint32_t first_tile = 0, tiles = 0;
-  std::uint64_t weight_bytes = 0;    // of its place in HBM
-  std::uint64_t gradient_bytes = 0;  // of its staging
-  std::uint64_t accumulator_bytes =
-      0;  // up before a visit adds to what one before left, and down behind it; 0: it stays
+  std::uint64_t weight_bytes = 0;       // of its place in HBM
+  std::uint64_t gradient_bytes = 0;     // of its staging
+  std::uint64_t accumulator_bytes = 0;  // up before a visit adds to what one before left, and down behind it
   // Updated inside backward, as soon as its gradient is down, which, when it passes, is in memory that others use too.
   bool early = false, gradient_passes = false;
 };

@@ -31,8 +31,9 @@ class Loop(Case):
         """Every line of it as DeepSpeed's examples have it."""
         args = argparse.Namespace(deepspeed_config=str(config(self.folder, accumulation=2)), local_rank=-1)
         network = model()
+        network.norm.requires_grad_(False)  # those that are frozen may be among them
         engine, optimizer, loader, scheduler = spillway.initialize(
-            args=args, model=network, model_parameters=(p for p in network.parameters() if p.requires_grad),
+            args=args, model=network, model_parameters=network.parameters(),
             training_data=torch.cat(batches(6)).cpu())
         self.addCleanup(engine.close)
         self.assertIs(engine.optimizer, optimizer)
@@ -91,7 +92,7 @@ class Loop(Case):
             model_parameters=[{"params": list(network.parameters())}], lr_scheduler=object(), mpu=object(),
             dist_init_required=True)
         self.assertEqual("unsupported", error.code)
-        for word in ("optimizer: ", "model_parameters: groups", "lr_scheduler: belongs", "1 processes: ", "mpu, "):
+        for word in ("optimizer: ", "model_parameters: groups", "lr_scheduler: belongs", "WORLD_SIZE 1: ", "mpu, "):
             self.assertIn(word, str(error))
         self.assertEqual(6, len(str(error).splitlines()))
         self.assert_error("model_parameters: are not those", self.initialize,
@@ -99,7 +100,7 @@ class Loop(Case):
         both = config(self.folder, scheduler={"type": "WarmupLR", "params": {}})
         self.assert_error("the configuration has one, too", self.initialize, None, both, lr_scheduler=halving)
         with unittest.mock.patch.dict(os.environ, WORLD_SIZE="2"):
-            self.assert_error("2 processes: ", self.initialize)
+            self.assert_error("WORLD_SIZE 2: ", self.initialize)
         self.assert_error("no configuration", spillway.initialize, model=network)
         self.assert_error("no model", spillway.initialize, config={})
 

@@ -121,6 +121,15 @@ class Training(Case):
         self.assertLess((weights["norm.bias"] - network.norm.bias.cpu()).abs().max().item(), 1e-5)
         self.assert_error("nan is no learning rate", engine.set_learning_rate, float("nan"))
 
+    def test_RatesThatALoopSetsByItself(self):
+        engine = self.engine()  # whose configuration says 1e-3: a warm-up ends there
+        rates = []
+        for step, ids in enumerate(batches(5), start=1):
+            engine.optimizer.param_groups[0]["lr"] = 1e-3 * min(1, step / 3)
+            engine.backward(engine(ids))
+            rates.append(engine.step().learning_rate)
+        self.assertEqual([1e-3 / 3, 1e-3 * 2 / 3, 1e-3, 1e-3, 1e-3], rates)
+
     def test_ASchedulerOfPyTorchs(self):
         for factor in (0.5, 1.0):  # one that changes nothing counts as well, against a scheduler of the configuration
             folder = self.folder / str(factor)
@@ -156,7 +165,7 @@ class Training(Case):
             engine.config, len(list(engine.layers[0].parameters())) + len(list(engine.norm.parameters())) + 2,
             engine.device.type))
         for name in ("steps", "_parameters"):
-            with self.assertRaisesRegex(AttributeError, f"has no attribute '{name}'"):
+            with self.assertRaisesRegex(AttributeError, f"'{name}'"):
                 getattr(engine, name)
 
     def test_BlocksMayBeLarger(self):

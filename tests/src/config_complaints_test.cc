@@ -91,9 +91,11 @@ TEST(Complaints, WhatWouldTrainSomethingElseIsRefusedWhenItIsOn) {
                                     "progressive_layer_drop", "compression_training", "elasticity"}) {
     const auto of = [&](const std::string& value) { return with("\"" + section + "\": " + value); };
     EXPECT_THAT(refusal(of(R"({"enabled": true})")),
-                HasSubstr(section + ": enabled is true, which is DeepSpeed's, and not computed here; set it to false"));
-    EXPECT_THAT(refusal(of(R"({"groups": {"first": {"enabled": true}}})")), HasSubstr("groups.first.enabled is true"));
-    for (const char* off : {R"({"enabled": false})", "{}", R"({"groups": {"enabled": false, "theta": true}})"}) {
+                HasSubstr(section + ": enabled is on, which is DeepSpeed's, and not computed here; set it to false"));
+    EXPECT_THAT(refusal(of(R"({"groups": {"first": {"enabled": true}}})")), HasSubstr("groups.first.enabled is on"));
+    EXPECT_THAT(refusal(of(R"({"enabled": 1})")), HasSubstr("enabled is on"));
+    for (const char* off : {R"({"enabled": false})", R"({"enabled": "auto"})", "{}",
+                            R"({"groups": {"enabled": false, "theta": true}})"}) {
       CapturedLog log;
       parse(of(off));
       EXPECT_THAT(log.lines, ElementsAre("c.json: known, but without effect here: " + section)) << off;

@@ -381,11 +381,11 @@ TEST(Plan, AccumulatorsThatHbmHasNoRoomForTakeTurnsThere) {
   EXPECT_EQ(at_home(free), 0);  // without a budget they all stay
   const std::uint64_t one = align_up(free.blocks[0].accumulator->bytes, kPage);
 
-  // Before weights have no second place they move: one stays, two and more take turns in two places.
-  config.hbm_bytes = free.ledger.total(Placement::kHbm) - free.hbm.places[2].bytes - kPage;
+  // With less than that and a place for weights they move, which then have more of them: two stay, four take turns.
+  config.hbm_bytes = free.ledger.total(Placement::kHbm) - 2 * free.hbm.places[2].bytes - kPage;
   const Plan fewer = make_plan(config, model);
   expect_consistent(fewer, model);
-  EXPECT_EQ(at_home(fewer), 3);
+  EXPECT_EQ(at_home(fewer), 4);
   EXPECT_EQ(fewer.hbm.accumulators.size(), 2u);
 
   config.hbm_bytes = 1;

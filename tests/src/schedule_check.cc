@@ -288,6 +288,9 @@ class Checker {
         sums.ready = free[op.place] = op.end;
       } else if (op.kind == OpKind::kCompute && in_.visits[op.visit].pass == Pass::kBackward) {
         ASSERT_GE(op.start, sums.begun ? sums.ready : 0);
+        for (const Sums& other : blocks) {  // what others added to is at home, or on its way there
+          ASSERT_TRUE(&other == &sums || !other.begun || other.at_home);
+        }
         sums = {.begun = op.visit != last[op.block], .ready = op.end};
       }
     }

@@ -28,6 +28,7 @@ class Accumulators : public ::testing::Test {
   }
   void TearDown() override {
     compute->synchronize();
+    other->synchronize();
     places->settle();
     places.reset();
     device->unregister_host(host.memory());
@@ -46,11 +47,13 @@ class Accumulators : public ::testing::Test {
 
   void add(std::uint32_t b) {
     const float value = static_cast<float>(random() % 1000);
-    std::byte* from = device->hbm().data() + kGradients;
+    const bool beside = random() % 3 == 0;  // on a stream of the caller's own
+    Stream& stream = beside ? *other : *compute;
+    std::byte* from = device->hbm().data() + (beside ? kGradients + kMost * 4 : kGradients);
     const std::size_t n = counts[b];
-    compute->launch([=](HostWorkers&) { std::fill_n(reinterpret_cast<float*>(from), n, value); });
-    float* sums = places->acquire(b, *compute);
-    device->accumulate_async(sums, from, DType::kFloat32, n, begun[b] == 0, *compute);
+    stream.launch([=](HostWorkers&) { std::fill_n(reinterpret_cast<float*>(from), n, value); });
+    float* sums = places->acquire(b, stream);
+    device->accumulate_async(sums, from, DType::kFloat32, n, begun[b] == 0, stream);
     wanted[b] = begun[b] == 0 ? value : wanted[b] + value;
     begun[b] = 1;
   }
@@ -58,6 +61,7 @@ class Accumulators : public ::testing::Test {
   void complete_and_expect(std::uint32_t b) {
     const float* sums = places->acquire(b, *compute);
     std::vector<float>& out = read[b];
+    if (!out.empty()) compute->synchronize();  // it may be written to yet
     out.assign(counts[b], -1);
     const std::size_t n = counts[b];
     compute->launch([=, to = out.data()](HostWorkers&) { std::copy_n(sums, n, to); });
@@ -80,9 +84,9 @@ class Accumulators : public ::testing::Test {
   HostArena host{kBlocks * kMost * 4, kPinnedArena};
   // Copies come late, so that whoever does not wait for them reads or writes too early.
   std::unique_ptr<Device> device =
-      create_host_device({.hbm_bytes = 7 * kMost * 4, .copy_delay_seconds = 0.0005}, *workers);
-  std::unique_ptr<Stream> compute = device->create_stream("compute"), h2d = device->create_stream("h2d"),
-                          d2h = device->create_stream("d2h");
+      create_host_device({.hbm_bytes = 8 * kMost * 4, .copy_delay_seconds = 0.0005}, *workers);
+  std::unique_ptr<Stream> compute = device->create_stream("compute"), other = device->create_stream("other"),
+                          h2d = device->create_stream("h2d"), d2h = device->create_stream("d2h");
   std::unique_ptr<AccumulatorPlaces> places;
   std::vector<float> begun = std::vector<float>(kBlocks * kMost), wanted = begun, expected = begun;
   std::vector<float> read[kBlocks];
@@ -115,6 +119,7 @@ TEST_F(Accumulators, AStepThatIsGivenUpLeavesNothing) {
     for (std::uint32_t b = 0; b < kBlocks; ++b) places->expect(b);
     places->settle();
     compute->synchronize();
+    other->synchronize();
     places->begin_step();
     std::ranges::fill(begun, 0.f);
     for (std::uint32_t b = kBlocks; b-- > 0;) {

@@ -54,9 +54,9 @@ void array_of(Json& json, const char* type, const ConfigKey& key) {
   json.EndObject();
 }
 
-// What is neither looked into nor enabled, however deep it says so. %24 is $, which some readers want escaped.
-constexpr std::string_view kOffRule =
-    R"({"properties": {"enabled": {"not": {"enum": [true]}}}, "additionalProperties": {"$ref": "#/%24defs/off"}})";
+// What is neither looked into nor on, however deep it says so. %24 is $, which some readers want escaped.
+constexpr std::string_view kOffRule = R"({"properties": {"enabled": {"enum": [false, null, "auto"]}},)"
+                                      R"( "additionalProperties": {"$ref": "#/%24defs/off"}})";
 
 // What a key holds that is neither null nor "auto".
 void plain_value(Json& json, const ConfigKey& key) {

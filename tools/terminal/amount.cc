@@ -14,9 +14,11 @@ struct Unit {
   std::string_view name;
   double factor;
 };
-constexpr Unit kSizes[] = {{"", 1},         {"b", 1},        {"kb", 1e3},     {"mb", 1e6},
-                           {"gb", 1e9},     {"tb", 1e12},    {"pb", 1e15},    {"kib", 0x1p10},
-                           {"mib", 0x1p20}, {"gib", 0x1p30}, {"tib", 0x1p40}, {"pib", 0x1p50}};
+constexpr Unit kSizes[] = {{"", 1},         {"b", 1},       {"k", 1e3},      {"m", 1e6},      {"g", 1e9},
+                           {"t", 1e12},     {"p", 1e15},    {"ki", 0x1p10},  {"mi", 0x1p20},  {"gi", 0x1p30},
+                           {"ti", 0x1p40},  {"pi", 0x1p50}, {"kb", 1e3},     {"mb", 1e6},     {"gb", 1e9},
+                           {"tb", 1e12},    {"pb", 1e15},   {"kib", 0x1p10}, {"mib", 0x1p20}, {"gib", 0x1p30},
+                           {"tib", 0x1p40}, {"pib", 0x1p50}};
 constexpr Unit kCounts[] = {{"", 1}, {"k", 1e3}, {"m", 1e6}, {"b", 1e9}, {"g", 1e9}, {"t", 1e12}};
 constexpr double kLargestSize = 0x1p60;
 

@@ -1,5 +1,5 @@
-// Sizes and counts as people type them, with one meaning on every command line: KB is 1000 bytes and KiB 1024, as in
-// ds_config.json, in any case of letters.
+// Sizes and counts as people type them, with one meaning on every command line: KB is 1000 bytes and KiB 1024, in any
+// case of letters. ds_config.json has the same units, and is strict about their case.
 #pragma once
 
 #include <optional>
