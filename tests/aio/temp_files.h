@@ -20,29 +20,11 @@
 
 #include "spillway/io_file.h"
 #include "spillway/log.h"
+#include "tests/temp_directory.h"
 
 namespace spillway::testing {
 
-class TempDir {
- public:
-  TempDir() {
-    std::string name = (std::filesystem::temp_directory_path() / "spillway-aio-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp " + name + " failed");
-    path_ = name;
-  }
-  ~TempDir() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TempDir(const TempDir&) = delete;
-  TempDir& operator=(const TempDir&) = delete;
-
-  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
+using TempDir = TempDirectory;
 
 // Different at every offset and for every seed, so that bytes from the wrong place are noticed.
 inline void fill_pattern(std::span<std::byte> bytes, std::uint64_t seed) {

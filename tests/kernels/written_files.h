@@ -2,28 +2,24 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <filesystem>
 #include <fstream>
 #include <string>
 
+#include "tests/temp_directory.h"
+
 namespace spillway {
 
 class WrittenFiles : public testing::Test {
  protected:
-  WrittenFiles() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "spillway-files-XXXXXX").string();
-    directory_ = mkdtemp(pattern.data());
-  }
-  ~WrittenFiles() override { std::filesystem::remove_all(directory_); }
-
   void write(const std::filesystem::path& file, const std::string& text) const {
     std::filesystem::create_directories((directory_ / file).parent_path());
     std::ofstream(directory_ / file) << text;
   }
 
-  std::filesystem::path directory_;
+  const TempDirectory own_;
+  const std::filesystem::path directory_ = own_.path();
 };
 
 }  // namespace spillway

@@ -150,7 +150,6 @@ class CrashCase {
     EXPECT_EQ(expected_.commits.size(), SmallCase::kSteps + 1) << small_.text();
     EXPECT_EQ(small_.plan.spill_bytes > 0, small_.spilled) << small_.text();
   }
-  ~CrashCase() { std::filesystem::remove_all(root_); }
 
   const SmallCase& small() const { return small_; }
 
@@ -295,7 +294,7 @@ class CrashCase {
   }
 
   SmallCase small_;
-  const std::filesystem::path root_;
+  const TempDirectory root_;
   Uninterrupted expected_;
 };
 

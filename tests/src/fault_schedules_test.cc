@@ -308,7 +308,8 @@ TEST(FaultSchedules, EndWithTheRightBitsOrAClearErrorAndGoOnFromTheLastCommit) {
   const char *one = std::getenv("SPILLWAY_CASE"), *wanted = std::getenv("SPILLWAY_CASES");
   const std::uint64_t schedules = one ? 1 : wanted ? std::strtoull(wanted, nullptr, 10) : 40;
   const std::uint64_t first = one ? std::strtoull(one, nullptr, 10) : generator() >> 8;
-  const std::filesystem::path root = testing::quick_directory();
+  const TempDirectory directory = testing::quick_directory();
+  const std::filesystem::path& root = directory.path();
   Count count;
   std::unique_ptr<SmallCase> small;
   std::unique_ptr<Uninterrupted> expected;
@@ -329,7 +330,6 @@ TEST(FaultSchedules, EndWithTheRightBitsOrAClearErrorAndGoOnFromTheLastCommit) {
       ADD_FAILURE() << error.what();
     }
   }
-  std::filesystem::remove_all(root);
   std::printf(
       "%zu schedules, %zu fired (%zu with spilled gradients), %zu errors, %zu went on with a well drive, %zu "
       "started over\n",
@@ -340,7 +340,8 @@ TEST(FaultSchedules, EndWithTheRightBitsOrAClearErrorAndGoOnFromTheLastCommit) {
 // A record of which a copy cannot be read at all is as good as one that is torn.
 TEST(FaultSchedules, AnUnreadableRecordFallsBackToItsCopyThenToTheOlderOne) {
   const SmallCase small(4);  // a commit at every step
-  const std::filesystem::path root = testing::quick_directory();
+  const TempDirectory directory = testing::quick_directory();
+  const std::filesystem::path& root = directory.path();
   const RecordArea records(small.plan);
   {
     SimulatedDisk disk(root);
@@ -377,7 +378,6 @@ TEST(FaultSchedules, AnUnreadableRecordFallsBackToItsCopyThenToTheOlderOne) {
     disk.misbehave({});
     EXPECT_EQ(Engine::create(config, small.model, {.on_existing = OnExisting::kResume})->current_step(), 2u);
   }
-  std::filesystem::remove_all(root);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <cstdint>
 #include <cstring>
@@ -12,16 +11,12 @@
 #include <set>
 #include <string>
 
+#include "tests/temp_directory.h"
+
 namespace spillway {
 
 class ModelDirectory : public testing::Test {
  protected:
-  ModelDirectory() {
-    std::string name = std::filesystem::temp_directory_path() / "spillway-test-XXXXXX";
-    directory_ = ::mkdtemp(name.data());
-  }
-  ~ModelDirectory() override { std::filesystem::remove_all(directory_); }
-
   void write_file(const std::string& name, const std::string& bytes) const {
     std::ofstream(directory_ / name, std::ios::binary) << bytes;
   }
@@ -36,7 +31,8 @@ class ModelDirectory : public testing::Test {
     return result;
   }
 
-  std::filesystem::path directory_;
+  const TempDirectory own_;
+  const std::filesystem::path directory_ = own_.path();
 };
 
 // A safetensors file: the header's length, the header, `data_bytes` bytes of data that count up.

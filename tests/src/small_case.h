@@ -149,14 +149,12 @@ inline bool is_clear(const Error& error) {
 }
 
 // Where thousands of small stores are made and removed: in memory, where the machine has such a directory.
-inline std::filesystem::path quick_directory() {
+inline TempDirectory quick_directory() {
   const std::filesystem::path memory = "/dev/shm";
   std::error_code failure;
   const auto room = std::filesystem::space(memory, failure);
-  std::string name = !failure && ::access(memory.c_str(), W_OK) == 0 && room.available > kGiB
-                         ? (memory / "spillway-XXXXXX").string()
-                         : (std::filesystem::temp_directory_path() / "spillway-XXXXXX").string();
-  return ::mkdtemp(name.data());
+  const bool in_memory = !failure && ::access(memory.c_str(), W_OK) == 0 && room.available > kGiB;
+  return TempDirectory(in_memory ? memory : std::filesystem::temp_directory_path());
 }
 
 // By step, from 0 on.

@@ -13,6 +13,7 @@
 #include "spillway/bf16.h"
 #include "spillway/engine.h"
 #include "spillway/fp16.h"
+#include "tests/temp_directory.h"
 
 namespace spillway::testing {
 
@@ -204,18 +205,6 @@ inline std::vector<std::uint32_t> exported(Engine& engine) {
   return bits;
 }
 
-// A directory of its own, removed with everything in it.
-class TempStore {
- public:
-  TempStore() {
-    std::string name = (std::filesystem::temp_directory_path() / "spillway-XXXXXX").string();
-    path_ = ::mkdtemp(name.data());
-  }
-  ~TempStore() { std::filesystem::remove_all(path_); }
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
+using TempStore = TempDirectory;
 
 }  // namespace spillway::testing

@@ -15,22 +15,18 @@
 #include "kernels/host_memory.h"
 #include "spillway/error.h"
 #include "swap/tile_store.h"
+#include "tests/temp_directory.h"
 
 namespace spillway::testing {
 
 class StoreDirectory {
  public:
-  StoreDirectory() {
-    std::string name = (std::filesystem::temp_directory_path() / "spillway-swap-XXXXXX").string();
-    path_ = ::mkdtemp(name.data());
-  }
-  ~StoreDirectory() { std::filesystem::remove_all(path_); }
-  const std::filesystem::path& path() const { return path_; }
-  std::filesystem::path file() const { return path_ / kStoreFileName; }
+  const std::filesystem::path& path() const { return own_.path(); }
+  std::filesystem::path file() const { return own_ / kStoreFileName; }
 
   // Overwrites bytes of the store behind everybody's back.
   void damage(std::uint64_t offset, std::size_t bytes = 1) const {
-    std::fstream file(path_ / kStoreFileName, std::ios::in | std::ios::out | std::ios::binary);
+    std::fstream file(this->file(), std::ios::in | std::ios::out | std::ios::binary);
     for (std::size_t i = 0; i < bytes; ++i) {
       file.seekg(static_cast<std::streamoff>(offset + i));
       const int old = file.get();
@@ -40,7 +36,7 @@ class StoreDirectory {
   }
 
  private:
-  std::filesystem::path path_;
+  const TempDirectory own_;
 };
 
 inline TileStore::Created three_tiles(std::uint32_t slots = 2) {

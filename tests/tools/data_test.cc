@@ -6,6 +6,7 @@
 #include <fstream>
 
 #include "spillway/error.h"
+#include "tests/temp_directory.h"
 
 namespace spillway::gpt2 {
 namespace {
@@ -34,12 +35,8 @@ class TokenFileTest : public testing::Test {
     return "accepted";
   }
 
-  void SetUp() override {
-    std::string name = testing::TempDir() + "spillway-data-XXXXXX";
-    folder_ = mkdtemp(name.data());
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
-  std::filesystem::path folder_;
+  const TempDirectory own_;
+  const std::filesystem::path folder_ = own_.path();
 };
 
 TEST_F(TokenFileTest, BytesAreTokensAndRowsOverlapByOne) {

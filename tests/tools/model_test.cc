@@ -12,6 +12,7 @@
 
 #include "spillway/export.h"
 #include "spillway/safetensors.h"
+#include "tests/temp_directory.h"
 #include "tests/tools/fake_engine.h"
 #include "tools/gpt2/init_model.h"
 #include "tools/gpt2/report.h"
@@ -127,8 +128,6 @@ TEST(ModelDescriptionTest, EveryBlockIsVisitedForwardAndBackwardAndTheTiedOneFir
 class ModelFilesTest : public testing::Test {
  protected:
   void SetUp() override {
-    std::string name = testing::TempDir() + "spillway-model-XXXXXX";
-    folder_ = mkdtemp(name.data());
     config_.layers = 2;
     config_.width = 16;
     config_.heads = 2;
@@ -136,7 +135,6 @@ class ModelFilesTest : public testing::Test {
     config_.positions = 32;
     config_.vocabulary = 200;
   }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
 
   // A model directory whose tensors are named and shaped by `change`.
   std::filesystem::path write_model(const std::function<void(std::vector<TensorSpec>&)>& change) {
@@ -166,7 +164,8 @@ class ModelFilesTest : public testing::Test {
     return "accepted";
   }
 
-  std::filesystem::path folder_;
+  const TempDirectory own_;
+  const std::filesystem::path folder_ = own_.path();
   ModelConfig config_;
 };
 
