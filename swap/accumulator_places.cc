@@ -72,6 +72,7 @@ void AccumulatorPlaces::settle() {
 }
 
 AccumulatorPlaces::Place& AccumulatorPlaces::bring(std::uint32_t b) {
+  SPILLWAY_CHECK(has(b), "sums that come here have a home");
   Block& block = blocks_[b];
   Place& place = block.place ? places_[*block.place] : choose(b);
   place.turn = ++turn_;

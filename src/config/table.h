@@ -30,7 +30,7 @@ enum class KeyKind : std::uint8_t {
   kSections,  // an array of objects whose keys have rows of their own; `set` is called with flag true before all of
               // them, and with false before each
   kObject,    // known, not looked into
-  kOff,       // an object in which no "enabled" is true, however deep: it would train something else
+  kOff,       // an object in which every "enabled" is false, however deep: else it would train something else
 };
 
 // A value that was found to be of its row's kind and in its range.

@@ -9,8 +9,7 @@ namespace spillway {
 namespace {
 
 constexpr std::uint32_t kPreferredPlaces = 3;  // one computing, one arriving, one being given back
-constexpr const char* kAccumulators = "gradient accumulators (fp32)";
-constexpr std::uint32_t kLeastPlaces = 2;  // that a knob leaves, where the budget has room for them
+constexpr std::uint32_t kLeastPlaces = 2;      // that a knob leaves, where the budget has room for them
 
 class HbmLayout {
  public:

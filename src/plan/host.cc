@@ -35,7 +35,7 @@ class HostLayout {
       }
     }
     for (BlockPlan& block : plan_.blocks) {
-      if (auto& home = block.accumulator_home) home = arena.take("gradient accumulators (fp32)", home->bytes);
+      if (auto& home = block.accumulator_home) home = arena.take(kAccumulators, home->bytes);
     }
     host.chunk_bytes = std::clamp(align_up(config_.io_block_bytes, kGranuleChunk), kMiB, 4 * kMiB);
     const bool chunks = !draft_.weights_stay() && anything_on_nvme();

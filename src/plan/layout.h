@@ -11,6 +11,7 @@
 namespace spillway {
 
 inline constexpr std::uint64_t kPage = 4096;
+inline constexpr const char* kAccumulators = "gradient accumulators (fp32)";  // in the ledger of both tiers
 
 // A plan under way.
 struct PlanDraft {

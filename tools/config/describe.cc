@@ -37,7 +37,7 @@ std::string plain_kind(const ConfigKey& key) {
     case KeyKind::kTexts: return "an array of strings";
     case KeyKind::kSections: return "an array of sections";
     case KeyKind::kObject: return "an object, not looked into";
-    case KeyKind::kOff: return "an object in which no \"enabled\" is true";
+    case KeyKind::kOff: return "an object in which every \"enabled\" is false";
   }
   return "?";
 }
