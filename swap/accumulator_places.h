@@ -5,17 +5,17 @@
 //   acquire ─► the stream waits for it     the caller adds to it, or reads it, in stream order
 //   complete ─► the place is free          behind what the stream was given before
 //
-// Blocks may come in any order; of the places that fit, the one that was asked for longest ago is taken. One thread at
-// a time (the engine's). Nothing is allocated after construction, and the host waits only in settle().
+// Blocks may come in any order; which place they get: AccumulatorResidency. One thread at a time (the engine's).
+// Nothing is allocated after construction, and the host waits only in settle().
 #pragma once
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <vector>
 
 #include "kernels/device.h"
+#include "swap/accumulator_residency.h"
 #include "swap/timeline.h"
 
 namespace spillway {
@@ -27,7 +27,6 @@ class AccumulatorPlaces {
   AccumulatorPlaces(Device& device, Stream& h2d, Stream& d2h, std::vector<std::span<std::byte>> places,
                     std::vector<std::span<std::byte>> homes, Timeline* timeline = nullptr);
 
-  bool has(std::uint32_t block) const { return !blocks_[block].home.empty(); }
   // Sums are lost. Nothing of them may be under way: settle().
   void begin_step();
   // The block will be acquired next.
@@ -44,33 +43,29 @@ class AccumulatorPlaces {
   std::uint64_t d2h_bytes() const noexcept { return d2h_bytes_; }
 
  private:
-  struct Block {
-    std::span<std::byte> home;
-    std::unique_ptr<Event> left;  // it is at home
-    std::optional<std::size_t> place;
-    bool at_home = false;  // what it summed up is there
+  struct Home {
+    std::span<std::byte> memory;
+    std::unique_ptr<Event> come;  // what was sent is there
   };
   struct Place {
     std::span<std::byte> memory;
     std::unique_ptr<Event> used, come;  // by the stream; the block's sums are there
     Event* free = nullptr;              // `used`, or when the last block left: others may write to it from then on
-    std::optional<std::uint32_t> block;
-    Stream* stream = nullptr;  // of what was done last
-    bool changed = false;      // since it came, or left
-    std::uint64_t turn = 0;    // in which it was asked for
+    Stream* stream = nullptr;           // of what was done last
   };
 
-  Place& bring(std::uint32_t block);
-  Place& choose(std::uint32_t block);
-  void send_home(Place& place);
+  std::uint32_t bring(std::uint32_t block);
+  void send_home(std::uint32_t block, Place& place);
+  void fetch(std::uint32_t block, Place& place);
 
   Device& device_;
   Stream& h2d_;
   Stream& d2h_;
   Timeline* timeline_;
   std::vector<Place> places_;
-  std::vector<Block> blocks_;
-  std::uint64_t turn_ = 0, h2d_bytes_ = 0, d2h_bytes_ = 0;
+  std::vector<Home> homes_;  // by block
+  AccumulatorResidency residency_;
+  std::uint64_t h2d_bytes_ = 0, d2h_bytes_ = 0;
 };
 
 }  // namespace spillway

@@ -8,6 +8,15 @@
 #include "spillway/units.h"
 
 namespace spillway {
+namespace {
+
+std::vector<std::uint64_t> accumulator_bytes(const std::vector<ScheduleBlock>& blocks) {
+  std::vector<std::uint64_t> bytes;
+  for (const ScheduleBlock& block : blocks) bytes.push_back(block.accumulator_bytes);
+  return bytes;
+}
+
+}  // namespace
 
 ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
     : in_(input),
@@ -25,11 +34,12 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
       passing_freed_(input.passing_bytes.size(), kNoOp),
       passing_of_(input.blocks.size(), kNothing),
       spill_freed_(input.spill_chunks, kNoOp),
-      sums_at_home_(input.blocks.size(), kNoOp) {
+      sums_at_home_(input.blocks.size(), kNoOp),
+      sums_(input.accumulator_place_bytes.size()),
+      sums_residency_(input.accumulator_place_bytes, accumulator_bytes(input.blocks)) {
   last_.fill(kNoOp);
   leaving_.freed.assign(in_.activation_buffers, kNoOp);
   coming_.freed.assign(in_.activation_buffers, kNoOp);
-  for (const std::uint64_t bytes : in_.accumulator_place_bytes) sums_.push_back({.bytes = bytes});
   note_visits();
   order_updates();
   updating_ = begun_ = !in_.update_on_device;
@@ -276,54 +286,46 @@ std::uint32_t ScheduleProgram::bring_sums(std::uint32_t v) {
   const std::uint32_t block = in_.visits[v].block;
   const std::uint64_t bytes = in_.blocks[block].accumulator_bytes;
   if (bytes == 0) return kNoOp;
-  Sums* sums = nullptr;
-  const auto rank = [block](const Sums& of) { return std::tuple(of.block != block, of.block != kNothing, of.turn); };
-  for (Sums& place : sums_) {
-    if (place.bytes >= bytes && (!sums || rank(place) < rank(*sums))) sums = &place;
+  const AccumulatorResidency::Arrival arrival = sums_residency_.bring(block);
+  Sums& sums = sums_[arrival.place];
+  if (arrival.leaves) send_home(*arrival.leaves, arrival.place);
+  if (arrival.comes) {
+    sums.free = add({.kind = OpKind::kLoadAccumulator,
+                     .lane = Lane::kH2d,
+                     .visit = v,
+                     .block = block,
+                     .place = arrival.place,
+                     .bytes = bytes,
+                     .seconds = seconds_of(bytes, in_.rates.h2d)},
+                    {issued_, sums_at_home_[block], sums.free});
   }
-  sums->turn = ++sums_turn_;
-  if (sums->block != block) {
-    send_home(*sums);
-    sums->block = block;
-    if (sums_at_home_[block] != kNoOp) {
-      sums->free = add({.kind = OpKind::kLoadAccumulator,
-                        .lane = Lane::kH2d,
-                        .visit = v,
-                        .block = block,
-                        .place = static_cast<std::uint32_t>(sums - sums_.data()),
-                        .bytes = bytes,
-                        .seconds = seconds_of(bytes, in_.rates.h2d)},
-                       {issued_, sums_at_home_[block], sums->free});
-    }
+  for (std::uint32_t p = 0; p < sums_.size(); ++p) {
+    if (p == arrival.place) continue;
+    if (const auto leaves = sums_residency_.leave(p)) send_home(*leaves, p);
   }
-  for (Sums& place : sums_) {
-    if (&place != sums) send_home(place);
-  }
-  return sums->added == kNoOp ? sums->free : kNoOp;
+  return sums_residency_.add(block) ? kNoOp : sums.free;
 }
 
-void ScheduleProgram::send_home(Sums& sums) {
-  if (sums.added == kNoOp) return;
-  const std::uint64_t bytes = in_.blocks[sums.block].accumulator_bytes;
-  sums.free = sums_at_home_[sums.block] = add({.kind = OpKind::kSaveAccumulator,
-                                               .lane = Lane::kD2h,
-                                               .block = sums.block,
-                                               .place = static_cast<std::uint32_t>(&sums - sums_.data()),
-                                               .bytes = bytes,
-                                               .seconds = seconds_of(bytes, in_.rates.d2h)},
-                                              {issued_, std::exchange(sums.added, kNoOp)});
+void ScheduleProgram::send_home(std::uint32_t block, std::uint32_t place) {
+  const std::uint64_t bytes = in_.blocks[block].accumulator_bytes;
+  sums_[place].free = sums_at_home_[block] = add({.kind = OpKind::kSaveAccumulator,
+                                                  .lane = Lane::kD2h,
+                                                  .block = block,
+                                                  .place = place,
+                                                  .bytes = bytes,
+                                                  .seconds = seconds_of(bytes, in_.rates.d2h)},
+                                                 {issued_, sums_[place].added});
 }
 
 // The visit has added to them.
 void ScheduleProgram::add_to_sums(std::uint32_t v, std::uint32_t computed) {
   const std::uint32_t block = in_.visits[v].block;
   if (in_.blocks[block].accumulator_bytes == 0) return;
-  Sums& sums = *std::ranges::find(sums_, block, &Sums::block);
-  sums.added = computed;
-  sums_at_home_[block] = kNoOp;
+  const std::uint32_t place = sums_residency_.bring(block).place;
+  sums_[place].added = computed;
   if (!completes_[v]) return;
-  sums.block = kNothing;
-  sums.free = std::exchange(sums.added, kNoOp);
+  sums_residency_.complete(block);
+  sums_[place].free = computed;
 }
 
 // A visit's compute, use by use. A use waits for its activation, and one that is written for its place.

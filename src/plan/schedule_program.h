@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "src/plan/schedule.h"
+#include "swap/accumulator_residency.h"
 #include "swap/residency.h"
 
 namespace spillway {
@@ -73,11 +74,8 @@ class ScheduleProgram {
   };
   // A place of accumulators.
   struct Sums {
-    std::uint64_t bytes = 0;
-    std::uint32_t block = kNothing;
-    std::uint32_t added = kNoOp;  // by this visit's compute, since they came or left
-    std::uint32_t free = kNoOp;   // else: others may use it behind this
-    std::uint32_t turn = 0;       // in which it was asked for
+    std::uint32_t added = kNoOp;  // by this visit's compute, the last
+    std::uint32_t free = kNoOp;   // others may use it behind this
   };
   struct Use {
     std::uint32_t loaded = kNoOp;  // it is in its place
@@ -114,7 +112,7 @@ class ScheduleProgram {
   void read_gradient(std::size_t i);
   void update_early(std::size_t end);
   std::uint32_t bring_sums(std::uint32_t visit);
-  void send_home(Sums& sums);
+  void send_home(std::uint32_t block, std::uint32_t place);
   void add_to_sums(std::uint32_t visit, std::uint32_t computed);
   // Activations
   std::uint32_t compute(ScheduleOp op, std::uint32_t weights, std::uint32_t staging, std::uint32_t sums);
@@ -157,7 +155,7 @@ class ScheduleProgram {
   std::vector<std::uint32_t> spill_freed_;    // by chunk: the write that freed it last
   std::vector<std::uint32_t> sums_at_home_;   // by block: by this copy
   std::vector<Sums> sums_;
-  std::uint32_t sums_turn_ = 0;
+  AccumulatorResidency sums_residency_;
   std::vector<Use> uses_;               // of activations, in this step
   std::uint32_t used_ = 0, loads_ = 0;  // uses before it: made, need no more loading
   Ring leaving_, coming_;               // activations on their way to NVMe, and back
