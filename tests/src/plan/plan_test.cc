@@ -10,7 +10,7 @@
 #include "spillway/units.h"
 #include "swap/tile_mover.h"
 #include "tests/src/named_budget.h"
-#include "tests/src/planned_activations.h"
+#include "tests/src/plan/planned_activations.h"
 #include "tests/src/random_model.h"
 #include "tests/src/uneven_model.h"
 

@@ -2,7 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "tests/src/config_text.h"
+#include "tests/src/config/config_text.h"
 
 namespace spillway {
 namespace {

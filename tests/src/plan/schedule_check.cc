@@ -1,4 +1,4 @@
-#include "tests/src/schedule_check.h"
+#include "tests/src/plan/schedule_check.h"
 
 #include <gtest/gtest.h>
 

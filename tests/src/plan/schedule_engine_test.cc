@@ -9,7 +9,7 @@
 #include "src/plan/schedule.h"
 #include "src/speculation.h"
 #include "tests/src/named_budget.h"
-#include "tests/src/schedule_check.h"
+#include "tests/src/plan/schedule_check.h"
 #include "tests/src/toy_trainer.h"
 #include "tests/src/uses_between_visits.h"
 #include "tests/swap/activation_uses.h"

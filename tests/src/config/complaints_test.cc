@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "tests/src/config_text.h"
+#include "tests/src/config/config_text.h"
 
 namespace spillway {
 namespace {

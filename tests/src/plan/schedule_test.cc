@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "spillway/units.h"
+#include "tests/src/plan/schedule_check.h"
 #include "tests/src/random_model.h"
-#include "tests/src/schedule_check.h"
 #include "tests/swap/activation_uses.h"
 
 namespace spillway {

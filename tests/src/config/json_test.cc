@@ -12,7 +12,7 @@
 #include "spillway/error.h"
 #include "src/config/table.h"
 #include "tests/seed.h"
-#include "tests/src/config_text.h"
+#include "tests/src/config/config_text.h"
 #include "tests/src/model_directory.h"
 
 namespace spillway {
