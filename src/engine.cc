@@ -51,13 +51,17 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
 }
 
 StepEngine::~StepEngine() {
+  const bool failed = !failure_.empty();
   try {
-    if (failure_.empty()) settle();
-  } catch (const Error& error) {
-    log(LogLevel::kWarning,
-        fmt::format("{}; the last step is lost{}", error.what(), store_missing_ ? "" : ", the one before is not"));
+    if (!failed) keep_last_step();  // visits and gradients of one that was not finished are forgotten
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarning, error.what() + what_is_lost());
   }
-  if (untold_) log(LogLevel::kWarning, failure_ + "; what was not committed is lost");
+  if (failed && untold_) {
+    log(LogLevel::kWarning, failure_ + what_is_lost());
+  } else if (failed && !what_is_lost().empty()) {
+    log(LogLevel::kWarning, "engine: stopped after an earlier error" + what_is_lost());
+  }
   if (save_failure_) log(LogLevel::kWarning, "the last snapshot was not written, and nobody asked why");
   machinery_.compute->synchronize();
 }
@@ -377,14 +381,26 @@ Error StepEngine::store_is_missing() const {
                                  "write the model or a snapshot before the run ends"});
 }
 
+bool StepEngine::keeps_steps() const { return machinery_.store && !commits_.never() && imported_; }
+
+void StepEngine::keep_last_step() {
+  settle();
+  if (!keeps_steps()) return;
+  if (committed_step_ == step_) return look_after_store();
+  machinery_.updater->cancel_read_ahead();
+  commit();
+}
+
+// For the end of a message; nothing when every step that was to be kept is.
+std::string StepEngine::what_is_lost() const {
+  const std::uint64_t kept = durable_step();
+  if (!keeps_steps() || kept >= step_) return {};
+  return kept + 1 == step_ ? fmt::format("; step {} is lost", step_)
+                           : fmt::format("; steps {} to {} are lost", kept + 1, step_);
+}
+
 void StepEngine::flush() {
-  guarded([&] {
-    settle();
-    if (!machinery_.store || commits_.never() || !imported_) return;
-    if (committed_step_ == step_) return look_after_store();
-    machinery_.updater->cancel_read_ahead();
-    commit();
-  });
+  guarded([&] { keep_last_step(); });
   if (store_missing_) throw store_is_missing();
 }
 

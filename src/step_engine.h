@@ -100,6 +100,9 @@ class StepEngine final : public Engine {
   void refuse_leases(const char* call) const;
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
+  void keep_last_step();
+  bool keeps_steps() const;
+  std::string what_is_lost() const;
   void look_after_store();
   Error store_is_missing() const;
   void end_save(std::exception_ptr failure);

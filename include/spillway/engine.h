@@ -176,6 +176,8 @@ class Engine {
   // another model (kInvalidArgument).
   static std::unique_ptr<Engine> create(const Config& config, const ModelDescription& model,
                                         EngineOptions options = {});
+  // Commits the last finished step, as flush() does, unless an error has stopped the engine before; what was done since
+  // is discarded. It throws nothing: what goes wrong is said in the log, with the steps that are lost.
   virtual ~Engine() = default;
 
   // The last step done: 0 for a new run, the committed step after kResume, that of a snapshot.
