@@ -204,12 +204,34 @@ void StepEngine::release_activation(std::uint32_t place, Stream& stream) {
   });
 }
 
+// What a program may compute in; all of `memory` in one piece of it.
+bool StepEngine::lends(std::span<const std::byte> memory) const {
+  const auto in = [&](const Region& region) { return lies_in(memory, machinery_.hbm_region(region)); };
+  if (in(plan_.hbm.workspace) || machinery_.activations->lends(memory)) return true;
+  if (machinery_.places && machinery_.places->lends(memory)) return true;
+  return std::ranges::any_of(plan_.blocks, [&](const BlockPlan& block) {
+    return in(block.insides) || (!machinery_.places && leases_ > 0 && in(block.weights));
+  });
+}
+
+// In the middle of the workspace a gradient may reach into memory of the engine's own, which is of other numbers.
+void StepEngine::check(const Gradient& gradient) const {
+  machinery_.gradients->check(gradient);
+  const std::uint64_t elements = plan_.blocks[gradient.block].partition.parameters[gradient.parameter].count;
+  const std::uint64_t bytes = elements * size_of(gradient.dtype);
+  if (gradient.data == nullptr || lends({static_cast<const std::byte*>(gradient.data), bytes})) return;
+  throw Error(Code::kInvalidArgument,
+              {model_.blocks[gradient.block].parameters[gradient.parameter].name,
+               fmt::format("its gradient's {} bytes do not lie in memory that the engine has lent", bytes), 0,
+               "push from the workspace, the insides of a block, or what is acquired"});
+}
+
 // 2. Gradients: added in call order, rounded once, normed, and on their way down while backward goes on.
 void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   guarded([&] {
     if (!stepping_) begin_step();
     settle();  // the gradients of the step before are read until then
-    machinery_.gradients->check(gradient);
+    check(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
       if (machinery_.updater->make_room()) continue;
       throw Error(Code::kInvalidArgument,

@@ -14,8 +14,10 @@
 // Ownership: the engine owns every arena, stream and file; leases refer to it and must be released before it goes.
 // Streams: calls may name different ones. A call that names another than the one before, or releases a lease that was
 // acquired on another, makes it wait for what was enqueued there. Threads: calls may come from different threads, one
-// at a time. Errors: spillway::Error in the caller's thread; after an I/O error the engine refuses further work and the
-// store is at its last commit.
+// at a time: one that comes while another thread's is under way is refused (kBusy), with nothing changed, and what
+// cannot be refused, the release of a lease and the engine's end, waits for it. Functions that the engine calls (weight
+// sources and sinks, the log) must not call it. Errors: spillway::Error in the caller's thread; after an I/O error the
+// engine refuses further work and the store is at its last commit.
 #pragma once
 
 #include <cstddef>
@@ -151,9 +153,13 @@ struct Insides {
 
 struct Gradient {
   std::uint32_t block = 0;
-  std::uint32_t parameter = 0;    // index in its block
-  const void* data = nullptr;     // device address; may be overwritten by work enqueued on the stream after this call
+  std::uint32_t parameter = 0;  // index in its block
+  // Device address, in memory that the engine lends: all of the gradient lies in the workspace, in a block's insides,
+  // or in an activation or a block's weights that are acquired; else kInvalidArgument. It may be overwritten by work
+  // enqueued on the stream after this call.
+  const void* data = nullptr;
   DType dtype = DType::kFloat32;  // fp32, or the configured weight type
+  std::uint64_t elements = 0;     // of what lies at `data`; not the parameter's number: kInvalidArgument. 0: not said
 };
 
 // Writes the values [first, first + out.size()) of a parameter into `out`, row-major, as fp32.
