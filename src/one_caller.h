@@ -33,8 +33,8 @@ class OneCaller {
   Turn enter(const char* call) {
     Turn turn = look(call);
     if (turn.outermost()) return turn;
-    throw Error(Code::kInvalidArgument, {call, "was called from inside of another call of the engine", 0,
-                                         "weight sources, weight sinks and the log must not call it"});
+    throw Error(Code::kInvalidArgument, {call, "was called from inside of another call", 0,
+                                         "weight sources, weight sinks and the log must not call the engine"});
   }
   // For what asks for a value: it may come from inside of another call of the same thread.
   Turn look(const char* call) {
@@ -42,8 +42,8 @@ class OneCaller {
     std::thread::id inside;
     if (thread_.compare_exchange_strong(inside, here, std::memory_order_acquire)) return Turn(this);
     if (inside == here) return Turn(nullptr);
-    throw Error(Code::kBusy, {call, "was called while another thread's call of the engine is under way", 0,
-                              "let one thread call at a time"});
+    throw Error(Code::kBusy,
+                {call, "was called while another thread's call is under way", 0, "let one thread call at a time"});
   }
   // For what cannot be refused: blocks until no other thread is inside.
   Turn wait() {

@@ -1,10 +1,20 @@
 // The engine for C, and for languages that call C: the Python package (python/spillway) is written on it.
 //
-// Its calls are those of engine.h, import.h and export.h, and what is said there holds: ownership, threads, what may
-// follow an error. For C++ alone are activations, insides, in_hbm(), and saving while training goes on (begin_save()).
-// Every function that can fail returns a status; what went wrong stays with the calling thread as a message in the form
-// `<object>: <what happened> (<errno text>); <what to do>`. Handles are made by ..._create and its like and given back
-// by ..._destroy, which takes null; an engine is destroyed after its leases and streams. Strings are UTF-8 and copied.
+// Its calls are those of engine.h, model.h, snapshot.h, import.h and export.h, and what is said there holds: ownership,
+// threads, what may follow an error. Every function that can fail returns a status; what went wrong stays with the
+// calling thread as a message in the form `<object>: <what happened> (<errno text>); <what to do>`. A function that
+// returns a value answers what it cannot do with 0 or null (an enumeration with -1, a rate or a scale with NaN), and
+// the message says why. Strings are UTF-8 and copied.
+//
+// Handles are made by ..._create and its like and given back by ..._destroy or ..._release, which take null. They are
+// numbers, not addresses: one that is null, was given back, or is of another kind is SPILLWAY_INVALID_ARGUMENT wherever
+// it is given. With an engine its streams, leases and activations go; what still holds one of them may give it back,
+// which is answered in the same way. Two threads that call with one engine or model at a time: SPILLWAY_BUSY, with
+// nothing changed; only giving back a lease, activation or stream waits for the other's call.
+//
+// Structs begin with their size, `spillway_options options = {.struct_size = sizeof options};`, so that a program and a
+// library of another version understand each other: they may become longer, and what a shorter one does not have takes
+// its default. A size of 0 is refused, and so is a longer one than the library's that says something there.
 #pragma once
 
 #include <stddef.h>
@@ -13,6 +23,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// Of this header; it grows with every change of what is below. spillway_api_version() is the library's.
+#define SPILLWAY_API_VERSION 1
 
 // Enumerations are of 32 bits for every compiler.
 typedef int32_t spillway_status;
@@ -37,6 +50,8 @@ typedef int32_t spillway_tier;
 enum { SPILLWAY_HBM, SPILLWAY_HOST, SPILLWAY_NVME };
 typedef int32_t spillway_pass;
 enum { SPILLWAY_FORWARD, SPILLWAY_BACKWARD };
+typedef int32_t spillway_access;
+enum { SPILLWAY_READ, SPILLWAY_WRITE, SPILLWAY_UPDATE };
 typedef int32_t spillway_device_kind;
 enum { SPILLWAY_DEVICE_HOST, SPILLWAY_DEVICE_CUDA };
 typedef int32_t spillway_on_existing;
@@ -47,8 +62,11 @@ typedef struct spillway_model spillway_model;
 typedef struct spillway_engine spillway_engine;
 typedef struct spillway_stream spillway_stream;
 typedef struct spillway_lease spillway_lease;
+typedef struct spillway_activation spillway_activation;
+typedef struct spillway_workers spillway_workers;
 
 const char* spillway_version(void);
+uint32_t spillway_api_version(void);
 // Of the last call of this thread that failed; valid until the next one that fails.
 const char* spillway_error_message(void);
 // Where messages go, one call at a time, from any thread; null: nowhere. At first they go to stderr. The sink must not
@@ -57,18 +75,32 @@ void spillway_set_log(void (*sink)(void* user, int warning, const char* message)
 
 // A ds_config.json: the text of it, and the name that stands in its errors.
 spillway_status spillway_config_parse(const char* json, const char* name, spillway_config** config);
-// The same with a second text put over the first, key by key: what `spillway sweep --json` writes.
+// What "auto" stands for where that depends on the run; 0: not known.
+typedef struct {
+  size_t struct_size;
+  uint64_t hidden_size;  // the model's width
+  uint64_t total_steps;  // of the run
+} spillway_auto_values;
+// The same with a second text put over the first, key by key: what `spillway sweep --json` writes. Null: none.
+// `automatic` may be null.
 spillway_status spillway_config_parse_with(const char* json, const char* name, const char* overlay,
-                                           const char* overlay_name, spillway_config** config);
+                                           const char* overlay_name, const spillway_auto_values* automatic,
+                                           spillway_config** config);
 spillway_dtype spillway_config_weights(const spillway_config* config);
 uint32_t spillway_config_micro_batch(const spillway_config* config);
 uint32_t spillway_config_gradient_accumulation(const spillway_config* config);
 // What every key holds that decides something and is not left to the plan, "auto" and defaults too, as one JSON object:
 // {"optimizer.params.lr": 5e-05, …}. It lives as long as `config`.
 const char* spillway_config_settings(const spillway_config* config);
-void spillway_config_destroy(spillway_config* config);
+// The learning rate of optimizer step `step`; 1 is the first.
+double spillway_config_learning_rate(const spillway_config* config, uint64_t step);
+// What an engine of it has on this machine: its device, SPILLWAY_UNSUPPORTED where it cannot be had, and the compute
+// threads.
+spillway_status spillway_config_device(const spillway_config* config, spillway_device_kind* device);
+uint32_t spillway_config_threads(const spillway_config* config);
+spillway_status spillway_config_destroy(spillway_config* config);
 
-// model.h: blocks and parameters count from 0, in the order in which they are added.
+// model.h: blocks, parameters and activations count from 0, in the order in which they are added.
 spillway_model* spillway_model_create(void);
 spillway_status spillway_model_add_block(spillway_model* model, const char* name);
 // `shape`: `rank` extents, row-major. `pushes`: gradients that come for it in a step. Not trainable: no gradient.
@@ -76,15 +108,30 @@ spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t blo
                                              const uint64_t* shape, size_t rank, int trainable, uint32_t pushes);
 // The visits of a step in order. None: forward over all blocks, backward in reverse.
 spillway_status spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass);
-void spillway_model_set_workspace(spillway_model* model, uint64_t bytes);
+spillway_status spillway_model_set_workspace(spillway_model* model, uint64_t bytes);
+// What a visit of the block computes for one micro-batch and backward needs again: spillway_engine_insides().
+spillway_status spillway_model_set_insides(spillway_model* model, uint32_t block, uint64_t bytes);
+spillway_status spillway_model_set_micro_batches(spillway_model* model, uint32_t micro_batches);
+// What is kept from one visit to another, and the uses of a step in order: with them what does not fit HBM moves.
+// `held`: the most that are acquired at one time; 1 if not set.
+spillway_status spillway_model_add_activation(spillway_model* model, uint64_t bytes);
+spillway_status spillway_model_add_activation_use(spillway_model* model, uint32_t activation, spillway_access access,
+                                                  uint32_t visit);
+spillway_status spillway_model_set_activations_held(spillway_model* model, uint32_t held);
+// A type of weights that the program's arithmetic handles, of one or more. Without: any. A configuration of another is
+// SPILLWAY_UNSUPPORTED.
+spillway_status spillway_model_accept_dtype(spillway_model* model, spillway_dtype dtype);
 // A small file that is written beside exported weights, config.json say.
 spillway_status spillway_model_attach(spillway_model* model, const char* name, const char* text);
-void spillway_model_destroy(spillway_model* model);
+spillway_status spillway_model_destroy(spillway_model* model);
 
 typedef struct {
+  size_t struct_size;
   spillway_on_existing on_existing;
-  const char* snapshot;  // null: none
-  const char* trace;     // null: none
+  int32_t poison_released;  // not 0, for tests: a released lease is filled with NaN
+  const char* snapshot;     // null: none
+  const char* trace;        // null: none
+  uint64_t trace_spans;     // 0: the default
 } spillway_options;
 
 // Is asked for weights, piece by piece: writes the values [first, first + count) of a parameter, as fp32. It returns 0,
@@ -93,11 +140,15 @@ typedef int (*spillway_weight_source)(void* user, uint32_t block, uint32_t param
                                       uint64_t count);
 
 typedef struct {
+  size_t struct_size;
   const char* tag;                // null: the one that `latest` names
   const spillway_dtype* weights;  // of the run that goes on; null: as DeepSpeed trained
   int unverified;                 // not 0: what is read is not first compared with the CRC-32s in the files
   spillway_weight_source frozen;  // null, or of frozen parameters, where the checkpoint has none of any
   void* frozen_user;
+  uint64_t max_file_bytes;                                      // of the snapshot's files; 0: the default
+  void (*progress)(void* user, uint64_t done, uint64_t bytes);  // null, or told how much has been read
+  void* progress_user;
 } spillway_import_options;
 
 // import.h: what DeepSpeed's save_checkpoint() wrote becomes a snapshot, for spillway_options. `options` may be null.
@@ -111,8 +162,9 @@ spillway_status spillway_import_deepspeed(const char* directory, const spillway_
 // `options` may be null. Config and model are copied.
 spillway_status spillway_engine_create(const spillway_config* config, const spillway_model* model,
                                        const spillway_options* options, spillway_engine** engine);
-// Makes the last finished step durable. Failures of that are in the log; spillway_engine_flush() returns them.
-void spillway_engine_destroy(spillway_engine* engine);
+// Makes the last finished step durable. Failures of that are in the log; spillway_engine_flush() returns them. While a
+// call with the engine is under way: SPILLWAY_BUSY, or from inside of it SPILLWAY_INVALID_ARGUMENT; the engine stays.
+spillway_status spillway_engine_destroy(spillway_engine* engine);
 
 uint64_t spillway_engine_current_step(const spillway_engine* engine);
 double spillway_engine_loss_scale(const spillway_engine* engine);
@@ -121,10 +173,13 @@ spillway_device_kind spillway_engine_device(const spillway_engine* engine);
 // Copies at most `capacity` bytes of the blob of the current step; returns how many it has.
 size_t spillway_engine_blob(const spillway_engine* engine, void* out, size_t capacity);
 // The facts of the plan, a line a call, and the ledger, a reservation a call.
-void spillway_engine_describe(const spillway_engine* engine, void (*line)(void* user, const char* text), void* user);
-void spillway_engine_ledger(const spillway_engine* engine,
-                            void (*entry)(void* user, spillway_tier tier, const char* purpose, uint64_t bytes),
-                            void* user);
+spillway_status spillway_engine_describe(const spillway_engine* engine, void (*line)(void* user, const char* text),
+                                         void* user);
+spillway_status spillway_engine_ledger(const spillway_engine* engine,
+                                       void (*entry)(void* user, spillway_tier tier, const char* purpose,
+                                                     uint64_t bytes),
+                                       void* user);
+uint64_t spillway_engine_budget(const spillway_engine* engine, spillway_tier tier);
 // The seconds that the schedule gives a step; 0 while that is not known.
 double spillway_engine_predicted_step_seconds(const spillway_engine* engine);
 
@@ -137,31 +192,73 @@ spillway_status spillway_engine_export_weights(spillway_engine* engine, int exac
                                                void* user);
 
 void* spillway_engine_workspace(spillway_engine* engine, uint64_t* bytes);
+// Memory for what a block's visits compute inside. `kept`, not null, becomes 1 where backward finds what forward left.
+void* spillway_engine_insides(spillway_engine* engine, uint32_t block, uint64_t* bytes, int32_t* kept);
+// 1: all of it lies in the engine's HBM.
+int spillway_engine_in_hbm(const spillway_engine* engine, const void* data, size_t bytes);
+
 // A cudaStream_t of the caller's; null is CUDA's default stream. Where a stream is asked for, a null spillway_stream is
-// the engine's own. It lives until the step in which it was used has ended.
+// the engine's own. One that is destroyed inside a step takes no more calls; the step ends as if it were still there.
 spillway_status spillway_engine_adopt_stream(spillway_engine* engine, void* native, spillway_stream** stream);
 spillway_status spillway_stream_synchronize(spillway_engine* engine, spillway_stream* stream);
-void spillway_stream_destroy(spillway_stream* stream);
+// The cudaStream_t; null on the host device.
+void* spillway_stream_native(spillway_engine* engine, spillway_stream* stream);
+// Host device (SPILLWAY_UNSUPPORTED on cuda): `work` runs behind what was enqueued before, on the stream's thread. It
+// must not call the engine. `user` must live until it has run.
+spillway_status spillway_stream_launch(spillway_engine* engine, spillway_stream* stream,
+                                       void (*work)(void* user, spillway_workers* workers), void* user);
+// Inside of `work`, for as long as it runs: body(user, 0) ... body(user, count - 1) on the compute threads, in any
+// order.
+spillway_status spillway_workers_parallel_for(spillway_workers* workers, size_t count,
+                                              void (*body)(void* user, size_t index), void* user);
+uint32_t spillway_workers_threads(const spillway_workers* workers);
+spillway_status spillway_stream_destroy(spillway_stream* stream);
 
 spillway_status spillway_engine_acquire(spillway_engine* engine, uint32_t block, spillway_pass pass,
                                         spillway_stream* stream, spillway_lease** lease);
 const void* spillway_lease_weight(const spillway_lease* lease, uint32_t parameter);
-void spillway_lease_release(spillway_lease* lease);  // and destroys it
+spillway_status spillway_lease_release(spillway_lease* lease);  // and destroys it
 
-// `data`: device address in the workspace; fp32 or the weights' type.
+spillway_status spillway_engine_acquire_activation(spillway_engine* engine, uint32_t activation, spillway_access access,
+                                                   spillway_stream* stream, spillway_activation** acquired);
+void* spillway_activation_data(const spillway_activation* activation);
+spillway_status spillway_activation_release(spillway_activation* activation);  // and destroys it
+
+// `data`: device address of `elements` values, as many as the parameter has (0: not said), in fp32 or the weights'
+// type; all of them in memory that the engine lends: the workspace, insides, or what is acquired.
 spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t block, uint32_t parameter,
-                                              const void* data, spillway_dtype dtype, spillway_stream* stream);
+                                              const void* data, uint64_t elements, spillway_dtype dtype,
+                                              spillway_stream* stream);
 
 // Before the first gradient of the step that comes: its learning rate, and that of the steps behind it.
 spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, double rate);
 
+// stall.h, in its order.
+enum {
+  SPILLWAY_STALL_READ,
+  SPILLWAY_STALL_WRITE,
+  SPILLWAY_STALL_COPY,
+  SPILLWAY_STALL_GRADIENT,
+  SPILLWAY_STALL_UPDATE,
+  SPILLWAY_STALL_COMMIT,
+  SPILLWAY_STALL_SAVE,
+  SPILLWAY_STALL_OTHER,
+  SPILLWAY_STALLS = 16,  // room for those to come
+};
+
+// StepReport in engine.h.
 typedef struct {
+  size_t struct_size;
   uint64_t step, durable_step;
   double gradient_norm, learning_rate, seconds, stall_seconds, link_percent;
-  double loss_scale;  // what this step's loss was to be multiplied with; 1 without fp16
-  int skipped;        // fp16: a gradient overflowed, and nothing was updated
+  double loss_scale;   // what this step's loss was to be multiplied with; 1 without fp16
+  int32_t skipped;     // fp16: a gradient overflowed, and nothing was updated
+  int32_t taken_back;  // what was updated on a guess had to be updated once more
   uint64_t nvme_read_bytes, nvme_write_bytes, h2d_bytes, d2h_bytes, unplanned_visits;
   char link[16];  // the slowest: nvme, h2d, d2h, compute
+  double adam_seconds;
+  uint64_t visits, visit_hits, tile_bytes, tile_hit_bytes, speculative_blocks;
+  double stalls[SPILLWAY_STALLS];  // seconds by cause; together stall_seconds
 } spillway_step_report;
 
 // `blob`: null with 0 bytes for none. `report` may be null.
@@ -170,10 +267,44 @@ spillway_status spillway_engine_step(spillway_engine* engine, const void* blob, 
 // Forgets visits and gradients since the last step.
 spillway_status spillway_engine_discard_step(spillway_engine* engine);
 spillway_status spillway_engine_flush(spillway_engine* engine);
-// A snapshot (snapshot.h), and the weights alone (export.h).
-spillway_status spillway_engine_save(spillway_engine* engine, const char* directory, int replace);
-spillway_status spillway_engine_export(spillway_engine* engine, const char* directory, spillway_dtype dtype,
-                                       int replace);
+
+// A snapshot (snapshot.h). `options` may be null.
+typedef struct {
+  size_t struct_size;
+  int32_t replace;          // not 0: one that is there is replaced
+  uint64_t max_file_bytes;  // 0: the default
+} spillway_save_options;
+spillway_status spillway_engine_save(spillway_engine* engine, const char* directory,
+                                     const spillway_save_options* options);
+// The same in two parts, with steps between them.
+spillway_status spillway_engine_begin_save(spillway_engine* engine, const char* directory,
+                                           const spillway_save_options* options);
+spillway_status spillway_engine_finish_save(spillway_engine* engine);
+
+typedef struct {
+  size_t struct_size;
+  uint64_t step;
+  uint64_t model;  // equal for runs of the same parameters, weight type and optimizer
+  spillway_dtype weights;
+} spillway_snapshot_facts;
+// SPILLWAY_NOT_FOUND, with the reason, where there is no whole snapshot. `facts` may be null.
+spillway_status spillway_find_snapshot(const char* directory, spillway_snapshot_facts* facts);
+spillway_status spillway_remove_snapshot(const char* directory);
+
+// The weights alone (export.h): of an engine, of a store that no engine has open, of a snapshot. `options` may be null.
+// `step`, not null, becomes the step that they are of.
+typedef struct {
+  size_t struct_size;
+  spillway_dtype dtype;
+  int32_t replace;          // not 0: a model that is there is replaced
+  uint64_t max_file_bytes;  // 0: the default
+} spillway_export_options;
+spillway_status spillway_engine_export(spillway_engine* engine, const char* directory,
+                                       const spillway_export_options* options);
+spillway_status spillway_export_store(const char* const* paths, size_t count, const char* directory,
+                                      const spillway_export_options* options, uint64_t* step);
+spillway_status spillway_export_snapshot(const char* snapshot, const char* directory,
+                                         const spillway_export_options* options, uint64_t* step);
 
 #ifdef __cplusplus
 }

@@ -15,8 +15,8 @@ from .blocks import Block, find_blocks, forward_order
 from .export import export
 from .layout import Layout
 from .leases import Leases
-from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report, library,
-                      parse_config, settings_of)
+from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, ExportOptions, LedgerEntry, Line, Options, Report,
+                      SaveOptions, library, parse_config, settings_of)
 from .optimizer import EngineOptimizer
 from .pieces import copying, floats, pieces, values_of
 from .visits import run_in_visits
@@ -24,13 +24,15 @@ from .visits import run_in_visits
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
 UNCOUNTED = re.compile(rb"spillway\.uncounted (-?\d+)\n")  # before the caller's blob in commits and snapshots
 
-StepReport = collections.namedtuple("StepReport", [name for name, _ in Report._fields_])
+StepReport = collections.namedtuple("StepReport", Report.names())
 StepReport.__doc__ = """What step() returns.
 
 `gradient_norm`: before clipping, without `loss_scale`. `seconds`: since the step before. `link`: the slowest of nvme,
 h2d, d2h and compute; `link_percent`: the share of the step that it takes by itself. `stall_seconds`: the device's
 stream had nothing to run; on a CPU PyTorch computes beside it, in the caller's thread, so that its work counts as
-waiting, and `compute` is the engine's alone. `durable_step`: the last one that survives any crash."""
+waiting, and `compute` is the engine's alone. `stalls`: the same by cause, a dict. `visits`, `visit_hits`: of blocks, and
+those that found theirs in HBM; `tile_bytes`, `tile_hit_bytes`: of an update, and what of it stays in memory.
+`durable_step`: the last one that survives any crash."""
 
 
 class _CudaMemory:
@@ -113,16 +115,16 @@ class Engine:
         self._pushed = collections.Counter()
 
     def _create(self, on_existing, snapshot):
-        options = Options(ON_EXISTING.index(on_existing), _path(snapshot), _path(self._trace))
+        options = Options(ON_EXISTING.index(on_existing), 0, _path(snapshot), _path(self._trace))
         model = self._layout.describe(self._library, self._element_bytes)
         try:
             handle = c_void_p()
             self._library.engine_create(self._config, model, byref(options), byref(handle))
         finally:
             self._library.model_destroy(model)
-        self._handle, self._streams = handle, {}
+        self._handle, self._streams, self._process = handle, {}, os.getpid()  # a fork has none of its threads
         # Also when the engine is forgotten, and when the interpreter ends.
-        self._finalizer = weakref.finalize(self, _destroy, self._library, handle, self._streams, os.getpid())
+        self._finalizer = weakref.finalize(self, _destroy, self._library, handle, self._streams, self._process)
         self.on_cuda = self._library.engine_device(handle) == 1
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
         size = c_uint64()
@@ -242,7 +244,8 @@ class Engine:
                 place.zero_()
             else:
                 place.copy_(gradient.reshape(-1))
-            self._library.engine_push_gradient(self._open(), owner, index, place.data_ptr(), self._type, stream)
+            self._library.engine_push_gradient(self._open(), owner, index, place.data_ptr(), parameter.numel(),
+                                               self._type, stream)
             self._pushed[owner, index] += 1
             used += -(-size // 2048) * 2048  # where the next one is aligned as weights are
         if not self.on_cuda:
@@ -335,8 +338,7 @@ class Engine:
 
     def _end_step(self, report):
         self._begin_step()
-        values = {name: getattr(report, name) for name, _ in Report._fields_}
-        report = StepReport(**{**values, "skipped": bool(report.skipped), "link": report.link.decode()})
+        report = StepReport(**report.values())
         self.optimizer.after_step(report)
         return report
 
@@ -426,7 +428,7 @@ class Engine:
 
     def save(self, directory, replace=False):
         """A snapshot: weights, states, step and blob, from which any run of the model can begin."""
-        self._library.engine_save(self._open(), _path(directory), replace)
+        self._library.engine_save(self._open(), _path(directory), byref(SaveOptions(replace)))
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights, and persistent buffers, as safetensors with the model's config.json: what from_pretrained()
@@ -439,7 +441,8 @@ class Engine:
 
     def export_weights(self, directory, dtype, replace):
         """The weights alone, under the names that they have in memory."""
-        self._library.engine_export(self._open(), _path(directory), DTYPES.index(dtype), replace)
+        options = ExportOptions(DTYPES.index(dtype), replace)
+        self._library.engine_export(self._open(), _path(directory), byref(options))
 
     def close(self):
         """Makes the last finished step durable and gives everything back, also when it raises what went wrong with
@@ -448,7 +451,8 @@ class Engine:
             return
         self._refuse_held()
         try:
-            self._library.engine_flush(self._handle)
+            if os.getpid() == self._process:
+                self._library.engine_flush(self._handle)
         finally:
             self._end()
 
@@ -487,7 +491,7 @@ def _storage(tensor):
 
 
 def _destroy(library, handle, streams, process):
-    if os.getpid() != process:  # a fork has none of the engine's threads
+    if os.getpid() != process:
         return
     if log.saying():  # the garbage collector came by in a message: an engine's thread cannot wait for its own end
         threading.Thread(target=_destroy, args=(library, handle, streams, process)).start()

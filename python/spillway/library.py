@@ -20,6 +20,7 @@ CODES = ("ok", "invalid_argument", "not_found", "exists", "does_not_fit", "busy"
 FORWARD, BACKWARD = 0, 1
 ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
+STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other")
 HINTS = (  # as the library says it, and in Python's words
     ("say how many steps the run has, or write the number", "write the number"),
     ("with --tag", "with tag="),
@@ -37,18 +38,48 @@ class Error(RuntimeError):
         self.code = code
 
 
-class Options(ctypes.Structure):
-    _fields_ = [("on_existing", c_int), ("snapshot", c_char_p), ("trace", c_char_p)]
+class Sized(ctypes.Structure):
+    """A struct that says how long it is."""
+
+    def __init__(self, *values, **named):
+        super().__init__(ctypes.sizeof(type(self)), *values, **named)
 
 
-class Report(ctypes.Structure):
-    _fields_ = [(name, c_uint64) for name in ("step", "durable_step")] + \
+class Options(Sized):
+    _fields_ = [("struct_size", c_size_t), ("on_existing", c_int), ("poison_released", c_int), ("snapshot", c_char_p),
+                ("trace", c_char_p), ("trace_spans", c_uint64)]
+
+
+class Report(Sized):
+    _fields_ = [("struct_size", c_size_t)] + \
+               [(name, c_uint64) for name in ("step", "durable_step")] + \
                [(name, c_double) for name in ("gradient_norm", "learning_rate", "seconds", "stall_seconds",
                                               "link_percent", "loss_scale")] + \
-               [("skipped", c_int)] + \
+               [("skipped", c_int), ("taken_back", c_int)] + \
                [(name, c_uint64) for name in ("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes",
                                               "unplanned_visits")] + \
-               [("link", c_char * 16)]
+               [("link", c_char * 16), ("adam_seconds", c_double)] + \
+               [(name, c_uint64) for name in ("visits", "visit_hits", "tile_bytes", "tile_hit_bytes",
+                                              "speculative_blocks")] + \
+               [("stalls", c_double * 16)]
+
+    @classmethod
+    def names(cls):
+        return [name for name, _ in cls._fields_ if name != "struct_size"]
+
+    def values(self):
+        """By name, as Python has them."""
+        found = {name: getattr(self, name) for name in self.names()}
+        return {**found, "skipped": bool(self.skipped), "taken_back": bool(self.taken_back),
+                "link": self.link.decode(), "stalls": dict(zip(STALLS, self.stalls))}
+
+
+class SaveOptions(Sized):
+    _fields_ = [("struct_size", c_size_t), ("replace", c_int), ("max_file_bytes", c_uint64)]
+
+
+class ExportOptions(Sized):
+    _fields_ = [("struct_size", c_size_t), ("dtype", c_int), ("replace", c_int), ("max_file_bytes", c_uint64)]
 
 
 LogSink = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
@@ -57,14 +88,18 @@ LedgerEntry = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p, c_uint64)
 Weights = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, c_uint32, c_uint64, POINTER(c_float), c_uint64)
 
 
-class ImportOptions(ctypes.Structure):
-    _fields_ = [("tag", c_char_p), ("weights", POINTER(c_int)), ("unverified", c_int), ("frozen", Weights),
-                ("frozen_user", c_void_p)]
+Progress = ctypes.CFUNCTYPE(None, c_void_p, c_uint64, c_uint64)
+
+
+class ImportOptions(Sized):
+    _fields_ = [("struct_size", c_size_t), ("tag", c_char_p), ("weights", POINTER(c_int)), ("unverified", c_int), ("frozen", Weights),
+                ("frozen_user", c_void_p), ("max_file_bytes", c_uint64), ("progress", Progress),
+                ("progress_user", c_void_p)]
 
 
 _STATUS = {  # functions that can fail
     "config_parse": [c_char_p, c_char_p, POINTER(c_void_p)],
-    "config_parse_with": [c_char_p, c_char_p, c_char_p, c_char_p, POINTER(c_void_p)],
+    "config_parse_with": [c_char_p, c_char_p, c_char_p, c_char_p, c_void_p, POINTER(c_void_p)],
     "model_add_block": [c_void_p, c_char_p],
     "model_add_visit": [c_void_p, c_uint32, c_int],
     "model_attach": [c_void_p, c_char_p, c_char_p],
@@ -76,13 +111,16 @@ _STATUS = {  # functions that can fail
     "engine_adopt_stream": [c_void_p, c_void_p, POINTER(c_void_p)],
     "stream_synchronize": [c_void_p, c_void_p],
     "engine_acquire": [c_void_p, c_uint32, c_int, c_void_p, POINTER(c_void_p)],
-    "engine_push_gradient": [c_void_p, c_uint32, c_uint32, c_void_p, c_int, c_void_p],
+    "engine_push_gradient": [c_void_p, c_uint32, c_uint32, c_void_p, c_uint64, c_int, c_void_p],
     "engine_set_learning_rate": [c_void_p, c_double],
     "engine_step": [c_void_p, c_char_p, c_size_t, POINTER(Report)],
     "engine_discard_step": [c_void_p],
     "engine_flush": [c_void_p],
-    "engine_save": [c_void_p, c_char_p, c_int],
-    "engine_export": [c_void_p, c_char_p, c_int, c_int],
+    "engine_save": [c_void_p, c_char_p, POINTER(SaveOptions)],
+    "engine_export": [c_void_p, c_char_p, POINTER(ExportOptions)],
+    "engine_describe": [c_void_p, Line, c_void_p],
+    "engine_ledger": [c_void_p, LedgerEntry, c_void_p],
+    "model_set_workspace": [c_void_p, c_uint64],
 }
 _VALUE = {  # result, arguments
     "error_message": (c_char_p, []),
@@ -91,23 +129,20 @@ _VALUE = {  # result, arguments
     "config_micro_batch": (c_uint32, [c_void_p]),
     "config_gradient_accumulation": (c_uint32, [c_void_p]),
     "config_settings": (c_char_p, [c_void_p]),
-    "config_destroy": (None, [c_void_p]),
+    "config_destroy": (c_int, [c_void_p]),
     "model_create": (c_void_p, []),
-    "model_set_workspace": (None, [c_void_p, c_uint64]),
-    "model_destroy": (None, [c_void_p]),
-    "engine_destroy": (None, [c_void_p]),
+    "model_destroy": (c_int, [c_void_p]),
+    "engine_destroy": (c_int, [c_void_p]),
     "engine_current_step": (c_uint64, [c_void_p]),
     "engine_loss_scale": (c_double, [c_void_p]),
     "engine_next_learning_rate": (c_double, [c_void_p]),
     "engine_device": (c_int, [c_void_p]),
     "engine_blob": (c_size_t, [c_void_p, c_char_p, c_size_t]),
-    "engine_describe": (None, [c_void_p, Line, c_void_p]),
-    "engine_ledger": (None, [c_void_p, LedgerEntry, c_void_p]),
     "engine_predicted_step_seconds": (c_double, [c_void_p]),
     "engine_workspace": (c_void_p, [c_void_p, POINTER(c_uint64)]),
-    "stream_destroy": (None, [c_void_p]),
+    "stream_destroy": (c_int, [c_void_p]),
     "lease_weight": (c_void_p, [c_void_p, c_uint32]),
-    "lease_release": (None, [c_void_p]),
+    "lease_release": (c_int, [c_void_p]),
 }
 
 
@@ -194,7 +229,7 @@ def parse_config(config, aio=None):
     if aio is None:
         library().config_parse(*texts, ctypes.byref(parsed))
     else:
-        library().config_parse_with(*texts, *_text(aio, "aio"), ctypes.byref(parsed))
+        library().config_parse_with(*texts, *_text(aio, "aio"), None, ctypes.byref(parsed))
     return parsed
 
 

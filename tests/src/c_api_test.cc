@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
 #include <filesystem>
 #include <string>
 #include <thread>
@@ -19,6 +22,13 @@ using ::testing::HasSubstr;
 constexpr const char* kConfig = R"({"train_batch_size": 1, "gradient_clipping": 0})";
 constexpr uint64_t kShape[] = {8, 4};
 
+template <typename Struct>
+Struct sized() {
+  Struct made = {};
+  made.struct_size = sizeof made;
+  return made;
+}
+
 struct CApi : ::testing::Test {
   void SetUp() override {
     ASSERT_EQ(SPILLWAY_OK, spillway_config_parse(kConfig, "test", &config));
@@ -32,6 +42,12 @@ struct CApi : ::testing::Test {
     spillway_config_destroy(config);
   }
   void create() { ASSERT_EQ(SPILLWAY_OK, spillway_engine_create(config, model, nullptr, &engine)); }
+  void import_zeros() {
+    const auto zeros = [](void*, uint32_t, uint32_t, uint64_t, float* out, uint64_t count) {
+      return std::fill_n(out, count, 0.f), 0;
+    };
+    ASSERT_EQ(SPILLWAY_OK, spillway_engine_import_weights(engine, zeros, nullptr));
+  }
 
   spillway_config* config = nullptr;
   spillway_model* model = spillway_model_create();
@@ -52,20 +68,24 @@ TEST_F(CApi, WhatIsMissingIsNamed) {
   EXPECT_REFUSED(spillway_model_add_parameter(model, 0, "b", nullptr, 2, 1, 1), "b: is null");
   EXPECT_REFUSED(spillway_model_add_parameter(model, 7, "b", kShape, 2, 1, 1), "b: there is no block 7");
   create();
+  EXPECT_REFUSED(spillway_engine_describe(engine, nullptr, nullptr), "line: is null");
+  EXPECT_REFUSED(spillway_engine_step(engine, nullptr, 4, nullptr), "blob: is null");
+  EXPECT_REFUSED(spillway_engine_acquire(engine, 0, SPILLWAY_FORWARD, nullptr, nullptr), "lease: is null");
   EXPECT_REFUSED(spillway_engine_import_weights(engine, nullptr, nullptr), "source: is null");
   EXPECT_EQ(SPILLWAY_OK, spillway_engine_discard_step(engine)) << "none is under way";
   EXPECT_EQ(SPILLWAY_OK, spillway_engine_set_learning_rate(engine, 1e-4));
   EXPECT_REFUSED(spillway_engine_set_learning_rate(engine, -1), "-1 is no learning rate");
-  EXPECT_REFUSED(spillway_engine_export(engine, nullptr, SPILLWAY_FLOAT32, 0), "directory: is null");
+  EXPECT_REFUSED(spillway_engine_export(engine, nullptr, nullptr), "directory: is null");
 }
 
 TEST_F(CApi, ASecondTextGoesOverAConfiguration) {
   constexpr const char* kTuned = R"({"aio": {"block_size": 65536}, "spillway": {"threads": 0.5}})";
   spillway_config* tuned = nullptr;
-  EXPECT_REFUSED(spillway_config_parse_with(kConfig, "test", kTuned, "tuned", &tuned), "tuned:1:");
-  EXPECT_REFUSED(spillway_config_parse_with(kConfig, "test", nullptr, "tuned", &tuned), "overlay: is null");
+  EXPECT_REFUSED(spillway_config_parse_with(kConfig, "test", kTuned, "tuned", nullptr, &tuned), "tuned:1:");
+  EXPECT_REFUSED(spillway_config_parse_with(kConfig, "test", kTuned, nullptr, nullptr, &tuned),
+                 "overlay_name: is null");
   constexpr const char* kDepth = R"({"aio": {"block_size": 65536, "queue_depth": 4}})";
-  ASSERT_EQ(SPILLWAY_OK, spillway_config_parse_with(kConfig, "test", kDepth, "tuned", &tuned));
+  ASSERT_EQ(SPILLWAY_OK, spillway_config_parse_with(kConfig, "test", kDepth, "tuned", nullptr, &tuned));
   std::swap(config, tuned);
   spillway_config_destroy(tuned);
   create();
@@ -92,17 +112,15 @@ TEST_F(CApi, DestroyingAnEngineKeepsItsLastStep) {
   spillway_config_destroy(std::exchange(config, nullptr));
   ASSERT_EQ(SPILLWAY_OK, spillway_config_parse(seldom.c_str(), "test", &config));
   create();
-  const auto zeros = [](void*, uint32_t, uint32_t, uint64_t, float* out, uint64_t count) {
-    return std::fill_n(out, count, 0.f), 0;
-  };
-  ASSERT_EQ(SPILLWAY_OK, spillway_engine_import_weights(engine, zeros, nullptr));
+  import_zeros();
   void* gradient = spillway_engine_workspace(engine, nullptr);
   for (int step = 1; step <= 2; ++step) {
-    ASSERT_EQ(SPILLWAY_OK, spillway_engine_push_gradient(engine, 0, 0, gradient, SPILLWAY_FLOAT32, nullptr));
+    ASSERT_EQ(SPILLWAY_OK, spillway_engine_push_gradient(engine, 0, 0, gradient, 32, SPILLWAY_FLOAT32, nullptr));
     ASSERT_EQ(SPILLWAY_OK, spillway_engine_step(engine, "two", 3, nullptr)) << spillway_error_message();
   }
   spillway_engine_destroy(std::exchange(engine, nullptr));
-  const spillway_options resume = {SPILLWAY_RESUME, nullptr, nullptr};
+  auto resume = sized<spillway_options>();
+  resume.on_existing = SPILLWAY_RESUME;
   ASSERT_EQ(SPILLWAY_OK, spillway_engine_create(config, model, &resume, &engine)) << spillway_error_message();
   EXPECT_EQ(2u, spillway_engine_current_step(engine));
   EXPECT_EQ(3u, spillway_engine_blob(engine, nullptr, 0));
@@ -110,7 +128,8 @@ TEST_F(CApi, DestroyingAnEngineKeepsItsLastStep) {
 
 TEST_F(CApi, NumbersThatNoEnumerationHasAreRefused) {
   EXPECT_REFUSED(spillway_model_add_visit(model, 0, 7), "spillway_pass: no such value: 7");
-  spillway_options options = {3, nullptr, nullptr};
+  auto options = sized<spillway_options>();
+  options.on_existing = 3;
   EXPECT_REFUSED(spillway_engine_create(config, model, &options, &engine), "spillway_on_existing: no such value: 3");
   create();
   spillway_lease* lease = nullptr;
@@ -129,7 +148,9 @@ TEST_F(CApi, AnImportThatCannotBeMadeLeavesNothing) {
   EXPECT_REFUSED(import(nullptr, to.c_str(), nullptr), "directory: is null");
   EXPECT_REFUSED(import(from.c_str(), nullptr, nullptr), "snapshot: is null");
   const spillway_dtype none = 3;
-  spillway_import_options options = {"tag", &none, 0, nullptr, nullptr};
+  auto options = sized<spillway_import_options>();
+  options.tag = "tag";
+  options.weights = &none;
   EXPECT_REFUSED(import(from.c_str(), to.c_str(), &options), "spillway_dtype: no such value: 3");
   options.weights = nullptr;
   EXPECT_EQ(SPILLWAY_NOT_FOUND, import(from.c_str(), to.c_str(), &options));
@@ -137,6 +158,206 @@ TEST_F(CApi, AnImportThatCannotBeMadeLeavesNothing) {
   EXPECT_EQ(SPILLWAY_NOT_FOUND, import(from.c_str(), to.c_str(), nullptr));
   EXPECT_THAT(spillway_error_message(), HasSubstr("it has no file `latest`"));
   EXPECT_EQ(1, std::distance(std::filesystem::directory_iterator(folder), {}));
+}
+
+TEST_F(CApi, HandlesThatAreNoneAreAnswered) {
+  create();
+  import_zeros();
+  spillway_lease* lease = nullptr;
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_acquire(engine, 0, SPILLWAY_FORWARD, nullptr, &lease));
+  spillway_config* const dead_config = std::exchange(config, nullptr);
+  spillway_model* const dead_model = std::exchange(model, nullptr);
+  spillway_engine* const dead_engine = std::exchange(engine, nullptr);
+  EXPECT_EQ(SPILLWAY_OK, spillway_config_destroy(dead_config));
+  EXPECT_EQ(SPILLWAY_OK, spillway_model_destroy(dead_model));
+  EXPECT_EQ(SPILLWAY_OK, spillway_engine_destroy(dead_engine)) << "with a lease that is held";
+  int32_t number = 0;
+  spillway_engine* made = nullptr;
+  // Null, given back, and of another kind or none.
+  const auto engines = {static_cast<spillway_engine*>(nullptr), dead_engine,
+                        reinterpret_cast<spillway_engine*>(dead_config), reinterpret_cast<spillway_engine*>(&number)};
+  for (spillway_engine* none : engines) {
+    uint64_t bytes = 0;
+    EXPECT_REFUSED(spillway_engine_flush(none), "spillway_engine: is n");
+    EXPECT_REFUSED(spillway_engine_step(none, nullptr, 0, nullptr), "spillway_engine: is n");
+    EXPECT_REFUSED(spillway_engine_acquire(none, 0, SPILLWAY_FORWARD, nullptr, &lease), "spillway_engine: is n");
+    EXPECT_REFUSED(spillway_stream_synchronize(none, nullptr), "spillway_engine: is n");
+    EXPECT_EQ(0u, spillway_engine_current_step(none));
+    EXPECT_EQ(0u, spillway_engine_blob(none, nullptr, 4));
+    EXPECT_EQ(nullptr, spillway_engine_workspace(none, &bytes));
+    EXPECT_EQ(-1, spillway_engine_device(none));
+    EXPECT_TRUE(std::isnan(spillway_engine_loss_scale(none)));
+    EXPECT_THAT(spillway_error_message(), HasSubstr("spillway_engine: is n"));
+  }
+  EXPECT_REFUSED(spillway_engine_destroy(dead_engine), "spillway_engine: is no handle that lives");
+  EXPECT_REFUSED(spillway_lease_release(lease), "spillway_lease: is no handle that lives");
+  EXPECT_EQ(nullptr, spillway_lease_weight(lease, 0));
+  EXPECT_EQ(nullptr, spillway_lease_weight(nullptr, 0));
+  EXPECT_REFUSED(spillway_config_destroy(dead_config), "spillway_config: is no handle that lives");
+  EXPECT_REFUSED(spillway_model_destroy(dead_model), "spillway_model: is no handle that lives");
+  EXPECT_REFUSED(spillway_model_add_block(dead_model, "b"), "spillway_model: is no handle that lives");
+  EXPECT_REFUSED(spillway_engine_create(dead_config, dead_model, nullptr, &made), "spillway_config: is no handle");
+  EXPECT_REFUSED(spillway_engine_create(nullptr, nullptr, nullptr, &made), "spillway_config: is null");
+  EXPECT_EQ(-1, spillway_config_weights(dead_config));
+  EXPECT_EQ(nullptr, spillway_config_settings(nullptr));
+  for (const auto null_is_fine : {spillway_lease_release(nullptr), spillway_stream_destroy(nullptr),
+                                  spillway_activation_release(nullptr), spillway_engine_destroy(nullptr)}) {
+    EXPECT_EQ(SPILLWAY_OK, null_is_fine);
+  }
+}
+
+TEST_F(CApi, APlaceThatIsGivenAwayAnewIsNotTheOldHandles) {
+  create();
+  import_zeros();
+  spillway_lease *first = nullptr, *second = nullptr;
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_acquire(engine, 0, SPILLWAY_FORWARD, nullptr, &first));
+  EXPECT_REFUSED(spillway_engine_step(engine, nullptr, 0, nullptr), "a lease is still held");
+  EXPECT_EQ(SPILLWAY_OK, spillway_lease_release(first));
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_acquire(engine, 0, SPILLWAY_BACKWARD, nullptr, &second));
+  EXPECT_NE(first, second);
+  EXPECT_REFUSED(spillway_lease_release(first), "spillway_lease: is no handle that lives");
+  EXPECT_EQ(nullptr, spillway_lease_weight(first, 0));
+  EXPECT_NE(nullptr, spillway_lease_weight(second, 0));
+  EXPECT_EQ(nullptr, spillway_lease_weight(second, 1));
+  EXPECT_THAT(spillway_error_message(), HasSubstr("block a: there is no parameter 1"));
+  EXPECT_EQ(SPILLWAY_OK, spillway_lease_release(second));
+}
+
+TEST_F(CApi, ASecondThreadAtTheSameTimeIsAnswered) {
+  create();
+  import_zeros();
+  struct Seen {
+    spillway_engine* engine;
+    spillway_lease* lease;
+    std::thread releasing;
+  } seen{engine, nullptr, {}};
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_acquire(engine, 0, SPILLWAY_FORWARD, nullptr, &seen.lease));
+  const auto sink = [](void* user, uint32_t, uint32_t, uint64_t, const float*, uint64_t) {
+    Seen& all = *static_cast<Seen*>(user);
+    EXPECT_REFUSED(spillway_engine_flush(all.engine), "spillway_engine_flush: was called from inside of another call");
+    EXPECT_REFUSED(spillway_engine_destroy(all.engine), "was called from inside of another call");
+    EXPECT_EQ(0u, spillway_engine_current_step(all.engine));
+    std::thread([&all] {
+      EXPECT_EQ(SPILLWAY_BUSY, spillway_engine_flush(all.engine));
+      EXPECT_THAT(spillway_error_message(), HasSubstr("spillway_engine_flush: was called while another thread's call"));
+      EXPECT_EQ(SPILLWAY_BUSY, spillway_engine_destroy(all.engine));
+      EXPECT_EQ(nullptr, spillway_lease_weight(all.lease, 0));
+      EXPECT_TRUE(std::isnan(spillway_engine_loss_scale(all.engine)));
+    }).join();
+    all.releasing = std::thread([&all] { EXPECT_EQ(SPILLWAY_OK, spillway_lease_release(all.lease)); });
+    return 0;
+  };
+  EXPECT_EQ(SPILLWAY_OK, spillway_engine_export_weights(engine, 1, sink, &seen));
+  seen.releasing.join();
+  void* gradient = spillway_engine_workspace(engine, nullptr);
+  EXPECT_EQ(SPILLWAY_OK, spillway_engine_push_gradient(engine, 0, 0, gradient, 32, SPILLWAY_FLOAT32, nullptr));
+  EXPECT_EQ(SPILLWAY_OK, spillway_engine_step(engine, nullptr, 0, nullptr)) << "nothing is held";
+}
+
+TEST_F(CApi, StructsOfOtherVersionsAreUnderstood) {
+  spillway_options options = {};
+  EXPECT_REFUSED(spillway_engine_create(config, model, &options, &engine), "spillway_options: its struct_size is 0");
+  struct {
+    spillway_options known;
+    uint64_t more;
+  } later = {{}, 1};
+  later.known.struct_size = sizeof later;
+  EXPECT_EQ(SPILLWAY_UNSUPPORTED, spillway_engine_create(config, model, &later.known, &engine));
+  EXPECT_THAT(spillway_error_message(), HasSubstr("says something that this version of the library does not know"));
+  later.more = 0;
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_create(config, model, &later.known, &engine)) << spillway_error_message();
+  import_zeros();
+  const auto step = [&](spillway_step_report* report) {
+    void* gradient = spillway_engine_workspace(engine, nullptr);
+    EXPECT_EQ(SPILLWAY_OK, spillway_engine_push_gradient(engine, 0, 0, gradient, 32, SPILLWAY_FLOAT32, nullptr));
+    return spillway_engine_step(engine, nullptr, 0, report);
+  };
+  spillway_step_report report = {};
+  EXPECT_REFUSED(step(&report), "spillway_step_report: its struct_size is 0");
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_discard_step(engine)) << "the step was not made";
+  std::memset(&report, 0x5a, sizeof report);
+  report.struct_size = offsetof(spillway_step_report, gradient_norm);  // a header that ends there
+  EXPECT_EQ(SPILLWAY_OK, step(&report));
+  EXPECT_EQ(1u, report.step);
+  double untouched = 0;
+  std::memset(&untouched, 0x5a, sizeof untouched);
+  EXPECT_EQ(untouched, report.gradient_norm);
+  struct {
+    spillway_step_report known;
+    uint64_t more;
+  } longer = {{}, 7};
+  longer.known.struct_size = sizeof longer;
+  EXPECT_EQ(SPILLWAY_OK, step(&longer.known));
+  EXPECT_EQ(2u, longer.known.step);
+  EXPECT_EQ(0u, longer.more);
+  EXPECT_EQ(uint32_t{SPILLWAY_API_VERSION}, spillway_api_version());
+}
+
+// A forward visit writes an activation, the insides and a gradient, all of it on the stream.
+TEST_F(CApi, ActivationsInsidesAndWorkReachTheCaller) {
+  ASSERT_EQ(SPILLWAY_OK, spillway_model_set_insides(model, 0, 4096));
+  EXPECT_REFUSED(spillway_model_set_insides(model, 1, 4096), "there is no block 1");
+  ASSERT_EQ(SPILLWAY_OK, spillway_model_set_micro_batches(model, 2));
+  ASSERT_EQ(SPILLWAY_OK, spillway_model_add_activation(model, 32 * sizeof(float)));
+  EXPECT_REFUSED(spillway_model_add_activation_use(model, 0, 3, 0), "spillway_access: no such value: 3");
+  ASSERT_EQ(SPILLWAY_OK, spillway_model_accept_dtype(model, SPILLWAY_FLOAT32));
+  create();
+  import_zeros();
+  uint64_t bytes = 0;
+  int32_t kept = -1;
+  void* const insides = spillway_engine_insides(engine, 0, &bytes, &kept);
+  EXPECT_NE(nullptr, insides);
+  EXPECT_EQ(kept == 1 ? 8192u : 4096u, bytes);
+  EXPECT_EQ(1, spillway_engine_in_hbm(engine, insides, bytes));
+  EXPECT_EQ(0, spillway_engine_in_hbm(engine, &bytes, sizeof bytes));
+  EXPECT_EQ(nullptr, spillway_engine_insides(engine, 1, &bytes, &kept));
+  EXPECT_EQ(0u, spillway_engine_budget(engine, 3));
+  EXPECT_GE(spillway_engine_budget(engine, SPILLWAY_HBM), bytes);
+
+  spillway_activation* activation = nullptr;
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_acquire_activation(engine, 0, SPILLWAY_WRITE, nullptr, &activation));
+  EXPECT_REFUSED(spillway_engine_acquire_activation(engine, 7, SPILLWAY_WRITE, nullptr, &activation), "activation");
+  auto* const data = static_cast<float*>(spillway_activation_data(activation));
+  EXPECT_REFUSED(spillway_stream_launch(engine, nullptr, nullptr, nullptr), "work: is null");
+  const auto fill = [](void* user, spillway_workers* workers) {
+    EXPECT_GE(spillway_workers_threads(workers), 1u);
+    spillway_workers_parallel_for(
+        workers, 32, [](void* to, size_t i) { static_cast<float*>(to)[i] = static_cast<float>(i == 3); }, user);
+  };
+  ASSERT_EQ(SPILLWAY_OK, spillway_stream_launch(engine, nullptr, fill, data));
+  EXPECT_REFUSED(spillway_engine_push_gradient(engine, 0, 0, data, 31, SPILLWAY_FLOAT32, nullptr), "has 31 elements");
+  EXPECT_REFUSED(spillway_engine_push_gradient(engine, 0, 0, data + 1, 0, SPILLWAY_FLOAT32, nullptr),
+                 "do not lie in memory that the engine has lent");
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_push_gradient(engine, 0, 0, data, 32, SPILLWAY_FLOAT32, nullptr));
+  EXPECT_EQ(SPILLWAY_OK, spillway_activation_release(activation));
+  EXPECT_EQ(nullptr, spillway_activation_data(activation));
+  auto report = sized<spillway_step_report>();
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_step(engine, nullptr, 0, &report)) << spillway_error_message();
+  EXPECT_EQ(1, report.gradient_norm);
+  double stalls = 0;
+  for (const double seconds : report.stalls) stalls += seconds;
+  EXPECT_DOUBLE_EQ(report.stall_seconds, stalls);
+
+  const spillway::TempDirectory folder;
+  const std::string snapshot = folder.path() / "snapshot", exported = folder.path() / "model";
+  auto facts = sized<spillway_snapshot_facts>();
+  EXPECT_EQ(SPILLWAY_NOT_FOUND, spillway_find_snapshot(snapshot.c_str(), &facts));
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_begin_save(engine, snapshot.c_str(), nullptr));
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_finish_save(engine));
+  EXPECT_EQ(SPILLWAY_OK, spillway_find_snapshot(snapshot.c_str(), &facts));
+  EXPECT_EQ(1u, facts.step);
+  uint64_t step = 0;
+  EXPECT_EQ(SPILLWAY_OK, spillway_export_snapshot(snapshot.c_str(), exported.c_str(), nullptr, &step));
+  EXPECT_EQ(1u, step);
+  EXPECT_EQ(SPILLWAY_OK, spillway_remove_snapshot(snapshot.c_str()));
+}
+
+TEST_F(CApi, ATypeThatTheProgramDoesNotHandleIsRefused) {
+  ASSERT_EQ(SPILLWAY_OK, spillway_model_accept_dtype(model, SPILLWAY_BFLOAT16));
+  EXPECT_EQ(SPILLWAY_UNSUPPORTED, spillway_engine_create(config, model, nullptr, &engine));
+  EXPECT_THAT(spillway_error_message(), HasSubstr("the program handles bf16 alone"));
+  ASSERT_EQ(SPILLWAY_OK, spillway_model_accept_dtype(model, SPILLWAY_FLOAT32));
+  create();
 }
 
 TEST_F(CApi, AFunctionOfTheCallersThatFailsEndsTheImport) {
