@@ -30,9 +30,8 @@ StepReport.__doc__ = """What step() returns.
 `gradient_norm`: before clipping, without `loss_scale`. `seconds`: since the step before. `link`: the slowest of nvme,
 h2d, d2h and compute; `link_percent`: the share of the step that it takes by itself. `stall_seconds`: the device's
 stream had nothing to run; on a CPU PyTorch computes beside it, in the caller's thread, so that its work counts as
-waiting, and `compute` is the engine's alone. `stalls`: the same by cause, a dict. `visits`, `visit_hits`: of blocks, and
-those that found theirs in HBM; `tile_bytes`, `tile_hit_bytes`: of an update, and what of it stays in memory.
-`durable_step`: the last one that survives any crash."""
+waiting, and `compute` is the engine's alone. `stalls`: the same by cause. `visit_hits`: visits that found their block
+in HBM; `tile_hit_bytes`: of an update, in memory. `durable_step`: the last one that survives any crash."""
 
 
 class _CudaMemory:
@@ -470,11 +469,7 @@ class Engine:
         return self
 
     def __exit__(self, kind, *_):
-        """Behind an exception, what goes wrong is a message: the exception counts."""
-        if kind is None or self._held:
-            self.close()
-        else:
-            self._end()
+        self.close() if kind is None or self._held else self._end()  # the exception counts
 
     def _open(self):
         """The handle of an engine that can be asked for things."""

@@ -92,9 +92,9 @@ Progress = ctypes.CFUNCTYPE(None, c_void_p, c_uint64, c_uint64)
 
 
 class ImportOptions(Sized):
-    _fields_ = [("struct_size", c_size_t), ("tag", c_char_p), ("weights", POINTER(c_int)), ("unverified", c_int), ("frozen", Weights),
-                ("frozen_user", c_void_p), ("max_file_bytes", c_uint64), ("progress", Progress),
-                ("progress_user", c_void_p)]
+    _fields_ = [("struct_size", c_size_t), ("tag", c_char_p), ("weights", POINTER(c_int)), ("unverified", c_int),
+                ("frozen", Weights), ("frozen_user", c_void_p), ("max_file_bytes", c_uint64),
+                ("progress", Progress), ("progress_user", c_void_p)]
 
 
 _STATUS = {  # functions that can fail

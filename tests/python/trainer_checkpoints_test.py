@@ -1,4 +1,5 @@
 """What a trainer can go on from, and what it says where there is nothing."""
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,15 @@ import spillway
 
 
 class Checkpoints(trainer_test.Case):
+    def test_TheLastStepIsDurable(self):
+        trainer = self.trainer(configuration=self.configuration(spillway={"commit_every": 100}))
+        trainer.train()
+        shutil.copytree(self.folder / "store", self.folder / "copy")  # as a crash would find it
+        planned = json.loads(json.dumps(trainer._planned).replace(str(self.folder / "store"),
+                                                                  str(self.folder / "copy")))
+        again = self.engine(trainer_test.model(), planned, on_existing="resume")
+        self.assertEqual(trainer.state.global_step, again.current_step)
+
     def test_WhatIsNoCheckpoint(self):
         trainer = self.trainer(save_strategy="steps", save_steps=1, save_only_model=True, max_steps=1)
         trainer.train()

@@ -29,8 +29,7 @@ int main(int, char** argv) {  // ds_config.json, directory for the trained weigh
       stream.launch([=](HostWorkers&) { std::copy_n(weight, 512 * 300, gradient); });  // the gradient of |w|² / 2
       engine->push_gradient({.block = block, .parameter = 0, .data = gradient}, stream);
     }
-    const StepReport report = engine->step();
-    std::printf("step %d: gradient norm %.3f\n", step, report.gradient_norm);
+    std::printf("step %d: gradient norm %.3f\n", step, engine->step().gradient_norm);
   }
   export_model(*engine, model, argv[2], {.replace = true});
 }
