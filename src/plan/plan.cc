@@ -19,7 +19,7 @@ namespace {
 class Planner {
  public:
   Planner(const Config& config, const ModelDescription& model, unsigned nodes)
-      : draft_{config, model, nodes, {}}, config_(config), model_(model), plan_(draft_.plan) {}
+      : draft_{config, model, nodes, {}}, config_(config), model_(model), plan_(draft_.plan), trains_(trains(model)) {}
 
   Plan run() {
     prepare();
@@ -39,7 +39,7 @@ class Planner {
     order_visits();
     plan_.has_store = !config_.nvme_paths.empty();
     plan_.slots = config_.commit_every == 0u ? 1 : 2;
-    plan_.gradients_in_hbm = config_.states == Placement::kHbm;
+    plan_.gradients_in_hbm = states() == Placement::kHbm;
     choose_homes();
   }
   Plan hbm_alone() const {
@@ -49,6 +49,13 @@ class Planner {
   }
 
  private:
+  static bool trains(const ModelDescription& model) {
+    return std::ranges::any_of(
+        model.blocks, [](const Block& block) { return std::ranges::any_of(block.parameters, &Parameter::trainable); });
+  }
+  // A model of which nothing is trained has no states: nobody need say where they would lie.
+  Placement states() const { return trains_ ? config_.states : config_.parameters; }
+
   void check_config() const {
     if (config_.tile_elements == 0 || config_.tile_elements % kPartitionUnit != 0) {
       throw Error(Code::kInvalidArgument,
@@ -67,15 +74,16 @@ class Planner {
   }
 
   void check_placements() const {
-    if (config_.states == Placement::kHbm && config_.parameters != Placement::kHbm) {
+    if (states() == Placement::kHbm && config_.parameters != Placement::kHbm) {
       throw Error(Code::kInvalidArgument, {"zero_optimization.offload_param",
                                            "is set while offload_optimizer keeps the optimizer states on the device", 0,
                                            "set offload_optimizer.device to \"cpu\" or \"nvme\" too"});
     }
-    const bool needs_path = config_.states == Placement::kNvme || config_.parameters == Placement::kNvme;
+    const bool needs_path = states() == Placement::kNvme || config_.parameters == Placement::kNvme;
     if (needs_path && config_.nvme_paths.empty()) {
       throw Error(Code::kInvalidArgument, {"nvme_path", "is missing while something is offloaded to nvme", 0,
-                                           "name a directory on the drive in offload_optimizer.nvme_path"});
+                                           std::string("name a directory on the drive in offload_") +
+                                               (trains_ ? "optimizer" : "param") + ".nvme_path"});
     }
     if (config_.nvme_paths.size() > kMostStorePaths) {
       throw Error(Code::kInvalidArgument,
@@ -142,17 +150,17 @@ class Planner {
       return placement == Placement::kHbm ? Home::kHbm : placement == Placement::kHost ? Home::kHost : Home::kNvme;
     };
     for (TilePlace& tile : plan_.tile_places) {
-      tile.home[index_of(Part::kStates)] = home(config_.states);
+      tile.home[index_of(Part::kStates)] = home(states());
       Home& weights = tile.home[index_of(Part::kWeights)];
       weights = home(config_.parameters);
       // The CPU update needs the weights beside the states.
-      if (weights == Home::kHbm && tile.shape.trainable) weights = home(config_.states);
+      if (weights == Home::kHbm && tile.shape.trainable) weights = home(states());
     }
   }
 
   // What an update inside backward overwrote is still there, in the slots of the last commit.
   bool rolls_back() const {
-    return config_.states == Placement::kNvme && config_.parameters == Placement::kNvme &&
+    return states() == Placement::kNvme && config_.parameters == Placement::kNvme &&
            config_.commit_every.value_or(1) == 1 && draft_.nodes <= 1;
   }
 
@@ -211,6 +219,7 @@ class Planner {
   const Config& config_;
   const ModelDescription& model_;
   Plan& plan_;
+  const bool trains_;
 };
 
 }  // namespace

@@ -376,6 +376,23 @@ TEST(Engine, TilesInMemoryAreCommittedByFlushAndResumed) {
   EXPECT_EQ(testing::exported(*engine), expected);
 }
 
+TEST(Engine, WhereNothingIsTrainedNoPlaceForStatesIsNeeded) {
+  ModelDescription frozen = testing::toy_model(3, 500, 1);
+  for (Block& block : frozen.blocks)
+    for (Parameter& parameter : block.parameters) parameter.trainable = false;
+  const TempStore store;
+  for (const Placement weights : {Placement::kNvme, Placement::kHost, Placement::kHbm}) {
+    Config config = testing::toy_config(weights, Placement::kHbm, DType::kFloat32, store.path());
+    auto engine = Engine::create(config, frozen, {.on_existing = OnExisting::kReplace});
+    engine->import_weights(testing::toy_weights());
+    for (std::uint32_t block = 0; block < frozen.blocks.size(); ++block) {
+      const Lease lease = engine->acquire(block, Pass::kForward, engine->stream());
+      engine->stream().synchronize();
+      EXPECT_EQ(static_cast<const float*>(lease.weight(0))[1], 0.1f * testing::mixed(block, 0, 1));
+    }
+  }
+}
+
 // Without clipping most of the model is updated by the time that the NaN comes.
 class NonFinite : public ::testing::TestWithParam<double> {};
 
