@@ -281,9 +281,16 @@ PlannedHits planned_hits(const Plan& plan) {
   return hits;
 }
 
+RecordForm record_form(const Plan& plan) {
+  RecordForm form{.fingerprint = plan.identity.fingerprint, .tiles = plan.tiles.size(), .parameters = 0};
+  for (const BlockPlan& block : plan.blocks) form.parameters += block.partition.parameters.size();
+  return form;
+}
+
 TileStore::Created store_shape(const Plan& plan) {
   TileStore::Created shape;
   for (const TilePlace& tile : plan.tile_places) shape.tiles.push_back(tile.shape);
+  shape.parameters = record_form(plan).parameters;
   shape.slots = plan.slots;
   shape.scratch_bytes = plan.scratch_bytes;
   shape.least_scratch_bytes = plan.spill_bytes + plan.nvme.activations.bytes;
