@@ -108,8 +108,8 @@ class Planner {
       block.partition = partition_block(model_.blocks[b]);
       block.first_tile = static_cast<std::uint32_t>(plan_.tiles.size());
       for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, 0, 1)) {
-        auto groups =
-            range.trainable ? ranges_of(block.partition, plan_.groups.parameter[b], range) : std::vector<GroupRange>{};
+        std::vector<GroupRange> groups;
+        if (range.trainable) ranges_of(block.partition, plan_.groups.parameter[b], range, groups);
         plan_.tiles.push_back({b, range, std::move(groups)});
         plan_.tile_places.push_back({.shape = {.count = range.count,
                                                .type = config_.weights,
