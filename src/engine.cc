@@ -45,7 +45,6 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
   record_.reserve(kBlobCapacity);
   left_ = machinery_.device->create_event();
   updated_ = machinery_.device->create_event();
-  scalars_.reserve(plan_.groups.values.size());
   if (machinery_.resumed) resume();
   if (snapshot_) restore();
 }
@@ -216,8 +215,9 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     turn_to(stream);
     if (!machinery_.gradients->push(gradient, stream)) return;
     if (!plan_.blocks[gradient.block].early && !(committed() && speculation_.take(gradient.block))) return;
-    scalars_of(config_, plan_.groups, next_update(), 1 / loss_scaler_.scale(), scalars_);
-    machinery_.updater->add(gradient.block, scalars_);
+    parameters_.begin_update(next_update(), 1 / loss_scaler_.scale());
+    parameters_.take(gradient.block, machinery_.gradients->brought(gradient.block));
+    machinery_.updater->add(gradient.block, parameters_);
   });
 }
 
@@ -332,9 +332,11 @@ bool StepEngine::begin_update(StepReport& report) {
   double clip = 1;
   if (config_.gradient_clipping > 0) clip = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
   report.taken_back = !machinery_.updater->keep_early(clip == 1);
-  scalars_of(config_, plan_.groups, next_update(), clip / loss_scale, scalars_);
+  parameters_.begin_update(next_update(), clip / loss_scale);
+  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) parameters_.take(b, machinery_.gradients->brought(b));
   updating_ = changed_ = true;
-  machinery_.updater->begin(scalars_);
+  machinery_.updater->begin(parameters_);
+  parameters_.advance();
   loss_scaler_.update(false);
   return clip == 1;
 }
@@ -360,7 +362,7 @@ void StepEngine::commit() {
   machinery_.device->throw_if_failed();
   changed_ = false;
   machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
-                           machinery_.host_region(plan_.host.record));
+                           machinery_.host_region(plan_.host.record), parameters_.counts(updates_made()));
   committed_step_ = step_;
   look_after_store();
 }

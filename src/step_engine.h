@@ -20,6 +20,7 @@
 #include "src/config/loss_scaler.h"
 #include "src/forecast.h"
 #include "src/machinery.h"
+#include "src/parameter_updates.h"
 #include "src/plan/plan.h"
 #include "src/speculation.h"
 #include "src/step_meter.h"
@@ -103,8 +104,9 @@ class StepEngine final : public Engine {
   void look_after_store();
   Error store_is_missing() const;
   void end_save(std::exception_ptr failure);
-  // The number of the update that comes: skipped steps have none.
-  std::uint64_t next_update() const { return step_ - loss_scaler_.skipped() + 1; }
+  // Of the optimizer: skipped steps have none.
+  std::uint64_t updates_made() const { return step_ - loss_scaler_.skipped(); }
+  std::uint64_t next_update() const { return updates_made() + 1; }
   bool begin_update(StepReport& report);
   void resume();
   void restore();
@@ -122,8 +124,8 @@ class StepEngine final : public Engine {
   Forecast forecast_;
   Speculation speculation_;
   std::vector<std::uint32_t> visit_blocks_;
-  std::vector<OptimizerScalars> scalars_;  // of this step, by parameter group
-  std::uint32_t leases_ = 0;               // while weights stay in HBM; places count their own
+  ParameterUpdates parameters_{config_, plan_, model_};
+  std::uint32_t leases_ = 0;  // while weights stay in HBM; places count their own
 
   std::uint64_t step_ = 0, committed_step_ = 0;
   const File* store_missing_ = nullptr;  // when last looked: TileStore::missing()
@@ -160,6 +162,7 @@ auto StepEngine::guarded(Work&& work) {
     }
   } catch (const Error& error) {
     const bool refused = error.code() == Code::kInvalidArgument || error.code() == Code::kDoesNotFit ||
+                         error.code() == Code::kUnsupported ||
                          (error.code() == Code::kNonFinite && !machinery_.updater->overflowed());
     if (!refused) failure_ = error.what();
     throw;

@@ -33,7 +33,8 @@ bool is_possible(const Superblock& block) {
       block.unit_bytes > 0 && block.unit_bytes <= kMostUnitBytes && block.unit_bytes % kExtentAlignment == 0;
   // A tile takes one extent at least.
   const bool space = block.total_bytes <= kMostSpaceBytes && block.description_bytes <= block.total_bytes &&
-                     block.scratch_bytes <= block.total_bytes && block.tiles <= block.total_bytes / kExtentAlignment;
+                     block.scratch_bytes <= block.total_bytes && block.tiles <= block.total_bytes / kExtentAlignment &&
+                     block.parameters <= block.total_bytes / sizeof(std::uint64_t);
   return parts && unit && space && block.slots <= 2;
 }
 

@@ -25,9 +25,17 @@ constexpr const char* kStartAnew = "restore a snapshot, or start over with on_ex
 constexpr double kLockPatienceSeconds = 10;   // the kernel may still finish a killed holder's writes
 constexpr double kGlancePatienceSeconds = 1;  // to tell a store in use from one that merely exists
 
+RecordForm form_of(const TileStore::Created& shape) {
+  return {.fingerprint = shape.identity.fingerprint, .tiles = shape.tiles.size(), .parameters = shape.parameters};
+}
+
+RecordForm form_of(const Superblock& block) {
+  return {.fingerprint = block.fingerprint, .tiles = block.tiles, .parameters = block.parameters};
+}
+
 StoreGeometry geometry_of(const TileStore::Created& shape) {
   return {.description_bytes = align_up(shape.identity.description.size() + 1, kExtentAlignment),
-          .record_bytes = record_bytes(shape.tiles.size()),
+          .record_bytes = record_bytes(form_of(shape)),
           .scratch_bytes = shape.scratch_bytes,
           .slots = shape.slots};
 }
@@ -83,15 +91,19 @@ std::uint64_t TileStore::file_bytes(const std::filesystem::path& directory) {
 bool TileStore::exists(const StorePaths& paths) { return StoreFiles::exist(paths.directories); }
 
 TileStore::TileStore(StoreFiles files, const Created& shape, StoreLayout layout)
-    : files_(std::move(files)),
-      fingerprint_(shape.identity.fingerprint),
-      slots_(shape.slots),
-      layout_(std::move(layout)) {
+    : files_(std::move(files)), form_(form_of(shape)), slots_(shape.slots), layout_(std::move(layout)) {
   committed_.tiles.resize(shape.tiles.size());
-  committed_.blob.reserve(kBlobCapacity);
-  next_ = committed_;
-  next_.blob.reserve(kBlobCapacity);
+  make_room();
   written_.resize(shape.tiles.size());
+}
+
+// No commit allocates.
+void TileStore::make_room() {
+  for (Manifest* manifest : {&committed_, &next_}) {
+    if (manifest == &next_) next_ = committed_;
+    manifest->update_counts.reserve(form_.parameters);
+    manifest->blob.reserve(kBlobCapacity);
+  }
 }
 
 std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Created& shape, bool replace,
@@ -154,8 +166,9 @@ void TileStore::write_description(const Created& shape) {
   }
   Superblock block{};
   block.slots = slots_;
-  block.fingerprint = fingerprint_;
-  block.tiles = shape.tiles.size();
+  block.fingerprint = form_.fingerprint;
+  block.tiles = form_.tiles;
+  block.parameters = form_.parameters;
   block.description_bytes = text.size();
   block.total_bytes = layout_.total_bytes;
   block.scratch_bytes = shape.scratch_bytes;
@@ -226,7 +239,7 @@ std::unique_ptr<TileStore> TileStore::open_to_read(const StorePaths& paths, cons
 void TileStore::rewrite_record() {
   if (std::ranges::all_of(files_.files(), &File::direct)) return;
   AlignedBuffer record(commit_buffer_bytes());
-  encode_record(committed_, fingerprint_, record.bytes());
+  encode_record(committed_, form_, record.bytes());
   for (std::uint64_t copy : layout_.record_offset[committed_.sequence % 2]) {
     files_.write_at(copy, record.bytes());
     files_.sync();  // one after the other: whatever a crash leaves, one of them is whole
@@ -249,8 +262,9 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape
       files, layout, *choice.older,
       {.bad = [&](const BadBytes& bad) { throw bad_bytes_error(bad, shape.name_of, hint); }, .progress = progress});
   choice.older->sequence = choice.manifest->sequence + 1;
-  AlignedBuffer buffer(record_bytes(layout.tiles.size()));
-  encode_record(*choice.older, files.superblock().fingerprint, buffer.bytes());
+  const RecordForm form = form_of(files.superblock());
+  AlignedBuffer buffer(record_bytes(form));
+  encode_record(*choice.older, form, buffer.bytes());
   // One copy after the other, over the record's own, the damaged one first: whatever a crash leaves, one is whole.
   const std::size_t record = choice.older->sequence % 2;
   const std::size_t first = choice.copies[record][0].state == RecordState::kValid ? 1 : 0;
@@ -264,7 +278,8 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape
 StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape) {
   const Superblock& block = files.superblock();
   const std::string path = files.files().front().path().string();
-  if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size()) {
+  if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size() ||
+      block.parameters != shape.parameters) {
     std::string what;
     try {
       if (shape.identity.difference) {
@@ -313,7 +328,8 @@ std::string TileStore::read_description(const StoreFiles& files) {
 // A copy that cannot be read is as good as a damaged one: there is another.
 ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayout& layout) {
   std::vector<std::vector<std::byte>> records;
-  const std::uint64_t bytes = record_bytes(layout.tiles.size());
+  const RecordForm form = form_of(files.superblock());
+  const std::uint64_t bytes = record_bytes(form);
   AlignedBuffer buffer(bytes);
   std::optional<Error> unreadable;
   for (const auto& record : layout.record_offset) {
@@ -328,7 +344,7 @@ ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayou
       }
     }
   }
-  ManifestChoice choice = choose_manifest(records, files.superblock().fingerprint, layout.tiles.size());
+  ManifestChoice choice = choose_manifest(records, form);
   if (!choice.manifest && unreadable) throw *unreadable;
   return choice;
 }
@@ -341,9 +357,7 @@ void TileStore::load_manifest(const Created& shape) {
                                  "check the drive; " + std::string(kStartAnew)});
   }
   committed_ = std::move(*choice.manifest);
-  committed_.blob.reserve(kBlobCapacity);
-  next_ = committed_;
-  next_.blob.reserve(kBlobCapacity);
+  make_room();
   if (choice.older) older_step_ = choice.older->step;
   if (choice.others_damaged) {
     log(LogLevel::kWarning, fmt::format("{}: the newest manifest record is damaged, and so is its copy; going back to "
@@ -435,13 +449,14 @@ void TileStore::forget_written() {
 }
 
 void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread,
-                       std::span<std::byte> buffer) {
+                       std::span<std::byte> buffer, std::span<const std::uint64_t> update_counts) {
   if (lost_) {
     throw Error(Code::kIo, {files_.files().front().path().string(), "a write since the last commit failed", 0,
                             "the store is at its last commit, go on with on_existing resume"});
   }
   next_.sequence = committed_.sequence + 1;
   next_.step = step;
+  next_.update_counts.assign(update_counts.begin(), update_counts.end());
   next_.blob.assign(blob.begin(), blob.end());
   for (std::size_t t = 0; t < written_.size(); ++t) {
     next_.tiles[t] = committed_.tiles[t];
@@ -458,7 +473,7 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
   batch.add({.op = IoOp::kSync, .priority = IoPriority::kUrgent, .file = kStripedSpace});
   batch.wait();
   const auto record = buffer.first(commit_buffer_bytes());
-  encode_record(next_, fingerprint_, record);
+  encode_record(next_, form_, record);
   for (std::uint64_t copy : layout_.record_offset[next_.sequence % 2]) {
     batch.add({.op = IoOp::kWrite,
                .priority = IoPriority::kUrgent,

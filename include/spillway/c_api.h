@@ -148,7 +148,8 @@ spillway_status spillway_engine_acquire(spillway_engine* engine, uint32_t block,
 const void* spillway_lease_weight(const spillway_lease* lease, uint32_t parameter);
 void spillway_lease_release(spillway_lease* lease);  // and destroys it
 
-// `data`: device address in the workspace; fp32 or the weights' type.
+// `data`: device address in the workspace; fp32 or the weights' type. Null: the visit brings no gradient for the
+// parameter. One that gets none in a step is left out of its update, without decay and in its bias correction, too.
 spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t block, uint32_t parameter,
                                               const void* data, spillway_dtype dtype, spillway_stream* stream);
 

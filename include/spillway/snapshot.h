@@ -6,7 +6,8 @@
 //   exp_avg.safetensors      NAME.exp_avg      fp32; of the optimizers that keep one
 //   exp_avg_sq.safetensors   NAME.exp_avg_sq   ditto
 //   config.json, …           the model's attachments: with `model` a directory that Hugging Face's loaders take
-//   spillway.json            the step, the caller's blob, and a checksum of every tensor
+//   spillway.json            the step, the caller's blob, a checksum of every tensor, and how many updates each
+//                            parameter has had, once one was left out of some
 //
 // The weights that forward and backward use follow from the exact ones. Above SaveOptions::max_file_bytes a file is
 // sharded as the field does it.

@@ -224,23 +224,25 @@ class Engine:
         return self.module(*arguments, **keywords)
 
     def push(self, entries, gradients):
-        """Gradients of (parameter, engine block, index) to the engine, by way of the workspace; None is zero."""
+        """Gradients of (parameter, engine block, index) to the engine, by way of the workspace. None stays none: a
+        parameter that gets no other in a step is left out of its update, as PyTorch's optimizers leave it out."""
         stream, used = self._stream(), 0
         for (parameter, owner, index), gradient in zip(entries, gradients):
             planned = self._layout.pushes[owner, index]
             if self._pushed[owner, index] == planned:
                 raise Error("invalid_argument", f"{self._layout.names[owner][index]}: is used more often in a step "
                             f"than the plan's {planned} times; give the engine an example= of a forward pass")
+            if gradient is None:
+                self._library.engine_push_gradient(self._open(), owner, index, None, self._type, stream)
+                self._pushed[owner, index] += 1
+                continue
             size = parameter.numel() * self._element_bytes
             if used + size > self._workspace.numel():
                 if not self.on_cuda:  # where all of this is in order with the stream by itself
                     self._library.stream_synchronize(self._open(), stream)
                 used = 0
             place = self._workspace[used:used + size].view(self.dtype)
-            if gradient is None:
-                place.zero_()
-            else:
-                place.copy_(gradient.reshape(-1))
+            place.copy_(gradient.reshape(-1))
             self._library.engine_push_gradient(self._open(), owner, index, place.data_ptr(), self._type, stream)
             self._pushed[owner, index] += 1
             used += -(-size // 2048) * 2048  # where the next one is aligned as weights are
@@ -367,7 +369,7 @@ class Engine:
         self.steps_begun += 1
 
     def _push_what_is_missing(self):
-        """Zero gradients of what the step did not use: an expert that got no token, say."""
+        """That the step brings no gradient of what it did not use: an expert that got no token, say."""
         for owner in reversed(range(len(self._layout.members))):
             missing = [(i, self._layout.pushes[owner, i] - self._pushed[owner, i])
                        for i in range(len(self._layout.members[owner])) if (owner, i) in self._layout.pushes]

@@ -22,7 +22,7 @@
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kFormat = 2;
+constexpr std::uint64_t kFormat = 2, kWithUpdateCounts = 3;  // which would be lost on a reader of 2
 constexpr std::uint64_t kMostBytes = 256 * kMiB;
 constexpr std::string_view kChecksumLine = "  \"checksum\": \"";
 constexpr std::size_t kChecksumTail = kChecksumLine.size() + 16 + 4;  // the line, its quote, and `}`
@@ -115,7 +115,7 @@ std::string snapshot_text(const SnapshotRecord& record) {
   out.SetIndent(' ', 2);
   out.StartObject();
   out.Key("format");
-  out.Uint64(kFormat);
+  out.Uint64(record.update_counts.empty() ? kFormat : kWithUpdateCounts);
   out.Key("step");
   out.Uint64(record.facts.step);
   out.Key("weights");
@@ -139,6 +139,15 @@ std::string snapshot_text(const SnapshotRecord& record) {
     out.String(hex(checksum));
   }
   out.EndObject();
+  if (!record.update_counts.empty()) {
+    out.Key("update_counts");
+    out.StartObject();
+    for (const auto& [name, count] : record.update_counts) {
+      out.String(name);
+      out.Uint64(count);
+    }
+    out.EndObject();
+  }
   out.EndObject();
   std::string body(text.GetString(), text.GetSize());
   body.resize(body.size() - 2);  // `}` and the line end before it
@@ -153,9 +162,11 @@ SnapshotRecord parse_snapshot(const std::string& text, const std::string& object
   JsonValue root;
   if (parse_json(text, {.depth = 8, .values = 4'000'000}, root)) corrupt(object);
   const Members members(root, object);
-  if (members.integer("format") != kFormat) {
-    throw Error(Code::kUnsupported, {object, fmt::format("has format {}", members.integer("format")), 0,
-                                     fmt::format("this version of Spillway reads format {}", kFormat)});
+  const std::uint64_t format = members.integer("format");
+  if (format != kFormat && format != kWithUpdateCounts) {
+    throw Error(Code::kUnsupported,
+                {object, fmt::format("has format {}", format), 0,
+                 fmt::format("this version of Spillway reads formats {} and {}", kFormat, kWithUpdateCounts)});
   }
   SnapshotRecord record;
   record.facts.step = members.integer("step");
@@ -168,6 +179,12 @@ SnapshotRecord parse_snapshot(const std::string& text, const std::string& object
   const JsonValue& tensors = members.at("tensors", JsonValue::Kind::kObject);
   for (std::size_t t = 0; t < tensors.items.size(); ++t) {
     record.checksums.emplace(tensors.keys[t].name, parse_hex(tensors.items[t].text, object));
+  }
+  if (format == kFormat) return record;
+  const JsonValue& counts = members.at("update_counts", JsonValue::Kind::kObject);
+  for (std::size_t c = 0; c < counts.items.size(); ++c) {
+    if (!counts.items[c].integer || *counts.items[c].integer > record.facts.step) corrupt(object);
+    record.update_counts.emplace(counts.keys[c].name, *counts.items[c].integer);
   }
   return record;
 }

@@ -35,6 +35,8 @@ struct SnapshotRecord {
   std::vector<std::byte> blob;                     // the caller's; in fp16 behind a LossScalerState
   std::vector<std::string> files;                  // of the directory, but for this one
   std::map<std::string, std::uint64_t> checksums;  // by tensor: XXH3 of its values, row-major, as fp32
+  // By trainable parameter. None: each has had every update that was not skipped.
+  std::map<std::string, std::uint64_t> update_counts;
 };
 
 // SnapshotFacts::model: of what must be equal for a snapshot to fit a run.

@@ -29,7 +29,7 @@ class HostLayout {
     host.writes_behind = config_.knobs.pipeline_write.value_or(true);
     PlanArena arena(Placement::kHost, plan_.ledger);
     host.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult) + kPage);
-    if (plan_.has_store) host.record = arena.take("manifest record", record_bytes(plan_.tiles.size()));
+    if (plan_.has_store) host.record = arena.take("manifest record", record_bytes(record_form(plan_)));
     for (TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
         if (tile.home[index_of(part)] == Home::kHost) keep_in_host(arena, tile, part);

@@ -108,8 +108,8 @@ class Planner {
       block.partition = partition_block(model_.blocks[b]);
       block.first_tile = static_cast<std::uint32_t>(plan_.tiles.size());
       for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, 0, 1)) {
-        auto groups =
-            range.trainable ? ranges_of(block.partition, plan_.groups.parameter[b], range) : std::vector<GroupRange>{};
+        std::vector<GroupRange> groups;
+        if (range.trainable) ranges_of(block.partition, plan_.groups.parameter[b], range, groups);
         plan_.tiles.push_back({b, range, std::move(groups)});
         plan_.tile_places.push_back({.shape = {.count = range.count,
                                                .type = config_.weights,
@@ -281,9 +281,16 @@ PlannedHits planned_hits(const Plan& plan) {
   return hits;
 }
 
+RecordForm record_form(const Plan& plan) {
+  RecordForm form{.fingerprint = plan.identity.fingerprint, .tiles = plan.tiles.size(), .parameters = 0};
+  for (const BlockPlan& block : plan.blocks) form.parameters += block.partition.parameters.size();
+  return form;
+}
+
 TileStore::Created store_shape(const Plan& plan) {
   TileStore::Created shape;
   for (const TilePlace& tile : plan.tile_places) shape.tiles.push_back(tile.shape);
+  shape.parameters = record_form(plan).parameters;
   shape.slots = plan.slots;
   shape.scratch_bytes = plan.scratch_bytes;
   shape.least_scratch_bytes = plan.spill_bytes + plan.nvme.activations.bytes;

@@ -123,6 +123,9 @@ PlannedHits planned_hits(const Plan& plan);
 // Where every visit of a step finds its block, with the places of `hbm`.
 std::vector<VisitPlace> planned_visits(const Plan& plan, const HbmPlan& hbm);
 
+// The form of its store's commit records. No fingerprint before there is an identity.
+RecordForm record_form(const Plan& plan);
+
 // The shape of the plan's store, as TileStore wants it.
 TileStore::Created store_shape(const Plan& plan);
 

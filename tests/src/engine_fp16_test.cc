@@ -262,7 +262,7 @@ TEST(EngineFp16, ASkippedStepWritesNoTile) {
     run.trainer->gain = [](std::uint64_t) { return 1e3f; };
     const StepReport report = run.trainer->run_step();  // skipped as well; written since: the record of the first
     EXPECT_TRUE(report.skipped);
-    EXPECT_EQ(report.nvme_write_bytes, 2 * record_bytes(plan.tiles.size()) + plan.spill_bytes);
+    EXPECT_EQ(report.nvme_write_bytes, 2 * record_bytes(record_form(plan)) + plan.spill_bytes);
   }
 }
 

@@ -43,7 +43,7 @@ constexpr const char* kEffectNames[] = {"EIO", "ENOSPC", "EOPNOTSUPP", "short", 
 // Where manifest records lie in the file that holds the start of the space.
 struct RecordArea {
   explicit RecordArea(const Plan& plan)
-      : bytes(record_bytes(plan.tiles.size())),
+      : bytes(record_bytes(record_form(plan))),
         begin(kExtentAlignment + align_up(plan.identity.description.size() + 1, kExtentAlignment)) {}
   bool holds(const DiskCall& call) const {
     return call.bytes == bytes && call.offset >= begin && call.offset < begin + 4 * bytes;
