@@ -11,6 +11,7 @@ from ctypes import byref, c_uint64, c_void_p
 import torch
 
 from . import buffers, log, module
+from .away import send_away
 from .blocks import Block, find_blocks, forward_order
 from .export import export
 from .layout import Layout
@@ -44,7 +45,8 @@ class _CudaMemory:
 class Engine:
     """Gives a model's parameters to Spillway and runs the model block by block.
 
-    `model`: any torch.nn.Module. Its parameters are taken out of it: outside of its block a weight reads as NaN.
+    `model`: any torch.nn.Module. Its parameters are taken out of it, and reading one outside of its
+      block is an error.
     `config`: path or dict, a DeepSpeed-style ds_config.json.
     `blocks`: modules, or names of modules, that are gathered and released as a whole; the default are the members of
       every ModuleList and Sequential. What is left over becomes blocks by itself. A block is run once more in backward.
@@ -174,6 +176,9 @@ class Engine:
             for entries in (block.parameters, block.trainable):
                 entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
         self._versions = {id(p): p._version for members in self._layout.members for p in members}
+        for block in reversed(self._blocks):  # of those that have it, the first one gives a parameter its name
+            for parameter, owner, index in block.parameters:
+                send_away(parameter, self._layout.names[owner][index], block.name)
         engine = weakref.proxy(self)
         for block in self._blocks:
             run_in_visits(engine, block)
@@ -324,8 +329,8 @@ class Engine:
         except Error as error:
             if error.code == "non_finite":  # the engine has forgotten the step
                 self._begin_step()
-                raise Error(error.code, f"{error}; NaN is also what a weight has outside of its block: name a module "
-                                        "that reads another's weights in blocks=") from None
+                raise Error(error.code, f"{error}; NaN is also what native code reads of a weight outside of its "
+                                        "block: name in blocks= a module that has both") from None
             raise
         except BaseException:  # Ctrl-C, before the step was made or behind it
             if self.current_step > before:
