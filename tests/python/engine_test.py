@@ -425,6 +425,14 @@ class Errors(Case):
         with self.assertRaisesRegex(KeyError, "embedding.weight"):
             self.engine(on_existing="replace", weights=fails)
 
+    def test_AWeightThatIsNotFiniteIsNamedBeforeTraining(self):
+        network = model()
+        with torch.no_grad():
+            network.layers[1].up.bias[7] = float("nan")
+        error = self.assert_error(r"^layers\.1\.up\.bias: holds NaN at index 7, before any training; its values are "
+                                  "damaged", self.engine, network)
+        self.assertEqual("invalid_argument", error.code)
+
     def test_ANonFiniteGradientChangesNothing(self):
         engine = self.engine()
         train(engine, 1)
