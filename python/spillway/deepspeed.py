@@ -88,6 +88,7 @@ class DeepSpeedEngine(Answers, Engine):
             raise Error("invalid_argument", f"zero_grad: the step has had {self._micro_batches} of its "
                                             f"{self._accumulation} micro-batches; leave it away, as step() begins anew "
                                             "by itself, or call discard_step() to forget them")
+        super().zero_grad()
 
     def is_gradient_accumulation_boundary(self):
         """Of the micro-batch that comes, or that backward() had last: step() behind it makes a step."""
