@@ -52,7 +52,7 @@ void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork
 }
 
 void StepEngine::import_weights(const WeightSource& source) {
-  const WeightSource values = config_.weights == DType::kFloat16 ? within_fp16(model_, source) : source;
+  const WeightSource values = finite_weights(model_, config_.weights, source);
   begin_with("import_weights", 0,
              [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, values); });
 }

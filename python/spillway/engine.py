@@ -14,6 +14,7 @@ from . import buffers, log, module
 from .away import send_away
 from .blocks import Block, find_blocks, forward_order
 from .export import export
+from .gradients import Gradients
 from .layout import Layout
 from .leases import Leases
 from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report, library,
@@ -87,8 +88,10 @@ class Engine:
         EngineOptimizer(model).attach(self)
         for line in self.describe():
             log.say(logging.INFO, line)
-        if not self.settings.get("gradient_clipping"):
-            log.say(logging.INFO, "gradient_clipping: is not set; a loop's own clip_grad_norm_() finds no gradients")
+        clipping = self.settings["gradient_clipping"]
+        log.say(logging.INFO, "gradient_clipping: " + (
+            f"to a norm of {clipping:g}, in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
+            if clipping else "is 0, so nothing is clipped; a loop's own clip_grad_norm_() is refused"))
         try:
             buffers.check(model)
         except Error as error:  # export() would say it when all work is done
@@ -175,6 +178,7 @@ class Engine:
         for block in self._blocks:
             for entries in (block.parameters, block.trainable):
                 entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
+        self._gradients = Gradients(self._layout.members, self._layout.names)
         self._versions = {id(p): p._version for members in self._layout.members for p in members}
         for block in reversed(self._blocks):  # of those that have it, the first one gives a parameter its name
             for parameter, owner, index in block.parameters:
@@ -275,12 +279,14 @@ class Engine:
             raise Error("invalid_argument", f"backward: the step has had its {self._accumulation} micro-batches "
                                             "(gradient_accumulation_steps); call step() before the next one")
         self.optimizer.before_backward()
+        self._gradients.hide()
         held = set(self._held)
         try:
             self.in_backward = True
             (loss * scale).backward()
             self._refuse_gradients_outside()
             self._micro_batches += 1
+            self._gradients.show()
         except BaseException:
             self._give_up(held)
             raise
@@ -357,6 +363,7 @@ class Engine:
         try:
             self._library.engine_discard_step(self._open())
             self._begin_step()
+            self._gradients.hide()
         except BaseException as error:  # with Ctrl-C, half of it may be done
             self._unfinished = unfinished or not isinstance(error, Error)
             raise
@@ -367,6 +374,7 @@ class Engine:
             log.say(logging.WARNING, f"zero_grad: the {self._micro_batches} of {self._accumulation} micro-batches that "
                                      "the step has had are discarded")
             self.discard_step()
+        self._gradients.hide()
 
     def _begin_step(self):
         self._micro_batches = 0

@@ -217,8 +217,7 @@ class Copy {
         checkpoint_.read(*there, source_of(array), first, values);
       else
         frozen_(block, p, first, values);
-      if (array == SnapshotArray::kWeights && weights_ == DType::kFloat16)
-        check_fp16(model_.blocks[block].parameters[p].name, values);
+      if (array == SnapshotArray::kWeights) check_weights(model_.blocks[block].parameters[p], weights_, first, values);
       if (frozen)
         std::ranges::transform(values, values.begin(), [this](float v) { return frozen_weight(v, weights_); });
       files_.write(a, block, p, first, values);

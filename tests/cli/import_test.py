@@ -241,6 +241,13 @@ class WhatIsSaid(Small):
         checkpoint.parameters["transformer.ln_f.bias"] = (shape, master[:-4] + struct.pack("<f", -70000.0), *states)
         self.refused(self.write(checkpoint), "ln_f.bias: holds -70000, and fp16 ends at 65,504; train it in bf16")
 
+    def test_AWeightThatIsNotFiniteIsNamed(self):
+        checkpoint = self.checkpoint()
+        shape, master, *states = self.parameters["transformer.ln_f.bias"]
+        nan = struct.pack("<f", float("nan"))
+        checkpoint.parameters["transformer.ln_f.bias"] = (shape, master[:4] + nan + master[8:], *states)
+        self.refused(self.write(checkpoint), "ln_f.bias: holds NaN at index 1, before any training")
+
     def test_CountsOfStepsThatCannotBeAreRefused(self):
         for more in ({"global_steps": 1 << 60}, {"skipped_steps": 1 << 60}):
             checkpoint = self.checkpoint()

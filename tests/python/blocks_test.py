@@ -405,12 +405,6 @@ class Models(Case):
         network.requires_grad_(False)
         self.assertEqual((2, 4), self.engine(network)(torch.tensor([0, 1]).to(DEVICE)).shape)
 
-    def test_OfClippingThatTheConfigurationDoesNotAskFor(self):
-        for clipping in (0.0, 1.0):
-            with self.assertLogs("spillway", "INFO") as logged:
-                self.engine(lines(None), config(self.folder, clipping=clipping)).close()
-            self.assertEqual(not clipping, any("own clip_grad_norm_() finds" in line for line in logged.output))
-
 
 if __name__ == "__main__":
     main()

@@ -330,7 +330,7 @@ TEST(EngineFp16, AWeightThatFp16DoesNotHoldIsNamedAndTheEngineTakesOthers) {
   const ModelDescription model = testing::toy_model(2, 1000, 1);
   const Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat16, store.path());
   auto engine = Engine::create(config, model);
-  for (const float bad : {65520.f, -7e4f, INFINITY}) {
+  for (const float bad : {65520.f, -7e4f}) {
     const WeightSource source = [&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
                                     std::span<float> out) {
       testing::toy_weights()(block, parameter, first, out);

@@ -234,7 +234,7 @@ class Run {
       if (const auto there = model_of(config_.nvme_paths, snapshot_)) check_same_model(*there, model_, where);
     }
     if (!options_.resume && snapshot_.empty()) weights_.emplace(options_.model, describe_model(model_, 0));
-    if (weights_ && config_.weights == DType::kFloat16) weights_->check_fp16();
+    if (weights_) weights_->check(config_.weights);
     config_.threads = compute_threads(config_);
     TrainerOptions how = trainer_options(config_, resolve_device(config_), options_.sequence);
     how.fusion = options_.fusion;
