@@ -16,6 +16,7 @@
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "spillway/log.h"
+#include "spillway/snapshot.h"
 #include "spillway/store.h"
 #include "spillway/units.h"
 #include "tools/gpt2/config_json.h"
@@ -110,6 +111,7 @@ void check_options(const FinetuneOptions& options, const Config& config, const M
 std::optional<ModelConfig> model_of(const std::vector<std::filesystem::path>& store,
                                     const std::filesystem::path& snapshot) {
   try {
+    if (!snapshot.empty() && !find_snapshot(snapshot)) return std::nullopt;
     if (!snapshot.empty()) return load_model_config(snapshot);
     for (const Attachment& attachment : inspect_store(store).model.attachments) {
       if (attachment.name == "config.json") return model_config(ConfigJson(attachment.text, attachment.name));
