@@ -92,7 +92,6 @@ class TileReader {
 // A snapshot as write_model() takes it: each tensor a block of its own, in the order of names.
 ModelDescription described(const SafetensorsReader& weights, const SnapshotRecord& record,
                            const std::filesystem::path& directory) {
-  constexpr std::uint64_t kMostBytes = 64 * kMiB;
   ModelDescription model;
   for (const TensorEntry& entry : weights.tensors())
     model.blocks.push_back({entry.name, {{.name = entry.name, .shape = entry.shape}}});
@@ -100,7 +99,7 @@ ModelDescription described(const SafetensorsReader& weights, const SnapshotRecor
     if (file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json") || !is_plain_file_name(file))
       continue;
     // The record lists what the run wrote; what lies there now may be a link that somebody has put in its place.
-    model.attachments.push_back({file, read_text(directory / file, kMostBytes, Links::kRefuse)});
+    model.attachments.push_back({file, read_attachment(record, directory, file, Links::kRefuse)});
   }
   return model;
 }
@@ -133,9 +132,12 @@ void export_model(Engine& engine, const ModelDescription& model, const std::file
 ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,
                               ExportOptions options) {
   std::optional<SafetensorsReader> weights;
-  const SnapshotRecord record =
-      read_snapshot(snapshot, [&](const SnapshotRecord&) { weights = SafetensorsReader::open(snapshot); });
-  write_model(described(*weights, record, snapshot), directory, options, [&](const WeightSink& sink) {
+  ModelDescription model;
+  const SnapshotRecord record = read_snapshot(snapshot, [&](const SnapshotRecord& opened) {
+    weights = SafetensorsReader::open(snapshot);
+    model = described(*weights, opened, snapshot);
+  });
+  write_model(model, directory, options, [&](const WeightSink& sink) {
     // Those that were frozen are as they were used already.
     const WeightSink rounded = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
                                    std::span<const float> values) {

@@ -52,6 +52,7 @@ SnapshotReader::SnapshotReader(const Plan& plan, const Config& config, const Mod
   read_snapshot(directory, [&](const SnapshotRecord& record) {
     record_ = record;
     open_arrays(config);
+    check_attachments(record, directory_);
   });
 }
 

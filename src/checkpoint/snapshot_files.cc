@@ -77,6 +77,8 @@ void SnapshotFiles::finish(std::uint64_t step, std::span<const std::byte> blob,
     array.writer->finish();
     record.checksums.merge(array.seen);
   }
+  for (const Attachment& attachment : model_.attachments)
+    record.attachments.emplace(attachment.name, attachment_checksum(arrays_.front().writer->text_of(attachment)));
   record.files = names_in(directory_.path());
   write_text(directory_.path() / kSnapshotFile, snapshot_text(record));
   directory_.finish();

@@ -16,6 +16,7 @@
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "spillway/log.h"
+#include "spillway/snapshot.h"
 #include "spillway/store.h"
 #include "spillway/units.h"
 #include "tools/gpt2/config_json.h"
@@ -26,6 +27,7 @@
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/progress.h"
 #include "tools/terminal/shell_word.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::gpt2 {
 namespace {
@@ -109,6 +111,7 @@ void check_options(const FinetuneOptions& options, const Config& config, const M
 std::optional<ModelConfig> model_of(const std::vector<std::filesystem::path>& store,
                                     const std::filesystem::path& snapshot) {
   try {
+    if (!snapshot.empty() && !find_snapshot(snapshot)) return std::nullopt;
     if (!snapshot.empty()) return load_model_config(snapshot);
     for (const Attachment& attachment : inspect_store(store).model.attachments) {
       if (attachment.name == "config.json") return model_config(ConfigJson(attachment.text, attachment.name));
@@ -274,7 +277,7 @@ class Run {
     const std::string kept = !stopped ? "" : kept_in_store() ? "--resume continues" : keep_step(progress);
     progress.clear();
     if (stopped) {
-      fmt::print("stopped after step {}; {}\n", engine_->current_step(), kept);
+      terminal::tell("stopped after step {}; {}\n", engine_->current_step(), kept);
       return interrupt_.exit_code();
     }
     finish();
@@ -312,12 +315,12 @@ class Run {
   std::size_t rows_per_step() const { return std::size_t{config_.micro_batch} * config_.gradient_accumulation; }
 
   void describe() const {
-    if (model_.has_dropout) fmt::print("dropout is off: config.json asks for some, and none is applied\n");
-    for (const auto& line : engine_->describe()) fmt::print("{}\n", line);
-    for (const auto& line : trainer_->describe()) fmt::print("{}\n", line);
-    fmt::print("data: {} rows of {} tokens, {} rows a step\n", data_->rows(), options_.sequence, rows_per_step());
-    fmt::print("memory ledger:\n{}", ledger_text(engine_->ledger()));
-    if (!snapshot_.empty()) fmt::print("begun with {}, step {}\n", snapshot_.string(), engine_->current_step());
+    if (model_.has_dropout) terminal::tell("dropout is off: config.json asks for some, and none is applied\n");
+    for (const auto& line : engine_->describe()) terminal::tell("{}\n", line);
+    for (const auto& line : trainer_->describe()) terminal::tell("{}\n", line);
+    terminal::tell("data: {} rows of {} tokens, {} rows a step\n", data_->rows(), options_.sequence, rows_per_step());
+    terminal::tell("memory ledger:\n{}", ledger_text(engine_->ledger()));
+    if (!snapshot_.empty()) terminal::tell("begun with {}, step {}\n", snapshot_.string(), engine_->current_step());
     std::fflush(stdout);
   }
 
@@ -383,7 +386,7 @@ class Run {
       flush();
       const std::string kept = kept_in_store() ? "--resume continues" : keep_step(progress);
       progress.clear();
-      fmt::print("ended after step {}; {}\n", engine_->current_step(), kept);
+      terminal::tell("ended after step {}; {}\n", engine_->current_step(), kept);
     } catch (const Error& error) {
       log(LogLevel::kWarning, error.what());  // the first error is the one to end with
     }
@@ -399,26 +402,26 @@ class Run {
     const auto first = step_seconds_.begin() + kUnusual;
     const auto middle = first + (step_seconds_.end() - first) / 2;
     std::nth_element(first, middle, step_seconds_.end());
-    fmt::print("step: {:.2f} s predicted, {:.2f} s measured ({:+.0f} %; median of {})\n", *predicted, *middle,
-               100 * (*middle / *predicted - 1), step_seconds_.end() - first);
+    terminal::tell("step: {:.2f} s predicted, {:.2f} s measured ({:+.0f} %; median of {})\n", *predicted, *middle,
+                   100 * (*middle / *predicted - 1), step_seconds_.end() - first);
   }
 
   void finish() {
     compare_with_prediction();
     if (first_loss_)
-      fmt::print("loss: {:.4f} in the first step of this run, {:.4f} in the last\n", *first_loss_, last_loss_);
+      terminal::tell("loss: {:.4f} in the first step of this run, {:.4f} in the last\n", *first_loss_, last_loss_);
     else
-      fmt::print("step {} is done already\n", engine_->current_step());
+      terminal::tell("step {} is done already\n", engine_->current_step());
     if (!options_.out.empty()) {
       write_model();
-      fmt::print("trained model: {}\n  GPT2LMHeadModel.from_pretrained(\"{}\") loads it\n", options_.out.string(),
-                 options_.out.string());
+      terminal::tell("trained model: {}\n  GPT2LMHeadModel.from_pretrained(\"{}\") loads it\n", options_.out.string(),
+                     options_.out.string());
     } else if (kept_in_store()) {
       std::string paths = word(config_.nvme_paths[0]) + " DIR";
       for (std::size_t i = 1; i < config_.nvme_paths.size(); ++i) paths += " --with " + word(config_.nvme_paths[i]);
-      fmt::print("trained model: in the store; spillway export {} writes it\n", paths);
+      terminal::tell("trained model: in the store; spillway export {} writes it\n", paths);
     } else if (snapshots_.taken() == engine_->current_step()) {
-      fmt::print("trained model: in the snapshot; spillway export {} DIR writes it\n", word(snapshots_.place()));
+      terminal::tell("trained model: in the snapshot; spillway export {} DIR writes it\n", word(snapshots_.place()));
     } else if (store_missing_ && options_.snapshots.directory.empty()) {
       throw Error(
           Code::kNotFound,
@@ -427,7 +430,7 @@ class Run {
            .errno_value = 0,
            .hint = "move it back, or train again; --out or --save keep it elsewhere"});
     } else if (options_.snapshots.directory.empty()) {
-      fmt::print("trained model: not kept, for {}, and no --out or --save\n", no_store());
+      terminal::tell("trained model: not kept, for {}, and no --out or --save\n", no_store());
     } else if (first_loss_) {
       throw Error(Code::kIo, {.object = options_.snapshots.directory.string(),
                               .happened = "the trained model is lost: its snapshot failed, and nothing else keeps it",

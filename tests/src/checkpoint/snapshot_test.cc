@@ -3,6 +3,7 @@
 #include "spillway/snapshot.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -11,9 +12,11 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <span>
 #include <string_view>
 #include <utility>
 
+#include "kernels/checksum.h"
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "spillway/safetensors.h"
@@ -290,6 +293,41 @@ TEST_F(Snapshot, AFlippedBitIsNamedAndNeverTrainedOn) {
   EXPECT_EQ(begin(nvme(), "saved").engine->current_step(), kSavedStep);
 }
 
+TEST_F(Snapshot, AFlippedBitOfAnAttachmentIsNamed) {
+  save_both(nvme());
+  const std::string name = "saved/config.json", text = read_file(name);
+  for (std::size_t byte = 0; byte < text.size(); ++byte) {
+    flip_bit(name, byte);
+    std::string why;
+    EXPECT_EQ(find_snapshot(at("saved"), &why), std::nullopt);
+    EXPECT_EQ(why, at(name).string() + ": does not match its checksum in the snapshot");
+    EXPECT_EQ(error_of([&] { begin(nvme(), "saved"); }).parts().object, at(name).string());
+    const Error error = error_of([&] { export_snapshot(at("saved"), at("out"), {}); });
+    EXPECT_EQ(error.code(), Code::kCorrupt);
+    EXPECT_EQ(error.parts().object, at(name).string());
+    EXPECT_FALSE(std::filesystem::exists(at("out")));
+    flip_bit(name, byte);
+  }
+  EXPECT_EQ(begin(nvme(), "saved").engine->current_step(), kSavedStep);
+}
+
+// Its record has no checksums of attachments.
+TEST_F(Snapshot, OneOfAnOlderVersionIsRead) {
+  save_both(nvme());
+  SnapshotRecord record = read_snapshot(at("saved"));
+  record.attachments.clear();
+  std::string text = snapshot_text(record);
+  const std::string member = "  \"attachments\": {},\n", checksum = "  \"checksum\": \"";
+  ASSERT_NE(text.find(member), text.npos);
+  text.erase(text.find(member), member.size());
+  text.erase(text.find(checksum));
+  write_file("saved/spillway.json",
+             text + fmt::format("{}{:016x}\"\n}}\n", checksum, granule_checksum(std::as_bytes(std::span(text)))));
+  EXPECT_EQ(find_snapshot(at("saved"))->step, kSavedStep);
+  EXPECT_EQ(export_snapshot(at("saved"), at("out"), {}).step, kSavedStep);
+  EXPECT_EQ(begin(nvme(), "saved").engine->current_step(), kSavedStep);
+}
+
 TEST_F(Snapshot, OneThatIsReplacedWhileItIsOpenedIsReadAnew) {
   save_both(nvme());
   const auto exchange = [&] {
@@ -399,6 +437,7 @@ TEST_F(Snapshot, ARecordIsReadBackAndAnyOtherByteInItIsRefused) {
   record.files = {"config.json", "model.safetensors"};
   record.checksums = {{"h.1 \"weight\"\n", ~0ull}, {"wte", 0}};
   record.update_counts = {{"h.1 \"weight\"\n", 1ull << 60}, {"wte", 0}};
+  record.attachments = {{"config.json", 0x12345678}};
   const std::string text = snapshot_text(record);
   const SnapshotRecord back = parse_snapshot(text, "spillway.json");
   EXPECT_EQ(back.facts.step, record.facts.step);
@@ -409,6 +448,7 @@ TEST_F(Snapshot, ARecordIsReadBackAndAnyOtherByteInItIsRefused) {
   EXPECT_EQ(back.files, record.files);
   EXPECT_EQ(back.checksums, record.checksums);
   EXPECT_EQ(back.update_counts, record.update_counts);
+  EXPECT_EQ(back.attachments, record.attachments);
   for (std::size_t i = 0; i <= text.size(); ++i) {
     std::string changed = text;
     if (i < text.size()) changed[i] = static_cast<char>(changed[i] ^ 1);
