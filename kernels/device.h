@@ -24,6 +24,11 @@
 
 namespace spillway {
 
+inline bool lies_in(std::span<const std::byte> memory, std::span<const std::byte> region) {
+  return memory.data() >= region.data() && memory.size() <= region.size() &&
+         memory.data() <= region.data() + (region.size() - memory.size());
+}
+
 enum class CopyKind : std::uint8_t { kHostToDevice, kDeviceToHost, kDeviceToDevice };
 
 // How long a stream had nothing to run.

@@ -50,13 +50,17 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
 }
 
 StepEngine::~StepEngine() {
+  const bool failed = !failure_.empty();
   try {
-    if (failure_.empty()) settle();
-  } catch (const Error& error) {
-    log(LogLevel::kWarning,
-        fmt::format("{}; the last step is lost{}", error.what(), store_missing_ ? "" : ", the one before is not"));
+    if (!failed) keep_last_step();  // visits and gradients of one that was not finished are forgotten
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarning, error.what() + what_is_lost());
   }
-  if (untold_) log(LogLevel::kWarning, failure_ + "; what was not committed is lost");
+  if (failed && untold_) {
+    log(LogLevel::kWarning, failure_ + what_is_lost());
+  } else if (failed && !what_is_lost().empty()) {
+    log(LogLevel::kWarning, "engine: stopped after an earlier error" + what_is_lost());
+  }
   if (save_failure_) log(LogLevel::kWarning, "the last snapshot was not written, and nobody asked why");
   machinery_.compute->synchronize();
 }
@@ -199,12 +203,34 @@ void StepEngine::release_activation(std::uint32_t place, Stream& stream) {
   });
 }
 
+// What a program may compute in; all of `memory` in one piece of it.
+bool StepEngine::lends(std::span<const std::byte> memory) const {
+  const auto in = [&](const Region& region) { return lies_in(memory, machinery_.hbm_region(region)); };
+  if (in(plan_.hbm.workspace) || machinery_.activations->lends(memory)) return true;
+  if (machinery_.places && machinery_.places->lends(memory)) return true;
+  return std::ranges::any_of(plan_.blocks, [&](const BlockPlan& block) {
+    return in(block.insides) || (!machinery_.places && leases_ > 0 && in(block.weights));
+  });
+}
+
+// In the middle of the workspace a gradient may reach into memory of the engine's own, which is of other numbers.
+void StepEngine::check(const Gradient& gradient) const {
+  machinery_.gradients->check(gradient);
+  const std::uint64_t elements = plan_.blocks[gradient.block].partition.parameters[gradient.parameter].count;
+  const std::uint64_t bytes = elements * size_of(gradient.dtype);
+  if (gradient.data == nullptr || lends({static_cast<const std::byte*>(gradient.data), bytes})) return;
+  throw Error(Code::kInvalidArgument,
+              {model_.blocks[gradient.block].parameters[gradient.parameter].name,
+               fmt::format("its gradient's {} bytes do not lie in memory that the engine has lent", bytes), 0,
+               "push from the workspace, the insides of a block, or what is acquired"});
+}
+
 // 2. Gradients: added in call order, rounded once, normed, and on their way down while backward goes on.
 void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   guarded([&] {
     if (!stepping_) begin_step();
     settle();  // the gradients of the step before are read until then
-    machinery_.gradients->check(gradient);
+    check(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
       if (machinery_.updater->make_room()) continue;
       throw Error(Code::kInvalidArgument,
@@ -379,14 +405,26 @@ Error StepEngine::store_is_missing() const {
                                  "write the model or a snapshot before the run ends"});
 }
 
+bool StepEngine::keeps_steps() const { return machinery_.store && !commits_.never() && imported_; }
+
+void StepEngine::keep_last_step() {
+  settle();
+  if (!keeps_steps()) return;
+  if (committed_step_ == step_) return look_after_store();
+  machinery_.updater->cancel_read_ahead();
+  commit();
+}
+
+// For the end of a message; nothing when every step that was to be kept is.
+std::string StepEngine::what_is_lost() const {
+  const std::uint64_t kept = durable_step();
+  if (!keeps_steps() || kept >= step_) return {};
+  return kept + 1 == step_ ? fmt::format("; step {} is lost", step_)
+                           : fmt::format("; steps {} to {} are lost", kept + 1, step_);
+}
+
 void StepEngine::flush() {
-  guarded([&] {
-    settle();
-    if (!machinery_.store || commits_.never() || !imported_) return;
-    if (committed_step_ == step_) return look_after_store();
-    machinery_.updater->cancel_read_ahead();
-    commit();
-  });
+  guarded([&] { keep_last_step(); });
   if (store_missing_) throw store_is_missing();
 }
 

@@ -1,5 +1,7 @@
 #include "src/gradients.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -111,18 +113,19 @@ void GradientCollector::check(const Gradient& gradient) const {
   if (gradient.block >= blocks_.size() || gradient.parameter >= blocks_[gradient.block].pushes.size()) {
     refuse("push_gradient", "names a block or parameter that does not exist", "use the indices of the description");
   }
-  if (gradient.data == nullptr) return;
+  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
   const std::uint64_t count = plan_.blocks[gradient.block].partition.parameters[gradient.parameter].count;
-  const std::uint64_t bytes = count * size_of(gradient.dtype);
-  const std::span<std::byte> hbm = device_.hbm();
-  const auto* at = static_cast<const std::byte*>(gradient.data);
-  if (reinterpret_cast<std::uintptr_t>(at) % size_of(gradient.dtype) != 0) {
-    refuse(model_.blocks[gradient.block].parameters[gradient.parameter].name,
-           "its gradient's address is no multiple of its type's size", "align it");
+  if (gradient.elements != 0 && gradient.elements != count) {
+    refuse(parameter.name, fmt::format("its gradient has {} elements, and it has {}", gradient.elements, count),
+           "push the gradient of the parameter that it is of");
   }
-  if (at >= hbm.data() && bytes <= hbm.size() && at <= hbm.data() + (hbm.size() - bytes)) return;
-  refuse(model_.blocks[gradient.block].parameters[gradient.parameter].name,
-         "its gradient does not lie in the HBM arena", "push from Engine::workspace()");
+  if (gradient.data == nullptr) return;
+  if (reinterpret_cast<std::uintptr_t>(gradient.data) % size_of(gradient.dtype) != 0) {
+    refuse(parameter.name, "its gradient's address is no multiple of its type's size", "align it");
+  }
+  const std::uint64_t bytes = count * size_of(gradient.dtype);
+  if (lies_in({static_cast<const std::byte*>(gradient.data), bytes}, device_.hbm())) return;
+  refuse(parameter.name, "its gradient does not lie in the HBM arena", "push from Engine::workspace()");
 }
 
 bool GradientCollector::push(const Gradient& gradient, Stream& stream) {

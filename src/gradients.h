@@ -36,7 +36,8 @@ class GradientCollector {
   ~GradientCollector();
 
   void begin_step();
-  // Throws kInvalidArgument for a parameter that does not exist, and for memory outside of HBM.
+  // Throws kInvalidArgument for a parameter that does not exist, another number of elements, and for memory outside of
+  // HBM.
   void check(const Gradient& gradient) const;
   // False while the block's gradient is to pass through memory that others still lie in: one of them must be forgotten
   // before push() may be called.

@@ -54,9 +54,7 @@ class StepEngine final : public Engine {
   std::unique_ptr<Stream> adopt_stream(void* native) override;
   std::span<std::byte> workspace() override { return machinery_.hbm_region(plan_.hbm.workspace); }
   bool in_hbm(const void* data, std::size_t bytes) const override {
-    const auto hbm = machinery_.device->hbm();
-    const auto* at = static_cast<const std::byte*>(data);
-    return at >= hbm.data() && bytes <= hbm.size() && at <= hbm.data() + (hbm.size() - bytes);
+    return lies_in({static_cast<const std::byte*>(data), bytes}, machinery_.device->hbm());
   }
 
   Lease acquire(std::uint32_t block, Pass pass, Stream& stream) override;
@@ -98,9 +96,14 @@ class StepEngine final : public Engine {
   void begin_step();
   void begin_again_for(Visit visit);
   bool leased() const;
+  bool lends(std::span<const std::byte> memory) const;
   void refuse_leases(const char* call) const;
+  void check(const Gradient& gradient) const;
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
+  void keep_last_step();
+  bool keeps_steps() const;
+  std::string what_is_lost() const;
   void look_after_store();
   Error store_is_missing() const;
   void end_save(std::exception_ptr failure);

@@ -133,6 +133,13 @@ bool ActivationPlaces::leased() const {
   return std::ranges::any_of(places_, [](const Place& place) { return place.leases > 0; });
 }
 
+bool ActivationPlaces::lends(std::span<const std::byte> memory) const {
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    if (places_[i].leases > 0 && lies_in(memory, options_.places[i])) return true;
+  }
+  return false;
+}
+
 // The use's activation into its place, and the place out of the way of whatever is done there.
 void ActivationPlaces::bring(std::size_t use) {
   const UsePlace& planned = options_.plan[use];

@@ -51,6 +51,7 @@ class ActivationPlaces {
 
   std::byte* address(std::uint32_t place) const { return options_.places[place].data(); }
   bool leased() const;
+  bool lends(std::span<const std::byte> memory) const;  // all of it lies in one place that is leased
 
  private:
   struct Place {

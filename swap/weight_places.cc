@@ -199,6 +199,13 @@ bool WeightPlaces::leased() const {
   return std::ranges::any_of(places_, [](const Place& place) { return place.leases > 0; });
 }
 
+bool WeightPlaces::lends(std::span<const std::byte> memory) const {
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    if (places_[i].leases > 0 && lies_in(memory, options_.places[i])) return true;
+  }
+  return false;
+}
+
 void WeightPlaces::settle() {
   for (Place& place : places_) {
     if (place.fetching) drop(place);

@@ -68,6 +68,7 @@ class WeightPlaces {
   std::byte* address(std::uint32_t place) const { return options_.places[place].data(); }
   std::uint32_t block(std::uint32_t place) const { return *places_[place].block; }
   bool leased() const;
+  bool lends(std::span<const std::byte> memory) const;  // all of it lies in one place that is leased
   // Blocks until no fetch is under way; failures are dropped with what they brought.
   void settle();
 

@@ -111,7 +111,7 @@ spillway_status spillway_import_deepspeed(const char* directory, const spillway_
 // `options` may be null. Config and model are copied.
 spillway_status spillway_engine_create(const spillway_config* config, const spillway_model* model,
                                        const spillway_options* options, spillway_engine** engine);
-// Makes the last step durable. Failures of that are in the log; spillway_engine_flush() returns them.
+// Makes the last finished step durable. Failures of that are in the log; spillway_engine_flush() returns them.
 void spillway_engine_destroy(spillway_engine* engine);
 
 uint64_t spillway_engine_current_step(const spillway_engine* engine);

@@ -14,8 +14,10 @@
 // Ownership: the engine owns every arena, stream and file; leases refer to it and must be released before it goes.
 // Streams: calls may name different ones. A call that names another than the one before, or releases a lease that was
 // acquired on another, makes it wait for what was enqueued there. Threads: calls may come from different threads, one
-// at a time. Errors: spillway::Error in the caller's thread; after an I/O error the engine refuses further work and the
-// store is at its last commit.
+// at a time: one that comes while another thread's is under way is refused (kBusy), with nothing changed, and what
+// cannot be refused, the release of a lease and the engine's end, waits for it. Functions that the engine calls (weight
+// sources and sinks, the log) must not call it. Errors: spillway::Error in the caller's thread; after an I/O error the
+// engine refuses further work and the store is at its last commit.
 #pragma once
 
 #include <cstddef>
@@ -152,10 +154,13 @@ struct Insides {
 struct Gradient {
   std::uint32_t block = 0;
   std::uint32_t parameter = 0;  // index in its block
-  // Device address; may be overwritten by work enqueued on the stream after this call. Null: what was computed does not
-  // depend on the parameter, so that it brings no gradient.
+  // Device address, in memory that the engine lends: all of the gradient lies in the workspace, in a block's insides,
+  // or in an activation or a block's weights that are acquired; else kInvalidArgument. It may be overwritten by work
+  // enqueued on the stream after this call. Null: what was computed does not depend on the
+  // parameter, so that it brings no gradient.
   const void* data = nullptr;
   DType dtype = DType::kFloat32;  // fp32, or the configured weight type
+  std::uint64_t elements = 0;     // of what lies at `data`; not the parameter's number: kInvalidArgument. 0: not said
 };
 
 // Writes the values [first, first + out.size()) of a parameter into `out`, row-major, as fp32.
@@ -178,6 +183,8 @@ class Engine {
   // another model (kInvalidArgument).
   static std::unique_ptr<Engine> create(const Config& config, const ModelDescription& model,
                                         EngineOptions options = {});
+  // Commits the last finished step, as flush() does, unless an error has stopped the engine before; what was done since
+  // is discarded. It throws nothing: what goes wrong is said in the log, with the steps that are lost.
   virtual ~Engine() = default;
 
   // The last step done: 0 for a new run, the committed step after kResume, that of a snapshot.

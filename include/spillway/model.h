@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "spillway/dtype.h"
+
 namespace spillway {
 
 struct Parameter {
@@ -76,6 +78,9 @@ struct ModelDescription {
   std::uint32_t activations_held = 1;  // the most that are acquired at one time
   std::uint32_t micro_batches = 1;     // of a step: how many insides of a block are kept
   std::vector<Attachment> attachments;
+  // The types of weights that the program's arithmetic handles. A configuration of another (`bf16.enabled`, say) is
+  // refused (kUnsupported) before anything is reserved. Empty: any. Neither stores nor snapshots keep it.
+  std::vector<DType> weight_types;
 };
 
 }  // namespace spillway

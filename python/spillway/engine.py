@@ -82,7 +82,7 @@ class Engine:
             if self.current_step == 0 and snapshot is None and on_existing != "resume":
                 self._import(weights)
         except BaseException:
-            self.close()
+            self._end()
             raise
         self._take_over()
         EngineOptimizer(model).attach(self)
@@ -139,7 +139,8 @@ class Engine:
     def _begin_with(self, snapshot):
         """The run begins once more, with a snapshot, and its store is replaced."""
         self.discard_step()
-        self.close()
+        self._refuse_held()
+        self._end()
         try:
             self._create("replace", snapshot)
         except Error as error:
@@ -456,18 +457,35 @@ class Engine:
         self._library.engine_export(self._open(), _path(directory), DTYPES.index(dtype), replace)
 
     def close(self):
-        """Makes the last step durable and gives everything back. The model keeps no weights."""
+        """Makes the last finished step durable and gives everything back, also when it raises what went wrong with
+        that. The model keeps no weights."""
+        if self._handle is None:
+            return
+        self._refuse_held()
+        try:
+            self._library.engine_flush(self._handle)
+        finally:
+            self._end()
+
+    def _end(self):
+        """The same without an exception: what goes wrong is a message of the library's."""
         if self._handle is not None:
-            if self._held:
-                raise Error("invalid_argument", "engine: a block's weights are in use; close it behind weights_of()")
             self._handle = None
             self._finalizer()
+
+    def _refuse_held(self):
+        if self._held:
+            raise Error("invalid_argument", "engine: a block's weights are in use; close it behind weights_of()")
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        self.close()
+    def __exit__(self, kind, *_):
+        """Behind an exception, what goes wrong is a message: the exception counts."""
+        if kind is None or self._held:
+            self.close()
+        else:
+            self._end()
 
     def _open(self):
         """The handle of an engine that can be asked for things."""

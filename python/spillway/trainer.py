@@ -7,6 +7,7 @@ The loop is transformers' own. What it does with a model, an optimizer and gradi
 norm, the step, checkpoints and exports. Transformers is imported when Trainer is first asked for.
 """
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ import weakref
 
 import torch
 
-from . import buffers, carried, deepspeed_import, trainer_checkpoints
+from . import buffers, carried, deepspeed_import, log, trainer_checkpoints
 from .engine import Engine
 from .export import adapters
 from .library import Error
@@ -193,12 +194,22 @@ class Mixin:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = trainer_checkpoints.last(self.args.output_dir, self._configuration)
         try:
-            return super().train(resume_from_checkpoint, *arguments, **keywords)
+            result = super().train(resume_from_checkpoint, *arguments, **keywords)
+            self._keep_last_step()
+            return result
         except BaseException:
             if self.engine is not None:
                 with contextlib.suppress(Error):  # so that save_model() has the last whole step
                     self.engine.discard_step()
             raise
+
+    def _keep_last_step(self):
+        """It is durable behind train(), however long the trainer lives on; the model may still be saved where not."""
+        try:
+            if self.engine is not None:
+                self.engine.flush()
+        except Error as error:
+            log.say(logging.WARNING, str(error))
 
     def _backward(self, loss):
         if self.engine.step_is_due:

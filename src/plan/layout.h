@@ -26,6 +26,8 @@ struct PlanDraft {
 // Throws kInvalidArgument for a description that contradicts itself or cannot be written to files, kDoesNotFit for what
 // no machine has.
 void check_model(const ModelDescription& model);
+// Throws kUnsupported for a type of weights that the program does not handle.
+void check_weight_type(const ModelDescription& model, DType weights);
 // In this order; each throws kDoesNotFit.
 void lay_out_hbm(PlanDraft& draft);
 void lay_out_host(PlanDraft& draft);

@@ -2,8 +2,11 @@
 #include <rapidjson/stringbuffer.h>
 #include <rapidjson/writer.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
@@ -48,7 +51,22 @@ void check_bytes(const std::string& object, std::uint64_t bytes, std::uint64_t t
                                   "no machine has as much memory: look how they are computed"});
 }
 
+// What a configuration says of it; fp32 is what it means when it says nothing.
+std::string key_of(DType type) { return std::string(type == DType::kFloat16 ? "fp16" : "bf16") + ".enabled"; }
+
 }  // namespace
+
+void check_weight_type(const ModelDescription& model, DType weights) {
+  const std::vector<DType>& handled = model.weight_types;
+  if (handled.empty() || std::ranges::find(handled, weights) != handled.end()) return;
+  std::string names;
+  for (const DType type : handled) names.append(names.empty() ? "" : ", ").append(name_of(type));
+  const bool to_fp32 = handled[0] == DType::kFloat32;
+  throw Error(Code::kUnsupported,
+              {key_of(weights == DType::kFloat32 ? handled[0] : weights),
+               fmt::format("weights are {} as it stands, and the program handles {} alone", name_of(weights), names), 0,
+               to_fp32 ? "leave it out" : fmt::format("set {} to true, and no other type", key_of(handled[0]))});
+}
 
 void check_model(const ModelDescription& model) {
   check_attachments(model.attachments);

@@ -34,6 +34,7 @@ class Planner {
   void prepare() {
     check_config();
     check_model(model_);
+    check_weight_type(model_, config_.weights);
     cut_blocks();
     order_visits();
     plan_.has_store = !config_.nvme_paths.empty();

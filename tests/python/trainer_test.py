@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import unittest
@@ -195,6 +196,15 @@ class Training(Case):
                 self.assert_trains_alike(trainer, self.plain())
             visits.append(visited.call_count)
         self.assertEqual(visits[0], visits[1])
+
+    def test_TheLastStepIsDurable(self):
+        trainer = self.trainer(configuration=self.configuration(spillway={"commit_every": 100}))
+        trainer.train()
+        shutil.copytree(self.folder / "store", self.folder / "copy")  # as a crash would find it
+        planned = json.loads(json.dumps(trainer._planned).replace(str(self.folder / "store"),
+                                                                  str(self.folder / "copy")))
+        again = self.engine(model(), planned, on_existing="resume")
+        self.assertEqual(trainer.state.global_step, again.current_step)
 
     def test_EvaluatesBetweenSteps(self):
         options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 2}

@@ -4,9 +4,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <string>
 #include <thread>
+#include <utility>
+
+#include "tests/temp_directory.h"
 
 namespace {
 
@@ -79,6 +83,29 @@ TEST_F(CApi, TheScheduleIsAsked) {
   EXPECT_EQ(0.5, spillway_engine_next_learning_rate(engine));
   EXPECT_EQ(SPILLWAY_OK, spillway_engine_set_learning_rate(engine, 0.125));
   EXPECT_EQ(0.125, spillway_engine_next_learning_rate(engine));
+}
+
+TEST_F(CApi, DestroyingAnEngineKeepsItsLastStep) {
+  const spillway::TempDirectory store;
+  const std::string seldom =
+      R"({"train_batch_size": 1, "spillway": {"commit_every": 3, "nvme_paths": [")" + store.path().string() + R"("]}})";
+  spillway_config_destroy(std::exchange(config, nullptr));
+  ASSERT_EQ(SPILLWAY_OK, spillway_config_parse(seldom.c_str(), "test", &config));
+  create();
+  const auto zeros = [](void*, uint32_t, uint32_t, uint64_t, float* out, uint64_t count) {
+    return std::fill_n(out, count, 0.f), 0;
+  };
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_import_weights(engine, zeros, nullptr));
+  void* gradient = spillway_engine_workspace(engine, nullptr);
+  for (int step = 1; step <= 2; ++step) {
+    ASSERT_EQ(SPILLWAY_OK, spillway_engine_push_gradient(engine, 0, 0, gradient, SPILLWAY_FLOAT32, nullptr));
+    ASSERT_EQ(SPILLWAY_OK, spillway_engine_step(engine, "two", 3, nullptr)) << spillway_error_message();
+  }
+  spillway_engine_destroy(std::exchange(engine, nullptr));
+  const spillway_options resume = {SPILLWAY_RESUME, nullptr, nullptr};
+  ASSERT_EQ(SPILLWAY_OK, spillway_engine_create(config, model, &resume, &engine)) << spillway_error_message();
+  EXPECT_EQ(2u, spillway_engine_current_step(engine));
+  EXPECT_EQ(3u, spillway_engine_blob(engine, nullptr, 0));
 }
 
 TEST_F(CApi, NumbersThatNoEnumerationHasAreRefused) {

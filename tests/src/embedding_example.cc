@@ -12,6 +12,7 @@ int main(int, char** argv) {  // ds_config.json, directory for the trained weigh
   ModelDescription model;
   for (const char* name : {"a", "b", "c", "d"}) model.blocks.push_back({name, {{.name = name, .shape = {512, 300}}}});
   model.workspace_bytes = 512 * 300 * sizeof(float);
+  model.weight_types = {DType::kFloat32};  // what the arithmetic below is written for
 
   auto engine = Engine::create(config, model, {.on_existing = OnExisting::kReplace});
   engine->import_weights([](auto, auto, auto, std::span<float> out) { std::ranges::fill(out, 1.0f); });

@@ -230,9 +230,9 @@ TEST(EngineFp16, ARunThatIsInterruptedAnywhereEndsWithTheSameBitsAndScale) {
             EXPECT_EQ(report.learning_rate, expected.learning_rate) << report.step;
           }
           const std::uint64_t to = run.engine->current_step();
-          if (leg < every) run.engine->flush();
+          if (leg < every) run.engine->flush();  // else the engine's end does it
           run.open(OnExisting::kResume);
-          EXPECT_EQ(run.engine->current_step(), leg < every ? to : to - to % every);
+          EXPECT_EQ(run.engine->current_step(), to);
           if (to == kMost) break;
           const auto blob = run.engine->blob();
           ASSERT_EQ(blob.size(), sizeof(std::uint64_t)) << "the caller's, and nothing of the scaler's";

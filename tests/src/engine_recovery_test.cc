@@ -303,10 +303,34 @@ TEST_F(Recovery, AStoreInUseIsBusyForEveryOtherEngine) {
   EXPECT_EQ(testing::exported(*holder.engine), uninterrupted(2));
 }
 
-TEST_F(Recovery, AnEngineThatGoesWithoutFlushIsBackAtItsLastCommit) {
+TEST_F(Recovery, AnEngineThatGoesWithoutFlushKeepsItsLastFinishedStep) {
   config_.commit_every = 3;
-  Training(config_, OnExisting::kRefuse).run(5);
-  expect_same_bits_from(3, config_);
+  Training(config_, OnExisting::kRefuse).run(2);
+  expect_same_bits_from(2, config_);
+  {
+    Training training(config_, OnExisting::kReplace);
+    training.run(5);
+    std::uint32_t visits = 0;
+    training.trainer.between = [&] {
+      if (++visits > kBlocks + 3) throw GivenUp();  // some gradients have been pushed
+    };
+    EXPECT_THROW(training.trainer.run_step(), GivenUp);
+  }
+  expect_same_bits_from(5, config_);
+}
+
+TEST_F(Recovery, TilesInMemoryAreCommittedByTheEnginesEnd) {
+  config_ = toy_config(Placement::kHost, Placement::kHost, kType, "");
+  config_.nvme_paths = {store_.path()};
+  config_.commit_every = 100;
+  Training(config_, OnExisting::kRefuse).run(4);
+  expect_same_bits_from(4, config_);
+}
+
+TEST_F(Recovery, AnEngineThatIsToCommitNothingDoesNotAtItsEndEither) {
+  config_.commit_every = 0;
+  Training(config_, OnExisting::kRefuse).run(2);
+  EXPECT_EQ(error_of([&] { Training(config_, OnExisting::kResume); }).code(), Code::kUnsupported);
 }
 
 TEST_F(Recovery, AFlippedBitInASpilledGradientIsNamedAndNeverUsed) {

@@ -233,10 +233,56 @@ TEST(EngineUse, WhatDoesNotExistOrLiesElsewhereIsRefusedByName) {
   const std::byte* end = engine.workspace().data();
   while (engine.in_hbm(end, 1)) end += 4096;
   EXPECT_NE(std::string(push(1, 0, end - 4096).what()).find("does not lie in"), std::string::npos);
+  // Begins inside the workspace, in the middle of the arena, and ends behind it.
+  const std::span<std::byte> workspace = engine.workspace();
+  ASSERT_TRUE(engine.in_hbm(workspace.data() + workspace.size() - 4096, kWidth * 3 * sizeof(float)));
+  EXPECT_NE(std::string(push(1, 0, workspace.data() + workspace.size() - 4096).what())
+                .find("h.1.weight: its gradient's 24000 bytes do not lie in memory that the engine has lent"),
+            std::string::npos);
+  const auto of_elements = [&](std::uint64_t elements) {
+    return error_of([&] {
+      engine.push_gradient({.block = 1, .parameter = 0, .data = inside, .elements = elements}, engine.stream());
+    });
+  };
+  EXPECT_NE(std::string(of_elements(kWidth).what()).find("h.1.weight: its gradient has 2000 elements, and it has 6000"),
+            std::string::npos);
   EXPECT_EQ(error_of([&] { engine.step(std::vector<std::byte>(1 << 20)); }).code(), Code::kInvalidArgument);
   EXPECT_NE(std::string(error_of([&] { engine.step(); }).what()).find("got 0 of"), std::string::npos);
   run.trainer.run_step();
   EXPECT_EQ(testing::exported(engine), expected_bits(1));
+}
+
+TEST(EngineUse, AGradientLiesInMemoryThatIsLent) {
+  constexpr std::uint64_t kBytes = 1000 * sizeof(float);
+  ModelDescription flat;
+  for (const char* name : {"a", "b"}) flat.blocks.push_back({name, {{.name = name, .shape = {1000}}}, kBytes});
+  flat.workspace_bytes = kBytes;
+  flat.activations = {{kBytes}, {kBytes}};
+  for (const bool all_in_hbm : {true, false}) {
+    Store store;
+    if (all_in_hbm) store.config = toy_config(Placement::kHbm, Placement::kHbm, kType, "");
+    store.config.weights = DType::kFloat32;
+    auto engine = Engine::create(store.config, flat);
+    engine->import_weights(testing::toy_weights());
+    Stream& stream = engine->stream();
+    const auto push = [&](std::uint32_t block, const void* data) {
+      engine->push_gradient({.block = block, .parameter = 0, .data = data, .elements = 1000}, stream);
+    };
+    const void* released = nullptr;
+    for (int step = 0; step < 3; ++step) {
+      ActivationLease activation = engine->acquire_activation(0, Access::kWrite, stream);
+      Lease lease = engine->acquire(1, Pass::kBackward, stream);
+      push(1, step == 0 ? engine->workspace().data() : step == 1 ? activation.data() : lease.weight(0));
+      const std::byte* end = activation.data() + 4;
+      EXPECT_EQ(error_of([&] { push(0, end); }).code(), Code::kInvalidArgument) << "it reaches beyond its place";
+      released = activation.data();
+      activation.release();
+      lease.release();
+      EXPECT_EQ(error_of([&] { push(0, released); }).code(), Code::kInvalidArgument);
+      push(0, engine->insides(0).memory.data());
+      engine->step();
+    }
+  }
 }
 
 TEST(EngineUse, NothingIsPossibleBeforeWeightsAreThere) {
@@ -297,7 +343,7 @@ TEST(EngineUse, ARateComesBeforeTheGradientsOfItsStep) {
 
 // In the middle of a step too, when the update's first tiles are on their way already.
 TEST(EngineUse, FlushAndExportAreAllowedAtAnyTime) {
-  Store store;
+  Store store, crashed;
   store.config.commit_every = 100;
   std::vector<std::uint32_t> after_first;
   {
@@ -311,9 +357,12 @@ TEST(EngineUse, FlushAndExportAreAllowedAtAnyTime) {
     after_first = testing::exported(*run.engine);
     run.trainer.run_step();
     EXPECT_EQ(testing::exported(*run.engine), expected_bits(2));
+    crashed.config = store.config;
+    crashed.config.nvme_paths = {crashed.directory.path()};
+    std::filesystem::copy(store.directory.path(), crashed.directory.path());
   }
   EXPECT_EQ(after_first, expected_bits(1));
-  Training resumed(store.config, {.on_existing = OnExisting::kResume});
+  Training resumed(crashed.config, {.on_existing = OnExisting::kResume});
   EXPECT_EQ(resumed.engine->current_step(), 1u);  // every flush came before step 2 was done
   EXPECT_EQ(testing::exported(*resumed.engine), after_first);
 }

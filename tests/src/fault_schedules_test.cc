@@ -412,6 +412,34 @@ TEST(FaultSchedules, AFailureWhileANewStoreGetsItsNameLeavesAStore) {
   }
 }
 
+TEST(FaultSchedules, AnEngineThatCannotKeepItsLastStepsSaysWhichAreLost) {
+  const ModelDescription model = testing::toy_model(4, 2000, 1);
+  for (const bool told : {false, true}) {
+    SCOPED_TRACE(told ? "behind a flush that failed" : "at the end");
+    const TempDirectory directory = testing::quick_directory();
+    SimulatedDisk disk(directory.path());
+    Config config =
+        testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
+    config.io_engine = IoEngineKind::kThreads;
+    config.commit_every = 2;
+    const CapturedLog log;
+    auto engine = Engine::create(config, model);
+    engine->import_weights(testing::toy_weights());
+    testing::ToyTrainer trainer{*engine, model, config.weights, 1};
+    for (int step = 1; step <= 3; ++step) trainer.run_step();
+    disk.misbehave([](const DiskCall& call) {
+      return call.op == DiskOp::kWrite || call.op == DiskOp::kSync ? Fault{.error = EIO} : Fault{};
+    });
+    if (told) {
+      EXPECT_THROW(engine->flush(), Error);
+    }
+    engine.reset();
+    EXPECT_EQ(log.count("; step 3 is lost"), 1u) << log.all();
+    disk.misbehave({});
+    EXPECT_EQ(Engine::create(config, model, {.on_existing = OnExisting::kResume})->current_step(), 2u);
+  }
+}
+
 // A lease that is released starts the fetch of a block to come, and with it its update: what fails there no call can
 // throw.
 TEST(FaultSchedules, AFailureThatIsSeenInAReleaseIsThrownOrLogged) {
@@ -489,7 +517,7 @@ TEST(FaultSchedules, AFailureThatAReleaseAloneSeesIsLogged) {
   given_back.set_value();
   last.release();
   engine.reset();
-  EXPECT_EQ(log.count("what was not committed is lost"), 1u) << log.all();
+  EXPECT_EQ(log.count("(Input/output error)"), 1u) << log.all();
 }
 
 }  // namespace

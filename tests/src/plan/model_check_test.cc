@@ -55,6 +55,28 @@ TEST(ModelCheck, ADescriptionThatContradictsItselfIsRefusedByName) {
   EXPECT_NE(std::string(refused_plan(config, model).what()).find("has a name that is not UTF-8"), std::string::npos);
 }
 
+TEST(ModelCheck, AWeightTypeThatTheProgramDoesNotHandleIsRefused) {
+  Config config = config_for(Placement::kHbm, Placement::kHbm);
+  ModelDescription model = flat_model(2);
+  model.weight_types = {DType::kFloat32};
+  config.weights = DType::kBFloat16;
+  const Error error = refused_plan(config, model);
+  EXPECT_EQ(error.code(), Code::kUnsupported);
+  EXPECT_STREQ(error.what(),
+               "bf16.enabled: weights are bf16 as it stands, and the program handles fp32 alone; leave it out");
+  config.weights = DType::kFloat32;
+  EXPECT_NO_THROW(make_plan(config, model));
+  model.weight_types = {DType::kFloat16, DType::kBFloat16};
+  EXPECT_STREQ(
+      refused_plan(config, model).what(),
+      "fp16.enabled: weights are fp32 as it stands, and the program handles fp16, bf16 alone; set fp16.enabled "
+      "to true, and no other type");
+  for (const DType type : model.weight_types) {
+    config.weights = type;
+    EXPECT_NO_THROW(make_plan(config, model));
+  }
+}
+
 TEST(ModelCheck, SizesThatWouldOverflowAreRefused) {
   const Config config = config_for(Placement::kHbm, Placement::kHbm);
   const std::function<void(ModelDescription&)> too_large[] = {
