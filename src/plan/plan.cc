@@ -261,7 +261,15 @@ std::vector<VisitPlace> planned_visits(const Plan& plan, const HbmPlan& hbm) {
     block_bytes.push_back(block.partition.elements * size_of(plan.tile_places[0].shape.type));
   }
   for (const Region& place : hbm.places) place_bytes.push_back(place.bytes);
-  return assign_places(blocks, block_bytes, place_bytes, {.owners = hbm.owners, .reuse_bytes = hbm.reuse_bytes});
+  const auto filled = places_that_stay(hbm.owners, frozen_blocks(plan));
+  return assign_places(blocks, block_bytes, place_bytes,
+                       {.owners = hbm.owners, .reuse_bytes = hbm.reuse_bytes, .filled = filled});
+}
+
+std::vector<std::uint8_t> frozen_blocks(const Plan& plan) {
+  std::vector<std::uint8_t> frozen;
+  for (const BlockPlan& block : plan.blocks) frozen.push_back(block.partition.trainable_elements == 0);
+  return frozen;
 }
 
 PlannedHits planned_hits(const Plan& plan) {
