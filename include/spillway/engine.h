@@ -156,8 +156,8 @@ struct Gradient {
   std::uint32_t parameter = 0;  // index in its block
   // Device address, in memory that the engine lends: all of the gradient lies in the workspace, in a block's insides,
   // or in an activation or a block's weights that are acquired; else kInvalidArgument. It may be overwritten by work
-  // enqueued on the stream after this call. Null: what was computed does not depend on the
-  // parameter, so that it brings no gradient.
+  // enqueued on the stream after this call. Null: what was computed does not depend on the parameter, so that it brings
+  // no gradient.
   const void* data = nullptr;
   DType dtype = DType::kFloat32;  // fp32, or the configured weight type
   std::uint64_t elements = 0;     // of what lies at `data`; not the parameter's number: kInvalidArgument. 0: not said

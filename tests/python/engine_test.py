@@ -1,13 +1,12 @@
 """Spillway in a PyTorch loop: the same training as PyTorch's own, whatever the tiers, and clear errors."""
+import gc
 import json
 import re
+import shutil
 
 from case import Case as Folder
 from case import main
 
-import gc
-import json
-import shutil
 import unittest.mock
 import warnings
 
