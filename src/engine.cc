@@ -54,8 +54,8 @@ StepEngine::~StepEngine() {
   try {
     if (failure_.empty()) settle();
   } catch (const Error& error) {
-    log(LogLevel::kWarning,
-        fmt::format("{}; the last step is lost{}", error.what(), store_missing_ ? "" : ", the one before is not"));
+    log(LogLevel::kWarning, fmt::format("{}; the last step is lost{}", error.message_in(""),
+                                        store_missing_ ? "" : ", the one before is not"));
   }
   if (untold_) log(LogLevel::kWarning, failure_ + "; what was not committed is lost");
   if (save_failure_) log(LogLevel::kWarning, "the last snapshot was not written, and nobody asked why");
@@ -65,8 +65,7 @@ StepEngine::~StepEngine() {
 void StepEngine::refuse_if_failed() {
   if (failure_.empty()) return;
   untold_ = false;
-  throw Error(Code::kIo,
-              {"engine", "stopped after an earlier error (" + failure_ + ")", 0, "open the store again and resume"});
+  throw Error(Code::kIo, "engine", "stopped after an earlier error (" + failure_ + ")", 0, Remedy::kReopen);
 }
 
 void StepEngine::begin_step() {

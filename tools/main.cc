@@ -23,6 +23,7 @@
 #include "tools/plan/command.h"
 #include "tools/store/command.h"
 #include "tools/sweep/command.h"
+#include "tools/terminal/remedies.h"
 
 namespace {
 
@@ -43,22 +44,6 @@ int wrong_arguments(const CLI::App& program, std::string_view first, const CLI::
   return 1;
 }
 
-// The library says what to do in the words of its own options; here they have others.
-std::string in_words_of_the_program(std::string_view message) {
-  static constexpr std::pair<std::string_view, std::string_view> kWords[] = {
-      {"on_existing resume", "--resume"},
-      {"on_existing replace", "--fresh"},
-      {"write the model at the end", "give --out"},
-      {"say how many steps the run has", "say it with --steps"},
-  };
-  std::string text(message.starts_with(": ") ? "\"\"" : "");  // an empty path, which nothing would show
-  text += message;
-  for (const auto& [library, program] : kWords) {
-    for (std::size_t at; (at = text.find(library)) != text.npos;) text.replace(at, library.size(), program);
-  }
-  return text;
-}
-
 // What was printed is in a buffer until the end, where nothing else says that it went nowhere.
 int with_output_written(int exit_code) {
   if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return exit_code;
@@ -77,7 +62,7 @@ int main(int argc, char** argv) {
       "Exit code: 0 done, 1 refused or failed, 2 a damaged store was shown, 3 the doctor found something slower, 4 "
       "something broken, 130 ended by Ctrl-C, 143 by SIGTERM. Data goes to standard output, errors to standard error.");
   spillway::set_log_sink([](spillway::LogLevel, std::string_view message) {
-    fmt::print(stderr, "spillway: {}\n", in_words_of_the_program(message));
+    fmt::print(stderr, "spillway: {}{}\n", message.starts_with(": ") ? "\"\"" : "", message);
   });
   int exit_code = 0;
   spillway::gpt2::add_commands(program, exit_code);
@@ -108,7 +93,7 @@ int main(int argc, char** argv) {
     }
     if (system && std::string_view(error.what()).starts_with("cannot write to file"))
       return with_output_written(1);  // fmt's
-    fmt::print(stderr, "spillway: {}\n", in_words_of_the_program(error.what()));
+    fmt::print(stderr, "spillway: {}\n", spillway::terminal::message_of(error));
     return 1;
   }
 }

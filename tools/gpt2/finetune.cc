@@ -25,6 +25,7 @@
 #include "tools/gpt2/weights.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/progress.h"
+#include "tools/terminal/remedies.h"
 #include "tools/terminal/shell_word.h"
 
 namespace spillway::gpt2 {
@@ -288,7 +289,7 @@ class Run {
       check_room(options_.out, description_);
     } catch (const Error& error) {
       if (!kept_in_store()) throw;
-      log(LogLevel::kWarning, error.what());
+      log(LogLevel::kWarning, terminal::message_of(error));
     }
   }
 
@@ -352,7 +353,7 @@ class Run {
                                           : errno == EFBIG ? "raise ulimit -f and continue with --resume"
                                                            : "make room and continue with --resume"});
     if (kept) throw error;
-    log(LogLevel::kWarning, error.what());
+    log(LogLevel::kWarning, terminal::message_of(error));
     log_.close();
   }
 
@@ -385,7 +386,7 @@ class Run {
       progress.clear();
       fmt::print("ended after step {}; {}\n", engine_->current_step(), kept);
     } catch (const Error& error) {
-      log(LogLevel::kWarning, error.what());  // the first error is the one to end with
+      log(LogLevel::kWarning, terminal::message_of(error));  // the first error is the one to end with
     }
   }
 
