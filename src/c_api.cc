@@ -54,7 +54,10 @@ static_assert(SPILLWAY_BACKWARD == static_cast<int>(Pass::kBackward));
 static_assert(SPILLWAY_DEVICE_CUDA == static_cast<int>(DeviceKind::kCuda));
 static_assert(SPILLWAY_REPLACE == static_cast<int>(OnExisting::kReplace));
 
-thread_local std::string last_message;
+static_assert(SPILLWAY_REMEDY_REOPEN + 1 == static_cast<int>(kRemedies));
+
+thread_local std::string last_message, last_message_in;
+thread_local std::optional<Error> last_error;  // of Spillway's
 
 // Runs `body`, and keeps what it throws.
 template <typename Body>
@@ -64,10 +67,13 @@ spillway_status guarded(Body&& body) noexcept {
     return SPILLWAY_OK;
   } catch (const Error& error) {
     last_message = error.what();
+    last_error = error;
     return static_cast<spillway_status>(static_cast<int>(error.code()) + 1);
   } catch (const std::exception& error) {
     last_message = error.what();
+    last_error.reset();
   } catch (...) {
+    last_error.reset();
     last_message = "an exception that is not std::exception came out of a function of the caller's";
   }
   return SPILLWAY_UNEXPECTED;
@@ -107,6 +113,21 @@ Stream& stream_of(spillway_engine* engine, spillway_stream* stream) {
 const char* spillway_version(void) { return SPILLWAY_VERSION; }
 
 const char* spillway_error_message(void) { return last_message.c_str(); }
+
+spillway_remedy spillway_error_remedy(void) {
+  return last_error ? static_cast<spillway_remedy>(last_error->parts().remedy) : SPILLWAY_REMEDY_NONE;
+}
+
+const char* spillway_error_remedy_value(uint32_t index) {
+  if (!last_error || index >= last_error->parts().values.size()) return nullptr;
+  return last_error->parts().values[index].c_str();
+}
+
+const char* spillway_error_message_in(const char* words) {
+  if (!last_error || words == nullptr) return last_message.c_str();
+  last_message_in = last_error->message_in(words);
+  return last_message_in.c_str();
+}
 
 void spillway_set_log(void (*sink)(void*, int, const char*), void* user) {
   if (sink == nullptr) return set_log_sink({});

@@ -53,6 +53,8 @@ StepEngine::~StepEngine() {
   const bool failed = !failure_.empty();
   try {
     if (!failed) keep_last_step();  // visits and gradients of one that was not finished are forgotten
+  } catch (const Error& error) {  // a log's words for what to do would be the library's
+    log(LogLevel::kWarning, error.message_in("") + what_is_lost());
   } catch (const std::exception& error) {
     log(LogLevel::kWarning, error.what() + what_is_lost());
   }
@@ -68,8 +70,7 @@ StepEngine::~StepEngine() {
 void StepEngine::refuse_if_failed() {
   if (failure_.empty()) return;
   untold_ = false;
-  throw Error(Code::kIo,
-              {"engine", "stopped after an earlier error (" + failure_ + ")", 0, "open the store again and resume"});
+  throw Error(Code::kIo, "engine", "stopped after an earlier error (" + failure_ + ")", 0, Remedy::kReopen);
 }
 
 void StepEngine::begin_step() {

@@ -88,6 +88,8 @@ class StepEngine final : public Engine {
   void releasing(Work&& work) {
     try {
       work();
+    } catch (const Error& error) {
+      if (failure_.empty()) failure_ = error.message_in(""), untold_ = true;
     } catch (const std::exception& error) {
       if (failure_.empty()) failure_ = error.what(), untold_ = true;
     }
@@ -167,7 +169,7 @@ auto StepEngine::guarded(Work&& work) {
     const bool refused = error.code() == Code::kInvalidArgument || error.code() == Code::kDoesNotFit ||
                          error.code() == Code::kUnsupported ||
                          (error.code() == Code::kNonFinite && !machinery_.updater->overflowed());
-    if (!refused) failure_ = error.what();
+    if (!refused) failure_ = error.message_in("");  // what to do about it is said once, and then another thing
     throw;
   } catch (const std::exception& error) {  // std::bad_alloc: half of something was done
     failure_ = error.what();

@@ -20,8 +20,6 @@
 namespace spillway {
 namespace {
 
-constexpr const char* kStartAnew = "restore a snapshot, or start over with on_existing replace";
-
 constexpr double kLockPatienceSeconds = 10;   // the kernel may still finish a killed holder's writes
 constexpr double kGlancePatienceSeconds = 1;  // to tell a store in use from one that merely exists
 
@@ -49,15 +47,13 @@ std::filesystem::path store_file(const std::filesystem::path& directory) { retur
   } catch (const Error& failure) {
     if (failure.code() == Code::kBusy) throw;
   }
-  throw Error(Code::kExists, {path.string(), "a store exists", 0,
-                              "go on with on_existing resume, or start over with on_existing replace"});
+  throw Error(Code::kExists, path.string(), "a store exists", 0, Remedy::kResumeOrReplace);
 }
 
 void refuse_one_slot(const StoreFiles& files) {
   if (files.superblock().slots >= 2) return;
-  throw Error(Code::kUnsupported,
-              {files.files().front().path().string(), "made with commit_every 0: it keeps no step to resume or export",
-               0, "start over with on_existing replace, and write the model at the end, or set commit_every to 1"});
+  throw Error(Code::kUnsupported, files.files().front().path().string(),
+              "made with commit_every 0: it keeps no step to resume or export", 0, Remedy::kReplaceAndKeepSteps);
 }
 
 }  // namespace
@@ -191,9 +187,10 @@ void TileStore::check_description(const Created& shape) {
                       granule_checksum(std::as_bytes(std::span(own))) == block.description_checksum;
     if (same) write_text(own);
     log(LogLevel::kWarning,
-        fmt::format("{}: the model description {}", path,
-                    same ? "was damaged; it is whole again"
-                         : "cannot be read; write the model at the end, for the store cannot be exported"));
+        fmt::format(
+            "{}: the model description {}", path,
+            same ? "was damaged; it is whole again"
+                 : "cannot be read; the store cannot be exported, and its model is written by this run or not at all"));
   }
 }
 
@@ -253,11 +250,10 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape
   const StoreLayout layout = read_layout(files, shape);
   ManifestChoice choice = read_records(files, layout);
   if (!choice.manifest || !choice.older) {
-    throw Error(Code::kCorrupt,
-                {files.files().front().path().string(), "holds no other committed step to go back to", 0, kStartAnew});
+    throw Error(Code::kCorrupt, files.files().front().path().string(), "holds no other committed step to go back to", 0,
+                Remedy::kRestoreOrReplace);
   }
-  const std::string hint =
-      fmt::format("step {} is overwritten or damaged and nothing was changed; {}", choice.older->step, kStartAnew);
+  const Hint hint(Remedy::kNothingWasChanged, {std::to_string(choice.older->step)});
   check_extents(
       files, layout, *choice.older,
       {.bad = [&](const BadBytes& bad) { throw bad_bytes_error(bad, shape.name_of, hint); }, .progress = progress});
@@ -288,9 +284,7 @@ StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape
     } catch (const Error&) {  // damaged as well: that they differ counts
     }
     what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
-    throw Error(Code::kInvalidArgument, {path, std::move(what), 0,
-                                         "use the model and settings it was made with, name another nvme_path, or "
-                                         "start over with on_existing replace"});
+    throw Error(Code::kInvalidArgument, path, std::move(what), 0, Remedy::kItsSettingsOrReplace);
   }
   Created as_stored = shape;
   as_stored.slots = block.slots;
@@ -298,8 +292,7 @@ StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape
   as_stored.identity.description.resize(block.description_bytes);
   StoreLayout layout = lay_out_store(shape.tiles, geometry_of(as_stored));
   if (layout.total_bytes != block.total_bytes) {
-    throw Error(Code::kCorrupt,
-                {path, "the superblock does not fit the model", 0, "start over with on_existing replace"});
+    throw Error(Code::kCorrupt, path, "the superblock does not fit the model", 0, Remedy::kReplace);
   }
   return layout;
 }
@@ -318,9 +311,8 @@ std::string TileStore::read_description(const StoreFiles& files) {
   files.read_at(kExtentAlignment, buffer.bytes());
   std::string text(reinterpret_cast<const char*>(buffer.data.get()), block.description_bytes);
   if (granule_checksum(std::as_bytes(std::span(text))) != block.description_checksum) {
-    throw Error(Code::kCorrupt,
-                {files.place_of(kExtentAlignment).file->path().string(), "the model description is damaged", 0,
-                 "check the drive; a run with on_existing resume brings it, and writes it anew"});
+    throw Error(Code::kCorrupt, files.place_of(kExtentAlignment).file->path().string(),
+                "the model description is damaged", 0, Remedy::kCheckDriveAndRewrite);
   }
   return text;
 }
@@ -353,8 +345,8 @@ void TileStore::load_manifest(const Created& shape) {
   const std::string path = files_.files().front().path().string();
   ManifestChoice choice = read_records(files_, layout_);
   if (!choice.manifest) {
-    throw Error(Code::kCorrupt, {path, "holds no committed step: its commit records are damaged", 0,
-                                 "check the drive; " + std::string(kStartAnew)});
+    throw Error(Code::kCorrupt, path, "holds no committed step: its commit records are damaged", 0,
+                Remedy::kCheckRecordsAndRestore);
   }
   committed_ = std::move(*choice.manifest);
   make_room();
@@ -364,7 +356,7 @@ void TileStore::load_manifest(const Created& shape) {
                                         "step {} and checking every byte of it",
                                         path, committed_.step));
     check_extents(files_, layout_, committed_, {.bad = [&](const BadBytes& bad) {
-                    throw bad_bytes_error(bad, shape.name_of, "no intact step is left; " + std::string(kStartAnew));
+                    throw bad_bytes_error(bad, shape.name_of, Remedy::kNoStepIsLeft);
                   }});
     return;
   }
@@ -378,9 +370,8 @@ void TileStore::load_manifest(const Created& shape) {
   }
 }
 
-std::string TileStore::way_back(std::uint64_t offset) const {
-  if (slots_ < 2)
-    return "check the drive; commit_every 0 keeps no step to go back to: start over with on_existing replace";
+Hint TileStore::way_back(std::uint64_t offset) const {
+  if (slots_ < 2) return Remedy::kCheckDriveAndReplace;
   const auto behind = std::ranges::upper_bound(layout_.tiles, offset, {}, [](const TileExtents& tile) {
     return tile.extent[0][index_of(Part::kWeights)].offset;
   });
@@ -391,21 +382,19 @@ std::string TileStore::way_back(std::uint64_t offset) const {
            });
   };
   const std::uint32_t slot = tile < layout_.tiles.size() ? committed_.tiles[tile].slot : 0;
+  const std::string step = std::to_string(committed_.step);
   if (!holds(slot)) {
-    return fmt::format(
-        "check the drive; step {}, the last committed one, is not affected: on_existing resume goes back to it",
-        committed_.step);
+    return {Remedy::kCheckDriveAndGoBack, {step}};
   }
   if (!older_step_ || holds(slot ^ 1u)) {
-    return fmt::format("check the drive; that is part of step {}, the last committed one, and no other is left; {}",
-                       committed_.step, kStartAnew);
+    return {Remedy::kCheckDriveAndRestore, {step}};
   }
   std::string paths;
-  for (const File& file : files_.files()) paths += file.path().parent_path().string() + " ";
-  return fmt::format(
-      "check the drive; that is part of step {}, the last committed one: spillway store {}--rollback "
-      "goes back to step {} if all of it is intact",
-      committed_.step, paths, *older_step_);
+  for (const File& file : files_.files()) {
+    if (!paths.empty()) paths += ' ';
+    paths += file.path().parent_path().string();
+  }
+  return {Remedy::kCheckDriveAndRollBack, {step, paths, std::to_string(*older_step_)}};
 }
 
 TileStore::Slot TileStore::readable(std::uint32_t tile) const {
@@ -451,8 +440,8 @@ void TileStore::forget_written() {
 void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread,
                        std::span<std::byte> buffer, std::span<const std::uint64_t> update_counts) {
   if (lost_) {
-    throw Error(Code::kIo, {files_.files().front().path().string(), "a write since the last commit failed", 0,
-                            "the store is at its last commit, go on with on_existing resume"});
+    throw Error(Code::kIo, files_.files().front().path().string(), "a write since the last commit failed", 0,
+                Remedy::kResume);
   }
   next_.sequence = committed_.sequence + 1;
   next_.step = step;

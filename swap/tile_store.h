@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "spillway/remedy.h"
 #include "swap/extents.h"
 #include "swap/manifest.h"
 #include "swap/store_files.h"
@@ -119,7 +120,7 @@ class TileStore {
 
   // What to do when bytes at this offset of the space are not what was written: which committed step can be gone back
   // to, and how.
-  std::string way_back(std::uint64_t offset) const;
+  Hint way_back(std::uint64_t offset) const;
 
  private:
   TileStore(StoreFiles files, const Created& shape, StoreLayout layout);

@@ -25,6 +25,7 @@
 #include "tools/plan/command.h"
 #include "tools/store/command.h"
 #include "tools/sweep/command.h"
+#include "tools/terminal/remedies.h"
 #include "tools/terminal/tell.h"
 
 namespace spillway {
@@ -51,22 +52,6 @@ int wrong_arguments(const CLI::App& program, std::string_view first, const CLI::
   const char* object = what.starts_with("--") && what.find(": ") != std::string::npos ? "" : "command line: ";
   tell(stderr, "spillway: {}{}; --help after the subcommand lists what it takes\n", object, what);
   return 1;
-}
-
-// The library says what to do in the words of its own options; here they have others.
-std::string in_words_of_the_program(std::string_view message) {
-  static constexpr std::pair<std::string_view, std::string_view> kWords[] = {
-      {"on_existing resume", "--resume"},
-      {"on_existing replace", "--fresh"},
-      {"write the model at the end", "give --out"},
-      {"say how many steps the run has", "say it with --steps"},
-  };
-  std::string text(message.starts_with(": ") ? "\"\"" : "");  // an empty path, which nothing would show
-  text += message;
-  for (const auto& [library, program] : kWords) {
-    for (std::size_t at; (at = text.find(library)) != text.npos;) text.replace(at, library.size(), program);
-  }
-  return text;
 }
 
 // What was printed is in a buffer until the end, where nothing else says that it went nowhere.
@@ -97,7 +82,7 @@ int failed(const std::exception& error) {
          "ulimit -u or the cgroup's limits\n");
     return 1;
   }
-  tell(stderr, "spillway: {}\n", in_words_of_the_program(error.what()));
+  tell(stderr, "spillway: {}\n", terminal::message_of(error));
   return 1;
 }
 
@@ -135,7 +120,7 @@ int main(int argc, char** argv) {
   spillway::keep_standard_numbers();
   try {
     spillway::set_log_sink([](spillway::LogLevel, std::string_view message) {
-      spillway::terminal::tell(stderr, "spillway: {}\n", spillway::in_words_of_the_program(message));
+      spillway::terminal::tell(stderr, "spillway: {}{}\n", message.starts_with(": ") ? "\"\"" : "", message);
     });
     return spillway::run(argc, argv);
   } catch (const std::bad_alloc&) {  // also for the words of another error

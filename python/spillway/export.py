@@ -54,7 +54,7 @@ def _new_with_buffers(engine, place, dtype):
     try:
         engine.export_weights(partial, dtype, False)
     except Error as error:
-        raise Error(error.code, str(error).replace(partial, place)) from None
+        raise Error(error.code, str(error).replace(partial, place), error.remedy) from None
     lock = os.open(partial, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks

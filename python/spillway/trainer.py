@@ -118,9 +118,8 @@ class Mixin:
                     self.engine = Engine(self.model, planned, on_existing=existing, snapshot=snapshot,
                                          **self._engine_options)
             except Error as error:  # says what an engine can do, and a trainer cannot
-                words = trainer_checkpoints.instead_of_resume(str(error), self.args.output_dir, planned,
-                                                              self._snapshot or self._deepspeeds)
-                raise Error(error.code, words) from None
+                raise trainer_checkpoints.instead_of_resume(error, self.args.output_dir, planned,
+                                                            self._snapshot or self._deepspeeds) from None
             self._planned = planned
         if planned != self._planned:
             raise Error("invalid_argument", "train(): the configuration or TrainingArguments have changed since the "

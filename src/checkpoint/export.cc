@@ -71,11 +71,11 @@ class TileReader {
       }
       if (extent_checksum(granules_) != slot.checksum[part]) {
         const StoreFiles::Place place = store.files().place_of(slot.extent[part].offset);
-        throw Error(Code::kCorrupt, {place.file->path().string(),
-                                     std::string(part == index_of(Part::kWeights) ? "weights" : "states") + " of " +
-                                         tile_name(plan_, model_, tile) + " at offset " + std::to_string(place.offset) +
-                                         " do not match their checksum",
-                                     0, store.way_back(slot.extent[part].offset)});
+        throw Error(Code::kCorrupt, place.file->path().string(),
+                    std::string(part == index_of(Part::kWeights) ? "weights" : "states") + " of " +
+                        tile_name(plan_, model_, tile) + " at offset " + std::to_string(place.offset) +
+                        " do not match their checksum",
+                    0, store.way_back(slot.extent[part].offset));
       }
       at += bytes;
     }

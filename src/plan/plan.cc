@@ -222,10 +222,9 @@ std::string size_text(std::uint64_t bytes) {
 }
 
 void refuse_budget(const char* key, std::uint64_t have, std::uint64_t need, const char* what) {
-  throw Error(Code::kDoesNotFit, {fmt::format("spillway.{}", key),
-                                  fmt::format("{} is too small: this plan needs at least {} of {}", size_text(have),
-                                              size_text(need), what),
-                                  0, fmt::format("set spillway.{} to \"{}\" or more", key, size_text(need))});
+  throw Error(Code::kDoesNotFit, fmt::format("spillway.{}", key),
+              fmt::format("{} is too small: this plan needs at least {} of {}", size_text(have), size_text(need), what),
+              0, {Remedy::kRaiseBudget, {key, size_text(need)}});
 }
 
 Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes) {

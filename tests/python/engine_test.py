@@ -470,14 +470,15 @@ class Errors(Case):
         train(engine, 1)
         self.assertEqual("busy", self.assert_error("store", self.engine, on_existing="replace").code)
         engine.close()
-        self.assertEqual("exists", self.assert_error('go on with on_existing="resume", or start over with '
-                                                     'on_existing="replace"', self.engine).code)
+        there = self.assert_error('go on with on_existing="resume", or start over with on_existing="replace"',
+                                  self.engine)
+        self.assertEqual(("exists", "resume_or_replace"), (there.code, there.remedy))
         self.assertEqual(1, self.engine(on_existing="resume").current_step)
 
     def test_ABudgetThatDoesNotFit(self):
         error = self.assert_error("hbm_bytes", self.engine, configuration=config(
             self.folder, spillway={"hbm_bytes": "16KiB"}))
-        self.assertEqual("does_not_fit", error.code)
+        self.assertEqual(("does_not_fit", "raise_budget"), (error.code, error.remedy))
         self.assertFalse((self.folder / "store").exists() and list((self.folder / "store").iterdir()))
 
     def test_AWeightOutsideOfItsBlock(self):

@@ -236,7 +236,8 @@ TEST(TileStore, TheStepThatCanBeGoneBackToIsNamed) {
   const auto store = TileStore::open(directory.path(), three_tiles());
   const auto says = [&](const Extent& extent, const std::string& what) {
     for (std::uint64_t at : {extent.offset, extent.offset + extent.bytes - 1}) {
-      EXPECT_NE(store->way_back(at).find(what), std::string::npos) << store->way_back(at) << "\nnot: " << what;
+      EXPECT_NE(store->way_back(at).text.find(what), std::string::npos)
+          << store->way_back(at).text << "\nnot: " << what;
     }
   };
   const auto& tiles = store->layout().tiles;

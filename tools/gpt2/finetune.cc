@@ -26,6 +26,7 @@
 #include "tools/gpt2/weights.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/progress.h"
+#include "tools/terminal/remedies.h"
 #include "tools/terminal/shell_word.h"
 #include "tools/terminal/tell.h"
 
@@ -291,7 +292,7 @@ class Run {
       check_room(options_.out, description_);
     } catch (const Error& error) {
       if (!kept_in_store()) throw;
-      log(LogLevel::kWarning, error.what());
+      log(LogLevel::kWarning, terminal::message_of(error));
     }
   }
 
@@ -355,7 +356,7 @@ class Run {
                                           : errno == EFBIG ? "raise ulimit -f and continue with --resume"
                                                            : "make room and continue with --resume"});
     if (kept) throw error;
-    log(LogLevel::kWarning, error.what());
+    log(LogLevel::kWarning, terminal::message_of(error));
     log_.close();
   }
 
@@ -388,7 +389,7 @@ class Run {
       progress.clear();
       terminal::tell("ended after step {}; {}\n", engine_->current_step(), kept);
     } catch (const Error& error) {
-      log(LogLevel::kWarning, error.what());  // the first error is the one to end with
+      log(LogLevel::kWarning, terminal::message_of(error));  // the first error is the one to end with
     }
   }
 
