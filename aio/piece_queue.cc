@@ -93,6 +93,7 @@ class PieceQueue final : public IoQueue {
     check_owner();
     SPILLWAY_CHECK(!out.empty(), "wait() needs room for a completion");
     // Beyond a century is for ever; the clock's arithmetic would overflow.
+    if (timeout_seconds < 0 && timeout_seconds != kUntilWoken && pending() == 0) timeout_seconds = 0;  // nothing comes
     const bool bounded = timeout_seconds >= 0 && timeout_seconds < 3e9;
     const auto deadline =
         bounded

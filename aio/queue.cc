@@ -57,6 +57,11 @@ const char* price_of(IoEngineKind kind) {
 void check_options(const IoQueueOptions& options, std::span<File* const> files) {
   SPILLWAY_CHECK(options.max_requests > 0, "a queue holds at least one request");
   SPILLWAY_CHECK(options.stall_report_seconds > 0, "a stall takes time");
+  if (const auto none = std::ranges::find(files, nullptr); none != files.end()) {
+    throw Error(Code::kInvalidArgument,
+                {"files", fmt::format("file {} of {} is null", none - files.begin() + 1, files.size()), 0,
+                 "open every file before the queue is made"});
+  }
   if (options.depth == 0 || total_depth(options, files.size()) > kLargestDepth) {
     throw Error(Code::kInvalidArgument,
                 {"aio.queue_depth", fmt::format("is {} for each of {} files", options.depth, files.size()), 0,

@@ -50,6 +50,7 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
 }
 
 StepEngine::~StepEngine() {
+  const auto turn = caller_.wait();
   const bool failed = !failure_.empty();
   try {
     if (!failed) keep_last_step();  // visits and gradients of one that was not finished are forgotten
@@ -89,6 +90,7 @@ void StepEngine::begin_step() {
 }
 
 std::unique_ptr<Stream> StepEngine::adopt_stream(void* native) {
+  const auto turn = caller_.enter("adopt_stream");
   auto stream = machinery_.device->adopt_stream(native);
   machinery_.device->idle_clock(*stream);  // made now, and not inside of a step
   return stream;
@@ -122,6 +124,7 @@ void StepEngine::begin_again_for(Visit visit) {
 
 // 1. Forward and backward: the block's weights are on their way already; the caller's stream waits for the last copy.
 Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
+  const auto turn = caller_.enter("acquire");
   if (block >= plan_.blocks.size()) {
     throw Error(Code::kInvalidArgument,
                 {"acquire", fmt::format("there is no block {}", block), 0, "use the indices of the description"});
@@ -180,6 +183,7 @@ const void* StepEngine::weight_address(std::uint32_t lease, std::uint32_t parame
 }
 
 void StepEngine::release(std::uint32_t lease, Stream& stream) {
+  const auto turn = caller_.wait();
   releasing([&] {
     turn_to(stream);
     machinery_.places ? machinery_.places->release(lease, stream) : static_cast<void>(--leases_);
@@ -189,6 +193,7 @@ void StepEngine::release(std::uint32_t lease, Stream& stream) {
 }
 
 ActivationLease StepEngine::acquire_activation(std::uint32_t activation, Access access, Stream& stream) {
+  const auto turn = caller_.enter("acquire_activation");
   return guarded([&] {
     if (!stepping_) begin_step();
     turn_to(stream);
@@ -198,6 +203,7 @@ ActivationLease StepEngine::acquire_activation(std::uint32_t activation, Access 
 }
 
 void StepEngine::release_activation(std::uint32_t place, Stream& stream) {
+  const auto turn = caller_.wait();
   releasing([&] {
     turn_to(stream);
     machinery_.activations->release(place, stream);
@@ -228,6 +234,7 @@ void StepEngine::check(const Gradient& gradient) const {
 
 // 2. Gradients: added in call order, rounded once, normed, and on their way down while backward goes on.
 void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
+  const auto turn = caller_.enter("push_gradient");
   guarded([&] {
     if (!stepping_) begin_step();
     settle();  // the gradients of the step before are read until then
@@ -249,6 +256,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
 }
 
 void StepEngine::set_learning_rate(double rate) {
+  const auto turn = caller_.enter("set_learning_rate");
   refuse_if_failed();
   if (!std::isfinite(rate) || rate < 0) {
     throw Error(Code::kInvalidArgument, {"set_learning_rate", fmt::format("{} is no learning rate", rate), 0,
@@ -264,6 +272,7 @@ void StepEngine::set_learning_rate(double rate) {
 // 3. and 4. The update begins once every gradient is known to be finite. A block's is made when the next forward pass
 // asks for the block, and all of it is committed before the next backward pass.
 StepReport StepEngine::step(std::span<const std::byte> blob) {
+  const auto turn = caller_.enter("step");
   return guarded([&] {
     const TimedSpan span(machinery_.timeline(), SpanKind::kFinishStep, step_ + 1);
     if (!stepping_) begin_step();
@@ -316,6 +325,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
 }
 
 void StepEngine::discard_step() {
+  const auto turn = caller_.enter("discard_step");
   guarded([&] {
     refuse_leases("discard_step");
     if (!stepping_) return;
@@ -425,11 +435,13 @@ std::string StepEngine::what_is_lost() const {
 }
 
 void StepEngine::flush() {
+  const auto turn = caller_.enter("flush");
   guarded([&] { keep_last_step(); });
   if (store_missing_) throw store_is_missing();
 }
 
 std::vector<std::string> StepEngine::describe() const {
+  const auto turn = caller_.look("describe");
   return run_facts(config_, plan_, model_, machinery_, commits_.chosen(), nodes());
 }
 

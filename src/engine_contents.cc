@@ -52,6 +52,7 @@ void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork
 }
 
 void StepEngine::import_weights(const WeightSource& source) {
+  const auto turn = caller_.enter("import_weights");
   const WeightSource values = finite_weights(model_, config_.weights, source);
   begin_with("import_weights", 0,
              [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, values); });
@@ -66,6 +67,7 @@ void StepEngine::restore() {
 }
 
 void StepEngine::export_weights(bool exact, const WeightSink& sink) {
+  const auto turn = caller_.enter("export_weights");
   const std::exception_ptr failure = guarded([&] {
     make_ready("export_weights");
     if (saving_) settle();
@@ -79,8 +81,9 @@ void StepEngine::export_weights(bool exact, const WeightSink& sink) {
 }
 
 void StepEngine::begin_save(const std::filesystem::path& directory, const SaveOptions& options) {
+  const auto turn = caller_.enter("begin_save");
   guarded([&] { make_ready("begin_save"); });
-  finish_save();
+  finish_saving();
   saving_ = std::make_unique<SnapshotWriter>(plan_, config_, model_, directory, options, *machinery_.workers);
   guarded([&] {
     machinery_.updater->look([this](std::uint32_t tile, const TileMemory& memory) {
@@ -104,6 +107,11 @@ void StepEngine::end_save(std::exception_ptr failure) {
 
 // The failure is of the caller's directory: it may try again, or train on.
 void StepEngine::finish_save() {
+  const auto turn = caller_.enter("finish_save");
+  finish_saving();
+}
+
+void StepEngine::finish_saving() {
   guarded([&] {
     if (saving_) settle();
   });

@@ -20,6 +20,7 @@
 #include "src/config/loss_scaler.h"
 #include "src/forecast.h"
 #include "src/machinery.h"
+#include "src/one_caller.h"
 #include "src/parameter_updates.h"
 #include "src/plan/plan.h"
 #include "src/speculation.h"
@@ -33,14 +34,27 @@ class StepEngine final : public Engine {
   StepEngine(const Config& config, const ModelDescription& model, EngineOptions options);
   ~StepEngine() override;
 
-  std::uint64_t current_step() const override { return step_; }
-  std::vector<std::byte> blob() const override { return blob_; }
+  std::uint64_t current_step() const override {
+    const auto turn = caller_.look("current_step");
+    return step_;
+  }
+  std::vector<std::byte> blob() const override {
+    const auto turn = caller_.look("blob");
+    return blob_;
+  }
   void set_learning_rate(double rate) override;
-  double loss_scale() const override { return loss_scaler_.scale(); }
-  double next_learning_rate() const override { return learning_rate(config_, next_update()); }
+  double loss_scale() const override {
+    const auto turn = caller_.look("loss_scale");
+    return loss_scaler_.scale();
+  }
+  double next_learning_rate() const override {
+    const auto turn = caller_.look("next_learning_rate");
+    return learning_rate(config_, next_update());
+  }
   const Ledger& ledger() const override { return plan_.ledger; }
   std::vector<std::string> describe() const override;
   std::optional<double> predicted_step_seconds() const override {
+    const auto turn = caller_.look("predicted_step_seconds");
     return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates, usual_step(), speculation_.blocks());
   }
 
@@ -109,6 +123,7 @@ class StepEngine final : public Engine {
   void look_after_store();
   Error store_is_missing() const;
   void end_save(std::exception_ptr failure);
+  void finish_saving();
   // Of the optimizer: skipped steps have none.
   std::uint64_t updates_made() const { return step_ - loss_scaler_.skipped(); }
   std::uint64_t next_update() const { return updates_made() + 1; }
@@ -118,6 +133,7 @@ class StepEngine final : public Engine {
   void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
   void commit();
 
+  mutable OneCaller caller_;
   Config config_;  // the rate that set_learning_rate() gives may change
   const ModelDescription model_;
   const std::vector<ThreadShare> thread_shares_;

@@ -69,7 +69,7 @@ void StoreThread::run(const IoQueueOptions& options, std::vector<std::span<std::
     loop();
   } catch (const std::exception& failure) {
     log(LogLevel::kWarning, std::string("the I/O queue failed: ") + failure.what());
-    fail_everything();
+    fail_everything(failure.what());
   }
   queue_.reset();  // here, because it waits for what a failure has left in flight, and only its own thread may
 }
@@ -80,7 +80,7 @@ void StoreThread::loop() {
     for (std::uint32_t entry : taken_) in_queue_[entry] = true;  // all, should the queue fail at the first
     for (std::uint32_t entry : taken_) submit(entry);
     deliver_wakes();
-    const auto done = queue_->wait(completions, -1);
+    const auto done = queue_->wait(completions, kUntilWoken);
     const std::int64_t done_ns = now_ns();
     {
       std::lock_guard lock(mutex_);
@@ -132,16 +132,38 @@ void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion, st
   done.handler->on_io(done.request, completion);
 }
 
+// Where it would have begun: nobody knows how far it came.
+IoCompletion StoreThread::failed(const IoRequest& request) const {
+  IoCompletion failure{.tag = request.tag,
+                       .error = EIO,
+                       .error_file = request.file,
+                       .error_offset = request.offset,
+                       .error_bytes = request.bytes};
+  if (request.file != kStripedSpace) return failure;
+  failure.error_file = 0;
+  if (request.op == IoOp::kSync) return failure;
+  failure.error_file = stripes_->file_of(request.offset);
+  const StripeMap::Place place = stripes_->next_on(failure.error_file, request.offset);
+  failure.error_offset = place.file_offset;
+  failure.error_bytes = std::min(place.bytes, request.bytes);
+  return failure;
+}
+
+std::string StoreThread::queue_failure() const {
+  std::lock_guard lock(mutex_);
+  return queue_failure_;
+}
+
 // The queue is beyond use: whatever it holds will never be reported. What handlers post from now on waits in the
 // mailbox, on whichever thread they run.
-void StoreThread::fail_everything() {
+void StoreThread::fail_everything(const char* why) {
   {
     std::lock_guard lock(mutex_);
+    queue_failure_ = why;
     dead_ = true;
   }
-  const IoCompletion failure{.tag = 0, .error = EIO, .error_offset = 0, .error_bytes = 0};
   for (std::uint32_t entry = 0; entry < kEntries; ++entry) {
-    if (in_queue_[entry]) finish(entry, failure, now_ns());
+    if (in_queue_[entry]) finish(entry, failed(entries_[entry].request), now_ns());
   }
   deliver_wakes();  // those that were under way; one too many does no harm
   while (true) {
@@ -156,7 +178,7 @@ void StoreThread::fail_everything() {
         started_.wait(lock, [this] { return stop_ || !posted_.empty() || !wakes_.empty(); });
       }
     }
-    for (std::uint32_t entry : taken_) finish(entry, failure, now_ns());
+    for (std::uint32_t entry : taken_) finish(entry, failed(entries_[entry].request), now_ns());
     deliver_wakes();
   }
 }
@@ -287,7 +309,12 @@ StoreThread::Place StoreThread::place_of(std::uint64_t space_offset) const {
 }
 
 Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion) {
-  return transfer_error(request.op, store.file(completion.error_file), completion, Remedy::kCheckDriveAndResume);
+  const std::string of_queue = store.queue_failure();
+  const File& file = store.file(completion.error_file);
+  if (of_queue.empty()) return transfer_error(request.op, file, completion, Remedy::kCheckDriveAndResume);
+  return Error(Code::kIo, file.path().string(),
+               describe_transfer(request.op, completion) + " failed, since the I/O queue itself failed: " + of_queue,
+               completion.error, Remedy::kResume);
 }
 
 }  // namespace spillway

@@ -59,6 +59,8 @@ class StoreThread {
     std::uint64_t offset;
   };
   Place place_of(std::uint64_t space_offset) const;
+  // What the queue itself failed with, after which every request fails with EIO; empty: it has not.
+  std::string queue_failure() const;
 
   static constexpr std::uint32_t kOwnRequests = 512;
 
@@ -78,7 +80,8 @@ class StoreThread {
   void submit(std::uint32_t entry);
   void finish(std::uint32_t entry, const IoCompletion& completion, std::int64_t done_ns);
   std::int64_t now_ns() const { return timeline_ ? timeline_->now_ns() : 0; }
-  void fail_everything();
+  void fail_everything(const char* why);
+  IoCompletion failed(const IoRequest& request) const;
   void deliver_wakes();
   std::uint32_t take_entry(bool own_thread, std::unique_lock<std::mutex>& lock);
 
@@ -98,6 +101,7 @@ class StoreThread {
   IoStats stats_;
   bool ready_ = false, stop_ = false, dead_ = false;
   std::exception_ptr start_failure_;
+  std::string queue_failure_;
   std::vector<bool> in_queue_;  // store's thread only
   std::thread thread_;
 };

@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -74,10 +75,13 @@ struct IoStats {
   double busy_seconds = 0;  // time with at least one transfer in flight
 };
 
+// For IoQueue::wait(): also with nothing pending, until another thread or a signal handler calls wake().
+inline constexpr double kUntilWoken = -std::numeric_limits<double>::infinity();
+
 class IoQueue {
  public:
   // `regions` are the arenas that buffers come from; they are registered with the kernel when it allows (buffers
-  // outside them work too, unregistered). Files must outlive the queue.
+  // outside them work too, unregistered). Files must outlive the queue; a null one is refused (kInvalidArgument).
   static std::unique_ptr<IoQueue> create(const IoQueueOptions& options, std::span<File* const> files,
                                          std::span<const std::span<std::byte>> regions);
 
@@ -85,8 +89,9 @@ class IoQueue {
 
   virtual void submit(const IoRequest& request) = 0;
 
-  // Starts what may start and returns completions, at most out.size(). Waits up to timeout_seconds (negative: for ever)
-  // until there is at least one, or until wake(). Returns the filled part of `out`, possibly empty.
+  // Starts what may start and returns completions, at most out.size(). Waits up to timeout_seconds (negative: as long
+  // as something is pending, for ever) until there is at least one, or until wake(). Returns the filled part of `out`,
+  // possibly empty.
   virtual std::span<IoCompletion> wait(std::span<IoCompletion> out, double timeout_seconds) = 0;
 
   // Makes the current or next wait() return early. Any thread; async-signal-safe.

@@ -236,7 +236,7 @@ TEST_P(QueueTest, WakeFromAnotherThreadEndsAWait) {
   for (int round = 0; round < 20; ++round) {
     std::thread waker([&] { queue_->wake(); });
     IoCompletion out[1];
-    EXPECT_TRUE(queue_->wait(out, -1).empty());
+    EXPECT_TRUE(queue_->wait(out, kUntilWoken).empty());
     waker.join();
   }
 }
@@ -246,10 +246,10 @@ TEST_P(QueueTest, WakeBeforeTheWaitIsNotLost) {
   open({.depth = 2});
   IoCompletion out[1];
   queue_->wake();
-  EXPECT_TRUE(queue_->wait(out, -1).empty());
+  EXPECT_TRUE(queue_->wait(out, kUntilWoken).empty());
   queue_->wake();
   queue_->wake();
-  EXPECT_TRUE(queue_->wait(out, -1).empty());
+  EXPECT_TRUE(queue_->wait(out, kUntilWoken).empty());
   Memory in(kUnit);
   EXPECT_EQ(transfer(IoOp::kRead, 0, in.span()).error, 0);
 }
@@ -274,7 +274,7 @@ TEST_P(QueueTest, WakeWorksInASignalHandler) {
     }
   });
   IoCompletion out[1];
-  EXPECT_TRUE(queue_->wait(out, -1).empty());
+  EXPECT_TRUE(queue_->wait(out, kUntilWoken).empty());
   returned = true;
   sender.join();
   ::sigaction(SIGUSR1, &before, nullptr);
@@ -286,6 +286,19 @@ TEST_P(QueueTest, AWaitWithNothingToWaitForEndsAtItsTimeout) {
   IoCompletion out[1];
   EXPECT_TRUE(queue_->wait(out, 0).empty());
   EXPECT_TRUE(queue_->wait(out, 0.01).empty());
+  EXPECT_TRUE(queue_->wait(out, -1).empty()) << "and at once where nothing is pending";
+}
+
+TEST_P(QueueTest, ANullFileIsRefused) {
+  open_files(1, kUnit);
+  File* const files[] = {pointers_[0], nullptr};
+  try {
+    IoQueue::create({.engine = IoEngineKind::kThreads}, files, {});
+    ADD_FAILURE() << "it was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kInvalidArgument);
+    EXPECT_STREQ(error.what(), "files: file 2 of 2 is null; open every file before the queue is made");
+  }
 }
 
 TEST_P(QueueTest, AQueueClosedWithWorkInFlightNoLongerTouchesItsBuffers) {

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <functional>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 
@@ -181,6 +183,40 @@ TEST(EngineUse, BackwardMayRunOnAnotherThread) {
     run.trainer.run_step();
   }
   EXPECT_EQ(testing::exported(*run.engine), expected_bits(6));
+}
+
+TEST(EngineUse, ASecondThreadAtTheSameTimeIsRefused) {
+  Store store;
+  Training run(store.config);
+  Engine& engine = *run.engine;
+  run.trainer.run_step();
+  std::optional<Lease> lease(engine.acquire(0, Pass::kForward, engine.stream()));
+  const std::function<void()> calls[] = {
+      [&] { engine.acquire(0, Pass::kForward, engine.stream()); },
+      [&] {
+        engine.push_gradient({0, 0, engine.workspace().data(), DType::kFloat32}, engine.stream());
+      },
+      [&] { engine.step(); },
+      [&] { engine.discard_step(); },
+      [&] { engine.flush(); },
+      [&] { engine.set_learning_rate(1); },
+      [&] { engine.begin_save(store.directory.path() / "snapshot", {}); },
+      [&] { engine.export_weights(true, [](auto...) {}); }};
+  std::thread releasing;
+  engine.export_weights(true, [&](auto...) {
+    if (releasing.joinable()) return;
+    for (const auto& call : calls) EXPECT_EQ(error_of(call).code(), Code::kInvalidArgument);
+    EXPECT_EQ(engine.current_step(), 1u) << "a value may be asked for";
+    std::thread([&] {
+      for (const auto& call : calls) EXPECT_EQ(error_of(call).code(), Code::kBusy);
+      EXPECT_EQ(error_of([&] { engine.current_step(); }).code(), Code::kBusy);
+    }).join();
+    releasing = std::thread([&] { lease.reset(); });  // waits
+  });
+  releasing.join();
+  engine.discard_step();
+  run.trainer.run_step();
+  EXPECT_EQ(testing::exported(engine), expected_bits(2));
 }
 
 TEST(EngineUse, FrozenParametersNeverChangeAndTheOthersTrainToTheSameBits) {

@@ -71,7 +71,7 @@ class QueueFailure : public ::testing::Test {
     wait_fails = fails_in_flight = false;
   }
   IoRequest read(int index) const {
-    return {.op = IoOp::kRead, .offset = 0, .buffer = arena.memory().data() + index * 65536, .bytes = 65536};
+    return {.op = IoOp::kRead, .offset = 65536, .buffer = arena.memory().data() + index * 65536, .bytes = 65536};
   }
   void fetch_fails(std::uint64_t payload_bytes);
   static void expect_failure(IoBatch& batch) {
@@ -81,6 +81,8 @@ class QueueFailure : public ::testing::Test {
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Code::kIo);
       EXPECT_EQ(error.parts().errno_value, EIO);
+      EXPECT_NE(error.parts().happened.find("read of 65536 bytes at offset 65536"), std::string::npos) << error.what();
+      EXPECT_NE(error.parts().hint.find("the I/O queue itself failed: the ring "), std::string::npos) << error.what();
     }
   }
 
