@@ -159,7 +159,8 @@ class Stop(CliTest):
         self.assert_done(same)
         self.assertNotIn("is other data", same.err)
         data.write_bytes(runs.TEXT.read_bytes()[:-1])
-        said = rf"spillway: {data}: is other data than before \(\d+ bytes, [0-9a-f]{{16}}; it was \d+ bytes, [0-9a-f]{{16}}\)"
+        mark = r"\d+ bytes, [0-9a-f]{16}"
+        said = rf"spillway: {data}: is other data than before \({mark}; it was {mark}\)"
         for how in ({"load": saved, "fresh": True}, {"resume": True}):
             steps = 2 if "load" in how else 3
             other = self.place.finetune(self.config, self.model, data=data, steps=steps, **how)
