@@ -24,7 +24,7 @@ enum class Remedy : std::int32_t {
   kCopyAgainOrReplace,
   kReplaceAndKeepSteps,
   kResume,
-  kCheckDriveAndResume,
+  kRepairAndResume,  // what to repair
   kCheckDriveAndRewrite,
   kCheckDriveAndGoBack,    // the step to which
   kCheckDriveAndRollBack,  // the step, the directories of the store, the step before
@@ -63,7 +63,7 @@ inline constexpr RemedyWords kRemedyWords[] = {
     {Remedy::kReplaceAndKeepSteps,
      "start over with on_existing replace, and write the model at the end, or set commit_every to 1"},
     {Remedy::kResume, "the store is at its last commit, go on with on_existing resume"},
-    {Remedy::kCheckDriveAndResume, "check the drive; the store is at its last commit, go on with on_existing resume"},
+    {Remedy::kRepairAndResume, "{}; the store is at its last commit, go on with on_existing resume"},
     {Remedy::kCheckDriveAndRewrite, "check the drive; a run with on_existing resume brings it, and writes it anew"},
     {Remedy::kCheckDriveAndGoBack,
      "check the drive; step {}, the last committed one, is not affected: on_existing resume goes back to it"},

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
+#include <new>
 #include <optional>
 
 #include "kernels/checksum.h"
@@ -51,7 +52,9 @@ class TileReader {
       : plan_(plan),
         model_(model),
         memory_(
-            static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {}
+            static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {
+    if (memory_ == nullptr) throw std::bad_alloc();
+  }
   ~TileReader() { std::free(memory_); }
   TileReader(const TileReader&) = delete;
   TileReader& operator=(const TileReader&) = delete;

@@ -1,6 +1,9 @@
-"""Output that cannot be written: no command dies of it, and its exit code tells."""
+"""What commands say, and how they end: output that cannot be written, and too little memory, are no crash."""
+import json
 import os
 import pathlib
+import resource
+import shutil
 import subprocess
 import sys
 
@@ -8,7 +11,52 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
 from imports import Small  # noqa: E402
 from manual_test import subcommands  # noqa: E402
-from runs import BINARY, LIMIT_SECONDS, Workplace, sha256_of_model, spillway  # noqa: E402
+from runs import BINARY, LIMIT_SECONDS, CliTest, Workplace, sha256_of_model, spillway  # noqa: E402
+
+
+class Terminal(CliTest):
+    def test_WhatAPathHoldsCommandsNoTerminal(self):
+        model = self.place.folder / "m\x1b[2J\x9b\x7f"
+        made = spillway("init-model", model, "--layers", 1, "--width", 8, "--heads", 2, "--vocab", 16)
+        self.assert_done(made)
+        self.assertIn("m?[2J??: a new GPT-2", made.out)
+        self.assertIn("m?[2J??", self.assert_refused(spillway("init-model", model, "--layers", 1)))
+        config = json.loads((model / "config.json").read_text())
+        config["model_type"] = "\x1b]0;title\x07"
+        (model / "config.json").write_text(json.dumps(config))
+        run = self.place.finetune(self.place.config(), model)
+        self.assert_refused(run)
+        for text in (made.out, made.err, run.out, run.err):
+            self.assertNotRegex(text, "[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class LittleMemory(CliTest):
+    def test_NoLimitOfAddressSpaceCrashesACommand(self):
+        model, config, folder = self.place.init_model(), self.place.config(), self.place.folder
+        run = Workplace.arguments(config, model)
+        self.assert_done(spillway(*run))
+        commands = ([*run, "--fresh"], ["init-model", folder / "new", "--layers", 1, "--width", 8, "--heads", 2,
+                                        "--vocab", 16],
+                    ["plan", "--config", config, "--model", model, "--seq", 32, "--no-probe"],
+                    ["doctor", "--config", config, "--model", model, "--seq", 32, "--no-probe"],
+                    ["store", self.place.nvme, "--verify"], ["export", self.place.nvme, folder / "exported"])
+        least = next((mib for mib in range(16, 1024, 2) if self.limited(mib, "--version") == 0), None)
+        if least is None:
+            self.skipTest("this build needs more addresses: a sanitizer's")
+        for command in commands:
+            for mib in range(least, least + 60, 2):
+                shutil.rmtree(folder / "new", ignore_errors=True)
+                shutil.rmtree(folder / "exported", ignore_errors=True)
+                with self.subTest(command=command[0], mib=mib):
+                    self.assertIn(self.limited(mib, *command), (0, 1, 3, 4))
+
+    @staticmethod
+    def limited(mib, *command):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_AS, (mib << 20, mib << 20))
+
+        return subprocess.run([BINARY, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                              preexec_fn=limit, timeout=LIMIT_SECONDS, check=False).returncode
 
 
 class Unwritable(Small):

@@ -3,6 +3,7 @@ import fcntl
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
+import runs  # noqa: E402
 from runs import BINARY, CRASH, CliTest, Workplace, sha256_of_model, test_seed  # noqa: E402
 
 STEPS = 12
@@ -147,6 +149,23 @@ class Stop(CliTest):
                 wanted = self.place.folder / f"wanted-{code}"
                 self.assert_done(self.place.finetune(self.config, self.model, steps=done, out=wanted))
                 self.assertEqual(sha256_of_model(wanted), sha256_of_model(out))
+
+    def test_OtherDataThanBeforeIsSaid(self):
+        data = self.place.folder / "data.txt"
+        data.write_bytes(runs.TEXT.read_bytes())
+        saved = self.place.folder / "saved"
+        self.assert_done(self.place.finetune(self.config, self.model, data=data, steps=1, save=saved, every=1))
+        same = self.place.finetune(self.config, self.model, data=data, steps=2, resume=True)
+        self.assert_done(same)
+        self.assertNotIn("is other data", same.err)
+        data.write_bytes(runs.TEXT.read_bytes()[:-1])
+        mark = r"\d+ bytes, [0-9a-f]{16}"
+        said = rf"spillway: {data}: is other data than before \({mark}; it was {mark}\)"
+        for how in ({"load": saved, "fresh": True}, {"resume": True}):
+            steps = 2 if "load" in how else 3
+            other = self.place.finetune(self.config, self.model, data=data, steps=steps, **how)
+            self.assert_done(other)
+            self.assertEqual("load" in how, re.search(said, other.err) is not None, other.err)
 
     def stop(self, how, code, **options):
         """The last step that was done, and what the run said it left."""

@@ -62,11 +62,15 @@ AutoValues automatic(const FinetuneOptions& options) {
   return values;
 }
 
-// Where the data stands; travels with every commit as `row N of sequence T`.
+// Where the data stands; travels with every commit as `row N of sequence T of MARK`, the data's. Older versions wrote
+// no mark.
 struct Position {
   std::uint64_t row = 0;
+  std::string data;
 
-  std::string text(std::uint32_t sequence) const { return fmt::format("row {} of sequence {}", row, sequence); }
+  std::string text(std::uint32_t sequence) const {
+    return fmt::format("row {} of sequence {}{}{}", row, sequence, data.empty() ? "" : kOfData, data);
+  }
 
   static Position parse(std::span<const std::byte> blob, const FinetuneOptions& options) {
     const std::string text(reinterpret_cast<const char*>(blob.data()), blob.size());
@@ -75,12 +79,15 @@ struct Position {
     const std::string_view start = "row ";
     const char* begin = text.data() + std::min(start.size(), text.size());
     std::from_chars(begin, text.data() + text.size(), position.row);
+    if (const auto of = text.find(kOfData); of != text.npos) position.data = text.substr(of + kOfData.size());
     if (position.text(options.sequence) != text) {
       refuse("--seq", fmt::format("the run was begun with another row length: \"{}\"", text),
              "go on with the same --seq");
     }
     return position;
   }
+
+  static constexpr std::string_view kOfData = " of data of ";
 };
 
 void check_options(const FinetuneOptions& options, const Config& config, const ModelConfig& model) {
@@ -265,6 +272,7 @@ class Run {
     } else {
       position_ = Position::parse(engine_->blob(), options_);
     }
+    note_data();
     terminal::Progress progress(engine_->current_step(), std::max(options_.steps, engine_->current_step()));
     try {
       while (engine_->current_step() < options_.steps && !interrupt_.requested()) step(progress);
@@ -286,6 +294,17 @@ class Run {
   }
 
  private:
+  // Other data than before is no error: some go on with more of it on purpose.
+  void note_data() {
+    const std::string mark = data_->mark();
+    if (!position_.data.empty() && position_.data != mark) {
+      log(LogLevel::kWarning,
+          fmt::format("{}: is other data than before ({}; it was {}); training goes on with its row {}",
+                      options_.data.string(), mark, position_.data, position_.row % data_->rows()));
+    }
+    position_.data = mark;
+  }
+
   // With what the store leaves. A run that is kept in it need not be refused: an export can go elsewhere.
   void check_room_beside_store() const {
     try {

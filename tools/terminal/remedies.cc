@@ -18,7 +18,7 @@ constexpr RemedyWords kWords[] = {
     {Remedy::kCopyAgainOrReplace, "copy it again, or start over with --fresh"},
     {Remedy::kReplaceAndKeepSteps, "start over with --fresh, and give --out, or set commit_every to 1"},
     {Remedy::kResume, "the store is at its last commit, go on with --resume"},
-    {Remedy::kCheckDriveAndResume, "check the drive; the store is at its last commit, go on with --resume"},
+    {Remedy::kRepairAndResume, "{}; the store is at its last commit, go on with --resume"},
     {Remedy::kCheckDriveAndRewrite, "check the drive; a run with --resume brings it, and writes it anew"},
     {Remedy::kCheckDriveAndGoBack,
      "check the drive; step {}, the last committed one, is not affected: --resume goes back to it"},
