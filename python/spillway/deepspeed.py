@@ -18,6 +18,7 @@ import pickle
 import torch
 
 from . import buffers, carried, deepspeed_import, log, whole_files
+from .checkpoint_names import plain
 from .deepspeed_answers import Answers
 from .deepspeed_import import LATEST
 from .engine import Engine
@@ -123,6 +124,7 @@ class DeepSpeedEngine(Answers, Engine):
                     del state[full]
                 else:
                     state[full] = state[first.setdefault(id(parameter), full)]
+        state = {plain(name): value for name, value in state.items()}
         os.makedirs(save_dir, exist_ok=True)
         whole_files.write(os.path.join(save_dir, save_filename), lambda file: torch.save(state, file))
         return True
