@@ -215,6 +215,28 @@ class Training(Case):
         self.assertEqual((1, 1), (reports[-1].loss_scale, engine.current_loss_scale))
         self.assertEqual(torch.bfloat16, engine.module.state_dict()["layers.0.up.weight"].dtype)
 
+    def test_Bf16RoundsTiesAwayFromZeroAndPyTorchToEven(self):
+        """So a model that is loaded in bf16 has PyTorch's losses, and one in fp32 has where no value is midway."""
+        tie = 1 + 2 ** -8  # between 1, which is even, and 1 + 2 ** -7
+        for network in (model(), model().bfloat16()):
+            narrow = network.norm.weight.dtype
+            with torch.no_grad():
+                network.norm.weight[3] = tie
+            alone = model().bfloat16()
+            alone.load_state_dict(network.state_dict())
+            engine = self.engine(network, config(self.folder, "cpu", bf16={"enabled": True}))
+            engine.eval()
+            alone.eval()
+            with torch.no_grad():
+                found, wanted = engine(batches(1)[0]).item(), alone.to(DEVICE)(batches(1)[0]).item()
+            weights = engine.module.state_dict()["norm.weight"][3].item(), alone.norm.weight[3].item()
+            if narrow == torch.float32:
+                self.assertEqual((1 + 2 ** -7, 1.0), weights)
+                self.assertEqual(tie, engine.master_weights({"norm.weight"})["norm.weight"][3].item())
+                self.assertNotEqual(wanted, found)
+            else:
+                self.assertEqual(((1.0, 1.0), wanted), (weights, found))
+
     def test_Fp16ScalesItsLoss(self):
         network = torch.nn.Sequential(*(Widened() for _ in range(3)))
         engine = self.engine(network, config(self.folder, fp16={"enabled": True, "initial_scale_power": 4}))
