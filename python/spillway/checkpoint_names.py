@@ -1,5 +1,5 @@
-"""The tensors that a model's files have, where they are others than those in memory: transformers 5 fuses and renames some
-when it reads a model, Mixtral's experts say, and so turns them back when it saves one."""
+"""The tensors that a model's files have, where they are others than those in memory: transformers 5 fuses and renames
+some when it reads a model, Mixtral's experts say, and so turns them back when it saves one."""
 import sys
 
 import torch

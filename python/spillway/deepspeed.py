@@ -225,7 +225,8 @@ class DeepSpeedEngine(Answers, Engine):
                                          f"step; the configuration's scheduler counts, which says {here:g}")
             return
         group.update(saved)
-        if configured != state.get("configured_lr", configured) or (self.lr_scheduler is None and saved["lr"] != configured):
+        if configured != state.get("configured_lr", configured) or \
+                (self.lr_scheduler is None and saved["lr"] != configured):
             log.say(logging.WARNING, carried.rate_that_counts(self, folder, saved["lr"]))
 
     def _load_deepspeeds(self, load_dir, tag, with_schedule):

@@ -185,7 +185,8 @@ def _write_groups(engine, groups, folder, dtype):
     values = json.loads(described.to_json_string())
     for key in values.keys() & {"dtype", "torch_dtype"}:
         values[key] = str(dtype).removeprefix("torch.")
-    whole_files.write(os.path.join(folder, "config.json"), lambda file: file.write(json.dumps(values, indent=2).encode()))
+    text = json.dumps(values, indent=2).encode()
+    whole_files.write(os.path.join(folder, "config.json"), lambda file: file.write(text))
     return [*files.names, "config.json"]
 
 

@@ -458,8 +458,8 @@ class Errors(Case):
     def test_Float64IsNotNarrowedSilently(self):
         network = model()
         network.norm.double()
-        error = self.assert_error(r"^norm\.weight: is float64, in which PyTorch would train it, .*; call model\.float\(\) "
-                                  "before$", self.engine, network)
+        error = self.assert_error(r"^norm\.weight: is float64, in which PyTorch would train it, .*; call "
+                                  r"model\.float\(\) before$", self.engine, network)
         self.assertEqual("unsupported", error.code)
         train(self.engine(network.float()), 1)
 

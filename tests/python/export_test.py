@@ -100,7 +100,7 @@ class Export(Folder):
 
     @unittest.skipUnless(importlib.util.find_spec("safetensors"), "no safetensors in this Python")
     def test_NamesAreTurnedBackGroupByGroup(self):
-        """By a function as transformers 5 has it, here one that splits, joins and renames; never for more than needed."""
+        """By a function as transformers 5 has it, here one that splits, joins and renames, of no more than needed."""
         asked, refuse = [], []
 
         def revert(network, tensors):
@@ -121,7 +121,8 @@ class Export(Folder):
 
         network = model()
         network.register_buffer("seen", torch.tensor([7]))
-        network.config = type("Config", (), {"to_json_string": lambda self: '{"model_type": "toy", "dtype": "float32"}'})()
+        text = '{"model_type": "toy", "dtype": "float32"}'
+        network.config = type("Config", (), {"to_json_string": lambda self: text})()
         loading = type(sys)("transformers.core_model_loading")
         loading.revert_weight_conversion = revert
         transformers = type(sys)("transformers")
@@ -143,8 +144,8 @@ class Export(Folder):
             self.assertEqual({*wanted}, {*index["weight_map"]})
             for name, value in self.read(out).items():
                 self.assertTrue(torch.equal(wanted[name], value), name)
-            self.assert_error("a model is there; name another directory, or say replace=True; this time it was exported "
-                              "to .*/out-2$", engine.export, out)
+            self.assert_error("a model is there; name another directory, or say replace=True; this time it was "
+                              "exported to .*/out-2$", engine.export, out)
             before = {path.name: path.read_bytes() for path in out.iterdir()}
 
             def fails():

@@ -20,8 +20,8 @@ class Gradients(Folder):
         network.norm.requires_grad_(False)
         engine = self.engine(network)
         self.assertEqual(0, clip_grad_norm_(network.parameters(), 1.0))  # as PyTorch says it before a backward
-        words = r"embedding\.weight\.grad: its values are the engine's since backward\(\), .*gradient_clipping in the " \
-            "configuration .* gradient_norm"
+        words = r"embedding\.weight\.grad: its values are the engine's since backward\(\), .*gradient_clipping in " \
+            "the configuration .* gradient_norm"
         for micro in range(2):
             engine.backward(engine(batches(1)[0]))
             for clip in (lambda: clip_grad_norm_(network.parameters(), 1.0),
@@ -45,9 +45,8 @@ class Gradients(Folder):
         self.assertTrue(all(parameter.grad is None for parameter in network.parameters()))
 
     def test_ClippingIsSaid(self):
-        for written, said in ((None, "to a norm of 1, in step() (1 where it is left out, as by DeepSpeed); 0 switches it "
-                                     "off"), (0.5, "to a norm of 0.5, in step() (1 where it is left out, as by "
-                                                   "DeepSpeed); 0 switches it off"),
+        tail = "in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
+        for written, said in ((None, f"to a norm of 1, {tail}"), (0.5, f"to a norm of 0.5, {tail}"),
                               (0, "is 0, so nothing is clipped; a loop's own clip_grad_norm_() is refused")):
             values = json.loads(config(self.folder, "cpu").read_text())
             del values["gradient_clipping"]
