@@ -37,6 +37,7 @@ class DeepSpeedEngine(Answers, Engine):
     lr_scheduler = training_dataloader = None
     _report, _stepped = None, 0  # of the last step; micro-batches behind which step() was called
     _accumulates = False         # inside of no_sync()
+    _said_frozen = False         # once, that frozen parameters are saved
 
     def __init__(self, model, config, **options):
         super().__init__(model, config, **options)
@@ -133,12 +134,18 @@ class DeepSpeedEngine(Answers, Engine):
         return self.save_16bit_model(save_dir, save_filename)
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-        """All of it: exclude_frozen_parameters has no effect, as a snapshot has the weights of the whole model."""
+        """All of it. exclude_frozen_parameters, which saves space in DeepSpeed's, cannot be done, and is said: a snapshot
+        has the weights of the whole model, and loads without another source."""
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = os.path.join(save_dir, tag)
         if deepspeed_import.is_deepspeeds(folder):
             raise Error("exists", f"{folder}: has a checkpoint of DeepSpeed's, and one of two would be loaded later; "
                                   "save under another tag, or into another directory")
+        if exclude_frozen_parameters and not self._said_frozen:
+            self._said_frozen = True
+            frozen = sum(p.numel() for members in self._layout.members for p in members if not p.requires_grad)
+            log.say(logging.WARNING, f"exclude_frozen_parameters: the checkpoint has the {frozen} frozen ones, too, 4 "
+                                     "bytes each; save_16bit_model() leaves them out of a model's file")
         os.makedirs(folder, exist_ok=True)
         self.save(os.path.join(folder, SNAPSHOT), replace=True)
         with contextlib.suppress(FileNotFoundError):

@@ -264,6 +264,16 @@ class Saved(Case):
         engine.save_fp16_model(self.folder / "end", "old.bin")
         self.assertEqual({"pytorch_model.bin", "trained.bin", "old.bin"}, {*os.listdir(self.folder / "end")})
 
+    def test_FrozenParametersThatACheckpointKeepsAreSaid(self):
+        network = model()
+        network.norm.requires_grad_(False)
+        engine = self.initialize(network)[0]
+        with self.assertLogs("spillway", "WARNING") as heard:
+            for tag in ("one", "two"):
+                engine.save_checkpoint(self.folder / "saved", tag, exclude_frozen_parameters=True)
+        self.assertEqual(1, len(heard.records))
+        self.assertIn("the checkpoint has the 96 frozen ones, too, 4 bytes each; save_16bit_model()", heard.output[0])
+
     def test_WhatFailsLeavesTheFileThatWasThere(self):
         engine = self.initialize()[0]
         engine.save_16bit_model(self.folder / "end")
