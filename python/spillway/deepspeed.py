@@ -18,6 +18,7 @@ import pickle
 import torch
 
 from . import buffers, carried, deepspeed_import, log, whole_files
+from .checkpoint_names import plain
 from .deepspeed_answers import Answers
 from .deepspeed_import import LATEST
 from .engine import Engine
@@ -36,6 +37,7 @@ class DeepSpeedEngine(Answers, Engine):
     lr_scheduler = training_dataloader = None
     _report, _stepped = None, 0  # of the last step; micro-batches behind which step() was called
     _accumulates = False         # inside of no_sync()
+    _said_frozen = False         # once, that frozen parameters are saved
 
     def __init__(self, model, config, **options):
         super().__init__(model, config, **options)
@@ -123,6 +125,7 @@ class DeepSpeedEngine(Answers, Engine):
                     del state[full]
                 else:
                     state[full] = state[first.setdefault(id(parameter), full)]
+        state = {plain(name): value for name, value in state.items()}
         os.makedirs(save_dir, exist_ok=True)
         whole_files.write(os.path.join(save_dir, save_filename), lambda file: torch.save(state, file))
         return True
@@ -131,12 +134,18 @@ class DeepSpeedEngine(Answers, Engine):
         return self.save_16bit_model(save_dir, save_filename)
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-        """All of it: exclude_frozen_parameters has no effect, as a snapshot has the weights of the whole model."""
+        """All of it. exclude_frozen_parameters, which saves space in DeepSpeed's, cannot be done, and is said: a snapshot
+        has the weights of the whole model, and loads without another source."""
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = os.path.join(save_dir, tag)
         if deepspeed_import.is_deepspeeds(folder):
             raise Error("exists", f"{folder}: has a checkpoint of DeepSpeed's, and one of two would be loaded later; "
                                   "save under another tag, or into another directory")
+        if exclude_frozen_parameters and not self._said_frozen:
+            self._said_frozen = True
+            frozen = sum(p.numel() for members in self._layout.members for p in members if not p.requires_grad)
+            log.say(logging.WARNING, f"exclude_frozen_parameters: the checkpoint has the {frozen} frozen ones, too, 4 "
+                                     "bytes each; save_16bit_model() leaves them out of a model's file")
         os.makedirs(folder, exist_ok=True)
         self.save(os.path.join(folder, SNAPSHOT), replace=True)
         with contextlib.suppress(FileNotFoundError):
@@ -223,7 +232,8 @@ class DeepSpeedEngine(Answers, Engine):
                                          f"step; the configuration's scheduler counts, which says {here:g}")
             return
         group.update(saved)
-        if configured != state.get("configured_lr", configured) or (self.lr_scheduler is None and saved["lr"] != configured):
+        if configured != state.get("configured_lr", configured) or \
+                (self.lr_scheduler is None and saved["lr"] != configured):
             log.say(logging.WARNING, carried.rate_that_counts(self, folder, saved["lr"]))
 
     def _load_deepspeeds(self, load_dir, tag, with_schedule):

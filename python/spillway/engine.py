@@ -150,9 +150,9 @@ class Engine:
     # -- weights in and out ---------------------------------------------------------------------------------------
 
     def _import(self, weights):
-        self._stream_out(self._library.engine_import_weights, copying(values_of(self._layout, weights)))
+        self.stream_out(self._library.engine_import_weights, copying(values_of(self._layout, weights)))
 
-    def _stream_out(self, call, function, *arguments):
+    def stream_out(self, call, function, *arguments):
         """A call that calls back with pieces of all weights."""
         with pieces(function, lambda: self._layout.elements) as callback:
             call(self._open(), *arguments, callback, None)
@@ -170,7 +170,7 @@ class Engine:
                                           device="cpu")
             found[name].view(-1)[first:first + count] = floats(values, count)
 
-        self._stream_out(self._library.engine_export_weights, copy, 1)
+        self.stream_out(self._library.engine_export_weights, copy, 1)
         return found
 
     def _take_over(self):
@@ -445,8 +445,8 @@ class Engine:
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights, and persistent buffers, as safetensors with the model's config.json: what from_pretrained()
-        takes. Of a model of peft's the adapters, as its own save_pretrained(). `dtype`: torch.float32, torch.bfloat16
-        or torch.float16."""
+        takes, under the names that transformers saves, without torch.compile's. Of a model of peft's the adapters, as
+        its own save_pretrained(). `dtype`: torch.float32, torch.bfloat16 or torch.float16."""
         if dtype not in DTYPES:
             raise Error("invalid_argument", f"dtype: is {dtype!r}, which is none of "
                                             f"{', '.join(map(str, DTYPES))}; give one of these")

@@ -1,16 +1,17 @@
 """What parameters have in .grad behind backward(): tensors that say where the values are.
 
 The engine takes a block's gradients as they are made. With None in .grad a loop's own clip_grad_norm_() would find
-nothing to clip, and answer 0. What looks at shapes and types, or asks whether there is a gradient, goes on; what reads or
-writes values is refused. What asks no class, a C++ extension, finds NaN.
+nothing to clip, and answer 0. What looks at shapes and types, or asks whether there is a gradient, goes on; what reads
+or writes values is refused. What asks no class, a C++ extension, finds NaN.
 """
 import torch
 
 from .library import Error
 
-_NAMES = ("shape dtype device layout ndim names is_leaf requires_grad grad grad_fn output_nr _version _base is_cuda is_cpu "
-          "is_meta is_sparse is_quantized is_nested is_mps is_xpu itemsize nbytes _backward_hooks").split()
-KNOWN = {getattr(torch.Tensor, name).__get__ for name in _NAMES if hasattr(getattr(torch.Tensor, name, None), "__get__")}
+_NAMES = ("shape dtype device layout ndim names is_leaf requires_grad grad grad_fn output_nr _version _base is_cuda "
+          "is_cpu is_meta is_sparse is_quantized is_nested is_mps is_xpu itemsize nbytes _backward_hooks").split()
+KNOWN = {getattr(torch.Tensor, name).__get__ for name in _NAMES
+         if hasattr(getattr(torch.Tensor, name, None), "__get__")}
 KNOWN |= {getattr(torch.Tensor, name) for name in (
     "size stride dim numel nelement element_size storage_offset get_device is_floating_point is_complex is_contiguous "
     "__len__ __hash__ __dir__").split()}

@@ -16,8 +16,8 @@ def check(model, has_values):
                     "give weights=" if kind == "parameter" else
                     "give it some first (accelerate's init_empty_weights() leaves buffers alone)"))
             if kind == "parameter" and tensor.dtype == torch.float64:
-                raise Error("unsupported", f"{name}: is float64, in which PyTorch would train it, and Spillway trains in "
-                                           "fp32, bf16 or fp16; call model.float() before")
+                raise Error("unsupported", f"{name}: is float64, in which PyTorch would train it, and Spillway trains "
+                                           "in fp32, bf16 or fp16; call model.float() before")
 
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False)):

@@ -16,6 +16,7 @@ import weakref
 import torch
 
 from . import buffers, carried, deepspeed_import, log, trainer_checkpoints
+from .checkpoint_names import plain
 from .engine import Engine
 from .export import adapters
 from .library import Error
@@ -95,7 +96,7 @@ class Mixin:
 
     def _filled(self, total_steps):
         decayed = set(self.get_decay_parameter_names(self.model))
-        spared = [n for n, p in self.model.named_parameters() if p.requires_grad and n not in decayed]
+        spared = [plain(n) for n, p in self.model.named_parameters() if p.requires_grad and n not in decayed]
         return filled(self._configuration, self.args, self.model, spared, total_steps)
 
     @property

@@ -268,6 +268,28 @@ class Training(Case):
         self.assertEqual((1, 1), (reports[-1].loss_scale, engine.current_loss_scale))
         self.assertEqual(torch.bfloat16, engine.module.state_dict()["layers.0.up.weight"].dtype)
 
+    def test_Bf16RoundsTiesAwayFromZeroAndPyTorchToEven(self):
+        """So a model that is loaded in bf16 has PyTorch's losses, and one in fp32 has where no value is midway."""
+        tie = 1 + 2 ** -8  # between 1, which is even, and 1 + 2 ** -7
+        for network in (model(), model().bfloat16()):
+            narrow = network.norm.weight.dtype
+            with torch.no_grad():
+                network.norm.weight[3] = tie
+            alone = model().bfloat16()
+            alone.load_state_dict(network.state_dict())
+            engine = self.engine(network, config(self.folder, "cpu", bf16={"enabled": True}))
+            engine.eval()
+            alone.eval()
+            with torch.no_grad():
+                found, wanted = engine(batches(1)[0]).item(), alone.to(DEVICE)(batches(1)[0]).item()
+            weights = engine.module.state_dict()["norm.weight"][3].item(), alone.norm.weight[3].item()
+            if narrow == torch.float32:
+                self.assertEqual((1 + 2 ** -7, 1.0), weights)
+                self.assertEqual(tie, engine.master_weights({"norm.weight"})["norm.weight"][3].item())
+                self.assertNotEqual(wanted, found)
+            else:
+                self.assertEqual(((1.0, 1.0), wanted), (weights, found))
+
     def test_Fp16ScalesItsLoss(self):
         network = torch.nn.Sequential(*(Widened() for _ in range(3)))
         engine = self.engine(network, config(self.folder, fp16={"enabled": True, "initial_scale_power": 4}))
@@ -528,50 +550,6 @@ class Errors(Case):
         with self.assertRaisesRegex(KeyError, "embedding.weight"):
             self.engine(on_existing="replace", weights=fails)
 
-    def test_ALoopsOwnClippingIsNoZero(self):
-        """Also one that was imported before Spillway was: what is in .grad refuses."""
-        from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-        network = model()
-        network.norm.requires_grad_(False)
-        engine = self.engine(network)
-        self.assertEqual(0, clip_grad_norm_(network.parameters(), 1.0))  # as PyTorch says it before a backward
-        words = r"embedding\.weight\.grad: its values are the engine's since backward\(\), .*gradient_clipping in the " \
-            "configuration .* gradient_norm"
-        for micro in range(2):
-            engine.backward(engine(batches(1)[0]))
-            for clip in (lambda: clip_grad_norm_(network.parameters(), 1.0),
-                         lambda: clip_grad_norm_(list(network.parameters()), 1.0, norm_type=float("inf")),
-                         lambda: clip_grad_value_(network.parameters(), 1.0),
-                         lambda: network.embedding.weight.grad.norm(), lambda: network.embedding.weight.grad.mul_(2),
-                         lambda: network.embedding.weight.grad.data, lambda: network.embedding.weight.grad[0],
-                         lambda: torch.stack([network.embedding.weight.grad])):
-                self.assertEqual("unsupported", self.assert_error(words, clip).code)
-            gradient = network.embedding.weight.grad
-            self.assertEqual((torch.Size([90, 48]), torch.float32, 4320), (gradient.shape, gradient.dtype,
-                                                                          gradient.numel()))
-            self.assertIn("of embedding.weight", repr(gradient))
-            self.assertIsNone(network.norm.weight.grad)
-            self.assertGreater(engine.step().gradient_norm, 0)
-            self.assert_error(words, clip_grad_norm_, network.parameters(), 1.0)
-        engine.optimizer.zero_grad()
-        self.assertEqual(0, clip_grad_norm_(network.parameters(), 1.0))
-        engine.backward(engine(batches(1)[0]))
-        engine.discard_step()
-        self.assertTrue(all(parameter.grad is None for parameter in network.parameters()))
-
-    def test_ClippingIsSaid(self):
-        for written, said in ((None, "to a norm of 1, in step() (1 where it is left out, as by DeepSpeed); 0 switches it "
-                                     "off"), (0.5, "to a norm of 0.5, in step() (1 where it is left out, as by "
-                                                   "DeepSpeed); 0 switches it off"),
-                              (0, "is 0, so nothing is clipped; a loop's own clip_grad_norm_() is refused")):
-            values = json.loads(config(self.folder, "cpu").read_text())
-            del values["gradient_clipping"]
-            values.update({} if written is None else {"gradient_clipping": written})
-            with self.assertLogs("spillway", "INFO") as heard:
-                self.engine(configuration=values)
-            self.assertEqual([f"gradient_clipping: {said}"], [record.getMessage() for record in heard.records if
-                                                              record.getMessage().startswith("gradient_clipping")])
-
     def test_AWeightThatIsNotFiniteIsNamedBeforeTraining(self):
         network = model()
         with torch.no_grad():
@@ -583,8 +561,8 @@ class Errors(Case):
     def test_Float64IsNotNarrowedSilently(self):
         network = model()
         network.norm.double()
-        error = self.assert_error(r"^norm\.weight: is float64, in which PyTorch would train it, .*; call model\.float\(\) "
-                                  "before$", self.engine, network)
+        error = self.assert_error(r"^norm\.weight: is float64, in which PyTorch would train it, .*; call "
+                                  r"model\.float\(\) before$", self.engine, network)
         self.assertEqual("unsupported", error.code)
         train(self.engine(network.float()), 1)
 

@@ -136,6 +136,52 @@ class Trainers(TrainerCase):
         self.assertTrue(0 < trainer.evaluate()["eval_loss"] < 10)
 
 
+@unittest.skipUnless(importlib.util.find_spec("transformers.core_model_loading"),
+                     "this transformers reads models as their files have them; from 5 on it renames and fuses")
+class FileNames(Folder):
+    def test_AreThoseThatTransformersSaves(self):
+        """Experts that are one tensor in memory and many in files, and two in memory that are one there."""
+        def mixtral():
+            return transformers.MixtralForCausalLM(transformers.MixtralConfig(
+                vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False))
+
+        def dino():
+            return transformers.Dinov2WithRegistersModel(transformers.Dinov2WithRegistersConfig(
+                hidden_size=32, num_hidden_layers=2, num_attention_heads=2, use_swiglu_ffn=True, image_size=28,
+                patch_size=14, drop_path_rate=0.0))
+
+        for make, inputs, name in (
+                (mixtral, {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]},
+                 "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+                (dino, {"pixel_values": torch.ones(1, 3, 28, 28)}, "encoder.layer.0.mlp.weights_in.weight")):
+            with self.subTest(make.__name__):
+                torch.manual_seed(1)
+                network = make()
+                folder = self.folder / make.__name__
+                network.save_pretrained(folder / "theirs")
+                loaded = type(network).from_pretrained(folder / "theirs")
+                engine = self.engine(loaded, config(folder), blocks=None if make is mixtral else [loaded])
+                engine.export(folder / "ours")
+                theirs, ours = (self.read(folder / each) for each in ("theirs", "ours"))
+                self.assertEqual({*theirs}, {*ours})
+                self.assertIn(name, ours)
+                for each, value in theirs.items():
+                    self.assertTrue(torch.equal(value, ours[each]), each)
+                out = engine(**inputs)
+                engine.backward(out.loss if make is mixtral else out.last_hidden_state.pow(2).mean())
+                engine.step()
+                engine.export(folder / "ours", replace=True)
+                again = type(network).from_pretrained(folder / "ours")
+                weights = engine.master_weights()
+                for each, value in again.named_parameters():
+                    self.assertTrue(torch.equal(weights[each], value.detach()), each)
+
+    def read(self, folder):
+        import safetensors.torch
+        return safetensors.torch.load_file(folder / "model.safetensors")
+
+
 @unittest.skipUnless(importlib.util.find_spec("peft"), "no peft in this Python")
 class Adapters(Folder):
     def adapted(self, **more):
