@@ -99,6 +99,7 @@ class StepEngine final : public Engine {
   void begin_again_for(Visit visit);
   bool leased() const;
   void refuse_leases(const char* call) const;
+  void refuse_uncounted(const Gradient& gradient) const;
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
   void look_after_store();
