@@ -232,6 +232,16 @@ void StepEngine::check(const Gradient& gradient) const {
                "push from the workspace, the insides of a block, or what is acquired"});
 }
 
+// Before anything of the step is updated by it, and before the push counts: it may come again, with zeros.
+void StepEngine::refuse_uncounted(const Gradient& gradient) const {
+  if (!machinery_.store || machinery_.store->keeps_update_counts() || !machinery_.gradients->leaves_out(gradient))
+    return;
+  throw Error(Code::kUnsupported, {model_.blocks[gradient.block].parameters[gradient.parameter].name,
+                                   "got no gradient in this step, and the store, which an older version has made, "
+                                   "cannot keep how many updates each parameter has had",
+                                   0, "save a snapshot and begin a new store with it, or push zeros"});
+}
+
 // 2. Gradients: added in call order, rounded once, normed, and on their way down while backward goes on.
 void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   const auto turn = caller_.enter("push_gradient");
@@ -239,6 +249,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     if (!stepping_) begin_step();
     settle();  // the gradients of the step before are read until then
     check(gradient);
+    refuse_uncounted(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
       if (machinery_.updater->make_room()) continue;
       throw Error(Code::kInvalidArgument,

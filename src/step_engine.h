@@ -115,6 +115,7 @@ class StepEngine final : public Engine {
   bool lends(std::span<const std::byte> memory) const;
   void refuse_leases(const char* call) const;
   void check(const Gradient& gradient) const;
+  void refuse_uncounted(const Gradient& gradient) const;
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
   void keep_last_step();

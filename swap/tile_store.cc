@@ -437,6 +437,8 @@ void TileStore::forget_written() {
   for (Written& written : written_) written = {};
 }
 
+bool TileStore::keeps_update_counts() const noexcept { return form_.parameters > 0; }
+
 void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread,
                        std::span<std::byte> buffer, std::span<const std::uint64_t> update_counts) {
   if (lost_) {

@@ -115,6 +115,8 @@ class TileStore {
   // update_counts: see Manifest.
   void commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread, std::span<std::byte> buffer,
               std::span<const std::uint64_t> update_counts = {});
+  // Whether a commit has room for update counts.
+  bool keeps_update_counts() const noexcept;
   // One of its files that nobody finds after this process, as it was removed, moved or cut short. Null: none.
   const File* missing() { return files_.missing(layout_.total_bytes); }
 
