@@ -9,6 +9,7 @@
 // A piece keeps its slot from the cut until its last byte is moved or it has failed; a request is ready when it stands
 // in no line and none of its pieces holds a slot. All memory is taken in the constructor.
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -287,7 +288,7 @@ class PieceQueue final : public IoQueue {
     if (--in_engine_ == 0) stats_.busy_seconds += seconds_between(busy_since_, now);
     const int error = result.moved < 0 ? static_cast<int>(-result.moved) : 0;
     if (piece.io.op == IoOp::kSync) return finish_sync(piece, error);
-    if (error == EINTR || error == EAGAIN) return try_again(piece, error, now);
+    if (error == EINTR || error == EAGAIN || error == ECANCELED) return try_again(piece, error, now);
     if (error != 0) return fail(piece, error);
 
     const auto moved = static_cast<std::uint64_t>(result.moved);
@@ -318,16 +319,29 @@ class PieceQueue final : public IoQueue {
   // up that one time. A sync that ran beside a failed one cannot be believed either.
   void finish_sync(Piece& piece, int error) {
     File& file = *files_[piece.io.file];
+    if (error == ECANCELED && file.sync_error() == 0) error = sync_here(file);
     if (error != 0) file.note_sync_failure(error);
     if (file.sync_error() != 0) return fail(piece, file.sync_error());
     ++stats_.syncs;
     close(piece);
   }
 
+  // io_uring cancels what it can start no thread for, before it has begun (io-wq.c, io_acct_cancel_pending_work): no
+  // error of the drive's has been told yet, and this thread can do the same.
+  int sync_here(const File& file) {
+    if (!std::exchange(said_that_syncs_wait_, true)) {
+      log(LogLevel::kWarning,
+          fmt::format("{}: the kernel can start no thread for a sync (a limit on processes: ulimit -u "
+                      "or the cgroup's pids.max); the store's own makes them, while transfers wait",
+                      file.path().string()));
+    }
+    return ::fdatasync(file.fd()) == 0 ? 0 : errno;
+  }
+
   void try_again(Piece& piece, int error, Clock::time_point now) {
     if (++piece.tries >= kMostTries) return fail(piece, error);
     const auto pause = std::min(kFirstPause * (1 << std::min(piece.tries - 1, 16u)), kLongestPause);
-    resume(piece, error == EAGAIN ? now + pause : now);
+    resume(piece, error == EAGAIN || error == ECANCELED ? now + pause : now);
   }
 
   void resume(Piece& piece, Clock::time_point due) {
@@ -421,6 +435,7 @@ class PieceQueue final : public IoQueue {
   std::uint32_t in_engine_ = 0;
   Clock::time_point busy_since_{};
   IoStats stats_;
+  bool said_that_syncs_wait_ = false;
 };
 
 }  // namespace

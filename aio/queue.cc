@@ -105,11 +105,9 @@ std::string describe_transfer(IoOp op, const IoCompletion& completion) {
                      completion.error_offset);
 }
 
-Error transfer_error(IoOp op, const File& file, const IoCompletion& completion, std::string hint) {
-  return Error(Code::kIo, {.object = file.path().string(),
-                           .happened = describe_transfer(op, completion) + " failed",
-                           .errno_value = completion.error,
-                           .hint = std::move(hint)});
+Error transfer_error(IoOp op, const File& file, const IoCompletion& completion, Hint hint) {
+  return Error(Code::kIo, file.path().string(), describe_transfer(op, completion) + " failed", completion.error,
+               std::move(hint));
 }
 
 }  // namespace spillway

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -101,8 +102,11 @@ class HostDevice final : public Device {
   DeviceKind kind() const noexcept override { return DeviceKind::kHost; }
   std::span<std::byte> hbm() const noexcept override { return arena_.memory(); }
   std::string describe() const override {
-    return fmt::format("host device: HBM is {} bytes of RAM ({} pages), {} compute thread{}", arena_.memory().size(),
-                       arena_.huge_pages() ? "huge" : "small", workers_.threads(), workers_.threads() == 1 ? "" : "s");
+    const double mib = static_cast<double>(arena_.memory().size()) / static_cast<double>(kMiB);
+    return fmt::format(
+        "host device (the CPU): {:.{}f} MiB of RAM stand for GPU memory (hbm_bytes), {} pages, {} compute thread{}",
+        mib, mib == std::floor(mib) ? 0 : 2, arena_.huge_pages() ? "huge" : "small", workers_.threads(),
+        workers_.threads() == 1 ? "" : "s");
   }
 
   void register_host(std::span<std::byte> memory) override { registered_.add(memory); }

@@ -21,13 +21,13 @@ constexpr std::size_t kGroup = kHashedTileUnit, kPiece = kUpdatePiece;
 constexpr std::size_t kLinesAsked = 12;
 constexpr std::size_t kUnhashedChunk = 16 * kKiB;  // elements that a worker takes when nothing is hashed beside
 
-// Elements [begin, end) by the scalars of their groups.
+// Elements [begin, end) by the scalars of their groups, if they have some.
 bool update_elements(const TileUpdate& update, std::uint64_t begin, std::uint64_t end, OptimizerFunction function) {
   bool finite = true;
   auto range = std::ranges::upper_bound(update.groups, begin, {}, &GroupRange::end);
   for (; begin < end; ++range) {
     const std::uint64_t until = std::min(end, range->end);
-    finite &= function(update.tile, update.scalars[range->group], begin, until);
+    if (range->group != kNotUpdated) finite &= function(update.tile, update.scalars[range->group], begin, until);
     begin = until;
   }
   return finite;

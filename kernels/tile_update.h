@@ -22,11 +22,12 @@ struct ExtentHashes {
 // Any other takes three passes.
 inline constexpr std::uint64_t kHashedTileUnit = 128 * 1024;
 
-// A parameter group: elements from the end of the range before up to `end` take the scalars of `group`.
+// Elements from the end of the range before up to `end` take the scalars of `group`, or stay as they are.
 struct GroupRange {
   std::uint64_t end = 0;
   std::uint32_t group = 0;
 };
+inline constexpr std::uint32_t kNotUpdated = UINT32_MAX;  // as a group
 
 struct TileUpdate {
   OptimizerTile tile;  // its arrays lie in the extents: weight at the start of `weights`, all others in `states`, one

@@ -4,6 +4,7 @@
 #include <exception>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -29,7 +30,10 @@ static_assert(SPILLWAY_DEVICE_CUDA == static_cast<int>(DeviceKind::kCuda));
 
 namespace {
 
-thread_local std::string last_message;
+static_assert(SPILLWAY_REMEDY_REOPEN + 1 == static_cast<int>(kRemedies));
+
+thread_local std::string last_message, last_message_in;
+thread_local std::optional<Error> last_error;  // of Spillway's
 
 // Of a model, by one thread at a time.
 template <typename Body>
@@ -55,10 +59,13 @@ spillway_status status_of_exception() noexcept {
     throw;
   } catch (const Error& error) {
     last_message = error.what();
+    last_error = error;
     return static_cast<spillway_status>(static_cast<int>(error.code()) + 1);
   } catch (const std::exception& error) {
     last_message = error.what();
+    last_error.reset();
   } catch (...) {
+    last_error.reset();
     last_message = "an exception that is not std::exception came out of a function of the caller's";
   }
   return SPILLWAY_UNEXPECTED;
@@ -83,6 +90,21 @@ const char* spillway_version(void) { return SPILLWAY_VERSION; }
 uint32_t spillway_api_version(void) { return SPILLWAY_API_VERSION; }
 
 const char* spillway_error_message(void) { return last_message.c_str(); }
+
+spillway_remedy spillway_error_remedy(void) {
+  return last_error ? static_cast<spillway_remedy>(last_error->parts().remedy) : SPILLWAY_REMEDY_NONE;
+}
+
+const char* spillway_error_remedy_value(uint32_t index) {
+  if (!last_error || index >= last_error->parts().values.size()) return nullptr;
+  return last_error->parts().values[index].c_str();
+}
+
+const char* spillway_error_message_in(const char* words) {
+  if (!last_error || words == nullptr) return last_message.c_str();
+  last_message_in = last_error->message_in(words);
+  return last_message_in.c_str();
+}
 
 void spillway_set_log(void (*sink)(void*, int, const char*), void* user) {
   if (sink == nullptr) return set_log_sink({});

@@ -45,7 +45,6 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
   record_.reserve(kBlobCapacity);
   left_ = machinery_.device->create_event();
   updated_ = machinery_.device->create_event();
-  scalars_.reserve(plan_.groups.values.size());
   if (machinery_.resumed) resume();
   if (snapshot_) restore();
 }
@@ -55,6 +54,8 @@ StepEngine::~StepEngine() {
   const bool failed = !failure_.empty();
   try {
     if (!failed) keep_last_step();  // visits and gradients of one that was not finished are forgotten
+  } catch (const Error& error) {  // a log's words for what to do would be the library's
+    log(LogLevel::kWarning, error.message_in("") + what_is_lost());
   } catch (const std::exception& error) {
     log(LogLevel::kWarning, error.what() + what_is_lost());
   }
@@ -70,8 +71,7 @@ StepEngine::~StepEngine() {
 void StepEngine::refuse_if_failed() {
   if (failure_.empty()) return;
   untold_ = false;
-  throw Error(Code::kIo,
-              {"engine", "stopped after an earlier error (" + failure_ + ")", 0, "open the store again and resume"});
+  throw Error(Code::kIo, "engine", "stopped after an earlier error (" + failure_ + ")", 0, Remedy::kReopen);
 }
 
 void StepEngine::begin_step() {
@@ -232,6 +232,16 @@ void StepEngine::check(const Gradient& gradient) const {
                "push from the workspace, the insides of a block, or what is acquired"});
 }
 
+// Before anything of the step is updated by it, and before the push counts: it may come again, with zeros.
+void StepEngine::refuse_uncounted(const Gradient& gradient) const {
+  if (!machinery_.store || machinery_.store->keeps_update_counts() || !machinery_.gradients->leaves_out(gradient))
+    return;
+  throw Error(Code::kUnsupported, {model_.blocks[gradient.block].parameters[gradient.parameter].name,
+                                   "got no gradient in this step, and the store, which an older version has made, "
+                                   "cannot keep how many updates each parameter has had",
+                                   0, "save a snapshot and begin a new store with it, or push zeros"});
+}
+
 // 2. Gradients: added in call order, rounded once, normed, and on their way down while backward goes on.
 void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   const auto turn = caller_.enter("push_gradient");
@@ -239,6 +249,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     if (!stepping_) begin_step();
     settle();  // the gradients of the step before are read until then
     check(gradient);
+    refuse_uncounted(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
       if (machinery_.updater->make_room()) continue;
       throw Error(Code::kInvalidArgument,
@@ -249,8 +260,9 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     turn_to(stream);
     if (!machinery_.gradients->push(gradient, stream)) return;
     if (!plan_.blocks[gradient.block].early && !(committed() && speculation_.take(gradient.block))) return;
-    scalars_of(config_, plan_.groups, next_update(), 1 / loss_scaler_.scale(), scalars_);
-    machinery_.updater->add(gradient.block, scalars_);
+    parameters_.begin_update(next_update(), 1 / loss_scaler_.scale());
+    parameters_.take(gradient.block, machinery_.gradients->brought(gradient.block));
+    machinery_.updater->add(gradient.block, parameters_);
   });
 }
 
@@ -368,9 +380,11 @@ bool StepEngine::begin_update(StepReport& report) {
   double clip = 1;
   if (config_.gradient_clipping > 0) clip = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
   report.taken_back = !machinery_.updater->keep_early(clip == 1);
-  scalars_of(config_, plan_.groups, next_update(), clip / loss_scale, scalars_);
+  parameters_.begin_update(next_update(), clip / loss_scale);
+  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) parameters_.take(b, machinery_.gradients->brought(b));
   updating_ = changed_ = true;
-  machinery_.updater->begin(scalars_);
+  machinery_.updater->begin(parameters_);
+  parameters_.advance();
   loss_scaler_.update(false);
   return clip == 1;
 }
@@ -396,7 +410,7 @@ void StepEngine::commit() {
   machinery_.device->throw_if_failed();
   changed_ = false;
   machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
-                           machinery_.host_region(plan_.host.record));
+                           machinery_.host_region(plan_.host.record), parameters_.counts(updates_made()));
   committed_step_ = step_;
   look_after_store();
 }

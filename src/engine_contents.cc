@@ -13,6 +13,7 @@ void StepEngine::resume() {
   const Manifest& manifest = machinery_.store->committed();
   step_ = committed_step_ = manifest.step;
   loss_scaler_.resume(manifest.blob, manifest.step, blob_);
+  parameters_.resume(updates_made(), manifest.update_counts, "the store's last commit");
   machinery_.measure_drive();
   imported_ = true;
   meter_.start();  // the first step's weights, which begin_step() fetches, are its own
@@ -37,7 +38,7 @@ void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork
     step_ = step;
     if (machinery_.store) {
       machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
-                               machinery_.host_region(plan_.host.record));
+                               machinery_.host_region(plan_.host.record), parameters_.counts(updates_made()));
       committed_step_ = step_;
       look_after_store();
     }
@@ -52,13 +53,14 @@ void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork
 
 void StepEngine::import_weights(const WeightSource& source) {
   const auto turn = caller_.enter("import_weights");
-  const WeightSource values = config_.weights == DType::kFloat16 ? within_fp16(model_, source) : source;
+  const WeightSource values = finite_weights(model_, config_.weights, source);
   begin_with("import_weights", 0,
              [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, values); });
 }
 
 void StepEngine::restore() {
   loss_scaler_.resume(snapshot_->kept(), snapshot_->step(), blob_);
+  parameters_.resume(snapshot_->step() - loss_scaler_.skipped(), snapshot_->update_counts(), "the snapshot");
   begin_with("snapshot", snapshot_->step(),
              [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
   snapshot_.reset();
@@ -96,7 +98,7 @@ void StepEngine::end_save(std::exception_ptr failure) {
   const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kSave);
   save_failure_ = std::move(failure);
   try {
-    if (!save_failure_) saving_->finish(step_, loss_scaler_.record(blob_, record_));
+    if (!save_failure_) saving_->finish(step_, loss_scaler_.record(blob_, record_), parameters_.counts(updates_made()));
   } catch (...) {
     save_failure_ = std::current_exception();
   }

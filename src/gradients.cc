@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
@@ -30,6 +31,7 @@ GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& m
   std::uint64_t largest = 0;
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
     blocks_[b].pushes.resize(model.blocks[b].parameters.size());
+    blocks_[b].brought.resize(model.blocks[b].parameters.size());
     blocks_[b].in_staging.resize(model.blocks[b].parameters.size());
     blocks_[b].landed = device.create_event();
     largest = std::max(largest, plan.blocks[b].partition.trainable_elements);
@@ -67,6 +69,7 @@ void GradientCollector::begin_step() {
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
     BlockState& block = blocks_[b];
     std::ranges::fill(block.pushes, 0u);
+    std::ranges::fill(block.brought, std::uint8_t{0});
     block.open = 0;
     for (const Parameter& parameter : model_.blocks[b].parameters)
       block.open += parameter.trainable && parameter.pushes > 0;
@@ -138,7 +141,8 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
     refuse(parameter.name, "got more gradients than described in one step", "set Parameter::pushes");
   }
   // Every refusal comes before the push counts, so that a refused one can be made again.
-  if (plan_.blocks[gradient.block].accumulator_shared &&
+  const bool brings = gradient.data != nullptr;
+  if (brings && plan_.blocks[gradient.block].accumulator_shared &&
       accumulator_owner_.value_or(gradient.block) != gradient.block) {
     refuse(parameter.name, "its gradient came while another block's was being accumulated",
            "push all micro-batches of a block before the next, or describe more than one backward visit");
@@ -157,10 +161,13 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
     SPILLWAY_CHECK(block.passing, "has_room() was asked");
     passing_[*block.passing] = gradient.block;
   }
-  const bool first = pushes++ == 0;
-  const bool last = pushes == parameter.pushes;
+  const bool last = ++pushes == parameter.pushes;
+  const bool first = brings && std::exchange(block.brought[gradient.parameter], std::uint8_t{1}) == 0;
   const ParameterPlace& place = plan_.blocks[gradient.block].partition.parameters[gradient.parameter];
-  if (accumulates(gradient.block)) {
+  if (!brings) {
+    if (!accumulates(gradient.block))
+      fill_zeros(staging_for(gradient.block, stream), gradient.block, gradient.parameter, 0, stream);
+  } else if (accumulates(gradient.block)) {
     if (plan_.blocks[gradient.block].accumulator_shared) accumulator_owner_ = gradient.block;
     float* sum = accumulator(gradient.block, stream) + place.first;
     device_.accumulate_async(sum, gradient.data, gradient.dtype, place.count, first, stream);
@@ -221,9 +228,16 @@ void GradientCollector::round_into(std::byte* staging, std::uint32_t block, std:
   const ParameterPlace& place = plan_.blocks[block].partition.parameters[parameter];
   std::byte* to = staging + place.first * size_of(type_);
   device_.cast_async(to, type_, from, type, place.count, stream);
-  const std::uint64_t padding = align_up(place.count, std::uint64_t{kNormLeaf}) - place.count;
-  if (padding > 0)
-    device_.fill_async(to + place.count * size_of(type_), std::byte{0}, padding * size_of(type_), stream);
+  fill_zeros(staging, block, parameter, place.count, stream);
+}
+
+// The parameter's elements from `first` on, and its padding.
+void GradientCollector::fill_zeros(std::byte* staging, std::uint32_t block, std::uint32_t parameter,
+                                   std::uint64_t first, Stream& stream) {
+  const ParameterPlace& place = plan_.blocks[block].partition.parameters[parameter];
+  const std::uint64_t zeros = align_up(place.count, std::uint64_t{kNormLeaf}) - first;
+  std::byte* to = staging + (place.first + first) * size_of(type_);
+  if (zeros > 0) device_.fill_async(to, std::byte{0}, zeros * size_of(type_), stream);
   blocks_[block].in_staging[parameter] = 1;
 }
 
@@ -305,7 +319,11 @@ void GradientCollector::complete(std::uint32_t b, Stream& stream) {
     const float* sums = accumulator(b, stream);
     for (std::uint32_t p = 0; p < block.pushes.size(); ++p) {
       if (!model_.blocks[b].parameters[p].trainable) continue;
-      round_into(staging, b, p, sums + plan.partition.parameters[p].first, DType::kFloat32, stream);
+      if (block.brought[p]) {
+        round_into(staging, b, p, sums + plan.partition.parameters[p].first, DType::kFloat32, stream);
+      } else {
+        fill_zeros(staging, b, p, 0, stream);
+      }
     }
     if (accumulator_owner_ == b) accumulator_owner_.reset();
     if (plan.accumulator_home) accumulators_->complete(b, stream);
@@ -330,6 +348,13 @@ bool GradientCollector::begun() const {
   });
 }
 
+bool GradientCollector::leaves_out(const Gradient& gradient) const {
+  const BlockState& block = blocks_[gradient.block];
+  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
+  return parameter.trainable && gradient.data == nullptr && !block.brought[gradient.parameter] &&
+         block.pushes[gradient.parameter] + 1 == parameter.pushes;
+}
+
 void GradientCollector::check_complete() const {
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
     for (std::size_t p = 0; p < blocks_[b].pushes.size(); ++p) {
@@ -338,7 +363,9 @@ void GradientCollector::check_complete() const {
       throw Error(Code::kInvalidArgument, {parameter.name + " of block " + model_.blocks[b].name,
                                            "got " + std::to_string(blocks_[b].pushes[p]) + " of " +
                                                std::to_string(parameter.pushes) + " gradients in this step",
-                                           0, "push every trainable parameter's gradient before step()"});
+                                           0,
+                                           "push every trainable parameter's gradient before step(), null where "
+                                           "there is none"});
     }
   }
 }

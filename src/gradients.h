@@ -1,7 +1,7 @@
 // Gradients of one step on their way from the caller to where the update reads them.
 //
 //   push ─► fp32 accumulator (when a parameter is pushed more than once; in HBM, or there while it is added to)
-//        ─► staging: rounded once to the weight type
+//        ─► staging: rounded once to the weight type; zeros where no push brought a gradient
 //        ─► squared norm and NaN/Inf flag ─► host memory (one copy down), or through it to the scratch area of NVMe
 //
 // Everything is enqueued on the caller's stream and on the d2h stream; the host waits only in wait_landed(). Pushes of
@@ -47,6 +47,8 @@ class GradientCollector {
   // True when the block is complete with it: on its way down.
   bool push(const Gradient& gradient, Stream& stream);
   bool begun() const;  // some gradient of the step has been pushed
+  // With it the parameter has had all pushes of the step, and none of them a gradient.
+  bool leaves_out(const Gradient& gradient) const;
   // Throws kInvalidArgument naming the first parameter whose gradient is missing.
   void check_complete() const;
   // A complete block: its gradient is where the update reads it, its norm known.
@@ -60,6 +62,9 @@ class GradientCollector {
   void settle();
   // The same with every gradient of the step complete: they are where the update reads them.
   void wait_landed();
+
+  // Of a complete block, by parameter: whether a push brought a gradient.
+  std::span<const std::uint8_t> brought(std::uint32_t block) const { return blocks_[block].brought; }
 
   // After wait_landed():
   double squared_norm_sum() const;
@@ -82,6 +87,7 @@ class GradientCollector {
  private:
   struct BlockState {
     std::vector<std::uint32_t> pushes;     // per parameter
+    std::vector<std::uint8_t> brought;     // per parameter: one of them had a gradient
     std::vector<std::uint8_t> in_staging;  // per parameter: rounded there, not yet on its way down
     std::uint32_t open = 0;                // parameters that expect more pushes
     std::optional<std::uint32_t> staging;
@@ -106,6 +112,8 @@ class GradientCollector {
   void finish_spill(Staging& staging);
   void send_down(std::uint32_t block, Stream& stream);
   void round_into(std::byte* staging, std::uint32_t block, std::uint32_t parameter, const void* from, DType type,
+                  Stream& stream);
+  void fill_zeros(std::byte* staging, std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
                   Stream& stream);
   void complete(std::uint32_t block, Stream& stream);
   NormResult& host_norm(std::uint32_t block) const;

@@ -73,7 +73,8 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   if (store) start_thread(config);
   build_movers(config, model, plan, options);
   probe_memory_ = host_region(plan.host.buffers);
-  const Region probe = plan.hbm.places.empty() ? Region{0, 0} : plan.hbm.places[0];
+  const auto roomiest = std::ranges::max_element(plan.hbm.places, {}, &Region::bytes);
+  const Region probe = plan.hbm.places.empty() ? Region{0, 0} : *roomiest;
   const auto largest = std::ranges::max_element(plan.tile_places, {}, [](const TilePlace& t) { return t.shape.count; });
   rates = probe_machine(*device, *workers, *h2d, *d2h, {probe_memory_, hbm_region(probe)}, largest->shape);
   if (trace) trace->timeline().attach(*device);  // from here on nothing fails
@@ -223,6 +224,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
                                      .max_granules = largest_fetch_granules(plan),
                                      .owners = plan.hbm.owners,
                                      .reuse_bytes = plan.hbm.reuse_bytes,
+                                     .frozen = frozen_blocks(plan),
                                      .prefetch_bytes = plan.hbm.prefetch_bytes,
                                      .poison_released = options.poison_released};
   for (const Region& place : plan.hbm.places) places_options.places.push_back(hbm_region(place));

@@ -21,6 +21,7 @@
 #include "src/forecast.h"
 #include "src/machinery.h"
 #include "src/one_caller.h"
+#include "src/parameter_updates.h"
 #include "src/plan/plan.h"
 #include "src/speculation.h"
 #include "src/step_meter.h"
@@ -101,6 +102,8 @@ class StepEngine final : public Engine {
   void releasing(Work&& work) {
     try {
       work();
+    } catch (const Error& error) {
+      if (failure_.empty()) failure_ = error.message_in(""), untold_ = true;
     } catch (const std::exception& error) {
       if (failure_.empty()) failure_ = error.what(), untold_ = true;
     }
@@ -112,6 +115,7 @@ class StepEngine final : public Engine {
   bool lends(std::span<const std::byte> memory) const;
   void refuse_leases(const char* call) const;
   void check(const Gradient& gradient) const;
+  void refuse_uncounted(const Gradient& gradient) const;
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
   void keep_last_step();
@@ -121,8 +125,9 @@ class StepEngine final : public Engine {
   Error store_is_missing() const;
   void end_save(std::exception_ptr failure);
   void finish_saving();
-  // The number of the update that comes: skipped steps have none.
-  std::uint64_t next_update() const { return step_ - loss_scaler_.skipped() + 1; }
+  // Of the optimizer: skipped steps have none.
+  std::uint64_t updates_made() const { return step_ - loss_scaler_.skipped(); }
+  std::uint64_t next_update() const { return updates_made() + 1; }
   bool begin_update(StepReport& report);
   void resume();
   void restore();
@@ -141,8 +146,8 @@ class StepEngine final : public Engine {
   Forecast forecast_;
   Speculation speculation_;
   std::vector<std::uint32_t> visit_blocks_;
-  std::vector<OptimizerScalars> scalars_;  // of this step, by parameter group
-  std::uint32_t leases_ = 0;               // while weights stay in HBM; places count their own
+  ParameterUpdates parameters_{config_, plan_, model_};
+  std::uint32_t leases_ = 0;  // while weights stay in HBM; places count their own
 
   std::uint64_t step_ = 0, committed_step_ = 0;
   const File* store_missing_ = nullptr;  // when last looked: TileStore::missing()
@@ -179,8 +184,9 @@ auto StepEngine::guarded(Work&& work) {
     }
   } catch (const Error& error) {
     const bool refused = error.code() == Code::kInvalidArgument || error.code() == Code::kDoesNotFit ||
+                         error.code() == Code::kUnsupported ||
                          (error.code() == Code::kNonFinite && !machinery_.updater->overflowed());
-    if (!refused) failure_ = error.what();
+    if (!refused) failure_ = error.message_in("");  // what to do about it is said once, and then another thing
     throw;
   } catch (const std::exception& error) {  // std::bad_alloc: half of something was done
     failure_ = error.what();

@@ -37,12 +37,9 @@ std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOpti
   const std::vector<std::uint32_t> shares = stripe_shares(rates, room, space_bytes, kStripeRowUnits);
   if (shares.empty()) {
     throw Error(
-        Code::kDoesNotFit,
-        {paths.size() == 1 ? paths[0].string() : "spillway.nvme_paths",
-         fmt::format("the store takes {} MiB, {} MiB are free", div_up(space_bytes, kMiB), have / kMiB), ENOSPC,
-         config.commit_every == 0u ? "free some space, or name another nvme_path"
-                                   : "free some space, name another nvme_path, or set spillway.commit_every to 0 (half "
-                                     "the disk, no resume: write the model at the end)"});
+        Code::kDoesNotFit, paths.size() == 1 ? paths[0].string() : "spillway.nvme_paths",
+        fmt::format("the store takes {} MiB, {} MiB are free", div_up(space_bytes, kMiB), have / kMiB), ENOSPC,
+        config.commit_every == 0u ? Hint("free some space, or name another nvme_path") : Remedy::kMakeRoomOrHalve);
   }
   for (std::size_t i = 0; paths.size() > 1 && i < paths.size(); ++i) {
     if (shares[i] == 0) {

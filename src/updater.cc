@@ -25,9 +25,13 @@ Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device
       first_of_(plan.blocks.size()),
       end_of_(plan.blocks.size()),
       updates_(nodes_),
+      ranges_(nodes_),
       memories_(nodes_),
       finite_(nodes_) {
   queue_.reserve(order_.size());
+  std::size_t most = 0;
+  for (const Block& block : model.blocks) most = std::max(most, block.parameters.size());
+  for (std::vector<GroupRange>& ranges : ranges_) ranges.reserve(most);
 }
 
 void Updater::reset() {
@@ -129,11 +133,11 @@ void Updater::forget_expected() {
   for (; queue_.size() > early_end_; queue_.pop_back()) end_of_[plan_.tiles[queue_.back()].block] = 0;
 }
 
-void Updater::add(std::uint32_t block, std::span<const OptimizerScalars> scalars) {
+void Updater::add(std::uint32_t block, const ParameterUpdates& parameters) {
   const bool comes_next = early_end_ < queue_.size() && plan_.tiles[queue_[early_end_]].block == block;
   if (!comes_next) forget_expected();
   if (early_end_ < queue_.size() && !expected_) return;  // what is read ahead already keeps its turn
-  scalars_ = scalars;
+  parameters_ = &parameters;
   if (!comes_next) append_block(block);
   early_end_ = end_of_[block];
   start_loads(next_, 0);
@@ -191,11 +195,11 @@ void Updater::take_back() {
   reset();
 }
 
-void Updater::begin(std::span<const OptimizerScalars> scalars) {
-  if (plan_.gradients_in_hbm) return run_on_device(scalars);
+void Updater::begin(const ParameterUpdates& parameters) {
+  if (plan_.gradients_in_hbm) return run_on_device(parameters);
   if (early_overflow_) refuse_overflow(tile_name(plan_, model_, *early_overflow_));
   fill_queue();
-  scalars_ = scalars;
+  parameters_ = &parameters;
   begun_ = true;
   for (std::size_t i = next_; i < loading_; ++i) load_gradient(i);
 }
@@ -321,8 +325,8 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
     const std::byte* gradient =
         spilled.bytes.empty() ? gradients_.gradient(place.block) + byte_offset(t) : spilled.bytes.data();
     updates_[node] = {.tile = tile_arrays(plan_.tile_places[t].shape, memory, gradient),
-                      .groups = place.groups,
-                      .scalars = scalars_,
+                      .groups = parameters_->ranges(t, ranges_[node]),
+                      .scalars = parameters_->scalars(),
                       .weights = mover_.expected_hashes(buffer, Part::kWeights, Save::kUpdated),
                       .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated),
                       .gradient = spilled};
@@ -356,7 +360,7 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
   }
 }
 
-void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {
+void Updater::run_on_device(const ParameterUpdates& parameters) {
   const auto start = std::chrono::steady_clock::now();
   auto* finite = reinterpret_cast<std::uint32_t*>(device_.hbm().data() + plan_.hbm.finite.offset);
   device_.fill_async(finite, std::byte{1}, sizeof *finite, stream_);
@@ -367,9 +371,11 @@ void Updater::run_on_device(std::span<const OptimizerScalars> scalars) {
     const std::byte* gradient = gradients_.gradient(plan_.tiles[t].block) + byte_offset(t);
     const StreamSpan span(watch_.timeline, {.kind = SpanKind::kUpdate, .subject = t}, stream_);
     std::uint64_t begin = 0;
-    for (const GroupRange& range : plan_.tiles[t].groups) {
-      device_.update_async(tile_arrays(place.shape, memory, gradient), scalars[range.group], begin, range.end, finite,
-                           stream_);
+    for (const GroupRange& range : parameters.ranges(t, ranges_[0])) {
+      if (range.group != kNotUpdated) {
+        device_.update_async(tile_arrays(place.shape, memory, gradient), parameters.scalars()[range.group], begin,
+                             range.end, finite, stream_);
+      }
       begin = range.end;
     }
   }

@@ -12,9 +12,9 @@
 
 #include "kernels/device.h"
 #include "kernels/tile_update.h"
-#include "spillway/optimizer.h"
 #include "src/checkpoint/tile_walk.h"
 #include "src/gradients.h"
+#include "src/parameter_updates.h"
 #include "src/plan/plan.h"
 #include "swap/tile_mover.h"
 
@@ -32,7 +32,7 @@ class Updater {
   // buffers. Once in a step; what is added in another order costs what was read in vain.
   void expect(std::span<const std::uint32_t> blocks);
   // The block's gradient is complete.
-  void add(std::uint32_t block, std::span<const OptimizerScalars> scalars);
+  void add(std::uint32_t block, const ParameterUpdates& parameters);
   // Updates the tiles of added blocks that have been read and whose gradients have landed; the rest too when `all`.
   // From the first gradient that is not finite on, nothing is updated any more, nor behind a result that is not:
   // begin() refuses that one.
@@ -48,10 +48,10 @@ class Updater {
   // Takes back what was updated early.
   void take_back();
 
-  // begin ─► run_until(block) … ─► finish: the rest of the step's update, as far as it is asked for. `scalars`, by
-  // parameter group, and the gradients must stay as they are until it is finished. What lives in HBM is updated in
-  // begin() as a whole.
-  void begin(std::span<const OptimizerScalars> scalars);
+  // begin ─► run_until(block) … ─► finish: the rest of the step's update, as far as it is asked for. What `parameters`
+  // take, and the gradients, must stay as they are until it is finished. What lives in HBM is updated in begin() as a
+  // whole.
+  void begin(const ParameterUpdates& parameters);
   bool begun() const noexcept { return begun_; }
   bool awaited(std::uint32_t block) const { return begun_ && next_ < end_of_[block]; }  // its weights are those before
   // Updates the block's tiles and those before them in order. `to`, unless null, is the device address of the block's
@@ -90,7 +90,7 @@ class Updater {
   void update_early();
   void stop();
   void reset();
-  void run_on_device(std::span<const OptimizerScalars> scalars);
+  void run_on_device(const ParameterUpdates& parameters);
   void load_gradient(std::size_t position);
   bool is_updated(std::uint32_t tile) const { return updated_.empty() || updated_[tile] != 0; }
   void place_blocks();
@@ -127,10 +127,11 @@ class Updater {
   TileWork look_;
   std::vector<std::uint8_t> updated_;  // by tile; empty: all of the queue are
   std::exception_ptr look_failure_;
-  std::span<const OptimizerScalars> scalars_;
-  std::vector<TileUpdate> updates_;   // those under way, by node
-  std::vector<TileMemory> memories_;  // ditto
-  std::vector<std::uint8_t> finite_;  // ditto: results
+  const ParameterUpdates* parameters_ = nullptr;
+  std::vector<TileUpdate> updates_;              // those under way, by node
+  std::vector<std::vector<GroupRange>> ranges_;  // ditto: where they are not the plan's
+  std::vector<TileMemory> memories_;             // ditto
+  std::vector<std::uint8_t> finite_;             // ditto: results
   double adam_seconds_ = 0;
 };
 

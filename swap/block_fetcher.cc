@@ -74,8 +74,8 @@ void BlockFetcher::wait_open(BlockFetch& fetch) {
   if (fetch.state_ != BlockFetch::State::kFailed) return;
   if (!store_ || fetch.failure_->code() != Code::kCorrupt) throw *fetch.failure_;
   ErrorParts parts = fetch.failure_->parts();
-  parts.hint = store_->way_back(fetch.mismatch_offset_);  // here, on the engine's thread, where the store is used
-  throw Error(Code::kCorrupt, std::move(parts));
+  throw Error(Code::kCorrupt, std::move(parts.object), std::move(parts.happened), parts.errno_value,
+              store_->way_back(fetch.mismatch_offset_));  // here, on the engine's thread, where the store is used
 }
 
 // Everything below runs on the store's thread, but copies_done().

@@ -8,7 +8,7 @@
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kRecordMagic = 0x31304e414d575053;  // "SPWMAN01"
+constexpr std::uint64_t kRecordMagic = 0x32304e414d575053;  // "SPWMAN02"
 
 struct RecordHeader {
   std::uint64_t magic;
@@ -19,13 +19,15 @@ struct RecordHeader {
   std::uint64_t tiles;
   std::uint64_t blob_bytes;
   std::uint64_t used;  // bytes of the record that mean something
+  std::uint64_t update_counts;
 };
-static_assert(sizeof(RecordHeader) == 64);
+static_assert(sizeof(RecordHeader) == 72);
 constexpr std::size_t kChecksumFrom = 16;
 constexpr std::uint64_t kTileBytes = 8 + 8 * kParts;  // slot, checksums
+constexpr std::uint64_t kCountBytes = sizeof(std::uint64_t);
 
-std::uint64_t used_bytes(std::uint64_t tiles, std::uint64_t blob) {
-  return sizeof(RecordHeader) + tiles * kTileBytes + blob;
+std::uint64_t used_bytes(std::uint64_t tiles, std::uint64_t counts, std::uint64_t blob) {
+  return sizeof(RecordHeader) + tiles * kTileBytes + counts * kCountBytes + blob;
 }
 
 template <typename T>
@@ -42,48 +44,56 @@ void store(std::span<std::byte> bytes, std::uint64_t at, const T& value) {
 
 }  // namespace
 
-std::uint64_t record_bytes(std::uint64_t tiles) { return align_up(used_bytes(tiles, kBlobCapacity), kExtentAlignment); }
+std::uint64_t record_bytes(const RecordForm& form) {
+  return align_up(used_bytes(form.tiles, form.parameters, kBlobCapacity), kExtentAlignment);
+}
 
-void encode_record(const Manifest& manifest, std::uint64_t fingerprint, std::span<std::byte> out) {
-  SPILLWAY_CHECK(out.size() >= record_bytes(manifest.tiles.size()), "a record's buffer holds the whole record");
+void encode_record(const Manifest& manifest, const RecordForm& form, std::span<std::byte> out) {
+  const std::uint64_t counts = manifest.update_counts.size();
+  SPILLWAY_CHECK(out.size() >= record_bytes(form), "a record's buffer holds the whole record");
+  SPILLWAY_CHECK(manifest.tiles.size() == form.tiles, "a record names every tile");
+  SPILLWAY_CHECK(counts == 0 || counts == form.parameters, "updates are counted of all parameters or of none");
   SPILLWAY_CHECK(manifest.blob.size() <= kBlobCapacity, "the caller's blob fits the record");
   std::memset(out.data(), 0, out.size());
   RecordHeader header{.magic = kRecordMagic,
                       .checksum = 0,
-                      .fingerprint = fingerprint,
+                      .fingerprint = form.fingerprint,
                       .sequence = manifest.sequence,
                       .step = manifest.step,
-                      .tiles = manifest.tiles.size(),
+                      .tiles = form.tiles,
                       .blob_bytes = manifest.blob.size(),
-                      .used = used_bytes(manifest.tiles.size(), manifest.blob.size())};
+                      .used = used_bytes(form.tiles, counts, manifest.blob.size()),
+                      .update_counts = counts};
   std::uint64_t at = sizeof header;
   for (const TileCommit& tile : manifest.tiles) {
     store(out, at, static_cast<std::uint64_t>(tile.slot));
     std::memcpy(out.data() + at + 8, tile.checksum, sizeof tile.checksum);
     at += kTileBytes;
   }
+  if (counts > 0) std::memcpy(out.data() + at, manifest.update_counts.data(), counts * kCountBytes);
+  at += counts * kCountBytes;
   if (!manifest.blob.empty()) std::memcpy(out.data() + at, manifest.blob.data(), manifest.blob.size());
   store(out, 0, header);
   header.checksum = granule_checksum(out.subspan(kChecksumFrom, header.used - kChecksumFrom));
   store(out, 0, header);
 }
 
-RecordState decode_record(std::span<const std::byte> bytes, std::uint64_t fingerprint, std::uint64_t tiles,
-                          Manifest& manifest) {
+RecordState decode_record(std::span<const std::byte> bytes, const RecordForm& form, Manifest& manifest) {
   if (bytes.size() < sizeof(RecordHeader)) return RecordState::kDamaged;
   const auto header = load<RecordHeader>(bytes, 0);
   const RecordHeader empty{};
   if (std::memcmp(&header, &empty, sizeof header) == 0) return RecordState::kEmpty;
   // Sizes are checked before they are used: a damaged record may hold anything.
-  if (header.magic != kRecordMagic || header.tiles != tiles || header.blob_bytes > kBlobCapacity ||
-      header.used != used_bytes(tiles, header.blob_bytes) || header.used > bytes.size() ||
+  if (header.magic != kRecordMagic || header.tiles != form.tiles || header.blob_bytes > kBlobCapacity ||
+      (header.update_counts != 0 && header.update_counts != form.parameters) ||
+      header.used != used_bytes(form.tiles, header.update_counts, header.blob_bytes) || header.used > bytes.size() ||
       header.checksum != granule_checksum(bytes.subspan(kChecksumFrom, header.used - kChecksumFrom)) ||
-      header.fingerprint != fingerprint) {
+      header.fingerprint != form.fingerprint) {
     return RecordState::kDamaged;
   }
   manifest.sequence = header.sequence;
   manifest.step = header.step;
-  manifest.tiles.resize(tiles);
+  manifest.tiles.resize(form.tiles);
   std::uint64_t at = sizeof header;
   for (TileCommit& tile : manifest.tiles) {
     const auto slot = load<std::uint64_t>(bytes, at);
@@ -92,13 +102,16 @@ RecordState decode_record(std::span<const std::byte> bytes, std::uint64_t finger
     std::memcpy(tile.checksum, bytes.data() + at + 8, sizeof tile.checksum);
     at += kTileBytes;
   }
+  manifest.update_counts.resize(header.update_counts);
+  if (header.update_counts > 0)
+    std::memcpy(manifest.update_counts.data(), bytes.data() + at, header.update_counts * kCountBytes);
+  at += header.update_counts * kCountBytes;
   manifest.blob.assign(bytes.begin() + static_cast<std::ptrdiff_t>(at),
                        bytes.begin() + static_cast<std::ptrdiff_t>(at + header.blob_bytes));
   return RecordState::kValid;
 }
 
-ManifestChoice choose_manifest(std::span<const std::vector<std::byte>> records, std::uint64_t fingerprint,
-                               std::uint64_t tiles) {
+ManifestChoice choose_manifest(std::span<const std::vector<std::byte>> records, const RecordForm& form) {
   SPILLWAY_CHECK(records.size() == 4, "two records, two copies each");
   ManifestChoice choice;
   std::optional<Manifest> newest[2];
@@ -107,7 +120,7 @@ ManifestChoice choose_manifest(std::span<const std::vector<std::byte>> records, 
     for (std::size_t copy = 0; copy < 2; ++copy) {
       Manifest manifest;
       RecordCopy& found = choice.copies[record][copy];
-      found.state = decode_record(records[record * 2 + copy], fingerprint, tiles, manifest);
+      found.state = decode_record(records[record * 2 + copy], form, manifest);
       damaged |= found.state == RecordState::kDamaged;
       if (found.state != RecordState::kValid) continue;
       found.sequence = manifest.sequence;

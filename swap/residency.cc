@@ -61,7 +61,9 @@ std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_block
   std::vector<Place> places;
   for (std::size_t p = 0; p < place_bytes.size(); ++p) {
     const auto owner = rules.owners.empty() ? std::nullopt : rules.owners[p];
-    places.push_back({.bytes = place_bytes[p], .owner = owner, .block = {}, .last_visit = {}});
+    const bool filled = !rules.filled.empty() && rules.filled[p] != 0;
+    places.push_back(
+        {.bytes = place_bytes[p], .owner = owner, .block = filled ? owner : std::nullopt, .last_visit = {}});
   }
   std::vector<VisitPlace> plan;
   for (std::size_t v = 0; v < visit_blocks.size(); ++v) {
@@ -81,6 +83,13 @@ std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_block
     if (plan[v].leaves) places[place].block.reset();
   }
   return plan;
+}
+
+std::vector<std::uint8_t> places_that_stay(std::span<const std::optional<std::uint32_t>> owners,
+                                           std::span<const std::uint8_t> frozen) {
+  std::vector<std::uint8_t> stay;
+  for (const auto& owner : owners) stay.push_back(owner && frozen[*owner] != 0);
+  return stay;
 }
 
 }  // namespace spillway

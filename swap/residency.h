@@ -22,15 +22,23 @@ struct ResidencyRules {
   std::span<const std::optional<std::uint32_t>> owners = {};
   // A block leaves a place that is not its own when at least so many bytes are visited before it is wanted again.
   std::uint64_t reuse_bytes = UINT64_MAX;
+  // Of every place: its owner is there already, from the step before. Empty: no place has anything.
+  std::span<const std::uint8_t> filled = {};
 };
 
 // One entry a visit; blocks need block_bytes[block], place p holds place_bytes[p], and every block fits some place that
 // it may use. A place is taken from the block whose next use is farthest (Belady), but, when there is a choice, never
 // from the block of the visit just before: its place comes free too late for the fetch to overlap with compute. Of the
-// empty places the smallest that fits is taken. Places are empty at the start of a step, since the update changes every
-// weight.
+// empty places the smallest that fits is taken. Places are empty at the start of a step, since the update changes
+// weights, but for those of blocks that no update changes: what owns a place and is frozen is fetched once. So what
+// stays over steps is a fixed set, and what does not fit is fetched once a pass: the order of visits is a cycle, in
+// which recency would keep nothing at all.
 std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_blocks,
                                       std::span<const std::uint64_t> block_bytes,
                                       std::span<const std::uint64_t> place_bytes, const ResidencyRules& rules = {});
+
+// ResidencyRules::filled of every step but the first: the owner, if there is one, is frozen (index: block).
+std::vector<std::uint8_t> places_that_stay(std::span<const std::optional<std::uint32_t>> owners,
+                                           std::span<const std::uint8_t> frozen);
 
 }  // namespace spillway

@@ -147,11 +147,11 @@ std::string name_of_part(std::uint32_t tile, Part part, const std::function<std:
                      name_of ? name_of(tile) : fmt::format("tile {}", tile));
 }
 
-Error bad_bytes_error(const BadBytes& bad, const std::function<std::string(std::uint32_t)>& name_of, std::string hint) {
+Error bad_bytes_error(const BadBytes& bad, const std::function<std::string(std::uint32_t)>& name_of, Hint hint) {
   const std::string what =
       fmt::format("{} at offset {} {}", name_of_part(bad.tile, bad.part, name_of), bad.place.offset,
                   bad.error == 0 ? "do not match their checksum" : "cannot be read");
-  return Error(Code::kCorrupt, {bad.place.file->path().string(), what, bad.error, std::move(hint)});
+  return Error(Code::kCorrupt, bad.place.file->path().string(), what, bad.error, std::move(hint));
 }
 
 }  // namespace spillway

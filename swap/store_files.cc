@@ -18,13 +18,13 @@
 namespace spillway {
 namespace {
 
-void check_there(const std::filesystem::path& directory, std::size_t directories, const char* hint) {
+void check_there(const std::filesystem::path& directory, std::size_t directories, Hint hint) {
   if (StoreFiles::exist(std::span(&directory, 1))) return;
   if (errno != ENOENT && errno != ENOTDIR)
     throw Error(Code::kIo,
                 {directory.string(), "cannot be looked into", errno, "check who may read it, and its drive"});
-  throw Error(Code::kNotFound,
-              {directory.string(), directories == 1 ? "holds no store" : "holds no part of a store", 0, hint});
+  throw Error(Code::kNotFound, directory.string(), directories == 1 ? "holds no store" : "holds no part of a store", 0,
+              std::move(hint));
 }
 
 [[noreturn]] void refuse_lost_name(const File& file) {
@@ -37,7 +37,7 @@ Superblock read_superblock(const File& file) {
   AlignedBuffer buffer(kExtentAlignment);
   const std::string path = file.path().string();
   if (file.size_bytes() < kExtentAlignment) {
-    throw Error(Code::kCorrupt, {path, "too short to be a store", 0, "start over with on_existing replace"});
+    throw Error(Code::kCorrupt, path, "too short to be a store", 0, Remedy::kReplace);
   }
   file.read_at(0, buffer.bytes());
   return parse_superblock(buffer.bytes(), path);
@@ -220,7 +220,7 @@ StoreFiles StoreFiles::open(std::span<const std::filesystem::path> directories, 
                        [&](std::size_t i, File& file) { file.rename_to(directories[i] / kStoreFileName); });
   std::vector<File> files;
   for (const auto& directory : directories) {
-    check_there(directory, directories.size(), "check the path, or start a run without on_existing resume");
+    check_there(directory, directories.size(), Remedy::kCheckPathOrBegin);
     files.push_back(open_locked(directory / kStoreFileName, {.writable = true, .direct = true}, patience_seconds));
   }
   return assemble(std::move(files));
@@ -259,9 +259,8 @@ StoreFiles StoreFiles::assemble(std::vector<File> files) {
     const std::uint64_t size = opened.files_[i].size_bytes();
     const std::uint64_t wanted = opened.stripes_.file_bytes(i, blocks[0].total_bytes);
     if (size >= wanted) continue;
-    throw Error(Code::kCorrupt,
-                {opened.files_[i].path().string(), fmt::format("cut short: it has {} bytes of {}", size, wanted), 0,
-                 "copy it again, or start over with on_existing replace"});
+    throw Error(Code::kCorrupt, opened.files_[i].path().string(),
+                fmt::format("cut short: it has {} bytes of {}", size, wanted), 0, Remedy::kCopyAgainOrReplace);
   }
   return opened;
 }

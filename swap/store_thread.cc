@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <string>
 
 #include "spillway/log.h"
 
@@ -308,11 +309,29 @@ StoreThread::Place StoreThread::place_of(std::uint64_t space_offset) const {
   return {*files_[file], stripes_->next_on(file, space_offset).file_offset};
 }
 
+namespace {
+// The space of a store is reserved when it is made: one that is full later is so by somebody's rule.
+std::string repair_of(int error) {
+  switch (error) {
+    case ENOSPC:
+      return "make room: the drive gives out more space than it has (thin provisioning, blocks shared with a copy)";
+    case EDQUOT: return "raise the quota of this user or project, or make room in it";
+    case EFBIG: return "raise the file size limit (ulimit -f)";
+    case ECANCELED: return "raise the limit on processes (ulimit -u, the cgroup's pids.max)";
+    default: return "check the drive";
+  }
+}
+}  // namespace
+
 Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion) {
   const std::string of_queue = store.queue_failure();
-  return transfer_error(request.op, store.file(completion.error_file), completion,
-                        (of_queue.empty() ? "check the drive" : "the I/O queue itself failed: " + of_queue) +
-                            "; the store is at its last commit, go on with on_existing resume");
+  const File& file = store.file(completion.error_file);
+  if (of_queue.empty()) {
+    return transfer_error(request.op, file, completion, {Remedy::kRepairAndResume, {repair_of(completion.error)}});
+  }
+  return Error(Code::kIo, file.path().string(),
+               describe_transfer(request.op, completion) + " failed, since the I/O queue itself failed: " + of_queue,
+               completion.error, Remedy::kResume);
 }
 
 }  // namespace spillway

@@ -33,7 +33,8 @@ bool is_possible(const Superblock& block) {
       block.unit_bytes > 0 && block.unit_bytes <= kMostUnitBytes && block.unit_bytes % kExtentAlignment == 0;
   // A tile takes one extent at least.
   const bool space = block.total_bytes <= kMostSpaceBytes && block.description_bytes <= block.total_bytes &&
-                     block.scratch_bytes <= block.total_bytes && block.tiles <= block.total_bytes / kExtentAlignment;
+                     block.scratch_bytes <= block.total_bytes && block.tiles <= block.total_bytes / kExtentAlignment &&
+                     block.parameters <= block.total_bytes / sizeof(std::uint64_t);
   return parts && unit && space && block.slots <= 2;
 }
 
@@ -50,18 +51,18 @@ Superblock parse_superblock(std::span<const std::byte> bytes, const std::string&
   Superblock block;
   std::memcpy(&block, bytes.data(), sizeof block);
   if (block.magic != kStoreMagic) {
-    throw Error(Code::kCorrupt, {object, "not a Spillway store, or its creation was cut short", 0,
-                                 "name another nvme_path, or start over with on_existing replace"});
+    throw Error(Code::kCorrupt, object, "not a Spillway store, or its creation was cut short", 0,
+                Remedy::kOtherPathOrReplace);
   }
   if (block.format_version != kFormatVersion) {
-    throw Error(Code::kUnsupported, {object,
-                                     fmt::format("written by {} version (store format {}, this one reads {})",
-                                                 block.format_version > kFormatVersion ? "a newer" : "an older",
-                                                 block.format_version, kFormatVersion),
-                                     0, "use that version, or start over with on_existing replace"});
+    throw Error(Code::kUnsupported, object,
+                fmt::format("written by {} version (store format {}, this one reads {})",
+                            block.format_version > kFormatVersion ? "a newer" : "an older", block.format_version,
+                            kFormatVersion),
+                0, Remedy::kThatVersionOrReplace);
   }
   if (block.checksum != checksum_of(block) || !is_possible(block)) {
-    throw Error(Code::kCorrupt, {object, "the superblock is damaged", 0, "start over with on_existing replace"});
+    throw Error(Code::kCorrupt, object, "the superblock is damaged", 0, Remedy::kReplace);
   }
   return block;
 }

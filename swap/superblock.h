@@ -25,7 +25,8 @@ struct Superblock {
   std::uint32_t part, parts;
   std::uint64_t unit_bytes;
   std::uint8_t shares[kMostStorePaths];
-  std::uint64_t checksum;  // of the bytes before this field
+  std::uint64_t parameters;  // of the model; a commit record has room for a number of each
+  std::uint64_t checksum;    // of the bytes before this field
 };
 
 // Fills in magic, format version and checksum.

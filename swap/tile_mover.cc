@@ -181,10 +181,10 @@ void TileMover::verify(std::uint32_t index) {
   Buffer& buffer = *buffers_[index];
   const auto refuse = [&](const char* what, const Extent& extent) {
     const StoreFiles::Place place = parts_.store->files().place_of(extent.offset);
-    throw Error(Code::kCorrupt, {place.file->path().string(),
-                                 std::string(what) + " of " + parts_.name_of(buffer.tile) + " at offset " +
-                                     std::to_string(place.offset) + " do not match their checksum",
-                                 0, parts_.store->way_back(extent.offset)});
+    throw Error(Code::kCorrupt, place.file->path().string(),
+                std::string(what) + " of " + parts_.name_of(buffer.tile) + " at offset " +
+                    std::to_string(place.offset) + " do not match their checksum",
+                0, parts_.store->way_back(extent.offset));
   };
   const ExtentHashes gradient = expected_gradient(index);
   if (!gradient.before.empty() && extent_checksum(gradient.before) != buffer.gradient_checksum) {

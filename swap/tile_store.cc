@@ -20,14 +20,20 @@
 namespace spillway {
 namespace {
 
-constexpr const char* kStartAnew = "restore a snapshot, or start over with on_existing replace";
-
 constexpr double kLockPatienceSeconds = 10;   // the kernel may still finish a killed holder's writes
 constexpr double kGlancePatienceSeconds = 1;  // to tell a store in use from one that merely exists
 
+RecordForm form_of(const TileStore::Created& shape) {
+  return {.fingerprint = shape.identity.fingerprint, .tiles = shape.tiles.size(), .parameters = shape.parameters};
+}
+
+RecordForm form_of(const Superblock& block) {
+  return {.fingerprint = block.fingerprint, .tiles = block.tiles, .parameters = block.parameters};
+}
+
 StoreGeometry geometry_of(const TileStore::Created& shape) {
   return {.description_bytes = align_up(shape.identity.description.size() + 1, kExtentAlignment),
-          .record_bytes = record_bytes(shape.tiles.size()),
+          .record_bytes = record_bytes(form_of(shape)),
           .scratch_bytes = shape.scratch_bytes,
           .slots = shape.slots};
 }
@@ -41,15 +47,13 @@ std::filesystem::path store_file(const std::filesystem::path& directory) { retur
   } catch (const Error& failure) {
     if (failure.code() == Code::kBusy) throw;
   }
-  throw Error(Code::kExists, {path.string(), "a store exists", 0,
-                              "go on with on_existing resume, or start over with on_existing replace"});
+  throw Error(Code::kExists, path.string(), "a store exists", 0, Remedy::kResumeOrReplace);
 }
 
 void refuse_one_slot(const StoreFiles& files) {
   if (files.superblock().slots >= 2) return;
-  throw Error(Code::kUnsupported,
-              {files.files().front().path().string(), "made with commit_every 0: it keeps no step to resume or export",
-               0, "start over with on_existing replace, and write the model at the end, or set commit_every to 1"});
+  throw Error(Code::kUnsupported, files.files().front().path().string(),
+              "made with commit_every 0: it keeps no step to resume or export", 0, Remedy::kReplaceAndKeepSteps);
 }
 
 }  // namespace
@@ -83,15 +87,19 @@ std::uint64_t TileStore::file_bytes(const std::filesystem::path& directory) {
 bool TileStore::exists(const StorePaths& paths) { return StoreFiles::exist(paths.directories); }
 
 TileStore::TileStore(StoreFiles files, const Created& shape, StoreLayout layout)
-    : files_(std::move(files)),
-      fingerprint_(shape.identity.fingerprint),
-      slots_(shape.slots),
-      layout_(std::move(layout)) {
+    : files_(std::move(files)), form_(form_of(shape)), slots_(shape.slots), layout_(std::move(layout)) {
   committed_.tiles.resize(shape.tiles.size());
-  committed_.blob.reserve(kBlobCapacity);
-  next_ = committed_;
-  next_.blob.reserve(kBlobCapacity);
+  make_room();
   written_.resize(shape.tiles.size());
+}
+
+// No commit allocates.
+void TileStore::make_room() {
+  for (Manifest* manifest : {&committed_, &next_}) {
+    if (manifest == &next_) next_ = committed_;
+    manifest->update_counts.reserve(form_.parameters);
+    manifest->blob.reserve(kBlobCapacity);
+  }
 }
 
 std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Created& shape, bool replace,
@@ -154,8 +162,9 @@ void TileStore::write_description(const Created& shape) {
   }
   Superblock block{};
   block.slots = slots_;
-  block.fingerprint = fingerprint_;
-  block.tiles = shape.tiles.size();
+  block.fingerprint = form_.fingerprint;
+  block.tiles = form_.tiles;
+  block.parameters = form_.parameters;
   block.description_bytes = text.size();
   block.total_bytes = layout_.total_bytes;
   block.scratch_bytes = shape.scratch_bytes;
@@ -178,9 +187,10 @@ void TileStore::check_description(const Created& shape) {
                       granule_checksum(std::as_bytes(std::span(own))) == block.description_checksum;
     if (same) write_text(own);
     log(LogLevel::kWarning,
-        fmt::format("{}: the model description {}", path,
-                    same ? "was damaged; it is whole again"
-                         : "cannot be read; write the model at the end, for the store cannot be exported"));
+        fmt::format(
+            "{}: the model description {}", path,
+            same ? "was damaged; it is whole again"
+                 : "cannot be read; the store cannot be exported, and its model is written by this run or not at all"));
   }
 }
 
@@ -226,7 +236,7 @@ std::unique_ptr<TileStore> TileStore::open_to_read(const StorePaths& paths, cons
 void TileStore::rewrite_record() {
   if (std::ranges::all_of(files_.files(), &File::direct)) return;
   AlignedBuffer record(commit_buffer_bytes());
-  encode_record(committed_, fingerprint_, record.bytes());
+  encode_record(committed_, form_, record.bytes());
   for (std::uint64_t copy : layout_.record_offset[committed_.sequence % 2]) {
     files_.write_at(copy, record.bytes());
     files_.sync();  // one after the other: whatever a crash leaves, one of them is whole
@@ -240,17 +250,17 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape
   const StoreLayout layout = read_layout(files, shape);
   ManifestChoice choice = read_records(files, layout);
   if (!choice.manifest || !choice.older) {
-    throw Error(Code::kCorrupt,
-                {files.files().front().path().string(), "holds no other committed step to go back to", 0, kStartAnew});
+    throw Error(Code::kCorrupt, files.files().front().path().string(), "holds no other committed step to go back to", 0,
+                Remedy::kRestoreOrReplace);
   }
-  const std::string hint =
-      fmt::format("step {} is overwritten or damaged and nothing was changed; {}", choice.older->step, kStartAnew);
+  const Hint hint(Remedy::kNothingWasChanged, {std::to_string(choice.older->step)});
   check_extents(
       files, layout, *choice.older,
       {.bad = [&](const BadBytes& bad) { throw bad_bytes_error(bad, shape.name_of, hint); }, .progress = progress});
   choice.older->sequence = choice.manifest->sequence + 1;
-  AlignedBuffer buffer(record_bytes(layout.tiles.size()));
-  encode_record(*choice.older, files.superblock().fingerprint, buffer.bytes());
+  const RecordForm form = form_of(files.superblock());
+  AlignedBuffer buffer(record_bytes(form));
+  encode_record(*choice.older, form, buffer.bytes());
   // One copy after the other, over the record's own, the damaged one first: whatever a crash leaves, one is whole.
   const std::size_t record = choice.older->sequence % 2;
   const std::size_t first = choice.copies[record][0].state == RecordState::kValid ? 1 : 0;
@@ -264,7 +274,8 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape
 StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape) {
   const Superblock& block = files.superblock();
   const std::string path = files.files().front().path().string();
-  if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size()) {
+  if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size() ||
+      block.parameters != shape.parameters) {
     std::string what;
     try {
       if (shape.identity.difference) {
@@ -273,9 +284,7 @@ StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape
     } catch (const Error&) {  // damaged as well: that they differ counts
     }
     what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
-    throw Error(Code::kInvalidArgument, {path, std::move(what), 0,
-                                         "use the model and settings it was made with, name another nvme_path, or "
-                                         "start over with on_existing replace"});
+    throw Error(Code::kInvalidArgument, path, std::move(what), 0, Remedy::kItsSettingsOrReplace);
   }
   Created as_stored = shape;
   as_stored.slots = block.slots;
@@ -283,8 +292,7 @@ StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape
   as_stored.identity.description.resize(block.description_bytes);
   StoreLayout layout = lay_out_store(shape.tiles, geometry_of(as_stored));
   if (layout.total_bytes != block.total_bytes) {
-    throw Error(Code::kCorrupt,
-                {path, "the superblock does not fit the model", 0, "start over with on_existing replace"});
+    throw Error(Code::kCorrupt, path, "the superblock does not fit the model", 0, Remedy::kReplace);
   }
   return layout;
 }
@@ -303,9 +311,8 @@ std::string TileStore::read_description(const StoreFiles& files) {
   files.read_at(kExtentAlignment, buffer.bytes());
   std::string text(reinterpret_cast<const char*>(buffer.data.get()), block.description_bytes);
   if (granule_checksum(std::as_bytes(std::span(text))) != block.description_checksum) {
-    throw Error(Code::kCorrupt,
-                {files.place_of(kExtentAlignment).file->path().string(), "the model description is damaged", 0,
-                 "check the drive; a run with on_existing resume brings it, and writes it anew"});
+    throw Error(Code::kCorrupt, files.place_of(kExtentAlignment).file->path().string(),
+                "the model description is damaged", 0, Remedy::kCheckDriveAndRewrite);
   }
   return text;
 }
@@ -313,7 +320,8 @@ std::string TileStore::read_description(const StoreFiles& files) {
 // A copy that cannot be read is as good as a damaged one: there is another.
 ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayout& layout) {
   std::vector<std::vector<std::byte>> records;
-  const std::uint64_t bytes = record_bytes(layout.tiles.size());
+  const RecordForm form = form_of(files.superblock());
+  const std::uint64_t bytes = record_bytes(form);
   AlignedBuffer buffer(bytes);
   std::optional<Error> unreadable;
   for (const auto& record : layout.record_offset) {
@@ -328,7 +336,7 @@ ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayou
       }
     }
   }
-  ManifestChoice choice = choose_manifest(records, files.superblock().fingerprint, layout.tiles.size());
+  ManifestChoice choice = choose_manifest(records, form);
   if (!choice.manifest && unreadable) throw *unreadable;
   return choice;
 }
@@ -337,20 +345,18 @@ void TileStore::load_manifest(const Created& shape) {
   const std::string path = files_.files().front().path().string();
   ManifestChoice choice = read_records(files_, layout_);
   if (!choice.manifest) {
-    throw Error(Code::kCorrupt, {path, "holds no committed step: its commit records are damaged", 0,
-                                 "check the drive; " + std::string(kStartAnew)});
+    throw Error(Code::kCorrupt, path, "holds no committed step: its commit records are damaged", 0,
+                Remedy::kCheckRecordsAndRestore);
   }
   committed_ = std::move(*choice.manifest);
-  committed_.blob.reserve(kBlobCapacity);
-  next_ = committed_;
-  next_.blob.reserve(kBlobCapacity);
+  make_room();
   if (choice.older) older_step_ = choice.older->step;
   if (choice.others_damaged) {
     log(LogLevel::kWarning, fmt::format("{}: the newest manifest record is damaged, and so is its copy; going back to "
                                         "step {} and checking every byte of it",
                                         path, committed_.step));
     check_extents(files_, layout_, committed_, {.bad = [&](const BadBytes& bad) {
-                    throw bad_bytes_error(bad, shape.name_of, "no intact step is left; " + std::string(kStartAnew));
+                    throw bad_bytes_error(bad, shape.name_of, Remedy::kNoStepIsLeft);
                   }});
     return;
   }
@@ -364,9 +370,8 @@ void TileStore::load_manifest(const Created& shape) {
   }
 }
 
-std::string TileStore::way_back(std::uint64_t offset) const {
-  if (slots_ < 2)
-    return "check the drive; commit_every 0 keeps no step to go back to: start over with on_existing replace";
+Hint TileStore::way_back(std::uint64_t offset) const {
+  if (slots_ < 2) return Remedy::kCheckDriveAndReplace;
   const auto behind = std::ranges::upper_bound(layout_.tiles, offset, {}, [](const TileExtents& tile) {
     return tile.extent[0][index_of(Part::kWeights)].offset;
   });
@@ -377,21 +382,19 @@ std::string TileStore::way_back(std::uint64_t offset) const {
            });
   };
   const std::uint32_t slot = tile < layout_.tiles.size() ? committed_.tiles[tile].slot : 0;
+  const std::string step = std::to_string(committed_.step);
   if (!holds(slot)) {
-    return fmt::format(
-        "check the drive; step {}, the last committed one, is not affected: on_existing resume goes back to it",
-        committed_.step);
+    return {Remedy::kCheckDriveAndGoBack, {step}};
   }
   if (!older_step_ || holds(slot ^ 1u)) {
-    return fmt::format("check the drive; that is part of step {}, the last committed one, and no other is left; {}",
-                       committed_.step, kStartAnew);
+    return {Remedy::kCheckDriveAndRestore, {step}};
   }
   std::string paths;
-  for (const File& file : files_.files()) paths += file.path().parent_path().string() + " ";
-  return fmt::format(
-      "check the drive; that is part of step {}, the last committed one: spillway store {}--rollback "
-      "goes back to step {} if all of it is intact",
-      committed_.step, paths, *older_step_);
+  for (const File& file : files_.files()) {
+    if (!paths.empty()) paths += ' ';
+    paths += file.path().parent_path().string();
+  }
+  return {Remedy::kCheckDriveAndRollBack, {step, paths, std::to_string(*older_step_)}};
 }
 
 TileStore::Slot TileStore::readable(std::uint32_t tile) const {
@@ -434,14 +437,17 @@ void TileStore::forget_written() {
   for (Written& written : written_) written = {};
 }
 
+bool TileStore::keeps_update_counts() const noexcept { return form_.parameters > 0; }
+
 void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread,
-                       std::span<std::byte> buffer) {
+                       std::span<std::byte> buffer, std::span<const std::uint64_t> update_counts) {
   if (lost_) {
-    throw Error(Code::kIo, {files_.files().front().path().string(), "a write since the last commit failed", 0,
-                            "the store is at its last commit, go on with on_existing resume"});
+    throw Error(Code::kIo, files_.files().front().path().string(), "a write since the last commit failed", 0,
+                Remedy::kResume);
   }
   next_.sequence = committed_.sequence + 1;
   next_.step = step;
+  next_.update_counts.assign(update_counts.begin(), update_counts.end());
   next_.blob.assign(blob.begin(), blob.end());
   for (std::size_t t = 0; t < written_.size(); ++t) {
     next_.tiles[t] = committed_.tiles[t];
@@ -458,7 +464,7 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
   batch.add({.op = IoOp::kSync, .priority = IoPriority::kUrgent, .file = kStripedSpace});
   batch.wait();
   const auto record = buffer.first(commit_buffer_bytes());
-  encode_record(next_, fingerprint_, record);
+  encode_record(next_, form_, record);
   for (std::uint64_t copy : layout_.record_offset[next_.sequence % 2]) {
     batch.add({.op = IoOp::kWrite,
                .priority = IoPriority::kUrgent,

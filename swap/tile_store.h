@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "spillway/remedy.h"
 #include "swap/extents.h"
 #include "swap/manifest.h"
 #include "swap/store_files.h"
@@ -50,6 +51,7 @@ class TileStore {
  public:
   struct Created {
     std::vector<TileShape> tiles;
+    std::uint64_t parameters = 0;  // of the model: a commit may record a number of each
     std::uint32_t slots = 2;
     std::uint64_t scratch_bytes = 0;        // of a new store
     std::uint64_t least_scratch_bytes = 0;  // that a run cannot do without
@@ -107,22 +109,27 @@ class TileStore {
   void note_lost() noexcept { lost_ = true; }
 
   // Bytes of aligned, registered memory that commit() needs.
-  std::uint64_t commit_buffer_bytes() const { return record_bytes(layout_.tiles.size()); }
+  std::uint64_t commit_buffer_bytes() const { return record_bytes(form_); }
   // Makes the written slots the committed ones. Every write must have completed. Blocks. Throws kIo when one of them
   // was lost, with the last commit as it was. Where files of the store are not there any more it succeeds: missing().
-  void commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread, std::span<std::byte> buffer);
+  // update_counts: see Manifest.
+  void commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread, std::span<std::byte> buffer,
+              std::span<const std::uint64_t> update_counts = {});
+  // Whether a commit has room for update counts.
+  bool keeps_update_counts() const noexcept;
   // One of its files that nobody finds after this process, as it was removed, moved or cut short. Null: none.
   const File* missing() { return files_.missing(layout_.total_bytes); }
 
   // What to do when bytes at this offset of the space are not what was written: which committed step can be gone back
   // to, and how.
-  std::string way_back(std::uint64_t offset) const;
+  Hint way_back(std::uint64_t offset) const;
 
  private:
   TileStore(StoreFiles files, const Created& shape, StoreLayout layout);
   static std::unique_ptr<TileStore> at_last_commit(StoreFiles files, const Created& shape);
   void write_description(const Created& shape);
   void write_text(const std::string& description);
+  void make_room();
   void load_manifest(const Created& shape);
   void check_description(const Created& shape);
   void rewrite_record();
@@ -135,7 +142,7 @@ class TileStore {
   StoreFiles files_;
   std::vector<File>
       replaced_;  // of the store whose place this one takes: locked, so that nobody trains in it meanwhile
-  std::uint64_t fingerprint_ = 0;
+  RecordForm form_;
   std::uint32_t slots_ = 2;
   StoreLayout layout_;
   Manifest committed_, next_;

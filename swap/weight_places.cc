@@ -11,7 +11,8 @@ WeightPlaces::WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPl
       options_(options),
       route_(std::move(route)),
       update_(std::move(update)),
-      places_(options.places.size()) {
+      places_(options.places.size()),
+      filled_(options.places.size()) {
   for (const auto& place : options.places) place_bytes_.push_back(place.size());
   for (Place& place : places_) {
     place.fetch = std::make_unique<BlockFetch>(device, options.max_pieces, options.max_granules);
@@ -21,20 +22,28 @@ WeightPlaces::WeightPlaces(Device& device, BlockFetcher& fetcher, const WeightPl
 }
 
 void WeightPlaces::begin_step(std::span<const std::uint32_t> visit_blocks) {
-  settle();
-  for (Place& place : places_) {
-    SPILLWAY_CHECK(place.leases == 0, "no lease outlives its step");
-    place.block.reset();
-    place.ahead = place.leaves = false;
+  bool same = std::ranges::equal(visits_, visit_blocks);
+  for (std::uint32_t p = 0; p < places_.size(); ++p) {
+    SPILLWAY_CHECK(places_[p].leases == 0, "no lease outlives its step");
+    const std::uint8_t stays = this->stays(p);
+    if (stays == 0) drop(places_[p]);
+    same &= std::exchange(filled_[p], stays) == stays;
   }
   hits_ = {};
-  if (!std::ranges::equal(visits_, visit_blocks)) {
+  if (!same) {
     visits_.assign(visit_blocks.begin(), visit_blocks.end());
     plan_ = assign_places(visits_, options_.block_bytes, place_bytes_,
-                          {.owners = options_.owners, .reuse_bytes = options_.reuse_bytes});
+                          {.owners = options_.owners, .reuse_bytes = options_.reuse_bytes, .filled = filled_});
   }
   cursor_ = fetched_ = 0;
   prefetch();
+}
+
+// What lies there, or is on its way, is right in the next step too.
+bool WeightPlaces::stays(std::uint32_t place) const {
+  const auto& block = places_[place].block;
+  return block && !options_.owners.empty() && options_.owners[place] == block && !options_.frozen.empty() &&
+         options_.frozen[*block] != 0;
 }
 
 void WeightPlaces::prefetch() {
@@ -129,13 +138,13 @@ std::optional<std::uint32_t> WeightPlaces::find(std::uint32_t block) const {
 
 std::uint32_t WeightPlaces::place_for_unplanned(std::uint32_t block) {
   std::optional<std::uint32_t> choice;
+  // An empty place is best, then one that nothing is on its way to; what would stay for good goes last.
+  const auto cost = [this](std::uint32_t p) {
+    return 4 * stays(p) + 2 * places_[p].fetching + places_[p].block.has_value();
+  };
   for (std::uint32_t p = 0; p < places_.size(); ++p) {
     if (places_[p].leases > 0 || place_bytes_[p] < options_.block_bytes[block]) continue;
-    // Prefer an empty place, then one that nothing is on its way to.
-    if (!choice || (!places_[p].block && places_[*choice].block) ||
-        (!places_[p].fetching && places_[*choice].fetching)) {
-      choice = p;
-    }
+    if (!choice || cost(p) < cost(*choice)) choice = p;
   }
   if (!choice) {
     throw Error(Code::kDoesNotFit,

@@ -24,6 +24,7 @@ struct WeightPlacesOptions {
   // See ResidencyRules.
   std::vector<std::optional<std::uint32_t>> owners = {};
   std::uint64_t reuse_bytes = UINT64_MAX;
+  std::vector<std::uint8_t> frozen = {};  // by block: no update changes it; empty: any may be changed
   // Another block is fetched ahead of its visit while fewer bytes than these are; 0: none ever is.
   std::uint64_t prefetch_bytes = UINT64_MAX;
   bool poison_released = false;
@@ -48,7 +49,8 @@ class WeightPlaces {
   WeightPlaces(const WeightPlaces&) = delete;
   WeightPlaces& operator=(const WeightPlaces&) = delete;
 
-  // The blocks that will be visited from now on, in order. Everything resident is stale.
+  // The blocks that will be visited from now on, in order. Everything resident is stale, but for frozen blocks in
+  // places of their own: they stay, or go on coming.
   void begin_step(std::span<const std::uint32_t> visit_blocks);
 
   // Makes `stream` wait for the block's weights and returns its place. Blocks while reads are late and for the block's
@@ -85,6 +87,7 @@ class WeightPlaces {
 
   void start_fetch(std::uint32_t place, std::uint32_t block);
   void bring(std::uint32_t place, std::uint32_t block);
+  bool stays(std::uint32_t place) const;
   bool visited_before(std::size_t visit) const;
   bool taken_before(std::size_t visit, std::uint32_t place) const;
   std::uint64_t bytes_ahead() const;
@@ -100,6 +103,7 @@ class WeightPlaces {
   std::vector<std::uint64_t> place_bytes_;
   std::vector<Place> places_;
   std::vector<std::uint32_t> visits_;
+  std::vector<std::uint8_t> filled_;  // by place: as plan_ counts on
   std::vector<VisitPlace> plan_;
   std::size_t cursor_ = 0;   // visits before it have been acquired
   std::size_t fetched_ = 0;  // visits before it need no more fetching

@@ -6,6 +6,10 @@ set -eu
 packages="g++ meson ninja-build pkg-config python3 util-linux mount e2fsprogs xfsprogs btrfs-progs liburing-dev
   libaio-dev libhwloc-dev libtbb-dev libhwy-dev libdnnl-dev rapidjson-dev libcli11-dev libfmt-dev libxxhash-dev
   libzip-dev libgtest-dev libgmock-dev libbenchmark-dev $*"
+if [ "${1:-}" = --only ]; then
+  shift
+  packages=$*
+fi
 
 if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
   echo "install_packages.sh: this system has no apt; install these by its own means:" $packages >&2

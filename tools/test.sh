@@ -9,7 +9,7 @@
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
 set -eu
 cd "$(dirname "$0")/.."
-tools/install_packages.sh clang libclang-rt-dev lld python3-torch python3-venv
+tools/install_packages.sh clang libclang-rt-dev libomp-dev lld python3-torch python3-venv
 
 # Debian has no transformers. Without them the suite of the package's Trainer is skipped. These are the newest for
 # Debian's PyTorch, which is that of Debian's Python.

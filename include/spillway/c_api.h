@@ -44,6 +44,40 @@ enum {
   SPILLWAY_UNEXPECTED,  // no error of Spillway's: out of memory, say
 };
 
+// What can be done about an error, as spillway::Remedy, in its order. A code keeps its number for good; a library that
+// is newer than this header may give others, of which the message has its words.
+typedef int32_t spillway_remedy;
+enum {
+  SPILLWAY_REMEDY_NONE = 0,
+  SPILLWAY_REMEDY_RESUME_OR_REPLACE,
+  SPILLWAY_REMEDY_REPLACE,
+  SPILLWAY_REMEDY_RESTORE_OR_REPLACE,
+  SPILLWAY_REMEDY_OTHER_PATH_OR_REPLACE,
+  SPILLWAY_REMEDY_THAT_VERSION_OR_REPLACE,
+  SPILLWAY_REMEDY_ITS_SETTINGS_OR_REPLACE,
+  SPILLWAY_REMEDY_COPY_AGAIN_OR_REPLACE,
+  SPILLWAY_REMEDY_REPLACE_AND_KEEP_STEPS,
+  SPILLWAY_REMEDY_RESUME,
+  SPILLWAY_REMEDY_REPAIR_AND_RESUME,  // value: what to repair
+  SPILLWAY_REMEDY_CHECK_DRIVE_AND_REWRITE,
+  SPILLWAY_REMEDY_CHECK_DRIVE_AND_GO_BACK,    // values: the step to which
+  SPILLWAY_REMEDY_CHECK_DRIVE_AND_ROLL_BACK,  // values: the step, the directories of the store, the step before
+  SPILLWAY_REMEDY_CHECK_DRIVE_AND_RESTORE,    // value: the step that is damaged
+  SPILLWAY_REMEDY_CHECK_DRIVE_AND_REPLACE,
+  SPILLWAY_REMEDY_CHECK_RECORDS_AND_RESTORE,
+  SPILLWAY_REMEDY_NO_STEP_IS_LEFT,
+  SPILLWAY_REMEDY_NOTHING_WAS_CHANGED,  // value: the step that cannot be gone back to
+  SPILLWAY_REMEDY_CHECK_PATH_OR_BEGIN,
+  SPILLWAY_REMEDY_MAKE_ROOM_OR_HALVE,
+  SPILLWAY_REMEDY_RAISE_BUDGET,           // values: the key in the section spillway, the size
+  SPILLWAY_REMEDY_RAISE_BUDGET_OR_HALVE,  // the same
+  SPILLWAY_REMEDY_NAME_TAG,
+  SPILLWAY_REMEDY_NAME_ANOTHER_TAG,
+  SPILLWAY_REMEDY_IMPORT_UNVERIFIED,
+  SPILLWAY_REMEDY_SAY_STEPS_OR_NUMBER,
+  SPILLWAY_REMEDY_REOPEN,
+};
+
 typedef int32_t spillway_dtype;
 enum { SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16 };
 typedef int32_t spillway_tier;
@@ -69,6 +103,13 @@ const char* spillway_version(void);
 uint32_t spillway_api_version(void);
 // Of the last call of this thread that failed; valid until the next one that fails.
 const char* spillway_error_message(void);
+// What that message says to do, where a client has other words for it than the library; SPILLWAY_REMEDY_NONE where
+// nobody has. Its values are the step, path or size that it names, in turn, and null behind the last.
+spillway_remedy spillway_error_remedy(void);
+const char* spillway_error_remedy_value(uint32_t index);
+// The message with `words` for the remedy, `{}` in them standing for its values in turn; with none where they are "",
+// and as it is without a remedy. Valid until the next call of this function or one that fails.
+const char* spillway_error_message_in(const char* words);
 // Where messages go, one call at a time, from any thread; null: nowhere. At first they go to stderr. The sink must not
 // call an engine.
 void spillway_set_log(void (*sink)(void* user, int warning, const char* message), void* user);
@@ -226,6 +267,8 @@ spillway_status spillway_activation_release(spillway_activation* activation);  /
 
 // `data`: device address of `elements` values, as many as the parameter has (0: not said), in fp32 or the weights'
 // type; all of them in memory that the engine lends: the workspace, insides, or what is acquired.
+// Null: the visit brings no gradient for the parameter. One that gets none in a step is left out of its update, without
+// decay and in its bias correction, too.
 spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t block, uint32_t parameter,
                                               const void* data, uint64_t elements, spillway_dtype dtype,
                                               spillway_stream* stream);

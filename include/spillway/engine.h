@@ -156,7 +156,8 @@ struct Gradient {
   std::uint32_t parameter = 0;  // index in its block
   // Device address, in memory that the engine lends: all of the gradient lies in the workspace, in a block's insides,
   // or in an activation or a block's weights that are acquired; else kInvalidArgument. It may be overwritten by work
-  // enqueued on the stream after this call.
+  // enqueued on the stream after this call. Null: what was computed does not depend on the parameter, so that it brings
+  // no gradient.
   const void* data = nullptr;
   DType dtype = DType::kFloat32;  // fp32, or the configured weight type
   std::uint64_t elements = 0;     // of what lies at `data`; not the parameter's number: kInvalidArgument. 0: not said
@@ -232,6 +233,10 @@ class Engine {
   virtual ActivationLease acquire_activation(std::uint32_t activation, Access access, Stream& stream) = 0;
   // Memory for the block's insides, always the same.
   virtual Insides insides(std::uint32_t block) = 0;
+  // A parameter none of whose pushes of a step brings a gradient is left out of its update: weight and states stay as
+  // they are, without decay, and it does not count for the parameter's bias correction, which goes by the updates that
+  // the parameter has had. Commits and snapshots keep these counts. Zeros are a gradient: they move a parameter. Throws
+  // kUnsupported, with nothing changed, where the store is of a version that cannot keep them.
   virtual void push_gradient(const Gradient& gradient, Stream& stream) = 0;
   // Ends the step once what was enqueued for it has run: norm, clipping, and the update begins. A block's update is
   // made when the next forward pass acquires it, the commit, when due, before the next backward pass; flush(),
@@ -239,7 +244,7 @@ class Engine {
   // kept by the commit. When a gradient holds NaN or Inf: throws kNonFinite, with nothing changed; but in fp16, unless
   // the loss scale is at its minimum, the step is done with neither weights nor states changed, the optimizer's and the
   // schedule's count of steps neither, and a lower loss scale, so that the caller goes on with the next one. Throws
-  // kInvalidArgument when a gradient is missing.
+  // kInvalidArgument when a push is missing.
   virtual StepReport step(std::span<const std::byte> blob = {}) = 0;
   // Forgets what was done since step(): visits, and the gradients of all micro-batches. The next call begins the step
   // anew, with the bits of a run that was never interrupted: for callers who cannot finish one, since an exception of

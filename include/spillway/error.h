@@ -2,7 +2,8 @@
 //
 // An Error is thrown in the thread that called Spillway; inside queues and on Spillway's own threads failures travel as
 // values. what() reads `<object>: <what happened> (<errno text>); <what to do>`; the parts in brackets and after the
-// semicolon appear when there is something to say.
+// semicolon appear when there is something to say. What to do is said in the library's words; a client that has others
+// for it knows it by its Remedy.
 #pragma once
 
 #include <cstdio>
@@ -12,6 +13,9 @@
 #include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
+
+#include "spillway/remedy.h"
 
 namespace spillway {
 
@@ -33,22 +37,43 @@ struct ErrorParts {
   std::string happened;  // what happened
   int errno_value = 0;   // 0: no system call was involved
   std::string hint;      // what to do about it; may be empty
+  // Where that has other words for every client, what it is; `hint` has the library's.
+  Remedy remedy = Remedy::kNone;
+  std::vector<std::string> values = {};
+  std::string more = {};  // lines that follow the hint
 };
 
 class Error : public std::runtime_error {
  public:
   Error(Code code, ErrorParts parts) : std::runtime_error(message(parts)), code_(code), parts_(std::move(parts)) {}
 
+  // With a hint that may have a remedy.
+  Error(Code code, std::string object, std::string happened, int errno_value, Hint hint)
+      : Error(code, ErrorParts{.object = std::move(object),
+                               .happened = std::move(happened),
+                               .errno_value = errno_value,
+                               .hint = std::move(hint.text),
+                               .remedy = hint.remedy,
+                               .values = std::move(hint.values)}) {}
+
   Code code() const noexcept { return code_; }
   const ErrorParts& parts() const noexcept { return parts_; }
 
+  // what(), with these words for its remedy; with none where they are empty. As it is where there is no remedy.
+  std::string message_in(std::string_view words) const {
+    if (parts_.remedy == Remedy::kNone) return what();
+    return message(parts_, with_values(words, parts_.values));
+  }
+
  private:
-  static std::string message(const ErrorParts& parts) {
+  static std::string message(const ErrorParts& parts, std::string_view hint) {
     std::string text = parts.object + ": " + parts.happened;
     if (parts.errno_value != 0) text += " (" + std::generic_category().message(parts.errno_value) + ")";
-    if (!parts.hint.empty()) text += "; " + parts.hint;
-    return text;
+    if (!hint.empty()) text += "; ";
+    text += hint;
+    return text + parts.more;
   }
+  static std::string message(const ErrorParts& parts) { return message(parts, parts.hint); }
 
   Code code_;
   ErrorParts parts_;

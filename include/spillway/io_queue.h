@@ -108,7 +108,7 @@ class IoQueue {
 std::string describe_transfer(IoOp op, const IoCompletion& completion);
 // `PATH: read of 1048576 bytes at offset 4096 failed (Input/output error); HINT`, of the kind kIo; `file` is the one
 // that completion.error_file names.
-Error transfer_error(IoOp op, const File& file, const IoCompletion& completion, std::string hint);
+Error transfer_error(IoOp op, const File& file, const IoCompletion& completion, Hint hint);
 
 // The smallest aligned range of `file` that holds [offset, offset + bytes): what a direct read of a tensor at any
 // offset asks for. Read `bytes` into aligned memory, with least_bytes; what was wanted starts at `skip`.

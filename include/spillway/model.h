@@ -13,7 +13,8 @@ struct Parameter {
   std::string name;                  // unique in the model; the tensor name in imported and exported files
   std::vector<std::uint64_t> shape;  // row-major
   bool trainable = true;             // false: weights only; no gradient, no states, never written after import
-  // How often push_gradient will be called for it in one step, all visits and micro-batches together. More than one
+  // How often push_gradient will be called for it in one step, all visits and micro-batches together, with a gradient
+  // or to say that there is none. More than one
   // costs an fp32 accumulator, 4 bytes per parameter: one for all blocks that `visits` has once in backward; of the
   // others each has its own, in HBM or, what an explicit hbm_bytes has no room for, at home in host memory.
   std::uint32_t pushes = 1;

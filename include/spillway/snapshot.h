@@ -6,7 +6,8 @@
 //   exp_avg.safetensors      NAME.exp_avg      fp32; of the optimizers that keep one
 //   exp_avg_sq.safetensors   NAME.exp_avg_sq   ditto
 //   config.json, …           the model's attachments: with `model` a directory that Hugging Face's loaders take
-//   spillway.json            the step, the caller's blob, and a checksum of every tensor
+//   spillway.json            the step, the caller's blob, a checksum of every tensor and attachment, and how many
+//                            updates each parameter has had, once one was left out of some
 //
 // The weights that forward and backward use follow from the exact ones. Above SaveOptions::max_file_bytes a file is
 // sharded as the field does it.
@@ -39,7 +40,8 @@ struct SnapshotFacts {
   OptimizerKind optimizer = OptimizerKind::kAdam;
 };
 
-// Nothing for a directory that is no whole snapshot; `why` says what is wrong with it. Tensors are not read.
+// Nothing for a directory that is no whole snapshot; `why` says what is wrong with it. Attachments are verified;
+// tensors are not read.
 std::optional<SnapshotFacts> find_snapshot(const std::filesystem::path& directory, std::string* why = nullptr);
 
 // Removes a snapshot; what is half removed when the process dies is no snapshot any more. Refused (kInvalidArgument),

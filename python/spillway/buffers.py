@@ -2,7 +2,10 @@
 import json
 import os
 
+import torch
+
 from . import whole_files
+from .checkpoint_names import plain
 from .library import Error
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # as from_pretrained() looks for them
@@ -11,7 +14,7 @@ PART, BUFFERS = "model-weights.safetensors", "model-buffers.safetensors"
 
 def persistent(model):
     """By name, those that a state_dict() has."""
-    return {f"{prefix}.{name}" if prefix else name: buffer for prefix, module in model.named_modules()
+    return {plain(f"{prefix}.{name}") if prefix else name: buffer for prefix, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set}
 
@@ -58,5 +61,10 @@ def save(model, directory):
 def load(model, directory):
     """Gives the model the buffers of an export, if that has some."""
     path = os.path.join(os.fspath(directory), BUFFERS)
-    if os.path.exists(path):
-        model.load_state_dict(_safetensors().load_file(path), strict=False)
+    if not os.path.exists(path):
+        path = os.path.join(os.fspath(directory), WEIGHTS)  # beside the weights, where their names were turned back
+    wanted = persistent(model)
+    if wanted and os.path.exists(path):
+        with _safetensors().safe_open(path, "pt") as file, torch.no_grad():
+            for name in wanted.keys() & set(file.keys()):
+                wanted[name].copy_(file.get_tensor(name))

@@ -22,7 +22,7 @@ def continue_schedule(scheduler, optimizer, facts):
     if isinstance(scheduler, EngineSchedule):
         here = facts["optimizer_steps"]
         return "" if made in (None, here) else f"the schedule had made {made} steps, and goes on from {here}"
-    if made is None or _asks_for_more(scheduler.step):
+    if not continues(scheduler, facts):
         return "lr_scheduler begins anew"
     before, rates = None, [group["lr"] for group in optimizer.param_groups]
     try:
@@ -41,11 +41,33 @@ def continue_schedule(scheduler, optimizer, facts):
     return ""
 
 
+def continues(scheduler, facts):
+    """It can be stepped as often as DeepSpeed's was: there was one, and it asks for no metrics, as ReduceLROnPlateau
+    does."""
+    return scheduler is not None and facts.get("schedule_steps") is not None and not _asks_for_more(scheduler.step)
+
+
 def _asks_for_more(step):
-    """Metrics, as ReduceLROnPlateau does."""
     return any(parameter.default is parameter.empty and parameter.kind not in
                (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
                for parameter in inspect.signature(step).parameters.values())
+
+
+# -- the rate ---------------------------------------------------------------------------------------------------------
+
+def rate_of(facts):
+    """That of all groups in a checkpoint of DeepSpeed's; None where they have several."""
+    rates = _distinct([group["lr"] for group in facts["settings"] if "lr" in group])
+    return rates[0] if len(rates) == 1 else None
+
+
+def rate_that_counts(engine, folder, saved):
+    """Words for a checkpoint's rate beside another one in the configuration."""
+    shares = any(group.get("lr") is not None for group in engine.settings.get("spillway.parameter_groups", []))
+    return (f"{folder}: " if folder else "") + \
+        f"its learning rate {saved:g} counts, not the configuration's {engine.settings['optimizer.params.lr']:g}" + \
+        (", and rates of spillway.parameter_groups keep their shares of it" if shares else "") + \
+        "; optimizer.param_groups[0]['lr'] sets another"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

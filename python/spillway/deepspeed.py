@@ -18,6 +18,7 @@ import pickle
 import torch
 
 from . import buffers, carried, deepspeed_import, log, whole_files
+from .checkpoint_names import plain
 from .deepspeed_answers import Answers
 from .deepspeed_import import LATEST
 from .engine import Engine
@@ -36,6 +37,7 @@ class DeepSpeedEngine(Answers, Engine):
     lr_scheduler = training_dataloader = None
     _report, _stepped = None, 0  # of the last step; micro-batches behind which step() was called
     _accumulates = False         # inside of no_sync()
+    _said_frozen = False         # once, that frozen parameters are saved
 
     def __init__(self, model, config, **options):
         super().__init__(model, config, **options)
@@ -88,6 +90,7 @@ class DeepSpeedEngine(Answers, Engine):
             raise Error("invalid_argument", f"zero_grad: the step has had {self._micro_batches} of its "
                                             f"{self._accumulation} micro-batches; leave it away, as step() begins anew "
                                             "by itself, or call discard_step() to forget them")
+        super().zero_grad()
 
     def is_gradient_accumulation_boundary(self):
         """Of the micro-batch that comes, or that backward() had last: step() behind it makes a step."""
@@ -122,6 +125,7 @@ class DeepSpeedEngine(Answers, Engine):
                     del state[full]
                 else:
                     state[full] = state[first.setdefault(id(parameter), full)]
+        state = {plain(name): value for name, value in state.items()}
         os.makedirs(save_dir, exist_ok=True)
         whole_files.write(os.path.join(save_dir, save_filename), lambda file: torch.save(state, file))
         return True
@@ -130,19 +134,26 @@ class DeepSpeedEngine(Answers, Engine):
         return self.save_16bit_model(save_dir, save_filename)
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-        """All of it: exclude_frozen_parameters has no effect, as a snapshot has the weights of the whole model."""
+        """All of it. exclude_frozen_parameters, which saves space in DeepSpeed's, cannot be done, and is said: a snapshot
+        has the weights of the whole model, and loads without another source."""
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = os.path.join(save_dir, tag)
         if deepspeed_import.is_deepspeeds(folder):
             raise Error("exists", f"{folder}: has a checkpoint of DeepSpeed's, and one of two would be loaded later; "
                                   "save under another tag, or into another directory")
+        if exclude_frozen_parameters and not self._said_frozen:
+            self._said_frozen = True
+            frozen = sum(p.numel() for members in self._layout.members for p in members if not p.requires_grad)
+            log.say(logging.WARNING, f"exclude_frozen_parameters: the checkpoint has the {frozen} frozen ones, too, 4 "
+                                     "bytes each; save_16bit_model() leaves them out of a model's file")
         os.makedirs(folder, exist_ok=True)
         self.save(os.path.join(folder, SNAPSHOT), replace=True)
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, STATE))  # of the tag's earlier snapshot, which was whole until now
         state = {"step": self.current_step, "uncounted": self.uncounted_steps, "client_state": client_state or {},
                  "global_samples": self.global_samples, "skipped_steps": self.skipped_steps,
-                 "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(),
+                 "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(), "group": self.optimizer.group(),
+                 "configured_lr": self.settings["optimizer.params.lr"],
                  "buffers": {name: buffer.cpu() for name, buffer in buffers.persistent(self.module).items()}}
         whole_files.write(os.path.join(folder, STATE), lambda file: torch.save(state, file))
         whole_files.sync(save_dir)  # before something names what is in it
@@ -152,8 +163,9 @@ class DeepSpeedEngine(Answers, Engine):
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
                         load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None):
-        """(path, client_state), or (None, None) where there is no checkpoint. Before the first step: the run begins
-        once more, with the checkpoint, and replaces the store that it has made."""
+        """(path, client_state), or (None, None) where there is no checkpoint. The run begins once more, with the
+        checkpoint and its learning rate, and replaces the store that it has made, in mid-run, too. What DeepSpeed has
+        saved is loaded before the first step."""
         if not (load_module_strict and load_optimizer_states) or load_module_only or custom_load_fn is not None:
             raise Error("unsupported", "load_checkpoint: takes all of a checkpoint; give a model of its own to another "
                                        "run's weights, with from_pretrained() of what export() wrote")
@@ -180,16 +192,19 @@ class DeepSpeedEngine(Answers, Engine):
         if missing is not None and not theirs:
             raise Error("not_found", f"{missing}: is not there; take a checkpoint that save_checkpoint() has saved to "
                                      "its end")
-        if self.current_step > 0:
-            raise Error("invalid_argument", f"{folder}: cannot be loaded behind step {self.current_step}; make model "
-                                            "and engine anew, with on_existing=\"replace\", and load it before a step")
         if theirs:
+            if self.current_step > 0:  # a schedule of PyTorch's is stepped from its beginning
+                raise Error("invalid_argument", f"{folder}: is DeepSpeed's, and cannot be loaded behind step "
+                                                f"{self.current_step}; make model and engine anew, with "
+                                                "on_existing=\"replace\", and load it before a step")
             self._load_deepspeeds(load_dir, str(tag), load_lr_scheduler_states)
             return folder, {}
         try:
             state = torch.load(beside, map_location="cpu", weights_only=False)  # the client's may be anything
         except (EOFError, RuntimeError, ValueError, AssertionError, pickle.UnpicklingError) as error:
             raise Error("corrupt", f"{beside}: is empty, cut short or damaged; take another checkpoint") from error
+        if self.current_step > 0:
+            log.say(logging.INFO, f"{folder}: takes the place of step {self.current_step}, and of its store")
         self._begin_with(snapshot)
         if self.current_step != state["step"]:
             raise Error("corrupt", f"{folder}: its snapshot is of step {self.current_step}, and {STATE} of step "
@@ -201,23 +216,43 @@ class DeepSpeedEngine(Answers, Engine):
             buffer.copy_(state["buffers"][name])
         if load_lr_scheduler_states and state["lr_scheduler"] and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-            self.optimizer.param_groups[0]["lr"] = self.lr_scheduler.get_last_lr()[0]
+        self._go_on_with_rate(folder, state)
         return folder, state["client_state"]
+
+    def _go_on_with_rate(self, folder, state):
+        """As with DeepSpeed the checkpoint's counts, which a scheduler of the caller's changes from there. The
+        configuration's own scheduler computes the rate from the step, and may have other numbers than it had."""
+        group, here = self.optimizer.param_groups[0], self.optimizer.param_groups[0]["lr"]
+        saved, configured = state.get("group"), self.settings["optimizer.params.lr"]
+        if saved is None:  # of an earlier version, which has the scheduler's alone
+            saved = {"lr": here if self.lr_scheduler is None else self.lr_scheduler.get_last_lr()[0]}
+        if isinstance(self.lr_scheduler, EngineSchedule):
+            if saved["lr"] != here:
+                log.say(logging.WARNING, f"{folder}: was saved with the learning rate {saved['lr']:g} for the next "
+                                         f"step; the configuration's scheduler counts, which says {here:g}")
+            return
+        group.update(saved)
+        if configured != state.get("configured_lr", configured) or \
+                (self.lr_scheduler is None and saved["lr"] != configured):
+            log.say(logging.WARNING, carried.rate_that_counts(self, folder, saved["lr"]))
 
     def _load_deepspeeds(self, load_dir, tag, with_schedule):
         """A checkpoint that DeepSpeed has saved. Of a schedule it has the steps, which one of PyTorch's makes again."""
+        schedule, folder = self.lr_scheduler, os.path.join(load_dir, tag)
         with deepspeed_import.snapshot_of(load_dir, tag, self._layout, self.dtype, self._values) as (snapshot, facts):
-            note = carried.continue_schedule(self.lr_scheduler, self.optimizer, facts) if with_schedule or \
-                isinstance(self.lr_scheduler, EngineSchedule) else ""
+            notes = [carried.continue_schedule(schedule, self.optimizer, facts)] if with_schedule or \
+                isinstance(schedule, EngineSchedule) else []
             rate = self.optimizer.param_groups[0]["lr"]
             self._begin_with(snapshot)
-        if not isinstance(self.lr_scheduler, (EngineSchedule, type(None))):
-            self.optimizer.param_groups[0]["lr"] = rate
+        if not isinstance(schedule, EngineSchedule):
+            saved = None if with_schedule and carried.continues(schedule, facts) else carried.rate_of(facts)
+            if saved is not None and saved != rate:
+                notes.append(carried.rate_that_counts(self, "", saved))
+            self.optimizer.param_groups[0]["lr"] = rate if saved is None else saved
         self.uncounted_steps = max(0, facts["global_steps"] - facts["step"])
         self.global_samples = facts["samples"] or self.global_steps * self.train_batch_size()
         self.skipped_steps = facts["skipped_steps"]
-        carried.say_what_came(os.path.join(load_dir, tag), facts, self.module,
-                              carried.other_settings(self, facts), note)
+        carried.say_what_came(folder, facts, self.module, carried.other_settings(self, facts), *notes)
 
     def _values(self, owner, index):
         """Of a parameter, before the first step: those that forward uses."""

@@ -97,7 +97,7 @@ def snapshot_of(checkpoint, tag, layout, dtype, frozen):
         except Error as error:  # in which nobody knows that directory
             text = re.sub(re.escape(beside) + r"/\.snapshot\.partial[^:]*",
                           lambda _: f"the snapshot beside {checkpoint}, 12 bytes a parameter", str(error))
-            raise Error(error.code, text.replace(snapshot, checkpoint)) from None
+            raise Error(error.code, text.replace(snapshot, checkpoint), error.remedy) from None
 
 
 @contextlib.contextmanager

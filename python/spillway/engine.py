@@ -11,8 +11,10 @@ from ctypes import byref, c_uint64, c_void_p
 import torch
 
 from . import buffers, log, module
+from .away import send_away
 from .blocks import Block, find_blocks, forward_order
 from .export import export
+from .gradients import Gradients
 from .layout import Layout
 from .leases import Leases
 from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, ExportOptions, LedgerEntry, Line, Options, Report,
@@ -45,7 +47,8 @@ class _CudaMemory:
 class Engine:
     """Gives a model's parameters to Spillway and runs the model block by block.
 
-    `model`: any torch.nn.Module. Its parameters are taken out of it: outside of its block a weight reads as NaN.
+    `model`: any torch.nn.Module. Its parameters are taken out of it, and reading one outside of its
+      block is an error.
     `config`: path or dict, a DeepSpeed-style ds_config.json.
     `blocks`: modules, or names of modules, that are gathered and released as a whole; the default are the members of
       every ModuleList and Sequential. What is left over becomes blocks by itself. A block is run once more in backward.
@@ -86,8 +89,10 @@ class Engine:
         EngineOptimizer(model).attach(self)
         for line in self.describe():
             log.say(logging.INFO, line)
-        if not self.settings.get("gradient_clipping"):
-            log.say(logging.INFO, "gradient_clipping: is not set; a loop's own clip_grad_norm_() finds no gradients")
+        clipping = self.settings["gradient_clipping"]
+        log.say(logging.INFO, "gradient_clipping: " + (
+            f"to a norm of {clipping:g}, in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
+            if clipping else "is 0, so nothing is clipped; a loop's own clip_grad_norm_() is refused"))
         try:
             buffers.check(model)
         except Error as error:  # export() would say it when all work is done
@@ -146,9 +151,9 @@ class Engine:
     # -- weights in and out ---------------------------------------------------------------------------------------
 
     def _import(self, weights):
-        self._stream_out(self._library.engine_import_weights, copying(values_of(self._layout, weights)))
+        self.stream_out(self._library.engine_import_weights, copying(values_of(self._layout, weights)))
 
-    def _stream_out(self, call, function, *arguments):
+    def stream_out(self, call, function, *arguments):
         """A call that calls back with pieces of all weights."""
         with pieces(function, lambda: self._layout.elements) as callback:
             call(self._open(), *arguments, callback, None)
@@ -166,7 +171,7 @@ class Engine:
                                           device="cpu")
             found[name].view(-1)[first:first + count] = floats(values, count)
 
-        self._stream_out(self._library.engine_export_weights, copy, 1)
+        self.stream_out(self._library.engine_export_weights, copy, 1)
         return found
 
     def _take_over(self):
@@ -175,7 +180,11 @@ class Engine:
         for block in self._blocks:
             for entries in (block.parameters, block.trainable):
                 entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
+        self._gradients = Gradients(self._layout.members, self._layout.names)
         self._versions = {id(p): p._version for members in self._layout.members for p in members}
+        for block in reversed(self._blocks):  # of those that have it, the first one gives a parameter its name
+            for parameter, owner, index in block.parameters:
+                send_away(parameter, self._layout.names[owner][index], block.name)
         engine = weakref.proxy(self)
         for block in self._blocks:
             run_in_visits(engine, block)
@@ -226,23 +235,25 @@ class Engine:
         return self.module(*arguments, **keywords)
 
     def push(self, entries, gradients):
-        """Gradients of (parameter, engine block, index) to the engine, by way of the workspace; None is zero."""
+        """Gradients of (parameter, engine block, index) to the engine, by way of the workspace. None stays none: a
+        parameter that gets no other in a step is left out of its update, as PyTorch's optimizers leave it out."""
         stream, used = self._stream(), 0
         for (parameter, owner, index), gradient in zip(entries, gradients):
             planned = self._layout.pushes[owner, index]
             if self._pushed[owner, index] == planned:
                 raise Error("invalid_argument", f"{self._layout.names[owner][index]}: is used more often in a step "
                             f"than the plan's {planned} times; give the engine an example= of a forward pass")
+            if gradient is None:
+                self._library.engine_push_gradient(self._open(), owner, index, None, 0, self._type, stream)
+                self._pushed[owner, index] += 1
+                continue
             size = parameter.numel() * self._element_bytes
             if used + size > self._workspace.numel():
                 if not self.on_cuda:  # where all of this is in order with the stream by itself
                     self._library.stream_synchronize(self._open(), stream)
                 used = 0
             place = self._workspace[used:used + size].view(self.dtype)
-            if gradient is None:
-                place.zero_()
-            else:
-                place.copy_(gradient.reshape(-1))
+            place.copy_(gradient.reshape(-1))
             self._library.engine_push_gradient(self._open(), owner, index, place.data_ptr(), parameter.numel(),
                                                self._type, stream)
             self._pushed[owner, index] += 1
@@ -271,12 +282,14 @@ class Engine:
             raise Error("invalid_argument", f"backward: the step has had its {self._accumulation} micro-batches "
                                             "(gradient_accumulation_steps); call step() before the next one")
         self.optimizer.before_backward()
+        self._gradients.hide()
         held = set(self._held)
         try:
             self.in_backward = True
             (loss * scale).backward()
             self._refuse_gradients_outside()
             self._micro_batches += 1
+            self._gradients.show()
         except BaseException:
             self._give_up(held)
             raise
@@ -325,8 +338,8 @@ class Engine:
         except Error as error:
             if error.code == "non_finite":  # the engine has forgotten the step
                 self._begin_step()
-                raise Error(error.code, f"{error}; NaN is also what a weight has outside of its block: name a module "
-                                        "that reads another's weights in blocks=") from None
+                raise Error(error.code, f"{error}; NaN is also what native code reads of a weight outside of its "
+                                        "block: name in blocks= a module that has both") from None
             raise
         except BaseException:  # Ctrl-C, before the step was made or behind it
             if self.current_step > before:
@@ -352,6 +365,7 @@ class Engine:
         try:
             self._library.engine_discard_step(self._open())
             self._begin_step()
+            self._gradients.hide()
         except BaseException as error:  # with Ctrl-C, half of it may be done
             self._unfinished = unfinished or not isinstance(error, Error)
             raise
@@ -362,6 +376,7 @@ class Engine:
             log.say(logging.WARNING, f"zero_grad: the {self._micro_batches} of {self._accumulation} micro-batches that "
                                      "the step has had are discarded")
             self.discard_step()
+        self._gradients.hide()
 
     def _begin_step(self):
         self._micro_batches = 0
@@ -369,7 +384,7 @@ class Engine:
         self.steps_begun += 1
 
     def _push_what_is_missing(self):
-        """Zero gradients of what the step did not use: an expert that got no token, say."""
+        """That the step brings no gradient of what it did not use: an expert that got no token, say."""
         for owner in reversed(range(len(self._layout.members))):
             missing = [(i, self._layout.pushes[owner, i] - self._pushed[owner, i])
                        for i in range(len(self._layout.members[owner])) if (owner, i) in self._layout.pushes]
@@ -431,8 +446,8 @@ class Engine:
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights, and persistent buffers, as safetensors with the model's config.json: what from_pretrained()
-        takes. Of a model of peft's the adapters, as its own save_pretrained(). `dtype`: torch.float32, torch.bfloat16
-        or torch.float16."""
+        takes, under the names that transformers saves, without torch.compile's. Of a model of peft's the adapters, as
+        its own save_pretrained(). `dtype`: torch.float32, torch.bfloat16 or torch.float16."""
         if dtype not in DTYPES:
             raise Error("invalid_argument", f"dtype: is {dtype!r}, which is none of "
                                             f"{', '.join(map(str, DTYPES))}; give one of these")

@@ -2,19 +2,27 @@
 import contextlib
 import errno
 import fcntl
+import json
 import os
+import re
 import secrets
 import shutil
 
-from . import buffers, whole_files
-from .library import Error
+import torch
 
+from . import buffers, whole_files
+from .checkpoint_names import groups_of, plain
+from .library import Error
+from .pieces import floats
+from .safetensors_files import SafetensorsFiles
+
+MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5}|-weights|-buffers)?\.safetensors(\.index\.json)?")
 MARKER = ".spillway-partial"  # in a directory that Spillway may remove (src/formats/new_directory.h)
 
 
 def adapters(engine, dtype):
     """The trained tensors of a model of peft's, all of which are in memory for it."""
-    names = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    names = {plain(name) for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     return {name: value.to(dtype) for name, value in engine.master_weights(names).items()}
 
 
@@ -22,6 +30,9 @@ def export(engine, directory, dtype, replace):
     """Where there is a model already that is not to be replaced, or another one is being written, the export goes to a
     directory beside it before the error is raised: the end of a script is no place to lose the training."""
     write = _adapters if hasattr(engine.module, "peft_config") else _model
+    if write is _model and (groups := groups_of(engine.module, _tensors(engine))):
+        def write(engine, directory, dtype, replace):
+            _turned_back(engine, groups, os.path.realpath(os.fsdecode(directory)), dtype, replace)
     try:
         write(engine, directory, dtype, replace)
     except Error as error:
@@ -50,31 +61,165 @@ def _model(engine, directory, dtype, replace):
 
 def _new_with_buffers(engine, place, dtype):
     """A directory that is complete or not there. What a killed process leaves goes with the next one beside it."""
-    partial = os.path.join(os.path.dirname(place), f".spillway-{secrets.token_hex(4)}.partial")
+    partial = _beside(place)
     try:
         engine.export_weights(partial, dtype, False)
     except Error as error:
-        raise Error(error.code, str(error).replace(partial, place)) from None
+        raise Error(error.code, str(error).replace(partial, place), error.remedy) from None
+    with _locked(partial):
+        buffers.save(engine.module, partial)
+        _name(partial, place)
+
+
+def _beside(place):
+    return os.path.join(os.path.dirname(place), f".spillway-{secrets.token_hex(4)}.partial")
+
+
+@contextlib.contextmanager
+def _locked(partial):
+    """A directory that is there and has no name yet. It is gone behind an exception."""
     lock = os.open(partial, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         with open(os.path.join(partial, MARKER), "xb"):  # from here on it goes unless it is locked
             pass
-        buffers.save(engine.module, partial)
-        try:
-            os.rename(partial, place)
-        except OSError as error:
-            there = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-            raise Error("exists" if there else "io", f"{place}: cannot be given its name ({error.strerror}); name "
-                                                     "another directory") from None
-        os.remove(os.path.join(place, MARKER))
-        whole_files.sync(os.path.dirname(place))
+        yield
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         os.close(lock)
+
+
+def _name(partial, place):
+    try:
+        os.rename(partial, place)
+    except OSError as error:
+        there = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+        raise Error("exists" if there else "io", f"{place}: cannot be given its name ({error.strerror}); name "
+                                                 "another directory") from None
+    os.remove(os.path.join(place, MARKER))
+    whole_files.sync(os.path.dirname(place))
+
+
+# -- names that are turned back ---------------------------------------------------------------------------------------
+
+def _turned_back(engine, groups, place, dtype, replace):
+    """As files have the tensors from which transformers made the model."""
+    there = os.path.isdir(place)
+    if there:
+        _check_place(place, replace)
+    partial = os.path.join(place, os.path.basename(_beside(place))) if there else _beside(place)
+    try:
+        os.makedirs(partial)
+    except OSError as error:
+        raise Error("io", f"{place}: cannot be made ({error.strerror}); name a directory that this user may write "
+                          "to") from None
+    with _place_alone(place) if there else contextlib.nullcontext(), _locked(partial):
+        names = _write_groups(engine, groups, partial, dtype)
+        if not there:
+            _name(partial, place)
+            return
+        old = {name for name in os.listdir(place) if MODEL_FILE.fullmatch(name)}
+        for name in sorted(names, key=lambda name: name.endswith(".json")):  # what names the others comes behind them
+            os.replace(os.path.join(partial, name), os.path.join(place, name))
+        for name in old - {*names}:
+            os.remove(os.path.join(place, name))
+        whole_files.sync(place)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_place(place, replace):
+    if os.path.exists(os.path.join(place, "spillway.json")):
+        raise Error("exists", f"{place}: is a snapshot, whose exact weights would be replaced; name another directory")
+    if not replace and any(os.path.exists(os.path.join(place, name)) for name in (buffers.WEIGHTS, buffers.INDEX)):
+        raise Error("exists", f"{place}: a model is there; name another directory, or say replace=True")
+
+
+@contextlib.contextmanager
+def _place_alone(place):
+    lock = os.open(place, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise Error("busy", f"{place}: a model is being written there; wait for its end, or name another "
+                            "directory") from None
+    finally:
+        os.close(lock)
+
+
+def _write_groups(engine, groups, folder, dtype):
+    """Tensors come once, in the order of blocks, and are kept until their group is complete. Returns names of files."""
+    own = {plain(name): buffer.detach().cpu() for name, buffer in buffers.persistent(engine.module).items()}
+
+    def type_of(group):  # buffers keep theirs
+        return own[group.names[0]].dtype if group.names[0] in own else dtype
+
+    files = SafetensorsFiles(folder, {name: (type_of(group), shape) for group in groups
+                                      for name, shape in group.targets.items()})
+    group_of = {name: group for group in groups for name in group.names}
+    waiting = {}  # group's id: tensors that are whole
+
+    def whole(name, values):
+        group = group_of[name]
+        tensors = waiting.setdefault(id(group), {})
+        tensors[name] = values
+        if len(tensors) == len(group.names):
+            made = group.converted(waiting.pop(id(group)))
+            for target, values in made.items():
+                files.put(target, _fitting(target, values, type_of(group)))
+
+    try:
+        for name, buffer in own.items():
+            whole(name, buffer)
+        _each_weight(engine, whole, exact=dtype == torch.float32 or dtype != engine.dtype)
+        files.close()
+    except BaseException:
+        files.close(sync=False)
+        raise
+    described = getattr(engine.module, "config", None)
+    if not hasattr(described, "to_json_string"):
+        return files.names
+    values = json.loads(described.to_json_string())
+    for key in values.keys() & {"dtype", "torch_dtype"}:
+        values[key] = str(dtype).removeprefix("torch.")
+    text = json.dumps(values, indent=2).encode()
+    whole_files.write(os.path.join(folder, "config.json"), lambda file: file.write(text))
+    return [*files.names, "config.json"]
+
+
+def _tensors(engine):
+    """(name, shape, dtype) of all that is exported: a list for each block, and one of buffers."""
+    layout = engine._layout
+    parameters = [[(name, parameter.shape, torch.float32) for name, parameter in zip(names, members)]
+                  for names, members in zip(layout.names, layout.members)]
+    return [*parameters, [(name, b.shape, b.dtype) for name, b in buffers.persistent(engine.module).items()]]
+
+
+def _each_weight(engine, whole, exact):
+    """Calls whole(name, values) for each parameter, once all of its values are there, in fp32: the exact ones, or those
+    that forward uses."""
+    layout, begun = engine._layout, {}
+
+    def copy(block, index, first, values, count):
+        key = block, index
+        if key not in begun:
+            begun[key] = [torch.empty(layout.members[block][index].shape, dtype=torch.float32, device="cpu"), 0]
+        begun[key][0].view(-1)[first:first + count] = floats(values, count)
+        begun[key][1] += count
+        if begun[key][1] == begun[key][0].numel():
+            whole(layout.names[block][index], begun.pop(key)[0])
+
+    engine.stream_out(engine._library.engine_export_weights, copy, int(exact))
+
+
+def _fitting(name, values, dtype):
+    if dtype == torch.float16 and values.is_floating_point() and (values.abs() >= 65520).any():
+        raise Error("invalid_argument", f"{name}: holds {values.abs().max().item():g}, and fp16 ends at 65,504; write "
+                                        "bf16 or fp32")
+    return values
 
 
 def _adapters(engine, directory, dtype, replace):

@@ -2,6 +2,7 @@
 import collections
 from ctypes import c_uint64, c_void_p
 
+from .checkpoint_names import plain
 from .library import BACKWARD, FORWARD, Error
 
 
@@ -11,7 +12,7 @@ class Layout:
     def __init__(self, model, blocks, order, accumulation):
         self._model, self._blocks, self._order, self._accumulation = model, blocks, order, accumulation
         self.members = []  # by engine block: its parameters
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): plain(name) for name, parameter in model.named_parameters()}
         places, uses = {}, collections.Counter()
         self._block_names = []
         for index, block in enumerate(blocks):
@@ -25,7 +26,7 @@ class Layout:
                 uses[id(parameter)] += order.count(index)
             if own:
                 self.members.append(own)
-                self._block_names.append(block.name or "model")
+                self._block_names.append(plain(block.name) or "model")
             block.engine_blocks = list(dict.fromkeys(owner for _, owner, _ in block.parameters))
         self.names = [[names[id(p)] for p in members] for members in self.members]
         self.elements = sum(parameter.numel() for members in self.members for parameter in members)

@@ -6,6 +6,7 @@ from itertools import repeat
 import torch
 
 from . import log
+from .away import AwayParameter, written_outside
 from .library import Error
 
 
@@ -17,7 +18,7 @@ class Leases:
     catch it. Then the weights are given back with the last reference to this, or by Engine.backward().
     """
 
-    _leases = _before = ()  # (parameter, what it had)
+    _leases = _before = ()  # (parameter, its class, its data)
 
     def __init__(self, engine, block, direction):
         self._engine, self._block, self._direction = engine, block, direction
@@ -50,11 +51,13 @@ class Leases:
         if not engine.on_cuda:
             library.stream_synchronize(handle, stream)
         for parameter, owner, index in block.parameters:
+            kind = type(parameter)
+            data = parameter._spillway_nothing if issubclass(kind, AwayParameter) else parameter.data
+            self._before.append((parameter, kind, data))
+            parameter.__class__ = parameter._spillway_kind
             if parameter._version != engine._versions[id(parameter)]:
                 engine._versions[id(parameter)] = parameter._version
-                raise Error("unsupported", f"{engine._layout.names[owner][index]}: was written to from outside, which "
-                            "is lost; weights come from weights= or a snapshot, and change by training")
-            self._before.append((parameter, parameter.data))
+                raise written_outside(engine._layout.names[owner][index])
             address = library.lease_weight(self._leases[block.engine_blocks.index(owner)], index)
             parameter.data = self._view(parameter, owner, index, address)
 
@@ -74,8 +77,10 @@ class Leases:
             self._give_back()  # what Ctrl-C in the first has left
 
     def _give_back(self):
-        for parameter, data in self._before:
+        for parameter, kind, data in self._before:
+            parameter.__class__ = parameter._spillway_kind
             parameter.data = data
+            parameter.__class__ = kind
         self._before = ()
         if self._engine._finalizer.alive:  # else the leases have ended with it
             # The iterators take a lease out and end it without a line of Python in between. One that never was is null.

@@ -6,11 +6,10 @@ A call that fails raises Error.
 import ctypes
 import json
 import os
-import re
 import weakref
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 
-from . import log
+from . import log, remedies
 
 NAME = "libspillway.so.0"
 VERSION = "0.1.0"  # of the library that this package was written for
@@ -21,21 +20,35 @@ FORWARD, BACKWARD = 0, 1
 ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
 STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other")
-HINTS = (  # as the library says it, and in Python's words
-    ("say how many steps the run has, or write the number", "write the number"),
-    ("with --tag", "with tag="),
-    ("import it without verifying", "make a snapshot of it with spillway.import_deepspeed(…, verify=False)"),
-)
-
+MARK = "\x1f"  # in no message: where the words of a remedy come
 
 class Error(RuntimeError):
-    """What Spillway refused or failed to do; `code` is one of CODES."""
+    """What Spillway refused or failed to do. `code` is one of CODES; `remedy` is one of remedies.WORDS, where what to
+    do has a name, else None."""
 
     __module__ = "spillway"  # where users know it from
 
-    def __init__(self, code, message):
+    def __init__(self, code, message, remedy=None):
         super().__init__(message)
-        self.code = code
+        self.code, self.remedy = code, remedy
+        self._around, self._values = None, ()
+
+    @classmethod
+    def with_remedy(cls, code, around, remedy, values):
+        """`around`: the message before and behind what to do."""
+        error = cls(code, remedies.in_words(around, remedy, values), remedy)
+        error._around, error._values = around, values
+        return error
+
+    def with_resume(self, way):
+        """The same error where that is how one goes on."""
+        if self._around is None:
+            return self
+        return Error(self.code, remedies.in_words(self._around, self.remedy, self._values, way), self.remedy)
+
+    def instead(self, words):
+        """The same error with other words of what to do."""
+        return Error(self.code, (self._around[0] + words + self._around[1]) if self._around else str(self), self.remedy)
 
 
 class Sized(ctypes.Structure):
@@ -124,6 +137,9 @@ _STATUS = {  # functions that can fail
 }
 _VALUE = {  # result, arguments
     "error_message": (c_char_p, []),
+    "error_remedy": (c_int, []),
+    "error_remedy_value": (c_char_p, [c_uint32]),
+    "error_message_in": (c_char_p, [c_char_p]),
     "set_log": (None, [LogSink, c_void_p]),
     "config_weights": (c_int, [c_void_p]),
     "config_micro_batch": (c_uint32, [c_void_p]),
@@ -185,12 +201,19 @@ class Library:
         def call(*arguments):
             status = function(*arguments)
             if status != 0:
-                message = self.error_message().decode(errors="replace")
-                message = re.sub(r"\bon_existing (\w+)", r'on_existing="\1"', message)  # as it is written in Python
-                for theirs, ours in HINTS:
-                    message = message.replace(theirs, ours)
-                raise Error(CODES[status], message)
+                raise self._error(CODES[status])
         return call
+
+    def _error(self, code):
+        """Of this thread's last call."""
+        remedy = self.error_remedy()
+        if not 0 < remedy < len(remedies.NAMES):  # a newer library may have more, and has words for them
+            return Error(code, self.error_message().decode(errors="replace"))
+        before, _, after = self.error_message_in(MARK.encode()).decode(errors="replace").rpartition(MARK)
+        values = []
+        while (value := self.error_remedy_value(len(values))) is not None:
+            values.append(value.decode(errors="replace"))
+        return Error.with_remedy(code, (before, after), remedies.NAMES[remedy], values)
 
 
 _library = None

@@ -15,7 +15,9 @@ def check(model, has_values):
                 raise Error("invalid_argument", f"{name}: is a {kind} on device meta and has no values; " + (
                     "give weights=" if kind == "parameter" else
                     "give it some first (accelerate's init_empty_weights() leaves buffers alone)"))
-
+            if kind == "parameter" and tensor.dtype == torch.float64:
+                raise Error("unsupported", f"{name}: is float64, in which PyTorch would train it, and Spillway trains "
+                                           "in fp32, bf16 or fp16; call model.float() before")
 
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -38,7 +40,8 @@ def empty(model, members, dtype, device):
     moved = {}
     for block in members:
         for place, parameter in enumerate(block):
-            # One element each, so that none of them shows what was written to another.
+            # For what reads them nevertheless: NaN, in memory that is there, and in one element. Each has its own, so
+            # that none of them shows what was written to another.
             nothing = torch.full((), float("nan"), dtype=dtype, device=device)
             if parameter.device.type == device.type:
                 parameter.data, parameter.grad = nothing.expand(parameter.shape), None
@@ -55,7 +58,9 @@ def empty(model, members, dtype, device):
 def bind(engine, model, blocks):
     """`engine`: a weak reference to it. state_dict() shows the weights; what would copy or move them is refused."""
     for block in blocks:
-        block.module._register_state_dict_hook(_values_of(engine, block))
+        block.module.state_dict = _with_weights(engine, block, block.module.state_dict)
+        block.module._register_state_dict_hook(_values)
+
     def zero_grad(*_, **__):
         refuse_forgotten(engine)
         engine.zero_grad()
@@ -90,14 +95,19 @@ def leave_checkpointing_to_blocks(model):
     setattr(model, f"{word}_checkpointing_enable", enable)
 
 
-def _values_of(engine, block):
-    def hook(module, state, prefix, _):
+def _with_weights(engine, block, plain):
+    def state_dict(*arguments, **keywords):
         refuse_forgotten(engine)
         with engine.weights_of(block):
-            for name in [name for name in state if name.startswith(prefix)]:
-                with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
-                    state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
-    return hook
+            return plain(*arguments, **keywords)
+    return state_dict
+
+
+def _values(module, state, prefix, _):
+    """They outlive the weights, whose memory is given to the next block."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
+            state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
 
 
 def _refuse_to_copy(*_, **__):

@@ -26,6 +26,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             group["lr"] = self._shown
         engine.optimizer = self
 
+    def group(self):
+        """The rate, and what schedulers keep beside it, as a checkpoint of DeepSpeed's or PyTorch's has them."""
+        return {name: value for name, value in self.param_groups[0].items() if name != "params"}
+
     def step(self, closure=None):
         self._refuse_closure(closure)
         return self.engine.step()

@@ -16,6 +16,7 @@ import weakref
 import torch
 
 from . import buffers, carried, deepspeed_import, log, trainer_checkpoints
+from .checkpoint_names import plain
 from .engine import Engine
 from .export import adapters
 from .library import Error
@@ -95,7 +96,7 @@ class Mixin:
 
     def _filled(self, total_steps):
         decayed = set(self.get_decay_parameter_names(self.model))
-        spared = [n for n, p in self.model.named_parameters() if p.requires_grad and n not in decayed]
+        spared = [plain(n) for n, p in self.model.named_parameters() if p.requires_grad and n not in decayed]
         return filled(self._configuration, self.args, self.model, spared, total_steps)
 
     @property
@@ -118,9 +119,8 @@ class Mixin:
                     self.engine = Engine(self.model, planned, on_existing=existing, snapshot=snapshot,
                                          **self._engine_options)
             except Error as error:  # says what an engine can do, and a trainer cannot
-                words = trainer_checkpoints.instead_of_resume(str(error), self.args.output_dir, planned,
-                                                              self._snapshot or self._deepspeeds)
-                raise Error(error.code, words) from None
+                raise trainer_checkpoints.instead_of_resume(error, self.args.output_dir, planned,
+                                                            self._snapshot or self._deepspeeds) from None
             self._planned = planned
         if planned != self._planned:
             raise Error("invalid_argument", "train(): the configuration or TrainingArguments have changed since the "

@@ -55,12 +55,12 @@ def last(folder, configuration):
 def instead_of_resume(error, folder, configuration, resuming):
     """What an engine says of a store that is there, in words of what a trainer can do."""
     if resuming:
-        return error.replace('go on with on_existing="resume", or start over with on_existing="replace"',
-                             'on_existing="replace" lets the checkpoint replace this store')
+        there = error.remedy == "resume_or_replace"
+        return error.instead('on_existing="replace" lets the checkpoint replace this store') if there else error
     path, _ = newest(folder)
     way = f"train(resume_from_checkpoint=True), from {path}" if path else "a checkpoint, of which there is none in " \
         f"{folder} (save_strategy says when they are made{_from_store(configuration, '; ')})"
-    return error.replace('on_existing="resume"', way)
+    return error.with_resume(way)
 
 
 def _from_store(configuration, mark):

@@ -273,10 +273,12 @@ void DeepSpeedCheckpoint::read_group(std::size_t rank, std::size_t group, const 
     if (value >= 0 && value < 0x1p24f) steps = static_cast<std::uint64_t>(value);
   }
   if (!steps || *steps > kMostSteps) refuse(object, "does not say how many steps Adam has made", kAgain);
-  if (rank == 0 && group == 0) facts_.optimizer_steps = *steps;
-  if (*steps == facts_.optimizer_steps) return;
-  refuse(object, fmt::format("has made {} steps, others {}", *steps, facts_.optimizer_steps),
-         "a run has one step for all parameters");
+  if (rank == 0) groups_[group].updates = *steps;
+  if (*steps != groups_[group].updates) {
+    refuse(object, fmt::format("has made {} steps, and {} on rank 0", *steps, groups_[group].updates),
+           "copy the files of all ranks, and of no other run, into one directory");
+  }
+  facts_.optimizer_steps = std::max(facts_.optimizer_steps, *steps);
 }
 
 DeepSpeedCheckpoint::Flat DeepSpeedCheckpoint::flat(TorchArchive& archive, const PickleValue& value,

@@ -51,6 +51,8 @@ class DeepSpeedCheckpoint {
   const DeepSpeedFacts& facts() const { return facts_; }
   const std::filesystem::path& directory() const { return layout_.directory; }
   std::span<const DeepSpeedParameter> parameters() const { return parameters_; }
+  // How many updates Adam has made of a parameter that is trained: its state has a count for each group.
+  std::uint64_t updates(const DeepSpeedParameter& parameter) const { return groups_[parameter.group].updates; }
   // Null when there is none of that name, nor one that shares its storage with it.
   const DeepSpeedParameter* find(const std::string& name) const;
   // Makes one that is not trained a parameter, if the checkpoint has it in the module alone, as stage 1 does. Only who
@@ -77,6 +79,7 @@ class DeepSpeedCheckpoint {
     bool even = false;            // stage 3's way
     std::uint64_t elements = 0;   // of its parameters, and between them; stage 3: of their parts on one rank
     std::uint64_t partition = 0;  // elements of a rank's flat tensor
+    std::uint64_t updates = 0;    // that Adam has made, on every rank
     std::vector<std::array<Flat, kArrays>> ranks = {};
     std::string name = {};  // in messages
   };

@@ -165,6 +165,21 @@ std::vector<std::byte> record_of(const DeepSpeedFacts& facts) {
   return record;
 }
 
+// As Manifest has them.
+std::vector<std::uint64_t> update_counts(const DeepSpeedCheckpoint& checkpoint,
+                                         const std::vector<std::vector<const DeepSpeedParameter*>>& matched) {
+  std::vector<std::uint64_t> counts;
+  bool uneven = false;
+  for (const auto& of_block : matched) {
+    for (const DeepSpeedParameter* there : of_block) {
+      const bool trained = there && !there->frozen;
+      counts.push_back(trained ? checkpoint.updates(*there) : 0);
+      uneven = uneven || (trained && counts.back() != checkpoint.facts().optimizer_steps);
+    }
+  }
+  return uneven ? counts : std::vector<std::uint64_t>();
+}
+
 class Copy {
  public:
   Copy(DeepSpeedCheckpoint& checkpoint, SnapshotFiles& files, const ModelDescription& model, DType weights,
@@ -202,8 +217,7 @@ class Copy {
         checkpoint_.read(*there, source_of(array), first, values);
       else
         frozen_(block, p, first, values);
-      if (array == SnapshotArray::kWeights && weights_ == DType::kFloat16)
-        check_fp16(model_.blocks[block].parameters[p].name, values);
+      if (array == SnapshotArray::kWeights) check_weights(model_.blocks[block].parameters[p], weights_, first, values);
       if (frozen)
         std::ranges::transform(values, values.begin(), [this](float v) { return frozen_weight(v, weights_); });
       files_.write(a, block, p, first, values);
@@ -252,7 +266,7 @@ DeepSpeedFacts import_deepspeed(const std::filesystem::path& directory, const Mo
   DeepSpeedFacts facts = checkpoint.facts();
   facts.snapshot_weights = config.weights;
   facts.step = facts.optimizer_steps + (config.weights == DType::kFloat16 ? facts.skipped_steps : 0);
-  files.finish(facts.step, record_of(facts));
+  files.finish(facts.step, record_of(facts), update_counts(checkpoint, matched));
   for (const auto& of_block : matched)
     facts.frozen_given += static_cast<std::uint64_t>(std::ranges::count(of_block, nullptr));
   return facts;

@@ -21,8 +21,8 @@ namespace {
 
 constexpr std::string_view kModelEnding = "_model_states.pt", kStateEnding = "_optim_states.pt";
 
-[[noreturn]] void missing(const std::filesystem::path& path, std::string happened, std::string hint) {
-  throw Error(Code::kNotFound, {path.string(), std::move(happened), 0, std::move(hint)});
+[[noreturn]] void missing(const std::filesystem::path& path, std::string happened, Hint hint) {
+  throw Error(Code::kNotFound, path.string(), std::move(happened), 0, std::move(hint));
 }
 
 bool take(std::string_view& text, std::string_view start) {
@@ -97,7 +97,7 @@ std::string latest_tag(const std::filesystem::path& directory) {
   std::string tag = read_text(file, 4096);
   while (!tag.empty() && (tag.back() == '\n' || tag.back() == '\r' || tag.back() == ' ')) tag.pop_back();
   if (is_plain_file_name(tag)) return tag;
-  refuse(file, fmt::format("names \"{}\", which is no directory beside it", printable(tag)), "name one with --tag");
+  refuse(file, fmt::format("names \"{}\", which is no directory beside it", printable(tag)), Remedy::kNameTag);
 }
 
 bool holds_states(const std::filesystem::path& directory) {
@@ -123,7 +123,7 @@ DeepSpeedLayout find_deepspeed_files(const std::filesystem::path& directory, con
   if (layout.tag.empty()) layout.tag = std::filesystem::absolute(directory / "").parent_path().filename().string();
   if (!std::filesystem::is_directory(layout.directory, ignored)) {
     missing(layout.directory, tag.empty() ? "is not there, though `latest` names it" : "is not there",
-            "name another one with --tag");
+            Remedy::kNameAnotherTag);
   }
   const std::vector<std::string> names = names_in(layout.directory);
   refuse_other_kinds(layout.directory, names);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
+#include <new>
 #include <optional>
 
 #include "kernels/checksum.h"
@@ -51,7 +52,9 @@ class TileReader {
       : plan_(plan),
         model_(model),
         memory_(
-            static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {}
+            static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {
+    if (memory_ == nullptr) throw std::bad_alloc();
+  }
   ~TileReader() { std::free(memory_); }
   TileReader(const TileReader&) = delete;
   TileReader& operator=(const TileReader&) = delete;
@@ -71,11 +74,11 @@ class TileReader {
       }
       if (extent_checksum(granules_) != slot.checksum[part]) {
         const StoreFiles::Place place = store.files().place_of(slot.extent[part].offset);
-        throw Error(Code::kCorrupt, {place.file->path().string(),
-                                     std::string(part == index_of(Part::kWeights) ? "weights" : "states") + " of " +
-                                         tile_name(plan_, model_, tile) + " at offset " + std::to_string(place.offset) +
-                                         " do not match their checksum",
-                                     0, store.way_back(slot.extent[part].offset)});
+        throw Error(Code::kCorrupt, place.file->path().string(),
+                    std::string(part == index_of(Part::kWeights) ? "weights" : "states") + " of " +
+                        tile_name(plan_, model_, tile) + " at offset " + std::to_string(place.offset) +
+                        " do not match their checksum",
+                    0, store.way_back(slot.extent[part].offset));
       }
       at += bytes;
     }
@@ -92,7 +95,6 @@ class TileReader {
 // A snapshot as write_model() takes it: each tensor a block of its own, in the order of names.
 ModelDescription described(const SafetensorsReader& weights, const SnapshotRecord& record,
                            const std::filesystem::path& directory) {
-  constexpr std::uint64_t kMostBytes = 64 * kMiB;
   ModelDescription model;
   for (const TensorEntry& entry : weights.tensors())
     model.blocks.push_back({entry.name, {{.name = entry.name, .shape = entry.shape}}});
@@ -100,7 +102,7 @@ ModelDescription described(const SafetensorsReader& weights, const SnapshotRecor
     if (file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json") || !is_plain_file_name(file))
       continue;
     // The record lists what the run wrote; what lies there now may be a link that somebody has put in its place.
-    model.attachments.push_back({file, read_text(directory / file, kMostBytes, Links::kRefuse)});
+    model.attachments.push_back({file, read_attachment(record, directory, file, Links::kRefuse)});
   }
   return model;
 }
@@ -133,9 +135,12 @@ void export_model(Engine& engine, const ModelDescription& model, const std::file
 ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,
                               ExportOptions options) {
   std::optional<SafetensorsReader> weights;
-  const SnapshotRecord record =
-      read_snapshot(snapshot, [&](const SnapshotRecord&) { weights = SafetensorsReader::open(snapshot); });
-  write_model(described(*weights, record, snapshot), directory, options, [&](const WeightSink& sink) {
+  ModelDescription model;
+  const SnapshotRecord record = read_snapshot(snapshot, [&](const SnapshotRecord& opened) {
+    weights = SafetensorsReader::open(snapshot);
+    model = described(*weights, opened, snapshot);
+  });
+  write_model(model, directory, options, [&](const WeightSink& sink) {
     // Those that were frozen are as they were used already.
     const WeightSink rounded = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
                                    std::span<const float> values) {

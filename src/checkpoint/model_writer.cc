@@ -41,14 +41,17 @@ void ModelWriter::write(std::uint32_t block, std::uint32_t parameter, std::uint6
   writer_->write(index_[block][parameter], first, values);
 }
 
+std::string ModelWriter::text_of(const Attachment& attachment) const {
+  return attachment.name == "config.json" ? with_type(attachment.text, options_.files.type) : attachment.text;
+}
+
 // Attachments get their names just before the weights get theirs, which make the directory a model. They keep them when
 // a later file does not get its own: there may have been others of the same name, which are gone.
 void ModelWriter::finish() {
   const std::size_t attachments = options_.attachments ? model_.attachments.size() : 0;
   for (std::size_t a = 0; a < attachments; ++a) {
     leftovers_.push_back(directory_ / ("." + model_.attachments[a].name + ".partial"));
-    const auto& [name, text] = model_.attachments[a];
-    write_text(leftovers_.back(), name == "config.json" ? with_type(text, options_.files.type) : text);
+    write_text(leftovers_.back(), text_of(model_.attachments[a]));
   }
   for (std::size_t a = 0; a < attachments; ++a) rename_file(leftovers_[a], directory_ / model_.attachments[a].name);
   leftovers_.clear();

@@ -32,6 +32,8 @@ class ModelWriter {
   // As a WeightSink takes them: block after block, inside a block by place in the flat vector.
   void write(std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values);
   void finish();
+  // What the file of that attachment of the model holds.
+  std::string text_of(const Attachment& attachment) const;
 
  private:
   const ModelDescription& model_;

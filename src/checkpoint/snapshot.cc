@@ -41,7 +41,10 @@ void SnapshotWriter::add(std::size_t array, std::uint32_t tile, const TileMemory
   }
 }
 
-void SnapshotWriter::finish(std::uint64_t step, std::span<const std::byte> kept) { files_.finish(step, kept); }
+void SnapshotWriter::finish(std::uint64_t step, std::span<const std::byte> kept,
+                            std::span<const std::uint64_t> update_counts) {
+  files_.finish(step, kept, update_counts);
+}
 
 SnapshotReader::SnapshotReader(const Plan& plan, const Config& config, const ModelDescription& model,
                                const std::filesystem::path& directory)
@@ -49,6 +52,7 @@ SnapshotReader::SnapshotReader(const Plan& plan, const Config& config, const Mod
   read_snapshot(directory, [&](const SnapshotRecord& record) {
     record_ = record;
     open_arrays(config);
+    check_attachments(record, directory_);
   });
 }
 
@@ -104,6 +108,23 @@ void SnapshotReader::check_model(const Array& array, DType frozen_type) const {
                        names_of(array.what).stem),
            hint);
   }
+}
+
+std::vector<std::uint64_t> SnapshotReader::update_counts() const {
+  std::vector<std::uint64_t> counts;
+  if (record_.update_counts.empty()) return counts;
+  for (const Block& block : model_.blocks) {
+    for (const Parameter& parameter : block.parameters) {
+      const auto found = record_.update_counts.find(parameter.name);
+      if (parameter.trainable && found == record_.update_counts.end()) {
+        throw Error(Code::kCorrupt,
+                    {(directory_ / kSnapshotFile).string(),
+                     fmt::format("has no count of the updates of {}", parameter.name), 0, "restore another snapshot"});
+      }
+      counts.push_back(parameter.trainable ? found->second : 0);
+    }
+  }
+  return counts;
 }
 
 void SnapshotReader::read(Array& array, const Parameter& parameter, std::uint64_t first, std::span<float> out) {

@@ -27,8 +27,8 @@ class SnapshotWriter {
                  const std::filesystem::path& directory, const SaveOptions& options, HostWorkers& workers);
 
   void add(std::uint32_t tile, const TileMemory& memory);
-  // `kept`: LossScaler::record().
-  void finish(std::uint64_t step, std::span<const std::byte> kept);
+  // `kept`: LossScaler::record(). `update_counts`: as Manifest has them.
+  void finish(std::uint64_t step, std::span<const std::byte> kept, std::span<const std::uint64_t> update_counts);
 
  private:
   void add(std::size_t array, std::uint32_t tile, const TileMemory& memory);
@@ -46,6 +46,7 @@ class SnapshotReader {
 
   std::uint64_t step() const { return record_.facts.step; }
   std::span<const std::byte> kept() const { return record_.blob; }
+  std::vector<std::uint64_t> update_counts() const;  // as Manifest has them
   void fill(std::uint32_t tile, const TileMemory& memory);
   // Reads everything once, before anything is given up for it.
   void verify();

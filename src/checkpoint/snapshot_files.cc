@@ -57,17 +57,28 @@ void SnapshotFiles::write(std::size_t a, std::uint32_t block, std::uint32_t para
                      array.checksums.last());
 }
 
-void SnapshotFiles::finish(std::uint64_t step, std::span<const std::byte> blob) {
+void SnapshotFiles::finish(std::uint64_t step, std::span<const std::byte> blob,
+                           std::span<const std::uint64_t> update_counts) {
   SnapshotRecord record;
   record.facts = {.step = step,
                   .model = snapshot_fingerprint(config_, model_),
                   .weights = config_.weights,
                   .optimizer = config_.optimizer.kind};
   record.blob.assign(blob.begin(), blob.end());
+  auto count = update_counts.begin();
+  for (const Block& block : model_.blocks) {
+    for (const Parameter& parameter : block.parameters) {
+      if (update_counts.empty()) break;
+      if (parameter.trainable) record.update_counts.emplace(parameter.name, *count);
+      ++count;
+    }
+  }
   for (Array& array : arrays_) {
     array.writer->finish();
     record.checksums.merge(array.seen);
   }
+  for (const Attachment& attachment : model_.attachments)
+    record.attachments.emplace(attachment.name, attachment_checksum(arrays_.front().writer->text_of(attachment)));
   record.files = names_in(directory_.path());
   write_text(directory_.path() / kSnapshotFile, snapshot_text(record));
   directory_.finish();

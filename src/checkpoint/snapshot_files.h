@@ -45,7 +45,8 @@ class SnapshotFiles {
   // Frozen weights are given as the run has them, rounded to its type; those that are trained exact.
   void write(std::size_t a, std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
              std::span<const float> values);
-  void finish(std::uint64_t step, std::span<const std::byte> blob);
+  // `update_counts`: as Manifest has them.
+  void finish(std::uint64_t step, std::span<const std::byte> blob, std::span<const std::uint64_t> update_counts);
 
  private:
   struct Array {

@@ -22,8 +22,8 @@
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kFormat = 2;
-constexpr std::uint64_t kMostBytes = 256 * kMiB;
+constexpr std::uint64_t kFormat = 2, kWithUpdateCounts = 3;  // which would be lost on a reader of 2
+constexpr std::uint64_t kMostBytes = 256 * kMiB, kMostAttachmentBytes = 64 * kMiB;
 constexpr std::string_view kChecksumLine = "  \"checksum\": \"";
 constexpr std::size_t kChecksumTail = kChecksumLine.size() + 16 + 4;  // the line, its quote, and `}`
 
@@ -32,7 +32,17 @@ using Writer = rapidjson::PrettyWriter<JsonText>;
 
 std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
 
-std::string checksum_of(std::string_view text) { return hex(granule_checksum(std::as_bytes(std::span(text)))); }
+std::string checksum_of(std::string_view text) { return hex(attachment_checksum(text)); }
+
+void put_checksums(Writer& out, const char* key, const std::map<std::string, std::uint64_t>& checksums) {
+  out.Key(key);
+  out.StartObject();
+  for (const auto& [name, checksum] : checksums) {
+    out.String(name);
+    out.String(hex(checksum));
+  }
+  out.EndObject();
+}
 
 [[noreturn]] void corrupt(const std::string& object) {
   throw Error(Code::kCorrupt, {object, "is not as it was written", 0, "take another snapshot"});
@@ -73,6 +83,13 @@ std::uint64_t parse_hex(std::string_view text, const std::string& object) {
   return value;
 }
 
+std::map<std::string, std::uint64_t> parse_checksums(const JsonValue& members, const std::string& object) {
+  std::map<std::string, std::uint64_t> checksums;
+  for (std::size_t m = 0; m < members.items.size(); ++m)
+    checksums.emplace(members.keys[m].name, parse_hex(members.items[m].text, object));
+  return checksums;
+}
+
 std::vector<std::byte> parse_blob(std::string_view text, const std::string& object) {
   if (text.size() % 2 != 0 || text.size() / 2 > kBlobCapacity) corrupt(object);
   std::vector<std::byte> blob;
@@ -103,6 +120,8 @@ std::vector<SnapshotArray> snapshot_arrays(OptimizerKind optimizer, const ModelD
   return arrays;
 }
 
+std::uint64_t attachment_checksum(std::string_view text) { return granule_checksum(std::as_bytes(std::span(text))); }
+
 std::uint64_t snapshot_fingerprint(const Config& config, const ModelDescription& model) {
   Config any_tiles = config;
   any_tiles.tile_elements = kPartitionUnit;
@@ -115,7 +134,7 @@ std::string snapshot_text(const SnapshotRecord& record) {
   out.SetIndent(' ', 2);
   out.StartObject();
   out.Key("format");
-  out.Uint64(kFormat);
+  out.Uint64(record.update_counts.empty() ? kFormat : kWithUpdateCounts);
   out.Key("step");
   out.Uint64(record.facts.step);
   out.Key("weights");
@@ -132,13 +151,17 @@ std::string snapshot_text(const SnapshotRecord& record) {
   out.StartArray();
   for (const std::string& file : record.files) out.String(file);
   out.EndArray();
-  out.Key("tensors");
-  out.StartObject();
-  for (const auto& [name, checksum] : record.checksums) {
-    out.String(name);
-    out.String(hex(checksum));
+  put_checksums(out, "attachments", record.attachments);
+  put_checksums(out, "tensors", record.checksums);
+  if (!record.update_counts.empty()) {
+    out.Key("update_counts");
+    out.StartObject();
+    for (const auto& [name, count] : record.update_counts) {
+      out.String(name);
+      out.Uint64(count);
+    }
+    out.EndObject();
   }
-  out.EndObject();
   out.EndObject();
   std::string body(text.GetString(), text.GetSize());
   body.resize(body.size() - 2);  // `}` and the line end before it
@@ -153,9 +176,11 @@ SnapshotRecord parse_snapshot(const std::string& text, const std::string& object
   JsonValue root;
   if (parse_json(text, {.depth = 8, .values = 4'000'000}, root)) corrupt(object);
   const Members members(root, object);
-  if (members.integer("format") != kFormat) {
-    throw Error(Code::kUnsupported, {object, fmt::format("has format {}", members.integer("format")), 0,
-                                     fmt::format("this version of Spillway reads format {}", kFormat)});
+  const std::uint64_t format = members.integer("format");
+  if (format != kFormat && format != kWithUpdateCounts) {
+    throw Error(Code::kUnsupported,
+                {object, fmt::format("has format {}", format), 0,
+                 fmt::format("this version of Spillway reads formats {} and {}", kFormat, kWithUpdateCounts)});
   }
   SnapshotRecord record;
   record.facts.step = members.integer("step");
@@ -165,9 +190,17 @@ SnapshotRecord parse_snapshot(const std::string& text, const std::string& object
   record.facts.model = parse_hex(members.text("model"), object);
   record.blob = parse_blob(members.text("blob"), object);
   for (const JsonValue& file : members.at("files", JsonValue::Kind::kArray).items) record.files.push_back(file.text);
-  const JsonValue& tensors = members.at("tensors", JsonValue::Kind::kObject);
-  for (std::size_t t = 0; t < tensors.items.size(); ++t) {
-    record.checksums.emplace(tensors.keys[t].name, parse_hex(tensors.items[t].text, object));
+  record.checksums = parse_checksums(members.at("tensors", JsonValue::Kind::kObject), object);
+  if (root.member("attachments"))
+    record.attachments = parse_checksums(members.at("attachments", JsonValue::Kind::kObject), object);
+  for (const auto& [file, checksum] : record.attachments) {
+    if (!is_plain_file_name(file)) corrupt(object);
+  }
+  if (format == kFormat) return record;
+  const JsonValue& counts = members.at("update_counts", JsonValue::Kind::kObject);
+  for (std::size_t c = 0; c < counts.items.size(); ++c) {
+    if (!counts.items[c].integer || *counts.items[c].integer > record.facts.step) corrupt(object);
+    record.update_counts.emplace(counts.keys[c].name, *counts.items[c].integer);
   }
   return record;
 }
@@ -186,8 +219,17 @@ SnapshotRecord read_snapshot(const std::filesystem::path& directory,
                              const std::function<void(const SnapshotRecord& record)>& open) {
   while (true) {
     SnapshotRecord record = read_snapshot(directory);
-    open(record);
-    if (read_snapshot(directory).checksums == record.checksums) return record;
+    const auto replaced = [&] {
+      const SnapshotRecord now = read_snapshot(directory);
+      return now.checksums != record.checksums || now.attachments != record.attachments;
+    };
+    try {
+      open(record);
+    } catch (const Error&) {  // perhaps of another snapshot's files
+      if (!replaced()) throw;
+      continue;
+    }
+    if (!replaced()) return record;
   }
 }
 
@@ -202,10 +244,24 @@ std::optional<SnapshotFacts> find_snapshot(const std::filesystem::path& director
     for (const std::string& file : record.files) {
       if (!std::ranges::binary_search(there, file)) return no(directory / file, "is missing");
     }
+    check_attachments(record, directory);
     return record.facts;
   } catch (const Error& error) {
     return no(error.parts().object, error.parts().happened);
   }
+}
+
+std::string read_attachment(const SnapshotRecord& record, const std::filesystem::path& directory,
+                            const std::string& name, Links links) {
+  std::string text = read_text(directory / name, kMostAttachmentBytes, links);
+  const auto expected = record.attachments.find(name);
+  if (expected == record.attachments.end() || expected->second == attachment_checksum(text)) return text;
+  throw Error(Code::kCorrupt, {(directory / name).string(), "does not match its checksum in the snapshot", 0,
+                               "put back the file that was saved, or use another snapshot; check the drive"});
+}
+
+void check_attachments(const SnapshotRecord& record, const std::filesystem::path& directory) {
+  for (const auto& [name, checksum] : record.attachments) read_attachment(record, directory, name);
 }
 
 void refuse_other_files(const std::filesystem::path& directory) {

@@ -8,11 +8,13 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "spillway/config.h"
 #include "spillway/model.h"
 #include "spillway/snapshot.h"
+#include "src/formats/plain_file.h"
 
 namespace spillway {
 
@@ -32,10 +34,16 @@ std::vector<SnapshotArray> snapshot_arrays(OptimizerKind optimizer, const ModelD
 
 struct SnapshotRecord {
   SnapshotFacts facts;
-  std::vector<std::byte> blob;                     // the caller's; in fp16 behind a LossScalerState
-  std::vector<std::string> files;                  // of the directory, but for this one
-  std::map<std::string, std::uint64_t> checksums;  // by tensor: XXH3 of its values, row-major, as fp32
+  std::vector<std::byte> blob;                       // the caller's; in fp16 behind a LossScalerState
+  std::vector<std::string> files;                    // of the directory, but for this one
+  std::map<std::string, std::uint64_t> checksums;    // by tensor: XXH3 of its values, row-major, as fp32
+  std::map<std::string, std::uint64_t> attachments;  // by file: XXH3 of its text; none in records of older versions
+  // By trainable parameter. None: each has had every update that was not skipped.
+  std::map<std::string, std::uint64_t> update_counts;
 };
+
+// SnapshotRecord::attachments of a text.
+std::uint64_t attachment_checksum(std::string_view text);
 
 // SnapshotFacts::model: of what must be equal for a snapshot to fit a run.
 std::uint64_t snapshot_fingerprint(const Config& config, const ModelDescription& model);
@@ -50,6 +58,10 @@ SnapshotRecord read_snapshot(const std::filesystem::path& directory);
 // snapshot meanwhile, so that both are of one.
 SnapshotRecord read_snapshot(const std::filesystem::path& directory,
                              const std::function<void(const SnapshotRecord& record)>& open);
+// The text of an attachment. Throws kCorrupt where it is not the one that was written.
+std::string read_attachment(const SnapshotRecord& record, const std::filesystem::path& directory,
+                            const std::string& name, Links links = Links::kFollow);
+void check_attachments(const SnapshotRecord& record, const std::filesystem::path& directory);
 // Throws kInvalidArgument when the directory holds a file that was not saved with its snapshot.
 void refuse_other_files(const std::filesystem::path& directory);
 

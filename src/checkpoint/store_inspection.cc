@@ -59,8 +59,8 @@ StoredModel read_stored_model(const StoreFiles& files) {
     for (const Parameter& parameter : block.parameters) {
       const std::uint64_t elements = count_elements(parameter.name, parameter.shape);
       if (elements > left) {
-        throw Error(Code::kCorrupt, {object, "the model that it describes is larger than the store", 0,
-                                     "start over with on_existing replace"});
+        throw Error(Code::kCorrupt, object, "the model that it describes is larger than the store", 0,
+                    Remedy::kReplace);
       }
       left -= elements;
     }
@@ -125,7 +125,7 @@ CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const
                                      "what its run has written, a model or snapshots, is what there is"});
   }
   if (!store.choice.manifest) {
-    throw Error(Code::kCorrupt, {object, "holds no committed step", 0, "start over with on_existing replace"});
+    throw Error(Code::kCorrupt, object, "holds no committed step", 0, Remedy::kReplace);
   }
   CheckedStore checked;
   checked.step = store.choice.manifest->step;

@@ -3,7 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "spillway/bf16.h"
@@ -63,6 +66,21 @@ void put_values(const TileArrays& out, std::uint64_t at, std::span<const float> 
   }
 }
 
+// Whether the weight that training uses is a number.
+bool stays_finite(float value, DType type) {
+  if (!std::isfinite(value)) return false;
+  switch (type) {
+    case DType::kFloat32: break;
+    case DType::kFloat16: return fits_fp16(value);
+    case DType::kBFloat16: return std::isfinite(bf16_to_float(split_master(value).weight));
+  }
+  return true;
+}
+
+std::string_view infinity_or_nan(float not_finite) {
+  return std::isnan(not_finite) ? "NaN" : not_finite < 0 ? "-Inf" : "Inf";
+}
+
 void take_values(const TileArrays& in, bool exact, std::uint64_t at, std::span<float> values) {
   const bool whole = exact && in.exact;
   for (std::size_t i = 0; i < values.size(); ++i, ++at) {
@@ -107,18 +125,29 @@ float trained_weight(float master, DType type) {
   return master;
 }
 
-WeightSource within_fp16(const ModelDescription& model, const WeightSource& source) {
-  return [&model, &source](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out) {
-    source(block, parameter, first, out);
-    check_fp16(model.blocks[block].parameters[parameter].name, out);
+WeightSource finite_weights(const ModelDescription& model, DType type, const WeightSource& source) {
+  return [&model, type, &source](std::uint32_t block, std::uint32_t p, std::uint64_t first, std::span<float> out) {
+    source(block, p, first, out);
+    check_weights(model.blocks[block].parameters[p], type, first, out);
   };
 }
 
-void check_fp16(const std::string& parameter, std::span<const float> values) {
-  const auto beyond = std::ranges::find_if_not(values, fits_fp16);
-  if (beyond == values.end()) return;
-  throw Error(Code::kInvalidArgument,
-              {parameter, fmt::format("holds {}, and fp16 ends at 65,504", *beyond), 0, "train it in bf16 or fp32"});
+void check_weights(const Parameter& parameter, DType type, std::uint64_t first, std::span<const float> values) {
+  const bool frozen = !parameter.trainable;
+  const auto bad = std::ranges::find_if_not(
+      values, [=](float value) { return stays_finite(value, type) || (frozen && std::isinf(value)); });
+  if (bad == values.end()) return;
+  const auto refuse = [&](std::string happened, const char* hint) {
+    throw Error(Code::kInvalidArgument, {parameter.name, std::move(happened), 0, hint});
+  };
+  if (!std::isfinite(*bad)) {
+    refuse(fmt::format("holds {} at index {}, before any training", infinity_or_nan(*bad),
+                       first + static_cast<std::uint64_t>(bad - values.begin())),
+           "its values are damaged, or were never set: look at the file or program that they come from");
+  }
+  if (type == DType::kFloat16)
+    refuse(fmt::format("holds {}, and fp16 ends at 65,504", *bad), "train it in bf16 or fp32");
+  refuse(fmt::format("holds {}, and bf16 ends at 3.39e38", *bad), "train it in fp32");
 }
 
 namespace {

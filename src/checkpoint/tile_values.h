@@ -16,11 +16,12 @@ namespace spillway {
 // Asks `source` for every parameter value of the tile and writes weights and residuals; the states stay as they are.
 void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source);
 
-// `source`, which must outlive the result as the model must, for fp16 weights: kInvalidArgument names a parameter with
-// a value that rounds to infinity.
-WeightSource within_fp16(const ModelDescription& model, const WeightSource& source);
-// The same for values of one.
-void check_fp16(const std::string& parameter, std::span<const float> values);
+// `source`, which must outlive the result as the model must, for weights of that type: kInvalidArgument names a
+// parameter with a value that is not finite, or that rounds to infinity, and where it is. Training would find it in a
+// gradient, and blame the learning rate. Infinity may be meant where it is frozen, as a mask is.
+WeightSource finite_weights(const ModelDescription& model, DType type, const WeightSource& source);
+// The same for values of one, from its element `first` on.
+void check_weights(const Parameter& parameter, DType type, std::uint64_t first, std::span<const float> values);
 
 // Hands every parameter value of the tile to `sink`: the exact fp32 master, or the weight widened to fp32.
 void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink);

@@ -193,7 +193,7 @@ void settle_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt
            "add the number of steps that the schedule spans");
   } else if (is_auto(places, "scheduler.params.total_num_steps") && !draft.total_steps) {
     report("scheduler.params.total_num_steps", "\"auto\", and how many steps the run has is not known here",
-           "say how many steps the run has, or write the number");
+           Remedy::kSayStepsOrNumber);
   } else if (draft.total_steps && schedule.total_steps < schedule.warmup_steps &&
              !is_wrong(places, "scheduler.params.warmup_num_steps", draft.warmup_steps.has_value())) {
     log(LogLevel::kWarning, fmt::format("scheduler: total_num_steps {} is less than warmup_num_steps {}",

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "spillway/remedy.h"
 #include "src/config/table.h"
 
 namespace spillway {
@@ -21,7 +22,7 @@ struct WrittenKey {
 using KeyPlaces = std::map<std::string, WrittenKey, std::less<>>;  // "" is the whole text
 
 // Receives an error: the path whose place it concerns, what is wrong, what to do.
-using ReportAt = std::function<void(std::string_view path, std::string what, std::string hint)>;
+using ReportAt = std::function<void(std::string_view path, std::string what, Hint hint)>;
 
 // Fills what several keys decide together into draft.config, and reports contradictions. A key that is present but
 // wrong was reported before and is not reported again as missing.

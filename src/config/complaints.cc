@@ -98,8 +98,9 @@ const ConfigSource& Complaints::source_of(std::size_t offset) const {
   return offset < sources_.back().base ? sources_.front() : sources_.back();
 }
 
-void Complaints::add(std::size_t offset, std::size_t end, std::string what, std::string hint) {
-  complaints_.push_back({offset, end, shown_text(what), shown_text(hint)});
+void Complaints::add(std::size_t offset, std::size_t end, std::string what, Hint hint) {
+  hint.text = shown_text(hint.text);
+  complaints_.push_back({offset, end, shown_text(what), std::move(hint)});
 }
 
 void Complaints::raise() const {
@@ -111,18 +112,30 @@ void Complaints::raise() const {
     const TextPosition at = position_of(source.text, complaint.offset - source.base);
     return fmt::format("{}:{}:{}", source.name, at.line, at.column);
   };
-  const auto said = [&](const Complaint& complaint) {
+  const auto marked = [&](const Complaint& complaint) {
     const ConfigSource& source = source_of(complaint.offset);
-    return fmt::format("{}{}{}\n{}", complaint.what, complaint.hint.empty() ? "" : "; ", complaint.hint,
-                       marked_line(source.text, complaint.offset - source.base, complaint.end - source.base));
+    return fmt::format("\n{}", marked_line(source.text, complaint.offset - source.base, complaint.end - source.base));
   };
-  // Error puts object and text together for the first line; the others follow in the same form.
-  ErrorParts parts{.object = place(sorted[0]), .happened = said(sorted[0]), .errno_value = 0, .hint = {}};
-  for (auto next = sorted.begin() + 1; next != sorted.end(); ++next) {
-    parts.happened += fmt::format("\n{}: {}", place(*next), said(*next));
+  // Error puts object and text together for the first line; the others follow in the same form. What has a remedy is
+  // the error's hint, whichever complaint it belongs to.
+  ErrorParts parts{.object = place(sorted[0]), .happened = {}, .errno_value = 0, .hint = {}};
+  std::string* text = &parts.happened;
+  for (const Complaint& complaint : sorted) {
+    if (&complaint != &sorted[0]) *text += fmt::format("\n{}: ", place(complaint));
+    *text += complaint.what;
+    const Hint& hint = complaint.hint;
+    if (hint.remedy != Remedy::kNone && parts.remedy == Remedy::kNone) {
+      parts.hint = hint.text;
+      parts.remedy = hint.remedy;
+      parts.values = hint.values;
+      text = &parts.more;
+    } else if (!hint.text.empty()) {
+      *text += fmt::format("; {}", hint.text);
+    }
+    *text += marked(complaint);
   }
   if (full()) {
-    parts.happened += fmt::format("\n{}: what follows was not looked at; correct these first", sources_.back().name);
+    *text += fmt::format("\n{}: what follows was not looked at; correct these first", sources_.back().name);
   }
   throw Error(Code::kInvalidArgument, std::move(parts));
 }

@@ -6,6 +6,8 @@
 #include <string_view>
 #include <vector>
 
+#include "spillway/remedy.h"
+
 namespace spillway {
 
 // A text and its name. Offsets of the text that lies over another one are counted on from the end of that one, so that
@@ -28,7 +30,7 @@ class Complaints {
   bool overlaid() const { return sources_.size() > 1; }
 
   // Bytes [offset, end) are what it is about.
-  void add(std::size_t offset, std::size_t end, std::string what, std::string hint);
+  void add(std::size_t offset, std::size_t end, std::string what, Hint hint);
   bool full() const { return complaints_.size() >= kMost; }
   bool empty() const { return complaints_.empty(); }
 
@@ -39,7 +41,8 @@ class Complaints {
  private:
   struct Complaint {
     std::size_t offset = 0, end = 0;
-    std::string what, hint;
+    std::string what;
+    Hint hint;
   };
   std::vector<ConfigSource> sources_;
   std::vector<Complaint> complaints_;

@@ -77,7 +77,7 @@ class ConfigReader {
 
   EffectiveConfig finish(bool all_read) {
     if (all_read && !complaints_.full()) {
-      settle_config(draft_, places_, [&](std::string_view path, std::string what, std::string hint) {
+      settle_config(draft_, places_, [&](std::string_view path, std::string what, Hint hint) {
         const auto at = places_.find(path);
         const WrittenKey& key = at == places_.end() ? places_[""] : at->second;
         complaints_.add(key.offset, key.end, path.empty() ? what : fmt::format("{}: {}", path, what), std::move(hint));
@@ -229,7 +229,7 @@ class ConfigReader {
     }
   }
 
-  void complain(std::size_t offset, std::size_t end, std::string what, std::string hint) {
+  void complain(std::size_t offset, std::size_t end, std::string what, Hint hint) {
     const std::size_t base = complaints_.source().base;
     complaints_.add(base + offset, base + end, std::move(what), std::move(hint));
   }

@@ -89,7 +89,7 @@ struct ConfigKey {
   double least = 0, most = 1e18;   // numbers
   bool below_most = false;         // `most` itself is out of range
   std::uint64_t multiple_of = 1;   // integers
-  std::string_view allowed = {};   // kChoice: words with '|' between them; kOnly: see there
+  std::string_view allowed = {};   // kChoice: words with '|' between them; kOnly: see there; kOff: what to do instead
   bool nullable = false;           // null means missing
   std::string_view only_for = {};  // optimizer or scheduler types that know it; empty: all
   AutoRule automatic = {};

@@ -13,6 +13,10 @@ constexpr std::string_view kComm = "communication between ranks";
 // fetched ahead does not depend on it.
 constexpr std::string_view kStream = "communication between ranks, and copies have streams of their own";
 constexpr std::string_view kMonitor = "logging and profiling";
+// Whoever switches one of these on looks for its files afterwards.
+constexpr std::string_view kWritesNothing = "off only: it would write nothing";
+constexpr std::string_view kReports =
+    "leave it out or off; `finetune --log` and step()'s report say what each step did";
 constexpr std::string_view kBuffers = "buffers follow the plan and the budgets";
 constexpr std::string_view kFeature = "not a part of the engine";
 constexpr std::string_view kOther = "off only: it trains something else";
@@ -28,6 +32,10 @@ constexpr std::string_view kSame = "the result is the same";
 constexpr std::string_view kFp32States = "states are fp32";
 constexpr std::string_view kOneThread = "one thread drives the queue";
 
+constexpr ConfigKey silent(std::string_view path, std::string_view instead) {
+  return {.path = path, .kind = kOff, .standard = "", .doc = kWritesNothing, .allowed = instead};
+}
+
 constexpr ConfigKey older(std::string_view path, KeyKind kind, std::string_view why, std::string_view successor) {
   return {.path = path, .kind = kind, .standard = "", .doc = why, .successor = successor};
 }
@@ -41,11 +49,11 @@ constexpr ConfigKey kUnusedKeys[] = {
     {"dump_state", kBool, "", kMonitor},
     {"log_level", kText, "", kMonitor},
     {"timers", kObject, "", kMonitor},
-    {"flops_profiler", kObject, "", kMonitor},
-    {"tensorboard", kObject, "", kMonitor},
-    {"wandb", kObject, "", kMonitor},
-    {"comet", kObject, "", kMonitor},
-    {"csv_monitor", kObject, "", kMonitor},
+    silent("flops_profiler", kReports),
+    silent("tensorboard", kReports),
+    silent("wandb", kReports),
+    silent("comet", kReports),
+    silent("csv_monitor", kReports),
     {"comms_logger", kObject, "", kMonitor},
     {"comms_config", kObject, "", kMonitor},  // this and the next: as DeepSpeed prints its own
     {"monitor_config", kObject, "", kMonitor},
@@ -98,7 +106,7 @@ constexpr ConfigKey kUnusedKeys[] = {
     {"sequence_parallel", kObject, "", kFeature},
     {"pipeline", kObject, "", kFeature},
     {"hybrid_engine", kObject, "", kFeature},
-    {"nebula", kObject, "", kFeature},
+    silent("nebula", "leave it out or off; a snapshot is saved while training goes on"),
     {"amp", kOff, "", kPrecision},
     {"torch_autocast", kOff, "", kPrecision},
 
@@ -148,10 +156,10 @@ constexpr ConfigKey kUnusedKeys[] = {
      .doc = kFp32States,
      .nullable = true},
     {.path = "scheduler.params.last_batch_iteration",
-     .kind = kNumber,
+     .kind = kOnly,
      .standard = "",
-     .doc = "the store knows its step",
-     .least = -1},
+     .doc = "-1 only: the schedule goes by the step that the store knows",
+     .allowed = "-1"},
     {"bf16.immediate_grad_update", kBool, "", "gradients are added as they are pushed"},
     {"bf16.check_grad_overflow", kBool, "", "gradients are always checked"},
     {"bf16.bf16_master_weights_and_grads", kBool, "", "the master is exact"},
@@ -209,7 +217,11 @@ constexpr ConfigKey kUnusedKeys[] = {
           "zero_optimization.stage3_use_all_reduce_for_fetch_params"),
     {"zero_optimization.stage3_allgather_sequential", kBool, "", kComm},
     older("zero_optimization.allgather_sequential", kBool, kComm, "zero_optimization.stage3_allgather_sequential"),
-    {"zero_optimization.ignore_unused_parameters", kBool, "", "the model description says what is trained"},
+    {.path = "zero_optimization.ignore_unused_parameters",
+     .kind = kOnly,
+     .standard = "",
+     .doc = "true only: what a step does not use has a gradient of zero",
+     .allowed = "true"},
     {"zero_optimization.legacy_stage1", kBool, "", kFeature},
     {"zero_optimization.round_robin_gradients", kBool, "", kComm},
     {"zero_optimization.parameter_alignment", kBool, "", kBuffers},

@@ -184,6 +184,8 @@ std::optional<ValueProblem> read_object(const ConfigKey& key, const JsonValue& v
   if (value.kind != JsonValue::Kind::kObject) return wrong_type(key.kind, "an object", value);
   const std::string on = key.kind == KeyKind::kOff ? where_enabled(value) : "";
   if (on.empty()) return std::nullopt;
+  if (!key.allowed.empty())
+    return ValueProblem{on + " is on, which is DeepSpeed's, and not there", std::string(key.allowed)};
   return ValueProblem{on + " is on, which is DeepSpeed's, and not computed here",
                       "set it to false, or leave the section out"};
 }

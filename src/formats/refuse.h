@@ -9,10 +9,8 @@
 namespace spillway {
 
 // Throws kInvalidArgument about `object`: a path, or a name in a file and its path.
-[[noreturn]] inline void refuse(std::string object, std::string happened, std::string hint) {
-  throw Error(
-      Code::kInvalidArgument,
-      {.object = std::move(object), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
+[[noreturn]] inline void refuse(std::string object, std::string happened, Hint hint) {
+  throw Error(Code::kInvalidArgument, std::move(object), std::move(happened), 0, std::move(hint));
 }
 
 }  // namespace spillway

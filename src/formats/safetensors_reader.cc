@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <iterator>
 #include <map>
+#include <new>
 
 #include "spillway/error.h"
 #include "spillway/io_queue.h"
@@ -42,6 +43,9 @@ std::vector<TensorEntry> read_header(const PlainFile& file, std::uint32_t index)
 // aligned range around what is asked for, and a tensor that is read from front to back finds most of itself in it.
 class Window {
  public:
+  Window() {
+    if (!memory_) throw std::bad_alloc();
+  }
   // The first bytes of [offset, offset + bytes) of `file`: a multiple of `unit`, at least one. Valid until the next
   // call.
   std::span<const std::byte> from(const File& file, std::uint64_t offset, std::uint64_t bytes, std::uint64_t unit) {

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <future>
 #include <iterator>
+#include <new>
 #include <set>
 
 #include "spillway/bf16.h"
@@ -38,7 +39,11 @@ struct FreeMemory {
 };
 using Buffer = std::unique_ptr<std::byte, FreeMemory>;
 
-Buffer make_buffer() { return Buffer(static_cast<std::byte*>(std::aligned_alloc(kBufferAlignment, kBufferBytes))); }
+Buffer make_buffer() {
+  Buffer buffer(static_cast<std::byte*>(std::aligned_alloc(kBufferAlignment, kBufferBytes)));
+  if (!buffer) throw std::bad_alloc();
+  return buffer;
+}
 
 struct PlannedTensor {
   TensorSpec spec;

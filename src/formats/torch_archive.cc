@@ -40,8 +40,8 @@ struct CloseArchive {
 }
 
 [[noreturn]] void wrong_checksum(const std::filesystem::path& path, const std::string& entry) {
-  throw Error(Code::kCorrupt, {path.string(), fmt::format("entry {} does not match its CRC-32", entry), 0,
-                               "check the drive; if it was saved without any, import it without verifying"});
+  throw Error(Code::kCorrupt, path.string(), fmt::format("entry {} does not match its CRC-32", entry), 0,
+              Remedy::kImportUnverified);
 }
 
 // What is no zip, said as precisely as its first bytes allow.

@@ -57,8 +57,7 @@ std::string layout_json(const ModelDescription& model, DType weights, OptimizerK
 std::uint64_t fingerprint_of(const std::string& layout) { return granule_checksum(std::as_bytes(std::span(layout))); }
 
 [[noreturn]] void corrupt(const std::string& object) {
-  throw Error(Code::kCorrupt,
-              {object, "the model description cannot be read", 0, "start over with on_existing replace"});
+  throw Error(Code::kCorrupt, object, "the model description cannot be read", 0, Remedy::kReplace);
 }
 
 // Names may hold any byte, zeros too.

@@ -114,6 +114,11 @@ std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
   if (hits.visits > 0) {
     lines.push_back(fmt::format("of {} visits a step, {} find their block in HBM", hits.visits, hits.hits));
   }
+  const auto frozen = frozen_blocks(plan), stay = blocks_that_stay(plan);
+  if (const auto count = std::ranges::count(frozen, 1); count > 0 && hits.visits > 0) {
+    lines.push_back(
+        fmt::format("of {} frozen blocks, {} stay in HBM from step to step", count, std::ranges::count(stay, 1)));
+  }
   if (plan.has_store && hits.tile_bytes > 0) {
     lines.push_back(
         fmt::format("of {} bytes that an update works on, {} stay in memory", hits.tile_bytes, hits.tile_hit_bytes));

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
+#include <utility>
 
 #include "kernels/norm.h"
 
@@ -9,24 +11,26 @@ namespace spillway {
 namespace {
 
 constexpr std::uint32_t kPreferredPlaces = 3;  // one computing, one arriving, one being given back
-constexpr std::uint32_t kLeastPlaces = 2;      // that a knob leaves, where the budget has room for them
 
 class HbmLayout {
  public:
-  explicit HbmLayout(PlanDraft& draft) : draft_(draft), config_(draft.config), model_(draft.model), plan_(draft.plan) {}
+  // `kept`: blocks that have places of their own before others share any.
+  explicit HbmLayout(PlanDraft& draft, std::vector<std::uint32_t> kept = {})
+      : draft_(draft), config_(draft.config), model_(draft.model), plan_(draft.plan), kept_(std::move(kept)) {}
 
   void run() {
     HbmPlan& hbm = plan_.hbm;
     PlanArena arena(Placement::kHbm, plan_.ledger);
     hbm.workspace = arena.take("model workspace", model_.workspace_bytes);
     std::vector<std::uint64_t> weights, gradients;
-    std::uint64_t shared_accumulator = 0;
+    std::uint64_t shared_accumulator = 0, most_weights = 0;
     std::vector<std::uint32_t> accumulating;  // with other blocks' gradients between their own
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
       BlockPlan& block = plan_.blocks[b];
       const std::uint64_t bytes = block.partition.elements * draft_.element_bytes();
       const std::uint64_t gradient = block.partition.trainable_elements * draft_.element_bytes();
-      weights.push_back(align_up(bytes, kPage));
+      if (!std::ranges::binary_search(kept_, b)) weights.push_back(align_up(bytes, kPage));
+      most_weights = std::max(most_weights, align_up(bytes, kPage));
       gradients.push_back(gradient);
       if (draft_.weights_stay()) place_weights(arena, block);
       if (plan_.gradients_in_hbm) {
@@ -63,23 +67,29 @@ class HbmLayout {
     // that stays costs no link a byte, kept insides save their block's second forward. A place more for weights than
     // are of use in turn saves 2 bytes of reading a parameter, so it comes last.
     const std::uint64_t activations = least_activation_bytes(model_) + shared_insides_bytes();
-    const std::uint64_t rest = (draft_.weights_stay() ? 0 : weights[0]) + activations;
+    const std::uint64_t rest = (draft_.weights_stay() ? 0 : most_weights) + activations;
     place_accumulators(arena, accumulating, rest);
     const std::uint64_t least = arena.used() + rest;
     if (least > budget()) refuse_budget("hbm_bytes", budget(), least, "device memory");
+    for (const std::uint32_t b : kept_) take_place(arena, place_bytes(b), b);
     if (!draft_.weights_stay()) take_places(arena, weights, kLeastPlaces, budget() - activations);
     take_more_accumulators(arena, budget() - activations);
     if (!draft_.weights_stay()) {
-      take_places(arena, weights, kPreferredPlaces, budget() - activations);
+      take_places(arena, weights, preferred_places(), budget() - activations);
       follow_knobs();
       take_owned_places(arena, budget() - activations);
     }
     place_activations(draft_, arena, budget() - shared_insides_bytes());
     keep_accumulators(arena, budget() - shared_insides_bytes());
     place_insides(arena, config_.hbm_bytes.value_or(0));
+    const std::uint64_t left = config_.hbm_bytes ? budget() - arena.used() : 0;
+    const std::uint64_t may_live = most_live_bytes() - std::min(most_live_bytes(), live_bytes_);
+    room_ = {.bytes = shared_bytes() + std::min(left, may_live), .shared = shared_places()};
     if (!draft_.weights_stay()) take_more_places(arena, weights);
     plan_.ledger.hbm_budget = config_.hbm_bytes.value_or(arena.used());
   }
+
+  WeightsRoom weights_room() const { return room_; }
 
  private:
   // The block's gradient needs an fp32 accumulator; and does it live longer than one visit?
@@ -156,7 +166,7 @@ class HbmLayout {
   // layer's size, and only one place need have room for it. `sizes` falls. Two places are kept whatever
   // max_live_parameters says: with one, fetch and compute take turns.
   void take_places(PlanArena& arena, const std::vector<std::uint64_t>& sizes, std::size_t most, std::uint64_t budget) {
-    for (std::size_t p = plan_.hbm.places.size(); p < std::min(most, sizes.size()); ++p) {
+    for (std::size_t p = shared_places(); p < std::min(most, sizes.size()); ++p) {
       const std::uint64_t bytes = sizes[std::min<std::size_t>(p, 1)];
       if (arena.used() + bytes > budget || (p >= kLeastPlaces && live_bytes_ + bytes > most_live_bytes())) break;
       take_place(arena, bytes, std::nullopt);
@@ -186,6 +196,10 @@ class HbmLayout {
     }
   }
 
+  std::uint64_t place_bytes(std::uint32_t block) const {
+    return align_up(plan_.blocks[block].partition.elements * draft_.element_bytes(), kPage);
+  }
+
   void take_place(PlanArena& arena, std::uint64_t bytes, std::optional<std::uint32_t> owner) {
     plan_.hbm.places.push_back(arena.take("weights of blocks on loan", bytes));
     plan_.hbm.owners.push_back(owner);
@@ -213,8 +227,9 @@ class HbmLayout {
       const bool small = std::ranges::all_of(block.parameters, [this](const ParameterPlace& p) {
         return p.count <= *config_.knobs.param_persistence_threshold;
       });
-      const std::uint64_t bytes = align_up(block.elements * draft_.element_bytes(), kPage);
-      if (!small || persistent + block.elements > most || arena.used() + bytes > budget) continue;
+      const std::uint64_t bytes = place_bytes(b);
+      if (!small || std::ranges::binary_search(kept_, b)) continue;
+      if (persistent + block.elements > most || arena.used() + bytes > budget) continue;
       persistent += block.elements;
       take_place(arena, bytes, b);
     }
@@ -225,7 +240,7 @@ class HbmLayout {
   // where they would bring nothing.
   void take_more_places(PlanArena& arena, const std::vector<std::uint64_t>& sizes) {
     if (!config_.hbm_bytes) return;
-    const std::size_t before = plan_.hbm.places.size(), owned = before - shared_places();
+    const std::size_t before = plan_.hbm.places.size(), owned = before - shared_places() - kept_.size();
     HbmPlan with = plan_.hbm;
     std::uint64_t used = arena.used(), live = live_bytes_;
     for (std::size_t p = shared_places(); p + owned < sizes.size(); ++p) {
@@ -251,16 +266,45 @@ class HbmLayout {
         std::ranges::count_if(plan_.hbm.owners, [](const auto& owner) { return !owner.has_value(); }));
   }
 
+  // With nothing but frozen blocks to take turns a place less is a block more that stays.
+  std::size_t preferred_places() const {
+    return kept_.empty() || anything_trained(plan_) ? kPreferredPlaces : kLeastPlaces;
+  }
+
+  std::uint64_t shared_bytes() const {
+    std::uint64_t bytes = 0;
+    for (std::size_t p = 0; p < plan_.hbm.places.size(); ++p) {
+      if (!plan_.hbm.owners[p]) bytes += align_up(plan_.hbm.places[p].bytes, kPage);
+    }
+    return bytes;
+  }
+
   PlanDraft& draft_;
   const Config& config_;
   const ModelDescription& model_;
   Plan& plan_;
+  const std::vector<std::uint32_t> kept_;  // rising
+  WeightsRoom room_;
   std::uint64_t live_bytes_ = 0;       // of all places
   std::vector<std::uint32_t> moving_;  // blocks whose accumulators have their home in host memory, largest first
 };
 
 }  // namespace
 
-void lay_out_hbm(PlanDraft& draft) { HbmLayout(draft).run(); }
+// Frozen blocks stay from step to step where that fetches less than what the same room would keep from forward to
+// backward.
+void lay_out_hbm(PlanDraft& draft) {
+  std::optional<PlanDraft> other;
+  if (!draft.weights_stay() && !blocks_that_may_stay(draft.plan).empty()) other.emplace(draft);
+  HbmLayout layout(draft);
+  layout.run();
+  if (!other) return;
+  auto kept = choose_kept(draft.plan, layout.weights_room());
+  own_where_alone(draft.plan);
+  if (kept.empty()) return;
+  HbmLayout(*other, std::move(kept)).run();
+  own_where_alone(other->plan);
+  if (fetched_bytes(other->plan) < fetched_bytes(draft.plan)) draft.plan = std::move(other->plan);
+}
 
 }  // namespace spillway

@@ -29,7 +29,7 @@ class HostLayout {
     host.writes_behind = config_.knobs.pipeline_write.value_or(true);
     PlanArena arena(Placement::kHost, plan_.ledger);
     host.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult) + kPage);
-    if (plan_.has_store) host.record = arena.take("manifest record", record_bytes(plan_.tiles.size()));
+    if (plan_.has_store) host.record = arena.take("manifest record", record_bytes(record_form(plan_)));
     for (TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
         if (tile.home[index_of(part)] == Home::kHost) keep_in_host(arena, tile, part);
@@ -202,12 +202,14 @@ class HostLayout {
       return arena.used() + align_up(extent_bytes(tile.shape, part), kPage) <= budget;
     };
     std::uint64_t weights_left = config_.knobs.max_in_cpu.value_or(UINT64_MAX);
+    const auto stay = blocks_that_stay(plan_);
     for (Part part : {Part::kWeights, Part::kStates}) {
       for (TilePlace& tile : plan_.tile_places) {
         if (tile.home[index_of(part)] != Home::kNvme || !fits(tile, part)) continue;
         // What is updated early is taken back on NVMe, and committed at every step: it must not wait for a commit.
         if (plan_.early_blocks && part == Part::kStates) continue;
-        if (plan_.blocks[plan_.tiles[static_cast<std::size_t>(&tile - plan_.tile_places.data())].block].early) continue;
+        const std::uint32_t block = plan_.tiles[static_cast<std::size_t>(&tile - plan_.tile_places.data())].block;
+        if (plan_.blocks[block].early || stay[block] != 0) continue;  // what stays in HBM is read once anyway
         if (part == Part::kWeights) {
           if (tile.shape.count > weights_left) continue;
           weights_left -= tile.shape.count;

@@ -10,6 +10,7 @@
 namespace spillway {
 
 inline constexpr std::uint64_t kPage = 4096;
+inline constexpr std::uint32_t kLeastPlaces = 2;  // of weights, that a knob leaves, where the budget has room for them
 inline constexpr const char* kAccumulators = "gradient accumulators (fp32)";  // in the ledger of both tiers
 
 // A plan under way.
@@ -34,6 +35,21 @@ void lay_out_host(PlanDraft& draft);
 void lay_out_nvme(PlanDraft& draft);
 
 class PlanArena;
+
+// Frozen blocks whose weights stay in HBM from step to step, in places of their own.
+std::vector<std::uint32_t> blocks_that_may_stay(const Plan& plan);  // rising
+bool anything_trained(const Plan& plan);
+// What weights have of HBM in a plan that keeps none, and how many of its places have no owner.
+struct WeightsRoom {
+  std::uint64_t bytes = 0;
+  std::size_t shared = 0;
+};
+// Rising: blocks for which there is room beside places for the rest, as evenly as can be between those that are
+// fetched.
+std::vector<std::uint32_t> choose_kept(const Plan& plan, WeightsRoom room);
+// Whatever place only one block uses that may stay is that block's.
+void own_where_alone(Plan& plan);
+std::uint64_t fetched_bytes(const Plan& plan);  // of weights, by the visits of a step
 
 // Activations, called by the layouts of the tiers. Throws kInvalidArgument when their description contradicts itself.
 void check_activations(const ModelDescription& model);

@@ -42,14 +42,12 @@ class NvmeLayout {
                                          plan_.store_bytes - tiles - plan_.spill_bytes - activations});
     plan_.ledger.nvme_budget = config_.nvme_bytes.value_or(plan_.store_bytes);
     if (plan_.store_bytes > plan_.ledger.nvme_budget) {
-      std::string hint = fmt::format("set spillway.nvme_bytes to \"{}\" or more", size_text(plan_.store_bytes));
-      if (plan_.slots == 2 && bytes_with(1) <= plan_.ledger.nvme_budget) {
-        hint += ", or spillway.commit_every to 0 (half the disk, no resume: write the model at the end)";
-      }
-      throw Error(Code::kDoesNotFit, {"spillway.nvme_bytes",
-                                      fmt::format("{} is too small: this plan needs at least {} of disk",
-                                                  size_text(plan_.ledger.nvme_budget), size_text(plan_.store_bytes)),
-                                      0, hint});
+      const bool half_fits = plan_.slots == 2 && bytes_with(1) <= plan_.ledger.nvme_budget;
+      const std::string needed = size_text(plan_.store_bytes);
+      throw Error(Code::kDoesNotFit, "spillway.nvme_bytes",
+                  fmt::format("{} is too small: this plan needs at least {} of disk",
+                              size_text(plan_.ledger.nvme_budget), needed),
+                  0, {half_fits ? Remedy::kRaiseBudgetOrHalve : Remedy::kRaiseBudget, {"nvme_bytes", needed}});
     }
   }
 

@@ -72,32 +72,28 @@ ParameterGroups group_parameters(const Config& config, const ModelDescription& m
   return groups;
 }
 
-std::vector<GroupRange> ranges_of(const BlockPartition& partition, const std::vector<std::uint32_t>& group_of,
-                                  const TileRange& tile) {
-  std::vector<GroupRange> ranges;
+void ranges_of(const BlockPartition& partition, std::span<const std::uint32_t> group_of, const TileRange& tile,
+               std::vector<GroupRange>& out) {
+  out.clear();
   for (std::size_t p = 0; p < partition.parameters.size(); ++p) {
     const std::uint64_t first = partition.parameters[p].first;
     const std::uint64_t end = first + align_up(partition.parameters[p].count, kPartitionUnit);
     if (end <= tile.first || first >= tile.first + tile.count) continue;
     const std::uint64_t until = std::min(end - tile.first, tile.count);
-    if (ranges.empty() || ranges.back().group != group_of[p]) ranges.push_back({until, group_of[p]});
-    ranges.back().end = until;
+    if (out.empty() || out.back().group != group_of[p]) out.push_back({until, group_of[p]});
+    out.back().end = until;
   }
-  return ranges;
 }
 
-void scalars_of(const Config& config, const ParameterGroups& groups, std::uint64_t step, double gradient_scale,
-                std::vector<OptimizerScalars>& out) {
-  const double own = config.optimizer.learning_rate, now = learning_rate(config, step);
-  out.clear();
-  for (const GroupValues& values : groups.values) {
-    OptimizerConfig optimizer = config.optimizer;
-    const bool moves = config.schedule.kind != ScheduleKind::kConstant || config.schedule.given_lr;
-    const double scaled = moves && own > 0 ? now * (values.learning_rate / own) : values.learning_rate;
-    optimizer.learning_rate = values.learning_rate == own ? now : scaled;
-    optimizer.weight_decay = values.weight_decay;
-    out.push_back(optimizer_scalars(optimizer, step, gradient_scale));
-  }
+OptimizerScalars scalars_of(const Config& config, const GroupValues& values, UpdateNumber number,
+                            double gradient_scale) {
+  const double own = config.optimizer.learning_rate, now = learning_rate(config, number.step);
+  OptimizerConfig optimizer = config.optimizer;
+  const bool moves = config.schedule.kind != ScheduleKind::kConstant || config.schedule.given_lr;
+  const double scaled = moves && own > 0 ? now * (values.learning_rate / own) : values.learning_rate;
+  optimizer.learning_rate = values.learning_rate == own ? now : scaled;
+  optimizer.weight_decay = values.weight_decay;
+  return optimizer_scalars(optimizer, number.update, gradient_scale);
 }
 
 std::vector<std::string> describe_groups(const ParameterGroups& groups, const ModelDescription& model) {

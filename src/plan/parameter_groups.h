@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -27,13 +28,18 @@ struct ParameterGroups {
 // says so. Throws kInvalidArgument for a pattern that matches no trainable parameter.
 ParameterGroups group_parameters(const Config& config, const ModelDescription& model);
 
-// The ranges of a trainable tile. Padding belongs to the parameter before it.
-std::vector<GroupRange> ranges_of(const BlockPartition& partition, const std::vector<std::uint32_t>& group_of,
-                                  const TileRange& tile);
+// The ranges of a trainable tile, in place of what `out` holds. Padding belongs to the parameter before it.
+void ranges_of(const BlockPartition& partition, std::span<const std::uint32_t> group_of, const TileRange& tile,
+               std::vector<GroupRange>& out);
 
-// The scalars of every group at optimizer step `step`. A schedule scales a group's rate as it scales the optimizer's.
-void scalars_of(const Config& config, const ParameterGroups& groups, std::uint64_t step, double gradient_scale,
-                std::vector<OptimizerScalars>& out);
+// Which update of a parameter it is, and in which of the optimizer's steps: the first is 1 for both.
+struct UpdateNumber {
+  std::uint64_t step = 1;    // goes into the schedule
+  std::uint64_t update = 1;  // goes into bias correction; less than `step` where the parameter was left out of some
+};
+// The scalars of a group's parameter. A schedule scales a group's rate as it scales the optimizer's.
+OptimizerScalars scalars_of(const Config& config, const GroupValues& values, UpdateNumber number,
+                            double gradient_scale);
 
 // One line a group for the log; none while all parameters share one: `lr 1e-04, weight decay 0: 37 tensors, 1 234
 // parameters`.

@@ -117,8 +117,8 @@ class Planner {
       block.partition = partition_block(model_.blocks[b]);
       block.first_tile = static_cast<std::uint32_t>(plan_.tiles.size());
       for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, 0, 1)) {
-        auto groups =
-            range.trainable ? ranges_of(block.partition, plan_.groups.parameter[b], range) : std::vector<GroupRange>{};
+        std::vector<GroupRange> groups;
+        if (range.trainable) ranges_of(block.partition, plan_.groups.parameter[b], range, groups);
         plan_.tiles.push_back({b, range, std::move(groups)});
         plan_.tile_places.push_back({.shape = {.count = range.count,
                                                .type = config_.weights,
@@ -231,10 +231,9 @@ std::string size_text(std::uint64_t bytes) {
 }
 
 void refuse_budget(const char* key, std::uint64_t have, std::uint64_t need, const char* what) {
-  throw Error(Code::kDoesNotFit, {fmt::format("spillway.{}", key),
-                                  fmt::format("{} is too small: this plan needs at least {} of {}", size_text(have),
-                                              size_text(need), what),
-                                  0, fmt::format("set spillway.{} to \"{}\" or more", key, size_text(need))});
+  throw Error(Code::kDoesNotFit, fmt::format("spillway.{}", key),
+              fmt::format("{} is too small: this plan needs at least {} of {}", size_text(have), size_text(need), what),
+              0, {Remedy::kRaiseBudget, {key, size_text(need)}});
 }
 
 Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes) {
@@ -270,7 +269,15 @@ std::vector<VisitPlace> planned_visits(const Plan& plan, const HbmPlan& hbm) {
     block_bytes.push_back(block.partition.elements * size_of(plan.tile_places[0].shape.type));
   }
   for (const Region& place : hbm.places) place_bytes.push_back(place.bytes);
-  return assign_places(blocks, block_bytes, place_bytes, {.owners = hbm.owners, .reuse_bytes = hbm.reuse_bytes});
+  const auto filled = places_that_stay(hbm.owners, frozen_blocks(plan));
+  return assign_places(blocks, block_bytes, place_bytes,
+                       {.owners = hbm.owners, .reuse_bytes = hbm.reuse_bytes, .filled = filled});
+}
+
+std::vector<std::uint8_t> frozen_blocks(const Plan& plan) {
+  std::vector<std::uint8_t> frozen;
+  for (const BlockPlan& block : plan.blocks) frozen.push_back(block.partition.trainable_elements == 0);
+  return frozen;
 }
 
 PlannedHits planned_hits(const Plan& plan) {
@@ -291,9 +298,16 @@ PlannedHits planned_hits(const Plan& plan) {
   return hits;
 }
 
+RecordForm record_form(const Plan& plan) {
+  RecordForm form{.fingerprint = plan.identity.fingerprint, .tiles = plan.tiles.size(), .parameters = 0};
+  for (const BlockPlan& block : plan.blocks) form.parameters += block.partition.parameters.size();
+  return form;
+}
+
 TileStore::Created store_shape(const Plan& plan) {
   TileStore::Created shape;
   for (const TilePlace& tile : plan.tile_places) shape.tiles.push_back(tile.shape);
+  shape.parameters = record_form(plan).parameters;
   shape.slots = plan.slots;
   shape.scratch_bytes = plan.scratch_bytes;
   shape.least_scratch_bytes = plan.spill_bytes + plan.nvme.activations.bytes;

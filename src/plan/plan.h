@@ -56,7 +56,7 @@ struct TilePlan {
 struct HbmPlan {
   Region workspace, leaves, norms, finite;
   Region insides;              // of the blocks that do not keep theirs, in turn
-  std::vector<Region> places;  // of weights on loan; the first takes every block; none: weights stay in HBM
+  std::vector<Region> places;  // of weights on loan; none: weights stay in HBM
   // See WeightPlacesOptions: the block that alone may use a place, when one leaves, how far the next are fetched ahead.
   std::vector<std::optional<std::uint32_t>> owners;
   std::uint64_t reuse_bytes = UINT64_MAX, prefetch_bytes = UINT64_MAX;
@@ -120,8 +120,16 @@ struct PlannedHits {
   std::uint64_t tile_bytes = 0, tile_hit_bytes = 0;
 };
 PlannedHits planned_hits(const Plan& plan);
-// Where every visit of a step finds its block, with the places of `hbm`.
+// Where every visit of a step finds its block, with the places of `hbm`: of every step but the first, which also
+// fetches what stays from then on.
 std::vector<VisitPlace> planned_visits(const Plan& plan, const HbmPlan& hbm);
+// Of every block: nothing in it is trained, so that its weights in HBM are good for any step.
+std::vector<std::uint8_t> frozen_blocks(const Plan& plan);
+// Of every block: it is frozen, and has a place of its own in HBM, so that it is fetched once.
+std::vector<std::uint8_t> blocks_that_stay(const Plan& plan);
+
+// The form of its store's commit records. No fingerprint before there is an identity.
+RecordForm record_form(const Plan& plan);
 
 // The shape of the plan's store, as TileStore wants it.
 TileStore::Created store_shape(const Plan& plan);

@@ -77,6 +77,12 @@ void count_traffic(const ScheduleOp& op, ScheduleTraffic& traffic) {
 
 }  // namespace
 
+std::vector<std::uint8_t> frozen_blocks(const ScheduleInput& input) {
+  std::vector<std::uint8_t> frozen(input.blocks.size(), 1);
+  for (const ScheduleTile& tile : input.tiles) frozen[tile.block] &= tile.elements == 0;
+  return frozen;
+}
+
 const char* name_of(Link link) {
   constexpr const char* kNames[kLinks] = {"compute", "cpu", "nvme", "h2d", "d2h", "sync"};
   return kNames[static_cast<std::size_t>(link)];

@@ -93,6 +93,9 @@ struct ScheduleInput {
   MachineRates rates;
 };
 
+// See frozen_blocks() of a plan.
+std::vector<std::uint8_t> frozen_blocks(const ScheduleInput& input);
+
 enum class OpKind : std::uint8_t {
   kAcquire,          // the caller has its block: its reads are in, its copies enqueued
   kCompute,          // a visit, or what it does with one use of an activation

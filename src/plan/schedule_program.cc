@@ -47,23 +47,34 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
 
 void ScheduleProgram::note_visits() {
   std::vector<std::uint32_t> last_visit(in_.blocks.size(), kNothing), last_backward(in_.blocks.size(), kNothing);
-  std::vector<std::uint32_t> visit_blocks;
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) {
     const std::uint32_t block = in_.visits[v].block;
     previous_.push_back(last_visit[block]);
     last_visit[block] = v;
     if (in_.visits[v].pass == Pass::kBackward) last_backward[block] = v;
-    visit_blocks.push_back(block);
   }
   completes_.resize(in_.visits.size());
   for (const std::uint32_t v : last_backward) {
     if (v != kNothing) completes_[v] = 1;
   }
+}
+
+// As WeightPlaces::begin_step: the update changes every weight, but for frozen blocks.
+void ScheduleProgram::plan_places() {
   if (in_.weights_stay) return;
+  std::vector<std::uint8_t> filled = places_that_stay(in_.owners, frozen_blocks(in_));
+  for (std::size_t p = 0; p < filled.size(); ++p) filled[p] &= places_[p].block == in_.owners[p];
+  for (std::size_t p = 0; p < places_.size(); ++p) {
+    if (!filled.empty() && filled[p] != 0) continue;
+    places_[p].block = kNothing;
+    places_[p].ahead = false;
+  }
+  std::vector<std::uint32_t> visit_blocks;
   std::vector<std::uint64_t> block_bytes;
+  for (const ScheduleVisit& visit : in_.visits) visit_blocks.push_back(visit.block);
   for (const ScheduleBlock& block : in_.blocks) block_bytes.push_back(block.weight_bytes);
-  planned_ =
-      assign_places(visit_blocks, block_bytes, in_.place_bytes, {.owners = in_.owners, .reuse_bytes = in_.reuse_bytes});
+  planned_ = assign_places(visit_blocks, block_bytes, in_.place_bytes,
+                           {.owners = in_.owners, .reuse_bytes = in_.reuse_bytes, .filled = filled});
 }
 
 void ScheduleProgram::order_updates() {
@@ -101,10 +112,7 @@ std::uint32_t ScheduleProgram::add(ScheduleOp op, std::initializer_list<std::uin
 }
 
 std::uint32_t ScheduleProgram::add_step() {
-  for (Place& place : places_) {  // the update changes every weight
-    place.block = kNothing;
-    place.ahead = false;
-  }
+  plan_places();
   cursor_ = fetched_ = 0;
   uses_.assign(in_.uses.size(), {});
   used_ = loads_ = 0;

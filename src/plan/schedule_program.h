@@ -86,6 +86,7 @@ class ScheduleProgram {
   std::uint32_t add(ScheduleOp op, std::initializer_list<std::uint32_t> after);
   std::uint32_t last(Lane lane) const { return last_[static_cast<std::size_t>(lane)]; }
   void note_visits();
+  void plan_places();
   void order_updates();
 
   void visit(std::uint32_t v);
@@ -124,8 +125,8 @@ class ScheduleProgram {
   std::array<std::uint32_t, kLanes> last_{};  // operation of each lane
   std::uint32_t issued_ = kNoOp;              // the caller's last
 
+  std::vector<VisitPlace> planned_;  // the visits of this step
   // Of the visits, the same in every step
-  std::vector<VisitPlace> planned_;
   std::vector<std::uint32_t> previous_;  // the visit before of the same block
   std::vector<std::uint8_t> completes_;  // its block's gradient
 

@@ -155,6 +155,24 @@ TEST_P(QueueFaultTest, AFailedSyncIsFinal) {
   }
 }
 
+// As io_uring does where a limit on processes leaves it no worker.
+TEST_P(QueueFaultTest, ASyncThatWasNeverBegunIsMadeByTheQueue) {
+  CapturedLog log;
+  open_with([](const IoPiece&) { return Fault{.error = ECANCELED}; });
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(transfer(IoOp::kSync, 0, {}).error, 0);
+  EXPECT_EQ(queue_->stats().syncs, 2u);
+  EXPECT_EQ(log.count(files_[0]->path().string() + ": the kernel can start no thread for a sync"), 1u) << log.all();
+  files_[0]->note_sync_failure(EIO);
+  EXPECT_EQ(transfer(IoOp::kSync, 0, {}).error, EIO) << "an earlier one that failed stays final";
+}
+
+TEST_P(QueueFaultTest, ATransferThatWasNeverBegunIsBegunAgain) {
+  open_with_first({.error = ECANCELED});
+  EXPECT_EQ(transfer(IoOp::kRead, 0, in_.span()).error, 0);
+  EXPECT_TRUE(same_bytes(in_.span(), pattern_.span()));
+  EXPECT_EQ(trace_.started.size(), 2u);
+}
+
 TEST_P(QueueFaultTest, ASyncThatRanBesideAFailedOneIsNotBelieved) {
   open_with([n = 0](const IoPiece&) mutable { return n++ == 0 ? Fault{.error = EIO} : Fault{.hold = 3}; });
   queue_->submit({.op = IoOp::kSync, .tag = 0});

@@ -165,6 +165,20 @@ class Inputs(CliTest):
         self.edit_header(change)
         self.refused("model.safetensors", "h.1.attn.c_attn.weight")
 
+    def test_AWeightThatIsNotFiniteIsNamedBeforeTheStoreThatIsThere(self):
+        weights, config = self.model / "model.safetensors", self.place.config()
+        self.assert_done(self.place.finetune(config, self.model, steps=1))
+        content = bytearray(weights.read_bytes())
+        length = struct.unpack_from("<Q", content)[0]
+        header = json.loads(content[8:8 + length])
+        name = next(n for n in header if n.endswith("h.1.mlp.c_fc.bias"))
+        struct.pack_into("<f", content, 8 + length + header[name]["data_offsets"][0] + 4 * 3, float("nan"))
+        weights.write_bytes(content)
+        for dtype in ("fp32", "bf16", "fp16"):
+            self.assert_refused(self.place.finetune(self.place.config(dtype=dtype), self.model, fresh=True),
+                                f"{weights}: tensor {name} holds NaN at index 3, before any training")
+        self.assertIn("step      1, with", spillway("store", self.place.nvme).out)
+
     def test_HugeHeaderIsRefused(self):
         with open(self.model / "model.safetensors", "r+b") as file:
             file.write(struct.pack("<Q", 1 << 62))

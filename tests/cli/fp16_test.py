@@ -71,7 +71,7 @@ class Fp16(CliTest):
         self.assert_done(shown)
         skipped = sum(step[2] for step in scales)
         self.assertRegex(shown.out, rf"scale +\d+ is the loss scale of the next step; {skipped} steps skipped so far")
-        self.assertIn('step      3, with "row 6 of sequence 32" of the caller\'s own', shown.out)
+        self.assertIn('step      3, with "row 6 of sequence 32 of data of ', shown.out)
         facts = json.loads(spillway("store", self.place.nvme, "--json").out)
         self.train(self.config(), steps=4, resume=True)
         self.assertEqual(self.scales()[-1][1], facts["loss_scale"])

@@ -241,6 +241,13 @@ class WhatIsSaid(Small):
         checkpoint.parameters["transformer.ln_f.bias"] = (shape, master[:-4] + struct.pack("<f", -70000.0), *states)
         self.refused(self.write(checkpoint), "ln_f.bias: holds -70000, and fp16 ends at 65,504; train it in bf16")
 
+    def test_AWeightThatIsNotFiniteIsNamed(self):
+        checkpoint = self.checkpoint()
+        shape, master, *states = self.parameters["transformer.ln_f.bias"]
+        nan = struct.pack("<f", float("nan"))
+        checkpoint.parameters["transformer.ln_f.bias"] = (shape, master[:4] + nan + master[8:], *states)
+        self.refused(self.write(checkpoint), "ln_f.bias: holds NaN at index 1, before any training")
+
     def test_CountsOfStepsThatCannotBeAreRefused(self):
         for more in ({"global_steps": 1 << 60}, {"skipped_steps": 1 << 60}):
             checkpoint = self.checkpoint()
@@ -249,6 +256,42 @@ class WhatIsSaid(Small):
         checkpoint = self.checkpoint()
         checkpoint.step_value = 1 << 60
         self.refused(self.write(checkpoint), "does not say how many steps Adam has made")
+
+    def set_steps(self, checkpoint, steps):
+        """`steps`: by group, what its state says, on every rank; a list of them has one for each rank."""
+        make = checkpoint.optimizer_state
+
+        def changed(folder, rank):
+            made = make(folder, rank)
+            states = made["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+            for group, step in steps.items():
+                states[group]["step"] = step[rank] if isinstance(step, list) else step
+            return made
+
+        checkpoint.optimizer_state = changed
+
+    def test_AGroupOfFewerStepsIsASnapshotWithTheCountsOfItsParameters(self):
+        checkpoint = self.checkpoint(ranks=2, group_elements=200)
+        self.assertGreater(len(checkpoint.groups), 3)
+        self.set_steps(checkpoint, {0: 6, 1: 2})
+        run = self.imported(self.write(checkpoint))
+        self.assert_done(run)
+        record = json.loads((self.out / "spillway.json").read_text())
+        fewer = {name: steps for group, steps in ((0, 6), (1, 2)) for name in checkpoint.groups[group]}
+        self.assertEqual({name: fewer.get(name, 7) for name in self.parameters}, record["update_counts"])
+        self.assertEqual((3, 7), (record["format"], record["step"]))
+        self.assertIn("step 7 of", run.out)
+
+    def test_WhereAllGroupsHaveMadeAllStepsNoCountsAreKept(self):
+        self.assert_done(self.imported(self.write(self.checkpoint(ranks=2, group_elements=200))))
+        record = json.loads((self.out / "spillway.json").read_text())
+        self.assertEqual((2, None), (record["format"], record.get("update_counts")))
+
+    def test_RanksThatHaveMadeOtherStepsAreRefused(self):
+        checkpoint = self.checkpoint(ranks=2, group_elements=200)
+        self.set_steps(checkpoint, {1: [7, 5]})
+        self.refused(self.write(checkpoint), "group 1: has made 5 steps, and 7 on rank 0",
+                     "copy the files of all ranks, and of no other run")
 
     def test_AParameterMayBeKnownByTheNameItShares(self):
         checkpoint = self.checkpoint()

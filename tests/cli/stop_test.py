@@ -1,18 +1,34 @@
 """A run that is stopped, gently or not, goes on with `--resume` and ends with the bits of a run that never stopped."""
+import fcntl
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
+import runs  # noqa: E402
 from runs import BINARY, CRASH, CliTest, Workplace, sha256_of_model, test_seed  # noqa: E402
 
 STEPS = 12
+
+
+def heeds_hangup():
+    """What a shell starts does, whatever started this test."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def read_until_logged(terminal, log):
+    """Reads what a run writes to its terminal until it has logged a step."""
+    while not log.exists() or not log.read_text():
+        os.read(terminal, 1 << 16)
 
 
 class Stop(CliTest):
@@ -29,7 +45,8 @@ class Stop(CliTest):
 
     def start(self, steps, **how):
         command = [BINARY, *Workplace.arguments(self.config, self.model, steps=steps, log=self.place.log, **how)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                preexec_fn=heeds_hangup)
 
     def wait_for_lines(self, run, lines):
         deadline = time.monotonic() + 60
@@ -52,6 +69,103 @@ class Stop(CliTest):
 
     def test_SigtermEndsAfterTheStepAndResumeGivesTheSameBits(self):
         self.check_ends_after_the_step(signal.SIGTERM, 143)
+
+    def test_SighupEndsAfterTheStepAndResumeGivesTheSameBits(self):
+        self.check_ends_after_the_step(signal.SIGHUP, 129)
+
+    def test_AClosedTerminalEndsARunThatKeepsItsModel(self):
+        out = self.place.folder / "out"
+        for store in (False, True):
+            with self.subTest(store=store):
+                self.place.log.unlink(missing_ok=True)
+                self.config = self.place.config() if store else self.place.config(parameters="none", states="none")
+                terminal, end = os.openpty()
+                command = Workplace.arguments(self.config, self.model, steps=1_000_000, log=self.place.log,
+                                              out=None if store else out)
+
+                def take_terminal(end=end):
+                    heeds_hangup()
+                    fcntl.ioctl(end, termios.TIOCSCTTY, 0)
+
+                with subprocess.Popen([BINARY, *command], stdin=end, stdout=end, stderr=end, start_new_session=True,
+                                      preexec_fn=take_terminal) as run:
+                    os.close(end)
+                    # A terminal that nobody reads takes only so much.
+                    reader = threading.Thread(target=read_until_logged, args=(terminal, self.place.log), daemon=True)
+                    reader.start()
+                    self.wait_for_lines(run, 1)
+                    reader.join()
+                    os.close(terminal)
+                    run.wait(timeout=60)
+                self.assertEqual(129, run.returncode)
+                done = self.place.steps()[-1]["step"]
+                if store:
+                    resumed = self.place.folder / "resumed.jsonl"
+                    self.assert_done(self.place.finetune(self.config, self.model, steps=done + 1, resume=True,
+                                                         log=resumed))
+                    self.assertEqual([done + 1], [step["step"] for step in self.place.steps(resumed)])
+                else:
+                    wanted = self.place.folder / "wanted"
+                    self.assert_done(self.place.finetune(self.config, self.model, steps=done, out=wanted))
+                    self.assertEqual(sha256_of_model(wanted), sha256_of_model(out))
+
+    def test_HangupMayComeAgainAndMayBeIgnored(self):
+        # The shell and the kernel both send one when a terminal is closed.
+        out = self.place.folder / "out"
+        with self.start(steps=1_000_000, out=out) as run:
+            self.wait_for_lines(run, 1)
+            for _ in range(20):
+                run.send_signal(signal.SIGHUP)
+                time.sleep(0.001)
+            printed, err = run.communicate(timeout=60)
+        self.assertEqual(129, run.returncode, err)
+        self.assertIn("stopped after step", printed)
+        command = ["nohup", BINARY, *Workplace.arguments(self.config, self.model, steps=STEPS, log=self.place.log,
+                                                         fresh=True)]
+        self.place.log.unlink()
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True) as run:
+            self.wait_for_lines(run, 1)
+            run.send_signal(signal.SIGHUP)
+            printed, err = run.communicate(timeout=60)
+        self.assertEqual((0, STEPS), (run.returncode, self.logged()), err)
+
+    def test_AReaderThatHasGoneEndsARunThatKeepsItsModel(self):
+        # Ctrl-C at `spillway finetune … | tee log` ends tee at once.
+        out = self.place.folder / "out"
+        for first, code in ((None, 141), (signal.SIGINT, 130)):
+            with self.subTest(first=first):
+                self.place.log.unlink(missing_ok=True)
+                self.config = self.place.config(parameters="none", states="none")
+                with self.start(steps=1_000_000, out=out) as run:
+                    self.wait_for_lines(run, 1)
+                    if first:
+                        run.send_signal(first)
+                    run.stdout.close()
+                    err = run.stderr.read()
+                    run.wait(timeout=60)
+                self.assertEqual(code, run.returncode, err)
+                done = self.place.steps()[-1]["step"]
+                wanted = self.place.folder / f"wanted-{code}"
+                self.assert_done(self.place.finetune(self.config, self.model, steps=done, out=wanted))
+                self.assertEqual(sha256_of_model(wanted), sha256_of_model(out))
+
+    def test_OtherDataThanBeforeIsSaid(self):
+        data = self.place.folder / "data.txt"
+        data.write_bytes(runs.TEXT.read_bytes())
+        saved = self.place.folder / "saved"
+        self.assert_done(self.place.finetune(self.config, self.model, data=data, steps=1, save=saved, every=1))
+        same = self.place.finetune(self.config, self.model, data=data, steps=2, resume=True)
+        self.assert_done(same)
+        self.assertNotIn("is other data", same.err)
+        data.write_bytes(runs.TEXT.read_bytes()[:-1])
+        mark = r"\d+ bytes, [0-9a-f]{16}"
+        said = rf"spillway: {data}: is other data than before \({mark}; it was {mark}\)"
+        for how in ({"load": saved, "fresh": True}, {"resume": True}):
+            steps = 2 if "load" in how else 3
+            other = self.place.finetune(self.config, self.model, data=data, steps=steps, **how)
+            self.assert_done(other)
+            self.assertEqual("load" in how, re.search(said, other.err) is not None, other.err)
 
     def stop(self, how, code, **options):
         """The last step that was done, and what the run said it left."""

@@ -66,7 +66,8 @@ class Shown(StoreTest):
         (self.place.folder / "ds_config.json").unlink()
         text = self.show().out
         for words in ("4 blocks", "bf16 weights, optimizer Adam", "17 of at most 16384 elements, 2 slots each",
-                      f"{self.place.nvme / STORE}, ", "1 of 1 parts", "step      3, with \"row 6 of sequence 32\"",
+                      f"{self.place.nvme / STORE}, ", "1 of 1 parts",
+                      'step      3, with "row 6 of sequence 32 of data of ',
                       "commit 4 of step 3; its copy: commit 4 of step 3   <- the newest",
                       "commit 3 of step 2; its copy: commit 3 of step 2\n", "lock      free", "with config.json"):
             self.assertIn(words, text)

@@ -1,6 +1,6 @@
 // What a store file begins with. | which | bytes |: with the highest bit of the first byte a superblock, else two
-// commit records of as many tiles as its other bits say. Parsers see the bytes as they are and once more with their
-// checksum put right, since whoever forges a store does that.
+// commit records, of as many parameters and tiles as its other bits say. Parsers see the bytes as they are and once
+// more with their checksum put right, since whoever forges a store does that.
 #include "swap/manifest.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 
 using Record = std::vector<std::byte>;
 
-constexpr std::uint64_t kFingerprint = 42;
+RecordForm form_of(unsigned which) { return {.fingerprint = 42, .tiles = which & 15u, .parameters = which >> 4}; }
 
 template <class T>
 T load(Bytes bytes, std::size_t at) {
@@ -46,7 +46,8 @@ void check_superblock(const Superblock& block) {
                  "what was accepted once is accepted again");
   SPILLWAY_CHECK(block.description_bytes <= block.total_bytes && block.scratch_bytes <= block.total_bytes,
                  "nothing is larger than the space");
-  SPILLWAY_CHECK(record_bytes(block.tiles) <= 2 * block.total_bytes + 2 * kMiB, "nor is a record of it");
+  const RecordForm form{.fingerprint = block.fingerprint, .tiles = block.tiles, .parameters = block.parameters};
+  SPILLWAY_CHECK(record_bytes(form) <= 3 * block.total_bytes + 2 * kMiB, "nor is a record of it");
   const std::vector<std::uint32_t> shares(block.shares, block.shares + block.parts);
   const StripeMap stripes(shares, block.unit_bytes, kExtentAlignment);
   std::uint64_t bytes = 0;
@@ -68,16 +69,18 @@ void superblock(Bytes input) {
   if (block) check_superblock(*block);
 }
 
-void check_record(const Record& record, std::uint64_t tiles, const Manifest& manifest) {
-  SPILLWAY_CHECK(manifest.tiles.size() == tiles && manifest.blob.size() <= kBlobCapacity, "sizes are the store's");
+void check_record(const Record& record, const RecordForm& form, const Manifest& manifest) {
+  SPILLWAY_CHECK(manifest.tiles.size() == form.tiles && manifest.blob.size() <= kBlobCapacity, "sizes are the store's");
+  SPILLWAY_CHECK(manifest.update_counts.empty() || manifest.update_counts.size() == form.parameters,
+                 "updates are counted of all parameters or of none");
   Record again(record.size());
-  encode_record(manifest, kFingerprint, again);
+  encode_record(manifest, form, again);
   const auto used = static_cast<std::ptrdiff_t>(load<std::uint64_t>(record, 56));
   SPILLWAY_CHECK(std::equal(record.begin(), record.begin() + used, again.begin()), "the same bytes are written again");
 }
 
-void records(std::uint64_t tiles, Bytes input) {
-  const std::uint64_t size = record_bytes(tiles);
+void records(const RecordForm& form, Bytes input) {
+  const std::uint64_t size = record_bytes(form);
   const Bytes half[] = {input.first(input.size() / 2), input.subspan(input.size() / 2)};
   std::vector<Record> copies;
   for (const Bytes bytes : half) {
@@ -87,11 +90,11 @@ void records(std::uint64_t tiles, Bytes input) {
   std::optional<std::uint64_t> newest;
   for (const Record& copy : copies) {
     Manifest manifest;
-    if (decode_record(copy, kFingerprint, tiles, manifest) != RecordState::kValid) continue;
-    check_record(copy, tiles, manifest);
+    if (decode_record(copy, form, manifest) != RecordState::kValid) continue;
+    check_record(copy, form, manifest);
     newest = std::max(newest.value_or(0), manifest.sequence);
   }
-  const ManifestChoice choice = choose_manifest(copies, kFingerprint, tiles);
+  const ManifestChoice choice = choose_manifest(copies, form);
   SPILLWAY_CHECK(choice.manifest.has_value() == newest.has_value(), "a valid record is chosen where there is one");
   SPILLWAY_CHECK(!choice.manifest || choice.manifest->sequence == *newest, "and the newest");
   SPILLWAY_CHECK(!choice.older || (choice.manifest && choice.older->sequence <= *newest), "the other one is older");
@@ -102,7 +105,7 @@ void records(std::uint64_t tiles, Bytes input) {
 void manifest(Bytes input) {
   const unsigned which = take_byte(input);
   if (which >= 0x80) return superblock(input);
-  records(which, input);
+  records(form_of(which), input);
 }
 
 }  // namespace spillway::fuzz

@@ -17,7 +17,8 @@ void parse(const std::string& text) {
   SPILLWAY_CHECK(again.facts.step == record->facts.step && again.facts.model == record->facts.model &&
                      again.facts.weights == record->facts.weights && again.facts.optimizer == record->facts.optimizer,
                  "the facts are the same when they are read again");
-  SPILLWAY_CHECK(again.blob == record->blob && again.files == record->files && again.checksums == record->checksums,
+  SPILLWAY_CHECK(again.blob == record->blob && again.files == record->files && again.checksums == record->checksums &&
+                     again.update_counts == record->update_counts && again.attachments == record->attachments,
                  "and so is the rest");
 }
 

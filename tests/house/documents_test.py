@@ -4,7 +4,6 @@ lead somewhere, and documents stay short.
 README's configuration is given to the `spillway` binary that SPILLWAY_BINARY names, if it names one.
 `documents_test.py --write` copies the example into README.md.
 """
-import ast
 import json
 import os
 import pathlib
@@ -23,7 +22,6 @@ from rules import CODE, source_files  # noqa: E402
 README = ROOT / "README.md"
 REFERENCE = ROOT / "docs/configuration.md"
 EXAMPLE = ROOT / "tests/src/embedding_example.cc"
-WORDS = re.compile(r'\{"([\w ]+)", "([\w -]+)"\}')  # of the library, and of the program
 BLOCK = re.compile(r"(?<=\n```cpp\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -82,20 +80,8 @@ class Documents(unittest.TestCase):
             with self.subTest(key=key):
                 self.assertTrue(f"`{leaf}`" in document or f"`stage3_{leaf}`" in document)
 
-    def test_ClientsRewordWhatTheLibrarySays(self):
-        source = literals({"aio", "kernels", "swap", "src"})
-        package = (ROOT / "python/spillway/library.py").read_text()
-        hints = ast.literal_eval(re.search(r"^HINTS = (.*?^\))", package, re.DOTALL | re.MULTILINE).group(1))
-        for words in (WORDS.findall((ROOT / "tools/main.cc").read_text()), hints):
-            self.assertGreater(len(words), 2)
-            for theirs, _ in words:
-                with self.subTest(words=theirs):
-                    self.assertIn(theirs, source)
-
     def test_MessagesAreThoseOfTheSource(self):
         source = literals({"aio", "kernels", "swap", "src", "tools"})
-        for word, option in WORDS.findall((ROOT / "tools/main.cc").read_text()):
-            source = source.replace(word, option)  # as the program says it
         system = {os.strerror(number) for number in range(1, 134)}
         messages = re.findall(r"^\| `([^`]+)`", (ROOT / "docs/messages.md").read_text(), re.MULTILINE)
         self.assertGreater(len(messages), 30)

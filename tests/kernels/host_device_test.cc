@@ -58,8 +58,9 @@ TEST_F(HostDevice, AnArenaThatCannotBeMappedIsAnError) {
 }
 
 TEST_F(HostDevice, DescribesItself) {
-  const auto device = create_host_device({.hbm_bytes = 4096}, *workers_);
-  EXPECT_EQ(device->describe(), "host device: HBM is 4096 bytes of RAM (small pages), 2 compute threads");
+  const auto device = create_host_device({.hbm_bytes = kMiB}, *workers_);
+  EXPECT_EQ(device->describe(),
+            "host device (the CPU): 1 MiB of RAM stand for GPU memory (hbm_bytes), small pages, 2 compute threads");
 }
 
 TEST_F(HostDevice, LaunchBlocksWhileTheRingIsFull) {

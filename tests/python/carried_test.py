@@ -38,15 +38,17 @@ class LoadCheckpoint(Case):
             return logged.records[-1].getMessage().partition("; ")[2].partition("; ")[2], report.learning_rate
 
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-        unlike = "trained otherwise from here: lr 0.001, not 0.00025"
+        theirs = "its learning rate 0.00025 counts, not the configuration's 0.001; optimizer.param_groups[0]['lr'] " \
+            "sets another"
         self.assertEqual(("", 1e-3 / 8), line({"last_batch_iteration": 2}, halving, 1e-3 / 8))
         self.assertEqual(("trained otherwise from here: lr 0.000125, not 0.00025", 1e-3 / 8),
                          line({"last_batch_iteration": 2}, halving, 2.5e-4))
         self.assertEqual(("lr_scheduler begins anew", 1e-3), line(None, halving, 1e-3))
-        self.assertEqual((f"{unlike}; lr_scheduler begins anew", 1e-3), line({"last_epoch": 9}, plateau, 2.5e-4))
-        self.assertEqual((f"{unlike}; a schedule that had made 9 steps ends here: no lr_scheduler was given", 1e-3),
+        # As with DeepSpeed the checkpoint's rate counts where no schedule computes another.
+        self.assertEqual((f"lr_scheduler begins anew; {theirs}", 2.5e-4), line({"last_epoch": 9}, plateau, 2.5e-4))
+        self.assertEqual((f"a schedule that had made 9 steps ends here: no lr_scheduler was given; {theirs}", 2.5e-4),
                          line({"last_epoch": 9}, None, 2.5e-4))
-        self.assertEqual((unlike, 1e-3), line({"last_epoch": 9}, halving, 2.5e-4, load_lr_scheduler_states=False))
+        self.assertEqual((theirs, 2.5e-4), line({"last_epoch": 9}, halving, 2.5e-4, load_lr_scheduler_states=False))
         self.assertEqual(("", 2.5e-4), line({"last_batch_iteration": 1}, None, 2.5e-4, {"scheduler": warmup}))
         self.assertEqual(("the schedule had made 9 steps, and goes on from 2", 2.5e-4),
                          line({"last_batch_iteration": 8}, None, 2.5e-4, {"scheduler": warmup}))
@@ -90,7 +92,7 @@ class LoadCheckpoint(Case):
         engine, snapshot = self.trained(2)
         engine.close()
         made = deepspeeds(snapshot, model(), 2)
-        made.scheduler = {"last_epoch": 50}
+        made.scheduler, made.settings[0]["lr"] = {"last_epoch": 50}, 3e-4
         saved = made.write(self.folder / "saved")
         engine = self.initialize(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
             optimizer, 1e-3, total_steps=20, cycle_momentum=False))
@@ -99,7 +101,7 @@ class LoadCheckpoint(Case):
                           engine.load_checkpoint, saved)
         self.assertEqual((0, rates, state), (engine.current_step, engine.get_lr(), engine.lr_scheduler.state_dict()))
         engine.load_checkpoint(saved, load_lr_scheduler_states=False)
-        self.assertEqual((2, rates), (engine.current_step, engine.get_lr()))
+        self.assertEqual((2, [3e-4]), (engine.current_step, engine.get_lr()))
 
     def test_OtherSettingsAreSaid(self):
         engine, snapshot = self.trained(1)
@@ -122,8 +124,9 @@ class LoadCheckpoint(Case):
         groups = [{"parameters": ["*.norm.*"], "weight_decay": 0, "lr": 1e-4}]
         self.assertEqual("trained otherwise from here: lr 0.0001 and 0.001, not 0.001",
                          line(spillway={"parameter_groups": groups}))
-        self.assertEqual("trained otherwise from here: lr 0.05, not 0.001; beta1 0.5, not 0.9; weight_decay 0.5, not 0 "
-                         "and 0.01; bf16, not fp32", line(optimizer=adam, bf16={"enabled": True}))
+        self.assertEqual("trained otherwise from here: beta1 0.5, not 0.9; weight_decay 0.5, not 0 and 0.01; bf16, not "
+                         "fp32; its learning rate 0.001 counts, not the configuration's 0.05; "
+                         "optimizer.param_groups[0]['lr'] sets another", line(optimizer=adam, bf16={"enabled": True}))
         made.tag, made.settings[0]["lr"], made.settings[1]["lr"] = "automatic", 5e-5, 5e-5
         made.write(saved)
         adam = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.01}}  # 5e-5

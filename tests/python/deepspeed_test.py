@@ -2,6 +2,7 @@
 import argparse
 import contextlib
 import io
+import logging
 import os
 import unittest.mock
 
@@ -263,6 +264,16 @@ class Saved(Case):
         engine.save_fp16_model(self.folder / "end", "old.bin")
         self.assertEqual({"pytorch_model.bin", "trained.bin", "old.bin"}, {*os.listdir(self.folder / "end")})
 
+    def test_FrozenParametersThatACheckpointKeepsAreSaid(self):
+        network = model()
+        network.norm.requires_grad_(False)
+        engine = self.initialize(network)[0]
+        with self.assertLogs("spillway", "WARNING") as heard:
+            for tag in ("one", "two"):
+                engine.save_checkpoint(self.folder / "saved", tag, exclude_frozen_parameters=True)
+        self.assertEqual(1, len(heard.records))
+        self.assertIn("the checkpoint has the 96 frozen ones, too, 4 bytes each; save_16bit_model()", heard.output[0])
+
     def test_WhatFailsLeavesTheFileThatWasThere(self):
         engine = self.initialize()[0]
         engine.save_16bit_model(self.folder / "end")
@@ -366,8 +377,6 @@ class Checkpoints(Case):
         engine = self.initialize()[0]
         train(engine, 1)
         engine.save_checkpoint(self.folder / "saved")
-        self.assert_error("cannot be loaded behind step 1; make model and engine anew", engine.load_checkpoint,
-                          self.folder / "saved")
         train(engine, 1, first=1)
         self.assert_error("none/spillway: is not there", engine.load_checkpoint, self.folder / "saved", tag="none")
         self.assert_error("takes all of a checkpoint", engine.load_checkpoint, self.folder, load_module_only=True)
@@ -389,6 +398,73 @@ class Checkpoints(Case):
                    self.folder / "saved/global_step1/client_state.pt")
         self.assert_error("snapshot is of step 1, and client_state.pt of step 2", again.load_checkpoint,
                           self.folder / "saved", tag="global_step1")
+
+    def test_TheCheckpointsRateCounts(self):
+        """As with DeepSpeed; of its own schedulers the configuration's numbers do. What differs is said."""
+        def rated(lr, **more):
+            adam = {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01}}
+            return config(self.folder, optimizer=adam, **more)
+
+        def warmup(rate):
+            return {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": rate,
+                                                   "warmup_type": "linear"}}
+
+        def rates(engine, tag, configuration, said, scheduler=None, **options):
+            engine.close()
+            engine = self.initialize(configuration=configuration, on_existing="replace", lr_scheduler=scheduler)[0]
+            with self.assertLogs("spillway", "WARNING") as heard:
+                spillway.log.say(logging.WARNING, "nothing else")
+                engine.load_checkpoint(self.folder / "saved", tag, **options)
+            text = "\n".join(record.getMessage() for record in heard.records[1:])
+            self.assertRegex(text, said)
+            return engine, [report.learning_rate for report in train(engine, 2, first=2)[1]]
+
+        def saved(tag, configuration, scheduler=None, rate=None):
+            engine = self.initialize(configuration=configuration, on_existing="replace", lr_scheduler=scheduler)[0]
+            if rate is not None:
+                engine.optimizer.param_groups[0]["lr"] = rate
+            train(engine, 2)
+            engine.save_checkpoint(self.folder / "saved", tag)
+            return engine
+
+        engine = saved("plain", rated(1e-3))
+        engine, found = rates(engine, "plain", rated(5e-4), "plain: its learning rate 0.001 counts, not the "
+                              r"configuration's 0.0005; optimizer.param_groups\[0\]\['lr'\] sets another$")
+        self.assertEqual([1e-3, 1e-3], found)
+        engine, found = rates(engine, "plain", rated(1e-3), "^$")
+        engine, found = rates(engine, "plain", rated(5e-4, spillway={"parameter_groups": [
+            {"parameters": ["*.norm.*"], "lr": 1e-4}]}), "and rates of spillway.parameter_groups keep their shares of")
+        engine.close()
+        engine, found = rates(saved("set", rated(1e-3), rate=2e-3), "set", rated(1e-3), "learning rate 0.002 counts")
+        self.assertEqual([2e-3, 2e-3], found)
+        engine.close()
+        engine, found = rates(saved("halved", rated(1e-3), halving), "halved", rated(5e-4), "0.00025 counts", halving)
+        self.assertEqual([2.5e-4, 1.25e-4], found)
+        engine, found = rates(engine, "halved", rated(1e-3), "^$", halving)
+        engine, found = rates(engine, "halved", rated(1e-3), "^$", halving, load_lr_scheduler_states=False)
+        self.assertEqual([2.5e-4, 5e-4], found)  # as PyTorch's schedulers do, from the second step on
+        engine.close()
+        engine = saved("warm", rated(1e-3, scheduler=warmup(1e-3)))
+        engine, found = rates(engine, "warm", rated(1e-3, scheduler=warmup(2e-3)), "was saved with the learning rate "
+                              "0.00025 for the next step; the configuration's scheduler counts, which says 0.0005$")
+        self.assertEqual([5e-4, 1e-3], found)
+        engine, found = rates(engine, "warm", rated(1e-3, scheduler=warmup(1e-3)), "^$")
+        self.assertEqual([2.5e-4, 5e-4], found)
+
+    def test_ALoadInMidRunGoesBack(self):
+        engine = self.initialize(lr_scheduler=halving)[0]
+        self.run_of(engine, 2)
+        engine.save_checkpoint(self.folder / "saved", client_state={"epoch": 3})
+        wanted = self.run_of(engine, 3, first=2)
+        weights = engine.master_weights()
+        engine.backward(engine(batches(1)[0]))
+        with self.assertLogs("spillway", "INFO") as heard:
+            self.assertEqual({"epoch": 3}, engine.load_checkpoint(self.folder / "saved")[1])
+        self.assertTrue(any("takes the place of step 5, and of its store" in line for line in heard.output))
+        self.assertEqual((2, [2.5e-4]), (engine.global_steps, engine.get_lr()))
+        self.assertEqual(wanted, self.run_of(engine, 3, first=2))
+        for name, value in engine.master_weights().items():
+            self.assertTrue(torch.equal(weights[name], value), name)
 
     def test_MicroBatchesBeforeALoadAreForgotten(self):
         first = self.initialize()[0]

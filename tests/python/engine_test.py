@@ -1,10 +1,10 @@
 """Spillway in a PyTorch loop: the same training as PyTorch's own, whatever the tiers, and clear errors."""
+import json
 import re
 
 from case import Case as Folder
 from case import main
 
-import json
 import unittest.mock
 import warnings
 
@@ -202,8 +202,7 @@ class Training(Case):
             setattr(shortened, name, getattr(network, name))
         shortened.layers = network.layers[:3]
         before = network.layers[3].weight.detach().clone()
-        engine = self.engine(network, config(self.folder, optimizer={"type": "AdamW",
-                                                                    "params": {"lr": 1e-3, "weight_decay": 0}}))
+        engine = self.engine(network)
         _, reports = train(engine, 2)
         self.assertGreater(reports[1].gradient_norm, 0)
         self.assertTrue(torch.equal(before, engine.master_weights()["layers.3.weight"]))
@@ -214,6 +213,28 @@ class Training(Case):
         self.assertLess(losses[-1], losses[0] - 0.05)
         self.assertEqual((1, 1), (reports[-1].loss_scale, engine.current_loss_scale))
         self.assertEqual(torch.bfloat16, engine.module.state_dict()["layers.0.up.weight"].dtype)
+
+    def test_Bf16RoundsTiesAwayFromZeroAndPyTorchToEven(self):
+        """So a model that is loaded in bf16 has PyTorch's losses, and one in fp32 has where no value is midway."""
+        tie = 1 + 2 ** -8  # between 1, which is even, and 1 + 2 ** -7
+        for network in (model(), model().bfloat16()):
+            narrow = network.norm.weight.dtype
+            with torch.no_grad():
+                network.norm.weight[3] = tie
+            alone = model().bfloat16()
+            alone.load_state_dict(network.state_dict())
+            engine = self.engine(network, config(self.folder, "cpu", bf16={"enabled": True}))
+            engine.eval()
+            alone.eval()
+            with torch.no_grad():
+                found, wanted = engine(batches(1)[0]).item(), alone.to(DEVICE)(batches(1)[0]).item()
+            weights = engine.module.state_dict()["norm.weight"][3].item(), alone.norm.weight[3].item()
+            if narrow == torch.float32:
+                self.assertEqual((1 + 2 ** -7, 1.0), weights)
+                self.assertEqual(tie, engine.master_weights({"norm.weight"})["norm.weight"][3].item())
+                self.assertNotEqual(wanted, found)
+            else:
+                self.assertEqual(((1.0, 1.0), wanted), (weights, found))
 
     def test_Fp16ScalesItsLoss(self):
         network = torch.nn.Sequential(*(Widened() for _ in range(3)))
@@ -371,28 +392,32 @@ class Errors(Case):
         train(engine, 1)
         self.assertEqual("busy", self.assert_error("store", self.engine, on_existing="replace").code)
         engine.close()
-        self.assertEqual("exists", self.assert_error('go on with on_existing="resume", or start over with '
-                                                     'on_existing="replace"', self.engine).code)
+        there = self.assert_error('go on with on_existing="resume", or start over with on_existing="replace"',
+                                  self.engine)
+        self.assertEqual(("exists", "resume_or_replace"), (there.code, there.remedy))
         self.assertEqual(1, self.engine(on_existing="resume").current_step)
 
     def test_ABudgetThatDoesNotFit(self):
         error = self.assert_error("hbm_bytes", self.engine, configuration=config(
             self.folder, spillway={"hbm_bytes": "16KiB"}))
-        self.assertEqual("does_not_fit", error.code)
+        self.assertEqual(("does_not_fit", "raise_budget"), (error.code, error.remedy))
         self.assertFalse((self.folder / "store").exists() and list((self.folder / "store").iterdir()))
 
     def test_AWeightOutsideOfItsBlock(self):
         network = model()
         engine = self.engine(network)
-        self.assertTrue(network.embedding.weight.isnan().all())
+        outside = r"embedding\.weight: is read outside of its block"
+        self.assert_error(outside, network.embedding.weight.isnan)
         self.assertEqual((90, 48), tuple(network.embedding.weight.shape))
         with engine.weights_of("embedding"):
             self.assertTrue(torch.equal(model().embedding.weight, network.embedding.weight.cpu()))
-        self.assertTrue(network.embedding.weight.isnan().all())
+        self.assert_error(outside, network.embedding.weight.isnan)
         self.assert_error("Dropout: is no block; blocks are embedding, layers.0", engine.weights_of(
             "layers.0.drop").__enter__)
-        loss = engine(batches(1)[0]) + network.norm.weight.sum()
-        self.assert_error(r"norm\.weight: is used outside of its block", engine.backward, loss)
+        with engine.weights_of("norm"):
+            beside = network.norm.weight.sum()
+        self.assert_error(r"norm\.weight: is used outside of its block", engine.backward,
+                          engine(batches(1)[0]) + beside)
 
     def test_OfWhatAModelMustNotDo(self):
         engine = self.engine()
@@ -425,13 +450,29 @@ class Errors(Case):
         with self.assertRaisesRegex(KeyError, "embedding.weight"):
             self.engine(on_existing="replace", weights=fails)
 
+    def test_AWeightThatIsNotFiniteIsNamedBeforeTraining(self):
+        network = model()
+        with torch.no_grad():
+            network.layers[1].up.bias[7] = float("nan")
+        error = self.assert_error(r"^layers\.1\.up\.bias: holds NaN at index 7, before any training; its values are "
+                                  "damaged", self.engine, network)
+        self.assertEqual("invalid_argument", error.code)
+
+    def test_Float64IsNotNarrowedSilently(self):
+        network = model()
+        network.norm.double()
+        error = self.assert_error(r"^norm\.weight: is float64, in which PyTorch would train it, .*; call "
+                                  r"model\.float\(\) before$", self.engine, network)
+        self.assertEqual("unsupported", error.code)
+        train(self.engine(network.float()), 1)
+
     def test_ANonFiniteGradientChangesNothing(self):
         engine = self.engine()
         train(engine, 1)
         before = engine.master_weights()
         engine.backward(engine(batches(1)[0]) * float("inf"))
         self.assertEqual("non_finite", self.assert_error(
-            "nothing was changed; .*; NaN is also what a weight has outside of its block", engine.step).code)
+            "nothing was changed; .*; NaN is also what native code reads of a weight outside", engine.step).code)
         for name, value in engine.master_weights().items():
             self.assertTrue(torch.equal(before[name], value), name)
         _, reports = train(engine, 1, first=1)

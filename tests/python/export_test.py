@@ -1,6 +1,7 @@
 """A trained model as a directory: what the model loads, whole or not there, and never lost."""
 import fcntl
 import importlib.util
+import json
 import os
 import sys
 import unittest
@@ -11,12 +12,13 @@ from case import main
 
 import torch
 
+from spillway import safetensors_files
 from toy_model import DEVICE, batches, config, model, train
 
 
 class Export(Folder):
     def engine(self, network=None, **options):
-        return super().engine(network or model(), **options)
+        return super().engine(model() if network is None else network, **options)
 
     def test_ExportIsWhatTheModelLoads(self):
         network = model()
@@ -72,6 +74,99 @@ class Export(Folder):
         self.assert_error(f"^{self.folder}/file/out: ", engine.export, self.folder / "file/out")
         self.assert_error(f"^{self.folder}/{'x' * 256}: ", engine.export, self.folder / ("x" * 256))
         self.assertEqual(["below", "out"], sorted(os.listdir(self.folder / "there")))
+
+    @unittest.skipUnless(hasattr(torch, "compile"), "this PyTorch has no torch.compile")
+    def test_ACompiledModelIsExportedUnderItsOwnNames(self):
+        """As its store is made: one is gone on from with the other. state_dict() has PyTorch's names."""
+        plain = model()
+        names = sorted(plain.state_dict().keys() - {"head.weight"})
+        engine = self.engine(torch.compile(plain, backend="eager"))
+        engine.export(self.folder / "out")
+        self.assertEqual(names, sorted(self.read(self.folder / "out")))
+        self.assertEqual(names, sorted(engine.master_weights()))
+        self.assertTrue(all(name.startswith("_orig_mod.") for name in engine.state_dict()))
+        engine.close()
+        network = model(seed=9)
+        network.norm = torch.compile(network.norm, backend="eager")
+        engine = self.engine(network, on_existing="resume")
+        engine.export(self.folder / "again")
+        for name, value in self.read(self.folder / "again").items():
+            self.assertTrue(torch.equal(value, self.read(self.folder / "out")[name]), name)
+
+    def read(self, folder):
+        import safetensors.torch
+        return {name: value for path in folder.glob("*.safetensors")
+                for name, value in safetensors.torch.load_file(path).items()}
+
+    @unittest.skipUnless(importlib.util.find_spec("safetensors"), "no safetensors in this Python")
+    def test_NamesAreTurnedBackGroupByGroup(self):
+        """By a function as transformers 5 has it, here one that splits, joins and renames, of no more than needed."""
+        asked, refuse = [], []
+
+        def revert(network, tensors):
+            self.assertIsInstance(network, type(model()))
+            made = {}
+            for name, value in tensors.items():
+                if name.endswith("up.weight"):
+                    for number, part in enumerate(value.chunk(4)):
+                        made[name.replace("up", f"experts.{number}")] = part
+                elif name.endswith("norm.weight"):
+                    made[name.replace("weight", "both")] = torch.stack([value, tensors[name.replace("weight", "bias")]])
+                elif not name.endswith("norm.bias"):
+                    made[name.replace("embedding.", "wte.")] = value
+            if all(not value.is_meta for value in tensors.values()):
+                asked.append(sorted(tensors))
+                refuse and refuse[0]()
+            return made
+
+        network = model()
+        network.register_buffer("seen", torch.tensor([7]))
+        text = '{"model_type": "toy", "dtype": "float32"}'
+        network.config = type("Config", (), {"to_json_string": lambda self: text})()
+        loading = type(sys)("transformers.core_model_loading")
+        loading.revert_weight_conversion = revert
+        transformers = type(sys)("transformers")
+        transformers.PreTrainedModel = torch.nn.Module
+        engine = self.engine(network)
+        train(engine, 1)
+        out = self.folder / "out"
+        with unittest.mock.patch.dict(sys.modules, {"transformers": transformers,
+                                                    "transformers.core_model_loading": loading}), \
+                unittest.mock.patch.object(safetensors_files, "MOST_BYTES", 40000):
+            engine.export(out)
+            self.assertEqual(sorted([[f"layers.{i}.up.weight"] for i in range(3)] + [
+                [f"{at}norm.bias", f"{at}norm.weight"] for at in ("", "layers.0.", "layers.1.", "layers.2.")]),
+                sorted(asked))
+            self.assertGreater(len(list(out.glob("model-0000?-of-*.safetensors"))), 1)
+            index = json.loads((out / "model.safetensors.index.json").read_text())
+            self.assertEqual({*self.read(out)}, {*index["weight_map"]})
+            wanted = revert(network, {**engine.master_weights(), "seen": network.seen.cpu()})
+            self.assertEqual({*wanted}, {*index["weight_map"]})
+            for name, value in self.read(out).items():
+                self.assertTrue(torch.equal(wanted[name], value), name)
+            self.assert_error("a model is there; name another directory, or say replace=True; this time it was "
+                              "exported to .*/out-2$", engine.export, out)
+            before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+            def fails():
+                raise OSError(28, "No space left on device")
+
+            refuse.append(fails)
+            for place in (out, self.folder / "new"):
+                self.assertRaises(OSError, engine.export, place, replace=True)
+            self.assertEqual(before, {path.name: path.read_bytes() for path in out.iterdir()})
+            self.assertEqual(["ds_config.json", "out", "out-2", "store"], sorted(os.listdir(self.folder)))
+            refuse.clear()
+            (out / "mine").touch()
+            with unittest.mock.patch.object(safetensors_files, "MOST_BYTES", 10**9):
+                engine.export(out, dtype=torch.bfloat16, replace=True)
+        self.assertEqual(["config.json", "mine", "model.safetensors"], sorted(os.listdir(out)))
+        self.assertEqual({"model_type": "toy", "dtype": "bfloat16"}, json.loads((out / "config.json").read_text()))
+        found = self.read(out)
+        self.assertEqual({*wanted}, {*found})
+        for name, value in found.items():
+            self.assertTrue(torch.equal(wanted[name].to(value.dtype), value), name)
+            self.assertEqual(torch.int64 if name == "seen" else torch.bfloat16, value.dtype)
 
     def test_WhatAnExportWillNeedIsSaidAtTheStart(self):
         network = model()

@@ -54,6 +54,35 @@ class Widened(torch.nn.Module):
         return x @ self.weight.float()
 
 
+class Expert(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
+        self.shift = torch.nn.Parameter(torch.zeros(width))
+        self.spare = torch.nn.Parameter(torch.ones(width, 3))  # that nothing ever uses
+
+    def forward(self, x, shifted):
+        x = x + self.down(torch.tanh(self.up(x)))
+        return x + self.shift if shifted else x
+
+
+class Experts(torch.nn.Module):
+    """What a batch does not go through gets no gradient of it."""
+
+    def __init__(self, width=32, experts=3):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = torch.nn.Embedding(VOCABULARY, width)
+        self.experts = torch.nn.ModuleList(Expert(width) for _ in range(experts))
+        self.head = torch.nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids, chosen, shifted):
+        x = self.embedding(ids)
+        for expert in chosen:
+            x = self.experts[expert](x, shifted)
+        return torch.nn.functional.cross_entropy(self.head(x).view(-1, VOCABULARY), ids.flip(1).reshape(-1))
+
+
 def model(seed=1, **shape):
     torch.manual_seed(seed)
     made = Model(**shape)

@@ -1,4 +1,5 @@
 """Models of transformers' and peft's in a plain loop: generation, gradient checkpointing, adapters."""
+import contextlib
 import importlib.util
 import unittest
 import unittest.mock
@@ -11,7 +12,7 @@ import transformers  # noqa: E402
 
 import spillway  # noqa: E402
 from toy_model import DEVICE, config  # noqa: E402
-from trainer_test import VOCABULARY, model  # noqa: E402
+from trainer_test import VOCABULARY, Case as TrainerCase, model  # noqa: E402
 
 
 def train(engine, steps):
@@ -61,6 +62,27 @@ class Loops(Folder):
         train(engine, 1)
         self.assertEqual(1, engine.current_step)
 
+    def test_AnotherSizeOfVocabularyIsANamedErrorAndChangesNothing(self):
+        for kind, name in (("gpt2", r"transformer\.wte\.weight"), ("llama", r"model\.embed_tokens\.weight")):
+            engine = self.engine(model(kind=kind), on_existing="replace")
+            train(engine, 1)
+            embeddings, size = engine.module.get_input_embeddings(), engine.module.num_parameters()
+            for new in (VOCABULARY + 4, VOCABULARY - 4):
+                self.assert_error(f"^{name}: is read outside of its block", engine.resize_token_embeddings, new)
+            self.assertIs(embeddings, engine.module.get_input_embeddings())
+            self.assertEqual((size, VOCABULARY), (engine.module.num_parameters(), embeddings.weight.shape[0]))
+            train(engine, 1)
+            self.assertEqual(2, engine.current_step)
+            engine.close()
+
+    def test_WhatIsAskedOfAModelWithoutItsValues(self):
+        engine, alone = self.engine(model()), model()
+        for ask in (lambda m: m.num_parameters(), lambda m: m.num_parameters(only_trainable=True), lambda m: m.dtype,
+                    lambda m: m.get_memory_footprint(), lambda m: m.device.type):
+            self.assertEqual(ask(alone.to(DEVICE)), ask(engine.module))
+        engine.module.tie_weights()
+        self.assertIs(engine.module.transformer.wte.weight, engine.module.lm_head.weight)
+        train(engine, 1)
 
     def test_AnExportOfAScalarIsWhatTheModelLoads(self):
         """CLIP's temperature has no dimension."""
@@ -90,6 +112,76 @@ class Loops(Folder):
         self.assertTrue(torch.equal(weights["logit_scale"], engine.master_weights()["logit_scale"]))
 
 
+class Trainers(TrainerCase):
+    def test_ALossThatReadsTheHeadOutsideIsANamedErrorInEvaluationToo(self):
+        class Chunks:  # as TRL's losses, which cut logits into chunks
+            lent = None
+
+            def compute_loss(self, model, inputs, return_outputs=False, **_):
+                labels = inputs["labels"]
+                hidden = model.transformer(inputs["input_ids"]).last_hidden_state
+                with self.engine.weights_of(self.lent) if self.lent else contextlib.nullcontext():
+                    logits = torch.nn.functional.linear(hidden, model.lm_head.weight)
+                loss = torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+                return (loss, {"loss": loss}) if return_outputs else loss
+
+        kind = type("Spilled", (Chunks, spillway.Trainer), {})
+        for call in ("evaluate", "train"):
+            trainer = self.trainer(kind=kind, options={"on_existing": "replace"})
+            self.assert_error(r"^transformer\.wte\.weight: is read outside of its block", getattr(trainer, call))
+            trainer.engine.discard_step()
+            trainer.engine.close()
+        trainer = self.trainer(kind=kind, options={"on_existing": "replace"})
+        trainer.lent = "transformer.wte"  # as the error advises
+        self.assertTrue(0 < trainer.evaluate()["eval_loss"] < 10)
+
+
+@unittest.skipUnless(importlib.util.find_spec("transformers.core_model_loading"),
+                     "this transformers reads models as their files have them; from 5 on it renames and fuses")
+class FileNames(Folder):
+    def test_AreThoseThatTransformersSaves(self):
+        """Experts that are one tensor in memory and many in files, and two in memory that are one there."""
+        def mixtral():
+            return transformers.MixtralForCausalLM(transformers.MixtralConfig(
+                vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False))
+
+        def dino():
+            return transformers.Dinov2WithRegistersModel(transformers.Dinov2WithRegistersConfig(
+                hidden_size=32, num_hidden_layers=2, num_attention_heads=2, use_swiglu_ffn=True, image_size=28,
+                patch_size=14, drop_path_rate=0.0))
+
+        for make, inputs, name in (
+                (mixtral, {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]},
+                 "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+                (dino, {"pixel_values": torch.ones(1, 3, 28, 28)}, "encoder.layer.0.mlp.weights_in.weight")):
+            with self.subTest(make.__name__):
+                torch.manual_seed(1)
+                network = make()
+                folder = self.folder / make.__name__
+                network.save_pretrained(folder / "theirs")
+                loaded = type(network).from_pretrained(folder / "theirs")
+                engine = self.engine(loaded, config(folder), blocks=None if make is mixtral else [loaded])
+                engine.export(folder / "ours")
+                theirs, ours = (self.read(folder / each) for each in ("theirs", "ours"))
+                self.assertEqual({*theirs}, {*ours})
+                self.assertIn(name, ours)
+                for each, value in theirs.items():
+                    self.assertTrue(torch.equal(value, ours[each]), each)
+                out = engine(**inputs)
+                engine.backward(out.loss if make is mixtral else out.last_hidden_state.pow(2).mean())
+                engine.step()
+                engine.export(folder / "ours", replace=True)
+                again = type(network).from_pretrained(folder / "ours")
+                weights = engine.master_weights()
+                for each, value in again.named_parameters():
+                    self.assertTrue(torch.equal(weights[each], value.detach()), each)
+
+    def read(self, folder):
+        import safetensors.torch
+        return safetensors.torch.load_file(folder / "model.safetensors")
+
+
 @unittest.skipUnless(importlib.util.find_spec("peft"), "no peft in this Python")
 class Adapters(Folder):
     def adapted(self, **more):
@@ -117,6 +209,19 @@ class Adapters(Folder):
             self.assertTrue((self.folder / f"{name}-2/adapter_config.json").exists())
             engine.export(out, replace=True)
             engine.close()
+
+    def test_AMergeIsANamedErrorAndAdaptersCanBeSwitchedOff(self):
+        engine, ids = self.engine(self.adapted(), on_existing="replace"), torch.ones(1, 4, dtype=torch.long).to(DEVICE)
+        train(engine, 2)
+        for merge in (engine.module.merge_adapter, engine.module.merge_and_unload):
+            self.assert_error(r"q_proj\..*weight: is read outside of its block", merge)
+        trained, total = engine.module.get_nb_trainable_parameters()
+        self.assertLess(trained, total)
+        with torch.no_grad(), engine.module.disable_adapter():
+            found = engine(input_ids=ids).logits
+        self.assertTrue(torch.equal(model(1, "llama").to(DEVICE).train()(input_ids=ids).logits, found))
+        train(engine, 1)
+        self.assertEqual(3, engine.current_step)
 
 
 if __name__ == "__main__":

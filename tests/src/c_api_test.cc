@@ -78,6 +78,29 @@ TEST_F(CApi, WhatIsMissingIsNamed) {
   EXPECT_REFUSED(spillway_engine_export(engine, nullptr, nullptr), "directory: is null");
 }
 
+// The message is the library's, and a client that has other words puts them there.
+TEST_F(CApi, WhatToDoIsACode) {
+  constexpr const char* kSmall = R"({"train_batch_size": 1, "spillway": {"hbm_bytes": "1KiB"}})";
+  spillway_config* small = nullptr;
+  ASSERT_EQ(SPILLWAY_OK, spillway_config_parse(kSmall, "test", &small));
+  ASSERT_EQ(SPILLWAY_DOES_NOT_FIT, spillway_engine_create(small, model, nullptr, &engine));
+  EXPECT_EQ(SPILLWAY_REMEDY_RAISE_BUDGET, spillway_error_remedy());
+  ASSERT_NE(nullptr, spillway_error_remedy_value(1));
+  const std::string size = spillway_error_remedy_value(1), message = spillway_error_message();
+  EXPECT_STREQ("hbm_bytes", spillway_error_remedy_value(0));
+  EXPECT_EQ(nullptr, spillway_error_remedy_value(2));
+  EXPECT_THAT(message, testing::EndsWith("; set spillway.hbm_bytes to \"" + size + "\" or more"));
+  EXPECT_THAT(spillway_error_message_in("{}={}"), testing::EndsWith(" of device memory; hbm_bytes=" + size));
+  EXPECT_THAT(spillway_error_message_in(""), testing::EndsWith(" of device memory"));
+  EXPECT_EQ(message, spillway_error_message()) << "stays";
+  spillway_config_destroy(small);
+
+  EXPECT_REFUSED(spillway_model_add_block(model, nullptr), "name: is null");
+  EXPECT_EQ(SPILLWAY_REMEDY_NONE, spillway_error_remedy());
+  EXPECT_EQ(nullptr, spillway_error_remedy_value(0));
+  EXPECT_STREQ("name: is null", spillway_error_message_in("anything"));
+}
+
 TEST_F(CApi, ASecondTextGoesOverAConfiguration) {
   constexpr const char* kTuned = R"({"aio": {"block_size": 65536}, "spillway": {"threads": 0.5}})";
   spillway_config* tuned = nullptr;

@@ -262,7 +262,7 @@ TEST(EngineFp16, ASkippedStepWritesNoTile) {
     run.trainer->gain = [](std::uint64_t) { return 1e3f; };
     const StepReport report = run.trainer->run_step();  // skipped as well; written since: the record of the first
     EXPECT_TRUE(report.skipped);
-    EXPECT_EQ(report.nvme_write_bytes, 2 * record_bytes(plan.tiles.size()) + plan.spill_bytes);
+    EXPECT_EQ(report.nvme_write_bytes, 2 * record_bytes(record_form(plan)) + plan.spill_bytes);
   }
 }
 
@@ -330,7 +330,7 @@ TEST(EngineFp16, AWeightThatFp16DoesNotHoldIsNamedAndTheEngineTakesOthers) {
   const ModelDescription model = testing::toy_model(2, 1000, 1);
   const Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat16, store.path());
   auto engine = Engine::create(config, model);
-  for (const float bad : {65520.f, -7e4f, INFINITY}) {
+  for (const float bad : {65520.f, -7e4f}) {
     const WeightSource source = [&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
                                     std::span<float> out) {
       testing::toy_weights()(block, parameter, first, out);

@@ -3,6 +3,9 @@
 // (engine_fp16_test.cc: fp16 skips the step.)
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <map>
 #include <tuple>
 
@@ -88,6 +91,55 @@ TEST_P(NonFiniteGradient, LeavesTheStoreAtTheLastGoodStep) {
     run.open(OnExisting::kResume);
     EXPECT_EQ(run.engine->current_step(), kLastGood);
     EXPECT_TRUE(run.until(kSteps).bits == wanted(layout));
+  }
+}
+
+// Before training, so that the values are to blame, and not the learning rate. The last of 70,000 is in a later piece.
+TEST(NonFiniteWeight, IsNamedWithItsPlaceAndTheEngineTakesOthers) {
+  struct Bad {
+    float value;
+    DType type;
+    bool trainable;
+    const char* happened;  // null: it is taken
+  };
+  const Bad cases[] = {
+      {NAN, DType::kFloat32, true, "holds NaN at index 69999, before any training"},
+      {-NAN, DType::kBFloat16, true, "holds NaN at index 69999, before any training"},
+      {std::bit_cast<float>(0x7fffffffu), DType::kBFloat16, true, "holds NaN at index 69999, before any training"},
+      {NAN, DType::kFloat16, true, "holds NaN at index 69999, before any training"},
+      {-INFINITY, DType::kFloat32, true, "holds -Inf at index 69999, before any training"},
+      {INFINITY, DType::kFloat16, true, "holds Inf at index 69999, before any training"},
+      {3.4e38f, DType::kBFloat16, true, "holds 3.4e+38, and bf16 ends at 3.39e38"},
+      {3.4e38f, DType::kFloat32, true, nullptr},
+      {NAN, DType::kFloat32, false, "holds NaN at index 69999, before any training"},
+      {-INFINITY, DType::kFloat32, false, nullptr},  // a mask's
+  };
+  for (const Bad& bad : cases) {
+    SCOPED_TRACE(::testing::Message() << bad.value << " in " << name_of(bad.type));
+    ModelDescription model;
+    model.blocks.push_back(
+        {"a", {{.name = "a.mask", .shape = {70000}, .trainable = bad.trainable}, {.name = "a.weight", .shape = {8}}}});
+    auto engine = Engine::create(testing::toy_config(Placement::kHbm, Placement::kHbm, bad.type, {}), model);
+    const auto with = [](float last) {
+      return [last](std::uint32_t, std::uint32_t parameter, std::uint64_t first, std::span<float> out) {
+        std::ranges::fill(out, 0.5f);
+        if (parameter == 0 && first + out.size() == 70000) out.back() = last;
+      };
+    };
+    if (!bad.happened) {
+      engine->import_weights(with(bad.value));
+      continue;
+    }
+    try {
+      engine->import_weights(with(bad.value));
+      ADD_FAILURE() << "was taken";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kInvalidArgument);
+      EXPECT_EQ(error.parts().object, "a.mask");
+      EXPECT_EQ(error.parts().happened, bad.happened);
+    }
+    engine->import_weights(with(1));
+    EXPECT_EQ(engine->current_step(), 0);
   }
 }
 

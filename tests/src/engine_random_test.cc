@@ -94,8 +94,9 @@ std::string text_of(const RandomCase& random, const Config& config) {
   text << " " << name_of(config.weights) << " parameters " << static_cast<int>(config.parameters) << " states "
        << static_cast<int>(config.states) << " clipping " << config.gradient_clipping << " speculative "
        << config.speculative_blocks.value_or(99) << " tile " << config.tile_elements << " hbm "
-       << config.hbm_bytes.value_or(0) << " host " << config.host_bytes.value_or(0) << " threads " << config.threads
-       << " paths " << config.nvme_paths.size() << " commit_every ";
+       << config.hbm_bytes.value_or(0) << " host " << config.host_bytes.value_or(0)
+       << (random.leaves_out ? " leaves out" : "") << " threads " << config.threads << " paths "
+       << config.nvme_paths.size() << " commit_every ";
   return config.commit_every ? text.str() + std::to_string(*config.commit_every) : text.str() + "unset";
 }
 

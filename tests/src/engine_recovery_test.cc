@@ -273,7 +273,7 @@ TEST_F(Recovery, ADamagedDescriptionIsWrittenAnewByTheRunThatGoesOn) {
   ModelDescription other = model();
   other.attachments = {{"config.json", "of another model"}};  // whose description is longer
   Engine::create(config_, other, {.on_existing = OnExisting::kResume});
-  EXPECT_EQ(log.count("cannot be read; write the model at the end"), 1u) << log.all();
+  EXPECT_EQ(log.count("cannot be read; the store cannot be exported"), 1u) << log.all();
 }
 
 TEST_F(Recovery, AnAttachmentThatIsAnotherOneIsNamed) {

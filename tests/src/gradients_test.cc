@@ -76,6 +76,10 @@ struct Collector {
     compute->synchronize();
   }
 
+  void push_nothing(std::uint32_t b, std::uint32_t p) {
+    collector->push({.block = b, .parameter = p, .data = nullptr}, *compute);
+  }
+
   std::vector<std::byte> landed(std::uint32_t b) const {
     const std::byte* from = collector->gradient(b);
     return {from, from + plan.blocks[b].partition.trainable_elements * size_of(type)};
@@ -222,6 +226,77 @@ TEST_P(Gradients, MicroBatchesAreAddedInCallOrderAndRoundedOnce) {
     }
     expected.compare();
   }
+}
+
+// Where no push brings a gradient there are zeros, whatever lay there in the step before; else what was brought is
+// added. The norm is that of the same with zeros.
+TEST_P(Gradients, APushThatBringsNothingAddsNothing) {
+  std::mt19937_64 random = seeded_generator();
+  for (const std::uint32_t pushes : {1u, 3u}) {
+    Collector c = collector(uneven_model(6, pushes));
+    std::vector<Push> order = all_pushes(c);
+    for (int round = 0; round < 8; ++round) {
+      std::ranges::shuffle(order, random);
+      if (round % 2 == 1) std::ranges::stable_sort(order, {}, &Push::block);
+      c.collector->begin_step();
+      Expected expected(c);
+      std::vector<std::vector<std::uint8_t>> brought(6, std::vector<std::uint8_t>(4));
+      for (const Push& push : order) {
+        if (random() % 2 == 0) {
+          c.push_nothing(push.block, push.parameter);
+          continue;
+        }
+        const auto values = noise(random, c.count(push.block, push.parameter));
+        c.push(push.block, push.parameter, values);
+        expected.push(push.block, push.parameter, values);
+        brought[push.block][push.parameter] = 1;
+      }
+      expected.compare();
+      for (std::uint32_t b = 0; b < 6; ++b) {
+        EXPECT_TRUE(std::ranges::equal(c.collector->brought(b), brought[b])) << "block " << b;
+      }
+    }
+  }
+}
+
+// It may come while another block has the shared accumulator, of which it wants nothing.
+TEST_P(Gradients, APushThatBringsNothingWaitsForNoAccumulator) {
+  std::mt19937_64 random = seeded_generator();
+  ModelDescription model = uneven_model(2, 2);
+  model.visits = {{1, Pass::kBackward}, {0, Pass::kBackward}};
+  Collector c = collector(model);
+  ASSERT_TRUE(c.plan.blocks[0].accumulator_shared && c.plan.blocks[1].accumulator_shared);
+  Expected expected(c);
+  std::vector<Push> order = all_pushes(c);
+  for (const Push& push : order) {
+    if (push.block == 0 && push.parameter == 1) c.push_nothing(0, 1);
+  }
+  for (const Push& push : order) {
+    if (push.block == 0) continue;
+    const auto values = noise(random, c.count(push.block, push.parameter));
+    c.push(push.block, push.parameter, values);
+    expected.push(push.block, push.parameter, values);
+    if (&push == &order[order.size() / 2]) {
+      for (const Push& other : order) {
+        if (other.block == 0 && other.parameter > 1) c.push_nothing(0, other.parameter);
+      }
+    }
+  }
+  expected.compare();
+}
+
+TEST_P(Gradients, APushThatIsMissingIsNoneThatBringsNothing) {
+  Collector c = collector(uneven_model(1, 2));
+  std::uint32_t count = 0;
+  for (const Push& push : all_pushes(c)) {
+    EXPECT_THROW(c.collector->check_complete(), Error);
+    const Gradient nothing{.block = push.block, .parameter = push.parameter, .data = nullptr};
+    EXPECT_EQ(c.collector->leaves_out(nothing), ++count % 2 == 0) << "with the second of two";
+    c.push_nothing(push.block, push.parameter);
+  }
+  c.collector->check_complete();
+  EXPECT_THROW(c.push_nothing(0, 1), Error) << "more than described";
+  EXPECT_THROW(c.push_nothing(0, 0), Error) << "frozen";
 }
 
 TEST_P(Gradients, ARefusedPushCountsForNothing) {

@@ -34,11 +34,13 @@ void meet(Engine& engine) {
 }
 
 // Allocations of the whole process in steps 3 to 6.
-std::uint64_t allocations(const Config& config, const ModelDescription& model, std::uint32_t unplanned = 0,
-                          const EngineOptions& options = {}) {
+std::uint64_t allocations(
+    const Config& config, const ModelDescription& model, std::uint32_t unplanned = 0, const EngineOptions& options = {},
+    decltype(testing::ToyTrainer::brings) brings = [](auto&) { return testing::Brings::kGradient; }) {
   auto engine = Engine::create(config, model, options);
   engine->import_weights(testing::toy_weights());
   testing::ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
+  trainer.brings = brings;
   trainer.between = [&] {
     for (std::uint32_t i = 0; i < unplanned; ++i) engine->acquire(i % 5, Pass::kForward, engine->stream());
   };
@@ -82,6 +84,18 @@ TEST(NoAllocation, FromStepThreeOnWhereverTensorsLive) {
           << name_of(type) << ", clipping " << clipping << ", weights " << static_cast<int>(parameters) << ", states "
           << static_cast<int>(states);
     }
+  }
+}
+
+TEST(NoAllocation, WithParametersThatAreLeftOutOfSteps) {
+  const ModelDescription model = testing::toy_model(5, 3000, kMicroBatches);
+  for (const Placement placement : {Placement::kNvme, Placement::kHost, Placement::kHbm}) {
+    testing::TempStore store;
+    const Config config = toy_config(placement, placement, DType::kBFloat16, store.path());
+    const auto brings = [](const testing::ToyPush& push) {
+      return (push.block + push.step) % 3 == push.parameter ? testing::Brings::kNothing : testing::Brings::kGradient;
+    };
+    EXPECT_EQ(allocations(config, model, 0, {}, brings), 0u) << static_cast<int>(placement);
   }
 }
 

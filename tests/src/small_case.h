@@ -29,8 +29,8 @@ namespace spillway::testing {
 // A manifest record among a log's writes.
 inline std::optional<Manifest> manifest_in(const DiskChange& change, const Plan& plan) {
   Manifest manifest;
-  if (change.op != DiskOp::kWrite || change.data->size() != record_bytes(plan.tiles.size())) return std::nullopt;
-  const auto state = decode_record(*change.data, plan.identity.fingerprint, plan.tiles.size(), manifest);
+  if (change.op != DiskOp::kWrite || change.data->size() != record_bytes(record_form(plan))) return std::nullopt;
+  const auto state = decode_record(*change.data, record_form(plan), manifest);
   return state == RecordState::kValid ? std::optional(manifest) : std::nullopt;
 }
 

@@ -91,6 +91,15 @@ __attribute__((no_sanitize("thread"))) inline void toy_gradients(const ToyNumber
   }
 }
 
+enum class Brings { kGradient, kNothing, kZeros };
+
+// One of the pushes of a step. `part`: twice the micro-batch, and one more in the head.
+struct ToyPush {
+  std::uint64_t step = 0;
+  std::uint32_t block = 0, parameter = 0;
+  std::uint64_t part = 0;
+};
+
 struct ToyTrainer {
   Engine& engine;
   const ModelDescription& model;
@@ -102,6 +111,7 @@ struct ToyTrainer {
   std::function<void()> between = [] {};  // called before every visit and before step()
   std::function<float(std::uint64_t)> gain = [](std::uint64_t) { return 1.f; };  // of every gradient in a step
   std::function<std::uint64_t(std::uint64_t)> data_of = [](std::uint64_t step) { return step; };
+  std::function<Brings(const ToyPush&)> brings = [](const ToyPush&) { return Brings::kGradient; };
   float rounded_to = 0;  // gradients, before they are scaled: multiples of it
   bool in_turn = false;  // as the model's
   // Faults that the same-bits tests must notice:
@@ -115,6 +125,11 @@ struct ToyTrainer {
     float* gradient = reinterpret_cast<float*>(engine.workspace().data());
     const DType dtype = type;
     const bool poison = step == poison_step && block == poison_block && parameter == 0;
+    const Brings what = brings({.step = step, .block = block, .parameter = parameter, .part = salt});
+    if (what == Brings::kNothing) {
+      engine.push_gradient({.block = block, .parameter = parameter}, engine.stream());
+      return;
+    }
     const ToyNumbers numbers = {.factor = gain(step),
                                 .unit = rounded_to,
                                 .loss_scale = static_cast<float>(engine.loss_scale()),
@@ -131,6 +146,7 @@ struct ToyTrainer {
         toy_gradients(numbers, weights, dtype, first, gradients, number);
         std::memcpy(gradient + first, gradients, number * sizeof(float));
       });
+      if (what == Brings::kZeros) std::memset(gradient, 0, count * sizeof(float));
       if (poison) gradient[count / 2] = NAN;
     });
     engine.push_gradient({.block = block, .parameter = parameter, .data = gradient, .dtype = DType::kFloat32},

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <optional>
+#include <vector>
 
 #include "src/machinery.h"
 #include "tests/src/toy_trainer.h"
@@ -26,8 +28,11 @@ class Rig {
       mover.finish_save(0);
     }
     machinery->store->commit(0, {}, *machinery->thread, machinery->host_region(plan.host.record));
-    scalars_of(config, plan.groups, 1, 1.0, scalars);
-    machinery->updater->begin(scalars);
+    parameters.emplace(config, plan, model);
+    parameters->begin_update(1, 1.0);
+    const std::vector<std::uint8_t> brought(2, 1);  // a block of this model has two parameters
+    for (std::uint32_t b = 0; b < model.blocks.size(); ++b) parameters->take(b, brought);
+    machinery->updater->begin(*parameters);
     machinery->updater->run_until(0, nullptr);  // several tiles, and more behind them
   }
   ~Rig() { machinery->updater->finish(); }
@@ -50,7 +55,7 @@ class Rig {
   Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
   Plan plan;
   std::unique_ptr<Machinery> machinery;
-  std::vector<OptimizerScalars> scalars;
+  std::optional<ParameterUpdates> parameters;
 };
 
 TEST(Updater, ReadsTheNextTilesWhileOneIsUpdated) {

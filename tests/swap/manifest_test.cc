@@ -5,25 +5,30 @@
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kFingerprint = 77, kTiles = 5;
+constexpr std::uint64_t kTiles = 5, kParameters = 7;
+constexpr RecordForm kForm{.fingerprint = 77, .tiles = kTiles, .parameters = kParameters};
+constexpr std::size_t kUsedBytes = 72 + kTiles * 24 + kParameters * 8 + 33;
 
 Manifest manifest_of(std::uint64_t sequence) {
-  Manifest manifest{.sequence = sequence, .step = sequence * 10, .tiles = {}, .blob = {}};
+  Manifest manifest{.sequence = sequence, .step = sequence * 10, .tiles = {}, .update_counts = {}, .blob = {}};
   for (std::uint64_t t = 0; t < kTiles; ++t) {
     manifest.tiles.push_back(
         {.slot = static_cast<std::uint8_t>((t + sequence) % 2), .checksum = {t * 3 + sequence, t * 7}});
   }
+  for (std::uint64_t p = 0; p < kParameters; ++p) manifest.update_counts.push_back(sequence * 10 - p);
   for (int i = 0; i < 33; ++i) manifest.blob.push_back(static_cast<std::byte>(i + static_cast<int>(sequence)));
   return manifest;
 }
 
-std::vector<std::byte> record_of(std::uint64_t sequence) {
-  std::vector<std::byte> bytes(record_bytes(kTiles));
-  encode_record(manifest_of(sequence), kFingerprint, bytes);
+std::vector<std::byte> record_of(const Manifest& manifest, const RecordForm& form = kForm) {
+  std::vector<std::byte> bytes(record_bytes(form));
+  encode_record(manifest, form, bytes);
   return bytes;
 }
 
-std::vector<std::byte> empty_record() { return std::vector<std::byte>(record_bytes(kTiles)); }
+std::vector<std::byte> record_of(std::uint64_t sequence) { return record_of(manifest_of(sequence)); }
+
+std::vector<std::byte> empty_record() { return std::vector<std::byte>(record_bytes(kForm)); }
 
 // The record is only ever torn within what means something; the zeros behind it are padding.
 std::vector<std::byte> torn(std::vector<std::byte> bytes, std::size_t keep) {
@@ -33,10 +38,11 @@ std::vector<std::byte> torn(std::vector<std::byte> bytes, std::size_t keep) {
 
 TEST(Manifest, RoundTrips) {
   Manifest read;
-  ASSERT_EQ(decode_record(record_of(4), kFingerprint, kTiles, read), RecordState::kValid);
+  ASSERT_EQ(decode_record(record_of(4), kForm, read), RecordState::kValid);
   const Manifest written = manifest_of(4);
   EXPECT_EQ(read.sequence, written.sequence);
   EXPECT_EQ(read.step, written.step);
+  EXPECT_EQ(read.update_counts, written.update_counts);
   EXPECT_EQ(read.blob, written.blob);
   for (std::size_t t = 0; t < kTiles; ++t) {
     EXPECT_EQ(read.tiles[t].slot, written.tiles[t].slot);
@@ -45,22 +51,57 @@ TEST(Manifest, RoundTrips) {
   }
 }
 
+// A model without a count of its updates, and what was in `read` before.
+TEST(Manifest, CountsThatWereNotRecordedComeBackAsNone) {
+  Manifest written = manifest_of(4), read = manifest_of(3);
+  written.update_counts.clear();
+  ASSERT_EQ(decode_record(record_of(written), kForm, read), RecordState::kValid);
+  EXPECT_TRUE(read.update_counts.empty());
+  EXPECT_EQ(read.blob, written.blob);
+}
+
+// 3 tiles less are as long as 9 counts.
+TEST(Manifest, ARecordThatCountsOtherParametersIsDamaged) {
+  Manifest read;
+  RecordForm other = kForm;
+  ++other.parameters;
+  EXPECT_EQ(decode_record(record_of(3), other, read), RecordState::kDamaged);
+  other = {.fingerprint = kForm.fingerprint, .tiles = kTiles - 3, .parameters = kParameters + 9};
+  EXPECT_EQ(decode_record(record_of(3), other, read), RecordState::kDamaged);
+}
+
+TEST(Manifest, ARecordHasRoomForACountOfEveryParameter) {
+  constexpr RecordForm kMany{.fingerprint = 1, .tiles = 1, .parameters = 100'000};
+  const Manifest written{.sequence = 1,
+                         .step = 9,
+                         .tiles = std::vector<TileCommit>(1),
+                         .update_counts = std::vector<std::uint64_t>(kMany.parameters, 9),
+                         .blob = std::vector<std::byte>(kBlobCapacity, std::byte{7})};
+  Manifest read;
+  ASSERT_EQ(decode_record(record_of(written, kMany), kMany, read), RecordState::kValid);
+  EXPECT_EQ(read.update_counts, written.update_counts);
+  EXPECT_EQ(read.blob, written.blob);
+}
+
 TEST(Manifest, EveryFlippedBitOfARecordIsNoticed) {
   const std::vector<std::byte> good = record_of(3);
-  const std::size_t used = 64 + kTiles * 24 + 33;
-  for (std::size_t bit = 0; bit < used * 8; ++bit) {
+  for (std::size_t bit = 0; bit < kUsedBytes * 8; ++bit) {
     std::vector<std::byte> bad = good;
     bad[bit / 8] ^= static_cast<std::byte>(1 << (bit % 8));
     Manifest read;
-    EXPECT_EQ(decode_record(bad, kFingerprint, kTiles, read), RecordState::kDamaged) << "bit " << bit;
+    EXPECT_EQ(decode_record(bad, kForm, read), RecordState::kDamaged) << "bit " << bit;
   }
 }
 
 TEST(Manifest, ARecordOfAnotherModelOrSizeIsDamaged) {
   Manifest read;
-  EXPECT_EQ(decode_record(record_of(3), kFingerprint + 1, kTiles, read), RecordState::kDamaged);
-  EXPECT_EQ(decode_record(record_of(3), kFingerprint, kTiles + 1, read), RecordState::kDamaged);
-  EXPECT_EQ(decode_record(empty_record(), kFingerprint, kTiles, read), RecordState::kEmpty);
+  RecordForm other = kForm;
+  ++other.fingerprint;
+  EXPECT_EQ(decode_record(record_of(3), other, read), RecordState::kDamaged);
+  other = kForm;
+  ++other.tiles;
+  EXPECT_EQ(decode_record(record_of(3), other, read), RecordState::kDamaged);
+  EXPECT_EQ(decode_record(empty_record(), kForm, read), RecordState::kEmpty);
 }
 
 TEST(Manifest, TheNewestValidRecordWinsAndALostNewerOneIsReported) {
@@ -83,7 +124,7 @@ TEST(Manifest, TheNewestValidRecordWinsAndALostNewerOneIsReported) {
        true},
   };
   for (std::size_t i = 0; i < cases.size(); ++i) {
-    const ManifestChoice choice = choose_manifest(cases[i].records, kFingerprint, kTiles);
+    const ManifestChoice choice = choose_manifest(cases[i].records, kForm);
     EXPECT_EQ(choice.manifest.has_value(), cases[i].sequence.has_value()) << "case " << i;
     if (choice.manifest) {
       EXPECT_EQ(choice.manifest->sequence, *cases[i].sequence) << "case " << i;
@@ -98,7 +139,7 @@ TEST(Manifest, TheNewestValidRecordWinsAndALostNewerOneIsReported) {
 
 TEST(Manifest, EveryCopyIsToldAsItWasFound) {
   const std::vector<std::vector<std::byte>> records = {record_of(2), torn(record_of(2), 90), empty_record(), {}};
-  const StoreRecords found = choose_manifest(records, kFingerprint, kTiles).copies;
+  const StoreRecords found = choose_manifest(records, kForm).copies;
   EXPECT_EQ(found[0][0].state, RecordState::kValid);
   EXPECT_EQ(found[0][0].sequence, 2u);
   EXPECT_EQ(found[0][0].step, 20u);

@@ -102,6 +102,19 @@ TEST(Residency, AnOwnedPlaceIsUsedByItsBlockAlone) {
   EXPECT_EQ(fetched, 1u);
 }
 
+// What is there from the step before is not fetched, and only what a frozen block owns may be.
+TEST(Residency, AFrozenBlockIsThereInTheNextStep) {
+  const std::vector<std::uint32_t> visits = {0, 1, 2, 3};
+  const std::vector<std::optional<std::uint32_t>> owners = {std::nullopt, 1u, 3u};
+  const auto filled = places_that_stay(owners, std::vector<std::uint8_t>{1, 1, 1, 0});
+  EXPECT_EQ(filled, (std::vector<std::uint8_t>{0, 1, 0}));
+  const auto plan = assign_places(visits, std::vector<std::uint64_t>(4, 100), std::vector<std::uint64_t>(3, 100),
+                                  {.owners = owners, .filled = filled});
+  for (std::size_t v = 0; v < visits.size(); ++v) EXPECT_EQ(plan[v].fetch, visits[v] != 1) << "visit " << v;
+  EXPECT_EQ(plan[1].place, 1u);
+  EXPECT_EQ(plan[1].after, std::nullopt);
+}
+
 TEST(Residency, ABlockLeavesWhenSoMuchIsVisitedBeforeItIsWantedAgain) {
   const auto visits = gpt2_visits(3);  // 0 1 2 3 0 3 2 1 0
   const auto fetched = [&](std::uint64_t reuse_bytes, const std::vector<std::optional<std::uint32_t>>& owners = {}) {

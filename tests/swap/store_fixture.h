@@ -46,6 +46,7 @@ inline TileStore::Created three_tiles(std::uint32_t slots = 2) {
   shape.tiles = {{.count = 200 * 1024, .type = DType::kBFloat16, .trainable = true},
                  {.count = 1024, .type = DType::kBFloat16, .trainable = true},
                  {.count = 3 * 1024, .type = DType::kBFloat16, .trainable = false}};
+  shape.parameters = 4;
   shape.slots = slots;
   shape.scratch_bytes = 65536;
   shape.identity = {.description = "three tiles", .fingerprint = 42};

@@ -20,6 +20,7 @@ Superblock some_superblock() {
   block.slots = 2;
   block.fingerprint = 7;
   block.tiles = 3;
+  block.parameters = 5;
   block.description_bytes = 100;
   block.total_bytes = 64 * kMiB;
   block.scratch_bytes = kMiB;
@@ -83,6 +84,8 @@ TEST(Superblock, NumbersThatDoNotFitTogetherAreRefused) {
       [](Superblock& b) { b.description_bytes = b.total_bytes + 1; },
       [](Superblock& b) { b.scratch_bytes = UINT64_MAX - kExtentAlignment; },
       [](Superblock& b) { b.tiles = 1025; },
+      [](Superblock& b) { b.parameters = b.total_bytes / 8 + 1; },
+      [](Superblock& b) { b.parameters = std::uint64_t{1} << 61; },
       [](Superblock& b) { b.tiles = std::uint64_t{1} << 61; },  // 24 bytes for each are 0, modulo 2^64
   };
   for (const auto& change : changes) {

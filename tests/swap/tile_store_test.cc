@@ -31,6 +31,39 @@ TEST(TileStore, ReopensAtItsLastCommit) {
   expect_tiles(*store, three_tiles(), arena, 3);
 }
 
+TEST(TileStore, UpdateCountsAreKeptWithTheStepThatTheyAreOf) {
+  StoreDirectory directory;
+  make_store(directory.path(), 1);
+  const std::vector<std::uint64_t> second = {2, 0, 1, 2}, third = {3, 0, 1, 3};
+  HostArena arena(kArenaBytes, kPinnedArena);
+  {
+    auto store = TileStore::open(directory.path(), three_tiles());
+    EXPECT_TRUE(store->committed().update_counts.empty());
+    auto thread = thread_for(*store, arena);
+    std::uint64_t step = 2;
+    for (const auto& counts : {second, third}) {
+      write_tiles(*store, three_tiles(), *thread, arena, step);
+      store->commit(step++, {}, *thread, arena.memory(), counts);
+      EXPECT_EQ(store->committed().update_counts, counts);
+    }
+  }
+  EXPECT_EQ(TileStore::open_to_read(directory.path(), three_tiles())->committed().update_counts, third);
+  EXPECT_EQ(TileStore::roll_back(directory.path(), three_tiles(), {}), 2u);
+  auto store = TileStore::open(directory.path(), three_tiles());
+  EXPECT_EQ(store->committed().update_counts, second);
+  auto thread = thread_for(*store, arena);
+  store->commit(2, {}, *thread, arena.memory());
+  EXPECT_TRUE(store->committed().update_counts.empty());
+}
+
+TEST(TileStore, AStoreOfAnotherNumberOfParametersIsOfAnotherModel) {
+  StoreDirectory directory;
+  make_store(directory.path(), 0);
+  auto shape = three_tiles();
+  ++shape.parameters;
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), shape); }), Code::kInvalidArgument);
+}
+
 TEST(TileStore, WhatWasNotCommittedIsForgottenAndTheCommittedSlotsAreUntouched) {
   StoreDirectory directory;
   make_store(directory.path(), 2);
@@ -203,7 +236,8 @@ TEST(TileStore, TheStepThatCanBeGoneBackToIsNamed) {
   const auto store = TileStore::open(directory.path(), three_tiles());
   const auto says = [&](const Extent& extent, const std::string& what) {
     for (std::uint64_t at : {extent.offset, extent.offset + extent.bytes - 1}) {
-      EXPECT_NE(store->way_back(at).find(what), std::string::npos) << store->way_back(at) << "\nnot: " << what;
+      EXPECT_NE(store->way_back(at).text.find(what), std::string::npos)
+          << store->way_back(at).text << "\nnot: " << what;
     }
   };
   const auto& tiles = store->layout().tiles;

@@ -1,7 +1,5 @@
 #include "tools/config/command.h"
 
-#include <fmt/format.h>
-
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -14,6 +12,7 @@
 #include "tools/config/report.h"
 #include "tools/config/schema.h"
 #include "tools/terminal/number_option.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::config {
 namespace {
@@ -37,11 +36,11 @@ std::uint64_t width_of_model(const std::filesystem::path& directory) {
 
 int run(const ConfigOptions& options) {
   if (options.schema) {
-    fmt::print("{}\n", schema());
+    terminal::tell("{}\n", schema());
   } else if (options.reference) {
-    fmt::print("{}", reference());
+    terminal::tell("{}", reference());
   } else if (!options.explain.empty()) {
-    fmt::print("{}", explain(options.explain));
+    terminal::tell("{}", explain(options.explain));
   } else if (options.file.empty()) {
     throw Error(Code::kInvalidArgument, {.object = "config",
                                          .happened = "no file is named",
@@ -53,9 +52,9 @@ int run(const ConfigOptions& options) {
     if (!options.model.empty()) automatic.hidden_size = width_of_model(options.model);
     const EffectiveConfig effective = read_config_files(options.file, options.aio, automatic);
     if (options.json) {
-      fmt::print("{}\n", report_json(effective));
+      terminal::tell("{}\n", report_json(effective));
     } else {
-      fmt::print("{}", report_text(effective));
+      terminal::tell("{}", report_text(effective));
     }
   }
   return 0;

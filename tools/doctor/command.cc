@@ -1,7 +1,5 @@
 #include "tools/doctor/command.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -20,6 +18,7 @@
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/number_option.h"
 #include "tools/terminal/progress.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::doctor {
 namespace {
@@ -53,9 +52,10 @@ class Doctor {
            "", ""});
     }
     if (options_.json) {
-      fmt::print("{}\n", findings_json(findings_));
+      terminal::tell("{}\n", findings_json(findings_));
     } else {
-      fmt::print("{}", findings_text(findings_, terminal::shows_colours(stdout)));
+      const bool colours = terminal::shows_colours(stdout);
+      terminal::write(stdout, terminal::masked(findings_text(findings_, colours), colours));
     }
     return exit_code_of(worst_of(findings_));
   }
@@ -142,7 +142,7 @@ class Doctor {
   }
 
   int stopped() {
-    fmt::print(stderr, "spillway: doctor: stopped; nothing is left on the drive\n");
+    terminal::tell(stderr, "spillway: doctor: stopped; nothing is left on the drive\n");
     return interrupt_.exit_code();
   }
 
@@ -183,7 +183,7 @@ void add_command(CLI::App& program, int& exit_code) {
   command->footer(
       "Example:\n  spillway doctor --config ds_config.json --model gpt2-medium\n\n"
       "Exit code: 0 all is well, 3 something makes training slower, 4 something breaks it, 1 an option or a file is "
-      "wrong, 130 and 143 after Ctrl-C and SIGTERM");
+      "wrong, 129, 130, 141 and 143 after SIGHUP, Ctrl-C, SIGPIPE and SIGTERM");
   command->callback([kept, &exit_code] { exit_code = Doctor(*kept).run(); });
 }
 

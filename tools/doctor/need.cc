@@ -14,6 +14,7 @@
 #include "tools/gpt2/config_json.h"
 #include "tools/gpt2/model.h"
 #include "tools/gpt2/trainer.h"
+#include "tools/terminal/remedies.h"
 
 namespace spillway::doctor {
 namespace {
@@ -39,7 +40,7 @@ void plan(const NeedOptions& options, const gpt2::ModelConfig& model, Config con
   } catch (const Error& error) {
     if (error.code() != Code::kDoesNotFit && error.code() != Code::kUnsupported) throw;
     need.refused = error.parts().object + ": " + error.parts().happened;
-    need.remedy = error.parts().hint;
+    need.remedy = terminal::hint_of(error);
   }
 }
 

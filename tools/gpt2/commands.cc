@@ -14,6 +14,7 @@
 #include "tools/gpt2/model.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/number_option.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::gpt2 {
 namespace {
@@ -67,8 +68,8 @@ int run_init_model(const InitOptions& options) {
   const std::uint64_t count =
       init_model(options.directory, config, options.seed, options.type, [&] { return interrupt.requested(); });
   if (count == 0) return interrupt.exit_code();
-  fmt::print("{}: a new GPT-2 of {} parameters, {} layers of width {}\n", options.directory.string(), count,
-             config.layers, config.width);
+  terminal::tell("{}: a new GPT-2 of {} parameters, {} layers of width {}\n", options.directory.string(), count,
+                 config.layers, config.width);
   return 0;
 }
 
@@ -82,8 +83,8 @@ int run_export(const ExportCommand& options) {
   const std::filesystem::path snapshot = store ? "" : find_newest_snapshot(options.store);
   const ExportedStore exported = snapshot.empty() ? export_store(paths, options.directory, how)
                                                   : export_snapshot(snapshot, options.directory, how);
-  fmt::print("{}: the model of step {} of the {} in {}\n", options.directory.string(), exported.step,
-             snapshot.empty() ? "store" : "snapshot", (snapshot.empty() ? options.store : snapshot).string());
+  terminal::tell("{}: the model of step {} of the {} in {}\n", options.directory.string(), exported.step,
+                 snapshot.empty() ? "store" : "snapshot", (snapshot.empty() ? options.store : snapshot).string());
   return 0;
 }
 

@@ -8,8 +8,11 @@
 #include <cerrno>
 #include <cmath>
 #include <fstream>
+#include <functional>
 #include <iterator>
+#include <set>
 #include <utility>
+#include <vector>
 
 #include "spillway/error.h"
 
@@ -26,20 +29,32 @@ class Overview : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, Overview
     if (!std::isfinite(value)) problem_ = "holds a number that is too large";
     return problem_ == nullptr;
   }
-  bool StartObject() {
-    if (++depth_ > kDeepest) problem_ = "is nested too deep";
+  bool StartObject() { return begin(); }
+  bool StartArray() { return begin(); }
+  // Which one of two would count differs from reader to reader.
+  bool Key(const char* name, rapidjson::SizeType length, bool) {
+    if (!keys_.back().emplace(name, length).second) problem_ = "has a key twice";
     return problem_ == nullptr;
   }
-  bool StartArray() { return StartObject(); }
-  bool EndObject(rapidjson::SizeType) { return depth_-- > 0; }
-  bool EndArray(rapidjson::SizeType) { return depth_-- > 0; }
+  bool EndObject(rapidjson::SizeType) { return end(); }
+  bool EndArray(rapidjson::SizeType) { return end(); }
 
   const char* problem() const { return problem_; }
 
  private:
-  static constexpr int kDeepest = 64;
+  static constexpr std::size_t kDeepest = 64;
 
-  int depth_ = 0;
+  bool begin() {
+    if (keys_.size() == kDeepest) problem_ = "is nested too deep";
+    keys_.emplace_back();
+    return problem_ == nullptr;
+  }
+  bool end() {
+    keys_.pop_back();
+    return true;
+  }
+
+  std::vector<std::set<std::string, std::less<>>> keys_;  // of every object that is open, empty for an array
   const char* problem_ = nullptr;
 };
 

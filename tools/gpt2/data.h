@@ -8,13 +8,15 @@
 #include <cstdint>
 #include <filesystem>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace spillway::gpt2 {
 
 class TokenFile {
  public:
-  // Reads the whole file once to refuse a token that the vocabulary does not have before anything is trained.
+  // Reads the whole file once (but for holes, which are zeros) to refuse a token that the vocabulary does not have
+  // before anything is trained.
   TokenFile(std::filesystem::path path, std::uint32_t sequence, std::uint32_t vocabulary);
   TokenFile(const TokenFile&) = delete;
   TokenFile& operator=(const TokenFile&) = delete;
@@ -22,10 +24,13 @@ class TokenFile {
 
   std::uint64_t tokens() const noexcept { return tokens_; }
   std::uint64_t rows() const noexcept { return (tokens_ - 1) / sequence_; }
+  // What tells one file from another without reading it all: its length, and a hash of its first and last 64 KiB.
+  std::string mark();
   // out: sequence + 1 tokens of row `row` modulo rows().
   void read_row(std::uint64_t row, std::span<std::uint32_t> out);
 
  private:
+  void read_bytes(std::uint64_t offset, std::span<unsigned char> out);
   void read(std::uint64_t first, std::span<std::uint32_t> out);
   void check_tokens();
 

@@ -16,6 +16,7 @@
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "spillway/log.h"
+#include "spillway/snapshot.h"
 #include "spillway/store.h"
 #include "spillway/units.h"
 #include "tools/gpt2/config_json.h"
@@ -25,7 +26,9 @@
 #include "tools/gpt2/weights.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/progress.h"
+#include "tools/terminal/remedies.h"
 #include "tools/terminal/shell_word.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::gpt2 {
 namespace {
@@ -59,11 +62,15 @@ AutoValues automatic(const FinetuneOptions& options) {
   return values;
 }
 
-// Where the data stands; travels with every commit as `row N of sequence T`.
+// Where the data stands; travels with every commit as `row N of sequence T of MARK`, the data's. Older versions wrote
+// no mark.
 struct Position {
   std::uint64_t row = 0;
+  std::string data;
 
-  std::string text(std::uint32_t sequence) const { return fmt::format("row {} of sequence {}", row, sequence); }
+  std::string text(std::uint32_t sequence) const {
+    return fmt::format("row {} of sequence {}{}{}", row, sequence, data.empty() ? "" : kOfData, data);
+  }
 
   static Position parse(std::span<const std::byte> blob, const FinetuneOptions& options) {
     const std::string text(reinterpret_cast<const char*>(blob.data()), blob.size());
@@ -72,12 +79,15 @@ struct Position {
     const std::string_view start = "row ";
     const char* begin = text.data() + std::min(start.size(), text.size());
     std::from_chars(begin, text.data() + text.size(), position.row);
+    if (const auto of = text.find(kOfData); of != text.npos) position.data = text.substr(of + kOfData.size());
     if (position.text(options.sequence) != text) {
       refuse("--seq", fmt::format("the run was begun with another row length: \"{}\"", text),
              "go on with the same --seq");
     }
     return position;
   }
+
+  static constexpr std::string_view kOfData = " of data of ";
 };
 
 void check_options(const FinetuneOptions& options, const Config& config, const ModelConfig& model) {
@@ -109,6 +119,7 @@ void check_options(const FinetuneOptions& options, const Config& config, const M
 std::optional<ModelConfig> model_of(const std::vector<std::filesystem::path>& store,
                                     const std::filesystem::path& snapshot) {
   try {
+    if (!snapshot.empty() && !find_snapshot(snapshot)) return std::nullopt;
     if (!snapshot.empty()) return load_model_config(snapshot);
     for (const Attachment& attachment : inspect_store(store).model.attachments) {
       if (attachment.name == "config.json") return model_config(ConfigJson(attachment.text, attachment.name));
@@ -234,7 +245,7 @@ class Run {
       if (const auto there = model_of(config_.nvme_paths, snapshot_)) check_same_model(*there, model_, where);
     }
     if (!options_.resume && snapshot_.empty()) weights_.emplace(options_.model, describe_model(model_, 0));
-    if (weights_ && config_.weights == DType::kFloat16) weights_->check_fp16();
+    if (weights_) weights_->check(config_.weights);
     config_.threads = compute_threads(config_);
     TrainerOptions how = trainer_options(config_, resolve_device(config_), options_.sequence);
     how.fusion = options_.fusion;
@@ -261,6 +272,7 @@ class Run {
     } else {
       position_ = Position::parse(engine_->blob(), options_);
     }
+    note_data();
     terminal::Progress progress(engine_->current_step(), std::max(options_.steps, engine_->current_step()));
     try {
       while (engine_->current_step() < options_.steps && !interrupt_.requested()) step(progress);
@@ -274,7 +286,7 @@ class Run {
     const std::string kept = !stopped ? "" : kept_in_store() ? "--resume continues" : keep_step(progress);
     progress.clear();
     if (stopped) {
-      fmt::print("stopped after step {}; {}\n", engine_->current_step(), kept);
+      terminal::tell("stopped after step {}; {}\n", engine_->current_step(), kept);
       return interrupt_.exit_code();
     }
     finish();
@@ -282,13 +294,24 @@ class Run {
   }
 
  private:
+  // Other data than before is no error: some go on with more of it on purpose.
+  void note_data() {
+    const std::string mark = data_->mark();
+    if (!position_.data.empty() && position_.data != mark) {
+      log(LogLevel::kWarning,
+          fmt::format("{}: is other data than before ({}; it was {}); training goes on with its row {}",
+                      options_.data.string(), mark, position_.data, position_.row % data_->rows()));
+    }
+    position_.data = mark;
+  }
+
   // With what the store leaves. A run that is kept in it need not be refused: an export can go elsewhere.
   void check_room_beside_store() const {
     try {
       check_room(options_.out, description_);
     } catch (const Error& error) {
       if (!kept_in_store()) throw;
-      log(LogLevel::kWarning, error.what());
+      log(LogLevel::kWarning, terminal::message_of(error));
     }
   }
 
@@ -312,12 +335,12 @@ class Run {
   std::size_t rows_per_step() const { return std::size_t{config_.micro_batch} * config_.gradient_accumulation; }
 
   void describe() const {
-    if (model_.has_dropout) fmt::print("dropout is off: config.json asks for some, and none is applied\n");
-    for (const auto& line : engine_->describe()) fmt::print("{}\n", line);
-    for (const auto& line : trainer_->describe()) fmt::print("{}\n", line);
-    fmt::print("data: {} rows of {} tokens, {} rows a step\n", data_->rows(), options_.sequence, rows_per_step());
-    fmt::print("memory ledger:\n{}", ledger_text(engine_->ledger()));
-    if (!snapshot_.empty()) fmt::print("begun with {}, step {}\n", snapshot_.string(), engine_->current_step());
+    if (model_.has_dropout) terminal::tell("dropout is off: config.json asks for some, and none is applied\n");
+    for (const auto& line : engine_->describe()) terminal::tell("{}\n", line);
+    for (const auto& line : trainer_->describe()) terminal::tell("{}\n", line);
+    terminal::tell("data: {} rows of {} tokens, {} rows a step\n", data_->rows(), options_.sequence, rows_per_step());
+    terminal::tell("memory ledger:\n{}", ledger_text(engine_->ledger()));
+    if (!snapshot_.empty()) terminal::tell("begun with {}, step {}\n", snapshot_.string(), engine_->current_step());
     std::fflush(stdout);
   }
 
@@ -352,7 +375,7 @@ class Run {
                                           : errno == EFBIG ? "raise ulimit -f and continue with --resume"
                                                            : "make room and continue with --resume"});
     if (kept) throw error;
-    log(LogLevel::kWarning, error.what());
+    log(LogLevel::kWarning, terminal::message_of(error));
     log_.close();
   }
 
@@ -383,9 +406,9 @@ class Run {
       flush();
       const std::string kept = kept_in_store() ? "--resume continues" : keep_step(progress);
       progress.clear();
-      fmt::print("ended after step {}; {}\n", engine_->current_step(), kept);
+      terminal::tell("ended after step {}; {}\n", engine_->current_step(), kept);
     } catch (const Error& error) {
-      log(LogLevel::kWarning, error.what());  // the first error is the one to end with
+      log(LogLevel::kWarning, terminal::message_of(error));  // the first error is the one to end with
     }
   }
 
@@ -399,26 +422,26 @@ class Run {
     const auto first = step_seconds_.begin() + kUnusual;
     const auto middle = first + (step_seconds_.end() - first) / 2;
     std::nth_element(first, middle, step_seconds_.end());
-    fmt::print("step: {:.2f} s predicted, {:.2f} s measured ({:+.0f} %; median of {})\n", *predicted, *middle,
-               100 * (*middle / *predicted - 1), step_seconds_.end() - first);
+    terminal::tell("step: {:.2f} s predicted, {:.2f} s measured ({:+.0f} %; median of {})\n", *predicted, *middle,
+                   100 * (*middle / *predicted - 1), step_seconds_.end() - first);
   }
 
   void finish() {
     compare_with_prediction();
     if (first_loss_)
-      fmt::print("loss: {:.4f} in the first step of this run, {:.4f} in the last\n", *first_loss_, last_loss_);
+      terminal::tell("loss: {:.4f} in the first step of this run, {:.4f} in the last\n", *first_loss_, last_loss_);
     else
-      fmt::print("step {} is done already\n", engine_->current_step());
+      terminal::tell("step {} is done already\n", engine_->current_step());
     if (!options_.out.empty()) {
       write_model();
-      fmt::print("trained model: {}\n  GPT2LMHeadModel.from_pretrained(\"{}\") loads it\n", options_.out.string(),
-                 options_.out.string());
+      terminal::tell("trained model: {}\n  GPT2LMHeadModel.from_pretrained(\"{}\") loads it\n", options_.out.string(),
+                     options_.out.string());
     } else if (kept_in_store()) {
       std::string paths = word(config_.nvme_paths[0]) + " DIR";
       for (std::size_t i = 1; i < config_.nvme_paths.size(); ++i) paths += " --with " + word(config_.nvme_paths[i]);
-      fmt::print("trained model: in the store; spillway export {} writes it\n", paths);
+      terminal::tell("trained model: in the store; spillway export {} writes it\n", paths);
     } else if (snapshots_.taken() == engine_->current_step()) {
-      fmt::print("trained model: in the snapshot; spillway export {} DIR writes it\n", word(snapshots_.place()));
+      terminal::tell("trained model: in the snapshot; spillway export {} DIR writes it\n", word(snapshots_.place()));
     } else if (store_missing_ && options_.snapshots.directory.empty()) {
       throw Error(
           Code::kNotFound,
@@ -427,7 +450,7 @@ class Run {
            .errno_value = 0,
            .hint = "move it back, or train again; --out or --save keep it elsewhere"});
     } else if (options_.snapshots.directory.empty()) {
-      fmt::print("trained model: not kept, for {}, and no --out or --save\n", no_store());
+      terminal::tell("trained model: not kept, for {}, and no --out or --save\n", no_store());
     } else if (first_loss_) {
       throw Error(Code::kIo, {.object = options_.snapshots.directory.string(),
                               .happened = "the trained model is lost: its snapshot failed, and nothing else keeps it",

@@ -21,7 +21,7 @@ struct FinetuneOptions {
   std::filesystem::path load;  // a snapshot to begin with, or a directory of them; empty: none
 };
 
-// 0, or 130 after Ctrl-C and 143 after SIGTERM. Errors: spillway::Error.
+// 0, or what the signal that ended it makes of it (terminal/interrupt.h). Errors: spillway::Error.
 int finetune(const FinetuneOptions& options);
 
 }  // namespace spillway::gpt2

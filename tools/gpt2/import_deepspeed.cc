@@ -10,6 +10,7 @@
 #include "spillway/import.h"
 #include "tools/gpt2/model.h"
 #include "tools/terminal/byte_bar.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::gpt2 {
 namespace {
@@ -45,32 +46,32 @@ std::string schedule_text(const DeepSpeedFacts& facts) {
 }
 
 void print_text(const ImportCommand& command, const DeepSpeedFacts& facts) {
-  fmt::print("{}: step {} of {}, {} parameters with {} elements\n", command.out.string(), facts.step,
-             (command.checkpoint / facts.tag).string(), facts.parameters, facts.elements);
-  fmt::print("checkpoint: {}ZeRO stage {}, {} rank{}, {} flat group{} of parameters{}\n",
-             facts.version.empty() ? "" : fmt::format("DeepSpeed {}, ", facts.version), facts.stage, facts.ranks,
-             facts.ranks == 1 ? "" : "s", facts.sub_groups, facts.sub_groups == 1 ? "" : "s",
-             facts.swapped == 0 ? "" : fmt::format(", {} arrays from NVMe's swap files, unchecked", facts.swapped));
+  terminal::tell("{}: step {} of {}, {} parameters with {} elements\n", command.out.string(), facts.step,
+                 (command.checkpoint / facts.tag).string(), facts.parameters, facts.elements);
+  terminal::tell("checkpoint: {}ZeRO stage {}, {} rank{}, {} flat group{} of parameters{}\n",
+                 facts.version.empty() ? "" : fmt::format("DeepSpeed {}, ", facts.version), facts.stage, facts.ranks,
+                 facts.ranks == 1 ? "" : "s", facts.sub_groups, facts.sub_groups == 1 ? "" : "s",
+                 facts.swapped == 0 ? "" : fmt::format(", {} arrays from NVMe's swap files, unchecked", facts.swapped));
   const bool scales = facts.snapshot_weights == DType::kFloat16;
-  fmt::print("carried: fp32 master weights, exp_avg, exp_avg_sq, and Adam's step{}\n",
-             scales ? fmt::format(", {}; the loss scale, {}, and {} skipped step{}", facts.optimizer_steps,
-                                  facts.loss_scale->scale, facts.skipped_steps, facts.skipped_steps == 1 ? "" : "s")
-                    : "");
-  fmt::print("learning rate schedule: {}\n", schedule_text(facts));
+  terminal::tell("carried: fp32 master weights, exp_avg, exp_avg_sq, and Adam's step{}\n",
+                 scales ? fmt::format(", {}; the loss scale, {}, and {} skipped step{}", facts.optimizer_steps,
+                                      facts.loss_scale->scale, facts.skipped_steps, facts.skipped_steps == 1 ? "" : "s")
+                        : "");
+  terminal::tell("learning rate schedule: {}\n", schedule_text(facts));
   if (facts.global_steps != facts.step || (facts.skipped_steps > 0 && !scales))
-    fmt::print("not carried: the engine's own count, {} steps with {} skipped\n", facts.global_steps,
-               facts.skipped_steps);
+    terminal::tell("not carried: the engine's own count, {} steps with {} skipped\n", facts.global_steps,
+                   facts.skipped_steps);
   for (const DeepSpeedGroup& group : facts.groups) {
     if (const std::string text = settings_text(group); !text.empty())
-      fmt::print("not carried, finetune's configuration says it: {}\n", text);
+      terminal::tell("not carried, finetune's configuration says it: {}\n", text);
   }
   if (facts.loss_scale && !scales)
-    fmt::print("not carried: loss scale {}, which fp16 alone needs\n", facts.loss_scale->scale);
+    terminal::tell("not carried: loss scale {}, which fp16 alone needs\n", facts.loss_scale->scale);
   if (facts.samples > 0)
-    fmt::print("not carried: the place in the data, {} rows on; finetune begins with the first row of --data\n",
-               facts.samples);
-  if (!facts.client_state.empty()) fmt::print("not carried: the program's own {}\n", joined(facts.client_state));
-  fmt::print("finetune --load {} goes on with step {}\n", command.out.string(), facts.step + 1);
+    terminal::tell("not carried: the place in the data, {} rows on; finetune begins with the first row of --data\n",
+                   facts.samples);
+  if (!facts.client_state.empty()) terminal::tell("not carried: the program's own {}\n", joined(facts.client_state));
+  terminal::tell("finetune --load {} goes on with step {}\n", command.out.string(), facts.step + 1);
 }
 
 }  // namespace
@@ -85,7 +86,7 @@ int import_checkpoint(const ImportCommand& command) {
                                                  .progress = [&](auto done, auto bytes) { bar.at(done, bytes); }});
   bar.clear();
   if (command.json)
-    fmt::print("{}\n", facts_json(facts, command.out));
+    terminal::tell("{}\n", facts_json(facts, command.out));
   else
     print_text(command, facts);
   return 0;

@@ -1,9 +1,11 @@
 #include "tools/gpt2/panel_gemm.h"
 
 #include <omp.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <oneapi/dnnl/dnnl.hpp>
 
 #include "spillway/error.h"
@@ -32,6 +34,16 @@ class SingleThreaded {
  private:
   int before_;
 };
+
+// oneDNN 2.7 writes its code to where its allocation failed, and dies of SIGSEGV. What one product takes is well below
+// this: all of a GPT-2's together ended within 10 MiB.
+void check_address_space() {
+  constexpr std::size_t kBytes = 32 << 20;
+  void* const space =
+      ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (space == MAP_FAILED) throw std::bad_alloc();
+  ::munmap(space, kBytes);
+}
 
 }  // namespace
 
@@ -78,6 +90,7 @@ PanelGemm::~PanelGemm() = default;
 void PanelGemm::prepare(const Shape& shape) {
   const auto same = [&](const auto& kernel) { return kernel->shape == shape; };
   if (std::any_of(kernels_.begin(), kernels_.end(), same)) return;
+  check_address_space();
   const SingleThreaded single;
   const auto m = static_cast<memory::dim>(shape.m), k = static_cast<memory::dim>(shape.k);
   const auto n = static_cast<memory::dim>(kPanel);

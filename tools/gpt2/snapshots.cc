@@ -11,6 +11,7 @@
 
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "tools/terminal/remedies.h"
 
 namespace spillway::gpt2 {
 namespace {
@@ -41,7 +42,7 @@ std::map<std::uint64_t, std::pair<std::filesystem::path, SnapshotFacts>> snapsho
 }
 
 void warn(std::uint64_t step, const Error& error) {
-  log(LogLevel::kWarning, fmt::format("no snapshot of step {}: {}", step, error.what()));
+  log(LogLevel::kWarning, fmt::format("no snapshot of step {}: {}", step, terminal::message_of(error)));
 }
 
 }  // namespace
@@ -96,7 +97,7 @@ void Snapshots::remove_oldest(const SnapshotFacts& newest) {
       remove_snapshot(path);
     } catch (const Error& error) {
       kept_.insert(path);
-      log(LogLevel::kWarning, fmt::format("{}; --keep leaves {} alone", error.what(), path.string()));
+      log(LogLevel::kWarning, fmt::format("{}; --keep leaves {} alone", terminal::message_of(error), path.string()));
     }
   }
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <fstream>
 #include <string_view>
 #include <unordered_set>
@@ -84,18 +85,29 @@ ModelWeights::ModelWeights(const std::filesystem::path& directory, const ModelDe
   }
 }
 
-void ModelWeights::check_fp16() {
+void ModelWeights::check(DType type) {
+  const bool half = type == DType::kFloat16;
   std::vector<float> values(64 * 1024);
   for (const auto& block : entries_) {
     for (const TensorEntry* entry : block) {
-      if (entry->type == DType::kFloat16) continue;
       for (std::uint64_t at = 0; at < entry->elements; at += values.size()) {
         const auto piece = std::span(values).first(std::min<std::uint64_t>(values.size(), entry->elements - at));
         reader_.read(*entry, at, piece);
-        const auto beyond = std::ranges::find_if_not(piece, fits_fp16);
-        if (beyond == piece.end()) continue;
-        refuse(reader_.file(*entry), fmt::format("tensor {} holds {}, and fp16 ends at 65,504", entry->name, *beyond),
-               "train it in bf16 or fp32");
+        const auto bad = std::ranges::find_if_not(
+            piece, [half](float value) { return std::isfinite(value) && (!half || fits_fp16(value)); });
+        if (bad == piece.end()) continue;
+        if (std::isfinite(*bad)) {
+          refuse(reader_.file(*entry), fmt::format("tensor {} holds {}, and fp16 ends at 65,504", entry->name, *bad),
+                 "train it in bf16 or fp32");
+        }
+        const std::uint64_t index = at + static_cast<std::uint64_t>(bad - piece.begin());
+        refuse(reader_.file(*entry),
+               fmt::format("tensor {} holds {} at index {}, before any training", entry->name,
+                           std::isnan(*bad) ? "NaN"
+                           : *bad < 0       ? "-Inf"
+                                            : "Inf",
+                           index),
+               "the file is damaged, or what made it failed: take another one");
       }
     }
   }

@@ -14,8 +14,8 @@ namespace spillway::gpt2 {
 class ModelWeights {
  public:
   ModelWeights(const std::filesystem::path& directory, const ModelDescription& model);
-  // Reads all of it to refuse a weight that fp16 rounds to infinity, with its file and tensor.
-  void check_fp16();
+  // Reads all of it to refuse, with its file and tensor, a weight that is not finite or that fp16 rounds to infinity.
+  void check(DType type);
   // For Engine::import_weights; refers to this object.
   WeightSource source();
 

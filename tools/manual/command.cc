@@ -1,11 +1,10 @@
 #include "tools/manual/command.h"
 
-#include <fmt/format.h>
-
 #include <memory>
 
 #include "tools/manual/build_facts.h"
 #include "tools/manual/outline.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::manual {
 namespace {
@@ -36,13 +35,13 @@ void add_commands(CLI::App& program, int& exit_code) {
   completion->add_option("shell", *shell, "The shell")->required()->check(CLI::IsMember({"bash", "zsh", "fish"}));
   completion->footer("Example:\n  source <(spillway completion bash)");
   completion->callback([&program, shell, &exit_code] {
-    fmt::print("{}", script_for(*shell, outline_of(program)));
+    terminal::tell("{}", script_for(*shell, outline_of(program)));
     exit_code = 0;
   });
   auto* manual = program.add_subcommand("manual", "Print the manual page");
   manual->footer("Example:\n  spillway manual | man -l -");
   manual->callback([&program, &exit_code] {
-    fmt::print("{}", man_page(outline_of(program), SPILLWAY_VERSION));
+    terminal::tell("{}", man_page(outline_of(program), SPILLWAY_VERSION));
     exit_code = 0;
   });
 }

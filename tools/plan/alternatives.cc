@@ -7,6 +7,8 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
+#include "tools/terminal/amount.h"
+#include "tools/terminal/remedies.h"
 
 namespace spillway::planning {
 namespace {
@@ -93,7 +95,12 @@ class Finder {
       row.limit = spillway::name_of(made.schedule.limit());
     } catch (const Error& error) {
       if (error.code() != Code::kDoesNotFit) throw;
-      row.refused = error.parts().hint;
+      row.refused = terminal::hint_of(error);
+      const ErrorParts& parts = error.parts();
+      if (parts.remedy == Remedy::kRaiseBudget || parts.remedy == Remedy::kRaiseBudgetOrHalve) {
+        row.needs = parts.values[0];
+        row.needed_bytes = static_cast<std::uint64_t>(terminal::size_of_text(parts.values[1]).value_or(0));
+      }
       row.bytes = without_budgets(config);
     }
     return row;

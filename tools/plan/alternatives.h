@@ -26,6 +26,8 @@ struct PlacementRow {
   double seconds = 0;
   std::string limit = {};    // the link that is busiest
   std::string refused = {};  // does not fit, and the smallest change that would let it; empty: it fits
+  std::string needs = {};    // then, if that is more of one budget: its key in the section spillway
+  std::uint64_t needed_bytes = 0;
 };
 
 // Something that makes a token cheaper.

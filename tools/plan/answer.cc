@@ -11,6 +11,7 @@
 #include "src/plan/facts.h"
 #include "tools/drive/endurance.h"
 #include "tools/plan/measure.h"
+#include "tools/terminal/remedies.h"
 
 namespace spillway::planning {
 namespace {
@@ -86,7 +87,7 @@ MeasuredRates find_rates(const PlanOptions& options, const ModelShape& shape, co
   } catch (const Error& error) {
     if (options.probe) throw;
     MeasuredRates none;
-    none.facts.push_back(fmt::format("nothing was measured: {}", error.what()));
+    none.facts.push_back(fmt::format("nothing was measured: {}", terminal::message_of(error)));
     return none;
   }
 }
@@ -178,7 +179,7 @@ Report answer(PlanOptions options) {
       report.facts.push_back(std::move(fact));
   } catch (const Error& error) {
     if (error.code() != Code::kDoesNotFit) throw;
-    report.refused = error.what();
+    report.refused = terminal::message_of(error);
   }
   report.facts.insert(report.facts.end(), on_one_drive.begin(), on_one_drive.end());
   if (report.prediction && report.prediction->plan.has_store) {

@@ -1,7 +1,5 @@
 #include "tools/plan/command.h"
 
-#include <fmt/format.h>
-
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -10,26 +8,28 @@
 #include "tools/terminal/colours.h"
 #include "tools/terminal/number_option.h"
 #include "tools/terminal/output.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::planning {
 namespace {
 
 int plan(const TypedOptions& typed) {
   const UnderstoodOptions understood = understand(typed);
-  for (const std::string& problem : understood.problems) fmt::print(stderr, "spillway: {}\n", problem);
+  for (const std::string& problem : understood.problems) terminal::tell(stderr, "spillway: {}\n", problem);
   if (!understood.problems.empty()) return 1;
   const PlanOptions& options = understood.options;
   if (!options.html.empty()) terminal::check_output("--report", options.html);
   const Report report = answer(options);
   if (options.json) {
-    fmt::print("{}\n", report_json(report));
+    terminal::tell("{}\n", report_json(report));
   } else {
-    fmt::print("{}", report_text(report, terminal::shows_colours(stdout)));
+    const bool colours = terminal::shows_colours(stdout);
+    terminal::write(stdout, terminal::masked(report_text(report, colours), colours));
   }
   std::fflush(stdout);
   if (!options.html.empty()) terminal::write_output("--report", options.html, report_html(report));
   if (report.refused.empty()) return 0;
-  fmt::print(stderr, "spillway: {}\n", report.refused);
+  terminal::tell(stderr, "spillway: {}\n", report.refused);
   return 1;
 }
 

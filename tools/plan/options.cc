@@ -9,6 +9,7 @@
 #include "src/config/hidden_size.h"
 #include "src/config/reader.h"
 #include "tools/terminal/amount.h"
+#include "tools/terminal/remedies.h"
 
 namespace spillway::planning {
 namespace {
@@ -75,7 +76,7 @@ class Reader {
         if (!typed_.model.empty()) automatic.hidden_size = hidden_size_in(typed_.model);
         config = load_config(typed_.config, typed_.aio, automatic);
       } catch (const std::exception& error) {
-        result_.problems.emplace_back(error.what());
+        result_.problems.emplace_back(terminal::message_of(error));
       }
     }
     if (typed_.device == "cuda") config.device = DeviceKind::kCuda;

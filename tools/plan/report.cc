@@ -72,15 +72,9 @@ std::string place_text(const PlacementRow& row) {
   return fmt::format("{} / {}", name_of(row.states), name_of(row.parameters));
 }
 
-// `spillway.hbm_bytes to "13728746208KiB" or more` in the units that the table has.
 std::string refusal_of(const PlacementRow& row) {
-  const std::size_t key = row.refused.find("spillway."), open = row.refused.find('"', key);
-  const std::size_t close = row.refused.find('"', open + 1);
-  if (key == std::string::npos || close == std::string::npos) return "does not fit: " + row.refused;
-  const std::string name = row.refused.substr(key + 9, row.refused.find(' ', key) - key - 9);
-  const auto bytes = terminal::size_of_text(std::string_view(row.refused).substr(open + 1, close - open - 1));
-  return fmt::format("does not fit: needs {} of {}",
-                     terminal::fixed_text_of_size(static_cast<std::uint64_t>(bytes.value_or(0))), name);
+  if (row.needs.empty()) return "does not fit: " + row.refused;
+  return fmt::format("does not fit: needs {} of {}", terminal::fixed_text_of_size(row.needed_bytes), row.needs);
 }
 
 std::vector<std::string> coarse_facts(const Report& report) {

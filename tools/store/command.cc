@@ -1,7 +1,5 @@
 #include "tools/store/command.h"
 
-#include <fmt/format.h>
-
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -10,6 +8,7 @@
 
 #include "tools/store/report.h"
 #include "tools/terminal/byte_bar.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::store {
 namespace {
@@ -43,25 +42,25 @@ int roll_back(const StoreOptions& options) {
   const std::uint64_t step =
       roll_back_store(options.paths, {.progress = [&](auto done, auto bytes) { bar.at(done, bytes); }});
   bar.clear();
-  fmt::print("{}: {} step {}, every byte of which is intact; finetune --resume goes on from there\n",
-             options.paths.front().string(), before < step ? "the last --rollback is taken back, on at" : "back at",
-             step);
+  terminal::tell("{}: {} step {}, every byte of which is intact; finetune --resume goes on from there\n",
+                 options.paths.front().string(), before < step ? "the last --rollback is taken back, on at" : "back at",
+                 step);
   return kWhole;
 }
 
 int show(const StoreOptions& options) {
   if (options.roll_back) return roll_back(options);
   const StoreInfo info = inspect_store(options.paths);
-  if (!options.json) fmt::print("{}", store_text(info));
+  if (!options.json) terminal::tell("{}", store_text(info));
   std::fflush(stdout);
   std::optional<Verified> verified;
   if (options.verify) verified = verify(options);
   if (options.json) {
-    fmt::print("{}\n", store_json(info, verified));
+    terminal::tell("{}\n", store_json(info, verified));
   } else if (verified) {
-    fmt::print("{}\n", verified_text(*verified));
+    terminal::tell("{}\n", verified_text(*verified));
     if (verified->checked.bad_extents > 0 && info.older_step) {
-      fmt::print("to do     --rollback goes back to step {} if all of it is intact\n", *info.older_step);
+      terminal::tell("to do     --rollback goes back to step {} if all of it is intact\n", *info.older_step);
     }
   }
   return damage_of(info).empty() && (!verified || verified->checked.bad_extents == 0) ? kWhole : kDamaged;

@@ -19,6 +19,7 @@
 #include "tools/terminal/json.h"
 #include "tools/terminal/output.h"
 #include "tools/terminal/progress.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::sweep {
 namespace {
@@ -63,13 +64,14 @@ class Sweep {
       measure_everything();
     } catch (const Stopped&) {
       progress_.clear();
-      fmt::print(out_, "stopped; nothing is chosen, and nothing is left on the drive\n");
+      terminal::tell(out_, "stopped; nothing is chosen, and nothing is left on the drive\n");
       return interrupt_.exit_code();
     }
     progress_.clear();
     report_.written_bytes = pace_.written();
     report_.seconds = pace_.elapsed();
-    fmt::print(out_, "{}", report_text(report_, terminal::shows_colours(out_)));
+    const bool colours = terminal::shows_colours(out_);
+    terminal::write(out_, terminal::masked(report_text(report_, colours), colours));
     if (!options_.json.empty()) terminal::write_output("--json", options_.json, report_json(report_));
     if (!options_.html.empty()) terminal::write_output("--report", options_.html, report_html(report_));
     std::fflush(out_);
@@ -94,7 +96,7 @@ class Sweep {
     report_.machine = examine_machine();
     report_.paths = rig_.facts();
     report_.file_bytes = rig_.file_bytes() / rig_.paths();
-    fmt::print(out_, "{}", preflight_text(report_));
+    terminal::tell(out_, "{}", preflight_text(report_));
     std::fflush(out_);
     prepare();
     if (rig_.paths() > 1) measure_paths_alone();

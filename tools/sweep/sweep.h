@@ -20,7 +20,7 @@ struct SweepOptions {
   bool exhaustive = false, allow_buffered = false;
 };
 
-// 0, or 130 after Ctrl-C and 143 after SIGTERM. Errors: spillway::Error.
+// 0, or what the signal that ended it makes of it (terminal/interrupt.h). Errors: spillway::Error.
 int sweep(const SweepOptions& options);
 
 }  // namespace spillway::sweep

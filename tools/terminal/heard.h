@@ -2,14 +2,13 @@
 // hangs is printed as well, since the line that tells of it may never come.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <cstdio>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "spillway/log.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::terminal {
 
@@ -19,7 +18,7 @@ class Heard {
   Heard() {
     set_log_sink([this](LogLevel, std::string_view message) {
       lines_.emplace_back(message);
-      if (hangs(message)) fmt::print(stderr, "spillway: {}\n", message);
+      if (hangs(message)) tell(stderr, "spillway: {}\n", message);
     });
   }
   ~Heard() { set_log_sink({}); }

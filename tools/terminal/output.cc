@@ -8,6 +8,7 @@
 #include <cstdio>
 
 #include "spillway/error.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::terminal {
 namespace {
@@ -60,7 +61,7 @@ void check_output(const std::string& option, const fs::path& file) {
 
 void write_output(const std::string& option, const fs::path& file, const std::string& text) {
   if (is_standard_output(file)) {
-    fmt::print("{}\n", text);
+    tell("{}\n", text);
     return;
   }
   const Place place = place_of(file);

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <string>
 
+#include "tools/terminal/tell.h"
+
 namespace spillway::terminal {
 
 // No C++ package of Debian 12 draws a progress bar; this is all that one line needs.
@@ -19,7 +21,7 @@ Progress::Progress(std::uint64_t first, std::uint64_t last, std::FILE* out)
 
 void Progress::line(std::string_view text) {
   clear();
-  fmt::print(out_, "{}\n", text);
+  tell(out_, "{}\n", text);
   if (terminal_ && last_ > first_) draw_step();
   std::fflush(out_);
 }
@@ -34,7 +36,7 @@ void Progress::at(double share, double seconds_left, std::string_view what) {
 }
 
 void Progress::clear() {
-  if (terminal_) fmt::print(out_, "\r\x1b[K");
+  if (terminal_) write(out_, "\r\x1b[K");
 }
 
 void Progress::draw_step() {
@@ -54,8 +56,9 @@ void Progress::draw(double share, std::string_view middle, double seconds_left, 
     left = rest >= 3600 ? fmt::format("{}:{:02}:{:02}", rest / 3600, rest / 60 % 60, rest % 60)
                         : fmt::format("{:02}:{:02}", rest / 60, rest % 60);
   }
-  fmt::print(out_, "\r\x1b[K[{:#<{}}{:.<{}}]{}  {} left{}{}", "", filled, "", kCells - filled, middle, left,
-             what.empty() ? "" : "  ", what);
+  write(out_, "\r\x1b[K");
+  tell(out_, "[{:#<{}}{:.<{}}]{}  {} left{}{}", "", filled, "", kCells - filled, middle, left, what.empty() ? "" : "  ",
+       what);
   std::fflush(out_);
 }
 

@@ -10,6 +10,7 @@
 namespace spillway {
 namespace {
 
+using testing::ContainsRegex;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
@@ -143,6 +144,17 @@ TEST(ConfigAuto, TheStepsOfARunMustBeKnownWhereAScheduleSpansThem) {
   EXPECT_EQ(refusal(decay),
             "c.json:1:94: scheduler.params.total_num_steps: \"auto\", and how many steps the run has is not known "
             "here; say how many steps the run has, or write the number");
+  try {  // among others, what to do about it is still the remedy
+    resolved(with(R"("x": 1, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}, "y": 1)"),
+             {});
+    ADD_FAILURE() << "nothing was refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.parts().remedy, Remedy::kSayStepsOrNumber);
+    const std::string in_other_words = error.message_in("WORDS");
+    EXPECT_THAT(in_other_words, ContainsRegex("unknown key \"x\".*\n.*\n.*\n.*not known here; WORDS\n.*\n.*\n.*\"y\""));
+    EXPECT_EQ(std::string(error.what()).size() - in_other_words.size(),
+              words_of(Remedy::kSayStepsOrNumber).size() - std::string("WORDS").size());
+  }
   AutoValues values;
   values.total_steps = 9;
   EXPECT_EQ(resolved(decay, values).schedule.total_steps, 9u);

@@ -105,6 +105,17 @@ TEST(Complaints, WhatWouldTrainSomethingElseIsRefusedWhenItIsOn) {
   }
 }
 
+// Whoever switches them on looks for files or a report that would never be there.
+TEST(Complaints, WhatWouldWriteNothingIsRefusedWhenItIsOn) {
+  for (const std::string section : {"flops_profiler", "tensorboard", "wandb", "comet", "csv_monitor", "nebula"}) {
+    EXPECT_THAT(refusal(with("\"" + section + "\": {\"enabled\": true, \"output_path\": \"out\"}")),
+                HasSubstr(section + ": enabled is on, which is DeepSpeed's, and not there; leave it out or off; "));
+    CapturedLog log;
+    parse(with("\"" + section + "\": {\"enabled\": false}"));
+    EXPECT_THAT(log.lines, ElementsAre("c.json: known, but without effect here: " + section));
+  }
+}
+
 TEST(Complaints, AKeyThatHasOneValueHereSaysWhy) {
   CapturedLog log;
   parse(R"({"train_batch_size": 1, "managed_gradient_accumulation": true, "data_types": {"buffer_dtype": null},
@@ -118,6 +129,14 @@ TEST(Complaints, AKeyThatHasOneValueHereSaysWhy) {
       HasSubstr("data_types.buffer_dtype: expected null, found the string \"bf16\"; leave it out (null only: "));
   EXPECT_THAT(refusal(with(R"("optimizer": {"params": {"amsgrad": true}})")),
               HasSubstr("optimizer.params.amsgrad: expected false, found true; leave it out (false only: "));
+  EXPECT_THAT(refusal(with(R"("zero_optimization": {"ignore_unused_parameters": false})")),
+              HasSubstr("ignore_unused_parameters: expected true, found false; leave it out (true only: what a step "));
+  const auto warmup = [](const char* last) {
+    return with(R"("scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "last_batch_iteration": )" +
+                std::string(last) + "}}");
+  };
+  parse(warmup("-1"));
+  EXPECT_THAT(refusal(warmup("7")), HasSubstr("last_batch_iteration: expected -1, found 7; leave it out (-1 only: "));
 }
 
 TEST(Complaints, AByteOrderMarkIsNoColumn) {

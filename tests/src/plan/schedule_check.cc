@@ -430,8 +430,9 @@ class Checker {
     std::vector<std::uint64_t> block_bytes;
     for (const ScheduleVisit& visit : in_.visits) visit_blocks.push_back(visit.block);
     for (const ScheduleBlock& block : in_.blocks) block_bytes.push_back(block.weight_bytes);
+    const auto filled = places_that_stay(in_.owners, frozen_blocks(in_));
     const auto planned = assign_places(visit_blocks, block_bytes, in_.place_bytes,
-                                       {.owners = in_.owners, .reuse_bytes = in_.reuse_bytes});
+                                       {.owners = in_.owners, .reuse_bytes = in_.reuse_bytes, .filled = filled});
     std::vector<bool> waits(in_.blocks.size(), true);  // has tiles whose update is still to come
     std::size_t updated = 0;                           // of the order
     std::vector<std::uint32_t> order;

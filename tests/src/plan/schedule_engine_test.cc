@@ -117,6 +117,23 @@ TEST(ScheduleEngine, MovesThePlannedBytesWithAPlaceLessAndTwoMore) {
   }
 }
 
+TEST(ScheduleEngine, MovesThePlannedBytesOfFrozenBlocksThatStay) {
+  ModelDescription model = testing::toy_model(kBlocks, 60'000, kMicroBatches);
+  for (std::uint32_t b = 1; b < 5; ++b) {
+    for (Parameter& parameter : model.blocks[b].parameters) parameter.trainable = false;
+  }
+  for (const std::uint64_t more : {0, 2, 4}) {
+    const Plan plan = compare(
+        Placement::kNvme, Placement::kNvme,
+        [&](Config& config) {
+          const Plan usual = make_plan(config, model);
+          config.hbm_bytes = usual.ledger.total(Placement::kHbm) + more * usual.hbm.places.back().bytes;
+        },
+        model);
+    EXPECT_EQ(std::ranges::count(blocks_that_stay(plan), 1), static_cast<std::ptrdiff_t>(more));
+  }
+}
+
 TEST(ScheduleEngine, MovesThePlannedBytesOfAccumulators) {
   const ModelDescription model = testing::toy_model(kBlocks, 60'000, kMicroBatches, true, true);
   for (const std::uint64_t more : {0, 3}) {  // places and those that stay

@@ -39,9 +39,12 @@ TEST(ModelsConfigJson, WhatIsNoJsonObjectIsRefused) {
       {std::string("{}\0{", 4), "zero byte at byte 2"},
       {"{\"a\": \"\xff\"}", "not valid JSON"},
       {R"({"a": 99999e308})", "a number that is too large"},
+      {R"({"n_head": 4, "n_layer": 2, "n_head": 2})", "has a key twice"},
+      {R"([{"a": {"b": 1, "b": 1}}])", "has a key twice"},
   };
   for (const auto& [text, words] : cases) EXPECT_THAT(refusal(text), HasSubstr(words)) << text.substr(0, 200);
   EXPECT_EQ(refusal("{}"), "accepted");
+  EXPECT_EQ(refusal(R"({"a": {"a": [{"a": 1}, {"a": 1}]}, "b": {"a": 1}})"), "accepted");
 }
 
 TEST(ModelsConfigJson, ValuesHaveTypesAndNullIsMissing) {

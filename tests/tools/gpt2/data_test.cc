@@ -69,6 +69,35 @@ TEST_F(TokenFileTest, TokenOutsideTheVocabularyIsNamedWithItsByteOffset) {
   EXPECT_EQ(refusal(words(tokens), 32, 301), "accepted");
 }
 
+// A TiB of holes: read through, it would take longer than a test may.
+TEST_F(TokenFileTest, HolesAreZerosAndAreNotRead) {
+  const auto path = words({1, 2, 300, 4});
+  std::error_code error;
+  std::filesystem::resize_file(path, std::uintmax_t{1} << 40, error);
+  if (error) GTEST_SKIP() << "no file of 1 TiB here: " << error.message();
+  EXPECT_EQ(refusal(path, 32, 301), "accepted");
+  EXPECT_NE(refusal(path, 32, 300).find("byte offset 4 "), std::string::npos);
+  std::fstream(path, std::ios::in | std::ios::out | std::ios::binary)
+      .seekp(std::streamoff{1} << 39)
+      .write("\xff\xff", 2);
+  EXPECT_NE(refusal(path, 32, 301).find("token 65535 at byte offset 549755813888 "), std::string::npos);
+}
+
+TEST_F(TokenFileTest, AMarkTellsFilesOfOtherEndsApart) {
+  std::vector<unsigned char> bytes(300'000, 1);
+  const auto mark = [&] { return TokenFile(write("text", bytes), 32, 256).mark(); };
+  const std::string first = mark();
+  EXPECT_EQ(first.substr(0, first.find(',')), "300000 bytes");
+  EXPECT_EQ(mark(), first);
+  for (const std::size_t at : {std::size_t{0}, std::size_t{65535}, bytes.size() - 1, bytes.size() - 65536}) {
+    bytes[at] = 2;
+    EXPECT_NE(mark(), first) << at;
+    bytes[at] = 1;
+  }
+  bytes.pop_back();
+  EXPECT_NE(mark(), first);
+}
+
 TEST_F(TokenFileTest, FilesThatHoldNoRowAreRefused) {
   EXPECT_NE(refusal(write("empty", {}), 4, 256).find("holds 0 tokens"), std::string::npos);
   EXPECT_NE(refusal(write("short", {1, 2, 3, 4}), 4, 256).find("one row takes 5"), std::string::npos);
