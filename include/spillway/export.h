@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <vector>
 
 #include "spillway/dtype.h"
@@ -24,6 +25,8 @@ struct ExportOptions {
   DType type = DType::kFloat32;
   std::uint64_t max_file_bytes = kMaxFileBytes;  // of tensor data; above it the model is sharded
   bool replace = false;  // a model that is in the directory already: refused (kExists), or replaced
+  // Of the values, at 4 bytes each. What it throws ends the export, which leaves nothing then.
+  std::function<void(std::uint64_t done, std::uint64_t bytes)> progress = {};
 };
 
 void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,

@@ -12,6 +12,7 @@
 #include "src/checkpoint/snapshot_record.h"
 #include "src/checkpoint/store_inspection.h"
 #include "src/checkpoint/tile_values.h"
+#include "src/formats/element_count.h"
 #include "src/formats/new_directory.h"
 #include "src/formats/plain_file.h"
 #include "src/plan/description.h"
@@ -19,6 +20,14 @@
 
 namespace spillway {
 namespace {
+
+std::uint64_t value_bytes(const ModelDescription& model) {
+  std::uint64_t elements = 0;
+  for (const Block& block : model.blocks) {
+    for (const Parameter& parameter : block.parameters) elements += count_elements(parameter.name, parameter.shape);
+  }
+  return elements * sizeof(float);
+}
 
 // A new directory is complete or not there. One that exists is filled as it is: it may be a mount point or a link, and
 // hold what belongs beside a model.
@@ -37,8 +46,12 @@ void write_model(const ModelDescription& model, const std::filesystem::path& dir
                                   .max_file_bytes = options.max_file_bytes,
                                   .replace = options.replace,
                                   .alone = !made}});
+    const std::uint64_t bytes = value_bytes(model);
+    std::uint64_t done = 0;
     walk([&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values) {
       writer.write(block, parameter, first, values);
+      done += values.size_bytes();
+      if (options.progress) options.progress(done, bytes);
     });
     writer.finish();
   }

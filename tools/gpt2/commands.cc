@@ -12,6 +12,7 @@
 #include "tools/gpt2/import_deepspeed.h"
 #include "tools/gpt2/init_model.h"
 #include "tools/gpt2/model.h"
+#include "tools/terminal/byte_bar.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/number_option.h"
 #include "tools/terminal/tell.h"
@@ -73,16 +74,32 @@ int run_init_model(const InitOptions& options) {
   return 0;
 }
 
+struct Stopped {};  // by Ctrl-C
+
 int run_export(const ExportCommand& options) {
-  const ExportOptions how = {.type = options.type, .max_file_bytes = options.shard_bytes, .replace = true};
+  const terminal::Interrupt interrupt("ending without a model");  // before anything that starts threads
+  terminal::ByteBar bar("exporting");
+  const auto progress = [&](std::uint64_t done, std::uint64_t bytes) {
+    if (interrupt.requested()) throw Stopped();
+    bar.at(done, bytes);
+  };
+  const ExportOptions how = {
+      .type = options.type, .max_file_bytes = options.shard_bytes, .replace = true, .progress = progress};
   std::vector<std::filesystem::path> paths{options.store};
   paths.insert(paths.end(), options.others.begin(), options.others.end());
   // Where somebody keeps both in one directory, a store is what was named.
   std::error_code ignored;
   const bool store = std::filesystem::exists(options.store / "spillway.store", ignored);
   const std::filesystem::path snapshot = store ? "" : find_newest_snapshot(options.store);
-  const ExportedStore exported = snapshot.empty() ? export_store(paths, options.directory, how)
-                                                  : export_snapshot(snapshot, options.directory, how);
+  ExportedStore exported;
+  try {
+    exported = snapshot.empty() ? export_store(paths, options.directory, how)
+                                : export_snapshot(snapshot, options.directory, how);
+  } catch (const Stopped&) {
+    bar.clear();
+    return interrupt.exit_code();
+  }
+  bar.clear();
   terminal::tell("{}: the model of step {} of the {} in {}\n", options.directory.string(), exported.step,
                  snapshot.empty() ? "store" : "snapshot", (snapshot.empty() ? options.store : snapshot).string());
   return 0;

@@ -10,6 +10,7 @@
 #include "spillway/import.h"
 #include "tools/gpt2/model.h"
 #include "tools/terminal/byte_bar.h"
+#include "tools/terminal/interrupt.h"
 #include "tools/terminal/tell.h"
 
 namespace spillway::gpt2 {
@@ -77,13 +78,23 @@ void print_text(const ImportCommand& command, const DeepSpeedFacts& facts) {
 }  // namespace
 
 int import_checkpoint(const ImportCommand& command) {
+  struct Stopped {};                                                 // by Ctrl-C
+  const terminal::Interrupt interrupt("ending without a snapshot");  // before anything that starts threads
   const ModelDescription model = describe_model(load_model_config(command.model), 0);
   terminal::ByteBar bar("importing");
-  const DeepSpeedFacts facts = import_deepspeed(command.checkpoint, model, command.out,
-                                                {.tag = command.tag,
-                                                 .weights = command.type,
-                                                 .verify = !command.no_verify,
-                                                 .progress = [&](auto done, auto bytes) { bar.at(done, bytes); }});
+  const auto progress = [&](std::uint64_t done, std::uint64_t bytes) {
+    if (interrupt.requested()) throw Stopped();
+    bar.at(done, bytes);
+  };
+  DeepSpeedFacts facts;
+  try {
+    facts = import_deepspeed(
+        command.checkpoint, model, command.out,
+        {.tag = command.tag, .weights = command.type, .verify = !command.no_verify, .progress = progress});
+  } catch (const Stopped&) {
+    bar.clear();
+    return interrupt.exit_code();
+  }
   bar.clear();
   if (command.json)
     terminal::tell("{}\n", facts_json(facts, command.out));

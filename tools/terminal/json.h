@@ -76,7 +76,7 @@ class Json {
 
   std::string text() {
     if (!writer_.IsComplete()) writer_.EndObject();
-    return {buffer_.GetString(), buffer_.GetSize()};
+    return without_controls({buffer_.GetString(), buffer_.GetSize()});
   }
 
   // JSON is UTF-8, and a path may be anything: `?` for each byte that is none.
@@ -97,6 +97,26 @@ class Json {
   }
 
  private:
+  // RapidJSON escapes the control characters below U+0020 alone. Others are part of strings, and tell() would mask
+  // them.
+  static std::string without_controls(std::string_view json) {
+    std::string shown;
+    for (std::size_t i = 0; i < json.size(); ++i) {
+      const auto byte = static_cast<unsigned char>(json[i]);
+      const auto next = static_cast<unsigned char>(i + 1 < json.size() ? json[i + 1] : 0);
+      if (byte == 0x7f) {
+        shown += "\\u007f";
+      } else if (byte == 0xc2 && next < 0xa0) {
+        shown += next < 0x90 ? "\\u008" : "\\u009";
+        shown += "0123456789abcdef"[next & 0xf];
+        ++i;
+      } else {
+        shown += json[i];
+      }
+    }
+    return shown;
+  }
+
   void put_key(std::string_view key) { writer_.Key(key.data(), static_cast<rapidjson::SizeType>(key.size())); }
 
   rapidjson::StringBuffer buffer_;

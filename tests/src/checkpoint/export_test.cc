@@ -279,6 +279,27 @@ TEST_F(Export, ADamagedSnapshotIsRefusedAndLeavesNothing) {
   EXPECT_EQ(export_snapshot(out("snapshot"), out("new"), {}).step, kSteps);
 }
 
+TEST_F(Export, WhatItsProgressThrowsEndsItAndLeavesNothing) {
+  train(DType::kBFloat16, [&](Engine& engine) { engine.save(out("snapshot")); });
+  struct Stopped {};
+  std::uint64_t last = 0, all = 0;
+  const auto count = [&](std::uint64_t done, std::uint64_t bytes) {
+    EXPECT_GT(done, last);
+    last = done;
+    all = bytes;
+  };
+  export_store({out("store")}, out("whole"), {.progress = count});
+  EXPECT_EQ(last, all);
+  EXPECT_GT(all, 0u);
+  const auto before = names();
+  const ExportOptions stopped{.progress = [&](std::uint64_t done, std::uint64_t) {
+    if (done > all / 2) throw Stopped();
+  }};
+  EXPECT_THROW(export_store({out("store")}, out("new"), stopped), Stopped);
+  EXPECT_THROW(export_snapshot(out("snapshot"), out("new"), stopped), Stopped);
+  EXPECT_EQ(names(), before);
+}
+
 // A snapshot may have come from anywhere: what a link in it leads to must not end up in a model that is passed on.
 TEST_F(Export, ALinkInPlaceOfASnapshotsAttachmentIsNotFollowed) {
   train(DType::kBFloat16, [&](Engine& engine) { engine.save(out("snapshot")); });

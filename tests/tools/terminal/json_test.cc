@@ -17,6 +17,11 @@ std::string written(const auto& value) {
   return json.text();
 }
 
+TEST(Json, NoControlCharacterIsInIt) {
+  EXPECT_EQ(written("a\x1b\x7f\xc2\x9b\xc2\x80z"), "{\n\"a\": \"a\\u001B\\u007f\\u009b\\u0080z\"\n}");
+  EXPECT_EQ(written("\xc2\xa0\xc3\x9f"), "{\n\"a\": \"\xc2\xa0\xc3\x9f\"\n}");
+}
+
 TEST(Json, MembersAreWrittenByTheirTypes) {
   EXPECT_EQ(written(true), "{\n\"a\": true\n}");
   EXPECT_EQ(written(-3), "{\n\"a\": -3\n}");
