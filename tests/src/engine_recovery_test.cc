@@ -90,7 +90,8 @@ class Recovery : public ::testing::Test {
       const Error error = error_of(call);
       EXPECT_EQ(error.code(), Code::kIo);
       EXPECT_NE(std::string(error.what()).find("stopped after an earlier error"), std::string::npos) << error.what();
-      EXPECT_NE(error.parts().hint.find("resume"), std::string::npos);
+      EXPECT_EQ(error.parts().remedy, Remedy::kReopen);
+      EXPECT_EQ(error.parts().happened.find("on_existing"), std::string::npos) << "in words of one client";
     }
   }
   // From the last commit to step 6.
