@@ -10,6 +10,7 @@ from .library import Error
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # as from_pretrained() looks for them
 PART, BUFFERS = "model-weights.safetensors", "model-buffers.safetensors"
+KEPT = "spillway_buffers.pt"
 
 
 def persistent(model):
@@ -58,13 +59,23 @@ def save(model, directory):
         whole_files.sync(directory)
 
 
+def keep(model, directory):
+    """In a checkpoint of a trainer's, under the names in memory, which an export may turn into others."""
+    values = {name: buffer.detach().cpu() for name, buffer in persistent(model).items()}
+    if values:
+        whole_files.write(os.path.join(os.fspath(directory), KEPT), lambda file: torch.save(values, file))
+
+
 def load(model, directory):
-    """Gives the model the buffers of an export, if that has some."""
-    path = os.path.join(os.fspath(directory), BUFFERS)
-    if not os.path.exists(path):
-        path = os.path.join(os.fspath(directory), WEIGHTS)  # beside the weights, where their names were turned back
-    wanted = persistent(model)
-    if wanted and os.path.exists(path):
-        with _safetensors().safe_open(path, "pt") as file, torch.no_grad():
-            for name in wanted.keys() & set(file.keys()):
-                wanted[name].copy_(file.get_tensor(name))
+    """Gives the model the buffers of a checkpoint or an export, if that has some."""
+    kept, exported = (os.path.join(os.fspath(directory), name) for name in (KEPT, BUFFERS))
+    if os.path.exists(kept):
+        values = torch.load(kept, map_location="cpu")
+    elif os.path.exists(exported):
+        values = _safetensors().load_file(exported)
+    else:
+        return
+    with torch.no_grad():
+        for name, buffer in persistent(model).items():
+            if name in values:
+                buffer.copy_(values[name])

@@ -134,8 +134,8 @@ class DeepSpeedEngine(Answers, Engine):
         return self.save_16bit_model(save_dir, save_filename)
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-        """All of it. exclude_frozen_parameters, which saves space in DeepSpeed's, cannot be done, and is said: a snapshot
-        has the weights of the whole model, and loads without another source."""
+        """All of it. exclude_frozen_parameters, which saves space in DeepSpeed's, cannot be done, which is said: a
+        snapshot has the weights of the whole model, and loads without another source."""
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = os.path.join(save_dir, tag)
         if deepspeed_import.is_deepspeeds(folder):

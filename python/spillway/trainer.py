@@ -256,6 +256,7 @@ class Mixin:
     def _save_optimizer_and_scheduler(self, output_dir):
         self.engine.save(os.path.join(output_dir, SNAPSHOT), replace=True)
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULE))
+        buffers.keep(self.model, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if self.engine is not None:

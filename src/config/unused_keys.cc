@@ -220,7 +220,7 @@ constexpr ConfigKey kUnusedKeys[] = {
     {.path = "zero_optimization.ignore_unused_parameters",
      .kind = kOnly,
      .standard = "",
-     .doc = "true only: what a step does not use has a gradient of zero",
+     .doc = "true only: a step may leave parameters out",
      .allowed = "true"},
     {"zero_optimization.legacy_stage1", kBool, "", kFeature},
     {"zero_optimization.round_robin_gradients", kBool, "", kComm},

@@ -12,7 +12,7 @@ from case import main
 
 import torch
 
-from spillway import safetensors_files
+from spillway import buffers, safetensors_files
 from toy_model import DEVICE, batches, config, model, train
 
 
@@ -167,6 +167,18 @@ class Export(Folder):
         for name, value in found.items():
             self.assertTrue(torch.equal(wanted[name].to(value.dtype), value), name)
             self.assertEqual(torch.int64 if name == "seen" else torch.bfloat16, value.dtype)
+
+    def test_ATrainersCheckpointKeepsBuffersUnderTheirNamesInMemory(self):
+        """An export beside them may have others."""
+        kept, given = model(), model()
+        kept.register_buffer("seen", torch.tensor([7.0]))
+        given.register_buffer("seen", torch.tensor([0.0]))
+        buffers.load(given, self.folder)
+        self.assertEqual([0.0], given.seen.tolist())
+        buffers.keep(kept, self.folder)
+        buffers.load(given, self.folder)
+        self.assertEqual([7.0], given.seen.tolist())
+        buffers.keep(model(), self.folder / "none")  # which has none to keep
 
     def test_WhatAnExportWillNeedIsSaidAtTheStart(self):
         network = model()

@@ -130,7 +130,7 @@ TEST(Complaints, AKeyThatHasOneValueHereSaysWhy) {
   EXPECT_THAT(refusal(with(R"("optimizer": {"params": {"amsgrad": true}})")),
               HasSubstr("optimizer.params.amsgrad: expected false, found true; leave it out (false only: "));
   EXPECT_THAT(refusal(with(R"("zero_optimization": {"ignore_unused_parameters": false})")),
-              HasSubstr("ignore_unused_parameters: expected true, found false; leave it out (true only: what a step "));
+              HasSubstr("ignore_unused_parameters: expected true, found false; leave it out (true only: a step may "));
   const auto warmup = [](const char* last) {
     return with(R"("scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "last_batch_iteration": )" +
                 std::string(last) + "}}");
