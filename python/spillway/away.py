@@ -72,8 +72,8 @@ def _find(values):
 
 
 def written_outside(name):
-    return Error("unsupported", f"{name}: was written to outside of its block, which is lost; weights come from weights= "
-                                "or a snapshot, and change by training")
+    return Error("unsupported", f"{name}: was written to outside of its block, which is lost; weights come from "
+                                "weights= or a snapshot, and change by training")
 
 
 def _refuse(function, parameter, is_first):
@@ -85,7 +85,7 @@ def _refuse(function, parameter, is_first):
     if is_first and (called in WRITES or called.endswith("_") and not called.endswith("__")):
         raise written_outside(name)
     raise Error("invalid_argument", f"{name}: is read outside of its block, while its values are away; read it inside "
-                                    f"`with engine.weights_of(\"{block}\"):`, or name in blocks= a module that has "
+                                    f'`with engine.weights_of("{block}"):`, or name in blocks= a module that has '
                                     "both its block and what reads it")
 
 

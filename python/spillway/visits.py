@@ -9,6 +9,8 @@ forward. It ends at the block's arguments, what it saved is dropped behind the r
 what leaves a block otherwise, in an attribute or by an inner module's hook, refuses to be used in a loss.
 """
 import contextlib
+import functools
+import importlib
 import random
 import sys
 
@@ -265,8 +267,18 @@ def _check_call(block, arguments, keywords):
                        "backward; call the model with use_cache=False")
 
 
+@functools.lru_cache(None)
+def leave_untraced():
+    """torch.compile traces what a block does, and not how its weights come and go: it looks into parameters."""
+    if hasattr(torch, "compile"):
+        for rules in ("trace_rules", "skipfiles"):  # since PyTorch 2.2, and before
+            with contextlib.suppress(ImportError, AttributeError):
+                importlib.import_module(f"torch._dynamo.{rules}").add(__package__)
+
+
 def run_in_visits(engine, block):
     """Puts the visit in the place of the module's forward."""
+    leave_untraced()
     block.run = block.module.forward
 
     def forward(*arguments, **keywords):

@@ -67,7 +67,8 @@ def reads(weight, x):
 
 def writes(weight, x):
     return {
-        "fill_": lambda: weight.fill_(0.5), "zero_": lambda: weight.zero_(), "setitem": lambda: weight.__setitem__(0, 1),
+        "fill_": lambda: weight.fill_(0.5), "zero_": lambda: weight.zero_(),
+        "setitem": lambda: weight.__setitem__(0, 1), "clamp_": lambda: weight.clamp_(min=0),
         "data": lambda: setattr(weight, "data", torch.zeros(8, 8)), "augmented": lambda: weight.__imul__(2),
         "init": lambda: torch.nn.init.ones_(weight), "copy_": lambda: weight.copy_(x[:1].expand(8, 8)),
     }
@@ -102,8 +103,8 @@ class Reads(Case):
         weight = engine.module[0].linear.weight
         with torch.no_grad():
             for read in (lambda: scripted(X, weight), lambda: torch.tensor(weight), lambda: X.new_tensor(weight),
-                         lambda: torch.as_tensor(weight, dtype=torch.float64), lambda: torch.Tensor(weight.new_ones(1))
-                         * weight.as_subclass(torch.Tensor)):
+                         lambda: torch.as_tensor(weight, dtype=torch.float64),
+                         lambda: weight.as_subclass(torch.Tensor)):
                 try:
                     self.assertTrue(read().isnan().all())
                 except spillway.Error as error:
@@ -194,6 +195,33 @@ class Reads(Case):
         engine.backward(engine(X).sum())
         self.assertEqual(1, engine.step().step)
 
+    @unittest.skipUnless(hasattr(torch.nn.Module, "compile"), "PyTorch before 2.2")
+    def test_CompiledModulesFindTheirWeights(self):
+        def step(compiled, whole=None):
+            network = compiled(lines(None, None))
+            engine = self.engine(network)
+            run = whole(network) if whole else engine
+            engine.backward(loss := run(X).pow(2).mean())
+            found = loss.item(), engine.step().gradient_norm
+            engine.close()
+            return found
+
+        def block(network):
+            network[0].compile(backend="eager")
+            return network
+
+        def inside(network):
+            network[0].linear.compile(backend="eager")
+            return network
+
+        def wrapped(network):
+            return torch.nn.Sequential(torch.compile(network[0], backend="eager"), network[1])
+
+        wanted = step(lambda network: network)
+        for compiled in (block, inside, wrapped):
+            self.assertEqual(wanted, step(compiled), compiled.__name__)
+        self.assertEqual(wanted, step(lambda network: network, lambda network: torch.compile(network, backend="eager")))
+
 
 class Known(Case):
     def test_WithoutValues(self):
@@ -224,6 +252,7 @@ class Known(Case):
         self.assertIn(parameters[0], parameters)
         optimizer = torch.optim.AdamW(engine.module.parameters())
         optimizer.zero_grad()
+        optimizer.step()  # of no gradients
         for p in parameters:
             p.grad = None
             p.requires_grad_(True)
@@ -235,7 +264,6 @@ class Known(Case):
             self.assert_error(r"0\.linear\.weight: is asked for its gradient by something else than engine.backward",
                               torch.autograd.grad, engine(X).sum(), parameters, allow_unused=unused)
         engine.backward(engine(X).sum())
-        optimizer.step()  # of no gradients
         self.assertEqual(1, engine.step().step)
         self.assertEqual("kept", parameters[0].note)
         self.assertIs(parameters[0], engine.module[0].linear.weight)
