@@ -1,5 +1,6 @@
 // The `spillway` program.
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -70,7 +71,8 @@ int with_output_written(int exit_code) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::signal(SIGXFSZ, SIG_IGN);  // a write beyond ulimit -f fails with EFBIG, like one that finds no room
+  ::umask(::umask(0) | S_IWGRP | S_IWOTH);  // what a run leaves is for nobody else to change
+  std::signal(SIGXFSZ, SIG_IGN);            // a write beyond ulimit -f fails with EFBIG, like one that finds no room
   CLI::App program("Fine-tunes models that do not fit the GPU: weights, gradients and Adam states in three tiers");
   program.require_subcommand(1);
   program.footer(
