@@ -27,8 +27,8 @@ std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOpti
   for (const auto& path : paths) {
     room.push_back(free_disk_bytes(path) + TileStore::file_bytes(path));
     have += room.back();
-    // The header, and the unit by which a row that is cut short exceeds the shares.
-    if (paths.size() > 1) room.back() -= std::min(room.back(), 2 * kMiB);
+    // The superblocks, and the unit by which a row that is cut short exceeds the shares.
+    room.back() -= std::min(room.back(), paths.size() > 1 ? 2 * kMiB : kExtentAlignment);
   }
   std::vector<double> rates = config.nvme_rates;
   const bool measured = rates.empty() && paths.size() > 1;

@@ -43,7 +43,10 @@ struct StoreIdentity {
   std::string description;        // kept in the file; what the store is a store of
   std::uint64_t fingerprint = 0;  // of whatever must be equal for a store to fit a run
   // What two descriptions differ in, first what their fingerprints cover; empty or null: not known here.
+  // Throws kUnsupported when the stored one tells of what this version does not know.
   std::string (*difference)(const std::string& stored, const std::string& wanted) = nullptr;
+  // The description as a store of that format has it; null: all have the same.
+  std::string (*as_of_format)(const std::string& description, std::uint32_t format) = nullptr;
 };
 
 class TileStore {
@@ -111,7 +114,7 @@ class TileStore {
   std::uint64_t commit_buffer_bytes() const { return record_bytes(form_); }
   // Makes the written slots the committed ones. Every write must have completed. Blocks. Throws kIo when one of them
   // was lost, with the last commit as it was. Where files of the store are not there any more it succeeds: missing().
-  // update_counts: see Manifest.
+  // update_counts: see Manifest; kUnsupported, with nothing written, when the store's format has no room for them.
   void commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread, std::span<std::byte> buffer,
               std::span<const std::uint64_t> update_counts = {});
   // One of its files that nobody finds after this process, as it was removed, moved or cut short. Null: none.
@@ -122,7 +125,13 @@ class TileStore {
   std::string way_back(std::uint64_t offset) const;
 
  private:
+  static constexpr const char* kStartAnew = "restore a snapshot, or start over with on_existing replace";
+  static constexpr double kLockPatienceSeconds = 10;  // the kernel may still finish a killed holder's writes
+
   TileStore(StoreFiles files, const Created& shape, StoreLayout layout);
+  static RecordForm form_of(const Created& shape);  // of a new store
+  static RecordForm form_of(const Superblock& block);
+  static StoreGeometry geometry_of(const Created& shape, const RecordForm& form);
   static std::unique_ptr<TileStore> at_last_commit(StoreFiles files, const Created& shape);
   void write_description(const Created& shape);
   void write_text(const std::string& description);

@@ -323,7 +323,7 @@ TEST_F(Recovery, AFlippedBitInASpilledGradientIsNamedAndNeverUsed) {
     ToyTrainer trainer{*engine, large, kType, 1};
     trainer.run_step();  // the last tile is updated, and its gradient read, in the next forward pass
     const std::uint64_t at =
-        std::filesystem::file_size(store_file()) - plan.scratch_bytes + plan.tiles[tile].gradient.offset;
+        TileStore::space_bytes(store_shape(plan)) - plan.scratch_bytes + plan.tiles[tile].gradient.offset;
     flip_bit(at + 321);
     const Error error = error_of([&] { trainer.run_step(); });
     EXPECT_EQ(error.code(), Code::kCorrupt);

@@ -1,0 +1,106 @@
+// What opening a store finds, mends and refuses, and who makes one at the same time.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "spillway/log.h"
+#include "tests/swap/store_fixture.h"
+
+namespace spillway {
+namespace {
+
+using namespace testing;
+
+std::string with_log(const std::function<void()>& work) {
+  std::string said;
+  set_log_sink([&said](LogLevel, std::string_view message) { said += std::string(message) + "\n"; });
+  work();
+  set_log_sink({});
+  return said;
+}
+
+TEST(TileStoreOpen, EitherSuperblockSufficesAndTheOtherIsWrittenAnew) {
+  for (const bool first : {true, false}) {
+    StoreDirectory directory;
+    make_store(directory.path(), 2);
+    const std::uint64_t end = std::filesystem::file_size(directory.file());
+    directory.damage(first ? 30 : end - kExtentAlignment + 30);
+    const std::filesystem::path paths[] = {directory.path()};
+    EXPECT_TRUE(StoreFiles::open_to_look(paths).superblock_damaged(0));  // and stays
+    EXPECT_EQ(TileStore::open_to_read(directory.path(), three_tiles())->committed().step, 2u);
+    const std::string said = with_log([&] {
+      EXPECT_TRUE(StoreFiles::open_to_look(paths).superblock_damaged(0));
+      EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 2u);
+    });
+    EXPECT_NE(said.find("one of its two superblocks was damaged and is written anew"), std::string::npos) << said;
+    EXPECT_FALSE(StoreFiles::open_to_look(paths).superblock_damaged(0));
+    EXPECT_EQ(std::filesystem::file_size(directory.file()), end);
+    EXPECT_EQ(with_log([&] { TileStore::open(directory.path(), three_tiles()); }), "");
+    directory.damage(30);
+    directory.damage(end - kExtentAlignment + 30);
+    EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
+  }
+}
+
+TEST(TileStoreOpen, ALostEndIsMadeAgainBehindWhatBelongsToTheTiles) {
+  StoreDirectory directory;
+  make_store(directory.path(), 2);
+  const std::uint64_t end = std::filesystem::file_size(directory.file());
+  std::filesystem::resize_file(directory.file(), end - kExtentAlignment);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 2u);
+  EXPECT_EQ(std::filesystem::file_size(directory.file()), end);
+  std::filesystem::resize_file(directory.file(), end - 2 * kExtentAlignment);
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
+}
+
+TEST(TileStoreOpen, ALargerScratchAreaHasTheSecondSuperblockBehindIt) {
+  StoreDirectory directory;
+  make_store(directory.path(), 2);
+  auto shape = three_tiles();
+  shape.least_scratch_bytes = 10 * shape.scratch_bytes;
+  TileStore::open(directory.path(), shape);
+  directory.damage(30);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 2u);
+}
+
+TEST(TileStoreOpen, ASuperblockThatIsDamagedWhileARunGoesOnIsWrittenAnewAtACommit) {
+  StoreDirectory directory;
+  make_store(directory.path(), 0);
+  auto store = TileStore::open(directory.path(), three_tiles());
+  const std::uint64_t end = std::filesystem::file_size(directory.file());
+  EXPECT_EQ(store->missing(), nullptr);
+  for (const std::uint64_t copy : {std::uint64_t{0}, end - kExtentAlignment}) {
+    directory.damage(copy + 30);
+    EXPECT_NE(with_log([&] { EXPECT_EQ(store->missing(), nullptr); }).find("written anew"), std::string::npos);
+  }
+  directory.damage(30);
+  directory.damage(end - kExtentAlignment + 30);
+  EXPECT_NE(with_log([&] { EXPECT_EQ(store->missing(), nullptr); }).find("both of its superblocks"), std::string::npos);
+  EXPECT_EQ(with_log([&] { EXPECT_EQ(store->missing(), nullptr); }), "");
+  store.reset();
+  const std::filesystem::path paths[] = {directory.path()};
+  EXPECT_FALSE(StoreFiles::open_to_look(paths).superblock_damaged(0));
+}
+
+TEST(TileStoreOpen, AStateArrayThatIsNotKnownIsRefusedBeforeAnythingIsWritten) {
+  StoreDirectory directory;
+  make_store(directory.path(), 1);
+  auto shape = three_tiles();
+  shape.identity.description = "three tilez";
+  shape.identity.difference = [](const std::string&, const std::string&) -> std::string {
+    throw Error(Code::kUnsupported, {"store", "keeps an array that is not known", 0, "use another version"});
+  };
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), shape); }), Code::kUnsupported);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
+}
+
+
+}  // namespace
+}  // namespace spillway
