@@ -58,6 +58,8 @@ class TileStore {
     std::uint64_t scratch_bytes = 0;        // of a new store
     std::uint64_t least_scratch_bytes = 0;  // that a run cannot do without
     StoreIdentity identity;
+    // Whether open() leaves it to its caller to read and verify that part of a tile before anything is written.
+    std::function<bool(std::uint32_t tile, Part part)> read_by_caller = {};
     std::function<std::string(std::uint32_t tile)> name_of = {};  // for error messages; null: its number
   };
 
@@ -74,7 +76,9 @@ class TileStore {
   static std::unique_ptr<TileStore> create(const StorePaths& paths, const Created& shape, bool replace,
                                            const std::function<void()>& before_loss = {});
   // Opens an existing store of exactly this shape and identity at its last commit; its disk space is reserved, and
-  // its scratch area grows to what a run cannot do without.
+  // its scratch area grows to what a run cannot do without. While there is an older step to go back to, every byte of
+  // the last one is read and verified first: the next step overwrites the older one tile by tile, and a damaged tile
+  // that is found only then would leave neither. Throws kCorrupt, with the way back to the older step.
   static std::unique_ptr<TileStore> open(const StorePaths& paths, const Created& shape);
   // The same to read what is committed; nothing is changed, so it may lie where nothing can be written.
   static std::unique_ptr<TileStore> open_to_read(const StorePaths& paths, const Created& shape);
@@ -139,6 +143,7 @@ class TileStore {
   void load_manifest(const Created& shape);
   void check_description(const Created& shape);
   void rewrite_record();
+  void check_before_loss(const Created& shape);
   void reserve(std::uint64_t least_scratch_bytes);
 
   struct Written {
@@ -153,7 +158,7 @@ class TileStore {
   StoreLayout layout_;
   Manifest committed_, next_;
   std::vector<Written> written_;
-  bool lost_ = false;
+  bool lost_ = false, checked_ = false;
   // The step of the other record, as long as nothing of it was overwritten since this process has the store.
   std::optional<std::uint64_t> older_step_;
 };
