@@ -66,6 +66,21 @@ void check_parts(std::span<const File> files, std::span<const Superblock> blocks
   }
 }
 
+// Whoever can write a store can make a run believe anything.
+void refuse_others(const File& file) {
+  if (StoreFiles::is_ours(file)) return;
+  struct stat info {};
+  ::fstat(file.fd(), &info);
+  const std::string path = file.path().string();
+  if (info.st_uid != ::geteuid()) {
+    throw Error(Code::kInvalidArgument, {path, fmt::format("belongs to user {}, who can change it", info.st_uid), 0,
+                                         "run as that user, or chown the store to the one who runs"});
+  }
+  throw Error(Code::kInvalidArgument,
+              {path, "can be written by its group or by everybody", 0,
+               fmt::format("take that from them, if you trust what it holds: chmod go-w {}", path)});
+}
+
 bool named_temporarily(const File& file) {
   return file.path() == StoreFiles::temporary_name(file.path().parent_path());
 }
@@ -229,6 +244,7 @@ StoreFiles StoreFiles::open(std::span<const std::filesystem::path> directories, 
   for (const auto& directory : directories) {
     check_there(directory, directories.size(), "check the path, or start a run without on_existing resume");
     files.push_back(open_locked(directory / kStoreFileName, {.writable = true, .direct = true}, patience_seconds));
+    refuse_others(files.back());
   }
   StoreFiles opened = assemble(std::move(files));
   for (std::uint32_t i = 0; i < opened.files_.size(); ++i) {
@@ -302,6 +318,11 @@ void StoreFiles::reserve(std::uint64_t total_bytes) {
     place_second(i);
     if (parts_[i].second != before) write_copy(i, parts_[i].second);
   }
+}
+
+bool StoreFiles::is_ours(const File& file) {
+  struct stat info;
+  return ::fstat(file.fd(), &info) == 0 && info.st_uid == ::geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
 std::vector<File*> StoreFiles::pointers() {

@@ -72,6 +72,8 @@ class StoreFiles {
   // process can open the store to use it, unless one has it open already (in_use).
   static StoreFiles open_to_look(std::span<const std::filesystem::path> directories);
   bool in_use() const noexcept { return in_use_; }
+  // Whether nobody but this user can have written what a file holds; nobody but root, that is.
+  static bool is_ours(const File& file);
   // What a file says of itself, by the copy that is whole.
   static Superblock superblock_of(const File& file);
   // One whose path leads to something else, or which does not hold its part of a space that ends at `total_bytes`:

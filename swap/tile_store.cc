@@ -110,10 +110,10 @@ std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Crea
     const auto path = store_file(directories[i]);
     File file = open_locked(path, {.writable = true, .direct = true}, kLockPatienceSeconds);
     held[i] = true;
-    // What another name leads to as well stays.
+    // What another name leads to as well stays, and what others may write is no place for a new store.
     const bool both = free_disk_bytes(directories[i]) >= StoreFiles::file_bytes(stripes, i, space_bytes(shape));
     struct stat info;
-    if (both || ::fstat(file.fd(), &info) != 0 || info.st_nlink > 1) {
+    if (both || ::fstat(file.fd(), &info) != 0 || info.st_nlink > 1 || !StoreFiles::is_ours(file)) {
       old.push_back(std::move(file));
     } else {
       cramped[i] = std::move(file);

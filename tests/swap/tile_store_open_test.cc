@@ -89,6 +89,22 @@ TEST(TileStoreOpen, ASuperblockThatIsDamagedWhileARunGoesOnIsWrittenAnewAtACommi
   EXPECT_FALSE(StoreFiles::open_to_look(paths).superblock_damaged(0));
 }
 
+TEST(TileStoreOpen, OneOfAnotherUserOrThatOthersCanWriteIsNotUsed) {
+  StoreDirectory directory;
+  make_store(directory.path(), 1);
+  for (const mode_t mode : {0620, 0602}) {
+    ASSERT_EQ(::chmod(directory.file().c_str(), mode), 0);
+    EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kInvalidArgument);
+    EXPECT_EQ(TileStore::open_to_read(directory.path(), three_tiles())->committed().step, 1u);
+  }
+  ASSERT_EQ(::chmod(directory.file().c_str(), 0644), 0);
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
+  if (::geteuid() != 0) GTEST_SKIP() << "only root gives a file away";
+  ASSERT_EQ(::chown(directory.file().c_str(), 1234, 1234), 0);
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kInvalidArgument);
+  EXPECT_EQ(code_of([&] { TileStore::roll_back(directory.path(), three_tiles(), {}); }), Code::kInvalidArgument);
+}
+
 TEST(TileStoreOpen, AStateArrayThatIsNotKnownIsRefusedBeforeAnythingIsWritten) {
   StoreDirectory directory;
   make_store(directory.path(), 1);
