@@ -127,19 +127,34 @@ std::filesystem::path StoreFiles::temporary_name(const std::filesystem::path& di
   return directory / (std::string(kStoreFileName) + ".new");
 }
 
-void StoreFiles::remove_leftovers(std::span<const std::filesystem::path> directories) {
+void StoreFiles::remove_leftovers(std::span<const std::filesystem::path> directories, double patience_seconds) {
   for (const auto& directory : directories) {
     const auto path = temporary_name(directory);
     if (::access(path.c_str(), F_OK) != 0) continue;
     File file = File::open(path, {.writable = true, .create = false, .direct = false});
-    file.lock(0);  // who is at it right now has that
+    file.lock(patience_seconds);  // who is at it right now has that
     if (file.at_its_path()) ::unlink(path.c_str());
+  }
+}
+
+// Several runs may begin at once: a file that has come since is another's while that one goes on, and it has the store.
+File create_locked(const std::filesystem::path& directory) {
+  constexpr int kAttempts = 10;
+  for (int attempt = 1;; ++attempt) {
+    try {
+      File file = File::open(StoreFiles::temporary_name(directory), {.writable = true, .create = true, .direct = true});
+      file.lock(0);
+      return file;
+    } catch (const Error& failure) {
+      if (failure.code() != Code::kExists || attempt == kAttempts) throw;
+    }
+    StoreFiles::remove_leftovers(std::span(&directory, 1), 0);
   }
 }
 
 StoreFiles StoreFiles::create(std::span<const std::filesystem::path> directories, std::span<const std::uint32_t> shares,
                               std::uint64_t total_bytes, std::vector<std::optional<File>> in_place) {
-  remove_leftovers(directories);
+  remove_leftovers(directories, 0);
   in_place.resize(directories.size());
   StoreFiles made({}, stripes_of(shares));
   made.temporary_ = true;
@@ -148,9 +163,7 @@ StoreFiles StoreFiles::create(std::span<const std::filesystem::path> directories
     if (in_place[i]) {
       made.files_.push_back(std::move(*in_place[i]));
     } else {
-      made.files_.push_back(
-          File::open(temporary_name(directories[i]), {.writable = true, .create = true, .direct = true}));
-      made.files_.back().lock(0);
+      made.files_.push_back(create_locked(directories[i]));
     }
     if (!made.files_.back().at_its_path()) refuse_lost_name(made.files_.back());  // before it was locked
     made.files_.back().preallocate(file_bytes(made.stripes_, i, total_bytes));
@@ -318,6 +331,13 @@ void StoreFiles::reserve(std::uint64_t total_bytes) {
     place_second(i);
     if (parts_[i].second != before) write_copy(i, parts_[i].second);
   }
+}
+
+bool StoreFiles::cut_short(std::uint64_t total_bytes) const {
+  for (std::uint32_t i = 0; i < files_.size(); ++i) {
+    if (files_[i].size_bytes() < part_bytes(i, total_bytes)) return true;
+  }
+  return false;
 }
 
 bool StoreFiles::is_ours(const File& file) {

@@ -50,9 +50,10 @@ class StoreFiles {
   static std::uint64_t file_bytes(const StripeMap& stripes, std::uint32_t file, std::uint64_t total_bytes);
   static std::uint64_t disk_bytes(std::uint64_t total_bytes, std::size_t paths);
 
-  // The name of a new file, and the removal of those that killed runs have left: kBusy when one's run goes on.
+  // The name of a new file, and the removal of those that killed runs have left: kBusy when one's run goes on, for
+  // longer than the patience, which a killed one may need to end.
   static std::filesystem::path temporary_name(const std::filesystem::path& directory);
-  static void remove_leftovers(std::span<const std::filesystem::path> directories);
+  static void remove_leftovers(std::span<const std::filesystem::path> directories, double patience_seconds);
   // New files of their full size, locked, under temporary names that publish() ends. What is not published is removed.
   // shares: one per directory. in_place: where not empty, files of a store, locked, to take over in place of new ones.
   // Their space is never free, for a drive may owe it: ext4's reserve, of which root may have used some.
@@ -72,6 +73,8 @@ class StoreFiles {
   // process can open the store to use it, unless one has it open already (in_use).
   static StoreFiles open_to_look(std::span<const std::filesystem::path> directories);
   bool in_use() const noexcept { return in_use_; }
+  // Whether some file ends before its part of that space does.
+  bool cut_short(std::uint64_t total_bytes) const;
   // Whether nobody but this user can have written what a file holds; nobody but root, that is.
   static bool is_ours(const File& file);
   // What a file says of itself, by the copy that is whole.

@@ -287,8 +287,11 @@ StoreThread::Place StoreThread::place_of(std::uint64_t space_offset) const {
 }
 
 Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion) {
-  return transfer_error(request.op, store.file(completion.error_file), completion,
-                        "check the drive; the store is at its last commit, go on with on_existing resume");
+  // A file that ends where it did not: no run opens it any more.
+  const char* hint = completion.error == ENODATA
+                         ? "somebody cut it short: restore a snapshot, or start over with on_existing replace"
+                         : "check the drive; the store is at its last commit, go on with on_existing resume";
+  return transfer_error(request.op, store.file(completion.error_file), completion, hint);
 }
 
 }  // namespace spillway

@@ -98,7 +98,7 @@ std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Crea
   for (const auto& directory : directories) {
     if (!replace && exists(directory)) refuse_existing(directory);
   }
-  StoreFiles::remove_leftovers(directories);
+  StoreFiles::remove_leftovers(directories, kLockPatienceSeconds);
   std::vector<std::uint32_t> shares = paths.shares;
   if (shares.empty()) shares.assign(directories.size(), 1);
   const StripeMap stripes = StoreFiles::stripes_of(shares);
@@ -165,6 +165,7 @@ void TileStore::write_description(const Created& shape) {
 std::string TileStore::way_back(std::uint64_t offset) const {
   if (slots_ < 2)
     return "check the drive; commit_every 0 keeps no step to go back to: start over with on_existing replace";
+  if (files_.cut_short(layout_.total_bytes)) return std::string("somebody cut the store short; ") + kStartAnew;
   const auto behind = std::ranges::upper_bound(layout_.tiles, offset, {}, [](const TileExtents& tile) {
     return tile.extent[0][index_of(Part::kWeights)].offset;
   });
@@ -236,7 +237,9 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
                        std::span<std::byte> buffer, std::span<const std::uint64_t> update_counts) {
   if (lost_) {
     throw Error(Code::kIo, {files_.files().front().path().string(), "a write since the last commit failed", 0,
-                            "the store is at its last commit, go on with on_existing resume"});
+                            files_.cut_short(layout_.total_bytes)
+                                ? kStartAnew
+                                : "the store is at its last commit, go on with on_existing resume"});
   }
   if (!update_counts.empty() && form_.version < kUpdateCountsFormat) {
     throw Error(Code::kUnsupported,

@@ -72,7 +72,7 @@ std::unique_ptr<TileStore> TileStore::at_last_commit(StoreFiles files, const Cre
 std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Created& shape) {
   auto store = at_last_commit(StoreFiles::open(paths.directories, kLockPatienceSeconds), shape);
   try {
-    StoreFiles::remove_leftovers(paths.directories);  // of a run that was to replace this store and was cut short
+    StoreFiles::remove_leftovers(paths.directories, 0);  // of a run that was to replace this store and was cut short
   } catch (const Error&) {                               // they only take room
   }
   store->check_description(shape);

@@ -234,6 +234,15 @@ TEST_F(Recovery, AStoreThatIsRemovedMovedOrCutShortIsSaidAndTheModelIsStillThere
   }
 }
 
+TEST_F(Recovery, AStoreThatIsCutShortUnderARunIsNotSaidToGoOn) {
+  Training training(config_, OnExisting::kReplace);
+  training.run(2);
+  std::filesystem::resize_file(store_file(), 12 * kExtentAlignment);
+  const std::string said = error_of([&] { training.run(3); }).what();
+  EXPECT_EQ(said.find("resume"), std::string::npos) << said;
+  EXPECT_NE(said.find("start over with on_existing replace"), std::string::npos) << said;
+}
+
 TEST_F(Recovery, AStoreThatIsMovedBackHasAllSteps) {
   {
     Training training(config_, OnExisting::kRefuse);

@@ -149,6 +149,40 @@ TEST(TileStoreOpen, WhatItsCallerReadsIsNotReadTwice) {
   EXPECT_EQ(TileStore::open(directory.path(), shape)->committed().step, 2u);
 }
 
+// The file is a killed run's, which needs a moment to end, as after `kill -9`.
+TEST(TileStoreOpen, AFileThatAKilledRunStillHoldsIsWaitedFor) {
+  StoreDirectory directory;
+  const auto name = StoreFiles::temporary_name(directory.path());
+  std::optional<File> held = File::open(name, {.writable = true, .create = true, .direct = false});
+  held->lock(0);
+  std::thread end([&held] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    held.reset();
+  });
+  EXPECT_NO_THROW(TileStore::create(directory.path(), three_tiles(), true));
+  end.join();
+}
+
+// Another one's file is no leftover of anybody, whoever makes it first.
+TEST(TileStoreOpen, OfSeveralThatBeginAtOnceNoneIsToldToRemoveAnothersFile) {
+  StoreDirectory directory;
+  std::vector<std::thread> starts;
+  std::atomic<int> made = 0;
+  for (int i = 0; i < 4; ++i) {
+    starts.emplace_back([&] {
+      for (int n = 0; n < 50; ++n) {
+        try {
+          TileStore::create(directory.path(), three_tiles(), false);
+          ++made;
+        } catch (const Error& error) {
+          EXPECT_EQ(error.code(), Code::kBusy) << error.what();
+        }
+      }
+    });
+  }
+  for (std::thread& start : starts) start.join();
+  EXPECT_GT(made, 0);
+}
 
 }  // namespace
 }  // namespace spillway
