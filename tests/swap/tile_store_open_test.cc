@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "spillway/log.h"
@@ -147,6 +148,66 @@ TEST(TileStoreOpen, WhatItsCallerReadsIsNotReadTwice) {
   directory.damage(states.offset + 100);
   shape.read_by_caller = [](std::uint32_t tile, Part part) { return tile == 1 && part == Part::kStates; };
   EXPECT_EQ(TileStore::open(directory.path(), shape)->committed().step, 2u);
+}
+
+// Makes a store one of format 3, whose records are as large here, but count no updates.
+void make_format_3(const StoreDirectory& directory) {
+  const std::filesystem::path paths[] = {directory.path()};
+  const auto [layout, choice, block] = [&] {
+    const StoreFiles files = StoreFiles::open_to_look(paths);
+    const StoreLayout at = TileStore::read_layout(files, three_tiles());
+    return std::tuple(at, TileStore::read_records(files, at), files.superblock());
+  }();
+  const RecordForm form{.version = 3, .fingerprint = block.fingerprint, .tiles = block.tiles};
+  std::fstream file(directory.file(), std::ios::in | std::ios::out | std::ios::binary);
+  const auto put = [&file](std::uint64_t offset, std::span<const std::byte> bytes) {
+    file.seekp(static_cast<std::streamoff>(offset));
+    file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+  };
+  for (const Manifest* manifest : {&*choice.manifest, &*choice.older}) {
+    std::vector<std::byte> record(record_bytes(form));
+    encode_record(*manifest, form, record);
+    for (const std::uint64_t copy : layout.record_offset[manifest->sequence % 2]) put(copy, record);
+  }
+  std::vector<std::byte> old;
+  const auto append = [&old](const auto& value) {
+    const auto bytes = std::as_bytes(std::span(&value, 1));
+    old.insert(old.end(), bytes.begin(), bytes.end());
+  };
+  append(block.magic), append(std::uint32_t{3}), append(block.slots), append(block.fingerprint), append(block.tiles);
+  append(block.description_bytes), append(block.total_bytes), append(block.scratch_bytes);
+  append(block.description_checksum), append(block.store_id), append(block.part), append(block.parts);
+  append(block.unit_bytes), append(block.shares);
+  append(granule_checksum(old));
+  old.resize(kExtentAlignment);
+  put(0, old);
+  file.close();
+  std::filesystem::resize_file(directory.file(), block.total_bytes);
+}
+
+TEST(TileStoreOpen, OneOfFormat3IsUsedAsItIsButForUpdateCounts) {
+  StoreDirectory directory;
+  make_store(directory.path(), 2);
+  make_format_3(directory);
+  const auto size = std::filesystem::file_size(directory.file());
+  HostArena arena(kArenaBytes, kPinnedArena);
+  {
+    auto store = TileStore::open(directory.path(), three_tiles());
+    EXPECT_EQ(store->committed().step, 2u);
+    expect_tiles(*store, three_tiles(), arena, 2);
+    auto thread = thread_for(*store, arena);
+    write_tiles(*store, three_tiles(), *thread, arena, 3);
+    const std::vector<std::uint64_t> counts(three_tiles().parameters, 3);
+    EXPECT_EQ(code_of([&] { store->commit(3, {}, *thread, arena.memory(), counts); }), Code::kUnsupported);
+    EXPECT_EQ(store->committed().step, 2u);
+    store->commit(3, {}, *thread, arena.memory());
+    EXPECT_EQ(store->missing(), nullptr);
+  }
+  EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 3u);
+  EXPECT_EQ(TileStore::roll_back(directory.path(), three_tiles(), {}), 2u);
+  EXPECT_EQ(std::filesystem::file_size(directory.file()), size);
+  directory.damage(30);
+  EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
 }
 
 // The file is a killed run's, which needs a moment to end, as after `kill -9`.
