@@ -26,7 +26,7 @@ namespace {
       parts.hint = options.create ? "create its directory first" : "check the path";
       throw Error(Code::kNotFound, std::move(parts));
     case ELOOP:
-      parts.hint = "it is a symbolic link, which Spillway never follows; name the file itself";
+      parts.hint = "it is a symbolic link, which is not followed here; name the file that it leads to";
       throw Error(Code::kInvalidArgument, std::move(parts));
     case EACCES:
     case EPERM:

@@ -1,6 +1,7 @@
 // File::preallocate and File::reserve: takes the disk space of a file before the first byte is needed.
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/fiemap.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
 #include <sys/ioctl.h>
@@ -16,6 +17,8 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <span>
+#include <vector>
 
 #include "spillway/error.h"
 #include "spillway/io_file.h"
@@ -69,12 +72,47 @@ int append_zeros(const File& file, std::uint64_t size, std::uint64_t bytes) {
   return ::ftruncate(file.fd(), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
 }
 
+struct Range {
+  std::uint64_t offset = 0, bytes = 0;
+};
+
+// What of the first `bytes` of a file has no blocks yet. What is reserved and not written has some, which SEEK_DATA
+// does not tell. Nothing where the file system does not say.
+std::optional<std::vector<Range>> holes_in(int fd, std::uint64_t bytes) {
+  constexpr std::uint32_t kExtents = 256;
+  std::vector<std::uint64_t> memory((sizeof(fiemap) + kExtents * sizeof(fiemap_extent)) / sizeof(std::uint64_t) + 1);
+  auto* const map = reinterpret_cast<fiemap*>(memory.data());
+  std::vector<Range> holes;
+  std::uint64_t at = 0;
+  for (bool last = false; at < bytes && !last;) {
+    *map = {};
+    map->fm_start = at;
+    map->fm_length = bytes - at;
+    map->fm_flags = FIEMAP_FLAG_SYNC;
+    map->fm_extent_count = kExtents;
+    if (::ioctl(fd, FS_IOC_FIEMAP, map) != 0) return std::nullopt;
+    last = map->fm_mapped_extents == 0;
+    for (const fiemap_extent& extent : std::span(map->fm_extents, map->fm_mapped_extents)) {
+      if (extent.fe_logical > at) holes.push_back({at, std::min<std::uint64_t>(extent.fe_logical, bytes) - at});
+      at = std::max<std::uint64_t>(at, extent.fe_logical + extent.fe_length);
+      last |= (extent.fe_flags & FIEMAP_EXTENT_LAST) != 0;
+    }
+  }
+  if (at < bytes) holes.push_back({at, bytes - at});
+  return holes;
+}
+
 struct Room {
   std::uint64_t missing = 0;
   std::optional<std::uint64_t> available;
 };
 
 Room room_for(const File& file, std::uint64_t bytes) {
+  if (const auto holes = holes_in(file.fd(), bytes)) {
+    Room room{0, free_bytes(file.fd())};
+    for (const Range& hole : *holes) room.missing += hole.bytes;
+    return room;
+  }
   struct stat status;
   const std::uint64_t held = ::fstat(file.fd(), &status) == 0 ? static_cast<std::uint64_t>(status.st_blocks) * 512 : 0;
   return {bytes > held ? bytes - held : 0, free_bytes(file.fd())};
@@ -106,12 +144,16 @@ bool File::reserve(std::uint64_t bytes) {
   // A reservation that cannot succeed is not begun: filling a disk to its brim for a moment hurts everybody else on it.
   const Room room = room_for(*this, bytes);
   if (room.available && room.missing > *room.available) give_up(*this, size, bytes, ENOSPC);
-  int error = 0;
-  do {
-    error = ::fallocate(fd_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
-  } while (error == EINTR);
-  if (error == EOPNOTSUPP || error == ENOSYS) return false;
-  if (error != 0) give_up(*this, size, bytes, error);
+  // Only what has no blocks yet: XFS wants free space for all that is asked for, whether it is there or not.
+  for (const Range& hole : holes_in(fd_, bytes).value_or(std::vector<Range>{{0, bytes}})) {
+    int error = 0;
+    do {
+      error = ::fallocate(fd_, 0, static_cast<off_t>(hole.offset), static_cast<off_t>(hole.bytes)) == 0 ? 0 : errno;
+    } while (error == EINTR);
+    if (error == EOPNOTSUPP || error == ENOSYS) return false;
+    if (error != 0) give_up(*this, size, bytes, error);
+  }
+  if (size_bytes() < bytes && ::ftruncate(fd_, static_cast<off_t>(bytes)) != 0) give_up(*this, size, bytes, errno);
   return true;
 }
 

@@ -27,8 +27,8 @@ std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOpti
   for (const auto& path : paths) {
     room.push_back(free_disk_bytes(path) + TileStore::file_bytes(path));
     have += room.back();
-    // The header, and the unit by which a row that is cut short exceeds the shares.
-    if (paths.size() > 1) room.back() -= std::min(room.back(), 2 * kMiB);
+    // The superblocks, and the unit by which a row that is cut short exceeds the shares.
+    room.back() -= std::min(room.back(), paths.size() > 1 ? 2 * kMiB : kExtentAlignment);
   }
   std::vector<double> rates = config.nvme_rates;
   const bool measured = rates.empty() && paths.size() > 1;
@@ -115,6 +115,10 @@ std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescripti
   if (on_existing == OnExisting::kResume) {
     TileStore::Created shape = store_shape(plan);
     shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, model, tile); };
+    // What is at home in memory is read there before the first step.
+    shape.read_by_caller = [&](std::uint32_t tile, Part part) {
+      return plan.tile_places[tile].home[index_of(part)] != Home::kNvme;
+    };
     return TileStore::open(paths, shape);
   }
   for (const auto& directory : paths.directories) make_directory(directory);

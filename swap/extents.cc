@@ -2,11 +2,22 @@
 
 namespace spillway {
 
+StateArrays state_arrays(DType weights, OptimizerKind optimizer) {
+  StateArrays arrays;
+  const auto add = [&arrays](const StateArray& array) { arrays.array[arrays.count++] = array; };
+  if (has_exp_avg(optimizer)) add({.name = "exp_avg", .type = "fp32", .bytes = 4});
+  if (has_exp_avg_sq(optimizer)) add({.name = "exp_avg_sq", .type = "fp32", .bytes = 4});
+  if (weights == DType::kBFloat16) add({.name = "master_residual", .type = "int16", .bytes = 2});
+  if (weights == DType::kFloat16) add({.name = "master", .type = "fp32", .bytes = 4});
+  return arrays;
+}
+
 std::uint64_t payload_bytes(const TileShape& tile, Part part) {
   if (part == Part::kWeights) return tile.count * size_of(tile.type);
   if (!tile.trainable) return 0;
-  const std::uint64_t master = tile.type == DType::kFloat32 ? 0 : tile.type == DType::kBFloat16 ? 2 : 4;
-  return tile.count * (4 * moments_of(tile.optimizer) + master);
+  std::uint64_t bytes = 0;
+  for (const StateArray& array : state_arrays(tile.type, tile.optimizer)) bytes += array.bytes;
+  return tile.count * bytes;
 }
 
 std::uint64_t extent_bytes(const TileShape& tile, Part part) {
@@ -14,9 +25,14 @@ std::uint64_t extent_bytes(const TileShape& tile, Part part) {
 }
 
 StateOffsets state_offsets(const TileShape& tile) {
-  return {.exp_avg = 0,
-          .exp_avg_sq = has_exp_avg(tile.optimizer) ? tile.count * 4 : 0,
-          .master = tile.count * 4 * moments_of(tile.optimizer)};
+  StateOffsets offsets;
+  std::uint64_t at = 0;
+  for (const StateArray& array : state_arrays(tile.type, tile.optimizer)) {
+    (array.name == "exp_avg" ? offsets.exp_avg : array.name == "exp_avg_sq" ? offsets.exp_avg_sq : offsets.master) = at;
+    at += tile.count * array.bytes;
+  }
+  if (tile.type == DType::kFloat32) offsets.master = at;  // none: where the arrays end
+  return offsets;
 }
 
 StoreLayout lay_out_store(std::span<const TileShape> tiles, const StoreGeometry& geometry) {

@@ -8,8 +8,11 @@
 // Every part starts and ends at a multiple of 64 KiB, so that a store can move to a drive with larger sectors.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "spillway/dtype.h"
@@ -37,8 +40,25 @@ struct TileShape {
   OptimizerKind optimizer = OptimizerKind::kAdam;
 };
 
-// Byte offsets inside the states of a tile: | exp_avg | exp_avg_sq | master |, of the first two what the optimizer
-// keeps. Master: a bf16 weight's residual, an fp16 weight's fp32 master; an fp32 weight is its own.
+// One of the arrays that a tile's states consist of, an element for each of the tile's. A store lists them, so that one
+// which keeps others is not misread.
+struct StateArray {
+  std::string_view name, type;
+  std::uint64_t bytes = 0;          // of an element
+  std::uint64_t group = 1;          // elements that share a scale
+  std::string_view scale = "none";  // type of the scales
+};
+struct StateArrays {
+  std::array<StateArray, 3> array;
+  std::size_t count = 0;
+  const StateArray* begin() const { return array.data(); }
+  const StateArray* end() const { return array.data() + count; }
+};
+// In the order in which they lie: | exp_avg | exp_avg_sq | master |, of the first two what the optimizer keeps. Master:
+// a bf16 weight's residual, an fp16 weight's fp32 master; an fp32 weight is its own.
+StateArrays state_arrays(DType weights, OptimizerKind optimizer);
+
+// Byte offsets of these arrays inside the states of a tile; of those that it does not have, of no meaning.
 struct StateOffsets {
   std::uint64_t exp_avg = 0, exp_avg_sq = 0, master = 0;
 };

@@ -8,7 +8,8 @@
 namespace spillway {
 namespace {
 
-constexpr std::uint64_t kRecordMagic = 0x32304e414d575053;  // "SPWMAN02"
+constexpr std::uint64_t kRecordMagic = 0x32304e414d575053;           // "SPWMAN02"
+constexpr std::uint64_t kRecordOfFormat3Magic = 0x31304e414d575053;  // "SPWMAN01"
 
 struct RecordHeader {
   std::uint64_t magic;
@@ -18,16 +19,22 @@ struct RecordHeader {
   std::uint64_t step;
   std::uint64_t tiles;
   std::uint64_t blob_bytes;
-  std::uint64_t used;  // bytes of the record that mean something
-  std::uint64_t update_counts;
+  std::uint64_t used;           // bytes of the record that mean something
+  std::uint64_t update_counts;  // from kUpdateCountsFormat on
 };
 static_assert(sizeof(RecordHeader) == 72);
 constexpr std::size_t kChecksumFrom = 16;
 constexpr std::uint64_t kTileBytes = 8 + 8 * kParts;  // slot, checksums
 constexpr std::uint64_t kCountBytes = sizeof(std::uint64_t);
 
-std::uint64_t used_bytes(std::uint64_t tiles, std::uint64_t counts, std::uint64_t blob) {
-  return sizeof(RecordHeader) + tiles * kTileBytes + counts * kCountBytes + blob;
+bool has_counts(const RecordForm& form) { return form.version >= kUpdateCountsFormat; }
+std::uint64_t magic_of(const RecordForm& form) { return has_counts(form) ? kRecordMagic : kRecordOfFormat3Magic; }
+std::uint64_t header_bytes(const RecordForm& form) {
+  return has_counts(form) ? sizeof(RecordHeader) : offsetof(RecordHeader, update_counts);
+}
+
+std::uint64_t used_bytes(const RecordForm& form, std::uint64_t counts, std::uint64_t blob) {
+  return header_bytes(form) + form.tiles * kTileBytes + counts * kCountBytes + blob;
 }
 
 template <typename T>
@@ -45,7 +52,7 @@ void store(std::span<std::byte> bytes, std::uint64_t at, const T& value) {
 }  // namespace
 
 std::uint64_t record_bytes(const RecordForm& form) {
-  return align_up(used_bytes(form.tiles, form.parameters, kBlobCapacity), kExtentAlignment);
+  return align_up(used_bytes(form, form.parameters, kBlobCapacity), kExtentAlignment);
 }
 
 void encode_record(const Manifest& manifest, const RecordForm& form, std::span<std::byte> out) {
@@ -55,16 +62,16 @@ void encode_record(const Manifest& manifest, const RecordForm& form, std::span<s
   SPILLWAY_CHECK(counts == 0 || counts == form.parameters, "updates are counted of all parameters or of none");
   SPILLWAY_CHECK(manifest.blob.size() <= kBlobCapacity, "the caller's blob fits the record");
   std::memset(out.data(), 0, out.size());
-  RecordHeader header{.magic = kRecordMagic,
+  RecordHeader header{.magic = magic_of(form),
                       .checksum = 0,
                       .fingerprint = form.fingerprint,
                       .sequence = manifest.sequence,
                       .step = manifest.step,
                       .tiles = form.tiles,
                       .blob_bytes = manifest.blob.size(),
-                      .used = used_bytes(form.tiles, counts, manifest.blob.size()),
+                      .used = used_bytes(form, counts, manifest.blob.size()),
                       .update_counts = counts};
-  std::uint64_t at = sizeof header;
+  std::uint64_t at = header_bytes(form);
   for (const TileCommit& tile : manifest.tiles) {
     store(out, at, static_cast<std::uint64_t>(tile.slot));
     std::memcpy(out.data() + at + 8, tile.checksum, sizeof tile.checksum);
@@ -73,20 +80,21 @@ void encode_record(const Manifest& manifest, const RecordForm& form, std::span<s
   if (counts > 0) std::memcpy(out.data() + at, manifest.update_counts.data(), counts * kCountBytes);
   at += counts * kCountBytes;
   if (!manifest.blob.empty()) std::memcpy(out.data() + at, manifest.blob.data(), manifest.blob.size());
-  store(out, 0, header);
+  std::memcpy(out.data(), &header, header_bytes(form));
   header.checksum = granule_checksum(out.subspan(kChecksumFrom, header.used - kChecksumFrom));
-  store(out, 0, header);
+  std::memcpy(out.data(), &header, header_bytes(form));
 }
 
 RecordState decode_record(std::span<const std::byte> bytes, const RecordForm& form, Manifest& manifest) {
   if (bytes.size() < sizeof(RecordHeader)) return RecordState::kDamaged;
-  const auto header = load<RecordHeader>(bytes, 0);
+  auto header = load<RecordHeader>(bytes, 0);
+  if (!has_counts(form)) header.update_counts = 0;
   const RecordHeader empty{};
   if (std::memcmp(&header, &empty, sizeof header) == 0) return RecordState::kEmpty;
   // Sizes are checked before they are used: a damaged record may hold anything.
-  if (header.magic != kRecordMagic || header.tiles != form.tiles || header.blob_bytes > kBlobCapacity ||
+  if (header.magic != magic_of(form) || header.tiles != form.tiles || header.blob_bytes > kBlobCapacity ||
       (header.update_counts != 0 && header.update_counts != form.parameters) ||
-      header.used != used_bytes(form.tiles, header.update_counts, header.blob_bytes) || header.used > bytes.size() ||
+      header.used != used_bytes(form, header.update_counts, header.blob_bytes) || header.used > bytes.size() ||
       header.checksum != granule_checksum(bytes.subspan(kChecksumFrom, header.used - kChecksumFrom)) ||
       header.fingerprint != form.fingerprint) {
     return RecordState::kDamaged;
@@ -94,7 +102,7 @@ RecordState decode_record(std::span<const std::byte> bytes, const RecordForm& fo
   manifest.sequence = header.sequence;
   manifest.step = header.step;
   manifest.tiles.resize(form.tiles);
-  std::uint64_t at = sizeof header;
+  std::uint64_t at = header_bytes(form);
   for (TileCommit& tile : manifest.tiles) {
     const auto slot = load<std::uint64_t>(bytes, at);
     if (slot > 1) return RecordState::kDamaged;

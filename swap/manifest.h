@@ -15,8 +15,10 @@
 
 namespace spillway {
 
-// 2: several paths; 3: the description names the optimizer; 4: a record has room for update counts.
-inline constexpr std::uint32_t kFormatVersion = 4;
+// 2: several paths; 3: the description names the optimizer; 4: two superblocks, a list of state arrays, update counts.
+// Stores of older formats are used as they are: what theirs has no room for is refused.
+inline constexpr std::uint32_t kFormatVersion = 4, kOldestFormatVersion = 3;
+inline constexpr std::uint32_t kUpdateCountsFormat = 4;
 inline constexpr std::uint64_t kBlobCapacity = 16 * kKiB;
 
 struct TileCommit {
@@ -36,9 +38,10 @@ struct Manifest {
 
 // What the form of a store's records follows from; one of another store is as good as damaged.
 struct RecordForm {
+  std::uint32_t version = kFormatVersion;
   std::uint64_t fingerprint = 0;
   std::uint64_t tiles = 0;
-  std::uint64_t parameters = 0;
+  std::uint64_t parameters = 0;  // 0 before kUpdateCountsFormat
 };
 
 // Capacity of one record, a multiple of kExtentAlignment.

@@ -15,11 +15,21 @@ constexpr std::uint64_t kChunkBytes = 1 * kMiB;
 constexpr std::uint64_t kMostChunks = 64, kChunksPerFile = 32;
 static_assert(kChunkBytes % kGranuleBytes == 0);
 
-std::uint64_t bytes_of(const StoreLayout& layout, const Manifest& manifest) {
-  std::uint64_t bytes = 0;
-  for (std::size_t t = 0; t < layout.tiles.size(); ++t) {
-    for (const Extent& extent : layout.tiles[t].extent[manifest.tiles[t].slot]) bytes += extent.bytes;
+// Tile after tile, its parts in order; of no bytes, what is not checked.
+std::vector<Extent> extents_of(const StoreLayout& layout, const Manifest& manifest, const ExtentCheck& check) {
+  std::vector<Extent> extents;
+  for (std::uint32_t t = 0; t < layout.tiles.size(); ++t) {
+    for (const Part part : {Part::kWeights, Part::kStates}) {
+      extents.push_back(layout.tiles[t].extent[manifest.tiles[t].slot][index_of(part)]);
+      if (check.skip && check.skip(t, part)) extents.back().bytes = 0;
+    }
   }
+  return extents;
+}
+
+std::uint64_t bytes_of(const std::vector<Extent>& extents) {
+  std::uint64_t bytes = 0;
+  for (const Extent& extent : extents) bytes += extent.bytes;
   return bytes;
 }
 
@@ -27,11 +37,11 @@ class Checker {
  public:
   Checker(StoreFiles& files, const StoreLayout& layout, const Manifest& manifest, const ExtentCheck& check)
       : files_(files),
-        layout_(layout),
         manifest_(manifest),
         check_(check),
-        open_(layout.tiles.size() * kParts),
-        total_bytes_(bytes_of(layout, manifest)),
+        extents_(extents_of(layout, manifest, check)),
+        open_(extents_.size()),
+        total_bytes_(bytes_of(extents_)),
         memory_(kChunkBytes * std::min<std::uint64_t>({kMostChunks, kChunksPerFile * files.files().size(),
                                                        div_up(total_bytes_, kChunkBytes) + 1})) {
     IoQueueOptions options;
@@ -67,9 +77,7 @@ class Checker {
     int error = 0;
   };
 
-  const Extent& extent(std::size_t e) const {
-    return layout_.tiles[e / kParts].extent[manifest_.tiles[e / kParts].slot][e % kParts];
-  }
+  const Extent& extent(std::size_t e) const { return extents_[e]; }
   std::span<std::byte> memory(const Chunk& chunk) const {
     const auto index = static_cast<std::size_t>(&chunk - chunks_.data());
     return memory_.bytes().subspan(index * kChunkBytes, chunk.bytes);
@@ -122,10 +130,10 @@ class Checker {
   }
 
   StoreFiles& files_;
-  const StoreLayout& layout_;
   const Manifest& manifest_;
   const ExtentCheck& check_;
-  std::vector<OpenExtent> open_;  // tile after tile, its parts in order
+  const std::vector<Extent> extents_;
+  std::vector<OpenExtent> open_;  // index as extents_
   const std::uint64_t total_bytes_;
   std::vector<Chunk> chunks_;
   std::size_t next_ = 0;  // extent to read next, and where in it

@@ -32,15 +32,9 @@ void check_there(const std::filesystem::path& directory, std::size_t directories
                             "let one run at a time make a store there"});
 }
 
-// The superblock of one file, checked on its own.
-Superblock read_superblock(const File& file) {
-  AlignedBuffer buffer(kExtentAlignment);
-  const std::string path = file.path().string();
-  if (file.size_bytes() < kExtentAlignment) {
-    throw Error(Code::kCorrupt, path, "too short to be a store", 0, Remedy::kReplace);
-  }
-  file.read_at(0, buffer.bytes());
-  return parse_superblock(buffer.bytes(), path);
+void draw_random(std::uint64_t (&id)[2]) {
+  if (::getrandom(id, sizeof id, 0) == sizeof id) return;
+  throw Error(Code::kIo, {"getrandom", "failed", errno, "the kernel's random numbers are needed to name a store"});
 }
 
 // What a set of files says about itself against how it is named.
@@ -59,11 +53,32 @@ void check_parts(std::span<const File> files, std::span<const Superblock> blocks
                          files.size(), files.size() == 1 ? " is" : "s are"),
              "name all of its paths, in their order");
     }
+    if (block.ranks != 1) {
+      throw Error(Code::kUnsupported, {files[i].path().string(),
+                                       fmt::format("is the store of rank {} of {}, and this version trains with one",
+                                                   block.rank + 1, block.ranks),
+                                       0, "use the version that made it"});
+    }
     if (block.part != i) {
       refuse(files[i], fmt::format("is part {} of its store and named as part {}", block.part + 1, i + 1),
              "name the paths in the order in which the store was made");
     }
   }
+}
+
+// Whoever can write a store can make a run believe anything.
+void refuse_others(const File& file) {
+  if (StoreFiles::is_ours(file)) return;
+  struct stat info {};
+  ::fstat(file.fd(), &info);
+  const std::string path = file.path().string();
+  if (info.st_uid != ::geteuid()) {
+    throw Error(Code::kInvalidArgument, {path, fmt::format("belongs to user {}, who can change it", info.st_uid), 0,
+                                         "run as that user, or chown the store to the one who runs"});
+  }
+  throw Error(Code::kInvalidArgument,
+              {path, "can be written by its group or by everybody", 0,
+               fmt::format("take that from them, if you trust what it holds: chmod go-w {}", path)});
 }
 
 bool named_temporarily(const File& file) {
@@ -99,27 +114,47 @@ StripeMap StoreFiles::stripes_of(std::span<const std::uint32_t> shares) {
 }
 
 std::uint64_t StoreFiles::disk_bytes(std::uint64_t total_bytes, std::size_t paths) {
-  return paths == 1 ? total_bytes
-                    : align_up(total_bytes - kExtentAlignment, kStripeUnitBytes) + paths * kExtentAlignment;
+  const std::uint64_t space =
+      paths == 1 ? total_bytes : align_up(total_bytes - kExtentAlignment, kStripeUnitBytes) + paths * kExtentAlignment;
+  return space + paths * kExtentAlignment;  // the second superblocks
+}
+
+std::uint64_t StoreFiles::file_bytes(const StripeMap& stripes, std::uint32_t file, std::uint64_t total_bytes) {
+  return stripes.file_bytes(file, total_bytes) + kExtentAlignment;
 }
 
 std::filesystem::path StoreFiles::temporary_name(const std::filesystem::path& directory) {
   return directory / (std::string(kStoreFileName) + ".new");
 }
 
-void StoreFiles::remove_leftovers(std::span<const std::filesystem::path> directories) {
+void StoreFiles::remove_leftovers(std::span<const std::filesystem::path> directories, double patience_seconds) {
   for (const auto& directory : directories) {
     const auto path = temporary_name(directory);
     if (::access(path.c_str(), F_OK) != 0) continue;
     File file = File::open(path, {.writable = true, .create = false, .direct = false});
-    file.lock(0);  // who is at it right now has that
+    file.lock(patience_seconds);  // who is at it right now has that
     if (file.at_its_path()) ::unlink(path.c_str());
+  }
+}
+
+// Several runs may begin at once: a file that has come since is another's while that one goes on, and it has the store.
+File create_locked(const std::filesystem::path& directory) {
+  constexpr int kAttempts = 10;
+  for (int attempt = 1;; ++attempt) {
+    try {
+      File file = File::open(StoreFiles::temporary_name(directory), {.writable = true, .create = true, .direct = true});
+      file.lock(0);
+      return file;
+    } catch (const Error& failure) {
+      if (failure.code() != Code::kExists || attempt == kAttempts) throw;
+    }
+    StoreFiles::remove_leftovers(std::span(&directory, 1), 0);
   }
 }
 
 StoreFiles StoreFiles::create(std::span<const std::filesystem::path> directories, std::span<const std::uint32_t> shares,
                               std::uint64_t total_bytes, std::vector<std::optional<File>> in_place) {
-  remove_leftovers(directories);
+  remove_leftovers(directories, 0);
   in_place.resize(directories.size());
   StoreFiles made({}, stripes_of(shares));
   made.temporary_ = true;
@@ -128,12 +163,10 @@ StoreFiles StoreFiles::create(std::span<const std::filesystem::path> directories
     if (in_place[i]) {
       made.files_.push_back(std::move(*in_place[i]));
     } else {
-      made.files_.push_back(
-          File::open(temporary_name(directories[i]), {.writable = true, .create = true, .direct = true}));
-      made.files_.back().lock(0);
+      made.files_.push_back(create_locked(directories[i]));
     }
     if (!made.files_.back().at_its_path()) refuse_lost_name(made.files_.back());  // before it was locked
-    made.files_.back().preallocate(made.stripes_.file_bytes(i, total_bytes));
+    made.files_.back().preallocate(file_bytes(made.stripes_, i, total_bytes));
   }
   return made;
 }
@@ -147,7 +180,7 @@ void StoreFiles::take_over(std::uint64_t total_bytes) {
     log(LogLevel::kInfo,
         file.path().string() + ": is overwritten now: the disk has no room for the store that replaces it, too");
     file.rename_to(temporary_name(file.path().parent_path()));
-    if (::ftruncate(file.fd(), static_cast<off_t>(stripes_.file_bytes(i, total_bytes))) != 0)
+    if (::ftruncate(file.fd(), static_cast<off_t>(file_bytes(stripes_, i, total_bytes))) != 0)
       throw Error(Code::kIo, {file.path().string(), "cannot be cut to its size", errno, "check the drive"});
   }
 }
@@ -159,21 +192,22 @@ StoreFiles::~StoreFiles() {
 }
 
 void StoreFiles::write_superblocks(Superblock block) {
-  if (::getrandom(block.store_id, sizeof block.store_id, 0) != sizeof block.store_id) {
-    throw Error(Code::kIo, {"getrandom", "failed", errno, "the kernel's random numbers are needed to name a store"});
-  }
+  draw_random(block.store_id);
+  draw_random(block.run_id);
+  block.ranks = 1;
   block.parts = static_cast<std::uint32_t>(files_.size());
   block.unit_bytes = stripes_.unit_bytes();
   for (std::size_t i = 0; i < files_.size(); ++i) {
     block.shares[i] = static_cast<std::uint8_t>(stripes_.shares()[i]);
   }
-  AlignedBuffer buffer(kExtentAlignment);
-  for (File& file : files_) {
-    block.part = static_cast<std::uint32_t>(&file - files_.data());
+  parts_.assign(files_.size(), {});
+  for (block.part = 0; block.part < files_.size(); ++block.part) {
     seal_superblock(block);
-    std::memcpy(buffer.data.get(), &block, sizeof block);
-    file.write_at(0, buffer.bytes());
+    std::memcpy(parts_[block.part].bytes.data(), &block, sizeof block);
     if (block.part == 0) block_ = block;
+    place_second(block.part);
+    write_copy(block.part, 0);
+    write_copy(block.part, parts_[block.part].second);
   }
   sync();
 }
@@ -201,13 +235,14 @@ template <class Each>
 void for_each_unpublished(std::span<const std::filesystem::path> directories, bool writable, Each each) {
   try {
     if (directories.size() < 2 || !StoreFiles::exist(directories.last(1))) return;
-    const Superblock last = read_superblock(File::open(directories.back() / kStoreFileName, {.direct = false}));
+    const Superblock last =
+        StoreFiles::superblock_of(File::open(directories.back() / kStoreFileName, {.direct = false}));
     for (std::size_t i = directories.size() - 1; i-- > 0;) {
       const auto name = StoreFiles::temporary_name(directories[i]);
       if (::access(name.c_str(), F_OK) != 0) continue;
       File file = File::open(name, {.writable = writable, .direct = false});
       if (writable) file.lock(0);
-      const Superblock block = read_superblock(file);
+      const Superblock block = StoreFiles::superblock_of(file);
       const bool same = std::memcmp(block.store_id, last.store_id, sizeof last.store_id) == 0;
       if (same && block.part == i && block.parts == directories.size()) each(i, file);
     }
@@ -222,8 +257,17 @@ StoreFiles StoreFiles::open(std::span<const std::filesystem::path> directories, 
   for (const auto& directory : directories) {
     check_there(directory, directories.size(), Remedy::kCheckPathOrBegin);
     files.push_back(open_locked(directory / kStoreFileName, {.writable = true, .direct = true}, patience_seconds));
+    refuse_others(files.back());
   }
-  return assemble(std::move(files));
+  StoreFiles opened = assemble(std::move(files));
+  for (std::uint32_t i = 0; i < opened.files_.size(); ++i) {
+    if (!opened.parts_[i].damaged) continue;
+    // A file that lost its end gets it again first; the second copy lies behind all that belongs to the space.
+    opened.files_[i].preallocate(opened.part_bytes(i, opened.block_.total_bytes));
+    opened.place_second(i);
+    opened.mend_copies(i, false);
+  }
+  return opened;
 }
 
 StoreFiles StoreFiles::open_to_look(std::span<const std::filesystem::path> directories) {
@@ -249,12 +293,17 @@ StoreFiles StoreFiles::open_to_look(std::span<const std::filesystem::path> direc
 }
 
 StoreFiles StoreFiles::assemble(std::vector<File> files) {
+  std::vector<PartBlock> parts;
   std::vector<Superblock> blocks;
-  for (const File& file : files) blocks.push_back(read_superblock(file));
+  for (const File& file : files) {
+    parts.push_back(read_part(file));
+    blocks.push_back(parse_superblock(parts.back().bytes, file.path().string()));
+  }
   check_parts(files, blocks);
   const std::vector<std::uint32_t> shares(blocks[0].shares, blocks[0].shares + blocks[0].parts);
   StoreFiles opened(std::move(files), StripeMap(shares, blocks[0].unit_bytes, kExtentAlignment));
   opened.block_ = blocks[0];
+  opened.parts_ = std::move(parts);
   for (std::uint32_t i = 0; i < opened.files_.size(); ++i) {
     const std::uint64_t size = opened.files_[i].size_bytes();
     const std::uint64_t wanted = opened.stripes_.file_bytes(i, blocks[0].total_bytes);
@@ -269,20 +318,30 @@ StoreFiles StoreFiles::assemble(std::vector<File> files) {
 const File* StoreFiles::missing(std::uint64_t total_bytes) {
   for (std::uint32_t i = 0; i < files_.size(); ++i) {
     const File& file = files_[i];
-    if (!file.at_its_path() || file.size_bytes() < stripes_.file_bytes(i, total_bytes)) return &file;
-    try {
-      file.read_at(0, look_.bytes().first(align_up<std::uint64_t>(sizeof(Superblock), file.alignment())));
-    } catch (const Error&) {
-      return &file;
-    }
-    const std::byte* const id = look_.data.get() + offsetof(Superblock, store_id);
-    if (std::memcmp(id, block_.store_id, sizeof block_.store_id) != 0) return &file;
+    if (!file.at_its_path() || file.size_bytes() < part_bytes(i, total_bytes) || !mend_copies(i, true)) return &file;
   }
   return nullptr;
 }
 
 void StoreFiles::reserve(std::uint64_t total_bytes) {
-  for (std::uint32_t i = 0; i < files_.size(); ++i) files_[i].preallocate(stripes_.file_bytes(i, total_bytes));
+  for (std::uint32_t i = 0; i < files_.size(); ++i) {
+    files_[i].preallocate(part_bytes(i, total_bytes));
+    const std::uint64_t before = parts_[i].second;
+    place_second(i);
+    if (parts_[i].second != before) write_copy(i, parts_[i].second);
+  }
+}
+
+bool StoreFiles::cut_short(std::uint64_t total_bytes) const {
+  for (std::uint32_t i = 0; i < files_.size(); ++i) {
+    if (files_[i].size_bytes() < part_bytes(i, total_bytes)) return true;
+  }
+  return false;
+}
+
+bool StoreFiles::is_ours(const File& file) {
+  struct stat info;
+  return ::fstat(file.fd(), &info) == 0 && info.st_uid == ::geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
 std::vector<File*> StoreFiles::pointers() {

@@ -326,6 +326,8 @@ std::string repair_of(int error) {
 Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion) {
   const std::string of_queue = store.queue_failure();
   const File& file = store.file(completion.error_file);
+  // A file that ends where it did not: no run opens it any more.
+  if (completion.error == ENODATA) return transfer_error(request.op, file, completion, Remedy::kCutShort);
   if (of_queue.empty()) {
     return transfer_error(request.op, file, completion, {Remedy::kRepairAndResume, {repair_of(completion.error)}});
   }

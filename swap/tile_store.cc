@@ -20,23 +20,7 @@
 namespace spillway {
 namespace {
 
-constexpr double kLockPatienceSeconds = 10;   // the kernel may still finish a killed holder's writes
 constexpr double kGlancePatienceSeconds = 1;  // to tell a store in use from one that merely exists
-
-RecordForm form_of(const TileStore::Created& shape) {
-  return {.fingerprint = shape.identity.fingerprint, .tiles = shape.tiles.size(), .parameters = shape.parameters};
-}
-
-RecordForm form_of(const Superblock& block) {
-  return {.fingerprint = block.fingerprint, .tiles = block.tiles, .parameters = block.parameters};
-}
-
-StoreGeometry geometry_of(const TileStore::Created& shape) {
-  return {.description_bytes = align_up(shape.identity.description.size() + 1, kExtentAlignment),
-          .record_bytes = record_bytes(form_of(shape)),
-          .scratch_bytes = shape.scratch_bytes,
-          .slots = shape.slots};
-}
 
 std::filesystem::path store_file(const std::filesystem::path& directory) { return directory / kStoreFileName; }
 
@@ -50,16 +34,21 @@ std::filesystem::path store_file(const std::filesystem::path& directory) { retur
   throw Error(Code::kExists, path.string(), "a store exists", 0, Remedy::kResumeOrReplace);
 }
 
-void refuse_one_slot(const StoreFiles& files) {
-  if (files.superblock().slots >= 2) return;
-  throw Error(Code::kUnsupported, files.files().front().path().string(),
-              "made with commit_every 0: it keeps no step to resume or export", 0, Remedy::kReplaceAndKeepSteps);
-}
-
 }  // namespace
 
+RecordForm TileStore::form_of(const Created& shape) {
+  return {.fingerprint = shape.identity.fingerprint, .tiles = shape.tiles.size(), .parameters = shape.parameters};
+}
+
+StoreGeometry TileStore::geometry_of(const Created& shape, const RecordForm& form) {
+  return {.description_bytes = align_up(shape.identity.description.size() + 1, kExtentAlignment),
+          .record_bytes = record_bytes(form),
+          .scratch_bytes = shape.scratch_bytes,
+          .slots = shape.slots};
+}
+
 std::uint64_t TileStore::space_bytes(const Created& shape) {
-  return lay_out_store(shape.tiles, geometry_of(shape)).total_bytes;
+  return lay_out_store(shape.tiles, geometry_of(shape, form_of(shape))).total_bytes;
 }
 
 std::uint64_t TileStore::disk_bytes(const Created& shape, std::size_t paths) {
@@ -108,7 +97,7 @@ std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Crea
   for (const auto& directory : directories) {
     if (!replace && exists(directory)) refuse_existing(directory);
   }
-  StoreFiles::remove_leftovers(directories);
+  StoreFiles::remove_leftovers(directories, kLockPatienceSeconds);
   std::vector<std::uint32_t> shares = paths.shares;
   if (shares.empty()) shares.assign(directories.size(), 1);
   const StripeMap stripes = StoreFiles::stripes_of(shares);
@@ -120,10 +109,10 @@ std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Crea
     const auto path = store_file(directories[i]);
     File file = open_locked(path, {.writable = true, .direct = true}, kLockPatienceSeconds);
     held[i] = true;
-    // What another name leads to as well stays.
-    const bool both = free_disk_bytes(directories[i]) >= stripes.file_bytes(i, space_bytes(shape));
+    // What another name leads to as well stays, and what others may write is no place for a new store.
+    const bool both = free_disk_bytes(directories[i]) >= StoreFiles::file_bytes(stripes, i, space_bytes(shape));
     struct stat info;
-    if (both || ::fstat(file.fd(), &info) != 0 || info.st_nlink > 1) {
+    if (both || ::fstat(file.fd(), &info) != 0 || info.st_nlink > 1 || !StoreFiles::is_ours(file)) {
       old.push_back(std::move(file));
     } else {
       cramped[i] = std::move(file);
@@ -139,7 +128,7 @@ std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Crea
     if (before_loss) before_loss();
     files.take_over(space_bytes(shape));
   }
-  StoreLayout layout = lay_out_store(shape.tiles, geometry_of(shape));
+  StoreLayout layout = lay_out_store(shape.tiles, geometry_of(shape, form_of(shape)));
   std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
   store->replaced_ = std::move(old);
   store->write_description(shape);
@@ -172,206 +161,9 @@ void TileStore::write_description(const Created& shape) {
   files_.write_superblocks(block);
 }
 
-// Only who looks at the store without its run needs the description: a run brings its own.
-void TileStore::check_description(const Created& shape) {
-  const Superblock& block = files_.superblock();
-  const std::string& own = shape.identity.description;
-  const std::string path = files_.files().front().path().string();
-  try {
-    const std::string stored = read_description(files_);
-    if (stored == own || !shape.identity.difference) return;
-    log(LogLevel::kWarning, fmt::format("{}: made with {}; that is what an export of the store will have", path,
-                                        shape.identity.difference(stored, own)));
-  } catch (const Error& failure) {
-    const bool same = failure.code() == Code::kCorrupt && own.size() == block.description_bytes &&
-                      granule_checksum(std::as_bytes(std::span(own))) == block.description_checksum;
-    if (same) write_text(own);
-    log(LogLevel::kWarning,
-        fmt::format(
-            "{}: the model description {}", path,
-            same ? "was damaged; it is whole again"
-                 : "cannot be read; the store cannot be exported, and its model is written by this run or not at all"));
-  }
-}
-
-std::unique_ptr<TileStore> TileStore::at_last_commit(StoreFiles files, const Created& shape) {
-  refuse_one_slot(files);
-  StoreLayout layout = read_layout(files, shape);
-  std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
-  store->slots_ = store->files_.superblock().slots;
-  store->load_manifest(shape);
-  return store;
-}
-
-std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Created& shape) {
-  auto store = at_last_commit(StoreFiles::open(paths.directories, kLockPatienceSeconds), shape);
-  try {
-    StoreFiles::remove_leftovers(paths.directories);  // of a run that was to replace this store and was cut short
-  } catch (const Error&) {                            // they only take room
-  }
-  store->reserve(shape.least_scratch_bytes);
-  store->check_description(shape);
-  // What was read need not be durable: the run before may have been killed between writing its record and syncing it.
-  // From here on the slots that only the older record names are overwritten.
-  store->rewrite_record();
-  store->files_.sync();
-  return store;
-}
-
-std::unique_ptr<TileStore> TileStore::open_to_read(const StorePaths& paths, const Created& shape) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(kLockPatienceSeconds);
-  while (true) {
-    StoreFiles files = StoreFiles::open_to_look(paths.directories);
-    if (!files.in_use()) return at_last_commit(std::move(files), shape);
-    if (std::chrono::steady_clock::now() >= deadline) {
-      throw Error(Code::kBusy, {files.files().front().path().string(), "is in use by another engine or process", 0,
-                                "wait for it to end, or stop it"});
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  }
-}
-
-// Without direct I/O what was read came out of the page cache, which after a failed sync may be all that has it: the
-// kernel takes such pages for written.
-void TileStore::rewrite_record() {
-  if (std::ranges::all_of(files_.files(), &File::direct)) return;
-  AlignedBuffer record(commit_buffer_bytes());
-  encode_record(committed_, form_, record.bytes());
-  for (std::uint64_t copy : layout_.record_offset[committed_.sequence % 2]) {
-    files_.write_at(copy, record.bytes());
-    files_.sync();  // one after the other: whatever a crash leaves, one of them is whole
-  }
-}
-
-std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape,
-                                   const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress) {
-  StoreFiles files = StoreFiles::open(paths.directories, kLockPatienceSeconds);
-  refuse_one_slot(files);
-  const StoreLayout layout = read_layout(files, shape);
-  ManifestChoice choice = read_records(files, layout);
-  if (!choice.manifest || !choice.older) {
-    throw Error(Code::kCorrupt, files.files().front().path().string(), "holds no other committed step to go back to", 0,
-                Remedy::kRestoreOrReplace);
-  }
-  const Hint hint(Remedy::kNothingWasChanged, {std::to_string(choice.older->step)});
-  check_extents(
-      files, layout, *choice.older,
-      {.bad = [&](const BadBytes& bad) { throw bad_bytes_error(bad, shape.name_of, hint); }, .progress = progress});
-  choice.older->sequence = choice.manifest->sequence + 1;
-  const RecordForm form = form_of(files.superblock());
-  AlignedBuffer buffer(record_bytes(form));
-  encode_record(*choice.older, form, buffer.bytes());
-  // One copy after the other, over the record's own, the damaged one first: whatever a crash leaves, one is whole.
-  const std::size_t record = choice.older->sequence % 2;
-  const std::size_t first = choice.copies[record][0].state == RecordState::kValid ? 1 : 0;
-  for (const std::size_t copy : {first, 1 - first}) {
-    files.write_at(layout.record_offset[record][copy], buffer.bytes());
-    files.sync();
-  }
-  return choice.older->step;
-}
-
-StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape) {
-  const Superblock& block = files.superblock();
-  const std::string path = files.files().front().path().string();
-  if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size() ||
-      block.parameters != shape.parameters) {
-    std::string what;
-    try {
-      if (shape.identity.difference) {
-        what = shape.identity.difference(read_description(files), shape.identity.description);
-      }
-    } catch (const Error&) {  // damaged as well: that they differ counts
-    }
-    what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
-    throw Error(Code::kInvalidArgument, path, std::move(what), 0, Remedy::kItsSettingsOrReplace);
-  }
-  Created as_stored = shape;
-  as_stored.slots = block.slots;
-  as_stored.scratch_bytes = block.scratch_bytes;
-  as_stored.identity.description.resize(block.description_bytes);
-  StoreLayout layout = lay_out_store(shape.tiles, geometry_of(as_stored));
-  if (layout.total_bytes != block.total_bytes) {
-    throw Error(Code::kCorrupt, path, "the superblock does not fit the model", 0, Remedy::kReplace);
-  }
-  return layout;
-}
-
-// All of the space, for a copy of a store may have holes. The scratch area is its end and of no run but this one: the
-// superblock goes on to say what the store was made with.
-void TileStore::reserve(std::uint64_t least_scratch_bytes) {
-  const std::uint64_t needed = layout_.scratch_offset + align_up(least_scratch_bytes, kExtentAlignment);
-  layout_.total_bytes = std::max(layout_.total_bytes, needed);
-  files_.reserve(layout_.total_bytes);
-}
-
-std::string TileStore::read_description(const StoreFiles& files) {
-  const Superblock& block = files.superblock();
-  AlignedBuffer buffer(align_up(block.description_bytes + 1, kExtentAlignment));
-  files.read_at(kExtentAlignment, buffer.bytes());
-  std::string text(reinterpret_cast<const char*>(buffer.data.get()), block.description_bytes);
-  if (granule_checksum(std::as_bytes(std::span(text))) != block.description_checksum) {
-    throw Error(Code::kCorrupt, files.place_of(kExtentAlignment).file->path().string(),
-                "the model description is damaged", 0, Remedy::kCheckDriveAndRewrite);
-  }
-  return text;
-}
-
-// A copy that cannot be read is as good as a damaged one: there is another.
-ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayout& layout) {
-  std::vector<std::vector<std::byte>> records;
-  const RecordForm form = form_of(files.superblock());
-  const std::uint64_t bytes = record_bytes(form);
-  AlignedBuffer buffer(bytes);
-  std::optional<Error> unreadable;
-  for (const auto& record : layout.record_offset) {
-    for (std::uint64_t copy : record) {
-      records.emplace_back();
-      try {
-        files.read_at(copy, buffer.bytes());
-        records.back().assign(buffer.data.get(), buffer.data.get() + bytes);
-      } catch (const Error& failure) {
-        log(LogLevel::kWarning, std::string(failure.what()) + "; it is a manifest record, of which there are others");
-        unreadable = failure;
-      }
-    }
-  }
-  ManifestChoice choice = choose_manifest(records, form);
-  if (!choice.manifest && unreadable) throw *unreadable;
-  return choice;
-}
-
-void TileStore::load_manifest(const Created& shape) {
-  const std::string path = files_.files().front().path().string();
-  ManifestChoice choice = read_records(files_, layout_);
-  if (!choice.manifest) {
-    throw Error(Code::kCorrupt, path, "holds no committed step: its commit records are damaged", 0,
-                Remedy::kCheckRecordsAndRestore);
-  }
-  committed_ = std::move(*choice.manifest);
-  make_room();
-  if (choice.older) older_step_ = choice.older->step;
-  if (choice.others_damaged) {
-    log(LogLevel::kWarning, fmt::format("{}: the newest manifest record is damaged, and so is its copy; going back to "
-                                        "step {} and checking every byte of it",
-                                        path, committed_.step));
-    check_extents(files_, layout_, committed_, {.bad = [&](const BadBytes& bad) {
-                    throw bad_bytes_error(bad, shape.name_of, Remedy::kNoStepIsLeft);
-                  }});
-    return;
-  }
-  for (const auto& record : choice.copies) {
-    for (const RecordCopy& copy : record) {
-      if (copy.state != RecordState::kDamaged) continue;
-      log(LogLevel::kWarning, fmt::format("{}: one of the two copies of a manifest record is damaged; going on from "
-                                          "step {}, whose record is whole",
-                                          path, committed_.step));
-    }
-  }
-}
-
 Hint TileStore::way_back(std::uint64_t offset) const {
   if (slots_ < 2) return Remedy::kCheckDriveAndReplace;
+  if (files_.cut_short(layout_.total_bytes)) return Remedy::kCutShort;
   const auto behind = std::ranges::upper_bound(layout_.tiles, offset, {}, [](const TileExtents& tile) {
     return tile.extent[0][index_of(Part::kWeights)].offset;
   });
@@ -437,13 +229,20 @@ void TileStore::forget_written() {
   for (Written& written : written_) written = {};
 }
 
-bool TileStore::keeps_update_counts() const noexcept { return form_.parameters > 0; }
+bool TileStore::keeps_update_counts() const noexcept { return form_.version >= kUpdateCountsFormat; }
 
 void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread,
                        std::span<std::byte> buffer, std::span<const std::uint64_t> update_counts) {
   if (lost_) {
     throw Error(Code::kIo, files_.files().front().path().string(), "a write since the last commit failed", 0,
-                Remedy::kResume);
+                files_.cut_short(layout_.total_bytes) ? Remedy::kCutShort : Remedy::kResume);
+  }
+  if (!update_counts.empty() && form_.version < kUpdateCountsFormat) {
+    throw Error(Code::kUnsupported, files_.files().front().path().string(),
+                fmt::format("store format {} has no room for how often each parameter was updated, and some had no "
+                            "gradient in this step",
+                            form_.version),
+                0, Remedy::kRenewStore);
   }
   next_.sequence = committed_.sequence + 1;
   next_.step = step;

@@ -44,7 +44,10 @@ struct StoreIdentity {
   std::string description;        // kept in the file; what the store is a store of
   std::uint64_t fingerprint = 0;  // of whatever must be equal for a store to fit a run
   // What two descriptions differ in, first what their fingerprints cover; empty or null: not known here.
+  // Throws kUnsupported when the stored one tells of what this version does not know.
   std::string (*difference)(const std::string& stored, const std::string& wanted) = nullptr;
+  // The description as a store of that format has it; null: all have the same.
+  std::string (*as_of_format)(const std::string& description, std::uint32_t format) = nullptr;
 };
 
 class TileStore {
@@ -56,6 +59,8 @@ class TileStore {
     std::uint64_t scratch_bytes = 0;        // of a new store
     std::uint64_t least_scratch_bytes = 0;  // that a run cannot do without
     StoreIdentity identity;
+    // Whether open() leaves it to its caller to read and verify that part of a tile before anything is written.
+    std::function<bool(std::uint32_t tile, Part part)> read_by_caller = {};
     std::function<std::string(std::uint32_t tile)> name_of = {};  // for error messages; null: its number
   };
 
@@ -72,7 +77,9 @@ class TileStore {
   static std::unique_ptr<TileStore> create(const StorePaths& paths, const Created& shape, bool replace,
                                            const std::function<void()>& before_loss = {});
   // Opens an existing store of exactly this shape and identity at its last commit; its disk space is reserved, and
-  // its scratch area grows to what a run cannot do without.
+  // its scratch area grows to what a run cannot do without. While there is an older step to go back to, every byte of
+  // the last one is read and verified first: the next step overwrites the older one tile by tile, and a damaged tile
+  // that is found only then would leave neither. Throws kCorrupt, with the way back to the older step.
   static std::unique_ptr<TileStore> open(const StorePaths& paths, const Created& shape);
   // The same to read what is committed; nothing is changed, so it may lie where nothing can be written.
   static std::unique_ptr<TileStore> open_to_read(const StorePaths& paths, const Created& shape);
@@ -112,7 +119,7 @@ class TileStore {
   std::uint64_t commit_buffer_bytes() const { return record_bytes(form_); }
   // Makes the written slots the committed ones. Every write must have completed. Blocks. Throws kIo when one of them
   // was lost, with the last commit as it was. Where files of the store are not there any more it succeeds: missing().
-  // update_counts: see Manifest.
+  // update_counts: see Manifest; kUnsupported, with nothing written, when the store's format has no room for them.
   void commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread, std::span<std::byte> buffer,
               std::span<const std::uint64_t> update_counts = {});
   // Whether a commit has room for update counts.
@@ -125,7 +132,12 @@ class TileStore {
   Hint way_back(std::uint64_t offset) const;
 
  private:
+  static constexpr double kLockPatienceSeconds = 10;  // the kernel may still finish a killed holder's writes
+
   TileStore(StoreFiles files, const Created& shape, StoreLayout layout);
+  static RecordForm form_of(const Created& shape);  // of a new store
+  static RecordForm form_of(const Superblock& block);
+  static StoreGeometry geometry_of(const Created& shape, const RecordForm& form);
   static std::unique_ptr<TileStore> at_last_commit(StoreFiles files, const Created& shape);
   void write_description(const Created& shape);
   void write_text(const std::string& description);
@@ -133,6 +145,7 @@ class TileStore {
   void load_manifest(const Created& shape);
   void check_description(const Created& shape);
   void rewrite_record();
+  void check_before_loss(const Created& shape);
   void reserve(std::uint64_t least_scratch_bytes);
 
   struct Written {
@@ -147,7 +160,7 @@ class TileStore {
   StoreLayout layout_;
   Manifest committed_, next_;
   std::vector<Written> written_;
-  bool lost_ = false;
+  bool lost_ = false, checked_ = false;
   // The step of the other record, as long as nothing of it was overwritten since this process has the store.
   std::optional<std::uint64_t> older_step_;
 };

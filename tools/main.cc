@@ -1,6 +1,7 @@
 // The `spillway` program.
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -116,7 +117,8 @@ int run(int argc, char** argv) {
 }  // namespace spillway
 
 int main(int argc, char** argv) {
-  std::signal(SIGXFSZ, SIG_IGN);  // a write beyond ulimit -f fails with EFBIG, like one that finds no room
+  ::umask(::umask(0) | S_IWGRP | S_IWOTH);  // what a run leaves is for nobody else to change
+  std::signal(SIGXFSZ, SIG_IGN);            // a write beyond ulimit -f fails with EFBIG, like one that finds no room
   spillway::keep_standard_numbers();
   try {
     spillway::set_log_sink([](spillway::LogLevel, std::string_view message) {

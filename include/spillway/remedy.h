@@ -42,6 +42,8 @@ enum class Remedy : std::int32_t {
   kImportUnverified,
   kSayStepsOrNumber,
   kReopen,
+  kCutShort,
+  kRenewStore,
 };
 
 struct RemedyWords {
@@ -93,6 +95,8 @@ inline constexpr RemedyWords kRemedyWords[] = {
     {Remedy::kImportUnverified, "check the drive; if it was saved without any, import it without verifying"},
     {Remedy::kSayStepsOrNumber, "say how many steps the run has, or write the number"},
     {Remedy::kReopen, "open the store again and resume"},
+    {Remedy::kCutShort, "somebody cut the store short: restore a snapshot, or start over with on_existing replace"},
+    {Remedy::kRenewStore, "go on with on_existing resume, save a snapshot, and start a new store from it"},
 };
 inline constexpr std::size_t kRemedies = std::size(kRemedyWords);
 
@@ -102,7 +106,7 @@ consteval bool remedies_are_in_order() {
   }
   return true;
 }
-static_assert(remedies_are_in_order() && static_cast<std::size_t>(Remedy::kReopen) + 1 == kRemedies);
+static_assert(remedies_are_in_order() && static_cast<std::size_t>(Remedy::kRenewStore) + 1 == kRemedies);
 
 inline std::string_view words_of(Remedy remedy) { return kRemedyWords[static_cast<std::size_t>(remedy)].words; }
 

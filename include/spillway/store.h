@@ -33,12 +33,15 @@ struct StoreFileInfo {
   std::filesystem::path path;
   std::uint32_t share = 1;  // of the space, against those of the other files
   std::uint64_t bytes = 0;
+  bool superblock_damaged = false;  // one of the two; the next run that opens the store writes it anew
 };
 
 struct StoreInfo {
   std::uint32_t format = 0;
   std::uint64_t fingerprint = 0;  // of whatever must be equal for a store to fit a run
-  ModelDescription model;         // blocks and attachments
+  std::string run;                // 32 hexadecimal digits: kept from the store's first step on; empty before format 4
+  std::uint32_t rank = 0, ranks = 1;
+  ModelDescription model;  // blocks and attachments
   DType weights = DType::kFloat32;
   OptimizerKind optimizer = OptimizerKind::kAdam;
   std::uint64_t parameters = 0, trainable = 0;  // elements

@@ -54,6 +54,9 @@ WORDS = {  # by name, in the order of the library's codes, the first of which is
         'spillway.import_deepspeed(…, verify=False)',
     "say_steps_or_number": 'write the number',
     "reopen": 'make model and engine anew, with {resume}',
+    "cut_short":
+        'somebody cut the store short: restore a snapshot, or start over with on_existing="replace"',
+    "renew_store": 'go on with {resume}, save a snapshot, and begin a new store with snapshot=',
 }
 NAMES = (None, *WORDS)  # by code
 

@@ -1,6 +1,8 @@
 #include "src/checkpoint/store_inspection.h"
 #include "src/formats/element_count.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "spillway/error.h"
@@ -84,6 +86,10 @@ StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
   StoreInfo info;
   info.format = block.format_version;
   info.fingerprint = block.fingerprint;
+  if (block.format_version >= kTwoSuperblocksFormat)
+    info.run = fmt::format("{:016x}{:016x}", block.run_id[0], block.run_id[1]);
+  info.rank = block.rank;
+  info.ranks = block.ranks;
   info.model = std::move(store.stored.model);
   info.weights = store.stored.weights;
   info.optimizer = store.stored.optimizer;
@@ -98,7 +104,8 @@ StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
   info.scratch_bytes = block.scratch_bytes;
   for (const File& file : store.files.files()) {
     const auto i = static_cast<std::size_t>(&file - store.files.files().data());
-    info.files.push_back({file.path(), store.files.stripes().shares()[i], file.size_bytes()});
+    info.files.push_back(
+        {file.path(), store.files.stripes().shares()[i], file.size_bytes(), store.files.superblock_damaged(i)});
   }
   info.in_use = store.files.in_use();
   info.records = store.choice.copies;

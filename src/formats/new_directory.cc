@@ -104,7 +104,7 @@ void remove_leftovers(const std::filesystem::path& parent) {
 // A new directory and its lock; none while there is one of that name. Until it is locked, who looks for leftovers
 // beside it takes it for one and removes it: then there is none either.
 DirectoryLock make_locked(const std::filesystem::path& partial, const std::filesystem::path& place) {
-  if (::mkdir(partial.c_str(), 0777) != 0) {
+  if (::mkdir(partial.c_str(), 0755) != 0) {
     if (errno != EEXIST) fail_file(place, "cannot be made", errno);
     return {};
   }
@@ -145,9 +145,7 @@ NewDirectory NewDirectory::create(const std::filesystem::path& place, bool repla
   remove_leftovers(parent);
   if (!replace && is_there(made.place_))
     throw Error(Code::kExists, {made.place_.string(), "is there already", 0, "name another directory, or remove it"});
-  std::error_code error;
-  std::filesystem::create_directories(parent, error);
-  if (error) fail_file(made.place_, "cannot be made", error.value());
+  if (const std::error_code error = make_directories(parent)) fail_file(made.place_, "cannot be made", error.value());
   for (int attempt = 1; !(made.lock_ = make_locked(made.partial_, made.place_)); ++attempt) {
     if (attempt == kAttempts) {
       throw Error(Code::kBusy, {made.partial_.string(), "is there, and nothing that a run has left behind", 0,

@@ -53,7 +53,7 @@ std::string span_text(const char* verb, std::uint64_t bytes, std::uint64_t offse
 PlainFile PlainFile::open(const std::filesystem::path& path, int flags, const char* what) {
   PlainFile file;
   file.path_ = path;
-  file.fd_ = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
+  file.fd_ = ::open(path.c_str(), flags | O_CLOEXEC, 0644);
   if (file.fd_ < 0) fail(path, what, errno);
   return file;
 }
@@ -194,6 +194,19 @@ void write_text(const std::filesystem::path& path, std::string_view text) {
 
 bool is_plain_file_name(std::string_view name) {
   return !name.empty() && name != "." && name != ".." && name.find_first_of(std::string_view("/\0", 2)) == name.npos;
+}
+
+std::error_code make_directories(const std::filesystem::path& directory) {
+  std::error_code error;
+  if (directory.empty() || std::filesystem::is_directory(directory, error)) return {};
+  if (directory.has_parent_path() && directory.parent_path() != directory) {
+    if ((error = make_directories(directory.parent_path()))) return error;
+  }
+  // `model/` was made as its own parent; and another process may have been faster.
+  if (::mkdir(directory.c_str(), 0755) == 0) return {};
+  const int failure = errno;
+  if (std::filesystem::is_directory(directory, error)) return {};
+  return {failure == EEXIST ? ENOTDIR : failure, std::generic_category()};
 }
 
 void sync_directory(const std::filesystem::path& directory) {

@@ -60,6 +60,8 @@ void write_text(const std::filesystem::path& path, std::string_view text);  // a
 bool is_plain_file_name(std::string_view name);
 // Makes renames and removals in the directory durable.
 void sync_directory(const std::filesystem::path& directory);
+// A directory and those above it, as far as they are not there; like files, for their owner only to write.
+std::error_code make_directories(const std::filesystem::path& directory);
 void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);
 void remove_file(const std::filesystem::path& path) noexcept;  // no error when it is not there
 // Throws kNotFound or kIo with what to do about `error`, an errno.

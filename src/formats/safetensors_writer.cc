@@ -343,9 +343,7 @@ SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directo
     output->tensors.push_back({.spec = std::move(spec), .type = type, .elements = elements});
   }
 
-  std::error_code error;
-  std::filesystem::create_directories(directory, error);
-  if (error) {
+  if (const std::error_code error = make_directories(directory)) {
     throw Error(Code::kIo, {.object = object,
                             .happened = "cannot be made",
                             .errno_value = error.value(),

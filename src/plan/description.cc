@@ -19,6 +19,9 @@ namespace {
 
 using Writer = rapidjson::Writer<rapidjson::StringBuffer>;
 
+constexpr const char* kStates = "states";
+constexpr std::uint32_t kStatesFormat = 4;
+
 // The part that the fingerprint covers.
 std::string layout_json(const ModelDescription& model, DType weights, OptimizerKind optimizer,
                         std::uint64_t tile_elements) {
@@ -54,6 +57,40 @@ std::string layout_json(const ModelDescription& model, DType weights, OptimizerK
   return buffer.GetString();
 }
 
+// The arrays that the states of every tile consist of, in their order.
+void write_states(Writer& out, DType weights, OptimizerKind optimizer) {
+  const auto put = [&out](const char* key, std::string_view text) {
+    out.Key(key);
+    out.String(text.data(), static_cast<rapidjson::SizeType>(text.size()));
+  };
+  out.Key(kStates);
+  out.StartArray();
+  for (const StateArray& array : state_arrays(weights, optimizer)) {
+    out.StartObject();
+    put("name", array.name);
+    put("type", array.type);
+    out.Key("bytes");
+    out.Uint64(array.bytes);
+    out.Key("group");
+    out.Uint64(array.group);
+    put("scale", array.scale);
+    out.EndObject();
+  }
+  out.EndArray();
+}
+
+// Before format 4 a description does not list them.
+std::string description_as_of(const std::string& description, std::uint32_t format) {
+  if (format >= kStatesFormat) return description;
+  rapidjson::Document document;
+  document.Parse<rapidjson::kParseIterativeFlag>(description.data(), description.size());
+  document.RemoveMember(kStates);
+  rapidjson::StringBuffer buffer;
+  Writer out(buffer);
+  document.Accept(out);
+  return buffer.GetString();
+}
+
 std::uint64_t fingerprint_of(const std::string& layout) { return granule_checksum(std::as_bytes(std::span(layout))); }
 
 [[noreturn]] void corrupt(const std::string& object) {
@@ -76,6 +113,36 @@ Parameter parse_parameter(const rapidjson::Value& value, const std::string& obje
     parameter.shape.push_back(value[i].GetUint64());
   }
   return parameter;
+}
+
+// Refuses arrays that are not those which this version keeps for such a model: their bytes would be misread.
+void check_states(const rapidjson::Value& states, const StoredModel& stored, const std::string& object) {
+  if (!states.IsArray()) corrupt(object);
+  const StateArrays known = state_arrays(stored.weights, stored.optimizer);
+  const auto refuse = [&](const std::string& what) {
+    throw Error(Code::kUnsupported, {object, what, 0, "use the version that made the store"});
+  };
+  for (rapidjson::SizeType i = 0; i < states.Size(); ++i) {
+    const auto& given = states[i];
+    if (!given.IsObject()) corrupt(object);
+    for (const char* key : {"name", "type", "scale"}) {
+      if (!given.HasMember(key) || !given[key].IsString()) corrupt(object);
+    }
+    for (const char* key : {"bytes", "group"}) {
+      if (!given.HasMember(key) || !given[key].IsUint64()) corrupt(object);
+    }
+    const StateArray wanted = i < known.count ? known.array[i] : StateArray{};
+    const std::string name = text_of(given["name"]), type = text_of(given["type"]), scale = text_of(given["scale"]);
+    if (name == wanted.name && type == wanted.type && scale == wanted.scale &&
+        given["bytes"].GetUint64() == wanted.bytes && given["group"].GetUint64() == wanted.group) {
+      continue;
+    }
+    refuse(
+        fmt::format("keeps the state array {} ({}, groups of {} with a scale of type {}), which this version does "
+                    "not know",
+                    printable(name), printable(type), given["group"].GetUint64(), printable(scale)));
+  }
+  if (states.Size() < known.count) refuse(fmt::format("keeps no state array {}", known.array[states.Size()].name));
 }
 
 std::string joined(const std::vector<std::string>& parts) {
@@ -127,9 +194,12 @@ StoreIdentity describe_store(const Config& config, const ModelDescription& model
     out.EndArray();
   }
   out.EndArray();
+  write_states(out, config.weights, config.optimizer.kind);
   out.EndObject();
-  return {
-      .description = buffer.GetString(), .fingerprint = fingerprint_of(layout), .difference = &description_difference};
+  return {.description = buffer.GetString(),
+          .fingerprint = fingerprint_of(layout),
+          .difference = &description_difference,
+          .as_of_format = &description_as_of};
 }
 
 std::string description_difference(const std::string& stored, const std::string& wanted) {
@@ -191,6 +261,7 @@ StoredModel parse_store_description(const std::string& text, const std::string& 
       std::ranges::find(kKinds, std::string_view(optimizer), [](OptimizerKind k) { return name_of(k); });
   if (kind == std::end(kKinds)) corrupt(object);
   stored.optimizer = *kind;
+  if (document.HasMember(kStates)) check_states(document[kStates], stored, object);
   stored.tile_elements = layout["tile_elements"].GetUint64();
   if (stored.tile_elements == 0 || stored.tile_elements % kPartitionUnit != 0) corrupt(object);
   for (const auto& block : layout["blocks"].GetArray()) {

@@ -27,7 +27,8 @@ struct StoredModel {
   std::uint64_t fingerprint = 0;
 };
 
-// Throws kCorrupt (`object` in the message) when the text is not such a description.
+// Throws kCorrupt (`object` in the message) when the text is not such a description, kUnsupported when it tells of
+// state arrays that this version does not know.
 StoredModel parse_store_description(const std::string& text, const std::string& object);
 
 }  // namespace spillway

@@ -1,6 +1,8 @@
 """`spillway store`: what it says of a store, what it finds in a damaged one, and that it changes nothing."""
+import errno
 import hashlib
 import json
+import lzma
 import os
 import pathlib
 import shutil
@@ -24,6 +26,19 @@ def flip(file, offset):
         byte = opened.read(1)[0]
         opened.seek(offset)
         opened.write(bytes([byte ^ 1]))
+
+
+def fill(file):
+    """Takes all room of a file system, to the last block."""
+    with open(file, "wb", buffering=0) as opened:
+        for size in (1 << 20, 1 << 16, 1 << 12):
+            try:
+                while True:
+                    opened.write(bytes(size))
+                    os.fsync(opened.fileno())
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
 
 
 class StoreTest(CliTest):
@@ -148,14 +163,80 @@ class Shown(StoreTest):
         self.train()
         file = self.place.nvme / STORE
         with open(file, "r+b") as opened:
-            opened.seek(8)
-            opened.write((99).to_bytes(4, "little"))
+            for copy in 0, file.stat().st_size - 65536:
+                opened.seek(copy + 8)
+                opened.write((99).to_bytes(4, "little"))
         self.assertIn("written by a newer version (store format 99", self.show(status=REFUSED).err)
         resumed = self.place.finetune(self.place.config(), self.model, steps=4, resume=True)
         self.assert_refused(resumed, file, "written by a newer version (store format 99")
 
 
+class OfFormat3(StoreTest):
+    """A store that the last version of format 3 has written: 3 steps of a model of one layer."""
+    EXPORTED = {2: "d5ffd1f227c8849204fdb6eff2bb65ed1c8db45c55d08a239e0e444b5ae1400b",
+                3: "5a5c9672dafab018bd02ad802b706389afaa11f4e3f08639f14261108a9daa4d"}
+
+    def setUp(self):
+        super().setUp()
+        self.model = self.place.init_model("small", layers=1, width=4, heads=1, vocab=128, context=8)
+        packed = pathlib.Path(__file__).parent / "stores" / "format_3.xz"
+        self.file = self.place.nvme / STORE
+        self.file.write_bytes(lzma.decompress(packed.read_bytes()))
+
+    def tune(self, nvme=None, **options):
+        config = self.place.config(nvme=nvme or self.place.nvme, spillway_section={"tile_elements": 4096})
+        return self.place.finetune(config, self.model, seq=8, **options)
+
+    def exported(self):
+        out = self.place.folder / "exported"
+        shutil.rmtree(out, ignore_errors=True)
+        self.assert_done(spillway("export", self.place.nvme, out))
+        return sha256_of_model(out)
+
+    def test_ItIsShownVerifiedExportedAndRolledBack(self):
+        shown = self.as_json("--verify")
+        self.assertEqual((3, 3, 2, ""), tuple(shown[key] for key in ("format", "step", "older_step", "run")))
+        self.assertEqual(self.EXPORTED[3], self.exported())
+        self.assertIn(": back at step 2, ", self.show("--rollback").out)
+        self.assertEqual(self.EXPORTED[2], self.exported())
+
+    def test_ItIsResumedInItsOwnFormatWithTheBitsOfANewOne(self):
+        size = self.file.stat().st_size
+        kept, other = self.place.folder / "kept", self.place.folder / "other"
+        self.assert_done(self.tune(steps=4, resume=True, save=kept, every=1))
+        self.assert_done(self.tune(steps=6, resume=True, out=self.place.folder / "a"))
+        self.assert_done(self.tune(nvme=other, steps=6, load=kept, out=self.place.folder / "b"))
+        self.assertEqual(sha256_of_model(self.place.folder / "b"), sha256_of_model(self.place.folder / "a"))
+        self.assertEqual((3, 6), tuple(self.as_json("--verify")[key] for key in ("format", "step")))
+        self.assertEqual(size, self.file.stat().st_size)
+        self.paths = [other]
+        self.assertEqual((4, 6), tuple(self.as_json("--verify")[key] for key in ("format", "step")))
+
+    def test_ADamagedDescriptionIsWrittenAnewByAResumedRun(self):
+        flip(self.file, 65536 + 20)
+        self.assertIn("the model description is damaged", self.show(status=REFUSED).err)
+        self.assertIn("was damaged; it is whole again", self.tune(steps=4, resume=True).err)
+        self.assertEqual(4, self.as_json()["step"])
+
+
 class Damaged(StoreTest):
+    def test_ASuperblockIsReadFromItsCopyAndWrittenAnewByTheNextRun(self):
+        self.train()
+        file = self.place.nvme / STORE
+        flip(file, 40)
+        before = file.read_bytes()
+        self.assertIn(f"one of the two superblocks of {file}: the next run", self.show(status=DAMAGED).out)
+        self.show("--verify", status=DAMAGED)
+        self.assert_done(spillway("export", self.place.nvme, self.place.folder / "out"))
+        self.assertEqual(before, file.read_bytes())
+        self.assertIn("one of its two superblocks was damaged and is written anew", self.train_again().err)
+        self.assertEqual(4, self.as_json("--verify")["step"])
+
+    def train_again(self):
+        run = self.place.finetune(self.place.config(), self.model, steps=4, resume=True)
+        self.assert_done(run)
+        return run
+
     def test_EveryBadExtentIsNamedWithItsPlace(self):
         self.train()
         bad = self.damage_a_committed_extent()
@@ -207,9 +288,9 @@ class Damaged(StoreTest):
         self.assertIn("the next run goes back to step 2", self.show("--verify", status=DAMAGED).out)
 
     def record_offsets(self):
-        """Where the two copies of the newest record begin: at multiples of 64 KiB, and they say `SPWMAN01`."""
+        """Where the two copies of the newest record begin: at multiples of 64 KiB, and they say `SPWMAN02`."""
         content = (self.place.nvme / STORE).read_bytes()
-        records = [at for at in range(0, len(content), 65536) if content[at:at + 8] == b"SPWMAN01"]
+        records = [at for at in range(0, len(content), 65536) if content[at:at + 8] == b"SPWMAN02"]
         self.assertEqual(4, len(records))
         newest = max(int.from_bytes(content[at + 24:at + 32], "little") for at in records)
         return [at for at in records if int.from_bytes(content[at + 24:at + 32], "little") == newest]
@@ -226,6 +307,31 @@ class Kept(StoreTest):
         for path in self.paths:
             self.assertEqual(0o700, stat.S_IMODE(path.stat().st_mode))
             self.assertEqual(0o600, stat.S_IMODE((path / STORE).stat().st_mode))
+
+    def test_NobodyElseCanWriteWhatARunLeaves(self):
+        before = os.umask(0)
+        try:
+            kept, out, exported = (self.place.folder / "deep" / name for name in ("kept", "out", "exported"))
+            self.train(save=kept, every=1, out=out, log=self.place.log)
+            self.assert_done(spillway("export", self.place.nvme, exported))
+        finally:
+            os.umask(before)
+        left = [self.place.log, *(self.place.folder / "deep").rglob("*"), self.place.folder / "deep"]
+        self.assertGreater(len(left), 8)
+        for path in left:
+            with self.subTest(path):
+                self.assertEqual(0o755 if path.is_dir() else 0o644, stat.S_IMODE(path.stat().st_mode))
+
+    def test_AFullDriveIsEnoughToResumeAndToReplace(self):
+        for kind in ("ext4", "xfs", "btrfs"):
+            with self.subTest(kind), mounted(self, kind, 320 << 20) as drive:
+                self.paths = [drive / "store"]
+                self.train()
+                fill(drive / "filler")
+                self.train(steps=5, resume=True)
+                self.assertEqual(5, self.as_json("--verify")["step"])
+                self.train(steps=2, fresh=True)
+                self.assertEqual(2, self.as_json("--verify")["step"])
 
     def test_WhatARunIsNotMadeForIsNamed(self):
         self.train()

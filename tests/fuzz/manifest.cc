@@ -16,7 +16,14 @@ namespace {
 
 using Record = std::vector<std::byte>;
 
-RecordForm form_of(unsigned which) { return {.fingerprint = 42, .tiles = which & 15u, .parameters = which >> 4}; }
+// Bits: 4 of tiles, 2 of parameters, and whether it is of the oldest format, which has none.
+RecordForm form_of(unsigned which) {
+  const bool old = (which & 64u) != 0;
+  return {.version = old ? kOldestFormatVersion : kFormatVersion,
+          .fingerprint = 42,
+          .tiles = which & 15u,
+          .parameters = old ? 0 : which >> 4 & 3u};
+}
 
 template <class T>
 T load(Bytes bytes, std::size_t at) {
@@ -32,6 +39,16 @@ Record padded(Bytes bytes, std::uint64_t size) {
   return record;
 }
 
+// The oldest format's, whose checksum is its last word.
+Record sealed_old_superblock(Bytes input) {
+  constexpr std::size_t kChecksum = 112;
+  Record bytes = padded(input, sizeof(Superblock));
+  std::memcpy(bytes.data() + 8, &kOldestFormatVersion, sizeof kOldestFormatVersion);
+  const std::uint64_t checksum = granule_checksum(std::span(bytes).first(kChecksum));
+  std::memcpy(bytes.data() + kChecksum, &checksum, sizeof checksum);
+  return bytes;
+}
+
 // The checksum stands in the second word, and covers what follows up to the length in the eighth.
 Record sealed(Record record) {
   const auto used = load<std::uint64_t>(record, 56);
@@ -42,11 +59,16 @@ Record sealed(Record record) {
 }
 
 void check_superblock(const Superblock& block) {
-  SPILLWAY_CHECK(parse_superblock(std::as_bytes(std::span(&block, 1)), "store").checksum == block.checksum,
-                 "what was accepted once is accepted again");
+  if (block.format_version == kFormatVersion) {
+    SPILLWAY_CHECK(parse_superblock(std::as_bytes(std::span(&block, 1)), "store").checksum == block.checksum,
+                   "what was accepted once is accepted again");
+  }
   SPILLWAY_CHECK(block.description_bytes <= block.total_bytes && block.scratch_bytes <= block.total_bytes,
                  "nothing is larger than the space");
-  const RecordForm form{.fingerprint = block.fingerprint, .tiles = block.tiles, .parameters = block.parameters};
+  const RecordForm form{.version = block.format_version,
+                        .fingerprint = block.fingerprint,
+                        .tiles = block.tiles,
+                        .parameters = block.parameters};
   SPILLWAY_CHECK(record_bytes(form) <= 3 * block.total_bytes + 2 * kMiB, "nor is a record of it");
   const std::vector<std::uint32_t> shares(block.shares, block.shares + block.parts);
   const StripeMap stripes(shares, block.unit_bytes, kExtentAlignment);
@@ -66,6 +88,9 @@ void superblock(Bytes input) {
   auto forged = load<Superblock>(bytes, 0);
   seal_superblock(forged);
   block = accepted([&] { return parse_superblock(std::as_bytes(std::span(&forged, 1)), "store"); });
+  if (block) check_superblock(*block);
+  const Record old = sealed_old_superblock(input);
+  block = accepted([&] { return parse_superblock(old, "store"); });
   if (block) check_superblock(*block);
 }
 

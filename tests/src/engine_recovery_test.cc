@@ -106,14 +106,36 @@ class Recovery : public ::testing::Test {
   Config config_ = toy_config(Placement::kNvme, Placement::kNvme, kType, store_.path());
 };
 
+// Tiles before it would have been updated by then, in the slots of the step to go back to.
+TEST_F(Recovery, AFlippedBitIsFoundBeforeTheStepBeforeIsOverwritten) {
+  const Plan plan = make_plan(config_, model());
+  const std::uint32_t tile = plan.blocks[2].first_tile + 1;
+  for (const Part part : {Part::kWeights, Part::kStates}) {
+    Training(config_, OnExisting::kReplace).run(3);
+    const Extent extent = committed(tile, part);
+    flip_bit(extent.offset + extent.bytes - 1);  // the padding belongs to it as well
+    const Error error = error_of([&] { Training(config_, OnExisting::kResume); });
+    EXPECT_EQ(error.code(), Code::kCorrupt);
+    EXPECT_EQ(error.parts().object, store_file().string());
+    EXPECT_EQ(error.parts().happened, std::string(part == Part::kStates ? "states" : "weights") +
+                                          " of tile 1 of block h.2 (h.2.weight …) at offset " +
+                                          std::to_string(extent.offset) + " do not match their checksum");
+    EXPECT_NE(error.parts().hint.find("spillway store " + store_.path().string() + " --rollback goes back to step 2"),
+              std::string::npos)
+        << error.what();
+    EXPECT_EQ(TileStore::roll_back(store_.path(), store_shape(plan), {}), 2u);
+    expect_same_bits_from(2, config_);
+  }
+}
+
 TEST_F(Recovery, AFlippedBitInStatesIsNamedBeforeItIsUsed) {
   Training(config_, OnExisting::kRefuse).run(3);
   const Plan plan = make_plan(config_, model());
   const std::uint32_t tile = plan.blocks[2].first_tile + 1;
   const Extent states = committed(tile, Part::kStates);
-  flip_bit(states.offset + 1234);
   {
     Training training(config_, OnExisting::kResume);
+    flip_bit(states.offset + 1234);
     const Error error = error_of([&] {
       training.run(1);
       training.engine->flush();  // the update is made then, or in the next step
@@ -132,8 +154,9 @@ TEST_F(Recovery, AFlippedBitInStatesIsNamedBeforeItIsUsed) {
   expect_same_bits_from(3, config_);
 }
 
+// There is one step, so that nothing was read when the store was opened.
 TEST_F(Recovery, AFlippedBitInWeightsIsFoundBeforeALeaseOpens) {
-  Training(config_, OnExisting::kRefuse).run(3);
+  { Training(config_, OnExisting::kRefuse).engine->flush(); }
   const std::uint32_t tile = make_plan(config_, model()).blocks[3].first_tile;
   const Extent weights = committed(tile, Part::kWeights);
   for (std::uint64_t at : {weights.offset, weights.offset + weights.bytes - 1}) {  // the padding belongs to it as well
@@ -145,14 +168,14 @@ TEST_F(Recovery, AFlippedBitInWeightsIsFoundBeforeALeaseOpens) {
       EXPECT_EQ(error.code(), Code::kCorrupt);
       EXPECT_EQ(error.parts().happened, "weights of tile 0 of block h.3 (h.3.weight) at offset " +
                                             std::to_string(weights.offset) + " do not match their checksum");
-      EXPECT_NE(error.parts().hint.find("spillway store " + store_.path().string() + " --rollback goes back to step 2"),
+      EXPECT_NE(error.parts().hint.find("part of step 0, the last committed one, and no other is left"),
                 std::string::npos)
           << error.what();
       expect_stopped(*training.engine);
     }
     flip_bit(at);
   }
-  expect_same_bits_from(3, config_);
+  expect_same_bits_from(0, config_);
 }
 
 // The file shrinks under the engine: reads come up short, in the middle of step 4.
@@ -210,6 +233,15 @@ TEST_F(Recovery, AStoreThatIsRemovedMovedOrCutShortIsSaidAndTheModelIsStillThere
     EXPECT_EQ(error.parts().object, store_file().string());
     EXPECT_EQ(testing::exported(*training.engine), wanted);
   }
+}
+
+TEST_F(Recovery, AStoreThatIsCutShortUnderARunIsNotSaidToGoOn) {
+  Training training(config_, OnExisting::kReplace);
+  training.run(2);
+  std::filesystem::resize_file(store_file(), 12 * kExtentAlignment);
+  const std::string said = error_of([&] { training.run(3); }).what();
+  EXPECT_EQ(said.find("resume"), std::string::npos) << said;
+  EXPECT_NE(said.find("start over with on_existing replace"), std::string::npos) << said;
 }
 
 TEST_F(Recovery, AStoreThatIsMovedBackHasAllSteps) {
@@ -348,7 +380,7 @@ TEST_F(Recovery, AFlippedBitInASpilledGradientIsNamedAndNeverUsed) {
     ToyTrainer trainer{*engine, large, kType, 1};
     trainer.run_step();  // the last tile is updated, and its gradient read, in the next forward pass
     const std::uint64_t at =
-        std::filesystem::file_size(store_file()) - plan.scratch_bytes + plan.tiles[tile].gradient.offset;
+        TileStore::space_bytes(store_shape(plan)) - plan.scratch_bytes + plan.tiles[tile].gradient.offset;
     flip_bit(at + 321);
     const Error error = error_of([&] { trainer.run_step(); });
     EXPECT_EQ(error.code(), Code::kCorrupt);

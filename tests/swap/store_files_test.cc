@@ -106,7 +106,7 @@ TEST(StoreFiles, AFileCutShortIsRefused) {
   ThreePaths three;
   three.make();
   const auto file = three.directory[2].file();
-  std::filesystem::resize_file(file, std::filesystem::file_size(file) - 1);
+  std::filesystem::resize_file(file, std::filesystem::file_size(file) - kExtentAlignment - 1);
   EXPECT_NE(ThreePaths::refusal(three.paths, Code::kCorrupt).find(file.string() + ": cut short"), std::string::npos);
 }
 

@@ -44,6 +44,39 @@ TEST(StoreSpace, ACopyWithHolesGetsItsSpaceBeforeItsRunBegins) {
   EXPECT_GE(held(), size);
 }
 
+// XFS wants free space for all that is asked of fallocate, what is there already included.
+TEST(StoreSpace, AStoreThatIsWholeNeedsNoFreeSpaceToGoOnOrToBeReplaced) {
+  for (const char* kind : {"ext4", "xfs", "btrfs"}) {
+    SCOPED_TRACE(kind);
+    LoopMount disk({.kind = kind});
+    if (!disk.refusal().empty()) GTEST_SKIP() << disk.refusal();
+    auto shape = three_tiles();
+    shape.scratch_bytes = 8 * kMiB;  // far more than is left
+    HostArena arena(kArenaBytes, kPinnedArena);
+    const auto commit = [&](TileStore& store, std::uint64_t step) {
+      auto thread = thread_for(store, arena);
+      write_tiles(store, shape, *thread, arena, step, true);
+      store.commit(step, {}, *thread, arena.memory());
+    };
+    commit(*TileStore::create(disk.path(), shape, false), 7);
+    File rest = File::open(disk / "rest", {.writable = true, .create = true, .direct = false});
+    off_t size = 0;
+    for (off_t more = off_t{1} << 30; more >= off_t{1} << 12; more /= 2) {
+      while (::fallocate(rest.fd(), 0, size, more) == 0) size += more;
+    }
+    ASSERT_LT(free_disk_bytes(disk.path()), kMiB);
+    {
+      auto store = TileStore::open(disk.path(), shape);
+      EXPECT_EQ(store->committed().step, 7u);
+      auto thread = thread_for(*store, arena);
+      write_tiles(*store, shape, *thread, arena, 8);
+      store->commit(8, {}, *thread, arena.memory());
+    }
+    commit(*TileStore::create(disk.path(), shape, true), 1);
+    EXPECT_EQ(TileStore::open(disk.path(), shape)->committed().step, 1u);
+  }
+}
+
 // A disk that is full, with the blocks of ext4's reserve: what one file gives back, no other gets.
 class FullDisk : public ::testing::Test {
  protected:

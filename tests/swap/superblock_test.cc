@@ -26,6 +26,8 @@ Superblock some_superblock() {
   block.scratch_bytes = kMiB;
   block.part = 1;
   block.parts = 3;
+  block.run_id[0] = 11;
+  block.ranks = 1;
   block.unit_bytes = kMiB;
   for (std::size_t part = 0; part < 3; ++part) block.shares[part] = static_cast<std::uint8_t>(1 + part);
   seal_superblock(block);
@@ -61,7 +63,7 @@ TEST(Superblock, EveryFlippedBitIsNoticed) {
 }
 
 TEST(Superblock, AnotherFormatIsSaidToBeOne) {
-  for (const std::uint32_t version : {kFormatVersion - 1, kFormatVersion + 1}) {
+  for (const std::uint32_t version : {kOldestFormatVersion - 1, kFormatVersion + 1}) {
     Superblock block = some_superblock();
     block.format_version = version;
     EXPECT_EQ(refusal(block), Code::kUnsupported);
@@ -73,6 +75,8 @@ TEST(Superblock, AnotherFormatIsSaidToBeOne) {
 TEST(Superblock, NumbersThatDoNotFitTogetherAreRefused) {
   const std::function<void(Superblock&)> changes[] = {
       [](Superblock& b) { b.parts = 0; },
+      [](Superblock& b) { b.ranks = 0; },
+      [](Superblock& b) { b.rank = 1; },
       [](Superblock& b) { b.parts = kMostStorePaths + 1; },
       [](Superblock& b) { b.part = 3; },
       [](Superblock& b) { b.shares[2] = 0; },

@@ -70,6 +70,11 @@ void put_copy(Json& json, const RecordCopy& copy) {
 
 std::vector<std::string> damage_of(const StoreInfo& store) {
   std::vector<std::string> damage;
+  for (const StoreFileInfo& file : store.files) {
+    if (!file.superblock_damaged) continue;
+    damage.push_back(fmt::format("one of the two superblocks of {}: the next run that opens the store writes it anew",
+                                 file.path.string()));
+  }
   if (store.in_use || store.slots < 2) return damage;
   if (!store.step) {
     damage.emplace_back("no committed step: all of its records are damaged");
@@ -93,6 +98,7 @@ std::string store_text(const StoreInfo& store) {
   }
   line("types", fmt::format("{} weights, optimizer {}; store format {}", spillway::name_of(store.weights),
                             spillway::name_of(store.optimizer), store.format));
+  if (!store.run.empty()) line("run", fmt::format("{}, rank {} of {}", store.run, store.rank, store.ranks));
   line("tiles", fmt::format("{} of at most {} elements, {} each, whatever tier they live in during a run", store.tiles,
                             store.tile_elements, plural(store.slots, "slot")));
   line("sizes",
@@ -144,6 +150,9 @@ std::string store_json(const StoreInfo& store, const std::optional<Verified>& ve
   Json json;
   json.put("format", store.format);
   json.put("fingerprint", fmt::format("{:016x}", store.fingerprint));
+  json.put("run", store.run);
+  json.put("rank", store.rank);
+  json.put("ranks", store.ranks);
   json.put("blocks", store.model.blocks.size());
   json.put("parameters", store.parameters);
   json.put("trainable", store.trainable);

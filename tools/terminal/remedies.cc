@@ -47,6 +47,8 @@ constexpr RemedyWords kWords[] = {
      "check the drive; if it was saved without any, import it without verifying, with --no-verify"},
     {Remedy::kSayStepsOrNumber, "say it with --steps, or write the number"},
     {Remedy::kReopen, "run it again with --resume"},
+    {Remedy::kCutShort, "somebody cut the store short: restore a snapshot, or start over with --fresh"},
+    {Remedy::kRenewStore, "go on with --resume, save a snapshot, and start a new store from it with --load"},
 };
 
 consteval bool has_all_in_order() {

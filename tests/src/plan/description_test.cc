@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <string>
+#include <utility>
 
 #include "spillway/error.h"
 #include "src/formats/plain_file.h"
@@ -33,7 +34,7 @@ bool refused(const std::string& text) {
   try {
     parse_store_description(text, "/drive/spillway.store");
   } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Code::kCorrupt);
+    EXPECT_TRUE(error.code() == Code::kCorrupt || error.code() == Code::kUnsupported);  // the latter: other states
     EXPECT_EQ(error.parts().object, "/drive/spillway.store");
     return true;
   }
@@ -65,6 +66,39 @@ TEST(StoreDescription, ComesBackAsItWasWritten) {
     EXPECT_EQ(stored.model.attachments[a].name, model.attachments[a].name);
     EXPECT_EQ(stored.model.attachments[a].text, model.attachments[a].text);
   }
+}
+
+TEST(StoreDescription, ListsTheArraysOfATilesStates) {
+  const StoreIdentity identity = describe_store(some_config(), some_model());
+  const std::string states = R"("states":[{"name":"exp_avg_sq","type":"fp32","bytes":4,"group":1,"scale":"none"},)"
+                             R"({"name":"master_residual","type":"int16","bytes":2,"group":1,"scale":"none"}])";
+  const std::size_t at = identity.description.find(states);
+  ASSERT_NE(at, std::string::npos) << identity.description;
+  const auto with = [&](const std::string& other) {
+    return std::string(identity.description).replace(at, states.size(), other);
+  };
+  // As older stores have it, and as this one would be written for them.
+  const std::string without = identity.as_of_format(identity.description, 3);
+  EXPECT_EQ(without.find("states"), std::string::npos);
+  EXPECT_EQ(parse_store_description(without, "store").fingerprint, identity.fingerprint);
+  EXPECT_EQ(identity.difference(without, identity.description), "");
+  EXPECT_EQ(identity.as_of_format(identity.description, 4), identity.description);
+
+  const std::pair<std::string, std::string> unknown[] = {
+      {R"("states":[{"name":"momentum_q","type":"int8","bytes":1,"group":64,"scale":"fp16"}])",
+       "the state array momentum_q (int8, groups of 64 with a scale of type fp16)"},
+      {R"("states":[{"name":"exp_avg_sq","type":"bf16","bytes":2,"group":1,"scale":"none"}])", "exp_avg_sq (bf16"},
+      {R"("states":[])", "no state array exp_avg_sq"}};
+  for (const auto& [text, named] : unknown) {
+    try {
+      parse_store_description(with(text), "store");
+      ADD_FAILURE() << text;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kUnsupported);
+      EXPECT_NE(std::string(error.what()).find(named), std::string::npos) << error.what();
+    }
+  }
+  EXPECT_THROW(parse_store_description(with(R"("states":[{"name":"exp_avg_sq"}])"), "store"), Error);
 }
 
 TEST(StoreDescription, TheFingerprintCoversWhateverTheBytesDependOn) {

@@ -1,0 +1,257 @@
+// Opening a store: what it says of itself, which of its commits is the last one, and back to the one before.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+#include "spillway/log.h"
+#include "spillway/units.h"
+#include "swap/store_check.h"
+#include "swap/tile_store.h"
+
+namespace spillway {
+namespace {
+
+void refuse_one_slot(const StoreFiles& files) {
+  if (files.superblock().slots >= 2) return;
+  throw Error(Code::kUnsupported, files.files().front().path().string(),
+              "made with commit_every 0: it keeps no step to resume or export", 0, Remedy::kReplaceAndKeepSteps);
+}
+
+}  // namespace
+
+RecordForm TileStore::form_of(const Superblock& block) {
+  return {.version = block.format_version,
+          .fingerprint = block.fingerprint,
+          .tiles = block.tiles,
+          .parameters = block.parameters};
+}
+
+// Only who looks at the store without its run needs the description: a run brings its own. But one that tells of state
+// arrays which this version does not know is refused (kUnsupported).
+void TileStore::check_description(const Created& shape) {
+  const Superblock& block = files_.superblock();
+  const StoreIdentity& identity = shape.identity;
+  const std::string own =
+      identity.as_of_format ? identity.as_of_format(identity.description, block.format_version) : identity.description;
+  const std::string path = files_.files().front().path().string();
+  try {
+    const std::string stored = read_description(files_);
+    if (stored == own || !identity.difference) return;
+    log(LogLevel::kWarning, fmt::format("{}: made with {}; that is what an export of the store will have", path,
+                                        identity.difference(stored, own)));
+  } catch (const Error& failure) {
+    if (failure.code() == Code::kUnsupported) throw;
+    const bool same = failure.code() == Code::kCorrupt && own.size() == block.description_bytes &&
+                      granule_checksum(std::as_bytes(std::span(own))) == block.description_checksum;
+    if (same) write_text(own);
+    log(LogLevel::kWarning,
+        fmt::format("{}: the model description {}", path,
+                    same ? "was damaged; it is whole again"
+                         : "cannot be read; write the model at the end, for the store cannot be exported"));
+  }
+}
+
+std::unique_ptr<TileStore> TileStore::at_last_commit(StoreFiles files, const Created& shape) {
+  refuse_one_slot(files);
+  StoreLayout layout = read_layout(files, shape);
+  std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
+  store->slots_ = store->files_.superblock().slots;
+  store->form_ = form_of(store->files_.superblock());
+  store->load_manifest(shape);
+  return store;
+}
+
+std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Created& shape) {
+  auto store = at_last_commit(StoreFiles::open(paths.directories, kLockPatienceSeconds), shape);
+  try {
+    StoreFiles::remove_leftovers(paths.directories, 0);  // of a run that was to replace this store and was cut short
+  } catch (const Error&) {                               // they only take room
+  }
+  store->check_description(shape);
+  store->check_before_loss(shape);
+  store->reserve(shape.least_scratch_bytes);
+  // What was read need not be durable: the run before may have been killed between writing its record and syncing it.
+  // From here on the slots that only the older record names are overwritten.
+  store->rewrite_record();
+  store->files_.sync();
+  return store;
+}
+
+std::unique_ptr<TileStore> TileStore::open_to_read(const StorePaths& paths, const Created& shape) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(kLockPatienceSeconds);
+  while (true) {
+    StoreFiles files = StoreFiles::open_to_look(paths.directories);
+    if (!files.in_use()) return at_last_commit(std::move(files), shape);
+    if (std::chrono::steady_clock::now() >= deadline) {
+      throw Error(Code::kBusy, {files.files().front().path().string(), "is in use by another engine or process", 0,
+                                "wait for it to end, or stop it"});
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+}
+
+// The next step overwrites the older one tile by tile, and reads the newer one as late.
+void TileStore::check_before_loss(const Created& shape) {
+  if (checked_ || !older_step_) return;
+  bool said = false;
+  const auto progress = [&](std::uint64_t, std::uint64_t bytes) {
+    if (bytes < kGiB || std::exchange(said, true)) return;
+    log(LogLevel::kInfo,
+        fmt::format("{}: reading the {} MiB of step {} before step {} is overwritten",
+                    files_.files().front().path().string(), div_up(bytes, kMiB), committed_.step, *older_step_));
+  };
+  const auto bad = [&](const BadBytes& found) {
+    throw bad_bytes_error(found, shape.name_of, way_back(found.extent.offset));
+  };
+  check_extents(files_, layout_, committed_, {.bad = bad, .progress = progress, .skip = shape.read_by_caller});
+}
+
+// Without direct I/O what was read came out of the page cache, which after a failed sync may be all that has it: the
+// kernel takes such pages for written.
+void TileStore::rewrite_record() {
+  if (std::ranges::all_of(files_.files(), &File::direct)) return;
+  AlignedBuffer record(commit_buffer_bytes());
+  encode_record(committed_, form_, record.bytes());
+  for (std::uint64_t copy : layout_.record_offset[committed_.sequence % 2]) {
+    files_.write_at(copy, record.bytes());
+    files_.sync();  // one after the other: whatever a crash leaves, one of them is whole
+  }
+}
+
+std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape,
+                                   const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress) {
+  StoreFiles files = StoreFiles::open(paths.directories, kLockPatienceSeconds);
+  refuse_one_slot(files);
+  const StoreLayout layout = read_layout(files, shape);
+  ManifestChoice choice = read_records(files, layout);
+  if (!choice.manifest || !choice.older) {
+    throw Error(Code::kCorrupt, files.files().front().path().string(), "holds no other committed step to go back to", 0,
+                Remedy::kRestoreOrReplace);
+  }
+  const Hint hint(Remedy::kNothingWasChanged, {std::to_string(choice.older->step)});
+  check_extents(
+      files, layout, *choice.older,
+      {.bad = [&](const BadBytes& bad) { throw bad_bytes_error(bad, shape.name_of, hint); }, .progress = progress});
+  choice.older->sequence = choice.manifest->sequence + 1;
+  const RecordForm form = form_of(files.superblock());
+  AlignedBuffer buffer(record_bytes(form));
+  encode_record(*choice.older, form, buffer.bytes());
+  // One copy after the other, over the record's own, the damaged one first: whatever a crash leaves, one is whole.
+  const std::size_t record = choice.older->sequence % 2;
+  const std::size_t first = choice.copies[record][0].state == RecordState::kValid ? 1 : 0;
+  for (const std::size_t copy : {first, 1 - first}) {
+    files.write_at(layout.record_offset[record][copy], buffer.bytes());
+    files.sync();
+  }
+  return choice.older->step;
+}
+
+StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape) {
+  const Superblock& block = files.superblock();
+  const std::string path = files.files().front().path().string();
+  if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size() ||
+      (block.format_version >= kUpdateCountsFormat && block.parameters != shape.parameters)) {
+    std::string what;
+    try {
+      if (shape.identity.difference) {
+        what = shape.identity.difference(read_description(files), shape.identity.description);
+      }
+    } catch (const Error& failure) {  // damaged as well: that they differ counts
+      if (failure.code() == Code::kUnsupported) throw;
+    }
+    what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
+    throw Error(Code::kInvalidArgument, path, std::move(what), 0, Remedy::kItsSettingsOrReplace);
+  }
+  Created as_stored = shape;
+  as_stored.slots = block.slots;
+  as_stored.scratch_bytes = block.scratch_bytes;
+  as_stored.identity.description.resize(block.description_bytes);
+  StoreLayout layout = lay_out_store(shape.tiles, geometry_of(as_stored, form_of(block)));
+  if (layout.total_bytes != block.total_bytes) {
+    throw Error(Code::kCorrupt, path, "the superblock does not fit the model", 0, Remedy::kReplace);
+  }
+  return layout;
+}
+
+// All of the space, for a copy of a store may have holes. The scratch area is its end and of no run but this one: the
+// superblock goes on to say what the store was made with.
+void TileStore::reserve(std::uint64_t least_scratch_bytes) {
+  const std::uint64_t needed = layout_.scratch_offset + align_up(least_scratch_bytes, kExtentAlignment);
+  layout_.total_bytes = std::max(layout_.total_bytes, needed);
+  files_.reserve(layout_.total_bytes);
+}
+
+std::string TileStore::read_description(const StoreFiles& files) {
+  const Superblock& block = files.superblock();
+  AlignedBuffer buffer(align_up(block.description_bytes + 1, kExtentAlignment));
+  files.read_at(kExtentAlignment, buffer.bytes());
+  std::string text(reinterpret_cast<const char*>(buffer.data.get()), block.description_bytes);
+  if (granule_checksum(std::as_bytes(std::span(text))) != block.description_checksum) {
+    throw Error(Code::kCorrupt, files.place_of(kExtentAlignment).file->path().string(),
+                "the model description is damaged", 0, Remedy::kCheckDriveAndRewrite);
+  }
+  return text;
+}
+
+// A copy that cannot be read is as good as a damaged one: there is another.
+ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayout& layout) {
+  std::vector<std::vector<std::byte>> records;
+  const RecordForm form = form_of(files.superblock());
+  const std::uint64_t bytes = record_bytes(form);
+  AlignedBuffer buffer(bytes);
+  std::optional<Error> unreadable;
+  for (const auto& record : layout.record_offset) {
+    for (std::uint64_t copy : record) {
+      records.emplace_back();
+      try {
+        files.read_at(copy, buffer.bytes());
+        records.back().assign(buffer.data.get(), buffer.data.get() + bytes);
+      } catch (const Error& failure) {
+        log(LogLevel::kWarning, std::string(failure.what()) + "; it is a manifest record, of which there are others");
+        unreadable = failure;
+      }
+    }
+  }
+  ManifestChoice choice = choose_manifest(records, form);
+  if (!choice.manifest && unreadable) throw *unreadable;
+  return choice;
+}
+
+void TileStore::load_manifest(const Created& shape) {
+  const std::string path = files_.files().front().path().string();
+  ManifestChoice choice = read_records(files_, layout_);
+  if (!choice.manifest) {
+    throw Error(Code::kCorrupt, path, "holds no committed step: its commit records are damaged", 0,
+                Remedy::kCheckRecordsAndRestore);
+  }
+  committed_ = std::move(*choice.manifest);
+  make_room();
+  if (choice.older) older_step_ = choice.older->step;
+  if (choice.others_damaged) {
+    log(LogLevel::kWarning, fmt::format("{}: the newest manifest record is damaged, and so is its copy; going back to "
+                                        "step {} and checking every byte of it",
+                                        path, committed_.step));
+    check_extents(files_, layout_, committed_, {.bad = [&](const BadBytes& bad) {
+                    throw bad_bytes_error(bad, shape.name_of, Remedy::kNoStepIsLeft);
+                  }});
+    checked_ = true;
+    return;
+  }
+  for (const auto& record : choice.copies) {
+    for (const RecordCopy& copy : record) {
+      if (copy.state != RecordState::kDamaged) continue;
+      log(LogLevel::kWarning, fmt::format("{}: one of the two copies of a manifest record is damaged; going on from "
+                                          "step {}, whose record is whole",
+                                          path, committed_.step));
+    }
+  }
+}
+
+}  // namespace spillway
