@@ -54,7 +54,7 @@ StepEngine::~StepEngine() {
   const bool failed = !failure_.empty();
   try {
     if (!failed) keep_last_step();  // visits and gradients of one that was not finished are forgotten
-  } catch (const Error& error) {  // a log's words for what to do would be the library's
+  } catch (const Error& error) {    // a log's words for what to do would be the library's
     log(LogLevel::kWarning, error.message_in("") + what_is_lost());
   } catch (const std::exception& error) {
     log(LogLevel::kWarning, error.what() + what_is_lost());

@@ -52,9 +52,10 @@ void TileStore::check_description(const Created& shape) {
                       granule_checksum(std::as_bytes(std::span(own))) == block.description_checksum;
     if (same) write_text(own);
     log(LogLevel::kWarning,
-        fmt::format("{}: the model description {}", path,
-                    same ? "was damaged; it is whole again"
-                         : "cannot be read; write the model at the end, for the store cannot be exported"));
+        fmt::format(
+            "{}: the model description {}", path,
+            same ? "was damaged; it is whole again"
+                 : "cannot be read; the store cannot be exported, and its model is written by this run or not at all"));
   }
 }
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs the README's two commands, as they stand there, as somebody would who has just installed Debian 12: makes a bare
-# root (debootstrap's minbase with git and python3) in build-fresh/, clones this checkout's last commit into it, and runs
-# them in there, with what they install from this machine's own apt sources and pip configuration. As root.
+# root (debootstrap's minbase with git and python3) in build-fresh/, clones this checkout's last commit into it, and
+# runs them in there, with what they install from this machine's own apt sources and pip configuration. As root.
 #
 #   tools/fresh_machine.sh [--cuda] [COMMAND...]
 #
@@ -9,8 +9,8 @@
 #   COMMAND...  to be run in the clone in place of the README's, each a line for the shell
 #
 # Ends as the first command that fails. All of it happens in a mount namespace, which ends with the last process in it,
-# and every process in there ends with this one, SIGKILL included; so no mount is left behind. The root is removed at the
-# end, and one that a killed run has left, at the next start.
+# and every process in there ends with this one, SIGKILL included; so no mount is left behind. The root is removed at
+# the end, and one that a killed run has left, at the next start.
 set -eu
 cd "$(dirname "$0")/.."
 checkout=$PWD
@@ -32,7 +32,8 @@ make_root() {
     sed -n 's, main$,,p' | grep -v security | head -n 1)
   echo "== a bare Debian of $release from ${mirror:=http://deb.debian.org/debian}"
   mkdir -p "$root"
-  debootstrap --variant=minbase --include=ca-certificates,git,python3 "$release" "$root" "$mirror" >"$root/made" 2>&1 || {
+  debootstrap --variant=minbase --include=ca-certificates,git,python3 "$release" "$root" "$mirror" \
+    >"$root/made" 2>&1 || {
     tail -n 20 "$root/made" >&2
     fail "debootstrap failed"
   }

@@ -11,7 +11,7 @@ import torch
 from .library import Error
 
 # A function's own answer. It ends with the call, where Ctrl-C could leave a `with` of the same effect.
-_plain = torch._C._disabled_torch_function_impl
+plain = torch._C._disabled_torch_function_impl
 
 
 def _named(owner, names):
@@ -47,7 +47,7 @@ class AwayParameter(torch.nn.Parameter):
         away = isinstance(first, AwayParameter)
         if function in KNOWN or (function in AS_ANOTHER and not away) or \
                 (function is torch.Tensor.type and len(arguments) == 1 and not keywords):
-            return _plain(function, types, arguments, keywords)
+            return plain(function, types, arguments, keywords)
         if function in AS_IN_BLOCK and away:
             return function(torch.empty(first.shape, dtype=first.dtype, device="meta"), *arguments[1:], **keywords)
         _refuse(function, first if away else _find((arguments, keywords)), away)

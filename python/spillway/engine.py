@@ -19,6 +19,7 @@ from .layout import Layout
 from .leases import Leases
 from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, ExportOptions, LedgerEntry, Line, Options, Report,
                       SaveOptions, library, parse_config, settings_of)
+from .memory import address_of, tensor_at
 from .optimizer import EngineOptimizer
 from .pieces import copying, floats, pieces, values_of
 from .visits import run_in_visits
@@ -34,14 +35,6 @@ h2d, d2h and compute; `link_percent`: the share of the step that it takes by its
 stream had nothing to run; on a CPU PyTorch computes beside it, in the caller's thread, so that its work counts as
 waiting, and `compute` is the engine's alone. `stalls`: the same by cause. `visit_hits`: visits that found their block
 in HBM; `tile_hit_bytes`: of an update, in memory. `durable_step`: the last one that survives any crash."""
-
-
-class _CudaMemory:
-    """Bytes of the GPU as PyTorch takes them in."""
-
-    def __init__(self, address, size):
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3,
-                                         "strides": None}
 
 
 class Engine:
@@ -132,7 +125,7 @@ class Engine:
         self.on_cuda = self._library.engine_device(handle) == 1
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
         size = c_uint64()
-        self._workspace = self._memory(self._library.engine_workspace(handle, byref(size)), size.value)
+        self._workspace = tensor_at(self.device, self._library.engine_workspace(handle, byref(size)), size.value)
         self.uncounted_steps, _ = self._record()  # that DeepSpeed counted and Adam did not: of fp16, skipped
         self._views, self._addresses = {}, set()
         self.anchor = torch.empty(0, device=self.device, requires_grad=True)
@@ -191,13 +184,6 @@ class Engine:
         module.bind(engine, self.module, self._blocks)
         module.leave_checkpointing_to_blocks(self.module)
 
-    def _memory(self, address, size, dtype=torch.uint8):
-        if size == 0:
-            return torch.empty(0, dtype=dtype, device=self.device)
-        if self.on_cuda:
-            return torch.as_tensor(_CudaMemory(address, size), device=self.device).view(dtype)
-        return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=dtype)
-
     def _stream(self):
         """The engine's name for the stream that PyTorch works on; None: the engine's own, on a CPU."""
         if not self.on_cuda:
@@ -216,7 +202,7 @@ class Engine:
 
     def without_weights(self, leaves):
         """A block's results, with copies of those that are weights: their memory is given to the next block."""
-        return [leaf.clone() if torch.is_tensor(leaf) and leaf.layout == torch.strided and _storage(leaf) in
+        return [leaf.clone() if torch.is_tensor(leaf) and leaf.layout == torch.strided and address_of(leaf) in
                 self._addresses else leaf for leaf in leaves]
 
     def _block(self, module):
@@ -494,10 +480,6 @@ class Engine:
             raise Error("invalid_argument", "engine: a step was left unfinished in backward, while a block's weights "
                                             "were in use; call discard_step()")
         return self._handle
-
-
-def _storage(tensor):
-    return (tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()).data_ptr()
 
 
 def _destroy(library, handle, streams, process):

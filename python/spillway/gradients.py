@@ -6,24 +6,15 @@ or writes values is refused. What asks no class, a C++ extension, finds NaN.
 """
 import torch
 
+from .away import AS_IN_BLOCK, KNOWN, plain
 from .library import Error
-
-_NAMES = ("shape dtype device layout ndim names is_leaf requires_grad grad grad_fn output_nr _version _base is_cuda "
-          "is_cpu is_meta is_sparse is_quantized is_nested is_mps is_xpu itemsize nbytes _backward_hooks").split()
-KNOWN = {getattr(torch.Tensor, name).__get__ for name in _NAMES
-         if hasattr(getattr(torch.Tensor, name, None), "__get__")}
-KNOWN |= {getattr(torch.Tensor, name) for name in (
-    "size stride dim numel nelement element_size storage_offset get_device is_floating_point is_complex is_contiguous "
-    "__len__ __hash__ __dir__").split()}
-KNOWN |= {torch.is_floating_point, torch.is_complex, torch.numel}
 
 
 class _Elsewhere(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
-        if function in KNOWN:
-            with torch._C.DisableTorchFunction():
-                return function(*arguments, **(keywords or {}))
+        if function in KNOWN or function in AS_IN_BLOCK:
+            return plain(function, types, arguments, keywords or {})
         raise Error("unsupported", f"{_name(arguments)}.grad: its values are the engine's since backward(), and not "
                                    "here; gradient_clipping in the configuration says to which norm step() clips them, "
                                    "and the report that it returns has the norm before that, gradient_norm")
@@ -54,12 +45,10 @@ class Gradients:
                     self._all.append((parameter, gradient))
 
     def show(self):
-        with torch._C.DisableTorchFunction():
-            for parameter, gradient in self._all:
-                parameter.grad = gradient
+        for parameter, gradient in self._all:
+            parameter.grad = gradient
 
     def hide(self):
-        with torch._C.DisableTorchFunction():
-            for parameter, gradient in self._all:
-                if parameter.grad is gradient:
-                    parameter.grad = None
+        for parameter, gradient in self._all:
+            if parameter.grad is gradient:
+                parameter.grad = None

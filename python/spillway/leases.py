@@ -8,6 +8,7 @@ import torch
 from . import log
 from .away import AwayParameter, written_outside
 from .library import Error
+from .memory import tensor_at
 
 
 class Leases:
@@ -65,7 +66,7 @@ class Leases:
         engine, key = self._engine, (owner, index, address)
         if key not in engine._views:
             with torch.inference_mode(False):
-                memory = engine._memory(address, parameter.numel() * engine._element_bytes, engine.dtype)
+                memory = tensor_at(engine.device, address, parameter.numel() * engine._element_bytes, engine.dtype)
                 engine._views[key] = memory.view(parameter.shape)
             engine._addresses.add(address)
         return engine._views[key]

@@ -11,7 +11,8 @@ import spillway
 from toy_model import DEVICE, config
 
 PACKAGE = os.path.dirname(spillway.__file__)
-FILES = {os.path.join(PACKAGE, f"{name}.py") for name in ("away", "engine", "leases", "library", "optimizer", "visits")}
+FILES = {os.path.join(PACKAGE, f"{name}.py") for name in (
+    "away", "engine", "gradients", "leases", "library", "memory", "optimizer", "visits")}
 X = torch.linspace(-1, 1, 16).view(2, 8).to(DEVICE)
 
 

@@ -11,14 +11,12 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
-#include <future>
 #include <map>
 #include <memory>
 #include <optional>
 
 #include "tests/aio/temp_files.h"
 #include "tests/kernels/random.h"
-#include "tests/src/named_budget.h"
 #include "tests/src/small_case.h"
 #include "tests/src/watchdog.h"
 
@@ -410,114 +408,6 @@ TEST(FaultSchedules, AFailureWhileANewStoreGetsItsNameLeavesAStore) {
       }
     }
   }
-}
-
-TEST(FaultSchedules, AnEngineThatCannotKeepItsLastStepsSaysWhichAreLost) {
-  const ModelDescription model = testing::toy_model(4, 2000, 1);
-  for (const bool told : {false, true}) {
-    SCOPED_TRACE(told ? "behind a flush that failed" : "at the end");
-    const TempDirectory directory = testing::quick_directory();
-    SimulatedDisk disk(directory.path());
-    Config config =
-        testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
-    config.io_engine = IoEngineKind::kThreads;
-    config.commit_every = 2;
-    const CapturedLog log;
-    auto engine = Engine::create(config, model);
-    engine->import_weights(testing::toy_weights());
-    testing::ToyTrainer trainer{*engine, model, config.weights, 1};
-    for (int step = 1; step <= 3; ++step) trainer.run_step();
-    disk.misbehave([](const DiskCall& call) {
-      return call.op == DiskOp::kWrite || call.op == DiskOp::kSync ? Fault{.error = EIO} : Fault{};
-    });
-    if (told) {
-      EXPECT_THROW(engine->flush(), Error);
-    }
-    engine.reset();
-    EXPECT_EQ(log.count("; step 3 is lost"), 1u) << log.all();
-    disk.misbehave({});
-    EXPECT_EQ(Engine::create(config, model, {.on_existing = OnExisting::kResume})->current_step(), 2u);
-  }
-}
-
-// A lease that is released starts the fetch of a block to come, and with it its update: what fails there no call can
-// throw.
-TEST(FaultSchedules, AFailureThatIsSeenInAReleaseIsThrownOrLogged) {
-  const ModelDescription model = testing::toy_model(4, 2000, 1);
-  for (std::uint32_t fails_at = 0; fails_at < model.blocks.size(); ++fails_at) {
-    for (std::uint32_t more = 0; more < model.blocks.size(); ++more) {
-      SCOPED_TRACE(fmt::format("at block {}, and {} blocks more", fails_at, more));
-      const TempDirectory directory = testing::quick_directory();
-      SimulatedDisk disk(directory.path());
-      Config config =
-          testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
-      config.io_engine = IoEngineKind::kThreads;
-      const CapturedLog log;
-      auto engine = Engine::create(config, model);
-      engine->import_weights(testing::toy_weights());
-      testing::ToyTrainer trainer{*engine, model, config.weights, 1};
-      for (int step = 1; step <= 3; ++step) trainer.run_step();
-      bool thrown = false;
-      try {
-        const auto evaluate = [&](std::uint32_t block) { engine->acquire(block, Pass::kForward, engine->stream()); };
-        for (std::uint32_t block = 0; block < model.blocks.size(); ++block) {
-          if (block == fails_at) {
-            disk.misbehave([](const DiskCall& call) {
-              return call.op == DiskOp::kWrite || call.op == DiskOp::kSync ? Fault{.error = EIO} : Fault{};
-            });
-          }
-          evaluate(block);
-        }
-        for (std::uint32_t block = 0; block < more; ++block) evaluate(block);
-      } catch (const Error& error) {
-        EXPECT_EQ(error.code(), Code::kIo) << error.what();
-        thrown = true;
-      }
-      engine.reset();
-      disk.misbehave({});
-      const bool whole = Engine::create(config, model, {.on_existing = OnExisting::kResume})->current_step() == 3;
-      EXPECT_TRUE(whole || thrown || log.count(" lost") > 0) << log.all();
-    }
-  }
-}
-
-// An activation leaves its place in HBM once the one that was there before has been written. What is written stays
-// under way here until the last lease is given back, and fails then: that release is the only one to hear of it.
-TEST(FaultSchedules, AFailureThatAReleaseAloneSeesIsLogged) {
-  ModelDescription model = testing::toy_model(2, 2000, 1);
-  constexpr std::uint32_t kActivations = 16;
-  for (std::uint32_t a = 0; a < kActivations; ++a) {
-    model.activations.push_back({.bytes = kMiB});
-    model.activation_uses.push_back({.activation = a, .access = Access::kWrite});
-  }
-  for (std::uint32_t a = kActivations; a-- > 0;) {
-    model.activation_uses.push_back({.activation = a, .access = Access::kRead});
-  }
-  const TempDirectory directory = testing::quick_directory();
-  SimulatedDisk disk(directory.path());
-  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
-  config.io_engine = IoEngineKind::kThreads;
-  for (auto* budget : {&config.hbm_bytes, &config.host_bytes}) {
-    *budget = 1;
-    *budget = testing::named_bytes(testing::refused_plan(config, model));
-  }
-  ASSERT_EQ(make_plan(config, model).activations.places.size(), 1u);
-  const CapturedLog log;
-  auto engine = Engine::create(config, model);
-  engine->import_weights(testing::toy_weights());
-  const testing::Watchdog watchdog(0);
-  std::promise<void> given_back;
-  disk.misbehave([end = given_back.get_future().share()](const DiskCall& call) {
-    if (call.op != DiskOp::kWrite) return Fault{};
-    end.wait();
-    return Fault{.error = EIO};
-  });
-  engine->acquire_activation(0, Access::kWrite, engine->stream());
-  ActivationLease last = engine->acquire_activation(1, Access::kWrite, engine->stream());
-  given_back.set_value();
-  last.release();
-  engine.reset();
-  EXPECT_EQ(log.count("(Input/output error)"), 1u) << log.all();
 }
 
 }  // namespace
