@@ -130,10 +130,15 @@ std::filesystem::path StoreFiles::temporary_name(const std::filesystem::path& di
 void StoreFiles::remove_leftovers(std::span<const std::filesystem::path> directories, double patience_seconds) {
   for (const auto& directory : directories) {
     const auto path = temporary_name(directory);
-    if (::access(path.c_str(), F_OK) != 0) continue;
-    File file = File::open(path, {.writable = true, .create = false, .direct = false});
-    file.lock(patience_seconds);  // who is at it right now has that
-    if (file.at_its_path()) ::unlink(path.c_str());
+    std::optional<File> file;
+    try {
+      file = File::open(path, {.writable = true, .create = false, .direct = false});
+    } catch (const Error& failure) {
+      if (failure.code() == Code::kNotFound) continue;  // none, or not any more
+      throw;
+    }
+    file->lock(patience_seconds);  // who is at it right now has that
+    if (file->at_its_path()) ::unlink(path.c_str());
   }
 }
 

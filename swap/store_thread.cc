@@ -7,6 +7,7 @@
 #include <string>
 
 #include "spillway/log.h"
+#include "swap/store_files.h"
 
 namespace spillway {
 namespace {
@@ -310,6 +311,7 @@ StoreThread::Place StoreThread::place_of(std::uint64_t space_offset) const {
 }
 
 namespace {
+
 // The space of a store is reserved when it is made: one that is full later is so by somebody's rule.
 std::string repair_of(int error) {
   switch (error) {
@@ -321,6 +323,14 @@ std::string repair_of(int error) {
     default: return "check the drive";
   }
 }
+// A store gets its name with its first commit.
+Hint way_on_from(const File& file, const std::string& repair) {
+  if (file.path() != StoreFiles::temporary_name(file.path().parent_path())) {
+    return repair.empty() ? Hint(Remedy::kResume) : Hint(Remedy::kRepairAndResume, {repair});
+  }
+  return (repair.empty() ? "" : repair + ", and ") + "begin again: the new store has no step to go on from";
+}
+
 }  // namespace
 
 Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion) {
@@ -329,11 +339,11 @@ Error io_error(const StoreThread& store, const IoRequest& request, const IoCompl
   // A file that ends where it did not: no run opens it any more.
   if (completion.error == ENODATA) return transfer_error(request.op, file, completion, Remedy::kCutShort);
   if (of_queue.empty()) {
-    return transfer_error(request.op, file, completion, {Remedy::kRepairAndResume, {repair_of(completion.error)}});
+    return transfer_error(request.op, file, completion, way_on_from(file, repair_of(completion.error)));
   }
   return Error(Code::kIo, file.path().string(),
                describe_transfer(request.op, completion) + " failed, since the I/O queue itself failed: " + of_queue,
-               completion.error, Remedy::kResume);
+               completion.error, way_on_from(file, ""));
 }
 
 }  // namespace spillway
