@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -18,8 +19,16 @@ enum class LogLevel { kInfo, kWarning };
 using LogSink = std::function<void(LogLevel, std::string_view message)>;
 
 namespace internal {
+// A path or a blob in a message commands no terminal: control characters are shown as `?`.
 inline void log_to_stderr(const char* before, std::string_view message) noexcept {
-  std::fprintf(stderr, "spillway: %s%.*s\n", before, static_cast<int>(message.size()), message.data());
+  try {
+    std::string shown(message);
+    for (char& c : shown) {
+      if ((static_cast<unsigned char>(c) < ' ' && c != '\n' && c != '\t') || c == 127) c = '?';
+    }
+    std::fprintf(stderr, "spillway: %s%s\n", before, shown.c_str());
+  } catch (...) {  // no memory for it
+  }
 }
 class LogState {
  public:

@@ -26,5 +26,14 @@ TEST(Log, ASinkMayLogAndSetAnother) {
   EXPECT_EQ(second, (std::vector<std::string>{"two"}));
 }
 
+// A sink whose own message goes to stderr, as every message does at first.
+TEST(Log, NothingOnStderrCommandsATerminal) {
+  set_log_sink([](LogLevel, std::string_view message) { log(LogLevel::kInfo, message); });
+  ::testing::internal::CaptureStderr();
+  log(LogLevel::kWarning, "/mnt/\x1b[2J\x7f/\xc3\xa4: two\tlines\nhere");
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "spillway: /mnt/?[2J?/\xc3\xa4: two\tlines\nhere\n");
+  set_log_sink({});
+}
+
 }  // namespace
 }  // namespace spillway
