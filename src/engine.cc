@@ -11,12 +11,22 @@
 
 #include "spillway/log.h"
 #include "src/config/ranges.h"
+#include "src/config/table.h"
 #include "src/run_facts.h"
 
 namespace spillway {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+// Files for the Hugging Face trainer often have none, as it has an optimizer of its own.
+void tell_optimizer(const Config& config, const Plan& plan) {
+  const bool trains = std::ranges::any_of(plan.tile_places, [](const TilePlace& tile) { return tile.shape.trainable; });
+  if (!config.optimizer_left_out || !trains) return;
+  log(LogLevel::kInfo, fmt::format("optimizer: there is no such section: AdamW with lr {}; the Hugging Face trainer "
+                                   "would take its own, {}",
+                                   config.optimizer.learning_rate, kTrainerRate));
+}
+
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 }  // namespace
@@ -40,6 +50,7 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
       written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
     }
   }
+  tell_optimizer(config, plan_);
   commits_ = {config.commit_every, machinery_.store && written_back_};
   blob_.reserve(kBlobCapacity);
   record_.reserve(kBlobCapacity);

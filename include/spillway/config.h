@@ -69,6 +69,7 @@ struct Config {
   DType weights = DType::kFloat32;          // bf16.enabled, fp16.enabled
   LossScaleConfig loss_scale;               // of fp16
   OptimizerConfig optimizer;                // optimizer.type and params; each type has DeepSpeed's defaults
+  bool optimizer_left_out = false;          // by a file: what trains says which one it gets
   ScheduleConfig schedule;
 
   Placement states = Placement::kHbm;             // offload_optimizer.device

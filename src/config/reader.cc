@@ -84,12 +84,7 @@ class ConfigReader {
       });
     }
     if (!complaints_.empty()) complaints_.raise();
-    // Files for the Hugging Face trainer often have none, as it has an optimizer of its own.
-    if (!places_.contains("optimizer")) {
-      log(LogLevel::kInfo, fmt::format("optimizer: there is no such section: AdamW with lr {}; the Hugging Face "
-                                       "trainer would take its own, {}",
-                                       draft_.config.optimizer.learning_rate, kTrainerRate));
-    }
+    draft_.config.optimizer_left_out = !places_.contains("optimizer");
     EffectiveConfig effective{.config = draft_.config, .keys = {}};
     for (const ConfigKey& key : config_keys()) {
       if (is_listed(key, draft_.config)) effective.keys.push_back(effective_key(key));

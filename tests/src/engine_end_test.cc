@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <future>
 #include <memory>
+#include <string>
 
 #include "spillway/engine.h"
 #include "spillway/error.h"
@@ -134,6 +135,29 @@ TEST(EngineEnd, AFailureThatAReleaseAloneSeesIsLogged) {
   last.release();
   engine.reset();
   EXPECT_EQ(log.count("(Input/output error)"), 1u) << log.all();
+}
+
+// Its steps are those of a store that has its name; before the first commit there is none to go on from.
+TEST(EngineEnd, AFailureBeforeTheFirstCommitSpeaksOfNoStep) {
+  const ModelDescription model = testing::toy_model(2, 2000, 1);
+  const TempDirectory directory = testing::quick_directory();
+  SimulatedDisk disk(directory.path());
+  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
+  config.io_engine = IoEngineKind::kThreads;
+  const CapturedLog quiet;
+  auto engine = Engine::create(config, model);
+  disk.misbehave([](const DiskCall& call) {
+    return call.op == DiskOp::kWrite || call.op == DiskOp::kSync ? Fault{.error = ENOSPC} : Fault{};
+  });
+  try {
+    engine->import_weights(testing::toy_weights());
+    FAIL() << "a full drive took the weights";
+  } catch (const Error& error) {
+    const std::string said = error.what();
+    EXPECT_NE(said.find("make room"), std::string::npos) << said;
+    EXPECT_NE(said.find("begin again: the new store has no step to go on from"), std::string::npos) << said;
+    EXPECT_EQ(said.find("resume"), std::string::npos) << said;
+  }
 }
 
 }  // namespace

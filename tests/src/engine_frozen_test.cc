@@ -10,6 +10,7 @@
 #include "spillway/units.h"
 #include "src/plan/plan.h"
 #include "src/plan/schedule.h"
+#include "tests/aio/temp_files.h"
 #include "tests/src/plan/schedule_check.h"
 #include "tests/src/toy_trainer.h"
 
@@ -167,6 +168,19 @@ TEST(EngineFrozen, TrainingTheRestGivesTheSameBits) {
   };
   const auto bits = train(Placement::kHbm, 0);
   for (const std::uint64_t more : {0u, 1u, 2u, 3u, 5u}) EXPECT_EQ(train(Placement::kNvme, more), bits) << more;
+}
+
+TEST(EngineFrozen, OnlyWhatTrainsIsToldOfAnOptimizerThatAFileLeftOut) {
+  const testing::CapturedLog log;
+  for (const bool trained : {false, true}) {
+    ModelDescription model = testing::toy_model(1, 500, 1);
+    for (Block& block : model.blocks)
+      for (Parameter& parameter : block.parameters) parameter.trainable = trained;
+    Config config = config_from_json("{\"train_batch_size\": 1}", "c.json");
+    Engine::create(config, model);
+    EXPECT_EQ(log.count("optimizer: there is no such section: AdamW with lr 0.001; the Hugging Face trainer"), trained)
+        << log.all();
+  }
 }
 
 }  // namespace

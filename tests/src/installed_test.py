@@ -97,7 +97,7 @@ class Installed(unittest.TestCase):
             *lines, goodbye = done.stdout.splitlines()
             self.assertTrue(goodbye.endswith("goodbye"), goodbye)
             self.assertEqual(lines[:len(lines) // 2] * 2, lines)
-            self.assertIn("heard, with a sink that does not fit in place: optimizer: there is no such", lines[0])
+            self.assertIn("heard, with a sink that does not fit in place: example: known, but without effect", lines[0])
 
     def test_TheExampleInC(self):
         program = self.compiled("cc -std=c11", "c_example.c")

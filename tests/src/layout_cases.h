@@ -103,8 +103,8 @@ inline std::vector<LayoutCase> layout_cases() {
 }
 
 // For tests that go through them once for each clipping: none, one that clips, and one that does not. Where everything
-// takes ten times as long (SPILLWAY_STEPS, tools/test.sh), each layout is for the one clipping at which it differs
-// most: where blocks are updated inside backward, and on a guess.
+// takes ten times as long (SPILLWAY_STEPS, as tools/test.sh has it for sanitizers), each layout is for the one clipping
+// at which it differs most: where blocks are updated inside backward, and on a guess.
 inline std::vector<LayoutCase> layout_cases(double clipping) {
   auto cases = layout_cases();
   if (std::getenv("SPILLWAY_STEPS") == nullptr) return cases;
