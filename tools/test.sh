@@ -1,6 +1,7 @@
 #!/bin/sh
-# Builds and runs every test, three times over, and the fuzzers:
+# Builds and runs every test, in one build; with --all in two more, and the fuzzers:
 #   build-test   release, everything
+# and with --all
 #   build-asan   address and undefined sanitizers; without benches, and without the rules of the house, which look at
 #                the source and not at the build
 #   build-tsan   thread sanitizer; the tests of suite `threads`
@@ -9,7 +10,13 @@
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
 set -eu
 cd "$(dirname "$0")/.."
-tools/install_packages.sh clang libclang-rt-dev libomp-dev lld python3-torch python3-venv
+all=""
+case "$*" in
+  "") ;;
+  --all) all=yes ;;
+  *) echo "test.sh: it takes nothing but --all" >&2; exit 1 ;;
+esac
+tools/install_packages.sh python3-torch python3-venv ${all:+clang libclang-rt-dev libomp-dev lld}
 
 # Debian has no transformers. Without them the suite of the package's Trainer is skipped. These are the newest for
 # Debian's PyTorch, which is that of Debian's Python.
@@ -63,6 +70,7 @@ echo "== release"
 # g++ has the memory to do without collecting garbage.
 configure build-test -Dbuildtype=release -Dgpu_arch=80 -Dcpp_args=--param=ggc-min-heapsize=1000000 || true
 run "" build-test --timeout-multiplier 4
+[ -n "$all" ] || exec python3 tools/count_tests.py build-test
 
 # Everything takes ten times as long from here on: fewer random cases and kills, fewer steps of the runs that are
 # compared layout by layout and fewer large models, and more patience with a case before it counts as one that hangs.
