@@ -96,8 +96,18 @@ def _away(kind):
 
 
 def send_away(parameter, name, block):
-    """For the first time; Leases exchange the class from then on. `block`: the name of one that has it."""
+    """For the first time. `block`: the name of one that has it."""
     parameter._spillway_names = (name, block)
     if not isinstance(parameter, AwayParameter):
         parameter._spillway_kind, parameter._spillway_nothing = type(parameter), parameter.data
         parameter.__class__ = _away(type(parameter))
+
+
+def come_back(parameter):
+    parameter.__class__ = parameter._spillway_kind
+
+
+def go_away(parameter):
+    come_back(parameter)
+    parameter.data = parameter._spillway_nothing
+    parameter.__class__ = _away(parameter._spillway_kind)

@@ -4,6 +4,7 @@ import collections.abc
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .checkpoint_names import unwrapped
 from .library import Error
 
 CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
@@ -21,7 +22,7 @@ class Block:
 
 
 def _runs(module):
-    return type(module).forward is not torch.nn.Module.forward
+    return type(unwrapped(module)).forward is not torch.nn.Module.forward
 
 
 def _holds_parameters(module):

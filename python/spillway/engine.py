@@ -4,7 +4,6 @@ import ctypes
 import logging
 import os
 import re
-import threading
 import weakref
 from ctypes import byref, c_uint64, c_void_p
 
@@ -18,7 +17,7 @@ from .gradients import Gradients
 from .layout import Layout
 from .leases import Leases
 from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, ExportOptions, LedgerEntry, Line, Options, Report,
-                      SaveOptions, library, parse_config, settings_of)
+                      SaveOptions, destroy_engine, library, parse_config, settings_of)
 from .memory import address_of, tensor_at
 from .optimizer import EngineOptimizer
 from .pieces import copying, floats, pieces, values_of
@@ -121,7 +120,7 @@ class Engine:
             self._library.model_destroy(model)
         self._handle, self._streams, self._process = handle, {}, os.getpid()  # a fork has none of its threads
         # Also when the engine is forgotten, and when the interpreter ends.
-        self._finalizer = weakref.finalize(self, _destroy, self._library, handle, self._streams, self._process)
+        self._finalizer = weakref.finalize(self, destroy_engine, self._library, handle, self._streams, self._process)
         self.on_cuda = self._library.engine_device(handle) == 1
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
         size = c_uint64()
@@ -138,7 +137,8 @@ class Engine:
         try:
             self._create("replace", snapshot)
         except Error as error:
-            raise Error(error.code, f"{error}; the engine has ended: make it and its model anew") from None
+            raise Error(error.code, f"{error}; the engine has ended: make it and its model anew",
+                        error.remedy) from None
         self.optimizer.attach(self)
 
     # -- weights in and out ---------------------------------------------------------------------------------------
@@ -243,6 +243,7 @@ class Engine:
             self._library.engine_push_gradient(self._open(), owner, index, place.data_ptr(), parameter.numel(),
                                                self._type, stream)
             self._pushed[owner, index] += 1
+            self._gradients.bring(owner, index)
             used += -(-size // 2048) * 2048  # where the next one is aligned as weights are
         if not self.on_cuda:
             self._library.stream_synchronize(self._open(), stream)
@@ -367,6 +368,7 @@ class Engine:
     def _begin_step(self):
         self._micro_batches = 0
         self._pushed.clear()
+        self._gradients.begin_step()
         self.steps_begun += 1
 
     def _push_what_is_missing(self):
@@ -453,8 +455,14 @@ class Engine:
         try:
             if os.getpid() == self._process:
                 self._library.engine_flush(self._handle)
-        finally:
+        except Error as error:
+            if error.code != "busy":  # with another thread inside of a call nothing was done
+                self._end()
+            raise
+        except BaseException:
             self._end()
+            raise
+        self._end()
 
     def _end(self):
         """The same without an exception: what goes wrong is a message of the library's."""
@@ -470,7 +478,11 @@ class Engine:
         return self
 
     def __exit__(self, kind, *_):
-        self.close() if kind is None or self._held else self._end()  # the exception counts
+        if kind is None:
+            return self.close()
+        for leases in list(self._held):  # the exception counts, and may be what keeps them
+            leases.end()
+        self._end()
 
     def _open(self):
         """The handle of an engine that can be asked for things."""
@@ -480,17 +492,6 @@ class Engine:
             raise Error("invalid_argument", "engine: a step was left unfinished in backward, while a block's weights "
                                             "were in use; call discard_step()")
         return self._handle
-
-
-def _destroy(library, handle, streams, process):
-    if os.getpid() != process:
-        return
-    if log.saying():  # the garbage collector came by in a message: an engine's thread cannot wait for its own end
-        threading.Thread(target=_destroy, args=(library, handle, streams, process)).start()
-        return
-    for stream in streams.values():
-        library.stream_destroy(stream)
-    library.engine_destroy(handle)
 
 
 def _path(path):

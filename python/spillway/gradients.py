@@ -10,9 +10,16 @@ from .away import AS_IN_BLOCK, KNOWN, plain
 from .library import Error
 
 
+# What zero_grad(set_to_none=False) does, of a module, an optimizer, or PyTorch before 2.0 by itself: nothing here.
+_ZEROING = {torch.Tensor.zero_, torch.Tensor.detach_, torch.Tensor.requires_grad_,
+            getattr(torch, "_foreach_zero_", torch.Tensor.zero_)}
+
+
 class _Elsewhere(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        if function in _ZEROING:
+            return arguments[0]
         if function in KNOWN or function in AS_IN_BLOCK:
             return plain(function, types, arguments, keywords or {})
         raise Error("unsupported", f"{_name(arguments)}.grad: its values are the engine's since backward(), and not "
@@ -21,6 +28,9 @@ class _Elsewhere(torch.Tensor):
 
     def __repr__(self, **_):
         return f"a gradient that the engine has, of {self._spillway_name}"
+
+    def __format__(self, form):
+        return format(repr(self), form)
 
 
 def _name(values):
@@ -32,23 +42,34 @@ def _name(values):
 
 
 class Gradients:
-    """Those of a model's parameters, by engine block."""
+    """Those that a step's backward() has brought, of parameters by engine block and index in it."""
 
     def __init__(self, members, names):
-        self._all = []
-        for block, block_names in zip(members, names):
-            for parameter, name in zip(block, block_names):
-                if parameter.requires_grad:
-                    nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-                    gradient = nothing.expand(parameter.shape).as_subclass(_Elsewhere)
-                    gradient._spillway_name = name
-                    self._all.append((parameter, gradient))
+        self._members, self._names = members, names
+        self._made = {}        # by (block, index)
+        self._brought = set()  # in this step
+        self._shown = []       # (parameter, gradient)
+
+    def begin_step(self):
+        self._brought.clear()
+
+    def bring(self, block, index):
+        self._brought.add((block, index))
 
     def show(self):
-        for parameter, gradient in self._all:
+        for block, index in self._brought:
+            parameter = self._members[block][index]
+            gradient = self._made.get((block, index))
+            if gradient is None:
+                nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+                gradient = nothing.expand(parameter.shape).as_subclass(_Elsewhere)
+                gradient._spillway_name = self._names[block][index]
+                self._made[block, index] = gradient
+            self._shown.append((parameter, gradient))
             parameter.grad = gradient
 
     def hide(self):
-        for parameter, gradient in self._all:
+        for parameter, gradient in self._shown:
             if parameter.grad is gradient:
                 parameter.grad = None
+        self._shown = []

@@ -1,4 +1,5 @@
 """A block's weights in its parameters, for as long as a `with` lasts: Leases."""
+import os
 import threading
 from ctypes import byref, c_void_p
 from itertools import repeat
@@ -6,7 +7,7 @@ from itertools import repeat
 import torch
 
 from . import log
-from .away import AwayParameter, written_outside
+from .away import come_back, go_away, written_outside
 from .library import Error
 from .memory import tensor_at
 
@@ -19,7 +20,7 @@ class Leases:
     catch it. Then the weights are given back with the last reference to this, or by Engine.backward().
     """
 
-    _leases = _before = ()  # (parameter, its class, its data)
+    _leases = _lent = ()  # the latter: (parameter, what .grad showed)
 
     def __init__(self, engine, block, direction):
         self._engine, self._block, self._direction = engine, block, direction
@@ -35,7 +36,7 @@ class Leases:
         self.end()
 
     def __del__(self):
-        if not (self._leases or self._before):
+        if not (self._leases or self._lent):
             return
         if log.saying():  # the garbage collector came by in a message, inside of a call that giving back waits for
             threading.Thread(target=self.end).start()
@@ -45,17 +46,16 @@ class Leases:
     def _take(self):
         engine, library = self._engine, self._engine._library
         handle, stream, block = engine._open(), engine._stream(), engine._block(self._block)
-        self._leases, self._before = [c_void_p() for _ in block.engine_blocks], []
+        self._leases, self._lent = [c_void_p() for _ in block.engine_blocks], []
         engine._held.add(self)
         for owner, lease in zip(block.engine_blocks, self._leases):
             library.engine_acquire(handle, owner, self._direction, stream, byref(lease))
         if not engine.on_cuda:
             library.stream_synchronize(handle, stream)
         for parameter, owner, index in block.parameters:
-            kind = type(parameter)
-            data = parameter._spillway_nothing if issubclass(kind, AwayParameter) else parameter.data
-            self._before.append((parameter, kind, data))
-            parameter.__class__ = parameter._spillway_kind
+            self._lent.append((parameter, parameter.grad))
+            come_back(parameter)
+            parameter.grad = None  # what compiles the block looks at all that the parameter has
             if parameter._version != engine._versions[id(parameter)]:
                 engine._versions[id(parameter)] = parameter._version
                 raise written_outside(engine._layout.names[owner][index])
@@ -78,12 +78,16 @@ class Leases:
             self._give_back()  # what Ctrl-C in the first has left
 
     def _give_back(self):
-        for parameter, kind, data in self._before:
-            parameter.__class__ = parameter._spillway_kind
-            parameter.data = data
-            parameter.__class__ = kind
-        self._before = ()
-        if self._engine._finalizer.alive:  # else the leases have ended with it
+        engine = self._engine
+        others = {id(parameter) for leases in engine._held if leases is not self for parameter, _ in leases._lent}
+        for parameter, gradient in self._lent:
+            if id(parameter) in others:  # whoever ends last
+                continue
+            go_away(parameter)
+            if gradient is not None:
+                parameter.grad = gradient
+        self._lent = ()
+        if engine._finalizer.alive and engine._process == os.getpid():  # else they have ended with it, or are another's
             # The iterators take a lease out and end it without a line of Python in between. One that never was is null.
             for _ in map(self._engine._library.lease_release, map(list.pop, repeat(self._leases, len(self._leases)))):
                 pass

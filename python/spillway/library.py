@@ -6,6 +6,8 @@ A call that fails raises Error.
 import ctypes
 import json
 import os
+import threading
+import time
 import weakref
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 
@@ -224,6 +226,19 @@ def library():
     if _library is None:
         _library = Library(os.environ.get("SPILLWAY_LIBRARY", NAME))
     return _library
+
+
+def destroy_engine(library, handle, streams, process):
+    """In the process that made it; a fork has neither its threads nor its memory."""
+    if os.getpid() != process:
+        return
+    if log.saying():  # the garbage collector came by in a message: an engine's thread cannot wait for its own end
+        threading.Thread(target=destroy_engine, args=(library, handle, streams, process)).start()
+        return
+    for stream in streams.values():
+        library.stream_destroy(stream)
+    while CODES[library.engine_destroy(handle)] == "busy":  # another thread's call is under way
+        time.sleep(0.01)
 
 
 class Named(dict):

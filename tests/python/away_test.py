@@ -222,6 +222,56 @@ class Reads(Case):
             self.assertEqual(wanted, step(compiled), compiled.__name__)
         self.assertEqual(wanted, step(lambda network: network, lambda network: torch.compile(network, backend="eager")))
 
+    @unittest.skipUnless(hasattr(torch.nn.Module, "compile"), "PyTorch before 2.2")
+    def test_WhatCompilesAgainFindsNoGradientOfTheEngines(self):
+        def losses(compiled):
+            network = lines(None, None)
+            if compiled:
+                network[0].compile(backend="eager")
+            engine = self.engine(network, config(self.folder, accumulation=2))
+            found = []
+            for rows in range(2, 6):  # each of another shape, the second of a step behind a backward()
+                x = torch.linspace(-1, 1, rows * 8).view(rows, 8).to(DEVICE)
+                engine.backward(loss := engine(x).pow(2).mean())
+                engine.step()
+                found.append(loss.item())
+            with torch.no_grad():
+                found.append(engine(torch.ones(7, 8, device=DEVICE)).sum().item())
+            engine.close()
+            return found
+
+        self.assertEqual(losses(False), losses(True))
+
+
+class Overlapping(Case):
+    def test_TheLeaseThatEndsLastTakesTheValuesAway(self):
+        network = model()
+        engine = self.engine(network)
+        for order in ((0, 1), (1, 0)):
+            leases = [engine.weights_of(block) for block in ("head", "embedding")]  # of one weight
+            for lease in leases:
+                lease.__enter__()
+            for index in order:
+                self.assertTrue(torch.isfinite(network.head.weight.sum()))
+                leases[index].end()
+            with self.assertRaisesRegex(spillway.Error, "is read outside of its block"):
+                network.head.weight.sum()
+        engine.close()
+        with self.assertRaisesRegex(spillway.Error, "is read outside of its block"):
+            network.head.weight.sum()
+
+    def test_AnExceptionCountsAlsoWhereItKeepsALease(self):
+        class Mine(Exception):
+            pass
+
+        network = model()
+        with self.assertRaises(Mine):
+            with spillway.Engine(network, config(self.folder)) as engine:
+                engine.weights_of("head").__enter__()
+                raise Mine
+        with self.assertRaisesRegex(spillway.Error, "it is closed"):
+            engine.describe()
+
 
 class Known(Case):
     def test_WithoutValues(self):

@@ -6,7 +6,7 @@ from case import main
 
 import torch
 
-from toy_model import batches, config, model
+from toy_model import Experts, batches, config, model
 
 
 class Gradients(Folder):
@@ -43,6 +43,25 @@ class Gradients(Folder):
         engine.backward(engine(batches(1)[0]))
         engine.discard_step()
         self.assertTrue(all(parameter.grad is None for parameter in network.parameters()))
+
+    def test_WhatGotNoneHasNone(self):
+        network = Experts()
+        engine = self.engine(network, config(self.folder, accumulation=2))
+        for chosen, idle in (((0,), {"1", "2"}), ((1,), {"2"})):
+            engine.backward(engine(batches(1)[0], chosen, True))
+            without = {name.split(".")[1] for name, parameter in network.named_parameters()
+                       if parameter.grad is None and not name.endswith("spare")}
+            self.assertEqual(idle, without)
+        engine.step()
+
+    def test_ZeroingThatKeepsTensorsIsNoRead(self):
+        network = model()
+        engine = self.engine(network)
+        engine.backward(engine(batches(1)[0]))
+        network.layers[0].zero_grad(set_to_none=False)
+        torch.optim.SGD(network.parameters(), 0.1).zero_grad(set_to_none=False)
+        self.assertIn("of embedding.weight", f"{network.embedding.weight.grad}")
+        self.assertGreater(engine.step().gradient_norm, 0)
 
     def test_ClippingIsSaid(self):
         tail = "in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
