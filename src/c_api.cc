@@ -129,7 +129,7 @@ spillway_status spillway_config_parse_with(const char* json, const char* name, c
     if (read.hidden_size != 0) values.hidden_size = read.hidden_size;
     if (read.total_steps != 0) values.total_steps = read.total_steps;
     const EffectiveConfig effective = load_effective(texts, values);
-    *config = tables().configs.add(std::make_shared<ConfigObject>(effective.config, settings_json(effective)));
+    *config = tables().configs.add(made_of<ConfigObject>(effective.config, settings_json(effective)));
   });
 }
 

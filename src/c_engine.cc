@@ -43,10 +43,10 @@ spillway_status with_engine(const char* call, const spillway_engine* handle, Bod
 }
 
 template <typename Value, typename Body>
-Value ask_engine(const char* call, const spillway_engine* handle, Value otherwise, Body&& body) {
+Value ask_engine(const spillway_engine* handle, Value otherwise, Body&& body) {
   return answered(otherwise, [&] {
     const auto object = tables().engines.find(handle);
-    const auto turn = object->caller.look(call);
+    const auto turn = object->caller.look();
     return body(living(*object), *object);
   });
 }
@@ -150,27 +150,24 @@ spillway_status spillway_engine_destroy(spillway_engine* engine) {
 }
 
 uint64_t spillway_engine_current_step(const spillway_engine* engine) {
-  return ask_engine("spillway_engine_current_step", engine, uint64_t{0},
-                    [](Engine& asked, auto&) { return asked.current_step(); });
+  return ask_engine(engine, uint64_t{0}, [](Engine& asked, auto&) { return asked.current_step(); });
 }
 
 double spillway_engine_loss_scale(const spillway_engine* engine) {
-  return ask_engine("spillway_engine_loss_scale", engine, static_cast<double>(NAN),
-                    [](Engine& asked, auto&) { return asked.loss_scale(); });
+  return ask_engine(engine, static_cast<double>(NAN), [](Engine& asked, auto&) { return asked.loss_scale(); });
 }
 
 double spillway_engine_next_learning_rate(const spillway_engine* engine) {
-  return ask_engine("spillway_engine_next_learning_rate", engine, static_cast<double>(NAN),
-                    [](Engine& asked, auto&) { return asked.next_learning_rate(); });
+  return ask_engine(engine, static_cast<double>(NAN), [](Engine& asked, auto&) { return asked.next_learning_rate(); });
 }
 
 spillway_device_kind spillway_engine_device(const spillway_engine* engine) {
-  return ask_engine("spillway_engine_device", engine, spillway_device_kind{-1},
+  return ask_engine(engine, spillway_device_kind{-1},
                     [](Engine& asked, auto&) { return static_cast<spillway_device_kind>(asked.device_kind()); });
 }
 
 size_t spillway_engine_blob(const spillway_engine* engine, void* out, size_t capacity) {
-  return ask_engine("spillway_engine_blob", engine, size_t{0}, [&](Engine& asked, auto&) {
+  return ask_engine(engine, size_t{0}, [&](Engine& asked, auto&) {
     const auto blob = asked.blob();
     const std::size_t bytes = out == nullptr ? 0 : std::min(capacity, blob.size());
     if (bytes > 0) std::memcpy(out, blob.data(), bytes);
@@ -196,7 +193,7 @@ spillway_status spillway_engine_ledger(const spillway_engine* engine,
 }
 
 uint64_t spillway_engine_budget(const spillway_engine* engine, spillway_tier tier) {
-  return ask_engine("spillway_engine_budget", engine, uint64_t{0}, [&](Engine& asked, auto&) {
+  return ask_engine(engine, uint64_t{0}, [&](Engine& asked, auto&) {
     const Ledger& ledger = asked.ledger();
     switch (checked(tier, Placement::kNvme, "spillway_tier")) {
       case Placement::kHbm: return ledger.hbm_budget;
@@ -207,7 +204,7 @@ uint64_t spillway_engine_budget(const spillway_engine* engine, spillway_tier tie
 }
 
 double spillway_engine_predicted_step_seconds(const spillway_engine* engine) {
-  return ask_engine("spillway_engine_predicted_step_seconds", engine, static_cast<double>(NAN),
+  return ask_engine(engine, static_cast<double>(NAN),
                     [](Engine& asked, auto&) { return asked.predicted_step_seconds().value_or(0); });
 }
 
@@ -231,7 +228,7 @@ spillway_status spillway_engine_export_weights(spillway_engine* engine, int exac
 }
 
 void* spillway_engine_workspace(spillway_engine* engine, uint64_t* bytes) {
-  return ask_engine("spillway_engine_workspace", engine, static_cast<void*>(nullptr), [&](Engine& asked, auto&) {
+  return ask_engine(engine, static_cast<void*>(nullptr), [&](Engine& asked, auto&) {
     const std::span<std::byte> workspace = asked.workspace();
     if (bytes != nullptr) *bytes = workspace.size();
     return static_cast<void*>(workspace.data());
@@ -239,27 +236,25 @@ void* spillway_engine_workspace(spillway_engine* engine, uint64_t* bytes) {
 }
 
 void* spillway_engine_insides(spillway_engine* engine, uint32_t block, uint64_t* bytes, int32_t* kept) {
-  return ask_engine("spillway_engine_insides", engine, static_cast<void*>(nullptr),
-                    [&](Engine& asked, const EngineObject& object) {
-                      if (block >= object.description.blocks.size()) {
-                        refuse("spillway_engine_insides", "there is no block " + std::to_string(block));
-                      }
-                      const Insides insides = asked.insides(block);
-                      if (bytes != nullptr) *bytes = insides.memory.size();
-                      if (kept != nullptr) *kept = insides.kept;
-                      return static_cast<void*>(insides.memory.data());
-                    });
+  return ask_engine(engine, static_cast<void*>(nullptr), [&](Engine& asked, const EngineObject& object) {
+    if (block >= object.description.blocks.size()) {
+      refuse("spillway_engine_insides", "there is no block " + std::to_string(block));
+    }
+    const Insides insides = asked.insides(block);
+    if (bytes != nullptr) *bytes = insides.memory.size();
+    if (kept != nullptr) *kept = insides.kept;
+    return static_cast<void*>(insides.memory.data());
+  });
 }
 
 int spillway_engine_in_hbm(const spillway_engine* engine, const void* data, size_t bytes) {
-  return ask_engine("spillway_engine_in_hbm", engine, 0,
-                    [&](Engine& asked, auto&) { return static_cast<int>(asked.in_hbm(data, bytes)); });
+  return ask_engine(engine, 0, [&](Engine& asked, auto&) { return static_cast<int>(asked.in_hbm(data, bytes)); });
 }
 
 spillway_status spillway_engine_adopt_stream(spillway_engine* engine, void* native, spillway_stream** stream) {
   return with_engine("spillway_engine_adopt_stream", engine, [&](Engine& called, const auto& object) {
     given(stream, "stream");
-    *stream = tables().streams.add(std::make_shared<StreamObject>(object, called.adopt_stream(native)));
+    *stream = tables().streams.add(made_of<StreamObject>(object, called.adopt_stream(native)));
   });
 }
 
@@ -315,14 +310,14 @@ spillway_status spillway_engine_acquire(spillway_engine* engine, uint32_t block,
   return with_stream("spillway_engine_acquire", engine, stream, [&](Engine& called, Stream& on, const auto& object) {
     given(lease, "lease");
     const Pass checked_pass = checked(pass, Pass::kBackward, "spillway_pass");
-    *lease = tables().leases.add(std::make_shared<LeaseObject>(object, block, called.acquire(block, checked_pass, on)));
+    *lease = tables().leases.add(made_of<LeaseObject>(object, block, called.acquire(block, checked_pass, on)));
   });
 }
 
 const void* spillway_lease_weight(const spillway_lease* lease, uint32_t parameter) {
   return answered(static_cast<const void*>(nullptr), [&] {
     const auto object = tables().leases.find(lease);
-    const auto turn = object->of->caller.look("spillway_lease_weight");
+    const auto turn = object->of->caller.look();
     const Block& block = object->of->description.blocks[object->block];
     if (!object->lease) refuse("spillway_lease", "is no handle that lives", "its engine was destroyed");
     if (parameter >= block.parameters.size()) {
@@ -335,27 +330,28 @@ const void* spillway_lease_weight(const spillway_lease* lease, uint32_t paramete
 spillway_status spillway_lease_release(spillway_lease* lease) {
   return guarded([&] {
     if (lease == nullptr) return;
-    const auto object = tables().leases.take(lease);
+    const auto object = tables().leases.find(lease);
     const auto turn = object->of->caller.wait();
+    tables().leases.take(lease);  // its engine may have gone with it meanwhile
     object->lease.reset();
   });
 }
 
 spillway_status spillway_engine_acquire_activation(spillway_engine* engine, uint32_t activation, spillway_access access,
                                                    spillway_stream* stream, spillway_activation** acquired) {
-  return with_stream("spillway_engine_acquire_activation", engine, stream,
-                     [&](Engine& called, Stream& on, const auto& object) {
-                       given(acquired, "acquired");
-                       const Access way = checked(access, Access::kUpdate, "spillway_access");
-                       *acquired = tables().activations.add(
-                           std::make_shared<ActivationObject>(object, called.acquire_activation(activation, way, on)));
-                     });
+  return with_stream(
+      "spillway_engine_acquire_activation", engine, stream, [&](Engine& called, Stream& on, const auto& object) {
+        given(acquired, "acquired");
+        const Access way = checked(access, Access::kUpdate, "spillway_access");
+        *acquired =
+            tables().activations.add(made_of<ActivationObject>(object, called.acquire_activation(activation, way, on)));
+      });
 }
 
 void* spillway_activation_data(const spillway_activation* activation) {
   return answered(static_cast<void*>(nullptr), [&] {
     const auto object = tables().activations.find(activation);
-    const auto turn = object->of->caller.look("spillway_activation_data");
+    const auto turn = object->of->caller.look();
     if (!object->lease) refuse("spillway_activation", "is no handle that lives", "its engine was destroyed");
     return static_cast<void*>(object->lease->data());
   });
@@ -364,8 +360,9 @@ void* spillway_activation_data(const spillway_activation* activation) {
 spillway_status spillway_activation_release(spillway_activation* activation) {
   return guarded([&] {
     if (activation == nullptr) return;
-    const auto object = tables().activations.take(activation);
+    const auto object = tables().activations.find(activation);
     const auto turn = object->of->caller.wait();
+    tables().activations.take(activation);
     object->lease.reset();
   });
 }

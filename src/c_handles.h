@@ -173,6 +173,11 @@ class Handles {
   std::vector<std::uint32_t> free_;
 };
 
+template <typename Object, typename... Parts>
+std::shared_ptr<Object> made_of(Parts&&... parts) {
+  return std::shared_ptr<Object>(new Object{std::forward<Parts>(parts)...});
+}
+
 struct ConfigObject {
   Config config;
   std::string settings;

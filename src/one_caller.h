@@ -1,9 +1,10 @@
 // Notices that two threads call one object at the same time, and that a call comes from inside of another, by one
-// atomic word that names the thread whose call is under way.
+// atomic word: the thread whose call is under way, and whether it only asks for a value.
 #pragma once
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <thread>
 #include <utility>
 
@@ -19,7 +20,7 @@ class OneCaller {
     Turn(Turn&& other) noexcept : of_(std::exchange(other.of_, nullptr)) {}
     Turn& operator=(Turn&&) = delete;
     ~Turn() {
-      if (of_) of_->thread_.store({}, std::memory_order_release);
+      if (of_) of_->inside_.store(0, std::memory_order_release);
     }
     bool outermost() const noexcept { return of_ != nullptr; }
 
@@ -31,33 +32,44 @@ class OneCaller {
 
   // Throws kBusy while another thread's call is under way, and kInvalidArgument from inside of one of this thread.
   Turn enter(const char* call) {
-    Turn turn = look(call);
-    if (turn.outermost()) return turn;
-    throw Error(Code::kInvalidArgument, {call, "was called from inside of another call", 0,
-                                         "weight sources, weight sinks and the log must not call the engine"});
-  }
-  // For what asks for a value: it may come from inside of another call of the same thread.
-  Turn look(const char* call) {
-    const std::thread::id here = std::this_thread::get_id();
-    std::thread::id inside;
-    if (thread_.compare_exchange_strong(inside, here, std::memory_order_acquire)) return Turn(this);
-    if (inside == here) return Turn(nullptr);
-    throw Error(Code::kBusy,
-                {call, "was called while another thread's call is under way", 0, "let one thread call at a time"});
-  }
-  // For what cannot be refused: blocks until no other thread is inside.
-  Turn wait() {
-    const std::thread::id here = std::this_thread::get_id();
     for (;;) {
-      std::thread::id inside;
-      if (thread_.compare_exchange_weak(inside, here, std::memory_order_acquire)) return Turn(this);
-      if (inside == here) return Turn(nullptr);
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      std::uintptr_t inside = 0;
+      if (inside_.compare_exchange_weak(inside, here(), std::memory_order_acquire)) return Turn(this);
+      if ((inside & ~kAsking) == here()) {
+        throw Error(Code::kInvalidArgument, {call, "was called from inside of another call", 0,
+                                             "weight sources, weight sinks and the log must not call the engine"});
+      }
+      if (inside != 0 && (inside & kAsking) == 0) {
+        throw Error(Code::kBusy,
+                    {call, "was called while another thread's call is under way", 0, "let one thread call at a time"});
+      }
+      if (inside != 0) pause();
+    }
+  }
+  // For what asks for a value: it waits for the end of another thread's call, and may come from inside of one of this
+  // thread.
+  Turn look() { return wait_as(here() | kAsking); }
+  // For what cannot be refused: the same.
+  Turn wait() { return wait_as(here()); }
+
+ private:
+  static constexpr std::uintptr_t kAsking = 1;
+
+  static std::uintptr_t here() {
+    alignas(2) static thread_local char mark;
+    return reinterpret_cast<std::uintptr_t>(&mark);
+  }
+  static void pause() { std::this_thread::sleep_for(std::chrono::microseconds(100)); }
+  Turn wait_as(std::uintptr_t me) {
+    for (;;) {
+      std::uintptr_t inside = 0;
+      if (inside_.compare_exchange_weak(inside, me, std::memory_order_acquire)) return Turn(this);
+      if ((inside & ~kAsking) == here()) return Turn(nullptr);
+      if (inside != 0) pause();
     }
   }
 
- private:
-  std::atomic<std::thread::id> thread_{};
+  std::atomic<std::uintptr_t> inside_ = 0;
 };
 
 }  // namespace spillway

@@ -35,26 +35,26 @@ class StepEngine final : public Engine {
   ~StepEngine() override;
 
   std::uint64_t current_step() const override {
-    const auto turn = caller_.look("current_step");
+    const auto turn = caller_.look();
     return step_;
   }
   std::vector<std::byte> blob() const override {
-    const auto turn = caller_.look("blob");
+    const auto turn = caller_.look();
     return blob_;
   }
   void set_learning_rate(double rate) override;
   double loss_scale() const override {
-    const auto turn = caller_.look("loss_scale");
+    const auto turn = caller_.look();
     return loss_scaler_.scale();
   }
   double next_learning_rate() const override {
-    const auto turn = caller_.look("next_learning_rate");
+    const auto turn = caller_.look();
     return learning_rate(config_, next_update());
   }
   const Ledger& ledger() const override { return plan_.ledger; }
   std::vector<std::string> describe() const override;
   std::optional<double> predicted_step_seconds() const override {
-    const auto turn = caller_.look("predicted_step_seconds");
+    const auto turn = caller_.look();
     return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates, usual_step(), speculation_.blocks());
   }
 

@@ -10,11 +10,13 @@
 // numbers, not addresses: one that is null, was given back, or is of another kind is SPILLWAY_INVALID_ARGUMENT wherever
 // it is given. With an engine its streams, leases and activations go; what still holds one of them may give it back,
 // which is answered in the same way. Two threads that call with one engine or model at a time: SPILLWAY_BUSY, with
-// nothing changed; only giving back a lease, activation or stream waits for the other's call.
+// nothing changed; only who asks for a value, or gives back a lease, activation or stream, waits for the other's call.
+// What a task is given, spillway_workers, is an address, and valid until the task returns.
 //
 // Structs begin with their size, `spillway_options options = {.struct_size = sizeof options};`, so that a program and a
 // library of another version understand each other: they may become longer, and what a shorter one does not have takes
-// its default. A size of 0 is refused, and so is a longer one than the library's that says something there.
+// its default. A size of 0 is refused, and so is a longer one than the library's that says something there (so a struct
+// grows by whole words, and all of it is initialized).
 #pragma once
 
 #include <stddef.h>

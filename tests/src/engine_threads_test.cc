@@ -1,6 +1,7 @@
 // Two threads that call one engine at the same time, and calls from inside of a call.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
 #include <optional>
 #include <thread>
@@ -44,20 +45,44 @@ TEST(EngineThreads, ASecondThreadAtTheSameTimeIsRefused) {
       [&] { engine.set_learning_rate(1); },
       [&] { engine.begin_save(store.path() / "snapshot", {}); },
       [&] { engine.export_weights(true, [](auto...) {}); }};
-  std::thread releasing;
+  std::thread asking, releasing;
   engine.export_weights(true, [&](auto...) {
     if (releasing.joinable()) return;
     for (const auto& call : calls) EXPECT_EQ(code_of(call), Code::kInvalidArgument);
     EXPECT_EQ(engine.current_step(), 1u) << "a value may be asked for";
     std::thread([&] {
       for (const auto& call : calls) EXPECT_EQ(code_of(call), Code::kBusy);
-      EXPECT_EQ(code_of([&] { engine.current_step(); }), Code::kBusy);
     }).join();
-    releasing = std::thread([&] { lease.reset(); });  // waits
+    asking = std::thread([&] { EXPECT_EQ(engine.current_step(), 1u); });  // waits
+    releasing = std::thread([&] { lease.reset(); });                      // does so, too
   });
+  asking.join();
   releasing.join();
   engine.discard_step();
   EXPECT_EQ(trainer.run_step().step, 2u);
+}
+
+// Who only looks keeps nobody from training.
+TEST(EngineThreads, AskingForValuesRefusesNoCall) {
+  const testing::TempStore store;
+  const ModelDescription model = testing::toy_model(4, 2000, 2);
+  const auto engine =
+      Engine::create(testing::toy_config(Placement::kNvme, Placement::kNvme, kType, store.path()), model);
+  engine->import_weights(testing::toy_weights());
+  testing::ToyTrainer trainer{*engine, model, kType, 2};
+  std::atomic<bool> over = false;
+  std::thread watching([&] {
+    std::uint64_t last = 0;
+    while (!over) {
+      const std::uint64_t step = engine->current_step();
+      EXPECT_GE(step, last);
+      EXPECT_FALSE(engine->describe().empty());
+      last = step;
+    }
+  });
+  for (std::uint64_t step = 1; step <= 10; ++step) EXPECT_EQ(trainer.run_step().step, step);
+  over = true;
+  watching.join();
 }
 
 }  // namespace
