@@ -85,7 +85,7 @@ std::optional<std::vector<Range>> holes_in(int fd, std::uint64_t bytes) {
   std::vector<Range> holes;
   std::uint64_t at = 0;
   for (bool last = false; at < bytes && !last;) {
-    *map = {};
+    std::ranges::fill(memory, 0);
     map->fm_start = at;
     map->fm_length = bytes - at;
     map->fm_flags = FIEMAP_FLAG_SYNC;

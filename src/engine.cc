@@ -64,6 +64,9 @@ StepEngine::~StepEngine() {
   const auto turn = caller_.wait();
   const bool failed = !failure_.empty();
   try {
+    if (!failed && keeps_steps() && committed_step_ < step_) {
+      log(LogLevel::kInfo, fmt::format("step {} is made durable before the engine ends", step_));
+    }
     if (!failed) keep_last_step();  // visits and gradients of one that was not finished are forgotten
   } catch (const Error& error) {    // a log's words for what to do would be the library's
     log(LogLevel::kWarning, error.message_in("") + what_is_lost());
@@ -82,7 +85,8 @@ StepEngine::~StepEngine() {
 void StepEngine::refuse_if_failed() {
   if (failure_.empty()) return;
   untold_ = false;
-  throw Error(Code::kIo, "engine", "stopped after an earlier error (" + failure_ + ")", 0, Remedy::kReopen);
+  throw Error(Code::kIo, "engine", "stopped after an earlier error (" + failure_ + ")", 0,
+              keeps_steps() ? Hint(Remedy::kReopen) : Hint("no step is kept: begin again, or with a snapshot"));
 }
 
 void StepEngine::begin_step() {
@@ -463,7 +467,7 @@ void StepEngine::flush() {
 }
 
 std::vector<std::string> StepEngine::describe() const {
-  const auto turn = caller_.look("describe");
+  const auto turn = caller_.look();
   return run_facts(config_, plan_, model_, machinery_, commits_.chosen(), nodes());
 }
 

@@ -139,6 +139,7 @@ void Machinery::start_thread(const Config& config) {
   options.stripes = &store->files().stripes();
   thread = std::make_unique<StoreThread>(options, store->files().pointers(),
                                          std::vector<std::span<std::byte>>{host.memory()}, timeline());
+  thread->keep_steps(config.commit_every != 0);
 }
 
 // What moves may all lie in host memory; it still wants a thread to be moved on.

@@ -45,6 +45,7 @@ class Checker {
         memory_(kChunkBytes * std::min<std::uint64_t>({kMostChunks, kChunksPerFile * files.files().size(),
                                                        div_up(total_bytes_, kChunkBytes) + 1})) {
     IoQueueOptions options;
+    options.engine = check.engine;
     options.block_bytes = kChunkBytes;
     options.stripes = &files.stripes();
     const std::vector<File*> pointers = files.pointers();

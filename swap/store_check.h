@@ -11,6 +11,7 @@
 #include <string>
 
 #include "spillway/error.h"
+#include "spillway/io_queue.h"
 #include "swap/extents.h"
 #include "swap/manifest.h"
 #include "swap/store_files.h"
@@ -29,6 +30,7 @@ struct ExtentCheck {
   std::function<void(const BadBytes& bad)> bad;  // may throw
   std::function<void(std::uint64_t done_bytes, std::uint64_t bytes)> progress = {};
   std::function<bool(std::uint32_t tile, Part part)> skip = {};  // what somebody else reads and verifies
+  IoEngineKind engine = IoEngineKind::kAuto;
 };
 
 // Returns the bytes that were read.

@@ -1,5 +1,6 @@
 #include "swap/store_files.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -7,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -66,12 +68,28 @@ void check_parts(std::span<const File> files, std::span<const Superblock> blocks
   }
 }
 
+// Some file systems (NFS that squashes root, FAT, shares) give every file an owner or a mode of their own, a file made
+// now as well.
+bool tells_owners(const std::filesystem::path& directory) {
+  std::string name = directory / ".spillway-owner-XXXXXX";
+  const int fd = ::mkostemp(name.data(), O_CLOEXEC);
+  if (fd < 0) return true;
+  ::unlink(name.c_str());
+  struct stat info {};
+  const bool ours = ::fstat(fd, &info) == 0 && info.st_uid == ::geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+  ::close(fd);
+  return ours;
+}
+
 // Whoever can write a store can make a run believe anything.
 void refuse_others(const File& file) {
   if (StoreFiles::is_ours(file)) return;
   struct stat info {};
   ::fstat(file.fd(), &info);
   const std::string path = file.path().string();
+  if (!tells_owners(file.path().parent_path())) {
+    return log(LogLevel::kWarning, path + ": the file system does not tell who else can write it");
+  }
   if (info.st_uid != ::geteuid()) {
     throw Error(Code::kInvalidArgument, {path, fmt::format("belongs to user {}, who can change it", info.st_uid), 0,
                                          "run as that user, or chown the store to the one who runs"});
@@ -164,9 +182,11 @@ StoreFiles StoreFiles::create(std::span<const std::filesystem::path> directories
   StoreFiles made({}, stripes_of(shares));
   made.temporary_ = true;
   made.files_.reserve(directories.size());
+  made.bytes_before_.resize(directories.size());
   for (std::uint32_t i = 0; i < directories.size(); ++i) {
     if (in_place[i]) {
       made.files_.push_back(std::move(*in_place[i]));
+      made.bytes_before_[i] = made.files_.back().size_bytes();
     } else {
       made.files_.push_back(create_locked(directories[i]));
     }
@@ -191,8 +211,14 @@ void StoreFiles::take_over(std::uint64_t total_bytes) {
 }
 
 StoreFiles::~StoreFiles() {
-  for (const File& file : files_) {
-    if (temporary_ && named_temporarily(file) && file.at_its_path()) ::unlink(file.path().c_str());
+  if (!temporary_) return;
+  for (std::size_t i = 0; i < files_.size(); ++i) {
+    const File& file = files_[i];
+    if (named_temporarily(file)) {
+      if (file.at_its_path()) ::unlink(file.path().c_str());
+    } else if (bytes_before_[i] > 0) {  // not taken over: its second superblock is where it ended
+      [[maybe_unused]] const int ignored = ::ftruncate(file.fd(), static_cast<off_t>(bytes_before_[i]));
+    }
   }
 }
 
@@ -345,7 +371,7 @@ bool StoreFiles::cut_short(std::uint64_t total_bytes) const {
 }
 
 bool StoreFiles::is_ours(const File& file) {
-  struct stat info;
+  struct stat info {};
   return ::fstat(file.fd(), &info) == 0 && info.st_uid == ::geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 

@@ -134,7 +134,8 @@ class StoreFiles {
   Superblock block_{};
   std::vector<PartBlock> parts_;  // index as files_
   bool temporary_ = false, in_use_ = false;
-  AlignedBuffer look_{kExtentAlignment};  // for superblocks
+  std::vector<std::uint64_t> bytes_before_;  // of files that are to be taken over; 0: new ones
+  AlignedBuffer look_{kExtentAlignment};     // for superblocks
 };
 
 }  // namespace spillway

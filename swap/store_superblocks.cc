@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -15,6 +16,13 @@ namespace spillway {
 namespace {
 
 bool has_two(const Superblock& block) { return block.format_version >= kTwoSuperblocksFormat; }
+
+template <class Bytes>
+bool equal_but_for_version(Bytes one, const Bytes& other) {
+  constexpr std::size_t kAt = offsetof(Superblock, format_version), kBytes = sizeof(Superblock::format_version);
+  std::copy_n(other.begin() + kAt, kBytes, one.begin() + kAt);
+  return one == other;
+}
 
 // The second copy ends a file, so that it is found while the first one cannot be read.
 std::uint64_t second_copy_in(std::uint64_t file_bytes) {
@@ -31,7 +39,7 @@ StoreFiles::PartBlock StoreFiles::read_part(const File& file) {
     throw Error(Code::kCorrupt, path, "too short to be a store", 0, Remedy::kReplace);
   }
   AlignedBuffer buffer(kExtentAlignment);
-  std::optional<Error> failure;  // of the first copy
+  std::optional<Error> failure, newer;  // of the first copy; of either
   const auto read = [&](std::uint64_t offset, PartBlock& part) -> std::optional<Superblock> {
     try {
       file.read_at(offset, buffer.bytes());
@@ -39,6 +47,7 @@ StoreFiles::PartBlock StoreFiles::read_part(const File& file) {
       return parse_superblock(part.bytes, path);
     } catch (const Error& error) {
       if (!failure) failure = error;
+      if (error.code() == Code::kUnsupported) newer = error;
       return std::nullopt;
     }
   };
@@ -48,6 +57,8 @@ StoreFiles::PartBlock StoreFiles::read_part(const File& file) {
   first.second = second.second = second_copy_in(size);
   const auto second_says = first.second > 0 ? read(first.second, second) : std::nullopt;
   const bool second_right = second_says && has_two(*second_says);
+  // What another version wrote is no damage, unless all but the number is the other copy's: a flipped bit.
+  if (newer && !equal_but_for_version(first.bytes, second.bytes)) throw *newer;
   if (!first_says && !second_right) throw *failure;
   PartBlock& right = first_says ? first : second;
   right.damaged = !first_says || !second_right || first.bytes != second.bytes;

@@ -324,11 +324,12 @@ std::string repair_of(int error) {
   }
 }
 // A store gets its name with its first commit.
-Hint way_on_from(const File& file, const std::string& repair) {
-  if (file.path() != StoreFiles::temporary_name(file.path().parent_path())) {
+Hint way_on_from(const StoreThread& store, const File& file, const std::string& repair) {
+  const bool named = file.path() != StoreFiles::temporary_name(file.path().parent_path());
+  if (named && store.keeps_steps()) {
     return repair.empty() ? Hint(Remedy::kResume) : Hint(Remedy::kRepairAndResume, {repair});
   }
-  return (repair.empty() ? "" : repair + ", and ") + "begin again: the new store has no step to go on from";
+  return (repair.empty() ? "" : repair + ", and ") + "begin again: the store has no step to go on from";
 }
 
 }  // namespace
@@ -336,14 +337,15 @@ Hint way_on_from(const File& file, const std::string& repair) {
 Error io_error(const StoreThread& store, const IoRequest& request, const IoCompletion& completion) {
   const std::string of_queue = store.queue_failure();
   const File& file = store.file(completion.error_file);
-  // A file that ends where it did not: no run opens it any more.
-  if (completion.error == ENODATA) return transfer_error(request.op, file, completion, Remedy::kCutShort);
+  // A file that ends where it did not: no run opens it any more. A drive may answer ENODATA, too, for a bad sector.
+  const bool ends = file.size_bytes() < completion.error_offset + completion.error_bytes;
+  if (completion.error == ENODATA && ends) return transfer_error(request.op, file, completion, Remedy::kCutShort);
   if (of_queue.empty()) {
-    return transfer_error(request.op, file, completion, way_on_from(file, repair_of(completion.error)));
+    return transfer_error(request.op, file, completion, way_on_from(store, file, repair_of(completion.error)));
   }
   return Error(Code::kIo, file.path().string(),
                describe_transfer(request.op, completion) + " failed, since the I/O queue itself failed: " + of_queue,
-               completion.error, way_on_from(file, ""));
+               completion.error, way_on_from(store, file, ""));
 }
 
 }  // namespace spillway

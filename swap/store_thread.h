@@ -61,6 +61,9 @@ class StoreThread {
   Place place_of(std::uint64_t space_offset) const;
   // What the queue itself failed with, after which every request fails with EIO; empty: it has not.
   std::string queue_failure() const;
+  // Whether a run can go on from the store behind a failure: one slot a tile keeps no step.
+  void keep_steps(bool keeps) { keeps_steps_ = keeps; }
+  bool keeps_steps() const noexcept { return keeps_steps_; }
 
   static constexpr std::uint32_t kOwnRequests = 512;
 
@@ -99,7 +102,7 @@ class StoreThread {
   std::vector<IoHandler*> wakes_, taken_wakes_;
   const IoHandler* in_handler_ = nullptr;  // a completion is being delivered to it
   IoStats stats_;
-  bool ready_ = false, stop_ = false, dead_ = false;
+  bool ready_ = false, stop_ = false, dead_ = false, keeps_steps_ = true;
   std::exception_ptr start_failure_;
   std::string queue_failure_;
   std::vector<bool> in_queue_;  // store's thread only

@@ -61,6 +61,7 @@ class TileStore {
     StoreIdentity identity;
     // Whether open() leaves it to its caller to read and verify that part of a tile before anything is written.
     std::function<bool(std::uint32_t tile, Part part)> read_by_caller = {};
+    IoEngineKind check_engine = IoEngineKind::kAuto;              // by which open() reads the rest
     std::function<std::string(std::uint32_t tile)> name_of = {};  // for error messages; null: its number
   };
 

@@ -105,13 +105,14 @@ void TileStore::check_before_loss(const Created& shape) {
   const auto progress = [&](std::uint64_t, std::uint64_t bytes) {
     if (bytes < kGiB || std::exchange(said, true)) return;
     log(LogLevel::kInfo,
-        fmt::format("{}: reading the {} MiB of step {} before step {} is overwritten",
+        fmt::format("{}: reading the {} MiB of step {} before more of step {} is overwritten",
                     files_.files().front().path().string(), div_up(bytes, kMiB), committed_.step, *older_step_));
   };
   const auto bad = [&](const BadBytes& found) {
     throw bad_bytes_error(found, shape.name_of, way_back(found.extent.offset));
   };
-  check_extents(files_, layout_, committed_, {.bad = bad, .progress = progress, .skip = shape.read_by_caller});
+  check_extents(files_, layout_, committed_,
+                {.bad = bad, .progress = progress, .skip = shape.read_by_caller, .engine = shape.check_engine});
 }
 
 // Without direct I/O what was read came out of the page cache, which after a failed sync may be all that has it: the

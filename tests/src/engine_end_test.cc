@@ -155,7 +155,7 @@ TEST(EngineEnd, AFailureBeforeTheFirstCommitSpeaksOfNoStep) {
   } catch (const Error& error) {
     const std::string said = error.what();
     EXPECT_NE(said.find("make room"), std::string::npos) << said;
-    EXPECT_NE(said.find("begin again: the new store has no step to go on from"), std::string::npos) << said;
+    EXPECT_NE(said.find("begin again: the store has no step to go on from"), std::string::npos) << said;
     EXPECT_EQ(said.find("resume"), std::string::npos) << said;
   }
 }
