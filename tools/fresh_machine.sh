@@ -39,7 +39,8 @@ make_root() {
   }
   rm "$root/made" "$root/etc/apt/sources.list"
   copy /etc/apt/sources.list /etc/apt/sources.list.d /etc/apt/auth.conf.d /etc/apt/trusted.gpg.d /etc/apt/keyrings \
-    /etc/ssl/certs/ca-certificates.crt /etc/pip.conf /root/.config/pip /root/.pip /etc/resolv.conf /etc/hosts
+    /etc/ssl/certs/ca-certificates.crt /etc/pip.conf /root/.config/pip /root/.pip /etc/resolv.conf /etc/hosts \
+    "${SSL_CERT_FILE:-}" "${PIP_CERT:-}" "${PIP_CONFIG_FILE:-}"
   apt-config dump Acquire >"$root/etc/apt/apt.conf.d/99machine"
 }
 
@@ -87,6 +88,9 @@ case "${1:-}" in -*) fail "$1 is no option; --cuda is the only one" ;; esac
 [ "$(id -u)" -eq 0 ] || fail "only root makes a root directory and mounts; run it with sudo"
 tools/install_packages.sh --only debootstrap git util-linux mount
 
+exec 9<tools/fresh_machine.sh
+flock -n 9 || fail "another one is at work in this checkout; wait for its end"
+
 inside=""
 clean() {
   trap '' HUP INT TERM
@@ -105,7 +109,8 @@ trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 rm -rf --one-file-system "$root"
-setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child "$0" --inside "$cuda" "$@" &
+setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child \
+  "$checkout/tools/fresh_machine.sh" --inside "$cuda" "$@" &
 inside=$!
 status=0
 wait "$inside" || status=$?

@@ -58,6 +58,7 @@ int wrong_arguments(const CLI::App& program, std::string_view first, const CLI::
 // What was printed is in a buffer until the end, where nothing else says that it went nowhere.
 int with_output_written(int exit_code) {
   if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return exit_code;
+  if (exit_code == 128 + SIGPIPE) return exit_code;  // known, and why the run has ended
   const std::string why = errno == 0 ? "" : fmt::format(" ({})", std::strerror(errno));
   tell(stderr, "spillway: standard output: not all of it could be written{}; send it elsewhere\n", why);
   return exit_code == 0 ? 1 : exit_code;

@@ -16,6 +16,7 @@
 #include "src/formats/new_directory.h"
 #include "src/formats/plain_file.h"
 #include "src/plan/description.h"
+#include "src/plan/layout.h"
 #include "src/plan/partition.h"
 #include "swap/manifest.h"
 
@@ -23,7 +24,7 @@ namespace spillway {
 namespace {
 
 constexpr std::uint64_t kFormat = 2, kWithUpdateCounts = 3;  // which would be lost on a reader of 2
-constexpr std::uint64_t kMostBytes = 256 * kMiB, kMostAttachmentBytes = 64 * kMiB;
+constexpr std::uint64_t kMostBytes = 256 * kMiB;
 constexpr std::string_view kChecksumLine = "  \"checksum\": \"";
 constexpr std::size_t kChecksumTail = kChecksumLine.size() + 16 + 4;  // the line, its quote, and `}`
 

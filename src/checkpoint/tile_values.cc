@@ -134,8 +134,10 @@ WeightSource finite_weights(const ModelDescription& model, DType type, const Wei
 
 void check_weights(const Parameter& parameter, DType type, std::uint64_t first, std::span<const float> values) {
   const bool frozen = !parameter.trainable;
-  const auto bad = std::ranges::find_if_not(
-      values, [=](float value) { return stays_finite(value, type) || (frozen && std::isinf(value)); });
+  const auto bad = std::ranges::find_if_not(values, [=](float value) {
+    if (!frozen) return stays_finite(value, type);
+    return !std::isnan(value) && (type != DType::kFloat16 || std::isinf(value) || stays_finite(value, type));
+  });
   if (bad == values.end()) return;
   const auto refuse = [&](std::string happened, const char* hint) {
     throw Error(Code::kInvalidArgument, {parameter.name, std::move(happened), 0, hint});

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "spillway/units.h"
 #include "src/plan/plan.h"
 
 namespace spillway {
@@ -27,6 +28,7 @@ struct PlanDraft {
 // Throws kInvalidArgument for a description that contradicts itself or cannot be written to files, kDoesNotFit for what
 // no machine has.
 void check_model(const ModelDescription& model);
+inline constexpr std::uint64_t kMostAttachmentBytes = 64 * kMiB;
 // Throws kUnsupported for a type of weights that the program does not handle.
 void check_weight_type(const ModelDescription& model, DType weights);
 // In this order; each throws kDoesNotFit.

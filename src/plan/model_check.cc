@@ -38,6 +38,9 @@ void check_attachments(const std::vector<Attachment>& attachments) {
     const std::string object = "attachment \"" + printable(attachment.name) + "\"";
     const std::string_view name = attachment.name;
     if (!is_plain_file_name(name)) refuse_model(object, "is not a plain file name", "leave directories out");
+    if (attachment.text.size() > kMostAttachmentBytes) {
+      refuse_model(object, "has more than 64 MiB", "keep it in a file of your own");
+    }
     if (!names.insert(name).second) refuse_model(object, "is given twice", "leave one out");
     if (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") || name == "spillway.json") {
       refuse_model(object, "has the name of a file that is written beside it", "choose another name");

@@ -100,6 +100,7 @@ int run_export(const ExportCommand& options) {
     return interrupt.exit_code();
   }
   bar.clear();
+  if (interrupt.requested()) terminal::tell(stderr, "spillway: all of it had been written already\n");
   terminal::tell("{}: the model of step {} of the {} in {}\n", options.directory.string(), exported.step,
                  snapshot.empty() ? "store" : "snapshot", (snapshot.empty() ? options.store : snapshot).string());
   return 0;

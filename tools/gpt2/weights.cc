@@ -9,6 +9,7 @@
 #include <string_view>
 #include <unordered_set>
 
+#include "spillway/bf16.h"
 #include "spillway/error.h"
 #include "spillway/fp16.h"
 #include "tools/gpt2/model.h"
@@ -86,19 +87,26 @@ ModelWeights::ModelWeights(const std::filesystem::path& directory, const ModelDe
 }
 
 void ModelWeights::check(DType type) {
-  const bool half = type == DType::kFloat16;
+  const auto stays_finite = [type](float value) {
+    if (type == DType::kFloat16) return std::isfinite(value) && fits_fp16(value);
+    if (type == DType::kBFloat16)
+      return std::isfinite(value) && std::isfinite(bf16_to_float(split_master(value).weight));
+    return std::isfinite(value);
+  };
   std::vector<float> values(64 * 1024);
   for (const auto& block : entries_) {
     for (const TensorEntry* entry : block) {
       for (std::uint64_t at = 0; at < entry->elements; at += values.size()) {
         const auto piece = std::span(values).first(std::min<std::uint64_t>(values.size(), entry->elements - at));
         reader_.read(*entry, at, piece);
-        const auto bad = std::ranges::find_if_not(
-            piece, [half](float value) { return std::isfinite(value) && (!half || fits_fp16(value)); });
+        const auto bad = std::ranges::find_if_not(piece, stays_finite);
         if (bad == piece.end()) continue;
         if (std::isfinite(*bad)) {
-          refuse(reader_.file(*entry), fmt::format("tensor {} holds {}, and fp16 ends at 65,504", entry->name, *bad),
-                 "train it in bf16 or fp32");
+          const bool half = type == DType::kFloat16;
+          refuse(reader_.file(*entry),
+                 fmt::format("tensor {} holds {}, and {}", entry->name, *bad,
+                             half ? "fp16 ends at 65,504" : "bf16 ends at 3.39e38"),
+                 half ? "train it in bf16 or fp32" : "train it in fp32");
         }
         const std::uint64_t index = at + static_cast<std::uint64_t>(bad - piece.begin());
         refuse(reader_.file(*entry),

@@ -15,6 +15,9 @@ namespace spillway::terminal {
 class ByteBar {
  public:
   explicit ByteBar(std::string what) : what_(std::move(what)) {}
+  ~ByteBar() { clear(); }  // before what an exception says
+  ByteBar(const ByteBar&) = delete;
+  ByteBar& operator=(const ByteBar&) = delete;
 
   void at(std::uint64_t done, std::uint64_t bytes) {
     if (seconds() < drawn_at_ + 0.1) return;

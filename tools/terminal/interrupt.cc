@@ -45,7 +45,8 @@ Interrupt::Interrupt(std::string ending)
 Interrupt::~Interrupt() {
   stop_ = true;
   watcher_.join();
-  pthread_sigmask(SIG_UNBLOCK, &signals_, nullptr);
+  // A closed terminal says so more than once, and what a run says at its end is still to be written.
+  if (!requested()) pthread_sigmask(SIG_UNBLOCK, &signals_, nullptr);
 }
 
 void Interrupt::watch() {
