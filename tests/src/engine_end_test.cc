@@ -137,6 +137,30 @@ TEST(EngineEnd, AFailureThatAReleaseAloneSeesIsLogged) {
   EXPECT_EQ(log.count("(Input/output error)"), 1u) << log.all();
 }
 
+TEST(EngineEnd, AFailureWithOneSlotATileSpeaksOfNoStep) {
+  const ModelDescription model = testing::toy_model(4, 2000, 1);
+  const TempDirectory directory = testing::quick_directory();
+  SimulatedDisk disk(directory.path());
+  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
+  config.io_engine = IoEngineKind::kThreads;
+  config.commit_every = 0;
+  const CapturedLog quiet;
+  auto engine = Engine::create(config, model);
+  engine->import_weights(testing::toy_weights());
+  testing::ToyTrainer trainer{*engine, model, config.weights, 1};
+  trainer.run_step();
+  disk.misbehave([](const DiskCall& call) { return call.op == DiskOp::kWrite ? Fault{.error = EFBIG} : Fault{}; });
+  for (const char* said : {"ulimit -f), and begin again: the store has no step", "no step is kept: begin again"}) {
+    try {
+      for (int step = 0; step < 3; ++step) trainer.run_step();
+      ADD_FAILURE() << "the drive took it";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(said), std::string::npos) << error.what();
+      EXPECT_EQ(std::string(error.what()).find("resume"), std::string::npos) << error.what();
+    }
+  }
+}
+
 // Its steps are those of a store that has its name; before the first commit there is none to go on from.
 TEST(EngineEnd, AFailureBeforeTheFirstCommitSpeaksOfNoStep) {
   const ModelDescription model = testing::toy_model(2, 2000, 1);

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <optional>
 #include <string>
@@ -47,6 +48,22 @@ TEST(TileStoreOpen, EitherSuperblockSufficesAndTheOtherIsWrittenAnew) {
     directory.damage(30);
     directory.damage(end - kExtentAlignment + 30);
     EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kCorrupt);
+  }
+}
+
+// A flipped bit of the version's number is damage like any other. What differs in more is another version's, and stays.
+TEST(TileStoreOpen, ANewerSuperblockIsNoDamage) {
+  for (const bool first : {true, false}) {
+    StoreDirectory directory;
+    make_store(directory.path(), 2);
+    const std::uint64_t at = first ? 0 : std::filesystem::file_size(directory.file()) - kExtentAlignment;
+    directory.damage(at + offsetof(Superblock, format_version));
+    EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 2u);
+    directory.damage(at + offsetof(Superblock, format_version));
+    directory.damage(at + 30);
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      EXPECT_EQ(code_of([&] { TileStore::open(directory.path(), three_tiles()); }), Code::kUnsupported);
+    }
   }
 }
 
