@@ -68,6 +68,12 @@ void check_parts(std::span<const File> files, std::span<const Superblock> blocks
   }
 }
 
+// Nobody else can write it.
+bool is_ours_alone(int fd) {
+  struct stat info {};
+  return ::fstat(fd, &info) == 0 && info.st_uid == ::geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+}
+
 // Some file systems (NFS that squashes root, FAT, shares) give every file an owner or a mode of their own, a file made
 // now as well.
 bool tells_owners(const std::filesystem::path& directory) {
@@ -75,8 +81,7 @@ bool tells_owners(const std::filesystem::path& directory) {
   const int fd = ::mkostemp(name.data(), O_CLOEXEC);
   if (fd < 0) return true;
   ::unlink(name.c_str());
-  struct stat info {};
-  const bool ours = ::fstat(fd, &info) == 0 && info.st_uid == ::geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+  const bool ours = is_ours_alone(fd);
   ::close(fd);
   return ours;
 }
@@ -370,10 +375,7 @@ bool StoreFiles::cut_short(std::uint64_t total_bytes) const {
   return false;
 }
 
-bool StoreFiles::is_ours(const File& file) {
-  struct stat info {};
-  return ::fstat(file.fd(), &info) == 0 && info.st_uid == ::geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
-}
+bool StoreFiles::is_ours(const File& file) { return is_ours_alone(file.fd()); }
 
 std::vector<File*> StoreFiles::pointers() {
   std::vector<File*> pointers;

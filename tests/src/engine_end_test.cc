@@ -15,7 +15,7 @@
 #include "tests/aio/simulated_disk.h"
 #include "tests/aio/temp_files.h"
 #include "tests/src/named_budget.h"
-#include "tests/src/small_case.h"
+#include "tests/src/small_case.h"  // quick_directory()
 #include "tests/src/toy_trainer.h"
 #include "tests/src/watchdog.h"
 
@@ -27,7 +27,13 @@ using testing::DiskCall;
 using testing::DiskOp;
 using testing::Fault;
 using testing::SimulatedDisk;
-using testing::SmallCase;
+
+// All on NVMe, by the engine that a simulated disk sees.
+Config config_on(const TempDirectory& directory) {
+  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
+  config.io_engine = IoEngineKind::kThreads;
+  return config;
+}
 
 TEST(EngineEnd, AnEngineThatCannotKeepItsLastStepsSaysWhichAreLost) {
   const ModelDescription model = testing::toy_model(4, 2000, 1);
@@ -35,9 +41,7 @@ TEST(EngineEnd, AnEngineThatCannotKeepItsLastStepsSaysWhichAreLost) {
     SCOPED_TRACE(told ? "behind a flush that failed" : "at the end");
     const TempDirectory directory = testing::quick_directory();
     SimulatedDisk disk(directory.path());
-    Config config =
-        testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
-    config.io_engine = IoEngineKind::kThreads;
+    Config config = config_on(directory);
     config.commit_every = 2;
     const CapturedLog log;
     auto engine = Engine::create(config, model);
@@ -66,9 +70,7 @@ TEST(EngineEnd, AFailureThatIsSeenInAReleaseIsThrownOrLogged) {
       SCOPED_TRACE(fmt::format("at block {}, and {} blocks more", fails_at, more));
       const TempDirectory directory = testing::quick_directory();
       SimulatedDisk disk(directory.path());
-      Config config =
-          testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
-      config.io_engine = IoEngineKind::kThreads;
+      Config config = config_on(directory);
       const CapturedLog log;
       auto engine = Engine::create(config, model);
       engine->import_weights(testing::toy_weights());
@@ -112,8 +114,7 @@ TEST(EngineEnd, AFailureThatAReleaseAloneSeesIsLogged) {
   }
   const TempDirectory directory = testing::quick_directory();
   SimulatedDisk disk(directory.path());
-  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
-  config.io_engine = IoEngineKind::kThreads;
+  Config config = config_on(directory);
   for (auto* budget : {&config.hbm_bytes, &config.host_bytes}) {
     *budget = 1;
     *budget = testing::named_bytes(testing::refused_plan(config, model));
@@ -141,8 +142,7 @@ TEST(EngineEnd, AFailureWithOneSlotATileSpeaksOfNoStep) {
   const ModelDescription model = testing::toy_model(4, 2000, 1);
   const TempDirectory directory = testing::quick_directory();
   SimulatedDisk disk(directory.path());
-  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
-  config.io_engine = IoEngineKind::kThreads;
+  Config config = config_on(directory);
   config.commit_every = 0;
   const CapturedLog quiet;
   auto engine = Engine::create(config, model);
@@ -166,8 +166,7 @@ TEST(EngineEnd, AFailureBeforeTheFirstCommitSpeaksOfNoStep) {
   const ModelDescription model = testing::toy_model(2, 2000, 1);
   const TempDirectory directory = testing::quick_directory();
   SimulatedDisk disk(directory.path());
-  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kFloat32, directory.path() / "disk0");
-  config.io_engine = IoEngineKind::kThreads;
+  Config config = config_on(directory);
   const CapturedLog quiet;
   auto engine = Engine::create(config, model);
   disk.misbehave([](const DiskCall& call) {
