@@ -50,7 +50,7 @@ class AwayParameter(torch.nn.Parameter):
             return plain(function, types, arguments, keywords)
         if function in AS_IN_BLOCK and away:
             return function(torch.empty(first.shape, dtype=first.dtype, device="meta"), *arguments[1:], **keywords)
-        _refuse(function, first if away else _find((arguments, keywords)), away)
+        _refuse(function, first if away else find((arguments, keywords), AwayParameter), away)
 
     def __repr__(self):
         return f"Parameter {self._spillway_names[0]}, while its block is away: {tuple(self.shape)}, {self.dtype}, " \
@@ -60,14 +60,14 @@ class AwayParameter(torch.nn.Parameter):
         return format(repr(self), form)
 
 
-def _find(values):
-    """The first parameter that is away in arguments."""
-    if isinstance(values, AwayParameter):
+def find(values, kind):
+    """The first tensor of that class in arguments."""
+    if isinstance(values, kind):
         return values
     if isinstance(values, dict):
         values = values.values()
     if isinstance(values, (tuple, list)) or type(values) is type({}.values()):
-        return next((found for found in map(_find, values) if found is not None), None)
+        return next((found for value in values if (found := find(value, kind)) is not None), None)
     return None
 
 

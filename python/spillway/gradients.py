@@ -6,7 +6,7 @@ or writes values is refused. What asks no class, a C++ extension, finds NaN.
 """
 import torch
 
-from .away import AS_IN_BLOCK, KNOWN, plain
+from .away import AS_IN_BLOCK, KNOWN, find, plain
 from .library import Error
 
 
@@ -22,7 +22,8 @@ class _Elsewhere(torch.Tensor):
             return arguments[0]
         if function in KNOWN or function in AS_IN_BLOCK:
             return plain(function, types, arguments, keywords or {})
-        raise Error("unsupported", f"{_name(arguments)}.grad: its values are the engine's since backward(), and not "
+        name = find((arguments, keywords or {}), _Elsewhere)._spillway_name
+        raise Error("unsupported", f"{name}.grad: its values are the engine's since backward(), and not "
                                    "here; gradient_clipping in the configuration says to which norm step() clips them, "
                                    "and the report that it returns has the norm before that, gradient_norm")
 
@@ -31,14 +32,6 @@ class _Elsewhere(torch.Tensor):
 
     def __format__(self, form):
         return format(repr(self), form)
-
-
-def _name(values):
-    """Of the first of them in what may be lists of lists."""
-    if isinstance(values, _Elsewhere):
-        return values._spillway_name
-    found = (map(_name, values) if isinstance(values, (tuple, list)) else ())
-    return next((name for name in found if name), "")
 
 
 class Gradients:
