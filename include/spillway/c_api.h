@@ -394,9 +394,10 @@ spillway_status spillway_optimizer_import_weights(spillway_optimizer* optimizer,
                                                   size_t count);
 spillway_status spillway_optimizer_load_weights(spillway_optimizer* optimizer, const spillway_tensor* tensors,
                                                 size_t count);
-// Not finite where a gradient is not; the thread's message names the tensor then, though the call has not failed.
+// Of all gradients. Infinite where one is not finite: `first_nonfinite`, which may be null, becomes the number of its
+// tensor, else UINT32_MAX.
 spillway_status spillway_optimizer_gradient_norm(spillway_optimizer* optimizer, const spillway_tensor* tensors,
-                                                 size_t count, double* norm);
+                                                 size_t count, double* norm, uint32_t* first_nonfinite);
 
 typedef struct {
   size_t struct_size;
@@ -408,6 +409,7 @@ typedef struct {
   double gradient_scale;     // 0: 1
   const void* blob;
   size_t blob_bytes;
+  int64_t finite;  // not 0: spillway_optimizer_gradient_norm() has said that these gradients are
 } spillway_optimizer_step;
 typedef struct {
   size_t struct_size;

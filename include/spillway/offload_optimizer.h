@@ -5,7 +5,8 @@
 //   optimizer->import_weights(tensors);               // a new run begins with what the caller's tensors hold
 //   for each step:
 //     … gradients of all tensors …
-//     optimizer->step({.tensors = tensors, .groups = groups, .group_of = group_of});   // weights are new when it returns
+//     optimizer->step({.tensors = tensors, .groups = groups, .group_of = group_of});   // weights are new when it
+//     returns
 //
 // `config` says the weights' type, where states live (offload_optimizer; offload_param is not asked), budgets, and the
 // store's paths; the description names the tensors, block after block, and has neither visits nor activations. With
@@ -23,6 +24,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -61,6 +63,7 @@ struct OptimizerStep {
   std::span<const OptimizerConfig> groups;   // of the configuration's kind
   std::span<const std::uint32_t> group_of;   // by tensor: index into groups
   double gradient_scale = 1;                 // gradients are multiplied with it: clipping, and a loss scale taken out
+  bool finite = false;                       // gradient_norm() has said so of these gradients: they are not looked at
   std::span<const std::byte> blob = {};      // kept by the commit
 };
 
@@ -73,8 +76,8 @@ struct OptimizerStepReport {
 };
 
 struct GradientNorm {
-  double norm = 0;                       // of all gradients, as they come; infinite or NaN where one is not finite
-  std::string first_nonfinite = {};      // names the tensor; empty: all are finite
+  double norm = 0;                                              // of all gradients, as they come
+  std::optional<std::uint32_t> first_nonfinite = std::nullopt;  // a tensor; the norm is infinite then
 };
 
 // Values [first, first + values.size()) of a tensor, row-major.
@@ -96,8 +99,8 @@ class OffloadOptimizer {
   // By tensor: its updates so far, which bias correction goes by.
   virtual std::vector<std::uint64_t> update_counts() const = 0;
 
-  // A new run: weights are what the tensors hold, states zero; commits step 0. Throws kInvalidArgument where a weight is
-  // not finite. Once, and not of an optimizer that was resumed or begun with a snapshot.
+  // A new run: weights are what the tensors hold, states zero; commits step 0. Throws kInvalidArgument where a weight
+  // is not finite. Once, and not of an optimizer that was resumed or begun with a snapshot.
   virtual void import_weights(std::span<const OptimizerTensor> tensors) = 0;
   // Resumed, or begun with a snapshot: the tensors get the weights of that step.
   virtual void load_weights(std::span<const OptimizerTensor> tensors) = 0;
