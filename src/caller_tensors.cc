@@ -18,7 +18,9 @@ Element* moved(Element* array, std::uint64_t elements) {
   return array == nullptr ? nullptr : array + elements;
 }
 
-std::uint64_t padding_behind(const TensorPiece& piece) { return align_up(std::uint64_t{piece.count}, kPartitionUnit) - piece.count; }
+std::uint64_t padding_behind(const TensorPiece& piece) {
+  return align_up(std::uint64_t{piece.count}, kPartitionUnit) - piece.count;
+}
 
 }  // namespace
 
