@@ -72,7 +72,8 @@ if [ "${1:-}" = --inside ]; then
   mount -t proc proc "$root/proc"
   [ -z "$cuda" ] || bind "$cuda"
   bind "$cache" /root/.ccache
-  export SPILLWAY_CASES="${SPILLWAY_CASES:-3}" SPILLWAY_KILLS="${SPILLWAY_KILLS:-3}" SPILLWAY_STEPS="${SPILLWAY_STEPS:-3}"
+  export SPILLWAY_CASES="${SPILLWAY_CASES:-3}" SPILLWAY_KILLS="${SPILLWAY_KILLS:-3}"
+  export SPILLWAY_STEPS="${SPILLWAY_STEPS:-3}"
   # Nothing of this machine's environment but how packages are reached. The shell shows each command before it runs it.
   # shellcheck disable=SC2046
   exec chroot "$root" env -i HOME=/root LANG=C.UTF-8 CCACHE_DIR=/root/.ccache \
