@@ -1,7 +1,8 @@
 #!/bin/sh
 # Runs the README's two commands, as they stand there, as somebody would who has just installed Debian 12: makes a bare
 # root (debootstrap's minbase with git and python3) in build-fresh/, clones this checkout's last commit into it, and
-# runs them in there, with what they install from this machine's own apt sources and pip configuration. As root.
+# runs them in there, with what they install from this machine's own apt sources and pip configuration. Then the Python
+# package is installed from the clone, and used. As root.
 #
 # The compiler's cache of this machine is theirs, too: what tools/test.sh has compiled here is not compiled once more.
 # A header that is missing there is still missed, since ccache compares all of them. Random cases are few, unless
@@ -64,6 +65,14 @@ if [ "${1:-}" = --inside ]; then
     awk '/^## /{here = /Two commands/} here && /^```/{fence++; next} here && fence == 1 {sub(/ *#.*/, ""); print}' \
       "$root/root/spillway/README.md" >"$root/root/commands"
     [ "$(wc -l <"$root/root/commands")" -eq 2 ] || fail "README.md does not name two commands under \"Two commands\""
+    # As tools/test.sh compiles, in a directory of the checkout, so that the compiler's cache has it. PyTorch is Debian's.
+    cat >>"$root/root/commands" <<'END'
+. tools/compiler_cache.sh
+python3 -m venv --system-site-packages /root/venv
+/root/venv/bin/pip install -q . -Cbuild-dir=build-pip -Csetup-args=-Dgpu_arch=80 \
+  -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000
+cd /root && venv/bin/python spillway/tools/try_package.py
+END
   fi
   bind /dev
   bind /sys
