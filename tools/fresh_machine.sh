@@ -65,7 +65,7 @@ if [ "${1:-}" = --inside ]; then
     awk '/^## /{here = /Two commands/} here && /^```/{fence++; next} here && fence == 1 {sub(/ *#.*/, ""); print}' \
       "$root/root/spillway/README.md" >"$root/root/commands"
     [ "$(wc -l <"$root/root/commands")" -eq 2 ] || fail "README.md does not name two commands under \"Two commands\""
-    # As tools/test.sh compiles, in a directory of the checkout, so that the compiler's cache has it. PyTorch is Debian's.
+    # As tools/test.sh compiles, in a directory of the checkout, so that ccache has it. PyTorch is Debian's.
     cat >>"$root/root/commands" <<'END'
 . tools/compiler_cache.sh
 python3 -m venv --system-site-packages /root/venv

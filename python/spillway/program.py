@@ -15,8 +15,8 @@ def program():
 def main():
     found = program()
     if found is None:
-        sys.exit(f"spillway: {HERE / 'bin/spillway'} is not there, so this package was not installed; `pip install .` in "
-                 "the checkout, or `meson install`, brings the program")
+        sys.exit(f"spillway: {HERE / 'bin/spillway'} is not there, so this package was not installed; "
+                 "`pip install .` in the checkout, or `meson install`, brings the program")
     try:
         os.execv(found, ["spillway", *sys.argv[1:]])
     except OSError as error:

@@ -49,7 +49,8 @@ class Package(unittest.TestCase):
     def test_ItsOwnLibraryIsLoaded(self):
         self.install()
         done = self.python("-c", "import spillway; print(spillway.library.library().model_create() != 0);"
-                                 "print([line.split()[-1] for line in open('/proc/self/maps') if 'libspillway' in line][0])")
+                                 "maps = open('/proc/self/maps').read().splitlines();"
+                                 "print([line.split()[-1] for line in maps if 'libspillway' in line][0])")
         self.assertEqual(0, done.returncode, done.stderr)
         library = pathlib.Path(os.environ["SPILLWAY_LIBRARY"]).resolve()
         self.assertEqual(f"True\n{library}\n", done.stdout)
