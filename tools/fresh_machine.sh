@@ -1,7 +1,12 @@
 #!/bin/sh
 # Runs the README's two commands, as they stand there, as somebody would who has just installed Debian 12: makes a bare
 # root (debootstrap's minbase with git and python3) in build-fresh/, clones this checkout's last commit into it, and
-# runs them in there, with what they install from this machine's own apt sources and pip configuration. As root.
+# runs them in there, with what they install from this machine's own apt sources and pip configuration. Then the Python
+# package is installed from the clone, and used. As root.
+#
+# The compiler's cache of this machine is theirs, too: what tools/test.sh has compiled here is not compiled once more.
+# A header that is missing there is still missed, since ccache compares all of them. Random cases are few, unless
+# SPILLWAY_CASES, SPILLWAY_KILLS and SPILLWAY_STEPS say otherwise: it is packages that this looks for.
 #
 #   tools/fresh_machine.sh [--cuda] [COMMAND...]
 #
@@ -44,14 +49,14 @@ make_root() {
   apt-config dump Acquire >"$root/etc/apt/apt.conf.d/99machine"
 }
 
-bind() {  # a directory of this machine, with what is mounted in it
-  mkdir -p "$root$1"
-  mount --rbind "$1" "$root$1"
+bind() {  # a directory of this machine, with what is mounted in it, and another name for it
+  mkdir -p "$root${2:-$1}"
+  mount --rbind "$1" "$root${2:-$1}"
 }
 
 if [ "${1:-}" = --inside ]; then
-  cuda=$2
-  shift 2
+  cuda=$2 cache=$3
+  shift 3
   make_root
   git clone -q --no-local "$checkout" "$root/root/spillway"
   if [ $# -gt 0 ]; then
@@ -60,6 +65,14 @@ if [ "${1:-}" = --inside ]; then
     awk '/^## /{here = /Two commands/} here && /^```/{fence++; next} here && fence == 1 {sub(/ *#.*/, ""); print}' \
       "$root/root/spillway/README.md" >"$root/root/commands"
     [ "$(wc -l <"$root/root/commands")" -eq 2 ] || fail "README.md does not name two commands under \"Two commands\""
+    # As tools/test.sh compiles, in a directory of the checkout, so that ccache has it. PyTorch is Debian's.
+    cat >>"$root/root/commands" <<'END'
+. tools/compiler_cache.sh
+python3 -m venv --system-site-packages /root/venv
+/root/venv/bin/pip install -q . -Cbuild-dir=build-pip -Csetup-args=-Dgpu_arch=80 \
+  -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000
+cd /root && venv/bin/python spillway/tools/try_package.py
+END
   fi
   bind /dev
   bind /sys
@@ -67,9 +80,12 @@ if [ "${1:-}" = --inside ]; then
   umount "$root/proc" 2>/dev/null || true
   mount -t proc proc "$root/proc"
   [ -z "$cuda" ] || bind "$cuda"
+  bind "$cache" /root/.ccache
+  export SPILLWAY_CASES="${SPILLWAY_CASES:-3}" SPILLWAY_KILLS="${SPILLWAY_KILLS:-3}"
+  export SPILLWAY_STEPS="${SPILLWAY_STEPS:-3}"
   # Nothing of this machine's environment but how packages are reached. The shell shows each command before it runs it.
   # shellcheck disable=SC2046
-  exec chroot "$root" env -i HOME=/root LANG=C.UTF-8 \
+  exec chroot "$root" env -i HOME=/root LANG=C.UTF-8 CCACHE_DIR=/root/.ccache \
     PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin${cuda:+:$cuda/bin} \
     $(env | grep -E '^(PIP_[A-Z_]*|SSL_CERT_FILE|[a-z]+_proxy|[A-Z]+_PROXY|SPILLWAY_[A-Z_]*)=[^ ]+$') \
     sh -c 'cd /root/spillway && exec sh -ev /root/commands'
@@ -86,7 +102,9 @@ if [ "${1:-}" = --cuda ]; then
 fi
 case "${1:-}" in -*) fail "$1 is no option; --cuda is the only one" ;; esac
 [ "$(id -u)" -eq 0 ] || fail "only root makes a root directory and mounts; run it with sudo"
-tools/install_packages.sh --only debootstrap git util-linux mount
+tools/install_packages.sh --only ccache debootstrap git util-linux mount
+cache=$(ccache --get-config cache_dir)
+mkdir -p "$cache"
 
 exec 9<tools/fresh_machine.sh
 flock -n 9 || fail "another one is at work in this checkout; wait for its end"
@@ -110,7 +128,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 rm -rf --one-file-system "$root"
 setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child \
-  "$checkout/tools/fresh_machine.sh" --inside "$cuda" "$@" &
+  "$checkout/tools/fresh_machine.sh" --inside "$cuda" "$cache" "$@" &
 inside=$!
 status=0
 wait "$inside" || status=$?

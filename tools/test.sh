@@ -16,7 +16,8 @@ case "$*" in
   --all) all=yes ;;
   *) echo "test.sh: it takes nothing but --all" >&2; exit 1 ;;
 esac
-tools/install_packages.sh python3-torch python3-venv ${all:+clang libclang-rt-dev libomp-dev lld}
+tools/install_packages.sh cmake python3-torch python3-venv ${all:+clang libclang-rt-dev libomp-dev lld}
+. tools/compiler_cache.sh
 
 # Debian has no transformers. Without them the suite of the package's Trainer is skipped. These are the newest for
 # Debian's PyTorch, which is that of Debian's Python.
@@ -77,7 +78,7 @@ run "" build-test --timeout-multiplier 4
 export SPILLWAY_CASES=3 SPILLWAY_KILLS=3 SPILLWAY_STEPS=3 SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
 # The programs of sanitizers are large; lld links them in less than half of the time. Meson asks these when it sets up.
-export CXX=clang++ CXX_LD=lld
+export CXX="ccache clang++" CXX_LD=lld
 export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=0 \

@@ -7,19 +7,43 @@
         engine.step()
 """
 import importlib
+import importlib.util
+import sys
 
-from . import zero
-from .deepspeed import add_config_arguments, init_distributed, initialize
-from .deepspeed_import import import_deepspeed
-from .engine import Engine, StepReport
-from .library import Error
+if sys.version_info < (3, 10):
+    raise ImportError(f"spillway: this is Python {sys.version.split()[0]}; use Python 3.10 or newer")
+
+from .library import Error  # noqa: E402
+
+LEAST_TORCH = (1, 13)
+# Where each name is, which is imported when it is asked for: the program `spillway` needs no PyTorch, and a loop of
+# PyTorch's no transformers.
+_PLACES = {
+    "Engine": "engine",
+    "StepReport": "engine",
+    "Trainer": "trainer",
+    "add_config_arguments": "deepspeed",
+    "import_deepspeed": "deepspeed_import",
+    "init_distributed": "deepspeed",
+    "initialize": "deepspeed",
+}
 
 __all__ = ["Engine", "Error", "StepReport", "add_config_arguments", "import_deepspeed", "init_distributed",
            "initialize", "zero"]
 
 
-def __getattr__(name):  # of what needs transformers, when it is asked for
-    if name not in ("Trainer", "trainer"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    trainer = importlib.import_module(".trainer", __name__)
-    return trainer if name == "trainer" else trainer.Trainer
+def _check_torch(name):
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(f"spillway.{name}: PyTorch is not installed; `pip install 'spillway[torch]'` brings it")
+    version = importlib.import_module("torch").__version__
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < LEAST_TORCH:
+        raise ImportError(f"spillway.{name}: this is PyTorch {version}; install 1.13 or newer")
+
+
+def __getattr__(name):
+    if name in _PLACES:
+        _check_torch(name)
+        return getattr(importlib.import_module("." + _PLACES[name], __name__), name)
+    if not name.startswith("_") and importlib.util.find_spec("." + name, __name__) is not None:
+        return importlib.import_module("." + name, __name__)  # a module of the package
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,12 @@
 """libspillway.so as Python functions: include/spillway/c_api.h, call by call.
 
-The library is the one that the environment variable SPILLWAY_LIBRARY names, else the one that the dynamic linker finds.
-A call that fails raises Error.
+The library is the one that the environment variable SPILLWAY_LIBRARY names, else the one that was installed with the
+package, else the one that the dynamic linker finds. A call that fails raises Error.
 """
 import ctypes
 import json
 import os
+import pathlib
 import threading
 import time
 import weakref
@@ -171,8 +172,8 @@ class Library:
         try:
             loaded = ctypes.CDLL(path)
         except OSError as error:
-            raise Error("not_found", f"{path}: cannot be loaded ({error}); install Spillway (`meson install`), or name "
-                                     "the file in the environment variable SPILLWAY_LIBRARY") from None
+            raise Error("not_found", f"{path}: cannot be loaded ({error}); install Spillway (`pip install .`"
+                                     " in its checkout), or name the file in SPILLWAY_LIBRARY") from None
         self._check_version(loaded, path)
         for name, (result, arguments) in _VALUE.items():
             function = getattr(loaded, f"spillway_{name}")
@@ -224,7 +225,8 @@ _library = None
 def library():
     global _library  # one for the process, loaded when it is first needed
     if _library is None:
-        _library = Library(os.environ.get("SPILLWAY_LIBRARY", NAME))
+        ours = pathlib.Path(__file__).resolve().parent / "lib" / NAME
+        _library = Library(os.environ.get("SPILLWAY_LIBRARY") or (str(ours) if ours.exists() else NAME))
     return _library
 
 
