@@ -129,6 +129,7 @@ class Documents(unittest.TestCase):
                                                         save="snapshots", every=2, log="steps.jsonl")],
                               cwd=cls.prepared, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+        shutil.copy(cls.prepared / "steps.jsonl", cls.prepared / "more.jsonl")
         # The program under its name, and nothing else of the build.
         (cls.folder / "bin").mkdir()
         (cls.folder / "bin" / "spillway").symlink_to(pathlib.Path(BINARY).resolve())

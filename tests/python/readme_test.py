@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import subprocess
 
 from case import ROOT, Case, main, need
 
@@ -78,6 +79,20 @@ class Readme(Case):
         exec(compile(block("spillway.Engine(", [ROOT / "README.md"]), "README.md", "exec"), names)
         self.addCleanup(names["engine"].close)
         self.assertEqual(2, names["engine"].current_step)
+
+    def test_ALoopLogsWhatTheReportTakes(self):
+        engine = spillway.Engine(model(), "ds_config.json")
+        self.addCleanup(engine.close)
+        names = {"engine": engine, "batches": batches_of(8), "json": json, "tokens": 128}
+        exec(compile(block("_asdict()", [ROOT / "docs/report.md"]), "report.md", "exec"), names)
+        lines = [json.loads(line) for line in open("steps.jsonl")]
+        self.assertEqual([1, 2], [line["step"] for line in lines])
+        binary = os.environ.get("SPILLWAY_BINARY")
+        if binary:
+            done = subprocess.run([binary, "report", "steps.jsonl"], capture_output=True, text=True, check=False)
+            self.assertEqual((0, ""), (done.returncode, done.stderr))
+            self.assertRegex(done.stdout, rf"loss, first +{lines[0]['loss']:.4f}\n")
+            self.assertRegex(done.stdout, r"tokens a second +\d")
 
     def test_TheStartWithAnOptimizerTrains(self):
         if not hasattr(spillway, "AdamW"):
