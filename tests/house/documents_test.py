@@ -23,7 +23,7 @@ README = ROOT / "README.md"
 REFERENCE = ROOT / "docs/configuration.md"
 EXAMPLE = ROOT / "tests/src/embedding_example.cc"
 SHOWS_EXAMPLE = ROOT / "docs/embedding_example.md"
-SHOW_CONFIGURATION = [ROOT / "docs/pytorch.md", SHOWS_EXAMPLE]
+SHOW_CONFIGURATION = [ROOT / "docs/pytorch.md", ROOT / "docs/choosing.md", SHOWS_EXAMPLE]
 BLOCK = re.compile(r"(?<=\n```cpp\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
