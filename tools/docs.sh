@@ -11,7 +11,7 @@ case "${1:-}" in
   --install)
     python3 -m venv build-docs/venv
     build-docs/venv/bin/pip install -q mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocstrings==1.0.8 \
-      mkdocstrings-python==2.0.11 black ;;
+      mkdocstrings-python==2.0.11 black==26.10.1 ;;
   *) echo "docs.sh: it takes nothing but --install" >&2; exit 1 ;;
 esac
 [ -x "$mkdocs" ] || { echo "docs.sh: $mkdocs is missing; run tools/docs.sh --install once" >&2; exit 1; }

@@ -1,11 +1,14 @@
 """The site of docs/: every page is in mkdocs.yml's navigation and in docs/README.md, links between documents lead to
 files and headings that there are, lists look in a site as they do on GitHub, and every public name of the Python
-package is on its page. Nothing is needed for that; tools/docs.sh builds the site.
+package is on its page. Nothing is needed for that. Where tools/docs.sh --install was run, the site is built, too.
 """
 import ast
+import os
 import pathlib
 import re
+import subprocess
 import sys
+import tempfile
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -18,6 +21,7 @@ DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
 API = DOCS / "python_api.md"
 PACKAGE = ROOT / "python/spillway"
+MKDOCS = ROOT / "build-docs/venv/bin/mkdocs"
 FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]*))?\)")
 # Public to the package's own modules, and nothing that a loop calls.
@@ -94,6 +98,24 @@ class Site(unittest.TestCase):
                 if begins and before.strip() and not re.match(r"(?:[*-]|\d+\.|  +|\|) ?", before):
                     with self.subTest(document=document.name, line=line):
                         self.fail("no empty line before it")
+
+    def test_TheSiteIsBuiltWithoutAWarning(self):
+        if not MKDOCS.exists():
+            self.skipTest(f"{MKDOCS.relative_to(ROOT)} is missing; tools/docs.sh --install brings it")
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run([MKDOCS, "build", "--strict", "--site-dir", folder], cwd=ROOT, capture_output=True,
+                                  text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False)
+            self.assertEqual(0, done.returncode, done.stderr)
+            for page in self.pages:
+                made = pathlib.Path(folder, "index.html" if page == INDEX else f"{page.stem}.html").read_text()
+                with self.subTest(page=page.name):
+                    self.assertNotRegex(made, r'(?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?)"',
+                                        "is fetched from elsewhere")
+                    for target in re.findall(r'href="([^":#?]+\.html)', made):
+                        self.assertTrue(pathlib.Path(folder, target).exists(), target)
+            api = pathlib.Path(folder, "python_api.html").read_text()
+            for name in ("Engine", "step", "load_checkpoint", "import_deepspeed"):
+                self.assertIn(f'{name}"', api)
 
     def test_EveryPublicNameIsOnItsPage(self):
         text = API.read_text()

@@ -20,6 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t kLongestLine = 64 << 10;  // a step takes some 700 bytes
+constexpr double kMost = 1e15;                  // of seconds and percents, so that sums of them stay finite
 constexpr const char* kWhatIsTaken = "name what `spillway finetune --log` wrote";
 
 // A line of a log, and what is wrong with it in terms of where it stands.
@@ -48,6 +49,7 @@ class Line {
   double amount(std::initializer_list<const char*> keys) const {
     const double value = number(keys).value_or(0);
     if (value < 0) refuse(fmt::format("\"{}\" is negative", *keys.begin()));
+    if (value > kMost) refuse(fmt::format("\"{}\" is too large", *keys.begin()));
     return value;
   }
   std::uint64_t count(const char* key) const {
@@ -76,7 +78,7 @@ class Line {
     for (std::size_t cause = 0; cause < of.size(); ++cause) {
       const auto found = value->FindMember(kStallNames[cause]);
       if (found == value->MemberEnd()) continue;
-      const bool fine = found->value.IsNumber() && found->value.GetDouble() >= 0;
+      const bool fine = found->value.IsNumber() && found->value.GetDouble() >= 0 && found->value.GetDouble() <= kMost;
       if (!fine) refuse(fmt::format("\"stalls\": \"{}\" is no number of seconds", kStallNames[cause]));
       of[cause] = found->value.GetDouble();
     }
@@ -132,7 +134,7 @@ Step step_of(const Line& line) {
 
 void add(Run& run, std::map<std::uint64_t, Step>& by_number, Step step) {
   run.seconds += step.seconds;
-  run.written_bytes += step.written_bytes;
+  run.written_bytes += static_cast<double>(step.written_bytes);
   const auto [place, is_new] = by_number.insert_or_assign(step.step, std::move(step));
   if (!is_new) ++run.made_again;
 }

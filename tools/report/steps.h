@@ -29,9 +29,9 @@ struct Run {
   std::string name;         // of the file, as it was typed
   std::vector<Step> steps;  // by number; of one that was made again after a crash the last
   std::uint64_t made_again = 0;
-  std::uint64_t written_bytes = 0;  // of all lines: the drive wore with those that were made again, too
-  double seconds = 0;               // likewise
-  bool cut = false;                 // the last line was not finished, and does not count
+  double written_bytes = 0;  // of all lines: the drive wore with those that were made again, too
+  double seconds = 0;        // likewise
+  bool cut = false;          // the last line was not finished, and does not count
 };
 
 // Throws an Error with file and line for what is no such log. Keys that it does not know are passed over.

@@ -11,7 +11,10 @@
 namespace spillway::reporting {
 namespace {
 
-using terminal::fixed_text_of_size;
+// What a file says may be more than there can be.
+std::string text_of_bytes(double bytes) {
+  return terminal::fixed_text_of_size(static_cast<std::uint64_t>(std::min(bytes, 1e18)));
+}
 
 // The value that a share of them lies below; 0.5 is the median.
 double quantile(std::vector<double> values, double share) {
@@ -134,9 +137,7 @@ void add_training(Table& table, const Summary& first, bool several) {
 
 void add_links(Table& table) {
   const auto bytes = [](double Summary::*of) {
-    return [of](const Summary& s) {
-      return s.*of > 0 ? fixed_text_of_size(static_cast<std::uint64_t>(s.*of)) : std::string();
-    };
+    return [of](const Summary& s) { return s.*of > 0 ? text_of_bytes(s.*of) : std::string(); };
   };
   table.row("slowest link", [](const Summary& s) {
     return s.link.empty() ? "" : fmt::format("{} at {:.0f} %", s.link, s.link_percent);
@@ -156,9 +157,8 @@ void add_links(Table& table) {
 }
 
 void add_wear(Table& table, double drive_life) {
-  table.row("written in all", [](const Summary& s) {
-    return s.written_in_all > 0 ? fixed_text_of_size(static_cast<std::uint64_t>(s.written_in_all)) : "";
-  });
+  table.row("written in all",
+            [](const Summary& s) { return s.written_in_all > 0 ? text_of_bytes(s.written_in_all) : ""; });
   table.row("a day, at this pace", [](const Summary& s) {
     return s.written_in_all > 0 ? fmt::format("{:.3g} TB", s.written_a_day() / 1e12) : "";
   });
@@ -192,7 +192,7 @@ Summary summarize(const Run& run) {
   found.written_bytes = median_of(steps, &Step::written_bytes);
   found.up_bytes = median_of(steps, &Step::up_bytes);
   found.down_bytes = median_of(steps, &Step::down_bytes);
-  found.written_in_all = static_cast<double>(run.written_bytes);
+  found.written_in_all = run.written_bytes;
   return found;
 }
 

@@ -123,7 +123,8 @@ std::vector<double> ticks_of(const Axis& axis, bool powers_of_two) {
     if (span / step > 6) step *= more;
   }
   const double first = std::ceil(axis.low / step);
-  for (double tick = first; tick * step <= axis.high; ++tick) ticks.push_back(tick * step);
+  // Counted: a number that is large beside the span may be equal to the one after it.
+  for (int i = 0; i < 10 && (first + i) * step <= axis.high; ++i) ticks.push_back((first + i) * step);
   return ticks;
 }
 
