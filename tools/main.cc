@@ -24,6 +24,7 @@
 #include "tools/gpt2/commands.h"
 #include "tools/manual/command.h"
 #include "tools/plan/command.h"
+#include "tools/report/command.h"
 #include "tools/store/command.h"
 #include "tools/sweep/command.h"
 #include "tools/terminal/remedies.h"
@@ -102,6 +103,7 @@ int run(int argc, char** argv) {
   doctor::add_command(program, exit_code);
   config::add_command(program, exit_code);
   planning::add_command(program, exit_code);
+  reporting::add_command(program, exit_code);
   manual::add_commands(program, exit_code);
   try {
     program.parse(argc, argv);

@@ -29,6 +29,8 @@ if [ ! -e build-python/done ]; then
     echo "no transformers from PyPI"
 fi
 if [ -e build-python/done ]; then export PATH="$PWD/build-python/bin:$PATH"; fi
+# Likewise the site of docs/, which a rule of the house builds.
+[ -x build-docs/venv/bin/mkdocs ] || tools/docs.sh --install || echo "no mkdocs from PyPI"
 
 # Sanitizers map their shadow at fixed addresses, which a large vm.mmap_rnd_bits can collide with; so their tests run
 # with address randomisation off, where the machine lets us.

@@ -1,4 +1,4 @@
-"""Spillway in a PyTorch loop, and below Hugging Face's Trainer: python/README.md.
+"""Spillway in a PyTorch loop, and below Hugging Face's Trainer: docs/pytorch.md, docs/trainer.md.
 
     engine = spillway.Engine(model, "ds_config.json")
     for batch in data:

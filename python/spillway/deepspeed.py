@@ -67,6 +67,7 @@ class DeepSpeedEngine(Answers, Engine):
             self._accumulates = False
 
     def step(self, lr_kwargs=None, **options):
+        """Engine.step(), and then the scheduler's. `lr_kwargs`: of the scheduler's step()."""
         if self._accumulates:
             raise Error("invalid_argument", "step: is inside of no_sync(); call it behind")
         made = self._micro_batches

@@ -196,8 +196,7 @@ class Engine:
         return self._streams[native]
 
     def weights_of(self, block, direction=FORWARD):
-        """A context manager: the weights of a block (a module, or a name of one) lie in its parameters; what is written
-        there is lost."""
+        """A context manager: a block's weights (of a module, or its name) are in its parameters, to be read."""
         return Leases(self, block, direction)
 
     def without_weights(self, leaves):
@@ -249,8 +248,7 @@ class Engine:
             self._library.stream_synchronize(self._open(), stream)
 
     def set_learning_rate(self, rate):
-        """The rate of the steps that come, in place of the configuration's schedule; before a step's first backward().
-        Neither store nor snapshot keep it."""
+        """Of the steps that come; before a step's first backward(). Neither store nor snapshot keep it."""
         self._library.engine_set_learning_rate(self._open(), rate)
         self.optimizer.given(rate)
 
@@ -388,10 +386,12 @@ class Engine:
 
     @property
     def current_loss_scale(self):
+        """In fp16 what backward() multiplies the loss with; else 1."""
         return self._library.engine_loss_scale(self._open())
 
     @property
     def current_step(self):
+        """The last step that was made, 0 before the first."""
         return self._library.engine_current_step(self._open())
 
     @property
@@ -409,6 +409,7 @@ class Engine:
 
     @property
     def predicted_step_seconds(self):
+        """Of the plan, by the links as measured and the computing so far; None before the first step."""
         return self._library.engine_predicted_step_seconds(self._open()) or None
 
     def describe(self):

@@ -187,6 +187,8 @@ class Mixin:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, *arguments, **keywords):
+        """As transformers' does. It makes the engine, and takes a model's weights once. `resume_from_checkpoint`: a
+        checkpoint's directory, also one of DeepSpeed's, or True for the newest that was saved to its end."""
         if self._begun:
             raise Error("invalid_argument", f"train(): has begun a run before, now at step {self.state.global_step}; "
                         "make model and trainer anew, and go on with resume_from_checkpoint=")

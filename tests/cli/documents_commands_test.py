@@ -48,14 +48,15 @@ PLACEHOLDERS = [
 # What cannot be run, as a document and what the command begins with. Its options must be there all the same.
 SYNOPSIS = "shows what may be left out"
 NOT_RUN = {
-    ("README.md", "spillway init-model DIR"): SYNOPSIS,
-    ("README.md", "spillway doctor [DIR...]"): SYNOPSIS,
-    ("README.md", "spillway sweep DIR..."): SYNOPSIS,
-    ("README.md", "spillway finetune --config ds_config.json [--aio aio.json]"): SYNOPSIS,
-    ("README.md", "spillway plan --model DIR | --params 7B"): SYNOPSIS,
-    ("README.md", "spillway export STORE DIR [--with"): SYNOPSIS,
-    ("README.md", "spillway import DEEPSPEED_CHECKPOINT"): SYNOPSIS,
-    ("README.md", "spillway store DIR..."): SYNOPSIS,
+    ("docs/command_line.md", "spillway init-model DIR"): SYNOPSIS,
+    ("docs/command_line.md", "spillway doctor [DIR...]"): SYNOPSIS,
+    ("docs/command_line.md", "spillway sweep DIR..."): SYNOPSIS,
+    ("docs/command_line.md", "spillway finetune --config ds_config.json [--aio aio.json]"): SYNOPSIS,
+    ("docs/command_line.md", "spillway plan --model DIR | --params 7B"): SYNOPSIS,
+    ("docs/command_line.md", "spillway export STORE DIR [--with"): SYNOPSIS,
+    ("docs/command_line.md", "spillway import DEEPSPEED_CHECKPOINT"): SYNOPSIS,
+    ("docs/command_line.md", "spillway store DIR..."): SYNOPSIS,
+    ("docs/command_line.md", "spillway report steps.jsonl [MORE...]"): SYNOPSIS,
     ("docs/checkpoints.md", "spillway import CHECKPOINTS"): SYNOPSIS,
     ("docs/checkpoints.md", "spillway finetune --config ds_config.json --model DIR --data FILE --steps 2000 --load "
                             "SNAPSHOT\n"): "needs what an import of a DeepSpeed checkpoint made; import_test.py does",
@@ -125,9 +126,10 @@ class Documents(unittest.TestCase):
         for drive in ("drive0", "drive1"):
             (cls.prepared / drive).mkdir()
         done = subprocess.run([BINARY, *place.arguments("ds_config.json", "gpt2", data="text.txt", steps=2, seq=256,
-                                                        save="snapshots", every=2)],
+                                                        save="snapshots", every=2, log="steps.jsonl")],
                               cwd=cls.prepared, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+        shutil.copy(cls.prepared / "steps.jsonl", cls.prepared / "more.jsonl")
         # The program under its name, and nothing else of the build.
         (cls.folder / "bin").mkdir()
         (cls.folder / "bin" / "spillway").symlink_to(pathlib.Path(BINARY).resolve())

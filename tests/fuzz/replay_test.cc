@@ -50,7 +50,7 @@ INSTANTIATE_TEST_SUITE_P(, Replay,
                          testing::Values(Target{"config", config}, Target{"safetensors_header", safetensors_header},
                                          Target{"safetensors_index", safetensors_index}, Target{"manifest", manifest},
                                          Target{"store_description", store_description},
-                                         Target{"snapshot_record", snapshot_record},
+                                         Target{"snapshot_record", snapshot_record}, Target{"step_log", step_log},
                                          Target{"model_config", model_config}, Target{"pickle", pickle},
                                          Target{"token_file", token_file}),
                          [](const auto& target) { return std::string(target.param.name); });

@@ -22,6 +22,7 @@ void safetensors_index(Bytes input);
 void manifest(Bytes input);
 void store_description(Bytes input);
 void snapshot_record(Bytes input);
+void step_log(Bytes input);
 void pickle(Bytes input);
 void model_config(Bytes input);
 void token_file(Bytes input);

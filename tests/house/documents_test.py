@@ -1,8 +1,8 @@
-"""What the documents promise: README's embedding example is the file that the tests compile and run, relative links
-lead somewhere, and documents stay short.
+"""What the documents promise: the embedding example is the file that the tests compile and run, relative links lead
+somewhere, and documents stay short.
 
-README's configuration is given to the `spillway` binary that SPILLWAY_BINARY names, if it names one.
-`documents_test.py --write` copies the example into README.md.
+The configurations that are shown whole are given to the `spillway` binary that SPILLWAY_BINARY names, if it names one.
+`documents_test.py --write` copies the example into its document.
 """
 import json
 import os
@@ -22,6 +22,8 @@ from rules import CODE, source_files  # noqa: E402
 README = ROOT / "README.md"
 REFERENCE = ROOT / "docs/configuration.md"
 EXAMPLE = ROOT / "tests/src/embedding_example.cc"
+SHOWS_EXAMPLE = ROOT / "docs/embedding_example.md"
+SHOW_CONFIGURATION = [ROOT / "docs/pytorch.md", ROOT / "docs/choosing.md", SHOWS_EXAMPLE]
 BLOCK = re.compile(r"(?<=\n```cpp\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -41,19 +43,23 @@ class Documents(unittest.TestCase):
     def setUp(self):
         self.documents = [ROOT / f for f in source_files(ROOT) if f.suffix == ".md"]
 
-    def test_ReadmeShowsTheExampleThatIsTested(self):
-        shown = BLOCK.search(README.read_text())
-        self.assertIsNotNone(shown, "README.md has no ```cpp block")
+    def test_TheExampleThatIsShownIsTested(self):
+        shown = BLOCK.search(SHOWS_EXAMPLE.read_text())
+        self.assertIsNotNone(shown, f"{SHOWS_EXAMPLE.name} has no ```cpp block")
         self.assertTrue(EXAMPLE.exists(), f"{EXAMPLE} is missing")
         self.assertEqual(EXAMPLE.read_text(), shown.group(0), "run tests/house/documents_test.py --write")
 
-    def test_ReadmeShowsAConfigurationThatIsAccepted(self):
+    def test_ConfigurationsThatAreShownAreAccepted(self):
         binary = os.environ.get("SPILLWAY_BINARY")
         if not binary:
             self.skipTest("SPILLWAY_BINARY names no program to ask")
-        shown = re.search(r"(?<=\n```json\n).*?(?=^```$)", README.read_text(), re.DOTALL | re.MULTILINE)
-        self.assertIsNotNone(shown, "README.md has no ```json block")
-        values = json.loads(shown.group(0))
+        for document in SHOW_CONFIGURATION:
+            with self.subTest(document=document.name):
+                shown = re.search(r"(?<=\n```json\n).*?(?=^```$)", document.read_text(), re.DOTALL | re.MULTILINE)
+                self.assertIsNotNone(shown, "there is no ```json block")
+                self.assert_accepted(binary, json.loads(shown.group(0)))
+
+    def assert_accepted(self, binary, values):
         with tempfile.TemporaryDirectory() as folder:
             config = pathlib.Path(folder, "ds_config.json")
 
@@ -127,6 +133,6 @@ class Documents(unittest.TestCase):
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        README.write_text(BLOCK.sub(lambda _: EXAMPLE.read_text(), README.read_text(), count=1))
+        SHOWS_EXAMPLE.write_text(BLOCK.sub(lambda _: EXAMPLE.read_text(), SHOWS_EXAMPLE.read_text(), count=1))
     else:
         main()

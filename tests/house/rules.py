@@ -23,7 +23,7 @@ FLOORS_OF_SRC = ["formats", "plan", "config", "checkpoint"]
 # The programs show what an embedding program needs: the public headers, and nothing of the library's rooms; besides
 # these, what all tools share towards who types their commands. Not so the doctor and the planner, which ask the
 # library's own means.
-PUBLIC_ONLY = {("tools", name) for name in ("drive", "gpt2", "store", "sweep", "terminal")}
+PUBLIC_ONLY = {("tools", name) for name in ("drive", "gpt2", "report", "store", "sweep", "terminal")}
 TERMINAL = ("tools", "terminal")
 ALSO = {("tools", "sweep"): {("tools", "drive")}}  # the sweep loads drives
 LIBRARY = {"include", "aio", "kernels", "swap", "src"}

@@ -1,4 +1,4 @@
-"""README's embedding example, run as a user would: it trains through NVMe, and its weights fall."""
+"""The program of docs/embedding_example.md, run as a user would: it trains through NVMe, and its weights fall."""
 import json
 import os
 import pathlib

@@ -23,7 +23,7 @@ struct VisitWork {
 };
 
 // Whose loop goes around the engine's calls: all micro-batches through a block before the next, or, where the loop is
-// around the model, each through all of it (python/README.md).
+// around the model, each through all of it (docs/pytorch.md).
 enum class Loop : std::uint8_t { kFinetune, kPyTorch };
 
 struct RunShape {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 
 namespace spillway::terminal {
 namespace {
@@ -84,17 +85,21 @@ struct Axis {
   }
 };
 
-Axis axis_of(const LineChart& chart, std::vector<double> Series::*values, bool log, double from, double to) {
-  double low = 0, high = 0;
+Axis axis_of(const LineChart& chart, std::vector<double> Series::*values, bool log, bool from_zero, double from,
+             double to) {
+  double low = std::numeric_limits<double>::infinity(), high = 0;
   for (const Series& series : chart.series) {
     for (const double value : series.*values) {
       if (log && value <= 0) continue;
-      low = low == 0 ? value : std::min(low, value);
+      low = std::min(low, value);
       high = std::max(high, value);
     }
   }
-  if (!log) low = 0;
-  return {log ? low : 0, high * (log ? 1 : 1.05), from, to, log};
+  low = std::min(low, high);
+  if (log) return {low, high, from, to, log};
+  if (from_zero) return {0, high * 1.05, from, to, log};
+  const double margin = high > low ? 0.05 * (high - low) : 0.05 * std::abs(high);
+  return {low - margin, high + margin, from, to, log};
 }
 
 // Powers of two, or 1, 2, 5, 10, …; evenly spaced where the axis is not logarithmic.
@@ -112,11 +117,14 @@ std::vector<double> ticks_of(const Axis& axis, bool powers_of_two) {
     }
     return ticks;
   }
-  double step = std::pow(10, std::floor(std::log10(axis.high / 4)));
+  const double span = axis.high - axis.low;
+  double step = std::pow(10, std::floor(std::log10(span / 4)));
   for (const double more : {2.0, 2.5, 2.0}) {
-    if (axis.high / step > 6) step *= more;
+    if (span / step > 6) step *= more;
   }
-  for (double tick = 0; tick <= axis.high; tick += step) ticks.push_back(tick);
+  const double first = std::ceil(axis.low / step);
+  // Counted: a number that is large beside the span may be equal to the one after it.
+  for (int i = 0; i < 10 && (first + i) * step <= axis.high; ++i) ticks.push_back((first + i) * step);
   return ticks;
 }
 
@@ -194,8 +202,8 @@ std::string heat_map_svg(const HeatMap& map) {
 
 std::string line_chart_svg(const LineChart& chart) {
   constexpr double kLeft = 58, kRight = 14, kTop = 12, kBottom = 42;
-  const Axis x = axis_of(chart, &Series::x, chart.log_x, kLeft, chart.width - kRight);
-  const Axis y = axis_of(chart, &Series::y, chart.log_y, chart.height - kBottom, kTop);
+  const Axis x = axis_of(chart, &Series::x, chart.log_x, true, kLeft, chart.width - kRight);
+  const Axis y = axis_of(chart, &Series::y, chart.log_y, chart.from_zero, chart.height - kBottom, kTop);
   std::string svg = fmt::format("<figure><figcaption>{}</figcaption><svg viewBox='0 0 {:.0f} {:.0f}' width='{:.0f}'>",
                                 escaped(chart.title), chart.width, chart.height, chart.width);
   for (const double tick : ticks_of(y, false)) {

@@ -37,6 +37,7 @@ struct Series {
 struct LineChart {
   std::string title = {}, x_name = {}, y_name = {};
   bool log_x = false, log_y = false;  // powers of two, powers of ten
+  bool from_zero = true;              // y, where it is not logarithmic
   std::vector<Series> series = {};
   std::optional<double> mark_x = {};  // a vertical line
   double width = 350, height = 260;

@@ -71,5 +71,15 @@ TEST(Html, LineChartLeavesOutWhatALogarithmHasNoPlaceFor) {
   EXPECT_EQ(count_of(line_chart_svg(chart), "class='mark'"), 1u);
 }
 
+TEST(Html, AnAxisBeginsAtZeroOrBelowWhatItShows) {
+  LineChart chart{.series = {{.x = {1, 2}, .y = {100, 101}}}};
+  EXPECT_THAT(line_chart_svg(chart), HasSubstr(">0</text>"));
+  EXPECT_THAT(line_chart_svg(chart), Not(HasSubstr(">100.4</text>")));
+  chart.from_zero = false;
+  EXPECT_THAT(line_chart_svg(chart), HasSubstr(">100.4</text>"));
+  EXPECT_THAT(line_chart_svg({.from_zero = false, .series = {{.x = {1}, .y = {5}}}}), Not(HasSubstr("nan")));
+  EXPECT_THAT(line_chart_svg({.from_zero = false, .series = {{.x = {1}, .y = {0}}}}), Not(HasSubstr("nan")));
+}
+
 }  // namespace
 }  // namespace spillway::terminal
