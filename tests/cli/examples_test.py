@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import struct
 import subprocess
@@ -22,15 +21,25 @@ from report import main  # noqa: E402
 
 BUILD = os.environ["SPILLWAY_BUILD"]
 EXAMPLES = ROOT / "examples"
-TEXT = ROOT / "LICENSE"
 
 
-def run_ok(*command, cwd=None, **environment):
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=180, cwd=cwd,
-                          env={**os.environ, **environment})
+def run(command, folder, environment):
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=180, cwd=folder,
+                          shell=isinstance(command, str), env={**os.environ, **environment})
+
+
+def run_ok(command, folder, environment):
+    done = run(command, folder, environment)
     if done.returncode != 0:
-        raise AssertionError(f"{shlex.join(map(str, command))}: {done.returncode}\n{done.stdout}{done.stderr}")
+        raise AssertionError(f"{command}: {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return done.stdout
+
+
+def commands():
+    """Those of the README that build and run programs, in turn."""
+    block, = (block for block in re.findall(r"(?<=\n```sh\n).*?(?=^```$)", (EXAMPLES / "README.md").read_text(),
+                                            re.DOTALL | re.MULTILINE) if "pkg-config" in block)
+    return [line for line in block.splitlines() if line]
 
 
 def weights_of(folder):
@@ -50,35 +59,48 @@ def dot(one, other):
     return sum(map(lambda a, b: a * b, one, other))
 
 
-class Case(unittest.TestCase):
+def losses_in(said):
+    return [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)", said, re.MULTILINE)]
+
+
+class Programs(unittest.TestCase):
+    """Built and run in a folder that has the examples in it, where their configurations' stores come to lie, too."""
+
     @classmethod
     def setUpClass(cls):
         cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="spillway-examples-"))
         cls.addClassCleanup(shutil.rmtree, cls.folder)
-        cls.root = cls.folder / "root"
-        run_ok("meson", "install", "-C", BUILD, "--no-rebuild", "--quiet", "--destdir", cls.root)
-        described = next(cls.root.rglob("spillway.pc"))
-        cls.libraries, cls.prefix = described.parents[1], next(cls.root.rglob("include/spillway")).parents[1]
-        cls.pkg_config = {"PKG_CONFIG_PATH": str(described.parent), "PKG_CONFIG_SYSROOT_DIR": str(cls.root)}
+        root = cls.folder / "root"
+        run_ok(["meson", "install", "-C", BUILD, "--no-rebuild", "--quiet", "--destdir", root], cls.folder, {})
+        described = next(root.rglob("spillway.pc"))
+        cls.prefix = next(root.rglob("include/spillway")).parents[1]
+        cls.installed = {"PKG_CONFIG_PATH": str(described.parent), "PKG_CONFIG_SYSROOT_DIR": str(root),
+                         "CMAKE_PREFIX_PATH": str(cls.prefix), "LD_LIBRARY_PATH": str(described.parents[1])}
+        shutil.copytree(EXAMPLES, cls.folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "LICENSE", cls.folder)
 
-    def compiled(self, compiler, source):
-        """By pkg-config."""
-        flags = run_ok("pkg-config", "--cflags", "--libs", "spillway", **self.pkg_config).split()
-        program = self.folder / pathlib.Path(source).stem
-        run_ok(*shlex.split(compiler), "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror",
-               "-Wno-missing-field-initializers", EXAMPLES / source, "-o", program, *flags,
-               f"-Wl,-rpath,{self.libraries}", "-lm")
-        return program
+    def command(self, *parts):
+        """That of the README which begins so."""
+        found, = (line for line in commands() if line.startswith(parts))
+        return found
 
-    def trained(self, program, *arguments):
-        """What it prints, and the losses in it, run in a folder of its own, where the shipped configuration's store
-        is."""
-        said = run_ok(program, *arguments, cwd=self.folder)
-        return [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)", said, re.MULTILINE)]
+    def run_command(self, *parts):
+        return run_ok(self.command(*parts), self.folder, self.installed)
+
+    def assert_no_warnings(self, compiler, source):
+        flags = run_ok(["pkg-config", "--cflags", "spillway"], self.folder, self.installed).split()
+        run_ok([*compiler.split(), "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-Wno-missing-field-initializers",
+                "-fsyntax-only", EXAMPLES / source, *flags], self.folder, {})
+
+    def assert_refused(self, message, *command, status=1):
+        done = run([*map(str, command)], self.folder, self.installed)
+        self.assertEqual(status, done.returncode)
+        self.assertRegex(done.stderr, message)
 
 
-class Cpp(Case):
-    CONFIG, DATA = EXAMPLES / "cpp/ds_config.json", EXAMPLES / "data/iris.csv"
+class Cpp(Programs):
+    DATA = EXAMPLES / "data/iris.csv"
+    CONFIG = EXAMPLES / "cpp/ds_config.json"
 
     def right(self, folder):
         """The share of the table's rows that the exported weights classify as it does."""
@@ -94,49 +116,47 @@ class Cpp(Case):
         return found / len(rows)
 
     def test_TrainsIsStoppedAndGoesOnWithTheSameBits(self):
-        program = self.compiled("c++ -std=c++20", "cpp/train.cc")
-        losses = self.trained(program, self.CONFIG, self.DATA, "whole", 60, 3, 32)
+        self.assert_no_warnings("c++ -std=c++20", "cpp/train.cc")
+        self.run_command("c++")
+        first, second = (line for line in commands() if line.startswith("./train "))
+        losses = losses_in(run_ok(first, self.folder, self.installed))
         self.assertEqual(60, len(losses))
+        losses += losses_in(run_ok(second, self.folder, self.installed))
+        self.assertEqual(90, len(losses))
         self.assertGreater(losses[0], 0.8)
         self.assertLess(sum(losses[-3:]) / 3, 0.3)
-        self.assertGreater(self.right(self.folder / "whole"), 0.9)
-        self.assertEqual(20, len(self.trained(program, self.CONFIG, self.DATA, "parts", 20, 3, 32)))
-        self.assertEqual(losses[20:], self.trained(program, self.CONFIG, self.DATA, "parts", 60, 3, 32, "--resume"))
-        whole, parts = (hashlib.sha256((self.folder / name / "model.safetensors").read_bytes()).hexdigest()
-                        for name in ("whole", "parts"))
-        self.assertEqual(whole, parts)
+        self.assertGreater(self.right(self.folder / "classifier"), 0.9)
+        whole = run_ok(["./train", self.CONFIG, self.DATA, "whole", "90"], self.folder, self.installed)
+        self.assertEqual(losses, losses_in(whole))
+        one, other = (hashlib.sha256((self.folder / name / "model.safetensors").read_bytes()).hexdigest()
+                      for name in ("classifier", "whole"))
+        self.assertEqual(one, other)
 
-        def refused(status, message, *arguments):
-            done = subprocess.run([program, *map(str, arguments)], cwd=self.folder, capture_output=True, text=True,
-                                  check=False, timeout=60)
-            self.assertEqual(status, done.returncode)
-            self.assertRegex(done.stderr, message)
+        self.assert_refused("usage: train ds_config.json", "./train", self.CONFIG, status=2)
+        self.assert_refused(r"train: none\.json: cannot be", "./train", "none.json", self.DATA, "out", 1)
+        self.assert_refused(r"train: none\.csv: has fewer rows than a step", "./train", self.CONFIG, "none.csv", "out",
+                            1)
+        self.assert_refused(r"train: \S*store: made with parameter 0 of block layers\.0: ", "./train", self.CONFIG,
+                            self.DATA, "out", 91, 4, 16, "--resume")
 
-        refused(2, "usage: train ds_config.json", self.CONFIG)
-        refused(1, r"train: .*none\.json: cannot be", "none.json", self.DATA, "out", 1)
-        refused(1, r"train: none\.csv: has fewer rows than a step", self.CONFIG, "none.csv", "out", 1)
-        refused(1, r"train: \S*store: made with parameter 0 of block layers\.0", self.CONFIG, self.DATA, "out", 61, 3, 16, "--resume")
-
-    def built_by(self, name, *command, **environment):
-        """The program of a build system, which trains as any other."""
-        shutil.copytree(EXAMPLES / "cpp", self.folder / name)
-        run_ok(*command, cwd=self.folder / name, **environment)
-        run_ok("ninja", "-C", self.folder / name / "build")
-        self.assertEqual(1, len(self.trained(self.folder / name / "build/train", self.CONFIG, self.DATA, name, 1)))
+    def assert_built(self, system):
+        said = run_ok([f"build-{system}/train", self.CONFIG, self.DATA, system, "1"], self.folder, self.installed)
+        self.assertEqual(1, len(losses_in(said)))
 
     def test_IsBuiltByCMake(self):
         if not shutil.which("cmake"):
             self.skipTest("no cmake here; `apt-get install cmake` brings it")
-        if not list(self.root.rglob("spillway*[cC]onfig.cmake")):
+        if not list(self.prefix.rglob("spillway*[cC]onfig.cmake")):
             self.skipTest("this build installs no CMake package file")
-        self.built_by("cmake", "cmake", "-B", "build", "-GNinja", "-DCMAKE_BUILD_TYPE=Release",
-                      f"-DCMAKE_PREFIX_PATH={self.prefix}")
+        self.run_command("cmake")
+        self.assert_built("cmake")
 
     def test_IsBuiltByMeson(self):
-        self.built_by("meson", "meson", "setup", "build", LDFLAGS=f"-Wl,-rpath,{self.libraries}", **self.pkg_config)
+        self.run_command("meson")
+        self.assert_built("meson")
 
 
-class C(Case):
+class C(Programs):
     def loss_of(self, folder, text, positions):
         """The mean over these positions, by the exported weights."""
         weights = weights_of(folder)
@@ -152,18 +172,20 @@ class C(Case):
         return total / len(positions)
 
     def test_ATiedEmbeddingIsTrained(self):
-        program = self.compiled("cc -std=c11", "c/tied.c")
-        losses = self.trained(program, EXAMPLES / "c/ds_config.json", TEXT, "tied-out", 150)
-        self.assertEqual(150, len(losses))
+        self.assert_no_warnings("cc -std=c11", "c/tied.c")
+        self.run_command("cc ")
+        losses = losses_in(self.run_command("./tied "))
+        self.assertEqual(200, len(losses))
         self.assertAlmostEqual(math.log(256), losses[0], delta=0.1)
         self.assertLess(losses[-1], 3.6)
-        text = TEXT.read_bytes()
-        self.assertLess(self.loss_of(self.folder / "tied-out", text, range(8, len(text), 131)), 3.6)
+        text = (ROOT / "LICENSE").read_bytes()
+        self.assertLess(self.loss_of(self.folder / "language-model", text, range(8, len(text), 131)), 3.6)
+
         (self.folder / "bad.json").write_text("{")
-        done = subprocess.run([program, "bad.json", TEXT, "out", "1"], cwd=self.folder, capture_output=True, text=True,
-                              check=False, timeout=60)
-        self.assertEqual(1, done.returncode)
-        self.assertRegex(done.stderr, r"tied: bad\.json:1:\d+: ")
+        self.assert_refused("usage: tied ds_config.json", "./tied", status=2)
+        self.assert_refused(r"tied: bad\.json:1:\d+: ", "./tied", "bad.json", "LICENSE", "out", 1)
+        self.assert_refused("bad.json: has no more than 8 bytes", "./tied", EXAMPLES / "c/ds_config.json", "bad.json",
+                            "out", 1)
 
 
 if __name__ == "__main__":
