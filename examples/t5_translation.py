@@ -90,8 +90,9 @@ def main():
         args=transformers.Seq2SeqTrainingArguments(
             args.output, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch,
             gradient_accumulation_steps=args.accumulation, learning_rate=args.lr, bf16=args.bf16, use_cpu=args.cpu,
-            eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, logging_steps=1, report_to=[],
-            load_best_model_at_end=True, predict_with_generate=True, generation_num_beams=args.beams, generation_max_length=args.max_length))
+            eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, load_best_model_at_end=True,
+            predict_with_generate=True, generation_num_beams=args.beams, generation_max_length=args.max_length,
+            logging_steps=1, report_to=[]))
     trainer.train(resume_from_checkpoint=args.resume or None)
     trainer.save_model(args.output)
     tokenizer.save_pretrained(args.output)
