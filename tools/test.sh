@@ -19,12 +19,13 @@ esac
 tools/install_packages.sh cmake python3-torch python3-venv ${all:+clang libclang-rt-dev libomp-dev lld}
 . tools/compiler_cache.sh
 
-# Debian has no transformers. Without them the suite of the package's Trainer is skipped. These are the newest for
-# Debian's PyTorch, which is that of Debian's Python.
+# Debian has no transformers, and no peft. Without them the suite of the package's Trainer is skipped. These are of
+# versions that take Debian's PyTorch, which is that of Debian's Python.
 if [ ! -e build-python/done ]; then
   rm -rf build-python
   /usr/bin/python3 -m venv --system-site-packages build-python &&
-    build-python/bin/pip install -q transformers==4.44.2 accelerate==0.33.0 "numpy<2" &&
+    build-python/bin/pip install -q transformers==4.44.2 accelerate==0.33.0 "numpy<2" jinja2 &&
+    build-python/bin/pip install -q --no-deps peft==0.17.1 &&  # pip takes Debian's 1.13.0a0 for older than 1.13
     touch build-python/done && rm -f build-test/build.ninja ||  # Meson looks for a Python when it sets up
     echo "no transformers from PyPI"
 fi

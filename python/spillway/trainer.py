@@ -301,6 +301,20 @@ class Mixin:
             carried.say_what_came(self._deepspeeds, facts, self.model,
                                   carried.other_settings(self.engine, facts), note, counted)
 
+    def _load_best_model(self):
+        """The best checkpoint's snapshot takes the place of the last step, and of its store."""
+        best, last = self.state.best_model_checkpoint, f"checkpoint-{self.state.global_step}"
+        if os.path.abspath(best) == os.path.abspath(os.path.join(self.args.output_dir, last)):
+            return
+        snapshot = os.path.join(best, SNAPSHOT)
+        if not os.path.exists(snapshot):  # of a run that DeepSpeed began, say: all else of train() is done
+            log.say(logging.WARNING, f"{snapshot}: is not there, so the weights stay those of the last step; "
+                                     f"from_pretrained() takes the best ones from {best}")
+            return
+        self.engine._begin_with(snapshot)
+        buffers.load(self.model, best)
+        log.say(logging.INFO, f"{best}: is the best one; its weights and states take the place of the last step's")
+
     def _save(self, output_dir=None, state_dict=None):
         if self.engine is None:
             super()._save(output_dir, state_dict)

@@ -145,8 +145,9 @@ def refuse(args):
         (args.torch_compile, "torch_compile: a compiled model does not run block by block"),
         (args.auto_find_batch_size, "auto_find_batch_size: a step that runs out of memory cannot be begun again with "
                                     "other batches; lower per_device_train_batch_size"),
-        (args.load_best_model_at_end, "load_best_model_at_end: an engine's weights change by training alone; load "
-                                      "trainer.state.best_model_checkpoint with from_pretrained()"),
+        (args.load_best_model_at_end and args.save_only_model,
+         "load_best_model_at_end with save_only_model: the best checkpoint's snapshot is what is loaded; leave "
+         "save_only_model away"),
         (args.bf16_full_eval or args.fp16_full_eval, "bf16_full_eval, fp16_full_eval: weights have one type, in "
                                                      "evaluation too; bf16 and fp16 say which"),
         (optimizer not in ADAMW, f"optim {optimizer}: is computed by PyTorch; leave it away, and say optimizer.type in "

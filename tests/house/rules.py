@@ -15,6 +15,7 @@ BELOW = {
     "src": {"include", "aio", "kernels", "swap"},
     "tools": {"include", "aio", "kernels", "swap", "src"},
     "bench": {"include", "aio", "kernels", "swap", "src", "tools"},
+    "examples": {"include"},  # programs of others
     "python": {"include", "aio", "kernels", "swap", "src"},
     "tests": {"include", "aio", "kernels", "swap", "src", "tools", "bench", "python"},
 }
@@ -39,7 +40,7 @@ syncstream system_error thread tuple type_traits typeindex typeinfo unordered_ma
 variant vector version
 """.split()) | {"stddef.h", "stdint.h"}  # the last two for C
 
-CODE = {".h", ".cc", ".cu"}
+CODE = {".h", ".c", ".cc", ".cu"}
 TEXT = CODE | {".py", ".sh"}
 MAX_LINES = 500
 MAX_WIDTH = 120

@@ -126,5 +126,77 @@ class Checkpoints(trainer_test.Case):
             "zero_optimization": True}).train, resume_from_checkpoint=True)
 
 
+class TheBest(trainer_test.Case):
+    def trained(self, scores, kind=None, **arguments):
+        """A trainer for which these are the scores of its steps, and its step-by-step weights in checkpoints."""
+        scores, network = iter(scores), self.counting()
+        trainer = self.trainer(network, kind=kind, rows=12, max_steps=4, save_strategy="steps", save_steps=1,
+                               eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+                               metric_for_best_model="score", greater_is_better=True,
+                               options={"compute_metrics": lambda _: {"score": next(scores)}}, **arguments)
+        with self.assertLogs("spillway", "INFO") as logged:
+            trainer.train()
+        return trainer, "\n".join(logged.output)
+
+    def counting(self):
+        """With a persistent buffer, which counts evaluations' and training's forward passes."""
+        network = trainer_test.model()
+        network.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        network.register_forward_pre_hook(lambda module, _: module.seen.add_(1) and None)
+        return network
+
+    def assert_saved(self, trainer, checkpoint):
+        import safetensors.torch
+        trainer.save_model(str(self.folder / "saved"))
+        for name in ("model-weights.safetensors", "model-buffers.safetensors"):
+            found, wanted = (safetensors.torch.load_file(str(folder / name))
+                             for folder in (self.folder / "saved", checkpoint))
+            self.assertEqual({*wanted}, {*found})
+            for tensor, value in wanted.items():
+                self.assertTrue(torch.equal(value, found[tensor]), tensor)
+
+    def test_TakesThePlaceOfTheLastStepAndOfItsStore(self):
+        trainer, said = self.trained([1, 5, 3, 2])
+        checkpoint = self.folder / "out/checkpoint-2"
+        self.assertIn(f"{checkpoint}: is the best one; its weights and states take the place of the last step's", said)
+        self.assertEqual((4, 2), (trainer.state.global_step, trainer.engine.current_step))
+        self.assert_saved(trainer, checkpoint)
+        trainer.compute_metrics = None
+        best = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry][1]
+        self.assertEqual(best, trainer.evaluate()["eval_loss"])
+        planned = trainer._planned
+        trainer.engine.close()
+        self.assertEqual(2, self.engine(self.counting(), planned, on_existing="resume").current_step)
+
+    def test_IsTheLastStepWithoutBeingLoaded(self):
+        with unittest.mock.patch.object(spillway.Engine, "_begin_with", side_effect=AssertionError):
+            trainer, said = self.trained([1, 2, 3, 4])
+        self.assertNotIn("is the best one", said)
+        self.assert_saved(trainer, self.folder / "out/checkpoint-4")
+
+    def test_StaysWhereItIsWithoutASnapshot(self):
+        folder = self.folder
+
+        class Removing(spillway.Trainer):
+            def _load_best_model(self):
+                shutil.rmtree(folder / "out/checkpoint-2/spillway")
+                super()._load_best_model()
+
+        trainer, said = self.trained([1, 5, 3, 2], kind=Removing)
+        self.assertIn("WARNING:spillway:" + str(folder / "out/checkpoint-2/spillway") + ": is not there, so", said)
+        self.assertEqual(4, trainer.engine.current_step)
+        self.assert_saved(trainer, folder / "out/checkpoint-4")
+
+    def test_EndsARunEarly(self):
+        trainer, _ = self.trained([1, 5, 3, 2], kind=type("Early", (Patient, spillway.Trainer), {}))
+        self.assertEqual((3, 2), (trainer.state.global_step, trainer.engine.current_step))
+
+
+class Patient:
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.add_callback(transformers.EarlyStoppingCallback(early_stopping_patience=1))
+
+
 if __name__ == "__main__":
     main()

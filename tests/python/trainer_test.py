@@ -381,8 +381,8 @@ class Configuration(Case):
         if hasattr(transformers.TrainingArguments, "use_liger_kernel"):
             self.assert_error("use_liger_kernel: ", self.trainer, use_liger_kernel=True)
         best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1,
-                "save_steps": 1}
-        self.assert_error("load_best_model_at_end: ", self.trainer, **best)
+                "save_steps": 1, "save_only_model": True}
+        self.assert_error("load_best_model_at_end with save_only_model: ", self.trainer, **best)
         network = model()
 
         class Own(spillway.Trainer):

@@ -12,7 +12,7 @@ import transformers  # noqa: E402
 
 import spillway  # noqa: E402
 from toy_model import DEVICE, config  # noqa: E402
-from trainer_test import VOCABULARY, Case as TrainerCase, model  # noqa: E402
+from trainer_test import VOCABULARY, Case as TrainerCase, examples, model  # noqa: E402
 
 
 def train(engine, steps):
@@ -113,6 +113,35 @@ class Loops(Folder):
 
 
 class Trainers(TrainerCase):
+    def test_BeamSearchInEvaluationIsAsTransformersDoesIt(self):
+        example = {name: values[None] for name, values in examples(1)[0].items()}
+        results = []
+        for bases, options in (((spillway.trainer.Mixin,), {"spillway": self.configuration(), "example": example}),
+                               ((), {})):
+            transformers.set_seed(7)
+            trainer = type("Translating", (*bases, transformers.Seq2SeqTrainer), {})(
+                model=model(kind="t5"), train_dataset=examples(8), eval_dataset=examples(5, seed=6), **options,
+                compute_metrics=lambda found: {"sum": int(found.predictions.sum())},
+                args=transformers.Seq2SeqTrainingArguments(
+                    str(self.folder / "out"), per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=4,
+                    learning_rate=1e-2, eval_strategy="steps", eval_steps=2, save_strategy="no", report_to=[],
+                    predict_with_generate=True, generation_num_beams=3, generation_max_length=12, disable_tqdm=True,
+                    use_cpu=DEVICE == "cpu"))
+            queries = []  # the lengths of what the decoder is given: with its cache, of one token each
+            trainer.model.decoder.block[1].layer[0].register_forward_pre_hook(
+                lambda _, given: None if torch.is_grad_enabled() else queries.append(given[0].shape[1]))
+            trainer.train()
+            found = trainer.predict(trainer.eval_dataset)
+            results.append(([[entry["eval_sum"] for entry in trainer.state.log_history if "eval_sum" in entry],
+                             found.predictions.tolist(), queries[len(bases):]],  # the first is the example's
+                            found.metrics["test_loss"]))
+            if bases:
+                trainer.engine.close()
+        (ours, loss), (theirs, wanted) = results
+        self.assertEqual(theirs, ours)
+        self.assertAlmostEqual(wanted, loss, delta=2e-6 * wanted)
+        self.assertEqual({1, 16}, {*ours[2]})
+
     def test_ALossThatReadsTheHeadOutsideIsANamedErrorInEvaluationToo(self):
         class Chunks:  # as TRL's losses, which cut logits into chunks
             lent = None
