@@ -18,14 +18,19 @@ case "$*" in
 esac
 tools/install_packages.sh python3-torch python3-venv ${all:+clang libclang-rt-dev libomp-dev lld}
 
-# Debian has no transformers. Without them the suite of the package's Trainer is skipped. These are the newest for
-# Debian's PyTorch, which is that of Debian's Python.
-if [ ! -e build-python/done ]; then
+# Debian has no transformers and no Lightning. Without them the suites of the package's Trainer and strategy are
+# skipped. These are the newest for Debian's PyTorch, which is that of Debian's Python; what Lightning's packages need
+# beside each other comes with transformers, and they would bring another PyTorch themselves.
+packages="transformers==4.44.2 accelerate==0.33.0 numpy<2"
+lightning="lightning==2.2.5 pytorch_lightning==2.2.5 lightning-utilities==0.15.3 torchmetrics==1.9.0"
+if [ "$(cat build-python/done 2>/dev/null)" != "$packages $lightning" ]; then
   rm -rf build-python
+  # shellcheck disable=SC2086  # words each
   /usr/bin/python3 -m venv --system-site-packages build-python &&
-    build-python/bin/pip install -q transformers==4.44.2 accelerate==0.33.0 "numpy<2" &&
-    touch build-python/done && rm -f build-test/build.ninja ||  # Meson looks for a Python when it sets up
-    echo "no transformers from PyPI"
+    build-python/bin/pip install -q $packages && build-python/bin/pip install -q --no-deps $lightning &&
+    echo "$packages $lightning" >build-python/done &&
+    rm -f build-test/build.ninja ||  # Meson looks for a Python when it sets up
+    echo "no transformers or Lightning from PyPI"
 fi
 if [ -e build-python/done ]; then export PATH="$PWD/build-python/bin:$PATH"; fi
 

@@ -30,6 +30,8 @@ import toy_model  # noqa: E402
 for package in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
     logging.getLogger(package).setLevel(logging.ERROR)
 
+logging.getLogger("spillway").setLevel(logging.WARNING)
+
 PACKAGES = {"lightning.pytorch": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 
 
@@ -86,10 +88,9 @@ class LightningCase(Case):
 
     def fit(self, made, trainer, data=8, **more):
         """`made`: a module. Its engine is closed with the case."""
-        try:
-            trainer.fit(made, loader(data), **more)
-        finally:
-            self.closing(made)
+        self.closing(made)
+        made.__dict__["kept"] = trainer  # of which a module has a weak reference, with some versions
+        trainer.fit(made, loader(data), **more)
         return made
 
     def closing(self, made):
@@ -110,7 +111,7 @@ def loader(count, seed=5):
 
 
 def by_hand(case, made, configuration, schedule=None, micro_batches=8, accumulation=1, **options):
-    """The same in a loop: a plain engine, of which losses and weights come back. `schedule`: of rates, by step."""
+    """The same in a loop: losses, weights and steps of a plain engine. `schedule`: of rates, by step."""
     engine = case.engine(made, configuration, **options)
     losses, data = [], toy_model.batches(micro_batches)
     for position, batch in enumerate(data):
@@ -122,4 +123,6 @@ def by_hand(case, made, configuration, schedule=None, micro_batches=8, accumulat
         engine.backward(loss / accumulation, scale_wrt_gas=False)
         if (position + 1) % accumulation == 0 or position + 1 == len(data):
             engine.step(early=True)
-    return losses, made.state_dict(), engine
+    result = losses, made.state_dict(), engine.current_step
+    engine.close()
+    return result
