@@ -44,7 +44,7 @@ class StrategyMixin:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of refuse, replace; "
                                             "fit(ckpt_path=...) goes on with a run")
         self.engine = self.report = None
-        self.configuration = lightning_config.found(config)
+        self.config = lightning_config.found(config)
         self._on_existing, self._snapshot, self._weights = on_existing, snapshot, weights
         self._options = {"blocks": blocks, "example": example, "trace": trace, "aio": aio}
         self.load_full_weights = load_full_weights
@@ -136,13 +136,11 @@ class StrategyMixin:
 
     def model_to_device(self):
         """What has no parameters, metrics say; the engine moves the rest."""
-        module, device = self.lightning_module, self.root_device
-        for part in module.modules():
-            if hasattr(part, "_device") and hasattr(part, "_dtype") and any(True for _ in part.parameters()):
-                part._device = device  # of Lightning's modules
-        for part in module.children():
+        for part in self.lightning_module.modules():
             if next(part.parameters(), None) is None:
-                part.to(device)
+                part.to(self.root_device)
+            elif isinstance(part, self._of("core.module").LightningModule):
+                part._device = self.root_device
 
     def setup(self, trainer):
         self.accelerator.setup(trainer)
@@ -151,13 +149,13 @@ class StrategyMixin:
         lightning_config.refuse(trainer, module, lambda hook: overridden(hook, module))
         self._room, self._served = trainer.default_root_dir, None
         self.model_to_device()
-        asked = self._ask(trainer) if training else None
-        planned = lightning_config.filled(self.configuration, trainer, module, self.precision_plugin.precision,
+        asked = self._ask(trainer) if training else self._asked_before()
+        planned = lightning_config.filled(self.config, trainer, module, self.precision_plugin.precision,
                                           self.root_device, asked)
         self._make_engine(planned, training)
         if training:
             self.engine.fitted = True
-            self._serve(asked is not None)
+            self._serve()
         self._is_set_up = True
 
     def _ask(self, trainer):
@@ -175,9 +173,14 @@ class StrategyMixin:
                 here.update(saved)
         return section(optimizer, self.lightning_module)
 
+    def _asked_before(self):
+        """What a checkpoint was trained with: its snapshot belongs to that optimizer, also where nothing is trained."""
+        optimizer = self._loaded.own.get("optimizer") if self._loaded else None
+        return (optimizer, []) if optimizer and not self.config.get("optimizer") else None
+
     def setup_optimizers(self, trainer):
         self.optimizers, self.lr_scheduler_configs = [], []
-        if self.configuration.get("optimizer"):
+        if self.config.get("optimizer"):
             log.say(logging.INFO, "configure_optimizers: is not called; the configuration has an optimizer")
             return
         init = self._of("core.optimizer")
@@ -188,7 +191,7 @@ class StrategyMixin:
         if isinstance(optimizers[0], init._MockOptimizer):
             raise Error("invalid_argument", "configure_optimizers: gives no optimizer; return one, or name it in the "
                                             "configuration's section optimizer")
-        if self.configuration.get("scheduler"):
+        if self.config.get("scheduler"):
             raise Error("invalid_argument", "scheduler: is the configuration's, beside an optimizer of "
                                             "configure_optimizers; name both there, or neither")
         lightning_config.refuse_schedulers(schedule.scheduler for schedule in schedules)
@@ -215,7 +218,7 @@ class StrategyMixin:
             loaded.check(self.engine)
             loaded.load_buffers(module)
         for part in module.modules():
-            if hasattr(part, "_device") and hasattr(part, "_dtype"):
+            if isinstance(part, self._of("core.module").LightningModule):
                 part._dtype = self.engine.dtype
 
     def _made(self, planned, snapshot, weights):
@@ -235,13 +238,13 @@ class StrategyMixin:
         elif training and (kept.fitted or lightning_config.words(planned) != lightning_config.words(kept.planned)):
             kept.begin_again(planned, aio, self._room)
 
-    def _serve(self, asked):
-        if asked:
+    def _serve(self):
+        if self.optimizers:
             serve(self.optimizers[0], self, dict(self.lightning_module.named_parameters()))
             self.optimizers, self._served = self.optimizers, self.optimizers[0]
             return
         self.optimizers = [configured(self.engine.settings["optimizer.type"], self, self.engine)]
-        if self.configuration.get("scheduler"):
+        if self.config.get("scheduler"):
             schedule = EngineSchedule(self.optimizers[0])
             self.lr_scheduler_configs = [self._of("utilities.types").LRSchedulerConfig(schedule, interval="step")]
 
@@ -286,7 +289,8 @@ class StrategyMixin:
         if "optimizer_states" in checkpoint:  # else save_weights_only
             groups = self._served and [{name: value for name, value in group.items() if name != "params"}
                                        for group in self._served.param_groups]
-            own = {"step": self.engine.current_step, "groups": groups}
+            own = {"step": self.engine.current_step, "groups": groups,
+                   "optimizer": self.engine.planned.get("optimizer")}
         state = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         checkpoints.save(self.engine, state, filepath, own)
 
