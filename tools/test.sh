@@ -19,15 +19,19 @@ esac
 tools/install_packages.sh cmake python3-torch python3-venv ${all:+clang libclang-rt-dev libomp-dev lld}
 . tools/compiler_cache.sh
 
-# Debian has no transformers, and no peft. Without them the suite of the package's Trainer is skipped. These are of
-# versions that take Debian's PyTorch, which is that of Debian's Python.
-if [ ! -e build-python/done ]; then
+# Debian has no transformers, peft and Lightning. Without them the suites that need them are skipped. These take Debian's
+# PyTorch, which is that of Debian's Python; what the later ones need beside each other comes with transformers, and they
+# would bring another PyTorch themselves.
+packages="transformers==4.44.2 accelerate==0.33.0 numpy<2 jinja2"
+alone="peft==0.17.1 lightning==2.2.5 pytorch_lightning==2.2.5 lightning-utilities==0.15.3 torchmetrics==1.9.0"
+if [ "$(cat build-python/done 2>/dev/null)" != "$packages $alone" ]; then
   rm -rf build-python
+  # shellcheck disable=SC2086  # words each
   /usr/bin/python3 -m venv --system-site-packages build-python &&
-    build-python/bin/pip install -q transformers==4.44.2 accelerate==0.33.0 "numpy<2" jinja2 &&
-    build-python/bin/pip install -q --no-deps peft==0.17.1 &&  # pip takes Debian's 1.13.0a0 for older than 1.13
-    touch build-python/done && rm -f build-test/build.ninja ||  # Meson looks for a Python when it sets up
-    echo "no transformers from PyPI"
+    build-python/bin/pip install -q $packages && build-python/bin/pip install -q --no-deps $alone &&
+    echo "$packages $alone" >build-python/done &&
+    rm -f build-test/build.ninja ||  # Meson looks for a Python when it sets up
+    echo "no transformers, peft or Lightning from PyPI"
 fi
 if [ -e build-python/done ]; then export PATH="$PWD/build-python/bin:$PATH"; fi
 # Likewise the site of docs/, which a rule of the house builds.

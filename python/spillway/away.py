@@ -32,7 +32,7 @@ KNOWN |= _named(torch.Tensor, "size dim ndimension numel nelement element_size g
                 "retain_grad register_hook register_post_accumulate_grad_hook new_empty new_zeros new_ones "
                 "__len__ __hash__ __dir__")
 KNOWN |= _named(torch, "numel is_floating_point is_complex is_signed is_inference is_conj is_neg is_same_size "
-                "result_type empty_like zeros_like ones_like rand_like randn_like")
+                "result_type empty_like zeros_like ones_like full_like rand_like randn_like")
 AS_IN_BLOCK = _named(torch.Tensor, "stride is_contiguous dim_order")
 WRITES = {"__setitem__", "__set__"} | {f"__i{name}__" for name in (
     "add sub mul matmul truediv floordiv div mod pow and or xor lshift rshift").split()}

@@ -20,19 +20,18 @@ def persistent(model):
             if buffer is not None and name not in module._non_persistent_buffers_set}
 
 
-def _safetensors():
+def safetensors_of(what="export: the model has persistent buffers, which are written"):
     try:
         import safetensors.torch
     except ImportError:
-        raise Error("unsupported", "export: the model has persistent buffers, which are written by the package "
-                                   "safetensors; `pip install safetensors` brings it") from None
+        raise Error("unsupported", f"{what} by the package safetensors; `pip install safetensors` brings it") from None
     return safetensors.torch
 
 
 def check(model):
     """Whether save() can be done."""
     if persistent(model):
-        _safetensors()
+        safetensors_of()
 
 
 def save(model, directory):
@@ -40,7 +39,7 @@ def save(model, directory):
     values = {name: buffer.detach().cpu().clone().contiguous() for name, buffer in persistent(model).items()}
     if not values:
         return
-    safetensors = _safetensors()
+    safetensors = safetensors_of()
     path = {name: os.path.join(os.fspath(directory), name) for name in (WEIGHTS, INDEX, PART, BUFFERS)}
     one_file = os.path.exists(path[WEIGHTS])
     if one_file:
@@ -72,7 +71,7 @@ def load(model, directory):
     if os.path.exists(kept):
         values = torch.load(kept, map_location="cpu")
     elif os.path.exists(exported):
-        values = _safetensors().load_file(exported)
+        values = safetensors_of().load_file(exported)
     else:
         return
     with torch.no_grad():

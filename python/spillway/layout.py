@@ -35,6 +35,11 @@ class Layout:
         for block in blocks:
             block.trainable = [entry for entry in block.parameters if entry[1:] in self.pushes]
 
+    def accumulate(self, micro_batches):
+        """From here on a step has so many."""
+        self.pushes = {place: count // self._accumulation * micro_batches for place, count in self.pushes.items()}
+        self._accumulation = micro_batches
+
     @staticmethod
     def _check(name, parameter):
         if not parameter.is_floating_point():

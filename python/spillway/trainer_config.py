@@ -44,7 +44,7 @@ def read(configuration):
     return Named(read, f"{os.fspath(configuration)} (filled in)")
 
 
-class _Filling:
+class Filling:
     def __init__(self, configuration):
         self.configuration, self.contradictions = configuration, []
 
@@ -86,7 +86,7 @@ def filled(configuration, args, model, without_decay, total_steps):
       its own.
     `total_steps`: of the run; None while it is not known, and the result is good for check() alone.
     """
-    filling = _Filling(copy.deepcopy(configuration))
+    filling = Filling(copy.deepcopy(configuration))
     configuration, fill = filling.configuration, filling.fill
     micro_batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     fill("train_micro_batch_size_per_gpu", micro_batch, "per_device_train_batch_size")
