@@ -13,9 +13,11 @@ from .deepspeed import add_config_arguments, init_distributed, initialize
 from .deepspeed_import import import_deepspeed
 from .engine import Engine, StepReport
 from .library import Error
+from .offload_optimizer import OptimizerStepReport
+from .optimizers import SGD, Adagrad, Adam, AdamW, Lion
 
-__all__ = ["Engine", "Error", "StepReport", "add_config_arguments", "import_deepspeed", "init_distributed",
-           "initialize", "zero"]
+__all__ = ["Adagrad", "Adam", "AdamW", "Engine", "Error", "Lion", "OptimizerStepReport", "SGD", "StepReport",
+           "add_config_arguments", "import_deepspeed", "init_distributed", "initialize", "zero"]
 
 
 def __getattr__(name):  # of what needs transformers, when it is asked for
