@@ -19,7 +19,13 @@ LEAST_TORCH = (1, 13)
 # Where each name is, which is imported when it is asked for: the program `spillway` needs no PyTorch, and a loop of
 # PyTorch's no transformers.
 _PLACES = {
+    "Adagrad": "optimizers",
+    "Adam": "optimizers",
+    "AdamW": "optimizers",
     "Engine": "engine",
+    "Lion": "optimizers",
+    "OptimizerStepReport": "offload_optimizer",
+    "SGD": "optimizers",
     "StepReport": "engine",
     "Trainer": "trainer",
     "add_config_arguments": "deepspeed",
@@ -28,8 +34,8 @@ _PLACES = {
     "initialize": "deepspeed",
 }
 
-__all__ = ["Engine", "Error", "StepReport", "add_config_arguments", "import_deepspeed", "init_distributed",
-           "initialize", "zero"]
+__all__ = ["Adagrad", "Adam", "AdamW", "Engine", "Error", "Lion", "OptimizerStepReport", "SGD", "StepReport",
+           "add_config_arguments", "import_deepspeed", "init_distributed", "initialize", "zero"]
 
 
 def _check_torch(name):

@@ -10,7 +10,7 @@ import pathlib
 import threading
 import time
 import weakref
-from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 from . import log, remedies
 
@@ -22,6 +22,7 @@ CODES = ("ok", "invalid_argument", "not_found", "exists", "does_not_fit", "busy"
 FORWARD, BACKWARD = 0, 1
 ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
+MASTER, EXP_AVG, EXP_AVG_SQ = 0, 1, 2
 STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other")
 MARK = "\x1f"  # in no message: where the words of a remedy come
 
@@ -94,6 +95,35 @@ class SaveOptions(Sized):
     _fields_ = [("struct_size", c_size_t), ("replace", c_int), ("max_file_bytes", c_uint64)]
 
 
+class OptimizerOptions(Sized):
+    _fields_ = [("struct_size", c_size_t), ("on_existing", c_int), ("keep_gradients", c_int), ("snapshot", c_char_p)]
+
+
+class OptimizerTensor(ctypes.Structure):
+    _fields_ = [("weight", c_void_p), ("gradient", c_void_p)]
+
+
+class Hyperparameters(Sized):
+    _fields_ = [("struct_size", c_size_t)] + \
+               [(name, c_double) for name in ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "momentum",
+                                              "dampening")] + \
+               [("decoupled_decay", c_int), ("nesterov", c_int)]
+
+
+class OptimizerStep(Sized):
+    _fields_ = [("struct_size", c_size_t), ("tensors", POINTER(OptimizerTensor)), ("count", c_size_t),
+                ("groups", POINTER(POINTER(Hyperparameters))), ("group_count", c_size_t),
+                ("group_of", POINTER(c_uint32)), ("gradient_scale", c_double), ("blob", c_char_p),
+                ("blob_bytes", c_size_t), ("finite", c_int64)]
+
+
+class OptimizerReport(Sized):
+    _fields_ = [("struct_size", c_size_t)] + \
+               [(name, c_uint64) for name in ("step", "durable_step")] + \
+               [(name, c_double) for name in ("seconds", "adam_seconds", "stall_seconds")] + \
+               [(name, c_uint64) for name in ("nvme_read_bytes", "nvme_write_bytes", "tile_bytes", "tile_hit_bytes")]
+
+
 class ExportOptions(Sized):
     _fields_ = [("struct_size", c_size_t), ("dtype", c_int), ("replace", c_int), ("max_file_bytes", c_uint64)]
 
@@ -102,8 +132,8 @@ LogSink = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
 Line = ctypes.CFUNCTYPE(None, c_void_p, c_char_p)
 LedgerEntry = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p, c_uint64)
 Weights = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, c_uint32, c_uint64, POINTER(c_float), c_uint64)
-
-
+StateSink = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, c_uint64, POINTER(c_float), c_uint64)
+StateSource = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, c_uint32, c_uint64, POINTER(c_float), c_uint64)
 Progress = ctypes.CFUNCTYPE(None, c_void_p, c_uint64, c_uint64)
 
 
@@ -137,6 +167,18 @@ _STATUS = {  # functions that can fail
     "engine_describe": [c_void_p, Line, c_void_p],
     "engine_ledger": [c_void_p, LedgerEntry, c_void_p],
     "model_set_workspace": [c_void_p, c_uint64],
+    "optimizer_create": [c_void_p, c_void_p, POINTER(OptimizerOptions), POINTER(c_void_p)],
+    "optimizer_describe": [c_void_p, Line, c_void_p],
+    "optimizer_ledger": [c_void_p, LedgerEntry, c_void_p],
+    "optimizer_update_counts": [c_void_p, POINTER(c_uint64), c_size_t],
+    "optimizer_import_weights": [c_void_p, POINTER(OptimizerTensor), c_size_t],
+    "optimizer_load_weights": [c_void_p, POINTER(OptimizerTensor), c_size_t],
+    "optimizer_gradient_norm": [c_void_p, POINTER(OptimizerTensor), c_size_t, POINTER(c_double), POINTER(c_uint32)],
+    "optimizer_make_step": [c_void_p, POINTER(OptimizerStep), POINTER(OptimizerReport)],
+    "optimizer_export_state": [c_void_p, c_int, POINTER(OptimizerTensor), c_size_t, StateSink, c_void_p],
+    "optimizer_import_state": [c_void_p, c_uint64, POINTER(c_uint64), c_int, POINTER(OptimizerTensor), c_size_t,
+                               StateSource, c_void_p],
+    "optimizer_save": [c_void_p, c_char_p, POINTER(SaveOptions), POINTER(OptimizerTensor), c_size_t],
 }
 _VALUE = {  # result, arguments
     "error_message": (c_char_p, []),
@@ -159,6 +201,10 @@ _VALUE = {  # result, arguments
     "engine_blob": (c_size_t, [c_void_p, c_char_p, c_size_t]),
     "engine_predicted_step_seconds": (c_double, [c_void_p]),
     "engine_workspace": (c_void_p, [c_void_p, POINTER(c_uint64)]),
+    "optimizer_destroy": (c_int, [c_void_p]),
+    "optimizer_current_step": (c_uint64, [c_void_p]),
+    "optimizer_blob": (c_size_t, [c_void_p, c_char_p, c_size_t]),
+    "optimizer_gradient_memory": (c_void_p, [c_void_p, c_uint32, POINTER(c_uint64)]),
     "stream_destroy": (c_int, [c_void_p]),
     "lease_weight": (c_void_p, [c_void_p, c_uint32]),
     "lease_release": (c_int, [c_void_p]),
@@ -240,6 +286,17 @@ def destroy_engine(library, handle, streams, process):
     for stream in streams.values():
         library.stream_destroy(stream)
     while CODES[library.engine_destroy(handle)] == "busy":  # another thread's call is under way
+        time.sleep(0.01)
+
+
+def destroy_optimizer(library, handle, process):
+    """As destroy_engine()."""
+    if os.getpid() != process:
+        return
+    if log.saying():
+        threading.Thread(target=destroy_optimizer, args=(library, handle, process)).start()
+        return
+    while CODES[library.optimizer_destroy(handle)] == "busy":
         time.sleep(0.01)
 
 

@@ -8,26 +8,27 @@ from .library import Error, Weights
 
 
 @contextlib.contextmanager
-def pieces(function, elements):
-    """A callback with function(block, index, first, address, count); what is raised there is raised here.
+def pieces(function, elements, kind=Weights):
+    """A callback with function(block, index, first, address, count), or what else `kind` is called with, the count
+    last; what is raised there is raised here.
 
     `elements`: asked at the end, how many values the callback had to have. Ctrl-C may raise KeyboardInterrupt before a
     callback's first line, where ctypes drops it: the piece is missing then, and nothing else says so.
     """
     raised, seen = [], 0
 
-    def guarded(_, block, index, first, address, count):
+    def guarded(_, *arguments):
         nonlocal seen
         try:
-            function(block, index, first, address, count)
-            seen += count
+            function(*arguments)
+            seen += arguments[-1]
             return 0
         except BaseException as error:  # nothing may pass through C
             raised.append(error)
             return 1
 
     try:
-        yield Weights(guarded)
+        yield kind(guarded)
     except Error:
         if raised:
             raise raised[0]
