@@ -115,12 +115,6 @@ std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescripti
   if (on_existing == OnExisting::kResume) {
     TileStore::Created shape = store_shape(plan);
     shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, model, tile); };
-    shape.check_engine = config.io_engine;
-    // What is at home in memory is read there before the first step; all of a tile, where its weights are the caller's.
-    shape.read_by_caller = [&](std::uint32_t tile, Part part) {
-      const TilePlace& place = plan.tile_places[tile];
-      return place.home[index_of(part)] != Home::kNvme || place.home[index_of(Part::kWeights)] == Home::kCaller;
-    };
     return TileStore::open(paths, shape);
   }
   for (const auto& directory : paths.directories) make_directory(directory);
