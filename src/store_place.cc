@@ -119,7 +119,7 @@ std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescripti
     // What is at home in memory is read there before the first step; all of a tile, where its weights are the caller's.
     shape.read_by_caller = [&](std::uint32_t tile, Part part) {
       const TilePlace& place = plan.tile_places[tile];
-      return place.home[index_of(part)] != Home::kNvme || place.home[index_of(Part::kWeights)] == Home::kCaller;
+      return place.home[index_of(part)] != Placement::kNvme || place.home[index_of(Part::kWeights)] == std::nullopt;
     };
     return TileStore::open(paths, shape);
   }

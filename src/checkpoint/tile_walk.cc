@@ -23,7 +23,7 @@ std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const Tile
 void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
   for (std::uint32_t t = 0; t < tiles.size(); ++t) {
     const TilePlace& tile = tiles[t];
-    const bool resident = tile.home[0] != Home::kNvme || tile.home[1] != Home::kNvme || tile.hbm_weights;
+    const bool resident = tile.home[0] != Placement::kNvme || tile.home[1] != Placement::kNvme || tile.hbm_weights;
     if (!resident) continue;
     const std::uint32_t buffer = t % mover.buffers();
     mover.finish_save(buffer);
