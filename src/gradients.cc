@@ -94,7 +94,7 @@ std::optional<std::uint32_t> GradientCollector::free_passing(std::uint32_t block
 }
 
 bool GradientCollector::has_room(std::uint32_t block) const {
-  return plan_.blocks[block].gradient_place != GradientPlace::kPassing || blocks_[block].passing || free_passing(block);
+  return plan_.blocks[block].gradient_home || blocks_[block].passing || free_passing(block);
 }
 
 void GradientCollector::forget(std::uint32_t block) {
@@ -150,13 +150,13 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
   const bool completes = pushes + 1 == parameter.pushes && block.open == 1;
   if (!plan_.gradients_in_hbm && !block.staging && (!accumulates(gradient.block) || completes)) {
     const auto& holder = staging_[next_staging_for(gradient.block)].block;
-    if (holder && plan_.blocks[*holder].gradient_place == GradientPlace::kSpilled) {
+    if (holder && plan_.blocks[*holder].gradient_home == Placement::kNvme) {
       refuse("block " + model_.blocks[*holder].name,
              "its gradients are incomplete while those of other blocks come, and go to nvme as a whole",
              "push all gradients of a block before the next, or raise spillway.host_bytes");
     }
   }
-  if (plan_.blocks[gradient.block].gradient_place == GradientPlace::kPassing && !block.passing) {
+  if (!plan_.blocks[gradient.block].gradient_home && !block.passing) {
     block.passing = free_passing(gradient.block);
     SPILLWAY_CHECK(block.passing, "has_room() was asked");
     passing_[*block.passing] = gradient.block;
@@ -248,7 +248,7 @@ void GradientCollector::send_down(std::uint32_t b, Stream& stream) {
   Staging& staging = staging_[*block.staging];
   const std::byte* from = hbm(plan_.hbm.staging[*block.staging].offset);
   device_.record(*staging.filled, stream);
-  if (plan.gradient_place == GradientPlace::kSpilled) {
+  if (plan.gradient_home == Placement::kNvme) {
     start_spill(staging, b, from);
     staging.block.reset();
     block.staging.reset();
@@ -306,7 +306,7 @@ void GradientCollector::finish_spill(Staging& staging) {
 
 std::optional<GradientCollector::Spilled> GradientCollector::spilled(std::uint32_t t) const {
   const TilePlan& tile = plan_.tiles[t];
-  if (plan_.blocks[tile.block].gradient_place != GradientPlace::kSpilled) return std::nullopt;
+  if (plan_.blocks[tile.block].gradient_home != Placement::kNvme) return std::nullopt;
   return Spilled{{scratch_offset_ + tile.gradient.offset, tile.gradient.bytes}, spilled_checksums_[t]};
 }
 
@@ -425,7 +425,7 @@ const std::byte* GradientCollector::gradient(std::uint32_t block) const {
 }
 
 std::byte* GradientCollector::host_gradient(std::uint32_t block) const {
-  const bool passes = plan_.blocks[block].gradient_place == GradientPlace::kPassing;
+  const bool passes = !plan_.blocks[block].gradient_home;
   const Region& region = passes ? plan_.host.passing[*blocks_[block].passing] : plan_.blocks[block].gradient;
   return host_.data() + region.offset;
 }

@@ -143,9 +143,10 @@ void Machinery::build_activations(const ModelDescription& model, const Plan& pla
     options.plan = planned.uses;
     for (std::size_t a = 0; a < planned.homes.size(); ++a) {
       ActivationHome home;
-      if (const auto& offset = planned.homes[a].host) home.host = host.memory().data() + *offset;
-      if (const auto& offset = planned.homes[a].scratch) {
-        home.extent = {.offset = store->layout().scratch_offset + plan.nvme.activations.offset + *offset,
+      const auto& [placement, offset] = planned.homes[a];
+      if (placement == Placement::kHost) home.host = host.memory().data() + offset;
+      if (placement == Placement::kNvme) {
+        home.extent = {.offset = store->layout().scratch_offset + plan.nvme.activations.offset + offset,
                        .bytes = align_up(options.bytes[a], kExtentAlignment)};
       }
       options.homes.push_back(home);
@@ -218,7 +219,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
       FetchPiece piece{.tile = t,
                        .to = to + plan.tiles[t].range.first * size_of(place.shape.type),
                        .payload_bytes = payload_bytes(place.shape, Part::kWeights)};
-      if (place.home[kWeights] == Home::kHost) {
+      if (place.home[kWeights] == Placement::kHost) {
         piece.resident = host.memory().data() + place.offset[kWeights];
       } else {
         const TileStore::Slot slot = updater->early(b) ? store->committed(t) : store->readable(t);

@@ -18,8 +18,8 @@ std::string gradient_fact(const Plan& plan) {
   std::uint64_t host = 0, spilled = 0;
   std::size_t early = 0, speculative = 0;
   for (const BlockPlan& block : plan.blocks) {
-    if (block.gradient_place == GradientPlace::kHost) host += block.gradient.bytes;
-    if (block.gradient_place == GradientPlace::kSpilled) spilled += block.gradient.bytes;
+    if (block.gradient_home == Placement::kHost) host += block.gradient.bytes;
+    if (block.gradient_home == Placement::kNvme) spilled += block.gradient.bytes;
     early += block.early;
     speculative += block.speculative;
   }
@@ -38,12 +38,13 @@ std::string gradient_fact(const Plan& plan) {
   return fact;
 }
 
-// Of weights and states, by Home.
+// Of weights and states, by home.
 std::array<std::uint64_t, 3> bytes_at_home(const Plan& plan) {
   std::array<std::uint64_t, 3> bytes{};
   for (const TilePlace& tile : plan.tile_places) {
     for (Part part : {Part::kWeights, Part::kStates}) {
-      bytes[static_cast<std::size_t>(tile.home[index_of(part)])] += payload_bytes(tile.shape, part);
+      if (const Home& home = tile.home[index_of(part)])
+        bytes[static_cast<std::size_t>(*home)] += payload_bytes(tile.shape, part);
     }
   }
   return bytes;
@@ -53,7 +54,7 @@ std::array<std::uint64_t, 3> bytes_at_home(const Plan& plan) {
 // is left to the page cache and to other programs.
 std::string idle_fact(const Config& config, const Plan& plan, const ModelDescription& model, std::uint64_t idle,
                       unsigned nodes) {
-  constexpr auto kNvme = static_cast<std::size_t>(Home::kNvme);
+  constexpr auto kNvme = static_cast<std::size_t>(Placement::kNvme);
   const std::uint64_t now = bytes_at_home(plan)[kNvme];
   if (config.host_bytes || now < kMiB || idle < kGiB) return {};
   Config with = config;

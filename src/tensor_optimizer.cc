@@ -21,7 +21,7 @@ namespace spillway {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+double seconds_after(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 const Config& checked_config(const Config& config) {
   if (config.commit_every.value_or(1) > 1) {
@@ -303,7 +303,7 @@ void TensorOptimizer::wait_read(std::uint32_t due) {
     if (mover_->read(due % mover_->buffers())) break;
     mover_->wait_completed_beyond(completed);
   }
-  stall_seconds_ += seconds_since(start);
+  stall_seconds_ += seconds_after(start);
 }
 
 void TensorOptimizer::update_through_buffers(std::span<const OptimizerTensor> tensors) {
@@ -326,7 +326,7 @@ void TensorOptimizer::update_through_buffers(std::span<const OptimizerTensor> te
                                      .weights = mover_->expected_hashes(buffer, Part::kWeights, Save::kUpdated),
                                      .states = states},
                                     *workers_);
-    adam_seconds_ += seconds_since(start);
+    adam_seconds_ += seconds_after(start);
     mover_->verify(buffer);
     if (!finite) refuse_overflow(tile_name(plan_, model_, t));
     tensors_.scatter(t, memory, tensors, *workers_);
@@ -335,7 +335,7 @@ void TensorOptimizer::update_through_buffers(std::span<const OptimizerTensor> te
   }
   const Clock::time_point start = Clock::now();
   finish_saves();
-  stall_seconds_ += seconds_since(start);
+  stall_seconds_ += seconds_after(start);
   loading_ = 0;
 }
 
@@ -376,7 +376,7 @@ OptimizerStepReport TensorOptimizer::step(const OptimizerStep& step) {
       update_through_buffers(step.tensors);
     } else {
       if (!update_in_memory(step.tensors)) refuse_overflow("the update");
-      adam_seconds_ = seconds_since(start);
+      adam_seconds_ = seconds_after(start);
     }
     updates_.advance();
     ++step_;
@@ -386,7 +386,7 @@ OptimizerStepReport TensorOptimizer::step(const OptimizerStep& step) {
   });
   const IoStats after = thread_ ? thread_->stats() : IoStats{};
   return {.step = step_,
-          .seconds = seconds_since(start),
+          .seconds = seconds_after(start),
           .adam_seconds = adam_seconds_,
           .stall_seconds = stall_seconds_,
           .nvme_read_bytes = after.read_bytes - before.read_bytes,
@@ -403,7 +403,7 @@ void TensorOptimizer::commit() {
                  updates_.counts(step_));
   committed_step_ = step_;
   look_after_store();
-  stall_seconds_ += seconds_since(start);
+  stall_seconds_ += seconds_after(start);
 }
 
 // A step in a file that is not there for others survives nothing.

@@ -173,7 +173,7 @@ std::vector<std::string> TensorOptimizer::describe() const {
   const auto turn = caller_.look();
   std::uint64_t in_host = 0, on_nvme = 0;
   for (const TilePlace& tile : plan_.tile_places) {
-    const bool host = tile.home[index_of(Part::kStates)] == Home::kHost;
+    const bool host = tile.home[index_of(Part::kStates)] == Placement::kHost;
     (host ? in_host : on_nvme) += payload_bytes(tile.shape, Part::kStates);
   }
   std::vector<std::string> facts{

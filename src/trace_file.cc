@@ -74,7 +74,7 @@ std::uint64_t spans_per_step(const Plan& plan) {
     constexpr std::size_t kWeights = index_of(Part::kWeights);
     spans += tile.shape.trainable ? 3 : 0;
     for (Part part : {Part::kWeights, Part::kStates}) spans += written_by_update(tile, part) ? 2 : 0;
-    if (plan.host.chunk_bytes > 0 && !plan.hbm.places.empty() && tile.home[kWeights] == Home::kNvme)
+    if (plan.host.chunk_bytes > 0 && !plan.hbm.places.empty() && tile.home[kWeights] == Placement::kNvme)
       spans += 3 * div_up(extent_bytes(tile.shape, Part::kWeights), plan.host.chunk_bytes);
   }
   for (const Visit& visit : plan.visits) {  // up and down again

@@ -10,7 +10,7 @@ namespace {
 // So many uses may be fetched ahead where there are places to spare; more would only take places from what is kept.
 constexpr std::size_t kMostAhead = 8;
 
-struct Place {
+struct UsedPlace {
   std::optional<std::uint32_t> activation;
   std::size_t last_use = 0;
   std::size_t next_use = 0;  // of what it holds; uses.size(): it is not needed any more
@@ -61,7 +61,7 @@ class Assignment {
       p = choose(u, may_spare_);
       if (p == places_.size()) p = choose(u, must_spare_);
       SPILLWAY_CHECK(p < places_.size(), "a place is free");
-      Place& place = places_[p];
+      UsedPlace& place = places_[p];
       if (place.activation) {
         planned.after = static_cast<std::uint32_t>(place.last_use);
         const bool needed = place.next_use < uses_.size();
@@ -77,7 +77,7 @@ class Assignment {
       place.activation = use.activation;
       place.home_is_old = false;
     }
-    Place& place = places_[p];
+    UsedPlace& place = places_[p];
     if (use.access != Access::kRead) {
       place.home_is_old = true;
       activations_[use.activation].at_home = false;
@@ -98,9 +98,9 @@ class Assignment {
   // An empty place, else one that is not needed any more and free soonest, else the one whose next use is farthest.
   std::size_t choose(std::size_t use, std::size_t spare) const {
     std::size_t best = places_.size();
-    auto better = [&](const Place& place) {
+    auto better = [&](const UsedPlace& place) {
       if (best == places_.size()) return true;
-      const Place& other = places_[best];
+      const UsedPlace& other = places_[best];
       if (!place.activation || !other.activation) return !place.activation && other.activation;
       return place.next_use != other.next_use ? place.next_use > other.next_use : place.last_use < other.last_use;
     };
@@ -113,7 +113,7 @@ class Assignment {
 
   const std::span<const ActivationUse> uses_;
   const std::vector<std::size_t> next_;
-  std::vector<Place> places_;
+  std::vector<UsedPlace> places_;
   std::vector<Known> activations_;
   std::vector<UsePlace> plan_;
   std::size_t must_spare_ = 0, may_spare_ = 0;  // the last uses whose places are not taken

@@ -7,7 +7,7 @@
 
 namespace spillway {
 namespace {
-constexpr std::uint64_t kResidentCopyBytes = 4 * kMiB;  // a long copy blocks the others
+constexpr std::uint64_t kSpilledCopyBytes = 4 * kMiB;  // a long copy blocks the others
 }
 
 BlockSpill::BlockSpill(Device& device, std::size_t max_pieces, std::size_t max_granules)
@@ -155,8 +155,8 @@ void BlockSpiller::wait_after(BlockSpill& spill) {
 
 void BlockSpiller::copy_resident(BlockSpill& spill, const SpillPiece& piece) {
   wait_after(spill);
-  for (std::uint64_t at = 0; at < piece.payload_bytes; at += kResidentCopyBytes) {
-    const std::uint64_t bytes = std::min(kResidentCopyBytes, piece.payload_bytes - at);
+  for (std::uint64_t at = 0; at < piece.payload_bytes; at += kSpilledCopyBytes) {
+    const std::uint64_t bytes = std::min(kSpilledCopyBytes, piece.payload_bytes - at);
     device_.copy_async(CopyKind::kDeviceToHost, piece.resident + at, piece.from + at, bytes, d2h_);
   }
   copied_bytes_.fetch_add(piece.payload_bytes, std::memory_order_relaxed);

@@ -50,8 +50,8 @@ TileMemory TileMover::memory_of(std::uint32_t tile, std::uint32_t index) const {
   TileMemory memory;
   for (std::size_t part = 0; part < kParts; ++part) {
     if (payload_bytes(place.shape, static_cast<Part>(part)) == 0) continue;
-    memory.part[part] = place.home[part] == Home::kHost ? parts_.host.data() + place.offset[part]
-                                                        : buffer + buffer_offset(place.shape, part);
+    memory.part[part] = place.home[part] == Placement::kHost ? parts_.host.data() + place.offset[part]
+                                                             : buffer + buffer_offset(place.shape, part);
   }
   return memory;
 }
@@ -80,10 +80,10 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
   buffer.copied = false;
   for (std::size_t part = 0; part < kParts; ++part) {
     buffer.read[part] = buffer.hashed[part] = false;
-    const Home home = from == Load::kStore ? Home::kNvme : place.home[part];
-    if (!buffer.memory.part[part] || home == Home::kHost || home == Home::kCaller) continue;
+    const Route route = route_of(from == Load::kStore ? Placement::kNvme : place.home[part]);
+    if (!buffer.memory.part[part]) continue;
     const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
-    if (home == Home::kHbm) {
+    if (route.copied) {
       const StreamSpan span(parts_.watch.timeline, {.kind = SpanKind::kCopyDown, .subject = tile, .bytes = bytes},
                             *parts_.d2h);
       parts_.device->copy_async(CopyKind::kDeviceToHost, buffer.memory.part[part],
@@ -95,6 +95,7 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
       std::memset(buffer.memory.part[part] + bytes, 0, padded - bytes);
       continue;
     }
+    if (!route.read) continue;
     const Extent extent = parts_.store->readable(tile).extent[part];
     buffer.io->add({.op = IoOp::kRead,
                     .priority = IoPriority::kNormal,
@@ -256,7 +257,7 @@ void TileMover::start_save(std::uint32_t index, Save kind, std::byte* delivered)
       hits_.bytes += bytes;
       hits_.hit_bytes += buffer.read[part] ? 0 : bytes;
     }
-    if (kind != Save::kCommit && place.home[part] == Home::kHbm) copy_to_hbm(place.offset[part], part);
+    if (kind != Save::kCommit && route_of(place.home[part]).copied) copy_to_hbm(place.offset[part], part);
     if (kind != Save::kCommit && part == kWeightsIndex && place.hbm_weights) copy_to_hbm(*place.hbm_weights, part);
     if (!to_slot(buffer, static_cast<Part>(part), kind)) continue;
     if (!buffer.hashed[part]) hash(buffer, part, buffer.after[part]);

@@ -1,19 +1,29 @@
 // Where a tile's bytes are at home between updates. Decided by the plan, fixed for a run.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 
+#include "spillway/placement.h"
 #include "swap/extents.h"
 
 namespace spillway {
 
-// kCaller: of weights that only pass through a buffer, which whoever updates the tile fills and empties.
-enum class Home : std::uint8_t { kHbm, kHost, kNvme, kCaller };
+// None: with the caller, from where it only passes through a buffer, which whoever updates the tile fills and empties.
+using Home = std::optional<Placement>;
+
+// How a part gets from its home into a buffer in host memory, and back.
+struct Route {
+  bool read = false;    // by the store: read, and written when that is due
+  bool copied = false;  // by the device
+};
+inline constexpr Route kRoutes[] = {/*kHbm*/ {.copied = true}, /*kHost: it is there*/ {}, /*kNvme*/ {.read = true}};
+constexpr Route route_of(Home home) { return home ? kRoutes[static_cast<std::size_t>(*home)] : Route{}; }
 
 struct TilePlace {
   TileShape shape;
-  Home home[kParts] = {Home::kNvme, Home::kNvme};
+  Home home[kParts] = {Placement::kNvme, Placement::kNvme};
   std::uint64_t offset[kParts] = {};  // in the arena of the home; unused on NVMe
   // Offset in HBM of a second copy of the weights, for compute, when their home is elsewhere.
   std::optional<std::uint64_t> hbm_weights = std::nullopt;
@@ -24,8 +34,8 @@ struct TilePlace {
 // the caller's weights nobody could ask for them later.
 constexpr bool written_by_update(const TilePlace& place, Part part) {
   if (!place.shape.trainable) return false;
-  return place.home[index_of(part)] == Home::kNvme || place.home[index_of(Part::kStates)] == Home::kNvme ||
-         place.home[index_of(Part::kWeights)] == Home::kCaller;
+  return place.home[index_of(part)] == Placement::kNvme || place.home[index_of(Part::kStates)] == Placement::kNvme ||
+         !place.home[index_of(Part::kWeights)];
 }
 
 }  // namespace spillway

@@ -14,10 +14,9 @@
 #include "spillway/dtype.h"
 #include "spillway/io_queue.h"
 #include "spillway/optimizer.h"
+#include "spillway/placement.h"
 
 namespace spillway {
-
-enum class Placement : std::uint8_t { kHbm, kHost, kNvme };  // offload device: none, cpu, nvme
 
 // Trainable parameters with a learning rate or weight decay of their own.
 struct ParameterGroup {

@@ -20,7 +20,7 @@ namespace {
 
 using Kind = PickleValue::Kind;
 
-constexpr std::uint64_t kPieceBytes = 256 * kKiB;
+constexpr std::uint64_t kComparedBytes = 256 * kKiB;
 constexpr const char* kAgain = "save the checkpoint again, or copy all of it";
 
 std::string path_of(const TorchArchive& archive) { return archive.path().string(); }
@@ -372,9 +372,9 @@ void DeepSpeedCheckpoint::read(const DeepSpeedParameter& parameter, DeepSpeedArr
     const Place at = place(parameter, first);
     Flat& flat = groups_[parameter.group].ranks[at.rank][static_cast<std::size_t>(array)];
     const std::uint64_t size = size_of(flat.tensor.type);
-    const auto part = out.first(std::min<std::uint64_t>({out.size(), at.count, kPieceBytes / size}));
+    const auto part = out.first(std::min<std::uint64_t>({out.size(), at.count, kComparedBytes / size}));
     if (flat.swap.is_open()) {
-      piece_.resize(kPieceBytes);
+      piece_.resize(kComparedBytes);
       const auto bytes = std::span(piece_).first(part.size() * size);
       flat.swap.read_at(at.index * size, bytes);
       widen(bytes, flat.tensor.type, part);

@@ -9,19 +9,19 @@
 namespace spillway {
 namespace {
 
-using Writer = rapidjson::PrettyWriter<rapidjson::StringBuffer>;
+using FactsWriter = rapidjson::PrettyWriter<rapidjson::StringBuffer>;
 
-void put(Writer& out, const char* key, const std::string& text) {
+void put(FactsWriter& out, const char* key, const std::string& text) {
   out.Key(key);
   out.String(shown_text(text));  // a path may have any bytes, JSON has UTF-8
 }
 
-void put(Writer& out, const char* key, std::uint64_t value) {
+void put(FactsWriter& out, const char* key, std::uint64_t value) {
   out.Key(key);
   out.Uint64(value);
 }
 
-void put_if(Writer& out, const char* key, const std::optional<double>& value) {
+void put_if(FactsWriter& out, const char* key, const std::optional<double>& value) {
   if (!value || !std::isfinite(*value)) return;  // JSON has no word for those
   out.Key(key);
   out.Double(*value);
@@ -31,7 +31,7 @@ void put_if(Writer& out, const char* key, const std::optional<double>& value) {
 
 std::string facts_json(const DeepSpeedFacts& facts, const std::filesystem::path& snapshot) {
   rapidjson::StringBuffer text;
-  Writer out(text);
+  FactsWriter out(text);
   out.SetIndent(' ', 2);
   out.StartObject();
   put(out, "snapshot", snapshot.string());

@@ -21,7 +21,7 @@ std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const Tile
 }
 
 bool resident(const TilePlace& tile) {
-  return tile.home[0] != Home::kNvme || tile.home[1] != Home::kNvme || tile.hbm_weights;
+  return tile.home[0] != Placement::kNvme || tile.home[1] != Placement::kNvme || tile.hbm_weights;
 }
 
 void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {

@@ -13,8 +13,8 @@ namespace spillway {
 namespace {
 
 bool is_letter(char c) { return std::isalpha(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '$'; }
-bool is_digit(char c) { return std::isdigit(static_cast<unsigned char>(c)) != 0; }
-bool is_word(char c) { return is_letter(c) || is_digit(c) || c == '.' || c == '+' || c == '-'; }
+bool is_decimal(char c) { return std::isdigit(static_cast<unsigned char>(c)) != 0; }
+bool is_word(char c) { return is_letter(c) || is_decimal(c) || c == '.' || c == '+' || c == '-'; }
 
 // A word or a number around one of its bytes: a reader stops inside of it (tru|u, 1|_000).
 struct Token {
@@ -102,7 +102,7 @@ std::optional<SyntaxAdvice> hjson_advice(std::string_view text, const JsonProble
   if (auto advice = mark_advice(text, at)) return advice;
   const Token token = token_at(text, at);
   if (!token.text.empty() && (is_word(text[at]) || problem.syntax == JsonSyntax::kNoValue)) {
-    const bool number = is_digit(token.text[0]) || (!is_letter(token.text[0]) && token.text.size() > 1);
+    const bool number = is_decimal(token.text[0]) || (!is_letter(token.text[0]) && token.text.size() > 1);
     if (problem.syntax == JsonSyntax::kNoName && !number) {
       return about(token, "a key without quotes, which hjson takes and JSON does not",
                    fmt::format("write \"{}\"", token.text));

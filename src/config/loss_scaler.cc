@@ -11,7 +11,7 @@
 namespace spillway {
 namespace {
 
-constexpr std::uint32_t kFormat = 1;
+constexpr std::uint32_t kScaleFormat = 1;
 
 // As it lies in a record.
 struct Encoded {
@@ -44,7 +44,7 @@ void check(const LossScaleConfig& config) {
 }  // namespace
 
 void LossScalerState::encode(std::span<std::byte, kBytes> out) const {
-  const Encoded encoded{scale, clean, skipped, hysteresis, kFormat};
+  const Encoded encoded{scale, clean, skipped, hysteresis, kScaleFormat};
   std::memcpy(out.data(), &encoded, sizeof encoded);
 }
 
@@ -53,7 +53,7 @@ std::optional<LossScalerState> LossScalerState::decode(std::span<const std::byte
   if (bytes.size() != sizeof encoded) return std::nullopt;
   std::memcpy(&encoded, bytes.data(), sizeof encoded);
   const bool possible = std::isfinite(encoded.scale) && encoded.scale > 0 && encoded.hysteresis > 0;
-  if (encoded.format != kFormat || !possible) return std::nullopt;
+  if (encoded.format != kScaleFormat || !possible) return std::nullopt;
   return LossScalerState{
       .scale = encoded.scale, .clean = encoded.clean, .skipped = encoded.skipped, .hysteresis = encoded.hysteresis};
 }

@@ -124,10 +124,10 @@ void place_activation_homes(PlanDraft& draft, PlanArena& host, std::uint64_t bud
   for (std::size_t a : order) {
     const std::uint64_t bytes = draft.model.activations[a].bytes;
     if (host.used() + align_up(bytes, kPage) <= budget) {
-      plan.homes[a].host = host.take("activations", bytes).offset;
+      plan.homes[a] = {Placement::kHost, host.take("activations", bytes).offset};
     } else {
       Region& scratch = draft.plan.nvme.activations;
-      plan.homes[a].scratch = scratch.bytes;
+      plan.homes[a] = {Placement::kNvme, scratch.bytes};
       scratch.bytes += align_up(bytes, kExtentAlignment);
     }
   }

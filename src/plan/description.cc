@@ -17,7 +17,7 @@
 namespace spillway {
 namespace {
 
-using Writer = rapidjson::Writer<rapidjson::StringBuffer>;
+using DescriptionWriter = rapidjson::Writer<rapidjson::StringBuffer>;
 
 constexpr const char* kStates = "states";
 constexpr std::uint32_t kStatesFormat = 4;
@@ -26,7 +26,7 @@ constexpr std::uint32_t kStatesFormat = 4;
 std::string layout_json(const ModelDescription& model, DType weights, OptimizerKind optimizer,
                         std::uint64_t tile_elements) {
   rapidjson::StringBuffer buffer;
-  Writer out(buffer);
+  DescriptionWriter out(buffer);
   out.StartObject();
   out.Key("weights");
   out.String(std::string(name_of(weights)));
@@ -58,7 +58,7 @@ std::string layout_json(const ModelDescription& model, DType weights, OptimizerK
 }
 
 // The arrays that the states of every tile consist of, in their order.
-void write_states(Writer& out, DType weights, OptimizerKind optimizer) {
+void write_states(DescriptionWriter& out, DType weights, OptimizerKind optimizer) {
   const auto put = [&out](const char* key, std::string_view text) {
     out.Key(key);
     out.String(text.data(), static_cast<rapidjson::SizeType>(text.size()));
@@ -86,7 +86,7 @@ std::string description_as_of(const std::string& description, std::uint32_t form
   document.Parse<rapidjson::kParseIterativeFlag>(description.data(), description.size());
   document.RemoveMember(kStates);
   rapidjson::StringBuffer buffer;
-  Writer out(buffer);
+  DescriptionWriter out(buffer);
   document.Accept(out);
   return buffer.GetString();
 }
@@ -181,7 +181,7 @@ std::string first_difference(const ModelDescription& there, const ModelDescripti
 StoreIdentity describe_store(const Config& config, const ModelDescription& model) {
   const std::string layout = layout_json(model, config.weights, config.optimizer.kind, config.tile_elements);
   rapidjson::StringBuffer buffer;
-  Writer out(buffer);
+  DescriptionWriter out(buffer);
   out.StartObject();
   out.Key("layout");
   out.RawValue(layout.data(), layout.size(), rapidjson::kObjectType);

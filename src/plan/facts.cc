@@ -28,7 +28,7 @@ std::vector<Fact> facts_of(const Plan& plan, std::uint64_t most_ahead) {
   const auto owned = std::ranges::count_if(plan.hbm.owners, [](const auto& owner) { return owner.has_value(); });
   const std::uint64_t spare = plan.host.buffers_count - std::min(plan.host.buffers_count, 1u);
   const auto cached = std::ranges::count_if(
-      plan.tile_places, [](const TilePlace& t) { return t.home[index_of(Part::kWeights)] == Home::kHost; });
+      plan.tile_places, [](const TilePlace& t) { return t.home[index_of(Part::kWeights)] == Placement::kHost; });
   return {
       {"places of weights in HBM", plan.hbm.places.size()},
       {"blocks with a place of their own", static_cast<std::uint64_t>(owned)},
@@ -77,8 +77,8 @@ std::string activations_text(const Plan& plan, const ModelDescription& model) {
   }
   std::uint64_t in_host = 0, on_nvme = 0, down = 0, up = 0;
   for (std::size_t a = 0; a < activations.homes.size(); ++a) {
-    if (activations.homes[a].host) in_host += model.activations[a].bytes;
-    if (activations.homes[a].scratch) on_nvme += model.activations[a].bytes;
+    if (activations.homes[a].home == Placement::kHost) in_host += model.activations[a].bytes;
+    if (activations.homes[a].home == Placement::kNvme) on_nvme += model.activations[a].bytes;
   }
   for (std::size_t u = 0; u < activations.uses.size(); ++u) {
     const std::uint64_t bytes = model.activations[model.activation_uses[u].activation].bytes;

@@ -34,7 +34,7 @@ class HbmLayout {
       gradients.push_back(gradient);
       if (draft_.weights_stay()) place_weights(arena, block);
       if (plan_.gradients_in_hbm) {
-        block.gradient_place = GradientPlace::kHbm;
+        block.gradient_home = Placement::kHbm;
         block.gradient = arena.take("gradients", gradient);
       }
       if (!accumulates(b)) continue;
@@ -145,7 +145,7 @@ class HbmLayout {
     for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
       const std::uint64_t offset = block.weights.offset + plan_.tiles[t].range.first * draft_.element_bytes();
       TilePlace& place = plan_.tile_places[t];
-      if (place.home[index_of(Part::kWeights)] == Home::kHbm) {
+      if (place.home[index_of(Part::kWeights)] == Placement::kHbm) {
         place.offset[index_of(Part::kWeights)] = offset;
       } else {
         place.hbm_weights = offset;

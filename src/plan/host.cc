@@ -32,7 +32,7 @@ class HostLayout {
     if (plan_.has_store) host.record = arena.take("manifest record", record_bytes(record_form(plan_)));
     for (TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
-        if (tile.home[index_of(part)] == Home::kHost) keep_in_host(arena, tile, part);
+        if (tile.home[index_of(part)] == Placement::kHost) keep_in_host(arena, tile, part);
       }
     }
     for (BlockPlan& block : plan_.blocks) {
@@ -71,7 +71,7 @@ class HostLayout {
     for (BlockPlan& block : plan_.blocks) {
       block.gradient.bytes = block.partition.trainable_elements * draft_.element_bytes();
       if (block.early && complete_in_one_visit(block)) {
-        block.gradient_place = GradientPlace::kPassing;
+        block.gradient_home = std::nullopt;
         passing_.push_back(block.gradient.bytes);
       } else {
         own += align_up(block.gradient.bytes, kPage);
@@ -85,19 +85,19 @@ class HostLayout {
       return arena.used() + buffers * buffer_bytes() + (chunks ? chunk_count * plan_.host.chunk_bytes : 0) +
              activations;
     };
-    const auto spill = [this](GradientPlace from, GradientPlace to) {
+    const auto spill = [this](Placement from, Placement to) {
       for (BlockPlan& block : plan_.blocks) {
-        if (block.gradient_place == from) block.gradient_place = to;
+        if (block.gradient_home == from) block.gradient_home = to;
       }
     };
     const bool comfortable = own + pipeline(2, kPreferredChunks / 4) <= budget;
     const std::uint64_t least = own + pipeline(1, kLeastChunks);
-    spill(GradientPlace::kHost, GradientPlace::kSpilled);  // buffers have room for a gradient then
+    spill(Placement::kHost, Placement::kNvme);  // buffers have room for a gradient then
     const std::uint64_t least_spilled = pipeline(1, kLeastChunks) + kLeastChunks * plan_.host.chunk_bytes;
     const bool saves = least_spilled < least && (least_spilled <= budget || least > budget);
     const bool all = !plan_.has_store || comfortable || !saves;
     if (all) {
-      spill(GradientPlace::kSpilled, GradientPlace::kHost);
+      spill(Placement::kNvme, Placement::kHost);
     } else {
       const std::uint64_t spill_bytes = kSpillChunks * plan_.host.chunk_bytes;
       const bool roomy = pipeline(preferred_buffers(), preferred_chunks()) + spill_bytes <= budget;
@@ -107,13 +107,13 @@ class HostLayout {
     std::uint64_t needed = all ? 0 : pipeline(preferred_buffers(), preferred_chunks());
     for (BlockPlan& block : plan_.blocks) {
       const std::uint64_t bytes = block.gradient.bytes;
-      if (block.gradient_place == GradientPlace::kPassing) continue;
+      if (!block.gradient_home) continue;
       if (!all && (needed += align_up(bytes, kPage)) > budget) break;
-      block.gradient_place = GradientPlace::kHost;
+      block.gradient_home = Placement::kHost;
       block.gradient = arena.take("gradients", bytes);
     }
     // What is spilled is read again beside its tile, once all of the step is written.
-    for (BlockPlan& block : plan_.blocks) block.early &= block.gradient_place != GradientPlace::kSpilled;
+    for (BlockPlan& block : plan_.blocks) block.early &= block.gradient_home != Placement::kNvme;
   }
 
   // A block's leaf sums, and what the caller's weights are told apart by; gradients that are kept.
@@ -152,21 +152,21 @@ class HostLayout {
   std::uint64_t buffer_bytes() const {
     std::uint64_t bytes = mover_buffer_bytes(plan_.tile_places), gradient = 0;
     for (const TilePlan& tile : plan_.tiles) {
-      if (!tile.range.trainable || plan_.blocks[tile.block].gradient_place != GradientPlace::kSpilled) continue;
+      if (!tile.range.trainable || plan_.blocks[tile.block].gradient_home != Placement::kNvme) continue;
       gradient = std::max(gradient, align_up(tile.range.count * draft_.element_bytes(), kExtentAlignment));
     }
     return bytes + gradient;
   }
 
   void keep_in_host(PlanArena& arena, TilePlace& tile, Part part) {
-    tile.home[index_of(part)] = Home::kHost;
+    tile.home[index_of(part)] = Placement::kHost;
     tile.offset[index_of(part)] =
         arena.take(part == Part::kWeights ? "weights" : "optimizer states", extent_bytes(tile.shape, part)).offset;
   }
 
   bool anything_on_nvme() const {
     return std::ranges::any_of(plan_.tile_places,
-                               [](const TilePlace& t) { return t.home[index_of(Part::kWeights)] == Home::kNvme; });
+                               [](const TilePlace& t) { return t.home[index_of(Part::kWeights)] == Placement::kNvme; });
   }
 
   std::uint64_t preferred_buffers() const {
@@ -227,7 +227,7 @@ class HostLayout {
     const auto stay = blocks_that_stay(plan_);
     for (Part part : {Part::kWeights, Part::kStates}) {
       for (TilePlace& tile : plan_.tile_places) {
-        if (tile.home[index_of(part)] != Home::kNvme || !fits(tile, part)) continue;
+        if (tile.home[index_of(part)] != Placement::kNvme || !fits(tile, part)) continue;
         // What is updated early is taken back on NVMe, and committed at every step: it must not wait for a commit.
         if (plan_.early_blocks && part == Part::kStates) continue;
         const std::uint32_t block = plan_.tiles[static_cast<std::size_t>(&tile - plan_.tile_places.data())].block;

@@ -43,12 +43,12 @@ std::vector<NodeRegion> node_regions(const Plan& plan, unsigned nodes, std::uint
     const TilePlan& tile = plan.tiles[order[i]];
     const TilePlace& place = plan.tile_places[order[i]];
     const std::uint64_t element = size_of(place.shape.type);
-    if (plan.blocks[tile.block].gradient_place == GradientPlace::kHost) {
+    if (plan.blocks[tile.block].gradient_home == Placement::kHost) {
       const std::uint64_t gradients = plan.blocks[tile.block].gradient.offset;
       parts.push_back({{gradients + tile.range.first * element, tile.range.count * element}, node});
     }
     for (Part part : {Part::kWeights, Part::kStates}) {
-      if (place.home[index_of(part)] != Home::kHost) continue;
+      if (place.home[index_of(part)] != Placement::kHost) continue;
       parts.push_back({{place.offset[index_of(part)], extent_bytes(place.shape, part)}, node});
     }
   }

@@ -54,7 +54,7 @@ class NvmeLayout {
  private:
   void place_spilled_gradients() {
     for (TilePlan& tile : plan_.tiles) {
-      if (!tile.range.trainable || plan_.blocks[tile.block].gradient_place != GradientPlace::kSpilled) continue;
+      if (!tile.range.trainable || plan_.blocks[tile.block].gradient_home != Placement::kNvme) continue;
       tile.gradient = {plan_.spill_bytes, align_up(tile.range.count * draft_.element_bytes(), kExtentAlignment)};
       plan_.spill_bytes += tile.gradient.bytes;
     }

@@ -161,15 +161,12 @@ class Planner {
 
   // Homes as configured; "nvme" tiles may still move up to host memory when there is room (cache_in_host).
   void choose_homes() {
-    auto home = [](Placement placement) {
-      return placement == Placement::kHbm ? Home::kHbm : placement == Placement::kHost ? Home::kHost : Home::kNvme;
-    };
     for (TilePlace& tile : plan_.tile_places) {
-      tile.home[index_of(Part::kStates)] = home(states());
+      tile.home[index_of(Part::kStates)] = states();
       Home& weights = tile.home[index_of(Part::kWeights)];
-      weights = draft_.with_caller ? Home::kCaller : home(config_.parameters);
+      weights = draft_.with_caller ? std::nullopt : Home(config_.parameters);
       // The CPU update needs the weights beside the states.
-      if (weights == Home::kHbm && tile.shape.trainable) weights = home(states());
+      if (weights == Placement::kHbm && tile.shape.trainable) weights = states();
     }
   }
 
@@ -203,7 +200,7 @@ class Planner {
     std::uint64_t sum = 0;
     for (const TilePlace& tile : plan.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
-        if (tile.home[index_of(part)] == Home::kNvme) sum += extent_bytes(tile.shape, part);
+        if (tile.home[index_of(part)] == Placement::kNvme) sum += extent_bytes(tile.shape, part);
       }
     }
     return sum;
@@ -216,9 +213,9 @@ class Planner {
       BlockPlan& block = plan_.blocks[b];
       const auto tiles = std::span(plan_.tile_places).subspan(block.first_tile, block.tiles);
       const bool on_nvme = std::ranges::all_of(tiles, [](const TilePlace& tile) {
-        return std::ranges::all_of(tile.home, [](Home home) { return home == Home::kNvme; });
+        return std::ranges::all_of(tile.home, [](const Home& home) { return home == Placement::kNvme; });
       });
-      block.speculative = on_nvme && block.gradient_place == GradientPlace::kHost && may_be_early(b);
+      block.speculative = on_nvme && block.gradient_home == Placement::kHost && may_be_early(b);
     }
   }
 
@@ -311,7 +308,7 @@ PlannedHits planned_hits(const Plan& plan) {
     for (Part part : {Part::kWeights, Part::kStates}) {
       const std::uint64_t bytes = payload_bytes(tile.shape, part);
       hits.tile_bytes += bytes;
-      hits.tile_hit_bytes += tile.home[index_of(part)] == Home::kNvme ? 0 : bytes;
+      hits.tile_hit_bytes += tile.home[index_of(part)] == Placement::kNvme ? 0 : bytes;
     }
   }
   return hits;

@@ -23,19 +23,15 @@ struct Region {
   std::uint64_t offset = 0, bytes = 0;
 };
 
-// Where a block's rounded gradient waits for the update.
-enum class GradientPlace : std::uint8_t {
-  kHbm,      // beside states that live there
-  kHost,     // in memory of its own until the update, which may need the norm of all gradients
-  kSpilled,  // on NVMe, in the scratch area; read again beside the tile's states
-  kPassing,  // in one of HostPlan::passing: the block is updated inside backward, as soon as its gradient is complete
-};
-
 struct BlockPlan {
   BlockPartition partition;
   std::uint32_t first_tile = 0, tiles = 0;
   Region weights;  // HBM, when weights stay there
-  GradientPlace gradient_place = GradientPlace::kHost;
+  // Where its rounded gradient waits for the update: in HBM beside states that live there; in host memory, as the
+  // update may need the norm of all gradients; on NVMe, in the scratch area, from where it comes back beside the tile's
+  // states. None: it passes through one of HostPlan::passing, as the block is updated inside backward once it is
+  // complete.
+  Home gradient_home = Placement::kHost;
   Region gradient;     // trainable elements in the weight type, in HBM or host memory; only its size in other places
   bool early = false;  // updated inside backward
   bool speculative = false;  // the same, when clipping had no effect in the step before: it is taken back when it has
@@ -65,14 +61,15 @@ struct HbmPlan {
 };
 
 struct ActivationPlan {
-  struct Home {                                  // neither: the activation never leaves HBM
-    std::optional<std::uint64_t> host, scratch;  // offset in the host arena; in NvmePlan::activations
+  struct At {
+    Placement home = Placement::kHbm;  // it never leaves that
+    std::uint64_t offset = 0;          // else in the host arena, or in NvmePlan::activations
   };
   std::vector<Region> places;        // HBM; as many as activations when nothing moves
   std::vector<UsePlace> uses;        // empty: nothing moves, every activation has its own place
   std::vector<ActivationUse> order;  // the model's, index as uses
   std::vector<std::uint64_t> bytes;  // of each activation, when they move
-  std::vector<Home> homes;           // likewise
+  std::vector<At> homes;             // likewise
   Region down, up;                   // host: chunks on the way to NVMe and back
 };
 

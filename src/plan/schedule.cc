@@ -18,26 +18,25 @@ ScheduleTile tile_of(const Plan& plan, std::uint32_t t) {
   const std::uint64_t payload = payload_bytes(place.shape, Part::kWeights);
   ScheduleTile tile{.block = plan.tiles[t].block, .elements = trainable ? place.shape.count : 0};
   if (!stays || place.hbm_weights) tile.weight_bytes = payload;
-  if (!stays && place.home[kWeights] == Home::kNvme) tile.fetch_bytes = extent_bytes(place.shape, Part::kWeights);
+  if (!stays && place.home[kWeights] == Placement::kNvme) tile.fetch_bytes = extent_bytes(place.shape, Part::kWeights);
   if (!trainable) return tile;
   if (!plan.gradients_in_hbm) tile.gradient_bytes = payload;
   std::uint64_t beside = 0;
   for (Part part : {Part::kWeights, Part::kStates}) {
     const std::uint64_t bytes = extent_bytes(place.shape, part);
-    const Home home = place.home[index_of(part)];
-    if (home == Home::kNvme) tile.read_bytes += bytes;
+    const Route route = route_of(place.home[index_of(part)]);
+    if (route.read) tile.read_bytes += bytes;
     if (!plan.has_store) continue;
-    if (home == Home::kNvme) beside += bytes;
+    if (route.read) beside += bytes;
     if (written_by_update(place, part)) {
       tile.write_bytes += bytes;
     } else {
       tile.commit_bytes += bytes;
-      if (home == Home::kHbm) tile.commit_d2h_bytes += payload_bytes(place.shape, part);
+      if (route.copied) tile.commit_d2h_bytes += payload_bytes(place.shape, part);
     }
   }
   if (tile.commit_bytes > 0) tile.commit_read_bytes = beside;
-  if (plan.blocks[tile.block].gradient_place == GradientPlace::kSpilled)
-    tile.spill_bytes = plan.tiles[t].gradient.bytes;
+  if (plan.blocks[tile.block].gradient_home == Placement::kNvme) tile.spill_bytes = plan.tiles[t].gradient.bytes;
   return tile;
 }
 
@@ -50,15 +49,16 @@ std::vector<ScheduleUse> uses_of(const Plan& plan) {
     const UsePlace& planned = activations.uses[u];
     const auto [activation, access, visit] = activations.order[u];
     const std::uint64_t bytes = activations.bytes[activation];
-    uses.push_back({.visit = std::min(visit, static_cast<std::uint32_t>(plan.visits.size() - 1)),
-                    .activation = activation,
-                    .place = planned.place,
-                    .bytes = bytes,
-                    .nvme_bytes = activations.homes[activation].scratch ? align_up(bytes, kExtentAlignment) : 0,
-                    .fetch = planned.fetch,
-                    .spill = planned.spill,
-                    .after = planned.after.value_or(kNothing),
-                    .source = planned.fetch ? went_home[activation] : kNothing});
+    uses.push_back(
+        {.visit = std::min(visit, static_cast<std::uint32_t>(plan.visits.size() - 1)),
+         .activation = activation,
+         .place = planned.place,
+         .bytes = bytes,
+         .nvme_bytes = activations.homes[activation].home == Placement::kNvme ? align_up(bytes, kExtentAlignment) : 0,
+         .fetch = planned.fetch,
+         .spill = planned.spill,
+         .after = planned.after.value_or(kNothing),
+         .source = planned.fetch ? went_home[activation] : kNothing});
     if (planned.spill) went_home[activation] = u;
   }
   return uses;
@@ -107,7 +107,7 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
                             .gradient_bytes = block.partition.trainable_elements * element,
                             .accumulator_bytes = block.accumulator_home.value_or(Region{}).bytes,
                             .early = block.early,
-                            .gradient_passes = block.gradient_place == GradientPlace::kPassing});
+                            .gradient_passes = !block.gradient_home});
   }
   input.tiles.reserve(plan.tiles.size());
   for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) input.tiles.push_back(tile_of(plan, t));

@@ -103,6 +103,14 @@ VIOLATIONS = {
     "HwlocStaysInItsFile": (
         {"kernels/adam.cc": "void f() { hwloc_topology_init(0); }\n"},
         "kernels/adam.cc:1: uses hwloc"),
+    "UnnamedConstantIsOne": (
+        {"aio/queue.cc": '#include "aio/queue.h"\nnamespace {\nconstexpr int kMost = 1;\n}  // namespace\n',
+         "aio/uring_engine.cc": "namespace {\n\nconstexpr int kLeast = 0, kMost = 2;\n}  // namespace\n"},
+        "aio/uring_engine.cc:3: kMost is in an unnamed namespace of aio/queue.cc, too"),
+    "UnnamedTypeIsOne": (
+        {"aio/queue.cc": '#include "aio/queue.h"\nnamespace {\nstruct Part {\n};\n}  // namespace\n',
+         "aio/uring_engine.cc": "namespace {\nusing Part = int;\n}  // namespace\n"},
+        "aio/uring_engine.cc:2: Part is in an unnamed namespace of aio/queue.cc, too"),
     "CudaStaysInItsFile": ({"kernels/adam.cc": "void f() { cudaMalloc(0, 0); }\n"}, "kernels/adam.cc:1: uses CUDA"),
 }
 
@@ -127,6 +135,11 @@ class TheChecker(unittest.TestCase):
 
     def test_PassesACleanTree(self):
         self.assertEqual([], self.found({}))
+
+    def test_PassesOverloadsAndEqualAliasesInUnnamedNamespaces(self):
+        self.assertEqual([], self.found({
+            "aio/queue.cc": '#include "aio/queue.h"\nnamespace {\nusing A = int;\nvoid f(int) {}\n}  // namespace\n',
+            "aio/uring_engine.cc": "namespace {\nusing A = int;\nvoid f(A, A) {\n}\n}  // namespace\n"}))
 
     def test_LooksAtNoBuildDirectory(self):
         self.assertEqual([], self.found({"build-test/common/orphan.cc": "int main() {}\n"}))

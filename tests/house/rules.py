@@ -46,6 +46,15 @@ MAX_LINES = 500
 MAX_WIDTH = 120
 VAGUE = {"util", "utils", "utility", "utilities", "common", "helper", "helpers", "misc"}
 
+# Whose libraries are built with several files in one (Meson's unity). Highway's files in kernels are not.
+UNITY = {"aio", "swap", "src", "tools"}
+LIBRARY_FILES = re.compile(r"static_library\((.*?)\)", re.DOTALL)
+CONSTANT = re.compile(r"[ *&](k[A-Z]\w*)(?:\[[^\]]*\])? ?(?:=(?!=)|\{)")
+TYPE = re.compile(r"(?:struct|class|enum class) (\w+)(?: final)?(?: :.*| \{.*)?$")
+ALIAS = re.compile(r"using (\w+) = (.*)")
+FUNCTION = re.compile(r"(?:\[\[.*?\]\] )?[\w:<>,&* ]+?[ &*](\w+)\((.*)")
+BLOCK_END = re.compile(r"\}(?:[;,)]|$)")
+
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # Diagnostics of last resort may use stderr: the default log sink and the failed check.
 STDERR_FILES = {"include/spillway/log.h", "include/spillway/error.h"}
@@ -176,10 +185,50 @@ def check_names(files):
         yield place, 1, what
 
 
+def unnamed(text):
+    """What stands in a file's unnamed namespaces, at their outermost level: (line, name, alias). A function's name has
+    its arguments, as others of the name may have other ones; an alias is what it stands for, and else empty."""
+    found, inside = [], False
+    for number, line in enumerate(without_comments(text).splitlines(), 1):
+        if line == "namespace {":
+            inside = True
+        elif line.startswith("}") and inside and not BLOCK_END.match(line):
+            inside = False
+        if not inside or not line or not line[0].isalpha() or line.startswith("namespace"):
+            continue
+        if line.startswith(("constexpr ", "const ", "inline constexpr ", "static ")):
+            found += [(number, name, "") for name in CONSTANT.findall(line)]
+        kind, alias, function = TYPE.match(line), ALIAS.match(line), FUNCTION.match(line)
+        if kind:
+            found.append((number, kind[1], ""))
+        elif alias:
+            found.append((number, alias[1], alias[2]))
+        elif function and found[-1:] != [(number, function[1], "")]:
+            found.append((number, function[1] + "(" + function[2].split(" {")[0], ""))
+    return found
+
+
+def check_unity(root):
+    """Builds with sanitizers take the files of a library together: a name stands for one thing in all of them."""
+    root = pathlib.Path(root)
+    for build in sorted(root.glob("*/meson.build")) + sorted(root.glob("*/*/meson.build")):
+        if build.relative_to(root).parts[0] not in UNITY:
+            continue
+        for library in LIBRARY_FILES.findall(build.read_text()):
+            where = {}
+            for file in (build.parent / name for name in re.findall(r"'([\w/]+\.cc)'", library)):
+                path = file.relative_to(root).as_posix()
+                for number, name, alias in unnamed(file.read_text()) if file.exists() else []:
+                    other, same = where.setdefault(name, (path, alias))
+                    if other != path and not (alias and alias == same):
+                        what = f"{name.split('(')[0]} is in an unnamed namespace of {other}, too"
+                        yield pathlib.PurePath(path), number, what
+
+
 def violations(root):
     root = pathlib.Path(root)
     files = list(source_files(root))
-    found = [*check_named(root, files), *check_included(root, files), *check_names(files)]
+    found = [*check_named(root, files), *check_included(root, files), *check_names(files), *check_unity(root)]
     for path in files:
         if path.suffix not in TEXT and path.name != "meson.build":
             continue

@@ -79,9 +79,9 @@ struct Where {
 };
 Where homes_of(const Plan& plan) {
   Where where{.hbm = plan.activations.uses.empty()};
-  for (const ActivationPlan::Home& home : plan.activations.homes) {
-    where.host |= home.host.has_value();
-    where.nvme |= home.scratch.has_value();
+  for (const ActivationPlan::At& at : plan.activations.homes) {
+    where.host |= at.home == Placement::kHost;
+    where.nvme |= at.home == Placement::kNvme;
   }
   return where;
 }
@@ -146,7 +146,7 @@ TEST(Activations, TheStepReportCountsWhatTheyMove) {
   std::uint64_t down = 0, up = 0, written = 0;
   for (std::size_t u = 0; u < plan.activations.uses.size(); ++u) {
     const std::uint64_t bytes = model.activations[model.activation_uses[u].activation].bytes;
-    const bool nvme = plan.activations.homes[model.activation_uses[u].activation].scratch.has_value();
+    const bool nvme = plan.activations.homes[model.activation_uses[u].activation].home == Placement::kNvme;
     down += plan.activations.uses[u].spill ? bytes : 0;
     up += plan.activations.uses[u].fetch ? bytes : 0;
     written += plan.activations.uses[u].spill && nvme ? align_up(bytes, kExtentAlignment) : 0;
@@ -257,9 +257,9 @@ TEST(Activations, AFlippedBitStopsTheRunAtTheLastCommit) {
       training.engine->stream().synchronize();
       const std::uint64_t scratch =
           TileStore::space_bytes(store_shape(plan)) - align_up(plan.scratch_bytes, kExtentAlignment);
-      for (const ActivationPlan::Home& home : plan.activations.homes) {
-        if (!home.scratch) continue;
-        overwrite_sector(store.path() / kStoreFileName, scratch + *home.scratch, static_cast<char>(random()));
+      for (const ActivationPlan::At& at : plan.activations.homes) {
+        if (at.home != Placement::kNvme) continue;
+        overwrite_sector(store.path() / kStoreFileName, scratch + at.offset, static_cast<char>(random()));
       }
     };
     const Error error = error_of([&] { training.trainer.run_step(); });

@@ -76,12 +76,12 @@ TEST(LayoutCases, MakeAStepInEveryWay) {
       if (plan.gradients_in_hbm) modes.insert("updated on the device");
       if (any(&BlockPlan::early)) modes.insert("inside backward");
       if (any(&BlockPlan::speculative) && layout.speculative_blocks > 0) modes.insert("on a guess");
-      if (any([](const BlockPlan& block) { return block.gradient_place == GradientPlace::kHost; }))
+      if (any([](const BlockPlan& block) { return block.gradient_home == Placement::kHost; }))
         modes.insert("in the next forward");
-      if (any([](const BlockPlan& block) { return block.gradient_place == GradientPlace::kSpilled; }))
+      if (any([](const BlockPlan& block) { return block.gradient_home == Placement::kNvme; }))
         modes.insert("gradients on nvme");
       if (plan.hbm.places.empty() && !plan.gradients_in_hbm) modes.insert("weights in hbm");
-      const auto cached = [](const TilePlace& tile) { return tile.home[1] == Home::kHost; };
+      const auto cached = [](const TilePlace& tile) { return tile.home[1] == Placement::kHost; };
       if (layout.states == Placement::kNvme && std::ranges::any_of(plan.tile_places, cached) &&
           !std::ranges::all_of(plan.tile_places, cached))
         modes.insert("some tiles cached");

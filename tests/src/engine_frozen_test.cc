@@ -49,7 +49,7 @@ Config with_room_for(std::uint64_t blocks, const TempStore& store) {
   config.hbm_bytes = plan.ledger.total(Placement::kHbm) - places + blocks * kBlockBytes;
   std::uint64_t cached = 0;  // the tile buffers that nothing is updated in
   for (const TilePlace& tile : plan.tile_places) {
-    if (tile.home[index_of(Part::kWeights)] == Home::kHost) cached += extent_bytes(tile.shape, Part::kWeights);
+    if (tile.home[index_of(Part::kWeights)] == Placement::kHost) cached += extent_bytes(tile.shape, Part::kWeights);
   }
   config.host_bytes = plan.ledger.total(Placement::kHost) - cached;
   return config;

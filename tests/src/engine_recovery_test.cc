@@ -487,7 +487,8 @@ TEST_F(Recovery, AStoreGoesOnUnderOtherBudgetsWithTheSameBits) {
     EXPECT_EQ(std::filesystem::file_size(store_file()), size) << "with host_bytes " << host;
   }
   for (const TilePlace& tile : make_plan(config_, model()).tile_places) {
-    EXPECT_TRUE(tile.home[0] == Home::kHost && tile.home[1] == Home::kHost) << "the last run kept every tile in memory";
+    EXPECT_TRUE(tile.home[0] == Placement::kHost && tile.home[1] == Placement::kHost)
+        << "the last run kept every tile in memory";
   }
 }
 

@@ -54,12 +54,12 @@ class Mover : public ::testing::Test {
       TilePlace place{.shape = shape.tiles[t]};
       for (Part part : kBothParts) {
         const Home home = choose(t, part);
-        std::uint64_t& next = home == Home::kHost ? arena : hbm;
+        std::uint64_t& next = home == Placement::kHost ? arena : hbm;
         place.home[index_of(part)] = home;
         place.offset[index_of(part)] = next;
-        next += home == Home::kNvme ? 0 : extent_bytes(place.shape, part);
+        next += home == Placement::kNvme ? 0 : extent_bytes(place.shape, part);
       }
-      if (place.home[0] != Home::kHbm && t % 2 == 0) {  // a copy for compute
+      if (place.home[0] != Placement::kHbm && t % 2 == 0) {  // a copy for compute
         place.hbm_weights = hbm;
         hbm += extent_bytes(place.shape, Part::kWeights);
       }
@@ -210,7 +210,7 @@ TEST_F(Mover, TilesKeepTheirBytesWhereverTheyLive) {
 TEST_F(Mover, AnUpdateWritesEveryPartThatTravelsWithIt) {
   // Weights in host memory beside states on NVMe are a cache: both are written. The other way round the states wait.
   settle_homes([](std::uint32_t tile, Part part) {
-    return (tile % 2 == 0) == (part == Part::kWeights) ? Home::kHost : Home::kNvme;
+    return (tile % 2 == 0) == (part == Part::kWeights) ? Placement::kHost : Placement::kNvme;
   });
   import(1);
   store->commit(0, {}, *thread, host.memory().first(kRecordBytes));
@@ -228,7 +228,7 @@ TEST_F(Mover, AnUpdateWritesEveryPartThatTravelsWithIt) {
 }
 
 TEST_F(Mover, TheCommittedSlotIsNeverWritten) {
-  settle_homes([](std::uint32_t, Part) { return Home::kNvme; });
+  settle_homes([](std::uint32_t, Part) { return Placement::kNvme; });
   import(1);
   store->commit(0, {}, *thread, host.memory().first(kRecordBytes));
   std::vector<TileStore::Slot> committed;
@@ -253,7 +253,7 @@ TEST_F(Mover, TheCommittedSlotIsNeverWritten) {
 }
 
 TEST_F(Mover, RestoringFillsHomesAndWritesNothing) {
-  settle_homes([](std::uint32_t, Part) { return Home::kNvme; });
+  settle_homes([](std::uint32_t, Part) { return Placement::kNvme; });
   import(1);
   update(1, 2);
   write_back_and_commit(1);
@@ -278,7 +278,7 @@ TEST_F(Mover, RestoringFillsHomesAndWritesNothing) {
 }
 
 TEST_F(Mover, ABitThatFlippedOnTheDriveIsNamedAndTheOtherTilesStillLoad) {
-  settle_homes([](std::uint32_t, Part) { return Home::kNvme; });
+  settle_homes([](std::uint32_t, Part) { return Placement::kNvme; });
   import(1);
   store->commit(0, {}, *thread, host.memory().first(kRecordBytes));
   for (Part part : kBothParts) {
@@ -304,7 +304,7 @@ TEST_F(Mover, ABitThatFlippedOnTheDriveIsNamedAndTheOtherTilesStillLoad) {
 
 TEST_F(Mover, ABufferHoldsOneTileAtATime) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  settle_homes([](std::uint32_t, Part) { return Home::kHost; });
+  settle_homes([](std::uint32_t, Part) { return Placement::kHost; });
   import(1);
   mover->start_load(0, 0);
   EXPECT_FALSE(mover->idle(0));
@@ -319,7 +319,7 @@ TEST_F(Mover, ABufferHoldsOneTileAtATime) {
 
 // A part that lives in host memory is worked on in place: nothing moves.
 TEST_F(Mover, HostMemoryIsUsedInPlace) {
-  settle_homes([](std::uint32_t, Part) { return Home::kHost; });
+  settle_homes([](std::uint32_t, Part) { return Placement::kHost; });
   import(1);
   const std::uint64_t read = thread->stats().read_bytes, h2d_before = mover->h2d_bytes();
   mover->start_load(0, 0);

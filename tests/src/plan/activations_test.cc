@@ -84,7 +84,7 @@ TEST(PlanActivations, WhatDoesNotFitHbmGoesToHostMemoryAndThenToNvme) {
   EXPECT_LT(both.nvme.activations.bytes, 28 * kBytes);
   // The gradient of each micro-batch moves in every layer, an input once each way: host memory is for what moves most.
   for (std::uint32_t b = 0; b < kMicroBatches; ++b) {
-    EXPECT_TRUE(both.activations.homes[kLayers * kMicroBatches + b].host) << b;
+    EXPECT_EQ(both.activations.homes[kLayers * kMicroBatches + b].home, Placement::kHost) << b;
   }
 
   config.host_bytes = 1;

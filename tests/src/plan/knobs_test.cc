@@ -138,7 +138,7 @@ TEST(PlanKnobs, BuffersOfOffloadParamLimitWhatIsInFlightAndMaxInCpuWhatIsKept) {
   const auto kept = [](const Plan& plan) {
     std::uint64_t elements = 0;
     for (const TilePlace& t : plan.tile_places) {
-      elements += t.home[index_of(Part::kWeights)] == Home::kHost ? t.shape.count : 0;
+      elements += t.home[index_of(Part::kWeights)] == Placement::kHost ? t.shape.count : 0;
     }
     return elements;
   };

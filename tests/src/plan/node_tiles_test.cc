@@ -137,11 +137,11 @@ std::vector<Owned> owned_bytes(const Plan& plan, unsigned nodes) {
     const TilePlace& place = plan.tile_places[order[i]];
     const std::uint64_t buffer = i % plan.host.buffers_count;  // as the updater takes them
     all.push_back({plan.host.buffers.offset + buffer * plan.host.buffer_bytes, plan.host.buffer_bytes, node});
-    if (plan.blocks[tile.block].gradient_place == GradientPlace::kHost) {
+    if (plan.blocks[tile.block].gradient_home == Placement::kHost) {
       all.push_back({plan.blocks[tile.block].gradient.offset + 2 * tile.range.first, 2 * tile.range.count, node});
     }
     for (Part part : {Part::kWeights, Part::kStates}) {
-      if (place.home[index_of(part)] != Home::kHost) continue;
+      if (place.home[index_of(part)] != Placement::kHost) continue;
       all.push_back({place.offset[index_of(part)], extent_bytes(place.shape, part), node});
     }
   }

@@ -89,7 +89,7 @@ std::vector<Named> hbm_regions(const Plan& plan) {
   }
   all.push_back({"shared accumulator", shared});
   for (const TilePlace& tile : plan.tile_places) {
-    if (tile.home[index_of(Part::kStates)] != Home::kHbm) continue;
+    if (tile.home[index_of(Part::kStates)] != Placement::kHbm) continue;
     all.push_back({"states", {tile.offset[index_of(Part::kStates)], payload_bytes(tile.shape, Part::kStates)}});
   }
   return all;
@@ -103,7 +103,7 @@ std::vector<Named> host_regions(const Plan& plan, const ModelDescription& model)
                             {"activations up", plan.activations.up},
                             {"norms", plan.host.norms}};
   for (const BlockPlan& block : plan.blocks) {
-    if (block.gradient_place == GradientPlace::kHost) all.push_back({"gradient", block.gradient});
+    if (block.gradient_home == Placement::kHost) all.push_back({"gradient", block.gradient});
     if (!block.accumulator_home) continue;
     EXPECT_FALSE(block.accumulator);
     EXPECT_EQ(block.accumulator_home->bytes, block.partition.trainable_elements * 4);
@@ -111,15 +111,14 @@ std::vector<Named> host_regions(const Plan& plan, const ModelDescription& model)
     all.push_back({"accumulator", *block.accumulator_home});
   }
   for (std::size_t a = 0; a < plan.activations.homes.size(); ++a) {
-    if (const auto& offset = plan.activations.homes[a].host) {
-      all.push_back({"activation", {*offset, model.activations[a].bytes}});
-    }
+    const auto& [home, offset] = plan.activations.homes[a];
+    if (home == Placement::kHost) all.push_back({"activation", {offset, model.activations[a].bytes}});
   }
   for (const Region& passing : plan.host.passing) all.push_back({"passing gradient", passing});
   all.push_back({"spill chunks", plan.host.spill_chunks});
   for (const TilePlace& tile : plan.tile_places) {
     for (Part part : {Part::kWeights, Part::kStates}) {
-      if (tile.home[index_of(part)] != Home::kHost) continue;
+      if (tile.home[index_of(part)] != Placement::kHost) continue;
       all.push_back({"tile", {tile.offset[index_of(part)], extent_bytes(tile.shape, part)}});
     }
   }
@@ -150,7 +149,7 @@ void expect_consistent(const Plan& plan, const ModelDescription& model) {
   std::uint64_t spilled = 0;
   for (const TilePlan& tile : plan.tiles) {
     const BlockPlan& block = plan.blocks[tile.block];
-    if (block.gradient_place != GradientPlace::kSpilled || !tile.range.trainable) {
+    if (block.gradient_home != Placement::kNvme || !tile.range.trainable) {
       EXPECT_EQ(tile.gradient.bytes, 0u);
       continue;
     }
@@ -164,7 +163,7 @@ void expect_consistent(const Plan& plan, const ModelDescription& model) {
   EXPECT_LE(spilled, plan.scratch_bytes);
   EXPECT_EQ(spilled > 0, plan.host.spill_chunks.bytes > 0);
   for (const BlockPlan& block : plan.blocks) {
-    if (block.gradient_place != GradientPlace::kPassing) continue;
+    if (block.gradient_home) continue;
     ASSERT_FALSE(plan.host.passing.empty());
     EXPECT_LE(block.gradient.bytes, plan.host.passing[0].bytes);
   }
@@ -194,7 +193,7 @@ void expect_consistent(const Plan& plan, const ModelDescription& model) {
     const BlockPlan& block = plan.blocks[plan.tiles[t].block];
     const std::uint64_t bytes = plan.tiles[t].range.first * size_of(place.shape.type);
     EXPECT_EQ(place.hbm_weights.value_or(block.weights.offset + bytes), block.weights.offset + bytes);
-    if (place.home[index_of(Part::kWeights)] == Home::kHbm) {
+    if (place.home[index_of(Part::kWeights)] == Placement::kHbm) {
       EXPECT_EQ(place.offset[index_of(Part::kWeights)], block.weights.offset + bytes);
     }
     EXPECT_LE(extent_bytes(place.shape, Part::kWeights) + extent_bytes(place.shape, Part::kStates),
@@ -279,11 +278,13 @@ TEST(Plan, HomesFollowTheOffloadDevices) {
     Home weights, states, frozen;
     bool copy_in_hbm, gradients_in_hbm;
   };
-  const Expected expected[] = {
-      {Home::kHbm, Home::kHbm, Home::kHbm, false, true},     {Home::kHost, Home::kHost, Home::kHbm, true, false},
-      {Home::kNvme, Home::kNvme, Home::kHbm, true, false},   {Home::kHost, Home::kHost, Home::kHost, false, false},
-      {Home::kHost, Home::kNvme, Home::kHost, false, false}, {Home::kNvme, Home::kHost, Home::kNvme, false, false},
-      {Home::kNvme, Home::kNvme, Home::kNvme, false, false}};
+  const Expected expected[] = {{Placement::kHbm, Placement::kHbm, Placement::kHbm, false, true},
+                               {Placement::kHost, Placement::kHost, Placement::kHbm, true, false},
+                               {Placement::kNvme, Placement::kNvme, Placement::kHbm, true, false},
+                               {Placement::kHost, Placement::kHost, Placement::kHost, false, false},
+                               {Placement::kHost, Placement::kNvme, Placement::kHost, false, false},
+                               {Placement::kNvme, Placement::kHost, Placement::kNvme, false, false},
+                               {Placement::kNvme, Placement::kNvme, Placement::kNvme, false, false}};
   ModelDescription model = model_of(8);
   model.blocks[1].parameters[1].trainable = false;
   for (std::size_t i = 0; i < std::size(kPlacements); ++i) {
@@ -396,7 +397,7 @@ TEST(Plan, HostMemoryThatIsLeftKeepsAFixedSetWithWeightsFirst) {
   config.host_bytes = make_plan(config, model).ledger.total(Placement::kHost);  // the pipeline has all that is of use
   const auto kept = [](const Plan& plan, Part part) {
     return std::ranges::count_if(plan.tile_places,
-                                 [part](const TilePlace& t) { return t.home[index_of(part)] == Home::kHost; });
+                                 [part](const TilePlace& t) { return t.home[index_of(part)] == Placement::kHost; });
   };
   std::int64_t weights = 0, states = 0;
   const auto tiles = static_cast<std::int64_t>(make_plan(config, model).tiles.size());

@@ -45,12 +45,12 @@ inline void expect_activations(const Plan& plan, const ModelDescription& model) 
   for (std::size_t u = 0; u < activations.uses.size(); ++u) {
     const std::uint32_t a = model.activation_uses[u].activation;
     if (!activations.uses[u].spill) continue;
-    EXPECT_NE(activations.homes[a].host.has_value(), activations.homes[a].scratch.has_value());
+    EXPECT_NE(activations.homes[a].home, Placement::kHbm);
   }
   std::map<std::uint64_t, std::uint64_t> extents;
   for (std::size_t a = 0; a < activations.homes.size(); ++a) {
-    if (!activations.homes[a].scratch) continue;
-    extents[*activations.homes[a].scratch] = align_up(model.activations[a].bytes, kExtentAlignment);
+    if (activations.homes[a].home != Placement::kNvme) continue;
+    extents[activations.homes[a].offset] = align_up(model.activations[a].bytes, kExtentAlignment);
     EXPECT_GE(activations.up.bytes, plan.host.chunk_bytes);
     EXPECT_GE(activations.down.bytes, plan.host.chunk_bytes);
   }

@@ -267,7 +267,7 @@ TEST(Schedule, MovesActivationsOutOfHbmAndBack) {
     std::uint64_t down = 0, up = 0, written = 0, read = 0;
     for (std::size_t u = 0; u < plan.activations.uses.size(); ++u) {
       const UsePlace& use = plan.activations.uses[u];
-      const bool nvme = plan.activations.homes[model.activation_uses[u].activation].scratch.has_value();
+      const bool nvme = plan.activations.homes[model.activation_uses[u].activation].home == Placement::kNvme;
       down += use.spill, written += use.spill && nvme;
       up += use.fetch, read += use.fetch && nvme;
     }
