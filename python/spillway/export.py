@@ -13,6 +13,7 @@ import torch
 from . import buffers, whole_files
 from .checkpoint_names import groups_of, plain
 from .library import Error
+from .module import attachments
 from .pieces import floats
 from .safetensors_files import SafetensorsFiles
 
@@ -179,15 +180,14 @@ def _write_groups(engine, groups, folder, dtype):
     except BaseException:
         files.close(sync=False)
         raise
-    described = getattr(engine.module, "config", None)
-    if not hasattr(described, "to_json_string"):
-        return files.names
-    values = json.loads(described.to_json_string())
-    for key in values.keys() & {"dtype", "torch_dtype"}:
-        values[key] = str(dtype).removeprefix("torch.")
-    text = json.dumps(values, indent=2).encode()
-    whole_files.write(os.path.join(folder, "config.json"), lambda file: file.write(text))
-    return [*files.names, "config.json"]
+    beside = attachments(engine.module)
+    for name, text in beside.items():
+        values = json.loads(text)
+        for key in values.keys() & {"dtype", "torch_dtype"}:
+            values[key] = str(dtype).removeprefix("torch.")
+        text = json.dumps(values, indent=2).encode()
+        whole_files.write(os.path.join(folder, name), lambda file, text=text: file.write(text))
+    return [*files.names, *beside]
 
 
 def _tensors(engine):

@@ -4,6 +4,7 @@ from ctypes import c_uint64, c_void_p
 
 from .checkpoint_names import plain
 from .library import BACKWARD, FORWARD, Error
+from .module import attachments
 
 
 class Layout:
@@ -69,7 +70,6 @@ class Layout:
             library.model_add_visit(model, owner, direction)
         largest = max((p.numel() for members in self.members for p in members if p.requires_grad), default=1)
         library.model_set_workspace(model, largest * element_bytes)
-        described = getattr(self._model, "config", None)
-        if hasattr(described, "to_json_string"):  # as Hugging Face's models have it
-            library.model_attach(model, b"config.json", described.to_json_string().encode())
+        for name, text in attachments(self._model).items():
+            library.model_attach(model, name.encode(), text.encode())
         return model

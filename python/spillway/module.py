@@ -77,6 +77,28 @@ def leave_caches_away(model):
     for module in model.modules():
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = False
+            model.__dict__.setdefault("_spillway_caches", []).append(module.config)
+
+
+@contextlib.contextmanager
+def caches_as_before(model):
+    """For what is written of a model: who loads it generates text with the cache that it had."""
+    configurations = model.__dict__.get("_spillway_caches", ())
+    try:
+        for configuration in configurations:
+            configuration.use_cache = True
+        yield
+    finally:
+        for configuration in configurations:
+            configuration.use_cache = False
+
+
+def attachments(model):
+    """Text by name of the files that Hugging Face's models have beside their weights."""
+    with caches_as_before(model):
+        found = {name: getattr(model, name, None) for name in ("config", "generation_config")}
+        return {f"{name}.json": described.to_json_string() for name, described in found.items()
+                if hasattr(described, "to_json_string")}
 
 
 def leave_checkpointing_to_blocks(model):

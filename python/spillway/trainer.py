@@ -20,7 +20,7 @@ from .checkpoint_names import plain
 from .engine import Engine
 from .export import adapters
 from .library import Error
-from .module import leave_caches_away
+from .module import caches_as_before, leave_caches_away
 from .optimizer import EngineOptimizer, EngineSchedule
 from .pieces import values_of
 from .trainer_checkpoints import SCHEDULE, SNAPSHOT, STATE
@@ -326,7 +326,8 @@ class Mixin:
         os.makedirs(output_dir, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output_dir) as folder:
             rest = os.path.join(folder, "rest")  # all but the weights, which go tile by tile
-            super()._save(rest, state_dict={})
+            with caches_as_before(self.model):
+                super()._save(rest, state_dict={})
             self.engine.export(output_dir, dtype=self.engine.dtype, replace=True)
             shutil.copytree(rest, output_dir, dirs_exist_ok=True,
                             ignore=shutil.ignore_patterns("*.safetensors", "pytorch_model*.bin"))

@@ -75,6 +75,23 @@ class Loops(Folder):
             self.assertEqual(2, engine.current_step)
             engine.close()
 
+    def test_AnExportGeneratesAsTheModelDid(self):
+        """By what the model's files say of it: where a text ends, and with a cache."""
+        for kind in ("llama", "t5"):
+            network = model(kind=kind)
+            network.config.use_cache = True
+            network.generation_config.eos_token_id, network.generation_config.max_length = [5, 7], 23
+            ids = torch.ones(1, 4, dtype=torch.long)
+            engine = self.engine(network, example={"input_ids": ids, "labels": ids}, on_existing="replace")
+            engine.gradient_checkpointing_enable()  # which leaves the cache away
+            self.assertFalse(network.config.use_cache)
+            engine.export(self.folder / kind)
+            loaded = type(network).from_pretrained(self.folder / kind)
+            self.assertEqual(([5, 7], 23), (loaded.generation_config.eos_token_id, loaded.generation_config.max_length))
+            self.assertTrue(loaded.config.use_cache)
+            self.assertFalse(network.config.use_cache)
+            engine.close()
+
     def test_WhatIsAskedOfAModelWithoutItsValues(self):
         engine, alone = self.engine(model()), model()
         for ask in (lambda m: m.num_parameters(), lambda m: m.num_parameters(only_trainable=True), lambda m: m.dtype,
@@ -113,6 +130,18 @@ class Loops(Folder):
 
 
 class Trainers(TrainerCase):
+    def test_WhatIsSavedHasTheCacheThatTheModelHad(self):
+        network = model(kind="llama")
+        network.config.use_cache = True
+        trainer = self.trainer(network, max_steps=2, save_strategy="steps", save_steps=2)
+        trainer.train()
+        self.assertFalse(network.config.use_cache)
+        trainer.save_model(str(self.folder / "saved"))
+        trainer.engine.export(self.folder / "exported")
+        for name in ("saved", "exported", "out/checkpoint-2"):
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(self.folder / name)
+            self.assertTrue(loaded.config.use_cache, name)
+
     def test_BeamSearchInEvaluationIsAsTransformersDoesIt(self):
         example = {name: values[None] for name, values in examples(1)[0].items()}
         results = []
