@@ -89,6 +89,7 @@ void TensorOptimizer::load_weights(std::span<const OptimizerTensor> tensors) {
       mover_->start_save(buffer, Save::kRestored);
     }
     finish_saves();
+    store_->note_verified();  // all of every tile
   });
   weights_ = Weights::kReady;
 }

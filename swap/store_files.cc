@@ -55,12 +55,6 @@ void check_parts(std::span<const File> files, std::span<const Superblock> blocks
                          files.size(), files.size() == 1 ? " is" : "s are"),
              "name all of its paths, in their order");
     }
-    if (block.ranks != 1) {
-      throw Error(Code::kUnsupported, {files[i].path().string(),
-                                       fmt::format("is the store of rank {} of {}, and this version trains with one",
-                                                   block.rank + 1, block.ranks),
-                                       0, "use the version that made it"});
-    }
     if (block.part != i) {
       refuse(files[i], fmt::format("is part {} of its store and named as part {}", block.part + 1, i + 1),
              "name the paths in the order in which the store was made");
@@ -230,7 +224,6 @@ StoreFiles::~StoreFiles() {
 void StoreFiles::write_superblocks(Superblock block) {
   draw_random(block.store_id);
   draw_random(block.run_id);
-  block.ranks = 1;
   block.parts = static_cast<std::uint32_t>(files_.size());
   block.unit_bytes = stripes_.unit_bytes();
   for (std::size_t i = 0; i < files_.size(); ++i) {

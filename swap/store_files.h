@@ -62,7 +62,7 @@ class StoreFiles {
   // Whether there are such files, which are whole until take_over().
   bool takes_over() const;
   void take_over(std::uint64_t total_bytes);
-  // Fills in part, shares, names and checksum of every file's superblocks, writes and syncs them.
+  // Fills in part, shares, names and checksum of every file's superblocks, writes and syncs them; all else is given.
   void write_superblocks(Superblock block);
   // Gives them their names, behind the first commit; does nothing where they have them.
   void publish();

@@ -152,6 +152,8 @@ void TileStore::write_description(const Created& shape) {
   Superblock block{};
   block.slots = slots_;
   block.fingerprint = form_.fingerprint;
+  block.rank = shape.identity.rank.index;
+  block.ranks = shape.identity.rank.count;
   block.tiles = form_.tiles;
   block.parameters = form_.parameters;
   block.description_bytes = text.size();

@@ -24,6 +24,7 @@
 #include "spillway/remedy.h"
 #include "swap/extents.h"
 #include "swap/manifest.h"
+#include "swap/rank.h"
 #include "swap/store_files.h"
 #include "swap/store_thread.h"
 
@@ -43,6 +44,7 @@ struct StorePaths {
 struct StoreIdentity {
   std::string description;        // kept in the file; what the store is a store of
   std::uint64_t fingerprint = 0;  // of whatever must be equal for a store to fit a run
+  Rank rank = {};                 // whose part of the model it has
   // What two descriptions differ in, first what their fingerprints cover; empty or null: not known here.
   // Throws kUnsupported when the stored one tells of what this version does not know.
   std::string (*difference)(const std::string& stored, const std::string& wanted) = nullptr;

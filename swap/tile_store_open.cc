@@ -141,6 +141,13 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape
 StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape) {
   const Superblock& block = files.superblock();
   const std::string path = files.files().front().path().string();
+  const Rank own = shape.identity.rank;
+  if (own != Rank{block.rank, block.ranks}) {
+    throw Error(Code::kInvalidArgument, {path,
+                                         fmt::format("is the store of rank {} of {}, and this is rank {} of {}",
+                                                     block.rank, block.ranks, own.index, own.count),
+                                         0, "name the store of this rank, or run as many as there were"});
+  }
   if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size() ||
       (block.format_version >= kUpdateCountsFormat && block.parameters != shape.parameters)) {
     std::string what;

@@ -1,5 +1,7 @@
 #include "spillway/export.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
@@ -172,6 +174,12 @@ ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::
 ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
                            ExportOptions options) {
   const StoredModel stored = read_stored_model(StoreFiles::open_to_look(paths));
+  if (stored.rank.count > 1) {
+    throw Error(Code::kUnsupported,
+                {paths.front().string(),
+                 fmt::format("has the part of rank {} of {} of a model alone", stored.rank.index, stored.rank.count), 0,
+                 "export a store of a run with one rank"});
+  }
   const Plan plan = plan_of_store(stored, paths);
   const auto store = TileStore::open_to_read(paths, store_shape(plan));
   TileReader reader(plan, stored.model);

@@ -56,7 +56,10 @@ void take_loss_scale(StoreInfo& info) {
 StoredModel read_stored_model(const StoreFiles& files) {
   const std::string object = files.files().front().path().string();
   StoredModel stored = parse_store_description(TileStore::read_description(files), object);
-  std::uint64_t left = files.superblock().total_bytes / 2;  // an element takes at least 2 bytes
+  stored.rank = {files.superblock().rank, files.superblock().ranks};
+  // An element takes at least 2 bytes, of its rank.
+  const std::uint64_t ranks = stored.rank.count;
+  std::uint64_t left = std::min(files.superblock().total_bytes / 2, UINT64_MAX / ranks) * ranks;
   for (const Block& block : stored.model.blocks) {
     for (const Parameter& parameter : block.parameters) {
       const std::uint64_t elements = count_elements(parameter.name, parameter.shape);
@@ -77,7 +80,7 @@ Plan plan_of_store(const StoredModel& stored, const std::vector<std::filesystem:
   config.tile_elements = stored.tile_elements;
   config.states = config.parameters = Placement::kNvme;
   config.nvme_paths = paths;
-  return make_plan(config, stored.model);
+  return make_plan(config, stored.model, 1, stored.rank);
 }
 
 StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {

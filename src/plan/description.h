@@ -25,6 +25,7 @@ struct StoredModel {
   OptimizerKind optimizer = OptimizerKind::kAdam;
   std::uint64_t tile_elements = 0;
   std::uint64_t fingerprint = 0;
+  Rank rank = {};  // whose part of it a store has; its superblock says so
 };
 
 // Throws kCorrupt (`object` in the message) when the text is not such a description, kUnsupported when it tells of

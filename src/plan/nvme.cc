@@ -28,6 +28,7 @@ class NvmeLayout {
     const std::uint64_t activations = plan_.nvme.activations.bytes;
     plan_.scratch_bytes = std::max(plan_.nvme.probe_bytes, plan_.spill_bytes + activations);
     plan_.identity = describe_store(config_, model_);
+    plan_.identity.rank = plan_.rank;
     const auto bytes_with = [&](std::uint32_t slots) {
       TileStore::Created shape = store_shape(plan_);
       shape.slots = slots;

@@ -49,23 +49,23 @@ BlockPartition partition_block(const Block& block) {
   return partition;
 }
 
-Shard shard_of(std::uint64_t first, std::uint64_t count, std::uint32_t rank, std::uint32_t ranks) {
-  SPILLWAY_CHECK(rank < ranks, "a rank must be one of the ranks");
+Shard shard_of(std::uint64_t first, std::uint64_t count, Rank rank) {
+  SPILLWAY_CHECK(rank.index < rank.count, "a rank must be one of the ranks");
   SPILLWAY_CHECK(first % kPartitionUnit == 0 && count % kPartitionUnit == 0, "shards start at multiples of 1,024");
   const std::uint64_t units = count / kPartitionUnit;
-  const std::uint64_t each = units / ranks, left = units % ranks;  // the first `left` ranks take one unit more
-  const std::uint64_t before = rank * each + std::min<std::uint64_t>(rank, left);
-  return {first + before * kPartitionUnit, (each + (rank < left ? 1 : 0)) * kPartitionUnit};
+  const std::uint64_t each = units / rank.count,
+                      left = units % rank.count;  // the first `left` ranks take one unit more
+  const std::uint64_t before = rank.index * each + std::min<std::uint64_t>(rank.index, left);
+  return {first + before * kPartitionUnit, (each + (rank.index < left ? 1 : 0)) * kPartitionUnit};
 }
 
-std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t tile_elements, std::uint32_t rank,
-                                 std::uint32_t ranks) {
+std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t tile_elements, Rank rank) {
   SPILLWAY_CHECK(tile_elements > 0 && tile_elements % kPartitionUnit == 0, "tiles are multiples of 1,024 elements");
   std::vector<TileRange> tiles;
   for (const bool trainable : {true, false}) {
     const std::uint64_t begin = trainable ? 0 : partition.trainable_elements;
     const std::uint64_t end = trainable ? partition.trainable_elements : partition.elements;
-    const Shard shard = shard_of(begin, end - begin, rank, ranks);
+    const Shard shard = shard_of(begin, end - begin, rank);
     for (std::uint64_t done = 0; done < shard.count; done += tiles.back().count) {
       const std::uint64_t left = shard.count - done, whole = left / kHashedTileUnit * kHashedTileUnit;
       tiles.push_back({shard.first + done, std::min(tile_elements, whole > 0 ? whole : left), trainable});

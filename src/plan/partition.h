@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "spillway/model.h"
+#include "swap/rank.h"
 
 namespace spillway {
 
@@ -41,7 +42,7 @@ struct Shard {
 
 // Rank's share of the elements [first, first + count), a multiple of kPartitionUnit both. The shares of all ranks are
 // disjoint, cover the range, and differ by at most kPartitionUnit; the larger ones come first.
-Shard shard_of(std::uint64_t first, std::uint64_t count, std::uint32_t rank, std::uint32_t ranks);
+Shard shard_of(std::uint64_t first, std::uint64_t count, Rank rank);
 
 struct TileRange {
   std::uint64_t first = 0;
@@ -51,7 +52,6 @@ struct TileRange {
 
 // The tiles of one rank, in increasing order. tile_elements is a multiple of kPartitionUnit. What is left at the end of
 // a shard is cut once more, so that the larger part is a multiple of kHashedTileUnit.
-std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t tile_elements, std::uint32_t rank,
-                                 std::uint32_t ranks);
+std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t tile_elements, Rank rank);
 
 }  // namespace spillway

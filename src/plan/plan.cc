@@ -18,8 +18,12 @@ namespace {
 
 class Planner {
  public:
-  Planner(const Config& config, const ModelDescription& model, unsigned nodes)
-      : draft_{config, model, nodes, {}}, config_(config), model_(model), plan_(draft_.plan), trains_(trains(model)) {}
+  Planner(const Config& config, const ModelDescription& model, unsigned nodes, Rank rank)
+      : draft_{config, model, nodes, {.rank = rank}},
+        config_(config),
+        model_(model),
+        plan_(draft_.plan),
+        trains_(trains(model)) {}
 
   Plan run() {
     prepare();
@@ -131,7 +135,7 @@ class Planner {
       BlockPlan block;
       block.partition = partition_block(model_.blocks[b]);
       block.first_tile = static_cast<std::uint32_t>(plan_.tiles.size());
-      for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, 0, 1)) {
+      for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, plan_.rank)) {
         std::vector<GroupRange> groups;
         if (range.trainable) ranges_of(block.partition, plan_.groups.parameter[b], range, groups);
         plan_.tiles.push_back({b, range, std::move(groups)});
@@ -237,7 +241,7 @@ class Planner {
 }  // namespace
 
 Plan make_optimizer_plan(const Config& config, const ModelDescription& model, bool keep_gradients) {
-  return Planner(config, model, 1).run_with_caller(keep_gradients);
+  return Planner(config, model, 1, {}).run_with_caller(keep_gradients);
 }
 
 std::string size_text(std::uint64_t bytes) {
@@ -252,9 +256,10 @@ void refuse_budget(const char* key, std::uint64_t have, std::uint64_t need, cons
               0, {Remedy::kRaiseBudget, {key, size_text(need)}});
 }
 
-Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes) {
-  Plan plan = Planner(config, model, nodes).run();
-  plan.facts = describe_plan(config, plan, [&](const Config& other) { return Planner(other, model, nodes).run(); });
+Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes, Rank rank) {
+  Plan plan = Planner(config, model, nodes, rank).run();
+  plan.facts =
+      describe_plan(config, plan, [&](const Config& other) { return Planner(other, model, nodes, rank).run(); });
   return plan;
 }
 
@@ -262,7 +267,7 @@ std::uint64_t bytes_to_keep_insides(const Config& config, const ModelDescription
   const auto count = [](const Plan& in) { return std::ranges::count_if(in.blocks, &BlockPlan::insides_kept); };
   const auto kept = count(plan);
   Config more = config;
-  Planner planner(more, model, 1);  // nodes are of no concern to HBM
+  Planner planner(more, model, 1, plan.rank);  // nodes are of no concern to HBM
   planner.prepare();
   const auto keeps_another = [&](std::uint64_t bytes) {
     more.hbm_bytes = plan.ledger.hbm_budget + bytes;

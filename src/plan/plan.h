@@ -13,6 +13,7 @@
 #include "src/plan/parameter_groups.h"
 #include "src/plan/partition.h"
 #include "swap/activation_residency.h"
+#include "swap/rank.h"
 #include "swap/residency.h"
 #include "swap/tile_place.h"
 #include "swap/tile_store.h"
@@ -90,6 +91,7 @@ struct NvmePlan {
 };
 
 struct Plan {
+  Rank rank;  // whose it is: its tiles are that rank's
   ParameterGroups groups;
   std::vector<BlockPlan> blocks;
   std::vector<TilePlan> tiles;
@@ -135,7 +137,7 @@ TileStore::Created store_shape(const Plan& plan);
 
 // Throws kInvalidArgument (model or configuration) and kDoesNotFit, naming the smallest change that fits. For more NUMA
 // nodes than one there are buffers in multiples of them, where the budget has room for one each.
-Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes = 1);
+Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes = 1, Rank rank = {});
 
 // Of an optimizer whose weights are the caller's: nothing has a place in HBM, and no order of visits is of concern.
 // `keep_gradients`: each block's gradient has one in host memory. Throws as make_plan.

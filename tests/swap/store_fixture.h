@@ -129,8 +129,8 @@ Code code_of(Work&& work) {
 }
 
 // Makes a store whose last commit is step `commits`, pattern `commits`.
-inline void make_store(const std::filesystem::path& directory, std::uint64_t commits) {
-  const auto shape = three_tiles();
+inline void make_store(const std::filesystem::path& directory, std::uint64_t commits,
+                       const TileStore::Created& shape = three_tiles()) {
   HostArena arena(kArenaBytes, kPinnedArena);
   auto store = TileStore::create(directory, shape, false);
   auto thread = thread_for(*store, arena);

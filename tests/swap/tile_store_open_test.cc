@@ -67,6 +67,28 @@ TEST(TileStoreOpen, ANewerSuperblockIsNoDamage) {
   }
 }
 
+TEST(TileStoreOpen, AStoreIsOfOneRank) {
+  StoreDirectory directory;
+  TileStore::Created shape = three_tiles();
+  shape.identity.rank = {.index = 1, .count = 2};
+  make_store(directory.path(), 2, shape);
+  const auto open = [&](Rank rank) {
+    shape.identity.rank = rank;
+    return TileStore::open(directory.path(), shape)->committed().step;
+  };
+  EXPECT_EQ(open({1, 2}), 2u);
+  for (const Rank other : {Rank{}, Rank{0, 2}, Rank{1, 3}}) {
+    try {
+      open(other);
+      ADD_FAILURE() << "it was opened as another's";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kInvalidArgument);
+      EXPECT_NE(std::string(error.what()).find("is the store of rank 1 of 2"), std::string::npos) << error.what();
+    }
+  }
+  EXPECT_EQ(open({1, 2}), 2u) << "nothing was changed";
+}
+
 TEST(TileStoreOpen, ALostEndIsMadeAgainBehindWhatBelongsToTheTiles) {
   StoreDirectory directory;
   make_store(directory.path(), 2);

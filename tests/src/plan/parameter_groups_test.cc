@@ -127,7 +127,7 @@ TEST(ParameterGroups, RangesOfTilesCoverEveryElementOnce) {
       group.push_back(static_cast<std::uint32_t>(random() % 3));
     }
     const BlockPartition partition = partition_block(block);
-    for (const TileRange& tile : cut_tiles(partition, 1024 * (1 + random() % 6), 0, 1)) {
+    for (const TileRange& tile : cut_tiles(partition, 1024 * (1 + random() % 6), Rank{})) {
       if (!tile.trainable) continue;
       std::vector<GroupRange> ranges{{1, 7}};
       ranges_of(partition, group, tile, ranges);

@@ -80,7 +80,7 @@ void expect_partition_rules(const BlockPartition& partition, std::uint64_t tile_
   for (std::uint32_t rank = 0; rank < ranks; ++rank) {
     bool frozen_seen = false;
     std::uint64_t last_count = tile_elements;
-    for (const TileRange& tile : cut_tiles(partition, tile_elements, rank, ranks)) {
+    for (const TileRange& tile : cut_tiles(partition, tile_elements, {rank, ranks})) {
       if (!tile.trainable && !frozen_seen) last_count = tile_elements;
       frozen_seen |= !tile.trainable;
       EXPECT_TRUE(!tile.trainable || !frozen_seen) << "a trainable tile after a frozen one";
@@ -120,16 +120,16 @@ TEST(CutTiles, TilesAreDisjointCoverTheBlockAndAreBalancedForOneTo64Ranks) {
 TEST(CutTiles, MoreRanksThanUnitsLeavesSomeWithNothing) {
   const BlockPartition partition = partition_block({.name = "b", .parameters = {{.name = "w", .shape = {1500}}}});
   expect_partition_rules(partition, 4096, 64);
-  EXPECT_EQ(cut_tiles(partition, 4096, 0, 64).size(), 1u);
-  EXPECT_EQ(cut_tiles(partition, 4096, 1, 64).size(), 1u);
-  EXPECT_TRUE(cut_tiles(partition, 4096, 2, 64).empty());
+  EXPECT_EQ(cut_tiles(partition, 4096, {0, 64}).size(), 1u);
+  EXPECT_EQ(cut_tiles(partition, 4096, {1, 64}).size(), 1u);
+  EXPECT_TRUE(cut_tiles(partition, 4096, {2, 64}).empty());
 }
 
 TEST(ShardOf, TheLargestBlockAndManyRanksDoNotOverflow) {
   const std::uint64_t most = std::uint64_t{1} << 55;
   std::uint64_t next = 0;
   for (std::uint32_t rank = 0; rank < 4093; ++rank) {
-    const Shard shard = shard_of(0, most, rank, 4093);
+    const Shard shard = shard_of(0, most, {rank, 4093});
     ASSERT_EQ(shard.first, next);
     next += shard.count;
   }
@@ -140,7 +140,7 @@ TEST(ShardOf, TheLargestBlockAndManyRanksDoNotOverflow) {
 TEST(CutTiles, WhatIsLeftOfAShardIsCutIntoWholeUnitsAndTheRest) {
   const Block layer{.name = "h", .parameters = {{.name = "all", .shape = {12 * 1280 * 1280 + 13 * 1280}}}};
   std::vector<std::uint64_t> counts;
-  for (const TileRange& tile : cut_tiles(partition_block(layer), 4 << 20, 0, 1)) counts.push_back(tile.count);
+  for (const TileRange& tile : cut_tiles(partition_block(layer), 4 << 20, Rank{})) counts.push_back(tile.count);
   EXPECT_EQ(counts, (std::vector<std::uint64_t>{4 << 20, 4 << 20, 4 << 20, 4 << 20, 22 * kHashedTileUnit, 17'408}));
 }
 

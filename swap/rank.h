@@ -1,0 +1,13 @@
+// Which of the processes that train one model together this one is.
+#pragma once
+
+#include <cstdint>
+
+namespace spillway {
+
+struct Rank {
+  std::uint32_t index = 0, count = 1;
+  bool operator==(const Rank&) const = default;
+};
+
+}  // namespace spillway
