@@ -67,11 +67,11 @@ class Error : public std::runtime_error {
 
  private:
   static std::string message(const ErrorParts& parts, std::string_view hint) {
-    std::string text = parts.object + ": " + parts.happened;
+    std::string text = masked(parts.object, LineEnds::kMask) + ": " + parts.happened;
     if (parts.errno_value != 0) text += " (" + std::generic_category().message(parts.errno_value) + ")";
     if (!hint.empty()) text += "; ";
     text += hint;
-    return text + parts.more;
+    return masked(text + parts.more, LineEnds::kKeep);
   }
   static std::string message(const ErrorParts& parts) { return message(parts, parts.hint); }
 

@@ -1,7 +1,7 @@
 // Where Spillway's own messages go: fallbacks with their price, stalled requests, plans. The sink is the library's only
 // mutable global. It may be called from any Spillway thread, one call at a time, and must not wait for one. When it
 // throws, the message goes to stderr, and no step is left half done for the sake of one; so does what a sink makes
-// Spillway say while it is called.
+// Spillway say while it is called. A message is one line, in which nothing commands a terminal.
 #pragma once
 
 #include <cstdio>
@@ -12,6 +12,8 @@
 #include <string_view>
 #include <utility>
 
+#include "spillway/masked.h"
+
 namespace spillway {
 
 enum class LogLevel { kInfo, kWarning };
@@ -19,14 +21,9 @@ enum class LogLevel { kInfo, kWarning };
 using LogSink = std::function<void(LogLevel, std::string_view message)>;
 
 namespace internal {
-// A path or a blob in a message commands no terminal: control characters are shown as `?`.
 inline void log_to_stderr(const char* before, std::string_view message) noexcept {
   try {
-    std::string shown(message);
-    for (char& c : shown) {
-      if ((static_cast<unsigned char>(c) < ' ' && c != '\n' && c != '\t') || c == 127) c = '?';
-    }
-    std::fprintf(stderr, "spillway: %s%s\n", before, shown.c_str());
+    std::fprintf(stderr, "spillway: %s%s\n", before, masked(message, LineEnds::kMask).c_str());
   } catch (...) {  // no memory for it
   }
 }
@@ -43,7 +40,7 @@ class LogState {
     calling_ = true;
     const auto sink = sink_;
     try {
-      if (*sink) (*sink)(level, message);
+      if (*sink) (*sink)(level, masked(message, LineEnds::kMask));
     } catch (...) {
       log_to_stderr("the log sink threw at: ", message);
     }

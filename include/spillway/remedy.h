@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "spillway/masked.h"
+
 namespace spillway {
 
 enum class Remedy : std::int32_t {
@@ -126,8 +128,10 @@ inline std::string with_values(std::string_view words, const std::vector<std::st
 struct Hint {
   Hint(const char* same_for_all) : text(same_for_all) {}
   Hint(std::string same_for_all) : text(std::move(same_for_all)) {}
-  Hint(Remedy code, std::vector<std::string> named = {})
-      : text(with_values(words_of(code), named)), remedy(code), values(std::move(named)) {}
+  Hint(Remedy code, std::vector<std::string> named = {}) : remedy(code), values(std::move(named)) {
+    for (std::string& value : values) value = masked(value, LineEnds::kMask);  // paths, most of them
+    text = with_values(words_of(code), values);
+  }
 
   std::string text;
   Remedy remedy = Remedy::kNone;

@@ -22,7 +22,7 @@ FORWARD, BACKWARD = 0, 1
 ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
 STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other")
-MARK = "\x1f"  # in no message: where the words of a remedy come
+MARK = "\u241f"  # in no message: where the words of a remedy come. A control character would be masked
 
 class Error(RuntimeError):
     """What Spillway refused or failed to do. `code` is one of CODES; `remedy` is one of remedies.WORDS, where what to

@@ -5,31 +5,11 @@
 #include <algorithm>
 
 #include "spillway/error.h"
+#include "spillway/masked.h"
 #include "src/formats/json_tree.h"
 
 namespace spillway {
 namespace {
-
-// Bytes of the character that begins a text; 0 when it is no UTF-8.
-std::size_t character_bytes(std::string_view text) {
-  const auto first = static_cast<unsigned char>(text.front());
-  const std::size_t bytes = first < 0x80                    ? 1
-                            : first >= 0xc2 && first < 0xe0 ? 2
-                            : first >= 0xe0 && first < 0xf0 ? 3
-                            : first >= 0xf0 && first < 0xf5 ? 4
-                                                            : 0;
-  if (bytes == 0 || text.size() < bytes) return 0;
-  for (const char next : text.substr(1, bytes - 1)) {
-    if ((static_cast<unsigned char>(next) & 0xc0) != 0x80) return 0;
-  }
-  return bytes;
-}
-
-// Also of more than one byte: U+0080 to U+009F.
-bool is_control(std::string_view character) {
-  const auto first = static_cast<unsigned char>(character.front());
-  return first < 0x20 || first == 0x7f || (first == 0xc2 && static_cast<unsigned char>(character[1]) < 0xa0);
-}
 
 // A line's characters as they are shown, one column each, and the byte each begins at.
 struct Column {

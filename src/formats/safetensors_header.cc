@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "spillway/error.h"
+#include "spillway/masked.h"
 
 namespace spillway {
 namespace {
@@ -217,10 +218,10 @@ std::string printable(std::string_view name) {
   while (!name.empty() && text.size() < kLongest) {
     rapidjson::MemoryStream stream(name.data(), name.size());
     unsigned code = 0;
-    const bool shown = rapidjson::UTF8<>::Decode(stream, &code) && code >= 0x20 && code != 0x7f;
-    const std::size_t bytes = shown ? stream.Tell() : 1;
-    text += shown ? name.substr(0, bytes) : "?";
-    name.remove_prefix(bytes);
+    const bool whole = rapidjson::UTF8<>::Decode(stream, &code);
+    const std::string_view character = name.substr(0, whole ? stream.Tell() : 1);
+    text += whole && !is_control(character) ? character : "?";
+    name.remove_prefix(character.size());
   }
   return name.empty() ? text : text + "…";
 }

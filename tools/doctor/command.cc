@@ -55,7 +55,7 @@ class Doctor {
       terminal::tell("{}\n", findings_json(findings_));
     } else {
       const bool colours = terminal::shows_colours(stdout);
-      terminal::write(stdout, terminal::masked(findings_text(findings_, colours), colours));
+      terminal::write(stdout, terminal::masked_report(findings_text(findings_, colours), colours));
     }
     return exit_code_of(worst_of(findings_));
   }

@@ -24,7 +24,7 @@ int plan(const TypedOptions& typed) {
     terminal::tell("{}\n", report_json(report));
   } else {
     const bool colours = terminal::shows_colours(stdout);
-    terminal::write(stdout, terminal::masked(report_text(report, colours), colours));
+    terminal::write(stdout, terminal::masked_report(report_text(report, colours), colours));
   }
   std::fflush(stdout);
   if (!options.html.empty()) terminal::write_output("--report", options.html, report_html(report));

@@ -71,7 +71,7 @@ class Sweep {
     report_.written_bytes = pace_.written();
     report_.seconds = pace_.elapsed();
     const bool colours = terminal::shows_colours(out_);
-    terminal::write(out_, terminal::masked(report_text(report_, colours), colours));
+    terminal::write(out_, terminal::masked_report(report_text(report_, colours), colours));
     if (!options_.json.empty()) terminal::write_output("--json", options_.json, report_json(report_));
     if (!options_.html.empty()) terminal::write_output("--report", options_.html, report_html(report_));
     std::fflush(out_);

@@ -6,28 +6,6 @@
 namespace spillway::terminal {
 namespace {
 
-// Bytes of the UTF-8 character that the text begins with; 0: it begins with none.
-std::size_t character_bytes(std::string_view text) {
-  const auto first = static_cast<unsigned char>(text[0]);
-  const std::size_t bytes = first < 0x80   ? 1
-                            : first < 0xc2 ? 0
-                            : first < 0xe0 ? 2
-                            : first < 0xf0 ? 3
-                            : first < 0xf5 ? 4
-                                           : 0;
-  if (bytes > text.size()) return 0;
-  const bool whole = std::ranges::all_of(text.substr(0, bytes).substr(bytes > 0),
-                                         [](char c) { return (static_cast<unsigned char>(c) & 0xc0) == 0x80; });
-  return whole ? bytes : 0;
-}
-
-// C0 and C1: the second kind is U+0080 to U+009F, or such a byte alone on a terminal that knows no UTF-8.
-bool is_control(std::string_view character) {
-  const auto first = static_cast<unsigned char>(character[0]);
-  if (character.size() == 1) return (first < 0x20 && first != '\n' && first != '\t') || (first >= 0x7f && first < 0xa0);
-  return first == 0xc2 && static_cast<unsigned char>(character[1]) < 0xa0;
-}
-
 // Bytes of the colour that the text begins with; 0: it begins with none.
 std::size_t colour_bytes(std::string_view text) {
   if (!text.starts_with("\x1b[")) return 0;
@@ -37,17 +15,14 @@ std::size_t colour_bytes(std::string_view text) {
 
 }  // namespace
 
-std::string masked(std::string_view text, bool colours) {
+std::string masked_report(std::string_view text, bool colours) {
+  if (!colours) return masked(text, LineEnds::kKeep);
   std::string shown;
-  shown.reserve(text.size());
   while (!text.empty()) {
-    const std::size_t colour = colours ? colour_bytes(text) : 0;
-    const std::size_t bytes = colour > 0 ? colour : std::max<std::size_t>(1, character_bytes(text));
-    if (colour == 0 && is_control(text.substr(0, bytes)))
-      shown += '?';
-    else
-      shown += text.substr(0, bytes);
-    text.remove_prefix(bytes);
+    const std::size_t colour = colour_bytes(text);
+    const std::size_t plain = colour > 0 ? 0 : std::min(text.find('\x1b', 1), text.size());
+    shown += colour > 0 ? std::string(text.substr(0, colour)) : masked(text.substr(0, plain), LineEnds::kKeep);
+    text.remove_prefix(colour + plain);
   }
   return shown;
 }

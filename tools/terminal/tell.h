@@ -10,17 +10,19 @@
 #include <string_view>
 #include <utility>
 
+#include "spillway/masked.h"
+
 namespace spillway::terminal {
 
 // `?` for each control character that is neither a line's end nor a tab. `colours`: those of a report (`ESC [ 1;31 m`)
 // stay.
-std::string masked(std::string_view text, bool colours = false);
+std::string masked_report(std::string_view text, bool colours = false);
 
 void write(std::FILE* out, std::string_view text) noexcept;
 
 template <typename... Arguments>
 void tell(std::FILE* out, fmt::format_string<Arguments...> format, Arguments&&... arguments) {
-  write(out, masked(fmt::format(format, std::forward<Arguments>(arguments)...)));
+  write(out, masked(fmt::format(format, std::forward<Arguments>(arguments)...), LineEnds::kKeep));
 }
 
 template <typename... Arguments>
