@@ -410,8 +410,9 @@ void StepEngine::settle() {
   if (!updating_ && !saving_) return;
   const std::exception_ptr of_look = machinery_.updater->finish();
   machinery_.device->throw_if_failed();
+  if (machinery_.store) machinery_.store->note_verified();
   const auto start = Clock::now();
-  if (std::exchange(updating_, false) && machinery_.store && commits_.due(step_)) {
+  if (std::exchange(updating_, false) && machinery_.store && committed_step_ < step_ && commits_.due(step_)) {
     commit();
     if (step_ >= 2 && !loss_scaler_.skipped_last()) commits_.committed(seconds_since(start), step_seconds_);
   }
@@ -445,7 +446,8 @@ Error StepEngine::store_is_missing() const {
 bool StepEngine::keeps_steps() const { return machinery_.store && !commits_.never() && imported_; }
 
 void StepEngine::keep_last_step() {
-  settle();
+  const bool as_found = machinery_.updater->checking() && !saving_;  // no step was made: the rest need not be read
+  if (!as_found) settle();
   if (!keeps_steps()) return;
   if (committed_step_ == step_) return look_after_store();
   machinery_.updater->cancel_read_ahead();

@@ -16,7 +16,9 @@ void StepEngine::resume() {
   parameters_.resume(updates_made(), manifest.update_counts, "the store's last commit");
   machinery_.measure_drive();
   imported_ = true;
-  meter_.start();  // the first step's weights, which begin_step() fetches, are its own
+  meter_.start();  // what the first step reads is its own, from the first byte on
+  updating_ = machinery_.store->unverified();
+  if (updating_) machinery_.updater->begin_check();
   begin_step();
 }
 

@@ -153,7 +153,9 @@ class StepEngine final : public Engine {
   const File* store_missing_ = nullptr;  // when last looked: TileStore::missing()
   std::vector<std::byte> blob_, record_;
   bool imported_ = false, stepping_ = false;
-  bool updating_ = false;      // the update of step_ is not settled: it is not taken back, what it overwrote is gone
+  // The update of step_ is not settled: it is not taken back, for what it overwrote is gone. At a resume it is only
+  // checked, before the next one overwrites what a rollback would need.
+  bool updating_ = false;
   bool written_back_ = false;  // some tiles reach their slot only at a commit
   bool changed_ = false;       // some step since the last commit was not skipped
   CommitInterval commits_{1u, false};

@@ -115,11 +115,6 @@ std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescripti
   if (on_existing == OnExisting::kResume) {
     TileStore::Created shape = store_shape(plan);
     shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, model, tile); };
-    shape.check_engine = config.io_engine;
-    // What is at home in memory is read there before the first step.
-    shape.read_by_caller = [&](std::uint32_t tile, Part part) {
-      return plan.tile_places[tile].home[index_of(part)] != Home::kNvme;
-    };
     return TileStore::open(paths, shape);
   }
   for (const auto& directory : paths.directories) make_directory(directory);

@@ -38,7 +38,7 @@ void Updater::reset() {
   queue_.clear();
   std::ranges::fill(end_of_, 0u);
   early_end_ = next_ = loading_ = 0;
-  begun_ = stopped_ = expected_ = false;
+  begun_ = checking_ = stopped_ = expected_ = false;
   early_overflow_.reset();
   look_ = nullptr;
   updated_.clear();
@@ -96,7 +96,7 @@ void Updater::wait_read(std::uint32_t buffer) {
 
 // A spilled gradient is read once all of the step have been written.
 void Updater::load_gradient(std::size_t position) {
-  if (!is_updated(queue_[position])) return;
+  if (checking_ || !is_updated(queue_[position])) return;
   const auto spilled = gradients_.spilled(queue_[position]);
   const auto buffer = static_cast<std::uint32_t>(position % mover_.buffers());
   if (spilled) mover_.load_gradient(buffer, spilled->extent, spilled->checksum);
@@ -202,6 +202,14 @@ void Updater::begin(const ParameterUpdates& parameters) {
   parameters_ = &parameters;
   begun_ = true;
   for (std::size_t i = next_; i < loading_; ++i) load_gradient(i);
+}
+
+void Updater::begin_check() {
+  for (const std::uint32_t tile : order_) {
+    if (!resident(plan_.tile_places[tile])) append(tile);
+  }
+  begun_ = checking_ = true;
+  start_loads(next_, 0);
 }
 
 bool Updater::run_until(std::uint32_t block, std::byte* to) {
@@ -313,6 +321,7 @@ void Updater::show(std::uint32_t tile, const TileMemory& memory) {
 // Tiles [first, first + count) of the queue, one for each node. The bytes are verified in the pass that updates them: a
 // mismatch is found behind the pass and before anything of the tile is saved.
 void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
+  if (checking_) return check(first, count, to);
   const auto buffer_of = [this, first](std::size_t node) {
     return static_cast<std::uint32_t>((first + node) % mover_.buffers());
   };
@@ -357,6 +366,15 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
     show(t, memories_[node]);
     mover_.start_save(buffer_of(node), Save::kUpdated, to ? to + byte_offset(t) : nullptr);
     if (!plan_.host.writes_behind) mover_.finish_save(buffer_of(node));
+  }
+}
+
+void Updater::check(std::size_t first, std::size_t count, std::byte* to) {
+  for (std::size_t i = first; i < first + count; ++i) {
+    const auto buffer = static_cast<std::uint32_t>(i % mover_.buffers());
+    wait_read(buffer);
+    show(queue_[i], mover_.finish_load(buffer));
+    to ? mover_.start_save(buffer, Save::kRestored, to + byte_offset(queue_[i])) : mover_.drop(buffer);
   }
 }
 

@@ -52,6 +52,10 @@ class Updater {
   // take, and the gradients, must stay as they are until it is finished. What lives in HBM is updated in begin() as a
   // whole.
   void begin(const ParameterUpdates& parameters);
+  // The same at a resume, for the update that the last commit is the result of: the tiles that nobody has read are read
+  // as for an update, verified and handed on as if they were its results. Nothing of them is written.
+  void begin_check();
+  bool checking() const noexcept { return checking_; }
   bool begun() const noexcept { return begun_; }
   bool awaited(std::uint32_t block) const { return begun_ && next_ < end_of_[block]; }  // its weights are those before
   // Updates the block's tiles and those before them in order. `to`, unless null, is the device address of the block's
@@ -101,6 +105,7 @@ class Updater {
   void wait_read(std::uint32_t buffer);
   void start_loads(std::size_t due, std::size_t count);
   void update(std::size_t first, std::size_t count, std::byte* to);
+  void check(std::size_t first, std::size_t count, std::byte* to);
   // Of the tile's first element in the weights, and in the gradient, of its block.
   std::uint64_t byte_offset(std::uint32_t tile) const;
   [[noreturn]] void refuse_overflow(const std::string& where);
@@ -121,7 +126,7 @@ class Updater {
   bool expected_ = false;                       // those behind it are expected; else it is their turn after begin()
   std::size_t next_ = 0;                        // ditto: are updated
   std::size_t loading_ = 0;                     // ditto: have been started to load
-  bool begun_ = false, stopped_ = false, overflowed_ = false;
+  bool begun_ = false, checking_ = false, stopped_ = false, overflowed_ = false;
   std::optional<std::uint32_t> early_overflow_;  // tile
   // While tiles are shown: to whom, which of the queue are updated, and what went wrong there.
   TileWork look_;

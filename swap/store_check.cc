@@ -15,13 +15,12 @@ constexpr std::uint64_t kChunkBytes = 1 * kMiB;
 constexpr std::uint64_t kMostChunks = 64, kChunksPerFile = 32;
 static_assert(kChunkBytes % kGranuleBytes == 0);
 
-// Tile after tile, its parts in order; of no bytes, what is not checked.
-std::vector<Extent> extents_of(const StoreLayout& layout, const Manifest& manifest, const ExtentCheck& check) {
+// Tile after tile, its parts in order.
+std::vector<Extent> extents_of(const StoreLayout& layout, const Manifest& manifest) {
   std::vector<Extent> extents;
   for (std::uint32_t t = 0; t < layout.tiles.size(); ++t) {
     for (const Part part : {Part::kWeights, Part::kStates}) {
       extents.push_back(layout.tiles[t].extent[manifest.tiles[t].slot][index_of(part)]);
-      if (check.skip && check.skip(t, part)) extents.back().bytes = 0;
     }
   }
   return extents;
@@ -39,13 +38,12 @@ class Checker {
       : files_(files),
         manifest_(manifest),
         check_(check),
-        extents_(extents_of(layout, manifest, check)),
+        extents_(extents_of(layout, manifest)),
         open_(extents_.size()),
         total_bytes_(bytes_of(extents_)),
         memory_(kChunkBytes * std::min<std::uint64_t>({kMostChunks, kChunksPerFile * files.files().size(),
                                                        div_up(total_bytes_, kChunkBytes) + 1})) {
     IoQueueOptions options;
-    options.engine = check.engine;
     options.block_bytes = kChunkBytes;
     options.stripes = &files.stripes();
     const std::vector<File*> pointers = files.pointers();

@@ -1,6 +1,5 @@
 // Reads every extent that a manifest names, at the drive's speed, and compares it with its checksum: before an older
-// record is gone on from, before the step is overwritten that could be gone back to, and for whoever wants to know
-// whether a store is whole.
+// record is gone on from, and for whoever wants to know whether a store is whole.
 //
 // Through a queue of its own, so that nobody else may have one over the files; at most 64 MiB of memory. Thread: any.
 // Errors: kIo (the queue itself); bytes that are not as they should be are no errors here.
@@ -29,8 +28,6 @@ struct BadBytes {
 struct ExtentCheck {
   std::function<void(const BadBytes& bad)> bad;  // may throw
   std::function<void(std::uint64_t done_bytes, std::uint64_t bytes)> progress = {};
-  std::function<bool(std::uint32_t tile, Part part)> skip = {};  // what somebody else reads and verifies
-  IoEngineKind engine = IoEngineKind::kAuto;
 };
 
 // Returns the bytes that were read.

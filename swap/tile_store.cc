@@ -212,6 +212,7 @@ TileStore::Slot TileStore::committed(std::uint32_t tile) const {
 }
 
 TileStore::Slot TileStore::writable(std::uint32_t tile) const {
+  SPILLWAY_CHECK(!unverified_, "a step is overwritten once the newer one is known to be whole");
   Slot slot;
   const std::uint32_t index = committed_.tiles[tile].slot ^ 1u;
   for (std::size_t part = 0; part < kParts; ++part) slot.extent[part] = layout_.tiles[tile].extent[index][part];

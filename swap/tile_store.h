@@ -59,9 +59,6 @@ class TileStore {
     std::uint64_t scratch_bytes = 0;        // of a new store
     std::uint64_t least_scratch_bytes = 0;  // that a run cannot do without
     StoreIdentity identity;
-    // Whether open() leaves it to its caller to read and verify that part of a tile before anything is written.
-    std::function<bool(std::uint32_t tile, Part part)> read_by_caller = {};
-    IoEngineKind check_engine = IoEngineKind::kAuto;              // by which open() reads the rest
     std::function<std::string(std::uint32_t tile)> name_of = {};  // for error messages; null: its number
   };
 
@@ -78,9 +75,7 @@ class TileStore {
   static std::unique_ptr<TileStore> create(const StorePaths& paths, const Created& shape, bool replace,
                                            const std::function<void()>& before_loss = {});
   // Opens an existing store of exactly this shape and identity at its last commit; its disk space is reserved, and
-  // its scratch area grows to what a run cannot do without. While there is an older step to go back to, every byte of
-  // the last one is read and verified first: the next step overwrites the older one tile by tile, and a damaged tile
-  // that is found only then would leave neither. Throws kCorrupt, with the way back to the older step.
+  // its scratch area grows to what a run cannot do without.
   static std::unique_ptr<TileStore> open(const StorePaths& paths, const Created& shape);
   // The same to read what is committed; nothing is changed, so it may lie where nothing can be written.
   static std::unique_ptr<TileStore> open_to_read(const StorePaths& paths, const Created& shape);
@@ -108,7 +103,13 @@ class TileStore {
   };
   Slot readable(std::uint32_t tile) const;
   Slot committed(std::uint32_t tile) const;
-  Slot writable(std::uint32_t tile) const;  // checksums unset
+  // Checksums unset. Not while unverified().
+  Slot writable(std::uint32_t tile) const;
+  // After open(), while there is an older step to go back to: the next step overwrites it tile by tile, and a damaged
+  // tile of the last one that is found only then would leave neither. So every trainable tile is read and verified
+  // first. (Both steps have the frozen ones in the same slots.)
+  bool unverified() const noexcept { return unverified_; }
+  void note_verified() noexcept { unverified_ = false; }
   void note_written(std::uint32_t tile, Part part, std::uint64_t checksum);
   bool written(std::uint32_t tile, Part part) const { return written_[tile].part[index_of(part)]; }
   // Forgets everything written since the last commit.
@@ -146,7 +147,6 @@ class TileStore {
   void load_manifest(const Created& shape);
   void check_description(const Created& shape);
   void rewrite_record();
-  void check_before_loss(const Created& shape);
   void reserve(std::uint64_t least_scratch_bytes);
 
   struct Written {
@@ -161,7 +161,7 @@ class TileStore {
   StoreLayout layout_;
   Manifest committed_, next_;
   std::vector<Written> written_;
-  bool lost_ = false, checked_ = false;
+  bool lost_ = false, unverified_ = false;
   // The step of the other record, as long as nothing of it was overwritten since this process has the store.
   std::optional<std::uint64_t> older_step_;
 };

@@ -76,12 +76,12 @@ std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Create
   } catch (const Error&) {                               // they only take room
   }
   store->check_description(shape);
-  store->check_before_loss(shape);
   store->reserve(shape.least_scratch_bytes);
   // What was read need not be durable: the run before may have been killed between writing its record and syncing it.
   // From here on the slots that only the older record names are overwritten.
   store->rewrite_record();
   store->files_.sync();
+  store->unverified_ = store->older_step_.has_value();
   return store;
 }
 
@@ -96,23 +96,6 @@ std::unique_ptr<TileStore> TileStore::open_to_read(const StorePaths& paths, cons
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
-}
-
-// The next step overwrites the older one tile by tile, and reads the newer one as late.
-void TileStore::check_before_loss(const Created& shape) {
-  if (checked_ || !older_step_) return;
-  bool said = false;
-  const auto progress = [&](std::uint64_t, std::uint64_t bytes) {
-    if (bytes < kGiB || std::exchange(said, true)) return;
-    log(LogLevel::kInfo,
-        fmt::format("{}: reading the {} MiB of step {} before more of step {} is overwritten",
-                    files_.files().front().path().string(), div_up(bytes, kMiB), committed_.step, *older_step_));
-  };
-  const auto bad = [&](const BadBytes& found) {
-    throw bad_bytes_error(found, shape.name_of, way_back(found.extent.offset));
-  };
-  check_extents(files_, layout_, committed_,
-                {.bad = bad, .progress = progress, .skip = shape.read_by_caller, .engine = shape.check_engine});
 }
 
 // Without direct I/O what was read came out of the page cache, which after a failed sync may be all that has it: the
@@ -243,7 +226,6 @@ void TileStore::load_manifest(const Created& shape) {
     check_extents(files_, layout_, committed_, {.bad = [&](const BadBytes& bad) {
                     throw bad_bytes_error(bad, shape.name_of, Remedy::kNoStepIsLeft);
                   }});
-    checked_ = true;
     return;
   }
   for (const auto& record : choice.copies) {

@@ -20,11 +20,13 @@ std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const Tile
   return failure;
 }
 
+bool resident(const TilePlace& tile) {
+  return tile.home[0] != Home::kNvme || tile.home[1] != Home::kNvme || tile.hbm_weights;
+}
+
 void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
   for (std::uint32_t t = 0; t < tiles.size(); ++t) {
-    const TilePlace& tile = tiles[t];
-    const bool resident = tile.home[0] != Home::kNvme || tile.home[1] != Home::kNvme || tile.hbm_weights;
-    if (!resident) continue;
+    if (!resident(tiles[t])) continue;
     const std::uint32_t buffer = t % mover.buffers();
     mover.finish_save(buffer);
     mover.start_load(t, buffer, Load::kStore);

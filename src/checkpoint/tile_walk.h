@@ -17,7 +17,10 @@ using TileWork = std::function<void(std::uint32_t tile, const TileMemory& memory
 // and is returned: the caller's own failure, and none of the mover's. Nothing is under way afterwards.
 std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work);
 
-// For a run that goes on: tiles that live in memory come from their committed slot.
+// Whether any of the tile lives in memory.
+bool resident(const TilePlace& tile);
+
+// For a run that goes on: resident tiles come from their committed slot.
 void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles);
 
 // For a commit: tiles that updates leave in memory reach their slot.

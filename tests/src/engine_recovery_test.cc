@@ -113,8 +113,9 @@ TEST_F(Recovery, AFlippedBitIsFoundBeforeTheStepBeforeIsOverwritten) {
   for (const Part part : {Part::kWeights, Part::kStates}) {
     Training(config_, OnExisting::kReplace).run(3);
     const Extent extent = committed(tile, part);
-    flip_bit(extent.offset + extent.bytes - 1);  // the padding belongs to it as well
-    const Error error = error_of([&] { Training(config_, OnExisting::kResume); });
+    flip_bit(extent.offset + extent.bytes - 1);                  // the padding belongs to it as well
+    { Training(config_, OnExisting::kResume).engine->flush(); }  // no step: nothing is read for one
+    const Error error = error_of([&] { Training(config_, OnExisting::kResume).run(1); });
     EXPECT_EQ(error.code(), Code::kCorrupt);
     EXPECT_EQ(error.parts().object, store_file().string());
     EXPECT_EQ(error.parts().happened, std::string(part == Part::kStates ? "states" : "weights") +
@@ -128,13 +129,60 @@ TEST_F(Recovery, AFlippedBitIsFoundBeforeTheStepBeforeIsOverwritten) {
   }
 }
 
+// What it reads besides, other steps read for the update of the step before; blocks that are updated inside backward
+// are read once more.
+TEST_F(Recovery, TheFirstStepOfAResumedRunReadsNoMoreThanAnyOtherWithClipping) {
+  for (const double clipping : {0.5, 0.0}) {
+    config_.gradient_clipping = clipping;
+    std::vector<std::uint32_t> wanted;
+    {
+      Training undisturbed(config_, OnExisting::kReplace);
+      undisturbed.run(6);
+      wanted = testing::exported(*undisturbed.engine);
+    }
+    Training(config_, OnExisting::kReplace).run(3);
+    Training training(config_, OnExisting::kResume);
+    const StepReport first = training.trainer.run_step();
+    for (int step = 0; step < 2; ++step) {
+      const StepReport other = training.trainer.run_step();
+      EXPECT_GT(first.nvme_read_bytes, 0u);
+      EXPECT_LE(first.nvme_read_bytes, (clipping > 0 ? 1 : 2) * other.nvme_read_bytes);
+      EXPECT_LE(first.nvme_write_bytes, other.nvme_write_bytes);
+    }
+    EXPECT_EQ(testing::exported(*training.engine), wanted);
+  }
+}
+
+TEST_F(Recovery, WhatIsSavedOrExportedBeforeTheFirstStepOfAResumedRunIsVerifiedOnce) {
+  const auto wanted = uninterrupted(3);
+  for (const int visits : {0, 2}) {
+    Training(config_, OnExisting::kReplace).run(3);
+    const TempStore directory;
+    const std::filesystem::path snapshot = directory.path() / "snapshot";
+    Training training(config_, OnExisting::kResume);
+    for (int v = 0; v < visits; ++v) {
+      const auto block = static_cast<std::uint32_t>(v);
+      training.engine->acquire(block, Pass::kForward, training.engine->stream());
+    }
+    EXPECT_EQ(testing::exported(*training.engine), wanted);
+    training.engine->begin_save(snapshot, {});
+    training.engine->finish_save();
+    training.engine->discard_step();
+    training.run(3);
+    EXPECT_EQ(testing::exported(*training.engine), uninterrupted(6));
+  }
+}
+
 TEST_F(Recovery, AFlippedBitInStatesIsNamedBeforeItIsUsed) {
-  Training(config_, OnExisting::kRefuse).run(3);
+  Training(config_, OnExisting::kRefuse).run(4);
   const Plan plan = make_plan(config_, model());
   const std::uint32_t tile = plan.blocks[2].first_tile + 1;
   const Extent states = committed(tile, Part::kStates);
+  Training(config_, OnExisting::kReplace).run(3);
   {
     Training training(config_, OnExisting::kResume);
+    training.run(1);
+    training.engine->flush();
     flip_bit(states.offset + 1234);
     const Error error = error_of([&] {
       training.run(1);
@@ -144,17 +192,17 @@ TEST_F(Recovery, AFlippedBitInStatesIsNamedBeforeItIsUsed) {
     EXPECT_EQ(error.parts().object, store_file().string());
     EXPECT_EQ(error.parts().happened, "states of tile 1 of block h.2 (h.2.weight …) at offset " +
                                           std::to_string(states.offset) + " do not match their checksum");
-    // Found when tiles before it were updated, in the slots of step 2.
-    EXPECT_NE(error.parts().hint.find("part of step 3, the last committed one, and no other is left"),
+    // Found when tiles before it were updated, in the slots of step 3.
+    EXPECT_NE(error.parts().hint.find("part of step 4, the last committed one, and no other is left"),
               std::string::npos)
         << error.what();
     expect_stopped(*training.engine);
   }
   flip_bit(states.offset + 1234);
-  expect_same_bits_from(3, config_);
+  expect_same_bits_from(4, config_);
 }
 
-// There is one step, so that nothing was read when the store was opened.
+// There is one step, so that nothing is verified ahead of its use.
 TEST_F(Recovery, AFlippedBitInWeightsIsFoundBeforeALeaseOpens) {
   { Training(config_, OnExisting::kRefuse).engine->flush(); }
   const std::uint32_t tile = make_plan(config_, model()).blocks[3].first_tile;

@@ -64,6 +64,7 @@ inline std::uint64_t checksum_of(std::span<const std::byte> extent) {
 // Writes pattern `seed` into every trainable tile's writable slot (frozen ones too when `all`).
 inline void write_tiles(TileStore& store, const TileStore::Created& shape, StoreThread& thread, HostArena& arena,
                         std::uint64_t seed, bool all = false) {
+  store.note_verified();  // it has just been made, or is whole
   IoBatch batch(thread);
   for (std::uint32_t t = 0; t < shape.tiles.size(); ++t) {
     if (!shape.tiles[t].trainable && !all) continue;

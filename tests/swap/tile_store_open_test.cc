@@ -135,36 +135,17 @@ TEST(TileStoreOpen, AStateArrayThatIsNotKnownIsRefusedBeforeAnythingIsWritten) {
   EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 1u);
 }
 
-TEST(TileStoreOpen, ADamagedTileIsFoundBeforeAnythingOfTheOlderStepIsOverwritten) {
+TEST(TileStoreOpen, NothingOfTheOlderStepIsOverwrittenBeforeTheLastOneIsSaidToBeVerified) {
   StoreDirectory directory;
-  make_store(directory.path(), 2);
-  const auto shape = three_tiles();
-  Extent last;
-  {
-    const auto store = TileStore::open(directory.path(), shape);
-    last = store->committed(1).extent[index_of(Part::kStates)];
-  }
-  directory.damage(last.offset + 100);
-  try {
-    TileStore::open(directory.path(), shape);
-    ADD_FAILURE() << "the damage was not found";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Code::kCorrupt);
-    EXPECT_NE(std::string(error.what()).find("--rollback goes back to step 1"), std::string::npos) << error.what();
-  }
-  EXPECT_EQ(TileStore::roll_back(directory.path(), shape, {}), 1u);
-  HostArena arena(kArenaBytes, kPinnedArena);
-  expect_tiles(*TileStore::open(directory.path(), shape), shape, arena, 1);
-}
-
-TEST(TileStoreOpen, WhatItsCallerReadsIsNotReadTwice) {
-  StoreDirectory directory;
-  make_store(directory.path(), 2);
-  auto shape = three_tiles();
-  const Extent states = TileStore::open(directory.path(), shape)->committed(1).extent[index_of(Part::kStates)];
-  directory.damage(states.offset + 100);
-  shape.read_by_caller = [](std::uint32_t tile, Part part) { return tile == 1 && part == Part::kStates; };
-  EXPECT_EQ(TileStore::open(directory.path(), shape)->committed().step, 2u);
+  make_store(directory.path(), 0);
+  EXPECT_FALSE(TileStore::open(directory.path(), three_tiles())->unverified()) << "there is no older step";
+  StoreDirectory other;
+  make_store(other.path(), 1);
+  auto store = TileStore::open(other.path(), three_tiles());
+  EXPECT_TRUE(store->unverified());
+  EXPECT_DEATH(store->writable(0), "the newer one is known to be whole");
+  store->note_verified();
+  EXPECT_NE(store->writable(0).extent[0].offset, store->readable(0).extent[0].offset);
 }
 
 // Makes a store one of format 3, whose records are as large here, but count no updates.
