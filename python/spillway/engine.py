@@ -9,10 +9,10 @@ from ctypes import byref, c_uint64, c_void_p
 
 import torch
 
-from . import buffers, log, module
+from . import log, module
 from .away import send_away
 from .blocks import Block, find_blocks, forward_order
-from .export import export
+from .export import export, tell
 from .gradients import Gradients
 from .layout import Layout
 from .leases import Leases
@@ -85,10 +85,7 @@ class Engine:
         log.say(logging.INFO, "gradient_clipping: " + (
             f"to a norm of {clipping:g}, in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
             if clipping else "is 0, so nothing is clipped; a loop's own clip_grad_norm_() is refused"))
-        try:
-            buffers.check(model)
-        except Error as error:  # export() would say it when all work is done
-            log.say(logging.WARNING, str(error))
+        tell(model)
 
     def __getattr__(self, name):  # of what is the module's: train(), eval(), generate(), config
         if name.startswith("_") or "module" not in self.__dict__:

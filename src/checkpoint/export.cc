@@ -8,6 +8,7 @@
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"
+#include "src/checkpoint/file_names.h"
 #include "src/checkpoint/model_writer.h"
 #include "src/checkpoint/snapshot_record.h"
 #include "src/checkpoint/store_inspection.h"
@@ -33,6 +34,7 @@ std::uint64_t value_bytes(const ModelDescription& model) {
 // hold what belongs beside a model.
 void write_model(const ModelDescription& model, const std::filesystem::path& directory, const ExportOptions& options,
                  const std::function<void(const WeightSink&)>& walk) {
+  const FileNames names(model);
   std::optional<NewDirectory> made;
   std::error_code ignored;
   if (std::filesystem::exists(directory / kSnapshotFile, ignored)) {
@@ -41,15 +43,17 @@ void write_model(const ModelDescription& model, const std::filesystem::path& dir
   }
   if (!std::filesystem::exists(directory, ignored)) made.emplace(NewDirectory::create(directory));
   {
-    ModelWriter writer(model, made ? made->path() : directory,
+    ModelWriter writer(names.model(), made ? made->path() : directory,
                        {.files = {.type = options.type,
                                   .max_file_bytes = options.max_file_bytes,
                                   .replace = options.replace,
                                   .alone = !made}});
     const std::uint64_t bytes = value_bytes(model);
     std::uint64_t done = 0;
+    const WeightSink sink = [&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
+                                std::span<const float> values) { writer.write(block, parameter, first, values); };
     walk([&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values) {
-      writer.write(block, parameter, first, values);
+      names.write(block, parameter, first, values, sink);
       done += values.size_bytes();
       if (options.progress) options.progress(done, bytes);
     });
