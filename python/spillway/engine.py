@@ -126,16 +126,13 @@ class Engine:
         self._views, self._addresses = {}, set()
         self.anchor = torch.empty(0, device=self.device, requires_grad=True)
 
-    def _begin_with(self, snapshot):
-        """The run begins once more, with a snapshot, and its store is replaced."""
-        self.discard_step()
+    def load_snapshot(self, directory):
+        """Goes on from a snapshot of this model, whose step takes the place of this one, in the store as well. One that
+        does not fit or is damaged is refused, and the run goes on as it was."""
         self._refuse_held()
-        self._end()
-        try:
-            self._create("replace", snapshot)
-        except Error as error:
-            raise Error(error.code, f"{error}; the engine has ended: make it and its model anew",
-                        error.remedy) from None
+        self.discard_step()
+        self._library.engine_load_snapshot(self._open(), _path(directory))
+        self.uncounted_steps, _ = self._record()
         self.optimizer.attach(self)
 
     # -- weights in and out ---------------------------------------------------------------------------------------
@@ -425,9 +422,11 @@ class Engine:
         """Makes the current step durable."""
         self._library.engine_flush(self._open())
 
-    def save(self, directory, replace=False):
-        """A snapshot: weights, states, step and blob, from which any run of the model can begin."""
-        self._library.engine_save(self._open(), _path(directory), byref(SaveOptions(replace)))
+    def save(self, directory, replace=False, leave_out_frozen=False):
+        """A snapshot: weights, states, step and blob, from which any run of the model can begin. `leave_out_frozen`: of
+        what is trained alone, for load_snapshot() of an engine with the same frozen weights."""
+        options = SaveOptions(replace, 0, leave_out_frozen)
+        self._library.engine_save(self._open(), _path(directory), byref(options))
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights, and persistent buffers, as safetensors with the model's config.json: what from_pretrained()

@@ -90,7 +90,8 @@ class Report(Sized):
 
 
 class SaveOptions(Sized):
-    _fields_ = [("struct_size", c_size_t), ("replace", c_int), ("max_file_bytes", c_uint64)]
+    _fields_ = [("struct_size", c_size_t), ("replace", c_int), ("max_file_bytes", c_uint64),
+                ("leave_out_frozen", c_int)]
 
 
 class ExportOptions(Sized):
@@ -132,6 +133,7 @@ _STATUS = {  # functions that can fail
     "engine_discard_step": [c_void_p],
     "engine_flush": [c_void_p],
     "engine_save": [c_void_p, c_char_p, POINTER(SaveOptions)],
+    "engine_load_snapshot": [c_void_p, c_char_p],
     "engine_export": [c_void_p, c_char_p, POINTER(ExportOptions)],
     "engine_describe": [c_void_p, Line, c_void_p],
     "engine_ledger": [c_void_p, LedgerEntry, c_void_p],

@@ -154,6 +154,10 @@ ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::
   std::optional<SafetensorsReader> weights;
   ModelDescription model;
   const SnapshotRecord record = read_snapshot(snapshot, [&](const SnapshotRecord& opened) {
+    if (opened.frozen_left_out) {
+      throw Error(Code::kInvalidArgument, {snapshot.string(), "was saved without the frozen weights", 0,
+                                           "load it into a run of its model (Engine::load_snapshot), and export that"});
+    }
     weights = SafetensorsReader::open(snapshot);
     model = described(*weights, opened, snapshot);
   });
