@@ -111,6 +111,7 @@ void end_engine(const std::shared_ptr<EngineObject>& object) {
 SaveOptions spillway::c::read_save_options(const spillway_save_options* options) {
   const auto read = read_struct(options, "spillway_save_options");
   SaveOptions wanted{.replace = read.replace != 0};
+  wanted.leave_out_frozen = read.leave_out_frozen != 0;
   if (read.max_file_bytes != 0) wanted.max_file_bytes = read.max_file_bytes;
   return wanted;
 }
@@ -418,6 +419,13 @@ spillway_status spillway_engine_begin_save(spillway_engine* engine, const char* 
 
 spillway_status spillway_engine_finish_save(spillway_engine* engine) {
   return with_engine("spillway_engine_finish_save", engine, [](Engine& called, auto&) { called.finish_save(); });
+}
+
+spillway_status spillway_engine_load_snapshot(spillway_engine* engine, const char* directory) {
+  return with_engine("spillway_engine_load_snapshot", engine, [&](Engine& called, const auto& object) {
+    called.load_snapshot(given(directory, "directory"));
+    object->streams.clear();
+  });
 }
 
 spillway_status spillway_engine_export(spillway_engine* engine, const char* directory,

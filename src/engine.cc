@@ -355,16 +355,20 @@ void StepEngine::discard_step() {
   guarded([&] {
     refuse_leases("discard_step");
     if (!stepping_) return;
-    // With the update of the step before under way there is neither a gradient of this one nor an update on a guess.
-    if (!updating_ && !saving_) {
-      machinery_.gradients->settle();
-      machinery_.updater->take_back();
-    }
-    turn_to(*machinery_.compute);
-    machinery_.compute->synchronize();
+    forget_step();
     meter_.start();
     begin_step();
   });
+}
+
+// With the update of the step before under way there is neither a gradient of this one nor an update on a guess.
+void StepEngine::forget_step() {
+  if (!updating_ && !saving_) {
+    machinery_.gradients->settle();
+    machinery_.updater->take_back();
+  }
+  turn_to(*machinery_.compute);
+  machinery_.compute->synchronize();
 }
 
 // Of the step's gradients; with an overflow in fp16 there is none, and only the commit is left. False: it was clipped

@@ -30,20 +30,31 @@ void StepEngine::make_ready(const char* call) {
     throw Error(Code::kInvalidArgument, {call, "a step is under way, partly updated", 0, "call it behind step()"});
 }
 
-// What the walk returns is the caller's own failure, and none of this engine: it may try again, or train on.
+// Every tile, or those that are trained, and their commit as that step. What the walk returns is a failure of `fill`,
+// behind which nothing of them is committed.
+std::exception_ptr StepEngine::write_step(std::uint64_t step, bool frozen, const TileWork& fill) {
+  std::vector<std::uint32_t> tiles;
+  for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
+    if (frozen || plan_.tile_places[t].shape.trainable) tiles.push_back(t);
+  }
+  if (std::exception_ptr of_fill = write_tiles(*machinery_.mover, tiles, fill)) return of_fill;
+  step_ = step;
+  if (machinery_.store) {
+    machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
+                             machinery_.host_region(plan_.host.record), parameters_.counts(updates_made()));
+    committed_step_ = step_;
+    look_after_store();
+  }
+  return nullptr;
+}
+
+// A failure of `fill` is the caller's own, and none of this engine: it may try again.
 void StepEngine::begin_with(const char* call, std::uint64_t step, const TileWork& fill) {
   const std::exception_ptr failure = guarded([&] {
     if (imported_)
       throw Error(Code::kInvalidArgument, {call, "has its weights already", 0, "call it once, before step 1"});
-    std::exception_ptr of_fill = write_tiles(*machinery_.mover, static_cast<std::uint32_t>(plan_.tiles.size()), fill);
+    std::exception_ptr of_fill = write_step(step, true, fill);
     if (of_fill) return of_fill;
-    step_ = step;
-    if (machinery_.store) {
-      machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
-                               machinery_.host_region(plan_.host.record), parameters_.counts(updates_made()));
-      committed_step_ = step_;
-      look_after_store();
-    }
     machinery_.measure_drive();
     imported_ = true;
     meter_.start();
@@ -60,12 +71,53 @@ void StepEngine::import_weights(const WeightSource& source) {
              [&](std::uint32_t tile, const TileMemory& memory) { fill_tile(plan_, tile, memory, values); });
 }
 
+void StepEngine::take(const SnapshotReader& snapshot) {
+  loss_scaler_.resume(snapshot.kept(), snapshot.step(), blob_);
+  parameters_.resume(snapshot.step() - loss_scaler_.skipped(), snapshot.update_counts(), "the snapshot");
+}
+
 void StepEngine::restore() {
-  loss_scaler_.resume(snapshot_->kept(), snapshot_->step(), blob_);
-  parameters_.resume(snapshot_->step() - loss_scaler_.skipped(), snapshot_->update_counts(), "the snapshot");
+  take(*snapshot_);
   begin_with("snapshot", snapshot_->step(),
              [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
   snapshot_.reset();
+}
+
+// All of it is read before anything of the run is overwritten: what lives in memory is there once.
+void StepEngine::load_snapshot(const std::filesystem::path& directory) {
+  const auto turn = caller_.enter("load_snapshot");
+  refuse_if_failed();
+  refuse_leases("load_snapshot");
+  SnapshotReader snapshot(plan_, config_, model_, directory);
+  if (machinery_.store && !machinery_.store->keeps_update_counts() && !snapshot.update_counts().empty()) {
+    throw Error(
+        Code::kUnsupported, directory.string(),
+        "counts the updates of each parameter, for which the run's store, made by an older version, has no room", 0,
+        Remedy::kRenewStore);
+  }
+  if (!imported_ && !snapshot.has_frozen())
+    throw Error(Code::kInvalidArgument,
+                {directory.string(), "was saved without the frozen weights", 0, "import them first"});
+  snapshot.verify();
+  if (imported_) {
+    finish_saving();
+    guarded([&] { settle(); });
+  }
+  guarded([&] {
+    forget_step();
+    if (machinery_.places) machinery_.places->forget();
+    failure_ = "a snapshot was being loaded";  // until all of it is there
+    take(snapshot);
+    const auto fill = [&](std::uint32_t tile, const TileMemory& memory) { snapshot.fill(tile, memory); };
+    if (const std::exception_ptr of_fill = write_step(snapshot.step(), snapshot.has_frozen(), fill))
+      std::rethrow_exception(of_fill);
+    failure_.clear();
+    config_.schedule.given_lr.reset();
+    changed_ = false;
+    if (!std::exchange(imported_, true)) machinery_.measure_drive();
+    meter_.start();
+    begin_step();
+  });
 }
 
 void StepEngine::export_weights(bool exact, const WeightSink& sink) {

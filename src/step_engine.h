@@ -62,6 +62,7 @@ class StepEngine final : public Engine {
   void export_weights(bool exact, const WeightSink& sink) override;
   void begin_save(const std::filesystem::path& directory, const SaveOptions& options) override;
   void finish_save() override;
+  void load_snapshot(const std::filesystem::path& directory) override;
 
   DeviceKind device_kind() const override { return machinery_.device->kind(); }
   Stream& stream() override { return *machinery_.compute; }
@@ -131,6 +132,9 @@ class StepEngine final : public Engine {
   bool begin_update(StepReport& report);
   void resume();
   void restore();
+  void forget_step();
+  void take(const SnapshotReader& snapshot);
+  std::exception_ptr write_step(std::uint64_t step, bool frozen, const TileWork& fill);
   void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
   void commit();
 

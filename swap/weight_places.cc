@@ -215,6 +215,10 @@ bool WeightPlaces::lends(std::span<const std::byte> memory) const {
   return false;
 }
 
+void WeightPlaces::forget() {
+  for (Place& place : places_) drop(place);
+}
+
 void WeightPlaces::settle() {
   for (Place& place : places_) {
     if (place.fetching) drop(place);

@@ -71,6 +71,8 @@ class WeightPlaces {
   std::uint32_t block(std::uint32_t place) const { return *places_[place].block; }
   bool leased() const;
   bool lends(std::span<const std::byte> memory) const;  // all of it lies in one place that is leased
+  // Nothing that lies there, frozen or not, is the model's any more. Not while something is leased.
+  void forget();
   // Blocks until no fetch is under way; failures are dropped with what they brought.
   void settle();
 

@@ -319,8 +319,9 @@ spillway_status spillway_engine_flush(spillway_engine* engine);
 // A snapshot (snapshot.h). `options` may be null.
 typedef struct {
   size_t struct_size;
-  int32_t replace;          // not 0: one that is there is replaced
-  uint64_t max_file_bytes;  // 0: the default
+  int32_t replace;           // not 0: one that is there is replaced
+  uint64_t max_file_bytes;   // 0: the default
+  int32_t leave_out_frozen;  // not 0: only what is trained, for spillway_engine_load_snapshot()
 } spillway_save_options;
 spillway_status spillway_engine_save(spillway_engine* engine, const char* directory,
                                      const spillway_save_options* options);
@@ -328,6 +329,8 @@ spillway_status spillway_engine_save(spillway_engine* engine, const char* direct
 spillway_status spillway_engine_begin_save(spillway_engine* engine, const char* directory,
                                            const spillway_save_options* options);
 spillway_status spillway_engine_finish_save(spillway_engine* engine);
+// Engine::load_snapshot(): one that is refused changes nothing.
+spillway_status spillway_engine_load_snapshot(spillway_engine* engine, const char* directory);
 
 typedef struct {
   size_t struct_size;

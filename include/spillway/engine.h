@@ -273,6 +273,12 @@ class Engine {
     begin_save(directory, options);
     finish_save();
   }
+  // Goes on from a snapshot of this model: its step takes the place of this one, as the store's next commit, and what
+  // was done since step() is forgotten, as is a rate of set_learning_rate(). A snapshot that does not fit or is damaged
+  // is refused (kNotFound, kCorrupt, kInvalidArgument, kUnsupported, kIo) with nothing changed: all of it is verified
+  // first, and so read twice. After a failure of the store behind that the engine is stopped, and the store is at its
+  // last commit. Throws kInvalidArgument while a lease is held.
+  virtual void load_snapshot(const std::filesystem::path& directory) = 0;
 
  protected:
   friend class Lease;

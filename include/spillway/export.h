@@ -1,6 +1,10 @@
 // Trained weights out of Spillway, as a directory that Hugging Face's loaders take: safetensors and the model's
 // attachments (`config.json`).
 //
+// Where a model's tensors have other names in files than in memory, or are pieces of those, an attachment kFileNames
+// says it, and is not written itself: {"tensors": [["in files", "in memory", first element, dimensions …], …],
+// "unsaid": ["in memory", …]}. What is not named there has one name; what is unsaid is refused (kUnsupported).
+//
 // Where `config.json` names a type (`torch_dtype`, `dtype`), it names that of the tensors beside it.
 // Values stream through one tile of memory. A new directory is either complete or not there; into one that exists the
 // model comes whole as well (see SafetensorsWriter), file by file, beside what is there.
@@ -18,6 +22,8 @@
 #include "spillway/safetensors.h"
 
 namespace spillway {
+
+inline constexpr const char* kFileNames = "spillway_names.json";
 
 struct ExportOptions {
   // fp32: the exact master weights. bf16, fp16: the weights that forward and backward use, rounded where those are of

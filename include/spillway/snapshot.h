@@ -31,6 +31,9 @@ struct SaveOptions {
   // next save beside it gives it its name back. A link stays: the directory that it leads to is replaced.
   bool replace = false;
   std::uint64_t max_file_bytes = kMaxFileBytes;  // of tensor data; above it files are sharded
+  // Only what is trained (kInvalidArgument: nothing is). Engine::load_snapshot() puts it over a model that has the
+  // rest; a run cannot begin with it, and it cannot be exported.
+  bool leave_out_frozen = false;
 };
 
 struct SnapshotFacts {

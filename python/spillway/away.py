@@ -2,7 +2,8 @@
 one for so long, which answers what can be known of it and raises a named error where values are read or written.
 
 PyTorch asks that class in every function that it calls from Python. What asks nothing, a TorchScript function,
-torch.tensor(parameter) or a C++ extension, finds NaN: memory of one element that stands for all of them.
+torch.tensor(parameter) or a C++ extension, comes upon memory of one element that stands for all of them: newer PyTorch
+raises an error with its name there, too, as it does for its own FakeTensor, and older reads NaN.
 """
 import functools
 
@@ -10,6 +11,8 @@ import torch
 
 from .library import Error
 
+# By the address of memory and a text, which whoever asks for its bytes raises; None: PyTorch has no such thing yet.
+REFUSE_BYTES = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 # A function's own answer. It ends with the call, where Ctrl-C could leave a `with` of the same effect.
 plain = torch._C._disabled_torch_function_impl
 
@@ -84,9 +87,12 @@ def _refuse(function, parameter, is_first):
     called = getattr(function, "__name__", "")
     if is_first and (called in WRITES or called.endswith("_") and not called.endswith("__")):
         raise written_outside(name)
-    raise Error("invalid_argument", f"{name}: is read outside of its block, while its values are away; read it inside "
-                                    f'`with engine.weights_of("{block}"):`, or name in blocks= a module that has '
-                                    "both its block and what reads it")
+    raise Error("invalid_argument", _read_outside(name, block))
+
+
+def _read_outside(name, block):
+    return f"{name}: is read outside of its block, while its values are away; read it inside `with engine." \
+           f'weights_of("{block}"):`, or name in blocks= a module that has both its block and what reads it'
 
 
 @functools.lru_cache(None)
@@ -100,6 +106,8 @@ def send_away(parameter, name, block):
     parameter._spillway_names = (name, block)
     if not isinstance(parameter, AwayParameter):
         parameter._spillway_kind, parameter._spillway_nothing = type(parameter), parameter.data
+        if REFUSE_BYTES is not None:
+            REFUSE_BYTES(parameter.data.untyped_storage()._cdata, _read_outside(name, block))
         parameter.__class__ = _away(type(parameter))
 
 

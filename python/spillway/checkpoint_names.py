@@ -1,8 +1,16 @@
 """The tensors that a model's files have, where they are others than those in memory: transformers 5 fuses and renames
 some when it reads a model, Mixtral's experts say, and so turns them back when it saves one."""
+import collections
+import json
+import logging
 import sys
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+from . import log
+
+NAMES = "spillway_names.json"  # kFileNames of include/spillway/export.h
 
 
 def plain(name):
@@ -39,11 +47,8 @@ def _reverting(model):
     return lambda tensors: loading.revert_weight_conversion(model, tensors)
 
 
-def groups_of(model, parts):
-    """Groups of tensors as small as they can be turned back; None where files have the names in memory.
-
-    `parts`: lists of (name, shape, dtype), each of a block, which hardly a group goes beyond. Nothing here has values.
-    """
+def _turned(model, parts):
+    """(function, tensors in memory, tensors in files), by name and without values; None where they are the same."""
     revert = _reverting(unwrapped(model))
     if revert is None:
         return None
@@ -51,6 +56,80 @@ def groups_of(model, parts):
     whole = revert(empty)
     if len(whole) == len(empty) and all(whole.get(name) is value for name, value in empty.items()):
         return None
+    return revert, empty, whole
+
+
+def attachment(model, parts, parameters):
+    """The text by which stores and snapshots know the names in files; None where they are those in memory.
+
+    `parts`: as in groups_of(). `parameters`: the names of those that are no buffers."""
+    try:
+        turned = _turned(model, parts)
+    except Exception as error:  # of any kind: an engine needs no names of files, and export() will say it again
+        log.say(logging.WARNING, f"{type(unwrapped(model)).__name__}: transformers does not say which tensors its "
+                                 f"files have ({error}); `spillway export` will write those in memory")
+        return None
+    if turned is None:
+        return None
+    revert, empty, whole = turned
+    whole = _in_views(revert, empty) or whole
+    source_of = {_memory(value): name for name, value in empty.items()}
+    tensors, covered = [], collections.Counter()
+    for target, value in whole.items():
+        source = source_of.get(_memory(value))
+        if source in parameters and value.is_contiguous():
+            tensors.append([target, source, value.storage_offset(), *value.shape])
+            covered[source] += value.numel()
+    unsaid = sorted(name for name in parameters if covered[name] != empty[name].numel())
+    return json.dumps({"tensors": [entry for entry in tensors if entry[1] not in unsaid], "unsaid": unsaid})
+
+
+def _in_views(revert, empty):
+    """What becomes of the tensors, where copies for contiguous memory are left out: a piece of a piece then shows where
+    it lies. None where they cannot be left out."""
+    class WithoutCopies(TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), keywords=None):
+            if function in (torch.Tensor.contiguous, torch.Tensor.clone, torch.clone):
+                return arguments[0]
+            return function(*arguments, **(keywords or {}))
+
+    try:
+        with WithoutCopies():
+            return revert(empty)
+    except RuntimeError:  # of an operation that needs it
+        return None
+
+
+def _memory(tensor):
+    """Equal for a tensor and its views."""
+    return (tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage())._cdata
+
+
+def inner_of(model):
+    """(name, one of its tensors) of a model of transformers' inside another module, if its files have other names."""
+    model = unwrapped(model)
+    if _reverting(model) or hasattr(model, "peft_config"):
+        return None
+    inside = []
+    for name, module in model.named_modules():
+        if not _reverting(module) or any(name.startswith(f"{outer}.") for outer in inside):
+            continue
+        inside.append(name)
+        parts = [[(plain(own), value.shape, torch.float32) for own, value in module.named_parameters()]]
+        if turned := _turned(module, parts):
+            return plain(name), next(own for own in turned[1] if own not in turned[2])
+    return None
+
+
+def groups_of(model, parts):
+    """Groups of tensors as small as they can be turned back; None where files have the names in memory.
+
+    `parts`: lists of (name, shape, dtype), each of a block, which hardly a group goes beyond. Nothing here has values.
+    """
+    turned = _turned(model, parts)
+    if turned is None:
+        return None
+    revert, empty, whole = turned
 
     def targets_of(names):
         """Of a group: what it becomes, if that is a part of what all become together; else None."""

@@ -11,6 +11,7 @@ A checkpoint is DIR/TAG with a snapshot and, beside it, what no snapshot has: th
 the model's buffers. DIR/latest names the last one. One that DeepSpeed has saved is taken as well.
 """
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -37,7 +38,6 @@ class DeepSpeedEngine(Answers, Engine):
     lr_scheduler = training_dataloader = None
     _report, _stepped = None, 0  # of the last step; micro-batches behind which step() was called
     _accumulates = False         # inside of no_sync()
-    _said_frozen = False         # once, that frozen parameters are saved
 
     def __init__(self, model, config, **options):
         super().__init__(model, config, **options)
@@ -135,20 +135,15 @@ class DeepSpeedEngine(Answers, Engine):
         return self.save_16bit_model(save_dir, save_filename)
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-        """All of it. exclude_frozen_parameters, which saves space in DeepSpeed's, cannot be done, which is said: a
-        snapshot has the weights of the whole model, and loads without another source."""
+        """All of it; exclude_frozen_parameters leaves the frozen weights out, and load_checkpoint() keeps those that
+        its model has."""
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = os.path.join(save_dir, tag)
         if deepspeed_import.is_deepspeeds(folder):
             raise Error("exists", f"{folder}: has a checkpoint of DeepSpeed's, and one of two would be loaded later; "
                                   "save under another tag, or into another directory")
-        if exclude_frozen_parameters and not self._said_frozen:
-            self._said_frozen = True
-            frozen = sum(p.numel() for members in self._layout.members for p in members if not p.requires_grad)
-            log.say(logging.WARNING, f"exclude_frozen_parameters: the checkpoint has the {frozen} frozen ones, too, 4 "
-                                     "bytes each; save_16bit_model() leaves them out of a model's file")
         os.makedirs(folder, exist_ok=True)
-        self.save(os.path.join(folder, SNAPSHOT), replace=True)
+        self.save(os.path.join(folder, SNAPSHOT), replace=True, leave_out_frozen=exclude_frozen_parameters)
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, STATE))  # of the tag's earlier snapshot, which was whole until now
         state = {"step": self.current_step, "uncounted": self.uncounted_steps, "client_state": client_state or {},
@@ -165,8 +160,8 @@ class DeepSpeedEngine(Answers, Engine):
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
                         load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None):
         """(path, client_state), or (None, None) where there is no checkpoint. The run begins once more, with the
-        checkpoint and its learning rate, and replaces the store that it has made, in mid-run, too. What DeepSpeed has
-        saved is loaded before the first step."""
+        checkpoint and its learning rate, in mid-run, too; one that is refused changes nothing. What DeepSpeed has saved
+        is loaded before the first step."""
         if not (load_module_strict and load_optimizer_states) or load_module_only or custom_load_fn is not None:
             raise Error("unsupported", "load_checkpoint: takes all of a checkpoint; give a model of its own to another "
                                        "run's weights, with from_pretrained() of what export() wrote")
@@ -204,12 +199,10 @@ class DeepSpeedEngine(Answers, Engine):
             state = torch.load(beside, map_location="cpu", weights_only=False)  # the client's may be anything
         except (EOFError, RuntimeError, ValueError, AssertionError, pickle.UnpicklingError) as error:
             raise Error("corrupt", f"{beside}: is empty, cut short or damaged; take another checkpoint") from error
+        self._check_beside(folder, snapshot, state)
         if self.current_step > 0:
-            log.say(logging.INFO, f"{folder}: takes the place of step {self.current_step}, and of its store")
-        self._begin_with(snapshot)
-        if self.current_step != state["step"]:
-            raise Error("corrupt", f"{folder}: its snapshot is of step {self.current_step}, and {STATE} of step "
-                                   f"{state['step']}; take another checkpoint")
+            log.say(logging.INFO, f"{folder}: takes the place of step {self.current_step}, in the store, too")
+        self.load_snapshot(snapshot)
         self.uncounted_steps = state.get("uncounted", 0)
         self.global_samples = state.get("global_samples", self.global_steps * self.train_batch_size())
         self.skipped_steps = state.get("skipped_steps", 0)
@@ -219,6 +212,20 @@ class DeepSpeedEngine(Answers, Engine):
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self._go_on_with_rate(folder, state)
         return folder, state["client_state"]
+
+    def _check_beside(self, folder, snapshot, state):
+        """That what lies beside a snapshot fits it and the model, before the run's own step is given up."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # what is wrong with it, the engine says
+            with open(os.path.join(snapshot, "spillway.json"), encoding="utf-8") as file:
+                step = json.load(file)["step"]
+            if step != state["step"]:
+                raise Error("corrupt", f"{folder}: its snapshot is of step {step}, and {STATE} of step "
+                                       f"{state['step']}; take another checkpoint")
+        for name, buffer in buffers.persistent(self.module).items():
+            saved = state["buffers"].get(name)
+            if saved is None or saved.shape != buffer.shape:
+                raise Error("invalid_argument", f"{folder}: has {'no buffer' if saved is None else 'another shape of'} "
+                                                f"{name}; load it with the model that it was saved with")
 
     def _go_on_with_rate(self, folder, state):
         """As with DeepSpeed the checkpoint's counts, which a scheduler of the caller's changes from there. The
@@ -244,7 +251,7 @@ class DeepSpeedEngine(Answers, Engine):
             notes = [carried.continue_schedule(schedule, self.optimizer, facts)] if with_schedule or \
                 isinstance(schedule, EngineSchedule) else []
             rate = self.optimizer.param_groups[0]["lr"]
-            self._begin_with(snapshot)
+            self.load_snapshot(snapshot)
         if not isinstance(schedule, EngineSchedule):
             saved = None if with_schedule and carried.continues(schedule, facts) else carried.rate_of(facts)
             if saved is not None and saved != rate:

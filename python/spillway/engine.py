@@ -9,10 +9,10 @@ from ctypes import byref, c_uint64, c_void_p
 
 import torch
 
-from . import buffers, log, module
+from . import log, module
 from .away import send_away
 from .blocks import Block, find_blocks, forward_order
-from .export import export
+from .export import export, tell
 from .gradients import Gradients
 from .layout import Layout
 from .leases import Leases
@@ -85,10 +85,7 @@ class Engine:
         log.say(logging.INFO, "gradient_clipping: " + (
             f"to a norm of {clipping:g}, in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
             if clipping else "is 0, so nothing is clipped; a loop's own clip_grad_norm_() is refused"))
-        try:
-            buffers.check(model)
-        except Error as error:  # export() would say it when all work is done
-            log.say(logging.WARNING, str(error))
+        tell(model)
 
     def __getattr__(self, name):  # of what is the module's: train(), eval(), generate(), config
         if name.startswith("_") or "module" not in self.__dict__:
@@ -129,16 +126,13 @@ class Engine:
         self._views, self._addresses = {}, set()
         self.anchor = torch.empty(0, device=self.device, requires_grad=True)
 
-    def _begin_with(self, snapshot):
-        """The run begins once more, with a snapshot, and its store is replaced."""
-        self.discard_step()
+    def load_snapshot(self, directory):
+        """Goes on from a snapshot of this model, whose step takes the place of this one, in the store as well. One that
+        does not fit or is damaged is refused, and the run goes on as it was."""
         self._refuse_held()
-        self._end()
-        try:
-            self._create("replace", snapshot)
-        except Error as error:
-            raise Error(error.code, f"{error}; the engine has ended: make it and its model anew",
-                        error.remedy) from None
+        self.discard_step()
+        self._library.engine_load_snapshot(self._open(), _path(directory))
+        self.uncounted_steps, _ = self._record()
         self.optimizer.attach(self)
 
     # -- weights in and out ---------------------------------------------------------------------------------------
@@ -429,9 +423,11 @@ class Engine:
         """Makes the current step durable."""
         self._library.engine_flush(self._open())
 
-    def save(self, directory, replace=False):
-        """A snapshot: weights, states, step and blob, from which any run of the model can begin."""
-        self._library.engine_save(self._open(), _path(directory), byref(SaveOptions(replace)))
+    def save(self, directory, replace=False, leave_out_frozen=False):
+        """A snapshot: weights, states, step and blob, from which any run of the model can begin. `leave_out_frozen`: of
+        what is trained alone, for load_snapshot() of an engine with the same frozen weights."""
+        options = SaveOptions(replace, 0, leave_out_frozen)
+        self._library.engine_save(self._open(), _path(directory), byref(options))
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights, and persistent buffers, as safetensors with the model's config.json: what from_pretrained()

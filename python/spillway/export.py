@@ -3,6 +3,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
@@ -10,8 +11,8 @@ import shutil
 
 import torch
 
-from . import buffers, whole_files
-from .checkpoint_names import groups_of, plain
+from . import buffers, log, whole_files
+from .checkpoint_names import groups_of, inner_of, plain
 from .library import Error
 from .module import attachments
 from .pieces import floats
@@ -27,23 +28,52 @@ def adapters(engine, dtype):
     return {name: value.to(dtype) for name, value in engine.master_weights(names).items()}
 
 
+def tell(model):
+    """What export() would say when all work is done."""
+    try:
+        buffers.check(model)
+    except Error as error:
+        log.say(logging.WARNING, str(error))
+    if inner := inner_of(model):
+        name, tensor = inner
+        log.say(logging.WARNING, f"{name}: its files have other tensors than {tensor}; exports have those in memory, "
+                                 "as load_state_dict() of the module around it takes them. For from_pretrained(), load "
+                                 f"them there, and then call {name}.save_pretrained()")
+
+
 def export(engine, directory, dtype, replace):
     """Where there is a model already that is not to be replaced, or another one is being written, the export goes to a
     directory beside it before the error is raised: the end of a script is no place to lose the training."""
     write = _adapters if hasattr(engine.module, "peft_config") else _model
-    if write is _model and (groups := groups_of(engine.module, _tensors(engine))):
+    if write is _model and (groups := groups_of(engine.module, engine._layout.tensors())):
         def write(engine, directory, dtype, replace):
             _turned_back(engine, groups, os.path.realpath(os.fsdecode(directory)), dtype, replace)
+    def written(place, may_replace):
+        try:
+            write(engine, place, dtype, may_replace)
+        except OSError as error:
+            raise _failed(place, error) from error
+
     try:
-        write(engine, directory, dtype, replace)
+        written(directory, replace)
     except Error as error:
         if error.code not in ("exists", "busy"):
             raise
         beside, number = os.fspath(directory).rstrip("/"), 2
         while os.path.exists(f"{beside}-{number}"):
             number += 1
-        write(engine, f"{beside}-{number}", dtype, False)
+        written(f"{beside}-{number}", False)
         raise Error(error.code, f"{error}; this time it was exported to {beside}-{number}") from None
+
+
+def _failed(place, error):
+    """Of a file or a call that names none, in words as the library has them (src/formats/plain_file.cc)."""
+    room = "free some space, or name another directory"
+    remedy = {errno.ENOSPC: room, errno.EDQUOT: room, errno.EFBIG: "raise ulimit -f, or name another directory",
+              errno.EACCES: "check who may write there", errno.EPERM: "check who may write there",
+              errno.EROFS: "name a directory on a file system that can be written"}
+    return Error("io", f"{os.fspath(place)}: the model cannot be written ({error.strerror or error}); " + remedy.get(
+        error.errno, "check the drive, or name another directory"))
 
 
 def _model(engine, directory, dtype, replace):
@@ -142,11 +172,14 @@ def _check_place(place, replace):
 def _place_alone(place):
     lock = os.open(place, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Error("busy", f"{place}: a model is being written there; wait for its end, or name another "
+                                "directory") from None
+        except OSError:  # a file system without locks
+            pass
         yield
-    except BlockingIOError:
-        raise Error("busy", f"{place}: a model is being written there; wait for its end, or name another "
-                            "directory") from None
     finally:
         os.close(lock)
 
@@ -188,14 +221,6 @@ def _write_groups(engine, groups, folder, dtype):
         text = json.dumps(values, indent=2).encode()
         whole_files.write(os.path.join(folder, name), lambda file, text=text: file.write(text))
     return [*files.names, *beside]
-
-
-def _tensors(engine):
-    """(name, shape, dtype) of all that is exported: a list for each block, and one of buffers."""
-    layout = engine._layout
-    parameters = [[(name, parameter.shape, torch.float32) for name, parameter in zip(names, members)]
-                  for names, members in zip(layout.names, layout.members)]
-    return [*parameters, [(name, b.shape, b.dtype) for name, b in buffers.persistent(engine.module).items()]]
 
 
 def _each_weight(engine, whole, exact):

@@ -2,6 +2,9 @@
 import collections
 from ctypes import c_uint64, c_void_p
 
+import torch
+
+from . import buffers, checkpoint_names
 from .checkpoint_names import plain
 from .library import BACKWARD, FORWARD, Error
 from .module import attachments
@@ -56,6 +59,12 @@ class Layout:
                     for owner in self._blocks[index].engine_blocks:
                         yield owner, direction
 
+    def tensors(self):
+        """(name, shape, dtype) of all that is exported: a list for each block, and one of buffers."""
+        parameters = [[(name, parameter.shape, torch.float32) for name, parameter in zip(names, members)]
+                      for names, members in zip(self.names, self.members)]
+        return [*parameters, [(name, b.shape, b.dtype) for name, b in buffers.persistent(self._model).items()]]
+
     def describe(self, library, element_bytes):
         """A spillway_model, which the caller destroys. Its workspace holds the largest gradient."""
         model = c_void_p(library.model_create())
@@ -72,4 +81,7 @@ class Layout:
         library.model_set_workspace(model, largest * element_bytes)
         for name, text in attachments(self._model).items():
             library.model_attach(model, name.encode(), text.encode())
+        names = {name for members in self.names for name in members}
+        if text := checkpoint_names.attachment(self._model, self.tensors(), names):
+            library.model_attach(model, checkpoint_names.NAMES.encode(), text.encode())
         return model

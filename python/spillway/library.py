@@ -24,7 +24,7 @@ ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
 MASTER, EXP_AVG, EXP_AVG_SQ = 0, 1, 2
 STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other")
-MARK = "\x1f"  # in no message: where the words of a remedy come
+MARK = "\u241f"  # in no message: where the words of a remedy come. A control character would be masked
 
 class Error(RuntimeError):
     """What Spillway refused or failed to do. `code` is one of CODES; `remedy` is one of remedies.WORDS, where what to
@@ -92,7 +92,8 @@ class Report(Sized):
 
 
 class SaveOptions(Sized):
-    _fields_ = [("struct_size", c_size_t), ("replace", c_int), ("max_file_bytes", c_uint64)]
+    _fields_ = [("struct_size", c_size_t), ("replace", c_int), ("max_file_bytes", c_uint64),
+                ("leave_out_frozen", c_int)]
 
 
 class OptimizerOptions(Sized):
@@ -163,6 +164,7 @@ _STATUS = {  # functions that can fail
     "engine_discard_step": [c_void_p],
     "engine_flush": [c_void_p],
     "engine_save": [c_void_p, c_char_p, POINTER(SaveOptions)],
+    "engine_load_snapshot": [c_void_p, c_char_p],
     "engine_export": [c_void_p, c_char_p, POINTER(ExportOptions)],
     "engine_describe": [c_void_p, Line, c_void_p],
     "engine_ledger": [c_void_p, LedgerEntry, c_void_p],

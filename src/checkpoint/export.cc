@@ -10,6 +10,7 @@
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"
+#include "src/checkpoint/file_names.h"
 #include "src/checkpoint/model_writer.h"
 #include "src/checkpoint/snapshot_record.h"
 #include "src/checkpoint/store_inspection.h"
@@ -35,6 +36,7 @@ std::uint64_t value_bytes(const ModelDescription& model) {
 // hold what belongs beside a model.
 void write_model(const ModelDescription& model, const std::filesystem::path& directory, const ExportOptions& options,
                  const std::function<void(const WeightSink&)>& walk) {
+  const FileNames names(model);
   std::optional<NewDirectory> made;
   std::error_code ignored;
   if (std::filesystem::exists(directory / kSnapshotFile, ignored)) {
@@ -43,15 +45,17 @@ void write_model(const ModelDescription& model, const std::filesystem::path& dir
   }
   if (!std::filesystem::exists(directory, ignored)) made.emplace(NewDirectory::create(directory));
   {
-    ModelWriter writer(model, made ? made->path() : directory,
+    ModelWriter writer(names.model(), made ? made->path() : directory,
                        {.files = {.type = options.type,
                                   .max_file_bytes = options.max_file_bytes,
                                   .replace = options.replace,
                                   .alone = !made}});
     const std::uint64_t bytes = value_bytes(model);
     std::uint64_t done = 0;
+    const WeightSink sink = [&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
+                                std::span<const float> values) { writer.write(block, parameter, first, values); };
     walk([&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values) {
-      writer.write(block, parameter, first, values);
+      names.write(block, parameter, first, values, sink);
       done += values.size_bytes();
       if (options.progress) options.progress(done, bytes);
     });
@@ -152,6 +156,10 @@ ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::
   std::optional<SafetensorsReader> weights;
   ModelDescription model;
   const SnapshotRecord record = read_snapshot(snapshot, [&](const SnapshotRecord& opened) {
+    if (opened.frozen_left_out) {
+      throw Error(Code::kInvalidArgument, {snapshot.string(), "was saved without the frozen weights", 0,
+                                           "load it into a run of its model (Engine::load_snapshot), and export that"});
+    }
     weights = SafetensorsReader::open(snapshot);
     model = described(*weights, opened, snapshot);
   });

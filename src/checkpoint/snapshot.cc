@@ -31,7 +31,7 @@ void SnapshotWriter::add(std::uint32_t tile, const TileMemory& memory) {
 
 void SnapshotWriter::add(std::size_t array, std::uint32_t tile, const TileMemory& memory) {
   const SnapshotArray what = files_.array(array);
-  if (what != SnapshotArray::kWeights && !plan_.tile_places[tile].shape.trainable) return;
+  if (!files_.has(array, plan_.tile_places[tile].shape.trainable)) return;
   const WeightSink sink = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
                               std::span<const float> values) { files_.write(array, block, p, first, values); };
   switch (what) {
@@ -83,7 +83,7 @@ void SnapshotReader::check_model(const Array& array, DType frozen_type) const {
     for (const Parameter& parameter : block.parameters) {
       const std::string name = parameter.name + array.suffix;
       const TensorEntry* entry = array.reader.find(name);
-      if (!parameter.trainable && array.what != SnapshotArray::kWeights) {
+      if (!parameter.trainable && (array.what != SnapshotArray::kWeights || record_.frozen_left_out)) {
         if (entry) refuse(directory_, fmt::format("parameter {} was trained there, here it is frozen", name), hint);
         continue;
       }
@@ -173,7 +173,12 @@ std::unique_ptr<SnapshotReader> open_snapshot(const Plan& plan, const Config& co
   if (options.snapshot.empty()) return nullptr;
   if (options.on_existing == OnExisting::kResume)
     refuse(options.snapshot, "cannot be restored into a store that is resumed", "do one or the other");
-  return std::make_unique<SnapshotReader>(plan, config, model, options.snapshot);
+  auto reader = std::make_unique<SnapshotReader>(plan, config, model, options.snapshot);
+  if (!reader->has_frozen()) {
+    refuse(options.snapshot, "was saved without the frozen weights",
+           "make the engine with the model's own, and then call load_snapshot()");
+  }
+  return reader;
 }
 
 }  // namespace spillway

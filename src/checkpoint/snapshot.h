@@ -45,6 +45,8 @@ class SnapshotReader {
                  const std::filesystem::path& directory);
 
   std::uint64_t step() const { return record_.facts.step; }
+  // False: fill() is for trained tiles alone.
+  bool has_frozen() const { return !record_.frozen_left_out; }
   std::span<const std::byte> kept() const { return record_.blob; }
   std::vector<std::uint64_t> update_counts() const;  // as Manifest has them
   void fill(std::uint32_t tile, const TileMemory& memory);

@@ -1,5 +1,6 @@
 #include "src/checkpoint/snapshot_files.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "spillway/error.h"
@@ -7,6 +8,15 @@
 #include "src/formats/plain_file.h"
 
 namespace spillway {
+namespace {
+
+bool has_parameters(const ModelDescription& model, bool trainable) {
+  return std::ranges::any_of(model.blocks, [trainable](const Block& block) {
+    return std::ranges::any_of(block.parameters, [trainable](const Parameter& p) { return p.trainable == trainable; });
+  });
+}
+
+}  // namespace
 
 bool TensorChecksums::add(std::uint64_t first, std::uint64_t elements, std::span<const float> values) {
   if (first == 0) running_.restart();
@@ -18,12 +28,19 @@ bool TensorChecksums::add(std::uint64_t first, std::uint64_t elements, std::span
 
 SnapshotFiles::SnapshotFiles(const Config& config, const ModelDescription& model,
                              const std::filesystem::path& directory, const SaveOptions& options)
-    : config_(config), model_(model), directory_(NewDirectory::create(directory, options.replace)) {
+    : config_(config),
+      model_(model),
+      leave_out_frozen_(options.leave_out_frozen && has_parameters(model, false)),
+      directory_(NewDirectory::create(directory, options.replace)) {
   std::error_code ignored;
   if (options.replace && std::filesystem::exists(directory, ignored)) {
     if (read_snapshot(directory).facts.model != snapshot_fingerprint(config, model))
       throw Error(Code::kExists, {directory.string(), "is a snapshot of another model", 0, "name another directory"});
     refuse_other_files(directory);
+  }
+  if (leave_out_frozen_ && !has_parameters(model, true)) {
+    throw Error(Code::kInvalidArgument,
+                {directory.string(), "nothing of the model is trained", 0, "save it without leave_out_frozen"});
   }
   for (const Block& block : model.blocks) {
     auto& elements = elements_.emplace_back();
@@ -39,7 +56,7 @@ SnapshotFiles::SnapshotFiles(const Config& config, const ModelDescription& model
     how.files.stem = names_of(what).stem;
     how.files.alone = false;  // but for its other arrays, the directory sees to that
     how.suffix = names_of(what).suffix;
-    how.trainable_only = !weights;
+    how.trainable_only = !weights || leave_out_frozen_;
     how.attachments = weights;
     arrays_.push_back({.what = what,
                        .writer = std::make_unique<ModelWriter>(model, directory_.path(), std::move(how)),
@@ -65,6 +82,7 @@ void SnapshotFiles::finish(std::uint64_t step, std::span<const std::byte> blob,
                   .weights = config_.weights,
                   .optimizer = config_.optimizer.kind};
   record.blob.assign(blob.begin(), blob.end());
+  record.frozen_left_out = leave_out_frozen_;
   auto count = update_counts.begin();
   for (const Block& block : model_.blocks) {
     for (const Parameter& parameter : block.parameters) {

@@ -42,6 +42,9 @@ class SnapshotFiles {
 
   std::size_t count() const { return arrays_.size(); }
   SnapshotArray array(std::size_t a) const { return arrays_[a].what; }
+  bool has(std::size_t a, bool trainable) const {
+    return trainable || (arrays_[a].what == SnapshotArray::kWeights && !leave_out_frozen_);
+  }
   // Frozen weights are given as the run has them, rounded to its type; those that are trained exact.
   void write(std::size_t a, std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
              std::span<const float> values);
@@ -58,6 +61,7 @@ class SnapshotFiles {
 
   const Config& config_;
   const ModelDescription& model_;
+  const bool leave_out_frozen_;
   std::vector<std::vector<std::uint64_t>> elements_;  // [block][parameter]
   NewDirectory directory_;
   std::vector<Array> arrays_;  // behind the directory: they give up their files before it is given up

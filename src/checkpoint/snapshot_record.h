@@ -40,6 +40,7 @@ struct SnapshotRecord {
   std::map<std::string, std::uint64_t> attachments;  // by file: XXH3 of its text; none in records of older versions
   // By trainable parameter. None: each has had every update that was not skipped.
   std::map<std::string, std::uint64_t> update_counts;
+  bool frozen_left_out = false;  // it has only what is trained
 };
 
 // SnapshotRecord::attachments of a text.

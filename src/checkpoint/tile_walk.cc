@@ -2,10 +2,12 @@
 
 namespace spillway {
 
-std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work) {
+std::exception_ptr write_tiles(TileMover& mover, std::span<const std::uint32_t> tiles, const TileWork& work) {
   std::exception_ptr failure;
-  for (std::uint32_t t = 0; t < tiles && !failure; ++t) {
-    const std::uint32_t buffer = t % mover.buffers();
+  std::uint32_t used = 0;
+  for (const std::uint32_t t : tiles) {
+    if (failure) break;
+    const std::uint32_t buffer = used++ % mover.buffers();
     mover.finish_save(buffer);
     const TileMemory memory = mover.blank(t, buffer);
     try {

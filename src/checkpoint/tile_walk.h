@@ -15,7 +15,7 @@ using TileWork = std::function<void(std::uint32_t tile, const TileMemory& memory
 
 // Memory comes as zeros; what the work leaves there goes to the tile's home and slot. What `work` throws ends the walk
 // and is returned: the caller's own failure, and none of the mover's. Nothing is under way afterwards.
-std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work);
+std::exception_ptr write_tiles(TileMover& mover, std::span<const std::uint32_t> tiles, const TileWork& work);
 
 // Whether any of the tile lives in memory.
 bool resident(const TilePlace& tile);

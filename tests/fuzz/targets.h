@@ -17,6 +17,7 @@ namespace spillway::fuzz {
 using Bytes = std::span<const std::byte>;
 
 void config(Bytes input);
+void file_names(Bytes input);
 void safetensors_header(Bytes input);
 void safetensors_index(Bytes input);
 void manifest(Bytes input);

@@ -3,6 +3,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import unittest
 import unittest.mock
@@ -153,7 +154,11 @@ class Export(Folder):
 
             refuse.append(fails)
             for place in (out, self.folder / "new"):
-                self.assertRaises(OSError, engine.export, place, replace=True)
+                error = self.assert_error(rf"^{place}: .* \(No space left on device\); free some space, or name "
+                                          "another directory$", engine.export, place, replace=True)
+                self.assertEqual("io", error.code)
+            with unittest.mock.patch("fcntl.flock", side_effect=OSError(37, "No locks available")):
+                self.assert_error("No space left on device", engine.export, out, replace=True)
             self.assertEqual(before, {path.name: path.read_bytes() for path in out.iterdir()})
             self.assertEqual(["ds_config.json", "out", "out-2", "store"], sorted(os.listdir(self.folder)))
             refuse.clear()
@@ -167,6 +172,86 @@ class Export(Folder):
         for name, value in found.items():
             self.assertTrue(torch.equal(wanted[name].to(value.dtype), value), name)
             self.assertEqual(torch.int64 if name == "seen" else torch.bfloat16, value.dtype)
+
+    @unittest.skipUnless(importlib.util.find_spec("safetensors"), "no safetensors in this Python")
+    def test_StoresAndSnapshotsKnowTheNamesInFiles(self):
+        """Renamed tensors and pieces, of copies made for contiguous memory, too. What is neither is refused."""
+        turned = [False]
+
+        def revert(network, tensors):
+            made = {}
+            for name, value in tensors.items():
+                if name.endswith("up.weight"):
+                    for half, part in zip(("gate", "up"), torch.chunk(value.view(2, -1, value.shape[1]), 2, dim=1)):
+                        for number, expert in enumerate(torch.chunk(part.contiguous(), 2, dim=0)):
+                            made[name.replace("up", f"experts.{number}.{half}")] = expert.squeeze(0).contiguous()
+                elif turned[0] and name.endswith("down.weight"):
+                    made[name] = value.t().contiguous()
+                else:
+                    made[name.replace("embedding.", "wte.")] = value
+            return made
+
+        loading = type(sys)("transformers.core_model_loading")
+        loading.revert_weight_conversion = revert
+        transformers = type(sys)("transformers")
+        transformers.PreTrainedModel = torch.nn.Module
+        with unittest.mock.patch.dict(sys.modules, {"transformers": transformers,
+                                                    "transformers.core_model_loading": loading}):
+            engine = self.engine(model())
+            train(engine, 1)
+            engine.save(self.folder / "snapshot")
+            engine.export(self.folder / "engine")
+            engine.export_weights(self.folder / "library", torch.float32, False)
+            engine.close()
+            self.by_command("store", "from_store")
+            self.by_command("snapshot", "from_snapshot")
+            wanted = self.read(self.folder / "engine")
+            self.assertIn("layers.0.experts.1.gate.weight", wanted)
+            for folder in ("library", "from_store", "from_snapshot"):
+                found = self.read(self.folder / folder)
+                self.assertEqual({*wanted}, {*found})
+                self.assertNotIn("spillway_names.json", os.listdir(self.folder / folder))
+                for name, value in found.items():
+                    self.assertTrue(torch.equal(wanted[name], value), name)
+            turned[0] = True
+            engine = self.engine(model(), on_existing="replace")
+            engine.export(self.folder / "turned")
+            engine.close()
+        self.assertEqual((192, 48), tuple(self.read(self.folder / "turned")["layers.0.down.weight"].shape))
+        self.assertIn("layers.0.down.weight: is in no file of this model as it is in memory",
+                      self.by_command("store", "none"))
+        self.assertFalse((self.folder / "none").exists())
+
+    def by_command(self, source, to):
+        """What `spillway export` says."""
+        run = subprocess.run([os.environ["SPILLWAY_BINARY"], "export", self.folder / source, self.folder / to],
+                             capture_output=True, text=True)
+        return run.stderr
+
+    def test_AModelOfTransformersInsideOfAnotherModuleIsSaid(self):
+        class Inner(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up = torch.nn.Linear(8, 8)
+
+        class Around(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.pretrained_model, self.v_head = Inner(), torch.nn.Linear(8, 1)
+
+        loading = type(sys)("transformers.core_model_loading")
+        loading.revert_weight_conversion = lambda network, tensors: {
+            name.replace("up", "wi"): value for name, value in tensors.items()}
+        transformers = type(sys)("transformers")
+        transformers.PreTrainedModel = Inner
+        with unittest.mock.patch.dict(sys.modules, {"transformers": transformers,
+                                                    "transformers.core_model_loading": loading}), \
+                self.assertLogs("spillway", "WARNING") as heard:
+            engine = self.engine(Around())
+            engine.export(self.folder / "out")
+        said = [line for line in heard.output if "pretrained_model: its files have other tensors than up." in line]
+        self.assertEqual(1, len(said))
+        self.assertIn("call pretrained_model.save_pretrained()", said[0])
 
     def test_ATrainersCheckpointKeepsBuffersUnderTheirNamesInMemory(self):
         """An export beside them may have others."""
@@ -214,7 +299,7 @@ class Export(Folder):
             raise OSError(0, "killed")
 
         for event, left in ((fails, []), (is_killed, [".killed.partial"])):
-            self.assertRaises(OSError, export, "out", event)
+            self.assert_error(f"^{place}/out: the model cannot be written ", export, "out", event)
             self.assertEqual(left, os.listdir(place))
         # A neighbour removes what a killed process left, and nothing else.
         export("out", lambda _: engine.export_weights(place / "neighbour", torch.float32, False))

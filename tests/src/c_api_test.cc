@@ -374,6 +374,9 @@ TEST_F(CApi, ActivationsInsidesAndWorkReachTheCaller) {
   uint64_t step = 0;
   EXPECT_EQ(SPILLWAY_OK, spillway_export_snapshot(snapshot.c_str(), exported.c_str(), nullptr, &step));
   EXPECT_EQ(1u, step);
+  EXPECT_EQ(SPILLWAY_NOT_FOUND, spillway_engine_load_snapshot(engine, exported.c_str()));
+  EXPECT_EQ(SPILLWAY_OK, spillway_engine_load_snapshot(engine, snapshot.c_str())) << spillway_error_message();
+  EXPECT_EQ(1u, spillway_engine_current_step(engine));
   EXPECT_EQ(SPILLWAY_OK, spillway_remove_snapshot(snapshot.c_str()));
 }
 
