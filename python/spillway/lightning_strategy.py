@@ -6,6 +6,7 @@
                     save_checkpoint   a snapshot, and the Trainer's state beside it
 """
 import contextlib
+import gc
 import importlib
 import logging
 
@@ -222,6 +223,7 @@ class StrategyMixin:
                 part._dtype = self.engine.dtype
 
     def _made(self, planned, snapshot, weights):
+        gc.collect()  # module and engine refer to each other: of a run that failed, both may be left, with the store
         existing = self._on_existing or ("replace" if self._loaded else "refuse")
         try:
             return LightningEngine(self.lightning_module, planned, on_existing=existing, snapshot=snapshot,
