@@ -6,6 +6,7 @@
                     save_checkpoint   a snapshot, and the Trainer's state beside it
 """
 import contextlib
+import gc
 import importlib
 import logging
 
@@ -142,9 +143,12 @@ class StrategyMixin:
             elif isinstance(part, self._of("core.module").LightningModule):
                 part._device = self.root_device
 
+    def _trains(self, trainer):
+        return trainer.state.fn == self._of("trainer.states").TrainerFn.FITTING
+
     def setup(self, trainer):
         self.accelerator.setup(trainer)
-        module, training = self.lightning_module, trainer.state.fn == self._of("trainer.states").TrainerFn.FITTING
+        module, training = self.lightning_module, self._trains(trainer)
         overridden = self._of("utilities.model_helpers").is_overridden
         lightning_config.refuse(trainer, module, lambda hook: overridden(hook, module))
         self._room, self._served = trainer.default_root_dir, None
@@ -206,7 +210,7 @@ class StrategyMixin:
         snapshot = loaded.snapshot if loaded else self._snapshot
         with weights as given:
             if kept is None:
-                self.engine = self._made(planned, snapshot, given)
+                self.engine = self._made(planned, training, snapshot, given)
             elif kept._handle is None:
                 raise Error("invalid_argument", "module: its engine has been closed, or has ended; make module and "
                                                 "Trainer anew")
@@ -221,13 +225,16 @@ class StrategyMixin:
             if isinstance(part, self._of("core.module").LightningModule):
                 part._dtype = self.engine.dtype
 
-    def _made(self, planned, snapshot, weights):
-        existing = self._on_existing or ("replace" if self._loaded else "refuse")
+    def _made(self, planned, training, snapshot, weights):
+        gc.collect()  # module and engine refer to each other: of a run that failed, both may be left, with the store
+        existing = self._on_existing or ("replace" if self._loaded and training else "refuse")
         try:
             return LightningEngine(self.lightning_module, planned, on_existing=existing, snapshot=snapshot,
                                    weights=weights, **self._options)
         except Error as error:  # says what an engine can do, and a Trainer cannot
-            raise error.with_resume("fit(ckpt_path=PATH), of a checkpoint") from None
+            if training or error.remedy != "resume_or_replace":
+                raise error.with_resume("fit(ckpt_path=PATH), of a checkpoint") from None
+            raise error.instead("name another nvme_path to evaluate with, or say on_existing=\"replace\"") from None
 
     def _go_on(self, planned, training, begin):
         """With an engine of an earlier run, of this Trainer or another. As an optimizer of PyTorch's is made anew for
@@ -296,8 +303,10 @@ class StrategyMixin:
 
     def load_checkpoint(self, checkpoint_path, weights_only=None):
         self._loaded = checkpoints.load(checkpoint_path, weights_in, self.load_full_weights)
-        if not self._loaded.snapshot and \
-                self.lightning_module.trainer.state.fn == self._of("trainer.states").TrainerFn.FITTING:
+        if not self._loaded.snapshot and self._trains(self.lightning_module.trainer):
+            if "lr_schedulers" not in self._loaded.state:
+                raise Error("invalid_argument", f"{self._loaded.path}: has weights alone (save_weights_only), for "
+                                                "evaluations; take a whole checkpoint to go on from")
             log.say(logging.WARNING, f"{self._loaded.path}: has weights alone, so the optimizer begins anew")
         return self._loaded.state
 

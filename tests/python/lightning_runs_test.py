@@ -1,4 +1,6 @@
 """Runs of Lightning's Trainer behind each other: checkpoints, evaluations, second fits, and what ends one."""
+import contextlib
+import io
 import os
 import shutil
 import unittest.mock
@@ -70,6 +72,10 @@ class Checkpoints(LightningCase):
                           'on_existing="replace"', self.run_of, 2)
         checkpoint = str(self.folder / "out/epoch=0.ckpt")
         self.assert_error("a store exists", self.run_of, 2, ckpt_path=checkpoint, options={"on_existing": "refuse"})
+        evaluated = module(body=Scheduled)
+        self.closing(evaluated)
+        self.assert_error('name another nvme_path to evaluate with, or say on_existing="replace"', self.trainer().test,
+                          evaluated, loader(1), ckpt_path=checkpoint)
         self.assertEqual(8, self.run_of(2, seed=9, ckpt_path=checkpoint).kept.strategy.engine.current_step)
 
     def test_WhatACheckpointHolds(self):
@@ -106,6 +112,26 @@ class Checkpoints(LightningCase):
                                                     verbose=False))
         self.assert_weights({name: value for name, value in made.state_dict().items() if name != "seen"},
                             again.state_dict())
+        self.assert_error("weights.ckpt: has weights alone .save_weights_only., for evaluations; take a whole",
+                          self.run_of, 2, "third", ckpt_path=str(self.folder / "weights.ckpt"))
+        self.assertFalse((self.folder / "third").exists())
+
+    def test_ACheckpointsRateCounts(self):
+        class Slower(Scheduled):
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.decay)
+
+        made = []
+        for name, rate, decay, ckpt_path in (("one", 1e-3, 0.1, None), ("two", 1e-5, 0.2, str(self.folder / "at"))):
+            each = module(body=Slower)
+            each.lr, each.decay, each.on_load_checkpoint = rate, decay, lambda checkpoint: None
+            made.append(self.fit(each, self.trainer(self.configuration(name), max_epochs=2 if ckpt_path else 1), 4,
+                                 ckpt_path=ckpt_path))
+            if not ckpt_path:
+                each.kept.save_checkpoint(str(self.folder / "at"))
+        engine = made[1].kept.strategy.engine
+        self.assertEqual((1e-3, 0.1), (made[1].kept.strategy.report.learning_rate,
+                                       engine.settings["optimizer.params.weight_decay"]))
 
     def test_AFileOfLightningsOwn(self):
         plain = module(body=Body)
@@ -275,7 +301,8 @@ class Runs(LightningCase):
         self.closing(made)
         made.lr = 1e-3
         weights = {name: value.clone() for name, value in made.state_dict().items()}
-        found = lightning.pytorch.tuner.Tuner(trainer).lr_find(made, loader(20), num_training=10)
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
+            found = lightning.pytorch.tuner.Tuner(trainer).lr_find(made, loader(20), num_training=10)
         self.assertEqual(10, len(found.results["lr"]))
         self.assert_weights(weights, made.state_dict())
         self.assertEqual(0, trainer.strategy.engine.current_step)
