@@ -57,7 +57,8 @@ struct Layer {
   void backward(spillway::Stream& stream, const float* x, const float* weight, const float* y, float* dy,
                 float* dweight, float* dbias, float* dx) const {
     stream.launch([=, layer = *this](spillway::HostWorkers& workers) {
-      const auto [rows, in, out, last] = layer;
+      const std::size_t rows = layer.rows, in = layer.in, out = layer.out;
+      const bool last = layer.last;
       workers.parallel_for(layer.out, [=](std::size_t o) {
         std::fill_n(dweight + o * in, in, 0.0f);
         dbias[o] = 0;

@@ -6,7 +6,6 @@
 // nothing but the store to go on, with the same bits, after whatever ended the run before.
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <random>
 #include <stdexcept>
@@ -30,11 +29,17 @@ std::vector<Layer> stack(std::size_t rows, const Table& table, std::uint32_t lay
   return found;
 }
 
+std::size_t widest(const std::vector<Layer>& layers) {
+  std::size_t found = 0;
+  for (const Layer& layer : layers) found = std::max({found, layer.in, layer.out});
+  return found;
+}
+
 // What the engine must know: names, shapes and the order of a step. One block a layer; activation l is its input, and
 // what has no room in hbm_bytes goes down to host memory or NVMe between its uses.
 ModelDescription describe(const std::vector<Layer>& layers) {
   ModelDescription model;
-  std::size_t rows = layers[0].rows, widest = 0, most = 0;
+  std::size_t rows = layers[0].rows, largest = 0;
   const auto size = static_cast<std::uint32_t>(layers.size());
   for (std::uint32_t l = 0; l < size; ++l) {
     const std::string name = "layers." + std::to_string(l);
@@ -42,8 +47,7 @@ ModelDescription describe(const std::vector<Layer>& layers) {
     model.blocks.push_back(
         {name, {{.name = name + ".weight", .shape = {out, in}}, {.name = name + ".bias", .shape = {out}}}});
     model.activations.push_back({rows * in * sizeof(float)});
-    widest = std::max({widest, in, out});
-    most = std::max(most, in * out);
+    largest = std::max(largest, in * out);
   }
   model.activations.push_back({rows * layers.back().out * sizeof(float)});
   model.activation_uses.push_back({0, Access::kWrite, 0});
@@ -56,7 +60,7 @@ ModelDescription describe(const std::vector<Layer>& layers) {
   for (std::uint32_t l = 0; l < size; ++l) visit(l, Pass::kForward);
   for (std::uint32_t l = size; l-- > 0;) visit(l, Pass::kBackward);
   model.activations_held = 2;
-  model.workspace_bytes = (2 * rows * widest + most + widest) * sizeof(float);
+  model.workspace_bytes = ((2 * rows + 1) * widest(layers) + largest) * sizeof(float);  // as train_step() cuts it up
   model.weight_types = {DType::kFloat32};  // what the arithmetic is written for
   return model;
 }
@@ -74,12 +78,10 @@ void import_weights(Engine& engine, const std::vector<Layer>& layers) {
 StepReport train_step(Engine& engine, const std::vector<Layer>& layers, const float* batch, const std::size_t* class_of,
                       double* loss) {
   Stream& stream = engine.stream();
-  const auto size = static_cast<std::uint32_t>(layers.size());
   const std::size_t rows = layers[0].rows;
-  std::size_t widest = 0;
-  for (const Layer& layer : layers) widest = std::max({widest, layer.in, layer.out});
+  const auto size = static_cast<std::uint32_t>(layers.size());
   auto* dy = reinterpret_cast<float*>(engine.workspace().data());
-  auto *dx = dy + rows * widest, *dbias = dx + rows * widest, *dweight = dbias + widest;
+  auto *dx = dy + rows * widest(layers), *dbias = dx + rows * widest(layers), *dweight = dbias + widest(layers);
   const auto floats = [](const ActivationLease& lease) { return reinterpret_cast<float*>(lease.data()); };
   const auto weight = [](const Lease& lease, int index) { return static_cast<const float*>(lease.weight(index)); };
   {

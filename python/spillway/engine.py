@@ -430,9 +430,9 @@ class Engine:
         self._library.engine_save(self._open(), _path(directory), byref(options))
 
     def export(self, directory, dtype=torch.float32, replace=False):
-        """The weights, and persistent buffers, as safetensors with the model's config.json: what from_pretrained()
-        takes, under the names that transformers saves, without torch.compile's. Of a model of peft's the adapters, as
-        its own save_pretrained(). `dtype`: torch.float32, torch.bfloat16 or torch.float16."""
+        """The weights, and persistent buffers, as safetensors with the model's config.json and generation_config.json:
+        what from_pretrained() takes, under the names that transformers saves, without torch.compile's. Of a model of
+        peft's the adapters, as its own save_pretrained(). `dtype`: torch.float32, torch.bfloat16 or torch.float16."""
         if dtype not in DTYPES:
             raise Error("invalid_argument", f"dtype: is {dtype!r}, which is none of "
                                             f"{', '.join(map(str, DTYPES))}; give one of these")
