@@ -67,14 +67,6 @@ spillway_status with_stream(const char* call, const spillway_engine* handle, spi
   });
 }
 
-SaveOptions read_save_options(const spillway_save_options* options) {
-  const auto read = read_struct(options, "spillway_save_options");
-  SaveOptions wanted{.replace = read.replace != 0};
-  wanted.leave_out_frozen = read.leave_out_frozen != 0;
-  if (read.max_file_bytes != 0) wanted.max_file_bytes = read.max_file_bytes;
-  return wanted;
-}
-
 spillway_step_report report_of(const StepReport& done) {
   spillway_step_report report = {};
   report.step = done.step;
@@ -115,6 +107,14 @@ void end_engine(const std::shared_ptr<EngineObject>& object) {
 }
 
 }  // namespace
+
+SaveOptions spillway::c::read_save_options(const spillway_save_options* options) {
+  const auto read = read_struct(options, "spillway_save_options");
+  SaveOptions wanted{.replace = read.replace != 0};
+  wanted.leave_out_frozen = read.leave_out_frozen != 0;
+  if (read.max_file_bytes != 0) wanted.max_file_bytes = read.max_file_bytes;
+  return wanted;
+}
 
 spillway_status spillway_engine_create(const spillway_config* config, const spillway_model* model,
                                        const spillway_options* options, spillway_engine** engine) {

@@ -20,6 +20,7 @@
 #include "spillway/engine.h"
 #include "spillway/error.h"
 #include "spillway/export.h"
+#include "spillway/offload_optimizer.h"
 #include "src/one_caller.h"
 
 namespace spillway::c {
@@ -211,6 +212,11 @@ struct ActivationObject {
   std::optional<ActivationLease> lease;  // ditto
 };
 
+struct OptimizerObject {
+  std::unique_ptr<OffloadOptimizer> optimizer;
+  OptimizerKind kind = OptimizerKind::kAdam;
+};
+
 // One table of each kind for the process, never taken apart: a program may give handles back while it exits.
 struct Tables {
   Handles<spillway_config, ConfigObject> configs{1, "spillway_config"};
@@ -219,10 +225,12 @@ struct Tables {
   Handles<spillway_stream, StreamObject> streams{4, "spillway_stream"};
   Handles<spillway_lease, LeaseObject> leases{5, "spillway_lease"};
   Handles<spillway_activation, ActivationObject> activations{6, "spillway_activation"};
+  Handles<spillway_optimizer, OptimizerObject> optimizers{7, "spillway_optimizer"};
 };
 Tables& tables();
 
 ExportOptions read_export_options(const spillway_export_options* options);
+SaveOptions read_save_options(const spillway_save_options* options);
 
 // Of a function of the caller's.
 inline void require(int returned) {

@@ -11,35 +11,12 @@
 #include "spillway/error.h"
 #include "spillway/log.h"
 #include "src/device_choice.h"
+#include "src/memory_check.h"
 #include "src/plan/node_tiles.h"
 #include "src/store_place.h"
 
 namespace spillway {
 namespace {
-
-// Being killed for memory has no message; refusing has. Returns what is left beside the arenas.
-std::uint64_t memory_beside(const Plan& plan, DeviceKind device) {
-  const std::uint64_t need =
-      plan.ledger.total(Placement::kHost) + (device == DeviceKind::kHost ? plan.ledger.total(Placement::kHbm) : 0);
-  const std::uint64_t in_group = memory_left().value_or(UINT64_MAX);
-  const std::uint64_t have = std::min(available_memory(), in_group);
-  const auto refuse = [](const std::string& happened, const char* hint) {
-    throw Error(Code::kDoesNotFit, {"memory", happened, ENOMEM, hint});
-  };
-  if (need + kLeastOutside > have) {
-    refuse(fmt::format("the plan needs {} MiB and the program {} more, {} {} MiB", div_up(need, kMiB),
-                       kLeastOutside / kMiB,
-                       in_group == have ? "this process's cgroup leaves" : "free on this machine are", have / kMiB),
-           "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme");
-  }
-  const std::uint64_t space = address_space_left().value_or(UINT64_MAX);
-  if (need + kOutsideArenas > space) {
-    refuse(fmt::format("the plan needs {} MiB and the program up to {} MiB more, ulimit -v leaves {} MiB",
-                       div_up(need, kMiB), kOutsideArenas / kMiB, space / kMiB),
-           "raise ulimit -v, or lower spillway.host_bytes and spillway.hbm_bytes");
-  }
-  return std::min(have - need - kLeastOutside, space - need - kOutsideArenas);
-}
 
 std::uint64_t largest_fetch_granules(const Plan& plan) {
   std::uint64_t most = 0;
@@ -57,7 +34,7 @@ std::uint64_t largest_fetch_granules(const Plan& plan) {
 
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
                      std::span<const ThreadShare> shares, const std::function<void()>& before_loss)
-    : idle_bytes(memory_beside(plan, resolve_device(config))), host(plan.ledger.total(Placement::kHost), kPinnedArena) {
+    : idle_bytes(check_memory(plan, resolve_device(config))), host(plan.ledger.total(Placement::kHost), kPinnedArena) {
   if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
   workers = create_workers(shares);
   device = create_device(config, plan.ledger.hbm_budget, *workers);  // one that is too small leaves a store as it was

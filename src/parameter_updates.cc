@@ -42,11 +42,21 @@ std::span<const std::uint64_t> ParameterUpdates::counts(std::uint64_t updates) c
 }
 
 void ParameterUpdates::begin_update(std::uint64_t step, double gradient_scale) {
+  begin_update(step, gradient_scale, {});
+}
+
+void ParameterUpdates::begin_update(std::uint64_t step, double gradient_scale,
+                                    std::span<const OptimizerConfig> groups) {
   step_ = step;
   gradient_scale_ = gradient_scale;
-  for (std::size_t g = 0; g < plan_.groups.values.size(); ++g) {
-    scalars_[g] = scalars_of(config_, plan_.groups.values[g], {.step = step, .update = step}, gradient_scale);
-  }
+  given_ = groups;
+  const std::size_t count = groups.empty() ? plan_.groups.values.size() : groups.size();
+  for (std::uint32_t g = 0; g < count; ++g) scalars_[g] = scalars_for(g, step);
+}
+
+OptimizerScalars ParameterUpdates::scalars_for(std::uint32_t group, std::uint64_t update) const {
+  if (!given_.empty()) return optimizer_scalars(given_[group], update, gradient_scale_);
+  return scalars_of(config_, plan_.groups.values[group], {.step = step_, .update = update}, gradient_scale_);
 }
 
 // Neighbours of one group and count share their scalars, so that they are one range: parameters that were left out
@@ -68,8 +78,7 @@ void ParameterUpdates::take(std::uint32_t block, std::span<const std::uint8_t> b
       choice_[at] = choice_[first_[block] + *before];
     } else {
       choice_[at] = static_cast<std::uint32_t>(plan_.groups.values.size() + at);
-      scalars_[choice_[at]] =
-          scalars_of(config_, plan_.groups.values[groups[p]], {.step = step_, .update = update}, gradient_scale_);
+      scalars_[choice_[at]] = scalars_for(groups[p], update);
       before = p;
     }
   }

@@ -32,12 +32,19 @@ class ParameterUpdates {
 
   // What comes is the optimizer's step `step`.
   void begin_update(std::uint64_t step, double gradient_scale);
+  // The same by these values, one for each of the plan's groups, in place of the configuration's and its schedule.
+  void begin_update(std::uint64_t step, double gradient_scale, std::span<const OptimizerConfig> groups);
   // The block's part of it. `brought`: by parameter, whether it got a gradient.
   void take(std::uint32_t block, std::span<const std::uint8_t> brought);
   // All blocks were taken, and the step is made.
   void advance();
 
   std::span<const OptimizerScalars> scalars() const { return scalars_; }
+  // Of a parameter whose block was taken; null: it is not updated.
+  const OptimizerScalars* scalars(std::uint32_t block, std::uint32_t parameter) const {
+    const std::uint32_t choice = choice_[first_[block] + parameter];
+    return choice == kNotUpdated ? nullptr : &scalars_[choice];
+  }
   // Of a trainable tile, whose block was taken. Where they differ from the plan's they lie in `room`: at most one for
   // each of the block's parameters.
   std::span<const GroupRange> ranges(std::uint32_t tile, std::vector<GroupRange>& room) const;
@@ -53,6 +60,9 @@ class ParameterUpdates {
   std::vector<OptimizerScalars> scalars_;  // by group, of parameters that were in every step; then by parameter
   std::uint64_t step_ = 0;
   double gradient_scale_ = 1;
+  std::span<const OptimizerConfig> given_;  // of this update; empty: the configuration's
+
+  OptimizerScalars scalars_for(std::uint32_t group, std::uint64_t update) const;
 };
 
 }  // namespace spillway

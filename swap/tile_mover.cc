@@ -81,7 +81,7 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
   for (std::size_t part = 0; part < kParts; ++part) {
     buffer.read[part] = buffer.hashed[part] = false;
     const Home home = from == Load::kStore ? Home::kNvme : place.home[part];
-    if (!buffer.memory.part[part] || home == Home::kHost) continue;
+    if (!buffer.memory.part[part] || home == Home::kHost || home == Home::kCaller) continue;
     const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
     if (home == Home::kHbm) {
       const StreamSpan span(parts_.watch.timeline, {.kind = SpanKind::kCopyDown, .subject = tile, .bytes = bytes},

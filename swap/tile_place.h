@@ -8,7 +8,8 @@
 
 namespace spillway {
 
-enum class Home : std::uint8_t { kHbm, kHost, kNvme };
+// kCaller: of weights that only pass through a buffer, which whoever updates the tile fills and empties.
+enum class Home : std::uint8_t { kHbm, kHost, kNvme, kCaller };
 
 struct TilePlace {
   TileShape shape;
@@ -19,10 +20,12 @@ struct TilePlace {
 };
 
 // True when the part's slot is written by every update; the others are written when a commit is due. Weights kept in
-// host memory beside states on NVMe are a cache: they travel with the states, so that a commit costs nothing extra.
+// host memory beside states on NVMe are a cache: they travel with the states, so that a commit costs nothing extra. Of
+// the caller's weights nobody could ask for them later.
 constexpr bool written_by_update(const TilePlace& place, Part part) {
   if (!place.shape.trainable) return false;
-  return place.home[index_of(part)] == Home::kNvme || place.home[index_of(Part::kStates)] == Home::kNvme;
+  return place.home[index_of(part)] == Home::kNvme || place.home[index_of(Part::kStates)] == Home::kNvme ||
+         place.home[index_of(Part::kWeights)] == Home::kCaller;
 }
 
 }  // namespace spillway

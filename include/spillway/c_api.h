@@ -102,6 +102,7 @@ typedef struct spillway_stream spillway_stream;
 typedef struct spillway_lease spillway_lease;
 typedef struct spillway_activation spillway_activation;
 typedef struct spillway_workers spillway_workers;
+typedef struct spillway_optimizer spillway_optimizer;
 
 const char* spillway_version(void);
 uint32_t spillway_api_version(void);
@@ -355,6 +356,92 @@ spillway_status spillway_export_store(const char* const* paths, size_t count, co
                                       const spillway_export_options* options, uint64_t* step);
 spillway_status spillway_export_snapshot(const char* snapshot, const char* directory,
                                          const spillway_export_options* options, uint64_t* step);
+
+// offload_optimizer.h: the caller keeps weights and gradients, and the library the states. Tensors count from 0, block
+// after block as the model was described; every call that takes them takes all of them.
+typedef struct {
+  size_t struct_size;
+  spillway_on_existing on_existing;
+  int32_t keep_gradients;  // not 0: spillway_optimizer_gradient_memory()
+  const char* snapshot;    // null: none
+} spillway_optimizer_options;
+// In host memory, contiguous, of the configuration's type of weights. No gradient: the tensor is left out.
+typedef struct {
+  void* weight;
+  const void* gradient;
+} spillway_tensor;
+// Of a group of tensors; each optimizer reads its own. All of it is to be written.
+typedef struct {
+  size_t struct_size;
+  double learning_rate, beta1, beta2, epsilon, weight_decay, momentum, dampening;
+  int32_t decoupled_decay, nesterov;
+} spillway_hyperparameters;
+typedef int32_t spillway_optimizer_state;
+enum { SPILLWAY_MASTER, SPILLWAY_EXP_AVG, SPILLWAY_EXP_AVG_SQ };
+
+// `options` may be null. Config and model are copied.
+spillway_status spillway_optimizer_create(const spillway_config* config, const spillway_model* model,
+                                          const spillway_optimizer_options* options, spillway_optimizer** optimizer);
+spillway_status spillway_optimizer_destroy(spillway_optimizer* optimizer);
+uint64_t spillway_optimizer_current_step(const spillway_optimizer* optimizer);
+size_t spillway_optimizer_blob(const spillway_optimizer* optimizer, void* out, size_t capacity);
+spillway_status spillway_optimizer_describe(const spillway_optimizer* optimizer,
+                                            void (*line)(void* user, const char* text), void* user);
+spillway_status spillway_optimizer_ledger(const spillway_optimizer* optimizer,
+                                          void (*entry)(void* user, spillway_tier tier, const char* purpose,
+                                                        uint64_t bytes),
+                                          void* user);
+// By tensor; `count` is the number of tensors.
+spillway_status spillway_optimizer_update_counts(const spillway_optimizer* optimizer, uint64_t* counts, size_t count);
+spillway_status spillway_optimizer_import_weights(spillway_optimizer* optimizer, const spillway_tensor* tensors,
+                                                  size_t count);
+spillway_status spillway_optimizer_load_weights(spillway_optimizer* optimizer, const spillway_tensor* tensors,
+                                                size_t count);
+// Of all gradients. Infinite where one is not finite: `first_nonfinite`, which may be null, becomes the number of its
+// tensor, else UINT32_MAX.
+spillway_status spillway_optimizer_gradient_norm(spillway_optimizer* optimizer, const spillway_tensor* tensors,
+                                                 size_t count, double* norm, uint32_t* first_nonfinite);
+
+typedef struct {
+  size_t struct_size;
+  const spillway_tensor* tensors;
+  size_t count;
+  const spillway_hyperparameters* const* groups;
+  size_t group_count;
+  const uint32_t* group_of;  // by tensor: index into groups
+  double gradient_scale;     // 0: 1
+  const void* blob;
+  size_t blob_bytes;
+  int64_t finite;  // not 0: spillway_optimizer_gradient_norm() has said that these gradients are
+} spillway_optimizer_step;
+typedef struct {
+  size_t struct_size;
+  uint64_t step, durable_step;
+  double seconds, adam_seconds, stall_seconds;
+  uint64_t nvme_read_bytes, nvme_write_bytes, tile_bytes, tile_hit_bytes;
+} spillway_optimizer_report;
+// `report` may be null.
+spillway_status spillway_optimizer_make_step(spillway_optimizer* optimizer, const spillway_optimizer_step* step,
+                                             spillway_optimizer_report* report);
+// Memory for the tensor's gradient; null without keep_gradients.
+void* spillway_optimizer_gradient_memory(spillway_optimizer* optimizer, uint32_t tensor, uint64_t* bytes);
+
+// Values [first, first + count) of a tensor, as fp32. It returns 0, or anything else to end the call with
+// SPILLWAY_INVALID_ARGUMENT.
+typedef int (*spillway_state_sink)(void* user, uint32_t tensor, uint64_t first, const float* values, uint64_t count);
+typedef int (*spillway_state_source)(void* user, spillway_optimizer_state state, uint32_t tensor, uint64_t first,
+                                     float* out, uint64_t count);
+spillway_status spillway_optimizer_export_state(spillway_optimizer* optimizer, spillway_optimizer_state state,
+                                                const spillway_tensor* tensors, size_t count, spillway_state_sink sink,
+                                                void* user);
+// `masters`: not 0 where `source` has SPILLWAY_MASTER, too; else weights are what the tensors hold.
+spillway_status spillway_optimizer_import_state(spillway_optimizer* optimizer, uint64_t step,
+                                                const uint64_t* update_counts, int32_t masters,
+                                                const spillway_tensor* tensors, size_t count,
+                                                spillway_state_source source, void* user);
+spillway_status spillway_optimizer_save(spillway_optimizer* optimizer, const char* directory,
+                                        const spillway_save_options* options, const spillway_tensor* tensors,
+                                        size_t count);
 
 #ifdef __cplusplus
 }

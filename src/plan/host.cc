@@ -28,7 +28,7 @@ class HostLayout {
     host.reads_ahead = config_.knobs.pipeline_read.value_or(true);
     host.writes_behind = config_.knobs.pipeline_write.value_or(true);
     PlanArena arena(Placement::kHost, plan_.ledger);
-    host.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult) + kPage);
+    if (!draft_.with_caller) host.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult) + kPage);
     if (plan_.has_store) host.record = arena.take("manifest record", record_bytes(record_form(plan_)));
     for (TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {
@@ -39,8 +39,12 @@ class HostLayout {
       if (auto& home = block.accumulator_home) home = arena.take(kAccumulators, home->bytes);
     }
     host.chunk_bytes = std::clamp(align_up(config_.io_block_bytes, kGranuleBytes), kMiB, 4 * kMiB);
-    const bool chunks = !draft_.weights_stay() && anything_on_nvme();
-    if (!plan_.gradients_in_hbm) place_gradients(arena, chunks);
+    const bool chunks = !draft_.weights_stay() && anything_on_nvme();  // the caller's weights are not
+    if (draft_.with_caller) {
+      place_for_caller(arena);
+    } else if (!plan_.gradients_in_hbm) {
+      place_gradients(arena, chunks);
+    }
     host.buffer_bytes = buffer_bytes();
     const HomeBytes activations = activation_home_bytes(draft_);
     const std::uint64_t least =
@@ -112,6 +116,23 @@ class HostLayout {
     for (BlockPlan& block : plan_.blocks) block.early &= block.gradient_place != GradientPlace::kSpilled;
   }
 
+  // A block's leaf sums, and what the caller's weights are told apart by; gradients that are kept.
+  void place_for_caller(PlanArena& arena) {
+    std::uint64_t most = 0, units = 0;
+    for (BlockPlan& block : plan_.blocks) {
+      most = std::max(most, block.partition.trainable_elements);
+      block.gradient.bytes = block.partition.trainable_elements * draft_.element_bytes();
+      if (draft_.keeps_gradients) block.gradient = arena.take("gradients", block.gradient.bytes);
+    }
+    plan_.host.norms = arena.take("gradient norm", div_up(most, std::uint64_t{kNormLeaf}) * sizeof(double));
+    for (const TilePlace& tile : plan_.tile_places) units += tile.shape.count / kPartitionUnit;
+    if (config_.weights != DType::kFloat32)
+      plan_.host.weight_checksums = arena.take("checksums of weights", units * sizeof(std::uint64_t));
+    std::uint64_t gradient = 0;
+    for (const TilePlan& tile : plan_.tiles) gradient = std::max(gradient, tile.range.count * draft_.element_bytes());
+    if (plan_.has_store) plan_.host.tile_gradient = arena.take("tiles being updated", gradient);
+  }
+
   // A caller that names its visits brings one block's gradients after the other's, but for blocks that come back.
   bool complete_in_one_visit(const BlockPlan& block) const {
     return plan_.visits_given && std::ranges::count_if(plan_.visits, [&](const Visit& visit) {
@@ -174,9 +195,10 @@ class HostLayout {
     HostPlan& host = plan_.host;
     std::uint64_t left = budget - arena.used() - host.buffer_bytes - (chunks ? kLeastChunks * host.chunk_bytes : 0);
     std::uint64_t buffer_count = 1, chunk_count = chunks ? kLeastChunks : 0;
-    const bool staged = std::ranges::any_of(plan_.tile_places, [](const TilePlace& t) {
-      return t.shape.trainable && (written_by_update(t, Part::kWeights) || written_by_update(t, Part::kStates));
-    });
+    const bool staged =
+        plan_.has_store && std::ranges::any_of(plan_.tile_places, [](const TilePlace& t) {
+          return t.shape.trainable && (written_by_update(t, Part::kWeights) || written_by_update(t, Part::kStates));
+        });
     auto grow = [&left](std::uint64_t& count, std::uint64_t most, std::uint64_t bytes) {
       const std::uint64_t more = std::min(most > count ? most - count : 0, bytes > 0 ? left / bytes : 0);
       count += more;

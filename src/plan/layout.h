@@ -20,6 +20,8 @@ struct PlanDraft {
   const ModelDescription& model;
   const std::uint64_t nodes;  // NUMA nodes
   Plan plan;
+  bool with_caller = false;      // weights are the caller's
+  bool keeps_gradients = false;  // ditto, and gradients have memory of their own
 
   bool weights_stay() const { return config.parameters == Placement::kHbm; }
   std::uint64_t element_bytes() const { return size_of(config.weights); }

@@ -30,6 +30,15 @@ class Planner {
     return std::move(plan_);
   }
 
+  Plan run_with_caller(bool keeps_gradients) {
+    draft_.with_caller = true;
+    draft_.keeps_gradients = keeps_gradients;
+    prepare();
+    lay_out_host(draft_);
+    lay_out_nvme(draft_);
+    return std::move(plan_);
+  }
+
   // What every budget has in common; behind it, what HBM alone does with the configuration's.
   void prepare() {
     check_config();
@@ -74,12 +83,18 @@ class Planner {
   }
 
   void check_placements() const {
-    if (states() == Placement::kHbm && config_.parameters != Placement::kHbm) {
+    if (draft_.with_caller && config_.states == Placement::kHbm) {
+      throw Error(Code::kInvalidArgument, {"zero_optimization.offload_optimizer",
+                                           "leaves the optimizer states on the device, which is the caller's", 0,
+                                           "set offload_optimizer.device to \"cpu\" or \"nvme\""});
+    }
+    if (!draft_.with_caller && states() == Placement::kHbm && config_.parameters != Placement::kHbm) {
       throw Error(Code::kInvalidArgument, {"zero_optimization.offload_param",
                                            "is set while offload_optimizer keeps the optimizer states on the device", 0,
                                            "set offload_optimizer.device to \"cpu\" or \"nvme\" too"});
     }
-    const bool needs_path = states() == Placement::kNvme || config_.parameters == Placement::kNvme;
+    const bool parameters_on_nvme = !draft_.with_caller && config_.parameters == Placement::kNvme;
+    const bool needs_path = states() == Placement::kNvme || parameters_on_nvme;
     if (needs_path && config_.nvme_paths.empty()) {
       throw Error(Code::kInvalidArgument, {"nvme_path", "is missing while something is offloaded to nvme", 0,
                                            std::string("name a directory on the drive in offload_") +
@@ -152,7 +167,7 @@ class Planner {
     for (TilePlace& tile : plan_.tile_places) {
       tile.home[index_of(Part::kStates)] = home(states());
       Home& weights = tile.home[index_of(Part::kWeights)];
-      weights = home(config_.parameters);
+      weights = draft_.with_caller ? Home::kCaller : home(config_.parameters);
       // The CPU update needs the weights beside the states.
       if (weights == Home::kHbm && tile.shape.trainable) weights = home(states());
     }
@@ -223,6 +238,10 @@ class Planner {
 };
 
 }  // namespace
+
+Plan make_optimizer_plan(const Config& config, const ModelDescription& model, bool keep_gradients) {
+  return Planner(config, model, 1).run_with_caller(keep_gradients);
+}
 
 std::string size_text(std::uint64_t bytes) {
   if (bytes > 0 && bytes % kMiB == 0) return fmt::format("{}MiB", bytes / kMiB);

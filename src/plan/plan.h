@@ -80,6 +80,8 @@ struct HostPlan {
   Region chunks, buffers, record, norms;
   std::vector<Region> passing;  // for gradients that pass, largest first
   Region spill_chunks;          // for gradients that are spilled, chunk_bytes each
+  // Of weights that are the caller's: checksums of what an update left, and a tile's gradient on its way into one.
+  Region weight_checksums, tile_gradient;
   std::uint64_t chunk_bytes = 0, buffer_bytes = 0;
   std::uint32_t buffers_count = 0;
   bool reads_ahead = true, writes_behind = true;  // of the tile that is being updated
@@ -137,6 +139,10 @@ TileStore::Created store_shape(const Plan& plan);
 // Throws kInvalidArgument (model or configuration) and kDoesNotFit, naming the smallest change that fits. For more NUMA
 // nodes than one there are buffers in multiples of them, where the budget has room for one each.
 Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes = 1);
+
+// Of an optimizer whose weights are the caller's: nothing has a place in HBM, and no order of visits is of concern.
+// `keep_gradients`: each block's gradient has one in host memory. Throws as make_plan.
+Plan make_optimizer_plan(const Config& config, const ModelDescription& model, bool keep_gradients);
 
 // Of HBM beyond its budget, in whole MiB, with which this plan would keep the insides of one block more; there must be
 // one that it does not keep. What is left beside what comes first counts, and what comes first takes its part.

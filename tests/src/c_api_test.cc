@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstring>
 #include <filesystem>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
@@ -423,6 +424,67 @@ TEST_F(CApi, FactsReachTheCaller) {
   uint64_t bytes = 0;
   EXPECT_NE(nullptr, spillway_engine_workspace(engine, &bytes));
   EXPECT_EQ(4096u, bytes);
+}
+
+// The optimizer alone: every call, and what is wrong with some.
+TEST(COptimizer, StepsKeepsAndGivesBack) {
+  constexpr const char* kOffloaded = R"({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})";
+  spillway_config* config = nullptr;
+  ASSERT_EQ(SPILLWAY_OK, spillway_config_parse(kOffloaded, "test", &config));
+  spillway_model* model = spillway_model_create();
+  spillway_model_add_block(model, "a");
+  spillway_model_add_parameter(model, 0, "w", kShape, 2, 1, 1);
+  const spillway_optimizer_options options = {
+      .struct_size = sizeof options, .on_existing = SPILLWAY_REFUSE, .keep_gradients = 1, .snapshot = nullptr};
+  spillway_optimizer* optimizer = nullptr;
+  ASSERT_EQ(SPILLWAY_OK, spillway_optimizer_create(config, model, &options, &optimizer)) << spillway_error_message();
+  uint64_t bytes = 0;
+  auto* const gradient = static_cast<float*>(spillway_optimizer_gradient_memory(optimizer, 0, &bytes));
+  ASSERT_NE(nullptr, gradient) << spillway_error_message();
+  std::vector<float> weights(bytes / sizeof(float), 1);
+  std::fill_n(gradient, weights.size(), 2.f);
+  const spillway_tensor tensor = {.weight = weights.data(), .gradient = gradient};
+  double norm = 0;
+  uint32_t bad = 0;
+  EXPECT_REFUSED(spillway_optimizer_import_weights(optimizer, nullptr, 1), "tensors: is null");
+  EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_import_weights(optimizer, &tensor, 1)) << spillway_error_message();
+  EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_gradient_norm(optimizer, &tensor, 1, &norm, &bad));
+  EXPECT_DOUBLE_EQ(4 * static_cast<double>(weights.size()), norm * norm);
+  EXPECT_EQ(UINT32_MAX, bad);
+
+  spillway_hyperparameters group = {};
+  group.struct_size = sizeof group;
+  group.learning_rate = 0.25, group.beta1 = 0.9, group.beta2 = 0.999, group.epsilon = 1e-8;
+  const spillway_hyperparameters* const groups[] = {&group};
+  const uint32_t group_of[] = {0};
+  spillway_optimizer_step step = {};
+  step.struct_size = sizeof step;
+  step.tensors = &tensor, step.count = 1, step.groups = groups, step.group_count = 1, step.group_of = group_of;
+  spillway_optimizer_report report = {};
+  report.struct_size = sizeof report;
+  EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_make_step(optimizer, &step, &report)) << spillway_error_message();
+  EXPECT_EQ(1u, report.step);
+  EXPECT_EQ(1u, spillway_optimizer_current_step(optimizer));
+  EXPECT_FLOAT_EQ(0.75f, weights.back());
+  uint64_t count = 0;
+  EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_update_counts(optimizer, &count, 1));
+  EXPECT_EQ(1u, count);
+  const auto sink = [](void* sum, uint32_t, uint64_t, const float* values, uint64_t n) {
+    return *static_cast<double*>(sum) = std::accumulate(values, values + n, *static_cast<double*>(sum)), 0;
+  };
+  double sum = 0;
+  EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_export_state(optimizer, SPILLWAY_EXP_AVG, &tensor, 1, sink, &sum));
+  EXPECT_NEAR(0.2 * static_cast<double>(weights.size()), sum, 1e-4 * sum);
+  EXPECT_REFUSED(spillway_optimizer_export_state(optimizer, 3, &tensor, 1, sink, &sum), "no such value: 3");
+  step.group_of = nullptr;
+  EXPECT_REFUSED(spillway_optimizer_make_step(optimizer, &step, nullptr), "group_of: is null");
+  EXPECT_REFUSED(spillway_optimizer_save(optimizer, nullptr, nullptr, &tensor, 1), "directory: is null");
+  EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_destroy(optimizer));
+  EXPECT_REFUSED(spillway_optimizer_destroy(optimizer), "is no handle that lives");
+  EXPECT_EQ(0u, spillway_optimizer_current_step(optimizer));
+  spillway_model_destroy(model);
+  spillway_config_destroy(config);
 }
 
 }  // namespace

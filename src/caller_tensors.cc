@@ -1,0 +1,173 @@
+#include "src/caller_tensors.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "kernels/checksum.h"
+#include "spillway/fp16.h"
+#include "src/checkpoint/tile_values.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::uint64_t kPieceElements = 16 * kKiB;
+
+template <typename Element>
+Element* moved(Element* array, std::uint64_t elements) {
+  return array == nullptr ? nullptr : array + elements;
+}
+
+std::uint64_t padding_behind(const TensorPiece& piece) {
+  return align_up(std::uint64_t{piece.count}, kPartitionUnit) - piece.count;
+}
+
+}  // namespace
+
+CallerTensors::CallerTensors(const Plan& plan, const ModelDescription& model, std::span<std::byte> checksums)
+    : plan_(plan),
+      element_(size_of(plan.tile_places[0].shape.type)),
+      checksums_(reinterpret_cast<std::uint64_t*>(checksums.data()), checksums.size() / sizeof(std::uint64_t)) {
+  for (std::uint32_t b = 0; b < model.blocks.size(); ++b) {
+    first_of_.push_back(count());
+    for (const Parameter& parameter : model.blocks[b].parameters) {
+      names_.push_back(&parameter.name);
+      block_of_.push_back(b);
+    }
+  }
+  std::size_t units = 0;
+  for (const TilePlan& tile : plan.tiles) {
+    first_piece_.push_back(pieces_.size());
+    first_unit_.push_back(units);
+    units += tile.range.count / kPartitionUnit;
+    const auto& places = plan.blocks[tile.block].partition.parameters;
+    for (std::uint32_t p = 0; p < places.size(); ++p) {
+      const std::uint64_t begin = std::max(places[p].first, tile.range.first);
+      const std::uint64_t end = std::min(places[p].first + places[p].count, tile.range.first + tile.range.count);
+      for (std::uint64_t at = begin; at < end; at += kPieceElements) {
+        pieces_.push_back({.tensor = index(tile.block, p),
+                           .count = static_cast<std::uint32_t>(std::min(kPieceElements, end - at)),
+                           .first = at - places[p].first,
+                           .at = at - tile.range.first});
+      }
+    }
+  }
+  first_piece_.push_back(pieces_.size());
+  first_unit_.push_back(units);
+}
+
+std::uint64_t CallerTensors::elements(std::uint32_t tensor) const {
+  return plan_.blocks[block(tensor)].partition.parameters[parameter(tensor)].count;
+}
+
+std::uint32_t CallerTensors::tile_of(std::size_t piece) const {
+  return static_cast<std::uint32_t>(std::ranges::upper_bound(first_piece_, piece) - first_piece_.begin() - 1);
+}
+
+template <typename Unit>
+void CallerTensors::for_each_unit(std::uint32_t tile, const TensorPiece& piece, Unit&& unit) const {
+  if (checksums_.empty()) return;
+  std::uint64_t* checksum = &checksums_[first_unit_[tile] + piece.at / kPartitionUnit];
+  for (std::uint64_t at = 0; at < piece.count; at += kPartitionUnit, ++checksum) {
+    unit(*checksum, at, std::min<std::uint64_t>(kPartitionUnit, piece.count - at));
+  }
+}
+
+void CallerTensors::renew(std::uint32_t tile, const TensorPiece& piece, const void* weight,
+                          const OptimizerTile& arrays) const {
+  const auto* weights = static_cast<const std::uint16_t*>(weight);
+  for_each_unit(tile, piece, [&](std::uint64_t checksum, std::uint64_t at, std::uint64_t count) {
+    if (granule_checksum(std::as_bytes(std::span(weights + at, count))) == checksum) return;
+    if (arrays.residual) std::fill_n(arrays.residual + piece.at + at, count, std::int16_t{0});
+    if (arrays.master) std::transform(weights + at, weights + at + count, arrays.master + piece.at + at, fp16_to_float);
+  });
+}
+
+void CallerTensors::note(std::uint32_t tile, const TensorPiece& piece, const void* weight) {
+  const auto* weights = static_cast<const std::uint16_t*>(weight);
+  for_each_unit(tile, piece, [&](std::uint64_t& checksum, std::uint64_t at, std::uint64_t count) {
+    checksum = granule_checksum(std::as_bytes(std::span(weights + at, count)));
+  });
+}
+
+bool CallerTensors::gather(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors,
+                           HostWorkers& workers) const {
+  const TileShape& shape = plan_.tile_places[tile].shape;
+  std::byte* const weights = memory.part[index_of(Part::kWeights)];
+  const std::span<const TensorPiece> all = pieces(tile);
+  std::atomic<bool> written = false;
+  workers.parallel_for(all.size(), [&](std::size_t i) {
+    const TensorPiece& piece = all[i];
+    std::byte* const to = weights + piece.at * element_;
+    std::memcpy(to, static_cast<const std::byte*>(tensors[piece.tensor].weight) + piece.first * element_,
+                piece.count * element_);
+    std::memset(to + piece.count * element_, 0, padding_behind(piece) * element_);
+    for_each_unit(tile, piece, [&](std::uint64_t checksum, std::uint64_t at, std::uint64_t count) {
+      if (granule_checksum({to + at * element_, count * element_}) != checksum)
+        written.store(true, std::memory_order_relaxed);
+    });
+  });
+  const std::uint64_t payload = payload_bytes(shape, Part::kWeights);
+  std::memset(weights + payload, 0, extent_bytes(shape, Part::kWeights) - payload);
+  return written;
+}
+
+void CallerTensors::renew_all(std::uint32_t tile, const TileMemory& memory, HostWorkers& workers) const {
+  const OptimizerTile arrays = tile_arrays(plan_.tile_places[tile].shape, memory, nullptr);
+  const std::span<const TensorPiece> all = pieces(tile);
+  workers.parallel_for(all.size(), [&](std::size_t i) {
+    renew(tile, all[i], static_cast<const std::byte*>(arrays.weight) + all[i].at * element_, arrays);
+  });
+}
+
+void CallerTensors::take(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors,
+                         HostWorkers& workers) {
+  if (!checksums_.empty()) {  // 0 is the checksum of nothing that is there
+    const auto first = checksums_.begin() + static_cast<std::ptrdiff_t>(first_unit_[tile]);
+    std::fill(first, checksums_.begin() + static_cast<std::ptrdiff_t>(first_unit_[tile + 1]), std::uint64_t{0});
+  }
+  gather(tile, memory, tensors, workers);
+  renew_all(tile, memory, workers);
+  const std::byte* const weights = memory.part[index_of(Part::kWeights)];
+  const std::span<const TensorPiece> all = pieces(tile);
+  workers.parallel_for(all.size(), [&](std::size_t i) { note(tile, all[i], weights + all[i].at * element_); });
+}
+
+void CallerTensors::gather_gradients(std::uint32_t tile, std::byte* to, std::span<const OptimizerTensor> tensors,
+                                     HostWorkers& workers) const {
+  const std::span<const TensorPiece> all = pieces(tile);
+  workers.parallel_for(all.size(), [&](std::size_t i) {
+    const TensorPiece& piece = all[i];
+    if (tensors[piece.tensor].gradient == nullptr) return;
+    const std::byte* from = static_cast<const std::byte*>(tensors[piece.tensor].gradient) + piece.first * element_;
+    std::memcpy(to + piece.at * element_, from, piece.count * element_);
+    std::memset(to + (piece.at + piece.count) * element_, 0, padding_behind(piece) * element_);
+  });
+}
+
+void CallerTensors::scatter(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors,
+                            HostWorkers& workers) {
+  const std::byte* const weights = memory.part[index_of(Part::kWeights)];
+  const std::span<const TensorPiece> all = pieces(tile);
+  workers.parallel_for(all.size(), [&](std::size_t i) {
+    const TensorPiece& piece = all[i];
+    std::byte* const to = static_cast<std::byte*>(tensors[piece.tensor].weight) + piece.first * element_;
+    std::memcpy(to, weights + piece.at * element_, piece.count * element_);
+    note(tile, piece, to);
+  });
+}
+
+OptimizerTile CallerTensors::arrays_of(const TensorPiece& piece, const OptimizerTile& tile,
+                                       const OptimizerTensor& tensor) const {
+  OptimizerTile arrays = tile;
+  arrays.weight = static_cast<std::byte*>(tensor.weight) + piece.first * element_;
+  arrays.gradient = static_cast<const std::byte*>(tensor.gradient) + piece.first * element_;
+  arrays.residual = moved(tile.residual, piece.at);
+  arrays.master = moved(tile.master, piece.at);
+  arrays.exp_avg = moved(tile.exp_avg, piece.at);
+  arrays.exp_avg_sq = moved(tile.exp_avg_sq, piece.at);
+  arrays.count = piece.count;
+  return arrays;
+}
+
+}  // namespace spillway

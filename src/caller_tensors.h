@@ -1,0 +1,89 @@
+// The caller's tensors as tiles see them: which piece of which tensor lies where in a tile, and weights on their way
+// between the two. Tensors count from 0, block after block as the model is described.
+//
+//   tile     | tensor 3, end | tensor 4 ░| tensor 5, begin |     ░: padding to a multiple of 1,024 elements
+//   pieces   | piece | piece | piece     | piece | piece   |     at most 16 Ki elements each
+//
+// A 16-bit weight has a finer value in the states. It is told apart from one that the caller has written since the last
+// update by a checksum for each unit of 1,024 elements: what is written begins anew, and nothing is left of the finer
+// value. An fp32 weight is its own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "spillway/device.h"
+#include "spillway/offload_optimizer.h"
+#include "spillway/optimizer.h"
+#include "src/plan/plan.h"
+#include "swap/tile_mover.h"
+
+namespace spillway {
+
+struct TensorPiece {
+  std::uint32_t tensor = 0;
+  std::uint32_t count = 0;  // elements
+  std::uint64_t first = 0;  // of the tensor's
+  std::uint64_t at = 0;     // of the tile's
+};
+
+class CallerTensors {
+ public:
+  // `checksums`: memory for one each unit, where weights have 16 bits; the plan's. All must outlive it.
+  CallerTensors(const Plan& plan, const ModelDescription& model, std::span<std::byte> checksums);
+
+  std::uint32_t count() const { return static_cast<std::uint32_t>(names_.size()); }
+  const std::string& name(std::uint32_t tensor) const { return *names_[tensor]; }
+  std::uint64_t elements(std::uint32_t tensor) const;
+  std::uint32_t index(std::uint32_t block, std::uint32_t parameter) const { return first_of_[block] + parameter; }
+  std::uint32_t block(std::uint32_t tensor) const { return block_of_[tensor]; }
+  std::uint32_t parameter(std::uint32_t tensor) const { return tensor - first_of_[block_of_[tensor]]; }
+  // All tiles' pieces, tile after tile, and those of one.
+  std::span<const TensorPiece> pieces() const { return pieces_; }
+  std::span<const TensorPiece> pieces(std::uint32_t tile) const {
+    return std::span(pieces_).subspan(first_piece_[tile], first_piece_[tile + 1] - first_piece_[tile]);
+  }
+  std::uint32_t tile_of(std::size_t piece) const;
+
+  // `arrays`: the tile's, whose states are given. Where the caller has written weights of the piece, their finer values
+  // are no longer those of the states.
+  void renew(std::uint32_t tile, const TensorPiece& piece, const void* weight, const OptimizerTile& arrays) const;
+  // From now on the weights of the piece are what an update left.
+  void note(std::uint32_t tile, const TensorPiece& piece, const void* weight);
+
+  // The tensors' weights into a tile's memory; padding is zeros. True: the caller has written some of them, so that
+  // renew_all() is to follow.
+  bool gather(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors,
+              HostWorkers& workers) const;
+  // renew() of all pieces of a tile, whose memory has its states and the tensors' weights.
+  void renew_all(std::uint32_t tile, const TileMemory& memory, HostWorkers& workers) const;
+  // The tensors' weights into the memory of a tile, finer values and all, and noted: whatever was there before.
+  void take(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors,
+            HostWorkers& workers);
+  // The same of gradients alone; a tensor that has none is left out.
+  void gather_gradients(std::uint32_t tile, std::byte* to, std::span<const OptimizerTensor> tensors,
+                        HostWorkers& workers) const;
+  // A tile's weights into the tensors, noted.
+  void scatter(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors,
+               HostWorkers& workers);
+  // The piece of a tile's arrays, beside the tensor itself.
+  OptimizerTile arrays_of(const TensorPiece& piece, const OptimizerTile& tile, const OptimizerTensor& tensor) const;
+
+ private:
+  // Calls unit(checksum, offset in the piece, elements) for each.
+  template <typename Unit>
+  void for_each_unit(std::uint32_t tile, const TensorPiece& piece, Unit&& unit) const;
+
+  const Plan& plan_;
+  const std::uint64_t element_;  // bytes
+  std::span<std::uint64_t> checksums_;
+  std::vector<const std::string*> names_;           // by tensor
+  std::vector<std::uint32_t> first_of_, block_of_;  // by block: its first tensor; by tensor
+  std::vector<TensorPiece> pieces_;
+  std::vector<std::size_t> first_piece_, first_unit_;  // by tile, and behind the last
+};
+
+}  // namespace spillway

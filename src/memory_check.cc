@@ -1,0 +1,36 @@
+#include "src/memory_check.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "kernels/process_limits.h"
+#include "spillway/error.h"
+
+namespace spillway {
+
+std::uint64_t check_memory(const Plan& plan, DeviceKind device) {
+  const std::uint64_t need =
+      plan.ledger.total(Placement::kHost) + (device == DeviceKind::kHost ? plan.ledger.total(Placement::kHbm) : 0);
+  const std::uint64_t in_group = memory_left().value_or(UINT64_MAX);
+  const std::uint64_t have = std::min(available_memory(), in_group);
+  const auto refuse = [](const std::string& happened, const char* hint) {
+    throw Error(Code::kDoesNotFit, {"memory", happened, ENOMEM, hint});
+  };
+  if (need + kLeastOutside > have) {
+    refuse(fmt::format("the plan needs {} MiB and the program {} more, {} {} MiB", div_up(need, kMiB),
+                       kLeastOutside / kMiB,
+                       in_group == have ? "this process's cgroup leaves" : "free on this machine are", have / kMiB),
+           "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme");
+  }
+  const std::uint64_t space = address_space_left().value_or(UINT64_MAX);
+  if (need + kOutsideArenas > space) {
+    refuse(fmt::format("the plan needs {} MiB and the program up to {} MiB more, ulimit -v leaves {} MiB",
+                       div_up(need, kMiB), kOutsideArenas / kMiB, space / kMiB),
+           "raise ulimit -v, or lower spillway.host_bytes and spillway.hbm_bytes");
+  }
+  return std::min(have - need - kLeastOutside, space - need - kOutsideArenas);
+}
+
+}  // namespace spillway
