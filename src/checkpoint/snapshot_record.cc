@@ -25,7 +25,7 @@ namespace {
 
 // Each what a reader of those before it would not see: that some were updated less often, that frozen weights are not
 // there.
-constexpr std::uint64_t kFormat = 2, kWithUpdateCounts = 3, kWithoutFrozen = 4;
+constexpr std::uint64_t kSnapshotFormat = 2, kWithUpdateCounts = 3, kWithoutFrozen = 4;
 constexpr std::uint64_t kMostBytes = 256 * kMiB;
 constexpr std::string_view kChecksumLine = "  \"checksum\": \"";
 constexpr std::size_t kChecksumTail = kChecksumLine.size() + 16 + 4;  // the line, its quote, and `}`
@@ -137,7 +137,9 @@ std::string snapshot_text(const SnapshotRecord& record) {
   out.SetIndent(' ', 2);
   out.StartObject();
   out.Key("format");
-  out.Uint64(record.frozen_left_out ? kWithoutFrozen : record.update_counts.empty() ? kFormat : kWithUpdateCounts);
+  out.Uint64(record.frozen_left_out         ? kWithoutFrozen
+             : record.update_counts.empty() ? kSnapshotFormat
+                                            : kWithUpdateCounts);
   out.Key("step");
   out.Uint64(record.facts.step);
   out.Key("weights");
@@ -180,10 +182,10 @@ SnapshotRecord parse_snapshot(const std::string& text, const std::string& object
   if (parse_json(text, {.depth = 8, .values = 4'000'000}, root)) corrupt(object);
   const Members members(root, object);
   const std::uint64_t format = members.integer("format");
-  if (format < kFormat || format > kWithoutFrozen) {
+  if (format < kSnapshotFormat || format > kWithoutFrozen) {
     throw Error(Code::kUnsupported,
                 {object, fmt::format("has format {}", format), 0,
-                 fmt::format("this version of Spillway reads formats {} to {}", kFormat, kWithoutFrozen)});
+                 fmt::format("this version of Spillway reads formats {} to {}", kSnapshotFormat, kWithoutFrozen)});
   }
   SnapshotRecord record;
   record.frozen_left_out = format == kWithoutFrozen;
@@ -200,7 +202,7 @@ SnapshotRecord parse_snapshot(const std::string& text, const std::string& object
   for (const auto& [file, checksum] : record.attachments) {
     if (!is_plain_file_name(file)) corrupt(object);
   }
-  if (format == kFormat || (record.frozen_left_out && !root.member("update_counts"))) return record;
+  if (format == kSnapshotFormat || (record.frozen_left_out && !root.member("update_counts"))) return record;
   const JsonValue& counts = members.at("update_counts", JsonValue::Kind::kObject);
   for (std::size_t c = 0; c < counts.items.size(); ++c) {
     if (!counts.items[c].integer || *counts.items[c].integer > record.facts.step) corrupt(object);
