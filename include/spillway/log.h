@@ -4,6 +4,8 @@
 // Spillway say while it is called.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <cstdio>
 #include <functional>
 #include <memory>
