@@ -105,7 +105,7 @@ build_libraries() {
   cd "$work/source"
   (cd fmtlib-*/ && archive fmt src/format.cc src/os.cc)
   (cd highway-*/ && archive hwy hwy/aligned_allocator.cc hwy/targets.cc hwy/per_target.cc hwy/print.cc)
-  (cd xxhash-*/ && archive xxhash xxhash.c)
+  (cd xxhash-*/ && archive xxhash xxhash.c xxh_x86dispatch.c)
   (cd zlib-*/ && archive z adler32.c crc32.c deflate.c inffast.c inflate.c inftrees.c trees.c zutil.c compress.c \
     uncompr.c)
   (cd liburing-*/ && ./configure && make -C src -j"$jobs" CFLAGS="$flags" liburing.a && cp src/liburing.a "$root/lib/")
@@ -185,7 +185,7 @@ build_wheel() {
   rm -rf "$work/raw" "$work/repaired" "$work/unpacked"
   # The compiler finds oneDNN's headers before Debian's, the linker what the wheel brings before the system's libraries.
   env PATH="$work/venv/bin:$PATH" PKG_CONFIG_PATH="$root/lib/pkgconfig" CPLUS_INCLUDE_PATH="$root/include" \
-    LDFLAGS="-B$sysroot -L$sysroot -L$root/lib -static-libstdc++ -Wl,--allow-shlib-undefined -Wl,--gc-sections" \
+    LIBRARY_PATH="$sysroot" LDFLAGS="-L$sysroot -L$root/lib -static-libstdc++ -Wl,--allow-shlib-undefined -Wl,--gc-sections" \
     "$python" -m pip wheel . --no-deps --no-build-isolation -w "$work/raw" -Cbuild-dir=build-wheel-meson \
     -Csetup-args=-Dcuda=disabled -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000 "-Ccompile-args=-j$jobs"
   "$python" -m wheel unpack -d "$work/unpacked" "$work"/raw/spillway-*.whl >/dev/null

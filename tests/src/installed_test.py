@@ -134,7 +134,7 @@ class Installed(unittest.TestCase):
         self.assertIn("step 10, norm", said)
 
     def test_TheArchiveNamesWhatItNeeds(self):
-        program = self.folder / "static"
+        program = self.folder / "with_archive"
         flags = self.run_ok("pkg-config", "--static", "--cflags", "--libs", "spillway",
                             PKG_CONFIG_PATH=str(self.described.parent), PKG_CONFIG_SYSROOT_DIR=str(self.root)).split()
         flags = ["-l:libspillway.a" if flag == "-lspillway" else flag for flag in flags]

@@ -12,11 +12,18 @@
 // Says that the process has one thread, which saves atomic operations; never said here.
 char __libc_single_threaded = 0;
 
-// std::random_device's.
+// libzip's and std::random_device's.
+void arc4random_buf(void* bytes, size_t count) {
+  for (char* next = bytes; count > 0;) {
+    const ssize_t drawn = getrandom(next, count, 0);
+    if (drawn < 0) continue;  // by a signal
+    next += drawn;
+    count -= (size_t)drawn;
+  }
+}
 uint32_t arc4random(void) {
   uint32_t drawn;
-  while (getrandom(&drawn, sizeof drawn, 0) != (ssize_t)sizeof drawn) {
-  }
+  arc4random_buf(&drawn, sizeof drawn);
   return drawn;
 }
 
