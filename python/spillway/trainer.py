@@ -302,16 +302,17 @@ class Mixin:
                                   carried.other_settings(self.engine, facts), note, counted)
 
     def _load_best_model(self):
-        """The best checkpoint's snapshot takes the place of the last step, and of its store."""
+        """The best checkpoint's snapshot takes the place of the last step, in the store as well. All else of train() is
+        done, so that one that is not there, of a run that DeepSpeed began say, or is damaged leaves the last step."""
         best, last = self.state.best_model_checkpoint, f"checkpoint-{self.state.global_step}"
         if os.path.abspath(best) == os.path.abspath(os.path.join(self.args.output_dir, last)):
             return
-        snapshot = os.path.join(best, SNAPSHOT)
-        if not os.path.exists(snapshot):  # of a run that DeepSpeed began, say: all else of train() is done
-            log.say(logging.WARNING, f"{snapshot}: is not there, so the weights stay those of the last step; "
-                                     f"from_pretrained() takes the best ones from {best}")
+        try:
+            self.engine.load_snapshot(os.path.join(best, SNAPSHOT))
+        except Error as error:
+            log.say(logging.WARNING, f"{error}; the weights stay those of the last step, and from_pretrained() takes "
+                                     f"the best ones from {best}")
             return
-        self.engine._begin_with(snapshot)
         buffers.load(self.model, best)
         log.say(logging.INFO, f"{best}: is the best one; its weights and states take the place of the last step's")
 

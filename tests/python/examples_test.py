@@ -46,8 +46,11 @@ class Case(Folder):
         return done.stdout
 
     def run_commands(self, name, kind):
-        """The README's, on the model of this kind; returns what the last one prints."""
+        """The README's that run this program, on the model of this kind; returns what the last one prints."""
         self.run_example("tiny_model", *next(command for command in commands("tiny_model") if command[0] == kind))
+        return self.run_shown(name)
+
+    def run_shown(self, name):
         return [self.run_example(name, *arguments) for arguments in commands(name)][-1]
 
     def imported(self, name):
@@ -121,6 +124,18 @@ class Readme(Case):
         options[-1] = "10"
         self.run_example("lora_nvme", *options, "--resume")
         self.assertEqual(*(sha256(self.folder / name, "adapter_model.safetensors") for name in ("adapters", "parts")))
+
+    def test_WhatHasTestsOfItsOwn(self):
+        """adamw_example_test, lightning_example_test: their commands run."""
+        shutil.copy(ROOT / "LICENSE", self.folder)
+        self.assertIn("step 40", self.run_shown("adamw_loop"))
+        if importlib.util.find_spec("lightning"):
+            self.run_commands("lightning_finetune", "llama")
+            self.assert_trained(transformers.AutoModelForCausalLM, "tiny-llama", "lightning")
+
+    def test_EveryProgramIsShown(self):
+        for path in EXAMPLES.glob("*.py"):
+            self.assertTrue(commands(path.stem), path.name)
 
     def test_CountsCompletionsAlone(self):
         tokens_of = self.imported("llama_sft").tokens_of

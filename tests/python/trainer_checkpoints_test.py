@@ -169,23 +169,35 @@ class TheBest(trainer_test.Case):
         self.assertEqual(2, self.engine(self.counting(), planned, on_existing="resume").current_step)
 
     def test_IsTheLastStepWithoutBeingLoaded(self):
-        with unittest.mock.patch.object(spillway.Engine, "_begin_with", side_effect=AssertionError):
+        with unittest.mock.patch.object(spillway.Engine, "load_snapshot", side_effect=AssertionError):
             trainer, said = self.trained([1, 2, 3, 4])
         self.assertNotIn("is the best one", said)
         self.assert_saved(trainer, self.folder / "out/checkpoint-4")
 
-    def test_StaysWhereItIsWithoutASnapshot(self):
-        folder = self.folder
+    def test_LeavesTheLastStepWhereItIsNotThereOrDamaged(self):
+        snapshot = self.folder / "out/checkpoint-2/spillway"
 
         class Removing(spillway.Trainer):
             def _load_best_model(self):
-                shutil.rmtree(folder / "out/checkpoint-2/spillway")
+                shutil.rmtree(snapshot)
                 super()._load_best_model()
 
-        trainer, said = self.trained([1, 5, 3, 2], kind=Removing)
-        self.assertIn("WARNING:spillway:" + str(folder / "out/checkpoint-2/spillway") + ": is not there, so", said)
-        self.assertEqual(4, trainer.engine.current_step)
-        self.assert_saved(trainer, folder / "out/checkpoint-4")
+        class Damaging(spillway.Trainer):
+            def _load_best_model(self):
+                file = snapshot / "exp_avg.safetensors"
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                file.write_bytes(data)
+                super()._load_best_model()
+
+        for kind in (Removing, Damaging):
+            trainer, said = self.trained([1, 5, 3, 2], kind=kind)
+            self.assertRegex(said, rf"WARNING:spillway:{snapshot}\S*: .*; the weights stay those of the last step")
+            self.assertEqual(4, trainer.engine.current_step)
+            self.assert_saved(trainer, self.folder / "out/checkpoint-4")
+            trainer.engine.close()
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
 
     def test_EndsARunEarly(self):
         trainer, _ = self.trained([1, 5, 3, 2], kind=type("Early", (Patient, spillway.Trainer), {}))
