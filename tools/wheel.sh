@@ -185,7 +185,8 @@ build_wheel() {
   rm -rf "$work/raw" "$work/repaired" "$work/unpacked"
   # The compiler finds oneDNN's headers before Debian's, the linker what the wheel brings before the system's libraries.
   env PATH="$work/venv/bin:$PATH" PKG_CONFIG_PATH="$root/lib/pkgconfig" CPLUS_INCLUDE_PATH="$root/include" \
-    LIBRARY_PATH="$sysroot" LDFLAGS="-L$sysroot -L$root/lib -static-libstdc++ -Wl,--allow-shlib-undefined -Wl,--gc-sections" \
+    LIBRARY_PATH="$sysroot" \
+    LDFLAGS="-L$sysroot -L$root/lib -static-libstdc++ -Wl,--allow-shlib-undefined -Wl,--gc-sections" \
     "$python" -m pip wheel . --no-deps --no-build-isolation -w "$work/raw" -Cbuild-dir=build-wheel-meson \
     -Csetup-args=-Dcuda=disabled -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000 "-Ccompile-args=-j$jobs"
   "$python" -m wheel unpack -d "$work/unpacked" "$work"/raw/spillway-*.whl >/dev/null
