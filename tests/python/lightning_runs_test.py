@@ -314,6 +314,27 @@ class Runs(LightningCase):
         self.assert_weights(whole.state_dict(), made.state_dict())
         self.assertEqual(1, trainer.strategy.engine.current_step)
 
+    def test_CtrlCAndNaNLeaveIt(self):
+        class Ending(Body):
+            def training_step(self, batch, batch_idx):
+                loss = super().training_step(batch, batch_idx)
+                return self.end(loss) if batch_idx == 2 else loss
+
+        def interrupt(loss):
+            raise KeyboardInterrupt
+
+        two = self.fit(module(), self.trainer(self.configuration("two")), 2).state_dict()
+        for number, (end, ends) in enumerate(((interrupt, (KeyboardInterrupt, SystemExit)),  # by version
+                                              (lambda loss: loss * float("nan"), spillway.Error))):
+            made, trainer = module(body=Ending), self.trainer(self.configuration(f"store{number}"))
+            self.closing(made)
+            made.end = end
+            with contextlib.suppress(ends):
+                trainer.fit(made, loader(4))
+            self.assertEqual(2, trainer.strategy.engine.current_step)
+            trainer.save_checkpoint(str(self.folder / f"saved{number}"))
+            self.assert_weights(two, made.state_dict())
+
     def test_ALearningRateThatATunerFinds(self):
         made, trainer = module(), self.trainer()
         self.closing(made)
