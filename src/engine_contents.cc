@@ -33,11 +33,9 @@ void StepEngine::make_ready(const char* call) {
 // Every tile, or those that are trained, and their commit as that step. What the walk returns is a failure of `fill`,
 // behind which nothing of them is committed.
 std::exception_ptr StepEngine::write_step(std::uint64_t step, bool frozen, const TileWork& fill) {
-  std::vector<std::uint32_t> tiles;
-  for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
-    if (frozen || plan_.tile_places[t].shape.trainable) tiles.push_back(t);
-  }
-  if (std::exception_ptr of_fill = write_tiles(*machinery_.mover, tiles, fill)) return of_fill;
+  const auto left_out = [&](std::uint32_t tile) { return !frozen && !plan_.tile_places[tile].shape.trainable; };
+  const auto tiles = static_cast<std::uint32_t>(plan_.tiles.size());
+  if (std::exception_ptr of_fill = write_tiles(*machinery_.mover, tiles, fill, left_out)) return of_fill;
   step_ = step;
   if (machinery_.store) {
     machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,

@@ -69,6 +69,7 @@ if [ "${1:-}" = --inside ]; then
     cat >>"$root/root/commands" <<'END'
 . tools/compiler_cache.sh
 python3 -m venv --system-site-packages /root/venv
+/root/venv/bin/pip install -q --upgrade pip  # Debian's takes no -C
 /root/venv/bin/pip install -q . -Cbuild-dir=build-pip -Csetup-args=-Dgpu_arch=80 \
   -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000
 cd /root && venv/bin/python spillway/tools/try_package.py

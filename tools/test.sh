@@ -19,9 +19,9 @@ esac
 tools/install_packages.sh cmake python3-torch python3-venv ${all:+clang libclang-rt-dev libomp-dev lld}
 . tools/compiler_cache.sh
 
-# Debian has no transformers, peft and Lightning. Without them the suites that need them are skipped. These take Debian's
-# PyTorch, which is that of Debian's Python; what the later ones need beside each other comes with transformers, and they
-# would bring another PyTorch themselves.
+# Debian has no transformers, peft and Lightning. Without them the suites that need them are skipped. These take
+# Debian's PyTorch, which is that of Debian's Python; what the later ones need beside each other comes with
+# transformers, and they would bring another PyTorch themselves.
 packages="transformers==4.44.2 accelerate==0.33.0 numpy<2 jinja2"
 alone="peft==0.17.1 lightning==2.2.5 pytorch_lightning==2.2.5 lightning-utilities==0.15.3 torchmetrics==1.9.0"
 if [ "$(cat build-python/done 2>/dev/null)" != "$packages $alone" ]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Uses the Python package that is installed as its users do: the command `spillway`, `python -m spillway`, and a model in
+"""Uses the installed Python package as its users do: the command `spillway`, `python -m spillway`, and a model in
 PyTorch that trains with weights and states on NVMe, goes on after a restart, and has the bits of a run in memory.
 
     tools/try_package.py [--spillway-first] [DIR]    DIR: for the store, and with room for it; the present one

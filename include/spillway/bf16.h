@@ -6,6 +6,8 @@
 //   u  = (hi << 16) + sign_extend(lo) holds for all 2^32 patterns
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <bit>
 #include <cstdint>
 

@@ -1,6 +1,8 @@
 // Element types of weights and gradients.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <string_view>

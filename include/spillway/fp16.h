@@ -1,6 +1,8 @@
 // IEEE half precision as bits: widened exactly, and rounded to.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <bit>
 #include <cstdint>
 

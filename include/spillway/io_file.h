@@ -5,6 +5,8 @@
 // Errors: spillway::Error with the path as object.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>

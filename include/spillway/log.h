@@ -4,6 +4,8 @@
 // Spillway say while it is called. A message is one line, in which nothing commands a terminal.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <cstdio>
 #include <functional>
 #include <memory>

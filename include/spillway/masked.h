@@ -2,6 +2,8 @@
 // no terminal, and begins no line of its own. Errors and log messages are masked where they are made.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

@@ -1,6 +1,8 @@
 // Where something lives: the tiers, by the words of the configuration's offload devices.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <cstdint>
 
 namespace spillway {

@@ -3,6 +3,8 @@
 // puts them into the message with Error::message_in(). A code keeps its number for good.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <iterator>

@@ -1,6 +1,8 @@
 // Why the compute stream had nothing to run: what a step's stall is attributed to.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <array>
 #include <cstddef>
 #include <cstdint>

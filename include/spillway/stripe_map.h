@@ -9,6 +9,8 @@
 // space is the file.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <cstdint>
 #include <span>
 #include <vector>

@@ -1,6 +1,8 @@
 // Byte and element arithmetic used by every room.
 #pragma once
 
+#include "spillway/cplusplus.h"
+
 #include <concepts>
 #include <cstdint>
 

@@ -11,6 +11,8 @@ from .engine import DTYPES, Engine
 from .library import Error, library, parse_config, settings_of
 from .optimizer import EngineOptimizer
 
+STORE = "spillway.store"
+
 
 class LightningEngine(Engine):
     """Its module keeps it, and so has its weights for as long as it lives: after fit(), too."""
@@ -21,10 +23,11 @@ class LightningEngine(Engine):
         super().__init__(module, configuration, **options)
         module.__dict__["_spillway_engine"] = self
 
-    def begin_again(self, configuration, aio, room, snapshot=None, weights=None):
-        """With that configuration, and a snapshot, or weights by name and no states: without both its own, exactly.
-        The store that it has made is replaced. `room`: a directory where its own weights may be in between."""
-        self._check(configuration, aio)
+    def begin_again(self, configuration, aio, room, existing, snapshot=None, weights=None):
+        """With that configuration, and a snapshot, or weights by name and no states: without both
+        its own, exactly. The store that it has made is replaced; another one if `existing` is
+        "replace". `room`: a directory where its own weights may be in between."""
+        self._check(configuration, aio, existing)
         self.discard_step()
         self._refuse_held()
         if snapshot is not None or weights is not None:
@@ -36,17 +39,25 @@ class LightningEngine(Engine):
             with weights_in(os.path.join(folder, "weights")) as own:
                 self._replace(configuration, aio, None, own)
 
-    def _check(self, configuration, aio):
+    def _check(self, configuration, aio, existing):
         """What would be found when the weights are gone already."""
         with log.silent():  # the configuration is read once more
             parsed = parse_config(configuration, aio)
         try:
-            dtype, device = DTYPES[library().config_weights(parsed)], settings_of(parsed).get("spillway.device")
+            dtype, settings = DTYPES[library().config_weights(parsed)], settings_of(parsed)
         finally:
             library().config_destroy(parsed)
-        if dtype != self.dtype or device != self.settings.get("spillway.device"):
-            raise Error("invalid_argument", f"module: its weights are {self.dtype} on {self.device.type}, as its first "
-                                            "run had them; make module and Trainer anew for another type or device")
+        if dtype != self.dtype or settings["spillway.device"] != self.settings["spillway.device"]:
+            raise Error("invalid_argument", f"module: its weights are {self.dtype} on "
+                                            f"{self.device.type}, as its first run had them; make "
+                                            "module and Trainer anew for another type or device")
+        own = self.settings.get("spillway.nvme_paths", [])
+        for path in settings.get("spillway.nvme_paths", []):
+            there = path not in own and os.path.exists(os.path.join(path, STORE))
+            if there and existing != "replace":
+                raise Error("exists", f"{path}: a store exists, of another run; name another "
+                                      "nvme_path, or start over "
+                                      'with on_existing="replace"')
 
     def _replace(self, configuration, aio, snapshot, weights):
         self._end()
@@ -59,8 +70,8 @@ class LightningEngine(Engine):
         except BaseException as error:
             self._end()
             if isinstance(error, Error):
-                raise Error(error.code, f"{error}; the engine has ended: make module and Trainer anew",
-                            error.remedy) from None
+                raise Error(error.code, f"{error}; the engine has ended: make module and Trainer "
+                                        "anew", error.remedy) from None
             raise
         self.fitted = False
         EngineOptimizer(self.module).attach(self)

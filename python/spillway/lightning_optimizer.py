@@ -1,8 +1,10 @@
-"""The optimizer of a LightningModule below a Spillway engine: what it asks for, and how it is served.
+"""The optimizer of a LightningModule below a Spillway engine: what it asks for, and how it is
+served.
 
-The object that configure_optimizers() returned stays, so that schedulers, callbacks and isinstance() see what they
-know. Its class becomes one whose step() is the engine's. What it says of rates and decays, the engine's configuration
-says before training begins; of that, rates alone may change later.
+The object that configure_optimizers() returned stays, so that schedulers, callbacks and
+isinstance() see what they know. Its class becomes one whose step() is the engine's. What it says of
+rates and decays, the engine's configuration says before training begins; of that, rates alone may
+change later.
 """
 import functools
 import inspect
@@ -10,6 +12,7 @@ import math
 
 import torch
 
+from .checkpoint_names import plain
 from .library import Error
 from .optimizer import EngineOptimizer
 
@@ -27,13 +30,15 @@ class Served:
 
     @_same
     def step(self, closure=None):
-        """Forward and backward run in the closure, as Lightning calls it. Without a loss nothing is updated."""
+        """Forward and backward run in the closure, as Lightning calls it. Without a loss nothing is
+        updated."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.spillway.step()
-        self._step_count, self._opt_called = getattr(self, "_step_count", 0) + 1, True  # which schedulers look at
+        # Which schedulers look at: before PyTorch 2.4, and since.
+        self._step_count, self._opt_called = getattr(self, "_step_count", 0) + 1, True
         return loss
 
     def zero_grad(self, *_, **__):
@@ -43,14 +48,16 @@ class Served:
         if getattr(self, "spillway", None) is None:  # of a constructor
             super().add_param_group(param_group)
             return
-        raise Error("unsupported", "add_param_group: what is trained is decided when fit() begins; give the optimizer "
-                                   "all groups in configure_optimizers")
+        raise Error("unsupported", "add_param_group: what is trained is decided when fit() "
+                                   "begins; give the optimizer all groups in configure_optimizers")
 
     def state_dict(self):
-        raise Error("unsupported", "optimizer: its states are Spillway's; trainer.save_checkpoint(PATH) keeps them")
+        raise Error("unsupported", "optimizer: its states are Spillway's; "
+                                   "trainer.save_checkpoint(PATH) keeps them")
 
     def load_state_dict(self, state_dict):
-        raise Error("unsupported", "optimizer: its states are Spillway's; they come of fit(ckpt_path=PATH)")
+        raise Error("unsupported", "optimizer: its states are Spillway's; they come of "
+                                   "fit(ckpt_path=PATH)")
 
 
 @functools.lru_cache(None)
@@ -59,8 +66,8 @@ def _served(kind):
 
 
 def serve(optimizer, strategy, parameters):
-    """From here on its steps are the strategy's. `parameters`: those of the model, by name, which may be others than
-    those that the optimizer was made with."""
+    """From here on its steps are the strategy's. `parameters`: those of the model, by name, which
+    may be others than those that the optimizer was made with."""
     for group, names in zip(optimizer.param_groups, optimizer.spillway_names):
         group["params"] = [parameters[name] for name in names]
     optimizer.state.clear()
@@ -70,7 +77,8 @@ def serve(optimizer, strategy, parameters):
 
 
 class Configured(Served, EngineOptimizer):
-    """In the place of an optimizer that the configuration names. Its rate is as the configuration's schedule says."""
+    """In the place of an optimizer that the configuration names. Its rate is as the configuration's
+    schedule says."""
 
 
 def configured(kind, strategy, engine):
@@ -81,28 +89,37 @@ def configured(kind, strategy, engine):
     return made
 
 
-# -- what it asks for -------------------------------------------------------------------------------------------------
+# -- what it asks for ------------------------------------------------------------------------------
 
 def section(optimizer, module):
-    """(optimizer, parameter_groups) as a configuration has them. The optimizer remembers its parameters' names."""
+    """(optimizer, parameter_groups) as a configuration has them. The optimizer remembers its
+    parameters' names."""
     if isinstance(optimizer, Served):  # of an earlier fit()
         optimizer.spillway, optimizer.__class__ = None, type(optimizer).__mro__[2]
     kind, params = _kind_of(optimizer)
     groups = optimizer.param_groups
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     _check(optimizer, module, names)
-    optimizer.spillway_names = [[names[id(parameter)] for parameter in group["params"]] for group in groups]
-    optimizer.spillway_rates = [group.get("initial_lr", group["lr"]) for group in groups]
+    optimizer.spillway_names = [[names[id(parameter)] for parameter in group["params"]]
+                                for group in groups]
+    optimizer.spillway_rates = rates = _initial_rates(groups)
     optimizer.spillway_settings = settings(optimizer)
-    params = {**params, "lr": optimizer.spillway_rates[0], "weight_decay": groups[0].get("weight_decay", 0)}
-    own = [{"parameters": of_group, "lr": rate, "weight_decay": group.get("weight_decay", 0)} for of_group, rate, group
-           in list(zip(optimizer.spillway_names, optimizer.spillway_rates, groups))[1:] if of_group]
-    return {"type": kind, "params": params}, own
+    values = [{"lr": rate, "weight_decay": group.get("weight_decay", 0)}
+              for rate, group in zip(rates, groups)]
+    own = [{"parameters": list(map(plain, of_group)), **of}
+           for of_group, of in list(zip(optimizer.spillway_names, values))[1:] if of_group]
+    return {"type": kind, "params": {**params, **values[0]}}, own
+
+
+def _initial_rates(groups):
+    """Which a schedule moves from."""
+    return [float(group.get("initial_lr", group["lr"])) for group in groups]
 
 
 def _computes(optimizer, kind):
     """It is of that kind, and has not another step()."""
-    return isinstance(optimizer, kind) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
+    return isinstance(optimizer, kind) and \
+        inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
 
 def _kind_of(optimizer):
@@ -117,56 +134,64 @@ def _kind_of(optimizer):
         return "SGD", {name: group[name] for name in ("momentum", "dampening", "nesterov")}
     if _computes(optimizer, torch.optim.Adagrad):
         if group.get("lr_decay") or group.get("initial_accumulator_value"):
-            raise Error("unsupported", "configure_optimizers: Adagrad's lr_decay and initial_accumulator_value are not "
-                                       "here; leave them away")
+            raise Error("unsupported", "configure_optimizers: Adagrad's lr_decay and "
+                                       "initial_accumulator_value are not here; leave them away")
         return "Adagrad", {"eps": group["eps"]}
-    raise Error("unsupported", f"configure_optimizers: {type(optimizer).__name__} would be computed by PyTorch, whose "
-                               "states cannot be elsewhere; return torch.optim's AdamW, Adam, SGD or Adagrad, or name "
-                               "one in the configuration's section optimizer, which has Lion, too")
+    raise Error("unsupported", f"configure_optimizers: {type(optimizer).__name__} would be "
+                               "computed by PyTorch, whose states cannot be elsewhere; return "
+                               "torch.optim's AdamW, Adam, SGD or Adagrad, or name one in the "
+                               "configuration's section optimizer, which has Lion, too")
 
 
 def _check(optimizer, module, names):
     groups, first = optimizer.param_groups, optimizer.param_groups[0]
-    wrong = [name for name in ("amsgrad", "maximize", "differentiable") if any(group.get(name) for group in groups)]
+    wrong = [name for name in ("amsgrad", "maximize", "differentiable")
+             if any(group.get(name) for group in groups)]
     if wrong:
-        raise Error("unsupported", f"configure_optimizers: {', '.join(wrong)} of {type(optimizer).__name__}: cannot be "
-                                   "computed; leave it away")
+        raise Error("unsupported", f"configure_optimizers: {', '.join(wrong)} of "
+                                   f"{type(optimizer).__name__}: cannot be computed; leave it away")
     for name in set(SETTINGS) - {"weight_decay"}:
         if any(group.get(name) != first.get(name) for group in groups):
-            raise Error("unsupported", f"configure_optimizers: groups have several {name}; only rates and decays may "
-                                       "be of a group")
+            raise Error("unsupported", f"configure_optimizers: groups have several {name}; only "
+                                       "rates and decays may be of a group")
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     if trained - names.keys():
-        raise Error("invalid_argument", "configure_optimizers: the optimizer has parameters that the module has not; "
-                                        "put what is trained into the LightningModule")
+        raise Error("invalid_argument", "configure_optimizers: the optimizer has parameters that "
+                                        "the module has not; put what is trained into the "
+                                        "LightningModule")
     left = [name for name, parameter in module.named_parameters() if parameter.requires_grad
             and id(parameter) not in trained]
     if left:
-        raise Error("invalid_argument", f"configure_optimizers: {', '.join(left[:4])}{' …' if left[4:] else ''} want "
-                                        "gradients and no optimizer has them; give them to it, or say "
-                                        "requires_grad_(False) to them")
-    rates = [group.get("initial_lr", group["lr"]) for group in groups]
+        raise Error("invalid_argument", "configure_optimizers: "
+                                        f"{', '.join(left[:4])}{' …' if left[4:] else ''} want "
+                                        "gradients and no optimizer has them; give them to it, or "
+                                        "say requires_grad_(False) to them")
+    rates = _initial_rates(groups)
     if rates[0] == 0 and any(rates):
-        raise Error("unsupported", "configure_optimizers: the first group's rate is 0, by which a schedule moves the "
-                                   "others'; put a group with a rate first")
+        raise Error("unsupported", "configure_optimizers: the first group's rate is 0, by which a "
+                                   "schedule moves the others'; put a group with a rate first")
 
 
 def settings(optimizer):
     """What must stay as it was when the engine was made."""
-    return [{name: group[name] for name in SETTINGS if name in group} for group in optimizer.param_groups]
+    return [{name: group[name] for name in SETTINGS if name in group}
+            for group in optimizer.param_groups]
 
 
 def rate_of(optimizer):
-    """The rate that comes. An error where something else has changed, or groups move by different shares."""
+    """The rate that comes. An error where something else has changed, or groups move by different
+    shares."""
     for before, now in zip(optimizer.spillway_settings, settings(optimizer)):
         for name in before.keys() | now.keys():
             if before.get(name) != now.get(name):
-                raise Error("unsupported", f"param_groups: {name} was {before.get(name)} and is {now.get(name)}; it "
-                                           "counts as fit() began; schedulers that move it take cycle_momentum=False")
+                raise Error("unsupported", f"param_groups: {name} was {before.get(name)} and is "
+                                           f"{now.get(name)}; it counts as fit() began; "
+                                           "schedulers that move it take cycle_momentum=False")
     rates, first = [group["lr"] for group in optimizer.param_groups], optimizer.spillway_rates
     for rate, initial in zip(rates[1:], first[1:]):
         if not math.isclose(rate * first[0], initial * rates[0], rel_tol=1e-6, abs_tol=1e-30):
             share = initial * rates[0] / first[0]
-            raise Error("unsupported", f"param_groups: a group's rate is {rate:g} where {share:g} is its "
-                                       "share of the first group's; schedules move all groups alike")
+            raise Error("unsupported", f"param_groups: a group's rate is {rate:g} where {share:g} "
+                                       "is its share of the first group's; schedules move all "
+                                       "groups alike")
     return float(rates[0])

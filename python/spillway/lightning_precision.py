@@ -1,4 +1,5 @@
-"""Lightning's precision plugin on a Spillway engine: weights of one type, and backward through the engine."""
+"""Lightning's precision plugin on a Spillway engine: weights of one type, and backward through the
+engine."""
 import contextlib
 import weakref
 
@@ -6,7 +7,8 @@ import torch
 
 from .library import Error
 
-SECTIONS = {"32-true": None, "bf16-true": "bf16", "bf16-mixed": "bf16", "16-true": "fp16", "16-mixed": "fp16"}
+SECTIONS = {"32-true": None, "bf16-true": "bf16", "bf16-mixed": "bf16",
+            "16-true": "fp16", "16-mixed": "fp16"}
 TYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Lightning's own, which say a type and nothing else that would be left out.
 KNOWN = ("Precision", "HalfPrecision", "MixedPrecision", "DeepSpeedPrecision", "SpillwayPrecision")
@@ -16,8 +18,9 @@ def check(plugin):
     """Its word for a type, "bf16-mixed" say; an error where it is another kind of plugin."""
     word = getattr(plugin, "precision", None)
     if type(plugin).__name__ not in KNOWN or word not in SECTIONS:
-        raise Error("unsupported", f"precision: {type(plugin).__name__} ({word}) is not here; weights are of one type, "
-                                   f"say precision= one of {', '.join(SECTIONS)}")
+        raise Error("unsupported", f"precision: {type(plugin).__name__} ({word}) is not here; "
+                                   "weights are of one type, say precision= one of "
+                                   f"{', '.join(SECTIONS)}")
     return word
 
 
@@ -36,8 +39,8 @@ class _Default(contextlib.ContextDecorator):
 
 
 class PrecisionMixin:
-    """In front of Lightning's Precision. There is no autocast: "mixed" differs from "true" in what a module is made in,
-    which is fp32."""
+    """In front of Lightning's Precision. There is no autocast: "mixed" differs from "true" in what
+    a module is made in, which is fp32."""
 
     def __init__(self, precision, strategy):
         self.precision = precision
@@ -62,8 +65,8 @@ class PrecisionMixin:
     def backward(self, tensor, model, optimizer, *arguments, **keywords):
         if arguments or any(keywords.values()):
             asked = ", ".join([*map(str, arguments), *keywords])
-            raise Error("unsupported", f"backward: takes a loss and nothing else ({asked}), as a block's graph is made "
-                                       "and gone in backward; add the losses")
+            raise Error("unsupported", f"backward: takes a loss and nothing else ({asked}), as a "
+                                       "block's graph is made and gone in backward; add the losses")
         self._strategy.backward_of(tensor)
 
     def clip_gradients(self, optimizer, clip_val=0.0, gradient_clip_algorithm="norm"):
@@ -71,9 +74,10 @@ class PrecisionMixin:
         algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm"
         here = self._strategy.engine.settings["gradient_clipping"]
         if clip_val and (algorithm != "norm" or clip_val != here):
-            raise Error("unsupported", f"clip_gradients: by {algorithm} to {clip_val:g}; step() clips the norm, to "
-                                       f"{here:g}: say gradient_clip_val of the Trainer, or gradient_clipping in the "
-                                       "configuration where optimization is manual")
+            raise Error("unsupported", f"clip_gradients: by {algorithm} to {clip_val:g}; step() "
+                                       f"clips the norm, to {here:g}: say gradient_clip_val of "
+                                       "the Trainer, or gradient_clipping in the configuration "
+                                       "where optimization is manual")
 
 
 def _converted(data, dtype):

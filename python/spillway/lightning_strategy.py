@@ -1,14 +1,17 @@
-"""Lightning's strategy on a Spillway engine: StrategyMixin, which lightning.py puts in front of SingleDeviceStrategy.
+"""Lightning's strategy on a Spillway engine: StrategyMixin, which lightning.py puts in front of
+SingleDeviceStrategy.
 
-    Trainer.fit ──> setup             configure_optimizers, then the engine, which takes the weights
-                    training_step     LightningModule's own; its forward runs block by block
-                    optimizer.step    Served.step: the closure, in it backward_of(loss), and then step() below
-                    save_checkpoint   a snapshot, and the Trainer's state beside it
+    Trainer.fit ─> setup             configure_optimizers, then the engine, which takes the weights
+                   training_step     LightningModule's own; its forward runs block by block
+                   optimizer.step    the closure, in it backward_of(loss); then step() below
+                   save_checkpoint   a snapshot, and the Trainer's state beside it
 """
 import contextlib
 import gc
 import importlib
 import logging
+import os
+from collections.abc import Callable
 
 import torch
 
@@ -24,36 +27,44 @@ from .optimizer import EngineSchedule
 class StrategyMixin:
     """Trains a LightningModule that does not fit the GPU, or the host.
 
-    `config`: path or dict, a ds_config.json; None: the file that the environment variable SPILLWAY_CONFIG or
-      PL_DEEPSPEED_CONFIG_PATH names, else weights and states in host memory. What it leaves open or calls "auto" is
-      what the Trainer says. With an optimizer in it, configure_optimizers() is not called.
-    `on_existing`: what to do with a store that is there: "refuse" or "replace". fit(ckpt_path=...) replaces it, unless
-      "refuse" is said here.
-    `snapshot`: one to begin with. `load_full_weights`: ckpt_path may be a file, of which the weights are taken.
-    `blocks`, `example`, `weights`, `trace`, `aio`: as for Engine; names are those of the LightningModule's state_dict.
-    `.engine` is there once a run has begun, `.report` is what its last step() returned. Errors: spillway.Error.
+    `config`: path or dict, a ds_config.json; None: the file that the environment variable
+      SPILLWAY_CONFIG or PL_DEEPSPEED_CONFIG_PATH names, else weights and states in host memory.
+      What it leaves open or calls "auto" is what the Trainer says. With an optimizer in it,
+      configure_optimizers() is not called.
+    `on_existing`: what to do with a store that is there: "refuse" or "replace". fit(ckpt_path=...)
+      replaces it, unless "refuse" is said here.
+    `snapshot`: one to begin with. `load_full_weights`: ckpt_path may be a file, of which the
+      weights are taken.
+    `blocks`, `example`, `weights`, `trace`, `aio`: as for Engine; names are those of the
+      LightningModule's state_dict.
+    `.engine` is there once a run has begun, `.report` is what its last step() returned. Errors:
+    spillway.Error.
     """
 
     strategy_name = "spillway"
     package = None  # "lightning.pytorch" or "pytorch_lightning"
     classes = {}    # by package
 
-    def __init__(self, config=None, *, on_existing=None, blocks=None, example=None, weights=None, snapshot=None,
-                 trace=None, aio=None, load_full_weights=False, accelerator=None, checkpoint_io=None,
-                 precision_plugin=None):
+    def __init__(self, config: str | os.PathLike | dict | None = None, *,
+                 on_existing: str | None = None, blocks: list | None = None,
+                 example: tuple | dict | None = None, weights: Callable | None = None,
+                 snapshot: str | os.PathLike | None = None, trace: str | None = None,
+                 aio: str | dict | None = None, load_full_weights: bool = False, accelerator=None,
+                 checkpoint_io=None, precision_plugin=None):
         if on_existing not in (None, "refuse", "replace"):
-            raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of refuse, replace; "
-                                            "fit(ckpt_path=...) goes on with a run")
+            raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of refuse, "
+                                            "replace; fit(ckpt_path=...) goes on with a run")
         self.engine = self.report = None
         self.config = lightning_config.found(config)
         self._on_existing, self._snapshot, self._weights = on_existing, snapshot, weights
         self._options = {"blocks": blocks, "example": example, "trace": trace, "aio": aio}
         self.load_full_weights = load_full_weights
-        self._loaded = self._planned = None  # a checkpoint that the run begins with; the engine's configuration
+        self._loaded = None  # a checkpoint that the run begins with
         self._is_set_up, self._served, self._devices, self._room = False, None, None, None
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io,
+                         precision_plugin=precision_plugin)
 
-    # -- what a Trainer sets ------------------------------------------------------------------------------------------
+    # -- what a Trainer sets -----------------------------------------------------------------------
 
     def _of(self, name):
         """A module of the package that the Trainer is of."""
@@ -65,13 +76,15 @@ class StrategyMixin:
 
     @accelerator.setter
     def accelerator(self, accelerator):
-        """A Trainer sets it first. The strategy becomes one of its package, and is the same otherwise."""
+        """A Trainer sets it first. The strategy becomes one of its package, and is the same
+        otherwise."""
         packages = [package for package in self.classes for kind in type(accelerator).__mro__
                     if kind.__module__.startswith(package + ".")]
         if packages and self.package not in packages:
             if type(self) is not self.classes[self.package]:
-                raise Error("invalid_argument", f"{type(self).__name__}: is of {self.package}, and the Trainer of "
-                                                f"{packages[0]}; derive it from "
+                raise Error("invalid_argument", f"{type(self).__name__}: is of {self.package}, "
+                                                f"and the Trainer of {packages[0]}; derive it "
+                                                "from "
                                                 f'spillway.lightning.strategy_of("{packages[0]}")')
             self.__class__ = self.classes[packages[0]]
             self.precision_plugin = self._precision_plugin
@@ -79,11 +92,12 @@ class StrategyMixin:
 
     @property
     def precision_plugin(self):
-        return self._of("plugins").Precision() if self._precision_plugin is None else self._precision_plugin
+        return self._precision_plugin or self._of("plugins").Precision()
 
     @precision_plugin.setter
     def precision_plugin(self, plugin):
-        self._precision_plugin = plugin and self.classes[self.package].precision_kind(check_precision(plugin), self)
+        own = self.classes[self.package].precision_kind
+        self._precision_plugin = plugin and own(check_precision(plugin), self)
 
     @property
     def checkpoint_io(self):
@@ -91,8 +105,8 @@ class StrategyMixin:
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin):
-        raise Error("unsupported", f"{type(plugin).__name__}: would not be asked; the engine writes checkpoints, as "
-                                   "directories")
+        raise Error("unsupported", f"{type(plugin).__name__}: would not be asked; the engine "
+                                   "writes checkpoints, as directories")
 
     @property
     def parallel_devices(self):
@@ -101,8 +115,8 @@ class StrategyMixin:
     @parallel_devices.setter
     def parallel_devices(self, devices):
         if len(devices or ()) > 1:
-            raise Error("unsupported", f"devices: {len(devices)}; a model is trained by one process, on "
-                                       "one device: say devices=1")
+            raise Error("unsupported", f"devices: {len(devices)}; a model is trained by one "
+                                       "process, on one device: say devices=1")
         self._devices = devices
 
     @property
@@ -112,7 +126,8 @@ class StrategyMixin:
     @num_nodes.setter
     def num_nodes(self, count):
         if count > 1:
-            raise Error("unsupported", f"num_nodes: {count}; a model is trained by one process, on one device")
+            raise Error("unsupported", f"num_nodes: {count}; a model is trained by one process, "
+                                       "on one device")
 
     @property
     def root_device(self):
@@ -120,18 +135,20 @@ class StrategyMixin:
 
     def setup_environment(self):
         if self.root_device.type not in ("cpu", "cuda"):
-            raise Error("unsupported", f"accelerator: {self.root_device.type}; training is on cpu or cuda")
+            raise Error("unsupported", f"accelerator: {self.root_device.type}; training is on cpu "
+                                       "or cuda")
         super().setup_environment()
 
-    # -- the module ---------------------------------------------------------------------------------------------------
+    # -- the module --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init=None):
         """In host memory, whatever the device: the engine takes the weights from there."""
         if empty_init:
-            raise Error("unsupported", "init_module(empty_init=True): make the module on device meta in "
-                                       "configure_model, by accelerate's init_empty_weights(), which leaves buffers "
-                                       "alone, and give SpillwayStrategy weights=, or fit(ckpt_path=…)")
+            raise Error("unsupported", "init_module(empty_init=True): make the module on device "
+                                       "meta in configure_model, by accelerate's "
+                                       "init_empty_weights(), which leaves buffers alone, and "
+                                       "give SpillwayStrategy weights=, or fit(ckpt_path=…)")
         with self.precision_plugin.tensor_init_context():
             yield
 
@@ -151,11 +168,13 @@ class StrategyMixin:
         module, training = self.lightning_module, self._trains(trainer)
         overridden = self._of("utilities.model_helpers").is_overridden
         lightning_config.refuse(trainer, module, lambda hook: overridden(hook, module))
-        self._room, self._served = trainer.default_root_dir, None
+        self._room = trainer.default_root_dir
+        if training or module.__dict__.get("_spillway_engine") is not self.engine:
+            self._served = None  # an evaluation leaves it: a checkpoint is saved with its rates
         self.model_to_device()
         asked = self._ask(trainer) if training else self._asked_before()
-        planned = lightning_config.filled(self.config, trainer, module, self.precision_plugin.precision,
-                                          self.root_device, asked)
+        planned = lightning_config.filled(self.config, trainer, module,
+                                          self.precision_plugin.precision, self.root_device, asked)
         self._make_engine(planned, training)
         if training:
             self.engine.fitted = True
@@ -163,7 +182,8 @@ class StrategyMixin:
         self._is_set_up = True
 
     def _ask(self, trainer):
-        """configure_optimizers(), and what the configuration says of it; None: it has an optimizer itself."""
+        """configure_optimizers(), and what the configuration says of it; None: it has an optimizer
+        itself."""
         self.setup_optimizers(trainer)
         if not self.optimizers:
             return None
@@ -171,53 +191,59 @@ class StrategyMixin:
         groups = self._loaded.own.get("groups") if self._loaded else None
         if groups is not None:  # as PyTorch's optimizers take them
             if len(groups) != len(optimizer.param_groups):
-                raise Error("invalid_argument", f"{self._loaded.path}: has {len(groups)} groups of parameters, and "
-                                                f"configure_optimizers gives {len(optimizer.param_groups)}")
+                raise Error("invalid_argument", f"{self._loaded.path}: has {len(groups)} groups "
+                                                "of parameters, and configure_optimizers gives "
+                                                f"{len(optimizer.param_groups)}")
             for here, saved in zip(optimizer.param_groups, groups):
                 here.update(saved)
         return section(optimizer, self.lightning_module)
 
     def _asked_before(self):
-        """What a checkpoint was trained with: its snapshot belongs to that optimizer, also where nothing is trained."""
+        """What a checkpoint was trained with: its snapshot belongs to that optimizer, also where
+        nothing is trained."""
         optimizer = self._loaded.own.get("optimizer") if self._loaded else None
         return (optimizer, []) if optimizer and not self.config.get("optimizer") else None
 
     def setup_optimizers(self, trainer):
         self.optimizers, self.lr_scheduler_configs = [], []
         if self.config.get("optimizer"):
-            log.say(logging.INFO, "configure_optimizers: is not called; the configuration has an optimizer")
+            log.say(logging.INFO, "configure_optimizers: is not called; the configuration has an "
+                                  "optimizer")
             return
         init = self._of("core.optimizer")
         optimizers, schedules = init._init_optimizers_and_lr_schedulers(self.lightning_module)
         if len(optimizers) != 1 or len(schedules) > 1:
-            raise Error("unsupported", f"configure_optimizers: gives {len(optimizers)} optimizers and {len(schedules)} "
-                                       "schedulers; a model is trained by one optimizer, with one scheduler or none")
+            raise Error("unsupported", f"configure_optimizers: gives {len(optimizers)} optimizers "
+                                       f"and {len(schedules)} schedulers; a model is trained by "
+                                       "one optimizer, with one scheduler or none")
         if isinstance(optimizers[0], init._MockOptimizer):
-            raise Error("invalid_argument", "configure_optimizers: gives no optimizer; return one, or name it in the "
-                                            "configuration's section optimizer")
+            raise Error("invalid_argument", "configure_optimizers: gives no optimizer; return "
+                                            "one, or name it in the configuration's section "
+                                            "optimizer")
         if self.config.get("scheduler"):
-            raise Error("invalid_argument", "scheduler: is the configuration's, beside an optimizer of "
-                                            "configure_optimizers; name both there, or neither")
+            raise Error("invalid_argument", "scheduler: is the configuration's, beside an "
+                                            "optimizer of configure_optimizers; name both there, "
+                                            "or neither")
         lightning_config.refuse_schedulers(schedule.scheduler for schedule in schedules)
         self.optimizers, self.lr_scheduler_configs = optimizers, schedules
 
-    # -- the engine ---------------------------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------
 
     def _make_engine(self, planned, training):
         module, loaded = self.lightning_module, self._loaded
         kept = module.__dict__.get("_spillway_engine")
-        weights = loaded.weights() if loaded and loaded.weights else contextlib.nullcontext(self._weights)
+        weights = loaded.weights() if loaded and loaded.weights else \
+            contextlib.nullcontext(self._weights)
         snapshot = loaded.snapshot if loaded else self._snapshot
         with weights as given:
             if kept is None:
                 self.engine = self._made(planned, training, snapshot, given)
             elif kept._handle is None:
-                raise Error("invalid_argument", "module: its engine has been closed, or has ended; make module and "
-                                                "Trainer anew")
+                raise Error("invalid_argument", "module: its engine has been closed, or has "
+                                                "ended; make module and Trainer anew")
             else:
                 self.engine = kept
                 self._go_on(planned, training, loaded and (snapshot, given))
-        self.engine.planned = planned
         if loaded:
             loaded.check(self.engine)
             loaded.load_buffers(module)
@@ -226,24 +252,31 @@ class StrategyMixin:
                 part._dtype = self.engine.dtype
 
     def _made(self, planned, training, snapshot, weights):
-        gc.collect()  # module and engine refer to each other: of a run that failed, both may be left, with the store
-        existing = self._on_existing or ("replace" if self._loaded and training else "refuse")
+        # Module and engine refer to each other: a run that failed may have left both, and the store.
+        gc.collect()
         try:
-            return LightningEngine(self.lightning_module, planned, on_existing=existing, snapshot=snapshot,
-                                   weights=weights, **self._options)
+            made = LightningEngine(self.lightning_module, planned, snapshot=snapshot,
+                                   weights=weights, on_existing=self._existing(training),
+                                   **self._options)
         except Error as error:  # says what an engine can do, and a Trainer cannot
             if training or error.remedy != "resume_or_replace":
                 raise error.with_resume("fit(ckpt_path=PATH), of a checkpoint") from None
-            raise error.instead("name another nvme_path to evaluate with, or say on_existing=\"replace\"") from None
+            raise error.instead("name another nvme_path to evaluate with, or say "
+                                'on_existing="replace"') from None
+        made.planned = planned
+        return made
 
     def _go_on(self, planned, training, begin):
-        """With an engine of an earlier run, of this Trainer or another. As an optimizer of PyTorch's is made anew for
-        each fit(), and has no states then, so are the engine's."""
-        kept, aio = self.engine, self._options["aio"]
-        if begin:
-            kept.begin_again(planned, aio, self._room, *begin)
-        elif training and (kept.fitted or lightning_config.words(planned) != lightning_config.words(kept.planned)):
-            kept.begin_again(planned, aio, self._room)
+        """With an engine of an earlier run, of this Trainer or another. As an optimizer of
+        PyTorch's is made anew for each fit(), and has no states then, so are the engine's."""
+        kept, words = self.engine, lightning_config.words
+        if begin or (training and (kept.fitted or words(planned) != words(kept.planned))):
+            kept.begin_again(planned, self._options["aio"], self._room, self._existing(training),
+                             *(begin or ()))
+            kept.planned = planned
+
+    def _existing(self, training):
+        return self._on_existing or ("replace" if self._loaded and training else "refuse")
 
     def _serve(self):
         if self.optimizers:
@@ -253,9 +286,10 @@ class StrategyMixin:
         self.optimizers = [configured(self.engine.settings["optimizer.type"], self, self.engine)]
         if self.config.get("scheduler"):
             schedule = EngineSchedule(self.optimizers[0])
-            self.lr_scheduler_configs = [self._of("utilities.types").LRSchedulerConfig(schedule, interval="step")]
+            kind = self._of("utilities.types").LRSchedulerConfig
+            self.lr_scheduler_configs = [kind(schedule, interval="step")]
 
-    # -- a step -------------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def _carry_rate(self):
         if self._served is not None:
@@ -276,7 +310,7 @@ class StrategyMixin:
             with contextlib.suppress(Error):  # so that save_checkpoint() has the last whole step
                 self.engine.discard_step()
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     @property
     def lightning_restore_optimizer(self):
@@ -290,32 +324,40 @@ class StrategyMixin:
 
     def save_checkpoint(self, checkpoint, filepath, storage_options=None):
         if storage_options is not None:
-            raise Error("unsupported", "storage_options: have no effect; checkpoints are directories of a local file "
-                                       "system, so leave them away")
+            raise Error("unsupported", "storage_options: have no effect; checkpoints are "
+                                       "directories of a local file system, so leave them away")
         own = None
         if "optimizer_states" in checkpoint:  # else save_weights_only
-            groups = self._served and [{name: value for name, value in group.items() if name != "params"}
-                                       for group in self._served.param_groups]
-            own = {"step": self.engine.current_step, "groups": groups,
+            own = {"step": self.engine.current_step, "groups": self._groups(),
                    "optimizer": self.engine.planned.get("optimizer")}
-        state = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        state = {name: value for name, value in checkpoint.items()
+                 if name not in ("state_dict", "optimizer_states")}
         checkpoints.save(self.engine, state, filepath, own)
+
+    def _groups(self):
+        """Rates and settings of the module's optimizer; None: the configuration has it."""
+        return self._served and [{name: value for name, value in group.items() if name != "params"}
+                                 for group in self._served.param_groups]
 
     def load_checkpoint(self, checkpoint_path, weights_only=None):
         self._loaded = checkpoints.load(checkpoint_path, weights_in, self.load_full_weights)
         if not self._loaded.snapshot and self._trains(self.lightning_module.trainer):
             if "lr_schedulers" not in self._loaded.state:
-                raise Error("invalid_argument", f"{self._loaded.path}: has weights alone (save_weights_only), for "
-                                                "evaluations; take a whole checkpoint to go on from")
-            log.say(logging.WARNING, f"{self._loaded.path}: has weights alone, so the optimizer begins anew")
+                raise Error("invalid_argument", f"{self._loaded.path}: has weights alone "
+                                                "(save_weights_only), for evaluations; take a "
+                                                "whole checkpoint to go on from")
+            log.say(logging.WARNING, f"{self._loaded.path}: has weights alone, so the optimizer "
+                                     "begins anew")
         return self._loaded.state
 
     def load_model_state_dict(self, checkpoint, strict=True):
-        """Before setup(), which makes the engine, there is nothing to do. A tuner loads one in mid-run."""
+        """Before setup(), which makes the engine, there is nothing to do. A tuner loads one in
+        mid-run."""
         if self._is_set_up:
             self._make_engine(self.engine.planned, False)
-            for here, saved in zip(self._served.param_groups if self._served else [], self._loaded.own["groups"] or []):
-                here.update(saved)
+            if self._served is not None:
+                for here, saved in zip(self._served.param_groups, self._loaded.own["groups"]):
+                    here.update(saved)
 
     def load_optimizer_state_dict(self, checkpoint):
         pass

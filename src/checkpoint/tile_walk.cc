@@ -2,12 +2,12 @@
 
 namespace spillway {
 
-std::exception_ptr write_tiles(TileMover& mover, std::span<const std::uint32_t> tiles, const TileWork& work) {
+std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work,
+                               const std::function<bool(std::uint32_t tile)>& left_out) {
   std::exception_ptr failure;
-  std::uint32_t used = 0;
-  for (const std::uint32_t t : tiles) {
-    if (failure) break;
-    const std::uint32_t buffer = used++ % mover.buffers();
+  for (std::uint32_t t = 0; t < tiles && !failure; ++t) {
+    if (left_out && left_out(t)) continue;
+    const std::uint32_t buffer = t % mover.buffers();
     mover.finish_save(buffer);
     const TileMemory memory = mover.blank(t, buffer);
     try {

@@ -15,7 +15,9 @@ using TileWork = std::function<void(std::uint32_t tile, const TileMemory& memory
 
 // Memory comes as zeros; what the work leaves there goes to the tile's home and slot. What `work` throws ends the walk
 // and is returned: the caller's own failure, and none of the mover's. Nothing is under way afterwards.
-std::exception_ptr write_tiles(TileMover& mover, std::span<const std::uint32_t> tiles, const TileWork& work);
+// `left_out`, unless null: tiles that stay as they are.
+std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work,
+                               const std::function<bool(std::uint32_t tile)>& left_out = {});
 
 // Whether any of the tile lives in memory.
 bool resident(const TilePlace& tile);

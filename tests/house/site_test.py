@@ -42,17 +42,14 @@ def headings_of(document):
 
 
 def public_names():
-    """Of the package, without importing it: its __all__, and what __getattr__ makes when it is asked for."""
+    """Of the package, without importing it: its __all__, and what __getattr__ finds when it is asked for."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     names = set()
     for node in tree.body:
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(getattr(target, "id", None) == "__all__" for target in targets):
+            if any(getattr(target, "id", None) in ("__all__", "_PLACES") for target in targets):
                 names |= set(ast.literal_eval(node.value))
-        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
-            names |= {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)
-                      and isinstance(each.value, str) and each.value.isidentifier()}
     return names
 
 

@@ -1,5 +1,6 @@
 """examples/lightning_finetune.py as it is shown, on a tiny random model, and the bits of a loop by hand."""
 import contextlib
+import gc
 import io
 import os
 import runpy
@@ -45,6 +46,7 @@ class Example(LightningCase):
                 runpy.run_path(str(EXAMPLE), run_name="__main__")
         finally:
             os.chdir(here)
+            gc.collect()  # the module, and its engine with it, before the folder goes
         return transformers.AutoModelForCausalLM.from_pretrained(self.folder / output).state_dict()
 
     def by_hand(self, epochs):

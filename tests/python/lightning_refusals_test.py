@@ -1,5 +1,6 @@
 """What Lightning's users may ask of Spillway in vain: one clear error each, and nothing is lost by it."""
 import importlib.util
+import os
 import unittest.mock
 
 import lightning_case  # first: where there is no Lightning, it ends the program
@@ -57,6 +58,8 @@ class Refusals(LightningCase):
                             ({"num_nodes": 2}, "num_nodes: 2; a model is trained by one process")):
             for package in PACKAGES.values():
                 self.assert_error(error, self.plain, package, strategy="spillway", **more)
+        with unittest.mock.patch.dict(os.environ, {"WORLD_SIZE": "2"}):
+            self.refused("WORLD_SIZE 2: a model is trained by one process")
 
     def test_Optimizers(self):
         def adamw(made, **more):

@@ -189,6 +189,17 @@ class Checkpoints(LightningCase):
         self.assertEqual(8, again.kept.strategy.engine.current_step)
         self.assertEqual(whole.losses[4], again.losses[0])
 
+    def test_ACheckpointThatIsSavedAfterAnEvaluation(self):
+        class ByMomentum(Scheduled):
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+        made = self.fit(module(body=ByMomentum), self.trainer(), 4)
+        made.kept.validate(made, loader(1), verbose=False)
+        made.kept.save_checkpoint(str(self.folder / "one"))
+        state = torch.load(self.folder / "one/checkpoint.pt")["spillway"]
+        self.assertEqual(("SGD", 0.9, 4), (state["optimizer"]["type"], state["groups"][0]["momentum"], state["step"]))
+
 
 class Meta(Body):
     """Its parameters are nowhere until the engine has them."""
@@ -274,9 +285,16 @@ class Runs(LightningCase):
         self.assertEqual([wanted], other.validate(made, loader(2), verbose=False))
         self.assertIs(engine, other.strategy.engine)
         self.assert_weights(weights, made.state_dict())
+        self.assertFalse((self.folder / "unused").exists())
+        self.fit(module(), self.trainer(self.configuration("of another run"))).kept.strategy.engine.close()
+        self.assert_error("of another run: a store exists, of another run; name another", self.trainer(
+            self.configuration("of another run")).fit, made, loader(1))
+        self.assert_weights(weights, made.state_dict())
         self.assert_error("weights are torch.float32 on cpu, as its first run had them", self.trainer(
             self.configuration("narrow"), precision="bf16-true").fit, made, loader(1))
         self.assert_weights(weights, made.state_dict())
+        self.trainer(self.configuration("third"), accumulate_grad_batches=4).fit(made, loader(8))
+        self.assertEqual((2, 4), (engine.current_step, engine.settings["gradient_accumulation_steps"]))
         engine.close()
         self.assert_error("module: its engine has been closed", other.validate, made, loader(1))
 

@@ -129,8 +129,8 @@ TEST_F(Recovery, AFlippedBitIsFoundBeforeTheStepBeforeIsOverwritten) {
   }
 }
 
-// What it reads besides, other steps read for the update of the step before; blocks that are updated inside backward
-// are read once more.
+// What it reads besides, other steps read for the update of the step before, but for the tiles that were read ahead
+// then; blocks that are updated inside backward are read once more.
 TEST_F(Recovery, TheFirstStepOfAResumedRunReadsNoMoreThanAnyOtherWithClipping) {
   for (const double clipping : {0.5, 0.0}) {
     config_.gradient_clipping = clipping;
@@ -143,10 +143,12 @@ TEST_F(Recovery, TheFirstStepOfAResumedRunReadsNoMoreThanAnyOtherWithClipping) {
     Training(config_, OnExisting::kReplace).run(3);
     Training training(config_, OnExisting::kResume);
     const StepReport first = training.trainer.run_step();
+    const Plan plan = make_plan(config_, model());
+    const std::uint64_t ahead = plan.host.buffers_count * plan.host.buffer_bytes;
     for (int step = 0; step < 2; ++step) {
       const StepReport other = training.trainer.run_step();
       EXPECT_GT(first.nvme_read_bytes, 0u);
-      EXPECT_LE(first.nvme_read_bytes, (clipping > 0 ? 1 : 2) * other.nvme_read_bytes);
+      EXPECT_LE(first.nvme_read_bytes, clipping > 0 ? other.nvme_read_bytes + ahead : 2 * other.nvme_read_bytes);
       EXPECT_LE(first.nvme_write_bytes, other.nvme_write_bytes);
     }
     EXPECT_EQ(testing::exported(*training.engine), wanted);

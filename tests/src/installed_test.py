@@ -1,4 +1,5 @@
-"""What `meson install` leaves is what a program needs: headers, libspillway.so, a pkg-config file; for C++ and for C.
+"""What `meson install` leaves is what a program needs: headers, libspillway.so and .a, and what pkg-config and CMake's
+find_package find them by; for C++ and for C.
 
 SPILLWAY_BUILD names the build directory; everything in it is built.
 """
@@ -46,6 +47,18 @@ int main() {
 """
 
 
+# A program in each language, one with the library and one with the archive.
+CMAKE = """
+cmake_minimum_required(VERSION 3.20)
+project(train C CXX)
+find_package(spillway %s CONFIG REQUIRED)
+add_executable(train "${SOURCES}/embedding_example.cc")
+target_link_libraries(train PRIVATE spillway::spillway)
+add_executable(train_c "${SOURCES}/c_example.c")
+target_link_libraries(train_c PRIVATE spillway::static)
+"""
+
+
 class Installed(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -82,10 +95,68 @@ class Installed(unittest.TestCase):
 
     def test_TheExampleIsBuiltAndTrains(self):
         program = self.compiled("c++ -std=c++20", "embedding_example.cc", "-Wno-missing-field-initializers")
-        path = self.folder / "ds_config.json"
-        path.write_text(json.dumps(self.config("cpp")))
-        self.assertIn("step 20: gradient norm", self.run_ok(program, path, self.folder / "cpp-out"))
+        self.assert_trains(program, "cpp")
         self.assertTrue((self.folder / "cpp-out/model.safetensors").exists())
+
+    def assert_trains(self, program, name):
+        path = self.folder / f"{name}.json"
+        path.write_text(json.dumps(self.config(name)))
+        self.assertIn("step 20: gradient norm", self.run_ok(program, path, self.folder / f"{name}-out"))
+
+    @unittest.skipUnless(shutil.which("cmake"), "cmake is not installed")
+    def test_CMakeFindsItWhereverItIs(self):
+        moved = self.folder / "moved"
+        shutil.copytree(self.root, moved, symlinks=True)
+        describes = next(moved.rglob("spillway-config.cmake")).parent
+        prefix = next(moved.rglob("include/spillway")).parents[1]
+        project, build = self.folder / "project", self.folder / "project-build"
+        project.mkdir()
+
+        def configure(version):
+            (project / "CMakeLists.txt").write_text(CMAKE % version)
+            shutil.rmtree(build, ignore_errors=True)
+            return subprocess.run(["cmake", "-GNinja", "-S", project, "-B", build, f"-Dspillway_DIR={describes}",
+                                   f"-DSOURCES={ROOT / 'tests/src'}"],
+                                  capture_output=True, text=True, check=False, timeout=120)
+
+        version = re.search(r"^Version: (.+)$", self.described.read_text(), re.MULTILINE)[1]
+        for wrong in ("99.0", "0.0.1"):
+            said = configure(wrong)
+            self.assertNotEqual(0, said.returncode, wrong)
+            self.assertIn(f"version: {version}", said.stderr)
+        done = configure(version.rpartition(".")[0])
+        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
+        self.run_ok("cmake", "--build", build)
+        self.assertIn(str(prefix), self.run_ok("ldd", build / "train"))
+        self.assert_trains(build / "train", "cmake")
+        self.assertNotIn("libspillway", self.run_ok("ldd", build / "train_c"))
+        said = self.run_ok(build / "train_c", json.dumps(self.config("cmake-c")), self.folder / "cmake-c-out")
+        self.assertIn("step 10, norm", said)
+
+    def test_TheArchiveNamesWhatItNeeds(self):
+        program = self.folder / "with_archive"
+        flags = self.run_ok("pkg-config", "--static", "--cflags", "--libs", "spillway",
+                            PKG_CONFIG_PATH=str(self.described.parent), PKG_CONFIG_SYSROOT_DIR=str(self.root)).split()
+        flags = ["-l:libspillway.a" if flag == "-lspillway" else flag for flag in flags]
+        self.run_ok("c++", "-std=c++20", ROOT / "tests/src/embedding_example.cc", "-o", program, *flags)
+        self.assertNotIn("libspillway", self.run_ok("ldd", program))
+        self.assert_trains(program, "static")
+
+    @unittest.skipUnless(shutil.which("meson"), "meson is not installed")
+    def test_WithoutTheProgramItNeedsNeitherOneDnnNorCli11(self):
+        build = self.folder / "library-alone"
+        setup = ("meson", "setup", build, ROOT, "-Dtools=disabled", "-Dcuda=disabled")
+        self.run_ok(*setup, "-Dtests=disabled")
+        needed = json.loads(self.run_ok("meson", "introspect", build, "--dependencies"))
+        needed = {one["name"].lower() for one in needed}
+        self.assertIn("liburing", needed)
+        self.assertEqual(set(), needed & {"cli11", "dnnl", "openmp"})
+        made = {one["name"] for one in json.loads(self.run_ok("meson", "introspect", build, "--targets"))}
+        self.assertIn("spillway_src", made)
+        self.assertNotIn("spillway_gpt2", made)
+        shutil.rmtree(build)
+        done = subprocess.run([*map(str, setup), "-Dtests=enabled"], capture_output=True, text=True, check=False)
+        self.assertIn("the tests run the program; leave -Dtools=disabled away", done.stdout)
 
     def test_TheProgramsSinkHearsTheLibrary(self):
         source = self.folder / "listener.cc"

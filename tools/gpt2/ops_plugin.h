@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "spillway/version.h"
 #include "tools/gpt2/ops.h"
 
 namespace spillway::gpt2 {

@@ -106,7 +106,11 @@ void PanelGemm::prepare(const Shape& shape) {
     attributes.set_post_ops(sum);
   }
   const auto describe = [&](const memory::desc& b) {
+#if DNNL_VERSION_MAJOR >= 3
+    return dnnl::matmul::primitive_desc(library_->engine, a, b, c, attributes);
+#else
     return dnnl::matmul::primitive_desc(dnnl::matmul::desc(a, b, c), attributes, library_->engine);
+#endif
   };
   const auto blocked = half ? memory::format_tag::BA16a64b2a : memory::format_tag::BA16a64b;
   auto plan = describe(memory::desc({k, n}, type, blocked));

@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "spillway/version.h"
 #include "tools/manual/build_facts.h"
 #include "tools/manual/outline.h"
 #include "tools/terminal/tell.h"

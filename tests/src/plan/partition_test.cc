@@ -9,6 +9,7 @@
 
 #include "kernels/tile_update.h"
 #include "spillway/error.h"
+#include "src/plan/plan.h"
 #include "tests/seed.h"
 
 namespace spillway {
@@ -142,6 +143,24 @@ TEST(CutTiles, WhatIsLeftOfAShardIsCutIntoWholeUnitsAndTheRest) {
   std::vector<std::uint64_t> counts;
   for (const TileRange& tile : cut_tiles(partition_block(layer), 4 << 20, Rank{})) counts.push_back(tile.count);
   EXPECT_EQ(counts, (std::vector<std::uint64_t>{4 << 20, 4 << 20, 4 << 20, 4 << 20, 22 * kHashedTileUnit, 17'408}));
+}
+
+// Each rank plans its own part, of all blocks, and its store is of that rank.
+TEST(Partition, PlansOfRanksShareTheTiles) {
+  ModelDescription model;
+  for (const char* name : {"a", "b", "c"}) model.blocks.push_back({name, {{.name = name, .shape = {100, 100}}}});
+  Config config;
+  config.states = config.parameters = Placement::kNvme;
+  config.nvme_paths = {"nowhere"};
+  std::uint64_t elements = 0, whole = 0;
+  for (const TilePlan& tile : make_plan(config, model).tiles) whole += tile.range.count;
+  for (std::uint32_t index = 0; index < 2; ++index) {
+    const Plan plan = make_plan(config, model, 1, {.index = index, .count = 2});
+    EXPECT_EQ(plan.identity.rank, (Rank{index, 2}));
+    EXPECT_EQ(plan.blocks.size(), model.blocks.size());
+    for (const TilePlan& tile : plan.tiles) elements += tile.range.count;
+  }
+  EXPECT_EQ(elements, whole);
 }
 
 }  // namespace

@@ -273,21 +273,6 @@ TEST(Plan, ARefusalSaysWhatIsThereAndWhatIsNeededInFull) {
                                            " of device memory; set spillway.hbm_bytes to \"" + needed + "\" or more");
 }
 
-// Each rank plans its own part, of all blocks, and its store is of that rank.
-TEST(Plan, RanksShareTheTiles) {
-  const ModelDescription model = model_of(3);
-  const Config config = config_for(Placement::kNvme, Placement::kNvme);
-  std::uint64_t elements = 0, whole = 0;
-  for (const TilePlan& tile : make_plan(config, model).tiles) whole += tile.range.count;
-  for (std::uint32_t index = 0; index < 2; ++index) {
-    const Plan plan = make_plan(config, model, 1, {.index = index, .count = 2});
-    EXPECT_EQ(plan.identity.rank, (Rank{index, 2}));
-    EXPECT_EQ(plan.blocks.size(), model.blocks.size());
-    for (const TilePlan& tile : plan.tiles) elements += tile.range.count;
-  }
-  EXPECT_EQ(elements, whole);
-}
-
 TEST(Plan, HomesFollowTheOffloadDevices) {
   struct Expected {
     Home weights, states, frozen;
