@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes the wheel for x86-64 Linux: one file for every Python from 3.10 on, which needs no compiler, no development
-# package and no library of the system beyond glibc 2.28 and libgcc_s.
+# package and no library of the system beyond glibc 2.28 and libgcc_s; oneDNN, in the program, takes libstdc++ as well.
 #
 #   tools/wheel.sh [OUT_DIR]      build-wheel/out, if it is left away
 #
