@@ -3,9 +3,7 @@
 
 #include <algorithm>
 #include <exception>
-#include <numeric>
 #include <utility>
-#include <vector>
 
 #include "spillway/error.h"
 #include "src/checkpoint/tile_values.h"
@@ -18,9 +16,7 @@ namespace spillway {
 void TensorOptimizer::begin_at(std::uint64_t step, const TileWork& fill) {
   const std::exception_ptr failure = guarded([&] {
     cancel_loads();
-    std::vector<std::uint32_t> all(tiles());
-    std::iota(all.begin(), all.end(), 0u);
-    std::exception_ptr of_fill = write_tiles(*mover_, all, fill);
+    std::exception_ptr of_fill = write_tiles(*mover_, tiles(), fill);
     if (of_fill) {
       if (store_) mover_->forget_written();
       if (weights_ == Weights::kReady) weights_ = Weights::kToImport;
