@@ -52,13 +52,14 @@ class GradientStream:
             if parameter.requires_grad and tensor not in self._handles:
                 self._handles[tensor] = self._hooks(tensor, parameter)
 
-    def _hooks(self, tensor, parameter):
+    @torch.enable_grad()
+    def _hooks(self, tensor, parameter, of_nodes=not hasattr(torch.Tensor, "register_post_accumulate_grad_hook")):
         before = parameter.register_hook(functools.partial(self._before, tensor))
         after = functools.partial(self._after, tensor)
-        if hasattr(parameter, "register_post_accumulate_grad_hook"):
+        if not of_nodes:
             return before, parameter.register_post_accumulate_grad_hook(after)
-        accumulates = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-        return before, accumulates.register_hook(after), accumulates  # which is forgotten when nobody has it
+        accumulates = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # forgotten when nobody has it
+        return before, accumulates.register_hook(after), accumulates
 
     def detach(self):
         for before, after, *_ in self._handles.values():

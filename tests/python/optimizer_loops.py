@@ -20,10 +20,16 @@ class Network(torch.nn.Module):
         self.to(dtype)
 
     def forward(self, x, experts=(0, 1)):
-        x = torch.tanh(self.first(x))
+        x = torch.tanh(self._linear(self.first, x))
         for expert in experts:
-            x = x + torch.tanh(self.experts[expert](x))
-        return self.last(x).float().square().mean()
+            x = x + torch.tanh(self._linear(self.experts[expert], x))
+        return self._linear(self.last, x).float().square().mean()
+
+    @staticmethod
+    def _linear(layer, x):
+        if layer.weight.dtype != torch.float16:
+            return layer(x)
+        return torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())  # which a CPU can
 
 
 def groups_of(network):
