@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 from . import log, remedies
 
@@ -113,7 +113,7 @@ class OptimizerStep(Sized):
     _fields_ = [("struct_size", c_size_t), ("tensors", POINTER(OptimizerTensor)), ("count", c_size_t),
                 ("groups", POINTER(POINTER(Hyperparameters))), ("group_count", c_size_t),
                 ("group_of", POINTER(c_uint32)), ("gradient_scale", c_double), ("blob", c_char_p),
-                ("blob_bytes", c_size_t)]
+                ("blob_bytes", c_size_t), ("finite", c_int64)]
 
 
 class OptimizerReport(Sized):
@@ -172,7 +172,7 @@ _STATUS = {  # functions that can fail
     "optimizer_update_counts": [c_void_p, POINTER(c_uint64), c_size_t],
     "optimizer_import_weights": [c_void_p, POINTER(OptimizerTensor), c_size_t],
     "optimizer_load_weights": [c_void_p, POINTER(OptimizerTensor), c_size_t],
-    "optimizer_gradient_norm": [c_void_p, POINTER(OptimizerTensor), c_size_t, POINTER(c_double)],
+    "optimizer_gradient_norm": [c_void_p, POINTER(OptimizerTensor), c_size_t, POINTER(c_double), POINTER(c_uint32)],
     "optimizer_make_step": [c_void_p, POINTER(OptimizerStep), POINTER(OptimizerReport)],
     "optimizer_export_state": [c_void_p, c_int, POINTER(OptimizerTensor), c_size_t, StateSink, c_void_p],
     "optimizer_import_state": [c_void_p, c_uint64, POINTER(c_uint64), c_int, POINTER(OptimizerTensor), c_size_t,

@@ -193,8 +193,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             norm = self._states.gradient_norm(addresses) / self.loss_scale
             scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) / self.loss_scale
         try:
-            report = self._states.make_step(addresses, groups, group_of, scale,
-                                            kept_groups.pack(self.param_groups, self.blob))
+            blob = kept_groups.pack(self.param_groups, self.blob)
+            report = self._states.make_step(addresses, groups, group_of, scale, blob, finite=norm is not None)
         finally:
             self._show_states()
         del held

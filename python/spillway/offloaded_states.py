@@ -1,7 +1,6 @@
 """The library's side of an optimizer whose states are elsewhere: OffloadedStates."""
 import contextlib
 import ctypes
-import math
 import os
 import weakref
 from ctypes import POINTER, byref, c_double, c_uint32, c_uint64, c_void_p, pointer
@@ -156,20 +155,21 @@ class OffloadedStates:
 
     def gradient_norm(self, gradients):
         """Raises where a gradient is not finite."""
-        norm = c_double()
+        norm, wrong = c_double(), c_uint32()
         with self._tensors(gradients) as tensors:
-            self._library.optimizer_gradient_norm(self._open(), *tensors, byref(norm))
-            if not math.isfinite(norm.value):
-                raise Error("non_finite", self._library.error_message().decode(errors="replace"))
+            self._library.optimizer_gradient_norm(self._open(), *tensors, byref(norm), byref(wrong))
+        if wrong.value < len(self.layout.names):
+            raise Error("non_finite", f"{self.layout.names[wrong.value]}: NaN or Inf in its gradient; nothing was "
+                                      "changed; lower the learning rate or look at the data of this step")
         return norm.value
 
-    def make_step(self, gradients, groups, group_of, gradient_scale, blob):
-        """`groups`: Hyperparameters; `group_of`: by tensor, which of them."""
+    def make_step(self, gradients, groups, group_of, gradient_scale, blob, finite):
+        """`groups`: Hyperparameters; `group_of`: by tensor, which of them. `finite`: gradient_norm() has said so."""
         report = OptimizerReport()
         pointers = (POINTER(Hyperparameters) * len(groups))(*map(pointer, groups))
         with self._tensors(gradients, writes=True) as (tensors, count):
             step = OptimizerStep(tensors, count, pointers, len(groups), (c_uint32 * count)(*group_of), gradient_scale,
-                                 blob, len(blob))
+                                 blob, len(blob), int(finite))
             self._library.optimizer_make_step(self._open(), byref(step), byref(report))
         return report
 
