@@ -36,6 +36,19 @@ def refuse(values, where=""):
                                        f"{instead}")
 
 
+class Pickled:
+    """What a pickled optimizer is when it is read."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Error("unsupported", f"{self.__dict__.get('_name')}: was pickled without its states; make it anew, and "
+                                   "load_state_dict() or load(DIR)")
+
+
 class OffloadOptimizer(torch.optim.Optimizer):
     """Weights and gradients stay where PyTorch has them; states, and what makes 16-bit weights exact, are in host memory
     or on NVMe, planned and reserved when the optimizer is made.
@@ -135,8 +148,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._end()
 
     def __reduce_ex__(self, _):
-        raise Error("unsupported", f"{type(self).__name__}: its states are Spillway's, and cannot be copied or pickled "
-                                   "with it; state_dict() or save(DIR) has them")
+        """A schedule's state_dict() may have the optimizer in it: OneCycleLR's had before PyTorch 2.0."""
+        name = type(self).__name__
+        log.say(logging.WARNING, f"{name}: is pickled without its states; state_dict() or save(DIR) has them")
+        return Pickled, (name,)
+
+    def __deepcopy__(self, _):
+        raise Error("unsupported", f"{type(self).__name__}: its states are Spillway's, and cannot be copied with it; "
+                                   "state_dict() or save(DIR) has them")
 
     def add_param_group(self, param_group):
         """Before the first step; parameters that join later would have no states planned."""
