@@ -7,7 +7,6 @@ place of spillway.AdamW may stand torch.optim.AdamW, with its own arguments alon
 """
 import argparse
 import json
-import os
 
 import torch
 
@@ -66,16 +65,23 @@ def main():
     with open(args.text, "rb") as file:
         text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
 
-    resumes = os.path.isdir(args.store)
     decays = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = spillway.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-                               lr=args.lr, states="nvme", nvme_path=args.store, host_bytes=args.host_bytes,
-                               on_existing="resume" if resumes else "refuse")  # then the weights are the store's
+
+    def adamw(on_existing):
+        return spillway.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+                              lr=args.lr, states="nvme", nvme_path=args.store, host_bytes=args.host_bytes,
+                              on_existing=on_existing)
+
+    try:
+        optimizer = adamw("resume")  # the weights are the store's then
+        print(f"goes on after step {optimizer.current_step}: {optimizer.blob.decode()}")
+    except spillway.Error as error:
+        if error.code != "not_found":
+            raise
+        optimizer = adamw("refuse")
     first = optimizer.current_step
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10), last_epoch=first - 1)
-    if resumes:
-        print(f"goes on after step {first}: {json.loads(optimizer.blob or b'null')}")
 
     for step in range(first, args.steps):
         optimizer.zero_grad(set_to_none=True)

@@ -11,10 +11,21 @@ from .library import (ON_EXISTING, TIERS, Error, Hyperparameters, LedgerEntry, L
                       OptimizerReport, OptimizerStep, OptimizerTensor, SaveOptions, StateSink, StateSource,
                       destroy_optimizer, library, parse_config)
 from .memory import tensor_at
-from .optimizer_layout import WORDS
+from .optimizer_layout import SECTIONS
 from .pieces import pieces
 
 CPU = torch.device("cpu")
+WORDS = {"check_path_or_begin": 'check the path, or make the optimizer without on_existing="resume"',
+         "reopen": 'make model and optimizer anew, with on_existing="resume"'}
+
+
+@contextlib.contextmanager
+def _in_words():
+    """What to do about an error, where an engine is no answer."""
+    try:
+        yield
+    except Error as error:
+        raise error.instead(WORDS[error.remedy]) if error.remedy in WORDS else error from None
 
 
 def configuration(dtype, library_type, device, paths, host_bytes):
@@ -23,8 +34,8 @@ def configuration(dtype, library_type, device, paths, host_bytes):
                **({} if host_bytes is None else {"host_bytes": host_bytes})}
     values = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "optimizer": {"type": library_type},
               "zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}, "spillway": section}
-    if WORDS[dtype]:
-        values[WORDS[dtype]] = {"enabled": True}
+    if SECTIONS[dtype]:
+        values[SECTIONS[dtype]] = {"enabled": True}
     return Named(values, f"spillway.{library_type}")
 
 
@@ -82,7 +93,8 @@ class OffloadedStates:
         try:
             options = OptimizerOptions(ON_EXISTING.index(on_existing), int(keep_gradients),
                                        None if snapshot is None else os.fsencode(snapshot))
-            self._library.optimizer_create(config, described, byref(options), byref(self._handle))
+            with _in_words():
+                self._library.optimizer_create(config, described, byref(options), byref(self._handle))
         finally:
             self._library.model_destroy(described)
             self._library.config_destroy(config)
@@ -109,7 +121,8 @@ class OffloadedStates:
             array[tensor].gradient = address
         before = self.current_step
         try:
-            yield array, len(array)
+            with _in_words():
+                yield array, len(array)
         except BaseException:
             writes = writes and self.current_step != before  # Ctrl-C, when the step was made
             raise

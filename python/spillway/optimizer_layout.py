@@ -9,7 +9,7 @@ from .library import Error
 
 BLOCK_ELEMENTS = 4 << 20  # without a model: as many as a tile holds, or one tensor that is larger
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WORDS = {torch.float32: None, torch.bfloat16: "bf16", torch.float16: "fp16"}  # sections of a configuration
+SECTIONS = {torch.float32: None, torch.bfloat16: "bf16", torch.float16: "fp16"}  # sections of a configuration
 
 
 class OptimizerLayout:

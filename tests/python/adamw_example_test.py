@@ -33,7 +33,7 @@ class Example(Case):
         os.kill(run.pid, signal.SIGKILL)
         run.communicate()
         rest, out = self.lines(self.start("killed", 30, "--bf16", "--host-bytes", "64MiB"))
-        self.assertRegex(out, r"^goes on after step (1[2-9]|[23]\d): {'step': \d+, 'loss': ")
+        self.assertRegex(out, r'(?m)^goes on after step (1[2-9]|[23]\d): {"step": \d+, "loss": ')
         self.assertEqual(whole[-len(rest):], rest)
 
 

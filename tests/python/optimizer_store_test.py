@@ -139,7 +139,7 @@ class Resuming(Case):
         self.assert_same(network.parameters(), again.parameters())
         optimizer.close()
         self.assertEqual(0, self.optimizer(Network(), **self.on_nvme(), on_existing="replace").current_step)
-        self.assertEqual("not_found", self.assert_error("none", spillway.AdamW, Network().parameters(),
+        self.assertEqual("not_found", self.assert_error("none.*make the optimizer without", spillway.AdamW, Network().parameters(),
                                                         **self.on_nvme("none"), on_existing="resume").code)
 
     def test_ANonFiniteGradientChangesNothing(self):
