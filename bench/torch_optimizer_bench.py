@@ -6,10 +6,10 @@ The GPT of pytorch_bench.py, trained by a plain loop with
   torchao          torchao's CPUOffloadOptimizer, where it is installed; it refuses machines without a GPU, in its words
   cpu, nvme        spillway.AdamW, states in RAM and on NVMe (in --folder)
 each in a process of its own, in turns. One JSON line a run: `update_seconds` is the median of optimizer.step() alone,
-`step_seconds` of all of a step, without the first two; `grown_bytes`: by how much resident memory is larger at its peak
-after the optimizer was made than weights, gradients and activations make it, which `resident_bytes` has in a run without
-any update (the line `none`). `nvme` says what it read and wrote in a step, and with --spillway which time the drive needs
-for that by itself, as `spillway sweep` measures it in the same run. The last line has the ratios to `fused`.
+`step_seconds` of all of a step, without the first two; `resident_bytes` is resident memory at its peak, `grown_bytes`
+by how much that is more than without any optimizer (the line `none`: weights, gradients and activations). `nvme` says
+what it read and wrote in a step, and with --spillway which time the drive needs for that by itself, as `spillway sweep`
+measures it in the same run. The last line has the ratios to `fused`.
 
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
 """
@@ -62,7 +62,7 @@ def run(options, folder):
             "torch": torch.__version__}
     try:
         optimizer = made(options, torch, network, folder)
-    except (ImportError, AssertionError, RuntimeError, TypeError) as error:  # of a peer that cannot, or an older PyTorch
+    except (ImportError, AssertionError, RuntimeError, TypeError) as error:  # of a peer that cannot
         if options.variant in ("none", "cpu", "nvme"):
             raise
         print(json.dumps({**line, "refused": str(error)}), flush=True)
@@ -99,8 +99,8 @@ def drive_rate(options):
         return None
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         out = pathlib.Path(folder, "sweep.json")
-        subprocess.run([options.spillway, "sweep", folder, "--seconds", "20", "--size", "1GiB", "--json", out], check=True,
-                       stdout=sys.stderr)
+        subprocess.run([options.spillway, "sweep", folder, "--seconds", "20", "--size", "1GiB", "--json", out],
+                       check=True, stdout=sys.stderr)
         return json.loads(out.read_text())["spillway"]["nvme_rates"][0] * 1e9
 
 

@@ -2,8 +2,8 @@
 
     python examples/adamw_loop.py --text README.md --store store --steps 200
 
-The model learns to tell the next byte of a text. Weights and gradients are PyTorch's, on a GPU where there is one; in the
-place of spillway.AdamW may stand torch.optim.AdamW, with its own arguments alone.
+The model learns to tell the next byte of a text. Weights and gradients are PyTorch's, on a GPU where there is one. In
+the place of spillway.AdamW may stand torch.optim.AdamW, with its own arguments alone.
 """
 import argparse
 import json

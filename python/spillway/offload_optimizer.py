@@ -50,8 +50,8 @@ class Pickled:
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """Weights and gradients stay where PyTorch has them; states, and what makes 16-bit weights exact, are in host memory
-    or on NVMe, planned and reserved when the optimizer is made.
+    """Weights and gradients stay where PyTorch has them. States, and what makes 16-bit weights exact, are in host
+    memory or on NVMe, planned and reserved when the optimizer is made.
 
     `states`: "cpu" (host memory) or "nvme".
     `nvme_path`: a directory on the drive, or a list of them; needed for states="nvme". With it every step is durable,
@@ -65,8 +65,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     `stream_gradients`: a gradient goes to host memory as soon as backward() has it, and PyTorch's is freed.
 
     `param_groups`, schedulers, closures, zero_grad(), clip_grad_norm_() and GradScaler are as in torch.optim.
-    `state_dict()` is what torch.optim's optimizer of that name loads, and load_state_dict() takes its. A resumed optimizer
-    has the param_groups of its last step, so that a schedule goes on with `last_epoch=optimizer.current_step - 1`.
+    `state_dict()` is what torch.optim's optimizer of that name loads, and load_state_dict() takes its. A resumed
+    optimizer has the param_groups of its last step, so that a schedule goes on with
+    `last_epoch=optimizer.current_step - 1`.
     `blob`: up to 8,000 bytes that a step keeps as well. `report`: of the last step, an OptimizerStepReport.
     Errors: spillway.Error; where a gradient is not finite ("non_finite") nothing was changed.
     """
@@ -100,8 +101,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for line in self.describe():
             log.say(logging.INFO, line)
         if on_existing == "resume":
-            log.say(logging.INFO, f"{type(self).__name__}: goes on after step {self.current_step}, with its weights and "
-                                  f"param_groups: a rate of {float(self.param_groups[0]['lr']):g}")
+            log.say(logging.INFO, f"{type(self).__name__}: goes on after step {self.current_step}, with its weights "
+                                  f"and param_groups: a rate of {float(self.param_groups[0]['lr']):g}")
 
     # -- making and ending ----------------------------------------------------------------------------------------
 
@@ -199,8 +200,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not isinstance(self.blob, bytes):
-            raise Error("invalid_argument", f"blob: is a {type(self.blob).__name__}, not bytes; json.dumps(…).encode() "
-                                            "makes some")
+            raise Error("invalid_argument", f"blob: is a {type(self.blob).__name__}, not bytes; "
+                                            "json.dumps(…).encode() makes some")
         self._layout.check_tensors()
         held, addresses = self._gradients()
         if not any(addresses):

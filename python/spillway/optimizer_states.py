@@ -202,8 +202,8 @@ class Loading:
 def _groups(optimizer, given):
     ours = optimizer.param_groups
     if len(given) != len(ours):
-        raise Error("invalid_argument", f"state_dict: has {len(given)} parameter groups, and the optimizer {len(ours)}; "
-                                        "give one of the same groups")
+        raise Error("invalid_argument", f"state_dict: has {len(given)} parameter groups, and the optimizer "
+                                        f"{len(ours)}; give one of the same groups")
     for index, (mine, other) in enumerate(zip(ours, given)):
         if len(mine["params"]) != len(other["params"]):
             raise Error("invalid_argument", f"state_dict: param_groups[{index}] has {len(other['params'])} parameters, "

@@ -2,9 +2,11 @@
 
 Between backward() and step() a parameter's `.grad` is a tensor without values, so that everything that asks whether
 there is a gradient, or drops it, works as ever: zero_grad() of optimizer, model or module, `p.grad = None`. What reads
-or writes values is refused, by the words of what to do.
+or writes values is refused, by the words of what to do. One thing is not: transformers 5 logs a norm in each step,
+which it takes as clip_grad_norm_() with a limit of infinity.
 """
 import functools
+import math
 
 import torch
 
@@ -12,7 +14,25 @@ from .away import AS_IN_BLOCK, KNOWN, find, plain
 from .library import Error
 
 _KEPT = {torch.Tensor.detach_, torch.Tensor.requires_grad_}  # what zero_grad(set_to_none=False) does before it zeroes
+_NORMS = {torch.linalg.vector_norm}
+_DIVIDES = {torch.Tensor.__rdiv__, torch.Tensor.__rtruediv__}  # a limit by it
 _ZEROES = {torch.Tensor.zero_, getattr(torch, "_foreach_zero_", torch.Tensor.zero_)}
+
+
+def _refusal(name):
+    return Error("unsupported", f"{name}: its values went to the optimizer in backward(), because of "
+                                "stream_gradients=True; in place of clip_grad_norm_() give the optimizer "
+                                "max_grad_norm=, and in place of a GradScaler loss_scale=")
+
+
+class StreamedNorm(torch.Tensor):
+    """Of streamed gradients: a number like any, but that nothing is clipped by it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        if function in _DIVIDES and arguments[1] != math.inf:
+            raise _refusal("the norm of gradients")
+        return super().__torch_function__(function, types, arguments, keywords)
 
 
 class StreamedGradient(torch.Tensor):
@@ -26,10 +46,11 @@ class StreamedGradient(torch.Tensor):
             return arguments[0]
         if function in KNOWN or function in AS_IN_BLOCK:
             return plain(function, types, arguments, keywords or {})
-        name = find((arguments, keywords or {}), StreamedGradient)._spillway_name
-        raise Error("unsupported", f"{name}.grad: its values went to the optimizer in backward(), because of "
-                                   "stream_gradients=True; in place of clip_grad_norm_() give the optimizer "
-                                   "max_grad_norm=, and in place of a GradScaler loss_scale=")
+        if function in _NORMS:
+            return function(arguments[0]._spillway_memory, *arguments[1:], **keywords or {}).as_subclass(StreamedNorm)
+        if function is torch.Tensor.mul_ and isinstance(arguments[1], StreamedNorm) and arguments[1] == 1:
+            return arguments[0]
+        raise _refusal(find((arguments, keywords or {}), StreamedGradient)._spillway_name + ".grad")
 
     def __repr__(self, **_):
         return f"a gradient that the optimizer has, of {self._spillway_name}"

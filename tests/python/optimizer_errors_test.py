@@ -149,7 +149,8 @@ class Later(Case):
                 (state(groups_of(network)), "has 2 parameter groups, and the optimizer 1"),
                 (state(list(network.parameters())[1:]), r"param_groups\[0\] has 7 parameters, and the optimizer's 8"),
                 (state(wider), r"exp_avg of param_groups\.0\.0 is \(24, 24, 2\), and the parameter \(24, 24\)"),
-                (state(network.parameters(), "SGD", momentum=0.9), r"has no exp_avg of param_groups\.0\.0 but momentum"),
+                (state(network.parameters(), "SGD", momentum=0.9),
+                 r"has no exp_avg of param_groups\.0\.0 but momentum"),
                 (state(network.parameters(), amsgrad=True), r"state_dict: param_groups\[0\]: amsgrad")):
             with self.subTest(words=words):
                 groups = copy.deepcopy({k: v for k, v in self.trained.param_groups[0].items() if k != "params"})

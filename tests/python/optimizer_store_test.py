@@ -139,8 +139,9 @@ class Resuming(Case):
         self.assert_same(network.parameters(), again.parameters())
         optimizer.close()
         self.assertEqual(0, self.optimizer(Network(), **self.on_nvme(), on_existing="replace").current_step)
-        self.assertEqual("not_found", self.assert_error("none.*make the optimizer without", spillway.AdamW, Network().parameters(),
-                                                        **self.on_nvme("none"), on_existing="resume").code)
+        error = self.assert_error("none.*make the optimizer without", spillway.AdamW, Network().parameters(),
+                                  **self.on_nvme("none"), on_existing="resume")
+        self.assertEqual("not_found", error.code)
 
     def test_ANonFiniteGradientChangesNothing(self):
         for where in ({}, self.on_nvme()):

@@ -71,6 +71,20 @@ class Streaming(Case):
             self.assert_error(AHEAD, scaler.step, optimizer)
         optimizer.step()  # what is there is whole
 
+    def test_ANormIsNoClipping(self):
+        """As transformers 5 logs it."""
+        if not hasattr(torch.nn.utils, "get_total_norm"):
+            self.skipTest("this PyTorch's clip_grad_norm_() is another one, and no transformers 5 runs on it")
+        networks, optimizers = self.pair()
+        for network, optimizer in zip(networks, optimizers):
+            network(torch.ones(4, 24)).backward()
+        norms = [torch.nn.utils.clip_grad_norm_(network.parameters(), float("inf")) for network in networks]
+        self.assertAlmostEqual(norms[0].item(), float(norms[1]), delta=1e-6)
+        self.assert_error(AHEAD, torch.nn.utils.clip_grad_norm_, networks[1].parameters(), 1e6)
+        for optimizer in optimizers:
+            optimizer.step()
+        self.assert_same(networks[0].parameters(), networks[1].parameters())
+
     def test_ZeroingIsPyTorchs(self):
         """Whoever does it: it discards micro-batches that no step has had; and without it they go on adding up."""
         def of_the_optimizer(network, optimizer):
