@@ -7,6 +7,7 @@ import zlib
 import torch
 
 MARK = re.compile(rb"spillway\.groups (\d+)\n")
+MOST = 8000  # bytes; a commit has room for 16,384
 OTHERS = ("params", "param_names")  # that are not values
 
 
@@ -16,7 +17,14 @@ def _plain(value):
     raise TypeError
 
 
+def _is_kept(value):
+    """Numbers, and few of them: what a caller notes in a group, names say, is not a commit's."""
+    parts = value if isinstance(value, list) else [value]
+    return len(parts) <= 8 and all(part is None or isinstance(part, (bool, int, float)) for part in parts)
+
+
 def pack(groups, blob):
+    """What the commit keeps, and whether the groups are in it."""
     values = []
     for group in groups:
         found = {}
@@ -24,12 +32,14 @@ def pack(groups, blob):
             if key in OTHERS:
                 continue
             try:
-                found[key] = json.loads(json.dumps(value, default=_plain))
+                plain = json.loads(json.dumps(value, default=_plain))
             except (TypeError, ValueError):
-                pass  # a caller's own, which stays what the constructor was given
+                continue  # a caller's own, which stays what the constructor was given
+            if _is_kept(plain):
+                found[key] = plain
         values.append(found)
     text = zlib.compress(json.dumps(values).encode())
-    return b"spillway.groups %d\n" % len(text) + text + blob
+    return (blob, False) if len(text) > MOST else (b"spillway.groups %d\n" % len(text) + text + blob, True)
 
 
 def unpack(kept):

@@ -80,6 +80,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __init__(self, params, defaults, *, states="cpu", nvme_path=None, host_bytes=None, on_existing="refuse",
                  model=None, max_grad_norm=None, loss_scale=1.0, stream_gradients=False):
         self._states = self._stream = None
+        self._said = set()
         if states not in PLACES:
             raise Error("invalid_argument", f"states: '{states}' is none of {', '.join(PLACES)}")
         if on_existing not in ON_EXISTING:
@@ -123,7 +124,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         kept_groups.restore(groups, self.param_groups)
         self._begun = begun
         if self._where[-1]:
-            self._stream = GradientStream(self._layout, made.gradient_memory())
+            self._stream = GradientStream(made)
             self._stream.attach()
         self._show_states(Reader(made))
 
@@ -212,11 +213,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self.max_grad_norm is not None:
             norm = self._states.gradient_norm(addresses) / self.loss_scale
             scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) / self.loss_scale
+        blob, kept = kept_groups.pack(self.param_groups, self.blob)
+        if not kept:
+            self._say_once("param_groups: are too many for a commit; a resumed run has those that it is made with")
         try:
-            blob = kept_groups.pack(self.param_groups, self.blob)
             report = self._states.make_step(addresses, groups, group_of, scale, blob, finite=norm is not None)
-        finally:
+        except Error:
+            raise
+        except BaseException:  # Ctrl-C, when the step was made
             self._show_states()
+            raise
+        self._show_states()
         del held
         self.report = OptimizerStepReport(*(getattr(report, name) for name in OptimizerStepReport._fields[:-1]), norm)
         if self._stream is not None:
@@ -283,11 +290,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self):
         """As torch.optim's: moments are fp32 on the CPU, read when they are looked at; with nvme_path they are mapped
         from files there. torch.save() writes them as plain tensors."""
-        if self.state and self._layout.dtype != torch.float32 and not getattr(self, "_said", False):
-            self._said = True
-            log.say(logging.INFO, f"state_dict: has the fp32 moments, which torch.optim rounds to {self._layout.dtype} "
-                                  "when it loads them, and not what weights are more exactly; save(DIR) has all")
+        if self.state and self._layout.dtype != torch.float32:
+            self._say_once(f"state_dict: has the fp32 moments, which torch.optim rounds to {self._layout.dtype} when it "
+                           "loads them, and not what weights are more exactly; save(DIR) has all")
         return super().state_dict()
+
+    def _say_once(self, message):
+        if message not in self._said:
+            self._said.add(message)
+            log.say(logging.INFO, message)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):

@@ -45,8 +45,8 @@ class HostWeights:
     def __init__(self, parameters):
         self._parameters, self._copies = parameters, {}
 
-    def gather(self):
-        """By tensor: the address."""
+    def gather(self, values):
+        """By tensor: the address. `values`: whether they are asked for."""
         addresses, waits = [], False
         for tensor, parameter in enumerate(self._parameters):
             weight = parameter.detach()
@@ -57,8 +57,9 @@ class HostWeights:
             copy = self._copies.get(tensor)
             if copy is None:
                 copy = self._copies[tensor] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
-            copy.copy_(weight, non_blocking=True)
-            waits = waits or weight.is_cuda
+            if values:
+                copy.copy_(weight, non_blocking=True)
+                waits = waits or weight.is_cuda
             addresses.append(copy.data_ptr())
         if waits:
             torch.cuda.synchronize()
@@ -111,11 +112,12 @@ class OffloadedStates:
         return self._handle
 
     @contextlib.contextmanager
-    def _tensors(self, gradients=(), writes=False):
-        """The library's array. `gradients`: addresses, null for none. `writes`: the call changes weights."""
+    def _tensors(self, gradients=(), reads=True, writes=False):
+        """The library's array. `gradients`: addresses, null for none. `reads`: the call asks for weights; `writes`: it
+        changes them."""
         self.layout.check_tensors()
         array = (OptimizerTensor * len(self.layout.parameters))()
-        for tensor, address in enumerate(self._weights.gather()):
+        for tensor, address in enumerate(self._weights.gather(reads)):
             array[tensor].weight = address
         for tensor, address in enumerate(gradients):
             array[tensor].gradient = address
@@ -163,13 +165,13 @@ class OffloadedStates:
             self._library.optimizer_import_weights(self._open(), *tensors)
 
     def load_weights(self):
-        with self._tensors(writes=True) as tensors:
+        with self._tensors(reads=False, writes=True) as tensors:
             self._library.optimizer_load_weights(self._open(), *tensors)
 
     def gradient_norm(self, gradients):
         """Raises where a gradient is not finite."""
         norm, wrong = c_double(), c_uint32()
-        with self._tensors(gradients) as tensors:
+        with self._tensors(gradients, reads=False) as tensors:
             self._library.optimizer_gradient_norm(self._open(), *tensors, byref(norm), byref(wrong))
         if wrong.value < len(self.layout.names):
             raise Error("non_finite", f"{self.layout.names[wrong.value]}: NaN or Inf in its gradient; nothing was "
@@ -196,7 +198,7 @@ class OffloadedStates:
 
     def export_state(self, state, sink):
         """`sink`: called with tensor, first, address and count of fp32 values."""
-        with self._tensors() as tensors, pieces(sink, lambda: self.layout.elements, StateSink) as callback:
+        with self._tensors(reads=False) as tensors, pieces(sink, lambda: self.layout.elements, StateSink) as callback:
             self._library.optimizer_export_state(self._open(), state, *tensors, callback, None)
 
     def import_state(self, step, counts, moments, source):

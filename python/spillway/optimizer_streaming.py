@@ -60,11 +60,11 @@ class StreamedGradient(torch.Tensor):
 
 
 class GradientStream:
-    """Hooks on a layout's parameters. `memory`: by tensor, where gradients go."""
+    """Hooks on the parameters of OffloadedStates, which hold on to these, and so to the memory that they write."""
 
-    def __init__(self, layout, memory):
-        self._layout, self._memory = layout, memory
-        self._held = [False] * len(memory)  # there is a micro-batch's gradient to add to
+    def __init__(self, states):
+        self._states, self._layout, self._memory = states, states.layout, states.gradient_memory()
+        self._held = [False] * len(self._memory)  # there is a micro-batch's gradient to add to
         self._handles = {}                  # by tensor
 
     def attach(self):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 
 from case import ROOT, main
 
@@ -122,6 +123,27 @@ class Resuming(Case):
         again = Network()
         self.assertEqual(3, self.optimizer(again, **self.on_nvme(), on_existing="resume").current_step)
         self.assert_same(expected, again.parameters())
+
+    def test_ParamGroupsGoOn(self):
+        """As far as they are numbers, and a commit has room for them."""
+        network = Network()
+        groups = [{"params": [p], "lr": torch.tensor(1e-3), "names": ["x"] * 9999} for p in network.parameters()]
+        optimizer = self.optimizer(network, parameters=groups, **self.on_nvme())
+        for index, group in enumerate(optimizer.param_groups):
+            group.update(lr=group["lr"] * index if index else 0.5, betas=(0.8, 0.9), initial_lr=index)
+        loop(network, optimizer, 1)
+        optimizer.close()
+        again = Network()
+        groups = [{"params": [p], "lr": torch.tensor(0.0), "names": ["y"]} for p in again.parameters()]
+        optimizer = self.optimizer(again, parameters=groups, **self.on_nvme(), on_existing="resume")
+        self.assertEqual([0.5] + [1e-3 * i for i in range(1, 8)],
+                         [round(group["lr"].item(), 7) for group in optimizer.param_groups])
+        self.assertEqual([(0.8, 0.9), 7, ["y"]], [optimizer.param_groups[7][k] for k in ("betas", "initial_lr", "names")])
+        with unittest.mock.patch("spillway.kept_groups.MOST", 10), self.assertLogs("spillway", "INFO") as heard:
+            loop(again, optimizer, 2, first=1)
+        self.assertEqual(["INFO:spillway:param_groups: are too many for a commit; a resumed run has those that it is "
+                          "made with"], heard.output)
+        self.assertEqual(b"", optimizer._states.blob())
 
     def test_OnExisting(self):
         network = Network()

@@ -185,6 +185,22 @@ class Values(Case):
             self.assertFalse(network.weight.is_contiguous())
         self.assert_near(networks[0].parameters(), networks[1].parameters(), 1e-5)
 
+    def test_NamedParameters(self):
+        network = Network()
+        try:
+            torch.optim.AdamW(network.named_parameters())
+        except TypeError:
+            self.skipTest("this PyTorch's optimizers take no names; those of 2.6 do")
+        optimizer = self.optimizer(network, parameters=network.named_parameters())
+        network.last.bias.grad = torch.full((3,), float("nan"))
+        self.assert_error(r"last\.bias: NaN or Inf", optimizer.step)
+        network.last.bias.grad = None
+        loop(network, optimizer, 2)
+        theirs = torch.optim.AdamW(network.named_parameters())
+        theirs.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(theirs.state_dict())
+        self.assertEqual("last.bias", optimizer.param_groups[0]["param_names"][-1])
+
     def test_A16BitWeightIsFinerThanItsBits(self):
         """Steps that each are less than half an ulp of a weight move it all the same, unlike with PyTorch alone."""
         for dtype in (torch.bfloat16, torch.float16):
