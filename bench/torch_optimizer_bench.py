@@ -8,8 +8,8 @@ The GPT of pytorch_bench.py, trained by a plain loop with
 each in a process of its own, in turns. One JSON line a run: `update_seconds` is the median of optimizer.step() alone,
 `step_seconds` of all of a step, without the first two; `resident_bytes` is resident memory at its peak, `grown_bytes`
 by how much resident memory is larger after the last update than before the optimizer was made, with gradients there
-in both. `nvme` says what it read and wrote in a step, and with --spillway which time the drive needs for that by itself,
-as `spillway sweep` measures it in the same run. The last line has the ratios to `fused`.
+in both. `nvme` says what it read and wrote in a step, and with --spillway which time the drive needs for that by
+itself, as `spillway sweep` measures it in the same run. The last line has the ratios to `fused`.
 
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
 """
