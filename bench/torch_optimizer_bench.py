@@ -7,9 +7,9 @@ The GPT of pytorch_bench.py, trained by a plain loop with
   cpu, nvme        spillway.AdamW, states in RAM and on NVMe (in --folder)
 each in a process of its own, in turns. One JSON line a run: `update_seconds` is the median of optimizer.step() alone,
 `step_seconds` of all of a step, without the first two; `resident_bytes` is resident memory at its peak, `grown_bytes`
-by how much that is more than without any optimizer (the line `none`: weights, gradients and activations). `nvme` says
-what it read and wrote in a step, and with --spillway which time the drive needs for that by itself, as `spillway sweep`
-measures it in the same run. The last line has the ratios to `fused`.
+by how much resident memory is larger after the last update than before the optimizer was made, with gradients there
+in both. `nvme` says what it read and wrote in a step, and with --spillway which time the drive needs for that by
+itself, as `spillway sweep` measures it in the same run. The last line has the ratios to `fused`.
 
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
 """
@@ -25,7 +25,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VARIANTS = ("none", "foreach", "fused", "torchao", "cpu", "nvme")
+VARIANTS = ("foreach", "fused", "torchao", "cpu", "nvme")
 RATES = {"lr": 1e-4, "weight_decay": 0.01}
 
 
@@ -35,9 +35,7 @@ def status_bytes(field):
 
 
 def made(options, torch, network, folder):
-    """The variant's optimizer; None: there is none."""
-    if options.variant == "none":
-        return None
+    """The variant's optimizer."""
     if options.variant in ("foreach", "fused"):
         return torch.optim.AdamW(network.parameters(), **RATES, **{options.variant: True})
     if options.variant == "torchao":
@@ -60,31 +58,33 @@ def run(options, folder):
     line = {"bench": "torch_optimizer", "variant": options.variant, "dtype": options.dtype,
             "parameters": sum(p.numel() for p in network.parameters()), "threads": options.threads,
             "torch": torch.__version__}
+    batch = torch.randint(0, options.vocabulary, (options.batch, options.sequence),
+                          generator=torch.Generator().manual_seed(2))
+    network(batch).backward()
+    before = status_bytes("VmRSS")
     try:
         optimizer = made(options, torch, network, folder)
     except (ImportError, AssertionError, RuntimeError, TypeError) as error:  # of a peer that cannot
-        if options.variant in ("none", "cpu", "nvme"):
+        if options.variant in ("cpu", "nvme"):
             raise
         print(json.dumps({**line, "refused": str(error)}), flush=True)
         return
-    batch = torch.randint(0, options.vocabulary, (options.batch, options.sequence),
-                          generator=torch.Generator().manual_seed(2))
     updates, steps, losses = [], [], []
     for _ in range(options.steps):
         begin = time.monotonic()
+        for parameter in network.parameters():
+            parameter.grad = None
         loss = network(batch)
         loss.backward()
         middle = time.monotonic()
-        if optimizer is not None:
-            optimizer.step()
+        optimizer.step()
         updates.append(time.monotonic() - middle)
-        for parameter in network.parameters():
-            parameter.grad = None
         steps.append(time.monotonic() - begin)
         losses.append(loss.item())
     first = min(2, options.steps - 1)
     line |= {"update_seconds": statistics.median(updates[first:]), "step_seconds": statistics.median(steps[first:]),
-             "resident_bytes": status_bytes("VmHWM"), "losses": losses}
+             "resident_bytes": status_bytes("VmHWM"), "grown_bytes": status_bytes("VmRSS") - before,
+             "losses": losses}
     if options.variant in ("cpu", "nvme"):
         report = optimizer.report
         line |= {"ledger_host_bytes": sum(size for tier, _, size in optimizer.ledger() if tier == "host"),
@@ -113,9 +113,6 @@ def round_of(options):
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True,
                                   env={**os.environ, "OMP_NUM_THREADS": str(options.threads)})
         lines[variant] = json.loads(done.stdout.splitlines()[-1])
-    for name, line in lines.items():
-        if "resident_bytes" in line:
-            line["grown_bytes"] = line["resident_bytes"] - lines["none"]["resident_bytes"]
     return lines
 
 

@@ -291,8 +291,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """As torch.optim's: moments are fp32 on the CPU, read when they are looked at; with nvme_path they are mapped
         from files there. torch.save() writes them as plain tensors."""
         if self.state and self._layout.dtype != torch.float32:
-            self._say_once(f"state_dict: has the fp32 moments, which torch.optim rounds to {self._layout.dtype} when it "
-                           "loads them, and not what weights are more exactly; save(DIR) has all")
+            self._say_once(f"state_dict: has the fp32 moments, which torch.optim rounds to {self._layout.dtype} when "
+                           "it loads them, and not what weights are more exactly; save(DIR) has all")
         return super().state_dict()
 
     def _say_once(self, message):

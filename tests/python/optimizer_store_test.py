@@ -138,7 +138,8 @@ class Resuming(Case):
         optimizer = self.optimizer(again, parameters=groups, **self.on_nvme(), on_existing="resume")
         self.assertEqual([0.5] + [1e-3 * i for i in range(1, 8)],
                          [round(group["lr"].item(), 7) for group in optimizer.param_groups])
-        self.assertEqual([(0.8, 0.9), 7, ["y"]], [optimizer.param_groups[7][k] for k in ("betas", "initial_lr", "names")])
+        last = optimizer.param_groups[7]
+        self.assertEqual(((0.8, 0.9), 7, ["y"]), (last["betas"], last["initial_lr"], last["names"]))
         with unittest.mock.patch("spillway.kept_groups.MOST", 10), self.assertLogs("spillway", "INFO") as heard:
             loop(again, optimizer, 2, first=1)
         self.assertEqual(["INFO:spillway:param_groups: are too many for a commit; a resumed run has those that it is "

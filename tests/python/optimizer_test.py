@@ -106,6 +106,13 @@ class Kinds(Case):
         with self.assertRaisesRegex(ValueError, "beta parameter at index 1"):
             spillway.Lion(network.parameters(), betas=(0.9, 1.0))
 
+    def test_AdamWithDecoupledDecayIsAdamW(self):
+        """Also where PyTorch's Adam has no such word yet."""
+        networks = Network(), Network()
+        for network, kind, options in zip(networks, ("AdamW", "Adam"), ({}, {"decoupled_weight_decay": True})):
+            loop(network, self.optimizer(network, kind, weight_decay=0.1, **options), 4)
+        self.assert_same(networks[0].parameters(), networks[1].parameters())
+
     def test_BadValuesArePyTorchsErrors(self):
         for options, words in (({"lr": -1}, "learning rate"), ({"betas": (1, 0)}, "beta parameter at index 0"),
                                ({"eps": -1}, "epsilon"), ({"weight_decay": -1}, "weight_decay")):

@@ -190,7 +190,7 @@ class Mover : public ::testing::Test {
 TEST_F(Mover, TilesKeepTheirBytesWhereverTheyLive) {
   std::mt19937_64 random = seeded_generator();
   for (int round = 0; round < 8; ++round) {
-    settle_homes([&](std::uint32_t, Part) { return static_cast<Home>(random() % 3); });
+    settle_homes([&](std::uint32_t, Part) { return static_cast<Placement>(random() % 3); });
     import(1);
     expect_everywhere(1);
     expect_copies_in_hbm(1);
@@ -258,7 +258,7 @@ TEST_F(Mover, RestoringFillsHomesAndWritesNothing) {
   update(1, 2);
   write_back_and_commit(1);
   std::mt19937_64 random = seeded_generator();
-  settle_homes([&](std::uint32_t, Part) { return static_cast<Home>(random() % 3); });
+  settle_homes([&](std::uint32_t, Part) { return static_cast<Placement>(random() % 3); });
   std::ranges::fill(device->hbm(), std::byte{0xee});
   const std::uint64_t before = written_bytes();
   for (std::uint32_t t = 0; t < places.size(); ++t) {
