@@ -1,6 +1,7 @@
 """A torch.optim.Optimizer whose states are elsewhere: what spillway.AdamW and its kin have in common."""
 import collections
 import logging
+import math
 import os
 
 import torch
@@ -60,7 +61,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     `on_existing`: what to do with the states that nvme_path holds already: "refuse", "resume" (the weights become those
       of the last step, and param_groups its) or "replace".
     `model`: the torch.nn.Module; then tensors have its names, and max_grad_norm the bits of spillway.Engine.
-    `max_grad_norm`: step() clips the norm of all gradients to it; None: nothing is clipped.
+    `max_grad_norm`: step() clips the norm of all gradients to it; None or 0: nothing is clipped.
     `loss_scale`: what the caller multiplies losses with; step() takes it out. May be set between steps.
     `stream_gradients`: a gradient goes to host memory as soon as backward() has it, and PyTorch's is freed.
 
@@ -203,6 +204,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not isinstance(self.blob, bytes):
             raise Error("invalid_argument", f"blob: is a {type(self.blob).__name__}, not bytes; "
                                             "json.dumps(…).encode() makes some")
+        for name, value in (("max_grad_norm", self.max_grad_norm or 1), ("loss_scale", self.loss_scale)):
+            if not 0 < value < math.inf:
+                raise Error("invalid_argument", f"{name}: is {value}; give a number above 0")
         self._layout.check_tensors()
         held, addresses = self._gradients()
         if not any(addresses):
@@ -210,7 +214,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._begin()
         groups, group_of = self._hyperparameters()
         norm, scale = None, 1 / self.loss_scale
-        if self.max_grad_norm is not None:
+        if self.max_grad_norm:
             norm = self._states.gradient_norm(addresses) / self.loss_scale
             scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) / self.loss_scale
         blob, kept = kept_groups.pack(self.param_groups, self.blob)

@@ -180,6 +180,18 @@ class Later(Case):
         self.trained.close()
         self.assert_error("optimizer: it is closed", loop, self.network, self.trained, 1)
 
+    def test_ScalesThatAreNone(self):
+        self.network.last.bias.grad = torch.ones(3)
+        for name, value in (("loss_scale", 0.0), ("loss_scale", float("inf")), ("max_grad_norm", -1.0),
+                            ("max_grad_norm", float("nan"))):
+            kept = getattr(self.trained, name)
+            setattr(self.trained, name, value)
+            self.assert_error(f"{name}: is {value}; give a number above 0", self.trained.step)
+            setattr(self.trained, name, kept)
+        self.trained.max_grad_norm = 0  # as a Trainer says that nothing is clipped
+        self.network.last.bias.grad = None
+        self.assert_nothing_is_lost()
+
     def test_ABlobThatIsNone(self):
         self.trained.blob = {"position": 3}
         self.network.last.bias.grad = torch.ones(3)
