@@ -74,6 +74,7 @@ class GpuEngine final : public Engine {
   void export_weights(bool, const WeightSink&) override { refuse(); }
   void begin_save(const std::filesystem::path&, const SaveOptions&) override { refuse(); }
   void finish_save() override { refuse(); }
+  void load_snapshot(const std::filesystem::path&) override { refuse(); }
 
  protected:
   const void* weight_address(std::uint32_t, std::uint32_t) const override { refuse(); }

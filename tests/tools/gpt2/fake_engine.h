@@ -197,6 +197,7 @@ class FakeEngine final : public Engine {
     SPILLWAY_CHECK(false, "nothing is saved");
   }
   void finish_save() override {}
+  void load_snapshot(const std::filesystem::path&) override {}
   void export_weights(bool, const WeightSink& sink) override {
     for (std::uint32_t b = 0; b < weights_.size(); ++b) {
       for (std::uint32_t p = 0; p < weights_[b].size(); ++p) {
