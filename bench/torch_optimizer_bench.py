@@ -60,7 +60,9 @@ def run(options, folder):
             "torch": torch.__version__}
     batch = torch.randint(0, options.vocabulary, (options.batch, options.sequence),
                           generator=torch.Generator().manual_seed(2))
-    network(batch).backward()
+    for _ in range(3):  # after which PyTorch's own memory grows no more
+        network.zero_grad(set_to_none=True)
+        network(batch).backward()
     before = status_bytes("VmRSS")
     try:
         optimizer = made(options, torch, network, folder)
