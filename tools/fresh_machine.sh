@@ -73,6 +73,8 @@ python3 -m venv --system-site-packages /root/venv
 /root/venv/bin/pip install -q . -Cbuild-dir=build-pip -Csetup-args=-Dgpu_arch=80 \
   -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000
 cd /root && venv/bin/python spillway/tools/try_package.py
+venv/bin/python spillway/examples/adamw_loop.py --text spillway/LICENSE --store store --width 64 --layers 2 \
+  --context 32 --steps 40
 END
   fi
   bind /dev
