@@ -19,11 +19,7 @@ namespace {
 class Planner {
  public:
   Planner(const Config& config, const ModelDescription& model, unsigned nodes, Rank rank)
-      : draft_{config, model, nodes, {}},
-        config_(config),
-        model_(model),
-        plan_(draft_.plan),
-        trains_(trains(model)) {
+      : draft_{config, model, nodes, {}}, config_(config), model_(model), plan_(draft_.plan), trains_(trains(model)) {
     plan_.rank = rank;
   }
 

@@ -57,6 +57,8 @@ target_link_libraries(train PRIVATE spillway::spillway)
 add_executable(train_c "${SOURCES}/c_example.c")
 target_link_libraries(train_c PRIVATE spillway::static)
 """
+# Meson's would lead every program to the library of the build directory.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
 
 
 class Installed(unittest.TestCase):
@@ -72,7 +74,7 @@ class Installed(unittest.TestCase):
     @classmethod
     def run_ok(cls, *command, **environment):
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120,
-                              env={**os.environ, **environment})
+                              env={**ENVIRONMENT, **environment})
         if done.returncode != 0:
             raise AssertionError(f"{shlex.join(map(str, command))}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout

@@ -25,6 +25,7 @@ struct ThreePaths {
   void make() const {
     StoreFiles files = StoreFiles::create(paths, kShares, kSpaceBytes);
     Superblock block{};
+    block.ranks = 1;
     block.total_bytes = kSpaceBytes;
     files.write_superblocks(block);
     files.publish();
@@ -196,6 +197,7 @@ TEST(StoreFiles, NoFileGetsItsNameBeforeAllTemporaryNamesAreDurable) {
   const bool ran = with_refused_call({.number = SYS_fsync, .error = EIO}, [&] {
     StoreFiles files = StoreFiles::create(three.paths, kShares, kSpaceBytes);
     Superblock block{};
+    block.ranks = 1;
     block.total_bytes = kSpaceBytes;
     files.write_superblocks(block);
     try {
@@ -219,6 +221,7 @@ TEST(StoreFiles, AFileThatWasReplacedWhileItWasWaitedForIsNotTaken) {
     constexpr std::uint32_t kShare[] = {1};
     StoreFiles files = StoreFiles::create(one, kShare, kSpaceBytes);
     Superblock block{};
+    block.ranks = 1;
     block.total_bytes = kSpaceBytes;
     files.write_superblocks(block);
     files.publish();

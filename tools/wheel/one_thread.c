@@ -4,9 +4,7 @@
 #include <stdbool.h>
 
 // The caller runs the body itself, as one of the team: there are no others to start.
-void GOMP_parallel_start(void (*body)(void*), void* data, unsigned threads) {
-  (void)body, (void)data, (void)threads;
-}
+void GOMP_parallel_start(void (*body)(void*), void* data, unsigned threads) { (void)body, (void)data, (void)threads; }
 void GOMP_parallel_end(void) {}
 void GOMP_barrier(void) {}
 
