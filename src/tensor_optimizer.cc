@@ -114,14 +114,20 @@ TensorOptimizer::TensorOptimizer(const Config& config, const ModelDescription& m
     const Manifest& manifest = store_->committed();
     step_ = committed_step_ = manifest.step;
     loss_scaler_.resume(manifest.blob, manifest.step, blob_);
-    updates_.resume(step_, manifest.update_counts, "the store's last commit");
+    resume_updates(manifest.update_counts, "the store's last commit");
     weights_ = Weights::kToLoad;
   } else if (snapshot_) {
     step_ = snapshot_->step();
     loss_scaler_.resume(snapshot_->kept(), step_, blob_);
-    updates_.resume(step_, snapshot_->update_counts(), "the snapshot");
+    resume_updates(snapshot_->update_counts(), "the snapshot");
     weights_ = Weights::kToLoad;
   }
+}
+
+// An engine's fp16 run may have skipped some of its steps, of all parameters alike.
+void TensorOptimizer::resume_updates(std::vector<std::uint64_t> counts, const char* object) {
+  if (counts.empty()) counts.assign(tensors_.count(), step_ - loss_scaler_.skipped());
+  updates_.resume(step_, counts, object);
 }
 
 TensorOptimizer::~TensorOptimizer() {

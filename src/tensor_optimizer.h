@@ -65,6 +65,7 @@ class TensorOptimizer final : public OffloadOptimizer {
   void check(std::span<const OptimizerTensor> tensors, const char* call, bool gradients) const;
   void check(const OptimizerStep& step) const;
   void check(OptimizerState state, const char* call) const;
+  void resume_updates(std::vector<std::uint64_t> counts, const char* object);
   void set_groups(std::span<const std::uint32_t> group_of);
   GradientNorm norm_of(std::span<const OptimizerTensor> tensors);
   void take_blocks(std::span<const OptimizerTensor> tensors);

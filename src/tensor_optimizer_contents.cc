@@ -12,14 +12,14 @@
 namespace spillway {
 
 // All tiles get what `fill` leaves in their memory, and it is committed as that step. What `fill` throws is the
-// caller's own failure; the optimizer has no states in memory then.
+// caller's own failure; where there were states before, they are lost, and only a store has them.
 void TensorOptimizer::begin_at(std::uint64_t step, const TileWork& fill) {
   const std::exception_ptr failure = guarded([&] {
     cancel_loads();
     std::exception_ptr of_fill = write_tiles(*mover_, tiles(), fill);
     if (of_fill) {
       if (store_) mover_->forget_written();
-      if (weights_ == Weights::kReady) weights_ = Weights::kToImport;
+      if (weights_ == Weights::kReady) failure_ = "other states could not be had";
       return of_fill;
     }
     step_ = step;

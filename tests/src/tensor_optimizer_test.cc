@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <stdexcept>
 #include <vector>
 
 #include "kernels/norm.h"
@@ -374,6 +375,20 @@ TEST_F(TensorOptimizerUse, StatesGoFromOneToAnother) {
       for (std::uint32_t t = 0; t < kTensors; ++t) EXPECT_TRUE(second.weights[t] == first.weights[t]) << t;
     }
   }
+}
+
+TEST_F(TensorOptimizerUse, StatesThatCannotBeHadEndItAtTheLastCommit) {
+  auto optimizer = create(Where::kNvme);
+  optimizer->import_weights(caller.tensors());
+  make_step(*optimizer, caller, 1, OptimizerKind::kAdam);
+  const std::vector<std::uint64_t> counts(kTensors, 1);
+  EXPECT_THROW(optimizer->import_state(1, counts, false, caller.tensors(),
+                                       [](auto...) { throw std::runtime_error("a file that ends"); }),
+               std::runtime_error);
+  EXPECT_THAT(refusal(Code::kIo, [&] { make_step(*optimizer, caller, 2, OptimizerKind::kAdam); }),
+              HasSubstr("other states could not be had"));
+  optimizer.reset();
+  EXPECT_EQ(create(Where::kNvme, {.on_existing = OnExisting::kResume})->current_step(), 1u);
 }
 
 TEST_F(TensorOptimizerUse, AResultThatOverflowsEndsItAtTheLastCommit) {
