@@ -5,8 +5,8 @@ set -eu
 
 # dpkg-dev: Meson asks it for the directory of libraries, in which the dynamic linker and CMake look on Debian.
 packages="g++ dpkg-dev ccache meson ninja-build pkg-config python3 util-linux mount e2fsprogs xfsprogs btrfs-progs
-  liburing-dev libaio-dev libhwloc-dev libtbb-dev libhwy-dev libdnnl-dev rapidjson-dev libcli11-dev libfmt-dev libxxhash-dev
-  libzip-dev libgtest-dev libgmock-dev libbenchmark-dev $*"
+  liburing-dev libaio-dev libhwloc-dev libtbb-dev libhwy-dev libdnnl-dev rapidjson-dev libcli11-dev libfmt-dev
+  libxxhash-dev libzip-dev libgtest-dev libgmock-dev libbenchmark-dev $*"
 if [ "${1:-}" = --only ]; then
   shift
   packages=$*
