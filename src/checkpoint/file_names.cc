@@ -31,7 +31,7 @@ const std::vector<JsonValue>& list_in(const JsonValue* value) {
 }
 
 const std::string& text_in(const JsonValue& value) {
-  if (value.kind != JsonValue::Kind::kString) refuse_names("has a tensor without a name");
+  if (value.kind != JsonValue::Kind::kString || value.text.empty()) refuse_names("has a tensor without a name");
   return value.text;
 }
 
