@@ -56,10 +56,6 @@ CallerTensors::CallerTensors(const Plan& plan, const ModelDescription& model, st
   first_unit_.push_back(units);
 }
 
-std::uint64_t CallerTensors::elements(std::uint32_t tensor) const {
-  return plan_.blocks[block(tensor)].partition.parameters[parameter(tensor)].count;
-}
-
 std::uint32_t CallerTensors::tile_of(std::size_t piece) const {
   return static_cast<std::uint32_t>(std::ranges::upper_bound(first_piece_, piece) - first_piece_.begin() - 1);
 }

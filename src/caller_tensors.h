@@ -37,7 +37,6 @@ class CallerTensors {
 
   std::uint32_t count() const { return static_cast<std::uint32_t>(names_.size()); }
   const std::string& name(std::uint32_t tensor) const { return *names_[tensor]; }
-  std::uint64_t elements(std::uint32_t tensor) const;
   std::uint32_t index(std::uint32_t block, std::uint32_t parameter) const { return first_of_[block] + parameter; }
   std::uint32_t block(std::uint32_t tensor) const { return block_of_[tensor]; }
   std::uint32_t parameter(std::uint32_t tensor) const { return tensor - first_of_[block_of_[tensor]]; }
@@ -63,7 +62,7 @@ class CallerTensors {
   // The tensors' weights into the memory of a tile, finer values and all, and noted: whatever was there before.
   void take(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors,
             HostWorkers& workers);
-  // The same of gradients alone; a tensor that has none is left out.
+  // The tensors' gradients in a tile's order; one that a tensor has not is left as it is there.
   void gather_gradients(std::uint32_t tile, std::byte* to, std::span<const OptimizerTensor> tensors,
                         HostWorkers& workers) const;
   // A tile's weights into the tensors, noted.

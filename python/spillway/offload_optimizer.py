@@ -236,7 +236,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _gradients(self):
         """What must be held on to in the step, and addresses by tensor, None where there is no gradient."""
-        held, addresses, waits = [], [], False
+        held, addresses = [], []
         for tensor, parameter in enumerate(self._layout.parameters):
             gradient = parameter.grad
             if gradient is None:
@@ -246,7 +246,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 gradient = gradient._spillway_memory
             else:
                 refuse_sparse(self._layout.names[tensor], gradient)
-                waits = waits or gradient.is_cuda
                 gradient = gradient.detach().to(CPU, self._layout.dtype).contiguous()
             held.append(gradient)
             addresses.append(gradient.data_ptr())
