@@ -55,7 +55,7 @@ class LogState {
   std::shared_ptr<const LogSink> sink_ =
       std::make_shared<const LogSink>([](LogLevel, std::string_view message) { log_to_stderr("", message); });
 };
-// One for a program and libspillway.so, whatever is hidden otherwise; src/libspillway.map has its guard.
+// One for a program and libspillway.so, whatever is hidden otherwise; src/c/libspillway.map has its guard.
 [[gnu::visibility("default")]] inline LogState& log_state() {
   static LogState& state = *new LogState;  // for whom a program destroys behind it
   return state;

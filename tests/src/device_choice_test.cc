@@ -1,4 +1,4 @@
-#include "src/device_choice.h"
+#include "src/engine/device_choice.h"
 
 #include <gtest/gtest.h>
 

@@ -129,9 +129,9 @@ TEST_F(Recovery, AFlippedBitIsFoundBeforeTheStepBeforeIsOverwritten) {
   }
 }
 
-// What it reads besides, other steps read for the update of the step before; blocks that are updated inside backward are
-// read once more. The tiles that are read ahead at the end of a step count in it or in the next: so one step may have up
-// to all buffers more than it uses, and another as many fewer.
+// What it reads besides, other steps read for the update of the step before; blocks that are updated inside backward
+// are read once more. The tiles that are read ahead at the end of a step count in it or in the next: so one step may
+// have up to all buffers more than it uses, and another as many fewer.
 TEST_F(Recovery, TheFirstStepOfAResumedRunReadsNoMoreThanAnyOtherWithClipping) {
   for (const double clipping : {0.5, 0.0}) {
     config_.gradient_clipping = clipping;

@@ -1,4 +1,4 @@
-#include "src/gradients.h"
+#include "src/engine/gradients.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "src/parameter_updates.h"
+#include "src/engine/parameter_updates.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

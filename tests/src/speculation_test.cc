@@ -1,6 +1,6 @@
 // Updates on the guess that clipping has no effect: which steps guess, and that no bit tells a right guess from a wrong
 // one or from none.
-#include "src/speculation.h"
+#include "src/engine/speculation.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // What the updater has under way beside the tile that it works on.
-#include "src/updater.h"
+#include "src/engine/updater.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "src/machinery.h"
+#include "src/engine/machinery.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {

@@ -1,4 +1,4 @@
-#include "src/visit_cursor.h"
+#include "src/engine/visit_cursor.h"
 
 #include <gtest/gtest.h>
 

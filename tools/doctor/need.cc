@@ -9,7 +9,7 @@
 #include "spillway/error.h"
 #include "src/config/hidden_size.h"
 #include "src/config/reader.h"
-#include "src/device_choice.h"
+#include "src/engine/device_choice.h"
 #include "src/plan/plan.h"
 #include "tools/gpt2/config_json.h"
 #include "tools/gpt2/model.h"

@@ -7,7 +7,7 @@
 
 #include "kernels/thread_shares.h"
 #include "spillway/error.h"
-#include "src/device_choice.h"
+#include "src/engine/device_choice.h"
 #include "src/plan/facts.h"
 #include "tools/drive/endurance.h"
 #include "tools/plan/measure.h"

@@ -16,7 +16,7 @@
 #include "kernels/thread_shares.h"
 #include "spillway/engine.h"
 #include "spillway/error.h"
-#include "src/machinery.h"
+#include "src/engine/machinery.h"
 #include "src/plan/plan.h"
 #include "tools/gpt2/trainer.h"
 #include "tools/terminal/heard.h"

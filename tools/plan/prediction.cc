@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <array>
 
-#include "src/commit_interval.h"
-#include "src/forecast.h"
+#include "src/engine/commit_interval.h"
+#include "src/engine/forecast.h"
 
 namespace spillway::planning {
 namespace {

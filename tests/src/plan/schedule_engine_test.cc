@@ -6,8 +6,8 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
+#include "src/engine/speculation.h"
 #include "src/plan/schedule.h"
-#include "src/speculation.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/plan/schedule_check.h"
 #include "tests/src/toy_trainer.h"

@@ -11,7 +11,7 @@
 #include "spillway/c_api.h"
 #include "spillway/error.h"
 #include "spillway/offload_optimizer.h"
-#include "src/c_handles.h"
+#include "src/c/c_handles.h"
 
 using namespace spillway;
 using namespace spillway::c;

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "spillway/engine.h"
-#include "src/machinery.h"
+#include "src/engine/machinery.h"
 
 namespace spillway {
 

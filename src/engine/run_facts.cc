@@ -1,4 +1,4 @@
-#include "src/run_facts.h"
+#include "src/engine/run_facts.h"
 
 #include <fmt/format.h>
 
@@ -6,7 +6,7 @@
 #include <array>
 #include <utility>
 
-#include "src/device_choice.h"
+#include "src/engine/device_choice.h"
 #include "src/plan/facts.h"
 #include "src/plan/parameter_groups.h"
 

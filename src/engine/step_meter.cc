@@ -1,4 +1,4 @@
-#include "src/step_meter.h"
+#include "src/engine/step_meter.h"
 
 #include <algorithm>
 #include <utility>

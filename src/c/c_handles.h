@@ -21,7 +21,7 @@
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "spillway/offload_optimizer.h"
-#include "src/one_caller.h"
+#include "src/engine/one_caller.h"
 
 namespace spillway::c {
 

@@ -1,4 +1,4 @@
-#include "src/memory_check.h"
+#include "src/engine/memory_check.h"
 
 #include <fmt/format.h>
 

@@ -7,7 +7,7 @@
 
 #include "spillway/error.h"
 #include "src/checkpoint/tile_values.h"
-#include "src/tensor_optimizer.h"
+#include "src/optimizer/tensor_optimizer.h"
 
 namespace spillway {
 

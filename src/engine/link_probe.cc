@@ -1,4 +1,4 @@
-#include "src/link_probe.h"
+#include "src/engine/link_probe.h"
 
 #include <algorithm>
 #include <chrono>

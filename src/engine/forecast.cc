@@ -1,11 +1,11 @@
-#include "src/forecast.h"
+#include "src/engine/forecast.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "spillway/units.h"
+#include "src/engine/speculation.h"
 #include "src/plan/schedule.h"
-#include "src/speculation.h"
 
 namespace spillway {
 namespace {

@@ -13,8 +13,8 @@
 #include "kernels/device.h"
 #include "kernels/tile_update.h"
 #include "src/checkpoint/tile_walk.h"
-#include "src/gradients.h"
-#include "src/parameter_updates.h"
+#include "src/engine/gradients.h"
+#include "src/engine/parameter_updates.h"
 #include "src/plan/plan.h"
 #include "swap/tile_mover.h"
 

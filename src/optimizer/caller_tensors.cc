@@ -1,4 +1,4 @@
-#include "src/caller_tensors.h"
+#include "src/optimizer/caller_tensors.h"
 
 #include <algorithm>
 #include <atomic>

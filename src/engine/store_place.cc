@@ -1,4 +1,4 @@
-#include "src/store_place.h"
+#include "src/engine/store_place.h"
 
 #include <fmt/format.h>
 #include <sys/stat.h>

@@ -1,4 +1,4 @@
-#include "src/machinery.h"
+#include "src/engine/machinery.h"
 
 #include <fmt/format.h>
 
@@ -10,10 +10,10 @@
 #include "kernels/topology.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
-#include "src/device_choice.h"
-#include "src/memory_check.h"
+#include "src/engine/device_choice.h"
+#include "src/engine/memory_check.h"
+#include "src/engine/store_place.h"
 #include "src/plan/node_tiles.h"
-#include "src/store_place.h"
 
 namespace spillway {
 namespace {

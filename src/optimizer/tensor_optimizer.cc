@@ -1,7 +1,7 @@
 // A step of the optimizer whose weights are the caller's: gradients are looked at, every tile is updated, and all of it
 // is committed. States in memory are updated beside the tensors themselves; what a store keeps goes through a buffer,
 // in the pass that computes its checksums.
-#include "src/tensor_optimizer.h"
+#include "src/optimizer/tensor_optimizer.h"
 
 #include <fmt/format.h>
 
@@ -14,8 +14,8 @@
 #include "spillway/log.h"
 #include "src/checkpoint/tile_values.h"
 #include "src/config/ranges.h"
-#include "src/memory_check.h"
-#include "src/store_place.h"
+#include "src/engine/memory_check.h"
+#include "src/engine/store_place.h"
 
 namespace spillway {
 namespace {

@@ -16,7 +16,7 @@
 #include "spillway/import.h"
 #include "spillway/log.h"
 #include "spillway/snapshot.h"
-#include "src/c_handles.h"
+#include "src/c/c_handles.h"
 #include "src/config/reader.h"
 
 using namespace spillway;

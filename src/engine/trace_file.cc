@@ -1,4 +1,4 @@
-#include "src/trace_file.h"
+#include "src/engine/trace_file.h"
 
 #include <fmt/format.h>
 #include <rapidjson/ostreamwrapper.h>

@@ -1,4 +1,4 @@
-#include "src/commit_interval.h"
+#include "src/engine/commit_interval.h"
 
 #include <fmt/format.h>
 

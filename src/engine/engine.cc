@@ -1,6 +1,6 @@
 // A step of the engine, in four paragraphs: forward and backward (acquire, release), gradients (push_gradient), update
 // and commit (step).
-#include "src/step_engine.h"
+#include "src/engine/step_engine.h"
 
 #include <fmt/format.h>
 
@@ -12,7 +12,7 @@
 #include "spillway/log.h"
 #include "src/config/ranges.h"
 #include "src/config/table.h"
-#include "src/run_facts.h"
+#include "src/engine/run_facts.h"
 
 namespace spillway {
 namespace {

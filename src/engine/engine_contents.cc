@@ -4,7 +4,7 @@
 
 #include "spillway/error.h"
 #include "src/checkpoint/tile_values.h"
-#include "src/step_engine.h"
+#include "src/engine/step_engine.h"
 
 namespace spillway {
 

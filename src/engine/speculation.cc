@@ -1,4 +1,4 @@
-#include "src/speculation.h"
+#include "src/engine/speculation.h"
 
 #include <algorithm>
 

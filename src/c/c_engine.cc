@@ -16,7 +16,7 @@
 #include "spillway/export.h"
 #include "spillway/snapshot.h"
 #include "spillway/stall.h"
-#include "src/c_handles.h"
+#include "src/c/c_handles.h"
 
 using namespace spillway;
 using namespace spillway::c;

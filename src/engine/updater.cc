@@ -1,4 +1,4 @@
-#include "src/updater.h"
+#include "src/engine/updater.h"
 
 #include <algorithm>
 #include <chrono>

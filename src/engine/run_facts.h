@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "src/machinery.h"
+#include "src/engine/machinery.h"
 #include "src/plan/plan.h"
 
 namespace spillway {
