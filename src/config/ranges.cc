@@ -11,13 +11,13 @@
 namespace spillway {
 namespace {
 
-[[noreturn]] void refuse(std::string_view key, std::string what, std::string hint) {
+[[noreturn]] void refuse_range(std::string_view key, std::string what, std::string hint) {
   throw Error(Code::kInvalidArgument, {std::string(key), std::move(what), 0, std::move(hint)});
 }
 
 void check_number(std::string_view key, std::optional<double> number) {
   if (number && !(std::isfinite(*number) && *number >= 0)) {
-    refuse(key, fmt::format("{} is out of range", *number), "give a finite number, at least 0");
+    refuse_range(key, fmt::format("{} is out of range", *number), "give a finite number, at least 0");
   }
 }
 
@@ -31,9 +31,9 @@ const Config& check_ranges(const Config& config) {
     const std::string text = key.place.show(config);
     if (text.empty()) continue;
     JsonValue value;
-    if (parse_json(text, {}, value)) refuse(key.path, text + " is no number", "give a finite one");
+    if (parse_json(text, {}, value)) refuse_range(key.path, text + " is no number", "give a finite one");
     KeyValue read;
-    if (const auto problem = read_value(key, value, read)) refuse(key.path, problem->what, problem->hint);
+    if (const auto problem = read_value(key, value, read)) refuse_range(key.path, problem->what, problem->hint);
   }
   check_number("Config::schedule.given_lr", config.schedule.given_lr);
   for (const ParameterGroup& group : config.parameter_groups) {
@@ -41,10 +41,10 @@ const Config& check_ranges(const Config& config) {
     check_number("spillway.parameter_groups.weight_decay", group.weight_decay);
   }
   if (const auto problem = problem_of_paths(config.nvme_paths)) {
-    refuse("spillway.nvme_paths", problem->what, problem->hint);
+    refuse_range("spillway.nvme_paths", problem->what, problem->hint);
   }
   if (const auto problem = problem_of_rates(config); problem && !config.nvme_rates.empty()) {
-    refuse("spillway.nvme_rates", problem->what, problem->hint);
+    refuse_range("spillway.nvme_rates", problem->what, problem->hint);
   }
   return config;
 }

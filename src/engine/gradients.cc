@@ -103,7 +103,7 @@ void GradientCollector::forget(std::uint32_t block) {
 
 namespace {
 
-void refuse(const std::string& object, const std::string& happened, const std::string& hint) {
+void refuse_push(const std::string& object, const std::string& happened, const std::string& hint) {
   throw Error(Code::kInvalidArgument, {object, happened, 0, hint});
 }
 
@@ -111,21 +111,22 @@ void refuse(const std::string& object, const std::string& happened, const std::s
 
 void GradientCollector::check(const Gradient& gradient) const {
   if (gradient.block >= blocks_.size() || gradient.parameter >= blocks_[gradient.block].pushes.size()) {
-    refuse("push_gradient", "names a block or parameter that does not exist", "use the indices of the description");
+    refuse_push("push_gradient", "names a block or parameter that does not exist",
+                "use the indices of the description");
   }
   const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
   const std::uint64_t count = plan_.blocks[gradient.block].partition.parameters[gradient.parameter].count;
   if (gradient.elements != 0 && gradient.elements != count) {
-    refuse(parameter.name, fmt::format("its gradient has {} elements, and it has {}", gradient.elements, count),
-           "push the gradient of the parameter that it is of");
+    refuse_push(parameter.name, fmt::format("its gradient has {} elements, and it has {}", gradient.elements, count),
+                "push the gradient of the parameter that it is of");
   }
   if (gradient.data == nullptr) return;
   if (reinterpret_cast<std::uintptr_t>(gradient.data) % size_of(gradient.dtype) != 0) {
-    refuse(parameter.name, "its gradient's address is no multiple of its type's size", "align it");
+    refuse_push(parameter.name, "its gradient's address is no multiple of its type's size", "align it");
   }
   const std::uint64_t bytes = count * size_of(gradient.dtype);
   if (lies_in({static_cast<const std::byte*>(gradient.data), bytes}, device_.hbm())) return;
-  refuse(parameter.name, "its gradient does not lie in the HBM arena", "push from Engine::workspace()");
+  refuse_push(parameter.name, "its gradient does not lie in the HBM arena", "push from Engine::workspace()");
 }
 
 bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
@@ -133,27 +134,27 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
   const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
   BlockState& block = blocks_[gradient.block];
   std::uint32_t& pushes = block.pushes[gradient.parameter];
-  if (!parameter.trainable) refuse(parameter.name, "is frozen and takes no gradient", "describe it as trainable");
+  if (!parameter.trainable) refuse_push(parameter.name, "is frozen and takes no gradient", "describe it as trainable");
   if (gradient.dtype != DType::kFloat32 && gradient.dtype != type_) {
-    refuse(parameter.name, "a gradient is fp32 or of the weights' type", "convert it first");
+    refuse_push(parameter.name, "a gradient is fp32 or of the weights' type", "convert it first");
   }
   if (pushes == parameter.pushes) {
-    refuse(parameter.name, "got more gradients than described in one step", "set Parameter::pushes");
+    refuse_push(parameter.name, "got more gradients than described in one step", "set Parameter::pushes");
   }
   // Every refusal comes before the push counts, so that a refused one can be made again.
   const bool brings = gradient.data != nullptr;
   if (brings && plan_.blocks[gradient.block].accumulator_shared &&
       accumulator_owner_.value_or(gradient.block) != gradient.block) {
-    refuse(parameter.name, "its gradient came while another block's was being accumulated",
-           "push all micro-batches of a block before the next, or describe more than one backward visit");
+    refuse_push(parameter.name, "its gradient came while another block's was being accumulated",
+                "push all micro-batches of a block before the next, or describe more than one backward visit");
   }
   const bool completes = pushes + 1 == parameter.pushes && block.open == 1;
   if (!plan_.gradients_in_hbm && !block.staging && (!accumulates(gradient.block) || completes)) {
     const auto& holder = staging_[next_staging_for(gradient.block)].block;
     if (holder && plan_.blocks[*holder].gradient_home == Placement::kNvme) {
-      refuse("block " + model_.blocks[*holder].name,
-             "its gradients are incomplete while those of other blocks come, and go to nvme as a whole",
-             "push all gradients of a block before the next, or raise spillway.host_bytes");
+      refuse_push("block " + model_.blocks[*holder].name,
+                  "its gradients are incomplete while those of other blocks come, and go to nvme as a whole",
+                  "push all gradients of a block before the next, or raise spillway.host_bytes");
     }
   }
   if (!plan_.blocks[gradient.block].gradient_home && !block.passing) {

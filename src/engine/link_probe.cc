@@ -20,7 +20,7 @@ constexpr std::uint64_t kProbeElements = 8 * kHashedTileUnit;  // of the optimiz
 constexpr double kMostDriveSeconds = 0.5;
 constexpr double kGuessedDriveRate = 4e9;  // bytes per second: only says how long to look
 
-double seconds_of(auto&& work) {
+double seconds_taken(auto&& work) {
   const auto start = std::chrono::steady_clock::now();
   work();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -28,8 +28,8 @@ double seconds_of(auto&& work) {
 
 // The best of three: the first one touches the pages.
 double best_seconds(auto&& work) {
-  double best = seconds_of(work);
-  for (int round = 0; round < 2; ++round) best = std::min(best, seconds_of(work));
+  double best = seconds_taken(work);
+  for (int round = 0; round < 2; ++round) best = std::min(best, seconds_taken(work));
   return best;
 }
 
@@ -102,7 +102,7 @@ double rate_of(StoreThread& thread, std::span<Rounds* const> rounds, std::span<s
   std::uint64_t before = 0, after = 0;
   for (const Rounds* round : rounds) before += round->moved();
   IoBatch batches[2] = {IoBatch(thread), IoBatch(thread)};
-  const double taken = seconds_of([&] {
+  const double taken = seconds_taken([&] {
     const auto start = std::chrono::steady_clock::now();
     for (std::size_t turn = 0;; ++turn) {
       IoBatch& batch = batches[turn % 2];

@@ -88,7 +88,7 @@ std::filesystem::path absolute_path(const std::filesystem::path& directory) {
                           error.value(), "name the directory in full"});
 }
 
-std::string list_of(std::span<const std::filesystem::path> paths) {
+std::string listed(std::span<const std::filesystem::path> paths) {
   std::string list;
   for (const auto& path : paths) list += (list.empty() ? "" : ", ") + path.string();
   return list;
@@ -122,7 +122,7 @@ std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescripti
   if (replace || !TileStore::exists(paths)) {
     paths.shares = choose_shares(config, queue_options(config), TileStore::space_bytes(store_shape(plan)));
     log(LogLevel::kInfo,
-        fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", list_of(paths.directories),
+        fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", listed(paths.directories),
                     div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
   }
   return TileStore::create(paths, store_shape(plan), replace, before_loss);

@@ -28,7 +28,7 @@ std::filesystem::path partial_path(const std::filesystem::path& place, std::stri
   return place.parent_path() / fmt::format(".{}{}{}", place.filename().string(), what, kEnding);
 }
 
-std::filesystem::path parent_of(const std::filesystem::path& place) {
+std::filesystem::path directory_above(const std::filesystem::path& place) {
   return place.has_parent_path() ? place.parent_path() : std::filesystem::path(".");
 }
 
@@ -141,7 +141,7 @@ NewDirectory NewDirectory::create(const std::filesystem::path& place, bool repla
   made.place_ = resolved(place);
   made.partial_ = partial_path(made.place_);
   made.replace_ = replace;
-  const std::filesystem::path parent = parent_of(made.place_);
+  const std::filesystem::path parent = directory_above(made.place_);
   remove_leftovers(parent);
   if (!replace && is_there(made.place_))
     throw Error(Code::kExists, {made.place_.string(), "is there already", 0, "name another directory, or remove it"});
@@ -171,7 +171,7 @@ void NewDirectory::finish() {
   }
   const DirectoryLock held = std::move(lock_);  // it may have the name of a leftover, and has the mark of one
   remove_file(place_ / kMarker);
-  sync_directory(parent_of(place_));
+  sync_directory(directory_above(place_));
   if (!old.empty()) remove_leftover(old);
 }
 
@@ -180,7 +180,7 @@ void remove_directory(const std::filesystem::path& named) {
   remove_leftover(partial);
   mark(place);
   rename_file(place, partial);
-  sync_directory(parent_of(place));
+  sync_directory(directory_above(place));
   remove_leftover(partial);
 }
 
