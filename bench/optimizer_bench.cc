@@ -116,6 +116,10 @@ class Tiles {
     TileUpdate update{.tile = tile_at(t), .groups = {&range_, 1}, .scalars = scalars, .weights = {}, .states = {}};
     update.weights.bytes = {weights(t), weights_bytes()};
     update.states.bytes = {states(t), states_bytes()};
+    update.weights.arrays = {size_of(type_)};
+    std::size_t array = 0;
+    for (; array < moments_of(kind_); ++array) update.states.arrays[array] = 4;
+    if (master_bytes() > 0) update.states.arrays[array] = master_bytes();
     const std::size_t quarter = granules.size() / 4;
     if (quarter == 0) return update;
     update.weights.before = granules.first(quarter);
@@ -134,10 +138,8 @@ class Tiles {
 
  private:
   std::uint64_t weights_bytes() const { return align_up(count_ * size_of(type_), kPadding); }
-  std::uint64_t states_bytes() const {
-    const std::uint64_t master = type_ == DType::kFloat32 ? 0 : type_ == DType::kBFloat16 ? 2 : 4;
-    return align_up(count_ * (4 * moments_of(kind_) + master), kPadding);
-  }
+  std::uint64_t states_bytes() const { return align_up(count_ * (4 * moments_of(kind_) + master_bytes()), kPadding); }
+  std::uint64_t master_bytes() const { return type_ == DType::kFloat32 ? 0 : type_ == DType::kBFloat16 ? 2 : 4; }
   std::uint64_t tile_bytes() const { return weights_bytes() + states_bytes(); }
   std::uint64_t gradient_bytes() const { return weights_bytes(); }
   std::byte* weights(std::size_t t) const { return memory_.data() + t * tile_bytes(); }

@@ -36,8 +36,8 @@ bool update_elements(const TileUpdate& update, std::uint64_t begin, std::uint64_
 // One array of the tile, hashed before and after its update.
 struct HashedArray {
   // `first`: the group's first element. The array starts, and the group in it, at a multiple of the granule.
-  HashedArray(const ExtentHashes& extent, const void* array, std::uint64_t first, std::uint64_t element_bytes)
-      : begin(static_cast<const std::byte*>(array) + first * element_bytes),
+  HashedArray(const ExtentHashes& extent, const std::byte* array, std::uint64_t first, std::uint64_t element_bytes)
+      : begin(array + first * element_bytes),
         element(element_bytes),
         before(sum_of(extent, extent.before)),
         after(sum_of(extent, extent.after)) {}
@@ -58,25 +58,43 @@ struct HashedArray {
   GranuleHasher before, after;
 };
 
+std::array<const ExtentHashes*, 3> extents_of(const TileUpdate& update) {
+  return {&update.weights, &update.states, &update.gradient};
+}
+
+bool is_hashed(const TileUpdate& update) {
+  return std::ranges::any_of(extents_of(update),
+                             [](const ExtentHashes* e) { return !e->before.empty() || !e->after.empty(); });
+}
+
+// Whether each group's part of each array is whole granules.
+bool in_whole_granules(const TileUpdate& update) {
+  return update.tile.count % kGroup == 0 && std::ranges::all_of(extents_of(update), [&](const ExtentHashes* extent) {
+           std::uint64_t bytes = 0;  // of all arrays, for an element
+           for (const std::uint64_t element : extent->arrays) {
+             if (element * kGroup % kGranuleBytes != 0) return false;
+             bytes += element;
+           }
+           return bytes * update.tile.count == extent->bytes.size();
+         });
+}
+
 bool update_group(const TileUpdate& update, std::size_t first) {
-  const OptimizerTile& tile = update.tile;
-  std::array<std::optional<HashedArray>, 6> arrays;
-  auto add = [&, count = 0u](const ExtentHashes& extent, const void* array, std::uint64_t bytes) mutable {
-    if (array != nullptr) arrays[count++].emplace(extent, array, first, bytes);
-  };
-  add(update.weights, tile.weight, size_of(tile.type));
-  add(update.states, tile.exp_avg, 4);
-  add(update.states, tile.exp_avg_sq, 4);
-  add(update.states, tile.residual, 2);
-  add(update.states, tile.master, 4);
-  if (!update.gradient.before.empty()) add(update.gradient, tile.gradient, size_of(tile.type));
+  std::array<std::optional<HashedArray>, 3 * std::tuple_size_v<ElementBytes>> arrays;
+  std::size_t count = 0;
+  for (const ExtentHashes* extent : extents_of(update)) {
+    const std::byte* array = extent->bytes.data();
+    for (const std::uint64_t bytes : extent->arrays) {
+      if (array == nullptr || bytes == 0) break;
+      arrays[count++].emplace(*extent, array, first, bytes);
+      array += bytes * update.tile.count;
+    }
+  }
   bool finite = true;
   for (std::size_t at = 0; at < kGroup; at += kPiece) {
-    for (auto& array : arrays)
-      if (array) array->before.add(array->piece(at)), array->ask(at + kPiece);
+    for (std::size_t i = 0; i < count; ++i) arrays[i]->before.add(arrays[i]->piece(at)), arrays[i]->ask(at + kPiece);
     finite &= update_elements(update, first + at, first + at + kPiece, optimizer_update_piece);
-    for (auto& array : arrays)
-      if (array) array->after.add(array->piece(at)), array->ask(at + 2 * kPiece);
+    for (std::size_t i = 0; i < count; ++i) arrays[i]->after.add(arrays[i]->piece(at)), arrays[i]->ask(at + 2 * kPiece);
   }
   return finite;
 }
@@ -96,12 +114,8 @@ bool in_chunks(std::size_t count, std::size_t chunk, HostWorkers& workers, Body 
 bool update_tile(const TileUpdate& update, HostWorkers& workers) {
   SPILLWAY_CHECK(!update.groups.empty() && update.groups.back().end == update.tile.count,
                  "every element belongs to a parameter group");
-  const bool hashed = !update.weights.before.empty() || !update.weights.after.empty() ||
-                      !update.states.before.empty() || !update.states.after.empty() || !update.gradient.before.empty();
   const std::size_t count = update.tile.count;
-  if (hashed && count % kGroup == 0) {
-    SPILLWAY_CHECK(update.weights.bytes.size() == count * size_of(update.tile.type),
-                   "a tile of whole groups has no end");
+  if (is_hashed(update) && in_whole_granules(update)) {
     return in_chunks(count, kGroup, workers,
                      [&](std::size_t first, std::size_t) { return update_group(update, first); });
   }

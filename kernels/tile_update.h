@@ -2,6 +2,7 @@
 // memory: a piece of the tile is hashed, updated and hashed again while it lies in the cache.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -12,14 +13,19 @@
 
 namespace spillway {
 
+// Bytes of an element of each array that an extent consists of, one behind the other; a 0 ends them. Every array has an
+// element for each of the tile's.
+using ElementBytes = std::array<std::uint64_t, 4>;
+
 // An extent in memory, and room for the checksum of each of its granules before and after; empty: not wanted.
 struct ExtentHashes {
   std::span<const std::byte> bytes;
   std::span<std::uint64_t> before, after;
+  ElementBytes arrays = {};
 };
 
-// A tile of a multiple of so many elements is hashed in the pass that updates it: its arrays fill whole granules then.
-// Any other takes three passes.
+// A tile of a multiple of so many elements is hashed in the pass that updates it, where its arrays fill whole granules
+// then, as those of two bytes an element and more do. Any other takes three passes.
 inline constexpr std::uint64_t kHashedTileUnit = 128 * 1024;
 
 // Elements from the end of the range before up to `end` take the scalars of `group`, or stay as they are.
@@ -30,8 +36,7 @@ struct GroupRange {
 inline constexpr std::uint32_t kNotUpdated = UINT32_MAX;  // as a group
 
 struct TileUpdate {
-  OptimizerTile tile;  // its arrays lie in the extents: weight at the start of `weights`, all others in `states`, one
-                       // behind the other
+  OptimizerTile tile;                         // its arrays are those of the extents
   std::span<const GroupRange> groups;         // the last one ends at tile.count
   std::span<const OptimizerScalars> scalars;  // by group
   ExtentHashes weights;                       // multiples of 64 KiB; what lies behind the payload is hashed as it is

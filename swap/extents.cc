@@ -1,38 +1,39 @@
 #include "swap/extents.h"
 
+#include <algorithm>
+
 namespace spillway {
 
-StateArrays state_arrays(DType weights, OptimizerKind optimizer) {
+StateArrays state_arrays(const TileShape& tile) {
   StateArrays arrays;
-  const auto add = [&arrays](const StateArray& array) { arrays.array[arrays.count++] = array; };
-  if (has_exp_avg(optimizer)) add({.name = "exp_avg", .type = "fp32", .bytes = 4});
-  if (has_exp_avg_sq(optimizer)) add({.name = "exp_avg_sq", .type = "fp32", .bytes = 4});
-  if (weights == DType::kBFloat16) add({.name = "master_residual", .type = "int16", .bytes = 2});
-  if (weights == DType::kFloat16) add({.name = "master", .type = "fp32", .bytes = 4});
+  if (!tile.trainable) return arrays;
+  std::uint64_t offset = 0;
+  const auto add = [&](std::string_view name, std::string_view type, std::uint64_t bytes) {
+    arrays.array[arrays.count++] = {.name = name, .type = type, .bytes = bytes, .offset = offset};
+    offset += tile.count * bytes;
+  };
+  if (has_exp_avg(tile.optimizer)) add(kExpAvg, "fp32", 4);
+  if (has_exp_avg_sq(tile.optimizer)) add(kExpAvgSq, "fp32", 4);
+  if (tile.type == DType::kBFloat16) add(kResidual, "int16", 2);
+  if (tile.type == DType::kFloat16) add(kMaster, "fp32", 4);
   return arrays;
 }
 
+ElementBytes element_bytes(const TileShape& tile, Part part) {
+  if (part == Part::kWeights) return {size_of(tile.type)};
+  ElementBytes bytes = {};
+  std::ranges::transform(state_arrays(tile), bytes.begin(), &StateArray::bytes);
+  return bytes;
+}
+
 std::uint64_t payload_bytes(const TileShape& tile, Part part) {
-  if (part == Part::kWeights) return tile.count * size_of(tile.type);
-  if (!tile.trainable) return 0;
   std::uint64_t bytes = 0;
-  for (const StateArray& array : state_arrays(tile.type, tile.optimizer)) bytes += array.bytes;
+  for (const std::uint64_t element : element_bytes(tile, part)) bytes += element;
   return tile.count * bytes;
 }
 
 std::uint64_t extent_bytes(const TileShape& tile, Part part) {
   return align_up(payload_bytes(tile, part), kExtentAlignment);
-}
-
-StateOffsets state_offsets(const TileShape& tile) {
-  StateOffsets offsets;
-  std::uint64_t at = 0;
-  for (const StateArray& array : state_arrays(tile.type, tile.optimizer)) {
-    (array.name == "exp_avg" ? offsets.exp_avg : array.name == "exp_avg_sq" ? offsets.exp_avg_sq : offsets.master) = at;
-    at += tile.count * array.bytes;
-  }
-  if (tile.type == DType::kFloat32) offsets.master = at;  // none: where the arrays end
-  return offsets;
 }
 
 StoreLayout lay_out_store(std::span<const TileShape> tiles, const StoreGeometry& geometry) {

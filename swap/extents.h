@@ -15,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kernels/tile_update.h"
 #include "spillway/dtype.h"
 #include "spillway/optimizer.h"
 #include "spillway/units.h"
@@ -45,6 +46,7 @@ struct TileShape {
 struct StateArray {
   std::string_view name, type;
   std::uint64_t bytes = 0;          // of an element
+  std::uint64_t offset = 0;         // in the states of a tile
   std::uint64_t group = 1;          // elements that share a scale
   std::string_view scale = "none";  // type of the scales
 };
@@ -55,17 +57,15 @@ struct StateArrays {
   const StateArray* end() const { return array.data() + count; }
 };
 // In the order in which they lie: | exp_avg | exp_avg_sq | master |, of the first two what the optimizer keeps. Master:
-// a bf16 weight's residual, an fp16 weight's fp32 master; an fp32 weight is its own.
-StateArrays state_arrays(DType weights, OptimizerKind optimizer);
+// a bf16 weight's residual, an fp16 weight's fp32 master; an fp32 weight is its own. None in a frozen tile.
+StateArrays state_arrays(const TileShape& tile);
+inline constexpr std::string_view kExpAvg = "exp_avg", kExpAvgSq = "exp_avg_sq";
+inline constexpr std::string_view kResidual = "master_residual", kMaster = "master";
 
-// Byte offsets of these arrays inside the states of a tile; of those that it does not have, of no meaning.
-struct StateOffsets {
-  std::uint64_t exp_avg = 0, exp_avg_sq = 0, master = 0;
-};
+ElementBytes element_bytes(const TileShape& tile, Part part);
 
 std::uint64_t payload_bytes(const TileShape& tile, Part part);
 std::uint64_t extent_bytes(const TileShape& tile, Part part);  // payload, padded to kExtentAlignment
-StateOffsets state_offsets(const TileShape& tile);
 
 struct TileExtents {
   Extent extent[2][kParts];  // [slot][part]; with one slot, [1] equals [0]

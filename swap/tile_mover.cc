@@ -128,7 +128,10 @@ ExtentHashes TileMover::expected_gradient(std::uint32_t index) {
   Buffer& buffer = *buffers_[index];
   if (buffer.gradient.empty()) return {};
   const std::span<std::uint64_t> before(buffer.gradient_before);
-  return {.bytes = buffer.gradient, .before = before.first(div_up(buffer.gradient.size(), kGranuleBytes)), .after = {}};
+  return {.bytes = buffer.gradient,
+          .before = before.first(div_up(buffer.gradient.size(), kGranuleBytes)),
+          .after = {},
+          .arrays = element_bytes(parts_.tiles[buffer.tile].shape, Part::kWeights)};
 }
 
 void TileMover::wait(Buffer& buffer) {
@@ -171,7 +174,9 @@ ExtentHashes TileMover::expected_hashes(std::uint32_t index, Part part, Save kin
   const std::size_t p = index_of(part);
   ExtentHashes hashes;
   if (!buffer.memory.part[p]) return hashes;
-  hashes.bytes = {buffer.memory.part[p], extent_bytes(parts_.tiles[buffer.tile].shape, part)};
+  const TileShape& shape = parts_.tiles[buffer.tile].shape;
+  hashes.bytes = {buffer.memory.part[p], extent_bytes(shape, part)};
+  hashes.arrays = element_bytes(shape, part);
   if (buffer.read[p]) hashes.before = granules(buffer.before[p], buffer, p);
   buffer.hashed[p] = to_slot(buffer, part, kind);
   if (buffer.hashed[p]) hashes.after = granules(buffer.after[p], buffer, p);

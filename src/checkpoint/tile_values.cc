@@ -33,35 +33,20 @@ void for_each_piece(const Plan& plan, std::uint32_t tile, Piece&& piece) {
   }
 }
 
-// Where a tile's weights lie, and what makes them exact: a bf16 residual, an fp16 master; null in a frozen tile, which
-// keeps no more than its weights.
-struct TileArrays {
-  TileArrays(const TilePlace& place, const TileMemory& memory)
-      : type(place.shape.type), weights(memory.part[index_of(Part::kWeights)]) {
-    std::byte* const states = memory.part[index_of(Part::kStates)];
-    if (states && type != DType::kFloat32) exact = states + state_offsets(place.shape).master;
-  }
-  std::uint16_t* halves() const { return reinterpret_cast<std::uint16_t*>(weights); }
-  std::int16_t* residual() const { return reinterpret_cast<std::int16_t*>(exact); }
-  float* master() const { return reinterpret_cast<float*>(exact); }
-
-  DType type;
-  std::byte* weights;
-  std::byte* exact = nullptr;
-};
-
-void put_values(const TileArrays& out, std::uint64_t at, std::span<const float> values) {
+// What makes 16-bit weights exact, a residual or a master, is not there in a frozen tile.
+void put_values(const OptimizerTile& out, std::uint64_t at, std::span<const float> values) {
+  auto* const halves = static_cast<std::uint16_t*>(out.weight);
   switch (out.type) {
-    case DType::kFloat32: std::ranges::copy(values, reinterpret_cast<float*>(out.weights) + at); return;
+    case DType::kFloat32: std::ranges::copy(values, static_cast<float*>(out.weight) + at); return;
     case DType::kFloat16:
-      std::ranges::transform(values, out.halves() + at, float_to_fp16);
-      if (out.exact) std::ranges::copy(values, out.master() + at);
+      std::ranges::transform(values, halves + at, float_to_fp16);
+      if (out.master) std::ranges::copy(values, out.master + at);
       return;
     case DType::kBFloat16:
       for (std::size_t i = 0; i < values.size(); ++i) {
         const SplitMaster split = split_master(values[i]);
-        out.halves()[at + i] = out.exact ? split.weight : float_to_bf16(values[i]);
-        if (out.exact) out.residual()[at + i] = split.residual;
+        halves[at + i] = out.residual ? split.weight : float_to_bf16(values[i]);
+        if (out.residual) out.residual[at + i] = split.residual;
       }
   }
 }
@@ -81,14 +66,15 @@ std::string_view infinity_or_nan(float not_finite) {
   return std::isnan(not_finite) ? "NaN" : not_finite < 0 ? "-Inf" : "Inf";
 }
 
-void take_values(const TileArrays& in, bool exact, std::uint64_t at, std::span<float> values) {
-  const bool whole = exact && in.exact;
+void take_values(const OptimizerTile& in, bool exact, std::uint64_t at, std::span<float> values) {
+  const bool whole = exact && (in.master || in.residual);
+  const auto* const halves = static_cast<const std::uint16_t*>(in.weight);
   for (std::size_t i = 0; i < values.size(); ++i, ++at) {
     switch (in.type) {
-      case DType::kFloat32: values[i] = reinterpret_cast<const float*>(in.weights)[at]; break;
-      case DType::kFloat16: values[i] = whole ? in.master()[at] : fp16_to_float(in.halves()[at]); break;
+      case DType::kFloat32: values[i] = static_cast<const float*>(in.weight)[at]; break;
+      case DType::kFloat16: values[i] = whole ? in.master[at] : fp16_to_float(halves[at]); break;
       case DType::kBFloat16:
-        values[i] = whole ? join_master({in.halves()[at], in.residual()[at]}) : bf16_to_float(in.halves()[at]);
+        values[i] = whole ? join_master({halves[at], in.residual[at]}) : bf16_to_float(halves[at]);
         break;
     }
   }
@@ -97,7 +83,7 @@ void take_values(const TileArrays& in, bool exact, std::uint64_t at, std::span<f
 }  // namespace
 
 void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source) {
-  const TileArrays out(plan.tile_places[tile], memory);
+  const OptimizerTile out = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
   std::vector<float> values(kValuesAtOnce);
   for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
     const std::span<float> piece = std::span(values).first(count);
@@ -107,7 +93,7 @@ void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, c
 }
 
 void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink) {
-  const TileArrays in(plan.tile_places[tile], memory);
+  const OptimizerTile in = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
   std::vector<float> values(kValuesAtOnce);
   for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
     const std::span<float> piece = std::span(values).first(count);
@@ -178,15 +164,18 @@ void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory,
 }
 
 OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, const std::byte* gradient) {
-  const StateOffsets at = state_offsets(shape);
-  std::byte* states = memory.part[index_of(Part::kStates)];
   OptimizerTile tile;
   tile.type = shape.type;
   tile.weight = memory.part[index_of(Part::kWeights)];
-  if (tile.type == DType::kBFloat16) tile.residual = reinterpret_cast<std::int16_t*>(states + at.master);
-  if (tile.type == DType::kFloat16) tile.master = reinterpret_cast<float*>(states + at.master);
-  if (has_exp_avg(shape.optimizer)) tile.exp_avg = reinterpret_cast<float*>(states + at.exp_avg);
-  if (has_exp_avg_sq(shape.optimizer)) tile.exp_avg_sq = reinterpret_cast<float*>(states + at.exp_avg_sq);
+  if (std::byte* const states = memory.part[index_of(Part::kStates)]) {
+    for (const StateArray& array : state_arrays(shape)) {
+      std::byte* const at = states + array.offset;
+      if (array.name == kExpAvg) tile.exp_avg = reinterpret_cast<float*>(at);
+      if (array.name == kExpAvgSq) tile.exp_avg_sq = reinterpret_cast<float*>(at);
+      if (array.name == kResidual) tile.residual = reinterpret_cast<std::int16_t*>(at);
+      if (array.name == kMaster) tile.master = reinterpret_cast<float*>(at);
+    }
+  }
   tile.gradient = gradient;
   tile.count = shape.count;
   return tile;

@@ -35,7 +35,7 @@ void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory,
                  const WeightSource& source);
 void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment, const WeightSink& sink);
 
-// The same layout as the optimizer sees it: where a trainable tile's arrays lie.
+// The same layout as the optimizer sees it: where the tile's arrays lie; null, what memory does not have.
 OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, const std::byte* gradient);
 
 }  // namespace spillway

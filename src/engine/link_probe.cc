@@ -64,11 +64,13 @@ double update_seconds(HostWorkers& workers, std::span<std::byte> memory, const T
   };
   const OptimizerScalars scalars = optimizer_scalars({.kind = shape.optimizer}, 1, 1);
   const GroupRange all{shape.count, 0};
-  const TileUpdate update{.tile = tile_arrays(shape, tile, weights.data() + weights.size()),
-                          .groups = {&all, 1},
-                          .scalars = {&scalars, 1},
-                          .weights = {weights, granules(0, weights.size()), granules(1, weights.size())},
-                          .states = {states, granules(2, states.size()), granules(3, states.size())}};
+  const TileUpdate update{
+      .tile = tile_arrays(shape, tile, weights.data() + weights.size()),
+      .groups = {&all, 1},
+      .scalars = {&scalars, 1},
+      .weights = {weights, granules(0, weights.size()), granules(1, weights.size()),
+                  element_bytes(shape, Part::kWeights)},
+      .states = {states, granules(2, states.size()), granules(3, states.size()), element_bytes(shape, Part::kStates)}};
   return best_seconds([&] { update_tile(update, workers); }) / static_cast<double>(shape.count);
 }
 

@@ -65,7 +65,7 @@ void write_states(DescriptionWriter& out, DType weights, OptimizerKind optimizer
   };
   out.Key(kStates);
   out.StartArray();
-  for (const StateArray& array : state_arrays(weights, optimizer)) {
+  for (const StateArray& array : state_arrays({.type = weights, .optimizer = optimizer})) {
     out.StartObject();
     put("name", array.name);
     put("type", array.type);
@@ -118,7 +118,7 @@ Parameter parse_parameter(const rapidjson::Value& value, const std::string& obje
 // Refuses arrays that are not those which this version keeps for such a model: their bytes would be misread.
 void check_states(const rapidjson::Value& states, const StoredModel& stored, const std::string& object) {
   if (!states.IsArray()) corrupt(object);
-  const StateArrays known = state_arrays(stored.weights, stored.optimizer);
+  const StateArrays known = state_arrays({.type = stored.weights, .optimizer = stored.optimizer});
   const auto refuse = [&](const std::string& what) {
     throw Error(Code::kUnsupported, {object, what, 0, "use the version that made the store"});
   };

@@ -46,6 +46,18 @@ struct Tile {
     return tile;
   }
 
+  ElementBytes weight_bytes() const { return {size_of(type)}; }
+  ElementBytes state_bytes() {
+    const OptimizerTile tile = arrays();
+    ElementBytes bytes = {};
+    std::size_t next = 0;
+    for (const float* array : {tile.exp_avg, tile.exp_avg_sq, tile.master}) {
+      if (array != nullptr) bytes[next++] = sizeof *array;
+    }
+    if (tile.residual != nullptr) bytes[next++] = sizeof *tile.residual;
+    return bytes;
+  }
+
   DType type;
   OptimizerKind kind;
   std::size_t count;
@@ -96,8 +108,8 @@ TEST_P(TileUpdateTest, HashesAndUpdatesAsSeparatePassesDo) {
     const TileUpdate update{.tile = tile.arrays(),
                             .groups = groups,
                             .scalars = scalars,
-                            .weights = {tile.weights, room(0, w), room(1, w)},
-                            .states = {tile.states, room(2, s), room(3, s)}};
+                            .weights = {tile.weights, room(0, w), room(1, w), tile.weight_bytes()},
+                            .states = {tile.states, room(2, s), room(3, s), tile.state_bytes()}};
     ASSERT_TRUE(update_tile(update, *workers));
     EXPECT_EQ(tile.weights, wanted.weights) << choice;
     EXPECT_EQ(tile.states, wanted.states) << choice;
@@ -123,8 +135,8 @@ TEST_P(TileUpdateTest, AValueThatIsNotFiniteIsReported) {
   const TileUpdate update{.tile = tile.arrays(),
                           .groups = groups,
                           .scalars = scalars,
-                          .weights = {tile.weights, {}, {}},
-                          .states = {tile.states, {}, after}};
+                          .weights = {tile.weights, {}, {}, tile.weight_bytes()},
+                          .states = {tile.states, {}, after, tile.state_bytes()}};
   EXPECT_FALSE(update_tile(update, *workers));
   EXPECT_EQ(after, granules_of(tile.states));
 }

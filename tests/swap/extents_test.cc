@@ -29,10 +29,18 @@ TEST(Extents, StatesAreTheMomentsOfTheOptimizerAndTheMaster) {
          {std::pair(DType::kFloat32, 0u), std::pair(DType::kBFloat16, 2u), std::pair(DType::kFloat16, 4u)}) {
       const TileShape shape{.count = 1024, .type = type, .optimizer = kind};
       EXPECT_EQ(payload_bytes(shape, Part::kStates), 1024u * (moments + master));
-      EXPECT_EQ(state_offsets(shape).master, 1024u * moments);
-      EXPECT_EQ(state_offsets(shape).exp_avg, 0u);
-      if (!has_exp_avg_sq(kind)) continue;
-      EXPECT_EQ(state_offsets(shape).exp_avg_sq, kind == OptimizerKind::kAdam ? 4096u : 0u);
+      const StateArrays arrays = state_arrays(shape);
+      std::uint64_t end = 0;
+      for (const StateArray& array : arrays) {
+        EXPECT_EQ(array.offset, end) << array.name;
+        end += 1024 * array.bytes;
+        if (array.name == kMaster || array.name == kResidual) {
+          EXPECT_EQ(array.offset, 1024u * moments);
+          EXPECT_EQ(array.bytes, master);
+        }
+      }
+      EXPECT_EQ(arrays.count, moments / 4 + (master > 0 ? 1 : 0));
+      EXPECT_EQ(state_arrays({.count = 1024, .type = type, .trainable = false, .optimizer = kind}).count, 0u);
     }
   }
 }
