@@ -130,12 +130,6 @@ StripeMap StoreFiles::stripes_of(std::span<const std::uint32_t> shares) {
   return StripeMap(shares, kStripeUnitBytes, kExtentAlignment);
 }
 
-std::uint64_t StoreFiles::disk_bytes(std::uint64_t total_bytes, std::size_t paths) {
-  const std::uint64_t space =
-      paths == 1 ? total_bytes : align_up(total_bytes - kExtentAlignment, kStripeUnitBytes) + paths * kExtentAlignment;
-  return space + paths * kExtentAlignment;  // the second superblocks
-}
-
 std::uint64_t StoreFiles::file_bytes(const StripeMap& stripes, std::uint32_t file, std::uint64_t total_bytes) {
   return stripes.file_bytes(file, total_bytes) + kExtentAlignment;
 }

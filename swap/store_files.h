@@ -46,9 +46,8 @@ class StoreFiles {
  public:
   static bool exist(std::span<const std::filesystem::path> directories);  // any of them
   static StripeMap stripes_of(std::span<const std::uint32_t> shares);
-  // Size of a file of a new store whose space ends at `total_bytes`, and disk space of all of them.
+  // Size of a file of a new store whose space ends at `total_bytes`. Of all of them: disk_bytes().
   static std::uint64_t file_bytes(const StripeMap& stripes, std::uint32_t file, std::uint64_t total_bytes);
-  static std::uint64_t disk_bytes(std::uint64_t total_bytes, std::size_t paths);
 
   // The name of a new file, and the removal of those that killed runs have left: kBusy when one's run goes on, for
   // longer than the patience, which a killed one may need to end.

@@ -16,14 +16,6 @@ std::uint64_t buffer_offset(const TileShape& shape, std::size_t part) {
 
 }  // namespace
 
-std::uint64_t mover_buffer_bytes(std::span<const TilePlace> tiles) {
-  std::uint64_t most = 0;
-  for (const TilePlace& tile : tiles) {
-    most = std::max(most, extent_bytes(tile.shape, Part::kWeights) + extent_bytes(tile.shape, Part::kStates));
-  }
-  return most;
-}
-
 TileMover::TileMover(TileMoverParts parts) : parts_(std::move(parts)) {
   SPILLWAY_CHECK(parts_.buffers.size() >= parts_.count * parts_.buffer_bytes, "the buffers lie in their piece");
   for (std::uint32_t b = 0; b < parts_.count; ++b) {

@@ -57,9 +57,6 @@ struct TileMoverParts {
   Watch watch = {};
 };
 
-// The padded size of a buffer that any of the tiles fits in.
-std::uint64_t mover_buffer_bytes(std::span<const TilePlace> tiles);
-
 class TileMover {
  public:
   explicit TileMover(TileMoverParts parts);

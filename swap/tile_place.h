@@ -1,9 +1,11 @@
 // Where a tile's bytes are at home between updates. Decided by the plan, fixed for a run.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 
 #include "spillway/placement.h"
 #include "swap/extents.h"
@@ -36,6 +38,15 @@ constexpr bool written_by_update(const TilePlace& place, Part part) {
   if (!place.shape.trainable) return false;
   return place.home[index_of(part)] == Placement::kNvme || place.home[index_of(Part::kStates)] == Placement::kNvme ||
          !place.home[index_of(Part::kWeights)];
+}
+
+// The padded size of a buffer that any of the tiles fits in.
+inline std::uint64_t mover_buffer_bytes(std::span<const TilePlace> tiles) {
+  std::uint64_t most = 0;
+  for (const TilePlace& tile : tiles) {
+    most = std::max(most, extent_bytes(tile.shape, Part::kWeights) + extent_bytes(tile.shape, Part::kStates));
+  }
+  return most;
 }
 
 }  // namespace spillway

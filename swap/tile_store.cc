@@ -36,25 +36,6 @@ std::filesystem::path store_file(const std::filesystem::path& directory) { retur
 
 }  // namespace
 
-RecordForm TileStore::form_of(const Created& shape) {
-  return {.fingerprint = shape.identity.fingerprint, .tiles = shape.tiles.size(), .parameters = shape.parameters};
-}
-
-StoreGeometry TileStore::geometry_of(const Created& shape, const RecordForm& form) {
-  return {.description_bytes = align_up(shape.identity.description.size() + 1, kExtentAlignment),
-          .record_bytes = record_bytes(form),
-          .scratch_bytes = shape.scratch_bytes,
-          .slots = shape.slots};
-}
-
-std::uint64_t TileStore::space_bytes(const Created& shape) {
-  return lay_out_store(shape.tiles, geometry_of(shape, form_of(shape))).total_bytes;
-}
-
-std::uint64_t TileStore::disk_bytes(const Created& shape, std::size_t paths) {
-  return StoreFiles::disk_bytes(space_bytes(shape), paths);
-}
-
 std::uint64_t free_disk_bytes(const std::filesystem::path& directory) {
   struct statvfs info;
   if (::statvfs(directory.c_str(), &info) != 0) {
@@ -75,8 +56,8 @@ std::uint64_t TileStore::file_bytes(const std::filesystem::path& directory) {
 
 bool TileStore::exists(const StorePaths& paths) { return StoreFiles::exist(paths.directories); }
 
-TileStore::TileStore(StoreFiles files, const Created& shape, StoreLayout layout)
-    : files_(std::move(files)), form_(form_of(shape)), slots_(shape.slots), layout_(std::move(layout)) {
+TileStore::TileStore(StoreFiles files, const StoreShape& shape, StoreLayout layout)
+    : files_(std::move(files)), form_(record_form(shape)), slots_(shape.slots), layout_(std::move(layout)) {
   committed_.tiles.resize(shape.tiles.size());
   make_room();
   written_.resize(shape.tiles.size());
@@ -91,7 +72,7 @@ void TileStore::make_room() {
   }
 }
 
-std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Created& shape, bool replace,
+std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const StoreShape& shape, bool replace,
                                              const std::function<void()>& before_loss) {
   const auto& directories = paths.directories;
   for (const auto& directory : directories) {
@@ -128,7 +109,7 @@ std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Crea
     if (before_loss) before_loss();
     files.take_over(space_bytes(shape));
   }
-  StoreLayout layout = lay_out_store(shape.tiles, geometry_of(shape, form_of(shape)));
+  StoreLayout layout = lay_out_store(shape.tiles, store_geometry(shape, record_form(shape)));
   std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
   store->replaced_ = std::move(old);
   store->write_description(shape);
@@ -141,7 +122,7 @@ void TileStore::write_text(const std::string& description) {
   files_.write_at(layout_.description_offset, buffer.bytes());
 }
 
-void TileStore::write_description(const Created& shape) {
+void TileStore::write_description(const StoreShape& shape) {
   const std::string& text = shape.identity.description;
   write_text(text);
   // fallocate gives zeros, a reused device might not: an old record must never pass for one of this store.

@@ -24,8 +24,8 @@
 #include "spillway/remedy.h"
 #include "swap/extents.h"
 #include "swap/manifest.h"
-#include "swap/rank.h"
 #include "swap/store_files.h"
+#include "swap/store_shape.h"
 #include "swap/store_thread.h"
 
 namespace spillway {
@@ -41,32 +41,8 @@ struct StorePaths {
   std::vector<std::uint32_t> shares;  // of a new store (stripe_map.h); empty: equal ones
 };
 
-struct StoreIdentity {
-  std::string description;        // kept in the file; what the store is a store of
-  std::uint64_t fingerprint = 0;  // of whatever must be equal for a store to fit a run
-  Rank rank = {};                 // whose part of the model it has
-  // What two descriptions differ in, first what their fingerprints cover; empty or null: not known here.
-  // Throws kUnsupported when the stored one tells of what this version does not know.
-  std::string (*difference)(const std::string& stored, const std::string& wanted) = nullptr;
-  // The description as a store of that format has it; null: all have the same.
-  std::string (*as_of_format)(const std::string& description, std::uint32_t format) = nullptr;
-};
-
 class TileStore {
  public:
-  struct Created {
-    std::vector<TileShape> tiles;
-    std::uint64_t parameters = 0;  // of the model: a commit may record a number of each
-    std::uint32_t slots = 2;
-    std::uint64_t scratch_bytes = 0;        // of a new store
-    std::uint64_t least_scratch_bytes = 0;  // that a run cannot do without
-    StoreIdentity identity;
-    std::function<std::string(std::uint32_t tile)> name_of = {};  // for error messages; null: its number
-  };
-
-  // Where the space of a store of this shape ends, and the disk space that it takes in so many paths.
-  static std::uint64_t space_bytes(const Created& shape);
-  static std::uint64_t disk_bytes(const Created& shape, std::size_t paths);
   static bool exists(const StorePaths& paths);  // in any of them
   // What a new store there would make free: an existing file, and one that a killed run has left.
   static std::uint64_t file_bytes(const std::filesystem::path& directory);
@@ -74,23 +50,23 @@ class TileStore {
   // Makes a new store, which is there for others with its first commit(). An existing one is replaced only when
   // `replace`: by that commit, or now, where a disk has no room for both and the new one takes over its file;
   // `before_loss`, unless null, is called first and may throw. Where there is no room an existing one stays.
-  static std::unique_ptr<TileStore> create(const StorePaths& paths, const Created& shape, bool replace,
+  static std::unique_ptr<TileStore> create(const StorePaths& paths, const StoreShape& shape, bool replace,
                                            const std::function<void()>& before_loss = {});
   // Opens an existing store of exactly this shape and identity at its last commit; its disk space is reserved, and
   // its scratch area grows to what a run cannot do without.
-  static std::unique_ptr<TileStore> open(const StorePaths& paths, const Created& shape);
+  static std::unique_ptr<TileStore> open(const StorePaths& paths, const StoreShape& shape);
   // The same to read what is committed; nothing is changed, so it may lie where nothing can be written.
-  static std::unique_ptr<TileStore> open_to_read(const StorePaths& paths, const Created& shape);
+  static std::unique_ptr<TileStore> open_to_read(const StorePaths& paths, const StoreShape& shape);
   // Makes the older record's step the committed one, once every byte of it is verified; throws kCorrupt, with nothing
   // changed, when it cannot be. Returns the step.
-  static std::uint64_t roll_back(const StorePaths& paths, const Created& shape,
+  static std::uint64_t roll_back(const StorePaths& paths, const StoreShape& shape,
                                  const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress);
   // What the store is a store of.
   static std::string read_description(const StoreFiles& files);
 
   // For who only looks (StoreFiles::open_to_look): where everything lies in a store of this shape, and its records.
   // Throw like open().
-  static StoreLayout read_layout(const StoreFiles& files, const Created& shape);
+  static StoreLayout read_layout(const StoreFiles& files, const StoreShape& shape);
   static ManifestChoice read_records(const StoreFiles& files, const StoreLayout& layout);
 
   StoreFiles& files() noexcept { return files_; }
@@ -138,16 +114,14 @@ class TileStore {
  private:
   static constexpr double kLockPatienceSeconds = 10;  // the kernel may still finish a killed holder's writes
 
-  TileStore(StoreFiles files, const Created& shape, StoreLayout layout);
-  static RecordForm form_of(const Created& shape);  // of a new store
+  TileStore(StoreFiles files, const StoreShape& shape, StoreLayout layout);
   static RecordForm form_of(const Superblock& block);
-  static StoreGeometry geometry_of(const Created& shape, const RecordForm& form);
-  static std::unique_ptr<TileStore> at_last_commit(StoreFiles files, const Created& shape);
-  void write_description(const Created& shape);
+  static std::unique_ptr<TileStore> at_last_commit(StoreFiles files, const StoreShape& shape);
+  void write_description(const StoreShape& shape);
   void write_text(const std::string& description);
   void make_room();
-  void load_manifest(const Created& shape);
-  void check_description(const Created& shape);
+  void load_manifest(const StoreShape& shape);
+  void check_description(const StoreShape& shape);
   void rewrite_record();
   void reserve(std::uint64_t least_scratch_bytes);
 

@@ -35,7 +35,7 @@ RecordForm TileStore::form_of(const Superblock& block) {
 
 // Only who looks at the store without its run needs the description: a run brings its own. But one that tells of state
 // arrays which this version does not know is refused (kUnsupported).
-void TileStore::check_description(const Created& shape) {
+void TileStore::check_description(const StoreShape& shape) {
   const Superblock& block = files_.superblock();
   const StoreIdentity& identity = shape.identity;
   const std::string own =
@@ -59,7 +59,7 @@ void TileStore::check_description(const Created& shape) {
   }
 }
 
-std::unique_ptr<TileStore> TileStore::at_last_commit(StoreFiles files, const Created& shape) {
+std::unique_ptr<TileStore> TileStore::at_last_commit(StoreFiles files, const StoreShape& shape) {
   refuse_one_slot(files);
   StoreLayout layout = read_layout(files, shape);
   std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
@@ -69,7 +69,7 @@ std::unique_ptr<TileStore> TileStore::at_last_commit(StoreFiles files, const Cre
   return store;
 }
 
-std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Created& shape) {
+std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const StoreShape& shape) {
   auto store = at_last_commit(StoreFiles::open(paths.directories, kLockPatienceSeconds), shape);
   try {
     StoreFiles::remove_leftovers(paths.directories, 0);  // of a run that was to replace this store and was cut short
@@ -85,7 +85,7 @@ std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const Create
   return store;
 }
 
-std::unique_ptr<TileStore> TileStore::open_to_read(const StorePaths& paths, const Created& shape) {
+std::unique_ptr<TileStore> TileStore::open_to_read(const StorePaths& paths, const StoreShape& shape) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(kLockPatienceSeconds);
   while (true) {
     StoreFiles files = StoreFiles::open_to_look(paths.directories);
@@ -110,7 +110,7 @@ void TileStore::rewrite_record() {
   }
 }
 
-std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape,
+std::uint64_t TileStore::roll_back(const StorePaths& paths, const StoreShape& shape,
                                    const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress) {
   StoreFiles files = StoreFiles::open(paths.directories, kLockPatienceSeconds);
   refuse_one_slot(files);
@@ -138,7 +138,7 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const Created& shape
   return choice.older->step;
 }
 
-StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape) {
+StoreLayout TileStore::read_layout(const StoreFiles& files, const StoreShape& shape) {
   const Superblock& block = files.superblock();
   const std::string path = files.files().front().path().string();
   const Rank own = shape.identity.rank;
@@ -161,11 +161,11 @@ StoreLayout TileStore::read_layout(const StoreFiles& files, const Created& shape
     what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
     throw Error(Code::kInvalidArgument, path, std::move(what), 0, Remedy::kItsSettingsOrReplace);
   }
-  Created as_stored = shape;
+  StoreShape as_stored = shape;
   as_stored.slots = block.slots;
   as_stored.scratch_bytes = block.scratch_bytes;
   as_stored.identity.description.resize(block.description_bytes);
-  StoreLayout layout = lay_out_store(shape.tiles, geometry_of(as_stored, form_of(block)));
+  StoreLayout layout = lay_out_store(shape.tiles, store_geometry(as_stored, form_of(block)));
   if (layout.total_bytes != block.total_bytes) {
     throw Error(Code::kCorrupt, path, "the superblock does not fit the model", 0, Remedy::kReplace);
   }
@@ -216,7 +216,7 @@ ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayou
   return choice;
 }
 
-void TileStore::load_manifest(const Created& shape) {
+void TileStore::load_manifest(const StoreShape& shape) {
   const std::string path = files_.files().front().path().string();
   ManifestChoice choice = read_records(files_, layout_);
   if (!choice.manifest) {

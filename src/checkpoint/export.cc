@@ -20,6 +20,7 @@
 #include "src/formats/plain_file.h"
 #include "src/plan/description.h"
 #include "src/plan/plan.h"
+#include "swap/tile_store.h"
 
 namespace spillway {
 namespace {

@@ -156,7 +156,7 @@ CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const
 std::uint64_t roll_back_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options) {
   const StoredModel stored = read_stored_model(StoreFiles::open_to_look(paths));
   const Plan plan = plan_of_store(stored, paths);
-  TileStore::Created shape = store_shape(plan);
+  StoreShape shape = store_shape(plan);
   shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, stored.model, tile); };
   return TileStore::roll_back(paths, shape, options.progress);
 }

@@ -8,6 +8,7 @@
 #include "spillway/store.h"
 #include "src/plan/description.h"
 #include "src/plan/plan.h"
+#include "swap/store_files.h"
 
 namespace spillway {
 

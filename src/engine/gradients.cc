@@ -26,7 +26,8 @@ GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& m
       scratch_offset_(scratch_offset),
       spilled_checksums_(plan.tiles.size()),
       timeline_(timeline),
-      accumulators_(accumulators) {
+      accumulators_(accumulators),
+      memory_(step_policies(plan).gradients) {
   blocks_.resize(plan.blocks.size());
   std::uint64_t largest = 0;
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
@@ -36,7 +37,6 @@ GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& m
     blocks_[b].landed = device.create_event();
     largest = std::max(largest, plan.blocks[b].partition.trainable_elements);
   }
-  passing_.resize(plan.host.passing.size());
   staging_.resize(plan.hbm.staging.size());
   std::size_t most_tiles = 0;
   for (const BlockPlan& block : plan.blocks) most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
@@ -53,9 +53,9 @@ GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& m
 }
 
 GradientCollector::~GradientCollector() {
-  for (Staging& staging : staging_) {
+  for (std::uint32_t s = 0; s < staging_.size(); ++s) {
     try {
-      finish_spill(staging);
+      finish_spill(s);
     } catch (const Error&) {  // nobody reads it any more
     }
   }
@@ -73,32 +73,13 @@ void GradientCollector::begin_step() {
     block.open = 0;
     for (const Parameter& parameter : model_.blocks[b].parameters)
       block.open += parameter.trainable && parameter.pushes > 0;
-    block.staging.reset();
-    block.passing.reset();
-    block.piecewise = false;
+    block.unnormed = false;
     std::ranges::fill(block.in_staging, std::uint8_t{0});
     host_norm(static_cast<std::uint32_t>(b)) = {};
   }
-  for (Staging& staging : staging_) staging.block.reset();
-  for (auto& passing : passing_) passing.reset();
+  memory_.begin_step();
   accumulator_owner_.reset();
   if (accumulators_) accumulators_->begin_step();
-}
-
-std::optional<std::uint32_t> GradientCollector::free_passing(std::uint32_t block) const {
-  std::optional<std::uint32_t> choice;  // the last that fits: only the first holds the largest
-  for (std::uint32_t i = 0; i < passing_.size(); ++i) {
-    if (!passing_[i] && plan_.host.passing[i].bytes >= plan_.blocks[block].gradient.bytes) choice = i;
-  }
-  return choice;
-}
-
-bool GradientCollector::has_room(std::uint32_t block) const {
-  return plan_.blocks[block].gradient_home || blocks_[block].passing || free_passing(block);
-}
-
-void GradientCollector::forget(std::uint32_t block) {
-  if (blocks_[block].passing) passing_[*blocks_[block].passing].reset();
 }
 
 namespace {
@@ -149,19 +130,14 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
                 "push all micro-batches of a block before the next, or describe more than one backward visit");
   }
   const bool completes = pushes + 1 == parameter.pushes && block.open == 1;
-  if (!plan_.gradients_in_hbm && !block.staging && (!accumulates(gradient.block) || completes)) {
-    const auto& holder = staging_[next_staging_for(gradient.block)].block;
-    if (holder && plan_.blocks[*holder].gradient_home == Placement::kNvme) {
+  if (!accumulates(gradient.block) || completes) {
+    if (const auto holder = memory_.in_the_way(gradient.block)) {
       refuse_push("block " + model_.blocks[*holder].name,
                   "its gradients are incomplete while those of other blocks come, and go to nvme as a whole",
                   "push all gradients of a block before the next, or raise spillway.host_bytes");
     }
   }
-  if (!plan_.blocks[gradient.block].gradient_home && !block.passing) {
-    block.passing = free_passing(gradient.block);
-    SPILLWAY_CHECK(block.passing, "has_room() was asked");
-    passing_[*block.passing] = gradient.block;
-  }
+  memory_.come(gradient.block);
   const bool last = ++pushes == parameter.pushes;
   const bool first = brings && std::exchange(block.brought[gradient.parameter], std::uint8_t{1}) == 0;
   const ParameterPlace& place = plan_.blocks[gradient.block].partition.parameters[gradient.parameter];
@@ -194,34 +170,14 @@ void GradientCollector::expect(std::uint32_t block) {
   if (plan_.blocks[block].accumulator_home && blocks_[block].open > 0) accumulators_->expect(block);
 }
 
-// A free one that is large enough, in turn; with none free, the first in turn that is large enough.
-std::uint32_t GradientCollector::next_staging_for(std::uint32_t block) const {
-  const auto count = static_cast<std::uint32_t>(staging_.size());
-  auto fits = [&](std::uint32_t i) { return plan_.hbm.staging[i].bytes >= plan_.blocks[block].gradient.bytes; };
-  std::uint32_t index = next_staging_;
-  for (std::uint32_t i = 0; i < count && (staging_[index].block || !fits(index)); ++i) index = (index + 1) % count;
-  while (!fits(index)) index = (index + 1) % count;  // the first holds the largest
-  return index;
-}
-
 // Where the block's rounded gradient is put together.
 std::byte* GradientCollector::staging_for(std::uint32_t block, Stream& stream) {
   if (plan_.gradients_in_hbm) return hbm(plan_.blocks[block].gradient.offset);
-  BlockState& state = blocks_[block];
-  if (!state.staging) {
-    const std::uint32_t index = next_staging_for(block);
-    Staging& staging = staging_[index];
-    if (staging.block) {  // more blocks are open than there is staging: what has come of this one goes down now
-      blocks_[*staging.block].piecewise = true;
-      send_down(*staging.block, stream);
-    }
-    next_staging_ = (index + 1) % static_cast<std::uint32_t>(staging_.size());
-    finish_spill(staging);
-    if (staging.free->recorded()) device_.wait(stream, *staging.free);
-    staging.block = block;
-    state.staging = index;
-  }
-  return hbm(plan_.hbm.staging[*state.staging].offset);
+  const GradientStaging staged = memory_.stage(block);
+  if (staged.down) send_down(*staged.down, stream);
+  if (staged.free == StagingFree::kWritten) finish_spill(staged.staging);
+  if (staged.free == StagingFree::kCopied) device_.wait(stream, *staging_[staged.staging].free);
+  return hbm(plan_.hbm.staging[staged.staging].offset);
 }
 
 void GradientCollector::round_into(std::byte* staging, std::uint32_t block, std::uint32_t parameter, const void* from,
@@ -242,19 +198,15 @@ void GradientCollector::fill_zeros(std::byte* staging, std::uint32_t block, std:
   blocks_[block].in_staging[parameter] = 1;
 }
 
-// Copies what the block's staging holds to host memory and gives the staging back.
-void GradientCollector::send_down(std::uint32_t b, Stream& stream) {
+// What the block's staging holds goes down, and the staging is another's.
+void GradientCollector::send_down(const GradientDown& down, Stream& stream) {
+  const std::uint32_t b = down.block;
   BlockState& block = blocks_[b];
   const BlockPlan& plan = plan_.blocks[b];
-  Staging& staging = staging_[*block.staging];
-  const std::byte* from = hbm(plan_.hbm.staging[*block.staging].offset);
+  Staging& staging = staging_[down.staging];
+  const std::byte* from = hbm(plan_.hbm.staging[down.staging].offset);
   device_.record(*staging.filled, stream);
-  if (plan.gradient_home == Placement::kNvme) {
-    start_spill(staging, b, from);
-    staging.block.reset();
-    block.staging.reset();
-    return;
-  }
+  if (down.way == DownWay::kSpill) return start_spill(staging, b, from);
   std::byte* to = host_gradient(b);
   auto copy = [&](std::uint64_t first, std::uint64_t bytes) {
     const StreamSpan span(timeline_, {.kind = SpanKind::kGradientDown, .subject = b, .bytes = bytes}, d2h_);
@@ -262,9 +214,10 @@ void GradientCollector::send_down(std::uint32_t b, Stream& stream) {
     d2h_bytes_ += bytes;
   };
   device_.wait(d2h_, *staging.filled);
-  if (!block.piecewise) {
+  if (down.way == DownWay::kWhole) {
     copy(0, plan.gradient.bytes);
   } else {
+    block.unnormed = true;
     for (std::size_t p = 0; p < block.in_staging.size(); ++p) {
       if (!block.in_staging[p]) continue;
       const ParameterPlace& place = plan.partition.parameters[p];
@@ -274,8 +227,6 @@ void GradientCollector::send_down(std::uint32_t b, Stream& stream) {
   std::ranges::fill(block.in_staging, std::uint8_t{0});
   device_.record(*staging.free, d2h_);
   device_.record(*last_copy_, d2h_);
-  staging.block.reset();
-  block.staging.reset();
 }
 
 void GradientCollector::start_spill(Staging& staging, std::uint32_t b, const std::byte* from) {
@@ -294,11 +245,13 @@ void GradientCollector::start_spill(Staging& staging, std::uint32_t b, const std
   spiller_->start(spill);
 }
 
-void GradientCollector::finish_spill(Staging& staging) {
+void GradientCollector::finish_spill(std::uint32_t s) {
+  Staging& staging = staging_[s];
   if (!staging.spilling_block) return;
   const BlockPlan& block = plan_.blocks[*staging.spilling_block];
   staging.spilling_block.reset();
   spiller_->wait_written(*staging.spill);
+  memory_.written(s);
   auto piece = staging.spill->pieces.begin();
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
     if (plan_.tiles[t].range.trainable) spilled_checksums_[t] = (piece++)->checksum;
@@ -329,17 +282,18 @@ void GradientCollector::complete(std::uint32_t b, Stream& stream) {
     if (accumulator_owner_ == b) accumulator_owner_.reset();
     if (plan.accumulator_home) accumulators_->complete(b, stream);
   }
-  if (!block.piecewise) {
+  const GradientDown down = memory_.complete(b);
+  if (down.way != DownWay::kParts) {
     auto* norm = reinterpret_cast<NormResult*>(hbm(plan_.hbm.norms.offset)) + b;
-    std::byte* const staging = staging_for(b, stream);
+    const std::byte* rounded = hbm((plan_.gradients_in_hbm ? plan.gradient : plan_.hbm.staging[down.staging]).offset);
     device_.record(*rounded_, stream);
     device_.wait(d2h_, *rounded_);
-    device_.squared_norm_async(staging, type_, plan.partition.trainable_elements,
+    device_.squared_norm_async(rounded, type_, plan.partition.trainable_elements,
                                reinterpret_cast<double*>(hbm(plan_.hbm.leaves.offset)), norm, d2h_);
     device_.copy_async(CopyKind::kDeviceToHost, &host_norm(b), norm, sizeof *norm, d2h_);
     device_.record(*last_copy_, d2h_);
   }
-  if (!plan_.gradients_in_hbm) send_down(b, stream);
+  if (down.way != DownWay::kStays) send_down(down, stream);
   device_.record(*block.landed, d2h_);
 }
 
@@ -375,21 +329,22 @@ bool GradientCollector::landed(std::uint32_t block) const { return device_.done(
 
 void GradientCollector::wait_landed(std::uint32_t b) {
   device_.synchronize(*blocks_[b].landed);
-  if (!blocks_[b].piecewise) return;
+  if (!blocks_[b].unnormed) return;
   host_norm(b) = squared_norm(gradient(b), type_, plan_.blocks[b].partition.trainable_elements, leaves_, workers_);
-  blocks_[b].piecewise = false;
+  blocks_[b].unnormed = false;
 }
 
 void GradientCollector::settle() {
   if (accumulators_) accumulators_->settle();
-  for (Staging& staging : staging_) finish_spill(staging);
+  for (std::uint32_t s = 0; s < staging_.size(); ++s) finish_spill(s);
   if (last_copy_->recorded()) device_.synchronize(*last_copy_);
+  memory_.copied();
 }
 
 void GradientCollector::wait_landed() {
   settle();
   for (std::uint32_t b = 0; b < blocks_.size(); ++b) {
-    if (blocks_[b].piecewise) wait_landed(b);
+    if (blocks_[b].unnormed) wait_landed(b);
   }
 }
 
@@ -427,7 +382,7 @@ const std::byte* GradientCollector::gradient(std::uint32_t block) const {
 
 std::byte* GradientCollector::host_gradient(std::uint32_t block) const {
   const bool passes = !plan_.blocks[block].gradient_home;
-  const Region& region = passes ? plan_.host.passing[*blocks_[block].passing] : plan_.blocks[block].gradient;
+  const Region& region = passes ? plan_.host.passing[*memory_.passing(block)] : plan_.blocks[block].gradient;
   return host_.data() + region.offset;
 }
 

@@ -19,6 +19,7 @@
 #include "kernels/device.h"
 #include "spillway/engine.h"
 #include "src/plan/plan.h"
+#include "src/plan/step_policies.h"
 #include "swap/accumulator_places.h"
 #include "swap/block_spiller.h"
 #include "swap/timeline.h"
@@ -41,7 +42,7 @@ class GradientCollector {
   void check(const Gradient& gradient) const;
   // False while the block's gradient is to pass through memory that others still lie in: one of them must be forgotten
   // before push() may be called.
-  bool has_room(std::uint32_t block) const;
+  bool has_room(std::uint32_t block) const { return memory_.has_room(block); }
   // A visit begins in which gradients of the block are to come.
   void expect(std::uint32_t block);
   // True when the block is complete with it: on its way down.
@@ -56,7 +57,7 @@ class GradientCollector {
   void wait_landed(std::uint32_t block);
   bool finite(std::uint32_t block) const { return host_norm(block).first_nonfinite == kAllFinite; }  // once landed
   // A landed gradient has been used: the memory that it passed through may take another.
-  void forget(std::uint32_t block);
+  void forget(std::uint32_t block) { memory_.updated(block); }
 
   // Blocks until nothing of what was pushed is under way.
   void settle();
@@ -90,27 +91,22 @@ class GradientCollector {
     std::vector<std::uint8_t> brought;     // per parameter: one of them had a gradient
     std::vector<std::uint8_t> in_staging;  // per parameter: rounded there, not yet on its way down
     std::uint32_t open = 0;                // parameters that expect more pushes
-    std::optional<std::uint32_t> staging;
-    std::optional<std::uint32_t> passing;  // the memory that it passes through
-    bool piecewise = false;                // parts of it have gone down on their own: its norm is not known yet
+    bool unnormed = false;                 // it went down in parts: its norm is not known yet
     std::unique_ptr<Event> landed;         // recorded when the block is complete
   };
   struct Staging {
-    std::optional<std::uint32_t> block;
     std::unique_ptr<Event> filled, free;
     std::unique_ptr<BlockSpill> spill;            // null when nothing is spilled
     std::optional<std::uint32_t> spilling_block;  // its spill was started and not yet waited for
   };
 
-  std::optional<std::uint32_t> free_passing(std::uint32_t block) const;
   std::byte* host_gradient(std::uint32_t block) const;
   bool accumulates(std::uint32_t block) const;
   float* accumulator(std::uint32_t block, Stream& stream);  // once `stream` gets there
-  std::uint32_t next_staging_for(std::uint32_t block) const;
   std::byte* staging_for(std::uint32_t block, Stream& stream);
   void start_spill(Staging& staging, std::uint32_t block, const std::byte* from);
-  void finish_spill(Staging& staging);
-  void send_down(std::uint32_t block, Stream& stream);
+  void finish_spill(std::uint32_t staging);
+  void send_down(const GradientDown& down, Stream& stream);
   void round_into(std::byte* staging, std::uint32_t block, std::uint32_t parameter, const void* from, DType type,
                   Stream& stream);
   void fill_zeros(std::byte* staging, std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
@@ -133,8 +129,7 @@ class GradientCollector {
   AccumulatorPlaces* accumulators_;
   std::vector<BlockState> blocks_;
   std::vector<Staging> staging_;
-  std::vector<std::optional<std::uint32_t>> passing_;  // whose gradient lies there
-  std::uint32_t next_staging_ = 0;
+  GradientMemory memory_;
   std::optional<std::uint32_t> accumulator_owner_;  // block that uses the shared accumulator
   std::unique_ptr<Event> last_copy_, rounded_;
   std::vector<double> leaves_;  // for norms on the CPU

@@ -113,14 +113,14 @@ std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescripti
   // The process may go to another directory before the store has its name, or while it is looked after.
   for (auto& directory : paths.directories) directory = absolute_path(directory);
   if (on_existing == OnExisting::kResume) {
-    TileStore::Created shape = store_shape(plan);
+    StoreShape shape = store_shape(plan);
     shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, model, tile); };
     return TileStore::open(paths, shape);
   }
   for (const auto& directory : paths.directories) make_directory(directory);
   const bool replace = on_existing == OnExisting::kReplace;
   if (replace || !TileStore::exists(paths)) {
-    paths.shares = choose_shares(config, queue_options(config), TileStore::space_bytes(store_shape(plan)));
+    paths.shares = choose_shares(config, queue_options(config), space_bytes(store_shape(plan)));
     log(LogLevel::kInfo,
         fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", listed(paths.directories),
                     div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));

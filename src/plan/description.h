@@ -7,7 +7,7 @@
 
 #include "spillway/config.h"
 #include "spillway/model.h"
-#include "swap/tile_store.h"
+#include "swap/store_shape.h"
 
 namespace spillway {
 

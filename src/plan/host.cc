@@ -6,7 +6,6 @@
 #include "kernels/checksum.h"
 #include "kernels/norm.h"
 #include "swap/manifest.h"
-#include "swap/tile_mover.h"
 
 namespace spillway {
 namespace {

@@ -7,7 +7,6 @@
 
 #include "spillway/error.h"
 #include "src/plan/description.h"
-#include "swap/tile_store.h"
 
 namespace spillway {
 namespace {
@@ -30,9 +29,9 @@ class NvmeLayout {
     plan_.identity = describe_store(config_, model_);
     plan_.identity.rank = plan_.rank;
     const auto bytes_with = [&](std::uint32_t slots) {
-      TileStore::Created shape = store_shape(plan_);
+      StoreShape shape = store_shape(plan_);
       shape.slots = slots;
-      return TileStore::disk_bytes(shape, config_.nvme_paths.size());
+      return disk_bytes(shape, config_.nvme_paths.size());
     };
     plan_.store_bytes = bytes_with(plan_.slots);
     const std::uint64_t tiles = slots_bytes(shapes);

@@ -11,7 +11,7 @@
 #include "src/plan/description.h"
 #include "src/plan/facts.h"
 #include "src/plan/layout.h"
-#include "swap/tile_store.h"
+#include "swap/superblock.h"
 
 namespace spillway {
 namespace {
@@ -323,8 +323,8 @@ RecordForm record_form(const Plan& plan) {
   return form;
 }
 
-TileStore::Created store_shape(const Plan& plan) {
-  TileStore::Created shape;
+StoreShape store_shape(const Plan& plan) {
+  StoreShape shape;
   for (const TilePlace& tile : plan.tile_places) shape.tiles.push_back(tile.shape);
   shape.parameters = record_form(plan).parameters;
   shape.slots = plan.slots;

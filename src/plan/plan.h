@@ -15,8 +15,8 @@
 #include "swap/activation_residency.h"
 #include "swap/rank.h"
 #include "swap/residency.h"
+#include "swap/store_shape.h"
 #include "swap/tile_place.h"
-#include "swap/tile_store.h"
 
 namespace spillway {
 
@@ -132,8 +132,8 @@ std::vector<std::uint8_t> blocks_that_stay(const Plan& plan);
 // The form of its store's commit records. No fingerprint before there is an identity.
 RecordForm record_form(const Plan& plan);
 
-// The shape of the plan's store, as TileStore wants it.
-TileStore::Created store_shape(const Plan& plan);
+// The shape of the plan's store, as TileStore takes it.
+StoreShape store_shape(const Plan& plan);
 
 // Throws kInvalidArgument (model or configuration) and kDoesNotFit, naming the smallest change that fits. For more NUMA
 // nodes than one there are buffers in multiples of them, where the budget has room for one each.

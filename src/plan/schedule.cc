@@ -104,10 +104,8 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
     input.blocks.push_back({.first_tile = block.first_tile,
                             .tiles = block.tiles,
                             .weight_bytes = block.partition.elements * element,
-                            .gradient_bytes = block.partition.trainable_elements * element,
                             .accumulator_bytes = block.accumulator_home.value_or(Region{}).bytes,
-                            .early = block.early,
-                            .gradient_passes = !block.gradient_home});
+                            .early = block.early});
   }
   input.tiles.reserve(plan.tiles.size());
   for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) input.tiles.push_back(tile_of(plan, t));
@@ -120,8 +118,7 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
   input.owners = plan.hbm.owners;
   input.reuse_bytes = plan.hbm.reuse_bytes;
   input.prefetch_bytes = plan.hbm.prefetch_bytes;
-  for (const Region& passing : plan.host.passing) input.passing_bytes.push_back(passing.bytes);
-  for (const Region& staging : plan.hbm.staging) input.staging_bytes.push_back(staging.bytes);
+  input.policies = step_policies(plan);
   for (const Region& place : plan.hbm.accumulators) input.accumulator_place_bytes.push_back(place.bytes);
   input.chunk_bytes = plan.host.chunk_bytes;
   input.chunks = static_cast<std::uint32_t>(plan.host.chunks.bytes / plan.host.chunk_bytes);

@@ -8,7 +8,8 @@
 //            link_model:       when that runs, on lanes that share links and cores
 //
 // Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's own
-// (Engine, Updater, WeightPlaces, GradientCollector); a change there is a change in schedule_program.cc.
+// (Engine, Updater, WeightPlaces); a change there is a change in schedule_program.cc. Where gradients lie and when they
+// leave is said by the very object that the engine asks (swap/policy).
 #pragma once
 
 #include <array>
@@ -22,6 +23,7 @@
 #include "spillway/stall.h"
 #include "src/plan/machine_rates.h"
 #include "src/plan/plan.h"
+#include "src/plan/step_policies.h"
 
 namespace spillway {
 
@@ -30,10 +32,8 @@ inline constexpr std::uint32_t kNothing = UINT32_MAX;  // no visit, block, tile,
 struct ScheduleBlock {
   std::uint32_t first_tile = 0, tiles = 0;
   std::uint64_t weight_bytes = 0;       // of its place in HBM
-  std::uint64_t gradient_bytes = 0;     // of its staging
   std::uint64_t accumulator_bytes = 0;  // up before a visit adds to what one before left, and down behind it
-  // Updated inside backward, as soon as its gradient is down, which, when it passes, is in memory that others use too.
-  bool early = false, gradient_passes = false;
+  bool early = false;                   // updated inside backward, as soon as its gradient is down
 };
 
 // A tile, by the bytes that it moves.
@@ -84,10 +84,9 @@ struct ScheduleInput {
   std::uint32_t chunks = 0;                       // weights in flight
   std::uint32_t tile_buffers = 1;                 // tiles being updated
   bool reads_ahead = true, writes_behind = true;  // of the tile being updated
-  std::vector<std::uint64_t> staging_bytes = {};  // of blocks' gradients on their way down; none: each has a place
-  std::uint32_t spill_chunks = 0;                 // gradients on their way to NVMe, chunk_bytes each
+  StepPolicies policies = {};
+  std::uint32_t spill_chunks = 0;                           // gradients on their way to NVMe, chunk_bytes each
   std::vector<std::uint64_t> accumulator_place_bytes = {};  // of those that move
-  std::vector<std::uint64_t> passing_bytes = {};            // of gradients that pass; the first takes any
   std::vector<ScheduleUse> uses = {};                       // of activations, in order; none: nothing moves
   std::uint32_t activation_buffers = 1;  // activations on their way to NVMe at a time, and on their way back
   MachineRates rates;

@@ -28,11 +28,10 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
       written_(input.tiles.size(), kNoOp),
       spilled_(input.tiles.size(), kNoOp),
       landed_(input.tiles.size(), kNoOp),
-      staging_freed_(input.staging_bytes.size(), kNoOp),
-      staging_of_(input.blocks.size(), kNothing),
-      passing_(input.passing_bytes.size(), kNothing),
-      passing_freed_(input.passing_bytes.size(), kNoOp),
-      passing_of_(input.blocks.size(), kNothing),
+      gradients_(input.policies.gradients),
+      staging_copied_(input.policies.gradients.staging_bytes.size(), kNoOp),
+      staging_written_(input.policies.gradients.staging_bytes.size(), kNoOp),
+      passing_freed_(input.policies.gradients.passing_bytes.size(), kNoOp),
       spill_freed_(input.spill_chunks, kNoOp),
       sums_at_home_(input.blocks.size(), kNoOp),
       sums_(input.accumulator_place_bytes.size()),
@@ -116,6 +115,7 @@ std::uint32_t ScheduleProgram::add_step() {
   cursor_ = fetched_ = 0;
   uses_.assign(in_.uses.size(), {});
   used_ = loads_ = 0;
+  gradients_.begin_step();
   for (std::size_t i = 0; i < late_.loading; ++i) read_gradient(i);  // what was read ahead
   prefetch();
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) visit(v);
@@ -159,10 +159,8 @@ void ScheduleProgram::visit(std::uint32_t v) {
   compute.lane = Lane::kCompute;
   compute.seconds = visit.compute_seconds;
   const bool completes = completes_[v] && !in_.update_on_device;
-  if (completes) take_passing(visit.block);
-  const std::uint32_t staging = completes ? take_staging(visit.block) : kNothing;
-  const std::uint32_t computed =
-      this->compute(compute, place.ready, staging == kNothing ? kNoOp : staging_freed_[staging], sums);
+  const std::uint32_t staging = completes ? stage_gradient(visit.block) : kNoOp;
+  const std::uint32_t computed = this->compute(compute, place.ready, staging, sums);
   if (backward) add_to_sums(v, computed);
   const std::size_t complete_before = complete_;
   if (completes) complete_gradient(visit.block, computed);
@@ -189,8 +187,9 @@ std::uint32_t ScheduleProgram::end_step() {
     }
     settle();
   }
-  const std::uint32_t step =
-      add({.kind = OpKind::kStep}, {issued_, last(Lane::kCompute), last(Lane::kD2h), last(Lane::kEarlyUpdates)});
+  const std::uint32_t step = add({.kind = OpKind::kStep}, {issued_, last(Lane::kCompute), last(Lane::kD2h),
+                                                           last(Lane::kEarlyUpdates), spills_written()});
+  gradients_.copied();
   if (!early_.order.empty()) first_buffer_ = buffer_of(early_.order.size());
   early_.next = early_.loading = complete_ = 0;
   backward_ = false;

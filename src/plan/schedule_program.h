@@ -7,7 +7,7 @@
 //  * Updater: tile i of an update uses buffer i mod buffers, and is read as soon as that buffer's last tile has been
 //    written and copied. A block is updated when forward acquires it, and its weights go to its place from there.
 //  * AccumulatorPlaces: sums come when their block is acquired; those that were added to before leave.
-//  * GradientCollector: a block's gradient goes down behind the last visit that adds to it, through staging in turn.
+//  * GradientMemory, the engine's own object: a block's gradient goes down behind the last visit that adds to it.
 //  * Engine: everything updated is settled, and committed, when the first backward visit is acquired. A block that is
 //    updated inside backward is so behind the visit after the one that completes its gradient, as its tiles come.
 //
@@ -105,11 +105,11 @@ class ScheduleProgram {
   void settle();
   void commit();
   // Gradients
-  std::uint32_t take_staging(std::uint32_t block);
-  void take_passing(std::uint32_t block);
+  std::uint32_t stage_gradient(std::uint32_t block);
   void complete_gradient(std::uint32_t block, std::uint32_t computed);
-  std::uint32_t copy_gradient(std::uint32_t tile, std::uint32_t computed);
-  void spill_gradient(std::uint32_t tile, std::uint32_t computed);
+  std::uint32_t copy_gradient(std::uint32_t tile, const GradientDown& down, std::uint32_t computed);
+  void spill_gradient(std::uint32_t tile, const GradientDown& down, std::uint32_t computed);
+  std::uint32_t spills_written();
   void read_gradient(std::size_t i);
   void update_early(std::size_t end);
   std::uint32_t bring_sums(std::uint32_t visit);
@@ -147,14 +147,12 @@ class ScheduleProgram {
   std::size_t complete_ = 0;            // of early_.order: their gradients are
   bool backward_ = false;               // it has begun
   std::vector<std::uint32_t> landed_;   // by tile: its gradient's copy down
-  std::vector<std::uint32_t> staging_freed_, staging_of_;  // by staging: the last copy from it; by block
-  std::uint32_t next_staging_ = 0;
-  std::vector<std::uint32_t> passing_;        // whose gradient lies there
-  std::vector<std::uint32_t> passing_freed_;  // the last update from there
-  std::vector<std::uint32_t> passing_of_;     // by block
-  std::uint64_t spill_chunk_ = 0;             // used so far
-  std::vector<std::uint32_t> spill_freed_;    // by chunk: the write that freed it last
-  std::vector<std::uint32_t> sums_at_home_;   // by block: by this copy
+  GradientMemory gradients_;
+  std::vector<std::uint32_t> staging_copied_, staging_written_;  // by staging: the last copy and spill from it
+  std::vector<std::uint32_t> passing_freed_;                     // the last update from there
+  std::uint64_t spill_chunk_ = 0;                                // used so far
+  std::vector<std::uint32_t> spill_freed_;                       // by chunk: the write that freed it last
+  std::vector<std::uint32_t> sums_at_home_;                      // by block: by this copy
   std::vector<Sums> sums_;
   AccumulatorResidency sums_residency_;
   std::vector<Use> uses_;               // of activations, in this step

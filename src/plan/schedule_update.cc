@@ -150,29 +150,11 @@ void ScheduleProgram::commit() {
   add({.kind = OpKind::kCommit, .seconds = in_.rates.sync_seconds}, {issued_, last(Lane::kWrites)});
 }
 
-// The next in turn that is large enough.
-std::uint32_t ScheduleProgram::take_staging(std::uint32_t block) {
-  const auto count = static_cast<std::uint32_t>(in_.staging_bytes.size());
-  if (count == 0) return kNothing;
-  std::uint32_t index = next_staging_;
-  for (std::uint32_t i = 0; i < count && in_.staging_bytes[index] < in_.blocks[block].gradient_bytes; ++i) {
-    index = (index + 1) % count;
-  }
-  next_staging_ = (index + 1) % count;
-  return staging_of_[block] = index;
-}
-
-// The last free one that is large enough: only the first holds the largest. With none free the caller updates a block
-// whose gradient lies in one. What comes there waits for the update that used it last.
-void ScheduleProgram::take_passing(std::uint32_t block) {
-  if (!in_.blocks[block].gradient_passes || in_.blocks[block].gradient_bytes == 0) return;
-  for (;;) {
-    for (std::size_t i = passing_.size(); i-- > 0;) {
-      if (passing_[i] != kNothing || in_.passing_bytes[i] < in_.blocks[block].gradient_bytes) continue;
-      passing_[i] = block;
-      passing_of_[block] = static_cast<std::uint32_t>(i);
-      return;
-    }
+// What is put together in the visit gets its places. With no room where it passes, the caller updates a block whose
+// gradient lies there, and what comes there waits for that. Returns what staging waits for.
+std::uint32_t ScheduleProgram::stage_gradient(std::uint32_t block) {
+  if (in_.policies.gradients.blocks[block].bytes == 0) return kNoOp;
+  while (!gradients_.has_room(block)) {
     SPILLWAY_CHECK(early_.next < complete_, "the first passing memory takes any gradient");
     const std::uint32_t first = in_.tiles[early_.order[early_.next]].block;
     std::size_t end = early_.next;
@@ -180,45 +162,51 @@ void ScheduleProgram::take_passing(std::uint32_t block) {
     update_early(end);
     issued_ = last(Lane::kEarlyUpdates);
   }
+  gradients_.come(block);
+  const GradientStaging staged = gradients_.stage(block);
+  SPILLWAY_CHECK(!staged.down, "here a gradient comes in one visit, so that it has left when another is staged");
+  switch (staged.free) {
+    case StagingFree::kCopied: return staging_copied_[staged.staging];
+    case StagingFree::kWritten: return staging_written_[staged.staging];
+    case StagingFree::kNow: break;
+  }
+  return kNoOp;
 }
 
 void ScheduleProgram::complete_gradient(std::uint32_t b, std::uint32_t computed) {
+  if (in_.policies.gradients.blocks[b].bytes == 0) return;
   const ScheduleBlock& block = in_.blocks[b];
+  const GradientDown down = gradients_.complete(b);
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
     const ScheduleTile& tile = in_.tiles[t];
     if (tile.elements == 0) continue;
     if (block.early) ++complete_;
-    if (tile.gradient_bytes == 0) continue;
-    if (tile.spill_bytes > 0) {
-      spill_gradient(t, computed);
+    if (down.way == DownWay::kSpill) {
+      spill_gradient(t, down, computed);
     } else {
-      landed_[t] = copy_gradient(t, computed);
+      landed_[t] = copy_gradient(t, down, computed);
     }
   }
   if (block.early) start_loads(early_, 0);
 }
 
-std::uint32_t ScheduleProgram::copy_gradient(std::uint32_t t, std::uint32_t computed) {
+std::uint32_t ScheduleProgram::copy_gradient(std::uint32_t t, const GradientDown& down, std::uint32_t computed) {
   const ScheduleTile& tile = in_.tiles[t];
-  const std::uint32_t staging = staging_of_[tile.block], passing = passing_of_[tile.block];
-  const std::uint32_t copy = add({.kind = OpKind::kCopyGradient,
-                                  .lane = Lane::kD2h,
-                                  .block = tile.block,
-                                  .tile = t,
-                                  .place = staging,
-                                  .buffer = passing,
-                                  .bytes = tile.gradient_bytes,
-                                  .seconds = seconds_of(tile.gradient_bytes, in_.rates.d2h)},
-                                 {computed, passing == kNothing ? kNoOp : passing_freed_[passing]});
-  if (staging != kNothing) staging_freed_[staging] = copy;
-  return copy;
+  return staging_copied_[down.staging] = add({.kind = OpKind::kCopyGradient,
+                                              .lane = Lane::kD2h,
+                                              .block = tile.block,
+                                              .tile = t,
+                                              .place = down.staging,
+                                              .buffer = down.passing.value_or(kNothing),
+                                              .bytes = tile.gradient_bytes,
+                                              .seconds = seconds_of(tile.gradient_bytes, in_.rates.d2h)},
+                                             {computed, down.passing ? passing_freed_[*down.passing] : kNoOp});
 }
 
 // As fetch_through_chunks(), the other way.
-void ScheduleProgram::spill_gradient(std::uint32_t t, std::uint32_t computed) {
+void ScheduleProgram::spill_gradient(std::uint32_t t, const GradientDown& down, std::uint32_t computed) {
   SPILLWAY_CHECK(in_.spill_chunks > 0 && in_.chunk_bytes > 0, "gradients are spilled through chunks");
   const ScheduleTile& tile = in_.tiles[t];
-  const std::uint32_t staging = staging_of_[tile.block];
   const std::uint64_t piece_bytes = std::max(in_.spill_chunks / 2, 1u) * in_.chunk_bytes;
   for (std::uint64_t done = 0; done < tile.spill_bytes; done += piece_bytes) {
     const std::uint64_t bytes = std::min(piece_bytes, tile.spill_bytes - done);
@@ -228,20 +216,30 @@ void ScheduleProgram::spill_gradient(std::uint32_t t, std::uint32_t computed) {
                   .lane = Lane::kD2h,
                   .block = tile.block,
                   .tile = t,
-                  .place = staging,
+                  .place = down.staging,
                   .buffer = static_cast<std::uint32_t>(spill_chunk_ % in_.spill_chunks),
                   .bytes = payload,
                   .seconds = seconds_of(payload, in_.rates.d2h)};
     const std::uint32_t copy = add(op, {computed, spill_freed_[last_chunk % in_.spill_chunks]});
-    if (staging != kNothing) staging_freed_[staging] = copy;
     op.kind = OpKind::kSpillGradient;
     op.lane = Lane::kWrites;
     op.place = kNothing;
     op.bytes = bytes;
     op.seconds = seconds_of(bytes, in_.rates.nvme_write);
-    spilled_[t] = add(op, {copy});
+    spilled_[t] = staging_written_[down.staging] = add(op, {copy});
     for (; spill_chunk_ <= last_chunk; ++spill_chunk_) spill_freed_[spill_chunk_ % in_.spill_chunks] = spilled_[t];
   }
+}
+
+// A step ends when they are where the update reads them. Returns the last of the writes that are still awaited.
+std::uint32_t ScheduleProgram::spills_written() {
+  std::uint32_t last_write = kNoOp;
+  for (std::uint32_t s = 0; s < staging_written_.size(); ++s) {
+    if (gradients_.leaving(s) != StagingFree::kWritten) continue;
+    if (last_write == kNoOp || staging_written_[s] > last_write) last_write = staging_written_[s];
+    gradients_.written(s);
+  }
+  return last_write;
 }
 
 // Tiles whose gradients are complete, and what their gradients lay in is free.
@@ -250,12 +248,10 @@ void ScheduleProgram::update_early(std::size_t end) {
     start_loads(early_, 1);
     const std::uint32_t block = in_.tiles[early_.order[early_.next]].block;
     update(early_, kNothing);
-    if (const std::uint32_t passing = passing_of_[block]; passing != kNothing) {
-      const bool more = early_.next < early_.order.size() && in_.tiles[early_.order[early_.next]].block == block;
-      if (!more) {
-        passing_[passing] = kNothing;
-        passing_freed_[passing] = last(Lane::kEarlyUpdates);
-      }
+    const bool more = early_.next < early_.order.size() && in_.tiles[early_.order[early_.next]].block == block;
+    if (!more) {
+      gradients_.updated(block);
+      if (const auto passing = gradients_.passing(block)) passing_freed_[*passing] = last(Lane::kEarlyUpdates);
     }
     start_loads(early_, 0);
   }

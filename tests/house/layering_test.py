@@ -56,6 +56,16 @@ VIOLATIONS = {
         {"src/plan/plan.h": '#pragma once\n#include "src/engine/gear.h"\n', "src/engine/gear.h": "#pragma once\n",
          "src/engine.cc": '#include "src/plan/plan.h"\n'},
         "src/plan/plan.h:2: includes src/engine/gear.h"),
+    "APlanIsPure": (
+        {"src/plan/plan.h": '#pragma once\n#include <vector>\n\n#include "swap/shape.h"\n',
+         "swap/shape.h": '#pragma once\n#include "swap/thread.h"\n',
+         "swap/thread.h": "#pragma once\n#include <mutex>\n",
+         "src/engine.cc": '#include "src/plan/plan.h"\n'},
+        "src/plan/plan.h:4: is pure, and includes swap/shape.h, which includes swap/thread.h, which includes mutex"),
+    "APolicyIsPure": (
+        {"swap/policy/turns.h": '#pragma once\n#include "kernels/device.h"\n', "kernels/device.h": "#pragma once\n",
+         "swap/store.cc": '#include "swap/policy/turns.h"\n'},
+        "swap/policy/turns.h:2: is pure, and includes kernels/device.h"),
     "LibraryDoesNotSeeTools": ({"src/engine.cc": '#include "tools/gpt2/ops.h"\n'}, "src/engine.cc:1: includes tools/"),
     "PublicHeaderSeesNoRoom": (
         {"include/spillway/engine.h": '#include "src/plan.h"\n'},

@@ -29,6 +29,12 @@ TERMINAL = ("tools", "terminal")
 ALSO = {("tools", "sweep"): {("tools", "drive")}}  # the sweep loads drives
 LIBRARY = {"include", "aio", "kernels", "swap", "src"}
 
+# Whose files are pure: no thread, file, clock or device, nor whatever header of the rooms they include, directly or
+# through others. Public headers are what callers see of these things, and are not looked into.
+PURE = (("src", "plan"), ("swap", "policy"))
+RUNS = {"atomic", "chrono", "condition_variable", "fstream", "future", "mutex", "shared_mutex", "thread",
+        "kernels/device.h"}
+
 STANDARD_HEADERS = set("""
 algorithm any array atomic barrier bit bitset cassert cctype cerrno cfenv cfloat charconv chrono cinttypes climits
 clocale cmath codecvt compare complex concepts condition_variable coroutine csetjmp csignal cstdarg cstddef cstdint
@@ -175,6 +181,32 @@ def check_included(root, files):
             yield path, 1, "is included by no file"
 
 
+def check_pure(root, files):
+    """Nothing that runs is included, through however many headers, where everything is pure."""
+    files, reached = {path.as_posix() for path in files}, {}
+
+    def runs(name):
+        """What runs among the headers that the file includes: (line, chain of names), or None."""
+        if name in reached:
+            return reached[name]
+        reached[name] = None  # while it is looked into, and if nothing is found
+        for number, line in enumerate((root / name).read_text().splitlines(), 1):
+            match = INCLUDE.match(line)
+            target = match and match.group(2)
+            if not match or target.startswith("spillway/"):
+                continue
+            further = runs(target) if target in files else None
+            if target in RUNS or target.startswith("aio/") or further:
+                reached[name] = number, [target, *(further[1] if further else [])]
+                break
+        return reached[name]
+
+    for path in files:
+        if pathlib.PurePath(path).parts[:2] in PURE and pathlib.PurePath(path).suffix in CODE and runs(path):
+            number, chain = runs(path)
+            yield pathlib.PurePath(path), number, f"is pure, and includes {', which includes '.join(chain)}"
+
+
 def check_names(files):
     vague = {}
     for path in files:
@@ -228,7 +260,8 @@ def check_unity(root):
 def violations(root):
     root = pathlib.Path(root)
     files = list(source_files(root))
-    found = [*check_named(root, files), *check_included(root, files), *check_names(files), *check_unity(root)]
+    found = [*check_named(root, files), *check_included(root, files), *check_pure(root, files), *check_names(files),
+             *check_unity(root)]
     for path in files:
         if path.suffix not in TEXT and path.name != "meson.build":
             continue

@@ -255,8 +255,7 @@ TEST(Activations, AFlippedBitStopsTheRunAtTheLastCommit) {
     training.trainer.between = [&, &plan = plan] {
       training.uses.run_part();
       training.engine->stream().synchronize();
-      const std::uint64_t scratch =
-          TileStore::space_bytes(store_shape(plan)) - align_up(plan.scratch_bytes, kExtentAlignment);
+      const std::uint64_t scratch = space_bytes(store_shape(plan)) - align_up(plan.scratch_bytes, kExtentAlignment);
       for (const ActivationPlan::At& at : plan.activations.homes) {
         if (at.home != Placement::kNvme) continue;
         overwrite_sector(store.path() / kStoreFileName, scratch + at.offset, static_cast<char>(random()));
@@ -286,7 +285,7 @@ TEST(Activations, AWriteThatFailsStopsTheRunAtTheLastCommit) {
     rlimit before{};
     ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
     const auto handler = std::signal(SIGXFSZ, SIG_IGN);
-    const rlimit limit{TileStore::space_bytes(store_shape(plan)) - align_up(plan.scratch_bytes, kExtentAlignment),
+    const rlimit limit{space_bytes(store_shape(plan)) - align_up(plan.scratch_bytes, kExtentAlignment),
                        before.rlim_max};
     ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
     const Error error = error_of([&] { training.trainer.run_step(); });

@@ -430,8 +430,7 @@ TEST_F(Recovery, AFlippedBitInASpilledGradientIsNamedAndNeverUsed) {
     engine->import_weights(testing::toy_weights());
     ToyTrainer trainer{*engine, large, kType, 1};
     trainer.run_step();  // the last tile is updated, and its gradient read, in the next forward pass
-    const std::uint64_t at =
-        TileStore::space_bytes(store_shape(plan)) - plan.scratch_bytes + plan.tiles[tile].gradient.offset;
+    const std::uint64_t at = space_bytes(store_shape(plan)) - plan.scratch_bytes + plan.tiles[tile].gradient.offset;
     flip_bit(at + 321);
     const Error error = error_of([&] { trainer.run_step(); });
     EXPECT_EQ(error.code(), Code::kCorrupt);

@@ -34,7 +34,7 @@ class Activations : public ::testing::Test {
  protected:
   void SetUp() override {
     random.seed(test_seed());
-    TileStore::Created shape = three_tiles();
+    StoreShape shape = three_tiles();
     shape.scratch_bytes = kActivations * (kPlaceBytes + kExtentAlignment);
     store = TileStore::create(directory.path(), shape, false);
     device->register_host(host.memory());

@@ -20,7 +20,7 @@ constexpr std::uint64_t kScratchBytes = 8 << 20, kHbmBytes = 4 << 20;
 class Spill : public ::testing::Test {
  protected:
   void SetUp() override {
-    TileStore::Created shape = three_tiles();
+    StoreShape shape = three_tiles();
     shape.scratch_bytes = kScratchBytes;
     store = TileStore::create(directory.path(), shape, false);
     device->register_host(host.memory());

@@ -76,7 +76,7 @@ class StoreCheck : public ::testing::Test {
 
   StoreDirectory directories_[2];
   std::vector<std::filesystem::path> paths_{directories_[0].path(), directories_[1].path()};
-  TileStore::Created shape_ = three_tiles();
+  StoreShape shape_ = three_tiles();
 };
 
 TEST_F(StoreCheck, AWholeStoreIsReadToTheLastByte) {

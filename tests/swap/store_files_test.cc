@@ -69,7 +69,7 @@ TEST(StoreFiles, FilesAreAsLargeAsTheirShares) {
   ThreePaths three;
   three.make();
   const auto size = [&](int i) { return std::filesystem::file_size(three.directory[i].file()); };
-  EXPECT_EQ(size(0) + size(1) + size(2), StoreFiles::disk_bytes(kSpaceBytes, 3));
+  EXPECT_EQ(size(0) + size(1) + size(2), disk_bytes(kSpaceBytes, 3));
   EXPECT_LT(size(1), size(0));
   EXPECT_LT(size(0), size(2));
 }
@@ -244,7 +244,7 @@ TEST(StoreFiles, AFileThatWasReplacedWhileItWasWaitedForIsNotTaken) {
 // A store whose tiles lie in all three, through the queue, its commit and its manifest.
 TEST(StoreFiles, ATileStoreLivesInSeveralPaths) {
   ThreePaths three;
-  TileStore::Created shape = three_tiles();
+  StoreShape shape = three_tiles();
   shape.tiles[0].count = 512 * 1024;
   HostArena arena(8 << 20, kPinnedArena);
   StorePaths paths(three.paths);

@@ -41,8 +41,8 @@ class StoreDirectory {
   const TempDirectory own_;
 };
 
-inline TileStore::Created three_tiles(std::uint32_t slots = 2) {
-  TileStore::Created shape;
+inline StoreShape three_tiles(std::uint32_t slots = 2) {
+  StoreShape shape;
   shape.tiles = {{.count = 200 * 1024, .type = DType::kBFloat16, .trainable = true},
                  {.count = 1024, .type = DType::kBFloat16, .trainable = true},
                  {.count = 3 * 1024, .type = DType::kBFloat16, .trainable = false}};
@@ -62,7 +62,7 @@ inline std::uint64_t checksum_of(std::span<const std::byte> extent) {
 }
 
 // Writes pattern `seed` into every trainable tile's writable slot (frozen ones too when `all`).
-inline void write_tiles(TileStore& store, const TileStore::Created& shape, StoreThread& thread, HostArena& arena,
+inline void write_tiles(TileStore& store, const StoreShape& shape, StoreThread& thread, HostArena& arena,
                         std::uint64_t seed, bool all = false) {
   store.note_verified();  // it has just been made, or is whole
   IoBatch batch(thread);
@@ -89,8 +89,7 @@ inline void write_tiles(TileStore& store, const TileStore::Created& shape, Store
 }
 
 // True when every readable extent matches its checksum and, for trainable tiles, holds pattern `seed`.
-inline void expect_tiles(const TileStore& store, const TileStore::Created& shape, HostArena& arena,
-                         std::uint64_t seed) {
+inline void expect_tiles(const TileStore& store, const StoreShape& shape, HostArena& arena, std::uint64_t seed) {
   for (std::uint32_t t = 0; t < shape.tiles.size(); ++t) {
     const TileStore::Slot slot = store.readable(t);
     for (Part part : {Part::kWeights, Part::kStates}) {
@@ -130,7 +129,7 @@ Code code_of(Work&& work) {
 
 // Makes a store whose last commit is step `commits`, pattern `commits`.
 inline void make_store(const std::filesystem::path& directory, std::uint64_t commits,
-                       const TileStore::Created& shape = three_tiles()) {
+                       const StoreShape& shape = three_tiles()) {
   HostArena arena(kArenaBytes, kPinnedArena);
   auto store = TileStore::create(directory, shape, false);
   auto thread = thread_for(*store, arena);

@@ -90,7 +90,7 @@ class FullDisk : public ::testing::Test {
     }
     ASSERT_EQ(free_disk_bytes(disk_.path()), 0u);
   }
-  void commit(TileStore& store, const TileStore::Created& shape) {
+  void commit(TileStore& store, const StoreShape& shape) {
     auto thread = thread_for(store, arena_);
     write_tiles(store, shape, *thread, arena_, 0, true);
     store.commit(0, {}, *thread, arena_.memory());
@@ -103,7 +103,7 @@ class FullDisk : public ::testing::Test {
 
 TEST_F(FullDisk, AStoreIsReplacedInItsOwnSpace) {
   CapturedLog log;
-  TileStore::Created shape = three_tiles();
+  StoreShape shape = three_tiles();
   shape.tiles.pop_back();  // smaller, so that its file is cut
   {
     bool asked = false;
@@ -118,16 +118,16 @@ TEST_F(FullDisk, AStoreIsReplacedInItsOwnSpace) {
     commit(*store, shape);
   }
   EXPECT_EQ(log.count("is overwritten now: the disk has no room for the store that replaces it, too"), 1u) << log.all();
-  EXPECT_EQ(std::filesystem::file_size(file()), TileStore::disk_bytes(shape, 1));
+  EXPECT_EQ(std::filesystem::file_size(file()), disk_bytes(shape, 1));
   const auto store = TileStore::open(disk_.path(), shape);
   EXPECT_EQ(store->committed().step, 0u);
   expect_tiles(*store, shape, arena_, 0);
 }
 
 TEST_F(FullDisk, AStoreStaysWhereTheOneThatReplacesItFindsNoSpace) {
-  TileStore::Created larger = three_tiles();
+  StoreShape larger = three_tiles();
   larger.scratch_bytes += 64 * kMiB;
-  const auto refused = [&](const TileStore::Created& shape, Code code, const std::function<void()>& before_loss = {}) {
+  const auto refused = [&](const StoreShape& shape, Code code, const std::function<void()>& before_loss = {}) {
     EXPECT_EQ(code_of([&] { TileStore::create(disk_.path(), shape, true, before_loss); }), code);
     EXPECT_FALSE(std::filesystem::exists(StoreFiles::temporary_name(disk_.path())));
     EXPECT_EQ(TileStore::open(disk_.path(), three_tiles())->committed().step, 1u);

@@ -17,8 +17,8 @@ using namespace testing;
 
 constexpr Part kBothParts[] = {Part::kWeights, Part::kStates};
 
-TileStore::Created some_tiles() {
-  TileStore::Created shape;
+StoreShape some_tiles() {
+  StoreShape shape;
   for (std::uint64_t units : {70, 1, 33, 64, 5, 2}) {
     shape.tiles.push_back({.count = units * 1024, .type = DType::kBFloat16, .trainable = units != 33 && units != 2});
   }
@@ -174,7 +174,7 @@ class Mover : public ::testing::Test {
   std::uint64_t written_bytes() const { return thread->stats().write_bytes; }
 
   StoreDirectory directory;
-  const TileStore::Created shape = some_tiles();
+  const StoreShape shape = some_tiles();
   // The largest tile: 140 KiB of weights and 700 KiB of states, padded to 64 KiB each.
   static constexpr std::uint64_t kBufferBytes = (192 + 704) * kKiB;
   HostArena host{8 * kMiB, kPinnedArena};

@@ -69,7 +69,7 @@ TEST(TileStoreOpen, ANewerSuperblockIsNoDamage) {
 
 TEST(TileStoreOpen, AStoreIsOfOneRank) {
   StoreDirectory directory;
-  TileStore::Created shape = three_tiles();
+  StoreShape shape = three_tiles();
   shape.identity.rank = {.index = 1, .count = 2};
   make_store(directory.path(), 2, shape);
   const auto open = [&](Rank rank) {

@@ -358,7 +358,7 @@ TEST(TileStore, ScratchGrowsForARunThatNeedsMoreAndNothingElseMoves) {
   StoreDirectory directory;
   make_store(directory.path(), 7);
   HostArena arena(kArenaBytes, kPinnedArena);
-  TileStore::Created shape = three_tiles();
+  StoreShape shape = three_tiles();
   const auto file = directory.path() / kStoreFileName;
   const auto size = std::filesystem::file_size(file);
   shape.least_scratch_bytes = 5 * kExtentAlignment;

@@ -143,7 +143,7 @@ void expect_consistent(const Plan& plan, const ModelDescription& model) {
   expect_exact(hbm_regions(plan), plan, Placement::kHbm, plan.ledger.hbm_budget);
   expect_exact(host_regions(plan, model), plan, Placement::kHost, plan.ledger.host_budget);
   EXPECT_EQ(plan.ledger.total(Placement::kNvme), plan.has_store ? plan.store_bytes : 0);
-  EXPECT_EQ(plan.has_store ? TileStore::disk_bytes(store_shape(plan), 1) : 0, plan.store_bytes);
+  EXPECT_EQ(plan.has_store ? disk_bytes(store_shape(plan), 1) : 0, plan.store_bytes);
   EXPECT_LE(plan.store_bytes, plan.ledger.nvme_budget);
   testing::expect_activations(plan, model);
   std::uint64_t spilled = 0;

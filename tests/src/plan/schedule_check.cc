@@ -166,6 +166,7 @@ class Checker {
 
   // Staging, and the buffers that gradients pass through.
   void passing_memory() {
+    const GradientMemoryOptions& memory = in_.policies.gradients;
     std::vector<std::pair<std::uint32_t, Use>> staging, passing;
     std::vector<double> landed(in_.tiles.size());
     std::vector<double> computed(in_.blocks.size(), kNever), compute_began(in_.blocks.size());
@@ -180,17 +181,18 @@ class Checker {
           break;
         case OpKind::kCopyGradient:
           ASSERT_GE(op.start, computed[op.block]);
-          if (op.place != kNothing) {
-            ASSERT_LE(in_.blocks[op.block].gradient_bytes, in_.staging_bytes[op.place]);
-            extend(staging, op.place, {compute_began[op.block], op.end, compute[op.block]});
-          }
-          if (in_.blocks[op.block].gradient_passes) {
-            ASSERT_LE(in_.blocks[op.block].gradient_bytes, in_.passing_bytes[op.buffer]);
+          ASSERT_LE(memory.blocks[op.block].bytes, memory.staging_bytes[op.place]);
+          extend(staging, op.place, {compute_began[op.block], op.end, compute[op.block]});
+          if (!memory.blocks[op.block].home) {
+            ASSERT_LE(memory.blocks[op.block].bytes, memory.passing_bytes[op.buffer]);
             extend(passing, op.buffer, {op.start, op.end, compute[op.block]});
           }
           landed[op.tile] = op.end;
           break;
-        case OpKind::kSpillGradient: ASSERT_GE(op.start, landed[op.tile]); break;
+        case OpKind::kSpillGradient:  // the engine's spill of a staging is one at a time
+          ASSERT_GE(op.start, landed[op.tile]);
+          extend(staging, ops_[i - 1].place, {compute_began[op.block], op.end, compute[op.block]});
+          break;
         case OpKind::kUpdate:
           if (!updated_in_backward(op.tile)) break;
           ASSERT_GE(op.start, landed[op.tile]);
@@ -201,8 +203,8 @@ class Checker {
         default: break;
       }
     }
-    disjoint("staging", staging, in_.staging_bytes.size());
-    disjoint("passing", passing, in_.passing_bytes.size());
+    disjoint("staging", staging, memory.staging_bytes.size());
+    disjoint("passing", passing, memory.passing_bytes.size());
   }
 
   // A use finds its activation in its place, as the use before left it, and nothing else comes there meanwhile.

@@ -45,27 +45,30 @@ class RandomSchedule {
     const bool spills = below(3) == 0, in_backward = below(3) == 0 && !input.update_on_device;
     input.reads_ahead = below(6) > 0;
     input.writes_behind = below(6) > 0;
+    GradientMemoryOptions& memory = input.policies.gradients;
     const std::uint64_t blocks = 1 + below(6);
     for (std::uint64_t b = 0; b < blocks; ++b) {
       ScheduleBlock block{.first_tile = static_cast<std::uint32_t>(input.tiles.size()),
                           .tiles = static_cast<std::uint32_t>(1 + below(5)),
                           .early = in_backward && below(3) > 0};
-      block.gradient_passes = block.early && below(4) > 0;
+      GradientMemoryOptions::Block gradient;
+      if (spills && !block.early && below(3) > 0) gradient.home = Placement::kNvme;
+      if (block.early && below(4) > 0) gradient.home = std::nullopt;
+      if (input.update_on_device) gradient.home = Placement::kHbm;
       for (std::uint32_t t = 0; t < block.tiles; ++t) {
-        const ScheduleTile tile = this->tile(static_cast<std::uint32_t>(b), input, spills && !block.early);
+        const ScheduleTile tile = this->tile(static_cast<std::uint32_t>(b), input, gradient.home == Placement::kNvme);
         block.weight_bytes += tile.weight_bytes;
-        block.gradient_bytes += tile.gradient_bytes;
+        gradient.bytes += tile.gradient_bytes;
         if (tile.elements > 0) input.update_order.push_back(static_cast<std::uint32_t>(input.tiles.size()));
         input.tiles.push_back(tile);
       }
       input.blocks.push_back(block);
+      memory.blocks.push_back(gradient);
     }
     visit(input);
     std::uint64_t weights = 0, gradients = 0;
-    for (const ScheduleBlock& block : input.blocks) {
-      weights = std::max(weights, block.weight_bytes);
-      gradients = std::max(gradients, block.gradient_bytes);
-    }
+    for (const ScheduleBlock& block : input.blocks) weights = std::max(weights, block.weight_bytes);
+    for (const auto& gradient : memory.blocks) gradients = std::max(gradients, gradient.bytes);
     for (std::uint64_t p = input.weights_stay ? 0 : 1 + below(4); p > 0; --p) {
       input.place_bytes.push_back(input.place_bytes.empty() ? weights : below(weights + 1));
       input.owners.emplace_back();
@@ -77,13 +80,14 @@ class RandomSchedule {
     }
     if (below(4) == 0) input.reuse_bytes = 1 + below(4 * weights + 1);
     if (below(4) == 0) input.prefetch_bytes = below(2 * weights + 1);
-    if (below(4) > 0) input.staging_bytes = {gradients, below(gradients + 1)};
+    memory.staging_bytes = {gradients};
+    if (below(4) > 0) memory.staging_bytes.push_back(below(gradients + 1));
     input.chunk_bytes = 64 * kKiB;
     input.chunks = static_cast<std::uint32_t>(1 + below(12));
     input.tile_buffers = static_cast<std::uint32_t>(input.nodes * (1 + below(4)));
     input.spill_chunks = static_cast<std::uint32_t>(1 + below(5));
-    input.passing_bytes = {gradients};
-    for (std::uint64_t p = below(3); p > 0; --p) input.passing_bytes.push_back(below(gradients + 1));
+    memory.passing_bytes = {gradients};
+    for (std::uint64_t p = below(3); p > 0; --p) memory.passing_bytes.push_back(below(gradients + 1));
     if (below(3) == 0) use_activations(input);
     if (below(3) == 0) accumulate(input);
     return input;
@@ -106,7 +110,7 @@ class RandomSchedule {
     tile.read_bytes = (nvme_weights ? 2 : 0) * elements + (nvme_states ? 10 : 0) * elements;
     (nvme_states || nvme_weights ? tile.write_bytes : tile.commit_bytes) = 12 * elements;
     if (tile.commit_bytes > 0 && below(2) == 0) tile.commit_read_bytes = 2 * elements;
-    if (spills && below(3) > 0) tile.spill_bytes = align_up(2 * elements, 64 * kKiB);
+    if (spills) tile.spill_bytes = align_up(2 * elements, 64 * kKiB);
     return tile;
   }
 
@@ -135,7 +139,8 @@ class RandomSchedule {
   void accumulate(ScheduleInput& input) {
     std::uint64_t most = 0;
     for (ScheduleBlock& block : input.blocks) {
-      if (below(4) > 0) block.accumulator_bytes = 2 * block.gradient_bytes;
+      const auto b = static_cast<std::size_t>(&block - input.blocks.data());
+      if (below(4) > 0) block.accumulator_bytes = 2 * input.policies.gradients.blocks[b].bytes;
       most = std::max(most, block.accumulator_bytes);
     }
     for (std::uint64_t p = 1 + below(3); p > 0; --p) {
@@ -227,7 +232,10 @@ TEST(ScheduleProperties, MoreMemoryIsHardlyEverSlowerAndNeverMuch) {
         input.place_bytes.push_back(input.place_bytes[0]);
         input.owners.emplace_back();
         break;
-      default: ++input.spill_chunks; input.passing_bytes.push_back(input.passing_bytes[0]);
+      default:
+        ++input.spill_chunks;
+        auto& passing = input.policies.gradients.passing_bytes;
+        passing.push_back(passing[0]);
     }
     const double more = make_schedule(input).seconds();
     slower += more > less * (1 + 1e-6);

@@ -109,6 +109,7 @@ TEST(Schedule, ASpilledGradientCostsAWriteAndARead) {
   ScheduleInput host = input;
   std::uint64_t spilled = 0;
   for (ScheduleTile& tile : host.tiles) spilled += std::exchange(tile.spill_bytes, 0);
+  for (auto& block : host.policies.gradients.blocks) block.home = Placement::kHost;
   ASSERT_GT(spilled, 0u);
   const Schedule schedule = make_schedule(input), kept = make_schedule(host);
   check_schedule(input, schedule);
@@ -159,12 +160,12 @@ TEST(Schedule, OnOneSetOfCoresTheUpdateCostsComputeItsTime) {
 // Reads at half a second and writes at half a second overlap while both last, at half of the mixed rate each.
 TEST(Schedule, ReadsAndWritesShareADrivesMixedRate) {
   ScheduleInput input{.visits = {{.block = 0, .pass = Pass::kForward}, {.block = 0, .pass = Pass::kBackward}},
-                      .blocks = {{.first_tile = 0, .tiles = 2, .weight_bytes = 2, .gradient_bytes = 2}},
+                      .blocks = {{.first_tile = 0, .tiles = 2, .weight_bytes = 2}},
                       .tiles = {},
                       .update_order = {0, 1},
                       .place_bytes = {2},
-                      .staging_bytes = {},
                       .rates = {.cores = 1, .nvme_read = 1e9, .nvme_write = 1e9, .nvme_mixed = 1e9}};
+  input.policies.gradients.blocks.resize(1);  // nothing comes down
   input.tile_buffers = 2;
   const std::uint64_t half = 500'000'000;
   input.tiles = {{.block = 0, .elements = 1, .read_bytes = half, .write_bytes = half, .weight_bytes = 1},

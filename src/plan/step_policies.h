@@ -1,0 +1,16 @@
+// What the policies of a step (swap/policy) are told of a plan: said once, for the engine, which does what they answer,
+// and for the schedule, which runs the same objects on its virtual clock. Pure.
+#pragma once
+
+#include "src/plan/plan.h"
+#include "swap/policy/gradient_memory.h"
+
+namespace spillway {
+
+struct StepPolicies {
+  GradientMemoryOptions gradients;
+};
+
+StepPolicies step_policies(const Plan& plan);
+
+}  // namespace spillway
