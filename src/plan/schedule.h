@@ -7,8 +7,9 @@
 //            schedule_program: what the engine issues, in its order, and what each of it waits for
 //            link_model:       when that runs, on lanes that share links and cores
 //
-// Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's own
-// (Engine, Updater, WeightPlaces, GradientCollector); a change there is a change in schedule_program.cc.
+// Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's own:
+// that of an update's tiles by the same object (UpdateQueue), the rest (Engine, WeightPlaces, GradientCollector)
+// written again, so that a change there is a change in schedule_program.cc.
 #pragma once
 
 #include <array>
