@@ -213,6 +213,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
   auto route = [&plan, this](std::uint32_t b, std::byte* to, std::vector<FetchPiece>& pieces) {
     const BlockPlan& block = plan.blocks[b];
     updater->settle(b);
+    const bool committed = updater->weights_from(b) == WeightsFrom::kCommitted;
     for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
       const TilePlace& place = plan.tile_places[t];
       constexpr std::size_t kWeights = index_of(Part::kWeights);
@@ -222,7 +223,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
       if (place.home[kWeights] == Placement::kHost) {
         piece.resident = host.memory().data() + place.offset[kWeights];
       } else {
-        const TileStore::Slot slot = updater->early(b) ? store->committed(t) : store->readable(t);
+        const TileStore::Slot slot = committed ? store->committed(t) : store->readable(t);
         piece.extent = slot.extent[kWeights];
         piece.checksum = slot.checksum[kWeights];
       }
@@ -230,7 +231,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
     }
   };
   WeightPlaces::Update update;
-  update.awaited = [this](std::uint32_t block) { return updater->awaited(block); };
+  update.awaited = [this](std::uint32_t block) { return updater->weights_from(block) == WeightsFrom::kUpdate; };
   update.deliver = [this](std::uint32_t block, std::byte* to, Event* after, Event& ready) {
     if (after) device->wait(*h2d, *after);
     if (!updater->run_until(block, to)) return false;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 #include <utility>
 
 #include "spillway/error.h"
@@ -10,6 +9,26 @@
 #include "src/plan/node_tiles.h"
 
 namespace spillway {
+namespace {
+
+UpdateQueueOptions update_queue_options(const Plan& plan, std::span<const std::uint32_t> order, std::uint32_t buffers,
+                                        unsigned nodes) {
+  UpdateQueueOptions options{.order = {order.begin(), order.end()},
+                             .buffers = buffers,
+                             .nodes = nodes,
+                             .reads_ahead = plan.host.reads_ahead,
+                             .writes_behind = plan.host.writes_behind,
+                             .early_planned = plan.early_blocks};
+  for (const BlockPlan& block : plan.blocks) options.blocks.push_back({block.first_tile, block.tiles});
+  for (const TilePlan& tile : plan.tiles) options.trainable.push_back(tile.range.trainable);
+  for (const std::uint32_t tile : order) {
+    if (!resident(plan.tile_places[tile])) options.checked.push_back(tile);
+  }
+  return options;
+}
+
+}  // namespace
+
 Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device, HostWorkers& workers,
                  TileMover& mover, GradientCollector& gradients, Stream& stream, Watch watch)
     : plan_(plan),
@@ -22,64 +41,40 @@ Updater::Updater(const Plan& plan, const ModelDescription& model, Device& device
       watch_(watch),
       nodes_(updating_nodes(plan, workers.nodes())),
       order_(update_order(plan, nodes_)),
-      first_of_(plan.blocks.size()),
-      end_of_(plan.blocks.size()),
+      queue_(update_queue_options(plan, order_, mover.buffers(), nodes_)),
       updates_(nodes_),
       ranges_(nodes_),
       memories_(nodes_),
       finite_(nodes_) {
-  queue_.reserve(order_.size());
   std::size_t most = 0;
   for (const Block& block : model.blocks) most = std::max(most, block.parameters.size());
   for (std::vector<GroupRange>& ranges : ranges_) ranges.reserve(most);
 }
 
-void Updater::reset() {
-  queue_.clear();
-  std::ranges::fill(end_of_, 0u);
-  early_end_ = next_ = loading_ = 0;
-  begun_ = checking_ = stopped_ = expected_ = false;
-  early_overflow_.reset();
-  look_ = nullptr;
-  updated_.clear();
-}
-
-void Updater::append(std::uint32_t tile) {
-  const std::uint32_t block = plan_.tiles[tile].block;
-  if (end_of_[block] == 0) first_of_[block] = queue_.size();
-  queue_.push_back(tile);
-  end_of_[block] = queue_.size();
-}
-
-void Updater::append_block(std::uint32_t block) {
-  const BlockPlan& plan = plan_.blocks[block];
-  for (std::uint32_t t = plan.first_tile; t < plan.first_tile + plan.tiles; ++t) {
-    if (plan_.tiles[t].range.trainable) append(t);
+void Updater::make(const TileMove& move) {
+  switch (move.kind) {
+    case TileMove::Kind::kLoad: return mover_.start_load(move.tile, move.buffer);
+    case TileMove::Kind::kGradient:
+      if (const auto spilled = gradients_.spilled(move.tile))
+        mover_.load_gradient(move.buffer, spilled->extent, spilled->checksum);
+      return;
+    case TileMove::Kind::kDrop:  // what is not used need not be verified
+      mover_.arrive(move.buffer);
+      return mover_.drop(move.buffer);
   }
 }
 
-// What is not in the queue yet, in order.
-void Updater::fill_queue() {
-  forget_expected();
-  if (queue_.size() == order_.size()) return;
-  for (std::uint32_t tile : order_) {
-    const std::uint32_t block = plan_.tiles[tile].block;
-    if (end_of_[block] == 0 || first_of_[block] >= early_end_) append(tile);
-  }
+void Updater::make_moves(Moves allowed) {
+  while (const auto move = queue_.next_move(allowed)) make(*move);
 }
 
-// Tile i of the queue uses buffer i mod buffers. A load starts when its buffer's last save is done; only the `count`
-// tiles that are due wait.
-void Updater::start_loads(std::size_t due, std::size_t count) {
-  if (stopped_) return;
-  const std::uint32_t buffers = mover_.buffers();
-  const std::size_t end = std::min(queue_.size(), due + (plan_.host.reads_ahead ? buffers : count));
-  while (loading_ < end) {
-    const auto buffer = static_cast<std::uint32_t>(loading_ % buffers);
-    if (loading_ >= due + count && !mover_.idle(buffer)) return;
-    mover_.start_load(queue_[loading_], buffer);
-    if (begun_) load_gradient(loading_);
-    ++loading_;
+// Until the next load has to wait for its buffer's save.
+void Updater::start_loads() {
+  for (;;) {
+    make_moves(Moves::kAll);
+    const auto buffer = queue_.saving();
+    if (!buffer || !mover_.idle(*buffer)) return;
+    queue_.tell(QueueEvent::kWritten, *buffer);
   }
 }
 
@@ -88,151 +83,102 @@ void Updater::wait_read(std::uint32_t buffer) {
   const StallMeter::Wait wait(watch_.stalls, StallCause::kRead);
   for (;;) {
     const std::uint64_t completed = mover_.completed();
-    start_loads(next_, 0);
+    start_loads();
     if (mover_.read(buffer)) return;
     mover_.wait_completed_beyond(completed);
   }
 }
 
-// A spilled gradient is read once all of the step have been written.
-void Updater::load_gradient(std::size_t position) {
-  if (checking_ || !is_updated(queue_[position])) return;
-  const auto spilled = gradients_.spilled(queue_[position]);
-  const auto buffer = static_cast<std::uint32_t>(position % mover_.buffers());
-  if (spilled) mover_.load_gradient(buffer, spilled->extent, spilled->checksum);
-}
-
 void Updater::read_ahead() {
-  if (plan_.gradients_in_hbm || !plan_.host.reads_ahead) return;
-  if (!plan_.early_blocks && early_end_ == 0) fill_queue();
-  start_loads(next_, 0);
+  if (plan_.gradients_in_hbm) return;
+  queue_.tell(QueueEvent::kFetched);
+  start_loads();
 }
 
-void Updater::cancel_read_ahead() { cancel_loads(next_); }
+void Updater::cancel_read_ahead() {
+  queue_.tell(QueueEvent::kCancel);
+  make_moves(Moves::kDrops);
+}
 
-// Of the queue from there on. What is not used need not be verified.
-void Updater::cancel_loads(std::size_t begin) {
-  for (; loading_ > begin; --loading_) {
-    const auto buffer = static_cast<std::uint32_t>((loading_ - 1) % mover_.buffers());
-    mover_.arrive(buffer);
-    mover_.drop(buffer);
-  }
+void Updater::finish_saves() {
+  for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
 }
 
 void Updater::expect(std::span<const std::uint32_t> blocks) {
-  if (!queue_.empty() || !plan_.host.reads_ahead) return;
-  for (const std::uint32_t block : blocks) append_block(block);
-  expected_ = !queue_.empty();
-  start_loads(next_, 0);
-}
-
-void Updater::forget_expected() {
-  if (!expected_) return;
-  expected_ = false;
-  cancel_loads(early_end_);
-  for (; queue_.size() > early_end_; queue_.pop_back()) end_of_[plan_.tiles[queue_.back()].block] = 0;
+  if (queue_.expect(blocks)) start_loads();
 }
 
 void Updater::add(std::uint32_t block, const ParameterUpdates& parameters) {
-  const bool comes_next = early_end_ < queue_.size() && plan_.tiles[queue_[early_end_]].block == block;
-  if (!comes_next) forget_expected();
-  if (early_end_ < queue_.size() && !expected_) return;  // what is read ahead already keeps its turn
   parameters_ = &parameters;
-  if (!comes_next) append_block(block);
-  early_end_ = end_of_[block];
-  start_loads(next_, 0);
+  queue_.tell(QueueEvent::kComplete, block);
+  start_loads();
 }
 
 void Updater::advance(bool all) {
-  while (!stopped_ && next_ < early_end_ && (all || arrived())) update_early();
-}
-
-// The next tile and its block's gradient are there. What is not read ahead never would be.
-bool Updater::arrived() {
-  if (!gradients_.landed(plan_.tiles[queue_[next_]].block)) return false;
-  if (!plan_.host.reads_ahead) return true;
-  start_loads(next_, 0);
-  return loading_ > next_ && mover_.read(static_cast<std::uint32_t>(next_ % mover_.buffers()));
+  while (const auto block = queue_.early_block()) {
+    if (all) gradients_.wait_landed(*block);
+    if (!gradients_.landed(*block)) return;
+    queue_.tell(gradients_.finite(*block) ? QueueEvent::kLanded : QueueEvent::kNotFinite, *block);
+    if (!all) start_loads();
+    if (const auto buffer = queue_.reading(); buffer && mover_.read(*buffer)) queue_.tell(QueueEvent::kRead, *buffer);
+    const auto turn = queue_.next_turn(all ? Turns::kEarlyAll : Turns::kEarly);
+    if (!turn) return;
+    update_early(*turn);
+  }
 }
 
 bool Updater::make_room() {
-  if (next_ >= early_end_) return false;
-  const std::uint32_t block = plan_.tiles[queue_[next_]].block;
-  while (next_ < end_of_[block]) update_early();
+  const auto block = queue_.early_block();
+  if (!block) return false;
+  gradients_.wait_landed(*block);
+  queue_.tell(gradients_.finite(*block) ? QueueEvent::kLanded : QueueEvent::kNotFinite, *block);
+  while (const auto turn = queue_.next_turn(Turns::kEarlyOf, *block)) update_early(*turn);
   return true;
 }
 
-// The next tile of the queue, once its gradient is there; passed over when nothing is updated any more.
-void Updater::update_early() {
-  const std::uint32_t block = plan_.tiles[queue_[next_]].block;
-  gradients_.wait_landed(block);
-  if (!gradients_.finite(block)) stop();
-  if (!stopped_) {
-    start_loads(next_, 1);
-    update(next_, 1, nullptr);
-  }
-  if (++next_ == end_of_[block]) gradients_.forget(block);
-  early_overflow_ ? stop() : start_loads(next_, 0);
-}
-
-void Updater::stop() {
-  stopped_ = true;
-  cancel_read_ahead();
+void Updater::update_early(const TileTurn& turn) {
+  take_turn(turn, nullptr);
+  if (turn.ends_block) gradients_.forget(turn.block);
+  start_loads();
 }
 
 bool Updater::keep_early(bool right) {
   if (!early_under_way()) return true;
   if (right) advance(true);
-  if (right && (!stopped_ || plan_.early_blocks)) return true;  // a result that is not finite is for begin() to refuse
+  // A result that is not finite is for begin() to refuse.
+  if (right && (!queue_.stopped() || plan_.early_blocks)) return true;
   take_back();
   return false;
 }
 
 void Updater::take_back() {
   cancel_read_ahead();
-  for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
-  if (next_ > 0) mover_.forget_written();
-  reset();
+  finish_saves();
+  if (queue_.touched()) mover_.forget_written();
+  queue_.tell(QueueEvent::kEnd);
+  look_ = nullptr;
 }
 
 void Updater::begin(const ParameterUpdates& parameters) {
   if (plan_.gradients_in_hbm) return run_on_device(parameters);
-  if (early_overflow_) refuse_overflow(tile_name(plan_, model_, *early_overflow_));
-  fill_queue();
+  if (queue_.overflow()) refuse_overflow(tile_name(plan_, model_, *queue_.overflow()));
   parameters_ = &parameters;
-  begun_ = true;
-  for (std::size_t i = next_; i < loading_; ++i) load_gradient(i);
+  queue_.tell(QueueEvent::kBegin);
+  make_moves(Moves::kGradients);
 }
 
 void Updater::begin_check() {
-  for (const std::uint32_t tile : order_) {
-    if (!resident(plan_.tile_places[tile])) append(tile);
-  }
-  begun_ = checking_ = true;
-  start_loads(next_, 0);
+  queue_.tell(QueueEvent::kBeginCheck);
+  start_loads();
 }
 
 bool Updater::run_until(std::uint32_t block, std::byte* to) {
-  // All of the block, and nothing else: frozen tiles are fetched, and with several nodes tiles of two blocks may be
-  // updated at the same time.
-  const std::size_t first = first_of_[block], end = end_of_[block];
-  const bool whole = nodes_ == 1 && next_ <= first && end == first + plan_.blocks[block].tiles &&
-                     std::all_of(queue_.begin() + static_cast<std::ptrdiff_t>(first),
-                                 queue_.begin() + static_cast<std::ptrdiff_t>(end),
-                                 [this](std::uint32_t tile) { return is_updated(tile); });
-  while (next_ < end_of_[block]) {
-    std::byte* const place = whole && next_ >= first_of_[block] ? to : nullptr;
-    if (look_) {
-      look_next(place);
-      continue;
-    }
-    const std::size_t together = std::min<std::size_t>(nodes_, queue_.size() - next_);
-    start_loads(next_, together);
-    update(next_, together, place);
-    next_ += together;
+  const bool delivers = to != nullptr && queue_.delivers(block);
+  while (const auto turn = queue_.next_turn(Turns::kUntil, block)) {
+    take_turn(*turn, delivers && turn->block == block ? to : nullptr);
   }
-  if (under_way()) start_loads(next_, 0);
-  return to != nullptr && whole;
+  if (queue_.under_way()) start_loads();
+  return delivers;
 }
 
 void Updater::settle(std::uint32_t block) {
@@ -241,72 +187,29 @@ void Updater::settle(std::uint32_t block) {
 }
 
 std::exception_ptr Updater::finish() {
-  while (look_ && under_way()) look_next(nullptr);
-  while (under_way()) run_until(plan_.tiles[queue_.back()].block, nullptr);
-  for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
-  reset();
+  while (const auto turn = queue_.next_turn(Turns::kRest)) take_turn(*turn, nullptr);
+  finish_saves();
+  queue_.tell(QueueEvent::kEnd);
+  look_ = nullptr;
   return std::exchange(look_failure_, nullptr);
 }
 
 void Updater::look(TileWork work) {
-  // What has been started to load comes first in the new queue, too, as a rule.
-  bool keeps = next_ == 0;
-  for (std::size_t i = 0; i < loading_; ++i) keeps = keeps && queue_[i] == i;
-  if (!keeps) {
-    cancel_read_ahead();
-    for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
-    loading_ = 0;
-  }
-  updated_.assign(plan_.tiles.size(), 0);
-  for (std::size_t i = next_; begun_ && i < queue_.size(); ++i) updated_[queue_[i]] = 1;
-  queue_.resize(plan_.tiles.size());
-  std::iota(queue_.begin(), queue_.end(), 0u);
-  next_ = 0;
-  stopped_ = false;
+  queue_.tell(QueueEvent::kLook);
+  make_moves(Moves::kDrops);
+  finish_saves();  // of tiles that are read again
   look_ = std::move(work);
-  place_blocks();
-  start_loads(next_, 0);
-}
-
-// Where each block's updated tiles stand in the queue.
-void Updater::place_blocks() {
-  std::ranges::fill(end_of_, 0u);
-  for (std::size_t i = 0; i < queue_.size(); ++i) {
-    if (!is_updated(queue_[i])) continue;
-    const std::uint32_t block = plan_.tiles[queue_[i]].block;
-    if (end_of_[block] == 0) first_of_[block] = i;
-    end_of_[block] = i + 1;
-  }
+  start_loads();
 }
 
 void Updater::show_until(std::uint32_t block) {
-  const std::size_t end = plan_.blocks[block].first_tile + plan_.blocks[block].tiles;
-  while (look_ && next_ < end && !is_updated(queue_[next_])) look_next(nullptr);
+  while (const auto turn = queue_.next_turn(Turns::kShown, block)) take_turn(*turn, nullptr);
 }
 
-void Updater::look_next(std::byte* to) {
-  start_loads(next_, 1);
-  is_updated(queue_[next_]) ? update(next_, 1, to) : look_alone(next_);
-  ++next_;
-  if (look_failure_) end_look();
-}
-
-// The rest of the queue is what is left to be updated.
 void Updater::end_look() {
   look_ = nullptr;
-  cancel_read_ahead();
-  const auto rest = queue_.begin() + static_cast<std::ptrdiff_t>(next_);
-  queue_.erase(std::remove_if(rest, queue_.end(), [this](std::uint32_t tile) { return !is_updated(tile); }),
-               queue_.end());
-  updated_.clear();
-  place_blocks();
-}
-
-void Updater::look_alone(std::size_t position) {
-  const auto buffer = static_cast<std::uint32_t>(position % mover_.buffers());
-  wait_read(buffer);
-  show(queue_[position], mover_.finish_load(buffer));
-  mover_.drop(buffer);
+  queue_.tell(QueueEvent::kEndLook);
+  make_moves(Moves::kDrops);
 }
 
 void Updater::show(std::uint32_t tile, const TileMemory& memory) {
@@ -318,21 +221,34 @@ void Updater::show(std::uint32_t tile, const TileMemory& memory) {
   }
 }
 
-// Tiles [first, first + count) of the queue, one for each node. The bytes are verified in the pass that updates them: a
-// mismatch is found behind the pass and before anything of the tile is saved.
-void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
-  if (checking_) return check(first, count, to);
-  const auto buffer_of = [this, first](std::size_t node) {
-    return static_cast<std::uint32_t>((first + node) % mover_.buffers());
-  };
-  for (std::size_t node = 0; node < count; ++node) {
-    const std::uint32_t t = queue_[first + node], buffer = buffer_of(node);
-    const TilePlan& place = plan_.tiles[t];
+void Updater::take_turn(const TileTurn& turn, std::byte* to) {
+  if (turn.kind == TileTurn::Kind::kPassOver) {
+    make_moves(Moves::kDrops);
+  } else {
+    start_loads();
+  }
+  if (turn.kind == TileTurn::Kind::kUpdate) update(turn, to);
+  const bool verified = turn.kind == TileTurn::Kind::kShow || turn.kind == TileTurn::Kind::kCheck;
+  for (std::size_t i = turn.first; verified && i < turn.first + turn.count; ++i) {
+    wait_read(queue_.buffer(i));
+    show(queue_.tile(i), mover_.finish_load(queue_.buffer(i)));
+    end_tile(i, true, to);
+  }
+  queue_.tell(QueueEvent::kTurnDone);
+  make_moves(Moves::kDrops);
+  if (look_ && look_failure_) end_look();
+}
+
+// One tile for each node. The bytes are verified in the pass that updates them: a mismatch is found after the pass and
+// before anything of the tile is saved.
+void Updater::update(const TileTurn& turn, std::byte* to) {
+  for (std::size_t node = 0; node < turn.count; ++node) {
+    const std::uint32_t t = queue_.tile(turn.first + node), buffer = queue_.buffer(turn.first + node);
     wait_read(buffer);
     const TileMemory& memory = memories_[node] = mover_.arrive(buffer);
     const ExtentHashes spilled = mover_.expected_gradient(buffer);
     const std::byte* gradient =
-        spilled.bytes.empty() ? gradients_.gradient(place.block) + byte_offset(t) : spilled.bytes.data();
+        spilled.bytes.empty() ? gradients_.gradient(plan_.tiles[t].block) + byte_offset(t) : spilled.bytes.data();
     updates_[node] = {.tile = tile_arrays(plan_.tile_places[t].shape, memory, gradient),
                       .groups = parameters_->ranges(t, ranges_[node]),
                       .scalars = parameters_->scalars(),
@@ -344,37 +260,32 @@ void Updater::update(std::size_t first, std::size_t count, std::byte* to) {
     const StallMeter::Wait wait(watch_.stalls, StallCause::kUpdate);
     const auto start = std::chrono::steady_clock::now();
     const auto update_one = [&](std::size_t node) {
-      const TimedSpan span(watch_.timeline, SpanKind::kUpdate, queue_[first + node]);
+      const TimedSpan span(watch_.timeline, SpanKind::kUpdate, queue_.tile(turn.first + node));
       finite_[node] = update_tile(updates_[node], workers_);
     };
     if (nodes_ == 1) {
       update_one(0);
     } else {
-      workers_.parallel_for_nodes(count, update_one);
+      workers_.parallel_for_nodes(turn.count, update_one);
     }
     adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
-  for (std::size_t node = 0; node < count; ++node) {
-    mover_.verify(buffer_of(node));
-    const std::uint32_t t = queue_[first + node];
-    if (finite_[node] == 0 && begun_) refuse_overflow(tile_name(plan_, model_, t));
-    if (finite_[node] == 0) {  // the step may come to nothing for another reason
-      early_overflow_ = t;
-      mover_.drop(buffer_of(node));
-      return;
-    }
-    show(t, memories_[node]);
-    mover_.start_save(buffer_of(node), Save::kUpdated, to ? to + byte_offset(t) : nullptr);
-    if (!plan_.host.writes_behind) mover_.finish_save(buffer_of(node));
+  for (std::size_t node = 0; node < turn.count; ++node) {
+    mover_.verify(queue_.buffer(turn.first + node));
+    if (finite_[node] != 0) show(queue_.tile(turn.first + node), memories_[node]);
+    end_tile(turn.first + node, finite_[node] != 0, to);
   }
 }
 
-void Updater::check(std::size_t first, std::size_t count, std::byte* to) {
-  for (std::size_t i = first; i < first + count; ++i) {
-    const auto buffer = static_cast<std::uint32_t>(i % mover_.buffers());
-    wait_read(buffer);
-    show(queue_[i], mover_.finish_load(buffer));
-    to ? mover_.start_save(buffer, Save::kRestored, to + byte_offset(queue_[i])) : mover_.drop(buffer);
+void Updater::end_tile(std::size_t position, bool finite, std::byte* to) {
+  const std::uint32_t tile = queue_.tile(position), buffer = queue_.buffer(position);
+  std::byte* const delivered = to ? to + byte_offset(tile) : nullptr;
+  switch (queue_.end_tile(position, finite, to != nullptr)) {
+    case TileEnd::kRefuse: refuse_overflow(tile_name(plan_, model_, tile));
+    case TileEnd::kDrop: return mover_.drop(buffer);
+    case TileEnd::kRestored: return mover_.start_save(buffer, Save::kRestored, delivered);
+    case TileEnd::kSave: return mover_.start_save(buffer, Save::kUpdated, delivered);
+    case TileEnd::kSaveNow: mover_.start_save(buffer, Save::kUpdated, delivered); return mover_.finish_save(buffer);
   }
 }
 

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <exception>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,6 +15,7 @@
 #include "src/engine/gradients.h"
 #include "src/engine/parameter_updates.h"
 #include "src/plan/plan.h"
+#include "swap/policy/update_queue.h"
 #include "swap/tile_mover.h"
 
 namespace spillway {
@@ -41,10 +41,7 @@ class Updater {
   bool keep_early(bool right);
   // Updates the first added block, if blocks are updated, and forgets its gradient. False: there is none.
   bool make_room();
-  bool early(std::uint32_t block) const {  // added
-    return !begun_ && end_of_[block] > 0 && end_of_[block] <= early_end_;
-  }
-  bool early_under_way() const { return !begun_ && early_end_ > 0; }
+  bool early_under_way() const { return queue_.early_under_way(); }
   // Takes back what was updated early.
   void take_back();
 
@@ -55,9 +52,9 @@ class Updater {
   // The same at a resume, for the update that the last commit is the result of: the tiles that nobody has read are read
   // as for an update, verified and handed on as if they were its results. Nothing of them is written.
   void begin_check();
-  bool checking() const noexcept { return checking_; }
-  bool begun() const noexcept { return begun_; }
-  bool awaited(std::uint32_t block) const { return begun_ && next_ < end_of_[block]; }  // its weights are those before
+  bool checking() const noexcept { return queue_.checking(); }
+  bool begun() const noexcept { return queue_.begun(); }
+  WeightsFrom weights_from(std::uint32_t block) const { return queue_.weights_from(block); }
   // Updates the block's tiles and those before them in order. `to`, unless null, is the device address of the block's
   // place: its weights are copied there on the h2d stream, tile by tile. False: they were not, or not all.
   bool run_until(std::uint32_t block, std::byte* to);
@@ -84,28 +81,18 @@ class Updater {
   double adam_seconds() const noexcept { return adam_seconds_; }  // all runs together
 
  private:
-  bool under_way() const noexcept { return next_ < queue_.size(); }
-  void fill_queue();
-  void append(std::uint32_t tile);
-  void append_block(std::uint32_t block);
-  void forget_expected();
-  void cancel_loads(std::size_t begin);
-  bool arrived();
-  void update_early();
-  void stop();
-  void reset();
+  void start_loads();
+  void make(const TileMove& move);
+  void make_moves(Moves allowed);
+  void update_early(const TileTurn& turn);
+  void take_turn(const TileTurn& turn, std::byte* to);
   void run_on_device(const ParameterUpdates& parameters);
-  void load_gradient(std::size_t position);
-  bool is_updated(std::uint32_t tile) const { return updated_.empty() || updated_[tile] != 0; }
-  void place_blocks();
-  void look_next(std::byte* to);
-  void look_alone(std::size_t position);
   void end_look();
+  void finish_saves();
   void show(std::uint32_t tile, const TileMemory& memory);
   void wait_read(std::uint32_t buffer);
-  void start_loads(std::size_t due, std::size_t count);
-  void update(std::size_t first, std::size_t count, std::byte* to);
-  void check(std::size_t first, std::size_t count, std::byte* to);
+  void update(const TileTurn& turn, std::byte* to);
+  void end_tile(std::size_t position, bool finite, std::byte* to);
   // Of the tile's first element in the weights, and in the gradient, of its block.
   std::uint64_t byte_offset(std::uint32_t tile) const;
   [[noreturn]] void refuse_overflow(const std::string& where);
@@ -118,19 +105,11 @@ class Updater {
   GradientCollector& gradients_;
   Stream& stream_;
   const Watch watch_;
-  const unsigned nodes_;                        // so many tiles are updated at the same time
-  const std::vector<std::uint32_t> order_;      // trainable tiles
-  std::vector<std::uint32_t> queue_;            // of this step: early ones as their gradients complete, then in order
-  std::vector<std::size_t> first_of_, end_of_;  // of each block's tiles in the queue; end 0: not in it
-  std::size_t early_end_ = 0;                   // tiles of the queue before it were added
-  bool expected_ = false;                       // those behind it are expected; else it is their turn after begin()
-  std::size_t next_ = 0;                        // ditto: are updated
-  std::size_t loading_ = 0;                     // ditto: have been started to load
-  bool begun_ = false, checking_ = false, stopped_ = false, overflowed_ = false;
-  std::optional<std::uint32_t> early_overflow_;  // tile
-  // While tiles are shown: to whom, which of the queue are updated, and what went wrong there.
-  TileWork look_;
-  std::vector<std::uint8_t> updated_;  // by tile; empty: all of the queue are
+  const unsigned nodes_;                    // so many tiles are updated at the same time
+  const std::vector<std::uint32_t> order_;  // trainable tiles
+  UpdateQueue queue_;
+  bool overflowed_ = false;
+  TileWork look_;  // to whom tiles are shown, and what went wrong there
   std::exception_ptr look_failure_;
   const ParameterUpdates* parameters_ = nullptr;
   std::vector<TileUpdate> updates_;              // those under way, by node

@@ -7,9 +7,10 @@
 //            schedule_program: what the engine issues, in its order, and what each of it waits for
 //            link_model:       when that runs, on lanes that share links and cores
 //
-// Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's own
-// (Engine, Updater, WeightPlaces); a change there is a change in schedule_program.cc. Where gradients lie and when they
-// leave is said by the very object that the engine asks (swap/policy).
+// Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's own:
+// that of an update's tiles (UpdateQueue), and where gradients lie and when they leave (GradientMemory), by the very
+// objects that the engine asks; the rest (Engine, WeightPlaces) written again, so that a change there is one in
+// schedule_program.cc.
 #pragma once
 
 #include <array>

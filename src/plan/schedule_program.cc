@@ -16,14 +16,39 @@ std::vector<std::uint64_t> accumulator_bytes(const std::vector<ScheduleBlock>& b
   return bytes;
 }
 
+// Those that are updated inside backward, as their gradients complete.
+std::vector<std::uint32_t> early_blocks(const ScheduleInput& input) {
+  std::vector<std::uint32_t> blocks;
+  std::vector<std::uint8_t> seen = frozen_blocks(input);
+  for (std::size_t v = input.visits.size(); v-- > 0 && !input.update_on_device;) {
+    const ScheduleVisit& visit = input.visits[v];
+    if (visit.pass != Pass::kBackward || std::exchange(seen[visit.block], 1)) continue;
+    if (input.blocks[visit.block].early) blocks.push_back(visit.block);
+  }
+  std::ranges::reverse(blocks);
+  return blocks;
+}
+
+UpdateQueueOptions queue_options(const ScheduleInput& input, bool early) {
+  UpdateQueueOptions options{.order = input.update_order,
+                             .buffers = std::max(input.tile_buffers, 1u),
+                             .nodes = input.nodes,
+                             .reads_ahead = input.reads_ahead,
+                             .writes_behind = input.writes_behind,
+                             .early_planned = early};
+  for (const ScheduleBlock& block : input.blocks) options.blocks.push_back({block.first_tile, block.tiles});
+  for (const ScheduleTile& tile : input.tiles) options.trainable.push_back(tile.elements > 0);
+  return options;
+}
+
 }  // namespace
 
 ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
     : in_(input),
       places_(input.place_bytes.size()),
       chunk_freed_(input.chunks, kNoOp),
-      late_begin_(input.blocks.size(), 0),
-      late_end_(input.blocks.size(), 0),
+      early_(early_blocks(input)),
+      queue_(queue_options(input, !early_.empty())),
       buffers_(std::max(input.tile_buffers, 1u)),
       written_(input.tiles.size(), kNoOp),
       spilled_(input.tiles.size(), kNoOp),
@@ -40,8 +65,8 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
   leaving_.freed.assign(in_.activation_buffers, kNoOp);
   coming_.freed.assign(in_.activation_buffers, kNoOp);
   note_visits();
-  order_updates();
-  updating_ = begun_ = !in_.update_on_device;
+  skip_early();
+  updating_ = !in_.update_on_device;
 }
 
 void ScheduleProgram::note_visits() {
@@ -76,23 +101,16 @@ void ScheduleProgram::plan_places() {
                            {.owners = in_.owners, .reuse_bytes = in_.reuse_bytes, .filled = filled});
 }
 
-void ScheduleProgram::order_updates() {
-  if (in_.update_on_device) return;
-  std::vector<std::uint8_t> early(in_.tiles.size());
-  for (std::uint32_t v = 0; v < in_.visits.size(); ++v) {
-    const ScheduleBlock& block = in_.blocks[in_.visits[v].block];
-    if (!completes_[v] || !block.early) continue;
-    for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
-      if (in_.tiles[t].elements == 0) continue;
-      early[t] = 1;
-      early_.order.push_back(t);
+// The first step begins with what the one before it has left: that one has updated these.
+void ScheduleProgram::skip_early() {
+  for (const std::uint32_t block : early_) queue_.tell(QueueEvent::kComplete, block);
+  while (const auto turn = queue_.next_turn(Turns::kEarlyAll)) {
+    while (queue_.next_move(Moves::kAll)) {
     }
+    queue_.end_tile(turn->first, true, false);
+    queue_.tell(QueueEvent::kWritten, queue_.buffer(turn->first));
+    queue_.tell(QueueEvent::kTurnDone);
   }
-  for (const std::uint32_t t : in_.update_order) {
-    if (!early[t]) late_.order.push_back(t);
-  }
-  for (std::size_t i = late_.order.size(); i-- > 0;) late_begin_[in_.tiles[late_.order[i]].block] = i;
-  for (std::size_t i = 0; i < late_.order.size(); ++i) late_end_[in_.tiles[late_.order[i]].block] = i + 1;
 }
 
 std::uint32_t ScheduleProgram::add(ScheduleOp op, std::initializer_list<std::uint32_t> after) {
@@ -116,7 +134,8 @@ std::uint32_t ScheduleProgram::add_step() {
   uses_.assign(in_.uses.size(), {});
   used_ = loads_ = 0;
   gradients_.begin_step();
-  for (std::size_t i = 0; i < late_.loading; ++i) read_gradient(i);  // what was read ahead
+  if (updating_) queue_.tell(QueueEvent::kBegin);
+  start_loads(Moves::kGradients);  // of what was read ahead
   prefetch();
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) visit(v);
   return end_step();
@@ -129,7 +148,7 @@ void ScheduleProgram::visit(std::uint32_t v) {
   if (backward && updating_) settle();
   if (backward && !backward_) {
     backward_ = true;
-    start_loads(early_, 0);  // Updater::expect
+    if (queue_.expect(early_)) start_loads();
   }
   const std::uint32_t sums = backward ? bring_sums(v) : kNoOp;
   cursor_ = v + 1;
@@ -152,8 +171,10 @@ void ScheduleProgram::visit(std::uint32_t v) {
   add(acquire, {issued_, place.open});
   prefetch();
   // Nothing more to fetch: the first tiles of this step's update come next.
-  const bool reads_ahead = !in_.weights_stay && early_.order.empty() && !in_.update_on_device;
-  if (cursor_ == in_.visits.size() && !updating_ && reads_ahead) start_loads(late_, 0);
+  if (cursor_ == in_.visits.size() && !updating_ && !in_.weights_stay && !in_.update_on_device) {
+    queue_.tell(QueueEvent::kFetched);
+    start_loads();
+  }
 
   compute.kind = OpKind::kCompute;
   compute.lane = Lane::kCompute;
@@ -162,19 +183,19 @@ void ScheduleProgram::visit(std::uint32_t v) {
   const std::uint32_t staging = completes ? stage_gradient(visit.block) : kNoOp;
   const std::uint32_t computed = this->compute(compute, place.ready, staging, sums);
   if (backward) add_to_sums(v, computed);
-  const std::size_t complete_before = complete_;
   if (completes) complete_gradient(visit.block, computed);
   place.released = computed;
   place.leased = false;
   if (!in_.weights_stay && planned_[v].leaves) place.block = kNothing;
   prefetch();
-  update_early(complete_before);  // while the device computes this visit
+  update_early(Turns::kEarly);  // while the device computes this visit
+  if (completes) queue_.tell(QueueEvent::kLanded, visit.block);
 }
 
 // Engine::step.
 std::uint32_t ScheduleProgram::end_step() {
   if (updating_) settle();
-  update_early(early_.order.size());
+  update_early(Turns::kEarlyAll);
   if (in_.update_on_device) {
     for (const std::uint32_t t : in_.update_order) {
       const ScheduleTile& tile = in_.tiles[t];
@@ -190,11 +211,8 @@ std::uint32_t ScheduleProgram::end_step() {
   const std::uint32_t step = add({.kind = OpKind::kStep}, {issued_, last(Lane::kCompute), last(Lane::kD2h),
                                                            last(Lane::kEarlyUpdates), spills_written()});
   gradients_.copied();
-  if (!early_.order.empty()) first_buffer_ = buffer_of(early_.order.size());
-  early_.next = early_.loading = complete_ = 0;
   backward_ = false;
-  late_.next = 0;
-  updating_ = begun_ = !in_.update_on_device;
+  updating_ = !in_.update_on_device;
   return step;
 }
 

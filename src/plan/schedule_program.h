@@ -4,8 +4,8 @@
 // than what it did last. The rules are those of the engine:
 //
 //  * WeightPlaces: places by assign_places(); a fetch starts as soon as the place's visit before it is given back.
-//  * Updater: tile i of an update uses buffer i mod buffers, and is read as soon as that buffer's last tile has been
-//    written and copied. A block is updated when forward acquires it, and its weights go to its place from there.
+//  * UpdateQueue, the updater's own: which tile is read, updated and written next. A block is updated when forward
+//    acquires it, and its weights go to its place from there.
 //  * AccumulatorPlaces: sums come when their block is acquired; those that were added to before leave.
 //  * GradientMemory, the engine's own object: a block's gradient goes down behind the last visit that adds to it.
 //  * Engine: everything updated is settled, and committed, when the first backward visit is acquired. A block that is
@@ -24,6 +24,7 @@
 
 #include "src/plan/schedule.h"
 #include "swap/accumulator_residency.h"
+#include "swap/policy/update_queue.h"
 #include "swap/residency.h"
 
 namespace spillway {
@@ -48,13 +49,6 @@ class ScheduleProgram {
     std::uint32_t released = kNoOp;  // the last visit that used it
     bool leased = false;
     bool ahead = false;  // brought for a visit that is still to come
-  };
-  // Tiles that are updated one after the other, read ahead and written behind.
-  struct Run {
-    std::vector<std::uint32_t> order;
-    std::size_t next = 0;     // tiles before it are updated
-    std::size_t loading = 0;  // tiles before it have been read, or are on their way
-    bool under_way() const { return next < order.size(); }
   };
   struct Buffer {
     std::uint32_t read = kNoOp, updated = kNoOp, write = kNoOp, copy = kNoOp;
@@ -87,7 +81,7 @@ class ScheduleProgram {
   std::uint32_t last(Lane lane) const { return last_[static_cast<std::size_t>(lane)]; }
   void note_visits();
   void plan_places();
-  void order_updates();
+  void skip_early();
 
   void visit(std::uint32_t v);
   std::uint32_t end_step();
@@ -96,12 +90,13 @@ class ScheduleProgram {
   void bring(std::uint32_t place, std::uint32_t block);
   void fetch(std::uint32_t place, std::uint32_t block);
   void fetch_through_chunks(std::uint32_t tile, std::uint32_t place);
-  bool awaited(std::uint32_t block) const { return late_.next < late_end_[block]; }
+  bool awaited(std::uint32_t block) const { return queue_.weights_from(block) == WeightsFrom::kUpdate; }
   // Updates
   bool run_until(std::uint32_t block, std::uint32_t place);
-  void start_loads(Run& run, std::size_t count);
-  void update(Run& run, std::uint32_t place);
-  std::uint32_t buffer_of(std::size_t i) const { return (first_buffer_ + i) % buffers_.size(); }
+  void start_loads(Moves allowed = Moves::kAll);
+  void read_tile(std::uint32_t tile, std::uint32_t buffer);
+  void take_turn(const TileTurn& turn, Lane lane, std::uint32_t place);
+  void update(std::uint32_t tile, std::uint32_t buffer, Lane lane, std::uint32_t place);
   void settle();
   void commit();
   // Gradients
@@ -110,8 +105,8 @@ class ScheduleProgram {
   std::uint32_t copy_gradient(std::uint32_t tile, const GradientDown& down, std::uint32_t computed);
   void spill_gradient(std::uint32_t tile, const GradientDown& down, std::uint32_t computed);
   std::uint32_t spills_written();
-  void read_gradient(std::size_t i);
-  void update_early(std::size_t end);
+  void read_gradient(std::uint32_t tile, std::uint32_t buffer);
+  void update_early(Turns which, std::uint32_t block = kNothing);
   std::uint32_t bring_sums(std::uint32_t visit);
   void send_home(std::uint32_t block, std::uint32_t place);
   void add_to_sums(std::uint32_t visit, std::uint32_t computed);
@@ -135,16 +130,12 @@ class ScheduleProgram {
   std::uint64_t chunk_ = 0;                 // used so far
   std::vector<std::uint32_t> chunk_freed_;  // by chunk: the copy that freed it last
 
-  // What waits for step(), and what is updated inside backward. While late_ is not under way its loads may be.
-  Run late_, early_;
-  std::vector<std::size_t> late_begin_, late_end_;  // of each block's tiles
+  std::vector<std::uint32_t> early_;  // blocks that are updated inside backward, as their gradients complete
+  UpdateQueue queue_;
   std::vector<Buffer> buffers_;
-  std::uint32_t first_buffer_ = 0;      // of the tile at the beginning of the run
   bool updating_ = true;                // the last step's update is not settled
   std::vector<std::uint32_t> written_;  // by tile: its last write
   std::vector<std::uint32_t> spilled_;  // by tile: its gradient's last write
-  bool begun_ = true;                   // late_ is what the last step left, and not what is read ahead
-  std::size_t complete_ = 0;            // of early_.order: their gradients are
   bool backward_ = false;               // it has begun
   std::vector<std::uint32_t> landed_;   // by tile: its gradient's copy down
   GradientMemory gradients_;

@@ -8,45 +8,38 @@ namespace spillway {
 
 // Updater::run_until. True: the block's weights went to its place.
 bool ScheduleProgram::run_until(std::uint32_t block, std::uint32_t place) {
-  const std::size_t begin = late_begin_[block], end = late_end_[block];
-  const bool whole = in_.nodes == 1 && late_.next <= begin && end - begin == in_.blocks[block].tiles;
-  while (late_.next < end) {
-    const std::size_t together = std::min<std::size_t>(in_.nodes, late_.order.size() - late_.next);
-    start_loads(late_, together);
-    for (std::size_t i = 0; i < together; ++i) update(late_, whole && late_.next >= begin ? place : kNothing);
+  const bool delivers = queue_.delivers(block);
+  while (const auto turn = queue_.next_turn(Turns::kUntil, block)) {
+    take_turn(*turn, Lane::kCaller, delivers && turn->block == block ? place : kNothing);
   }
-  if (late_.under_way()) start_loads(late_, 0);
-  return place != kNothing && whole;
+  if (queue_.under_way()) start_loads();
+  return place != kNothing && delivers;
 }
 
-// Of the run's tiles whose update may be made, those that there are buffers for; with nothing read ahead, the `count`
-// that are due.
-void ScheduleProgram::start_loads(Run& run, std::size_t count) {
-  const std::size_t due = &run == &late_ && !begun_ ? 0 : run.next;
-  const std::size_t end = std::min(run.order.size(), due + (in_.reads_ahead ? buffers_.size() : count));
-  for (; run.loading < end; ++run.loading) {
-    const std::uint32_t t = run.order[run.loading];
-    const ScheduleTile& tile = in_.tiles[t];
-    const std::uint32_t index = buffer_of(run.loading);
-    Buffer& buffer = buffers_[index];
-    buffer.read = kNoOp;
-    if (tile.read_bytes > 0) {
-      buffer.read = add({.kind = OpKind::kReadTile,
-                         .lane = Lane::kTileReads,
-                         .block = tile.block,
-                         .tile = t,
-                         .buffer = index,
-                         .bytes = tile.read_bytes,
-                         .seconds = seconds_of(tile.read_bytes, in_.rates.nvme_read)},
-                        {issued_, buffer.left(), buffer.copy, written_[t]});
-    }
-    if (&run == &late_ && begun_) read_gradient(run.loading);
+void ScheduleProgram::start_loads(Moves allowed) {
+  while (const auto move = queue_.next_move(allowed)) {
+    move->kind == TileMove::Kind::kLoad ? read_tile(move->tile, move->buffer) : read_gradient(move->tile, move->buffer);
   }
+}
+
+void ScheduleProgram::read_tile(std::uint32_t t, std::uint32_t index) {
+  const ScheduleTile& tile = in_.tiles[t];
+  Buffer& buffer = buffers_[index];
+  buffer.read = kNoOp;
+  queue_.tell(QueueEvent::kRead, index);  // an update of it starts no earlier than it has been
+  if (tile.read_bytes == 0) return;
+  buffer.read = add({.kind = OpKind::kReadTile,
+                     .lane = Lane::kTileReads,
+                     .block = tile.block,
+                     .tile = t,
+                     .buffer = index,
+                     .bytes = tile.read_bytes,
+                     .seconds = seconds_of(tile.read_bytes, in_.rates.nvme_read)},
+                    {issued_, buffer.left(), buffer.copy, written_[t]});
 }
 
 // A spilled gradient is read once all of the step have been written.
-void ScheduleProgram::read_gradient(std::size_t i) {
-  const std::uint32_t t = late_.order[i], index = buffer_of(i);
+void ScheduleProgram::read_gradient(std::uint32_t t, std::uint32_t index) {
   const ScheduleTile& tile = in_.tiles[t];
   if (tile.spill_bytes == 0) return;
   Buffer& buffer = buffers_[index];
@@ -60,21 +53,28 @@ void ScheduleProgram::read_gradient(std::size_t i) {
                     {issued_, buffer.write, buffer.copy, spilled_[t], buffer.read});
 }
 
-// The next tile of the run.
-void ScheduleProgram::update(Run& run, std::uint32_t place) {
-  SPILLWAY_CHECK(run.next < run.loading, "a tile is updated once it is on its way");
-  const std::size_t i = run.next++;
-  const std::uint32_t t = run.order[i], index = buffer_of(i);
+void ScheduleProgram::take_turn(const TileTurn& turn, Lane lane, std::uint32_t place) {
+  start_loads();
+  for (std::size_t i = turn.first; i < turn.first + turn.count; ++i) {
+    update(queue_.tile(i), queue_.buffer(i), lane, place);
+    const TileEnd end = queue_.end_tile(i, true, false);
+    const Buffer& buffer = buffers_[queue_.buffer(i)];
+    if (end == TileEnd::kSaveNow) add({.kind = OpKind::kSettle, .lane = lane}, {issued_, buffer.write, buffer.copy});
+    queue_.tell(QueueEvent::kWritten, queue_.buffer(i));  // a read into it starts no earlier than it is
+  }
+  queue_.tell(QueueEvent::kTurnDone);
+}
+
+void ScheduleProgram::update(std::uint32_t t, std::uint32_t index, Lane lane, std::uint32_t place) {
   const ScheduleTile& tile = in_.tiles[t];
   Buffer& buffer = buffers_[index];
-  const Lane lane = &run == &early_ ? Lane::kEarlyUpdates : Lane::kCaller;
   ScheduleOp op{.kind = OpKind::kUpdate,
                 .lane = lane,
                 .block = tile.block,
                 .tile = t,
                 .buffer = index,
                 .seconds = static_cast<double>(tile.elements) * in_.rates.update_seconds};
-  const std::uint32_t landed = &run == &early_ ? landed_[t] : kNoOp;
+  const std::uint32_t landed = lane == Lane::kEarlyUpdates ? landed_[t] : kNoOp;
   const std::uint32_t updated = add(op, {issued_, buffer.read, buffer.left(), buffer.copy, landed});
   buffer = {.updated = updated};
   if (place != kNothing || (in_.weights_stay && tile.weight_bytes > 0)) {
@@ -93,21 +93,19 @@ void ScheduleProgram::update(Run& run, std::uint32_t place) {
     op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
     buffer.write = written_[t] = add(op, {updated});
   }
-  if (!in_.writes_behind) add({.kind = OpKind::kSettle, .lane = lane}, {issued_, buffer.write, buffer.copy});
 }
 
 // Engine::settle.
 void ScheduleProgram::settle() {
-  while (late_.under_way()) run_until(in_.tiles[late_.order.back()].block, kNothing);
+  while (const auto turn = queue_.next_turn(Turns::kRest)) take_turn(*turn, Lane::kCaller, kNothing);
   std::uint32_t write = kNoOp, copy = kNoOp;  // the last ones: their lanes are first in, first out
   for (const Buffer& buffer : buffers_) {
     if (buffer.write != kNoOp) write = write == kNoOp ? buffer.write : std::max(write, buffer.write);
     if (buffer.copy != kNoOp) copy = copy == kNoOp ? buffer.copy : std::max(copy, buffer.copy);
   }
   add({.kind = OpKind::kSettle}, {issued_, write, copy, in_.update_on_device ? last(Lane::kCompute) : kNoOp});
-  late_.loading = 0;
-  first_buffer_ = 0;
-  updating_ = begun_ = false;
+  queue_.tell(QueueEvent::kEnd);
+  updating_ = false;
   if (in_.commits) commit();
 }
 
@@ -155,11 +153,9 @@ void ScheduleProgram::commit() {
 std::uint32_t ScheduleProgram::stage_gradient(std::uint32_t block) {
   if (in_.policies.gradients.blocks[block].bytes == 0) return kNoOp;
   while (!gradients_.has_room(block)) {
-    SPILLWAY_CHECK(early_.next < complete_, "the first passing memory takes any gradient");
-    const std::uint32_t first = in_.tiles[early_.order[early_.next]].block;
-    std::size_t end = early_.next;
-    while (end < complete_ && in_.tiles[early_.order[end]].block == first) ++end;
-    update_early(end);
+    const auto first = queue_.early_block();
+    SPILLWAY_CHECK(first, "the first passing memory takes any gradient");
+    update_early(Turns::kEarlyOf, *first);
     issued_ = last(Lane::kEarlyUpdates);
   }
   gradients_.come(block);
@@ -180,14 +176,15 @@ void ScheduleProgram::complete_gradient(std::uint32_t b, std::uint32_t computed)
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
     const ScheduleTile& tile = in_.tiles[t];
     if (tile.elements == 0) continue;
-    if (block.early) ++complete_;
     if (down.way == DownWay::kSpill) {
       spill_gradient(t, down, computed);
     } else {
       landed_[t] = copy_gradient(t, down, computed);
     }
   }
-  if (block.early) start_loads(early_, 0);
+  if (!block.early) return;
+  queue_.tell(QueueEvent::kComplete, b);
+  start_loads();
 }
 
 std::uint32_t ScheduleProgram::copy_gradient(std::uint32_t t, const GradientDown& down, std::uint32_t computed) {
@@ -242,18 +239,15 @@ std::uint32_t ScheduleProgram::spills_written() {
   return last_write;
 }
 
-// Tiles whose gradients are complete, and what their gradients lay in is free.
-void ScheduleProgram::update_early(std::size_t end) {
-  while (early_.next < end) {
-    start_loads(early_, 1);
-    const std::uint32_t block = in_.tiles[early_.order[early_.next]].block;
-    update(early_, kNothing);
-    const bool more = early_.next < early_.order.size() && in_.tiles[early_.order[early_.next]].block == block;
-    if (!more) {
-      gradients_.updated(block);
-      if (const auto passing = gradients_.passing(block)) passing_freed_[*passing] = last(Lane::kEarlyUpdates);
+// What the gradients of the blocks lay in is free behind it.
+void ScheduleProgram::update_early(Turns which, std::uint32_t block) {
+  while (const auto turn = queue_.next_turn(which, block)) {
+    take_turn(*turn, Lane::kEarlyUpdates, kNothing);
+    if (turn->ends_block) {
+      gradients_.updated(turn->block);
+      if (const auto passing = gradients_.passing(turn->block)) passing_freed_[*passing] = last(Lane::kEarlyUpdates);
     }
-    start_loads(early_, 0);
+    start_loads();
   }
 }
 
