@@ -7,8 +7,11 @@
 //            schedule_program: what the engine issues, in its order, and what each of it waits for
 //            link_model:       when that runs, on lanes that share links and cores
 //
-// Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's own
-// (Engine, Updater, WeightPlaces, GradientCollector); a change there is a change in schedule_program.cc.
+// Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's. Which
+// weights come when, from where and to which place is decided by the engine's own object (WeightResidency), as are the
+// places of accumulators and activations and the order of tiles: such a rule is changed there alone. What Updater and
+// GradientCollector issue is written a second time in schedule_update.cc: a change there is a change here, and
+// tests/src/plan/schedule_engine_test.cc compares the bytes that come of it.
 #pragma once
 
 #include <array>
@@ -77,7 +80,7 @@ struct ScheduleInput {
   bool update_on_device = false;            // everything lies in HBM
   bool commits = true;                      // this step is made durable
   std::vector<std::uint64_t> place_bytes;   // of weights on loan
-  // See WeightPlacesOptions.
+  // See WeightResidencyOptions.
   std::vector<std::optional<std::uint32_t>> owners = {};
   std::uint64_t reuse_bytes = UINT64_MAX, prefetch_bytes = UINT64_MAX;
   std::uint64_t chunk_bytes = 0;
