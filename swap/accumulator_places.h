@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "kernels/device.h"
-#include "swap/accumulator_residency.h"
+#include "swap/policy/accumulator_residency.h"
 #include "swap/timeline.h"
 
 namespace spillway {

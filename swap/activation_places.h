@@ -13,9 +13,9 @@
 #include <span>
 #include <vector>
 
-#include "swap/activation_residency.h"
 #include "swap/block_fetcher.h"
 #include "swap/block_spiller.h"
+#include "swap/policy/activation_residency.h"
 
 namespace spillway {
 

@@ -31,17 +31,20 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 }  // namespace
 
-StepEngine::StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
+StepEngine::StepEngine(const Config& config, const ModelDescription& model, EngineOptions options,
+                       WeightJournal* journal)
     : config_(check_ranges(config)),
       model_(model),
       thread_shares_(share_threads(config.threads)),
       plan_(make_plan(config, model, nodes())),
       loss_scaler_(config_),
       snapshot_(open_snapshot(plan_, config_, model_, options)),
-      machinery_(config, model_, plan_, options, thread_shares_,
-                 [this] {
-                   if (snapshot_) snapshot_->verify();
-                 }),
+      machinery_(
+          config, model_, plan_, options, thread_shares_,
+          [this] {
+            if (snapshot_) snapshot_->verify();
+          },
+          journal),
       cursor_(plan_.visits, !plan_.visits_given),
       forecast_(*machinery_.device, plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
       speculation_(plan_, config.speculative_blocks) {
@@ -55,7 +58,6 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
   blob_.reserve(kBlobCapacity);
   record_.reserve(kBlobCapacity);
   left_ = machinery_.device->create_event();
-  updated_ = machinery_.device->create_event();
   if (machinery_.resumed) resume();
   if (snapshot_) restore();
 }
@@ -99,7 +101,7 @@ void StepEngine::begin_step() {
   machinery_.gradients->begin_step();
   visit_blocks_.clear();
   for (const Visit& visit : cursor_.visits()) visit_blocks_.push_back(visit.block);
-  if (machinery_.places) machinery_.places->begin_step(visit_blocks_);
+  machinery_.weights->begin_step(visit_blocks_);
   machinery_.activations->begin_step();
   unplanned_before_ = cursor_.unplanned();
 }
@@ -120,9 +122,7 @@ void StepEngine::turn_to(Stream& stream) {
   stream_ = &stream;
 }
 
-bool StepEngine::leased() const {
-  return leases_ > 0 || (machinery_.places && machinery_.places->leased()) || machinery_.activations->leased();
-}
+bool StepEngine::leased() const { return machinery_.weights->leased() || machinery_.activations->leased(); }
 
 void StepEngine::refuse_leases(const char* call) const {
   if (!leased()) return;
@@ -134,10 +134,11 @@ void StepEngine::refuse_leases(const char* call) const {
 void StepEngine::begin_again_for(Visit visit) {
   if (!cursor_.begins_again(visit) || leased()) return;
   cursor_.begin_step();
-  if (machinery_.places) machinery_.places->begin_step(visit_blocks_);
+  machinery_.weights->begin_step(visit_blocks_);
 }
 
-// 1. Forward and backward: the block's weights are on their way already; the caller's stream waits for the last copy.
+// 1. Forward and backward: the block's weights are there, or on their way already; the caller's stream waits for the
+// last copy.
 Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
   const auto turn = caller_.enter("acquire");
   if (block >= plan_.blocks.size()) {
@@ -160,24 +161,15 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
     if (pass == Pass::kBackward) machinery_.gradients->expect(block);
-    if (!machinery_.places) {
-      if (updating_) {
-        machinery_.updater->run_until(block, nullptr);
-        machinery_.device->record(*updated_, *machinery_.h2d);
-        machinery_.device->wait(stream, *updated_);
-      }
-      ++leases_;
-      return open(block, {block, pass}, visit, stream);
-    }
     std::uint32_t place = 0;
     try {
-      place = machinery_.places->acquire(block, visit, stream);
+      place = machinery_.weights->acquire(block, visit, stream);
     } catch (...) {
       cursor_.take_back(before);  // refused for want of a place: the caller may release one and come again
       throw;
     }
     // Nothing more to fetch: the first tiles of this step's update come next.
-    if (cursor_.last() && !updating_) machinery_.updater->read_ahead();
+    if (machinery_.weights->all_acquired() && !updating_) machinery_.updater->read_ahead();
     return open(place, {block, pass}, visit, stream);
   });
 }
@@ -189,19 +181,16 @@ Lease StepEngine::open(std::uint32_t lease, Visit visit, std::optional<std::size
 }
 
 const void* StepEngine::weight_address(std::uint32_t lease, std::uint32_t parameter) const {
-  const std::uint32_t block = machinery_.places ? machinery_.places->block(lease) : lease;
-  const BlockPlan& plan = plan_.blocks[block];
+  const BlockPlan& plan = plan_.blocks[machinery_.weights->block(lease)];
   SPILLWAY_CHECK(parameter < plan.partition.parameters.size(), "the parameter belongs to the leased block");
-  const std::byte* base = machinery_.hbm_region(plan.weights).data();
-  if (machinery_.places) base = machinery_.places->address(lease);
-  return base + plan.partition.parameters[parameter].first * size_of(config_.weights);
+  return machinery_.weights->address(lease) + plan.partition.parameters[parameter].first * size_of(config_.weights);
 }
 
 void StepEngine::release(std::uint32_t lease, Stream& stream) {
   const auto turn = caller_.wait();
   releasing([&] {
     turn_to(stream);
-    machinery_.places ? machinery_.places->release(lease, stream) : static_cast<void>(--leases_);
+    machinery_.weights->release(lease, stream);
     if (Timeline* timeline = machinery_.timeline()) timeline->end_visit(lease);
     forecast_.end_visit(lease);
   });
@@ -229,10 +218,8 @@ void StepEngine::release_activation(std::uint32_t place, Stream& stream) {
 bool StepEngine::lends(std::span<const std::byte> memory) const {
   const auto in = [&](const Region& region) { return lies_in(memory, machinery_.hbm_region(region)); };
   if (in(plan_.hbm.workspace) || machinery_.activations->lends(memory)) return true;
-  if (machinery_.places && machinery_.places->lends(memory)) return true;
-  return std::ranges::any_of(plan_.blocks, [&](const BlockPlan& block) {
-    return in(block.insides) || (!machinery_.places && leases_ > 0 && in(block.weights));
-  });
+  if (machinery_.weights->lends(memory)) return true;
+  return std::ranges::any_of(plan_.blocks, [&](const BlockPlan& block) { return in(block.insides); });
 }
 
 // In the middle of the workspace a gradient may reach into memory of the engine's own, which is of other numbers.
@@ -335,10 +322,8 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     step_seconds_ = report.seconds;
     report.unplanned_visits = cursor_.unplanned() - unplanned_before_;
     report.durable_step = durable_step();
-    if (machinery_.places) {
-      report.visits = machinery_.places->hits().visits;
-      report.visit_hits = machinery_.places->hits().hits;
-    }
+    report.visits = machinery_.weights->hits().visits;
+    report.visit_hits = machinery_.weights->hits().hits;
     if (cursor_.recording()) {
       cursor_.adopt_recorded();
       forecast_.forget(cursor_.visits().size());

@@ -103,7 +103,7 @@ void StepEngine::load_snapshot(const std::filesystem::path& directory) {
   }
   guarded([&] {
     forget_step();
-    if (machinery_.places) machinery_.places->forget();
+    machinery_.weights->forget();
     failure_ = "a snapshot was being loaded";  // until all of it is there
     take(snapshot);
     const auto fill = [&](std::uint32_t tile, const TileMemory& memory) { snapshot.fill(tile, memory); };

@@ -16,24 +16,9 @@
 #include "src/plan/node_tiles.h"
 
 namespace spillway {
-namespace {
-
-std::uint64_t largest_fetch_granules(const Plan& plan) {
-  std::uint64_t most = 0;
-  for (const BlockPlan& block : plan.blocks) {
-    std::uint64_t granules = 0;
-    for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
-      granules += div_up(extent_bytes(plan.tile_places[t].shape, Part::kWeights), kGranuleBytes);
-    }
-    most = std::max(most, granules);
-  }
-  return most;
-}
-
-}  // namespace
-
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
-                     std::span<const ThreadShare> shares, const std::function<void()>& before_loss)
+                     std::span<const ThreadShare> shares, const std::function<void()>& before_loss,
+                     WeightJournal* journal)
     : idle_bytes(check_memory(plan, resolve_device(config))), host(plan.ledger.total(Placement::kHost), kPinnedArena) {
   if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
   workers = create_workers(shares);
@@ -48,7 +33,8 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   const StallMeter::Streams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get()};
   stalls = std::make_unique<StallMeter>(*device, streams, timeline());
   if (store) start_thread(config);
-  build_movers(config, model, plan, options);
+  build_movers(config, model, plan);
+  build_weights(model, plan, options.poison_released, journal);
   probe_memory_ = host_region(plan.host.buffers);
   const auto roomiest = std::ranges::max_element(plan.hbm.places, {}, &Region::bytes);
   const Region probe = plan.hbm.places.empty() ? Region{0, 0} : *roomiest;
@@ -72,8 +58,7 @@ Machinery::~Machinery() {
   for (Stream* stream : {compute.get(), h2d.get(), d2h.get()}) {
     if (stream) stream->synchronize();
   }
-  if (places) places->settle();
-  places.reset();
+  weights.reset();
   fetcher.reset();
   activations.reset();
   activation_fetcher.reset();
@@ -156,8 +141,7 @@ void Machinery::build_activations(const ModelDescription& model, const Plan& pla
       std::make_unique<ActivationPlaces>(*device, activation_fetcher.get(), activation_spiller.get(), options);
 }
 
-void Machinery::build_movers(const Config& config, const ModelDescription& model, const Plan& plan,
-                             EngineOptions options) {
+void Machinery::build_movers(const Config& config, const ModelDescription& model, const Plan& plan) {
   const Watch watch{.stalls = stalls.get(), .timeline = timeline()};
   const auto name_of = [&plan, &model](std::uint32_t tile) { return tile_name(plan, model, tile); };
   mover = std::make_unique<TileMover>(TileMoverParts{.device = device.get(),
@@ -189,56 +173,26 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
                                                   watch.timeline, accumulators.get());
   updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute, watch);
   build_activations(model, plan);
-  if (plan.hbm.places.empty()) return;
-  ensure_thread();
-  fetcher = std::make_unique<BlockFetcher>(
-      *thread, *device, *h2d, host_region(plan.host.chunks), plan.host.chunk_bytes,
-      [name_of](std::uint32_t tile) { return "weights of " + name_of(tile); }, watch, plan.hbm.places.size(),
-      store.get());
-  std::size_t most_tiles = 0;
-  for (const BlockPlan& block : plan.blocks) most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
-  WeightPlacesOptions places_options{.places = {},
-                                     .block_bytes = {},
-                                     .max_pieces = most_tiles,
-                                     .max_granules = largest_fetch_granules(plan),
-                                     .owners = plan.hbm.owners,
-                                     .reuse_bytes = plan.hbm.reuse_bytes,
-                                     .frozen = frozen_blocks(plan),
-                                     .prefetch_bytes = plan.hbm.prefetch_bytes,
-                                     .poison_released = options.poison_released};
-  for (const Region& place : plan.hbm.places) places_options.places.push_back(hbm_region(place));
-  for (const BlockPlan& block : plan.blocks) {
-    places_options.block_bytes.push_back(block.partition.elements * size_of(config.weights));
+}
+
+// Weights that stay in HBM are never fetched.
+void Machinery::build_weights(const ModelDescription& model, const Plan& plan, bool poison_released,
+                              WeightJournal* journal) {
+  if (!plan.hbm.places.empty()) {
+    ensure_thread();
+    fetcher = std::make_unique<BlockFetcher>(
+        *thread, *device, *h2d, host_region(plan.host.chunks), plan.host.chunk_bytes,
+        [&plan, &model](std::uint32_t tile) { return "weights of " + tile_name(plan, model, tile); },
+        Watch{.stalls = stalls.get(), .timeline = timeline()}, plan.hbm.places.size(), store.get());
   }
-  auto route = [&plan, this](std::uint32_t b, std::byte* to, std::vector<FetchPiece>& pieces) {
-    const BlockPlan& block = plan.blocks[b];
-    updater->settle(b);
-    const bool committed = updater->weights_from(b) == WeightsFrom::kCommitted;
-    for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
-      const TilePlace& place = plan.tile_places[t];
-      constexpr std::size_t kWeights = index_of(Part::kWeights);
-      FetchPiece piece{.tile = t,
-                       .to = to + plan.tiles[t].range.first * size_of(place.shape.type),
-                       .payload_bytes = payload_bytes(place.shape, Part::kWeights)};
-      if (place.home[kWeights] == Placement::kHost) {
-        piece.resident = host.memory().data() + place.offset[kWeights];
-      } else {
-        const TileStore::Slot slot = committed ? store->committed(t) : store->readable(t);
-        piece.extent = slot.extent[kWeights];
-        piece.checksum = slot.checksum[kWeights];
-      }
-      pieces.push_back(piece);
-    }
-  };
-  WeightPlaces::Update update;
-  update.awaited = [this](std::uint32_t block) { return updater->weights_from(block) == WeightsFrom::kUpdate; };
-  update.deliver = [this](std::uint32_t block, std::byte* to, Event* after, Event& ready) {
-    if (after) device->wait(*h2d, *after);
-    if (!updater->run_until(block, to)) return false;
-    device->record(ready, *h2d);
-    return true;
-  };
-  places = std::make_unique<WeightPlaces>(*device, *fetcher, places_options, route, std::move(update));
+  weights = std::make_unique<Weights>(plan, WeightsParts{.device = *device,
+                                                         .h2d = *h2d,
+                                                         .fetcher = fetcher.get(),
+                                                         .updater = *updater,
+                                                         .store = store.get(),
+                                                         .host = host.memory(),
+                                                         .poison_released = poison_released,
+                                                         .journal = journal});
 }
 
 }  // namespace spillway

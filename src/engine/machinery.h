@@ -17,6 +17,7 @@
 #include "src/engine/link_probe.h"
 #include "src/engine/trace_file.h"
 #include "src/engine/updater.h"
+#include "src/engine/weights.h"
 #include "src/plan/plan.h"
 #include "swap/accumulator_places.h"
 #include "swap/activation_places.h"
@@ -26,15 +27,15 @@
 #include "swap/store_thread.h"
 #include "swap/tile_mover.h"
 #include "swap/tile_store.h"
-#include "swap/weight_places.h"
 
 namespace spillway {
 
 struct Machinery {
   // `shares` of the compute threads: one for each NUMA node, and the nodes that the plan was made for. `before_loss`:
-  // called before an existing store goes to make room, and may throw.
+  // called before an existing store goes to make room, and may throw. `journal`: of the policy of weights, or null.
   Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
-            std::span<const ThreadShare> shares, const std::function<void()>& before_loss = {});
+            std::span<const ThreadShare> shares, const std::function<void()>& before_loss = {},
+            WeightJournal* journal = nullptr);
   ~Machinery();
 
   // Fills the drive's rates; nothing may be under way or uncommitted.
@@ -67,8 +68,8 @@ struct Machinery {
   std::unique_ptr<BlockFetcher> activation_fetcher;  // ditto
   std::unique_ptr<ActivationPlaces> activations;
   std::unique_ptr<BlockFetcher> fetcher;  // null while weights stay in HBM
-  std::unique_ptr<WeightPlaces> places;   // ditto
-  MachineRates rates;                     // of the drive once there is something on it to read: see probe_drive
+  std::unique_ptr<Weights> weights;
+  MachineRates rates;  // of the drive once there is something on it to read: see probe_drive
 
  private:
   std::span<std::byte> probe_memory_;
@@ -76,7 +77,8 @@ struct Machinery {
   void start_thread(const Config& config);
   void ensure_thread();
   void build_activations(const ModelDescription& model, const Plan& plan);
-  void build_movers(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options);
+  void build_movers(const Config& config, const ModelDescription& model, const Plan& plan);
+  void build_weights(const ModelDescription& model, const Plan& plan, bool poison_released, WeightJournal* journal);
 };
 
 }  // namespace spillway

@@ -31,7 +31,9 @@ namespace spillway {
 
 class StepEngine final : public Engine {
  public:
-  StepEngine(const Config& config, const ModelDescription& model, EngineOptions options);
+  // `journal`: unless null, of the policy of weights.
+  StepEngine(const Config& config, const ModelDescription& model, EngineOptions options,
+             WeightJournal* journal = nullptr);
   ~StepEngine() override;
 
   std::uint64_t current_step() const override {
@@ -151,7 +153,6 @@ class StepEngine final : public Engine {
   Speculation speculation_;
   std::vector<std::uint32_t> visit_blocks_;
   ParameterUpdates parameters_{config_, plan_, model_};
-  std::uint32_t leases_ = 0;  // while weights stay in HBM; places count their own
 
   std::uint64_t step_ = 0, committed_step_ = 0;
   const File* store_missing_ = nullptr;  // when last looked: TileStore::missing()
@@ -165,7 +166,6 @@ class StepEngine final : public Engine {
   CommitInterval commits_{1u, false};
   Stream* stream_ = machinery_.compute.get();  // of the last call that took one
   std::unique_ptr<Event> left_;                // behind what was on it when a call took another
-  std::unique_ptr<Event> updated_;             // behind the copies of weights that stay in HBM
   std::string failure_;                        // after it, nothing but destruction
   bool untold_ = false;                        // the caller has not seen it
   StepMeter meter_{machinery_};

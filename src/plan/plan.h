@@ -12,9 +12,9 @@
 #include "spillway/model.h"
 #include "src/plan/parameter_groups.h"
 #include "src/plan/partition.h"
-#include "swap/activation_residency.h"
+#include "swap/policy/activation_residency.h"
+#include "swap/policy/residency.h"
 #include "swap/rank.h"
-#include "swap/residency.h"
 #include "swap/store_shape.h"
 #include "swap/tile_place.h"
 
@@ -54,7 +54,7 @@ struct HbmPlan {
   Region workspace, leaves, norms, finite;
   Region insides;              // of the blocks that do not keep theirs, in turn
   std::vector<Region> places;  // of weights on loan; none: weights stay in HBM
-  // See WeightPlacesOptions: the block that alone may use a place, when one leaves, how far the next are fetched ahead.
+  // See WeightResidencyOptions: whose a place is alone, when a block leaves, how far the next are fetched ahead.
   std::vector<std::optional<std::uint32_t>> owners;
   std::uint64_t reuse_bytes = UINT64_MAX, prefetch_bytes = UINT64_MAX;
   std::vector<Region> staging;       // gradients on their way down, largest first

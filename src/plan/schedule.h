@@ -7,10 +7,11 @@
 //            schedule_program: what the engine issues, in its order, and what each of it waits for
 //            link_model:       when that runs, on lanes that share links and cores
 //
-// Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's own:
-// that of an update's tiles (UpdateQueue), and where gradients lie and when they leave (GradientMemory), by the very
-// objects that the engine asks; the rest (Engine, WeightPlaces) written again, so that a change there is one in
-// schedule_program.cc.
+// Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's,
+// decided by the engine's own objects (swap/policy): which weights come when, from where and to which place
+// (WeightResidency), which tile is read, updated and written next (UpdateQueue), where gradients lie and when they
+// leave (GradientMemory), the places of accumulators and activations. Such a rule is changed there alone;
+// schedule_program.cc and schedule_update.cc say what their answers cost.
 #pragma once
 
 #include <array>
@@ -78,7 +79,7 @@ struct ScheduleInput {
   bool update_on_device = false;            // everything lies in HBM
   bool commits = true;                      // this step is made durable
   std::vector<std::uint64_t> place_bytes;   // of weights on loan
-  // See WeightPlacesOptions.
+  // See WeightResidencyOptions.
   std::vector<std::optional<std::uint32_t>> owners = {};
   std::uint64_t reuse_bytes = UINT64_MAX, prefetch_bytes = UINT64_MAX;
   std::uint64_t chunk_bytes = 0;

@@ -41,11 +41,24 @@ UpdateQueueOptions queue_options(const ScheduleInput& input, bool early) {
   return options;
 }
 
+WeightResidencyOptions weights_of(const ScheduleInput& input) {
+  WeightResidencyOptions options{.block_bytes = {},
+                                 .place_bytes = input.place_bytes,
+                                 .owners = input.owners,
+                                 .reuse_bytes = input.reuse_bytes,
+                                 .frozen = frozen_blocks(input),
+                                 .prefetch_bytes = input.prefetch_bytes,
+                                 .at_home = input.weights_stay};
+  for (const ScheduleBlock& block : input.blocks) options.block_bytes.push_back(block.weight_bytes);
+  return options;
+}
+
 }  // namespace
 
 ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
     : in_(input),
-      places_(input.place_bytes.size()),
+      weights_(weights_of(input)),
+      places_(weights_.places()),
       chunk_freed_(input.chunks, kNoOp),
       early_(early_blocks(input)),
       queue_(queue_options(input, !early_.empty())),
@@ -70,35 +83,15 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
 }
 
 void ScheduleProgram::note_visits() {
-  std::vector<std::uint32_t> last_visit(in_.blocks.size(), kNothing), last_backward(in_.blocks.size(), kNothing);
+  std::vector<std::uint32_t> last_backward(in_.blocks.size(), kNothing);
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) {
-    const std::uint32_t block = in_.visits[v].block;
-    previous_.push_back(last_visit[block]);
-    last_visit[block] = v;
-    if (in_.visits[v].pass == Pass::kBackward) last_backward[block] = v;
+    visit_blocks_.push_back(in_.visits[v].block);
+    if (in_.visits[v].pass == Pass::kBackward) last_backward[in_.visits[v].block] = v;
   }
   completes_.resize(in_.visits.size());
   for (const std::uint32_t v : last_backward) {
     if (v != kNothing) completes_[v] = 1;
   }
-}
-
-// As WeightPlaces::begin_step: the update changes every weight, but for frozen blocks.
-void ScheduleProgram::plan_places() {
-  if (in_.weights_stay) return;
-  std::vector<std::uint8_t> filled = places_that_stay(in_.owners, frozen_blocks(in_));
-  for (std::size_t p = 0; p < filled.size(); ++p) filled[p] &= places_[p].block == in_.owners[p];
-  for (std::size_t p = 0; p < places_.size(); ++p) {
-    if (!filled.empty() && filled[p] != 0) continue;
-    places_[p].block = kNothing;
-    places_[p].ahead = false;
-  }
-  std::vector<std::uint32_t> visit_blocks;
-  std::vector<std::uint64_t> block_bytes;
-  for (const ScheduleVisit& visit : in_.visits) visit_blocks.push_back(visit.block);
-  for (const ScheduleBlock& block : in_.blocks) block_bytes.push_back(block.weight_bytes);
-  planned_ = assign_places(visit_blocks, block_bytes, in_.place_bytes,
-                           {.owners = in_.owners, .reuse_bytes = in_.reuse_bytes, .filled = filled});
 }
 
 // The first step begins with what the one before it has left: that one has updated these.
@@ -129,14 +122,14 @@ std::uint32_t ScheduleProgram::add(ScheduleOp op, std::initializer_list<std::uin
 }
 
 std::uint32_t ScheduleProgram::add_step() {
-  plan_places();
-  cursor_ = fetched_ = 0;
   uses_.assign(in_.uses.size(), {});
   used_ = loads_ = 0;
   gradients_.begin_step();
   if (updating_) queue_.tell(QueueEvent::kBegin);
   start_loads(Moves::kGradients);  // of what was read ahead
-  prefetch();
+  follow_update();
+  weights_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks_});
+  run_weights(kNothing);
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) visit(v);
   return end_step();
 }
@@ -151,31 +144,17 @@ void ScheduleProgram::visit(std::uint32_t v) {
     if (queue_.expect(early_)) start_loads();
   }
   const std::uint32_t sums = backward ? bring_sums(v) : kNoOp;
-  cursor_ = v + 1;
-  fetched_ = std::max(fetched_, cursor_);
-  Place stays;
-  Place& place = in_.weights_stay ? stays : places_[planned_[v].place];
-  const std::uint32_t place_index = in_.weights_stay ? kNothing : planned_[v].place;
-  if (in_.weights_stay) {
-    if (updating_) {
-      run_until(visit.block, kNothing);
-      place.ready = last(Lane::kH2d);
-    }
-  } else if (place.block != visit.block) {
-    bring(place_index, visit.block);
-  }
-  place.leased = true;
-  place.ahead = false;
-  const ScheduleOp of_visit{.visit = v, .block = visit.block, .place = place_index};
-  ScheduleOp acquire = of_visit, compute = of_visit;
-  add(acquire, {issued_, place.open});
-  prefetch();
+  follow_update();
+  weights_.tell({.kind = WeightEvent::kAcquire, .block = visit.block, .visit = v});
+  const std::uint32_t lent = run_weights(v);
+  Place& place = places_[lent];
   // Nothing more to fetch: the first tiles of this step's update come next.
-  if (cursor_ == in_.visits.size() && !updating_ && !in_.weights_stay && !in_.update_on_device) {
+  if (weights_.all_acquired() && !updating_ && !in_.update_on_device) {
     queue_.tell(QueueEvent::kFetched);
     start_loads();
   }
 
+  ScheduleOp compute = of_visit(v, lent);
   compute.kind = OpKind::kCompute;
   compute.lane = Lane::kCompute;
   compute.seconds = visit.compute_seconds;
@@ -185,9 +164,9 @@ void ScheduleProgram::visit(std::uint32_t v) {
   if (backward) add_to_sums(v, computed);
   if (completes) complete_gradient(visit.block, computed);
   place.released = computed;
-  place.leased = false;
-  if (!in_.weights_stay && planned_[v].leaves) place.block = kNothing;
-  prefetch();
+  follow_update();
+  weights_.tell({.kind = WeightEvent::kRelease, .place = lent});
+  run_weights(kNothing);
   update_early(Turns::kEarly);  // while the device computes this visit
   if (completes) queue_.tell(QueueEvent::kLanded, visit.block);
 }
@@ -216,41 +195,53 @@ std::uint32_t ScheduleProgram::end_step() {
   return step;
 }
 
-void ScheduleProgram::prefetch() {
-  for (; !in_.weights_stay && fetched_ < in_.visits.size(); ++fetched_) {
-    const VisitPlace& planned = planned_[fetched_];
-    const std::uint32_t block = in_.visits[fetched_].block;
-    if (!planned.fetch) continue;
-    if (awaited(block)) {
-      // Its first visit brings the weights straight from the update; a later one has to wait for that.
-      if (previous_[fetched_] != kNothing && previous_[fetched_] >= cursor_) return;
-      continue;
-    }
-    if (planned.after && *planned.after >= cursor_) return;
-    if (places_[planned.place].leased) return;
-    std::uint64_t bytes_ahead = 0;
-    for (const Place& place : places_) bytes_ahead += place.ahead ? in_.blocks[place.block].weight_bytes : 0;
-    if (bytes_ahead >= in_.prefetch_bytes) return;
-    fetch(planned.place, block);
-    places_[planned.place].ahead = true;
+// As Weights::follow_update.
+void ScheduleProgram::follow_update() {
+  if (updating_ != weights_.updating()) {
+    weights_.tell({.kind = updating_ ? WeightEvent::kUpdating : WeightEvent::kSettled});
+  }
+  for (std::uint32_t b = 0; b < in_.blocks.size(); ++b) {
+    if (awaited(b) == weights_.awaited(b)) continue;
+    weights_.tell({.kind = awaited(b) ? WeightEvent::kAwaited : WeightEvent::kUpdated, .block = b});
   }
 }
 
-// Weights from the update that is still to come, else from where they live.
-void ScheduleProgram::bring(std::uint32_t index, std::uint32_t block) {
-  if (awaited(block) && run_until(block, index)) {
-    Place& place = places_[index];
-    place.block = block;
-    place.ready = last(Lane::kH2d);
-    place.open = kNoOp;
-    return;
+// Issues what the policy answers. Returns the place that is lent to the visit, if there is one.
+std::uint32_t ScheduleProgram::run_weights(std::uint32_t v) {
+  std::uint32_t lent = kNothing;
+  for (WeightAction action = weights_.next(); action.kind != WeightAction::kNothing; action = weights_.next()) {
+    const auto [kind, block, place] = action;
+    switch (kind) {
+      case WeightAction::kUpdate:
+      case WeightAction::kUpdateAtHome: {
+        const bool at_home = kind == WeightAction::kUpdateAtHome;
+        const bool brought = run_until(block, at_home ? kNothing : place) || at_home;
+        if (brought) places_[place].ready = last(Lane::kH2d), places_[place].open = kNoOp;
+        follow_update();
+        weights_.tell({.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
+        break;
+      }
+      case WeightAction::kFetch: fetch(place, block); break;
+      case WeightAction::kWait: weights_.tell({.kind = WeightEvent::kArrived, .place = place}); break;
+      case WeightAction::kLend: {
+        ScheduleOp acquire = of_visit(v, place);
+        acquire.kind = OpKind::kAcquire;
+        add(acquire, {issued_, places_[place].open});
+        lent = place;
+        break;
+      }
+      default: SPILLWAY_CHECK(false, "each planned visit finds a place, and what is fetched is visited");
+    }
   }
-  fetch(index, block);
+  return lent;
+}
+
+ScheduleOp ScheduleProgram::of_visit(std::uint32_t v, std::uint32_t place) const {
+  return {.visit = v, .block = in_.visits[v].block, .place = in_.weights_stay ? kNothing : place};
 }
 
 void ScheduleProgram::fetch(std::uint32_t index, std::uint32_t block) {
   Place& place = places_[index];
-  place.block = block;
   place.open = kNoOp;
   const ScheduleBlock& of = in_.blocks[block];
   for (std::uint32_t t = of.first_tile; t < of.first_tile + of.tiles; ++t) {

@@ -3,10 +3,11 @@
 // The caller's thread is a lane of its own: what it does is in program order, and whatever it issues starts no earlier
 // than what it did last. The rules are those of the engine:
 //
-//  * WeightPlaces: places by assign_places(); a fetch starts as soon as the place's visit before it is given back.
+//  * Weights: what the engine's policy of weights (WeightResidency), told what happens here, answers.
 //  * UpdateQueue, the updater's own: which tile is read, updated and written next. A block is updated when forward
 //    acquires it, and its weights go to its place from there.
-//  * AccumulatorPlaces: sums come when their block is acquired; those that were added to before leave.
+//  * AccumulatorPlaces: likewise, with AccumulatorResidency. Sums come when their block is acquired; those that were
+//    added to before leave.
 //  * GradientMemory, the engine's own object: a block's gradient goes down behind the last visit that adds to it.
 //  * Engine: everything updated is settled, and committed, when the first backward visit is acquired. A block that is
 //    updated inside backward is so behind the visit after the one that completes its gradient, as its tiles come.
@@ -23,9 +24,9 @@
 #include <vector>
 
 #include "src/plan/schedule.h"
-#include "swap/accumulator_residency.h"
+#include "swap/policy/accumulator_residency.h"
 #include "swap/policy/update_queue.h"
-#include "swap/residency.h"
+#include "swap/policy/weight_residency.h"
 
 namespace spillway {
 
@@ -43,12 +44,9 @@ class ScheduleProgram {
 
  private:
   struct Place {
-    std::uint32_t block = kNothing;
     std::uint32_t ready = kNoOp;     // the last copy to it
     std::uint32_t open = kNoOp;      // the last check of a fetch to it
     std::uint32_t released = kNoOp;  // the last visit that used it
-    bool leased = false;
-    bool ahead = false;  // brought for a visit that is still to come
   };
   struct Buffer {
     std::uint32_t read = kNoOp, updated = kNoOp, write = kNoOp, copy = kNoOp;
@@ -80,14 +78,14 @@ class ScheduleProgram {
   std::uint32_t add(ScheduleOp op, std::initializer_list<std::uint32_t> after);
   std::uint32_t last(Lane lane) const { return last_[static_cast<std::size_t>(lane)]; }
   void note_visits();
-  void plan_places();
   void skip_early();
 
   void visit(std::uint32_t v);
   std::uint32_t end_step();
   // Weights
-  void prefetch();
-  void bring(std::uint32_t place, std::uint32_t block);
+  void follow_update();
+  std::uint32_t run_weights(std::uint32_t visit);
+  ScheduleOp of_visit(std::uint32_t visit, std::uint32_t place) const;
   void fetch(std::uint32_t place, std::uint32_t block);
   void fetch_through_chunks(std::uint32_t tile, std::uint32_t place);
   bool awaited(std::uint32_t block) const { return queue_.weights_from(block) == WeightsFrom::kUpdate; }
@@ -120,13 +118,11 @@ class ScheduleProgram {
   std::array<std::uint32_t, kLanes> last_{};  // operation of each lane
   std::uint32_t issued_ = kNoOp;              // the caller's last
 
-  std::vector<VisitPlace> planned_;  // the visits of this step
-  // Of the visits, the same in every step
-  std::vector<std::uint32_t> previous_;  // the visit before of the same block
-  std::vector<std::uint8_t> completes_;  // its block's gradient
+  std::vector<std::uint32_t> visit_blocks_;
+  std::vector<std::uint8_t> completes_;  // by visit: its block's gradient
 
+  WeightResidency weights_;
   std::vector<Place> places_;
-  std::uint32_t cursor_ = 0, fetched_ = 0;  // visits before it: acquired, need no more fetching
   std::uint64_t chunk_ = 0;                 // used so far
   std::vector<std::uint32_t> chunk_freed_;  // by chunk: the copy that freed it last
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "spillway/model.h"
-#include "swap/activation_residency.h"
+#include "swap/policy/activation_residency.h"
 
 namespace spillway::testing {
 

@@ -1,9 +1,11 @@
-// BlockFetcher and WeightPlaces over a real store and the host device.
+// BlockFetcher and WeightPlaces over a real store and the host device, in the order that the policy of weights says.
 #include <algorithm>
+#include <functional>
 
 #include "kernels/device.h"
 #include "kernels/workers.h"
 #include "swap/block_fetcher.h"
+#include "swap/policy/weight_residency.h"
 #include "swap/weight_places.h"
 #include "tests/swap/store_fixture.h"
 
@@ -14,6 +16,74 @@ using namespace testing;
 
 constexpr std::uint64_t kPlaceBytes = 512 * 1024;
 constexpr std::uint64_t kChunkBytes = 256 * 1024;
+
+// Does what the policy says, as the engine does, with fetches of a tile a block. What stands in for an update is the
+// test's.
+class Lender {
+ public:
+  std::function<void(std::uint32_t block, std::vector<FetchPiece>& pieces, std::byte* to)> fill;
+  std::function<bool(std::uint32_t block, std::byte* to)> update = {};
+
+  Lender(WeightPlaces& places, const WeightResidencyOptions& policy) : places_(places), policy_(policy) {}
+  ~Lender() { forget(); }
+
+  void await(std::uint32_t block) { policy_.tell({.kind = WeightEvent::kAwaited, .block = block}); }
+  void begin_step(std::span<const std::uint32_t> visits) {
+    policy_.tell({.kind = WeightEvent::kBegin, .visits = visits});
+    run(nullptr);
+  }
+  std::uint32_t acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream) {
+    policy_.tell({.kind = WeightEvent::kAcquire, .block = block, .visit = visit});
+    return *run(&stream);
+  }
+  void release(std::uint32_t place, Stream& stream) {
+    policy_.tell({.kind = WeightEvent::kRelease, .place = place});
+    if (!policy_.leased(place)) places_.release(place, stream);
+    run(nullptr);
+  }
+  void forget() {
+    policy_.tell({.kind = WeightEvent::kForget});
+    run(nullptr);
+  }
+  std::byte* address(std::uint32_t place) const { return places_.memory(place).data(); }
+  WeightResidency::Hits hits() const { return policy_.hits(); }
+
+ private:
+  std::optional<std::uint32_t> run(Stream* stream) {
+    std::optional<std::uint32_t> lent;
+    for (WeightAction action = policy_.next(); action.kind != WeightAction::kNothing; action = policy_.next()) {
+      try {
+        act(action);
+      } catch (...) {
+        policy_.tell({.kind = WeightEvent::kFailed, .place = action.place});
+        throw;
+      }
+      if (action.kind != WeightAction::kLend) continue;
+      places_.open(action.place, *stream);
+      lent = action.place;
+    }
+    return lent;
+  }
+  void act(const WeightAction& action) {
+    const auto& [kind, block, place] = action;
+    if (kind == WeightAction::kFetch) {
+      fill(block, places_.pieces(place), address(place));
+      places_.start_fetch(place);
+    } else if (kind == WeightAction::kUpdate) {
+      places_.begin_copies(place);
+      const bool brought = update(block, address(place));
+      if (brought) places_.end_copies(place);
+      policy_.tell({.kind = WeightEvent::kUpdated, .block = block});
+      policy_.tell({.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
+    } else if (kind == WeightAction::kWait || kind == WeightAction::kDrain) {
+      kind == WeightAction::kWait ? places_.wait_fetch(place) : places_.drain(place);
+      policy_.tell({.kind = WeightEvent::kArrived, .place = place});
+    }
+  }
+
+  WeightPlaces& places_;
+  WeightResidency policy_;
+};
 
 class Fetch : public ::testing::Test {
  protected:
@@ -30,13 +100,32 @@ class Fetch : public ::testing::Test {
     h2d->synchronize();
     compute->synchronize();
     places.reset();
+    memory.reset();
     fetcher.reset();
     thread.reset();
   }
 
-  // Block b is tile b; its weights' payload goes to `to`.
-  WeightPlaces::Route route() {
-    return [this](std::uint32_t block, std::byte* to, std::vector<FetchPiece>& pieces) {
+  // Block b is tile b. Block 0 is by far the largest; only the first place has room for it.
+  void make_places(std::uint32_t count, bool poison = false, std::uint64_t prefetch_bytes = UINT64_MAX,
+                   std::uint64_t reuse_bytes = UINT64_MAX) {
+    places.reset();
+    memory.reset();
+    WeightPlacesOptions options{.places = {}, .max_pieces = 1, .max_granules = 16, .poison_released = poison};
+    WeightResidencyOptions policy{.block_bytes = {},
+                                  .place_bytes = {},
+                                  .reuse_bytes = reuse_bytes,
+                                  .prefetch_bytes = prefetch_bytes,
+                                  .poison_released = poison};
+    for (std::uint32_t p = 0; p < count; ++p) {
+      options.places.push_back(device->hbm().subspan(p * kPlaceBytes, p == 0 ? kPlaceBytes : kPlaceBytes / 16));
+      policy.place_bytes.push_back(options.places.back().size());
+    }
+    for (const TileShape& tile : three_tiles().tiles) policy.block_bytes.push_back(payload_bytes(tile, Part::kWeights));
+    block_bytes = policy.block_bytes;
+    place_bytes = policy.place_bytes;
+    memory = std::make_unique<WeightPlaces>(*device, *h2d, fetcher.get(), options);
+    places = std::make_unique<Lender>(*memory, policy);
+    places->fill = [this](std::uint32_t block, std::vector<FetchPiece>& pieces, std::byte* to) {
       if (block == unsaved) throw Error(Code::kIo, {"tile", "could not be written", EIO, "check the drive"});
       fetched.push_back(block);
       const TileStore::Slot slot = store->readable(block);
@@ -46,36 +135,13 @@ class Fetch : public ::testing::Test {
                         .extent = slot.extent[0],
                         .checksum = slot.checksum[0]});
     };
-  }
-  // Block 0 is by far the largest; only the first place has room for it.
-  void make_places(std::uint32_t count, bool poison = false, std::uint64_t prefetch_bytes = UINT64_MAX,
-                   std::uint64_t reuse_bytes = UINT64_MAX) {
-    WeightPlacesOptions options{
-        .places = {}, .block_bytes = {}, .max_pieces = 1, .max_granules = 16, .poison_released = poison};
-    options.prefetch_bytes = prefetch_bytes;
-    options.reuse_bytes = reuse_bytes;
-    for (std::uint32_t p = 0; p < count; ++p) {
-      options.places.push_back(device->hbm().subspan(p * kPlaceBytes, p == 0 ? kPlaceBytes : kPlaceBytes / 16));
-    }
-    for (const TileShape& tile : three_tiles().tiles)
-      options.block_bytes.push_back(payload_bytes(tile, Part::kWeights));
-    block_bytes = options.block_bytes;
-    place_bytes.clear();
-    for (const auto& place : options.places) place_bytes.push_back(place.size());
-    places = std::make_unique<WeightPlaces>(
-        *device, *fetcher, options, route(),
-        WeightPlaces::Update{.awaited = [this](std::uint32_t block) { return awaited.contains(block); },
-                             .deliver = [this](std::uint32_t block, std::byte* to, Event* after,
-                                               Event& ready) { return deliver(block, to, after, ready); }});
+    places->update = [this](std::uint32_t block, std::byte* to) { return deliver(block, to); };
   }
   // Stands in for an update: the place gets the block's number in every byte, unless it is the one that is refused.
-  bool deliver(std::uint32_t block, std::byte* to, Event* after, Event& ready) {
+  bool deliver(std::uint32_t block, std::byte* to) {
     delivered.push_back(block);
-    awaited.erase(block);
     if (block == refused) return false;
-    if (after) device->wait(*h2d, *after);
     device->fill_async(to, static_cast<std::byte>(block), 1000, *h2d);
-    device->record(ready, *h2d);
     return true;
   }
   void expect_delivered(std::uint32_t block, const std::byte* at) {
@@ -99,9 +165,9 @@ class Fetch : public ::testing::Test {
   std::unique_ptr<Stream> compute = device->create_stream("compute"), h2d = device->create_stream("h2d");
   std::unique_ptr<StoreThread> thread;
   std::unique_ptr<BlockFetcher> fetcher;
-  std::unique_ptr<WeightPlaces> places;
+  std::unique_ptr<WeightPlaces> memory;
+  std::unique_ptr<Lender> places;
   std::vector<std::uint64_t> block_bytes, place_bytes;
-  std::set<std::uint32_t> awaited;
   std::vector<std::uint32_t> delivered, fetched;
   std::uint32_t refused = UINT32_MAX, unsaved = UINT32_MAX;
 };
@@ -119,7 +185,7 @@ TEST_F(Fetch, BlocksArriveWholeInVisitOrderWithOnePlaceOrMore) {
       }
     }
     compute->synchronize();
-    places->settle();
+    places->forget();
   }
 }
 
@@ -141,7 +207,7 @@ TEST_F(Fetch, WeightsWhoseUpdateIsAwaitedComeFromIt) {
     make_places(count);
     const auto plan = assign_places(visits, block_bytes, place_bytes);
     for (const std::uint32_t not_delivered : {UINT32_MAX, 1u}) {
-      awaited = {0, 1, 2};
+      for (const std::uint32_t block : {0u, 1u, 2u}) places->await(block);
       refused = not_delivered;
       delivered.clear();
       places->begin_step(visits);
@@ -159,7 +225,7 @@ TEST_F(Fetch, WeightsWhoseUpdateIsAwaitedComeFromIt) {
       EXPECT_EQ(delivered, (std::vector<std::uint32_t>{0, 1, 2}));
     }
     compute->synchronize();
-    places->settle();
+    places->forget();
   }
 }
 
@@ -168,7 +234,7 @@ TEST_F(Fetch, WeightsWhoseUpdateIsAwaitedComeFromIt) {
 TEST_F(Fetch, ABlockThatWillHaveLostItsPlaceIsFetchedAhead) {
   make_places(2);
   const std::vector<std::uint32_t> visits = {1, 2, 0, 0, 2, 1};
-  awaited = {0, 1, 2};
+  for (const std::uint32_t block : {0u, 1u, 2u}) places->await(block);
   places->begin_step(visits);
   for (std::size_t v = 0; v < visits.size(); ++v) {
     if (v == 4) {
@@ -195,7 +261,7 @@ TEST_F(Fetch, BlocksAreFetchedAheadUntilTheLimitIsReached) {
     make_places(3, false, limit);
     const std::uint64_t before = fetcher->copied_bytes();
     places->begin_step(std::vector<std::uint32_t>{0, 1, 2});
-    places->settle();
+    places->forget();
     EXPECT_EQ(fetcher->copied_bytes() - before, sums[blocks]) << limit;
     for (std::uint32_t block : {0u, 1u, 2u}) {
       const std::uint32_t place = places->acquire(block, block, *compute);
@@ -229,23 +295,12 @@ TEST_F(Fetch, HitsAreVisitsOfBlocksThatStayed) {
   }
 }
 
-TEST_F(Fetch, WhenEveryPlaceIsLeasedTheNextBlockIsRefused) {
-  make_places(2);
-  places->begin_step(std::vector<std::uint32_t>{0, 1, 2});
-  const std::uint32_t first = places->acquire(0, 0, *compute), second = places->acquire(1, 1, *compute);
-  EXPECT_THROW(places->acquire(2, 2, *compute), Error);
-  places->release(first, *compute);
-  const std::uint32_t third = places->acquire(2, 2, *compute);
-  expect_weights(2, places->address(third));
-  expect_weights(1, places->address(second));
-}
-
 // Where its weights are is known once what was updated of them is saved, and that may fail.
 TEST_F(Fetch, ABlockThatCannotBeFetchedIsNotUnderWay) {
   make_places(2);
   unsaved = 1;
   EXPECT_THROW(places->begin_step(std::vector<std::uint32_t>{0, 1}), Error);
-  places->settle();
+  places->forget();
   unsaved = UINT32_MAX;
   expect_weights(1, places->address(places->acquire(1, 1, *compute)));
 }

@@ -7,7 +7,7 @@
 #include <tuple>
 
 #include "spillway/units.h"
-#include "swap/residency.h"
+#include "swap/policy/residency.h"
 
 namespace spillway::testing {
 namespace {
@@ -420,9 +420,15 @@ class Checker {
       if (op.kind == OpKind::kLoadAccumulator) expected.h2d += in_.blocks[op.block].accumulator_bytes;
     }
     if (!in_.weights_stay) fetches(expected);
-    EXPECT_EQ(schedule_.traffic.nvme_read, expected.nvme_read);
+    // A block whose update another's visit makes, before its own, may then be fetched ahead for its second visit, and
+    // serve the first from there: fewer fetches than planned.
+    EXPECT_LE(schedule_.traffic.nvme_read, expected.nvme_read);
+    EXPECT_LE(schedule_.traffic.h2d, expected.h2d);
+    if (!updated_by_another_) {
+      EXPECT_EQ(schedule_.traffic.nvme_read, expected.nvme_read);
+      EXPECT_EQ(schedule_.traffic.h2d, expected.h2d);
+    }
     EXPECT_EQ(schedule_.traffic.nvme_write, expected.nvme_write);
-    EXPECT_EQ(schedule_.traffic.h2d, expected.h2d);
     EXPECT_EQ(schedule_.traffic.d2h, expected.d2h);
   }
 
@@ -443,6 +449,7 @@ class Checker {
     }
     for (std::size_t v = 0; v < planned.size(); ++v) {
       const std::uint32_t b = visit_blocks[v];
+      const std::size_t before = updated;
       if (in_.visits[v].pass == Pass::kBackward) updated = order.size();
       const auto of_block = [&](std::uint32_t t) { return in_.tiles[t].block == b; };
       const auto first = std::find_if(order.begin(), order.end(), of_block);
@@ -452,6 +459,11 @@ class Checker {
       if (planned[v].fetch) {
         delivered = updated <= begin && updated < end && in_.nodes == 1 && end - begin == in_.blocks[b].tiles;
         while (updated < end) updated += std::min<std::size_t>(in_.nodes, order.size() - updated);
+      }
+      for (std::size_t i = before; i < updated; ++i) {
+        const std::uint32_t other = in_.tiles[order[i]].block;
+        const auto rest = std::span(visit_blocks).subspan(v + 1);
+        updated_by_another_ |= other != b && std::ranges::count(rest, other) > 1;
       }
       if (!planned[v].fetch) continue;
       for (std::uint32_t t = in_.blocks[b].first_tile; t < in_.blocks[b].first_tile + in_.blocks[b].tiles; ++t) {
@@ -473,6 +485,7 @@ class Checker {
   const ScheduleInput& in_;
   const Schedule& schedule_;
   const std::vector<ScheduleOp>& ops_;
+  bool updated_by_another_ = false;
 };
 
 }  // namespace

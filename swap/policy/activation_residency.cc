@@ -1,4 +1,4 @@
-#include "swap/activation_residency.h"
+#include "swap/policy/activation_residency.h"
 
 #include <algorithm>
 

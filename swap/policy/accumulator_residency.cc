@@ -1,4 +1,4 @@
-#include "swap/accumulator_residency.h"
+#include "swap/policy/accumulator_residency.h"
 
 #include <utility>
 

@@ -1,6 +1,6 @@
 // AccumulatorResidency: whatever blocks are added to in whatever order, each finds the sums that it left, in a place
 // that fits, and nothing moves that need not.
-#include "swap/accumulator_residency.h"
+#include "swap/policy/accumulator_residency.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "swap/residency.h"
+#include "swap/policy/residency.h"
 #include "tests/seed.h"
 
 #include <gtest/gtest.h>

@@ -1,0 +1,192 @@
+#include "src/engine/weights.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "spillway/error.h"
+#include "src/plan/layout.h"
+
+namespace spillway {
+namespace {
+
+// A block's tiles, and the granules of its weights on NVMe, at most.
+WeightPlacesOptions places_of(const Plan& plan, const WeightsParts& parts) {
+  WeightPlacesOptions options{.poison_released = parts.poison_released};
+  const auto add = [&](const Region& place) {
+    options.places.push_back(parts.device.hbm().subspan(place.offset, place.bytes));
+  };
+  for (const Region& place : plan.hbm.places) add(place);
+  for (const BlockPlan& block : plan.blocks) {
+    if (plan.hbm.places.empty()) {
+      add(block.weights);
+      continue;
+    }
+    std::uint64_t granules = 0;
+    for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
+      granules += div_up(extent_bytes(plan.tile_places[t].shape, Part::kWeights), kGranuleBytes);
+    }
+    options.max_pieces = std::max<std::size_t>(options.max_pieces, block.tiles);
+    options.max_granules = std::max<std::size_t>(options.max_granules, granules);
+  }
+  return options;
+}
+
+WeightResidencyOptions policy_of(const Plan& plan, bool poison_released) {
+  WeightResidencyOptions options = weight_residency(plan);
+  options.poison_released = poison_released && !options.at_home;
+  return options;
+}
+
+}  // namespace
+
+WeightResidencyOptions weight_residency(const Plan& plan) {
+  WeightResidencyOptions options{.block_bytes = {},
+                                 .place_bytes = {},
+                                 .owners = plan.hbm.owners,
+                                 .reuse_bytes = plan.hbm.reuse_bytes,
+                                 .frozen = frozen_blocks(plan),
+                                 .prefetch_bytes = plan.hbm.prefetch_bytes,
+                                 .at_home = plan.hbm.places.empty()};
+  for (const BlockPlan& block : plan.blocks) {
+    options.block_bytes.push_back(block.partition.elements * size_of(plan.tile_places[block.first_tile].shape.type));
+  }
+  for (const Region& place : plan.hbm.places) options.place_bytes.push_back(place.bytes);
+  return options;
+}
+
+Weights::Weights(const Plan& plan, const WeightsParts& parts)
+    : plan_(plan),
+      with_(parts),
+      policy_(policy_of(plan, parts.poison_released)),
+      places_(parts.device, parts.h2d, parts.fetcher, places_of(plan, parts)) {}
+
+void Weights::tell(const WeightEvent& event) {
+  if (with_.journal) {
+    with_.journal->entries.push_back(WeightJournal::Told{event, {event.visits.begin(), event.visits.end()}});
+  }
+  policy_.tell(event);
+}
+
+WeightAction Weights::next() {
+  const WeightAction action = policy_.next();
+  if (with_.journal) with_.journal->entries.push_back(action);
+  return action;
+}
+
+// What the update has come to since it was looked at last.
+void Weights::follow_update() {
+  const bool updating = with_.updater.begun();
+  if (updating != policy_.updating()) tell({.kind = updating ? WeightEvent::kUpdating : WeightEvent::kSettled});
+  for (std::uint32_t b = 0; b < policy_.blocks(); ++b) {
+    const bool awaited = with_.updater.weights_from(b) == WeightsFrom::kUpdate;
+    if (awaited != policy_.awaited(b)) {
+      tell({.kind = awaited ? WeightEvent::kAwaited : WeightEvent::kUpdated, .block = b});
+    }
+  }
+}
+
+void Weights::begin_step(std::span<const std::uint32_t> visit_blocks) {
+  follow_update();
+  tell({.kind = WeightEvent::kBegin, .visits = visit_blocks});
+  run(nullptr);
+}
+
+std::uint32_t Weights::acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream) {
+  follow_update();
+  tell({.kind = WeightEvent::kAcquire, .block = block, .visit = visit});
+  return *run(&stream);
+}
+
+void Weights::release(std::uint32_t place, Stream& stream) {
+  follow_update();
+  tell({.kind = WeightEvent::kRelease, .place = place});
+  if (!policy_.leased(place)) places_.release(place, stream);
+  run(nullptr);
+}
+
+void Weights::forget() {
+  tell({.kind = WeightEvent::kForget});
+  run(nullptr);
+}
+
+// Does what the policy answers until it has nothing more to say. Returns the place that was lent, if one was.
+std::optional<std::uint32_t> Weights::run(Stream* stream) {
+  std::optional<std::uint32_t> lent;
+  for (WeightAction action = next(); action.kind != WeightAction::kNothing; action = next()) {
+    if (action.kind == WeightAction::kRefuse) refuse(action.block);
+    if (action.kind == WeightAction::kLend) {
+      places_.open(action.place, *stream);
+      lent = action.place;
+      continue;
+    }
+    try {
+      act(action);
+    } catch (...) {
+      tell({.kind = WeightEvent::kFailed, .place = action.place});
+      throw;
+    }
+  }
+  return lent;
+}
+
+void Weights::act(const WeightAction& action) {
+  const auto& [kind, block, place] = action;
+  switch (kind) {
+    case WeightAction::kUpdate:
+    case WeightAction::kUpdateAtHome: {
+      const bool at_home = kind == WeightAction::kUpdateAtHome;
+      places_.begin_copies(place);
+      const bool brought = with_.updater.run_until(block, at_home ? nullptr : address(place)) || at_home;
+      if (brought) places_.end_copies(place);
+      follow_update();
+      return tell({.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
+    }
+    case WeightAction::kFetch: fill_pieces(block, place); return places_.start_fetch(place);
+    case WeightAction::kWait: places_.wait_fetch(place); break;
+    case WeightAction::kDrain: places_.drain(place); break;
+    case WeightAction::kNothing:
+    case WeightAction::kLend:
+    case WeightAction::kRefuse: return;
+  }
+  tell({.kind = WeightEvent::kArrived, .place = place});
+}
+
+// From where the block's tiles live. What is updated inside backward is not seen before the next step.
+void Weights::fill_pieces(std::uint32_t b, std::uint32_t place) {
+  constexpr std::size_t kWeights = index_of(Part::kWeights);
+  std::vector<FetchPiece>& pieces = places_.pieces(place);
+  const BlockPlan& block = plan_.blocks[b];
+  with_.updater.settle(b);
+  const bool committed = with_.updater.weights_from(b) == WeightsFrom::kCommitted;
+  for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
+    const TilePlace& tile = plan_.tile_places[t];
+    FetchPiece piece{.tile = t,
+                     .to = address(place) + plan_.tiles[t].range.first * size_of(tile.shape.type),
+                     .payload_bytes = payload_bytes(tile.shape, Part::kWeights)};
+    if (tile.home[kWeights] == Placement::kHost) {
+      piece.resident = with_.host.data() + tile.offset[kWeights];
+    } else {
+      const TileStore::Slot slot = committed ? with_.store->committed(t) : with_.store->readable(t);
+      piece.extent = slot.extent[kWeights];
+      piece.checksum = slot.checksum[kWeights];
+    }
+    pieces.push_back(piece);
+  }
+}
+
+bool Weights::lends(std::span<const std::byte> memory) const {
+  for (std::uint32_t p = 0; p < policy_.places(); ++p) {
+    if (policy_.leased(p) && lies_in(memory, places_.memory(p))) return true;
+  }
+  return false;
+}
+
+void Weights::refuse(std::uint32_t block) const {
+  throw Error(Code::kDoesNotFit,
+              {fmt::format("block {}", block),
+               fmt::format("every one of the {} places in HBM that could hold it is leased", policy_.places()), 0,
+               "release a lease first, or raise spillway.hbm_bytes"});
+}
+
+}  // namespace spillway

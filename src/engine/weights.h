@@ -1,0 +1,89 @@
+// Weights for whoever computes: leases on blocks, wherever their weights live. The policy is WeightResidency's. This
+// asks it what to do and has the updater or the fetcher do it, so that neither knows of the other:
+//
+//   StepEngine ─► Weights ─► WeightResidency          what next?
+//                    ├─────► Updater                  make the block's update, its weights go to the place
+//                    └─────► WeightPlaces ─► BlockFetcher        fetch, wait, lend
+//
+// One thread at a time (the engine's). Errors: kIo and kCorrupt from a fetch, those of the updater; kDoesNotFit when
+// every place is leased.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <variant>
+#include <vector>
+
+#include "src/engine/updater.h"
+#include "src/plan/plan.h"
+#include "swap/block_fetcher.h"
+#include "swap/policy/weight_residency.h"
+#include "swap/tile_store.h"
+#include "swap/weight_places.h"
+
+namespace spillway {
+
+// What the policy was told and what it answered, in order. A test may keep one; it grows without end.
+struct WeightJournal {
+  struct Told {
+    WeightEvent event;
+    std::vector<std::uint32_t> visits;
+  };
+  std::vector<std::variant<Told, WeightAction>> entries;
+};
+
+struct WeightsParts {
+  Device& device;
+  Stream& h2d;
+  BlockFetcher* fetcher = nullptr;  // null while weights stay in HBM
+  Updater& updater;
+  TileStore* store = nullptr;      // null without NVMe
+  std::span<std::byte> host = {};  // the arena
+  bool poison_released = false;
+  WeightJournal* journal = nullptr;
+};
+
+// Of the plan's blocks and places; weights that stay in HBM are at home there.
+WeightResidencyOptions weight_residency(const Plan& plan);
+
+class Weights {
+ public:
+  Weights(const Plan& plan, const WeightsParts& parts);
+  ~Weights() { forget(); }  // fetches under way name the places
+  Weights(const Weights&) = delete;
+  Weights& operator=(const Weights&) = delete;
+
+  // The blocks that will be visited from now on, in order.
+  void begin_step(std::span<const std::uint32_t> visit_blocks);
+  // Makes `stream` wait for the block's weights and returns the place that is leased. Blocks while reads are late and
+  // for the block's update. `visit` is the index of the planned visit this is, if it is one.
+  std::uint32_t acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream);
+  // `stream`: has come by all work under leases of the place, once it has run what is on it.
+  void release(std::uint32_t place, Stream& stream);
+  // Nothing that was fetched is the model's any more. Not while something is leased.
+  void forget();
+
+  bool all_acquired() const noexcept { return policy_.all_acquired(); }
+  WeightResidency::Hits hits() const noexcept { return policy_.hits(); }
+  std::uint32_t block(std::uint32_t place) const { return policy_.block(place); }
+  std::byte* address(std::uint32_t place) const { return places_.memory(place).data(); }
+  bool leased() const { return policy_.leased(); }
+  bool lends(std::span<const std::byte> memory) const;  // all of it lies in one place that is leased
+
+ private:
+  void tell(const WeightEvent& event);
+  WeightAction next();
+  void follow_update();
+  std::optional<std::uint32_t> run(Stream* stream);
+  void act(const WeightAction& action);
+  void fill_pieces(std::uint32_t block, std::uint32_t place);
+  [[noreturn]] void refuse(std::uint32_t block) const;
+
+  const Plan& plan_;
+  const WeightsParts with_;
+  WeightResidency policy_;
+  WeightPlaces places_;
+};
+
+}  // namespace spillway

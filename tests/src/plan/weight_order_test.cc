@@ -1,0 +1,204 @@
+// The engine and the schedule ask one policy about weights, and tell it the same: what a run did, step by step, is what
+// its schedule says, in its order. And a policy that is told once more what a run told it answers the same.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <tuple>
+
+#include "spillway/error.h"
+#include "spillway/units.h"
+#include "src/engine/speculation.h"
+#include "src/engine/step_engine.h"
+#include "src/plan/schedule.h"
+#include "tests/src/named_budget.h"
+#include "tests/src/toy_trainer.h"
+
+namespace spillway {
+namespace {
+
+using testing::TempStore;
+using testing::ToyTrainer;
+
+constexpr std::uint32_t kBlocks = 6, kMicroBatches = 2;
+constexpr int kSteps = 6, kSteady = 4;  // guesses begin behind the second
+
+// One thing that happens to a place: a block comes by a fetch or from its update, or is lent.
+enum class What : std::uint8_t { kFetched, kUpdated, kLent };
+struct Happened {
+  What what = What::kFetched;
+  std::uint32_t block = 0, place = 0;
+  bool operator==(const Happened&) const = default;
+};
+void PrintTo(const Happened& happened, std::ostream* out) {
+  constexpr const char* kNames[] = {"fetched", "updated", "lent"};
+  *out << kNames[static_cast<int>(happened.what)] << " block " << happened.block << " place " << happened.place;
+}
+using Order = std::vector<Happened>;
+
+// Of the schedule's steady step, from the operations that it issues.
+Order order_of(const Schedule& schedule) {
+  Order order;
+  const auto ops = std::span(schedule.ops);
+  for (std::size_t i = schedule.second; i < ops.size(); ++i) {
+    const ScheduleOp& op = ops[i];
+    const std::uint32_t place = op.place == kNothing ? op.block : op.place;  // weights that stay have one each
+    if (op.kind == OpKind::kAcquire) order.push_back({What::kLent, op.block, place});
+    if (op.kind != OpKind::kCopyWeights) continue;
+    const bool from_update = op.buffer != kNothing && ops[op.after[0]].kind == OpKind::kUpdate;
+    const Happened copied{from_update ? What::kUpdated : What::kFetched, op.block, place};
+    if (order.empty() || order.back() != copied) order.push_back(copied);  // tile by tile, chunk by chunk
+  }
+  return order;
+}
+
+// Of each step of a run, from what its policy answered.
+std::vector<Order> orders_of(const WeightJournal& journal) {
+  std::vector<Order> orders;
+  for (const auto& entry : journal.entries) {
+    if (const auto* told = std::get_if<WeightJournal::Told>(&entry)) {
+      const WeightEvent& event = told->event;
+      if (event.kind == WeightEvent::kBegin) orders.emplace_back();
+      if (event.kind == WeightEvent::kBrought) orders.back().push_back({What::kUpdated, event.block, event.place});
+      EXPECT_NE(event.kind, WeightEvent::kFailed);
+    } else {
+      const auto& [kind, block, place] = std::get<WeightAction>(entry);
+      if (kind == WeightAction::kFetch) orders.back().push_back({What::kFetched, block, place});
+      if (kind == WeightAction::kLend) orders.back().push_back({What::kLent, block, place});
+    }
+  }
+  return orders;
+}
+
+// Another policy answers all of it as the run's did.
+void replay(const Plan& plan, const WeightJournal& journal) {
+  WeightResidency policy(weight_residency(plan));
+  std::size_t answers = 0;
+  for (const auto& entry : journal.entries) {
+    if (const auto* told = std::get_if<WeightJournal::Told>(&entry)) {
+      WeightEvent event = told->event;
+      event.visits = told->visits;
+      policy.tell(event);
+    } else {
+      ASSERT_EQ(policy.next(), std::get<WeightAction>(entry)) << "answer " << answers;
+      ++answers;
+    }
+  }
+  EXPECT_GT(answers, 0u);
+}
+
+struct Case {
+  Placement parameters = Placement::kNvme, states = Placement::kNvme;
+  std::function<void(Config&)> change = [](Config&) {};
+  ModelDescription model = testing::toy_model(kBlocks, 20'000, kMicroBatches);
+};
+
+struct Compared {
+  Plan plan;
+  Order order;
+};
+
+Compared compare(const Case& of) {
+  TempStore store;
+  Config config = testing::toy_config(of.parameters, of.states, DType::kBFloat16, store.path());
+  config.tile_elements = 32 * kKiB;
+  config.commit_every = 1;
+  of.change(config);
+  Plan plan = make_plan(config, of.model);
+  Plan scheduled = plan;
+  for (const std::uint32_t block : speculated_blocks(plan, *config.speculative_blocks)) {
+    scheduled.blocks[block].early = true;
+  }
+  const Order planned = order_of(make_schedule(schedule_input(scheduled, {}, {})));
+
+  WeightJournal journal;
+  {
+    StepEngine engine(config, of.model, {}, &journal);
+    engine.import_weights(testing::toy_weights());
+    ToyTrainer trainer{engine, of.model, config.weights, kMicroBatches};
+    trainer.in_turn = std::ranges::count(of.model.visits, Visit{0, Pass::kForward}) > 1;
+    for (int step = 0; step < kSteps; ++step) trainer.run_step();
+  }
+  replay(plan, journal);
+  const std::vector<Order> orders = orders_of(journal);
+  EXPECT_EQ(orders.size(), kSteps + 1u);  // one has begun when the engine ends
+  for (std::size_t step = kSteady; step < kSteps; ++step) EXPECT_EQ(orders[step], planned) << "step " << step;
+  return {std::move(plan), planned};
+}
+
+std::size_t count(const Order& order, What what) {
+  return static_cast<std::size_t>(std::ranges::count(order, what, &Happened::what));
+}
+
+TEST(WeightOrder, IsTheSchedulesWhereverWeightsAndStatesLive) {
+  for (const Placement states : {Placement::kNvme, Placement::kHost}) {
+    for (const Placement parameters : {Placement::kNvme, Placement::kHost}) {
+      const Compared compared = compare({.parameters = parameters, .states = states});
+      EXPECT_GT(count(compared.order, What::kFetched), kBlocks / 2);
+      EXPECT_GT(count(compared.order, What::kUpdated), kBlocks / 2);
+    }
+  }
+}
+
+TEST(WeightOrder, IsTheSchedulesOfWeightsThatStayInHbmAndAreNeverFetched) {
+  for (const Placement states : {Placement::kNvme, Placement::kHost}) {
+    compare(
+        {.parameters = Placement::kHbm, .states = states, .change = [](Config& config) { config.hbm_bytes.reset(); }});
+  }
+}
+
+TEST(WeightOrder, IsTheSchedulesWhenBlocksAreUpdatedInsideBackward) {
+  const Compared compared = compare({.change = [](Config& config) { config.gradient_clipping = 0; }});
+  EXPECT_TRUE(compared.plan.early_blocks);
+  for (const std::uint32_t blocks : {1u, 3u, kBlocks}) {
+    compare({.change = [blocks](Config& config) {
+      config.gradient_clipping = 1e9;
+      config.speculative_blocks = blocks;
+    }});
+  }
+}
+
+TEST(WeightOrder, IsTheSchedulesWithAPlaceLessOrMore) {
+  const Case usual;
+  for (const int more : {-1, 1, 2}) {
+    const Compared compared = compare({.change = [&](Config& config) {
+      const Plan plan = make_plan(config, usual.model);
+      config.hbm_bytes = plan.ledger.total(Placement::kHbm) + more * plan.hbm.places.back().bytes;
+    }});
+    EXPECT_EQ(compared.plan.hbm.places.size(), 3u + more);
+  }
+}
+
+TEST(WeightOrder, IsTheSchedulesWithFrozenBlocks) {
+  Case frozen;
+  for (const std::uint32_t b : {1u, 2u, 4u}) {
+    for (Parameter& parameter : frozen.model.blocks[b].parameters) parameter.trainable = false;
+  }
+  const ModelDescription& model = frozen.model;
+  for (const std::uint64_t more : {0, 1, 2}) {
+    frozen.change = [&model, more](Config& config) {
+      const Plan plan = make_plan(config, model);
+      config.hbm_bytes = plan.ledger.total(Placement::kHbm) + more * plan.hbm.places.back().bytes;
+    };
+    compare(frozen);
+  }
+}
+
+TEST(WeightOrder, IsTheSchedulesWhenEachMicroBatchGoesThroughTheWholeModel) {
+  compare({.model = testing::toy_model(kBlocks, 20'000, kMicroBatches, true, true)});
+}
+
+TEST(WeightOrder, IsTheSchedulesWithDeepSpeedsKnobs) {
+  Case usual;
+  for (const std::uint64_t reuse : {std::uint64_t{0}, std::uint64_t{150'000}}) {
+    for (const std::uint64_t ahead : {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{200'000}}) {
+      compare({.change = [=](Config& config) {
+        config.knobs.max_reuse_distance = reuse;
+        config.knobs.prefetch_bucket_size = ahead;
+      }});
+    }
+  }
+}
+
+}  // namespace
+}  // namespace spillway
