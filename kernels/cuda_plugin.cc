@@ -1,20 +1,26 @@
 // Opens libspillway_cuda.so: beside the program or library that this is part of, else where the dynamic linker looks.
 #include <dlfcn.h>
 
+#include <cstring>
 #include <filesystem>
 #include <string>
 
 #include "kernels/cuda/plugin.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "spillway/version.h"
 
 namespace spillway {
 namespace {
 
 struct Opened {
   const CudaPlugin* plugin = nullptr;
-  std::string why;  // not
+  std::string why;     // not
+  std::string remedy;  // what to do then
 };
+
+constexpr const char* kGetOne = "`pip install spillway-cuda` brings it, and so does a build with nvcc 12.8 or newer";
+constexpr const char* kMatchingOne = "install Spillway and spillway-cuda " SPILLWAY_VERSION ", or both from one build";
 
 std::filesystem::path beside() {
   Dl_info info{};
@@ -33,17 +39,23 @@ Opened open_plugin() {
   void* library = ::dlopen(is_near ? near.c_str() : kCudaPlugin, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* why = ::dlerror();
-    return {nullptr, why != nullptr ? why : "it cannot be opened"};
+    return {nullptr, why != nullptr ? why : "it cannot be opened", is_near ? kMatchingOne : kGetOne};
   }
   using Entry = const CudaPlugin* (*)();
   const auto entry = reinterpret_cast<Entry>(::dlsym(library, kCudaPluginEntry));
-  if (entry == nullptr) return {nullptr, std::string(kCudaPlugin) + " is not Spillway's"};
+  if (entry == nullptr) return {nullptr, std::string(kCudaPlugin) + " is not Spillway's", kMatchingOne};
   const CudaPlugin* plugin = entry();
   if (plugin->interface != kCudaInterface) {
-    return {nullptr, std::string(kCudaPlugin) + " belongs to another version of Spillway"};
+    return {nullptr, std::string(kCudaPlugin) + " belongs to another version of Spillway than " SPILLWAY_VERSION,
+            kMatchingOne};
+  }
+  if (std::strcmp(plugin->version, SPILLWAY_VERSION) != 0) {
+    return {nullptr,
+            std::string(kCudaPlugin) + " is of Spillway " + plugin->version + ", and this is " SPILLWAY_VERSION,
+            kMatchingOne};
   }
   plugin->set_log(internal::log_state());
-  return {plugin, {}};
+  return {plugin, {}, {}};
 }
 
 const Opened& opened() {
@@ -60,9 +72,12 @@ std::string cuda_unavailable() {
   return opened().plugin->unavailable();
 }
 
+std::string cuda_plugin_remedy() { return opened().remedy; }
+
 std::unique_ptr<Device> create_cuda_device(const CudaDeviceOptions& options) {
   if (const std::string why = cuda_unavailable(); !why.empty()) {
-    throw Error(Code::kUnsupported, {"device cuda", why, 0, "`spillway doctor` looks closer"});
+    throw Error(Code::kUnsupported,
+                {"device cuda", why, 0, opened().plugin ? "`spillway doctor` looks closer" : opened().remedy});
   }
   return opened().plugin->create(options);
 }

@@ -153,5 +153,7 @@ struct CudaDeviceOptions {
 std::unique_ptr<Device> create_cuda_device(const CudaDeviceOptions& options);
 // Why there cannot be a cuda device in this process; empty when there can. Cheap.
 std::string cuda_unavailable();
+// What to do about it where the plugin is what is missing or wrong; else empty.
+std::string cuda_plugin_remedy();
 
 }  // namespace spillway

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -32,5 +33,7 @@ struct OptimizerTarget {
   OptimizerFunction update;
 };
 std::vector<OptimizerTarget> optimizer_targets();
+// Where this machine runs none of them but the definition: what that costs. Else empty.
+std::string slow_optimizers();
 
 }  // namespace spillway

@@ -33,6 +33,10 @@ if [ "$(cat build-python/done 2>/dev/null)" != "$packages $alone" ]; then
     rm -f build-test/build.ninja ||  # Meson looks for a Python when it sets up
     echo "no transformers, peft or Lightning from PyPI"
 fi
+# The one test of device code that needs no GPU needs this.
+if [ -e build-python/done ] && ! build-python/bin/pip show -q nvidia-cuda-cuobjdump 2>/dev/null; then
+  build-python/bin/pip install -q --no-deps nvidia-cuda-cuobjdump==13.5.37 || echo "no cuobjdump from PyPI"
+fi
 if [ -e build-python/done ]; then export PATH="$PWD/build-python/bin:$PATH"; fi
 # Likewise the site of docs/, which a rule of the house builds.
 [ -x build-docs/venv/bin/mkdocs ] || tools/docs.sh --install || echo "no mkdocs from PyPI"

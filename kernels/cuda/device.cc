@@ -18,6 +18,7 @@
 #include "spillway/error.h"
 #include "spillway/log.h"
 #include "spillway/units.h"
+#include "spillway/version.h"
 
 namespace spillway::cuda {
 namespace {
@@ -289,7 +290,11 @@ void set_log(internal::LogState& to) {
     set_log_sink([&to](LogLevel level, std::string_view text) { to.log(level, text); });
 }
 
-const CudaPlugin kPlugin{.interface = kCudaInterface, .unavailable = unavailable, .create = create, .set_log = set_log};
+const CudaPlugin kPlugin{.interface = kCudaInterface,
+                         .version = SPILLWAY_VERSION,
+                         .unavailable = unavailable,
+                         .create = create,
+                         .set_log = set_log};
 
 }  // namespace
 }  // namespace spillway::cuda

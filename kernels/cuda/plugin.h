@@ -12,12 +12,13 @@
 namespace spillway {
 
 // Changes whenever Device, this table or a type that crosses it does.
-inline constexpr std::uint32_t kCudaInterface = 4;
+inline constexpr std::uint32_t kCudaInterface = 5;
 inline constexpr const char* kCudaPlugin = "libspillway_cuda.so";
 inline constexpr const char* kCudaPluginEntry = "spillway_cuda_plugin";
 
 struct CudaPlugin {
-  std::uint32_t interface = 0;
+  std::uint32_t interface = 0;    // read before anything else
+  const char* version = nullptr;  // of Spillway, which is the library's; read before what follows
   // Empty: there is a GPU that the driver serves. No context is made.
   std::string (*unavailable)();
   std::unique_ptr<Device> (*create)(const CudaDeviceOptions& options);

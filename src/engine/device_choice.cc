@@ -18,8 +18,10 @@ ChosenDevice choose_device(const Config& config) {
 DeviceKind resolve_device(const Config& config) {
   const ChosenDevice chosen = choose_device(config);
   if (chosen.here()) return chosen.kind;
-  throw Error(Code::kUnsupported, {"spillway.device", "is cuda, and there is none: " + chosen.no_cuda, 0,
-                                   "`spillway doctor` looks closer; \"host\" emulates a GPU in RAM"});
+  const std::string remedy = cuda_plugin_remedy();
+  throw Error(Code::kUnsupported,
+              {"spillway.device", "is cuda, and there is none: " + chosen.no_cuda, 0,
+               (remedy.empty() ? "`spillway doctor` looks closer" : remedy) + "; \"host\" emulates a GPU in RAM"});
 }
 
 unsigned compute_threads(const Config& config) { return threads_of(share_threads(config.threads)); }

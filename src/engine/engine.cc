@@ -12,6 +12,7 @@
 #include "spillway/log.h"
 #include "src/config/ranges.h"
 #include "src/config/table.h"
+#include "src/engine/loaded_versions.h"
 #include "src/engine/run_facts.h"
 
 namespace spillway {
@@ -463,6 +464,7 @@ std::vector<std::string> StepEngine::describe() const {
 }
 
 std::unique_ptr<Engine> Engine::create(const Config& config, const ModelDescription& model, EngineOptions options) {
+  refuse_other_versions();
   return std::make_unique<StepEngine>(config, model, options);
 }
 

@@ -6,6 +6,7 @@
 #include <array>
 #include <utility>
 
+#include "kernels/optimizer.h"
 #include "src/engine/device_choice.h"
 #include "src/plan/facts.h"
 #include "src/plan/parameter_groups.h"
@@ -78,6 +79,7 @@ std::vector<std::string> run_facts(const Config& config, const Plan& plan, const
   facts.push_back("device: " + machinery.device->describe());
   const ChosenDevice device = choose_device(config);
   if (!device.no_cuda.empty()) facts.push_back("no cuda device: " + device.no_cuda);
+  if (std::string slow = slow_optimizers(); !slow.empty()) facts.push_back(std::move(slow));
   if (machinery.trace) facts.push_back(machinery.trace->describe());
   for (std::string& group : describe_groups(plan.groups, model)) facts.push_back(std::move(group));
   const auto bytes = bytes_at_home(plan);

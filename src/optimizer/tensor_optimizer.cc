@@ -14,6 +14,7 @@
 #include "spillway/log.h"
 #include "src/checkpoint/tile_values.h"
 #include "src/config/ranges.h"
+#include "src/engine/loaded_versions.h"
 #include "src/engine/memory_check.h"
 #include "src/engine/store_place.h"
 
@@ -435,6 +436,7 @@ std::span<std::byte> TensorOptimizer::gradient_memory(std::uint32_t tensor) {
 
 std::unique_ptr<OffloadOptimizer> OffloadOptimizer::create(const Config& config, const ModelDescription& model,
                                                            OffloadOptimizerOptions options) {
+  refuse_other_versions();
   return std::make_unique<TensorOptimizer>(config, model, std::move(options));
 }
 

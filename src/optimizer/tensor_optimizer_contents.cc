@@ -5,6 +5,7 @@
 #include <exception>
 #include <utility>
 
+#include "kernels/optimizer.h"
 #include "spillway/error.h"
 #include "src/checkpoint/tile_values.h"
 #include "src/optimizer/tensor_optimizer.h"
@@ -182,6 +183,7 @@ std::vector<std::string> TensorOptimizer::describe() const {
                   in_host / kMiB, on_nvme / kMiB, plan_.tiles.size()),
       fmt::format("host memory: {} MiB, {} compute threads", div_up(plan_.ledger.total(Placement::kHost), kMiB),
                   workers_->threads())};
+  if (std::string slow = slow_optimizers(); !slow.empty()) facts.push_back(std::move(slow));
   if (!store_) {
     facts.push_back("no store, so no step is kept: an nvme_path names a directory for one");
     return facts;

@@ -25,6 +25,8 @@ class Versions(unittest.TestCase):
         version = found(r"^  version: '([\d.]+)',$", "meson.build")
         self.assertEqual(version, found(r'^#define SPILLWAY_VERSION "(.+)"$', "include/spillway/version.h"))
         self.assertEqual(version, found(r'^VERSION = "(.+)"', "python/spillway/library.py"))
+        for line in (r'^version = "(.+)"$', r'"spillway==([^"]+)"'):
+            self.assertEqual(version, found(line, "tools/wheel/cuda/pyproject.toml"))
         parts = [found(rf"^#define SPILLWAY_VERSION_{part} (\d+)$", "include/spillway/version.h")
                  for part in ("MAJOR", "MINOR", "PATCH")]
         self.assertEqual(version, ".".join(parts))

@@ -154,6 +154,7 @@ GpuFacts gpu_facts(const Roots& roots) {
   facts.toolkit_cuda = toolkit_version(roots.root / "usr/local/cuda");
   ask_driver(facts);
   facts.unusable = cuda_unavailable();
+  facts.plugin_remedy = cuda_plugin_remedy();
   ask_nccl(facts);
   return facts;
 }

@@ -34,9 +34,10 @@ struct GpuFacts {
   std::string init_name = {};        // CUDA_ERROR_NO_DEVICE
   int driver_cuda = 0;               // the newest CUDA that the driver serves: 12040 for 12.4
   std::vector<CudaDevice> devices = {};
-  std::string unusable = {};  // why this program cannot compute on one; empty: it can
-  int toolkit_cuda = 0;       // of the toolkit in /usr/local/cuda; 0: none
-  int nccl = 0;               // 22105 for 2.21.5; 0: libnccl.so.2 was not found
+  std::string unusable = {};       // why this program cannot compute on one; empty: it can
+  std::string plugin_remedy = {};  // what to do where that is for want of its plugin
+  int toolkit_cuda = 0;            // of the toolkit in /usr/local/cuda; 0: none
+  int nccl = 0;                    // 22105 for 2.21.5; 0: libnccl.so.2 was not found
 };
 GpuFacts gpu_facts(const Roots& roots = {});
 

@@ -121,7 +121,9 @@ Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel, const Need& n
                          cuda_version(gpu.driver_cuda));
     if (!gpu.unusable.empty()) {
       findings.push_back(finding("cuda", Status::kBroken, names + "; Spillway cannot use it: " + gpu.unusable, "",
-                                 "a driver as new as that, or Spillway built here, with nvcc 12.8 or newer"));
+                                 gpu.plugin_remedy.empty()
+                                     ? "a driver as new as that, or Spillway built here, with nvcc 12.8 or newer"
+                                     : gpu.plugin_remedy));
     } else {
       findings.push_back(finding("cuda", Status::kOk, names));
     }

@@ -37,11 +37,12 @@ void* open_library() {
   const std::string reason = why != nullptr ? why : "the dynamic linker does not say why";
   if (reason.find("libcublasLt") != std::string::npos) {
     unsupported("device cuda", reason,
-                "install CUDA 13's cuBLAS (libcublasLt.so.13), or name its directory in LD_LIBRARY_PATH");
+                "install CUDA 13's cuBLAS (libcublasLt.so.13; `pip install nvidia-cublas` beside spillway-cuda), or "
+                "name its directory in LD_LIBRARY_PATH");
   }
   unsupported("device cuda", reason,
-              std::string("put ") + kOpsPlugin + " beside the program, or name its directory in LD_LIBRARY_PATH; " +
-                  "a build without nvcc has none");
+              "`pip install spillway-cuda` brings it, and so does a build with nvcc 12.8 or newer; elsewhere name its "
+              "directory in LD_LIBRARY_PATH");
 }
 
 const OpsPlugin& open_plugin() {
@@ -54,7 +55,7 @@ const OpsPlugin& open_plugin() {
   const OpsPlugin* plugin = entry();
   if (std::strcmp(plugin->interface, kOpsInterface) != 0) {
     unsupported(kOpsPlugin, std::string("is of version ") + plugin->interface + ", the program of " + kOpsInterface,
-                "install both from one build");
+                "install Spillway and spillway-cuda of one version, or both from one build");
   }
   return *plugin;
 }

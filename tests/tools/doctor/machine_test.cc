@@ -283,7 +283,15 @@ TEST(DoctorMachine, AGpuThatTheProgramCannotUseIsBroken) {
   EXPECT_EQ(of(findings, "cuda").status, Status::kBroken);
   EXPECT_THAT(of(findings, "cuda").seen, HasSubstr("RTX 4090, 24 GiB; driver 550.54.15, for CUDA 12.4; Spillway cannot "
                                                    "use it: the driver serves CUDA 12.4 and this was built with 13.0"));
+  EXPECT_THAT(of(findings, "cuda").repair, HasSubstr("a driver as new as that"));
   for (const Finding& finding : findings) EXPECT_NE(finding.check, "device");
+}
+
+TEST(DoctorMachine, AMissingPluginIsNoFaultOfTheDriver) {
+  GpuFacts gpu = card();
+  gpu.unusable = "the plugin of the cuda device was not opened";
+  gpu.plugin_remedy = "`pip install spillway-cuda` brings it";
+  EXPECT_EQ(of(check_gpu(gpu, {}, {}), "cuda").repair, gpu.plugin_remedy);
 }
 
 TEST(DoctorMachine, AConfigurationThatLeavesAGpuIdleIsSaid) {

@@ -68,7 +68,12 @@ __global__ void sum_partials(const float* partial, std::size_t rows, std::size_t
   __syncthreads();
   if (threadIdx.y != 0 || c >= columns) return;
   for (unsigned lane = 1; lane < kFinishLanes; ++lane) sum += sums[lane][threadIdx.x];
-  put(blockIdx.y == 0 ? first : second, c, sum);
+  // Not one call with a choice of the two: that has an address, and so lies in local memory.
+  if (blockIdx.y == 0) {
+    put(first, c, sum);
+  } else {
+    put(second, c, sum);
+  }
 }
 
 template <typename T, unsigned N>

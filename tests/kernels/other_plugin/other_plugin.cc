@@ -1,0 +1,28 @@
+// Stands where libspillway_cuda.so or libspillway_gpt2_cuda.so should: of another version than the library's. Which
+// kind of other it is, is told in SPILLWAY_OTHER_PLUGIN. Nothing of it but the version may be asked for.
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels/cuda/plugin.h"
+#include "tools/gpt2/ops_plugin.h"
+
+namespace {
+
+bool is_told(const char* kind) {
+  const char* told = std::getenv("SPILLWAY_OTHER_PLUGIN");
+  return told != nullptr && std::strcmp(told, kind) == 0;
+}
+
+}  // namespace
+
+extern "C" [[gnu::visibility("default")]] const spillway::CudaPlugin* spillway_cuda_plugin() {
+  static spillway::CudaPlugin plugin{
+      .interface = spillway::kCudaInterface, .version = "0.0.9", .unavailable = {}, .create = {}, .set_log = {}};
+  if (is_told("interface")) plugin.interface = spillway::kCudaInterface - 1;
+  return &plugin;
+}
+
+extern "C" [[gnu::visibility("default")]] const spillway::gpt2::OpsPlugin* spillway_gpt2_cuda_ops() {
+  static const spillway::gpt2::OpsPlugin plugin{.interface = "0.0.9/2", .create = {}};
+  return &plugin;
+}
