@@ -1,10 +1,14 @@
 // The engine and the schedule ask one policy about weights, and tell it the same: what a run did, step by step, is what
 // its schedule says, in its order. And a policy that is told once more what a run told it answers the same.
 #include <gtest/gtest.h>
+#include <rapidjson/document.h>
 
 #include <algorithm>
+#include <fstream>
 #include <functional>
-#include <tuple>
+#include <set>
+#include <sstream>
+#include <string>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
@@ -70,6 +74,60 @@ std::vector<Order> orders_of(const WeightJournal& journal) {
   return orders;
 }
 
+using Names = std::vector<std::string>;
+
+void add_once(Names& names, const std::string& name) {
+  if (names.empty() || names.back() != name) names.push_back(name);  // chunk by chunk
+}
+
+// Tiles that fetches copy up in the schedule's steady step, in order, and those whose update does.
+struct CopiedUp {
+  Names fetched;
+  std::set<std::string> updated = {};
+};
+CopiedUp copied_up(const Schedule& schedule, const Plan& plan, const ModelDescription& model) {
+  CopiedUp copied;
+  const auto ops = std::span(schedule.ops);
+  for (const ScheduleOp& op : ops.subspan(schedule.second)) {
+    if (op.kind != OpKind::kCopyWeights) continue;
+    const std::string name = tile_name(plan, model, op.tile);
+    if (op.buffer != kNothing && ops[op.after[0]].kind == OpKind::kUpdate) {
+      copied.updated.insert(name);
+    } else {
+      add_once(copied.fetched, name);
+    }
+  }
+  return copied;
+}
+
+// Of a step of a run, from its timeline: what the link itself saw. A tile that its update copies up is fetched later.
+Names fetched_in(const std::filesystem::path& trace, int step, std::set<std::string> updated) {
+  std::stringstream text;
+  text << std::ifstream(trace).rdbuf();
+  rapidjson::Document json;
+  json.Parse(text.str().c_str());
+  const auto events = json["traceEvents"].GetArray();
+  std::set<int> link;  // its lanes
+  double begin = 0, end = 0;
+  for (const auto& event : events) {
+    const std::string name = event["name"].GetString();
+    if (name == "thread_name" && std::string(event["args"]["name"].GetString()).starts_with("h2d"))
+      link.insert(event["tid"].GetInt());
+    if (name != "step " + std::to_string(step)) continue;
+    begin = event["ts"].GetDouble();
+    end = begin + event["dur"].GetDouble();
+  }
+  Names fetched;
+  for (const auto& event : events) {
+    if (event["ph"].GetString() != std::string("X") || !link.contains(event["tid"].GetInt())) continue;
+    const double at = event["ts"].GetDouble();
+    if (at < begin || at >= end || updated.erase(event["name"].GetString()) > 0) continue;
+    add_once(fetched, event["name"].GetString());
+  }
+  EXPECT_TRUE(updated.empty());
+  return fetched;
+}
+
 // Another policy answers all of it as the run's did.
 void replay(const Plan& plan, const WeightJournal& journal) {
   WeightResidency policy(weight_residency(plan));
@@ -91,11 +149,13 @@ struct Case {
   Placement parameters = Placement::kNvme, states = Placement::kNvme;
   std::function<void(Config&)> change = [](Config&) {};
   ModelDescription model = testing::toy_model(kBlocks, 20'000, kMicroBatches);
+  std::filesystem::path trace = {};
 };
 
 struct Compared {
   Plan plan;
   Order order;
+  Schedule schedule;
 };
 
 Compared compare(const Case& of) {
@@ -109,11 +169,12 @@ Compared compare(const Case& of) {
   for (const std::uint32_t block : speculated_blocks(plan, *config.speculative_blocks)) {
     scheduled.blocks[block].early = true;
   }
-  const Order planned = order_of(make_schedule(schedule_input(scheduled, {}, {})));
+  const Schedule schedule = make_schedule(schedule_input(scheduled, {}, {}));
+  const Order planned = order_of(schedule);
 
   WeightJournal journal;
   {
-    StepEngine engine(config, of.model, {}, &journal);
+    StepEngine engine(config, of.model, {.trace = of.trace}, &journal);
     engine.import_weights(testing::toy_weights());
     ToyTrainer trainer{engine, of.model, config.weights, kMicroBatches};
     trainer.in_turn = std::ranges::count(of.model.visits, Visit{0, Pass::kForward}) > 1;
@@ -123,7 +184,7 @@ Compared compare(const Case& of) {
   const std::vector<Order> orders = orders_of(journal);
   EXPECT_EQ(orders.size(), kSteps + 1u);  // one has begun when the engine ends
   for (std::size_t step = kSteady; step < kSteps; ++step) EXPECT_EQ(orders[step], planned) << "step " << step;
-  return {std::move(plan), planned};
+  return {std::move(plan), planned, schedule};
 }
 
 std::size_t count(const Order& order, What what) {
@@ -136,6 +197,22 @@ TEST(WeightOrder, IsTheSchedulesWhereverWeightsAndStatesLive) {
       const Compared compared = compare({.parameters = parameters, .states = states});
       EXPECT_GT(count(compared.order, What::kFetched), kBlocks / 2);
       EXPECT_GT(count(compared.order, What::kUpdated), kBlocks / 2);
+    }
+  }
+}
+
+// With one request at a time, and from host memory, the copies come in the order of the fetches, tile by tile.
+TEST(WeightOrder, IsTheSchedulesOnTheLinkItself) {
+  for (const Placement parameters : {Placement::kNvme, Placement::kHost}) {
+    TempStore directory;
+    const Case of{.parameters = parameters,
+                  .change = [](Config& config) { config.io_depth = 1; },
+                  .trace = directory.path() / "trace.json"};
+    const Compared compared = compare(of);
+    const CopiedUp planned = copied_up(compared.schedule, compared.plan, of.model);
+    EXPECT_GT(planned.fetched.size(), kBlocks);
+    for (int step = kSteady + 1; step <= kSteps; ++step) {
+      EXPECT_EQ(fetched_in(of.trace, step, planned.updated), planned.fetched) << "step " << step;
     }
   }
 }
