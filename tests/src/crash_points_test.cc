@@ -12,6 +12,7 @@
 #include <set>
 
 #include "kernels/checksum.h"
+#include "swap/tile_store.h"
 #include "tests/aio/temp_files.h"
 #include "tests/kernels/random.h"
 #include "tests/src/small_case.h"

@@ -10,6 +10,7 @@
 
 #include "aio/io_engine.h"
 #include "src/plan/plan.h"
+#include "swap/tile_store.h"
 #include "tests/aio/faulty_engine.h"
 #include "tests/src/random_training.h"
 #include "tests/src/watchdog.h"

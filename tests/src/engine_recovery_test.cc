@@ -10,6 +10,7 @@
 #include "spillway/error.h"
 #include "spillway/store.h"
 #include "src/plan/plan.h"
+#include "swap/tile_store.h"
 #include "tests/aio/temp_files.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"

@@ -15,6 +15,7 @@
 #include <memory>
 #include <optional>
 
+#include "swap/tile_store.h"
 #include "tests/aio/temp_files.h"
 #include "tests/kernels/random.h"
 #include "tests/src/small_case.h"

@@ -10,6 +10,7 @@
 #include "spillway/fp16.h"
 #include "spillway/safetensors.h"
 #include "src/plan/plan.h"
+#include "swap/tile_store.h"
 #include "tests/src/model_directory.h"
 #include "tests/src/toy_trainer.h"
 
