@@ -225,7 +225,7 @@ bool StepEngine::lends(std::span<const std::byte> memory) const {
 
 // In the middle of the workspace a gradient may reach into memory of the engine's own, which is of other numbers.
 void StepEngine::check(const Gradient& gradient) const {
-  machinery_.gradients->check(gradient);
+  machinery_.pushes->check(gradient);
   const std::uint64_t elements = plan_.blocks[gradient.block].partition.parameters[gradient.parameter].count;
   const std::uint64_t bytes = elements * size_of(gradient.dtype);
   if (gradient.data == nullptr || lends({static_cast<const std::byte*>(gradient.data), bytes})) return;
@@ -237,8 +237,7 @@ void StepEngine::check(const Gradient& gradient) const {
 
 // Before anything of the step is updated by it, and before the push counts: it may come again, with zeros.
 void StepEngine::refuse_uncounted(const Gradient& gradient) const {
-  if (!machinery_.store || machinery_.store->keeps_update_counts() || !machinery_.gradients->leaves_out(gradient))
-    return;
+  if (!machinery_.store || machinery_.store->keeps_update_counts() || !machinery_.pushes->leaves_out(gradient)) return;
   throw Error(Code::kUnsupported, {model_.blocks[gradient.block].parameters[gradient.parameter].name,
                                    "got no gradient in this step, and the store, which an older version has made, "
                                    "cannot keep how many updates each parameter has had",
@@ -264,7 +263,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     if (!machinery_.gradients->push(gradient, stream)) return;
     if (!plan_.blocks[gradient.block].early && !(committed() && speculation_.take(gradient.block))) return;
     parameters_.begin_update(next_update(), 1 / loss_scaler_.scale());
-    parameters_.take(gradient.block, machinery_.gradients->brought(gradient.block));
+    parameters_.take(gradient.block, machinery_.pushes->brought(gradient.block));
     machinery_.updater->add(gradient.block, parameters_);
   });
 }
@@ -276,7 +275,7 @@ void StepEngine::set_learning_rate(double rate) {
     throw Error(Code::kInvalidArgument, {"set_learning_rate", fmt::format("{} is no learning rate", rate), 0,
                                          "give a finite number, at least 0"});
   }
-  if (stepping_ && machinery_.gradients->begun()) {
+  if (stepping_ && machinery_.pushes->begun()) {
     throw Error(Code::kInvalidArgument, {"set_learning_rate", "gradients of the step have been pushed already", 0,
                                          "set the rate of a step before its first gradient"});
   }
@@ -297,7 +296,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     refuse_leases("step");
     settle();
     GradientCollector& gradients = *machinery_.gradients;
-    gradients.check_complete();
+    machinery_.pushes->check_complete();
     {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
       if (plan_.early_blocks) machinery_.updater->advance(true);
@@ -386,7 +385,7 @@ bool StepEngine::begin_update(StepReport& report) {
   if (config_.gradient_clipping > 0) clip = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
   report.taken_back = !machinery_.updater->keep_early(clip == 1);
   parameters_.begin_update(next_update(), clip / loss_scale);
-  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) parameters_.take(b, machinery_.gradients->brought(b));
+  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) parameters_.take(b, machinery_.pushes->brought(b));
   updating_ = changed_ = true;
   machinery_.updater->begin(parameters_);
   parameters_.advance();

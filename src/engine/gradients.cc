@@ -1,190 +1,105 @@
 #include "src/engine/gradients.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
-#include <cmath>
-#include <utility>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
 
 namespace spillway {
 
-GradientCollector::GradientCollector(const Plan& plan, const ModelDescription& model, DType type, Device& device,
-                                     HostWorkers& workers, std::span<std::byte> host, Stream& d2h,
-                                     BlockSpiller* spiller, std::uint64_t scratch_offset, Timeline* timeline,
-                                     AccumulatorPlaces* accumulators)
+GradientCollector::GradientCollector(const Plan& plan, GradientPushes& pushes, const GradientMovers& movers,
+                                     GradientSpills* spills)
     : plan_(plan),
-      model_(model),
-      type_(type),
-      device_(device),
-      workers_(workers),
-      host_(host),
-      d2h_(d2h),
-      spiller_(spiller),
-      scratch_offset_(scratch_offset),
-      spilled_checksums_(plan.tiles.size()),
-      timeline_(timeline),
-      accumulators_(accumulators),
-      memory_(step_policies(plan).gradients) {
-  blocks_.resize(plan.blocks.size());
+      pushes_(pushes),
+      movers_(movers),
+      spills_(spills),
+      type_(plan.tile_places[0].shape.type),
+      memory_(step_policies(plan).gradients),
+      blocks_(plan.blocks.size()),
+      staging_(plan.hbm.staging.size()) {
   std::uint64_t largest = 0;
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
-    blocks_[b].pushes.resize(model.blocks[b].parameters.size());
-    blocks_[b].brought.resize(model.blocks[b].parameters.size());
-    blocks_[b].in_staging.resize(model.blocks[b].parameters.size());
-    blocks_[b].landed = device.create_event();
-    largest = std::max(largest, plan.blocks[b].partition.trainable_elements);
+    const BlockPartition& partition = plan.blocks[b].partition;
+    blocks_[b].in_staging.resize(partition.parameters.size());
+    blocks_[b].landed = device().create_event();
+    largest = std::max(largest, partition.trainable_elements);
   }
-  staging_.resize(plan.hbm.staging.size());
-  std::size_t most_tiles = 0;
-  for (const BlockPlan& block : plan.blocks) most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
   for (Staging& staging : staging_) {
-    staging.filled = device.create_event();
-    staging.free = device.create_event();
-    if (!spiller) continue;
-    const std::uint64_t bytes = largest * size_of(type) + most_tiles * kExtentAlignment;
-    staging.spill = std::make_unique<BlockSpill>(device, most_tiles, div_up(bytes, kGranuleBytes) + most_tiles);
+    staging.filled = device().create_event();
+    staging.free = device().create_event();
   }
   leaves_.resize(div_up(largest, static_cast<std::uint64_t>(kNormLeaf)));
-  last_copy_ = device.create_event();
-  rounded_ = device.create_event();
-}
-
-GradientCollector::~GradientCollector() {
-  for (std::uint32_t s = 0; s < staging_.size(); ++s) {
-    try {
-      finish_spill(s);
-    } catch (const Error&) {  // nobody reads it any more
-    }
-  }
+  last_copy_ = device().create_event();
+  rounded_ = device().create_event();
 }
 
 NormResult& GradientCollector::host_norm(std::uint32_t block) const {
-  return reinterpret_cast<NormResult*>(host_.data() + plan_.host.norms.offset)[block];
+  return reinterpret_cast<NormResult*>(movers_.host.data() + plan_.host.norms.offset)[block];
 }
 
 void GradientCollector::begin_step() {
-  for (std::size_t b = 0; b < blocks_.size(); ++b) {
-    BlockState& block = blocks_[b];
-    std::ranges::fill(block.pushes, 0u);
-    std::ranges::fill(block.brought, std::uint8_t{0});
-    block.open = 0;
-    for (const Parameter& parameter : model_.blocks[b].parameters)
-      block.open += parameter.trainable && parameter.pushes > 0;
-    block.unnormed = false;
-    std::ranges::fill(block.in_staging, std::uint8_t{0});
-    host_norm(static_cast<std::uint32_t>(b)) = {};
-  }
+  pushes_.begin_step();
   memory_.begin_step();
-  accumulator_owner_.reset();
-  if (accumulators_) accumulators_->begin_step();
+  for (std::uint32_t b = 0; b < blocks_.size(); ++b) {
+    blocks_[b].unnormed = false;
+    std::ranges::fill(blocks_[b].in_staging, std::uint8_t{0});
+    host_norm(b) = {};
+  }
+  if (movers_.accumulators) movers_.accumulators->begin_step();
 }
 
-namespace {
-
-void refuse_push(const std::string& object, const std::string& happened, const std::string& hint) {
-  throw Error(Code::kInvalidArgument, {object, happened, 0, hint});
-}
-
-}  // namespace
-
-void GradientCollector::check(const Gradient& gradient) const {
-  if (gradient.block >= blocks_.size() || gradient.parameter >= blocks_[gradient.block].pushes.size()) {
-    refuse_push("push_gradient", "names a block or parameter that does not exist",
-                "use the indices of the description");
-  }
-  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
-  const std::uint64_t count = plan_.blocks[gradient.block].partition.parameters[gradient.parameter].count;
-  if (gradient.elements != 0 && gradient.elements != count) {
-    refuse_push(parameter.name, fmt::format("its gradient has {} elements, and it has {}", gradient.elements, count),
-                "push the gradient of the parameter that it is of");
-  }
-  if (gradient.data == nullptr) return;
-  if (reinterpret_cast<std::uintptr_t>(gradient.data) % size_of(gradient.dtype) != 0) {
-    refuse_push(parameter.name, "its gradient's address is no multiple of its type's size", "align it");
-  }
-  const std::uint64_t bytes = count * size_of(gradient.dtype);
-  if (lies_in({static_cast<const std::byte*>(gradient.data), bytes}, device_.hbm())) return;
-  refuse_push(parameter.name, "its gradient does not lie in the HBM arena", "push from Engine::workspace()");
-}
-
+// Every refusal comes before the push counts, so that a refused one can be made again.
 bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
-  check(gradient);
-  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
-  BlockState& block = blocks_[gradient.block];
-  std::uint32_t& pushes = block.pushes[gradient.parameter];
-  if (!parameter.trainable) refuse_push(parameter.name, "is frozen and takes no gradient", "describe it as trainable");
-  if (gradient.dtype != DType::kFloat32 && gradient.dtype != type_) {
-    refuse_push(parameter.name, "a gradient is fp32 or of the weights' type", "convert it first");
-  }
-  if (pushes == parameter.pushes) {
-    refuse_push(parameter.name, "got more gradients than described in one step", "set Parameter::pushes");
-  }
-  // Every refusal comes before the push counts, so that a refused one can be made again.
-  const bool brings = gradient.data != nullptr;
-  if (brings && plan_.blocks[gradient.block].accumulator_shared &&
-      accumulator_owner_.value_or(gradient.block) != gradient.block) {
-    refuse_push(parameter.name, "its gradient came while another block's was being accumulated",
-                "push all micro-batches of a block before the next, or describe more than one backward visit");
-  }
-  const bool completes = pushes + 1 == parameter.pushes && block.open == 1;
-  if (!accumulates(gradient.block) || completes) {
-    if (const auto holder = memory_.in_the_way(gradient.block)) {
-      refuse_push("block " + model_.blocks[*holder].name,
-                  "its gradients are incomplete while those of other blocks come, and go to nvme as a whole",
-                  "push all gradients of a block before the next, or raise spillway.host_bytes");
+  const auto [b, p] = std::pair(gradient.block, gradient.parameter);
+  pushes_.check(gradient);
+  pushes_.refuse_unless_due(gradient);
+  const bool adds = pushes_.accumulates(b);
+  if (!adds || pushes_.would_complete(gradient)) {
+    if (const auto holder = memory_.in_the_way(b)) {
+      refuse_gradient(pushes_.block_name(*holder),
+                      "its gradients are incomplete while those of other blocks come, and go to nvme as a whole",
+                      "push all gradients of a block before the next, or raise spillway.host_bytes");
     }
   }
-  memory_.come(gradient.block);
-  const bool last = ++pushes == parameter.pushes;
-  const bool first = brings && std::exchange(block.brought[gradient.parameter], std::uint8_t{1}) == 0;
-  const ParameterPlace& place = plan_.blocks[gradient.block].partition.parameters[gradient.parameter];
-  if (!brings) {
-    if (!accumulates(gradient.block))
-      fill_zeros(staging_for(gradient.block, stream), gradient.block, gradient.parameter, 0, stream);
-  } else if (accumulates(gradient.block)) {
-    if (plan_.blocks[gradient.block].accumulator_shared) accumulator_owner_ = gradient.block;
-    float* sum = accumulator(gradient.block, stream) + place.first;
-    device_.accumulate_async(sum, gradient.data, gradient.dtype, place.count, first, stream);
+  memory_.come(b);
+  const GradientPushes::Taken taken = pushes_.take(gradient);
+  if (gradient.data == nullptr) {
+    if (!adds) fill_zeros(staging_for(b, stream), b, p, 0, stream);
+  } else if (adds) {
+    const ParameterPlace& place = plan_.blocks[b].partition.parameters[p];
+    float* sum = accumulator(b, stream) + place.first;
+    device().accumulate_async(sum, gradient.data, gradient.dtype, place.count, taken.first, stream);
   } else {
-    std::byte* staging = staging_for(gradient.block, stream);
-    round_into(staging, gradient.block, gradient.parameter, gradient.data, gradient.dtype, stream);
+    round_into(staging_for(b, stream), b, p, gradient.data, gradient.dtype, stream);
   }
-  if (!last || --block.open > 0) return false;
-  complete(gradient.block, stream);
-  return true;
-}
-
-bool GradientCollector::accumulates(std::uint32_t block) const {
-  return plan_.blocks[block].accumulator || plan_.blocks[block].accumulator_home;
+  if (taken.complete) complete(b, stream);
+  return taken.complete;
 }
 
 float* GradientCollector::accumulator(std::uint32_t block, Stream& stream) {
-  if (plan_.blocks[block].accumulator_home) return accumulators_->acquire(block, stream);
-  return reinterpret_cast<float*>(hbm(plan_.blocks[block].accumulator->offset));
+  if (plan_.blocks[block].accumulator_home) return movers_.accumulators->acquire(block, stream);
+  return reinterpret_cast<float*>(hbm(*plan_.blocks[block].accumulator));
 }
 
 void GradientCollector::expect(std::uint32_t block) {
-  if (plan_.blocks[block].accumulator_home && blocks_[block].open > 0) accumulators_->expect(block);
+  if (plan_.blocks[block].accumulator_home && pushes_.open(block)) movers_.accumulators->expect(block);
 }
 
 // Where the block's rounded gradient is put together.
 std::byte* GradientCollector::staging_for(std::uint32_t block, Stream& stream) {
-  if (plan_.gradients_in_hbm) return hbm(plan_.blocks[block].gradient.offset);
+  if (plan_.gradients_in_hbm) return hbm(plan_.blocks[block].gradient);
   const GradientStaging staged = memory_.stage(block);
   if (staged.down) send_down(*staged.down, stream);
-  if (staged.free == StagingFree::kWritten) finish_spill(staged.staging);
-  if (staged.free == StagingFree::kCopied) device_.wait(stream, *staging_[staged.staging].free);
-  return hbm(plan_.hbm.staging[staged.staging].offset);
+  if (staged.free == StagingFree::kWritten) spills_->wait_written(staged.staging);
+  if (staged.free == StagingFree::kCopied) device().wait(stream, *staging_[staged.staging].free);
+  return hbm(plan_.hbm.staging[staged.staging]);
 }
 
 void GradientCollector::round_into(std::byte* staging, std::uint32_t block, std::uint32_t parameter, const void* from,
                                    DType type, Stream& stream) {
   const ParameterPlace& place = plan_.blocks[block].partition.parameters[parameter];
   std::byte* to = staging + place.first * size_of(type_);
-  device_.cast_async(to, type_, from, type, place.count, stream);
+  device().cast_async(to, type_, from, type, place.count, stream);
   fill_zeros(staging, block, parameter, place.count, stream);
 }
 
@@ -194,150 +109,92 @@ void GradientCollector::fill_zeros(std::byte* staging, std::uint32_t block, std:
   const ParameterPlace& place = plan_.blocks[block].partition.parameters[parameter];
   const std::uint64_t zeros = align_up(place.count, std::uint64_t{kNormLeaf}) - first;
   std::byte* to = staging + (place.first + first) * size_of(type_);
-  if (zeros > 0) device_.fill_async(to, std::byte{0}, zeros * size_of(type_), stream);
+  if (zeros > 0) device().fill_async(to, std::byte{0}, zeros * size_of(type_), stream);
   blocks_[block].in_staging[parameter] = 1;
-}
-
-// What the block's staging holds goes down, and the staging is another's.
-void GradientCollector::send_down(const GradientDown& down, Stream& stream) {
-  const std::uint32_t b = down.block;
-  BlockState& block = blocks_[b];
-  const BlockPlan& plan = plan_.blocks[b];
-  Staging& staging = staging_[down.staging];
-  const std::byte* from = hbm(plan_.hbm.staging[down.staging].offset);
-  device_.record(*staging.filled, stream);
-  if (down.way == DownWay::kSpill) return start_spill(staging, b, from);
-  std::byte* to = host_gradient(b);
-  auto copy = [&](std::uint64_t first, std::uint64_t bytes) {
-    const StreamSpan span(timeline_, {.kind = SpanKind::kGradientDown, .subject = b, .bytes = bytes}, d2h_);
-    device_.copy_async(CopyKind::kDeviceToHost, to + first, from + first, bytes, d2h_);
-    d2h_bytes_ += bytes;
-  };
-  device_.wait(d2h_, *staging.filled);
-  if (down.way == DownWay::kWhole) {
-    copy(0, plan.gradient.bytes);
-  } else {
-    block.unnormed = true;
-    for (std::size_t p = 0; p < block.in_staging.size(); ++p) {
-      if (!block.in_staging[p]) continue;
-      const ParameterPlace& place = plan.partition.parameters[p];
-      copy(place.first * size_of(type_), align_up(place.count, std::uint64_t{kNormLeaf}) * size_of(type_));
-    }
-  }
-  std::ranges::fill(block.in_staging, std::uint8_t{0});
-  device_.record(*staging.free, d2h_);
-  device_.record(*last_copy_, d2h_);
-}
-
-void GradientCollector::start_spill(Staging& staging, std::uint32_t b, const std::byte* from) {
-  const BlockPlan& block = plan_.blocks[b];
-  BlockSpill& spill = *staging.spill;
-  spill.pieces.clear();
-  for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
-    const TilePlan& tile = plan_.tiles[t];
-    if (!tile.range.trainable) continue;
-    spill.pieces.push_back({.from = from + tile.range.first * size_of(type_),
-                            .payload_bytes = tile.range.count * size_of(type_),
-                            .extent = {scratch_offset_ + tile.gradient.offset, tile.gradient.bytes}});
-  }
-  spill.after = staging.filled.get();
-  staging.spilling_block = b;
-  spiller_->start(spill);
-}
-
-void GradientCollector::finish_spill(std::uint32_t s) {
-  Staging& staging = staging_[s];
-  if (!staging.spilling_block) return;
-  const BlockPlan& block = plan_.blocks[*staging.spilling_block];
-  staging.spilling_block.reset();
-  spiller_->wait_written(*staging.spill);
-  memory_.written(s);
-  auto piece = staging.spill->pieces.begin();
-  for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
-    if (plan_.tiles[t].range.trainable) spilled_checksums_[t] = (piece++)->checksum;
-  }
-}
-
-std::optional<GradientCollector::Spilled> GradientCollector::spilled(std::uint32_t t) const {
-  const TilePlan& tile = plan_.tiles[t];
-  if (plan_.blocks[tile.block].gradient_home != Placement::kNvme) return std::nullopt;
-  return Spilled{{scratch_offset_ + tile.gradient.offset, tile.gradient.bytes}, spilled_checksums_[t]};
 }
 
 // Every gradient of the block has come.
 void GradientCollector::complete(std::uint32_t b, Stream& stream) {
-  const BlockPlan& plan = plan_.blocks[b];
-  BlockState& block = blocks_[b];
-  if (accumulates(b)) {
-    std::byte* staging = staging_for(b, stream);
-    const float* sums = accumulator(b, stream);
-    for (std::uint32_t p = 0; p < block.pushes.size(); ++p) {
-      if (!model_.blocks[b].parameters[p].trainable) continue;
-      if (block.brought[p]) {
-        round_into(staging, b, p, sums + plan.partition.parameters[p].first, DType::kFloat32, stream);
-      } else {
-        fill_zeros(staging, b, p, 0, stream);
-      }
-    }
-    if (accumulator_owner_ == b) accumulator_owner_.reset();
-    if (plan.accumulator_home) accumulators_->complete(b, stream);
-  }
+  if (pushes_.accumulates(b)) round_sums(b, stream);
   const GradientDown down = memory_.complete(b);
   if (down.way != DownWay::kParts) {
-    auto* norm = reinterpret_cast<NormResult*>(hbm(plan_.hbm.norms.offset)) + b;
-    const std::byte* rounded = hbm((plan_.gradients_in_hbm ? plan.gradient : plan_.hbm.staging[down.staging]).offset);
-    device_.record(*rounded_, stream);
-    device_.wait(d2h_, *rounded_);
-    device_.squared_norm_async(rounded, type_, plan.partition.trainable_elements,
-                               reinterpret_cast<double*>(hbm(plan_.hbm.leaves.offset)), norm, d2h_);
-    device_.copy_async(CopyKind::kDeviceToHost, &host_norm(b), norm, sizeof *norm, d2h_);
-    device_.record(*last_copy_, d2h_);
+    norm(b, hbm(down.way == DownWay::kStays ? plan_.blocks[b].gradient : plan_.hbm.staging[down.staging]), stream);
   }
   if (down.way != DownWay::kStays) send_down(down, stream);
-  device_.record(*block.landed, d2h_);
+  device().record(*blocks_[b].landed, movers_.d2h);
 }
 
-bool GradientCollector::begun() const {
-  return std::ranges::any_of(blocks_, [](const BlockState& block) {
-    return std::ranges::any_of(block.pushes, [](std::uint32_t pushes) { return pushes > 0; });
-  });
-}
-
-bool GradientCollector::leaves_out(const Gradient& gradient) const {
-  const BlockState& block = blocks_[gradient.block];
-  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
-  return parameter.trainable && gradient.data == nullptr && !block.brought[gradient.parameter] &&
-         block.pushes[gradient.parameter] + 1 == parameter.pushes;
-}
-
-void GradientCollector::check_complete() const {
-  for (std::size_t b = 0; b < blocks_.size(); ++b) {
-    for (std::size_t p = 0; p < blocks_[b].pushes.size(); ++p) {
-      const Parameter& parameter = model_.blocks[b].parameters[p];
-      if (!parameter.trainable || blocks_[b].pushes[p] == parameter.pushes) continue;
-      throw Error(Code::kInvalidArgument, {parameter.name + " of block " + model_.blocks[b].name,
-                                           "got " + std::to_string(blocks_[b].pushes[p]) + " of " +
-                                               std::to_string(parameter.pushes) + " gradients in this step",
-                                           0,
-                                           "push every trainable parameter's gradient before step(), null where "
-                                           "there is none"});
+void GradientCollector::round_sums(std::uint32_t b, Stream& stream) {
+  const BlockPlan& plan = plan_.blocks[b];
+  std::byte* staging = staging_for(b, stream);
+  const float* sums = accumulator(b, stream);
+  for (std::uint32_t p = 0; p < plan.partition.parameters.size(); ++p) {
+    if (!pushes_.trainable(b, p)) continue;
+    if (pushes_.brought(b)[p]) {
+      round_into(staging, b, p, sums + plan.partition.parameters[p].first, DType::kFloat32, stream);
+    } else {
+      fill_zeros(staging, b, p, 0, stream);
     }
   }
+  if (plan.accumulator_home) movers_.accumulators->complete(b, stream);
 }
 
-bool GradientCollector::landed(std::uint32_t block) const { return device_.done(*blocks_[block].landed); }
+void GradientCollector::norm(std::uint32_t b, const std::byte* rounded, Stream& stream) {
+  auto* result = reinterpret_cast<NormResult*>(hbm(plan_.hbm.norms)) + b;
+  device().record(*rounded_, stream);
+  device().wait(movers_.d2h, *rounded_);
+  device().squared_norm_async(rounded, type_, plan_.blocks[b].partition.trainable_elements,
+                              reinterpret_cast<double*>(hbm(plan_.hbm.leaves)), result, movers_.d2h);
+  device().copy_async(CopyKind::kDeviceToHost, &host_norm(b), result, sizeof *result, movers_.d2h);
+  device().record(*last_copy_, movers_.d2h);
+}
+
+// What the block's staging holds goes down, and the staging is another's.
+void GradientCollector::send_down(const GradientDown& down, Stream& stream) {
+  BlockState& block = blocks_[down.block];
+  Staging& staging = staging_[down.staging];
+  const std::byte* from = hbm(plan_.hbm.staging[down.staging]);
+  device().record(*staging.filled, stream);
+  if (down.way == DownWay::kSpill) return spills_->start(down.staging, down.block, from, *staging.filled);
+  device().wait(movers_.d2h, *staging.filled);
+  if (down.way == DownWay::kWhole) {
+    copy_down(down.block, from, 0, plan_.blocks[down.block].gradient.bytes);
+  } else {
+    block.unnormed = true;
+    for (std::size_t p = 0; p < block.in_staging.size(); ++p) {
+      if (!block.in_staging[p]) continue;
+      const ParameterPlace& place = plan_.blocks[down.block].partition.parameters[p];
+      const std::uint64_t elements = align_up(place.count, std::uint64_t{kNormLeaf});
+      copy_down(down.block, from, place.first * size_of(type_), elements * size_of(type_));
+    }
+  }
+  std::ranges::fill(block.in_staging, std::uint8_t{0});
+  device().record(*staging.free, movers_.d2h);
+  device().record(*last_copy_, movers_.d2h);
+}
+
+void GradientCollector::copy_down(std::uint32_t b, const std::byte* staging, std::uint64_t first, std::uint64_t bytes) {
+  const StreamSpan span(movers_.timeline, {.kind = SpanKind::kGradientDown, .subject = b, .bytes = bytes}, movers_.d2h);
+  device().copy_async(CopyKind::kDeviceToHost, host_gradient(b) + first, staging + first, bytes, movers_.d2h);
+  d2h_bytes_ += bytes;
+}
 
 void GradientCollector::wait_landed(std::uint32_t b) {
-  device_.synchronize(*blocks_[b].landed);
+  device().synchronize(*blocks_[b].landed);
   if (!blocks_[b].unnormed) return;
-  host_norm(b) = squared_norm(gradient(b), type_, plan_.blocks[b].partition.trainable_elements, leaves_, workers_);
+  host_norm(b) =
+      squared_norm(gradient(b), type_, plan_.blocks[b].partition.trainable_elements, leaves_, movers_.workers);
   blocks_[b].unnormed = false;
 }
 
 void GradientCollector::settle() {
-  if (accumulators_) accumulators_->settle();
-  for (std::uint32_t s = 0; s < staging_.size(); ++s) finish_spill(s);
-  if (last_copy_->recorded()) device_.synchronize(*last_copy_);
+  if (movers_.accumulators) movers_.accumulators->settle();
+  for (std::uint32_t s = 0; s < staging_.size(); ++s) {
+    if (memory_.leaving(s) != StagingFree::kWritten) continue;
+    spills_->wait_written(s);
+    memory_.written(s);
+  }
+  if (last_copy_->recorded()) device().synchronize(*last_copy_);
   memory_.copied();
 }
 
@@ -357,33 +214,19 @@ double GradientCollector::squared_norm_sum() const {
 std::optional<std::string> GradientCollector::first_nonfinite() const {
   for (std::uint32_t b = 0; b < blocks_.size(); ++b) {
     const std::uint64_t at = host_norm(b).first_nonfinite;
-    if (at == kAllFinite) continue;
-    const auto& places = plan_.blocks[b].partition.parameters;
-    for (std::size_t p = 0; p < places.size(); ++p) {
-      if (at < places[p].first || at >= places[p].first + places[p].count) continue;
-      return model_.blocks[b].parameters[p].name + " of block " + model_.blocks[b].name;
-    }
-    return "block " + model_.blocks[b].name;
+    if (at != kAllFinite) return pushes_.parameter_at(b, at);
   }
   return std::nullopt;
 }
 
-std::uint32_t GradientCollector::fetch_flag(const std::uint32_t* word, Stream& stream) {
-  // The planner leaves a page behind the norms.
-  auto* landed = reinterpret_cast<std::uint32_t*>(host_.data() + plan_.host.norms.offset + plan_.host.norms.bytes) - 1;
-  device_.copy_async(CopyKind::kDeviceToHost, landed, word, sizeof *word, stream);
-  stream.synchronize();
-  return *landed;
-}
-
 const std::byte* GradientCollector::gradient(std::uint32_t block) const {
-  return plan_.gradients_in_hbm ? hbm(plan_.blocks[block].gradient.offset) : host_gradient(block);
+  return plan_.gradients_in_hbm ? hbm(plan_.blocks[block].gradient) : host_gradient(block);
 }
 
 std::byte* GradientCollector::host_gradient(std::uint32_t block) const {
   const bool passes = !plan_.blocks[block].gradient_home;
   const Region& region = passes ? plan_.host.passing[*memory_.passing(block)] : plan_.blocks[block].gradient;
-  return host_.data() + region.offset;
+  return movers_.host.data() + region.offset;
 }
 
 }  // namespace spillway

@@ -64,7 +64,9 @@ Machinery::~Machinery() {
   activation_fetcher.reset();
   activation_spiller.reset();
   updater.reset();
+  spills.reset();  // what is under way waits for events of the collector
   gradients.reset();
+  pushes.reset();
   accumulators.reset();
   spiller.reset();
   mover.reset();
@@ -160,6 +162,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
   if (plan.spill_bytes > 0) {
     spiller = std::make_unique<BlockSpiller>(*thread, *device, *d2h, host_region(plan.host.spill_chunks),
                                              plan.host.chunk_bytes, plan.hbm.staging.size(), stalls.get());
+    spills = std::make_unique<GradientSpills>(plan, *device, *spiller, store->layout().scratch_offset);
   }
   if (!plan.hbm.accumulators.empty()) {
     std::vector<std::span<std::byte>> accumulator_places, homes;
@@ -168,9 +171,9 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
     accumulators = std::make_unique<AccumulatorPlaces>(*device, *h2d, *d2h, std::move(accumulator_places),
                                                        std::move(homes), watch.timeline);
   }
-  gradients = std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h,
-                                                  spiller.get(), store ? store->layout().scratch_offset : 0,
-                                                  watch.timeline, accumulators.get());
+  pushes = std::make_unique<GradientPushes>(plan, model, device->hbm());
+  const GradientMovers movers{*device, *workers, host.memory(), *d2h, accumulators.get(), watch.timeline};
+  gradients = std::make_unique<GradientCollector>(plan, *pushes, movers, spills.get());
   updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute, watch);
   build_activations(model, plan);
 }

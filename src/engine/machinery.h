@@ -62,6 +62,8 @@ struct Machinery {
   std::unique_ptr<TileMover> mover;
   std::unique_ptr<BlockSpiller> spiller;            // null when no gradient is spilled
   std::unique_ptr<AccumulatorPlaces> accumulators;  // null when none has its home in host memory
+  std::unique_ptr<GradientPushes> pushes;
+  std::unique_ptr<GradientSpills> spills;  // as spiller
   std::unique_ptr<GradientCollector> gradients;
   std::unique_ptr<Updater> updater;
   std::unique_ptr<BlockSpiller> activation_spiller;  // null while all activations stay in HBM

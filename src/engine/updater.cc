@@ -308,10 +308,11 @@ void Updater::run_on_device(const ParameterUpdates& parameters) {
       begin = range.end;
     }
   }
-  // The flag comes down through the page behind the norms.
-  const std::uint32_t flag = gradients_.fetch_flag(finite, stream_);
+  auto* flag = reinterpret_cast<std::uint32_t*>(mover_.host().data() + plan_.host.overflow.offset);
+  device_.copy_async(CopyKind::kDeviceToHost, flag, finite, sizeof *flag, stream_);
+  stream_.synchronize();
   adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (flag == 0) refuse_overflow("the device update");
+  if (*flag == 0) refuse_overflow("the device update");
 }
 
 std::uint64_t Updater::byte_offset(std::uint32_t tile) const {

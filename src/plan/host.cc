@@ -27,7 +27,10 @@ class HostLayout {
     host.reads_ahead = config_.knobs.pipeline_read.value_or(true);
     host.writes_behind = config_.knobs.pipeline_write.value_or(true);
     PlanArena arena(Placement::kHost, plan_.ledger);
-    if (!draft_.with_caller) host.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult) + kPage);
+    if (!draft_.with_caller) {
+      host.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult));
+      host.overflow = arena.take("gradient norm", kPage);
+    }
     if (plan_.has_store) host.record = arena.take("manifest record", record_bytes(record_form(plan_)));
     for (TilePlace& tile : plan_.tile_places) {
       for (Part part : {Part::kWeights, Part::kStates}) {

@@ -76,6 +76,7 @@ struct ActivationPlan {
 
 struct HostPlan {
   Region chunks, buffers, record, norms;
+  Region overflow;              // for the word in which an update on the device says that a result is not finite
   std::vector<Region> passing;  // for gradients that pass, largest first
   Region spill_chunks;          // for gradients that are spilled, chunk_bytes each
   // Of weights that are the caller's: checksums of what an update left, and a tile's gradient on its way into one.

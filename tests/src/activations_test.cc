@@ -12,7 +12,7 @@
 
 #include "spillway/error.h"
 #include "src/plan/plan.h"
-#include "swap/tile_store.h"
+#include "swap/store_files.h"
 #include "tests/kernels/random.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"

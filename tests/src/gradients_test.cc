@@ -31,7 +31,9 @@ struct Collector {
     device->register_host(host.memory());
     compute = device->create_stream("compute");
     d2h = device->create_stream("d2h");
-    collector = std::make_unique<GradientCollector>(plan, model, type, *device, *workers, host.memory(), *d2h);
+    pushes = std::make_unique<GradientPushes>(plan, model, device->hbm());
+    const GradientMovers movers{*device, *workers, host.memory(), *d2h};
+    collector = std::make_unique<GradientCollector>(plan, *pushes, movers);
     collector->begin_step();
   }
   ~Collector() {
@@ -92,6 +94,7 @@ struct Collector {
   HostArena host;
   std::unique_ptr<Device> device;
   std::unique_ptr<Stream> compute, d2h;
+  std::unique_ptr<GradientPushes> pushes;
   std::unique_ptr<GradientCollector> collector;
 };
 
@@ -134,7 +137,7 @@ class Expected {
     return sum;
   }
   void compare() const {
-    collector_.collector->check_complete();
+    collector_.pushes->check_complete();
     collector_.collector->wait_landed();
     EXPECT_EQ(collector_.collector->first_nonfinite(), std::nullopt);
     for (std::uint32_t b = 0; b < sums_.size(); ++b) EXPECT_EQ(collector_.landed(b), bytes(b)) << "block " << b;
@@ -253,7 +256,7 @@ TEST_P(Gradients, APushThatBringsNothingAddsNothing) {
       }
       expected.compare();
       for (std::uint32_t b = 0; b < 6; ++b) {
-        EXPECT_TRUE(std::ranges::equal(c.collector->brought(b), brought[b])) << "block " << b;
+        EXPECT_TRUE(std::ranges::equal(c.pushes->brought(b), brought[b])) << "block " << b;
       }
     }
   }
@@ -289,12 +292,12 @@ TEST_P(Gradients, APushThatIsMissingIsNoneThatBringsNothing) {
   Collector c = collector(uneven_model(1, 2));
   std::uint32_t count = 0;
   for (const Push& push : all_pushes(c)) {
-    EXPECT_THROW(c.collector->check_complete(), Error);
+    EXPECT_THROW(c.pushes->check_complete(), Error);
     const Gradient nothing{.block = push.block, .parameter = push.parameter, .data = nullptr};
-    EXPECT_EQ(c.collector->leaves_out(nothing), ++count % 2 == 0) << "with the second of two";
+    EXPECT_EQ(c.pushes->leaves_out(nothing), ++count % 2 == 0) << "with the second of two";
     c.push_nothing(push.block, push.parameter);
   }
-  c.collector->check_complete();
+  c.pushes->check_complete();
   EXPECT_THROW(c.push_nothing(0, 1), Error) << "more than described";
   EXPECT_THROW(c.push_nothing(0, 0), Error) << "frozen";
 }
@@ -323,7 +326,7 @@ TEST_P(Gradients, ARefusedPushCountsForNothing) {
   for (const Push& push : all_pushes(c)) {
     try_everything();
     try {
-      c.collector->check_complete();
+      c.pushes->check_complete();
       ADD_FAILURE() << "a gradient is missing";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Code::kInvalidArgument);

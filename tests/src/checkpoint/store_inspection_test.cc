@@ -10,7 +10,6 @@
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "src/plan/description.h"
-#include "swap/store_files.h"
 #include "swap/tile_store.h"
 #include "tests/kernels/random.h"
 #include "tests/src/toy_trainer.h"

@@ -1,0 +1,133 @@
+#include "src/engine/gradient_pushes.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels/device.h"
+#include "spillway/error.h"
+
+namespace spillway {
+
+void refuse_gradient(const std::string& object, const std::string& happened, const std::string& hint) {
+  throw Error(Code::kInvalidArgument, {object, happened, 0, hint});
+}
+
+GradientPushes::GradientPushes(const Plan& plan, const ModelDescription& model, std::span<const std::byte> hbm)
+    : plan_(plan), model_(model), type_(plan.tile_places[0].shape.type), hbm_(hbm), blocks_(plan.blocks.size()) {
+  for (std::size_t b = 0; b < blocks_.size(); ++b) {
+    blocks_[b].pushes.resize(model.blocks[b].parameters.size());
+    blocks_[b].brought.resize(model.blocks[b].parameters.size());
+  }
+}
+
+void GradientPushes::begin_step() {
+  for (std::size_t b = 0; b < blocks_.size(); ++b) {
+    Block& block = blocks_[b];
+    std::ranges::fill(block.pushes, 0u);
+    std::ranges::fill(block.brought, std::uint8_t{0});
+    block.open = 0;
+    for (const Parameter& parameter : model_.blocks[b].parameters)
+      block.open += parameter.trainable && parameter.pushes > 0;
+  }
+  accumulator_owner_.reset();
+}
+
+void GradientPushes::check(const Gradient& gradient) const {
+  if (gradient.block >= blocks_.size() || gradient.parameter >= blocks_[gradient.block].pushes.size()) {
+    refuse_gradient("push_gradient", "names a block or parameter that does not exist",
+                    "use the indices of the description");
+  }
+  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
+  const std::uint64_t count = plan_.blocks[gradient.block].partition.parameters[gradient.parameter].count;
+  if (gradient.elements != 0 && gradient.elements != count) {
+    refuse_gradient(parameter.name,
+                    fmt::format("its gradient has {} elements, and it has {}", gradient.elements, count),
+                    "push the gradient of the parameter that it is of");
+  }
+  if (gradient.data == nullptr) return;
+  if (reinterpret_cast<std::uintptr_t>(gradient.data) % size_of(gradient.dtype) != 0) {
+    refuse_gradient(parameter.name, "its gradient's address is no multiple of its type's size", "align it");
+  }
+  const std::uint64_t bytes = count * size_of(gradient.dtype);
+  if (lies_in({static_cast<const std::byte*>(gradient.data), bytes}, hbm_)) return;
+  refuse_gradient(parameter.name, "its gradient does not lie in the HBM arena", "push from Engine::workspace()");
+}
+
+void GradientPushes::refuse_unless_due(const Gradient& gradient) const {
+  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
+  if (!parameter.trainable) {
+    refuse_gradient(parameter.name, "is frozen and takes no gradient", "describe it as trainable");
+  }
+  if (gradient.dtype != DType::kFloat32 && gradient.dtype != type_) {
+    refuse_gradient(parameter.name, "a gradient is fp32 or of the weights' type", "convert it first");
+  }
+  if (blocks_[gradient.block].pushes[gradient.parameter] == parameter.pushes) {
+    refuse_gradient(parameter.name, "got more gradients than described in one step", "set Parameter::pushes");
+  }
+  if (gradient.data != nullptr && plan_.blocks[gradient.block].accumulator_shared &&
+      accumulator_owner_.value_or(gradient.block) != gradient.block) {
+    refuse_gradient(parameter.name, "its gradient came while another block's was being accumulated",
+                    "push all micro-batches of a block before the next, or describe more than one backward visit");
+  }
+}
+
+bool GradientPushes::would_complete(const Gradient& gradient) const {
+  const Block& block = blocks_[gradient.block];
+  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
+  return block.pushes[gradient.parameter] + 1 == parameter.pushes && block.open == 1;
+}
+
+GradientPushes::Taken GradientPushes::take(const Gradient& gradient) {
+  Block& block = blocks_[gradient.block];
+  const bool last =
+      ++block.pushes[gradient.parameter] == model_.blocks[gradient.block].parameters[gradient.parameter].pushes;
+  Taken taken;
+  if (gradient.data != nullptr) {
+    taken.first = std::exchange(block.brought[gradient.parameter], std::uint8_t{1}) == 0;
+    if (plan_.blocks[gradient.block].accumulator_shared) accumulator_owner_ = gradient.block;
+  }
+  taken.complete = last && --block.open == 0;
+  if (taken.complete && accumulator_owner_ == gradient.block) accumulator_owner_.reset();
+  return taken;
+}
+
+bool GradientPushes::begun() const {
+  return std::ranges::any_of(blocks_, [](const Block& block) {
+    return std::ranges::any_of(block.pushes, [](std::uint32_t pushes) { return pushes > 0; });
+  });
+}
+
+bool GradientPushes::leaves_out(const Gradient& gradient) const {
+  const Block& block = blocks_[gradient.block];
+  const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
+  return parameter.trainable && gradient.data == nullptr && !block.brought[gradient.parameter] &&
+         block.pushes[gradient.parameter] + 1 == parameter.pushes;
+}
+
+void GradientPushes::check_complete() const {
+  for (std::size_t b = 0; b < blocks_.size(); ++b) {
+    for (std::size_t p = 0; p < blocks_[b].pushes.size(); ++p) {
+      const Parameter& parameter = model_.blocks[b].parameters[p];
+      if (!parameter.trainable || blocks_[b].pushes[p] == parameter.pushes) continue;
+      throw Error(Code::kInvalidArgument, {parameter.name + " of block " + model_.blocks[b].name,
+                                           "got " + std::to_string(blocks_[b].pushes[p]) + " of " +
+                                               std::to_string(parameter.pushes) + " gradients in this step",
+                                           0,
+                                           "push every trainable parameter's gradient before step(), null where "
+                                           "there is none"});
+    }
+  }
+}
+
+std::string GradientPushes::parameter_at(std::uint32_t block, std::uint64_t element) const {
+  const auto& places = plan_.blocks[block].partition.parameters;
+  for (std::size_t p = 0; p < places.size(); ++p) {
+    if (element < places[p].first || element >= places[p].first + places[p].count) continue;
+    return model_.blocks[block].parameters[p].name + " of " + block_name(block);
+  }
+  return block_name(block);
+}
+
+}  // namespace spillway
