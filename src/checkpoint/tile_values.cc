@@ -12,6 +12,7 @@
 #include "spillway/bf16.h"
 #include "spillway/error.h"
 #include "spillway/fp16.h"
+#include "swap/tile_arrays.h"
 
 namespace spillway {
 namespace {
@@ -175,21 +176,6 @@ void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory,
   for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
     sink(plan.tiles[tile].block, parameter, first, {in + at, count});
   });
-}
-
-OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, const std::byte* gradient) {
-  const StateOffsets at = state_offsets(shape);
-  std::byte* states = memory.part[index_of(Part::kStates)];
-  OptimizerTile tile;
-  tile.type = shape.type;
-  tile.weight = memory.part[index_of(Part::kWeights)];
-  if (tile.type == DType::kBFloat16) tile.residual = reinterpret_cast<std::int16_t*>(states + at.master);
-  if (tile.type == DType::kFloat16) tile.master = reinterpret_cast<float*>(states + at.master);
-  if (has_exp_avg(shape.optimizer)) tile.exp_avg = reinterpret_cast<float*>(states + at.exp_avg);
-  if (has_exp_avg_sq(shape.optimizer)) tile.exp_avg_sq = reinterpret_cast<float*>(states + at.exp_avg_sq);
-  tile.gradient = gradient;
-  tile.count = shape.count;
-  return tile;
 }
 
 }  // namespace spillway

@@ -412,14 +412,6 @@ std::optional<std::string> GradientCollector::first_nonfinite() const {
   return std::nullopt;
 }
 
-std::uint32_t GradientCollector::fetch_flag(const std::uint32_t* word, Stream& stream) {
-  // The planner leaves a page behind the norms.
-  auto* landed = reinterpret_cast<std::uint32_t*>(host_.data() + plan_.host.norms.offset + plan_.host.norms.bytes) - 1;
-  device_.copy_async(CopyKind::kDeviceToHost, landed, word, sizeof *word, stream);
-  stream.synchronize();
-  return *landed;
-}
-
 const std::byte* GradientCollector::gradient(std::uint32_t block) const {
   return plan_.gradients_in_hbm ? hbm(plan_.blocks[block].gradient.offset) : host_gradient(block);
 }

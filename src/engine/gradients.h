@@ -76,9 +76,6 @@ class GradientCollector {
   };
   std::optional<Spilled> spilled(std::uint32_t tile) const;  // nothing: it is where gradient() says
 
-  // Copies a word of device memory down in stream order and returns it.
-  std::uint32_t fetch_flag(const std::uint32_t* word, Stream& stream);
-
   std::uint64_t h2d_bytes() const noexcept { return accumulators_ ? accumulators_->h2d_bytes() : 0; }
   std::uint64_t d2h_bytes() const noexcept {
     return d2h_bytes_ + (spiller_ ? spiller_->copied_bytes() : 0) + (accumulators_ ? accumulators_->d2h_bytes() : 0);

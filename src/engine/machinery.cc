@@ -78,7 +78,11 @@ Machinery::~Machinery() {
   activations.reset();
   activation_fetcher.reset();
   activation_spiller.reset();
+  tour.reset();
   updater.reset();
+  early.reset();
+  device_update.reset();
+  tiles.reset();
   gradients.reset();
   accumulators.reset();
   spiller.reset();
@@ -187,7 +191,13 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
   gradients = std::make_unique<GradientCollector>(plan, model, config.weights, *device, *workers, host.memory(), *d2h,
                                                   spiller.get(), store ? store->layout().scratch_offset : 0,
                                                   watch.timeline, accumulators.get());
-  updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute, watch);
+  tiles = std::make_unique<TileExecutor>(plan, model, *workers, *mover, *gradients, watch);
+  if (plan.gradients_in_hbm) {
+    device_update = std::make_unique<DeviceUpdate>(plan, model, *device, *gradients, host.memory(), *compute, watch);
+  }
+  early = std::make_unique<EarlyUpdate>(*tiles, *mover, *gradients, plan.early_blocks);
+  updater = std::make_unique<Updater>(*tiles, device_update.get());
+  tour = std::make_unique<TileTour>(*tiles);
   build_activations(model, plan);
   if (plan.hbm.places.empty()) return;
   ensure_thread();
@@ -212,8 +222,8 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
   }
   auto route = [&plan, this](std::uint32_t b, std::byte* to, std::vector<FetchPiece>& pieces) {
     const BlockPlan& block = plan.blocks[b];
-    updater->settle(b);
-    const bool committed = updater->weights_from(b) == WeightsFrom::kCommitted;
+    mover->finish_saves_of(block.first_tile, block.first_tile + block.tiles);
+    const bool committed = tiles->queue().weights_from(b) == WeightsFrom::kCommitted;
     for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
       const TilePlace& place = plan.tile_places[t];
       constexpr std::size_t kWeights = index_of(Part::kWeights);
@@ -231,7 +241,7 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
     }
   };
   WeightPlaces::Update update;
-  update.awaited = [this](std::uint32_t block) { return updater->weights_from(block) == WeightsFrom::kUpdate; };
+  update.awaited = [this](std::uint32_t block) { return tiles->queue().weights_from(block) == WeightsFrom::kUpdate; };
   update.deliver = [this](std::uint32_t block, std::byte* to, Event* after, Event& ready) {
     if (after) device->wait(*h2d, *after);
     if (!updater->run_until(block, to)) return false;
