@@ -7,7 +7,6 @@
 #include <string>
 
 #include "spillway/engine.h"
-#include "spillway/optimizer.h"
 #include "src/plan/plan.h"
 #include "swap/tile_mover.h"
 
@@ -34,8 +33,5 @@ enum class Moment : std::uint8_t { kExpAvg, kExpAvgSq };
 void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
                  const WeightSource& source);
 void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment, const WeightSink& sink);
-
-// The same layout as the optimizer sees it: where the tile's arrays lie; null, what memory does not have.
-OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, const std::byte* gradient);
 
 }  // namespace spillway

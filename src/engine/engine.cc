@@ -154,10 +154,10 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     begin_again_for({block, pass});
     if (pass == Pass::kBackward) {
       settle();
-      machinery_.updater->expect(speculation_.expected(committed()));
-      machinery_.updater->advance(false);
+      machinery_.early->expect(speculation_.expected(committed()));
+      machinery_.early->advance(false);
     } else if (saving_) {
-      machinery_.updater->show_until(block);
+      machinery_.tour->show_until(block);
     }
     const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
@@ -253,7 +253,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     check(gradient);
     refuse_uncounted(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
-      if (machinery_.updater->make_room()) continue;
+      if (machinery_.early->make_room()) continue;
       throw Error(Code::kInvalidArgument,
                   {model_.blocks[gradient.block].parameters[gradient.parameter].name,
                    "its gradient came while those of too many other blocks were incomplete", 0,
@@ -264,7 +264,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     if (!plan_.blocks[gradient.block].early && !(committed() && speculation_.take(gradient.block))) return;
     parameters_.begin_update(next_update(), 1 / loss_scaler_.scale());
     parameters_.take(gradient.block, machinery_.pushes->brought(gradient.block));
-    machinery_.updater->add(gradient.block, parameters_);
+    machinery_.early->add(gradient.block, parameters_);
   });
 }
 
@@ -299,7 +299,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     machinery_.pushes->check_complete();
     {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
-      if (plan_.early_blocks) machinery_.updater->advance(true);
+      if (plan_.early_blocks) machinery_.early->advance(true);
       gradients.wait_landed();
     }
     turn_to(*machinery_.compute);  // what still reads weights comes before their update
@@ -350,7 +350,7 @@ void StepEngine::discard_step() {
 void StepEngine::forget_step() {
   if (!updating_ && !saving_) {
     machinery_.gradients->settle();
-    machinery_.updater->take_back();
+    machinery_.early->take_back();
   }
   turn_to(*machinery_.compute);
   machinery_.compute->synchronize();
@@ -361,7 +361,7 @@ void StepEngine::forget_step() {
 bool StepEngine::begin_update(StepReport& report) {
   const double loss_scale = loss_scaler_.scale();
   if (const auto tensor = machinery_.gradients->first_nonfinite()) {
-    machinery_.updater->take_back();
+    machinery_.early->take_back();
     if (!loss_scaler_.may_skip()) {
       stepping_ = false;
       meter_.start();
@@ -383,7 +383,7 @@ bool StepEngine::begin_update(StepReport& report) {
   report.gradient_norm = std::sqrt(machinery_.gradients->squared_norm_sum()) / loss_scale;
   double clip = 1;
   if (config_.gradient_clipping > 0) clip = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
-  report.taken_back = !machinery_.updater->keep_early(clip == 1);
+  report.taken_back = !machinery_.early->keep(clip == 1);
   parameters_.begin_update(next_update(), clip / loss_scale);
   for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) parameters_.take(b, machinery_.pushes->brought(b));
   updating_ = changed_ = true;
@@ -397,7 +397,8 @@ bool StepEngine::begin_update(StepReport& report) {
 // overwrite one that is still to be read, and before the next step's slots are written.
 void StepEngine::settle() {
   if (!updating_ && !saving_) return;
-  const std::exception_ptr of_look = machinery_.updater->finish();
+  machinery_.updater->finish();
+  const std::exception_ptr of_look = machinery_.tour->end();
   machinery_.device->throw_if_failed();
   if (machinery_.store) machinery_.store->note_verified();
   const auto start = Clock::now();
@@ -435,11 +436,12 @@ Error StepEngine::store_is_missing() const {
 bool StepEngine::keeps_steps() const { return machinery_.store && !commits_.never() && imported_; }
 
 void StepEngine::keep_last_step() {
-  const bool as_found = machinery_.updater->checking() && !saving_;  // no step was made: the rest need not be read
+  const bool as_found =
+      machinery_.tiles->queue().checking() && !saving_;  // no step was made: the rest need not be read
   if (!as_found) settle();
   if (!keeps_steps()) return;
   if (committed_step_ == step_) return look_after_store();
-  machinery_.updater->cancel_read_ahead();
+  machinery_.tiles->cancel_read_ahead();
   commit();
 }
 

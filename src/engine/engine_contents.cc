@@ -25,8 +25,8 @@ void StepEngine::resume() {
 void StepEngine::make_ready(const char* call) {
   if (!imported_)
     throw Error(Code::kInvalidArgument, {call, "the engine has no weights yet", 0, "call import_weights first"});
-  if (speculation_.taken() > 0) machinery_.updater->take_back();
-  if (machinery_.updater->early_under_way())
+  if (speculation_.taken() > 0) machinery_.early->take_back();
+  if (machinery_.early->under_way())
     throw Error(Code::kInvalidArgument, {call, "a step is under way, partly updated", 0, "call it behind step()"});
 }
 
@@ -123,9 +123,10 @@ void StepEngine::export_weights(bool exact, const WeightSink& sink) {
   const std::exception_ptr failure = guarded([&] {
     make_ready("export_weights");
     if (saving_) settle();
-    machinery_.updater->look(
+    machinery_.tour->begin(
         [&](std::uint32_t tile, const TileMemory& memory) { read_tile(plan_, tile, memory, exact, sink); });
-    const std::exception_ptr of_sink = machinery_.updater->finish();
+    machinery_.updater->finish();
+    const std::exception_ptr of_sink = machinery_.tour->end();
     settle();
     return of_sink;
   });
@@ -138,11 +139,11 @@ void StepEngine::begin_save(const std::filesystem::path& directory, const SaveOp
   finish_saving();
   saving_ = std::make_unique<SnapshotWriter>(plan_, config_, model_, directory, options, *machinery_.workers);
   guarded([&] {
-    machinery_.updater->look([this](std::uint32_t tile, const TileMemory& memory) {
+    machinery_.tour->begin([this](std::uint32_t tile, const TileMemory& memory) {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kSave);
       saving_->add(tile, memory);
     });
-    if (!machinery_.updater->begun()) settle();  // no update that would bring the tiles
+    if (!machinery_.tiles->queue().begun()) settle();  // no update that would bring the tiles
   });
 }
 

@@ -8,7 +8,7 @@
 #include "kernels/checksum.h"
 #include "kernels/tile_update.h"
 #include "spillway/units.h"
-#include "src/checkpoint/tile_values.h"
+#include "swap/tile_arrays.h"
 
 namespace spillway {
 namespace {

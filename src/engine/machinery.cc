@@ -63,8 +63,12 @@ Machinery::~Machinery() {
   activations.reset();
   activation_fetcher.reset();
   activation_spiller.reset();
+  tour.reset();
   updater.reset();
   spills.reset();  // what is under way waits for events of the collector
+  early.reset();
+  device_update.reset();
+  tiles.reset();
   gradients.reset();
   pushes.reset();
   accumulators.reset();
@@ -174,7 +178,13 @@ void Machinery::build_movers(const Config& config, const ModelDescription& model
   pushes = std::make_unique<GradientPushes>(plan, model, device->hbm());
   const GradientMovers movers{*device, *workers, host.memory(), *d2h, accumulators.get(), watch.timeline};
   gradients = std::make_unique<GradientCollector>(plan, *pushes, movers, spills.get());
-  updater = std::make_unique<Updater>(plan, model, *device, *workers, *mover, *gradients, *compute, watch);
+  tiles = std::make_unique<TileExecutor>(plan, model, *workers, *mover, *gradients, watch);
+  if (plan.gradients_in_hbm) {
+    device_update = std::make_unique<DeviceUpdate>(plan, model, *device, *gradients, host.memory(), *compute, watch);
+  }
+  early = std::make_unique<EarlyUpdate>(*tiles, *mover, *gradients, plan.early_blocks);
+  updater = std::make_unique<Updater>(*tiles, device_update.get());
+  tour = std::make_unique<TileTour>(*tiles);
   build_activations(model, plan);
 }
 
@@ -191,7 +201,9 @@ void Machinery::build_weights(const ModelDescription& model, const Plan& plan, b
   weights = std::make_unique<Weights>(plan, WeightsParts{.device = *device,
                                                          .h2d = *h2d,
                                                          .fetcher = fetcher.get(),
+                                                         .queue = tiles->queue(),
                                                          .updater = *updater,
+                                                         .mover = *mover,
                                                          .store = store.get(),
                                                          .host = host.memory(),
                                                          .poison_released = poison_released,

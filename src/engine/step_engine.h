@@ -15,7 +15,6 @@
 #include "spillway/engine.h"
 #include "spillway/error.h"
 #include "src/checkpoint/snapshot.h"
-#include "src/checkpoint/tile_walk.h"
 #include "src/config/loss_scaler.h"
 #include "src/engine/commit_interval.h"
 #include "src/engine/forecast.h"
@@ -26,6 +25,7 @@
 #include "src/engine/step_meter.h"
 #include "src/engine/visit_cursor.h"
 #include "src/plan/plan.h"
+#include "swap/tile_walk.h"
 
 namespace spillway {
 

@@ -76,10 +76,10 @@ WeightAction Weights::next() {
 
 // What the update has come to since it was looked at last.
 void Weights::follow_update() {
-  const bool updating = with_.updater.begun();
+  const bool updating = with_.queue.begun();
   if (updating != policy_.updating()) tell({.kind = updating ? WeightEvent::kUpdating : WeightEvent::kSettled});
   for (std::uint32_t b = 0; b < policy_.blocks(); ++b) {
-    const bool awaited = with_.updater.weights_from(b) == WeightsFrom::kUpdate;
+    const bool awaited = with_.queue.weights_from(b) == WeightsFrom::kUpdate;
     if (awaited != policy_.awaited(b)) {
       tell({.kind = awaited ? WeightEvent::kAwaited : WeightEvent::kUpdated, .block = b});
     }
@@ -157,8 +157,8 @@ void Weights::fill_pieces(std::uint32_t b, std::uint32_t place) {
   constexpr std::size_t kWeights = index_of(Part::kWeights);
   std::vector<FetchPiece>& pieces = places_.pieces(place);
   const BlockPlan& block = plan_.blocks[b];
-  with_.updater.settle(b);
-  const bool committed = with_.updater.weights_from(b) == WeightsFrom::kCommitted;
+  with_.mover.finish_saves_of(block.first_tile, block.first_tile + block.tiles);
+  const bool committed = with_.queue.weights_from(b) == WeightsFrom::kCommitted;
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
     const TilePlace& tile = plan_.tile_places[t];
     FetchPiece piece{.tile = t,

@@ -37,7 +37,9 @@ struct WeightsParts {
   Device& device;
   Stream& h2d;
   BlockFetcher* fetcher = nullptr;  // null while weights stay in HBM
+  const UpdateQueue& queue;         // says what of a block is readable
   Updater& updater;
+  TileMover& mover;
   TileStore* store = nullptr;      // null without NVMe
   std::span<std::byte> host = {};  // the arena
   bool poison_released = false;

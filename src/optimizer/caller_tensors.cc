@@ -6,7 +6,7 @@
 
 #include "kernels/checksum.h"
 #include "spillway/fp16.h"
-#include "src/checkpoint/tile_values.h"
+#include "swap/tile_arrays.h"
 
 namespace spillway {
 namespace {

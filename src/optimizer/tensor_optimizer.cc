@@ -12,11 +12,11 @@
 #include <utility>
 
 #include "spillway/log.h"
-#include "src/checkpoint/tile_values.h"
 #include "src/config/ranges.h"
 #include "src/engine/loaded_versions.h"
 #include "src/engine/memory_check.h"
 #include "src/engine/store_place.h"
+#include "swap/tile_arrays.h"
 
 namespace spillway {
 namespace {

@@ -16,7 +16,6 @@
 #include "spillway/error.h"
 #include "spillway/offload_optimizer.h"
 #include "src/checkpoint/snapshot.h"
-#include "src/checkpoint/tile_walk.h"
 #include "src/config/loss_scaler.h"
 #include "src/engine/one_caller.h"
 #include "src/engine/parameter_updates.h"
@@ -25,6 +24,7 @@
 #include "swap/store_thread.h"
 #include "swap/tile_mover.h"
 #include "swap/tile_store.h"
+#include "swap/tile_walk.h"
 
 namespace spillway {
 

@@ -29,7 +29,7 @@ std::vector<std::uint32_t> early_blocks(const ScheduleInput& input) {
   return blocks;
 }
 
-UpdateQueueOptions queue_options(const ScheduleInput& input, bool early) {
+UpdateQueueOptions tile_queue_options(const ScheduleInput& input, bool early) {
   UpdateQueueOptions options{.order = input.update_order,
                              .buffers = std::max(input.tile_buffers, 1u),
                              .nodes = input.nodes,
@@ -61,7 +61,7 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
       places_(weights_.places()),
       chunk_freed_(input.chunks, kNoOp),
       early_(early_blocks(input)),
-      queue_(queue_options(input, !early_.empty())),
+      queue_(tile_queue_options(input, !early_.empty())),
       buffers_(std::max(input.tile_buffers, 1u)),
       written_(input.tiles.size(), kNoOp),
       spilled_(input.tiles.size(), kNoOp),

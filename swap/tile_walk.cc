@@ -1,4 +1,4 @@
-#include "src/checkpoint/tile_walk.h"
+#include "swap/tile_walk.h"
 
 namespace spillway {
 

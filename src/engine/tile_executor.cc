@@ -1,0 +1,206 @@
+#include "src/engine/tile_executor.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "src/plan/node_tiles.h"
+#include "swap/tile_arrays.h"
+#include "swap/tile_walk.h"
+
+namespace spillway {
+namespace {
+
+UpdateQueueOptions update_queue_options(const Plan& plan, std::uint32_t buffers, unsigned nodes) {
+  UpdateQueueOptions options{.order = update_order(plan, nodes),
+                             .buffers = buffers,
+                             .nodes = nodes,
+                             .reads_ahead = plan.host.reads_ahead,
+                             .writes_behind = plan.host.writes_behind,
+                             .early_planned = plan.early_blocks};
+  for (const BlockPlan& block : plan.blocks) options.blocks.push_back({block.first_tile, block.tiles});
+  for (const TilePlan& tile : plan.tiles) options.trainable.push_back(tile.range.trainable);
+  for (const std::uint32_t tile : options.order) {
+    if (!resident(plan.tile_places[tile])) options.checked.push_back(tile);
+  }
+  return options;
+}
+
+// Of the tile's first element in the weights, and in the gradient, of its block.
+std::uint64_t offset_in_block(const Plan& plan, std::uint32_t tile) {
+  return plan.tiles[tile].range.first * size_of(plan.tile_places[tile].shape.type);
+}
+
+}  // namespace
+
+Error update_overflow(const std::string& where) {
+  return Error(Code::kNonFinite, {where, "a weight or optimizer state overflowed in the update", 0,
+                                  "lower the learning rate or clip gradients; the last committed step is intact"});
+}
+
+TileExecutor::TileExecutor(const Plan& plan, const ModelDescription& model, HostWorkers& workers, TileMover& mover,
+                           GradientCollector& gradients, Watch watch)
+    : plan_(plan),
+      model_(model),
+      workers_(workers),
+      mover_(mover),
+      gradients_(gradients),
+      watch_(watch),
+      nodes_(updating_nodes(plan, workers.nodes())),
+      queue_(update_queue_options(plan, mover.buffers(), nodes_)),
+      updates_(nodes_),
+      ranges_(nodes_),
+      memories_(nodes_),
+      finite_(nodes_) {
+  std::size_t most = 0;
+  for (const Block& block : model.blocks) most = std::max(most, block.parameters.size());
+  for (std::vector<GroupRange>& ranges : ranges_) ranges.reserve(most);
+}
+
+void TileExecutor::make(const TileMove& move) {
+  switch (move.kind) {
+    case TileMove::Kind::kLoad: return mover_.start_load(move.tile, move.buffer);
+    case TileMove::Kind::kGradient:
+      if (const auto spilled = gradients_.spilled(move.tile))
+        mover_.load_gradient(move.buffer, spilled->extent, spilled->checksum);
+      return;
+    case TileMove::Kind::kDrop:  // what is not used need not be verified
+      mover_.arrive(move.buffer);
+      return mover_.drop(move.buffer);
+  }
+}
+
+void TileExecutor::make_moves(Moves allowed) {
+  while (const auto move = queue_.next_move(allowed)) make(*move);
+}
+
+void TileExecutor::start_loads() {
+  for (;;) {
+    make_moves(Moves::kAll);
+    const auto buffer = queue_.saving();
+    if (!buffer || !mover_.idle(*buffer)) return;
+    queue_.tell(QueueEvent::kWritten, *buffer);
+  }
+}
+
+// The drive has more to do as soon as a buffer is free again.
+void TileExecutor::wait_read(std::uint32_t buffer) {
+  const StallMeter::Wait wait(watch_.stalls, StallCause::kRead);
+  for (;;) {
+    const std::uint64_t completed = mover_.completed();
+    start_loads();
+    if (mover_.read(buffer)) return;
+    mover_.wait_completed_beyond(completed);
+  }
+}
+
+void TileExecutor::cancel_read_ahead() {
+  queue_.tell(QueueEvent::kCancel);
+  make_moves(Moves::kDrops);
+}
+
+void TileExecutor::finish_saves() {
+  for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
+}
+
+void TileExecutor::reset() {
+  finish_saves();
+  queue_.tell(QueueEvent::kEnd);
+  watcher_ = nullptr;
+}
+
+void TileExecutor::show_to(std::function<bool(std::uint32_t tile, const TileMemory& memory)> watcher) {
+  queue_.tell(QueueEvent::kLook);
+  make_moves(Moves::kDrops);
+  finish_saves();  // of tiles that are read again
+  watcher_ = std::move(watcher);
+  seen_enough_ = false;
+  start_loads();
+}
+
+void TileExecutor::show(std::uint32_t tile, const TileMemory& memory) {
+  if (watcher_ && !seen_enough_) seen_enough_ = !watcher_(tile, memory);
+}
+
+void TileExecutor::take_turn(const TileTurn& turn, std::byte* to) {
+  if (turn.kind == TileTurn::Kind::kPassOver) {
+    make_moves(Moves::kDrops);
+  } else {
+    start_loads();
+  }
+  if (turn.kind == TileTurn::Kind::kUpdate) update(turn, to);
+  const bool verified = turn.kind == TileTurn::Kind::kShow || turn.kind == TileTurn::Kind::kCheck;
+  for (std::size_t i = turn.first; verified && i < turn.first + turn.count; ++i) {
+    wait_read(queue_.buffer(i));
+    show(queue_.tile(i), mover_.finish_load(queue_.buffer(i)));
+    end_tile(i, true, to);
+  }
+  queue_.tell(QueueEvent::kTurnDone);
+  if (watcher_ && seen_enough_) {
+    watcher_ = nullptr;
+    queue_.tell(QueueEvent::kEndLook);
+  }
+  make_moves(Moves::kDrops);
+}
+
+// The bytes are verified in the pass that updates them: a mismatch is found after the pass and before anything of the
+// tile is saved.
+void TileExecutor::prepare(std::size_t node, std::uint32_t tile, std::uint32_t buffer) {
+  wait_read(buffer);
+  const TileMemory& memory = memories_[node] = mover_.arrive(buffer);
+  const ExtentHashes spilled = mover_.expected_gradient(buffer);
+  const std::byte* gradient = spilled.bytes.empty()
+                                  ? gradients_.gradient(plan_.tiles[tile].block) + offset_in_block(plan_, tile)
+                                  : spilled.bytes.data();
+  updates_[node] = {.tile = tile_arrays(plan_.tile_places[tile].shape, memory, gradient),
+                    .groups = parameters_->ranges(tile, ranges_[node]),
+                    .scalars = parameters_->scalars(),
+                    .weights = mover_.expected_hashes(buffer, Part::kWeights, Save::kUpdated),
+                    .states = mover_.expected_hashes(buffer, Part::kStates, Save::kUpdated),
+                    .gradient = spilled};
+}
+
+// One tile for each node.
+void TileExecutor::update(const TileTurn& turn, std::byte* to) {
+  for (std::size_t node = 0; node < turn.count; ++node) {
+    prepare(node, queue_.tile(turn.first + node), queue_.buffer(turn.first + node));
+  }
+  {
+    const StallMeter::Wait wait(watch_.stalls, StallCause::kUpdate);
+    const auto start = std::chrono::steady_clock::now();
+    const auto update_one = [&](std::size_t node) {
+      const TimedSpan span(watch_.timeline, SpanKind::kUpdate, queue_.tile(turn.first + node));
+      finite_[node] = update_tile(updates_[node], workers_);
+    };
+    if (nodes_ == 1) {
+      update_one(0);
+    } else {
+      workers_.parallel_for_nodes(turn.count, update_one);
+    }
+    adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+  for (std::size_t node = 0; node < turn.count; ++node) {
+    mover_.verify(queue_.buffer(turn.first + node));
+    if (finite_[node] != 0) show(queue_.tile(turn.first + node), memories_[node]);
+    end_tile(turn.first + node, finite_[node] != 0, to);
+  }
+}
+
+void TileExecutor::end_tile(std::size_t position, bool finite, std::byte* to) {
+  const std::uint32_t tile = queue_.tile(position), buffer = queue_.buffer(position);
+  std::byte* const delivered = to ? to + offset_in_block(plan_, tile) : nullptr;
+  switch (queue_.end_tile(position, finite, to != nullptr)) {
+    case TileEnd::kRefuse: refuse_overflow(tile);
+    case TileEnd::kDrop: return mover_.drop(buffer);
+    case TileEnd::kRestored: return mover_.start_save(buffer, Save::kRestored, delivered);
+    case TileEnd::kSave: return mover_.start_save(buffer, Save::kUpdated, delivered);
+    case TileEnd::kSaveNow: mover_.start_save(buffer, Save::kUpdated, delivered); return mover_.finish_save(buffer);
+  }
+}
+
+void TileExecutor::refuse_overflow(std::uint32_t tile) {
+  overflowed_ = true;
+  throw update_overflow(tile_name(plan_, model_, tile));
+}
+
+}  // namespace spillway
