@@ -33,7 +33,7 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   const StallMeter::Streams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get()};
   stalls = std::make_unique<StallMeter>(*device, streams, timeline());
   if (store) start_thread(config);
-  build_movers(config, model, plan);
+  build_movers(model, plan);
   build_weights(model, plan, options.poison_released, journal);
   probe_memory_ = host_region(plan.host.buffers);
   const auto roomiest = std::ranges::max_element(plan.hbm.places, {}, &Region::bytes);
@@ -147,7 +147,7 @@ void Machinery::build_activations(const ModelDescription& model, const Plan& pla
       std::make_unique<ActivationPlaces>(*device, activation_fetcher.get(), activation_spiller.get(), options);
 }
 
-void Machinery::build_movers(const Config& config, const ModelDescription& model, const Plan& plan) {
+void Machinery::build_movers(const ModelDescription& model, const Plan& plan) {
   const Watch watch{.stalls = stalls.get(), .timeline = timeline()};
   const auto name_of = [&plan, &model](std::uint32_t tile) { return tile_name(plan, model, tile); };
   mover = std::make_unique<TileMover>(TileMoverParts{.device = device.get(),

@@ -85,7 +85,7 @@ struct Machinery {
   void start_thread(const Config& config);
   void ensure_thread();
   void build_activations(const ModelDescription& model, const Plan& plan);
-  void build_movers(const Config& config, const ModelDescription& model, const Plan& plan);
+  void build_movers(const ModelDescription& model, const Plan& plan);
   void build_weights(const ModelDescription& model, const Plan& plan, bool poison_released, WeightJournal* journal);
 };
 
