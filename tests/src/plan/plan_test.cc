@@ -116,6 +116,7 @@ std::vector<Named> host_regions(const Plan& plan, const ModelDescription& model)
   }
   for (const Region& passing : plan.host.passing) all.push_back({"passing gradient", passing});
   all.push_back({"spill chunks", plan.host.spill_chunks});
+  all.push_back({"overflow", plan.host.overflow});
   for (const TilePlace& tile : plan.tile_places) {
     for (Part part : {Part::kWeights, Part::kStates}) {
       if (tile.home[index_of(part)] != Placement::kHost) continue;
