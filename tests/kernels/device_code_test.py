@@ -20,7 +20,7 @@ from report import main  # noqa: E402
 EXCEPTIONS = {
     r"attention_backward_cu_.*backward_kernelI\w+(Li128E\w+SideE0E|Li(64|96)E\w+SideE1E)":
         (32, "two sums of a warp's rows and both products take all 255 registers; ptxas gives up single addresses, and "
-             "none of eight ways to write it down was better on every GPU"),
+             "none of six ways to write it down was better on every GPU"),
     r"attention_simt_cu_.*backward_kernelI\w+Li64E\w+SideE1E":
         (32, "the same without tensor cores, for fp32 and odd head widths, in the code for sm_90 and sm_100"),
     r"layer_norm_cu_.*block_backwardI\w+Lj[48]ELj4ELj1024E":
