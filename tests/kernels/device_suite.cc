@@ -261,9 +261,11 @@ TEST_P(DeviceSuite, AnIdleClockOutlivesItsStream) {
     clock = device_->idle_clock(*stream);
     device_->fill_async(hbm<std::byte>(0), std::byte{9}, 100, *stream);
     stream->synchronize();
-    give_a_wrong_stream_time();
-    device_->fill_async(hbm<std::byte>(0), std::byte{9}, 100, *stream);
-    stream->synchronize();
+    for (int round = 0; round < 20 && idle(*clock) == 0; ++round) {  // on a busy machine a gap may begin late
+      give_a_wrong_stream_time();
+      device_->fill_async(hbm<std::byte>(0), std::byte{9}, 100, *stream);
+      stream->synchronize();
+    }
   }
   const double at_its_end = idle(*clock);
   EXPECT_GT(at_its_end, 0);
