@@ -16,7 +16,7 @@ DeviceUpdate::DeviceUpdate(const Plan& plan, const ModelDescription& model, Devi
   ranges_.reserve(most);
   if (!plan.gradients_in_hbm) return;
   finite_ = reinterpret_cast<std::uint32_t*>(device.hbm().data() + plan.hbm.finite.offset);
-  fetched_ = reinterpret_cast<std::uint32_t*>(host.data() + plan.host.norms.offset + plan.host.norms.bytes) - 1;
+  fetched_ = reinterpret_cast<std::uint32_t*>(host.data() + plan.host.overflow.offset);
 }
 
 void DeviceUpdate::run(const ParameterUpdates& parameters) {
