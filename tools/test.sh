@@ -95,8 +95,8 @@ timeless="-Xclang -fno-pch-timestamp"
 export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=0 \
-  "-Dcpp_args=-g1 $timeless -fsanitize-ignorelist=$PWD/tests/ubsan.ignore" -Db_sanitize=address,undefined -Db_lundef=false \
-  -Dunity=on -Dunity_size=16 || true
+  "-Dcpp_args=-g1 $timeless -fsanitize-ignorelist=$PWD/tests/ubsan.ignore" -Db_sanitize=address,undefined \
+  -Db_lundef=false -Dunity=on -Dunity_size=16 || true
 run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
 
 echo "== thread sanitizer"
