@@ -90,7 +90,7 @@ export SPILLWAY_CASES=3 SPILLWAY_KILLS=3 SPILLWAY_STEPS=3 SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
 # The programs of sanitizers are large; lld links them in less than half of the time. Meson asks these when it sets up.
 export CXX="ccache clang++" CXX_LD=lld
-# A precompiled header that ccache has from another checkout names the times of that one's files, which clang would miss.
+# A precompiled header that ccache has from another checkout names the times of its files, which clang would miss.
 timeless="-Xclang -fno-pch-timestamp"
 export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
@@ -107,8 +107,8 @@ configure build-tsan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1
 run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
 
 echo "== fuzzers"
-configure build-fuzz -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 "-Dcpp_args=-g1 $timeless" -Dfuzz=enabled \
-  -Dunity=on -Dunity_size=12 || true
+configure build-fuzz -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 "-Dcpp_args=-g1 $timeless" \
+  -Dfuzz=enabled -Dunity=on -Dunity_size=12 || true
 run "$still" build-fuzz --suite fuzz
 grep -h '^fuzz ' build-fuzz/meson-logs/testlog.txt || true
 
