@@ -49,6 +49,7 @@ struct Watched {
   std::vector<Call> calls;
   std::vector<Moved> moved;
   std::vector<std::uint32_t> tile_of;  // by buffer
+  bool finishing = false;              // a load, with its check
 };
 Watched watched;
 
@@ -89,6 +90,7 @@ SPILLWAY_WATCHED(void, start_load, "_ZN8spillway9TileMover10start_loadEjjNS_4Loa
 SPILLWAY_WATCHED(void, load_gradient, "_ZN8spillway9TileMover13load_gradientEjRKNS_6ExtentEm", TileMover*,
                  std::uint32_t, const Extent&, std::uint64_t);
 SPILLWAY_WATCHED(TileMemory, arrive, "_ZN8spillway9TileMover6arriveEj", TileMover*, std::uint32_t);
+SPILLWAY_WATCHED(TileMemory, finish_load, "_ZN8spillway9TileMover11finish_loadEj", TileMover*, std::uint32_t);
 SPILLWAY_WATCHED(void, start_save, "_ZN8spillway9TileMover10start_saveEjNS_4SaveEPSt4byte", TileMover*, std::uint32_t,
                  Save, std::byte*);
 #undef SPILLWAY_WATCHED
@@ -130,10 +132,17 @@ void watched_load_gradient(TileMover* mover, std::uint32_t buffer, const Extent&
   watched.moved.push_back({OpKind::kReadGradient, tile_in(buffer), buffer});
   real_load_gradient(mover, buffer, from, checksum);
 }
-// Of an update alone: all else asks for a load's end with its check, in the mover's own file.
+// Of an update alone: all else asks for a load's end with its check. That asks for this one in the mover's own file,
+// which not every linker brings here.
 TileMemory watched_arrive(TileMover* mover, std::uint32_t buffer) {
-  watched.moved.push_back({OpKind::kUpdate, tile_in(buffer), buffer});
+  if (!watched.finishing) watched.moved.push_back({OpKind::kUpdate, tile_in(buffer), buffer});
   return real_arrive(mover, buffer);
+}
+TileMemory watched_finish_load(TileMover* mover, std::uint32_t buffer) {
+  watched.finishing = true;
+  const TileMemory memory = real_finish_load(mover, buffer);
+  watched.finishing = false;
+  return memory;
 }
 void watched_start_save(TileMover* mover, std::uint32_t buffer, Save kind, std::byte* delivered) {
   const OpKind written = kind == Save::kUpdated ? OpKind::kWriteTile : OpKind::kHashTile;  // the latter at a commit
