@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "src/plan/node_tiles.h"
-#include "swap/tile_walk.h"
+#include "swap/tile_place.h"
 
 namespace spillway {
 namespace {

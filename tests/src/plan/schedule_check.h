@@ -6,9 +6,6 @@
 
 namespace spillway::testing {
 
-// Of an input that is put together by hand: which blocks and tiles there are, what is updated, in order.
-void tell_policies(ScheduleInput& input);
-
 // Adds a failure for each rule that is broken.
 void check_schedule(const ScheduleInput& input, const Schedule& schedule);
 

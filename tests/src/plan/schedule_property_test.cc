@@ -8,6 +8,7 @@
 #include "src/plan/link_model.h"
 #include "src/plan/schedule.h"
 #include "src/plan/schedule_program.h"
+#include "tests/src/plan/input_by_hand.h"
 #include "tests/src/plan/schedule_check.h"
 #include "tests/src/random_model.h"
 #include "tests/swap/activation_uses.h"

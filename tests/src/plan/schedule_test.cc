@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "spillway/units.h"
+#include "tests/src/plan/input_by_hand.h"
 #include "tests/src/plan/schedule_check.h"
 #include "tests/src/random_model.h"
 #include "tests/swap/activation_uses.h"
