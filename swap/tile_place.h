@@ -31,6 +31,11 @@ struct TilePlace {
   std::optional<std::uint64_t> hbm_weights = std::nullopt;
 };
 
+// Whether any of the tile lives in memory.
+constexpr bool resident(const TilePlace& tile) {
+  return tile.home[0] != Placement::kNvme || tile.home[1] != Placement::kNvme || tile.hbm_weights;
+}
+
 // True when the part's slot is written by every update; the others are written when a commit is due. Weights kept in
 // host memory beside states on NVMe are a cache: they travel with the states, so that a commit costs nothing extra. Of
 // the caller's weights nobody could ask for them later.

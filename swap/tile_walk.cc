@@ -22,10 +22,6 @@ std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const Tile
   return failure;
 }
 
-bool resident(const TilePlace& tile) {
-  return tile.home[0] != Placement::kNvme || tile.home[1] != Placement::kNvme || tile.hbm_weights;
-}
-
 void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
   for (std::uint32_t t = 0; t < tiles.size(); ++t) {
     if (!resident(tiles[t])) continue;

@@ -19,9 +19,6 @@ using TileWork = std::function<void(std::uint32_t tile, const TileMemory& memory
 std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const TileWork& work,
                                const std::function<bool(std::uint32_t tile)>& left_out = {});
 
-// Whether any of the tile lives in memory.
-bool resident(const TilePlace& tile);
-
 // For a run that goes on: resident tiles come from their committed slot.
 void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles);
 

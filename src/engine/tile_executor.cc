@@ -5,26 +5,11 @@
 #include <utility>
 
 #include "src/plan/node_tiles.h"
+#include "src/plan/step_policies.h"
 #include "swap/tile_arrays.h"
-#include "swap/tile_walk.h"
 
 namespace spillway {
 namespace {
-
-UpdateQueueOptions update_queue_options(const Plan& plan, std::uint32_t buffers, unsigned nodes) {
-  UpdateQueueOptions options{.order = update_order(plan, nodes),
-                             .buffers = buffers,
-                             .nodes = nodes,
-                             .reads_ahead = plan.host.reads_ahead,
-                             .writes_behind = plan.host.writes_behind,
-                             .early_planned = plan.early_blocks};
-  for (const BlockPlan& block : plan.blocks) options.blocks.push_back({block.first_tile, block.tiles});
-  for (const TilePlan& tile : plan.tiles) options.trainable.push_back(tile.range.trainable);
-  for (const std::uint32_t tile : options.order) {
-    if (!resident(plan.tile_places[tile])) options.checked.push_back(tile);
-  }
-  return options;
-}
 
 // Of the tile's first element in the weights, and in the gradient, of its block.
 std::uint64_t offset_in_block(const Plan& plan, std::uint32_t tile) {
@@ -47,7 +32,7 @@ TileExecutor::TileExecutor(const Plan& plan, const ModelDescription& model, Host
       gradients_(gradients),
       watch_(watch),
       nodes_(updating_nodes(plan, workers.nodes())),
-      queue_(update_queue_options(plan, mover.buffers(), nodes_)),
+      queue_(step_policies(plan, workers.nodes()).updates),
       updates_(nodes_),
       ranges_(nodes_),
       memories_(nodes_),

@@ -6,6 +6,7 @@
 
 #include "spillway/error.h"
 #include "src/plan/layout.h"
+#include "src/plan/step_policies.h"
 
 namespace spillway {
 namespace {
@@ -33,27 +34,12 @@ WeightPlacesOptions places_of(const Plan& plan, const WeightsParts& parts) {
 }
 
 WeightResidencyOptions policy_of(const Plan& plan, bool poison_released) {
-  WeightResidencyOptions options = weight_residency(plan);
+  WeightResidencyOptions options = step_policies(plan).weights;
   options.poison_released = poison_released && !options.at_home;
   return options;
 }
 
 }  // namespace
-
-WeightResidencyOptions weight_residency(const Plan& plan) {
-  WeightResidencyOptions options{.block_bytes = {},
-                                 .place_bytes = {},
-                                 .owners = plan.hbm.owners,
-                                 .reuse_bytes = plan.hbm.reuse_bytes,
-                                 .frozen = frozen_blocks(plan),
-                                 .prefetch_bytes = plan.hbm.prefetch_bytes,
-                                 .at_home = plan.hbm.places.empty()};
-  for (const BlockPlan& block : plan.blocks) {
-    options.block_bytes.push_back(block.partition.elements * size_of(plan.tile_places[block.first_tile].shape.type));
-  }
-  for (const Region& place : plan.hbm.places) options.place_bytes.push_back(place.bytes);
-  return options;
-}
 
 Weights::Weights(const Plan& plan, const WeightsParts& parts)
     : plan_(plan),

@@ -46,9 +46,6 @@ struct WeightsParts {
   WeightJournal* journal = nullptr;
 };
 
-// Of the plan's blocks and places; weights that stay in HBM are at home there.
-WeightResidencyOptions weight_residency(const Plan& plan);
-
 class Weights {
  public:
   Weights(const Plan& plan, const WeightsParts& parts);

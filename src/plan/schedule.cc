@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "src/plan/link_model.h"
-#include "src/plan/node_tiles.h"
 #include "src/plan/schedule_program.h"
 #include "swap/extents.h"
 #include "swap/tile_place.h"
@@ -77,12 +76,6 @@ void count_traffic(const ScheduleOp& op, ScheduleTraffic& traffic) {
 
 }  // namespace
 
-std::vector<std::uint8_t> frozen_blocks(const ScheduleInput& input) {
-  std::vector<std::uint8_t> frozen(input.blocks.size(), 1);
-  for (const ScheduleTile& tile : input.tiles) frozen[tile.block] &= tile.elements == 0;
-  return frozen;
-}
-
 const char* name_of(Link link) {
   constexpr const char* kNames[kLinks] = {"compute", "cpu", "nvme", "h2d", "d2h", "sync"};
   return kNames[static_cast<std::size_t>(link)];
@@ -94,16 +87,12 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
                              unsigned nodes) {
   ScheduleInput input;
   input.rates = rates;
-  input.nodes = updating_nodes(plan, nodes);
-  input.update_order = update_order(plan, input.nodes);
-  input.weights_stay = plan.hbm.places.empty();
+  input.policies = step_policies(plan, nodes);
   input.update_on_device = plan.gradients_in_hbm;
   input.commits = plan.has_store && plan.slots == 2;
   for (const BlockPlan& block : plan.blocks) {
-    const std::uint64_t element = size_of(plan.tile_places[block.first_tile].shape.type);
     input.blocks.push_back({.first_tile = block.first_tile,
                             .tiles = block.tiles,
-                            .weight_bytes = block.partition.elements * element,
                             .accumulator_bytes = block.accumulator_home.value_or(Region{}).bytes,
                             .early = block.early});
   }
@@ -114,24 +103,16 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
                             .pass = plan.visits[v].pass,
                             .compute_seconds = v < visit_seconds.size() ? visit_seconds[v] : 0});
   }
-  for (const Region& place : plan.hbm.places) input.place_bytes.push_back(place.bytes);
-  input.owners = plan.hbm.owners;
-  input.reuse_bytes = plan.hbm.reuse_bytes;
-  input.prefetch_bytes = plan.hbm.prefetch_bytes;
-  input.policies = step_policies(plan);
   for (const Region& place : plan.hbm.accumulators) input.accumulator_place_bytes.push_back(place.bytes);
   input.chunk_bytes = plan.host.chunk_bytes;
   input.chunks = static_cast<std::uint32_t>(plan.host.chunks.bytes / plan.host.chunk_bytes);
   input.spill_chunks = static_cast<std::uint32_t>(plan.host.spill_chunks.bytes / plan.host.chunk_bytes);
-  input.tile_buffers = plan.host.buffers_count;
   input.uses = uses_of(plan);
   if (!plan.activations.bytes.empty()) {
     const std::uint64_t largest = std::ranges::max(plan.activations.bytes);
     input.activation_buffers =
         static_cast<std::uint32_t>(std::max<std::uint64_t>(plan.activations.up.bytes / largest, 1));
   }
-  input.reads_ahead = plan.host.reads_ahead;
-  input.writes_behind = plan.host.writes_behind;
   return input;
 }
 

@@ -33,7 +33,6 @@ inline constexpr std::uint32_t kNothing = UINT32_MAX;  // no visit, block, tile,
 
 struct ScheduleBlock {
   std::uint32_t first_tile = 0, tiles = 0;
-  std::uint64_t weight_bytes = 0;       // of its place in HBM
   std::uint64_t accumulator_bytes = 0;  // up before a visit adds to what one before left, and down behind it
   bool early = false;                   // updated inside backward, as soon as its gradient is down
 };
@@ -73,29 +72,17 @@ struct ScheduleInput {
   std::vector<ScheduleVisit> visits;
   std::vector<ScheduleBlock> blocks;
   std::vector<ScheduleTile> tiles;
-  std::vector<std::uint32_t> update_order;  // trainable tiles, as the engine updates them
-  unsigned nodes = 1;                       // so many of them at the same time
-  bool weights_stay = false;                // in HBM: no places
-  bool update_on_device = false;            // everything lies in HBM
-  bool commits = true;                      // this step is made durable
-  std::vector<std::uint64_t> place_bytes;   // of weights on loan
-  // See WeightResidencyOptions.
-  std::vector<std::optional<std::uint32_t>> owners = {};
-  std::uint64_t reuse_bytes = UINT64_MAX, prefetch_bytes = UINT64_MAX;
+  StepPolicies policies = {};     // blocks and tiles of theirs are these
+  bool update_on_device = false;  // everything lies in HBM
+  bool commits = true;            // this step is made durable
   std::uint64_t chunk_bytes = 0;
-  std::uint32_t chunks = 0;                       // weights in flight
-  std::uint32_t tile_buffers = 1;                 // tiles being updated
-  bool reads_ahead = true, writes_behind = true;  // of the tile being updated
-  StepPolicies policies = {};
+  std::uint32_t chunks = 0;                                 // weights in flight
   std::uint32_t spill_chunks = 0;                           // gradients on their way to NVMe, chunk_bytes each
   std::vector<std::uint64_t> accumulator_place_bytes = {};  // of those that move
   std::vector<ScheduleUse> uses = {};                       // of activations, in order; none: nothing moves
   std::uint32_t activation_buffers = 1;  // activations on their way to NVMe at a time, and on their way back
   MachineRates rates;
 };
-
-// See frozen_blocks() of a plan.
-std::vector<std::uint8_t> frozen_blocks(const ScheduleInput& input);
 
 enum class OpKind : std::uint8_t {
   kAcquire,          // the caller has its block: its reads are in, its copies enqueued

@@ -19,7 +19,7 @@ std::vector<std::uint64_t> accumulator_bytes(const std::vector<ScheduleBlock>& b
 // Those that are updated inside backward, as their gradients complete.
 std::vector<std::uint32_t> early_blocks(const ScheduleInput& input) {
   std::vector<std::uint32_t> blocks;
-  std::vector<std::uint8_t> seen = frozen_blocks(input);
+  std::vector<std::uint8_t> seen = input.policies.weights.frozen;
   for (std::size_t v = input.visits.size(); v-- > 0 && !input.update_on_device;) {
     const ScheduleVisit& visit = input.visits[v];
     if (visit.pass != Pass::kBackward || std::exchange(seen[visit.block], 1)) continue;
@@ -29,27 +29,10 @@ std::vector<std::uint32_t> early_blocks(const ScheduleInput& input) {
   return blocks;
 }
 
-UpdateQueueOptions tile_queue_options(const ScheduleInput& input, bool early) {
-  UpdateQueueOptions options{.order = input.update_order,
-                             .buffers = std::max(input.tile_buffers, 1u),
-                             .nodes = input.nodes,
-                             .reads_ahead = input.reads_ahead,
-                             .writes_behind = input.writes_behind,
-                             .early_planned = early};
-  for (const ScheduleBlock& block : input.blocks) options.blocks.push_back({block.first_tile, block.tiles});
-  for (const ScheduleTile& tile : input.tiles) options.trainable.push_back(tile.elements > 0);
-  return options;
-}
-
-WeightResidencyOptions weights_of(const ScheduleInput& input) {
-  WeightResidencyOptions options{.block_bytes = {},
-                                 .place_bytes = input.place_bytes,
-                                 .owners = input.owners,
-                                 .reuse_bytes = input.reuse_bytes,
-                                 .frozen = frozen_blocks(input),
-                                 .prefetch_bytes = input.prefetch_bytes,
-                                 .at_home = input.weights_stay};
-  for (const ScheduleBlock& block : input.blocks) options.block_bytes.push_back(block.weight_bytes);
+// None of the rest is read before the update, whether all of that is planned or a guess.
+UpdateQueueOptions updates_of(const ScheduleInput& input, bool early) {
+  UpdateQueueOptions options = input.policies.updates;
+  options.early_planned = early;
   return options;
 }
 
@@ -57,12 +40,12 @@ WeightResidencyOptions weights_of(const ScheduleInput& input) {
 
 ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
     : in_(input),
-      weights_(weights_of(input)),
+      weights_(input.policies.weights),
       places_(weights_.places()),
       chunk_freed_(input.chunks, kNoOp),
       early_(early_blocks(input)),
-      queue_(tile_queue_options(input, !early_.empty())),
-      buffers_(std::max(input.tile_buffers, 1u)),
+      queue_(updates_of(input, !early_.empty())),
+      buffers_(input.policies.updates.buffers),
       written_(input.tiles.size(), kNoOp),
       spilled_(input.tiles.size(), kNoOp),
       landed_(input.tiles.size(), kNoOp),
@@ -176,7 +159,7 @@ std::uint32_t ScheduleProgram::end_step() {
   if (updating_) settle();
   update_early(Turns::kEarlyAll);
   if (in_.update_on_device) {
-    for (const std::uint32_t t : in_.update_order) {
+    for (const std::uint32_t t : in_.policies.updates.order) {
       const ScheduleTile& tile = in_.tiles[t];
       add({.kind = OpKind::kUpdate,
            .lane = Lane::kCompute,
@@ -237,7 +220,7 @@ std::uint32_t ScheduleProgram::run_weights(std::uint32_t v) {
 }
 
 ScheduleOp ScheduleProgram::of_visit(std::uint32_t v, std::uint32_t place) const {
-  return {.visit = v, .block = in_.visits[v].block, .place = in_.weights_stay ? kNothing : place};
+  return {.visit = v, .block = in_.visits[v].block, .place = in_.policies.weights.at_home ? kNothing : place};
 }
 
 void ScheduleProgram::fetch(std::uint32_t index, std::uint32_t block) {

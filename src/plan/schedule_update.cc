@@ -77,7 +77,7 @@ void ScheduleProgram::update(std::uint32_t t, std::uint32_t index, Lane lane, st
   const std::uint32_t landed = lane == Lane::kEarlyUpdates ? landed_[t] : kNoOp;
   const std::uint32_t updated = add(op, {issued_, buffer.read, buffer.left(), buffer.copy, landed});
   buffer = {.updated = updated};
-  if (place != kNothing || (in_.weights_stay && tile.weight_bytes > 0)) {
+  if (place != kNothing || (in_.policies.weights.at_home && tile.weight_bytes > 0)) {
     op.kind = OpKind::kCopyWeights;
     op.lane = Lane::kH2d;
     op.place = place;

@@ -4,13 +4,18 @@
 
 #include "src/plan/plan.h"
 #include "swap/policy/gradient_memory.h"
+#include "swap/policy/update_queue.h"
+#include "swap/policy/weight_residency.h"
 
 namespace spillway {
 
 struct StepPolicies {
+  WeightResidencyOptions weights;
   GradientMemoryOptions gradients;
+  UpdateQueueOptions updates;
 };
 
-StepPolicies step_policies(const Plan& plan);
+// `nodes` of the machine.
+StepPolicies step_policies(const Plan& plan, unsigned nodes = 1);
 
 }  // namespace spillway

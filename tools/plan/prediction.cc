@@ -131,22 +131,27 @@ std::uint64_t join_tiles(ScheduleInput& input, std::uint64_t most) {
     }
     became[t] = static_cast<std::uint32_t>(tiles.size() - 1);
   }
-  for (ScheduleBlock& block : input.blocks) {
+  UpdateQueueOptions& updates = input.policies.updates;
+  for (std::size_t b = 0; b < input.blocks.size(); ++b) {
+    ScheduleBlock& block = input.blocks[b];
     if (block.tiles == 0) continue;
     const std::uint32_t last = became[block.first_tile + block.tiles - 1];
     block.first_tile = became[block.first_tile];
     block.tiles = last - block.first_tile + 1;
+    updates.blocks[b] = {block.first_tile, block.tiles};
   }
   std::vector<std::uint32_t> order;
   std::vector<bool> there(tiles.size());
-  for (const std::uint32_t tile : input.update_order) {
+  for (const std::uint32_t tile : updates.order) {
     if (there[became[tile]]) continue;
     there[became[tile]] = true;
     order.push_back(became[tile]);
   }
   input.chunk_bytes *= together;  // weights go through them in pieces that grow with the tiles
+  updates.trainable.assign(tiles.size(), 0);
+  for (std::size_t t = 0; t < tiles.size(); ++t) updates.trainable[t] = tiles[t].elements > 0;
   input.tiles = std::move(tiles);
-  input.update_order = std::move(order);
+  updates.order = std::move(order);
   return largest;
 }
 

@@ -66,18 +66,18 @@ class Checker {
       std::uint64_t bytes = 0;
       bool computed = true;
     };
-    std::vector<Place> places(in_.place_bytes.size());
+    std::vector<Place> places(in_.policies.weights.place_bytes.size());
     std::vector<std::uint64_t> block_bytes(in_.blocks.size());
     for (const ScheduleTile& tile : in_.tiles) block_bytes[tile.block] += tile.weight_bytes;
     for (const ScheduleOp& op : ops_) {
       const bool copy = op.kind == OpKind::kCopyWeights, compute = op.kind == OpKind::kCompute;
-      if (in_.weights_stay || (!copy && !compute)) continue;
+      if (in_.policies.weights.at_home || (!copy && !compute)) continue;
       ASSERT_LT(op.place, places.size());
       Place& place = places[op.place];
       if (copy) {
         if (place.computed) place = {.block = op.block, .used = place.used, .computed = false};
         ASSERT_EQ(place.block, op.block);
-        ASSERT_LE(in_.blocks[op.block].weight_bytes, in_.place_bytes[op.place]);
+        ASSERT_LE(in_.policies.weights.block_bytes[op.block], in_.policies.weights.place_bytes[op.place]);
         ASSERT_GE(op.start, place.used);
         place.filled = std::max(place.filled, op.end);
         place.bytes += op.bytes;
@@ -126,7 +126,7 @@ class Checker {
           op.kind == OpKind::kReadTile || op.kind == OpKind::kReadGradient || op.kind == OpKind::kCopyTile;
       const bool works = op.kind == OpKind::kUpdate || op.kind == OpKind::kHashTile;
       if (!brings && !works && op.kind != OpKind::kWriteTile && !from_update(op)) continue;
-      ASSERT_LT(op.buffer, in_.tile_buffers);
+      ASSERT_LT(op.buffer, in_.policies.updates.buffers);
       OpKind& last = before[op.tile];
       const bool there = last == OpKind::kReadTile || last == OpKind::kReadGradient || last == OpKind::kCopyTile;
       if ((brings || works) && !there) {
@@ -138,7 +138,7 @@ class Checker {
       ASSERT_EQ(buffer, op.buffer);
       use.end = std::max(use.end, op.end);
     }
-    disjoint("tile buffer", uses, in_.tile_buffers);
+    disjoint("tile buffer", uses, in_.policies.updates.buffers);
   }
 
   void chunks() {
@@ -405,7 +405,7 @@ class Checker {
       if (tile.elements == 0 || in_.update_on_device) continue;
       expected.nvme_read += tile.read_bytes;
       expected.nvme_write += tile.write_bytes;
-      if (in_.weights_stay) expected.h2d += tile.weight_bytes;
+      if (in_.policies.weights.at_home) expected.h2d += tile.weight_bytes;
       if (!backward(tile.block)) continue;
       expected.d2h += tile.gradient_bytes;
       expected.nvme_write += tile.spill_bytes;
@@ -419,7 +419,7 @@ class Checker {
       if (op.kind == OpKind::kSaveAccumulator) expected.d2h += in_.blocks[op.block].accumulator_bytes;
       if (op.kind == OpKind::kLoadAccumulator) expected.h2d += in_.blocks[op.block].accumulator_bytes;
     }
-    if (!in_.weights_stay) fetches(expected);
+    if (!in_.policies.weights.at_home) fetches(expected);
     // A block whose update another's visit makes, before its own, may then be fetched ahead for its second visit, and
     // serve the first from there: fewer fetches than planned.
     EXPECT_LE(schedule_.traffic.nvme_read, expected.nvme_read);
@@ -435,16 +435,15 @@ class Checker {
   // Every planned fetch, but that of a first visit in forward whose block the update brings whole.
   void fetches(ScheduleTraffic& expected) {
     std::vector<std::uint32_t> visit_blocks;
-    std::vector<std::uint64_t> block_bytes;
     for (const ScheduleVisit& visit : in_.visits) visit_blocks.push_back(visit.block);
-    for (const ScheduleBlock& block : in_.blocks) block_bytes.push_back(block.weight_bytes);
-    const auto filled = places_that_stay(in_.owners, frozen_blocks(in_));
-    const auto planned = assign_places(visit_blocks, block_bytes, in_.place_bytes,
-                                       {.owners = in_.owners, .reuse_bytes = in_.reuse_bytes, .filled = filled});
+    const WeightResidencyOptions& of = in_.policies.weights;
+    const auto filled = places_that_stay(of.owners, of.frozen);
+    const auto planned = assign_places(visit_blocks, of.block_bytes, of.place_bytes,
+                                       {.owners = of.owners, .reuse_bytes = of.reuse_bytes, .filled = filled});
     std::vector<bool> waits(in_.blocks.size(), true);  // has tiles whose update is still to come
     std::size_t updated = 0;                           // of the order
     std::vector<std::uint32_t> order;
-    for (const std::uint32_t t : in_.update_order) {
+    for (const std::uint32_t t : in_.policies.updates.order) {
       if (!in_.update_on_device && !updated_in_backward(t)) order.push_back(t);
     }
     for (std::size_t v = 0; v < planned.size(); ++v) {
@@ -457,8 +456,9 @@ class Checker {
       const std::size_t begin = first - order.begin(), end = first == order.end() ? 0 : last - order.begin();
       bool delivered = false;
       if (planned[v].fetch) {
-        delivered = updated <= begin && updated < end && in_.nodes == 1 && end - begin == in_.blocks[b].tiles;
-        while (updated < end) updated += std::min<std::size_t>(in_.nodes, order.size() - updated);
+        delivered =
+            updated <= begin && updated < end && in_.policies.updates.nodes == 1 && end - begin == in_.blocks[b].tiles;
+        while (updated < end) updated += std::min<std::size_t>(in_.policies.updates.nodes, order.size() - updated);
       }
       for (std::size_t i = before; i < updated; ++i) {
         const std::uint32_t other = in_.tiles[order[i]].block;

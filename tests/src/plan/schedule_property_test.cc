@@ -8,6 +8,7 @@
 #include "src/plan/link_model.h"
 #include "src/plan/schedule.h"
 #include "src/plan/schedule_program.h"
+#include "tests/src/plan/input_by_hand.h"
 #include "tests/src/plan/schedule_check.h"
 #include "tests/src/random_model.h"
 #include "tests/swap/activation_uses.h"
@@ -38,13 +39,15 @@ class RandomSchedule {
   ScheduleInput input() {
     ScheduleInput input;
     input.rates = rates();
-    input.weights_stay = below(4) == 0;
-    input.update_on_device = input.weights_stay && below(3) == 0;
+    WeightResidencyOptions& told = input.policies.weights;
+    UpdateQueueOptions& updates = input.policies.updates;
+    told.at_home = below(4) == 0;
+    input.update_on_device = told.at_home && below(3) == 0;
     input.commits = below(3) > 0;
-    input.nodes = below(4) == 0 ? 2 : 1;
+    updates.nodes = below(4) == 0 ? 2 : 1;
     const bool spills = below(3) == 0, in_backward = below(3) == 0 && !input.update_on_device;
-    input.reads_ahead = below(6) > 0;
-    input.writes_behind = below(6) > 0;
+    updates.reads_ahead = below(6) > 0;
+    updates.writes_behind = below(6) > 0;
     GradientMemoryOptions& memory = input.policies.gradients;
     const std::uint64_t blocks = 1 + below(6);
     for (std::uint64_t b = 0; b < blocks; ++b) {
@@ -52,39 +55,41 @@ class RandomSchedule {
                           .tiles = static_cast<std::uint32_t>(1 + below(5)),
                           .early = in_backward && below(3) > 0};
       GradientMemoryOptions::Block gradient;
+      std::uint64_t weight_bytes = 0;
       if (spills && !block.early && below(3) > 0) gradient.home = Placement::kNvme;
       if (block.early && below(4) > 0) gradient.home = std::nullopt;
       if (input.update_on_device) gradient.home = Placement::kHbm;
       for (std::uint32_t t = 0; t < block.tiles; ++t) {
         const ScheduleTile tile = this->tile(static_cast<std::uint32_t>(b), input, gradient.home == Placement::kNvme);
-        block.weight_bytes += tile.weight_bytes;
+        weight_bytes += tile.weight_bytes;
         gradient.bytes += tile.gradient_bytes;
-        if (tile.elements > 0) input.update_order.push_back(static_cast<std::uint32_t>(input.tiles.size()));
         input.tiles.push_back(tile);
       }
       input.blocks.push_back(block);
+      told.block_bytes.push_back(weight_bytes);
       memory.blocks.push_back(gradient);
     }
+    testing::tell_policies(input);
     visit(input);
-    std::uint64_t weights = 0, gradients = 0;
-    for (const ScheduleBlock& block : input.blocks) weights = std::max(weights, block.weight_bytes);
+    std::uint64_t gradients = 0;
+    const std::uint64_t weights = std::ranges::max(told.block_bytes);
     for (const auto& gradient : memory.blocks) gradients = std::max(gradients, gradient.bytes);
-    for (std::uint64_t p = input.weights_stay ? 0 : 1 + below(4); p > 0; --p) {
-      input.place_bytes.push_back(input.place_bytes.empty() ? weights : below(weights + 1));
-      input.owners.emplace_back();
+    for (std::uint64_t p = told.at_home ? 0 : 1 + below(4); p > 0; --p) {
+      told.place_bytes.push_back(told.place_bytes.empty() ? weights : below(weights + 1));
+      told.owners.emplace_back();
     }
-    if (!input.weights_stay && below(4) == 0) {
+    if (!told.at_home && below(4) == 0) {
       const auto owner = static_cast<std::uint32_t>(below(blocks));
-      input.place_bytes.push_back(input.blocks[owner].weight_bytes);
-      input.owners.emplace_back(owner);
+      told.place_bytes.push_back(told.block_bytes[owner]);
+      told.owners.emplace_back(owner);
     }
-    if (below(4) == 0) input.reuse_bytes = 1 + below(4 * weights + 1);
-    if (below(4) == 0) input.prefetch_bytes = below(2 * weights + 1);
+    if (below(4) == 0) told.reuse_bytes = 1 + below(4 * weights + 1);
+    if (below(4) == 0) told.prefetch_bytes = below(2 * weights + 1);
     memory.staging_bytes = {gradients};
     if (below(4) > 0) memory.staging_bytes.push_back(below(gradients + 1));
     input.chunk_bytes = 64 * kKiB;
     input.chunks = static_cast<std::uint32_t>(1 + below(12));
-    input.tile_buffers = static_cast<std::uint32_t>(input.nodes * (1 + below(4)));
+    updates.buffers = static_cast<std::uint32_t>(updates.nodes * (1 + below(4)));
     input.spill_chunks = static_cast<std::uint32_t>(1 + below(5));
     memory.passing_bytes = {gradients};
     for (std::uint64_t p = below(3); p > 0; --p) memory.passing_bytes.push_back(below(gradients + 1));
@@ -99,7 +104,7 @@ class RandomSchedule {
     ScheduleTile tile{.block = block};
     const bool trainable = below(6) > 0, nvme_weights = below(2) == 0, nvme_states = below(2) == 0;
     tile.weight_bytes = input.update_on_device ? 0 : 2 * elements;
-    if (nvme_weights && !input.weights_stay) tile.fetch_bytes = align_up(2 * elements, 64 * kKiB);
+    if (nvme_weights && !input.policies.weights.at_home) tile.fetch_bytes = align_up(2 * elements, 64 * kKiB);
     if (!trainable) return tile;
     tile.elements = elements;
     if (input.update_on_device) {
@@ -221,16 +226,17 @@ TEST(ScheduleProperties, MoreMemoryIsHardlyEverSlowerAndNeverMuch) {
   for (int round = 0; round < kRounds; ++round) {
     SCOPED_TRACE(round);
     ScheduleInput input = random.input();
+    WeightResidencyOptions& weights = input.policies.weights;
     MachineRates& rates = input.rates;
     rates.nvme_mixed = std::max(rates.nvme_read, rates.nvme_write) * (1 + 0.1 * static_cast<double>(random.below(10)));
     const double less = make_schedule(input).seconds();
     switch (random.below(4)) {
-      case 0: input.tile_buffers += input.nodes; break;
+      case 0: input.policies.updates.buffers += input.policies.updates.nodes; break;
       case 1: input.chunks += 1 + random.below(4); break;
       case 2:
-        if (input.weights_stay) break;
-        input.place_bytes.push_back(input.place_bytes[0]);
-        input.owners.emplace_back();
+        if (weights.at_home) break;
+        weights.place_bytes.push_back(weights.place_bytes[0]);
+        weights.owners.emplace_back();
         break;
       default:
         ++input.spill_chunks;

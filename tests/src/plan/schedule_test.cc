@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "spillway/units.h"
+#include "tests/src/plan/input_by_hand.h"
 #include "tests/src/plan/schedule_check.h"
 #include "tests/src/random_model.h"
 #include "tests/swap/activation_uses.h"
@@ -160,16 +161,16 @@ TEST(Schedule, OnOneSetOfCoresTheUpdateCostsComputeItsTime) {
 // Reads at half a second and writes at half a second overlap while both last, at half of the mixed rate each.
 TEST(Schedule, ReadsAndWritesShareADrivesMixedRate) {
   ScheduleInput input{.visits = {{.block = 0, .pass = Pass::kForward}, {.block = 0, .pass = Pass::kBackward}},
-                      .blocks = {{.first_tile = 0, .tiles = 2, .weight_bytes = 2}},
+                      .blocks = {{.first_tile = 0, .tiles = 2}},
                       .tiles = {},
-                      .update_order = {0, 1},
-                      .place_bytes = {2},
                       .rates = {.cores = 1, .nvme_read = 1e9, .nvme_write = 1e9, .nvme_mixed = 1e9}};
   input.policies.gradients.blocks.resize(1);  // nothing comes down
-  input.tile_buffers = 2;
+  input.policies.weights.block_bytes = input.policies.weights.place_bytes = {2};
+  input.policies.updates.buffers = 2;
   const std::uint64_t half = 500'000'000;
   input.tiles = {{.block = 0, .elements = 1, .read_bytes = half, .write_bytes = half, .weight_bytes = 1},
                  {.block = 0, .elements = 1, .read_bytes = half, .write_bytes = half, .weight_bytes = 1}};
+  testing::tell_policies(input);
   const Schedule schedule = make_schedule(input);
   check_schedule(input, schedule);
   // 0.5 s read, 1 s read and write at once, 0.5 s write; the last tile's write ends before backward.
@@ -236,13 +237,15 @@ TEST(Schedule, FetchesTheLeastThatAnyAssignmentOfPlacesDoes) {
         input.visits.push_back({.block = visits.back(), .pass = Pass::kForward});
       }
       for (std::uint32_t b = 0; b < 4; ++b) {
-        input.blocks.push_back({.first_tile = b, .tiles = 1, .weight_bytes = kBytes});
+        input.blocks.push_back({.first_tile = b, .tiles = 1});
+        input.policies.weights.block_bytes.push_back(kBytes);
         input.tiles.push_back({.block = b, .fetch_bytes = kBytes, .weight_bytes = kBytes});
       }
+      testing::tell_policies(input);
       input.chunk_bytes = kBytes;
       input.chunks = 2;
       for (std::size_t places = 1; places <= 3; ++places) {
-        input.place_bytes.assign(places, kBytes);
+        input.policies.weights.place_bytes.assign(places, kBytes);
         const Schedule schedule = make_schedule(input);
         ASSERT_EQ(schedule.traffic.nvme_read, least_fetches(visits, places) * kBytes)
             << "order " << code << " of " << count << ", " << places << " places";

@@ -205,7 +205,7 @@ Plan compare(const Case& of) {
     scheduled.blocks[block].early = true;
   }
   const ScheduleInput input = schedule_input(scheduled, {}, {}, of.nodes);
-  EXPECT_EQ(input.nodes, of.nodes);
+  EXPECT_EQ(input.policies.updates.nodes, of.nodes);
   const Schedule schedule = make_schedule(input);
   std::vector<Moved> step;
   for (const ScheduleOp& op : std::span(schedule.ops).subspan(schedule.second)) {

@@ -130,7 +130,7 @@ Names fetched_in(const std::filesystem::path& trace, int step, std::set<std::str
 
 // Another policy answers all of it as the run's did.
 void replay(const Plan& plan, const WeightJournal& journal) {
-  WeightResidency policy(weight_residency(plan));
+  WeightResidency policy(step_policies(plan).weights);
   std::size_t answers = 0;
   for (const auto& entry : journal.entries) {
     if (const auto* told = std::get_if<WeightJournal::Told>(&entry)) {
