@@ -63,7 +63,6 @@ class TileMover {
   ~TileMover();
 
   std::uint32_t buffers() const noexcept { return parts_.count; }
-  std::span<std::byte> host() const noexcept { return parts_.host; }
   bool idle(std::uint32_t buffer) const;  // nothing under way: start_load will not block
   bool read(std::uint32_t buffer) const;  // of a load: nothing is on its way from NVMe any more
 

@@ -14,7 +14,6 @@ DeviceUpdate::DeviceUpdate(const Plan& plan, const ModelDescription& model, Devi
   std::size_t most = 0;
   for (const Block& block : model.blocks) most = std::max(most, block.parameters.size());
   ranges_.reserve(most);
-  if (!plan.gradients_in_hbm) return;
   finite_ = reinterpret_cast<std::uint32_t*>(device.hbm().data() + plan.hbm.finite.offset);
   fetched_ = reinterpret_cast<std::uint32_t*>(host.data() + plan.host.overflow.offset);
 }

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernels/checksum.h"
 #include "kernels/process_limits.h"
 #include "kernels/topology.h"
 #include "spillway/error.h"
