@@ -201,7 +201,8 @@ void bench_layers(Bench& bench, const Sizes& sizes) {
 
 void bench_head(Bench& bench, const Sizes& sizes) {
   const std::uint64_t width = sizes.width, slice = sizes.slice, stride = align_up(sizes.words, kLogitsUnit);
-  for (const std::uint64_t words : {sizes.words, stride}) {
+  for (const std::uint64_t words :
+       {sizes.words, stride, sizes.words - sizes.words % kLogitsUnit, sizes.words % kLogitsUnit}) {
     const std::string logits = fmt::format("head of {}: logits", words), dx = fmt::format("head of {}: dx", words),
                       weight = fmt::format("head of {}: weight's gradient", words);
     const DType sum = DType::kFloat32;

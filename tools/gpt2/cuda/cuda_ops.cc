@@ -121,40 +121,32 @@ CudaOps::LayerProducts CudaOps::plan_layer(std::uint64_t in, std::uint64_t out) 
   return planned;
 }
 
-// token_weight [vocabulary][C] is C × vocabulary, x [M][C] is C × M, logits are vocabulary × M.
+// The few words behind the last whole unit come first: what the many give is added to it, and not the other way round.
 CudaOps::HeadProducts CudaOps::plan_head(std::uint64_t tokens) const {
-  const std::uint64_t width = shape_.width, words = shape_.vocabulary, stride = logits_stride();
+  const std::uint64_t words = shape_.vocabulary, many = words - words % kLogitsUnit;
+  if (shape_.type == DType::kFloat32 || words % 8 == 0 || many == 0) return {plan_head_part(tokens, 0, words)};
+  return {plan_head_part(tokens, many, words - many), plan_head_part(tokens, 0, many)};
+}
+
+// token_weight [words][C] is C × words, x [M][C] is C × M, logits are words × M.
+CudaOps::HeadPart CudaOps::plan_head_part(std::uint64_t tokens, std::uint64_t first, std::uint64_t words) const {
+  const std::uint64_t width = shape_.width, stride = logits_stride();
   const std::uint64_t gradients = stride * sizeof(float) / element_bytes();
-  const DType type = shape_.type;
-  return {
-      .logits = gemm_->plan({"the product for logits",
-                             words,
-                             tokens,
-                             width,
-                             type,
-                             DType::kFloat32,
-                             {true, width},
-                             {false, width},
-                             stride}),
-      .dx = gemm_->plan({"the product back from logits",
-                         width,
-                         tokens,
-                         words,
-                         type,
-                         type,
-                         {false, width},
-                         {false, gradients},
-                         width}),
-      .dweight = gemm_->plan({"the product for the embedding's gradient",
-                              width,
-                              words,
-                              tokens,
-                              type,
-                              DType::kFloat32,
-                              {false, width},
-                              {true, gradients},
-                              width}),
-  };
+  const DType type = shape_.type, sum = DType::kFloat32;
+  const Product logits{"the product for logits", words, tokens, width, type, sum, {true, width},
+                       {false, width},           stride};
+  const Product dx{
+      "the product back from logits", width, tokens, words, type, type, {false, width}, {false, gradients}, width};
+  const Product dweight{"the product for the embedding's gradient",
+                        width,
+                        words,
+                        tokens,
+                        type,
+                        sum,
+                        {false, width},
+                        {true, gradients},
+                        width};
+  return {.first = first, .logits = gemm_->plan(logits), .dx = gemm_->plan(dx), .dweight = gemm_->plan(dweight)};
 }
 
 const CudaOps::LayerProducts& CudaOps::products(std::uint32_t in, std::uint32_t out) const {
@@ -363,18 +355,31 @@ void CudaOps::run(const HeadLoss& op, Stream& stream) {
 
 // dx comes last, for it may lie over x.
 void CudaOps::head_slice(const HeadLoss& op, std::size_t first, std::size_t tokens, cudaStream_t stream) const {
-  const HeadProducts& planned = tokens == slice_tokens() ? *head_whole_ : *head_rest_;
+  const HeadProducts& parts = tokens == slice_tokens() ? head_whole_ : head_rest_;
   const std::size_t offset = first * shape_.width * element_bytes();
   const auto* x = static_cast<const std::byte*>(op.x) + offset;
+  auto* dx = static_cast<std::byte*>(op.dx) + offset;
   auto* logits = reinterpret_cast<float*>(shared_);
-  gemm_->run(planned.logits, {.a = op.token_weight, .b = x, .d = logits}, stream);
+  const auto weight = [&](const HeadPart& part) {
+    return static_cast<const std::byte*>(op.token_weight) + part.first * shape_.width * element_bytes();
+  };
+  const auto gradients = [&](const HeadPart& part) { return shared_ + part.first * element_bytes(); };
+  for (const HeadPart& part : parts) {
+    gemm_->run(part.logits, {.a = weight(part), .b = x, .d = logits + part.first}, stream);
+  }
   check(head_gradients({shape_.type, tokens, shape_.vocabulary, logits_stride(), logits, op.targets + first,
                         op.losses + first, op.scale},
                        stream),
         "the loss");
-  gemm_->run(planned.dweight,
-             {.a = x, .b = logits, .d = op.dtoken_weight, .beta = op.accumulate || first > 0 ? 1.0f : 0.0f}, stream);
-  gemm_->run(planned.dx, {.a = op.token_weight, .b = logits, .d = static_cast<std::byte*>(op.dx) + offset}, stream);
+  for (const HeadPart& part : parts) {
+    float* dweight = op.dtoken_weight + part.first * shape_.width;
+    gemm_->run(part.dweight,
+               {.a = x, .b = gradients(part), .d = dweight, .beta = op.accumulate || first > 0 ? 1.0f : 0.0f}, stream);
+  }
+  for (const HeadPart& part : parts) {
+    const float beta = &part == parts.data() ? 0.0f : 1.0f;
+    gemm_->run(part.dx, {.a = weight(part), .b = gradients(part), .d = dx, .beta = beta}, stream);
+  }
 }
 
 }  // namespace spillway::gpt2

@@ -60,12 +60,17 @@ class CudaOps final : public Ops {
     std::optional<PlannedProduct> weight_gradient_bias = {};  // with the bias gradient, in the tensor type
     std::optional<PlannedProduct> weight_gradient_sum = {};   // in fp32, where the tensor type is another
   };
-  struct HeadProducts {
+  // Of the words from `first` on. An odd number of words is computed in two parts: cuBLASLt's kernels for all of them
+  // at once were a sixth as fast.
+  struct HeadPart {
+    std::uint64_t first;
     PlannedProduct logits, dx, dweight;
   };
+  using HeadProducts = std::vector<HeadPart>;
 
   LayerProducts plan_layer(std::uint64_t in, std::uint64_t out) const;
   HeadProducts plan_head(std::uint64_t tokens) const;
+  HeadPart plan_head_part(std::uint64_t tokens, std::uint64_t first, std::uint64_t words) const;
   const LayerProducts& products(std::uint32_t in, std::uint32_t out) const;
   void head_slice(const HeadLoss& op, std::size_t first, std::size_t tokens, cudaStream_t stream) const;
 
@@ -92,7 +97,7 @@ class CudaOps final : public Ops {
   std::byte* shared_ = nullptr;
   std::optional<Gemm> gemm_;
   std::map<std::pair<std::uint64_t, std::uint64_t>, LayerProducts> layer_products_;  // by in and out
-  std::optional<HeadProducts> head_whole_, head_rest_;  // of a whole slice, and of a shorter last one
+  HeadProducts head_whole_, head_rest_;  // of a whole slice, and of a shorter last one
   std::vector<std::span<std::byte>> registered_;
 };
 
