@@ -42,6 +42,8 @@ class OpsMachine {
 struct Tolerances {
   double product = 5e-6, gelu = 1e-5, gelu_backward = 1e-5, attention = 1e-5, head = 1e-5;
   DType dlogits = DType::kFloat32;  // what gradients of logits are rounded to inside the head
+  // Products whose rows are not aligned to 16 bytes are rounded to the tensor type before a bias is added.
+  bool rounds_before_bias = false;
 };
 
 struct Variant {
@@ -174,16 +176,18 @@ struct NamedShape {
 
 inline void PrintTo(const NamedShape& shape, std::ostream* out) { *out << shape.name; }
 
-// Largest difference relative to the reference's root mean square. `rounded`: one rounding to the tensor type besides.
-inline void expect_close(const Doubles& result, const Doubles& expected, DType type, double tolerance,
-                         const char* what) {
+// Largest difference relative to the reference's root mean square, and one rounding to the tensor type besides; another
+// one of `before`, where something was rounded on the way.
+inline void expect_close(const Doubles& result, const Doubles& expected, DType type, double tolerance, const char* what,
+                         const Doubles& before = {}) {
   ASSERT_EQ(result.size(), expected.size());
   double square = 0;
   for (const double v : expected) square += v * v;
   const double scale = std::sqrt(square / static_cast<double>(expected.size()));
   for (std::size_t i = 0; i < result.size(); ++i) {
-    const double rounding = type == DType::kBFloat16  ? std::abs(expected[i]) / 256
-                            : type == DType::kFloat16 ? std::abs(expected[i]) / 2048 + 0x1p-25  // half of a subnormal
+    const double rounded = std::abs(expected[i]) + (before.empty() ? 0 : std::abs(before[i]));
+    const double rounding = type == DType::kBFloat16  ? rounded / 256
+                            : type == DType::kFloat16 ? rounded / 2048 + 0x1p-25  // half of a subnormal
                                                       : 0;
     ASSERT_NEAR(result[i], expected[i], tolerance * scale + rounding) << what << " at " << i;
   }
@@ -213,8 +217,13 @@ class OpsTest : public testing::TestWithParam<std::tuple<Variant, NamedShape>> {
   static Tolerances tolerances() { return variant().tolerances; }
   const Shape& shape() const { return bench_->shape; }
   std::size_t tokens() const { return bench_->shape.tokens(); }
-  void close(const void* memory, const Doubles& expected, double tolerance, const char* what) const {
-    expect_close(bench_->read(memory, expected.size()), expected, shape().type, tolerance, what);
+  void close(const void* memory, const Doubles& expected, double tolerance, const char* what,
+             const Doubles& before = {}) const {
+    expect_close(bench_->read(memory, expected.size()), expected, shape().type, tolerance, what, before);
+  }
+  // What is rounded on the way of `product` to a result with a bias; empty: nothing.
+  Doubles rounded_before_bias(const Doubles& product, std::size_t in, std::size_t out) const {
+    return tolerances().rounds_before_bias && (in % 8 != 0 || out % 8 != 0) ? product : Doubles{};
   }
   void close_fp32(const void* memory, const Doubles& expected, double tolerance, const char* what) const {
     expect_close(bench_->read(memory, expected.size(), DType::kFloat32), expected, DType::kFloat32, tolerance, what);
