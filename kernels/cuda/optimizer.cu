@@ -1,13 +1,14 @@
-// The optimizers in the order of spillway/optimizer.h, each line one rounding: eight elements a thread, every array
-// read once and written once.
+// The optimizers in the order of spillway/optimizer.h, each line one rounding: four elements a thread, so that a warp's
+// access to any array is without gaps, every array read once and written once.
 #include "kernels/cuda/elements.cuh"
+#include "kernels/cuda/following.cuh"
 #include "kernels/cuda/kernels.h"
 
 namespace spillway::cuda {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr unsigned kPack = 8;
+constexpr unsigned kPack = 4;
 
 struct Element {
   float weight, exp_avg, exp_avg_sq, gradient;
@@ -92,6 +93,7 @@ __device__ bool update_pack(const OptimizerTile& tile, const OptimizerScalars& s
 template <typename Type, OptimizerKind kKind>
 __global__ void update_elements(const OptimizerTile tile, const OptimizerScalars scalars, std::size_t begin,
                                 std::size_t packs, std::size_t end, std::uint32_t* finite) {
+  follow_on();
   const std::size_t i = std::size_t{blockIdx.x} * kThreads + threadIdx.x;
   bool good = true;
   if (i < packs) good &= update_pack<Type, kKind, kPack>(tile, scalars, begin + i * kPack);
@@ -110,7 +112,8 @@ void launch(const OptimizerTile& tile, const OptimizerScalars& scalars, std::siz
                       aligned(tile.master) && aligned(tile.exp_avg) && aligned(tile.exp_avg_sq);
   const std::size_t count = end - begin, packs = packed ? count / kPack : 0;
   const unsigned grid = blocks_for(std::max(packs, count - packs * kPack), kThreads);
-  update_elements<Type, kKind><<<grid, kThreads, 0, stream>>>(tile, scalars, begin, packs, end, finite);
+  launch_following("the update of a tile", update_elements<Type, kKind>, grid, kThreads, stream, tile, scalars, begin,
+                   packs, end, finite);
 }
 
 }  // namespace
@@ -127,7 +130,6 @@ void update(const OptimizerTile& tile, const OptimizerScalars& scalars, std::siz
       case OptimizerKind::kSgd: return launch<Type, OptimizerKind::kSgd>(tile, scalars, begin, end, finite, stream);
     }
   });
-  check(cudaGetLastError(), "the update of a tile");
 }
 
 }  // namespace spillway::cuda
