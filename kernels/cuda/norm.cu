@@ -1,6 +1,6 @@
-// The squared norm in the order of kernels/norm.h. Half a warp takes a leaf, lane l its accumulator l: 16 consecutive
-// elements are one access. A product of two elements is exact in double, so the fused multiply-add rounds as the CPU's
-// two instructions do.
+// The squared norm in the order of kernels/norm.h. Half a warp takes a leaf, lane l its accumulator l. Sixteen rows of
+// sixteen elements come at a time, a row to each lane, and change hands in shared memory. A product of two elements is
+// exact in double, so the fused multiply-add rounds as the CPU's two instructions do.
 #include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/kernels.h"
 
@@ -10,29 +10,52 @@ namespace {
 constexpr unsigned kAccumulators = 16;
 constexpr unsigned kThreads = 256;
 constexpr unsigned kLeavesPerBlock = kThreads / kAccumulators;
-constexpr unsigned kAhead = 16;  // loads in flight of a thread
+constexpr unsigned kRows = kAccumulators;  // of a leaf, at a time
+constexpr unsigned kPasses = kNormLeaf / kAccumulators / kRows;
+
+// Elements from `i` on; behind `count` zeros.
+template <typename Element>
+__device__ Pack<Element, kAccumulators> load_row(const Element* data, std::size_t i, std::size_t count, bool aligned) {
+  if (aligned && i + kAccumulators <= count) return load_pack<kAccumulators>(data + i);
+  Pack<Element, kAccumulators> row{};
+#pragma unroll
+  for (unsigned k = 0; k < kAccumulators; ++k) {
+    if (i + k < count) row.at[k] = data[i + k];
+  }
+  return row;
+}
 
 template <typename Type>
-__global__ void leaf_sums(const typename Type::Element* data, std::size_t count, double* leaves,
+__global__ void leaf_sums(const typename Type::Element* data, std::size_t count, bool aligned, double* leaves,
                           unsigned long long* first_nonfinite) {
+  using Element = typename Type::Element;
+  // Rows that are stored at one time, and leaves that are read at one time, begin in different banks.
+  struct Leaf {
+    alignas(16) Element rows[kRows][kAccumulators + 16 / sizeof(Element)];
+    Element apart[kAccumulators];
+  };
+  __shared__ Leaf shared[kLeavesPerBlock];
   const unsigned lane = threadIdx.x % kAccumulators;
+  auto& own = shared[threadIdx.x / kAccumulators].rows;
   const std::size_t leaf = std::size_t{blockIdx.x} * kLeavesPerBlock + threadIdx.x / kAccumulators;
   const std::size_t begin = leaf * kNormLeaf;
   double sum = 0;
   std::uint64_t bad = kAllFinite;
-  for (unsigned row = 0; row < kNormLeaf / kAccumulators; row += kAhead) {
-    float x[kAhead];
-#pragma unroll
-    for (unsigned k = 0; k < kAhead; ++k) {
-      const std::size_t i = begin + (row + k) * kAccumulators + lane;
-      x[k] = i < count ? Type::widen(data[i]) : 0.0f;
+  auto next = load_row(data, begin + lane * kAccumulators, count, aligned);
+  for (unsigned pass = 0; pass < kPasses; ++pass) {
+    const std::size_t first = begin + pass * kRows * kAccumulators;
+    __syncwarp();
+    store_pack(own[lane], next);
+    __syncwarp();
+    if (pass + 1 < kPasses) {
+      next = load_row(data, first + (kRows + lane) * kAccumulators, count, aligned);
     }
 #pragma unroll
-    for (unsigned k = 0; k < kAhead; ++k) {
-      const auto wide = static_cast<double>(x[k]);
+    for (unsigned k = 0; k < kRows; ++k) {
+      const float x = Type::widen(own[k][lane]);
+      const auto wide = static_cast<double>(x);
       sum = __fma_rn(wide, wide, sum);
-      const std::uint64_t i = begin + (row + k) * kAccumulators + lane;
-      if (!isfinite(x[k]) && i < bad) bad = i;
+      if (!isfinite(x) && bad == kAllFinite) bad = first + k * kAccumulators + lane;
     }
   }
 #pragma unroll
@@ -43,7 +66,8 @@ __global__ void leaf_sums(const typename Type::Element* data, std::size_t count,
   if (lane == 0 && begin < count) leaves[leaf] = sum;
 }
 
-// In order: one addition waits for the one before. The other threads fetch what comes next.
+// In order: one addition waits for the one before, and for nothing else, where a whole round of leaves is there. The
+// other threads fetch what comes next.
 __global__ void add_leaves(const double* leaves, std::size_t count, NormResult* result) {
   __shared__ double next[2][kThreads];
   double sum = 0;
@@ -53,9 +77,12 @@ __global__ void add_leaves(const double* leaves, std::size_t count, NormResult* 
     const std::size_t ahead = begin + kThreads + threadIdx.x;
     if (ahead < count) next[turn ^ 1][threadIdx.x] = leaves[ahead];
     if (threadIdx.x != 0) continue;
-    const unsigned here = static_cast<unsigned>(count - begin < kThreads ? count - begin : kThreads);
-#pragma unroll 8
-    for (unsigned k = 0; k < here; ++k) sum = __dadd_rn(sum, next[turn][k]);
+    if (count - begin >= kThreads) {
+#pragma unroll
+      for (unsigned k = 0; k < kThreads; ++k) sum = __dadd_rn(sum, next[turn][k]);
+    } else {
+      for (unsigned k = 0; k < count - begin; ++k) sum = __dadd_rn(sum, next[turn][k]);
+    }
   }
   if (threadIdx.x == 0) result->sum_of_squares = sum;
 }
@@ -70,7 +97,8 @@ void squared_norm(const void* data, DType type, std::size_t count, double* leave
   if (count > 0) {
     for_type(type, [&]<typename Type>(Type) {
       leaf_sums<Type><<<blocks_for(leaf_count, kLeavesPerBlock), kThreads, 0, stream>>>(
-          static_cast<const typename Type::Element*>(data), count, leaves,
+          static_cast<const typename Type::Element*>(data), count,
+          packs_align<kAccumulators>(static_cast<const typename Type::Element*>(data)), leaves,
           reinterpret_cast<unsigned long long*>(&result->first_nonfinite));
     });
     check(cudaGetLastError(), "the norm of a gradient");
