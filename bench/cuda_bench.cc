@@ -17,6 +17,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/device.h"
@@ -50,23 +51,16 @@ class Bench {
   ~Bench() { device_->unregister_host(host_.memory()); }
 
   void copies() {
-    const double up = rate([&] { whole(CopyKind::kHostToDevice, *up_); });
-    const double down = rate([&] { whole(CopyKind::kDeviceToHost, *down_); });
-    const double both = rate([&] { whole(CopyKind::kHostToDevice, *up_), whole(CopyKind::kDeviceToHost, *down_); }, 2);
+    const Rates large = bare(bytes_);
     fmt::print("{{\"bench\": \"cuda_memcpy\", \"h2d_gb_s\": {:.2f}, \"d2h_gb_s\": {:.2f}, \"both_gb_s\": {:.2f}}}\n",
-               up / 1e9, down / 1e9, both / 1e9);
+               large.up / 1e9, large.down / 1e9, large.both / 1e9);
     for (const std::uint64_t chunk : {kMiB, 4 * kMiB}) {
-      report_copies("h2d", chunk, up, rate([&] { chunks(CopyKind::kHostToDevice, *up_, chunk); }));
-      report_copies("d2h", chunk, down, rate([&] { chunks(CopyKind::kDeviceToHost, *down_, chunk); }));
-      report_copies("both", chunk, both,
-                    rate(
-                        [&] {
-                          for (std::uint64_t at = 0; at < bytes_; at += chunk) {
-                            one_chunk(CopyKind::kHostToDevice, *up_, chunk, at);
-                            one_chunk(CopyKind::kDeviceToHost, *down_, chunk, at);
-                          }
-                        },
-                        2));
+      const Rates same = bare(chunk);
+      const Rates own = rates(
+          chunk, [&](CopyKind kind, Stream& stream, std::uint64_t at) { chunk_of_store(kind, stream, chunk, at); });
+      report_copies("h2d", chunk, own.up, large.up, same.up);
+      report_copies("d2h", chunk, own.down, large.down, same.down);
+      report_copies("both", chunk, own.both, large.both, same.both);
     }
   }
 
@@ -115,33 +109,49 @@ class Bench {
     return times * static_cast<double>(bytes_) / time(work);
   }
 
-  void whole(CopyKind kind, Stream& stream) {
-    const bool up = kind == CopyKind::kHostToDevice;
-    std::byte* host = host_.memory().data() + (up ? 0 : bytes_);
-    std::byte* device = hbm(up ? 0 : bytes_);
-    const cudaError_t result = cudaMemcpyAsync(up ? device : host, up ? host : device, bytes_,
-                                               up ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
-                                               static_cast<cudaStream_t>(stream.native()));
-    SPILLWAY_CHECK(result == cudaSuccess, "a copy of pinned memory");
+  struct Rates {
+    double up, down, both;
+  };
+  // Of chunks, each of which `copy` enqueues, in both directions.
+  template <typename Copy>
+  Rates rates(std::uint64_t chunk, const Copy& copy) {
+    const auto every = [&](auto&& work) {
+      for (std::uint64_t at = 0; at < bytes_; at += chunk) work(at);
+    };
+    const auto up = [&](std::uint64_t at) { copy(CopyKind::kHostToDevice, *up_, at); };
+    const auto down = [&](std::uint64_t at) { copy(CopyKind::kDeviceToHost, *down_, at); };
+    return {.up = rate([&] { every(up); }),
+            .down = rate([&] { every(down); }),
+            .both = rate([&] { every([&](std::uint64_t at) { up(at), down(at); }); }, 2)};
   }
-  // As the store moves them: a copy and an event for each chunk.
-  void one_chunk(CopyKind kind, Stream& stream, std::uint64_t chunk, std::uint64_t at) {
+  // Nothing but CUDA's copies.
+  Rates bare(std::uint64_t chunk) {
+    return rates(chunk, [&](CopyKind kind, Stream& stream, std::uint64_t at) {
+      const auto [to, from] = ends(kind, at);
+      const cudaError_t result =
+          cudaMemcpyAsync(to, from, chunk, cudaMemcpyDefault, static_cast<cudaStream_t>(stream.native()));
+      SPILLWAY_CHECK(result == cudaSuccess, "a copy of pinned memory");
+    });
+  }
+  // As the store moves them: an event for each chunk, too.
+  void chunk_of_store(CopyKind kind, Stream& stream, std::uint64_t chunk, std::uint64_t at) {
+    auto& event = events_[at / chunk % kEvents];
+    if (!event) event = device_->create_polled_event();
+    const auto [to, from] = ends(kind, at);
+    device_->copy_async(kind, to, from, chunk, stream);
+    device_->record(*event, stream);
+  }
+  std::pair<std::byte*, std::byte*> ends(CopyKind kind, std::uint64_t at) {
     const bool up = kind == CopyKind::kHostToDevice;
     std::byte* host = host_.memory().data() + (up ? 0 : bytes_) + at;
     std::byte* device = hbm(up ? 0 : bytes_) + at;
-    auto& event = events_[at / chunk % kEvents];
-    if (!event) event = device_->create_event();
-    device_->copy_async(kind, up ? device : host, up ? host : device, chunk, stream);
-    device_->record(*event, stream);
+    return up ? std::pair{device, host} : std::pair{host, device};
   }
-  void chunks(CopyKind kind, Stream& stream, std::uint64_t chunk) {
-    for (std::uint64_t at = 0; at < bytes_; at += chunk) one_chunk(kind, stream, chunk, at);
-  }
-  static void report_copies(const char* way, std::uint64_t chunk, double limit, double reached) {
+  static void report_copies(const char* way, std::uint64_t chunk, double reached, double limit, double bare) {
     fmt::print(
         "{{\"bench\": \"cuda_chunks\", \"way\": \"{}\", \"chunk\": \"{}MiB\", \"gb_s\": {:.2f}, "
-        "\"of_limit\": {:.3f}}}\n",
-        way, chunk / kMiB, reached / 1e9, reached / limit);
+        "\"of_limit\": {:.3f}, \"bare_gb_s\": {:.2f}, \"of_bare\": {:.3f}}}\n",
+        way, chunk / kMiB, reached / 1e9, reached / limit, bare / 1e9, reached / bare);
   }
 
   void update(DType type, double limit) {

@@ -34,7 +34,7 @@ BlockFetcher::BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std
   for (std::uint64_t at = 0; chunk_bytes > 0 && at + chunk_bytes <= chunks.size(); at += chunk_bytes) {
     chunks_.push_back(std::make_unique<Chunk>());
     chunks_.back()->memory = chunks.data() + at;
-    chunks_.back()->copied = device.create_event();
+    chunks_.back()->copied = device.create_polled_event();
   }
   copying_.reserve(chunks_.size());
   active_.reserve(most_fetches);

@@ -147,7 +147,8 @@ class CudaDevice final : public Device {
   std::unique_ptr<Stream> adopt_stream(void* native) override {
     return std::make_unique<CudaStream>("", ++streams_, static_cast<cudaStream_t>(native), health_);
   }
-  std::unique_ptr<Event> create_event() override { return std::make_unique<CudaEvent>(); }
+  std::unique_ptr<Event> create_event() override { return std::make_unique<CudaEvent>(RawEvent::Use::kOrder); }
+  std::unique_ptr<Event> create_polled_event() override { return std::make_unique<CudaEvent>(RawEvent::Use::kPoll); }
   std::unique_ptr<Stopwatch> create_stopwatch() override { return std::make_unique<CudaStopwatch>(health_); }
 
   bool done(const Event& event) const override {

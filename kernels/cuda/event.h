@@ -14,7 +14,7 @@ namespace spillway::cuda {
 // A cudaEvent_t.
 class RawEvent {
  public:
-  enum class Use { kOrder, kTime, kNow };
+  enum class Use { kOrder, kPoll, kTime, kNow };
   explicit RawEvent(Use use);
   ~RawEvent();
   RawEvent(const RawEvent&) = delete;
@@ -33,7 +33,8 @@ double seconds_between(const RawEvent& from, const RawEvent& to);
 
 class CudaEvent final : public Event {
  public:
-  RawEvent raw{RawEvent::Use::kOrder};
+  explicit CudaEvent(RawEvent::Use use) : raw(use) {}
+  RawEvent raw;
   std::atomic<std::uint64_t> stream = 0;  // number of the stream of the latest record
 };
 
