@@ -20,6 +20,10 @@ LLAMA = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
 SHAPES = {
     "tiny": ("LlamaConfig", {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256,
                              "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}, None),
+    # Large enough for DeepSpeed to put weights on the drive: to see on a CPU that it does.
+    "small": ("LlamaConfig", {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
+                              "vocab_size": 16384, "num_attention_heads": 8, "num_key_value_heads": 8,
+                              "tie_word_embeddings": True}, None),
     "llama-1b": ("LlamaConfig", {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
                                  "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
                                  "vocab_size": 128256, "tie_word_embeddings": True}, "5GiB"),
@@ -188,7 +192,7 @@ class DeepSpeed(Loop):
         if nvme:
             # What its documentation and bench/results say is fast: both pipelines, which take 12 buffers of a
             # sub-group; a buffer for each weight on its way, the embedding's size; several threads.
-            zero["sub_group_size"] = int(1e8)
+            zero["sub_group_size"] = options.parameters // 12
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": options.folder, "buffer_count": 12,
                                          "pipeline_read": True, "pipeline_write": True, **pinned}
             zero["offload_param"] = {"device": "nvme", "nvme_path": options.folder, "buffer_count": 16,
@@ -256,9 +260,9 @@ class Fsdp(Loop):
         join_world(options)
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
         gpu = options.device == "cuda"
+        # The norm of gradients, in host memory, goes through gloo.
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", rank=0, world_size=1,
-                                             store=torch.distributed.HashStore(),
-                                             **({"device_id": torch.device("cuda", 0)} if gpu else {}))
+                                             store=torch.distributed.HashStore())
         mesh = torch.distributed.init_device_mesh(options.device, (1,))
         self.model = checkpointed(model(options).float())
         how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16,

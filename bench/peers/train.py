@@ -14,11 +14,13 @@ as far as --seconds go, by what the steps before took.
   train.py --tiny      every program that can run on a CPU, on a small shape
 """
 import argparse
+import contextlib
 import gc
 import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -62,6 +64,18 @@ class HostMemory:
             time.sleep(0.1)
 
 
+def expected_seconds(known, micro_batches):
+    """Of a step, by the last two sizes, as part of it does not grow with its micro-batches; by one, in proportion."""
+    if not known:
+        return 0
+    count, seconds = known[-1]
+    most = seconds * micro_batches / count
+    if len(known) == 1:
+        return most
+    slope = max(0, (seconds - known[-2][1]) / (count - known[-2][0]))
+    return min(most, seconds + slope * (micro_batches - count))
+
+
 class Runner:
     def __init__(self, options):
         self.options, self.memory = options, HostMemory()
@@ -102,18 +116,18 @@ class Runner:
             torch.set_num_threads(options.threads)
         rows = torch.randint(0, loops.SHAPES[options.shape][1]["vocab_size"], (64, options.micro, options.seq),
                              generator=torch.Generator().manual_seed(2)).to(options.device)
-        one = 0  # seconds of a micro-batch, at most
+        known = []  # (micro-batches, seconds of a step) so far
         for tokens, steps in zip(options.tokens, options.steps):
             micro_batches = tokens // (options.micro * options.seq)
-            if one * micro_batches * 2 > self.left():
-                self.say(unfinished=f"{tokens} tokens: {self.left():.0f} s are left, a step takes up to "
-                                    f"{one * micro_batches:.0f} s")
+            step = expected_seconds(known, micro_batches)
+            if 1.3 * step > self.left():
+                self.say(unfinished=f"{tokens} tokens: a step takes some {step:.0f} s, {self.left():.0f} are left")
                 return
             setup = self.prepare(torch, loops, micro_batches)
             seconds = self.steps(torch, rows, tokens, micro_batches, steps)
             settled = seconds[1:] or seconds
             middle = statistics.median(settled)
-            one = middle / micro_batches
+            known.append((micro_batches, middle))
             self.say(size=tokens, step_seconds=middle, tokens_per_second=tokens / middle, steps=len(settled),
                      first_counts=len(seconds) == 1, setup_seconds=setup, about=self.loop.ABOUT,
                      parameters=options.parameters, peak_hbm_bytes=self.peak(torch), hbm_bytes=self.hbm,
@@ -191,8 +205,10 @@ def main():
         return 77
     if options.variant is None:
         return run_all(options)
-    # If memory does not suffice, this is what the kernel ends.
+    # If memory does not suffice, this is what the kernel ends. DeepSpeed locks what it reads the drive into.
     pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     shutil.rmtree(options.folder, ignore_errors=True)
     pathlib.Path(options.folder).mkdir(parents=True)
     runner = Runner(options)
