@@ -5,8 +5,9 @@ smallest number of tokens a step, so that sizes are what is cut where time is sh
 """
 import json
 import shutil
+import statistics
 
-from gpu_session import GIB, ROOT, Skip
+from gpu_session import GIB, ROOT, Failed, Skip
 
 # Shares of the time, in this order: what is held against what comes first, then the drive's, which take longest.
 SHARES = {"pytorch": 40, "spillway-hbm": 45, "spillway-host": 60, "deepspeed-cpu": 75, "fsdp2": 55, "torchao": 55,
@@ -35,6 +36,10 @@ def peers(s):
         rest = sum(list(SHARES.values())[i:])
         found[name] = one_peer(s, python, device, library, name, s.left() * SHARES[name] / rest)
     judge(s, found)
+    for ours in PLACES:  # a peer that cannot says so, and that is all
+        for line in found[ours][0]:
+            if line.get("failed") and line["code"] != "does_not_fit":
+                raise Failed(f"{ours}: {line['failed']}")
 
 
 def one_peer(s, python, device, library, name, seconds):
@@ -64,18 +69,22 @@ def sizes_of(lines):
     """By tokens a step. A size of which the program was killed has its steps, and not the line that sums them up."""
     found = {line["size"]: line for line in lines if "size" in line}
     for line in lines:
-        if "step" in line and line["tokens"] not in found:
-            found[line["tokens"]] = {"tokens_per_second": line["tokens"] / line["seconds"], "unfinished": True}
+        if "step" in line and "tokens_per_second" not in found.get(line["tokens"], {}):
+            found.setdefault(line["tokens"], {"all": []})["all"].append(line["seconds"])
+    for tokens, size in found.items():
+        if "all" in size:
+            settled = size["all"][1:] or size["all"]
+            size |= {"tokens_per_second": tokens / statistics.median(settled), "first_counts": len(size["all"]) == 1}
     return found
 
 
 def words(name, size):
-    """Tokens a second, and memory, as far as it is known."""
-    text = f"{size['tokens_per_second']:.0f} tokens/s"
+    """Tokens a second, memory, and what a step moves on the drive, as far as it is known."""
+    text = f"{size['tokens_per_second']:.0f} tokens/s{' in the first step' if size['first_counts'] else ''}"
     if "host_bytes" in size:
-        # Memory that CUDA pinned may be in one and not in the other.
-        host = max(size["host_bytes"], size["peak_rss_bytes"])
-        text += f", {size['hbm_bytes'] / GIB:.1f} GiB HBM, {host / GIB:.1f} host"
+        text += f", {size['hbm_bytes'] / GIB:.1f} GiB HBM, {size['host_bytes'] / GIB:.1f} host"
+        if size["read_bytes"] + size["written_bytes"] > 1 << 20:
+            text += f", reads {size['read_bytes'] / 1e9:.1f} GB, writes {size['written_bytes'] / 1e9:.1f}"
     return f"{name}: {text}" if name else text
 
 

@@ -3,6 +3,7 @@
 
   {"step", "tokens", "seconds", "loss", "read_bytes", "written_bytes"}      each step, as soon as it is done
   {"size", "step_seconds", "tokens_per_second", peaks of memory, …}         each size; the first step does not count
+  {"imported"}, {"ready"}                                                   how long libraries and set-up took
   {"failed"} or {"unfinished"}                                              why there is no more
 
 `peak_hbm_bytes` is what PyTorch's tensors took, `hbm_bytes` what the process took of the GPU's memory with all that
@@ -116,26 +117,31 @@ class Runner:
             torch.set_num_threads(options.threads)
         rows = torch.randint(0, loops.SHAPES[options.shape][1]["vocab_size"], (64, options.micro, options.seq),
                              generator=torch.Generator().manual_seed(2)).to(options.device)
+        self.say(imported=time.monotonic() - START)
         known = []  # (micro-batches, seconds of a step) so far
         for tokens, steps in zip(options.tokens, options.steps):
             micro_batches = tokens // (options.micro * options.seq)
             step = expected_seconds(known, micro_batches)
             if 1.3 * step > self.left():
-                self.say(unfinished=f"{tokens} tokens: a step takes some {step:.0f} s, {self.left():.0f} are left")
+                self.say(unfinished=f"{tokens} tokens: a step takes some {step:.0f} s, {max(0, self.left()):.0f} are "
+                                    "left")
                 return
             setup = self.prepare(torch, loops, micro_batches)
-            seconds = self.steps(torch, rows, tokens, micro_batches, steps)
+            self.say(ready=tokens, setup_seconds=setup, seconds_left=self.left())
+            seconds, read, written = self.steps(torch, rows, tokens, micro_batches, steps)
             settled = seconds[1:] or seconds
             middle = statistics.median(settled)
             known.append((micro_batches, middle))
             self.say(size=tokens, step_seconds=middle, tokens_per_second=tokens / middle, steps=len(settled),
-                     first_counts=len(seconds) == 1, setup_seconds=setup, about=self.loop.ABOUT,
+                     first_counts=len(seconds) == 1, read_bytes=read, written_bytes=written, setup_seconds=setup,
+                     about=self.loop.ABOUT,
                      parameters=options.parameters, peak_hbm_bytes=self.peak(torch), hbm_bytes=self.hbm,
                      peak_rss_bytes=kilobytes("/proc/self/status", "VmHWM"), host_bytes=self.memory.look(),
                      torch=torch.__version__, **self.loop.counters())
             self.ready = time.monotonic()
 
     def steps(self, torch, rows, tokens, micro_batches, steps):
+        """(seconds of each, bytes read and written on the drive by the last one)."""
         seconds, row = [], 0
         for step in range(1, steps + 1):
             if seconds and 1.1 * seconds[-1] > self.left():
@@ -151,7 +157,7 @@ class Runner:
             seconds.append(time.perf_counter() - begin)
             read, written = (now - then for now, then in zip(drive_bytes(), before))
             self.say(step=step, tokens=tokens, seconds=seconds[-1], loss=loss, read_bytes=read, written_bytes=written)
-        return seconds
+        return seconds, read, written
 
     def peak(self, torch):
         return torch.cuda.max_memory_allocated() if self.options.device == "cuda" else 0
@@ -217,7 +223,7 @@ def main():
     except Exception as error:  # of a peer that is not there, or cannot: its line says why
         import traceback
         traceback.print_exc()
-        runner.say(failed=f"{type(error).__name__}: {str(error)[:600]}")
+        runner.say(failed=f"{type(error).__name__}: {str(error)[:600]}", code=getattr(error, "code", None))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what libraries do at exit takes its time, and nothing is measured after it
