@@ -8,6 +8,7 @@
   resident    gpt2-xl with everything in HBM: share of the GPU's product rate; beside PyTorch, in turns
   tiers       gpt2-xl in 4 GiB of HBM and 4 GiB of host memory, all on NVMe: the step over its slowest link
   pytorch     a PyTorch loop through Spillway: its tests, and beside PyTorch alone
+  peers       a Llama shape by a PyTorch loop through Spillway, and by what a user would take instead
   big         3 billion parameters in 10 GiB of HBM and 32 GiB of host memory
   sanitizer   the suites under compute-sanitizer, as far as the rest of the time goes
 
@@ -33,6 +34,7 @@ import sys
 import tempfile
 import time
 
+import gpu_peers
 import gpu_stages
 import gpu_tests
 import gpu_tiers
@@ -43,7 +45,7 @@ STAGES = {
     "suites": (gpu_tests.suites, 30, 150), "same_bits": (gpu_tests.same_bits, 40, 300),
     "reference": (gpu_stages.reference, 30, 120), "copies": (gpu_stages.copies, 30, 150),
     "resident": (gpu_stages.resident, 120, 420), "tiers": (gpu_tiers.tiers, 120, 500),
-    "pytorch": (gpu_tests.pytorch, 90, 240), "big": (gpu_tiers.big, 200, 500),
+    "pytorch": (gpu_tests.pytorch, 90, 240), "peers": (gpu_peers.peers, 240, 480), "big": (gpu_tiers.big, 200, 500),
     "sanitizer": (gpu_tests.sanitizer, 30, 600)}
 TINY_SECONDS = (1, 300)
 EMULATED_GPU = "libspillway_emulated_gpu.so"
@@ -129,6 +131,8 @@ def parse():
     parser.add_argument("--seconds", type=float, default=3600, help="the time box")
     parser.add_argument("--peer-python", default=sys.executable,
                         help="a python with torch and transformers; none: no peer")
+    parser.add_argument("--peer-shape", default="llama-1b", choices=("llama-1b", "qwen3-1.7b", "llama-8b"),
+                        help="the model of the stage peers")
     parser.add_argument("--tiny", action="store_true", help="small shapes, all in a minute or two; what would go to a "
                         "default of --out or --work is thrown away")
     parser.add_argument("--table", nargs="+", type=pathlib.Path, metavar="DIR", help="only print what these --out hold")
