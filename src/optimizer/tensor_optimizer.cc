@@ -231,44 +231,6 @@ void TensorOptimizer::set_groups(std::span<const std::uint32_t> group_of) {
   }
 }
 
-// In the engine's order: a block's leaves are added in order, and then the blocks.
-GradientNorm TensorOptimizer::norm_of(std::span<const OptimizerTensor> tensors) {
-  const std::span<std::byte> memory = host_region(plan_.host.norms);
-  double* const leaves = reinterpret_cast<double*>(memory.data());
-  double sum = 0;
-  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
-    const BlockPartition& partition = plan_.blocks[b].partition;
-    const std::size_t all = partition.trainable_elements / kNormLeaf;
-    std::fill_n(leaves, all, 0.0);
-    for (std::uint32_t p = 0; p < partition.parameters.size(); ++p) {
-      const ParameterPlace& place = partition.parameters[p];
-      const std::uint32_t t = tensors_.index(b, p);
-      if (tensors[t].gradient == nullptr) continue;
-      const std::span<double> own(leaves + place.first / kNormLeaf, div_up(place.count, std::uint64_t{kNormLeaf}));
-      bool finite = true;
-      if (is_elsewhere(tensors[t].gradient)) {
-        tensors_.staging().carrier()->leaf_sums(t, own);
-        finite = std::ranges::all_of(own, [](double sum) { return std::isfinite(sum); });
-      } else {
-        const NormResult result = squared_norm(tensors[t].gradient, config_.weights, place.count, own, *workers_);
-        finite = result.first_nonfinite == kAllFinite;
-      }
-      if (finite) continue;
-      return {.norm = HUGE_VAL, .first_nonfinite = t};
-    }
-    double of_block = 0;
-    for (std::size_t leaf = 0; leaf < all; ++leaf) of_block += leaves[leaf];
-    sum += of_block;
-  }
-  return {.norm = std::sqrt(sum)};
-}
-
-GradientNorm TensorOptimizer::gradient_norm(std::span<const OptimizerTensor> tensors) {
-  const auto turn = caller_.enter("gradient_norm");
-  check(tensors, "gradient_norm", true);
-  return norm_of(tensors);
-}
-
 void TensorOptimizer::take_blocks(std::span<const OptimizerTensor> tensors) {
   for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
     const std::size_t parameters = model_.blocks[b].parameters.size();
@@ -404,11 +366,10 @@ OptimizerStepReport TensorOptimizer::step(const OptimizerStep& step) {
                                          fmt::format("a commit has room for {}", most)});
   }
   if (!step.finite) {
-    const GradientNorm norm = norm_of(step.tensors);
-    if (norm.first_nonfinite) {
-      throw Error(Code::kNonFinite, {tensors_.name(*norm.first_nonfinite),
-                                     fmt::format("NaN or Inf in its gradient in step {}", step_ + 1), 0,
-                                     "nothing was changed; lower the learning rate, or leave the step out"});
+    if (const auto tensor = first_nonfinite(step.tensors)) {
+      throw Error(Code::kNonFinite,
+                  {tensors_.name(*tensor), fmt::format("NaN or Inf in its gradient in step {}", step_ + 1), 0,
+                   "nothing was changed; lower the learning rate, or leave the step out"});
     }
   }
   const Clock::time_point start = Clock::now();

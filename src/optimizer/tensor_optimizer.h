@@ -1,11 +1,13 @@
 // The optimizer whose weights are the caller's: offload_optimizer.h for whoever calls it. tensor_optimizer.cc has the
-// step, tensor_optimizer_contents.cc what comes in and goes out beside it (weights, states, snapshots).
+// step, tensor_optimizer_norm.cc what gradients say before it, tensor_optimizer_contents.cc what comes in and goes out
+// beside it (weights, states, snapshots).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -69,6 +71,7 @@ class TensorOptimizer final : public OffloadOptimizer {
   void resume_updates(std::vector<std::uint64_t> counts, const char* object);
   void set_groups(std::span<const std::uint32_t> group_of);
   GradientNorm norm_of(std::span<const OptimizerTensor> tensors);
+  std::optional<std::uint32_t> first_nonfinite(std::span<const OptimizerTensor> tensors);
   void take_blocks(std::span<const OptimizerTensor> tensors);
   bool update_in_memory(std::span<const OptimizerTensor> tensors);
   bool update_piece(std::size_t piece, std::span<const OptimizerTensor> tensors, const TensorStaging::Slot& slot,
