@@ -211,7 +211,7 @@ class TensorCarrier:
 
     def _pin(self, address, size):
         if self._pinned is None:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # for all GPUs
             self._pinned = address
 
     def close(self):
