@@ -3,13 +3,20 @@
 
 The GPT of pytorch_bench.py, trained by a plain loop with
   foreach, fused   torch.optim.AdamW, states in RAM beside weights and gradients
-  torchao          torchao's CPUOffloadOptimizer, where it is installed; it refuses machines without a GPU, in its words
   cpu, nvme        spillway.AdamW, states in RAM and on NVMe (in --folder)
-each in a process of its own, in turns. One JSON line a run: `update_seconds` is the median of optimizer.step() alone,
-`step_seconds` of all of a step, without the first two; `resident_bytes` is resident memory at its peak, `grown_bytes`
-by how much resident memory is larger after the last update than before the optimizer was made, with gradients there
-in both. `nvme` says what it read and wrote in a step, and with --spillway which time the drive needs for that by
-itself, as `spillway sweep` measures it in the same run. The last line has the ratios to `fused`.
+  torchao          with --torchao, in the first round: its CPUOffloadOptimizer, which refuses machines without a GPU in
+                   its words, and its AdamW8bit, which runs on a CPU but compiles an update for each shape of a weight
+each in a process of its own, on the same --threads cores, in turns; every other round the other way round.
+
+One JSON line a run. Of all steps but the first two `update_seconds` is the median of optimizer.step() alone,
+`step_seconds` of all of a step. `grown_bytes` is how far the peak of resident memory in training lies above the peak of
+forward and backward before the optimizer was made. nvme's bytes are those inside of step(), which returns when all of
+them are durable: what it reads ahead while backward runs counts neither as bytes nor as time. `drive_seconds` is what
+the drive needs for those bytes by itself, reads and writes mixed, by fio (or aio_bench) before and after the run.
+
+The last line has medians over the rounds: update_seconds over fused, nvme's over the drive's, by how much memory grew
+beyond host_bytes (the plan's where --host is missing), whether cpu and nvme have the same losses, and how far they are
+from fused's.
 
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
 """
@@ -24,14 +31,20 @@ import sys
 import tempfile
 import time
 
+import link_probes
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VARIANTS = ("foreach", "fused", "torchao", "cpu", "nvme")
+VARIANTS, PEERS, OURS = ("foreach", "fused", "cpu", "nvme"), ("torchao", "torchao8bit"), ("cpu", "nvme")
 RATES = {"lr": 1e-4, "weight_decay": 0.01}
 
 
 def status_bytes(field):
     text = pathlib.Path("/proc/self/status").read_text()
     return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024
+
+
+def forget_peak():
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
 
 
 def made(options, torch, network, folder):
@@ -41,6 +54,9 @@ def made(options, torch, network, folder):
     if options.variant == "torchao":
         from torchao.optim import CPUOffloadOptimizer
         return CPUOffloadOptimizer(network.parameters(), torch.optim.AdamW, **RATES)
+    if options.variant == "torchao8bit":
+        from torchao.optim import AdamW8bit
+        return AdamW8bit(network.parameters(), **RATES)
     sys.path.insert(0, str(ROOT / "python"))
     import spillway
     where = {"states": "nvme", "nvme_path": folder / "store"} if options.variant == "nvme" else {}
@@ -49,8 +65,8 @@ def made(options, torch, network, folder):
 
 
 def run(options, folder):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:options.threads])  # Spillway has a thread for each
     import torch
-    sys.path.insert(0, str(ROOT / "bench"))
     from pytorch_bench import model
     torch.set_num_threads(options.threads)
     network = model(torch, options.layers, options.width, options.vocabulary, options.sequence)
@@ -60,18 +76,22 @@ def run(options, folder):
             "torch": torch.__version__}
     batch = torch.randint(0, options.vocabulary, (options.batch, options.sequence),
                           generator=torch.Generator().manual_seed(2))
-    for _ in range(3):  # after which PyTorch's own memory grows no more
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # whose first has PyTorch import 150 MB of its own
+    for i in range(4):  # after which PyTorch's memory grows no more
+        if i == 3:
+            forget_peak()
         network.zero_grad(set_to_none=True)
         network(batch).backward()
-    before = status_bytes("VmRSS")
+    before = status_bytes("VmHWM")
+    forget_peak()
     try:
         optimizer = made(options, torch, network, folder)
     except (ImportError, AssertionError, RuntimeError, TypeError) as error:  # of a peer that cannot
-        if options.variant in ("cpu", "nvme"):
+        if options.variant in OURS:
             raise
         print(json.dumps({**line, "refused": str(error)}), flush=True)
         return
-    updates, steps, losses = [], [], []
+    updates, steps, losses, moved = [], [], [], []
     for _ in range(options.steps):
         begin = time.monotonic()
         for parameter in network.parameters():
@@ -83,39 +103,54 @@ def run(options, folder):
         updates.append(time.monotonic() - middle)
         steps.append(time.monotonic() - begin)
         losses.append(loss.item())
+        if options.variant in OURS:
+            moved.append((optimizer.report.nvme_read_bytes, optimizer.report.nvme_write_bytes,
+                          optimizer.report.stall_seconds))
     first = min(2, options.steps - 1)
     line |= {"update_seconds": statistics.median(updates[first:]), "step_seconds": statistics.median(steps[first:]),
-             "resident_bytes": status_bytes("VmHWM"), "grown_bytes": status_bytes("VmRSS") - before,
-             "losses": losses}
-    if options.variant in ("cpu", "nvme"):
-        report = optimizer.report
-        line |= {"ledger_host_bytes": sum(size for tier, _, size in optimizer.ledger() if tier == "host"),
-                 "read_bytes": report.nvme_read_bytes, "written_bytes": report.nvme_write_bytes,
-                 "stall_seconds": report.stall_seconds}
+             "peak_bytes": status_bytes("VmHWM"), "grown_bytes": status_bytes("VmHWM") - before, "losses": losses}
+    if options.variant in OURS:
+        ledger = sum(size for tier, _, size in optimizer.ledger() if tier == "host")
+        line |= {"host_bytes": ledger, **{name: statistics.median(values[first:]) for name, values in zip(
+            ("read_bytes", "written_bytes", "stall_seconds"), zip(*moved))}}
     print(json.dumps(line), flush=True)
 
 
-def drive_rate(options):
-    """Bytes per second, read and written at once; None without a program to measure it."""
-    if options.spillway is None:
+def mixed_rate(options):
+    """The drive's, in bytes per second; None where it is not asked for."""
+    if not options.drive_seconds:
         return None
+    return link_probes.probe_drive(options.folder, 1 << 30, options.aio_bench, options.drive_seconds)["mixed"]
+
+
+def run_apart(options, variant):
+    """The variant's line."""
+    rates = [mixed_rate(options)] if variant == "nvme" else []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        out = pathlib.Path(folder, "sweep.json")
-        subprocess.run([options.spillway, "sweep", folder, "--seconds", "20", "--size", "1GiB", "--json", out],
-                       check=True, stdout=sys.stderr)
-        return json.loads(out.read_text())["spillway"]["nvme_rates"][0] * 1e9
+        command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant, "--store", folder]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True,
+                              env={**os.environ, "OMP_NUM_THREADS": str(options.threads)})
+    line = json.loads(done.stdout.splitlines()[-1])
+    if variant == "nvme" and rates[0]:
+        rates.append(mixed_rate(options))
+        line |= {"drive_rates": rates,
+                 "drive_seconds": (line["read_bytes"] + line["written_bytes"]) / statistics.mean(rates)}
+    return line
 
 
-def round_of(options):
-    """The variants' lines by name."""
-    lines = {}
-    for variant in VARIANTS:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant, "--store", folder]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True,
-                                  env={**os.environ, "OMP_NUM_THREADS": str(options.threads)})
-        lines[variant] = json.loads(done.stdout.splitlines()[-1])
-    return lines
+def compared(lines):
+    """What a round says, by name."""
+    fused, cpu, nvme = lines["fused"], lines["cpu"], lines["nvme"]
+    found = {"cpu and nvme lose alike": cpu["losses"] == nvme["losses"]}
+    for line in (cpu, nvme):
+        found[f"{line['variant']} grown beyond host_bytes, MiB"] = (line["grown_bytes"] - line["host_bytes"]) / 2**20
+    if "drive_seconds" in nvme:
+        found["nvme over drive"] = nvme["update_seconds"] / nvme["drive_seconds"]
+    if "update_seconds" in fused:  # an older PyTorch has none
+        for name in ("foreach", "cpu", "nvme"):
+            found[f"{name} over fused"] = lines[name]["update_seconds"] / fused["update_seconds"]
+        found["loss from fused's"] = max(abs(a - b) for a, b in zip(cpu["losses"], fused["losses"]))
+    return found
 
 
 def main():
@@ -132,29 +167,30 @@ def main():
     parser.add_argument("--host", help="host_bytes of cpu and nvme; what the plan asks for when missing")
     parser.add_argument("--stream", action="store_true", help="stream_gradients of cpu and nvme")
     parser.add_argument("--folder", default=".", help="on the drive")
-    parser.add_argument("--spillway", help="the program, to measure the drive")
+    parser.add_argument("--torchao", action="store_true", help="beside it, in the first round; minutes")
+    parser.add_argument("--drive-seconds", type=float, default=8, help="for each measurement of the drive; 0: none")
+    parser.add_argument("--aio-bench", type=pathlib.Path, default=ROOT / "build/bench/aio_bench",
+                        help="measures the drive where there is no fio")
     parser.add_argument("--tiny", action="store_true", help="one small round")
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=VARIANTS + PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--store", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tiny:
         options.layers, options.width, options.vocabulary, options.sequence = 2, 64, 256, 16
-        options.steps, options.rounds = 3, 1
+        options.steps, options.rounds, options.drive_seconds = 3, 1, 0
     if options.variant:
         return run(options, options.store)
-    ratios = {}
-    for _ in range(options.rounds):
-        rate, lines = drive_rate(options), round_of(options)
-        if rate:
-            nvme = lines["nvme"]
-            nvme["drive_seconds"] = (nvme["read_bytes"] + nvme["written_bytes"]) / rate
-            ratios.setdefault("nvme over drive", []).append(nvme["update_seconds"] / nvme["drive_seconds"])
-        for name, line in lines.items():
-            print(json.dumps(line), flush=True)
-            if name in ("foreach", "cpu", "nvme") and "update_seconds" in lines["fused"]:
-                ratios.setdefault(name, []).append(line["update_seconds"] / lines["fused"]["update_seconds"])
-    print(json.dumps({"bench": "torch_optimizer", "of": "update_seconds over fused",
-                      **{name: statistics.median(found) for name, found in ratios.items()}}), flush=True)
+    rounds = []
+    for i in range(options.rounds):
+        order = VARIANTS if i % 2 == 0 else VARIANTS[::-1]
+        lines = {}
+        for variant in order + (PEERS if options.torchao and i == 0 else ()):
+            lines[variant] = run_apart(options, variant)
+            print(json.dumps({**lines[variant], "round": i}), flush=True)
+        rounds.append(compared(lines))
+    print(json.dumps({"bench": "torch_optimizer", "rounds": options.rounds, **{
+        name: all(found) if isinstance(found[0], bool) else statistics.median(found)
+        for name, found in ((name, [one[name] for one in rounds]) for name in rounds[0])}}), flush=True)
 
 
 if __name__ == "__main__":

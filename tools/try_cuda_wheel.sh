@@ -9,7 +9,10 @@ set -eu
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 python3 -m venv "$place/venv"
-"$place/venv/bin/pip" install -q "$1" "$2"
+wheels=$place/wheels
+mkdir "$wheels"
+cp "$1" "$2" "$wheels"
+"$place/venv/bin/pip" install -q --find-links "$wheels" 'spillway[cuda]'
 site=$(echo "$place"/venv/lib/python3*/site-packages)
 chmod -R a-w "$site"
 cd "$place"

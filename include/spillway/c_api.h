@@ -361,17 +361,36 @@ spillway_status spillway_export_snapshot(const char* snapshot, const char* direc
 
 // offload_optimizer.h: the caller keeps weights and gradients, and the library the states. Tensors count from 0, block
 // after block as the model was described; every call that takes them takes all of them.
-typedef struct {
-  size_t struct_size;
-  spillway_on_existing on_existing;
-  int32_t keep_gradients;  // not 0: spillway_optimizer_gradient_memory()
-  const char* snapshot;    // null: none
-} spillway_optimizer_options;
-// In host memory, contiguous, of the configuration's type of weights. No gradient: the tensor is left out.
+// In host memory, contiguous, of the configuration's type of weights, or SPILLWAY_ELSEWHERE. No gradient: the tensor is
+// left out.
 typedef struct {
   void* weight;
   const void* gradient;
 } spillway_tensor;
+#define SPILLWAY_ELSEWHERE ((void*)~(uintptr_t)0)
+// TensorCarrier of offload_optimizer.h: elements [first, first + count) of a tensor. Null: not asked for.
+typedef struct {
+  uint32_t slot, tensor;
+  uint64_t first, count;
+  void *weight, *gradient;
+} spillway_carried_piece;
+// Each function returns 0, or anything else to end the call, and the optimizer where states may have changed.
+typedef struct {
+  size_t struct_size;
+  void* user;
+  int (*bring)(void* user, const spillway_carried_piece* piece);
+  int (*give)(void* user, const spillway_carried_piece* piece);
+  int (*wait)(void* user, uint32_t slot);
+  int (*leaf_sums)(void* user, uint32_t tensor, double* sums, uint64_t count);
+} spillway_tensor_carrier;
+typedef struct {
+  size_t struct_size;
+  spillway_on_existing on_existing;
+  int32_t keep_gradients;                  // not 0: spillway_optimizer_gradient_memory()
+  const char* snapshot;                    // null: none
+  const spillway_tensor_carrier* carrier;  // null: no tensor is elsewhere. It is copied
+  int64_t mostly_elsewhere;                // not 0: most are
+} spillway_optimizer_options;
 // Of a group of tensors; each optimizer reads its own. All of it is to be written.
 typedef struct {
   size_t struct_size;
@@ -427,6 +446,8 @@ spillway_status spillway_optimizer_make_step(spillway_optimizer* optimizer, cons
                                              spillway_optimizer_report* report);
 // Memory for the tensor's gradient; null without keep_gradients.
 void* spillway_optimizer_gradient_memory(spillway_optimizer* optimizer, uint32_t tensor, uint64_t* bytes);
+// What a carrier copies from and to, to be pinned for a GPU; null without one.
+void* spillway_optimizer_staging(spillway_optimizer* optimizer, uint64_t* bytes);
 
 // Values [first, first + count) of a tensor, as fp32. It returns 0, or anything else to end the call with
 // SPILLWAY_INVALID_ARGUMENT.

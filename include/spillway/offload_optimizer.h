@@ -13,10 +13,10 @@
 // paths every step is a commit, weights included, durable when step() returns. Where states live, how large tiles are
 // and how many threads work never changes a bit.
 //
-// Ownership: the optimizer owns its memory and files, the caller the tensors, which lie in host memory and hold still
-// during a call. Threads: calls may come from different threads, one at a time; others are refused (kBusy). Errors:
-// spillway::Error in the caller's thread; after kIo or kCorrupt it refuses further work, and the store is at its last
-// commit.
+// Ownership: the optimizer owns its memory and files, the caller the tensors, which hold still during a call. They lie
+// in host memory, or elsewhere, on a GPU say: then a TensorCarrier copies them, piece by piece. Threads: calls may come
+// from different threads, one at a time; others are refused (kBusy). Errors: spillway::Error in the caller's thread;
+// after kIo or kCorrupt it refuses further work, and the store is at its last commit.
 #pragma once
 
 #include <cstddef>
@@ -37,15 +37,45 @@
 
 namespace spillway {
 
+// Stands for the address of what does not lie in host memory row by row.
+inline void* elsewhere() noexcept { return reinterpret_cast<void*>(~std::uintptr_t{0}); }
+
+// Elements [first, first + count) of a tensor, row-major, and where they are in host memory.
+struct CarriedPiece {
+  std::uint32_t slot = 0, tensor = 0;
+  std::uint64_t first = 0, count = 0;
+  void *weight = nullptr, *gradient = nullptr;  // null: not asked for
+};
+
+// The caller's copies between host memory and elsewhere. It is called inside of the optimizer's calls, in their thread.
+// What it throws ends the call, and the optimizer with it where states may have changed.
+class TensorCarrier {
+ public:
+  virtual ~TensorCarrier() = default;
+  // Begin to copy: weight and gradient into host memory, or the weight out of it.
+  virtual void bring(const CarriedPiece& piece) = 0;
+  virtual void give(const CarriedPiece& piece) = 0;
+  // Returns when all that was begun for the slot is done.
+  virtual void wait(std::uint32_t slot) = 0;
+  // The sums of squares of a gradient's leaves, as kernels/norm.h has them, bit for bit: 1,024 consecutive elements
+  // each, element i to accumulator i mod 16, in double, which are then added half to half. Not finite where an element
+  // of the leaf is not.
+  virtual void leaf_sums(std::uint32_t tensor, std::span<double> sums) = 0;
+};
+
 struct OffloadOptimizerOptions {
   OnExisting on_existing = OnExisting::kRefuse;
   // A snapshot to begin with, as in EngineOptions; load_weights() hands its weights out.
   std::filesystem::path snapshot = {};
   // Memory for each tensor's gradient, in the weights' type: gradient_memory(). Else the caller has its own.
   bool keep_gradients = false;
+  // For tensors that are elsewhere(); it must outlive the optimizer. Null: all lie in host memory.
+  TensorCarrier* carrier = nullptr;
+  // Most are: staging() has room to keep their link busy. Else it has little.
+  bool mostly_elsewhere = false;
 };
 
-// One of the caller's tensors, contiguous, in the weights' type; any alignment.
+// One of the caller's tensors, contiguous, in the weights' type; any alignment. Each address may be elsewhere().
 struct OptimizerTensor {
   void* weight = nullptr;
   const void* gradient = nullptr;  // null: it has none in this step, and stays as it is, without decay
@@ -115,6 +145,8 @@ class OffloadOptimizer {
   virtual OptimizerStepReport step(const OptimizerStep& step) = 0;
   // Address in host memory for the tensor's gradient, always the same; empty without keep_gradients.
   virtual std::span<std::byte> gradient_memory(std::uint32_t tensor) = 0;
+  // Host memory that the carrier copies from and to; to be pinned for a GPU. Empty without one.
+  virtual std::span<std::byte> staging() = 0;
 
   // Shows a state of every tensor, tensor after tensor and piece by piece.
   virtual void export_state(OptimizerState state, std::span<const OptimizerTensor> tensors, const StateSink& sink) = 0;

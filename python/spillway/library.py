@@ -96,8 +96,25 @@ class SaveOptions(Sized):
                 ("leave_out_frozen", c_int)]
 
 
+class CarriedPiece(ctypes.Structure):
+    _fields_ = [("slot", c_uint32), ("tensor", c_uint32), ("first", c_uint64), ("count", c_uint64),
+                ("weight", c_void_p), ("gradient", c_void_p)]
+
+
+ELSEWHERE = c_void_p(-1).value  # the address of what is not in host memory row by row
+CarryPiece = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(CarriedPiece))
+WaitSlot = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32)
+LeafSums = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, POINTER(c_double), c_uint64)
+
+
+class Carrier(Sized):
+    _fields_ = [("struct_size", c_size_t), ("user", c_void_p), ("bring", CarryPiece), ("give", CarryPiece),
+                ("wait", WaitSlot), ("leaf_sums", LeafSums)]
+
+
 class OptimizerOptions(Sized):
-    _fields_ = [("struct_size", c_size_t), ("on_existing", c_int), ("keep_gradients", c_int), ("snapshot", c_char_p)]
+    _fields_ = [("struct_size", c_size_t), ("on_existing", c_int), ("keep_gradients", c_int), ("snapshot", c_char_p),
+                ("carrier", POINTER(Carrier)), ("mostly_elsewhere", c_int64)]
 
 
 class OptimizerTensor(ctypes.Structure):
@@ -207,6 +224,7 @@ _VALUE = {  # result, arguments
     "optimizer_current_step": (c_uint64, [c_void_p]),
     "optimizer_blob": (c_size_t, [c_void_p, c_char_p, c_size_t]),
     "optimizer_gradient_memory": (c_void_p, [c_void_p, c_uint32, POINTER(c_uint64)]),
+    "optimizer_staging": (c_void_p, [c_void_p, POINTER(c_uint64)]),
     "stream_destroy": (c_int, [c_void_p]),
     "lease_weight": (c_void_p, [c_void_p, c_uint32]),
     "lease_release": (c_int, [c_void_p]),

@@ -8,7 +8,7 @@ import torch
 
 from . import kept_groups, log
 from .library import ON_EXISTING, Error, OptimizerReport
-from .offloaded_states import CPU, OffloadedStates
+from .offloaded_states import OffloadedStates
 from .optimizer_layout import OptimizerLayout
 from .optimizer_states import Reader, loading, remove_leftovers
 from .optimizer_streaming import GradientStream, StreamedGradient, refuse_sparse
@@ -208,12 +208,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if not 0 < value < math.inf:
                 raise Error("invalid_argument", f"{name}: is {value}; give a number above 0")
         self._layout.check_tensors()
+        try:
+            return self._made(loss)
+        finally:
+            self._states.carrier.release()
+
+    def _made(self, loss):
         held, addresses = self._gradients()
         if not any(addresses):
             return loss
         self._begin()
         groups, group_of = self._hyperparameters()
         norm, scale = None, 1 / self.loss_scale
+        finite = self._states.check_carried(addresses)
         if self.max_grad_norm:
             norm = self._states.gradient_norm(addresses) / self.loss_scale
             scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) / self.loss_scale
@@ -221,7 +228,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not kept:
             self._say_once("param_groups: are too many for a commit; a resumed run has those that it is made with")
         try:
-            report = self._states.make_step(addresses, groups, group_of, scale, blob, finite=norm is not None)
+            report = self._states.make_step(addresses, groups, group_of, scale, blob, finite=finite or norm is not None)
         except Error:
             raise
         except BaseException:  # Ctrl-C, when the step was made
@@ -246,9 +253,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 gradient = gradient._spillway_memory
             else:
                 refuse_sparse(self._layout.names[tensor], gradient)
-                gradient = gradient.detach().to(CPU, self._layout.dtype).contiguous()
             held.append(gradient)
-            addresses.append(gradient.data_ptr())
+            addresses.append(self._states.carrier.gradient(tensor, gradient))
         return held, addresses
 
     def _hyperparameters(self):

@@ -5,16 +5,14 @@ import os
 import weakref
 from ctypes import POINTER, byref, c_double, c_uint32, c_uint64, c_void_p, pointer
 
-import torch
-
-from .library import (ON_EXISTING, TIERS, Error, Hyperparameters, LedgerEntry, Line, Named, OptimizerOptions,
+from .library import (ELSEWHERE, ON_EXISTING, TIERS, Error, Hyperparameters, LedgerEntry, Line, Named, OptimizerOptions,
                       OptimizerReport, OptimizerStep, OptimizerTensor, SaveOptions, StateSink, StateSource,
                       destroy_optimizer, library, parse_config)
 from .memory import tensor_at
 from .optimizer_layout import SECTIONS
 from .pieces import pieces
+from .tensor_carrier import CPU, TensorCarrier
 
-CPU = torch.device("cpu")
 WORDS = {"check_path_or_begin": 'check the path, or make the optimizer without on_existing="resume"',
          "reopen": 'make model and optimizer anew, with on_existing="resume"'}
 
@@ -39,44 +37,10 @@ def configuration(dtype, library_type, device, paths, host_bytes):
     return Named(values, f"spillway.{library_type}")
 
 
-class HostWeights:
-    """Weights in host memory, row-major: their own memory, or a copy of those that lie on a GPU or in another order."""
-
-    def __init__(self, parameters):
-        self._parameters, self._copies = parameters, {}
-
-    def gather(self, values):
-        """By tensor: the address. `values`: whether they are asked for."""
-        addresses, waits = [], False
-        for tensor, parameter in enumerate(self._parameters):
-            weight = parameter.detach()
-            if weight.device == CPU and weight.is_contiguous():
-                self._copies.pop(tensor, None)
-                addresses.append(weight.data_ptr())
-                continue
-            copy = self._copies.get(tensor)
-            if copy is None:
-                copy = self._copies[tensor] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
-            if values:
-                copy.copy_(weight, non_blocking=True)
-                waits = waits or weight.is_cuda
-            addresses.append(copy.data_ptr())
-        if waits:
-            torch.cuda.synchronize()
-        return addresses
-
-    def scatter(self):
-        """Back from the copies; PyTorch is told that all weights have changed."""
-        waits = False
-        for tensor, parameter in enumerate(self._parameters):
-            weight = parameter.detach()  # which has its counter of versions
-            if tensor in self._copies:
-                weight.copy_(self._copies[tensor], non_blocking=True)
-                waits = waits or weight.is_cuda
-            else:
-                weight.reshape(-1)[:0].zero_()
-        if waits:
-            torch.cuda.synchronize()
+def _destroy(carrier, library, handle, process):
+    if os.getpid() == process:
+        carrier.close()
+    destroy_optimizer(library, handle, process)
 
 
 class OffloadedStates:
@@ -87,19 +51,22 @@ class OffloadedStates:
 
     def __init__(self, layout, library_type, device, paths, host_bytes, keep_gradients, on_existing, snapshot=None):
         self._library, self.layout, self.paths = library(), layout, paths
-        self._weights = HostWeights(layout.parameters)
+        self.carrier = TensorCarrier(layout.parameters)
         config = parse_config(configuration(layout.dtype, library_type, device, paths, host_bytes))
         described = layout.describe(self._library)
         self._handle, self._process = c_void_p(), os.getpid()
         try:
             options = OptimizerOptions(ON_EXISTING.index(on_existing), int(keep_gradients),
-                                       None if snapshot is None else os.fsencode(snapshot))
+                                       None if snapshot is None else os.fsencode(snapshot),
+                                       pointer(self.carrier.functions), int(self.carrier.mostly_elsewhere()))
             with _in_words():
                 self._library.optimizer_create(config, described, byref(options), byref(self._handle))
         finally:
             self._library.model_destroy(described)
             self._library.config_destroy(config)
-        self._finalizer = weakref.finalize(self, destroy_optimizer, self._library, self._handle, self._process)
+        size = c_uint64()
+        self._staging = self._library.optimizer_staging(self._handle, byref(size)), size.value
+        self._finalizer = weakref.finalize(self, _destroy, self.carrier, self._library, self._handle, self._process)
 
     def close(self):
         self._finalizer()
@@ -112,25 +79,19 @@ class OffloadedStates:
         return self._handle
 
     @contextlib.contextmanager
-    def _tensors(self, gradients=(), reads=True, writes=False):
-        """The library's array. `gradients`: addresses, null for none. `reads`: the call asks for weights; `writes`: it
-        changes them."""
+    def _tensors(self, gradients=(), writes=False):
+        """The library's array. `gradients`: addresses, null for none. `writes`: the call changes weights."""
         self.layout.check_tensors()
         array = (OptimizerTensor * len(self.layout.parameters))()
-        for tensor, address in enumerate(self._weights.gather(reads)):
+        for tensor, address in enumerate(self.carrier.weights()):
             array[tensor].weight = address
         for tensor, address in enumerate(gradients):
             array[tensor].gradient = address
-        before = self.current_step
-        try:
-            with _in_words():
-                yield array, len(array)
-        except BaseException:
-            writes = writes and self.current_step != before  # Ctrl-C, when the step was made
-            raise
-        finally:
-            if writes:
-                self._weights.scatter()
+        before, ended = self.current_step, False
+        with _in_words(), self.carrier.calls(  # Ctrl-C may come when a step was made
+                *self._staging, writes=lambda: writes and (ended or self.current_step != before)):
+            yield array, len(array)
+            ended = True
 
     # -- the library's calls --------------------------------------------------------------------------------------
 
@@ -165,17 +126,25 @@ class OffloadedStates:
             self._library.optimizer_import_weights(self._open(), *tensors)
 
     def load_weights(self):
-        with self._tensors(reads=False, writes=True) as tensors:
+        with self._tensors(writes=True) as tensors:
             self._library.optimizer_load_weights(self._open(), *tensors)
+
+    def check_carried(self, gradients):
+        """Raises where one that is elsewhere is not finite, and says whether all were looked at."""
+        self._refuse(self.carrier.first_nonfinite())
+        return all(address in (None, ELSEWHERE) for address in gradients)
+
+    def _refuse(self, tensor):
+        if tensor is not None:
+            raise Error("non_finite", f"{self.layout.names[tensor]}: NaN or Inf in its gradient; nothing was changed; "
+                                      "lower the learning rate or look at the data of this step")
 
     def gradient_norm(self, gradients):
         """Raises where a gradient is not finite."""
         norm, wrong = c_double(), c_uint32()
-        with self._tensors(gradients, reads=False) as tensors:
+        with self._tensors(gradients) as tensors:
             self._library.optimizer_gradient_norm(self._open(), *tensors, byref(norm), byref(wrong))
-        if wrong.value < len(self.layout.names):
-            raise Error("non_finite", f"{self.layout.names[wrong.value]}: NaN or Inf in its gradient; nothing was "
-                                      "changed; lower the learning rate or look at the data of this step")
+        self._refuse(wrong.value if wrong.value < len(self.layout.names) else None)
         return norm.value
 
     def make_step(self, gradients, groups, group_of, gradient_scale, blob, finite):
@@ -198,7 +167,7 @@ class OffloadedStates:
 
     def export_state(self, state, sink):
         """`sink`: called with tensor, first, address and count of fp32 values."""
-        with self._tensors(reads=False) as tensors, pieces(sink, lambda: self.layout.elements, StateSink) as callback:
+        with self._tensors() as tensors, pieces(sink, lambda: self.layout.elements, StateSink) as callback:
             self._library.optimizer_export_state(self._open(), state, *tensors, callback, None)
 
     def import_state(self, step, counts, moments, source):

@@ -213,6 +213,7 @@ struct ActivationObject {
 };
 
 struct OptimizerObject {
+  std::unique_ptr<TensorCarrier> carrier;  // null: none
   std::unique_ptr<OffloadOptimizer> optimizer;
   OptimizerKind kind = OptimizerKind::kAdam;
 };

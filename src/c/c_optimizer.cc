@@ -52,6 +52,35 @@ OptimizerConfig group_of(const spillway_hyperparameters* given_group, OptimizerK
   return group;
 }
 
+// The caller's functions, which keep their own messages.
+class CallersCarrier final : public TensorCarrier {
+ public:
+  explicit CallersCarrier(const spillway_tensor_carrier& functions) : functions_(functions) {
+    given(functions.bring, "bring"), given(functions.give, "give");
+    given(functions.wait, "wait"), given(functions.leaf_sums, "leaf_sums");
+  }
+  void bring(const CarriedPiece& piece) override { copy(functions_.bring, piece, "bring"); }
+  void give(const CarriedPiece& piece) override { copy(functions_.give, piece, "give"); }
+  void wait(std::uint32_t slot) override { check(functions_.wait(functions_.user, slot), "wait"); }
+  void leaf_sums(std::uint32_t tensor, std::span<double> sums) override {
+    check(functions_.leaf_sums(functions_.user, tensor, sums.data(), sums.size()), "leaf_sums");
+  }
+
+ private:
+  void copy(int (*function)(void*, const spillway_carried_piece*), const CarriedPiece& piece, const char* name) {
+    const spillway_carried_piece said = {piece.slot,  piece.tensor, piece.first,
+                                         piece.count, piece.weight, piece.gradient};
+    check(function(functions_.user, &said), name);
+  }
+  static void check(int returned, const char* name) {
+    if (returned == 0) return;
+    throw Error(Code::kDevice, {std::string("carrier: ") + name, "failed with " + std::to_string(returned), 0,
+                                "its own message says why"});
+  }
+
+  const spillway_tensor_carrier functions_;
+};
+
 }  // namespace
 
 spillway_status spillway_optimizer_create(const spillway_config* config, const spillway_model* model,
@@ -66,6 +95,11 @@ spillway_status spillway_optimizer_create(const spillway_config* config, const s
     const auto settings = tables().configs.find(config);
     const auto described = tables().models.find(model);
     const auto made = std::make_shared<OptimizerObject>();
+    if (read.carrier != nullptr) {
+      made->carrier = std::make_unique<CallersCarrier>(read_struct(read.carrier, "spillway_tensor_carrier"));
+      wanted.carrier = made->carrier.get();
+      wanted.mostly_elsewhere = read.mostly_elsewhere != 0;
+    }
     made->kind = settings->config.optimizer.kind;
     {
       const auto turn = described->caller.enter("spillway_optimizer_create");
@@ -178,6 +212,14 @@ void* spillway_optimizer_gradient_memory(spillway_optimizer* optimizer, uint32_t
     const std::span<std::byte> memory = tables().optimizers.find(optimizer)->optimizer->gradient_memory(tensor);
     if (bytes != nullptr) *bytes = memory.size();
     return static_cast<void*>(memory.data());
+  });
+}
+
+void* spillway_optimizer_staging(spillway_optimizer* optimizer, uint64_t* bytes) {
+  return answered(static_cast<void*>(nullptr), [&] {
+    const std::span<std::byte> memory = tables().optimizers.find(optimizer)->optimizer->staging();
+    if (bytes != nullptr) *bytes = memory.size();
+    return static_cast<void*>(memory.empty() ? nullptr : memory.data());
   });
 }
 

@@ -24,10 +24,12 @@ std::uint64_t padding_behind(const TensorPiece& piece) {
 
 }  // namespace
 
-CallerTensors::CallerTensors(const Plan& plan, const ModelDescription& model, std::span<std::byte> checksums)
+CallerTensors::CallerTensors(const Plan& plan, const ModelDescription& model, const Memory& memory,
+                             TensorCarrier* carrier)
     : plan_(plan),
       element_(size_of(plan.tile_places[0].shape.type)),
-      checksums_(reinterpret_cast<std::uint64_t*>(checksums.data()), checksums.size() / sizeof(std::uint64_t)) {
+      checksums_(reinterpret_cast<std::uint64_t*>(memory.checksums.data()),
+                 memory.checksums.size() / sizeof(std::uint64_t)) {
   for (std::uint32_t b = 0; b < model.blocks.size(); ++b) {
     first_of_.push_back(count());
     for (const Parameter& parameter : model.blocks[b].parameters) {
@@ -54,6 +56,7 @@ CallerTensors::CallerTensors(const Plan& plan, const ModelDescription& model, st
   }
   first_piece_.push_back(pieces_.size());
   first_unit_.push_back(units);
+  staging_.emplace(plan, pieces_, first_piece_, memory.staging, carrier);
 }
 
 std::uint32_t CallerTensors::tile_of(std::size_t piece) const {
@@ -86,17 +89,60 @@ void CallerTensors::note(std::uint32_t tile, const TensorPiece& piece, const voi
   });
 }
 
-bool CallerTensors::gather(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors,
-                           HostWorkers& workers) const {
+// What of the tile is elsewhere.
+void CallerTensors::fetch(std::uint32_t tile, std::byte* weights, std::byte* gradients,
+                          std::span<const OptimizerTensor> tensors, HostWorkers& workers) {
+  for (const TensorStaging::Chunk& chunk : staging_->chunks(tile)) {
+    if (!staging_->brought(chunk)) continue;
+    const TensorStaging::Slot slot = staging_->arrive(chunk);
+    workers.parallel_for(chunk.end - chunk.first, [&](std::size_t i) {
+      const TensorPiece& piece = pieces_[chunk.first + i];
+      const OptimizerTensor& tensor = tensors[piece.tensor];
+      const std::uint64_t from = (piece.at - chunk.at) * element_, to = piece.at * element_;
+      if (is_elsewhere(tensor.weight)) std::memcpy(weights + to, slot.weights + from, piece.count * element_);
+      if (gradients && is_elsewhere(tensor.gradient))
+        std::memcpy(gradients + to, slot.gradients + from, piece.count * element_);
+    });
+    staging_->release(slot);
+  }
+}
+
+void CallerTensors::deliver(std::uint32_t tile, const std::byte* weights, std::span<const OptimizerTensor> tensors,
+                            HostWorkers& workers) {
+  const auto goes = [&](const TensorPiece& piece) { return is_elsewhere(tensors[piece.tensor].weight); };
+  for (const TensorStaging::Chunk& chunk : staging_->chunks(tile)) {
+    const auto all = std::span(pieces_).subspan(chunk.first, chunk.end - chunk.first);
+    if (std::ranges::none_of(all, goes)) continue;
+    const TensorStaging::Slot slot = staging_->take();
+    workers.parallel_for(all.size(), [&](std::size_t i) {
+      if (!goes(all[i])) return;
+      std::memcpy(slot.weights + (all[i].at - chunk.at) * element_, weights + all[i].at * element_,
+                  all[i].count * element_);
+    });
+    staging_->give(chunk, slot);
+  }
+}
+
+bool CallerTensors::gather(std::uint32_t tile, const TileMemory& memory, std::byte* gradients,
+                           std::span<const OptimizerTensor> tensors, HostWorkers& workers) {
   const TileShape& shape = plan_.tile_places[tile].shape;
   std::byte* const weights = memory.part[index_of(Part::kWeights)];
+  fetch(tile, weights, gradients, tensors, workers);
   const std::span<const TensorPiece> all = pieces(tile);
   std::atomic<bool> written = false;
   workers.parallel_for(all.size(), [&](std::size_t i) {
     const TensorPiece& piece = all[i];
+    const OptimizerTensor& tensor = tensors[piece.tensor];
+    if (gradients && tensor.gradient != nullptr) {
+      std::byte* const to = gradients + piece.at * element_;
+      if (!is_elsewhere(tensor.gradient))
+        std::memcpy(to, static_cast<const std::byte*>(tensor.gradient) + piece.first * element_,
+                    piece.count * element_);
+      std::memset(to + piece.count * element_, 0, padding_behind(piece) * element_);
+    }
     std::byte* const to = weights + piece.at * element_;
-    std::memcpy(to, static_cast<const std::byte*>(tensors[piece.tensor].weight) + piece.first * element_,
-                piece.count * element_);
+    if (!is_elsewhere(tensor.weight))
+      std::memcpy(to, static_cast<const std::byte*>(tensor.weight) + piece.first * element_, piece.count * element_);
     std::memset(to + piece.count * element_, 0, padding_behind(piece) * element_);
     for_each_unit(tile, piece, [&](std::uint64_t checksum, std::uint64_t at, std::uint64_t count) {
       if (granule_checksum({to + at * element_, count * element_}) != checksum)
@@ -122,23 +168,11 @@ void CallerTensors::take(std::uint32_t tile, const TileMemory& memory, std::span
     const auto first = checksums_.begin() + static_cast<std::ptrdiff_t>(first_unit_[tile]);
     std::fill(first, checksums_.begin() + static_cast<std::ptrdiff_t>(first_unit_[tile + 1]), std::uint64_t{0});
   }
-  gather(tile, memory, tensors, workers);
+  gather(tile, memory, nullptr, tensors, workers);
   renew_all(tile, memory, workers);
   const std::byte* const weights = memory.part[index_of(Part::kWeights)];
   const std::span<const TensorPiece> all = pieces(tile);
   workers.parallel_for(all.size(), [&](std::size_t i) { note(tile, all[i], weights + all[i].at * element_); });
-}
-
-void CallerTensors::gather_gradients(std::uint32_t tile, std::byte* to, std::span<const OptimizerTensor> tensors,
-                                     HostWorkers& workers) const {
-  const std::span<const TensorPiece> all = pieces(tile);
-  workers.parallel_for(all.size(), [&](std::size_t i) {
-    const TensorPiece& piece = all[i];
-    if (tensors[piece.tensor].gradient == nullptr) return;
-    const std::byte* from = static_cast<const std::byte*>(tensors[piece.tensor].gradient) + piece.first * element_;
-    std::memcpy(to + piece.at * element_, from, piece.count * element_);
-    std::memset(to + (piece.at + piece.count) * element_, 0, padding_behind(piece) * element_);
-  });
 }
 
 void CallerTensors::scatter(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors,
@@ -147,17 +181,24 @@ void CallerTensors::scatter(std::uint32_t tile, const TileMemory& memory, std::s
   const std::span<const TensorPiece> all = pieces(tile);
   workers.parallel_for(all.size(), [&](std::size_t i) {
     const TensorPiece& piece = all[i];
-    std::byte* const to = static_cast<std::byte*>(tensors[piece.tensor].weight) + piece.first * element_;
-    std::memcpy(to, weights + piece.at * element_, piece.count * element_);
-    note(tile, piece, to);
+    const std::byte* const from = weights + piece.at * element_;
+    void* const weight = tensors[piece.tensor].weight;
+    if (!is_elsewhere(weight))
+      std::memcpy(static_cast<std::byte*>(weight) + piece.first * element_, from, piece.count * element_);
+    note(tile, piece, from);
   });
+  deliver(tile, weights, tensors, workers);
 }
 
 OptimizerTile CallerTensors::arrays_of(const TensorPiece& piece, const OptimizerTile& tile,
-                                       const OptimizerTensor& tensor) const {
+                                       const OptimizerTensor& tensor, const TensorStaging::Slot& slot,
+                                       std::uint64_t slot_begins) const {
   OptimizerTile arrays = tile;
-  arrays.weight = static_cast<std::byte*>(tensor.weight) + piece.first * element_;
-  arrays.gradient = static_cast<const std::byte*>(tensor.gradient) + piece.first * element_;
+  const std::uint64_t of_tensor = piece.first * element_, of_slot = (piece.at - slot_begins) * element_;
+  arrays.weight =
+      is_elsewhere(tensor.weight) ? slot.weights + of_slot : static_cast<std::byte*>(tensor.weight) + of_tensor;
+  arrays.gradient = is_elsewhere(tensor.gradient) ? slot.gradients + of_slot
+                                                  : static_cast<const std::byte*>(tensor.gradient) + of_tensor;
   arrays.residual = moved(tile.residual, piece.at);
   arrays.master = moved(tile.master, piece.at);
   arrays.exp_avg = moved(tile.exp_avg, piece.at);

@@ -45,8 +45,12 @@ const ModelDescription& checked_model(const ModelDescription& model) {
 }
 
 // A group for each tensor at most.
-Plan plan_of(const Config& config, const ModelDescription& model, bool keep_gradients) {
-  Plan plan = make_optimizer_plan(config, model, keep_gradients);
+Plan plan_of(const Config& config, const ModelDescription& model, const OffloadOptimizerOptions& options) {
+  using Staging = CallerMemory::Staging;
+  const Staging staging = !options.carrier           ? Staging::kNone
+                          : options.mostly_elsewhere ? Staging::kMuch
+                                                     : Staging::kLittle;
+  Plan plan = make_optimizer_plan(config, model, {.gradients = options.keep_gradients, .staging = staging});
   std::size_t tensors = 0;
   for (const Block& block : model.blocks) tensors += block.parameters.size();
   plan.groups.values.assign(tensors, {});
@@ -71,7 +75,7 @@ EngineOptions engine_options(const OffloadOptimizerOptions& options) {
 TensorOptimizer::TensorOptimizer(const Config& config, const ModelDescription& model, OffloadOptimizerOptions options)
     : config_(checked_config(config)),
       model_(checked_model(model)),
-      plan_(plan_of(config_, model_, options.keep_gradients)),
+      plan_(plan_of(config_, model_, options)),
       loss_scaler_(config_),
       snapshot_(open_snapshot(plan_, config_, model_, engine_options(options))),
       keeps_gradients_(options.keep_gradients),
@@ -84,7 +88,9 @@ TensorOptimizer::TensorOptimizer(const Config& config, const ModelDescription& m
                         [this] {
                           if (snapshot_) snapshot_->verify();
                         })),
-      tensors_(plan_, model_, host_region(plan_.host.weight_checksums)),
+      tensors_(plan_, model_,
+               {.checksums = host_region(plan_.host.weight_checksums), .staging = host_region(plan_.host.staging)},
+               options.carrier),
       updates_(config_, plan_, model_),
       weights_(Weights::kToImport) {
   if (store_) {
@@ -176,6 +182,11 @@ void TensorOptimizer::check(std::span<const OptimizerTensor> tensors, const char
     if (!gradients && tensors[t].weight == nullptr)
       throw Error(Code::kInvalidArgument, {tensors_.name(t), "has no memory for its weights", 0, "give its address"});
     for (const void* address : {static_cast<const void*>(tensors[t].weight), tensors[t].gradient}) {
+      if (is_elsewhere(address)) {
+        if (tensors_.staging().carrier()) continue;
+        throw Error(Code::kInvalidArgument, {tensors_.name(t), "is elsewhere, and there is no carrier", 0,
+                                             "give one when the optimizer is made"});
+      }
       if (reinterpret_cast<std::uintptr_t>(address) % element == 0) continue;
       throw Error(Code::kInvalidArgument,
                   {tensors_.name(t), "does not lie at a multiple of an element's size", 0, "copy it to where it does"});
@@ -220,37 +231,6 @@ void TensorOptimizer::set_groups(std::span<const std::uint32_t> group_of) {
   }
 }
 
-// In the engine's order: a block's leaves are added in order, and then the blocks.
-GradientNorm TensorOptimizer::norm_of(std::span<const OptimizerTensor> tensors) {
-  const std::span<std::byte> memory = host_region(plan_.host.norms);
-  double* const leaves = reinterpret_cast<double*>(memory.data());
-  double sum = 0;
-  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
-    const BlockPartition& partition = plan_.blocks[b].partition;
-    const std::size_t all = partition.trainable_elements / kNormLeaf;
-    std::fill_n(leaves, all, 0.0);
-    for (std::uint32_t p = 0; p < partition.parameters.size(); ++p) {
-      const ParameterPlace& place = partition.parameters[p];
-      const std::uint32_t t = tensors_.index(b, p);
-      if (tensors[t].gradient == nullptr) continue;
-      const std::span<double> own(leaves + place.first / kNormLeaf, div_up(place.count, std::uint64_t{kNormLeaf}));
-      const NormResult result = squared_norm(tensors[t].gradient, config_.weights, place.count, own, *workers_);
-      if (result.first_nonfinite == kAllFinite) continue;
-      return {.norm = HUGE_VAL, .first_nonfinite = t};
-    }
-    double of_block = 0;
-    for (std::size_t leaf = 0; leaf < all; ++leaf) of_block += leaves[leaf];
-    sum += of_block;
-  }
-  return {.norm = std::sqrt(sum)};
-}
-
-GradientNorm TensorOptimizer::gradient_norm(std::span<const OptimizerTensor> tensors) {
-  const auto turn = caller_.enter("gradient_norm");
-  check(tensors, "gradient_norm", true);
-  return norm_of(tensors);
-}
-
 void TensorOptimizer::take_blocks(std::span<const OptimizerTensor> tensors) {
   for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
     const std::size_t parameters = model_.blocks[b].parameters.size();
@@ -259,24 +239,48 @@ void TensorOptimizer::take_blocks(std::span<const OptimizerTensor> tensors) {
   }
 }
 
-// No store, and all states in memory: every piece of every tensor beside its states, as they lie.
+// No store, and all states in memory: every piece of every tensor beside its states, as they lie; what is elsewhere,
+// chunk after chunk.
 bool TensorOptimizer::update_in_memory(std::span<const OptimizerTensor> tensors) {
-  const std::span<const TensorPiece> pieces = tensors_.pieces();
+  const std::size_t pieces = tensors_.pieces().size();
   std::atomic<bool> finite = true;
-  workers_->parallel_for(pieces.size(), [&](std::size_t i) {
-    const TensorPiece& piece = pieces[i];
-    const std::uint32_t t = piece.tensor, tile = tensors_.tile_of(i);
-    const OptimizerScalars* scalars = updates_.scalars(tensors_.block(t), tensors_.parameter(t));
-    if (scalars == nullptr) return;
-    const TilePlace& place = plan_.tile_places[tile];
-    TileMemory memory;
-    memory.part[index_of(Part::kStates)] = host_.memory().data() + place.offset[index_of(Part::kStates)];
-    const OptimizerTile states = tile_arrays(place.shape, memory, nullptr);
-    const OptimizerTile arrays = tensors_.arrays_of(piece, states, tensors[t]);
-    tensors_.renew(tile, piece, arrays.weight, states);
-    if (!optimizer_update(arrays, *scalars, 0, piece.count)) finite.store(false, std::memory_order_relaxed);
-    tensors_.note(tile, piece, arrays.weight);
+  const auto update = [&](std::size_t first, std::size_t end, const TensorStaging::Slot& slot, std::uint64_t begins) {
+    workers_->parallel_for(end - first, [&](std::size_t i) {
+      if (!update_piece(first + i, tensors, slot, begins)) finite.store(false, std::memory_order_relaxed);
+    });
+  };
+  const bool staged = std::ranges::any_of(tensors, [](const OptimizerTensor& tensor) {
+    return is_elsewhere(tensor.weight) || is_elsewhere(tensor.gradient);
   });
+  if (!staged) {
+    update(0, pieces, {}, 0);
+    return finite;
+  }
+  TensorStaging& staging = tensors_.staging();
+  for (const TensorStaging::Chunk& chunk : staging.chunks()) {
+    const bool brought = staging.brought(chunk);
+    const TensorStaging::Slot slot = brought ? staging.arrive(chunk) : TensorStaging::Slot{};
+    update(chunk.first, chunk.end, slot, chunk.at);
+    if (brought) staging.give(chunk, slot);
+  }
+  return finite;
+}
+
+// False: a result is not finite.
+bool TensorOptimizer::update_piece(std::size_t index, std::span<const OptimizerTensor> tensors,
+                                   const TensorStaging::Slot& slot, std::uint64_t slot_begins) {
+  const TensorPiece& piece = tensors_.pieces()[index];
+  const std::uint32_t t = piece.tensor, tile = tensors_.tile_of(index);
+  const OptimizerScalars* scalars = updates_.scalars(tensors_.block(t), tensors_.parameter(t));
+  if (scalars == nullptr) return true;
+  const TilePlace& place = plan_.tile_places[tile];
+  TileMemory memory;
+  memory.part[index_of(Part::kStates)] = host_.memory().data() + place.offset[index_of(Part::kStates)];
+  const OptimizerTile states = tile_arrays(place.shape, memory, nullptr);
+  const OptimizerTile arrays = tensors_.arrays_of(piece, states, tensors[t], slot, slot_begins);
+  tensors_.renew(tile, piece, arrays.weight, states);
+  const bool finite = optimizer_update(arrays, *scalars, 0, piece.count);
+  tensors_.note(tile, piece, arrays.weight);
   return finite;
 }
 
@@ -320,9 +324,8 @@ void TensorOptimizer::update_through_buffers(std::span<const OptimizerTensor> te
     wait_read(t);
     const TileMemory memory = mover_->arrive(buffer);
     const Clock::time_point start = Clock::now();
-    tensors_.gather_gradients(t, gradient, tensors, *workers_);
     ExtentHashes states = mover_->expected_hashes(buffer, Part::kStates, Save::kUpdated);
-    if (tensors_.gather(t, memory, tensors, *workers_)) {
+    if (tensors_.gather(t, memory, gradient, tensors, *workers_)) {
       if (!states.before.empty()) granule_checksums(states.bytes, states.before, *workers_);  // as they came
       states.before = {};
       tensors_.renew_all(t, memory, *workers_);
@@ -347,7 +350,6 @@ void TensorOptimizer::update_through_buffers(std::span<const OptimizerTensor> te
 }
 
 void TensorOptimizer::refuse_overflow(const std::string& where) {
-  overflowed_ = true;
   throw Error(Code::kNonFinite,
               {where, "a weight or optimizer state overflowed in the update", 0,
                store_ ? "lower the learning rate or clip gradients; the last committed step is intact"
@@ -364,11 +366,10 @@ OptimizerStepReport TensorOptimizer::step(const OptimizerStep& step) {
                                          fmt::format("a commit has room for {}", most)});
   }
   if (!step.finite) {
-    const GradientNorm norm = norm_of(step.tensors);
-    if (norm.first_nonfinite) {
-      throw Error(Code::kNonFinite, {tensors_.name(*norm.first_nonfinite),
-                                     fmt::format("NaN or Inf in its gradient in step {}", step_ + 1), 0,
-                                     "nothing was changed; lower the learning rate, or leave the step out"});
+    if (const auto tensor = first_nonfinite(step.tensors)) {
+      throw Error(Code::kNonFinite,
+                  {tensors_.name(*tensor), fmt::format("NaN or Inf in its gradient in step {}", step_ + 1), 0,
+                   "nothing was changed; lower the learning rate, or leave the step out"});
     }
   }
   const Clock::time_point start = Clock::now();
@@ -379,12 +380,17 @@ OptimizerStepReport TensorOptimizer::step(const OptimizerStep& step) {
     set_groups(step.group_of);
     updates_.begin_update(step_ + 1, step.gradient_scale, step.groups);
     take_blocks(step.tensors);
+    StagedPass pass(tensors_.staging(), step.tensors,
+                    store_ ? TensorStaging::Brings::kWeightsAndGradients : TensorStaging::Brings::kUpdated);
+    changing_ = true;
     if (store_) {
       update_through_buffers(step.tensors);
     } else {
       if (!update_in_memory(step.tensors)) refuse_overflow("the update");
       adam_seconds_ = seconds_after(start);
     }
+    pass.finish();
+    changing_ = false;
     updates_.advance();
     ++step_;
     blob_.assign(step.blob.begin(), step.blob.end());

@@ -1,11 +1,13 @@
 // The optimizer whose weights are the caller's: offload_optimizer.h for whoever calls it. tensor_optimizer.cc has the
-// step, tensor_optimizer_contents.cc what comes in and goes out beside it (weights, states, snapshots).
+// step, tensor_optimizer_norm.cc what gradients say before it, tensor_optimizer_contents.cc what comes in and goes out
+// beside it (weights, states, snapshots).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -44,6 +46,7 @@ class TensorOptimizer final : public OffloadOptimizer {
   GradientNorm gradient_norm(std::span<const OptimizerTensor> tensors) override;
   OptimizerStepReport step(const OptimizerStep& step) override;
   std::span<std::byte> gradient_memory(std::uint32_t tensor) override;
+  std::span<std::byte> staging() override { return host_region(plan_.host.staging); }
   void export_state(OptimizerState state, std::span<const OptimizerTensor> tensors, const StateSink& sink) override;
   void import_state(std::uint64_t step, std::span<const std::uint64_t> update_counts, bool masters,
                     std::span<const OptimizerTensor> tensors, const StateSource& source) override;
@@ -68,8 +71,11 @@ class TensorOptimizer final : public OffloadOptimizer {
   void resume_updates(std::vector<std::uint64_t> counts, const char* object);
   void set_groups(std::span<const std::uint32_t> group_of);
   GradientNorm norm_of(std::span<const OptimizerTensor> tensors);
+  std::optional<std::uint32_t> first_nonfinite(std::span<const OptimizerTensor> tensors);
   void take_blocks(std::span<const OptimizerTensor> tensors);
   bool update_in_memory(std::span<const OptimizerTensor> tensors);
+  bool update_piece(std::size_t piece, std::span<const OptimizerTensor> tensors, const TensorStaging::Slot& slot,
+                    std::uint64_t slot_begins);
   void update_through_buffers(std::span<const OptimizerTensor> tensors);
   void start_loads(std::uint32_t due);
   void cancel_loads();
@@ -79,7 +85,7 @@ class TensorOptimizer final : public OffloadOptimizer {
   void commit();
   void look_after_store();
   void begin_at(std::uint64_t step, const TileWork& fill);
-  void look_at_tiles(std::span<const OptimizerTensor> tensors, const TileWork& work);
+  void look_at_tiles(std::span<const OptimizerTensor> tensors, bool weights, const TileWork& work);
 
   mutable OneCaller caller_;
   const Config config_;
@@ -107,8 +113,8 @@ class TensorOptimizer final : public OffloadOptimizer {
   std::uint32_t loading_ = 0;                    // tiles before it have been started to load
   double adam_seconds_ = 0, stall_seconds_ = 0;  // of the step
   const File* store_missing_ = nullptr;
-  bool overflowed_ = false;
-  std::string failure_;  // after it, nothing but destruction
+  bool changing_ = false;  // weights and states are those of two steps
+  std::string failure_;    // after it, nothing but destruction
 };
 
 // Runs what may touch the drive or the states; a failure there is final for this optimizer.
@@ -119,8 +125,8 @@ auto TensorOptimizer::guarded(Work&& work) {
     return work();
   } catch (const Error& error) {
     const bool refused = error.code() == Code::kInvalidArgument || error.code() == Code::kDoesNotFit ||
-                         error.code() == Code::kUnsupported || (error.code() == Code::kNonFinite && !overflowed_);
-    if (!refused) failure_ = error.message_in("");
+                         error.code() == Code::kUnsupported || error.code() == Code::kNonFinite;
+    if (!refused || changing_) failure_ = error.message_in("");
     throw;
   } catch (const std::exception& error) {
     failure_ = error.what();

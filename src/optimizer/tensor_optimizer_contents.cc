@@ -31,17 +31,19 @@ void TensorOptimizer::begin_at(std::uint64_t step, const TileWork& fill) {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Every tile as it is, with the tensors' weights; nothing is written.
-void TensorOptimizer::look_at_tiles(std::span<const OptimizerTensor> tensors, const TileWork& work) {
+// Every tile as it is, with the tensors' weights where these are of concern; nothing is written.
+void TensorOptimizer::look_at_tiles(std::span<const OptimizerTensor> tensors, bool weights, const TileWork& work) {
   std::exception_ptr failure;
+  const StagedPass pass(tensors_.staging(), tensors, TensorStaging::Brings::kWeights);
   guarded([&] {
     cancel_loads();
     finish_saves();
     for (std::uint32_t t = 0; t < tiles() && !failure; ++t) {
       mover_->start_load(t, 0);
       const TileMemory memory = mover_->finish_load(0);
-      if (tensors_.gather(t, memory, tensors, *workers_)) tensors_.renew_all(t, memory, *workers_);
       try {
+        if (weights && tensors_.gather(t, memory, nullptr, tensors, *workers_))
+          tensors_.renew_all(t, memory, *workers_);
         work(t, memory);
       } catch (...) {
         failure = std::current_exception();
@@ -58,6 +60,7 @@ void TensorOptimizer::import_weights(std::span<const OptimizerTensor> tensors) {
   check(tensors, "import_weights", false);
   refuse_unless(Weights::kToImport, "import_weights");
   const DType type = config_.weights;
+  const StagedPass pass(tensors_.staging(), tensors, TensorStaging::Brings::kWeights);
   begin_at(0, [&](std::uint32_t tile, const TileMemory& memory) {
     tensors_.take(tile, memory, tensors, *workers_);
     read_tile(plan_, tile, memory, false,
@@ -72,11 +75,13 @@ void TensorOptimizer::load_weights(std::span<const OptimizerTensor> tensors) {
   refuse_if_failed();
   check(tensors, "load_weights", false);
   refuse_unless(Weights::kToLoad, "load_weights");
+  StagedPass pass(tensors_.staging(), tensors, TensorStaging::Brings::kNothing);
   if (snapshot_) {
     begin_at(step_, [&](std::uint32_t tile, const TileMemory& memory) {
       snapshot_->fill(tile, memory);
       tensors_.scatter(tile, memory, tensors, *workers_);
     });
+    pass.finish();
     snapshot_.reset();
     return;
   }
@@ -90,6 +95,7 @@ void TensorOptimizer::load_weights(std::span<const OptimizerTensor> tensors) {
       mover_->start_save(buffer, Save::kRestored);
     }
     finish_saves();
+    pass.finish();
     store_->note_verified();  // all of every tile
   });
   weights_ = Weights::kReady;
@@ -104,7 +110,7 @@ void TensorOptimizer::export_state(OptimizerState state, std::span<const Optimiz
   check(state, "export_state");
   const WeightSink values = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
                                 std::span<const float> piece) { sink(tensors_.index(block, p), first, piece); };
-  look_at_tiles(tensors, [&](std::uint32_t tile, const TileMemory& memory) {
+  look_at_tiles(tensors, state == OptimizerState::kMaster, [&](std::uint32_t tile, const TileMemory& memory) {
     switch (state) {
       case OptimizerState::kMaster: return read_tile(plan_, tile, memory, true, values);
       case OptimizerState::kExpAvg: return read_moment(plan_, tile, memory, Moment::kExpAvg, values);
@@ -141,6 +147,8 @@ void TensorOptimizer::import_state(std::uint64_t step, std::span<const std::uint
   const WeightSource exact = from(OptimizerState::kMaster), exp_avg = from(OptimizerState::kExpAvg),
                      exp_avg_sq = from(OptimizerState::kExpAvgSq);
   updates_.resume(step, update_counts, "import_state");
+  StagedPass pass(tensors_.staging(), tensors,
+                  masters ? TensorStaging::Brings::kNothing : TensorStaging::Brings::kWeights);
   begin_at(step, [&](std::uint32_t tile, const TileMemory& memory) {
     if (masters) {
       fill_tile(plan_, tile, memory, finite_weights(model_, config_.weights, exact));
@@ -151,6 +159,7 @@ void TensorOptimizer::import_state(std::uint64_t step, std::span<const std::uint
     if (has_exp_avg(config_.optimizer.kind)) fill_moment(plan_, tile, memory, Moment::kExpAvg, exp_avg);
     if (has_exp_avg_sq(config_.optimizer.kind)) fill_moment(plan_, tile, memory, Moment::kExpAvgSq, exp_avg_sq);
   });
+  pass.finish();
 }
 
 void TensorOptimizer::save(const std::filesystem::path& directory, const SaveOptions& options,
@@ -160,7 +169,7 @@ void TensorOptimizer::save(const std::filesystem::path& directory, const SaveOpt
   check(tensors, "save", false);
   refuse_unless(Weights::kReady, "save");
   SnapshotWriter writer(plan_, config_, model_, directory, options, *workers_);
-  look_at_tiles(tensors, [&](std::uint32_t tile, const TileMemory& memory) { writer.add(tile, memory); });
+  look_at_tiles(tensors, true, [&](std::uint32_t tile, const TileMemory& memory) { writer.add(tile, memory); });
   writer.finish(step_, loss_scaler_.record(blob_, record_), updates_.counts(step_));
 }
 

@@ -16,6 +16,7 @@ constexpr std::size_t kPassingGradients = 3;  // one coming down, one being upda
 constexpr std::uint64_t kPreferredChunks = 32;
 constexpr std::uint64_t kSpillChunks = 8;
 constexpr std::uint64_t kLeastChunks = 2;
+constexpr std::uint64_t kStagedElements = 4 << 20, kLeastStagedElements = 128 << 10;
 
 class HostLayout {
  public:
@@ -27,7 +28,7 @@ class HostLayout {
     host.reads_ahead = config_.knobs.pipeline_read.value_or(true);
     host.writes_behind = config_.knobs.pipeline_write.value_or(true);
     PlanArena arena(Placement::kHost, plan_.ledger);
-    if (!draft_.with_caller) {
+    if (!draft_.caller) {
       host.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult));
       host.overflow = arena.take("gradient norm", kPage);
     }
@@ -42,7 +43,7 @@ class HostLayout {
     }
     host.chunk_bytes = std::clamp(align_up(config_.io_block_bytes, kGranuleBytes), kMiB, 4 * kMiB);
     const bool chunks = !draft_.weights_stay() && anything_on_nvme();  // the caller's weights are not
-    if (draft_.with_caller) {
+    if (draft_.caller) {
       place_for_caller(arena);
     } else if (!plan_.gradients_in_hbm) {
       place_gradients(arena, chunks);
@@ -124,7 +125,7 @@ class HostLayout {
     for (BlockPlan& block : plan_.blocks) {
       most = std::max(most, block.partition.trainable_elements);
       block.gradient.bytes = block.partition.trainable_elements * draft_.element_bytes();
-      if (draft_.keeps_gradients) block.gradient = arena.take("gradients", block.gradient.bytes);
+      if (draft_.caller->gradients) block.gradient = arena.take("gradients", block.gradient.bytes);
     }
     plan_.host.norms = arena.take("gradient norm", div_up(most, std::uint64_t{kNormLeaf}) * sizeof(double));
     for (const TilePlace& tile : plan_.tile_places) units += tile.shape.count / kPartitionUnit;
@@ -133,6 +134,23 @@ class HostLayout {
     std::uint64_t gradient = 0;
     for (const TilePlan& tile : plan_.tiles) gradient = std::max(gradient, tile.range.count * draft_.element_bytes());
     if (plan_.has_store) plan_.host.tile_gradient = arena.take("tiles being updated", gradient);
+    place_staging(arena);
+  }
+
+  // Pieces are as small as an eighth of the budget asks for. Three: one comes, one is updated, and one goes.
+  void place_staging(PlanArena& arena) {
+    using Staging = CallerMemory::Staging;
+    const Staging wanted = draft_.caller->staging;
+    if (wanted == Staging::kNone) return;
+    const std::uint64_t slots = wanted == Staging::kMuch ? 3 : 1;
+    std::uint64_t largest = 0;
+    for (const TilePlan& tile : plan_.tiles) largest = std::max(largest, tile.range.count);
+    std::uint64_t& elements = plan_.host.staged_elements;
+    elements = wanted == Staging::kMuch ? kStagedElements : kLeastStagedElements;
+    const auto bytes = [&] { return slots * 2 * elements * draft_.element_bytes(); };
+    while (elements > kLeastStagedElements && bytes() > config_.host_bytes.value_or(UINT64_MAX) / 8) elements /= 2;
+    elements = std::min(elements, largest);
+    plan_.host.staging = arena.take("tensors on their way", bytes());
   }
 
   // A caller that names its visits brings one block's gradients after the other's, but for blocks that come back.

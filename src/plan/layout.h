@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,8 +21,7 @@ struct PlanDraft {
   const ModelDescription& model;
   const std::uint64_t nodes;  // NUMA nodes
   Plan plan;
-  bool with_caller = false;      // weights are the caller's
-  bool keeps_gradients = false;  // ditto, and gradients have memory of their own
+  std::optional<CallerMemory> caller = {};  // weights are the caller's
 
   bool weights_stay() const { return config.parameters == Placement::kHbm; }
   std::uint64_t element_bytes() const { return size_of(config.weights); }

@@ -32,9 +32,8 @@ class Planner {
     return std::move(plan_);
   }
 
-  Plan run_with_caller(bool keeps_gradients) {
-    draft_.with_caller = true;
-    draft_.keeps_gradients = keeps_gradients;
+  Plan run_with_caller(CallerMemory memory) {
+    draft_.caller = memory;
     prepare();
     lay_out_host(draft_);
     lay_out_nvme(draft_);
@@ -85,17 +84,17 @@ class Planner {
   }
 
   void check_placements() const {
-    if (draft_.with_caller && config_.states == Placement::kHbm) {
+    if (draft_.caller && config_.states == Placement::kHbm) {
       throw Error(Code::kInvalidArgument, {"zero_optimization.offload_optimizer",
                                            "leaves the optimizer states on the device, which is the caller's", 0,
                                            "set offload_optimizer.device to \"cpu\" or \"nvme\""});
     }
-    if (!draft_.with_caller && states() == Placement::kHbm && config_.parameters != Placement::kHbm) {
+    if (!draft_.caller && states() == Placement::kHbm && config_.parameters != Placement::kHbm) {
       throw Error(Code::kInvalidArgument, {"zero_optimization.offload_param",
                                            "is set while offload_optimizer keeps the optimizer states on the device", 0,
                                            "set offload_optimizer.device to \"cpu\" or \"nvme\" too"});
     }
-    const bool parameters_on_nvme = !draft_.with_caller && config_.parameters == Placement::kNvme;
+    const bool parameters_on_nvme = !draft_.caller && config_.parameters == Placement::kNvme;
     const bool needs_path = states() == Placement::kNvme || parameters_on_nvme;
     if (needs_path && config_.nvme_paths.empty()) {
       throw Error(Code::kInvalidArgument, {"nvme_path", "is missing while something is offloaded to nvme", 0,
@@ -166,7 +165,7 @@ class Planner {
     for (TilePlace& tile : plan_.tile_places) {
       tile.home[index_of(Part::kStates)] = states();
       Home& weights = tile.home[index_of(Part::kWeights)];
-      weights = draft_.with_caller ? std::nullopt : Home(config_.parameters);
+      weights = draft_.caller ? std::nullopt : Home(config_.parameters);
       // The CPU update needs the weights beside the states.
       if (weights == Placement::kHbm && tile.shape.trainable) weights = states();
     }
@@ -238,8 +237,8 @@ class Planner {
 
 }  // namespace
 
-Plan make_optimizer_plan(const Config& config, const ModelDescription& model, bool keep_gradients) {
-  return Planner(config, model, 1, {}).run_with_caller(keep_gradients);
+Plan make_optimizer_plan(const Config& config, const ModelDescription& model, CallerMemory memory) {
+  return Planner(config, model, 1, {}).run_with_caller(memory);
 }
 
 std::string size_text(std::uint64_t bytes) {

@@ -81,6 +81,8 @@ struct HostPlan {
   Region spill_chunks;          // for gradients that are spilled, chunk_bytes each
   // Of weights that are the caller's: checksums of what an update left, and a tile's gradient on its way into one.
   Region weight_checksums, tile_gradient;
+  Region staging;  // ditto, where they are not in host memory: weights and gradients of staged_elements, several times
+  std::uint64_t staged_elements = 0;
   std::uint64_t chunk_bytes = 0, buffer_bytes = 0;
   std::uint32_t buffers_count = 0;
   bool reads_ahead = true, writes_behind = true;  // of the tile that is being updated
@@ -140,9 +142,14 @@ StoreShape store_shape(const Plan& plan);
 // nodes than one there are buffers in multiples of them, where the budget has room for one each.
 Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes = 1, Rank rank = {});
 
-// Of an optimizer whose weights are the caller's: nothing has a place in HBM, and no order of visits is of concern.
-// `keep_gradients`: each block's gradient has one in host memory. Throws as make_plan.
-Plan make_optimizer_plan(const Config& config, const ModelDescription& model, bool keep_gradients);
+// What an optimizer whose weights are the caller's has besides.
+struct CallerMemory {
+  bool gradients = false;  // a place for each block's in host memory
+  // Room for tensors that are elsewhere, on their way: for a few, or to keep a link busy.
+  enum class Staging : std::uint8_t { kNone, kLittle, kMuch } staging = Staging::kNone;
+};
+// Of such an optimizer: nothing has a place in HBM, and no order of visits is of concern. Throws as make_plan.
+Plan make_optimizer_plan(const Config& config, const ModelDescription& model, CallerMemory memory);
 
 // Of HBM beyond its budget, in whole MiB, with which this plan would keep the insides of one block more; there must be
 // one that it does not keep. What is left beside what comes first counts, and what comes first takes its part.

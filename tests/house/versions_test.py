@@ -27,6 +27,7 @@ class Versions(unittest.TestCase):
         self.assertEqual(version, found(r'^VERSION = "(.+)"', "python/spillway/library.py"))
         for line in (r'^version = "(.+)"$', r'"spillway==([^"]+)"'):
             self.assertEqual(version, found(line, "tools/wheel/cuda/pyproject.toml"))
+        self.assertEqual(version, found(r'^cuda = \["spillway-cuda==(.+)"\]$', "pyproject.toml"))
         parts = [found(rf"^#define SPILLWAY_VERSION_{part} (\d+)$", "include/spillway/version.h")
                  for part in ("MAJOR", "MINOR", "PATCH")]
         self.assertEqual(version, ".".join(parts))

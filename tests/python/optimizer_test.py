@@ -27,6 +27,14 @@ def cycle(optimizer, **options):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[3e-2, 6e-2], total_steps=10, **options)
 
 
+SCHEDULES = {  # all of PyTorch's, but OneCycleLR, which the grid has; arguments behind the optimizer
+    "LambdaLR": (lambda epoch: 0.9 ** epoch,), "MultiplicativeLR": (lambda _: 0.9,), "StepLR": (2,),
+    "MultiStepLR": ([1, 3],), "ConstantLR": (), "LinearLR": (), "ExponentialLR": (0.9,), "CosineAnnealingLR": (5,),
+    "PolynomialLR": (), "CosineAnnealingWarmRestarts": (2,), "CyclicLR": (1e-4, 1e-2, 2, None, "triangular", 1.0, None,
+                                                                        "cycle", False),
+    "ReduceLROnPlateau": ("min", 0.1, 0)}
+
+
 class Grid(Case):
     """Every combination of what a loop may have."""
 
@@ -145,6 +153,28 @@ class Values(Case):
                 loop(network, optimizer, 3, first=3, schedule=schedule)
             self.assert_near(networks[0].parameters(), networks[1].parameters(), 1e-5)
             self.assertNotEqual(0.9, optimizers[1].param_groups[0].get("momentum", 0))
+
+    def test_EveryScheduleIsFollowed(self):
+        for name, arguments in SCHEDULES.items():
+            trained = []
+            for make in (torch.optim.AdamW, spillway.AdamW):
+                network = Network()
+                optimizer = make(network.parameters(), lr=1e-3)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    schedule = getattr(torch.optim.lr_scheduler, name)(optimizer, *arguments)
+                rates = []
+                for step in range(5):
+                    loop(network, optimizer, 1, first=step)
+                    schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+                    rates.append(optimizer.param_groups[0]["lr"])
+                trained.append((rates, list(network.parameters())))
+                if make is spillway.AdamW:
+                    optimizer.close()
+            with self.subTest(name=name):
+                self.assertEqual(trained[0][0], trained[1][0])
+                self.assertGreater(len(set(rates)), 1)
+                self.assert_near(trained[0][1], trained[1][1], 1e-5)
 
     def test_TheLoopsOwnChanges(self):
         networks, optimizers = self.pair()

@@ -435,9 +435,15 @@ TEST(COptimizer, StepsKeepsAndGivesBack) {
   spillway_model* model = spillway_model_create();
   spillway_model_add_block(model, "a");
   spillway_model_add_parameter(model, 0, "w", kShape, 2, 1, 1);
-  const spillway_optimizer_options options = {
-      .struct_size = sizeof options, .on_existing = SPILLWAY_REFUSE, .keep_gradients = 1, .snapshot = nullptr};
+  spillway_tensor_carrier carrier = {};
+  carrier.struct_size = sizeof carrier;
+  spillway_optimizer_options options = {};
+  options.struct_size = sizeof options, options.keep_gradients = 1, options.carrier = &carrier;
   spillway_optimizer* optimizer = nullptr;
+  EXPECT_REFUSED(spillway_optimizer_create(config, model, &options, &optimizer), "bring: is null");
+  carrier.bring = carrier.give = [](void*, const spillway_carried_piece*) { return 7; };
+  carrier.wait = [](void*, uint32_t) { return 0; };
+  carrier.leaf_sums = [](void*, uint32_t, double*, uint64_t) { return 7; };
   ASSERT_EQ(SPILLWAY_OK, spillway_optimizer_create(config, model, &options, &optimizer)) << spillway_error_message();
   uint64_t bytes = 0;
   auto* const gradient = static_cast<float*>(spillway_optimizer_gradient_memory(optimizer, 0, &bytes));
@@ -447,6 +453,10 @@ TEST(COptimizer, StepsKeepsAndGivesBack) {
   const spillway_tensor tensor = {.weight = weights.data(), .gradient = gradient};
   double norm = 0;
   uint32_t bad = 0;
+  const spillway_tensor away = {.weight = SPILLWAY_ELSEWHERE, .gradient = SPILLWAY_ELSEWHERE};
+  EXPECT_EQ(SPILLWAY_DEVICE, spillway_optimizer_gradient_norm(optimizer, &away, 1, &norm, &bad));
+  EXPECT_STREQ("carrier: leaf_sums: failed with 7; its own message says why", spillway_error_message());
+  EXPECT_NE(nullptr, spillway_optimizer_staging(optimizer, &bytes));
   EXPECT_REFUSED(spillway_optimizer_import_weights(optimizer, nullptr, 1), "tensors: is null");
   EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_import_weights(optimizer, &tensor, 1)) << spillway_error_message();
   EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_gradient_norm(optimizer, &tensor, 1, &norm, &bad));
