@@ -40,11 +40,11 @@ UpdateQueueOptions updates_of(const ScheduleInput& input, bool early) {
 
 ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
     : in_(input),
-      weights_(input.policies.weights),
-      places_(weights_.places()),
-      chunk_freed_(input.chunks, kNoOp),
       early_(early_blocks(input)),
       queue_(updates_of(input, !early_.empty())),
+      weights_(input.policies.weights, queue_),
+      places_(weights_.places()),
+      chunk_freed_(input.chunks, kNoOp),
       buffers_(input.policies.updates.buffers),
       written_(input.tiles.size(), kNoOp),
       spilled_(input.tiles.size(), kNoOp),
@@ -110,7 +110,6 @@ std::uint32_t ScheduleProgram::add_step() {
   gradients_.begin_step();
   if (updating_) queue_.tell(QueueEvent::kBegin);
   start_loads(Moves::kGradients);  // of what was read ahead
-  follow_update();
   weights_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks_});
   run_weights(kNothing);
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) visit(v);
@@ -127,7 +126,6 @@ void ScheduleProgram::visit(std::uint32_t v) {
     if (queue_.expect(early_)) start_loads();
   }
   const std::uint32_t sums = backward ? bring_sums(v) : kNoOp;
-  follow_update();
   weights_.tell({.kind = WeightEvent::kAcquire, .block = visit.block, .visit = v});
   const std::uint32_t lent = run_weights(v);
   Place& place = places_[lent];
@@ -147,7 +145,6 @@ void ScheduleProgram::visit(std::uint32_t v) {
   if (backward) add_to_sums(v, computed);
   if (completes) complete_gradient(visit.block, computed);
   place.released = computed;
-  follow_update();
   weights_.tell({.kind = WeightEvent::kRelease, .place = lent});
   run_weights(kNothing);
   update_early(Turns::kEarly);  // while the device computes this visit
@@ -178,17 +175,6 @@ std::uint32_t ScheduleProgram::end_step() {
   return step;
 }
 
-// As Weights::follow_update.
-void ScheduleProgram::follow_update() {
-  if (updating_ != weights_.updating()) {
-    weights_.tell({.kind = updating_ ? WeightEvent::kUpdating : WeightEvent::kSettled});
-  }
-  for (std::uint32_t b = 0; b < in_.blocks.size(); ++b) {
-    if (awaited(b) == weights_.awaited(b)) continue;
-    weights_.tell({.kind = awaited(b) ? WeightEvent::kAwaited : WeightEvent::kUpdated, .block = b});
-  }
-}
-
 // Issues what the policy answers. Returns the place that is lent to the visit, if there is one.
 std::uint32_t ScheduleProgram::run_weights(std::uint32_t v) {
   std::uint32_t lent = kNothing;
@@ -200,7 +186,6 @@ std::uint32_t ScheduleProgram::run_weights(std::uint32_t v) {
         const bool at_home = kind == WeightAction::kUpdateAtHome;
         const bool brought = run_until(block, at_home ? kNothing : place) || at_home;
         if (brought) places_[place].ready = last(Lane::kH2d), places_[place].open = kNoOp;
-        follow_update();
         weights_.tell({.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
         break;
       }

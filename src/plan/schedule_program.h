@@ -83,12 +83,10 @@ class ScheduleProgram {
   void visit(std::uint32_t v);
   std::uint32_t end_step();
   // Weights
-  void follow_update();
   std::uint32_t run_weights(std::uint32_t visit);
   ScheduleOp of_visit(std::uint32_t visit, std::uint32_t place) const;
   void fetch(std::uint32_t place, std::uint32_t block);
   void fetch_through_chunks(std::uint32_t tile, std::uint32_t place);
-  bool awaited(std::uint32_t block) const { return queue_.weights_from(block) == WeightsFrom::kUpdate; }
   // Updates
   bool run_until(std::uint32_t block, std::uint32_t place);
   void start_loads(Moves allowed = Moves::kAll);
@@ -121,13 +119,13 @@ class ScheduleProgram {
   std::vector<std::uint32_t> visit_blocks_;
   std::vector<std::uint8_t> completes_;  // by visit: its block's gradient
 
+  std::vector<std::uint32_t> early_;  // blocks that are updated inside backward, as their gradients complete
+  UpdateQueue queue_;
   WeightResidency weights_;
   std::vector<Place> places_;
   std::uint64_t chunk_ = 0;                 // used so far
   std::vector<std::uint32_t> chunk_freed_;  // by chunk: the copy that freed it last
 
-  std::vector<std::uint32_t> early_;  // blocks that are updated inside backward, as their gradients complete
-  UpdateQueue queue_;
   std::vector<Buffer> buffers_;
   bool updating_ = true;                // the last step's update is not settled
   std::vector<std::uint32_t> written_;  // by tile: its last write
