@@ -75,7 +75,12 @@ class ScheduleProgram {
     std::uint32_t left = kNoOp;    // its place may be used by others
   };
 
+  // What a link does takes what its bytes take there, whatever `op` says.
   std::uint32_t add(ScheduleOp op, std::initializer_list<std::uint32_t> after);
+  double seconds_of_lane(const ScheduleOp& op) const;
+  ScheduleOp of_tile(OpKind kind, Lane lane, std::uint32_t tile, std::uint64_t bytes) const {
+    return {.kind = kind, .lane = lane, .block = in_.tiles[tile].block, .tile = tile, .bytes = bytes};
+  }
   std::uint32_t last(Lane lane) const { return last_[static_cast<std::size_t>(lane)]; }
   void note_visits();
   void skip_early();
