@@ -255,6 +255,40 @@ std::pair<bool, std::string> again(UpdateQueue& queue, const Call& call) {
   return {queue.end_tile(position, finite, delivered) == std::get<TileEnd>(call.answer), "end_tile"};
 }
 
+// What the queue counts on: of each turn all moves are made before a tile of it ends, and all drops behind it; what is
+// written is told, so that tiles are read ahead.
+void expect_rules_kept() {
+  bool moved = true, dropped = true, reads_ahead = false;
+  std::optional<TileTurn> turn;
+  std::size_t saved = 0, written = 0, read = 0;
+  for (const Call& call : watched.calls) {
+    if (const auto* told = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call)) {
+      if (told->first == QueueEvent::kTurnDone) dropped = false;
+      written += told->first == QueueEvent::kWritten;
+      read += told->first == QueueEvent::kRead;
+    } else if (const auto* allowed = std::get_if<Moves>(&call.call)) {
+      const auto& move = std::get<std::optional<TileMove>>(call.answer);
+      if (move && move->kind == TileMove::Kind::kLoad && moved) reads_ahead = true;
+      if (move) continue;
+      dropped = true;
+      moved = moved || *allowed == Moves::kAll;
+    } else if (std::holds_alternative<std::pair<Turns, std::uint32_t>>(call.call)) {
+      ASSERT_TRUE(dropped);
+      if (const auto& next = std::get<std::optional<TileTurn>>(call.answer)) turn = next, moved = false;
+    } else if (std::holds_alternative<std::tuple<std::size_t, bool, bool>>(call.call)) {
+      ASSERT_TRUE(moved || turn->kind == TileTurn::Kind::kPassOver);
+      saved += std::get<TileEnd>(call.answer) == TileEnd::kSave;
+    }
+  }
+  if (saved > 4 * watched.options->buffers) {
+    EXPECT_GT(written, 0u);
+  }
+  if (watched.options->early_planned && watched.options->reads_ahead) {
+    EXPECT_GT(read, 0u);
+  }
+  EXPECT_EQ(reads_ahead, watched.options->reads_ahead);
+}
+
 void expect_replayed() {
   watched.on = false;
   ASSERT_TRUE(watched.options);
@@ -264,6 +298,7 @@ void expect_replayed() {
     ASSERT_TRUE(same) << name << ", call " << i;
   }
   EXPECT_GT(watched.calls.size(), 500u);
+  expect_rules_kept();
 }
 
 void nothing(Config&) {}
