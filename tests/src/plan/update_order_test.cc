@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <tuple>
@@ -184,6 +185,20 @@ void expect_order(const char* link, const std::vector<Moved>& run, const std::ve
   ADD_FAILURE() << link << ": another order than the schedule's";
 }
 
+// Of what both tell, whatever their clocks say.
+std::set<QueueEvent> told_in(const std::vector<Call>& calls) {
+  std::set<QueueEvent> told;
+  for (const Call& call : calls) {
+    const auto* event = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call);
+    if (!event) continue;
+    for (const QueueEvent both :
+         {QueueEvent::kComplete, QueueEvent::kFetched, QueueEvent::kTurnDone, QueueEvent::kBegin, QueueEvent::kEnd}) {
+      if (event->first == both) told.insert(both);
+    }
+  }
+  return told;
+}
+
 struct Case {
   Placement parameters = Placement::kNvme, states = Placement::kNvme;
   std::function<void(Config&)> change = [](Config&) {};
@@ -206,7 +221,9 @@ Plan compare(const Case& of) {
   }
   const ScheduleInput input = schedule_input(scheduled, {}, {}, of.nodes);
   EXPECT_EQ(input.policies.updates.nodes, of.nodes);
+  watch();
   const Schedule schedule = make_schedule(input);
+  const std::set<QueueEvent> planned_events = told_in(watched.calls);
   std::vector<Moved> step;
   for (const ScheduleOp& op : std::span(schedule.ops).subspan(schedule.second)) {
     if (op.tile != kNothing) step.push_back({op.kind, op.tile, op.buffer});
@@ -221,6 +238,7 @@ Plan compare(const Case& of) {
   for (int i = 0; i < kSteps; ++i) trainer.run_step();
   const std::vector<Moved> moved = std::exchange(watched.moved, {});
   watched.on = false;
+  EXPECT_EQ(told_in(watched.calls), planned_events);
 
   const std::size_t cut = 2 * std::size_t{plan.host.buffers_count};
   const auto both = [&](const char* link, const Kinds& kinds) {
