@@ -106,7 +106,11 @@ void TileExecutor::show(std::uint32_t tile, const TileMemory& memory) {
 }
 
 void TileExecutor::take_turn(const TileTurn& turn, std::byte* to) {
-  if (turn.kind == TileTurn::Kind::kPassOver) make_moves(Moves::kDrops);
+  if (turn.kind == TileTurn::Kind::kPassOver) {
+    make_moves(Moves::kDrops);
+  } else {
+    start_loads();  // here, where waiting for a buffer is waiting for its write and not for a read
+  }
   if (turn.kind == TileTurn::Kind::kUpdate) update(turn, to);
   const bool verified = turn.kind == TileTurn::Kind::kShow || turn.kind == TileTurn::Kind::kCheck;
   for (std::size_t i = turn.first; verified && i < turn.first + turn.count; ++i) {
