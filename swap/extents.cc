@@ -8,14 +8,17 @@ StateArrays state_arrays(const TileShape& tile) {
   StateArrays arrays;
   if (!tile.trainable) return arrays;
   std::uint64_t offset = 0;
-  const auto add = [&](std::string_view name, std::string_view type, std::uint64_t bytes) {
-    arrays.array[arrays.count++] = {.name = name, .type = type, .bytes = bytes, .offset = offset};
-    offset += tile.count * bytes;
+  const auto add = [&](StateArray array) {
+    array.offset = offset;
+    offset += tile.count * array.bytes;
+    arrays.array.at(arrays.count++) = array;
   };
-  if (has_exp_avg(tile.optimizer)) add(kExpAvg, "fp32", 4);
-  if (has_exp_avg_sq(tile.optimizer)) add(kExpAvgSq, "fp32", 4);
-  if (tile.type == DType::kBFloat16) add(kResidual, "int16", 2);
-  if (tile.type == DType::kFloat16) add(kMaster, "fp32", 4);
+  for (const StateArray& array : tile.states) add(array);
+  if (!tile.states.empty()) return arrays;
+  if (has_exp_avg(tile.optimizer)) add({.name = kExpAvg, .type = "fp32", .bytes = 4});
+  if (has_exp_avg_sq(tile.optimizer)) add({.name = kExpAvgSq, .type = "fp32", .bytes = 4});
+  if (tile.type == DType::kBFloat16) add({.name = kResidual, .type = "int16", .bytes = 2});
+  if (tile.type == DType::kFloat16) add({.name = kMaster, .type = "fp32", .bytes = 4});
   return arrays;
 }
 

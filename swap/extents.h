@@ -34,13 +34,6 @@ enum class Part : std::uint8_t { kWeights, kStates };
 inline constexpr std::size_t kParts = 2;
 constexpr std::size_t index_of(Part part) { return static_cast<std::size_t>(part); }
 
-struct TileShape {
-  std::uint64_t count = 0;  // elements, a multiple of 1,024
-  DType type = DType::kFloat32;
-  bool trainable = true;
-  OptimizerKind optimizer = OptimizerKind::kAdam;
-};
-
 // One of the arrays that a tile's states consist of, an element for each of the tile's. A store lists them, so that one
 // which keeps others is not misread.
 struct StateArray {
@@ -49,15 +42,28 @@ struct StateArray {
   std::uint64_t offset = 0;         // in the states of a tile
   std::uint64_t group = 1;          // elements that share a scale
   std::string_view scale = "none";  // type of the scales
+  bool operator==(const StateArray&) const = default;
 };
+// Descriptions live as long as the program; their offsets are 0.
+using StateList = std::span<const StateArray>;
+
+struct TileShape {
+  std::uint64_t count = 0;  // elements, a multiple of 1,024
+  DType type = DType::kFloat32;
+  bool trainable = true;
+  OptimizerKind optimizer = OptimizerKind::kAdam;
+  StateList states = {};  // of a trainable tile, at most 3; empty: the exact ones of its type and optimizer
+};
+
 struct StateArrays {
   std::array<StateArray, 3> array;
   std::size_t count = 0;
   const StateArray* begin() const { return array.data(); }
   const StateArray* end() const { return array.data() + count; }
 };
-// In the order in which they lie: | exp_avg | exp_avg_sq | master |, of the first two what the optimizer keeps. Master:
-// a bf16 weight's residual, an fp16 weight's fp32 master; an fp32 weight is its own. None in a frozen tile.
+// In the order in which they lie. The exact ones: | exp_avg | exp_avg_sq | master |, of the first two what the
+// optimizer keeps. Master: a bf16 weight's residual, an fp16 weight's fp32 master; an fp32 weight is its own. None in a
+// frozen tile.
 StateArrays state_arrays(const TileShape& tile);
 inline constexpr std::string_view kExpAvg = "exp_avg", kExpAvgSq = "exp_avg_sq";
 inline constexpr std::string_view kResidual = "master_residual", kMaster = "master";

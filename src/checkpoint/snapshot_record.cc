@@ -126,9 +126,7 @@ std::vector<SnapshotArray> snapshot_arrays(OptimizerKind optimizer, const ModelD
 std::uint64_t attachment_checksum(std::string_view text) { return granule_checksum(std::as_bytes(std::span(text))); }
 
 std::uint64_t snapshot_fingerprint(const Config& config, const ModelDescription& model) {
-  Config any_tiles = config;
-  any_tiles.tile_elements = kPartitionUnit;
-  return describe_store(any_tiles, model).fingerprint;
+  return layout_fingerprint(model, config.weights, config.optimizer.kind, kPartitionUnit);
 }
 
 std::string snapshot_text(const SnapshotRecord& record) {

@@ -32,20 +32,17 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 }  // namespace
 
-StepEngine::StepEngine(const Config& config, const ModelDescription& model, EngineOptions options,
-                       WeightJournal* journal)
+StepEngine::StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
     : config_(check_ranges(config)),
       model_(model),
       thread_shares_(share_threads(config.threads)),
       plan_(make_plan(config, model, nodes())),
       loss_scaler_(config_),
       snapshot_(open_snapshot(plan_, config_, model_, options)),
-      machinery_(
-          config, model_, plan_, options, thread_shares_,
-          [this] {
-            if (snapshot_) snapshot_->verify();
-          },
-          journal),
+      machinery_(config, model_, plan_, options, thread_shares_,
+                 [this] {
+                   if (snapshot_) snapshot_->verify();
+                 }),
       cursor_(plan_.visits, !plan_.visits_given),
       forecast_(*machinery_.device, plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
       speculation_(plan_, config.speculative_blocks) {

@@ -7,14 +7,14 @@
 
 namespace spillway {
 
-GradientCollector::GradientCollector(const Plan& plan, GradientPushes& pushes, const GradientMovers& movers,
-                                     GradientSpills* spills)
+GradientCollector::GradientCollector(const Plan& plan, GradientMemoryOptions memory, GradientPushes& pushes,
+                                     const GradientMovers& movers, GradientSpills* spills)
     : plan_(plan),
       pushes_(pushes),
       movers_(movers),
       spills_(spills),
       type_(plan.tile_places[0].shape.type),
-      memory_(step_policies(plan).gradients),
+      memory_(std::move(memory)),
       blocks_(plan.blocks.size()),
       staging_(plan.hbm.staging.size()) {
   std::uint64_t largest = 0;

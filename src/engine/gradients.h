@@ -23,7 +23,6 @@
 #include "src/engine/gradient_pushes.h"
 #include "src/engine/gradient_spills.h"
 #include "src/plan/plan.h"
-#include "src/plan/step_policies.h"
 #include "swap/accumulator_places.h"
 #include "swap/policy/gradient_memory.h"
 #include "swap/timeline.h"
@@ -43,8 +42,8 @@ struct GradientMovers {
 class GradientCollector {
  public:
   // `spills`: null when nothing is spilled.
-  GradientCollector(const Plan& plan, GradientPushes& pushes, const GradientMovers& movers,
-                    GradientSpills* spills = nullptr);
+  GradientCollector(const Plan& plan, GradientMemoryOptions memory, GradientPushes& pushes,
+                    const GradientMovers& movers, GradientSpills* spills = nullptr);
 
   void begin_step();
   // False while the block's gradient is to pass through memory that others still lie in: one of them must be forgotten

@@ -16,8 +16,7 @@
 
 namespace spillway {
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
-                     std::span<const ThreadShare> shares, const std::function<void()>& before_loss,
-                     WeightJournal* journal)
+                     std::span<const ThreadShare> shares, const std::function<void()>& before_loss)
     : idle_bytes(check_memory(plan, resolve_device(config))), host(plan.ledger.total(Placement::kHost), kPinnedArena) {
   if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
   workers = create_workers(shares);
@@ -32,8 +31,10 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   const StallMeter::Streams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get()};
   stalls = std::make_unique<StallMeter>(*device, streams, timeline());
   if (store) start_thread(config);
-  build_movers(model, plan);
-  build_weights(model, plan, options.poison_released, journal);
+  StepPolicies policies = step_policies(plan, workers->nodes());
+  policies.weights.poison_released = options.poison_released;
+  build_movers(model, plan, policies);
+  build_weights(model, plan, std::move(policies.weights));
   probe_memory_ = host_region(plan.host.buffers);
   const auto roomiest = std::ranges::max_element(plan.hbm.places, {}, &Region::bytes);
   const Region probe = plan.hbm.places.empty() ? Region{0, 0} : *roomiest;
@@ -146,7 +147,7 @@ void Machinery::build_activations(const ModelDescription& model, const Plan& pla
       std::make_unique<ActivationPlaces>(*device, activation_fetcher.get(), activation_spiller.get(), options);
 }
 
-void Machinery::build_movers(const ModelDescription& model, const Plan& plan) {
+void Machinery::build_movers(const ModelDescription& model, const Plan& plan, StepPolicies& policies) {
   const Watch watch{.stalls = stalls.get(), .timeline = timeline()};
   const auto name_of = [&plan, &model](std::uint32_t tile) { return tile_name(plan, model, tile); };
   mover = std::make_unique<TileMover>(TileMoverParts{.device = device.get(),
@@ -176,8 +177,8 @@ void Machinery::build_movers(const ModelDescription& model, const Plan& plan) {
   }
   pushes = std::make_unique<GradientPushes>(plan, model, device->hbm());
   const GradientMovers movers{*device, *workers, host.memory(), *d2h, accumulators.get(), watch.timeline};
-  gradients = std::make_unique<GradientCollector>(plan, *pushes, movers, spills.get());
-  tiles = std::make_unique<TileExecutor>(plan, model, *workers, *mover, *gradients, watch);
+  gradients = std::make_unique<GradientCollector>(plan, std::move(policies.gradients), *pushes, movers, spills.get());
+  tiles = std::make_unique<TileExecutor>(plan, model, std::move(policies.updates), *workers, *mover, *gradients, watch);
   if (plan.gradients_in_hbm) {
     device_update = std::make_unique<DeviceUpdate>(plan, model, *device, *gradients, host.memory(), *compute, watch);
   }
@@ -188,8 +189,7 @@ void Machinery::build_movers(const ModelDescription& model, const Plan& plan) {
 }
 
 // Weights that stay in HBM are never fetched.
-void Machinery::build_weights(const ModelDescription& model, const Plan& plan, bool poison_released,
-                              WeightJournal* journal) {
+void Machinery::build_weights(const ModelDescription& model, const Plan& plan, WeightResidencyOptions policy) {
   if (!plan.hbm.places.empty()) {
     ensure_thread();
     fetcher = std::make_unique<BlockFetcher>(
@@ -197,16 +197,15 @@ void Machinery::build_weights(const ModelDescription& model, const Plan& plan, b
         [&plan, &model](std::uint32_t tile) { return "weights of " + tile_name(plan, model, tile); },
         Watch{.stalls = stalls.get(), .timeline = timeline()}, plan.hbm.places.size(), store.get());
   }
-  weights = std::make_unique<Weights>(plan, WeightsParts{.device = *device,
-                                                         .h2d = *h2d,
-                                                         .fetcher = fetcher.get(),
-                                                         .queue = tiles->queue(),
-                                                         .updater = *updater,
-                                                         .mover = *mover,
-                                                         .store = store.get(),
-                                                         .host = host.memory(),
-                                                         .poison_released = poison_released,
-                                                         .journal = journal});
+  weights = std::make_unique<Weights>(plan, std::move(policy),
+                                      WeightsParts{.device = *device,
+                                                   .h2d = *h2d,
+                                                   .fetcher = fetcher.get(),
+                                                   .queue = tiles->queue(),
+                                                   .updater = *updater,
+                                                   .mover = *mover,
+                                                   .store = store.get(),
+                                                   .host = host.memory()});
 }
 
 }  // namespace spillway

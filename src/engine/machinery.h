@@ -21,6 +21,7 @@
 #include "src/engine/updater.h"
 #include "src/engine/weights.h"
 #include "src/plan/plan.h"
+#include "src/plan/step_policies.h"
 #include "swap/accumulator_places.h"
 #include "swap/activation_places.h"
 #include "swap/block_fetcher.h"
@@ -34,10 +35,9 @@ namespace spillway {
 
 struct Machinery {
   // `shares` of the compute threads: one for each NUMA node, and the nodes that the plan was made for. `before_loss`:
-  // called before an existing store goes to make room, and may throw. `journal`: of the policy of weights, or null.
+  // called before an existing store goes to make room, and may throw.
   Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
-            std::span<const ThreadShare> shares, const std::function<void()>& before_loss = {},
-            WeightJournal* journal = nullptr);
+            std::span<const ThreadShare> shares, const std::function<void()>& before_loss = {});
   ~Machinery();
 
   // Fills the drive's rates; nothing may be under way or uncommitted.
@@ -85,8 +85,8 @@ struct Machinery {
   void start_thread(const Config& config);
   void ensure_thread();
   void build_activations(const ModelDescription& model, const Plan& plan);
-  void build_movers(const ModelDescription& model, const Plan& plan);
-  void build_weights(const ModelDescription& model, const Plan& plan, bool poison_released, WeightJournal* journal);
+  void build_movers(const ModelDescription& model, const Plan& plan, StepPolicies& policies);
+  void build_weights(const ModelDescription& model, const Plan& plan, WeightResidencyOptions policy);
 };
 
 }  // namespace spillway

@@ -31,9 +31,7 @@ namespace spillway {
 
 class StepEngine final : public Engine {
  public:
-  // `journal`: unless null, of the policy of weights.
-  StepEngine(const Config& config, const ModelDescription& model, EngineOptions options,
-             WeightJournal* journal = nullptr);
+  StepEngine(const Config& config, const ModelDescription& model, EngineOptions options);
   ~StepEngine() override;
 
   std::uint64_t current_step() const override {

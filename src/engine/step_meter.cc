@@ -33,9 +33,12 @@ void StepMeter::start() {
 
 void StepMeter::computed() { compute_seconds_ = seconds() - (idle_seconds() - idle_); }
 
+// The clock is read on both sides of what was idle, so that this never takes longer than the step.
 void StepMeter::report(StepReport& report) {
-  report.seconds = seconds();
+  const Clock::time_point next = Clock::now();
   report.stalls = machinery_.stalls->take();
+  report.seconds = seconds();
+  const Clock::time_point begin = std::exchange(start_, next);
   report.stall_seconds = report.stalls.total();
   idle_ = idle_seconds();
   report.adam_seconds = machinery_.updater->adam_seconds() - std::exchange(adam_, machinery_.updater->adam_seconds());
@@ -58,7 +61,6 @@ void StepMeter::report(StepReport& report) {
   report.link = slowest->first;
   report.link_percent = 100 * slowest->second / report.seconds;
 
-  const Clock::time_point begin = std::exchange(start_, Clock::now());
   if (Timeline* timeline = machinery_.timeline()) {
     timeline->add({.kind = SpanKind::kStep,
                    .subject = report.step,

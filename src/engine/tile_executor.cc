@@ -4,8 +4,6 @@
 #include <chrono>
 #include <utility>
 
-#include "src/plan/node_tiles.h"
-#include "src/plan/step_policies.h"
 #include "swap/tile_arrays.h"
 
 namespace spillway {
@@ -23,16 +21,16 @@ Error update_overflow(const std::string& where) {
                                   "lower the learning rate or clip gradients; the last committed step is intact"});
 }
 
-TileExecutor::TileExecutor(const Plan& plan, const ModelDescription& model, HostWorkers& workers, TileMover& mover,
-                           GradientCollector& gradients, Watch watch)
+TileExecutor::TileExecutor(const Plan& plan, const ModelDescription& model, UpdateQueueOptions queue,
+                           HostWorkers& workers, TileMover& mover, GradientCollector& gradients, Watch watch)
     : plan_(plan),
       model_(model),
       workers_(workers),
       mover_(mover),
       gradients_(gradients),
       watch_(watch),
-      nodes_(updating_nodes(plan, workers.nodes())),
-      queue_(step_policies(plan, workers.nodes()).updates),
+      nodes_(queue.nodes),
+      queue_(std::move(queue)),
       updates_(nodes_),
       ranges_(nodes_),
       memories_(nodes_),
@@ -111,7 +109,7 @@ void TileExecutor::take_turn(const TileTurn& turn, std::byte* to) {
   if (turn.kind == TileTurn::Kind::kPassOver) {
     make_moves(Moves::kDrops);
   } else {
-    start_loads();
+    start_loads();  // here, where waiting for a buffer is waiting for its write and not for a read
   }
   if (turn.kind == TileTurn::Kind::kUpdate) update(turn, to);
   const bool verified = turn.kind == TileTurn::Kind::kShow || turn.kind == TileTurn::Kind::kCheck;

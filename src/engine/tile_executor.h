@@ -23,8 +23,8 @@ Error update_overflow(const std::string& where);
 
 class TileExecutor {
  public:
-  TileExecutor(const Plan& plan, const ModelDescription& model, HostWorkers& workers, TileMover& mover,
-               GradientCollector& gradients, Watch watch = {});
+  TileExecutor(const Plan& plan, const ModelDescription& model, UpdateQueueOptions queue, HostWorkers& workers,
+               TileMover& mover, GradientCollector& gradients, Watch watch = {});
 
   UpdateQueue& queue() noexcept { return queue_; }
   const UpdateQueue& queue() const noexcept { return queue_; }

@@ -3,19 +3,19 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "spillway/error.h"
 #include "src/plan/layout.h"
-#include "src/plan/step_policies.h"
 
 namespace spillway {
 namespace {
 
 // A block's tiles, and the granules of its weights on NVMe, at most.
-WeightPlacesOptions places_of(const Plan& plan, const WeightsParts& parts) {
-  WeightPlacesOptions options{.poison_released = parts.poison_released};
+WeightPlacesOptions places_of(const Plan& plan, Device& device, bool poison_released) {
+  WeightPlacesOptions options{.poison_released = poison_released};
   const auto add = [&](const Region& place) {
-    options.places.push_back(parts.device.hbm().subspan(place.offset, place.bytes));
+    options.places.push_back(device.hbm().subspan(place.offset, place.bytes));
   };
   for (const Region& place : plan.hbm.places) add(place);
   for (const BlockPlan& block : plan.blocks) {
@@ -33,73 +33,39 @@ WeightPlacesOptions places_of(const Plan& plan, const WeightsParts& parts) {
   return options;
 }
 
-WeightResidencyOptions policy_of(const Plan& plan, bool poison_released) {
-  WeightResidencyOptions options = step_policies(plan).weights;
-  options.poison_released = poison_released && !options.at_home;
-  return options;
-}
-
 }  // namespace
 
-Weights::Weights(const Plan& plan, const WeightsParts& parts)
+Weights::Weights(const Plan& plan, WeightResidencyOptions policy, const WeightsParts& parts)
     : plan_(plan),
       with_(parts),
-      policy_(policy_of(plan, parts.poison_released)),
-      places_(parts.device, parts.h2d, parts.fetcher, places_of(plan, parts)) {}
-
-void Weights::tell(const WeightEvent& event) {
-  if (with_.journal) {
-    with_.journal->entries.push_back(WeightJournal::Told{event, {event.visits.begin(), event.visits.end()}});
-  }
-  policy_.tell(event);
-}
-
-WeightAction Weights::next() {
-  const WeightAction action = policy_.next();
-  if (with_.journal) with_.journal->entries.push_back(action);
-  return action;
-}
-
-// What the update has come to since it was looked at last.
-void Weights::follow_update() {
-  const bool updating = with_.queue.begun();
-  if (updating != policy_.updating()) tell({.kind = updating ? WeightEvent::kUpdating : WeightEvent::kSettled});
-  for (std::uint32_t b = 0; b < policy_.blocks(); ++b) {
-    const bool awaited = with_.queue.weights_from(b) == WeightsFrom::kUpdate;
-    if (awaited != policy_.awaited(b)) {
-      tell({.kind = awaited ? WeightEvent::kAwaited : WeightEvent::kUpdated, .block = b});
-    }
-  }
-}
+      places_(parts.device, parts.h2d, parts.fetcher, places_of(plan, parts.device, policy.poison_released)),
+      policy_(std::move(policy), parts.queue) {}
 
 void Weights::begin_step(std::span<const std::uint32_t> visit_blocks) {
-  follow_update();
-  tell({.kind = WeightEvent::kBegin, .visits = visit_blocks});
+  policy_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks});
   run(nullptr);
 }
 
 std::uint32_t Weights::acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream) {
-  follow_update();
-  tell({.kind = WeightEvent::kAcquire, .block = block, .visit = visit});
+  policy_.tell({.kind = WeightEvent::kAcquire, .block = block, .visit = visit});
   return *run(&stream);
 }
 
 void Weights::release(std::uint32_t place, Stream& stream) {
-  follow_update();
-  tell({.kind = WeightEvent::kRelease, .place = place});
+  policy_.tell({.kind = WeightEvent::kRelease, .place = place});
   if (!policy_.leased(place)) places_.release(place, stream);
   run(nullptr);
 }
 
 void Weights::forget() {
-  tell({.kind = WeightEvent::kForget});
+  policy_.tell({.kind = WeightEvent::kForget});
   run(nullptr);
 }
 
 // Does what the policy answers until it has nothing more to say. Returns the place that was lent, if one was.
 std::optional<std::uint32_t> Weights::run(Stream* stream) {
   std::optional<std::uint32_t> lent;
-  for (WeightAction action = next(); action.kind != WeightAction::kNothing; action = next()) {
+  for (WeightAction action = policy_.next(); action.kind != WeightAction::kNothing; action = policy_.next()) {
     if (action.kind == WeightAction::kRefuse) refuse(action.block);
     if (action.kind == WeightAction::kLend) {
       places_.open(action.place, *stream);
@@ -109,7 +75,7 @@ std::optional<std::uint32_t> Weights::run(Stream* stream) {
     try {
       act(action);
     } catch (...) {
-      tell({.kind = WeightEvent::kFailed, .place = action.place});
+      policy_.tell({.kind = WeightEvent::kFailed, .place = action.place});
       throw;
     }
   }
@@ -125,8 +91,8 @@ void Weights::act(const WeightAction& action) {
       places_.begin_copies(place);
       const bool brought = with_.updater.run_until(block, at_home ? nullptr : address(place)) || at_home;
       if (brought) places_.end_copies(place);
-      follow_update();
-      return tell({.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
+      return policy_.tell(
+          {.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
     }
     case WeightAction::kFetch: fill_pieces(block, place); return places_.start_fetch(place);
     case WeightAction::kWait: places_.wait_fetch(place); break;
@@ -135,7 +101,7 @@ void Weights::act(const WeightAction& action) {
     case WeightAction::kLend:
     case WeightAction::kRefuse: return;
   }
-  tell({.kind = WeightEvent::kArrived, .place = place});
+  policy_.tell({.kind = WeightEvent::kArrived, .place = place});
 }
 
 // From where the block's tiles live. What is updated inside backward is not seen before the next step.

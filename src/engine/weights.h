@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <variant>
 #include <vector>
 
 #include "src/engine/updater.h"
@@ -24,15 +23,6 @@
 
 namespace spillway {
 
-// What the policy was told and what it answered, in order. A test may keep one; it grows without end.
-struct WeightJournal {
-  struct Told {
-    WeightEvent event;
-    std::vector<std::uint32_t> visits;
-  };
-  std::vector<std::variant<Told, WeightAction>> entries;
-};
-
 struct WeightsParts {
   Device& device;
   Stream& h2d;
@@ -42,13 +32,11 @@ struct WeightsParts {
   TileMover& mover;
   TileStore* store = nullptr;      // null without NVMe
   std::span<std::byte> host = {};  // the arena
-  bool poison_released = false;
-  WeightJournal* journal = nullptr;
 };
 
 class Weights {
  public:
-  Weights(const Plan& plan, const WeightsParts& parts);
+  Weights(const Plan& plan, WeightResidencyOptions policy, const WeightsParts& parts);
   ~Weights() { forget(); }  // fetches under way name the places
   Weights(const Weights&) = delete;
   Weights& operator=(const Weights&) = delete;
@@ -71,9 +59,6 @@ class Weights {
   bool lends(std::span<const std::byte> memory) const;  // all of it lies in one place that is leased
 
  private:
-  void tell(const WeightEvent& event);
-  WeightAction next();
-  void follow_update();
   std::optional<std::uint32_t> run(Stream* stream);
   void act(const WeightAction& action);
   void fill_pieces(std::uint32_t block, std::uint32_t place);
@@ -81,8 +66,8 @@ class Weights {
 
   const Plan& plan_;
   const WeightsParts with_;
-  WeightResidency policy_;
   WeightPlaces places_;
+  WeightResidency policy_;
 };
 
 }  // namespace spillway

@@ -13,13 +13,14 @@
 #include "src/formats/plain_file.h"
 #include "src/formats/safetensors_header.h"
 #include "src/plan/partition.h"
+#include "src/plan/state_sections.h"
 
 namespace spillway {
 namespace {
 
 using DescriptionWriter = rapidjson::Writer<rapidjson::StringBuffer>;
 
-constexpr const char* kStates = "states";
+constexpr const char *kStates = "states", *kSections = "sections";
 constexpr std::uint32_t kStatesFormat = 4;
 
 // The part that the fingerprint covers.
@@ -57,15 +58,16 @@ std::string layout_json(const ModelDescription& model, DType weights, OptimizerK
   return buffer.GetString();
 }
 
-// The arrays that the states of every tile consist of, in their order.
-void write_states(DescriptionWriter& out, DType weights, OptimizerKind optimizer) {
+// The arrays that states consist of, in their order.
+template <typename Arrays>
+void write_states(DescriptionWriter& out, const Arrays& arrays) {
   const auto put = [&out](const char* key, std::string_view text) {
     out.Key(key);
     out.String(text.data(), static_cast<rapidjson::SizeType>(text.size()));
   };
   out.Key(kStates);
   out.StartArray();
-  for (const StateArray& array : state_arrays({.type = weights, .optimizer = optimizer})) {
+  for (const StateArray& array : arrays) {
     out.StartObject();
     put("name", array.name);
     put("type", array.type);
@@ -77,6 +79,28 @@ void write_states(DescriptionWriter& out, DType weights, OptimizerKind optimizer
     out.EndObject();
   }
   out.EndArray();
+}
+
+// Of every parameter whose states are others than those of most. Empty: there is none, as in all older stores.
+std::string sections_json(const Config& config, const ModelDescription& model) {
+  rapidjson::StringBuffer buffer;
+  DescriptionWriter out(buffer);
+  bool any = false;
+  out.StartArray();
+  for (const Block& block : model.blocks) {
+    for (const Parameter& parameter : block.parameters) {
+      const StateList states = parameter.trainable ? states_of(config, parameter) : StateList{};
+      if (states.empty()) continue;
+      any = true;
+      out.StartObject();
+      out.Key("parameter");
+      out.String(parameter.name);
+      write_states(out, states);
+      out.EndObject();
+    }
+  }
+  out.EndArray();
+  return any ? buffer.GetString() : "";
 }
 
 // Before format 4 a description does not list them.
@@ -92,6 +116,13 @@ std::string description_as_of(const std::string& description, std::uint32_t form
 }
 
 std::uint64_t fingerprint_of(const std::string& layout) { return granule_checksum(std::as_bytes(std::span(layout))); }
+
+Config config_of(const StoredModel& stored) {
+  Config config;
+  config.weights = stored.weights;
+  config.optimizer.kind = stored.optimizer;
+  return config;
+}
 
 [[noreturn]] void corrupt(const std::string& object) {
   throw Error(Code::kCorrupt, object, "the model description cannot be read", 0, Remedy::kReplace);
@@ -145,6 +176,17 @@ void check_states(const rapidjson::Value& states, const StoredModel& stored, con
   if (states.Size() < known.count) refuse(fmt::format("keeps no state array {}", known.array[states.Size()].name));
 }
 
+// Those that this version keeps for such a model; refuses any others.
+std::string check_sections(const rapidjson::Document& document, const StoredModel& stored, const std::string& object) {
+  const std::string known = sections_json(config_of(stored), stored.model);
+  rapidjson::Document wanted;
+  wanted.Parse(known.data(), known.size());
+  const bool given = document.HasMember(kSections);
+  if (given ? !known.empty() && document[kSections] == wanted : known.empty()) return known;
+  throw Error(Code::kUnsupported, {object, "keeps states of some parameters that this version does not know", 0,
+                                   "use the version that made the store"});
+}
+
 std::string joined(const std::vector<std::string>& parts) {
   std::string text;
   for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
@@ -194,12 +236,22 @@ StoreIdentity describe_store(const Config& config, const ModelDescription& model
     out.EndArray();
   }
   out.EndArray();
-  write_states(out, config.weights, config.optimizer.kind);
+  write_states(out, state_arrays({.type = config.weights, .optimizer = config.optimizer.kind}));
+  const std::string sections = sections_json(config, model);
+  if (!sections.empty()) {
+    out.Key(kSections);
+    out.RawValue(sections.data(), sections.size(), rapidjson::kArrayType);
+  }
   out.EndObject();
   return {.description = buffer.GetString(),
-          .fingerprint = fingerprint_of(layout),
+          .fingerprint = fingerprint_of(layout + sections),
           .difference = &description_difference,
           .as_of_format = &description_as_of};
+}
+
+std::uint64_t layout_fingerprint(const ModelDescription& model, DType weights, OptimizerKind optimizer,
+                                 std::uint64_t tile_elements) {
+  return fingerprint_of(layout_json(model, weights, optimizer, tile_elements));
 }
 
 std::string description_difference(const std::string& stored, const std::string& wanted) {
@@ -282,8 +334,9 @@ StoredModel parse_store_description(const std::string& text, const std::string& 
     if (!is_plain_file_name(name) || find_attachment(stored.model, name)) corrupt(object);
     stored.model.attachments.push_back({name, text_of(attachment[1])});
   }
+  const std::string sections = check_sections(document, stored, object);
   stored.fingerprint =
-      fingerprint_of(layout_json(stored.model, stored.weights, stored.optimizer, stored.tile_elements));
+      fingerprint_of(layout_json(stored.model, stored.weights, stored.optimizer, stored.tile_elements) + sections);
   return stored;
 }
 

@@ -11,9 +11,12 @@
 
 namespace spillway {
 
-// The fingerprint covers parameters (names, shapes, order, frozen or not), weight type, optimizer and tile size:
-// whatever must be equal for a store's bytes to mean the same. Attachments and visits are not part of it.
+// The fingerprint covers parameters (names, shapes, order, frozen or not, other states), weight type, optimizer and
+// tile size: whatever must be equal for a store's bytes to mean the same. Attachments and visits are not part of it.
 StoreIdentity describe_store(const Config& config, const ModelDescription& model);
+// The same of what lies where alone, whatever the states of its parameters are described as.
+std::uint64_t layout_fingerprint(const ModelDescription& model, DType weights, OptimizerKind optimizer,
+                                 std::uint64_t tile_elements);
 
 // What a store was made with and a run has otherwise, as text: `bf16 weights (here: fp32), 5 blocks (here: 4)`. Of the
 // parameters, the first that differs. Empty: nothing that the fingerprint covers. Throws as parse_store_description.

@@ -29,14 +29,27 @@ void check_names(const Block& block) {
 
 }  // namespace
 
-BlockPartition partition_block(const Block& block) {
+BlockPartition partition_block(const Block& block, const std::function<StateList(const Parameter&)>& states_of) {
   check_names(block);
   BlockPartition partition;
   partition.parameters.resize(block.parameters.size());
+  const auto belongs = [&](const Parameter& parameter, const Section& section) {
+    if (!parameter.trainable || !section.trainable) return parameter.trainable == section.trainable;
+    return std::ranges::equal(states_of ? states_of(parameter) : StateList{}, section.states);
+  };
   for (const bool trainable : {true, false}) {
+    for (const Parameter& parameter : block.parameters) {
+      if (parameter.trainable != trainable) continue;
+      if (std::ranges::any_of(partition.sections, [&](const Section& s) { return belongs(parameter, s); })) continue;
+      partition.sections.push_back(
+          {.trainable = trainable, .states = trainable && states_of ? states_of(parameter) : StateList{}});
+    }
+  }
+  for (Section& section : partition.sections) {
+    section.first = partition.elements;
     for (std::size_t i = 0; i < block.parameters.size(); ++i) {
       const Parameter& parameter = block.parameters[i];
-      if (parameter.trainable != trainable) continue;
+      if (!belongs(parameter, section)) continue;
       const std::uint64_t count = count_elements(parameter.name, parameter.shape);
       partition.parameters[i] = {partition.elements, count};
       partition.elements += align_up(count, kPartitionUnit);
@@ -44,7 +57,8 @@ BlockPartition partition_block(const Block& block) {
         refuse("block " + block.name, "it has more than 2^55 elements", "check the shapes");
       }
     }
-    if (trainable) partition.trainable_elements = partition.elements;
+    section.elements = partition.elements - section.first;
+    if (section.trainable) partition.trainable_elements = partition.elements;
   }
   return partition;
 }
@@ -62,13 +76,14 @@ Shard shard_of(std::uint64_t first, std::uint64_t count, Rank rank) {
 std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t tile_elements, Rank rank) {
   SPILLWAY_CHECK(tile_elements > 0 && tile_elements % kPartitionUnit == 0, "tiles are multiples of 1,024 elements");
   std::vector<TileRange> tiles;
-  for (const bool trainable : {true, false}) {
-    const std::uint64_t begin = trainable ? 0 : partition.trainable_elements;
-    const std::uint64_t end = trainable ? partition.trainable_elements : partition.elements;
-    const Shard shard = shard_of(begin, end - begin, rank);
+  for (const Section& section : partition.sections) {
+    const Shard shard = shard_of(section.first, section.elements, rank);
     for (std::uint64_t done = 0; done < shard.count; done += tiles.back().count) {
       const std::uint64_t left = shard.count - done, whole = left / kHashedTileUnit * kHashedTileUnit;
-      tiles.push_back({shard.first + done, std::min(tile_elements, whole > 0 ? whole : left), trainable});
+      tiles.push_back({.first = shard.first + done,
+                       .count = std::min(tile_elements, whole > 0 ? whole : left),
+                       .trainable = section.trainable,
+                       .states = section.states});
     }
   }
   return tiles;

@@ -1,19 +1,20 @@
 // From the parameters of a block to shards and tiles. Pure arithmetic; nothing here knows where bytes live.
 //
-//   block    | trainable part                        | frozen part      |
-//            | wte   ░| ln_1.weight ░| mlp.weight  ░ | adapter base   ░ |    ░: padding
+//   block    | trainable part                        | frozen part      |    each part: a section for each
+//            | wte   ░| ln_1.weight ░| mlp.weight  ░ | adapter base   ░ |    description of states; ░: padding
 //   shards   | rank 0            | rank 1            | rank 0 | rank 1  |
 //   tiles    | tile | tile | tail| tile | tile | tail| tile   | tile    |
 //
 // Every parameter, shard and tile starts at a multiple of 1,024 elements (kNormLeaf, so that a leaf of the norm never
-// crosses one), and no tile mixes trainable with frozen elements. Offsets count elements of the block's flat vector.
+// crosses one), and no tile mixes elements of two sections. Offsets count elements of the block's flat vector.
 #pragma once
 
 #include <cstdint>
-#include <string>
+#include <functional>
 #include <vector>
 
 #include "spillway/model.h"
+#include "swap/extents.h"
 #include "swap/rank.h"
 
 namespace spillway {
@@ -25,15 +26,25 @@ struct ParameterPlace {
   std::uint64_t count = 0;  // without the padding after it
 };
 
+// Parameters whose states are described alike.
+struct Section {
+  std::uint64_t first = 0, elements = 0;  // padded
+  bool trainable = true;
+  StateList states = {};  // see TileShape
+};
+
 struct BlockPartition {
   std::uint64_t elements = 0;              // padded total
   std::uint64_t trainable_elements = 0;    // padded prefix
   std::vector<ParameterPlace> parameters;  // in the block's own order
+  std::vector<Section> sections;           // as they lie
 };
 
 // Throws kInvalidArgument, naming the parameter, for an empty block, a name that is empty or not unique in it, and a
 // shape that count_elements refuses.
-BlockPartition partition_block(const Block& block);
+// `states_of`, unless null: what describes the states of a trainable parameter. Sections lie in the order of their
+// first parameters.
+BlockPartition partition_block(const Block& block, const std::function<StateList(const Parameter&)>& states_of = {});
 
 struct Shard {
   std::uint64_t first = 0;
@@ -48,6 +59,7 @@ struct TileRange {
   std::uint64_t first = 0;
   std::uint64_t count = 0;  // tile_elements, or less in the last two of a shard; a multiple of kPartitionUnit
   bool trainable = true;
+  StateList states = {};
 };
 
 // The tiles of one rank, in increasing order. tile_elements is a multiple of kPartitionUnit. What is left at the end of

@@ -11,6 +11,7 @@
 #include "src/plan/description.h"
 #include "src/plan/facts.h"
 #include "src/plan/layout.h"
+#include "src/plan/state_sections.h"
 #include "swap/superblock.h"
 
 namespace spillway {
@@ -130,7 +131,8 @@ class Planner {
                     {parameter.name, "is described twice", 0, "a parameter belongs to one block"});
       }
       BlockPlan block;
-      block.partition = partition_block(model_.blocks[b]);
+      block.partition = partition_block(model_.blocks[b],
+                                        [this](const Parameter& parameter) { return states_of(config_, parameter); });
       block.first_tile = static_cast<std::uint32_t>(plan_.tiles.size());
       for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, plan_.rank)) {
         std::vector<GroupRange> groups;
@@ -139,7 +141,8 @@ class Planner {
         plan_.tile_places.push_back({.shape = {.count = range.count,
                                                .type = config_.weights,
                                                .trainable = range.trainable,
-                                               .optimizer = config_.optimizer.kind}});
+                                               .optimizer = config_.optimizer.kind,
+                                               .states = range.states}});
       }
       block.tiles = static_cast<std::uint32_t>(plan_.tiles.size()) - block.first_tile;
       plan_.blocks.push_back(std::move(block));

@@ -40,11 +40,11 @@ UpdateQueueOptions updates_of(const ScheduleInput& input, bool early) {
 
 ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
     : in_(input),
-      weights_(input.policies.weights),
-      places_(weights_.places()),
-      chunk_freed_(input.chunks, kNoOp),
       early_(early_blocks(input)),
       queue_(updates_of(input, !early_.empty())),
+      weights_(input.policies.weights, queue_),
+      places_(weights_.places()),
+      chunk_freed_(input.chunks, kNoOp),
       buffers_(input.policies.updates.buffers),
       written_(input.tiles.size(), kNoOp),
       spilled_(input.tiles.size(), kNoOp),
@@ -91,6 +91,7 @@ void ScheduleProgram::skip_early() {
 
 std::uint32_t ScheduleProgram::add(ScheduleOp op, std::initializer_list<std::uint32_t> after) {
   const auto index = static_cast<std::uint32_t>(ops_.size());
+  op.seconds = seconds_of_lane(op);
   std::size_t count = 0;
   auto wait_for = [&](std::uint32_t other) {
     if (other != kNoOp && std::find(op.after.begin(), op.after.begin() + count, other) == op.after.begin() + count) {
@@ -104,13 +105,27 @@ std::uint32_t ScheduleProgram::add(ScheduleOp op, std::initializer_list<std::uin
   return index;
 }
 
+double ScheduleProgram::seconds_of_lane(const ScheduleOp& op) const {
+  switch (op.lane) {
+    case Lane::kWeightReads:
+    case Lane::kTileReads: return seconds_of(op.bytes, in_.rates.nvme_read);
+    case Lane::kChecks: return seconds_of(op.bytes, in_.rates.checksum);
+    case Lane::kWrites: return seconds_of(op.bytes, in_.rates.nvme_write);
+    case Lane::kH2d: return seconds_of(op.bytes, in_.rates.h2d);
+    case Lane::kD2h: return seconds_of(op.bytes, in_.rates.d2h);
+    case Lane::kCompute:
+    case Lane::kCaller:
+    case Lane::kEarlyUpdates: break;
+  }
+  return op.seconds;
+}
+
 std::uint32_t ScheduleProgram::add_step() {
   uses_.assign(in_.uses.size(), {});
   used_ = loads_ = 0;
   gradients_.begin_step();
   if (updating_) queue_.tell(QueueEvent::kBegin);
   start_loads(Moves::kGradients);  // of what was read ahead
-  follow_update();
   weights_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks_});
   run_weights(kNothing);
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) visit(v);
@@ -127,7 +142,6 @@ void ScheduleProgram::visit(std::uint32_t v) {
     if (queue_.expect(early_)) start_loads();
   }
   const std::uint32_t sums = backward ? bring_sums(v) : kNoOp;
-  follow_update();
   weights_.tell({.kind = WeightEvent::kAcquire, .block = visit.block, .visit = v});
   const std::uint32_t lent = run_weights(v);
   Place& place = places_[lent];
@@ -147,7 +161,6 @@ void ScheduleProgram::visit(std::uint32_t v) {
   if (backward) add_to_sums(v, computed);
   if (completes) complete_gradient(visit.block, computed);
   place.released = computed;
-  follow_update();
   weights_.tell({.kind = WeightEvent::kRelease, .place = lent});
   run_weights(kNothing);
   update_early(Turns::kEarly);  // while the device computes this visit
@@ -160,13 +173,9 @@ std::uint32_t ScheduleProgram::end_step() {
   update_early(Turns::kEarlyAll);
   if (in_.update_on_device) {
     for (const std::uint32_t t : in_.policies.updates.order) {
-      const ScheduleTile& tile = in_.tiles[t];
-      add({.kind = OpKind::kUpdate,
-           .lane = Lane::kCompute,
-           .block = tile.block,
-           .tile = t,
-           .seconds = static_cast<double>(tile.elements) * in_.rates.update_seconds},
-          {issued_});
+      ScheduleOp op = of_tile(OpKind::kUpdate, Lane::kCompute, t, 0);
+      op.seconds = static_cast<double>(in_.tiles[t].elements) * in_.rates.update_seconds;
+      add(op, {issued_});
     }
     settle();
   }
@@ -176,17 +185,6 @@ std::uint32_t ScheduleProgram::end_step() {
   backward_ = false;
   updating_ = !in_.update_on_device;
   return step;
-}
-
-// As Weights::follow_update.
-void ScheduleProgram::follow_update() {
-  if (updating_ != weights_.updating()) {
-    weights_.tell({.kind = updating_ ? WeightEvent::kUpdating : WeightEvent::kSettled});
-  }
-  for (std::uint32_t b = 0; b < in_.blocks.size(); ++b) {
-    if (awaited(b) == weights_.awaited(b)) continue;
-    weights_.tell({.kind = awaited(b) ? WeightEvent::kAwaited : WeightEvent::kUpdated, .block = b});
-  }
 }
 
 // Issues what the policy answers. Returns the place that is lent to the visit, if there is one.
@@ -200,7 +198,6 @@ std::uint32_t ScheduleProgram::run_weights(std::uint32_t v) {
         const bool at_home = kind == WeightAction::kUpdateAtHome;
         const bool brought = run_until(block, at_home ? kNothing : place) || at_home;
         if (brought) places_[place].ready = last(Lane::kH2d), places_[place].open = kNoOp;
-        follow_update();
         weights_.tell({.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
         break;
       }
@@ -234,14 +231,9 @@ void ScheduleProgram::fetch(std::uint32_t index, std::uint32_t block) {
       place.open = last(Lane::kChecks);
       continue;
     }
-    add({.kind = OpKind::kCopyWeights,
-         .lane = Lane::kH2d,
-         .block = block,
-         .tile = t,
-         .place = index,
-         .bytes = tile.weight_bytes,
-         .seconds = seconds_of(tile.weight_bytes, in_.rates.h2d)},
-        {issued_, place.released});
+    ScheduleOp op = of_tile(OpKind::kCopyWeights, Lane::kH2d, t, tile.weight_bytes);
+    op.place = index;
+    add(op, {issued_, place.released});
   }
   place.ready = last(Lane::kH2d);
 }
@@ -257,23 +249,16 @@ void ScheduleProgram::fetch_through_chunks(std::uint32_t t, std::uint32_t place)
     const std::uint64_t payload = std::min(bytes, tile.weight_bytes - std::min(done, tile.weight_bytes));
     const auto chunks = static_cast<std::uint32_t>(div_up(bytes, in_.chunk_bytes));
     const std::uint64_t last_chunk = chunk_ + chunks - 1;
-    ScheduleOp op{.kind = OpKind::kReadWeights,
-                  .lane = Lane::kWeightReads,
-                  .block = tile.block,
-                  .tile = t,
-                  .place = place,
-                  .buffer = static_cast<std::uint32_t>(chunk_ % in_.chunks),
-                  .bytes = bytes,
-                  .seconds = seconds_of(bytes, in_.rates.nvme_read)};
+    ScheduleOp op = of_tile(OpKind::kReadWeights, Lane::kWeightReads, t, bytes);
+    op.place = place;
+    op.buffer = static_cast<std::uint32_t>(chunk_ % in_.chunks);
     const std::uint32_t read = add(op, {issued_, written_[t], chunk_freed_[last_chunk % in_.chunks]});
     op.kind = OpKind::kCheckWeights;
     op.lane = Lane::kChecks;
-    op.seconds = seconds_of(bytes, in_.rates.checksum);
     const std::uint32_t check = add(op, {read});
     op.kind = OpKind::kCopyWeights;
     op.lane = Lane::kH2d;
     op.bytes = payload;
-    op.seconds = seconds_of(payload, in_.rates.h2d);
     const std::uint32_t copy = add(op, {check, places_[place].released});
     for (; chunk_ <= last_chunk; ++chunk_) chunk_freed_[chunk_ % in_.chunks] = copy;
   }
@@ -294,8 +279,7 @@ std::uint32_t ScheduleProgram::bring_sums(std::uint32_t v) {
                      .visit = v,
                      .block = block,
                      .place = arrival.place,
-                     .bytes = bytes,
-                     .seconds = seconds_of(bytes, in_.rates.h2d)},
+                     .bytes = bytes},
                     {issued_, sums_at_home_[block], sums.free});
   }
   for (std::uint32_t p = 0; p < sums_.size(); ++p) {
@@ -307,13 +291,9 @@ std::uint32_t ScheduleProgram::bring_sums(std::uint32_t v) {
 
 void ScheduleProgram::send_home(std::uint32_t block, std::uint32_t place) {
   const std::uint64_t bytes = in_.blocks[block].accumulator_bytes;
-  sums_[place].free = sums_at_home_[block] = add({.kind = OpKind::kSaveAccumulator,
-                                                  .lane = Lane::kD2h,
-                                                  .block = block,
-                                                  .place = place,
-                                                  .bytes = bytes,
-                                                  .seconds = seconds_of(bytes, in_.rates.d2h)},
-                                                 {issued_, sums_[place].added});
+  sums_[place].free = sums_at_home_[block] =
+      add({.kind = OpKind::kSaveAccumulator, .lane = Lane::kD2h, .block = block, .place = place, .bytes = bytes},
+          {issued_, sums_[place].added});
 }
 
 // The visit has added to them.
@@ -362,14 +342,12 @@ void ScheduleProgram::load_activations() {
       op.kind = OpKind::kReadActivation;
       op.lane = Lane::kWeightReads;
       op.buffer = coming_.take();
-      op.seconds = seconds_of(op.bytes, in_.rates.nvme_read);
       there = add(op, {issued_, there, coming_.free_after(op.buffer)});
     }
     op.kind = OpKind::kLoadActivation;
     op.lane = Lane::kH2d;
     op.place = planned.place;
     op.bytes = planned.bytes;
-    op.seconds = seconds_of(op.bytes, in_.rates.h2d);
     uses_[loads_].loaded = add(op, {issued_, there, left});
     coming_.free_by(op.buffer, uses_[loads_].loaded);
   }
@@ -385,15 +363,13 @@ void ScheduleProgram::save_activation(std::uint32_t use) {
                 .use = use,
                 .place = planned.place,
                 .buffer = nvme ? leaving_.take() : kNothing,
-                .bytes = planned.bytes,
-                .seconds = seconds_of(planned.bytes, in_.rates.d2h)};
+                .bytes = planned.bytes};
   uses_[use].home = uses_[use].left = add(op, {uses_[use].left, leaving_.free_after(op.buffer)});
   if (!nvme) return;
   op.kind = OpKind::kWriteActivation;
   op.lane = Lane::kWrites;
   op.place = kNothing;
   op.bytes = planned.nvme_bytes;
-  op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
   uses_[use].home = add(op, {uses_[use].home});
   leaving_.free_by(op.buffer, uses_[use].home);
 }

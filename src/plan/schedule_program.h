@@ -75,7 +75,12 @@ class ScheduleProgram {
     std::uint32_t left = kNoOp;    // its place may be used by others
   };
 
+  // What a link does takes what its bytes take there, whatever `op` says.
   std::uint32_t add(ScheduleOp op, std::initializer_list<std::uint32_t> after);
+  double seconds_of_lane(const ScheduleOp& op) const;
+  ScheduleOp of_tile(OpKind kind, Lane lane, std::uint32_t tile, std::uint64_t bytes) const {
+    return {.kind = kind, .lane = lane, .block = in_.tiles[tile].block, .tile = tile, .bytes = bytes};
+  }
   std::uint32_t last(Lane lane) const { return last_[static_cast<std::size_t>(lane)]; }
   void note_visits();
   void skip_early();
@@ -83,12 +88,10 @@ class ScheduleProgram {
   void visit(std::uint32_t v);
   std::uint32_t end_step();
   // Weights
-  void follow_update();
   std::uint32_t run_weights(std::uint32_t visit);
   ScheduleOp of_visit(std::uint32_t visit, std::uint32_t place) const;
   void fetch(std::uint32_t place, std::uint32_t block);
   void fetch_through_chunks(std::uint32_t tile, std::uint32_t place);
-  bool awaited(std::uint32_t block) const { return queue_.weights_from(block) == WeightsFrom::kUpdate; }
   // Updates
   bool run_until(std::uint32_t block, std::uint32_t place);
   void start_loads(Moves allowed = Moves::kAll);
@@ -121,13 +124,13 @@ class ScheduleProgram {
   std::vector<std::uint32_t> visit_blocks_;
   std::vector<std::uint8_t> completes_;  // by visit: its block's gradient
 
+  std::vector<std::uint32_t> early_;  // blocks that are updated inside backward, as their gradients complete
+  UpdateQueue queue_;
   WeightResidency weights_;
   std::vector<Place> places_;
   std::uint64_t chunk_ = 0;                 // used so far
   std::vector<std::uint32_t> chunk_freed_;  // by chunk: the copy that freed it last
 
-  std::vector<std::uint32_t> early_;  // blocks that are updated inside backward, as their gradients complete
-  UpdateQueue queue_;
   std::vector<Buffer> buffers_;
   bool updating_ = true;                // the last step's update is not settled
   std::vector<std::uint32_t> written_;  // by tile: its last write

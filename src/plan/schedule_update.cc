@@ -28,14 +28,9 @@ void ScheduleProgram::read_tile(std::uint32_t t, std::uint32_t index) {
   buffer.read = kNoOp;
   queue_.tell(QueueEvent::kRead, index);  // an update of it starts no earlier than it has been
   if (tile.read_bytes == 0) return;
-  buffer.read = add({.kind = OpKind::kReadTile,
-                     .lane = Lane::kTileReads,
-                     .block = tile.block,
-                     .tile = t,
-                     .buffer = index,
-                     .bytes = tile.read_bytes,
-                     .seconds = seconds_of(tile.read_bytes, in_.rates.nvme_read)},
-                    {issued_, buffer.left(), buffer.copy, written_[t]});
+  ScheduleOp op = of_tile(OpKind::kReadTile, Lane::kTileReads, t, tile.read_bytes);
+  op.buffer = index;
+  buffer.read = add(op, {issued_, buffer.left(), buffer.copy, written_[t]});
 }
 
 // A spilled gradient is read once all of the step have been written.
@@ -43,14 +38,9 @@ void ScheduleProgram::read_gradient(std::uint32_t t, std::uint32_t index) {
   const ScheduleTile& tile = in_.tiles[t];
   if (tile.spill_bytes == 0) return;
   Buffer& buffer = buffers_[index];
-  buffer.read = add({.kind = OpKind::kReadGradient,
-                     .lane = Lane::kTileReads,
-                     .block = tile.block,
-                     .tile = t,
-                     .buffer = index,
-                     .bytes = tile.spill_bytes,
-                     .seconds = seconds_of(tile.spill_bytes, in_.rates.nvme_read)},
-                    {issued_, buffer.write, buffer.copy, spilled_[t], buffer.read});
+  ScheduleOp op = of_tile(OpKind::kReadGradient, Lane::kTileReads, t, tile.spill_bytes);
+  op.buffer = index;
+  buffer.read = add(op, {issued_, buffer.write, buffer.copy, spilled_[t], buffer.read});
 }
 
 void ScheduleProgram::take_turn(const TileTurn& turn, Lane lane, std::uint32_t place) {
@@ -68,12 +58,9 @@ void ScheduleProgram::take_turn(const TileTurn& turn, Lane lane, std::uint32_t p
 void ScheduleProgram::update(std::uint32_t t, std::uint32_t index, Lane lane, std::uint32_t place) {
   const ScheduleTile& tile = in_.tiles[t];
   Buffer& buffer = buffers_[index];
-  ScheduleOp op{.kind = OpKind::kUpdate,
-                .lane = lane,
-                .block = tile.block,
-                .tile = t,
-                .buffer = index,
-                .seconds = static_cast<double>(tile.elements) * in_.rates.update_seconds};
+  ScheduleOp op = of_tile(OpKind::kUpdate, lane, t, 0);
+  op.buffer = index;
+  op.seconds = static_cast<double>(tile.elements) * in_.rates.update_seconds;
   const std::uint32_t landed = lane == Lane::kEarlyUpdates ? landed_[t] : kNoOp;
   const std::uint32_t updated = add(op, {issued_, buffer.read, buffer.left(), buffer.copy, landed});
   buffer = {.updated = updated};
@@ -82,7 +69,6 @@ void ScheduleProgram::update(std::uint32_t t, std::uint32_t index, Lane lane, st
     op.lane = Lane::kH2d;
     op.place = place;
     op.bytes = tile.weight_bytes;
-    op.seconds = seconds_of(op.bytes, in_.rates.h2d);
     buffer.copy = add(op, {updated, place == kNothing ? kNoOp : places_[place].released});
   }
   if (tile.write_bytes > 0) {
@@ -90,7 +76,6 @@ void ScheduleProgram::update(std::uint32_t t, std::uint32_t index, Lane lane, st
     op.lane = Lane::kWrites;
     op.place = kNothing;
     op.bytes = tile.write_bytes;
-    op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
     buffer.write = written_[t] = add(op, {updated});
   }
 }
@@ -117,33 +102,26 @@ void ScheduleProgram::commit() {
     if (tile.commit_bytes == 0) continue;
     const auto index = static_cast<std::uint32_t>(used++ % buffers_.size());
     Buffer& buffer = buffers_[index];
-    ScheduleOp op{.block = tile.block, .tile = t, .buffer = index};
+    const auto in_buffer = [&](OpKind kind, Lane lane, std::uint64_t bytes) {
+      ScheduleOp op = of_tile(kind, lane, t, bytes);
+      op.buffer = index;
+      return op;
+    };
     std::uint32_t here = kNoOp;
     if (tile.commit_d2h_bytes > 0) {
-      op.kind = OpKind::kCopyTile;
-      op.lane = Lane::kD2h;
-      op.bytes = tile.commit_d2h_bytes;
-      op.seconds = seconds_of(op.bytes, in_.rates.d2h);
-      here = add(op, {issued_, buffer.left(), buffer.copy});
+      here =
+          add(in_buffer(OpKind::kCopyTile, Lane::kD2h, tile.commit_d2h_bytes), {issued_, buffer.left(), buffer.copy});
     }
     std::uint32_t read = kNoOp;
     if (tile.commit_read_bytes > 0) {
-      op.kind = OpKind::kReadTile;
-      op.lane = Lane::kTileReads;
-      op.bytes = tile.commit_read_bytes;
-      op.seconds = seconds_of(op.bytes, in_.rates.nvme_read);
-      read = add(op, {issued_, buffer.left(), buffer.copy, written_[t]});
+      read = add(in_buffer(OpKind::kReadTile, Lane::kTileReads, tile.commit_read_bytes),
+                 {issued_, buffer.left(), buffer.copy, written_[t]});
     }
-    op.kind = OpKind::kHashTile;
-    op.lane = Lane::kCaller;
-    op.bytes = tile.commit_bytes;
-    op.seconds = seconds_of(op.bytes, in_.rates.checksum * in_.rates.cores);
-    const std::uint32_t hashed = add(op, {issued_, here, read, buffer.left(), buffer.copy});
-    op.kind = OpKind::kWriteTile;
-    op.lane = Lane::kWrites;
-    op.seconds = seconds_of(op.bytes, in_.rates.nvme_write);
+    ScheduleOp hash = in_buffer(OpKind::kHashTile, Lane::kCaller, tile.commit_bytes);
+    hash.seconds = seconds_of(tile.commit_bytes, in_.rates.checksum * in_.rates.cores);
+    const std::uint32_t hashed = add(hash, {issued_, here, read, buffer.left(), buffer.copy});
     buffer = {};
-    buffer.write = written_[t] = add(op, {hashed});
+    buffer.write = written_[t] = add(in_buffer(OpKind::kWriteTile, Lane::kWrites, tile.commit_bytes), {hashed});
   }
   add({.kind = OpKind::kCommit, .seconds = in_.rates.sync_seconds}, {issued_, last(Lane::kWrites)});
 }
@@ -188,16 +166,10 @@ void ScheduleProgram::complete_gradient(std::uint32_t b, std::uint32_t computed)
 }
 
 std::uint32_t ScheduleProgram::copy_gradient(std::uint32_t t, const GradientDown& down, std::uint32_t computed) {
-  const ScheduleTile& tile = in_.tiles[t];
-  return staging_copied_[down.staging] = add({.kind = OpKind::kCopyGradient,
-                                              .lane = Lane::kD2h,
-                                              .block = tile.block,
-                                              .tile = t,
-                                              .place = down.staging,
-                                              .buffer = down.passing.value_or(kNothing),
-                                              .bytes = tile.gradient_bytes,
-                                              .seconds = seconds_of(tile.gradient_bytes, in_.rates.d2h)},
-                                             {computed, down.passing ? passing_freed_[*down.passing] : kNoOp});
+  ScheduleOp op = of_tile(OpKind::kCopyGradient, Lane::kD2h, t, in_.tiles[t].gradient_bytes);
+  op.place = down.staging;
+  op.buffer = down.passing.value_or(kNothing);
+  return staging_copied_[down.staging] = add(op, {computed, down.passing ? passing_freed_[*down.passing] : kNoOp});
 }
 
 // As fetch_through_chunks(), the other way.
@@ -209,20 +181,14 @@ void ScheduleProgram::spill_gradient(std::uint32_t t, const GradientDown& down, 
     const std::uint64_t bytes = std::min(piece_bytes, tile.spill_bytes - done);
     const std::uint64_t payload = std::min(bytes, tile.gradient_bytes - std::min(done, tile.gradient_bytes));
     const std::uint64_t last_chunk = spill_chunk_ + div_up(bytes, in_.chunk_bytes) - 1;
-    ScheduleOp op{.kind = OpKind::kCopyGradient,
-                  .lane = Lane::kD2h,
-                  .block = tile.block,
-                  .tile = t,
-                  .place = down.staging,
-                  .buffer = static_cast<std::uint32_t>(spill_chunk_ % in_.spill_chunks),
-                  .bytes = payload,
-                  .seconds = seconds_of(payload, in_.rates.d2h)};
+    ScheduleOp op = of_tile(OpKind::kCopyGradient, Lane::kD2h, t, payload);
+    op.place = down.staging;
+    op.buffer = static_cast<std::uint32_t>(spill_chunk_ % in_.spill_chunks);
     const std::uint32_t copy = add(op, {computed, spill_freed_[last_chunk % in_.spill_chunks]});
     op.kind = OpKind::kSpillGradient;
     op.lane = Lane::kWrites;
     op.place = kNothing;
     op.bytes = bytes;
-    op.seconds = seconds_of(bytes, in_.rates.nvme_write);
     spilled_[t] = staging_written_[down.staging] = add(op, {copy});
     for (; spill_chunk_ <= last_chunk; ++spill_chunk_) spill_freed_[spill_chunk_ % in_.spill_chunks] = spilled_[t];
   }

@@ -106,7 +106,17 @@ enum class WeightsFrom : std::uint8_t {
   kUpdate,     // they come from their update, which has not been made
 };
 
-class UpdateQueue {
+// Of an update, for whoever hands out weights meanwhile.
+class UpdateView {
+ public:
+  virtual bool begun() const = 0;  // every gradient is there, and not all of it is where it lives
+  virtual WeightsFrom weights_from(std::uint32_t block) const = 0;
+
+ protected:
+  ~UpdateView() = default;
+};
+
+class UpdateQueue final : public UpdateView {
  public:
   explicit UpdateQueue(UpdateQueueOptions options);
 
@@ -126,11 +136,11 @@ class UpdateQueue {
   std::uint32_t tile(std::size_t position) const { return queue_[position]; }
   std::uint32_t buffer(std::size_t position) const { return static_cast<std::uint32_t>(position % options_.buffers); }
 
-  WeightsFrom weights_from(std::uint32_t block) const;
+  WeightsFrom weights_from(std::uint32_t block) const override;
   // The block's tiles have their turns in one piece, so that its weights may go to its place from there.
   bool delivers(std::uint32_t block) const;
 
-  bool begun() const noexcept { return begun_; }
+  bool begun() const noexcept override { return begun_; }
   bool checking() const noexcept { return checking_; }
   bool looking() const noexcept { return looking_; }
   bool under_way() const noexcept { return next_ < queue_.size(); }

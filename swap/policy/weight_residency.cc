@@ -7,11 +7,12 @@
 
 namespace spillway {
 
-WeightResidency::WeightResidency(WeightResidencyOptions options)
-    : options_(std::move(options)), awaited_(options_.block_bytes.size()) {
+WeightResidency::WeightResidency(WeightResidencyOptions options, const UpdateView& update)
+    : options_(std::move(options)), update_(update) {
   if (options_.at_home) {
     options_.place_bytes = options_.block_bytes;
     options_.owners.clear();
+    options_.poison_released = false;
     for (std::uint32_t b = 0; b < blocks(); ++b) options_.owners.emplace_back(b);
   }
   places_.resize(options_.place_bytes.size());
@@ -22,10 +23,6 @@ WeightResidency::WeightResidency(WeightResidencyOptions options)
 void WeightResidency::tell(const WeightEvent& event) {
   switch (event.kind) {
     case WeightEvent::kBegin: return begin(event.visits);
-    case WeightEvent::kUpdating:
-    case WeightEvent::kSettled: updating_ = event.kind == WeightEvent::kUpdating; return;
-    case WeightEvent::kAwaited:
-    case WeightEvent::kUpdated: awaited_[event.block] = event.kind == WeightEvent::kAwaited; return;
     case WeightEvent::kAcquire:
       if (event.visit) {
         cursor_ = *event.visit + 1;
@@ -116,7 +113,7 @@ WeightAction WeightResidency::serve() {
   }
   const std::uint32_t p = *wanted.place;
   Place& place = places_[p];
-  if (options_.at_home && updating_ && !std::exchange(wanted.passed, true)) {
+  if (options_.at_home && update_.begun() && !std::exchange(wanted.passed, true)) {
     return {.kind = WeightAction::kUpdateAtHome, .block = wanted.block, .place = p};
   }
   if (place.block != wanted.block) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "swap/policy/residency.h"
+#include "swap/policy/update_queue.h"
 
 namespace spillway {
 
@@ -34,20 +35,16 @@ struct WeightResidencyOptions {
 
 struct WeightEvent {
   enum Kind : std::uint8_t {
-    kBegin,     // of a step. `visits`: the blocks that will be visited from now on, in order. Everything that lies in a
-                // place is stale, but for frozen blocks in places of their own: they stay, or go on coming
-    kUpdating,  // an update is under way from here on
-    kSettled,   // no more: all of it is where it lives
-    kAwaited,   // the block's update is still to come: where it lives are the weights of the step before
-    kUpdated,   // no more
-    kAcquire,   // the caller asks for the block. `visit`: which of the planned visits this is, if it is one
-    kRelease,   // a lease of the place is over
-    kBrought,   // kUpdate: the block's weights are on their way to the place
-    kPassed,    // kUpdate: it is made, but they must be fetched
-    kArrived,   // kWait, kDrain: the fetch is over
-    kFailed,    // what was answered cannot be done, and whoever acquires has been told
-    kForget,    // nothing that lies there, frozen or not, is the model's any more, and nothing is fetched before the
-                // next kBegin. Not while something is leased
+    kBegin,    // of a step. `visits`: the blocks that will be visited from now on, in order. Everything that lies in a
+               // place is stale, but for frozen blocks in places of their own: they stay, or go on coming
+    kAcquire,  // the caller asks for the block. `visit`: which of the planned visits this is, if it is one
+    kRelease,  // a lease of the place is over
+    kBrought,  // kUpdate: the block's weights are on their way to the place
+    kPassed,   // kUpdate: it is made, but they must be fetched
+    kArrived,  // kWait, kDrain: the fetch is over
+    kFailed,   // what was answered cannot be done, and whoever acquires has been told
+    kForget,   // nothing that lies there, frozen or not, is the model's any more, and nothing is fetched before the
+               // next kBegin. Not while something is leased
   };
   Kind kind = kBegin;
   std::uint32_t block = 0, place = 0;
@@ -73,14 +70,11 @@ struct WeightAction {
 
 class WeightResidency {
  public:
-  explicit WeightResidency(WeightResidencyOptions options);
+  // `update`: what a block whose update is still to come has at home is of the step before.
+  WeightResidency(WeightResidencyOptions options, const UpdateView& update);
 
   void tell(const WeightEvent& event);
   WeightAction next();
-
-  // As last told.
-  bool updating() const noexcept { return updating_; }
-  bool awaited(std::uint32_t block) const { return awaited_[block] != 0; }
 
   std::size_t blocks() const noexcept { return options_.block_bytes.size(); }
   std::size_t places() const noexcept { return places_.size(); }
@@ -126,11 +120,11 @@ class WeightResidency {
   std::optional<std::uint32_t> find(std::uint32_t block) const;
   std::optional<std::uint32_t> place_for(const Wanted& wanted) const;
   void drop(Place& place);
+  bool awaited(std::uint32_t block) const { return update_.weights_from(block) == WeightsFrom::kUpdate; }
 
   WeightResidencyOptions options_;
+  const UpdateView& update_;
   std::vector<Place> places_;
-  std::vector<std::uint8_t> awaited_;  // by block
-  bool updating_ = false;
   std::vector<std::uint32_t> visits_;
   std::vector<std::uint8_t> filled_;  // by place: as plan_ counts on
   std::vector<VisitPlace> plan_;

@@ -14,6 +14,7 @@
 #include "spillway/error.h"
 #include "spillway/fp16.h"
 #include "spillway/units.h"
+#include "src/plan/step_policies.h"
 #include "tests/kernels/random.h"
 
 namespace spillway {
@@ -33,7 +34,7 @@ struct Collector {
     d2h = device->create_stream("d2h");
     pushes = std::make_unique<GradientPushes>(plan, model, device->hbm());
     const GradientMovers movers{*device, *workers, host.memory(), *d2h};
-    collector = std::make_unique<GradientCollector>(plan, *pushes, movers);
+    collector = std::make_unique<GradientCollector>(plan, step_policies(plan).gradients, *pushes, movers);
     collector->begin_step();
   }
   ~Collector() {

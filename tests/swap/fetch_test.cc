@@ -1,6 +1,7 @@
 // BlockFetcher and WeightPlaces over a real store and the host device, in the order that the policy of weights says.
 #include <algorithm>
 #include <functional>
+#include <set>
 
 #include "kernels/device.h"
 #include "kernels/workers.h"
@@ -17,6 +18,15 @@ using namespace testing;
 constexpr std::uint64_t kPlaceBytes = 512 * 1024;
 constexpr std::uint64_t kChunkBytes = 256 * 1024;
 
+// An update that waits for the test.
+struct Awaited final : UpdateView {
+  std::set<std::uint32_t> blocks;
+  bool begun() const override { return !blocks.empty(); }
+  WeightsFrom weights_from(std::uint32_t block) const override {
+    return blocks.contains(block) ? WeightsFrom::kUpdate : WeightsFrom::kNewest;
+  }
+};
+
 // Does what the policy says, as the engine does, with fetches of a tile a block. What stands in for an update is the
 // test's.
 class Lender {
@@ -24,10 +34,10 @@ class Lender {
   std::function<void(std::uint32_t block, std::vector<FetchPiece>& pieces, std::byte* to)> fill;
   std::function<bool(std::uint32_t block, std::byte* to)> update = {};
 
-  Lender(WeightPlaces& places, const WeightResidencyOptions& policy) : places_(places), policy_(policy) {}
+  Lender(WeightPlaces& places, const WeightResidencyOptions& policy) : places_(places), policy_(policy, update_) {}
   ~Lender() { forget(); }
 
-  void await(std::uint32_t block) { policy_.tell({.kind = WeightEvent::kAwaited, .block = block}); }
+  void await(std::uint32_t block) { update_.blocks.insert(block); }
   void begin_step(std::span<const std::uint32_t> visits) {
     policy_.tell({.kind = WeightEvent::kBegin, .visits = visits});
     run(nullptr);
@@ -73,7 +83,7 @@ class Lender {
       places_.begin_copies(place);
       const bool brought = update(block, address(place));
       if (brought) places_.end_copies(place);
-      policy_.tell({.kind = WeightEvent::kUpdated, .block = block});
+      update_.blocks.erase(block);
       policy_.tell({.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
     } else if (kind == WeightAction::kWait || kind == WeightAction::kDrain) {
       kind == WeightAction::kWait ? places_.wait_fetch(place) : places_.drain(place);
@@ -82,6 +92,7 @@ class Lender {
   }
 
   WeightPlaces& places_;
+  Awaited update_;
   WeightResidency policy_;
 };
 

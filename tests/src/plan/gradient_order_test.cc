@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <functional>
 #include <optional>
+#include <set>
 #include <span>
 #include <tuple>
 #include <vector>
@@ -175,6 +176,21 @@ std::vector<Event> in_order(const std::vector<Event>& told) {
   return kept;
 }
 
+// What the memory counts on, whoever tells it: a block comes in the step in which it is staged. So whatever has no home
+// goes down to memory that it passes, and nothing else does.
+void expect_rules_kept(const Plan& plan, const std::vector<Event>& told) {
+  std::set<std::uint32_t> come;
+  for (const Event& event : told) {
+    if (event.what == Told::kBegin) come.clear();
+    if (event.what == Told::kCome) come.insert(event.subject);
+    if (event.what == Told::kStage) {
+      EXPECT_TRUE(come.contains(event.subject)) << "block " << event.subject;
+    }
+    if (!event.down) continue;
+    EXPECT_EQ(event.down->passing.has_value(), !plan.blocks[event.down->block].gradient_home.has_value());
+  }
+}
+
 std::vector<std::uint32_t> updated_of(const std::vector<Event>& told) {
   std::vector<std::uint32_t> blocks;
   for (const Event& event : told) {
@@ -243,6 +259,8 @@ Plan compare(const std::function<void(Config&)>& change,
   // After its last step the engine has begun another.
   while (!run.events.empty() && run.events.back().what == Told::kBegin) run.events.pop_back();
   EXPECT_EQ(in_order(run.events), in_order(planned.events));
+  expect_rules_kept(plan, run.events);
+  expect_rules_kept(plan, planned.events);
   if (!plan.blocks[1].speculative) {  // guesses begin behind two steps
     EXPECT_EQ(updated_of(run.events), updated_of(planned.events));
   }

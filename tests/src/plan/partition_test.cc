@@ -107,6 +107,37 @@ void expect_partition_rules(const BlockPartition& partition, std::uint64_t tile_
   }
 }
 
+TEST(PartitionBlock, ParametersWithStatesOfOneDescriptionLieTogether) {
+  static constexpr StateArray kOther[] = {{.name = kExpAvg, .type = "bf16", .bytes = 2}};
+  static constexpr StateArray kAlike[] = {{.name = kExpAvg, .type = "bf16", .bytes = 2}};
+  const Block block{.name = "b",
+                    .parameters = {{.name = "w0", .shape = {3000}},
+                                   {.name = "frozen", .shape = {10}, .trainable = false},
+                                   {.name = "e0", .shape = {1}},
+                                   {.name = "w1", .shape = {1024}},
+                                   {.name = "e1", .shape = {2048}}}};
+  const BlockPartition partition = partition_block(block, [](const Parameter& parameter) -> StateList {
+    EXPECT_TRUE(parameter.trainable);
+    if (parameter.name[0] == 'e') return {};
+    return parameter.name == "w0" ? StateList(kOther) : StateList(kAlike);
+  });
+  std::vector<std::uint64_t> first;
+  for (const ParameterPlace& place : partition.parameters) first.push_back(place.first);
+  EXPECT_EQ(first, (std::vector<std::uint64_t>{0, 7168, 4096, 3072, 5120}));
+  EXPECT_EQ(partition.trainable_elements, 7168u);
+  ASSERT_EQ(partition.sections.size(), 3u);
+  EXPECT_TRUE(std::ranges::equal(partition.sections[0].states, kOther));
+  EXPECT_TRUE(partition.sections[1].states.empty() && partition.sections[1].trainable);
+  EXPECT_FALSE(partition.sections[2].trainable);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> tiles;
+  for (const TileRange& tile : cut_tiles(partition, 2048, Rank{})) {
+    tiles.emplace_back(tile.first, tile.count);
+    EXPECT_EQ(tile.states.size(), tile.first < 4096 ? 1u : 0u);
+  }
+  EXPECT_EQ(tiles, (std::vector<std::pair<std::uint64_t, std::uint64_t>>{
+                       {0, 2048}, {2048, 2048}, {4096, 2048}, {6144, 1024}, {7168, 1024}}));
+}
+
 TEST(CutTiles, TilesAreDisjointCoverTheBlockAndAreBalancedForOneTo64Ranks) {
   std::mt19937_64 random(test_seed());
   for (std::uint32_t ranks = 1; ranks <= 64; ++ranks) {

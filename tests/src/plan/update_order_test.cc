@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <tuple>
@@ -184,6 +185,20 @@ void expect_order(const char* link, const std::vector<Moved>& run, const std::ve
   ADD_FAILURE() << link << ": another order than the schedule's";
 }
 
+// Of what both tell, whatever their clocks say.
+std::set<QueueEvent> told_in(const std::vector<Call>& calls) {
+  std::set<QueueEvent> told;
+  for (const Call& call : calls) {
+    const auto* event = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call);
+    if (!event) continue;
+    for (const QueueEvent both :
+         {QueueEvent::kComplete, QueueEvent::kFetched, QueueEvent::kTurnDone, QueueEvent::kBegin, QueueEvent::kEnd}) {
+      if (event->first == both) told.insert(both);
+    }
+  }
+  return told;
+}
+
 struct Case {
   Placement parameters = Placement::kNvme, states = Placement::kNvme;
   std::function<void(Config&)> change = [](Config&) {};
@@ -206,7 +221,9 @@ Plan compare(const Case& of) {
   }
   const ScheduleInput input = schedule_input(scheduled, {}, {}, of.nodes);
   EXPECT_EQ(input.policies.updates.nodes, of.nodes);
+  watch();
   const Schedule schedule = make_schedule(input);
+  const std::set<QueueEvent> planned_events = told_in(watched.calls);
   std::vector<Moved> step;
   for (const ScheduleOp& op : std::span(schedule.ops).subspan(schedule.second)) {
     if (op.tile != kNothing) step.push_back({op.kind, op.tile, op.buffer});
@@ -221,6 +238,7 @@ Plan compare(const Case& of) {
   for (int i = 0; i < kSteps; ++i) trainer.run_step();
   const std::vector<Moved> moved = std::exchange(watched.moved, {});
   watched.on = false;
+  EXPECT_EQ(told_in(watched.calls), planned_events);
 
   const std::size_t cut = 2 * std::size_t{plan.host.buffers_count};
   const auto both = [&](const char* link, const Kinds& kinds) {
@@ -255,6 +273,40 @@ std::pair<bool, std::string> again(UpdateQueue& queue, const Call& call) {
   return {queue.end_tile(position, finite, delivered) == std::get<TileEnd>(call.answer), "end_tile"};
 }
 
+// What the queue counts on: of each turn all moves are made before a tile of it ends, and all drops behind it; what is
+// written is told, so that tiles are read ahead.
+void expect_rules_kept() {
+  bool moved = true, dropped = true, reads_ahead = false;
+  std::optional<TileTurn> turn;
+  std::size_t saved = 0, written = 0, read = 0;
+  for (const Call& call : watched.calls) {
+    if (const auto* told = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call)) {
+      if (told->first == QueueEvent::kTurnDone) dropped = false;
+      written += told->first == QueueEvent::kWritten;
+      read += told->first == QueueEvent::kRead;
+    } else if (const auto* allowed = std::get_if<Moves>(&call.call)) {
+      const auto& move = std::get<std::optional<TileMove>>(call.answer);
+      if (move && move->kind == TileMove::Kind::kLoad && moved) reads_ahead = true;
+      if (move) continue;
+      dropped = true;
+      moved = moved || *allowed == Moves::kAll;
+    } else if (std::holds_alternative<std::pair<Turns, std::uint32_t>>(call.call)) {
+      ASSERT_TRUE(dropped);
+      if (const auto& next = std::get<std::optional<TileTurn>>(call.answer)) turn = next, moved = false;
+    } else if (std::holds_alternative<std::tuple<std::size_t, bool, bool>>(call.call)) {
+      ASSERT_TRUE(moved || turn->kind == TileTurn::Kind::kPassOver);
+      saved += std::get<TileEnd>(call.answer) == TileEnd::kSave;
+    }
+  }
+  if (saved > 4 * watched.options->buffers) {
+    EXPECT_GT(written, 0u);
+  }
+  if (watched.options->early_planned && watched.options->reads_ahead) {
+    EXPECT_GT(read, 0u);
+  }
+  EXPECT_EQ(reads_ahead, watched.options->reads_ahead);
+}
+
 void expect_replayed() {
   watched.on = false;
   ASSERT_TRUE(watched.options);
@@ -264,6 +316,7 @@ void expect_replayed() {
     ASSERT_TRUE(same) << name << ", call " << i;
   }
   EXPECT_GT(watched.calls.size(), 500u);
+  expect_rules_kept();
 }
 
 void nothing(Config&) {}

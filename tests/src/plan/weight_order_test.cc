@@ -1,20 +1,27 @@
 // The engine and the schedule ask one policy about weights, and tell it the same: what a run did, step by step, is what
 // its schedule says, in its order. And a policy that is told once more what a run told it answers the same.
+//
+// This program is linked with `--wrap` (meson.build), so that what the engine and its policy say to each other arrives
+// here and goes on. The linker knows these by their mangled names.
 #include <gtest/gtest.h>
 #include <rapidjson/document.h>
 
 #include <algorithm>
 #include <fstream>
 #include <functional>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <string>
+#include <variant>
+#include <vector>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
 #include "src/engine/speculation.h"
-#include "src/engine/step_engine.h"
 #include "src/plan/schedule.h"
+#include "src/plan/step_policies.h"
+#include "swap/policy/weight_residency.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
 
@@ -26,6 +33,86 @@ using testing::ToyTrainer;
 
 constexpr std::uint32_t kBlocks = 6, kMicroBatches = 2;
 constexpr int kSteps = 6, kSteady = 4;  // guesses begin behind the second
+
+// What the policy was told, what it asked of the update, and what it answered, in order.
+struct Told {
+  WeightEvent event;
+  std::vector<std::uint32_t> visits;
+};
+struct Asked {
+  std::optional<std::uint32_t> block;  // none: whether it has begun
+  WeightsFrom from = WeightsFrom::kNewest;
+  bool begun = false;
+};
+struct Journal {
+  std::vector<std::variant<Told, WeightAction>> entries;
+  std::vector<Asked> asked;
+};
+Journal* journal = nullptr;  // null: nothing is recorded
+
+class AskedUpdate final : public UpdateView {
+ public:
+  explicit AskedUpdate(const UpdateView& real) : real_(real) {}
+  bool begun() const override {
+    journal->asked.push_back({.block = {}, .begun = real_.begun()});
+    return journal->asked.back().begun;
+  }
+  WeightsFrom weights_from(std::uint32_t block) const override {
+    journal->asked.push_back({.block = block, .from = real_.weights_from(block)});
+    return journal->asked.back().from;
+  }
+
+ private:
+  const UpdateView& real_;
+};
+std::optional<AskedUpdate> asked_update;  // the engine's, while it is recorded
+
+// Answers as the run's update did.
+class AnsweringUpdate final : public UpdateView {
+ public:
+  explicit AnsweringUpdate(const std::vector<Asked>& asked) : asked_(asked) {}
+  bool begun() const override { return next({}).begun; }
+  WeightsFrom weights_from(std::uint32_t block) const override { return next(block).from; }
+
+ private:
+  Asked next(std::optional<std::uint32_t> block) const {
+    EXPECT_LT(next_, asked_.size());
+    if (next_ == asked_.size()) return {};
+    EXPECT_EQ(asked_[next_].block, block) << "question " << next_;
+    return asked_[next_++];
+  }
+
+  const std::vector<Asked>& asked_;
+  mutable std::size_t next_ = 0;
+};
+
+}  // namespace
+
+#define SPILLWAY_WATCHED(result, name, mangled, ...)      \
+  result real_##name(__VA_ARGS__) asm("__real_" mangled); \
+  result watched_##name(__VA_ARGS__) asm("__wrap_" mangled)
+
+SPILLWAY_WATCHED(void, policy, "_ZN8spillway15WeightResidencyC1ENS_22WeightResidencyOptionsERKNS_10UpdateViewE",
+                 WeightResidency*, WeightResidencyOptions*, const UpdateView&);
+SPILLWAY_WATCHED(void, tell, "_ZN8spillway15WeightResidency4tellERKNS_11WeightEventE", WeightResidency*,
+                 const WeightEvent&);
+SPILLWAY_WATCHED(WeightAction, next, "_ZN8spillway15WeightResidency4nextEv", WeightResidency*);
+#undef SPILLWAY_WATCHED
+
+void watched_policy(WeightResidency* policy, WeightResidencyOptions* options, const UpdateView& update) {
+  real_policy(policy, options, journal ? asked_update.emplace(update) : update);
+}
+void watched_tell(WeightResidency* policy, const WeightEvent& event) {
+  if (journal) journal->entries.push_back(Told{event, {event.visits.begin(), event.visits.end()}});
+  real_tell(policy, event);
+}
+WeightAction watched_next(WeightResidency* policy) {
+  const WeightAction action = real_next(policy);
+  if (journal) journal->entries.push_back(action);
+  return action;
+}
+
+namespace {
 
 // One thing that happens to a place: a block comes by a fetch or from its update, or is lent.
 enum class What : std::uint8_t { kFetched, kUpdated, kLent };
@@ -57,10 +144,10 @@ Order order_of(const Schedule& schedule) {
 }
 
 // Of each step of a run, from what its policy answered.
-std::vector<Order> orders_of(const WeightJournal& journal) {
+std::vector<Order> orders_of(const Journal& journal) {
   std::vector<Order> orders;
   for (const auto& entry : journal.entries) {
-    if (const auto* told = std::get_if<WeightJournal::Told>(&entry)) {
+    if (const auto* told = std::get_if<Told>(&entry)) {
       const WeightEvent& event = told->event;
       if (event.kind == WeightEvent::kBegin) orders.emplace_back();
       if (event.kind == WeightEvent::kBrought) orders.back().push_back({What::kUpdated, event.block, event.place});
@@ -129,11 +216,12 @@ Names fetched_in(const std::filesystem::path& trace, int step, std::set<std::str
 }
 
 // Another policy answers all of it as the run's did.
-void replay(const Plan& plan, const WeightJournal& journal) {
-  WeightResidency policy(step_policies(plan).weights);
+void replay(const Plan& plan, const Journal& journal) {
+  const AnsweringUpdate update(journal.asked);
+  WeightResidency policy(step_policies(plan).weights, update);
   std::size_t answers = 0;
   for (const auto& entry : journal.entries) {
-    if (const auto* told = std::get_if<WeightJournal::Told>(&entry)) {
+    if (const auto* told = std::get_if<Told>(&entry)) {
       WeightEvent event = told->event;
       event.visits = told->visits;
       policy.tell(event);
@@ -172,16 +260,20 @@ Compared compare(const Case& of) {
   const Schedule schedule = make_schedule(schedule_input(scheduled, {}, {}));
   const Order planned = order_of(schedule);
 
-  WeightJournal journal;
+  Journal recorded;
+  journal = &recorded;
   {
-    StepEngine engine(config, of.model, {.trace = of.trace}, &journal);
-    engine.import_weights(testing::toy_weights());
-    ToyTrainer trainer{engine, of.model, config.weights, kMicroBatches};
+    EngineOptions options;
+    options.trace = of.trace;
+    const auto engine = Engine::create(config, of.model, options);
+    engine->import_weights(testing::toy_weights());
+    ToyTrainer trainer{*engine, of.model, config.weights, kMicroBatches};
     trainer.in_turn = std::ranges::count(of.model.visits, Visit{0, Pass::kForward}) > 1;
     for (int step = 0; step < kSteps; ++step) trainer.run_step();
   }
-  replay(plan, journal);
-  const std::vector<Order> orders = orders_of(journal);
+  journal = nullptr;
+  replay(plan, recorded);
+  const std::vector<Order> orders = orders_of(recorded);
   EXPECT_EQ(orders.size(), kSteps + 1u);  // one has begun when the engine ends
   for (std::size_t step = kSteady; step < kSteps; ++step) EXPECT_EQ(orders[step], planned) << "step " << step;
   return {std::move(plan), planned, schedule};

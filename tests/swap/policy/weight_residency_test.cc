@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 #include <random>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -22,8 +23,22 @@ WeightResidencyOptions equal_blocks(std::uint32_t blocks, std::uint32_t places) 
           .place_bytes = std::vector<std::uint64_t>(places, 100)};
 }
 
+// As the test says.
+struct Update final : UpdateView {
+  bool under_way = false;
+  std::set<std::uint32_t> awaited;
+  bool begun() const override { return under_way; }
+  WeightsFrom weights_from(std::uint32_t block) const override {
+    return awaited.contains(block) ? WeightsFrom::kUpdate : WeightsFrom::kNewest;
+  }
+  bool operator==(const Update& other) const { return under_way == other.under_way && awaited == other.awaited; }
+};
+
 // Tells a policy that all it asks for goes well, and keeps what it asked for.
 struct Obedient {
+  explicit Obedient(const WeightResidencyOptions& options) : policy(options, update) {}
+
+  Update update;
   WeightResidency policy;
   bool updates_bring = true;
 
@@ -36,7 +51,7 @@ struct Obedient {
       if (kind == Kind::kWait || kind == Kind::kDrain) tell({.kind = WeightEvent::kArrived, .place = place});
       if (kind == Kind::kUpdate || kind == Kind::kUpdateAtHome) {
         const bool brings = updates_bring || kind == Kind::kUpdateAtHome;
-        tell({.kind = WeightEvent::kUpdated, .block = block});
+        update.awaited.erase(block);
         tell({.kind = brings ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
       }
     }
@@ -53,7 +68,7 @@ struct Obedient {
 };
 
 TEST(WeightResidency, FetchesAheadInVisitOrderAsPlacesComeFree) {
-  Obedient run{WeightResidency(equal_blocks(4, 2))};
+  Obedient run(equal_blocks(4, 2));
   EXPECT_EQ(run.begin({0, 1, 2, 3}), (Actions{{Kind::kFetch, 0, 0}, {Kind::kFetch, 1, 1}}));
   EXPECT_EQ(run.acquire(0, 0), (Actions{{Kind::kWait, 0, 0}, {Kind::kLend, 0, 0}}));
   EXPECT_EQ(run.release(0), (Actions{{Kind::kFetch, 2, 0}}));
@@ -66,8 +81,8 @@ TEST(WeightResidency, FetchesAheadInVisitOrderAsPlacesComeFree) {
 }
 
 TEST(WeightResidency, TheUpdateBringsABlockItsFirstVisitAndLaterOnesFetchIt) {
-  Obedient run{WeightResidency(equal_blocks(2, 1))};
-  for (const std::uint32_t block : {0u, 1u}) run.tell({.kind = WeightEvent::kAwaited, .block = block});
+  Obedient run(equal_blocks(2, 1));
+  run.update.awaited = {0, 1};
   EXPECT_EQ(run.begin({0, 1, 0}), Actions{});
   EXPECT_EQ(run.acquire(0, 0), (Actions{{Kind::kUpdate, 0, 0}, {Kind::kLend, 0, 0}}));
   EXPECT_EQ(run.release(0), Actions{});
@@ -78,10 +93,11 @@ TEST(WeightResidency, TheUpdateBringsABlockItsFirstVisitAndLaterOnesFetchIt) {
 }
 
 TEST(WeightResidency, NothingIsFetchedWhileItsUpdateIsAwaitedHoweverFreeAPlaceIs) {
-  Obedient run{WeightResidency(equal_blocks(2, 2))};
-  run.tell({.kind = WeightEvent::kAwaited, .block = 1});
+  Obedient run(equal_blocks(2, 2));
+  run.update.awaited = {1};
   EXPECT_EQ(run.begin({0, 1}), (Actions{{Kind::kFetch, 0, 0}}));
-  EXPECT_EQ(run.after({.kind = WeightEvent::kUpdated, .block = 1}), Actions{});  // its visit was passed over
+  run.update.awaited.clear();
+  EXPECT_EQ(run.policy.next(), WeightAction{});  // its visit was passed over
   EXPECT_EQ(run.acquire(0, 0), (Actions{{Kind::kWait, 0, 0}, {Kind::kLend, 0, 0}}));
   EXPECT_EQ(run.acquire(1, 1), (Actions{{Kind::kFetch, 1, 1}, {Kind::kWait, 1, 1}, {Kind::kLend, 1, 1}}));
 }
@@ -90,13 +106,13 @@ TEST(WeightResidency, BlocksAreFetchedAheadUntilTheLimitIsReached) {
   for (const std::uint64_t limit : {0, 1, 100, 101, 200, 201, 1000}) {
     WeightResidencyOptions options = equal_blocks(3, 3);
     options.prefetch_bytes = limit;
-    Obedient run{WeightResidency(options)};
+    Obedient run(options);
     EXPECT_EQ(run.begin({0, 1, 2}).size(), std::min<std::uint64_t>((limit + 99) / 100, 3)) << limit;
   }
 }
 
 TEST(WeightResidency, WhatABlockThatIsRefusedWaitsForIsARelease) {
-  Obedient run{WeightResidency(equal_blocks(3, 2))};
+  Obedient run(equal_blocks(3, 2));
   run.begin({0, 1, 2});
   run.acquire(0, 0);
   run.acquire(1, 1);
@@ -109,7 +125,7 @@ TEST(WeightResidency, AnUnplannedBlockTakesThePlaceThatMattersLeast) {
   WeightResidencyOptions options = equal_blocks(5, 3);
   options.owners = {3, std::nullopt, std::nullopt};
   options.frozen = {0, 0, 0, 1, 0};
-  Obedient run{WeightResidency(options)};
+  Obedient run(options);
   EXPECT_EQ(run.begin({3, 0, 1}), (Actions{{Kind::kFetch, 3, 0}, {Kind::kFetch, 0, 1}, {Kind::kFetch, 1, 2}}));
   run.release(run.acquire(0, 1).back().place);
   // 3 would stay for good and 1 is on its way: 0 has been and gone.
@@ -120,7 +136,7 @@ TEST(WeightResidency, FrozenBlocksInPlacesOfTheirOwnStayOrGoOnComing) {
   WeightResidencyOptions options = equal_blocks(2, 2);
   options.owners = {1, std::nullopt};
   options.frozen = {0, 1};
-  Obedient run{WeightResidency(options)};
+  Obedient run(options);
   EXPECT_EQ(run.begin({0, 1}), (Actions{{Kind::kFetch, 0, 1}, {Kind::kFetch, 1, 0}}));
   EXPECT_EQ(run.begin({0, 1}), (Actions{{Kind::kDrain, 0, 1}, {Kind::kFetch, 0, 1}}));
   EXPECT_EQ(run.acquire(1, 1), (Actions{{Kind::kWait, 1, 0}, {Kind::kLend, 1, 0}}));
@@ -130,7 +146,7 @@ TEST(WeightResidency, FrozenBlocksInPlacesOfTheirOwnStayOrGoOnComing) {
 }
 
 TEST(WeightResidency, WhatFailedIsNotThere) {
-  Obedient run{WeightResidency(equal_blocks(2, 2))};
+  Obedient run(equal_blocks(2, 2));
   const std::vector<std::uint32_t> visits = {0, 1};
   run.tell({.kind = WeightEvent::kBegin, .visits = visits});
   EXPECT_EQ(run.policy.next(), (WeightAction{Kind::kFetch, 0, 0}));
@@ -146,15 +162,15 @@ TEST(WeightResidency, WhatFailedIsNotThere) {
 TEST(WeightResidency, WeightsAtHomeAreUpdatedThereAndNeverMove) {
   WeightResidencyOptions options = equal_blocks(2, 0);
   options.at_home = true;
-  Obedient run{WeightResidency(options)};
+  Obedient run(options);
   EXPECT_EQ(run.begin({0, 1, 0}), Actions{});
   EXPECT_EQ(run.acquire(1), (Actions{{Kind::kLend, 1, 1}}));
-  run.tell({.kind = WeightEvent::kUpdating});
+  run.update.under_way = true;
   // Another block's update may have written some of it, so each is asked for, awaited or not.
   EXPECT_EQ(run.acquire(0, 0), (Actions{{Kind::kUpdateAtHome, 0, 0}, {Kind::kLend, 0, 0}}));
   run.release(0);
   EXPECT_EQ(run.acquire(0, 2), (Actions{{Kind::kUpdateAtHome, 0, 0}, {Kind::kLend, 0, 0}}));
-  run.tell({.kind = WeightEvent::kSettled});
+  run.update.under_way = false;
   EXPECT_EQ(run.acquire(0), (Actions{{Kind::kLend, 0, 0}}));
   EXPECT_EQ(run.policy.hits().visits, 0u);
   EXPECT_FALSE(run.policy.all_acquired());
@@ -164,7 +180,7 @@ TEST(WeightResidency, WeightsAtHomeAreUpdatedThereAndNeverMove) {
 // comes, and what is done for them may fail. Whatever happens, a lease is of the weights of this step.
 class AnyRun {
  public:
-  explicit AnyRun(std::mt19937_64& random) : random_(random), options_(any_options()), policy_(options_) {
+  explicit AnyRun(std::mt19937_64& random) : random_(random), options_(any_options()), policy_(options_, update_) {
     places_.resize(policy_.places());
     for (std::uint32_t p = 0; options_.at_home && p < places_.size(); ++p) places_[p].block = p;
     versions_.resize(policy_.blocks(), 0);
@@ -191,8 +207,10 @@ class AnyRun {
 
   // Another policy that is told the same answers the same.
   void replay() const {
-    WeightResidency policy(options_);
+    Update update;
+    WeightResidency policy(options_, update);
     for (const Entry& entry : entries_) {
+      update = entry.update;
       if (entry.answer) {
         ASSERT_EQ(policy.next(), *entry.answer);
       } else {
@@ -214,6 +232,7 @@ class AnyRun {
     WeightEvent event = {};
     std::vector<std::uint32_t> visits = {};
     std::optional<WeightAction> answer = {};
+    Update update = {};
   };
 
   std::uint64_t below(std::uint64_t end) { return random_() % end; }
@@ -240,7 +259,7 @@ class AnyRun {
   }
 
   void tell(const WeightEvent& event) {
-    entries_.push_back({.event = event, .visits = {event.visits.begin(), event.visits.end()}});
+    entries_.push_back({.event = event, .visits = {event.visits.begin(), event.visits.end()}, .update = update_});
     policy_.tell(event);
   }
 
@@ -251,15 +270,15 @@ class AnyRun {
       for (std::uint32_t& block : visits_) block = static_cast<std::uint32_t>(below(policy_.blocks()));
     }
     next_visit_ = 0;
-    updating_ = below(2) == 0;
-    if (updating_ != policy_.updating()) tell({.kind = updating_ ? WeightEvent::kUpdating : WeightEvent::kSettled});
+    update_ = {};
+    update_.under_way = below(2) == 0;
     for (std::uint32_t b = 0; b < policy_.blocks(); ++b) {
       if (options_.frozen[b]) continue;
       ++versions_[b];
-      const bool awaited = updating_ && below(4) > 0;
-      if (!awaited) home_[b] = versions_[b];
-      if (awaited != policy_.awaited(b)) {
-        tell({.kind = awaited ? WeightEvent::kAwaited : WeightEvent::kUpdated, .block = b});
+      if (update_.under_way && below(4) > 0) {
+        update_.awaited.insert(b);
+      } else {
+        home_[b] = versions_[b];
       }
     }
     for (std::uint32_t p = 0; p < places_.size(); ++p) {
@@ -273,7 +292,7 @@ class AnyRun {
 
   void updated(std::uint32_t block) {
     home_[block] = versions_[block];
-    if (policy_.awaited(block)) tell({.kind = WeightEvent::kUpdated, .block = block});
+    update_.awaited.erase(block);
   }
 
   void end_updates() {
@@ -281,7 +300,7 @@ class AnyRun {
     if (!options_.frozen[block]) updated(block);
     if (below(8) > 0) return;
     for (std::uint32_t b = 0; b < policy_.blocks(); ++b) updated(b);
-    if (std::exchange(updating_, false)) tell({.kind = WeightEvent::kSettled});
+    update_.under_way = false;
   }
 
   void acquire() {
@@ -309,7 +328,7 @@ class AnyRun {
   void run() {
     while (!::testing::Test::HasFailure()) {
       const WeightAction action = policy_.next();
-      entries_.push_back({.answer = action});
+      entries_.push_back({.answer = action, .update = update_});
       if (action.kind == Kind::kNothing) return;
       if (action.kind != Kind::kRefuse) {
         ASSERT_LT(action.place, places_.size());
@@ -333,7 +352,7 @@ class AnyRun {
       case Kind::kFetch: return fetch(action);
       case Kind::kUpdate: return update(action);
       case Kind::kUpdateAtHome:
-        ASSERT_TRUE(options_.at_home && updating_);
+        ASSERT_TRUE(options_.at_home && update_.under_way);
         ASSERT_EQ(wanted_, block);
         ASSERT_EQ(p, block);
         if (!options_.frozen[block]) updated(block);
@@ -384,7 +403,7 @@ class AnyRun {
     const auto& [kind, block, p] = action;
     expect_free(action);
     ASSERT_EQ(wanted_, block);
-    ASSERT_TRUE(policy_.awaited(block));
+    ASSERT_TRUE(update_.awaited.contains(block));
     if (fails(action)) return;
     updated(block);
     const bool brings = below(4) > 0;
@@ -399,7 +418,7 @@ class AnyRun {
     ASSERT_EQ(place.block, block);
     ASSERT_FALSE(place.coming);
     ASSERT_TRUE(options_.at_home || place.version == versions_[block]) << "weights of a step before";
-    ASSERT_TRUE(!options_.at_home || !updating_ || home_[block] == versions_[block]);
+    ASSERT_TRUE(!options_.at_home || !update_.under_way || home_[block] == versions_[block]);
     place.ahead = false;
     ++place.leases;
     leases_.push_back(p);
@@ -408,13 +427,13 @@ class AnyRun {
 
   std::mt19937_64& random_;
   const WeightResidencyOptions options_;
+  Update update_;
   WeightResidency policy_;
   std::vector<Entry> entries_;
   std::vector<Place> places_;
   std::vector<std::uint64_t> versions_, home_;  // by block: of this step; where it lives
   std::vector<std::uint32_t> visits_, leases_;
   std::size_t next_visit_ = 0;
-  bool updating_ = false;
   std::optional<std::uint32_t> wanted_;
 };
 
