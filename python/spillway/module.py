@@ -3,6 +3,7 @@ import contextlib
 
 import torch
 
+from .away import Lent
 from .library import Error
 
 
@@ -60,6 +61,8 @@ def bind(engine, model, blocks):
     for block in blocks:
         block.module.state_dict = _with_weights(engine, block, block.module.state_dict)
         block.module._register_state_dict_hook(_values)
+    for module in set(model.modules()) - {block.module for block in blocks}:
+        module._register_state_dict_hook(_copies)
 
     def zero_grad(*_, **__):
         refuse_forgotten(engine)
@@ -130,6 +133,12 @@ def _values(module, state, prefix, _):
     for name in [name for name in state if name.startswith(prefix)]:
         with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
             state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
+
+
+def _copies(_, state, prefix, __):
+    """Of weights on loan, of a part of a block."""
+    for name in [name for name in state if name.startswith(prefix) and isinstance(state[name], Lent)]:
+        state[name] = state[name].clone().cpu()
 
 
 def _refuse_to_copy(*_, **__):
