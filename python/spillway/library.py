@@ -325,6 +325,9 @@ def _text(config, name):
     """Of a path or a dict, and the name that it has in errors."""
     if isinstance(config, dict):
         return json.dumps(config, indent=2).encode(), getattr(config, "name", name).encode()
+    if not isinstance(config, (str, os.PathLike)):
+        raise Error("invalid_argument", f"{name}: is a {type(config).__name__}; give the path of a ds_config.json, "
+                                        "or a dict")
     path = os.fspath(config)
     try:
         with open(path, encoding="utf-8") as file:
