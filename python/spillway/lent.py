@@ -61,7 +61,7 @@ class _Lease:
                 pass
 
     def __del__(self):
-        if not getattr(self, "handles", None):
+        if not getattr(self, "handles", None) or not self._finalizer.alive:  # nor are modules, when Python ends
             return
         if log.saying():  # as of Leases
             threading.Thread(target=self.end).start()
