@@ -271,7 +271,7 @@ class Adapters(Folder):
         engine, ids = self.engine(self.adapted(), on_existing="replace"), torch.ones(1, 4, dtype=torch.long).to(DEVICE)
         train(engine, 2)
         for merge in (engine.module.merge_adapter, engine.module.merge_and_unload):
-            self.assert_error(r"q_proj\..*weight: is read outside of its block", merge)
+            self.assert_error(r"q_proj\..*weight: was written to outside of its block", merge)
         trained, total = engine.module.get_nb_trainable_parameters()
         self.assertLess(trained, total)
         with torch.no_grad(), engine.module.disable_adapter():
