@@ -26,7 +26,7 @@ _PLACES = {
     "Lion": "optimizers",
     "OptimizerStepReport": "offload_optimizer",
     "SGD": "optimizers",
-    "StepReport": "engine",
+    "StepReport": "library",
     "Trainer": "trainer",
     "add_config_arguments": "deepspeed",
     "import_deepspeed": "deepspeed_import",

@@ -1,20 +1,23 @@
 """What a parameter is while its block is away: itself, with its name and shape and without values. Its class is another
-one for so long, which answers what can be known of it and raises a named error where values are read or written.
+one for so long, which answers what can be known of it, has its values lent where they are read (lent.py), and raises a
+named error where they are written.
 
 PyTorch asks that class in every function that it calls from Python. What asks nothing, a TorchScript function,
 torch.tensor(parameter) or a C++ extension, comes upon memory of one element that stands for all of them: newer PyTorch
 raises an error with its name there, too, as it does for its own FakeTensor, and older reads NaN.
 """
+import contextlib
 import functools
 
 import torch
 
 from .library import Error
+from .memory import plain
 
 # By the address of memory and a text, which whoever asks for its bytes raises; None: PyTorch has no such thing yet.
 REFUSE_BYTES = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-# A function's own answer. It ends with the call, where Ctrl-C could leave a `with` of the same effect.
-plain = torch._C._disabled_torch_function_impl
+# Whether torch.compile traces what runs.
+compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
 
 
 def _named(owner, names):
@@ -42,6 +45,12 @@ WRITES = {"__setitem__", "__set__"} | {f"__i{name}__" for name in (
 AS_ANOTHER = _named(torch.Tensor, "to type_as view_as expand_as reshape_as")  # of a tensor that has values
 
 
+# What looks at a tensor's bytes for longer than it runs, or makes another tensor that is to live as long as it likes.
+COPIED = _named(torch.Tensor, "__reduce_ex__ __deepcopy__ numpy __array__ __dlpack__ __dlpack_device__ storage "
+                "untyped_storage _typed_storage data_ptr share_memory_")
+READ_AS_COPY = _named(torch.Tensor, "numpy __array__")
+
+
 class AwayParameter(torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
@@ -53,7 +62,9 @@ class AwayParameter(torch.nn.Parameter):
             return plain(function, types, arguments, keywords)
         if function in AS_IN_BLOCK and away:
             return function(torch.empty(first.shape, dtype=first.dtype, device="meta"), *arguments[1:], **keywords)
-        _refuse(function, first if away else find((arguments, keywords), AwayParameter), away)
+        if compiling():
+            raise Error("invalid_argument", _read_outside(*first._spillway_names if away else ("a weight", "BLOCK")))
+        return _read(function, arguments, keywords)
 
     def __repr__(self):
         return f"Parameter {self._spillway_names[0]}, while its block is away: {tuple(self.shape)}, {self.dtype}, " \
@@ -61,6 +72,67 @@ class AwayParameter(torch.nn.Parameter):
 
     def __format__(self, form):
         return format(repr(self), form)
+
+    def __reduce_ex__(self, protocol):  # of copy.copy, pickle and torch.save: another one, of this class
+        raise Error("invalid_argument", _read_outside(*self._spillway_names))
+
+    def __deepcopy__(self, memo):
+        self.__reduce_ex__(None)
+
+
+class Lent(torch.Tensor):
+    """A weight on loan (lent.py), or a view of one."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        if function in KNOWN or function in AS_IN_BLOCK:
+            return plain(function, types, arguments, keywords or {})
+        return _read(function, arguments, keywords or {})
+
+
+def _read(function, arguments, keywords):
+    """A function of weights that are away: what it reads is lent to it."""
+    first = arguments[0] if arguments else None
+    _refuse(function, first, find((arguments, keywords), (AwayParameter, Lent)), "out" in keywords and
+            find(keywords["out"], (AwayParameter, Lent)) is not None)
+    lenders = []
+
+    def lend(value):
+        if isinstance(value, AwayParameter):
+            lender = value._spillway_lender()
+            lent = lender and lender.lend(value)
+            if lent is None:
+                raise Error("invalid_argument", f"{value._spillway_names[0]}: has no values any more, since its engine "
+                                                "has ended; keep the engine for as long as its model is used")
+            value = lent
+        if isinstance(value, Lent):
+            lender = value._spillway_lender()
+            if lender is not None and lender not in lenders:
+                lenders.append(lender)
+        return value
+
+    arguments, keywords = _each(arguments, lend), _each(keywords, lend)
+
+    def run():
+        if function in COPIED:
+            return function(arguments[0].detach().clone(), *arguments[1:], **keywords)
+        with lenders[0].hooks(*lenders[1:]) if lenders else contextlib.nullcontext():
+            result = function(*arguments, **keywords)
+        for lender in lenders:
+            result = lender.marked(result)
+        return result
+
+    return plain(run, (), (), {})
+
+
+def _each(values, change):
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if type(values) in (tuple, list):
+        return type(values)(_each(value, change) for value in values)
+    if type(values) is dict:
+        return {name: _each(value, change) for name, value in values.items()}
+    return values
 
 
 def find(values, kind):
@@ -79,19 +151,23 @@ def written_outside(name):
                                 "weights= or a snapshot, and change by training")
 
 
-def _refuse(function, parameter, is_first):
-    name, block = getattr(parameter, "_spillway_names", ("a parameter", ""))
+def _refuse(function, first, weight, is_result):
+    """What a loan is not for. `weight`: the first of them in the arguments."""
+    name, block = getattr(weight, "_spillway_names", ("a weight", ""))
     if function is torch.autograd.grad:
         raise Error("unsupported", f"{name}: is asked for its gradient by something else than engine.backward(loss), "
                                    "to which alone gradients of weights go")
     called = getattr(function, "__name__", "")
-    if is_first and (called in WRITES or called.endswith("_") and not called.endswith("__")):
+    changes = find(first, (AwayParameter, Lent)) is not None and \
+        (called in WRITES or called.endswith("_") and not called.endswith("__"))
+    if changes or is_result:
         raise written_outside(name)
-    raise Error("invalid_argument", _read_outside(name, block))
+    if function in COPIED and function not in READ_AS_COPY and isinstance(first, AwayParameter):
+        raise Error("invalid_argument", _read_outside(name, block))
 
 
 def _read_outside(name, block):
-    return f"{name}: is read outside of its block, while its values are away; read it inside `with engine." \
+    return f"{name}: is read outside of its block, in a way that cannot be lent to; read it inside `with engine." \
            f'weights_of("{block}"):`, or name in blocks= a module that has both its block and what reads it'
 
 
@@ -101,9 +177,9 @@ def _away(kind):
     return AwayParameter if kind is torch.nn.Parameter else type(f"Away{kind.__name__}", (AwayParameter, kind), {})
 
 
-def send_away(parameter, name, block):
-    """For the first time. `block`: the name of one that has it."""
-    parameter._spillway_names = (name, block)
+def send_away(parameter, name, block, place, lender):
+    """For the first time. `block`: the name of one that has it. `lender`: a weak reference to who lends its values."""
+    parameter._spillway_names, parameter._spillway_place, parameter._spillway_lender = (name, block), place, lender
     if not isinstance(parameter, AwayParameter):
         parameter._spillway_kind, parameter._spillway_nothing = type(parameter), parameter.data
         if REFUSE_BYTES is not None:

@@ -19,6 +19,7 @@ class Block:
         self.engine_blocks = []  # all that it needs: its own, and those whose parameters it shares
         self.parameters = []     # (parameter, engine block, index in it)
         self.trainable = []      # those of them that the engine wants gradients for
+        self.own = ()            # those of them that its module has; the others are read while it runs
 
 
 def _runs(module):

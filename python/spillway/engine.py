@@ -17,23 +17,16 @@ from .gradients import Gradients
 from .layout import Layout
 from .leases import Leases
 from .library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, ExportOptions, LedgerEntry, Line, Options, Report,
-                      SaveOptions, destroy_engine, library, parse_config, settings_of)
+                      SaveOptions, StepReport, destroy_engine, library, parse_config, settings_of)
+from .lent import Lender
 from .memory import address_of, tensor_at
 from .optimizer import EngineOptimizer
 from .pieces import copying, floats, pieces, values_of
+from .uses import Uses, plan_for, say_plan
 from .visits import run_in_visits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
 UNCOUNTED = re.compile(rb"spillway\.uncounted (-?\d+)\n")  # before the caller's blob in commits and snapshots
-
-StepReport = collections.namedtuple("StepReport", Report.names())
-StepReport.__doc__ = """What step() returns.
-
-`gradient_norm`: before clipping, without `loss_scale`. `seconds`: since the step before. `link`: the slowest of nvme,
-h2d, d2h and compute; `link_percent`: the share of the step that it takes by itself. `stall_seconds`: the device's
-stream had nothing to run; on a CPU PyTorch computes beside it, in the caller's thread, so that its work counts as
-waiting, and `compute` is the engine's alone. `stalls`: the same by cause. `visit_hits`: visits that found their block
-in HBM; `tile_hit_bytes`: of an update, in memory. `durable_step`: the last one that survives any crash."""
 
 
 class Engine:
@@ -62,6 +55,7 @@ class Engine:
         self._held = weakref.WeakSet()  # Leases
         self._unfinished = False        # there are gradients of a step that must be discarded
         self.module = model
+        self.lender, self.uses = Lender(self), Uses()  # of weights outside of their blocks
         self._read_config(config, aio)
         if on_existing not in ON_EXISTING:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
@@ -79,12 +73,7 @@ class Engine:
             raise
         self._take_over()
         EngineOptimizer(model).attach(self)
-        for line in self.describe():
-            log.say(logging.INFO, line)
-        clipping = self.settings["gradient_clipping"]
-        log.say(logging.INFO, "gradient_clipping: " + (
-            f"to a norm of {clipping:g}, in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
-            if clipping else "is 0, so nothing is clipped; a loop's own clip_grad_norm_() is refused"))
+        say_plan(self)
         tell(model)
 
     def __getattr__(self, name):  # of what is the module's: train(), eval(), generate(), config
@@ -169,12 +158,15 @@ class Engine:
                 entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
         self._gradients = Gradients(self._layout.members, self._layout.names)
         self._versions = {id(p): p._version for members in self._layout.members for p in members}
+        for owner, index in self._layout.pushes:
+            self.lender.watch(self._layout.members[owner][index], owner, index)
+        lender, engine = weakref.ref(self.lender), weakref.proxy(self)
         for block in reversed(self._blocks):  # of those that have it, the first one gives a parameter its name
-            for parameter, owner, index in block.parameters:
-                send_away(parameter, self._layout.names[owner][index], block.name)
-        engine = weakref.proxy(self)
-        for block in self._blocks:
-            run_in_visits(engine, block)
+            block.own = list(block.parameters)
+            for parameter, *place in block.parameters:
+                send_away(parameter, self._layout.names[place[0]][place[1]], block.name, tuple(place), lender)
+        for number, block in enumerate(self._blocks):
+            run_in_visits(engine, block, number)
         module.bind(engine, self.module, self._blocks)
         module.leave_checkpointing_to_blocks(self.module)
 
@@ -262,18 +254,24 @@ class Engine:
                                             "(gradient_accumulation_steps); call step() before the next one")
         self.optimizer.before_backward()
         self._gradients.hide()
+        self.lender.return_all()
+        if torch.is_tensor(loss):
+            plan_for(self, loss)
         held = set(self._held)
         try:
             self.in_backward = True
             (loss * scale).backward()
             self._refuse_gradients_outside()
             self._micro_batches += 1
+            self.uses.settled = True
             self._gradients.show()
         except BaseException:
             self._give_up(held)
             raise
         finally:
             self.in_backward = False
+            self.lender.return_all()
+            self.uses.forget()
 
     def _refuse_gradients_outside(self):
         lost = None
@@ -290,6 +288,7 @@ class Engine:
         self._unfinished = True
         for leases in set(self._held) - held:
             leases.end()
+        self.lender.end_all()
         try:
             self.discard_step()
         except Error as error:
@@ -309,6 +308,7 @@ class Engine:
         if self.uncounted_steps:
             blob = b"spillway.uncounted %d\n" % self.uncounted_steps + blob
         self.optimizer.before_step()
+        self.lender.refuse_held("step")
         report, held, before = Report(), set(self._held), self.current_step
         try:
             self._push_what_is_missing()
@@ -342,6 +342,8 @@ class Engine:
         """Forgets what backward() did since step(): the next micro-batch is the first of the step."""
         unfinished, self._unfinished = self._unfinished, False
         try:
+            self.lender.refuse_held("discard_step")
+            self.uses.forget()
             self._library.engine_discard_step(self._open())
             self._begin_step()
             self._gradients.hide()
@@ -464,10 +466,12 @@ class Engine:
     def _end(self):
         """The same without an exception: what goes wrong is a message of the library's."""
         if self._handle is not None:
+            self.lender.end_all()
             self._handle = None
             self._finalizer()
 
     def _refuse_held(self):
+        self.lender.return_all()
         if self._held:
             raise Error("invalid_argument", "engine: a block's weights are in use; close it behind weights_of()")
 

@@ -39,6 +39,20 @@ class Layout:
         for block in blocks:
             block.trainable = [entry for entry in block.parameters if entry[1:] in self.pushes]
 
+    def plan_again(self, order, pushes):
+        """`order`: with ("lent", engine block) where weights are used outside of blocks. `pushes`: of one micro-batch,
+        those of other places stay."""
+        self._order = order
+        for place, count in pushes.items():
+            self.pushes[place] = max(self.pushes[place], count * self._accumulation)
+
+    def pushes_of_micro_batch(self, place):
+        return self.pushes[place] // self._accumulation
+
+    @property
+    def order(self):
+        return self._order
+
     def accumulate(self, micro_batches):
         """From here on a step has so many."""
         self.pushes = {place: count // self._accumulation * micro_batches for place, count in self.pushes.items()}
@@ -51,12 +65,12 @@ class Layout:
 
     def visits(self):
         """Of a step: forward and backward of each micro-batch. Backward ends behind the first block that learns."""
-        learns = [i for i, index in enumerate(self._order) if self._blocks[index].trainable]
+        learns = [i for i, use in enumerate(self._order) if isinstance(use, tuple) or self._blocks[use].trainable]
         back = self._order[learns[0]:] if learns else []
         for _ in range(self._accumulation):
             for direction, order in ((FORWARD, self._order), (BACKWARD, reversed(back))):
-                for index in order:
-                    for owner in self._blocks[index].engine_blocks:
+                for use in order:
+                    for owner in [use[1]] if isinstance(use, tuple) else self._blocks[use].engine_blocks:
                         yield owner, direction
 
     def tensors(self):

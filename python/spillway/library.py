@@ -3,6 +3,7 @@
 The library is the one that the environment variable SPILLWAY_LIBRARY names, else the one that was installed with the
 package, else the one that the dynamic linker finds. A call that fails raises Error.
 """
+import collections
 import ctypes
 import json
 import os
@@ -89,6 +90,16 @@ class Report(Sized):
         found = {name: getattr(self, name) for name in self.names()}
         return {**found, "skipped": bool(self.skipped), "taken_back": bool(self.taken_back),
                 "link": self.link.decode(), "stalls": dict(zip(STALLS, self.stalls))}
+
+
+StepReport = collections.namedtuple("StepReport", Report.names())
+StepReport.__doc__ = """What step() returns.
+
+`gradient_norm`: before clipping, without `loss_scale`. `seconds`: since the step before. `link`: the slowest of nvme,
+h2d, d2h and compute; `link_percent`: the share of the step that it takes by itself. `stall_seconds`: the device's
+stream had nothing to run; on a CPU PyTorch computes beside it, in the caller's thread, so that its work counts as
+waiting, and `compute` is the engine's alone. `stalls`: the same by cause. `visit_hits`: visits that found their block
+in HBM; `tile_hit_bytes`: of an update, in memory. `durable_step`: the last one that survives any crash."""
 
 
 class SaveOptions(Sized):
@@ -332,6 +343,9 @@ def _text(config, name):
     """Of a path or a dict, and the name that it has in errors."""
     if isinstance(config, dict):
         return json.dumps(config, indent=2).encode(), getattr(config, "name", name).encode()
+    if not isinstance(config, (str, os.PathLike)):
+        raise Error("invalid_argument", f"{name}: is a {type(config).__name__}; give the path of a ds_config.json, "
+                                        "or a dict")
     path = os.fspath(config)
     try:
         with open(path, encoding="utf-8") as file:

@@ -3,6 +3,10 @@ import ctypes
 
 import torch
 
+# A function's own answer, for tensors of whatever class. It ends with the call, where Ctrl-C could leave a `with` of
+# the same effect.
+plain = torch._C._disabled_torch_function_impl
+
 
 class _CudaMemory:
     """Bytes of the GPU as PyTorch takes them in."""
@@ -12,15 +16,24 @@ class _CudaMemory:
                                          "strides": None}
 
 
-def tensor_at(device, address, size, dtype=torch.uint8):
-    """`size` bytes of the engine's memory there. It stays the engine's, which must outlive what is done with it."""
+def tensor_at(device, address, size, dtype=torch.uint8, lease=None):
+    """`size` bytes of the engine's memory there. It stays the engine's, which must outlive what is done with it.
+    `lease`: lives for as long as a tensor shares the memory."""
     if size == 0:
         return torch.empty(0, dtype=dtype, device=device)
     if device.type == "cuda":
-        return torch.as_tensor(_CudaMemory(address, size), device=device).view(dtype)
-    return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=dtype)
+        memory = _CudaMemory(address, size)
+        memory.lease = lease  # PyTorch keeps the object with the storage
+        return torch.as_tensor(memory, device=device).view(dtype)
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    memory.lease = lease
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def address_of(tensor):
     """Where the storage begins that it is a view of."""
+    return plain(_address, (), (tensor,), {})  # a weight on loan would show a copy's
+
+
+def _address(tensor):
     return (tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()).data_ptr()

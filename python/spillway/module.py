@@ -3,10 +3,14 @@ import contextlib
 
 import torch
 
+from .away import Lent
 from .library import Error
 
 
 def check(model, has_values):
+    if not isinstance(model, torch.nn.Module):
+        raise Error("invalid_argument", f"model: is a {type(model).__name__}; give a torch.nn.Module, as "
+                                        "from_pretrained() makes one")
     if any("_spillway" in module.__dict__ for module in model.modules()):
         raise Error("invalid_argument", "model: an engine has taken its weights before; make the model anew")
     for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
@@ -60,6 +64,8 @@ def bind(engine, model, blocks):
     for block in blocks:
         block.module.state_dict = _with_weights(engine, block, block.module.state_dict)
         block.module._register_state_dict_hook(_values)
+    for module in set(model.modules()) - {block.module for block in blocks}:
+        module._register_state_dict_hook(_copies)
 
     def zero_grad(*_, **__):
         refuse_forgotten(engine)
@@ -68,7 +74,8 @@ def bind(engine, model, blocks):
     model.zero_grad = zero_grad
     for module in {model, *(block.module for block in blocks)}:
         module._spillway = True
-        module._apply, module.__deepcopy__ = _refuse_to_move, _refuse_to_copy
+        module._apply, module.__deepcopy__, module.__reduce_ex__ = _refuse_to_move, _refuse_to_copy, _refuse_to_pickle
+        module.load_state_dict = _without_weights(module, module.load_state_dict)
 
 
 def leave_caches_away(model):
@@ -130,6 +137,29 @@ def _values(module, state, prefix, _):
     for name in [name for name in state if name.startswith(prefix)]:
         with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
             state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
+
+
+def _copies(_, state, prefix, __):
+    """Of weights on loan, of a part of a block."""
+    for name in [name for name in state if name.startswith(prefix) and isinstance(state[name], Lent)]:
+        state[name] = state[name].clone().cpu()
+
+
+def _without_weights(module, plain):
+    def load_state_dict(state_dict, *arguments, **keywords):
+        name = next((name for name, _ in module.named_parameters() if name in state_dict), None)
+        if name is not None:
+            raise Error("unsupported", f"load_state_dict: would write {name}, whose values are Spillway's; call it "
+                                       "before the engine is made, or give weights= or a snapshot; load_snapshot(DIR) "
+                                       "goes back to one that save(DIR) made")
+        return plain(state_dict, *arguments, **keywords)
+    return load_state_dict
+
+
+def _refuse_to_pickle(*_, **__):
+    raise Error("unsupported", "model: its weights are Spillway's and cannot be saved with it; torch.save() takes its "
+                               "state_dict(), engine.export(DIR) writes what from_pretrained() takes, and "
+                               "engine.save(DIR) a snapshot")
 
 
 def _refuse_to_copy(*_, **__):

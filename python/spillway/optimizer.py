@@ -68,6 +68,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     def given(self, rate):
         self.param_groups[0]["lr"] = self._given = rate
 
+    @property
+    def given_rate(self):
+        """The one that was set, in place of the configuration's; None: none."""
+        return self._given
+
     def before_backward(self):
         for name in SETTINGS:
             if name in self.param_groups[0]:

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .away import Lent
 from .library import BACKWARD, FORWARD, Error
 from .module import refuse_forgotten
 
@@ -77,7 +78,7 @@ def _graph_of_first_run(block):
 class _Visit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, block, spec, record, anchor, *flat):
-        ctx.engine, ctx.block, ctx.spec, ctx.record = engine, block, spec, record
+        ctx.engine, ctx.block, ctx.spec, ctx.record, ctx.lender = engine, block, spec, record, engine.lender
         ctx.step, ctx.modes = engine.steps_begun, _modes(block)
         ctx.others = [None if torch.is_tensor(value) else value for value in flat]
         ctx.tensors = [i for i, value in enumerate(flat) if torch.is_tensor(value)]
@@ -92,7 +93,7 @@ class _Visit(torch.autograd.Function):
                 given = iter(_Border.apply(block, *(value for value, wants in zip(flat, ctx.wants) if wants)))
                 inside = [next(given) if wants else value for value, wants in zip(flat, ctx.wants)]
                 arguments, keywords = tree_unflatten(inside, spec)
-                leaves, record.spec = tree_flatten(block.run(*arguments, **keywords))
+                leaves, record.spec = tree_flatten(_run(engine, block, arguments, keywords))
             constant = [torch.is_tensor(leaf) and not leaf.requires_grad for leaf in leaves]
             leaves = [leaf.detach() if torch.is_tensor(leaf) and leaf.requires_grad else leaf for leaf in leaves]
             leaves = engine.without_weights(leaves)
@@ -125,6 +126,7 @@ class _Visit(torch.autograd.Function):
         if ctx.buffers != _versions(block.module.buffers()):
             _refuse(block, "has a buffer that was changed between forward and backward, where the block is run once "
                            "more; change it behind engine.backward(loss)")
+        engine.lender.return_all()
         flat = list(ctx.others)
         for i, tensor in zip(ctx.tensors, ctx.saved_tensors):
             flat[i] = tensor.detach().requires_grad_(ctx.wants[i])
@@ -133,7 +135,7 @@ class _Visit(torch.autograd.Function):
         wanted = inputs + [parameter for parameter, _, _ in block.trainable]
         with engine.weights_of(block, BACKWARD):
             with _random_numbers_of(engine, ctx.random), torch.enable_grad():
-                leaves, spec = tree_flatten(block.run(*arguments, **keywords))
+                leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
             if ctx.buffers != _versions(block.module.buffers()):
                 _refuse_changes(block)
             if spec != ctx.record.spec or _shapes(leaves) != ctx.shapes or \
@@ -150,6 +152,18 @@ class _Visit(torch.autograd.Function):
             engine.push(block.trainable, found[len(inputs):])
         given = iter(found[:len(inputs)])
         return (None,) * 5 + tuple(next(given) if wants else None for wants in ctx.wants)
+
+
+def _run(engine, block, arguments, keywords):
+    """What it reads of other blocks' weights is lent to it, and belongs to it from then on."""
+    engine.lender.visiting = block
+    try:
+        return block.run(*arguments, **keywords)
+    finally:
+        engine.lender.visiting = None
+
+
+NODE = _Visit._backward_cls  # of a visit, in autograd's graph
 
 
 def _refuse(block, what):
@@ -233,7 +247,7 @@ def _refuse_lost_gradients(block, ends, wanted):
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)  # of a leaf of the graph
-        if isinstance(node, _Visit._backward_cls) or (variable is not None and id(variable) not in known):
+        if isinstance(node, NODE) or (variable is not None and id(variable) not in known):
             _refuse(block, "computes with a tensor that wants a gradient and is neither an argument nor a parameter of "
                            "it; pass it as an argument, or make both modules one block")
         waiting += [following for following, _ in node.next_functions]
@@ -250,7 +264,7 @@ def _check_call(block, arguments, keywords):
     if _autocast():
         _refuse(block, "runs under torch.autocast, which keeps copies of weights; the configuration's bf16 or fp16 "
                        "says the type of weights, so leave autocast away")
-    if [id(p) for p in block.module.parameters()] != [id(p) for p, _, _ in block.parameters]:
+    if [id(p) for p in block.module.parameters()] != [id(p) for p, _, _ in block.own]:
         _refuse(block, "has other parameters than when the engine was made, as load_state_dict(assign=True) gives it; "
                        "weights come from weights= or a snapshot, and change by training")
     if not torch.is_grad_enabled():  # a reference pass, say, for which peft's disable_adapter() freezes more
@@ -276,22 +290,25 @@ def leave_untraced():
                 importlib.import_module(f"torch._dynamo.{rules}").add(__package__)
 
 
-def run_in_visits(engine, block):
-    """Puts the visit in the place of the module's forward."""
+def run_in_visits(engine, block, index):
+    """Puts the visit in the place of the module's forward. `index`: of the block."""
     leave_untraced()
     block.run = block.module.forward
 
     def forward(*arguments, **keywords):
         refuse_forgotten(engine)
         _check_call(block, arguments, keywords)
+        engine.lender.return_all()
         if not torch.is_grad_enabled():
             with engine.weights_of(block, FORWARD):
-                leaves, spec = tree_flatten(block.run(*arguments, **keywords))
+                leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
                 return tree_unflatten(engine.without_weights(leaves), spec)
         flat, spec = tree_flatten((arguments, keywords))
         record = _Record()
         # Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'.
         anchor = engine.anchor if block.trainable else None
-        return tree_unflatten(list(_Visit.apply(engine, block, spec, record, anchor, *flat)), record.spec)
+        engine.uses.visited(index)
+        with engine.lender.hooks() if any(isinstance(value, Lent) for value in flat) else contextlib.nullcontext():
+            return tree_unflatten(list(_Visit.apply(engine, block, spec, record, anchor, *flat)), record.spec)
 
     block.module.forward = forward

@@ -120,16 +120,12 @@ class Results(Case):
             self.aux = x.pow(2).mean()
             return x
 
-        def bias(self, x):  # of a sum, of which autograd saves nothing
-            self.aux = self.linear.bias.sum()
-            return x
-
         def argument(self, x):
             self.aux = self.seen.sum()
             return x
 
         refusal = "1: computed a value that is used in a loss and is none of its results"
-        for change, pattern in ((attribute, refusal), (argument, refusal), (bias, r"1\.linear\.bias: is used outside")):
+        for change, pattern in ((attribute, refusal), (argument, refusal)):
             with self.subTest(change=change.__name__):
                 network = lines(None, change)
                 network[1].linear.register_forward_pre_hook(lambda _, x: setattr(network[1], "seen", x[0]))
@@ -320,7 +316,7 @@ class Models(Case):
             try:  # what PyTorch does not ask about, unless it is new
                 engine.module[1].scale.as_subclass(torch.Tensor).fill_(0.5)
             except RuntimeError as error:
-                self.assertRegex(str(error), r"1\.scale: is read outside of its block, while its values are away")
+                self.assertRegex(str(error), r"1\.scale: is read outside of its block")
                 return
             self.assertTrue(engine.module[0].linear.weight.as_subclass(torch.Tensor).isnan().all())
         self.assert_error(r"1\.scale: was written to outside of its block, which is lost", engine, X)

@@ -1,5 +1,4 @@
 """Models of transformers' and peft's in a plain loop: generation, gradient checkpointing, adapters."""
-import contextlib
 import importlib.util
 import unittest
 import unittest.mock
@@ -68,7 +67,7 @@ class Loops(Folder):
             train(engine, 1)
             embeddings, size = engine.module.get_input_embeddings(), engine.module.num_parameters()
             for new in (VOCABULARY + 4, VOCABULARY - 4):
-                self.assert_error(f"^{name}: is read outside of its block", engine.resize_token_embeddings, new)
+                self.assert_error(f"^{name}: was written to outside of its block", engine.resize_token_embeddings, new)
             self.assertIs(embeddings, engine.module.get_input_embeddings())
             self.assertEqual((size, VOCABULARY), (engine.module.num_parameters(), embeddings.weight.shape[0]))
             train(engine, 1)
@@ -177,27 +176,21 @@ class Trainers(TrainerCase):
         self.assertAlmostEqual(wanted, loss, delta=2e-6 * wanted)
         self.assertEqual({1, 16}, {*ours[2]})
 
-    def test_ALossThatReadsTheHeadOutsideIsANamedErrorInEvaluationToo(self):
+    def test_ALossMayReadTheHeadOutside(self):
         class Chunks:  # as TRL's losses, which cut logits into chunks
-            lent = None
-
             def compute_loss(self, model, inputs, return_outputs=False, **_):
                 labels = inputs["labels"]
                 hidden = model.transformer(inputs["input_ids"]).last_hidden_state
-                with self.engine.weights_of(self.lent) if self.lent else contextlib.nullcontext():
-                    logits = torch.nn.functional.linear(hidden, model.lm_head.weight)
+                logits = torch.nn.functional.linear(hidden, model.lm_head.weight)
                 loss = torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
                 return (loss, {"loss": loss}) if return_outputs else loss
 
-        kind = type("Spilled", (Chunks, spillway.Trainer), {})
-        for call in ("evaluate", "train"):
-            trainer = self.trainer(kind=kind, options={"on_existing": "replace"})
-            self.assert_error(r"^transformer\.wte\.weight: is read outside of its block", getattr(trainer, call))
-            trainer.engine.discard_step()
-            trainer.engine.close()
-        trainer = self.trainer(kind=kind, options={"on_existing": "replace"})
-        trainer.lent = "transformer.wte"  # as the error advises
-        self.assertTrue(0 < trainer.evaluate()["eval_loss"] < 10)
+        losses = []
+        for make, base in ((self.trainer, spillway.Trainer), (self.plain, transformers.Trainer)):
+            trainer = make(kind=type("Chunked", (Chunks, base), {}))  # which seeds
+            losses.append((trainer.evaluate()["eval_loss"], trainer.train().training_loss))
+        for one, other in zip(*losses):
+            self.assertAlmostEqual(one, other, delta=1e-5 * one)
 
 
 @unittest.skipUnless(importlib.util.find_spec("transformers.core_model_loading"),
@@ -278,7 +271,7 @@ class Adapters(Folder):
         engine, ids = self.engine(self.adapted(), on_existing="replace"), torch.ones(1, 4, dtype=torch.long).to(DEVICE)
         train(engine, 2)
         for merge in (engine.module.merge_adapter, engine.module.merge_and_unload):
-            self.assert_error(r"q_proj\..*weight: is read outside of its block", merge)
+            self.assert_error(r"q_proj\..*weight: was written to outside of its block", merge)
         trained, total = engine.module.get_nb_trainable_parameters()
         self.assertLess(trained, total)
         with torch.no_grad(), engine.module.disable_adapter():
