@@ -79,8 +79,7 @@ struct Config {
   std::uint32_t io_depth = 32;                    // aio.queue_depth
   DeepSpeedKnobs knobs;
 
-  std::optional<DeviceKind> device = DeviceKind::kHost;  // not set: cuda where there is a GPU, else host
-  bool host_by_default = false;  // of a file without spillway.device: a run warns when that leaves a GPU idle
+  std::optional<DeviceKind> device;  // not set: cuda where there is a GPU, else host
   // Section "spillway". Absent budgets take what the plan asks for (nvme: what the store needs).
   std::optional<std::uint64_t> hbm_bytes, host_bytes, nvme_bytes;
   std::uint64_t tile_elements = 4 << 20;      // multiple of 1,024; sub_group_size when that alone is set

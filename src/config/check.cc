@@ -378,7 +378,6 @@ void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& 
   settle_schedule(draft, places, report);
   settle_offload(draft, places, report);
   settle_tiles(draft, places);
-  draft.config.host_by_default = !places.contains("spillway.device");
 }
 
 }  // namespace spillway

@@ -426,7 +426,7 @@ constexpr ConfigKey kKeys[] = {
     {"spillway", kSection, "", "what DeepSpeed has no word for"},
     {.path = "spillway.device",
      .kind = kChoice,
-     .standard = "\"host\"",
+     .standard = "\"auto\"",
      .doc = "host: HBM is emulated in RAM; cuda: the GPU; auto: cuda where there is one, else host",
      .place = {[](D& d, const V& v) {
                  constexpr std::optional<DeviceKind> kChoices[] = {DeviceKind::kHost, DeviceKind::kCuda, std::nullopt};

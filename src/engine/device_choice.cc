@@ -1,5 +1,6 @@
 #include "src/engine/device_choice.h"
 
+#include <filesystem>
 #include <utility>
 
 #include "kernels/thread_shares.h"
@@ -15,6 +16,12 @@ ChosenDevice choose_device(const Config& config) {
   return {config.device || why.empty() ? DeviceKind::kCuda : DeviceKind::kHost, std::move(why)};
 }
 
+std::string idle_gpu(bool seen, const std::string& no_cuda, const std::string& remedy) {
+  if (!seen) return {};
+  return "spillway.device is auto, and the CPU computes beside an idle GPU: " + no_cuda + "; " +
+         (remedy.empty() ? "`spillway doctor` looks closer" : remedy);
+}
+
 DeviceKind resolve_device(const Config& config) {
   const ChosenDevice chosen = choose_device(config);
   if (chosen.here()) return chosen.kind;
@@ -28,9 +35,11 @@ unsigned compute_threads(const Config& config) { return threads_of(share_threads
 
 std::unique_ptr<Device> create_device(const Config& config, std::uint64_t hbm_bytes, HostWorkers& workers) {
   if (resolve_device(config) == DeviceKind::kCuda) return create_cuda_device({.hbm_bytes = hbm_bytes});
-  if (config.host_by_default && cuda_unavailable().empty()) {
-    log(LogLevel::kWarning,
-        "spillway.device is missing, so the CPU computes, and a GPU is idle; \"cuda\" or \"auto\" trains on it");
+  if (!config.device) {
+    const bool seen = std::filesystem::exists("/dev/nvidiactl") || std::filesystem::exists("/dev/dxg");
+    if (const std::string idle = idle_gpu(seen, cuda_unavailable(), cuda_plugin_remedy()); !idle.empty()) {
+      log(LogLevel::kWarning, idle);
+    }
   }
   return create_host_device({.hbm_bytes = hbm_bytes}, workers);
 }

@@ -18,6 +18,9 @@ struct ChosenDevice {
 };
 ChosenDevice choose_device(const Config& config);
 
+// What is said where `auto` leaves a GPU idle whose driver is `seen`, and why; empty: nothing is.
+std::string idle_gpu(bool seen, const std::string& no_cuda, const std::string& remedy);
+
 std::unique_ptr<Device> create_device(const Config& config, std::uint64_t hbm_bytes, HostWorkers& workers);
 
 }  // namespace spillway

@@ -35,6 +35,14 @@ TEST(DeviceChoice, TheDeviceOfARunNeedNotBeHere) {
   EXPECT_EQ(resolve_device(config), choose_device(config).kind);
 }
 
+TEST(DeviceChoice, AnIdleGpuIsSaidWithItsReason) {
+  EXPECT_EQ(idle_gpu(false, "no NVIDIA driver (libcuda.so.1) was found", ""), "");
+  EXPECT_EQ(idle_gpu(true, "the plugin was not opened", "`pip install spillway-cuda` brings it"),
+            "spillway.device is auto, and the CPU computes beside an idle GPU: the plugin was not opened; "
+            "`pip install spillway-cuda` brings it");
+  EXPECT_NE(idle_gpu(true, "the GPU is too old", "").find("spillway doctor"), std::string::npos);
+}
+
 TEST(DeviceChoice, ComputeThreadsAreThoseThatTheEngineStarts) {
   const ModelDescription model = testing::toy_model(2, 300, 1);
   for (const unsigned nodes : {1u, 2u}) {

@@ -79,7 +79,7 @@ class Doctor {
     limits_ = limit_facts();
     add(check_limits(limits_, need_));
     add(check_cpu(cpu));
-    add(check_gpu(gpu, kernel, need_));
+    add(check_gpu(gpu, kernel));
   }
 
   // False when Ctrl-C ended it.

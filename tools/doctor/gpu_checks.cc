@@ -96,7 +96,7 @@ Finding check_toolkit(const GpuFacts& gpu) {
 
 }  // namespace
 
-Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel, const Need& need) {
+Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel) {
   Findings findings;
   if (!anything_there(gpu) && (!gpu.library || gpu.init == kNoDevice)) {
     findings.push_back(finding("cuda", Status::kSkipped,
@@ -126,11 +126,6 @@ Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel, const Need& n
                                      : gpu.plugin_remedy));
     } else {
       findings.push_back(finding("cuda", Status::kOk, names));
-    }
-    if (need.host_by_default && gpu.unusable.empty()) {
-      findings.push_back(finding("device", Status::kSlower, "the configuration names none, so the CPU computes",
-                                 "what lies between CPU and GPU",
-                                 "\"spillway\": {\"device\": \"cuda\"}, or \"auto\", in the configuration"));
     }
   }
   for (const PciGpu& card : gpu.cards) findings.push_back(check_link(card));

@@ -6,12 +6,11 @@
 #include "tools/doctor/finding.h"
 #include "tools/doctor/gpu.h"
 #include "tools/doctor/machine.h"
-#include "tools/doctor/need.h"
 
 namespace spillway::doctor {
 
 // cuda, and with a GPU: whether a configuration uses it, link, toolkit, nccl.
-Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel, const Need& need);
+Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel);
 
 // The NUMA node of the first GPU that has one.
 std::optional<int> gpu_node(const GpuFacts& gpu);

@@ -54,7 +54,6 @@ Need need_of(const NeedOptions& options) {
   if (!options.model.empty()) automatic.hidden_size = hidden_size_in(options.model);
   const Config config = load_config(options.config, options.aio, automatic);
   need.paths = config.nvme_paths;
-  need.host_by_default = config.host_by_default;
   need.engine = config.io_engine;
   need.block_bytes = config.io_block_bytes;
   need.depth = config.io_depth;

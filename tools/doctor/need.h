@@ -24,7 +24,6 @@ struct Need {
   std::string remedy = {};   // the smallest change that fits, then
   std::string no_plan = {};  // why none was made of the model that is named; empty: it was
   std::vector<std::filesystem::path> paths = {};  // of the configuration
-  bool host_by_default = false;                   // the configuration names no device
   IoEngineKind engine = IoEngineKind::kAuto;
   std::uint64_t block_bytes = 1 << 20;
   std::uint32_t depth = 32;

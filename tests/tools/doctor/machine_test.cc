@@ -268,7 +268,7 @@ GpuFacts card() {
 }
 
 TEST(DoctorMachine, AGpuThatWorks) {
-  const Findings findings = check_gpu(card(), {}, {});
+  const Findings findings = check_gpu(card(), {});
   EXPECT_EQ(worst_of(findings), Status::kOk);
   EXPECT_EQ(of(findings, "cuda").seen, "NVIDIA GeForce RTX 4090, 24 GiB; driver 550.54.15, for CUDA 12.4");
   EXPECT_THAT(of(findings, "gpu link").seen, HasSubstr("slower while it is idle"));
@@ -279,40 +279,28 @@ TEST(DoctorMachine, AGpuThatWorks) {
 TEST(DoctorMachine, AGpuThatTheProgramCannotUseIsBroken) {
   GpuFacts gpu = card();
   gpu.unusable = "the driver serves CUDA 12.4 and this was built with 13.0";
-  const Findings findings = check_gpu(gpu, {}, {.host_by_default = true});
+  const Findings findings = check_gpu(gpu, {});
   EXPECT_EQ(of(findings, "cuda").status, Status::kBroken);
   EXPECT_THAT(of(findings, "cuda").seen, HasSubstr("RTX 4090, 24 GiB; driver 550.54.15, for CUDA 12.4; Spillway cannot "
                                                    "use it: the driver serves CUDA 12.4 and this was built with 13.0"));
   EXPECT_THAT(of(findings, "cuda").repair, HasSubstr("a driver as new as that"));
-  for (const Finding& finding : findings) EXPECT_NE(finding.check, "device");
 }
 
 TEST(DoctorMachine, AMissingPluginIsNoFaultOfTheDriver) {
   GpuFacts gpu = card();
   gpu.unusable = "the plugin of the cuda device was not opened";
   gpu.plugin_remedy = "`pip install spillway-cuda` brings it";
-  EXPECT_EQ(of(check_gpu(gpu, {}, {}), "cuda").repair, gpu.plugin_remedy);
-}
-
-TEST(DoctorMachine, AConfigurationThatLeavesAGpuIdleIsSaid) {
-  Need need;
-  need.host_by_default = true;
-  const Finding idle = of(check_gpu(card(), {}, need), "device");
-  EXPECT_EQ(idle.status, Status::kSlower);
-  EXPECT_THAT(idle.repair, HasSubstr("\"device\": \"cuda\""));
-  GpuFacts none;
-  for (const Finding& finding : check_gpu(none, {}, need)) EXPECT_NE(finding.check, "device");
-  for (const Finding& finding : check_gpu(card(), {}, {})) EXPECT_NE(finding.check, "device");
+  EXPECT_EQ(of(check_gpu(gpu, {}), "cuda").repair, gpu.plugin_remedy);
 }
 
 TEST(DoctorMachine, WithoutAGpuThereIsNothingToSay) {
   GpuFacts none;
   none.library_refused = "libcuda.so.1: cannot open shared object file";
-  EXPECT_EQ(of(check_gpu(none, {}, {}), "cuda").status, Status::kSkipped);
-  EXPECT_THAT(of(check_gpu(none, {.wsl = true}, {}), "cuda").seen, HasSubstr("driver in Windows"));
+  EXPECT_EQ(of(check_gpu(none, {}), "cuda").status, Status::kSkipped);
+  EXPECT_THAT(of(check_gpu(none, {.wsl = true}), "cuda").seen, HasSubstr("driver in Windows"));
   none.library = true;  // a driver without a card
   none.init = 100;
-  EXPECT_EQ(of(check_gpu(none, {}, {}), "cuda").status, Status::kSkipped);
+  EXPECT_EQ(of(check_gpu(none, {}), "cuda").status, Status::kSkipped);
 }
 
 TEST(DoctorMachine, ADriverThatFailsIsNamedWithItsCommand) {
@@ -366,7 +354,7 @@ TEST(DoctorMachine, ADriverThatFailsIsNamedWithItsCommand) {
     GpuFacts gpu = card();
     KernelFacts kernel;
     c.take_away(gpu, kernel);
-    const Finding finding = of(check_gpu(gpu, kernel, {}), "cuda");
+    const Finding finding = of(check_gpu(gpu, kernel), "cuda");
     EXPECT_EQ(finding.status, Status::kBroken);
     EXPECT_THAT(finding.seen, HasSubstr(c.seen));
     EXPECT_THAT(finding.repair, HasSubstr(c.repair));
@@ -377,13 +365,13 @@ TEST(DoctorMachine, LinkAndToolkitOfAGpu) {
   GpuFacts gpu = card();
   gpu.cards[0].link_now = "16.0 GT/s × 4";
   gpu.toolkit_cuda = 12060;  // a minor version ahead runs
-  Findings findings = check_gpu(gpu, {}, {});
+  Findings findings = check_gpu(gpu, {});
   EXPECT_EQ(of(findings, "gpu link").slower_by, "at most 7.9 instead of 31.5 GB/s between host and GPU");
   EXPECT_EQ(of(findings, "cuda toolkit").status, Status::kOk);
   gpu.toolkit_cuda = 13000;
-  EXPECT_EQ(of(check_gpu(gpu, {}, {}), "cuda toolkit").status, Status::kBroken);
+  EXPECT_EQ(of(check_gpu(gpu, {}), "cuda toolkit").status, Status::kBroken);
   gpu.nccl = 22105;
-  EXPECT_EQ(of(check_gpu(gpu, {}, {}), "nccl").seen, "2.21.5");
+  EXPECT_EQ(of(check_gpu(gpu, {}), "nccl").seen, "2.21.5");
 }
 
 }  // namespace
