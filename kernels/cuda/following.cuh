@@ -9,25 +9,25 @@ namespace spillway::cuda {
 
 // First in a kernel that launch_following() launches: everything before it on the stream has ended behind this line.
 __device__ inline void follow_on() {
+#if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
+#endif
 }
 
-// GPUs before compute capability 9.0 know no such launch.
-inline bool can_follow() {
-  static const bool can = [] {
-    int device = 0, major = 0;
-    check(cudaGetDevice(&device), "asking for the device");
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for the device");
-    return major >= 9;
-  }();
-  return can;
+// Only code for compute capability 9.0 and later waits in follow_on(): what was compiled from older PTX must not be
+// launched early.
+inline bool can_follow(const void* kernel) {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel");
+  return attributes.ptxVersion >= 90;
 }
 
 // A kernel of one-dimensional blocks without dynamic shared memory. `what`: in errors.
 template <typename... Parameters, typename... Arguments>
 void launch_following(const char* what, void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
                       cudaStream_t stream, const Arguments&... arguments) {
+  static const bool can = can_follow(reinterpret_cast<const void*>(kernel));  // a room's kernels are compiled alike
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -36,7 +36,7 @@ void launch_following(const char* what, void (*kernel)(Parameters...), unsigned 
   how.blockDim = threads;
   how.stream = stream;
   how.attrs = &attribute;
-  how.numAttrs = can_follow() ? 1 : 0;
+  how.numAttrs = can ? 1 : 0;
   check(cudaLaunchKernelEx(&how, kernel, arguments...), what);
 }
 

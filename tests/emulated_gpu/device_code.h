@@ -111,9 +111,6 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t* how, void (*kernel)(Paramete
 }  // namespace spillway::emulated
 
 #define cudaLaunchKernelEx ::spillway::emulated::launch_kernel
-// Grids run one after the other here.
-inline void cudaTriggerProgrammaticLaunchCompletion() {}
-inline void cudaGridDependencySynchronize() {}
 
 // Intrinsic functions, in CUDA's own names and types.
 inline void __syncthreads() { spillway::emulated::block_barrier(); }
