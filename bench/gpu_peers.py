@@ -95,7 +95,8 @@ def judge(s, found):
             tokens = sorted(set(sizes[ours]) | set(sizes[other]))
             for count in tokens:
                 own, beside = sizes[ours].get(count), sizes[other].get(count)
-                known = own and beside
+                # What a first step leaves for the next one to do is in neither's figure.
+                known = own and beside and not own["first_counts"] and not beside["first_counts"]
                 missing = found[other if own else ours][1] or "no time"
                 s.figure(f"{place}, {tokens_of(count)}, {NAMES[other]}", words("", own) if own else None,
                          words(NAMES[other], beside) if beside else f"{NAMES[other]}: {missing}" if own else missing,

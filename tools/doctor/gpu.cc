@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <sstream>
 
 #include "kernels/device.h"
 #include "tools/drive/drive.h"
@@ -39,7 +40,9 @@ class Library {
   std::string refused_;
 };
 
-// The driver API's types, as cuda.h has them: a CUresult and a CUdevice are an int.
+// The driver API's types and numbers, as cuda.h has them: a CUresult and a CUdevice are an int.
+constexpr int kCapabilityMajor = 75, kCapabilityMinor = 76;
+
 void ask_driver(GpuFacts& facts) {
   const Library driver("libcuda.so.1");
   facts.library = driver.loaded();
@@ -50,6 +53,7 @@ void ask_driver(GpuFacts& facts) {
   const auto count = driver.find<int(int*)>("cuDeviceGetCount");
   const auto name = driver.find<int(char*, int, int)>("cuDeviceGetName");
   const auto memory = driver.find<int(std::size_t*, int)>("cuDeviceTotalMem_v2");
+  const auto attribute = driver.find<int(int*, int, int)>("cuDeviceGetAttribute");
   const auto error_name = driver.find<int(int, const char**)>("cuGetErrorName");
   if (!init || !version || !count || !name || !memory || !error_name) {
     facts.library = false;
@@ -68,7 +72,10 @@ void ask_driver(GpuFacts& facts) {
     std::array<char, 256> text{};
     std::size_t bytes = 0;
     if (name(text.data(), text.size() - 1, device) != 0 || memory(&bytes, device) != 0) continue;
-    facts.devices.push_back({text.data(), bytes});
+    int major = 0, minor = 0;
+    const bool known = attribute && attribute(&major, kCapabilityMajor, device) == 0 &&
+                       attribute(&minor, kCapabilityMinor, device) == 0;
+    facts.devices.push_back({text.data(), bytes, known ? 10 * major + minor : 0});
   }
 }
 
@@ -97,12 +104,12 @@ int toolkit_version(const fs::path& toolkit) {
   return 0;
 }
 
-// `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …`
+// `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …`, or of the open module `NVIDIA UNIX Open Kernel
+// Module for x86_64  580.159.04  Release Build …`: the first word of digits and dots.
 std::string module_version(const fs::path& file) {
-  const std::string line = read_line(file);
-  for (std::size_t at = line.find("Module"); at != std::string::npos && at < line.size(); ++at) {
-    if (line[at] < '0' || line[at] > '9') continue;
-    return line.substr(at, line.find(' ', at) - at);
+  std::istringstream line(read_line(file));
+  for (std::string word; line >> word;) {
+    if (word.find('.') != std::string::npos && word.find_first_not_of("0123456789.") == std::string::npos) return word;
   }
   return "";
 }

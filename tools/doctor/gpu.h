@@ -19,6 +19,7 @@ struct PciGpu {
 struct CudaDevice {
   std::string name = {};
   std::uint64_t bytes = 0;
+  int capability = 0;  // 90 of compute capability 9.0; 0: not known
 };
 struct GpuFacts {
   std::vector<PciGpu> cards = {};              // of NVIDIA

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <string>
 #include <utility>
@@ -94,6 +96,16 @@ Finding check_toolkit(const GpuFacts& gpu) {
                  fmt::format("a driver for CUDA {} or newer, or an older toolkit", cuda_version(gpu.toolkit_cuda)));
 }
 
+// Compute capabilities on which the suites have run (docs/gpu-results.md).
+constexpr std::array kSeen{90};
+
+std::string not_seen(const CudaDevice& device) {
+  if (device.capability == 0 || std::ranges::find(kSeen, device.capability) != kSeen.end()) return "";
+  return fmt::format(
+      "; Spillway's own tests have not run on one of compute capability {}.{} yet: bench/gpu.py does that",
+      device.capability / 10, device.capability % 10);
+}
+
 }  // namespace
 
 Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel) {
@@ -125,7 +137,7 @@ Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel) {
                                      ? "a driver as new as that, or Spillway built here, with nvcc 12.8 or newer"
                                      : gpu.plugin_remedy));
     } else {
-      findings.push_back(finding("cuda", Status::kOk, names));
+      findings.push_back(finding("cuda", Status::kOk, names + not_seen(gpu.devices.front())));
     }
   }
   for (const PciGpu& card : gpu.cards) findings.push_back(check_link(card));

@@ -125,6 +125,9 @@ TEST_F(DoctorFacts, CardsOfTheBusAndTheirDriver) {
   EXPECT_TRUE(gpu.forbidden.empty());
   EXPECT_EQ(gpu.module_version, "550.54.15");
   EXPECT_EQ(gpu.toolkit_cuda, 12040);
+  write("proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (dvs-builder@U22)");
+  EXPECT_EQ(gpu_facts(roots_).module_version, "580.159.04");
 }
 
 }  // namespace

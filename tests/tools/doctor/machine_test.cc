@@ -276,6 +276,15 @@ TEST(DoctorMachine, AGpuThatWorks) {
   EXPECT_EQ(gpu_node(card()), 1);
 }
 
+TEST(DoctorMachine, AKindOfGpuThatNoTestRanOnIsSaid) {
+  GpuFacts gpu = card();
+  gpu.devices.front().capability = 90;  // an H100's
+  EXPECT_THAT(of(check_gpu(gpu, {}), "cuda").seen, testing::Not(HasSubstr("capability")));
+  gpu.devices.front().capability = 89;
+  EXPECT_THAT(of(check_gpu(gpu, {}), "cuda").seen, HasSubstr("have not run on one of compute capability 8.9 yet"));
+  EXPECT_EQ(of(check_gpu(gpu, {}), "cuda").status, Status::kOk);
+}
+
 TEST(DoctorMachine, AGpuThatTheProgramCannotUseIsBroken) {
   GpuFacts gpu = card();
   gpu.unusable = "the driver serves CUDA 12.4 and this was built with 13.0";
