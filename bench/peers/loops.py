@@ -188,18 +188,14 @@ class DeepSpeed(Loop):
         pinned = {"pin_memory": options.device == "cuda"}
         zero |= {"offload_optimizer": {"device": "cpu", **pinned}, "offload_param": {"device": "cpu", **pinned}}
         made = checkpointed(model(options))
-        largest = max(p.numel() for p in made.parameters())
         if nvme:
             # What its documentation and bench/results say is fast: both pipelines, which take 12 buffers of a
-            # sub-group; a buffer for each weight on its way or in use, the embedding's size; several threads. With
-            # its own bounds of what is in use and on its way 16 buffers did not suffice for the second step.
-            zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = 120_000_000
-            zero["stage3_prefetch_bucket_size"] = 30_000_000
+            # sub-group; several threads. Its weights stay in host memory: with them on NVMe, too, it ended in the
+            # second step on an H100 ("Not enough buffers 0 for swapping 1", with 16 of the embedding's size; "already
+            # assigned swap buffer", with 24 and fewer parameters in use at a time).
             zero["sub_group_size"] = options.parameters // 12
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": options.folder, "buffer_count": 12,
                                          "pipeline_read": True, "pipeline_write": True, **pinned}
-            zero["offload_param"] = {"device": "nvme", "nvme_path": options.folder, "buffer_count": 24,
-                                     "buffer_size": -(-largest // 4096) * 4096, "max_in_cpu": 0, **pinned}
         config = {"train_micro_batch_size_per_gpu": options.micro, "gradient_accumulation_steps": accumulation,
                   "gradient_clipping": 1.0, "bf16": {"enabled": True}, "zero_optimization": zero,
                   "optimizer": {"type": "AdamW", "params": {**RATES, "betas": list(RATES["betas"])}},
