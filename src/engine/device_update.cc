@@ -21,11 +21,16 @@ DeviceUpdate::DeviceUpdate(const Plan& plan, const ModelDescription& model, Devi
 void DeviceUpdate::run(const ParameterUpdates& parameters) {
   const auto start = std::chrono::steady_clock::now();
   device_.fill_async(finite_, std::byte{1}, sizeof *finite_, stream_);
+  std::uint64_t elements = 0;
   for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
-    if (plan_.tiles[t].range.trainable) update(t, parameters);
+    if (!plan_.tiles[t].range.trainable) continue;
+    update(t, parameters);
+    elements += plan_.tiles[t].range.count;
   }
   const bool finite = this->finite();
-  seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  seconds_ += taken;
+  if (elements > 0) element_seconds_ = taken / static_cast<double>(elements);
   if (finite) return;
   overflowed_ = true;
   throw update_overflow("the device update");

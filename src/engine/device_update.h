@@ -24,7 +24,8 @@ class DeviceUpdate {
   void run(const ParameterUpdates& parameters);
 
   bool overflowed() const noexcept { return overflowed_; }
-  double seconds() const noexcept { return seconds_; }  // all runs together
+  double seconds() const noexcept { return seconds_; }                  // all runs together
+  double element_seconds() const noexcept { return element_seconds_; }  // of the latest one; 0 before the first
 
  private:
   void update(std::uint32_t tile, const ParameterUpdates& parameters);
@@ -39,7 +40,7 @@ class DeviceUpdate {
   std::uint32_t* fetched_ = nullptr;  // where it comes down
   std::vector<GroupRange> ranges_;
   bool overflowed_ = false;
-  double seconds_ = 0;
+  double seconds_ = 0, element_seconds_ = 0;
 };
 
 }  // namespace spillway

@@ -55,7 +55,10 @@ class StepEngine final : public Engine {
   std::vector<std::string> describe() const override;
   std::optional<double> predicted_step_seconds() const override {
     const auto turn = caller_.look();
-    return forecast_.step_seconds(plan_, cursor_.visits(), machinery_.rates, usual_step(), speculation_.blocks());
+    MachineRates rates = machinery_.rates;
+    const DeviceUpdate* update = machinery_.device_update.get();  // the probe has seen the cores alone
+    if (update && update->element_seconds() > 0) rates.update_seconds = update->element_seconds();
+    return forecast_.step_seconds(plan_, cursor_.visits(), rates, usual_step(), speculation_.blocks());
   }
 
   void import_weights(const WeightSource& source) override;

@@ -342,6 +342,17 @@ TEST(EngineUse, ARateComesBeforeTheGradientsOfItsStep) {
   for (const double rate : {-1.0, std::nan(""), HUGE_VAL}) EXPECT_THROW(engine->set_learning_rate(rate), Error) << rate;
 }
 
+TEST(EngineUse, AStepWithAllInHbmIsPredictedOnceStepsWereSeenAndWithItsUpdate) {
+  auto engine = Engine::create(toy_config(Placement::kHbm, Placement::kHbm, kType, {}), model());
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model(), kType, kMicroBatches};
+  EXPECT_FALSE(engine->predicted_step_seconds());
+  double update = HUGE_VAL;
+  for (int s = 0; s < 3; ++s) update = trainer.run_step().adam_seconds;
+  ASSERT_TRUE(engine->predicted_step_seconds());
+  EXPECT_GE(*engine->predicted_step_seconds(), update * (1 - 1e-9));
+}
+
 // In the middle of a step too, when the update's first tiles are on their way already.
 TEST(EngineUse, FlushAndExportAreAllowedAtAnyTime) {
   Store store, crashed;
