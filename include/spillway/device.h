@@ -85,7 +85,7 @@ class Stream {
   virtual DeviceKind kind() const noexcept = 0;
   // A cudaStream_t on the `cuda` device, null on `host`.
   virtual void* native() const noexcept = 0;
-  // `host` only: appends work. Blocks while the queue is full.
+  // `host` only: appends work. Blocks while the queue is full. Throws kUnsupported on `cuda`.
   virtual void launch(const HostTask& task) = 0;
   // Blocks the calling thread until everything enqueued so far has run.
   virtual void synchronize() = 0;

@@ -21,7 +21,10 @@ CudaStream::~CudaStream() {
   static_cast<void>(cudaStreamDestroy(stream_));
 }
 
-void CudaStream::launch(const HostTask&) { SPILLWAY_CHECK(false, "a HostTask runs on the host device only"); }
+void CudaStream::launch(const HostTask&) {
+  throw Error(Code::kUnsupported, {"Stream::launch", "the engine's device is cuda", 0,
+                                   "launch a kernel on native(), or let spillway.device be host"});
+}
 
 void CudaStream::synchronize() {
   record_and(&CudaIdleClock::record_tail, done_);

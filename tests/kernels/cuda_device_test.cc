@@ -235,6 +235,16 @@ TEST_F(CudaDevice, AStreamOfTheCallersIsWaitedFor) {
 // It has no other name than null, and PyTorch works on it unless told otherwise.
 TEST_F(CudaDevice, TheDefaultStreamOfTheCallersIsWaitedFor) { expect_waited_for(nullptr); }
 
+TEST_F(CudaDevice, AHostTaskIsRefused) {
+  try {
+    stream_->launch([](HostWorkers&) {});
+    FAIL() << "nothing was refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kUnsupported);
+    EXPECT_NE(std::string(error.what()).find("native()"), std::string::npos) << error.what();
+  }
+}
+
 TEST_F(CudaDevice, MoreMemoryThanThereIsIsRefusedWithTheNumbers) {
   try {
     create_cuda_device({.hbm_bytes = std::uint64_t{1} << 45});

@@ -206,6 +206,7 @@ inline Config toy_config(Placement parameters, Placement states, DType type, con
   config.states = states;
   config.tile_elements = 4096;
   config.threads = 2;
+  config.device = DeviceKind::kHost;  // what the toy computes with
   if (states == Placement::kNvme || parameters == Placement::kNvme) config.nvme_paths = {store};
   return config;
 }
