@@ -12,7 +12,7 @@ import torch
 
 import spillway
 from spillway import away
-from line_blocks import DEVICE, X, Case, Line, lines
+from line_blocks import DEVICE, X, Case, Line, ScaledHead, lines
 from toy_model import batches, config, model, train
 
 F = torch.nn.functional
@@ -196,18 +196,10 @@ class Reads(Case):
             self.assertTrue(network.linear.weight.isfinite().all())
 
     def test_OfAParameterThatIsAnArgumentOfAnotherBlock(self):
-        class Head(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.scale = torch.nn.Parameter(torch.ones(8))
-
-            def forward(self, x, weight):
-                return F.linear(x * self.scale, weight)
-
         class Network(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.line, self.head = Line(), Head()
+                self.line, self.head = Line(), ScaledHead()
 
             def forward(self, x):
                 return self.head(self.line(x), self.line.linear.weight)

@@ -8,7 +8,7 @@ import torch
 
 import spillway
 from away_test import Product
-from line_blocks import DEVICE, X, Line
+from line_blocks import DEVICE, X, Line, ScaledHead
 from toy_model import VOCABULARY, batches, config
 
 F = torch.nn.functional
@@ -204,21 +204,13 @@ class Blocks(Case):
                 x = torch.tanh(line(x))
             return x
 
-    class Head(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.ones(8))
-
-        def forward(self, x, weight):
-            return F.linear(x * self.scale, weight)
-
     def test_ReadAnotherBlocksWeights(self):
         self.assert_as_alone(self.Stack, lambda network, _: network(X).pow(2).mean())
 
     def test_AreGivenAnotherBlocksWeights(self):
         def make():
             torch.manual_seed(4)
-            return torch.nn.ModuleDict({"line": Line(), "head": self.Head(), "last": Line()})
+            return torch.nn.ModuleDict({"line": Line(), "head": ScaledHead(), "last": Line()})
 
         def loss_of(network, _):
             weight = network["line"].linear.weight

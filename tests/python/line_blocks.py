@@ -2,8 +2,20 @@
 from case import Case as Folder
 
 import torch
+from torch.nn import functional as F
 
 from toy_model import DEVICE
+
+
+class ScaledHead(torch.nn.Module):
+    """Takes a weight as an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x, weight):
+        return F.linear(x * self.scale, weight)
 
 
 class Line(torch.nn.Module):
