@@ -25,7 +25,7 @@ for library in src/libspillway.so.0 kernels/libspillway_cuda.so tools/gpt2/libsp
 done
 mkdir "$root/python"
 cp -r "$(dirname "$0")/../python/spillway" "$root/python/"
-rm -rf "$root/python/spillway/__pycache__"
+find "$root/python" -name __pycache__ -prune -exec rm -rf {} +
 
 # What the dynamic linker would load here. Libraries of libraries are in its list, too.
 ldd "$root"/bin/* "$root"/lib/* | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u | while read -r library; do

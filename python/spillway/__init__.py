@@ -22,14 +22,14 @@ _PLACES = {
     "Adagrad": "optimizers",
     "Adam": "optimizers",
     "AdamW": "optimizers",
-    "Engine": "engine",
+    "Engine": "engine.engine",
     "Lion": "optimizers",
-    "OptimizerStepReport": "offload_optimizer",
+    "OptimizerStepReport": "optimizers.offload_optimizer",
     "SGD": "optimizers",
     "StepReport": "library",
     "Trainer": "trainer",
     "add_config_arguments": "deepspeed",
-    "import_deepspeed": "deepspeed_import",
+    "import_deepspeed": "deepspeed.checkpoints",
     "init_distributed": "deepspeed",
     "initialize": "deepspeed",
 }
@@ -50,6 +50,8 @@ def __getattr__(name):
     if name in _PLACES:
         _check_torch(name)
         return getattr(importlib.import_module("." + _PLACES[name], __name__), name)
+    if name == "zero":
+        return importlib.import_module(".deepspeed.zero", __name__)
     if not name.startswith("_") and importlib.util.find_spec("." + name, __name__) is not None:
         return importlib.import_module("." + name, __name__)  # a module of the package
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -93,6 +93,10 @@ VIOLATIONS = {
     "TrainerSeesNoOtherTool": (
         {"tools/gpt2/commands.cc": '#include "tools/other.h"\n'},
         "commands.cc:1: includes tools/other.h"),
+    "PackageDoesNotPointUp": (
+        {"python/spillway/engine/engine.py": "from ..trainer.config import read\n"},
+        "engine.py:1: imports trainer"),
+    "PackageBelowItsFolders": ({"python/spillway/log.py": "from .engine import away\n"}, "log.py:1: imports engine"),
     "SourceIsNamedByMeson": ({"aio/orphan.cc": "\n"}, "aio/orphan.cc:1: is named by no meson.build"),
     "CommentInMesonNamesNothing": ({"aio/meson.build": "# 'queue.cc'\n"}, "aio/queue.cc:1: is named by no meson.build"),
     "PythonTestIsNamedByMeson": (

@@ -15,8 +15,8 @@ import remedies  # noqa: E402
 
 ROW = re.compile(r'\{Remedy::k(\w+), "((?:\\.|[^"\\])*)"\}')
 # A path in a message that nobody else knows is called by its place: no remedy.
-PATHS = {"export.py": ["str(error).replace(partial, place)"],
-         "deepspeed_import.py": ["text.replace(snapshot, checkpoint)", "re.sub(re.escape(beside)"]}
+PATHS = {"engine/export.py": ["str(error).replace(partial, place)"],
+         "deepspeed/checkpoints.py": ["text.replace(snapshot, checkpoint)", "re.sub(re.escape(beside)"]}
 
 
 def read(name):
@@ -75,8 +75,8 @@ class Remedies(unittest.TestCase):
     def test_NoClientRewritesAMessage(self):
         rewriting = re.compile(r"[\w.()]*(?:error|message|text|what\w*)(?:\(\w*\))?\)?\.replace\([^\n]*"
                                r"|re\.sub\([^\n]*")
-        for file in sorted((ROOT / "python/spillway").glob("*.py")):
-            allowed = PATHS.get(file.name, [])
+        for file in sorted((ROOT / "python/spillway").rglob("*.py")):
+            allowed = PATHS.get(f"{file.parent.name}/{file.name}", [])
             for found in rewriting.findall(file.read_text()):
                 with self.subTest(file=file.name, found=found):
                     self.assertTrue(any(found.startswith(one) for one in allowed))

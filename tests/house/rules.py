@@ -21,6 +21,8 @@ BELOW = {
 }
 # The same within src.
 FLOORS_OF_SRC = ["formats", "plan", "config", "checkpoint", "engine", "optimizer", "c"]
+# The same within the Python package; what lies beside these folders is below all of them.
+FLOORS_OF_PACKAGE = ["engine", "optimizers", "deepspeed", "trainer", "lightning"]
 # The programs show what an embedding program needs: the public headers, and nothing of the library's rooms; besides
 # these, what all tools share towards who types their commands. Not so the doctor and the planner, which ask the
 # library's own means.
@@ -35,6 +37,7 @@ PURE = (("src", "plan"), ("swap", "policy"))
 RUNS = {"atomic", "chrono", "condition_variable", "fstream", "future", "mutex", "shared_mutex", "thread",
         "kernels/device.h"}
 
+RELATIVE_IMPORT = re.compile(r"^\s*from (\.+)([a-z_.]*) import ")
 STANDARD_HEADERS = set("""
 algorithm any array atomic barrier bit bitset cassert cctype cerrno cfenv cfloat charconv chrono cinttypes climits
 clocale cmath codecvt compare complex concepts condition_variable coroutine csetjmp csignal cstdarg cstddef cstdint
@@ -137,6 +140,23 @@ def check_code(path, text):
             at_home = room in home and (word in path.name or word in path.parts)
             if pattern.search(line) and room != "tests" and not at_home:
                 yield number, f"uses {name} directly; only {home[0]}/*{word}* does"
+
+
+def floor_of_package(name):
+    return FLOORS_OF_PACKAGE.index(name) if name in FLOORS_OF_PACKAGE else -1
+
+
+def check_package(path, text):
+    """Of a module of the package: which floor its relative imports reach. Names found by a string point anywhere."""
+    if path.parts[:2] != ("python", "spillway") or path.suffix != ".py":
+        return
+    here = path.parts[2:-1]
+    for number, line in enumerate(text.splitlines(), 1):
+        match = RELATIVE_IMPORT.match(line)
+        if match:
+            place = [*here[:len(here) + 1 - len(match[1])], *filter(None, match[2].split(".")), ""]
+            if floor_of_package(place[0]) > floor_of_package(here[0] if here else ""):
+                yield number, f"imports {place[0]}; within it nothing points up: {', '.join(FLOORS_OF_PACKAGE)}"
 
 
 def check_text(path, text):
@@ -266,7 +286,7 @@ def violations(root):
         if path.suffix not in TEXT and path.name != "meson.build":
             continue
         text = (root / path).read_text()
-        found += [(path, *hit) for hit in check_text(path, text)]
+        found += [(path, *hit) for hit in (*check_text(path, text), *check_package(path, text))]
         if path.suffix in CODE:
             found += [(path, *hit) for hit in check_code(path, text)]
     return [f"{path.as_posix()}:{line}: {what}" for path, line, what in sorted(found)]

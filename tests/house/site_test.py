@@ -128,7 +128,8 @@ class Site(unittest.TestCase):
         for path, options in entry.findall(text):
             module, _, name = path.removeprefix("spillway.").rpartition(".")
             with self.subTest(path=path):
-                source = PACKAGE / (module.replace(".", "/") + ".py")
+                place = PACKAGE / module.replace(".", "/")
+                source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
                 self.assertTrue(source.is_file(), f"{source.name} is missing")
                 nodes = [n for n in ast.parse(source.read_text()).body if getattr(n, "name", None) == name]
                 self.assertEqual(1, len(nodes))

@@ -11,7 +11,7 @@ from case import main
 import torch
 
 import spillway
-from spillway import away
+from spillway.engine import away
 from line_blocks import DEVICE, X, Case, Line, ScaledHead, lines
 from toy_model import batches, config, model, train
 

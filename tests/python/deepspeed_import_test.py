@@ -373,7 +373,7 @@ class Function(Case):
         self.assertTrue(torch.equal(own["layers.0.up.weight"].detach().bfloat16().reshape(-1),
                                     torch.frombuffer(bytearray(found[1]), dtype=torch.bfloat16)))
         library = spillway.library.library()
-        described = spillway.deepspeed_import.layout_of(network(1), None).describe(library, 4)
+        described = spillway.deepspeed.checkpoints.layout_of(network(1), None).describe(library, 4)
         self.addCleanup(library.model_destroy, described)
         self.assert_error("has no frozen parameters, and the model has layers.0.up.weight; it was saved with exclude_f",
                           library.import_deepspeed, os.fsencode(saved), described, os.fsencode(self.folder / "none"),

@@ -13,7 +13,7 @@ from case import main
 
 import torch
 
-from spillway import buffers, safetensors_files
+from spillway.engine import buffers, safetensors_files
 from toy_model import DEVICE, batches, config, model, train
 
 

@@ -8,12 +8,13 @@ import sys
 import torch
 
 import spillway
-from spillway import away
+from spillway.engine import away
 from toy_model import DEVICE, config
 
 PACKAGE = os.path.dirname(spillway.__file__)
 FILES = {os.path.join(PACKAGE, f"{name}.py") for name in (
-    "away", "engine", "gradients", "leases", "lent", "library", "memory", "optimizer", "uses", "visits")}
+    "library", "memory", *(f"engine/{name}" for name in (
+        "away", "engine", "gradients", "leases", "lent", "optimizer", "uses", "visits")))}
 X = torch.linspace(-1, 1, 16).view(2, 8).to(DEVICE)
 
 

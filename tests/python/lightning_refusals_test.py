@@ -50,7 +50,7 @@ class Refusals(LightningCase):
             self.assert_error("torch.compile: a compiled module", self.refusing, made)
 
     def refusing(self, made):
-        from spillway import lightning_config
+        from spillway.lightning import config as lightning_config
         lightning_config.refuse(self.plain(), made, lambda hook: False)
 
     def test_SeveralDevicesAndProcesses(self):

@@ -12,7 +12,7 @@ import torch
 
 import spillway
 from optimizer_loops import Case, Network, groups_of, loop
-from spillway import tensor_carrier
+from spillway.optimizers import tensor_carrier
 
 DEVICES = ["said"] + ["cuda"] * torch.cuda.is_available()
 

@@ -13,7 +13,7 @@ import torch
 
 import spillway
 from optimizer_loops import Case, Network, groups_of, loop
-from spillway.optimizer_states import PREFIX, StateTensor
+from spillway.optimizers.states import PREFIX, StateTensor
 
 
 def move_to_device(state, device):

@@ -140,7 +140,8 @@ class Resuming(Case):
                          [round(group["lr"].item(), 7) for group in optimizer.param_groups])
         last = optimizer.param_groups[7]
         self.assertEqual(((0.8, 0.9), 7, ["y"]), (last["betas"], last["initial_lr"], last["names"]))
-        with unittest.mock.patch("spillway.kept_groups.MOST", 10), self.assertLogs("spillway", "INFO") as heard:
+        with unittest.mock.patch("spillway.optimizers.kept_groups.MOST", 10), \
+                self.assertLogs("spillway", "INFO") as heard:
             loop(again, optimizer, 2, first=1)
         self.assertEqual(["INFO:spillway:param_groups: are too many for a commit; a resumed run has those that it is "
                           "made with"], heard.output)

@@ -6,7 +6,7 @@ import unittest.mock
 import torch
 
 from optimizer_loops import Case, Network, loop
-from spillway.optimizer_streaming import GradientStream, StreamedGradient
+from spillway.optimizers.streaming import GradientStream, StreamedGradient
 
 AHEAD = "stream_gradients=True; in place of clip_grad_norm_\\(\\) give the optimizer max_grad_norm=, and in place of " \
         "a GradScaler loss_scale="

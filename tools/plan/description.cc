@@ -206,7 +206,7 @@ DescribedModel describe_gpt2(const ModelShape& shape, const Config& config, cons
   return described;
 }
 
-// What python/spillway/layout.py says of the model: a step goes through all of it with one micro-batch after the other,
+// What the Python package says of the model: a step goes through all of it with one micro-batch after the other,
 // every visit computes what it needs anew, and what lies between visits is PyTorch's own.
 DescribedModel describe_pytorch(const ModelShape& shape, const Config& config, const RunShape& run) {
   Config one = config;

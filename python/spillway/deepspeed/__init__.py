@@ -1,0 +1,350 @@
+"""DeepSpeed's calls on a Spillway engine, for loops that were written for them: initialize().
+
+    engine, optimizer, loader, scheduler = spillway.initialize(model=model, config="ds_config.json", training_data=data)
+    for batch in loader:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint("checkpoints", client_state={"epoch": 1})
+
+A checkpoint is DIR/TAG with a snapshot and, beside it, what no snapshot has: the client's state, the scheduler's and
+the model's buffers. DIR/latest names the last one. One that DeepSpeed has saved is taken as well.
+"""
+import contextlib
+import json
+import logging
+import os
+import pickle
+
+import torch
+
+from .. import log, whole_files
+from ..checkpoint_names import plain
+from ..engine import buffers, carried
+from ..engine.engine import Engine
+from ..engine.optimizer import EngineSchedule
+from ..library import Error, library, parse_config, settings_of
+from . import checkpoints as deepspeed_import
+from .answers import Answers
+from .checkpoints import LATEST
+
+SNAPSHOT, STATE = "spillway", "client_state.pt"
+ONE_PROCESS = "WORLD_SIZE {}: a model is trained by one process, on one GPU; start it with python"
+
+
+class DeepSpeedEngine(Answers, Engine):
+    """An Engine with DeepSpeed's names beside its own."""
+
+    local_rank = global_rank = 0
+    world_size = 1
+    lr_scheduler = training_dataloader = None
+    _report, _stepped = None, 0  # of the last step; micro-batches behind which step() was called
+    _accumulates = False         # inside of no_sync()
+
+    def __init__(self, model, config, **options):
+        super().__init__(model, config, **options)
+        self.global_samples = self.global_steps * self.train_batch_size()
+
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+        """Returns the loss as DeepSpeed's does: divided, and not scaled."""
+        if retain_graph:
+            raise Error("unsupported", "backward: retain_graph is not there, as a block's graph is made and gone in "
+                                       "backward; add the losses, and call backward() once")
+        if self._accumulates and self.step_is_due:
+            raise Error("invalid_argument", f"no_sync: the step has had its {self._accumulation} micro-batches; set "
+                                            "gradient_accumulation_steps to the micro-batches of a step")
+        super().backward(loss, scale_wrt_gas)
+        return loss / self._accumulation if scale_wrt_gas else loss
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Micro-batches in it are of the step that a later one ends: step() is refused, as with DeepSpeed. There is
+        nothing else to keep back, and backward() counts to gradient_accumulation_steps in it, too."""
+        if self._accumulates:
+            raise Error("invalid_argument", "no_sync: is inside of another one; leave that before")
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def step(self, lr_kwargs=None, **options):
+        """Engine.step(), and then the scheduler's. `lr_kwargs`: of the scheduler's step()."""
+        if self._accumulates:
+            raise Error("invalid_argument", "step: is inside of no_sync(); call it behind")
+        made = self._micro_batches
+        report = super().step(**options)
+        self._stepped = self._micro_batches
+        self._count(report, made)
+        if report is not None:
+            self._report = report
+            if self.lr_scheduler is not None and not report.skipped:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        return report
+
+    def _begin_step(self):
+        super()._begin_step()
+        self._stepped = 0
+
+    def zero_grad(self, *_, **__):
+        """Of DeepSpeed's it leaves alone what ZeRO has gathered, so that loops call it between micro-batches; as this
+        is not what PyTorch's does, it is refused there."""
+        if self._micro_batches > 0:
+            raise Error("invalid_argument", f"zero_grad: the step has had {self._micro_batches} of its "
+                                            f"{self._accumulation} micro-batches; leave it away, as step() begins anew "
+                                            "by itself, or call discard_step() to forget them")
+        super().zero_grad()
+
+    def is_gradient_accumulation_boundary(self):
+        """Of the micro-batch that comes, or that backward() had last: step() behind it makes a step."""
+        return self.step_is_due or self._stepped + 1 == self._accumulation
+
+    @property
+    def global_steps(self):
+        return self.current_step + self.uncounted_steps
+
+    def get_global_grad_norm(self):
+        return self._report and self._report.gradient_norm
+
+    def was_step_applied(self):
+        return self._report is not None and self._micro_batches == 0 and not self._report.skipped
+
+    def destroy(self):
+        self.close()
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
+        """The weights that forward uses, and persistent buffers, in one file by torch.save(), with tied parameters
+        once: always, whatever stage3_gather_16bit_weights_on_model_save says. It takes CPU memory for all of them, in
+        the type of training; export() goes tile by tile, and writes what from_pretrained() takes."""
+        state, first = self.module.state_dict(), {}
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if full not in state:
+                    continue
+                if exclude_frozen_parameters and not parameter.requires_grad:
+                    del state[full]
+                else:
+                    state[full] = state[first.setdefault(id(parameter), full)]
+        state = {plain(name): value for name, value in state.items()}
+        os.makedirs(save_dir, exist_ok=True)
+        whole_files.write(os.path.join(save_dir, save_filename), lambda file: torch.save(state, file))
+        return True
+
+    def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+        """All of it; exclude_frozen_parameters leaves the frozen weights out, and load_checkpoint() keeps those that
+        its model has."""
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        folder = os.path.join(save_dir, tag)
+        if deepspeed_import.is_deepspeeds(folder):
+            raise Error("exists", f"{folder}: has a checkpoint of DeepSpeed's, and one of two would be loaded later; "
+                                  "save under another tag, or into another directory")
+        os.makedirs(folder, exist_ok=True)
+        self.save(os.path.join(folder, SNAPSHOT), replace=True, leave_out_frozen=exclude_frozen_parameters)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, STATE))  # of the tag's earlier snapshot, which was whole until now
+        state = {"step": self.current_step, "uncounted": self.uncounted_steps, "client_state": client_state or {},
+                 "global_samples": self.global_samples, "skipped_steps": self.skipped_steps,
+                 "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(), "group": self.optimizer.group(),
+                 "configured_lr": self.settings["optimizer.params.lr"],
+                 "buffers": {name: buffer.cpu() for name, buffer in buffers.persistent(self.module).items()}}
+        whole_files.write(os.path.join(folder, STATE), lambda file: torch.save(state, file))
+        whole_files.sync(save_dir)  # before something names what is in it
+        if save_latest:
+            whole_files.write(os.path.join(save_dir, LATEST), lambda file: file.write(tag.encode()))
+        return True
+
+    def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
+                        load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None):
+        """(path, client_state), or (None, None) where there is no checkpoint. The run begins once more, with the
+        checkpoint and its learning rate, in mid-run, too; one that is refused changes nothing. What DeepSpeed has saved
+        is loaded before the first step."""
+        if not (load_module_strict and load_optimizer_states) or load_module_only or custom_load_fn is not None:
+            raise Error("unsupported", "load_checkpoint: takes all of a checkpoint; give a model of its own to another "
+                                       "run's weights, with from_pretrained() of what export() wrote")
+        if tag is None:
+            latest = os.path.join(load_dir, LATEST)
+            try:
+                with open(latest, encoding="utf-8") as file:
+                    tag = file.read().strip()
+            except FileNotFoundError:
+                log.say(logging.WARNING, f"{latest}: is not there, so nothing is loaded")
+                return None, None
+            except (OSError, UnicodeDecodeError) as error:
+                raise Error("io", f"{latest}: cannot be read ({getattr(error, 'strerror', 'no text')}); name the "
+                                  "checkpoint with tag=") from None
+            if not tag:
+                raise Error("corrupt", f"{latest}: is empty; name the checkpoint with tag=")
+        folder = os.path.join(load_dir, str(tag))
+        snapshot, beside = (os.path.join(folder, name) for name in (SNAPSHOT, STATE))
+        missing = next((part for part in (snapshot, beside) if not os.path.exists(part)), None)
+        theirs = deepspeed_import.is_deepspeeds(folder)
+        if theirs and (os.path.exists(snapshot) or os.path.exists(beside)):
+            raise Error("invalid_argument", f"{folder}: has a checkpoint of DeepSpeed's and one of Spillway's "
+                                            f"({SNAPSHOT}, {STATE}); move the one away that is not to be loaded")
+        if missing is not None and not theirs:
+            raise Error("not_found", f"{missing}: is not there; take a checkpoint that save_checkpoint() has saved to "
+                                     "its end")
+        if theirs:
+            if self.current_step > 0:  # a schedule of PyTorch's is stepped from its beginning
+                raise Error("invalid_argument", f"{folder}: is DeepSpeed's, and cannot be loaded behind step "
+                                                f"{self.current_step}; make model and engine anew, with "
+                                                "on_existing=\"replace\", and load it before a step")
+            self._load_deepspeeds(load_dir, str(tag), load_lr_scheduler_states)
+            return folder, {}
+        try:
+            state = torch.load(beside, map_location="cpu", weights_only=False)  # the client's may be anything
+        except (EOFError, RuntimeError, ValueError, AssertionError, pickle.UnpicklingError) as error:
+            raise Error("corrupt", f"{beside}: is empty, cut short or damaged; take another checkpoint") from error
+        self._check_beside(folder, snapshot, state)
+        if self.current_step > 0:
+            log.say(logging.INFO, f"{folder}: takes the place of step {self.current_step}, in the store, too")
+        self.load_snapshot(snapshot)
+        self.uncounted_steps = state.get("uncounted", 0)
+        self.global_samples = state.get("global_samples", self.global_steps * self.train_batch_size())
+        self.skipped_steps = state.get("skipped_steps", 0)
+        for name, buffer in buffers.persistent(self.module).items():
+            buffer.copy_(state["buffers"][name])
+        if load_lr_scheduler_states and state["lr_scheduler"] and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self._go_on_with_rate(folder, state)
+        return folder, state["client_state"]
+
+    def _check_beside(self, folder, snapshot, state):
+        """That what lies beside a snapshot fits it and the model, before the run's own step is given up."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # what is wrong with it, the engine says
+            with open(os.path.join(snapshot, "spillway.json"), encoding="utf-8") as file:
+                step = json.load(file)["step"]
+            if step != state["step"]:
+                raise Error("corrupt", f"{folder}: its snapshot is of step {step}, and {STATE} of step "
+                                       f"{state['step']}; take another checkpoint")
+        for name, buffer in buffers.persistent(self.module).items():
+            saved = state["buffers"].get(name)
+            if saved is None or saved.shape != buffer.shape:
+                raise Error("invalid_argument", f"{folder}: has {'no buffer' if saved is None else 'another shape of'} "
+                                                f"{name}; load it with the model that it was saved with")
+
+    def _go_on_with_rate(self, folder, state):
+        """As with DeepSpeed the checkpoint's counts, which a scheduler of the caller's changes from there. The
+        configuration's own scheduler computes the rate from the step, and may have other numbers than it had."""
+        group, here = self.optimizer.param_groups[0], self.optimizer.param_groups[0]["lr"]
+        saved, configured = state.get("group"), self.settings["optimizer.params.lr"]
+        if saved is None:  # of an earlier version, which has the scheduler's alone
+            saved = {"lr": here if self.lr_scheduler is None else self.lr_scheduler.get_last_lr()[0]}
+        if isinstance(self.lr_scheduler, EngineSchedule):
+            if saved["lr"] != here:
+                log.say(logging.WARNING, f"{folder}: was saved with the learning rate {saved['lr']:g} for the next "
+                                         f"step; the configuration's scheduler counts, which says {here:g}")
+            return
+        group.update(saved)
+        if configured != state.get("configured_lr", configured) or \
+                (self.lr_scheduler is None and saved["lr"] != configured):
+            log.say(logging.WARNING, carried.rate_that_counts(self, folder, saved["lr"]))
+
+    def _load_deepspeeds(self, load_dir, tag, with_schedule):
+        """A checkpoint that DeepSpeed has saved. Of a schedule it has the steps, which one of PyTorch's makes again."""
+        schedule, folder = self.lr_scheduler, os.path.join(load_dir, tag)
+        with deepspeed_import.snapshot_of(load_dir, tag, self._layout, self.dtype, self._values) as (snapshot, facts):
+            notes = [carried.continue_schedule(schedule, self.optimizer, facts)] if with_schedule or \
+                isinstance(schedule, EngineSchedule) else []
+            rate = self.optimizer.param_groups[0]["lr"]
+            self.load_snapshot(snapshot)
+        if not isinstance(schedule, EngineSchedule):
+            saved = None if with_schedule and carried.continues(schedule, facts) else carried.rate_of(facts)
+            if saved is not None and saved != rate:
+                notes.append(carried.rate_that_counts(self, "", saved))
+            self.optimizer.param_groups[0]["lr"] = rate if saved is None else saved
+        self.uncounted_steps = max(0, facts["global_steps"] - facts["step"])
+        self.global_samples = facts["samples"] or self.global_steps * self.train_batch_size()
+        self.skipped_steps = facts["skipped_steps"]
+        carried.say_what_came(folder, facts, self.module, carried.other_settings(self, facts), *notes)
+
+    def _values(self, owner, index):
+        """Of a parameter, before the first step: those that forward uses."""
+        with self.weights_of(next(block for block in self._blocks if owner in block.engine_blocks)):
+            return self._layout.members[owner][index].detach().clone()
+
+
+def initialize(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
+               distributed_port=None, mpu=None, dist_init_required=None, collate_fn=None, config=None, mesh_param=None,
+               config_params=None, **options):
+    """deepspeed.initialize() for one process: (engine, optimizer, dataloader, lr_scheduler).
+
+    `lr_scheduler`: a function that makes one of PyTorch's for an optimizer. `options`: of Engine, on_existing= say.
+    """
+    given = (config, config_params, *(getattr(args, f"{name}_config", None) for name in ("deepspeed", "deepscale")))
+    config = next((each for each in given if each is not None), None)
+    if config is None:
+        raise Error("invalid_argument", "initialize: no configuration; give config=, a ds_config.json or a dict")
+    if model is None:
+        raise Error("invalid_argument", "initialize: no model; give model=")
+    if model_parameters is not None:
+        model_parameters = list(model_parameters)
+    schedules = _schedules(config)
+    _refuse(model, optimizer, model_parameters, lr_scheduler, dist_init_required, mpu or mesh_param, schedules)
+    engine = DeepSpeedEngine(model, config, **options)
+    if schedules:
+        engine.lr_scheduler = EngineSchedule(engine.optimizer)
+    elif lr_scheduler is not None:
+        engine.lr_scheduler = lr_scheduler(engine.optimizer)
+    if training_data is not None:
+        engine.training_dataloader = torch.utils.data.DataLoader(
+            training_data, batch_size=engine.train_micro_batch_size_per_gpu(), collate_fn=collate_fn,
+            drop_last=engine.settings.get("dataloader_drop_last", False),
+            shuffle=not isinstance(training_data, torch.utils.data.IterableDataset))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser):
+    """--deepspeed and --deepspeed_config, and what they were called before, for args= of initialize()."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    for name in ("deepspeed", "deepscale"):
+        group.add_argument(f"--{name}", action="store_true", help="no effect; for the script's own use")
+        group.add_argument(f"--{name}_config", help="path of a ds_config.json")
+    return parser
+
+
+def init_distributed(*_, world_size=-1, **__):
+    """Nothing is to be done for one process, and no process group is made: leave torch.distributed away, or take rank 0
+    of 1 in its place."""
+    processes = max(world_size, int(os.environ.get("WORLD_SIZE", 1)))
+    if processes > 1:
+        raise Error("unsupported", f"init_distributed: {ONE_PROCESS.format(processes)}")
+
+
+def _schedules(config):
+    """It has a scheduler, which the engine computes."""
+    with log.silent():  # an engine reads it once more
+        parsed = parse_config(config)
+    try:
+        return "scheduler.type" in settings_of(parsed)
+    finally:
+        library().config_destroy(parsed)
+
+
+def _refuse(model, optimizer, model_parameters, lr_scheduler, dist_init_required, parallel, schedules):
+    """What was asked for and is not done, all of it in one error."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    grouped = any(isinstance(each, dict) for each in model_parameters or [])
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    found = [words for wrong, words in (
+        (optimizer is not None, "optimizer: PyTorch's cannot reach states on NVMe; leave it away, and say type and "
+                                "params in the configuration's section optimizer"),
+        (grouped, "model_parameters: groups are the configuration's, spillway.no_decay and spillway.parameter_groups; "
+                  "leave them away"),
+        (model_parameters is not None and not grouped and 
+         {id(each) for each in model_parameters if each.requires_grad} != trained,
+         "model_parameters: are not those that want gradients; say requires_grad_(False) to the others"),
+        (lr_scheduler is not None and not callable(lr_scheduler),
+         "lr_scheduler: belongs to another optimizer; give a function, lr_scheduler=lambda optimizer: …"),
+        (lr_scheduler is not None and schedules, "lr_scheduler: the configuration has one, too; leave one away"),
+        (processes > 1 or dist_init_required, ONE_PROCESS.format(processes) + ", and leave dist_init_required away"),
+        (parallel is not None, "mpu, mesh_param: a model is trained on one GPU; leave them away"),
+    ) if wrong]
+    if found:
+        raise Error("unsupported", "initialize: not with Spillway:\n  " + "\n  ".join(found))

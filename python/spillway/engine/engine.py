@@ -1,0 +1,500 @@
+"""Trains a torch.nn.Module whose weights, gradients and optimizer states do not fit: Engine."""
+import collections
+import ctypes
+import logging
+import os
+import re
+import weakref
+from ctypes import byref, c_uint64, c_void_p
+
+import torch
+
+from .. import log
+from ..library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, ExportOptions, LedgerEntry, Line, Options, Report,
+                       SaveOptions, StepReport, destroy_engine, library, parse_config, settings_of)
+from ..memory import address_of, tensor_at
+from ..pieces import copying, floats, pieces, values_of
+from . import module
+from .away import send_away
+from .blocks import Block, find_blocks, forward_order
+from .export import export, tell
+from .gradients import Gradients
+from .layout import Layout
+from .leases import Leases
+from .lent import Lender
+from .optimizer import EngineOptimizer
+from .uses import Uses, plan_for, say_plan
+from .visits import run_in_visits
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
+UNCOUNTED = re.compile(rb"spillway\.uncounted (-?\d+)\n")  # before the caller's blob in commits and snapshots
+
+
+class Engine:
+    """Gives a model's parameters to Spillway and runs the model block by block.
+
+    `model`: any torch.nn.Module. Its parameters are taken out of it, and reading one outside of its
+      block is an error.
+    `config`: path or dict, a DeepSpeed-style ds_config.json.
+    `blocks`: modules, or names of modules, that are gathered and released as a whole; the default are the members of
+      every ModuleList and Sequential. What is left over becomes blocks by itself. A block is run once more in backward.
+    `example`: arguments of a forward pass, a tuple or a dict; it is run once, to see in which order blocks run and how
+      often. Without it: each once, in the order in which the model lists them.
+    `weights`: a function from a parameter's name to its values, for models on PyTorch's device "meta"; the default are
+      the model's own.
+    `on_existing`: what to do with a store that is there: "refuse", "resume" or "replace".
+    `snapshot`: one that save() made, to begin with.
+    `aio`: path or dict, what `spillway sweep --json` wrote; it is put over the configuration.
+    `optimizer`: its rate is what PyTorch's schedulers set. What an engine does not have itself, train() say, is the
+      module's. Threads: any, one at a time. Errors: spillway.Error.
+    """
+
+    def __init__(self, model, config, *, blocks=None, example=None, weights=None, on_existing="refuse", snapshot=None,
+                 trace=None, aio=None):
+        self._library = library()
+        self._handle = None
+        self._held = weakref.WeakSet()  # Leases
+        self._unfinished = False        # there are gradients of a step that must be discarded
+        self.module = model
+        self.lender, self.uses = Lender(self), Uses()  # of weights outside of their blocks
+        self._read_config(config, aio)
+        if on_existing not in ON_EXISTING:
+            raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
+        module.check(model, weights is None and on_existing != "resume" and snapshot is None)
+        self._blocks = find_blocks(model, blocks)
+        self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example), self._accumulation)
+        self._trace = trace
+        self.in_backward, self.steps_begun = False, 0
+        try:
+            self._create(on_existing, snapshot)
+            if self.current_step == 0 and snapshot is None and on_existing != "resume":
+                self._import(weights)
+        except BaseException:
+            self._end()
+            raise
+        self._take_over()
+        EngineOptimizer(model).attach(self)
+        say_plan(self)
+        tell(model)
+
+    def __getattr__(self, name):  # of what is the module's: train(), eval(), generate(), config
+        if name.startswith("_") or "module" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        if not hasattr(self.module, name):
+            raise AttributeError(f"neither {type(self).__name__} nor {type(self.module).__name__} has '{name}'")
+        return getattr(self.module, name)
+
+    # -- the description ------------------------------------------------------------------------------------------
+
+    def _read_config(self, config, aio):
+        self._config = parse_config(config, aio)
+        weakref.finalize(self, self._library.config_destroy, self._config)
+        self.settings = settings_of(self._config)
+        self._type = self._library.config_weights(self._config)
+        self.dtype = DTYPES[self._type]
+        self._element_bytes = torch.empty(0, dtype=self.dtype).element_size()
+        self._accumulation = self._library.config_gradient_accumulation(self._config)
+        self._micro_batches = 0
+        self._pushed = collections.Counter()
+
+    def _create(self, on_existing, snapshot):
+        options = Options(ON_EXISTING.index(on_existing), 0, _path(snapshot), _path(self._trace))
+        model = self._layout.describe(self._library, self._element_bytes)
+        try:
+            handle = c_void_p()
+            self._library.engine_create(self._config, model, byref(options), byref(handle))
+        finally:
+            self._library.model_destroy(model)
+        self._handle, self._streams, self._process = handle, {}, os.getpid()  # a fork has none of its threads
+        # Also when the engine is forgotten, and when the interpreter ends.
+        self._finalizer = weakref.finalize(self, destroy_engine, self._library, handle, self._streams, self._process)
+        self.on_cuda = self._library.engine_device(handle) == 1
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
+        size = c_uint64()
+        self._workspace = tensor_at(self.device, self._library.engine_workspace(handle, byref(size)), size.value)
+        self.uncounted_steps, _ = self._record()  # that DeepSpeed counted and Adam did not: of fp16, skipped
+        self._views, self._addresses = {}, set()
+        self.anchor = torch.empty(0, device=self.device, requires_grad=True)
+
+    def load_snapshot(self, directory):
+        """Goes on from a snapshot of this model, whose step takes the place of this one, in the store as well. One that
+        does not fit or is damaged is refused, and the run goes on as it was."""
+        self._refuse_held()
+        self.discard_step()
+        self._library.engine_load_snapshot(self._open(), _path(directory))
+        self.uncounted_steps, _ = self._record()
+        self.optimizer.attach(self)
+
+    # -- weights in and out ---------------------------------------------------------------------------------------
+
+    def _import(self, weights):
+        self.stream_out(self._library.engine_import_weights, copying(values_of(self._layout, weights)))
+
+    def stream_out(self, call, function, *arguments):
+        """A call that calls back with pieces of all weights."""
+        with pieces(function, lambda: self._layout.elements) as callback:
+            call(self._open(), *arguments, callback, None)
+
+    def master_weights(self, names=None):
+        """The exact fp32 weights by name, in CPU memory: 4 bytes a parameter. `names`: of these parameters alone."""
+        found = {}
+
+        def copy(block, index, first, values, count):
+            name = self._layout.names[block][index]
+            if names is not None and name not in names:
+                return
+            if name not in found:
+                found[name] = torch.empty(self._layout.members[block][index].shape, dtype=torch.float32,
+                                          device="cpu")
+            found[name].view(-1)[first:first + count] = floats(values, count)
+
+        self.stream_out(self._library.engine_export_weights, copy, 1)
+        return found
+
+    def _take_over(self):
+        """Empties the parameters and puts visits in the place of forwards."""
+        module.empty(self.module, self._layout.members, self.dtype, self.device)
+        for block in self._blocks:
+            for entries in (block.parameters, block.trainable):
+                entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
+        self._gradients = Gradients(self._layout.members, self._layout.names)
+        self._versions = {id(p): p._version for members in self._layout.members for p in members}
+        for owner, index in self._layout.pushes:
+            self.lender.watch(self._layout.members[owner][index], owner, index)
+        lender, engine = weakref.ref(self.lender), weakref.proxy(self)
+        for block in reversed(self._blocks):  # of those that have it, the first one gives a parameter its name
+            block.own = list(block.parameters)
+            for parameter, *place in block.parameters:
+                send_away(parameter, self._layout.names[place[0]][place[1]], block.name, tuple(place), lender)
+        for number, block in enumerate(self._blocks):
+            run_in_visits(engine, block, number)
+        module.bind(engine, self.module, self._blocks)
+        module.leave_checkpointing_to_blocks(self.module)
+
+    def _stream(self):
+        """The engine's name for the stream that PyTorch works on; None: the engine's own, on a CPU."""
+        if not self.on_cuda:
+            return None
+        native = torch.cuda.current_stream(self.device).cuda_stream
+        if native not in self._streams:
+            stream = c_void_p()
+            self._library.engine_adopt_stream(self._handle, native, byref(stream))
+            self._streams[native] = stream
+        return self._streams[native]
+
+    def weights_of(self, block, direction=FORWARD):
+        """A context manager: a block's weights (of a module, or its name) are in its parameters, to be read."""
+        return Leases(self, block, direction)
+
+    def without_weights(self, leaves):
+        """A block's results, with copies of those that are weights: their memory is given to the next block."""
+        return [leaf.clone() if torch.is_tensor(leaf) and leaf.layout == torch.strided and address_of(leaf) in
+                self._addresses else leaf for leaf in leaves]
+
+    def _block(self, module):
+        if isinstance(module, Block):
+            return module
+        module = self.module.get_submodule(module) if isinstance(module, str) else module
+        for block in self._blocks:
+            if block.module is module:
+                return block
+        raise Error("invalid_argument", f"{type(module).__name__}: is no block; blocks are "
+                    f"{', '.join(block.name for block in self._blocks[:8])} …")
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, *arguments, **keywords):
+        return self.module(*arguments, **keywords)
+
+    def push(self, entries, gradients):
+        """Gradients of (parameter, engine block, index) to the engine, by way of the workspace. None stays none: a
+        parameter that gets no other in a step is left out of its update, as PyTorch's optimizers leave it out."""
+        stream, used = self._stream(), 0
+        for (parameter, owner, index), gradient in zip(entries, gradients):
+            planned = self._layout.pushes[owner, index]
+            if self._pushed[owner, index] == planned:
+                raise Error("invalid_argument", f"{self._layout.names[owner][index]}: is used more often in a step "
+                            f"than the plan's {planned} times; give the engine an example= of a forward pass")
+            if gradient is None:
+                self._library.engine_push_gradient(self._open(), owner, index, None, 0, self._type, stream)
+                self._pushed[owner, index] += 1
+                continue
+            size = parameter.numel() * self._element_bytes
+            if used + size > self._workspace.numel():
+                if not self.on_cuda:  # where all of this is in order with the stream by itself
+                    self._library.stream_synchronize(self._open(), stream)
+                used = 0
+            place = self._workspace[used:used + size].view(self.dtype)
+            place.copy_(gradient.reshape(-1))
+            self._library.engine_push_gradient(self._open(), owner, index, place.data_ptr(), parameter.numel(),
+                                               self._type, stream)
+            self._pushed[owner, index] += 1
+            self._gradients.bring(owner, index)
+            used += -(-size // 2048) * 2048  # where the next one is aligned as weights are
+        if not self.on_cuda:
+            self._library.stream_synchronize(self._open(), stream)
+
+    def set_learning_rate(self, rate):
+        """Of the steps that come; before a step's first backward(). Neither store nor snapshot keep it."""
+        self._library.engine_set_learning_rate(self._open(), rate)
+        self.optimizer.given(rate)
+
+    def next_learning_rate(self):
+        """Of the step that comes."""
+        return self._library.engine_next_learning_rate(self._open())
+
+    def backward(self, loss, scale_wrt_gas=True):
+        """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps, unless the caller
+        has weighted the step's losses, and says scale_wrt_gas=False.
+
+        An exception out of it discards the step, and so what backward() did for its earlier micro-batches.
+        """
+        scale = self.current_loss_scale / (self._accumulation if scale_wrt_gas else 1)
+        if self.step_is_due:
+            raise Error("invalid_argument", f"backward: the step has had its {self._accumulation} micro-batches "
+                                            "(gradient_accumulation_steps); call step() before the next one")
+        self.optimizer.before_backward()
+        self._gradients.hide()
+        self.lender.return_all()
+        if torch.is_tensor(loss):
+            plan_for(self, loss)
+        held = set(self._held)
+        try:
+            self.in_backward = True
+            (loss * scale).backward()
+            self._refuse_gradients_outside()
+            self._micro_batches += 1
+            self.uses.settled = True
+            self._gradients.show()
+        except BaseException:
+            self._give_up(held)
+            raise
+        finally:
+            self.in_backward = False
+            self.lender.return_all()
+            self.uses.forget()
+
+    def _refuse_gradients_outside(self):
+        lost = None
+        for members, names in zip(self._layout.members, self._layout.names):
+            for parameter, name in zip(members, names):
+                if parameter.grad is not None:
+                    parameter.grad, lost = None, lost or name
+        if lost is not None:
+            raise Error("invalid_argument", f"{lost}: is used outside of its block, where it has no values, "
+                        "or beside its block's results; name the module that uses it in blocks=")
+
+    def _give_up(self, held):
+        """Discards the step, behind an exception in it. `held`: the leases from before."""
+        self._unfinished = True
+        for leases in set(self._held) - held:
+            leases.end()
+        self.lender.end_all()
+        try:
+            self.discard_step()
+        except Error as error:
+            self._unfinished = error.code == "invalid_argument"  # else it has ended, and every further call says so
+
+    def step(self, blob=b"", early=False):
+        """Once all micro-batches have been through backward(): clips, updates and commits, and returns a StepReport;
+        before that None. `early`: the step ends with the micro-batches that there are, such as an epoch's last ones.
+        `blob`, at most 16,000 bytes, is kept by the commit: where the data stands, random state. After Ctrl-C in it
+        the step is either made, which current_step says, or discarded."""
+        handle = self._open()
+        if not isinstance(blob, bytes):
+            raise Error("invalid_argument", f"blob: is a {type(blob).__name__}, not bytes; json.dumps(…).encode() "
+                                            "makes some, and engine.blob has them after a resume")
+        if self._micro_batches < (1 if early else self._accumulation):
+            return None
+        if self.uncounted_steps:
+            blob = b"spillway.uncounted %d\n" % self.uncounted_steps + blob
+        self.optimizer.before_step()
+        self.lender.refuse_held("step")
+        report, held, before = Report(), set(self._held), self.current_step
+        try:
+            self._push_what_is_missing()
+            self._library.engine_step(handle, blob, len(blob), byref(report))
+            return self._end_step(report)
+        except Error as error:
+            if error.code == "non_finite":  # the engine has forgotten the step
+                self._begin_step()
+                raise Error(error.code, f"{error}; NaN is also what native code reads of a weight outside of its "
+                                        "block: name in blocks= a module that has both") from None
+            raise
+        except BaseException:  # Ctrl-C, before the step was made or behind it
+            if self.current_step > before:
+                self._end_step(report)
+            else:
+                self._give_up(held)
+            raise
+
+    def _end_step(self, report):
+        self._begin_step()
+        report = StepReport(**report.values())
+        self.optimizer.after_step(report)
+        return report
+
+    @property
+    def step_is_due(self):
+        """All micro-batches of the step have been through backward()."""
+        return self._micro_batches == self._accumulation
+
+    def discard_step(self):
+        """Forgets what backward() did since step(): the next micro-batch is the first of the step."""
+        unfinished, self._unfinished = self._unfinished, False
+        try:
+            self.lender.refuse_held("discard_step")
+            self.uses.forget()
+            self._library.engine_discard_step(self._open())
+            self._begin_step()
+            self._gradients.hide()
+        except BaseException as error:  # with Ctrl-C, half of it may be done
+            self._unfinished = unfinished or not isinstance(error, Error)
+            raise
+
+    def zero_grad(self, *_, **__):
+        """Also of the optimizer and of the model: as with PyTorch's, what backward() did since step() is discarded."""
+        if self._micro_batches > 0:
+            log.say(logging.WARNING, f"zero_grad: the {self._micro_batches} of {self._accumulation} micro-batches that "
+                                     "the step has had are discarded")
+            self.discard_step()
+        self._gradients.hide()
+
+    def _begin_step(self):
+        self._micro_batches = 0
+        self._pushed.clear()
+        self._gradients.begin_step()
+        self.steps_begun += 1
+
+    def _push_what_is_missing(self):
+        """That the step brings no gradient of what it did not use: an expert that got no token, say."""
+        for owner in reversed(range(len(self._layout.members))):
+            missing = [(i, self._layout.pushes[owner, i] - self._pushed[owner, i])
+                       for i in range(len(self._layout.members[owner])) if (owner, i) in self._layout.pushes]
+            if not any(count > 0 for _, count in missing):
+                continue
+            visited = Block(None, None)
+            visited.engine_blocks = [owner]
+            with self.weights_of(visited, BACKWARD):
+                entries = [(self._layout.members[owner][i], owner, i) for i, count in missing for _ in range(count)]
+                self.push(entries, [None] * len(entries))
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    @property
+    def current_loss_scale(self):
+        """In fp16 what backward() multiplies the loss with; else 1."""
+        return self._library.engine_loss_scale(self._open())
+
+    @property
+    def current_step(self):
+        """The last step that was made, 0 before the first."""
+        return self._library.engine_current_step(self._open())
+
+    @property
+    def blob(self):
+        """What step() was given in the current step, also of a run that was resumed."""
+        return self._record()[1]
+
+    def _record(self):
+        """(uncounted_steps, the caller's blob) of the current step."""
+        size = self._library.engine_blob(self._open(), None, 0)
+        out = ctypes.create_string_buffer(size)
+        self._library.engine_blob(self._open(), out, size)
+        mark = UNCOUNTED.match(out.raw)
+        return (int(mark[1]), out.raw[mark.end():]) if mark else (0, out.raw)
+
+    @property
+    def predicted_step_seconds(self):
+        """Of the plan, by the links as measured and the computing so far; None before the first step."""
+        return self._library.engine_predicted_step_seconds(self._open()) or None
+
+    def describe(self):
+        """The facts of the plan, a line each."""
+        lines = []
+        self._library.engine_describe(self._open(), Line(lambda _, text: lines.append(text.decode())), None)
+        return lines
+
+    def ledger(self):
+        """(tier, purpose, bytes) of every reservation."""
+        found = []
+        self._library.engine_ledger(self._open(), LedgerEntry(
+            lambda _, tier, purpose, size: found.append((TIERS[tier], purpose.decode(), size))), None)
+        return found
+
+    def flush(self):
+        """Makes the current step durable."""
+        self._library.engine_flush(self._open())
+
+    def save(self, directory, replace=False, leave_out_frozen=False):
+        """A snapshot: weights, states, step and blob, from which any run of the model can begin. `leave_out_frozen`: of
+        what is trained alone, for load_snapshot() of an engine with the same frozen weights."""
+        options = SaveOptions(replace, 0, leave_out_frozen)
+        self._library.engine_save(self._open(), _path(directory), byref(options))
+
+    def export(self, directory, dtype=torch.float32, replace=False):
+        """The weights, and persistent buffers, as safetensors with the model's config.json and generation_config.json:
+        what from_pretrained() takes, under the names that transformers saves, without torch.compile's. Of a model of
+        peft's the adapters, as its own save_pretrained(). `dtype`: torch.float32, torch.bfloat16 or torch.float16."""
+        if dtype not in DTYPES:
+            raise Error("invalid_argument", f"dtype: is {dtype!r}, which is none of "
+                                            f"{', '.join(map(str, DTYPES))}; give one of these")
+        export(self, directory, dtype, replace)
+
+    def export_weights(self, directory, dtype, replace):
+        """The weights alone, under the names that they have in memory."""
+        options = ExportOptions(DTYPES.index(dtype), replace)
+        self._library.engine_export(self._open(), _path(directory), byref(options))
+
+    def close(self):
+        """Makes the last finished step durable and gives everything back, also when it raises what went wrong with
+        that. The model keeps no weights."""
+        if self._handle is None:
+            return
+        self._refuse_held()
+        try:
+            if os.getpid() == self._process:
+                self._library.engine_flush(self._handle)
+        except Error as error:
+            if error.code != "busy":  # with another thread inside of a call nothing was done
+                self._end()
+            raise
+        except BaseException:
+            self._end()
+            raise
+        self._end()
+
+    def _end(self):
+        """The same without an exception: what goes wrong is a message of the library's."""
+        if self._handle is not None:
+            self.lender.end_all()
+            self._handle = None
+            self._finalizer()
+
+    def _refuse_held(self):
+        self.lender.return_all()
+        if self._held:
+            raise Error("invalid_argument", "engine: a block's weights are in use; close it behind weights_of()")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            return self.close()
+        for leases in list(self._held):  # the exception counts, and may be what keeps them
+            leases.end()
+        self._end()
+
+    def _open(self):
+        """The handle of an engine that can be asked for things."""
+        if self._handle is None:
+            raise Error("invalid_argument", "engine: it is closed")
+        if self._unfinished:
+            raise Error("invalid_argument", "engine: a step was left unfinished in backward, while a block's weights "
+                                            "were in use; call discard_step()")
+        return self._handle
+
+
+def _path(path):
+    return None if path is None else os.fsencode(path)

@@ -1,0 +1,132 @@
+"""Which weights a step uses, as its forward passes and losses show: Uses, by which the engine is planned once more.
+
+An engine is planned before anything has run: each block once, as the model lists them, unless an example says better.
+What the plan must know is how often a parameter gets a gradient in a step, since the last one rounds the sum and lets
+the update begin. A loss says so before its backward pass, by its graph: a block's visit is one node of it, which pushes
+a gradient of each of the block's weights, and what is used outside of blocks ends in the parameter's own node, where
+autograd adds it up to one gradient. If the loss asks for more than was planned, before the step has had gradients, the
+plan is made once more, with the visits in the order in which forward made them: Engine.plan_again().
+"""
+import collections
+import logging
+import os
+import tempfile
+
+import torch
+
+from .. import log
+from ..library import Error
+from .visits import NODE
+
+
+class Uses:
+    """Of the forward passes since the last backward()."""
+
+    MOST = 100000  # of a loop that runs the model under autograd, and never backward
+
+    def __init__(self):
+        self.settled = False  # a backward pass has shown that the plan is right
+        self.order = []       # indices of blocks, and ("lent", engine block)
+        self.outside = set()  # (engine block, index), of the loss that is in backward, or was last
+
+    def visited(self, index):
+        if len(self.order) < self.MOST:
+            self.order.append(index)
+
+    def lent(self, owner):
+        if (not self.order or self.order[-1] != ("lent", owner)) and len(self.order) < self.MOST:
+            self.order.append(("lent", owner))
+
+    def forget(self):
+        self.order.clear()
+
+    def asked(self, loss, visit, lender):
+        """Gradients that the loss's backward pass brings, by (engine block, index). `visit`: the class of blocks'
+        nodes. `lender`: of the engine, by which its parameters are known."""
+        found, self.outside = collections.Counter(), set()
+        waiting, seen = [loss.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, visit) and node.lender is lender:
+                found.update((owner, index) for _, owner, index in node.block.trainable)
+            parameter = getattr(node, "variable", None)  # of a leaf of the graph
+            known = getattr(parameter, "_spillway_lender", None) if isinstance(parameter, torch.nn.Parameter) else None
+            if known is not None and known() is lender:
+                found[parameter._spillway_place] += 1
+                self.outside.add(parameter._spillway_place)
+            waiting += [following for following, _ in node.next_functions]
+        return found
+
+    def order_of(self, planned):
+        """The visits as forward made them, with those that were planned and did not come, a batch's unused experts say,
+        behind the one that they are planned behind."""
+        owners = {owner for owner, _ in self.outside}
+        made = [use for use in self.order if not isinstance(use, tuple) or use[1] in owners]
+        missing = [use for use in dict.fromkeys(planned) if use not in made and not isinstance(use, tuple)]
+        for use in missing:
+            before = planned[:planned.index(use)]
+            at = max((i + 1 for i, other in enumerate(made) if other in before), default=0) if before else 0
+            made.insert(at, use)
+        return made
+
+
+def say_plan(engine):
+    for line in engine.describe():
+        log.say(logging.INFO, line)
+    clipping = engine.settings["gradient_clipping"]
+    log.say(logging.INFO, "gradient_clipping: " + (
+        f"to a norm of {clipping:g}, in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
+        if clipping else "is 0, so nothing is clipped; a loop's own clip_grad_norm_() is refused"))
+
+
+def plan_for(engine, loss):
+    """Before a backward pass: sees that its gradients are planned."""
+    layout, pushed = engine._layout, engine._pushed
+    asked = engine.uses.asked(loss, NODE, engine.lender)
+    begun = any(pushed.values())
+    more = [place for place, count in asked.items()
+            if pushed[place] + count > (layout.pushes[place] if begun else layout.pushes_of_micro_batch(place))]
+    if not more:
+        return
+    name = layout.names[more[0][0]][more[0][1]]
+    if begun:
+        raise Error("invalid_argument", f"{name}: is used more often in a step than the plan's "
+                                        f"{layout.pushes[more[0]]} times, and the step has had gradients of it before; "
+                                        "call discard_step(), and begin the step with a micro-batch that uses it, or "
+                                        "give the engine an example= of a forward pass")
+    layout.plan_again(engine.uses.order_of(layout.order), asked)
+    _open_again(engine)
+    outside = [layout.names[owner][index] for owner, index in sorted(engine.uses.outside)]
+    log.say(logging.INFO, f"{name}: gets {asked[more[0]]} gradients of a micro-batch, more than was planned; the plan "
+                          "was made once more, by what this first pass used" +
+            (f", outside of blocks {', '.join(outside)}" if outside else ""))
+    say_plan(engine)
+
+
+def _open_again(engine):
+    """The engine as it is, by another plan. Its store keeps what it has, and what has none is carried over in memory:
+    the weights, 4 bytes a parameter for as long as it takes, or behind the first step a snapshot in a directory of its
+    own. Of the graph that is to go backward nothing refers to the engine's memory."""
+    engine._refuse_held()
+    engine.lender.refuse_held("backward")
+    uncounted, step, rate = engine.uncounted_steps, engine.current_step, engine.optimizer.given_rate
+    with tempfile.TemporaryDirectory(prefix="spillway-planned-again-") as folder, log.silent():
+        weights, snapshot = None, None
+        if engine.settings.get("spillway.nvme_paths"):
+            engine.flush()
+        elif step == 0:
+            weights = engine.master_weights()
+        else:
+            snapshot = os.path.join(folder, "snapshot")
+            engine.save(snapshot)
+        engine._handle = None
+        engine._finalizer()
+        engine._create("resume" if weights is None and snapshot is None else "refuse", snapshot)
+        if weights is not None:
+            engine._import(weights.pop)
+    engine.uncounted_steps = uncounted
+    if rate is not None:
+        engine._library.engine_set_learning_rate(engine._open(), rate)

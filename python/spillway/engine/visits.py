@@ -1,0 +1,314 @@
+"""How a block runs: its forward, of which no graph is left, and once more in backward.
+
+A block's weights are there while its forward runs, and while its backward does. In between they are nowhere: what
+autograd keeps of a block are its arguments (activation checkpointing). The second run must be the first one again. What
+would make it another, and gradients that would be lost, is refused.
+
+The first run has a graph too, as in plain PyTorch: blocks ask whether there is one, and some take gradients in their
+forward. It ends at the block's arguments, what it saved is dropped behind the run, and results leave without it. So
+what leaves a block otherwise, in an attribute or by an inner module's hook, refuses to be used in a loss.
+"""
+import contextlib
+import functools
+import importlib
+import random
+import sys
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..library import BACKWARD, FORWARD, Error
+from .away import Lent
+from .module import refuse_forgotten
+
+# What may be in a result beside tensors: nothing that could hold one.
+PLAIN = (bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device)
+
+SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Record:
+    spec = None  # of the result, which has the shape that the block gave it
+
+
+class _Border(torch.autograd.Function):
+    """Arguments as the first run sees them."""
+
+    @staticmethod
+    def forward(ctx, block, *tensors):
+        ctx.block = block
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *_):
+        _refuse_side_result(ctx.block)
+
+
+class _Saved:
+    """What autograd saves in the first run, and only for as long as that lasts."""
+
+    def __init__(self, block):
+        self.block, self.tensors = block, []
+
+    def pack(self, tensor):
+        if self.tensors is None:  # Ctrl-C came just when these hooks should have been taken off
+            return tensor
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def unpack(self, place):
+        if torch.is_tensor(place):
+            return place
+        if self.tensors is None:
+            _refuse_side_result(self.block)
+        return self.tensors[place]
+
+
+@contextlib.contextmanager
+def _graph_of_first_run(block):
+    saved = _Saved(block)
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            yield
+    finally:
+        saved.tensors = None
+
+
+class _Visit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, engine, block, spec, record, anchor, *flat):
+        ctx.engine, ctx.block, ctx.spec, ctx.record, ctx.lender = engine, block, spec, record, engine.lender
+        ctx.step, ctx.modes = engine.steps_begun, _modes(block)
+        ctx.others = [None if torch.is_tensor(value) else value for value in flat]
+        ctx.tensors = [i for i, value in enumerate(flat) if torch.is_tensor(value)]
+        ctx.wants = [torch.is_tensor(value) and value.requires_grad for value in flat]
+        ctx.random = _random_states(engine)
+        ctx.save_for_backward(*(flat[i] for i in ctx.tensors))
+        ctx.set_materialize_grads(False)
+        watched = [flat[i] for i in ctx.tensors] + list(block.module.buffers())
+        before = _versions(watched)
+        with engine.weights_of(block, FORWARD):
+            with _graph_of_first_run(block):
+                given = iter(_Border.apply(block, *(value for value, wants in zip(flat, ctx.wants) if wants)))
+                inside = [next(given) if wants else value for value, wants in zip(flat, ctx.wants)]
+                arguments, keywords = tree_unflatten(inside, spec)
+                leaves, record.spec = tree_flatten(_run(engine, block, arguments, keywords))
+            constant = [torch.is_tensor(leaf) and not leaf.requires_grad for leaf in leaves]
+            leaves = [leaf.detach() if torch.is_tensor(leaf) and leaf.requires_grad else leaf for leaf in leaves]
+            leaves = engine.without_weights(leaves)
+        behind, changed_spec = tree_flatten((arguments, keywords))  # with what was put into dicts and lists
+        if _versions(watched) != before or changed_spec != spec or \
+                any(one is not other for one, other in zip(behind, inside)):
+            _refuse_changes(block)
+        for leaf in leaves:
+            if not (torch.is_tensor(leaf) or isinstance(leaf, PLAIN)):
+                _refuse(block, f"returns a {type(leaf).__name__}, in which gradients would be lost; return tensors, or "
+                               "tuples, lists and dicts of them")
+        # One that was replaced, as a cache that had to grow, is refused when the second run replaces it, too.
+        ctx.kept_buffers = list(block.module.buffers())
+        ctx.buffers = _versions(ctx.kept_buffers)
+        ctx.shapes, ctx.sums = _shapes(leaves), _sums(leaves)
+        ctx.mark_non_differentiable(*(leaf for leaf, is_constant in zip(leaves, constant) if is_constant))
+        return tuple(leaves)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        engine, block = ctx.engine, ctx.block
+        if not engine.in_backward:
+            _refuse(block, "is asked for gradients by something else than engine.backward(loss), of its own engine; "
+                           "models that one loss goes through are parts of one model, with one engine")
+        if ctx.step != engine.steps_begun:
+            _refuse(block, "is asked for gradients of an earlier step, whose weights are gone")
+        if ctx.modes != _modes(block):
+            _refuse(block, "was in another mode in forward, or a module in it; call train() and eval() between steps")
+        if ctx.buffers != _versions(block.module.buffers()):
+            _refuse(block, "has a buffer that was changed between forward and backward, where the block is run once "
+                           "more; change it behind engine.backward(loss)")
+        engine.lender.return_all()
+        flat = list(ctx.others)
+        for i, tensor in zip(ctx.tensors, ctx.saved_tensors):
+            flat[i] = tensor.detach().requires_grad_(ctx.wants[i])
+        arguments, keywords = tree_unflatten(flat, ctx.spec)
+        inputs = [flat[i] for i in range(len(flat)) if ctx.wants[i]]
+        wanted = inputs + [parameter for parameter, _, _ in block.trainable]
+        with engine.weights_of(block, BACKWARD):
+            with _random_numbers_of(engine, ctx.random), torch.enable_grad():
+                leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
+            if ctx.buffers != _versions(block.module.buffers()):
+                _refuse_changes(block)
+            if spec != ctx.record.spec or _shapes(leaves) != ctx.shapes or \
+                    _differ(engine, leaves, ctx.sums):
+                _refuse(block, "gave another result in backward than in forward; it must depend on its arguments "
+                               "alone, and draw random numbers by torch, random or numpy.random, from no generator "
+                               "of its own")
+            ends = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients)
+                    if gradient is not None and torch.is_tensor(leaf) and leaf.requires_grad]
+            _refuse_lost_gradients(block, ends, wanted)
+            found = [None] * len(wanted)
+            if ends and wanted:
+                found = torch.autograd.grad([e for e, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
+            engine.push(block.trainable, found[len(inputs):])
+        given = iter(found[:len(inputs)])
+        return (None,) * 5 + tuple(next(given) if wants else None for wants in ctx.wants)
+
+
+def _run(engine, block, arguments, keywords):
+    """What it reads of other blocks' weights is lent to it, and belongs to it from then on."""
+    engine.lender.visiting = block
+    try:
+        return block.run(*arguments, **keywords)
+    finally:
+        engine.lender.visiting = None
+
+
+NODE = _Visit._backward_cls  # of a visit, in autograd's graph
+
+
+def _refuse(block, what):
+    raise Error("unsupported", f"{block.name}: {what}")
+
+
+def _refuse_changes(block):
+    _refuse(block, "changes an argument or a buffer of its own while it runs, which would happen twice, as blocks are "
+                   "run once more in backward; leave it outside of blocks, or give a result instead")
+
+
+def _refuse_side_result(block):
+    _refuse(block, "computed a value that is used in a loss and is none of its results, but was left in an attribute, "
+                   "say, or taken by a hook, so that its gradients would be lost; return it, or make the block and "
+                   "what uses the value one block (blocks=)")
+
+
+def _shapes(leaves):
+    return [(leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else None for leaf in leaves]
+
+
+def _modes(block):
+    return [module.training for module in block.module.modules()]
+
+
+def _versions(tensors):
+    """What tells of a tensor that was written to, or replaced, as long as the first ones are kept."""
+    return [(id(tensor), tensor._version) for tensor in tensors]
+
+
+def _sums(leaves):
+    """Of results in a CPU's memory: one in a GPU's would have to be waited for."""
+    with torch.no_grad():
+        return [leaf.sum(dtype=torch.promote_types(leaf.dtype, torch.float32)).item() if torch.is_tensor(leaf) and
+                leaf.device.type == "cpu" and leaf.dtype in SUMMED and leaf.layout == torch.strided else None
+                for leaf in leaves]
+
+
+def _differ(engine, leaves, before):
+    """Whether results are others than before, by more than another order of additions would explain."""
+    for leaf, one, other in zip(leaves, before, _sums(leaves)):
+        if one is not None and one != other:
+            rounding = max(torch.finfo(dtype).eps for dtype in (leaf.dtype, engine.dtype))
+            if abs(one - other) > rounding ** 0.5 * leaf.detach().double().norm().item():  # never of NaN
+                return True
+    return False
+
+
+def _random_states(engine):
+    numpy = sys.modules.get("numpy")
+    return (torch.get_rng_state(), torch.cuda.get_rng_state(engine.device) if engine.on_cuda else None,
+            random.getstate(), numpy.random.get_state() if numpy else None)
+
+
+def _set_random_states(engine, states):
+    torch.set_rng_state(states[0])
+    if engine.on_cuda:
+        torch.cuda.set_rng_state(states[1], engine.device)
+    random.setstate(states[2])
+    if states[3] is not None:
+        sys.modules["numpy"].random.set_state(states[3])
+
+
+@contextlib.contextmanager
+def _random_numbers_of(engine, states):
+    here = _random_states(engine)
+    _set_random_states(engine, states)
+    try:
+        yield
+    finally:
+        _set_random_states(engine, here)
+
+
+def _refuse_lost_gradients(block, ends, wanted):
+    """What a block computes with must be its arguments and its weights: gradients of anything else go nowhere."""
+    known, seen = {id(tensor) for tensor in wanted}, set()
+    waiting = [leaf.grad_fn for leaf, _ in ends]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a leaf of the graph
+        if isinstance(node, NODE) or (variable is not None and id(variable) not in known):
+            _refuse(block, "computes with a tensor that wants a gradient and is neither an argument nor a parameter of "
+                           "it; pass it as an argument, or make both modules one block")
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _autocast():
+    try:
+        return any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu"))
+    except TypeError:  # before PyTorch 2.4
+        return torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
+
+
+def _check_call(block, arguments, keywords):
+    if _autocast():
+        _refuse(block, "runs under torch.autocast, which keeps copies of weights; the configuration's bf16 or fp16 "
+                       "says the type of weights, so leave autocast away")
+    if [id(p) for p in block.module.parameters()] != [id(p) for p, _, _ in block.own]:
+        _refuse(block, "has other parameters than when the engine was made, as load_state_dict(assign=True) gives it; "
+                       "weights come from weights= or a snapshot, and change by training")
+    if not torch.is_grad_enabled():  # a reference pass, say, for which peft's disable_adapter() freezes more
+        return
+    learns = {id(parameter) for parameter, _, _ in block.trainable}
+    if any(parameter.requires_grad != (id(parameter) in learns) for parameter, _, _ in block.parameters):
+        _refuse(block, "has parameters whose requires_grad is not what it was when the engine was made, which decided "
+                       "what is trained; export(), and make model and engine of that, whose optimizer begins anew")
+    given = list(arguments) + list(keywords.values())
+    # Hugging Face's caches: classes of their own, before them tuples under these names.
+    if any(hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache") for value in given) or \
+            any(keywords.get(name) is not None for name in ("past_key_values", "past_key_value", "layer_past")):
+        _refuse(block, "is given a cache of keys and values, which would grow twice, as blocks are run once more in "
+                       "backward; call the model with use_cache=False")
+
+
+@functools.lru_cache(None)
+def leave_untraced():
+    """torch.compile traces what a block does, and not how its weights come and go: it looks into parameters."""
+    if hasattr(torch, "compile"):
+        for rules in ("trace_rules", "skipfiles"):  # since PyTorch 2.2, and before
+            with contextlib.suppress(ImportError, AttributeError):
+                importlib.import_module(f"torch._dynamo.{rules}").add(__package__)
+
+
+def run_in_visits(engine, block, index):
+    """Puts the visit in the place of the module's forward. `index`: of the block."""
+    leave_untraced()
+    block.run = block.module.forward
+
+    def forward(*arguments, **keywords):
+        refuse_forgotten(engine)
+        _check_call(block, arguments, keywords)
+        engine.lender.return_all()
+        if not torch.is_grad_enabled():
+            with engine.weights_of(block, FORWARD):
+                leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
+                return tree_unflatten(engine.without_weights(leaves), spec)
+        flat, spec = tree_flatten((arguments, keywords))
+        record = _Record()
+        # Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'.
+        anchor = engine.anchor if block.trainable else None
+        engine.uses.visited(index)
+        with engine.lender.hooks() if any(isinstance(value, Lent) for value in flat) else contextlib.nullcontext():
+            return tree_unflatten(list(_Visit.apply(engine, block, spec, record, anchor, *flat)), record.spec)
+
+    block.module.forward = forward
