@@ -2,93 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
-#include "kernels/moments.h"
 #include "kernels/optimizer.h"
 #include "tests/kernels/host_float_settings.h"
-#include "tests/kernels/optimizer_tile.h"
+#include "tests/kernels/reduced_tile.h"
 
 namespace spillway {
 namespace {
-
-constexpr MomentFormat kFormats[] = {MomentFormat::kBFloat16, MomentFormat::kInt8};
-constexpr OptimizerKind kKinds[] = {OptimizerKind::kAdam, OptimizerKind::kLion};
-
-// A tile whose moments are stored in another form. Copies share nothing.
-struct ReducedTile {
-  ReducedTile(DType type, OptimizerKind kind, MomentFormat form, std::size_t elements)
-      : weights(type, kind, elements), format(form) {
-    const std::size_t bytes = form == MomentFormat::kInt8 ? 1 : 2, groups = (elements + 31) / 32;
-    weights.exp_avg.clear(), weights.exp_avg_sq.clear();
-    exp_avg.resize(elements * bytes);
-    if (has_exp_avg_sq(kind)) exp_avg_sq.resize(elements * bytes);
-    if (form == MomentFormat::kInt8) exp_avg_scales.resize(groups);
-    if (form == MomentFormat::kInt8 && has_exp_avg_sq(kind)) exp_avg_sq_scales.resize(groups);
-  }
-
-  // From element `first` on, a multiple of 32 for int8.
-  OptimizerTile view(std::size_t first = 0) {
-    OptimizerTile tile = weights.view(first);
-    const std::size_t bytes = format == MomentFormat::kInt8 ? 1 : 2;
-    const auto from = [](auto& array, std::size_t at) { return array.empty() ? nullptr : array.data() + at; };
-    tile.reduced = {.format = format,
-                    .exp_avg = from(exp_avg, first * bytes),
-                    .exp_avg_sq = from(exp_avg_sq, first * bytes),
-                    .exp_avg_scales = from(exp_avg_scales, first / 32),
-                    .exp_avg_sq_scales = from(exp_avg_sq_scales, first / 32),
-                    .index = index + first};
-    return tile;
-  }
-  float exp_avg_at(std::size_t i) const {
-    return format == MomentFormat::kBFloat16
-               ? bf16_to_float(get16(exp_avg, i))
-               : exp_avg_from_int8(std::bit_cast<std::int8_t>(exp_avg[i]), bf16_to_float(exp_avg_scales[i / 32]));
-  }
-  float exp_avg_sq_at(std::size_t i) const {
-    return format == MomentFormat::kBFloat16
-               ? bf16_to_float(get16(exp_avg_sq, i))
-               : exp_avg_sq_from_uint8(std::to_integer<std::uint8_t>(exp_avg_sq[i]),
-                                       roots_a_code(bf16_to_float(exp_avg_sq_scales[i / 32])));
-  }
-  static std::uint16_t get16(const std::vector<std::byte>& array, std::size_t i) {
-    std::uint16_t value;
-    std::memcpy(&value, array.data() + 2 * i, 2);
-    return value;
-  }
-
-  OwnedTile weights;
-  MomentFormat format;
-  std::vector<std::byte> exp_avg, exp_avg_sq;
-  std::vector<std::uint16_t> exp_avg_scales, exp_avg_sq_scales;
-  std::uint64_t index = 0;
-};
-
-// Random weights and gradients; moments that an update may have left.
-ReducedTile random_reduced(DType type, OptimizerKind kind, MomentFormat format, std::size_t count,
-                           std::mt19937_64& generator) {
-  ReducedTile tile(type, kind, format, count);
-  const OwnedTile random = random_tile(type, kind, count, generator);
-  tile.weights.weight = random.weight, tile.weights.residual = random.residual;
-  tile.weights.master = random.master, tile.weights.gradient = random.gradient;
-  OddFloats odd(generator);
-  const auto scale = [&] { return scale_to_bf16(std::min(std::abs(odd()), 1e30f)); };
-  if (format == MomentFormat::kInt8) {
-    for (std::byte& code : tile.exp_avg)
-      code = std::bit_cast<std::byte>(static_cast<std::int8_t>(generator() % 255 - 127));
-    for (std::byte& code : tile.exp_avg_sq) code = static_cast<std::byte>(generator());
-    for (std::uint16_t& s : tile.exp_avg_scales) s = scale();
-    for (std::uint16_t& s : tile.exp_avg_sq_scales) s = scale_to_bf16(std::min(std::abs(odd()), 1e15f));
-  } else {
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::uint16_t m = float_to_bf16(odd()), v = float_to_bf16(std::min(std::abs(odd()), 1e30f));
-      std::memcpy(tile.exp_avg.data() + 2 * i, &m, 2);
-      if (has_exp_avg_sq(kind)) std::memcpy(tile.exp_avg_sq.data() + 2 * i, &v, 2);
-    }
-  }
-  return tile;
-}
 
 void expect_same(const ReducedTile& got, const ReducedTile& want, const std::string& where) {
   ASSERT_EQ(got.weights.weight, want.weights.weight) << where;
@@ -227,8 +148,8 @@ TEST_P(ReducedMomentsOf, WhatIsNotFiniteOrNotStorableIsReportedFromEveryLane) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ReducedMomentsOf,
-                         ::testing::Combine(::testing::ValuesIn(kKinds), ::testing::ValuesIn(kAllTypes),
-                                            ::testing::ValuesIn(kFormats)),
+                         ::testing::Combine(::testing::ValuesIn(kReducedKinds), ::testing::ValuesIn(kAllTypes),
+                                            ::testing::ValuesIn(kReducedFormats)),
                          [](const auto& info) {
                            return std::string(name_of(std::get<0>(info.param))) + "_" +
                                   std::string(name_of(std::get<1>(info.param))) + "_" +
@@ -242,7 +163,7 @@ OptimizerScalars taking_gradients(OptimizerKind kind = OptimizerKind::kLion) {
 
 // The last number that a form holds, and the next one.
 TEST(ReducedMoments, AMomentThatItsFormDoesNotHoldIsReported) {
-  for (const MomentFormat format : kFormats) {
+  for (const MomentFormat format : kReducedFormats) {
     const float last = std::bit_cast<float>(largest_moment(format));
     for (const OptimizerTarget& target : all_targets()) {
       for (const std::size_t lane : {0u, 9u, 40u}) {
@@ -368,7 +289,7 @@ TEST(ReducedMoments, ExpAvgSqFollowsGradientsThatBecomeSmall) {
   auto generator = seeded_generator();
   std::normal_distribution<float> normal;
   const std::size_t count = 1'024;
-  for (const MomentFormat format : kFormats) {
+  for (const MomentFormat format : kReducedFormats) {
     ReducedTile tile(DType::kFloat32, OptimizerKind::kAdam, format, count);
     OwnedTile exact(DType::kFloat32, OptimizerKind::kAdam, count);
     const OptimizerConfig config{.learning_rate = 1e-5, .beta2 = 0.999, .seed = 1};
