@@ -18,6 +18,10 @@ struct Parameter {
   // costs an fp32 accumulator, 4 bytes per parameter: one for all blocks that `visits` has once in backward; of the
   // others each has its own, in HBM or, what an explicit hbm_bytes has no room for, at home in host memory.
   std::uint32_t pushes = 1;
+  // Frozen bytes of the program's own, a quantized weight with its scales say: nobody looks at them or converts them.
+  // `shape` counts elements of the weight type that they take; in fp32 values, as sources give them and sinks take
+  // them, the bits of a 16-bit element are the upper half. Exports, which are models in files, refuse it.
+  bool bytes = false;
 };
 
 // Parameters that are gathered and released together.

@@ -51,7 +51,14 @@ COPIED = _named(torch.Tensor, "__reduce_ex__ __deepcopy__ numpy __array__ __dlpa
 READ_AS_COPY = _named(torch.Tensor, "numpy __array__")
 
 
-class AwayParameter(torch.nn.Parameter):
+class _OfItsOwn(type(torch.nn.Parameter)):
+    """A parameter's class takes what is marked as a parameter for an instance of it, torchao's tensors say."""
+
+    def __instancecheck__(cls, instance):
+        return type.__instancecheck__(cls, instance)
+
+
+class AwayParameter(torch.nn.Parameter, metaclass=_OfItsOwn):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
@@ -63,7 +70,7 @@ class AwayParameter(torch.nn.Parameter):
         if function in AS_IN_BLOCK and away:
             return function(torch.empty(first.shape, dtype=first.dtype, device="meta"), *arguments[1:], **keywords)
         if compiling():
-            raise Error("invalid_argument", _read_outside(*first._spillway_names if away else ("a weight", "BLOCK")))
+            raise Error("invalid_argument", read_outside(*first._spillway_names if away else ("a weight", "BLOCK")))
         return _read(function, arguments, keywords)
 
     def __repr__(self):
@@ -74,7 +81,7 @@ class AwayParameter(torch.nn.Parameter):
         return format(repr(self), form)
 
     def __reduce_ex__(self, protocol):  # of copy.copy, pickle and torch.save: another one, of this class
-        raise Error("invalid_argument", _read_outside(*self._spillway_names))
+        raise Error("invalid_argument", read_outside(*self._spillway_names))
 
     def __deepcopy__(self, memo):
         self.__reduce_ex__(None)
@@ -163,10 +170,10 @@ def _refuse(function, first, weight, is_result):
     if changes or is_result:
         raise written_outside(name)
     if function in COPIED and function not in READ_AS_COPY and isinstance(first, AwayParameter):
-        raise Error("invalid_argument", _read_outside(name, block))
+        raise Error("invalid_argument", read_outside(name, block))
 
 
-def _read_outside(name, block):
+def read_outside(name, block):
     return f"{name}: is read outside of its block, in a way that cannot be lent to; read it inside `with engine." \
            f'weights_of("{block}"):`, or name in blocks= a module that has both its block and what reads it'
 
@@ -177,13 +184,15 @@ def _away(kind):
     return AwayParameter if kind is torch.nn.Parameter else type(f"Away{kind.__name__}", (AwayParameter, kind), {})
 
 
-def send_away(parameter, name, block, place, lender):
-    """For the first time. `block`: the name of one that has it. `lender`: a weak reference to who lends its values."""
+def send_away(parameter, name, block, place, lender, packed=None):
+    """For the first time. `packed`: None, or what empties it (packed.py). `block`: the name of one that has it. `lender`: a weak reference to who lends its values."""
+    parameter._spillway_packed = packed
     parameter._spillway_names, parameter._spillway_place, parameter._spillway_lender = (name, block), place, lender
     if not isinstance(parameter, AwayParameter):
-        parameter._spillway_kind, parameter._spillway_nothing = type(parameter), parameter.data
-        if REFUSE_BYTES is not None:
-            REFUSE_BYTES(parameter.data.untyped_storage()._cdata, _read_outside(name, block))
+        parameter._spillway_kind = type(parameter)
+        parameter._spillway_nothing = None if packed else parameter.data
+        if REFUSE_BYTES is not None and not packed:
+            REFUSE_BYTES(parameter.data.untyped_storage()._cdata, read_outside(name, block))
         parameter.__class__ = _away(type(parameter))
 
 
@@ -193,5 +202,8 @@ def come_back(parameter):
 
 def go_away(parameter):
     come_back(parameter)
-    parameter.data = parameter._spillway_nothing
+    if parameter._spillway_packed:
+        parameter._spillway_packed.empty()
+    else:
+        parameter.data = parameter._spillway_nothing
     parameter.__class__ = _away(parameter._spillway_kind)

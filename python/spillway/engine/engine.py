@@ -13,7 +13,7 @@ from .. import log
 from ..library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, ExportOptions, LedgerEntry, Line, Options, Report,
                        SaveOptions, StepReport, destroy_engine, library, parse_config, settings_of)
 from ..memory import address_of, tensor_at
-from ..pieces import copying, floats, pieces, values_of
+from ..pieces import collected, copying, pieces, values_of
 from . import module
 from .away import send_away
 from .blocks import Block, find_blocks, forward_order
@@ -114,6 +114,7 @@ class Engine:
         self._workspace = tensor_at(self.device, self._library.engine_workspace(handle, byref(size)), size.value)
         self.uncounted_steps, _ = self._record()  # that DeepSpeed counted and Adam did not: of fp16, skipped
         self._views, self._addresses = {}, set()
+        self._layout.forget_packed()
         self.anchor = torch.empty(0, device=self.device, requires_grad=True)
 
     def load_snapshot(self, directory):
@@ -122,6 +123,7 @@ class Engine:
         self._refuse_held()
         self.discard_step()
         self._library.engine_load_snapshot(self._open(), _path(directory))
+        self._layout.forget_packed()
         self.uncounted_steps, _ = self._record()
         self.optimizer.attach(self)
 
@@ -137,23 +139,11 @@ class Engine:
 
     def master_weights(self, names=None):
         """The exact fp32 weights by name, in CPU memory: 4 bytes a parameter. `names`: of these parameters alone."""
-        found = {}
-
-        def copy(block, index, first, values, count):
-            name = self._layout.names[block][index]
-            if names is not None and name not in names:
-                return
-            if name not in found:
-                found[name] = torch.empty(self._layout.members[block][index].shape, dtype=torch.float32,
-                                          device="cpu")
-            found[name].view(-1)[first:first + count] = floats(values, count)
-
-        self.stream_out(self._library.engine_export_weights, copy, 1)
-        return found
+        return collected(self, names)
 
     def _take_over(self):
         """Empties the parameters and puts visits in the place of forwards."""
-        module.empty(self.module, self._layout.members, self.dtype, self.device)
+        module.empty(self.module, self._layout, self.dtype, self.device)
         for block in self._blocks:
             for entries in (block.parameters, block.trainable):
                 entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
@@ -163,9 +153,10 @@ class Engine:
             self.lender.watch(self._layout.members[owner][index], owner, index)
         lender, engine = weakref.ref(self.lender), weakref.proxy(self)
         for block in reversed(self._blocks):  # of those that have it, the first one gives a parameter its name
-            block.own = list(block.parameters)
+            block.own = [entry for entry in block.parameters if isinstance(entry[0], torch.nn.Parameter)]
             for parameter, *place in block.parameters:
-                send_away(parameter, self._layout.names[place[0]][place[1]], block.name, tuple(place), lender)
+                send_away(parameter, self._layout.names[place[0]][place[1]], block.name, tuple(place), lender,
+                          self._layout.packed.get(tuple(place)))
         for number, block in enumerate(self._blocks):
             run_in_visits(engine, block, number)
         module.bind(engine, self.module, self._blocks)

@@ -29,7 +29,7 @@ import torch
 from .. import log
 from ..library import BACKWARD, FORWARD, Error
 from ..memory import address_of, tensor_at
-from .away import Lent
+from .away import Lent, read_outside
 
 
 class _Loan(torch.autograd.Function):
@@ -114,6 +114,8 @@ class Lender:
         engine, (owner, index) = self._engine(), parameter._spillway_place
         if engine is None or engine._handle is None:
             return None
+        if parameter._spillway_packed:
+            raise Error("unsupported", read_outside(*parameter._spillway_names))
         if self.visiting is not None:
             self._join(engine, self.visiting, parameter)
         else:

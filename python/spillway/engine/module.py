@@ -4,7 +4,8 @@ import contextlib
 import torch
 
 from ..library import Error
-from .away import Lent
+from .away import Lent, read_outside
+from .packed import MARK, copy_of
 
 
 def check(model, has_values):
@@ -38,12 +39,17 @@ def refuse_forgotten(engine):
                                         "weights back; keep it for as long as its model is used") from None
 
 
-def empty(model, members, dtype, device):
-    """Takes the values out of parameters, listed by block, and moves buffers to the device. A parameter of another
-    device is replaced, in the lists as well."""
+def empty(model, layout, dtype, device):
+    """Takes the values out of parameters, and moves buffers to the device. A parameter of another device is replaced, in
+    the layout's lists as well."""
     moved = {}
-    for block in members:
+    for (owner, index), packed in layout.packed.items():
+        before, says = packed.tensor, read_outside(packed.name, layout.block_names[owner])
+        layout.members[owner][index] = moved[id(before)] = packed.take_over(device, says)
+    for owner, block in enumerate(layout.members):
         for place, parameter in enumerate(block):
+            if (owner, place) in layout.packed:
+                continue
             # For what reads them nevertheless: NaN, in memory that is there, and in one element. Each has its own, so
             # that none of them shows what was written to another.
             nothing = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -56,7 +62,7 @@ def empty(model, members, dtype, device):
         for name, parameter in module._parameters.items():
             module._parameters[name] = moved.get(id(parameter), parameter)
         for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else buffer.to(device)
+            module._buffers[name] = moved.get(id(buffer), buffer if buffer is None else buffer.to(device))
 
 
 def bind(engine, model, blocks):
@@ -134,9 +140,10 @@ def _with_weights(engine, block, plain):
 
 def _values(module, state, prefix, _):
     """They outlive the weights, whose memory is given to the next block."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
-            state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
+    stay = {f"{prefix}{name}" for name, buffer in module.named_buffers() if not hasattr(buffer, MARK)}
+    for name in [name for name in state if name.startswith(prefix) and name not in stay]:
+        if isinstance(state[name], torch.Tensor):
+            state[name] = copy_of(state[name])
 
 
 def _copies(_, state, prefix, __):

@@ -16,6 +16,7 @@ import torch
 
 from .. import log
 from ..library import Error
+from ..pieces import collected
 from .visits import NODE
 
 
@@ -118,7 +119,7 @@ def _open_again(engine):
         if engine.settings.get("spillway.nvme_paths"):
             engine.flush()
         elif step == 0:
-            weights = engine.master_weights()
+            weights = collected(engine, None, bytes_too=True)
         else:
             snapshot = os.path.join(folder, "snapshot")
             engine.save(snapshot)
