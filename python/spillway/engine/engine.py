@@ -23,6 +23,7 @@ from .layout import Layout
 from .leases import Leases
 from .lent import Lender
 from .optimizer import EngineOptimizer
+from .together import TrainsBatches
 from .uses import Uses, plan_for, say_plan
 from .visits import run_in_visits
 
@@ -30,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
 UNCOUNTED = re.compile(rb"spillway\.uncounted (-?\d+)\n")  # before the caller's blob in commits and snapshots
 
 
-class Engine:
+class Engine(TrainsBatches):
     """Gives a model's parameters to Spillway and runs the model block by block.
 
     `model`: any torch.nn.Module. Its parameters are taken out of it, and reading one outside of its
@@ -429,8 +430,7 @@ class Engine:
     def save(self, directory, replace=False, leave_out_frozen=False):
         """A snapshot: weights, states, step and blob, from which any run of the model can begin. `leave_out_frozen`: of
         what is trained alone, for load_snapshot() of an engine with the same frozen weights."""
-        options = SaveOptions(replace, 0, leave_out_frozen)
-        self._library.engine_save(self._open(), _path(directory), byref(options))
+        self._library.engine_save(self._open(), _path(directory), byref(SaveOptions(replace, 0, leave_out_frozen)))
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights, and persistent buffers, as safetensors with the model's config.json and generation_config.json:
