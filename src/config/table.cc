@@ -300,6 +300,10 @@ constexpr ConfigKey kKeys[] = {
     {"aio.queue_depth", kInteger, "32", "requests in flight on each path, 4096 on all of them", at<&C::io_depth>, 1,
      4096},
 
+    {"activation_checkpointing", kSection, "", "what is kept between forward and backward"},
+    {"activation_checkpointing.cpu_checkpointing", kBool, "false", "block inputs wait for backward in host memory",
+     kAsWritten},
+
     {"spillway", kSection, "", "what DeepSpeed has no word for"},
     K{"spillway.device",
       kChoice,
@@ -347,6 +351,11 @@ constexpr ConfigKey kKeys[] = {
      kOfGroup<&ParameterGroup::learning_rate>},
     {"spillway.parameter_groups.weight_decay", kNumber, "", "weight decay; the optimizer's when missing",
      kOfGroup<&ParameterGroup::weight_decay>},
+    {"spillway.block_slices", kInteger, "1", "Python's engine: parts of a batch that go through a block one by one",
+     kAsWritten, 1, 4096},
+    K{"spillway.block_inputs", kChoice, "\"none\"",
+      "Python's engine: where what it keeps between blocks waits for backward; cpu with cpu_checkpointing", kAsWritten}
+        .allows(kDevices),
     {"spillway.threads", kInteger, "0", "compute threads; 0: one per core that this process may use", at<&C::threads>,
      0, 4096},
     K{"spillway.io_engine",

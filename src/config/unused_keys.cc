@@ -94,9 +94,7 @@ constexpr ConfigKey kUnusedKeys[] = {
     {"amp", kOff, "", kPrecision},
     {"torch_autocast", kOff, "", kPrecision},
 
-    {"activation_checkpointing", kSection, "", "what is kept between forward and backward"},
     {"activation_checkpointing.partition_activations", kBool, "", kComm},
-    {"activation_checkpointing.cpu_checkpointing", kBool, "", "the plan says where block inputs are kept"},
     {"activation_checkpointing.contiguous_memory_optimization", kBool, "", kBuffers},
     K{"activation_checkpointing.number_checkpoints", kInteger, "", kRecomputed}.or_null(),
     {"activation_checkpointing.synchronize_checkpoint_boundary", kBool, "", kRecomputed},

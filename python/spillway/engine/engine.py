@@ -23,6 +23,7 @@ from .layout import Layout
 from .leases import Leases
 from .lent import Lender
 from .optimizer import EngineOptimizer
+from .together import TrainsBatches
 from .uses import Uses, plan_for, say_plan
 from .visits import run_in_visits
 
@@ -30,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
 UNCOUNTED = re.compile(rb"spillway\.uncounted (-?\d+)\n")  # before the caller's blob in commits and snapshots
 
 
-class Engine:
+class Engine(TrainsBatches):
     """Gives a model's parameters to Spillway and runs the model block by block.
 
     `model`: any torch.nn.Module. Its parameters are taken out of it, and reading one outside of its
