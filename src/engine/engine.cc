@@ -272,11 +272,28 @@ void StepEngine::set_learning_rate(double rate) {
     throw Error(Code::kInvalidArgument, {"set_learning_rate", fmt::format("{} is no learning rate", rate), 0,
                                          "give a finite number, at least 0"});
   }
-  if (stepping_ && machinery_.pushes->begun()) {
-    throw Error(Code::kInvalidArgument, {"set_learning_rate", "gradients of the step have been pushed already", 0,
-                                         "set the rate of a step before its first gradient"});
-  }
+  refuse_behind_gradients("set_learning_rate");
   config_.schedule.given_lr = rate;
+}
+
+void StepEngine::set_betas(double beta1, double beta2) {
+  const auto turn = caller_.enter("set_betas");
+  refuse_if_failed();
+  for (const double beta : {beta1, beta2}) {
+    if (beta >= 0 && beta < 1) continue;
+    throw Error(Code::kInvalidArgument,
+                {"set_betas", fmt::format("{} decays no moment", beta), 0, "give two numbers from 0 to below 1"});
+  }
+  refuse_behind_gradients("set_betas");
+  config_.optimizer.beta1 = beta1;
+  config_.optimizer.beta2 = beta2;
+}
+
+// Some of them may have been updated by what was set before.
+void StepEngine::refuse_behind_gradients(const char* call) const {
+  if (!stepping_ || !machinery_.pushes->begun()) return;
+  throw Error(Code::kInvalidArgument, {call, "gradients of the step have been pushed already", 0,
+                                       "set what a step updates by before its first gradient"});
 }
 
 // 3. and 4. The update begins once every gradient is known to be finite. A block's is made when the next forward pass
