@@ -285,6 +285,8 @@ spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t 
 
 // Before the first gradient of the step that comes: its learning rate, and that of the steps behind it.
 spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, double rate);
+// In the same way the decays of Adam's or Lion's moments.
+spillway_status spillway_engine_set_betas(spillway_engine* engine, double beta1, double beta2);
 
 // stall.h, in its order.
 enum {
@@ -336,6 +338,14 @@ spillway_status spillway_engine_begin_save(spillway_engine* engine, const char* 
 spillway_status spillway_engine_finish_save(spillway_engine* engine);
 // Engine::load_snapshot(): one that is refused changes nothing.
 spillway_status spillway_engine_load_snapshot(spillway_engine* engine, const char* directory);
+
+// Engine::read_values() and write_values(): what one parameter has, as fp32.
+typedef int32_t spillway_parameter_values;
+enum { SPILLWAY_VALUES_MASTER, SPILLWAY_VALUES_EXP_AVG, SPILLWAY_VALUES_EXP_AVG_SQ, SPILLWAY_VALUES_GRADIENT };
+spillway_status spillway_engine_read_values(spillway_engine* engine, spillway_parameter_values of, uint32_t block,
+                                            uint32_t parameter, spillway_weight_sink sink, void* user);
+spillway_status spillway_engine_write_values(spillway_engine* engine, spillway_parameter_values of, uint32_t block,
+                                             uint32_t parameter, spillway_weight_source source, void* user);
 
 typedef struct {
   size_t struct_size;

@@ -1,6 +1,7 @@
 #include "src/engine/gradients.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
@@ -221,6 +222,27 @@ std::optional<std::string> GradientCollector::first_nonfinite() const {
 
 const std::byte* GradientCollector::gradient(std::uint32_t block) const {
   return plan_.gradients_in_hbm ? hbm(plan_.blocks[block].gradient) : host_gradient(block);
+}
+
+void GradientCollector::read(std::uint32_t b, std::uint32_t p, std::span<std::byte> to) {
+  const std::byte* from = gradient(b) + plan_.blocks[b].partition.parameters[p].first * size_of(type_);
+  if (!plan_.gradients_in_hbm) return void(std::memcpy(to.data(), from, to.size()));
+  device().copy_async(CopyKind::kDeviceToHost, to.data(), from, to.size(), movers_.d2h);
+  movers_.d2h.synchronize();
+}
+
+void GradientCollector::write(std::uint32_t b, std::uint32_t p, std::span<const std::byte> from) {
+  const std::uint64_t first = plan_.blocks[b].partition.parameters[p].first * size_of(type_);
+  if (!plan_.gradients_in_hbm) {
+    std::memcpy(host_gradient(b) + first, from.data(), from.size());
+    blocks_[b].unnormed = true;
+    return wait_landed(b);
+  }
+  std::byte* gradient = hbm(plan_.blocks[b].gradient);
+  device().copy_async(CopyKind::kHostToDevice, gradient + first, from.data(), from.size(), movers_.d2h);
+  norm(b, gradient, movers_.d2h);
+  device().record(*blocks_[b].landed, movers_.d2h);
+  movers_.d2h.synchronize();
 }
 
 std::byte* GradientCollector::host_gradient(std::uint32_t block) const {

@@ -23,6 +23,7 @@ from .layout import Layout
 from .leases import Leases
 from .lent import Lender
 from .optimizer import EngineOptimizer
+from .together import TrainsBatches
 from .uses import Uses, plan_for, say_plan
 from .visits import run_in_visits
 
@@ -30,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
 UNCOUNTED = re.compile(rb"spillway\.uncounted (-?\d+)\n")  # before the caller's blob in commits and snapshots
 
 
-class Engine:
+class Engine(TrainsBatches):
     """Gives a model's parameters to Spillway and runs the model block by block.
 
     `model`: any torch.nn.Module. Its parameters are taken out of it, and reading one outside of its
@@ -40,8 +41,8 @@ class Engine:
       every ModuleList and Sequential. What is left over becomes blocks by itself. A block is run once more in backward.
     `example`: arguments of a forward pass, a tuple or a dict; it is run once, to see in which order blocks run and how
       often. Without it: each once, in the order in which the model lists them.
-    `weights`: a function from a parameter's name to its values, for models on PyTorch's device "meta"; the default are
-      the model's own.
+    `weights`: a directory or file of safetensors, or a function from a parameter's name to its values, for models on
+      PyTorch's device "meta"; the default are the model's own.
     `on_existing`: what to do with a store that is there: "refuse", "resume" or "replace".
     `snapshot`: one that save() made, to begin with.
     `aio`: path or dict, what `spillway sweep --json` wrote; it is put over the configuration.
@@ -60,7 +61,7 @@ class Engine:
         self._read_config(config, aio)
         if on_existing not in ON_EXISTING:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
-        module.check(model, weights is None and on_existing != "resume" and snapshot is None)
+        weights = module.checked(model, weights, on_existing != "resume" and snapshot is None)
         self._blocks = find_blocks(model, blocks)
         self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example), self._accumulation)
         self._trace = trace
@@ -76,6 +77,8 @@ class Engine:
         EngineOptimizer(model).attach(self)
         say_plan(self)
         tell(model)
+
+    __reduce_ex__ = module.refuse_to_pickle
 
     def __getattr__(self, name):  # of what is the module's: train(), eval(), generate(), config
         if name.startswith("_") or "module" not in self.__dict__:
@@ -124,7 +127,7 @@ class Engine:
         self.discard_step()
         self._library.engine_load_snapshot(self._open(), _path(directory))
         self._layout.forget_packed()
-        self.uncounted_steps, _ = self._record()
+        self.uncounted_steps = self._record()[0]
         self.optimizer.attach(self)
 
     # -- weights in and out ---------------------------------------------------------------------------------------
@@ -420,8 +423,7 @@ class Engine:
     def save(self, directory, replace=False, leave_out_frozen=False):
         """A snapshot: weights, states, step and blob, from which any run of the model can begin. `leave_out_frozen`: of
         what is trained alone, for load_snapshot() of an engine with the same frozen weights."""
-        options = SaveOptions(replace, 0, leave_out_frozen)
-        self._library.engine_save(self._open(), _path(directory), byref(options))
+        self._library.engine_save(self._open(), _path(directory), byref(SaveOptions(replace, 0, leave_out_frozen)))
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights, and persistent buffers, as safetensors with the model's config.json and generation_config.json:

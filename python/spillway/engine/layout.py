@@ -64,6 +64,10 @@ class Layout:
     def order(self):
         return self._order
 
+    @property
+    def accumulation(self):
+        return self._accumulation
+
     def accumulate(self, micro_batches):
         """From here on a step has so many."""
         self.pushes = {place: count // self._accumulation * micro_batches for place, count in self.pushes.items()}

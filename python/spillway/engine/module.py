@@ -5,15 +5,19 @@ import torch
 
 from ..library import Error
 from .away import Lent, read_outside
+from .model_files import named_weights
 from .packed import MARK, copy_of
 
 
-def check(model, has_values):
+def checked(model, weights, begins):
+    """Engine's `weights` as a function from names to values, or None. `begins`: a new run, which takes them."""
     if not isinstance(model, torch.nn.Module):
         raise Error("invalid_argument", f"model: is a {type(model).__name__}; give a torch.nn.Module, as "
                                         "from_pretrained() makes one")
     if any("_spillway" in module.__dict__ for module in model.modules()):
         raise Error("invalid_argument", "model: an engine has taken its weights before; make the model anew")
+    weights = named_weights(model, weights)
+    has_values = weights is None and begins
     for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
         for name, tensor in tensors:
             if tensor.device.type == "meta" and (kind == "buffer" or has_values):
@@ -28,6 +32,7 @@ def check(model, has_values):
         if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False)):
             raise Error("unsupported", f"{name}: has sparse gradients, and Spillway's are dense; make it with "
                                        "sparse=False")
+    return weights
 
 
 def refuse_forgotten(engine):
@@ -80,7 +85,8 @@ def bind(engine, model, blocks):
     model.zero_grad = zero_grad
     for module in {model, *(block.module for block in blocks)}:
         module._spillway = True
-        module._apply, module.__deepcopy__, module.__reduce_ex__ = _refuse_to_move, _refuse_to_copy, _refuse_to_pickle
+        module._apply, module.__deepcopy__, module.__reduce_ex__ = _refuse_to_move, _refuse_to_copy, refuse_to_pickle
+    for module in model.modules():
         module.load_state_dict = _without_weights(module, module.load_state_dict)
 
 
@@ -163,7 +169,7 @@ def _without_weights(module, plain):
     return load_state_dict
 
 
-def _refuse_to_pickle(*_, **__):
+def refuse_to_pickle(*_, **__):
     raise Error("unsupported", "model: its weights are Spillway's and cannot be saved with it; torch.save() takes its "
                                "state_dict(), engine.export(DIR) writes what from_pretrained() takes, and "
                                "engine.save(DIR) a snapshot")

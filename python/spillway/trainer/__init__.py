@@ -21,6 +21,7 @@ from ..deepspeed import checkpoints as deepspeed_import
 from ..engine import buffers, carried
 from ..engine.engine import Engine
 from ..engine.export import adapters
+from ..engine.model_files import named_weights
 from ..engine.module import caches_as_before, leave_caches_away
 from ..engine.optimizer import EngineOptimizer, EngineSchedule
 from ..library import Error
@@ -135,7 +136,7 @@ class Mixin:
             yield self._snapshot
             return
         layout = deepspeed_import.layout_of(self.model, self._engine_options["blocks"])
-        frozen = values_of(layout, self._engine_options["weights"])
+        frozen = values_of(layout, named_weights(self.model, self._engine_options["weights"]))
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         with deepspeed_import.snapshot_of(self._deepspeeds, None, layout, dtype, frozen) as (snapshot, facts):
             # Some versions of transformers make a step of an epoch's last micro-batches, and DeepSpeed does not.
