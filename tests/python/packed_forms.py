@@ -209,9 +209,9 @@ class Adapted(torch.nn.Module):
 
 
 class Network(torch.nn.Module):
-    def __init__(self, form, width=320, layers=3):
+    def __init__(self, form, width=320, layers=3, seed=3):
         super().__init__()
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         self.layers = torch.nn.ModuleList(Adapted(FORMS[form](width), width) for _ in range(layers))
         self.head = torch.nn.Linear(width, 5)
 
