@@ -200,12 +200,7 @@ class HostDevice final : public Device {
   void update_async(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end,
                     std::uint32_t* finite, Stream& stream) override {
     check_optimizer_arguments(tile, scalars, begin, end);
-    check_device(tile.weight, tile.count * size_of(tile.type));
-    check_device(tile.gradient, tile.count * size_of(tile.type));
-    for (const float* array : {tile.exp_avg, tile.exp_avg_sq, tile.master}) {
-      if (array != nullptr) check_device(array, tile.count * sizeof(float));
-    }
-    if (tile.residual != nullptr) check_device(tile.residual, tile.count * sizeof(std::int16_t));
+    for_each_array(tile, [this](const void* array, std::size_t bytes) { check_device(array, bytes); });
     check_device(finite, sizeof(*finite));
     stream.launch([=](HostWorkers& workers) {
       std::atomic<bool> all_finite = true;

@@ -22,6 +22,24 @@ inline constexpr std::size_t kUpdatePiece = 2048;
 bool optimizer_update_piece(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,
                             std::size_t end);
 
+// Calls visit(array, bytes) for each array that the tile has.
+template <typename Visit>
+void for_each_array(const OptimizerTile& tile, Visit visit) {
+  const auto see = [&](const void* array, std::size_t elements, std::size_t each) {
+    if (array != nullptr) visit(array, elements * each);
+  };
+  const ReducedMoments& reduced = tile.reduced;
+  const std::size_t moment = reduced.format == MomentFormat::kInt8 ? 1 : 2;
+  const std::size_t groups = (tile.count + kMomentGroup - 1) / kMomentGroup;
+  for (const void* array : {static_cast<const void*>(tile.weight), tile.gradient})
+    see(array, tile.count, size_of(tile.type));
+  for (const float* array : {tile.exp_avg, tile.exp_avg_sq, tile.master}) see(array, tile.count, sizeof(float));
+  see(tile.residual, tile.count, sizeof(std::int16_t));
+  for (const void* array : {reduced.exp_avg, reduced.exp_avg_sq}) see(array, tile.count, moment);
+  for (const std::uint16_t* array : {reduced.exp_avg_scales, reduced.exp_avg_sq_scales})
+    see(array, groups, sizeof(std::uint16_t));
+}
+
 // Aborts on arrays that are missing or too many, a range outside the tile or contradicting scalars.
 void check_optimizer_arguments(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,
                                std::size_t end);

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "kernels/float_environment.h"
+#include "kernels/moments.h"
 #include "spillway/error.h"
 #include "spillway/optimizer.h"
 
@@ -46,6 +47,7 @@ OptimizerScalars optimizer_scalars(const OptimizerConfig& config, std::uint64_t 
   s.decoupled = decoupled && config.weight_decay != 0;
   if (s.l2) s.l2_decay = static_cast<float>(config.weight_decay);
   if (s.decoupled) s.negative_lr_decay = static_cast<float>(-config.learning_rate * config.weight_decay);
+  s.rounding_key = rounding_key(config.seed, step);
   return s;
 }
 

@@ -25,6 +25,25 @@
 // Scalars are computed once, in double, and rounded once. Sources: Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter
 // 2019, algorithm 2; Duchi et al. 2011; Chen et al. 2023, algorithm 2 (Lion); Sutskever et al. 2013 (momentum).
 //
+// Moments of Adam and Lion may be stored in fewer bytes. An update decodes them, runs the lines above in fp32, and
+// encodes what came out; the master weight is exact in every form. Each operation here is one rounding as well:
+//
+//   bf16   x -> (bits(x) + random16) >> 16, so the mean of many roundings is x
+//   int8   exp_avg: groups of 32 with scale s, their largest |m| rounded up to bf16; softsign, to nearest, ties to even
+//            code = nearest(m / (s + |m|) * 254)       -127 to 127; 0 where s is 0
+//            m    = code / (254 - |code|) * s
+//          exp_avg_sq: groups of 32 with scale s, their largest sqrt(v) rounded up to bf16; square root, stochastically
+//            code = floor(sqrt(v) * (255 / s) + random16 * 2^-16)      0 to 255; at least 1 where v > 0
+//            v    = (code * (s / 255))^2
+//
+// Code 0 of exp_avg_sq means exactly 0: a small v that became 0 would let the next step divide its moment by epsilon.
+// Its codes are rounded stochastically because beta2 = 0.999 moves sqrt(v) by a twentieth of a percent a step, and a
+// code is 0.4 % at least: rounded to nearest, sqrt(v) would grow and never shrink. Fewer than 32 elements at the end of
+// a tile are a group. Sources: FlashOptim (arXiv 2602.23349), for companding and the group's size.
+//
+// random16 is of a generator without state, keyed by (seed, step, array, model-wide index of the element); so it does
+// not depend on tiles, threads or devices: kernels/moments.h.
+//
 // Arrays belong to the caller. Any thread; threads that share a tile take ranges that do not overlap (of 1,024 elements
 // or more, or they share cache lines). Nothing is allocated. A host program's floating-point environment (flush to
 // zero, rounding) changes no bit. Wrong arguments are failed checks.
@@ -52,6 +71,15 @@ constexpr bool has_exp_avg_sq(OptimizerKind kind) {
 }
 constexpr std::uint32_t moments_of(OptimizerKind kind) { return has_exp_avg(kind) + has_exp_avg_sq(kind); }
 
+// What moments are stored as. kFloat32 is exact, and all that Adagrad and SGD have.
+enum class MomentFormat : std::uint8_t { kFloat32, kBFloat16, kInt8 };
+constexpr std::string_view name_of(MomentFormat format) {
+  constexpr std::string_view kNames[] = {"fp32", "bf16", "int8"};
+  return kNames[static_cast<std::size_t>(format)];
+}
+constexpr bool can_reduce(OptimizerKind kind) { return kind == OptimizerKind::kAdam || kind == OptimizerKind::kLion; }
+inline constexpr std::size_t kMomentGroup = 32;  // elements that share a scale
+
 // Hyper-parameters by the names that users know; each optimizer reads its own.
 struct OptimizerConfig {
   OptimizerKind kind = OptimizerKind::kAdam;
@@ -62,7 +90,18 @@ struct OptimizerConfig {
   bool decoupled_decay = true;  // Adam: AdamW; false: L2. Adagrad and SGD are always L2, Lion never
   bool bias_correction = true;  // Adam
   double momentum = 0, dampening = 0;
-  bool nesterov = false;  // SGD
+  bool nesterov = false;   // SGD
+  std::uint64_t seed = 0;  // of the rounding of reduced moments
+};
+
+// Moments in another form than fp32.
+struct ReducedMoments {
+  MomentFormat format = MomentFormat::kFloat32;
+  void* exp_avg = nullptr;                     // bf16: std::uint16_t; int8: std::int8_t
+  void* exp_avg_sq = nullptr;                  // bf16: std::uint16_t; int8: std::uint8_t. Null for Lion
+  std::uint16_t* exp_avg_scales = nullptr;     // int8: bf16, one for 32 elements; the last group may be shorter
+  std::uint16_t* exp_avg_sq_scales = nullptr;  // ditto
+  std::uint64_t index = 0;                     // of the tile's first element among all of the model
 };
 
 // Arrays of `count` elements; any alignment, no overlap.
@@ -72,10 +111,11 @@ struct OptimizerTile {
   void* weight = nullptr;            // updated; fp16: only written, the master rounded to nearest, ties to even
   std::int16_t* residual = nullptr;  // updated; bf16 only
   float* master = nullptr;           // updated; fp16 only
-  float* exp_avg = nullptr;          // updated; null when the optimizer has none
+  float* exp_avg = nullptr;          // updated; null when the optimizer has none, or `reduced` has it
   float* exp_avg_sq = nullptr;       // ditto
   const void* gradient = nullptr;
   std::size_t count = 0;
+  ReducedMoments reduced = {};  // updated
 };
 
 // What a step multiplies with.
@@ -86,15 +126,17 @@ struct OptimizerScalars {
   float beta1 = 0, one_minus_beta1 = 0, beta2 = 0, one_minus_beta2 = 0;  // SGD: momentum and 1 - dampening first
   float inv_sqrt_bias2 = 1, epsilon = 0;
   float step_size = 0;
-  float l2_decay = 0;           // weight_decay when l2, else 0 …
-  float negative_lr_decay = 0;  // -lr * weight_decay when decoupled, else 0
+  float l2_decay = 0;              // weight_decay when l2, else 0 …
+  float negative_lr_decay = 0;     // -lr * weight_decay when decoupled, else 0
+  std::uint64_t rounding_key = 0;  // of seed and step
 };
 
 // The scalars of optimizer step `step` (1 is the first).
 OptimizerScalars optimizer_scalars(const OptimizerConfig& config, std::uint64_t step, double gradient_scale);
 
-// Updates elements [begin, end) of the tile on the calling thread. False when a new weight (the rounded one too) or
-// moment is not finite; the arrays are then written all the same.
+// Updates elements [begin, end) of the tile on the calling thread; with int8 moments both are multiples of 32, or the
+// tile's end. False when a new weight (the rounded one too) or moment is not finite, or a moment is beyond what its
+// form holds (3.38e38 of bf16, 1.69e38 of int8); the arrays are then written all the same.
 bool optimizer_update(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end);
 
 }  // namespace spillway

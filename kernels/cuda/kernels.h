@@ -20,5 +20,8 @@ void squared_norm(const void* data, DType type, std::size_t count, double* leave
                   cudaStream_t stream);
 void update(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end,
             std::uint32_t* finite, cudaStream_t stream);
+// What update() calls for moments in bf16 and int8.
+void update_reduced(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end,
+                    std::uint32_t* finite, cudaStream_t stream);
 
 }  // namespace spillway::cuda

@@ -12,7 +12,7 @@
 namespace spillway {
 
 // Changes whenever Device, this table or a type that crosses it does.
-inline constexpr std::uint32_t kCudaInterface = 5;
+inline constexpr std::uint32_t kCudaInterface = 6;
 inline constexpr const char* kCudaPlugin = "libspillway_cuda.so";
 inline constexpr const char* kCudaPluginEntry = "spillway_cuda_plugin";
 

@@ -179,6 +179,7 @@ _STATUS = {  # functions that can fail
     "model_add_visit": [c_void_p, c_uint32, c_int],
     "model_attach": [c_void_p, c_char_p, c_char_p],
     "model_add_parameter": [c_void_p, c_uint32, c_char_p, POINTER(c_uint64), c_size_t, c_int, c_uint32],
+    "model_add_bytes": [c_void_p, c_uint32, c_char_p, c_uint64],
     "import_deepspeed": [c_char_p, c_void_p, c_char_p, POINTER(ImportOptions), Line, c_void_p],
     "engine_create": [c_void_p, c_void_p, POINTER(Options), POINTER(c_void_p)],
     "engine_import_weights": [c_void_p, Weights, c_void_p],

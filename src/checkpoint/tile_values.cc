@@ -53,6 +53,24 @@ void put_values(const OptimizerTile& out, std::uint64_t at, std::span<const floa
   }
 }
 
+// Bits pass as they are, whatever numbers they would be.
+void put_bits(const OptimizerTile& out, std::uint64_t at, std::span<const float> values) {
+  if (out.type == DType::kFloat32) return put_values(out, at, values);
+  std::ranges::transform(values, static_cast<std::uint16_t*>(out.weight) + at, upper_half);
+}
+
+void take_bits(const OptimizerTile& in, std::uint64_t at, std::span<float> values) {
+  const auto* const halves = static_cast<const std::uint16_t*>(in.weight);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = in.type == DType::kFloat32 ? static_cast<const float*>(in.weight)[at + i]
+                                           : bf16_to_float(halves[at + i]);  // moves the bits
+  }
+}
+
+bool is_bytes(const Plan& plan, const TilePlan& tile, std::uint32_t parameter) {
+  return plan.blocks[tile.block].partition.parameters[parameter].bytes;
+}
+
 // Whether the weight that training uses is a number.
 bool stays_finite(float value, DType type) {
   if (!std::isfinite(value)) return false;
@@ -92,7 +110,7 @@ void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, c
                  [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
                    const std::span<float> piece = std::span(values).first(count);
                    source(plan.tiles[tile].block, parameter, first, piece);
-                   put_values(out, at, piece);
+                   is_bytes(plan, plan.tiles[tile], parameter) ? put_bits(out, at, piece) : put_values(out, at, piece);
                  });
 }
 
@@ -100,12 +118,12 @@ void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, b
                std::optional<std::uint32_t> only) {
   const OptimizerTile in = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
   std::vector<float> values(kValuesAtOnce);
-  for_each_piece(plan, tile, only,
-                 [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
-                   const std::span<float> piece = std::span(values).first(count);
-                   take_values(in, exact, at, piece);
-                   sink(plan.tiles[tile].block, parameter, first, piece);
-                 });
+  for_each_piece(
+      plan, tile, only, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+        const std::span<float> piece = std::span(values).first(count);
+        is_bytes(plan, plan.tiles[tile], parameter) ? take_bits(in, at, piece) : take_values(in, exact, at, piece);
+        sink(plan.tiles[tile].block, parameter, first, piece);
+      });
 }
 
 float trained_weight(float master, DType type) {
@@ -125,6 +143,7 @@ WeightSource finite_weights(const ModelDescription& model, DType type, const Wei
 }
 
 void check_weights(const Parameter& parameter, DType type, std::uint64_t first, std::span<const float> values) {
+  if (parameter.bytes) return;
   const bool frozen = !parameter.trainable;
   const auto bad = std::ranges::find_if_not(values, [=](float value) {
     if (!frozen) return stays_finite(value, type);

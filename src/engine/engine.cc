@@ -151,10 +151,10 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     begin_again_for({block, pass});
     if (pass == Pass::kBackward) {
       settle();
-      machinery_.early->expect(speculation_.expected(committed()));
-      machinery_.early->advance(false);
+      machinery_.tiles->expect(speculation_.expected(committed()));
+      machinery_.tiles->advance(false);
     } else if (saving_) {
-      machinery_.tour->show_until(block);
+      machinery_.tiles->show_until(block);
     }
     const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
@@ -250,7 +250,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     check(gradient);
     refuse_uncounted(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
-      if (machinery_.early->make_room()) continue;
+      if (machinery_.tiles->make_room()) continue;
       throw Error(Code::kInvalidArgument,
                   {model_.blocks[gradient.block].parameters[gradient.parameter].name,
                    "its gradient came while those of too many other blocks were incomplete", 0,
@@ -313,7 +313,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     machinery_.pushes->check_complete();
     {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
-      if (plan_.early_blocks) machinery_.early->advance(true);
+      if (plan_.early_blocks) machinery_.tiles->advance(true);
       gradients.wait_landed();
     }
     turn_to(*machinery_.compute);  // what still reads weights comes before their update
@@ -412,7 +412,7 @@ bool StepEngine::begin_update(StepReport& report) {
 void StepEngine::settle() {
   if (!updating_ && !saving_) return;
   machinery_.updater->finish();
-  const std::exception_ptr of_look = machinery_.tour->end();
+  const std::exception_ptr of_look = machinery_.tiles->end_show();
   machinery_.device->throw_if_failed();
   if (machinery_.store) machinery_.store->note_verified();
   const auto start = Clock::now();

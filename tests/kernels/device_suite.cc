@@ -10,7 +10,7 @@
 #include "kernels/optimizer.h"
 #include "spillway/bf16.h"
 #include "spillway/units.h"
-#include "tests/kernels/random.h"
+#include "tests/kernels/reduced_tile.h"
 
 namespace spillway {
 namespace {
@@ -390,6 +390,71 @@ TEST_P(DeviceSuite, AdamHasTheBitsOfTheReferenceAndReportsWhatIsNotFinite) {
     EXPECT_EQ(download<std::int16_t>(kMiB, count), residual);
     EXPECT_EQ(std::memcmp(download<float>(2 * kMiB, count).data(), exp_avg.data(), count * 4), 0);
     EXPECT_EQ(std::memcmp(download<float>(3 * kMiB, count).data(), exp_avg_sq.data(), count * 4), 0);
+  }
+}
+
+// The tail, a start inside the tile and arrays whose elements do not lie as one access would have them.
+TEST_P(DeviceSuite, MomentsInFewerBytesHaveTheBitsOfTheReference) {
+  auto generator = seeded_generator();
+  constexpr std::size_t count = 20'011, begin = 1'024;
+  for (const DType type : kAllTypes) {
+    for (const OptimizerKind kind : kReducedKinds) {
+      for (const MomentFormat format : kReducedFormats) {
+        for (const std::size_t shift : {0u, 4u}) {
+          ReducedTile tile = random_reduced(type, kind, format, count, generator);
+          tile.index = 7ull << 30;
+          OptimizerTile there = tile.view();
+          std::uint64_t at = 0;
+          const auto move = [&](auto& array, auto* to) {
+            if (array.empty()) return to;
+            upload(at, std::vector<std::byte>(shift));
+            upload(at + shift, array);
+            to = reinterpret_cast<decltype(to)>(hbm<std::byte>(at + shift));
+            at += 512 * kKiB;
+            return to;
+          };
+          const std::uint64_t weight_at = at;
+          there.weight = move(tile.weights.weight, there.weight);
+          there.gradient = move(tile.weights.gradient, there.weight);
+          there.residual = move(tile.weights.residual, there.residual);
+          there.master = move(tile.weights.master, there.master);
+          const std::uint64_t moments_at = at;
+          there.reduced.exp_avg = move(tile.exp_avg, there.reduced.exp_avg);
+          there.reduced.exp_avg_sq = move(tile.exp_avg_sq, there.reduced.exp_avg_sq);
+          there.reduced.exp_avg_scales = move(tile.exp_avg_scales, there.reduced.exp_avg_scales);
+          there.reduced.exp_avg_sq_scales = move(tile.exp_avg_sq_scales, there.reduced.exp_avg_sq_scales);
+          upload(at, std::vector<std::uint32_t>{1});
+          const OptimizerScalars scalars = optimizer_scalars({.kind = kind, .weight_decay = 0.1, .seed = 3}, 2, 0.5);
+          device_->update_async(there, scalars, begin, count, hbm<std::uint32_t>(at), *a_);
+          const bool finite = optimizer_update_reference(tile.view(), scalars, begin, count);
+          EXPECT_EQ(download<std::uint32_t>(at, 1)[0], finite ? 1u : 0u);
+          EXPECT_EQ(download<std::byte>(weight_at + shift, tile.weights.weight.size()), tile.weights.weight);
+          at = moments_at;
+          const auto same = [&](const auto& array) {
+            if (array.empty()) return;
+            using Element = typename std::remove_cvref_t<decltype(array)>::value_type;
+            EXPECT_EQ(download<Element>(at + shift, array.size()), array) << name_of(type) << name_of(format);
+            at += 512 * kKiB;
+          };
+          same(tile.exp_avg), same(tile.exp_avg_sq), same(tile.exp_avg_scales), same(tile.exp_avg_sq_scales);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(DeviceSuite, AMomentThatItsFormDoesNotHoldIsReported) {
+  const OptimizerScalars scalars = optimizer_scalars({.kind = OptimizerKind::kLion, .beta2 = 0}, 1, 1);
+  for (const float gradient : {1e38f, 2e38f}) {
+    ReducedTile tile(DType::kFloat32, OptimizerKind::kLion, MomentFormat::kInt8, 100);
+    tile.weights.set_gradient(99, gradient);
+    OptimizerTile there = tile.view();
+    upload(0, tile.weights.weight), upload(kMiB, tile.weights.gradient), upload(2 * kMiB, tile.exp_avg);
+    upload(3 * kMiB, tile.exp_avg_scales), upload(4 * kMiB, std::vector<std::uint32_t>{1});
+    there.weight = hbm<void*>(0), there.gradient = hbm<void*>(kMiB);
+    there.reduced.exp_avg = hbm<void*>(2 * kMiB), there.reduced.exp_avg_scales = hbm<std::uint16_t>(3 * kMiB);
+    device_->update_async(there, scalars, 0, 100, hbm<std::uint32_t>(4 * kMiB), *a_);
+    EXPECT_EQ(download<std::uint32_t>(4 * kMiB, 1)[0], gradient < 1.5e38f ? 1u : 0u);
   }
 }
 
