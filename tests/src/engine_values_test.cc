@@ -204,7 +204,8 @@ TEST(EngineBetas, AreThoseOfTheStepsThatCome) {
   EXPECT_EQ(code_of([&] { run.engine->set_betas(1.0, 0.5); }), Code::kInvalidArgument);
   EXPECT_EQ(code_of([&] { run.engine->set_betas(0.5, NAN); }), Code::kInvalidArgument);
   run.trainer->between = [&, seen = 0]() mutable {
-    if (seen++ == 8) EXPECT_EQ(code_of([&] { run.engine->set_betas(0.5, 0.5); }), Code::kInvalidArgument);
+    if (seen++ != 8) return;
+    EXPECT_EQ(code_of([&] { run.engine->set_betas(0.5, 0.5); }), Code::kInvalidArgument);
   };
   run.trainer->run_step();
 }
