@@ -6,6 +6,8 @@ The model is made twice from one seed: PyTorch alone makes its step first, in a 
 engine takes the weights, the limit is set below their size, which the kernel refuses where they are still there, and
 the step is made. Losses before and behind it are compared, and what the step read of NVMe with all inner tensors.
 """
+import ctypes
+import gc
 import json
 import os
 import pathlib
@@ -52,9 +54,13 @@ def limited(form, layers):
     with tempfile.TemporaryDirectory(dir=os.environ.get("SPILLWAY_SCRATCH")) as folder:
         network = model(form, layers)
         engine = spillway.Engine(network, config(folder, clipping=0, spillway={
-            "tile_elements": 4 << 20, "hbm_bytes": "192MiB", "host_bytes": "96MiB"}))
+            "tile_elements": 4 << 20, "hbm_bytes": "128MiB", "host_bytes": "64MiB"}))
         packed = sum(each.nbytes for each in engine._layout.packed.values())
         limit = packed * 4 // 5
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        print(f"in use behind the engine's making: {(GROUP / 'memory.usage_in_bytes').read_text().strip()} bytes, of "
+              f"{packed} and what the program needs; the limit is {limit}", file=sys.stderr)
         (GROUP / "memory.limit_in_bytes").write_text(str(limit))
         (GROUP / "memory.max_usage_in_bytes").write_text("0")
         reports = []
