@@ -151,7 +151,9 @@ spillway_status spillway_config_destroy(spillway_config* config);
 // model.h: blocks, parameters and activations count from 0, in the order in which they are added.
 spillway_model* spillway_model_create(void);
 spillway_status spillway_model_add_block(spillway_model* model, const char* name);
-// `shape`: `rank` extents, row-major. `pushes`: gradients that come for it in a step. Not trainable: no gradient.
+// `shape`: `rank` extents, row-major. `pushes`: gradients that come for it in a step; SPILLWAY_ANY_PUSHES: as many as
+// come, until a push without data says that no more do. Not trainable: no gradient.
+#define SPILLWAY_ANY_PUSHES UINT32_MAX
 spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t block, const char* name,
                                              const uint64_t* shape, size_t rank, int trainable, uint32_t pushes);
 // Frozen bytes of the program's own in the place of a parameter, a quantized weight say: as many as `elements` of the

@@ -66,6 +66,14 @@ void StepEngine::check(const NamedValues& values) const {
                  plan.early ? "set gradient_clipping, or raise spillway.host_bytes" : "raise spillway.host_bytes"});
 }
 
+// Nothing of it is under way, and tiles' buffers are free.
+void StepEngine::wait_gradient(std::uint32_t block) {
+  machinery_.gradients->settle();
+  machinery_.gradients->wait_landed(block);
+  machinery_.tiles->cancel_read_ahead();
+  machinery_.tiles->finish_saves();
+}
+
 // The tiles that the parameter lies in. A failure of `work` is the caller's own; where it saves it must not fail.
 void StepEngine::look_at_tiles(const NamedValues& values, const TileWork& work, bool saves) {
   std::exception_ptr failure;
@@ -110,8 +118,7 @@ void StepEngine::read_values(ParameterValues of, std::uint32_t block, std::uint3
     if (of == ParameterValues::kGradient) {
       const std::uint64_t count = plan_.blocks[block].partition.parameters[parameter].count;
       std::vector<std::byte> rounded(count * size_of(config_.weights));
-      machinery_.gradients->settle();
-      machinery_.gradients->wait_landed(block);
+      wait_gradient(block);
       machinery_.gradients->read(block, parameter, rounded);
       std::vector<float> piece(std::min(count, kShownAtOnce));
       for (std::uint64_t first = 0; first < count; first += piece.size()) {
@@ -150,8 +157,7 @@ void StepEngine::write_values(ParameterValues of, std::uint32_t block, std::uint
     if (of == ParameterValues::kGradient) {
       std::vector<std::byte> rounded(values.size() * size_of(config_.weights));
       for (std::uint64_t i = 0; i < values.size(); ++i) round_to(rounded.data(), config_.weights, i, values[i]);
-      machinery_.gradients->settle();
-      machinery_.gradients->wait_landed(block);
+      wait_gradient(block);
       machinery_.gradients->write(block, parameter, rounded);
       return;
     }

@@ -145,6 +145,7 @@ class StepEngine final : public Engine {
   std::exception_ptr write_step(std::uint64_t step, bool frozen, const TileWork& fill);
   struct NamedValues;  // what read_values() is asked for
   void check(const NamedValues& values) const;
+  void wait_gradient(std::uint32_t block);
   void look_at_tiles(const NamedValues& values, const TileWork& work, bool saves);
   void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
   void commit();

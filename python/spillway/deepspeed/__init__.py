@@ -82,6 +82,7 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
         """Engine.step(), and then the scheduler's. `lr_kwargs`: of the scheduler's step()."""
         if self._accumulates:
             raise Error("invalid_argument", "step: is inside of no_sync(); call it behind")
+        self._open()
         if self._boundary is not None:
             options["early"] = self._boundary
         made = self._micro_batches

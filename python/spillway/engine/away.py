@@ -13,6 +13,7 @@ import torch
 
 from ..library import Error
 from ..memory import plain
+from . import written
 
 # By the address of memory and a text, which whoever asks for its bytes raises; None: PyTorch has no such thing yet.
 REFUSE_BYTES = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -40,8 +41,6 @@ KNOWN |= _named(torch.Tensor, "size dim ndimension numel nelement element_size g
 KNOWN |= _named(torch, "numel is_floating_point is_complex is_signed is_inference is_conj is_neg is_same_size "
                 "result_type empty_like zeros_like ones_like full_like rand_like randn_like")
 AS_IN_BLOCK = _named(torch.Tensor, "stride is_contiguous dim_order")
-WRITES = {"__setitem__", "__set__"} | {f"__i{name}__" for name in (
-    "add sub mul matmul truediv floordiv div mod pow and or xor lshift rshift").split()}
 AS_ANOTHER = _named(torch.Tensor, "to type_as view_as expand_as reshape_as")  # of a tensor that has values
 
 
@@ -100,6 +99,9 @@ class Lent(torch.Tensor):
 def _read(function, arguments, keywords):
     """A function of weights that are away: what it reads is lent to it."""
     first = arguments[0] if arguments else None
+    if isinstance(first, AwayParameter) and (function == written.DATA or _changes(function, first)) and \
+            written.writable(first):
+        return written.asked(function, first, arguments[1:], keywords)
     _refuse(function, first, find((arguments, keywords), (AwayParameter, Lent)), "out" in keywords and
             find(keywords["out"], (AwayParameter, Lent)) is not None)
     lenders = []
@@ -158,16 +160,17 @@ def written_outside(name):
                                 "weights= or a snapshot, and change by training")
 
 
+def _changes(function, first):
+    return written.in_place(function) and find(first, (AwayParameter, Lent)) is not None
+
+
 def _refuse(function, first, weight, is_result):
     """What a loan is not for. `weight`: the first of them in the arguments."""
     name, block = getattr(weight, "_spillway_names", ("a weight", ""))
     if function is torch.autograd.grad:
         raise Error("unsupported", f"{name}: is asked for its gradient by something else than engine.backward(loss), "
                                    "to which alone gradients of weights go")
-    called = getattr(function, "__name__", "")
-    changes = find(first, (AwayParameter, Lent)) is not None and \
-        (called in WRITES or called.endswith("_") and not called.endswith("__"))
-    if changes or is_result:
+    if _changes(function, first) or is_result:
         raise written_outside(name)
     if function in COPIED and function not in READ_AS_COPY and isinstance(first, AwayParameter):
         raise Error("invalid_argument", read_outside(name, block))

@@ -144,7 +144,7 @@ class Lender:
         parameter = engine._layout.members[owner][index]
         address, size = engine._library.lease_weight(lease.handles[0], index), parameter.numel() * engine._element_bytes
         with torch.inference_mode(False):
-            if not engine.uses.settled and not engine.in_backward:
+            if not engine.uses.settled and engine._layout.pushes and not engine.in_backward:
                 if (owner, index) not in self._copies:
                     self._copies[owner, index] = _Copy(tensor_at(engine.device, address, size).clone())
                 lease = self._copies[owner, index]

@@ -86,7 +86,7 @@ def bind(engine, model, blocks):
     for module in {model, *(block.module for block in blocks)}:
         module._spillway = True
         module._apply, module.__deepcopy__, module.__reduce_ex__ = _refuse_to_move, _refuse_to_copy, refuse_to_pickle
-    for module in model.modules():
+    for module in model.modules() if engine._layout.pushes else ():  # what is not trained may be written to
         module.load_state_dict = _without_weights(module, module.load_state_dict)
 
 

@@ -77,6 +77,8 @@ class Uses:
 def say_plan(engine):
     for line in engine.describe():
         log.say(logging.INFO, line)
+    if not engine._layout.pushes:
+        return  # nothing is trained
     clipping = engine.settings["gradient_clipping"]
     log.say(logging.INFO, "gradient_clipping: " + (
         f"to a norm of {clipping:g}, in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
