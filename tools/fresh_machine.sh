@@ -5,8 +5,7 @@
 # package is installed from the clone, and used. As root.
 #
 # The compiler's cache of this machine is theirs, too: what tools/test.sh has compiled here is not compiled once more.
-# A header that is missing there is still missed, since ccache compares all of them. Random cases are few, unless
-# SPILLWAY_CASES, SPILLWAY_KILLS and SPILLWAY_STEPS say otherwise: it is packages that this looks for.
+# A header that is missing there is still missed, since ccache compares all of them.
 #
 #   tools/fresh_machine.sh [--cuda] [COMMAND...]
 #
@@ -84,8 +83,6 @@ END
   mount -t proc proc "$root/proc"
   [ -z "$cuda" ] || bind "$cuda"
   bind "$cache" /root/.ccache
-  export SPILLWAY_CASES="${SPILLWAY_CASES:-3}" SPILLWAY_KILLS="${SPILLWAY_KILLS:-3}"
-  export SPILLWAY_STEPS="${SPILLWAY_STEPS:-3}"
   # Nothing of this machine's environment but how packages are reached. The shell shows each command before it runs it.
   # shellcheck disable=SC2046
   exec chroot "$root" env -i HOME=/root LANG=C.UTF-8 CCACHE_DIR=/root/.ccache \

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds and runs every test, in one build; with --all in two more, and the fuzzers:
+# Builds and runs the tests, in one build, with few random cases and without those of the benches and of the source
+# text. With --all every test, in that build and two more, and the fuzzers:
 #   build-test   release, everything
-# and with --all
 #   build-asan   address and undefined sanitizers; without benches, and without the rules of the house, which look at
 #                the source and not at the build
 #   build-tsan   thread sanitizer; the tests of suite `threads`
@@ -81,12 +81,22 @@ run() {  # prefix, directory, then options of meson test
 echo "== release"
 # g++ has the memory to do without collecting garbage.
 configure build-test -Dbuildtype=release -Dgpu_arch=80 -Dcpp_args=--param=ggc-min-heapsize=1000000 || true
-run "" build-test --timeout-multiplier 4
-[ -n "$all" ] || exec python3 tools/count_tests.py build-test
+# Fewer random cases and kills, fewer steps of the runs that are compared layout by layout, fewer large models.
+few() {
+  export SPILLWAY_CASES="${SPILLWAY_CASES:-3}" SPILLWAY_KILLS="${SPILLWAY_KILLS:-3}"
+  export SPILLWAY_STEPS="${SPILLWAY_STEPS:-3}"
+}
 
-# Everything takes ten times as long from here on: fewer random cases and kills, fewer steps of the runs that are
-# compared layout by layout and fewer large models, and more patience with a case before it counts as one that hangs.
-export SPILLWAY_CASES=3 SPILLWAY_KILLS=3 SPILLWAY_STEPS=3 SPILLWAY_PATIENCE=300
+if [ -z "$all" ]; then
+  few
+  run "" build-test --no-suite bench --no-suite house --timeout-multiplier 4
+  exec python3 tools/count_tests.py build-test
+fi
+run "" build-test --timeout-multiplier 4
+
+# Everything takes ten times as long from here on; so more patience with a case before it counts as one that hangs.
+few
+export SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
 # The programs of sanitizers are large; lld links them in less than half of the time. Meson asks these when it sets up.
 export CXX="ccache clang++" CXX_LD=lld

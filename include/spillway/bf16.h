@@ -24,6 +24,11 @@ constexpr std::uint16_t float_to_bf16(float value) {
   return static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
+// The bits that bf16_to_float() widened, whatever they are; of other values what lies above the lower half.
+constexpr std::uint16_t upper_half(float value) {
+  return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+}
+
 struct SplitMaster {
   std::uint16_t weight;
   std::int16_t residual;

@@ -151,9 +151,14 @@ spillway_status spillway_config_destroy(spillway_config* config);
 // model.h: blocks, parameters and activations count from 0, in the order in which they are added.
 spillway_model* spillway_model_create(void);
 spillway_status spillway_model_add_block(spillway_model* model, const char* name);
-// `shape`: `rank` extents, row-major. `pushes`: gradients that come for it in a step. Not trainable: no gradient.
+// `shape`: `rank` extents, row-major. `pushes`: gradients that come for it in a step; SPILLWAY_ANY_PUSHES: as many as
+// come, until a push without data says that no more do. Not trainable: no gradient.
+#define SPILLWAY_ANY_PUSHES UINT32_MAX
 spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t block, const char* name,
                                              const uint64_t* shape, size_t rank, int trainable, uint32_t pushes);
+// Frozen bytes of the program's own in the place of a parameter, a quantized weight say: as many as `elements` of the
+// weight type take. Sources and sinks have the bits of a 16-bit element in the upper half of a float.
+spillway_status spillway_model_add_bytes(spillway_model* model, uint32_t block, const char* name, uint64_t elements);
 // The visits of a step in order. None: forward over all blocks, backward in reverse.
 spillway_status spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass);
 spillway_status spillway_model_set_workspace(spillway_model* model, uint64_t bytes);
@@ -282,6 +287,8 @@ spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t 
 
 // Before the first gradient of the step that comes: its learning rate, and that of the steps behind it.
 spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, double rate);
+// In the same way the decays of Adam's or Lion's moments.
+spillway_status spillway_engine_set_betas(spillway_engine* engine, double beta1, double beta2);
 
 // stall.h, in its order.
 enum {
@@ -333,6 +340,14 @@ spillway_status spillway_engine_begin_save(spillway_engine* engine, const char* 
 spillway_status spillway_engine_finish_save(spillway_engine* engine);
 // Engine::load_snapshot(): one that is refused changes nothing.
 spillway_status spillway_engine_load_snapshot(spillway_engine* engine, const char* directory);
+
+// Engine::read_values() and write_values(): what one parameter has, as fp32.
+typedef int32_t spillway_parameter_values;
+enum { SPILLWAY_VALUES_MASTER, SPILLWAY_VALUES_EXP_AVG, SPILLWAY_VALUES_EXP_AVG_SQ, SPILLWAY_VALUES_GRADIENT };
+spillway_status spillway_engine_read_values(spillway_engine* engine, spillway_parameter_values of, uint32_t block,
+                                            uint32_t parameter, spillway_weight_sink sink, void* user);
+spillway_status spillway_engine_write_values(spillway_engine* engine, spillway_parameter_values of, uint32_t block,
+                                             uint32_t parameter, spillway_weight_source source, void* user);
 
 typedef struct {
   size_t struct_size;

@@ -176,6 +176,9 @@ DeviceKind resolve_device(const Config& config);
 // The compute threads that it starts there. As Config::threads they are these, whatever limits change meanwhile.
 unsigned compute_threads(const Config& config);
 
+// For Engine::read_values().
+enum class ParameterValues : std::uint8_t { kMaster, kExpAvg, kExpAvgSq, kGradient };
+
 class Engine {
  public:
   // Plans, reserves every byte and opens the store. Refuses before anything is written when a budget is too small
@@ -200,6 +203,8 @@ class Engine {
   // kInvalidArgument for what is no rate, and once gradients of the step have been pushed, which it may have updated
   // by.
   virtual void set_learning_rate(double rate) = 0;
+  // In the same way the two decays of moments, of Adam or Lion, in place of the configuration's.
+  virtual void set_betas(double beta1, double beta2) = 0;
   // The caller's blob of that step; empty for a new run.
   virtual std::vector<std::byte> blob() const = 0;
   virtual const Ledger& ledger() const = 0;
@@ -279,6 +284,19 @@ class Engine {
   // first, and so read twice. After a failure of the store behind that the engine is stopped, and the store is at its
   // last commit. Throws kInvalidArgument while a lease is held.
   virtual void load_snapshot(const std::filesystem::path& directory) = 0;
+
+  // What one parameter has, in order, as fp32. Master and moments are those of the last finished step. A gradient is
+  // what step() would take: complete, rounded to the weights' type and multiplied by loss_scale(). Throws
+  // kInvalidArgument for what the parameter does not have, and kUnsupported for a gradient that is updated by inside
+  // backward, or that lies on NVMe.
+  virtual void read_values(ParameterValues of, std::uint32_t block, std::uint32_t parameter,
+                           const WeightSink& sink) = 0;
+  // Others in their place; everything else stays, of this parameter too: states beside a master, say. Master and
+  // moments become those of the last finished step and are committed with it at once; a gradient counts in norm and
+  // update. All of `source` is asked for first, and values that are not finite are refused with nothing changed. Throws
+  // as read_values(), and kInvalidArgument while a lease is held.
+  virtual void write_values(ParameterValues of, std::uint32_t block, std::uint32_t parameter,
+                            const WeightSource& source) = 0;
 
  protected:
   friend class Lease;

@@ -9,6 +9,9 @@
 
 namespace spillway {
 
+// As many gradients as come in a step, until a push without data says that no more do.
+inline constexpr std::uint32_t kAnyPushes = UINT32_MAX;
+
 struct Parameter {
   std::string name;                  // unique in the model; the tensor name in imported and exported files
   std::vector<std::uint64_t> shape;  // row-major
@@ -16,8 +19,13 @@ struct Parameter {
   // How often push_gradient will be called for it in one step, all visits and micro-batches together, with a gradient
   // or to say that there is none. More than one
   // costs an fp32 accumulator, 4 bytes per parameter: one for all blocks that `visits` has once in backward; of the
-  // others each has its own, in HBM or, what an explicit hbm_bytes has no room for, at home in host memory.
+  // others, and with kAnyPushes, each has its own, in HBM or, what an explicit hbm_bytes has no room for, at home in
+  // host memory.
   std::uint32_t pushes = 1;
+  // Frozen bytes of the program's own, a quantized weight with its scales say: nobody looks at them or converts them.
+  // `shape` counts elements of the weight type that they take; in fp32 values, as sources give them and sinks take
+  // them, the bits of a 16-bit element are the upper half. Exports, which are models in files, refuse it.
+  bool bytes = false;
 };
 
 // Parameters that are gathered and released together.

@@ -53,8 +53,11 @@ class SafetensorsReader {
 
   // Reads the elements [first, first + out.size()) of a tensor, row-major, widened to fp32 (exact).
   void read(const TensorEntry& entry, std::uint64_t first, std::span<float> out);
+  // The same of U16 and U32: the bits, those of U16 in the upper half.
+  void read_bits(const TensorEntry& entry, std::uint64_t first, std::span<float> out);
 
  private:
+  void read_as(DType type, const TensorEntry& entry, std::uint64_t first, std::span<float> out);
   struct Model;
   explicit SafetensorsReader(std::unique_ptr<Model> model);
   std::unique_ptr<Model> model_;
@@ -64,6 +67,7 @@ struct TensorSpec {
   std::string name;
   std::vector<std::uint64_t> shape;
   std::optional<DType> type = {};  // else that of the options
+  bool bits = false;               // of that size, named U16 or U32: nobody's numbers, as Parameter::bytes has them
 };
 
 inline constexpr std::uint64_t kMaxFileBytes = 50'000'000'000;

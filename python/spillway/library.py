@@ -23,7 +23,7 @@ CODES = ("ok", "invalid_argument", "not_found", "exists", "does_not_fit", "busy"
 FORWARD, BACKWARD = 0, 1
 ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
-MASTER, EXP_AVG, EXP_AVG_SQ = 0, 1, 2
+MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT = 0, 1, 2, 3
 STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other")
 MARK = "\u241f"  # in no message: where the words of a remedy come. A control character would be masked
 
@@ -179,6 +179,7 @@ _STATUS = {  # functions that can fail
     "model_add_visit": [c_void_p, c_uint32, c_int],
     "model_attach": [c_void_p, c_char_p, c_char_p],
     "model_add_parameter": [c_void_p, c_uint32, c_char_p, POINTER(c_uint64), c_size_t, c_int, c_uint32],
+    "model_add_bytes": [c_void_p, c_uint32, c_char_p, c_uint64],
     "import_deepspeed": [c_char_p, c_void_p, c_char_p, POINTER(ImportOptions), Line, c_void_p],
     "engine_create": [c_void_p, c_void_p, POINTER(Options), POINTER(c_void_p)],
     "engine_import_weights": [c_void_p, Weights, c_void_p],
@@ -187,12 +188,16 @@ _STATUS = {  # functions that can fail
     "stream_synchronize": [c_void_p, c_void_p],
     "engine_acquire": [c_void_p, c_uint32, c_int, c_void_p, POINTER(c_void_p)],
     "engine_push_gradient": [c_void_p, c_uint32, c_uint32, c_void_p, c_uint64, c_int, c_void_p],
+    "engine_set_betas": [c_void_p, c_double, c_double],
     "engine_set_learning_rate": [c_void_p, c_double],
     "engine_step": [c_void_p, c_char_p, c_size_t, POINTER(Report)],
     "engine_discard_step": [c_void_p],
     "engine_flush": [c_void_p],
     "engine_save": [c_void_p, c_char_p, POINTER(SaveOptions)],
     "engine_load_snapshot": [c_void_p, c_char_p],
+    "engine_read_values": [c_void_p, c_int, c_uint32, c_uint32, Weights, c_void_p],
+    "engine_write_values": [c_void_p, c_int, c_uint32, c_uint32, Weights, c_void_p],
+    "export_snapshot": [c_char_p, c_char_p, POINTER(ExportOptions), POINTER(c_uint64)],
     "engine_export": [c_void_p, c_char_p, POINTER(ExportOptions)],
     "engine_describe": [c_void_p, Line, c_void_p],
     "engine_ledger": [c_void_p, LedgerEntry, c_void_p],

@@ -42,7 +42,13 @@ def copying(values):
     def copy(block, index, first, address, count):
         if latest[0] != (block, index):
             latest[:] = [(block, index), values(block, index).detach().reshape(-1)]
-        floats(address, count).copy_(latest[1][first:first + count])
+        out, piece = floats(address, count), latest[1][first:first + count]
+        if piece.dtype == torch.int16:  # bits of a weight type's elements (engine/packed.py), in the upper half
+            out.view(torch.int32).copy_(piece.to(torch.int32) << 16)
+        elif piece.dtype == torch.int32:
+            out.view(torch.int32).copy_(piece)
+        else:
+            out.copy_(piece)
 
     latest = [None, None]
     return copy
@@ -51,6 +57,9 @@ def copying(values):
 def values_of(layout, weights):
     """For copying(): what weights(name) gives; None: the model's own."""
     def values(block, index):
+        packed = layout.packed.get((block, index))
+        if packed is not None:  # from what it has; later from what collected() gave
+            return packed.bits(layout.element_bytes) if packed.has_values else weights(packed.name).view(torch.int32)
         parameter, name = layout.members[block][index], layout.names[block][index]
         found = parameter.data if weights is None else weights(name)
         if found.is_meta:
@@ -61,6 +70,25 @@ def values_of(layout, weights):
                                             f"the model has {tuple(parameter.shape)} of floating point")
         return found
     return values
+
+
+def collected(engine, names, bytes_too=False):
+    """The exact fp32 weights by name, in CPU memory; `names`: of these alone. `bytes_too`: those that are bytes as
+    well, as import_weights takes them."""
+    found, layout = {}, engine._layout
+
+    def copy(block, index, first, values, count):
+        name = layout.names[block][index]
+        if (names is not None and name not in names) or ((block, index) in layout.packed and not bytes_too):
+            return
+        if name not in found:
+            shape = layout.elements_of((block, index)) if (block, index) in layout.packed else \
+                layout.members[block][index].shape
+            found[name] = torch.empty(shape, dtype=torch.float32, device="cpu")
+        found[name].view(-1)[first:first + count] = floats(values, count)
+
+    engine.stream_out(engine._library.engine_export_weights, copy, 1)
+    return found
 
 
 def floats(address, count):

@@ -193,6 +193,14 @@ spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t blo
   });
 }
 
+spillway_status spillway_model_add_bytes(spillway_model* model, uint32_t block, const char* name, uint64_t elements) {
+  return with_model("spillway_model_add_bytes", model, [&](ModelDescription& description) {
+    given(name, "name");
+    block_of(description, block, name)
+        .parameters.push_back({.name = name, .shape = {elements}, .trainable = false, .bytes = true});
+  });
+}
+
 spillway_status spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass) {
   return with_model("spillway_model_add_visit", model, [&](ModelDescription& description) {
     description.visits.push_back({block, checked(pass, Pass::kBackward, "spillway_pass")});

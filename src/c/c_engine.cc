@@ -22,6 +22,7 @@ using namespace spillway;
 using namespace spillway::c;
 
 static_assert(SPILLWAY_NVME == static_cast<int>(Placement::kNvme));
+static_assert(SPILLWAY_VALUES_GRADIENT == static_cast<int>(ParameterValues::kGradient));
 static_assert(SPILLWAY_REPLACE == static_cast<int>(OnExisting::kReplace));
 static_assert(SPILLWAY_STALL_OTHER == static_cast<int>(StallCause::kOther) && kStallNames.size() <= SPILLWAY_STALLS);
 
@@ -382,6 +383,11 @@ spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, doubl
                      [&](Engine& called, auto&) { called.set_learning_rate(rate); });
 }
 
+spillway_status spillway_engine_set_betas(spillway_engine* engine, double beta1, double beta2) {
+  return with_engine("spillway_engine_set_betas", engine,
+                     [&](Engine& called, auto&) { called.set_betas(beta1, beta2); });
+}
+
 spillway_status spillway_engine_step(spillway_engine* engine, const void* blob, size_t bytes,
                                      spillway_step_report* report) {
   return with_engine("spillway_engine_step", engine, [&](Engine& called, const auto& object) {
@@ -425,6 +431,28 @@ spillway_status spillway_engine_load_snapshot(spillway_engine* engine, const cha
   return with_engine("spillway_engine_load_snapshot", engine, [&](Engine& called, const auto& object) {
     called.load_snapshot(given(directory, "directory"));
     object->streams.clear();
+  });
+}
+
+spillway_status spillway_engine_read_values(spillway_engine* engine, spillway_parameter_values of, uint32_t block,
+                                            uint32_t parameter, spillway_weight_sink sink, void* user) {
+  return with_engine("spillway_engine_read_values", engine, [&](Engine& called, auto&) {
+    given(sink, "sink");
+    called.read_values(checked(of, ParameterValues::kGradient, "spillway_parameter_values"), block, parameter,
+                       [&](auto b, auto p, auto first, std::span<const float> in) {
+                         require(sink(user, b, p, first, in.data(), in.size()));
+                       });
+  });
+}
+
+spillway_status spillway_engine_write_values(spillway_engine* engine, spillway_parameter_values of, uint32_t block,
+                                             uint32_t parameter, spillway_weight_source source, void* user) {
+  return with_engine("spillway_engine_write_values", engine, [&](Engine& called, auto&) {
+    given(source, "source");
+    called.write_values(checked(of, ParameterValues::kGradient, "spillway_parameter_values"), block, parameter,
+                        [&](auto b, auto p, auto first, std::span<float> out) {
+                          require(source(user, b, p, first, out.data(), out.size()));
+                        });
   });
 }
 

@@ -218,7 +218,7 @@ class Copy {
       else
         frozen_(block, p, first, values);
       if (array == SnapshotArray::kWeights) check_weights(model_.blocks[block].parameters[p], weights_, first, values);
-      if (frozen)
+      if (frozen && !model_.blocks[block].parameters[p].bytes)
         std::ranges::transform(values, values.begin(), [this](float v) { return frozen_weight(v, weights_); });
       files_.write(a, block, p, first, values);
       if (there) on_bytes_(values.size_bytes());

@@ -33,10 +33,22 @@ std::uint64_t value_bytes(const ModelDescription& model) {
   return elements * sizeof(float);
 }
 
+// Files of a model hold numbers under names that a loader knows.
+void refuse_bytes(const ModelDescription& model) {
+  for (const Block& block : model.blocks) {
+    const auto found = std::ranges::find_if(block.parameters, &Parameter::bytes);
+    if (found == block.parameters.end()) continue;
+    throw Error(Code::kUnsupported,
+                {found->name, "is kept as bytes of the program's own, a quantized weight say, and cannot be exported",
+                 0, "export what was trained (in Python export() writes a peft model's adapters)"});
+  }
+}
+
 // A new directory is complete or not there. One that exists is filled as it is: it may be a mount point or a link, and
 // hold what belongs beside a model.
 void write_model(const ModelDescription& model, const std::filesystem::path& directory, const ExportOptions& options,
                  const std::function<void(const WeightSink&)>& walk) {
+  refuse_bytes(model);
   const FileNames names(model);
   std::optional<NewDirectory> made;
   std::error_code ignored;
@@ -117,7 +129,7 @@ ModelDescription described(const SafetensorsReader& weights, const SnapshotRecor
                            const std::filesystem::path& directory) {
   ModelDescription model;
   for (const TensorEntry& entry : weights.tensors())
-    model.blocks.push_back({entry.name, {{.name = entry.name, .shape = entry.shape}}});
+    model.blocks.push_back({entry.name, {{.name = entry.name, .shape = entry.shape, .bytes = !entry.type}}});
   for (const std::string& file : record.files) {
     if (file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json") || !is_plain_file_name(file))
       continue;

@@ -26,7 +26,7 @@ ModelWriter::ModelWriter(const ModelDescription& model, const std::filesystem::p
       if (options_.trainable_only && !parameters[p].trainable) continue;
       index_[b][p] = specs.size();
       specs.push_back({parameters[p].name + options_.suffix, parameters[p].shape,
-                       parameters[p].trainable ? std::nullopt : options_.frozen_type});
+                       parameters[p].trainable ? std::nullopt : options_.frozen_type, parameters[p].bytes});
     }
   }
   writer_.emplace(SafetensorsWriter::create(directory, std::move(specs), options_.files));

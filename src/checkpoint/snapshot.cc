@@ -92,6 +92,14 @@ void SnapshotReader::check_model(const Array& array, DType frozen_type) const {
       if (entry->shape != parameter.shape)
         refuse(array.reader.file(*entry), fmt::format("tensor {} has another shape than here", name), hint);
       const DType type = parameter.trainable ? DType::kFloat32 : frozen_type;
+      const bool bits = entry->dtype == (size_of(frozen_type) == 4 ? "U32" : "U16");
+      if (parameter.bytes && bits && record_.checksums.contains(name)) continue;
+      if (parameter.bytes != bits) {
+        refuse(directory_,
+               fmt::format("parameter {} was {} there, here it is {}", name, bits ? "bytes" : "numbers",
+                           bits ? "numbers" : "bytes, as of a quantized weight"),
+               hint);
+      }
       if (entry->type != type && (entry->type == DType::kFloat32 || entry->type == frozen_type)) {
         refuse(directory_,
                fmt::format("parameter {} was {} there, here it is {}", name, parameter.trainable ? "frozen" : "trained",
@@ -130,7 +138,10 @@ std::vector<std::uint64_t> SnapshotReader::update_counts() const {
 void SnapshotReader::read(Array& array, const Parameter& parameter, std::uint64_t first, std::span<float> out) {
   const std::string name = parameter.name + array.suffix;
   const TensorEntry* entry = array.reader.find(name);
-  array.reader.read(*entry, first, out);
+  if (parameter.bytes)
+    array.reader.read_bits(*entry, first, out);
+  else
+    array.reader.read(*entry, first, out);
   if (!array.checksums.add(first, entry->elements, out)) return;
   if (array.checksums.last() == record_.checksums.at(name)) return;
   throw Error(Code::kCorrupt,

@@ -22,10 +22,11 @@ constexpr std::uint64_t kValuesAtOnce = 64 * 1024;
 // Calls piece(parameter, first element of it, offset in the tile, count) for every run of a parameter inside the tile,
 // at most kValuesAtOnce long.
 template <typename Piece>
-void for_each_piece(const Plan& plan, std::uint32_t tile, Piece&& piece) {
+void for_each_piece(const Plan& plan, std::uint32_t tile, std::optional<std::uint32_t> only, Piece&& piece) {
   const TilePlan& t = plan.tiles[tile];
   const auto& places = plan.blocks[t.block].partition.parameters;
   for (std::uint32_t p = 0; p < places.size(); ++p) {
+    if (only && *only != p) continue;
     const std::uint64_t begin = std::max(places[p].first, t.range.first);
     const std::uint64_t end = std::min(places[p].first + places[p].count, t.range.first + t.range.count);
     for (std::uint64_t at = begin; at < end; at += kValuesAtOnce) {
@@ -50,6 +51,24 @@ void put_values(const OptimizerTile& out, std::uint64_t at, std::span<const floa
         if (out.residual) out.residual[at + i] = split.residual;
       }
   }
+}
+
+// Bits pass as they are, whatever numbers they would be.
+void put_bits(const OptimizerTile& out, std::uint64_t at, std::span<const float> values) {
+  if (out.type == DType::kFloat32) return put_values(out, at, values);
+  std::ranges::transform(values, static_cast<std::uint16_t*>(out.weight) + at, upper_half);
+}
+
+void take_bits(const OptimizerTile& in, std::uint64_t at, std::span<float> values) {
+  const auto* const halves = static_cast<const std::uint16_t*>(in.weight);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = in.type == DType::kFloat32 ? static_cast<const float*>(in.weight)[at + i]
+                                           : bf16_to_float(halves[at + i]);  // moves the bits
+  }
+}
+
+bool is_bytes(const Plan& plan, const TilePlan& tile, std::uint32_t parameter) {
+  return plan.blocks[tile.block].partition.parameters[parameter].bytes;
 }
 
 // Whether the weight that training uses is a number.
@@ -83,24 +102,28 @@ void take_values(const OptimizerTile& in, bool exact, std::uint64_t at, std::spa
 
 }  // namespace
 
-void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source) {
+void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source,
+               std::optional<std::uint32_t> only) {
   const OptimizerTile out = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
   std::vector<float> values(kValuesAtOnce);
-  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
-    const std::span<float> piece = std::span(values).first(count);
-    source(plan.tiles[tile].block, parameter, first, piece);
-    put_values(out, at, piece);
-  });
+  for_each_piece(plan, tile, only,
+                 [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+                   const std::span<float> piece = std::span(values).first(count);
+                   source(plan.tiles[tile].block, parameter, first, piece);
+                   is_bytes(plan, plan.tiles[tile], parameter) ? put_bits(out, at, piece) : put_values(out, at, piece);
+                 });
 }
 
-void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink) {
+void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink,
+               std::optional<std::uint32_t> only) {
   const OptimizerTile in = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
   std::vector<float> values(kValuesAtOnce);
-  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
-    const std::span<float> piece = std::span(values).first(count);
-    take_values(in, exact, at, piece);
-    sink(plan.tiles[tile].block, parameter, first, piece);
-  });
+  for_each_piece(
+      plan, tile, only, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+        const std::span<float> piece = std::span(values).first(count);
+        is_bytes(plan, plan.tiles[tile], parameter) ? take_bits(in, at, piece) : take_values(in, exact, at, piece);
+        sink(plan.tiles[tile].block, parameter, first, piece);
+      });
 }
 
 float trained_weight(float master, DType type) {
@@ -120,6 +143,7 @@ WeightSource finite_weights(const ModelDescription& model, DType type, const Wei
 }
 
 void check_weights(const Parameter& parameter, DType type, std::uint64_t first, std::span<const float> values) {
+  if (parameter.bytes) return;
   const bool frozen = !parameter.trainable;
   const auto bad = std::ranges::find_if_not(values, [=](float value) {
     if (!frozen) return stays_finite(value, type);
@@ -149,19 +173,21 @@ float* moment_of(const Plan& plan, std::uint32_t tile, const TileMemory& memory,
 }  // namespace
 
 void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
-                 const WeightSource& source) {
+                 const WeightSource& source, std::optional<std::uint32_t> only) {
   float* const out = moment_of(plan, tile, memory, moment);
-  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
-    source(plan.tiles[tile].block, parameter, first, {out + at, count});
-  });
+  for_each_piece(plan, tile, only,
+                 [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+                   source(plan.tiles[tile].block, parameter, first, {out + at, count});
+                 });
 }
 
-void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
-                 const WeightSink& sink) {
+void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment, const WeightSink& sink,
+                 std::optional<std::uint32_t> only) {
   const float* const in = moment_of(plan, tile, memory, moment);
-  for_each_piece(plan, tile, [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
-    sink(plan.tiles[tile].block, parameter, first, {in + at, count});
-  });
+  for_each_piece(plan, tile, only,
+                 [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
+                   sink(plan.tiles[tile].block, parameter, first, {in + at, count});
+                 });
 }
 
 }  // namespace spillway

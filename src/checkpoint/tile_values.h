@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -13,7 +14,9 @@
 namespace spillway {
 
 // Asks `source` for every parameter value of the tile and writes weights and residuals; the states stay as they are.
-void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source);
+// `only`, here and below: of that parameter of the block alone, and the others stay, too.
+void fill_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, const WeightSource& source,
+               std::optional<std::uint32_t> only = {});
 
 // `source`, which must outlive the result as the model must, for weights of that type: kInvalidArgument names a
 // parameter with a value that is not finite, or that rounds to infinity, and where it is. Training would find it in a
@@ -23,7 +26,8 @@ WeightSource finite_weights(const ModelDescription& model, DType type, const Wei
 void check_weights(const Parameter& parameter, DType type, std::uint64_t first, std::span<const float> values);
 
 // Hands every parameter value of the tile to `sink`: the exact fp32 master, or the weight widened to fp32.
-void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink);
+void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink,
+               std::optional<std::uint32_t> only = {});
 
 // The weight of that type beside a master, widened to fp32: what forward and backward use.
 float trained_weight(float master, DType type);
@@ -31,7 +35,8 @@ float trained_weight(float master, DType type);
 // The same of a moment; the tile is trainable, and its optimizer keeps that moment.
 enum class Moment : std::uint8_t { kExpAvg, kExpAvgSq };
 void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
-                 const WeightSource& source);
-void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment, const WeightSink& sink);
+                 const WeightSource& source, std::optional<std::uint32_t> only = {});
+void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment, const WeightSink& sink,
+                 std::optional<std::uint32_t> only = {});
 
 }  // namespace spillway

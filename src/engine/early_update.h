@@ -1,15 +1,15 @@
 // The update of blocks inside backward, as their gradients complete: planned, or on a guess that is taken back when it
-// was wrong. Nothing of it is seen before the step: whoever fetches a block gets the weights of the step before.
+// was wrong. Nothing of it is seen before the step: whoever fetches a block gets the weights of the step before. From
+// the first gradient that is not finite on, nothing is updated any more, nor after a result that is not:
+// Updater::begin() refuses that one.
 //
-//   expect(blocks) ─► add(block) … ─► advance or make_room … ─► keep, or take_back
+//   add(block) … ─► keep, or take_back
 //
 // One thread at a time. Errors: kIo, kCorrupt.
 #pragma once
 
 #include <cstdint>
-#include <span>
 
-#include "src/engine/gradients.h"
 #include "src/engine/parameter_updates.h"
 #include "src/engine/tile_executor.h"
 #include "swap/tile_mover.h"
@@ -19,31 +19,18 @@ namespace spillway {
 class EarlyUpdate {
  public:
   // `planned`: blocks are updated so in every step.
-  EarlyUpdate(TileExecutor& tiles, TileMover& mover, GradientCollector& gradients, bool planned)
-      : tiles_(tiles), mover_(mover), gradients_(gradients), planned_(planned) {}
+  EarlyUpdate(TileExecutor& tiles, TileMover& mover, bool planned) : tiles_(tiles), mover_(mover), planned_(planned) {}
 
-  // See UpdateQueue.
-  void expect(std::span<const std::uint32_t> blocks);
   // The block's gradient is complete. `parameters` must stay as they are for it until it is updated.
   void add(std::uint32_t block, const ParameterUpdates& parameters);
-  // Updates the tiles of added blocks that have been read and whose gradients have landed; the rest too when `all`.
-  // From the first gradient that is not finite on, nothing is updated any more, nor after a result that is not:
-  // Updater::begin() refuses that one.
-  void advance(bool all);
-  // Updates the first added block, if blocks are updated, and forgets its gradient. False: there is none.
-  bool make_room();
   // All of it, when the guess was right. False: it was not, or a result is not finite, and it is taken back.
   bool keep(bool right);
   void take_back();
   bool under_way() const { return tiles_.queue().early_under_way(); }
 
  private:
-  void note_landed(std::uint32_t block);
-  void take_turn(const TileTurn& turn);
-
   TileExecutor& tiles_;
   TileMover& mover_;
-  GradientCollector& gradients_;
   const bool planned_;
 };
 

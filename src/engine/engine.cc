@@ -151,10 +151,10 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     begin_again_for({block, pass});
     if (pass == Pass::kBackward) {
       settle();
-      machinery_.early->expect(speculation_.expected(committed()));
-      machinery_.early->advance(false);
+      machinery_.tiles->expect(speculation_.expected(committed()));
+      machinery_.tiles->advance(false);
     } else if (saving_) {
-      machinery_.tour->show_until(block);
+      machinery_.tiles->show_until(block);
     }
     const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
@@ -250,7 +250,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     check(gradient);
     refuse_uncounted(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
-      if (machinery_.early->make_room()) continue;
+      if (machinery_.tiles->make_room()) continue;
       throw Error(Code::kInvalidArgument,
                   {model_.blocks[gradient.block].parameters[gradient.parameter].name,
                    "its gradient came while those of too many other blocks were incomplete", 0,
@@ -272,11 +272,28 @@ void StepEngine::set_learning_rate(double rate) {
     throw Error(Code::kInvalidArgument, {"set_learning_rate", fmt::format("{} is no learning rate", rate), 0,
                                          "give a finite number, at least 0"});
   }
-  if (stepping_ && machinery_.pushes->begun()) {
-    throw Error(Code::kInvalidArgument, {"set_learning_rate", "gradients of the step have been pushed already", 0,
-                                         "set the rate of a step before its first gradient"});
-  }
+  refuse_behind_gradients("set_learning_rate");
   config_.schedule.given_lr = rate;
+}
+
+void StepEngine::set_betas(double beta1, double beta2) {
+  const auto turn = caller_.enter("set_betas");
+  refuse_if_failed();
+  for (const double beta : {beta1, beta2}) {
+    if (beta >= 0 && beta < 1) continue;
+    throw Error(Code::kInvalidArgument,
+                {"set_betas", fmt::format("{} decays no moment", beta), 0, "give two numbers from 0 to below 1"});
+  }
+  refuse_behind_gradients("set_betas");
+  config_.optimizer.beta1 = beta1;
+  config_.optimizer.beta2 = beta2;
+}
+
+// Some of them may have been updated by what was set before.
+void StepEngine::refuse_behind_gradients(const char* call) const {
+  if (!stepping_ || !machinery_.pushes->begun()) return;
+  throw Error(Code::kInvalidArgument, {call, "gradients of the step have been pushed already", 0,
+                                       "set what a step updates by before its first gradient"});
 }
 
 // 3. and 4. The update begins once every gradient is known to be finite. A block's is made when the next forward pass
@@ -296,7 +313,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     machinery_.pushes->check_complete();
     {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
-      if (plan_.early_blocks) machinery_.early->advance(true);
+      if (plan_.early_blocks) machinery_.tiles->advance(true);
       gradients.wait_landed();
     }
     turn_to(*machinery_.compute);  // what still reads weights comes before their update
@@ -395,7 +412,7 @@ bool StepEngine::begin_update(StepReport& report) {
 void StepEngine::settle() {
   if (!updating_ && !saving_) return;
   machinery_.updater->finish();
-  const std::exception_ptr of_look = machinery_.tour->end();
+  const std::exception_ptr of_look = machinery_.tiles->end_show();
   machinery_.device->throw_if_failed();
   if (machinery_.store) machinery_.store->note_verified();
   const auto start = Clock::now();

@@ -18,7 +18,7 @@ void StepEngine::resume() {
   imported_ = true;
   meter_.start();  // what the first step reads is its own, from the first byte on
   updating_ = machinery_.store->unverified();
-  if (updating_) machinery_.updater->begin_check();
+  if (updating_) machinery_.tiles->begin_check();
   begin_step();
 }
 
@@ -123,10 +123,10 @@ void StepEngine::export_weights(bool exact, const WeightSink& sink) {
   const std::exception_ptr failure = guarded([&] {
     make_ready("export_weights");
     if (saving_) settle();
-    machinery_.tour->begin(
+    machinery_.tiles->show_to(
         [&](std::uint32_t tile, const TileMemory& memory) { read_tile(plan_, tile, memory, exact, sink); });
     machinery_.updater->finish();
-    const std::exception_ptr of_sink = machinery_.tour->end();
+    const std::exception_ptr of_sink = machinery_.tiles->end_show();
     settle();
     return of_sink;
   });
@@ -139,7 +139,7 @@ void StepEngine::begin_save(const std::filesystem::path& directory, const SaveOp
   finish_saving();
   saving_ = std::make_unique<SnapshotWriter>(plan_, config_, model_, directory, options, *machinery_.workers);
   guarded([&] {
-    machinery_.tour->begin([this](std::uint32_t tile, const TileMemory& memory) {
+    machinery_.tiles->show_to([this](std::uint32_t tile, const TileMemory& memory) {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kSave);
       saving_->add(tile, memory);
     });

@@ -64,7 +64,10 @@ void GradientPushes::refuse_unless_due(const Gradient& gradient) const {
     refuse_gradient(parameter.name, "a gradient is fp32 or of the weights' type", "convert it first");
   }
   if (blocks_[gradient.block].pushes[gradient.parameter] == parameter.pushes) {
-    refuse_gradient(parameter.name, "got more gradients than described in one step", "set Parameter::pushes");
+    refuse_gradient(parameter.name,
+                    parameter.pushes == kAnyPushes ? "got a gradient after the push that said that no more come"
+                                                   : "got more gradients than described in one step",
+                    parameter.pushes == kAnyPushes ? "push it before" : "set Parameter::pushes");
   }
   if (gradient.data != nullptr && plan_.blocks[gradient.block].accumulator_shared &&
       accumulator_owner_.value_or(gradient.block) != gradient.block) {
@@ -73,16 +76,22 @@ void GradientPushes::refuse_unless_due(const Gradient& gradient) const {
   }
 }
 
-bool GradientPushes::would_complete(const Gradient& gradient) const {
-  const Block& block = blocks_[gradient.block];
+bool GradientPushes::ends(const Gradient& gradient) const {
   const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
-  return block.pushes[gradient.parameter] + 1 == parameter.pushes && block.open == 1;
+  if (parameter.pushes == kAnyPushes) return gradient.data == nullptr;
+  return blocks_[gradient.block].pushes[gradient.parameter] + 1 == parameter.pushes;
+}
+
+bool GradientPushes::would_complete(const Gradient& gradient) const {
+  return blocks_[gradient.block].open == 1 && ends(gradient);
 }
 
 GradientPushes::Taken GradientPushes::take(const Gradient& gradient) {
   Block& block = blocks_[gradient.block];
-  const bool last =
-      ++block.pushes[gradient.parameter] == model_.blocks[gradient.block].parameters[gradient.parameter].pushes;
+  const bool last = ends(gradient);
+  const std::uint32_t all = model_.blocks[gradient.block].parameters[gradient.parameter].pushes;
+  std::uint32_t& pushes = block.pushes[gradient.parameter];
+  pushes = last ? all : pushes + 1;
   Taken taken;
   if (gradient.data != nullptr) {
     taken.first = std::exchange(block.brought[gradient.parameter], std::uint8_t{1}) == 0;
@@ -102,8 +111,7 @@ bool GradientPushes::begun() const {
 bool GradientPushes::leaves_out(const Gradient& gradient) const {
   const Block& block = blocks_[gradient.block];
   const Parameter& parameter = model_.blocks[gradient.block].parameters[gradient.parameter];
-  return parameter.trainable && gradient.data == nullptr && !block.brought[gradient.parameter] &&
-         block.pushes[gradient.parameter] + 1 == parameter.pushes;
+  return parameter.trainable && gradient.data == nullptr && !block.brought[gradient.parameter] && ends(gradient);
 }
 
 void GradientPushes::check_complete() const {
@@ -111,6 +119,11 @@ void GradientPushes::check_complete() const {
     for (std::size_t p = 0; p < blocks_[b].pushes.size(); ++p) {
       const Parameter& parameter = model_.blocks[b].parameters[p];
       if (!parameter.trainable || blocks_[b].pushes[p] == parameter.pushes) continue;
+      if (parameter.pushes == kAnyPushes) {
+        throw Error(Code::kInvalidArgument, {parameter.name + " of block " + model_.blocks[b].name,
+                                             "nothing said that it gets no more gradients", 0,
+                                             "push every such parameter once without data before step()"});
+      }
       throw Error(Code::kInvalidArgument, {parameter.name + " of block " + model_.blocks[b].name,
                                            "got " + std::to_string(blocks_[b].pushes[p]) + " of " +
                                                std::to_string(parameter.pushes) + " gradients in this step",

@@ -58,6 +58,9 @@ class GradientPushes {
   std::string parameter_at(std::uint32_t block, std::uint64_t element) const;
 
  private:
+  // With it the parameter has had all pushes of the step.
+  bool ends(const Gradient& gradient) const;
+
   struct Block {
     std::vector<std::uint32_t> pushes;  // per parameter
     std::vector<std::uint8_t> brought;  // per parameter: one of them had a gradient

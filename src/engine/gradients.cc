@@ -1,6 +1,7 @@
 #include "src/engine/gradients.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
@@ -221,6 +222,38 @@ std::optional<std::string> GradientCollector::first_nonfinite() const {
 
 const std::byte* GradientCollector::gradient(std::uint32_t block) const {
   return plan_.gradients_in_hbm ? hbm(plan_.blocks[block].gradient) : host_gradient(block);
+}
+
+void GradientCollector::read(std::uint32_t b, std::uint32_t p, std::span<std::byte> to) {
+  const std::byte* from = gradient(b) + plan_.blocks[b].partition.parameters[p].first * size_of(type_);
+  if (!plan_.gradients_in_hbm) return void(std::memcpy(to.data(), from, to.size()));
+  const std::span<std::byte> through = movers_.host.subspan(plan_.host.buffers.offset, plan_.host.buffers.bytes);
+  for (std::size_t at = 0; at < to.size(); at += through.size()) {
+    const std::span<std::byte> piece = through.first(std::min(through.size(), to.size() - at));
+    device().copy_async(CopyKind::kDeviceToHost, piece.data(), from + at, piece.size(), movers_.d2h);
+    movers_.d2h.synchronize();
+    std::ranges::copy(piece, to.begin() + static_cast<std::ptrdiff_t>(at));
+  }
+}
+
+void GradientCollector::write(std::uint32_t b, std::uint32_t p, std::span<const std::byte> from) {
+  const std::uint64_t first = plan_.blocks[b].partition.parameters[p].first * size_of(type_);
+  if (!plan_.gradients_in_hbm) {
+    std::memcpy(host_gradient(b) + first, from.data(), from.size());
+    blocks_[b].unnormed = true;
+    return wait_landed(b);
+  }
+  std::byte* gradient = hbm(plan_.blocks[b].gradient);
+  const std::span<std::byte> through = movers_.host.subspan(plan_.host.buffers.offset, plan_.host.buffers.bytes);
+  for (std::size_t at = 0; at < from.size(); at += through.size()) {
+    const std::span<std::byte> piece = through.first(std::min(through.size(), from.size() - at));
+    std::ranges::copy(from.subspan(at, piece.size()), piece.begin());
+    device().copy_async(CopyKind::kHostToDevice, gradient + first + at, piece.data(), piece.size(), movers_.d2h);
+    movers_.d2h.synchronize();
+  }
+  norm(b, gradient, movers_.d2h);
+  device().record(*blocks_[b].landed, movers_.d2h);
+  movers_.d2h.synchronize();
 }
 
 std::byte* GradientCollector::host_gradient(std::uint32_t block) const {

@@ -69,6 +69,10 @@ class GradientCollector {
   double squared_norm_sum() const;
   std::optional<std::string> first_nonfinite() const;    // names parameter and block
   const std::byte* gradient(std::uint32_t block) const;  // host address, or HBM when gradients stay there
+  // A parameter's part of it, in the weights' type, which spilled() says nothing of; and another one in its place, that
+  // is normed anew. In HBM they pass through the buffers of tiles, which must be free.
+  void read(std::uint32_t block, std::uint32_t parameter, std::span<std::byte> to);
+  void write(std::uint32_t block, std::uint32_t parameter, std::span<const std::byte> from);
   // Nothing: it is where gradient() says.
   std::optional<GradientSpills::Spilled> spilled(std::uint32_t tile) const {
     return spills_ ? spills_->spilled(tile) : std::nullopt;

@@ -63,7 +63,6 @@ Machinery::~Machinery() {
   activations.reset();
   activation_fetcher.reset();
   activation_spiller.reset();
-  tour.reset();
   updater.reset();
   spills.reset();  // what is under way waits for events of the collector
   early.reset();
@@ -178,13 +177,12 @@ void Machinery::build_movers(const ModelDescription& model, const Plan& plan, St
   pushes = std::make_unique<GradientPushes>(plan, model, device->hbm());
   const GradientMovers movers{*device, *workers, host.memory(), *d2h, accumulators.get(), watch.timeline};
   gradients = std::make_unique<GradientCollector>(plan, std::move(policies.gradients), *pushes, movers, spills.get());
-  tiles = std::make_unique<TileExecutor>(plan, model, std::move(policies.updates), *workers, *mover, *gradients, watch);
+  tiles = std::make_unique<TileExecutor>(plan, model, policies.updates, *workers, *mover, *gradients, watch);
   if (plan.gradients_in_hbm) {
     device_update = std::make_unique<DeviceUpdate>(plan, model, *device, *gradients, host.memory(), *compute, watch);
   }
-  early = std::make_unique<EarlyUpdate>(*tiles, *mover, *gradients, plan.early_blocks);
+  early = std::make_unique<EarlyUpdate>(*tiles, *mover, plan.early_blocks);
   updater = std::make_unique<Updater>(*tiles, device_update.get());
-  tour = std::make_unique<TileTour>(*tiles);
   build_activations(model, plan);
 }
 
@@ -201,8 +199,7 @@ void Machinery::build_weights(const ModelDescription& model, const Plan& plan, W
                                       WeightsParts{.device = *device,
                                                    .h2d = *h2d,
                                                    .fetcher = fetcher.get(),
-                                                   .queue = tiles->queue(),
-                                                   .updater = *updater,
+                                                   .tiles = *tiles,
                                                    .mover = *mover,
                                                    .store = store.get(),
                                                    .host = host.memory()});

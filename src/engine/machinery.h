@@ -16,7 +16,6 @@
 #include "src/engine/early_update.h"
 #include "src/engine/gradients.h"
 #include "src/engine/link_probe.h"
-#include "src/engine/tile_tour.h"
 #include "src/engine/trace_file.h"
 #include "src/engine/updater.h"
 #include "src/engine/weights.h"
@@ -71,7 +70,6 @@ struct Machinery {
   std::unique_ptr<DeviceUpdate> device_update;  // null while anything but the device updates
   std::unique_ptr<EarlyUpdate> early;
   std::unique_ptr<Updater> updater;
-  std::unique_ptr<TileTour> tour;
   std::unique_ptr<BlockSpiller> activation_spiller;  // null while all activations stay in HBM
   std::unique_ptr<BlockFetcher> activation_fetcher;  // ditto
   std::unique_ptr<ActivationPlaces> activations;

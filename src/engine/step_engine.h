@@ -1,5 +1,5 @@
 // The engine's state, and the paragraphs of a step: engine.cc has the step itself, engine_contents.cc what comes in and
-// goes out beside it (import, resume, snapshots, exports).
+// goes out beside it (import, resume, snapshots, exports), engine_values.cc what is asked of single parameters.
 #pragma once
 
 #include <cstddef>
@@ -43,6 +43,7 @@ class StepEngine final : public Engine {
     return blob_;
   }
   void set_learning_rate(double rate) override;
+  void set_betas(double beta1, double beta2) override;
   double loss_scale() const override {
     const auto turn = caller_.look();
     return loss_scaler_.scale();
@@ -66,6 +67,9 @@ class StepEngine final : public Engine {
   void begin_save(const std::filesystem::path& directory, const SaveOptions& options) override;
   void finish_save() override;
   void load_snapshot(const std::filesystem::path& directory) override;
+  void read_values(ParameterValues of, std::uint32_t block, std::uint32_t parameter, const WeightSink& sink) override;
+  void write_values(ParameterValues of, std::uint32_t block, std::uint32_t parameter,
+                    const WeightSource& source) override;
 
   DeviceKind device_kind() const override { return machinery_.device->kind(); }
   Stream& stream() override { return *machinery_.compute; }
@@ -119,6 +123,7 @@ class StepEngine final : public Engine {
   bool lends(std::span<const std::byte> memory) const;
   void refuse_leases(const char* call) const;
   void check(const Gradient& gradient) const;
+  void refuse_behind_gradients(const char* call) const;
   void refuse_uncounted(const Gradient& gradient) const;
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
@@ -138,6 +143,10 @@ class StepEngine final : public Engine {
   void forget_step();
   void take(const SnapshotReader& snapshot);
   std::exception_ptr write_step(std::uint64_t step, bool frozen, const TileWork& fill);
+  struct NamedValues;  // what read_values() is asked for
+  void check(const NamedValues& values) const;
+  void wait_gradient(std::uint32_t block);
+  void look_at_tiles(const NamedValues& values, const TileWork& work, bool saves);
   void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
   void commit();
 

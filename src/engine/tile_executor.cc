@@ -21,16 +21,16 @@ Error update_overflow(const std::string& where) {
                                   "lower the learning rate or clip gradients; the last committed step is intact"});
 }
 
-TileExecutor::TileExecutor(const Plan& plan, const ModelDescription& model, UpdateQueueOptions queue,
+TileExecutor::TileExecutor(const Plan& plan, const ModelDescription& model, const UpdateQueueOptions& queue,
                            HostWorkers& workers, TileMover& mover, GradientCollector& gradients, Watch watch)
-    : plan_(plan),
+    : UpdateTurns(queue),
+      plan_(plan),
       model_(model),
       workers_(workers),
       mover_(mover),
       gradients_(gradients),
       watch_(watch),
       nodes_(queue.nodes),
-      queue_(std::move(queue)),
       updates_(nodes_),
       ranges_(nodes_),
       memories_(nodes_),
@@ -53,17 +53,10 @@ void TileExecutor::make(const TileMove& move) {
   }
 }
 
-void TileExecutor::make_moves(Moves allowed) {
-  while (const auto move = queue_.next_move(allowed)) make(*move);
-}
-
-void TileExecutor::start_loads() {
-  for (;;) {
-    make_moves(Moves::kAll);
-    const auto buffer = queue_.saving();
-    if (!buffer || !mover_.idle(*buffer)) return;
-    queue_.tell(QueueEvent::kWritten, *buffer);
-  }
+std::optional<QueueEvent> TileExecutor::landing(std::uint32_t block, bool wait) {
+  if (wait) gradients_.wait_landed(block);
+  if (!gradients_.landed(block)) return std::nullopt;
+  return gradients_.finite(block) ? QueueEvent::kLanded : QueueEvent::kNotFinite;
 }
 
 // The drive has more to do as soon as a buffer is free again.
@@ -89,28 +82,37 @@ void TileExecutor::finish_saves() {
 void TileExecutor::reset() {
   finish_saves();
   queue_.tell(QueueEvent::kEnd);
-  watcher_ = nullptr;
+  shown_to_ = nullptr;
 }
 
-void TileExecutor::show_to(std::function<bool(std::uint32_t tile, const TileMemory& memory)> watcher) {
+bool TileExecutor::run_until(std::uint32_t block, std::byte* to) {
+  to_ = to;
+  return UpdateTurns::run_until(block, to != nullptr);
+}
+
+void TileExecutor::show_to(TileWork work) {
   queue_.tell(QueueEvent::kLook);
   make_moves(Moves::kDrops);
   finish_saves();  // of tiles that are read again
-  watcher_ = std::move(watcher);
-  seen_enough_ = false;
+  shown_to_ = std::move(work);
   start_loads();
 }
 
-void TileExecutor::show(std::uint32_t tile, const TileMemory& memory) {
-  if (watcher_ && !seen_enough_) seen_enough_ = !watcher_(tile, memory);
+void TileExecutor::show_until(std::uint32_t block) {
+  while (const auto turn = queue_.next_turn(Turns::kShown, block)) take_turn(*turn, false);
 }
 
-void TileExecutor::take_turn(const TileTurn& turn, std::byte* to) {
-  if (turn.kind == TileTurn::Kind::kPassOver) {
-    make_moves(Moves::kDrops);
-  } else {
-    start_loads();  // here, where waiting for a buffer is waiting for its write and not for a read
+void TileExecutor::show(std::uint32_t tile, const TileMemory& memory) {
+  if (!shown_to_ || show_failure_) return;
+  try {
+    shown_to_(tile, memory);
+  } catch (...) {
+    show_failure_ = std::current_exception();
   }
+}
+
+void TileExecutor::work_on(const TileTurn& turn, bool delivers) {
+  std::byte* const to = delivers ? to_ : nullptr;
   if (turn.kind == TileTurn::Kind::kUpdate) update(turn, to);
   const bool verified = turn.kind == TileTurn::Kind::kShow || turn.kind == TileTurn::Kind::kCheck;
   for (std::size_t i = turn.first; verified && i < turn.first + turn.count; ++i) {
@@ -118,12 +120,9 @@ void TileExecutor::take_turn(const TileTurn& turn, std::byte* to) {
     show(queue_.tile(i), mover_.finish_load(queue_.buffer(i)));
     end_tile(i, true, to);
   }
-  queue_.tell(QueueEvent::kTurnDone);
-  if (watcher_ && seen_enough_) {
-    watcher_ = nullptr;
-    queue_.tell(QueueEvent::kEndLook);
-  }
-  make_moves(Moves::kDrops);
+  if (!shown_to_ || !show_failure_) return;
+  shown_to_ = nullptr;
+  queue_.tell(QueueEvent::kEndLook);
 }
 
 // The bytes are verified in the pass that updates them: a mismatch is found after the pass and before anything of the

@@ -1,11 +1,12 @@
-// Does on the drive, in host memory and by the kernels what the queue of an update says: loads, gradients, updates,
-// checks and saves. Several ask for turns of the same queue (EarlyUpdate, Updater, TileTour); all of them are taken
-// here. One thread at a time. Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
+// Does on the drive, in host memory and by the kernels what the turns of an update ask for: loads, gradients, updates,
+// checks and saves. On the way it shows every tile, as it is after the update, to an export or to a snapshot that goes
+// on during the next forward pass. One thread at a time. Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
 #pragma once
 
 #include <cstdint>
-#include <functional>
+#include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/tile_update.h"
@@ -13,36 +14,37 @@
 #include "src/engine/gradients.h"
 #include "src/engine/parameter_updates.h"
 #include "src/plan/plan.h"
-#include "swap/policy/update_queue.h"
+#include "src/plan/update_turns.h"
 #include "swap/tile_mover.h"
+#include "swap/tile_walk.h"
 
 namespace spillway {
 
 // A weight or state of `where` came out infinite or NaN.
 Error update_overflow(const std::string& where);
 
-class TileExecutor {
+class TileExecutor final : public UpdateTurns {
  public:
-  TileExecutor(const Plan& plan, const ModelDescription& model, UpdateQueueOptions queue, HostWorkers& workers,
+  TileExecutor(const Plan& plan, const ModelDescription& model, const UpdateQueueOptions& queue, HostWorkers& workers,
                TileMover& mover, GradientCollector& gradients, Watch watch = {});
 
-  UpdateQueue& queue() noexcept { return queue_; }
-  const UpdateQueue& queue() const noexcept { return queue_; }
-
-  // Starts what may be read now: until the next load has to wait for its buffer's save.
-  void start_loads();
-  // Gradients of tiles that were read before: from NVMe, as far as they were spilled.
-  void start_gradients() { make_moves(Moves::kGradients); }
   // Drops what was read ahead: the buffers are needed for something else.
   void cancel_read_ahead();
 
   // What the turns from here on update by; must stay as it is until they are over.
   void update_by(const ParameterUpdates& parameters) { parameters_ = &parameters; }
-  // `to`, unless null, is the device address of the place of the turn's block: the tiles' weights are copied there on
-  // the h2d stream.
-  void take_turn(const TileTurn& turn, std::byte* to);
-  // From here to reset() every tile passes `watcher`, as it is behind its turn. False: it has seen enough.
-  void show_to(std::function<bool(std::uint32_t tile, const TileMemory& memory)> watcher);
+  // `to`, unless null, is the device address of the block's place: its weights are copied there on the h2d stream, tile
+  // by tile. False: they were not, or not all.
+  bool run_until(std::uint32_t block, std::byte* to);
+
+  // From here to reset() every tile passes `work`, as it is behind its turn. What `work` throws ends that, but not the
+  // update.
+  void show_to(TileWork work);
+  // Shows the tiles up to the block's last that have no update, as far as they come next: so the showing keeps pace
+  // with a forward pass that updates nothing.
+  void show_until(std::uint32_t block);
+  // What `work` has thrown: the caller's own failure, a full disk say, and none of the mover's.
+  std::exception_ptr end_show() { return std::exchange(show_failure_, nullptr); }
 
   void finish_saves();
   // The step's queue is over, and everything is where it lives.
@@ -53,8 +55,12 @@ class TileExecutor {
   double adam_seconds() const noexcept { return adam_seconds_; }  // all turns together
 
  private:
-  void make(const TileMove& move);
-  void make_moves(Moves allowed);
+  void make(const TileMove& move) override;
+  bool is_read(std::uint32_t buffer) override { return mover_.read(buffer); }
+  bool is_written(std::uint32_t buffer) override { return mover_.idle(buffer); }
+  std::optional<QueueEvent> landing(std::uint32_t block, bool wait) override;
+  void work_on(const TileTurn& turn, bool delivers) override;
+  void updated_early(std::uint32_t block) override { gradients_.forget(block); }
   void wait_read(std::uint32_t buffer);
   void prepare(std::size_t node, std::uint32_t tile, std::uint32_t buffer);
   void update(const TileTurn& turn, std::byte* to);
@@ -67,10 +73,10 @@ class TileExecutor {
   TileMover& mover_;
   GradientCollector& gradients_;
   const Watch watch_;
-  const unsigned nodes_;  // so many tiles are updated at the same time
-  UpdateQueue queue_;
-  std::function<bool(std::uint32_t tile, const TileMemory& memory)> watcher_;
-  bool seen_enough_ = false;
+  const unsigned nodes_;     // so many tiles are updated at the same time
+  std::byte* to_ = nullptr;  // the place that run_until() was asked to bring weights to
+  TileWork shown_to_;        // null: nobody looks, or nobody any more
+  std::exception_ptr show_failure_;
   const ParameterUpdates* parameters_ = nullptr;
   std::vector<TileUpdate> updates_;              // those under way, by node
   std::vector<std::vector<GroupRange>> ranges_;  // ditto: where they are not the plan's

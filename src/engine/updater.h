@@ -4,9 +4,6 @@
 // Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
 #include "src/engine/device_update.h"
 #include "src/engine/parameter_updates.h"
 #include "src/engine/tile_executor.h"
@@ -21,15 +18,9 @@ class Updater {
   // Starts reading the first tiles; the next begin() finds them on their way.
   void read_ahead();
 
-  // begin ─► run_until(block) … ─► finish: the rest of the step's update, as far as it is asked for. What `parameters`
-  // take, and the gradients, must stay as they are until it is finished.
+  // begin ─► TileExecutor::run_until(block) … ─► finish: the rest of the step's update, as far as it is asked for. What
+  // `parameters` take, and the gradients, must stay as they are until it is finished.
   void begin(const ParameterUpdates& parameters);
-  // The same at a resume, for the update that the last commit is the result of: the tiles that nobody has read are read
-  // as for an update, verified and handed on as if they were its results. Nothing of them is written.
-  void begin_check();
-  // Updates the block's tiles and those before them in order. `to`, unless null, is the device address of the block's
-  // place: its weights are copied there on the h2d stream, tile by tile. False: they were not, or not all.
-  bool run_until(std::uint32_t block, std::byte* to);
   // Updates what is left and blocks until everything is where it lives.
   void finish();
 

@@ -39,7 +39,7 @@ Weights::Weights(const Plan& plan, WeightResidencyOptions policy, const WeightsP
     : plan_(plan),
       with_(parts),
       places_(parts.device, parts.h2d, parts.fetcher, places_of(plan, parts.device, policy.poison_released)),
-      policy_(std::move(policy), parts.queue) {}
+      policy_(std::move(policy), parts.tiles.queue()) {}
 
 void Weights::begin_step(std::span<const std::uint32_t> visit_blocks) {
   policy_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks});
@@ -89,7 +89,7 @@ void Weights::act(const WeightAction& action) {
     case WeightAction::kUpdateAtHome: {
       const bool at_home = kind == WeightAction::kUpdateAtHome;
       places_.begin_copies(place);
-      const bool brought = with_.updater.run_until(block, at_home ? nullptr : address(place)) || at_home;
+      const bool brought = with_.tiles.run_until(block, at_home ? nullptr : address(place)) || at_home;
       if (brought) places_.end_copies(place);
       return policy_.tell(
           {.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
@@ -110,7 +110,7 @@ void Weights::fill_pieces(std::uint32_t b, std::uint32_t place) {
   std::vector<FetchPiece>& pieces = places_.pieces(place);
   const BlockPlan& block = plan_.blocks[b];
   with_.mover.finish_saves_of(block.first_tile, block.first_tile + block.tiles);
-  const bool committed = with_.queue.weights_from(b) == WeightsFrom::kCommitted;
+  const bool committed = with_.tiles.queue().weights_from(b) == WeightsFrom::kCommitted;
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
     const TilePlace& tile = plan_.tile_places[t];
     FetchPiece piece{.tile = t,

@@ -1,11 +1,11 @@
 // Weights for whoever computes: leases on blocks, wherever their weights live. The policy is WeightResidency's. This
-// asks it what to do and has the updater or the fetcher do it, so that neither knows of the other:
+// asks it what to do and has the update or the fetcher do it, so that neither knows of the other:
 //
 //   StepEngine ─► Weights ─► WeightResidency          what next?
-//                    ├─────► Updater                  make the block's update, its weights go to the place
+//                    ├─────► TileExecutor             make the block's update, its weights go to the place
 //                    └─────► WeightPlaces ─► BlockFetcher        fetch, wait, lend
 //
-// One thread at a time (the engine's). Errors: kIo and kCorrupt from a fetch, those of the updater; kDoesNotFit when
+// One thread at a time (the engine's). Errors: kIo and kCorrupt from a fetch, those of an update; kDoesNotFit when
 // every place is leased.
 #pragma once
 
@@ -14,7 +14,7 @@
 #include <span>
 #include <vector>
 
-#include "src/engine/updater.h"
+#include "src/engine/tile_executor.h"
 #include "src/plan/plan.h"
 #include "swap/block_fetcher.h"
 #include "swap/policy/weight_residency.h"
@@ -27,8 +27,7 @@ struct WeightsParts {
   Device& device;
   Stream& h2d;
   BlockFetcher* fetcher = nullptr;  // null while weights stay in HBM
-  const UpdateQueue& queue;         // says what of a block is readable
-  Updater& updater;
+  TileExecutor& tiles;              // its queue says what of a block is readable
   TileMover& mover;
   TileStore* store = nullptr;      // null without NVMe
   std::span<std::byte> host = {};  // the arena

@@ -168,20 +168,32 @@ const std::filesystem::path& SafetensorsReader::file(const TensorEntry& entry) c
 }
 
 void SafetensorsReader::read(const TensorEntry& entry, std::uint64_t first, std::span<float> out) {
-  const File& file = *model_->files.at(entry.file);
   if (!entry.type) {
-    refuse(file.path(), fmt::format("tensor \"{}\" is {}", printable(entry.name), entry.dtype),
+    refuse(file(entry), fmt::format("tensor \"{}\" is {}", printable(entry.name), entry.dtype),
            "only F32, BF16 and F16 can be read");
   }
+  read_as(*entry.type, entry, first, out);
+}
+
+void SafetensorsReader::read_bits(const TensorEntry& entry, std::uint64_t first, std::span<float> out) {
+  if (entry.dtype != "U16" && entry.dtype != "U32") {
+    refuse(file(entry), fmt::format("tensor \"{}\" is {}", printable(entry.name), entry.dtype),
+           "only U16 and U32 are bits");
+  }
+  read_as(entry.dtype == "U16" ? DType::kBFloat16 : DType::kFloat32, entry, first, out);  // which moves the bits
+}
+
+void SafetensorsReader::read_as(DType type, const TensorEntry& entry, std::uint64_t first, std::span<float> out) {
+  const File& file = *model_->files.at(entry.file);
   if (first > entry.elements || out.size() > entry.elements - first) {
     refuse(file.path(), fmt::format("tensor \"{}\" has {} elements", printable(entry.name), entry.elements),
            fmt::format("{} from {} on were asked for", out.size(), first));
   }
-  const std::uint64_t size = size_of(*entry.type);
+  const std::uint64_t size = size_of(type);
   while (!out.empty()) {
     const auto values = model_->window.from(file, entry.offset + first * size, out.size() * size, size);
     const std::size_t count = values.size() / size;
-    widen(values, *entry.type, out.first(count));
+    widen(values, type, out.first(count));
     first += count;
     out = out.subspan(count);
   }

@@ -54,6 +54,11 @@ struct PlannedTensor {
   std::uint64_t bytes() const { return elements * size_of(type); }
 };
 
+const char* dtype_of(const PlannedTensor& tensor) {
+  if (tensor.spec.bits) return size_of(tensor.type) == 4 ? "U32" : "U16";
+  return tensor.type == DType::kFloat32 ? "F32" : tensor.type == DType::kBFloat16 ? "BF16" : "F16";
+}
+
 struct PlannedFile {
   std::string name;
   std::size_t first = 0, count = 0;  // its tensors
@@ -77,7 +82,7 @@ std::string header_of(std::span<const PlannedTensor> tensors) {
     writer.String(tensor.spec.name);
     writer.StartObject();
     writer.String("dtype");
-    writer.String(tensor.type == DType::kFloat32 ? "F32" : tensor.type == DType::kBFloat16 ? "BF16" : "F16");
+    writer.String(dtype_of(tensor));
     writer.String("shape");
     writer.StartArray();
     for (const std::uint64_t dimension : tensor.spec.shape) writer.Uint64(dimension);
@@ -375,7 +380,7 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
               fmt::format("value {} of tensor {} is next", out.element, out.tensor));
   }
   const DType type = out.tensors[tensor].type;
-  const bool half = type == DType::kFloat16;
+  const bool bits = out.tensors[tensor].spec.bits, half = type == DType::kFloat16 && !bits;
   const auto beyond = half ? std::ranges::find_if_not(values, fits_fp16) : values.end();
   if (beyond != values.end()) {
     refuse_as(Code::kInvalidArgument, out.directory.string(),
@@ -390,7 +395,7 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
     std::uint16_t narrow[1024];
     while (!values.empty()) {
       const std::size_t count = std::min(values.size(), std::size(narrow));
-      std::ranges::transform(values.first(count), narrow, half ? float_to_fp16 : float_to_bf16);
+      std::ranges::transform(values.first(count), narrow, bits ? upper_half : half ? float_to_fp16 : float_to_bf16);
       out.append(std::as_bytes(std::span(narrow).first(count)));
       values = values.subspan(count);
     }

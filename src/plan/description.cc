@@ -20,7 +20,7 @@ namespace {
 
 using DescriptionWriter = rapidjson::Writer<rapidjson::StringBuffer>;
 
-constexpr const char *kStates = "states", *kSections = "sections";
+constexpr const char *kStates = "states", *kSections = "sections", *kBytes = "bytes";
 constexpr std::uint32_t kStatesFormat = 4;
 
 // The part that the fingerprint covers.
@@ -46,7 +46,10 @@ std::string layout_json(const ModelDescription& model, DType weights, OptimizerK
     for (const Parameter& parameter : block.parameters) {
       out.StartArray();
       out.String(parameter.name);
-      out.Bool(parameter.trainable);
+      if (parameter.bytes)
+        out.String(kBytes);  // which versions that do not know it refuse
+      else
+        out.Bool(parameter.trainable);
       for (std::uint64_t dimension : parameter.shape) out.Uint64(dimension);
       out.EndArray();
     }
@@ -137,8 +140,11 @@ const Attachment* find_attachment(const ModelDescription& model, std::string_vie
 }
 
 Parameter parse_parameter(const rapidjson::Value& value, const std::string& object) {
-  if (!value.IsArray() || value.Size() < 2 || !value[0].IsString() || !value[1].IsBool()) corrupt(object);
-  Parameter parameter{.name = text_of(value[0]), .shape = {}, .trainable = value[1].GetBool()};
+  if (!value.IsArray() || value.Size() < 2 || !value[0].IsString()) corrupt(object);
+  Parameter parameter{.name = text_of(value[0]), .shape = {}};
+  parameter.bytes = value[1].IsString() && text_of(value[1]) == kBytes;
+  if (!parameter.bytes && !value[1].IsBool()) corrupt(object);
+  parameter.trainable = !parameter.bytes && value[1].GetBool();
   for (rapidjson::SizeType i = 2; i < value.Size(); ++i) {
     if (!value[i].IsUint64()) corrupt(object);
     parameter.shape.push_back(value[i].GetUint64());
@@ -196,7 +202,10 @@ std::string joined(const std::vector<std::string>& parts) {
 std::string text_of(const Parameter& parameter) {
   std::vector<std::string> shape;
   for (std::uint64_t dimension : parameter.shape) shape.push_back(std::to_string(dimension));
-  return fmt::format("{} [{}]{}", printable(parameter.name), joined(shape), parameter.trainable ? "" : " frozen");
+  return fmt::format("{} [{}]{}", printable(parameter.name), joined(shape),
+                     parameter.bytes       ? " bytes"
+                     : parameter.trainable ? ""
+                                           : " frozen");
 }
 
 // The first block or parameter in which two models differ, as far as both go; empty: none.

@@ -105,6 +105,19 @@ std::string insides_text(const Config& config, const Plan& plan, const ModelDesc
                             blocks - kept, blocks - kept == 1 ? " is" : "s are", more, more == 1 ? "s" : "");
 }
 
+std::string bytes_fact(const Plan& plan) {
+  std::uint64_t weights = 0, elements = 0;
+  for (const BlockPlan& block : plan.blocks) {
+    for (const ParameterPlace& place : block.partition.parameters) {
+      weights += place.bytes ? 1 : 0;
+      elements += place.bytes ? place.count : 0;
+    }
+  }
+  if (weights == 0) return "";
+  return fmt::format("{} bytes of frozen weights are in {} tensors of the program's own form, as quantized ones are",
+                     elements * size_of(plan.tile_places[0].shape.type), weights);
+}
+
 }  // namespace
 
 std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
@@ -123,6 +136,7 @@ std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
     lines.push_back(
         fmt::format("of {} bytes that an update works on, {} stay in memory", hits.tile_bytes, hits.tile_hit_bytes));
   }
+  if (std::string fact = bytes_fact(plan); !fact.empty()) lines.push_back(std::move(fact));
   if (std::string fact = accumulator_fact(plan); !fact.empty()) lines.push_back(std::move(fact));
   std::string idle;
   const auto compare = [&](const char* key, auto DeepSpeedKnobs::*knob) {

@@ -51,7 +51,7 @@ BlockPartition partition_block(const Block& block, const std::function<StateList
       const Parameter& parameter = block.parameters[i];
       if (!belongs(parameter, section)) continue;
       const std::uint64_t count = count_elements(parameter.name, parameter.shape);
-      partition.parameters[i] = {partition.elements, count};
+      partition.parameters[i] = {partition.elements, count, parameter.bytes};
       partition.elements += align_up(count, kPartitionUnit);
       if (partition.elements > kMostElements) {
         refuse("block " + block.name, "it has more than 2^55 elements", "check the shapes");

@@ -24,6 +24,7 @@ inline constexpr std::uint64_t kPartitionUnit = 1024;
 struct ParameterPlace {
   std::uint64_t first = 0;
   std::uint64_t count = 0;  // without the padding after it
+  bool bytes = false;       // see Parameter
 };
 
 // Parameters whose states are described alike.

@@ -30,18 +30,18 @@ std::vector<std::uint32_t> early_blocks(const ScheduleInput& input) {
 }
 
 // None of the rest is read before the update, whether all of that is planned or a guess.
-UpdateQueueOptions updates_of(const ScheduleInput& input, bool early) {
+UpdateQueueOptions updates_of(const ScheduleInput& input) {
   UpdateQueueOptions options = input.policies.updates;
-  options.early_planned = early;
+  options.early_planned = !early_blocks(input).empty();
   return options;
 }
 
 }  // namespace
 
 ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
-    : in_(input),
+    : UpdateTurns(updates_of(input)),
+      in_(input),
       early_(early_blocks(input)),
-      queue_(updates_of(input, !early_.empty())),
       weights_(input.policies.weights, queue_),
       places_(weights_.places()),
       chunk_freed_(input.chunks, kNoOp),
@@ -124,8 +124,7 @@ std::uint32_t ScheduleProgram::add_step() {
   uses_.assign(in_.uses.size(), {});
   used_ = loads_ = 0;
   gradients_.begin_step();
-  if (updating_) queue_.tell(QueueEvent::kBegin);
-  start_loads(Moves::kGradients);  // of what was read ahead
+  if (updating_) begin();
   weights_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks_});
   run_weights(kNothing);
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) visit(v);
@@ -139,17 +138,14 @@ void ScheduleProgram::visit(std::uint32_t v) {
   if (backward && updating_) settle();
   if (backward && !backward_) {
     backward_ = true;
-    if (queue_.expect(early_)) start_loads();
+    expect(early_);
   }
   const std::uint32_t sums = backward ? bring_sums(v) : kNoOp;
   weights_.tell({.kind = WeightEvent::kAcquire, .block = visit.block, .visit = v});
   const std::uint32_t lent = run_weights(v);
   Place& place = places_[lent];
   // Nothing more to fetch: the first tiles of this step's update come next.
-  if (weights_.all_acquired() && !updating_ && !in_.update_on_device) {
-    queue_.tell(QueueEvent::kFetched);
-    start_loads();
-  }
+  if (weights_.all_acquired() && !updating_ && !in_.update_on_device) read_ahead();
 
   ScheduleOp compute = of_visit(v, lent);
   compute.kind = OpKind::kCompute;
@@ -163,14 +159,14 @@ void ScheduleProgram::visit(std::uint32_t v) {
   place.released = computed;
   weights_.tell({.kind = WeightEvent::kRelease, .place = lent});
   run_weights(kNothing);
-  update_early(Turns::kEarly);  // while the device computes this visit
-  if (completes) queue_.tell(QueueEvent::kLanded, visit.block);
+  completing_ = completes ? visit.block : kNothing;
+  advance(false);  // while the device computes this visit
 }
 
 // Engine::step.
 std::uint32_t ScheduleProgram::end_step() {
   if (updating_) settle();
-  update_early(Turns::kEarlyAll);
+  advance(true);
   if (in_.update_on_device) {
     for (const std::uint32_t t : in_.policies.updates.order) {
       ScheduleOp op = of_tile(OpKind::kUpdate, Lane::kCompute, t, 0);
@@ -196,7 +192,8 @@ std::uint32_t ScheduleProgram::run_weights(std::uint32_t v) {
       case WeightAction::kUpdate:
       case WeightAction::kUpdateAtHome: {
         const bool at_home = kind == WeightAction::kUpdateAtHome;
-        const bool brought = run_until(block, at_home ? kNothing : place) || at_home;
+        delivered_to_ = place;
+        const bool brought = run_until(block, !at_home) || at_home;
         if (brought) places_[place].ready = last(Lane::kH2d), places_[place].open = kNoOp;
         weights_.tell({.kind = brought ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
         break;

@@ -4,7 +4,7 @@
 // than what it did last. The rules are those of the engine:
 //
 //  * Weights: what the engine's policy of weights (WeightResidency), told what happens here, answers.
-//  * UpdateQueue, the updater's own: which tile is read, updated and written next. A block is updated when forward
+//  * UpdateTurns, the engine's own: which tile is read, updated and written next. A block is updated when forward
 //    acquires it, and its weights go to its place from there.
 //  * AccumulatorPlaces: likewise, with AccumulatorResidency. Sums come when their block is acquired; those that were
 //    added to before leave.
@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "src/plan/schedule.h"
+#include "src/plan/update_turns.h"
 #include "swap/policy/accumulator_residency.h"
-#include "swap/policy/update_queue.h"
 #include "swap/policy/weight_residency.h"
 
 namespace spillway {
@@ -34,7 +34,7 @@ constexpr double seconds_of(std::uint64_t bytes, double rate) {
   return rate > 0 ? static_cast<double>(bytes) / rate : 0;
 }
 
-class ScheduleProgram {
+class ScheduleProgram final : UpdateTurns {
  public:
   explicit ScheduleProgram(const ScheduleInput& input);
 
@@ -93,10 +93,13 @@ class ScheduleProgram {
   void fetch(std::uint32_t place, std::uint32_t block);
   void fetch_through_chunks(std::uint32_t tile, std::uint32_t place);
   // Updates
-  bool run_until(std::uint32_t block, std::uint32_t place);
-  void start_loads(Moves allowed = Moves::kAll);
+  void make(const TileMove& move) override;
+  bool is_read(std::uint32_t) override { return true; }     // an update of it starts no earlier than it has been
+  bool is_written(std::uint32_t) override { return true; }  // a read into it starts no earlier than it is
+  std::optional<QueueEvent> landing(std::uint32_t block, bool wait) override;
+  void work_on(const TileTurn& turn, bool delivers) override;
+  void updated_early(std::uint32_t block) override;
   void read_tile(std::uint32_t tile, std::uint32_t buffer);
-  void take_turn(const TileTurn& turn, Lane lane, std::uint32_t place);
   void update(std::uint32_t tile, std::uint32_t buffer, Lane lane, std::uint32_t place);
   void settle();
   void commit();
@@ -107,7 +110,6 @@ class ScheduleProgram {
   void spill_gradient(std::uint32_t tile, const GradientDown& down, std::uint32_t computed);
   std::uint32_t spills_written();
   void read_gradient(std::uint32_t tile, std::uint32_t buffer);
-  void update_early(Turns which, std::uint32_t block = kNothing);
   std::uint32_t bring_sums(std::uint32_t visit);
   void send_home(std::uint32_t block, std::uint32_t place);
   void add_to_sums(std::uint32_t visit, std::uint32_t computed);
@@ -125,18 +127,19 @@ class ScheduleProgram {
   std::vector<std::uint8_t> completes_;  // by visit: its block's gradient
 
   std::vector<std::uint32_t> early_;  // blocks that are updated inside backward, as their gradients complete
-  UpdateQueue queue_;
   WeightResidency weights_;
   std::vector<Place> places_;
   std::uint64_t chunk_ = 0;                 // used so far
   std::vector<std::uint32_t> chunk_freed_;  // by chunk: the copy that freed it last
 
   std::vector<Buffer> buffers_;
-  bool updating_ = true;                // the last step's update is not settled
-  std::vector<std::uint32_t> written_;  // by tile: its last write
-  std::vector<std::uint32_t> spilled_;  // by tile: its gradient's last write
-  bool backward_ = false;               // it has begun
-  std::vector<std::uint32_t> landed_;   // by tile: its gradient's copy down
+  std::uint32_t delivered_to_ = kNothing;  // the place that the block that is asked for has
+  std::uint32_t completing_ = kNothing;    // block: its gradient completes in this visit
+  bool updating_ = true;                   // the last step's update is not settled
+  std::vector<std::uint32_t> written_;     // by tile: its last write
+  std::vector<std::uint32_t> spilled_;     // by tile: its gradient's last write
+  bool backward_ = false;                  // it has begun
+  std::vector<std::uint32_t> landed_;      // by tile: its gradient's copy down
   GradientMemory gradients_;
   std::vector<std::uint32_t> staging_copied_, staging_written_;  // by staging: the last copy and spill from it
   std::vector<std::uint32_t> passing_freed_;                     // the last update from there

@@ -6,27 +6,21 @@
 
 namespace spillway {
 
-// Updater::run_until. True: the block's weights went to its place.
-bool ScheduleProgram::run_until(std::uint32_t block, std::uint32_t place) {
-  const bool delivers = queue_.delivers(block);
-  while (const auto turn = queue_.next_turn(Turns::kUntil, block)) {
-    take_turn(*turn, Lane::kCaller, delivers && turn->block == block ? place : kNothing);
-  }
-  if (queue_.under_way()) start_loads();
-  return place != kNothing && delivers;
+void ScheduleProgram::make(const TileMove& move) {
+  if (move.kind == TileMove::Kind::kLoad) read_tile(move.tile, move.buffer);
+  if (move.kind == TileMove::Kind::kGradient) read_gradient(move.tile, move.buffer);
 }
 
-void ScheduleProgram::start_loads(Moves allowed) {
-  while (const auto move = queue_.next_move(allowed)) {
-    move->kind == TileMove::Kind::kLoad ? read_tile(move->tile, move->buffer) : read_gradient(move->tile, move->buffer);
-  }
+// A gradient has landed when the caller comes by again.
+std::optional<QueueEvent> ScheduleProgram::landing(std::uint32_t block, bool wait) {
+  if (block == completing_ && !wait) return std::nullopt;
+  return QueueEvent::kLanded;
 }
 
 void ScheduleProgram::read_tile(std::uint32_t t, std::uint32_t index) {
   const ScheduleTile& tile = in_.tiles[t];
   Buffer& buffer = buffers_[index];
   buffer.read = kNoOp;
-  queue_.tell(QueueEvent::kRead, index);  // an update of it starts no earlier than it has been
   if (tile.read_bytes == 0) return;
   ScheduleOp op = of_tile(OpKind::kReadTile, Lane::kTileReads, t, tile.read_bytes);
   op.buffer = index;
@@ -43,16 +37,14 @@ void ScheduleProgram::read_gradient(std::uint32_t t, std::uint32_t index) {
   buffer.read = add(op, {issued_, buffer.write, buffer.copy, spilled_[t], buffer.read});
 }
 
-void ScheduleProgram::take_turn(const TileTurn& turn, Lane lane, std::uint32_t place) {
-  start_loads();
+void ScheduleProgram::work_on(const TileTurn& turn, bool delivers) {
+  const Lane lane = queue_.begun() ? Lane::kCaller : Lane::kEarlyUpdates;
   for (std::size_t i = turn.first; i < turn.first + turn.count; ++i) {
-    update(queue_.tile(i), queue_.buffer(i), lane, place);
+    update(queue_.tile(i), queue_.buffer(i), lane, delivers ? delivered_to_ : kNothing);
     const TileEnd end = queue_.end_tile(i, true, false);
     const Buffer& buffer = buffers_[queue_.buffer(i)];
     if (end == TileEnd::kSaveNow) add({.kind = OpKind::kSettle, .lane = lane}, {issued_, buffer.write, buffer.copy});
-    queue_.tell(QueueEvent::kWritten, queue_.buffer(i));  // a read into it starts no earlier than it is
   }
-  queue_.tell(QueueEvent::kTurnDone);
 }
 
 void ScheduleProgram::update(std::uint32_t t, std::uint32_t index, Lane lane, std::uint32_t place) {
@@ -82,7 +74,7 @@ void ScheduleProgram::update(std::uint32_t t, std::uint32_t index, Lane lane, st
 
 // Engine::settle.
 void ScheduleProgram::settle() {
-  while (const auto turn = queue_.next_turn(Turns::kRest)) take_turn(*turn, Lane::kCaller, kNothing);
+  run_rest();
   std::uint32_t write = kNoOp, copy = kNoOp;  // the last ones: their lanes are first in, first out
   for (const Buffer& buffer : buffers_) {
     if (buffer.write != kNoOp) write = write == kNoOp ? buffer.write : std::max(write, buffer.write);
@@ -131,9 +123,8 @@ void ScheduleProgram::commit() {
 std::uint32_t ScheduleProgram::stage_gradient(std::uint32_t block) {
   if (in_.policies.gradients.blocks[block].bytes == 0) return kNoOp;
   while (!gradients_.has_room(block)) {
-    const auto first = queue_.early_block();
-    SPILLWAY_CHECK(first, "the first passing memory takes any gradient");
-    update_early(Turns::kEarlyOf, *first);
+    const bool made = make_room();
+    SPILLWAY_CHECK(made, "the first passing memory takes any gradient");
     issued_ = last(Lane::kEarlyUpdates);
   }
   gradients_.come(block);
@@ -160,9 +151,7 @@ void ScheduleProgram::complete_gradient(std::uint32_t b, std::uint32_t computed)
       landed_[t] = copy_gradient(t, down, computed);
     }
   }
-  if (!block.early) return;
-  queue_.tell(QueueEvent::kComplete, b);
-  start_loads();
+  if (block.early) complete(b);
 }
 
 std::uint32_t ScheduleProgram::copy_gradient(std::uint32_t t, const GradientDown& down, std::uint32_t computed) {
@@ -205,16 +194,10 @@ std::uint32_t ScheduleProgram::spills_written() {
   return last_write;
 }
 
-// What the gradients of the blocks lay in is free behind it.
-void ScheduleProgram::update_early(Turns which, std::uint32_t block) {
-  while (const auto turn = queue_.next_turn(which, block)) {
-    take_turn(*turn, Lane::kEarlyUpdates, kNothing);
-    if (turn->ends_block) {
-      gradients_.updated(turn->block);
-      if (const auto passing = gradients_.passing(turn->block)) passing_freed_[*passing] = last(Lane::kEarlyUpdates);
-    }
-    start_loads();
-  }
+// What the block's gradient lay in is free behind it.
+void ScheduleProgram::updated_early(std::uint32_t block) {
+  gradients_.updated(block);
+  if (const auto passing = gradients_.passing(block)) passing_freed_[*passing] = last(Lane::kEarlyUpdates);
 }
 
 }  // namespace spillway

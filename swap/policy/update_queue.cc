@@ -143,11 +143,11 @@ void UpdateQueue::look() {
   place_blocks();
 }
 
-// The rest of the queue is what is left to be updated.
+// What of the queue comes after this turn is what is left to be updated.
 void UpdateQueue::end_look() {
   looking_ = false;
-  cancel(next_);
-  const auto rest = queue_.begin() + static_cast<std::ptrdiff_t>(next_);
+  cancel(next_ + due_);
+  const auto rest = queue_.begin() + static_cast<std::ptrdiff_t>(next_ + due_);
   queue_.erase(std::remove_if(rest, queue_.end(), [this](std::uint32_t tile) { return !is_updated(tile); }),
                queue_.end());
   updated_.clear();

@@ -113,16 +113,13 @@ class Loop(Case):
 
     def test_WhatIsNotDoneIsRefusedInWords(self):
         network = model()
-        error = self.assert_error(
-            "not with Spillway", self.initialize, network, optimizer=torch.optim.SGD(network.parameters(), lr=1),
-            model_parameters=[{"params": list(network.parameters())}], lr_scheduler=object(), mpu=object(),
-            dist_init_required=True)
+        error = self.assert_error("not with Spillway", self.initialize, network, mpu=object(),
+                                  model_parameters=network.head.parameters())
         self.assertEqual("unsupported", error.code)
-        for word in ("optimizer: ", "model_parameters: groups", "lr_scheduler: belongs", "WORLD_SIZE 1: ", "mpu, "):
+        for word in ("model_parameters: are not those", "mpu, "):
             self.assertIn(word, str(error))
-        self.assertEqual(6, len(str(error).splitlines()))
-        self.assert_error("model_parameters: are not those", self.initialize,
-                          model_parameters=network.head.parameters())
+        self.assertEqual(3, len(str(error).splitlines()))
+        self.assert_error("lr_scheduler: belongs to another optimizer", self.initialize, lr_scheduler=object())
         both = config(self.folder, scheduler={"type": "WarmupLR", "params": {}})
         self.assert_error("the configuration has one, too", self.initialize, None, both, lr_scheduler=halving)
         with unittest.mock.patch.dict(os.environ, WORLD_SIZE="2"):
@@ -155,8 +152,8 @@ class Words(Case):
                     made = model()
         self.assertEqual(1, said.getvalue().count("zero.Init: has no effect"))
         self.assertEqual(torch.float32, made.head.weight.dtype)
-        with self.assertRaisesRegex(AttributeError, r"GatheredParameters: .* engine.weights_of\(module\)"):
-            spillway.zero.GatheredParameters
+        with self.assertRaisesRegex(AttributeError, "zero.TiledLinear: is not here"):
+            spillway.zero.TiledLinear
 
     def test_AnEngineAnswersAsDeepSpeeds(self):
         engine, optimizer, _, _ = self.initialize(configuration=config(
@@ -233,8 +230,7 @@ class Words(Case):
 
     def test_WhatIsElsewhereIsNamed(self):
         engine = self.initialize()[0]
-        for name, way in (("set_gradient_accumulation_boundary", r"step\(early=True\)"),
-                          ("module_state_dict", r"module.state_dict\(\)"),
+        for name, way in (("deepspeed_io", "DataLoader"), ("allreduce_gradients", "nothing is reduced"),
                           ("random_ltd_enabled", "neither DeepSpeedEngine nor Model has")):
             with self.subTest(name), self.assertRaisesRegex(AttributeError, way):
                 getattr(engine, name)
@@ -369,7 +365,6 @@ class Checkpoints(Case):
         engine.save_checkpoint(self.folder / "saved")
         train(engine, 1, first=1)
         self.assert_error("none/spillway: is not there", engine.load_checkpoint, self.folder / "saved", tag="none")
-        self.assert_error("takes all of a checkpoint", engine.load_checkpoint, self.folder, load_module_only=True)
         engine.save_checkpoint(self.folder / "saved")
         state, latest = (self.folder / "saved" / name for name in ("global_step2/client_state.pt", "latest"))
         whole = state.read_bytes()

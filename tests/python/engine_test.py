@@ -111,7 +111,7 @@ class Training(Case):
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             engine.set_learning_rate(optimizer.param_groups[0]["lr"])
             engine.backward(engine(ids))
-            self.assert_error("set the rate of a step before its first gradient", engine.set_learning_rate, 1.0)
+            self.assert_error("set what a step updates by before its first gradient", engine.set_learning_rate, 1.0)
             self.assertEqual(optimizer.param_groups[0]["lr"], engine.step().learning_rate)
             optimizer.step()
             schedule.step()

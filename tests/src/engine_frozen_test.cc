@@ -1,12 +1,18 @@
 // What no update changes is read once, as far as there is room for it, and the rest once a pass.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "spillway/bf16.h"
+#include "spillway/error.h"
+#include "spillway/export.h"
+#include "spillway/snapshot.h"
 #include "spillway/units.h"
 #include "src/plan/plan.h"
 #include "src/plan/schedule.h"
@@ -17,6 +23,7 @@
 namespace spillway {
 namespace {
 
+using ::testing::HasSubstr;
 using testing::TempStore;
 
 constexpr std::uint32_t kBlocks = 12;
@@ -168,6 +175,65 @@ TEST(EngineFrozen, TrainingTheRestGivesTheSameBits) {
   };
   const auto bits = train(Placement::kHbm, 0);
   for (const std::uint64_t more : {0u, 1u, 2u, 3u, 5u}) EXPECT_EQ(train(Placement::kNvme, more), bits) << more;
+}
+
+// Every pattern of 16 bits, those of NaN too, as the upper half of a float; in fp32 the lower half has them as well.
+void every_pattern(std::uint64_t first, std::span<float> out, DType type) {
+  for (std::uint64_t i = 0; i < out.size(); ++i) {
+    const auto bits = static_cast<std::uint32_t>(first + i) & 0xffffu;
+    out[i] = std::bit_cast<float>(bits << 16 | (type == DType::kFloat32 ? bits : 0));
+  }
+}
+
+void expect_every_pattern(Engine& engine, DType type) {
+  const Lease lease = engine.acquire(0, Pass::kForward, engine.stream());
+  engine.stream().synchronize();
+  const std::uint64_t size = size_of(type);
+  std::vector<std::byte> wanted(kElements * size);
+  for (std::uint64_t i = 0; i < kElements; ++i) {
+    const auto half = static_cast<std::uint16_t>(i);
+    for (std::uint64_t at = 0; at < size; at += 2) std::memcpy(wanted.data() + i * size + at, &half, 2);
+  }
+  EXPECT_EQ(std::memcmp(lease.weight(1), wanted.data(), wanted.size()), 0) << name_of(type);
+}
+
+TEST(EngineFrozen, BytesPassAsTheyAre) {
+  for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    TempStore store, other, place;
+    ModelDescription model = testing::toy_model(1, 500, 1);
+    model.blocks[0].parameters.push_back({.name = "packed", .shape = {kElements}, .trainable = false, .bytes = true});
+    const std::uint32_t packed = static_cast<std::uint32_t>(model.blocks[0].parameters.size()) - 1;
+    std::swap(model.blocks[0].parameters[1], model.blocks[0].parameters[packed]);
+    const WeightSource source = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first, std::span<float> out) {
+      if (block == 0 && p == 1) return every_pattern(first, out, type);
+      testing::toy_weights()(block, p, first, out);
+    };
+    const auto config = [&](const TempStore& at) {
+      return testing::toy_config(Placement::kNvme, Placement::kNvme, type, at.path());
+    };
+    const auto snapshot = place.path() / "snapshot";
+    {
+      auto engine = Engine::create(config(store), model);
+      engine->import_weights(source);
+      expect_every_pattern(*engine, type);
+      engine->begin_save(snapshot, {});
+      engine->finish_save();
+      EXPECT_THAT([&] { export_model(*engine, model, place.path() / "out"); },
+                  ::testing::ThrowsMessage<Error>(HasSubstr("packed: is kept as bytes of the program's own")));
+    }
+    expect_every_pattern(*Engine::create(config(store), model, {.on_existing = OnExisting::kResume}), type);
+    expect_every_pattern(*Engine::create(config(other), model, {.snapshot = snapshot}), type);
+    EXPECT_THAT([&] { export_store({store.path()}, place.path() / "out"); },
+                ::testing::ThrowsMessage<Error>(HasSubstr("packed: is kept as bytes of the program's own")));
+    EXPECT_THAT([&] { export_snapshot(snapshot, place.path() / "out"); },
+                ::testing::ThrowsMessage<Error>(HasSubstr("packed: is kept as bytes of the program's own")));
+    model.blocks[0].parameters[1].bytes = false;
+    EXPECT_THAT([&] { Engine::create(config(store), model, {.on_existing = OnExisting::kResume}); },
+                ::testing::ThrowsMessage<Error>(HasSubstr("packed [131072] bytes (here: packed [131072] frozen)")));
+    TempStore third;
+    EXPECT_THAT([&] { Engine::create(config(third), model, {.snapshot = snapshot}); },
+                ::testing::ThrowsMessage<Error>(HasSubstr("parameter packed was bytes there, here it is numbers")));
+  }
 }
 
 TEST(EngineFrozen, OnlyWhatTrainsIsToldOfAnOptimizerThatAFileLeftOut) {

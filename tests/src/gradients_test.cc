@@ -183,7 +183,8 @@ std::vector<Push> all_pushes(const Collector& c) {
   for (std::uint32_t b = 0; b < c.model.blocks.size(); ++b) {
     for (std::uint32_t p = 0; p < c.model.blocks[b].parameters.size(); ++p) {
       const Parameter& parameter = c.model.blocks[b].parameters[p];
-      for (std::uint32_t i = 0; parameter.trainable && i < parameter.pushes; ++i) pushes.push_back({b, p});
+      const std::uint32_t times = parameter.pushes == kAnyPushes ? 1 : parameter.pushes;
+      for (std::uint32_t i = 0; parameter.trainable && i < times; ++i) pushes.push_back({b, p});
     }
   }
   return pushes;
@@ -229,6 +230,28 @@ TEST_P(Gradients, MicroBatchesAreAddedInCallOrderAndRoundedOnce) {
       expected.push(order[i].block, order[i].parameter, values, dtype);
     }
     expected.compare();
+  }
+}
+
+TEST_P(Gradients, AsManyAsComeAreAddedUntilOneSaysThatNoMoreDo) {
+  std::mt19937_64 random = seeded_generator();
+  ModelDescription model = uneven_model(3, kAnyPushes);
+  model.visits = {{0, Pass::kBackward}, {1, Pass::kBackward}, {2, Pass::kBackward}};  // once each, which says nothing
+  Collector c = collector(model);
+  std::vector<Push> every = all_pushes(c);
+  for (int round = 0; round < 4; ++round) {
+    c.collector->begin_step();
+    Expected expected(c);
+    for (int i = 0; i < 40; ++i) {
+      const Push push = every[random() % every.size()];
+      const auto values = noise(random, c.count(push.block, push.parameter));
+      c.push(push.block, push.parameter, values);
+      expected.push(push.block, push.parameter, values);
+    }
+    EXPECT_THROW(c.pushes->check_complete(), Error);
+    for (const Push& push : every) c.push_nothing(push.block, push.parameter);
+    expected.compare();
+    EXPECT_THROW(c.push_nothing(every[0].block, every[0].parameter), Error);
   }
 }
 

@@ -33,7 +33,7 @@ class Rig {
     const std::vector<std::uint8_t> brought(2, 1);  // a block of this model has two parameters
     for (std::uint32_t b = 0; b < model.blocks.size(); ++b) parameters->take(b, brought);
     machinery->updater->begin(*parameters);
-    machinery->updater->run_until(0, nullptr);  // several tiles, and more behind them
+    machinery->tiles->run_until(0, nullptr);  // several tiles, and more behind them
   }
   ~Rig() { machinery->updater->finish(); }
   Rig(const Rig&) = delete;

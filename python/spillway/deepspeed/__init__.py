@@ -25,14 +25,18 @@ from ..engine.engine import Engine
 from ..engine.optimizer import EngineSchedule
 from ..library import Error, library, parse_config, settings_of
 from . import checkpoints as deepspeed_import
+from . import client, leaves, saved_weights, schedules
+from .adjusted import Adjusted, StatesOptimizer
 from .answers import Answers
 from .checkpoints import LATEST
+from .configured import Configured, CsvMonitor
+from .one_rank import init_distributed  # noqa: F401
+from .saved_weights import SNAPSHOT, STATE
 
-SNAPSHOT, STATE = "spillway", "client_state.pt"
 ONE_PROCESS = "WORLD_SIZE {}: a model is trained by one process, on one GPU; start it with python"
 
 
-class DeepSpeedEngine(Answers, Engine):
+class DeepSpeedEngine(Adjusted, Answers, Engine):
     """An Engine with DeepSpeed's names beside its own."""
 
     local_rank = global_rank = 0
@@ -40,9 +44,12 @@ class DeepSpeedEngine(Answers, Engine):
     lr_scheduler = training_dataloader = None
     _report, _stepped = None, 0  # of the last step; micro-batches behind which step() was called
     _accumulates = False         # inside of no_sync()
+    _monitor = _losses = None    # csv_monitor; losses of the step's micro-batches, divided
+    _all_used = False            # a step that leaves out a parameter is an error
 
     def __init__(self, model, config, **options):
         super().__init__(model, config, **options)
+        StatesOptimizer(model).attach(self)
         self.global_samples = self.global_steps * self.train_batch_size()
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
@@ -54,7 +61,10 @@ class DeepSpeedEngine(Answers, Engine):
             raise Error("invalid_argument", f"no_sync: the step has had its {self._accumulation} micro-batches; set "
                                             "gradient_accumulation_steps to the micro-batches of a step")
         super().backward(loss, scale_wrt_gas)
-        return loss / self._accumulation if scale_wrt_gas else loss
+        divided = loss / self._accumulation if scale_wrt_gas else loss
+        if self._monitor is not None:
+            self._losses = (self._losses or 0) + float(divided)
+        return divided
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -72,15 +82,51 @@ class DeepSpeedEngine(Answers, Engine):
         """Engine.step(), and then the scheduler's. `lr_kwargs`: of the scheduler's step()."""
         if self._accumulates:
             raise Error("invalid_argument", "step: is inside of no_sync(); call it behind")
+        self._open()
+        if self._boundary is not None:
+            options["early"] = self._boundary
         made = self._micro_batches
-        report = super().step(**options)
+        if self._boundary is not False and made >= (1 if options.get("early") else self._accumulation):
+            self._refuse_unused()
+            report = self._step_unless_nan(**options)
+        else:
+            report = None
         self._stepped = self._micro_batches
         self._count(report, made)
         if report is not None:
             self._report = report
             if self.lr_scheduler is not None and not report.skipped:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._write_events()
         return report
+
+    def _step_unless_nan(self, **options):
+        """bf16 skips a step whose gradients are not finite, as DeepSpeed does with its check_grad_overflow; fp16's are
+        the loss scaler's, and fp32's an error."""
+        try:
+            return super().step(**options)
+        except Error as error:
+            if error.code != "non_finite" or self.dtype != torch.bfloat16 or "nothing was changed" not in str(error):
+                raise
+            log.say(logging.WARNING, f"step: is skipped, as with DeepSpeed in bf16: {error}")
+            self._report = None
+            self.skipped_steps += 1
+            self.uncounted_steps += 1
+            return None
+
+    def _refuse_unused(self):
+        for block, index in self._layout.pushes if self._all_used else ():
+            if not self._gradients.brought(block, index):
+                name = self._layout.names[block][index]
+                self.discard_step()
+                raise Error("invalid_argument", f"{name}: has got no gradient in this step, and "
+                                                "ignore_unused_parameters is false; say true, or let the model use it")
+
+    def _write_events(self):
+        if self._monitor is not None:
+            scale = {"loss_scale": self.current_loss_scale} if self.fp16_enabled() else {}
+            self._monitor.write(self.global_samples, train_loss=self._losses, lr=self.get_lr()[0], **scale)
+            self._losses = None
 
     def _begin_step(self):
         super()._begin_step()
@@ -97,6 +143,8 @@ class DeepSpeedEngine(Answers, Engine):
 
     def is_gradient_accumulation_boundary(self):
         """Of the micro-batch that comes, or that backward() had last: step() behind it makes a step."""
+        if self._boundary is not None:
+            return self._boundary
         return self.step_is_due or self._stepped + 1 == self._accumulation
 
     @property
@@ -152,6 +200,8 @@ class DeepSpeedEngine(Answers, Engine):
                  "global_samples": self.global_samples, "skipped_steps": self.skipped_steps,
                  "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(), "group": self.optimizer.group(),
                  "configured_lr": self.settings["optimizer.params.lr"],
+                 "tied": self._tied_names(),
+                 "frozen": [name for name, each in self.module.named_parameters() if not each.requires_grad],
                  "buffers": {name: buffer.cpu() for name, buffer in buffers.persistent(self.module).items()}}
         whole_files.write(os.path.join(folder, STATE), lambda file: torch.save(state, file))
         whole_files.sync(save_dir)  # before something names what is in it
@@ -164,9 +214,6 @@ class DeepSpeedEngine(Answers, Engine):
         """(path, client_state), or (None, None) where there is no checkpoint. The run begins once more, with the
         checkpoint and its learning rate, in mid-run, too; one that is refused changes nothing. What DeepSpeed has saved
         is loaded before the first step."""
-        if not (load_module_strict and load_optimizer_states) or load_module_only or custom_load_fn is not None:
-            raise Error("unsupported", "load_checkpoint: takes all of a checkpoint; give a model of its own to another "
-                                       "run's weights, with from_pretrained() of what export() wrote")
         if tag is None:
             latest = os.path.join(load_dir, LATEST)
             try:
@@ -190,6 +237,10 @@ class DeepSpeedEngine(Answers, Engine):
         if missing is not None and not theirs:
             raise Error("not_found", f"{missing}: is not there; take a checkpoint that save_checkpoint() has saved to "
                                      "its end")
+        partly = not (load_module_strict and load_optimizer_states) or load_module_only or custom_load_fn is not None
+        if theirs and partly:
+            raise Error("unsupported", f"{folder}: is DeepSpeed's, of which all is taken; load it so once, save it, and "
+                                       "take the weights of that")
         if theirs:
             if self.current_step > 0:  # a schedule of PyTorch's is stepped from its beginning
                 raise Error("invalid_argument", f"{folder}: is DeepSpeed's, and cannot be loaded behind step "
@@ -201,6 +252,9 @@ class DeepSpeedEngine(Answers, Engine):
             state = torch.load(beside, map_location="cpu", weights_only=False)  # the client's may be anything
         except (EOFError, RuntimeError, ValueError, AssertionError, pickle.UnpicklingError) as error:
             raise Error("corrupt", f"{beside}: is empty, cut short or damaged; take another checkpoint") from error
+        if partly:
+            return self._load_partly(folder, state, load_module_strict, load_module_only, load_lr_scheduler_states,
+                                     custom_load_fn)
         self._check_beside(folder, snapshot, state)
         if self.current_step > 0:
             log.say(logging.INFO, f"{folder}: takes the place of step {self.current_step}, in the store, too")
@@ -214,6 +268,34 @@ class DeepSpeedEngine(Answers, Engine):
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self._go_on_with_rate(folder, state)
         return folder, state["client_state"]
+
+    def _load_partly(self, folder, state, strict, module_only, with_schedule, custom_load_fn):
+        """The weights alone, into fp32 masters: states stay, and so does the store's step. DeepSpeed's counts come
+        along, unless it is the module only."""
+        weights = {name: value for name, value in saved_weights.tensors(folder)}
+        weights.update((alias, weights[name]) for alias, name in state.get("tied", {}).items() if name in weights)
+        weights.update(state["buffers"])
+        self.discard_step()
+        self.load_module_state_dict(weights, strict, custom_load_fn)
+        if module_only:
+            return folder, state["client_state"]
+        self.uncounted_steps = state["step"] + state.get("uncounted", 0) - self.current_step
+        self.global_samples = state.get("global_samples", self.global_samples)
+        self.skipped_steps = state.get("skipped_steps", 0)
+        if with_schedule and state["lr_scheduler"] and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        return folder, state["client_state"]
+
+    def _tied_names(self):
+        """Names of parameters that have another one, by which a checkpoint knows them."""
+        known = {id(parameter): plain(name) for name, parameter in self.module.named_parameters()}
+        found = {}
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                full = plain(f"{prefix}.{name}" if prefix else name)
+                if parameter is not None and known[id(parameter)] != full:
+                    found[full] = known[id(parameter)]
+        return found
 
     def _check_beside(self, folder, snapshot, state):
         """That what lies beside a snapshot fits it and the model, before the run's own step is given up."""
@@ -242,6 +324,7 @@ class DeepSpeedEngine(Answers, Engine):
                                          f"step; the configuration's scheduler counts, which says {here:g}")
             return
         group.update(saved)
+        self.optimizer.align()
         if configured != state.get("configured_lr", configured) or \
                 (self.lr_scheduler is None and saved["lr"] != configured):
             log.say(logging.WARNING, carried.rate_that_counts(self, folder, saved["lr"]))
@@ -275,7 +358,11 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
                config_params=None, **options):
     """deepspeed.initialize() for one process: (engine, optimizer, dataloader, lr_scheduler).
 
-    `lr_scheduler`: a function that makes one of PyTorch's for an optimizer. `options`: of Engine, on_existing= say.
+    `optimizer`: one of torch.optim's AdamW, Adam, Adagrad, SGD or of DeepSpeed's, or a function that makes one; its
+      hyper-parameters and groups are taken, and the engine's own has the states.
+    `model_parameters`: all that are trained, or groups of them with `lr` and `weight_decay` of their own.
+    `lr_scheduler`: one that was made for that optimizer, or a function that makes one. `options`: of Engine,
+      on_existing= say.
     """
     given = (config, config_params, *(getattr(args, f"{name}_config", None) for name in ("deepspeed", "deepscale")))
     config = next((each for each in given if each is not None), None)
@@ -283,21 +370,36 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
         raise Error("invalid_argument", "initialize: no configuration; give config=, a ds_config.json or a dict")
     if model is None:
         raise Error("invalid_argument", "initialize: no model; give model=")
-    if model_parameters is not None:
-        model_parameters = list(model_parameters)
-    schedules = _schedules(config)
-    _refuse(model, optimizer, model_parameters, lr_scheduler, dist_init_required, mpu or mesh_param, schedules)
-    engine = DeepSpeedEngine(model, config, **options)
-    if schedules:
-        engine.lr_scheduler = EngineSchedule(engine.optimizer)
-    elif lr_scheduler is not None:
-        engine.lr_scheduler = lr_scheduler(engine.optimizer)
+    groups = None if model_parameters is None else list(model_parameters)
+    configured = Configured(config)
+    _refuse(model, groups, lr_scheduler, dist_init_required, mpu or mesh_param, configured)
+    optimizer, made = client.optimizer_of(optimizer, model), None
+    if optimizer is not None or any(isinstance(each, dict) for each in groups or ()):
+        made = client.configure(configured.change(), optimizer, groups, model)
+    if "blocks" not in options and (blocks := leaves.blocks_of(model)) is not None:
+        options["blocks"] = blocks
+    engine = DeepSpeedEngine(model, configured.for_engine(), **options)
+    engine._all_used = configured.all_used
+    engine._monitor = CsvMonitor(configured.monitor) if configured.monitor else None
+    if made:
+        client.GroupedOptimizer(engine, made)
+    engine.lr_scheduler = _scheduler(engine, configured, optimizer, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = torch.utils.data.DataLoader(
             training_data, batch_size=engine.train_micro_batch_size_per_gpu(), collate_fn=collate_fn,
             drop_last=engine.settings.get("dataloader_drop_last", False),
             shuffle=not isinstance(training_data, torch.utils.data.IterableDataset))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _scheduler(engine, configured, optimizer, given):
+    if configured.schedule is not None:
+        return schedules.made(configured.schedule, engine.optimizer)
+    if configured.has_schedule or "scheduler.type" in engine.settings:
+        return EngineSchedule(engine.optimizer)
+    if given is None or not callable(given):
+        return given and client.schedule(given, optimizer, engine.optimizer)
+    return given(engine.optimizer)
 
 
 def add_config_arguments(parser):
@@ -309,41 +411,17 @@ def add_config_arguments(parser):
     return parser
 
 
-def init_distributed(*_, world_size=-1, **__):
-    """Nothing is to be done for one process, and no process group is made: leave torch.distributed away, or take rank 0
-    of 1 in its place."""
-    processes = max(world_size, int(os.environ.get("WORLD_SIZE", 1)))
-    if processes > 1:
-        raise Error("unsupported", f"init_distributed: {ONE_PROCESS.format(processes)}")
-
-
-def _schedules(config):
-    """It has a scheduler, which the engine computes."""
-    with log.silent():  # an engine reads it once more
-        parsed = parse_config(config)
-    try:
-        return "scheduler.type" in settings_of(parsed)
-    finally:
-        library().config_destroy(parsed)
-
-
-def _refuse(model, optimizer, model_parameters, lr_scheduler, dist_init_required, parallel, schedules):
+def _refuse(model, groups, lr_scheduler, dist_init_required, parallel, configured):
     """What was asked for and is not done, all of it in one error."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    grouped = any(isinstance(each, dict) for each in model_parameters or [])
+    grouped = any(isinstance(each, dict) for each in groups or [])
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    schedules = configured.has_schedule or configured.schedule is not None
     found = [words for wrong, words in (
-        (optimizer is not None, "optimizer: PyTorch's cannot reach states on NVMe; leave it away, and say type and "
-                                "params in the configuration's section optimizer"),
-        (grouped, "model_parameters: groups are the configuration's, spillway.no_decay and spillway.parameter_groups; "
-                  "leave them away"),
-        (model_parameters is not None and not grouped and 
-         {id(each) for each in model_parameters if each.requires_grad} != trained,
+        (groups is not None and not grouped and {id(each) for each in groups if each.requires_grad} != trained,
          "model_parameters: are not those that want gradients; say requires_grad_(False) to the others"),
-        (lr_scheduler is not None and not callable(lr_scheduler),
-         "lr_scheduler: belongs to another optimizer; give a function, lr_scheduler=lambda optimizer: …"),
         (lr_scheduler is not None and schedules, "lr_scheduler: the configuration has one, too; leave one away"),
-        (processes > 1 or dist_init_required, ONE_PROCESS.format(processes) + ", and leave dist_init_required away"),
+        (processes > 1, ONE_PROCESS.format(processes)),
         (parallel is not None, "mpu, mesh_param: a model is trained on one GPU; leave them away"),
     ) if wrong]
     if found:

@@ -4,16 +4,7 @@ import torch
 ELSEWHERE = {  # what an engine of DeepSpeed's has, and what is called here
     "allreduce_gradients": "leave it away, with one process nothing is reduced",
     "deepspeed_io": "make a torch.utils.data.DataLoader, or give training_data= to initialize()",
-    "empty_partition_cache": "leave it away, memory is planned before step 1",
-    "load_module_state_dict": "load it into the model before initialize(), or give initialize() weights=",
-    "module_state_dict": "module.state_dict() has the weights, in CPU memory",
-    "offload_states": "close() gives all memory back, behind save_checkpoint()",
-    "reload_states": "close() gives all memory back, behind save_checkpoint()",
     "scale": "call backward(loss), which scales it, in place of loss.backward()",
-    "set_gradient_accumulation_boundary": "step(early=True) ends a step with the micro-batches that it has had",
-    "set_lr": "set_learning_rate(rate), or optimizer.param_groups[0]['lr']",
-    "set_train_batch_size": "the configuration says it; step(early=True) makes a step of fewer micro-batches",
-    "set_train_micro_batch_size": "a micro-batch has as many rows as it is given",
 }
 
 

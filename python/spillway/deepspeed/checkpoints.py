@@ -54,6 +54,9 @@ def _imported(layout, checkpoint, snapshot, frozen, tag=None, dtype=None, verify
     """`frozen`: a function from engine block and index to values."""
     if dtype is not None and dtype not in DTYPES:
         raise Error("invalid_argument", f"dtype: {dtype} is none of {', '.join(map(str, DTYPES))}")
+    for packed in layout.packed.values():
+        raise Error("unsupported", f"{packed.name}: is kept as bytes, as of a quantized weight, which no checkpoint of "
+                                   "DeepSpeed's has; make an engine of the model, whose adapters it trained")
     said = {}  # by the `user` of the call, None
     weights = None if dtype is None else ctypes.pointer(ctypes.c_int(DTYPES.index(dtype)))
     all_frozen = sum(parameter.numel() for members in layout.members for parameter in members

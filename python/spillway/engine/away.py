@@ -13,6 +13,7 @@ import torch
 
 from ..library import Error
 from ..memory import plain
+from . import written
 
 # By the address of memory and a text, which whoever asks for its bytes raises; None: PyTorch has no such thing yet.
 REFUSE_BYTES = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -40,8 +41,6 @@ KNOWN |= _named(torch.Tensor, "size dim ndimension numel nelement element_size g
 KNOWN |= _named(torch, "numel is_floating_point is_complex is_signed is_inference is_conj is_neg is_same_size "
                 "result_type empty_like zeros_like ones_like full_like rand_like randn_like")
 AS_IN_BLOCK = _named(torch.Tensor, "stride is_contiguous dim_order")
-WRITES = {"__setitem__", "__set__"} | {f"__i{name}__" for name in (
-    "add sub mul matmul truediv floordiv div mod pow and or xor lshift rshift").split()}
 AS_ANOTHER = _named(torch.Tensor, "to type_as view_as expand_as reshape_as")  # of a tensor that has values
 
 
@@ -51,7 +50,14 @@ COPIED = _named(torch.Tensor, "__reduce_ex__ __deepcopy__ numpy __array__ __dlpa
 READ_AS_COPY = _named(torch.Tensor, "numpy __array__")
 
 
-class AwayParameter(torch.nn.Parameter):
+class _OfItsOwn(type(torch.nn.Parameter)):
+    """A parameter's class takes what is marked as a parameter for an instance of it, torchao's tensors say."""
+
+    def __instancecheck__(cls, instance):
+        return type.__instancecheck__(cls, instance)
+
+
+class AwayParameter(torch.nn.Parameter, metaclass=_OfItsOwn):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
@@ -63,7 +69,7 @@ class AwayParameter(torch.nn.Parameter):
         if function in AS_IN_BLOCK and away:
             return function(torch.empty(first.shape, dtype=first.dtype, device="meta"), *arguments[1:], **keywords)
         if compiling():
-            raise Error("invalid_argument", _read_outside(*first._spillway_names if away else ("a weight", "BLOCK")))
+            raise Error("invalid_argument", read_outside(*first._spillway_names if away else ("a weight", "BLOCK")))
         return _read(function, arguments, keywords)
 
     def __repr__(self):
@@ -74,7 +80,7 @@ class AwayParameter(torch.nn.Parameter):
         return format(repr(self), form)
 
     def __reduce_ex__(self, protocol):  # of copy.copy, pickle and torch.save: another one, of this class
-        raise Error("invalid_argument", _read_outside(*self._spillway_names))
+        raise Error("invalid_argument", read_outside(*self._spillway_names))
 
     def __deepcopy__(self, memo):
         self.__reduce_ex__(None)
@@ -93,6 +99,9 @@ class Lent(torch.Tensor):
 def _read(function, arguments, keywords):
     """A function of weights that are away: what it reads is lent to it."""
     first = arguments[0] if arguments else None
+    if isinstance(first, AwayParameter) and (function == written.DATA or _changes(function, first)) and \
+            written.writable(first):
+        return written.asked(function, first, arguments[1:], keywords)
     _refuse(function, first, find((arguments, keywords), (AwayParameter, Lent)), "out" in keywords and
             find(keywords["out"], (AwayParameter, Lent)) is not None)
     lenders = []
@@ -151,22 +160,23 @@ def written_outside(name):
                                 "weights= or a snapshot, and change by training")
 
 
+def _changes(function, first):
+    return written.in_place(function) and find(first, (AwayParameter, Lent)) is not None
+
+
 def _refuse(function, first, weight, is_result):
     """What a loan is not for. `weight`: the first of them in the arguments."""
     name, block = getattr(weight, "_spillway_names", ("a weight", ""))
     if function is torch.autograd.grad:
         raise Error("unsupported", f"{name}: is asked for its gradient by something else than engine.backward(loss), "
                                    "to which alone gradients of weights go")
-    called = getattr(function, "__name__", "")
-    changes = find(first, (AwayParameter, Lent)) is not None and \
-        (called in WRITES or called.endswith("_") and not called.endswith("__"))
-    if changes or is_result:
+    if _changes(function, first) or is_result:
         raise written_outside(name)
     if function in COPIED and function not in READ_AS_COPY and isinstance(first, AwayParameter):
-        raise Error("invalid_argument", _read_outside(name, block))
+        raise Error("invalid_argument", read_outside(name, block))
 
 
-def _read_outside(name, block):
+def read_outside(name, block):
     return f"{name}: is read outside of its block, in a way that cannot be lent to; read it inside `with engine." \
            f'weights_of("{block}"):`, or name in blocks= a module that has both its block and what reads it'
 
@@ -177,13 +187,15 @@ def _away(kind):
     return AwayParameter if kind is torch.nn.Parameter else type(f"Away{kind.__name__}", (AwayParameter, kind), {})
 
 
-def send_away(parameter, name, block, place, lender):
-    """For the first time. `block`: the name of one that has it. `lender`: a weak reference to who lends its values."""
+def send_away(parameter, name, block, place, lender, packed=None):
+    """For the first time. `packed`: None, or what empties it (packed.py). `block`: the name of one that has it. `lender`: a weak reference to who lends its values."""
+    parameter._spillway_packed = packed
     parameter._spillway_names, parameter._spillway_place, parameter._spillway_lender = (name, block), place, lender
     if not isinstance(parameter, AwayParameter):
-        parameter._spillway_kind, parameter._spillway_nothing = type(parameter), parameter.data
-        if REFUSE_BYTES is not None:
-            REFUSE_BYTES(parameter.data.untyped_storage()._cdata, _read_outside(name, block))
+        parameter._spillway_kind = type(parameter)
+        parameter._spillway_nothing = None if packed else parameter.data
+        if REFUSE_BYTES is not None and not packed:
+            REFUSE_BYTES(parameter.data.untyped_storage()._cdata, read_outside(name, block))
         parameter.__class__ = _away(type(parameter))
 
 
@@ -193,5 +205,8 @@ def come_back(parameter):
 
 def go_away(parameter):
     come_back(parameter)
-    parameter.data = parameter._spillway_nothing
+    if parameter._spillway_packed:
+        parameter._spillway_packed.empty()
+    else:
+        parameter.data = parameter._spillway_nothing
     parameter.__class__ = _away(parameter._spillway_kind)

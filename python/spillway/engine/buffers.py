@@ -7,6 +7,7 @@ import torch
 from .. import whole_files
 from ..checkpoint_names import plain
 from ..library import Error
+from .packed import MARK
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # as from_pretrained() looks for them
 PART, BUFFERS = "model-weights.safetensors", "model-buffers.safetensors"
@@ -14,10 +15,10 @@ KEPT = "spillway_buffers.pt"
 
 
 def persistent(model):
-    """By name, those that a state_dict() has."""
+    """By name, those that a state_dict() has, but for those that travel with their block's weights."""
     return {plain(f"{prefix}.{name}") if prefix else name: buffer for prefix, module in model.named_modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set}
+            if buffer is not None and name not in module._non_persistent_buffers_set and not hasattr(buffer, MARK)}
 
 
 def safetensors_of(what="export: the model has persistent buffers, which are written"):

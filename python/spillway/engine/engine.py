@@ -13,7 +13,7 @@ from .. import log
 from ..library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, ExportOptions, LedgerEntry, Line, Options, Report,
                        SaveOptions, StepReport, destroy_engine, library, parse_config, settings_of)
 from ..memory import address_of, tensor_at
-from ..pieces import copying, floats, pieces, values_of
+from ..pieces import collected, copying, pieces, values_of
 from . import module
 from .away import send_away
 from .blocks import Block, find_blocks, forward_order
@@ -23,6 +23,7 @@ from .layout import Layout
 from .leases import Leases
 from .lent import Lender
 from .optimizer import EngineOptimizer
+from .together import TrainsBatches
 from .uses import Uses, plan_for, say_plan
 from .visits import run_in_visits
 
@@ -30,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
 UNCOUNTED = re.compile(rb"spillway\.uncounted (-?\d+)\n")  # before the caller's blob in commits and snapshots
 
 
-class Engine:
+class Engine(TrainsBatches):
     """Gives a model's parameters to Spillway and runs the model block by block.
 
     `model`: any torch.nn.Module. Its parameters are taken out of it, and reading one outside of its
@@ -40,8 +41,8 @@ class Engine:
       every ModuleList and Sequential. What is left over becomes blocks by itself. A block is run once more in backward.
     `example`: arguments of a forward pass, a tuple or a dict; it is run once, to see in which order blocks run and how
       often. Without it: each once, in the order in which the model lists them.
-    `weights`: a function from a parameter's name to its values, for models on PyTorch's device "meta"; the default are
-      the model's own.
+    `weights`: a directory or file of safetensors, or a function from a parameter's name to its values, for models on
+      PyTorch's device "meta"; the default are the model's own.
     `on_existing`: what to do with a store that is there: "refuse", "resume" or "replace".
     `snapshot`: one that save() made, to begin with.
     `aio`: path or dict, what `spillway sweep --json` wrote; it is put over the configuration.
@@ -60,7 +61,7 @@ class Engine:
         self._read_config(config, aio)
         if on_existing not in ON_EXISTING:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
-        module.check(model, weights is None and on_existing != "resume" and snapshot is None)
+        weights = module.checked(model, weights, on_existing != "resume" and snapshot is None)
         self._blocks = find_blocks(model, blocks)
         self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example), self._accumulation)
         self._trace = trace
@@ -76,6 +77,8 @@ class Engine:
         EngineOptimizer(model).attach(self)
         say_plan(self)
         tell(model)
+
+    __reduce_ex__ = module.refuse_to_pickle
 
     def __getattr__(self, name):  # of what is the module's: train(), eval(), generate(), config
         if name.startswith("_") or "module" not in self.__dict__:
@@ -114,6 +117,7 @@ class Engine:
         self._workspace = tensor_at(self.device, self._library.engine_workspace(handle, byref(size)), size.value)
         self.uncounted_steps, _ = self._record()  # that DeepSpeed counted and Adam did not: of fp16, skipped
         self._views, self._addresses = {}, set()
+        self._layout.forget_packed()
         self.anchor = torch.empty(0, device=self.device, requires_grad=True)
 
     def load_snapshot(self, directory):
@@ -122,7 +126,8 @@ class Engine:
         self._refuse_held()
         self.discard_step()
         self._library.engine_load_snapshot(self._open(), _path(directory))
-        self.uncounted_steps, _ = self._record()
+        self._layout.forget_packed()
+        self.uncounted_steps = self._record()[0]
         self.optimizer.attach(self)
 
     # -- weights in and out ---------------------------------------------------------------------------------------
@@ -137,23 +142,11 @@ class Engine:
 
     def master_weights(self, names=None):
         """The exact fp32 weights by name, in CPU memory: 4 bytes a parameter. `names`: of these parameters alone."""
-        found = {}
-
-        def copy(block, index, first, values, count):
-            name = self._layout.names[block][index]
-            if names is not None and name not in names:
-                return
-            if name not in found:
-                found[name] = torch.empty(self._layout.members[block][index].shape, dtype=torch.float32,
-                                          device="cpu")
-            found[name].view(-1)[first:first + count] = floats(values, count)
-
-        self.stream_out(self._library.engine_export_weights, copy, 1)
-        return found
+        return collected(self, names)
 
     def _take_over(self):
         """Empties the parameters and puts visits in the place of forwards."""
-        module.empty(self.module, self._layout.members, self.dtype, self.device)
+        module.empty(self.module, self._layout, self.dtype, self.device)
         for block in self._blocks:
             for entries in (block.parameters, block.trainable):
                 entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
@@ -163,9 +156,10 @@ class Engine:
             self.lender.watch(self._layout.members[owner][index], owner, index)
         lender, engine = weakref.ref(self.lender), weakref.proxy(self)
         for block in reversed(self._blocks):  # of those that have it, the first one gives a parameter its name
-            block.own = list(block.parameters)
+            block.own = [entry for entry in block.parameters if isinstance(entry[0], torch.nn.Parameter)]
             for parameter, *place in block.parameters:
-                send_away(parameter, self._layout.names[place[0]][place[1]], block.name, tuple(place), lender)
+                send_away(parameter, self._layout.names[place[0]][place[1]], block.name, tuple(place), lender,
+                          self._layout.packed.get(tuple(place)))
         for number, block in enumerate(self._blocks):
             run_in_visits(engine, block, number)
         module.bind(engine, self.module, self._blocks)
@@ -429,8 +423,7 @@ class Engine:
     def save(self, directory, replace=False, leave_out_frozen=False):
         """A snapshot: weights, states, step and blob, from which any run of the model can begin. `leave_out_frozen`: of
         what is trained alone, for load_snapshot() of an engine with the same frozen weights."""
-        options = SaveOptions(replace, 0, leave_out_frozen)
-        self._library.engine_save(self._open(), _path(directory), byref(options))
+        self._library.engine_save(self._open(), _path(directory), byref(SaveOptions(replace, 0, leave_out_frozen)))
 
     def export(self, directory, dtype=torch.float32, replace=False):
         """The weights, and persistent buffers, as safetensors with the model's config.json and generation_config.json:

@@ -49,6 +49,10 @@ class Gradients:
     def bring(self, block, index):
         self._brought.add((block, index))
 
+    def brought(self, block, index):
+        """In this step."""
+        return (block, index) in self._brought
+
     def show(self):
         for block, index in self._brought:
             parameter = self._members[block][index]

@@ -6,9 +6,10 @@ import torch
 
 from .. import checkpoint_names
 from ..checkpoint_names import plain
-from ..library import BACKWARD, FORWARD, Error
+from ..library import BACKWARD, FORWARD
 from . import buffers
 from .module import attachments
+from .packed import find_packed
 
 
 class Layout:
@@ -19,22 +20,31 @@ class Layout:
         self.members = []  # by engine block: its parameters
         names = {id(parameter): plain(name) for name, parameter in model.named_parameters()}
         places, uses = {}, collections.Counter()
-        self._block_names = []
+        packed, packed_buffers = find_packed(model, plain)
+        self.packed = {}   # by (engine block, index): what is bytes there
+        self.block_names = []
         for index, block in enumerate(blocks):
             own = []  # what no block before this one has
             for parameter in block.module.parameters():
                 if id(parameter) not in places:
-                    self._check(names[id(parameter)], parameter)
-                    places[id(parameter)] = (len(self.members), len(own))
+                    place = places[id(parameter)] = (len(self.members), len(own))
+                    if id(parameter) in packed:
+                        self.packed[place] = packed[id(parameter)]
                     own.append(parameter)
                 block.parameters.append((parameter, *places[id(parameter)]))
                 uses[id(parameter)] += order.count(index)
+            for buffer in (buffer for module in block.module.modules() for buffer in
+                           packed_buffers.get(id(module), ())):
+                if id(buffer.tensor) not in places:
+                    place = places[id(buffer.tensor)] = (len(self.members), len(own))
+                    names[id(buffer.tensor)], self.packed[place] = buffer.name, buffer
+                    own.append(buffer.tensor)
+                block.parameters.append((buffer.tensor, *places[id(buffer.tensor)]))
             if own:
                 self.members.append(own)
-                self._block_names.append(plain(block.name) or "model")
+                self.block_names.append(plain(block.name) or "model")
             block.engine_blocks = list(dict.fromkeys(owner for _, owner, _ in block.parameters))
         self.names = [[names[id(p)] for p in members] for members in self.members]
-        self.elements = sum(parameter.numel() for members in self.members for parameter in members)
         self.pushes = {places[id(p)]: max(1, uses[id(p)]) * accumulation
                        for members in self.members for p in members if p.requires_grad}
         for block in blocks:
@@ -54,15 +64,34 @@ class Layout:
     def order(self):
         return self._order
 
+    @property
+    def accumulation(self):
+        return self._accumulation
+
     def accumulate(self, micro_batches):
         """From here on a step has so many."""
         self.pushes = {place: count // self._accumulation * micro_batches for place, count in self.pushes.items()}
         self._accumulation = micro_batches
 
-    @staticmethod
-    def _check(name, parameter):
-        if not parameter.is_floating_point():
-            raise Error("unsupported", f"{name}: is of {parameter.dtype}; Spillway trains floating-point weights")
+    def elements_of(self, place):
+        """Of the weight type, behind describe()."""
+        return self.packed[place].elements(self.element_bytes) if place in self.packed else \
+            self.members[place[0]][place[1]].numel()
+
+    @property
+    def elements(self):
+        return sum(self.elements_of((owner, index)) for owner, members in enumerate(self.members)
+                   for index in range(len(members)))
+
+    def tensors_in(self, owner):
+        """Of the block: (index, name, parameter) of those that are numbers."""
+        return [(index, name, parameter) for index, (name, parameter) in
+                enumerate(zip(self.names[owner], self.members[owner])) if (owner, index) not in self.packed]
+
+    def forget_packed(self):
+        """Where their bytes lie, and that they are of these forms."""
+        for packed in self.packed.values():
+            packed.forget()
 
     def visits(self):
         """Of a step: forward and backward of each micro-batch. Backward ends behind the first block that learns."""
@@ -76,20 +105,23 @@ class Layout:
 
     def tensors(self):
         """(name, shape, dtype) of all that is exported: a list for each block, and one of buffers."""
-        parameters = [[(name, parameter.shape, torch.float32) for name, parameter in zip(names, members)]
-                      for names, members in zip(self.names, self.members)]
+        parameters = [[(name, parameter.shape, torch.float32) for _, name, parameter in self.tensors_in(owner)]
+                      for owner in range(len(self.members))]
         return [*parameters, [(name, b.shape, b.dtype) for name, b in buffers.persistent(self._model).items()]]
 
     def describe(self, library, element_bytes):
         """A spillway_model, which the caller destroys. Its workspace holds the largest gradient."""
+        self.element_bytes = element_bytes
         model = c_void_p(library.model_create())
         for owner, members in enumerate(self.members):
-            library.model_add_block(model, self._block_names[owner].encode())
+            library.model_add_block(model, self.block_names[owner].encode())
             for index, parameter in enumerate(members):
-                shape = tuple(parameter.shape)
-                library.model_add_parameter(model, owner, self.names[owner][index].encode(),
-                                            (c_uint64 * len(shape))(*shape), len(shape), parameter.requires_grad,
-                                            self.pushes.get((owner, index), 1))
+                name, shape = self.names[owner][index].encode(), tuple(parameter.shape)
+                if (owner, index) in self.packed:
+                    library.model_add_bytes(model, owner, name, self.elements_of((owner, index)))
+                    continue
+                library.model_add_parameter(model, owner, name, (c_uint64 * len(shape))(*shape), len(shape),
+                                            parameter.requires_grad, self.pushes.get((owner, index), 1))
         for owner, direction in self.visits():
             library.model_add_visit(model, owner, direction)
         largest = max((p.numel() for members in self.members for p in members if p.requires_grad), default=1)
@@ -97,6 +129,8 @@ class Layout:
         for name, text in attachments(self._model).items():
             library.model_attach(model, name.encode(), text.encode())
         names = {name for members in self.names for name in members}
+        if self.packed:  # which no files have as they are here: `spillway export` says so
+            return model
         if text := checkpoint_names.attachment(self._model, self.tensors(), names):
             library.model_attach(model, checkpoint_names.NAMES.encode(), text.encode())
         return model

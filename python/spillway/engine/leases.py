@@ -55,12 +55,20 @@ class Leases:
         for parameter, owner, index in block.parameters:
             self._lent.append((parameter, parameter.grad))
             come_back(parameter)
+            packed = engine._layout.packed.get((owner, index))
+            if packed is not None:
+                packed.fill(engine._element_bytes, self._address(block, owner, index))
+                continue
             parameter.grad = None  # what compiles the block looks at all that the parameter has
             if parameter._version != engine._versions[id(parameter)]:
                 engine._versions[id(parameter)] = parameter._version
                 raise written_outside(engine._layout.names[owner][index])
-            address = library.lease_weight(self._leases[block.engine_blocks.index(owner)], index)
-            parameter.data = self._view(parameter, owner, index, address)
+            parameter.data = self._view(parameter, owner, index, self._address(block, owner, index))
+
+    def _address(self, block, owner, index):
+        address = self._engine._library.lease_weight(self._leases[block.engine_blocks.index(owner)], index)
+        self._engine._addresses.add(address)
+        return address
 
     def _view(self, parameter, owner, index, address):
         engine, key = self._engine, (owner, index, address)
@@ -68,7 +76,6 @@ class Leases:
             with torch.inference_mode(False):
                 memory = tensor_at(engine.device, address, parameter.numel() * engine._element_bytes, engine.dtype)
                 engine._views[key] = memory.view(parameter.shape)
-            engine._addresses.add(address)
         return engine._views[key]
 
     def end(self):

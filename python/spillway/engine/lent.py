@@ -29,7 +29,7 @@ import torch
 from .. import log
 from ..library import BACKWARD, FORWARD, Error
 from ..memory import address_of, tensor_at
-from .away import Lent
+from .away import Lent, read_outside
 
 
 class _Loan(torch.autograd.Function):
@@ -114,6 +114,8 @@ class Lender:
         engine, (owner, index) = self._engine(), parameter._spillway_place
         if engine is None or engine._handle is None:
             return None
+        if parameter._spillway_packed:
+            raise Error("unsupported", read_outside(*parameter._spillway_names))
         if self.visiting is not None:
             self._join(engine, self.visiting, parameter)
         else:
@@ -142,7 +144,7 @@ class Lender:
         parameter = engine._layout.members[owner][index]
         address, size = engine._library.lease_weight(lease.handles[0], index), parameter.numel() * engine._element_bytes
         with torch.inference_mode(False):
-            if not engine.uses.settled and not engine.in_backward:
+            if not engine.uses.settled and engine._layout.pushes and not engine.in_backward:
                 if (owner, index) not in self._copies:
                     self._copies[owner, index] = _Copy(tensor_at(engine.device, address, size).clone())
                 lease = self._copies[owner, index]

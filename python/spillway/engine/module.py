@@ -4,15 +4,20 @@ import contextlib
 import torch
 
 from ..library import Error
-from .away import Lent
+from .away import Lent, read_outside
+from .model_files import named_weights
+from .packed import MARK, copy_of
 
 
-def check(model, has_values):
+def checked(model, weights, begins):
+    """Engine's `weights` as a function from names to values, or None. `begins`: a new run, which takes them."""
     if not isinstance(model, torch.nn.Module):
         raise Error("invalid_argument", f"model: is a {type(model).__name__}; give a torch.nn.Module, as "
                                         "from_pretrained() makes one")
     if any("_spillway" in module.__dict__ for module in model.modules()):
         raise Error("invalid_argument", "model: an engine has taken its weights before; make the model anew")
+    weights = named_weights(model, weights)
+    has_values = weights is None and begins
     for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
         for name, tensor in tensors:
             if tensor.device.type == "meta" and (kind == "buffer" or has_values):
@@ -27,6 +32,7 @@ def check(model, has_values):
         if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False)):
             raise Error("unsupported", f"{name}: has sparse gradients, and Spillway's are dense; make it with "
                                        "sparse=False")
+    return weights
 
 
 def refuse_forgotten(engine):
@@ -38,12 +44,17 @@ def refuse_forgotten(engine):
                                         "weights back; keep it for as long as its model is used") from None
 
 
-def empty(model, members, dtype, device):
-    """Takes the values out of parameters, listed by block, and moves buffers to the device. A parameter of another
-    device is replaced, in the lists as well."""
+def empty(model, layout, dtype, device):
+    """Takes the values out of parameters, and moves buffers to the device. A parameter of another device is replaced, in
+    the layout's lists as well."""
     moved = {}
-    for block in members:
+    for (owner, index), packed in layout.packed.items():
+        before, says = packed.tensor, read_outside(packed.name, layout.block_names[owner])
+        layout.members[owner][index] = moved[id(before)] = packed.take_over(device, says)
+    for owner, block in enumerate(layout.members):
         for place, parameter in enumerate(block):
+            if (owner, place) in layout.packed:
+                continue
             # For what reads them nevertheless: NaN, in memory that is there, and in one element. Each has its own, so
             # that none of them shows what was written to another.
             nothing = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -56,7 +67,7 @@ def empty(model, members, dtype, device):
         for name, parameter in module._parameters.items():
             module._parameters[name] = moved.get(id(parameter), parameter)
         for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else buffer.to(device)
+            module._buffers[name] = moved.get(id(buffer), buffer if buffer is None else buffer.to(device))
 
 
 def bind(engine, model, blocks):
@@ -74,7 +85,8 @@ def bind(engine, model, blocks):
     model.zero_grad = zero_grad
     for module in {model, *(block.module for block in blocks)}:
         module._spillway = True
-        module._apply, module.__deepcopy__, module.__reduce_ex__ = _refuse_to_move, _refuse_to_copy, _refuse_to_pickle
+        module._apply, module.__deepcopy__, module.__reduce_ex__ = _refuse_to_move, _refuse_to_copy, refuse_to_pickle
+    for module in model.modules() if engine._layout.pushes else ():  # what is not trained may be written to
         module.load_state_dict = _without_weights(module, module.load_state_dict)
 
 
@@ -134,9 +146,10 @@ def _with_weights(engine, block, plain):
 
 def _values(module, state, prefix, _):
     """They outlive the weights, whose memory is given to the next block."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        with contextlib.suppress(AttributeError):  # of what is no parameter but a buffer
-            state[name] = module.get_parameter(name[len(prefix):]).detach().clone().cpu()
+    stay = {f"{prefix}{name}" for name, buffer in module.named_buffers() if not hasattr(buffer, MARK)}
+    for name in [name for name in state if name.startswith(prefix) and name not in stay]:
+        if isinstance(state[name], torch.Tensor):
+            state[name] = copy_of(state[name])
 
 
 def _copies(_, state, prefix, __):
@@ -156,7 +169,7 @@ def _without_weights(module, plain):
     return load_state_dict
 
 
-def _refuse_to_pickle(*_, **__):
+def refuse_to_pickle(*_, **__):
     raise Error("unsupported", "model: its weights are Spillway's and cannot be saved with it; torch.save() takes its "
                                "state_dict(), engine.export(DIR) writes what from_pretrained() takes, and "
                                "engine.save(DIR) a snapshot")

@@ -5,7 +5,7 @@ import torch
 
 from ..library import Error
 
-SETTINGS = ("betas", "eps", "momentum", "weight_decay")  # PyTorch's, that only the configuration sets
+SETTINGS = ("betas", "eps", "momentum", "weight_decay")  # PyTorch's, that the configuration sets; betas may move
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -15,6 +15,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, model, rate=0.0):
         super().__init__([{"params": [p for p in model.parameters() if p.requires_grad]}], {"lr": rate})
         self.engine = self._given = None  # the rate that was set
+        self.known = {}                   # of SETTINGS, those that a group shows and the engine has
         self._shown = rate
 
     def attach(self, engine):
@@ -61,6 +62,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     loss_scale = cur_scale
 
+    def align(self):
+        """Other groups follow the first one, in a class that has some."""
+
     def show(self, rate):
         if self._given is None:
             self.param_groups[0]["lr"] = self._shown = rate
@@ -75,7 +79,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def before_backward(self):
         for name in SETTINGS:
-            if name in self.param_groups[0]:
+            shown = self.param_groups[0].get(name, self.known.get(name))
+            if name == "betas" and shown != self.known.get(name) and "optimizer.params.betas" in self.engine.settings:
+                self.engine._library.engine_set_betas(self.engine._open(), *shown)
+                self.known[name] = shown
+            elif shown != self.known.get(name):
                 raise Error("unsupported", f"param_groups[0]['{name}']: has no effect; say optimizer.params.{name} in "
                                            "the configuration, and delete it here")
         rate = self.param_groups[0]["lr"]

@@ -16,7 +16,8 @@ import torch
 
 from .. import log
 from ..library import Error
-from .visits import NODE
+from ..pieces import collected
+from .slices import NODES
 
 
 class Uses:
@@ -41,7 +42,7 @@ class Uses:
         self.order.clear()
 
     def asked(self, loss, visit, lender):
-        """Gradients that the loss's backward pass brings, by (engine block, index). `visit`: the class of blocks'
+        """Gradients that the loss's backward pass brings, by (engine block, index). `visit`: the classes of blocks'
         nodes. `lender`: of the engine, by which its parameters are known."""
         found, self.outside = collections.Counter(), set()
         waiting, seen = [loss.grad_fn], set()
@@ -76,6 +77,8 @@ class Uses:
 def say_plan(engine):
     for line in engine.describe():
         log.say(logging.INFO, line)
+    if not engine._layout.pushes:
+        return  # nothing is trained
     clipping = engine.settings["gradient_clipping"]
     log.say(logging.INFO, "gradient_clipping: " + (
         f"to a norm of {clipping:g}, in step() (1 where it is left out, as by DeepSpeed); 0 switches it off"
@@ -85,7 +88,7 @@ def say_plan(engine):
 def plan_for(engine, loss):
     """Before a backward pass: sees that its gradients are planned."""
     layout, pushed = engine._layout, engine._pushed
-    asked = engine.uses.asked(loss, NODE, engine.lender)
+    asked = engine.uses.asked(loss, NODES, engine.lender)
     begun = any(pushed.values())
     more = [place for place, count in asked.items()
             if pushed[place] + count > (layout.pushes[place] if begun else layout.pushes_of_micro_batch(place))]
@@ -98,7 +101,7 @@ def plan_for(engine, loss):
                                         "call discard_step(), and begin the step with a micro-batch that uses it, or "
                                         "give the engine an example= of a forward pass")
     layout.plan_again(engine.uses.order_of(layout.order), asked)
-    _open_again(engine)
+    open_again(engine)
     outside = [layout.names[owner][index] for owner, index in sorted(engine.uses.outside)]
     log.say(logging.INFO, f"{name}: gets {asked[more[0]]} gradients of a micro-batch, more than was planned; the plan "
                           "was made once more, by what this first pass used" +
@@ -106,7 +109,7 @@ def plan_for(engine, loss):
     say_plan(engine)
 
 
-def _open_again(engine):
+def open_again(engine):
     """The engine as it is, by another plan. Its store keeps what it has, and what has none is carried over in memory:
     the weights, 4 bytes a parameter for as long as it takes, or behind the first step a snapshot in a directory of its
     own. Of the graph that is to go backward nothing refers to the engine's memory."""
@@ -118,7 +121,7 @@ def _open_again(engine):
         if engine.settings.get("spillway.nvme_paths"):
             engine.flush()
         elif step == 0:
-            weights = engine.master_weights()
+            weights = collected(engine, None, bytes_too=True)
         else:
             snapshot = os.path.join(folder, "snapshot")
             engine.save(snapshot)

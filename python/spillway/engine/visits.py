@@ -304,6 +304,8 @@ def run_in_visits(engine, block, index):
                 leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
                 return tree_unflatten(engine.without_weights(leaves), spec)
         flat, spec = tree_flatten((arguments, keywords))
+        if engine.together.takes():
+            return engine.together.visit(block, index, flat, spec)
         record = _Record()
         # Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'.
         anchor = engine.anchor if block.trainable else None

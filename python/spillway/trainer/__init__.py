@@ -21,6 +21,7 @@ from ..deepspeed import checkpoints as deepspeed_import
 from ..engine import buffers, carried
 from ..engine.engine import Engine
 from ..engine.export import adapters
+from ..engine.model_files import named_weights
 from ..engine.module import caches_as_before, leave_caches_away
 from ..engine.optimizer import EngineOptimizer, EngineSchedule
 from ..library import Error
@@ -28,6 +29,7 @@ from ..pieces import values_of
 from . import checkpoints as trainer_checkpoints
 from .checkpoints import SCHEDULE, SNAPSHOT, STATE
 from .config import check, filled, read, refuse
+from .untrained import Untrained, evaluated
 
 OWN = ("create_optimizer", "get_optimizer_cls_and_kwargs")  # of other trainers
 
@@ -66,17 +68,19 @@ class Mixin:
     `on_existing`: what to do with a store that is there: "refuse" or "replace". train(resume_from_checkpoint=...)
       replaces it, unless "refuse" is said here.
     `blocks`, `example`, `weights`, `trace`, `aio`: as for Engine.
+    `untrained_share`: the share of hbm_bytes and host_bytes that a model has which is not trained, a reference or a
+      reward model; the default goes by sizes. Its engine is one of `.untrained.engines`.
     `.engine` is made by the first train(), evaluate() or predict(); None before. Errors: spillway.Error.
     """
 
     def __init__(self, *arguments, spillway=None, on_existing=None, blocks=None, example=None, weights=None, trace=None,
-                 aio=None, **keywords):
+                 aio=None, untrained_share=None, **keywords):
         if spillway is None:
             raise Error("invalid_argument", 'spillway: is missing; give the path of a ds_config.json, or a dict')
         if on_existing not in (None, "refuse", "replace"):
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of refuse, replace; "
                                             "train(resume_from_checkpoint=...) goes on with a run")
-        self.engine = None
+        self.engine, self.untrained = None, Untrained(untrained_share)
         self._configuration, self._on_existing = read(spillway), on_existing
         self._engine_options = {"blocks": blocks, "example": example, "weights": weights, "trace": trace,
                                 "aio": aio}
@@ -97,10 +101,12 @@ class Mixin:
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
-    def _filled(self, total_steps):
+    def _filled(self, total_steps, left=True):
+        """The configuration. `left`: with what models that are not trained have left of budgets."""
         decayed = set(self.get_decay_parameter_names(self.model))
         spared = [plain(n) for n, p in self.model.named_parameters() if p.requires_grad and n not in decayed]
-        return filled(self._configuration, self.args, self.model, spared, total_steps)
+        whole = filled(self._configuration, self.args, self.model, spared, total_steps)
+        return self.untrained.left_of(whole) if left else whole
 
     @property
     def _schedules(self):
@@ -135,7 +141,7 @@ class Mixin:
             yield self._snapshot
             return
         layout = deepspeed_import.layout_of(self.model, self._engine_options["blocks"])
-        frozen = values_of(layout, self._engine_options["weights"])
+        frozen = values_of(layout, named_weights(self.model, self._engine_options["weights"]))
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         with deepspeed_import.snapshot_of(self._deepspeeds, None, layout, dtype, frozen) as (snapshot, facts):
             # Some versions of transformers make a step of an epoch's last micro-batches, and DeepSpeed does not.
@@ -181,8 +187,16 @@ class Mixin:
         self.accelerator.backward = lambda loss, **_: trainer._backward(loss)
         self.accelerator.clip_grad_norm_ = lambda *_, **__: trainer.optimizer.expected_norm()
         prepare = self.accelerator.prepare_model
-        self.accelerator.prepare_model = lambda model, *more, **options: (
-            model if model is trainer.model else prepare(model, *more, **options))
+
+        def prepare_model(model, *more, **options):
+            if model is trainer.model or "_spillway" in model.__dict__ or next(model.parameters(), None) is None:
+                return model
+            if not evaluated(more, options):
+                return prepare(model, *more, **options)
+            return trainer.untrained.take(model, trainer.model, trainer._filled(None, left=False),
+                                          trainer._engine_options["aio"])
+
+        self.accelerator.prepare_model = prepare_model
 
     def _build_accelerator_args(self, **keywords):
         return {**super()._build_accelerator_args(**keywords), "mixed_precision": "no"}

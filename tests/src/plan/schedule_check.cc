@@ -303,9 +303,14 @@ class Checker {
     std::vector<std::uint32_t> count(in_.tiles.size());
     std::vector<double> updated(in_.tiles.size()), written(in_.tiles.size()), read(in_.tiles.size());
     std::vector<double> spilled(in_.tiles.size());
-    std::uint32_t step = 0;
+    std::vector<std::uint32_t> completed(in_.blocks.size());  // how many visits had begun by then
+    std::uint32_t step = 0, begun = 0;
     for (const ScheduleOp& op : ops_) {
       if (op.kind == OpKind::kStep) ++step;
+      begun += op.kind == OpKind::kAcquire;
+      if (op.kind == OpKind::kCopyGradient) completed[op.block] = begun;
+      const bool early = op.kind == OpKind::kUpdate && op.lane == Lane::kEarlyUpdates && begun % in_.visits.size() > 0;
+      ASSERT_TRUE(!early || begun > completed[op.block]);  // behind the visit after
       if (op.kind == OpKind::kCompute) {
         const ScheduleBlock& block = in_.blocks[op.block];
         for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {

@@ -199,6 +199,87 @@ std::set<QueueEvent> told_in(const std::vector<Call>& calls) {
   return told;
 }
 
+// What must be asked next behind a call: nothing, or what may move, until nothing does.
+std::optional<Moves> moves_after(const Call& call) {
+  if (const auto* known = std::get_if<std::vector<std::uint32_t>>(&call.call); known && std::get<bool>(call.answer))
+    return Moves::kAll;
+  if (const auto* told = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call)) {
+    switch (told->first) {
+      case QueueEvent::kComplete:
+      case QueueEvent::kFetched:
+      case QueueEvent::kBeginCheck:
+      case QueueEvent::kTurnDone: return Moves::kAll;
+      case QueueEvent::kBegin: return Moves::kGradients;
+      default: break;
+    }
+  }
+  return std::nullopt;
+}
+
+// What the queue counts on: whatever brings work, or ends a turn, is followed by the moves that come of it; of each
+// turn all moves are made before a tile of it ends; and tiles are waited for once every gradient is complete, not
+// before.
+void expect_rules_kept(std::span<const Call> calls) {
+  bool moved = true, waited = false;
+  std::optional<Moves> due;
+  std::optional<TileTurn> turn;
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const Call& call = calls[i];
+    if (const auto* allowed = std::get_if<Moves>(&call.call)) {
+      ASSERT_TRUE(!due || *allowed >= *due) << "call " << i;
+      if (!std::get<std::optional<TileMove>>(call.answer)) due.reset(), moved = moved || *allowed == Moves::kAll;
+      continue;
+    }
+    ASSERT_FALSE(due) << "call " << i;
+    due = moves_after(call);
+    if (const auto* told = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call)) {
+      if (told->first == QueueEvent::kBegin || told->first == QueueEvent::kEnd) waited = false;
+      ASSERT_FALSE(waited && told->first == QueueEvent::kComplete) << "call " << i;
+    } else if (const auto* which = std::get_if<std::pair<Turns, std::uint32_t>>(&call.call)) {
+      waited = waited || which->first == Turns::kEarlyAll;
+      if (const auto& next = std::get<std::optional<TileTurn>>(call.answer)) turn = next, moved = false;
+    } else if (std::holds_alternative<std::tuple<std::size_t, bool, bool>>(call.call)) {
+      ASSERT_TRUE(moved || turn->kind == TileTurn::Kind::kPassOver) << "call " << i;
+    }
+  }
+}
+
+// The schedule begins in the middle of a step: behind it.
+std::size_t first_begin(const std::vector<Call>& calls) {
+  const auto begins = [](const Call& call) {
+    const auto* told = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call);
+    return told && told->first == QueueEvent::kBegin;
+  };
+  return static_cast<std::size_t>(std::ranges::find_if(calls, begins) - calls.begin());
+}
+
+// What has been read and written is told, so that tiles are read ahead: by the schedule's clock, where it always has.
+void expect_pipelined(const std::vector<Call>& calls) {
+  bool moved = true, reads_ahead = false;
+  std::size_t saved = 0, written = 0, read = 0;
+  for (const Call& call : calls) {
+    if (const auto* told = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call)) {
+      written += told->first == QueueEvent::kWritten;
+      read += told->first == QueueEvent::kRead;
+    } else if (std::holds_alternative<Moves>(call.call)) {
+      const auto& move = std::get<std::optional<TileMove>>(call.answer);
+      if (move && move->kind == TileMove::Kind::kLoad && moved) reads_ahead = true;
+      moved = moved || !move;
+    } else if (std::holds_alternative<std::pair<Turns, std::uint32_t>>(call.call)) {
+      if (std::get<std::optional<TileTurn>>(call.answer)) moved = false;
+    } else if (std::holds_alternative<std::tuple<std::size_t, bool, bool>>(call.call)) {
+      saved += std::get<TileEnd>(call.answer) == TileEnd::kSave;
+    }
+  }
+  if (saved > 4 * watched.options->buffers) {
+    EXPECT_GT(written, 0u);
+  }
+  if (watched.options->early_planned && watched.options->reads_ahead) {
+    EXPECT_GT(read, 0u);
+  }
+  EXPECT_EQ(reads_ahead, watched.options->reads_ahead);
+}
+
 struct Case {
   Placement parameters = Placement::kNvme, states = Placement::kNvme;
   std::function<void(Config&)> change = [](Config&) {};
@@ -224,6 +305,8 @@ Plan compare(const Case& of) {
   watch();
   const Schedule schedule = make_schedule(input);
   const std::set<QueueEvent> planned_events = told_in(watched.calls);
+  expect_pipelined(watched.calls);
+  expect_rules_kept(std::span(watched.calls).subspan(first_begin(watched.calls)));
   std::vector<Moved> step;
   for (const ScheduleOp& op : std::span(schedule.ops).subspan(schedule.second)) {
     if (op.tile != kNothing) step.push_back({op.kind, op.tile, op.buffer});
@@ -273,40 +356,6 @@ std::pair<bool, std::string> again(UpdateQueue& queue, const Call& call) {
   return {queue.end_tile(position, finite, delivered) == std::get<TileEnd>(call.answer), "end_tile"};
 }
 
-// What the queue counts on: of each turn all moves are made before a tile of it ends, and all drops behind it; what is
-// written is told, so that tiles are read ahead.
-void expect_rules_kept() {
-  bool moved = true, dropped = true, reads_ahead = false;
-  std::optional<TileTurn> turn;
-  std::size_t saved = 0, written = 0, read = 0;
-  for (const Call& call : watched.calls) {
-    if (const auto* told = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call)) {
-      if (told->first == QueueEvent::kTurnDone) dropped = false;
-      written += told->first == QueueEvent::kWritten;
-      read += told->first == QueueEvent::kRead;
-    } else if (const auto* allowed = std::get_if<Moves>(&call.call)) {
-      const auto& move = std::get<std::optional<TileMove>>(call.answer);
-      if (move && move->kind == TileMove::Kind::kLoad && moved) reads_ahead = true;
-      if (move) continue;
-      dropped = true;
-      moved = moved || *allowed == Moves::kAll;
-    } else if (std::holds_alternative<std::pair<Turns, std::uint32_t>>(call.call)) {
-      ASSERT_TRUE(dropped);
-      if (const auto& next = std::get<std::optional<TileTurn>>(call.answer)) turn = next, moved = false;
-    } else if (std::holds_alternative<std::tuple<std::size_t, bool, bool>>(call.call)) {
-      ASSERT_TRUE(moved || turn->kind == TileTurn::Kind::kPassOver);
-      saved += std::get<TileEnd>(call.answer) == TileEnd::kSave;
-    }
-  }
-  if (saved > 4 * watched.options->buffers) {
-    EXPECT_GT(written, 0u);
-  }
-  if (watched.options->early_planned && watched.options->reads_ahead) {
-    EXPECT_GT(read, 0u);
-  }
-  EXPECT_EQ(reads_ahead, watched.options->reads_ahead);
-}
-
 void expect_replayed() {
   watched.on = false;
   ASSERT_TRUE(watched.options);
@@ -316,7 +365,7 @@ void expect_replayed() {
     ASSERT_TRUE(same) << name << ", call " << i;
   }
   EXPECT_GT(watched.calls.size(), 500u);
-  expect_rules_kept();
+  expect_rules_kept(watched.calls);
 }
 
 void nothing(Config&) {}
@@ -371,6 +420,34 @@ TEST(UpdateOrder, IsTheSchedulesOnSeveralNodes) {
   expect_replayed();
   compare({.change = without_clipping, .nodes = 2});
   expect_replayed();
+}
+
+// Its tiles are passed over, those before the poisoned one too, and so is what completes after it.
+TEST(UpdateOrder, StopsInsideBackwardAtAGradientThatIsNotFinite) {
+  const ModelDescription model = testing::toy_model(kBlocks, 60'000, 1);
+  TempStore store;
+  Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
+  config.tile_elements = 64 * kKiB;
+  config.commit_every = 1;
+  config.gradient_clipping = 0;
+  const Plan plan = make_plan(config, model);
+  auto engine = Engine::create(config, model);
+  engine->import_weights(testing::toy_weights());
+  ToyTrainer trainer{*engine, model, config.weights, 1};
+  trainer.poison_block = 4;
+  ASSERT_GT(plan.blocks[4].tiles, 2u);  // the NaN is in the middle
+  trainer.run_step();
+  engine->flush();
+  watch();
+  trainer.poison_step = 2;
+  EXPECT_THROW(trainer.run_step(), Error);
+  watched.on = false;
+  std::set<std::uint32_t> updated;
+  for (const Call& call : watched.calls) {
+    const auto* turn = std::get_if<std::optional<TileTurn>>(&call.answer);
+    if (turn && *turn && (*turn)->kind == TileTurn::Kind::kUpdate) updated.insert((*turn)->block);
+  }
+  EXPECT_EQ(updated, (std::set<std::uint32_t>{5, 6, 7, 8}));
 }
 
 // What the schedule knows nothing of: a snapshot, an export, a resume.

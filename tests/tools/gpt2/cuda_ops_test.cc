@@ -70,11 +70,14 @@ class GpuEngine final : public Engine {
   StepReport step(std::span<const std::byte>) override { refuse(); }
   void discard_step() override { refuse(); }
   void set_learning_rate(double) override { refuse(); }
+  void set_betas(double, double) override { refuse(); }
   void flush() override { refuse(); }
   void export_weights(bool, const WeightSink&) override { refuse(); }
   void begin_save(const std::filesystem::path&, const SaveOptions&) override { refuse(); }
   void finish_save() override { refuse(); }
   void load_snapshot(const std::filesystem::path&) override { refuse(); }
+  void read_values(ParameterValues, std::uint32_t, std::uint32_t, const WeightSink&) override { refuse(); }
+  void write_values(ParameterValues, std::uint32_t, std::uint32_t, const WeightSource&) override { refuse(); }
 
  protected:
   const void* weight_address(std::uint32_t, std::uint32_t) const override { refuse(); }

@@ -137,6 +137,7 @@ class FakeEngine final : public Engine {
   double next_learning_rate() const override { return 0; }
   std::vector<std::byte> blob() const override { return {}; }
   void set_learning_rate(double) override {}
+  void set_betas(double, double) override {}
   const Ledger& ledger() const override { return ledger_; }
   std::vector<std::string> describe() const override { return {}; }
   std::optional<double> predicted_step_seconds() const override { return std::nullopt; }
@@ -198,6 +199,8 @@ class FakeEngine final : public Engine {
   }
   void finish_save() override {}
   void load_snapshot(const std::filesystem::path&) override {}
+  void read_values(ParameterValues, std::uint32_t, std::uint32_t, const WeightSink&) override {}
+  void write_values(ParameterValues, std::uint32_t, std::uint32_t, const WeightSource&) override {}
   void export_weights(bool, const WeightSink& sink) override {
     for (std::uint32_t b = 0; b < weights_.size(); ++b) {
       for (std::uint32_t p = 0; p < weights_[b].size(); ++p) {

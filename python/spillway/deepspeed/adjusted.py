@@ -1,0 +1,166 @@
+"""What a loop written for DeepSpeed changes of its engine in mid-run, and takes out of it: a part of DeepSpeedEngine."""
+
+import torch
+
+from ..engine import buffers, values
+from ..engine.module import refuse_forgotten
+from ..engine.optimizer import EngineOptimizer
+from ..engine.uses import _open_again
+from ..library import Error
+from .parked import Parked
+from .zero import GatheredParameters
+
+
+class StatesOptimizer(EngineOptimizer):
+    """An EngineOptimizer whose states are read and written by name, in CPU memory, as PyTorch's are."""
+
+    def _trained(self):
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _names(self):
+        kind = self.engine.settings["optimizer.type"]
+        return {"SGD": ("momentum_buffer",), "Adagrad": ("sum",), "Lion": ("exp_avg",)}.get(
+            kind, ("exp_avg", "exp_avg_sq"))
+
+    def state_dict(self):
+        """It takes 4 bytes a parameter and state. Counts of steps are the engine's, and not in it."""
+        trained, numbers = self._trained(), {}
+        for number, parameter in enumerate(trained):
+            numbers[id(parameter)] = number
+        state = {number: {name: values.read(parameter, values.STATES[name]) for name in self._names()}
+                 for number, parameter in enumerate(trained)}
+        groups = [{**group, "params": [numbers[id(parameter)] for parameter in group["params"]]}
+                  for group in self.param_groups]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict):
+        trained = self._trained()
+        if len(state_dict["state"]) != len(trained) or len(state_dict["param_groups"]) != len(self.param_groups):
+            raise Error("invalid_argument", f"load_state_dict: has {len(state_dict['state'])} states in "
+                                            f"{len(state_dict['param_groups'])} groups, and here are {len(trained)} in "
+                                            f"{len(self.param_groups)}; give that of the same model and groups")
+        for parameter, state in zip(trained, state_dict["state"].values()):
+            for name in self._names():
+                values.write(parameter, state[name], values.STATES[name])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            group.update((name, value) for name, value in saved.items() if name != "params")
+
+
+class Adjusted:
+    _boundary = None     # that set_gradient_accumulation_boundary() said
+    _micro_batch = None  # rows that set_train_micro_batch_size() said
+    _parked = None       # while states are offloaded
+
+    # -- rates and batches --------------------------------------------------------------------------------------------
+
+    def set_lr(self, rate):
+        """Of all groups, from the next step on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def set_train_batch_size(self, train_batch_size):
+        """By the number of micro-batches of a step, between two steps. The engine is planned once more."""
+        rows = self.train_micro_batch_size_per_gpu()
+        if train_batch_size <= 0 or train_batch_size % rows:
+            raise ValueError(f"Train batch size must be divisible by micro-batch data parallelism: {train_batch_size} "
+                             f"by {rows}")
+        if self._micro_batches:
+            raise Error("invalid_argument", f"set_train_batch_size: the step has had {self._micro_batches} of its "
+                                            f"{self._accumulation} micro-batches; call it behind step()")
+        micro_batches = train_batch_size // rows
+        if micro_batches == self._accumulation:
+            return
+        self._layout.accumulate(micro_batches)
+        _open_again(self)
+        self._accumulation = micro_batches
+        self._begin_step()
+
+    def set_train_micro_batch_size(self, micro_batch_size):
+        """What is counted as a micro-batch's rows; it has as many as the model is given."""
+        self._micro_batch = micro_batch_size
+
+    def train_micro_batch_size_per_gpu(self):
+        return super().train_micro_batch_size_per_gpu() if self._micro_batch is None else self._micro_batch
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        """False: step() ends none; True: it ends one with the micro-batches that there are, at most those that the
+        configuration, or set_train_batch_size(), says."""
+        self._boundary = bool(is_boundary)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
+        """Gives back all of the engine's memory, on GPU and host, between steps. Where there is no store the run is
+        meanwhile a snapshot in the directory of temporary files."""
+        self._open()
+        self._parked = Parked(self)
+
+    def reload_states(self, non_blocking=False):
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            parked.come_back(self)
+
+    def empty_partition_cache(self):
+        """Nothing is to be done: what is fetched lies in places that were planned before step 1."""
+
+    def _open(self):
+        if self._parked is not None:
+            raise Error("invalid_argument", "engine: its states are offloaded; call reload_states()")
+        return super()._open()
+
+    # -- weights by name ----------------------------------------------------------------------------------------------
+
+    def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
+        """module.state_dict(), in CPU memory and the type of training."""
+        state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        for name, parameter in self.module.named_parameters() if exclude_frozen_parameters else ():
+            if not parameter.requires_grad:
+                state.pop(prefix + name, None)
+        if destination is None:
+            return state
+        destination.update(state)
+        return destination
+
+    def load_module_state_dict(self, state_dict, strict=True, custom_load_fn=None):
+        """Other weights, which reach the fp32 master; states stay. `custom_load_fn`: is called with src= and dst=, the
+        module with all its weights."""
+        refuse_forgotten(self)
+        if custom_load_fn is not None:
+            with GatheredParameters(self.module.parameters(), modifier_rank=0):
+                custom_load_fn(src=state_dict, dst=self.module)
+            return
+        named = dict(self.module.named_parameters(remove_duplicate=False)) if _KEEPS_DUPLICATES else \
+            {f"{prefix}.{name}" if prefix else name: parameter
+             for prefix, module in self.module.named_modules(remove_duplicate=False)
+             for name, parameter in module._parameters.items() if parameter is not None}
+        self._load_values(state_dict.items(), named, strict)
+
+    def _load_values(self, items, named, strict):
+        """`items`: (name, tensor). Nothing is written where strict finds something missing."""
+        kept = buffers.persistent(self.module)
+        held = dict(items)
+        given, first = {}, {}
+        for name, parameter in named.items():
+            first.setdefault(id(parameter), name)
+            if name in held:
+                given.setdefault(id(parameter), (parameter, held[name]))
+        missing = [name for name, parameter in named.items() if id(parameter) not in given] + \
+            [name for name in kept if name not in held]
+        unexpected = [name for name in held if name not in named and name not in kept]
+        other = [name for name, tensor in held.items() if (found := named.get(name, kept.get(name))) is not None and
+                 found.shape != tensor.shape]
+        if other or (strict and (missing or unexpected)):
+            words = [f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" for what, names in (
+                ("missing are", missing if strict else []), ("unknown are", unexpected if strict else []),
+                ("of another shape are", other)) if names]
+            raise Error("invalid_argument", f"load: {'; '.join(words)}; give the weights of this model" +
+                        ("" if other else ", or say strict=False (load_module_strict=False of load_checkpoint())"))
+        for parameter, tensor in given.values():
+            values.write(parameter, tensor)
+        for name, buffer in kept.items():
+            if name in held:
+                with torch.no_grad():
+                    buffer.copy_(held[name])
+
+
+_KEEPS_DUPLICATES = "remove_duplicate" in torch.nn.Module.named_parameters.__code__.co_varnames
