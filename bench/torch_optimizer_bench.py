@@ -4,12 +4,14 @@
 The GPT of pytorch_bench.py, trained by a plain loop with
   foreach, fused   torch.optim.AdamW, states in RAM beside weights and gradients
   cpu, nvme        spillway.AdamW, states in RAM and on NVMe (in --folder)
-  torchao          with --torchao, in the first round: its CPUOffloadOptimizer, which refuses machines without a GPU in
-                   its words, and its AdamW8bit, which runs on a CPU but compiles an update for each shape of a weight
+  torchao          in the first round, where it is installed: its CPUOffloadOptimizer, which refuses machines without a
+                   GPU; the line has its words. With --torchao its AdamW8bit as well, which runs on a CPU but compiles an
+                   update for each shape of a weight
 each in a process of its own, on the same --threads cores, in turns; every other round the other way round.
 
 One JSON line a run. Of all steps but the first two `update_seconds` is the median of optimizer.step() alone,
-`step_seconds` of all of a step. `grown_bytes` is how far the peak of resident memory in training lies above the peak of
+`update_cpu_seconds` of the processor time of all its threads (with --threads 1 it says the same on a machine that does
+other work), `step_seconds` of all of a step. `load` is the machine's at the end. `grown_bytes` is how far the peak of resident memory in training lies above the peak of
 forward and backward before the optimizer was made. nvme's bytes are those inside of step(), which returns when all of
 them are durable: what it reads ahead while backward runs counts neither as bytes nor as time. `drive_seconds` is what
 the drive needs for those bytes by itself, reads and writes mixed, by fio (or aio_bench) before and after the run.
@@ -21,6 +23,7 @@ from fused's.
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
 """
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -91,23 +94,26 @@ def run(options, folder):
             raise
         print(json.dumps({**line, "refused": str(error)}), flush=True)
         return
-    updates, steps, losses, moved = [], [], [], []
+    updates, cpu_seconds, steps, losses, moved = [], [], [], [], []
     for _ in range(options.steps):
         begin = time.monotonic()
         for parameter in network.parameters():
             parameter.grad = None
         loss = network(batch)
         loss.backward()
-        middle = time.monotonic()
+        middle, cpu = time.monotonic(), time.process_time()
         optimizer.step()
         updates.append(time.monotonic() - middle)
+        cpu_seconds.append(time.process_time() - cpu)
         steps.append(time.monotonic() - begin)
         losses.append(loss.item())
         if options.variant in OURS:
             moved.append((optimizer.report.nvme_read_bytes, optimizer.report.nvme_write_bytes,
                           optimizer.report.stall_seconds))
     first = min(2, options.steps - 1)
-    line |= {"update_seconds": statistics.median(updates[first:]), "step_seconds": statistics.median(steps[first:]),
+    line |= {"update_seconds": statistics.median(updates[first:]),
+             "update_cpu_seconds": statistics.median(cpu_seconds[first:]),
+             "step_seconds": statistics.median(steps[first:]), "load": os.getloadavg()[0],
              "peak_bytes": status_bytes("VmHWM"), "grown_bytes": status_bytes("VmHWM") - before, "losses": losses}
     if options.variant in OURS:
         ledger = sum(size for tier, _, size in optimizer.ledger() if tier == "host")
@@ -149,6 +155,7 @@ def compared(lines):
     if "update_seconds" in fused:  # an older PyTorch has none
         for name in ("foreach", "cpu", "nvme"):
             found[f"{name} over fused"] = lines[name]["update_seconds"] / fused["update_seconds"]
+        found["cpu over fused, CPU seconds"] = cpu["update_cpu_seconds"] / fused["update_cpu_seconds"]
         found["loss from fused's"] = max(abs(a - b) for a, b in zip(cpu["losses"], fused["losses"]))
     return found
 
@@ -167,7 +174,7 @@ def main():
     parser.add_argument("--host", help="host_bytes of cpu and nvme; what the plan asks for when missing")
     parser.add_argument("--stream", action="store_true", help="stream_gradients of cpu and nvme")
     parser.add_argument("--folder", default=".", help="on the drive")
-    parser.add_argument("--torchao", action="store_true", help="beside it, in the first round; minutes")
+    parser.add_argument("--torchao", action="store_true", help="its AdamW8bit as well, in the first round; minutes")
     parser.add_argument("--drive-seconds", type=float, default=8, help="for each measurement of the drive; 0: none")
     parser.add_argument("--aio-bench", type=pathlib.Path, default=ROOT / "build/bench/aio_bench",
                         help="measures the drive where there is no fio")
@@ -180,11 +187,12 @@ def main():
         options.steps, options.rounds, options.drive_seconds = 3, 1, 0
     if options.variant:
         return run(options, options.store)
+    peers = PEERS if options.torchao else PEERS[:1] if importlib.util.find_spec("torchao") else ()
     rounds = []
     for i in range(options.rounds):
         order = VARIANTS if i % 2 == 0 else VARIANTS[::-1]
         lines = {}
-        for variant in order + (PEERS if options.torchao and i == 0 else ()):
+        for variant in order + (peers if i == 0 else ()):
             lines[variant] = run_apart(options, variant)
             print(json.dumps({**lines[variant], "round": i}), flush=True)
         rounds.append(compared(lines))

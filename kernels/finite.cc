@@ -3,14 +3,18 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/page_ahead.h"
+
 namespace spillway {
 namespace {
 
-// Exponents of ones alone are those of NaN and Inf. Without a branch, so that the compiler takes whole vectors.
+// Exponents of ones alone are those of NaN and Inf. Without a branch, so that the compiler takes whole vectors; a page
+// between looks.
 template <typename Bits>
 bool none_has(const Bits* data, std::size_t count, Bits exponent) {
-  constexpr std::size_t kBetweenLooks = 4096;
+  constexpr std::size_t kBetweenLooks = kSmallPage / sizeof(Bits);
   for (std::size_t first = 0; first < count; first += kBetweenLooks) {
+    ask_page(data + first, 2);
     Bits found = 0;
     for (std::size_t i = first, end = std::min(count, first + kBetweenLooks); i < end; ++i)
       found |= static_cast<Bits>((data[i] & exponent) == exponent);

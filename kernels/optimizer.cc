@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "kernels/float_environment.h"
+#include "kernels/page_ahead.h"
 #include "spillway/error.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -94,7 +95,12 @@ bool update_range(const OptimizerTile& tile, const OptimizerScalars& scalars, st
   Bits largest = hn::Zero(U32());
   std::size_t i = begin;
   for (; i + kLine <= end; i += kLine) {
-    prefetch<Format, kRule>(a, i, near);
+    if (near != 0) {
+      prefetch<Format, kRule>(a, i, near);
+    } else if ((i - begin) % (kSmallPage / sizeof(Element)) == 0) {  // states lie in huge pages, and these may not
+      ask_page(a.weights.weight + i, 1);
+      ask_page(a.weights.gradient + i, 1);
+    }
     for (std::size_t k = 0; k < kLine; k += lanes)
       largest = hn::Max(largest, update_lanes<Format, kRule, kDecay>(a, i + k, c));
   }
@@ -162,7 +168,16 @@ namespace {
 
 HWY_EXPORT(update);
 
-constexpr std::size_t kNear = 256;  // elements
+// Elements from here to the lines that are asked for into the first-level cache; 0: none are. On an EPYC of the fourth
+// generation a step with fp32 took 1.43 of PyTorch's on one core with lines asked for, and 1.26 with the pages of
+// weights and gradients alone; with bf16, whose arrays are more and shorter, 1.03 and 1.13.
+std::size_t near_of(DType type) {
+#if HWY_ARCH_X86
+  if (type == DType::kFloat32 && __builtin_cpu_is("amd")) return 0;
+#endif
+  static_cast<void>(type);
+  return 256;
+}
 
 using Update = bool (*)(const OptimizerTile&, const OptimizerScalars&, std::size_t, std::size_t, std::size_t);
 
@@ -176,13 +191,13 @@ bool run(Update update, const OptimizerTile& tile, const OptimizerScalars& scala
 
 template <Update kUpdate>
 bool update_on(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end) {
-  return run(kUpdate, tile, scalars, begin, end, kNear);
+  return run(kUpdate, tile, scalars, begin, end, near_of(tile.type));
 }
 
 }  // namespace
 
 bool optimizer_update(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end) {
-  return run(HWY_DYNAMIC_DISPATCH(update), tile, scalars, begin, end, kNear);
+  return run(HWY_DYNAMIC_DISPATCH(update), tile, scalars, begin, end, near_of(tile.type));
 }
 
 bool optimizer_update_piece(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,

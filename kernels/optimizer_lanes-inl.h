@@ -193,8 +193,9 @@ struct WeightsTail {
 };
 
 // Elements of one cache line of the narrowest exact array. The lines of all arrays are asked for ahead, into the
-// second-level cache and, nearer, into the first: five streams at once are too many for the processor's own prefetcher
-// (bench/optimizer_bench: 0.44 instead of 0.56 ns a bf16 parameter on two cores; into the first alone: 0.465).
+// second-level cache and, nearer, into the first: five streams at once are too many for an Intel processor's own
+// prefetcher (bench/optimizer_bench: 0.44 instead of 0.56 ns a bf16 parameter on two cores; into the first alone:
+// 0.465). An AMD processor's follows the four of exact fp32, and is only held up (near_of).
 constexpr std::size_t kLine = 32, kFar = 2048;
 
 // Past the end of a tile it asks for what nobody wants, which is harmless.
