@@ -1,4 +1,4 @@
-"""DeepSpeed's behaviours of backward passes that a script's own code makes: as the tables of docs/deepspeed_calls.md say,
+"""DeepSpeed's behaviours of backward passes that a script makes: as the tables of docs/deepspeed_calls.md say,
 they hold, or are refused."""
 from case import main
 
