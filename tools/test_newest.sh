@@ -14,10 +14,14 @@ place=${SPILLWAY_NEWEST:-build-newest}
 if [ ! -e "$place/done" ]; then
   python3 -m venv "$place"
   "$place/bin/pip" install -q torch transformers accelerate peft trl datasets lightning pytorch_lightning
+  # What quantizes weights; those that do not install here have their tests skipped.
+  for package in bitsandbytes torchao hqq; do
+    "$place/bin/pip" install -q "$package" || echo "test_newest.sh: $package does not install; its tests are skipped"
+  done
   touch "$place/done"
 fi
 place=$(cd "$place" && pwd)
-"$place/bin/pip" list 2>/dev/null | grep -E "^(torch|transformers|accelerate|peft|trl|lightning) "
+"$place/bin/pip" list 2>/dev/null | grep -E "^(torch|transformers|accelerate|peft|trl|lightning|bitsandbytes|torchao|hqq) "
 
 export SPILLWAY_LIBRARY="$PWD/$library" SPILLWAY_BINARY="$PWD/build-test/tools/spillway" PATH="$place/bin:$PATH"
 python -c "import torch, trl" || { echo "test_newest.sh: delete $place and try again" >&2; exit 1; }

@@ -1,24 +1,41 @@
 """Llama's layers as bitsandbytes, torchao and HQQ quantize them, with LoRA beside them."""
+import copy
+
 import peft
 import torch
 import transformers
 
 
 def quantized_model(make, **shape):
-    """Layer by layer, so that no more than one of them is there in fp32."""
+    """One layer is quantized, and the others are copies of it, each with its bytes in another order."""
     torch.manual_seed(7)
     config = transformers.LlamaConfig(**{
         "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8,
         "num_key_value_heads": 8, "vocab_size": 96, "max_position_embeddings": 64, **shape})
     count, config.num_hidden_layers = config.num_hidden_layers, 1
-    model, kind = None, transformers.models.llama.modeling_llama.LlamaDecoderLayer
     model = transformers.LlamaForCausalLM(config)
-    for number in range(1, count):
-        replace_linears(model.model.layers[-1], make)
-        model.model.layers.append(kind(config, number))
-    replace_linears(model.model.layers[-1], make)
     config.num_hidden_layers = count
+    first = model.model.layers[0]
+    replace_linears(first, make)
+    for number in range(1, count):
+        layer = copy.deepcopy(first)
+        layer.self_attn.layer_idx = number
+        for module in layer.modules():
+            _turned(module, number)
+        model.model.layers.append(layer)
     return model
+
+
+def _turned(module, number):
+    for weight in module._parameters.values():
+        if weight is None or (weight.is_floating_point() and not hasattr(weight, "qdata")):
+            continue
+        values = getattr(weight, "qdata", weight.data)
+        values.copy_(values.roll(number, 0))
+        if getattr(weight, "quant_state", None) is not None:
+            module.quant_state = weight.quant_state  # one again, as before it was copied
+        if getattr(weight, "CB", None) is not None:
+            weight.CB = weight.data
 
 
 def replace_linears(layer, make):

@@ -218,14 +218,14 @@ TEST(EngineFrozen, BytesPassAsTheyAre) {
       expect_every_pattern(*engine, type);
       engine->begin_save(snapshot, {});
       engine->finish_save();
-      EXPECT_THAT([&] { export_model(*engine, model, place.path() / "out"); },
+      EXPECT_THAT([&] { export_model(*engine, model, place.path() / "out", {}); },
                   ::testing::ThrowsMessage<Error>(HasSubstr("packed: is kept as bytes of the program's own")));
     }
     expect_every_pattern(*Engine::create(config(store), model, {.on_existing = OnExisting::kResume}), type);
     expect_every_pattern(*Engine::create(config(other), model, {.snapshot = snapshot}), type);
-    EXPECT_THAT([&] { export_store({store.path()}, place.path() / "out"); },
+    EXPECT_THAT([&] { export_store({store.path()}, place.path() / "out", {}); },
                 ::testing::ThrowsMessage<Error>(HasSubstr("packed: is kept as bytes of the program's own")));
-    EXPECT_THAT([&] { export_snapshot(snapshot, place.path() / "out"); },
+    EXPECT_THAT([&] { export_snapshot(snapshot, place.path() / "out", {}); },
                 ::testing::ThrowsMessage<Error>(HasSubstr("packed: is kept as bytes of the program's own")));
     model.blocks[0].parameters[1].bytes = false;
     EXPECT_THAT([&] { Engine::create(config(store), model, {.on_existing = OnExisting::kResume}); },
