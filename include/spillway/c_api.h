@@ -288,7 +288,6 @@ spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t 
 
 // Before the first gradient of the step that comes: its learning rate, and that of the steps behind it.
 spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, double rate);
-// In the same way the decays of Adam's or Lion's moments.
 spillway_status spillway_engine_set_betas(spillway_engine* engine, double beta1, double beta2);
 
 // stall.h, in its order.

@@ -162,6 +162,8 @@ void StepEngine::write_values(ParameterValues of, std::uint32_t block, std::uint
       return;
     }
     settle();
+    turn_to(*machinery_.compute);  // what still reads weights comes before they change
+    machinery_.compute->synchronize();
     machinery_.weights->forget();
     const WeightSource given = [&](auto, auto, std::uint64_t first, std::span<float> out) {
       std::ranges::copy(std::span(values).subspan(first, out.size()), out.begin());

@@ -82,15 +82,12 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
         """Engine.step(), and then the scheduler's. `lr_kwargs`: of the scheduler's step()."""
         if self._accumulates:
             raise Error("invalid_argument", "step: is inside of no_sync(); call it behind")
-        self._open()
-        if self._boundary is not None:
-            options["early"] = self._boundary
+        if self._boundary:
+            options["early"] = True
         made = self._micro_batches
-        if self._boundary is not False and made >= (1 if options.get("early") else self._accumulation):
+        if self._all_used and made >= (1 if options.get("early") else self._accumulation):
             self._refuse_unused()
-            report = self._step_unless_nan(**options)
-        else:
-            report = None
+        report = None if self._boundary is False else self._step_unless_nan(**options)
         self._stepped = self._micro_batches
         self._count(report, made)
         if report is not None:
@@ -115,7 +112,7 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
             return None
 
     def _refuse_unused(self):
-        for block, index in self._layout.pushes if self._all_used else ():
+        for block, index in self._layout.pushes:
             if not self._gradients.brought(block, index):
                 name = self._layout.names[block][index]
                 self.discard_step()
