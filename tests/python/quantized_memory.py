@@ -2,8 +2,8 @@
 
     python tests/python/quantized_memory.py FORM [LAYERS]     FORM: nf4, int8, torchao or hqq; as root
 
-The model is made twice from one seed: PyTorch alone makes its step first, in a process without a limit. In the other the
-engine takes the weights, the limit is set below their size, which the kernel refuses where they are still there, and
+The model is made twice from one seed: PyTorch alone makes its step first, in a process without a limit. In the other
+the engine takes the weights, the limit is set below their size, which the kernel refuses where they are still there, and
 the step is made. Losses before and behind it are compared, and what the step read of NVMe with all inner tensors.
 """
 import ctypes
