@@ -4,7 +4,7 @@ import gc
 import os
 import pathlib
 import subprocess
-import unittest
+import unittest.mock
 
 from case import Case, main
 
@@ -197,6 +197,15 @@ class Model(Case):
             self.assertEqual({"head.bias", "head.weight"} | {f"layers.{i}.{name}.weight" for i in range(3)
                                                              for name in ("down", "up")}, set(engine.master_weights()))
             engine.close()
+
+    def test_BuffersThatStayAreToldOf(self):
+        for form, more, said in (("buffers", False, False), ("nibbles", True, True)):
+            network, lines = Network(form, width=1024, layers=1), []
+            if more:
+                network.register_buffer("mask", torch.zeros(1, 1 << 19))
+            with unittest.mock.patch("spillway.log.say", lambda level, text: lines.append(text)):
+                self.engine(network, on_existing="replace").close()
+            self.assertEqual(said, "buffers: 2 MiB stay on the device, in PyTorch's memory beside the budgets" in lines)
 
     def test_AModelOfBytesIsNoModelInFiles(self):
         engine = self.engine(Network("buffers"))
