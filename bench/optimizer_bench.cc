@@ -6,6 +6,7 @@
 //   adagrad, lion, sgd     the same for the best instruction set
 //   update/TYPE/plain      the engine's pass over a tile
 //   update/TYPE/hashed     … with the checksums of what came and of what goes
+//   update_bf16, …_int8    the same with Adam's moments in fewer bytes
 //   step/TYPE              … and the gradients' norm and NaN check before it: all that a step computes on the CPU
 //   norm/TYPE              the norm and NaN check alone, beside a stream that only reads
 #include <benchmark/benchmark.h>
@@ -37,9 +38,10 @@ constexpr std::uint64_t kPadding = 64 * kKiB;
 
 // Read and written per element; the gradient is read only, the weight of fp16 is only written (its line is read all the
 // same, which counts).
-std::size_t bytes_per_element(DType type, OptimizerKind kind) {
+double bytes_per_element(DType type, OptimizerKind kind, MomentFormat format) {
   const std::size_t weights = type == DType::kFloat32 ? 8 : type == DType::kBFloat16 ? 8 : 12;
-  return size_of(type) + weights + 8 * moments_of(kind);
+  const double moment = format == MomentFormat::kFloat32 ? 4 : format == MomentFormat::kBFloat16 ? 2 : 1 + 2 / 32.0;
+  return static_cast<double>(size_of(type) + weights) + 2 * moment * moments_of(kind);
 }
 
 double median(std::vector<double> values) {
@@ -74,9 +76,10 @@ Kept kept_tiles, kept_stream;
 // Tiles as they lie in memory: | weights | states | padding |, and the gradients behind all of them.
 class Tiles {
  public:
-  Tiles(DType type, OptimizerKind kind, std::size_t params, std::size_t tile)
+  Tiles(DType type, OptimizerKind kind, MomentFormat format, std::size_t params, std::size_t tile)
       : type_(type),
         kind_(kind),
+        format_(format),
         count_(tile),
         tiles_(std::max<std::size_t>(1, params / tile)),
         memory_(kept_tiles.of(tiles_ * (tile_bytes() + gradient_bytes()))),
@@ -92,6 +95,16 @@ class Tiles {
       if (first.exp_avg) first.exp_avg[i] = 1e-3f;
       if (first.exp_avg_sq) first.exp_avg_sq[i] = 1e-4f;
     }
+    // 1e-3 and 1e-4 in bf16; in int8 a group of the largest code.
+    const std::size_t moment = format_ == MomentFormat::kBFloat16 ? 2 : 1;
+    const auto set = [&](void* values, std::uint16_t* scales, float value, float scale, int code) {
+      for (std::size_t i = 0; values != nullptr && moment == 2 && i < count_; ++i)
+        static_cast<std::uint16_t*>(values)[i] = float_to_bf16(value);
+      if (scales != nullptr)
+        std::memset(values, code, count_), std::fill_n(scales, count_ / kMomentGroup, float_to_bf16(scale));
+    };
+    set(first.reduced.exp_avg, first.reduced.exp_avg_scales, 1e-3f, 1e-3f, 127);
+    set(first.reduced.exp_avg_sq, first.reduced.exp_avg_sq_scales, 1e-4f, 1e-2f, 255);
     for (std::size_t t = 1; t < tiles_; ++t) {
       std::copy_n(weights(0), tile_bytes(), weights(t));
       std::copy_n(gradient, gradient_bytes(), gradient + t * gradient_bytes());
@@ -106,8 +119,20 @@ class Tiles {
       array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(at);
       at += count_ * sizeof(*array);
     };
-    next(tile.exp_avg, has_exp_avg(kind_)), next(tile.exp_avg_sq, has_exp_avg_sq(kind_));
+    const bool average = has_exp_avg(kind_), square = has_exp_avg_sq(kind_), exact = format_ == MomentFormat::kFloat32;
+    const auto moment = [&](void*& array, bool there) {
+      if (!exact && there) array = at, at += count_ * (format_ == MomentFormat::kInt8 ? 1 : 2);
+    };
+    next(tile.exp_avg, exact && average), next(tile.exp_avg_sq, exact && square);
+    tile.reduced.format = format_, tile.reduced.index = t * count_;
+    moment(tile.reduced.exp_avg, average), moment(tile.reduced.exp_avg_sq, square);
     next(tile.residual, type_ == DType::kBFloat16), next(tile.master, type_ == DType::kFloat16);
+    for (const auto& [scales, there] :
+         {std::pair(&tile.reduced.exp_avg_scales, average), std::pair(&tile.reduced.exp_avg_sq_scales, square)}) {
+      if (format_ != MomentFormat::kInt8 || !there) continue;
+      *scales = reinterpret_cast<std::uint16_t*>(at);
+      at += 2 * (count_ / kMomentGroup);
+    }
     tile.gradient = memory_.data() + tiles_ * tile_bytes() + t * gradient_bytes();
     return tile;
   }
@@ -118,7 +143,8 @@ class Tiles {
     update.states.bytes = {states(t), states_bytes()};
     update.weights.arrays = {size_of(type_)};
     std::size_t array = 0;
-    for (; array < moments_of(kind_); ++array) update.states.arrays[array] = 4;
+    for (; array < moments_of(kind_); ++array)
+      update.states.arrays[array] = format_ == MomentFormat::kFloat32 ? 4 : format_ == MomentFormat::kBFloat16 ? 2 : 1;
     if (master_bytes() > 0) update.states.arrays[array] = master_bytes();
     const std::size_t quarter = granules.size() / 4;
     if (quarter == 0) return update;
@@ -132,13 +158,17 @@ class Tiles {
   std::size_t tiles() const { return tiles_; }
   std::size_t granules() const { return 4 * (states_bytes() / kGranuleBytes + 1); }
   double elements() const { return static_cast<double>(count_ * tiles_); }
-  double bytes() const { return elements() * static_cast<double>(bytes_per_element(type_, kind_)); }
+  double bytes() const { return elements() * bytes_per_element(type_, kind_, format_); }
   const void* gradients() const { return tile_at(0).gradient; }
   double gradients_bytes() const { return elements() * static_cast<double>(size_of(type_)); }
 
  private:
   std::uint64_t weights_bytes() const { return align_up(count_ * size_of(type_), kPadding); }
-  std::uint64_t states_bytes() const { return align_up(count_ * (4 * moments_of(kind_) + master_bytes()), kPadding); }
+  std::uint64_t states_bytes() const {
+    const std::uint64_t scales = format_ == MomentFormat::kInt8 ? 2 * (count_ / kMomentGroup) : 0;
+    const std::uint64_t each = format_ == MomentFormat::kFloat32 ? 4 : format_ == MomentFormat::kBFloat16 ? 2 : 1;
+    return align_up(count_ * master_bytes() + moments_of(kind_) * (count_ * each + scales), kPadding);
+  }
   std::uint64_t master_bytes() const { return type_ == DType::kFloat32 ? 0 : type_ == DType::kBFloat16 ? 2 : 4; }
   std::uint64_t tile_bytes() const { return weights_bytes() + states_bytes(); }
   std::uint64_t gradient_bytes() const { return weights_bytes(); }
@@ -152,6 +182,7 @@ class Tiles {
 
   DType type_;
   OptimizerKind kind_;
+  MomentFormat format_;
   std::size_t count_, tiles_;
   std::span<std::byte> memory_;
   GroupRange range_;
@@ -227,9 +258,9 @@ void measure(benchmark::State& state, double elements, double bytes, Stream stre
 }
 
 struct Case {
-  Case(benchmark::State& state, DType type, OptimizerKind kind)
+  Case(benchmark::State& state, DType type, OptimizerKind kind, MomentFormat format = MomentFormat::kFloat32)
       : workers(create_workers(static_cast<unsigned>(state.range(2)))),
-        tiles(type, kind, static_cast<std::size_t>(state.range(0)), static_cast<std::size_t>(state.range(1))),
+        tiles(type, kind, format, static_cast<std::size_t>(state.range(0)), static_cast<std::size_t>(state.range(1))),
         scalars(optimizer_scalars({.kind = kind, .weight_decay = 0.01}, 10, 1.0)) {}
   std::unique_ptr<HostWorkers> workers;
   Tiles tiles;
@@ -250,8 +281,8 @@ void kernel(benchmark::State& state, DType type, OptimizerKind kind, OptimizerFu
 
 enum class What { kPlain, kHashed, kStep };
 
-void engine_pass(benchmark::State& state, DType type, What what) {
-  const Case c(state, type, OptimizerKind::kAdam);
+void engine_pass(benchmark::State& state, DType type, What what, MomentFormat format) {
+  const Case c(state, type, OptimizerKind::kAdam, format);
   std::vector<std::uint64_t> granules(what == What::kHashed ? c.tiles.granules() : 0);
   const auto elements = static_cast<std::size_t>(c.tiles.elements());
   std::vector<double> leaves(div_up(elements, kNormLeaf));
@@ -299,9 +330,13 @@ void register_all() {
     add("adagrad" + of_type, {4 << 20}, kernel, type, OptimizerKind::kAdagrad, best);
     add("lion" + of_type, {4 << 20}, kernel, type, OptimizerKind::kLion, best);
     add("sgd" + of_type, {4 << 20}, kernel, type, OptimizerKind::kSgd, best);
-    add("update" + of_type + "/plain", {256 << 10, 4 << 20}, engine_pass, type, What::kPlain);
-    add("update" + of_type + "/hashed", {256 << 10, 4 << 20}, engine_pass, type, What::kHashed);
-    add("step" + of_type, {4 << 20}, engine_pass, type, What::kStep);
+    for (const MomentFormat format : {MomentFormat::kFloat32, MomentFormat::kBFloat16, MomentFormat::kInt8}) {
+      const std::string update =
+          (format == MomentFormat::kFloat32 ? "update" : fmt::format("update_{}", name_of(format))) + of_type;
+      add(update + "/plain", {256 << 10, 4 << 20}, engine_pass, type, What::kPlain, format);
+      add(update + "/hashed", {256 << 10, 4 << 20}, engine_pass, type, What::kHashed, format);
+    }
+    add("step" + of_type, {4 << 20}, engine_pass, type, What::kStep, MomentFormat::kFloat32);
     add("norm" + of_type, {4 << 20}, norm, type);
   }
 }

@@ -23,20 +23,17 @@ constexpr bool is_storable(float moment, MomentFormat format) {
   return magnitude_bits(moment) <= largest_moment(format);
 }
 
-// ---- random bits: two rounds of an integer hash ("lowbias32", C. Wellons, hash-prospector, public domain), the first
-// over the index's lower half, the second over the upper; 32-bit products alone, which every vector unit has.
-constexpr std::uint32_t mixed_bits(std::uint32_t x) {
-  x ^= x >> 16, x *= 0x7feb352du;
-  x ^= x >> 15, x *= 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-inline constexpr std::uint32_t kUpperFactor = 0x9e3779b9u;
+// ---- random bits: an integer hash of the index ("lowbias32", C. Wellons, hash-prospector, public domain) with the key
+// in two places; 32-bit products alone, which every vector unit has. exp_avg takes the lower 16 bits, exp_avg_sq the
+// upper 16.
+inline constexpr std::uint32_t kUpperFactor = 0x9e3779b9u, kFirstFactor = 0x7feb352du, kSecondFactor = 0x846ca68bu;
 
-// exp_avg takes the lower 16 of them, exp_avg_sq the upper 16.
 constexpr std::uint32_t rounding_bits(std::uint64_t key, std::uint64_t index) {
   const auto lower = static_cast<std::uint32_t>(index), upper = static_cast<std::uint32_t>(index >> 32);
-  const std::uint32_t first = mixed_bits(lower + static_cast<std::uint32_t>(key));
-  return mixed_bits(first ^ (upper * kUpperFactor + static_cast<std::uint32_t>(key >> 32)));
+  std::uint32_t x = lower ^ (upper * kUpperFactor + static_cast<std::uint32_t>(key));
+  x = (x ^ (x >> 16)) * kFirstFactor + static_cast<std::uint32_t>(key >> 32);
+  x = (x ^ (x >> 15)) * kSecondFactor;
+  return x ^ (x >> 16);
 }
 constexpr std::uint32_t random_of_exp_avg(std::uint32_t bits) { return bits & 0xffffu; }
 constexpr std::uint32_t random_of_exp_avg_sq(std::uint32_t bits) { return bits >> 16; }

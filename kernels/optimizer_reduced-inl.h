@@ -2,7 +2,10 @@
 // exact ones are, and encoded again, with the bits of kernels/moments.h. Included by optimizer.cc alone.
 //
 // Elements go in chunks of 32, a group of int8 moments. A group's scale is known only once its last element is updated,
-// so its new moments wait on the stack: 256 bytes, in the first-level cache.
+// so its new moments wait on the stack. Several chunks are updated before the first of them is encoded: the one's long
+// chain of divisions and the search for its scale then overlap with the others'.
+#include <algorithm>
+
 #include "hwy/highway.h"
 #include "kernels/moments.h"
 #include "kernels/optimizer_lanes-inl.h"
@@ -20,12 +23,6 @@ namespace {
 
 static_assert(kMomentGroup == kLine);
 
-HWY_INLINE Bits mixed_lanes(Bits x) {
-  x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(U32(), 0x7feb352du));
-  x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), hn::Set(U32(), 0x846ca68bu));
-  return hn::Xor(x, hn::ShiftRight<16>(x));
-}
-
 // rounding_bits() of consecutive elements.
 struct Generator {
   std::uint64_t key, index;  // of the tile's first element
@@ -33,13 +30,15 @@ struct Generator {
   HWY_INLINE Bits at(std::size_t i) const {
     const std::uint64_t first = index + i;
     const auto lower = static_cast<std::uint32_t>(first), upper = static_cast<std::uint32_t>(first >> 32);
-    const auto high = static_cast<std::uint32_t>(key >> 32);
+    const auto low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
     const Bits lowers = hn::Add(hn::Set(U32(), lower), hn::Iota(U32(), 0));
     const Bits uppers =
         hn::IfThenElse(hn::Lt(lowers, hn::Set(U32(), lower)),  // past a multiple of 2^32
-                       hn::Set(U32(), (upper + 1) * kUpperFactor + high), hn::Set(U32(), upper * kUpperFactor + high));
-    const Bits mixed = mixed_lanes(hn::Add(lowers, hn::Set(U32(), static_cast<std::uint32_t>(key))));
-    return mixed_lanes(hn::Xor(mixed, uppers));
+                       hn::Set(U32(), (upper + 1) * kUpperFactor + low), hn::Set(U32(), upper * kUpperFactor + low));
+    Bits x = hn::Xor(lowers, uppers);
+    x = hn::Add(hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(U32(), kFirstFactor)), hn::Set(U32(), high));
+    x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), hn::Set(U32(), kSecondFactor));
+    return hn::Xor(x, hn::ShiftRight<16>(x));
   }
 };
 
@@ -169,13 +168,12 @@ HWY_INLINE void update_chunk(const WeightArrays<typename Format::Element>& a, st
     moments = hn::Max(moments, hn::Max(magnitude(m), magnitude(v)));
     chunk.keep(k, m, v, root);
   }
-  chunk.finish();
 }
 
 // The last, incomplete chunk: through a copy on the stack.
 template <typename Format, Rule kRule, Decay kDecay, typename Moments>
 HWY_INLINE void update_chunk_tail(const WeightArrays<typename Format::Element>& a, std::size_t begin, std::size_t count,
-                                  typename Moments::template Chunk<kRule> chunk, const Constants& c, Bits& weights,
+                                  typename Moments::template Chunk<kRule>& chunk, const Constants& c, Bits& weights,
                                   Bits& moments) {
   WeightsTail<Format, kLine> copy(a, begin, count);
   typename Moments::Average average[kLine];
@@ -189,6 +187,7 @@ HWY_INLINE void update_chunk_tail(const WeightArrays<typename Format::Element>& 
   }
   chunk.average = average, chunk.square = square;
   update_chunk<Format, kRule, kDecay>(copy.arrays(), 0, chunk, c, weights, moments);
+  chunk.finish();
   copy.copy_back(a, begin, count);
   std::memcpy(average_to, average, count * sizeof(average[0]));
   if constexpr (kept_square(kRule)) std::memcpy(square_to, square, count * sizeof(square[0]));
@@ -203,8 +202,8 @@ bool update_reduced(const OptimizerTile& tile, const OptimizerScalars& scalars, 
   const Constants c(scalars);
   auto* const average = static_cast<typename Moments::Average*>(reduced.exp_avg);
   auto* const square = static_cast<typename Moments::Square*>(reduced.exp_avg_sq);
-  const auto chunk_at = [&](std::size_t i) {
-    typename Moments::template Chunk<kRule> chunk;
+  using Chunk = typename Moments::template Chunk<kRule>;
+  const auto place = [&](Chunk& chunk, std::size_t i) {
     chunk.average = average + i;
     chunk.square = kept_square(kRule) ? square + i : nullptr;
     chunk.average_scale = Moments::kScaled ? reduced.exp_avg_scales + i / kMomentGroup : nullptr;
@@ -212,19 +211,27 @@ bool update_reduced(const OptimizerTile& tile, const OptimizerScalars& scalars, 
         Moments::kScaled && kept_square(kRule) ? reduced.exp_avg_sq_scales + i / kMomentGroup : nullptr;
     chunk.generator = {scalars.rounding_key, reduced.index};
     chunk.first = i;
-    return chunk;
   };
   Bits weights = hn::Zero(U32()), moments = hn::Zero(U32());
+  constexpr std::size_t kTogether = Moments::kScaled ? 8 : 1;
+  Chunk chunks[kTogether];
   std::size_t i = begin;
-  for (; i + kLine <= end; i += kLine) {
-    prefetch<Format>(a, i, near);
-    prefetch(average + i, near);
-    if constexpr (kept_square(kRule)) prefetch(square + i, near);
-    prefetch(a.gradient + i, near);
-    auto chunk = chunk_at(i);
-    update_chunk<Format, kRule, kDecay>(a, i, chunk, c, weights, moments);
+  while (i + kLine <= end) {
+    const std::size_t count = std::min(kTogether, (end - i) / kLine);
+    for (std::size_t n = 0; n < count; ++n, i += kLine) {
+      prefetch<Format>(a, i, near);
+      prefetch(average + i, near);
+      if constexpr (kept_square(kRule)) prefetch(square + i, near);
+      prefetch(a.gradient + i, near);
+      place(chunks[n], i);
+      update_chunk<Format, kRule, kDecay>(a, i, chunks[n], c, weights, moments);
+    }
+    for (std::size_t n = 0; n < count; ++n) chunks[n].finish();
   }
-  if (i < end) update_chunk_tail<Format, kRule, kDecay, Moments>(a, i, end - i, chunk_at(i), c, weights, moments);
+  if (i < end) {
+    place(chunks[0], i);
+    update_chunk_tail<Format, kRule, kDecay, Moments>(a, i, end - i, chunks[0], c, weights, moments);
+  }
   return hn::AllTrue(U32(), hn::Lt(weights, hn::Set(U32(), 0x7f800000u))) &&
          hn::AllTrue(U32(), hn::Lt(moments, hn::Set(U32(), largest_moment(Moments::kFormat) + 1)));
 }

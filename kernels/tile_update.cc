@@ -15,7 +15,7 @@ namespace {
 // A worker takes a group of elements, whose arrays fill whole granules, and goes through it piece by piece: the hash
 // before an update finds its piece in the first-level cache, and so does the hash behind it. Longer pieces would leave
 // that cache, shorter ones pay more for starting and ending XXH3's stream.
-constexpr std::size_t kGroup = kHashedTileUnit, kPiece = kUpdatePiece;
+constexpr std::size_t kPiece = kUpdatePiece;
 // Memory would stand idle while an array is hashed in the cache: the first lines of a later piece are asked for, about
 // as many as a processor has under way at once (0.38 instead of 0.47 ns a bf16 parameter for the checksums).
 constexpr std::size_t kLinesAsked = 12;
@@ -67,19 +67,44 @@ bool is_hashed(const TileUpdate& update) {
                              [](const ExtentHashes* e) { return !e->before.empty() || !e->after.empty(); });
 }
 
+// Elements of a group.
+std::size_t group_of(const TileUpdate& update) {
+  const bool bytes = std::ranges::any_of(extents_of(update), [](const ExtentHashes* extent) {
+    return std::ranges::find(extent->arrays, std::uint64_t{1}) != extent->arrays.end();
+  });
+  return bytes ? kHashedByteUnit : kHashedTileUnit;
+}
+
+// Of the extent's arrays, without what lies behind them.
+std::uint64_t array_bytes(const ExtentHashes& extent, const TileUpdate& update) {
+  std::uint64_t bytes = 0;  // of all arrays, for an element
+  for (const std::uint64_t element : extent.arrays) bytes += element;
+  return bytes * update.tile.count;
+}
+
 // Whether each group's part of each array is whole granules.
-bool in_whole_granules(const TileUpdate& update) {
-  return update.tile.count % kGroup == 0 && std::ranges::all_of(extents_of(update), [&](const ExtentHashes* extent) {
-           std::uint64_t bytes = 0;  // of all arrays, for an element
-           for (const std::uint64_t element : extent->arrays) {
-             if (element * kGroup % kGranuleBytes != 0) return false;
-             bytes += element;
-           }
-           return bytes * update.tile.count == extent->bytes.size();
+bool in_whole_granules(const TileUpdate& update, std::size_t group) {
+  return update.tile.count % group == 0 && std::ranges::all_of(extents_of(update), [&](const ExtentHashes* extent) {
+           const std::uint64_t bytes = array_bytes(*extent, update);
+           return (bytes > 0 || extent->bytes.empty()) && bytes <= extent->bytes.size() &&
+                  std::ranges::all_of(extent->arrays,
+                                      [&](std::uint64_t element) { return element * group % kGranuleBytes == 0; });
          });
 }
 
-bool update_group(const TileUpdate& update, std::size_t first) {
+using Sums = std::span<std::uint64_t> ExtentHashes::*;
+
+// What lies behind the arrays: of int8 moments their scales, a sixteenth of the values.
+void hash_behind_arrays(const TileUpdate& update, Sums sums, HostWorkers& workers) {
+  for (const ExtentHashes* extent : extents_of(update)) {
+    const std::uint64_t at = array_bytes(*extent, update);
+    const std::span<std::uint64_t> wanted = extent->*sums;
+    if (wanted.empty() || at == extent->bytes.size()) continue;
+    granule_checksums(extent->bytes.subspan(at), wanted.subspan(at / kGranuleBytes), workers);
+  }
+}
+
+bool update_group(const TileUpdate& update, std::size_t first, std::size_t end) {
   std::array<std::optional<HashedArray>, 3 * std::tuple_size_v<ElementBytes>> arrays;
   std::size_t count = 0;
   for (const ExtentHashes* extent : extents_of(update)) {
@@ -91,7 +116,7 @@ bool update_group(const TileUpdate& update, std::size_t first) {
     }
   }
   bool finite = true;
-  for (std::size_t at = 0; at < kGroup; at += kPiece) {
+  for (std::size_t at = 0; at < end - first; at += kPiece) {
     for (std::size_t i = 0; i < count; ++i) arrays[i]->before.add(arrays[i]->piece(at)), arrays[i]->ask(at + kPiece);
     finite &= update_elements(update, first + at, first + at + kPiece, optimizer_update_piece);
     for (std::size_t i = 0; i < count; ++i) arrays[i]->after.add(arrays[i]->piece(at)), arrays[i]->ask(at + 2 * kPiece);
@@ -115,9 +140,13 @@ bool update_tile(const TileUpdate& update, HostWorkers& workers) {
   SPILLWAY_CHECK(!update.groups.empty() && update.groups.back().end == update.tile.count,
                  "every element belongs to a parameter group");
   const std::size_t count = update.tile.count;
-  if (is_hashed(update) && in_whole_granules(update)) {
-    return in_chunks(count, kGroup, workers,
-                     [&](std::size_t first, std::size_t) { return update_group(update, first); });
+  const std::size_t group = group_of(update);
+  if (is_hashed(update) && in_whole_granules(update, group)) {
+    hash_behind_arrays(update, &ExtentHashes::before, workers);
+    const bool finite = in_chunks(count, group, workers,
+                                  [&](std::size_t first, std::size_t end) { return update_group(update, first, end); });
+    hash_behind_arrays(update, &ExtentHashes::after, workers);
+    return finite;
   }
   // The granules of a tile's uneven end hold several arrays, or parts of two groups: three passes.
   for (const ExtentHashes& extent : {update.weights, update.states, update.gradient}) {

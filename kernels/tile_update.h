@@ -14,7 +14,7 @@
 namespace spillway {
 
 // Bytes of an element of each array that an extent consists of, one behind the other; a 0 ends them. Every array has an
-// element for each of the tile's.
+// element for each of the tile's. What lies behind them, scales and padding, is hashed on its own.
 using ElementBytes = std::array<std::uint64_t, 4>;
 
 // An extent in memory, and room for the checksum of each of its granules before and after; empty: not wanted.
@@ -25,8 +25,8 @@ struct ExtentHashes {
 };
 
 // A tile of a multiple of so many elements is hashed in the pass that updates it, where its arrays fill whole granules
-// then, as those of two bytes an element and more do. Any other takes three passes.
-inline constexpr std::uint64_t kHashedTileUnit = 128 * 1024;
+// then: those of two bytes an element and more, and those of one byte. Any other takes three passes.
+inline constexpr std::uint64_t kHashedTileUnit = 128 * 1024, kHashedByteUnit = 256 * 1024;
 
 // Elements from the end of the range before up to `end` take the scalars of `group`, or stay as they are.
 struct GroupRange {

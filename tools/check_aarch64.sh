@@ -48,7 +48,7 @@ fi
 # Not bf16, which goes through all 2^32 numbers and has no vector code, and not what looks at the machine.
 programs=""
 set --
-for test in optimizer optimizer_course fp16 norm convert tile_update workers; do
+for test in optimizer reduced_moments optimizer_course fp16 norm convert tile_update workers; do
   programs="$programs tests/kernels/${test}_test"
   set -- "$@" "kernels $test"
 done

@@ -105,6 +105,7 @@ typedef struct spillway_lease spillway_lease;
 typedef struct spillway_activation spillway_activation;
 typedef struct spillway_workers spillway_workers;
 typedef struct spillway_optimizer spillway_optimizer;
+typedef struct spillway_scratch spillway_scratch;
 
 const char* spillway_version(void);
 uint32_t spillway_api_version(void);
@@ -480,6 +481,20 @@ spillway_status spillway_optimizer_import_state(spillway_optimizer* optimizer, u
 spillway_status spillway_optimizer_save(spillway_optimizer* optimizer, const char* directory,
                                         const spillway_save_options* options, const spillway_tensor* tensors,
                                         size_t count);
+
+// A caller's bytes that wait on the drives for a part of a step, such as what a loop keeps between blocks: a file
+// without a name in each of the configuration's nvme_paths, gone with the process. Direct I/O, by the run's kind of
+// queue. Address, offset and bytes are multiples of 4096. What a write or read is given stays as it is until
+// spillway_scratch_wait() has returned for its ticket, once for each.
+spillway_status spillway_scratch_create(const spillway_config* config, spillway_scratch** scratch);
+spillway_status spillway_scratch_destroy(spillway_scratch* scratch);  // waits for what is under way
+uint32_t spillway_scratch_files(const spillway_scratch* scratch);
+spillway_status spillway_scratch_write(spillway_scratch* scratch, uint32_t file, uint64_t offset, const void* data,
+                                       uint64_t bytes, uint64_t* ticket);
+spillway_status spillway_scratch_read(spillway_scratch* scratch, uint32_t file, uint64_t offset, void* data,
+                                      uint64_t bytes, uint64_t* ticket);
+spillway_status spillway_scratch_wait(spillway_scratch* scratch, uint64_t ticket);
+spillway_status spillway_scratch_moved(const spillway_scratch* scratch, uint64_t* read_bytes, uint64_t* written_bytes);
 
 #ifdef __cplusplus
 }

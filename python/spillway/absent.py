@@ -14,10 +14,10 @@ ROOMS = ("accelerator", "autotuning", "checkpoint", "checkpointing", "comm", "co
          "linear", "model_implementations", "module_inject", "moe", "monitor", "nebula", "ops", "pipe", "profiling",
          "runtime", "sequence", "utils", "zero")
 ONE_GPU = "a model is trained by one process, on one GPU: leave it away"
-OPTIMIZERS = "AdamW, Adam, Adagrad, Lion and SGD are computed: say one in the configuration's section optimizer, or give " \
-             "initialize() one of ops.adam, ops.adagrad, ops.lion or torch.optim"
-INFERENCE = "engine.generate() writes text with the weights of training, block by block; engine.export(DIR) writes what " \
-            "an inference program takes"
+OPTIMIZERS = "AdamW, Adam, Adagrad, Lion and SGD are computed: say one in the configuration's section optimizer, or " \
+             "give initialize() one of ops.adam, ops.adagrad, ops.lion or torch.optim"
+INFERENCE = "engine.generate() writes text with the weights of training, block by block; engine.export(DIR) writes " \
+            "what an inference program takes"
 NEAREST = {
     "DeepSpeedConfig": "`spillway config FILE` says what a configuration holds, and engine.settings in Python",
     "DeepSpeedInferenceConfig": INFERENCE,
@@ -25,7 +25,7 @@ NEAREST = {
     "DeepSpeedTransformerLayer": "take PyTorch's or transformers' layers",
     "DeepSpeedHybridEngine": INFERENCE,
     "InferenceEngine": INFERENCE,
-    "OnDevice": "torch.device(\"meta\") as a context, or accelerate's init_empty_weights(), and weights= of initialize()",
+    "OnDevice": "accelerate's init_empty_weights() makes a model on device meta, for weights= of initialize()",
     "PipelineEngine": ONE_GPU,
     "PipelineModule": ONE_GPU,
     "autotuning": "`spillway plan` tries settings without a run, and `spillway sweep` measures drives",
@@ -42,7 +42,7 @@ NEAREST = {
     "ops.aio": "the library has its own; `spillway sweep` measures what it reaches, and C++ has spillway::IoQueue",
     "ops.lamb": OPTIMIZERS,
     "ops.muon": OPTIMIZERS,
-    "ops.sparse_attention": "torch.nn.functional.scaled_dot_product_attention, or transformers' own, computes attention",
+    "ops.sparse_attention": "torch.nn.functional.scaled_dot_product_attention, or transformers' own, computes it",
     "ops.transformer": "take PyTorch's or transformers' layers",
     "pipe": ONE_GPU,
     "profiling": "the step's report has seconds by cause, and Engine(trace=FILE) writes a timeline",
@@ -60,7 +60,7 @@ def words(name):
     for length in range(len(parts), 0, -1):
         if ".".join(parts[:length]) in NEAREST:
             return f"{name}: is DeepSpeed's, and not here; {NEAREST['.'.join(parts[:length])]}"
-    return f"{name}: is not here; docs/deepspeed.md lists what of DeepSpeed is"
+    return f"{name}: is not here; docs/deepspeed_calls.md lists what of DeepSpeed is"
 
 
 def _near(name, names):

@@ -22,6 +22,7 @@
 #include "spillway/export.h"
 #include "spillway/offload_optimizer.h"
 #include "src/engine/one_caller.h"
+#include "src/engine/scratch_files.h"
 
 namespace spillway::c {
 
@@ -218,6 +219,11 @@ struct OptimizerObject {
   OptimizerKind kind = OptimizerKind::kAdam;
 };
 
+struct ScratchObject {
+  std::unique_ptr<ScratchFiles> files;
+  OneCaller caller;
+};
+
 // One table of each kind for the process, never taken apart: a program may give handles back while it exits.
 struct Tables {
   Handles<spillway_config, ConfigObject> configs{1, "spillway_config"};
@@ -227,6 +233,7 @@ struct Tables {
   Handles<spillway_lease, LeaseObject> leases{5, "spillway_lease"};
   Handles<spillway_activation, ActivationObject> activations{6, "spillway_activation"};
   Handles<spillway_optimizer, OptimizerObject> optimizers{7, "spillway_optimizer"};
+  Handles<spillway_scratch, ScratchObject> scratches{8, "spillway_scratch"};
 };
 Tables& tables();
 

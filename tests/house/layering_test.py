@@ -155,6 +155,9 @@ class TheChecker(unittest.TestCase):
             "aio/queue.cc": '#include "aio/queue.h"\nnamespace {\nusing A = int;\nvoid f(int) {}\n}  // namespace\n',
             "aio/uring_engine.cc": "namespace {\nusing A = int;\nvoid f(A, A) {\n}\n}  // namespace\n"}))
 
+    def test_PassesDeepSpeedsOwnNames(self):
+        self.assertEqual([], self.found({"python/spillway/deepspeed/names/utils/__init__.py": '"""Its."""\n'}))
+
     def test_LooksAtNoBuildDirectory(self):
         self.assertEqual([], self.found({"build-test/common/orphan.cc": "int main() {}\n"}))
 

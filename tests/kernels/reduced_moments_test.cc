@@ -51,6 +51,9 @@ class ReducedMomentsOf : public ::testing::TestWithParam<std::tuple<OptimizerKin
 };
 
 TEST_P(ReducedMomentsOf, AllTargetsGiveTheBitsOfTheReference) {
+  std::string names;
+  for (const OptimizerTarget& target : optimizer_targets()) names += std::string(target.name) + ' ';
+  RecordProperty("targets", names);  // tools/check_aarch64.sh shows which ones ran
   auto generator = seeded_generator();
   const std::size_t count = 20'011;
   for (const OptimizerConfig& config : configurations()) {

@@ -1,5 +1,5 @@
-"""What the suites of DeepSpeed's behaviours share: a model and a loop as its own tests have them, and the table of
-docs/deepspeed.md, which says of each behaviour whether it holds, or what is said in its place."""
+"""What the suites of DeepSpeed's behaviours share: a model and a loop as its own tests have them, and the tables of
+docs/deepspeed_calls.md, which say of each behaviour that it holds, or what is said in its place."""
 import re
 
 from case import ROOT, Case
@@ -14,8 +14,10 @@ WIDTH = 16
 
 def table():
     """{behaviour: "holds" or what is said}"""
-    rows = re.findall(r"^\| ([a-z0-9 ]+) \| (holds|refused: .*) \|$", (ROOT / "docs/deepspeed.md").read_text(), re.M)
-    return {name: said for name, said in rows}
+    text = (ROOT / "docs/deepspeed_calls.md").read_text()
+    kept = re.search(r"^\| of \| behaviours that hold \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.M)[1]
+    found = {name: "holds" for row in kept.splitlines() for name in row.split("|")[2].strip().split(", ")}
+    return {**found, **dict(re.findall(r"^\| ([a-z0-9 ]+) \| (refused: .*) \|$", text, re.M))}
 
 
 class SimpleModel(torch.nn.Module):
@@ -99,7 +101,7 @@ class Behaviours(Case):
                 self.assertLess(worst, within, name)
 
     def assert_refused(self, function, *arguments, **options):
-        """In the words that the table has for the behaviour that the test is named after."""
+        """In the words that the tables have for the behaviour that the test is named after."""
         name = self._testMethodName.removeprefix("test_").lower()
         said = {row.replace(" ", ""): said for row, said in table().items()}[name]
         self.assertRegex(said, "^refused: ", name)

@@ -239,8 +239,8 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
                                      "its end")
         partly = not (load_module_strict and load_optimizer_states) or load_module_only or custom_load_fn is not None
         if theirs and partly:
-            raise Error("unsupported", f"{folder}: is DeepSpeed's, of which all is taken; load it so once, save it, and "
-                                       "take the weights of that")
+            raise Error("unsupported", f"{folder}: is DeepSpeed's, of which all is taken; load it so once, save it, "
+                                       "and take the weights of that")
         if theirs:
             if self.current_step > 0:  # a schedule of PyTorch's is stepped from its beginning
                 raise Error("invalid_argument", f"{folder}: is DeepSpeed's, and cannot be loaded behind step "

@@ -107,4 +107,5 @@ class _Accelerator:
 
 @functools.lru_cache(None)
 def get_accelerator():
+    """PyTorch's CUDA device where there is one, else the CPU."""
     return _Accelerator()

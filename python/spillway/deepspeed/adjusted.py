@@ -1,4 +1,4 @@
-"""What a loop written for DeepSpeed changes of its engine in mid-run, and takes out of it: a part of DeepSpeedEngine."""
+"""What a loop written for DeepSpeed changes of its engine in mid-run, and takes out: a part of DeepSpeedEngine."""
 
 import torch
 

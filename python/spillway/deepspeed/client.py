@@ -36,9 +36,9 @@ def section_of(optimizer):
     """The configuration's section optimizer."""
     if type(optimizer) not in KINDS:
         names = ", ".join(sorted({kind.__name__ for kind in KINDS}))
-        raise Error("unsupported", f"optimizer: a {type(optimizer).__name__} may compute anything, and none of it would "
-                                   f"reach states on NVMe; give one of {names}, or leave it away and say type and "
-                                   "params in the configuration's section optimizer")
+        raise Error("unsupported", f"optimizer: a {type(optimizer).__name__} may compute anything, and none of it "
+                                   f"would reach states on NVMe; give one of {names}, or leave it away and say type "
+                                   "and params in the configuration's section optimizer")
     kind, keys = KINDS[type(optimizer)]
     first = optimizer.param_groups[0]
     for group in optimizer.param_groups:
@@ -95,8 +95,8 @@ def configure(config, optimizer, groups, model):
     rate, decay = params.get("lr"), params.get("weight_decay", 0)
     plain = not any(set(group) - {"params", "name"} for group in groups)
     if optimizer is None and plain:
-        groups_of(groups, model)
-        return [(names, {}, group) for names, group, _ in groups_of(groups, model) if names] if len(groups) > 1 else None
+        made = [(names, {}, group) for names, group, _ in groups_of(groups, model) if names]
+        return made if len(made) > 1 else None
     if not isinstance(rate, (int, float)) or not isinstance(decay, (int, float)):
         raise Error("unsupported", "model_parameters: groups need optimizer.params.lr and weight_decay as numbers in "
                                    "the configuration")
@@ -189,8 +189,8 @@ def schedule(scheduler, client, optimizer):
     moved = [scheduler, *getattr(scheduler, "_schedulers", ())]
     if client is None or any(getattr(each, "optimizer", client) is not client for each in moved) or \
             not hasattr(scheduler, "optimizer"):
-        raise Error("unsupported", "lr_scheduler: belongs to another optimizer than initialize() is given; give that as "
-                                   "optimizer=, or a function, lr_scheduler=lambda optimizer: …")
+        raise Error("unsupported", "lr_scheduler: belongs to another optimizer than initialize() is given; give that "
+                                   "as optimizer=, or a function, lr_scheduler=lambda optimizer: …")
     for each in moved:
         each.optimizer = optimizer
     marked(optimizer)

@@ -1,4 +1,4 @@
-"""deepspeed's estimate_zero…_model_states_mem_needs…, answered as Spillway's plan divides memory: by lines of bytes.
+"""deepspeed's estimate_zero…_model_states_mem_needs…, answered as Spillway's plan divides memory.
 
 A bf16 parameter has 2 bytes of weight, 2 of gradient and 10 of states and residual (docs/how_it_works.md). What must be
 in HBM at least are two places for the largest block's weights and its gradient; the rest lives where the configuration
@@ -40,7 +40,8 @@ def _say(stage, total_params, largest, unit):
     print("An engine prints its exact plan when it is made, activations too; `spillway plan` does it beforehand.")
 
 
-def estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5):
+def estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1,
+                                                   additional_buffer_factor=1.5):
     """Of a model that is there, on device meta say."""
     total = sum(parameter.numel() for parameter in model.parameters())
     blocks = [sum(parameter.numel() for parameter in block.module.parameters()) for block in find_blocks(model, None)]
@@ -52,7 +53,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(total_params, largest_layer_p
     _say(3, total_params, largest_layer_params, "layer")
 
 
-def estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5):
+def estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1,
+                                                   additional_buffer_factor=1.5):
     _say(2, *_layers(model), "layer")
 
 

@@ -25,6 +25,7 @@ def safe_get_full_optimizer_state(param, optim_state_key):
 
 
 def safe_set_full_optimizer_state(param, value, optim_state_key):
+    """The weight stays as it is."""
     if _trained(param):
         values.write(param, value, _state(optim_state_key))
 

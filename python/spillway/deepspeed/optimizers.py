@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer classes, for initialize(optimizer=…): hyper-parameters, of which the engine's states are made."""
+"""DeepSpeed's optimizer classes, for initialize(optimizer=…): hyper-parameters, while the states are the engine's."""
 import torch
 
 from ..library import Error

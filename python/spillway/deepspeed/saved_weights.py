@@ -1,4 +1,4 @@
-"""The fp32 weights of a checkpoint that save_checkpoint() wrote, without an engine: by name, one tensor after another."""
+"""The fp32 weights of a checkpoint that save_checkpoint() wrote, without an engine: one tensor after another."""
 import ctypes
 import json
 import os
@@ -56,4 +56,5 @@ def _in_file(path):
 
 def beside(folder):
     """What save_checkpoint() keeps beside a snapshot: the client's state, buffers, tied names."""
-    return torch.load(os.path.join(folder, STATE), map_location="cpu", weights_only=False)  # the client's may be anything
+    path = os.path.join(folder, STATE)
+    return torch.load(path, map_location="cpu", weights_only=False)  # the client's may be anything

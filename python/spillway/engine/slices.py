@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_unflatten
 
 from ..library import BACKWARD, FORWARD, Error
-from .slice_axes import Axes, piece, sizes_of
+from .slice_axes import piece
 from .visits import _Record, _Visit
 
 
@@ -206,6 +206,3 @@ def visit_in_parts(engine, block, calls, plan):
     leaves = iter(Sliced.apply(engine, block, made, plan, engine.anchor if block.trainable else None,
                                *(value for flat, _ in calls for value in flat)))
     return [tree_unflatten([next(leaves) for _ in range(call.results)], call.record.spec) for call in made]
-
-
-__all__ = ["Axes", "NODES", "Sliced", "sizes_of", "visit_in_parts"]

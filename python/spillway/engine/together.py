@@ -20,6 +20,7 @@ import torch
 from .. import log
 from ..library import Error
 from .away import Lent
+from .kept_inputs import kept_inputs
 from .slice_axes import AxesOf
 from .slices import visit_in_parts
 from .uses import open_again, say_plan
@@ -84,6 +85,7 @@ class Together:
     def __init__(self, engine):
         self._engine = weakref.ref(engine)
         self._axes = AxesOf(engine.settings.get("spillway.block_slices", 1))
+        self.kept = kept_inputs(engine)  # None: they stay where they are
 
     def takes(self):
         """Whether a visit is this one's matter."""
@@ -98,13 +100,19 @@ class Together:
     def _visit(self, index, block, calls):
         engine = self._engine()
         engine.uses.visited(index)
-        lends = any(isinstance(value, Lent) for flat, _ in calls for value in flat)
 
         def plan(call, flat):
             return self._axes.find(engine, block, flat, call.spec)
 
-        with engine.lender.hooks() if lends else contextlib.nullcontext():
+        with self.hooks([value for flat, _ in calls for value in flat]):
             return visit_in_parts(weakref.proxy(engine), block, calls, plan)
+
+    def hooks(self, flat):
+        """For what autograd keeps of a visit's arguments."""
+        others = [self.kept] if self.kept is not None else []
+        if others or any(isinstance(value, Lent) for value in flat):
+            return self._engine().lender.hooks(*others)
+        return contextlib.nullcontext()
 
     def losses(self, compute, batches):
         engine = self._engine()

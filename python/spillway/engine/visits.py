@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..library import BACKWARD, FORWARD, Error
-from .away import Lent
 from .module import refuse_forgotten
 
 # What may be in a result beside tensors: nothing that could hold one.
@@ -310,7 +309,7 @@ def run_in_visits(engine, block, index):
         # Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'.
         anchor = engine.anchor if block.trainable else None
         engine.uses.visited(index)
-        with engine.lender.hooks() if any(isinstance(value, Lent) for value in flat) else contextlib.nullcontext():
+        with engine.together.hooks(flat):
             return tree_unflatten(list(_Visit.apply(engine, block, spec, record, anchor, *flat)), record.spec)
 
     block.module.forward = forward
