@@ -4,8 +4,8 @@
 
 The model is made twice from one seed: PyTorch alone makes its step first, in a process without a limit. In the other
 the engine takes the weights, the limit is set below their size, which the kernel refuses where they are still there,
-and the step is made. Loss and norm of the gradients are compared, and what the step read of NVMe with all inner tensors,
-which come twice, but for those of the last layers, which backward finds in HBM.
+and the step is made. Loss and norm of the gradients are compared, and what the step read of NVMe with all inner
+tensors, which come twice, but for those of the last layers, which backward finds in HBM.
 """
 import ctypes
 import gc

@@ -64,8 +64,8 @@ class _Walk:
             self._attributes(path, tensor)
 
     def _refuse_tuple(self, _):
-        raise Error("unsupported", f"{self.name}: has a tensor in a tuple, where no other can take its place; make it a "
-                                   "list, or train without Spillway")
+        raise Error("unsupported", f"{self.name}: has a tensor in a tuple, where no other can take its place; make it "
+                                   "a list, or train without Spillway")
 
     def _attributes(self, path, holder):
         before = len(self.found)
@@ -338,8 +338,8 @@ def find_packed(model, plain):
         for name in forms:
             if own[name].requires_grad:
                 raise Error("unsupported", f"{prefix}.{name}: is a {type(own[name]).__name__} of {own[name].dtype} "
-                                           "that wants a gradient; Spillway trains plain tensors of floating point, and "
-                                           "takes others frozen (requires_grad_(False))")
+                                           "that wants a gradient; Spillway trains plain tensors of floating point, "
+                                           "and takes others frozen (requires_grad_(False))")
         travels = [name for name, buffer in module._buffers.items() if _large_integers(buffer)]
         first = True
         for name, parameter in own.items():
