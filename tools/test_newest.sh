@@ -21,7 +21,8 @@ if [ ! -e "$place/done" ]; then
   touch "$place/done"
 fi
 place=$(cd "$place" && pwd)
-"$place/bin/pip" list 2>/dev/null | grep -E "^(torch|transformers|accelerate|peft|trl|lightning|bitsandbytes|torchao|hqq) "
+shown="torch|transformers|accelerate|peft|trl|lightning|bitsandbytes|torchao|hqq"
+"$place/bin/pip" list 2>/dev/null | grep -E "^($shown) "
 
 export SPILLWAY_LIBRARY="$PWD/$library" SPILLWAY_BINARY="$PWD/build-test/tools/spillway" PATH="$place/bin:$PATH"
 python -c "import torch, trl" || { echo "test_newest.sh: delete $place and try again" >&2; exit 1; }

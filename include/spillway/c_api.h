@@ -157,8 +157,7 @@ spillway_status spillway_model_add_block(spillway_model* model, const char* name
 #define SPILLWAY_ANY_PUSHES UINT32_MAX
 spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t block, const char* name,
                                              const uint64_t* shape, size_t rank, int trainable, uint32_t pushes);
-// Frozen bytes of the program's own in the place of a parameter, a quantized weight say: as many as `elements` of the
-// weight type take. Sources and sinks have the bits of a 16-bit element in the upper half of a float.
+// Frozen bytes in the place of a parameter, a quantized weight say, of `elements` of the weight type: Parameter::bytes.
 spillway_status spillway_model_add_bytes(spillway_model* model, uint32_t block, const char* name, uint64_t elements);
 // The visits of a step in order. None: forward over all blocks, backward in reverse.
 spillway_status spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass);

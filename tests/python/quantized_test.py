@@ -1,4 +1,4 @@
-"""LoRA over models that bitsandbytes, torchao and HQQ have quantized, as they are installed: the losses of PyTorch alone.
+"""LoRA over models that bitsandbytes, torchao and HQQ have quantized, as they are installed.
 
 packed_test.py has the mechanism on forms of its own; here the packages' own layers run.
 """
@@ -23,7 +23,8 @@ class Quantized(Case):
         """`least`: bytes of the layers' weights without any scales."""
         network = with_lora(make, num_hidden_layers=2)
         optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01)
-        engine = self.engine(with_lora(make, num_hidden_layers=2), config(self.folder, clipping=0, spillway={"hbm_bytes": "8MiB"}))
+        configuration = config(self.folder, clipping=0, spillway={"hbm_bytes": "8MiB"})
+        engine = self.engine(with_lora(make, num_hidden_layers=2), configuration)
         layers = [packed.nbytes for packed in engine._layout.packed.values()]
         self.assertLess(least, sum(layers))
         self.assertLess(sum(layers), 1.3 * least)

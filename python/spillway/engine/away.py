@@ -188,7 +188,8 @@ def _away(kind):
 
 
 def send_away(parameter, name, block, place, lender, packed=None):
-    """For the first time. `packed`: None, or what empties it (packed.py). `block`: the name of one that has it. `lender`: a weak reference to who lends its values."""
+    """For the first time. `block`: the name of one that has it. `lender`: a weak reference to who lends its values.
+    `packed`: None, or what empties it (packed.py)."""
     parameter._spillway_packed = packed
     parameter._spillway_names, parameter._spillway_place, parameter._spillway_lender = (name, block), place, lender
     if not isinstance(parameter, AwayParameter):

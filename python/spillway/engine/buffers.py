@@ -21,6 +21,12 @@ def persistent(model):
             if buffer is not None and name not in module._non_persistent_buffers_set and not hasattr(buffer, MARK)}
 
 
+def staying_bytes(model):
+    """Of those that no plan counts: they stay in PyTorch's memory on the device."""
+    found = {id(buffer): buffer for buffer in model.buffers() if not hasattr(buffer, MARK)}
+    return sum(buffer.numel() * buffer.element_size() for buffer in found.values())
+
+
 def safetensors_of(what="export: the model has persistent buffers, which are written"):
     try:
         import safetensors.torch

@@ -48,9 +48,9 @@ def export(engine, directory, dtype, replace):
     write = _adapters if hasattr(engine.module, "peft_config") else _model
     if write is _model and engine._layout.packed:
         name = next(iter(engine._layout.packed.values())).name
-        raise Error("unsupported", f"{name}: is kept as bytes, as of a quantized weight, whose files are its package's; "
-                                   "export() writes a peft model's adapters, master_weights(names) what was trained, "
-                                   "and state_dict() all of it as the model has it, for save_pretrained(state_dict=)")
+        raise Error("unsupported", f"{name}: is kept as bytes, as of a quantized weight, whose files are its "
+                                   "package's; export() writes a peft model's adapters, master_weights(names) what "
+                                   "was trained, and state_dict() all of it, for save_pretrained(state_dict=)")
     if write is _model and (groups := groups_of(engine.module, engine._layout.tensors())):
         def write(engine, directory, dtype, replace):
             _turned_back(engine, groups, os.path.realpath(os.fsdecode(directory)), dtype, replace)

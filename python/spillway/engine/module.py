@@ -45,8 +45,8 @@ def refuse_forgotten(engine):
 
 
 def empty(model, layout, dtype, device):
-    """Takes the values out of parameters, and moves buffers to the device. A parameter of another device is replaced, in
-    the layout's lists as well."""
+    """Takes the values out of parameters, and moves buffers to the device. A parameter of another device is replaced,
+    in the layout's lists as well."""
     moved = {}
     for (owner, index), packed in layout.packed.items():
         before, says = packed.tensor, read_outside(packed.name, layout.block_names[owner])

@@ -41,7 +41,7 @@ def _inner(wrapper):
 
 
 class _Walk:
-    """What is found from a weight, or from a module's attributes: parts, and the dicts of the objects that have them."""
+    """What is found from a weight, or from a module's attributes: parts, and the objects that have them."""
 
     def __init__(self, name):
         self.name, self.found, self._seen = name, [], set()  # (path, tensor, put another in its place)
@@ -62,6 +62,10 @@ class _Walk:
                             "of dense tensors that want none")
             self.found.append((path, tensor, put))
             self._attributes(path, tensor)
+
+    def _refuse_tuple(self, _):
+        raise Error("unsupported", f"{self.name}: has a tensor in a tuple, where no other can take its place; make it "
+                                   "a list, or train without Spillway")
 
     def _attributes(self, path, holder):
         before = len(self.found)
@@ -87,7 +91,7 @@ class _Walk:
                 self.holders.append(value)
         elif isinstance(value, tuple):
             for number, each in enumerate(value):
-                self.value(f"{path}[{number}]", each, _tuple_setter(put, value, number))
+                self.value(f"{path}[{number}]", each, self._refuse_tuple)
         elif hasattr(value, "__dict__"):
             self._attributes(path, value)
 
@@ -98,12 +102,6 @@ def _setter(holder, name):
 
 def _item_setter(holder, key):
     return lambda new: holder.__setitem__(key, new)
-
-
-def _tuple_setter(put, values, number):
-    def replace(new):
-        raise Error("unsupported", "a frozen weight has a tensor in a tuple, where no other can take its place")
-    return replace
 
 
 class _Part:
@@ -339,9 +337,9 @@ def find_packed(model, plain):
         forms = [name for name, p in own.items() if is_packed(p)]
         for name in forms:
             if own[name].requires_grad:
-                raise Error("unsupported", f"{prefix}.{name}: is a {type(own[name]).__name__} of {own[name].dtype} that "
-                                           "wants a gradient; Spillway trains plain tensors of floating point, and "
-                                           "takes others frozen (requires_grad_(False))")
+                raise Error("unsupported", f"{prefix}.{name}: is a {type(own[name]).__name__} of {own[name].dtype} "
+                                           "that wants a gradient; Spillway trains plain tensors of floating point, "
+                                           "and takes others frozen (requires_grad_(False))")
         travels = [name for name, buffer in module._buffers.items() if _large_integers(buffer)]
         first = True
         for name, parameter in own.items():

@@ -17,6 +17,7 @@ import torch
 from .. import log
 from ..library import Error
 from ..pieces import collected
+from . import buffers
 from .slices import NODES
 
 
@@ -77,6 +78,8 @@ class Uses:
 def say_plan(engine):
     for line in engine.describe():
         log.say(logging.INFO, line)
+    if (size := buffers.staying_bytes(engine.module)) >= 1 << 20:
+        log.say(logging.INFO, f"buffers: {size >> 20} MiB stay on the device, in PyTorch's memory beside the budgets")
     if not engine._layout.pushes:
         return  # nothing is trained
     clipping = engine.settings["gradient_clipping"]
