@@ -480,10 +480,9 @@ spillway_status spillway_optimizer_save(spillway_optimizer* optimizer, const cha
                                         const spillway_save_options* options, const spillway_tensor* tensors,
                                         size_t count);
 
-// A caller's bytes that wait on the drives for a part of a step, such as what a loop keeps between blocks: a file
-// without a name in each of the configuration's nvme_paths, gone with the process. Direct I/O, by the run's kind of
-// queue. Address, offset and bytes are multiples of 4096. What a write or read is given stays as it is until
-// spillway_scratch_wait() has returned for its ticket, once for each.
+// A caller's bytes that wait on the drives, as what a loop keeps between blocks does: a file without a name in each of
+// the configuration's nvme_paths, gone with the process. Direct I/O; address, offset and bytes are multiples of 4096.
+// What a write or read is given stays as it is until spillway_scratch_wait() has returned for its ticket.
 spillway_status spillway_scratch_create(const spillway_config* config, spillway_scratch** scratch);
 spillway_status spillway_scratch_destroy(spillway_scratch* scratch);  // waits for what is under way
 uint32_t spillway_scratch_files(const spillway_scratch* scratch);

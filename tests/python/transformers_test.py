@@ -35,6 +35,26 @@ class Loops(Folder):
         wanted = alone.to(DEVICE).eval().generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
         self.assertEqual(wanted.tolist(), found.tolist())
 
+    def test_ABatchInSlicesIsTheWholeOne(self):
+        """T5's bias, rotary tables and Bloom's rows of every head, with a padded row."""
+        ids = torch.randint(1, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        mask = torch.ones_like(ids)
+        mask[1, 8:] = 0
+        bloom = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2)
+        for make in (lambda: model(kind="t5"), lambda: model(kind="llama"),
+                     lambda: transformers.BloomForCausalLM(bloom)):
+            found = []
+            for slices in (1, 2):
+                torch.manual_seed(2)
+                network = make().eval()
+                engine = self.engine(network, config(self.folder, "cpu", spillway={"block_slices": slices}))
+                loss = engine(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+                engine.backward(loss)
+                found.append((loss.item(), engine.step().gradient_norm))
+                engine.close()
+            for whole, parts in zip(*found):
+                self.assertAlmostEqual(whole, parts, delta=2e-5 * whole)
+
     def test_GradientCheckpointingIsThereAlready(self):
         """Before and behind the engine's making; a block's forward runs twice a step, and not a third time."""
         runs = []
