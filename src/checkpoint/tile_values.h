@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 
 #include "spillway/engine.h"
 #include "src/plan/plan.h"
