@@ -19,11 +19,21 @@ std::uint64_t granule_checksum(std::span<const std::byte> granule) {
   return XXH3_64bits(granule.data(), granule.size());
 }
 
+namespace {
+
+std::uint64_t checksum_of(std::span<const std::byte> extent, std::size_t granule) {
+  const std::uint64_t at = granule * kGranuleBytes;
+  return granule_checksum(extent.subspan(at, std::min(kGranuleBytes, extent.size() - at)));
+}
+
+}  // namespace
+
+void granule_checksums(std::span<const std::byte> extent, std::span<std::uint64_t> out) {
+  for (std::size_t g = 0; g < out.size(); ++g) out[g] = checksum_of(extent, g);
+}
+
 void granule_checksums(std::span<const std::byte> extent, std::span<std::uint64_t> out, HostWorkers& workers) {
-  workers.parallel_for(out.size(), [=](std::size_t g) {
-    const std::uint64_t at = g * kGranuleBytes;
-    out[g] = granule_checksum(extent.subspan(at, std::min(kGranuleBytes, extent.size() - at)));
-  });
+  workers.parallel_for(out.size(), [=](std::size_t g) { out[g] = checksum_of(extent, g); });
 }
 
 std::uint64_t extent_checksum(std::span<const std::uint64_t> granule_checksums) {

@@ -14,7 +14,8 @@ namespace spillway {
 inline constexpr std::uint64_t kGranuleBytes = 256 * kKiB;
 
 std::uint64_t granule_checksum(std::span<const std::byte> granule);
-// The checksums of all granules of an extent, on the workers; one place in `out` for each.
+// The checksums of all granules of an extent, here or on the workers; one place in `out` for each.
+void granule_checksums(std::span<const std::byte> extent, std::span<std::uint64_t> out);
 void granule_checksums(std::span<const std::byte> extent, std::span<std::uint64_t> out, HostWorkers& workers);
 std::uint64_t extent_checksum(std::span<const std::uint64_t> granule_checksums);
 

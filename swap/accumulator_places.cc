@@ -1,7 +1,5 @@
 #include "swap/accumulator_places.h"
 
-#include <utility>
-
 #include "spillway/error.h"
 
 namespace spillway {

@@ -14,9 +14,7 @@ constexpr std::uint64_t kResidentCopyBytes =
 BlockFetch::BlockFetch(Device& device, std::size_t max_pieces, std::size_t max_granules)
     : ready_(device.create_event()) {
   pieces.reserve(max_pieces);
-  granules_.reserve(max_granules);
-  first_granule_.reserve(max_pieces);
-  granules_left_.reserve(max_pieces);
+  sums_.reserve(max_pieces, max_granules);
 }
 
 BlockFetcher::BlockFetcher(StoreThread& thread, Device& device, Stream& h2d, std::span<std::byte> chunks,
@@ -96,17 +94,7 @@ void BlockFetcher::begin(BlockFetch& fetch) {
   fetch.piece_offset_ = 0;
   fetch.waited_ = false;
   fetch.chunks_out_ = 0;
-  fetch.granules_.clear();
-  fetch.first_granule_.clear();
-  fetch.granules_left_.clear();
-  std::uint32_t granule = 0;
-  for (const FetchPiece& piece : fetch.pieces) {
-    const auto count = piece.resident ? 0u : static_cast<std::uint32_t>(div_up(piece.extent.bytes, kGranuleBytes));
-    fetch.first_granule_.push_back(granule);
-    fetch.granules_left_.push_back(count);
-    granule += count;
-  }
-  fetch.granules_.resize(granule);
+  fetch.sums_.begin(fetch.pieces);
 }
 
 void BlockFetcher::pump() {
@@ -217,23 +205,15 @@ void BlockFetcher::on_io(const IoRequest& request, const IoCompletion& completio
 
 void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
   const FetchPiece& piece = fetch.pieces[chunk.piece];
-  const std::uint32_t first = fetch.first_granule_[chunk.piece];
   const TimedSpan span(watch_.timeline, SpanKind::kChecksum, piece.tile, chunk.bytes);
-  for (std::uint64_t at = 0; at < chunk.bytes; at += kGranuleBytes) {
-    const std::uint64_t bytes = std::min(kGranuleBytes, chunk.bytes - at);
-    fetch.granules_[first + (chunk.offset + at) / kGranuleBytes] = granule_checksum({chunk.memory + at, bytes});
-    --fetch.granules_left_[chunk.piece];
-  }
-  if (fetch.granules_left_[chunk.piece] > 0) return;
-  const std::size_t count = div_up(piece.extent.bytes, kGranuleBytes);
-  if (extent_checksum({fetch.granules_.data() + first, count}) != piece.checksum) {
-    const StoreThread::Place place = thread_.place_of(piece.extent.offset);
-    if (!fetch.failure_) fetch.mismatch_offset_ = piece.extent.offset;
-    fail(fetch, Error(Code::kCorrupt, {place.file.path().string(),
-                                       name_of_(piece.tile) + " at offset " + std::to_string(place.offset) +
-                                           " do not match their checksum",
-                                       0, "check the drive"}));
-  }
+  const auto sum = fetch.sums_.add(chunk.piece, chunk.offset, {chunk.memory, chunk.bytes});
+  if (!sum || *sum == piece.checksum) return;
+  const StoreThread::Place place = thread_.place_of(piece.extent.offset);
+  if (!fetch.failure_) fetch.mismatch_offset_ = piece.extent.offset;
+  fail(fetch, Error(Code::kCorrupt, {place.file.path().string(),
+                                     name_of_(piece.tile) + " at offset " + std::to_string(place.offset) +
+                                         " do not match their checksum",
+                                     0, "check the drive"}));
 }
 
 // Bytes may travel before their extent is verified; the lease opens only when all of it is.

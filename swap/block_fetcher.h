@@ -25,6 +25,7 @@
 
 #include "kernels/device.h"
 #include "swap/extents.h"
+#include "swap/piece_sums.h"
 #include "swap/stall_meter.h"
 #include "swap/store_thread.h"
 
@@ -64,8 +65,7 @@ class BlockFetch {
   std::uint64_t piece_offset_ = 0;  // next byte of it
   bool waited_ = false;             // for `after` and `source`
   std::size_t chunks_out_ = 0;
-  std::vector<std::uint64_t> granules_;
-  std::vector<std::uint32_t> first_granule_, granules_left_;
+  PieceSums sums_;
 };
 
 class BlockFetcher : public IoHandler {

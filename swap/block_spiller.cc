@@ -13,9 +13,7 @@ constexpr std::uint64_t kSpilledCopyBytes = 4 * kMiB;  // a long copy blocks the
 BlockSpill::BlockSpill(Device& device, std::size_t max_pieces, std::size_t max_granules)
     : left_(device.create_event()) {
   pieces.reserve(max_pieces);
-  granules_.reserve(max_granules);
-  first_granule_.reserve(max_pieces);
-  granules_left_.reserve(max_pieces);
+  sums_.reserve(max_pieces, max_granules);
 }
 
 BlockSpiller::BlockSpiller(StoreThread& thread, Device& device, Stream& d2h, std::span<std::byte> chunks,
@@ -100,17 +98,7 @@ void BlockSpiller::begin(BlockSpill& spill) {
   spill.piece_offset_ = 0;
   spill.waited_after_ = spill.all_copied_ = false;
   spill.chunks_out_ = 0;
-  spill.granules_.clear();
-  spill.first_granule_.clear();
-  spill.granules_left_.clear();
-  std::uint32_t granule = 0;
-  for (const SpillPiece& piece : spill.pieces) {
-    const auto count = piece.resident ? 0u : static_cast<std::uint32_t>(div_up(piece.extent.bytes, kGranuleBytes));
-    spill.first_granule_.push_back(granule);
-    spill.granules_left_.push_back(count);
-    granule += count;
-  }
-  spill.granules_.resize(granule);
+  spill.sums_.begin(spill.pieces);
 }
 
 void BlockSpiller::pump() {
@@ -216,16 +204,7 @@ void BlockSpiller::write(Chunk& chunk) {
     const std::uint64_t used = piece.payload_bytes - std::min(chunk.offset, piece.payload_bytes);
     std::memset(chunk.memory + used, 0, chunk.bytes - used);
   }
-  const std::uint32_t first = spill.first_granule_[chunk.piece];
-  for (std::uint64_t at = 0; at < chunk.bytes; at += kGranuleBytes) {
-    const std::uint64_t bytes = std::min(kGranuleBytes, chunk.bytes - at);
-    spill.granules_[first + (chunk.offset + at) / kGranuleBytes] = granule_checksum({chunk.memory + at, bytes});
-    --spill.granules_left_[chunk.piece];
-  }
-  if (spill.granules_left_[chunk.piece] == 0) {
-    const std::size_t count = div_up(piece.extent.bytes, kGranuleBytes);
-    piece.checksum = extent_checksum({spill.granules_.data() + first, count});
-  }
+  if (const auto sum = spill.sums_.add(chunk.piece, chunk.offset, {chunk.memory, chunk.bytes})) piece.checksum = *sum;
   thread_.post({.op = IoOp::kWrite,
                 .priority = IoPriority::kNormal,
                 .file = kStripedSpace,

@@ -20,6 +20,7 @@
 
 #include "kernels/device.h"
 #include "swap/extents.h"
+#include "swap/piece_sums.h"
 #include "swap/stall_meter.h"
 #include "swap/store_thread.h"
 
@@ -54,8 +55,7 @@ class BlockSpill {
   std::uint64_t piece_offset_ = 0;  // next byte of it
   bool waited_after_ = false, all_copied_ = false;
   std::size_t chunks_out_ = 0;
-  std::vector<std::uint64_t> granules_;
-  std::vector<std::uint32_t> first_granule_, granules_left_;
+  PieceSums sums_;
 };
 
 class BlockSpiller : public IoHandler {

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "kernels/checksum.h"
-#include "spillway/io_queue.h"
 
 namespace spillway {
 namespace {
@@ -107,10 +106,9 @@ class Checker {
   void finish(const Chunk& chunk, const IoCompletion& completion) {
     OpenExtent& open = open_[chunk.extent];
     if (completion.error != 0) open.error = completion.error;
-    for (std::uint64_t at = 0; at < chunk.bytes && completion.error == 0; at += kGranuleBytes) {
-      const auto granule = memory(chunk).subspan(at, std::min(kGranuleBytes, chunk.bytes - at));
-      open.granules[(chunk.at + at) / kGranuleBytes] = granule_checksum(granule);
-    }
+    const std::size_t granules = div_up(chunk.bytes, kGranuleBytes);
+    if (completion.error == 0)
+      granule_checksums(memory(chunk), std::span(open.granules).subspan(chunk.at / kGranuleBytes, granules));
     open.left -= chunk.bytes;
     done_bytes_ += chunk.bytes;
     if (open.left > 0) return;
@@ -154,11 +152,16 @@ std::string name_of_part(std::uint32_t tile, Part part, const std::function<std:
                      name_of ? name_of(tile) : fmt::format("tile {}", tile));
 }
 
+Error mismatch_error(const std::string& what, const StoreFiles::Place& place, Hint hint) {
+  return Error(Code::kCorrupt, place.file->path().string(),
+               fmt::format("{} at offset {} do not match their checksum", what, place.offset), 0, std::move(hint));
+}
+
 Error bad_bytes_error(const BadBytes& bad, const std::function<std::string(std::uint32_t)>& name_of, Hint hint) {
-  const std::string what =
-      fmt::format("{} at offset {} {}", name_of_part(bad.tile, bad.part, name_of), bad.place.offset,
-                  bad.error == 0 ? "do not match their checksum" : "cannot be read");
-  return Error(Code::kCorrupt, bad.place.file->path().string(), what, bad.error, std::move(hint));
+  const std::string what = name_of_part(bad.tile, bad.part, name_of);
+  if (bad.error == 0) return mismatch_error(what, bad.place, std::move(hint));
+  return Error(Code::kCorrupt, bad.place.file->path().string(),
+               fmt::format("{} at offset {} cannot be read", what, bad.place.offset), bad.error, std::move(hint));
 }
 
 }  // namespace spillway

@@ -37,6 +37,8 @@ std::uint64_t check_extents(StoreFiles& files, const StoreLayout& layout, const 
 // `states of tile 3 …`, by `name_of`; by its number where that is null.
 std::string name_of_part(std::uint32_t tile, Part part, const std::function<std::string(std::uint32_t)>& name_of);
 // `PATH: states of tile 3 … at offset 65536 do not match their checksum; HINT`
+Error mismatch_error(const std::string& what, const StoreFiles::Place& place, Hint hint);
+// The same, or `cannot be read`.
 Error bad_bytes_error(const BadBytes& bad, const std::function<std::string(std::uint32_t)>& name_of, Hint hint);
 
 }  // namespace spillway

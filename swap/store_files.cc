@@ -14,8 +14,6 @@
 
 #include "spillway/error.h"
 #include "spillway/log.h"
-#include "spillway/units.h"
-#include "swap/extents.h"
 
 namespace spillway {
 namespace {

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernels/checksum.h"
+#include "swap/store_check.h"
 
 namespace spillway {
 namespace {
@@ -179,10 +180,8 @@ void TileMover::verify(std::uint32_t index) {
   Buffer& buffer = *buffers_[index];
   const auto refuse = [&](const char* what, const Extent& extent) {
     const StoreFiles::Place place = parts_.store->files().place_of(extent.offset);
-    throw Error(Code::kCorrupt, place.file->path().string(),
-                std::string(what) + " of " + parts_.name_of(buffer.tile) + " at offset " +
-                    std::to_string(place.offset) + " do not match their checksum",
-                0, parts_.store->way_back(extent.offset));
+    throw mismatch_error(std::string(what) + " of " + parts_.name_of(buffer.tile), place,
+                         parts_.store->way_back(extent.offset));
   };
   const ExtentHashes gradient = expected_gradient(index);
   if (!gradient.before.empty() && extent_checksum(gradient.before) != buffer.gradient_checksum) {
@@ -268,6 +267,10 @@ void TileMover::start_save(std::uint32_t index, Save kind, std::byte* delivered)
                     .bytes = extent.bytes});
     parts_.store->note_written(buffer.tile, static_cast<Part>(part), sum);
   }
+}
+
+void TileMover::finish_saves() {
+  for (std::uint32_t b = 0; b < parts_.count; ++b) finish_save(b);
 }
 
 void TileMover::finish_saves_of(std::uint32_t first, std::uint32_t end) {

@@ -86,6 +86,7 @@ class TileMover {
   // `delivered`, unless null: a device address where the weights are copied too, on the h2d stream.
   void start_save(std::uint32_t buffer, Save kind, std::byte* delivered = nullptr);
   void finish_save(std::uint32_t buffer);
+  void finish_saves();
   // Blocks until what is written of a tile in [first, end) can be read.
   void finish_saves_of(std::uint32_t first, std::uint32_t end);
   // What was saved since the last commit is not to be read any more.

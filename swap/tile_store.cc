@@ -7,10 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <optional>
-#include <thread>
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"

@@ -18,7 +18,7 @@ std::exception_ptr write_tiles(TileMover& mover, std::uint32_t tiles, const Tile
     }
     if (!failure) mover.start_save(buffer, Save::kNew);
   }
-  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+  mover.finish_saves();
   return failure;
 }
 
@@ -31,7 +31,7 @@ void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
     mover.finish_load(buffer);
     mover.start_save(buffer, Save::kRestored);
   }
-  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+  mover.finish_saves();
 }
 
 void write_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
@@ -46,7 +46,7 @@ void write_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
     mover.finish_load(buffer);
     mover.start_save(buffer, Save::kCommit);
   }
-  for (std::uint32_t b = 0; b < mover.buffers(); ++b) mover.finish_save(b);
+  mover.finish_saves();
 }
 
 }  // namespace spillway

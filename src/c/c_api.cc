@@ -176,14 +176,14 @@ spillway_model* spillway_model_create(void) {
 }
 
 spillway_status spillway_model_add_block(spillway_model* model, const char* name) {
-  return with_model("spillway_model_add_block", model, [&](ModelDescription& description) {
+  return with_model(__func__, model, [&](ModelDescription& description) {
     description.blocks.push_back({.name = given(name, "name"), .parameters = {}});
   });
 }
 
 spillway_status spillway_model_add_parameter(spillway_model* model, uint32_t block, const char* name,
                                              const uint64_t* shape, size_t rank, int trainable, uint32_t pushes) {
-  return with_model("spillway_model_add_parameter", model, [&](ModelDescription& description) {
+  return with_model(__func__, model, [&](ModelDescription& description) {
     given(name, "name");
     if (rank > 0) given(shape, name);
     if (rank > 64) refuse(name, "has a rank of " + std::to_string(rank), "no tensor has more than 64 extents");
@@ -202,53 +202,51 @@ spillway_status spillway_model_add_bytes(spillway_model* model, uint32_t block, 
 }
 
 spillway_status spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass) {
-  return with_model("spillway_model_add_visit", model, [&](ModelDescription& description) {
+  return with_model(__func__, model, [&](ModelDescription& description) {
     description.visits.push_back({block, checked(pass, Pass::kBackward, "spillway_pass")});
   });
 }
 
 spillway_status spillway_model_set_workspace(spillway_model* model, uint64_t bytes) {
-  return with_model("spillway_model_set_workspace", model,
-                    [&](ModelDescription& description) { description.workspace_bytes = bytes; });
+  return with_model(__func__, model, [&](ModelDescription& description) { description.workspace_bytes = bytes; });
 }
 
 spillway_status spillway_model_set_insides(spillway_model* model, uint32_t block, uint64_t bytes) {
-  return with_model("spillway_model_set_insides", model, [&](ModelDescription& description) {
+  return with_model(__func__, model, [&](ModelDescription& description) {
     block_of(description, block, "spillway_model_set_insides").inside_bytes = bytes;
   });
 }
 
 spillway_status spillway_model_set_micro_batches(spillway_model* model, uint32_t micro_batches) {
-  return with_model("spillway_model_set_micro_batches", model, [&](ModelDescription& description) {
+  return with_model(__func__, model, [&](ModelDescription& description) {
     if (micro_batches == 0) refuse("micro_batches", "is 0", "a step has at least one");
     description.micro_batches = micro_batches;
   });
 }
 
 spillway_status spillway_model_add_activation(spillway_model* model, uint64_t bytes) {
-  return with_model("spillway_model_add_activation", model,
+  return with_model(__func__, model,
                     [&](ModelDescription& description) { description.activations.push_back({bytes}); });
 }
 
 spillway_status spillway_model_add_activation_use(spillway_model* model, uint32_t activation, spillway_access access,
                                                   uint32_t visit) {
-  return with_model("spillway_model_add_activation_use", model, [&](ModelDescription& description) {
+  return with_model(__func__, model, [&](ModelDescription& description) {
     description.activation_uses.push_back({activation, checked(access, Access::kUpdate, "spillway_access"), visit});
   });
 }
 
 spillway_status spillway_model_set_activations_held(spillway_model* model, uint32_t held) {
-  return with_model("spillway_model_set_activations_held", model,
-                    [&](ModelDescription& description) { description.activations_held = held; });
+  return with_model(__func__, model, [&](ModelDescription& description) { description.activations_held = held; });
 }
 
 spillway_status spillway_model_accept_dtype(spillway_model* model, spillway_dtype dtype) {
-  return with_model("spillway_model_accept_dtype", model,
+  return with_model(__func__, model,
                     [&](ModelDescription& description) { description.weight_types.push_back(dtype_of(dtype)); });
 }
 
 spillway_status spillway_model_attach(spillway_model* model, const char* name, const char* text) {
-  return with_model("spillway_model_attach", model, [&](ModelDescription& description) {
+  return with_model(__func__, model, [&](ModelDescription& description) {
     description.attachments.push_back({given(name, "name"), given(text, "text")});
   });
 }

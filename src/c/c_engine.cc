@@ -169,29 +169,16 @@ spillway_device_kind spillway_engine_device(const spillway_engine* engine) {
 }
 
 size_t spillway_engine_blob(const spillway_engine* engine, void* out, size_t capacity) {
-  return ask_engine(engine, size_t{0}, [&](Engine& asked, auto&) {
-    const auto blob = asked.blob();
-    const std::size_t bytes = out == nullptr ? 0 : std::min(capacity, blob.size());
-    if (bytes > 0) std::memcpy(out, blob.data(), bytes);
-    return blob.size();
-  });
+  return ask_engine(engine, size_t{0}, [&](Engine& asked, auto&) { return copy_blob(asked.blob(), out, capacity); });
 }
 
 spillway_status spillway_engine_describe(const spillway_engine* engine, void (*line)(void*, const char*), void* user) {
-  return with_engine("spillway_engine_describe", engine, [&](Engine& asked, auto&) {
-    given(line, "line");
-    for (const std::string& text : asked.describe()) line(user, text.c_str());
-  });
+  return with_engine(__func__, engine, [&](Engine& asked, auto&) { tell(asked.describe(), line, user); });
 }
 
 spillway_status spillway_engine_ledger(const spillway_engine* engine,
                                        void (*entry)(void*, spillway_tier, const char*, uint64_t), void* user) {
-  return with_engine("spillway_engine_ledger", engine, [&](Engine& asked, auto&) {
-    given(entry, "entry");
-    for (const Reservation& each : asked.ledger().reservations) {
-      entry(user, static_cast<spillway_tier>(each.tier), each.purpose.c_str(), each.bytes);
-    }
-  });
+  return with_engine(__func__, engine, [&](Engine& asked, auto&) { tell(asked.ledger(), entry, user); });
 }
 
 uint64_t spillway_engine_budget(const spillway_engine* engine, spillway_tier tier) {
@@ -211,7 +198,7 @@ double spillway_engine_predicted_step_seconds(const spillway_engine* engine) {
 }
 
 spillway_status spillway_engine_import_weights(spillway_engine* engine, spillway_weight_source source, void* user) {
-  return with_engine("spillway_engine_import_weights", engine, [&](Engine& called, auto&) {
+  return with_engine(__func__, engine, [&](Engine& called, auto&) {
     given(source, "source");
     called.import_weights([&](auto block, auto parameter, auto first, std::span<float> out) {
       require(source(user, block, parameter, first, out.data(), out.size()));
@@ -221,7 +208,7 @@ spillway_status spillway_engine_import_weights(spillway_engine* engine, spillway
 
 spillway_status spillway_engine_export_weights(spillway_engine* engine, int exact, spillway_weight_sink sink,
                                                void* user) {
-  return with_engine("spillway_engine_export_weights", engine, [&](Engine& called, auto&) {
+  return with_engine(__func__, engine, [&](Engine& called, auto&) {
     given(sink, "sink");
     called.export_weights(exact != 0, [&](auto block, auto parameter, auto first, std::span<const float> in) {
       require(sink(user, block, parameter, first, in.data(), in.size()));
@@ -254,26 +241,25 @@ int spillway_engine_in_hbm(const spillway_engine* engine, const void* data, size
 }
 
 spillway_status spillway_engine_adopt_stream(spillway_engine* engine, void* native, spillway_stream** stream) {
-  return with_engine("spillway_engine_adopt_stream", engine, [&](Engine& called, const auto& object) {
+  return with_engine(__func__, engine, [&](Engine& called, const auto& object) {
     given(stream, "stream");
     *stream = tables().streams.add(made_of<StreamObject>(object, called.adopt_stream(native)));
   });
 }
 
 spillway_status spillway_stream_synchronize(spillway_engine* engine, spillway_stream* stream) {
-  return with_stream("spillway_stream_synchronize", engine, stream,
-                     [](Engine&, Stream& on, auto&) { on.synchronize(); });
+  return with_stream(__func__, engine, stream, [](Engine&, Stream& on, auto&) { on.synchronize(); });
 }
 
 void* spillway_stream_native(spillway_engine* engine, spillway_stream* stream) {
   void* native = nullptr;
-  with_stream("spillway_stream_native", engine, stream, [&](Engine&, Stream& on, auto&) { native = on.native(); });
+  with_stream(__func__, engine, stream, [&](Engine&, Stream& on, auto&) { native = on.native(); });
   return native;
 }
 
 spillway_status spillway_stream_launch(spillway_engine* engine, spillway_stream* stream,
                                        void (*work)(void*, spillway_workers*), void* user) {
-  return with_stream("spillway_stream_launch", engine, stream, [&](Engine&, Stream& on, auto&) {
+  return with_stream(__func__, engine, stream, [&](Engine&, Stream& on, auto&) {
     given(work, "work");
     if (on.kind() != DeviceKind::kHost) {
       throw Error(Code::kUnsupported, {"spillway_stream_launch", "the engine's device is cuda", 0,
@@ -309,7 +295,7 @@ spillway_status spillway_stream_destroy(spillway_stream* stream) {
 
 spillway_status spillway_engine_acquire(spillway_engine* engine, uint32_t block, spillway_pass pass,
                                         spillway_stream* stream, spillway_lease** lease) {
-  return with_stream("spillway_engine_acquire", engine, stream, [&](Engine& called, Stream& on, const auto& object) {
+  return with_stream(__func__, engine, stream, [&](Engine& called, Stream& on, const auto& object) {
     given(lease, "lease");
     const Pass checked_pass = checked(pass, Pass::kBackward, "spillway_pass");
     *lease = tables().leases.add(made_of<LeaseObject>(object, block, called.acquire(block, checked_pass, on)));
@@ -341,13 +327,12 @@ spillway_status spillway_lease_release(spillway_lease* lease) {
 
 spillway_status spillway_engine_acquire_activation(spillway_engine* engine, uint32_t activation, spillway_access access,
                                                    spillway_stream* stream, spillway_activation** acquired) {
-  return with_stream(
-      "spillway_engine_acquire_activation", engine, stream, [&](Engine& called, Stream& on, const auto& object) {
-        given(acquired, "acquired");
-        const Access way = checked(access, Access::kUpdate, "spillway_access");
-        *acquired =
-            tables().activations.add(made_of<ActivationObject>(object, called.acquire_activation(activation, way, on)));
-      });
+  return with_stream(__func__, engine, stream, [&](Engine& called, Stream& on, const auto& object) {
+    given(acquired, "acquired");
+    const Access way = checked(access, Access::kUpdate, "spillway_access");
+    *acquired =
+        tables().activations.add(made_of<ActivationObject>(object, called.acquire_activation(activation, way, on)));
+  });
 }
 
 void* spillway_activation_data(const spillway_activation* activation) {
@@ -372,15 +357,14 @@ spillway_status spillway_activation_release(spillway_activation* activation) {
 spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t block, uint32_t parameter,
                                               const void* data, uint64_t elements, spillway_dtype dtype,
                                               spillway_stream* stream) {
-  return with_stream("spillway_engine_push_gradient", engine, stream, [&](Engine& called, Stream& on, auto&) {
+  return with_stream(__func__, engine, stream, [&](Engine& called, Stream& on, auto&) {
     called.push_gradient(
         {.block = block, .parameter = parameter, .data = data, .dtype = dtype_of(dtype), .elements = elements}, on);
   });
 }
 
 spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, double rate) {
-  return with_engine("spillway_engine_set_learning_rate", engine,
-                     [&](Engine& called, auto&) { called.set_learning_rate(rate); });
+  return with_engine(__func__, engine, [&](Engine& called, auto&) { called.set_learning_rate(rate); });
 }
 
 spillway_status spillway_engine_set_betas(spillway_engine* engine, double beta1, double beta2) {
@@ -390,7 +374,7 @@ spillway_status spillway_engine_set_betas(spillway_engine* engine, double beta1,
 
 spillway_status spillway_engine_step(spillway_engine* engine, const void* blob, size_t bytes,
                                      spillway_step_report* report) {
-  return with_engine("spillway_engine_step", engine, [&](Engine& called, const auto& object) {
+  return with_engine(__func__, engine, [&](Engine& called, const auto& object) {
     check_struct(report, "spillway_step_report");
     if (bytes > 0) given(blob, "blob");
     write_struct(report, report_of(called.step({static_cast<const std::byte*>(blob), bytes})));
@@ -399,36 +383,36 @@ spillway_status spillway_engine_step(spillway_engine* engine, const void* blob, 
 }
 
 spillway_status spillway_engine_discard_step(spillway_engine* engine) {
-  return with_engine("spillway_engine_discard_step", engine, [](Engine& called, const auto& object) {
+  return with_engine(__func__, engine, [](Engine& called, const auto& object) {
     called.discard_step();
     object->streams.clear();
   });
 }
 
 spillway_status spillway_engine_flush(spillway_engine* engine) {
-  return with_engine("spillway_engine_flush", engine, [](Engine& called, auto&) { called.flush(); });
+  return with_engine(__func__, engine, [](Engine& called, auto&) { called.flush(); });
 }
 
 spillway_status spillway_engine_save(spillway_engine* engine, const char* directory,
                                      const spillway_save_options* options) {
-  return with_engine("spillway_engine_save", engine, [&](Engine& called, auto&) {
+  return with_engine(__func__, engine, [&](Engine& called, auto&) {
     called.save(given(directory, "directory"), read_save_options(options));
   });
 }
 
 spillway_status spillway_engine_begin_save(spillway_engine* engine, const char* directory,
                                            const spillway_save_options* options) {
-  return with_engine("spillway_engine_begin_save", engine, [&](Engine& called, auto&) {
+  return with_engine(__func__, engine, [&](Engine& called, auto&) {
     called.begin_save(given(directory, "directory"), read_save_options(options));
   });
 }
 
 spillway_status spillway_engine_finish_save(spillway_engine* engine) {
-  return with_engine("spillway_engine_finish_save", engine, [](Engine& called, auto&) { called.finish_save(); });
+  return with_engine(__func__, engine, [](Engine& called, auto&) { called.finish_save(); });
 }
 
 spillway_status spillway_engine_load_snapshot(spillway_engine* engine, const char* directory) {
-  return with_engine("spillway_engine_load_snapshot", engine, [&](Engine& called, const auto& object) {
+  return with_engine(__func__, engine, [&](Engine& called, const auto& object) {
     called.load_snapshot(given(directory, "directory"));
     object->streams.clear();
   });
@@ -458,7 +442,7 @@ spillway_status spillway_engine_write_values(spillway_engine* engine, spillway_p
 
 spillway_status spillway_engine_export(spillway_engine* engine, const char* directory,
                                        const spillway_export_options* options) {
-  return with_engine("spillway_engine_export", engine, [&](Engine& called, const auto& object) {
+  return with_engine(__func__, engine, [&](Engine& called, const auto& object) {
     export_model(called, object->description, given(directory, "directory"), read_export_options(options));
   });
 }

@@ -240,6 +240,23 @@ Tables& tables();
 ExportOptions read_export_options(const spillway_export_options* options);
 SaveOptions read_save_options(const spillway_save_options* options);
 
+// What engine and optimizer tell alike.
+inline std::size_t copy_blob(const std::vector<std::byte>& blob, void* out, std::size_t capacity) {
+  const std::size_t bytes = out == nullptr ? 0 : std::min(capacity, blob.size());
+  if (bytes > 0) std::memcpy(out, blob.data(), bytes);
+  return blob.size();
+}
+inline void tell(const std::vector<std::string>& lines, void (*line)(void*, const char*), void* user) {
+  given(line, "line");
+  for (const std::string& text : lines) line(user, text.c_str());
+}
+inline void tell(const Ledger& ledger, void (*entry)(void*, spillway_tier, const char*, uint64_t), void* user) {
+  given(entry, "entry");
+  for (const Reservation& each : ledger.reservations) {
+    entry(user, static_cast<spillway_tier>(each.tier), each.purpose.c_str(), each.bytes);
+  }
+}
+
 // Of a function of the caller's.
 inline void require(int returned) {
   if (returned != 0) {

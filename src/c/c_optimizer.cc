@@ -5,7 +5,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "spillway/c_api.h"
@@ -121,30 +120,18 @@ uint64_t spillway_optimizer_current_step(const spillway_optimizer* optimizer) {
 }
 
 size_t spillway_optimizer_blob(const spillway_optimizer* optimizer, void* out, size_t capacity) {
-  return answered(size_t{0}, [&] {
-    const auto blob = tables().optimizers.find(optimizer)->optimizer->blob();
-    const std::size_t bytes = out == nullptr ? 0 : std::min(capacity, blob.size());
-    if (bytes > 0) std::memcpy(out, blob.data(), bytes);
-    return blob.size();
-  });
+  return answered(size_t{0},
+                  [&] { return copy_blob(tables().optimizers.find(optimizer)->optimizer->blob(), out, capacity); });
 }
 
 spillway_status spillway_optimizer_describe(const spillway_optimizer* optimizer, void (*line)(void*, const char*),
                                             void* user) {
-  return with_optimizer(optimizer, [&](const OffloadOptimizer& asked, auto&) {
-    given(line, "line");
-    for (const std::string& text : asked.describe()) line(user, text.c_str());
-  });
+  return with_optimizer(optimizer, [&](const OffloadOptimizer& asked, auto&) { tell(asked.describe(), line, user); });
 }
 
 spillway_status spillway_optimizer_ledger(const spillway_optimizer* optimizer,
                                           void (*entry)(void*, spillway_tier, const char*, uint64_t), void* user) {
-  return with_optimizer(optimizer, [&](const OffloadOptimizer& asked, auto&) {
-    given(entry, "entry");
-    for (const Reservation& each : asked.ledger().reservations) {
-      entry(user, static_cast<spillway_tier>(each.tier), each.purpose.c_str(), each.bytes);
-    }
-  });
+  return with_optimizer(optimizer, [&](const OffloadOptimizer& asked, auto&) { tell(asked.ledger(), entry, user); });
 }
 
 spillway_status spillway_optimizer_update_counts(const spillway_optimizer* optimizer, uint64_t* counts, size_t count) {

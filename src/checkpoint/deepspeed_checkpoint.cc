@@ -13,7 +13,6 @@
 #include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
 #include "src/formats/stored_elements.h"
-#include "src/plan/description.h"
 
 namespace spillway {
 namespace {

@@ -7,7 +7,6 @@
 #include <cctype>
 #include <cmath>
 #include <string_view>
-#include <utility>
 
 #include "spillway/error.h"
 #include "src/formats/refuse.h"

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "spillway/import.h"
 #include "src/formats/pickle_reader.h"

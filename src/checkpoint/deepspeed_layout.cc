@@ -14,7 +14,6 @@
 #include "src/formats/plain_file.h"
 #include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
-#include "src/plan/description.h"
 
 namespace spillway {
 namespace {

@@ -3,9 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <functional>
-#include <new>
 #include <optional>
 
 #include "kernels/checksum.h"
@@ -20,6 +18,7 @@
 #include "src/formats/plain_file.h"
 #include "src/plan/description.h"
 #include "src/plan/plan.h"
+#include "swap/store_check.h"
 #include "swap/tile_store.h"
 
 namespace spillway {
@@ -81,15 +80,7 @@ void write_model(const ModelDescription& model, const std::filesystem::path& dir
 class TileReader {
  public:
   TileReader(const Plan& plan, const ModelDescription& model)
-      : plan_(plan),
-        model_(model),
-        memory_(
-            static_cast<std::byte*>(std::aligned_alloc(4096, align_up(plan.host.buffer_bytes, std::uint64_t{4096})))) {
-    if (memory_ == nullptr) throw std::bad_alloc();
-  }
-  ~TileReader() { std::free(memory_); }
-  TileReader(const TileReader&) = delete;
-  TileReader& operator=(const TileReader&) = delete;
+      : plan_(plan), model_(model), memory_(align_up(plan.host.buffer_bytes, std::uint64_t{4096})) {}
 
   TileMemory read(const TileStore& store, std::uint32_t tile) {
     const TileStore::Slot slot = store.readable(tile);
@@ -98,19 +89,16 @@ class TileReader {
     for (std::size_t part = 0; part < kParts; ++part) {
       const std::uint64_t bytes = slot.extent[part].bytes;
       if (bytes == 0) continue;
-      memory.part[part] = memory_ + at;
-      store.files().read_at(slot.extent[part].offset, {memory_ + at, bytes});
-      granules_.clear();
-      for (std::uint64_t g = 0; g < bytes; g += kGranuleBytes) {
-        granules_.push_back(granule_checksum({memory_ + at + g, std::min(kGranuleBytes, bytes - g)}));
-      }
+      const std::span<std::byte> extent = memory_.bytes().subspan(at, bytes);
+      memory.part[part] = extent.data();
+      store.files().read_at(slot.extent[part].offset, extent);
+      granules_.resize(div_up(bytes, kGranuleBytes));
+      granule_checksums(extent, granules_);
       if (extent_checksum(granules_) != slot.checksum[part]) {
-        const StoreFiles::Place place = store.files().place_of(slot.extent[part].offset);
-        throw Error(Code::kCorrupt, place.file->path().string(),
-                    std::string(part == index_of(Part::kWeights) ? "weights" : "states") + " of " +
-                        tile_name(plan_, model_, tile) + " at offset " + std::to_string(place.offset) +
-                        " do not match their checksum",
-                    0, store.way_back(slot.extent[part].offset));
+        const auto name_of = [this](std::uint32_t t) { return tile_name(plan_, model_, t); };
+        throw mismatch_error(name_of_part(tile, static_cast<Part>(part), name_of),
+                             store.files().place_of(slot.extent[part].offset),
+                             store.way_back(slot.extent[part].offset));
       }
       at += bytes;
     }
@@ -120,7 +108,7 @@ class TileReader {
  private:
   const Plan& plan_;
   const ModelDescription& model_;
-  std::byte* memory_;
+  AlignedBuffer memory_;
   std::vector<std::uint64_t> granules_;
 };
 

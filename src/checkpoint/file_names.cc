@@ -1,7 +1,5 @@
 #include "src/checkpoint/file_names.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <map>
 #include <string>

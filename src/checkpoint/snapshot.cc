@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <utility>
 
 #include "spillway/error.h"
 #include "src/checkpoint/tile_values.h"

@@ -14,7 +14,6 @@
 #include "spillway/units.h"
 #include "src/formats/json_tree.h"
 #include "src/formats/new_directory.h"
-#include "src/formats/plain_file.h"
 #include "src/plan/description.h"
 #include "src/plan/layout.h"
 #include "src/plan/partition.h"

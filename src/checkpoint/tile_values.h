@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <string>
 
 #include "spillway/engine.h"
 #include "src/plan/plan.h"

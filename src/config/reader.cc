@@ -1,9 +1,7 @@
 #include "src/config/reader.h"
 
 #include <algorithm>
-#include <cctype>
 #include <map>
-#include <optional>
 #include <utility>
 
 #include <fmt/format.h>

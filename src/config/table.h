@@ -98,22 +98,44 @@ struct ConfigKey {
   std::string_view flag_of = {};    // kSection: the key of it that true and false in its place set to 1 and 0
 
   // The key with this said of it, too.
-  constexpr ConfigKey below(double end) const { return with(&ConfigKey::most, end).with(&ConfigKey::below_most, true); }
-  constexpr ConfigKey multiples_of(std::uint64_t unit) const { return with(&ConfigKey::multiple_of, unit); }
-  constexpr ConfigKey allows(std::string_view words, std::string_view not_here = {}) const {
-    return with(&ConfigKey::allowed, words).with(&ConfigKey::refused, not_here);
-  }
-  constexpr ConfigKey or_null() const { return with(&ConfigKey::nullable, true); }
-  constexpr ConfigKey only_of(std::string_view types) const { return with(&ConfigKey::only_for, types); }
-  constexpr ConfigKey filled(const AutoRule& rule) const { return with(&ConfigKey::automatic, rule); }
-  constexpr ConfigKey now(std::string_view key) const { return with(&ConfigKey::successor, key); }
-  constexpr ConfigKey or_flag(std::string_view key) const { return with(&ConfigKey::flag_of, key); }
-
- private:
-  template <typename T>
-  constexpr ConfigKey with(T ConfigKey::*member, T value) const {
+  constexpr ConfigKey below(double end) const {
     ConfigKey key = *this;
-    key.*member = value;
+    key.most = end, key.below_most = true;
+    return key;
+  }
+  constexpr ConfigKey multiples_of(std::uint64_t unit) const {
+    ConfigKey key = *this;
+    key.multiple_of = unit;
+    return key;
+  }
+  constexpr ConfigKey allows(std::string_view words, std::string_view not_here = {}) const {
+    ConfigKey key = *this;
+    key.allowed = words, key.refused = not_here;
+    return key;
+  }
+  constexpr ConfigKey or_null() const {
+    ConfigKey key = *this;
+    key.nullable = true;
+    return key;
+  }
+  constexpr ConfigKey only_of(std::string_view types) const {
+    ConfigKey key = *this;
+    key.only_for = types;
+    return key;
+  }
+  constexpr ConfigKey filled(const AutoRule& rule) const {
+    ConfigKey key = *this;
+    key.automatic = rule;
+    return key;
+  }
+  constexpr ConfigKey now(std::string_view same) const {
+    ConfigKey key = *this;
+    key.successor = same;
+    return key;
+  }
+  constexpr ConfigKey or_flag(std::string_view sets) const {
+    ConfigKey key = *this;
+    key.flag_of = sets;
     return key;
   }
 };

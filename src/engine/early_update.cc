@@ -17,7 +17,7 @@ bool EarlyUpdate::keep(bool right) {
 
 void EarlyUpdate::take_back() {
   tiles_.cancel_read_ahead();
-  tiles_.finish_saves();
+  mover_.finish_saves();
   if (tiles_.queue().touched()) mover_.forget_written();
   tiles_.reset();
 }

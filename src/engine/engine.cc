@@ -14,6 +14,7 @@
 #include "src/config/table.h"
 #include "src/engine/loaded_versions.h"
 #include "src/engine/run_facts.h"
+#include "src/engine/store_place.h"
 
 namespace spillway {
 namespace {
@@ -435,17 +436,8 @@ void StepEngine::commit() {
   look_after_store();
 }
 
-// A step in a file that is not there for others survives nothing. What is in memory may still be exported or saved.
-void StepEngine::look_after_store() {
-  const bool was_told = std::exchange(store_missing_, machinery_.store->missing());
-  if (store_missing_ && !was_told) log(LogLevel::kWarning, store_is_missing().what());
-}
-
-Error StepEngine::store_is_missing() const {
-  return Error(Code::kNotFound, {store_missing_->path().string(),
-                                 "was removed, moved or cut short while its run goes on, so no step is kept", 0,
-                                 "write the model or a snapshot before the run ends"});
-}
+// What is in memory may still be exported or saved.
+void StepEngine::look_after_store() { store_missing_ = look_after(*machinery_.store, store_missing_); }
 
 bool StepEngine::keeps_steps() const { return machinery_.store && !commits_.never() && imported_; }
 
@@ -470,7 +462,7 @@ std::string StepEngine::what_is_lost() const {
 void StepEngine::flush() {
   const auto turn = caller_.enter("flush");
   guarded([&] { keep_last_step(); });
-  if (store_missing_) throw store_is_missing();
+  if (store_missing_) throw store_is_missing(*store_missing_);
 }
 
 std::vector<std::string> StepEngine::describe() const {

@@ -5,7 +5,6 @@
 
 #include "spillway/units.h"
 #include "src/engine/speculation.h"
-#include "src/plan/schedule.h"
 
 namespace spillway {
 namespace {

@@ -30,7 +30,7 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   d2h = device->create_stream("d2h");
   const StallMeter::Streams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get()};
   stalls = std::make_unique<StallMeter>(*device, streams, timeline());
-  if (store) start_thread(config);
+  if (store) thread = start_store_thread(config, *store, host.memory(), timeline());
   StepPolicies policies = step_policies(plan, workers->nodes());
   policies.weights.poison_released = options.poison_released;
   build_movers(model, plan, policies);
@@ -99,14 +99,6 @@ void Machinery::place_tiles(const Plan& plan, std::span<const ThreadShare> share
   }
   if (!place_on_nodes(ranges)) return;
   log(LogLevel::kInfo, fmt::format("{} NUMA nodes: each updates the tiles in its own memory", nodes));
-}
-
-void Machinery::start_thread(const Config& config) {
-  IoQueueOptions options = queue_options(config);
-  options.stripes = &store->files().stripes();
-  thread = std::make_unique<StoreThread>(options, store->files().pointers(),
-                                         std::vector<std::span<std::byte>>{host.memory()}, timeline());
-  thread->keep_steps(config.commit_every != 0);
 }
 
 // What moves may all lie in host memory; it still wants a thread to be moved on.

@@ -6,8 +6,6 @@
 #include <functional>
 #include <memory>
 #include <span>
-#include <string>
-#include <vector>
 
 #include "kernels/device.h"
 #include "kernels/host_memory.h"
@@ -80,7 +78,6 @@ struct Machinery {
  private:
   std::span<std::byte> probe_memory_;
   void place_tiles(const Plan& plan, std::span<const ThreadShare> shares);
-  void start_thread(const Config& config);
   void ensure_thread();
   void build_activations(const ModelDescription& model, const Plan& plan);
   void build_movers(const ModelDescription& model, const Plan& plan, StepPolicies& policies);

@@ -131,7 +131,6 @@ class StepEngine final : public Engine {
   bool keeps_steps() const;
   std::string what_is_lost() const;
   void look_after_store();
-  Error store_is_missing() const;
   void end_save(std::exception_ptr failure);
   void finish_saving();
   // Of the optimizer: skipped steps have none.

@@ -102,6 +102,28 @@ IoQueueOptions queue_options(const Config& config) {
           .depth = config.io_depth};
 }
 
+std::unique_ptr<StoreThread> start_store_thread(const Config& config, TileStore& store, std::span<std::byte> host,
+                                                Timeline* timeline) {
+  IoQueueOptions options = queue_options(config);
+  options.stripes = &store.files().stripes();
+  auto thread = std::make_unique<StoreThread>(options, store.files().pointers(),
+                                              std::vector<std::span<std::byte>>{host}, timeline);
+  thread->keep_steps(config.commit_every != 0u);
+  return thread;
+}
+
+Error store_is_missing(const File& file) {
+  return Error(Code::kNotFound,
+               {file.path().string(), "was removed, moved or cut short while its run goes on, so no step is kept", 0,
+                "write the model or a snapshot before the run ends"});
+}
+
+const File* look_after(TileStore& store, const File* known) {
+  const File* const missing = store.missing();
+  if (missing && !known) log(LogLevel::kWarning, store_is_missing(*missing).what());
+  return missing;
+}
+
 std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescription& model, const Plan& plan,
                                       OnExisting on_existing, const std::function<void()>& before_loss) {
   if (!plan.has_store && on_existing == OnExisting::kResume) {

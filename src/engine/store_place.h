@@ -17,7 +17,14 @@ namespace spillway {
 std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescription& model, const Plan& plan,
                                       OnExisting on_existing, const std::function<void()>& before_loss = {});
 
-// How the run drives it.
+// How the run drives it, and the thread that does; `host`: the arena.
 IoQueueOptions queue_options(const Config& config);
+std::unique_ptr<StoreThread> start_store_thread(const Config& config, TileStore& store, std::span<std::byte> host,
+                                                Timeline* timeline = nullptr);
+
+// Of a file that TileStore::missing() names: a step in it survives nothing.
+Error store_is_missing(const File& file);
+// Looks whether there is one, and logs it unless it was `known` before.
+const File* look_after(TileStore& store, const File* known);
 
 }  // namespace spillway

@@ -75,12 +75,8 @@ void TileExecutor::cancel_read_ahead() {
   make_moves(Moves::kDrops);
 }
 
-void TileExecutor::finish_saves() {
-  for (std::uint32_t b = 0; b < mover_.buffers(); ++b) mover_.finish_save(b);
-}
-
 void TileExecutor::reset() {
-  finish_saves();
+  mover_.finish_saves();
   queue_.tell(QueueEvent::kEnd);
   shown_to_ = nullptr;
 }
@@ -93,7 +89,7 @@ bool TileExecutor::run_until(std::uint32_t block, std::byte* to) {
 void TileExecutor::show_to(TileWork work) {
   queue_.tell(QueueEvent::kLook);
   make_moves(Moves::kDrops);
-  finish_saves();  // of tiles that are read again
+  mover_.finish_saves();  // of tiles that are read again
   shown_to_ = std::move(work);
   start_loads();
 }

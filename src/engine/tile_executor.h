@@ -46,7 +46,6 @@ class TileExecutor final : public UpdateTurns {
   // What `work` has thrown: the caller's own failure, a full disk say, and none of the mover's.
   std::exception_ptr end_show() { return std::exchange(show_failure_, nullptr); }
 
-  void finish_saves();
   // The step's queue is over, and everything is where it lives.
   void reset();
 

@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <vector>
 
 #include "src/engine/tile_executor.h"
 #include "src/plan/plan.h"

@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <utility>
-
 #include "spillway/error.h"
 #include "src/formats/json_tree.h"
 #include "src/formats/plain_file.h"

@@ -93,13 +93,7 @@ TensorOptimizer::TensorOptimizer(const Config& config, const ModelDescription& m
                options.carrier),
       updates_(config_, plan_, model_),
       weights_(Weights::kToImport) {
-  if (store_) {
-    IoQueueOptions queue = queue_options(config_);
-    queue.stripes = &store_->files().stripes();
-    thread_ = std::make_unique<StoreThread>(queue, store_->files().pointers(),
-                                            std::vector<std::span<std::byte>>{host_.memory()});
-    thread_->keep_steps(config_.commit_every != 0u);
-  }
+  if (store_) thread_ = start_store_thread(config_, *store_, host_.memory());
   device_->register_host(host_.memory());
   mover_ = std::make_unique<TileMover>(
       TileMoverParts{.device = device_.get(),
@@ -301,10 +295,6 @@ void TensorOptimizer::cancel_loads() {
   loading_ = 0;
 }
 
-void TensorOptimizer::finish_saves() {
-  for (std::uint32_t b = 0; b < mover_->buffers(); ++b) mover_->finish_save(b);
-}
-
 // The drive has more to do as soon as a buffer is free again.
 void TensorOptimizer::wait_read(std::uint32_t due) {
   const Clock::time_point start = Clock::now();
@@ -344,7 +334,7 @@ void TensorOptimizer::update_through_buffers(std::span<const OptimizerTensor> te
     if (!plan_.host.writes_behind) mover_->finish_save(buffer);
   }
   const Clock::time_point start = Clock::now();
-  finish_saves();
+  mover_->finish_saves();
   stall_seconds_ += seconds_after(start);
   loading_ = 0;
 }
@@ -415,17 +405,8 @@ void TensorOptimizer::commit() {
   store_->commit(step_, loss_scaler_.record(blob_, record_), *thread_, host_region(plan_.host.record),
                  updates_.counts(step_));
   committed_step_ = step_;
-  look_after_store();
+  store_missing_ = look_after(*store_, store_missing_);
   stall_seconds_ += seconds_after(start);
-}
-
-// A step in a file that is not there for others survives nothing.
-void TensorOptimizer::look_after_store() {
-  const bool was_told = std::exchange(store_missing_, store_->missing()) != nullptr;
-  if (!store_missing_ || was_told) return;
-  log(LogLevel::kWarning, store_missing_->path().string() +
-                              ": was removed, moved or cut short while its run goes on, so no step is kept; write the "
-                              "model or a snapshot before the run ends");
 }
 
 std::span<std::byte> TensorOptimizer::gradient_memory(std::uint32_t tensor) {

@@ -79,11 +79,9 @@ class TensorOptimizer final : public OffloadOptimizer {
   void update_through_buffers(std::span<const OptimizerTensor> tensors);
   void start_loads(std::uint32_t due);
   void cancel_loads();
-  void finish_saves();
   void wait_read(std::uint32_t due);
   [[noreturn]] void refuse_overflow(const std::string& where);
   void commit();
-  void look_after_store();
   void begin_at(std::uint64_t step, const TileWork& fill);
   void look_at_tiles(std::span<const OptimizerTensor> tensors, bool weights, const TileWork& work);
 

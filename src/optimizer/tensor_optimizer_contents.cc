@@ -37,7 +37,7 @@ void TensorOptimizer::look_at_tiles(std::span<const OptimizerTensor> tensors, bo
   const StagedPass pass(tensors_.staging(), tensors, TensorStaging::Brings::kWeights);
   guarded([&] {
     cancel_loads();
-    finish_saves();
+    mover_->finish_saves();
     for (std::uint32_t t = 0; t < tiles() && !failure; ++t) {
       mover_->start_load(t, 0);
       const TileMemory memory = mover_->finish_load(0);
@@ -94,7 +94,7 @@ void TensorOptimizer::load_weights(std::span<const OptimizerTensor> tensors) {
       tensors_.scatter(t, memory, tensors, *workers_);
       mover_->start_save(buffer, Save::kRestored);
     }
-    finish_saves();
+    mover_->finish_saves();
     pass.finish();
     store_->note_verified();  // all of every tile
   });

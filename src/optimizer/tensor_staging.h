@@ -13,9 +13,7 @@
 #include <span>
 #include <vector>
 
-#include "kernels/workers.h"
 #include "spillway/offload_optimizer.h"
-#include "src/plan/partition.h"
 #include "src/plan/plan.h"
 
 namespace spillway {

@@ -6,7 +6,7 @@
 #include <rapidjson/writer.h>
 
 #include <algorithm>
-#include <iterator>
+#include <initializer_list>
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"
@@ -134,6 +134,23 @@ Config config_of(const StoredModel& stored) {
 // Names may hold any byte, zeros too.
 std::string text_of(const rapidjson::Value& value) { return {value.GetString(), value.GetStringLength()}; }
 
+using Is = bool (rapidjson::Value::*)() const;
+constexpr Is kIsText = &rapidjson::Value::IsString, kIsNumber = &rapidjson::Value::IsUint64;
+constexpr Is kIsList = &rapidjson::Value::IsArray, kIsObject = &rapidjson::Value::IsObject;
+
+const rapidjson::Value& member(const rapidjson::Value& of, const char* key, Is kind, const std::string& object) {
+  if (!of.IsObject() || !of.HasMember(key) || !(of[key].*kind)()) corrupt(object);
+  return of[key];
+}
+
+// Of the values, the one whose name it is.
+template <typename T>
+T named(const rapidjson::Value& text, std::initializer_list<T> values, const std::string& object) {
+  const auto* const found = std::ranges::find(values, text_of(text), [](T value) { return name_of(value); });
+  if (found == values.end()) corrupt(object);
+  return *found;
+}
+
 const Attachment* find_attachment(const ModelDescription& model, std::string_view name) {
   const auto found = std::ranges::find(model.attachments, name, &Attachment::name);
   return found == model.attachments.end() ? nullptr : &*found;
@@ -160,24 +177,19 @@ void check_states(const rapidjson::Value& states, const StoredModel& stored, con
     throw Error(Code::kUnsupported, {object, what, 0, "use the version that made the store"});
   };
   for (rapidjson::SizeType i = 0; i < states.Size(); ++i) {
-    const auto& given = states[i];
-    if (!given.IsObject()) corrupt(object);
-    for (const char* key : {"name", "type", "scale"}) {
-      if (!given.HasMember(key) || !given[key].IsString()) corrupt(object);
-    }
-    for (const char* key : {"bytes", "group"}) {
-      if (!given.HasMember(key) || !given[key].IsUint64()) corrupt(object);
-    }
+    const auto text = [&](const char* key) { return text_of(member(states[i], key, kIsText, object)); };
+    const auto number = [&](const char* key) { return member(states[i], key, kIsNumber, object).GetUint64(); };
     const StateArray wanted = i < known.count ? known.array[i] : StateArray{};
-    const std::string name = text_of(given["name"]), type = text_of(given["type"]), scale = text_of(given["scale"]);
-    if (name == wanted.name && type == wanted.type && scale == wanted.scale &&
-        given["bytes"].GetUint64() == wanted.bytes && given["group"].GetUint64() == wanted.group) {
+    const std::string name = text("name"), type = text("type"), scale = text("scale");
+    const std::uint64_t bytes = number("bytes"), group = number("group");
+    if (name == wanted.name && type == wanted.type && scale == wanted.scale && bytes == wanted.bytes &&
+        group == wanted.group) {
       continue;
     }
     refuse(
         fmt::format("keeps the state array {} ({}, groups of {} with a scale of type {}), which this version does "
                     "not know",
-                    printable(name), printable(type), given["group"].GetUint64(), printable(scale)));
+                    printable(name), printable(type), group, printable(scale)));
   }
   if (states.Size() < known.count) refuse(fmt::format("keeps no state array {}", known.array[states.Size()].name));
 }
@@ -298,44 +310,26 @@ std::string description_difference(const std::string& stored, const std::string&
 StoredModel parse_store_description(const std::string& text, const std::string& object) {
   rapidjson::Document document;
   document.Parse<rapidjson::kParseIterativeFlag>(text.data(), text.size());
-  if (document.HasParseError() || !document.IsObject() || !document.HasMember("layout") ||
-      !document.HasMember("attachments")) {
-    corrupt(object);
-  }
-  const auto& layout = document["layout"];
-  if (!layout.IsObject() || !layout.HasMember("weights") || !layout["weights"].IsString() ||
-      !layout.HasMember("optimizer") || !layout["optimizer"].IsString() || !layout.HasMember("tile_elements") ||
-      !layout["tile_elements"].IsUint64() || !layout.HasMember("blocks") || !layout["blocks"].IsArray() ||
-      !document["attachments"].IsArray()) {
-    corrupt(object);
-  }
+  if (document.HasParseError()) corrupt(object);
+  const rapidjson::Value& layout = member(document, "layout", kIsObject, object);
+  const rapidjson::Value& blocks = member(layout, "blocks", kIsList, object);
+  const rapidjson::Value& attachments = member(document, "attachments", kIsList, object);
   StoredModel stored;
-  const std::string type = text_of(layout["weights"]);
-  constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-  const auto* const known = std::ranges::find(kTypes, std::string_view(type), [](DType t) { return name_of(t); });
-  if (known == std::end(kTypes)) corrupt(object);
-  stored.weights = *known;
-  const std::string optimizer = text_of(layout["optimizer"]);
-  constexpr OptimizerKind kKinds[] = {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion,
-                                      OptimizerKind::kSgd};
-  const auto* const kind =
-      std::ranges::find(kKinds, std::string_view(optimizer), [](OptimizerKind k) { return name_of(k); });
-  if (kind == std::end(kKinds)) corrupt(object);
-  stored.optimizer = *kind;
+  stored.weights =
+      named(member(layout, "weights", kIsText, object), {DType::kFloat32, DType::kBFloat16, DType::kFloat16}, object);
+  stored.optimizer =
+      named(member(layout, "optimizer", kIsText, object),
+            {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kSgd}, object);
+  stored.tile_elements = member(layout, "tile_elements", kIsNumber, object).GetUint64();
   if (document.HasMember(kStates)) check_states(document[kStates], stored, object);
-  stored.tile_elements = layout["tile_elements"].GetUint64();
   if (stored.tile_elements == 0 || stored.tile_elements % kPartitionUnit != 0) corrupt(object);
-  for (const auto& block : layout["blocks"].GetArray()) {
-    if (!block.IsObject() || !block.HasMember("name") || !block["name"].IsString() || !block.HasMember("parameters") ||
-        !block["parameters"].IsArray()) {
-      corrupt(object);
-    }
-    stored.model.blocks.push_back({.name = text_of(block["name"]), .parameters = {}});
-    for (const auto& parameter : block["parameters"].GetArray()) {
+  for (const auto& block : blocks.GetArray()) {
+    stored.model.blocks.push_back({.name = text_of(member(block, "name", kIsText, object)), .parameters = {}});
+    for (const auto& parameter : member(block, "parameters", kIsList, object).GetArray()) {
       stored.model.blocks.back().parameters.push_back(parse_parameter(parameter, object));
     }
   }
-  for (const auto& attachment : document["attachments"].GetArray()) {
+  for (const auto& attachment : attachments.GetArray()) {
     if (!attachment.IsArray() || attachment.Size() != 2 || !attachment[0].IsString() || !attachment[1].IsString()) {
       corrupt(object);
     }

@@ -8,7 +8,6 @@
 
 #include "spillway/error.h"
 #include "spillway/io_queue.h"
-#include "src/plan/description.h"
 #include "src/plan/facts.h"
 #include "src/plan/layout.h"
 #include "src/plan/state_sections.h"

@@ -1,7 +1,6 @@
 #include "src/plan/schedule_program.h"
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 #include "spillway/error.h"
