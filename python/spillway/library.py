@@ -21,6 +21,7 @@ VERSION = "0.1.0"  # of the library that this package was written for
 CODES = ("ok", "invalid_argument", "not_found", "exists", "does_not_fit", "busy", "io", "corrupt", "non_finite",
          "unsupported", "device", "unexpected")
 FORWARD, BACKWARD = 0, 1
+ANY_PUSHES = 2**32 - 1  # of a parameter in a step: as many as come, until one without data
 ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
 MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT = 0, 1, 2, 3

@@ -52,15 +52,19 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
         StatesOptimizer(model).attach(self)
         self.global_samples = self.global_steps * self.train_batch_size()
 
+    plain_decides = False
+
+    @property
+    def plain_factor(self):
+        """loss.backward() is divided, too."""
+        return 1 / self._accumulation
+
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
         """Returns the loss as DeepSpeed's does: divided, and not scaled."""
-        if retain_graph:
-            raise Error("unsupported", "backward: retain_graph is not there, as a block's graph is made and gone in "
-                                       "backward; add the losses, and call backward() once")
         if self._accumulates and self.step_is_due:
             raise Error("invalid_argument", f"no_sync: the step has had its {self._accumulation} micro-batches; set "
                                             "gradient_accumulation_steps to the micro-batches of a step")
-        super().backward(loss, scale_wrt_gas)
+        super().backward(loss, scale_wrt_gas, retain_graph)
         divided = loss / self._accumulation if scale_wrt_gas else loss
         if self._monitor is not None:
             self._losses = (self._losses or 0) + float(divided)

@@ -20,6 +20,7 @@ class Block:
         self.parameters = []     # (parameter, engine block, index in it)
         self.trainable = []      # those of them that the engine wants gradients for
         self.own = ()            # those of them that its module has; the others are read while it runs
+        self.writes = {}         # by the modes of its modules, train() and eval(): buffers that its forward writes
 
 
 def _runs(module):

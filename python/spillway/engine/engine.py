@@ -1,5 +1,6 @@
 """Trains a torch.nn.Module whose weights, gradients and optimizer states do not fit: Engine."""
 import collections
+import contextlib
 import ctypes
 import logging
 import os
@@ -23,8 +24,9 @@ from .layout import Layout
 from .leases import Leases
 from .lent import Lender
 from .optimizer import EngineOptimizer
+from .passes import Passes
 from .together import TrainsBatches
-from .uses import Uses, plan_for, say_plan
+from .uses import Uses, say_plan
 from .visits import run_in_visits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
@@ -58,6 +60,7 @@ class Engine(TrainsBatches):
         self._unfinished = False        # there are gradients of a step that must be discarded
         self.module = model
         self.lender, self.uses = Lender(self), Uses()  # of weights outside of their blocks
+        self.passes = Passes(self)
         self._read_config(config, aio)
         if on_existing not in ON_EXISTING:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
@@ -65,7 +68,7 @@ class Engine(TrainsBatches):
         self._blocks = find_blocks(model, blocks)
         self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example), self._accumulation)
         self._trace = trace
-        self.in_backward, self.steps_begun = False, 0
+        self.steps_begun = 0
         try:
             self._create(on_existing, snapshot)
             if self.current_step == 0 and snapshot is None and on_existing != "resume":
@@ -118,7 +121,6 @@ class Engine(TrainsBatches):
         self.uncounted_steps, _ = self._record()  # that DeepSpeed counted and Adam did not: of fp16, skipped
         self._views, self._addresses = {}, set()
         self._layout.forget_packed()
-        self.anchor = torch.empty(0, device=self.device, requires_grad=True)
 
     def load_snapshot(self, directory):
         """Goes on from a snapshot of this model, whose step takes the place of this one, in the store as well. One that
@@ -152,6 +154,10 @@ class Engine(TrainsBatches):
                 entries[:] = [(self._layout.members[owner][index], owner, index) for _, owner, index in entries]
         self._gradients = Gradients(self._layout.members, self._layout.names)
         self._versions = {id(p): p._version for members in self._layout.members for p in members}
+        self.anchor = torch.empty(0, device=self.device, requires_grad=True)
+        self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]
+        inside = {id(each) for block in self._blocks for each in block.module.modules()}
+        self.others = [each for each in self.module.modules() if id(each) not in inside]
         for owner, index in self._layout.pushes:
             self.lender.watch(self._layout.members[owner][index], owner, index)
         lender, engine = weakref.ref(self.lender), weakref.proxy(self)
@@ -164,6 +170,7 @@ class Engine(TrainsBatches):
             run_in_visits(engine, block, number)
         module.bind(engine, self.module, self._blocks)
         module.leave_checkpointing_to_blocks(self.module)
+        module.train_without_caches(self.module, self._blocks)
 
     def _stream(self):
         """The engine's name for the stream that PyTorch works on; None: the engine's own, on a CPU."""
@@ -200,17 +207,20 @@ class Engine(TrainsBatches):
     def __call__(self, *arguments, **keywords):
         return self.module(*arguments, **keywords)
 
-    def push(self, entries, gradients):
+    def push(self, entries, gradients, ends=False):
         """Gradients of (parameter, engine block, index) to the engine, by way of the workspace. None stays none: a
-        parameter that gets no other in a step is left out of its update, as PyTorch's optimizers leave it out."""
-        stream, used = self._stream(), 0
+        parameter that gets no other in a step is left out of its update, as PyTorch's optimizers leave it out. Where
+        any number may come, it says that no more do, if it `ends` them."""
+        stream, used, any_number, factor = self._stream(), 0, self._layout.open, self.passes.factor
+        self.passes.brought()
         for (parameter, owner, index), gradient in zip(entries, gradients):
             planned = self._layout.pushes[owner, index]
-            if self._pushed[owner, index] == planned:
+            if self._pushed[owner, index] == planned and not any_number:
                 raise Error("invalid_argument", f"{self._layout.names[owner][index]}: is used more often in a step "
                             f"than the plan's {planned} times; give the engine an example= of a forward pass")
             if gradient is None:
-                self._library.engine_push_gradient(self._open(), owner, index, None, 0, self._type, stream)
+                if ends or not any_number:
+                    self._library.engine_push_gradient(self._open(), owner, index, None, 0, self._type, stream)
                 self._pushed[owner, index] += 1
                 continue
             size = parameter.numel() * self._element_bytes
@@ -219,7 +229,7 @@ class Engine(TrainsBatches):
                     self._library.stream_synchronize(self._open(), stream)
                 used = 0
             place = self._workspace[used:used + size].view(self.dtype)
-            place.copy_(gradient.reshape(-1))
+            place.copy_(gradient.reshape(-1) if factor == 1 else gradient.reshape(-1) * factor)
             self._library.engine_push_gradient(self._open(), owner, index, place.data_ptr(), parameter.numel(),
                                                self._type, stream)
             self._pushed[owner, index] += 1
@@ -237,46 +247,21 @@ class Engine(TrainsBatches):
         """Of the step that comes."""
         return self._library.engine_next_learning_rate(self._open())
 
-    def backward(self, loss, scale_wrt_gas=True):
+    plain_factor, plain_decides = 1, True  # loss.backward(): times its gradients; step() behind it makes a step
+
+    def backward(self, loss, scale_wrt_gas=True, retain_graph=False):
         """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps, unless the caller
-        has weighted the step's losses, and says scale_wrt_gas=False.
+        has weighted the step's losses, and says scale_wrt_gas=False. What goes backward without a forward pass before
+        it belongs to the same micro-batch; `retain_graph` says that it will. Of other engines that the loss goes
+        through it is a micro-batch, too.
 
         An exception out of it discards the step, and so what backward() did for its earlier micro-batches.
         """
-        scale = self.current_loss_scale / (self._accumulation if scale_wrt_gas else 1)
-        if self.step_is_due:
-            raise Error("invalid_argument", f"backward: the step has had its {self._accumulation} micro-batches "
-                                            "(gradient_accumulation_steps); call step() before the next one")
-        self.optimizer.before_backward()
-        self._gradients.hide()
-        self.lender.return_all()
-        if torch.is_tensor(loss):
-            plan_for(self, loss)
-        held = set(self._held)
-        try:
-            self.in_backward = True
-            (loss * scale).backward()
-            self._refuse_gradients_outside()
-            self._micro_batches += 1
-            self.uses.settled = True
-            self._gradients.show()
-        except BaseException:
-            self._give_up(held)
-            raise
-        finally:
-            self.in_backward = False
-            self.lender.return_all()
-            self.uses.forget()
+        self.passes.backward(loss, scale_wrt_gas, retain_graph)
 
-    def _refuse_gradients_outside(self):
-        lost = None
-        for members, names in zip(self._layout.members, self._layout.names):
-            for parameter, name in zip(members, names):
-                if parameter.grad is not None:
-                    parameter.grad, lost = None, lost or name
-        if lost is not None:
-            raise Error("invalid_argument", f"{lost}: is used outside of its block, where it has no values, "
-                        "or beside its block's results; name the module that uses it in blocks=")
+    def scale(self, loss):
+        """The loss times the loss scale, for loss.backward() in fp16; else the loss."""
+        return self.passes.scale(loss)
 
     def _give_up(self, held):
         """Discards the step, behind an exception in it. `held`: the leases from before."""
@@ -290,15 +275,16 @@ class Engine(TrainsBatches):
             self._unfinished = error.code == "invalid_argument"  # else it has ended, and every further call says so
 
     def step(self, blob=b"", early=False):
-        """Once all micro-batches have been through backward(): clips, updates and commits, and returns a StepReport;
-        before that None. `early`: the step ends with the micro-batches that there are, such as an epoch's last ones.
-        `blob`, at most 16,000 bytes, is kept by the commit: where the data stands, random state. After Ctrl-C in it
-        the step is either made, which current_step says, or discarded."""
+        """Once all micro-batches have been through backward(), or behind a plain loss.backward(): clips, updates and
+        commits, and returns a StepReport; before that None. `early`: the step ends with the micro-batches that there
+        are, such as an epoch's last ones. `blob`, at most 16,000 bytes, is kept by the commit: where the data stands,
+        random state. After Ctrl-C in it the step is either made, which current_step says, or discarded."""
         handle = self._open()
         if not isinstance(blob, bytes):
             raise Error("invalid_argument", f"blob: is a {type(blob).__name__}, not bytes; json.dumps(…).encode() "
                                             "makes some, and engine.blob has them after a resume")
-        if self._micro_batches < (1 if early else self._accumulation):
+        self.passes.refresh()
+        if self._micro_batches < (1 if early else self._accumulation) and not self.passes.decides:
             return None
         if self.uncounted_steps:
             blob = b"spillway.uncounted %d\n" % self.uncounted_steps + blob
@@ -331,7 +317,7 @@ class Engine(TrainsBatches):
     @property
     def step_is_due(self):
         """All micro-batches of the step have been through backward()."""
-        return self._micro_batches == self._accumulation
+        return self._micro_batches >= self._accumulation
 
     def discard_step(self):
         """Forgets what backward() did since step(): the next micro-batch is the first of the step."""
@@ -348,6 +334,7 @@ class Engine(TrainsBatches):
 
     def zero_grad(self, *_, **__):
         """Also of the optimizer and of the model: as with PyTorch's, what backward() did since step() is discarded."""
+        self.passes.refresh()
         if self._micro_batches > 0:
             log.say(logging.WARNING, f"zero_grad: the {self._micro_batches} of {self._accumulation} micro-batches that "
                                      "the step has had are discarded")
@@ -356,22 +343,26 @@ class Engine(TrainsBatches):
 
     def _begin_step(self):
         self._micro_batches = 0
+        self.passes.begin_step()
         self._pushed.clear()
         self._gradients.begin_step()
         self.steps_begun += 1
 
     def _push_what_is_missing(self):
-        """That the step brings no gradient of what it did not use: an expert that got no token, say."""
+        """That the step brings no gradient of what it did not use, an expert that got no token, say; and no more of
+        what it did, where any number might have come."""
         for owner in reversed(range(len(self._layout.members))):
-            missing = [(i, self._layout.pushes[owner, i] - self._pushed[owner, i])
-                       for i in range(len(self._layout.members[owner])) if (owner, i) in self._layout.pushes]
+            here = [i for i in range(len(self._layout.members[owner])) if (owner, i) in self._layout.pushes]
+            missing = [(i, 1 if self._layout.open else self._layout.pushes[owner, i] - self._pushed[owner, i])
+                       for i in here]
             if not any(count > 0 for _, count in missing):
                 continue
             visited = Block(None, None)
             visited.engine_blocks = [owner]
-            with self.weights_of(visited, BACKWARD):
+            used = self._layout.open and any(self._pushed[owner, i] for i in here)
+            with contextlib.nullcontext() if used else self.weights_of(visited, BACKWARD):
                 entries = [(self._layout.members[owner][i], owner, i) for i, count in missing for _ in range(count)]
-                self.push(entries, [None] * len(entries))
+                self.push(entries, [None] * len(entries), ends=True)
 
     # -- the rest -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import torch
 
 from .. import checkpoint_names
 from ..checkpoint_names import plain
-from ..library import BACKWARD, FORWARD
+from ..library import ANY_PUSHES, BACKWARD, FORWARD
 from . import buffers
 from .module import attachments
 from .packed import find_packed
@@ -18,6 +18,7 @@ class Layout:
     def __init__(self, model, blocks, order, accumulation):
         self._model, self._blocks, self._order, self._accumulation = model, blocks, order, accumulation
         self.members = []  # by engine block: its parameters
+        self.open = False  # a step's gradients may be any number, and step() says when they are complete
         names = {id(parameter): plain(name) for name, parameter in model.named_parameters()}
         places, uses = {}, collections.Counter()
         packed, packed_buffers = find_packed(model, plain)
@@ -50,10 +51,10 @@ class Layout:
         for block in blocks:
             block.trainable = [entry for entry in block.parameters if entry[1:] in self.pushes]
 
-    def plan_again(self, order, pushes):
+    def plan_again(self, order, pushes, any_number=False):
         """`order`: with ("lent", engine block) where weights are used outside of blocks. `pushes`: of one micro-batch,
         those of other places stay."""
-        self._order = order
+        self._order, self.open = order, self.open or any_number
         for place, count in pushes.items():
             self.pushes[place] = max(self.pushes[place], count * self._accumulation)
 
@@ -121,7 +122,8 @@ class Layout:
                     library.model_add_bytes(model, owner, name, self.elements_of((owner, index)))
                     continue
                 library.model_add_parameter(model, owner, name, (c_uint64 * len(shape))(*shape), len(shape),
-                                            parameter.requires_grad, self.pushes.get((owner, index), 1))
+                                            parameter.requires_grad,
+                                            ANY_PUSHES if self.open else self.pushes.get((owner, index), 1))
         for owner, direction in self.visits():
             library.model_add_visit(model, owner, direction)
         largest = max((p.numel() for members in self.members for p in members if p.requires_grad), default=1)

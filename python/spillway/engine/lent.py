@@ -36,12 +36,19 @@ class _Loan(torch.autograd.Function):
     """A parameter's values, from the engine's memory."""
 
     @staticmethod
-    def forward(ctx, parameter, memory):
+    def forward(ctx, parameter, memory, lender):
+        ctx.lender = lender
         return memory
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, None
+        lender = ctx.lender()
+        if lender is not None:
+            if torch.is_grad_enabled():
+                raise Error("unsupported", "a weight on loan: create_graph=True asks for gradients of gradients, and "
+                                           "those of weights have no graph; leave it away")
+            lender.arrive()
+        return gradient, None, None
 
 
 class _Lease:
@@ -99,15 +106,26 @@ class Lender:
         lender, parameter = weakref.ref(self), weakref.ref(parameter)
 
         def arrived(*_):
-            engine, found = lender() and lender()._engine(), parameter()
-            if engine is None or found is None or found.grad is None or not engine.in_backward or \
-                    (owner, index) not in engine.uses.outside:
-                return  # Engine.backward() refuses it
+            engine, found = lender() and lender().engine(), parameter()
+            if engine is None or found is None or found.grad is None:
+                return
+            lender().arrive()
+            if not engine.passes.takes((owner, index)):
+                return  # it is refused behind the pass
             gradient, found.grad = found.grad, None
             engine.push([(found, owner, index)], [gradient])
 
         node.register_hook(arrived)
         self._nodes.append(node)
+
+    def engine(self):
+        return self._engine()
+
+    def arrive(self):
+        """In backward, outside of blocks."""
+        engine = self._engine()
+        if engine is not None and engine._handle is not None and self.visiting is None:
+            engine.passes.arrive()
 
     def lend(self, parameter):
         """A tensor with the values of a parameter that is away; None behind the engine's end."""
@@ -116,13 +134,15 @@ class Lender:
             return None
         if parameter._spillway_packed:
             raise Error("unsupported", read_outside(*parameter._spillway_names))
+        wants = torch.is_grad_enabled() and parameter.requires_grad
         if self.visiting is not None:
             self._join(engine, self.visiting, parameter)
         else:
-            engine.uses.lent(owner)
+            self.arrive()  # of a Function that has kept the parameter
+            engine.uses.lent(owner, index, wants)
         memory = self._memory(engine, owner, index)
-        wants = torch.is_grad_enabled() and parameter.requires_grad
-        return self._marked(_Loan.apply(parameter, memory) if wants else memory, owner, index)
+        memory = _Loan.apply(parameter, memory, weakref.ref(self)) if wants else memory
+        return self._marked(memory, owner, index)
 
     @staticmethod
     def _join(engine, block, parameter):
@@ -144,7 +164,7 @@ class Lender:
         parameter = engine._layout.members[owner][index]
         address, size = engine._library.lease_weight(lease.handles[0], index), parameter.numel() * engine._element_bytes
         with torch.inference_mode(False):
-            if not engine.uses.settled and engine._layout.pushes and not engine.in_backward:
+            if not engine.uses.settled and engine._layout.pushes and not engine.passes.running:
                 if (owner, index) not in self._copies:
                     self._copies[owner, index] = _Copy(tensor_at(engine.device, address, size).clone())
                 lease = self._copies[owner, index]
@@ -154,7 +174,7 @@ class Lender:
             return tensor_at(engine.device, address, size, engine.dtype, lease).view(parameter.shape)
 
     def _acquire(self, engine, owner):
-        direction = BACKWARD if engine.in_backward else FORWARD
+        direction = BACKWARD if engine.passes.running else FORWARD
         try:
             made = _Lease(engine, owner, direction)
         except Error:
@@ -202,6 +222,7 @@ class Lender:
         return self, place, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(self, place, size, stride, offset):
+        self.arrive()
         return self._memory(self._engine(), *place).as_strided(size, stride, offset)
 
     def hooks(self, *others):

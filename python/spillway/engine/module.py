@@ -83,11 +83,34 @@ def bind(engine, model, blocks):
         engine.zero_grad()
 
     model.zero_grad = zero_grad
+    like = torch.empty(1, dtype=engine.dtype, device=engine.device)  # as all weights are
     for module in {model, *(block.module for block in blocks)}:
         module._spillway = True
-        module._apply, module.__deepcopy__, module.__reduce_ex__ = _refuse_to_move, _refuse_to_copy, refuse_to_pickle
+        module._apply = _where_it_is(module, like)
+        module.__deepcopy__, module.__reduce_ex__ = _refuse_to_copy, refuse_to_pickle
     for module in model.modules() if engine._layout.pushes else ():  # what is not trained may be written to
         module.load_state_dict = _without_weights(module, module.load_state_dict)
+
+
+def train_without_caches(model, blocks):
+    """Of keys and values, which models make by themselves (config.use_cache) and blocks refuse in training: where a
+    gradient is wanted, the configuration says no for as long as the forward pass lasts."""
+    inside = {id(each) for block in blocks for each in block.module.modules()}
+    changed = {}  # by the module that did it; behind an exception until its next pass ends
+
+    def begin(module, _):
+        if torch.is_grad_enabled() and module.config.use_cache is True:
+            module.config.use_cache, changed[id(module)] = False, module.config
+
+    def end(module, *_):
+        config = changed.pop(id(module), None)
+        if config is not None:
+            config.use_cache = True
+
+    for module in model.modules():
+        if id(module) not in inside and hasattr(getattr(module, "config", None), "use_cache"):
+            module.register_forward_pre_hook(begin)
+            module.register_forward_hook(end)
 
 
 def leave_caches_away(model):
@@ -179,6 +202,15 @@ def _refuse_to_copy(*_, **__):
     raise Error("unsupported", "model: its weights are Spillway's and cannot be copied with it; state_dict() has them")
 
 
-def _refuse_to_move(*_, **__):
-    raise Error("unsupported", "model: its weights are Spillway's and cannot be moved or converted; the configuration "
-                               "says their type and tiers")
+def _where_it_is(module, like):
+    """to(), cuda(), float() and their kin, in the place of _apply(): to where and what the weights are already."""
+    def apply(change, *_, **__):
+        changed = change(like)
+        if (changed.dtype, changed.device) != (like.dtype, like.device):
+            raise Error("unsupported", f"model: its weights are Spillway's, {like.dtype} on {like.device}, and cannot "
+                                       "be moved or converted; the configuration says their type and tiers")
+        for each in module.modules():
+            for name, buffer in each._buffers.items():
+                each._buffers[name] = buffer if buffer is None else change(buffer)
+        return module
+    return apply

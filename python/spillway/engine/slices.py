@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 
 from ..library import BACKWARD, FORWARD, Error
 from .slice_axes import piece
-from .visits import _Record, _Visit
+from .visits import _Record, _Visit, anchor_of
 
 
 class _Context:
@@ -67,8 +67,8 @@ class _Around:
 class _Call:
     """One call of the block in a visit: a micro-batch's."""
 
-    def __init__(self, spec, count):
-        self.spec, self.count = spec, count
+    def __init__(self, spec, count, mark, anchor):
+        self.spec, self.count, self.mark, self.anchor = spec, count, mark, anchor
         self.axes = self.parts = self.record = None
 
     def forward(self, engine, block, flat, axes):
@@ -76,8 +76,13 @@ class _Call:
         self.axes, self.parts, whole, constant = axes, [], [], []
         for number, size in enumerate(axes.sizes):
             part, record = _Context(), _Record()
+            record.mark = self.mark
             values = [self._piece(value, axis, number) for value, axis in zip(flat, axes.inputs)]
-            leaves = _Visit.forward(part, engine, block, self.spec, record, None, *values)
+            leaves = _Visit.forward(part, engine, block, self.spec, record, self.anchor, *values)
+            if len(leaves) > record.results:
+                raise Error("unsupported", f"{block.name}: leaves a value beside its result, in an attribute say or by "
+                                           "a hook, which has no place where a batch goes through in parts; set "
+                                           "spillway.block_slices to 1, and call backward() for each micro-batch")
             del part.saved_tensors  # the visit has them
             self.parts.append(part)
             if number == 0:
@@ -159,9 +164,10 @@ def _refuse_other_form(block):
 
 class Sliced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, engine, block, calls, plan, anchor, *flat):
-        """`plan`: from (call, its arguments) to Axes, asked while the weights are there."""
-        ctx.engine, ctx.block, ctx.lender, ctx.calls = engine, block, engine.lender, calls
+    def forward(ctx, engine, block, calls, plan, mark, anchor, *flat):
+        """`plan`: from (call, its arguments) to Axes, asked while the weights are there. `mark`: there is one as long
+        as the graph."""
+        ctx.engine, ctx.block, ctx.lender, ctx.calls, ctx.mark = engine, block, engine.lender, calls, mark
         ctx.others = [None if torch.is_tensor(value) else value for value in flat]
         ctx.tensors = [i for i, value in enumerate(flat) if torch.is_tensor(value)]
         ctx.save_for_backward(*(flat[i] for i in ctx.tensors))
@@ -194,15 +200,16 @@ class Sliced(torch.autograd.Function):
                 first += call.count
                 found += call.backward(around, arguments, [next(given) for _ in range(call.results)])
             around.push_sums(ctx.block)
-        return (None,) * 5 + tuple(found)
+        return (None,) * 6 + tuple(found)
 
 
 NODES = (_Visit._backward_cls, Sliced._backward_cls)  # of visits, in autograd's graph
 
 
-def visit_in_parts(engine, block, calls, plan):
+def visit_in_parts(engine, block, calls, plan, mark):
     """Results of calls, (flat arguments, spec) each."""
-    made = [_Call(spec, len(flat)) for flat, spec in calls]
-    leaves = iter(Sliced.apply(engine, block, made, plan, engine.anchor if block.trainable else None,
+    anchor = anchor_of(engine, block)
+    made = [_Call(spec, len(flat), mark, anchor) for flat, spec in calls]
+    leaves = iter(Sliced.apply(engine, block, made, plan, mark, anchor,
                                *(value for flat, _ in calls for value in flat)))
     return [tree_unflatten([next(leaves) for _ in range(call.results)], call.record.spec) for call in made]

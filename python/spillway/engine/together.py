@@ -24,6 +24,7 @@ from .kept_inputs import kept_inputs
 from .slice_axes import AxesOf
 from .slices import visit_in_parts
 from .uses import open_again, say_plan
+from .visits import _Mark
 
 _here = threading.local()  # .micro_batch: whose thread this is
 
@@ -99,13 +100,14 @@ class Together:
 
     def _visit(self, index, block, calls):
         engine = self._engine()
-        engine.uses.visited(index)
+        mark = _Mark()
+        engine.uses.visited(index, mark)
 
         def plan(call, flat):
             return self._axes.find(engine, block, flat, call.spec)
 
         with self.hooks([value for flat, _ in calls for value in flat]):
-            return visit_in_parts(weakref.proxy(engine), block, calls, plan)
+            return visit_in_parts(weakref.proxy(engine), block, calls, plan, mark)
 
     def hooks(self, flat):
         """For what autograd keeps of a visit's arguments."""

@@ -11,6 +11,7 @@ import collections
 import logging
 import os
 import tempfile
+import weakref
 
 import torch
 
@@ -30,37 +31,48 @@ class Uses:
         self.settled = False  # a backward pass has shown that the plan is right
         self.order = []       # indices of blocks, and ("lent", engine block)
         self.outside = set()  # (engine block, index), of the loss that is in backward, or was last
+        self._loans = set()   # the same, of those that want a gradient
+        self._graphs = []     # (index of block, weak reference to what its node has): whose graphs may be there
 
-    def visited(self, index):
+    def visited(self, index, mark):
         if len(self.order) < self.MOST:
             self.order.append(index)
+            self._graphs.append((index, weakref.ref(mark)))
 
-    def lent(self, owner):
+    def lent(self, owner, index, wants):
         if (not self.order or self.order[-1] != ("lent", owner)) and len(self.order) < self.MOST:
             self.order.append(("lent", owner))
+        if wants:
+            self._loans.add((owner, index))
 
     def forget(self):
         self.order.clear()
+        self._graphs.clear()
+        self._loans.clear()
+
+    def take_loans(self):
+        """Of a pass that is not looked through before it."""
+        self.outside = set(self._loans)
 
     def asked(self, loss, visit, lender):
-        """Gradients that the loss's backward pass brings, by (engine block, index). `visit`: the classes of blocks'
-        nodes. `lender`: of the engine, by which its parameters are known."""
-        found, self.outside = collections.Counter(), set()
-        waiting, seen = [loss.grad_fn], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        """Gradients that the loss's backward pass brings, by (engine block, index), and the marks of its visits.
+        `visit`: the classes of blocks' nodes. `lender`: of the engine, by which its parameters are known."""
+        found, marks, self.outside = collections.Counter(), set(), set()
+        for node in nodes_of(loss):
             if isinstance(node, visit) and node.lender is lender:
                 found.update((owner, index) for _, owner, index in node.block.trainable)
-            parameter = getattr(node, "variable", None)  # of a leaf of the graph
-            known = getattr(parameter, "_spillway_lender", None) if isinstance(parameter, torch.nn.Parameter) else None
-            if known is not None and known() is lender:
-                found[parameter._spillway_place] += 1
-                self.outside.add(parameter._spillway_place)
-            waiting += [following for following, _ in node.next_functions]
-        return found
+                marks.add(node.mark)
+            place = _place(node, lender)
+            if place is not None:
+                found[place] += 1
+                self.outside.add(place)
+        return found, marks
+
+    def others_wait(self, marks):
+        """There is a graph of a block's that goes backward now, and another one of the same block that does not."""
+        alive = [(index, mark()) for index, mark in self._graphs]
+        mine = {index for index, mark in alive if mark in marks}
+        return any(mark is not None and mark not in marks and index in mine for index, mark in alive)
 
     def order_of(self, planned):
         """The visits as forward made them, with those that were planned and did not come, a batch's unused experts say,
@@ -73,6 +85,38 @@ class Uses:
             at = max((i + 1 for i, other in enumerate(made) if other in before), default=0) if before else 0
             made.insert(at, use)
         return made
+
+
+def nodes_of(loss):
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _lender(node):
+    parameter = getattr(node, "variable", None)  # of a leaf of the graph
+    known = getattr(parameter, "_spillway_lender", None) if isinstance(parameter, torch.nn.Parameter) else None
+    return known and known()
+
+
+def _place(node, lender):
+    return node.variable._spillway_place if _lender(node) is lender else None
+
+
+def engines_of(loss):
+    """That it goes through."""
+    found = {}
+    for node in nodes_of(loss) if torch.is_tensor(loss) else ():
+        lender = node.lender if isinstance(node, NODES) else _lender(node)
+        engine = lender and lender.engine()
+        if engine is not None:
+            found[id(engine)] = engine
+    return list(found.values())
 
 
 def say_plan(engine):
@@ -88,27 +132,49 @@ def say_plan(engine):
         if clipping else "is 0, so nothing is clipped; a loop's own clip_grad_norm_() is refused"))
 
 
-def plan_for(engine, loss):
-    """Before a backward pass: sees that its gradients are planned."""
+def plan_for(engine, loss, more):
+    """Before a backward pass: sees that its gradients are planned. `more`: others follow it."""
     layout, pushed = engine._layout, engine._pushed
-    asked = engine.uses.asked(loss, NODES, engine.lender)
-    begun = any(pushed.values())
-    more = [place for place, count in asked.items()
-            if pushed[place] + count > (layout.pushes[place] if begun else layout.pushes_of_micro_batch(place))]
-    if not more:
+    asked, marks = engine.uses.asked(loss, NODES, engine.lender)
+    if layout.open:
         return
-    name = layout.names[more[0][0]][more[0][1]]
+    if more or engine.uses.others_wait(marks):
+        open_up(engine, "backward(retain_graph=True)" if more else "backward, beside other graphs of the same blocks")
+        return
+    begun = any(pushed.values())
+    missing = [place for place, count in asked.items()
+               if pushed[place] + count > (layout.pushes[place] if begun else layout.pushes_of_micro_batch(place))]
+    if not missing:
+        return
+    name = layout.names[missing[0][0]][missing[0][1]]
     if begun:
         raise Error("invalid_argument", f"{name}: is used more often in a step than the plan's "
-                                        f"{layout.pushes[more[0]]} times, and the step has had gradients of it before; "
-                                        "call discard_step(), and begin the step with a micro-batch that uses it, or "
-                                        "give the engine an example= of a forward pass")
+                                        f"{layout.pushes[missing[0]]} times, and the step has had gradients of it "
+                                        "before; call discard_step(), and begin the step with a micro-batch that uses "
+                                        "it, or with backward(loss, retain_graph=True), behind which others may follow")
     layout.plan_again(engine.uses.order_of(layout.order), asked)
     open_again(engine)
     outside = [layout.names[owner][index] for owner, index in sorted(engine.uses.outside)]
-    log.say(logging.INFO, f"{name}: gets {asked[more[0]]} gradients of a micro-batch, more than was planned; the plan "
-                          "was made once more, by what this first pass used" +
+    log.say(logging.INFO, f"{name}: gets {asked[missing[0]]} gradients of a micro-batch, more than was planned; the "
+                          "plan was made once more, by what this first pass used" +
             (f", outside of blocks {', '.join(outside)}" if outside else ""))
+    say_plan(engine)
+
+
+def open_up(engine, why):
+    """Takes any number of gradients in a step from here on, before it has had one."""
+    layout = engine._layout
+    if layout.open:
+        return
+    if any(engine._pushed.values()):
+        raise Error("invalid_argument", f"{why}: others may follow it, and the step has had gradients before, of which "
+                                        "engine.backward(loss) knew that none would; call discard_step(), and begin "
+                                        "the step with such a pass")
+    layout.plan_again(engine.uses.order_of(layout.order), {}, any_number=True)
+    open_again(engine)
+    log.say(logging.INFO, f"{why}: others may follow it in a step, so that step() says when its gradients are "
+                          "complete; until then there is a sum of each in fp32, 4 bytes a parameter, and the plan was "
+                          "made once more")
     say_plan(engine)
 
 

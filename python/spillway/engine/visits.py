@@ -1,34 +1,36 @@
 """How a block runs: its forward, of which no graph is left, and once more in backward.
 
 A block's weights are there while its forward runs, and while its backward does. In between they are nowhere: what
-autograd keeps of a block are its arguments (activation checkpointing). The second run must be the first one again. What
-would make it another, and gradients that would be lost, is refused.
+autograd keeps of a block are its arguments (activation checkpointing). The second run must be the first one again
+(runs.py). What would make it another, and gradients that would be lost, is refused.
 
 The first run has a graph too, as in plain PyTorch: blocks ask whether there is one, and some take gradients in their
-forward. It ends at the block's arguments, what it saved is dropped behind the run, and results leave without it. So
-what leaves a block otherwise, in an attribute or by an inner module's hook, refuses to be used in a loss.
+forward. It ends at the block's arguments, what it saved is dropped behind the run, and results leave without it. What
+leaves a block otherwise, in an attribute or by an inner module's hook, is a result as well where it is found (left.py),
+and else refuses to be used in a loss.
 """
 import contextlib
 import functools
 import importlib
-import random
-import sys
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..library import BACKWARD, FORWARD, Error
+from .left import Left
 from .module import refuse_forgotten
-
-# What may be in a result beside tensors: nothing that could hold one.
-PLAIN = (bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device)
+from .runs import PLAIN, Buffers, Conditions
 
 SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Record:
     spec = None  # of the result, which has the shape that the block gave it
+    results = 0  # tensors behind them are what the block left beside
+
+
+class _Mark:
+    """There is as long as a visit's graph."""
 
 
 class _Border(torch.autograd.Function):
@@ -78,79 +80,108 @@ class _Visit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, block, spec, record, anchor, *flat):
         ctx.engine, ctx.block, ctx.spec, ctx.record, ctx.lender = engine, block, spec, record, engine.lender
-        ctx.step, ctx.modes = engine.steps_begun, _modes(block)
+        ctx.step, ctx.mark, ctx.learns = engine.steps_begun, record.mark, anchor is not None
         ctx.others = [None if torch.is_tensor(value) else value for value in flat]
         ctx.tensors = [i for i, value in enumerate(flat) if torch.is_tensor(value)]
         ctx.wants = [torch.is_tensor(value) and value.requires_grad for value in flat]
-        ctx.random = _random_states(engine)
         ctx.save_for_backward(*(flat[i] for i in ctx.tensors))
         ctx.set_materialize_grads(False)
-        watched = [flat[i] for i in ctx.tensors] + list(block.module.buffers())
+        watched = [flat[i] for i in ctx.tensors]
         before = _versions(watched)
+        ctx.conditions, ctx.buffers, ctx.left = Conditions(engine, block), Buffers(block), Left(block, engine.others)
         with engine.weights_of(block, FORWARD):
-            with _graph_of_first_run(block):
+            with ctx.conditions.autocast(), _graph_of_first_run(block), ctx.left.first():
                 given = iter(_Border.apply(block, *(value for value, wants in zip(flat, ctx.wants) if wants)))
                 inside = [next(given) if wants else value for value, wants in zip(flat, ctx.wants)]
                 arguments, keywords = tree_unflatten(inside, spec)
                 leaves, record.spec = tree_flatten(_run(engine, block, arguments, keywords))
             constant = [torch.is_tensor(leaf) and not leaf.requires_grad for leaf in leaves]
-            leaves = [leaf.detach() if torch.is_tensor(leaf) and leaf.requires_grad else leaf for leaf in leaves]
-            leaves = engine.without_weights(leaves)
+            leaves = engine.without_weights(_without_graph(leaves, inside))
+            left = ctx.left.find([*flat, *inside, *leaves])
         behind, changed_spec = tree_flatten((arguments, keywords))  # with what was put into dicts and lists
-        if _versions(watched) != before or changed_spec != spec or \
+        if not ctx.buffers.ran() or _versions(watched) != before or changed_spec != spec or \
                 any(one is not other for one, other in zip(behind, inside)):
             _refuse_changes(block)
         for leaf in leaves:
             if not (torch.is_tensor(leaf) or isinstance(leaf, PLAIN)):
                 _refuse(block, f"returns a {type(leaf).__name__}, in which gradients would be lost; return tensors, or "
                                "tuples, lists and dicts of them")
-        # One that was replaced, as a cache that had to grow, is refused when the second run replaces it, too.
-        ctx.kept_buffers = list(block.module.buffers())
-        ctx.buffers = _versions(ctx.kept_buffers)
-        ctx.shapes, ctx.sums = _shapes(leaves), _sums(leaves)
         ctx.mark_non_differentiable(*(leaf for leaf, is_constant in zip(leaves, constant) if is_constant))
+        record.results = len(leaves)
+        leaves = [*leaves, *left]
+        ctx.shapes, ctx.sums = _shapes(leaves), _sums(leaves)
         return tuple(leaves)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients):
         engine, block = ctx.engine, ctx.block
-        if not engine.in_backward:
-            _refuse(block, "is asked for gradients by something else than engine.backward(loss), of its own engine; "
-                           "models that one loss goes through are parts of one model, with one engine")
-        if ctx.step != engine.steps_begun:
-            _refuse(block, "is asked for gradients of an earlier step, whose weights are gone")
-        if ctx.modes != _modes(block):
-            _refuse(block, "was in another mode in forward, or a module in it; call train() and eval() between steps")
-        if ctx.buffers != _versions(block.module.buffers()):
-            _refuse(block, "has a buffer that was changed between forward and backward, where the block is run once "
-                           "more; change it behind engine.backward(loss)")
+        refuse_forgotten(engine)
+        _check_backward(ctx)
+        # Of autograd.grad(loss, activation) say, which asks for no gradient of weights.
+        learns = ctx.learns and torch._C._will_engine_execute_node(engine.anchor_node)
+        if learns:
+            engine.passes.arrive()
         engine.lender.return_all()
         flat = list(ctx.others)
         for i, tensor in zip(ctx.tensors, ctx.saved_tensors):
             flat[i] = tensor.detach().requires_grad_(ctx.wants[i])
-        arguments, keywords = tree_unflatten(flat, ctx.spec)
         inputs = [flat[i] for i in range(len(flat)) if ctx.wants[i]]
-        wanted = inputs + [parameter for parameter, _, _ in block.trainable]
-        with engine.weights_of(block, BACKWARD):
-            with _random_numbers_of(engine, ctx.random), torch.enable_grad():
-                leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
-            if ctx.buffers != _versions(block.module.buffers()):
-                _refuse_changes(block)
-            if spec != ctx.record.spec or _shapes(leaves) != ctx.shapes or \
-                    _differ(engine, leaves, ctx.sums):
-                _refuse(block, "gave another result in backward than in forward; it must depend on its arguments "
-                               "alone, and draw random numbers by torch, random or numpy.random, from no generator "
-                               "of its own")
+        entries = ctx.conditions.trainable() if learns else []
+        wanted = inputs + [parameter for parameter, _, _ in entries]
+        with engine.weights_of(block, BACKWARD), ctx.buffers.again():
+            leaves = _second_run(ctx, flat)
             ends = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients)
                     if gradient is not None and torch.is_tensor(leaf) and leaf.requires_grad]
-            _refuse_lost_gradients(block, ends, wanted)
+            _refuse_lost_gradients(block, ends, inputs + [parameter for parameter, _, _ in block.parameters])
             found = [None] * len(wanted)
             if ends and wanted:
                 found = torch.autograd.grad([e for e, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
-            engine.push(block.trainable, found[len(inputs):])
+            if learns:
+                by_parameter = {id(entry[0]): gradient for entry, gradient in zip(entries, found[len(inputs):])}
+                engine.push(block.trainable, [by_parameter.get(id(entry[0])) for entry in block.trainable])
+        if ctx.buffers.changed:
+            _refuse_changes(block)
         given = iter(found[:len(inputs)])
         return (None,) * 5 + tuple(next(given) if wants else None for wants in ctx.wants)
+
+
+def _check_backward(ctx):
+    engine, block = ctx.engine, ctx.block
+    if torch.is_grad_enabled():
+        _refuse(block, "is asked for gradients of its gradients (create_graph=True), and those of weights go to the "
+                       "engine, without a graph; leave it away, or make what needs it a model without an engine")
+    if ctx.step != engine.steps_begun:
+        _refuse(block, "is asked for gradients of an earlier step, whose weights are gone")
+    if not ctx.buffers.as_left():
+        _refuse(block, "has a buffer that was changed between forward and backward, where the block is run once more; "
+                       "change it behind engine.backward(loss)")
+
+
+def _second_run(ctx, flat):
+    """Its results once more, with their graph, and what it leaves beside."""
+    engine, block = ctx.engine, ctx.block
+    arguments, keywords = tree_unflatten(flat, ctx.spec)
+    with ctx.conditions.again(), torch.enable_grad(), ctx.left.again():
+        leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
+    leaves = [*leaves, *ctx.left.tensors]
+    if spec != ctx.record.spec or _shapes(leaves) != ctx.shapes or _differ(engine, leaves, ctx.sums):
+        _refuse(block, "gave another result in backward than in forward; it must depend on its arguments alone, and "
+                       "draw random numbers by torch, random or numpy.random, from no generator of its own")
+    return leaves
+
+
+def _without_graph(leaves, inside):
+    """Results, the same objects where they can be, as a hook or an attribute may have them, too."""
+    known, found = {id(value) for value in inside}, []
+    for leaf in leaves:
+        if torch.is_tensor(leaf) and leaf.requires_grad:
+            if id(leaf) in known or leaf._is_view() or leaf.is_leaf or isinstance(leaf.grad_fn, NODE):
+                leaf = leaf.detach()
+            else:
+                leaf = leaf.detach_()
+            known.add(id(leaf))
+        found.append(leaf)
+    return found
 
 
 def _run(engine, block, arguments, keywords):
@@ -184,10 +215,6 @@ def _shapes(leaves):
     return [(leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else None for leaf in leaves]
 
 
-def _modes(block):
-    return [module.training for module in block.module.modules()]
-
-
 def _versions(tensors):
     """What tells of a tensor that was written to, or replaced, as long as the first ones are kept."""
     return [(id(tensor), tensor._version) for tensor in tensors]
@@ -211,31 +238,6 @@ def _differ(engine, leaves, before):
     return False
 
 
-def _random_states(engine):
-    numpy = sys.modules.get("numpy")
-    return (torch.get_rng_state(), torch.cuda.get_rng_state(engine.device) if engine.on_cuda else None,
-            random.getstate(), numpy.random.get_state() if numpy else None)
-
-
-def _set_random_states(engine, states):
-    torch.set_rng_state(states[0])
-    if engine.on_cuda:
-        torch.cuda.set_rng_state(states[1], engine.device)
-    random.setstate(states[2])
-    if states[3] is not None:
-        sys.modules["numpy"].random.set_state(states[3])
-
-
-@contextlib.contextmanager
-def _random_numbers_of(engine, states):
-    here = _random_states(engine)
-    _set_random_states(engine, states)
-    try:
-        yield
-    finally:
-        _set_random_states(engine, here)
-
-
 def _refuse_lost_gradients(block, ends, wanted):
     """What a block computes with must be its arguments and its weights: gradients of anything else go nowhere."""
     known, seen = {id(tensor) for tensor in wanted}, set()
@@ -252,26 +254,17 @@ def _refuse_lost_gradients(block, ends, wanted):
         waiting += [following for following, _ in node.next_functions]
 
 
-def _autocast():
-    try:
-        return any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu"))
-    except TypeError:  # before PyTorch 2.4
-        return torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
-
-
 def _check_call(block, arguments, keywords):
-    if _autocast():
-        _refuse(block, "runs under torch.autocast, which keeps copies of weights; the configuration's bf16 or fp16 "
-                       "says the type of weights, so leave autocast away")
     if [id(p) for p in block.module.parameters()] != [id(p) for p, _, _ in block.own]:
         _refuse(block, "has other parameters than when the engine was made, as load_state_dict(assign=True) gives it; "
                        "weights come from weights= or a snapshot, and change by training")
-    if not torch.is_grad_enabled():  # a reference pass, say, for which peft's disable_adapter() freezes more
+    if not torch.is_grad_enabled():
         return
     learns = {id(parameter) for parameter, _, _ in block.trainable}
-    if any(parameter.requires_grad != (id(parameter) in learns) for parameter, _, _ in block.parameters):
-        _refuse(block, "has parameters whose requires_grad is not what it was when the engine was made, which decided "
-                       "what is trained; export(), and make model and engine of that, whose optimizer begins anew")
+    # The other way round it gets no gradient of this pass, of which peft's disable_adapter() makes use.
+    if any(parameter.requires_grad and id(parameter) not in learns for parameter, _, _ in block.parameters):
+        _refuse(block, "has parameters that want a gradient and did not when the engine was made, which decided what "
+                       "is trained; export(), and make model and engine of that, whose optimizer begins anew")
     given = list(arguments) + list(keywords.values())
     # Hugging Face's caches: classes of their own, before them tuples under these names.
     if any(hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache") for value in given) or \
@@ -289,6 +282,11 @@ def leave_untraced():
                 importlib.import_module(f"torch._dynamo.{rules}").add(__package__)
 
 
+def anchor_of(engine, block):
+    """Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'."""
+    return engine.anchor if any(parameter.requires_grad for parameter, _, _ in block.trainable) else None
+
+
 def run_in_visits(engine, block, index):
     """Puts the visit in the place of the module's forward. `index`: of the block."""
     leave_untraced()
@@ -297,6 +295,7 @@ def run_in_visits(engine, block, index):
     def forward(*arguments, **keywords):
         refuse_forgotten(engine)
         _check_call(block, arguments, keywords)
+        engine.passes.refresh()
         engine.lender.return_all()
         if not torch.is_grad_enabled():
             with engine.weights_of(block, FORWARD):
@@ -306,10 +305,12 @@ def run_in_visits(engine, block, index):
         if engine.together.takes():
             return engine.together.visit(block, index, flat, spec)
         record = _Record()
-        # Autograd calls a function that no input asks a gradient of for nothing: the anchor asks for the weights'.
-        anchor = engine.anchor if block.trainable else None
-        engine.uses.visited(index)
+        record.mark = _Mark()
+        anchor = anchor_of(engine, block)
+        engine.uses.visited(index, record.mark)
         with engine.together.hooks(flat):
-            return tree_unflatten(list(_Visit.apply(engine, block, spec, record, anchor, *flat)), record.spec)
+            results = _Visit.apply(engine, block, spec, record, anchor, *flat)
+        del record.mark
+        return tree_unflatten(list(results[:record.results]), record.spec)
 
     block.module.forward = forward
