@@ -4,14 +4,15 @@
 The GPT of pytorch_bench.py, trained by a plain loop with
   foreach, fused   torch.optim.AdamW, states in RAM beside weights and gradients
   cpu, nvme        spillway.AdamW, states in RAM and on NVMe (in --folder)
-  torchao          in the first round, where it is installed: its CPUOffloadOptimizer, which refuses machines without a
-                   GPU; the line has its words. With --torchao its AdamW8bit as well, which runs on a CPU but compiles an
-                   update for each shape of a weight
+  torchao          in the first round, where it is installed: its CPUOffloadOptimizer, which refuses machines without
+                   a GPU; the line has its words. With --torchao its AdamW8bit as well, which runs on a CPU but
+                   compiles an update for each shape of a weight
 each in a process of its own, on the same --threads cores, in turns; every other round the other way round.
 
 One JSON line a run. Of all steps but the first two `update_seconds` is the median of optimizer.step() alone,
-`update_cpu_seconds` of the processor time of all its threads (with --threads 1 it says the same on a machine that does
-other work), `step_seconds` of all of a step. `load` is the machine's at the end. `grown_bytes` is how far the peak of resident memory in training lies above the peak of
+`update_cpu_seconds` of the processor time of all its threads (with --threads 1 it hardly changes with what else runs),
+`step_seconds` of all of a step. `load` is the machine's at the end. `grown_bytes` is how far the peak of resident
+memory in training lies above the peak of
 forward and backward before the optimizer was made. nvme's bytes are those inside of step(), which returns when all of
 them are durable: what it reads ahead while backward runs counts neither as bytes nor as time. `drive_seconds` is what
 the drive needs for those bytes by itself, reads and writes mixed, by fio (or aio_bench) before and after the run.
