@@ -12,9 +12,10 @@ import transformers  # noqa: E402
 import trl  # noqa: E402
 
 import spillway.trainer  # noqa: E402
+from spillway.library import library  # noqa: E402
 from trl_test import PREFERENCES, TEXTS, model, tokenizer  # noqa: E402
 
-STEPS = 4
+STEPS, WRITES = 4, hasattr(library(), "engine_write_values")
 PROMPTS = {"prompt": ["the cat", "a dog"] * 16}
 LABELLED = {"prompt": ["the cat", "a dog"] * 8, "completion": [" sat on the mat", " ran"] * 8,
             "label": [True, False] * 8}
@@ -32,10 +33,19 @@ def scoring():
         **{**model().config.to_dict(), "architectures": None, "num_labels": 1}))
 
 
+def judge():
+    made = scoring().eval()
+    made.config._name_or_path = "judge"
+    return made
+
+
 @unittest.skipIf(int(trl.__version__.split(".")[0]) < 1, f"TRL {trl.__version__}; from 1.0 on these are the arguments")
 class Trainers(Folder):
     def trained(self, name, data, ours, lora, of_trainer, more):
         network = scoring() if name == "Reward" else model()
+        if more.get("beta") and not lora:  # of whose files the trainer makes a reference
+            network.save_pretrained(self.folder / "policy")
+            network = transformers.LlamaForCausalLM.from_pretrained(self.folder / "policy")
         arguments = getattr(trl, f"{name}Config")(
             output_dir=str(self.folder / "out"), max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1,
             gradient_accumulation_steps=2, max_grad_norm=0.5, learning_rate=1e-2, lr_scheduler_type="cosine",
@@ -57,7 +67,11 @@ class Trainers(Folder):
                        processing_class=tokenizer(), **options)
         trainer.train()
         if ours:
-            trainer.engine.close()
+            asked = ("ref_model" in options) + (bool(more.get("beta")) and not lora) + \
+                ("reward_processing_classes" in options)
+            self.assertEqual(asked, len(trainer.untrained.engines))
+            for engine in (trainer.engine, *trainer.untrained.engines):
+                engine.close()
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
     def check(self, name, data, loras=(False, True), of_trainer=None, **more):
@@ -87,6 +101,24 @@ class Trainers(Folder):
     def test_GRPO(self):
         self.check("GRPO", PROMPTS, loras=(False,), of_trainer={"reward_funcs": lambda: words}, beta=0.0, **SAMPLING)
         self.check("GRPO", PROMPTS, loras=(True,), of_trainer={"reward_funcs": lambda: words}, beta=0.04, **SAMPLING)
+
+    def judged(self, name, **more):
+        """With a reference and a reward model."""
+        self.check(name, PROMPTS, loras=(False,), of_trainer={
+            "reward_funcs": lambda: [judge()], "reward_processing_classes": lambda: [tokenizer()]}, beta=0.04,
+            **SAMPLING, **more)
+
+    def test_GRPOWithModelsThatAreNotTrained(self):
+        self.judged("GRPO")
+
+    def test_RLOOWithModelsThatAreNotTrained(self):
+        self.judged("RLOO")
+
+    @unittest.skipUnless(WRITES, "the library cannot replace a weight")
+    def test_ReferencesAreSynchronized(self):
+        sync = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+        self.judged("GRPO", **sync)
+        self.check("DPO", PREFERENCES, loras=(False,), of_trainer={"ref_model": model}, max_length=32, **sync)
 
     def test_RLOO(self):
         self.check("RLOO", PROMPTS, loras=(False,), of_trainer={"reward_funcs": lambda: words}, beta=0.0, **SAMPLING)
