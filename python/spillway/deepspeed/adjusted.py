@@ -5,7 +5,7 @@ import torch
 from ..engine import buffers, values
 from ..engine.module import refuse_forgotten
 from ..engine.optimizer import EngineOptimizer
-from ..engine.uses import _open_again
+from ..engine.uses import open_again
 from ..library import Error
 from .parked import Parked
 from .zero import GatheredParameters
@@ -71,7 +71,7 @@ class Adjusted:
         if micro_batches == self._accumulation:
             return
         self._layout.accumulate(micro_batches)
-        _open_again(self)
+        open_again(self)
         self._accumulation = micro_batches
         self._begin_step()
 
