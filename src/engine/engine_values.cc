@@ -71,7 +71,7 @@ void StepEngine::wait_gradient(std::uint32_t block) {
   machinery_.gradients->settle();
   machinery_.gradients->wait_landed(block);
   machinery_.tiles->cancel_read_ahead();
-  machinery_.tiles->finish_saves();
+  machinery_.mover->finish_saves();
 }
 
 // The tiles that the parameter lies in. A failure of `work` is the caller's own; where it saves it must not fail.
@@ -79,7 +79,7 @@ void StepEngine::look_at_tiles(const NamedValues& values, const TileWork& work, 
   std::exception_ptr failure;
   TileMover& mover = *machinery_.mover;
   machinery_.tiles->cancel_read_ahead();
-  machinery_.tiles->finish_saves();
+  machinery_.mover->finish_saves();
   const BlockPlan& block = plan_.blocks[values.block];
   const ParameterPlace& place = block.partition.parameters[values.parameter];
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles && !failure; ++t) {

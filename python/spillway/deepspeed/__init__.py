@@ -23,7 +23,7 @@ from ..checkpoint_names import plain
 from ..engine import buffers, carried
 from ..engine.engine import Engine
 from ..engine.optimizer import EngineSchedule
-from ..library import Error, library, parse_config, settings_of
+from ..library import Error
 from . import checkpoints as deepspeed_import
 from . import client, leaves, saved_weights, schedules
 from .adjusted import Adjusted, StatesOptimizer

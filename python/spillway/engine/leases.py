@@ -7,7 +7,6 @@ from itertools import repeat
 import torch
 
 from .. import log
-from ..library import Error
 from ..memory import tensor_at
 from .away import come_back, go_away, written_outside
 

@@ -17,7 +17,7 @@ MOST = 16  # values of a list in an attribute: names of adapters, say
 class Conditions:
     def __init__(self, engine, block):
         self._engine, self._block = engine, block
-        self._random, self._autocast = _random_states(engine), _autocast(engine)
+        self._random, self._autocast = random_states(engine), _autocast(engine)
         self._attributes = _attributes(block)
         self._learns = [parameter.requires_grad for parameter, _, _ in block.trainable]
 
@@ -28,11 +28,11 @@ class Conditions:
 
     @contextlib.contextmanager
     def again(self):
-        here, now = _random_states(self._engine), _attributes(self._block)
+        here, now = random_states(self._engine), _attributes(self._block)
         flags = [(parameter, parameter.requires_grad, wants)
                  for (parameter, _, _), wants in zip(self._block.trainable, self._learns)]
         try:
-            _set_random_states(self._engine, self._random)
+            set_random_states(self._engine, self._random)
             _set_attributes(self._attributes, now)
             for parameter, is_now, was in flags:
                 if is_now != was:
@@ -40,7 +40,7 @@ class Conditions:
             with self.autocast():
                 yield
         finally:
-            _set_random_states(self._engine, here)
+            set_random_states(self._engine, here)
             _set_attributes(now, _attributes(self._block))
             for parameter, is_now, was in flags:
                 if is_now != was:
@@ -97,13 +97,13 @@ def _set_attributes(wanted, now):
                 module.__dict__[name] = list(value) if type(value) is tuple else value
 
 
-def _random_states(engine):
+def random_states(engine):
     numpy = sys.modules.get("numpy")
     return (torch.get_rng_state(), torch.cuda.get_rng_state(engine.device) if engine.on_cuda else None,
             random.getstate(), numpy.random.get_state() if numpy else None)
 
 
-def _set_random_states(engine, states):
+def set_random_states(engine, states):
     torch.set_rng_state(states[0])
     if engine.on_cuda:
         torch.cuda.set_rng_state(states[1], engine.device)

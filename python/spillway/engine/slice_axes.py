@@ -13,7 +13,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..library import Error
-from .visits import _random_states, _run, _set_random_states
+from .runs import random_states, set_random_states
+from .visits import _run
 
 MOST = 32  # assignments of axes that are tried
 
@@ -118,15 +119,15 @@ def _refuse_batch_norm(block):
 
 def _compare(engine, block, flat, spec, inputs, sizes):
     """(axes of results, None), or (None, why not). With random numbers, by what the block does without dropout."""
-    before = _random_states(engine)
+    before = random_states(engine)
     try:
         found = _compared(engine, block, flat, spec, inputs, sizes)
-        if not _same_states(before, _random_states(engine)):
+        if not _same_states(before, random_states(engine)):
             with _without_dropout(block):
                 found = _compared(engine, block, flat, spec, inputs, sizes)
         return found
     finally:
-        _set_random_states(engine, before)
+        set_random_states(engine, before)
 
 
 def _compared(engine, block, flat, spec, inputs, sizes):

@@ -11,7 +11,7 @@ import threading
 
 import torch
 
-from ..library import ELSEWHERE, Carrier, CarriedPiece, CarryPiece, LeafSums, WaitSlot
+from ..library import ELSEWHERE, Carrier, CarryPiece, LeafSums, WaitSlot
 from ..memory import tensor_at
 
 CPU = torch.device("cpu")
