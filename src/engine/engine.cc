@@ -100,10 +100,6 @@ void StepEngine::begin_step() {
   machinery_.gradients->begin_step();
   visit_blocks_.clear();
   for (const Visit& visit : cursor_.visits()) visit_blocks_.push_back(visit.block);
-  const auto backward = std::ranges::find(cursor_.visits(), Pass::kBackward, &Visit::pass);
-  forward_visits_ = static_cast<std::size_t>(backward - cursor_.visits().begin());
-  weights_from_ = 0;
-  again_ = false;
   machinery_.weights->begin_step(visit_blocks_);
   machinery_.activations->begin_step();
   unplanned_before_ = cursor_.unplanned();
@@ -133,25 +129,11 @@ void StepEngine::refuse_leases(const char* call) const {
               {call, "a lease is still held", 0, fmt::format("release every block and activation before {}()", call)});
 }
 
-// An evaluation runs the forward part alone, and so does whoever gives up in it. Until a backward pass shows that this
-// is none, nothing is fetched for one.
+// An evaluation runs the forward part alone, and so does whoever gives up in it.
 void StepEngine::begin_again_for(Visit visit) {
   if (!cursor_.begins_again(visit) || leased()) return;
   cursor_.begin_step();
-  weights_from_ = 0;
-  again_ = true;
-  machinery_.weights->begin_again(std::span(visit_blocks_).first(forward_visits_));
-}
-
-// By the index of the planned visit, as the weights count it.
-std::optional<std::size_t> StepEngine::visit_of_weights(std::optional<std::size_t> visit) {
-  if (visit && again_ && *visit >= forward_visits_ && !machinery_.weights->leased()) {
-    again_ = false;
-    weights_from_ = *visit;
-    machinery_.weights->begin_again(std::span(visit_blocks_).subspan(*visit));
-  }
-  if (!visit || *visit < weights_from_ || (again_ && *visit >= forward_visits_)) return std::nullopt;
-  return *visit - weights_from_;
+  machinery_.weights->begin_step(visit_blocks_);
 }
 
 // 1. Forward and backward: the block's weights are there, or on their way already; the caller's stream waits for the
@@ -180,13 +162,13 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     if (pass == Pass::kBackward) machinery_.gradients->expect(block);
     std::uint32_t place = 0;
     try {
-      place = machinery_.weights->acquire(block, visit_of_weights(visit), stream);
+      place = machinery_.weights->acquire(block, visit, stream);
     } catch (...) {
       cursor_.take_back(before);  // refused for want of a place: the caller may release one and come again
       throw;
     }
     // Nothing more to fetch: the first tiles of this step's update come next.
-    if (machinery_.weights->all_acquired() && !updating_ && !again_) machinery_.updater->read_ahead();
+    if (machinery_.weights->all_acquired() && !updating_) machinery_.updater->read_ahead();
     return open(place, {block, pass}, visit, stream);
   });
 }

@@ -119,7 +119,6 @@ class StepEngine final : public Engine {
   void turn_to(Stream& stream);
   void begin_step();
   void begin_again_for(Visit visit);
-  std::optional<std::size_t> visit_of_weights(std::optional<std::size_t> visit);
   bool leased() const;
   bool lends(std::span<const std::byte> memory) const;
   void refuse_leases(const char* call) const;
@@ -162,9 +161,6 @@ class StepEngine final : public Engine {
   Forecast forecast_;
   Speculation speculation_;
   std::vector<std::uint32_t> visit_blocks_;
-  std::size_t forward_visits_ = 0;  // of the first forward pass
-  std::size_t weights_from_ = 0;    // the planned visit that is the first one that the weights know of
-  bool again_ = false;              // they know of the first forward pass alone
   ParameterUpdates parameters_{config_, plan_, model_};
 
   std::uint64_t step_ = 0, committed_step_ = 0;

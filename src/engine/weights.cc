@@ -46,11 +46,6 @@ void Weights::begin_step(std::span<const std::uint32_t> visit_blocks) {
   run(nullptr);
 }
 
-void Weights::begin_again(std::span<const std::uint32_t> visit_blocks) {
-  policy_.tell({.kind = WeightEvent::kAgain, .visits = visit_blocks});
-  run(nullptr);
-}
-
 std::uint32_t Weights::acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream) {
   policy_.tell({.kind = WeightEvent::kAcquire, .block = block, .visit = visit});
   return *run(&stream);

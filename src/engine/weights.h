@@ -41,8 +41,6 @@ class Weights {
 
   // The blocks that will be visited from now on, in order.
   void begin_step(std::span<const std::uint32_t> visit_blocks);
-  // The same within a step: what is there stays there. Not while something is leased.
-  void begin_again(std::span<const std::uint32_t> visit_blocks);
   // Makes `stream` wait for the block's weights and returns the place that is leased. Blocks while reads are late and
   // for the block's update. `visit` is the index of the planned visit this is, if it is one.
   std::uint32_t acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream);

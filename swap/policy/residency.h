@@ -24,8 +24,6 @@ struct ResidencyRules {
   std::uint64_t reuse_bytes = UINT64_MAX;
   // Of every place: its owner is there already, from the step before. Empty: no place has anything.
   std::span<const std::uint8_t> filled = {};
-  // Of every place: the block that lies there already, whoever owns the place. Empty: as `filled` says.
-  std::span<const std::optional<std::uint32_t>> holds = {};
 };
 
 // One entry a visit; blocks need block_bytes[block], place p holds place_bytes[p], and every block fits some place that

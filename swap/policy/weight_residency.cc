@@ -23,7 +23,6 @@ WeightResidency::WeightResidency(WeightResidencyOptions options, const UpdateVie
 void WeightResidency::tell(const WeightEvent& event) {
   switch (event.kind) {
     case WeightEvent::kBegin: return begin(event.visits);
-    case WeightEvent::kAgain: return begin_again(event.visits);
     case WeightEvent::kAcquire:
       if (event.visit) {
         cursor_ = *event.visit + 1;
@@ -48,7 +47,7 @@ void WeightResidency::tell(const WeightEvent& event) {
 }
 
 void WeightResidency::begin(std::span<const std::uint32_t> visits) {
-  bool same = !std::exchange(held_, false) && std::ranges::equal(visits_, visits);
+  bool same = std::ranges::equal(visits_, visits);
   for (std::uint32_t p = 0; p < places_.size(); ++p) {
     SPILLWAY_CHECK(places_[p].leases == 0, "no lease outlives its step");
     const std::uint8_t stays = this->stays(p);
@@ -61,22 +60,6 @@ void WeightResidency::begin(std::span<const std::uint32_t> visits) {
     plan_ = assign_places(visits_, options_.block_bytes, options_.place_bytes,
                           {.owners = options_.owners, .reuse_bytes = options_.reuse_bytes, .filled = filled_});
   }
-  cursor_ = fetched_ = 0;
-  wanted_.reset();
-}
-
-// Passes of an evaluation, or tokens of a text: each keeps what the one before left, as far as Belady would.
-void WeightResidency::begin_again(std::span<const std::uint32_t> visits) {
-  std::vector<std::optional<std::uint32_t>> holds;
-  for (Place& place : places_) {
-    SPILLWAY_CHECK(place.leases == 0, "no lease outlives its pass");
-    place.ahead = false;
-    holds.push_back(place.block);
-  }
-  visits_.assign(visits.begin(), visits.end());
-  plan_ = assign_places(visits_, options_.block_bytes, options_.place_bytes,
-                        {.owners = options_.owners, .reuse_bytes = options_.reuse_bytes, .holds = holds});
-  held_ = true;
   cursor_ = fetched_ = 0;
   wanted_.reset();
 }

@@ -6,7 +6,7 @@
 //   tell(what happened) ─► next() ─► do it ─► tell(how it went) ─► next() ─► … ─► kNothing
 //
 // The planned visits are a hint that makes blocks arrive in time; whatever the caller asks for is served, planned or
-// not. Nothing is allocated but by kBegin, when its visits are others than before, and by kAgain.
+// not. Nothing is allocated but by kBegin, when its visits are others than before.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,6 @@ struct WeightEvent {
   enum Kind : std::uint8_t {
     kBegin,    // of a step. `visits`: the blocks that will be visited from now on, in order. Everything that lies in a
                // place is stale, but for frozen blocks in places of their own: they stay, or go on coming
-    kAgain,    // `visits` from now on, and no step since kBegin: what lies in places is right. Not while one is leased
     kAcquire,  // the caller asks for the block. `visit`: which of the planned visits this is, if it is one
     kRelease,  // a lease of the place is over
     kBrought,  // kUpdate: the block's weights are on their way to the place
@@ -110,7 +109,6 @@ class WeightResidency {
   };
 
   void begin(std::span<const std::uint32_t> visits);
-  void begin_again(std::span<const std::uint32_t> visits);
   void release(Place& place);
   WeightAction serve();
   WeightAction prefetch();
@@ -129,7 +127,6 @@ class WeightResidency {
   std::vector<Place> places_;
   std::vector<std::uint32_t> visits_;
   std::vector<std::uint8_t> filled_;  // by place: as plan_ counts on
-  bool held_ = false;                 // plan_ counts on what lay in places at kAgain instead
   std::vector<VisitPlace> plan_;
   std::size_t cursor_ = 0;   // visits before it have been acquired
   std::size_t fetched_ = 0;  // visits before it need no more fetching

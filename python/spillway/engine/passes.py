@@ -98,8 +98,8 @@ class Passes:
     def _end(self):
         engine = self._engine
         self._refuse_gradients_outside()
-        if engine.uses.order and (self._brought or not self._plain):
-            engine._micro_batches += 1  # what goes backward once more is of the same
+        if (engine.uses.order or not engine._micro_batches) and (self._brought or not self._plain):
+            engine._micro_batches += 1  # what goes backward once more, without a forward pass, is of the same
         self.decides = self.decides or (self._plain and self._brought and engine.plain_decides)
         engine.uses.settled = True
         engine._gradients.show()

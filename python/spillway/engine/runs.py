@@ -169,7 +169,9 @@ def _of(block):
 
 
 def _slots(block):
-    return {(id(module), name): value for module in block.module.modules() for name, value in module._buffers.items()}
+    """Those that travel as frozen bytes come and go, and nothing writes them."""
+    return {(id(module), name): value for module in block.module.modules() for name, value in module._buffers.items()
+            if not hasattr(value, "_spillway_place")}
 
 
 def _versions(slots):

@@ -60,7 +60,7 @@ TEST(Complaints, StandInTheOrderOfTheTextEachWithItsLine) {
             "gradient_accumulation_steps, gradient_clipping, dataloader_drop_last, optimizer, scheduler, bf16, fp16, "
             "data_types, "
             "zero_optimization, "
-            "aio, spillway\n"
+            "aio, activation_checkpointing, spillway\n"
             "    2 |  \"train_batch_size\": 0, \"x\": 1}\n"
             "      |                         ^^^");
 }

@@ -447,47 +447,5 @@ TEST(WeightResidency, WhateverHappensALeaseIsOfTheWeightsOfThisStep) {
   }
 }
 
-// Passes of an evaluation: a step's forward visits, over and over.
-std::vector<std::size_t> fetches_of_passes(std::uint32_t places, int passes) {
-  const std::vector<std::uint32_t> forward = {0, 1, 2, 3, 4, 5}, step = {0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0};
-  Obedient obedient(equal_blocks(6, places));
-  std::vector<std::size_t> fetches;
-  for (int pass = 0; pass < passes; ++pass) {
-    Actions all = pass == 0 ? obedient.begin(step) : obedient.after({.kind = WeightEvent::kAgain, .visits = forward});
-    for (const std::uint32_t block : forward) {
-      const Actions acquired = obedient.acquire(block, block);
-      all.insert(all.end(), acquired.begin(), acquired.end());
-      const auto lent = std::ranges::find(acquired, Kind::kLend, &WeightAction::kind);
-      EXPECT_EQ(lent->block, block);
-      const Actions released = obedient.release(lent->place);
-      all.insert(all.end(), released.begin(), released.end());
-    }
-    fetches.push_back(static_cast<std::size_t>(std::ranges::count(all, Kind::kFetch, &WeightAction::kind)));
-  }
-  return fetches;
-}
-
-TEST(WeightResidency, PassesWithoutAStepInBetweenKeepWhatFits) {
-  EXPECT_EQ(fetches_of_passes(6, 4), (std::vector<std::size_t>{6, 0, 0, 0}));
-  auto most_fit = fetches_of_passes(5, 6);  // two places are passed through, and the others stay
-  most_fit.erase(most_fit.begin());
-  EXPECT_LE(std::ranges::max(most_fit), 3u);
-  auto none_fit = fetches_of_passes(2, 6);
-  none_fit.erase(none_fit.begin());
-  EXPECT_LE(std::ranges::max(none_fit), 6u);
-}
-
-TEST(WeightResidency, ABackwardPassBehindThemFindsWhatTheLastOneLeft) {
-  Obedient obedient(equal_blocks(3, 3));
-  obedient.begin({0, 1, 2, 2, 1, 0});
-  for (const std::uint32_t block : {0u, 1u, 2u}) {
-    for (const auto& action : obedient.acquire(block, block))
-      if (action.kind == Kind::kLend) obedient.release(action.place);
-  }
-  obedient.after({.kind = WeightEvent::kAgain, .visits = std::vector<std::uint32_t>{0, 1, 2}});
-  EXPECT_TRUE(obedient.after({.kind = WeightEvent::kAgain, .visits = std::vector<std::uint32_t>{2, 1, 0}}).empty());
-  EXPECT_EQ(obedient.acquire(2, 0), (Actions{{Kind::kLend, 2, 2}}));
-}
-
 }  // namespace
 }  // namespace spillway
