@@ -128,7 +128,7 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, given, layer):
-        ctx.layer, ctx.weight = layer, layer.weight
+        ctx.layer, ctx.tensors = layer, (None, layer.weight.view(-1, 1))  # as bitsandbytes does
         return given @ layer.values().t()
 
     @staticmethod

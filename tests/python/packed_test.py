@@ -54,6 +54,11 @@ def alone(network, pairs):
 def anonymous_bytes():
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+    return resident_bytes()
+
+
+def resident_bytes():
+    """As the kernel counts it: with what the allocator has not given back."""
     line = next(line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
     return int(line.split()[1]) * 1024
 
@@ -112,6 +117,26 @@ class Forms(Case):
         with torch.no_grad():
             engine(torch.zeros(2, 2048, device=DEVICE))
         self.assertLess(anonymous_bytes(), full - 0.4 * size)
+
+    def test_ATrainingStepKeepsNothingOfTheBlocksBehindIt(self):
+        """Functions keep ctx.tensors, and unpack their weights to eight times as many bytes."""
+        width, layers, seen = 1024, 16, []
+        network = Network("nibbles", width=width, layers=layers)
+        engine = self.engine(network, on_existing="replace", configuration=config(
+            self.folder, clipping=0, spillway={"hbm_bytes": "14MiB", "host_bytes": "6MiB"}))
+        for layer in network.layers:
+            def forward(given, plain=layer.base.forward):
+                seen.append(resident_bytes())
+                return plain(given)
+            layer.base.forward = forward
+        anonymous_bytes()  # what making the engine has freed is no place for what blocks leave
+        generator = torch.Generator().manual_seed(5)
+        loss = engine(torch.randn(2, width, generator=generator).to(DEVICE)).sum()
+        engine.backward(loss)
+        self.assertGreaterEqual(len(seen), 2 * layers - 1)
+        if DEVICE == "cpu" and hasattr(ctypes.CDLL(None), "malloc_trim"):
+            self.assertLess(max(seen) - seen[0], 4 * width * width)  # of one block, unpacked
+        engine.step()
 
     def test_BitsPassAsTheyAreInEveryTypeOfWeights(self):
         every = torch.arange(-2 ** 15, 2 ** 15, dtype=torch.int32).to(torch.int16)  # those of NaN as well

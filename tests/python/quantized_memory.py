@@ -71,7 +71,7 @@ def limited(form, layers):
 
 def main():
     form = sys.argv[1]
-    layers = int(sys.argv[2]) if len(sys.argv) > 2 else {"nf4": 34, "hqq": 30}.get(form, 19)
+    layers = int(sys.argv[2]) if len(sys.argv) > 2 else {"nf4": 44, "hqq": 44}.get(form, 28)
     if len(sys.argv) > 3:
         return {"alone": alone, "limited": limited}[sys.argv[3]](form, layers)
     group = pathlib.Path("/sys/fs/cgroup/memory", f"spillway-quantized-{os.getpid()}")

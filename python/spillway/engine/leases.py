@@ -7,7 +7,7 @@ from itertools import repeat
 import torch
 
 from .. import log
-from ..memory import tensor_at
+from ..memory import return_freed, tensor_at
 from .away import come_back, go_away, written_outside
 
 
@@ -45,6 +45,9 @@ class Leases:
     def _take(self):
         engine, library = self._engine, self._engine._library
         handle, stream, block = engine._open(), engine._stream(), engine._block(self._block)
+        # What the block before has unpacked of its quantized weights is as large as they would be without.
+        if not engine.on_cuda and any(place[1:] in engine._layout.packed for place in block.parameters):
+            return_freed()
         self._leases, self._lent = [c_void_p() for _ in block.engine_blocks], []
         engine._held.add(self)
         for owner, lease in zip(block.engine_blocks, self._leases):
