@@ -12,10 +12,9 @@ import transformers  # noqa: E402
 import trl  # noqa: E402
 
 import spillway.trainer  # noqa: E402
-from spillway.library import library  # noqa: E402
 from trl_test import PREFERENCES, TEXTS, model, tokenizer  # noqa: E402
 
-STEPS, WRITES = 4, hasattr(library(), "engine_write_values")
+STEPS = 4
 PROMPTS = {"prompt": ["the cat", "a dog"] * 16}
 LABELLED = {"prompt": ["the cat", "a dog"] * 8, "completion": [" sat on the mat", " ran"] * 8,
             "label": [True, False] * 8}
@@ -114,7 +113,6 @@ class Trainers(Folder):
     def test_RLOOWithModelsThatAreNotTrained(self):
         self.judged("RLOO")
 
-    @unittest.skipUnless(WRITES, "the library cannot replace a weight")
     def test_ReferencesAreSynchronized(self):
         sync = {"sync_ref_model": True, "ref_model_sync_steps": 1}
         self.judged("GRPO", **sync)

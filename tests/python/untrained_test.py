@@ -5,14 +5,12 @@ from case import Case, main
 import torch
 
 import spillway.trainer
-from spillway.library import library
 from toy_model import batches, config, model
 
 try:
     import transformers
 except ImportError:
     transformers = None
-WRITES = hasattr(library(), "engine_write_values")
 
 
 def frozen(seed=1):
@@ -49,7 +47,6 @@ class Alone(Case):
             self.assertEqual(*results(twin, made))
 
 
-@unittest.skipUnless(WRITES, "the library cannot replace a weight")
 class Written(Case):
     def pairs(self):
         """Of a model whose weights are the engine's, and PyTorch's of the same values."""

@@ -8,9 +8,7 @@ goes to the library behind each such operation, and to wherever the weight lives
 """
 import torch
 
-from ..library import MASTER, Error
 from ..memory import address_of, plain
-from ..pieces import copying, pieces
 
 DATA, NEW_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__
 WRITES = {"__setitem__", "__set__"} | {f"__i{name}__" for name in (
@@ -82,13 +80,5 @@ def _copy_of(parameter):
 
 def store(copy):
     """Hands it to the library."""
-    parameter, values = copy
-    engine = parameter._spillway_lender()._engine()
-    engine.lender.return_all()
-    write = getattr(engine._library, "engine_write_values", None)
-    if write is None:
-        raise Error("unsupported", f"{parameter._spillway_names[0]}: is written to, and this library cannot replace a "
-                                   "weight; take the library that came with the package")
-    given = values.detach().to(device="cpu", dtype=torch.float32)
-    with pieces(copying(lambda *_: given), parameter.numel) as callback:
-        write(engine._open(), MASTER, *parameter._spillway_place, callback, None)
+    from .values import write  # which knows the parameters that are away, and they know what is here
+    write(*copy)
