@@ -49,7 +49,7 @@ class DeviceSuite : public testing::TestWithParam<DeviceCase> {
   }
   template <typename T>
   void upload(std::size_t offset_bytes, const std::vector<T>& values) {
-    std::memcpy(pinned_.data(), values.data(), values.size() * sizeof(T));
+    if (!values.empty()) std::memcpy(pinned_.data(), values.data(), values.size() * sizeof(T));
     device_->copy_async(CopyKind::kHostToDevice, hbm<T>(offset_bytes), pinned_.data(), values.size() * sizeof(T), *a_);
     a_->synchronize();
   }
@@ -58,7 +58,7 @@ class DeviceSuite : public testing::TestWithParam<DeviceCase> {
     device_->copy_async(CopyKind::kDeviceToHost, pinned_.data(), hbm<T>(offset_bytes), count * sizeof(T), *a_);
     a_->synchronize();
     std::vector<T> values(count);
-    std::memcpy(values.data(), pinned_.data(), count * sizeof(T));
+    if (!values.empty()) std::memcpy(values.data(), pinned_.data(), count * sizeof(T));
     return values;
   }
   static void set_flag(void* flag) { *static_cast<std::atomic<bool>*>(flag) = true; }
