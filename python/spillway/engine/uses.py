@@ -54,12 +54,12 @@ class Uses:
         """Of a pass that is not looked through before it."""
         self.outside = set(self._loans)
 
-    def asked(self, loss, visit, lender):
+    def asked(self, loss, lender):
         """Gradients that the loss's backward pass brings, by (engine block, index), and the marks of its visits.
-        `visit`: the classes of blocks' nodes. `lender`: of the engine, by which its parameters are known."""
+        `lender`: of the engine, by which its parameters are known."""
         found, marks, self.outside = collections.Counter(), set(), set()
         for node in nodes_of(loss):
-            if isinstance(node, visit) and node.lender is lender:
+            if isinstance(node, NODES) and node.lender is lender:
                 found.update((owner, index) for _, owner, index in node.block.trainable)
                 marks.add(node.mark)
             place = _place(node, lender)
@@ -135,7 +135,7 @@ def say_plan(engine):
 def plan_for(engine, loss, more):
     """Before a backward pass: sees that its gradients are planned. `more`: others follow it."""
     layout, pushed = engine._layout, engine._pushed
-    asked, marks = engine.uses.asked(loss, NODES, engine.lender)
+    asked, marks = engine.uses.asked(loss, engine.lender)
     if layout.open:
         return
     if more or engine.uses.others_wait(marks):
