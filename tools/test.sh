@@ -100,25 +100,25 @@ export SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
 # The programs of sanitizers are large; lld links them in less than half of the time. Meson asks these when it sets up.
 export CXX="ccache clang++" CXX_LD=lld
-# A precompiled header that ccache has from another checkout names the times of its files, which clang would miss.
-timeless="-Xclang -fno-pch-timestamp"
+# A precompiled header of clang's names the files that it was made of; one that ccache has from a checkout that is gone
+# would be of no use, so these builds have none (-Db_pch=false).
 export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=0 \
-  "-Dcpp_args=-g1 $timeless -fsanitize-ignorelist=$PWD/tests/ubsan.ignore" -Db_sanitize=address,undefined \
-  -Db_lundef=false -Dunity=on -Dunity_size=16 || true
+  "-Dcpp_args=-g1 -fsanitize-ignorelist=$PWD/tests/ubsan.ignore" -Db_sanitize=address,undefined \
+  -Db_lundef=false -Db_pch=false -Dunity=on -Dunity_size=16 || true
 run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
 
 echo "== thread sanitizer"
 export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:suppressions=$PWD/tests/tsan.supp"
 # -O1 costs the build little and saves the run a lot.
-configure build-tsan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 "-Dcpp_args=-g1 $timeless" \
-  -Db_sanitize=thread -Db_lundef=false -Dunity=on -Dunity_size=16 || true
+configure build-tsan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 \
+  -Db_sanitize=thread -Db_lundef=false -Db_pch=false -Dunity=on -Dunity_size=16 || true
 run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
 
 echo "== fuzzers"
-configure build-fuzz -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 "-Dcpp_args=-g1 $timeless" \
-  -Dfuzz=enabled -Dunity=on -Dunity_size=12 || true
+configure build-fuzz -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 \
+  -Dfuzz=enabled -Db_pch=false -Dunity=on -Dunity_size=12 || true
 run "$still" build-fuzz --suite fuzz
 grep -h '^fuzz ' build-fuzz/meson-logs/testlog.txt || true
 

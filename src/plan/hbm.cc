@@ -39,7 +39,7 @@ class HbmLayout {
       }
       if (!accumulates(b)) continue;
       const std::uint64_t fp32 = block.partition.trainable_elements * 4;
-      block.accumulator_shared = visited_once_backward(b) && !takes_any(b);
+      block.accumulator_shared = visited_once_backward(b) && !takes_any_number(model_.blocks[b]);
       if (block.accumulator_shared) {
         shared_accumulator = std::max(shared_accumulator, fp32);
       } else {
@@ -96,11 +96,6 @@ class HbmLayout {
   bool accumulates(std::uint32_t block) const {
     return std::ranges::any_of(model_.blocks[block].parameters,
                                [](const Parameter& p) { return p.trainable && p.pushes > 1; });
-  }
-  // Which of its visits in backward is the last, nobody knows.
-  bool takes_any(std::uint32_t block) const {
-    return std::ranges::any_of(model_.blocks[block].parameters,
-                               [](const Parameter& p) { return p.trainable && p.pushes == kAnyPushes; });
   }
   bool visited_once_backward(std::uint32_t block) const {
     return plan_.visits_given && std::ranges::count_if(plan_.visits, [block](const Visit& v) {
@@ -295,6 +290,11 @@ class HbmLayout {
 };
 
 }  // namespace
+
+bool takes_any_number(const Block& block) {
+  return std::ranges::any_of(block.parameters,
+                             [](const Parameter& p) { return p.trainable && p.pushes == kAnyPushes; });
+}
 
 // Frozen blocks stay from step to step where that fetches less than what the same room would keep from forward to
 // backward.

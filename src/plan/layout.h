@@ -40,6 +40,10 @@ void lay_out_nvme(PlanDraft& draft);
 
 class PlanArena;
 
+// No push of its gradients is known to be the last before the step says so: its sums live for the whole step, and no
+// update of it begins in backward.
+bool takes_any_number(const Block& block);
+
 // Frozen blocks whose weights stay in HBM from step to step, in places of their own.
 std::vector<std::uint32_t> blocks_that_may_stay(const Plan& plan);  // rising
 bool anything_trained(const Plan& plan);

@@ -227,7 +227,8 @@ class Planner {
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) plan_.blocks[b].early = may_be_early(b);
   }
   bool may_be_early(std::uint32_t b) const {
-    return b != plan_.visits.back().block && plan_.blocks[b].partition.trainable_elements > 0;
+    return b != plan_.visits.back().block && plan_.blocks[b].partition.trainable_elements > 0 &&
+           !takes_any_number(model_.blocks[b]);
   }
 
   PlanDraft draft_;

@@ -79,14 +79,14 @@ EACH = (each_loss, three_times, two_forwards_and_one_loss, two_forwards_then_two
 
 
 class Case(Folder):
-    def alone(self, loop, network, accumulation=1):
+    def alone(self, loop, network, accumulation=1, clipping=1.0):
         network = network.to(DEVICE)
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01)
         losses, norms = [], []
         for number, ids in enumerate(batches(STEPS * accumulation), start=1):
             losses.append(loop(network, lambda loss, **options: (loss / accumulation).backward(**options), ids).item())
             if number % accumulation == 0:
-                norms.append(torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0).item())
+                norms.append(torch.nn.utils.clip_grad_norm_(network.parameters(), clipping or torch.inf).item())
                 optimizer.step()
                 optimizer.zero_grad()
         return losses, norms, network.cpu().state_dict()
@@ -101,7 +101,7 @@ class Case(Folder):
             self.assertLess((state[name] - value).abs().max().item(), 1e-5, name)
 
     def assert_trains(self, loop, backward_of, accumulation=1, make=Two, begin=None, **options):
-        wanted = self.alone(loop, make(), accumulation)
+        wanted = self.alone(loop, make(), accumulation, options.get("clipping", 1.0))
         engine = (begin or self.engine)(make(), config(self.folder, accumulation=accumulation, **options))
         losses, reports = [], []
         for ids in batches(STEPS * accumulation):
@@ -137,6 +137,13 @@ class Training(Case):
             for loop in (*EACH, one_after_the_other):
                 with self.subTest(loop=loop.__name__, device=device):
                     self.assert_trains(loop, plain, device=device)
+
+    def test_WithoutClipping(self):
+        """Where a plan of one pass a step updates inside backward."""
+        for device in ("nvme", "cpu"):
+            for loop in (each_loss, three_times, one_after_the_other):
+                with self.subTest(loop=loop.__name__, device=device):
+                    self.assert_trains(loop, plain, device=device, clipping=0)
 
     def test_WithMicroBatches(self):
         for loop in EACH[:3]:

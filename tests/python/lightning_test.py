@@ -53,6 +53,27 @@ class Manual(Body):
             optimizer.zero_grad()
 
 
+class Plain(Body):
+    """Whose step() follows PyTorch's own backward."""
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx).backward()
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class Twice(Plain):
+    """Of one graph, in two passes."""
+
+    def training_step(self, batch, batch_idx):
+        loss = Body.training_step(self, batch, batch_idx)
+        self.manual_backward(0.25 * loss, retain_graph=True)
+        self.manual_backward(0.75 * loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
 class Case(LightningCase):
     def hand(self, body=Body, accumulation=1, clipping=0, optimizer=None, schedule=None, **more):
         sections = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation,
@@ -103,6 +124,7 @@ class Training(Case):
         sgd = returning(lambda named: torch.optim.SGD(named.values(), 0.05, 0.9, weight_decay=0.01, nesterov=True))
         for number, (body, more) in enumerate((
                 (Body, {}), (Body, accumulating), (halving, {"max_epochs": 3}), (plateau, {}), (sgd, {}), (Manual, {}),
+                (Plain, {}), (Twice, {}),
                 (returning(lambda named: torch.optim.Adam(named.values(), 1e-3, weight_decay=0.1)), {}),
                 (returning(lambda named: torch.optim.Adagrad(named.values(), 1e-2, weight_decay=0.1)), {}))):
             with self.subTest(number):

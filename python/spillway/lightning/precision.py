@@ -62,12 +62,12 @@ class PrecisionMixin:
     def module_init_context(self):
         return self.tensor_init_context()
 
-    def backward(self, tensor, model, optimizer, *arguments, **keywords):
+    def backward(self, tensor, model, optimizer, *arguments, retain_graph=False, **keywords):
         if arguments or any(keywords.values()):
             asked = ", ".join([*map(str, arguments), *keywords])
-            raise Error("unsupported", f"backward: takes a loss and nothing else ({asked}), as a "
-                                       "block's graph is made and gone in backward; add the losses")
-        self._strategy.backward_of(tensor)
+            raise Error("unsupported", f"backward: takes a loss and retain_graph ({asked}); the "
+                                       "engine begins with the loss, and keeps no graph of gradients")
+        self._strategy.backward_of(tensor, bool(retain_graph))
 
     def clip_gradients(self, optimizer, clip_val=0.0, gradient_clip_algorithm="norm"):
         """The engine clips, in step()."""

@@ -296,10 +296,10 @@ class StrategyMixin:
         if self._served is not None:
             self.engine.optimizer.param_groups[0]["lr"] = rate_of(self._served)
 
-    def backward_of(self, loss):
+    def backward_of(self, loss, retain_graph=False):
         self._carry_rate()
         # Lightning has divided it by accumulate_grad_batches, or who optimizes by hand has.
-        self.engine.backward(loss, scale_wrt_gas=False)
+        self.engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
 
     def step(self):
         self._carry_rate()
