@@ -358,24 +358,6 @@ TEST(Plan, BlocksVisitedOnceBackwardShareAnAccumulator) {
   EXPECT_FALSE(make_plan(config, model).blocks[1].accumulator);
 }
 
-// Nothing says in backward that a block of any number has its last gradient.
-TEST(Plan, NoBlockOfAnyNumberOfGradientsIsUpdatedInsideBackward) {
-  Config config = config_for(Placement::kNvme, Placement::kNvme);
-  ModelDescription model = model_of(3);
-  for (const double clipping : {0.0, 1.0}) {
-    config.gradient_clipping = clipping;
-    const auto early = clipping == 0 ? &BlockPlan::early : &BlockPlan::speculative;
-    for (Block& block : model.blocks) block.parameters[0].pushes = 1;
-    EXPECT_GT(std::ranges::count_if(make_plan(config, model).blocks, early), 1);
-    model.blocks[1].parameters[0].pushes = kAnyPushes;
-    EXPECT_FALSE(make_plan(config, model).blocks[1].*early);
-    for (Block& block : model.blocks) block.parameters[0].pushes = kAnyPushes;
-    const Plan plan = make_plan(config, model);
-    EXPECT_FALSE(plan.early_blocks);
-    EXPECT_EQ(std::ranges::count_if(plan.blocks, early), 0);
-  }
-}
-
 // Where micro-batches come one after the other, as in a PyTorch loop.
 TEST(Plan, AccumulatorsThatHbmHasNoRoomForTakeTurnsThere) {
   Config config = config_for(Placement::kNvme, Placement::kNvme);
