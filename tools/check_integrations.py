@@ -140,7 +140,7 @@ def run(recipe, output, module, words):
     file, losses = output / "recipe.yaml", output / "losses.json"
     file.write_text(yaml.safe_dump(recipe))
     losses.unlink(missing_ok=True)
-    quiet = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "0", "WANDB_MODE": "disabled",
+    quiet = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1",
              "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
              "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])}
     with open(output / "log", "w") as log:

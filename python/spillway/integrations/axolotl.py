@@ -5,10 +5,8 @@
 What the file says of `deepspeed:` is Spillway's configuration, and DeepSpeed is not asked.
 """
 import logging
-from typing import Literal
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel
 
 from .. import log
 from ..library import Error
@@ -20,12 +18,6 @@ NAME = f"{__name__}.SpillwayPlugin"
 LOOPS = ("rl", "reward_model", "process_reward_model", "trainer_cls")
 RATES = ("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale", "lr_groups")
 PLACES = ("fsdp", "fsdp_config", "activation_offloading", "gpu_memory_limit", "layer_offloading", "use_ray")
-
-
-class SpillwayArgs(BaseModel):
-    """Keys that the YAML file may have beside Axolotl's."""
-
-    spillway_on_existing: Literal["refuse", "replace"] | None = None
 
 
 def check(cfg):
@@ -54,12 +46,15 @@ class SpillwayPlugin(BasePlugin):
         if cfg.get("gradient_checkpointing"):
             cfg["gradient_checkpointing"] = False
             log.say(logging.INFO, "gradient_checkpointing: is done by the engine, block by block")
-        quantized = cfg.get("load_in_4bit") or cfg.get("load_in_8bit")
-        if not quantized and not cfg.get("device_map"):
-            cfg["device_map"] = "cpu"  # from where the engine takes the weights
+
+    def load_datasets(self, cfg, preprocess=False):
+        """Comes before a model is loaded to be trained, and not where one is to write text. The engine
+        takes weights from host memory; quantized ones are made where Axolotl makes them."""
+        if not preprocess and not cfg.get("load_in_4bit") and not cfg.get("load_in_8bit"):
+            cfg["device_map"] = "cpu"
 
     def get_input_args(self):
-        return f"{__name__}.SpillwayArgs"
+        return f"{__name__}_keys.SpillwayArgs"
 
     def get_trainer_cls(self, cfg):
         from axolotl.core.trainers import AxolotlTrainer

@@ -45,7 +45,7 @@ def read(configuration):
 
 
 def found(configuration, variables):
-    """The same, where it may be None: the file that an environment variable names, the first one that is set, or weights
+    """The same, where it may be None: the file that the first environment variable names which is set, or weights
     and states in host memory."""
     if configuration is None:
         configuration = next((os.environ[name] for name in variables if os.environ.get(name)), None)
