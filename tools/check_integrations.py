@@ -12,6 +12,7 @@ import os
 import pathlib
 import random
 import runpy
+import shutil
 import subprocess
 import sys
 
@@ -32,6 +33,7 @@ OFFLOAD = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}
 FACTORY = {
     "sft full": {"stage": "sft", "finetuning_type": "full"},
+    "sft full, NVMe": {"stage": "sft", "finetuning_type": "full"},
     "sft lora": {"stage": "sft", **LORA},
     "sft qlora": {"stage": "sft", **LORA, "quantization_bit": 4, "quantization_method": "bnb"},
     "dpo full": {"stage": "dpo", "finetuning_type": "full", "pref_beta": 0.1},
@@ -40,9 +42,12 @@ FACTORY = {
     "kto lora": {"stage": "kto", **LORA},
     "rm lora": {"stage": "rm", **LORA},
 }
-AXOLOTL_LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+# Axolotl switches its Triton kernels for LoRA on by itself, and they end with "Found no NVIDIA driver" without a GPU.
+AXOLOTL_LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True,
+                "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
 AXOLOTL = {
     "full": {},
+    "full, NVMe": {},
     "lora": AXOLOTL_LORA,
     "qlora": {**AXOLOTL_LORA, "adapter": "qlora", "load_in_4bit": True},
 }
@@ -116,16 +121,23 @@ def axolotl_recipe(work, case, output):
 
 
 def record(path, module, arguments):
-    """Runs a module as `python -m` does, and writes every micro-batch's loss, which logs round."""
+    """Runs a module as `python -m` does, and writes every micro-batch's loss, which logs round. Axolotl seeds nothing
+    before it makes adapters: two runs of it differ by their random values, so these are seeded here."""
+    import peft
+    import torch
     import transformers
-    losses, step = [], transformers.Trainer.training_step
+    losses, step, adapted = [], transformers.Trainer.training_step, peft.get_peft_model
+
+    def get_peft_model(*values, **keywords):
+        torch.manual_seed(3)
+        return adapted(*values, **keywords)
 
     def training_step(self, *values, **keywords):
         loss = step(self, *values, **keywords)
         losses.append(float(loss))
         return loss
 
-    transformers.Trainer.training_step = training_step
+    transformers.Trainer.training_step, peft.get_peft_model = training_step, get_peft_model
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -151,11 +163,21 @@ def run(recipe, output, module, words):
     return json.loads(losses.read_text())
 
 
+def configure(folder, on_nvme):
+    """The path of a ds_config.json: weights and states in host memory, or in a folder that stands for a drive's."""
+    made, place = json.loads(json.dumps(OFFLOAD)), {"device": "nvme", "nvme_path": str(folder / "store")}
+    if on_nvme:
+        shutil.rmtree(folder / "store", ignore_errors=True)
+        made["zero_optimization"] |= {"offload_optimizer": place, "offload_param": place}
+    (folder / "ds_config.json").write_text(json.dumps(made))
+    return folder / "ds_config.json"
+
+
 def compare(program, work, case):
     """Whether the losses are equal."""
-    folder = work / case.replace(" ", "-")
-    configuration = work / "ds_config.json"
-    configuration.write_text(json.dumps(OFFLOAD))
+    folder = work / case.replace(",", "").replace(" ", "-")
+    folder.mkdir(exist_ok=True)
+    configuration = configure(folder, "NVMe" in case)
     if program == "llamafactory":
         plain = run(factory_recipe(work, case, folder / "plain"), folder / "plain", "llamafactory.cli", ["train"])
         recipe = {**factory_recipe(work, case, folder / "spillway"), "deepspeed": str(configuration)}

@@ -67,28 +67,41 @@ class Recipes(Folder):
             self.assertEqual({"zero_optimization": IN_HOST}, recipes.configuration(None))
         self.assert_error("missing.json", recipes.configuration, str(self.folder / "missing.json"))
 
-    def test_ATrainerOfTheirsTrainsAsWithoutAnEngine(self):
-        def trained(kind):
-            torch.manual_seed(1)
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-                vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2))
-            args = transformers.TrainingArguments(
-                str(self.folder / "out"), use_cpu=True, report_to=[], per_device_train_batch_size=2,
-                gradient_accumulation_steps=2, learning_rate=1e-3, max_steps=4, save_strategy="no",
-                weight_decay=0.01, disable_tqdm=True)
-            rows = torch.randint(1, 96, (16, 12), generator=torch.Generator().manual_seed(2))
-            made = kind(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
-            made.train()
-            return made
+    def trainer(self, kind, **more):
+        torch.manual_seed(1)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2))
+        args = transformers.TrainingArguments(str(self.folder / "out"), **{
+            "use_cpu": True, "report_to": [], "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-3, "max_steps": 4, "save_strategy": "no", "weight_decay": 0.01, "disable_tqdm": True,
+            **more})
+        rows = torch.randint(1, 96, (16, 12), generator=torch.Generator().manual_seed(2))
+        return kind(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
 
-        plain, made = trained(Plain), trained(recipes.trainer_of(Own, recipes.configuration(None)))
-        self.addCleanup(lambda: made.engine.close())
+    def test_ATrainerOfTheirsTrainsAsWithoutAnEngine(self):
+        plain, made = self.trainer(Plain), self.trainer(recipes.trainer_of(Own, recipes.configuration(None), None, ""))
+        for trainer in (plain, made):
+            trainer.train()
+        self.addCleanup(made.engine.close)
         self.assertEqual(("Own", 8), (type(made).__name__, len(made.losses)))
         self.assertEqual(plain.losses[0], made.losses[0])
         for expected, loss in zip(plain.losses, made.losses):
             self.assertLess(abs(loss - expected), 1e-5 * expected)
 
+    def test_AStoreThatIsThereInWordsOfTheFile(self):
+        place = {"device": "nvme", "nvme_path": str(self.folder / "store")}
+        nvme = {"zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
+        kind = recipes.trainer_of(Own, nvme, None, "overwrite_output_dir: true")
+        first = self.trainer(kind, save_strategy="steps", save_steps=2)
+        first.train()
+        first.engine.close()
+        self.assert_error("resume_from_checkpoint: .*checkpoint-4, or start over with overwrite_output_dir: true$",
+                          self.trainer(kind).train)
+        again = self.trainer(recipes.trainer_of(Own, nvme, "replace", ""))
+        again.train()
+        self.addCleanup(again.engine.close)
+        self.assertEqual(first.losses, again.losses)
 
 class LlamaFactory(Folder):
     def test_TheCommandSaysWhatItTakes(self):

@@ -58,7 +58,8 @@ class SpillwayPlugin(BasePlugin):
 
     def get_trainer_cls(self, cfg):
         from axolotl.core.trainers import AxolotlTrainer
-        return recipes.trainer_of(AxolotlTrainer, self._configuration, cfg.get("spillway_on_existing"))
+        return recipes.trainer_of(AxolotlTrainer, self._configuration, cfg.get("spillway_on_existing"),
+                                  "spillway_on_existing: replace")
 
     def post_trainer_create(self, cfg, trainer):
         if not isinstance(trainer, Mixin):

@@ -75,7 +75,7 @@ def _with_engine(tuner, chosen):
         name, stage = TRAINERS[finetuning.stage], f"llamafactory.train.{finetuning.stage}"
         replace = "replace" if getattr(training, "overwrite_output_dir", False) else None
         module = importlib.import_module(f"{stage}.trainer")
-        made = recipes.trainer_of(getattr(module, name), chosen, replace)
+        made = recipes.trainer_of(getattr(module, name), chosen, replace, "overwrite_output_dir: true")
         for user in (module, importlib.import_module(f"{stage}.workflow")):  # one of dpo imports it late
             if hasattr(user, name):
                 setattr(user, name, made)

@@ -13,8 +13,8 @@ def configuration(named):
     return found(named or None, (VARIABLE,))
 
 
-def trainer_of(kind, chosen, on_existing=None):
-    """`kind` with the Mixin before it.
+def trainer_of(kind, chosen, on_existing, replacing):
+    """`kind` with the Mixin before it. `replacing`: what the YAML file says to replace a store.
 
     Classes of these programs have a create_optimizer() of their own, which makes other optimizers
     where the YAML file says so, and nothing where it does not. The caller has refused the former.
@@ -25,9 +25,21 @@ def trainer_of(kind, chosen, on_existing=None):
         def __init__(self, *arguments, **keywords):
             super().__init__(*arguments, spillway=chosen, on_existing=on_existing, **keywords)
 
+        def _make_engine(self, total_steps):
+            try:
+                super()._make_engine(total_steps)
+            except Error as error:
+                raise Error(error.code, _in_words_of_a_file(str(error), replacing), error.remedy) from None
+
     Trainer.__name__ = Trainer.__qualname__ = kind.__name__
     Trainer.__doc__ = kind.__doc__
     return Trainer
+
+
+def _in_words_of_a_file(text, replacing):
+    """An error of a trainer, whose user has no script to change."""
+    return text.replace('on_existing="replace"', replacing).replace("train(resume_from_checkpoint=True), from",
+                                                                     "resume_from_checkpoint:")
 
 
 def refuse(program, found):
