@@ -96,7 +96,8 @@ class Recipes(Folder):
         first = self.trainer(kind, save_strategy="steps", save_steps=2)
         first.train()
         first.engine.close()
-        self.assert_error("resume_from_checkpoint: .*checkpoint-4, or start over with overwrite_output_dir: true$",
+        self.assert_error("resume_from_checkpoint=.*checkpoint-4, or start over with on_existing=.*; "
+                          "in the YAML file that is overwrite_output_dir: true$",
                           self.trainer(kind).train)
         again = self.trainer(recipes.trainer_of(Own, nvme, "replace", ""))
         again.train()

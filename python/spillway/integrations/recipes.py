@@ -29,17 +29,14 @@ def trainer_of(kind, chosen, on_existing, replacing):
             try:
                 super()._make_engine(total_steps)
             except Error as error:
-                raise Error(error.code, _in_words_of_a_file(str(error), replacing), error.remedy) from None
+                if "on_existing" not in str(error):
+                    raise
+                # Its words are a script's.
+                raise Error(error.code, f"{error}; in the YAML file that is {replacing}", error.remedy) from None
 
     Trainer.__name__ = Trainer.__qualname__ = kind.__name__
     Trainer.__doc__ = kind.__doc__
     return Trainer
-
-
-def _in_words_of_a_file(text, replacing):
-    """An error of a trainer, whose user has no script to change."""
-    return text.replace('on_existing="replace"', replacing).replace("train(resume_from_checkpoint=True), from",
-                                                                     "resume_from_checkpoint:")
 
 
 def refuse(program, found):
