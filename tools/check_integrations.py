@@ -1,10 +1,11 @@
 """Trains tiny random models by LLaMA-Factory's or Axolotl's own command, and by the same with Spillway, and compares
-the losses of ten steps, as tools/integrations.sh has it done in each one's environment:
+the losses of ten steps and what is saved, as tools/integrations.sh has it done in each one's environment:
 
     python tools/check_integrations.py llamafactory|axolotl DIR [CASE...]
 
 The two runs have the same YAML file, but for `deepspeed:`, which names Spillway's configuration, and Axolotl's line
-`plugins:`. Prints a row of docs/integrations.md for each case; ends with 1 where a loss differs by more than 1e-5.
+`plugins:`. Prints a row of docs/integrations.md for each case; ends with 1 where a loss or a weight differs by more
+than 1e-5.
 """
 import argparse
 import json
@@ -18,6 +19,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS, TOLERANCE = 10, 1e-5
+# A loss of two rewards' difference does not depend on it: its gradient is rounding, which Adam makes steps of.
+WITHOUT_EFFECT = "v_head.summary.bias"
 WORDS = "the a one cat dog bird sat ran flew on under over mat log tree and then it was is not seen".split()
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
 # As LLaMA-Factory's and Axolotl's examples have it, with "auto" for what their own files say.
@@ -173,6 +176,22 @@ def configure(folder, on_nvme):
     return folder / "ds_config.json"
 
 
+def saved_apart(plain, found):
+    """The largest difference of what the two runs have saved at their end."""
+    import safetensors.torch
+    names = sorted(path.name for path in plain.glob("*.safetensors"))
+    if not names or names != sorted(path.name for path in found.glob("*.safetensors")):
+        sys.exit(f"{found}: does not hold the files of weights of {plain}: {names}")
+    worst = 0.0
+    for name in names:
+        one, other = (safetensors.torch.load_file(folder / name) for folder in (plain, found))
+        if set(one) != set(other):
+            sys.exit(f"{found / name}: has other tensors than {plain / name}")
+        worst = max([worst, *(float((one[key].float() - other[key].float()).abs().max()) for key in one
+                              if key != WITHOUT_EFFECT)])
+    return worst
+
+
 def compare(program, work, case):
     """Whether the losses are equal."""
     folder = work / case.replace(",", "").replace(" ", "-")
@@ -190,9 +209,10 @@ def compare(program, work, case):
     if len(plain) != len(found) or len(plain) < STEPS:
         sys.exit(f"{folder}: {len(plain)} and {len(found)} losses")
     worst = max(abs(a - b) / abs(a) for a, b in zip(plain, found))
+    weights = saved_apart(folder / "plain", folder / "spillway")
     print(f"| {case} | {plain[0]:.6f} | {plain[-1]:.6f} | {'equal' if plain[0] == found[0] else 'differ'} | "
-          f"{worst:.1e} |", flush=True)
-    return worst <= TOLERANCE
+          f"{worst:.1e} | {weights:.1e} |", flush=True)
+    return worst <= TOLERANCE and weights <= TOLERANCE
 
 
 def main():
@@ -211,8 +231,8 @@ def main():
     work.mkdir(parents=True, exist_ok=True)
     make_model(work / "model")
     make_data(work)
-    print(f"| {arguments.program} | first loss | last loss | the first ones | largest relative difference |")
-    print("|---|---|---|---|---|")
+    print(f"| {arguments.program} | first loss | last loss | the first ones | losses, relative | saved weights |")
+    print("|---|---|---|---|---|---|")
     equal = [compare(arguments.program, work, case) for case in arguments.cases or known]
     sys.exit(not all(equal))
 
