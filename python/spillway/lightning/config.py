@@ -6,23 +6,11 @@ import os
 
 from ..deepspeed import ONE_PROCESS
 from ..library import Error
-from ..trainer.config import Filling, read
+from ..trainer.config import Filling
 from .precision import SECTIONS
 
 VARIABLES = ("SPILLWAY_CONFIG", "PL_DEEPSPEED_CONFIG_PATH")  # name a file for strategy="spillway"
 AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # callbacks that keep a second model
-
-
-def found(configuration):
-    """A dict of a path, a dict or None: a file that a variable names, or weights and states in host
-    memory."""
-    if configuration is None:
-        configuration = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), None)
-    if configuration is None:
-        place = {"device": "cpu"}
-        configuration = {"zero_optimization": {"stage": 3, "offload_param": place,
-                                               "offload_optimizer": place}}
-    return read(configuration)
 
 
 def accumulation_of(trainer):

@@ -18,6 +18,7 @@ import torch
 from .. import log
 from ..engine.optimizer import EngineSchedule
 from ..library import Error
+from ..trainer.config import found
 from . import checkpoints
 from . import config as lightning_config
 from .engine import LightningEngine, weights_in
@@ -56,7 +57,7 @@ class StrategyMixin:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of refuse, "
                                             "replace; fit(ckpt_path=...) goes on with a run")
         self.engine = self.report = None
-        self.config = lightning_config.found(config)
+        self.config = found(config, lightning_config.VARIABLES)
         self._on_existing, self._snapshot, self._weights = on_existing, snapshot, weights
         self._options = {"blocks": blocks, "example": example, "trace": trace, "aio": aio}
         self.load_full_weights = load_full_weights

@@ -73,6 +73,8 @@ class Mixin:
     `.engine` is made by the first train(), evaluate() or predict(); None before. Errors: spillway.Error.
     """
 
+    own_optimizers_are_refused = True  # where a class before transformers' has OWN, which are not called
+
     def __init__(self, *arguments, spillway=None, on_existing=None, blocks=None, example=None, weights=None, trace=None,
                  aio=None, untrained_share=None, **keywords):
         if spillway is None:
@@ -89,7 +91,7 @@ class Mixin:
         self._planned = None  # the engine's configuration
         own = [f"{kind.__name__}.{name}" for kind in type(self).__mro__ for name in OWN if name in vars(kind)
                and kind is not Mixin and not kind.__module__.startswith(("transformers.", "spillway."))]
-        if own:
+        if own and self.own_optimizers_are_refused:
             raise Error("unsupported", f"{', '.join(own)}: would not be asked; the optimizer is the configuration's, "
                                        'with spillway.parameter_groups for rates and decays of their own')
         super().__init__(*arguments, **keywords)

@@ -44,6 +44,17 @@ def read(configuration):
     return Named(read, f"{os.fspath(configuration)} (filled in)")
 
 
+def found(configuration, variables):
+    """The same, where it may be None: the file that the first environment variable names which is set, or weights
+    and states in host memory."""
+    if configuration is None:
+        configuration = next((os.environ[name] for name in variables if os.environ.get(name)), None)
+    if configuration is None:
+        place = {"device": "cpu"}
+        configuration = {"zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
+    return read(configuration)
+
+
 class Filling:
     def __init__(self, configuration):
         self.configuration, self.contradictions = configuration, []
