@@ -2,6 +2,8 @@
 from case import Case as Folder
 from case import main
 
+import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 import toy_model
 from toy_model import DEVICE, config
 
-WIDTH = 64
+WIDTH, NARROW = 64, 32
 
 
 class Reads(torch.nn.Module):
@@ -173,36 +175,41 @@ class KeptInputs(Folder):
         self.assert_error("spillway.nvme_paths: is missing", engine, torch.randn(512, WIDTH, device=DEVICE))
 
     def test_ALongSequenceCostsOneBlocksShare(self):
-        """Resident memory of a step of 8 Ki and of 16 Ki tokens, of programs of their own: inputs of 24 blocks."""
-        grown = {}
-        for place in ("none", "nvme"):
-            peaks = []
-            for tokens in (8192, 16384):
-                folder = self.folder / f"{place}{tokens}"
-                folder.mkdir()
-                run = subprocess.run([sys.executable, __file__, "--step", place, str(tokens), str(folder)],
-                                     capture_output=True, text=True, env={
-                                         **os.environ, "OMP_NUM_THREADS": "1",
-                                         "MALLOC_MMAP_THRESHOLD_": "65536"})  # else malloc keeps what is freed
-                self.assertEqual(0, run.returncode, run.stderr)
-                peaks.append(int(run.stdout.split()[-1]))
-            grown[place] = peaks[1] - peaks[0]
-        share = 8192 * WIDTH * 4
+        """Resident memory of a step of 8 Ki and of 16 Ki tokens, of a program of its own: inputs of 24 blocks."""
+        first = ("nvme", 1024)  # what stays in memory from then on
+        runs = [word for place, tokens in (first, *itertools.product(("none", "nvme"), (8192, 16384)))
+                for word in (place, str(tokens), str(self.folder / f"{place}{tokens}"))]
+        run = subprocess.run([sys.executable, __file__, "--narrow", *runs], capture_output=True, text=True, env={
+            **os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"})  # else malloc keeps what is freed
+        self.assertEqual(0, run.returncode, run.stderr)
+        peaks = [int(line.split(", ")[-1].split()[0]) for line in run.stdout.splitlines()]
+        grown, share = {"none": peaks[2] - peaks[1], "nvme": peaks[4] - peaks[3]}, 8192 * NARROW * 4
         self.assertGreater(grown["none"], 22 * share, grown)
         self.assertLess(grown["nvme"], 14 * share, grown)  # of one block's inside and of what is on its way
 
 
-def step(place, tokens, folder):
-    """Prints the most memory that the process has had."""
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def step(place, tokens, folder, width=WIDTH):
+    """Prints the most memory that the process has had, and how much more than it had before."""
+    os.makedirs(folder)
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")  # the most begins anew
+    before = status("VmRSS")
     spillway = {"nvme_paths": [folder + "/drive"], "block_inputs": place}
-    network = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+    network = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh())
                                     for _ in range(24)))
     engine = toy_engine(network, config(folder, device="cpu", spillway=spillway))
-    x = torch.randn(int(tokens), WIDTH)
+    x = torch.randn(int(tokens), width)
     engine.backward(engine(x).square().mean())
     engine.step()
-    with open("/proc/self/status") as status:
-        print(next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")))
+    most = status("VmHWM")
+    print(f"{place}, {tokens} tokens: {most} bytes at most, {most - before} more than before", flush=True)
+    engine.close()
 
 
 def toy_engine(network, path):
@@ -211,7 +218,8 @@ def toy_engine(network, path):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--step"]:
-        step(*sys.argv[2:])
+    if sys.argv[1:2] in (["--step"], ["--narrow"]):
+        for first in range(2, len(sys.argv), 3):
+            step(*sys.argv[first:first + 3], width=WIDTH if sys.argv[1] == "--step" else NARROW)
     else:
         main()
