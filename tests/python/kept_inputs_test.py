@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import toy_model
+from spillway.engine import kept_inputs
 from toy_model import DEVICE, config
 
 WIDTH, NARROW = 64, 32
@@ -77,6 +78,17 @@ def saved(engine, step):
         look(made)
     engine.backward(loss)
     return sum(found.values())
+
+
+class KeptInHost(kept_inputs.KeptInputs):
+    """Notes what is in host memory once the plan has said what may be."""
+    most_in_host = 0
+
+    def pack(self, tensor):
+        made = super().pack(tensor)
+        if self._room is not None:
+            self.most_in_host = max(self.most_in_host, self._in_host)
+        return made
 
 
 class KeptInputs(Folder):
@@ -169,6 +181,45 @@ class KeptInputs(Folder):
         engine.step()
         size = x.numel() * x.element_size()
         self.assertLessEqual(sum(engine.together.kept._files._ends), 24 * size)
+
+    def test_TheyHaveAPlaceInThePlan(self):
+        """As much as the longest batch so far takes; in the ledger, in the facts, and in the budgets."""
+        engine = self.engine(Decoder(layers=4), "nvme")
+        for tokens, planned in ((512, 512), (256, 512), (1024, 1024)):
+            x = torch.randn(tokens, WIDTH, device=DEVICE)
+            engine.backward(engine(x))
+            engine.step()
+            size = planned * WIDTH * 4
+            kept = {(tier, purpose): n for tier, purpose, n in engine.ledger() if purpose.startswith("block inputs")}
+            self.assertEqual({("nvme", "block inputs"): (4 + 2) * size,
+                              ("host", "block inputs on their way"): 5 * size}, kept)
+            self.assertEqual(1, sum("block inputs" in line and "nvme" in line for line in engine.describe()))
+        store = sum(n for tier, purpose, n in engine.ledger() if tier == "nvme" and purpose != "block inputs")
+        engine = self.engine(Decoder(layers=4), "nvme", spillway={"nvme_bytes": f"{store // 1024 + 1000}KiB"})
+        self.assert_error("spillway.nvme_bytes: .* is too small", engine.backward, engine(x))
+
+    def test_WhatHostMemoryHasNoRoomForGoesToTheDrive(self):
+        """From the first backward pass on, and the step is the same."""
+        x, found, usual, size = torch.randn(1024, WIDTH, device=DEVICE), [], {}, 1024 * WIDTH * 4
+        for place in ("none", "nvme"):
+            engine = self.engine(Decoder(layers=8), place, spillway=usual)
+            if place == "none":  # five are on their way, and three stay
+                host = sum(n for tier, _, n in engine.ledger() if tier == "host")
+                usual = {"host_bytes": f"{(host + (5 + 3) * size) // 1024}KiB"}
+            else:
+                kept = engine.together.kept = KeptInHost(engine, "cpu")  # as on a GPU
+            steps = []
+            for _ in range(3):
+                loss = engine(x)
+                engine.backward(loss)
+                steps.append((loss.item(), engine.step().gradient_norm))
+            found.append(steps)
+        self.assertEqual(*found)
+        listed = {(tier, purpose): n for tier, purpose, n in engine.ledger() if purpose.startswith("block inputs")}
+        self.assertEqual((8 + 2) * size, listed["nvme", "block inputs"] + listed["host", "block inputs"])
+        self.assertLess(abs(listed["host", "block inputs"] - 3 * size), size)
+        self.assertGreaterEqual(kept.moved[1], listed["nvme", "block inputs"])
+        self.assertLessEqual(kept.most_in_host, listed["host", "block inputs"])
 
     def test_WithoutADriveItIsRefused(self):
         engine = super().engine(Decoder(), config(self.folder, device="cpu", spillway={"block_inputs": "nvme"}))

@@ -88,8 +88,10 @@ class Passes:
                                             "(train_batch(), spillway.micro_batches_together), and the step has had a "
                                             "backward pass before; call train_batch(), or make an engine without")
         self._prepare()
+        engine.together.measure()
         if torch.is_tensor(loss):
             plan_for(engine, loss, more)
+        engine.together.plan()
         self._held, self.running = set(engine._held), True
         self.factor = engine.current_loss_scale / scale
 
@@ -138,7 +140,9 @@ class Passes:
                                             "call engine.scale(loss).backward(), or engine.backward(loss)")
         self._prepare()
         engine.uses.take_loans()
+        engine.together.measure()
         open_up(engine, "loss.backward()")
+        engine.together.plan()
         self._held, self.running, self._plain = set(engine._held), True, True
 
     def _end_plain(self):

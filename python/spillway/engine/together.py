@@ -111,6 +111,16 @@ class Together:
         with self.hooks([value for flat, _ in calls for value in flat]):
             return visit_in_parts(weakref.proxy(engine), block, calls, plan, mark)
 
+    def measure(self):
+        """Before a backward pass: what block inputs take, for the plan."""
+        if self.kept is not None:
+            self.kept.measure(self._engine())
+
+    def plan(self):
+        """Behind measure(), unless the plan was made once more for another reason."""
+        if self.kept is not None:
+            self.kept.plan(self._engine())
+
     def hooks(self, flat):
         """For what autograd keeps of a visit's arguments."""
         others = [self.kept] if self.kept is not None else []
