@@ -162,6 +162,8 @@ spillway_status spillway_model_add_bytes(spillway_model* model, uint32_t block, 
 // The visits of a step in order. None: forward over all blocks, backward in reverse.
 spillway_status spillway_model_add_visit(spillway_model* model, uint32_t block, spillway_pass pass);
 spillway_status spillway_model_set_workspace(spillway_model* model, uint64_t bytes);
+// Bytes that the program keeps between visits by itself, parts of the budgets: ModelDescription::kept_host_bytes, ….
+spillway_status spillway_model_set_kept(spillway_model* model, uint64_t host, uint64_t nvme, uint64_t moving);
 // What a visit of the block computes for one micro-batch and backward needs again: spillway_engine_insides().
 spillway_status spillway_model_set_insides(spillway_model* model, uint32_t block, uint64_t bytes);
 spillway_status spillway_model_set_micro_batches(spillway_model* model, uint32_t micro_batches);

@@ -62,6 +62,7 @@ struct Reservation {
   Placement tier;
   std::string purpose;
   std::uint64_t bytes = 0;
+  bool outside = false;  // the program's own memory: of the budget, and not in total()
 };
 
 struct Ledger {
@@ -69,7 +70,7 @@ struct Ledger {
   std::uint64_t hbm_budget = 0, host_budget = 0, nvme_budget = 0;
   std::uint64_t total(Placement tier) const {
     std::uint64_t sum = 0;
-    for (const Reservation& line : reservations) sum += line.tier == tier ? line.bytes : 0;
+    for (const Reservation& line : reservations) sum += line.tier == tier && !line.outside ? line.bytes : 0;
     return sum;
   }
 };

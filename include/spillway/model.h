@@ -85,6 +85,10 @@ struct ModelDescription {
   std::vector<ActivationUse> activation_uses;
   std::uint32_t activations_held = 1;  // the most that are acquired at one time
   std::uint32_t micro_batches = 1;     // of a step: how many insides of a block are kept
+  // What the program keeps between visits by itself, a PyTorch loop's block inputs say: the most at one time. It is
+  // part of the budgets and no memory of the engine's. Where host memory has no room for what is to be there, the rest
+  // is the store's drives'; the ledger says how much of it is where. `kept_moving_bytes`: in host memory in any case.
+  std::uint64_t kept_host_bytes = 0, kept_nvme_bytes = 0, kept_moving_bytes = 0;
   std::vector<Attachment> attachments;
   // The types of weights that the program's arithmetic handles. A configuration of another (`bf16.enabled`, say) is
   // refused (kUnsupported) before anything is reserved. Empty: any. Neither stores nor snapshots keep it.

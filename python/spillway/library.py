@@ -202,6 +202,7 @@ _STATUS = {  # functions that can fail
     "engine_export": [c_void_p, c_char_p, POINTER(ExportOptions)],
     "engine_describe": [c_void_p, Line, c_void_p],
     "engine_ledger": [c_void_p, LedgerEntry, c_void_p],
+    "model_set_kept": [c_void_p, c_uint64, c_uint64, c_uint64],
     "model_set_workspace": [c_void_p, c_uint64],
     "scratch_create": [c_void_p, POINTER(c_void_p)],
     "scratch_write": [c_void_p, c_uint32, c_uint64, c_void_p, c_uint64, POINTER(c_uint64)],

@@ -207,6 +207,14 @@ spillway_status spillway_model_add_visit(spillway_model* model, uint32_t block, 
   });
 }
 
+spillway_status spillway_model_set_kept(spillway_model* model, uint64_t host, uint64_t nvme, uint64_t moving) {
+  return with_model(__func__, model, [&](ModelDescription& description) {
+    description.kept_host_bytes = host;
+    description.kept_nvme_bytes = nvme;
+    description.kept_moving_bytes = moving;
+  });
+}
+
 spillway_status spillway_model_set_workspace(spillway_model* model, uint64_t bytes) {
   return with_model(__func__, model, [&](ModelDescription& description) { description.workspace_bytes = bytes; });
 }

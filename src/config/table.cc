@@ -352,6 +352,8 @@ constexpr ConfigKey kKeys[] = {
      kOfGroup<&ParameterGroup::weight_decay>},
     {"spillway.block_slices", kInteger, "1", "Python's engine: parts of a batch that go through a block one by one",
      kAsWritten, 1, 4096},
+    {"spillway.micro_batches_together", kBool, "false",
+     "Python's engine and Trainer: the micro-batches of a step go through block after block together", kAsWritten},
     K{"spillway.block_inputs", kChoice, "\"none\"",
       "Python's engine: where what it keeps between blocks waits for backward; cpu with cpu_checkpointing", kAsWritten}
         .allows(kDevices),

@@ -180,6 +180,10 @@ std::vector<std::string> activation_facts(const Config& config, const Plan& plan
   if (std::ranges::any_of(model.blocks, [](const Block& block) { return block.inside_bytes > 0; })) {
     facts.push_back(insides_text(config, plan, model));
   }
+  if (const KeptPlan& kept = plan.kept; kept.host_bytes + kept.nvme_bytes > 0) {
+    facts.push_back(fmt::format("block inputs: {} MiB in host memory, {} MiB on nvme, within the budgets",
+                                div_up(kept.host_bytes, kMiB), div_up(kept.nvme_bytes, kMiB)));
+  }
   return facts;
 }
 

@@ -50,22 +50,39 @@ class HostLayout {
     }
     host.buffer_bytes = buffer_bytes();
     const HomeBytes activations = activation_home_bytes(draft_);
-    const std::uint64_t least =
-        arena.used() + host.buffer_bytes + (chunks ? kLeastChunks * host.chunk_bytes : 0) + activations.least;
+    const std::uint64_t moving = align_up(model_.kept_moving_bytes, kPage);
+    const std::uint64_t kept = align_up(model_.kept_host_bytes, kPage);
+    const std::uint64_t least_kept = moving + (plan_.has_store ? 0 : kept);
+    const std::uint64_t least = arena.used() + host.buffer_bytes + (chunks ? kLeastChunks * host.chunk_bytes : 0) +
+                                activations.least + least_kept;
     if (least > config_.host_bytes.value_or(least)) {
       refuse_budget("host_bytes", *config_.host_bytes, least, "pinned host memory");
     }
     take_more_passing(arena, (config_.host_bytes.value_or(UINT64_MAX) - least) / 2);
     const std::uint64_t preferred = arena.used() + preferred_buffers() * host.buffer_bytes +
-                                    (chunks ? preferred_chunks() * host.chunk_bytes : 0) + activations.all;
+                                    (chunks ? preferred_chunks() * host.chunk_bytes : 0) + activations.all + moving +
+                                    kept;
     const std::uint64_t budget = config_.host_bytes.value_or(preferred);
-    divide_pipeline(arena, budget - activations.least, chunks);
-    place_activation_homes(draft_, arena, budget);
-    cache_in_host(arena, budget);
+    divide_pipeline(arena, budget - activations.least - least_kept, chunks);
+    place_activation_homes(draft_, arena, budget - least_kept);
+    place_kept(kept, moving, budget - arena.used());
+    cache_in_host(arena, budget - plan_.kept.host_bytes);
     plan_.ledger.host_budget = budget;
   }
 
  private:
+  // As activations: host memory as far as it goes, NVMe for the rest.
+  void place_kept(std::uint64_t wanted, std::uint64_t moving, std::uint64_t left) {
+    const std::uint64_t in_host = std::min(wanted, align_down(left - moving, kPage));
+    plan_.kept.host_bytes = in_host + moving;
+    plan_.kept.nvme_bytes = align_up(model_.kept_nvme_bytes, kPage) + wanted - in_host;
+    const auto list = [this](const char* purpose, std::uint64_t bytes) {
+      if (bytes > 0) plan_.ledger.reservations.push_back({Placement::kHost, purpose, bytes, true});
+    };
+    list(kKept, in_host);
+    list("block inputs on their way", moving);
+  }
+
   // Memory of its own for every gradient, where the budget has room for that beside a pipeline of two buffers. Else
   // blocks from the first on keep theirs, whose gradients are complete last and used first, as far as the whole
   // pipeline leaves room, and the others are spilled.

@@ -14,6 +14,7 @@ namespace spillway {
 inline constexpr std::uint64_t kPage = 4096;
 inline constexpr std::uint32_t kLeastPlaces = 2;  // of weights, that a knob leaves, where the budget has room for them
 inline constexpr const char* kAccumulators = "gradient accumulators (fp32)";  // in the ledger of both tiers
+inline constexpr const char* kKept = "block inputs";                          // likewise
 
 // A plan under way.
 struct PlanDraft {

@@ -75,6 +75,9 @@ void check_model(const ModelDescription& model) {
   check_attachments(model.attachments);
   check_activations(model);
   check_bytes("workspace_bytes", model.workspace_bytes);
+  check_bytes("kept_host_bytes", model.kept_host_bytes);
+  check_bytes("kept_nvme_bytes", model.kept_nvme_bytes);
+  check_bytes("kept_moving_bytes", model.kept_moving_bytes);
   for (const Activation& activation : model.activations) check_bytes("an activation", activation.bytes);
   for (const Block& block : model.blocks) {
     check_bytes("insides of block " + printable(block.name), block.inside_bytes, model.micro_batches);

@@ -39,10 +39,12 @@ class NvmeLayout {
     if (activations > 0) plan_.ledger.reservations.push_back({Placement::kNvme, "activations", activations});
     plan_.ledger.reservations.push_back({Placement::kNvme, "manifest, description, probe area",
                                          plan_.store_bytes - tiles - plan_.spill_bytes - activations});
-    plan_.ledger.nvme_budget = config_.nvme_bytes.value_or(plan_.store_bytes);
-    if (plan_.store_bytes > plan_.ledger.nvme_budget) {
-      const bool half_fits = plan_.slots == 2 && bytes_with(1) <= plan_.ledger.nvme_budget;
-      const std::string needed = size_text(plan_.store_bytes);
+    const std::uint64_t kept = plan_.kept.nvme_bytes, all = plan_.store_bytes + kept;
+    if (kept > 0) plan_.ledger.reservations.push_back({Placement::kNvme, kKept, kept, true});
+    plan_.ledger.nvme_budget = config_.nvme_bytes.value_or(all);
+    if (all > plan_.ledger.nvme_budget) {
+      const bool half_fits = plan_.slots == 2 && bytes_with(1) + kept <= plan_.ledger.nvme_budget;
+      const std::string needed = size_text(all);
       throw Error(Code::kDoesNotFit, "spillway.nvme_bytes",
                   fmt::format("{} is too small: this plan needs at least {} of disk",
                               size_text(plan_.ledger.nvme_budget), needed),

@@ -88,6 +88,11 @@ struct HostPlan {
   bool reads_ahead = true, writes_behind = true;  // of the tile that is being updated
 };
 
+// What the program keeps by itself.
+struct KeptPlan {
+  std::uint64_t host_bytes = 0, nvme_bytes = 0;
+};
+
 struct NvmePlan {
   Region activations;             // in the store's scratch area, behind spilled gradients
   std::uint64_t probe_bytes = 0;  // of it, for bandwidth probes before anything is there
@@ -106,6 +111,7 @@ struct Plan {
   HbmPlan hbm;
   HostPlan host;
   ActivationPlan activations;
+  KeptPlan kept;
   NvmePlan nvme;
   bool has_store = false;
   std::uint32_t slots = 2;

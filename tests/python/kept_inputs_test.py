@@ -2,6 +2,8 @@
 from case import Case as Folder
 from case import main
 
+import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -10,9 +12,10 @@ import torch
 from torch.nn import functional as F
 
 import toy_model
+from spillway.engine import kept_inputs
 from toy_model import DEVICE, config
 
-WIDTH = 64
+WIDTH, NARROW = 64, 32
 
 
 class Reads(torch.nn.Module):
@@ -75,6 +78,17 @@ def saved(engine, step):
         look(made)
     engine.backward(loss)
     return sum(found.values())
+
+
+class KeptInHost(kept_inputs.KeptInputs):
+    """Notes what is in host memory once the plan has said what may be."""
+    most_in_host = 0
+
+    def pack(self, tensor):
+        made = super().pack(tensor)
+        if self._room is not None:
+            self.most_in_host = max(self.most_in_host, self._in_host)
+        return made
 
 
 class KeptInputs(Folder):
@@ -168,41 +182,85 @@ class KeptInputs(Folder):
         size = x.numel() * x.element_size()
         self.assertLessEqual(sum(engine.together.kept._files._ends), 24 * size)
 
+    def test_TheyHaveAPlaceInThePlan(self):
+        """As much as the longest batch so far takes; in the ledger, in the facts, and in the budgets."""
+        engine = self.engine(Decoder(layers=4), "nvme")
+        for tokens, planned in ((512, 512), (256, 512), (1024, 1024)):
+            x = torch.randn(tokens, WIDTH, device=DEVICE)
+            engine.backward(engine(x))
+            engine.step()
+            size = planned * WIDTH * 4
+            kept = {(tier, purpose): n for tier, purpose, n in engine.ledger() if purpose.startswith("block inputs")}
+            self.assertEqual({("nvme", "block inputs"): (4 + 2) * size,
+                              ("host", "block inputs on their way"): 5 * size}, kept)
+            self.assertEqual(1, sum("block inputs" in line and "nvme" in line for line in engine.describe()))
+        store = sum(n for tier, purpose, n in engine.ledger() if tier == "nvme" and purpose != "block inputs")
+        engine = self.engine(Decoder(layers=4), "nvme", spillway={"nvme_bytes": f"{store // 1024 + 1000}KiB"})
+        self.assert_error("spillway.nvme_bytes: .* is too small", engine.backward, engine(x))
+
+    def test_WhatHostMemoryHasNoRoomForGoesToTheDrive(self):
+        """From the first backward pass on, and the step is the same."""
+        x, found, usual, size = torch.randn(1024, WIDTH, device=DEVICE), [], {}, 1024 * WIDTH * 4
+        for place in ("none", "nvme"):
+            engine = self.engine(Decoder(layers=8), place, spillway=usual)
+            if place == "none":  # five are on their way, and three stay
+                host = sum(n for tier, _, n in engine.ledger() if tier == "host")
+                usual = {"host_bytes": f"{(host + (5 + 3) * size) // 1024}KiB"}
+            else:
+                kept = engine.together.kept = KeptInHost(engine, "cpu")  # as on a GPU
+            steps = []
+            for _ in range(3):
+                loss = engine(x)
+                engine.backward(loss)
+                steps.append((loss.item(), engine.step().gradient_norm))
+            found.append(steps)
+        self.assertEqual(*found)
+        listed = {(tier, purpose): n for tier, purpose, n in engine.ledger() if purpose.startswith("block inputs")}
+        self.assertEqual((8 + 2) * size, listed["nvme", "block inputs"] + listed["host", "block inputs"])
+        self.assertLess(abs(listed["host", "block inputs"] - 3 * size), size)
+        self.assertGreaterEqual(kept.moved[1], listed["nvme", "block inputs"])
+        self.assertLessEqual(kept.most_in_host, listed["host", "block inputs"])
+
     def test_WithoutADriveItIsRefused(self):
         engine = super().engine(Decoder(), config(self.folder, device="cpu", spillway={"block_inputs": "nvme"}))
         self.assert_error("spillway.nvme_paths: is missing", engine, torch.randn(512, WIDTH, device=DEVICE))
 
     def test_ALongSequenceCostsOneBlocksShare(self):
-        """Resident memory of a step of 8 Ki and of 16 Ki tokens, of programs of their own: inputs of 24 blocks."""
-        grown = {}
-        for place in ("none", "nvme"):
-            peaks = []
-            for tokens in (8192, 16384):
-                folder = self.folder / f"{place}{tokens}"
-                folder.mkdir()
-                run = subprocess.run([sys.executable, __file__, "--step", place, str(tokens), str(folder)],
-                                     capture_output=True, text=True, env={
-                                         **os.environ, "OMP_NUM_THREADS": "1",
-                                         "MALLOC_MMAP_THRESHOLD_": "65536"})  # else malloc keeps what is freed
-                self.assertEqual(0, run.returncode, run.stderr)
-                peaks.append(int(run.stdout.split()[-1]))
-            grown[place] = peaks[1] - peaks[0]
-        share = 8192 * WIDTH * 4
+        """Resident memory of a step of 8 Ki and of 16 Ki tokens, of a program of its own: inputs of 24 blocks."""
+        first = ("nvme", 1024)  # what stays in memory from then on
+        runs = [word for place, tokens in (first, *itertools.product(("none", "nvme"), (8192, 16384)))
+                for word in (place, str(tokens), str(self.folder / f"{place}{tokens}"))]
+        run = subprocess.run([sys.executable, __file__, "--narrow", *runs], capture_output=True, text=True, env={
+            **os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"})  # else malloc keeps what is freed
+        self.assertEqual(0, run.returncode, run.stderr)
+        peaks = [int(line.split(", ")[-1].split()[0]) for line in run.stdout.splitlines()]
+        grown, share = {"none": peaks[2] - peaks[1], "nvme": peaks[4] - peaks[3]}, 8192 * NARROW * 4
         self.assertGreater(grown["none"], 22 * share, grown)
         self.assertLess(grown["nvme"], 14 * share, grown)  # of one block's inside and of what is on its way
 
 
-def step(place, tokens, folder):
-    """Prints the most memory that the process has had."""
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def step(place, tokens, folder, width=WIDTH):
+    """Prints the most memory that the process has had, and how much more than it had before."""
+    os.makedirs(folder)
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")  # the most begins anew
+    before = status("VmRSS")
     spillway = {"nvme_paths": [folder + "/drive"], "block_inputs": place}
-    network = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+    network = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh())
                                     for _ in range(24)))
     engine = toy_engine(network, config(folder, device="cpu", spillway=spillway))
-    x = torch.randn(int(tokens), WIDTH)
+    x = torch.randn(int(tokens), width)
     engine.backward(engine(x).square().mean())
     engine.step()
-    with open("/proc/self/status") as status:
-        print(next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")))
+    most = status("VmHWM")
+    print(f"{place}, {tokens} tokens: {most} bytes at most, {most - before} more than before", flush=True)
+    engine.close()
 
 
 def toy_engine(network, path):
@@ -211,7 +269,8 @@ def toy_engine(network, path):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--step"]:
-        step(*sys.argv[2:])
+    if sys.argv[1:2] in (["--step"], ["--narrow"]):
+        for first in range(2, len(sys.argv), 3):
+            step(*sys.argv[first:first + 3], width=WIDTH if sys.argv[1] == "--step" else NARROW)
     else:
         main()

@@ -236,3 +236,30 @@ def inner_bytes(layer):
     else:
         found = list(layer.buffers())
     return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+
+def bytes_of_passes(engine, loss_of):
+    """(bytes read from NVMe, copied to HBM, of weights that are not packed) in a forward pass, and the same of a
+    backward pass, by the engine's counters: what a step with one pass more has more, without what the update reads. Of
+    the weights that are not packed, in units of 1,024 elements, memory may keep some. `loss_of`: runs the engine."""
+    layout = engine._layout
+    others = [sum(-(-layout.elements_of((owner, i)) // 1024) * 1024 * engine._element_bytes
+                  for i in range(len(members)) if (owner, i) not in layout.packed)
+              for owner, members in enumerate(layout.members)]
+    back = others[min(owner for owner, _ in layout.pushes):]  # where backward ends
+
+    def step(forwards, backwards):
+        for _ in range(forwards):
+            with torch.no_grad():
+                loss_of()
+        loss = loss_of()
+        for left in reversed(range(backwards)):
+            engine.backward(loss, retain_graph=left > 0)
+        report = engine.step()
+        return report.nvme_read_bytes - (report.tile_bytes - report.tile_hit_bytes), report.h2d_bytes
+
+    for _ in range(2):
+        step(0, 2)
+    usual, forward, backward = step(0, 2), step(1, 2), step(0, 3)
+    return tuple((*(more - plain for more, plain in zip(found, usual)), sum(beside))
+                 for found, beside in ((forward, others), (backward, back)))

@@ -11,7 +11,8 @@ from case import Case, main
 import torch
 
 import packed_forms
-from packed_forms import FORMS, Network, Nibbles, NibbleLinear, QuantState, Scaled, ScaledLinear, inner_bytes
+from packed_forms import FORMS, Network, Nibbles, NibbleLinear, QuantState, Scaled, ScaledLinear, bytes_of_passes
+from packed_forms import inner_bytes
 from spillway.engine.packed import HEADER, Packed
 from spillway.memory import plain
 from toy_model import DEVICE, config
@@ -117,6 +118,22 @@ class Forms(Case):
         with torch.no_grad():
             engine(torch.zeros(2, 2048, device=DEVICE))
         self.assertLess(anonymous_bytes(), full - 0.4 * size)
+
+    def test_APassReadsTheBytesOfTheTensors(self):
+        """One forward and one backward pass, by the engine's counters; the update's reads are apart. Tiles on NVMe end
+        at multiples of 64 KiB; quantized_test.py has layers that are large beside that."""
+        given, wanted = torch.randn(6, 1024, device=DEVICE), torch.randn(6, 5, device=DEVICE)
+        network = Network("meta", width=1024, layers=5)
+        size = sum(inner_bytes(layer.base) for layer in network.layers)
+        engine = self.engine(network, configuration=config(self.folder, clipping=0, spillway={
+            "tile_elements": 1 << 20, "hbm_bytes": "4MiB", "host_bytes": "12MiB"}))
+        passes = bytes_of_passes(engine, lambda: loss_of(engine, given, wanted))
+        for least, (read, copied, beside) in zip((5, 3), passes):  # of a backward pass behind another HBM keeps two
+            fetched = min(5, round(5 * copied / size))
+            self.assertGreaterEqual(fetched, least)
+            inner = fetched * size // 5
+            self.assertTrue(0.99 * inner < copied < 1.01 * inner + beside, (inner, copied, beside))
+            self.assertTrue(0.99 * inner < read <= inner + beside + 5 * 2 * 65536, (inner, read, beside))
 
     def test_ATrainingStepKeepsNothingOfTheBlocksBehindIt(self):
         """Functions keep ctx.tensors, and unpack their weights to eight times as many bytes."""

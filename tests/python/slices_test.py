@@ -134,6 +134,56 @@ class Slices(Case):
         self.assertEqual([3, 3, 2], seen[-3:])
         self.assertLessEqual(max(seen[-12:]), 3)
 
+    def test_WhatIsLeftInAnAttributeIsOfTheWholeBatch(self):
+        class Routes(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gate, self.out = torch.nn.Linear(8, 3), torch.nn.Linear(8, 8)
+
+            def forward(self, x):
+                self.scores = torch.softmax(self.gate(x), -1)
+                return x + self.out(x) * self.scores[..., :1]
+
+        def loss_of(engine, x):
+            result = engine(x).square().mean()
+            blocks = list(engine.module)
+            self.assertTrue(all(block.scores.shape == (*x.shape[:2], 3) for block in blocks))
+            return result + sum((block.scores.mean((0, 1)) * block.scores[:3].mean((0, 1))).sum() for block in blocks)
+
+        found, x = [], torch.randn(5, 4, 8, device=DEVICE)
+        for slices in (1, 2):
+            torch.manual_seed(3)
+            engine = self.engine(torch.nn.Sequential(Routes(), Routes()), slices)
+            steps = []
+            for _ in range(3):
+                loss = loss_of(engine, x)
+                engine.backward(loss)
+                steps += [loss.item(), engine.step().gradient_norm]
+            found.append(steps)
+        for one, other in zip(*found):
+            self.assertAlmostEqual(one, other, delta=1e-5 * one)
+
+    def test_WhatIsLeftAndHasNoRowsIsRefused(self):
+        class Leaves(torch.nn.Linear):
+            def forward(self, x):
+                result = super().forward(x)
+                self.loss = result.square().mean()
+                return result
+
+        class Hooked(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Linear(8, 8)
+                self.inner.register_forward_hook(lambda _module, _given, output: taken.append(output))
+
+            def forward(self, x):
+                return self.inner(x).tanh()
+
+        taken, x = [], torch.randn(4, 8, device=DEVICE)
+        for block in (Leaves(8, 8), Hooked()):
+            engine = self.engine(torch.nn.Sequential(block), 2)
+            self.assert_error("0: leaves a value beside its result", engine, x)
+
     def test_RowsThatDependOnEachOtherAreRefused(self):
         x = torch.randn(4, 8, device=DEVICE)
         for mix, pattern in ((lambda self, x: x - x.mean(0, keepdim=True), "0: gives another result for two slices"),

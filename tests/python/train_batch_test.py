@@ -120,6 +120,40 @@ class TrainBatch(Case):
         self.assertEqual(engine.train_batch(batches), twin.train_batch(batches))
         self.assert_same_weights(engine, twin)
 
+    def test_AutocastIsEachOnesOwn(self):
+        (batches,) = micro_batches(1, 3)
+        for least, rounding in ((0, 0), (3, 1e-7)):  # where they differ, they visit a block in two groups
+
+            def loss(engine, ids):
+                with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=ids.shape[0] >= least):
+                    return engine(ids)
+
+            one_by_one, together = (self.engine(without_dropout(), accumulation=3) for _ in range(2))
+            for ids in batches:
+                one_by_one.backward(loss(one_by_one, ids))
+            norm = one_by_one.step().gradient_norm
+            together.train_batch(batches, lambda ids: loss(together, ids))
+            self.assertAlmostEqual(norm, together.report.gradient_norm, delta=rounding * norm)
+
+    def test_WhatOneSwitchesForItselfIsRefused(self):
+        engine = self.engine(toy_model.model(), accumulation=2)
+
+        def without_dropout_once(ids):
+            engine.module.train(ids.shape[0] > 2)
+            return engine(ids)
+
+        error = self.assert_error("is switched in a forward pass", engine.train_batch, micro_batches(1, 2)[0],
+                                  without_dropout_once)
+        self.assertIn("micro_batches_together", str(error))
+
+    def test_ByConfigurationItIsThePlanFromTheStart(self):
+        engine = self.engine(without_dropout(), accumulation=2, spillway={"micro_batches_together": True})
+        (batches,) = micro_batches(1, 2)
+        with self.assertNoLogs("spillway"):
+            engine.train_batch(batches)
+        engine.backward(engine(batches[0]))
+        self.assert_error("go through the blocks together, by plan", lambda: engine.backward(engine(batches[1])))
+
     def test_WhatItIsNotGivenIsSaid(self):
         class Twice(torch.nn.Module):
             def __init__(self):

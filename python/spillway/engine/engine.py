@@ -66,7 +66,9 @@ class Engine(TrainsBatches):
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
         weights = module.checked(model, weights, on_existing != "resume" and snapshot is None)
         self._blocks = find_blocks(model, blocks)
-        self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example), self._accumulation)
+        together = self.settings.get("spillway.micro_batches_together", False)
+        self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example),
+                              1 if together else self._accumulation)
         self._trace = trace
         self.steps_begun = 0
         try:

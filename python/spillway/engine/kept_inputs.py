@@ -9,6 +9,9 @@ one entry, by its memory and version.
 
 Of a GPU they leave by pinned memory on a stream of their own. The drive is the library's: files without a name in the
 run's nvme_paths, its own queues, direct I/O; what moves at a time is what AHEAD says, and memory on the way no more.
+
+How much it is the first forward passes show. Before backward the plan is made once more, if it has to be, with a part
+of host_bytes and nvme_bytes for them; what host memory has no room for goes to the drives from then on.
 """
 import collections
 import logging
@@ -22,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import log
 from ..memory import plain
+from .uses import open_again, say_plan
 
 AHEAD = 2       # entries on their way at a time, in each direction
 LEAST = 16384   # bytes; less stays where it is
@@ -101,6 +105,8 @@ class _Entry:
         self._kept, self.storage = kept, StorageWeakRef(_storage(tensor))
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.bytes = tensor.numel() * tensor.element_size()
+        self.size = -(-self.bytes // ALIGNED) * ALIGNED
+        self.stays = False    # in host memory
         self.before = None if before is None else weakref.ref(before)  # which backward asks for next
         self.uses = 1
         self.memory = None    # in host memory
@@ -117,16 +123,17 @@ class _Entry:
 
     def __del__(self):
         # Anywhere, so also inside of a call to the library: the files are told by whoever comes next.
-        if self.place is not None:
-            self._kept.left.append((self.place, self.ticket, self.coming))
+        self._kept.left.append((self.size, self.stays, self.place, self.ticket, self.coming))
 
 
 class KeptInputs:
     """An engine's. pack() and unpack() are what Lender.hooks() asks."""
 
     def __init__(self, engine, place):
-        self._device = engine.device
+        self._device, self._place = engine.device, place
         self._files = _Files(engine._library, engine._config) if place == "nvme" else None
+        self._in_host, self._room = 0, None if place == "cpu" else 0  # bytes; None: the plan does not say yet
+        self._on_nvme = self._largest = 0
         self._stream = torch.cuda.Stream(engine.device) if engine.on_cuda else None
         self._known = weakref.WeakValueDictionary()
         self._leaving = collections.deque()  # entries whose memory is still theirs
@@ -134,12 +141,51 @@ class KeptInputs:
         self.left = collections.deque()      # of entries that are gone
         self.kept_bytes = 0                  # that were taken, ever
         log.say(logging.INFO, f"block inputs: wait for backward {'on nvme' if self._files else 'in host memory'}; "
-                              f"{AHEAD} are on their way at a time, beside the budgets")
+                              f"{AHEAD} are on their way at a time; backward() makes room for them in the plan")
 
     @property
     def moved(self):
         """(bytes read, bytes written), of the drives."""
         return self._files.moved() if self._files else (0, 0)
+
+    # -- the plan -------------------------------------------------------------------------------------------------
+
+    def measure(self, engine):
+        """What is here now, as of a forward pass that backward follows; in the middle of a step nothing changes. On
+        its way is host memory of two entries each way, and of one that is used."""
+        self._tidy()
+        if any(engine._pushed.values()):
+            return
+        all_of_it = self._in_host + self._on_nvme
+        found = (all_of_it, 0, 0) if self._place == "cpu" else (0, all_of_it, self._moving())
+        engine._layout.kept = tuple(map(max, engine._layout.kept, found))
+
+    def plan(self, engine):
+        layout = engine._layout
+        if layout.kept == layout.planned_for:
+            self._obey(engine)
+            return
+        open_again(engine)
+        if self._obey(engine) and not layout.kept[2]:
+            layout.kept = (*layout.kept[:2], self._moving())
+            open_again(engine)
+            self._obey(engine)
+        log.say(logging.INFO, f"block inputs: {sum(layout.kept[:2])} bytes wait for backward; the plan, which had no "
+                              "room for so many, was made once more")
+        say_plan(engine)
+
+    def _moving(self):
+        return (2 * AHEAD + 1) * self._largest
+
+    def _obey(self, engine):
+        """Whether some that were to be in host memory go to the drives."""
+        if self._place == "nvme":
+            return False
+        kept = {tier: size for tier, purpose, size in engine.ledger() if purpose == "block inputs"}
+        self._room = kept.get("host", 0)
+        if kept.get("nvme") and self._files is None:
+            self._files = _Files(engine._library, engine._config)
+        return bool(kept.get("nvme"))
 
     # -- out ------------------------------------------------------------------------------------------------------
 
@@ -157,6 +203,13 @@ class KeptInputs:
         entry = self._known[key] = _Entry(self, tensor, last)
         self._last = weakref.ref(entry)
         self.kept_bytes += entry.bytes
+        self._largest = max(self._largest, entry.size)
+        entry.stays = self._files is None or \
+            (self._place == "cpu" and (self._room is None or self._in_host + entry.size <= self._room))
+        if entry.stays:
+            self._in_host += entry.size
+        else:
+            self._on_nvme += entry.size
         self._send(entry, tensor)
         return self, entry
 
@@ -179,7 +232,7 @@ class KeptInputs:
                 entry.over(entry.memory).copy_(tensor, non_blocking=True)
                 entry.copied = self._stream.record_event()
             tensor.record_stream(self._stream)  # whose memory is another's behind the copy
-        if self._files is None:
+        if entry.stays:
             return
         self._leaving.append(entry)
         if self._stream is None:
@@ -204,11 +257,16 @@ class KeptInputs:
 
     def _tidy(self):
         while self.left:
-            place, ticket, coming = self.left.popleft()
+            size, stayed, place, ticket, coming = self.left.popleft()
+            if stayed:
+                self._in_host -= size
+            else:
+                self._on_nvme -= size
             for each in (ticket, coming and coming[1]):
                 if each is not None:
                     self._files.wait(each)
-            self._files.give(place)
+            if place is not None:
+                self._files.give(place)
 
     # -- and back -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ class Layout:
     def __init__(self, model, blocks, order, accumulation):
         self._model, self._blocks, self._order, self._accumulation = model, blocks, order, accumulation
         self.members = []  # by engine block: its parameters
+        self.kept = self.planned_for = (0, 0, 0)  # bytes of block inputs: in host memory, on nvme, on their way
         self.open = False  # a step's gradients may be any number, and step() says when they are complete
         names = {id(parameter): plain(name) for name, parameter in model.named_parameters()}
         places, uses = {}, collections.Counter()
@@ -128,6 +129,8 @@ class Layout:
             library.model_add_visit(model, owner, direction)
         largest = max((p.numel() for members in self.members for p in members if p.requires_grad), default=1)
         library.model_set_workspace(model, largest * element_bytes)
+        library.model_set_kept(model, *self.kept)
+        self.planned_for = self.kept
         for name, text in attachments(self._model).items():
             library.model_attach(model, name.encode(), text.encode())
         names = {name for members in self.names for name in members}

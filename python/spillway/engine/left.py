@@ -43,6 +43,38 @@ def _attributes(holder):
             (isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple, dict)) and len(value) <= MOST))]
 
 
+class Attributes:
+    """Around a run whose results alone count: what it leaves in attributes is `left`, by (number of holder, name, path)
+    as of Left, and the attributes are what they were."""
+
+    def __init__(self, block, others):
+        self._holders, self.left = [*block.module.modules(), *others], {}
+
+    def __enter__(self):
+        self._before = [{name: (value, _each(value, lambda tensor: tensor)) for name, value in _attributes(holder)}
+                        for holder in self._holders]
+        return self
+
+    def __exit__(self, *_):
+        for number, (holder, before) in enumerate(zip(self._holders, self._before)):
+            for name, value in _attributes(holder):
+                was, copy = before.get(name, (None, None))
+                known = {id(tensor) for _, tensor in _tensors(copy)}
+                new = {(number, name, path): tensor for path, tensor in _tensors(value) if id(tensor) not in known}
+                self.left.update(new)
+                if not new:
+                    continue
+                if name not in before:
+                    del holder.__dict__[name]
+                    continue
+                holder.__dict__[name] = was
+                if value is was and type(was) is list:
+                    was[:] = copy
+                elif value is was and type(was) is dict:
+                    was.clear()
+                    was.update(copy)
+
+
 class Left:
     """Of one visit."""
 
@@ -106,6 +138,14 @@ class Left:
         if id(tensor) in known or tensor.grad_fn is None or hasattr(tensor.grad_fn, "mark") or tensor._is_view():
             return False  # another visit's; a view cannot become a result, and is refused where it is used
         known.add(id(tensor))
+        return True
+
+    def put(self, place, tensor):
+        """In the place of what one slice of a batch has left there; False where it cannot be."""
+        number, name, path = place
+        if path:
+            return False
+        self._holders[number].__dict__[name] = tensor
         return True
 
     @contextlib.contextmanager

@@ -83,9 +83,15 @@ class Passes:
         if engine.step_is_due and engine.uses.order and not engine._layout.open:
             raise Error("invalid_argument", f"backward: the step has had its {engine._accumulation} micro-batches "
                                             "(gradient_accumulation_steps); call step() before the next one")
+        if engine._micro_batches >= engine._layout.accumulation and engine.uses.order and not engine._layout.open:
+            raise Error("invalid_argument", "backward: a step's micro-batches go through the blocks together, by plan "
+                                            "(train_batch(), spillway.micro_batches_together), and the step has had a "
+                                            "backward pass before; call train_batch(), or make an engine without")
         self._prepare()
+        engine.together.measure()
         if torch.is_tensor(loss):
             plan_for(engine, loss, more)
+        engine.together.plan()
         self._held, self.running = set(engine._held), True
         self.factor = engine.current_loss_scale / scale
 
@@ -134,7 +140,9 @@ class Passes:
                                             "call engine.scale(loss).backward(), or engine.backward(loss)")
         self._prepare()
         engine.uses.take_loans()
+        engine.together.measure()
         open_up(engine, "loss.backward()")
+        engine.together.plan()
         self._held, self.running, self._plain = set(engine._held), True, True
 
     def _end_plain(self):

@@ -17,7 +17,7 @@ MOST = 16  # values of a list in an attribute: names of adapters, say
 class Conditions:
     def __init__(self, engine, block):
         self._engine, self._block = engine, block
-        self._random, self._autocast = random_states(engine), _autocast(engine)
+        self._random, self._autocast = random_states(engine), autocast_of(engine)
         self._attributes = _attributes(block)
         self._learns = [parameter.requires_grad for parameter, _, _ in block.trainable]
 
@@ -49,10 +49,7 @@ class Conditions:
     @contextlib.contextmanager
     def autocast(self):
         """As it was. It keeps casts of weights, which are forgotten behind it: the weights go, and will be others."""
-        here = _autocast(self._engine)
-        with contextlib.ExitStack() as stack:
-            for device, enabled, dtype, cache in self._autocast if here != self._autocast else ():
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        with as_autocast(self._engine, self._autocast):
             try:
                 yield
             finally:
@@ -60,7 +57,16 @@ class Conditions:
                     torch.clear_autocast_cache()
 
 
-def _autocast(engine):
+@contextlib.contextmanager
+def as_autocast(engine, states):
+    """As autocast_of() was."""
+    with contextlib.ExitStack() as stack:
+        for device, enabled, dtype, cache in states if autocast_of(engine) != states else ():
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
+
+
+def autocast_of(engine):
     """(device, enabled, dtype, whether casts are kept)."""
     cache = torch.is_autocast_cache_enabled()
     if hasattr(torch, "get_autocast_dtype"):
@@ -84,6 +90,11 @@ def _attributes(block):
                 values[name] = tuple(value)
         found.append((module, values))
     return found
+
+
+def switches(block):
+    """What others may switch while a block waits for its turn: adapters, train(), which parameters are trained."""
+    return [values for _, values in _attributes(block)], [entry[0].requires_grad for entry in block.trainable]
 
 
 def _set_attributes(wanted, now):

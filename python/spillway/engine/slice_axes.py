@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..library import Error
+from .left import Attributes
 from .runs import random_states, set_random_states
 from .visits import _run
 
@@ -20,10 +21,11 @@ MOST = 32  # assignments of axes that are tried
 
 
 class Axes:
-    """`inputs`: (axis, rows of it for each of the batch) or None, `outputs`: axis or None; `sizes`: of slices."""
+    """`inputs`: (axis, rows of it for each of the batch) or None, `outputs`: axis or None; `sizes`: of slices; `left`:
+    axes of what is left in attributes and grows with the batch."""
 
-    def __init__(self, inputs, outputs, sizes):
-        self.inputs, self.outputs, self.sizes = inputs, outputs, sizes
+    def __init__(self, inputs, outputs, sizes, left=()):
+        self.inputs, self.outputs, self.sizes, self.left = inputs, outputs, sizes, left
 
 
 def sizes_of(rows, slices):
@@ -59,12 +61,12 @@ class AxesOf:
             _refuse_batch_norm(block)
             found = self._search(engine, block, flat, spec, primary, known and known[0])
             known = self._known[form] = (*found, step)
-        inputs, outputs, _ = known
+        inputs, (outputs, left), _ = known
         axis, factor = inputs[primary]
-        return Axes(inputs, outputs, sizes_of(flat[primary].shape[axis] // factor, self.slices))
+        return Axes(inputs, outputs, sizes_of(flat[primary].shape[axis] // factor, self.slices), left)
 
     def _search(self, engine, block, flat, spec, primary, known):
-        """(inputs, outputs) that give the same result. `known`: the inputs that did in an earlier step."""
+        """(inputs, (outputs, left)) that give the same result. `known`: the inputs that did in an earlier step."""
         why = ""
         for axis in range(min(2, flat[primary].dim())):
             rows = flat[primary].shape[axis]
@@ -132,14 +134,15 @@ def _compare(engine, block, flat, spec, inputs, sizes):
 
 def _compared(engine, block, flat, spec, inputs, sizes):
     both = [sum(sizes), max(1, sum(sizes))]
-    runs = []
+    runs, left = [], []
     for pieces, number in ((sizes, 0), (sizes, 1), (both, 0)):
         values = [value if axis is None else piece(value, axis, pieces, number) for value, axis in zip(flat, inputs)]
         arguments, keywords = tree_unflatten(values, spec)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), Attributes(block, engine.others) as attributes:
                 leaves, form = tree_flatten(_run(engine, block, arguments, keywords))
             runs.append((engine.without_weights(leaves), form))
+            left.append(attributes.left)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             if isinstance(error, Error):
                 raise
@@ -153,7 +156,13 @@ def _compared(engine, block, flat, spec, inputs, sizes):
         if why is not None:
             return None, why
         outputs.append(axis)
-    return outputs, None
+    beside = {}
+    for place in left[2]:
+        if all(place in each for each in left):
+            axis, _ = _axis_of_result(engine, *(each[place] for each in left), sizes)
+            if axis is not None:
+                beside[place] = axis
+    return (outputs, beside), None
 
 
 def _axis_of_result(engine, one, other, both, sizes):

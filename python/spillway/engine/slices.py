@@ -71,27 +71,30 @@ class _Call:
         self.spec, self.count, self.mark, self.anchor = spec, count, mark, anchor
         self.axes = self.parts = self.record = None
 
-    def forward(self, engine, block, flat, axes):
-        """Results, whole, and which of them are constant."""
-        self.axes, self.parts, whole, constant = axes, [], [], []
+    def forward(self, engine, block, flat, axes, alone):
+        """Results, whole, and which of them are constant. `alone`: no other call of the block is in the visit, in whose
+        place what this one leaves would be left."""
+        self.axes, self.parts, whole, constant, outputs = axes, [], [], [], axes.outputs
         for number, size in enumerate(axes.sizes):
             part, record = _Context(), _Record()
             record.mark = self.mark
             values = [self._piece(value, axis, number) for value, axis in zip(flat, axes.inputs)]
             leaves = _Visit.forward(part, engine, block, self.spec, record, self.anchor, *values)
-            if len(leaves) > record.results:
-                raise Error("unsupported", f"{block.name}: leaves a value beside its result, in an attribute say or by "
-                                           "a hook, which has no place where a batch goes through in parts; set "
-                                           "spillway.block_slices to 1, and call backward() for each micro-batch")
+            if len(leaves) > record.results and not (alone and len(axes.sizes) == 1):
+                outputs = axes.outputs + _axes_left(block, part.left, axes.left if alone else {})
             del part.saved_tensors  # the visit has them
             self.parts.append(part)
             if number == 0:
                 self.record = record
                 constant = [id(leaf) in part.constant for leaf in leaves]
-                whole = [self._room(leaf, axis) for leaf, axis in zip(leaves, axes.outputs or [None] * len(leaves))]
+                self.outputs = (outputs or []) + [None] * (len(leaves) - len(outputs or []))
+                whole = [self._room(leaf, axis) for leaf, axis in zip(leaves, self.outputs)]
             elif record.spec != self.record.spec or len(leaves) != len(whole):
                 _refuse_other_form(block)
             self._join(block, whole, leaves, number)
+        if len(self.parts) > 1:
+            for place, tensor in zip(part.left.attributes, whole[self.record.results:]):
+                part.left.put(place, tensor)
         return whole, constant
 
     def _piece(self, value, axis, number):
@@ -107,7 +110,7 @@ class _Call:
         return leaf.new_empty(shape)
 
     def _join(self, block, whole, leaves, number):
-        for result, leaf, axis in zip(whole, leaves, self.axes.outputs or ()):
+        for result, leaf, axis in zip(whole, leaves, self.outputs if self.axes.outputs else ()):
             if axis is None:
                 if torch.is_tensor(leaf) != torch.is_tensor(result) or not torch.is_tensor(leaf) and leaf != result:
                     _refuse_other_form(block)
@@ -121,11 +124,10 @@ class _Call:
         """Of the arguments. A result that is no batch's is the first part's."""
         wants = [torch.is_tensor(value) and wanted for value, wanted in zip(flat, self.wants())]
         sums = [None] * len(flat)
-        outputs = self.axes.outputs or [None] * len(gradients)
         for number, part in enumerate(self.parts):
             given = [gradient if gradient is None or (axis is None and number == 0) else
                      None if axis is None else _place(gradient, axis, self.axes.sizes, number)
-                     for gradient, axis in zip(gradients, outputs)]
+                     for gradient, axis in zip(gradients, self.outputs)]
             if all(gradient is None for gradient in given):
                 continue
             values = [value if axis is None else piece(value, axis, self.axes.sizes, number)
@@ -157,6 +159,15 @@ def _place(whole, axis, sizes, number):
     return piece(whole, (axis, whole.shape[axis] // sum(sizes)), sizes, number)
 
 
+def _axes_left(block, left, axes):
+    """Of what a slice leaves in attributes. What a hook takes it would take once a slice."""
+    if left.outputs or any(place not in axes or place[2] for place in left.attributes):
+        raise Error("unsupported", f"{block.name}: leaves a value beside its result, by a hook say, or in an attribute "
+                                   "that does not grow with the batch, which has no place where a batch goes through "
+                                   "in parts; set spillway.block_slices to 1, and call backward() for each micro-batch")
+    return [axes[place] for place in left.attributes]
+
+
 def _refuse_other_form(block):
     raise Error("unsupported", f"{block.name}: returns for one slice of a batch something of another form, or another "
                                "value, than for another; set spillway.block_slices to 1")
@@ -178,7 +189,7 @@ class Sliced(torch.autograd.Function):
             for call in calls:
                 arguments = flat[first:first + call.count]
                 first += call.count
-                leaves, constant = call.forward(around, block, arguments, plan(call, arguments))
+                leaves, constant = call.forward(around, block, arguments, plan(call, arguments), len(calls) == 1)
                 call.results = len(leaves)
                 results += leaves
                 constants += [leaf for leaf, is_constant in zip(leaves, constant) if is_constant]
@@ -212,4 +223,5 @@ def visit_in_parts(engine, block, calls, plan, mark):
     made = [_Call(spec, len(flat), mark, anchor) for flat, spec in calls]
     leaves = iter(Sliced.apply(engine, block, made, plan, mark, anchor,
                                *(value for flat, _ in calls for value in flat)))
-    return [tree_unflatten([next(leaves) for _ in range(call.results)], call.record.spec) for call in made]
+    return [tree_unflatten([next(leaves) for _ in range(call.results)][:call.record.results], call.record.spec)
+            for call in made]

@@ -21,6 +21,7 @@ from .. import log
 from ..library import Error
 from .away import Lent
 from .kept_inputs import kept_inputs
+from .runs import as_autocast, autocast_of, switches
 from .slice_axes import AxesOf
 from .slices import visit_in_parts
 from .uses import open_again, say_plan
@@ -57,6 +58,7 @@ class _MicroBatch:
         self._batch = self.asks = self._answer = self.loss = None
 
     def ask(self, *asks):
+        """(index, block, autocast, switches, flat arguments, spec)."""
         self.asks = asks
         self._waits.release()
         self._turn.acquire()
@@ -94,8 +96,8 @@ class Together:
 
     def visit(self, block, index, flat, spec):
         asking = getattr(_here, "micro_batch", None)
-        if asking is not None:
-            return asking.ask(index, block, flat, spec)
+        if asking is not None:  # what is its thread's alone does not come along, and what all share may change
+            return asking.ask(index, block, autocast_of(self._engine()), switches(block), flat, spec)
         return self._visit(index, block, [(flat, spec)])[0]
 
     def _visit(self, index, block, calls):
@@ -108,6 +110,16 @@ class Together:
 
         with self.hooks([value for flat, _ in calls for value in flat]):
             return visit_in_parts(weakref.proxy(engine), block, calls, plan, mark)
+
+    def measure(self):
+        """Before a backward pass: what block inputs take, for the plan."""
+        if self.kept is not None:
+            self.kept.measure(self._engine())
+
+    def plan(self):
+        """Behind measure(), unless the plan was made once more for another reason."""
+        if self.kept is not None:
+            self.kept.plan(self._engine())
 
     def hooks(self, flat):
         """For what autograd keeps of a visit's arguments."""
@@ -124,9 +136,16 @@ class Together:
                 micro_batch.go_on()
             while any(micro_batch.asks for micro_batch in running):
                 # Some may come to a block that others leave out: the first in the model's order waits least.
-                index, block, *_ = min((m.asks for m in running if m.asks), key=lambda asks: asks[0])
-                asking = [m for m in running if m.asks and m.asks[0] == index]
-                answers = self._visit(index, block, [m.asks[2:] for m in asking])
+                index, block, autocast, *_ = min((m.asks for m in running if m.asks), key=lambda asks: asks[0])
+                asking = [m for m in running if m.asks and m.asks[0] == index and m.asks[2] == autocast]
+                now = switches(block)
+                if any(m.asks[3] != now for m in asking):
+                    raise Error("unsupported", f"{block.name}: something of it, an adapter or train() say, is switched "
+                                               "in a forward pass, while others of the step are inside as well; call "
+                                               "backward() for each micro-batch, which spillway.micro_batches_together "
+                                               "does not")
+                with as_autocast(engine, autocast):
+                    answers = self._visit(index, block, [m.asks[4:] for m in asking])
                 for micro_batch in asking:
                     micro_batch.go_on(answers.pop(0))
             return [micro_batch.loss for micro_batch in running]

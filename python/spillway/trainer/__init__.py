@@ -29,6 +29,7 @@ from ..pieces import values_of
 from . import checkpoints as trainer_checkpoints
 from .checkpoints import SCHEDULE, SNAPSHOT, STATE
 from .config import check, filled, read, refuse
+from .micro_batches import KEY, Together, why_not
 from .untrained import Untrained, evaluated
 
 OWN = ("create_optimizer", "get_optimizer_cls_and_kwargs")  # of other trainers
@@ -82,7 +83,7 @@ class Mixin:
         if on_existing not in (None, "refuse", "replace"):
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of refuse, replace; "
                                             "train(resume_from_checkpoint=...) goes on with a run")
-        self.engine, self.untrained = None, Untrained(untrained_share)
+        self.engine, self.untrained, self.together = None, Untrained(untrained_share), Together()
         self._configuration, self._on_existing = read(spillway), on_existing
         self._engine_options = {"blocks": blocks, "example": example, "weights": weights, "trace": trace,
                                 "aio": aio}
@@ -108,6 +109,9 @@ class Mixin:
         decayed = set(self.get_decay_parameter_names(self.model))
         spared = [plain(n) for n, p in self.model.named_parameters() if p.requires_grad and n not in decayed]
         whole = filled(self._configuration, self.args, self.model, spared, total_steps)
+        if isinstance(own := whole["spillway"], dict) and own.get(KEY) and (why := why_not(self)) is not None:
+            own[KEY] = False
+            self.together.said(why)
         return self.untrained.left_of(whole) if left else whole
 
     @property
@@ -232,7 +236,26 @@ class Mixin:
         except Error as error:
             log.say(logging.WARNING, str(error))
 
+    def get_batch_samples(self, *arguments, **keywords):
+        found = super().get_batch_samples(*arguments, **keywords)
+        if self._together_by_plan:
+            self.together.collected(found[0])
+        return found
+
+    def training_step(self, model, inputs, *arguments, **keywords):
+        one = super().training_step
+        if not self._together_by_plan:
+            return one(model, inputs, *arguments, **keywords)
+        return self.together.step(self.engine, inputs, lambda each: one(model, each, *arguments, **keywords),
+                                  self._backward)
+
+    @property
+    def _together_by_plan(self):
+        return self._planned is not None and self._planned["spillway"].get(KEY, False)
+
     def _backward(self, loss):
+        if self.together.backward(loss):
+            return
         if self.engine.step_is_due:
             raise Error("unsupported", "gradient_accumulation_steps: the micro-batches that are left at an epoch's end "
                                        "come to the next epoch's first step, which has too many then; take a data set "

@@ -176,5 +176,39 @@ TEST(PlanActivations, ADescriptionThatContradictsItselfIsRefused) {
   expect_refused([](auto& m) { m.activation_uses[0].access = Access::kRead; }, "activation 0: is read before");
 }
 
+std::uint64_t listed(const Plan& plan, Placement tier, const std::string& purpose) {
+  std::uint64_t sum = 0;
+  for (const Reservation& line : plan.ledger.reservations) {
+    if (line.tier == tier && line.purpose == purpose && line.outside) sum += line.bytes;
+  }
+  return sum;
+}
+
+// As of a PyTorch loop: host memory as far as it goes, which caches nothing then, and the drives for the rest.
+TEST(PlanActivations, WhatTheProgramKeepsIsPartOfTheBudgets) {
+  Config config = config_for(Placement::kNvme);
+  ModelDescription description = model();
+  description.activations.clear();
+  description.activation_uses.clear();
+  const Plan without = make_plan(config, description);
+  config.host_bytes = without.ledger.total(Placement::kHost) + 8 * kMiB;
+  for (std::uint64_t kept : {8 * kMiB, 20 * kMiB}) {
+    description.kept_host_bytes = kept;
+    const Plan plan = make_plan(config, description);
+    EXPECT_EQ(listed(plan, Placement::kHost, "block inputs"), 8 * kMiB);
+    EXPECT_EQ(listed(plan, Placement::kNvme, "block inputs"), kept - 8 * kMiB);
+    EXPECT_EQ(plan.ledger.total(Placement::kHost), without.ledger.total(Placement::kHost));
+    EXPECT_EQ(plan.ledger.host_budget, *config.host_bytes);
+    EXPECT_EQ(plan.ledger.nvme_budget, plan.store_bytes + kept - 8 * kMiB);
+  }
+  EXPECT_NE(activation_facts(config, make_plan(config, description), description).back().find("12 MiB on nvme"),
+            std::string::npos);
+  config.nvme_bytes = make_plan(config, description).ledger.nvme_budget - 1;
+  EXPECT_EQ(testing::refused_plan(config, description).parts().object, "spillway.nvme_bytes");
+  Config in_host = config_for(Placement::kHost);
+  in_host.host_bytes = description.kept_host_bytes;
+  EXPECT_EQ(testing::refused_plan(in_host, description).parts().object, "spillway.host_bytes");
+}
+
 }  // namespace
 }  // namespace spillway
