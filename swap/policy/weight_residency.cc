@@ -28,6 +28,7 @@ void WeightResidency::tell(const WeightEvent& event) {
     case WeightEvent::kAcquire:
       if (event.visit) {
         if (*event.visit >= pass_visits_) off_plan_ |= std::exchange(again_, false);  // a backward pass: it is a step
+        if (again_ && cursor_ == 1) leave_out(*event.visit);
         cursor_ = *event.visit + 1;
         fetched_ = std::max(fetched_, cursor_);
       }
@@ -70,7 +71,7 @@ void WeightResidency::begin(std::span<const std::uint32_t> visits, std::size_t p
     passes_ = assign_places(pass, options_.block_bytes, options_.place_bytes, rules);
   }
   again_ = off_plan_ = false;
-  cursor_ = fetched_ = 0;
+  cursor_ = fetched_ = left_out_ = 0;
   wanted_.reset();
 }
 
@@ -82,8 +83,15 @@ void WeightResidency::begin_again() {
   }
   hits_ = {};
   again_ = true;
-  cursor_ = fetched_ = 0;
+  cursor_ = 0;
+  fetched_ = left_out_;
   wanted_.reset();
+}
+
+// A decoder alone makes the tokens of a text that its encoder has read: nothing is fetched for visits that do not come.
+void WeightResidency::leave_out(std::size_t second_visit) {
+  if (second_visit < left_out_) fetched_ = second_visit;  // they come again
+  left_out_ = second_visit > 1 ? second_visit : 0;
 }
 
 // What lies there, or is on its way, is right in the next step too.

@@ -117,6 +117,7 @@ class WeightResidency {
 
   void begin(std::span<const std::uint32_t> visits, std::size_t pass_visits);
   void begin_again();
+  void leave_out(std::size_t second_visit);
   void release(Place& place);
   WeightAction serve();
   WeightAction prefetch();
@@ -140,10 +141,11 @@ class WeightResidency {
   std::vector<VisitPlace> plan_;
   std::vector<VisitPlace> passes_;  // of the first pass_visits_ visits, when they come over and over
   std::size_t pass_visits_ = 0;
-  bool again_ = false;       // passes_ is what counts
-  bool off_plan_ = false;    // plan_ counts, and passes before have left other blocks than it says
-  std::size_t cursor_ = 0;   // visits before it have been acquired
-  std::size_t fetched_ = 0;  // visits before it need no more fetching
+  std::size_t left_out_ = 0;  // the last pass went from its first visit to this one: an encoder's were left out
+  bool again_ = false;        // passes_ is what counts
+  bool off_plan_ = false;     // plan_ counts, and passes before have left other blocks than it says
+  std::size_t cursor_ = 0;    // visits before it have been acquired
+  std::size_t fetched_ = 0;   // visits before it need no more fetching
   std::optional<Wanted> wanted_;
   Hits hits_;
 };

@@ -30,7 +30,7 @@ std::uint64_t bytes_of_step(testing::ToyTrainer& trainer, std::uint64_t passes) 
 
 Config with_room_for(std::uint64_t more, const ModelDescription& model, const TempStore& store) {
   Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
-  config.tile_elements = 256 * kKiB;
+  config.tile_elements = 32 * kKiB;
   config.commit_every = 1;
   const Plan plan = make_plan(config, model);
   config.hbm_bytes = plan.ledger.total(Placement::kHbm) + more * plan.hbm.places.back().bytes;
@@ -44,7 +44,8 @@ TEST(EnginePasses, FetchWhatIsPlannedAndNoMore) {
   for (const std::uint64_t more : {0u, 2u, 4u, kBlocks}) {
     TempStore store;
     const Config config = with_room_for(more, model, store);
-    const PassTraffic planned = pass_traffic(make_plan(config, model));
+    const Plan plan = make_plan(config, model);
+    const PassTraffic planned = pass_traffic(plan);
     EXPECT_LT(planned.nvme_read, before) << "more room, fewer bytes";
     EXPECT_LE(planned.fetched, planned.nvme_read) << "all of it, in extents";
     if (more == kBlocks) {
@@ -56,10 +57,12 @@ TEST(EnginePasses, FetchWhatIsPlannedAndNoMore) {
     testing::ToyTrainer trainer{*engine, model, config.weights, 1};
     std::uint64_t without = 0;
     for (int step = 0; step < 3; ++step) without = std::max(without, bytes_of_step(trainer, 0));
-    constexpr std::uint64_t kPasses = 30;
+    constexpr std::uint64_t kPasses = 40;
     const std::uint64_t read = bytes_of_step(trainer, kPasses);
-    // Until the fixed set is there, two passes go by; an update inside backward moves a read into the next pass.
-    const std::uint64_t least = kPasses * planned.nvme_read, slack = 2 * planned.weights;
+    // Until the fixed set is there, two passes go by; and which step reads the first tiles of an update is a matter of
+    // time.
+    const std::uint64_t ahead = plan.host.buffers_count * config.tile_elements * 16;
+    const std::uint64_t least = kPasses * planned.nvme_read, slack = 2 * planned.weights + ahead;
     EXPECT_LE(read, without + least + slack) << more;
     EXPECT_GE(read + slack, without + least) << more;
   }

@@ -79,6 +79,35 @@ TEST(WeightResidency, NothingIsFetchedForABackwardPassWhilePassesFollowOneAnothe
   EXPECT_EQ(run.acquire(5, 6).front().kind, Kind::kLend);
 }
 
+// Blocks 0 to 3 are an encoder, the first of them, the embedding, and 4 to 7 a decoder, which then runs alone.
+TEST(WeightResidency, WhatPassesLeaveOutIsNotFetchedForThem) {
+  const std::vector<std::uint32_t> step = {0, 1, 2, 3, 4, 5, 6, 7, 7, 6, 5, 4, 3, 2, 1, 0};
+  Obedient run(equal_blocks(8, 3));
+  const auto fetched = [&](Actions all, const std::vector<std::uint32_t>& visits) {
+    for (const std::uint32_t b : visits) {
+      const Actions actions = run.visit(b, b);
+      all.insert(all.end(), actions.begin(), actions.end());
+    }
+    std::vector<std::uint32_t> blocks;
+    for (const WeightAction& action : all) {
+      if (action.kind == Kind::kFetch) blocks.push_back(action.block);
+    }
+    return blocks;
+  };
+  fetched(run.begin(step, 8), {0, 1, 2, 3, 4, 5, 6, 7});
+  for (int token = 0; token < 5; ++token) {
+    const auto blocks = fetched(run.after({.kind = WeightEvent::kAgain}), {0, 4, 5, 6, 7});
+    if (token < 2) continue;
+    EXPECT_LE(blocks.size(), 5u);
+    for (const std::uint32_t b : blocks) EXPECT_TRUE(b == 0 || b > 3) << b << " in token " << token;
+  }
+  // Another text: the encoder's blocks are on their way again before they are asked for.
+  run.after({.kind = WeightEvent::kAgain});
+  run.visit(0, 0);
+  run.visit(1, 1);
+  EXPECT_NE(run.acquire(2, 2).front().kind, Kind::kFetch);
+}
+
 TEST(WeightResidency, AnUpdateMakesStaleWhatPassesKept) {
   Obedient run(equal_blocks(3, 3));
   fetches_of_passes(run, 3, 3);
