@@ -6,6 +6,7 @@ A GPT of plain PyTorch modules, trained by
   none      spillway.Engine, weights and states in the device's memory
   nvme      spillway.Engine, weights and states on NVMe
 each in a process of its own, in turns. One JSON line a run: `step_seconds` is the median of its steps but two,
+`cpu_seconds` the processor time of such a step, all threads together, which tells more on a machine that others use,
 `peak_bytes` the largest resident set. The last line has the ratios to `pytorch` of the same round, medians of all.
 
 With --deepspeed the model is transformers' GPT-2 in bf16, batch 1, and beside `nvme` the same loop runs through
@@ -97,7 +98,7 @@ def run(options, folder):
                           generator=torch.Generator().manual_seed(2))
     if options.device == "cuda":
         batch = batch.cuda()
-    seconds, losses = [], []
+    seconds, cpu_seconds, losses = [], [], []
     if options.variant == "pytorch":
         network.to(batch.device, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
         network.run_layer = lambda layer, x: checkpoint(layer, x, use_reentrant=True)
@@ -121,14 +122,16 @@ def run(options, folder):
             engine.step()
             return loss
     for _ in range(options.steps):
-        begin = time.monotonic()
+        begin, cpu_begin = time.monotonic(), time.process_time()
         losses.append(step().item())
         seconds.append(time.monotonic() - begin)
+        cpu_seconds.append(time.process_time() - cpu_begin)
     print(json.dumps({
         "bench": "pytorch", "variant": options.variant, "parameters": parameters, "dtype": options.dtype,
         "tokens": batch.numel(), "device": options.device, "threads": options.threads,
         "torch": torch.__version__, "last_loss": losses[-1],
         "step_seconds": statistics.median(seconds[min(2, len(seconds) - 1):]),
+        "cpu_seconds": statistics.median(cpu_seconds[min(2, len(seconds) - 1):]),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}), flush=True)
 
 
@@ -184,10 +187,14 @@ def main():
                 done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--variant", variant], check=True,
                                       stdout=subprocess.PIPE, text=True)
                 print(done.stdout, end="", flush=True)
-                found[variant].append(json.loads(done.stdout)["step_seconds"])
-        print(json.dumps({"bench": "pytorch", f"ratio_to_{against}": {
-            variant: round(statistics.median(a / b for a, b in zip(found[variant], found[against])), 3)
-            for variant in variants if variant != against}}))
+                found[variant].append(json.loads(done.stdout))
+
+        def ratios(of):
+            return {variant: round(statistics.median(a[of] / b[of] for a, b in zip(found[variant], found[against])), 3)
+                    for variant in variants if variant != against}
+
+        print(json.dumps({"bench": "pytorch", f"ratio_to_{against}": ratios("step_seconds"), **(
+            {} if options.deepspeed else {f"cpu_ratio_to_{against}": ratios("cpu_seconds")})}))
     finally:
         shutil.rmtree(folder)
 

@@ -15,6 +15,7 @@
 #include "src/engine/loaded_versions.h"
 #include "src/engine/run_facts.h"
 #include "src/engine/store_place.h"
+#include "src/plan/passes.h"
 
 namespace spillway {
 namespace {
@@ -100,7 +101,7 @@ void StepEngine::begin_step() {
   machinery_.gradients->begin_step();
   visit_blocks_.clear();
   for (const Visit& visit : cursor_.visits()) visit_blocks_.push_back(visit.block);
-  machinery_.weights->begin_step(visit_blocks_);
+  machinery_.weights->begin_step(visit_blocks_, first_pass(cursor_.visits()));
   machinery_.activations->begin_step();
   unplanned_before_ = cursor_.unplanned();
 }
@@ -129,11 +130,11 @@ void StepEngine::refuse_leases(const char* call) const {
               {call, "a lease is still held", 0, fmt::format("release every block and activation before {}()", call)});
 }
 
-// An evaluation runs the forward part alone, and so does whoever gives up in it.
+// An evaluation runs the forward part alone, as each token of a text does, and whoever gives up in it.
 void StepEngine::begin_again_for(Visit visit) {
   if (!cursor_.begins_again(visit) || leased()) return;
   cursor_.begin_step();
-  machinery_.weights->begin_step(visit_blocks_);
+  machinery_.weights->begin_again();
 }
 
 // 1. Forward and backward: the block's weights are there, or on their way already; the caller's stream waits for the

@@ -41,8 +41,13 @@ Weights::Weights(const Plan& plan, WeightResidencyOptions policy, const WeightsP
       places_(parts.device, parts.h2d, parts.fetcher, places_of(plan, parts.device, policy.poison_released)),
       policy_(std::move(policy), parts.tiles.queue()) {}
 
-void Weights::begin_step(std::span<const std::uint32_t> visit_blocks) {
-  policy_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks});
+void Weights::begin_step(std::span<const std::uint32_t> visit_blocks, std::size_t pass_visits) {
+  policy_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks, .pass_visits = pass_visits});
+  run(nullptr);
+}
+
+void Weights::begin_again() {
+  policy_.tell({.kind = WeightEvent::kAgain});
   run(nullptr);
 }
 

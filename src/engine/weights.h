@@ -39,8 +39,10 @@ class Weights {
   Weights(const Weights&) = delete;
   Weights& operator=(const Weights&) = delete;
 
-  // The blocks that will be visited from now on, in order.
-  void begin_step(std::span<const std::uint32_t> visit_blocks);
+  // The blocks that will be visited from now on, in order; the first `pass_visits` are the first forward pass.
+  void begin_step(std::span<const std::uint32_t> visit_blocks, std::size_t pass_visits);
+  // The same visits once more, with no step in between. Not while something is leased.
+  void begin_again();
   // Makes `stream` wait for the block's weights and returns the place that is leased. Blocks while reads are late and
   // for the block's update. `visit` is the index of the planned visit this is, if it is one.
   std::uint32_t acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream);

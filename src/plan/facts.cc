@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "spillway/error.h"
+#include "src/plan/passes.h"
 
 namespace spillway {
 namespace {
@@ -126,6 +127,11 @@ std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
   const PlannedHits hits = planned_hits(plan);
   if (hits.visits > 0) {
     lines.push_back(fmt::format("of {} visits a step, {} find their block in HBM", hits.visits, hits.hits));
+  }
+  if (const PassTraffic pass = pass_traffic(plan); pass.weights > 0) {
+    lines.push_back(fmt::format(
+        "decoding: of {} MiB of weights a token (a forward pass between steps) fetches {} MiB, {} MiB of it from nvme",
+        div_up(pass.weights, kMiB), div_up(pass.fetched, kMiB), div_up(pass.nvme_read, kMiB)));
   }
   const auto frozen = frozen_blocks(plan), stay = blocks_that_stay(plan);
   if (const auto count = std::ranges::count(frozen, 1); count > 0 && hits.visits > 0) {

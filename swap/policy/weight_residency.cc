@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "spillway/error.h"
+#include "swap/policy/pass_places.h"
 
 namespace spillway {
 
@@ -22,9 +23,12 @@ WeightResidency::WeightResidency(WeightResidencyOptions options, const UpdateVie
 
 void WeightResidency::tell(const WeightEvent& event) {
   switch (event.kind) {
-    case WeightEvent::kBegin: return begin(event.visits);
+    case WeightEvent::kBegin: return begin(event.visits, event.pass_visits);
+    case WeightEvent::kAgain: return begin_again();
     case WeightEvent::kAcquire:
       if (event.visit) {
+        if (*event.visit >= pass_visits_) off_plan_ |= std::exchange(again_, false);  // a backward pass: it is a step
+        if (again_ && cursor_ == 1) leave_out(*event.visit);
         cursor_ = *event.visit + 1;
         fetched_ = std::max(fetched_, cursor_);
       }
@@ -46,8 +50,8 @@ void WeightResidency::tell(const WeightEvent& event) {
   }
 }
 
-void WeightResidency::begin(std::span<const std::uint32_t> visits) {
-  bool same = std::ranges::equal(visits_, visits);
+void WeightResidency::begin(std::span<const std::uint32_t> visits, std::size_t pass_visits) {
+  bool same = std::ranges::equal(visits_, visits) && pass_visits_ == pass_visits;
   for (std::uint32_t p = 0; p < places_.size(); ++p) {
     SPILLWAY_CHECK(places_[p].leases == 0, "no lease outlives its step");
     const std::uint8_t stays = this->stays(p);
@@ -59,9 +63,35 @@ void WeightResidency::begin(std::span<const std::uint32_t> visits) {
     visits_.assign(visits.begin(), visits.end());
     plan_ = assign_places(visits_, options_.block_bytes, options_.place_bytes,
                           {.owners = options_.owners, .reuse_bytes = options_.reuse_bytes, .filled = filled_});
+    pass_visits_ = pass_visits;
+    const auto pass = std::span(visits_).first(pass_visits_);
+    ResidencyRules rules{.owners = options_.owners, .reuse_bytes = options_.reuse_bytes};
+    const auto owners = owners_in_passes(pass, options_.block_bytes, options_.place_bytes, rules);
+    rules.owners = owners;
+    passes_ = assign_places(pass, options_.block_bytes, options_.place_bytes, rules);
   }
-  cursor_ = fetched_ = 0;
+  again_ = off_plan_ = false;
+  cursor_ = fetched_ = left_out_ = 0;
   wanted_.reset();
+}
+
+// What is on its way for a backward pass that did not come may be what the next pass keeps.
+void WeightResidency::begin_again() {
+  for (Place& place : places_) {
+    SPILLWAY_CHECK(place.leases == 0, "no lease outlives its pass");
+    place.ahead = false;
+  }
+  hits_ = {};
+  again_ = true;
+  cursor_ = 0;
+  fetched_ = left_out_;
+  wanted_.reset();
+}
+
+// A decoder alone makes the tokens of a text that its encoder has read: nothing is fetched for visits that do not come.
+void WeightResidency::leave_out(std::size_t second_visit) {
+  if (second_visit < left_out_) fetched_ = second_visit;  // they come again
+  left_out_ = second_visit > 1 ? second_visit : 0;
 }
 
 // What lies there, or is on its way, is right in the next step too.
@@ -124,7 +154,7 @@ WeightAction WeightResidency::serve() {
   }
   if (place.fetching) return {.kind = WeightAction::kWait, .block = wanted.block, .place = p};
   place.ahead = false;
-  if (wanted.visit) place.leaves = plan_[*wanted.visit].leaves;
+  if (wanted.visit) place.leaves = planned()[*wanted.visit].leaves;
   ++place.leases;
   if (!options_.at_home) {
     ++hits_.visits;
@@ -143,15 +173,17 @@ WeightAction WeightResidency::fetch(std::uint32_t place, std::uint32_t block) {
 
 // A fetch whose place is free, in visit order.
 WeightAction WeightResidency::prefetch() {
-  for (; fetched_ < visits_.size(); ++fetched_) {
-    const VisitPlace& planned = plan_[fetched_];
+  for (const std::size_t end = again_ ? pass_visits_ : visits_.size(); fetched_ < end; ++fetched_) {
+    const VisitPlace& planned = this->planned()[fetched_];
     const std::uint32_t block = visits_[fetched_];
-    if (!planned.fetch) continue;
+    if (!planned.fetch && !off_plan_) continue;
     if (const auto held = find(block)) {
+      if (!planned.fetch) continue;
       // By then it will have left, or another block will have come.
       if (visited_before(fetched_) || places_[*held].leaves || taken_before(fetched_, *held)) return {};
       continue;
     }
+    if (!planned.fetch && visited_before(fetched_)) continue;  // that one brings it
     // Its first visit brings the weights straight from the update; a later one has to wait for that.
     if (awaited(block)) {
       if (visited_before(fetched_)) return {};
@@ -160,7 +192,7 @@ WeightAction WeightResidency::prefetch() {
     // The place must have been visited by everybody who was promised it, and given back.
     if (planned.after && *planned.after >= cursor_) return {};
     Place& place = places_[planned.place];
-    if (place.leases > 0) return {};
+    if (place.leases > 0 || (off_plan_ && wanted_before(fetched_, planned.place))) return {};
     if (bytes_ahead() >= options_.prefetch_bytes) return {};
     drop(place);
     if (place.fetching) return {.kind = WeightAction::kDrain, .place = planned.place};
@@ -186,7 +218,15 @@ bool WeightResidency::visited_before(std::size_t visit) const {
 // Another block is to come to the place between the cursor and `visit`.
 bool WeightResidency::taken_before(std::size_t visit, std::uint32_t place) const {
   for (std::size_t v = cursor_; v < visit; ++v) {
-    if (plan_[v].place == place && visits_[v] != visits_[visit]) return true;
+    if (planned()[v].place == place && visits_[v] != visits_[visit]) return true;
+  }
+  return false;
+}
+
+// What lies in the place is visited between the cursor and `visit`.
+bool WeightResidency::wanted_before(std::size_t visit, std::uint32_t place) const {
+  for (std::size_t v = cursor_; v < visit; ++v) {
+    if (places_[place].block == visits_[v]) return true;
   }
   return false;
 }
@@ -201,7 +241,7 @@ std::optional<std::uint32_t> WeightResidency::find(std::uint32_t block) const {
 // The planned one, if it is free. Else an empty place is best, then one that nothing is on its way to; what would stay
 // for good goes last.
 std::optional<std::uint32_t> WeightResidency::place_for(const Wanted& wanted) const {
-  if (wanted.visit && places_[plan_[*wanted.visit].place].leases == 0) return plan_[*wanted.visit].place;
+  if (wanted.visit && places_[planned()[*wanted.visit].place].leases == 0) return planned()[*wanted.visit].place;
   std::optional<std::uint32_t> choice;
   const auto cost = [this](std::uint32_t p) {
     return 4 * stays(p) + 2 * places_[p].fetching + places_[p].block.has_value();

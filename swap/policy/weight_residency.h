@@ -7,6 +7,9 @@
 //
 // The planned visits are a hint that makes blocks arrive in time; whatever the caller asks for is served, planned or
 // not. Nothing is allocated but by kBegin, when its visits are others than before.
+//
+// Forward passes that follow one another without a step in between, an evaluation's or those of a text that is made
+// token by token, keep what fits: a fixed set of blocks has places of its own from the second pass on.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +40,8 @@ struct WeightEvent {
   enum Kind : std::uint8_t {
     kBegin,    // of a step. `visits`: the blocks that will be visited from now on, in order. Everything that lies in a
                // place is stale, but for frozen blocks in places of their own: they stay, or go on coming
+    kAgain,    // the visits begin anew, and no step has ended since kBegin: what lies in places is right, and what was
+               // visited before is no part of the step. Not while something is leased
     kAcquire,  // the caller asks for the block. `visit`: which of the planned visits this is, if it is one
     kRelease,  // a lease of the place is over
     kBrought,  // kUpdate: the block's weights are on their way to the place
@@ -50,6 +55,7 @@ struct WeightEvent {
   std::uint32_t block = 0, place = 0;
   std::optional<std::size_t> visit = {};
   std::span<const std::uint32_t> visits = {};
+  std::size_t pass_visits = 0;  // so many of them, the first, are the first forward pass
 };
 
 struct WeightAction {
@@ -85,7 +91,8 @@ class WeightResidency {
   // nothing is fetched.
   bool all_acquired() const noexcept { return !options_.at_home && cursor_ == visits_.size(); }
 
-  // Visits since kBegin, and how many of them found the block where an earlier one had left it. Of blocks that move.
+  // Visits since kBegin or kAgain, and how many of them found the block where an earlier one had left it. Of blocks
+  // that move.
   struct Hits {
     std::uint64_t visits = 0, hits = 0;
   };
@@ -108,12 +115,16 @@ class WeightResidency {
     bool passed = false;  // by its update
   };
 
-  void begin(std::span<const std::uint32_t> visits);
+  void begin(std::span<const std::uint32_t> visits, std::size_t pass_visits);
+  void begin_again();
+  void leave_out(std::size_t second_visit);
   void release(Place& place);
   WeightAction serve();
   WeightAction prefetch();
   WeightAction fetch(std::uint32_t place, std::uint32_t block);
   bool stays(std::uint32_t place) const;
+  const std::vector<VisitPlace>& planned() const noexcept { return again_ ? passes_ : plan_; }
+  bool wanted_before(std::size_t visit, std::uint32_t place) const;
   bool visited_before(std::size_t visit) const;
   bool taken_before(std::size_t visit, std::uint32_t place) const;
   std::uint64_t bytes_ahead() const;
@@ -128,8 +139,13 @@ class WeightResidency {
   std::vector<std::uint32_t> visits_;
   std::vector<std::uint8_t> filled_;  // by place: as plan_ counts on
   std::vector<VisitPlace> plan_;
-  std::size_t cursor_ = 0;   // visits before it have been acquired
-  std::size_t fetched_ = 0;  // visits before it need no more fetching
+  std::vector<VisitPlace> passes_;  // of the first pass_visits_ visits, when they come over and over
+  std::size_t pass_visits_ = 0;
+  std::size_t left_out_ = 0;  // the last pass went from its first visit to this one: an encoder's were left out
+  bool again_ = false;        // passes_ is what counts
+  bool off_plan_ = false;     // plan_ counts, and passes before have left other blocks than it says
+  std::size_t cursor_ = 0;    // visits before it have been acquired
+  std::size_t fetched_ = 0;   // visits before it need no more fetching
   std::optional<Wanted> wanted_;
   Hits hits_;
 };

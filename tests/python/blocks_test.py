@@ -64,7 +64,7 @@ class Results(Case):
             runs.append(self)
             return x if len(runs) == 1 else (x, x)
 
-        self.assert_refused("1: gave another result in backward than in forward", None, changes, forward=False)
+        self.assert_refused("1: gave another result in backward than in forward", None, changes, None, forward=False)
 
     @unittest.skipIf(DEVICE == "cuda", "results are compared on a CPU alone")
     def test_OtherValuesInBackwardAreRefused(self):
@@ -83,7 +83,7 @@ class Results(Case):
 
         for change in (counts, own_generator, averages):
             with self.subTest(change=change.__name__):
-                self.assert_refused("1: gave another result in backward", None, change, forward=False)
+                self.assert_refused("1: gave another result in backward", None, change, None, forward=False)
 
     def test_RandomNumbersAreDrawnAgain(self):
         numpy = __import__("numpy")

@@ -36,7 +36,8 @@ void meet(Engine& engine) {
 // Allocations of the whole process in steps 3 to 6.
 std::uint64_t allocations(
     const Config& config, const ModelDescription& model, std::uint32_t unplanned = 0, const EngineOptions& options = {},
-    decltype(testing::ToyTrainer::brings) brings = [](auto&) { return testing::Brings::kGradient; }) {
+    decltype(testing::ToyTrainer::brings) brings = [](auto&) { return testing::Brings::kGradient; },
+    std::uint32_t passes = 0) {
   auto engine = Engine::create(config, model, options);
   engine->import_weights(testing::toy_weights());
   testing::ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
@@ -44,10 +45,16 @@ std::uint64_t allocations(
   trainer.between = [&] {
     for (std::uint32_t i = 0; i < unplanned; ++i) engine->acquire(i % 5, Pass::kForward, engine->stream());
   };
-  for (int s = 0; s < 2; ++s) trainer.run_step();
+  const auto step = [&] {
+    for (std::uint32_t v = 0; v < passes * model.blocks.size(); ++v) {
+      engine->acquire(v % static_cast<std::uint32_t>(model.blocks.size()), Pass::kForward, engine->stream());
+    }
+    trainer.run_step();
+  };
+  for (int s = 0; s < 2; ++s) step();
   meet(*engine);
   start_heap_watch();
-  for (int s = 0; s < 4; ++s) trainer.run_step();
+  for (int s = 0; s < 4; ++s) step();
   const std::uint64_t count = stop_heap_watch();
   if (count > 0) print_heap_watch();
   EXPECT_EQ(engine->current_step(), 6u);
@@ -155,6 +162,21 @@ TEST(NoAllocation, WithManyVisitsOutOfPlan) {
   EXPECT_EQ(allocations(toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path()),
                         testing::toy_model(5, 3000, kMicroBatches), 9),
             0u);
+}
+
+// Passes over the whole model, as an evaluation or a text in the making has them.
+TEST(NoAllocation, WithPassesBetweenSteps) {
+  const ModelDescription model = testing::toy_model(5, 3000, kMicroBatches);
+  for (const std::uint64_t more : {0u, 2u, 5u}) {
+    testing::TempStore store;
+    Config config = toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
+    const Plan plan = make_plan(config, model);
+    config.hbm_bytes = plan.ledger.total(Placement::kHbm) + more * plan.hbm.places.back().bytes;
+    EXPECT_EQ(allocations(
+                  config, model, 0, {}, [](auto&) { return testing::Brings::kGradient; }, 3),
+              0u)
+        << more;
+  }
 }
 
 // Many on their way at a time, down and up, in host memory and on NVMe.

@@ -70,6 +70,11 @@ class Layout:
     def accumulation(self):
         return self._accumulation
 
+    def runs_last(self, block):
+        """Whether a forward pass ends with that block, as planned."""
+        last = self._order[-1]
+        return not isinstance(last, tuple) and self._blocks[last] is block
+
     def accumulate(self, micro_batches):
         """From here on a step has so many."""
         self.pushes = {place: count // self._accumulation * micro_batches for place, count in self.pushes.items()}

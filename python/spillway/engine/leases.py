@@ -30,6 +30,7 @@ class Leases:
         except BaseException:
             self.end()
             raise
+        return self
 
     def __exit__(self, *_):
         self.end()
@@ -66,6 +67,15 @@ class Leases:
                 engine._versions[id(parameter)] = parameter._version
                 raise written_outside(engine._layout.names[owner][index])
             parameter.data = self._view(parameter, owner, index, self._address(block, owner, index))
+
+    def of_block(self, block):
+        """Nothing joined the block since they were taken."""
+        return len(self._leases) == len(block.engine_blocks)
+
+    def hand_over(self):
+        """The leases alone, which are another's to end from here on."""
+        handles, self._leases = self._leases, []
+        return handles
 
     def _address(self, block, owner, index):
         address = self._engine._library.lease_weight(self._leases[block.engine_blocks.index(owner)], index)

@@ -51,16 +51,12 @@ class _Loan(torch.autograd.Function):
         return gradient, None, None
 
 
-class _Lease:
-    """One of the engine's, which ends with the last tensor over its memory."""
+class Held:
+    """Leases of the engine's, which end with the last reference to this. `handles`: theirs."""
 
-    def __init__(self, engine, owner, direction):
+    def __init__(self, engine, handles):
         self._library, self._finalizer, self._process = engine._library, engine._finalizer, engine._process
-        self.handles = [c_void_p()]  # as in Leases: Ctrl-C comes behind any call
-        handle, stream = engine._open(), engine._stream()
-        self._library.engine_acquire(handle, owner, direction, stream, byref(self.handles[0]))
-        if not engine.on_cuda:
-            self._library.stream_synchronize(handle, stream)
+        self.handles = handles  # as in Leases: Ctrl-C comes behind any call
 
     def end(self):
         if self._finalizer.alive and self._process == os.getpid():
@@ -77,6 +73,17 @@ class _Lease:
             self.end()
         finally:
             self.end()  # what Ctrl-C in the first has left
+
+
+class _Lease(Held):
+    """One, which ends with the last tensor over its memory."""
+
+    def __init__(self, engine, owner, direction):
+        super().__init__(engine, [c_void_p()])
+        handle, stream = engine._open(), engine._stream()
+        self._library.engine_acquire(handle, owner, direction, stream, byref(self.handles[0]))
+        if not engine.on_cuda:
+            self._library.stream_synchronize(handle, stream)
 
 
 class _Copy:
@@ -97,6 +104,7 @@ class Lender:
         self._copies = {}                             # by (engine block, index), as long
         self._places = {}                             # by address: (lease, engine block, index)
         self.visiting = None                          # the block that runs
+        self._kept = lambda: None                     # kept.Kept of the block that ran last
         self._nodes = []                              # which autograd would make anew, without the hooks on them
 
     def watch(self, parameter, owner, index):
@@ -185,10 +193,24 @@ class Lender:
         self._leases[owner] = made
         return made
 
-    def return_all(self):
-        """Loans end that no tensor looks at."""
+    def keep(self, kept):
+        """What the visit's backward goes on from, which comes next; the visit has the only reference to it."""
+        self._kept = weakref.ref(kept)
+
+    def return_loans(self):
+        """Those end that no tensor looks at."""
         self._current.clear()
         self._copies.clear()
+
+    def return_all(self):
+        """And what the last block's run has kept: its backward runs it once more."""
+        self.return_loans()
+        kept, self._kept = self._kept(), lambda: None
+        if kept is not None:
+            kept.drop()
+
+    def lends(self):
+        return bool(self._current)
 
     def refuse_held(self, call):
         self.return_all()

@@ -99,7 +99,7 @@ class Passes:
         engine = self._engine
         engine.optimizer.before_backward()
         engine._gradients.hide()
-        engine.lender.return_all()
+        engine.lender.return_loans()
 
     def _end(self):
         engine = self._engine

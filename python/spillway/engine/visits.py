@@ -2,7 +2,8 @@
 
 A block's weights are there while its forward runs, and while its backward does. In between they are nowhere: what
 autograd keeps of a block are its arguments (activation checkpointing). The second run must be the first one again
-(runs.py). What would make it another, and gradients that would be lost, is refused.
+(runs.py). What would make it another, and gradients that would be lost, is refused. The pass's last block, whose
+backward comes next, needs no second run (kept.py).
 
 The first run has a graph too, as in plain PyTorch: blocks ask whether there is one, and some take gradients in their
 forward. It ends at the block's arguments, what it saved is dropped behind the run, and results leave without it. What
@@ -17,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..library import BACKWARD, FORWARD, Error
+from .kept import Kept, ends_of
 from .left import Left
 from .module import refuse_forgotten
 from .runs import PLAIN, Buffers, Conditions
@@ -47,16 +49,19 @@ class _Border(torch.autograd.Function):
 
 
 class _Saved:
-    """What autograd saves in the first run, and only for as long as that lasts."""
+    """What autograd saves in the first run, and only for as long as that lasts, unless it `stays`."""
 
     def __init__(self, block):
-        self.block, self.tensors = block, []
+        self.block, self.tensors, self.stays = block, [], False
 
     def pack(self, tensor):
         if self.tensors is None:  # Ctrl-C came just when these hooks should have been taken off
             return tensor
         self.tensors.append(tensor)
         return len(self.tensors) - 1
+
+    def drop(self):
+        self.tensors, self.stays = None, False
 
     def unpack(self, place):
         if torch.is_tensor(place):
@@ -71,9 +76,10 @@ def _graph_of_first_run(block):
     saved = _Saved(block)
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-            yield
+            yield saved
     finally:
-        saved.tensors = None
+        if not saved.stays:
+            saved.tensors = None
 
 
 class _Visit(torch.autograd.Function):
@@ -89,15 +95,24 @@ class _Visit(torch.autograd.Function):
         watched = [flat[i] for i in ctx.tensors]
         before = _versions(watched)
         ctx.conditions, ctx.buffers, ctx.left = Conditions(engine, block), Buffers(block), Left(block, engine.others)
-        with engine.weights_of(block, FORWARD):
-            with ctx.conditions.autocast(), _graph_of_first_run(block), ctx.left.first():
-                given = iter(_Border.apply(block, *(value for value, wants in zip(flat, ctx.wants) if wants)))
+        ctx.kept = None
+        with engine.weights_of(block, FORWARD) as leases:
+            with ctx.conditions.autocast(), _graph_of_first_run(block) as saved, ctx.left.first():
+                # Without the graph behind them, in which a weight of the block may be on loan as well.
+                given = iter(_Border.apply(block, *(value.detach().requires_grad_() for value, wants in
+                                                    zip(flat, ctx.wants) if wants)))
                 inside = [next(given) if wants else value for value, wants in zip(flat, ctx.wants)]
                 arguments, keywords = tree_unflatten(inside, spec)
                 leaves, record.spec = tree_flatten(_run(engine, block, arguments, keywords))
+                saved.stays = _may_stay(engine, block, leases, leaves)
+                ends = ends_of(leaves) if saved.stays else ()
             constant = [torch.is_tensor(leaf) and not leaf.requires_grad for leaf in leaves]
             leaves = engine.without_weights(_without_graph(leaves, inside))
             left = ctx.left.find([*flat, *inside, *leaves])
+            if saved.stays and not left:
+                ctx.kept = Kept(engine, leases, ends, inside, saved)
+            elif saved.stays:
+                saved.drop()
         behind, changed_spec = tree_flatten((arguments, keywords))  # with what was put into dicts and lists
         if not ctx.buffers.ran() or _versions(watched) != before or changed_spec != spec or \
                 any(one is not other for one, other in zip(behind, inside)):
@@ -110,6 +125,8 @@ class _Visit(torch.autograd.Function):
         record.results = len(leaves)
         leaves = [*leaves, *left]
         ctx.shapes, ctx.sums = _shapes(leaves), _sums(leaves)
+        if ctx.kept is not None:
+            engine.lender.keep(ctx.kept)
         return tuple(leaves)
 
     @staticmethod
@@ -121,21 +138,31 @@ class _Visit(torch.autograd.Function):
         learns = ctx.learns and torch._C._will_engine_execute_node(engine.anchor_node)
         if learns:
             engine.passes.arrive()
-        engine.lender.return_all()
+        kept, ctx.kept = ctx.kept, None
+        if kept is not None and kept.intact():
+            engine.lender.return_loans()
+        else:
+            engine.lender.return_all()
+            kept = None
         flat = list(ctx.others)
         for i, tensor in zip(ctx.tensors, ctx.saved_tensors):
             flat[i] = tensor.detach().requires_grad_(ctx.wants[i])
+        flat = flat if kept is None else kept.inside
         inputs = [flat[i] for i in range(len(flat)) if ctx.wants[i]]
         entries = ctx.conditions.trainable() if learns else []
         wanted = inputs + [parameter for parameter, _, _ in entries]
         with engine.weights_of(block, BACKWARD), ctx.buffers.again():
-            leaves = _second_run(ctx, flat)
+            if kept is not None:
+                kept.end()  # in favour of the lease that backward has now, of the same memory
+            leaves = _second_run(ctx, flat) if kept is None else kept.ends
             ends = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients)
                     if gradient is not None and torch.is_tensor(leaf) and leaf.requires_grad]
             _refuse_lost_gradients(block, ends, inputs + [parameter for parameter, _, _ in block.parameters])
             found = [None] * len(wanted)
             if ends and wanted:
                 found = torch.autograd.grad([e for e, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
+            if kept is not None:
+                kept.drop()
             if learns:
                 by_parameter = {id(entry[0]): gradient for entry, gradient in zip(entries, found[len(inputs):])}
                 engine.push(block.trainable, [by_parameter.get(id(entry[0])) for entry in block.trainable])
@@ -170,6 +197,15 @@ def _second_run(ctx, flat):
     return leaves
 
 
+def _may_stay(engine, block, leases, leaves):
+    """Whether what the block's run made can stay for its backward: that comes next, and all that it looks at are the
+    block's own weights, as the engine has them."""
+    layout = engine._layout
+    return layout.runs_last(block) and any(torch.is_tensor(leaf) and leaf.requires_grad for leaf in leaves) and \
+        leases is not None and leases.of_block(block) and not engine.lender.lends() and \
+        not any(place[1:] in layout.packed for place in block.parameters)
+
+
 def _without_graph(leaves, inside):
     """Results, the same objects where they can be, as a hook or an attribute may have them, too."""
     known, found = {id(value) for value in inside}, []
@@ -194,6 +230,7 @@ def _run(engine, block, arguments, keywords):
 
 
 NODE = _Visit._backward_cls  # of a visit, in autograd's graph
+BORDER = _Border._backward_cls
 
 
 def _refuse(block, what):
@@ -247,6 +284,8 @@ def _refuse_lost_gradients(block, ends, wanted):
         if node is None or node in seen:
             continue
         seen.add(node)
+        if isinstance(node, BORDER):  # what lies behind are the arguments
+            continue
         variable = getattr(node, "variable", None)  # of a leaf of the graph
         if isinstance(node, NODE) or (variable is not None and id(variable) not in known):
             _refuse(block, "computes with a tensor that wants a gradient and is neither an argument nor a parameter of "

@@ -100,6 +100,7 @@ SPILLWAY_WATCHED(WeightAction, next, "_ZN8spillway15WeightResidency4nextEv", Wei
 #undef SPILLWAY_WATCHED
 
 void watched_policy(WeightResidency* policy, WeightResidencyOptions* options, const UpdateView& update) {
+  if (journal) *journal = {};  // the plan had one before, which says what passes between steps fetch
   real_policy(policy, options, journal ? asked_update.emplace(update) : update);
 }
 void watched_tell(WeightResidency* policy, const WeightEvent& event) {

@@ -11,61 +11,16 @@
 #include <vector>
 
 #include "tests/seed.h"
+#include "tests/swap/policy/obedient.h"
 
 namespace spillway {
 namespace {
 
-using Kind = WeightAction::Kind;
-using Actions = std::vector<WeightAction>;
-
-WeightResidencyOptions equal_blocks(std::uint32_t blocks, std::uint32_t places) {
-  return {.block_bytes = std::vector<std::uint64_t>(blocks, 100),
-          .place_bytes = std::vector<std::uint64_t>(places, 100)};
-}
-
-// As the test says.
-struct Update final : UpdateView {
-  bool under_way = false;
-  std::set<std::uint32_t> awaited;
-  bool begun() const override { return under_way; }
-  WeightsFrom weights_from(std::uint32_t block) const override {
-    return awaited.contains(block) ? WeightsFrom::kUpdate : WeightsFrom::kNewest;
-  }
-  bool operator==(const Update& other) const { return under_way == other.under_way && awaited == other.awaited; }
-};
-
-// Tells a policy that all it asks for goes well, and keeps what it asked for.
-struct Obedient {
-  explicit Obedient(const WeightResidencyOptions& options) : policy(options, update) {}
-
-  Update update;
-  WeightResidency policy;
-  bool updates_bring = true;
-
-  Actions after(const WeightEvent& event) {
-    tell(event);
-    Actions actions;
-    for (WeightAction action = policy.next(); action.kind != Kind::kNothing; action = policy.next()) {
-      actions.push_back(action);
-      const auto& [kind, block, place] = action;
-      if (kind == Kind::kWait || kind == Kind::kDrain) tell({.kind = WeightEvent::kArrived, .place = place});
-      if (kind == Kind::kUpdate || kind == Kind::kUpdateAtHome) {
-        const bool brings = updates_bring || kind == Kind::kUpdateAtHome;
-        update.awaited.erase(block);
-        tell({.kind = brings ? WeightEvent::kBrought : WeightEvent::kPassed, .block = block, .place = place});
-      }
-    }
-    return actions;
-  }
-  void tell(const WeightEvent& event) { policy.tell(event); }
-  Actions begin(const std::vector<std::uint32_t>& visits) {
-    return after({.kind = WeightEvent::kBegin, .visits = visits});
-  }
-  Actions acquire(std::uint32_t block, std::optional<std::size_t> visit = {}) {
-    return after({.kind = WeightEvent::kAcquire, .block = block, .visit = visit});
-  }
-  Actions release(std::uint32_t place) { return after({.kind = WeightEvent::kRelease, .place = place}); }
-};
+using testing::Actions;
+using testing::equal_blocks;
+using testing::Kind;
+using testing::Obedient;
+using testing::Update;
 
 TEST(WeightResidency, FetchesAheadInVisitOrderAsPlacesComeFree) {
   Obedient run(equal_blocks(4, 2));
