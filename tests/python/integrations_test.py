@@ -143,7 +143,7 @@ class LlamaFactory(Folder):
         self.assertRegex(error, "use_galore: .*optimizer.type")
         self.assertRegex(error, "loraplus_lr_ratio: .*parameter_groups")
 
-    def test_TheStagesClassIsReplacedWhereverItIsImported(self):
+    def test_TheStagesClassIsReplacedWhereverItIsImportedUntilTheRunEnds(self):
         def package(name, **values):
             made = types.ModuleType(name)
             made.__dict__.update(values)
@@ -154,11 +154,13 @@ class LlamaFactory(Folder):
                    name: package(name), f"{name}.trainer": package(f"{name}.trainer", CustomDPOTrainer=Own),
                    f"{name}.workflow": package(f"{name}.workflow")}  # which imports the class when it runs
         model, training, finetuning = parsed(stage="dpo", overwrite_output_dir=True)
-        tuner = types.SimpleNamespace(get_train_args=lambda args: (model, None, training, finetuning, None))
+        parse = lambda args: (model, None, training, finetuning, None)  # noqa: E731
+        tuner = types.SimpleNamespace(get_train_args=parse)
         with unittest.mock.patch.dict(sys.modules, modules):
-            llamafactory._with_engine(tuner, {})
-            tuner.get_train_args({})
-        made = modules[f"{name}.trainer"].CustomDPOTrainer
+            with llamafactory._with_engine(tuner, {}):
+                tuner.get_train_args({})
+                made = modules[f"{name}.trainer"].CustomDPOTrainer
+        self.assertEqual((parse, Own), (tuner.get_train_args, modules[f"{name}.trainer"].CustomDPOTrainer))
         self.assertTrue(issubclass(made, spillway.trainer.Mixin) and issubclass(made, Own))
         self.assertFalse(hasattr(modules[f"{name}.workflow"], "CustomDPOTrainer"))
         self.assertEqual((None, True), (model.device_map, model.disable_gradient_checkpointing))

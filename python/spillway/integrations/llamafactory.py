@@ -5,6 +5,7 @@
 What the file says of `deepspeed:` is Spillway's configuration, and DeepSpeed is not asked. The trainers
 are LLaMA-Factory's, of the stages pt, sft, dpo, kto and rm. `overwrite_output_dir` replaces a store.
 """
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -61,14 +62,15 @@ def check(model, training, finetuning):
     ])
 
 
+@contextlib.contextmanager
 def _with_engine(tuner, chosen):
-    """Puts the trainers of the stage in the place of LLaMA-Factory's, once its arguments are known."""
-    parsed = tuner.get_train_args
+    """Puts the stage's trainer in the place of LLaMA-Factory's, once its arguments are known, and its own back."""
+    parsed, replaced = tuner.get_train_args, []
 
     def arguments(args=None):
         model, data, training, finetuning, generating = found = parsed(args)
         check(model, training, finetuning)
-        # Weights go to the engine from host memory. Quantized ones have a place of their own there.
+        # Weights go to the engine from host memory. Quantized ones are made where it makes them.
         model.device_map = None
         # The engine runs each block once more in backward; the model's own would do it a third time.
         model.disable_gradient_checkpointing = True
@@ -78,10 +80,17 @@ def _with_engine(tuner, chosen):
         made = recipes.trainer_of(getattr(module, name), chosen, replace, "overwrite_output_dir: true")
         for user in (module, importlib.import_module(f"{stage}.workflow")):  # one of dpo imports it late
             if hasattr(user, name):
+                replaced.append((user, name, getattr(user, name)))
                 setattr(user, name, made)
         return found
 
     tuner.get_train_args = arguments
+    try:
+        yield
+    finally:
+        tuner.get_train_args = parsed
+        for user, name, own in replaced:
+            setattr(user, name, own)
 
 
 def train(settings=None):
@@ -100,8 +109,8 @@ def train(settings=None):
     from llamafactory.hparams import read_args
     from llamafactory.train import tuner
     settings, named = without_deepspeed(read_args(settings))
-    _with_engine(tuner, recipes.configuration(named))
-    tuner.run_exp(settings)
+    with _with_engine(tuner, recipes.configuration(named)):
+        tuner.run_exp(settings)
 
 
 def main():
