@@ -57,7 +57,7 @@ def pairs(seed):
 
 
 def asked(seed):
-    """A text with a picture in it: four patches, each in the place of a token; before transformers 4.45, one for all."""
+    """A text with a picture in it: four patches, each in a token's place; before transformers 4.45, one for all."""
     known = inspect.signature(transformers.LlavaConfig).parameters
     batch, places = padded(seed), 4 if "image_seq_length" in known else 1
     batch["input_ids"][:, :places] = VOCABULARY - 1
@@ -155,8 +155,8 @@ ROWS_OF = {
         "num_heads": 8, "n_groups": 1, "chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         causal, prompt),
     "RWKV": ("RwkvConfig", "RwkvForCausalLM", {
-        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "context_length": 64, "rescale_every": 0,
-        "bos_token_id": 1, "eos_token_id": 2}, causal, prompt),
+        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "context_length": 64,
+        "rescale_every": 0, "bos_token_id": 1, "eos_token_id": 2}, causal, prompt),
 }
 
 
