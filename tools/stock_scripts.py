@@ -8,7 +8,7 @@ A row of tools/stock/rows.json says which script of which repository, its model,
 lines change. Models are random and tiny (stock/models.py), data sets a few rows (stock/sets.py): no hub is asked. Both
 runs are children of one PYTHON, which has the packages (stock/runner.py). "both" are lines that neither run can have,
 since a hub or a download would be asked, or which are errors of the script. Scripts are read from DIR/NAME of the
-repository, which is cloned there where it is missing; those of a package come from PYTHON's own. Each row is a line of
+repository, which is fetched there where it is missing; those of a package come from PYTHON's own. Each row is a line of
 FILE.jsonl; the table is markdown.
 
 SPILLWAY_LIBRARY and SPILLWAY_BINARY name a build's, as for the package.
@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch and the scripts' packages")
-    parser.add_argument("--sources", default="build-stock/sources", help="where checkouts are, or are cloned to")
+    parser.add_argument("--sources", default="build-stock/sources", help="where checkouts are, or are fetched to")
     parser.add_argument("--work", default="build-stock/work", help="for models, data sets and what the runs write")
     parser.add_argument("--out", help="a line of JSON for each row goes to the end of this file")
     parser.add_argument("--table", help="prints the table of such a file, and runs nothing")
@@ -50,7 +50,10 @@ def source_folder(name, source, options):
         return pathlib.Path(python_says(options.python, code)).parent
     folder = pathlib.Path(options.sources, name).resolve()
     if not folder.exists():
-        subprocess.run(["git", "clone", "--depth", "1", "--branch", source["tag"], source["git"], folder], check=True)
+        for words in (["init", "-q"], ["fetch", "-q", "--depth", "1", source["git"], source["at"]],
+                      ["checkout", "-q", "FETCH_HEAD"]):
+            folder.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["git", "-C", folder, *words], check=True)
     return folder
 
 
@@ -123,15 +126,16 @@ def run(row, kind, text, source, runner, options):
 
 def compare(row, sources, runner, options):
     source = sources[row["source"]]
-    script = pathlib.Path(source, row["script"]).read_text()
-    plain = changed(script, row.get("both", []), row)
-    ours = changed(plain, row["changes"], row)
+    script = changed(pathlib.Path(source, row["script"]).read_text(), row.get("both", []), row)
+    ours, plain = changed(script, row["changes"], row), script
+    if "plain_script" in row:  # the same one in plain PyTorch, where its repository has it beside DeepSpeed's
+        plain = changed(pathlib.Path(source, row["plain_script"]).read_text(), row.get("plain_both", []), row)
     steps, began = row.get("steps", 10), time.monotonic()
     wanted, failed = run(row, "plain", plain, source, runner, options)
     found, refused = run(row, "spillway", ours, source, runner, options)
     wanted, found = wanted[:steps], found[:steps]
     result = {"script": row["name"], "source": row["source"], "path": row["script"], "steps": len(found),
-              "watched": row.get("watch", "loss"), "lines_changed": lines_changed(plain, ours),
+              "watched": row.get("watch", "loss"), "lines_changed": lines_changed(script, ours),
               "seconds": round(time.monotonic() - began),
               "plain": wanted, "spillway": found}
     if failed or len(wanted) < steps:
