@@ -4,6 +4,7 @@ import copy
 import os
 import random
 import unittest
+import warnings
 import weakref
 
 from case import main
@@ -348,10 +349,61 @@ class Models(Case):
         self.assert_error(r"Line: is no block; blocks are pairs\.0\.0, pairs\.0\.1, pairs\.1\.0, pairs\.1\.1, last",
                           engine.weights_of(Line()).__enter__)
 
+    def test_ParametersBesideBlocks(self):
+        """Of a model and of a part of it: they are lent. One is unused, and one a hook computes."""
+        class Part(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lines = torch.nn.ModuleList(Line() for _ in range(2))
+                self.shift = torch.nn.Parameter(torch.ones(8))
+                self.unused = torch.nn.Parameter(torch.ones(3))
+
+            def forward(self, x):
+                for line in self.lines:
+                    x = line(x) * self.shift
+                return x
+
+        class Normed(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.utils.weight_norm(torch.nn.Linear(8, 8))
+
+            def forward(self, x):
+                return self.inner(x)
+
+        class Network(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(3)
+                self.part, self.normed = Part(), Normed()
+                self.scales = torch.nn.ParameterList([torch.nn.Parameter(torch.tensor(0.5)) for _ in range(2)])
+
+            def forward(self, x):
+                return (self.normed(self.part(x)) * self.scales[0].exp() + self.scales[1]).pow(2).mean()
+
+        for example in (None, (X,)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # newer PyTorch says what else would compute a weight
+                engine, alone = self.engine(Network(), example=example), Network().to(DEVICE)
+            with torch.no_grad():
+                self.assertEqual(alone(X), engine(X))
+            optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3, weight_decay=0.01)
+            for _ in range(3):
+                loss, wanted = engine(X), alone(X)
+                self.assertAlmostEqual(wanted.item(), loss.item(), delta=1e-6 * wanted.item())
+                engine.backward(loss)
+                wanted.backward()
+                norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item()
+                optimizer.step()
+                optimizer.zero_grad()
+                self.assertAlmostEqual(norm, engine.step().gradient_norm, delta=1e-5 * norm)
+            with engine.weights_of("part"):
+                self.assertTrue(torch.allclose(alone.part.shift, engine.module.part.shift, atol=1e-6))
+            for name, value in alone.state_dict().items():
+                self.assertTrue(torch.allclose(value, engine.state_dict()[name].to(DEVICE), atol=1e-6), name)
+            engine.close()
+
     def test_WhatCannotBeDivided(self):
-        network = lines(None)
-        network.token = torch.nn.Parameter(torch.zeros(2))
-        self.assert_error("the model: holds parameters itself, so that all of it would be", self.engine, network)
         normed = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(8, 8)))
         self.assert_error("0: WeightNorm computes its weight before the block runs", self.engine, normed)
         for example, kind in ((X, "Tensor"), ("text", "str")):

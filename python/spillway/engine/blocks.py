@@ -23,6 +23,23 @@ class Block:
         self.writes = {}         # by the modes of its modules, train() and eval(): buffers that its forward writes
 
 
+class Loose(torch.nn.Module):
+    """Parameters that a module holds itself which has blocks inside, CLIP's temperature say, or a mask's embedding.
+    They are a block that never runs: whatever reads them has them lent (lent.py)."""
+
+    def __init__(self, owner):
+        super().__init__()
+        self.owner = (owner,)  # a tuple, as it is none of this one's modules
+        held = [owner] + [child for child in owner.children() if isinstance(child, PARAMETER_CONTAINERS)]
+        for place, parameter in enumerate(p for module in held for p in module._parameters.values() if p is not None):
+            self.register_parameter(str(place), parameter)
+
+
+def _place_of(module):
+    """The module of the model whose parameters it has."""
+    return module.owner[0] if isinstance(module, Loose) else module
+
+
 def _runs(module):
     return type(unwrapped(module)).forward is not torch.nn.Module.forward
 
@@ -30,6 +47,17 @@ def _runs(module):
 def _holds_parameters(module):
     return any(p is not None for p in module._parameters.values()) or \
         any(isinstance(child, PARAMETER_CONTAINERS) for child in module.children())
+
+
+def _has_members(module):
+    """There is a container inside, whose members run."""
+    return any(isinstance(inner, CONTAINERS) and any(_runs(child) and next(child.parameters(), None) is not None
+                                                     for child in inner.children()) for inner in module.modules())
+
+
+def _computes_before(module):
+    """Its weight, in a hook, as torch.nn.utils.weight_norm does: what has it as a member is run as a whole."""
+    return any(type(hook).__module__.startswith("torch.nn.utils") for hook in module._forward_pre_hooks.values())
 
 
 def default_blocks(model):
@@ -40,6 +68,12 @@ def default_blocks(model):
         if next(module.parameters(), None) is None:
             return
         if _holds_parameters(module):
+            if not _has_members(module):
+                found.append((name, module))
+                return
+            found.append((name, Loose(module)))
+        elif not isinstance(module, CONTAINERS) and any(map(_computes_before, module.children())) and \
+                not _has_members(module):
             found.append((name, module))
             return
         for child_name, child in module.named_children():
@@ -50,9 +84,6 @@ def default_blocks(model):
                 walk(below, child)
 
     walk("", model)
-    if found and found[0][1] is model and any(isinstance(m, CONTAINERS) for m in model.modules()):
-        raise Error("invalid_argument", "the model: holds parameters itself, so that all of it would be one block; "
-                    "move them to a module of their own, or say blocks=[model]")
     # A module that stands in two places is one block.
     return list({id(module): (name, module) for name, module in reversed(found)}.values())[::-1]
 
@@ -74,9 +105,9 @@ def find_blocks(model, blocks):
             chosen.append((names[id(module)], module))
         inside = {id(m) for _, module in chosen for m in module.modules()}
         if id(model) not in inside:
-            chosen += [(n, m) for n, m in default_blocks(model) if id(m) not in inside]
+            chosen += [(n, m) for n, m in default_blocks(model) if id(_place_of(m)) not in inside]
         order = {id(module): place for place, module in enumerate(model.modules())}
-        chosen = sorted({id(m): (n, m) for n, m in chosen}.values(), key=lambda entry: order[id(entry[1])])
+        chosen = sorted({id(m): (n, m) for n, m in chosen}.values(), key=lambda entry: order[id(_place_of(entry[1]))])
     for name, module in chosen:
         _check(name or "the model", module, chosen)
     return [Block(name, module) for name, module in chosen]
@@ -89,10 +120,10 @@ def _check(name, module, chosen):
             raise Error("invalid_argument", f"{name}: block {other} is inside it; a module that holds parameters and "
                         "blocks cannot be run in parts: move its parameters to a module of their own, or make it one "
                         "block with blocks=")
-    for hook in module._forward_pre_hooks.values():
-        if type(hook).__module__.startswith("torch.nn.utils"):
-            raise Error("unsupported", f"{name}: {type(hook).__name__} computes its weight before the block runs, when "
-                        "the weights are not there; use torch.nn.utils.parametrizations, or make its owner the block")
+    if _computes_before(module):
+        hook = next(iter(module._forward_pre_hooks.values()))
+        raise Error("unsupported", f"{name}: {type(hook).__name__} computes its weight before the block runs, when "
+                    "the weights are not there; use torch.nn.utils.parametrizations, or make its owner the block")
 
 
 def forward_order(model, blocks, example):
@@ -106,7 +137,7 @@ def forward_order(model, blocks, example):
     else:
         raise Error("invalid_argument", f"example: is a {type(example).__name__}; give the arguments of a forward "
                     "pass, a tuple or a dict")
-    order, handles = [], []
+    order, handles = [index for index, block in enumerate(blocks) if isinstance(block.module, Loose)], []
     for index, block in enumerate(blocks):
         handles.append(block.module.register_forward_pre_hook(lambda *_, index=index: order.append(index)))
     device = next(model.parameters()).device

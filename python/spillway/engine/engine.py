@@ -199,7 +199,7 @@ class Engine(TrainsBatches):
             return module
         module = self.module.get_submodule(module) if isinstance(module, str) else module
         for block in self._blocks:
-            if block.module is module:
+            if module in (block.module, *getattr(block.module, "owner", ())):
                 return block
         raise Error("invalid_argument", f"{type(module).__name__}: is no block; blocks are "
                     f"{', '.join(block.name for block in self._blocks[:8])} …")
