@@ -118,6 +118,7 @@ class Planner {
     if (model_.blocks.empty())
       throw Error(Code::kInvalidArgument, {"model", "has no blocks", 0, "describe at least one"});
     plan_.groups = group_parameters(config_, model_);
+    std::uint64_t elements = 0;  // of the blocks before
     std::set<std::string> names;
     for (std::uint32_t b = 0; b < model_.blocks.size(); ++b) {
       for (const Parameter& parameter : model_.blocks[b].parameters) {
@@ -141,8 +142,10 @@ class Planner {
                                                .type = config_.weights,
                                                .trainable = range.trainable,
                                                .optimizer = config_.optimizer.kind,
-                                               .states = range.states}});
+                                               .states = range.states,
+                                               .index = elements + range.first}});
       }
+      elements += block.partition.elements;
       block.tiles = static_cast<std::uint32_t>(plan_.tiles.size()) - block.first_tile;
       plan_.blocks.push_back(std::move(block));
     }
