@@ -13,7 +13,7 @@ STATES = {"exp_avg": EXP_AVG, "momentum_buffer": EXP_AVG, "exp_avg_sq": EXP_AVG_
 def engine_of(parameter):
     """The engine that has the parameter's values; None: it is an ordinary one."""
     lender = getattr(parameter, "_spillway_lender", lambda: None)()
-    engine = lender and lender._engine()
+    engine = lender and lender.engine()
     if engine is None and isinstance(parameter, AwayParameter):
         raise Error("invalid_argument", f"{parameter._spillway_names[0]}: has no values any more, since its engine has "
                                         "ended; keep the engine for as long as its model is used")

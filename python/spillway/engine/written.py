@@ -23,7 +23,7 @@ def in_place(function):
 def writable(parameter):
     """Whether its engine trains nothing."""
     lender = parameter._spillway_lender()
-    engine = lender and lender._engine()
+    engine = lender and lender.engine()
     return engine is not None and engine._handle is not None and not engine._layout.pushes
 
 
@@ -71,7 +71,7 @@ def _over(tensor, copy):
 
 
 def _copy_of(parameter):
-    engine, (owner, _) = parameter._spillway_lender()._engine(), parameter._spillway_place
+    engine, (owner, _) = parameter._spillway_lender().engine(), parameter._spillway_place
     block = next(block for block in engine._blocks if owner in block.engine_blocks)
     with engine.weights_of(block):
         values = plain(_bare, (), (parameter.data,), {}).clone()
