@@ -80,7 +80,7 @@ class Planner {
                    fmt::format("is 0 in fp32, so that {} would divide 0 by 0", name_of(config_.optimizer.kind)), 0,
                    "take the default"});
     }
-    check_states(config_, model_);
+    check_reduced_states(config_, model_);
     check_placements();
   }
 

@@ -21,7 +21,7 @@ struct ReducedList {
   std::size_t count = 0;
 };
 
-constexpr ReducedList list_of(OptimizerKind optimizer, MomentFormat format, DType type) {
+constexpr ReducedList reduced_list(OptimizerKind optimizer, MomentFormat format, DType type) {
   ReducedList list{optimizer, format, type, {}};
   const auto add = [&list](StateArray array) { list.arrays.at(list.count++) = array; };
   const auto add_moment = [&](std::string_view name, std::string_view int8) {
@@ -42,7 +42,7 @@ constexpr auto kLists = [] {
   for (const OptimizerKind optimizer : {OptimizerKind::kAdam, OptimizerKind::kLion}) {
     for (const MomentFormat format : {MomentFormat::kBFloat16, MomentFormat::kInt8}) {
       for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
-        lists.at(at++) = list_of(optimizer, format, type);
+        lists.at(at++) = reduced_list(optimizer, format, type);
     }
   }
   return lists;
@@ -78,7 +78,7 @@ MomentFormat format_of(const Config& config, const Parameter& parameter) {
   return states_of(config, parameter).empty() ? MomentFormat::kFloat32 : config.moments;
 }
 
-void check_states(const Config& config, const ModelDescription& model) {
+void check_reduced_states(const Config& config, const ModelDescription& model) {
   if (config.moments == MomentFormat::kFloat32) return;
   if (!can_reduce(config.optimizer.kind)) {
     throw Error(Code::kInvalidArgument, {"spillway.states",

@@ -19,6 +19,6 @@ MomentFormat format_of(const Config& config, const Parameter& parameter);
 
 // Throws kInvalidArgument for an optimizer whose states are exact alone, and for a pattern of Config::exact_states that
 // matches no trainable parameter.
-void check_states(const Config& config, const ModelDescription& model);
+void check_reduced_states(const Config& config, const ModelDescription& model);
 
 }  // namespace spillway
