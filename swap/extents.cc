@@ -14,6 +14,10 @@ StateArrays state_arrays(const TileShape& tile) {
     arrays.array.at(arrays.count++) = array;
   };
   for (const StateArray& array : tile.states) add(array);
+  for (StateArray& array : std::span(arrays.array).first(arrays.count)) {
+    array.scales = offset;
+    offset += scale_bytes(tile, array);
+  }
   if (!tile.states.empty()) return arrays;
   if (has_exp_avg(tile.optimizer)) add({.name = kExpAvg, .type = "fp32", .bytes = 4});
   if (has_exp_avg_sq(tile.optimizer)) add({.name = kExpAvgSq, .type = "fp32", .bytes = 4});
@@ -29,10 +33,16 @@ ElementBytes element_bytes(const TileShape& tile, Part part) {
   return bytes;
 }
 
+std::uint64_t scale_bytes(const TileShape& tile, const StateArray& array) {
+  constexpr std::uint64_t kBytes = 2;
+  return array.group > 1 ? div_up(tile.count, array.group) * kBytes : 0;
+}
+
 std::uint64_t payload_bytes(const TileShape& tile, Part part) {
-  std::uint64_t bytes = 0;
+  std::uint64_t bytes = 0, scales = 0;
   for (const std::uint64_t element : element_bytes(tile, part)) bytes += element;
-  return tile.count * bytes;
+  for (const StateArray& array : tile.states) scales += part == Part::kStates ? scale_bytes(tile, array) : 0;
+  return tile.count * bytes + scales;
 }
 
 std::uint64_t extent_bytes(const TileShape& tile, Part part) {

@@ -41,7 +41,8 @@ struct StateArray {
   std::uint64_t bytes = 0;          // of an element
   std::uint64_t offset = 0;         // in the states of a tile
   std::uint64_t group = 1;          // elements that share a scale
-  std::string_view scale = "none";  // type of the scales
+  std::string_view scale = "none";  // type of the scales, "bf16" where there are some
+  std::uint64_t scales = 0;         // offset of the scales, behind all arrays
   bool operator==(const StateArray&) const = default;
 };
 // Descriptions live as long as the program; their offsets are 0.
@@ -52,7 +53,8 @@ struct TileShape {
   DType type = DType::kFloat32;
   bool trainable = true;
   OptimizerKind optimizer = OptimizerKind::kAdam;
-  StateList states = {};  // of a trainable tile, at most 3; empty: the exact ones of its type and optimizer
+  StateList states = {};    // of a trainable tile, at most 3; empty: the exact ones of its type and optimizer
+  std::uint64_t index = 0;  // of its first element among those of all blocks: what rounding is keyed by
 };
 
 struct StateArrays {
@@ -61,17 +63,18 @@ struct StateArrays {
   const StateArray* begin() const { return array.data(); }
   const StateArray* end() const { return array.data() + count; }
 };
-// In the order in which they lie. The exact ones: | exp_avg | exp_avg_sq | master |, of the first two what the
-// optimizer keeps. Master: a bf16 weight's residual, an fp16 weight's fp32 master; an fp32 weight is its own. None in a
-// frozen tile.
+// In the order in which they lie, and behind them the scales of those that have some, in the same order. The exact
+// ones: | exp_avg | exp_avg_sq | master |, of the first two what the optimizer keeps. Master: a bf16 weight's residual,
+// an fp16 weight's fp32 master; an fp32 weight is its own. None in a frozen tile.
 StateArrays state_arrays(const TileShape& tile);
 inline constexpr std::string_view kExpAvg = "exp_avg", kExpAvgSq = "exp_avg_sq";
 inline constexpr std::string_view kResidual = "master_residual", kMaster = "master";
 
 ElementBytes element_bytes(const TileShape& tile, Part part);
 
-std::uint64_t payload_bytes(const TileShape& tile, Part part);
-std::uint64_t extent_bytes(const TileShape& tile, Part part);  // payload, padded to kExtentAlignment
+std::uint64_t scale_bytes(const TileShape& tile, const StateArray& array);
+std::uint64_t payload_bytes(const TileShape& tile, Part part);  // arrays and scales
+std::uint64_t extent_bytes(const TileShape& tile, Part part);   // payload, padded to kExtentAlignment
 
 struct TileExtents {
   Extent extent[2][kParts];  // [slot][part]; with one slot, [1] equals [0]

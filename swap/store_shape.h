@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "spillway/remedy.h"
 #include "swap/extents.h"
 #include "swap/manifest.h"
 #include "swap/rank.h"
@@ -21,6 +22,8 @@ struct StoreIdentity {
   // What two descriptions differ in, first what their fingerprints cover; empty or null: not known here.
   // Throws kUnsupported when the stored one tells of what this version does not know.
   std::string (*difference)(const std::string& stored, const std::string& wanted) = nullptr;
+  // What to do about that difference; null: use its settings, or replace the store.
+  Remedy (*remedy)(const std::string& stored, const std::string& wanted) = nullptr;
   // The description as a store of that format has it; null: all have the same.
   std::string (*as_of_format)(const std::string& description, std::uint32_t format) = nullptr;
 };

@@ -150,15 +150,18 @@ StoreLayout TileStore::read_layout(const StoreFiles& files, const StoreShape& sh
   if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size() ||
       (block.format_version >= kUpdateCountsFormat && block.parameters != shape.parameters)) {
     std::string what;
+    Remedy remedy = Remedy::kItsSettingsOrReplace;
     try {
       if (shape.identity.difference) {
-        what = shape.identity.difference(read_description(files), shape.identity.description);
+        const std::string stored = read_description(files), &own = shape.identity.description;
+        what = shape.identity.difference(stored, own);
+        if (shape.identity.remedy) remedy = shape.identity.remedy(stored, own);
       }
     } catch (const Error& failure) {  // damaged as well: that they differ counts
       if (failure.code() == Code::kUnsupported) throw;
     }
     what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
-    throw Error(Code::kInvalidArgument, path, std::move(what), 0, Remedy::kItsSettingsOrReplace);
+    throw Error(Code::kInvalidArgument, path, std::move(what), 0, remedy);
   }
   StoreShape as_stored = shape;
   as_stored.slots = block.slots;

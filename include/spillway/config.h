@@ -89,7 +89,11 @@ struct Config {
   std::optional<std::uint32_t> speculative_blocks;
   bool no_decay = false;                         // parameters of fewer than two dimensions: biases and norms
   std::vector<ParameterGroup> parameter_groups;  // the first one that matches decides
-  unsigned threads = 0;                          // compute threads; 0: one per core this process may use
+  // How moments are stored: of Adam and Lion, and of parameters with two dimensions and more that no name or shell
+  // pattern of exact_states matches. Of all others they are exact.
+  MomentFormat moments = MomentFormat::kFloat32;
+  std::vector<std::string> exact_states = {"*embed*", "*wte*", "*wpe*"};
+  unsigned threads = 0;  // compute threads; 0: one per core this process may use
   IoEngineKind io_engine = IoEngineKind::kAuto;
 };
 

@@ -48,6 +48,7 @@ enum class Remedy : std::int32_t {
   kReopen,
   kCutShort,
   kRenewStore,
+  kItsStatesOrSnapshot,
 };
 
 struct RemedyWords {
@@ -101,6 +102,8 @@ inline constexpr RemedyWords kRemedyWords[] = {
     {Remedy::kReopen, "open the store again and resume"},
     {Remedy::kCutShort, "somebody cut the store short: restore a snapshot, or start over with on_existing replace"},
     {Remedy::kRenewStore, "go on with on_existing resume, save a snapshot, and start a new store from it"},
+    {Remedy::kItsStatesOrSnapshot,
+     "go on with the states it was made with, save a snapshot, and start a new store from that: it converts"},
 };
 inline constexpr std::size_t kRemedies = std::size(kRemedyWords);
 
@@ -110,7 +113,7 @@ consteval bool remedies_are_in_order() {
   }
   return true;
 }
-static_assert(remedies_are_in_order() && static_cast<std::size_t>(Remedy::kRenewStore) + 1 == kRemedies);
+static_assert(remedies_are_in_order() && static_cast<std::size_t>(Remedy::kItsStatesOrSnapshot) + 1 == kRemedies);
 
 inline std::string_view words_of(Remedy remedy) { return kRemedyWords[static_cast<std::size_t>(remedy)].words; }
 

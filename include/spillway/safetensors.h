@@ -93,8 +93,9 @@ class SafetensorsWriter {
   SafetensorsWriter& operator=(SafetensorsWriter&&) noexcept;
   ~SafetensorsWriter();  // without finish(): removes what was written
 
-  // The values [first, first + values.size()) of tensors[tensor], row-major. Tensors come in the order given to
-  // create(), values in increasing order without gaps. One that fp16 rounds to infinity is refused (kInvalidArgument).
+  // The values [first, first + values.size()) of tensors[tensor], row-major. Tensors come one after the other, fastest
+  // in the order given to create(), values in increasing order without gaps. One that fp16 rounds to infinity is
+  // refused (kInvalidArgument).
   void write(std::size_t tensor, std::uint64_t first, std::span<const float> values);
   void finish();
 

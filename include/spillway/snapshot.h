@@ -9,6 +9,7 @@
 //   spillway.json            the step, the caller's blob, a checksum of every tensor and attachment, and how many
 //                            updates each parameter has had, once one was left out of some
 //
+// Moments that a run keeps in fewer bytes are widened; a run of that form goes on with the same bits.
 // The weights that forward and backward use follow from the exact ones. Above SaveOptions::max_file_bytes a file is
 // sharded as the field does it.
 // Threads: any, one at a time for a directory.
@@ -41,6 +42,7 @@ struct SnapshotFacts {
   std::uint64_t model = 0;  // equal for runs of the same parameters, weight type and optimizer
   DType weights = DType::kFloat32;
   OptimizerKind optimizer = OptimizerKind::kAdam;
+  MomentFormat moments = MomentFormat::kFloat32;  // of the run; a run of another form converts them
 };
 
 // Nothing for a directory that is no whole snapshot; `why` says what is wrong with it. Attachments are verified;

@@ -44,7 +44,8 @@ struct StoreInfo {
   ModelDescription model;  // blocks and attachments
   DType weights = DType::kFloat32;
   OptimizerKind optimizer = OptimizerKind::kAdam;
-  std::uint64_t parameters = 0, trainable = 0;  // elements
+  MomentFormat moments = MomentFormat::kFloat32;  // where parameters are not kept exact
+  std::uint64_t parameters = 0, trainable = 0;    // elements
   std::uint64_t tile_elements = 0, tiles = 0;
   std::uint32_t slots = 2;  // of a tile; with one there is no committed step to go back to
   // Of all tiles' weights and states, one slot each; the area for what a step spills. Padded.

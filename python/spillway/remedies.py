@@ -57,6 +57,9 @@ WORDS = {  # by name, in the order of the library's codes, the first of which is
     "cut_short":
         'somebody cut the store short: restore a snapshot, or start over with on_existing="replace"',
     "renew_store": 'go on with {resume}, save a snapshot, and begin a new store with snapshot=',
+    "its_states_or_snapshot":
+        'go on with the spillway.states it was made with, or save a snapshot with them and begin '
+        'a new store with snapshot=, which converts',
 }
 NAMES = (None, *WORDS)  # by code
 

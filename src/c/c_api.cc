@@ -30,7 +30,7 @@ static_assert(SPILLWAY_DEVICE_CUDA == static_cast<int>(DeviceKind::kCuda));
 
 namespace {
 
-static_assert(SPILLWAY_REMEDY_RENEW_STORE + 1 == static_cast<int>(kRemedies));
+static_assert(SPILLWAY_REMEDY_ITS_STATES_OR_SNAPSHOT + 1 == static_cast<int>(kRemedies));
 
 thread_local std::string last_message, last_message_in;
 thread_local std::optional<Error> last_error;  // of Spillway's

@@ -5,11 +5,22 @@
 #include <algorithm>
 #include <exception>
 
+#include "kernels/moments.h"
 #include "spillway/error.h"
+#include "spillway/log.h"
 #include "src/checkpoint/tile_values.h"
 #include "src/formats/refuse.h"
+#include "src/plan/state_sections.h"
 
 namespace spillway {
+namespace {
+
+Moment moment_kept_as(SnapshotArray array) {
+  return array == SnapshotArray::kExpAvg ? Moment::kExpAvg : Moment::kExpAvgSq;
+}
+
+}  // namespace
+
 SnapshotWriter::SnapshotWriter(const Plan& plan, const Config& config, const ModelDescription& model,
                                const std::filesystem::path& directory, const SaveOptions& options, HostWorkers& workers)
     : plan_(plan), workers_(workers), files_(config, model, directory, options) {}
@@ -33,11 +44,8 @@ void SnapshotWriter::add(std::size_t array, std::uint32_t tile, const TileMemory
   if (!files_.has(array, plan_.tile_places[tile].shape.trainable)) return;
   const WeightSink sink = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
                               std::span<const float> values) { files_.write(array, block, p, first, values); };
-  switch (what) {
-    case SnapshotArray::kWeights: return read_tile(plan_, tile, memory, true, sink);
-    case SnapshotArray::kExpAvg: return read_moment(plan_, tile, memory, Moment::kExpAvg, sink);
-    case SnapshotArray::kExpAvgSq: return read_moment(plan_, tile, memory, Moment::kExpAvgSq, sink);
-  }
+  if (what == SnapshotArray::kWeights) return read_tile(plan_, tile, memory, true, sink);
+  read_moment(plan_, tile, memory, moment_kept_as(what), sink);
 }
 
 void SnapshotWriter::finish(std::uint64_t step, std::span<const std::byte> kept,
@@ -47,12 +55,15 @@ void SnapshotWriter::finish(std::uint64_t step, std::span<const std::byte> kept,
 
 SnapshotReader::SnapshotReader(const Plan& plan, const Config& config, const ModelDescription& model,
                                const std::filesystem::path& directory)
-    : plan_(plan), model_(model), directory_(directory) {
+    : plan_(plan), config_(config), model_(model), directory_(directory) {
   read_snapshot(directory, [&](const SnapshotRecord& record) {
     record_ = record;
     open_arrays(config);
     check_attachments(record, directory_);
   });
+  if (record_.facts.moments == config.moments) return;
+  log(LogLevel::kInfo, fmt::format("{}: its {} states become {}", directory.string(), name_of(record_.facts.moments),
+                                   name_of(config.moments)));
 }
 
 void SnapshotReader::open_arrays(const Config& config) {
@@ -134,6 +145,18 @@ std::vector<std::uint64_t> SnapshotReader::update_counts() const {
   return counts;
 }
 
+// It is what the tensor holds when its checksum is right, and damage otherwise: that is known at its end.
+void SnapshotReader::note_unstorable(Array& array, const Parameter& parameter, std::uint64_t first,
+                                     std::span<const float> values) const {
+  if (first == 0) array.unstorable = nullptr;
+  if (array.what == SnapshotArray::kWeights || array.unstorable) return;
+  try {
+    check_moments(parameter, moment_kept_as(array.what), format_of(config_, parameter), first, values);
+  } catch (const Error&) {
+    array.unstorable = std::current_exception();
+  }
+}
+
 void SnapshotReader::read(Array& array, const Parameter& parameter, std::uint64_t first, std::span<float> out) {
   const std::string name = parameter.name + array.suffix;
   const TensorEntry* entry = array.reader.find(name);
@@ -141,8 +164,12 @@ void SnapshotReader::read(Array& array, const Parameter& parameter, std::uint64_
     array.reader.read_bits(*entry, first, out);
   else
     array.reader.read(*entry, first, out);
+  note_unstorable(array, parameter, first, out);
   if (!array.checksums.add(first, entry->elements, out)) return;
-  if (array.checksums.last() == record_.checksums.at(name)) return;
+  if (array.checksums.last() == record_.checksums.at(name)) {
+    if (array.unstorable) std::rethrow_exception(array.unstorable);
+    return;
+  }
   throw Error(Code::kCorrupt,
               {array.reader.file(*entry).string(), fmt::format("tensor {} does not match its checksum", name), 0,
                "check the drive; restore another snapshot"});
@@ -155,10 +182,11 @@ void SnapshotReader::fill(std::uint32_t tile, const TileMemory& memory) {
     const WeightSource source = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first, std::span<float> out) {
       read(array, model_.blocks[block].parameters[p], first, out);
     };
-    switch (array.what) {
-      case SnapshotArray::kWeights: fill_tile(plan_, tile, memory, source); break;
-      case SnapshotArray::kExpAvg: fill_moment(plan_, tile, memory, Moment::kExpAvg, source); break;
-      case SnapshotArray::kExpAvgSq: fill_moment(plan_, tile, memory, Moment::kExpAvgSq, source); break;
+    if (array.what == SnapshotArray::kWeights) {
+      fill_tile(plan_, tile, memory, source);
+    } else {
+      fill_moment(plan_, tile, memory, moment_kept_as(array.what), source,
+                  rounding_key(config_.optimizer.seed, step()));
     }
   }
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <memory>
 #include <span>
@@ -59,12 +60,16 @@ class SnapshotReader {
     SafetensorsReader reader;
     std::string suffix;
     TensorChecksums checksums;
+    std::exception_ptr unstorable = nullptr;  // of the tensor that passes
   };
   void open_arrays(const Config& config);
   void check_model(const Array& array, DType frozen_type) const;
+  void note_unstorable(Array& array, const Parameter& parameter, std::uint64_t first,
+                       std::span<const float> values) const;
   void read(Array& array, const Parameter& parameter, std::uint64_t first, std::span<float> out);
 
   const Plan& plan_;
+  const Config& config_;
   const ModelDescription& model_;
   const std::filesystem::path directory_;
   SnapshotRecord record_;

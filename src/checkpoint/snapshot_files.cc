@@ -80,7 +80,8 @@ void SnapshotFiles::finish(std::uint64_t step, std::span<const std::byte> blob,
   record.facts = {.step = step,
                   .model = snapshot_fingerprint(config_, model_),
                   .weights = config_.weights,
-                  .optimizer = config_.optimizer.kind};
+                  .optimizer = config_.optimizer.kind,
+                  .moments = config_.moments};
   record.blob.assign(blob.begin(), blob.end());
   record.frozen_left_out = leave_out_frozen_;
   auto count = update_counts.begin();

@@ -143,6 +143,10 @@ std::string snapshot_text(const SnapshotRecord& record) {
   out.String(std::string(name_of(record.facts.weights)));
   out.Key("optimizer");
   out.String(std::string(name_of(record.facts.optimizer)));
+  if (record.facts.moments != MomentFormat::kFloat32) {  // who does not know it restores exact values
+    out.Key("states");
+    out.String(std::string(name_of(record.facts.moments)));
+  }
   out.Key("model");
   out.String(hex(record.facts.model));
   out.Key("blob");
@@ -190,6 +194,9 @@ SnapshotRecord parse_snapshot(const std::string& text, const std::string& object
   record.facts.weights = members.one_of("weights", {DType::kFloat32, DType::kBFloat16, DType::kFloat16});
   record.facts.optimizer = members.one_of(
       "optimizer", {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kSgd});
+  if (root.member("states"))
+    record.facts.moments =
+        members.one_of("states", {MomentFormat::kFloat32, MomentFormat::kBFloat16, MomentFormat::kInt8});
   record.facts.model = parse_hex(members.text("model"), object);
   record.blob = parse_blob(members.text("blob"), object);
   for (const JsonValue& file : members.at("files", JsonValue::Kind::kArray).items) record.files.push_back(file.text);

@@ -74,10 +74,7 @@ StoredModel read_stored_model(const StoreFiles& files) {
 }
 
 Plan plan_of_store(const StoredModel& stored, const std::vector<std::filesystem::path>& paths) {
-  Config config;
-  config.weights = stored.weights;
-  config.optimizer.kind = stored.optimizer;
-  config.tile_elements = stored.tile_elements;
+  Config config = config_of(stored);
   config.states = config.parameters = Placement::kNvme;
   config.nvme_paths = paths;
   return make_plan(config, stored.model, 1, stored.rank);
@@ -96,6 +93,7 @@ StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
   info.model = std::move(store.stored.model);
   info.weights = store.stored.weights;
   info.optimizer = store.stored.optimizer;
+  info.moments = store.stored.moments;
   count_parameters(info);
   info.tile_elements = store.stored.tile_elements;
   info.tiles = block.tiles;

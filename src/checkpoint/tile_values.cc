@@ -3,11 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "kernels/moments.h"
 #include "spillway/bf16.h"
 #include "spillway/error.h"
 #include "spillway/fp16.h"
@@ -164,28 +166,53 @@ void check_weights(const Parameter& parameter, DType type, std::uint64_t first, 
 
 namespace {
 
-float* moment_of(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment) {
-  const OptimizerTile arrays = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
-  return moment == Moment::kExpAvg ? arrays.exp_avg : arrays.exp_avg_sq;
+std::string_view moment_name(Moment moment) { return moment == Moment::kExpAvg ? kExpAvg : kExpAvgSq; }
+
+float* exact_moments(const OptimizerTile& tile, Moment moment) {
+  return moment == Moment::kExpAvg ? tile.exp_avg : tile.exp_avg_sq;
 }
 
 }  // namespace
 
+void check_moments(const Parameter& parameter, Moment moment, MomentFormat format, std::uint64_t first,
+                   std::span<const float> values) {
+  const auto bad = find_unstorable(values, moment, format);
+  if (!bad) return;
+  const float value = values[*bad];
+  const std::string what = std::isfinite(value) ? fmt::format("{:g}", value) : std::string(infinity_or_nan(value));
+  const bool too_large = std::isfinite(value) && !(moment == Moment::kExpAvgSq && value < 0);
+  const auto most = std::bit_cast<float>(largest_moment(format));
+  throw Error(Code::kInvalidArgument,
+              {fmt::format("{}.{}", parameter.name, moment_name(moment)),
+               fmt::format("holds {} at index {}{}", what, first + *bad,
+                           too_large ? fmt::format(", and {} states end at {:.3g}", name_of(format), most) : ""),
+               0, too_large ? "set spillway.states to fp32" : "look at the file or program that it comes from"});
+}
+
 void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
-                 const WeightSource& source, std::optional<std::uint32_t> only) {
-  float* const out = moment_of(plan, tile, memory, moment);
+                 const WeightSource& source, std::uint64_t rounding_key, std::optional<std::uint32_t> only) {
+  const OptimizerTile arrays = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
+  float* const out = exact_moments(arrays, moment);
+  std::vector<float> values(out ? 0 : kValuesAtOnce);
   for_each_piece(plan, tile, only,
                  [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
-                   source(plan.tiles[tile].block, parameter, first, {out + at, count});
+                   const std::span<float> piece = out ? std::span(out + at, count) : std::span(values).first(count);
+                   source(plan.tiles[tile].block, parameter, first, piece);
+                   if (!out) encode_moments(arrays.reduced, moment, at, piece, rounding_key);
                  });
 }
 
 void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment, const WeightSink& sink,
                  std::optional<std::uint32_t> only) {
-  const float* const in = moment_of(plan, tile, memory, moment);
+  const OptimizerTile arrays = tile_arrays(plan.tile_places[tile].shape, memory, nullptr);
+  const float* const in = exact_moments(arrays, moment);
+  std::vector<float> values(in ? 0 : kValuesAtOnce);
   for_each_piece(plan, tile, only,
                  [&](std::uint32_t parameter, std::uint64_t first, std::uint64_t at, std::uint64_t count) {
-                   sink(plan.tiles[tile].block, parameter, first, {in + at, count});
+                   if (in) return sink(plan.tiles[tile].block, parameter, first, {in + at, count});
+                   const std::span<float> piece = std::span(values).first(count);
+                   decode_moments(arrays.reduced, moment, at, piece);
+                   sink(plan.tiles[tile].block, parameter, first, piece);
                  });
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 
+#include "kernels/moment_codes.h"
 #include "spillway/engine.h"
 #include "src/plan/plan.h"
 #include "swap/tile_mover.h"
@@ -24,6 +25,10 @@ WeightSource finite_weights(const ModelDescription& model, DType type, const Wei
 // The same for values of one, from its element `first` on.
 void check_weights(const Parameter& parameter, DType type, std::uint64_t first, std::span<const float> values);
 
+// kInvalidArgument for a moment that is not finite, negative where it is a square, or more than its form holds.
+void check_moments(const Parameter& parameter, Moment moment, MomentFormat format, std::uint64_t first,
+                   std::span<const float> values);
+
 // Hands every parameter value of the tile to `sink`: the exact fp32 master, or the weight widened to fp32.
 void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, bool exact, const WeightSink& sink,
                std::optional<std::uint32_t> only = {});
@@ -31,10 +36,10 @@ void read_tile(const Plan& plan, std::uint32_t tile, const TileMemory& memory, b
 // The weight of that type beside a master, widened to fp32: what forward and backward use.
 float trained_weight(float master, DType type);
 
-// The same of a moment; the tile is trainable, and its optimizer keeps that moment.
-enum class Moment : std::uint8_t { kExpAvg, kExpAvgSq };
+// The same of a moment; the tile is trainable, and its optimizer keeps that moment. Where states are not exact, values
+// are widened, and rounded by `rounding_key` (see encode_moments()).
 void fill_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment,
-                 const WeightSource& source, std::optional<std::uint32_t> only = {});
+                 const WeightSource& source, std::uint64_t rounding_key, std::optional<std::uint32_t> only = {});
 void read_moment(const Plan& plan, std::uint32_t tile, const TileMemory& memory, Moment moment, const WeightSink& sink,
                  std::optional<std::uint32_t> only = {});
 

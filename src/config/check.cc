@@ -14,6 +14,7 @@
 #include "spillway/log.h"
 #include "spillway/units.h"
 #include "src/plan/partition.h"
+#include "src/plan/state_sections.h"
 #include "swap/extents.h"
 #include "swap/store_files.h"
 
@@ -113,6 +114,19 @@ void settle_groups(const ConfigDraft& draft, const KeyPlaces& places, const Repo
   }
 }
 
+void settle_states(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  const Config& config = draft.config;
+  if (config.moments == MomentFormat::kFloat32) {
+    if (places.contains("spillway.exact_states"))
+      log(LogLevel::kInfo, "spillway.exact_states: without effect, as spillway.states is fp32");
+    return;
+  }
+  if (can_reduce(config.optimizer.kind)) return;
+  report("spillway.states",
+         fmt::format("{}, and {} has exact states alone", name_of(config.moments), name_of(config.optimizer.kind)),
+         "leave it away, or train with AdamW, Adam or Lion");
+}
+
 void settle_optimizer(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   OptimizerConfig& optimizer = draft.config.optimizer;
   const std::string_view type = choices_of(find_config_key("optimizer.type")->allowed)[draft.optimizer_type];
@@ -137,6 +151,7 @@ void settle_optimizer(ConfigDraft& draft, const KeyPlaces& places, const ReportA
     report("optimizer.params.nesterov", "needs a momentum and no dampening", "set momentum to 0.9");
   }
   settle_groups(draft, places, report);
+  settle_states(draft, places, report);
 }
 
 void settle_precision(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
@@ -307,8 +322,10 @@ void settle_tiles(ConfigDraft& draft, const KeyPlaces& places) {
   }
   constexpr std::uint64_t kLargestTile = 16 << 20;
   const auto buffer_bytes = [&draft](std::uint64_t elements) {  // a tile's weights and states
-    const TileShape shape{
-        .count = elements, .type = draft.config.weights, .trainable = true, .optimizer = draft.config.optimizer.kind};
+    const TileShape shape{.count = elements,
+                          .type = draft.config.weights,
+                          .optimizer = draft.config.optimizer.kind,
+                          .states = reduced_states(draft.config)};
     return payload_bytes(shape, Part::kWeights) + payload_bytes(shape, Part::kStates);
   };
   const std::uint64_t wanted = *draft.sub_group_size;

@@ -7,12 +7,14 @@
 #include <span>
 #include <vector>
 
+#include "kernels/moments.h"
 #include "spillway/bf16.h"
 #include "spillway/error.h"
 #include "spillway/fp16.h"
 #include "spillway/optimizer.h"
 #include "src/checkpoint/tile_values.h"
 #include "src/engine/step_engine.h"
+#include "src/plan/state_sections.h"
 
 namespace spillway {
 
@@ -25,6 +27,8 @@ struct StepEngine::NamedValues {
 namespace {
 
 constexpr std::uint64_t kShownAtOnce = 64 * 1024;
+
+Moment moment_of(ParameterValues of) { return of == ParameterValues::kExpAvg ? Moment::kExpAvg : Moment::kExpAvgSq; }
 
 float widened(const std::byte* from, DType type, std::uint64_t at) {
   if (type == DType::kFloat32) return reinterpret_cast<const float*>(from)[at];
@@ -132,8 +136,7 @@ void StepEngine::read_values(ParameterValues of, std::uint32_t block, std::uint3
     settle();
     const auto show = [&](std::uint32_t tile, const TileMemory& memory) {
       if (of == ParameterValues::kMaster) return read_tile(plan_, tile, memory, true, guarded_sink, parameter);
-      const Moment moment = of == ParameterValues::kExpAvg ? Moment::kExpAvg : Moment::kExpAvgSq;
-      read_moment(plan_, tile, memory, moment, guarded_sink, parameter);
+      read_moment(plan_, tile, memory, moment_of(of), guarded_sink, parameter);
     };
     look_at_tiles(values, show, false);
   });
@@ -150,8 +153,12 @@ void StepEngine::write_values(ParameterValues of, std::uint32_t block, std::uint
   refuse_leases("write_values");
   std::vector<float> values(plan_.blocks[block].partition.parameters[parameter].count);
   source(block, parameter, 0, values);
-  check_weights(model_.blocks[block].parameters[parameter],
-                of == ParameterValues::kMaster ? config_.weights : DType::kFloat32, 0, values);
+  const Parameter& described = model_.blocks[block].parameters[parameter];
+  if (of == ParameterValues::kExpAvg || of == ParameterValues::kExpAvgSq) {
+    check_moments(described, moment_of(of), format_of(config_, described), 0, values);
+  } else {
+    check_weights(described, of == ParameterValues::kMaster ? config_.weights : DType::kFloat32, 0, values);
+  }
   guarded([&] {
     make_ready("write_values");
     if (of == ParameterValues::kGradient) {
@@ -170,8 +177,7 @@ void StepEngine::write_values(ParameterValues of, std::uint32_t block, std::uint
     };
     const auto fill = [&](std::uint32_t tile, const TileMemory& memory) {
       if (of == ParameterValues::kMaster) return fill_tile(plan_, tile, memory, given, parameter);
-      const Moment moment = of == ParameterValues::kExpAvg ? Moment::kExpAvg : Moment::kExpAvgSq;
-      fill_moment(plan_, tile, memory, moment, given, parameter);
+      fill_moment(plan_, tile, memory, moment_of(of), given, rounding_key(config_.optimizer.seed, step_), parameter);
     };
     look_at_tiles(named, fill, true);
     if (machinery_.store) commit();

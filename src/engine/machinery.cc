@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "kernels/process_limits.h"
@@ -15,6 +16,22 @@
 #include "src/plan/node_tiles.h"
 
 namespace spillway {
+namespace {
+
+// What most elements of an update are described as: the largest tile of those.
+TileShape shape_of_most(const Plan& plan) {
+  std::map<const StateArray*, std::uint64_t> elements;  // by description
+  for (const TilePlace& tile : plan.tile_places) {
+    if (tile.shape.trainable) elements[tile.shape.states.data()] += tile.shape.count;
+  }
+  const auto rank = [&](const TilePlace& tile) {
+    return std::pair(tile.shape.trainable ? elements[tile.shape.states.data()] : 0, tile.shape.count);
+  };
+  return std::ranges::max_element(plan.tile_places, {}, rank)->shape;
+}
+
+}  // namespace
+
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
                      std::span<const ThreadShare> shares, const std::function<void()>& before_loss)
     : idle_bytes(check_memory(plan, resolve_device(config))), host(plan.ledger.total(Placement::kHost), kPinnedArena) {
@@ -38,8 +55,7 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   probe_memory_ = host_region(plan.host.buffers);
   const auto roomiest = std::ranges::max_element(plan.hbm.places, {}, &Region::bytes);
   const Region probe = plan.hbm.places.empty() ? Region{0, 0} : *roomiest;
-  const auto largest = std::ranges::max_element(plan.tile_places, {}, [](const TilePlace& t) { return t.shape.count; });
-  rates = probe_machine(*device, *workers, *h2d, *d2h, {probe_memory_, hbm_region(probe)}, largest->shape);
+  rates = probe_machine(*device, *workers, *h2d, *d2h, {probe_memory_, hbm_region(probe)}, shape_of_most(plan));
   if (trace) trace->timeline().attach(*device);  // from here on nothing fails
 }
 

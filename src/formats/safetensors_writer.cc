@@ -11,6 +11,7 @@
 #include <iterator>
 #include <new>
 #include <set>
+#include <utility>
 
 #include "spillway/bf16.h"
 #include "spillway/error.h"
@@ -62,6 +63,7 @@ const char* dtype_of(const PlannedTensor& tensor) {
 struct PlannedFile {
   std::string name;
   std::size_t first = 0, count = 0;  // its tensors
+  bool begun = false;                // its header was given out to be written
   std::uint64_t data_bytes = 0, header_bytes = 0;
 };
 
@@ -173,13 +175,17 @@ struct SafetensorsWriter::Output {
   std::future<void> writing;
 
   PlainFile file;            // the one being written
+  std::size_t opened = 0;    // which that is
   std::uint64_t direct = 0;  // what its transfers must be multiples of; 0: they go through the page cache
   std::size_t tensor = 0;    // the next value's place
   std::uint64_t element = 0;
-  std::size_t buffered = 0;   // bytes in `buffer`
-  std::uint64_t written = 0;  // bytes of `file`, header included, that were given out to be written
-  std::uint64_t window = 0;   // where the window that fills starts
-  std::size_t named = 0;      // files that have their final names
+  bool placed = true;              // what is written next belongs there
+  std::vector<std::uint8_t> done;  // by tensor: all of it was given
+  std::size_t left = 0;            // tensors that are not
+  std::size_t buffered = 0;        // bytes in `buffer`
+  std::uint64_t written = 0;       // bytes of `file`, header included, that were given out to be written
+  std::uint64_t window = 0;        // where the window that fills starts
+  std::size_t named = 0;           // files that have their final names
   bool finished = false;
 
   std::string single() const { return options.stem + ".safetensors"; }
@@ -207,6 +213,8 @@ struct SafetensorsWriter::Output {
   void put(std::uint64_t offset, std::span<const std::byte> bytes);
   void open_file(std::size_t index);
   void close_file();
+  void go_to(std::size_t index);
+  void end_tensor();
   void name_files();
   void remove_old(bool sharded);
 };
@@ -235,6 +243,8 @@ void SafetensorsWriter::Output::open_file(std::size_t index) {
     direct = 0;
   }
   written = window = 0;
+  opened = index;
+  files[index].begun = true;
   const std::string header = header_of(std::span(tensors).subspan(files[index].first, files[index].count));
   append(std::as_bytes(std::span(header)));
 }
@@ -287,8 +297,45 @@ void SafetensorsWriter::Output::close_file() {
   written += rest.size();
   buffered = 0;
   file.sync();
-  file.drop_cached(0, written);
+  file.drop_cached(0, files[opened].header_bytes + files[opened].data_bytes);
   file.close();
+}
+
+// The values of another tensor come next than the one that follows in the files. Its place is no multiple of what
+// direct transfers need.
+void SafetensorsWriter::Output::go_to(std::size_t index) {
+  const std::size_t in = tensors[index].file;
+  if (in != opened || direct != 0) {
+    close_file();
+    if (!files[in].begun && files[in].first == index) {
+      open_file(in);
+      return;
+    }
+    file = PlainFile::open_to_write(temporary_path(files[in].name));
+    opened = in;
+  } else {
+    if (writing.valid()) writing.get();
+    file.write_at(written, {buffer, buffered});
+    buffered = 0;
+  }
+  if (!std::exchange(files[in].begun, true)) {
+    const std::string header = header_of(std::span(tensors).subspan(files[in].first, files[in].count));
+    file.write_at(0, std::as_bytes(std::span(header)));
+  }
+  written = files[in].header_bytes;
+  for (std::size_t before = files[in].first; before < index; ++before) written += tensors[before].bytes();
+  window = align_down(written, kWriteBackBytes);
+}
+
+// Places are kept by the values that follow; where they do not, the next tensor is gone to.
+void SafetensorsWriter::Output::end_tensor() {
+  element = 0;
+  done[tensor] = 1;
+  left -= 1;
+  if (left == 0) return close_file();
+  const std::size_t next = tensor + 1;
+  placed = next < tensors.size() && done[next] == 0 && tensors[next].file == opened;
+  tensor = placed ? next : static_cast<std::size_t>(std::ranges::find(done, 0) - done.begin());
 }
 
 void SafetensorsWriter::Output::name_files() {
@@ -367,17 +414,26 @@ SafetensorsWriter SafetensorsWriter::create(const std::filesystem::path& directo
     refuse_as(Code::kExists, object, "a model is there", "name another directory, or remove it");
   output->files = plan_files(output->tensors, options);  // which are this writer's from here on
   output->reserve_all();
+  output->done.assign(output->tensors.size(), 0);
+  output->left = output->tensors.size();
   output->open_file(0);
   return SafetensorsWriter(std::move(output));
 }
 
 void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span<const float> values) {
   Output& out = *output_;
-  const bool in_order = tensor == out.tensor && first == out.element && tensor < out.tensors.size();
-  if (!in_order || values.size() > out.tensors[tensor].elements - first) {
+  const bool known = tensor < out.tensors.size() && out.done[tensor] == 0;
+  const bool follows = known && tensor == out.tensor && first == out.element;
+  const bool begins = known && first == 0 && out.element == 0;
+  if (!(follows || begins) || values.size() > out.tensors[tensor].elements - first) {
     refuse_as(Code::kInvalidArgument, out.directory.string(),
               fmt::format("values {} to {} of tensor {} were given out of turn", first, first + values.size(), tensor),
               fmt::format("value {} of tensor {} is next", out.element, out.tensor));
+  }
+  if (tensor != out.tensor || !out.placed) {
+    out.go_to(tensor);
+    out.tensor = tensor;
+    out.placed = true;
   }
   const DType type = out.tensors[tensor].type;
   const bool bits = out.tensors[tensor].spec.bits, half = type == DType::kFloat16 && !bits;
@@ -400,19 +456,12 @@ void SafetensorsWriter::write(std::size_t tensor, std::uint64_t first, std::span
       values = values.subspan(count);
     }
   }
-  if (out.element < out.tensors[tensor].elements) return;
-  out.element = 0;
-  out.tensor += 1;
-  const bool last = out.tensor == out.tensors.size();
-  if (last || out.tensors[out.tensor].file != out.tensors[tensor].file) {
-    out.close_file();
-    if (!last) out.open_file(out.tensors[out.tensor].file);
-  }
+  if (out.element == out.tensors[tensor].elements) out.end_tensor();
 }
 
 void SafetensorsWriter::finish() {
   Output& out = *output_;
-  if (out.tensor != out.tensors.size()) {
+  if (out.left > 0) {
     refuse_as(Code::kInvalidArgument, out.directory.string(),
               fmt::format("the model is finished at value {} of tensor \"{}\"", out.element,
                           printable(out.tensors[out.tensor].spec.name)),

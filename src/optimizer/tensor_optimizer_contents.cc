@@ -5,10 +5,12 @@
 #include <exception>
 #include <utility>
 
+#include "kernels/moments.h"
 #include "kernels/optimizer.h"
 #include "spillway/error.h"
 #include "src/checkpoint/tile_values.h"
 #include "src/optimizer/tensor_optimizer.h"
+#include "src/plan/state_sections.h"
 
 namespace spillway {
 
@@ -142,8 +144,13 @@ void TensorOptimizer::import_state(std::uint64_t step, std::span<const std::uint
   const auto from = [&](OptimizerState state) -> WeightSource {
     return [&, state](std::uint32_t block, std::uint32_t p, std::uint64_t first, std::span<float> out) {
       source(state, tensors_.index(block, p), first, out);
+      if (state == OptimizerState::kMaster) return;
+      const Parameter& parameter = model_.blocks[block].parameters[p];
+      check_moments(parameter, state == OptimizerState::kExpAvg ? Moment::kExpAvg : Moment::kExpAvgSq,
+                    format_of(config_, parameter), first, out);
     };
   };
+  const std::uint64_t key = rounding_key(config_.optimizer.seed, step);
   const WeightSource exact = from(OptimizerState::kMaster), exp_avg = from(OptimizerState::kExpAvg),
                      exp_avg_sq = from(OptimizerState::kExpAvgSq);
   updates_.resume(step, update_counts, "import_state");
@@ -156,8 +163,8 @@ void TensorOptimizer::import_state(std::uint64_t step, std::span<const std::uint
     } else {
       tensors_.take(tile, memory, tensors, *workers_);
     }
-    if (has_exp_avg(config_.optimizer.kind)) fill_moment(plan_, tile, memory, Moment::kExpAvg, exp_avg);
-    if (has_exp_avg_sq(config_.optimizer.kind)) fill_moment(plan_, tile, memory, Moment::kExpAvgSq, exp_avg_sq);
+    if (has_exp_avg(config_.optimizer.kind)) fill_moment(plan_, tile, memory, Moment::kExpAvg, exp_avg, key);
+    if (has_exp_avg_sq(config_.optimizer.kind)) fill_moment(plan_, tile, memory, Moment::kExpAvgSq, exp_avg_sq, key);
   });
   pass.finish();
 }

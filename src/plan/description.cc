@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <set>
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"
@@ -20,7 +21,7 @@ namespace {
 
 using DescriptionWriter = rapidjson::Writer<rapidjson::StringBuffer>;
 
-constexpr const char *kStates = "states", *kSections = "sections", *kBytes = "bytes";
+constexpr const char *kStates = "states", *kSections = "sections", *kParameter = "parameter", *kBytes = "bytes";
 constexpr std::uint32_t kStatesFormat = 4;
 
 // The part that the fingerprint covers.
@@ -96,7 +97,7 @@ std::string sections_json(const Config& config, const ModelDescription& model) {
       if (states.empty()) continue;
       any = true;
       out.StartObject();
-      out.Key("parameter");
+      out.Key(kParameter);
       out.String(parameter.name);
       write_states(out, states);
       out.EndObject();
@@ -119,13 +120,6 @@ std::string description_as_of(const std::string& description, std::uint32_t form
 }
 
 std::uint64_t fingerprint_of(const std::string& layout) { return granule_checksum(std::as_bytes(std::span(layout))); }
-
-Config config_of(const StoredModel& stored) {
-  Config config;
-  config.weights = stored.weights;
-  config.optimizer.kind = stored.optimizer;
-  return config;
-}
 
 [[noreturn]] void corrupt(const std::string& object) {
   throw Error(Code::kCorrupt, object, "the model description cannot be read", 0, Remedy::kReplace);
@@ -194,13 +188,36 @@ void check_states(const rapidjson::Value& states, const StoredModel& stored, con
   if (states.Size() < known.count) refuse(fmt::format("keeps no state array {}", known.array[states.Size()].name));
 }
 
-// Those that this version keeps for such a model; refuses any others.
-std::string check_sections(const rapidjson::Document& document, const StoredModel& stored, const std::string& object) {
-  const std::string known = sections_json(config_of(stored), stored.model);
-  rapidjson::Document wanted;
-  wanted.Parse(known.data(), known.size());
+// Parameters that no section is of, where their shape does not say that already.
+std::vector<std::string> exact_of(const rapidjson::Document& document, const ModelDescription& model) {
+  std::set<std::string> listed;
+  if (document.HasMember(kSections) && document[kSections].IsArray()) {
+    for (const auto& section : document[kSections].GetArray()) {
+      const bool named = section.IsObject() && section.HasMember(kParameter) && section[kParameter].IsString();
+      if (named) listed.insert(text_of(section[kParameter]));
+    }
+  }
+  std::vector<std::string> exact;
+  for (const Block& block : model.blocks) {
+    for (const Parameter& parameter : block.parameters) {
+      const bool by_itself = !parameter.trainable || parameter.shape.size() < 2;
+      if (!by_itself && !listed.contains(parameter.name)) exact.push_back(parameter.name);
+    }
+  }
+  return exact;
+}
+
+// Says which form the states have; refuses what no form of this version's gives for such a model.
+std::string check_sections(const rapidjson::Document& document, StoredModel& stored, const std::string& object) {
   const bool given = document.HasMember(kSections);
-  if (given ? !known.empty() && document[kSections] == wanted : known.empty()) return known;
+  stored.exact_states = exact_of(document, stored.model);
+  for (const MomentFormat form : {MomentFormat::kFloat32, MomentFormat::kBFloat16, MomentFormat::kInt8}) {
+    stored.moments = form;
+    const std::string known = sections_json(config_of(stored), stored.model);
+    rapidjson::Document wanted;
+    wanted.Parse(known.data(), known.size());
+    if (given ? !known.empty() && document[kSections] == wanted : known.empty()) return known;
+  }
   throw Error(Code::kUnsupported, {object, "keeps states of some parameters that this version does not know", 0,
                                    "use the version that made the store"});
 }
@@ -239,7 +256,32 @@ std::string first_difference(const ModelDescription& there, const ModelDescripti
   return "";
 }
 
+// The form, or else the first parameter, in which the states of two models of the same blocks differ; empty: none.
+std::string state_difference(const StoredModel& there, const StoredModel& here) {
+  if (there.moments != here.moments)
+    return fmt::format("{} states (here: {})", name_of(there.moments), name_of(here.moments));
+  const Config stored = config_of(there), wanted = config_of(here);
+  for (std::size_t b = 0; b < std::min(there.model.blocks.size(), here.model.blocks.size()); ++b) {
+    for (const Parameter& parameter : there.model.blocks[b].parameters) {
+      const MomentFormat one = format_of(stored, parameter), other = format_of(wanted, parameter);
+      if (one == other || !parameter.trainable) continue;
+      return fmt::format("{} states of {} (here: {})", name_of(one), printable(parameter.name), name_of(other));
+    }
+  }
+  return "";
+}
+
 }  // namespace
+
+Config config_of(const StoredModel& stored) {
+  Config config;
+  config.weights = stored.weights;
+  config.optimizer.kind = stored.optimizer;
+  config.tile_elements = stored.tile_elements;
+  config.moments = stored.moments;
+  config.exact_states = stored.exact_states;
+  return config;
+}
 
 StoreIdentity describe_store(const Config& config, const ModelDescription& model) {
   const std::string layout = layout_json(model, config.weights, config.optimizer.kind, config.tile_elements);
@@ -267,6 +309,7 @@ StoreIdentity describe_store(const Config& config, const ModelDescription& model
   return {.description = buffer.GetString(),
           .fingerprint = fingerprint_of(layout + sections),
           .difference = &description_difference,
+          .remedy = &difference_remedy,
           .as_of_format = &description_as_of};
 }
 
@@ -289,6 +332,10 @@ std::string description_difference(const std::string& stored, const std::string&
   compare(optimizer(there), optimizer(here), name_of(here.optimizer));
   compare(tiles(there), tiles(here), here.tile_elements);
   compare(blocks(there), blocks(here), here.model.blocks.size());
+  if (found.empty()) {
+    const std::string states = state_difference(there, here);
+    if (!states.empty()) found.push_back(states);
+  }
   const std::string parameter = first_difference(there.model, here.model);
   if (!parameter.empty()) found.push_back(parameter);
   if (!found.empty()) return joined(found);
@@ -305,6 +352,15 @@ std::string description_difference(const std::string& stored, const std::string&
   compare_attachments(here.model, there.model, "no ");
   compare_attachments(there.model, here.model, "a ");
   return joined(found);
+}
+
+Remedy difference_remedy(const std::string& stored, const std::string& wanted) {
+  const StoredModel there = parse_store_description(stored, "store"), here = parse_store_description(wanted, "run");
+  if (state_difference(there, here).empty()) return Remedy::kItsSettingsOrReplace;
+  const auto layout = [](const StoredModel& of) {
+    return layout_json(of.model, of.weights, of.optimizer, of.tile_elements);
+  };
+  return layout(there) == layout(here) ? Remedy::kItsStatesOrSnapshot : Remedy::kItsSettingsOrReplace;
 }
 
 StoredModel parse_store_description(const std::string& text, const std::string& object) {

@@ -7,6 +7,7 @@
 
 #include "spillway/config.h"
 #include "spillway/model.h"
+#include "spillway/remedy.h"
 #include "swap/store_shape.h"
 
 namespace spillway {
@@ -22,14 +23,22 @@ std::uint64_t layout_fingerprint(const ModelDescription& model, DType weights, O
 // parameters, the first that differs. Empty: nothing that the fingerprint covers. Throws as parse_store_description.
 std::string description_difference(const std::string& stored, const std::string& wanted);
 
+// Where states alone differ a snapshot converts them.
+Remedy difference_remedy(const std::string& stored, const std::string& wanted);
+
 struct StoredModel {
   ModelDescription model;  // visits empty
   DType weights = DType::kFloat32;
   OptimizerKind optimizer = OptimizerKind::kAdam;
   std::uint64_t tile_elements = 0;
+  MomentFormat moments = MomentFormat::kFloat32;  // of the parameters that are not among the exact ones
+  std::vector<std::string> exact_states = {};     // names; see Config
   std::uint64_t fingerprint = 0;
   Rank rank = {};  // whose part of it a store has; its superblock says so
 };
+
+// Weights, optimizer, tiles and states as a store was made with; all else as it is without a configuration.
+Config config_of(const StoredModel& stored);
 
 // Throws kCorrupt (`object` in the message) when the text is not such a description, kUnsupported when it tells of
 // state arrays that this version does not know.

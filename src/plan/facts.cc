@@ -119,6 +119,16 @@ std::string bytes_fact(const Plan& plan) {
                      elements * size_of(plan.tile_places[0].shape.type), weights);
 }
 
+// Empty where all are exact.
+std::string states_fact(const Config& config, const Plan& plan) {
+  std::uint64_t reduced = 0, exact = 0;
+  for (const TilePlan& tile : plan.tiles) {
+    if (tile.range.trainable) (tile.range.states.empty() ? exact : reduced) += tile.range.count;
+  }
+  if (reduced == 0) return "";
+  return fmt::format("moments of {} elements are stored in {}, of {} in fp32", reduced, name_of(config.moments), exact);
+}
+
 }  // namespace
 
 std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
@@ -142,6 +152,7 @@ std::vector<std::string> describe_plan(const Config& config, const Plan& plan,
     lines.push_back(
         fmt::format("of {} bytes that an update works on, {} stay in memory", hits.tile_bytes, hits.tile_hit_bytes));
   }
+  if (std::string fact = states_fact(config, plan); !fact.empty()) lines.push_back(std::move(fact));
   if (std::string fact = bytes_fact(plan); !fact.empty()) lines.push_back(std::move(fact));
   if (std::string fact = accumulator_fact(plan); !fact.empty()) lines.push_back(std::move(fact));
   std::string idle;

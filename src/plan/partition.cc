@@ -37,14 +37,15 @@ BlockPartition partition_block(const Block& block, const std::function<StateList
     if (!parameter.trainable || !section.trainable) return parameter.trainable == section.trainable;
     return std::ranges::equal(states_of ? states_of(parameter) : StateList{}, section.states);
   };
-  for (const bool trainable : {true, false}) {
-    for (const Parameter& parameter : block.parameters) {
-      if (parameter.trainable != trainable) continue;
-      if (std::ranges::any_of(partition.sections, [&](const Section& s) { return belongs(parameter, s); })) continue;
-      partition.sections.push_back(
-          {.trainable = trainable, .states = trainable && states_of ? states_of(parameter) : StateList{}});
-    }
+  for (const Parameter& parameter : block.parameters) {
+    if (std::ranges::any_of(partition.sections, [&](const Section& s) { return belongs(parameter, s); })) continue;
+    const bool trainable = parameter.trainable;
+    partition.sections.push_back(
+        {.trainable = trainable, .states = trainable && states_of ? states_of(parameter) : StateList{}});
   }
+  std::ranges::stable_sort(partition.sections, {}, [](const Section& section) {
+    return !section.trainable ? 2 : section.states.empty() ? 1 : 0;
+  });
   for (Section& section : partition.sections) {
     section.first = partition.elements;
     for (std::size_t i = 0; i < block.parameters.size(); ++i) {
@@ -78,8 +79,10 @@ std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t 
   std::vector<TileRange> tiles;
   for (const Section& section : partition.sections) {
     const Shard shard = shard_of(section.first, section.elements, rank);
+    const bool bytes = std::ranges::find(section.states, 1u, &StateArray::bytes) != section.states.end();
+    const std::uint64_t unit = bytes ? kHashedByteUnit : kHashedTileUnit;
     for (std::uint64_t done = 0; done < shard.count; done += tiles.back().count) {
-      const std::uint64_t left = shard.count - done, whole = left / kHashedTileUnit * kHashedTileUnit;
+      const std::uint64_t left = shard.count - done, whole = align_down(left, unit);
       tiles.push_back({.first = shard.first + done,
                        .count = std::min(tile_elements, whole > 0 ? whole : left),
                        .trainable = section.trainable,

@@ -1,7 +1,7 @@
 // From the parameters of a block to shards and tiles. Pure arithmetic; nothing here knows where bytes live.
 //
-//   block    | trainable part                        | frozen part      |    each part: a section for each
-//            | wte   ░| ln_1.weight ░| mlp.weight  ░ | adapter base   ░ |    description of states; ░: padding
+//   block    | reduced states | exact states         | frozen part      |    each part: a section for each
+//            | mlp.weight    ░| wte  ░| ln_1.weight ░| adapter base   ░ |    description of states; ░: padding
 //   shards   | rank 0            | rank 1            | rank 0 | rank 1  |
 //   tiles    | tile | tile | tail| tile | tile | tail| tile   | tile    |
 //
@@ -43,8 +43,8 @@ struct BlockPartition {
 
 // Throws kInvalidArgument, naming the parameter, for an empty block, a name that is empty or not unique in it, and a
 // shape that count_elements refuses.
-// `states_of`, unless null: what describes the states of a trainable parameter. Sections lie in the order of their
-// first parameters.
+// `states_of`, unless null: what describes the states of a trainable parameter; empty where they are exact. Sections
+// lie as shown above, those of one part in the order of their first parameters.
 BlockPartition partition_block(const Block& block, const std::function<StateList(const Parameter&)>& states_of = {});
 
 struct Shard {
@@ -64,7 +64,8 @@ struct TileRange {
 };
 
 // The tiles of one rank, in increasing order. tile_elements is a multiple of kPartitionUnit. What is left at the end of
-// a shard is cut once more, so that the larger part is a multiple of kHashedTileUnit.
+// a shard is cut once more, so that the larger part is a multiple of kHashedTileUnit, or of kHashedByteUnit where an
+// array has elements of one byte.
 std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t tile_elements, Rank rank);
 
 }  // namespace spillway

@@ -80,6 +80,7 @@ class Planner {
                    fmt::format("is 0 in fp32, so that {} would divide 0 by 0", name_of(config_.optimizer.kind)), 0,
                    "take the default"});
     }
+    check_reduced_states(config_, model_);
     check_placements();
   }
 
@@ -118,6 +119,7 @@ class Planner {
     if (model_.blocks.empty())
       throw Error(Code::kInvalidArgument, {"model", "has no blocks", 0, "describe at least one"});
     plan_.groups = group_parameters(config_, model_);
+    std::uint64_t elements = 0;  // of the blocks before
     std::set<std::string> names;
     for (std::uint32_t b = 0; b < model_.blocks.size(); ++b) {
       for (const Parameter& parameter : model_.blocks[b].parameters) {
@@ -141,8 +143,10 @@ class Planner {
                                                .type = config_.weights,
                                                .trainable = range.trainable,
                                                .optimizer = config_.optimizer.kind,
-                                               .states = range.states}});
+                                               .states = range.states,
+                                               .index = elements + range.first}});
       }
+      elements += block.partition.elements;
       block.tiles = static_cast<std::uint32_t>(plan_.tiles.size()) - block.first_tile;
       plan_.blocks.push_back(std::move(block));
     }

@@ -15,7 +15,8 @@ void parse(const std::string& text) {
   if (!record) return;
   const SnapshotRecord again = parse_snapshot(snapshot_text(*record), "spillway.json");
   SPILLWAY_CHECK(again.facts.step == record->facts.step && again.facts.model == record->facts.model &&
-                     again.facts.weights == record->facts.weights && again.facts.optimizer == record->facts.optimizer,
+                     again.facts.weights == record->facts.weights && again.facts.optimizer == record->facts.optimizer &&
+                     again.facts.moments == record->facts.moments,
                  "the facts are the same when they are read again");
   SPILLWAY_CHECK(again.blob == record->blob && again.files == record->files && again.checksums == record->checksums &&
                      again.update_counts == record->update_counts && again.attachments == record->attachments,

@@ -16,10 +16,7 @@ void store_description(Bytes input) {
     SPILLWAY_CHECK(path.lexically_normal().parent_path() == "/exported/model", "no path leaves the directory");
     SPILLWAY_CHECK(is_plain_file_name(attachment.name), "an attachment is a file of its directory");
   }
-  Config config;
-  config.weights = stored->weights;
-  config.optimizer.kind = stored->optimizer;
-  config.tile_elements = stored->tile_elements;
+  const Config config = config_of(*stored);
   const StoreIdentity again = describe_store(config, stored->model);
   SPILLWAY_CHECK(again.fingerprint == stored->fingerprint, "the same model has the same fingerprint");
   SPILLWAY_CHECK(description_difference(text, again.description).empty(), "and is the same when it is read again");

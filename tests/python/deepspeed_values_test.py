@@ -70,6 +70,28 @@ class Values(Behaviours):
                     deepspeed.zero.GatheredParameters(engine.module.linears[0].weight), torch.no_grad():
                 engine.module.linears[0].weight.fill_(1.0)
 
+    def test_MomentsInFewerBytesAreReadAndWrittenAsFp32(self):
+        found = {}
+        for form in ("fp32", "bf16", "int8"):
+            engine = self.engine_of(simple(), device="nvme", spillway={"states": form})
+            self.train(engine, data(2))
+            linear = engine.module.linears[0]
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[form, key] = [safe_get_full_optimizer_state(p, key) for p in (linear.weight, linear.bias)]
+                if form == "fp32":
+                    continue
+                (exact, exact_bias), (weight, bias) = found["fp32", key], found[form, key]
+                self.assertTrue(torch.allclose(exact_bias, bias, rtol=1e-3, atol=0), "vectors stay exact")
+                self.assertFalse(torch.equal(exact, weight))
+                self.assertLess((exact - weight).abs().max(), 0.02 * exact.abs().max(), (form, key))
+                safe_set_full_optimizer_state(linear.weight, weight, key)
+                self.assertTrue(torch.equal(weight, safe_get_full_optimizer_state(linear.weight, key)),
+                                "what was widened goes back as it was")
+            broken = torch.full((WIDTH, WIDTH), torch.nan)
+            self.assert_error(r"linears\.0\.weight\.exp_avg: holds NaN at index 0", safe_set_full_optimizer_state,
+                              linear.weight, broken, "exp_avg")
+            engine.close()
+
     def test_WhatWasWrittenIsResumed(self):
         engine = self.engine_of(device="nvme")
         self.train(engine, data(2))

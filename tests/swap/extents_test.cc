@@ -45,6 +45,23 @@ TEST(Extents, StatesAreTheMomentsOfTheOptimizerAndTheMaster) {
   }
 }
 
+TEST(Extents, ScalesLieBehindAllArraysAndCount) {
+  constexpr StateArray kInt8[] = {{.name = kExpAvg, .type = "int8", .bytes = 1, .group = 32, .scale = "bf16"},
+                                  {.name = kExpAvgSq, .type = "uint8", .bytes = 1, .group = 32, .scale = "bf16"},
+                                  {.name = kResidual, .type = "int16", .bytes = 2}};
+  const TileShape shape{.count = 4096, .type = DType::kBFloat16, .states = kInt8};
+  EXPECT_EQ(payload_bytes(shape, Part::kWeights), 4096u * 2);
+  EXPECT_EQ(payload_bytes(shape, Part::kStates), 4096u * 4 + 2 * 128 * 2);
+  EXPECT_EQ(extent_bytes(shape, Part::kStates), kExtentAlignment);
+  const StateArrays arrays = state_arrays(shape);
+  ASSERT_EQ(arrays.count, 3u);
+  EXPECT_EQ(arrays.array[1].offset, 4096u);
+  EXPECT_EQ(arrays.array[2].offset, 4096u * 2);
+  EXPECT_EQ(arrays.array[0].scales, 4096u * 4);
+  EXPECT_EQ(arrays.array[1].scales, 4096u * 4 + 256);
+  EXPECT_EQ(element_bytes(shape, Part::kStates), (ElementBytes{1, 1, 2, 0}));
+}
+
 // With two slots nothing overlaps; with one slot, both slots of a tile are the same place.
 TEST(Extents, PartsOfTheFileNeverOverlap) {
   for (std::uint32_t slots : {1u, 2u}) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "src/plan/state_sections.h"
 #include "swap/tile_place.h"
 
 namespace spillway::planning {
@@ -24,7 +25,7 @@ constexpr double kSyncSeconds = 5e-3;   // of a commit on a drive without power-
 // Bytes that the optimizer moves for an element: weight and states read and written, gradient read.
 double update_bytes(const Config& config) {
   const TileShape shape{
-      .count = 1 << 20, .type = config.weights, .trainable = true, .optimizer = config.optimizer.kind};
+      .count = 1 << 20, .type = config.weights, .optimizer = config.optimizer.kind, .states = reduced_states(config)};
   const double weight = static_cast<double>(payload_bytes(shape, Part::kWeights));
   const double states = static_cast<double>(payload_bytes(shape, Part::kStates));
   return (3 * weight + 2 * states) / static_cast<double>(shape.count);

@@ -96,8 +96,10 @@ std::string store_text(const StoreInfo& store) {
   for (const Attachment& attachment : store.model.attachments) {
     line("", fmt::format("with {}, {}", attachment.name, plural(attachment.text.size(), "byte")));
   }
-  line("types", fmt::format("{} weights, optimizer {}; store format {}", spillway::name_of(store.weights),
-                            spillway::name_of(store.optimizer), store.format));
+  const bool exact = store.moments == MomentFormat::kFloat32;
+  line("types", fmt::format("{} weights, optimizer {}{}; store format {}", spillway::name_of(store.weights),
+                            spillway::name_of(store.optimizer),
+                            exact ? "" : fmt::format(", {} states", spillway::name_of(store.moments)), store.format));
   if (!store.run.empty()) line("run", fmt::format("{}, rank {} of {}", store.run, store.rank, store.ranks));
   line("tiles", fmt::format("{} of at most {} elements, {} each, whatever tier they live in during a run", store.tiles,
                             store.tile_elements, plural(store.slots, "slot")));
@@ -158,6 +160,7 @@ std::string store_json(const StoreInfo& store, const std::optional<Verified>& ve
   json.put("trainable", store.trainable);
   json.put("weights", spillway::name_of(store.weights));
   json.put("optimizer", spillway::name_of(store.optimizer));
+  json.put("states", spillway::name_of(store.moments));
   json.put("tiles", store.tiles);
   json.put("tile_elements", store.tile_elements);
   json.put("slots", store.slots);

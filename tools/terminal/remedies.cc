@@ -49,6 +49,9 @@ constexpr RemedyWords kWords[] = {
     {Remedy::kReopen, "run it again with --resume"},
     {Remedy::kCutShort, "somebody cut the store short: restore a snapshot, or start over with --fresh"},
     {Remedy::kRenewStore, "go on with --resume, save a snapshot, and start a new store from it with --load"},
+    {Remedy::kItsStatesOrSnapshot,
+     "go on with the spillway.states it was made with, or save a snapshot with them and start a new store with --load "
+     "SNAPSHOT, which converts"},
 };
 
 consteval bool has_all_in_order() {

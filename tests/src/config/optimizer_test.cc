@@ -23,6 +23,25 @@ TEST(ConfigOptimizer, AdamIsDecoupledUnlessAdamWModeIsFalse) {
   EXPECT_THAT(refusal(with(R"("optimizer": {"type": "Lamb"})")), HasSubstr("allowed: AdamW, Adam, Adagrad, Lion, SGD"));
 }
 
+TEST(ConfigOptimizer, StatesAreExactUnlessTheFileSaysOtherwise) {
+  const auto section = [](const std::string& keys, const std::string& type = "AdamW") {
+    return with(R"("optimizer": {"type": ")" + type + R"("}, "spillway": {)" + keys + "}");
+  };
+  EXPECT_EQ(parse(section("")).moments, MomentFormat::kFloat32);
+  EXPECT_EQ(parse(section(R"("states": "fp32")")).moments, MomentFormat::kFloat32);
+  EXPECT_EQ(parse(section(R"("states": "bf16")")).moments, MomentFormat::kBFloat16);
+  const Config lion = parse(section(R"("states": "int8", "exact_states": ["*.head"])", "Lion"));
+  EXPECT_EQ(lion.moments, MomentFormat::kInt8);
+  EXPECT_THAT(lion.exact_states, ElementsAre("*.head"));
+  EXPECT_THAT(parse(section("")).exact_states, ElementsAre("*embed*", "*wte*", "*wpe*"));
+  EXPECT_THAT(refusal(section(R"("states": "int4")")), HasSubstr("allowed: fp32, bf16, int8"));
+  for (const std::string type : {"SGD", "Adagrad"}) {
+    EXPECT_THAT(refusal(section(R"("states": "int8")", type)),
+                HasSubstr("spillway.states: int8, and " + type + " has exact states alone; leave it away"));
+    EXPECT_EQ(parse(section(R"("states": "fp32")", type)).moments, MomentFormat::kFloat32);
+  }
+}
+
 // As in files for the Hugging Face trainer, which has an optimizer of its own.
 TEST(ConfigOptimizer, AFileWithoutOneIsKnown) {
   const Config config = parse(with("\"gradient_clipping\": 1"));

@@ -99,6 +99,35 @@ TEST_F(SafetensorsWriterTest, WhatIsWrittenIsReadBack) {
   EXPECT_EQ(values_of("b"), ramp(3, 0));
 }
 
+// As where some of a block's parameters lie elsewhere than they are named.
+TEST_F(SafetensorsWriterTest, WholeTensorsMayComeInAnyOrderAndTheFilesAreTheSame) {
+  const std::vector<TensorSpec> all = {
+      {"a", {3'000}}, {"b", {500'000}}, {"c", {70'001}}, {"d", {1}}, {"e", {2'000'000}}};
+  for (const std::uint64_t most : {std::uint64_t{50} << 20, std::uint64_t{2'100'000}}) {
+    std::vector<std::vector<std::string>> written;
+    for (const std::vector<std::size_t>& order :
+         {std::vector<std::size_t>{0, 1, 2, 3, 4}, {1, 0, 2, 4, 3}, {4, 3, 2, 1, 0}, {2, 0, 4, 1, 3}}) {
+      auto writer = SafetensorsWriter::create(directory_, all, {.max_file_bytes = most, .replace = true});
+      for (const std::size_t tensor : order) {
+        const std::vector<float> values = ramp(all[tensor].shape[0], static_cast<float>(tensor));
+        const std::size_t half = values.size() / 2;
+        writer.write(tensor, 0, std::span(values).first(half));
+        if (half > 0) {
+          EXPECT_THAT(refusal([&] { writer.write(tensor == 0 ? 1 : 0, 0, ramp(1, 0)); }, Code::kInvalidArgument),
+                      HasSubstr("out of turn"));
+        }
+        writer.write(tensor, half, std::span(values).subspan(half));
+        EXPECT_THAT(refusal([&] { writer.write(tensor, 0, ramp(1, 0)); }, Code::kInvalidArgument),
+                    HasSubstr("out of turn"));
+      }
+      writer.finish();
+      std::vector<std::string>& files = written.emplace_back();
+      for (const std::string& name : names()) files.push_back(name + read_file(name));
+    }
+    for (const auto& files : written) EXPECT_TRUE(files == written.front());
+  }
+}
+
 TEST_F(SafetensorsWriterTest, Bf16IsRoundedToNearestTiesToEven) {
   auto writer = SafetensorsWriter::create(directory_, {{"w", {4}}}, {.type = DType::kBFloat16});
   // Halfway between bf16 neighbours: 1 + 2^-8 goes down to the even 1, 1 + 3 × 2^-8 up to 1 + 2^-6.

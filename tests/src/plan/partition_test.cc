@@ -38,6 +38,26 @@ Block random_block(std::mt19937_64& random) {
   return block;
 }
 
+TEST(PartitionBlock, ReducedStatesLieFirstAndAreCutWhereTheirBytesFillGranules) {
+  constexpr StateArray kBytes[] = {{.name = kExpAvg, .type = "int8", .bytes = 1, .group = 32, .scale = "bf16"}};
+  const Block block{.name = "b",
+                    .parameters = {{.name = "base", .shape = {2000}, .trainable = false},
+                                   {.name = "norm", .shape = {1000}},
+                                   {.name = "matrix", .shape = {700, 1024}},
+                                   {.name = "bias", .shape = {1024}}}};
+  const BlockPartition partition = partition_block(
+      block, [&](const Parameter& parameter) { return parameter.shape.size() > 1 ? StateList(kBytes) : StateList(); });
+  ASSERT_EQ(partition.sections.size(), 3u);
+  EXPECT_EQ(partition.parameters[2].first, 0u);
+  EXPECT_EQ(partition.parameters[1].first, 700u * 1024);
+  EXPECT_EQ(partition.parameters[3].first, 701u * 1024);
+  EXPECT_EQ(partition.parameters[0].first, 702u * 1024);
+  EXPECT_EQ(partition.trainable_elements, 702u * 1024);
+  std::vector<std::uint64_t> counts;
+  for (const TileRange& tile : cut_tiles(partition, 4 << 20, Rank{})) counts.push_back(tile.count);
+  EXPECT_EQ(counts, (std::vector<std::uint64_t>{2 * kHashedByteUnit, 188 * 1024, 2048, 2048}));
+}
+
 TEST(PartitionBlock, TrainableParametersComeFirstAndEachStartsAtAMultipleOf1024) {
   const Block block{.name = "b",
                     .parameters = {{.name = "frozen", .shape = {1025}, .trainable = false},

@@ -86,6 +86,23 @@ TEST(ScheduleEngine, MovesThePlannedBytesWhateverLivesWhere) {
   compare(Placement::kHbm, Placement::kHost, nothing);
 }
 
+TEST(ScheduleEngine, MovesThePlannedBytesOfReducedStates) {
+  for (const MomentFormat moments : {MomentFormat::kBFloat16, MomentFormat::kInt8}) {
+    SCOPED_TRACE(name_of(moments));
+    const auto reduce = [moments](Config& config) { config.moments = moments; };
+    const Plan plan = compare(Placement::kNvme, Placement::kNvme, reduce);
+    compare(Placement::kHost, Placement::kNvme, reduce);
+    compare(Placement::kHbm, Placement::kHost, reduce);
+    std::uint64_t states = 0, vectors = 0, matrices = 0;
+    for (const TilePlace& tile : plan.tile_places) {
+      states += payload_bytes(tile.shape, Part::kStates);
+      (tile.shape.states.empty() ? vectors : matrices) += tile.shape.count;
+    }
+    EXPECT_EQ(states * 8, vectors * 80 + matrices * (moments == MomentFormat::kInt8 ? 33 : 48));
+    EXPECT_GT(matrices, vectors);
+  }
+}
+
 TEST(ScheduleEngine, MovesThePlannedBytesWithoutClipping) {
   const Plan plan = compare(Placement::kNvme, Placement::kNvme, [](Config& config) { config.gradient_clipping = 0; });
   EXPECT_TRUE(plan.early_blocks);
