@@ -144,8 +144,7 @@ uint32_t spillway_config_gradient_accumulation(const spillway_config* config);
 const char* spillway_config_settings(const spillway_config* config);
 // The learning rate of optimizer step `step`; 1 is the first.
 double spillway_config_learning_rate(const spillway_config* config, uint64_t step);
-// What an engine of it has on this machine: its device, SPILLWAY_UNSUPPORTED where it cannot be had, and the compute
-// threads.
+// What an engine of it has here: device, SPILLWAY_UNSUPPORTED where it cannot be had, and compute threads.
 spillway_status spillway_config_device(const spillway_config* config, spillway_device_kind* device);
 uint32_t spillway_config_threads(const spillway_config* config);
 spillway_status spillway_config_destroy(spillway_config* config);
