@@ -47,10 +47,11 @@ class States(CliTest):
                 while run.poll() is None and not (self.place.log.exists() and len(self.place.steps()) >= 2):
                     time.sleep(0.005)
                 run.kill()
+            # Waits, as the kernel may hold a dead process's files for a moment.
+            self.assertEqual(wanted, self.train(config, resume=True), form)
             verified = spillway("store", self.place.nvme, "--verify", "--json")
             self.assert_done(verified)
             self.assertEqual(form, json.loads(verified.out)["states"])
-            self.assertEqual(wanted, self.train(config, resume=True), form)
 
     def test_AnotherFormIsRefusedOnResumeAndConvertedFromASnapshot(self):
         saved = self.place.folder / "saved"
