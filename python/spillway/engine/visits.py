@@ -138,6 +138,7 @@ class _Visit(torch.autograd.Function):
         learns = ctx.learns and torch._C._will_engine_execute_node(engine.anchor_node)
         if learns:
             engine.passes.arrive()
+        arguments = ctx.saved_tensors  # for which torch.utils.checkpoint runs the block anew, and ends what was kept
         kept, ctx.kept = ctx.kept, None
         if kept is not None and kept.intact():
             engine.lender.return_loans()
@@ -145,7 +146,7 @@ class _Visit(torch.autograd.Function):
             engine.lender.return_all()
             kept = None
         flat = list(ctx.others)
-        for i, tensor in zip(ctx.tensors, ctx.saved_tensors):
+        for i, tensor in zip(ctx.tensors, arguments):
             flat[i] = tensor.detach().requires_grad_(ctx.wants[i])
         flat = flat if kept is None else kept.inside
         inputs = [flat[i] for i in range(len(flat)) if ctx.wants[i]]
