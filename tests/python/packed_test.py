@@ -128,9 +128,9 @@ class Forms(Case):
         engine = self.engine(network, configuration=config(self.folder, clipping=0, spillway={
             "tile_elements": 1 << 20, "hbm_bytes": "4MiB", "host_bytes": "12MiB"}))
         passes = bytes_of_passes(engine, lambda: loss_of(engine, given, wanted))
-        for least, (read, copied, beside) in zip((5, 3), passes):  # of a backward pass behind another HBM keeps two
+        for read, copied, beside in passes:
             fetched = min(5, round(5 * copied / size))
-            self.assertGreaterEqual(fetched, least)
+            self.assertGreaterEqual(fetched, 3)  # behind another pass HBM keeps the others
             inner = fetched * size // 5
             self.assertTrue(0.99 * inner < copied < 1.01 * inner + beside, (inner, copied, beside))
             self.assertTrue(0.99 * inner < read <= inner + beside + 5 * 2 * 65536, (inner, read, beside))
