@@ -59,6 +59,8 @@ make_sysroot() {
       >"$work/linked"
     grep -E '/(S?crt1\.o|libc_nonshared\.a|lib[a-z]+\.so\.[0-9]+)$' "$work/linked" | xargs -I{} cp {} "$sysroot/"
   done
+  mkdir -p "$sysroot/begin"
+  mv "$sysroot/crt1.o" "$sysroot/Scrt1.o" "$sysroot/begin/"
   for library in m pthread dl rt util resolv; do
     ln -s "$(basename "$sysroot"/lib$library.so.?)" "$sysroot/lib$library.so"
   done
@@ -165,7 +167,7 @@ get_one_dnn() {
   cp "$work"/one_dnn/*/data/lib/libdnnl.so.3 "$root/lib/"
   strip --strip-unneeded "$root/lib/libdnnl.so.3"
   gcc -O2 -fPIC -shared tools/wheel/one_thread.c -o "$root/lib/libgomp.so.1" -Wl,-soname,libgomp.so.1 \
-    -Wl,--version-script=tools/wheel/one_thread.map "-B$sysroot" "-L$sysroot"
+    -Wl,--version-script=tools/wheel/one_thread.map "-L$sysroot"
   cp -L /usr/lib/x86_64-linux-gnu/libaio.so.1 "$root/lib/"
   for name in dnnl.so.3 gomp.so.1 aio.so.1; do ln -sf "lib$name" "$root/lib/lib${name%.*}"; done
   touch "$root/one_dnn"
@@ -188,10 +190,11 @@ gather_licences() {
 # ---- The wheel.
 
 # The compiler finds oneDNN's headers before Debian's, the linker what the wheel brings before the system's libraries.
+# Programs begin with the old C library's code (-B): the new one's leaves it to a new C library to run constructors.
 for_the_wheel() {
   env PATH="$work/venv/bin:$PATH" PKG_CONFIG_PATH="$root/lib/pkgconfig" CPLUS_INCLUDE_PATH="$root/include" \
     LIBRARY_PATH="$sysroot" \
-    LDFLAGS="-L$sysroot -L$root/lib -static-libstdc++ -Wl,--allow-shlib-undefined -Wl,--gc-sections" "$@"
+    LDFLAGS="-B$sysroot/begin -L$sysroot -L$root/lib -static-libstdc++ -Wl,--allow-shlib-undefined,--gc-sections" "$@"
 }
 
 build_wheel() {
@@ -200,6 +203,8 @@ build_wheel() {
     -Csetup-args=-Dcuda=disabled -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000 "-Ccompile-args=-j$jobs"
   "$python" -m wheel unpack -d "$work/unpacked" "$work"/raw/spillway-*.whl >/dev/null
   unpacked=$(echo "$work"/unpacked/spillway-*)
+  nm "$unpacked/spillway/bin/spillway" | grep -q ' [Tt] __libc_csu_init' ||
+    fail "the program begins as with a new C library, and an old one would not run its constructors"
   strip --strip-unneeded "$unpacked/spillway/lib/libspillway.so.0" "$unpacked/spillway/bin/spillway"
   mkdir -p "$(echo "$unpacked"/*.dist-info)/licenses"
   cp LICENSE "$work"/licences/* "$(echo "$unpacked"/*.dist-info)/licenses/"
