@@ -200,7 +200,8 @@ for_the_wheel() {
 build_wheel() {
   rm -rf "$work/raw" "$work/repaired" "$work/unpacked"
   for_the_wheel "$python" -m pip wheel . --no-deps --no-build-isolation -w "$work/raw" -Cbuild-dir=build-wheel-meson \
-    -Csetup-args=-Dcuda=disabled -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000 "-Ccompile-args=-j$jobs"
+    -Csetup-args=-Dcuda=disabled -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000 \
+    -Csetup-args=-Doptimization=2 "-Ccompile-args=-j$jobs"
   "$python" -m wheel unpack -d "$work/unpacked" "$work"/raw/spillway-*.whl >/dev/null
   unpacked=$(echo "$work"/unpacked/spillway-*)
   nm "$unpacked/spillway/bin/spillway" | grep -q ' [Tt] __libc_csu_init' ||
