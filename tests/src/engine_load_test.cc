@@ -9,10 +9,13 @@
 
 #include "spillway/error.h"
 #include "spillway/snapshot.h"
+#include "tests/error_of.h"
 #include "tests/src/layout_cases.h"
 
 namespace spillway {
 namespace {
+
+using testing::error_of;
 
 using testing::LayoutCase;
 using testing::LayoutRun;
@@ -27,16 +30,6 @@ void flip_bit(const std::filesystem::path& path, std::uint64_t from_end) {
   const int old = file.get();
   file.seekp(offset);
   file.put(static_cast<char>(old ^ 4));
-}
-
-Error error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return Error(Code::kUnsupported, {"", "", 0, ""});
 }
 
 class EngineLoad : public ::testing::TestWithParam<double> {

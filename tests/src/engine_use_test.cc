@@ -10,12 +10,15 @@
 
 #include "spillway/error.h"
 #include "src/plan/plan.h"
+#include "tests/error_of.h"
 #include "tests/kernels/random.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {
 namespace {
+
+using testing::error_of;
 
 using testing::TempStore;
 using testing::toy_config;
@@ -37,16 +40,6 @@ std::vector<std::uint32_t> expected_bits(int steps, const ModelDescription& desc
   ToyTrainer trainer{*engine, description, kType, kMicroBatches};
   for (int s = 0; s < steps; ++s) trainer.run_step();
   return testing::exported(*engine);
-}
-
-Error error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return Error(Code::kUnsupported, {"", "", 0, ""});
 }
 
 // HBM for one block at a time: as many refusals as it takes to learn the least.

@@ -13,10 +13,13 @@
 #include "spillway/error.h"
 #include "spillway/log.h"
 #include "spillway/snapshot.h"
+#include "tests/error_of.h"
 #include "tests/src/layout_cases.h"
 
 namespace spillway {
 namespace {
+
+using testing::error_of;
 
 using ::testing::Contains;
 using ::testing::HasSubstr;
@@ -79,16 +82,6 @@ std::vector<Bits> moments_of(Engine& engine, OptimizerKind kind) {
     }
   }
   return all;
-}
-
-Error error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return Error(Code::kUnsupported, {"", "", 0, ""});
 }
 
 TEST_P(ReducedStates, TrainTheSameBitsInEveryLayout) {

@@ -11,11 +11,14 @@
 #include "spillway/export.h"
 #include "spillway/safetensors.h"
 #include "spillway/snapshot.h"
+#include "tests/error_of.h"
 #include "tests/src/model_directory.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {
 namespace {
+
+using testing::error_of;
 
 constexpr std::uint32_t kMicroBatches = 2;
 
@@ -28,16 +31,6 @@ ModelDescription two_blocks() {
   ModelDescription model;
   model.blocks = {{"a", {{"up", {2, 4, 3}}, {"kept", {5}}}}, {"b", {{"down", {6}}}}};
   return model;
-}
-
-Error error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return Error(Code::kIo, {"", "", 0, ""});
 }
 
 TEST(FileNames, WithoutAnAttachmentAllNamesAreThoseInMemory) {
