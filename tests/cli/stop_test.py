@@ -210,14 +210,16 @@ class Stop(CliTest):
 
     def test_AModelThatIsBeingMadeIsNotLeftHalfDone(self):
         folder = self.place.folder / "large"
-        with subprocess.Popen([BINARY, "init-model", folder, "--preset", "gpt2-xl"], stderr=subprocess.PIPE) as run:
+        # Large enough to be stopped, and no larger: its files are reserved before the first value is written.
+        with subprocess.Popen([BINARY, "init-model", folder, "--preset", "gpt2-medium"], stderr=subprocess.PIPE) as run:
             deadline = time.monotonic() + 60
             while not (folder.exists() and any(folder.iterdir())):
                 self.assertLess(time.monotonic(), deadline)
                 time.sleep(0.01)
             run.send_signal(signal.SIGINT)
-            self.assertIn(b"ending without a model", run.communicate(timeout=60)[1])
-        self.assertEqual(130, run.returncode)
+            err = run.communicate(timeout=60)[1]
+        self.assertIn(b"ending without a model", err)
+        self.assertEqual(130, run.returncode, err)
         self.assertEqual([], list(folder.iterdir()) if folder.exists() else [])
 
     def test_AStoreThatIsRemovedMeanwhileIsNoPlaceForAModel(self):
