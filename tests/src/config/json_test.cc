@@ -37,9 +37,9 @@ std::string dump(const Config& c) {
       << optional(c.hbm_bytes) << ' ' << optional(c.host_bytes) << ' ' << optional(c.nvme_bytes) << ' '
       << c.tile_elements << ' ' << optional(c.commit_every) << ' ' << optional(c.speculative_blocks) << ' ' << c.threads
       << ' ' << int(c.io_engine) << " | " << name_of(c.optimizer.kind) << ' ' << c.optimizer.momentum << ' '
-      << c.optimizer.dampening << ' ' << c.optimizer.nesterov << ' ' << c.no_decay << " | " << c.loss_scale.fixed << ' '
-      << c.loss_scale.initial_power << ' ' << c.loss_scale.window << ' ' << c.loss_scale.hysteresis << ' '
-      << c.loss_scale.consecutive_hysteresis << ' ' << c.loss_scale.least;
+      << c.optimizer.dampening << ' ' << c.optimizer.nesterov << ' ' << c.no_decay << ' ' << c.sum_groups << " | "
+      << c.loss_scale.fixed << ' ' << c.loss_scale.initial_power << ' ' << c.loss_scale.window << ' '
+      << c.loss_scale.hysteresis << ' ' << c.loss_scale.consecutive_hysteresis << ' ' << c.loss_scale.least;
   for (const ParameterGroup& group : c.parameter_groups) {
     out << " [";
     for (const std::string& name : group.parameters) out << name << ' ';
@@ -69,7 +69,7 @@ TEST(ConfigJson, EveryKeyReachesItsPlace) {
   EXPECT_EQ(dump(c),
             "4 6 0.5 bf16 | 0.0002 0.8 0.95 1e-07 0.1 1 0 | 2 1e-06 0.0003 20 5000 0 0 0.0001 | "
             "2 1 1 /n 262144 64 | 536870912 1000000000 1649267441664 2048 0 7 3 3 | "
-            "Adam 0 0 0 1 | 0.5 9 500 4 1 0.25 [*.ln* wte 0.500000 -] [h.* - 2.000000]");
+            "Adam 0 0 0 1 2 | 0.5 9 500 4 1 0.25 [*.ln* wte 0.500000 -] [h.* - 2.000000]");
 }
 
 TEST(ConfigJson, WhatIsLeftOutTakesTheDefault) {
