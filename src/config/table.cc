@@ -333,6 +333,10 @@ constexpr ConfigKey kKeys[] = {
     {"spillway.speculative_blocks", kInteger, "",
      "blocks updated inside backward on the guess that clipping has no effect; 0: none", at<&C::speculative_blocks>, 0,
      kMost32},
+    {"spillway.sum_groups", kInteger, "1",
+     "a power of two that divides gradient_accumulation_steps: micro-batches are summed in so many parts, these by a "
+     "tree",
+     at<&C::sum_groups>, 1, kMostSumGroups},
     {"spillway.no_decay", kBool, "false", "no weight decay for parameters of fewer than two dimensions: biases, norms",
      at<&C::no_decay>},
     K{"spillway.states",
