@@ -17,7 +17,8 @@ void Conversation::listen() {
 }
 
 void Conversation::receive(std::uint32_t from) {
-  transport_.receive(from, Lane::kWords, std::as_writable_bytes(std::span(&peers_[from].arriving, 1)), first_ + from);
+  transport_.receive(from, Channel::kWords, std::as_writable_bytes(std::span(&peers_[from].arriving, 1)),
+                     first_ + from);
 }
 
 bool Conversation::may_say() const noexcept {
@@ -34,7 +35,7 @@ void Conversation::say(const Word& word) {
   const Ticket ticket = first_ + peers_.size() + static_cast<std::size_t>(place - said_.begin());
   for (std::uint32_t i = 1; i < peers_.size(); ++i) {  // everybody begins with somebody else
     const auto to = static_cast<std::uint32_t>((transport_.rank() + i) % peers_.size());
-    transport_.send(to, Lane::kWords, std::as_bytes(std::span(&place->word, 1)), ticket);
+    transport_.send(to, Channel::kWords, std::as_bytes(std::span(&place->word, 1)), ticket);
   }
 }
 

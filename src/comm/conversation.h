@@ -1,5 +1,5 @@
-// The lane of words: says this rank's to all others, and listens to each of them all the time, so that an announcement,
-// or a last word, is known when it arrives and not when somebody asks.
+// The channel of words: says this rank's to all others, and listens to each of them all the time, so that an
+// announcement, or a last word, is known when it arrives and not when somebody asks.
 #pragma once
 
 #include <array>

@@ -146,15 +146,15 @@ class MpiTransport final : public Transport {
   }
   std::size_t most_bytes() const noexcept override { return INT_MAX; }
 
-  void send(std::uint32_t to, Lane lane, std::span<const std::byte> data, Ticket ticket) override {
+  void send(std::uint32_t to, Channel channel, std::span<const std::byte> data, Ticket ticket) override {
     begin(ticket, 0, false, "MPI_Isend", [&](MPI_Request* request) {
-      return MPI_Isend(data.data(), count_of(data.size()), MPI_BYTE, static_cast<int>(to), static_cast<int>(lane),
+      return MPI_Isend(data.data(), count_of(data.size()), MPI_BYTE, static_cast<int>(to), static_cast<int>(channel),
                        comm_, request);
     });
   }
-  void receive(std::uint32_t from, Lane lane, std::span<std::byte> data, Ticket ticket) override {
+  void receive(std::uint32_t from, Channel channel, std::span<std::byte> data, Ticket ticket) override {
     begin(ticket, data.size(), true, "MPI_Irecv", [&](MPI_Request* request) {
-      return MPI_Irecv(data.data(), count_of(data.size()), MPI_BYTE, static_cast<int>(from), static_cast<int>(lane),
+      return MPI_Irecv(data.data(), count_of(data.size()), MPI_BYTE, static_cast<int>(from), static_cast<int>(channel),
                        comm_, request);
     });
   }

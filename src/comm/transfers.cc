@@ -100,12 +100,12 @@ void Transfers::start_chunk_of_tree(Transfer& transfer) {
     const std::uint32_t from = (self + ranks - i) % ranks, to = (self + i) % ranks;
     if (!own.empty()) {
       ++transfer.out[half];
-      transport_.receive(from, Lane::kData, {received(half, from), own.size()}, ticket);
+      transport_.receive(from, Channel::kData, {received(half, from), own.size()}, ticket);
     }
     const std::span<std::byte> others = piece(transfer, to, chunk, tree_chunk_bytes_);
     if (!others.empty()) {
       ++transfer.out[half];
-      transport_.send(to, Lane::kData, others, ticket);
+      transport_.send(to, Channel::kData, others, ticket);
     }
   }
 }

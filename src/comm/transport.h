@@ -1,8 +1,8 @@
 // A message-passing library as TransportCommunicator uses it. One thread at a time calls, nothing blocks: what was
 // started is over when poll() gives its ticket back, and memory that was named belongs to it until then.
 //
-// Between two ranks messages of one lane arrive in the order in which they were sent, and each meets the receive that
-// was started in the same place of that order, of the same size. All ranks start the same collectives in the same
+// Between two ranks messages of one channel arrive in the order in which they were sent, and each meets the receive
+// that was started in the same place of that order, of the same size. All ranks start the same collectives in the same
 // order. A call that fails never gives its ticket back; failure() says why the first of them did, and the others go on.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace spillway {
 
 using Ticket = std::uint64_t;  // the caller's choice
 
-enum class Lane : std::uint8_t { kWords, kData };
+enum class Channel : std::uint8_t { kWords, kData };
 
 // How ranks part.
 enum class Parting : std::uint8_t {
@@ -33,8 +33,8 @@ class Transport {
   virtual std::string library() const = 0;  // its name and version
   virtual std::string host() const = 0;     // on which this rank runs
 
-  virtual void send(std::uint32_t to, Lane lane, std::span<const std::byte> data, Ticket ticket) = 0;
-  virtual void receive(std::uint32_t from, Lane lane, std::span<std::byte> data, Ticket ticket) = 0;
+  virtual void send(std::uint32_t to, Channel channel, std::span<const std::byte> data, Ticket ticket) = 0;
+  virtual void receive(std::uint32_t from, Channel channel, std::span<std::byte> data, Ticket ticket) = 0;
 
   // The library's own collectives, in place; slices in bytes. At most most_bytes() at a time.
   virtual std::size_t most_bytes() const noexcept = 0;

@@ -17,18 +17,18 @@ class ThreadTransport final : public Transport {
   std::string host() const override { return "host" + std::to_string(rank_); }
   std::size_t most_bytes() const noexcept override { return 1 << 30; }
 
-  void send(std::uint32_t to, Lane lane, std::span<const std::byte> data, Ticket ticket) override {
+  void send(std::uint32_t to, Channel channel, std::span<const std::byte> data, Ticket ticket) override {
     const std::lock_guard lock(hub_.mutex_);
     over_.push_back(ticket);
     ThreadHub::OfRank& self = hub_.of_rank_[rank_];
-    const bool lost = lane == Lane::kWords && !self.lose.empty() && self.lose[to] > 0;
+    const bool lost = channel == Channel::kWords && !self.lose.empty() && self.lose[to] > 0;
     if (lost) --self.lose[to];
     if (self.silent || lost) return;
-    hub_.sent_[{rank_, to, lane}].emplace_back(data.begin(), data.end());
+    hub_.sent_[{rank_, to, channel}].emplace_back(data.begin(), data.end());
   }
 
-  void receive(std::uint32_t from, Lane lane, std::span<std::byte> data, Ticket ticket) override {
-    receives_.push_back({from, lane, data, ticket});
+  void receive(std::uint32_t from, Channel channel, std::span<std::byte> data, Ticket ticket) override {
+    receives_.push_back({from, channel, data, ticket});
   }
 
   void all_gather(std::span<std::byte> data, std::span<const std::uint64_t> slices, Ticket ticket) override {
@@ -64,7 +64,7 @@ class ThreadTransport final : public Transport {
  private:
   struct Receive {
     std::uint32_t from;
-    Lane lane;
+    Channel channel;
     std::span<std::byte> data;
     Ticket ticket;
   };
@@ -77,7 +77,7 @@ class ThreadTransport final : public Transport {
 
   void take_messages() {
     for (auto receive = receives_.begin(); receive != receives_.end();) {
-      auto& sent = hub_.sent_[{receive->from, rank_, receive->lane}];
+      auto& sent = hub_.sent_[{receive->from, rank_, receive->channel}];
       if (sent.empty()) {
         ++receive;
         continue;

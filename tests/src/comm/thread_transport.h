@@ -23,7 +23,7 @@ class ThreadHub {
 
   // From now on nothing of that rank's goes out or comes in, as when its process is stopped.
   void silence(std::uint32_t rank);
-  // Its next message to every rank in the lane of words is lost.
+  // Its next message to every rank in the channel of words is lost.
   void lose_a_word(std::uint32_t rank);
   // Its library fails at the next poll.
   void break_down(std::uint32_t rank, const std::string& why);
@@ -42,7 +42,7 @@ class ThreadHub {
     std::vector<std::uint32_t> lose;  // words to each rank that are to be lost
     std::string broken;
   };
-  using Road = std::tuple<std::uint32_t, std::uint32_t, Lane>;  // from, to
+  using Road = std::tuple<std::uint32_t, std::uint32_t, Channel>;  // from, to
 
   const std::uint32_t ranks_;
   std::mutex mutex_;  // guards everything below
