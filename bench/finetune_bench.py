@@ -177,9 +177,12 @@ def ratio_of(short, long, kind):
 
 
 def write_config(path, nvme=None, hbm=None, host=None, commit_every=None, accumulation=1, clipping=1.0,
-                 tile_elements=None, buffers=None, micro=1, dtype="bf16", optimizer=None, device=None):
-    """A configuration with everything at home on NVMe or, where no directory is given, in HBM."""
+                 tile_elements=None, buffers=None, micro=1, dtype="bf16", optimizer=None, device=None, states=None,
+                 at_home=None, speculative_blocks=None):
+    """A configuration with everything at home on NVMe, in host memory (at_home="cpu") or, by default, in HBM."""
     zero = {"stage": 3}
+    if at_home:
+        zero |= {"offload_param": {"device": at_home}, "offload_optimizer": {"device": at_home}}
     if nvme:
         offload = {"device": "nvme", "nvme_path": str(nvme)}
         count = {"buffer_count": buffers} if buffers else {}
@@ -189,7 +192,8 @@ def write_config(path, nvme=None, hbm=None, host=None, commit_every=None, accumu
         "gradient_clipping": clipping, "bf16": {"enabled": dtype == "bf16"},
         "optimizer": {"type": "AdamW", "params": optimizer or {"lr": 1e-4}}, "zero_optimization": zero,
         "spillway": {key: value for key, value in (("device", device), ("hbm_bytes", hbm), ("host_bytes", host),
-                                                   ("commit_every", commit_every), ("tile_elements", tile_elements))
+                                                   ("commit_every", commit_every), ("tile_elements", tile_elements),
+                                                   ("states", states), ("speculative_blocks", speculative_blocks))
                       if value is not None}}))
 
 

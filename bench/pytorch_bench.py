@@ -5,12 +5,14 @@ A GPT of plain PyTorch modules, trained by
   pytorch   torch.optim.AdamW, activation checkpointing by block (what Spillway does, too): all in RAM
   none      spillway.Engine, weights and states in the device's memory
   nvme      spillway.Engine, weights and states on NVMe
-each in a process of its own, in turns. One JSON line a run: `step_seconds` is the median of its steps but two,
-`cpu_seconds` the processor time of such a step, all threads together, which tells more on a machine that others use,
-`peak_bytes` the largest resident set. The last line has the ratios to `pytorch` of the same round, medians of all.
+each in a process of its own; all live for the whole bench and make their steps in turns, so that they meet the same
+machine. One JSON line a turn: `step_seconds` is the median of its steps but the first, `cpu_seconds` the processor time
+of such a step, all threads together, which tells more on a machine that others use, `peak_bytes` the largest resident
+set so far. The last line has the ratios to `pytorch` of the same round, medians of all.
 
 With --deepspeed the model is transformers' GPT-2 in bf16, batch 1, and beside `nvme` the same loop runs through
-DeepSpeed, with the states on NVMe and the weights in RAM (peers/finetune_deepspeed.py); ratios are to that.
+DeepSpeed, with the states on NVMe and the weights in RAM (peers/finetune_deepspeed.py, which is started anew for every
+round); ratios are to that.
 
 Needs PyTorch; SPILLWAY_LIBRARY names the library where the dynamic linker does not find it.
 """
@@ -29,6 +31,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 VARIANTS = ("pytorch", "none", "nvme", "deepspeed")
+WARM_UP = 2  # steps
 
 
 def model(torch, layers, width, vocabulary, sequence):
@@ -98,7 +101,6 @@ def run(options, folder):
                           generator=torch.Generator().manual_seed(2))
     if options.device == "cuda":
         batch = batch.cuda()
-    seconds, cpu_seconds, losses = [], [], []
     if options.variant == "pytorch":
         network.to(batch.device, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
         network.run_layer = lambda layer, x: checkpoint(layer, x, use_reentrant=True)
@@ -121,18 +123,50 @@ def run(options, folder):
             engine.backward(loss)
             engine.step()
             return loss
-    for _ in range(options.steps):
-        begin, cpu_begin = time.monotonic(), time.process_time()
-        losses.append(step().item())
-        seconds.append(time.monotonic() - begin)
-        cpu_seconds.append(time.process_time() - cpu_begin)
-    print(json.dumps({
-        "bench": "pytorch", "variant": options.variant, "parameters": parameters, "dtype": options.dtype,
-        "tokens": batch.numel(), "device": options.device, "threads": options.threads,
-        "torch": torch.__version__, "last_loss": losses[-1],
-        "step_seconds": statistics.median(seconds[min(2, len(seconds) - 1):]),
-        "cpu_seconds": statistics.median(cpu_seconds[min(2, len(seconds) - 1):]),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}), flush=True)
+    for _ in range(WARM_UP):
+        step().item()
+    about = {"bench": "pytorch", "variant": options.variant, "parameters": parameters, "dtype": options.dtype,
+             "tokens": batch.numel(), "device": options.device, "threads": options.threads, "torch": torch.__version__}
+    print("ready", flush=True)
+    for _ in sys.stdin:  # a line for every turn
+        seconds, cpu_seconds = [], []
+        for _ in range(options.steps):
+            begin, cpu_begin = time.monotonic(), time.process_time()
+            loss = step().item()
+            seconds.append(time.monotonic() - begin)
+            cpu_seconds.append(time.process_time() - cpu_begin)
+        print(json.dumps({**about, "last_loss": loss, "step_seconds": statistics.median(seconds[1:]),
+                          "cpu_seconds": statistics.median(cpu_seconds[1:]),
+                          "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}), flush=True)
+
+
+class Turns:
+    """A variant in a process that waits for its turns; DeepSpeed's is started anew for each."""
+
+    def __init__(self, variant):
+        self.command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
+        self.process = None if variant == "deepspeed" else subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if self.process:
+            self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise subprocess.CalledProcessError(self.process.wait(), self.command)
+        return line
+
+    def take(self):
+        if not self.process:
+            return subprocess.run(self.command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def end(self):
+        if self.process:
+            self.process.stdin.close()
+            self.process.wait()
 
 
 def run_deepspeed(options, folder):
@@ -157,8 +191,8 @@ def main():
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of a turn, two or more")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--device", choices=("host", "cuda"), default="host")
     parser.add_argument("--host", help="host_bytes of the configuration; the default is what the plan asks for")
@@ -182,12 +216,14 @@ def main():
         if options.variant:
             return (run_deepspeed if options.variant == "deepspeed" else run)(options, folder / "store")
         found = {variant: [] for variant in variants}
+        turns = {variant: Turns(variant) for variant in variants}
         for _ in range(options.rounds):
             for variant in variants:
-                done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--variant", variant], check=True,
-                                      stdout=subprocess.PIPE, text=True)
-                print(done.stdout, end="", flush=True)
-                found[variant].append(json.loads(done.stdout))
+                line = turns[variant].take()
+                print(line, end="", flush=True)
+                found[variant].append(json.loads(line))
+        for turn in turns.values():
+            turn.end()
 
         def ratios(of):
             return {variant: round(statistics.median(a[of] / b[of] for a, b in zip(found[variant], found[against])), 3)

@@ -117,8 +117,10 @@ void settle_groups(const ConfigDraft& draft, const KeyPlaces& places, const Repo
 void settle_states(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   const Config& config = draft.config;
   if (config.moments == MomentFormat::kFloat32) {
-    if (places.contains("spillway.exact_states"))
-      log(LogLevel::kInfo, "spillway.exact_states: without effect, as spillway.states is fp32");
+    for (const std::string_view key : {"spillway.exact_states", "spillway.rounding_seed"}) {
+      if (places.contains(key))
+        log(LogLevel::kInfo, fmt::format("{}: without effect, as spillway.states is fp32", key));
+    }
     return;
   }
   if (can_reduce(config.optimizer.kind)) return;

@@ -15,8 +15,8 @@ PACKAGE = os.path.dirname(spillway.__file__)
 FILES = {os.path.join(PACKAGE, f"{name}.py") for name in (
     "library", "memory", *(f"engine/{name}" for name in (
         "away", "engine", "gradients", "leases", "lent", "optimizer", "uses", "visits")))}
-# SPILLWAY_CASES set: few lines instead of every one.
-EACH = 1 if os.environ.get("SPILLWAY_CASES") is None else 9
+# Every so many lines; SPILLWAY_CASES set: fewer. SPILLWAY_EVERY_LINE=1 strikes each of them.
+EACH = 1 if os.environ.get("SPILLWAY_EVERY_LINE") else 3 if os.environ.get("SPILLWAY_CASES") is None else 9
 X = torch.linspace(-1, 1, 16).view(2, 8).to(DEVICE)
 
 

@@ -118,6 +118,15 @@ inline std::vector<LayoutCase> layout_cases(double clipping) {
   return cases;
 }
 
+// For tests that go through them once for each of so many forms: likewise all, or each layout for one of the forms.
+inline std::vector<LayoutCase> layout_cases(std::size_t form, std::size_t forms) {
+  const auto all = layout_cases();
+  if (std::getenv("SPILLWAY_STEPS") == nullptr) return all;
+  std::vector<LayoutCase> cases;
+  for (std::size_t i = form; i < all.size(); i += forms) cases.push_back(all[i]);
+  return cases;
+}
+
 inline LayoutCase layout_case(const std::string& name) {
   const auto all = layout_cases();
   return *std::ranges::find(all, name, &LayoutCase::name);
