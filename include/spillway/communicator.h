@@ -131,7 +131,7 @@ class Communicator {
 struct CommunicatorOptions {
   // Without progress for so long, while this rank waits for others, something is wrong with one of them.
   double patience_seconds = 60;
-  // What kTree keeps of other ranks' slices. The same on every rank.
+  // The most that kTree keeps of other ranks' slices: 2 MiB for each of these do. The same on every rank.
   std::uint64_t scratch_bytes = 16 * kMiB;
   // `mpi`: MPI_Comm_c2f() of a communicator of the program's, whose MPI is initialized with MPI_THREAD_SERIALIZED or
   // more; left out, MPI_COMM_WORLD. The program frees and finalizes what is its own, after the communicator has gone.

@@ -9,10 +9,12 @@ namespace {
 
 constexpr std::size_t kPiecesOut = 4;
 
-// A whole number of vectors, so that no message is tiny for want of scratch memory.
+// Whole vectors, so that no message is tiny for want of scratch memory; and no more than is still in a cache when it is
+// added up (two ranks on one host: 1 MiB 0.68 GB/s, 8 MiB 0.55, by `mpirun -n 2 spillway doctor --ranks`).
 std::uint64_t tree_chunk(const TransferLimits& limits, std::uint64_t ranks) {
-  constexpr std::uint64_t kLeast = 4 * kKiB;
-  return ranks == 1 ? 0 : std::max(kLeast, align_down(limits.scratch_bytes / (2 * (ranks - 1)), kLeast));
+  constexpr std::uint64_t kLeast = 4 * kKiB, kMost = kMiB;
+  if (ranks == 1) return 0;
+  return std::clamp(align_down(limits.scratch_bytes / (2 * (ranks - 1)), kLeast), kLeast, kMost);
 }
 
 }  // namespace

@@ -173,5 +173,23 @@ class Example(unittest.TestCase):
         self.assertAlmostEqual(0.6 * (4 * 512 * 300) ** 0.5, float(found[0][0]), delta=1e-3)
 
 
+class Doctor(unittest.TestCase):
+    def doctor(self, *command):
+        done = subprocess.run([*command, os.environ["SPILLWAY_BINARY"], "doctor", "--ranks", "--json"],
+                              env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+        self.assertEqual(0, done.returncode, done.stderr)
+        return {one["check"]: one["seen"] for one in json.loads(done.stdout)["findings"]}
+
+    def test_RanksAreLookedAtTogether(self):
+        seen = self.doctor(MPIRUN, "-n", "3")
+        self.assertRegex(seen["ranks"], r"^rank 0 of 3, over Open MPI v4[\d.]+: 3 on \S+$")
+        self.assertRegex(seen["all_gather"], r"^[\d.]+ GB/s into each rank")
+        self.assertRegex(seen["reduce_scatter"], r"^[\d.]+ GB/s out of each rank in the fixed tree, [\d.]+ the library's")
+        self.assertRegex(seen["all_reduce"], r"^\d+ µs for 16 values$")
+
+    def test_OneRankIsToldHowToBeMore(self):
+        self.assertIn("mpirun -n 2 spillway doctor --ranks", self.doctor()["ranks"])
+
+
 if __name__ == "__main__":
     main()
