@@ -16,7 +16,9 @@ case "$*" in
   --all) all=yes ;;
   *) echo "test.sh: it takes nothing but --all" >&2; exit 1 ;;
 esac
-tools/install_packages.sh cmake python3-torch python3-venv ${all:+clang libclang-rt-dev libomp-dev lld}
+# openmpi-bin: ranks over MPI are processes of mpirun.
+tools/install_packages.sh cmake python3-torch python3-venv libopenmpi-dev openmpi-bin \
+  ${all:+clang libclang-rt-dev libomp-dev lld}
 . tools/compiler_cache.sh
 
 # Debian has no transformers, peft and Lightning. Without them the suites that need them are skipped. These take

@@ -224,7 +224,7 @@ cuda_plugin=kernels/libspillway_cuda.so gpt2_plugin=tools/gpt2/libspillway_gpt2_
 build_plugins() {
   if [ -e build-wheel-plugins/build.ninja ]; then set -- --reconfigure; fi
   for_the_wheel meson setup "$@" build-wheel-plugins . -Dbuildtype=release -Dtests=disabled -Dcuda=enabled \
-    -Dcpp_args=--param=ggc-min-heapsize=1000000
+    -Dmpi=disabled -Dcpp_args=--param=ggc-min-heapsize=1000000
   for_the_wheel ninja -C build-wheel-plugins -j"$jobs" "$cuda_plugin" "$gpt2_plugin"
 }
 

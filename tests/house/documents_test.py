@@ -1,8 +1,8 @@
-"""What the documents promise: the embedding example is the file that the tests compile and run, relative links lead
-somewhere, and documents stay short.
+"""What the documents promise: the examples are files that the tests compile and run, relative links lead somewhere, and
+documents stay short.
 
 The configurations that are shown whole are given to the `spillway` binary that SPILLWAY_BINARY names, if it names one.
-`documents_test.py --write` copies the example into its document.
+`documents_test.py --write` copies the examples into their documents.
 """
 import json
 import os
@@ -21,8 +21,9 @@ from rules import CODE, source_files  # noqa: E402
 
 README = ROOT / "README.md"
 REFERENCE = ROOT / "docs/configuration.md"
-EXAMPLE = ROOT / "tests/src/embedding_example.cc"
 SHOWS_EXAMPLE = ROOT / "docs/embedding_example.md"
+EXAMPLES = {SHOWS_EXAMPLE: ROOT / "tests/src/embedding_example.cc",
+            ROOT / "docs/ranks_example.md": ROOT / "tests/src/comm/mpi_example.cc"}
 SHOW_CONFIGURATION = [ROOT / "docs/pytorch.md", ROOT / "docs/choosing.md", SHOWS_EXAMPLE]
 BLOCK = re.compile(r"(?<=\n```cpp\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
@@ -43,11 +44,12 @@ class Documents(unittest.TestCase):
     def setUp(self):
         self.documents = [ROOT / f for f in source_files(ROOT) if f.suffix == ".md"]
 
-    def test_TheExampleThatIsShownIsTested(self):
-        shown = BLOCK.search(SHOWS_EXAMPLE.read_text())
-        self.assertIsNotNone(shown, f"{SHOWS_EXAMPLE.name} has no ```cpp block")
-        self.assertTrue(EXAMPLE.exists(), f"{EXAMPLE} is missing")
-        self.assertEqual(EXAMPLE.read_text(), shown.group(0), "run tests/house/documents_test.py --write")
+    def test_ExamplesThatAreShownAreTested(self):
+        for document, example in EXAMPLES.items():
+            with self.subTest(document=document.name):
+                shown = BLOCK.search(document.read_text())
+                self.assertIsNotNone(shown, "there is no ```cpp block")
+                self.assertEqual(example.read_text(), shown.group(0), "run tests/house/documents_test.py --write")
 
     def test_ConfigurationsThatAreShownAreAccepted(self):
         binary = os.environ.get("SPILLWAY_BINARY")
@@ -133,6 +135,7 @@ class Documents(unittest.TestCase):
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        SHOWS_EXAMPLE.write_text(BLOCK.sub(lambda _: EXAMPLE.read_text(), SHOWS_EXAMPLE.read_text(), count=1))
+        for shows, shown_file in EXAMPLES.items():
+            shows.write_text(BLOCK.sub(lambda _: shown_file.read_text(), shows.read_text(), count=1))
     else:
         main()

@@ -125,6 +125,7 @@ VIOLATIONS = {
         {"aio/queue.cc": '#include "aio/queue.h"\nnamespace {\nstruct Part {\n};\n}  // namespace\n',
          "aio/uring_engine.cc": "namespace {\nusing Part = int;\n}  // namespace\n"},
         "aio/uring_engine.cc:2: Part is in an unnamed namespace of aio/queue.cc, too"),
+    "MpiStaysInItsFile": ({"src/engine.cc": "void f() { MPI_Barrier(0); }\n"}, "src/engine.cc:1: uses MPI directly"),
     "CudaStaysInItsFile": ({"kernels/adam.cc": "void f() { cudaMalloc(0, 0); }\n"}, "kernels/adam.cc:1: uses CUDA"),
 }
 

@@ -20,7 +20,7 @@ BELOW = {
     "tests": {"include", "aio", "kernels", "swap", "src", "tools", "bench", "python"},
 }
 # The same within src.
-FLOORS_OF_SRC = ["formats", "plan", "config", "checkpoint", "engine", "optimizer", "c"]
+FLOORS_OF_SRC = ["formats", "comm", "plan", "config", "checkpoint", "engine", "optimizer", "c"]
 # The same within the Python package; what lies beside these folders is below all of them.
 FLOORS_OF_PACKAGE = ["engine", "optimizers", "deepspeed", "trainer", "lightning", "integrations"]
 # The programs show what an embedding program needs: the public headers, and nothing of the library's rooms; besides
@@ -73,6 +73,7 @@ PRINT = re.compile(r"(?<![\w.>])(?:std::)?(?:printf|vprintf|puts|putchar|fprintf
 # A raw interface, the room it is at home in, and what a file there that may use it has in its name.
 RAW = ((re.compile(r"\b(?:io_uring_\w+|IORING_\w+)"), ("aio",), "uring", "io_uring"),
        (re.compile(r"\b(?:hwloc_\w+|HWLOC_\w+)"), ("kernels",), "topology", "hwloc"),
+       (re.compile(r"\b(?:MPI_[A-Z]\w+|OMPI_\w+)"), ("src",), "mpi", "MPI"),
        (re.compile(r"\b(?:cuda[A-Z]\w*|cu[A-Z]\w*)\s*\("), ("kernels", "tools", "bench"), "cuda", "CUDA"))
 
 

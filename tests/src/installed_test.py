@@ -135,6 +135,20 @@ class Installed(unittest.TestCase):
         said = self.run_ok(build / "train_c", json.dumps(self.config("cmake-c")), self.folder / "cmake-c-out")
         self.assertIn("step 10, norm", said)
 
+    @unittest.skipUnless(shutil.which("mpirun") and shutil.which("mpicxx"), "Open MPI is not installed")
+    def test_TheExampleOfRanksIsBuiltAndFindsItsPlugin(self):
+        if not (self.libraries / "libspillway_mpi.so").exists():
+            self.skipTest("this build has no plugin of MPI")
+        path = self.folder / "ranks.json"
+        path.write_text(json.dumps({**self.config("ranks"), "zero_optimization": {"stage": 2}}))
+        program = self.folder / "ranks"
+        self.run_ok("mpicxx", "-std=c++20", "-O1", ROOT / "tests/src/comm/mpi_example.cc", "-o", program, *self.flags(),
+                    f"-Wl,-rpath,{self.libraries}")
+        said = self.run_ok("mpirun", "-n", "2", program, path, OMPI_ALLOW_RUN_AS_ROOT="1",
+                           OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMPI_MCA_rmaps_base_oversubscribe="1",
+                           OMPI_MCA_btl="self,vader", OMPI_MCA_plm="isolated")
+        self.assertEqual(2, said.count("step 10: gradient norm"), said)
+
     def test_TheArchiveNamesWhatItNeeds(self):
         program = self.folder / "with_archive"
         flags = self.run_ok("pkg-config", "--static", "--cflags", "--libs", "spillway",

@@ -13,6 +13,7 @@
 #include "tools/doctor/gpu_checks.h"
 #include "tools/doctor/machine_checks.h"
 #include "tools/doctor/path_checks.h"
+#include "tools/doctor/ranks_checks.h"
 #include "tools/terminal/colours.h"
 #include "tools/terminal/heard.h"
 #include "tools/terminal/interrupt.h"
@@ -27,7 +28,7 @@ struct DoctorOptions {
   std::vector<std::filesystem::path> paths;
   NeedOptions need;
   double probe_seconds = 5;
-  bool no_probe = false, json = false;
+  bool no_probe = false, json = false, ranks = false;
 };
 
 class Doctor {
@@ -35,6 +36,10 @@ class Doctor {
   explicit Doctor(const DoctorOptions& options) : options_(options) {}
 
   int run() {
+    if (options_.ranks) {
+      add(check_ranks());
+      return findings_.empty() ? 0 : report();
+    }
     look_at_machine();
     if (!options_.paths.empty()) need_.paths = options_.paths;
     for (const auto& path : need_.paths) {
@@ -51,6 +56,11 @@ class Doctor {
                : "the configuration has none, so a run makes no store: name directories to look at them",
            "", ""});
     }
+    return report();
+  }
+
+ private:
+  int report() const {
     if (options_.json) {
       terminal::tell("{}\n", findings_json(findings_));
     } else {
@@ -60,7 +70,6 @@ class Doctor {
     return exit_code_of(worst_of(findings_));
   }
 
- private:
   void add(Findings findings) {
     for (Finding& finding : findings) findings_.push_back(std::move(finding));
   }
@@ -180,6 +189,9 @@ void add_command(CLI::App& program, int& exit_code) {
       ->capture_default_str()
       ->excludes(no_probe);
   command->add_flag("--json", options.json, "Print it as JSON");
+  command->add_flag("--ranks", options.ranks, "Under mpirun: what its processes do together, and nothing else")
+      ->excludes(config)
+      ->excludes(command->get_option("paths"));
   command->footer(
       "Example:\n  spillway doctor --config ds_config.json --model gpt2-medium\n\n"
       "Exit code: 0 all is well, 3 something makes training slower, 4 something breaks it, 1 an option or a file is "

@@ -1,0 +1,147 @@
+// What the processes that train one model together tell each other. A Communicator joins them as ranks 0 … ranks() - 1.
+//
+// A call starts one collective operation and returns. The operation takes part when `stream` comes to it, and what
+// follows on the stream runs after it: an event that is recorded next says when it is over. All ranks make the same
+// calls in the same order, whatever streams they name, and each call names the `block` of the model that it is for, or
+// another number that all of them know. Work that one collective waits for must not wait for a later one.
+// Memory that is named belongs to the stream's device and stays valid until the operation is over.
+// Threads: calls come from one thread at a time. Enqueueing allocates nothing.
+// Errors: ranks that do not make the same calls, a rank that has left, and `patience_seconds` without progress end the
+// communicator on every rank with an error that names ranks and block. As with a device, throw_if_failed() says so and
+// is asked before anything is made of results, every later call throws the same error, and streams go on without it.
+// docs/ranks.md has all of that in plain words.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "spillway/device.h"
+#include "spillway/units.h"
+
+namespace spillway {
+
+// How a reduce_scatter adds.
+enum class Sums : std::uint8_t {
+  // In a balanced binary tree over ranks: (0 + 1) + (2 + 3) of four; of any other number the first part of the tree is
+  // the largest power of two below it. The bits are those of this definition, whatever moves them.
+  kTree,
+  // However the library that moves them likes best. Bits may depend on it, on sizes and on the number of ranks.
+  kFastest,
+};
+
+// What an all_reduce makes of the values of all ranks, in the order of that tree; of doubles no kOr. NaN of one rank
+// is NaN for all.
+enum class Fold : std::uint8_t { kSum, kMax, kMin, kOr };
+
+enum class CollectiveKind : std::uint8_t { kOpen, kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier };
+enum class ScalarType : std::uint8_t { kDouble, kUint64 };
+
+// The most that one all_reduce takes: a decision, not a tensor.
+inline constexpr std::size_t kMostScalars = 16;
+
+// One call, as an implementation gets it.
+struct Collective {
+  CollectiveKind kind = CollectiveKind::kBarrier;
+  std::int32_t block = 0;
+  std::span<std::byte> data = {};                // kAllReduce: the values, 8 bytes each
+  std::span<const std::uint64_t> slices = {};    // bytes of each rank's, one behind the other; valid during the call
+  Sums sums = Sums::kTree;                       // kReduceScatter
+  Fold fold = Fold::kSum;                        // kAllReduce
+  ScalarType scalar_type = ScalarType::kDouble;  // kAllReduce
+  std::uint32_t root = 0;                        // kBroadcast
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;  // waits until the streams have come by everything that was started
+
+  virtual std::uint32_t rank() const noexcept = 0;
+  virtual std::uint32_t ranks() const noexcept = 0;
+  virtual std::string describe() const = 0;  // one line
+  virtual void throw_if_failed() const = 0;
+
+  // `data` is cut into a slice for each rank, in their order, of bytes_of[rank] bytes, zero of some. Each rank brings
+  // its own; the others' are there afterwards.
+  void all_gather(std::span<std::byte> data, std::span<const std::uint64_t> bytes_of, std::int32_t block,
+                  Stream& stream) {
+    check_slices(data.size(), bytes_of);
+    start({.kind = CollectiveKind::kAllGather, .block = block, .data = data, .slices = bytes_of}, stream);
+  }
+
+  // The same cut, bytes_of[rank] a multiple of 4. Each rank brings all of `data`; afterwards its own slice is the sum
+  // of all ranks' there, in fp32, and the rest of `data` is undefined.
+  void reduce_scatter(std::span<float> data, std::span<const std::uint64_t> bytes_of, Sums sums, std::int32_t block,
+                      Stream& stream) {
+    check_slices(data.size_bytes(), bytes_of);
+    for (const std::uint64_t bytes : bytes_of)
+      SPILLWAY_CHECK(bytes % sizeof(float) == 0, "a slice ends inside a value");
+    start({.kind = CollectiveKind::kReduceScatter,
+           .block = block,
+           .data = std::as_writable_bytes(data),
+           .slices = bytes_of,
+           .sums = sums},
+          stream);
+  }
+
+  // Up to kMostScalars values of each rank become the fold of all ranks', the same bits on every rank. In host memory
+  // on every device.
+  void all_reduce(std::span<double> values, Fold fold, std::int32_t block, Stream& stream) {
+    SPILLWAY_CHECK(fold != Fold::kOr, "doubles have no bitwise or");
+    start_all_reduce(std::as_writable_bytes(values), ScalarType::kDouble, fold, block, stream);
+  }
+  void all_reduce(std::span<std::uint64_t> values, Fold fold, std::int32_t block, Stream& stream) {
+    start_all_reduce(std::as_writable_bytes(values), ScalarType::kUint64, fold, block, stream);
+  }
+
+  // `data` of rank `root`, on every rank.
+  void broadcast(std::span<std::byte> data, std::uint32_t root, std::int32_t block, Stream& stream) {
+    SPILLWAY_CHECK(root < ranks(), "a broadcast comes from one of the ranks");
+    start({.kind = CollectiveKind::kBroadcast, .block = block, .data = data, .root = root}, stream);
+  }
+
+  // No rank comes by before all have come to it.
+  void barrier(std::int32_t block, Stream& stream) {
+    start({.kind = CollectiveKind::kBarrier, .block = block}, stream);
+  }
+
+ protected:
+  virtual void start(const Collective& call, Stream& stream) = 0;
+
+ private:
+  void check_slices(std::uint64_t bytes, std::span<const std::uint64_t> bytes_of) const {
+    SPILLWAY_CHECK(bytes_of.size() == ranks(), "there is one slice for each rank");
+    for (const std::uint64_t slice : bytes_of) {
+      SPILLWAY_CHECK(slice <= bytes, "the slices are as long as the data");
+      bytes -= slice;
+    }
+    SPILLWAY_CHECK(bytes == 0, "the slices are as long as the data");
+  }
+  void start_all_reduce(std::span<std::byte> values, ScalarType type, Fold fold, std::int32_t block, Stream& stream) {
+    SPILLWAY_CHECK(values.size() <= kMostScalars * 8, "an all_reduce takes a few values");
+    start({.kind = CollectiveKind::kAllReduce, .block = block, .data = values, .fold = fold, .scalar_type = type},
+          stream);
+  }
+};
+
+struct CommunicatorOptions {
+  // Without progress for so long, while this rank waits for others, something is wrong with one of them.
+  double patience_seconds = 60;
+  // The most that kTree keeps of other ranks' slices: 2 MiB for each of these do. The same on every rank.
+  std::uint64_t scratch_bytes = 16 * kMiB;
+  // `mpi`: MPI_Comm_c2f() of a communicator of the program's, whose MPI is initialized with MPI_THREAD_SERIALIZED or
+  // more; left out, MPI_COMM_WORLD. The program frees and finalizes what is its own, after the communicator has gone.
+  std::optional<std::int32_t> mpi_comm = {};
+};
+
+// `self`: this process is the only rank. `mpi`: the ranks are processes that mpirun started; all of them call this.
+// `auto`: `mpi` in a process that mpirun started with others, else `self`. Throws kUnsupported where there is no MPI,
+// and kIo when a rank does not come.
+std::unique_ptr<Communicator> make_communicator(std::string_view kind = "auto",
+                                                const CommunicatorOptions& options = {});
+
+}  // namespace spillway

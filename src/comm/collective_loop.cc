@@ -1,0 +1,230 @@
+#include "src/comm/collective_loop.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "src/comm/last_words.h"
+#include "src/comm/scalars.h"
+
+namespace spillway {
+namespace {
+
+using std::chrono::duration_cast;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr Ticket kOfTransfers = Ticket{1} << 62;
+// How long an answer to a last word may take: nothing but a message to a thread that waits for one.
+constexpr milliseconds kAnswer{1000};
+constexpr milliseconds kOthersMayCome{400};
+constexpr milliseconds kIdleRest{10};  // how late a rank that has nothing to do hears of another's end
+
+}  // namespace
+
+CollectiveLoop::CollectiveLoop(Transport& transport, CollectiveQueue& queue, const TransferLimits& limits,
+                               double patience_seconds)
+    : transport_(transport),
+      queue_(queue),
+      patience_(duration_cast<Clock::duration>(std::chrono::duration<double>(patience_seconds))),
+      conversation_(transport, 0),
+      transfers_(transport, limits, kOfTransfers),
+      hosts_(transport.ranks()),
+      words_(transport.ranks()),
+      looked_(Clock::now()) {}
+
+void CollectiveLoop::run() {
+  conversation_.listen();
+  while (!queue_.stopping()) {
+    const bool progress = !ended_ && go_on();
+    if (!ended_) watch(progress);
+    rest(progress);
+  }
+  if (!ended_) leave();
+}
+
+bool CollectiveLoop::go_on() {
+  bool progress = announce();
+  progress |= take_tickets();
+  progress |= !ended_ && agree();
+  progress |= !ended_ && move();
+  return progress;
+}
+
+bool CollectiveLoop::announce() {
+  bool any = false;
+  while (announced_ - all_over_ < kAhead && conversation_.may_say()) {
+    const Collective* call = queue_.ready(announced_);
+    if (call == nullptr) break;
+    Word& own = own_[announced_ % kAhead] = word_of(*call, announced_);
+    if (call->kind == CollectiveKind::kOpen) {
+      std::memcpy(&own.slices_hash, call->data.data(), sizeof(own.slices_hash));
+      own.set_text(transport_.host());
+    }
+    conversation_.say(own);
+    ++announced_;
+    any = true;
+  }
+  return any;
+}
+
+bool CollectiveLoop::take_tickets() {
+  std::array<Ticket, 32> over;
+  const std::size_t count = transport_.poll(over);
+  for (const Ticket ticket : std::span(over).first(count)) {
+    ticket >= kOfTransfers ? transfers_.take(ticket) : conversation_.take(ticket);
+  }
+  if (ended_) return count > 0;
+  if (const std::string why = transport_.failure(); !why.empty()) {
+    give_up(Word::Reason::kLibrary, all_over_,
+            fmt::format("rank {}: {}: {}", transport_.rank(), transport_.library(), why));
+  }
+  return count > 0;
+}
+
+bool CollectiveLoop::agree() {
+  bool any = false;
+  while (agreed_ < announced_ && agree_on(agreed_, own_[agreed_ % kAhead])) {
+    ++agreed_;
+    any = true;
+  }
+  for (std::uint32_t rank = 0; rank < transport_.ranks() && !ended_; ++rank) {
+    const Word* last = rank == transport_.rank() ? nullptr : conversation_.last(rank);
+    if (last == nullptr) continue;
+    if (last->what == Word::What::kGaveUp) {
+      give_up(Word::Reason::kTold, last->failed);
+    } else if (last->number < announced_) {
+      give_up(Word::Reason::kLeft, last->number,
+              fmt::format("rank {} ({}) has left after {} collectives", rank, hosts_[rank],
+                          last->number == 0 ? 0 : last->number - 1));
+    }
+  }
+  return any;
+}
+
+// Whether all ranks have come to it; gives up where they have not come to the same.
+bool CollectiveLoop::agree_on(std::uint64_t number, const Word& own) {
+  bool all = true, same = true;
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
+    words_[rank] = rank == transport_.rank() ? &own : conversation_.word(rank, number);
+    all &= words_[rank] != nullptr;
+    same &= words_[rank] == nullptr || same_collective(own, *words_[rank]);
+  }
+  if (!same) {
+    // The message is better when it has all ranks, which are about to come.
+    if (!differ_since_) differ_since_ = Clock::now();
+    if (all || Clock::now() - *differ_since_ > kOthersMayCome) give_up(Word::Reason::kDiffer, number);
+    return false;
+  }
+  if (!all) return false;
+  const Collective& call = *queue_.ready(number);
+  if (call.kind == CollectiveKind::kOpen) {
+    for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) hosts_[rank] = words_[rank]->text();
+  }
+  if (call.kind == CollectiveKind::kAllReduce) fold_scalars(words_, call);
+  const bool has_data = call.kind != CollectiveKind::kOpen && call.kind != CollectiveKind::kAllReduce &&
+                        call.kind != CollectiveKind::kBarrier;
+  has_data ? transfers_.begin(number, call) : finish(number);
+  return true;
+}
+
+bool CollectiveLoop::move() {
+  bool any = false;
+  while (transfers_.start_more()) any = true;
+  while (const auto number = transfers_.next_over()) {
+    finish(*number);
+    any = true;
+  }
+  return any;
+}
+
+void CollectiveLoop::finish(std::uint64_t number) {
+  over_[number % kAhead] = true;
+  // agreed_ counts `number` only after this, so the bound is what was announced.
+  while (all_over_ < announced_ && over_[all_over_ % kAhead]) over_[all_over_++ % kAhead] = false;
+  queue_.over(number);
+}
+
+void CollectiveLoop::watch(bool progress) {
+  const Clock::time_point now = Clock::now();
+  // A process that was stopped for an hour has not waited for an hour: what counts is how often it has looked.
+  const Clock::duration since = std::min<Clock::duration>(now - looked_, std::chrono::seconds(1));
+  looked_ = now;
+  waited_ = progress || !waits_for_others() ? Clock::duration{} : waited_ + since;
+  if (waited_ > patience_) give_up(Word::Reason::kNoProgress, all_over_);
+}
+
+// Looks again at once while something happens, and less and less often while nothing does: the cores have a model to
+// compute. A library may need to be asked for every few KiB of data that it moves, so then rests stay short.
+void CollectiveLoop::rest(bool progress) {
+  constexpr unsigned kYields = 64;
+  if (progress) {
+    idle_rounds_ = 0;
+  } else if (!waits_for_others() || ended_) {
+    queue_.wait(ended_ ? milliseconds(1000) : kIdleRest);
+    idle_rounds_ = 0;
+  } else if (++idle_rounds_ < kYields) {
+    std::this_thread::yield();
+  } else {
+    const unsigned longest = transfers_.any() ? 20 : 1000;
+    queue_.wait(microseconds(std::min(10 * (idle_rounds_ - kYields + 1), longest)));
+  }
+}
+
+void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const std::string& text) {
+  ended_ = true;
+  Word own = failed < announced_ ? own_[failed % kAhead] : Word{};
+  for (std::uint32_t rank = 0; rank < transport_.ranks() && failed >= announced_; ++rank) {
+    if (rank == transport_.rank()) continue;
+    if (const Word* word = conversation_.word(rank, failed)) own = *word;
+  }
+  own.what = Word::What::kGaveUp;
+  own.reason = reason;
+  own.number = announced_;
+  own.failed = failed;
+  own.set_text(text);
+  if (transport_.ranks() > 1) conversation_.say(own);
+  const Clock::time_point end = Clock::now() + std::min<Clock::duration>(kAnswer, patience_);
+  while (Clock::now() < end && !have_parted()) {
+    if (!take_tickets()) std::this_thread::sleep_for(microseconds(200));
+  }
+  tell_the_end(own);
+  lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kLost);
+}
+
+void CollectiveLoop::tell_the_end(const Word& own) {
+  std::vector<const Word*> last(transport_.ranks());
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
+    last[rank] = rank == transport_.rank() ? &own : conversation_.last(rank);
+  }
+  const std::uint64_t failed = cause_of(last).failed;
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
+    const Word* mine = failed < announced_ ? &own_[failed % kAhead] : nullptr;
+    words_[rank] = rank == transport_.rank() ? mine : conversation_.word(rank, failed);
+  }
+  queue_.fail(error_of({.rank = transport_.rank(),
+                        .last_words = last,
+                        .announced = words_,
+                        .hosts = hosts_,
+                        .patience_seconds = std::chrono::duration<double>(patience_).count()}));
+}
+
+// Says so, and gives the others a moment to do the same: what has come from everybody leaves nothing behind.
+void CollectiveLoop::leave() {
+  Word own;
+  own.what = Word::What::kLeft;
+  own.number = own.failed = announced_;
+  if (transport_.ranks() > 1) conversation_.say(own);
+  const Clock::time_point end = Clock::now() + std::min<Clock::duration>(kAnswer, patience_);
+  while (Clock::now() < end && !have_parted()) {
+    std::array<Ticket, 32> over;
+    const std::size_t count = transport_.poll(over);
+    for (const Ticket ticket : std::span(over).first(count)) conversation_.take(ticket);
+    if (count == 0) std::this_thread::sleep_for(microseconds(200));
+  }
+  lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kEarly);
+}
+
+}  // namespace spillway

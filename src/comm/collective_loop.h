@@ -1,0 +1,72 @@
+// Carries out what is in a CollectiveQueue over a Transport: the communicator's thread.
+//
+//   announced ─► all others' words have come and are the same ─► data moves ─► over
+//       │                     │                                      │
+//       └─ no progress ───────┴─ a word differs, a rank has left ────┴─► last words ─► the queue fails
+//
+// Last words: whoever finds that it cannot go on says so to all, once, and whoever hears that does the same. A second
+// later each rank knows who answers and how far everybody has come, and names them.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "src/comm/collective_queue.h"
+#include "src/comm/conversation.h"
+#include "src/comm/transfers.h"
+#include "src/comm/transport.h"
+
+namespace spillway {
+
+class CollectiveLoop {
+ public:
+  CollectiveLoop(Transport& transport, CollectiveQueue& queue, const TransferLimits& limits, double patience_seconds);
+
+  void run();  // until the queue stops
+  // Afterwards: whether nobody knows this object's memory any more.
+  bool lets_go() const noexcept { return lets_go_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  bool announce();
+  bool take_tickets();
+  bool agree();
+  bool agree_on(std::uint64_t number, const Word& own);
+  bool move();
+  bool go_on();  // all of these; false: nothing has changed
+  void watch(bool progress);
+  void rest(bool progress);
+  void finish(std::uint64_t number);
+  void give_up(Word::Reason reason, std::uint64_t failed, const std::string& text = {});
+  void tell_the_end(const Word& own);
+  void leave();
+  bool waits_for_others() const noexcept { return announced_ > all_over_; }
+  bool have_parted() const noexcept { return conversation_.all_have_left() && conversation_.all_sent(); }
+
+  Transport& transport_;
+  CollectiveQueue& queue_;
+  const Clock::duration patience_;
+  Conversation conversation_;
+  Transfers transfers_;
+  std::array<Word, kAhead> own_;     // announced, by number
+  std::array<bool, kAhead> over_{};  // the same
+  std::vector<std::string> hosts_;
+  std::vector<const Word*> words_;            // of every rank
+  std::uint64_t announced_ = 0, agreed_ = 0;  // how many
+  std::uint64_t all_over_ = 0;                // numbers below it are over
+  bool ended_ = false;                        // given up
+  bool lets_go_ = false;
+  std::optional<Clock::time_point> differ_since_;
+
+  Clock::time_point looked_;  // last
+  Clock::duration waited_{};  // without progress
+  unsigned idle_rounds_ = 0;
+};
+
+}  // namespace spillway

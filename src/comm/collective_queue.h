@@ -1,0 +1,65 @@
+// Collectives between those who call them, the streams that come to them, and the communicator's thread that carries
+// them out: a ring of calls in their order.
+//
+//     over          ready           called            call    the caller's thread takes the next number
+//   ───┴──────┬───────┴──────┬────────┴───── number    arrive  a stream comes to it, and waits until it is over
+//      carried out      streams come                   over    the communicator's thread has carried it out
+//
+// After fail() nothing waits for anything any more.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "spillway/communicator.h"
+#include "spillway/error.h"
+
+namespace spillway {
+
+class CollectiveQueue {
+ public:
+  static constexpr std::uint64_t kCalls = 64;  // at a time; further ones wait
+
+  explicit CollectiveQueue(std::uint32_t ranks);
+
+  // Callers. Copies the slices. Throws what it failed with.
+  std::uint64_t call(const Collective& collective);
+  void throw_if_failed() const;
+  // A stream's thread, once for every number.
+  void arrive(std::uint64_t number);
+  // Until every call has been arrived at and left.
+  void drain();
+  void stop();  // the communicator's thread; after drain()
+
+  // The communicator's thread. Null: not called, or no stream has come to it. Valid until it is over.
+  const Collective* ready(std::uint64_t number) const;
+  void over(std::uint64_t number);
+  void fail(const Error& error);
+  bool stopping() const;
+  // How many were called.
+  std::uint64_t called() const;
+  // Until a stream comes to another one, or stop(), or for so long.
+  void wait(std::chrono::microseconds most);
+
+ private:
+  struct Call {
+    Collective collective;
+    std::vector<std::uint64_t> slices;
+    bool ready = false, over = false;
+  };
+  Call& at(std::uint64_t number) { return calls_[number % kCalls]; }
+
+  mutable std::mutex mutex_;                        // guards everything below
+  std::condition_variable something_to_do_, over_;  // over_: also left, and failed
+  std::vector<Call> calls_;
+  std::uint64_t called_ = 0, left_ = 0;
+  std::uint64_t all_over_ = 0;  // numbers below it are over
+  bool news_ = false, stopping_ = false;
+  std::optional<Error> failure_;
+};
+
+}  // namespace spillway

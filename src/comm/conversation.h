@@ -1,0 +1,58 @@
+// The channel of words: says this rank's to all others, and listens to each of them all the time, so that an
+// announcement, or a last word, is known when it arrives and not when somebody asks.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "src/comm/transport.h"
+#include "src/comm/word.h"
+
+namespace spillway {
+
+// Collectives that a rank may have announced and that are not over yet. A rank is done with one only after every other
+// rank has announced it; so none hears of more than 2 * kAhead that it still has to look at.
+inline constexpr std::size_t kAhead = 8;
+
+class Conversation {
+ public:
+  // Tickets from `ticket` on are its own.
+  Conversation(Transport& transport, Ticket ticket);
+
+  void listen();  // begins
+  bool may_say() const noexcept;
+  void say(const Word& word);      // while may_say(), or a last word
+  bool all_sent() const noexcept;  // what was said is out of our hands
+  void take(Ticket ticket);        // one of its own is over
+
+  // What `rank` announced as its collective `number`, as far as it is remembered; null: it has not come.
+  const Word* word(std::uint32_t rank, std::uint64_t number) const;
+  // Null: it still takes part.
+  const Word* last(std::uint32_t rank) const;
+  bool all_have_left() const noexcept { return left_ + 1 == transport_.ranks(); }
+
+ private:
+  struct Said {
+    Word word;
+    std::size_t out = 0;  // sends that are not over
+  };
+  struct Peer {
+    Word arriving;
+    std::array<Word, 2 * kAhead> words;
+    std::uint64_t come = 0;
+    std::optional<Word> last;
+  };
+
+  void receive(std::uint32_t from);
+
+  Transport& transport_;
+  const Ticket first_;
+  std::array<Said, kAhead + 1> said_;  // the last one is for the last word
+  std::vector<Peer> peers_;
+  std::uint32_t left_ = 0;
+};
+
+}  // namespace spillway

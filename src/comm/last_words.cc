@@ -1,0 +1,106 @@
+#include "src/comm/last_words.h"
+
+#include <algorithm>
+#include <vector>
+
+#include <fmt/format.h>
+
+namespace spillway {
+namespace {
+
+// The most telling first: a rank that others miss may itself say what happened to it.
+int weight_of(const Word& word) {
+  if (word.what == Word::What::kLeft) return 0;
+  switch (word.reason) {
+    case Word::Reason::kLibrary: return 4;
+    case Word::Reason::kDiffer: return 3;
+    case Word::Reason::kLeft: return 2;
+    case Word::Reason::kNoProgress: return 1;
+    case Word::Reason::kTold: break;
+  }
+  return -1;
+}
+
+// `rank 2 (node1)`, `ranks 2 and 3`
+std::string named(const std::vector<std::uint32_t>& ranks, std::span<const std::string> hosts) {
+  std::string text = ranks_text(ranks);
+  if (ranks.size() == 1 && !hosts[ranks[0]].empty()) text += " (" + hosts[ranks[0]] + ")";
+  return text;
+}
+
+std::string no_progress(const Ending& ending, const Word& cause) {
+  std::vector<std::uint32_t> silent;
+  std::string behind;
+  for (std::uint32_t rank = 0; rank < ending.last_words.size(); ++rank) {
+    const Word* last = ending.last_words[rank];
+    if (last == nullptr) {
+      silent.push_back(rank);
+    } else if (last->number <= cause.failed) {
+      behind += fmt::format("{}rank {}{} has not come to it", behind.empty() ? "" : ", ", rank,
+                            rank == ending.rank ? ", this one," : "");
+      // Numbers begin with the opening's.
+      if (last->number > 1) behind += fmt::format(" (its last one is {})", last->number - 1);
+    }
+  }
+  const std::string text = fmt::format("no progress in {:g} s: ", ending.patience_seconds);
+  if (!silent.empty()) {  // whoever is behind waits for these, too
+    return text + fmt::format("{} {} not answer", named(silent, ending.hosts), silent.size() == 1 ? "does" : "do");
+  }
+  return text + (behind.empty() ? "all ranks have come to it and answer, and its data does not arrive" : behind);
+}
+
+std::string what_differs(const Ending& ending) {
+  std::vector<std::uint32_t> absent;
+  for (std::uint32_t rank = 0; rank < ending.announced.size(); ++rank) {
+    if (ending.announced[rank] == nullptr) absent.push_back(rank);
+  }
+  std::string text = "the ranks do not agree: " + differences(ending.announced);
+  if (!absent.empty()) {
+    text += fmt::format("; {} {} not come to it", ranks_text(absent), absent.size() == 1 ? "has" : "have");
+  }
+  return text;
+}
+
+}  // namespace
+
+const Word& cause_of(std::span<const Word* const> last_words) {
+  const Word* cause = nullptr;
+  for (const Word* word : last_words) {
+    if (word != nullptr && (cause == nullptr || weight_of(*word) > weight_of(*cause))) cause = word;
+  }
+  SPILLWAY_CHECK(cause != nullptr, "this rank has a last word, too");
+  return *cause;
+}
+
+Error error_of(const Ending& ending) {
+  const Word& cause = cause_of(ending.last_words);
+  Word failed = cause;                          // for its name
+  if (cause.reason == Word::Reason::kDiffer) {  // then it has several, and each rank tells the same one
+    const auto first = std::ranges::find_if(ending.announced, [](const Word* word) { return word != nullptr; });
+    if (first != ending.announced.end()) failed = **first;
+  }
+  failed.number = cause.failed;
+  ErrorParts parts{.object = numbered_name_of(failed), .happened = {}, .errno_value = 0, .hint = {}};
+  switch (cause.reason) {
+    case Word::Reason::kDiffer:
+      parts.happened = what_differs(ending);
+      parts.hint = cause.kind == CollectiveKind::kOpen
+                       ? "run one version of Spillway with the same communicator options on every rank"
+                       : "run the same program with the same configuration, model and data on every rank";
+      return Error(Code::kInvalidArgument, parts);
+    case Word::Reason::kLibrary:
+      parts.happened = cause.text();
+      parts.hint = "look at that rank and at the network, and start all ranks again";
+      break;
+    case Word::Reason::kLeft:
+      parts.happened = cause.text();
+      parts.hint = "that rank's own messages say why; start all ranks again";
+      break;
+    default:
+      parts.happened = no_progress(ending, cause);
+      parts.hint = "look at what ended or stopped them, and at the network, and start all ranks again";
+  }
+  return Error(Code::kIo, parts);
+}
+
+}  // namespace spillway

@@ -1,0 +1,26 @@
+// What ended a communicator, told from the last words of its ranks, in the same way on each of them. Pure.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "spillway/error.h"
+#include "src/comm/word.h"
+
+namespace spillway {
+
+struct Ending {
+  std::uint32_t rank = 0;                   // that tells it
+  std::span<const Word* const> last_words;  // of every rank, this one's too; null: it does not answer
+  std::span<const Word* const> announced;   // what each announced as the collective that failed; null: it had not come
+  std::span<const std::string> hosts;       // empty ones are not known
+  double patience_seconds = 0;
+};
+
+// The word that says why all of it ended; others were told so by it.
+const Word& cause_of(std::span<const Word* const> last_words);
+
+Error error_of(const Ending& ending);
+
+}  // namespace spillway

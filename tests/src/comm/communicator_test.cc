@@ -1,0 +1,201 @@
+// The behaviour suite on one rank, and on ranks that are threads of this process; and what a silent rank does there.
+#include "spillway/communicator.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "src/comm/transport_communicator.h"
+#include "tests/error_of.h"
+#include "tests/src/comm/communicator_suite.h"
+#include "tests/src/comm/thread_transport.h"
+
+namespace spillway {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+void run_self(std::uint32_t, const RanksOptions&, const std::function<void(Communicator&)>& body) {
+  const auto communicator = make_communicator("self");
+  body(*communicator);
+}
+
+// With a hub that the body may use to make ranks fail.
+void run_on(ThreadHub& hub, std::uint32_t ranks, const RanksOptions& options,
+            const std::function<void(Communicator&)>& body) {
+  std::vector<std::thread> threads;
+  for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        TransportCommunicator communicator(hub.join(rank), options.limits, options.patience_seconds);
+        body(communicator);
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void run_threads(std::uint32_t ranks, const RanksOptions& options, const std::function<void(Communicator&)>& body) {
+  ThreadHub hub(ranks);
+  run_on(hub, ranks, options, body);
+}
+
+const auto kCases = ::testing::Values(RanksCase{"self", 1, run_self}, RanksCase{"threads_1", 1, run_threads},
+                                      RanksCase{"threads_2", 2, run_threads}, RanksCase{"threads_3", 3, run_threads},
+                                      RanksCase{"threads_4", 4, run_threads}, RanksCase{"threads_5", 5, run_threads});
+const auto kSeveral = ::testing::Values(RanksCase{"threads_2", 2, run_threads}, RanksCase{"threads_3", 3, run_threads},
+                                        RanksCase{"threads_5", 5, run_threads});
+const auto kCaseName = [](const auto& info) { return info.param.name; };
+INSTANTIATE_TEST_SUITE_P(InProcess, CommunicatorSuite, kCases, kCaseName);
+INSTANTIATE_TEST_SUITE_P(InProcess, CommunicatorFailures, kSeveral, kCaseName);
+
+std::string end_of(Member& member) {
+  try {
+    for (int i = 0;; ++i) {
+      member.comm.barrier(i, *member.a);
+      member.settle();
+    }
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+TEST(ThreadRanks, ASilentRankIsNamedWithItsHost) {
+  ThreadHub hub(3);
+  run_on(hub, 3, {.patience_seconds = 1.5}, [&](Communicator& communicator) {
+    Member member(communicator);
+    member.comm.barrier(7, *member.a);
+    member.a->synchronize();  // what comes after it may have failed already
+    if (member.rank == 1) {
+      hub.silence(1);
+      EXPECT_THAT(end_of(member), HasSubstr("no progress in 1.5 s: ranks 0 and 2 do not answer"))
+          << "as it looks there";
+      return;
+    }
+    EXPECT_THAT(end_of(member), AllOf(StartsWith("barrier of block 0 (collective 2): "),
+                                      HasSubstr("no progress in 1.5 s: rank 1 (host1) does not answer; ")));
+  });
+}
+
+TEST(ThreadRanks, ARankThatFallsSilentWhileDataMovesIsNamed) {
+  ThreadHub hub(3);
+  run_on(hub, 3, {.patience_seconds = 1.5, .limits = {.scratch_bytes = 1}}, [&](Communicator& communicator) {
+    Member member(communicator);
+    const std::vector<std::uint64_t> slices(3, 4 * 1024 * 100);
+    std::thread silences;
+    if (member.rank == 2) {
+      silences = std::thread([&hub] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        hub.silence(2);
+      });
+    }
+    std::string end;
+    try {
+      for (;;) {
+        member.comm.reduce_scatter(member.hbm<float>(0, 3 * 1024 * 100), slices, Sums::kTree, 8, *member.a);
+        member.settle();
+      }
+    } catch (const Error& error) {
+      end = error.what();
+    }
+    if (silences.joinable()) return silences.join();
+    EXPECT_THAT(end, AllOf(StartsWith("reduce_scatter of block 8 "), HasSubstr("rank 2 (host2) does not answer")));
+  });
+}
+
+TEST(ThreadRanks, AWordThatIsLostIsSeenByItsNumber) {
+  ThreadHub hub(3);
+  run_on(hub, 3, {.patience_seconds = 30}, [&](Communicator& communicator) {
+    Member member(communicator);
+    member.comm.barrier(7, *member.a);
+    member.a->synchronize();
+    if (member.rank == 1) hub.lose_a_word(1);
+    // All the same but for their numbers; the first two are on streams of their own, so that both are announced.
+    try {
+      for (int i = 0; i < 4; ++i) member.comm.barrier(7, i % 2 ? *member.a : *member.b);
+      member.a->synchronize(), member.b->synchronize();
+      member.comm.throw_if_failed();
+      ADD_FAILURE() << "nothing was missed";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("the ranks do not agree: ")) << member.rank;
+    }
+  });
+}
+
+TEST(ThreadRanks, ALibraryThatFailsIsQuotedOnEveryRank) {
+  ThreadHub hub(3);
+  run_on(hub, 3, {.patience_seconds = 30}, [&](Communicator& communicator) {
+    Member member(communicator);
+    member.comm.barrier(7, *member.a);
+    member.a->synchronize();
+    if (member.rank == 2) hub.break_down(2, "MPI_ERR_OTHER");
+    EXPECT_THAT(end_of(member), HasSubstr(": rank 2: threads: MPI_ERR_OTHER; look at that rank"));
+  });
+}
+
+TEST(ThreadRanks, OtherLimitsAreRefusedAtTheOpening) {
+  ThreadHub hub(2);
+  std::vector<std::thread> threads;
+  for (std::uint32_t rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      const Error error = testing::error_of(
+          [&] { TransportCommunicator communicator(hub.join(rank), {.scratch_bytes = 4096 * (1 + rank)}, 30); });
+      EXPECT_EQ(error.code(), Code::kInvalidArgument);
+      EXPECT_THAT(error.what(), AllOf(StartsWith("opening (collective 0): the ranks do not agree: rank 0: "),
+                                      HasSubstr("; rank 1: "), HasSubstr("one version of Spillway")));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(ThreadRanks, ARankThatNeverOpensIsNamed) {
+  ThreadHub hub(3);
+  const Error error =
+      testing::error_of([&] { TransportCommunicator communicator(hub.join(0), TransferLimits{}, 0.2); });
+  EXPECT_EQ(error.code(), Code::kIo);
+  EXPECT_THAT(error.what(), StartsWith("opening (collective 0): no progress in 0.2 s: ranks 1 and 2 do not answer; "));
+}
+
+TEST(MakeCommunicator, TakesNoOtherName) {
+  EXPECT_STREQ(testing::error_of([] { make_communicator("gloo"); }).what(),
+               "communicator 'gloo': there is none of that name; name auto, self or mpi");
+}
+
+TEST(MakeCommunicator, WithoutALauncherThereIsOneRank) {
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"}) ::unsetenv(name);
+  EXPECT_EQ(make_communicator()->ranks(), 1u);
+  EXPECT_EQ(make_communicator("auto")->describe(), "one rank");
+  ::setenv("OMPI_COMM_WORLD_SIZE", "1", 1);
+  ::setenv("PMIX_RANK", "0", 1);
+  EXPECT_EQ(make_communicator("auto")->describe(), "one rank");
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK"}) ::unsetenv(name);
+}
+
+TEST(CommunicatorDeathTest, CallsThatCannotBeMeantAreRefused) {
+  const auto communicator = make_communicator("self");
+  const auto workers = create_workers(1);
+  const auto device = create_host_device({.hbm_bytes = 4096}, *workers);
+  const auto stream = device->create_stream("stream");
+  std::vector<float> data(8);
+  const std::vector<std::uint64_t> two(2, 16), short_one(1, 16), odd(1, 32);
+  const auto bytes = std::as_writable_bytes(std::span(data));
+  ::testing::FLAGS_gtest_death_test_style = "threadsafe";
+  EXPECT_DEATH(communicator->all_gather(bytes, two, 0, *stream), "one slice for each rank");
+  EXPECT_DEATH(communicator->all_gather(bytes, short_one, 0, *stream), "as long as the data");
+  EXPECT_DEATH(communicator->broadcast(bytes, 1, 0, *stream), "one of the ranks");
+  std::vector<double> many(kMostScalars + 1);
+  EXPECT_DEATH(communicator->all_reduce(std::span(many), Fold::kSum, 0, *stream), "a few values");
+  EXPECT_DEATH(communicator->all_reduce(std::span(many).first(1), Fold::kOr, 0, *stream), "no bitwise or");
+}
+
+}  // namespace
+}  // namespace spillway
