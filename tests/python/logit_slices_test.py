@@ -215,11 +215,12 @@ class Losses(Case):
         self.assertEqual(self.trained(self.engine(Speaks(), 3), 2)[0], self.trained(compiled, 2)[0])
 
     def test_FrozenHeadsAndFrozenRests(self):
-        for frozen in ("head", "embedding", "layers"):
+        for frozen in (["head"], ["embedding"], ["layers"], ["embedding", "layers"]):
             found = []
             for slices in (1, 3):
                 network = Speaks(bias=True)
-                getattr(network, frozen).requires_grad_(False)
+                for name in frozen:
+                    getattr(network, name).requires_grad_(False)
                 found.append(self.trained(self.engine(network, slices)))
             self.assert_alike(*found)
 
