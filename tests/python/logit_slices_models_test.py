@@ -116,6 +116,17 @@ class Models(Folder):
                 found.append(self.steps(network, slices))
             self.assert_alike(*found, 2e-6)
 
+    @unittest.skipIf(importlib.util.find_spec("torchao") is None, "no torchao in this Python")
+    def test_AQuantizedHead(self):
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        found = []
+        for slices in (1, 4):
+            network = made("Llama", tie_word_embeddings=False)
+            quantize_(network, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name == "lm_head")
+            network.lm_head.weight.requires_grad_(False)
+            found.append(self.steps(network, slices))
+        self.assert_alike(*found, 2e-6)
+
     @unittest.skipIf(importlib.util.find_spec("peft") is None, "no peft in this Python; `pip install peft` brings it")
     def test_AnAdapterThatWasSwitchedOffStaysOffForItsLogits(self):
         import peft

@@ -5,6 +5,7 @@ from case import main
 import gc
 import os
 import sys
+import unittest
 import unittest.mock
 
 import torch
@@ -208,12 +209,18 @@ class Losses(Case):
             self.assertAlmostEqual(one[0], other[0], delta=1e-6 * one[0])
             self.assertAlmostEqual(one[1], other[1], delta=1e-5 * one[1])
 
+    @unittest.skipIf(not hasattr(torch, "compile"), "PyTorch before 2.0 compiles nothing")
+    def test_OfACompiledModelTheyAreTheSame(self):
+        compiled = self.engine(torch.compile(Speaks(), backend="eager"), 3)
+        self.assertEqual(self.trained(self.engine(Speaks(), 3), 2)[0], self.trained(compiled, 2)[0])
+
     def test_FrozenHeadsAndFrozenRests(self):
-        for frozen in ("head", "embedding", "layers"):
+        for frozen in (["head"], ["embedding"], ["layers"], ["embedding", "layers"]):
             found = []
             for slices in (1, 3):
                 network = Speaks(bias=True)
-                getattr(network, frozen).requires_grad_(False)
+                for name in frozen:
+                    getattr(network, name).requires_grad_(False)
                 found.append(self.trained(self.engine(network, slices)))
             self.assert_alike(*found)
 
