@@ -61,14 +61,18 @@ struct DeepSpeedKnobs {
   std::optional<bool> pipeline_read, pipeline_write;
 };
 
+inline constexpr std::uint32_t kMostSumGroups = 65536;
+
 struct Config {
   std::uint32_t micro_batch = 1;            // train_micro_batch_size_per_gpu
   std::uint32_t gradient_accumulation = 1;  // gradient_accumulation_steps
-  double gradient_clipping = 1;             // maximal norm, 0: off; the default is DeepSpeed's (0.19)
-  DType weights = DType::kFloat32;          // bf16.enabled, fp16.enabled
-  LossScaleConfig loss_scale;               // of fp16
-  OptimizerConfig optimizer;                // optimizer.type and params; each type has DeepSpeed's defaults
-  bool optimizer_left_out = false;          // by a file: what trains says which one it gets
+  // A power of two that divides it: a step's micro-batches are summed in so many parts, and these by a balanced tree.
+  std::uint32_t sum_groups = 1;
+  double gradient_clipping = 1;     // maximal norm, 0: off; the default is DeepSpeed's (0.19)
+  DType weights = DType::kFloat32;  // bf16.enabled, fp16.enabled
+  LossScaleConfig loss_scale;       // of fp16
+  OptimizerConfig optimizer;        // optimizer.type and params; each type has DeepSpeed's defaults
+  bool optimizer_left_out = false;  // by a file: what trains says which one it gets
   ScheduleConfig schedule;
 
   Placement states = Placement::kHbm;             // offload_optimizer.device

@@ -162,6 +162,8 @@ struct Gradient {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;  // fp32, or the configured weight type
   std::uint64_t elements = 0;     // of what lies at `data`; not the parameter's number: kInvalidArgument. 0: not said
+  // Of the step, from 0: with Config::sum_groups it says which part the gradient belongs to.
+  std::uint32_t micro_batch = 0;
 };
 
 // Writes the values [first, first + out.size()) of a parameter into `out`, row-major, as fp32.

@@ -20,8 +20,12 @@ struct Parameter {
   // or to say that there is none. More than one
   // costs an fp32 accumulator, 4 bytes per parameter: one for all blocks that `visits` has once in backward; of the
   // others, and with kAnyPushes, each has its own, in HBM or, what an explicit hbm_bytes has no room for, at home in
-  // host memory.
+  // host memory. With Config::sum_groups it is a multiple of these, and an accumulator log2(sum_groups) + 1 times as
+  // large.
   std::uint32_t pushes = 1;
+  // All pushes of a micro-batch come before those of the next one. With false, as of tied weights whose head has seen
+  // every micro-batch before the embedding sees one, the block's accumulator is sum_groups times as large.
+  bool in_order = true;
   // Frozen bytes of the program's own, a quantized weight with its scales say: nobody looks at them or converts them.
   // `shape` counts elements of the weight type that they take; in fp32 values, as sources give them and sinks take
   // them, the bits of a 16-bit element are the upper half. Exports, which are models in files, refuse it.

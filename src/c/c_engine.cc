@@ -1,5 +1,7 @@
 // The engine of the API for C. A call of an engine is checked before it gets there: its handle, the thread, what else
 // it names; and what the engine would take for a programmer's error is answered.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -130,6 +132,10 @@ spillway_status spillway_engine_create(const spillway_config* config, const spil
     if (read.trace_spans != 0) wanted.trace_spans = read.trace_spans;
     const auto settings = tables().configs.find(config);
     const auto described = tables().models.find(model);
+    if (settings->config.sum_groups > 1) {
+      throw Error(Code::kUnsupported, {"spillway.sum_groups", fmt::format("is {}", settings->config.sum_groups), 0,
+                                       "leave it out: a gradient does not say here which micro-batch it is of"});
+    }
     const auto made = std::make_shared<EngineObject>();
     {
       const auto turn = described->caller.enter("spillway_engine_create");

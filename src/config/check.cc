@@ -1,6 +1,7 @@
 #include "src/config/check.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <filesystem>
 #include <iterator>
@@ -88,6 +89,11 @@ void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& r
   }
   draft.config.micro_batch = static_cast<std::uint32_t>(rows);
   draft.config.gradient_accumulation = static_cast<std::uint32_t>(steps);
+  const std::uint32_t groups = draft.config.sum_groups;
+  if (std::has_single_bit(groups) && steps % groups == 0) return;
+  report("spillway.sum_groups",
+         fmt::format("{} parts of {} micro-batches a step (gradient_accumulation_steps)", groups, steps),
+         "take a power of two that divides them");
 }
 
 // Parameters of another type than the one that is configured, in a section of keys with such parameters.

@@ -15,10 +15,18 @@ void refuse_gradient(const std::string& object, const std::string& happened, con
 }
 
 GradientPushes::GradientPushes(const Plan& plan, const ModelDescription& model, std::span<const std::byte> hbm)
-    : plan_(plan), model_(model), type_(plan.tile_places[0].shape.type), hbm_(hbm), blocks_(plan.blocks.size()) {
+    : plan_(plan),
+      model_(model),
+      type_(plan.tile_places[0].shape.type),
+      micro_batches_(plan.micro_batches),
+      parts_(plan.sum_parts),
+      hbm_(hbm),
+      blocks_(plan.blocks.size()) {
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
-    blocks_[b].pushes.resize(model.blocks[b].parameters.size());
-    blocks_[b].brought.resize(model.blocks[b].parameters.size());
+    const std::size_t parameters = model.blocks[b].parameters.size();
+    blocks_[b].pushes.resize(parameters);
+    blocks_[b].brought.resize(parameters);
+    blocks_[b].sums.assign(parameters, PartSums(parts_, plan.blocks[b].sums_in_order));
   }
 }
 
@@ -27,6 +35,7 @@ void GradientPushes::begin_step() {
     Block& block = blocks_[b];
     std::ranges::fill(block.pushes, 0u);
     std::ranges::fill(block.brought, std::uint8_t{0});
+    for (PartSums& sums : block.sums) sums.begin_step();
     block.open = 0;
     for (const Parameter& parameter : model_.blocks[b].parameters)
       block.open += parameter.trainable && parameter.pushes > 0;
@@ -69,6 +78,17 @@ void GradientPushes::refuse_unless_due(const Gradient& gradient) const {
                                                    : "got more gradients than described in one step",
                     parameter.pushes == kAnyPushes ? "push it before" : "set Parameter::pushes");
   }
+  if (parts_ > 1 && gradient.micro_batch >= micro_batches_) {
+    refuse_gradient(
+        parameter.name,
+        fmt::format("a gradient is of micro-batch {}, and a step has {}", gradient.micro_batch, micro_batches_),
+        "count the micro-batches of a step from 0");
+  }
+  if (gradient.data != nullptr && !blocks_[gradient.block].sums[gradient.parameter].takes(part_of(gradient))) {
+    refuse_gradient(parameter.name,
+                    fmt::format("a gradient is of micro-batch {}, which came to an end before", gradient.micro_batch),
+                    "push one micro-batch behind the other");
+  }
   if (gradient.data != nullptr && plan_.blocks[gradient.block].accumulator_shared &&
       accumulator_owner_.value_or(gradient.block) != gradient.block) {
     refuse_gradient(parameter.name, "its gradient came while another block's was being accumulated",
@@ -86,20 +106,19 @@ bool GradientPushes::would_complete(const Gradient& gradient) const {
   return blocks_[gradient.block].open == 1 && ends(gradient);
 }
 
-GradientPushes::Taken GradientPushes::take(const Gradient& gradient) {
+bool GradientPushes::take(const Gradient& gradient) {
   Block& block = blocks_[gradient.block];
   const bool last = ends(gradient);
   const std::uint32_t all = model_.blocks[gradient.block].parameters[gradient.parameter].pushes;
   std::uint32_t& pushes = block.pushes[gradient.parameter];
   pushes = last ? all : pushes + 1;
-  Taken taken;
   if (gradient.data != nullptr) {
-    taken.first = std::exchange(block.brought[gradient.parameter], std::uint8_t{1}) == 0;
+    block.brought[gradient.parameter] = 1;
     if (plan_.blocks[gradient.block].accumulator_shared) accumulator_owner_ = gradient.block;
   }
-  taken.complete = last && --block.open == 0;
-  if (taken.complete && accumulator_owner_ == gradient.block) accumulator_owner_.reset();
-  return taken;
+  const bool complete = last && --block.open == 0;
+  if (complete && accumulator_owner_ == gradient.block) accumulator_owner_.reset();
+  return complete;
 }
 
 bool GradientPushes::begun() const {

@@ -14,6 +14,7 @@
 
 #include "spillway/engine.h"
 #include "src/plan/plan.h"
+#include "swap/policy/part_sums.h"
 
 namespace spillway {
 
@@ -30,11 +31,8 @@ class GradientPushes {
   // For one that is not described, comes too often, or while another block's is added up in the shared accumulator.
   void refuse_unless_due(const Gradient& gradient) const;
 
-  struct Taken {
-    bool first = false;     // that brings something for the parameter
-    bool complete = false;  // with it the block is
-  };
-  Taken take(const Gradient& gradient);
+  // True: with it the block is complete.
+  bool take(const Gradient& gradient);
   bool would_complete(const Gradient& gradient) const;
 
   // The block's pushes are added up in an accumulator, before anything of them is rounded.
@@ -47,6 +45,11 @@ class GradientPushes {
   bool leaves_out(const Gradient& gradient) const;
   // Throws naming the first parameter whose gradient is missing.
   void check_complete() const;
+  // How the parameter's pushes are summed; the part that a gradient belongs to.
+  PartSums& sums(std::uint32_t block, std::uint32_t parameter) { return blocks_[block].sums[parameter]; }
+  std::uint32_t part_of(const Gradient& gradient) const {
+    return parts_ == 1 ? 0 : static_cast<std::uint32_t>(std::uint64_t{gradient.micro_batch} * parts_ / micro_batches_);
+  }
   // By parameter: whether a push brought a gradient.
   std::span<const std::uint8_t> brought(std::uint32_t block) const { return blocks_[block].brought; }
   bool trainable(std::uint32_t block, std::uint32_t parameter) const {
@@ -64,12 +67,14 @@ class GradientPushes {
   struct Block {
     std::vector<std::uint32_t> pushes;  // per parameter
     std::vector<std::uint8_t> brought;  // per parameter: one of them had a gradient
+    std::vector<PartSums> sums;         // per parameter
     std::uint32_t open = 0;             // parameters that expect more pushes
   };
 
   const Plan& plan_;
   const ModelDescription& model_;
   const DType type_;
+  const std::uint32_t micro_batches_, parts_;  // of a step
   const std::span<const std::byte> hbm_;
   std::vector<Block> blocks_;
   std::optional<std::uint32_t> accumulator_owner_;  // block that uses the shared accumulator

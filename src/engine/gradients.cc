@@ -63,18 +63,47 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
     }
   }
   memory_.come(b);
-  const GradientPushes::Taken taken = pushes_.take(gradient);
+  const bool is_complete = pushes_.take(gradient);
   if (gradient.data == nullptr) {
     if (!adds) fill_zeros(staging_for(b, stream), b, p, 0, stream);
   } else if (adds) {
-    const ParameterPlace& place = plan_.blocks[b].partition.parameters[p];
-    float* sum = accumulator(b, stream) + place.first;
-    device().accumulate_async(sum, gradient.data, gradient.dtype, place.count, taken.first, stream);
+    add_up(gradient, stream);
   } else {
     round_into(staging_for(b, stream), b, p, gradient.data, gradient.dtype, stream);
   }
-  if (taken.complete) complete(b, stream);
-  return taken.complete;
+  if (is_complete) complete(b, stream);
+  return is_complete;
+}
+
+// The parameter's partial sums, and what is done with them before more is added or all are one.
+struct GradientCollector::PartialSums {
+  Device& device;
+  Stream& stream;
+  float* first;  // of slot 0
+  std::uint64_t apart, count;
+
+  float* slot(std::uint32_t slot) const { return first + slot * apart; }
+  auto zero() const {
+    return [this](std::uint32_t at) { device.fill_async(slot(at), std::byte{0}, count * sizeof(float), stream); };
+  }
+  auto add() const {
+    return [this](std::uint32_t into, std::uint32_t from) {
+      device.accumulate_async(slot(into), slot(from), DType::kFloat32, count, false, stream);
+    };
+  }
+};
+
+GradientCollector::PartialSums GradientCollector::sums_of(std::uint32_t b, std::uint32_t p, Stream& stream) {
+  const BlockPartition& partition = plan_.blocks[b].partition;
+  const ParameterPlace& place = partition.parameters[p];
+  return {device(), stream, accumulator(b, stream) + place.first, partition.trainable_elements, place.count};
+}
+
+void GradientCollector::add_up(const Gradient& gradient, Stream& stream) {
+  const PartialSums sums = sums_of(gradient.block, gradient.parameter, stream);
+  PartSums& tree = pushes_.sums(gradient.block, gradient.parameter);
+  const PartSums::At at = tree.open(pushes_.part_of(gradient), sums.zero(), sums.add());
+  device().accumulate_async(sums.slot(at.slot), gradient.data, gradient.dtype, sums.count, at.first, stream);
 }
 
 float* GradientCollector::accumulator(std::uint32_t block, Stream& stream) {
@@ -128,11 +157,12 @@ void GradientCollector::complete(std::uint32_t b, Stream& stream) {
 void GradientCollector::round_sums(std::uint32_t b, Stream& stream) {
   const BlockPlan& plan = plan_.blocks[b];
   std::byte* staging = staging_for(b, stream);
-  const float* sums = accumulator(b, stream);
   for (std::uint32_t p = 0; p < plan.partition.parameters.size(); ++p) {
     if (!pushes_.trainable(b, p)) continue;
     if (pushes_.brought(b)[p]) {
-      round_into(staging, b, p, sums + plan.partition.parameters[p].first, DType::kFloat32, stream);
+      const PartialSums sums = sums_of(b, p, stream);
+      pushes_.sums(b, p).finish(sums.zero(), sums.add());
+      round_into(staging, b, p, sums.first, DType::kFloat32, stream);
     } else {
       fill_zeros(staging, b, p, 0, stream);
     }

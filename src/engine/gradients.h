@@ -93,7 +93,10 @@ class GradientCollector {
     std::unique_ptr<Event> filled, free;
   };
 
+  struct PartialSums;
   float* accumulator(std::uint32_t block, Stream& stream);  // once `stream` gets there
+  PartialSums sums_of(std::uint32_t block, std::uint32_t parameter, Stream& stream);
+  void add_up(const Gradient& gradient, Stream& stream);
   std::byte* staging_for(std::uint32_t block, Stream& stream);
   void round_into(std::byte* staging, std::uint32_t block, std::uint32_t parameter, const void* from, DType type,
                   Stream& stream);

@@ -6,6 +6,7 @@
 #include <rapidjson/writer.h>
 
 #include <algorithm>
+#include <bit>
 #include <initializer_list>
 #include <set>
 
@@ -21,7 +22,8 @@ namespace {
 
 using DescriptionWriter = rapidjson::Writer<rapidjson::StringBuffer>;
 
-constexpr const char *kStates = "states", *kSections = "sections", *kParameter = "parameter", *kBytes = "bytes";
+constexpr const char *kStates = "states", *kSections = "sections", *kParameter = "parameter", *kBytes = "bytes",
+                     *kSumGroups = "sum_groups";
 constexpr std::uint32_t kStatesFormat = 4;
 
 // The part that the fingerprint covers.
@@ -105,6 +107,12 @@ std::string sections_json(const Config& config, const ModelDescription& model) {
   }
   out.EndArray();
   return any ? buffer.GetString() : "";
+}
+
+// How a step's micro-batches are summed is part of a store's identity; in one part it says nothing, as all older
+// stores.
+std::string sums_text(std::uint32_t sum_groups) {
+  return sum_groups > 1 ? fmt::format("{}:{}", kSumGroups, sum_groups) : "";
 }
 
 // Before format 4 a description does not list them.
@@ -207,6 +215,13 @@ std::vector<std::string> exact_of(const rapidjson::Document& document, const Mod
   return exact;
 }
 
+std::uint32_t parse_sum_groups(const rapidjson::Document& document, const std::string& object) {
+  if (!document.HasMember(kSumGroups)) return 1;
+  const std::uint64_t groups = member(document, kSumGroups, kIsNumber, object).GetUint64();
+  if (groups < 2 || groups > kMostSumGroups || !std::has_single_bit(groups)) corrupt(object);
+  return static_cast<std::uint32_t>(groups);
+}
+
 // Says which form the states have; refuses what no form of this version's gives for such a model.
 std::string check_sections(const rapidjson::Document& document, StoredModel& stored, const std::string& object) {
   const bool given = document.HasMember(kSections);
@@ -280,6 +295,7 @@ Config config_of(const StoredModel& stored) {
   config.tile_elements = stored.tile_elements;
   config.moments = stored.moments;
   config.exact_states = stored.exact_states;
+  config.sum_groups = config.gradient_accumulation = stored.sum_groups;
   return config;
 }
 
@@ -305,9 +321,13 @@ StoreIdentity describe_store(const Config& config, const ModelDescription& model
     out.Key(kSections);
     out.RawValue(sections.data(), sections.size(), rapidjson::kArrayType);
   }
+  if (config.sum_groups > 1) {
+    out.Key(kSumGroups);
+    out.Uint64(config.sum_groups);
+  }
   out.EndObject();
   return {.description = buffer.GetString(),
-          .fingerprint = fingerprint_of(layout + sections),
+          .fingerprint = fingerprint_of(layout + sections + sums_text(config.sum_groups)),
           .difference = &description_difference,
           .remedy = &difference_remedy,
           .as_of_format = &description_as_of};
@@ -327,10 +347,12 @@ std::string description_difference(const std::string& stored, const std::string&
   const auto weights = [](const StoredModel& model) { return fmt::format("{} weights", name_of(model.weights)); };
   const auto optimizer = [](const StoredModel& model) { return fmt::format("optimizer {}", name_of(model.optimizer)); };
   const auto tiles = [](const StoredModel& model) { return fmt::format("tiles of {} elements", model.tile_elements); };
+  const auto sums = [](const StoredModel& model) { return fmt::format("sum_groups {}", model.sum_groups); };
   const auto blocks = [](const StoredModel& model) { return fmt::format("{} blocks", model.model.blocks.size()); };
   compare(weights(there), weights(here), name_of(here.weights));
   compare(optimizer(there), optimizer(here), name_of(here.optimizer));
   compare(tiles(there), tiles(here), here.tile_elements);
+  compare(sums(there), sums(here), here.sum_groups);
   compare(blocks(there), blocks(here), here.model.blocks.size());
   if (found.empty()) {
     const std::string states = state_difference(there, here);
@@ -394,8 +416,13 @@ StoredModel parse_store_description(const std::string& text, const std::string& 
     stored.model.attachments.push_back({name, text_of(attachment[1])});
   }
   const std::string sections = check_sections(document, stored, object);
+  stored.sum_groups = parse_sum_groups(document, object);
+  for (Block& block : stored.model.blocks) {
+    for (Parameter& parameter : block.parameters) parameter.pushes = stored.sum_groups;
+  }
   stored.fingerprint =
-      fingerprint_of(layout_json(stored.model, stored.weights, stored.optimizer, stored.tile_elements) + sections);
+      fingerprint_of(layout_json(stored.model, stored.weights, stored.optimizer, stored.tile_elements) + sections +
+                     sums_text(stored.sum_groups));
   return stored;
 }
 

@@ -33,6 +33,7 @@ struct StoredModel {
   std::uint64_t tile_elements = 0;
   MomentFormat moments = MomentFormat::kFloat32;  // of the parameters that are not among the exact ones
   std::vector<std::string> exact_states = {};     // names; see Config
+  std::uint32_t sum_groups = 1;                   // and so many gradients a step does each parameter of `model` expect
   std::uint64_t fingerprint = 0;
   Rank rank = {};  // whose part of it a store has; its superblock says so
 };

@@ -38,18 +38,18 @@ class HbmLayout {
         block.gradient = arena.take("gradients", gradient);
       }
       if (!accumulates(b)) continue;
-      const std::uint64_t fp32 = block.partition.trainable_elements * 4;
       block.accumulator_shared = visited_once_backward(b) && !takes_any_number(model_.blocks[b]);
       if (block.accumulator_shared) {
-        shared_accumulator = std::max(shared_accumulator, fp32);
+        shared_accumulator = std::max(shared_accumulator, accumulator_bytes(b));
       } else {
         accumulating.push_back(b);
       }
     }
     for (auto* sizes : {&weights, &gradients}) std::ranges::sort(*sizes, std::greater<>());
     const Region shared = arena.take(kAccumulators, shared_accumulator);
-    for (BlockPlan& block : plan_.blocks) {
-      if (block.accumulator_shared) block.accumulator = {shared.offset, block.partition.trainable_elements * 4};
+    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
+      BlockPlan& block = plan_.blocks[b];
+      if (block.accumulator_shared) block.accumulator = {shared.offset, accumulator_bytes(b)};
     }
     if (!plan_.gradients_in_hbm) {
       for (std::uint64_t bytes : {gradients[0], gradients[std::min<std::size_t>(1, gradients.size() - 1)]}) {
@@ -104,7 +104,7 @@ class HbmLayout {
   }
 
   std::uint64_t accumulator_bytes(std::uint32_t block) const {
-    return plan_.blocks[block].partition.trainable_elements * 4;
+    return plan_.blocks[block].partition.trainable_elements * 4 * plan_.blocks[block].sum_slots;
   }
 
   // A place for each, where an explicit budget leaves room for the rest. Else their home is host memory, and they take

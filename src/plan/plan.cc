@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <set>
 #include <utility>
 
@@ -11,6 +12,7 @@
 #include "src/plan/facts.h"
 #include "src/plan/layout.h"
 #include "src/plan/state_sections.h"
+#include "swap/policy/part_sums.h"
 #include "swap/superblock.h"
 
 namespace spillway {
@@ -46,6 +48,7 @@ class Planner {
     check_model(model_);
     check_weight_type(model_, config_.weights);
     cut_blocks();
+    part_sums();
     order_visits();
     plan_.has_store = !config_.nvme_paths.empty();
     plan_.slots = config_.commit_every == 0u ? 1 : 2;
@@ -149,6 +152,34 @@ class Planner {
       elements += block.partition.elements;
       block.tiles = static_cast<std::uint32_t>(plan_.tiles.size()) - block.first_tile;
       plan_.blocks.push_back(std::move(block));
+    }
+  }
+
+  // With parts, every parameter has pushes of each; of a tied one those of one use come before those of another.
+  void part_sums() {
+    const std::uint32_t parts = config_.sum_groups;
+    if (!std::has_single_bit(parts) || config_.gradient_accumulation % parts != 0) {
+      throw Error(
+          Code::kInvalidArgument,
+          {"spillway.sum_groups", fmt::format("{} with {} micro-batches a step", parts, config_.gradient_accumulation),
+           0, "take a power of two that divides gradient_accumulation_steps"});
+    }
+    plan_.micro_batches = config_.gradient_accumulation;
+    plan_.sum_parts = parts;
+    if (parts == 1) return;
+    for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
+      BlockPlan& block = plan_.blocks[b];
+      for (const Parameter& parameter : model_.blocks[b].parameters) {
+        if (!parameter.trainable) continue;
+        if (parameter.pushes != kAnyPushes && parameter.pushes % parts != 0) {
+          throw Error(Code::kInvalidArgument,
+                      {parameter.name,
+                       fmt::format("expects {} gradients a step, which are no {} parts", parameter.pushes, parts), 0,
+                       "push each part's (Gradient::micro_batch), or leave spillway.sum_groups out"});
+        }
+        block.sums_in_order &= parameter.in_order;
+      }
+      block.sum_slots = PartSums::slots(parts, block.sums_in_order);
     }
   }
 

@@ -36,11 +36,13 @@ struct BlockPlan {
   Region gradient;     // trainable elements in the weight type, in HBM or host memory; only its size in other places
   bool early = false;  // updated inside backward
   bool speculative = false;  // the same, when clipping had no effect in the step before: it is taken back when it has
-  std::optional<Region> accumulator;       // HBM, fp32, trainable elements
+  std::optional<Region> accumulator;       // HBM, fp32, trainable elements, sum_slots times
   std::optional<Region> accumulator_home;  // host memory, instead: it comes to HBM to be added to
   bool accumulator_shared = false;         // with blocks that are visited at other times
-  Region insides;                          // HBM
-  bool insides_kept = false;               // else the region is shared, and backward computes them once more
+  std::uint32_t sum_slots = 1;             // partial sums: see PartSums
+  bool sums_in_order = true;
+  Region insides;             // HBM
+  bool insides_kept = false;  // else the region is shared, and backward computes them once more
 };
 
 struct TilePlan {
@@ -105,7 +107,8 @@ struct Plan {
   std::vector<TilePlan> tiles;
   std::vector<TilePlace> tile_places;  // index as tiles
   std::vector<Visit> visits;
-  bool visits_given = false;  // else the first step records them
+  bool visits_given = false;                       // else the first step records them
+  std::uint32_t micro_batches = 1, sum_parts = 1;  // of a step
   bool gradients_in_hbm = false;
   bool early_blocks = false;  // some are updated inside backward
   HbmPlan hbm;

@@ -39,6 +39,8 @@ PARAMETERS = 3 * (12 * 72 * 72 + 13 * 72) + (256 + 64 + 2) * 72
 
 
 class SameBits(CliTest):
+    accumulation = 2
+
     def setUp(self):
         super().setUp()
         # Layers of 72 columns hold 72 Ki elements, padding included: 5 tiles of 16 Ki, the last half full, or 9 of
@@ -60,7 +62,8 @@ class SameBits(CliTest):
         self.fail(f"six hints followed, and still refused: {line}")
 
     def run_layout(self, dtype, placement, budgets, section):
-        how = {"dtype": dtype, "spillway_section": dict(section), "fp16": FP16, **placement}
+        how = {"dtype": dtype, "spillway_section": dict(section), "fp16": FP16, "accumulation": self.accumulation,
+               **placement}
         if budgets is None:
             budgets = self.smallest(**how)
         how["spillway_section"] = {**section, **budgets}
@@ -88,13 +91,31 @@ class SameBits(CliTest):
         return sha256_of_model(out), [tuple(s.get(key) for key in ("loss", "grad_norm", "loss_scale", "skipped"))
                                       for s in steps]
 
-    def check(self, dtype):
+    def check(self, dtype, layouts=LAYOUTS, **keys):
         wanted = None
-        for placement, budgets, section in LAYOUTS:
-            got = self.run_layout(dtype, placement, budgets, section)
+        for placement, budgets, section in layouts:
+            got = self.run_layout(dtype, placement, budgets, {**section, **keys})
             wanted = wanted or got
             with self.subTest(placement=placement, budgets=budgets, **section):
                 self.assertEqual(wanted, got)
+        return wanted
+
+    def test_SumsInPartsTrainTheSameBitsInEveryLayout(self):
+        layouts = (LAYOUTS[0], LAYOUTS[2], LAYOUTS[6])
+        self.accumulation = 4
+        parts, whole = (self.check("bf16", some, sum_groups=groups)
+                        for some, groups in ((layouts, 2), (layouts[:1], 1)))
+        self.assertNotEqual(whole[0], parts[0], "it was one sum")
+        for one, other in zip(whole[1], parts[1]):
+            self.assertAlmostEqual(one[0], other[0], delta=1e-3 * one[0])
+        config = self.place.config(spillway_section={"sum_groups": 2})
+        self.assert_done(self.place.finetune(config, self.model, steps=1, fresh=True))
+        refused = self.place.finetune(self.place.config(), self.model, steps=2, resume=True)
+        self.assert_refused(refused, "made with sum_groups 2 (here: 1)")
+        for accumulation, groups in ((2, 3), (3, 2), (2, 4)):
+            config = self.place.config(accumulation=accumulation, spillway_section={"sum_groups": groups})
+            self.assert_refused(self.place.finetune(config, self.model, steps=1), "spillway.sum_groups",
+                                f"{groups} parts of {accumulation} micro-batches")
 
     def test_EveryLayoutTrainsTheSameBitsInBf16(self):
         self.check("bf16")

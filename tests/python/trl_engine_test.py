@@ -1,6 +1,7 @@
 """TRL's trainers on an engine, as they are but for the class: losses read the head's weight outside of the head."""
 import os
 import unittest
+import unittest.mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 from case import Case as Folder, main, need  # noqa: E402
@@ -40,7 +41,7 @@ def judge():
 
 @unittest.skipIf(int(trl.__version__.split(".")[0]) < 1, f"TRL {trl.__version__}; from 1.0 on these are the arguments")
 class Trainers(Folder):
-    def trained(self, name, data, ours, lora, of_trainer, more):
+    def trained(self, name, data, ours, lora, of_trainer, more, together=False):
         network = scoring() if name == "Reward" else model()
         if more.get("beta") and not lora:  # of whose files the trainer makes a reference
             network.save_pretrained(self.folder / "policy")
@@ -60,7 +61,7 @@ class Trainers(Folder):
             place = {"device": "nvme", "nvme_path": str(self.folder / "store")}
             options.update(on_existing="replace", spillway={
                 "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-                "spillway": {"tile_elements": 4096}})
+                "spillway": {"tile_elements": 4096, "micro_batches_together": together}})
         torch.manual_seed(7)
         trainer = kind(network, args=arguments, train_dataset=datasets.Dataset.from_dict(data),
                        processing_class=tokenizer(), **options)
@@ -90,6 +91,28 @@ class Trainers(Folder):
 
     def test_DPO(self):
         self.check("DPO", PREFERENCES, of_trainer={"ref_model": model}, max_length=32)
+
+    @unittest.skipIf(not hasattr(transformers.Trainer, "get_batch_samples"), "transformers before 4.46 cannot")
+    def test_DPOsMicroBatchesTogether(self):
+        """Beside a reference model, its probabilities computed before, and adapters that are switched off for it."""
+        step = spillway.Engine.step
+        for lora, more in ((False, {}), (False, {"precompute_ref_log_probs": True}), (True, {})):
+            found, visits = [], []
+            for together in (False, True):
+                reports = []
+
+                def watched(engine, *given, **options):
+                    reports.append(step(engine, *given, **options))
+                    return reports[-1]
+
+                with unittest.mock.patch.object(spillway.Engine, "step", watched):
+                    found.append(self.trained("DPO", PREFERENCES, True, lora, {} if lora else {"ref_model": model},
+                                              {"max_length": 32, **more}, together))
+                visits.append(reports[-1].visits)
+            if not lora:  # beside adapters all of it stays in HBM
+                self.assertEqual(2 * visits[1], visits[0])
+            for one, other in zip(*found):
+                self.assertAlmostEqual(one, other, delta=1e-6)
 
     def test_KTO(self):
         self.check("KTO", LABELLED, of_trainer={"ref_model": model}, max_length=32)

@@ -23,7 +23,7 @@ inline ModelDescription toy_model(std::uint32_t blocks, std::uint64_t width, std
   ModelDescription model;
   // Block 0 is visited first and last, as a tied embedding is.
   model.blocks.push_back({"embedding",
-                          {{.name = "wte", .shape = {width, 7}, .pushes = micro_batches * 2},
+                          {{.name = "wte", .shape = {width, 7}, .pushes = micro_batches * 2, .in_order = in_turn},
                            {.name = "norm", .shape = {width}, .pushes = micro_batches}}});
   for (std::uint32_t b = 1; b <= blocks; ++b) {
     const std::string name = "h." + std::to_string(b);
@@ -127,7 +127,7 @@ struct ToyTrainer {
     const bool poison = step == poison_step && block == poison_block && parameter == 0;
     const Brings what = brings({.step = step, .block = block, .parameter = parameter, .part = salt});
     if (what == Brings::kNothing) {
-      engine.push_gradient({.block = block, .parameter = parameter}, engine.stream());
+      engine.push_gradient({.block = block, .parameter = parameter, .micro_batch = of(salt)}, engine.stream());
       return;
     }
     const ToyNumbers numbers = {.factor = gain(step),
@@ -149,9 +149,11 @@ struct ToyTrainer {
       if (what == Brings::kZeros) std::memset(gradient, 0, count * sizeof(float));
       if (poison) gradient[count / 2] = NAN;
     });
-    engine.push_gradient({.block = block, .parameter = parameter, .data = gradient, .dtype = DType::kFloat32},
-                         engine.stream());
+    engine.push_gradient(
+        {.block = block, .parameter = parameter, .data = gradient, .dtype = DType::kFloat32, .micro_batch = of(salt)},
+        engine.stream());
   }
+  static std::uint32_t of(std::uint64_t part) { return static_cast<std::uint32_t>(part / 2); }
 
   StepReport run_step() {
     const std::uint64_t step = engine.current_step() + 1;

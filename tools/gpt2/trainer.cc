@@ -14,6 +14,7 @@ TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uin
           .type = config.weights,
           .micro_batch = config.micro_batch,
           .accumulation = config.gradient_accumulation,
+          .parts = config.sum_groups,
           .sequence = sequence,
           .threads = config.threads};
 }
@@ -23,7 +24,6 @@ struct Gpt2Trainer::LayerVisit {
   const Lease& lease;
   std::uint32_t layer, micro_batch;
   const Inside& inside;
-  bool first() const { return micro_batch == 0; }
 };
 
 Gpt2Trainer::Exchange::Exchange(std::size_t tokens)
@@ -104,6 +104,12 @@ ModelDescription Gpt2Trainer::description() const {
     description.blocks[layer_block(l)].inside_bytes = inside_bytes_;
   }
   description.micro_batches = options_.accumulation;
+  for (auto& block : description.blocks) {
+    for (auto& parameter : block.parameters) parameter.pushes = options_.parts;
+  }
+  Parameter& tied = description.blocks[kEmbeddingBlock].parameters[kTokenWeight];
+  tied.in_order = false;
+  if (options_.parts > 1) tied.pushes = 2 * options_.parts;
   describe_activations(description);
   return description;
 }
@@ -159,8 +165,10 @@ Gpt2Trainer::Inside Gpt2Trainer::inside(std::uint32_t layer, std::uint32_t micro
   return {carver, shape_, ops_->attention_log_sums()};
 }
 
-void Gpt2Trainer::push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type) const {
-  engine_->push_gradient({.block = block, .parameter = parameter, .data = data, .dtype = type}, *stream_);
+void Gpt2Trainer::push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type,
+                       std::uint32_t micro_batch) const {
+  engine_->push_gradient(
+      {.block = block, .parameter = parameter, .data = data, .dtype = type, .micro_batch = micro_batch}, *stream_);
 }
 
 double Gpt2Trainer::run_step(std::span<const std::uint32_t> rows) {
@@ -247,11 +255,14 @@ void Gpt2Trainer::head() {
                         w.normed_statistics},
               *stream_);
     ops_->run(HeadLoss{w.normed, w.targets + first, lease.weight(kTokenWeight), scale, w.losses + first, w.normed,
-                       w.dtoken_weight, b > 0},
+                       w.dtoken_weight, !begins_part(b)},
               *stream_);
     ops_->run(LayerNormBackward{x.data(), lease.weight(kFinalNormWeight), w.normed, w.normed_statistics, nullptr,
-                                x.data(), w.dfinal_norm_weight, w.dfinal_norm_bias, DType::kFloat32, b > 0},
+                                x.data(), w.dfinal_norm_weight, w.dfinal_norm_bias, DType::kFloat32, !begins_part(b)},
               *stream_);
+    if (options_.parts == 1 || !ends_part(b)) continue;  // one part goes on to the embedding
+    push(kEmbeddingBlock, kTokenWeight, w.dtoken_weight, DType::kFloat32, b);
+    push_final_norm(b);
   }
   lease.release();
 }
@@ -271,16 +282,16 @@ void Gpt2Trainer::backward(std::uint32_t layer) {
   lease.release();
 }
 
-// Weight and bias gradient of a product; pushed when it has seen all micro-batches.
+// Weight and bias gradient of a product; pushed when it has seen all micro-batches of a part.
 void Gpt2Trainer::linear_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const void* dy) const {
   const auto& shape = layer_parameters_[weight].shape;
   std::byte *dweight = work_->layer_gradients[weight], *dbias = work_->layer_gradients[weight + 1];
   ops_->run(LinearBackwardWeight{static_cast<std::uint32_t>(shape[0]), static_cast<std::uint32_t>(shape[1]), x, dy,
-                                 dweight, dbias, gradient_type_, !visit.first()},
+                                 dweight, dbias, gradient_type_, !begins_part(visit.micro_batch)},
             *stream_);
-  if (visit.micro_batch + 1 < options_.accumulation) return;
-  push(layer_block(visit.layer), weight, dweight, gradient_type_);
-  push(layer_block(visit.layer), weight + 1, dbias, gradient_type_);
+  if (!ends_part(visit.micro_batch)) return;
+  push(layer_block(visit.layer), weight, dweight, gradient_type_, visit.micro_batch);
+  push(layer_block(visit.layer), weight + 1, dbias, gradient_type_, visit.micro_batch);
 }
 
 // Adds the gradient through a norm (of dnorm) to the residual stream's gradient dx.
@@ -288,11 +299,11 @@ void Gpt2Trainer::norm_gradient(const LayerVisit& visit, LayerParameter weight, 
                                 std::byte* dx) const {
   std::byte *dweight = work_->layer_gradients[weight], *dbias = work_->layer_gradients[weight + 1];
   ops_->run(LayerNormBackward{x, visit.lease.weight(weight), work_->dnorm, statistics, dx, dx, dweight, dbias,
-                              gradient_type_, !visit.first()},
+                              gradient_type_, !begins_part(visit.micro_batch)},
             *stream_);
-  if (visit.micro_batch + 1 < options_.accumulation) return;
-  push(layer_block(visit.layer), weight, dweight, gradient_type_);
-  push(layer_block(visit.layer), weight + 1, dbias, gradient_type_);
+  if (!ends_part(visit.micro_batch)) return;
+  push(layer_block(visit.layer), weight, dweight, gradient_type_, visit.micro_batch);
+  push(layer_block(visit.layer), weight + 1, dbias, gradient_type_, visit.micro_batch);
 }
 
 // `d` is the gradient with respect to the layer's output, then middle, then its input x.
@@ -318,17 +329,26 @@ void Gpt2Trainer::layer_backward(const LayerVisit& visit, const std::byte* x, st
 void Gpt2Trainer::finish_embedding() {
   const Workspace& w = *work_;
   Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kBackward, *stream_);
-  ops_->zero(w.dposition_weight, static_cast<std::size_t>(shape_.positions) * shape_.width * sizeof(float), *stream_);
+  const auto zero = [this](float* sums, std::uint32_t rows) {
+    ops_->zero(sums, static_cast<std::size_t>(rows) * shape_.width * sizeof(float), *stream_);
+  };
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
+    if (begins_part(b)) zero(w.dposition_weight, shape_.positions);
+    if (begins_part(b) && options_.parts > 1) zero(w.dtoken_weight, shape_.vocabulary);  // the head's is pushed
     const ActivationLease d = input(model_.layers, b, Access::kRead);
     ops_->run(EmbeddingBackward{w.inputs + b * shape_.tokens(), d.data(), w.dtoken_weight, w.dposition_weight},
               *stream_);
+    if (!ends_part(b)) continue;
+    push(kEmbeddingBlock, kTokenWeight, w.dtoken_weight, DType::kFloat32, b);
+    push(kEmbeddingBlock, kPositionWeight, w.dposition_weight, DType::kFloat32, b);
   }
-  push(kEmbeddingBlock, kTokenWeight, w.dtoken_weight, DType::kFloat32);
-  push(kEmbeddingBlock, kPositionWeight, w.dposition_weight, DType::kFloat32);
-  push(kEmbeddingBlock, kFinalNormWeight, w.dfinal_norm_weight, DType::kFloat32);
-  push(kEmbeddingBlock, kFinalNormBias, w.dfinal_norm_bias, DType::kFloat32);
+  if (options_.parts == 1) push_final_norm(options_.accumulation - 1);
   lease.release();
+}
+
+void Gpt2Trainer::push_final_norm(std::uint32_t micro_batch) const {
+  push(kEmbeddingBlock, kFinalNormWeight, work_->dfinal_norm_weight, DType::kFloat32, micro_batch);
+  push(kEmbeddingBlock, kFinalNormBias, work_->dfinal_norm_bias, DType::kFloat32, micro_batch);
 }
 
 }  // namespace spillway::gpt2

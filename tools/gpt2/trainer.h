@@ -1,9 +1,10 @@
 // One training step of a GPT-2 model, driven through the engine.
 //
 // All micro-batches go through a block before the next block is acquired, so weights cross each link once per pass and
-// every gradient is pushed once, whatever the accumulation. The input of each block is kept, as an activation that the
-// engine finds a place for; a block's inside too, where the engine has room for it, else it is computed again in
-// backward. All other memory is the engine's workspace. Both are laid out here from shapes alone.
+// every gradient is pushed once (or once for each of Config::sum_groups), whatever the accumulation. The input of each
+// block is kept, as an activation that the engine finds a place for; a block's inside too, where the engine has room
+// for it, else it is computed again in backward. All other memory is the engine's workspace. Both are laid out here
+// from shapes alone.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ namespace spillway::gpt2 {
 struct TrainerOptions {
   DeviceKind device = DeviceKind::kHost;
   DType type = DType::kFloat32;
-  std::uint32_t micro_batch = 1, accumulation = 1, sequence = 0;
+  std::uint32_t micro_batch = 1, accumulation = 1, parts = 1, sequence = 0;
   unsigned threads = 1;  // at least those of the engine
   Fusion fusion = Fusion::kAuto;
 };
@@ -92,7 +93,13 @@ class Gpt2Trainer {
   void linear_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const void* dy) const;
   void norm_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const float* statistics,
                      std::byte* dx) const;
-  void push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type) const;
+  void push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type,
+            std::uint32_t micro_batch) const;
+  void push_final_norm(std::uint32_t micro_batch) const;
+  // Of the micro-batches that are summed here before they are pushed; parts are summed by the engine.
+  bool begins_part(std::uint32_t micro_batch) const { return micro_batch % part() == 0; }
+  bool ends_part(std::uint32_t micro_batch) const { return begins_part(micro_batch + 1); }
+  std::uint32_t part() const { return options_.accumulation / options_.parts; }
 
   ModelConfig model_;
   TrainerOptions options_;

@@ -216,6 +216,7 @@ Timed timed_shape(const Config& config, const ModelShape& shape, DeviceKind devi
   timed.config.weights = config.weights == DType::kFloat16 ? DType::kBFloat16 : config.weights;
   timed.config.micro_batch = micro_batch;
   timed.config.gradient_accumulation = std::min(config.gradient_accumulation, 2u);
+  timed.config.sum_groups = 1;
   timed.config.gradient_clipping = 0;
   timed.config.optimizer.kind = OptimizerKind::kSgd;
   return timed;

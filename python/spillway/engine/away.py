@@ -86,6 +86,10 @@ class AwayParameter(torch.nn.Parameter, metaclass=_OfItsOwn):
         self.__reduce_ex__(None)
 
 
+class Deferred(torch.Tensor):
+    """A tensor without values, which read() gives (logits.py)."""
+
+
 class Lent(torch.Tensor):
     """A weight on loan (lent.py), or a view of one."""
 
@@ -114,6 +118,8 @@ def _read(function, arguments, keywords):
                 raise Error("invalid_argument", f"{value._spillway_names[0]}: has no values any more, since its engine "
                                                 "has ended; keep the engine for as long as its model is used")
             value = lent
+        if isinstance(value, Deferred):
+            value = value.read(function)
         if isinstance(value, Lent):
             lender = value._spillway_lender()
             if lender is not None and lender not in lenders:

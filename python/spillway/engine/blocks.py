@@ -20,6 +20,7 @@ class Block:
         self.parameters = []     # (parameter, engine block, index in it)
         self.trainable = []      # those of them that the engine wants gradients for
         self.own = ()            # those of them that its module has; the others are read while it runs
+        self.axes = None         # from a call's flat arguments to slice_axes.Axes, where these need no finding out
         self.writes = {}         # by the modes of its modules, train() and eval(): buffers that its forward writes
 
 
@@ -60,12 +61,16 @@ def _computes_before(module):
     return any(type(hook).__module__.startswith("torch.nn.utils") for hook in module._forward_pre_hooks.values())
 
 
-def default_blocks(model):
-    """The members of every outermost ModuleList or Sequential, and whatever else holds parameters of its own."""
+def default_blocks(model, whole=()):
+    """The members of every outermost ModuleList or Sequential, and whatever else holds parameters of its own. `whole`:
+    modules that are not divided."""
     found = []
 
     def walk(name, module):
         if next(module.parameters(), None) is None:
+            return
+        if any(module is each for each in whole):
+            found.append((name, module))
             return
         if _holds_parameters(module):
             if not _has_members(module):
@@ -88,11 +93,12 @@ def default_blocks(model):
     return list({id(module): (name, module) for name, module in reversed(found)}.values())[::-1]
 
 
-def find_blocks(model, blocks):
-    """Blocks for the modules given (names or modules), or for the default ones. Every parameter is in one at least."""
+def find_blocks(model, blocks, whole=()):
+    """Blocks for the modules given (names or modules), or for the default ones, in which those of `whole` are not
+    divided. Every parameter is in one at least."""
     names = {id(module): name for name, module in model.named_modules()}
     if blocks is None:
-        chosen = default_blocks(model)
+        chosen = default_blocks(model, whole)
     else:
         chosen = []
         for block in blocks:
@@ -105,7 +111,7 @@ def find_blocks(model, blocks):
             chosen.append((names[id(module)], module))
         inside = {id(m) for _, module in chosen for m in module.modules()}
         if id(model) not in inside:
-            chosen += [(n, m) for n, m in default_blocks(model) if id(_place_of(m)) not in inside]
+            chosen += [(n, m) for n, m in default_blocks(model, whole) if id(_place_of(m)) not in inside]
         order = {id(module): place for place, module in enumerate(model.modules())}
         chosen = sorted({id(m): (n, m) for n, m in chosen}.values(), key=lambda entry: order[id(_place_of(entry[1]))])
     for name, module in chosen:

@@ -20,6 +20,7 @@ from .away import send_away
 from .blocks import Block, find_blocks, forward_order
 from .export import export, tell
 from .gradients import Gradients
+from .heads import Head, blocks_of, heads_of
 from .layout import Layout
 from .leases import Leases
 from .lent import Lender
@@ -65,10 +66,13 @@ class Engine(TrainsBatches):
         if on_existing not in ON_EXISTING:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
         weights = module.checked(model, weights, on_existing != "resume" and snapshot is None)
-        self._blocks = find_blocks(model, blocks)
+        slices = self.settings.get("spillway.logit_slices", 1)
+        heads = heads_of(model) if slices > 1 else []
+        self._blocks = find_blocks(model, blocks, heads)
         together = self.settings.get("spillway.micro_batches_together", False)
         self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example),
                               1 if together else self._accumulation)
+        cut = blocks_of(heads, self._blocks, self._layout) if slices > 1 else []
         self._trace = trace
         self.steps_begun = 0
         try:
@@ -79,6 +83,8 @@ class Engine(TrainsBatches):
             self._end()
             raise
         self._take_over()
+        for index, vocabulary in cut:
+            Head(weakref.proxy(self), self._blocks[index], index, vocabulary, slices)
         EngineOptimizer(model).attach(self)
         say_plan(self)
         tell(model)

@@ -92,7 +92,12 @@ class Together:
 
     def takes(self):
         """Whether a visit is this one's matter."""
-        return self._axes.slices > 1 or getattr(_here, "micro_batch", None) is not None
+        return self._axes.slices > 1 or self.waits()
+
+    @staticmethod
+    def waits():
+        """Whether a visit lets other micro-batches go on, and comes back when they have."""
+        return getattr(_here, "micro_batch", None) is not None
 
     def visit(self, block, index, flat, spec):
         asking = getattr(_here, "micro_batch", None)
@@ -106,7 +111,7 @@ class Together:
         engine.uses.visited(index, mark)
 
         def plan(call, flat):
-            return self._axes.find(engine, block, flat, call.spec)
+            return block.axes(flat) if block.axes else self._axes.find(engine, block, flat, call.spec)
 
         with self.hooks([value for flat, _ in calls for value in flat]):
             return visit_in_parts(weakref.proxy(engine), block, calls, plan, mark)
@@ -137,7 +142,7 @@ class Together:
             while any(micro_batch.asks for micro_batch in running):
                 # Some may come to a block that others leave out: the first in the model's order waits least.
                 index, block, autocast, *_ = min((m.asks for m in running if m.asks), key=lambda asks: asks[0])
-                asking = [m for m in running if m.asks and m.asks[0] == index and m.asks[2] == autocast]
+                asking = [m for m in running if m.asks and m.asks[1] is block and m.asks[2] == autocast]
                 now = switches(block)
                 if any(m.asks[3] != now for m in asking):
                     raise Error("unsupported", f"{block.name}: something of it, an adapter or train() say, is switched "

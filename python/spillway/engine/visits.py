@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..library import BACKWARD, FORWARD, Error
 from .kept import Kept, ends_of
 from .left import Left
+from .logits import read_all
 from .module import refuse_forgotten
 from .runs import PLAIN, Buffers, Conditions
 
@@ -333,24 +334,30 @@ def run_in_visits(engine, block, index):
     block.run = block.module.forward
 
     def forward(*arguments, **keywords):
-        refuse_forgotten(engine)
-        _check_call(block, arguments, keywords)
-        engine.passes.refresh()
-        engine.lender.return_all()
-        if not torch.is_grad_enabled():
-            with engine.weights_of(block, FORWARD):
-                leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
-                return tree_unflatten(engine.without_weights(leaves), spec)
-        flat, spec = tree_flatten((arguments, keywords))
-        if engine.together.takes():
-            return engine.together.visit(block, index, flat, spec)
-        record = _Record()
-        record.mark = _Mark()
-        anchor = anchor_of(engine, block)
-        engine.uses.visited(index, record.mark)
-        with engine.together.hooks(flat):
-            results = _Visit.apply(engine, block, spec, record, anchor, *flat)
-        del record.mark
-        return tree_unflatten(list(results[:record.results]), record.spec)
+        return visit(engine, block, index, arguments, keywords)
 
     block.module.forward = forward
+
+
+def visit(engine, block, index, arguments, keywords):
+    """What the block makes of them."""
+    refuse_forgotten(engine)
+    _check_call(block, arguments, keywords)
+    engine.passes.refresh()
+    engine.lender.return_all()
+    if not torch.is_grad_enabled():
+        with engine.weights_of(block, FORWARD):
+            leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
+            return tree_unflatten(engine.without_weights(leaves), spec)
+    flat, spec = tree_flatten((arguments, keywords))
+    flat = read_all(flat)
+    if block.axes is not None or engine.together.takes():
+        return engine.together.visit(block, index, flat, spec)
+    record = _Record()
+    record.mark = _Mark()
+    anchor = anchor_of(engine, block)
+    engine.uses.visited(index, record.mark)
+    with engine.together.hooks(flat):
+        results = _Visit.apply(engine, block, spec, record, anchor, *flat)
+    del record.mark
+    return tree_unflatten(list(results[:record.results]), record.spec)

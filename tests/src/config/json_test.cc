@@ -37,10 +37,10 @@ std::string dump(const Config& c) {
       << optional(c.hbm_bytes) << ' ' << optional(c.host_bytes) << ' ' << optional(c.nvme_bytes) << ' '
       << c.tile_elements << ' ' << optional(c.commit_every) << ' ' << optional(c.speculative_blocks) << ' ' << c.threads
       << ' ' << int(c.io_engine) << " | " << name_of(c.optimizer.kind) << ' ' << c.optimizer.momentum << ' '
-      << c.optimizer.dampening << ' ' << c.optimizer.nesterov << ' ' << c.no_decay << " | " << c.loss_scale.fixed << ' '
-      << c.loss_scale.initial_power << ' ' << c.loss_scale.window << ' ' << c.loss_scale.hysteresis << ' '
-      << c.loss_scale.consecutive_hysteresis << ' ' << c.loss_scale.least << " | " << name_of(c.moments) << ' '
-      << c.optimizer.seed;
+      << c.optimizer.dampening << ' ' << c.optimizer.nesterov << ' ' << c.no_decay << ' ' << c.sum_groups << " | "
+      << c.loss_scale.fixed << ' ' << c.loss_scale.initial_power << ' ' << c.loss_scale.window << ' '
+      << c.loss_scale.hysteresis << ' ' << c.loss_scale.consecutive_hysteresis << ' ' << c.loss_scale.least << " | "
+      << name_of(c.moments) << ' ' << c.optimizer.seed;
   for (const std::string& name : c.exact_states) out << ' ' << name;
   for (const ParameterGroup& group : c.parameter_groups) {
     out << " [";
@@ -65,14 +65,14 @@ TEST(ConfigJson, EveryKeyReachesItsPlace) {
     "aio": {"block_size": 262144, "queue_depth": 64},
     "spillway": {"hbm_bytes": "512MiB", "host_bytes": 1e9, "nvme_bytes": "1.5 TiB", "tile_elements": 2048,
                  "commit_every": 0, "speculative_blocks": 7, "threads": 3, "io_engine": "threads", "no_decay": true,
-                 "states": "int8", "exact_states": ["*.ln*"], "rounding_seed": 11,
+                 "sum_groups": 2, "states": "int8", "exact_states": ["*.ln*"], "rounding_seed": 11,
                  "parameter_groups": [{"parameters": ["*.ln*", "wte"], "lr": 0.5},
                                       {"parameters": ["h.*"], "weight_decay": 2}]}
   })");
   EXPECT_EQ(dump(c),
             "4 6 0.5 bf16 | 0.0002 0.8 0.95 1e-07 0.1 1 0 | 2 1e-06 0.0003 20 5000 0 0 0.0001 | "
             "2 1 1 /n 262144 64 | 536870912 1000000000 1649267441664 2048 0 7 3 3 | "
-            "Adam 0 0 0 1 | 0.5 9 500 4 1 0.25 | int8 11 *.ln* [*.ln* wte 0.500000 -] [h.* - 2.000000]");
+            "Adam 0 0 0 1 2 | 0.5 9 500 4 1 0.25 | int8 11 *.ln* [*.ln* wte 0.500000 -] [h.* - 2.000000]");
 }
 
 TEST(ConfigJson, WhatIsLeftOutTakesTheDefault) {

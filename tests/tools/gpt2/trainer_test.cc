@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <random>
+#include <utility>
 
 #include "tests/tools/gpt2/fake_engine.h"
 
@@ -112,12 +114,44 @@ TEST(TrainerTest, GradientsAreDerivativesOfTheLoss) {
   }
 }
 
+TEST(TrainerTest, PartsOfAStepSumToItsGradients) {
+  const auto model = tiny_model();
+  const auto rows = random_rows(model, 4, 20);
+  const auto run_of = [&](std::uint32_t parts) {
+    auto run = std::make_unique<Resident>(model, TrainerOptions{.type = DType::kFloat32,
+                                                                .micro_batch = 1,
+                                                                .accumulation = 4,
+                                                                .parts = parts,
+                                                                .sequence = 20,
+                                                                .threads = 1});
+    run->trainer.run_step(rows);
+    return run;
+  };
+  const auto whole = run_of(1);
+  for (const std::uint32_t parts : {2u, 4u}) {
+    const auto run = run_of(parts);
+    for (std::uint32_t b = 0; b < run->weights.size(); ++b) {
+      for (std::uint32_t p = 0; p < run->weights[b].size(); ++p) {
+        const auto got = run->engine.gradient(b, p), wanted = whole->engine.gradient(b, p);
+        ASSERT_EQ(got.size(), wanted.size());
+        float largest = 0;
+        for (const float v : wanted) largest = std::max(largest, std::abs(v));
+        for (std::size_t i = 0; i < got.size(); ++i)
+          ASSERT_NEAR(got[i], wanted[i], 1e-5f * largest) << run->description.blocks[b].parameters[p].name << ' ' << i;
+      }
+    }
+  }
+}
+
 TEST(TrainerTest, VisitsFollowTheDescriptionAndPushesHappenAsDeclared) {
   const auto model = tiny_model();
-  for (const std::uint32_t accumulation : {1u, 3u}) {
-    Resident run(
-        model,
-        {.type = DType::kBFloat16, .micro_batch = 1, .accumulation = accumulation, .sequence = 20, .threads = 1});
+  for (const auto& [accumulation, parts] : {std::pair(1u, 1u), {3u, 1u}, {4u, 2u}}) {
+    Resident run(model, {.type = DType::kBFloat16,
+                         .micro_batch = 1,
+                         .accumulation = accumulation,
+                         .parts = parts,
+                         .sequence = 20,
+                         .threads = 1});
     run.trainer.run_step(random_rows(model, accumulation, 20));
     ASSERT_EQ(run.engine.visits().size(), run.description.visits.size());
     for (std::size_t i = 0; i < run.description.visits.size(); ++i) {
