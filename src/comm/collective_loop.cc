@@ -108,7 +108,7 @@ bool CollectiveLoop::agree() {
 bool CollectiveLoop::agree_on(std::uint64_t number, const Word& own) {
   bool all = true, same = true;
   for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
-    words_[rank] = rank == transport_.rank() ? &own : conversation_.word(rank, number);
+    words_[rank] = announced_by(rank, number);
     all &= words_[rank] != nullptr;
     same &= words_[rank] == nullptr || same_collective(own, *words_[rank]);
   }
@@ -175,10 +175,11 @@ void CollectiveLoop::rest(bool progress) {
 
 void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const std::string& text) {
   ended_ = true;
-  Word own = failed < announced_ ? own_[failed % kAhead] : Word{};
-  for (std::uint32_t rank = 0; rank < transport_.ranks() && failed >= announced_; ++rank) {
-    if (rank == transport_.rank()) continue;
-    if (const Word* word = conversation_.word(rank, failed)) own = *word;
+  Word own;  // has the name of what failed, as this rank called it, else as another did
+  own.is_named = false;
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
+    const Word* word = announced_by(rank, failed);
+    if (word != nullptr && (rank == transport_.rank() || !own.is_named)) own = *word;
   }
   own.what = Word::What::kGaveUp;
   own.reason = reason;
@@ -194,16 +195,20 @@ void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const st
   lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kLost);
 }
 
+// Null: it has not come to it, or that was long ago.
+const Word* CollectiveLoop::announced_by(std::uint32_t rank, std::uint64_t number) const {
+  if (rank != transport_.rank()) return conversation_.word(rank, number);
+  const Word& own = own_[number % kAhead];
+  return number < announced_ && own.number == number ? &own : nullptr;
+}
+
 void CollectiveLoop::tell_the_end(const Word& own) {
   std::vector<const Word*> last(transport_.ranks());
   for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
     last[rank] = rank == transport_.rank() ? &own : conversation_.last(rank);
   }
   const std::uint64_t failed = cause_of(last).failed;
-  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
-    const Word* mine = failed < announced_ ? &own_[failed % kAhead] : nullptr;
-    words_[rank] = rank == transport_.rank() ? mine : conversation_.word(rank, failed);
-  }
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) words_[rank] = announced_by(rank, failed);
   queue_.fail(error_of({.rank = transport_.rank(),
                         .last_words = last,
                         .announced = words_,

@@ -44,6 +44,7 @@ class CollectiveLoop {
   void rest(bool progress);
   void finish(std::uint64_t number);
   void give_up(Word::Reason reason, std::uint64_t failed, const std::string& text = {});
+  const Word* announced_by(std::uint32_t rank, std::uint64_t number) const;
   void tell_the_end(const Word& own);
   void leave();
   bool waits_for_others() const noexcept { return announced_ > all_over_; }

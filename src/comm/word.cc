@@ -93,7 +93,10 @@ std::string name_of(const Word& word) {
   return fmt::format("{} of block {}", kind_text(word), word.block);
 }
 
-std::string numbered_name_of(const Word& word) { return fmt::format("{} (collective {})", name_of(word), word.number); }
+std::string numbered_name_of(const Word& word) {
+  if (!word.is_named) return fmt::format("collective {}", word.number);
+  return fmt::format("{} (collective {})", name_of(word), word.number);
+}
 
 std::string ranks_text(std::span<const std::uint32_t> ranks) {
   std::vector<std::string> parts;

@@ -31,6 +31,7 @@ struct Word {
   Sums sums = Sums::kTree;
   Fold fold = Fold::kSum;
   ScalarType scalar_type = ScalarType::kDouble;
+  bool is_named = true;  // kind and block are those of a collective
   std::uint16_t scalars = 0;
   std::uint32_t root = 0;
   std::int32_t block = 0;

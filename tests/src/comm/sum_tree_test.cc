@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "swap/policy/part_sums.h"
 #include "tests/seed.h"
 
 namespace spillway {
@@ -85,6 +86,27 @@ TEST(SumTree, OfTreesIsTheTree) {
     std::vector<float> sum(4'000);
     sum_in_tree(places(of_rank), sum.data(), sum.size());
     EXPECT_EQ(sum, whole) << ranks;
+  }
+}
+
+// With which a rank puts its own parts together: the tree over ranks goes on where that one ends.
+TEST(SumTree, IsTheOneOfAStepsParts) {
+  for (const std::uint32_t parts : {1u, 2u, 4u, 8u, 16u}) {
+    const auto values = random_parts(parts, 3'000);
+    std::vector<float> expected(3'000);
+    sum_in_tree(places(values), expected.data(), expected.size());
+    for (const bool in_order : {true, false}) {
+      PartSums tree(parts, in_order);
+      std::vector<std::vector<float>> slots(PartSums::slots(parts, in_order), std::vector<float>(3'000));
+      const auto zero = [&](std::uint32_t slot) { slots[slot].assign(3'000, 0.0f); };
+      const auto add = [&](std::uint32_t into, std::uint32_t from) {
+        for (std::size_t i = 0; i < 3'000; ++i) slots[into][i] += slots[from][i];
+      };
+      tree.begin_step();
+      for (std::uint32_t part = 0; part < parts; ++part) slots[tree.open(part, zero, add).slot] = values[part];
+      tree.finish(zero, add);
+      EXPECT_EQ(slots[0], expected) << parts << " parts, " << (in_order ? "in order" : "in any order");
+    }
   }
 }
 
