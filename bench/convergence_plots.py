@@ -54,7 +54,7 @@ def table(runs, refused):
         exact = exact_of(form, runs)
         found = [line["end"] for line in of.values()]
         if exact is of:
-            said = f"spread {max(found) - min(found):.4f}"
+            said = f"spread {max(found) - min(found):.4f}" if len(found) > 1 else ""
         else:
             apart = [of[seed]["end"] - exact[seed]["end"] for seed in seeds if seed in of and seed in exact]
             said = ", ".join(f"{value:+.4f}" for value in apart)
