@@ -186,13 +186,18 @@ void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const st
   own.number = announced_;
   own.failed = failed;
   own.set_text(text);
+  say_last(own);
+  tell_the_end(own);
+  lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kLost);
+}
+
+// Gives the others a moment to do the same: what has come from everybody leaves nothing behind.
+void CollectiveLoop::say_last(const Word& own) {
   if (transport_.ranks() > 1) conversation_.say(own);
   const Clock::time_point end = Clock::now() + std::min<Clock::duration>(kAnswer, patience_);
   while (Clock::now() < end && !have_parted()) {
     if (!take_tickets()) std::this_thread::sleep_for(microseconds(200));
   }
-  tell_the_end(own);
-  lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kLost);
 }
 
 // Null: it has not come to it, or that was long ago.
@@ -216,19 +221,12 @@ void CollectiveLoop::tell_the_end(const Word& own) {
                         .patience_seconds = std::chrono::duration<double>(patience_).count()}));
 }
 
-// Says so, and gives the others a moment to do the same: what has come from everybody leaves nothing behind.
 void CollectiveLoop::leave() {
+  ended_ = true;
   Word own;
   own.what = Word::What::kLeft;
   own.number = own.failed = announced_;
-  if (transport_.ranks() > 1) conversation_.say(own);
-  const Clock::time_point end = Clock::now() + std::min<Clock::duration>(kAnswer, patience_);
-  while (Clock::now() < end && !have_parted()) {
-    std::array<Ticket, 32> over;
-    const std::size_t count = transport_.poll(over);
-    for (const Ticket ticket : std::span(over).first(count)) conversation_.take(ticket);
-    if (count == 0) std::this_thread::sleep_for(microseconds(200));
-  }
+  say_last(own);
   lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kEarly);
 }
 

@@ -47,6 +47,7 @@ class CollectiveLoop {
   const Word* announced_by(std::uint32_t rank, std::uint64_t number) const;
   void tell_the_end(const Word& own);
   void leave();
+  void say_last(const Word& own);
   bool waits_for_others() const noexcept { return announced_ > all_over_; }
   bool have_parted() const noexcept { return conversation_.all_have_left() && conversation_.all_sent(); }
 

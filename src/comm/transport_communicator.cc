@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "kernels/checksum.h"
 #include "spillway/error.h"
 #include "spillway/version.h"
 
@@ -17,9 +18,7 @@ namespace {
 std::uint64_t settings_of(const TransferLimits& limits) {
   const std::string text =
       fmt::format("{} {} {} {}", SPILLWAY_VERSION, limits.scratch_bytes, limits.direct_bytes, limits.piece_bytes);
-  std::uint64_t hash = 0xcbf2'9ce4'8422'2325;  // FNV-1a
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x0000'0100'0000'01b3;
-  return hash;
+  return granule_checksum(std::as_bytes(std::span(text)));
 }
 
 }  // namespace

@@ -5,14 +5,10 @@
 
 #include <fmt/format.h>
 
+#include "kernels/checksum.h"
+
 namespace spillway {
 namespace {
-
-std::uint64_t hash_of(std::span<const std::uint64_t> slices) {
-  std::uint64_t hash = 0xcbf2'9ce4'8422'2325;  // FNV-1a, a word at a time
-  for (const std::uint64_t slice : slices) hash = (hash ^ slice) * 0x0000'0100'0000'01b3;
-  return hash;
-}
 
 const char* kind_text(const Word& word) {
   switch (word.kind) {
@@ -76,7 +72,7 @@ Word word_of(const Collective& call, std::uint64_t number) {
     if (!call.data.empty()) std::memcpy(word.values.data(), call.data.data(), call.data.size());
   } else {
     word.scalars = static_cast<std::uint16_t>(std::min<std::size_t>(call.slices.size(), UINT16_MAX));
-    word.slices_hash = hash_of(call.slices);
+    word.slices_hash = granule_checksum(std::as_bytes(call.slices));
     std::ranges::copy(call.slices.first(std::min(call.slices.size(), kMostScalars)), word.values.begin());
   }
   return word;
