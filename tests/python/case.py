@@ -48,3 +48,12 @@ class Case(unittest.TestCase):
         with self.assertRaisesRegex(spillway.Error, pattern) as raised:
             function(*arguments, **options)
         return raised.exception
+
+    def assert_links_move_the_same(self, one, other):
+        """Reports of two runs' steps."""
+        moved = [[(r.visits, r.unplanned_visits, r.h2d_bytes, r.d2h_bytes, r.nvme_write_bytes) for r in reports]
+                 for reports in (one, other)]
+        read = [sum(r.nvme_read_bytes for r in reports) for reports in (one, other)]
+        self.assertEqual(*moved)
+        self.assertGreater(read[0], 0)
+        self.assertLess(abs(read[1] - read[0]), read[0] / 8)  # what was read ahead of the next step

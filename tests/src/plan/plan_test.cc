@@ -3,12 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <functional>
 #include <string>
 
 #include "kernels/norm.h"
 #include "spillway/units.h"
 #include "swap/tile_mover.h"
+#include "tests/error_of.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/plan/planned_activations.h"
 #include "tests/src/random_model.h"
@@ -33,17 +33,8 @@ ModelDescription model_of(std::uint32_t blocks) {
   return model;
 }
 
-Error refusal(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return Error(Code::kUnsupported, {"", "", 0, ""});
-}
 Error refusal(const Config& config, const ModelDescription& model) {
-  return refusal([&] { make_plan(config, model); });
+  return testing::error_of([&] { make_plan(config, model); });
 }
 
 struct Random : testing::Random {
