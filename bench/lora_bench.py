@@ -24,6 +24,7 @@ import time
 
 import link_probes as links
 import pytorch_bench
+from finetune_bench import process_io
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -48,11 +49,6 @@ def with_adapters(torch, network, rank):
     return network
 
 
-def read_bytes():
-    lines = dict(line.split(": ") for line in pathlib.Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"])
-
-
 def train(options, torch, folder):
     torch.set_num_threads(options.threads)
     network = with_adapters(
@@ -71,11 +67,11 @@ def train(options, torch, folder):
             "spillway": {"threads": options.threads, "device": "host"}}) as engine:
         seconds, read = [], []
         for _ in range(options.steps):
-            begin, before = time.monotonic(), read_bytes()
+            begin, before = time.monotonic(), process_io(os.getpid())["read_bytes"]
             engine.backward(engine(batch))
             engine.step()
             seconds.append(time.monotonic() - begin)
-            read.append(read_bytes() - before)
+            read.append(process_io(os.getpid())["read_bytes"] - before)
     settled = slice(min(2, options.steps - 1), None)
     return {"frozen": frozen, "step_seconds": statistics.median(seconds[settled]),
             "read_bytes": statistics.median(read[settled]), "all_seconds": [round(s, 3) for s in seconds]}

@@ -2,10 +2,13 @@
 // are combined by a balanced binary tree, so that whoever has sums of whole subtrees, one rank or several, gets the
 // same bits. Pure: it answers what to do with which slot.
 //
-//   parts   0   1   2   3        in order, a part's slot is the number of subtrees that wait to its left: log2(parts) +
-//   1 slots   0─┬─1   1─┬─2        slots. Parts that come in any order have a slot each, and are combined at the end.
+//   parts   0   1   2   3
+//   slots   0─┬─1   1─┬─2
 //             0───────1
 //             0
+//
+// Where parts come in order, a part's slot is the number of subtrees that wait to its left: log2(parts) + 1 slots.
+// Parts that come in any order have a slot each, and are combined at the end.
 #pragma once
 
 #include <bit>

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..library import Error
 from ..memory import plain
 from . import written
-from .away import AS_ANOTHER, AS_IN_BLOCK, KNOWN, Deferred, _named, find
+from .away import AS_ANOTHER, AS_IN_BLOCK, KNOWN, Deferred, _each, _named, find
 from .runs import Conditions, as_autocast, autocast_of, switches
 
 KEY = "spillway.logit_slices"
@@ -118,7 +118,8 @@ class Logits(Deferred):
             found = _later(function, logits, arguments, keywords)
             if found is not None:
                 return found
-        arguments, keywords = (_each(values, lambda one: one.read(function)) for values in (arguments, keywords))
+        arguments, keywords = (_each(values, lambda one: one.read(function) if isinstance(one, Logits) else one)
+                               for values in (arguments, keywords))
         return function(*arguments, **keywords)
 
     @classmethod
@@ -152,16 +153,6 @@ class Logits(Deferred):
 def read_all(values):
     """A list, with true logits."""
     return [value.read() if isinstance(value, Logits) else value for value in values]
-
-
-def _each(values, change):
-    if isinstance(values, Logits):
-        return change(values)
-    if type(values) in (tuple, list):
-        return type(values)(_each(value, change) for value in values)
-    if type(values) is dict:
-        return {name: _each(value, change) for name, value in values.items()}
-    return values
 
 
 # -- functions that need no values of theirs ----------------------------------------------------------------------
