@@ -3,12 +3,14 @@ counted case by case like the others: `from report import main`, then `main()` a
 
 Meson passes `--gtest_output=xml:FILE`. Without it the file runs as a plain unittest program.
 """
+import re
 import sys
 import time
 import unittest
 import xml.etree.ElementTree as ElementTree
 
 OPTION = "--gtest_output=xml:"
+NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # a program's colours: Meson ends with a report that has them
 
 
 class _Result(unittest.TextTestResult):
@@ -27,7 +29,7 @@ class _Result(unittest.TextTestResult):
         case = ElementTree.SubElement(self.cases, "testcase", name=name, classname=owner.replace("__main__.", ""),
                                       status="run", time=f"{time.monotonic() - self._started:.3f}")
         if kind:
-            ElementTree.SubElement(case, kind, message=message)
+            ElementTree.SubElement(case, kind, message=NOT_XML.sub("", message))
 
     def addSuccess(self, test):
         super().addSuccess(test)
