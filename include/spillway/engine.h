@@ -30,6 +30,7 @@
 #include <string>
 #include <vector>
 
+#include "spillway/communicator.h"
 #include "spillway/config.h"
 #include "spillway/device.h"
 #include "spillway/model.h"
@@ -55,6 +56,10 @@ struct EngineOptions {
   // file that is there and is no trace is refused (kExists).
   std::filesystem::path trace = {};
   std::size_t trace_spans = 1 << 18;
+  // The ranks that train the model together; null: this process alone. Not owned, and there for longer than the engine.
+  // Every rank makes an engine of the same configuration, model and options (but for its own paths), and the same calls
+  // in the same order. docs/ranks.md.
+  Communicator* communicator = nullptr;
 };
 
 // One line of the memory ledger: a reservation made at create.

@@ -473,6 +473,9 @@ std::vector<std::string> StepEngine::describe() const {
 
 std::unique_ptr<Engine> Engine::create(const Config& config, const ModelDescription& model, EngineOptions options) {
   refuse_other_versions();
+  if (options.communicator && options.communicator->ranks() > 1) {
+    throw Error(Code::kUnsupported, {"engine", "trains on one rank so far", 0, "leave EngineOptions::communicator out"});
+  }
   return std::make_unique<StepEngine>(config, model, options);
 }
 
