@@ -53,7 +53,10 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
     }
   }
   tell_optimizer(config, plan_);
-  commits_ = {config.commit_every, machinery_.store && written_back_};
+  // One interval for all ranks: measured where some have tiles to write back, and none updates inside backward.
+  std::uint64_t some[] = {written_back_, plan_.early_blocks};
+  agreement_.fold(std::span(some), Fold::kMax);
+  commits_ = {config.commit_every, machinery_.store && some[0] != 0 && some[1] == 0};
   blob_.reserve(kBlobCapacity);
   record_.reserve(kBlobCapacity);
   complete_.reserve(plan_.blocks.size());
