@@ -85,6 +85,8 @@ class TileStore {
                           const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress);
   static void take_older(StoreFiles& files, const StoreLayout& layout, ManifestChoice& choice, std::uint64_t counts_on);
   static void forget_newest(StoreFiles& files, const StoreLayout& layout, const Manifest& newest);
+  // kUnsupported where no step is kept.
+  static void refuse_one_slot(const StoreFiles& files);
   // What the store is a store of.
   static std::string read_description(const StoreFiles& files);
 
@@ -172,11 +174,12 @@ class TileStore {
   std::optional<std::uint64_t> older_step_;
 };
 
-// What lies where a store is to be: the one that has its name there, and one that waits for it. Both are locked, and
-// nothing of them is changed.
+// What lies where a store is to be: the one that has its name there, and one that waits for it. Both are locked (to
+// look: see StoreFiles::open_to_look), and nothing of them is changed.
 struct FoundStores {
-  // to_replace: what is wrong with one that has its name is of no concern, but that another process uses it.
-  explicit FoundStores(const StorePaths& paths, bool to_replace = false);
+  // kReplace: what is wrong with one that has its name is of no concern, but that another process uses it.
+  enum class Purpose : std::uint8_t { kUse, kReplace, kLook };
+  FoundStores(const StorePaths& paths, Purpose purpose);
   RankStores runs() const;
 
   std::optional<StoreFiles> named, waiting;

@@ -15,15 +15,12 @@
 #include "swap/tile_store.h"
 
 namespace spillway {
-namespace {
 
-void refuse_one_slot(const StoreFiles& files) {
+void TileStore::refuse_one_slot(const StoreFiles& files) {
   if (files.superblock().slots >= 2) return;
   throw Error(Code::kUnsupported, files.files().front().path().string(),
               "made with commit_every 0: it keeps no step to resume or export", 0, Remedy::kReplaceAndKeepSteps);
 }
-
-}  // namespace
 
 RecordForm TileStore::form_of(const Superblock& block) {
   return {.version = block.format_version,
@@ -312,21 +309,23 @@ RunId run_of(const StoreFiles& files) {
   return {{block.run_id[0], block.run_id[1]}};
 }
 
-std::optional<StoreFiles> find_named(const StorePaths& paths, bool to_replace) {
+std::optional<StoreFiles> find_named(const StorePaths& paths, FoundStores::Purpose purpose) {
   if (!TileStore::exists(paths)) return std::nullopt;
+  if (purpose == FoundStores::Purpose::kLook) return StoreFiles::open_to_look(paths.directories);
   try {
     return StoreFiles::find(paths.directories, TileStore::kLockPatienceSeconds);
   } catch (const Error& failure) {
-    if (!to_replace || failure.code() == Code::kBusy) throw;
+    if (purpose != FoundStores::Purpose::kReplace || failure.code() == Code::kBusy) throw;
     return std::nullopt;
   }
 }
 
 }  // namespace
 
-FoundStores::FoundStores(const StorePaths& paths, bool to_replace)
-    : named(find_named(paths, to_replace)),
-      waiting(StoreFiles::find_waiting(paths.directories, StoreFiles::Use::kWrite)) {}
+FoundStores::FoundStores(const StorePaths& paths, Purpose purpose)
+    : named(find_named(paths, purpose)),
+      waiting(StoreFiles::find_waiting(paths.directories,
+                                       purpose == Purpose::kLook ? StoreFiles::Use::kLook : StoreFiles::Use::kWrite)) {}
 
 RankStores FoundStores::runs() const {
   RankStores runs;
