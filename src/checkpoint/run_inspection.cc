@@ -30,7 +30,7 @@ std::optional<std::uint32_t> rank_in(const std::string& name) {
   return rank;
 }
 
-bool is_there(const std::filesystem::path& path) {
+bool lies_at(const std::filesystem::path& path) {
   std::error_code ignored;
   return std::filesystem::exists(path, ignored);
 }
@@ -42,14 +42,14 @@ std::set<std::uint32_t> ranks_below(const std::filesystem::path& path) {
   for (const auto& entry : std::filesystem::directory_iterator(path, ignored)) {
     const auto rank = rank_in(entry.path().filename().string());
     if (!rank) continue;
-    if (is_there(entry.path() / kStoreFileName) || is_there(StoreFiles::temporary_name(entry.path())))
+    if (lies_at(entry.path() / kStoreFileName) || lies_at(StoreFiles::temporary_name(entry.path())))
       ranks.insert(*rank);
   }
   return ranks;
 }
 
 std::optional<Superblock> read_superblock(const std::filesystem::path& file) {
-  if (!is_there(file)) return std::nullopt;
+  if (!lies_at(file)) return std::nullopt;
   return StoreFiles::superblock_of(File::open(file, {.direct = false}));
 }
 
