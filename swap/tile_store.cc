@@ -182,7 +182,11 @@ Hint TileStore::way_back(std::uint64_t offset) const {
   std::string paths;
   for (const File& file : files_.files()) {
     if (!paths.empty()) paths += ' ';
-    paths += file.path().parent_path().string();
+    std::filesystem::path directory = file.path().parent_path();
+    // Ranks go back together: what is named is the directory that has all of theirs.
+    if (ranks_ > 1 && directory.filename() == fmt::format("rank{}", files_.superblock().rank))
+      directory = directory.parent_path();
+    paths += directory.string();
   }
   return {Remedy::kCheckDriveAndRollBack, {step, paths, std::to_string(*older_step_)}};
 }
