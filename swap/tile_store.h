@@ -94,6 +94,7 @@ class TileStore {
   // Throw like open().
   static StoreLayout read_layout(const StoreFiles& files, const StoreShape& shape);
   static ManifestChoice read_records(const StoreFiles& files, const StoreLayout& layout);
+  static bool has_commit(const StoreFiles& files);  // whatever its shape
 
   StoreFiles& files() noexcept { return files_; }
   const StoreFiles& files() const noexcept { return files_; }
@@ -174,8 +175,8 @@ class TileStore {
   std::optional<std::uint64_t> older_step_;
 };
 
-// What lies where a store is to be: the one that has its name there, and one that waits for it. Both are locked (to
-// look: see StoreFiles::open_to_look), and nothing of them is changed.
+// What lies where a store is to be: the one that has its name there, and one that is committed and waits for it. Both
+// are locked (to look: see StoreFiles::open_to_look), and nothing of them is changed.
 struct FoundStores {
   // kReplace: what is wrong with one that has its name is of no concern, but that another process uses it.
   enum class Purpose : std::uint8_t { kUse, kReplace, kLook };

@@ -272,6 +272,14 @@ ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayou
   return choice;
 }
 
+// Records lie before all tiles.
+bool TileStore::has_commit(const StoreFiles& files) {
+  StoreShape shape;
+  shape.identity.description.resize(files.superblock().description_bytes);
+  const StoreLayout layout = lay_out_store({}, store_geometry(shape, form_of(files.superblock())));
+  return read_records(files, layout).manifest.has_value();
+}
+
 void TileStore::load_manifest(const StoreShape& shape) {
   const std::string path = files_.files().front().path().string();
   ManifestChoice choice = read_records(files_, layout_);
@@ -320,12 +328,20 @@ std::optional<StoreFiles> find_named(const StorePaths& paths, FoundStores::Purpo
   }
 }
 
+std::optional<StoreFiles> find_committed(const StorePaths& paths, StoreFiles::Use use) {
+  std::optional<StoreFiles> found = StoreFiles::find_waiting(paths.directories, use);
+  try {
+    if (found && TileStore::has_commit(*found)) return found;
+  } catch (const Error&) {  // not a whole one
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 FoundStores::FoundStores(const StorePaths& paths, Purpose purpose)
     : named(find_named(paths, purpose)),
-      waiting(StoreFiles::find_waiting(paths.directories,
-                                       purpose == Purpose::kLook ? StoreFiles::Use::kLook : StoreFiles::Use::kWrite)) {}
+      waiting(find_committed(paths, purpose == Purpose::kLook ? StoreFiles::Use::kLook : StoreFiles::Use::kWrite)) {}
 
 RankStores FoundStores::runs() const {
   RankStores runs;

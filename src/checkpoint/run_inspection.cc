@@ -55,20 +55,21 @@ std::optional<Superblock> read_superblock(const std::filesystem::path& file) {
 
 bool same_run(const Superblock& one, const Superblock& other) { return std::ranges::equal(one.run_id, other.run_id); }
 
-// How many ranks the run has, by the store of one of them; of one that waits for its name where another's has it.
+// How many ranks the run has, by the lowest store that has its name; by one that waits for its name where another
+// rank's has it, or none has.
 std::optional<std::uint32_t> count_ranks(const std::filesystem::path& path, const std::set<std::uint32_t>& ranks) {
-  std::optional<Superblock> first;
+  const auto lowest = directory_of_rank(path, *ranks.begin());
+  std::optional<Superblock> waiting, first;
+  try {
+    waiting = read_superblock(StoreFiles::temporary_name(lowest));
+  } catch (const Error&) {  // not a whole one
+  }
   for (const std::uint32_t rank : ranks) {
     const auto named = read_superblock(directory_of_rank(path, rank) / kStoreFileName);
-    if (!first && named) first = named;
-    if (!named || rank == *ranks.begin() || !first) continue;
-    std::optional<Superblock> waiting;
-    try {
-      waiting = read_superblock(StoreFiles::temporary_name(directory_of_rank(path, *ranks.begin())));
-    } catch (const Error&) {  // not a whole one
-    }
-    if (waiting && same_run(*waiting, *named)) return named->ranks;
+    if (named && waiting && same_run(*waiting, *named)) return named->ranks;
+    if (!first) first = named;
   }
+  if (!first) first = waiting;
   if (!first) return std::nullopt;
   return first->ranks;
 }

@@ -22,16 +22,20 @@ std::string have_text(const RankCommits& commits) {
 RunChoice choose_run(std::span<const RankStores> ranks) {
   RunChoice choice;
   choice.of.assign(ranks.size(), StoreChoice::kMissing);
-  for (std::uint32_t rank = 0; rank < ranks.size(); ++rank) {
-    const std::optional<RunId>& run = ranks[rank].named;
-    if (!run) continue;
-    const bool whole = std::ranges::all_of(ranks, [&](const RankStores& stores) { return has(stores, *run); });
-    if (choice.run && !whole) continue;
-    choice.run = run;
-    choice.first = rank;
-    choice.whole = whole;
-    if (whole) break;
-  }
+  const auto consider = [&](const std::optional<RunId> RankStores::*which) {
+    for (std::uint32_t rank = 0; rank < ranks.size() && !choice.whole; ++rank) {
+      const std::optional<RunId>& run = ranks[rank].*which;
+      if (!run) continue;
+      const bool whole = std::ranges::all_of(ranks, [&](const RankStores& stores) { return has(stores, *run); });
+      // One that only waits is nothing that the others are compared with.
+      if (!whole && (choice.run || which == &RankStores::waiting)) continue;
+      choice.run = run;
+      choice.first = rank;
+      choice.whole = whole;
+    }
+  };
+  consider(&RankStores::named);
+  consider(&RankStores::waiting);
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
     const RankStores& stores = ranks[rank];
     if (choice.run && stores.named == choice.run) {

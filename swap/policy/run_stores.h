@@ -9,6 +9,9 @@
 //   rank 1   old        new            old        new            old        -
 //            the old run goes on       the new one goes on       neither is whole: refused
 //
+// Where no store that has its name is of a whole run, for there was none, or some rank's drive had no room for both,
+// one that waits on all ranks goes on.
+//
 // The commit. Ranks count their commits alike, and a store has its last two. None overwrites the one before the last
 // before it knows that all have the last: who was killed in between is one ahead, and takes that back.
 #pragma once
@@ -27,7 +30,7 @@ struct RunId {
   bool operator==(const RunId&) const = default;
 };
 
-// What a rank has where its store lies: one that has its name, and one that waits for it.
+// What a rank has where its store lies: one that has its name, and one that is committed and waits for it.
 struct RankStores {
   std::optional<RunId> named, waiting;
 };
@@ -43,7 +46,7 @@ struct RunChoice {
   std::vector<StoreChoice> of;  // by rank; of a run that goes on kNamed or kWaiting
   // Where the run goes on. Else of the lowest rank that has a store, which the others are compared with.
   std::optional<RunId> run;
-  std::uint32_t first = 0;  // the lowest rank whose store of that run has its name
+  std::uint32_t first = 0;  // the lowest rank that has it, by its name where some rank's has one
   bool whole = false;       // it goes on
 };
 RunChoice choose_run(std::span<const RankStores> ranks);

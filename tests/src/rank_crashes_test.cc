@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <random>
 #include <string>
+#include <tuple>
 
 #include "tests/aio/simulated_disk.h"
 #include "tests/kernels/random.h"
@@ -30,10 +31,10 @@ struct RecordedRanks {
 };
 
 // What ranks do at the same time comes in an order of its own here, rank after rank, drawn anew each time.
-RecordedRanks record(const std::filesystem::path& root, std::uint32_t ranks, std::mt19937_64& random) {
-  std::filesystem::create_directories(root);
+RecordedRanks record(const std::filesystem::path& root, std::uint32_t ranks, bool replaces, std::mt19937_64& random) {
+  for (std::uint32_t rank = 0; rank < ranks; ++rank) std::filesystem::create_directories(rank_directory(root, rank));
   DiskLog before;
-  {
+  if (replaces) {
     SimulatedDisk disk(root);
     make_run(root, ranks, kOld, kOldSteps);
     const DiskLog old = disk.log();
@@ -63,10 +64,15 @@ RecordedRanks record(const std::filesystem::path& root, std::uint32_t ranks, std
   return recorded;
 }
 
-void expect_possible(const RecordedRanks& recorded, std::size_t at, const Reopened& reopened) {
-  ASSERT_TRUE(reopened.at) << reopened.refused;
+void expect_possible(const RecordedRanks& recorded, std::size_t at, bool replaces, const Reopened& reopened) {
+  if (!reopened.at) {
+    EXPECT_FALSE(replaces) << reopened.refused;
+    EXPECT_LE(at, recorded.named);
+    EXPECT_EQ(reopened.code, Code::kNotFound) << reopened.refused;
+    return;
+  }
   const auto [run, step] = *reopened.at;
-  EXPECT_TRUE(at > recorded.all_committed || run == kOld) << "not all of the new run had been committed";
+  EXPECT_TRUE(at > recorded.all_committed || run == kOld || !replaces) << "not all of the new run had been committed";
   EXPECT_TRUE(at < recorded.named || run == kNew) << "all of the new run had its name";
   if (run == kOld) {
     EXPECT_EQ(step, kOldSteps);
@@ -77,13 +83,15 @@ void expect_possible(const RecordedRanks& recorded, std::size_t at, const Reopen
   EXPECT_LE(step, last) << "a step that none had begun is there";
 }
 
-class RankCrashes : public ::testing::TestWithParam<std::uint32_t> {};
-INSTANTIATE_TEST_SUITE_P(, RankCrashes, ::testing::Values(2u, 3u));
+// So many ranks; whether there is an old run.
+class RankCrashes : public ::testing::TestWithParam<std::tuple<std::uint32_t, bool>> {};
+INSTANTIATE_TEST_SUITE_P(, RankCrashes,
+                         ::testing::Values(std::tuple(2u, true), std::tuple(3u, true), std::tuple(2u, false)));
 
 TEST_P(RankCrashes, LeaveOneStepOfOneRun) {
   const char* const cases = std::getenv("SPILLWAY_CASES");
   const int points = cases ? std::atoi(cases) : 60;
-  const std::uint32_t ranks = GetParam();
+  const auto [ranks, replaces] = GetParam();
   std::mt19937_64 random(test_seed());
   const TempDirectory root = quick_directory();
   int finished = 0, undone = 0;
@@ -91,7 +99,7 @@ TEST_P(RankCrashes, LeaveOneStepOfOneRun) {
   for (int point = 0; point < points && !HasFailure(); ++point) {
     if (point % 20 == 0) {
       std::filesystem::remove_all(root / "run");
-      recorded = record(root / "run", ranks, random);
+      recorded = record(root / "run", ranks, replaces, random);
     }
     // Every other one among the names.
     const std::size_t from = point % 2 == 0 ? 0 : recorded.all_committed;
@@ -109,14 +117,14 @@ TEST_P(RankCrashes, LeaveOneStepOfOneRun) {
       first = reopen(root / "left", ranks);
       opening = disk.log();
     }
-    expect_possible(recorded, at, first);
-    if (HasFatalFailure()) return;
-    finished += at < recorded.named && first.at->first == kNew;
-    undone += at > recorded.all_committed / 2 && first.at->first == kOld;
+    expect_possible(recorded, at, replaces, first);
+    finished += at < recorded.named && first.at && first.at->first == kNew;
+    undone += at > recorded.all_committed / 2 && (!first.at || first.at->first == kOld);
     image_at(opening, random() % (opening.positions + 1), seeded_fate(random())).store_in(root / "again");
     SimulatedDisk disk(root / "again");
     disk.misbehave({});
-    EXPECT_EQ(reopen(root / "again", ranks).at, first.at) << "cut off once more, while it was opened";
+    const Reopened again = reopen(root / "again", ranks);
+    EXPECT_EQ(again.at, first.at) << "cut off once more, while it was opened: " << again.refused;
   }
   EXPECT_GT(finished, 0);
   EXPECT_GT(undone, 0);

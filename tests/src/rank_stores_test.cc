@@ -7,6 +7,7 @@
 #include <iterator>
 #include <map>
 #include <set>
+#include <thread>
 
 #include "tests/error_of.h"
 #include "tests/src/rank_directories.h"
@@ -245,6 +246,19 @@ TEST_P(RankStoresTest, AReplacementThatIsCutShortIsFinishedOrUndone) {
   }
 }
 
+// All is there: before the first name of a first run, and where drives had no room for both and lost the old ones.
+TEST_P(RankStoresTest, WhatAllHaveCommittedGoesOnWhereThereIsNothingElse) {
+  for (const bool some_old : {false, true}) {
+    std::filesystem::remove_all(root());
+    if (some_old) make_run(root(), ranks(), kOld, 2);
+    for (std::uint32_t rank = 0; rank < ranks(); ++rank)
+      new_store(root(), {rank, ranks()}, {{kNew, kNew}})->commit(kNew, 0);
+    if (some_old) std::filesystem::remove(of_rank(1) / kStoreFileName);
+    EXPECT_EQ(reopen(root(), ranks()).at, At(kNew, 0));
+    for (std::uint32_t rank = 0; rank < ranks(); ++rank) EXPECT_TRUE(TileStore::exists(of_rank(rank)));
+  }
+}
+
 // Else the next one would take the place of what waits, and its crash would leave no run at all.
 TEST_P(RankStoresTest, AReplacementFinishesTheOneBeforeFirst) {
   make_run(root(), ranks(), kOld, 2);
@@ -267,14 +281,27 @@ TEST_P(RankStoresTest, NothingIsWrittenBeforeAllHaveCommitted) {
   at_work->commit(kOld, 1);
 }
 
-// It takes as long as a killed process may take to end.
-TEST(RankStoresInUse, OneThatAnotherProcessHasIsRefusedOnAll) {
-  const TempDirectory root;
+// Both take as long as a killed process may take to end, so they do it at the same time.
+TEST(RankStoresInUse, OneThatAnotherProcessOrRankHasIsRefusedOnAll) {
+  const TempDirectory root, shared;
   make_run(root.path(), 2, kOld, 1);
   const auto other = TileStore::open(rank_directory(root.path(), 1), shape_of_rank({1, 2}));
+  std::thread both_in_one([&] {
+    run_ranks(2, [&](Communicator& communicator) {
+      Agreement agreement(&communicator);
+      const StorePaths paths(shared.path());
+      const Error error = error_of([&] {
+        create_together(
+            paths, shape_of_rank(agreement.rank()), false, [&] { return paths; }, {}, agreement);
+      });
+      EXPECT_EQ(error.code(), Code::kBusy) << error.what();
+    });
+  });
   const Reopened reopened = reopen(root.path(), 2);
+  both_in_one.join();
   EXPECT_EQ(reopened.code, Code::kBusy);
   EXPECT_THAT(reopened.refused, HasSubstr("rank 1: " + rank_directory(root.path(), 1).string()));
+  EXPECT_TRUE(std::filesystem::is_empty(shared.path()));
 }
 
 }  // namespace

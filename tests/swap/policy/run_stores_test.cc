@@ -35,7 +35,7 @@ std::vector<RankStores> after(std::vector<RankStores> ranks, const RunChoice& ch
   return ranks;
 }
 
-TEST(RunStores, ARunGoesOnWhereOneRankHasItsNameAndAllHaveIt) {
+TEST(RunStores, ARunGoesOnWhichAllHaveAndOneThatHasItsNameComesFirst) {
   const std::optional<RunId> ids[] = {kNothing, kOld, kNew};
   for (std::size_t count = 1; count <= 4; ++count) {
     for_all(count, 9, [&](const std::vector<unsigned>& digit) {
@@ -43,13 +43,15 @@ TEST(RunStores, ARunGoesOnWhereOneRankHasItsNameAndAllHaveIt) {
       for (unsigned both : digit) ranks.push_back({ids[both % 3], ids[both / 3]});
       const RunChoice choice = choose_run(ranks);
       ASSERT_EQ(choice.of.size(), count);
-      bool whole = false;
+      bool whole = false, whole_and_named = false;
       for (const RunId& run : {kOld, kNew}) {
-        whole |= std::ranges::any_of(ranks, [&](const RankStores& s) { return s.named == run; }) &&
-                 std::ranges::all_of(ranks, [&](const RankStores& s) { return has_run(s, run); });
+        const bool all_have = std::ranges::all_of(ranks, [&](const RankStores& s) { return has_run(s, run); });
+        whole |= all_have;
+        whole_and_named |= all_have && std::ranges::any_of(ranks, [&](const RankStores& s) { return s.named == run; });
       }
       EXPECT_EQ(choice.whole, whole);
-      EXPECT_TRUE(!choice.run || ranks[choice.first].named == choice.run);
+      EXPECT_TRUE(!choice.run || ranks[choice.first].named == choice.run || !whole_and_named);
+      EXPECT_TRUE(!whole_and_named || std::ranges::count(choice.of, StoreChoice::kNamed) > 0);
       for (std::size_t rank = 0; rank < count; ++rank) {
         const RankStores& stores = ranks[rank];
         switch (choice.of[rank]) {
@@ -92,18 +94,30 @@ TEST(RunStores, ACrashDuringAReplacementLeavesOneRunOrTheOther) {
         if (some_named && std::ranges::min(stage) < kCommitted) return;
         std::vector<RankStores> ranks;
         for (unsigned of_rank : stage) {
-          ranks.push_back({of_rank == kHasItsName ? kNew : before,
-                           of_rank == kMade || of_rank == kCommitted ? std::optional(kNew) : std::nullopt});
+          ranks.push_back(
+              {of_rank == kHasItsName ? kNew : before, of_rank == kCommitted ? std::optional(kNew) : std::nullopt});
         }
         const RunChoice choice = choose_run(ranks);
-        EXPECT_EQ(choice.whole, some_named || before.has_value());
-        EXPECT_EQ(choice.run, some_named ? kNew : before);
+        const bool all_committed = std::ranges::min(stage) >= kCommitted;
+        const bool goes_on_anew = some_named || (all_committed && !before);
+        EXPECT_EQ(choice.whole, goes_on_anew || before.has_value());
+        EXPECT_EQ(choice.run, goes_on_anew ? kNew : before);
         for (std::size_t rank = 0; rank < count; ++rank) {
           EXPECT_TRUE(choice.of[rank] != StoreChoice::kWaiting || stage[rank] == kCommitted);
         }
       });
     }
   }
+}
+
+// A drive without room for both has lost its old one.
+TEST(RunStores, OneThatWaitsOnAllRanksGoesOnWhereTheOldOneIsNotWhole) {
+  const RankStores lost{kNothing, kNew}, both{kOld, kNew}, old{kOld, kNothing};
+  const RunChoice choice = choose_run(std::vector{both, lost, both});
+  EXPECT_TRUE(choice.whole);
+  EXPECT_EQ(choice.run, kNew);
+  EXPECT_EQ(choice.of, (std::vector(3, StoreChoice::kWaiting)));
+  EXPECT_FALSE(choose_run(std::vector{both, lost, old}).whole);
 }
 
 TEST(RunStores, TheOthersAreComparedWithTheLowestRankThatHasAStore) {
