@@ -146,14 +146,14 @@ class Killed(RanksStoreTest):
         whole.mkdir()
         generator = random.Random(test_seed())
         how = "new"
-        for _ in range(kills):
+        for kill in range(kills):
             with subprocess.Popen(self.command(2, steps, how), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                   text=True) as run:
                 self.assertIn("begins with", run.stdout.readline())
                 time.sleep(generator.uniform(0, 0.1))
                 run.kill()
             how = "resume"
-            self.show("--verify")
+            self.export(f"killed{kill}")  # reads and verifies, and waits until the kernel has let go of the stores
         self.train(steps=steps, how="resume")
         self.assertEqual(expected, self.export("out")[0])
 
