@@ -20,6 +20,7 @@
 #include "spillway/engine.h"
 #include "spillway/model.h"
 #include "spillway/safetensors.h"
+#include "spillway/store.h"
 
 namespace spillway {
 
@@ -47,6 +48,10 @@ struct ExportedStore {
 // store's, in the order of spillway.nvme_paths; at least one.
 ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
                            ExportOptions options);
+
+// The same from the stores of all ranks of a run, at the newest step that all have (spillway/store.h: find_ranks says
+// which they are): one model, as if one rank had trained it.
+ExportedStore export_run(const RunPaths& paths, const std::filesystem::path& directory, ExportOptions options);
 
 // The same from a snapshot (spillway/snapshot.h): fp32 are its exact weights. Every value is verified.
 ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,

@@ -42,7 +42,7 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
     workers = create_workers(shares);
     device = create_device(config, plan.ledger.hbm_budget, *workers);  // one that is too small leaves a store as it was
   });
-  store = agreement.all([&] { return open_store(config, model, plan, options.on_existing, before_loss); });
+  store = open_store(config, model, plan, options.on_existing, agreement, before_loss);
   resumed = store && options.on_existing == OnExisting::kResume;
   if (shares.size() > 1) place_tiles(plan, shares);
   device->register_host(host.memory());
