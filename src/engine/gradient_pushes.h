@@ -48,10 +48,13 @@ class GradientPushes {
   // How the parameter's pushes are summed; the part that a gradient belongs to.
   PartSums& sums(std::uint32_t block, std::uint32_t parameter) { return blocks_[block].sums[parameter]; }
   std::uint32_t part_of(const Gradient& gradient) const {
-    return parts_ == 1 ? 0 : static_cast<std::uint32_t>(std::uint64_t{gradient.micro_batch} * parts_ / micro_batches_);
+    if (parts_ == 1) return 0;
+    return static_cast<std::uint32_t>(std::uint64_t{gradient.micro_batch - first_} * parts_ / micro_batches_);
   }
   // By parameter: whether a push brought a gradient.
   std::span<const std::uint8_t> brought(std::uint32_t block) const { return blocks_[block].brought; }
+  // It did on another rank.
+  void note_brought(std::uint32_t block, std::uint32_t parameter) { blocks_[block].brought[parameter] = 1; }
   bool trainable(std::uint32_t block, std::uint32_t parameter) const {
     return model_.blocks[block].parameters[parameter].trainable;
   }
@@ -74,7 +77,8 @@ class GradientPushes {
   const Plan& plan_;
   const ModelDescription& model_;
   const DType type_;
-  const std::uint32_t micro_batches_, parts_;  // of a step
+  const std::uint32_t first_, micro_batches_, parts_;  // of a step; first_: micro-batch that is this rank's
+  const bool told_;                                    // a gradient says which micro-batch it is of
   const std::span<const std::byte> hbm_;
   std::vector<Block> blocks_;
   std::optional<std::uint32_t> accumulator_owner_;  // block that uses the shared accumulator
