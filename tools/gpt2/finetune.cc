@@ -280,13 +280,23 @@ class Run {
     }
   }
 
-  // Every rank gives its part, and the first one gets the others'.
+  // All ranks give their parts, and the first one writes. Where it cannot, the others' call must not wait for it.
   void write_model() {
-    if (ranks_.first()) {
-      export_model(*engine_, description_, options_.out, {.type = DType::kFloat32, .replace = true});
-    } else {
-      engine_->export_weights(true, [](auto, auto, auto, auto) {});
-    }
+    const auto nowhere = [](auto, auto, auto, auto) {};
+    bool given = false;
+    const auto give = [&](const WeightSink& sink) {
+      given = true;
+      engine_->export_weights(true, sink);
+    };
+    ranks_.together([&] {
+      if (!ranks_.first()) return give(nowhere);
+      try {
+        export_model(description_, options_.out, {.type = DType::kFloat32, .replace = true}, give);
+      } catch (const Error&) {
+        if (!given && !ranks_.alone()) give(nowhere);
+        throw;
+      }
+    });
   }
 
   // The first two steps of a run touch memory for the first time and have no update of the step before.
@@ -364,7 +374,8 @@ class Run {
 
 int finetune(const FinetuneOptions& options) {
   terminal::Interrupt interrupt("ending after this step");  // before anything that starts threads
-  Ranks ranks(make_communicator());
+  const std::unique_ptr<Communicator> communicator = make_communicator();
+  Ranks ranks(*communicator);
   RankVoice voice(ranks);
   if (!ranks.first()) interrupt.say_nothing();
   try {

@@ -17,7 +17,7 @@ namespace spillway::gpt2 {
 namespace {
 
 // In the place of a block: what is settled here is for none.
-constexpr std::int32_t kSettled = -1, kEnding = -2;
+constexpr std::int32_t kSettled = -2, kEnding = -3;
 
 std::uint64_t hash_of(const std::string& text) { return XXH3_64bits(text.data(), text.size()); }
 
@@ -38,7 +38,7 @@ std::filesystem::path path_of_rank(const std::filesystem::path& path, std::uint3
   return ranks == 1 ? path : path / fmt::format("rank{}", rank);
 }
 
-void Ranks::fold(std::span<std::uint64_t> values, Fold fold) { communicator_->all_reduce_now(values, fold, kSettled); }
+void Ranks::fold(std::span<std::uint64_t> values, Fold fold) { communicator_.all_reduce_now(values, fold, kSettled); }
 
 bool Ranks::all_say(const std::string& text) {
   std::uint64_t least = hash_of(text), greatest = least;
@@ -103,7 +103,7 @@ void Ranks::agree(std::span<const Subject> subjects) {
 bool Ranks::all_have_failed() noexcept {
   try {
     std::uint64_t nothing = 0;
-    communicator_->all_reduce_now({&nothing, 1}, Fold::kMax, kEnding);
+    communicator_.all_reduce_now({&nothing, 1}, Fold::kMax, kEnding);
     return true;
   } catch (...) {
     return false;

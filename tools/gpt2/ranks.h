@@ -8,10 +8,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <memory>
 #include <span>
 #include <string>
-#include <utility>
 
 #include "spillway/communicator.h"
 
@@ -33,13 +31,13 @@ struct Subject {
 
 class Ranks {
  public:
-  explicit Ranks(std::unique_ptr<Communicator> communicator) : communicator_(std::move(communicator)) {}
+  explicit Ranks(Communicator& communicator) : communicator_(communicator) {}  // outlives this
 
-  std::uint32_t rank() const { return communicator_->rank(); }
-  std::uint32_t count() const { return communicator_->ranks(); }
+  std::uint32_t rank() const { return communicator_.rank(); }
+  std::uint32_t count() const { return communicator_.ranks(); }
   bool alone() const { return count() == 1; }
   bool first() const { return rank() == 0; }
-  Communicator& communicator() const { return *communicator_; }
+  Communicator& communicator() const { return communicator_; }
 
   // Runs what may fail on one rank and not on another. Where it does, all of them throw what the lowest such rank has
   // to say. Returns the greatest of all ranks' values.
@@ -59,7 +57,7 @@ class Ranks {
  private:
   void fold(std::span<std::uint64_t> values, Fold fold);
 
-  std::unique_ptr<Communicator> communicator_;
+  Communicator& communicator_;
 };
 
 }  // namespace spillway::gpt2
