@@ -68,7 +68,9 @@ class Run {
       position_ = Position::parse(engine_->blob(), options_);
     }
     note_data();
-    terminal::Progress progress(engine_->current_step(), std::max(options_.steps, engine_->current_step()));
+    // mpirun gives its processes a terminal, and what they write there to whoever reads mpirun.
+    terminal::Progress progress(engine_->current_step(), std::max(options_.steps, engine_->current_step()), stdout,
+                                ranks_.alone());
     try {
       while (engine_->current_step() < options_.steps && !stops()) step(progress);
       finish_snapshot(progress);
@@ -196,13 +198,12 @@ class Run {
   // Whether a signal ends the run here: the same step on all ranks, whichever of them it came to, and when. Reads the
   // rows of the next step, which is what else ranks do each for itself.
   bool stops() {
-    const auto signal = ranks_.together(
-        [this] {
-          if (!interrupt_.requested()) read_rows();
-        },
-        static_cast<std::uint64_t>(interrupt_.signal()));
-    stopped_by_ = static_cast<int>(signal);
-    return signal != 0;
+    const int own = interrupt_.signal();
+    const auto read = [&] {
+      if (own == 0) read_rows();
+    };
+    stopped_by_ = static_cast<int>(ranks_.together(read, static_cast<std::uint64_t>(own)));
+    return stopped_by_ != 0;
   }
 
   void read_rows() {
@@ -276,7 +277,7 @@ class Run {
       progress.clear();
       terminal::tell("ended after step {}; {}\n", engine_->current_step(), kept);
     } catch (const Error& error) {
-      log(LogLevel::kWarning, terminal::message_of(error));  // the first error is the one to end with
+      if (ranks_.first()) log(LogLevel::kWarning, terminal::message_of(error));  // the first error is the one to end with
     }
   }
 
