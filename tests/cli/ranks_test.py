@@ -48,7 +48,7 @@ class Ranks(CliTest):
         place = Workplace(self.place.folder / name)
         command = place.arguments(self.config(ranks, section, place, **(config or {})), self.model, steps=steps,
                                   out=place.folder / "out", log=place.log, **how)
-        run = on_ranks(*[command] * ranks)
+        run = on_ranks(*[command] * ranks) if ranks > 1 else runs.spillway(*command)
         self.assert_done(run)
         return place, run
 
@@ -136,8 +136,7 @@ class Ranks(CliTest):
 
     def test_AStoreOfAnotherNumberOfRanksIsRefused(self):
         place, _ = self.train(2, "two")
-        config = place.folder / "ds_config.json"
-        alone = runs.spillway(*place.arguments(config, self.model))
+        alone = runs.spillway(*place.arguments(self.config(1, place=place), self.model))
         self.assert_refused(alone, "holds a store of several ranks, and this is one process alone")
         place, _ = self.train(1, "one")
         command = place.arguments(self.config(2, place=place), self.model)
