@@ -24,7 +24,7 @@
 namespace spillway {
 namespace {
 
-constexpr std::int32_t kNoBlock = -1;
+constexpr std::int32_t kHosts = -4;  // in the place of a block
 constexpr std::uint64_t kNoKey = std::numeric_limits<std::uint64_t>::max();
 
 std::string contents_of(const char* file) {
@@ -52,14 +52,14 @@ RankGroup ranks_with(Communicator& ranks, std::uint64_t key) {
   RankGroup group{.count = 0, .index = 0};
   for (bool found = false;;) {
     std::uint64_t turn = found ? kNoKey : key;
-    ranks.all_reduce_now({&turn, 1}, Fold::kMin, kNoBlock);
+    ranks.all_reduce_now({&turn, 1}, Fold::kMin, kHosts);
     if (turn == kNoKey) return group;
     const bool ours = turn == key;
     for (std::uint32_t base = 0; base < ranks.ranks(); base += kAtATime) {
       std::array<std::uint64_t, kMostScalars> there{};
       const std::uint32_t own = ranks.rank() - base;  // far too large for those of another turn
       if (ours && ranks.rank() >= base && own < kAtATime) there[own / kBits] = std::uint64_t{1} << own % kBits;
-      ranks.all_reduce_now(there, Fold::kOr, kNoBlock);
+      ranks.all_reduce_now(there, Fold::kOr, kHosts);
       for (std::uint32_t word = 0; ours && word < there.size(); ++word) {
         const std::uint32_t first = base + word * kBits;
         group.count += static_cast<std::uint32_t>(std::popcount(there[word]));

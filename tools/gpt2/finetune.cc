@@ -277,7 +277,8 @@ class Run {
       progress.clear();
       terminal::tell("ended after step {}; {}\n", engine_->current_step(), kept);
     } catch (const Error& error) {
-      if (ranks_.first()) log(LogLevel::kWarning, terminal::message_of(error));  // the first error is the one to end with
+      // The first error is the one to end with.
+      if (ranks_.first()) log(LogLevel::kWarning, terminal::message_of(error));
     }
   }
 

@@ -16,10 +16,13 @@ namespace spillway::gpt2 {
 namespace {
 
 // As the first rank says it: of places that each has for itself.
-std::string as_of_first(std::string text, std::uint32_t rank) {
+std::string as_of_first(std::string_view text, std::uint32_t rank) {
   const std::string own = fmt::format("/rank{}", rank);
-  for (std::size_t at = 0; (at = text.find(own, at)) != text.npos; ++at) text.replace(at, own.size(), "/rank0");
-  return text;
+  std::string said;
+  for (std::size_t at; (at = text.find(own)) != text.npos; text.remove_prefix(at + own.size())) {
+    said += fmt::format("{}/rank0", text.substr(0, at));
+  }
+  return said.append(text);
 }
 
 void tell(std::uint32_t rank, std::string_view message) {

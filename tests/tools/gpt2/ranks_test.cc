@@ -61,8 +61,7 @@ TEST(Ranks, WhatFailsOnOneFailsOnAllWithTheLowestOnesWords) {
       });
     });
     EXPECT_EQ(error.code(), Code::kNotFound);
-    EXPECT_EQ(error.what(),
-              "rank 2: /data/2: " + std::string(300, 'x') + " (No such file or directory); look for it");
+    EXPECT_EQ(error.what(), "rank 2: /data/2: " + std::string(300, 'x') + " (No such file or directory); look for it");
     EXPECT_EQ(ranks.together([] {}, 1), 1u) << "they go on";
   });
 }
@@ -72,7 +71,7 @@ TEST(Ranks, TheFirstOnesErrorIsAsItIsAlone) {
     Ranks ranks(communicator);
     const auto fail = [&] {
       ranks.together([&] {
-        if (ranks.first()) throw Error(Code::kIo, {"disk", "is full", 0, Remedy::kNone, {}, "\nmore"});
+        if (ranks.first()) throw Error(Code::kIo, {"disk", "is full", 0, "", Remedy::kNone, {}, "\nmore"});
         throw std::bad_alloc();
       });
     };

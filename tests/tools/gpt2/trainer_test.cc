@@ -7,60 +7,13 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <random>
-#include <string>
 #include <utility>
 
-#include "tests/src/comm/thread_ranks.h"
-#include "tests/tools/gpt2/fake_engine.h"
+#include "tests/tools/gpt2/resident_model.h"
 
 namespace spillway::gpt2 {
 namespace {
-
-ModelConfig tiny_model() {
-  ModelConfig model;
-  model.layers = 2;
-  model.width = 48;
-  model.heads = 3;
-  model.inner = 112;
-  model.positions = 80;
-  model.vocabulary = 150;
-  return model;
-}
-
-struct Resident {
-  Resident(const ModelConfig& model, const TrainerOptions& options, bool keep_insides = false)
-      : trainer(model, options),
-        description(trainer.description()),
-        engine(description, options.type, options.threads, 0, keep_insides) {
-    trainer.attach(engine);
-    std::mt19937 generator(7);
-    std::normal_distribution<float> normal(0, 0.2f);
-    for (std::uint32_t b = 0; b < description.blocks.size(); ++b) {
-      auto& block = weights.emplace_back();
-      for (std::uint32_t p = 0; p < description.blocks[b].parameters.size(); ++p) {
-        const auto& parameter = description.blocks[b].parameters[p];
-        auto& values = block.emplace_back(elements(parameter));
-        const bool norm = parameter.name.find("ln_") != std::string::npos;
-        for (auto& v : values) v = normal(generator) + (norm && parameter.name.ends_with("weight") ? 1.0f : 0.0f);
-        engine.set_weight(b, p, values);
-      }
-    }
-  }
-
-  Gpt2Trainer trainer;
-  ModelDescription description;
-  FakeEngine engine;
-  std::vector<std::vector<std::vector<float>>> weights;
-};
-
-std::vector<std::uint32_t> random_rows(const ModelConfig& model, std::size_t rows, std::size_t sequence) {
-  std::mt19937 generator(11);
-  std::vector<std::uint32_t> out(rows * (sequence + 1));
-  for (auto& token : out) token = static_cast<std::uint32_t>(generator() % model.vocabulary);
-  return out;
-}
 
 // An engine may find more threads than whoever asks a moment earlier: limits change.
 TEST(TrainerTest, OptionsAreOfAConfigurationWhoseThreadsAreSet) {
@@ -142,45 +95,6 @@ TEST(TrainerTest, PartsOfAStepSumToItsGradients) {
         for (std::size_t i = 0; i < got.size(); ++i)
           ASSERT_NEAR(got[i], wanted[i], 1e-5f * largest) << run->description.blocks[b].parameters[p].name << ' ' << i;
       }
-    }
-  }
-}
-
-// Ranks push what one rank pushes, each its own micro-batches of it: what is added where does not depend on how many
-// they are. One micro-batch a rank is the case in which nothing is summed before it is pushed.
-TEST(TrainerTest, RanksPushAndLoseWhatOneDoes) {
-  constexpr std::uint32_t kMicroBatches = 4, kParts = 4, kSequence = 20;
-  const auto model = tiny_model();
-  const auto rows = random_rows(model, 2 * kMicroBatches, kSequence);
-  const auto options_of = [&](DType type, std::uint32_t ranks, Communicator* communicator) {
-    return TrainerOptions{.type = type,
-                          .micro_batch = 2,
-                          .accumulation = kMicroBatches / ranks,
-                          .parts = kParts,
-                          .sequence = kSequence,
-                          .threads = 1,
-                          .ranks = communicator};
-  };
-  for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
-    Resident alone(model, options_of(type, 1, nullptr));
-    const double loss = alone.trainer.run_step(rows);
-    for (const std::uint32_t ranks : {2u, 4u}) {
-      SCOPED_TRACE(std::to_string(ranks) + " ranks, " + std::string(name_of(type)));
-      std::mutex mutex;
-      FakeEngine::Pushed together;
-      spillway::testing::run_ranks(ranks, [&](Communicator& communicator) {
-        Resident run(model, options_of(type, ranks, &communicator));
-        const std::size_t own = rows.size() / ranks;
-        EXPECT_EQ(run.trainer.run_step(std::span(rows).subspan(communicator.rank() * own, own)), loss);
-        const std::lock_guard lock(mutex);
-        for (std::uint32_t b = 0; b < run.description.blocks.size(); ++b) {
-          for (std::uint32_t p = 0; p < run.description.blocks[b].parameters.size(); ++p) {
-            EXPECT_EQ(run.engine.pushes(b, p), run.description.blocks[b].parameters[p].pushes);
-          }
-        }
-        for (const auto& [what, values] : run.engine.pushed()) EXPECT_TRUE(together.emplace(what, values).second);
-      });
-      EXPECT_TRUE(together == alone.engine.pushed());
     }
   }
 }
