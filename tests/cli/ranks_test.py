@@ -89,6 +89,18 @@ class Ranks(CliTest):
         refused = on_ranks(*[command] * 3)
         self.assert_refused(refused, "train_batch_size: 8 is not 1 (micro batch) × 2 (accumulation) × 3 (ranks)")
 
+    def start(self, ranks, command):
+        """A run that has logged a step."""
+        run = subprocess.Popen([MPIRUN, "-n", str(ranks), BINARY, *command], env=ENVIRONMENT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not self.place.log.exists() or not self.place.log.read_text():
+            if run.poll() is not None or time.monotonic() > deadline:
+                run.kill()
+                self.fail(f"no step: {run.communicate()}")
+            time.sleep(0.01)
+        return run
+
     def refuse(self, *commands, words):
         run = on_ranks(*commands)
         line = self.assert_refused(run, *words)
@@ -142,16 +154,34 @@ class Ranks(CliTest):
         command = place.arguments(self.config(2, place=place), self.model)
         self.assert_refused(on_ranks(command, command), "holds a store of one process alone, and 2 are training")
 
+    def test_SnapshotsAreOfAllRanksAndBeginRunsOfAnyNumber(self):
+        saved = self.place.folder / "saved"
+        place, run = self.train(2, "saving", save=saved, every=2, steps=4, config={"parameters": "none",
+                                                                                  "states": "none"})
+        self.assertEqual(2, run.out.count("snapshot: "), run.out)
+        wanted = sha256_of_model(place.folder / "out")
+        for ranks in (1, 2, 4):
+            again, _ = self.train(ranks, f"loading-{ranks}", load=saved / "step-000002", steps=4)
+            self.assertEqual(wanted, sha256_of_model(again.folder / "out"), f"{ranks} ranks")
+            self.assertEqual([3, 4], [step["step"] for step in again.steps()])
+
+    def test_AModelThatCannotBeWrittenIsSaidOnceByAll(self):
+        out = self.place.folder / "out"
+        config = self.config(2, parameters="none", states="none")
+        with self.start(2, self.place.arguments(config, self.model, steps=100_000, log=self.place.log, out=out)) as run:
+            out.write_text("in the way")
+            os.kill(rank_process(run.pid, 1), signal.SIGTERM)
+            printed, err = run.communicate(timeout=60)
+        self.assertEqual(1, run.returncode, err)
+        errors = [line for line in err.splitlines() if line.startswith("spillway: ")]
+        self.assertEqual(1, len(errors), err)
+        self.assertTrue(errors[0].startswith(f"spillway: {out}"), err)
+        self.assertNotIn("its model is in", printed)
+
     def test_ASignalToOneRankEndsAllAtTheSameStep(self):
         config = self.config(2)
         command = self.place.arguments(config, self.model, steps=100_000, log=self.place.log)
-        with subprocess.Popen([MPIRUN, "-n", "2", BINARY, *command], env=ENVIRONMENT, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True) as run:
-            deadline = time.monotonic() + 60
-            while not self.place.log.exists() or not self.place.log.read_text():
-                self.assertIsNone(run.poll(), run.stderr.read() if run.poll() is not None else "")
-                self.assertLess(time.monotonic(), deadline)
-                time.sleep(0.01)
+        with self.start(2, command) as run:
             os.kill(rank_process(run.pid, 1), signal.SIGTERM)
             out, err = run.communicate(timeout=60)
         self.assertEqual(128 + signal.SIGTERM, run.returncode, err)

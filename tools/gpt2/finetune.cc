@@ -44,7 +44,9 @@ class Run {
     });
     ranks_.agree(subjects);
     if (!ranks_.alone()) share_ = share_host(ranks_.communicator());
-    ranks_.together([this] { make_trainer(); });
+    config_.threads = compute_threads(config_);
+    const auto threads = static_cast<unsigned>(ranks_.together([] {}, config_.threads));
+    ranks_.together([&] { make_trainer(threads); });
     ranks_.together([this] {
       if (ranks_.first()) prepare_output();
     });
@@ -108,9 +110,10 @@ class Run {
     if (weights_) weights_->check(config_.weights);
   }
 
-  void make_trainer() {
-    config_.threads = compute_threads(config_);
+  // `threads`: of the rank that has the most, so that working memory, and with it the plan of HBM, is the same on all.
+  void make_trainer(unsigned threads) {
     TrainerOptions how = trainer_options(config_, resolve_device(config_), options_.sequence, communicator());
+    how.threads = threads;
     how.fusion = options_.fusion;
     trainer_.emplace(model_, how);
     description_ = trainer_->description();
