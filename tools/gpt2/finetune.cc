@@ -36,7 +36,11 @@ std::string word(const std::filesystem::path& path) { return terminal::shell_wor
 class Run {
  public:
   Run(const FinetuneOptions& options, Ranks& ranks, RankVoice& voice, const terminal::Interrupt& interrupt)
-      : options_(options), ranks_(ranks), interrupt_(interrupt), snapshots_(options.snapshots, ranks.first()) {
+      : options_(options),
+        ranks_(ranks),
+        voice_(voice),
+        interrupt_(interrupt),
+        snapshots_(options.snapshots, ranks.first()) {
     std::vector<Subject> subjects;
     ranks_.together([&] {
       read_input();
@@ -52,7 +56,7 @@ class Run {
     });
     create_engine();
     ranks_.together([this] { check_room_beside_store(); });
-    voice.compare(ranks_);
+    voice_.compare(ranks_);
     rows_.resize(rows_per_step() * (std::size_t{options_.sequence} + 1));
   }
 
@@ -84,6 +88,7 @@ class Run {
     flush();
     const std::string kept = !stopped ? "" : kept_in_store() ? "--resume continues" : keep_step(progress);
     progress.clear();
+    voice_.look_for_reader();
     if (stopped) {
       terminal::tell("stopped after step {}; {}\n", engine_->current_step(), kept);
       return 128 + stopped_by_;
@@ -189,9 +194,9 @@ class Run {
                    all_rows_per_step());
     if (!ranks_.alone()) {
       terminal::tell(
-          "ranks: {} do {} micro-batches of a step each; this is {}, with {} core{}, on a machine with {} of them\n",
-          ranks_.count(), config_.gradient_accumulation, ranks_.communicator().describe(), share_.cores,
-          share_.cores == 1 ? "" : "s", share_.ranks);
+          "ranks: {} do {} of a step's {} micro-batches each; this is {}; {} on its machine, {} core{} for it\n",
+          ranks_.count(), config_.gradient_accumulation, config_.gradient_accumulation * ranks_.count(),
+          ranks_.communicator().describe(), share_.ranks, share_.cores, share_.cores == 1 ? "" : "s");
     }
     terminal::tell("memory ledger:\n{}", ledger_text(engine_->ledger()));
     if (!snapshot_.empty()) terminal::tell("begun with {}, step {}\n", snapshot_.string(), engine_->current_step());
@@ -230,6 +235,7 @@ class Run {
     ranks_.together([&] {
       if (log_.is_open()) write_log(facts);
     });
+    voice_.look_for_reader();
     progress.done(facts.report.step);
     progress.line(step_text(facts, options_.steps));
     finish_snapshot(progress);
@@ -353,6 +359,7 @@ class Run {
 
   const FinetuneOptions& options_;
   Ranks& ranks_;
+  RankVoice& voice_;
   const terminal::Interrupt& interrupt_;
   int stopped_by_ = 0;  // a signal
   Config config_;

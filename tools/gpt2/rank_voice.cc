@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,16 +31,19 @@ void tell(std::uint32_t rank, std::string_view message) {
   terminal::tell(stderr, "spillway: {}{}{}\n", who, message.starts_with(": ") ? "\"\"" : "", message);
 }
 
+void print_nowhere() {
+  const int nowhere = ::open("/dev/null", O_WRONLY | O_CLOEXEC);
+  if (nowhere < 0) return;
+  ::dup2(nowhere, STDOUT_FILENO);
+  ::close(nowhere);
+}
+
 }  // namespace
 
 RankVoice::RankVoice(const Ranks& ranks) : rank_(ranks.rank()), alone_(ranks.alone()) {
   if (alone_) return;
   set_log_sink([this](LogLevel level, std::string_view message) { take(level, message); });
-  if (ranks.first()) return;
-  const int nowhere = ::open("/dev/null", O_WRONLY | O_CLOEXEC);
-  if (nowhere < 0) return;
-  ::dup2(nowhere, STDOUT_FILENO);
-  ::close(nowhere);
+  if (!ranks.first()) print_nowhere();
 }
 
 RankVoice::~RankVoice() {
@@ -75,6 +79,13 @@ void RankVoice::compare(Ranks& ranks) {
       if (std::ranges::find(own, as_of_first(line, rank)) == own.end()) tell(rank, line);
     }
   }
+}
+
+void RankVoice::look_for_reader() {
+  constexpr int kPatienceMs = 1000;
+  if (alone_ || rank_ != 0) return;
+  pollfd output{.fd = STDOUT_FILENO, .events = POLLOUT, .revents = 0};
+  if (::poll(&output, 1, kPatienceMs) == 0) print_nowhere();
 }
 
 int RankVoice::tell_failure(Ranks& ranks, const std::exception& error) {
