@@ -68,7 +68,8 @@ std::uint64_t hash_of(const Config& config) {
               schedule.total_steps, schedule.logarithmic_warmup, schedule.warmup_min_ratio, schedule.cosine_min_ratio);
   const LossScaleConfig& scale = config.loss_scale;
   summary.add(scale.fixed, scale.initial_power, scale.window, scale.hysteresis, scale.consecutive_hysteresis,
-              scale.least, static_cast<int>(config.states), static_cast<int>(config.parameters));
+              scale.least, static_cast<int>(config.states), static_cast<int>(config.parameters),
+              config.nvme_paths.empty());
   summary.add_optional(config.commit_every);
   for (const ParameterGroup& group : config.parameter_groups) {
     summary.add_all(group.parameters);
