@@ -39,6 +39,11 @@ struct ExportOptions {
 void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,
                   ExportOptions options);
 
+// Of weights that `weights` hands to the sink, once: where several ranks train a model all of them call
+// Engine::export_weights(), exact for fp32, and one writes.
+void export_model(const ModelDescription& model, const std::filesystem::path& directory, ExportOptions options,
+                  const std::function<void(const WeightSink& sink)>& weights);
+
 struct ExportedStore {
   std::uint64_t step = 0;
   DType weights = DType::kFloat32;  // the run's own type

@@ -156,6 +156,11 @@ void export_model(Engine& engine, const ModelDescription& model, const std::file
               [&](const WeightSink& sink) { engine.export_weights(options.type == DType::kFloat32, sink); });
 }
 
+void export_model(const ModelDescription& model, const std::filesystem::path& directory, ExportOptions options,
+                  const std::function<void(const WeightSink& sink)>& weights) {
+  write_model(model, directory, options, weights);
+}
+
 ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,
                               ExportOptions options) {
   std::optional<SafetensorsReader> weights;
