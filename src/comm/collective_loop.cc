@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "spillway/log.h"
 #include "src/comm/last_words.h"
 #include "src/comm/scalars.h"
 
@@ -28,6 +29,7 @@ CollectiveLoop::CollectiveLoop(Transport& transport, CollectiveQueue& queue, con
                                double patience_seconds)
     : transport_(transport),
       queue_(queue),
+      patience_seconds_(patience_seconds),
       patience_(duration_cast<Clock::duration>(std::chrono::duration<double>(patience_seconds))),
       conversation_(transport, 0),
       transfers_(transport, limits, kOfTransfers),
@@ -194,10 +196,23 @@ void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const st
 // Gives the others a moment to do the same: what has come from everybody leaves nothing behind.
 void CollectiveLoop::say_last(const Word& own) {
   if (transport_.ranks() > 1) conversation_.say(own);
-  const Clock::time_point end = Clock::now() + std::min<Clock::duration>(kAnswer, patience_);
-  while (Clock::now() < end && !have_parted()) {
+  take_until([&] { return have_parted(); }, std::min<Clock::duration>(kAnswer, patience_));
+}
+
+template <typename Condition>
+void CollectiveLoop::take_until(Condition condition, Clock::duration most) {
+  const Clock::time_point end = Clock::now() + most;
+  while (Clock::now() < end && !condition()) {
     if (!take_tickets()) std::this_thread::sleep_for(microseconds(200));
   }
+}
+
+std::vector<std::uint32_t> CollectiveLoop::unanswering() const {
+  std::vector<std::uint32_t> ranks;
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
+    if (rank != transport_.rank() && !conversation_.has_answered(rank)) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 // Null: it has not come to it, or that was long ago.
@@ -218,16 +233,26 @@ void CollectiveLoop::tell_the_end(const Word& own) {
                         .last_words = last,
                         .announced = words_,
                         .hosts = hosts_,
-                        .patience_seconds = std::chrono::duration<double>(patience_).count()}));
+                        .patience_seconds = patience_seconds_}));
 }
 
+// Others may go on for hours, and the library waits for them at the end of the process. One that does not even answer
+// is not waited for.
 void CollectiveLoop::leave() {
   ended_ = true;
   Word own;
   own.what = Word::What::kLeft;
   own.number = own.failed = announced_;
   say_last(own);
-  lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kEarly);
+  take_until([&] { return have_parted() || unanswering().empty(); }, patience_);
+  if (have_parted()) {
+    lets_go_ = transport_.close(Parting::kTogether);
+  } else if (const auto silent = unanswering(); silent.empty()) {
+    lets_go_ = transport_.close(Parting::kEarly);
+  } else {
+    log(LogLevel::kWarning, lost_at_the_end(silent, hosts_, patience_seconds_));
+    lets_go_ = transport_.close(Parting::kLost);
+  }
 }
 
 }  // namespace spillway

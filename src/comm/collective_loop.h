@@ -48,11 +48,15 @@ class CollectiveLoop {
   void tell_the_end(const Word& own);
   void leave();
   void say_last(const Word& own);
+  template <typename Condition>
+  void take_until(Condition condition, Clock::duration most);
+  std::vector<std::uint32_t> unanswering() const;
   bool waits_for_others() const noexcept { return announced_ > all_over_; }
   bool have_parted() const noexcept { return conversation_.all_have_left() && conversation_.all_sent(); }
 
   Transport& transport_;
   CollectiveQueue& queue_;
+  const double patience_seconds_;
   const Clock::duration patience_;
   Conversation conversation_;
   Transfers transfers_;

@@ -23,4 +23,8 @@ const Word& cause_of(std::span<const Word* const> last_words);
 
 Error error_of(const Ending& ending);
 
+// What a rank says that has left in peace, but without these.
+std::string lost_at_the_end(std::span<const std::uint32_t> silent, std::span<const std::string> hosts,
+                            double patience_seconds);
+
 }  // namespace spillway

@@ -77,7 +77,7 @@ TEST(ThreadRanks, ASilentRankIsNamedWithItsHost) {
     member.a->synchronize();  // what comes after it may have failed already
     if (member.rank == 1) {
       hub.silence(1);
-      EXPECT_THAT(end_of(member), HasSubstr("no progress in 1.5 s: ranks 0 and 2 do not answer"))
+      EXPECT_THAT(end_of(member), HasSubstr("no progress in 1.5 s: ranks 0 and 2 (host0, host2) do not answer"))
           << "as it looks there";
       return;
     }

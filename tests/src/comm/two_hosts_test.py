@@ -1,0 +1,95 @@
+"""Ranks on two hosts: right results over a network alone, a link that is slow, and one that is cut, after which every
+rank on both sides ends with an error and none hangs."""
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from launch import PATIENCE, Ranks, run_suite  # noqa: E402
+from report import main  # noqa: E402
+from two_hosts import ENVIRONMENT, TwoHosts, as_root  # noqa: E402
+
+HOSTS = None
+
+
+def setUpModule():
+    global HOSTS
+    try:
+        HOSTS = TwoHosts()
+    except OSError as error:
+        raise unittest.SkipTest(f"no two hosts on this machine: {error}") from error
+
+
+def tearDownModule():
+    HOSTS.close()
+
+
+class OverANetwork(unittest.TestCase):
+    def test_TwoRanks(self):
+        run_suite(self, 2, HOSTS.mpirun(1), ENVIRONMENT)
+
+    def test_FourRanks(self):
+        run_suite(self, 4, HOSTS.mpirun(2), ENVIRONMENT)
+
+    def test_TheDoctorNamesBoth(self):
+        done = subprocess.run([*HOSTS.mpirun(2), "-n", "4", os.environ["SPILLWAY_BINARY"], "doctor", "--ranks",
+                               "--json"], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+        self.assertEqual(0, done.returncode, done.stderr)
+        seen = {one["check"]: one["seen"] for one in json.loads(done.stdout)["findings"]}
+        self.assertRegex(seen["ranks"], r"^rank 0 of 4, over Open MPI v4[\d.]+: 2 on host-a, 2 on host-b$")
+
+
+class Cut(unittest.TestCase):
+    def start(self, calls, how, *options, ranks=4):
+        started = Ranks(ranks, calls, how, mpirun=HOSTS.mpirun(ranks // 2, *options), environment=ENVIRONMENT)
+        self.addCleanup(started.close)
+        self.addCleanup(HOSTS.clear)  # first
+        self.addCleanup(HOSTS.mend)
+        return started
+
+    def assert_each_side_misses_the_other(self, ranks, name):
+        for rank, missed in enumerate(["ranks 2 and 3 (host-b)"] * 2 + ["ranks 0 and 1 (host-a)"] * 2):
+            end = ranks.wait_for(rank, "end")
+            self.assertRegex(end, rf"^{name} \(collective \d+\): ")
+            self.assertIn(f": no progress in {PATIENCE} s: {missed} do not answer; look at ", end)
+        self.assert_all_end(ranks)
+
+    def assert_all_end(self, ranks):
+        pids = {int(ranks.wait_for(rank, "pid")) for rank in range(4)}
+        end = time.monotonic() + 30
+        while left := pids & set(HOSTS.processes()):
+            self.assertLess(time.monotonic(), end, f"{left} of {pids} have not ended")
+            time.sleep(0.01)
+
+    def test_WhileRanksWork(self):
+        ranks = self.start(10**9, "well", "--enable-recovery")
+        for rank in range(4):
+            ranks.wait_for(rank, "began")
+        HOSTS.cut()
+        self.assert_each_side_misses_the_other(ranks, r"(reduce_scatter of block 4|all_gather of block 5)")
+
+    def test_BetweenTwoCollectives(self):
+        ranks = self.start(20, "idle", "--enable-recovery")
+        for rank in range(4):
+            ranks.wait_for(rank, "called")
+        HOSTS.cut()
+        ranks.directory.joinpath("go").touch()
+        self.assert_each_side_misses_the_other(ranks, "barrier of block 6")
+
+    def test_BeforeRanksPart(self):
+        ranks = self.start(20, "leave", "--enable-recovery")
+        for rank in range(4):
+            ranks.wait_for(rank, "called")
+        HOSTS.cut()
+        ranks.directory.joinpath("go").touch()
+        self.assertEqual(["well"] * 4, [ranks.wait_for(rank, "end") for rank in range(4)])
+        self.assert_all_end(ranks)
+
+
+if __name__ == "__main__":
+    as_root()
+    main()
