@@ -40,11 +40,13 @@ CollectiveLoop::CollectiveLoop(Transport& transport, CollectiveQueue& queue, con
 void CollectiveLoop::run() {
   conversation_.listen();
   while (!queue_.stopping()) {
+    queue_.go_round();
     const bool progress = !ended_ && go_on();
     if (!ended_) watch(progress);
     rest(progress);
   }
   if (!ended_) leave();
+  queue_.end();
 }
 
 bool CollectiveLoop::go_on() {
@@ -189,8 +191,8 @@ void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const st
   own.failed = failed;
   own.set_text(text);
   say_last(own);
-  tell_the_end(own);
-  lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kLost);
+  const bool stands = tell_the_end(own) && transfers_.any();
+  lets_go_ = transport_.close(have_parted() && !stands ? Parting::kTogether : Parting::kLost);
 }
 
 // Gives the others a moment to do the same: what has come from everybody leaves nothing behind.
@@ -203,6 +205,7 @@ template <typename Condition>
 void CollectiveLoop::take_until(Condition condition, Clock::duration most) {
   const Clock::time_point end = Clock::now() + most;
   while (Clock::now() < end && !condition()) {
+    queue_.go_round();
     if (!take_tickets()) std::this_thread::sleep_for(microseconds(200));
   }
 }
@@ -222,18 +225,20 @@ const Word* CollectiveLoop::announced_by(std::uint32_t rank, std::uint64_t numbe
   return number < announced_ && own.number == number ? &own : nullptr;
 }
 
-void CollectiveLoop::tell_the_end(const Word& own) {
+// Whether it was that nothing moved.
+bool CollectiveLoop::tell_the_end(const Word& own) {
   std::vector<const Word*> last(transport_.ranks());
   for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
     last[rank] = rank == transport_.rank() ? &own : conversation_.last(rank);
   }
-  const std::uint64_t failed = cause_of(last).failed;
-  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) words_[rank] = announced_by(rank, failed);
+  const Word& cause = cause_of(last);
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) words_[rank] = announced_by(rank, cause.failed);
   queue_.fail(error_of({.rank = transport_.rank(),
                         .last_words = last,
                         .announced = words_,
                         .hosts = hosts_,
                         .patience_seconds = patience_seconds_}));
+  return cause.reason == Word::Reason::kNoProgress || cause.reason == Word::Reason::kLibrary;
 }
 
 // Others may go on for hours, and the library waits for them at the end of the process. One that does not even answer

@@ -28,8 +28,8 @@
 namespace spillway::mpi {
 namespace {
 
-std::mutex& calls() {
-  static std::mutex one;
+std::timed_mutex& calls() {
+  static std::timed_mutex one;
   return one;
 }
 
@@ -65,7 +65,8 @@ Process& process() {
 }
 
 void finalize_at_exit() {
-  const std::lock_guard lock(calls());
+  const std::unique_lock lock(calls(), std::try_to_lock);
+  if (!lock) return;  // a call that has not come back, in a communicator that was left for it
   int finalized = 0;
   if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized && process().open == 0 && !process().lost) MPI_Finalize();
 }
@@ -123,7 +124,11 @@ int count_of(std::size_t size) {
 class MpiTransport final : public Transport {
  public:
   explicit MpiTransport(const MpiOptions& options) {
-    const std::lock_guard lock(calls());
+    const std::unique_lock lock(calls(), std::chrono::duration<double>(options.patience_seconds));
+    if (!lock) {
+      throw Error(Code::kIo, {"communicator mpi", "a call of an earlier communicator has not come back from MPI", 0,
+                              "start all ranks again"});
+    }
     initialize(options.comm.has_value());
     const MPI_Comm comm = options.comm ? MPI_Comm_f2c(*options.comm) : MPI_COMM_WORLD;
     if (comm == MPI_COMM_NULL) {
@@ -298,8 +303,15 @@ void MpiTransport::test() {
   begun_.resize(kept);
 }
 
+// Where a connection is broken, or the other side ends while data is on its way, Open MPI 4.1 may crash in a call, or
+// never come back from it.
 bool MpiTransport::close(Parting parting) noexcept {
   const std::lock_guard lock(calls());
+  --process().open;
+  if (parting == Parting::kLost || !failure_.empty()) {
+    process().lost = true;
+    return requests_.empty();
+  }
   for (std::size_t i = 0; i < requests_.size(); ++i) {
     if (begun_[i].is_receive) MPI_Cancel(&requests_[i]);
   }
@@ -310,8 +322,7 @@ bool MpiTransport::close(Parting parting) noexcept {
   }
   // What others sent and nobody received would otherwise meet the next communicator that gets this one's number.
   if (parting == Parting::kTogether && all) MPI_Comm_free(&comm_);
-  --process().open;
-  process().lost |= !failure_.empty() || !all || parting == Parting::kLost;
+  process().lost |= !all;
   return all;
 }
 

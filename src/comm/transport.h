@@ -21,7 +21,7 @@ enum class Channel : std::uint8_t { kWords, kData };
 enum class Parting : std::uint8_t {
   kTogether,  // all have said their last word, and nothing is on its way from anybody
   kEarly,     // this one goes, and others go on
-  kLost,      // one does not answer
+  kLost,      // one does not answer, or data does not move
 };
 
 class Transport {
@@ -48,7 +48,8 @@ class Transport {
   virtual std::size_t poll(std::span<Ticket> over) = 0;
   virtual std::string failure() const = 0;  // empty: none
 
-  // The last call. Takes back what nothing has come for. False: the library still knows memory that was named, which
+  // The last call. Takes back what nothing has come for, unless somebody is lost: then nothing of the library's is
+  // called any more. False: the library still knows memory that was named, which
   // must stay where it is.
   virtual bool close(Parting parting) noexcept = 0;
 };

@@ -37,12 +37,14 @@ def run_suite(case, ranks, mpirun=(MPIRUN,), environment=None, arguments=()):
 class Ranks:
     """Processes of rank_program."""
 
-    def __init__(self, ranks, calls, how, mpirun=(MPIRUN, "--enable-recovery"), environment=None, patience=PATIENCE):
+    def __init__(self, ranks, calls, how, mpirun=(MPIRUN, "--enable-recovery"), environment=None, patience=PATIENCE,
+                 values=2000):
         self.folder = tempfile.TemporaryDirectory()
         self.directory = pathlib.Path(self.folder.name)
         # mpirun ends all ranks when one ends by itself; with recovery these say themselves what they miss.
         self.process = subprocess.Popen(
-            [*mpirun, "-n", str(ranks), os.environ["SPILLWAY_RANK_PROGRAM"], self.directory, patience, str(calls), how],
+            [*mpirun, "-n", str(ranks), os.environ["SPILLWAY_RANK_PROGRAM"], self.directory, patience, str(calls), how,
+             str(values)],
             env=environment or ONE_HOST, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def wait_for(self, rank, kind, seconds=60):

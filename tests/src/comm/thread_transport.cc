@@ -45,7 +45,8 @@ class ThreadTransport final : public Transport {
   }
 
   std::size_t poll(std::span<Ticket> over) override {
-    const std::lock_guard lock(hub_.mutex_);
+    std::unique_lock lock(hub_.mutex_);
+    while (hub_.of_rank_[rank_].hangs) hub_.never_.wait(lock);
     if (!hub_.of_rank_[rank_].silent) {
       take_messages();
       end_meetings();
@@ -174,6 +175,11 @@ void ThreadHub::silence(std::uint32_t rank) {
 void ThreadHub::lose_a_word(std::uint32_t rank) {
   const std::lock_guard lock(mutex_);
   of_rank_[rank].lose.assign(ranks_, 1);
+}
+
+void ThreadHub::hang(std::uint32_t rank) {
+  const std::lock_guard lock(mutex_);
+  of_rank_[rank].hangs = true;
 }
 
 void ThreadHub::break_down(std::uint32_t rank, const std::string& why) {
