@@ -164,8 +164,13 @@ class MpiTransport final : public Transport {
     });
   }
 
-  void all_gather(std::span<std::byte> data, std::span<const std::uint64_t> slices, Ticket ticket) override {
-    Lists& lists = add_lists(slices, 1);
+  void all_gather(std::span<std::byte> data, std::span<const SlicePart> parts, Ticket ticket) override {
+    next_lists_ = std::make_unique<Lists>();
+    Lists& lists = *next_lists_;
+    for (const SlicePart& part : parts) {
+      lists.counts.push_back(count_of(part.bytes));
+      lists.begins.push_back(count_of(part.begin));
+    }
     begin(ticket, 0, false, "MPI_Iallgatherv", [&](MPI_Request* request) {
       return MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, data.data(), lists.counts.data(), lists.begins.data(),
                              MPI_BYTE, comm_, request);
@@ -186,7 +191,14 @@ class MpiTransport final : public Transport {
   }
   // In place MPI leaves the own sum at the beginning, from where it is moved when it is there.
   void reduce_scatter(std::span<std::byte> data, std::span<const std::uint64_t> slices, Ticket ticket) override {
-    Lists& lists = add_lists(slices, sizeof(float));
+    next_lists_ = std::make_unique<Lists>();
+    Lists& lists = *next_lists_;
+    std::uint64_t begin_bytes = 0;
+    for (const std::uint64_t slice : slices) {
+      lists.counts.push_back(count_of(slice / sizeof(float)));
+      lists.begins.push_back(count_of(begin_bytes / sizeof(float)));
+      begin_bytes += slice;
+    }
     const auto self = static_cast<std::size_t>(rank_);
     lists.move_from = data.data();
     lists.move_to = data.data() + static_cast<std::size_t>(lists.begins[self]) * sizeof(float);
@@ -215,17 +227,6 @@ class MpiTransport final : public Transport {
     const char* call = "";
     std::unique_ptr<Lists> lists;
   };
-
-  Lists& add_lists(std::span<const std::uint64_t> slices, std::size_t unit) {
-    next_lists_ = std::make_unique<Lists>();
-    std::uint64_t begin = 0;
-    for (const std::uint64_t slice : slices) {
-      next_lists_->counts.push_back(count_of(slice / unit));
-      next_lists_->begins.push_back(count_of(begin / unit));
-      begin += slice;
-    }
-    return *next_lists_;
-  }
 
   template <typename Call>
   void begin(Ticket ticket, std::size_t bytes, bool is_receive, const char* name, Call call) {
