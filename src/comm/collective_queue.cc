@@ -86,7 +86,9 @@ bool CollectiveQueue::wait_for_thread(std::unique_lock<std::mutex>& lock, Condit
 // (mca_btl_tcp_endpoint_close, which calls back under endpoint_send_lock).
 void CollectiveQueue::hangs() {
   hung_in_ = rounds_;
-  if (!failure_) failure_ = error_of_hanging(at(all_over_).collective, all_over_, library_, patience_seconds_);
+  if (!failure_)
+    failure_ =
+        error_of_hanging(at(all_over_).collective, all_over_, library_, patience_seconds_ + kBeyondPatience.count());
   over_.notify_all();
 }
 

@@ -111,11 +111,11 @@ Error error_of(const Ending& ending) {
 }
 
 Error error_of_hanging(const Collective& call, std::uint64_t number, const std::string& library,
-                       double patience_seconds) {
+                       double waited_seconds) {
   return Error(Code::kIo,
                {numbered_name_of(word_of(call, number)),
                 fmt::format("a call of {} has not come back in {:g} s, as when a connection to another rank breaks",
-                            library, patience_seconds),
+                            library, waited_seconds),
                 0, "look at what ended other ranks, and at the network, and start all ranks again"});
 }
 

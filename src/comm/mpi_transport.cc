@@ -101,13 +101,16 @@ MPI_Comm duplicate(MPI_Comm comm, double patience_seconds) {
   MPI_Comm own = MPI_COMM_NULL;
   MPI_Request request = MPI_REQUEST_NULL;
   int error = MPI_Comm_idup(comm, &own, &request), done = 0;
-  for (double waited = 0; error == MPI_SUCCESS && !done; waited += 1e-3) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(patience_seconds);
+  while (error == MPI_SUCCESS && !done) {
     error = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
     if (done || error != MPI_SUCCESS) break;
-    if (waited > patience_seconds) {
+    if (std::chrono::steady_clock::now() > end) {
       process().lost = true;
-      throw Error(Code::kIo, {"communicator mpi", "not all ranks have come to open it", 0,
-                              "look at what ended or stopped them: every rank of the MPI communicator makes one"});
+      throw Error(Code::kIo,
+                  {"communicator mpi", "not all ranks have come to open it", 0,
+                   "look at what ended or stopped them, and at the network: where hosts have several, or "
+                   "containers, mpirun --mca btl_tcp_if_include ADDRESS/BITS names the one that joins them"});
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

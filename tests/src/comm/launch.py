@@ -51,10 +51,17 @@ class Ranks:
         file, end = self.directory / f"rank{rank}.{kind}", time.monotonic() + seconds
         while not file.exists():
             if time.monotonic() > end or self.process.poll() not in (None, 0) and not file.exists():
-                said = self.process.communicate(timeout=10) if self.process.poll() is not None else ""
-                raise AssertionError(f"no {file.name} after {seconds} s: {said}")
+                raise AssertionError(f"no {file.name} after {seconds} s, and {[f.name for f in self.directory.iterdir()]}: "
+                                     f"{self.last_words()}")
             time.sleep(0.01)
         return file.read_text()
+
+    def last_words(self):
+        self.process.kill()
+        try:
+            return self.process.communicate(timeout=5)
+        except subprocess.TimeoutExpired as error:  # somebody else has its standard output
+            return error.stdout, error.stderr
 
     def signal(self, rank, what):
         os.kill(int(self.wait_for(rank, "pid")), what)

@@ -15,7 +15,7 @@ class ThreadTransport final : public Transport {
   std::uint32_t ranks() const noexcept override { return hub_.ranks_; }
   std::string library() const override { return "threads"; }
   std::string host() const override { return "host" + std::to_string(rank_); }
-  std::size_t most_bytes() const noexcept override { return 20'000; }
+  std::size_t most_bytes() const noexcept override { return 20'000; }  // some collectives have more, some less
 
   void send(std::uint32_t to, Channel channel, std::span<const std::byte> data, Ticket ticket) override {
     const std::lock_guard lock(hub_.mutex_);

@@ -90,6 +90,10 @@ class TwoHosts:
             self.do(*self.on(name), "tc", "qdisc", "replace", "dev", "cable", "root", "tbf", "rate", rate, "burst",
                     "64kb", "latency", "100ms")
 
+    def full_speed(self):
+        for name in NAMES:
+            self.do(*self.on(name), "tc", "qdisc", "delete", "dev", "cable", "root")
+
     def processes(self):
         """Those that run on one of the hosts."""
         networks = {os.stat(f"/proc/{holder.pid}/ns/net").st_ino for holder in self.holders.values()}

@@ -43,6 +43,17 @@ class OverANetwork(unittest.TestCase):
         self.assertRegex(seen["ranks"], r"^rank 0 of 4, over Open MPI v4[\d.]+: 2 on host-a, 2 on host-b$")
 
 
+class SlowLink(unittest.TestCase):
+    def test_DataThatComesSlowlyIsNoAlarm(self):
+        HOSTS.slow_down("200mbit")  # 64 MB to each rank in each of two collectives take longer than the patience is
+        self.addCleanup(HOSTS.full_speed)
+        ranks = Ranks(2, 1, "well", mpirun=HOSTS.mpirun(1), environment=ENVIRONMENT, values=16_000_000)
+        self.addCleanup(ranks.close)
+        said = ranks.process.communicate(timeout=120)
+        self.assertEqual(0, ranks.process.returncode, said)
+        self.assertEqual(["well"] * 2, [ranks.wait_for(rank, "end") for rank in range(2)])
+
+
 class Cut(unittest.TestCase):
     def start(self, calls, how, *options, ranks=4):
         started = Ranks(ranks, calls, how, mpirun=HOSTS.mpirun(ranks // 2, *options), environment=ENVIRONMENT)
