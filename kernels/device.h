@@ -120,10 +120,9 @@ class Device {
   // to[i] = from[i], rounded to nearest, ties to even.
   virtual void cast_async(void* to, DType to_type, const void* from, DType from_type, std::size_t count,
                           Stream& stream) = 0;
-  // *result (device memory) = squared norm and first non-finite element of data[0, count); see kernels/norm.h.
-  // `leaves` is scratch: div_up(count, kNormLeaf) doubles of device memory.
-  virtual void squared_norm_async(const void* data, DType type, std::size_t count, double* leaves, NormResult* result,
-                                  Stream& stream) = 0;
+  // The squared norm in two parts; see kernels/norm.h. `leaves` and `result`: device memory.
+  virtual void leaf_sums_async(const void* data, DType type, std::size_t count, double* leaves, Stream& stream) = 0;
+  virtual void add_leaves_async(const double* leaves, std::size_t count, NormResult* result, Stream& stream) = 0;
   // Updates elements [begin, end) of the tile. *finite (device memory) is cleared when a result is not finite, and left
   // alone otherwise.
   virtual void update_async(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin,

@@ -186,15 +186,16 @@ class HostDevice final : public Device {
     });
   }
 
-  void squared_norm_async(const void* data, DType type, std::size_t count, double* leaves, NormResult* result,
-                          Stream& stream) override {
-    const std::size_t leaf_count = div_up(count, kNormLeaf);
+  void leaf_sums_async(const void* data, DType type, std::size_t count, double* leaves, Stream& stream) override {
     check_device(data, count * size_of(type));
-    check_device(leaves, leaf_count * sizeof(double));
+    check_device(leaves, div_up(count, kNormLeaf) * sizeof(double));
+    stream.launch([=](HostWorkers& workers) { leaf_sums(data, type, count, leaves, workers); });
+  }
+
+  void add_leaves_async(const double* leaves, std::size_t count, NormResult* result, Stream& stream) override {
+    check_device(leaves, count * sizeof(double));
     check_device(result, sizeof(NormResult));
-    stream.launch([=](HostWorkers& workers) {
-      *result = squared_norm(data, type, count, std::span(leaves, leaf_count), workers);
-    });
+    stream.launch([=](HostWorkers&) { *result = add_leaves(std::span(leaves, count)); });
   }
 
   void update_async(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end,

@@ -122,43 +122,37 @@ HWY_EXPORT(leaf_sums);
 // Leaves that one call of a body takes: 64 Ki elements.
 constexpr std::size_t kGroup = 64;
 
-bool is_finite(const void* data, DType type, std::size_t i) {
-  if (type == DType::kFloat32) {
-    return (std::bit_cast<std::uint32_t>(static_cast<const float*>(data)[i]) & 0x7fffffffu) < 0x7f800000u;
-  }
-  const std::uint32_t bits = static_cast<const std::uint16_t*>(data)[i];
-  return (bits & 0x7fffu) < (type == DType::kFloat16 ? 0x7c00u : 0x7f80u);
-}
-
 }  // namespace
 
-NormResult squared_norm(const void* data, DType type, std::size_t count, std::span<double> leaves,
-                        HostWorkers& workers) {
-  const std::size_t leaf_count = div_up(count, kNormLeaf);
-  SPILLWAY_CHECK(leaves.size() >= leaf_count, "scratch for every leaf");
-
-  workers.parallel_for(div_up(leaf_count, kGroup), [&](std::size_t group) {
+void leaf_sums(const void* data, DType type, std::size_t count, double* leaves, HostWorkers& workers) {
+  workers.parallel_for(div_up(div_up(count, kNormLeaf), kGroup), [&](std::size_t group) {
     const DefaultFloatEnvironment environment;
     const std::size_t begin = group * kGroup * kNormLeaf;
     HWY_DYNAMIC_DISPATCH(leaf_sums)
     (static_cast<const std::byte*>(data) + begin * size_of(type), type, std::min(kGroup * kNormLeaf, count - begin),
-     leaves.data() + group * kGroup);
+     leaves + group * kGroup);
   });
+}
 
+NormResult add_leaves(std::span<const double> leaves) {
   const DefaultFloatEnvironment environment;
   NormResult result;
-  for (std::size_t leaf = 0; leaf < leaf_count; ++leaf) {
-    // Squares of fp32 numbers stay below 2^256, far from the limit of double: a leaf's sum is not finite exactly when
-    // one of its elements is not.
+  for (std::size_t leaf = 0; leaf < leaves.size(); ++leaf) {
     if (!std::isfinite(leaves[leaf])) {
-      std::size_t i = leaf * kNormLeaf;
-      while (is_finite(data, type, i)) ++i;
-      result.first_nonfinite = i;
+      result.first_nonfinite = leaf * kNormLeaf;
       return result;
     }
     result.sum_of_squares += leaves[leaf];
   }
   return result;
+}
+
+NormResult squared_norm(const void* data, DType type, std::size_t count, std::span<double> leaves,
+                        HostWorkers& workers) {
+  const std::size_t leaf_count = div_up(count, kNormLeaf);
+  SPILLWAY_CHECK(leaves.size() >= leaf_count, "scratch for every leaf");
+  leaf_sums(data, type, count, leaves.data(), workers);
+  return add_leaves(leaves.first(leaf_count));
 }
 
 }  // namespace spillway

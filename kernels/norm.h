@@ -1,4 +1,4 @@
-// The squared norm of a gradient in a fixed order, and the first element that is not finite.
+// The squared norm of a gradient in a fixed order, and whether an element is not finite.
 //
 // Leaves of 1,024 consecutive elements; inside a leaf element i goes to accumulator i mod 16, squares and sums in
 // double; the accumulators are folded by halving (16 → 8 → 4 → 2 → 1); leaves are added in order. Equal bits whatever
@@ -18,9 +18,16 @@ inline constexpr std::size_t kNormLeaf = 1024;
 inline constexpr std::uint64_t kAllFinite = UINT64_MAX;
 
 struct NormResult {
-  double sum_of_squares = 0;                   // unspecified when an element is not finite
-  std::uint64_t first_nonfinite = kAllFinite;  // index
+  double sum_of_squares = 0;  // unspecified when an element is not finite
+  // Where the first leaf begins that has such an element: its first index, a multiple of kNormLeaf.
+  std::uint64_t first_nonfinite = kAllFinite;
 };
+
+// Leaf sums, which those who have parts of a gradient make of their own, and what they make of all of them. Squares of
+// fp32 numbers stay below 2^256, far from the limit of double: a leaf's sum is not finite exactly when one of its
+// elements is not. `leaves`: div_up(count, kNormLeaf) of them.
+void leaf_sums(const void* data, DType type, std::size_t count, double* leaves, HostWorkers& workers);
+NormResult add_leaves(std::span<const double> leaves);
 
 // `data` holds `count` elements; a last leaf may be short (missing elements count as zero). `leaves` is scratch for the
 // leaf sums of one call: at least div_up(count, kNormLeaf) doubles.

@@ -202,12 +202,16 @@ class CudaDevice final : public Device {
     as_cuda(stream).add([&](cudaStream_t s) { cuda::cast(to, to_type, from, from_type, count, s); });
   }
 
-  void squared_norm_async(const void* data, DType type, std::size_t count, double* leaves, NormResult* result,
-                          Stream& stream) override {
+  void leaf_sums_async(const void* data, DType type, std::size_t count, double* leaves, Stream& stream) override {
     check_device(data, count * size_of(type));
     check_device(leaves, div_up(count, kNormLeaf) * sizeof(double));
+    as_cuda(stream).add([&](cudaStream_t s) { cuda::leaf_sums(data, type, count, leaves, s); });
+  }
+
+  void add_leaves_async(const double* leaves, std::size_t count, NormResult* result, Stream& stream) override {
+    check_device(leaves, count * sizeof(double));
     check_device(result, sizeof(NormResult));
-    as_cuda(stream).add([&](cudaStream_t s) { cuda::squared_norm(data, type, count, leaves, result, s); });
+    as_cuda(stream).add([&](cudaStream_t s) { cuda::add_leaves(leaves, count, result, s); });
   }
 
   void update_async(const OptimizerTile& tile, const OptimizerScalars& scalars, std::size_t begin, std::size_t end,

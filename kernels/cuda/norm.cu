@@ -26,8 +26,7 @@ __device__ Pack<Element, kAccumulators> load_row(const Element* data, std::size_
 }
 
 template <typename Type>
-__global__ void leaf_sums(const typename Type::Element* data, std::size_t count, bool aligned, double* leaves,
-                          unsigned long long* first_nonfinite) {
+__global__ void sum_leaves(const typename Type::Element* data, std::size_t count, bool aligned, double* leaves) {
   using Element = typename Type::Element;
   // Rows that are stored at one time, and leaves that are read at one time, begin in different banks.
   struct Leaf {
@@ -40,7 +39,6 @@ __global__ void leaf_sums(const typename Type::Element* data, std::size_t count,
   const std::size_t leaf = std::size_t{blockIdx.x} * kLeavesPerBlock + threadIdx.x / kAccumulators;
   const std::size_t begin = leaf * kNormLeaf;
   double sum = 0;
-  std::uint64_t bad = kAllFinite;
   auto next = load_row(data, begin + lane * kAccumulators, count, aligned);
   for (unsigned pass = 0; pass < kPasses; ++pass) {
     const std::size_t first = begin + pass * kRows * kAccumulators;
@@ -52,23 +50,20 @@ __global__ void leaf_sums(const typename Type::Element* data, std::size_t count,
     }
 #pragma unroll
     for (unsigned k = 0; k < kRows; ++k) {
-      const float x = Type::widen(own[k][lane]);
-      const auto wide = static_cast<double>(x);
+      const auto wide = static_cast<double>(Type::widen(own[k][lane]));
       sum = __fma_rn(wide, wide, sum);
-      if (!isfinite(x) && bad == kAllFinite) bad = first + k * kAccumulators + lane;
     }
   }
 #pragma unroll
   for (unsigned half = kAccumulators / 2; half > 0; half /= 2) {
     sum = __dadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, half, kAccumulators));
   }
-  if (bad != kAllFinite) atomicMin(first_nonfinite, static_cast<unsigned long long>(bad));
   if (lane == 0 && begin < count) leaves[leaf] = sum;
 }
 
 // In order: one addition waits for the one before, and for nothing else, where a whole round of leaves is there. The
 // other threads fetch what comes next.
-__global__ void add_leaves(const double* leaves, std::size_t count, NormResult* result) {
+__global__ void fold(const double* leaves, std::size_t count, NormResult* result) {
   __shared__ double next[2][kThreads];
   double sum = 0;
   if (threadIdx.x < count) next[0][threadIdx.x] = leaves[threadIdx.x];
@@ -84,26 +79,31 @@ __global__ void add_leaves(const double* leaves, std::size_t count, NormResult* 
       for (unsigned k = 0; k < count - begin; ++k) sum = __dadd_rn(sum, next[turn][k]);
     }
   }
-  if (threadIdx.x == 0) result->sum_of_squares = sum;
+  if (threadIdx.x != 0) return;
+  result->sum_of_squares = sum;
+  result->first_nonfinite = kAllFinite;
+  for (std::size_t leaf = 0; !isfinite(sum) && leaf < count; ++leaf) {  // seldom
+    if (isfinite(leaves[leaf])) continue;
+    result->first_nonfinite = leaf * kNormLeaf;
+    return;
+  }
 }
 
 }  // namespace
 
-void squared_norm(const void* data, DType type, std::size_t count, double* leaves, NormResult* result,
-                  cudaStream_t stream) {
+void leaf_sums(const void* data, DType type, std::size_t count, double* leaves, cudaStream_t stream) {
   const std::size_t leaf_count = (count + kNormLeaf - 1) / kNormLeaf;
-  static_assert(kAllFinite == UINT64_MAX, "all its bytes are 0xff");
-  check(cudaMemsetAsync(&result->first_nonfinite, 0xff, sizeof result->first_nonfinite, stream), "a fill");
-  if (count > 0) {
-    for_type(type, [&]<typename Type>(Type) {
-      leaf_sums<Type><<<blocks_for(leaf_count, kLeavesPerBlock), kThreads, 0, stream>>>(
-          static_cast<const typename Type::Element*>(data), count,
-          packs_align<kAccumulators>(static_cast<const typename Type::Element*>(data)), leaves,
-          reinterpret_cast<unsigned long long*>(&result->first_nonfinite));
-    });
-    check(cudaGetLastError(), "the norm of a gradient");
-  }
-  add_leaves<<<1, kThreads, 0, stream>>>(leaves, leaf_count, result);
+  if (count == 0) return;
+  for_type(type, [&]<typename Type>(Type) {
+    sum_leaves<Type><<<blocks_for(leaf_count, kLeavesPerBlock), kThreads, 0, stream>>>(
+        static_cast<const typename Type::Element*>(data), count,
+        packs_align<kAccumulators>(static_cast<const typename Type::Element*>(data)), leaves);
+  });
+  check(cudaGetLastError(), "the norm of a gradient");
+}
+
+void add_leaves(const double* leaves, std::size_t count, NormResult* result, cudaStream_t stream) {
+  fold<<<1, kThreads, 0, stream>>>(leaves, count, result);
   check(cudaGetLastError(), "the norm of a gradient");
 }
 

@@ -41,7 +41,7 @@ void DeviceUpdate::update(std::uint32_t t, const ParameterUpdates& parameters) {
   TileMemory memory;
   for (std::size_t part = 0; part < kParts; ++part) memory.part[part] = device_.hbm().data() + place.offset[part];
   const std::byte* gradient =
-      gradients_.gradient(plan_.tiles[t].block) + plan_.tiles[t].range.first * size_of(place.shape.type);
+      gradients_.gradient(plan_.tiles[t].block) + plan_.tiles[t].gradient_first * size_of(place.shape.type);
   const StreamSpan span(watch_.timeline, {.kind = SpanKind::kUpdate, .subject = t}, stream_);
   std::uint64_t begin = 0;
   for (const GroupRange& range : parameters.ranges(t, ranges_)) {

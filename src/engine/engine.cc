@@ -1,11 +1,10 @@
 // A step of the engine, in four paragraphs: forward and backward (acquire, release), gradients (push_gradient), update
-// and commit (step).
+// and commit (step). How it ends, and what is kept of it: engine_commit.cc.
 #include "src/engine/step_engine.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <utility>
 
@@ -13,6 +12,7 @@
 #include "src/config/ranges.h"
 #include "src/config/table.h"
 #include "src/engine/loaded_versions.h"
+#include "src/engine/rank_check.h"
 #include "src/engine/run_facts.h"
 #include "src/engine/store_place.h"
 #include "src/plan/passes.h"
@@ -20,7 +20,6 @@
 namespace spillway {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 // Files for the Hugging Face trainer often have none, as it has an optimizer of its own.
 void tell_optimizer(const Config& config, const Plan& plan) {
   const bool trains = std::ranges::any_of(plan.tile_places, [](const TilePlace& tile) { return tile.shape.trainable; });
@@ -30,18 +29,18 @@ void tell_optimizer(const Config& config, const Plan& plan) {
                                    config.optimizer.learning_rate, kTrainerRate));
 }
 
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
 }  // namespace
 
 StepEngine::StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
-    : config_(check_ranges(config)),
+    : agreement_(options.communicator),
+      config_(agreement_.all([&] { return check_ranges(config); })),
       model_(model),
       thread_shares_(share_threads(config.threads)),
-      plan_(make_plan(config, model, nodes())),
+      plan_(agreement_.all([&] { return make_plan(config, model, nodes(), agreement_.rank()); })),
+      agreed_((refuse_different_ranks(agreement_, config_, model_, plan_, options), true)),
       loss_scaler_(config_),
-      snapshot_(open_snapshot(plan_, config_, model_, options)),
-      machinery_(config, model_, plan_, options, thread_shares_,
+      snapshot_(agreement_.all([&] { return open_snapshot(plan_, config_, model_, options); })),
+      machinery_(config, model_, plan_, options, thread_shares_, agreement_,
                  [this] {
                    if (snapshot_) snapshot_->verify();
                  }),
@@ -54,9 +53,13 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
     }
   }
   tell_optimizer(config, plan_);
-  commits_ = {config.commit_every, machinery_.store && written_back_};
+  // One interval for all ranks: measured where some have tiles to write back, and none updates inside backward.
+  std::uint64_t some[] = {written_back_, plan_.early_blocks};
+  agreement_.fold(std::span(some), Fold::kMax);
+  commits_ = {config.commit_every, machinery_.store && some[0] != 0 && some[1] == 0};
   blob_.reserve(kBlobCapacity);
   record_.reserve(kBlobCapacity);
+  complete_.reserve(plan_.blocks.size());
   left_ = machinery_.device->create_event();
   if (machinery_.resumed) resume();
   if (snapshot_) restore();
@@ -99,6 +102,7 @@ void StepEngine::begin_step() {
   speculation_.begin_step();
   cursor_.begin_step();
   machinery_.gradients->begin_step();
+  complete_.clear();
   visit_blocks_.clear();
   for (const Visit& visit : cursor_.visits()) visit_blocks_.push_back(visit.block);
   machinery_.weights->begin_step(visit_blocks_, first_pass(cursor_.visits()));
@@ -153,6 +157,7 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     begin_again_for({block, pass});
     if (pass == Pass::kBackward) {
       settle();
+      add_early(false);
       machinery_.tiles->expect(speculation_.expected(committed()));
       machinery_.tiles->advance(false);
     } else if (saving_) {
@@ -252,6 +257,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     check(gradient);
     refuse_uncounted(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
+      add_early(true);
       if (machinery_.tiles->make_room()) continue;
       throw Error(Code::kInvalidArgument,
                   {model_.blocks[gradient.block].parameters[gradient.parameter].name,
@@ -261,10 +267,24 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
     turn_to(stream);
     if (!machinery_.gradients->push(gradient, stream)) return;
     if (!plan_.blocks[gradient.block].early && !(committed() && speculation_.take(gradient.block))) return;
-    parameters_.begin_update(next_update(), 1 / loss_scaler_.scale());
-    parameters_.take(gradient.block, machinery_.pushes->brought(gradient.block));
-    machinery_.early->add(gradient.block, parameters_);
+    complete_.push_back(gradient.block);
+    add_early(agreement_.alone());
   });
+}
+
+// Which parameters an update leaves out is known when all ranks' gradients have landed.
+void StepEngine::add_early(bool wait) {
+  for (; !complete_.empty(); complete_.erase(complete_.begin())) {
+    const std::uint32_t block = complete_.front();
+    if (!agreement_.alone()) {
+      if (wait) machinery_.gradients->wait_landed(block);
+      if (!machinery_.gradients->landed(block)) return;
+      machinery_.throw_if_failed();
+    }
+    parameters_.begin_update(next_update(), 1 / loss_scaler_.scale());
+    parameters_.take(block, machinery_.gradients->brought(block));
+    machinery_.early->add(block, parameters_);
+  }
 }
 
 void StepEngine::set_learning_rate(double rate) {
@@ -291,6 +311,20 @@ void StepEngine::set_betas(double beta1, double beta2) {
   config_.optimizer.beta2 = beta2;
 }
 
+void StepEngine::set_micro_batches(std::uint32_t micro_batches) {
+  const auto turn = caller_.enter("set_micro_batches");
+  refuse_if_failed();
+  const std::uint32_t ranks = agreement_.rank().count, groups = plan_.sum_parts * ranks;
+  if (micro_batches == 0 || micro_batches % groups != 0 || micro_batches / ranks > plan_.micro_batches) {
+    throw Error(Code::kInvalidArgument,
+                {"set_micro_batches", fmt::format("{} are no micro-batches of a step", micro_batches), 0,
+                 fmt::format("give a multiple of {}, at most {}", groups, plan_.micro_batches * ranks)});
+  }
+  refuse_behind_gradients("set_micro_batches");
+  if (!stepping_) begin_step();
+  machinery_.pushes->set_micro_batches(micro_batches / ranks);
+}
+
 // Some of them may have been updated by what was set before.
 void StepEngine::refuse_behind_gradients(const char* call) const {
   if (!stepping_ || !machinery_.pushes->begun()) return;
@@ -311,6 +345,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     }
     refuse_leases("step");
     settle();
+    add_early(true);
     GradientCollector& gradients = *machinery_.gradients;
     machinery_.pushes->check_complete();
     {
@@ -320,7 +355,7 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     }
     turn_to(*machinery_.compute);  // what still reads weights comes before their update
     machinery_.compute->synchronize();
-    machinery_.device->throw_if_failed();  // before anything is made of its results
+    machinery_.throw_if_failed();  // before anything is made of its results
     forecast_.end_step();
     meter_.computed();
     if (plan_.gradients_in_hbm) machinery_.stalls->follow(*machinery_.compute);  // it makes the update
@@ -401,69 +436,12 @@ bool StepEngine::begin_update(StepReport& report) {
   if (config_.gradient_clipping > 0) clip = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
   report.taken_back = !machinery_.early->keep(clip == 1);
   parameters_.begin_update(next_update(), clip / loss_scale);
-  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) parameters_.take(b, machinery_.pushes->brought(b));
+  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) parameters_.take(b, machinery_.gradients->brought(b));
   updating_ = changed_ = true;
   machinery_.updater->begin(parameters_);
   parameters_.advance();
   loss_scaler_.update(false);
   return clip == 1;
-}
-
-// The rest of the last step's update, and its commit: at the latest before the next gradient comes, because it would
-// overwrite one that is still to be read, and before the next step's slots are written.
-void StepEngine::settle() {
-  if (!updating_ && !saving_) return;
-  machinery_.updater->finish();
-  const std::exception_ptr of_look = machinery_.tiles->end_show();
-  machinery_.device->throw_if_failed();
-  if (machinery_.store) machinery_.store->note_verified();
-  const auto start = Clock::now();
-  if (std::exchange(updating_, false) && machinery_.store && committed_step_ < step_ && commits_.due(step_)) {
-    commit();
-    if (step_ >= 2 && !loss_scaler_.skipped_last()) commits_.committed(seconds_since(start), step_seconds_);
-  }
-  if (saving_) end_save(of_look);
-}
-
-void StepEngine::commit() {
-  const TimedSpan span(machinery_.timeline(), SpanKind::kCommit, step_);
-  const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kCommit);
-  if (written_back_ && changed_) write_resident_tiles(*machinery_.mover, plan_.tile_places);
-  machinery_.device->throw_if_failed();
-  changed_ = false;
-  machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
-                           machinery_.host_region(plan_.host.record), parameters_.counts(updates_made()));
-  committed_step_ = step_;
-  look_after_store();
-}
-
-// What is in memory may still be exported or saved.
-void StepEngine::look_after_store() { store_missing_ = look_after(*machinery_.store, store_missing_); }
-
-bool StepEngine::keeps_steps() const { return machinery_.store && !commits_.never() && imported_; }
-
-void StepEngine::keep_last_step() {
-  const bool as_found =
-      machinery_.tiles->queue().checking() && !saving_;  // no step was made: the rest need not be read
-  if (!as_found) settle();
-  if (!keeps_steps()) return;
-  if (committed_step_ == step_) return look_after_store();
-  machinery_.tiles->cancel_read_ahead();
-  commit();
-}
-
-// For the end of a message; nothing when every step that was to be kept is.
-std::string StepEngine::what_is_lost() const {
-  const std::uint64_t kept = durable_step();
-  if (!keeps_steps() || kept >= step_) return {};
-  return kept + 1 == step_ ? fmt::format("; step {} is lost", step_)
-                           : fmt::format("; steps {} to {} are lost", kept + 1, step_);
-}
-
-void StepEngine::flush() {
-  const auto turn = caller_.enter("flush");
-  guarded([&] { keep_last_step(); });
-  if (store_missing_) throw store_is_missing(*store_missing_);
 }
 
 std::vector<std::string> StepEngine::describe() const {
@@ -473,9 +451,6 @@ std::vector<std::string> StepEngine::describe() const {
 
 std::unique_ptr<Engine> Engine::create(const Config& config, const ModelDescription& model, EngineOptions options) {
   refuse_other_versions();
-  if (options.communicator && options.communicator->ranks() > 1) {
-    throw Error(Code::kUnsupported, {"engine", "trains on one rank so far", 0, "leave EngineOptions::communicator out"});
-  }
   return std::make_unique<StepEngine>(config, model, options);
 }
 

@@ -9,7 +9,7 @@
 namespace spillway {
 
 void StepEngine::resume() {
-  read_resident_tiles(*machinery_.mover, plan_.tile_places);
+  agreement_.all([&] { read_resident_tiles(*machinery_.mover, plan_.tile_places); });
   const Manifest& manifest = machinery_.store->committed();
   step_ = committed_step_ = manifest.step;
   loss_scaler_.resume(manifest.blob, manifest.step, blob_);
@@ -17,8 +17,10 @@ void StepEngine::resume() {
   machinery_.measure_drive();
   imported_ = true;
   meter_.start();  // what the first step reads is its own, from the first byte on
-  updating_ = machinery_.store->unverified();
-  if (updating_) machinery_.tiles->begin_check();
+  std::uint64_t unverified[] = {machinery_.store->unverified()};
+  if (unverified[0] != 0) machinery_.tiles->begin_check();
+  agreement_.fold(std::span(unverified), Fold::kMax);  // they settle it together
+  updating_ = checking_ = unverified[0] != 0;
   begin_step();
 }
 
@@ -35,11 +37,14 @@ void StepEngine::make_ready(const char* call) {
 std::exception_ptr StepEngine::write_step(std::uint64_t step, bool frozen, const TileWork& fill) {
   const auto left_out = [&](std::uint32_t tile) { return !frozen && !plan_.tile_places[tile].shape.trainable; };
   const auto tiles = static_cast<std::uint32_t>(plan_.tiles.size());
-  if (std::exception_ptr of_fill = write_tiles(*machinery_.mover, tiles, fill, left_out)) return of_fill;
+  std::exception_ptr of_fill = agreement_.all([&] { return write_tiles(*machinery_.mover, tiles, fill, left_out); });
+  if (of_fill = joint_failure(agreement_, of_fill); of_fill) return of_fill;
   step_ = step;
   if (machinery_.store) {
-    machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
-                             machinery_.host_region(plan_.host.record), parameters_.counts(updates_made()));
+    agreement_.all([&] {
+      machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
+                               machinery_.host_region(plan_.host.record), parameters_.counts(updates_made()));
+    });
     committed_step_ = step_;
     look_after_store();
   }
@@ -75,6 +80,7 @@ void StepEngine::take(const SnapshotReader& snapshot) {
 }
 
 void StepEngine::restore() {
+  if (!agreement_.alone()) agreement_.all([&] { snapshot_->verify(); });
   take(*snapshot_);
   begin_with("snapshot", snapshot_->step(),
              [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
@@ -86,7 +92,7 @@ void StepEngine::load_snapshot(const std::filesystem::path& directory) {
   const auto turn = caller_.enter("load_snapshot");
   refuse_if_failed();
   refuse_leases("load_snapshot");
-  SnapshotReader snapshot(plan_, config_, model_, directory);
+  SnapshotReader snapshot = agreement_.all([&] { return SnapshotReader(plan_, config_, model_, directory); });
   if (machinery_.store && !machinery_.store->keeps_update_counts() && !snapshot.update_counts().empty()) {
     throw Error(
         Code::kUnsupported, directory.string(),
@@ -96,7 +102,7 @@ void StepEngine::load_snapshot(const std::filesystem::path& directory) {
   if (!imported_ && !snapshot.has_frozen())
     throw Error(Code::kInvalidArgument,
                 {directory.string(), "was saved without the frozen weights", 0, "import them first"});
-  snapshot.verify();
+  agreement_.all([&] { snapshot.verify(); });
   if (imported_) {
     finish_saving();
     guarded([&] { settle(); });
@@ -118,15 +124,26 @@ void StepEngine::load_snapshot(const std::filesystem::path& directory) {
   });
 }
 
+// Every tile of every rank, behind the rest of the update.
+std::exception_ptr StepEngine::show_all(RankTiles::Work work) {
+  Config unbounded = config_;  // of other ranks only the tiles are of interest
+  unbounded.hbm_bytes = unbounded.host_bytes = unbounded.nvme_bytes = std::nullopt;
+  const auto plan_of = [&](Rank rank) { return make_plan(unbounded, model_, nodes(), rank); };
+  RankTiles all(agreement_, plan_, plan_of, machinery_.host_region(plan_.host.others), std::move(work));
+  machinery_.tiles->show_to(all.own());
+  machinery_.updater->finish();
+  if (const std::exception_ptr failure = machinery_.tiles->end_show()) return failure;
+  return all.finish();
+}
+
 void StepEngine::export_weights(bool exact, const WeightSink& sink) {
   const auto turn = caller_.enter("export_weights");
   const std::exception_ptr failure = guarded([&] {
     make_ready("export_weights");
     if (saving_) settle();
-    machinery_.tiles->show_to(
-        [&](std::uint32_t tile, const TileMemory& memory) { read_tile(plan_, tile, memory, exact, sink); });
-    machinery_.updater->finish();
-    const std::exception_ptr of_sink = machinery_.tiles->end_show();
+    const std::exception_ptr of_sink = show_all([&](const Plan& plan, std::uint32_t tile, const TileMemory& memory) {
+      read_tile(plan, tile, memory, exact, sink);
+    });
     settle();
     return of_sink;
   });
@@ -137,13 +154,42 @@ void StepEngine::begin_save(const std::filesystem::path& directory, const SaveOp
   const auto turn = caller_.enter("begin_save");
   guarded([&] { make_ready("begin_save"); });
   finish_saving();
-  saving_ = std::make_unique<SnapshotWriter>(plan_, config_, model_, directory, options, *machinery_.workers);
+  if (!agreement_.alone()) return save_all(directory, options);
+  saving_ = std::make_unique<SnapshotWriter>(config_, model_, directory, options, *machinery_.workers);
   guarded([&] {
     machinery_.tiles->show_to([this](std::uint32_t tile, const TileMemory& memory) {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kSave);
-      saving_->add(tile, memory);
+      saving_->add(plan_, tile, memory);
     });
     if (!machinery_.tiles->queue().begun()) settle();  // no update that would bring the tiles
+  });
+}
+
+// Of several ranks the first writes what all have, at once: what is shown in a forward pass comes when each rank likes.
+void StepEngine::save_all(const std::filesystem::path& directory, const SaveOptions& options) {
+  std::unique_ptr<SnapshotWriter> writer;
+  const bool writes = agreement_.rank().index == 0;
+  const auto jointly = [&](const std::function<void()>& work) {
+    std::exception_ptr failure;
+    try {
+      if (writes) work();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    return joint_failure(agreement_, failure);
+  };
+  if (const auto failure = jointly(
+          [&] { writer = std::make_unique<SnapshotWriter>(config_, model_, directory, options, *machinery_.workers); }))
+    std::rethrow_exception(failure);
+  guarded([&] {
+    const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kSave);
+    save_failure_ = show_all([&](const Plan& plan, std::uint32_t tile, const TileMemory& memory) {
+      if (writer) writer->add(plan, tile, memory);
+    });
+    settle();
+    if (save_failure_) return;
+    save_failure_ = jointly(
+        [&] { writer->finish(step_, loss_scaler_.record(blob_, record_), parameters_.counts(updates_made())); });
   });
 }
 

@@ -26,6 +26,8 @@ class GradientPushes {
   GradientPushes(const Plan& plan, const ModelDescription& model, std::span<const std::byte> hbm);
 
   void begin_step();
+  // Of this rank, in the step that has begun: fewer than the plan's.
+  void set_micro_batches(std::uint32_t micro_batches);
   // Throws for a parameter that does not exist, another number of elements, and for memory outside of HBM.
   void check(const Gradient& gradient) const;
   // For one that is not described, comes too often, or while another block's is added up in the shared accumulator.
@@ -48,10 +50,13 @@ class GradientPushes {
   // How the parameter's pushes are summed; the part that a gradient belongs to.
   PartSums& sums(std::uint32_t block, std::uint32_t parameter) { return blocks_[block].sums[parameter]; }
   std::uint32_t part_of(const Gradient& gradient) const {
-    return parts_ == 1 ? 0 : static_cast<std::uint32_t>(std::uint64_t{gradient.micro_batch} * parts_ / micro_batches_);
+    if (parts_ == 1) return 0;
+    return static_cast<std::uint32_t>(std::uint64_t{gradient.micro_batch - first_} * parts_ / micro_batches_);
   }
   // By parameter: whether a push brought a gradient.
   std::span<const std::uint8_t> brought(std::uint32_t block) const { return blocks_[block].brought; }
+  // It did on another rank.
+  void note_brought(std::uint32_t block, std::uint32_t parameter) { blocks_[block].brought[parameter] = 1; }
   bool trainable(std::uint32_t block, std::uint32_t parameter) const {
     return model_.blocks[block].parameters[parameter].trainable;
   }
@@ -74,7 +79,9 @@ class GradientPushes {
   const Plan& plan_;
   const ModelDescription& model_;
   const DType type_;
-  const std::uint32_t micro_batches_, parts_;  // of a step
+  std::uint32_t first_ = 0, micro_batches_ = 1;  // of the step: this rank's, and the first of them
+  const std::uint32_t parts_;
+  const bool told_;  // a gradient says which micro-batch it is of
   const std::span<const std::byte> hbm_;
   std::vector<Block> blocks_;
   std::optional<std::uint32_t> accumulator_owner_;  // block that uses the shared accumulator

@@ -19,7 +19,7 @@ GradientSpills::GradientSpills(const Plan& plan, Device& device, BlockSpiller& s
   for (const BlockPlan& block : plan.blocks) {
     most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
     const std::uint64_t element = size_of(plan.tile_places[block.first_tile].shape.type);
-    largest = std::max(largest, block.partition.trainable_elements * element);
+    largest = std::max(largest, block.gradient_elements * element);
   }
   const std::uint64_t bytes = largest + most_tiles * kExtentAlignment;
   for (std::size_t s = 0; s < plan.hbm.staging.size(); ++s) {
@@ -44,7 +44,7 @@ void GradientSpills::start(std::uint32_t staging, std::uint32_t b, const std::by
     const TilePlan& tile = plan_.tiles[t];
     if (!tile.range.trainable) continue;
     const std::uint64_t element = size_of(plan_.tile_places[t].shape.type);
-    spill.pieces.push_back({.from = from + tile.range.first * element,
+    spill.pieces.push_back({.from = from + tile.gradient_first * element,
                             .payload_bytes = tile.range.count * element,
                             .extent = {scratch_offset_ + tile.gradient.offset, tile.gradient.bytes}});
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
@@ -24,6 +25,17 @@ GradientCollector::GradientCollector(const Plan& plan, GradientMemoryOptions mem
     blocks_[b].in_staging.resize(partition.parameters.size());
     blocks_[b].landed = device().create_event();
     largest = std::max(largest, partition.trainable_elements);
+    if (alone()) continue;
+    blocks_[b].brought.resize(div_up(partition.parameters.size(), std::size_t{64}));
+    for (const SectionShare& share : plan.blocks[b].shares) {
+      std::vector<std::uint64_t> sums, leaves;
+      for (const std::uint64_t elements : share.elements_of) {
+        sums.push_back(elements * sizeof(float));
+        leaves.push_back(elements / kNormLeaf * sizeof(double));
+      }
+      blocks_[b].sum_bytes.push_back(std::move(sums));
+      blocks_[b].leaf_bytes.push_back(std::move(leaves));
+    }
   }
   for (Staging& staging : staging_) {
     staging.filled = device().create_event();
@@ -32,6 +44,8 @@ GradientCollector::GradientCollector(const Plan& plan, GradientMemoryOptions mem
   leaves_.resize(div_up(largest, static_cast<std::uint64_t>(kNormLeaf)));
   last_copy_ = device().create_event();
   rounded_ = device().create_event();
+  summed_ = device().create_event();
+  scattered_ = device().create_event();
 }
 
 NormResult& GradientCollector::host_norm(std::uint32_t block) const {
@@ -42,7 +56,7 @@ void GradientCollector::begin_step() {
   pushes_.begin_step();
   memory_.begin_step();
   for (std::uint32_t b = 0; b < blocks_.size(); ++b) {
-    blocks_[b].unnormed = false;
+    blocks_[b].unnormed = blocks_[b].joined = false;
     std::ranges::fill(blocks_[b].in_staging, std::uint8_t{0});
     host_norm(b) = {};
   }
@@ -100,6 +114,7 @@ GradientCollector::PartialSums GradientCollector::sums_of(std::uint32_t b, std::
 }
 
 void GradientCollector::add_up(const Gradient& gradient, Stream& stream) {
+  if (scattered_->recorded()) device().wait(stream, *scattered_);  // it may be the same memory
   const PartialSums sums = sums_of(gradient.block, gradient.parameter, stream);
   PartSums& tree = pushes_.sums(gradient.block, gradient.parameter);
   const PartSums::At at = tree.open(pushes_.part_of(gradient), sums.zero(), sums.add());
@@ -145,17 +160,19 @@ void GradientCollector::fill_zeros(std::byte* staging, std::uint32_t block, std:
 
 // Every gradient of the block has come.
 void GradientCollector::complete(std::uint32_t b, Stream& stream) {
+  Stream& rounds = alone() ? stream : *movers_.net;
   if (pushes_.accumulates(b)) round_sums(b, stream);
   const GradientDown down = memory_.complete(b);
   if (down.way != DownWay::kParts) {
-    norm(b, hbm(down.way == DownWay::kStays ? plan_.blocks[b].gradient : plan_.hbm.staging[down.staging]), stream);
+    norm(b, hbm(down.way == DownWay::kStays ? plan_.blocks[b].gradient : plan_.hbm.staging[down.staging]), rounds);
   }
-  if (down.way != DownWay::kStays) send_down(down, stream);
+  if (down.way != DownWay::kStays) send_down(down, rounds);
   device().record(*blocks_[b].landed, movers_.d2h);
 }
 
 void GradientCollector::round_sums(std::uint32_t b, Stream& stream) {
   const BlockPlan& plan = plan_.blocks[b];
+  if (!alone()) return join_sums(b, stream);
   std::byte* staging = staging_for(b, stream);
   for (std::uint32_t p = 0; p < plan.partition.parameters.size(); ++p) {
     if (!pushes_.trainable(b, p)) continue;
@@ -170,14 +187,93 @@ void GradientCollector::round_sums(std::uint32_t b, Stream& stream) {
   if (plan.accumulator_home) movers_.accumulators->complete(b, stream);
 }
 
+// This rank's sums of the block, zeros where it has none: all of its vector.
+void GradientCollector::finish_sums(std::uint32_t b, Stream& stream) {
+  const BlockPlan& plan = plan_.blocks[b];
+  for (std::uint32_t p = 0; p < plan.partition.parameters.size(); ++p) {
+    if (!pushes_.trainable(b, p)) continue;
+    const PartialSums sums = sums_of(b, p, stream);
+    const bool brought = pushes_.brought(b)[p] != 0;
+    if (brought) pushes_.sums(b, p).finish(sums.zero(), sums.add());
+    const std::uint64_t from = brought ? sums.count : 0, end = align_up(sums.count, std::uint64_t{kNormLeaf});
+    if (end > from) device().fill_async(sums.first + from, std::byte{0}, (end - from) * sizeof(float), stream);
+  }
+}
+
+// All ranks' sums are added up, and each rounds what it owns of them, which is its gradient from here on.
+void GradientCollector::join_sums(std::uint32_t b, Stream& stream) {
+  const BlockPlan& plan = plan_.blocks[b];
+  BlockState& block = blocks_[b];
+  Stream& net = *movers_.net;
+  if (scattered_->recorded()) device().wait(stream, *scattered_);
+  finish_sums(b, stream);
+  float* const sums = accumulator(b, stream);
+  device().record(*summed_, stream);
+  device().wait(net, *summed_);
+  std::byte* const staging = staging_for(b, net);
+  for (std::size_t s = 0; s < plan.shares.size(); ++s) {
+    const SectionShare& share = plan.shares[s];
+    if (!share.trainable) continue;
+    const std::span<float> section(sums + share.first, plan.partition.sections[s].elements);
+    movers_.communicator->reduce_scatter(section, block.sum_bytes[s], plan_.sums, static_cast<std::int32_t>(b), net);
+    device().cast_async(staging + share.gradient_first * size_of(type_), type_, sums + share.own.first, DType::kFloat32,
+                        share.own.count, net);
+  }
+  device().record(*scattered_, net);
+  if (plan.accumulator_home) movers_.accumulators->complete(b, net);
+  std::ranges::fill(block.brought, 0u);
+  for (std::size_t p = 0; p < plan.partition.parameters.size(); ++p)
+    block.brought[p / 64] |= std::uint64_t{pushes_.brought(b)[p]} << p % 64;
+  for (std::size_t w = 0; w < block.brought.size(); w += kMostScalars) {
+    const auto words = std::span(block.brought).subspan(w, std::min(kMostScalars, block.brought.size() - w));
+    movers_.communicator->all_reduce(words, Fold::kOr, static_cast<std::int32_t>(b), net);
+  }
+}
+
+std::span<const std::uint8_t> GradientCollector::brought(std::uint32_t b) {
+  BlockState& block = blocks_[b];
+  if (!alone() && !std::exchange(block.joined, true)) {
+    for (std::uint32_t p = 0; p < block.in_staging.size(); ++p) {
+      if ((block.brought[p / 64] >> p % 64 & 1) != 0) pushes_.note_brought(b, p);
+    }
+  }
+  return pushes_.brought(b);
+}
+
 void GradientCollector::norm(std::uint32_t b, const std::byte* rounded, Stream& stream) {
   auto* result = reinterpret_cast<NormResult*>(hbm(plan_.hbm.norms)) + b;
-  device().record(*rounded_, stream);
-  device().wait(movers_.d2h, *rounded_);
-  device().squared_norm_async(rounded, type_, plan_.blocks[b].partition.trainable_elements,
-                              reinterpret_cast<double*>(hbm(plan_.hbm.leaves)), result, movers_.d2h);
-  device().copy_async(CopyKind::kDeviceToHost, &host_norm(b), result, sizeof *result, movers_.d2h);
+  auto* const leaves = reinterpret_cast<double*>(hbm(plan_.hbm.leaves));
+  const std::uint64_t elements = plan_.blocks[b].partition.trainable_elements;
+  Stream& norms = alone() ? movers_.d2h : stream;
+  if (alone()) {
+    device().record(*rounded_, stream);
+    device().wait(norms, *rounded_);
+    device().leaf_sums_async(rounded, type_, elements, leaves, norms);
+  } else {
+    gather_leaves(b, rounded, leaves);
+  }
+  device().add_leaves_async(leaves, elements / kNormLeaf, result, norms);
+  device().copy_async(CopyKind::kDeviceToHost, &host_norm(b), result, sizeof *result, norms);
+  if (!alone()) {
+    device().record(*rounded_, norms);
+    device().wait(movers_.d2h, *rounded_);
+  }
   device().record(*last_copy_, movers_.d2h);
+}
+
+// Each rank's of what it owns, for all of them.
+void GradientCollector::gather_leaves(std::uint32_t b, const std::byte* rounded, double* leaves) {
+  const BlockPlan& plan = plan_.blocks[b];
+  Stream& net = *movers_.net;
+  for (std::size_t s = 0; s < plan.shares.size(); ++s) {
+    const SectionShare& share = plan.shares[s];
+    if (!share.trainable) continue;
+    device().leaf_sums_async(rounded + share.gradient_first * size_of(type_), type_, share.own.count,
+                             leaves + share.own.first / kNormLeaf, net);
+    const std::span<double> section(leaves + share.first / kNormLeaf, plan.partition.sections[s].elements / kNormLeaf);
+    movers_.communicator->all_gather(std::as_writable_bytes(section), blocks_[b].leaf_bytes[s],
+                                     static_cast<std::int32_t>(b), net);
+  }
 }
 
 // What the block's staging holds goes down, and the staging is another's.

@@ -1,13 +1,14 @@
 // Gradients of one step on their way from the caller to where the update reads them.
 //
 //   push ─► fp32 accumulator (when a parameter is pushed more than once; in HBM, or there while it is added to)
+//        ─► with several ranks: their sums are added up, and each has its own part of that from here on
 //        ─► staging: rounded once to the weight type; zeros where no push brought a gradient
 //        ─► squared norm and NaN/Inf flag ─► host memory (one copy down), or through it to the scratch area of NVMe
 //
 // What has come is counted by GradientPushes, where it lies is said by GradientMemory; here it is done. Everything is
-// enqueued on the caller's stream and on the d2h stream; the host waits only in wait_landed(). Pushes of one block may
-// come in any order and mix with those of one other block; with more blocks open at once, a block that lands in parts
-// is normed on the CPU afterwards (same bits). One thread at a time. Errors: kInvalidArgument.
+// enqueued on the caller's stream, the d2h stream, and the ranks' own; the host waits only in wait_landed(). Pushes of
+// one block may come in any order and mix with those of one other block; with more blocks open at once, a block that
+// lands in parts is normed on the CPU afterwards (same bits). One thread at a time. Errors: kInvalidArgument.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +37,9 @@ struct GradientMovers {
   Stream& d2h;
   AccumulatorPlaces* accumulators = nullptr;  // null when none has its home in host memory
   Timeline* timeline = nullptr;
+  // With several ranks: what they tell each other, and the stream on which that is done.
+  Communicator* communicator = nullptr;
+  Stream* net = nullptr;
 };
 
 class GradientCollector {
@@ -54,6 +58,8 @@ class GradientCollector {
   bool push(const Gradient& gradient, Stream& stream);
   // A complete block: its gradient is where the update reads it, its norm known.
   bool landed(std::uint32_t block) const { return device().done(*blocks_[block].landed); }
+  // By parameter, of a block that has landed: whether a push on some rank brought a gradient.
+  std::span<const std::uint8_t> brought(std::uint32_t block);
   void wait_landed(std::uint32_t block);
   bool finite(std::uint32_t block) const { return host_norm(block).first_nonfinite == kAllFinite; }  // once landed
   // A landed gradient has been used: the memory that it passed through may take another.
@@ -88,6 +94,10 @@ class GradientCollector {
     std::vector<std::uint8_t> in_staging;  // per parameter: rounded there, not yet on its way down
     bool unnormed = false;                 // it went down in parts: its norm is not known yet
     std::unique_ptr<Event> landed;         // recorded when the block is complete
+    // With several ranks. Slices of each trainable section, by rank: of its sums, and of its leaves.
+    std::vector<std::vector<std::uint64_t>> sum_bytes, leaf_bytes;
+    std::vector<std::uint64_t> brought;  // bits
+    bool joined = false;                 // which all ranks have
   };
   struct Staging {
     std::unique_ptr<Event> filled, free;
@@ -103,7 +113,10 @@ class GradientCollector {
   void fill_zeros(std::byte* staging, std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
                   Stream& stream);
   void round_sums(std::uint32_t block, Stream& stream);
+  void finish_sums(std::uint32_t block, Stream& stream);
+  void join_sums(std::uint32_t block, Stream& stream);
   void norm(std::uint32_t block, const std::byte* rounded, Stream& stream);
+  void gather_leaves(std::uint32_t block, const std::byte* rounded, double* leaves);
   void complete(std::uint32_t block, Stream& stream);
   void send_down(const GradientDown& down, Stream& stream);
   void copy_down(std::uint32_t block, const std::byte* staging, std::uint64_t first, std::uint64_t bytes);
@@ -111,6 +124,7 @@ class GradientCollector {
   NormResult& host_norm(std::uint32_t block) const;
   std::byte* hbm(const Region& region) const { return device().hbm().data() + region.offset; }
   Device& device() const { return movers_.device; }
+  bool alone() const { return movers_.communicator == nullptr; }
 
   const Plan& plan_;
   GradientPushes& pushes_;
@@ -120,7 +134,7 @@ class GradientCollector {
   GradientMemory memory_;
   std::vector<BlockState> blocks_;
   std::vector<Staging> staging_;
-  std::unique_ptr<Event> last_copy_, rounded_;
+  std::unique_ptr<Event> last_copy_, rounded_, summed_, scattered_;
   std::vector<double> leaves_;  // for norms on the CPU
   std::uint64_t d2h_bytes_ = 0;
 };

@@ -33,18 +33,26 @@ TileShape shape_of_most(const Plan& plan) {
 }  // namespace
 
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
-                     std::span<const ThreadShare> shares, const std::function<void()>& before_loss)
-    : idle_bytes(check_memory(plan, resolve_device(config))), host(plan.ledger.total(Placement::kHost), kPinnedArena) {
-  if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
-  workers = create_workers(shares);
-  device = create_device(config, plan.ledger.hbm_budget, *workers);  // one that is too small leaves a store as it was
-  store = open_store(config, model, plan, options.on_existing, before_loss);
+                     std::span<const ThreadShare> shares, Agreement& agreement,
+                     const std::function<void()>& before_loss)
+    : idle_bytes(agreement.all([&] { return check_memory(plan, resolve_device(config)); })),
+      host(plan.ledger.total(Placement::kHost), kPinnedArena) {
+  agreement.all([&] {
+    if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
+    workers = create_workers(shares);
+    device = create_device(config, plan.ledger.hbm_budget, *workers);  // one that is too small leaves a store as it was
+  });
+  store = agreement.all([&] { return open_store(config, model, plan, options.on_existing, before_loss); });
   resumed = store && options.on_existing == OnExisting::kResume;
   if (shares.size() > 1) place_tiles(plan, shares);
   device->register_host(host.memory());
   compute = device->create_stream("compute");
   h2d = device->create_stream("h2d");
   d2h = device->create_stream("d2h");
+  if (options.communicator && options.communicator->ranks() > 1) {
+    communicator = options.communicator;
+    net = device->create_stream("net");
+  }
   const StallMeter::Streams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get()};
   stalls = std::make_unique<StallMeter>(*device, streams, timeline());
   if (store) thread = start_store_thread(config, *store, host.memory(), timeline());
@@ -71,7 +79,7 @@ void Machinery::measure_drive() {
 
 Machinery::~Machinery() {
   // Whatever is enqueued still names the arenas.
-  for (Stream* stream : {compute.get(), h2d.get(), d2h.get()}) {
+  for (Stream* stream : {compute.get(), h2d.get(), d2h.get(), net.get()}) {
     if (stream) stream->synchronize();
   }
   weights.reset();
@@ -93,6 +101,7 @@ Machinery::~Machinery() {
   compute.reset();
   h2d.reset();
   d2h.reset();
+  net.reset();
   if (trace) trace->timeline().detach();
   if (device) device->unregister_host(host.memory());
   if (trace) trace->write(store ? &store->layout() : nullptr);
@@ -183,7 +192,14 @@ void Machinery::build_movers(const ModelDescription& model, const Plan& plan, St
                                                        std::move(homes), watch.timeline);
   }
   pushes = std::make_unique<GradientPushes>(plan, model, device->hbm());
-  const GradientMovers movers{*device, *workers, host.memory(), *d2h, accumulators.get(), watch.timeline};
+  const GradientMovers movers{.device = *device,
+                              .workers = *workers,
+                              .host = host.memory(),
+                              .d2h = *d2h,
+                              .accumulators = accumulators.get(),
+                              .timeline = watch.timeline,
+                              .communicator = communicator,
+                              .net = net.get()};
   gradients = std::make_unique<GradientCollector>(plan, std::move(policies.gradients), *pushes, movers, spills.get());
   tiles = std::make_unique<TileExecutor>(plan, model, policies.updates, *workers, *mover, *gradients, watch);
   if (plan.gradients_in_hbm) {
@@ -210,7 +226,9 @@ void Machinery::build_weights(const ModelDescription& model, const Plan& plan, W
                                                    .tiles = *tiles,
                                                    .mover = *mover,
                                                    .store = store.get(),
-                                                   .host = host.memory()});
+                                                   .host = host.memory(),
+                                                   .communicator = communicator,
+                                                   .net = net.get()});
 }
 
 }  // namespace spillway

@@ -11,6 +11,7 @@
 #include "kernels/host_memory.h"
 #include "kernels/workers.h"
 #include "spillway/engine.h"
+#include "src/comm/agreement.h"
 #include "src/engine/early_update.h"
 #include "src/engine/gradients.h"
 #include "src/engine/link_probe.h"
@@ -31,10 +32,10 @@
 namespace spillway {
 
 struct Machinery {
-  // `shares` of the compute threads: one for each NUMA node, and the nodes that the plan was made for. `before_loss`:
-  // called before an existing store goes to make room, and may throw.
+  // `shares` of the compute threads: one for each NUMA node, and the nodes that the plan was made for. `agreement`: of
+  // the ranks that make theirs. `before_loss`: called before an existing store goes to make room, and may throw.
   Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
-            std::span<const ThreadShare> shares, const std::function<void()>& before_loss = {});
+            std::span<const ThreadShare> shares, Agreement& agreement, const std::function<void()>& before_loss = {});
   ~Machinery();
 
   // Fills the drive's rates; nothing may be under way or uncommitted.
@@ -46,6 +47,11 @@ struct Machinery {
   std::span<std::byte> hbm_region(const Region& region) const {
     return device->hbm().subspan(region.offset, region.bytes);
   }
+  // What streams were given may not have been done: throws what failed, on the device or between ranks.
+  void throw_if_failed() const {
+    device->throw_if_failed();
+    if (communicator) communicator->throw_if_failed();
+  }
   Timeline* timeline() const { return trace ? &trace->timeline() : nullptr; }
 
   const std::uint64_t idle_bytes;    // of RAM that this process could have had besides, when it began
@@ -56,6 +62,8 @@ struct Machinery {
   std::unique_ptr<TileStore> store;  // null without NVMe
   bool resumed = false;
   std::unique_ptr<Stream> compute, h2d, d2h;
+  Communicator* communicator = nullptr;  // null: one rank
+  std::unique_ptr<Stream> net;           // collectives of a step; null with one rank
   std::unique_ptr<StallMeter> stalls;
   std::unique_ptr<StoreThread> thread;  // null while nothing moves
   std::unique_ptr<TileMover> mover;

@@ -21,6 +21,7 @@
 #include "src/engine/machinery.h"
 #include "src/engine/one_caller.h"
 #include "src/engine/parameter_updates.h"
+#include "src/engine/rank_tiles.h"
 #include "src/engine/speculation.h"
 #include "src/engine/step_meter.h"
 #include "src/engine/visit_cursor.h"
@@ -87,6 +88,7 @@ class StepEngine final : public Engine {
   }
   void push_gradient(const Gradient& gradient, Stream& stream) override;
   StepReport step(std::span<const std::byte> blob) override;
+  void set_micro_batches(std::uint32_t micro_batches) override;
   void discard_step() override;
   void flush() override;
 
@@ -103,6 +105,7 @@ class StepEngine final : public Engine {
   std::uint64_t durable_step() const { return store_missing_ ? 0 : committed_step_; }
   void refuse_if_failed();
   void make_ready(const char* call);
+  void refuse_ranks(const char* call) const;
   template <typename Work>
   auto guarded(Work&& work);
   // What comes next starts to be fetched, but leases release in destructors: the next call reports what went wrong.
@@ -127,6 +130,8 @@ class StepEngine final : public Engine {
   void refuse_uncounted(const Gradient& gradient) const;
   Lease open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream);
   void settle();
+  void finish_update();
+  void add_early(bool wait);
   void keep_last_step();
   bool keeps_steps() const;
   std::string what_is_lost() const;
@@ -147,13 +152,17 @@ class StepEngine final : public Engine {
   void wait_gradient(std::uint32_t block);
   void look_at_tiles(const NamedValues& values, const TileWork& work, bool saves);
   void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
+  std::exception_ptr show_all(RankTiles::Work work);
+  void save_all(const std::filesystem::path& directory, const SaveOptions& options);
   void commit();
 
   mutable OneCaller caller_;
+  Agreement agreement_;
   Config config_;  // the rate that set_learning_rate() gives may change
   const ModelDescription model_;
   const std::vector<ThreadShare> thread_shares_;
   const Plan plan_;
+  const bool agreed_;  // the ranks are of one run; before anything is made
   LossScaler loss_scaler_;
   std::unique_ptr<SnapshotReader> snapshot_;  // refused before the machinery makes a store
   Machinery machinery_;
@@ -170,8 +179,10 @@ class StepEngine final : public Engine {
   // The update of step_ is not settled: it is not taken back, for what it overwrote is gone. At a resume it is only
   // checked, before the next one overwrites what a rollback would need.
   bool updating_ = false;
-  bool written_back_ = false;  // some tiles reach their slot only at a commit
-  bool changed_ = false;       // some step since the last commit was not skipped
+  bool checking_ = false;                // such a check is what is not settled
+  std::vector<std::uint32_t> complete_;  // to be updated inside backward once all ranks' gradients have landed
+  bool written_back_ = false;            // some tiles reach their slot only at a commit
+  bool changed_ = false;                 // some step since the last commit was not skipped
   CommitInterval commits_{1u, false};
   Stream* stream_ = machinery_.compute.get();  // of the last call that took one
   std::unique_ptr<Event> left_;                // behind what was on it when a call took another
@@ -180,6 +191,7 @@ class StepEngine final : public Engine {
   StepMeter meter_{machinery_};
   double step_seconds_ = 0;                 // of the last step
   std::unique_ptr<SnapshotWriter> saving_;  // of step_: every tile passes it before the update is settled
+  std::exception_ptr of_look_;              // what the snapshot failed of, until it is ended
   std::exception_ptr save_failure_;         // until the caller has seen it
   std::uint64_t unplanned_before_ = 0;
 };
@@ -191,10 +203,10 @@ auto StepEngine::guarded(Work&& work) {
   try {
     if constexpr (std::is_void_v<decltype(work())>) {
       work();
-      machinery_.device->throw_if_failed();
+      machinery_.throw_if_failed();
     } else {
       auto result = work();
-      machinery_.device->throw_if_failed();
+      machinery_.throw_if_failed();
       return result;
     }
   } catch (const Error& error) {

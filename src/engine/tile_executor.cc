@@ -9,9 +9,12 @@
 namespace spillway {
 namespace {
 
-// Of the tile's first element in the weights, and in the gradient, of its block.
+// Of the tile's first element in the weights of its block.
 std::uint64_t offset_in_block(const Plan& plan, std::uint32_t tile) {
   return plan.tiles[tile].range.first * size_of(plan.tile_places[tile].shape.type);
+}
+std::uint64_t offset_in_gradient(const Plan& plan, std::uint32_t tile) {
+  return plan.tiles[tile].gradient_first * size_of(plan.tile_places[tile].shape.type);
 }
 
 }  // namespace
@@ -128,7 +131,7 @@ void TileExecutor::prepare(std::size_t node, std::uint32_t tile, std::uint32_t b
   const TileMemory& memory = memories_[node] = mover_.arrive(buffer);
   const ExtentHashes spilled = mover_.expected_gradient(buffer);
   const std::byte* gradient = spilled.bytes.empty()
-                                  ? gradients_.gradient(plan_.tiles[tile].block) + offset_in_block(plan_, tile)
+                                  ? gradients_.gradient(plan_.tiles[tile].block) + offset_in_gradient(plan_, tile)
                                   : spilled.bytes.data();
   updates_[node] = {.tile = tile_arrays(plan_.tile_places[tile].shape, memory, gradient),
                     .groups = parameters_->ranges(tile, ranges_[node]),

@@ -39,9 +39,26 @@ Weights::Weights(const Plan& plan, WeightResidencyOptions policy, const WeightsP
     : plan_(plan),
       with_(parts),
       places_(parts.device, parts.h2d, parts.fetcher, places_of(plan, parts.device, policy.poison_released)),
-      policy_(std::move(policy), parts.tiles.queue()) {}
+      policy_(std::move(policy), parts.tiles.queue()) {
+  if (!with_.communicator) return;
+  gathered_.resize(policy_.places());
+  for (Gathered& place : gathered_) place.come = with_.device.create_event();
+  const std::uint64_t element = size_of(plan.tile_places[0].shape.type);
+  for (const BlockPlan& block : plan.blocks) {
+    auto& sections = slice_bytes_.emplace_back();
+    for (const SectionShare& share : block.shares) {
+      auto& bytes = sections.emplace_back();
+      for (const std::uint64_t elements : share.elements_of) bytes.push_back(elements * element);
+    }
+  }
+}
 
+// What is trained is another's business as well: all ranks give it up together, whether they own of it or not.
 void Weights::begin_step(std::span<const std::uint32_t> visit_blocks, std::size_t pass_visits) {
+  for (std::uint32_t p = 0; p < gathered_.size(); ++p) {
+    const bool frozen = policy_.holds(p) && plan_.blocks[policy_.block(p)].partition.trainable_elements == 0;
+    gathered_[p].whole &= frozen;
+  }
   policy_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks, .pass_visits = pass_visits});
   run(nullptr);
 }
@@ -63,6 +80,7 @@ void Weights::release(std::uint32_t place, Stream& stream) {
 }
 
 void Weights::forget() {
+  for (Gathered& place : gathered_) place.whole = false;
   policy_.tell({.kind = WeightEvent::kForget});
   run(nullptr);
 }
@@ -73,7 +91,7 @@ std::optional<std::uint32_t> Weights::run(Stream* stream) {
   for (WeightAction action = policy_.next(); action.kind != WeightAction::kNothing; action = policy_.next()) {
     if (action.kind == WeightAction::kRefuse) refuse(action.block);
     if (action.kind == WeightAction::kLend) {
-      places_.open(action.place, *stream);
+      lend(action.place, *stream);
       lent = action.place;
       continue;
     }
@@ -87,8 +105,30 @@ std::optional<std::uint32_t> Weights::run(Stream* stream) {
   return lent;
 }
 
+void Weights::lend(std::uint32_t place, Stream& stream) {
+  if (!with_.communicator) return places_.open(place, stream);
+  if (!gathered_[place].whole) gather(place);
+  with_.device.wait(stream, *gathered_[place].come);
+}
+
+// In the order of leases, which is the same on all ranks.
+void Weights::gather(std::uint32_t place) {
+  const std::uint32_t b = policy_.block(place);
+  const BlockPartition& partition = plan_.blocks[b].partition;
+  const std::uint64_t element = size_of(plan_.tile_places[0].shape.type);
+  places_.open(place, *with_.net);
+  for (std::size_t s = 0; s < partition.sections.size(); ++s) {
+    const Section& section = partition.sections[s];
+    const auto bytes = places_.memory(place).subspan(section.first * element, section.elements * element);
+    with_.communicator->all_gather(bytes, slice_bytes_[b][s], static_cast<std::int32_t>(b), *with_.net);
+  }
+  with_.device.record(*gathered_[place].come, *with_.net);
+  gathered_[place].whole = true;
+}
+
 void Weights::act(const WeightAction& action) {
   const auto& [kind, block, place] = action;
+  if (!gathered_.empty() && kind != WeightAction::kWait && kind != WeightAction::kDrain) gathered_[place].whole = false;
   switch (kind) {
     case WeightAction::kUpdate:
     case WeightAction::kUpdateAtHome: {

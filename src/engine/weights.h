@@ -5,13 +5,16 @@
 //                    ├─────► TileExecutor             make the block's update, its weights go to the place
 //                    └─────► WeightPlaces ─► BlockFetcher        fetch, wait, lend
 //
-// One thread at a time (the engine's). Errors: kIo and kCorrupt from a fetch, those of an update; kDoesNotFit when
-// every place is leased.
+// With several ranks each fetches or updates what it owns of a block, and has the rest from the others before the lease
+// begins. One thread at a time (the engine's). Errors: kIo and kCorrupt from a fetch, those of an update; kDoesNotFit
+// when every place is leased.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "src/engine/tile_executor.h"
 #include "src/plan/plan.h"
@@ -30,6 +33,9 @@ struct WeightsParts {
   TileMover& mover;
   TileStore* store = nullptr;      // null without NVMe
   std::span<std::byte> host = {};  // the arena
+  // With several ranks: what they tell each other, and the stream on which that is done.
+  Communicator* communicator = nullptr;
+  Stream* net = nullptr;
 };
 
 class Weights {
@@ -60,6 +66,8 @@ class Weights {
 
  private:
   std::optional<std::uint32_t> run(Stream* stream);
+  void lend(std::uint32_t place, Stream& stream);
+  void gather(std::uint32_t place);
   void act(const WeightAction& action);
   void fill_pieces(std::uint32_t block, std::uint32_t place);
   [[noreturn]] void refuse(std::uint32_t block) const;
@@ -68,6 +76,12 @@ class Weights {
   const WeightsParts with_;
   WeightPlaces places_;
   WeightResidency policy_;
+  struct Gathered {
+    bool whole = false;  // what other ranks own of its block is there, or on its way
+    std::unique_ptr<Event> come;
+  };
+  std::vector<Gathered> gathered_;                                    // by place; empty with one rank
+  std::vector<std::vector<std::vector<std::uint64_t>>> slice_bytes_;  // by block, section and rank
 };
 
 }  // namespace spillway

@@ -23,12 +23,14 @@ class HbmLayout {
     PlanArena arena(Placement::kHbm, plan_.ledger);
     hbm.workspace = arena.take("model workspace", model_.workspace_bytes);
     std::vector<std::uint64_t> weights, gradients;
-    std::uint64_t shared_accumulator = 0, most_weights = 0;
+    std::uint64_t shared_accumulator = 0, most_weights = 0, most_trainable = 0;
     std::vector<std::uint32_t> accumulating;  // with other blocks' gradients between their own
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
       BlockPlan& block = plan_.blocks[b];
       const std::uint64_t bytes = block.partition.elements * draft_.element_bytes();
-      const std::uint64_t gradient = block.partition.trainable_elements * draft_.element_bytes();
+      // Of the rank that has most, so that all lay out the same.
+      const std::uint64_t gradient = gradient_elements(block.partition, {0, plan_.rank.count}) * draft_.element_bytes();
+      most_trainable = std::max(most_trainable, block.partition.trainable_elements);
       if (!std::ranges::binary_search(kept_, b)) weights.push_back(align_up(bytes, kPage));
       most_weights = std::max(most_weights, align_up(bytes, kPage));
       gradients.push_back(gradient);
@@ -56,8 +58,7 @@ class HbmLayout {
         hbm.staging.push_back(arena.take("gradients on their way down", bytes));
       }
     }
-    const std::uint64_t leaves = div_up(gradients[0] / draft_.element_bytes(), static_cast<std::uint64_t>(kNormLeaf));
-    hbm.leaves = arena.take("gradient norm", leaves * 8);
+    hbm.leaves = arena.take("gradient norm", most_trainable / kNormLeaf * 8);
     hbm.norms = arena.take("gradient norm", plan_.blocks.size() * sizeof(NormResult));
     if (plan_.gradients_in_hbm) {
       place_states(arena);
@@ -70,7 +71,7 @@ class HbmLayout {
     const std::uint64_t rest = (draft_.weights_stay() ? 0 : most_weights) + activations;
     place_accumulators(arena, accumulating, rest);
     const std::uint64_t least = arena.used() + rest;
-    if (least > budget()) refuse_budget("hbm_bytes", budget(), least, "device memory");
+    if (least > budget()) refuse_budget("hbm_bytes", budget(), least, "of device memory");
     for (const std::uint32_t b : kept_) take_place(arena, place_bytes(b), b);
     if (!draft_.weights_stay()) take_places(arena, weights, kLeastPlaces, budget() - activations);
     take_more_accumulators(arena, budget() - activations);
@@ -94,8 +95,9 @@ class HbmLayout {
  private:
   // The block's gradient needs an fp32 accumulator; and does it live longer than one visit?
   bool accumulates(std::uint32_t block) const {
+    const bool joined = plan_.rank.count > 1;  // with other ranks', before it is rounded
     return std::ranges::any_of(model_.blocks[block].parameters,
-                               [](const Parameter& p) { return p.trainable && p.pushes > 1; });
+                               [joined](const Parameter& p) { return p.trainable && (joined || p.pushes > 1); });
   }
   bool visited_once_backward(std::uint32_t block) const {
     return plan_.visits_given && std::ranges::count_if(plan_.visits, [block](const Visit& v) {

@@ -48,6 +48,7 @@ class HostLayout {
     } else if (!plan_.gradients_in_hbm) {
       place_gradients(arena, chunks);
     }
+    if (plan_.rank.count > 1) host.others = arena.take("a tile of another rank", other_tile_bytes());
     host.buffer_bytes = buffer_bytes();
     const HomeBytes activations = activation_home_bytes(draft_);
     const std::uint64_t moving = align_up(model_.kept_moving_bytes, kPage);
@@ -56,7 +57,7 @@ class HostLayout {
     const std::uint64_t least = arena.used() + host.buffer_bytes + (chunks ? kLeastChunks * host.chunk_bytes : 0) +
                                 activations.least + least_kept;
     if (least > config_.host_bytes.value_or(least)) {
-      refuse_budget("host_bytes", *config_.host_bytes, least, "pinned host memory");
+      refuse_budget("host_bytes", *config_.host_bytes, least, "of pinned host memory");
     }
     take_more_passing(arena, (config_.host_bytes.value_or(UINT64_MAX) - least) / 2);
     const std::uint64_t preferred = arena.used() + preferred_buffers() * host.buffer_bytes +
@@ -89,7 +90,7 @@ class HostLayout {
   void place_gradients(PlanArena& arena, bool chunks) {
     std::uint64_t own = 0;
     for (BlockPlan& block : plan_.blocks) {
-      block.gradient.bytes = block.partition.trainable_elements * draft_.element_bytes();
+      block.gradient.bytes = block.gradient_elements * draft_.element_bytes();
       if (block.early && complete_in_one_visit(block)) {
         block.gradient_home = std::nullopt;
         passing_.push_back(block.gradient.bytes);
@@ -140,8 +141,8 @@ class HostLayout {
   void place_for_caller(PlanArena& arena) {
     std::uint64_t most = 0, units = 0;
     for (BlockPlan& block : plan_.blocks) {
-      most = std::max(most, block.partition.trainable_elements);
-      block.gradient.bytes = block.partition.trainable_elements * draft_.element_bytes();
+      most = std::max(most, block.gradient_elements);
+      block.gradient.bytes = block.gradient_elements * draft_.element_bytes();
       if (draft_.caller->gradients) block.gradient = arena.take("gradients", block.gradient.bytes);
     }
     plan_.host.norms = arena.take("gradient norm", div_up(most, std::uint64_t{kNormLeaf}) * sizeof(double));
@@ -193,6 +194,16 @@ class HostLayout {
       gradient = std::max(gradient, align_up(tile.range.count * draft_.element_bytes(), kExtentAlignment));
     }
     return bytes + gradient;
+  }
+
+  // Another rank's may be larger by a unit of the partition.
+  std::uint64_t other_tile_bytes() const {
+    std::uint64_t most = 0;
+    for (TilePlace tile : plan_.tile_places) {
+      tile.shape.count += kPartitionUnit;
+      most = std::max(most, mover_buffer_bytes({&tile, 1}));
+    }
+    return most;
   }
 
   void keep_in_host(PlanArena& arena, TilePlace& tile, Part part) {

@@ -45,7 +45,7 @@ std::vector<NodeRegion> node_regions(const Plan& plan, unsigned nodes, std::uint
     const std::uint64_t element = size_of(place.shape.type);
     if (plan.blocks[tile.block].gradient_home == Placement::kHost) {
       const std::uint64_t gradients = plan.blocks[tile.block].gradient.offset;
-      parts.push_back({{gradients + tile.range.first * element, tile.range.count * element}, node});
+      parts.push_back({{gradients + tile.gradient_first * element, tile.range.count * element}, node});
     }
     for (Part part : {Part::kWeights, Part::kStates}) {
       if (place.home[index_of(part)] != Placement::kHost) continue;

@@ -74,6 +74,30 @@ Shard shard_of(std::uint64_t first, std::uint64_t count, Rank rank) {
   return {first + before * kPartitionUnit, (each + (rank.index < left ? 1 : 0)) * kPartitionUnit};
 }
 
+std::vector<SectionShare> share_sections(const BlockPartition& partition, Rank rank) {
+  std::vector<SectionShare> shares;
+  std::uint64_t gradient = 0;
+  for (const Section& section : partition.sections) {
+    SectionShare share{.first = section.first,
+                       .trainable = section.trainable,
+                       .elements_of = {},
+                       .own = shard_of(section.first, section.elements, rank),
+                       .gradient_first = gradient};
+    for (std::uint32_t r = 0; r < rank.count; ++r)
+      share.elements_of.push_back(shard_of(section.first, section.elements, {r, rank.count}).count);
+    if (section.trainable) gradient += share.own.count;
+    shares.push_back(std::move(share));
+  }
+  return shares;
+}
+
+std::uint64_t gradient_elements(const BlockPartition& partition, Rank rank) {
+  std::uint64_t elements = 0;
+  for (const Section& section : partition.sections)
+    elements += section.trainable ? shard_of(section.first, section.elements, rank).count : 0;
+  return elements;
+}
+
 std::vector<TileRange> cut_tiles(const BlockPartition& partition, std::uint64_t tile_elements, Rank rank) {
   SPILLWAY_CHECK(tile_elements > 0 && tile_elements % kPartitionUnit == 0, "tiles are multiples of 1,024 elements");
   std::vector<TileRange> tiles;

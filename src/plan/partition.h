@@ -63,6 +63,19 @@ struct TileRange {
   StateList states = {};
 };
 
+// A section among all ranks: the slices of ranks 0, 1, … lie one behind the other. What a rank has of a block's
+// gradient is what it owns of the trainable sections, one behind the other.
+struct SectionShare {
+  std::uint64_t first = 0;  // of the section
+  bool trainable = true;
+  std::vector<std::uint64_t> elements_of;  // by rank
+  Shard own;
+  std::uint64_t gradient_first = 0;  // of `own`, in the rank's part of the gradient
+};
+std::vector<SectionShare> share_sections(const BlockPartition& partition, Rank rank);
+// What a rank has of a block's gradient.
+std::uint64_t gradient_elements(const BlockPartition& partition, Rank rank);
+
 // The tiles of one rank, in increasing order. tile_elements is a multiple of kPartitionUnit. What is left at the end of
 // a shard is cut once more, so that the larger part is a multiple of kHashedTileUnit, or of kHashedByteUnit where an
 // array has elements of one byte.

@@ -137,11 +137,13 @@ class Planner {
       BlockPlan block;
       block.partition = partition_block(model_.blocks[b],
                                         [this](const Parameter& parameter) { return states_of(config_, parameter); });
+      block.shares = share_sections(block.partition, plan_.rank);
       block.first_tile = static_cast<std::uint32_t>(plan_.tiles.size());
       for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, plan_.rank)) {
         std::vector<GroupRange> groups;
         if (range.trainable) ranges_of(block.partition, plan_.groups.parameter[b], range, groups);
-        plan_.tiles.push_back({b, range, std::move(groups)});
+        plan_.tiles.push_back({b, range, block.gradient_elements, std::move(groups)});
+        block.gradient_elements += range.trainable ? range.count : 0;
         plan_.tile_places.push_back({.shape = {.count = range.count,
                                                .type = config_.weights,
                                                .trainable = range.trainable,
@@ -157,15 +159,21 @@ class Planner {
 
   // With parts, every parameter has pushes of each; of a tied one those of one use come before those of another.
   void part_sums() {
-    const std::uint32_t parts = config_.sum_groups;
-    if (!std::has_single_bit(parts) || config_.gradient_accumulation % parts != 0) {
+    const std::uint32_t groups = config_.sum_groups, ranks = plan_.rank.count;
+    const std::uint64_t micro_batches = std::uint64_t{config_.gradient_accumulation} * ranks;
+    const bool of_ranks = groups == 1;  // a part each, in whatever order is fastest
+    if (!of_ranks && (!std::has_single_bit(groups) || micro_batches % groups != 0 || groups % ranks != 0)) {
+      const std::string by = ranks > 1 ? fmt::format(" on {} ranks", ranks) : "";
       throw Error(
           Code::kInvalidArgument,
-          {"spillway.sum_groups", fmt::format("{} with {} micro-batches a step", parts, config_.gradient_accumulation),
-           0, "take a power of two that divides gradient_accumulation_steps"});
+          {"spillway.sum_groups", fmt::format("{} with {} micro-batches a step{}", groups, micro_batches, by), 0,
+           ranks > 1 ? "take a power of two that divides the micro-batches of all ranks, and is a multiple of the ranks"
+                     : "take a power of two that divides gradient_accumulation_steps"});
     }
+    const std::uint32_t parts = of_ranks ? 1 : groups / ranks;
     plan_.micro_batches = config_.gradient_accumulation;
     plan_.sum_parts = parts;
+    plan_.sums = of_ranks && ranks > 1 ? Sums::kFastest : Sums::kTree;
     if (parts == 1) return;
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
       BlockPlan& block = plan_.blocks[b];
@@ -287,8 +295,8 @@ std::string size_text(std::uint64_t bytes) {
 
 void refuse_budget(const char* key, std::uint64_t have, std::uint64_t need, const char* what) {
   throw Error(Code::kDoesNotFit, fmt::format("spillway.{}", key),
-              fmt::format("{} is too small: this plan needs at least {} of {}", size_text(have), size_text(need), what),
-              0, {Remedy::kRaiseBudget, {key, size_text(need)}});
+              fmt::format("{} is too small: this plan needs at least {} {}", size_text(have), size_text(need), what), 0,
+              {Remedy::kRaiseBudget, {key, size_text(need)}});
 }
 
 Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes, Rank rank) {

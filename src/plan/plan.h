@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "spillway/communicator.h"
 #include "spillway/config.h"
 #include "spillway/engine.h"
 #include "spillway/model.h"
@@ -26,6 +27,8 @@ struct Region {
 
 struct BlockPlan {
   BlockPartition partition;
+  std::vector<SectionShare> shares;     // index as the partition's sections
+  std::uint64_t gradient_elements = 0;  // that this rank has of it
   std::uint32_t first_tile = 0, tiles = 0;
   Region weights;  // HBM, when weights stay there
   // Where its rounded gradient waits for the update: in HBM beside states that live there; in host memory, as the
@@ -33,8 +36,8 @@ struct BlockPlan {
   // states. None: it passes through one of HostPlan::passing, as the block is updated inside backward once it is
   // complete.
   Home gradient_home = Placement::kHost;
-  Region gradient;     // trainable elements in the weight type, in HBM or host memory; only its size in other places
-  bool early = false;  // updated inside backward
+  Region gradient;           // in the weight type, in HBM or host memory; only its size in other places
+  bool early = false;        // updated inside backward
   bool speculative = false;  // the same, when clipping had no effect in the step before: it is taken back when it has
   std::optional<Region> accumulator;       // HBM, fp32, trainable elements, sum_slots times
   std::optional<Region> accumulator_home;  // host memory, instead: it comes to HBM to be added to
@@ -48,8 +51,9 @@ struct BlockPlan {
 struct TilePlan {
   std::uint32_t block = 0;
   TileRange range;
-  std::vector<GroupRange> groups;  // empty when frozen
-  Extent gradient = {};            // of a spilled one; the offset counts from the start of the scratch area
+  std::uint64_t gradient_first = 0;  // of its first element, in the rank's part of the block's gradient
+  std::vector<GroupRange> groups;    // empty when frozen
+  Extent gradient = {};              // of a spilled one; the offset counts from the start of the scratch area
 };
 
 struct HbmPlan {
@@ -83,6 +87,7 @@ struct HostPlan {
   Region spill_chunks;          // for gradients that are spilled, chunk_bytes each
   // Of weights that are the caller's: checksums of what an update left, and a tile's gradient on its way into one.
   Region weight_checksums, tile_gradient;
+  Region others;   // with several ranks: for a tile of another one
   Region staging;  // ditto, where they are not in host memory: weights and gradients of staged_elements, several times
   std::uint64_t staged_elements = 0;
   std::uint64_t chunk_bytes = 0, buffer_bytes = 0;
@@ -107,8 +112,10 @@ struct Plan {
   std::vector<TilePlan> tiles;
   std::vector<TilePlace> tile_places;  // index as tiles
   std::vector<Visit> visits;
-  bool visits_given = false;                       // else the first step records them
-  std::uint32_t micro_batches = 1, sum_parts = 1;  // of a step
+  bool visits_given = false;  // else the first step records them
+  // Of a step, this rank's, and how many parts it sums them in. Those of all ranks are added up as `sums` says.
+  std::uint32_t micro_batches = 1, sum_parts = 1;
+  Sums sums = Sums::kTree;
   bool gradients_in_hbm = false;
   bool early_blocks = false;  // some are updated inside backward
   HbmPlan hbm;

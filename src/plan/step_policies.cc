@@ -27,8 +27,7 @@ GradientMemoryOptions gradients_of(const Plan& plan) {
   GradientMemoryOptions options;
   for (const BlockPlan& block : plan.blocks) {
     const DType type = plan.tile_places[block.first_tile].shape.type;
-    options.blocks.push_back(
-        {.bytes = block.partition.trainable_elements * size_of(type), .home = block.gradient_home});
+    options.blocks.push_back({.bytes = block.gradient_elements * size_of(type), .home = block.gradient_home});
   }
   for (const Region& staging : plan.hbm.staging) options.staging_bytes.push_back(staging.bytes);
   for (const Region& passing : plan.host.passing) options.passing_bytes.push_back(passing.bytes);

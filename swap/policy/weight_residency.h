@@ -84,6 +84,7 @@ class WeightResidency {
 
   std::size_t blocks() const noexcept { return options_.block_bytes.size(); }
   std::size_t places() const noexcept { return places_.size(); }
+  bool holds(std::uint32_t place) const { return places_[place].block.has_value(); }  // some block
   std::uint32_t block(std::uint32_t place) const { return *places_[place].block; }
   bool leased(std::uint32_t place) const { return places_[place].leases > 0; }
   bool leased() const;

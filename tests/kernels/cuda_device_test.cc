@@ -133,8 +133,9 @@ TEST_F(CudaDevice, EveryNormHasTheBitsOfTheCpuKernel) {
       const NormResult expected = squared_norm(data.data(), type, count, leaves, *workers_);
       upload(0, data.data(), data.size());
       device_->fill_async(hbm(16 * kMiB), std::byte{0x11}, sizeof(NormResult), *stream_);
-      device_->squared_norm_async(hbm(0), type, count, reinterpret_cast<double*>(hbm(8 * kMiB)),
-                                  reinterpret_cast<NormResult*>(hbm(16 * kMiB)), *stream_);
+      auto* const sums = reinterpret_cast<double*>(hbm(8 * kMiB));
+      device_->leaf_sums_async(hbm(0), type, count, sums, *stream_);
+      device_->add_leaves_async(sums, leaves.size(), reinterpret_cast<NormResult*>(hbm(16 * kMiB)), *stream_);
       NormResult got;
       download(&got, 16 * kMiB, sizeof got);
       EXPECT_EQ(got.first_nonfinite, expected.first_nonfinite) << name_of(type) << " " << count;

@@ -50,11 +50,11 @@ struct LayoutCase {
     return config;
   }
 
-  void choose_budgets(Config& config, const ModelDescription& description) const {
+  void choose_budgets(Config& config, const ModelDescription& description, Rank rank = {}) const {
     const auto least_of = [&](std::optional<std::uint64_t>& budget) {
       budget = 1;
       try {
-        make_plan(config, description);
+        make_plan(config, description, 1, rank);
       } catch (const Error& error) {
         budget = named_bytes(error);
       }

@@ -112,8 +112,9 @@ struct ToyTrainer {
   std::function<float(std::uint64_t)> gain = [](std::uint64_t) { return 1.f; };  // of every gradient in a step
   std::function<std::uint64_t(std::uint64_t)> data_of = [](std::uint64_t step) { return step; };
   std::function<Brings(const ToyPush&)> brings = [](const ToyPush&) { return Brings::kGradient; };
-  float rounded_to = 0;  // gradients, before they are scaled: multiples of it
-  bool in_turn = false;  // as the model's
+  float rounded_to = 0;                 // gradients, before they are scaled: multiples of it
+  bool in_turn = false;                 // as the model's
+  std::uint32_t first_micro_batch = 0;  // of a step, that is this rank's
   // Faults that the same-bits tests must notice:
   bool swap_micro_batches = false;
   bool use_after_release = false;
@@ -157,8 +158,9 @@ struct ToyTrainer {
 
   StepReport run_step() {
     const std::uint64_t step = engine.current_step() + 1;
-    for (std::uint32_t m = 0; m < (in_turn ? micro_batches : 1); ++m) {
-      in_turn ? pass(step, m, m + 1) : pass(step, 0, micro_batches);
+    const std::uint32_t first = first_micro_batch, end = first + micro_batches;
+    for (std::uint32_t m = first; m < (in_turn ? end : first + 1); ++m) {
+      in_turn ? pass(step, m, m + 1) : pass(step, first, end);
     }
     between();
     std::ranges::fill(blob, step);

@@ -11,10 +11,9 @@
 #include <vector>
 
 #include "spillway/log.h"
-#include "src/comm/transport_communicator.h"
 #include "tests/error_of.h"
 #include "tests/src/comm/communicator_suite.h"
-#include "tests/src/comm/thread_transport.h"
+#include "tests/src/comm/thread_ranks.h"
 
 namespace spillway {
 namespace {
@@ -28,21 +27,9 @@ void run_self(std::uint32_t, const RanksOptions&, const std::function<void(Commu
   body(*communicator);
 }
 
-// With a hub that the body may use to make ranks fail.
 void run_on(ThreadHub& hub, std::uint32_t ranks, const RanksOptions& options,
             const std::function<void(Communicator&)>& body) {
-  std::vector<std::thread> threads;
-  for (std::uint32_t rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        TransportCommunicator communicator(hub.join(rank), options.limits, options.patience_seconds);
-        body(communicator);
-      } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << rank << ": " << error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  testing::run_ranks_on(hub, ranks, options.limits, options.patience_seconds, body);
 }
 
 void run_threads(std::uint32_t ranks, const RanksOptions& options, const std::function<void(Communicator&)>& body) {

@@ -51,8 +51,8 @@ class Ranks:
         file, end = self.directory / f"rank{rank}.{kind}", time.monotonic() + seconds
         while not file.exists():
             if time.monotonic() > end or self.process.poll() not in (None, 0) and not file.exists():
-                raise AssertionError(f"no {file.name} after {seconds} s, and {[f.name for f in self.directory.iterdir()]}: "
-                                     f"{self.last_words()}")
+                left = sorted(one.name for one in self.directory.iterdir())
+                raise AssertionError(f"no {file.name} after {seconds} s, but {left}: {self.last_words()}")
             time.sleep(0.01)
         return file.read_text()
 

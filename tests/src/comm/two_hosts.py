@@ -1,5 +1,5 @@
-"""Two hosts on one machine: network namespaces with a name and an address each, and a cable between them. Open MPI takes
-them for what they are, since it knows hosts by their names and reaches another one through an agent, which is ssh
+"""Two hosts on one machine: network namespaces with a name and an address each, and a cable between them. Open MPI
+takes them for two, since it knows hosts by their names and reaches another one through an agent, which is ssh
 otherwise. All of it ends with the process that made it.
 
     host-a  192.0.2.1 ──────── cable ──────── 192.0.2.2  host-b
