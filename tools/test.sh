@@ -16,8 +16,8 @@ case "$*" in
   --all) all=yes ;;
   *) echo "test.sh: it takes nothing but --all" >&2; exit 1 ;;
 esac
-# openmpi-bin: ranks over MPI are processes of mpirun.
-tools/install_packages.sh cmake python3-torch python3-venv libopenmpi-dev openmpi-bin \
+# openmpi-bin: ranks over MPI are processes of mpirun. iproute2: on two hosts, between which there is a network.
+tools/install_packages.sh cmake python3-torch python3-venv libopenmpi-dev openmpi-bin iproute2 \
   ${all:+clang libclang-rt-dev libomp-dev lld}
 . tools/compiler_cache.sh
 

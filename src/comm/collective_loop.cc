@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "spillway/log.h"
 #include "src/comm/last_words.h"
 #include "src/comm/scalars.h"
 
@@ -28,6 +29,7 @@ CollectiveLoop::CollectiveLoop(Transport& transport, CollectiveQueue& queue, con
                                double patience_seconds)
     : transport_(transport),
       queue_(queue),
+      patience_seconds_(patience_seconds),
       patience_(duration_cast<Clock::duration>(std::chrono::duration<double>(patience_seconds))),
       conversation_(transport, 0),
       transfers_(transport, limits, kOfTransfers),
@@ -38,11 +40,13 @@ CollectiveLoop::CollectiveLoop(Transport& transport, CollectiveQueue& queue, con
 void CollectiveLoop::run() {
   conversation_.listen();
   while (!queue_.stopping()) {
+    queue_.go_round();
     const bool progress = !ended_ && go_on();
     if (!ended_) watch(progress);
     rest(progress);
   }
   if (!ended_) leave();
+  queue_.end();
 }
 
 bool CollectiveLoop::go_on() {
@@ -187,17 +191,31 @@ void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const st
   own.failed = failed;
   own.set_text(text);
   say_last(own);
-  tell_the_end(own);
-  lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kLost);
+  const bool stands = tell_the_end(own) && transfers_.any();
+  lets_go_ = transport_.close(have_parted() && !stands ? Parting::kTogether : Parting::kLost);
 }
 
 // Gives the others a moment to do the same: what has come from everybody leaves nothing behind.
 void CollectiveLoop::say_last(const Word& own) {
   if (transport_.ranks() > 1) conversation_.say(own);
-  const Clock::time_point end = Clock::now() + std::min<Clock::duration>(kAnswer, patience_);
-  while (Clock::now() < end && !have_parted()) {
+  take_until([&] { return have_parted(); }, std::min<Clock::duration>(kAnswer, patience_));
+}
+
+template <typename Condition>
+void CollectiveLoop::take_until(Condition condition, Clock::duration most) {
+  const Clock::time_point end = Clock::now() + most;
+  while (Clock::now() < end && !condition()) {
+    queue_.go_round();
     if (!take_tickets()) std::this_thread::sleep_for(microseconds(200));
   }
+}
+
+std::vector<std::uint32_t> CollectiveLoop::unanswering() const {
+  std::vector<std::uint32_t> ranks;
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
+    if (rank != transport_.rank() && !conversation_.has_answered(rank)) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 // Null: it has not come to it, or that was long ago.
@@ -207,27 +225,39 @@ const Word* CollectiveLoop::announced_by(std::uint32_t rank, std::uint64_t numbe
   return number < announced_ && own.number == number ? &own : nullptr;
 }
 
-void CollectiveLoop::tell_the_end(const Word& own) {
+// Whether it was that nothing moved.
+bool CollectiveLoop::tell_the_end(const Word& own) {
   std::vector<const Word*> last(transport_.ranks());
   for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
     last[rank] = rank == transport_.rank() ? &own : conversation_.last(rank);
   }
-  const std::uint64_t failed = cause_of(last).failed;
-  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) words_[rank] = announced_by(rank, failed);
+  const Word& cause = cause_of(last);
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) words_[rank] = announced_by(rank, cause.failed);
   queue_.fail(error_of({.rank = transport_.rank(),
                         .last_words = last,
                         .announced = words_,
                         .hosts = hosts_,
-                        .patience_seconds = std::chrono::duration<double>(patience_).count()}));
+                        .patience_seconds = patience_seconds_}));
+  return cause.reason == Word::Reason::kNoProgress || cause.reason == Word::Reason::kLibrary;
 }
 
+// Others may go on for hours, and the library waits for them at the end of the process. One that does not even answer
+// is not waited for.
 void CollectiveLoop::leave() {
   ended_ = true;
   Word own;
   own.what = Word::What::kLeft;
   own.number = own.failed = announced_;
   say_last(own);
-  lets_go_ = transport_.close(have_parted() ? Parting::kTogether : Parting::kEarly);
+  take_until([&] { return have_parted() || unanswering().empty(); }, patience_);
+  if (have_parted()) {
+    lets_go_ = transport_.close(Parting::kTogether);
+  } else if (const auto silent = unanswering(); silent.empty()) {
+    lets_go_ = transport_.close(Parting::kEarly);
+  } else {
+    log(LogLevel::kWarning, lost_at_the_end(silent, hosts_, patience_seconds_));
+    lets_go_ = transport_.close(Parting::kLost);
+  }
 }
 
 }  // namespace spillway

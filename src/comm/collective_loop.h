@@ -45,14 +45,18 @@ class CollectiveLoop {
   void finish(std::uint64_t number);
   void give_up(Word::Reason reason, std::uint64_t failed, const std::string& text = {});
   const Word* announced_by(std::uint32_t rank, std::uint64_t number) const;
-  void tell_the_end(const Word& own);
+  bool tell_the_end(const Word& own);
   void leave();
   void say_last(const Word& own);
+  template <typename Condition>
+  void take_until(Condition condition, Clock::duration most);
+  std::vector<std::uint32_t> unanswering() const;
   bool waits_for_others() const noexcept { return announced_ > all_over_; }
   bool have_parted() const noexcept { return conversation_.all_have_left() && conversation_.all_sent(); }
 
   Transport& transport_;
   CollectiveQueue& queue_;
+  const double patience_seconds_;
   const Clock::duration patience_;
   Conversation conversation_;
   Transfers transfers_;

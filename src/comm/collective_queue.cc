@@ -1,16 +1,26 @@
 #include "src/comm/collective_queue.h"
 
 #include <algorithm>
+#include <utility>
+
+#include "src/comm/last_words.h"
 
 namespace spillway {
+namespace {
 
-CollectiveQueue::CollectiveQueue(std::uint32_t ranks) : calls_(kCalls) {
+constexpr std::chrono::milliseconds kLookEvery{250};
+constexpr std::chrono::seconds kBeyondPatience{2};  // in which the thread itself would have found what is wrong
+
+}  // namespace
+
+CollectiveQueue::CollectiveQueue(std::uint32_t ranks, double patience_seconds, std::string library)
+    : patience_seconds_(patience_seconds), library_(std::move(library)), calls_(kCalls) {
   for (Call& call : calls_) call.slices.resize(ranks);
 }
 
 std::uint64_t CollectiveQueue::call(const Collective& collective) {
   std::unique_lock lock(mutex_);
-  over_.wait(lock, [&] { return failure_ || called_ - all_over_ < kCalls; });
+  if (!wait_for_thread(lock, [&] { return failure_ || called_ - all_over_ < kCalls; })) hangs();
   if (failure_) throw Error(*failure_);
   Call& call = at(called_);
   call.collective = collective;
@@ -30,7 +40,7 @@ void CollectiveQueue::arrive(std::uint64_t number) {
   at(number).ready = true;
   news_ = true;
   something_to_do_.notify_one();
-  over_.wait(lock, [&] { return failure_ || all_over_ > number || at(number).over; });
+  if (!wait_for_thread(lock, [&] { return failure_ || all_over_ > number || at(number).over; })) hangs();
   ++left_;
   over_.notify_all();
 }
@@ -40,10 +50,46 @@ void CollectiveQueue::drain() {
   over_.wait(lock, [&] { return left_ == called_; });
 }
 
-void CollectiveQueue::stop() {
-  const std::lock_guard lock(mutex_);
+bool CollectiveQueue::stop() {
+  std::unique_lock lock(mutex_);
   stopping_ = true;
   something_to_do_.notify_one();
+  return hung_in_ != rounds_ && wait_for_thread(lock, [&] { return ended_; });
+}
+
+void CollectiveQueue::end() {
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  over_.notify_all();
+}
+
+// False: the thread does not go round any more. A process that was stopped for an hour has not looked for an hour.
+template <typename Condition>
+bool CollectiveQueue::wait_for_thread(std::unique_lock<std::mutex>& lock, Condition condition) {
+  using Clock = std::chrono::steady_clock;
+  const auto patience = std::chrono::duration<double>(patience_seconds_);
+  Clock::duration stands{};
+  std::uint64_t rounds = rounds_;
+  Clock::time_point looked = Clock::now();
+  while (!over_.wait_for(lock, kLookEvery, condition)) {
+    const Clock::time_point now = Clock::now();
+    const std::uint64_t before = std::exchange(rounds, rounds_);
+    const bool stood = rounds == before;
+    stands = stood ? stands + std::min<Clock::duration>(now - looked, 2 * kLookEvery) : Clock::duration{};
+    looked = now;
+    if (stands > patience + kBeyondPatience) return false;
+  }
+  return true;
+}
+
+// Open MPI 4.1's TCP takes a lock twice when a connection breaks while data is on its way, and then waits for itself
+// (mca_btl_tcp_endpoint_close, which calls back under endpoint_send_lock).
+void CollectiveQueue::hangs() {
+  hung_in_ = rounds_;
+  if (!failure_)
+    failure_ =
+        error_of_hanging(at(all_over_).collective, all_over_, library_, patience_seconds_ + kBeyondPatience.count());
+  over_.notify_all();
 }
 
 const Collective* CollectiveQueue::ready(std::uint64_t number) const {
@@ -61,7 +107,7 @@ void CollectiveQueue::over(std::uint64_t number) {
 
 void CollectiveQueue::fail(const Error& error) {
   const std::lock_guard lock(mutex_);
-  failure_ = error;
+  if (!failure_) failure_ = error;
   over_.notify_all();
 }
 

@@ -5,14 +5,17 @@
 //   ───┴──────┬───────┴──────┬────────┴───── number    arrive  a stream comes to it, and waits until it is over
 //      carried out      streams come                   over    the communicator's thread has carried it out
 //
-// After fail() nothing waits for anything any more.
+// After fail() nothing waits for anything any more. Who waits for the communicator's thread looks whether it goes
+// round: a library's call that never comes back (below, hangs()) must not stop the process, too.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "spillway/communicator.h"
@@ -24,7 +27,7 @@ class CollectiveQueue {
  public:
   static constexpr std::uint64_t kCalls = 64;  // at a time; further ones wait
 
-  explicit CollectiveQueue(std::uint32_t ranks);
+  CollectiveQueue(std::uint32_t ranks, double patience_seconds, std::string library);
 
   // Callers. Copies the slices. Throws what it failed with.
   std::uint64_t call(const Collective& collective);
@@ -33,13 +36,16 @@ class CollectiveQueue {
   void arrive(std::uint64_t number);
   // Until every call has been arrived at and left.
   void drain();
-  void stop();  // the communicator's thread; after drain()
+  // Stops the communicator's thread; after drain(). False: it hangs.
+  bool stop();
 
   // The communicator's thread. Null: not called, or no stream has come to it. Valid until it is over.
   const Collective* ready(std::uint64_t number) const;
   void over(std::uint64_t number);
   void fail(const Error& error);
   bool stopping() const;
+  void go_round() noexcept { rounds_.fetch_add(1, std::memory_order_relaxed); }  // often, whatever it does
+  void end();                                                                    // the last call
   // How many were called.
   std::uint64_t called() const;
   // Until a stream comes to another one, or stop(), or for so long.
@@ -52,14 +58,21 @@ class CollectiveQueue {
     bool ready = false, over = false;
   };
   Call& at(std::uint64_t number) { return calls_[number % kCalls]; }
+  template <typename Condition>
+  bool wait_for_thread(std::unique_lock<std::mutex>& lock, Condition condition);
+  void hangs();
 
+  const double patience_seconds_;
+  const std::string library_;
+  std::atomic<std::uint64_t> rounds_ = 0;
   mutable std::mutex mutex_;                        // guards everything below
   std::condition_variable something_to_do_, over_;  // over_: also left, and failed
   std::vector<Call> calls_;
   std::uint64_t called_ = 0, left_ = 0;
   std::uint64_t all_over_ = 0;  // numbers below it are over
-  bool news_ = false, stopping_ = false;
+  bool news_ = false, stopping_ = false, ended_ = false;
   std::optional<Error> failure_;
+  std::optional<std::uint64_t> hung_in_;  // round
 };
 
 }  // namespace spillway

@@ -8,7 +8,13 @@ namespace spillway {
 
 // Tickets: those of receives by rank, behind them those of sends by place in said_.
 Conversation::Conversation(Transport& transport, Ticket ticket)
-    : transport_(transport), first_(ticket), peers_(transport.ranks()) {}
+    : transport_(transport), first_(ticket), peers_(transport.ranks()) {
+  said_[kAnswers].word.what = Word::What::kHeard;
+}
+
+Ticket Conversation::ticket_of(const Said& said) const noexcept {
+  return first_ + peers_.size() + static_cast<std::size_t>(&said - said_.data());
+}
 
 void Conversation::listen() {
   for (std::uint32_t rank = 0; rank < peers_.size(); ++rank) {
@@ -22,21 +28,27 @@ void Conversation::receive(std::uint32_t from) {
 }
 
 bool Conversation::may_say() const noexcept {
-  return std::any_of(said_.begin(), said_.end() - 1, [](const Said& said) { return said.out == 0; });
+  return std::any_of(said_.begin(), said_.begin() + kLastWord, [](const Said& said) { return said.out == 0; });
 }
 
 void Conversation::say(const Word& word) {
-  auto place = word.what == Word::What::kCollective
-                   ? std::find_if(said_.begin(), said_.end() - 1, [](const Said& said) { return said.out == 0; })
-                   : said_.end() - 1;
-  SPILLWAY_CHECK(place->out == 0, "a place for a word is free");
+  const bool is_last = word.what != Word::What::kCollective;
+  const auto end = said_.begin() + kLastWord;
+  const auto place = is_last ? end : std::find_if(said_.begin(), end, [](const Said& said) { return said.out == 0; });
+  SPILLWAY_CHECK((is_last || place != end) && place->out == 0, "a place for a word is free");
   place->word = word;
   place->out = peers_.size() - 1;
-  const Ticket ticket = first_ + peers_.size() + static_cast<std::size_t>(place - said_.begin());
+  has_said_last_ |= is_last;
   for (std::uint32_t i = 1; i < peers_.size(); ++i) {  // everybody begins with somebody else
     const auto to = static_cast<std::uint32_t>((transport_.rank() + i) % peers_.size());
-    transport_.send(to, Channel::kWords, std::as_bytes(std::span(&place->word, 1)), ticket);
+    transport_.send(to, Channel::kWords, std::as_bytes(std::span(&place->word, 1)), ticket_of(*place));
   }
+}
+
+void Conversation::answer(std::uint32_t to) {
+  Said& answers = said_[kAnswers];
+  ++answers.out;
+  transport_.send(to, Channel::kWords, std::as_bytes(std::span(&answers.word, 1)), ticket_of(answers));
 }
 
 bool Conversation::all_sent() const noexcept {
@@ -49,13 +61,18 @@ void Conversation::take(Ticket ticket) {
     --said_[index - peers_.size()].out;
     return;
   }
-  Peer& peer = peers_[index];
+  const auto rank = static_cast<std::uint32_t>(index);
+  Peer& peer = peers_[rank];
   if (peer.arriving.what == Word::What::kCollective) {
     peer.words[peer.come++ % peer.words.size()] = peer.arriving;
-    receive(static_cast<std::uint32_t>(index));
+    receive(rank);
+  } else if (peer.arriving.what == Word::What::kHeard) {
+    peer.heard = true;
+    receive(rank);
   } else {
     peer.last = peer.arriving;  // nothing follows it
     ++left_;
+    if (peer.last->what == Word::What::kLeft && !has_said_last_) answer(rank);
   }
 }
 

@@ -1,5 +1,5 @@
 // The channel of words: says this rank's to all others, and listens to each of them all the time, so that an
-// announcement, or a last word, is known when it arrives and not when somebody asks.
+// announcement, or a last word, is known when it arrives and not when somebody asks. A rank that leaves is answered.
 #pragma once
 
 #include <array>
@@ -33,6 +33,8 @@ class Conversation {
   // Null: it still takes part.
   const Word* last(std::uint32_t rank) const;
   bool all_have_left() const noexcept { return left_ + 1 == transport_.ranks(); }
+  // Whether `rank` has said its last word, or has answered this rank's.
+  bool has_answered(std::uint32_t rank) const noexcept { return peers_[rank].heard || peers_[rank].last; }
 
  private:
   struct Said {
@@ -44,13 +46,18 @@ class Conversation {
     std::array<Word, 2 * kAhead> words;
     std::uint64_t come = 0;
     std::optional<Word> last;
+    bool heard = false;
   };
 
   void receive(std::uint32_t from);
+  void answer(std::uint32_t to);
+  Ticket ticket_of(const Said& said) const noexcept;
 
   Transport& transport_;
   const Ticket first_;
-  std::array<Said, kAhead + 1> said_;  // the last one is for the last word
+  static constexpr std::size_t kLastWord = kAhead, kAnswers = kAhead + 1;
+  std::array<Said, kAhead + 2> said_;  // announcements, the last word, and what those who leave are answered
+  bool has_said_last_ = false;
   std::vector<Peer> peers_;
   std::uint32_t left_ = 0;
 };

@@ -21,11 +21,18 @@ int weight_of(const Word& word) {
   return -1;
 }
 
-// `rank 2 (node1)`, `ranks 2 and 3`
-std::string named(const std::vector<std::uint32_t>& ranks, std::span<const std::string> hosts) {
-  std::string text = ranks_text(ranks);
-  if (ranks.size() == 1 && !hosts[ranks[0]].empty()) text += " (" + hosts[ranks[0]] + ")";
-  return text;
+// `rank 2 (node1)`, `ranks 2 and 3 (node1)`, `ranks 2 to 9 (node1, node2)`: who is missed at once is often all of a
+// host.
+std::string named(std::span<const std::uint32_t> ranks, std::span<const std::string> hosts) {
+  constexpr std::size_t kShown = 4;
+  std::vector<std::string> theirs;
+  for (const std::uint32_t rank : ranks) {
+    if (!hosts[rank].empty() && std::ranges::find(theirs, hosts[rank]) == theirs.end()) theirs.push_back(hosts[rank]);
+  }
+  if (theirs.empty()) return ranks_text(ranks);
+  std::string text = ranks_text(ranks) + " (" + theirs[0];
+  for (std::size_t i = 1; i < std::min(theirs.size(), kShown); ++i) text += ", " + theirs[i];
+  return text + (theirs.size() > kShown ? ", …)" : ")");
 }
 
 std::string no_progress(const Ending& ending, const Word& cause) {
@@ -101,6 +108,23 @@ Error error_of(const Ending& ending) {
       parts.hint = "look at what ended or stopped them, and at the network, and start all ranks again";
   }
   return Error(Code::kIo, parts);
+}
+
+Error error_of_hanging(const Collective& call, std::uint64_t number, const std::string& library,
+                       double waited_seconds) {
+  return Error(Code::kIo,
+               {numbered_name_of(word_of(call, number)),
+                fmt::format("a call of {} has not come back in {:g} s, as when a connection to another rank breaks",
+                            library, waited_seconds),
+                0, "look at what ended other ranks, and at the network, and start all ranks again"});
+}
+
+std::string lost_at_the_end(std::span<const std::uint32_t> silent, std::span<const std::string> hosts,
+                            double patience_seconds) {
+  return fmt::format(
+      "communicator: as this rank leaves, {} {} not answer in {:g} s; look at what ended or stopped them, "
+      "and at the network",
+      named(silent, hosts), silent.size() == 1 ? "does" : "do", patience_seconds);
 }
 
 }  // namespace spillway

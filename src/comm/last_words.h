@@ -23,4 +23,11 @@ const Word& cause_of(std::span<const Word* const> last_words);
 
 Error error_of(const Ending& ending);
 
+// Where the library has not come back for that long, and nobody can be asked.
+Error error_of_hanging(const Collective& call, std::uint64_t number, const std::string& library, double waited_seconds);
+
+// What a rank says that has left in peace, but without these.
+std::string lost_at_the_end(std::span<const std::uint32_t> silent, std::span<const std::string> hosts,
+                            double patience_seconds);
+
 }  // namespace spillway

@@ -28,8 +28,8 @@
 namespace spillway::mpi {
 namespace {
 
-std::mutex& calls() {
-  static std::mutex one;
+std::timed_mutex& calls() {
+  static std::timed_mutex one;
   return one;
 }
 
@@ -65,7 +65,8 @@ Process& process() {
 }
 
 void finalize_at_exit() {
-  const std::lock_guard lock(calls());
+  const std::unique_lock lock(calls(), std::try_to_lock);
+  if (!lock) return;  // a call that has not come back, in a communicator that was left for it
   int finalized = 0;
   if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized && process().open == 0 && !process().lost) MPI_Finalize();
 }
@@ -100,13 +101,16 @@ MPI_Comm duplicate(MPI_Comm comm, double patience_seconds) {
   MPI_Comm own = MPI_COMM_NULL;
   MPI_Request request = MPI_REQUEST_NULL;
   int error = MPI_Comm_idup(comm, &own, &request), done = 0;
-  for (double waited = 0; error == MPI_SUCCESS && !done; waited += 1e-3) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(patience_seconds);
+  while (error == MPI_SUCCESS && !done) {
     error = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
     if (done || error != MPI_SUCCESS) break;
-    if (waited > patience_seconds) {
+    if (std::chrono::steady_clock::now() > end) {
       process().lost = true;
-      throw Error(Code::kIo, {"communicator mpi", "not all ranks have come to open it", 0,
-                              "look at what ended or stopped them: every rank of the MPI communicator makes one"});
+      throw Error(Code::kIo,
+                  {"communicator mpi", "not all ranks have come to open it", 0,
+                   "look at what ended or stopped them, and at the network: where hosts have several, or "
+                   "containers, mpirun --mca btl_tcp_if_include ADDRESS/BITS names the one that joins them"});
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -123,7 +127,11 @@ int count_of(std::size_t size) {
 class MpiTransport final : public Transport {
  public:
   explicit MpiTransport(const MpiOptions& options) {
-    const std::lock_guard lock(calls());
+    const std::unique_lock lock(calls(), std::chrono::duration<double>(options.patience_seconds));
+    if (!lock) {
+      throw Error(Code::kIo, {"communicator mpi", "a call of an earlier communicator has not come back from MPI", 0,
+                              "start all ranks again"});
+    }
     initialize(options.comm.has_value());
     const MPI_Comm comm = options.comm ? MPI_Comm_f2c(*options.comm) : MPI_COMM_WORLD;
     if (comm == MPI_COMM_NULL) {
@@ -159,8 +167,13 @@ class MpiTransport final : public Transport {
     });
   }
 
-  void all_gather(std::span<std::byte> data, std::span<const std::uint64_t> slices, Ticket ticket) override {
-    Lists& lists = add_lists(slices, 1);
+  void all_gather(std::span<std::byte> data, std::span<const SlicePart> parts, Ticket ticket) override {
+    next_lists_ = std::make_unique<Lists>();
+    Lists& lists = *next_lists_;
+    for (const SlicePart& part : parts) {
+      lists.counts.push_back(count_of(part.bytes));
+      lists.begins.push_back(count_of(part.begin));
+    }
     begin(ticket, 0, false, "MPI_Iallgatherv", [&](MPI_Request* request) {
       return MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, data.data(), lists.counts.data(), lists.begins.data(),
                              MPI_BYTE, comm_, request);
@@ -181,7 +194,14 @@ class MpiTransport final : public Transport {
   }
   // In place MPI leaves the own sum at the beginning, from where it is moved when it is there.
   void reduce_scatter(std::span<std::byte> data, std::span<const std::uint64_t> slices, Ticket ticket) override {
-    Lists& lists = add_lists(slices, sizeof(float));
+    next_lists_ = std::make_unique<Lists>();
+    Lists& lists = *next_lists_;
+    std::uint64_t begin_bytes = 0;
+    for (const std::uint64_t slice : slices) {
+      lists.counts.push_back(count_of(slice / sizeof(float)));
+      lists.begins.push_back(count_of(begin_bytes / sizeof(float)));
+      begin_bytes += slice;
+    }
     const auto self = static_cast<std::size_t>(rank_);
     lists.move_from = data.data();
     lists.move_to = data.data() + static_cast<std::size_t>(lists.begins[self]) * sizeof(float);
@@ -210,17 +230,6 @@ class MpiTransport final : public Transport {
     const char* call = "";
     std::unique_ptr<Lists> lists;
   };
-
-  Lists& add_lists(std::span<const std::uint64_t> slices, std::size_t unit) {
-    next_lists_ = std::make_unique<Lists>();
-    std::uint64_t begin = 0;
-    for (const std::uint64_t slice : slices) {
-      next_lists_->counts.push_back(count_of(slice / unit));
-      next_lists_->begins.push_back(count_of(begin / unit));
-      begin += slice;
-    }
-    return *next_lists_;
-  }
 
   template <typename Call>
   void begin(Ticket ticket, std::size_t bytes, bool is_receive, const char* name, Call call) {
@@ -298,8 +307,15 @@ void MpiTransport::test() {
   begun_.resize(kept);
 }
 
+// Where a connection is broken, or the other side ends while data is on its way, Open MPI 4.1 may crash in a call, or
+// never come back from it.
 bool MpiTransport::close(Parting parting) noexcept {
   const std::lock_guard lock(calls());
+  --process().open;
+  if (parting == Parting::kLost || !failure_.empty()) {
+    process().lost = true;
+    return requests_.empty();
+  }
   for (std::size_t i = 0; i < requests_.size(); ++i) {
     if (begun_[i].is_receive) MPI_Cancel(&requests_[i]);
   }
@@ -310,8 +326,7 @@ bool MpiTransport::close(Parting parting) noexcept {
   }
   // What others sent and nobody received would otherwise meet the next communicator that gets this one's number.
   if (parting == Parting::kTogether && all) MPI_Comm_free(&comm_);
-  --process().open;
-  process().lost |= !failure_.empty() || !all || parting == Parting::kLost;
+  process().lost |= !all;
   return all;
 }
 

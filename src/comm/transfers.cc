@@ -17,6 +17,12 @@ std::uint64_t tree_chunk(const TransferLimits& limits, std::uint64_t ranks) {
   return std::clamp(align_down(limits.scratch_bytes / (2 * (ranks - 1)), kLeast), kLeast, kMost);
 }
 
+// Of each slice. Not tiny where there are many ranks and only one of them has something.
+std::uint64_t gather_chunk(const TransferLimits& limits, std::uint64_t ranks) {
+  const std::uint64_t least = std::min<std::uint64_t>(limits.piece_bytes, 64 * kKiB);
+  return std::max(align_down(limits.piece_bytes / ranks, 4 * kKiB), least);
+}
+
 }  // namespace
 
 Transfers::Transfers(Transport& transport, const TransferLimits& limits, Ticket ticket)
@@ -24,8 +30,10 @@ Transfers::Transfers(Transport& transport, const TransferLimits& limits, Ticket 
       limits_(limits),
       first_(ticket),
       tree_chunk_bytes_(tree_chunk(limits, transport.ranks())),
+      gather_chunk_bytes_(gather_chunk(limits, transport.ranks())),
       scratch_(2 * tree_chunk_bytes_ * (transport.ranks() - 1)),
-      parts_(transport.ranks()) {
+      parts_(transport.ranks()),
+      gathered_(transport.ranks()) {
   begun_.reserve(kAhead);
 }
 
@@ -38,14 +46,15 @@ void Transfers::begin(std::uint64_t number, const Collective& call) {
   transfer = {.number = number, .call = call};
   std::uint64_t longest = call.data.size();
   if (!call.slices.empty()) longest = *std::ranges::max_element(call.slices);
-  transfer.direct = call.kind != CollectiveKind::kBroadcast &&
-                    call.data.size() <= std::min(limits_.direct_bytes, transport_.most_bytes());
+  const bool gathers = call.kind == CollectiveKind::kAllGather;
+  transfer.direct = call.kind != CollectiveKind::kBroadcast && call.data.size() <= transport_.most_bytes() &&
+                    (gathers || call.data.size() <= limits_.direct_bytes);
   if (transport_.ranks() == 1) {
     transfer.chunks = 0;  // it is there
   } else if (is_tree(call)) {
     transfer.chunks = div_up(longest, tree_chunk_bytes_);
   } else if (transfer.direct) {
-    transfer.chunks = longest > 0 ? 1 : 0;
+    transfer.chunks = gathers ? div_up(longest, gather_chunk_bytes_) : longest > 0 ? 1 : 0;
   } else {
     transfer.chunks = div_up<std::uint64_t>(longest, limits_.piece_bytes);
   }
@@ -54,16 +63,20 @@ void Transfers::begin(std::uint64_t number, const Collective& call) {
 }
 
 // Its part of that rank's slice; of a broadcast, of all.
+SlicePart Transfers::part(const Transfer& transfer, std::uint32_t rank, std::uint64_t chunk,
+                          std::uint64_t chunk_bytes) const {
+  SlicePart slice{.begin = 0, .bytes = transfer.call.data.size()};
+  if (!transfer.call.slices.empty()) {
+    for (std::uint32_t before = 0; before < rank; ++before) slice.begin += transfer.call.slices[before];
+    slice.bytes = transfer.call.slices[rank];
+  }
+  const std::uint64_t from = std::min(slice.bytes, chunk * chunk_bytes);
+  return {.begin = slice.begin + from, .bytes = std::min(chunk_bytes, slice.bytes - from)};
+}
 std::span<std::byte> Transfers::piece(const Transfer& transfer, std::uint32_t rank, std::uint64_t chunk,
                                       std::uint64_t chunk_bytes) const {
-  std::span<std::byte> slice = transfer.call.data;
-  if (!transfer.call.slices.empty()) {
-    std::uint64_t begin = 0;
-    for (std::uint32_t before = 0; before < rank; ++before) begin += transfer.call.slices[before];
-    slice = slice.subspan(begin, transfer.call.slices[rank]);
-  }
-  const std::uint64_t from = std::min<std::uint64_t>(slice.size(), chunk * chunk_bytes);
-  return slice.subspan(from, std::min<std::uint64_t>(chunk_bytes, slice.size() - from));
+  const SlicePart found = part(transfer, rank, chunk, chunk_bytes);
+  return transfer.call.data.subspan(found.begin, found.bytes);
 }
 
 std::byte* Transfers::received(std::size_t half, std::uint32_t rank) {
@@ -130,9 +143,14 @@ void Transfers::start_piece(Transfer& transfer) {
     ++pieces_out_;
   };
   if (transfer.direct) {
-    ++transfer.chunk;
+    const std::uint64_t chunk = transfer.chunk++;
     out();
-    if (call.kind == CollectiveKind::kAllGather) return transport_.all_gather(call.data, call.slices, ticket);
+    if (call.kind == CollectiveKind::kAllGather) {
+      for (std::uint32_t rank = 0; rank < gathered_.size(); ++rank) {
+        gathered_[rank] = part(transfer, rank, chunk, gather_chunk_bytes_);
+      }
+      return transport_.all_gather(call.data, gathered_, ticket);
+    }
     return transport_.reduce_scatter(call.data, call.slices, ticket);
   }
   const std::uint32_t root = transfer.rank;

@@ -1,5 +1,7 @@
 // The data of collectives that all ranks have agreed on: cut into pieces that a library's calls can take (MPI counts in
-// int), several on their way at a time, started in the same order on every rank whatever arrives first.
+// int), several on their way at a time, started in the same order on every rank whatever arrives first. Pieces are so
+// short that one is over within any patience, on any network on which somebody would train: that is seen as progress,
+// and what a library has moved of a piece is not.
 //
 // A sum in a tree is made of messages between two ranks. The owner of a slice gets every other rank's part of it, chunk
 // by chunk, and adds them up in the tree's order; a rank sends and receives what it would in a ring.
@@ -24,9 +26,11 @@ namespace spillway {
 // The same on every rank.
 struct TransferLimits {
   std::uint64_t scratch_bytes = 16 * kMiB;
-  // All of a collective in one call of the library, up to here; else slice by slice, in pieces that are so short that
-  // one is over within any patience.
-  std::size_t direct_bytes = 256 * kMiB, piece_bytes = 64 * kMiB;
+  // All of a reduce_scatter in one call of the library, up to here: its own sums know how to share the work.
+  std::size_t direct_bytes = 64 * kMiB;
+  // Else what a call gets, of all slices together in an all_gather, of one otherwise. Two ranks on one host are as fast
+  // as with all 64 MiB in one call (`mpirun -n 2 spillway doctor --ranks`).
+  std::size_t piece_bytes = 8 * kMiB;
 };
 
 class Transfers {
@@ -55,6 +59,7 @@ class Transfers {
   };
 
   bool is_tree(const Collective& call) const noexcept;
+  SlicePart part(const Transfer& transfer, std::uint32_t rank, std::uint64_t chunk, std::uint64_t chunk_bytes) const;
   std::span<std::byte> piece(const Transfer& transfer, std::uint32_t rank, std::uint64_t chunk,
                              std::uint64_t chunk_bytes) const;
   void start_chunk_of_tree(Transfer& transfer);
@@ -65,11 +70,12 @@ class Transfers {
   Transport& transport_;
   const TransferLimits limits_;
   const Ticket first_;
-  const std::uint64_t tree_chunk_bytes_;
+  const std::uint64_t tree_chunk_bytes_, gather_chunk_bytes_;
   std::vector<std::byte> scratch_;
   std::array<Transfer, kAhead> transfers_;
   std::vector<std::uint64_t> begun_;  // numbers, in their order
   std::vector<const float*> parts_;   // what is added up
+  std::vector<SlicePart> gathered_;   // what one all_gather of the library brings
   std::size_t pieces_out_ = 0;
 };
 

@@ -17,11 +17,16 @@ using Ticket = std::uint64_t;  // the caller's choice
 
 enum class Channel : std::uint8_t { kWords, kData };
 
+// Of a rank's slice, somewhere in the data.
+struct SlicePart {
+  std::uint64_t begin = 0, bytes = 0;
+};
+
 // How ranks part.
 enum class Parting : std::uint8_t {
   kTogether,  // all have said their last word, and nothing is on its way from anybody
   kEarly,     // this one goes, and others go on
-  kLost,      // one does not answer
+  kLost,      // one does not answer, or data does not move
 };
 
 class Transport {
@@ -36,9 +41,9 @@ class Transport {
   virtual void send(std::uint32_t to, Channel channel, std::span<const std::byte> data, Ticket ticket) = 0;
   virtual void receive(std::uint32_t from, Channel channel, std::span<std::byte> data, Ticket ticket) = 0;
 
-  // The library's own collectives, in place; slices in bytes. At most most_bytes() at a time.
+  // The library's own collectives, in place; slices in bytes. `data` is at most most_bytes().
   virtual std::size_t most_bytes() const noexcept = 0;
-  virtual void all_gather(std::span<std::byte> data, std::span<const std::uint64_t> slices, Ticket ticket) = 0;
+  virtual void all_gather(std::span<std::byte> data, std::span<const SlicePart> parts, Ticket ticket) = 0;
   virtual void broadcast(std::span<std::byte> data, std::uint32_t root, Ticket ticket) = 0;
   // fp32 sums; what is not the root's, or not the own slice, is undefined afterwards.
   virtual void reduce(std::span<std::byte> data, std::uint32_t root, Ticket ticket) = 0;
@@ -48,7 +53,8 @@ class Transport {
   virtual std::size_t poll(std::span<Ticket> over) = 0;
   virtual std::string failure() const = 0;  // empty: none
 
-  // The last call. Takes back what nothing has come for. False: the library still knows memory that was named, which
+  // The last call. Takes back what nothing has come for, unless somebody is lost: then nothing of the library's is
+  // called any more. False: the library still knows memory that was named, which
   // must stay where it is.
   virtual bool close(Parting parting) noexcept = 0;
 };

@@ -25,19 +25,17 @@ std::uint64_t settings_of(const TransferLimits& limits) {
 
 TransportCommunicator::TransportCommunicator(std::unique_ptr<Transport> transport, const TransferLimits& limits,
                                              double patience_seconds)
-    : transport_(std::move(transport)),
-      rank_(transport_->rank()),
-      ranks_(transport_->ranks()),
-      library_(transport_->library()),
-      queue_(ranks_),
-      loop_(std::make_unique<CollectiveLoop>(*transport_, queue_, limits, patience_seconds)),
-      thread_([this] { loop_->run(); }) {
+    : works_(std::make_unique<Works>(std::move(transport), limits, patience_seconds)),
+      rank_(works_->transport->rank()),
+      ranks_(works_->transport->ranks()),
+      library_(works_->transport->library()),
+      thread_([works = works_.get()] { works->loop.run(); }) {
   pthread_setname_np(thread_.native_handle(), "ranks");
   std::uint64_t settings = settings_of(limits);
   const Collective open{.kind = CollectiveKind::kOpen, .data = std::as_writable_bytes(std::span(&settings, 1))};
-  queue_.arrive(queue_.call(open));
+  works_->queue.arrive(works_->queue.call(open));
   try {
-    queue_.throw_if_failed();
+    throw_if_failed();
   } catch (...) {
     end();
     throw;
@@ -47,13 +45,12 @@ TransportCommunicator::TransportCommunicator(std::unique_ptr<Transport> transpor
 TransportCommunicator::~TransportCommunicator() { end(); }
 
 void TransportCommunicator::end() {
-  queue_.drain();
-  queue_.stop();
-  thread_.join();
-  if (loop_->lets_go()) return;
+  works_->queue.drain();
+  const bool ended = works_->queue.stop();
+  ended ? thread_.join() : thread_.detach();
+  if (ended && works_->loop.lets_go()) return;
   // After a failure the library may still look at what it was given. That is lost: a few MiB of a process that ends.
-  static_cast<void>(loop_.release());
-  static_cast<void>(transport_.release());
+  static_cast<void>(works_.release());
 }
 
 std::string TransportCommunicator::describe() const {
@@ -66,8 +63,9 @@ void TransportCommunicator::start(const Collective& call, Stream& stream) {
                 {"the communicator over " + library_, "it moves host memory, and this stream is of the cuda device", 0,
                  "set spillway.device to host on every rank"});
   }
-  const std::uint64_t number = queue_.call(call);
-  stream.launch([queue = &queue_, number](HostWorkers&) { queue->arrive(number); });
+  CollectiveQueue& queue = works_->queue;
+  const std::uint64_t number = queue.call(call);
+  stream.launch([&queue, number](HostWorkers&) { queue.arrive(number); });
 }
 
 }  // namespace spillway

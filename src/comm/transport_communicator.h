@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "spillway/communicator.h"
 #include "src/comm/collective_loop.h"
@@ -23,7 +24,7 @@ class TransportCommunicator final : public Communicator {
   std::uint32_t rank() const noexcept override { return rank_; }
   std::uint32_t ranks() const noexcept override { return ranks_; }
   std::string describe() const override;
-  void throw_if_failed() const override { queue_.throw_if_failed(); }
+  void throw_if_failed() const override { works_->queue.throw_if_failed(); }
 
  protected:
   void start(const Collective& call, Stream& stream) override;
@@ -31,11 +32,21 @@ class TransportCommunicator final : public Communicator {
  private:
   void end();
 
-  std::unique_ptr<Transport> transport_;
+  // What the thread works on.
+  struct Works {
+    Works(std::unique_ptr<Transport> over, const TransferLimits& limits, double patience_seconds)
+        : transport(std::move(over)),
+          queue(transport->ranks(), patience_seconds, transport->library()),
+          loop(*transport, queue, limits, patience_seconds) {}
+
+    const std::unique_ptr<Transport> transport;
+    CollectiveQueue queue;
+    CollectiveLoop loop;
+  };
+
+  std::unique_ptr<Works> works_;
   const std::uint32_t rank_, ranks_;
   const std::string library_;
-  CollectiveQueue queue_;
-  std::unique_ptr<CollectiveLoop> loop_;
   std::thread thread_;
 };
 

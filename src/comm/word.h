@@ -21,6 +21,7 @@ struct Word {
     kCollective,  // this rank has come to collective `number`
     kLeft,        // and takes no further part, after `number` of them
     kGaveUp,      // the same, because of `reason` at collective `failed`
+    kHeard,       // that the one it is for has left; this rank is still there
   };
   enum class Reason : std::uint8_t { kTold, kDiffer, kNoProgress, kLeft, kLibrary };
 
@@ -40,7 +41,7 @@ struct Word {
   // The values of an all_reduce; of others the first slices, to name them; of last words a text.
   std::array<std::uint64_t, kMostScalars> values{};
 
-  static constexpr std::uint32_t kMagic = 0x5b11'0001;  // another number with every change of this struct
+  static constexpr std::uint32_t kMagic = 0x5b11'0002;  // another number with every change of this struct
 
   void set_text(std::string_view text);
   std::string text() const;

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "spillway/log.h"
 #include "tests/error_of.h"
 #include "tests/src/comm/communicator_suite.h"
 #include "tests/src/comm/thread_ranks.h"
@@ -64,7 +65,7 @@ TEST(ThreadRanks, ASilentRankIsNamedWithItsHost) {
     member.a->synchronize();  // what comes after it may have failed already
     if (member.rank == 1) {
       hub.silence(1);
-      EXPECT_THAT(end_of(member), HasSubstr("no progress in 1.5 s: ranks 0 and 2 do not answer"))
+      EXPECT_THAT(end_of(member), HasSubstr("no progress in 1.5 s: ranks 0 and 2 (host0, host2) do not answer"))
           << "as it looks there";
       return;
     }
@@ -136,6 +137,58 @@ TEST(ThreadRanks, ALibraryThatFailsIsQuotedOnEveryRank) {
     }
     EXPECT_THAT(end, StartsWith("collective 2: rank 2: threads: MPI_ERR_OTHER; look at that rank"));
   });
+}
+
+TEST(ThreadRanks, ACallThatNeverComesBackStopsNobody) {
+  static ThreadHub& hub = *new ThreadHub(3);  // one thread waits in it when this test is over
+  run_on(hub, 3, {.patience_seconds = 1}, [&](Communicator& communicator) {
+    Member member(communicator);
+    member.comm.barrier(7, *member.a);
+    member.a->synchronize();
+    if (member.rank == 1) hub.hang(1);
+    EXPECT_THAT(end_of(member), HasSubstr(member.rank == 1 ? ": a call of threads has not come back in 3 s, as when "
+                                                           : ": no progress in 1 s: rank 1 (host1) does not answer; "));
+  });
+}
+
+// What the library logs, while it is there.
+class Logged {
+ public:
+  Logged() {
+    set_log_sink([this](LogLevel, std::string_view line) { lines.emplace_back(line); });
+  }
+  ~Logged() { set_log_sink({}); }
+  std::vector<std::string> lines;
+};
+
+TEST(ThreadRanks, ARankThatLeavesIsAnsweredByThoseThatStay) {
+  const Logged logged;
+  ThreadHub hub(3);
+  run_on(hub, 3, {.patience_seconds = 0.5}, [&](Communicator& communicator) {
+    Member member(communicator);
+    member.comm.barrier(7, *member.a);
+    member.settle();
+    if (member.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(2));
+  });
+  EXPECT_THAT(logged.lines, ::testing::IsEmpty());
+}
+
+TEST(ThreadRanks, WhoeverDoesNotAnswerARankThatLeavesIsNamed) {
+  const Logged logged;
+  ThreadHub hub(3);
+  run_on(hub, 3, {.patience_seconds = 0.5}, [&](Communicator& communicator) {
+    Member member(communicator);
+    member.comm.barrier(7, *member.a);
+    member.settle();
+    if (member.rank == 1) hub.silence(1);
+    member.comm.throw_if_failed();
+  });
+  const auto misses = [](const char* whom) {
+    return StartsWith(std::string("communicator: as this rank leaves, ") + whom);
+  };
+  EXPECT_THAT(logged.lines, ::testing::UnorderedElementsAre(misses("rank 1 (host1) does not answer in 0.5 s; "),
+                                                            misses("rank 1 (host1) does not answer in 0.5 s; "),
+                                                            misses("ranks 0 and 2 (host0, host2) do not answer ")));
 }
 
 TEST(ThreadRanks, OtherLimitsAreRefusedAtTheOpening) {

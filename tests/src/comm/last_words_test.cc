@@ -33,11 +33,11 @@ class LastWords : public ::testing::Test {
       last.push_back(silent_ >> rank & 1 ? nullptr : &own_[rank]);
       announced.push_back(absent_ >> rank & 1 ? nullptr : &announced_[rank]);
     }
-    const std::vector<std::string> hosts{"n0", "n1", "n2", "n3"};
-    return error_of({.rank = by, .last_words = last, .announced = announced, .hosts = hosts, .patience_seconds = 60})
+    return error_of({.rank = by, .last_words = last, .announced = announced, .hosts = hosts_, .patience_seconds = 60})
         .what();
   }
 
+  std::vector<std::string> hosts_{"n0", "n1", "n2", "n3"};
   std::vector<Word> own_, announced_;
   unsigned silent_ = 0, absent_ = 0;  // bits by rank
 };
@@ -51,7 +51,11 @@ TEST_F(LastWords, ThoseThatDoNotAnswerAreNamed) {
       "stopped them, and at the network, and start all ranks again");
   EXPECT_EQ(told(1), told(0)) << "who was told tells the same";
   silent_ = 0b1100;
-  EXPECT_THAT(told(0), HasSubstr("60 s: ranks 2 and 3 do not answer; "));
+  EXPECT_THAT(told(0), HasSubstr("60 s: ranks 2 and 3 (n2, n3) do not answer; "));
+  hosts_ = {"n0", "n0", "n1", "n1"};
+  EXPECT_THAT(told(0), HasSubstr("60 s: ranks 2 and 3 (n1) do not answer; "));
+  hosts_ = {"", "", "", ""};
+  EXPECT_THAT(told(0), HasSubstr("60 s: ranks 2 and 3 do not answer; ")) << "at the opening";
 }
 
 TEST_F(LastWords, ThoseThatHaveNotComeAreNamedWithTheirLast) {
@@ -84,6 +88,15 @@ TEST_F(LastWords, WhatALibrarySaidIsQuotedByAll) {
   own_[2].set_text("rank 2: Open MPI v4.1.4: MPI_ERR_OTHER");
   EXPECT_THAT(told(0), HasSubstr("(collective 8): rank 2: Open MPI v4.1.4: MPI_ERR_OTHER; look at that rank"));
   EXPECT_THAT(told(0), Not(HasSubstr("progress")));
+}
+
+TEST(LostAtTheEnd, ThoseThatDoNotAnswerAreNamed) {
+  const std::vector<std::string> hosts{"n0", "n0", "n1", "n1"};
+  const std::vector<std::uint32_t> silent{2, 3};
+  EXPECT_EQ(
+      lost_at_the_end(silent, hosts, 60),
+      "communicator: as this rank leaves, ranks 2 and 3 (n1) do not answer in 60 s; look at what ended or stopped "
+      "them, and at the network");
 }
 
 }  // namespace

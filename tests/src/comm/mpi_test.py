@@ -8,88 +8,28 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
-import xml.etree.ElementTree as ElementTree
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from launch import MPIRUN, ONE_HOST, PATIENCE, Ranks, run_suite  # noqa: E402
 from report import main  # noqa: E402
-
-# A container has one user, and fewer cores than ranks; nothing outside this machine is asked for.
-ENVIRONMENT = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-               "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none",
-               "OMPI_MCA_btl": "self,vader", "OMPI_MCA_plm": "isolated"}
-MPIRUN = os.environ["SPILLWAY_MPIRUN"]
-PATIENCE = "2"
 
 
 class Suite(unittest.TestCase):
-    def run_ranks(self, ranks):
-        with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([MPIRUN, "-n", str(ranks), os.environ["SPILLWAY_MPI_SUITE"], "--gtest_brief=1"],
-                                  env={**ENVIRONMENT, "SPILLWAY_RANK_REPORTS": folder},
-                                  capture_output=True, text=True, timeout=240, check=False)
-            said = done.stdout[-6000:] + done.stderr[-3000:]
-            self.assertEqual(0, done.returncode, said)
-            reports = sorted(pathlib.Path(folder).glob("*.xml"))
-            self.assertEqual(ranks, len(reports), said)
-            for report in reports:
-                totals = ElementTree.parse(report).getroot().attrib
-                self.assertEqual("0", totals["failures"], said)
-                self.assertGreaterEqual(int(totals["tests"]), 20)
-
     def test_OneRank(self):
-        self.run_ranks(1)
+        run_suite(self, 1)
 
     def test_TwoRanks(self):
-        self.run_ranks(2)
+        run_suite(self, 2)
 
     def test_ThreeRanks(self):
-        self.run_ranks(3)
+        run_suite(self, 3)
 
     def test_FourRanks(self):
-        self.run_ranks(4)
+        run_suite(self, 4)
 
     def test_FiveRanks(self):
-        self.run_ranks(5)
-
-
-class Ranks:
-    """Processes of rank_program."""
-
-    def __init__(self, ranks, calls, how, patience=PATIENCE):
-        self.folder = tempfile.TemporaryDirectory()
-        self.directory = pathlib.Path(self.folder.name)
-        # mpirun ends all ranks when one ends by itself; these are to say themselves what they miss.
-        self.process = subprocess.Popen(
-            [MPIRUN, "--enable-recovery", "-n", str(ranks), os.environ["SPILLWAY_RANK_PROGRAM"], self.directory,
-             patience, str(calls), how],
-            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def wait_for(self, rank, kind, seconds=60):
-        file, end = self.directory / f"rank{rank}.{kind}", time.monotonic() + seconds
-        while not file.exists():
-            if time.monotonic() > end or self.process.poll() not in (None, 0) and not file.exists():
-                said = self.process.communicate(timeout=10) if self.process.poll() is not None else ""
-                raise AssertionError(f"no {file.name} after {seconds} s: {said}")
-            time.sleep(0.01)
-        return file.read_text()
-
-    def signal(self, rank, what):
-        os.kill(int(self.wait_for(rank, "pid")), what)
-
-    def close(self):
-        for file in self.directory.glob("*.pid"):
-            try:
-                os.kill(int(file.read_text()), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        try:
-            self.process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.communicate()
-        self.folder.cleanup()
+        run_suite(self, 5)
 
 
 class LostRanks(unittest.TestCase):
@@ -140,7 +80,7 @@ class LostRanks(unittest.TestCase):
     def test_AnotherLaunchersProcessesAreRefused(self):
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run([os.environ["SPILLWAY_RANK_PROGRAM"], folder, PATIENCE, "1", "well"],
-                                  env={**ENVIRONMENT, "PMI_SIZE": "2", "PMI_RANK": "0"},
+                                  env={**ONE_HOST, "PMI_SIZE": "2", "PMI_RANK": "0"},
                                   capture_output=True, text=True, timeout=60, check=False)
         self.assertEqual(4, done.returncode, done.stderr)
         self.assertIn("communicator mpi: the launcher has started 2 processes, and Open MPI v", done.stderr)
@@ -157,7 +97,7 @@ class Example(unittest.TestCase):
                 "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
                 "spillway": {"device": "host"}}))
             done = subprocess.run([MPIRUN, "-n", str(ranks), os.environ["SPILLWAY_MPI_EXAMPLE"], config],
-                                  env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+                                  env=ONE_HOST, capture_output=True, text=True, timeout=120, check=False)
             self.assertEqual(0, done.returncode, done.stderr)
             found = {rank: [] for rank in range(ranks)}
             for rank, norm in re.findall(r"rank (\d) step \d+: gradient norm (\S+)", done.stdout):
@@ -176,7 +116,7 @@ class Example(unittest.TestCase):
 class Doctor(unittest.TestCase):
     def doctor(self, *command):
         done = subprocess.run([*command, os.environ["SPILLWAY_BINARY"], "doctor", "--ranks", "--json"],
-                              env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+                              env=ONE_HOST, capture_output=True, text=True, timeout=120, check=False)
         self.assertEqual(0, done.returncode, done.stderr)
         return {one["check"]: one["seen"] for one in json.loads(done.stdout)["findings"]}
 

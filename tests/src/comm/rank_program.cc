@@ -1,9 +1,10 @@
 // A rank of a program that knows nothing of MPI: it asks for a communicator by name, and calls collectives until there
 // is an error. mpi_test.py runs it under mpirun, stops and kills it.
 //
-//   rank_program DIRECTORY PATIENCE_SECONDS CALLS HOW
-// In DIRECTORY it leaves, for each rank: rank<r>.pid; rank<r>.began once ten collectives are over; rank<r>.end, the
-// error or `well`. HOW, after CALLS: `well`: the end; of the last rank `exit`: without a word; `sleep`: for ever.
+//   rank_program DIRECTORY PATIENCE_SECONDS CALLS HOW [VALUES of each slice]
+// In DIRECTORY it leaves, for each rank: rank<r>.pid; rank<r>.began once ten collectives are over; rank<r>.called after
+// CALLS; rank<r>.end, the error or `well`. HOW, after CALLS: `well`: the end; `idle`: when there is DIRECTORY/go, one
+// more; `leave`: then the end; of the last rank `exit`: without a word; `sleep`: for ever.
 #include <unistd.h>
 
 #include <cstdio>
@@ -25,6 +26,7 @@ struct Task {
   std::string directory, how;
   double patience_seconds = 0;
   int calls = 0;
+  std::size_t values = 2'000;
 };
 
 // Written in one piece: whoever waits for it finds all of it.
@@ -39,8 +41,8 @@ void work(const Task& task, Communicator& communicator) {
   const auto stream = device->create_stream("stream");
   const std::string file = task.directory + "/rank" + std::to_string(communicator.rank());
   leave(file + ".pid", std::to_string(::getpid()));
-  std::vector<std::uint64_t> slices(communicator.ranks(), 8'000);
-  std::vector<float> data(2'000 * communicator.ranks());
+  std::vector<std::uint64_t> slices(communicator.ranks(), task.values * sizeof(float));
+  std::vector<float> data(task.values * communicator.ranks());
   const bool is_last = communicator.rank() + 1 == communicator.ranks();
   for (int i = 0; i < task.calls; ++i) {
     communicator.reduce_scatter(data, slices, Sums::kTree, 4, *stream);
@@ -49,9 +51,12 @@ void work(const Task& task, Communicator& communicator) {
     communicator.throw_if_failed();
     if (i == 10) leave(file + ".began", "");
   }
+  leave(file + ".called", "");
+  const bool waits = task.how == "idle" || task.how == "leave";
+  while (waits && !std::filesystem::exists(task.directory + "/go")) ::usleep(10'000);
   if (is_last && task.how == "exit") ::_exit(0);
   while (is_last && task.how == "sleep") ::sleep(1);
-  if (task.how == "well") return;
+  if (task.how == "well" || task.how == "leave") return;
   communicator.barrier(6, *stream);
   stream->synchronize();
   communicator.throw_if_failed();
@@ -72,10 +77,12 @@ int run(const Task& task) {
 }  // namespace
 }  // namespace spillway
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
   try {
-    return spillway::run(
-        {.directory = argv[1], .how = argv[4], .patience_seconds = std::atof(argv[2]), .calls = std::atoi(argv[3])});
+    spillway::Task task{
+        .directory = argv[1], .how = argv[4], .patience_seconds = std::atof(argv[2]), .calls = std::atoi(argv[3])};
+    if (argc > 5) task.values = static_cast<std::size_t>(std::atoll(argv[5]));
+    return spillway::run(task);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 4;

@@ -15,7 +15,7 @@ class ThreadTransport final : public Transport {
   std::uint32_t ranks() const noexcept override { return hub_.ranks_; }
   std::string library() const override { return "threads"; }
   std::string host() const override { return "host" + std::to_string(rank_); }
-  std::size_t most_bytes() const noexcept override { return 1 << 30; }
+  std::size_t most_bytes() const noexcept override { return 20'000; }  // some collectives have more, some less
 
   void send(std::uint32_t to, Channel channel, std::span<const std::byte> data, Ticket ticket) override {
     const std::lock_guard lock(hub_.mutex_);
@@ -31,8 +31,8 @@ class ThreadTransport final : public Transport {
     receives_.push_back({from, channel, data, ticket});
   }
 
-  void all_gather(std::span<std::byte> data, std::span<const std::uint64_t> slices, Ticket ticket) override {
-    meet(ThreadHub::Kind::kAllGather, data, slices, 0, ticket);
+  void all_gather(std::span<std::byte> data, std::span<const SlicePart> parts, Ticket ticket) override {
+    meet(ThreadHub::Kind::kAllGather, data, parts, 0, ticket);
   }
   void broadcast(std::span<std::byte> data, std::uint32_t root, Ticket ticket) override {
     meet(ThreadHub::Kind::kBroadcast, data, {}, root, ticket);
@@ -41,11 +41,16 @@ class ThreadTransport final : public Transport {
     meet(ThreadHub::Kind::kReduce, data, {}, root, ticket);
   }
   void reduce_scatter(std::span<std::byte> data, std::span<const std::uint64_t> slices, Ticket ticket) override {
-    meet(ThreadHub::Kind::kReduceScatter, data, slices, 0, ticket);
+    std::vector<SlicePart> parts;
+    for (const std::uint64_t slice : slices) {
+      parts.push_back({.begin = parts.empty() ? 0 : parts.back().begin + parts.back().bytes, .bytes = slice});
+    }
+    meet(ThreadHub::Kind::kReduceScatter, data, parts, 0, ticket);
   }
 
   std::size_t poll(std::span<Ticket> over) override {
-    const std::lock_guard lock(hub_.mutex_);
+    std::unique_lock lock(hub_.mutex_);
+    while (hub_.of_rank_[rank_].hangs) hub_.never_.wait(lock);
     if (!hub_.of_rank_[rank_].silent) {
       take_messages();
       end_meetings();
@@ -71,7 +76,7 @@ class ThreadTransport final : public Transport {
   struct Met {
     std::uint64_t place;
     std::span<std::byte> data;
-    std::vector<std::uint64_t> slices;
+    std::vector<SlicePart> parts;
     Ticket ticket;
   };
 
@@ -90,11 +95,11 @@ class ThreadTransport final : public Transport {
     }
   }
 
-  void meet(ThreadHub::Kind kind, std::span<std::byte> data, std::span<const std::uint64_t> slices, std::uint32_t root,
+  void meet(ThreadHub::Kind kind, std::span<std::byte> data, std::span<const SlicePart> parts, std::uint32_t root,
             Ticket ticket) {
     const std::lock_guard lock(hub_.mutex_);
     if (hub_.of_rank_[rank_].silent) return;
-    met_.push_back({place_, data, {slices.begin(), slices.end()}, ticket});
+    met_.push_back({place_, data, {parts.begin(), parts.end()}, ticket});
     ThreadHub::Meeting& meeting = hub_.meetings_[place_++];
     if (meeting.come == 0) {
       meeting.kind = kind;
@@ -129,15 +134,14 @@ class ThreadTransport final : public Transport {
       case ThreadHub::Kind::kAllGather:
       case ThreadHub::Kind::kReduceScatter: break;
     }
-    std::size_t begin = 0;
     for (std::uint32_t rank = 0; rank < hub_.ranks_; ++rank) {
-      const std::span<std::byte> slice = met.data.subspan(begin, met.slices[rank]);
+      const std::size_t begin = met.parts[rank].begin;
+      const std::span<std::byte> slice = met.data.subspan(begin, met.parts[rank].bytes);
       if (meeting.kind == ThreadHub::Kind::kAllGather) {
         std::copy_n(meeting.brought[rank].begin() + static_cast<std::ptrdiff_t>(begin), slice.size(), slice.begin());
       } else if (rank == rank_) {
         sum(meeting, slice, begin);
       }
-      begin += slice.size();
     }
   }
 
@@ -174,6 +178,11 @@ void ThreadHub::silence(std::uint32_t rank) {
 void ThreadHub::lose_a_word(std::uint32_t rank) {
   const std::lock_guard lock(mutex_);
   of_rank_[rank].lose.assign(ranks_, 1);
+}
+
+void ThreadHub::hang(std::uint32_t rank) {
+  const std::lock_guard lock(mutex_);
+  of_rank_[rank].hangs = true;
 }
 
 void ThreadHub::break_down(std::uint32_t rank, const std::string& why) {

@@ -2,6 +2,7 @@
 // a rank fall silent. Messages are copied when they are sent; collectives are over when all have come to them.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -25,6 +26,8 @@ class ThreadHub {
   void silence(std::uint32_t rank);
   // Its next message to every rank in the channel of words is lost.
   void lose_a_word(std::uint32_t rank);
+  // Its library does not come back from the next call, nor ever after. The hub must live on.
+  void hang(std::uint32_t rank);
   // Its library fails at the next poll.
   void break_down(std::uint32_t rank, const std::string& why);
 
@@ -38,13 +41,14 @@ class ThreadHub {
     std::vector<std::vector<std::byte>> brought;
   };
   struct OfRank {
-    bool silent = false;
+    bool silent = false, hangs = false;
     std::vector<std::uint32_t> lose;  // words to each rank that are to be lost
     std::string broken;
   };
   using Road = std::tuple<std::uint32_t, std::uint32_t, Channel>;  // from, to
 
   const std::uint32_t ranks_;
+  std::condition_variable never_;
   std::mutex mutex_;  // guards everything below
   std::vector<OfRank> of_rank_;
   std::map<Road, std::deque<std::vector<std::byte>>> sent_;
