@@ -9,7 +9,7 @@
 // Errors: ranks that do not make the same calls, a rank that has left, and `patience_seconds` without progress end the
 // communicator on every rank with an error that names ranks and block. As with a device, throw_if_failed() says so and
 // is asked before anything is made of results, every later call throws the same error, and streams go on without it.
-// docs/ranks.md has all of that in plain words.
+// docs/ranks_communicator.md has all of that in plain words.
 #pragma once
 
 #include <cstddef>
