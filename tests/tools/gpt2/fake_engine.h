@@ -201,6 +201,7 @@ class FakeEngine final : public Engine {
     report.step = ++step_;
     return report;
   }
+  void set_micro_batches(std::uint32_t) override {}
   void discard_step() override {}
   void flush() override {}
   void begin_save(const std::filesystem::path&, const SaveOptions&) override {
