@@ -19,9 +19,13 @@ class CpuMask {
 
  private:
   friend class ThreadBinding;
+  friend bool bind_this_thread(const CpuMask& mask) noexcept;
   static constexpr std::size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
   std::array<unsigned long, kCpus / kWordBits> words_{};
 };
+
+// For good, and with it what the thread starts later. False with errno.
+bool bind_this_thread(const CpuMask& mask) noexcept;
 
 // Whose thread it is does not matter: it gets its old mask back.
 class ThreadBinding {

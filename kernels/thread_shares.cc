@@ -39,6 +39,21 @@ std::vector<ThreadShare> share_threads(unsigned threads, std::span<const CpuNode
 
 std::vector<ThreadShare> share_threads(unsigned threads) { return share_threads(threads, usable_nodes(), cpu_quota()); }
 
+std::vector<unsigned> cpus_of_share(std::span<const CpuNode> nodes, unsigned share, unsigned shares,
+                                    std::optional<double> quota) {
+  std::vector<std::vector<unsigned>> cores;
+  for (const CpuNode& node : nodes) cores.insert(cores.end(), node.cpus_of_cores.begin(), node.cpus_of_cores.end());
+  const std::size_t first = share * cores.size() / shares;
+  std::size_t count = std::max<std::size_t>(1, (share + std::size_t{1}) * cores.size() / shares - first);
+  if (quota) count = std::min<std::size_t>(count, std::max(1u, static_cast<unsigned>(*quota / shares)));
+  std::vector<unsigned> cpus;
+  for (std::size_t core = first; core < first + count; ++core) {
+    cpus.insert(cpus.end(), cores[core].begin(), cores[core].end());
+  }
+  std::ranges::sort(cpus);
+  return cpus;
+}
+
 unsigned threads_of(std::span<const ThreadShare> shares) {
   unsigned threads = 0;
   for (const ThreadShare& share : shares) threads += share.threads;

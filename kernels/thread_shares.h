@@ -22,6 +22,12 @@ std::vector<ThreadShare> share_threads(unsigned threads, std::span<const CpuNode
 // The same for this process on this machine.
 std::vector<ThreadShare> share_threads(unsigned threads);
 
+// The CPUs of one of `shares` processes that divide these nodes: whole cores, node by node, the same number each or one
+// more; of a quota that all of them have together, no more than its part. Where there are fewer cores than processes,
+// some have one together. Pure.
+std::vector<unsigned> cpus_of_share(std::span<const CpuNode> nodes, unsigned share, unsigned shares,
+                                    std::optional<double> quota);
+
 // All of them together.
 unsigned threads_of(std::span<const ThreadShare> shares);
 

@@ -90,13 +90,18 @@ Claim& nearest(std::vector<Claim>& claims, hwloc_obj_t cpu) {
   return claims.front();
 }
 
-unsigned cores_in(hwloc_topology_t topology, const Bitmap& cpus) {
-  unsigned cores = 0;
+std::vector<std::vector<unsigned>> cores_in(hwloc_topology_t topology, const Bitmap& cpus) {
+  std::vector<std::vector<unsigned>> cores;
   for (hwloc_obj_t core = nullptr; (core = hwloc_get_next_obj_by_type(topology, HWLOC_OBJ_CORE, core));) {
-    cores += hwloc_bitmap_intersects(core->cpuset, cpus.get()) != 0;
+    Bitmap of_core(core->cpuset);
+    hwloc_bitmap_and(of_core.get(), of_core.get(), cpus.get());
+    if (!of_core.empty()) cores.push_back(of_core.members());
   }
   // Some virtual machines show CPUs and no cores.
-  return cores > 0 ? cores : static_cast<unsigned>(hwloc_bitmap_weight(cpus.get()));
+  if (cores.empty()) {
+    for (const unsigned cpu : cpus.members()) cores.push_back({cpu});
+  }
+  return cores;
 }
 
 // Empty when the topology knows none of the allowed CPUs.
@@ -119,7 +124,8 @@ std::vector<CpuNode> nodes_of(hwloc_topology_t topology, const Bitmap& allowed) 
   std::ranges::sort(claims, {}, &Claim::os_index);
   std::vector<CpuNode> nodes;
   for (const Claim& claim : claims) {
-    nodes.push_back({claim.os_index, cores_in(topology, claim.cpus), claim.cpus.members()});
+    std::vector<std::vector<unsigned>> cores = cores_in(topology, claim.cpus);
+    nodes.push_back({claim.os_index, static_cast<unsigned>(cores.size()), claim.cpus.members(), std::move(cores)});
   }
   return nodes;
 }
@@ -133,6 +139,7 @@ std::vector<CpuNode> usable_nodes() {
   if (nodes.empty()) {
     log(LogLevel::kWarning, "hwloc does not know this machine: taking it for one NUMA node, and each CPU for a core");
     nodes.push_back({0, static_cast<unsigned>(allowed.size()), allowed});
+    for (const unsigned cpu : allowed) nodes.back().cpus_of_cores.push_back({cpu});
   }
   return nodes;
 }

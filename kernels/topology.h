@@ -16,6 +16,7 @@ struct CpuNode {
   unsigned os_index = 0;       // of the memory
   unsigned cores = 0;          // physical ones with at least one of `cpus`
   std::vector<unsigned> cpus;  // that this process may use, as the system numbers them, ascending
+  std::vector<std::vector<unsigned>> cpus_of_cores = {};  // the same, core by core
 };
 
 // By the affinity mask of the calling thread and the cpuset of its cgroup. At least one node.

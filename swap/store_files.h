@@ -24,6 +24,7 @@
 #include "spillway/io_file.h"
 #include "spillway/stripe_map.h"
 #include "swap/extents.h"
+#include "swap/policy/run_stores.h"
 #include "swap/superblock.h"
 
 namespace spillway {
@@ -60,13 +61,23 @@ class StoreFiles {
   // Whether there are such files, which are whole until take_over().
   bool takes_over() const;
   void take_over(std::uint64_t total_bytes);
-  // Fills in part, shares, names and checksum of every file's superblocks, writes and syncs them; all else is given.
+  static RunId new_run();  // random
+  // Fills in part, shares, store_id and checksum of every file's superblocks, writes and syncs them; all else is given.
   void write_superblocks(Superblock block);
+  // Behind the first commit: they stay under their temporary names, durable, also when this object ends.
+  void keep();
   // Gives them their names, behind the first commit; does nothing where they have them.
   void publish();
 
   // Existing files, locked; their superblocks are checked, also against each other, and mended.
   static StoreFiles open(std::span<const std::filesystem::path> directories, double patience_seconds);
+  // The same in two parts: nothing is changed before settle().
+  static StoreFiles find(std::span<const std::filesystem::path> directories, double patience_seconds);
+  void settle();
+  // A store that keep() has left and publish() has not given its names: whole, locked, and not another user's. Nothing
+  // where there is none, or another process has it. With kWrite as find() does, else as open_to_look().
+  enum class Use : std::uint8_t { kLook, kWrite };
+  static std::optional<StoreFiles> find_waiting(std::span<const std::filesystem::path> directories, Use use);
   // The same to look at only: no byte can be written, and nobody is kept from looking as well. While it is open no
   // process can open the store to use it, unless one has it open already (in_use).
   static StoreFiles open_to_look(std::span<const std::filesystem::path> directories);
@@ -131,7 +142,10 @@ class StoreFiles {
   StripeMap stripes_;
   Superblock block_{};
   std::vector<PartBlock> parts_;  // index as files_
-  bool temporary_ = false, in_use_ = false;
+  // kDraft: temporary ones, and the files are removed with this object.
+  enum class Names : std::uint8_t { kOwn, kWaiting, kDraft };
+  Names names_ = Names::kOwn;
+  bool in_use_ = false;
   std::vector<std::uint64_t> bytes_before_;  // of files that are to be taken over; 0: new ones
   AlignedBuffer look_{kExtentAlignment};     // for superblocks
 };

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"
@@ -22,7 +23,7 @@ constexpr double kGlancePatienceSeconds = 1;  // to tell a store in use from one
 
 std::filesystem::path store_file(const std::filesystem::path& directory) { return directory / kStoreFileName; }
 
-[[noreturn]] void refuse_existing(const std::filesystem::path& directory) {
+[[noreturn]] void refuse_store_in(const std::filesystem::path& directory) {
   const auto path = store_file(directory);
   try {
     File::open(path, {.writable = true, .direct = false}).lock(kGlancePatienceSeconds);
@@ -55,7 +56,11 @@ std::uint64_t TileStore::file_bytes(const std::filesystem::path& directory) {
 bool TileStore::exists(const StorePaths& paths) { return StoreFiles::exist(paths.directories); }
 
 TileStore::TileStore(StoreFiles files, const StoreShape& shape, StoreLayout layout)
-    : files_(std::move(files)), form_(record_form(shape)), slots_(shape.slots), layout_(std::move(layout)) {
+    : files_(std::move(files)),
+      form_(record_form(shape)),
+      slots_(shape.slots),
+      ranks_(shape.identity.rank.count),
+      layout_(std::move(layout)) {
   committed_.tiles.resize(shape.tiles.size());
   make_room();
   written_.resize(shape.tiles.size());
@@ -72,10 +77,21 @@ void TileStore::make_room() {
 
 std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const StoreShape& shape, bool replace,
                                              const std::function<void()>& before_loss) {
-  const auto& directories = paths.directories;
-  for (const auto& directory : directories) {
-    if (!replace && exists(directory)) refuse_existing(directory);
+  if (!replace) refuse_existing(paths);
+  auto store = reserve_new(paths, shape, replace);
+  if (before_loss && store->takes_over()) before_loss();
+  store->make(shape, StoreFiles::new_run());
+  return store;
+}
+
+void TileStore::refuse_existing(const StorePaths& paths) {
+  for (const auto& directory : paths.directories) {
+    if (exists(directory)) refuse_store_in(directory);
   }
+}
+
+std::unique_ptr<TileStore> TileStore::reserve_new(const StorePaths& paths, const StoreShape& shape, bool replace) {
+  const auto& directories = paths.directories;
   StoreFiles::remove_leftovers(directories, kLockPatienceSeconds);
   std::vector<std::uint32_t> shares = paths.shares;
   if (shares.empty()) shares.assign(directories.size(), 1);
@@ -101,17 +117,17 @@ std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const Stor
   // A store gets its name only from who holds a file under the temporary one: what came since we looked is complete,
   // and there will be no other.
   for (std::size_t i = 0; i < directories.size(); ++i) {
-    if (!held[i] && exists(directories[i])) refuse_existing(directories[i]);
-  }
-  if (files.takes_over()) {
-    if (before_loss) before_loss();
-    files.take_over(space_bytes(shape));
+    if (!held[i] && exists(directories[i])) refuse_store_in(directories[i]);
   }
   StoreLayout layout = lay_out_store(shape.tiles, store_geometry(shape, record_form(shape)));
   std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
   store->replaced_ = std::move(old);
-  store->write_description(shape);
   return store;
+}
+
+void TileStore::make(const StoreShape& shape, const RunId& run) {
+  if (files_.takes_over()) files_.take_over(space_bytes(shape));
+  write_description(shape, run);
 }
 
 void TileStore::write_text(const std::string& description) {
@@ -120,7 +136,7 @@ void TileStore::write_text(const std::string& description) {
   files_.write_at(layout_.description_offset, buffer.bytes());
 }
 
-void TileStore::write_description(const StoreShape& shape) {
+void TileStore::write_description(const StoreShape& shape, const RunId& run) {
   const std::string& text = shape.identity.description;
   write_text(text);
   // fallocate gives zeros, a reused device might not: an old record must never pass for one of this store.
@@ -131,6 +147,7 @@ void TileStore::write_description(const StoreShape& shape) {
   Superblock block{};
   block.slots = slots_;
   block.fingerprint = form_.fingerprint;
+  std::ranges::copy(run.word, block.run_id);
   block.rank = shape.identity.rank.index;
   block.ranks = shape.identity.rank.count;
   block.tiles = form_.tiles;
@@ -165,7 +182,11 @@ Hint TileStore::way_back(std::uint64_t offset) const {
   std::string paths;
   for (const File& file : files_.files()) {
     if (!paths.empty()) paths += ' ';
-    paths += file.path().parent_path().string();
+    std::filesystem::path directory = file.path().parent_path();
+    // Ranks go back together: what is named is the directory that has all of theirs.
+    if (ranks_ > 1 && directory.filename() == fmt::format("rank{}", files_.superblock().rank))
+      directory = directory.parent_path();
+    paths += directory.string();
   }
   return {Remedy::kCheckDriveAndRollBack, {step, paths, std::to_string(*older_step_)}};
 }
@@ -194,6 +215,7 @@ TileStore::Slot TileStore::committed(std::uint32_t tile) const {
 
 TileStore::Slot TileStore::writable(std::uint32_t tile) const {
   SPILLWAY_CHECK(!unverified_, "a step is overwritten once the newer one is known to be whole");
+  SPILLWAY_CHECK(!awaits_others_, "a step is overwritten once all ranks have committed the newer one");
   Slot slot;
   const std::uint32_t index = committed_.tiles[tile].slot ^ 1u;
   for (std::size_t part = 0; part < kParts; ++part) slot.extent[part] = layout_.tiles[tile].extent[index][part];
@@ -215,6 +237,7 @@ bool TileStore::keeps_update_counts() const noexcept { return form_.version >= k
 
 void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread,
                        std::span<std::byte> buffer, std::span<const std::uint64_t> update_counts) {
+  SPILLWAY_CHECK(!awaits_others_, "no rank commits twice before all have committed once");
   if (lost_) {
     throw Error(Code::kIo, files_.files().front().path().string(), "a write since the last commit failed", 0,
                 files_.cut_short(layout_.total_bytes) ? Remedy::kCutShort : Remedy::kResume);
@@ -260,6 +283,19 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
   if (committed_.sequence > 0) older_step_ = committed_.step;
   std::swap(committed_, next_);
   forget_written();
+  if (ranks_ > 1) {
+    files_.keep();
+    awaits_others_ = true;
+  } else {
+    get_name();
+  }
+}
+
+void TileStore::note_all_committed() {
+  if (std::exchange(awaits_others_, false)) get_name();
+}
+
+void TileStore::get_name() {
   files_.publish();
   replaced_.clear();
 }

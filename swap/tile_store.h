@@ -43,6 +43,9 @@ struct StorePaths {
 
 class TileStore {
  public:
+  // The kernel may still finish a killed holder's writes.
+  static constexpr double kLockPatienceSeconds = 10;
+
   static bool exists(const StorePaths& paths);  // in any of them
   // What a new store there would make free: an existing file, and one that a killed run has left.
   static std::uint64_t file_bytes(const std::filesystem::path& directory);
@@ -52,15 +55,38 @@ class TileStore {
   // `before_loss`, unless null, is called first and may throw. Where there is no room an existing one stays.
   static std::unique_ptr<TileStore> create(const StorePaths& paths, const StoreShape& shape, bool replace,
                                            const std::function<void()>& before_loss = {});
+  // The same in parts, between which ranks agree. kExists where there is one; kBusy where it is in use.
+  static void refuse_existing(const StorePaths& paths);
+  // Takes the space; an existing store is as it was, also where make() will take over its file.
+  static std::unique_ptr<TileStore> reserve_new(const StorePaths& paths, const StoreShape& shape, bool replace);
+  bool takes_over() const { return files_.takes_over(); }
+  void make(const StoreShape& shape, const RunId& run);  // `run`: the same on all ranks
   // Opens an existing store of exactly this shape and identity at its last commit; its disk space is reserved, and
   // its scratch area grows to what a run cannot do without.
   static std::unique_ptr<TileStore> open(const StorePaths& paths, const StoreShape& shape);
-  // The same to read what is committed; nothing is changed, so it may lie where nothing can be written.
+  // The same in parts: files that are locked (StoreFiles::find, find_waiting), of which nothing is changed yet.
+  static std::unique_ptr<TileStore> found(StoreFiles files, const StoreShape& shape);
+  RankCommits commits() const noexcept;
+  // Reads every byte of the commit before the last, which must be there; throws kCorrupt when one is not as it was.
+  void check_before(const StoreShape& shape);
+  // From here on the store is used: at its last commit, or at the one before, which then is the last.
+  void begin(const StoreShape& shape, bool at_before = false);
+  // In place of begin(), to read the commit before the last, which must be there.
+  void go_to_before();
+  // To read what is committed; nothing is changed, so it may lie where nothing can be written.
   static std::unique_ptr<TileStore> open_to_read(const StorePaths& paths, const StoreShape& shape);
   // Makes the older record's step the committed one, once every byte of it is verified; throws kCorrupt, with nothing
   // changed, when it cannot be. Returns the step.
   static std::uint64_t roll_back(const StorePaths& paths, const StoreShape& shape,
                                  const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress);
+  // Its parts, for the stores of several ranks, which go back together. Each changes one record, and no other byte.
+  static RankCommits commits_of(const ManifestChoice& choice);
+  static void check_older(StoreFiles& files, const StoreLayout& layout, const Manifest& older, const StoreShape& shape,
+                          const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress);
+  static void take_older(StoreFiles& files, const StoreLayout& layout, ManifestChoice& choice, std::uint64_t counts_on);
+  static void forget_newest(StoreFiles& files, const StoreLayout& layout, const Manifest& newest);
+  // kUnsupported where no step is kept.
+  static void refuse_one_slot(const StoreFiles& files);
   // What the store is a store of.
   static std::string read_description(const StoreFiles& files);
 
@@ -68,6 +94,7 @@ class TileStore {
   // Throw like open().
   static StoreLayout read_layout(const StoreFiles& files, const StoreShape& shape);
   static ManifestChoice read_records(const StoreFiles& files, const StoreLayout& layout);
+  static bool has_commit(const StoreFiles& files);  // whatever its shape
 
   StoreFiles& files() noexcept { return files_; }
   const StoreFiles& files() const noexcept { return files_; }
@@ -102,6 +129,13 @@ class TileStore {
   // update_counts: see Manifest; kUnsupported, with nothing written, when the store's format has no room for them.
   void commit(std::uint64_t step, std::span<const std::byte> blob, StoreThread& thread, std::span<std::byte> buffer,
               std::span<const std::uint64_t> update_counts = {});
+  // With several ranks a commit is this rank's alone, until all are known to have made it: an all_reduce says so, and
+  // then note_all_committed() is called, with which a new store gets its name. In between neither writable() nor
+  // commit() may be called: the step before stays whole, for a rank that died on the way to its commit has no other.
+  // So whoever is killed at any moment is at most one commit ahead of the others, and can go back. With one rank
+  // there is nothing to wait for.
+  bool awaits_others() const noexcept { return awaits_others_; }
+  void note_all_committed();
   // Whether a commit has room for update counts.
   bool keeps_update_counts() const noexcept;
   // One of its files that nobody finds after this process, as it was removed, moved or cut short. Null: none.
@@ -112,12 +146,10 @@ class TileStore {
   Hint way_back(std::uint64_t offset) const;
 
  private:
-  static constexpr double kLockPatienceSeconds = 10;  // the kernel may still finish a killed holder's writes
-
   TileStore(StoreFiles files, const StoreShape& shape, StoreLayout layout);
   static RecordForm form_of(const Superblock& block);
-  static std::unique_ptr<TileStore> at_last_commit(StoreFiles files, const StoreShape& shape);
-  void write_description(const StoreShape& shape);
+  void get_name();
+  void write_description(const StoreShape& shape, const RunId& run);
   void write_text(const std::string& description);
   void make_room();
   void load_manifest(const StoreShape& shape);
@@ -133,13 +165,25 @@ class TileStore {
   std::vector<File>
       replaced_;  // of the store whose place this one takes: locked, so that nobody trains in it meanwhile
   RecordForm form_;
-  std::uint32_t slots_ = 2;
+  std::uint32_t slots_ = 2, ranks_ = 1;
   StoreLayout layout_;
   Manifest committed_, next_;
   std::vector<Written> written_;
-  bool lost_ = false, unverified_ = false;
+  std::optional<Manifest> before_;  // between found() and begin()
+  bool lost_ = false, unverified_ = false, awaits_others_ = false;
   // The step of the other record, as long as nothing of it was overwritten since this process has the store.
   std::optional<std::uint64_t> older_step_;
+};
+
+// What lies where a store is to be: the one that has its name there, and one that is committed and waits for it. Both
+// are locked (to look: see StoreFiles::open_to_look), and nothing of them is changed.
+struct FoundStores {
+  // kReplace: what is wrong with one that has its name is of no concern, but that another process uses it.
+  enum class Purpose : std::uint8_t { kUse, kReplace, kLook };
+  FoundStores(const StorePaths& paths, Purpose purpose);
+  RankStores runs() const;
+
+  std::optional<StoreFiles> named, waiting;
 };
 
 }  // namespace spillway

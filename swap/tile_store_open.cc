@@ -15,15 +15,12 @@
 #include "swap/tile_store.h"
 
 namespace spillway {
-namespace {
 
-void refuse_one_slot(const StoreFiles& files) {
+void TileStore::refuse_one_slot(const StoreFiles& files) {
   if (files.superblock().slots >= 2) return;
   throw Error(Code::kUnsupported, files.files().front().path().string(),
               "made with commit_every 0: it keeps no step to resume or export", 0, Remedy::kReplaceAndKeepSteps);
 }
-
-}  // namespace
 
 RecordForm TileStore::form_of(const Superblock& block) {
   return {.version = block.format_version,
@@ -58,7 +55,7 @@ void TileStore::check_description(const StoreShape& shape) {
   }
 }
 
-std::unique_ptr<TileStore> TileStore::at_last_commit(StoreFiles files, const StoreShape& shape) {
+std::unique_ptr<TileStore> TileStore::found(StoreFiles files, const StoreShape& shape) {
   refuse_one_slot(files);
   StoreLayout layout = read_layout(files, shape);
   std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
@@ -69,26 +66,55 @@ std::unique_ptr<TileStore> TileStore::at_last_commit(StoreFiles files, const Sto
 }
 
 std::unique_ptr<TileStore> TileStore::open(const StorePaths& paths, const StoreShape& shape) {
-  auto store = at_last_commit(StoreFiles::open(paths.directories, kLockPatienceSeconds), shape);
-  try {
-    StoreFiles::remove_leftovers(paths.directories, 0);  // of a run that was to replace this store and was cut short
-  } catch (const Error&) {                               // they only take room
+  auto store = found(StoreFiles::find(paths.directories, kLockPatienceSeconds), shape);
+  store->begin(shape);
+  return store;
+}
+
+RankCommits TileStore::commits() const noexcept {
+  RankCommits commits{.last = Commit{committed_.sequence, committed_.step}, .before = {}};
+  if (before_) commits.before = {before_->sequence, before_->step};
+  return commits;
+}
+
+void TileStore::check_before(const StoreShape& shape) { check_older(files_, layout_, *before_, shape, {}); }
+
+void TileStore::begin(const StoreShape& shape, bool at_before) {
+  files_.settle();
+  if (at_before) {
+    log(LogLevel::kWarning,
+        fmt::format("{}: step {} was not committed by all ranks and is given up; going on from step {}, which all have",
+                    files_.files().front().path().string(), committed_.step, before_->step));
+    forget_newest(files_, layout_, committed_);
+    go_to_before();
   }
-  store->check_description(shape);
-  store->reserve(shape.least_scratch_bytes);
+  before_.reset();
+  std::vector<std::filesystem::path> directories;
+  for (const File& file : files_.files()) directories.push_back(file.path().parent_path());
+  try {
+    StoreFiles::remove_leftovers(directories, 0);  // of a run that was to replace this store and was cut short
+  } catch (const Error&) {                         // they only take room
+  }
+  check_description(shape);
+  reserve(shape.least_scratch_bytes);
   // What was read need not be durable: the run before may have been killed between writing its record and syncing it.
   // From here on the slots that only the older record names are overwritten.
-  store->rewrite_record();
-  store->files_.sync();
-  store->unverified_ = store->older_step_.has_value();
-  return store;
+  rewrite_record();
+  files_.sync();
+  unverified_ = older_step_.has_value();
+}
+
+void TileStore::go_to_before() {
+  committed_ = std::move(*before_);
+  make_room();
+  older_step_.reset();
 }
 
 std::unique_ptr<TileStore> TileStore::open_to_read(const StorePaths& paths, const StoreShape& shape) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(kLockPatienceSeconds);
   while (true) {
     StoreFiles files = StoreFiles::open_to_look(paths.directories);
-    if (!files.in_use()) return at_last_commit(std::move(files), shape);
+    if (!files.in_use()) return found(std::move(files), shape);
     if (std::chrono::steady_clock::now() >= deadline) {
       throw Error(Code::kBusy, {files.files().front().path().string(), "is in use by another engine or process", 0,
                                 "wait for it to end, or stop it"});
@@ -119,11 +145,23 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const StoreShape& sh
     throw Error(Code::kCorrupt, files.files().front().path().string(), "holds no other committed step to go back to", 0,
                 Remedy::kRestoreOrReplace);
   }
-  const Hint hint(Remedy::kNothingWasChanged, {std::to_string(choice.older->step)});
+  check_older(files, layout, *choice.older, shape, progress);
+  take_older(files, layout, choice, 1);
+  return choice.older->step;
+}
+
+void TileStore::check_older(StoreFiles& files, const StoreLayout& layout, const Manifest& older,
+                            const StoreShape& shape,
+                            const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress) {
+  const Hint hint(Remedy::kNothingWasChanged, {std::to_string(older.step)});
   check_extents(
-      files, layout, *choice.older,
+      files, layout, older,
       {.bad = [&](const BadBytes& bad) { throw bad_bytes_error(bad, shape.name_of, hint); }, .progress = progress});
-  choice.older->sequence = choice.manifest->sequence + 1;
+}
+
+void TileStore::take_older(StoreFiles& files, const StoreLayout& layout, ManifestChoice& choice,
+                           std::uint64_t counts_on) {
+  choice.older->sequence = choice.manifest->sequence + counts_on;
   const RecordForm form = form_of(files.superblock());
   AlignedBuffer buffer(record_bytes(form));
   encode_record(*choice.older, form, buffer.bytes());
@@ -134,7 +172,23 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const StoreShape& sh
     files.write_at(layout.record_offset[record][copy], buffer.bytes());
     files.sync();
   }
-  return choice.older->step;
+}
+
+// One copy after the other: as long as one is whole the commit is there, and whoever opens the stores next comes to the
+// same decision.
+void TileStore::forget_newest(StoreFiles& files, const StoreLayout& layout, const Manifest& newest) {
+  AlignedBuffer zeros(record_bytes(form_of(files.superblock())));
+  for (const std::uint64_t copy : layout.record_offset[newest.sequence % 2]) {
+    files.write_at(copy, zeros.bytes());
+    files.sync();
+  }
+}
+
+RankCommits TileStore::commits_of(const ManifestChoice& choice) {
+  RankCommits commits;
+  if (choice.manifest) commits.last = {choice.manifest->sequence, choice.manifest->step};
+  if (choice.older) commits.before = {choice.older->sequence, choice.older->step};
+  return commits;
 }
 
 StoreLayout TileStore::read_layout(const StoreFiles& files, const StoreShape& shape) {
@@ -218,6 +272,14 @@ ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayou
   return choice;
 }
 
+// Records lie before all tiles.
+bool TileStore::has_commit(const StoreFiles& files) {
+  StoreShape shape;
+  shape.identity.description.resize(files.superblock().description_bytes);
+  const StoreLayout layout = lay_out_store({}, store_geometry(shape, form_of(files.superblock())));
+  return read_records(files, layout).manifest.has_value();
+}
+
 void TileStore::load_manifest(const StoreShape& shape) {
   const std::string path = files_.files().front().path().string();
   ManifestChoice choice = read_records(files_, layout_);
@@ -228,6 +290,7 @@ void TileStore::load_manifest(const StoreShape& shape) {
   committed_ = std::move(*choice.manifest);
   make_room();
   if (choice.older) older_step_ = choice.older->step;
+  before_ = std::move(choice.older);
   if (choice.others_damaged) {
     log(LogLevel::kWarning, fmt::format("{}: the newest manifest record is damaged, and so is its copy; going back to "
                                         "step {} and checking every byte of it",
@@ -245,6 +308,46 @@ void TileStore::load_manifest(const StoreShape& shape) {
                                           path, committed_.step));
     }
   }
+}
+
+namespace {
+
+RunId run_of(const StoreFiles& files) {
+  const Superblock& block = files.superblock();
+  return {{block.run_id[0], block.run_id[1]}};
+}
+
+std::optional<StoreFiles> find_named(const StorePaths& paths, FoundStores::Purpose purpose) {
+  if (!TileStore::exists(paths)) return std::nullopt;
+  if (purpose == FoundStores::Purpose::kLook) return StoreFiles::open_to_look(paths.directories);
+  try {
+    return StoreFiles::find(paths.directories, TileStore::kLockPatienceSeconds);
+  } catch (const Error& failure) {
+    if (purpose != FoundStores::Purpose::kReplace || failure.code() == Code::kBusy) throw;
+    return std::nullopt;
+  }
+}
+
+std::optional<StoreFiles> find_committed(const StorePaths& paths, StoreFiles::Use use) {
+  std::optional<StoreFiles> found = StoreFiles::find_waiting(paths.directories, use);
+  try {
+    if (found && TileStore::has_commit(*found)) return found;
+  } catch (const Error&) {  // not a whole one
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+FoundStores::FoundStores(const StorePaths& paths, Purpose purpose)
+    : named(find_named(paths, purpose)),
+      waiting(find_committed(paths, purpose == Purpose::kLook ? StoreFiles::Use::kLook : StoreFiles::Use::kWrite)) {}
+
+RankStores FoundStores::runs() const {
+  RankStores runs;
+  if (named) runs.named = run_of(*named);
+  if (waiting) runs.waiting = run_of(*waiting);
+  return runs;
 }
 
 }  // namespace spillway

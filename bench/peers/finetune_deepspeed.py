@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Fine-tune step time and memory of DeepSpeed ZeRO-3 on the CPU accelerator, one rank, bf16, random GPT-2 weights.
+"""Fine-tune step time and memory of DeepSpeed ZeRO-3 on the CPU accelerator, bf16, random GPT-2 weights; one rank, or
+the one that RANK, LOCAL_RANK and WORLD_SIZE name, over Gloo.
 
 --offload none | cpu | nvme_optimizer (states on NVMe, weights in RAM) | nvme (all on NVMe). The aio and swapper
 settings are the good ones (both pipelines on, 12 optimizer buffers as they need, 1 MiB x 32), not the defaults.
@@ -11,8 +12,9 @@ import os
 import resource
 import time
 
-os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                  MASTER_PORT=os.environ.get("MASTER_PORT", "29511"))
+for name, alone in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29511"}.items():
+    os.environ.setdefault(name, alone)
+os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1")
 import deepspeed  # noqa: E402  (reads the environment at import)
 import torch  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel  # noqa: E402

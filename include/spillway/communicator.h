@@ -9,7 +9,7 @@
 // Errors: ranks that do not make the same calls, a rank that has left, and `patience_seconds` without progress end the
 // communicator on every rank with an error that names ranks and block. As with a device, throw_if_failed() says so and
 // is asked before anything is made of results, every later call throws the same error, and streams go on without it.
-// docs/ranks.md has all of that in plain words.
+// docs/ranks_communicator.md has all of that in plain words.
 #pragma once
 
 #include <cstddef>
@@ -98,6 +98,10 @@ class Communicator {
     start_all_reduce(std::as_writable_bytes(values), ScalarType::kUint64, fold, block, stream);
   }
 
+  // The same without a stream, for what is settled before there is one: returns when it is over, and throws what ended
+  // the communicator.
+  void all_reduce_now(std::span<std::uint64_t> values, Fold fold, std::int32_t block);
+
   // `data` of rank `root`, on every rank.
   void broadcast(std::span<std::byte> data, std::uint32_t root, std::int32_t block, Stream& stream) {
     SPILLWAY_CHECK(root < ranks(), "a broadcast comes from one of the ranks");
@@ -127,6 +131,18 @@ class Communicator {
           stream);
   }
 };
+
+// What a rank has of the machine that it runs on.
+struct HostShare {
+  std::uint32_t ranks = 1, index = 0;  // that run there, and which of them this one is
+  unsigned cores = 0;                  // for this one's threads
+};
+
+// Divides the cores of every machine among the ranks that run on it, whole ones, and NUMA nodes where that comes out
+// even. Collective, before anything is started that computes: the calling thread is bound to its part, and what it
+// starts later is, too. Ranks of one machine that have other CPUs than each other already, as a launcher binds them,
+// keep those.
+HostShare share_host(Communicator& ranks);
 
 struct CommunicatorOptions {
   // Without progress for so long, while this rank waits for others, something is wrong with one of them.

@@ -114,13 +114,15 @@ struct AutoValues {
 
 // Parses a configuration. `name` stands in error messages (`name:line:column: what; hint`, below it the line with the
 // place marked). All errors of the text are reported in one Error (kInvalidArgument), in the order of the text. What
-// has no effect, and what "auto" became, goes to the log. Relative paths are taken as they are.
-Config config_from_json(std::string_view text, const std::string& name, const AutoValues& automatic = {});
+// has no effect, and what "auto" became, goes to the log. Relative paths are taken as they are. `ranks`: that train by
+// it together, DeepSpeed's world size. train_batch_size is the rows of all of them; what comes of it is one rank's.
+Config config_from_json(std::string_view text, const std::string& name, const AutoValues& automatic = {},
+                        std::uint32_t ranks = 1);
 // `overlay`, unless empty, is a second file, with the sections "aio" and "spillway" alone, that is put over the first,
 // key by key: what `spillway sweep --json` writes. Its nvme_paths take the place of what the first
 // one's store has, where there is one: something is kept on nvme, or it has nvme_paths of its own.
 Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay = {},
-                   const AutoValues& automatic = {});
+                   const AutoValues& automatic = {}, std::uint32_t ranks = 1);
 
 // The learning rate of optimizer step `step` (1 is the first; skipped ones do not count).
 double learning_rate(const Config& config, std::uint64_t step);

@@ -20,6 +20,7 @@
 #include "spillway/engine.h"
 #include "spillway/model.h"
 #include "spillway/safetensors.h"
+#include "spillway/store.h"
 
 namespace spillway {
 
@@ -38,6 +39,11 @@ struct ExportOptions {
 void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,
                   ExportOptions options);
 
+// Of weights that `weights` hands to the sink, once: where several ranks train a model all of them call
+// Engine::export_weights(), exact for fp32, and one writes.
+void export_model(const ModelDescription& model, const std::filesystem::path& directory, ExportOptions options,
+                  const std::function<void(const WeightSink& sink)>& weights);
+
 struct ExportedStore {
   std::uint64_t step = 0;
   DType weights = DType::kFloat32;  // the run's own type
@@ -47,6 +53,10 @@ struct ExportedStore {
 // store's, in the order of spillway.nvme_paths; at least one.
 ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
                            ExportOptions options);
+
+// The same from the stores of all ranks of a run, at the newest step that all have (spillway/store.h: find_ranks says
+// which they are): one model, as if one rank had trained it.
+ExportedStore export_run(const RunPaths& paths, const std::filesystem::path& directory, ExportOptions options);
 
 // The same from a snapshot (spillway/snapshot.h): fp32 are its exact weights. Every value is verified.
 ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,

@@ -1,7 +1,8 @@
 // What a store holds and whether it is whole, for whoever looks after stores: neither the model's files nor a
 // configuration are needed, and nothing but roll_back_store() changes a byte.
 //
-// `paths`: all directories of one store, in the order of spillway.nvme_paths; at least one. Thread: any, one at a time.
+// `paths`: all directories of one store, in the order of spillway.nvme_paths; at least one. Several ranks have a store
+// each, and the functions below that are named after a run take all of them. Thread: any, one at a time.
 // Errors: kNotFound, kBusy, kCorrupt, kInvalidArgument (parts that do not belong together), kUnsupported, kIo.
 #pragma once
 
@@ -88,7 +89,38 @@ CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const
 
 // Makes the older of the two committed steps the one that the next run goes on from, once every byte of it is verified;
 // refused (kCorrupt, with nothing changed) when one is not as it was: a step that is under way overwrites the older
-// one's. Returns the step.
+// one's. Returns the step. The store of one of several ranks is refused (kInvalidArgument).
 std::uint64_t roll_back_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options = {});
+
+// The stores of a run: of each rank the paths of its store, as above; rank 0's first.
+using RunPaths = std::vector<std::vector<std::filesystem::path>>;
+
+// Those below these directories, where a run with several ranks has rank r's in `<path>/rank<r>`: as many as they say
+// that there are, whether they are there or not. Empty: there is none below. Throws kInvalidArgument when stores lie
+// both below and in the directories, and what is wrong with the first one.
+RunPaths find_ranks(const std::vector<std::filesystem::path>& paths);
+
+struct RunInfo {
+  std::vector<StoreInfo> ranks;       // in their order
+  std::optional<std::uint64_t> step;  // the newest that all ranks have, which the next run goes on from
+  std::string steps;                  // of each rank, for people
+  // A new run was to take the old one's place and was cut short after the first of its stores had; the next run, which
+  // goes on with the new one, finishes that. Ranks whose store has not got its name yet.
+  std::vector<std::uint32_t> unnamed;
+  // Below the same directories, stores of ranks that this run does not have: of an older run with more of them.
+  std::vector<std::filesystem::path> others;
+};
+
+// Refused as a run would be: kNotFound names the ranks that have no store, kInvalidArgument those with one of another
+// run, and a store that is not of the rank in whose place it is.
+RunInfo inspect_run(const RunPaths& paths);
+
+// verify_store() of all ranks' stores, at the step that the next run goes on from. Bytes and extents are of all.
+CheckedStore verify_run(const RunPaths& paths, const CheckOptions& options = {});
+
+// Of all ranks, from the step that the next run goes on from to the one before, once every byte of that is verified on
+// every rank; where some are ahead of the others, back to the step that all have. Returns the step. A crash on the way
+// leaves the ranks at one step or the other: doing it again finishes it, and a run takes it back.
+std::uint64_t roll_back_run(const RunPaths& paths, const CheckOptions& options = {});
 
 }  // namespace spillway

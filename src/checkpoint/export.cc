@@ -4,12 +4,16 @@
 
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "kernels/checksum.h"
 #include "spillway/error.h"
 #include "src/checkpoint/file_names.h"
 #include "src/checkpoint/model_writer.h"
+#include "src/checkpoint/run_inspection.h"
 #include "src/checkpoint/snapshot_record.h"
 #include "src/checkpoint/store_inspection.h"
 #include "src/checkpoint/tile_values.h"
@@ -152,6 +156,11 @@ void export_model(Engine& engine, const ModelDescription& model, const std::file
               [&](const WeightSink& sink) { engine.export_weights(options.type == DType::kFloat32, sink); });
 }
 
+void export_model(const ModelDescription& model, const std::filesystem::path& directory, ExportOptions options,
+                  const std::function<void(const WeightSink& sink)>& weights) {
+  write_model(model, directory, options, weights);
+}
+
 ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,
                               ExportOptions options) {
   std::optional<SafetensorsReader> weights;
@@ -187,7 +196,7 @@ ExportedStore export_store(const std::vector<std::filesystem::path>& paths, cons
     throw Error(Code::kUnsupported,
                 {paths.front().string(),
                  fmt::format("has the part of rank {} of {} of a model alone", stored.rank.index, stored.rank.count), 0,
-                 "export a store of a run with one rank"});
+                 "export the directory that has the stores of all ranks, rank0 and so on"});
   }
   const Plan plan = plan_of_store(stored, paths);
   const auto store = TileStore::open_to_read(paths, store_shape(plan));
@@ -198,6 +207,69 @@ ExportedStore export_store(const std::vector<std::filesystem::path>& paths, cons
     }
   });
   return {.step = store->committed().step, .weights = stored.weights};
+}
+
+namespace {
+
+// The stores of all ranks, at the newest step that all have.
+struct RunReader {
+  explicit RunReader(const RunPaths& paths);
+
+  // Every rank's tiles, in the order that a model is written in.
+  void read(bool exact, const WeightSink& sink);
+
+  struct Part {
+    StoredModel stored;
+    Plan plan;
+    std::unique_ptr<TileStore> store;
+  };
+  std::vector<std::unique_ptr<Part>> parts;
+  Commit commit;
+};
+
+RunReader::RunReader(const RunPaths& paths) {
+  auto run = open_when_free(paths);
+  const auto common = newest_common(run->commits());
+  for (const auto& rank : run->ranks) TileStore::refuse_one_slot(rank->files);
+  if (!common) throw no_common_step(paths[0].front(), run->commits());
+  commit = *common;
+  for (const auto& rank : run->ranks) {
+    auto part = std::make_unique<Part>(Part{rank->stored, rank->plan, nullptr});
+    part->store = TileStore::found(std::move(rank->files), store_shape(part->plan));
+    if (part->store->commits().last != common) part->store->go_to_before();
+    parts.push_back(std::move(part));
+  }
+}
+
+void RunReader::read(bool exact, const WeightSink& sink) {
+  struct Next {
+    std::uint32_t block;
+    std::uint64_t first;  // in its flat vector
+    std::uint32_t rank, tile;
+    auto operator<=>(const Next&) const = default;
+  };
+  std::vector<Next> order;
+  std::vector<TileReader> readers;
+  for (std::uint32_t rank = 0; rank < parts.size(); ++rank) {
+    readers.emplace_back(parts[rank]->plan, parts[rank]->stored.model);
+    const auto& tiles = parts[rank]->plan.tiles;
+    for (std::uint32_t t = 0; t < tiles.size(); ++t) order.push_back({tiles[t].block, tiles[t].range.first, rank, t});
+  }
+  std::ranges::sort(order);
+  for (const Next& next : order) {
+    const Part& part = *parts[next.rank];
+    read_tile(part.plan, next.tile, readers[next.rank].read(*part.store, next.tile), exact, sink);
+  }
+}
+
+}  // namespace
+
+ExportedStore export_run(const RunPaths& paths, const std::filesystem::path& directory, ExportOptions options) {
+  RunReader run(paths);
+  const StoredModel& stored = run.parts[0]->stored;
+  write_model(stored.model, directory, options,
+              [&](const WeightSink& sink) { run.read(options.type == DType::kFloat32, sink); });
+  return {.step = run.commit.step, .weights = stored.weights};
 }
 
 }  // namespace spillway

@@ -13,24 +13,6 @@
 namespace spillway {
 namespace {
 
-// A store that is open to look at, and what can be derived from it.
-struct OpenStore {
-  explicit OpenStore(const std::vector<std::filesystem::path>& paths)
-      : files(StoreFiles::open_to_look(paths)),
-        stored(read_stored_model(files)),
-        plan(plan_of_store(stored, paths)),
-        layout(TileStore::read_layout(files, store_shape(plan))),
-        choice(TileStore::read_records(files, layout)) {}
-
-  std::string name_of(std::uint32_t tile) const { return tile_name(plan, stored.model, tile); }
-
-  StoreFiles files;
-  StoredModel stored;
-  Plan plan;
-  StoreLayout layout;
-  ManifestChoice choice;
-};
-
 void count_parameters(StoreInfo& info) {
   for (const Block& block : info.model.blocks) {
     for (const Parameter& parameter : block.parameters) {
@@ -80,8 +62,21 @@ Plan plan_of_store(const StoredModel& stored, const std::vector<std::filesystem:
   return make_plan(config, stored.model, 1, stored.rank);
 }
 
-StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
-  OpenStore store(paths);
+OpenStore::OpenStore(StoreFiles opened, const std::vector<std::filesystem::path>& paths)
+    : files(std::move(opened)),
+      stored(read_stored_model(files)),
+      plan(plan_of_store(stored, paths)),
+      layout(TileStore::read_layout(files, store_shape(plan))),
+      choice(TileStore::read_records(files, layout)),
+      object_(files.files().front().path().string()) {}
+
+StoreShape OpenStore::shape() const {
+  StoreShape shape = store_shape(plan);
+  shape.name_of = [this](std::uint32_t tile) { return name_of(tile); };
+  return shape;
+}
+
+StoreInfo info_of(const OpenStore& store) {
   const Superblock& block = store.files.superblock();
   StoreInfo info;
   info.format = block.format_version;
@@ -90,7 +85,7 @@ StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
     info.run = fmt::format("{:016x}{:016x}", block.run_id[0], block.run_id[1]);
   info.rank = block.rank;
   info.ranks = block.ranks;
-  info.model = std::move(store.stored.model);
+  info.model = store.stored.model;
   info.weights = store.stored.weights;
   info.optimizer = store.stored.optimizer;
   info.moments = store.stored.moments;
@@ -114,29 +109,42 @@ StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
   if (block.slots < 2) return info;  // what its records name is overwritten by every step
   if (store.choice.manifest) {
     info.step = store.choice.manifest->step;
-    info.blob = std::move(store.choice.manifest->blob);
+    info.blob = store.choice.manifest->blob;
     if (info.weights == DType::kFloat16) take_loss_scale(info);
   }
   if (store.choice.older) info.older_step = store.choice.older->step;
   return info;
 }
 
-CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options) {
-  OpenStore store(paths);
-  const std::string object = store.files.files().front().path().string();
+StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
+  return info_of(OpenStore(StoreFiles::open_to_look(paths), paths));
+}
+
+void refuse_to_verify(const OpenStore& store) {
   if (store.files.in_use()) {
     throw Error(Code::kBusy,
-                {object, "is in use: a run writes what would be read", 0, "verify it when that has ended"});
+                {store.object(), "is in use: a run writes what would be read", 0, "verify it when that has ended"});
   }
   if (store.files.superblock().slots < 2) {
-    throw Error(Code::kUnsupported, {object, "made with commit_every 0: it keeps no step to verify", 0,
+    throw Error(Code::kUnsupported, {store.object(), "made with commit_every 0: it keeps no step to verify", 0,
                                      "what its run has written, a model or snapshots, is what there is"});
   }
   if (!store.choice.manifest) {
-    throw Error(Code::kCorrupt, object, "holds no committed step", 0, Remedy::kReplace);
+    throw Error(Code::kCorrupt, store.object(), "holds no committed step", 0, Remedy::kReplace);
   }
+}
+
+std::uint64_t step_bytes(const StoreLayout& layout) {
+  std::uint64_t bytes = 0;
+  for (const TileExtents& tile : layout.tiles) {
+    for (const Extent& extent : tile.extent[0]) bytes += extent.bytes;
+  }
+  return bytes;
+}
+
+CheckedStore verify_step(OpenStore& store, const Manifest& manifest, const CheckOptions& options) {
   CheckedStore checked;
-  checked.step = store.choice.manifest->step;
+  checked.step = manifest.step;
   const auto on_bad = [&](const BadBytes& bad) {
     ++checked.bad_extents;
     if (!options.on_bad) return;
@@ -146,13 +154,24 @@ CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const
                     .bytes = bad.extent.bytes,
                     .error = bad.error});
   };
-  checked.bytes =
-      check_extents(store.files, store.layout, *store.choice.manifest, {.bad = on_bad, .progress = options.progress});
+  checked.bytes = check_extents(store.files, store.layout, manifest, {.bad = on_bad, .progress = options.progress});
   return checked;
+}
+
+CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options) {
+  OpenStore store(StoreFiles::open_to_look(paths), paths);
+  refuse_to_verify(store);
+  return verify_step(store, *store.choice.manifest, options);
 }
 
 std::uint64_t roll_back_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options) {
   const StoredModel stored = read_stored_model(StoreFiles::open_to_look(paths));
+  if (stored.rank.count > 1) {
+    throw Error(Code::kInvalidArgument, {(paths.front() / kStoreFileName).string(),
+                                         fmt::format("is the store of rank {} of {}, which go back together",
+                                                     stored.rank.index, stored.rank.count),
+                                         0, "name the directory that has those of all ranks, rank0 and so on"});
+  }
   const Plan plan = plan_of_store(stored, paths);
   StoreShape shape = store_shape(plan);
   shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, stored.model, tile); };

@@ -25,6 +25,27 @@ class SelfCommunicator final : public Communicator {
   void start(const Collective&, Stream&) override {}
 };
 
+// Work runs in the call that launches it.
+class CallersThread final : public HostWorkers {
+ public:
+  unsigned threads() const noexcept override { return 1; }
+  unsigned current_slot() const noexcept override { return 0; }
+  void parallel_for(std::size_t count, IndexBody body) override {
+    for (std::size_t i = 0; i < count; ++i) body(i);
+  }
+};
+
+class CallersStream final : public Stream {
+ public:
+  DeviceKind kind() const noexcept override { return DeviceKind::kHost; }
+  void* native() const noexcept override { return nullptr; }
+  void launch(const HostTask& task) override { task(thread_); }
+  void synchronize() override {}
+
+ private:
+  CallersThread thread_;
+};
+
 // How many processes the launcher says it has started: Open MPI's mpirun, or one that speaks PMI (MPICH's, Slurm's).
 // PMIx says that there is a launcher, and not of how many. 0: none.
 unsigned long launched() {
@@ -49,6 +70,12 @@ std::unique_ptr<Communicator> make_mpi_communicator(const CommunicatorOptions& o
 }
 
 }  // namespace
+
+void Communicator::all_reduce_now(std::span<std::uint64_t> values, Fold fold, std::int32_t block) {
+  CallersStream stream;
+  all_reduce(values, fold, block, stream);
+  throw_if_failed();
+}
 
 std::unique_ptr<Communicator> make_communicator(std::string_view kind, const CommunicatorOptions& options) {
   if (kind == "mpi" || (kind == "auto" && (options.mpi_comm || is_launched()))) return make_mpi_communicator(options);

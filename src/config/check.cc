@@ -36,12 +36,12 @@ bool is_wrong(const KeyPlaces& places, std::string_view path, bool valid) {
 }
 
 // "auto" leaves it to the other two; where they leave it open, the micro batch is the trainer's, or the largest part of
-// it that divides the batch.
+// it that divides a rank's batch.
 void fill_batch(ConfigDraft& draft, const KeyPlaces& places) {
   const bool auto_micro = is_auto(places, "train_micro_batch_size_per_gpu");
   if (draft.train_batch) {
     if (auto_micro && !draft.accumulation) {
-      draft.micro_batch = std::gcd(*draft.train_batch, kTrainerMicroBatch);
+      draft.micro_batch = std::gcd(std::max<std::uint64_t>(1, *draft.train_batch / draft.ranks), kTrainerMicroBatch);
     }
     return;
   }
@@ -51,8 +51,28 @@ void fill_batch(ConfigDraft& draft, const KeyPlaces& places) {
   if (is_auto(places, "gradient_accumulation_steps")) draft.accumulation = 1;
 }
 
+// How a step's micro-batches are cut into parts: a rank has whole parts, all ranks the same number.
+void settle_sum_groups(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  const std::uint32_t groups = draft.config.sum_groups, ranks = draft.ranks;
+  const std::uint64_t micro_batches = std::uint64_t{draft.config.gradient_accumulation} * ranks;
+  const bool fits = std::has_single_bit(groups) && micro_batches % groups == 0;
+  if (!places.contains("spillway.sum_groups") || (fits && groups % ranks == 0)) return;
+  if (ranks == 1) {
+    report("spillway.sum_groups",
+           fmt::format("{} parts of {} micro-batches a step (gradient_accumulation_steps)", groups, micro_batches),
+           "take a power of two that divides them");
+    return;
+  }
+  report("spillway.sum_groups",
+         fmt::format("{} parts of {} micro-batches a step (gradient_accumulation_steps {} × {} ranks), on {} ranks",
+                     groups, micro_batches, draft.config.gradient_accumulation, ranks, ranks),
+         std::has_single_bit(ranks)
+             ? fmt::format("take a power of two that divides {} and is {} or a multiple of it", micro_batches, ranks)
+             : "no power of two is a multiple of the ranks: take 2, 4 or 8 of them, or leave this out");
+}
+
 // Any of the three may be missing, but one of the two sizes must be there: DeepSpeed's rule (runtime/config.py,
-// _set_batch_related_parameters), with one rank. DeepSpeed rounds a quotient down and then finds the contradiction.
+// _set_batch_related_parameters). DeepSpeed rounds a quotient down and then finds the contradiction.
 void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   if (is_wrong(places, "train_batch_size", draft.train_batch.has_value()) ||
       is_wrong(places, "train_micro_batch_size_per_gpu", draft.micro_batch.has_value()) ||
@@ -66,34 +86,35 @@ void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& r
            "one of them must say how many rows a step takes");
     return;
   }
-  const std::uint64_t parts = micro ? *micro : accumulation.value_or(1);  // what divides the whole batch
+  const std::uint64_t ranks = draft.ranks, most = std::numeric_limits<std::uint32_t>::max();
+  const std::uint64_t parts = (micro ? *micro : accumulation.value_or(1)) * ranks;  // what divides the whole batch
   const std::uint64_t quotient = train ? *train / parts : 0;
   const std::uint64_t rows = micro ? *micro : quotient;
   const std::uint64_t steps = accumulation ? *accumulation : train && micro ? quotient : 1;
-  // Factors are at most 2^32 - 1 each, so the product does not overflow.
-  if (train && rows * steps != *train) {
+  // Factors are at most 2^32 - 1 each, so that the product of two does not overflow.
+  const std::uint64_t all_rows = rows * steps > most ? UINT64_MAX : rows * steps * ranks;
+  if (train && all_rows != *train) {
     report(
         "train_batch_size",
-        fmt::format("{} is not {} (micro batch) × {} (accumulation) × 1 (rank)", *train, rows, steps),
-        micro && accumulation && *train % rows == 0
+        fmt::format("{} is not {} (micro batch) × {} (accumulation) × {} ({})", *train, rows, steps, ranks,
+                    ranks == 1 ? "rank" : "ranks"),
+        micro && accumulation && *train % (rows * ranks) == 0
             ? fmt::format("gradient_accumulation_steps {} keeps the batch, on however many GPUs it was trained before",
-                          *train / rows)
-        : micro && accumulation ? fmt::format("{} would be; or leave one of the three out", rows * steps)
+                          *train / (rows * ranks))
+        : micro && accumulation ? fmt::format("{} would be; or leave one of the three out", rows * steps * ranks)
                                 : fmt::format("it must be a multiple of {}", parts));
     return;
   }
-  if (rows * steps > std::numeric_limits<std::uint32_t>::max()) {
+  if (all_rows > most) {
     report(places.contains("gradient_accumulation_steps") ? "gradient_accumulation_steps" : "",
-           fmt::format("{} rows a step are too many", rows * steps), "lower the batch or the accumulation");
+           ranks == 1 ? fmt::format("{} rows a step are too many", rows * steps)
+                      : fmt::format("{} rows a step of each of {} ranks are too many", rows * steps, ranks),
+           "lower the batch or the accumulation");
     return;
   }
   draft.config.micro_batch = static_cast<std::uint32_t>(rows);
   draft.config.gradient_accumulation = static_cast<std::uint32_t>(steps);
-  const std::uint32_t groups = draft.config.sum_groups;
-  if (std::has_single_bit(groups) && steps % groups == 0) return;
-  report("spillway.sum_groups",
-         fmt::format("{} parts of {} micro-batches a step (gradient_accumulation_steps)", groups, steps),
-         "take a power of two that divides them");
+  settle_sum_groups(draft, places, report);
 }
 
 // Parameters of another type than the one that is configured, in a section of keys with such parameters.

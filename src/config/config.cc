@@ -53,20 +53,21 @@ void log_notes(const EffectiveConfig& effective) {
 
 }  // namespace
 
-Config config_from_json(std::string_view text, const std::string& name, const AutoValues& automatic) {
+Config config_from_json(std::string_view text, const std::string& name, const AutoValues& automatic,
+                        std::uint32_t ranks) {
   const ConfigText texts[] = {{text, name}};
-  return load_effective(texts, automatic).config;
+  return load_effective(texts, automatic, ranks).config;
 }
 
-EffectiveConfig load_effective(std::span<const ConfigText> texts, const AutoValues& automatic) {
-  EffectiveConfig effective = read_config(texts, automatic);
+EffectiveConfig load_effective(std::span<const ConfigText> texts, const AutoValues& automatic, std::uint32_t ranks) {
+  EffectiveConfig effective = read_config(texts, automatic, ranks);
   log_notes(effective);
   return effective;
 }
 
-Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay,
-                   const AutoValues& automatic) {
-  EffectiveConfig effective = read_config_files(file, overlay, automatic);
+Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay, const AutoValues& automatic,
+                   std::uint32_t ranks) {
+  EffectiveConfig effective = read_config_files(file, overlay, automatic, ranks);
   log_notes(effective);
   return std::move(effective.config);
 }

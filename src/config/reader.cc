@@ -51,7 +51,7 @@ bool same_value(const std::string& a, std::string_view b) {
 
 class ConfigReader {
  public:
-  explicit ConfigReader(const AutoValues& automatic) : autos_(automatic) {}
+  ConfigReader(const AutoValues& automatic, std::uint32_t ranks) : autos_(automatic) { draft_.ranks = ranks; }
 
   // Reads one text, or a second one over it. False: it is no JSON object from end to end, and what keys say together
   // is not to be learned from it.
@@ -238,6 +238,7 @@ class ConfigReader {
   EffectiveKey effective_key(const ConfigKey& key) const {
     EffectiveKey effective{.key = &key, .value = {}, .name = key.path, .written = {}, .file = {}, .replaced = {}};
     if (key.place.show != nullptr) effective.value = key.place.show(draft_.config);
+    if (key.path == "train_batch_size") effective.value = json_of(rows_of_all_ranks());  // a Config is of one
     const std::string_view name = name_in_file(key);
     const auto at = places_.find(name);
     if (at == places_.end()) {
@@ -257,6 +258,10 @@ class ConfigReader {
     if (!at->second.automatic) effective.value = effective.written;
     if (value != values_.end()) effective.value = value->second;
     return effective;
+  }
+
+  std::uint64_t rows_of_all_ranks() const {
+    return std::uint64_t{draft_.config.micro_batch} * draft_.config.gradient_accumulation * draft_.ranks;
   }
 
   // The key's own, or the other name of it that the file has.
@@ -280,22 +285,23 @@ class ConfigReader {
 
 }  // namespace
 
-EffectiveConfig read_config(std::span<const ConfigText> texts, const AutoValues& automatic) {
+EffectiveConfig read_config(std::span<const ConfigText> texts, const AutoValues& automatic, std::uint32_t ranks) {
   SPILLWAY_CHECK(texts.size() == 1 || texts.size() == 2, "a configuration, and what goes over it");
-  ConfigReader reader(automatic);
+  SPILLWAY_CHECK(ranks > 0, "somebody trains");
+  ConfigReader reader(automatic, ranks);
   bool all_read = true;
   for (const ConfigText& text : texts) all_read = reader.read(text) && all_read;
   return reader.finish(all_read);
 }
 
 EffectiveConfig read_config_files(const std::filesystem::path& file, const std::filesystem::path& overlay,
-                                  const AutoValues& automatic) {
+                                  const AutoValues& automatic, std::uint32_t ranks) {
   constexpr std::uint64_t kLargest = 4 << 20;  // a configuration is a few KB; anything near this is another file
   std::vector<std::string> contents{read_text(file, kLargest)};
   if (!overlay.empty()) contents.push_back(read_text(overlay, kLargest));
   std::vector<ConfigText> texts{{contents[0], file.string()}};
   if (!overlay.empty()) texts.push_back({contents[1], overlay.string()});
-  return read_config(texts, automatic);
+  return read_config(texts, automatic, ranks);
 }
 
 }  // namespace spillway

@@ -48,10 +48,11 @@ struct EffectiveConfig {
 inline constexpr std::uint64_t kAnyTotalSteps = std::uint64_t{1} << 40;
 
 // One text, or one and a second that goes over it. Errors as config_from_json().
-EffectiveConfig read_config(std::span<const ConfigText> texts, const AutoValues& automatic);
-EffectiveConfig load_effective(std::span<const ConfigText> texts, const AutoValues& automatic);  // with its log lines
+EffectiveConfig read_config(std::span<const ConfigText> texts, const AutoValues& automatic, std::uint32_t ranks = 1);
+// The same, with its log lines.
+EffectiveConfig load_effective(std::span<const ConfigText> texts, const AutoValues& automatic, std::uint32_t ranks = 1);
 EffectiveConfig read_config_files(const std::filesystem::path& file, const std::filesystem::path& overlay,
-                                  const AutoValues& automatic);
+                                  const AutoValues& automatic, std::uint32_t ranks = 1);
 
 // {"optimizer.params.lr": 0.0001, …}: the keys that decide something, but for those that are left to the plan.
 std::string settings_json(const EffectiveConfig& effective);

@@ -86,15 +86,15 @@ constexpr ConfigKey kModelPersistence =
           at<&C::knobs, &Knobs::model_persistence_threshold>);
 
 constexpr ConfigKey kKeys[] = {
-    K{"train_batch_size", kInteger, "", "rows per optimizer step: micro batch × accumulation (one rank)",
+    K{"train_batch_size", kInteger, "", "rows per optimizer step, of all ranks: micro batch × accumulation × ranks",
       drafted<&D::train_batch>(
           [](const C& c) { return json_of(std::uint64_t{c.micro_batch} * c.gradient_accumulation); }),
       1, kMost32}
-        .filled({always<"">, "micro batch × accumulation"}),
-    K{"train_micro_batch_size_per_gpu", kInteger, "", "rows per forward pass; derived when missing",
+        .filled({always<"">, "micro batch × accumulation × ranks"}),
+    K{"train_micro_batch_size_per_gpu", kInteger, "", "rows per forward pass of a rank; derived when missing",
       drafted<&D::micro_batch>([](const C& c) { return json_of(c.micro_batch); }), 1, kMost32}
         .filled({always<"">, "what the other two leave, else 8"}),
-    K{"gradient_accumulation_steps", kInteger, "", "micro-batches per optimizer step; derived when missing",
+    K{"gradient_accumulation_steps", kInteger, "", "micro-batches per optimizer step of a rank; derived when missing",
       drafted<&D::accumulation>([](const C& c) { return json_of(c.gradient_accumulation); }), 1, kMost32}
         .filled({always<"">, "what the other two leave, else 1"}),
     K{"gradient_clipping", kNumber, "1", "largest global gradient norm; 0 switches clipping off",
@@ -334,8 +334,8 @@ constexpr ConfigKey kKeys[] = {
      "blocks updated inside backward on the guess that clipping has no effect; 0: none", at<&C::speculative_blocks>, 0,
      kMost32},
     {"spillway.sum_groups", kInteger, "1",
-     "a power of two that divides gradient_accumulation_steps: micro-batches are summed in so many parts, these by a "
-     "tree",
+     "a power of two that divides gradient_accumulation_steps × ranks, and is a multiple of the ranks: micro-batches "
+     "are summed in so many parts, these by a tree",
      at<&C::sum_groups>, 1, kMostSumGroups},
     {"spillway.no_decay", kBool, "false", "no weight decay for parameters of fewer than two dimensions: biases, norms",
      at<&C::no_decay>},

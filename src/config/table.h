@@ -52,6 +52,7 @@ struct KeyValue {
 // What the rows fill: the configuration, and what several keys decide together (see check.h).
 struct ConfigDraft {
   Config config;
+  std::uint32_t ranks = 1;  // that share the batch
   std::optional<std::uint64_t> train_batch, micro_batch, accumulation, stage;
   std::uint64_t optimizer_type = 0;  // index of the word in optimizer.type's row
   bool adam_w_mode = true, torch_adam = false;

@@ -28,6 +28,7 @@ void StepEngine::settle() {
   const bool due = updating_ && machinery_.store && committed_step_ < step_ && commits_.due(step_);
   if (due) {
     agreement_.all([&] { commit(); });
+    machinery_.store->note_all_committed();
     double seconds[] = {seconds_since(start), step_seconds_};  // all ranks choose the next interval by the slowest
     agreement_.fold(std::span(seconds), Fold::kMax);
     if (step_ >= 2 && !loss_scaler_.skipped_last()) commits_.committed(seconds[0], seconds[1]);
@@ -67,6 +68,7 @@ void StepEngine::keep_last_step() {
   if (committed_step_ == step_) return look_after_store();
   machinery_.tiles->cancel_read_ahead();
   agreement_.all([&] { commit(); });
+  machinery_.store->note_all_committed();
 }
 
 // For the end of a message; nothing when every step that was to be kept is.

@@ -45,6 +45,7 @@ std::exception_ptr StepEngine::write_step(std::uint64_t step, bool frozen, const
       machinery_.store->commit(step_, loss_scaler_.record(blob_, record_), *machinery_.thread,
                                machinery_.host_region(plan_.host.record), parameters_.counts(updates_made()));
     });
+    agreement_.all([&] { machinery_.store->note_all_committed(); });  // a new store gets its name
     committed_step_ = step_;
     look_after_store();
   }

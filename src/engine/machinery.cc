@@ -10,6 +10,7 @@
 #include "kernels/topology.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "src/comm/host_share.h"
 #include "src/engine/device_choice.h"
 #include "src/engine/memory_check.h"
 #include "src/engine/store_place.h"
@@ -30,19 +31,25 @@ TileShape shape_of_most(const Plan& plan) {
   return std::ranges::max_element(plan.tile_places, {}, rank)->shape;
 }
 
+// Before any rank has taken its own.
+std::uint64_t idle_memory(const Config& config, const Plan& plan, Communicator* ranks, Agreement& agreement) {
+  const std::uint32_t here = ranks ? ranks_on_this_host(*ranks).count : 1;
+  return agreement.all([&] { return check_memory(plan, resolve_device(config), here); });
+}
+
 }  // namespace
 
 Machinery::Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
                      std::span<const ThreadShare> shares, Agreement& agreement,
                      const std::function<void()>& before_loss)
-    : idle_bytes(agreement.all([&] { return check_memory(plan, resolve_device(config)); })),
+    : idle_bytes(idle_memory(config, plan, options.communicator, agreement)),
       host(plan.ledger.total(Placement::kHost), kPinnedArena) {
   agreement.all([&] {
     if (!options.trace.empty()) trace = std::make_unique<TraceFile>(options.trace, plan, model, options.trace_spans);
     workers = create_workers(shares);
     device = create_device(config, plan.ledger.hbm_budget, *workers);  // one that is too small leaves a store as it was
   });
-  store = agreement.all([&] { return open_store(config, model, plan, options.on_existing, before_loss); });
+  store = open_store(config, model, plan, options.on_existing, agreement, before_loss);
   resumed = store && options.on_existing == OnExisting::kResume;
   if (shares.size() > 1) place_tiles(plan, shares);
   device->register_host(host.memory());

@@ -10,7 +10,7 @@
 
 namespace spillway {
 
-std::uint64_t check_memory(const Plan& plan, DeviceKind device) {
+std::uint64_t check_memory(const Plan& plan, DeviceKind device, std::uint32_t ranks) {
   const std::uint64_t need =
       plan.ledger.total(Placement::kHost) + (device == DeviceKind::kHost ? plan.ledger.total(Placement::kHbm) : 0);
   const std::uint64_t in_group = memory_left().value_or(UINT64_MAX);
@@ -18,9 +18,10 @@ std::uint64_t check_memory(const Plan& plan, DeviceKind device) {
   const auto refuse = [](const std::string& happened, const char* hint) {
     throw Error(Code::kDoesNotFit, {"memory", happened, ENOMEM, hint});
   };
-  if (need + kLeastOutside > have) {
-    refuse(fmt::format("the plan needs {} MiB and the program {} more, {} {} MiB", div_up(need, kMiB),
-                       kLeastOutside / kMiB,
+  if ((need + kLeastOutside) * ranks > have) {
+    const std::string times = ranks > 1 ? fmt::format(" for each of {} ranks on this machine", ranks) : "";
+    refuse(fmt::format("the plan needs {} MiB and the program {} more{}, {} {} MiB", div_up(need, kMiB),
+                       kLeastOutside / kMiB, times,
                        in_group == have ? "this process's cgroup leaves" : "free on this machine are", have / kMiB),
            "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme");
   }
@@ -30,7 +31,7 @@ std::uint64_t check_memory(const Plan& plan, DeviceKind device) {
                        div_up(need, kMiB), kOutsideArenas / kMiB, space / kMiB),
            "raise ulimit -v, or lower spillway.host_bytes and spillway.hbm_bytes");
   }
-  return std::min(have - need - kLeastOutside, space - need - kOutsideArenas);
+  return std::min(have / ranks - need - kLeastOutside, space - need - kOutsideArenas);
 }
 
 }  // namespace spillway

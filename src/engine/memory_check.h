@@ -8,7 +8,8 @@
 
 namespace spillway {
 
-// Throws kDoesNotFit. Returns what is left beside the arenas.
-std::uint64_t check_memory(const Plan& plan, DeviceKind device);
+// Throws kDoesNotFit. `ranks`: processes with such a plan on this machine, none of which has its memory yet. Returns
+// what is left beside the arenas, of this one's part.
+std::uint64_t check_memory(const Plan& plan, DeviceKind device, std::uint32_t ranks = 1);
 
 }  // namespace spillway

@@ -60,7 +60,7 @@ std::string idle_fact(const Config& config, const Plan& plan, const ModelDescrip
   if (config.host_bytes || now < kMiB || idle < kGiB) return {};
   Config with = config;
   with.host_bytes = plan.ledger.total(Placement::kHost) + idle / 8 * 7;
-  const Plan more = make_plan(with, model, nodes);
+  const Plan more = make_plan(with, model, nodes, plan.rank);
   const std::uint64_t then = bytes_at_home(more)[kNvme];
   if (then >= now) return {};
   return fmt::format(

@@ -14,6 +14,7 @@
 #include "aio/rate_probe.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "src/engine/rank_stores.h"
 #include "src/formats/plain_file.h"
 
 namespace spillway {
@@ -125,29 +126,43 @@ const File* look_after(TileStore& store, const File* known) {
 }
 
 std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescription& model, const Plan& plan,
-                                      OnExisting on_existing, const std::function<void()>& before_loss) {
-  if (!plan.has_store && on_existing == OnExisting::kResume) {
+                                      OnExisting on_existing, Agreement& agreement,
+                                      const std::function<void()>& before_loss) {
+  agreement.all([&] {
+    if (plan.has_store || on_existing != OnExisting::kResume) return;
     throw Error(Code::kNotFound, {"nvme_path", "names no store: there is none to resume", 0,
                                   "name its directory beside a device nvme, or in spillway.nvme_paths"});
-  }
+  });
   if (!plan.has_store) return nullptr;
   StorePaths paths(config.nvme_paths);
   // The process may go to another directory before the store has its name, or while it is looked after.
-  for (auto& directory : paths.directories) directory = absolute_path(directory);
+  agreement.all([&] {
+    for (auto& directory : paths.directories) directory = absolute_path(directory);
+  });
   if (on_existing == OnExisting::kResume) {
     StoreShape shape = store_shape(plan);
     shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, model, tile); };
-    return TileStore::open(paths, shape);
+    return agreement.alone() ? TileStore::open(paths, shape) : open_together(paths, shape, agreement);
   }
-  for (const auto& directory : paths.directories) make_directory(directory);
   const bool replace = on_existing == OnExisting::kReplace;
-  if (replace || !TileStore::exists(paths)) {
-    paths.shares = choose_shares(config, queue_options(config), space_bytes(store_shape(plan)));
-    log(LogLevel::kInfo,
-        fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", listed(paths.directories),
-                    div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
-  }
-  return TileStore::create(paths, store_shape(plan), replace, before_loss);
+  const auto place = [&] {
+    for (const auto& directory : paths.directories) make_directory(directory);
+    if (replace || !TileStore::exists(paths)) {
+      paths.shares = choose_shares(config, queue_options(config), space_bytes(store_shape(plan)));
+      log(LogLevel::kInfo,
+          fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", listed(paths.directories),
+                      div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
+    }
+    return paths;
+  };
+  if (agreement.alone()) return TileStore::create(place(), store_shape(plan), replace, before_loss);
+  return create_together(paths, store_shape(plan), replace, place, before_loss, agreement);
+}
+
+std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescription& model, const Plan& plan,
+                                      OnExisting on_existing, const std::function<void()>& before_loss) {
+  Agreement alone(nullptr);
+  return open_store(config, model, plan, on_existing, alone, before_loss);
 }
 
 }  // namespace spillway

@@ -7,13 +7,18 @@
 #include "spillway/config.h"
 #include "spillway/engine.h"
 #include "spillway/io_queue.h"
+#include "src/comm/agreement.h"
 #include "src/plan/plan.h"
 #include "swap/tile_store.h"
 
 namespace spillway {
 
-// The store of `plan`, made anew or, to resume, opened; null where the plan has none. Throws what TileStore does, and
-// kDoesNotFit before anything is written.
+// The store of `plan`, made anew or, to resume, opened, with those of the other ranks; null where the plan has none.
+// Throws what TileStore and rank_stores do, and kDoesNotFit before anything is written.
+std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescription& model, const Plan& plan,
+                                      OnExisting on_existing, Agreement& agreement,
+                                      const std::function<void()>& before_loss = {});
+// Of a run with one rank.
 std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescription& model, const Plan& plan,
                                       OnExisting on_existing, const std::function<void()>& before_loss = {});
 

@@ -60,6 +60,47 @@ TEST(ShareThreads, ANodeForAFewThreadsIsNotWorthIt) {
   EXPECT_EQ(share_threads(0, nodes, 3.0).size(), 1u);
 }
 
+using Numbers = std::vector<unsigned>;
+
+TEST(ShareCpus, ProcessesGetWholeCoresAndNodesWhereThatComesOutEven) {
+  const auto nodes = described_nodes("node:2 core:4 pu:2(indexes=0,8,1,9,2,10,3,11,4,12,5,13,6,14,7,15)");
+  EXPECT_EQ(cpus_of_share(nodes, 0, 1, {}).size(), 16u);
+  EXPECT_EQ(cpus_of_share(nodes, 0, 2, {}), nodes[0].cpus);
+  EXPECT_EQ(cpus_of_share(nodes, 1, 2, {}), nodes[1].cpus);
+  EXPECT_EQ(cpus_of_share(nodes, 1, 4, {}), (Numbers{2, 3, 10, 11}));
+  EXPECT_EQ(cpus_of_share(nodes, 7, 8, {}), (Numbers{7, 15})) << "both siblings";
+  EXPECT_EQ(cpus_of_share(nodes, 1, 3, {}), (Numbers{2, 3, 4, 10, 11, 12}));
+}
+
+TEST(ShareCpus, EveryCoreIsOfOneProcessOrOfNeighboursThatHaveFewerEach) {
+  auto random = seeded_generator();
+  for (int round = 0; round < 500; ++round) {
+    const auto cores = static_cast<unsigned>(1 + random() % 24), shares = static_cast<unsigned>(1 + random() % 40);
+    const auto nodes = described_nodes("node:1 core:" + std::to_string(cores) + " pu:1");
+    Numbers users(cores);
+    for (unsigned share = 0; share < shares; ++share) {
+      const Numbers cpus = cpus_of_share(nodes, share, shares, {});
+      ASSERT_GE(cpus.size(), std::max(1u, cores / shares));
+      ASSERT_LE(cpus.size(), cores / shares + 1);
+      for (const unsigned cpu : cpus) ++users.at(cpu);
+    }
+    for (const unsigned count : users) {
+      ASSERT_LE(count, (shares + cores - 1) / cores);
+      ASSERT_GE(count, std::min(1u, shares / cores));
+    }
+    if (shares <= cores) {
+      ASSERT_EQ(users, Numbers(cores, 1));
+    }
+  }
+}
+
+TEST(ShareCpus, AQuotaIsDividedToo) {
+  const auto nodes = described_nodes("node:1 core:8 pu:1");
+  EXPECT_EQ(cpus_of_share(nodes, 1, 2, 4.5), (Numbers{4, 5}));
+  EXPECT_EQ(cpus_of_share(nodes, 1, 2, 1.0), (Numbers{4}));
+  EXPECT_EQ(cpus_of_share(nodes, 1, 2, 64.0), (Numbers{4, 5, 6, 7}));
+}
+
 TEST(ShareThreads, PartsAddUpAndAreProportionalToWithinOne) {
   auto random = seeded_generator();
   for (int round = 0; round < 2'000; ++round) {

@@ -136,6 +136,7 @@ inline void make_store(const std::filesystem::path& directory, std::uint64_t com
   for (std::uint64_t step = 0; step <= commits; ++step) {
     write_tiles(*store, shape, *thread, arena, step, step == 0);
     store->commit(step, std::as_bytes(std::span(&step, 1)), *thread, arena.memory());
+    store->note_all_committed();
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "spillway/error.h"
 #include "spillway/export.h"
+#include "spillway/store.h"
 #include "tools/gpt2/finetune.h"
 #include "tools/gpt2/import_deepspeed.h"
 #include "tools/gpt2/init_model.h"
@@ -92,17 +93,23 @@ int run_export(const ExportCommand& options) {
   const bool store = std::filesystem::exists(options.store / "spillway.store", ignored);
   const std::filesystem::path snapshot = store ? "" : find_newest_snapshot(options.store);
   ExportedStore exported;
+  RunPaths ranks;
   try {
-    exported = snapshot.empty() ? export_store(paths, options.directory, how)
-                                : export_snapshot(snapshot, options.directory, how);
+    if (snapshot.empty()) ranks = find_ranks(paths);
+    exported = !snapshot.empty() ? export_snapshot(snapshot, options.directory, how)
+               : ranks.empty()   ? export_store(paths, options.directory, how)
+                                 : export_run(ranks, options.directory, how);
   } catch (const Stopped&) {
     bar.clear();
     return interrupt.exit_code();
   }
   bar.clear();
   if (interrupt.requested()) terminal::tell(stderr, "spillway: all of it had been written already\n");
-  terminal::tell("{}: the model of step {} of the {} in {}\n", options.directory.string(), exported.step,
-                 snapshot.empty() ? "store" : "snapshot", (snapshot.empty() ? options.store : snapshot).string());
+  const std::string of = !snapshot.empty() ? "the snapshot"
+                         : ranks.empty()   ? "the store"
+                                           : fmt::format("the stores of {} ranks", ranks.size());
+  terminal::tell("{}: the model of step {} of {} in {}\n", options.directory.string(), exported.step, of,
+                 (snapshot.empty() ? options.store : snapshot).string());
   return 0;
 }
 
@@ -195,7 +202,9 @@ void add_export(CLI::App& program, int& exit_code) {
   const auto kept = std::make_shared<ExportCommand>();
   ExportCommand& options = *kept;
   auto* command = program.add_subcommand("export", "Write the model that a store or a snapshot holds");
-  command->add_option("store", options.store, "Directory of the store, of a snapshot, or of snapshots: the newest")
+  command
+      ->add_option("store", options.store,
+                   "Directory of the store, of the stores of all ranks, of a snapshot, or of snapshots: the newest")
       ->required();
   command->add_option("directory", options.directory, "Where the model goes")->required();
   command->add_option("--with", options.others, "The store's other directories, in the order of nvme_paths");

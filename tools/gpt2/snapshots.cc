@@ -41,11 +41,12 @@ std::map<std::uint64_t, std::pair<std::filesystem::path, SnapshotFacts>> snapsho
   return found;
 }
 
-void warn(std::uint64_t step, const Error& error) {
+}  // namespace
+
+void Snapshots::warn(std::uint64_t step, const Error& error) const {
+  if (!speaks_) return;
   log(LogLevel::kWarning, fmt::format("no snapshot of step {}: {}", step, terminal::message_of(error)));
 }
-
-}  // namespace
 
 void Snapshots::begin(Engine& engine) {
   const std::uint64_t step = engine.current_step();
@@ -72,7 +73,7 @@ std::string Snapshots::finish(Engine& engine) {
     return {};
   }
   taken_ = step;
-  const auto facts = options_.keep > 0 ? find_snapshot(place) : std::nullopt;
+  const auto facts = options_.keep > 0 && speaks_ ? find_snapshot(place) : std::nullopt;
   if (facts) remove_oldest(*facts);
   return fmt::format("snapshot: {}", place.string());
 }

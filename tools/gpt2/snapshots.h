@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "spillway/engine.h"
+#include "spillway/error.h"
 #include "spillway/snapshot.h"
 
 namespace spillway::gpt2 {
@@ -21,7 +22,8 @@ struct SnapshotOptions {
 
 class Snapshots {
  public:
-  explicit Snapshots(SnapshotOptions options) : options_(std::move(options)) {}
+  // `speaks`: of several ranks, which all call, the one that removes and warns for all of them.
+  Snapshots(SnapshotOptions options, bool speaks) : options_(std::move(options)), speaks_(speaks) {}
 
   bool due(std::uint64_t step, std::uint64_t last_step) const {
     return !options_.directory.empty() && (step % options_.every == 0 || step == last_step);
@@ -38,8 +40,10 @@ class Snapshots {
 
  private:
   void remove_oldest(const SnapshotFacts& newest);
+  void warn(std::uint64_t step, const Error& error) const;
 
   const SnapshotOptions options_;
+  const bool speaks_;
   std::optional<std::uint64_t> begun_, taken_;  // steps
   std::set<std::filesystem::path> kept_;        // for what else is in them, as was said already
 };

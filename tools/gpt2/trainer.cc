@@ -8,7 +8,7 @@
 
 namespace spillway::gpt2 {
 
-TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uint32_t sequence) {
+TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uint32_t sequence, Communicator* ranks) {
   SPILLWAY_CHECK(config.threads > 0, "the engine must start as many threads as the operations are made for");
   return {.device = device,
           .type = config.weights,
@@ -16,7 +16,8 @@ TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uin
           .accumulation = config.gradient_accumulation,
           .parts = config.sum_groups,
           .sequence = sequence,
-          .threads = config.threads};
+          .threads = config.threads,
+          .ranks = ranks};
 }
 
 // A layer acquired for backward, with one of its micro-batches.
@@ -26,14 +27,14 @@ struct Gpt2Trainer::LayerVisit {
   const Inside& inside;
 };
 
-Gpt2Trainer::Exchange::Exchange(std::size_t tokens)
-    : bytes(align_up<std::size_t>(3 * tokens * sizeof(std::uint32_t), 4096)),
+Gpt2Trainer::Exchange::Exchange(std::size_t tokens, std::size_t all_tokens)
+    : bytes(align_up<std::size_t>((2 * tokens + all_tokens) * sizeof(std::uint32_t), 4096)),
       memory(static_cast<std::byte*>(std::aligned_alloc(4096, bytes))) {
   if (memory == nullptr) throw std::bad_alloc();
   auto* words = reinterpret_cast<std::uint32_t*>(memory.get());
   inputs = {words, tokens};
   targets = {words + tokens, tokens};
-  losses = {reinterpret_cast<float*>(words + 2 * tokens), tokens};
+  losses = {reinterpret_cast<float*>(words + 2 * tokens), all_tokens};
 }
 
 Gpt2Trainer::Inside::Inside(Carver& carver, const Shape& shape, std::size_t log_sum_count) {
@@ -59,7 +60,7 @@ Gpt2Trainer::Workspace::Workspace(Carver& carver, const Gpt2Trainer& trainer) {
   scratch = carver.take<std::byte>(trainer.ops_->scratch_bytes());  // first: it wants alignment to 4096
   inputs = carver.take<std::uint32_t>(micro_batches * m);
   targets = carver.take<std::uint32_t>(micro_batches * m);
-  losses = carver.take<float>(micro_batches * m);
+  losses = carver.take<float>(trainer.ranks() * micro_batches * m);
   normed = tensor(width);
   normed_statistics = carver.take<float>(2 * m);
   dinner = tensor(inner);
@@ -86,8 +87,9 @@ Gpt2Trainer::Gpt2Trainer(const ModelConfig& model, const TrainerOptions& options
     : model_(model),
       options_(options),
       shape_(shape_of(model, options.type, options.micro_batch, options.sequence)),
-      gradient_type_(options.accumulation == 1 ? options.type : DType::kFloat32),
-      exchange_(options.accumulation * shape_.tokens()),
+      gradient_type_(options.accumulation * std::uint64_t{ranks()} == 1 ? options.type : DType::kFloat32),
+      exchange_(options.accumulation * shape_.tokens(), ranks() * options.accumulation * shape_.tokens()),
+      loss_bytes_(ranks(), exchange_.losses.size_bytes() / ranks()),
       ops_(create_ops(options.device, shape_, options.threads, options.fusion)),
       layer_parameters_(describe_model(model, 0).blocks[layer_block(0)].parameters) {
   SPILLWAY_CHECK(options.sequence > 0 && options.sequence <= model.positions, "a row fits the model's positions");
@@ -105,11 +107,11 @@ ModelDescription Gpt2Trainer::description() const {
   }
   description.micro_batches = options_.accumulation;
   for (auto& block : description.blocks) {
-    for (auto& parameter : block.parameters) parameter.pushes = options_.parts;
+    for (auto& parameter : block.parameters) parameter.pushes = own_parts();
   }
   Parameter& tied = description.blocks[kEmbeddingBlock].parameters[kTokenWeight];
   tied.in_order = false;
-  if (options_.parts > 1) tied.pushes = 2 * options_.parts;
+  if (options_.parts > 1) tied.pushes = 2 * own_parts();
   describe_activations(description);
   return description;
 }
@@ -167,8 +169,12 @@ Gpt2Trainer::Inside Gpt2Trainer::inside(std::uint32_t layer, std::uint32_t micro
 
 void Gpt2Trainer::push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type,
                        std::uint32_t micro_batch) const {
-  engine_->push_gradient(
-      {.block = block, .parameter = parameter, .data = data, .dtype = type, .micro_batch = micro_batch}, *stream_);
+  engine_->push_gradient({.block = block,
+                          .parameter = parameter,
+                          .data = data,
+                          .dtype = type,
+                          .micro_batch = first_micro_batch() + micro_batch},
+                         *stream_);
 }
 
 double Gpt2Trainer::run_step(std::span<const std::uint32_t> rows) {
@@ -189,11 +195,20 @@ double Gpt2Trainer::run_step(std::span<const std::uint32_t> rows) {
   for (std::uint32_t l = model_.layers; l-- > 0;) backward(l);
   finish_embedding();
 
+  gather_losses();
   ops_->download(work_->losses, losses.data(), losses.size_bytes(), *stream_);
   stream_->synchronize();
+  if (options_.ranks != nullptr) options_.ranks->throw_if_failed();
   double sum = 0;
   for (const float loss : losses) sum += loss;
   return sum / static_cast<double>(losses.size());
+}
+
+// All of them go to every rank, so that each adds them up in the order of micro-batches, as one rank does.
+void Gpt2Trainer::gather_losses() const {
+  if (ranks() == 1) return;
+  options_.ranks->all_gather(std::as_writable_bytes(std::span(work_->losses, exchange_.losses.size())), loss_bytes_,
+                             kEmbeddingBlock, *stream_);
 }
 
 void Gpt2Trainer::embed() {
@@ -248,13 +263,14 @@ void Gpt2Trainer::head() {
   const Workspace& w = *work_;
   Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kBackward, *stream_);
   const float scale = static_cast<float>(engine_->loss_scale() / static_cast<double>(exchange_.losses.size()));
+  float* const losses = w.losses + first_micro_batch() * shape_.tokens();
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
     const std::size_t first = b * shape_.tokens();
     const ActivationLease x = input(model_.layers, b, Access::kUpdate);
     ops_->run(LayerNorm{x.data(), lease.weight(kFinalNormWeight), lease.weight(kFinalNormBias), w.normed,
                         w.normed_statistics},
               *stream_);
-    ops_->run(HeadLoss{w.normed, w.targets + first, lease.weight(kTokenWeight), scale, w.losses + first, w.normed,
+    ops_->run(HeadLoss{w.normed, w.targets + first, lease.weight(kTokenWeight), scale, losses + first, w.normed,
                        w.dtoken_weight, !begins_part(b)},
               *stream_);
     ops_->run(LayerNormBackward{x.data(), lease.weight(kFinalNormWeight), w.normed, w.normed_statistics, nullptr,

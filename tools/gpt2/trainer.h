@@ -5,6 +5,9 @@
 // block is kept, as an activation that the engine finds a place for; a block's inside too, where the engine has room
 // for it, else it is computed again in backward. All other memory is the engine's workspace. Both are laid out here
 // from shapes alone.
+//
+// Several ranks do a step's micro-batches together, each as many, in the order of ranks. What a micro-batch computes
+// does not depend on who does it.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +16,7 @@
 #include <span>
 #include <vector>
 
+#include "spillway/communicator.h"
 #include "spillway/config.h"
 #include "spillway/engine.h"
 #include "tools/gpt2/carver.h"
@@ -24,12 +28,15 @@ namespace spillway::gpt2 {
 struct TrainerOptions {
   DeviceKind device = DeviceKind::kHost;
   DType type = DType::kFloat32;
+  // Rows of a micro-batch; micro-batches of a step on this rank; Config::sum_groups; tokens of a row.
   std::uint32_t micro_batch = 1, accumulation = 1, parts = 1, sequence = 0;
   unsigned threads = 1;  // at least those of the engine
   Fusion fusion = Fusion::kAuto;
+  Communicator* ranks = nullptr;  // as EngineOptions::communicator
 };
 // Those of a run with this configuration, whose threads are set: to compute_threads(), where it leaves them open.
-TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uint32_t sequence);
+TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uint32_t sequence,
+                               Communicator* ranks = nullptr);
 
 class Gpt2Trainer {
  public:
@@ -41,8 +48,9 @@ class Gpt2Trainer {
   // Once, before the first step; the engine must outlive this object.
   void attach(Engine& engine);
 
-  // Forward and backward over the micro-batches of a step: `rows` holds micro_batch * accumulation rows of
-  // sequence + 1 tokens each, every token below the vocabulary. Returns the mean loss; Engine::step() is the caller's.
+  // Forward and backward over this rank's micro-batches of a step: `rows` holds micro_batch * accumulation rows of
+  // sequence + 1 tokens each, every token below the vocabulary. Returns the mean loss of all ranks' rows, which has the
+  // same bits however many ranks they are shared by; Engine::step() is the caller's.
   double run_step(std::span<const std::uint32_t> rows);
 
  private:
@@ -55,7 +63,7 @@ class Gpt2Trainer {
   // Places in the workspace. What follows a pass is [accumulation][M].
   struct Workspace {
     std::uint32_t *inputs, *targets;
-    float* losses;
+    float* losses;      // of all ranks' micro-batches
     std::byte* normed;  // of the head
     float* normed_statistics;
     std::byte *dinner, *dnorm, *dqkv;
@@ -75,7 +83,7 @@ class Gpt2Trainer {
     std::unique_ptr<std::byte, Free> memory;
     std::span<std::uint32_t> inputs, targets;
     std::span<float> losses;
-    explicit Exchange(std::size_t tokens);
+    Exchange(std::size_t tokens, std::size_t all_tokens);  // of a step on this rank, and on all of them
   };
 
   // The input of a layer, for `access`; that of the layer behind the last one becomes the gradient that flows backward.
@@ -96,16 +104,25 @@ class Gpt2Trainer {
   void push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type,
             std::uint32_t micro_batch) const;
   void push_final_norm(std::uint32_t micro_batch) const;
+  void gather_losses() const;
   // Of the micro-batches that are summed here before they are pushed; parts are summed by the engine.
   bool begins_part(std::uint32_t micro_batch) const { return micro_batch % part() == 0; }
   bool ends_part(std::uint32_t micro_batch) const { return begins_part(micro_batch + 1); }
-  std::uint32_t part() const { return options_.accumulation / options_.parts; }
+  std::uint32_t part() const { return options_.accumulation / own_parts(); }
+  // A rank has whole parts. Where the step is not cut, each rank's own sum is one.
+  std::uint32_t own_parts() const { return options_.parts == 1 ? 1 : options_.parts / ranks(); }
+  std::uint32_t ranks() const { return options_.ranks == nullptr ? 1 : options_.ranks->ranks(); }
+  // Of all ranks' micro-batches, the first one of this rank.
+  std::uint32_t first_micro_batch() const {
+    return options_.ranks == nullptr ? 0 : options_.ranks->rank() * options_.accumulation;
+  }
 
   ModelConfig model_;
   TrainerOptions options_;
   Shape shape_;
   DType gradient_type_;  // of layer gradients: fp32 where they are summed, else rounded as they are computed
   Exchange exchange_;    // outlives the operations
+  std::vector<std::uint64_t> loss_bytes_;  // of each rank
   std::unique_ptr<Ops> ops_;
   std::vector<Parameter> layer_parameters_;
   std::uint64_t workspace_bytes_ = 0, inside_bytes_ = 0;  // of one micro-batch's inside

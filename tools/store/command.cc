@@ -1,5 +1,8 @@
 #include "tools/store/command.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -22,48 +25,69 @@ struct StoreOptions {
 
 constexpr const char* kReading = "reading every byte";
 
-Verified verify(const StoreOptions& options) {
+// What is looked at: one store, or those of all ranks that lie below the directories.
+struct Looked {
+  explicit Looked(const StoreOptions& options) : ranks(find_ranks(options.paths)) {
+    ranks.empty() ? void(store = inspect_store(options.paths)) : void(run = inspect_run(ranks));
+  }
+  std::optional<std::uint64_t> step() const { return store ? store->step : run->step; }
+  std::vector<std::string> damage() const { return store ? damage_of(*store) : damage_of(*run); }
+  // There may be one to go back to.
+  bool has_older_step() const {
+    return store ? store->older_step.has_value()
+                 : std::ranges::all_of(run->ranks, [](const StoreInfo& rank) { return rank.older_step.has_value(); });
+  }
+
+  RunPaths ranks;
+  std::optional<StoreInfo> store;
+  std::optional<RunInfo> run;
+};
+
+Verified verify(const StoreOptions& options, const Looked& looked) {
   terminal::ByteBar bar(kReading);
   Verified verified;
   const auto on_bad = [&](const BadExtent& bad) {
     verified.bad.push_back(bad);
     bar.line(bad_text(bad));
   };
-  verified.checked =
-      verify_store(options.paths, {.on_bad = on_bad, .progress = [&](auto done, auto bytes) { bar.at(done, bytes); }});
+  const CheckOptions how = {.on_bad = on_bad, .progress = [&](auto done, auto bytes) { bar.at(done, bytes); }};
+  verified.checked = looked.store ? verify_store(options.paths, how) : verify_run(looked.ranks, how);
   verified.seconds = bar.seconds();
   bar.clear();
   return verified;
 }
 
 int roll_back(const StoreOptions& options) {
-  const std::optional<std::uint64_t> before = inspect_store(options.paths).step;
+  const Looked looked(options);
   terminal::ByteBar bar(kReading);
-  const std::uint64_t step =
-      roll_back_store(options.paths, {.progress = [&](auto done, auto bytes) { bar.at(done, bytes); }});
+  const CheckOptions how = {.progress = [&](auto done, auto bytes) { bar.at(done, bytes); }};
+  const std::uint64_t step = looked.store ? roll_back_store(options.paths, how) : roll_back_run(looked.ranks, how);
   bar.clear();
-  terminal::tell("{}: {} step {}, every byte of which is intact; finetune --resume goes on from there\n",
-                 options.paths.front().string(), before < step ? "the last --rollback is taken back, on at" : "back at",
-                 step);
+  terminal::tell("{}: {} step {}{}, every byte of which is intact; finetune --resume goes on from there\n",
+                 options.paths.front().string(),
+                 looked.step() < step ? "the last --rollback is taken back, on at" : "back at", step,
+                 looked.store ? "" : " on all ranks");
   return kWhole;
 }
 
 int show(const StoreOptions& options) {
   if (options.roll_back) return roll_back(options);
-  const StoreInfo info = inspect_store(options.paths);
-  if (!options.json) terminal::tell("{}", store_text(info));
+  const Looked looked(options);
+  if (!options.json) terminal::tell("{}", looked.store ? store_text(*looked.store) : run_text(*looked.run));
   std::fflush(stdout);
   std::optional<Verified> verified;
-  if (options.verify) verified = verify(options);
+  if (options.verify) verified = verify(options, looked);
   if (options.json) {
-    terminal::tell("{}\n", store_json(info, verified));
+    terminal::tell("{}\n", looked.store ? store_json(*looked.store, verified) : run_json(*looked.run, verified));
   } else if (verified) {
     terminal::tell("{}\n", verified_text(*verified));
-    if (verified->checked.bad_extents > 0 && info.older_step) {
-      terminal::tell("to do     --rollback goes back to step {} if all of it is intact\n", *info.older_step);
+    if (verified->checked.bad_extents > 0 && looked.has_older_step()) {
+      terminal::tell("to do     --rollback goes back to {} if all of it is intact\n",
+                     looked.store ? fmt::format("step {}", *looked.store->older_step) : "the step before on all ranks");
     }
   }
-  return damage_of(info).empty() && (!verified || verified->checked.bad_extents == 0) ? kWhole : kDamaged;
+  const bool whole = looked.damage().empty() && (!verified || verified->checked.bad_extents == 0);
+  return whole ? kWhole : kDamaged;
 }
 
 }  // namespace
@@ -72,7 +96,11 @@ void add_command(CLI::App& program, int& exit_code) {
   const auto kept = std::make_shared<StoreOptions>();
   StoreOptions& options = *kept;
   auto* command = program.add_subcommand("store", "Show a store, and check whether it is whole; changes nothing");
-  command->add_option("paths", options.paths, "The store's directories, in the order of nvme_paths")->required();
+  command
+      ->add_option(
+          "paths", options.paths,
+          "The store's directories, in the order of nvme_paths; of several ranks, those that hold rank0 and so on")
+      ->required();
   auto* verify = command->add_flag("--verify", options.verify, "Read every byte of the committed step");
   auto* json = command->add_flag("--json", options.json, "Print it as JSON");
   command

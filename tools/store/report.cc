@@ -51,6 +51,40 @@ std::string blob_text(const std::vector<std::byte>& blob) {
   return plain && text.size() <= kLongest ? "\"" + text + "\"" : plural(text.size(), "byte");
 }
 
+// One line of what is said of a store or a run.
+void put_line(std::string& text, std::string_view what, const std::string& said) {
+  fmt::format_to(std::back_inserter(text), "{:<9} {}\n", what, said);
+}
+
+// What the stores of all ranks say alike.
+void put_model(std::string& text, const StoreInfo& store) {
+  put_line(
+      text, "model",
+      fmt::format("{} of {} parameters, {} of them trained; fingerprint {:016x}",
+                  plural(store.model.blocks.size(), "block"), store.parameters, store.trainable, store.fingerprint));
+  for (const Attachment& attachment : store.model.attachments) {
+    put_line(text, "", fmt::format("with {}, {}", attachment.name, plural(attachment.text.size(), "byte")));
+  }
+  const bool exact = store.moments == MomentFormat::kFloat32;
+  put_line(text, "types",
+           fmt::format("{} weights, optimizer {}{}; store format {}", spillway::name_of(store.weights),
+                       spillway::name_of(store.optimizer),
+                       exact ? "" : fmt::format(", {} states", spillway::name_of(store.moments)), store.format));
+}
+
+void put_sizes(std::string& text, std::uint64_t weights, std::uint64_t states, std::uint64_t scratch) {
+  put_line(text, "sizes",
+           fmt::format("weights {}, states {} in one slot of all tiles; scratch {}", fixed_text_of_size(weights),
+                       fixed_text_of_size(states), fixed_text_of_size(scratch)));
+}
+
+void put_loss_scale(std::string& text, const StoreInfo& store) {
+  if (!store.loss_scale) return;
+  put_line(text, "scale",
+           fmt::format("{} is the loss scale of the next step; {} skipped so far", *store.loss_scale,
+                       plural(store.skipped_steps, "step")));
+}
+
 void put_bad(Json& json, const BadExtent& bad) {
   json.put("name", bad.name);
   json.put("file", bad.file);
@@ -88,24 +122,12 @@ std::vector<std::string> damage_of(const StoreInfo& store) {
 
 std::string store_text(const StoreInfo& store) {
   std::string text;
-  auto out = std::back_inserter(text);
-  const auto line = [&](const char* what, const std::string& said) { fmt::format_to(out, "{:<9} {}\n", what, said); };
-  line("model",
-       fmt::format("{} of {} parameters, {} of them trained; fingerprint {:016x}",
-                   plural(store.model.blocks.size(), "block"), store.parameters, store.trainable, store.fingerprint));
-  for (const Attachment& attachment : store.model.attachments) {
-    line("", fmt::format("with {}, {}", attachment.name, plural(attachment.text.size(), "byte")));
-  }
-  const bool exact = store.moments == MomentFormat::kFloat32;
-  line("types", fmt::format("{} weights, optimizer {}{}; store format {}", spillway::name_of(store.weights),
-                            spillway::name_of(store.optimizer),
-                            exact ? "" : fmt::format(", {} states", spillway::name_of(store.moments)), store.format));
+  const auto line = [&](const char* what, const std::string& said) { put_line(text, what, said); };
+  put_model(text, store);
   if (!store.run.empty()) line("run", fmt::format("{}, rank {} of {}", store.run, store.rank, store.ranks));
   line("tiles", fmt::format("{} of at most {} elements, {} each, whatever tier they live in during a run", store.tiles,
                             store.tile_elements, plural(store.slots, "slot")));
-  line("sizes",
-       fmt::format("weights {}, states {} in one slot of all tiles; scratch {}", fixed_text_of_size(store.weight_bytes),
-                   fixed_text_of_size(store.state_bytes), fixed_text_of_size(store.scratch_bytes)));
+  put_sizes(text, store.weight_bytes, store.state_bytes, store.scratch_bytes);
   for (const StoreFileInfo& file : store.files) {
     std::uint64_t shares = 0;
     for (const StoreFileInfo& other : store.files) shares += other.share;
@@ -121,12 +143,57 @@ std::string store_text(const StoreInfo& store) {
   line("step", store.slots < 2 ? "none is kept: made with commit_every 0"
                : store.step    ? fmt::format("{}, with {} of the caller's own", *store.step, blob_text(store.blob))
                                : "none");
-  if (store.loss_scale) {
-    line("scale", fmt::format("{} is the loss scale of the next step; {} skipped so far", *store.loss_scale,
-                              plural(store.skipped_steps, "step")));
-  }
+  put_loss_scale(text, store);
   line("lock", store.in_use ? "held by a running process, which may be writing a record just now" : "free");
   for (const std::string& damage : damage_of(store)) line("DAMAGED", damage);
+  return text;
+}
+
+std::vector<std::string> damage_of(const RunInfo& run) {
+  std::vector<std::string> damage;
+  bool quiet = true, keeps_steps = true;
+  for (const StoreInfo& store : run.ranks) {
+    for (const std::string& one : damage_of(store)) damage.push_back(fmt::format("rank {}: {}", store.rank, one));
+    quiet &= !store.in_use;
+    keeps_steps &= store.slots >= 2;
+  }
+  if (damage.empty() && quiet && keeps_steps && !run.step)
+    damage.push_back("the ranks have no step in common: " + run.steps);
+  return damage;
+}
+
+std::string run_text(const RunInfo& run) {
+  std::string text;
+  const auto line = [&](std::string_view what, const std::string& said) { put_line(text, what, said); };
+  const StoreInfo& first = run.ranks.front();
+  put_model(text, first);
+  line("run", fmt::format("{}, {}", first.run, plural(run.ranks.size(), "rank")));
+  std::uint64_t weights = 0, states = 0, scratch = 0;
+  for (const StoreInfo& store : run.ranks) {
+    weights += store.weight_bytes;
+    states += store.state_bytes;
+    scratch += store.scratch_bytes;
+    std::uint64_t bytes = 0;
+    std::string paths;
+    for (const StoreFileInfo& file : store.files) {
+      bytes += file.bytes;
+      paths += (paths.empty() ? "" : ", ") + file.path.string();
+    }
+    line(fmt::format("rank {}", store.rank), fmt::format("{}, {}, {}{}", paths, fixed_text_of_size(bytes),
+                                                         plural(store.tiles, "tile"), store.in_use ? "; in use" : ""));
+  }
+  put_sizes(text, weights, states, scratch);
+  if (first.slots < 2) {
+    line("step", "none is kept: made with commit_every 0");
+  } else {
+    line("steps", run.steps);
+    line("step", run.step ? fmt::format("{}, the newest that all have", *run.step) : "none that all have");
+  }
+  put_loss_scale(text, first);
+  for (const std::uint32_t rank : run.unnamed)
+    line("", fmt::format("rank {}'s replaces another store: that was cut short, and the next run finishes it", rank));
+  for (const auto& other : run.others) line("", fmt::format("{} is of another run", other.string()));
+  for (const std::string& damage : damage_of(run)) line("DAMAGED", damage);
   return text;
 }
 
@@ -148,8 +215,9 @@ std::string verified_text(const Verified& verified) {
                      read);
 }
 
-std::string store_json(const StoreInfo& store, const std::optional<Verified>& verified) {
-  Json json;
+namespace {
+
+void put_store(Json& json, const StoreInfo& store) {
   json.put("format", store.format);
   json.put("fingerprint", fmt::format("{:016x}", store.fingerprint));
   json.put("run", store.run);
@@ -191,16 +259,40 @@ std::string store_json(const StoreInfo& store, const std::optional<Verified>& ve
   }
   json.put("in_use", store.in_use);
   json.put("damage", damage_of(store));
-  if (verified) {
-    json.put("verified", [&] {
-      json.put("step", verified->checked.step);
-      json.put("bytes", verified->checked.bytes);
-      json.put("seconds", verified->seconds);
-      json.list("bad", [&] {
-        for (const BadExtent& bad : verified->bad) json.item([&] { put_bad(json, bad); });
-      });
+}
+
+void put_verified(Json& json, const std::optional<Verified>& verified) {
+  if (!verified) return;
+  json.put("verified", [&] {
+    json.put("step", verified->checked.step);
+    json.put("bytes", verified->checked.bytes);
+    json.put("seconds", verified->seconds);
+    json.list("bad", [&] {
+      for (const BadExtent& bad : verified->bad) json.item([&] { put_bad(json, bad); });
     });
-  }
+  });
+}
+
+}  // namespace
+
+std::string store_json(const StoreInfo& store, const std::optional<Verified>& verified) {
+  Json json;
+  put_store(json, store);
+  put_verified(json, verified);
+  return json.text();
+}
+
+std::string run_json(const RunInfo& run, const std::optional<Verified>& verified) {
+  Json json;
+  json.put("run", run.ranks.front().run);
+  json.list("ranks", [&] {
+    for (const StoreInfo& store : run.ranks) json.item([&] { put_store(json, store); });
+  });
+  json.put("step", run.step);
+  json.put("unnamed", run.unnamed);
+  json.put("others", run.others);
+  json.put("damage", damage_of(run));
+  put_verified(json, verified);
   return json.text();
 }
 

@@ -61,7 +61,7 @@ void Interrupt::take(int signal) {
   const bool asked = signal == SIGINT || signal == SIGTERM;
   if (!requested()) {
     signal_ = signal;
-    tell(stderr, "\nspillway: {}{}\n", ending_, asked ? "; Ctrl-C again ends at once" : "");
+    if (says_) tell(stderr, "\nspillway: {}{}\n", ending_, asked ? "; Ctrl-C again ends at once" : "");
   } else if (asked) {
     _exit(exit_code());  // whatever is written is as after any crash
   }

@@ -19,10 +19,13 @@ class Interrupt {
   // `ending`: what the first Ctrl-C says is going to happen, as in "ending after this step".
   explicit Interrupt(std::string ending);
   ~Interrupt();
-  bool requested() const noexcept { return signal_.load() != 0; }
+  bool requested() const noexcept { return signal() != 0; }
+  int signal() const noexcept { return signal_.load(); }  // that requested it; 0: none
   // Once requested, what a program ends with, by convention: 129 after SIGHUP, 130 after Ctrl-C, 141 after SIGPIPE, 143
   // after SIGTERM.
   int exit_code() const noexcept { return 128 + signal_.load(); }
+  // Where another process says it.
+  void say_nothing() noexcept { says_ = false; }
 
  private:
   void watch();
@@ -31,7 +34,7 @@ class Interrupt {
   const bool watches_reader_;
   sigset_t signals_;
   std::atomic<int> signal_ = 0;  // the first that came
-  std::atomic<bool> stop_ = false;
+  std::atomic<bool> stop_ = false, says_ = true;
   std::thread watcher_;
 };
 

@@ -11,9 +11,9 @@
 namespace spillway::terminal {
 
 // No C++ package of Debian 12 draws a progress bar; this is all that one line needs.
-Progress::Progress(std::uint64_t first, std::uint64_t last, std::FILE* out)
+Progress::Progress(std::uint64_t first, std::uint64_t last, std::FILE* out, bool may_draw)
     : out_(out),
-      terminal_(::isatty(::fileno(out)) == 1),
+      terminal_(may_draw && ::isatty(::fileno(out)) == 1),
       first_(first),
       last_(last),
       step_(first),

@@ -10,7 +10,8 @@ namespace spillway::terminal {
 
 class Progress {
  public:
-  Progress(std::uint64_t first, std::uint64_t last, std::FILE* out = stdout);
+  // `may_draw`: false where what looks like a terminal is none, as a launcher's.
+  Progress(std::uint64_t first, std::uint64_t last, std::FILE* out = stdout, bool may_draw = true);
   // Prints a line above the bar.
   void line(std::string_view text);
   // Step `step` of `last` is done; the time left follows from the steps so far.

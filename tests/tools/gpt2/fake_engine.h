@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -130,6 +131,9 @@ class FakeEngine final : public Engine {
   // (block, pass) of every acquire.
   const std::vector<std::pair<std::uint32_t, Pass>>& visits() const { return visits_; }
   unsigned pushes(std::uint32_t block, std::uint32_t parameter) const { return pushes_.at({block, parameter}); }
+  // By block, parameter and micro-batch: what was pushed of it, in that order.
+  using Pushed = std::map<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>, std::vector<std::vector<float>>>;
+  const Pushed& pushed() const { return pushed_; }
   int open_leases() const { return open_leases_; }
 
   std::uint64_t current_step() const override { return step_; }
@@ -182,12 +186,17 @@ class FakeEngine final : public Engine {
     const std::size_t count = counts_[gradient.block][gradient.parameter];
     auto& sum = gradients_[key];
     sum.resize(count);
-    for (std::size_t i = 0; i < count; ++i) sum[i] += widened(gradient.data, i, gradient.dtype);
+    auto& values = pushed_[{gradient.block, gradient.parameter, gradient.micro_batch}].emplace_back(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      values[i] = widened(gradient.data, i, gradient.dtype);
+      sum[i] += values[i];
+    }
     ++pushes_[key];
   }
   StepReport step(std::span<const std::byte>) override {
     gradients_.clear();
     pushes_.clear();
+    pushed_.clear();
     StepReport report;
     report.step = ++step_;
     return report;
@@ -231,6 +240,7 @@ class FakeEngine final : public Engine {
   std::vector<std::vector<std::size_t>> counts_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::vector<float>> gradients_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, unsigned> pushes_;
+  Pushed pushed_;
   std::vector<std::byte*> activations_;
   std::vector<Insides> insides_;
   std::vector<ActivationUse> activation_uses_;

@@ -1,0 +1,86 @@
+// One of several ranks has a drive that fails: all of them end with an error that says which, and go on later from the
+// step that all have, to the bits of a run to which nothing happened.
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cerrno>
+#include <string>
+#include <vector>
+
+#include "spillway/error.h"
+#include "tests/aio/simulated_disk.h"
+#include "tests/aio/temp_files.h"
+#include "tests/src/ranks_run.h"
+#include "tests/src/small_case.h"  // quick_directory()
+
+namespace spillway::testing {
+namespace {
+
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+
+constexpr std::uint64_t kSteps = 4;
+constexpr std::uint32_t kRanks = 2;
+
+struct FailingOp {
+  const char* name;
+  DiskOp op;
+  int error;
+};
+
+class OneDriveFails : public ::testing::TestWithParam<FailingOp> {};
+INSTANTIATE_TEST_SUITE_P(, OneDriveFails,
+                         ::testing::Values(FailingOp{"read", DiskOp::kRead, EIO},
+                                           FailingOp{"write", DiskOp::kWrite, EIO},
+                                           FailingOp{"write_full", DiskOp::kWrite, ENOSPC},
+                                           FailingOp{"sync", DiskOp::kSync, EIO}),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_P(OneDriveFails, AllRanksEndAndGoOnLater) {
+  RanksCase of{.layout = layout_case("nvme")};
+  of.change = [](Config& config) { config.io_engine = IoEngineKind::kThreads; };
+  const RanksOutcome whole = train_on_ranks(kRanks, of, kSteps);
+  for (const std::uint32_t victim : {0u, 1u}) {
+    for (const std::uint64_t calls : {0u, 7u, 20u}) {
+      SCOPED_TRACE(fmt::format("rank {}, after {} calls", victim, calls));
+      const TempDirectory directory = quick_directory();
+      SimulatedDisk disk(directory.path());
+      std::atomic<std::uint64_t> seen = 0;
+      const std::string prefix = fmt::format("rank{}/", victim);
+      std::vector<std::string> said(kRanks);
+      run_ranks(kRanks, [&](Communicator& communicator) {
+        RankRun run(of, &communicator, directory.path());
+        run.until(1);
+        run.engine->flush();
+        if (run.rank == victim) {
+          disk.misbehave([&](const DiskCall& call) {
+            const bool mine = call.op == GetParam().op && call.name.starts_with(prefix);
+            return mine && seen++ >= calls ? Fault{.error = GetParam().error} : Fault{};
+          });
+        }
+        try {
+          run.until(kSteps + 20);
+        } catch (const Error& error) {
+          said[run.rank] = error.what();
+        }
+      });
+      EXPECT_THAT(said[victim], HasSubstr(prefix)) << "its own drive";
+      EXPECT_THAT(said[1 - victim], AnyOf(HasSubstr(fmt::format("rank {}: ", victim)),  // told
+                                          HasSubstr(fmt::format("rank {} (", victim)),  // or missed, with its host
+                                          HasSubstr(prefix)));                          // or rank 0's words are all's
+      disk.misbehave({});
+      run_ranks(kRanks, [&](Communicator& communicator) {
+        RankRun run(of, &communicator, directory.path(), OnExisting::kResume);
+        EXPECT_GE(run.engine->current_step(), 1u);
+        if (run.engine->current_step() > kSteps) return;  // it was long in failing
+        run.until(kSteps);
+        EXPECT_TRUE(exported(*run.engine) == whole.bits);
+      });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace spillway::testing
