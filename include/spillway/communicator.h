@@ -58,7 +58,7 @@ struct Collective {
 
 class Communicator {
  public:
-  virtual ~Communicator() = default;  // waits until the streams have come by everything that was started
+  virtual ~Communicator() = default;  // when streams have come by all that was started; other ranks get their patience
 
   virtual std::uint32_t rank() const noexcept = 0;
   virtual std::uint32_t ranks() const noexcept = 0;

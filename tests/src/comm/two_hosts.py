@@ -37,9 +37,8 @@ class TwoHosts:
         try:
             for name in NAMES:
                 self.holders[name] = self.hold(name)
-            pids = [str(self.holders[name].pid) for name in NAMES]
-            self.do("ip", "link", "add", "cable", "netns", pids[0], "type", "veth", "peer", "name", "cable", "netns",
-                    pids[1])
+            self.do(*self.on(NAMES[0]), "ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns",
+                    str(self.holders[NAMES[1]].pid))
             for number, name in enumerate(NAMES, 1):
                 self.do(*self.on(name), "ip", "address", "add", f"192.0.2.{number}/24", "dev", "cable")
                 self.do(*self.on(name), "ip", "link", "set", "lo", "up")
