@@ -90,7 +90,7 @@ INSTANTIATE_TEST_SUITE_P(, RankCrashes,
 
 TEST_P(RankCrashes, LeaveOneStepOfOneRun) {
   const char* const cases = std::getenv("SPILLWAY_CASES");
-  const int points = cases ? std::atoi(cases) : 60;
+  const int points = cases ? std::atoi(cases) : 40;
   const auto [ranks, replaces] = GetParam();
   std::mt19937_64 random(test_seed());
   const TempDirectory root = quick_directory();
