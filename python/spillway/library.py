@@ -25,7 +25,7 @@ ANY_PUSHES = 2**32 - 1  # of a parameter in a step: as many as come, until one w
 ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
 MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT = 0, 1, 2, 3
-STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other")
+STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other", "network")
 MARK = "\u241f"  # in no message: where the words of a remedy come. A control character would be masked
 
 class Error(RuntimeError):

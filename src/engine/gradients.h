@@ -83,6 +83,8 @@ class GradientCollector {
     return spills_ ? spills_->spilled(tile) : std::nullopt;
   }
 
+  // Sums that went to other ranks, and leaves that came.
+  std::uint64_t network_bytes() const noexcept { return network_bytes_; }
   std::uint64_t h2d_bytes() const noexcept { return movers_.accumulators ? movers_.accumulators->h2d_bytes() : 0; }
   std::uint64_t d2h_bytes() const noexcept {
     return d2h_bytes_ + (spills_ ? spills_->copied_bytes() : 0) +
@@ -136,7 +138,7 @@ class GradientCollector {
   std::vector<Staging> staging_;
   std::unique_ptr<Event> last_copy_, rounded_, summed_, scattered_;
   std::vector<double> leaves_;  // for norms on the CPU
-  std::uint64_t d2h_bytes_ = 0;
+  std::uint64_t d2h_bytes_ = 0, network_bytes_ = 0;
 };
 
 }  // namespace spillway

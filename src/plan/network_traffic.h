@@ -1,0 +1,28 @@
+// What a rank moves to and from the others for a block: counted from the plan, as the engine's collectives move it.
+// Pure.
+//
+//   weights   gathered   at the first lease after its own part of them came     bytes of the others' slices
+//   sums      scattered  once a step, when the block's gradient is complete     4 for each element of the others'
+//   slices leaves    gathered   behind that                                            8 for each leaf of the others'
+//   slices
+#pragma once
+
+#include <cstdint>
+
+#include "src/plan/plan.h"
+
+namespace spillway {
+
+struct Collectives {
+  std::uint64_t bytes = 0;  // of others; as many of its own go to, or come from, the others
+  std::uint32_t calls = 0;
+};
+
+struct BlockNetwork {
+  Collectives weights, sums, leaves;
+};
+
+// Of the plan's rank; nothing with one.
+BlockNetwork network_of(const Plan& plan, std::uint32_t block);
+
+}  // namespace spillway
