@@ -72,7 +72,7 @@ class Finder {
   }
 
   Prediction predict_with(const Config& config, const Rates& rates) const {
-    return predict(config, described_, rates, asked_.nodes, kQuick);
+    return predict(config, described_, rates, asked_.nodes, kQuick, asked_.run.ranks.all);
   }
 
   Config placed(const Kind& kind) const {
@@ -86,6 +86,7 @@ class Finder {
 
   PlacementRow row_of(const Kind& kind) const {
     PlacementRow row{.states = kind.states, .parameters = kind.parameters, .stages = kind.stages};
+    if (asked_.run.ranks.all > 1 && row.stages == "0-3") row.stages = "1-3";  // what is updated is shared out
     row.chosen = kind.states == base_.states && kind.parameters == base_.parameters;
     const Config config = placed(kind);
     try {
@@ -110,7 +111,7 @@ class Finder {
   std::optional<TierBytes> without_budgets(Config config) const {
     config.hbm_bytes = config.host_bytes = config.nvme_bytes = std::nullopt;
     try {
-      return totals_of(make_plan(config, described_.model, asked_.nodes));
+      return totals_of(make_plan(config, described_.model, asked_.nodes, {0, asked_.run.ranks.all}));
     } catch (const Error&) {
       return std::nullopt;
     }
@@ -125,8 +126,9 @@ class Finder {
   };
   std::optional<Change> tried(Offer offer) const {
     try {
-      const Prediction made = predict(offer.config, offer.described != nullptr ? *offer.described : described_,
-                                      offer.rates ? *offer.rates : asked_.rates, asked_.nodes, kQuick);
+      const Prediction made =
+          predict(offer.config, offer.described != nullptr ? *offer.described : described_,
+                  offer.rates ? *offer.rates : asked_.rates, asked_.nodes, kQuick, asked_.run.ranks.all);
       return Change{.what = std::move(offer.what),
                     .effect = made.step.seconds / offer.tokens / seconds_ - 1,
                     .seconds = made.step.seconds,
@@ -210,6 +212,9 @@ class Finder {
     if (chosen.states != Placement::kHbm) {
       with("an optimizer twice as fast: more cores, faster memory",
            [](Rates& rates) { rates.links.update_seconds /= 2; });
+    }
+    if (asked_.run.ranks.all > 1) {
+      with("a network twice as fast", [](Rates& rates) { rates.links.network *= 2; });
     }
     if (!asked_.rates.links.device_on_cores && chosen.parameters != Placement::kHbm) {
       with("a link to the device twice as fast", [](Rates& rates) {
