@@ -104,7 +104,8 @@ def main():
                 for network in a.network or NETWORKS:
                     line = planned(a, folder, name, ranks, network)
                     refused |= "refused" in line
-                    print(json.dumps({"model": name, "ranks": ranks, "network": network, **line}), flush=True)
+                    print(json.dumps({"model": name, "ranks": ranks, "rows": a.rows, "network": network, **line}),
+                          flush=True)
     return 1 if refused else 0
 
 

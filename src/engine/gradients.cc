@@ -6,7 +6,6 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "src/plan/network_traffic.h"
 
 namespace spillway {
 
@@ -222,7 +221,8 @@ void GradientCollector::join_sums(std::uint32_t b, Stream& stream) {
   }
   device().record(*scattered_, net);
   const BlockNetwork moved = network_of(plan_, b);
-  network_bytes_ += moved.sums.bytes + moved.leaves.bytes;
+  moved_ += moved.sums;
+  moved_ += moved.leaves;
   if (plan.accumulator_home) movers_.accumulators->complete(b, net);
   std::ranges::fill(block.brought, 0u);
   for (std::size_t p = 0; p < plan.partition.parameters.size(); ++p)

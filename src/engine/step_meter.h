@@ -23,7 +23,8 @@ class StepMeter {
  private:
   using Clock = std::chrono::steady_clock;
   struct Traffic {
-    std::uint64_t nvme_read = 0, nvme_write = 0, h2d = 0, d2h = 0, network = 0;
+    std::uint64_t nvme_read = 0, nvme_write = 0, h2d = 0, d2h = 0;
+    Collectives network;
     TileMover::Hits tiles;
   };
   Traffic traffic() const;

@@ -7,7 +7,6 @@
 
 #include "spillway/error.h"
 #include "src/plan/layout.h"
-#include "src/plan/network_traffic.h"
 
 namespace spillway {
 namespace {
@@ -121,7 +120,7 @@ void Weights::gather(std::uint32_t place) {
     with_.communicator->all_gather(bytes, slice_bytes_[b][s], static_cast<std::int32_t>(b), *with_.net);
   }
   with_.device.record(*come_[place], *with_.net);
-  gathered_bytes_ += network_of(plan_, b).weights.bytes;
+  moved_ += network_of(plan_, b).weights;
 }
 
 void Weights::act(const WeightAction& action) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "src/engine/tile_executor.h"
+#include "src/plan/network_traffic.h"
 #include "src/plan/plan.h"
 #include "swap/block_fetcher.h"
 #include "swap/policy/gathered_places.h"
@@ -60,7 +61,7 @@ class Weights {
 
   bool all_acquired() const noexcept { return policy_.all_acquired(); }
   WeightResidency::Hits hits() const noexcept { return policy_.hits(); }
-  std::uint64_t gathered_bytes() const noexcept { return gathered_bytes_; }  // of other ranks
+  const Collectives& moved() const noexcept { return moved_; }  // from other ranks
   std::uint32_t block(std::uint32_t place) const { return policy_.block(place); }
   std::byte* address(std::uint32_t place) const { return places_.memory(place).data(); }
   bool leased() const { return policy_.leased(); }
@@ -80,7 +81,7 @@ class Weights {
   const std::vector<std::uint8_t> frozen_;  // by block
   WeightResidency policy_;
   GatheredPlaces gathered_;
-  std::uint64_t gathered_bytes_ = 0;
+  Collectives moved_;
   // With several ranks.
   std::vector<std::unique_ptr<Event>> come_;                          // by place: all of its block is there
   std::vector<std::vector<std::vector<std::uint64_t>>> slice_bytes_;  // by block, section and rank

@@ -25,7 +25,7 @@ BlockNetwork network_of(const Plan& plan, std::uint32_t b) {
   if (network.sums.calls == 0) return network;
   // Which parameters had a gradient: a bit each, of all ranks.
   const std::size_t words = div_up(block.partition.parameters.size(), std::size_t{64});
-  network.leaves.calls += static_cast<std::uint32_t>(div_up(words, kMostScalars));
+  network.leaves.calls += div_up(words, kMostScalars);
   return network;
 }
 

@@ -15,7 +15,13 @@ namespace spillway {
 
 struct Collectives {
   std::uint64_t bytes = 0;  // of others; as many of its own go to, or come from, the others
-  std::uint32_t calls = 0;
+  std::uint64_t calls = 0;
+
+  Collectives& operator+=(const Collectives& other) {
+    bytes += other.bytes;
+    calls += other.calls;
+    return *this;
+  }
 };
 
 struct BlockNetwork {

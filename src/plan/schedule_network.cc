@@ -6,12 +6,13 @@ namespace spillway {
 
 std::uint32_t ScheduleProgram::collective(OpKind kind, std::uint32_t block, const Collectives& of,
                                           std::initializer_list<std::uint32_t> after) {
-  return add({.kind = kind,
-              .lane = Lane::kNet,
-              .block = block,
-              .bytes = of.bytes,
-              .seconds = seconds_of(of.bytes, in_.rates.network) + of.calls * in_.rates.network_seconds},
-             after);
+  return add(
+      {.kind = kind,
+       .lane = Lane::kNet,
+       .block = block,
+       .bytes = of.bytes,
+       .seconds = seconds_of(of.bytes, in_.rates.network) + static_cast<double>(of.calls) * in_.rates.network_seconds},
+      after);
 }
 
 // Behind this rank's own part, into the same place.

@@ -106,7 +106,7 @@ class ScheduleProgram final : UpdateTurns {
   void update(std::uint32_t tile, std::uint32_t buffer, Lane lane, std::uint32_t place);
   void settle();
   void commit();
-  void agree(std::uint32_t calls);
+  void agree(std::uint64_t calls);
   // Gradients
   std::uint32_t stage_gradient(std::uint32_t block);
   void complete_gradient(std::uint32_t block, std::uint32_t computed);

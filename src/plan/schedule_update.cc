@@ -88,7 +88,7 @@ void ScheduleProgram::settle() {
 }
 
 // All ranks have come so far.
-void ScheduleProgram::agree(std::uint32_t calls) {
+void ScheduleProgram::agree(std::uint64_t calls) {
   if (in_.ranks == 1) return;
   const std::uint32_t agreed = collective(OpKind::kAgree, kNothing, {.calls = calls}, {issued_});
   add({.kind = OpKind::kMeet}, {issued_, agreed});

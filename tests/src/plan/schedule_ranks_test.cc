@@ -6,6 +6,7 @@
 
 #include "src/plan/network_traffic.h"
 #include "src/plan/schedule.h"
+#include "tests/src/comm/forwarding.h"
 #include "tests/src/plan/schedule_check.h"
 #include "tests/src/random_model.h"
 #include "tests/src/ranks_run.h"
@@ -27,42 +28,17 @@ void add(std::vector<Moved>& to, const Moved& call) {
   std::get<2>(to.back()) += bytes;
 }
 
-// Calls go on to another one, and those that move a block's bytes are noted: what of each is other ranks'.
-class Counting final : public Communicator {
+// What moves a block's bytes is noted: what of each call is other ranks'.
+class Counting final : public testing::Forwarding {
  public:
-  explicit Counting(Communicator& with) : with_(with) {}
-
-  std::uint32_t rank() const noexcept override { return with_.rank(); }
-  std::uint32_t ranks() const noexcept override { return with_.ranks(); }
-  std::string describe() const override { return with_.describe(); }
-  void throw_if_failed() const override { with_.throw_if_failed(); }
-
+  using Forwarding::Forwarding;
   std::vector<Moved> moved;
 
  private:
-  void start(const Collective& call, Stream& stream) override {
-    const auto values = [&]<typename T>(T*) {
-      return std::span(reinterpret_cast<T*>(call.data.data()), call.data.size() / 8);
-    };
-    switch (call.kind) {
-      case CollectiveKind::kAllGather: with_.all_gather(call.data, call.slices, call.block, stream); break;
-      case CollectiveKind::kReduceScatter:
-        with_.reduce_scatter({reinterpret_cast<float*>(call.data.data()), call.data.size() / 4}, call.slices, call.sums,
-                             call.block, stream);
-        break;
-      case CollectiveKind::kAllReduce:
-        call.scalar_type == ScalarType::kDouble
-            ? with_.all_reduce(values(static_cast<double*>(nullptr)), call.fold, call.block, stream)
-            : with_.all_reduce(values(static_cast<std::uint64_t*>(nullptr)), call.fold, call.block, stream);
-        return;
-      case CollectiveKind::kBroadcast: return with_.broadcast(call.data, call.root, call.block, stream);
-      case CollectiveKind::kBarrier: return with_.barrier(call.block, stream);
-      case CollectiveKind::kOpen: return;
-    }
+  void before(const Collective& call, Stream&) override {
+    if (call.kind != CollectiveKind::kAllGather && call.kind != CollectiveKind::kReduceScatter) return;
     add(moved, {call.kind, call.block, call.data.size() - call.slices[rank()]});
   }
-
-  Communicator& with_;
 };
 
 // The same of a step of the schedule.
