@@ -231,6 +231,7 @@ void GradientCollector::join_sums(std::uint32_t b, Stream& stream) {
   device().record(*scattered_, net);
   const BlockNetwork moved = network_of(plan_, b);
   moved_ += moved.sums;
+  moved_ += moved.rounded;
   moved_ += moved.leaves;
   if (plan.accumulator_home) movers_.accumulators->complete(b, net);
   std::ranges::fill(block.brought, 0u);

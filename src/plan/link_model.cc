@@ -39,6 +39,7 @@ StallCause stall_of(OpKind kind) {
     case OpKind::kCommit: return StallCause::kCommit;
     case OpKind::kGather:
     case OpKind::kScatter:
+    case OpKind::kGatherGradient:
     case OpKind::kGatherLeaves:
     case OpKind::kAgree: return StallCause::kNetwork;
     default: return StallCause::kCopy;

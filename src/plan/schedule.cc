@@ -16,7 +16,8 @@ ScheduleTile tile_of(const Plan& plan, std::uint32_t t) {
   constexpr std::size_t kWeights = index_of(Part::kWeights);
   const std::uint64_t payload = payload_bytes(place.shape, Part::kWeights);
   ScheduleTile tile{.block = plan.tiles[t].block, .elements = trainable ? place.shape.count : 0};
-  if (!stays || place.hbm_weights) tile.weight_bytes = payload;
+  const bool comes = place.home[kWeights] != Placement::kHbm;  // of several ranks each may keep its own there
+  if (comes && (!stays || place.hbm_weights)) tile.weight_bytes = payload;
   if (!stays && place.home[kWeights] == Placement::kNvme) tile.fetch_bytes = extent_bytes(place.shape, Part::kWeights);
   if (!trainable) return tile;
   if (!plan.gradients_in_hbm) tile.gradient_bytes = payload;
@@ -71,8 +72,9 @@ void count_traffic(const ScheduleOp& op, ScheduleTraffic& traffic) {
     case Lane::kH2d: traffic.h2d += op.bytes; break;
     case Lane::kD2h: traffic.d2h += op.bytes; break;
     case Lane::kNet: {
-      const bool weights = op.kind == OpKind::kGather, sums = op.kind == OpKind::kScatter;
-      (weights ? traffic.gathered : sums ? traffic.scattered : traffic.leaves) += op.bytes;
+      const bool gathers = op.kind == OpKind::kGather || op.kind == OpKind::kGatherGradient;
+      const bool sums = op.kind == OpKind::kScatter;
+      (gathers ? traffic.gathered : sums ? traffic.scattered : traffic.leaves) += op.bytes;
       break;
     }
     default: break;
@@ -95,7 +97,7 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
   input.policies = step_policies(plan, nodes);
   input.update_on_device = plan.gradients_in_hbm;
   input.commits = plan.has_store && plan.slots == 2;
-  input.ranks = plan.rank.count;
+  input.ranks = plan.peers.count;
   for (std::uint32_t b = 0; b < plan.blocks.size(); ++b) {
     const BlockPlan& block = plan.blocks[b];
     input.blocks.push_back({.first_tile = block.first_tile,

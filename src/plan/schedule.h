@@ -112,6 +112,7 @@ enum class OpKind : std::uint8_t {
   kGather,           // other ranks' part of a block's weights
   kScatter,          // a block's sums: their part to other ranks, and what those have of this one's
   kAddSums,          // a visit adds what it computed
+  kGatherGradient,   // where ranks own no parts: what each has rounded of the sums
   kGatherLeaves,     // of the norm, and which parameters had a gradient
   kAgree,            // whether all went well on all ranks
   kMeet,             // the caller waits for those
@@ -156,7 +157,8 @@ const char* name_of(Link link);
 
 struct ScheduleTraffic {
   std::uint64_t nvme_read = 0, nvme_write = 0, h2d = 0, d2h = 0;
-  // With several ranks: weights and leaves of the norm that come, and sums that go. As many go, and come, on average.
+  // With several ranks: weights (in stage 0 gradients) and leaves of the norm that come, and sums that go. As many go,
+  // and come, on average.
   std::uint64_t gathered = 0, scattered = 0, leaves = 0;
   std::uint64_t network() const { return gathered + scattered + leaves; }
 };

@@ -32,6 +32,9 @@ std::uint32_t ScheduleProgram::add_sums(std::uint32_t v, std::uint32_t computed)
 ScheduleProgram::Joined ScheduleProgram::join_sums(std::uint32_t block, std::uint32_t computed, std::uint32_t staging) {
   const BlockNetwork& network = in_.blocks[block].network;
   scattered_ = collective(OpKind::kScatter, block, network.sums, {computed, staging});
+  if (network.rounded.calls > 0) {
+    scattered_ = collective(OpKind::kGatherGradient, block, network.rounded, {scattered_});
+  }
   return {scattered_, collective(OpKind::kGatherLeaves, block, network.leaves, {scattered_})};
 }
 

@@ -212,7 +212,7 @@ std::uint32_t ScheduleProgram::run_weights(std::uint32_t v) {
         ScheduleOp acquire = of_visit(v, place);
         acquire.kind = OpKind::kAcquire;
         add(acquire, {issued_, places_[place].open});
-        if (in_.ranks > 1 && gathered_.lend(place)) gather(v, place);
+        if (in_.blocks[block].network.weights.calls > 0 && gathered_.lend(place)) gather(v, place);
         lent = place;
         break;
       }

@@ -102,6 +102,12 @@ class Plan(CliTest):
         # Weights come for forward and for backward, but for the head, which is the embedding, and the last layer.
         self.assertGreater(step["network_gathered_bytes"], 0.7 * bytes_of_sums)
         self.assertLessEqual(step["network_gathered_bytes"], 1.01 * bytes_of_sums)
+        stages = [(row["states"], row["parameters"], row["stages"]) for row in four["placements"]]
+        self.assertEqual([("hbm", "hbm", stage) for stage in ("0", "1-2", "3")], stages[:3])
+        whole, states, parts = (row["hbm_bytes"] for row in four["placements"][:3])
+        self.assertGreater(whole, states)
+        self.assertGreater(states, parts)
+        self.assertEqual(1, sum(row["chosen"] for row in four["placements"]))
         said = spillway("plan", *run, "--ranks", 4, "--ranks-per-host", 2)
         self.assert_done(said)
         self.assertIn("ranks: 4, 2 on a host", said.out)

@@ -127,6 +127,16 @@ TEST(ScheduleRanks, MoveThePlannedBytesWhereSomeOwnNothing) {
   }
 }
 
+TEST(ScheduleRanks, MoveThePlannedBytesInEveryStage) {
+  for (const char* name : {"hbm", "weights in hbm, states in host"}) {
+    for (const std::uint32_t stage : {0u, 1u, 2u}) {
+      SCOPED_TRACE(std::string(name) + ", stage " + std::to_string(stage));
+      expect_moved_as_planned(
+          {.layout = testing::layout_case(name), .change = [stage](Config& config) { config.stage = stage; }}, 2);
+    }
+  }
+}
+
 TEST(ScheduleRanks, MoveThePlannedBytesWithFrozenParameters) {
   for (const char* name : {"hbm", "nvme"}) {
     SCOPED_TRACE(name);
