@@ -98,9 +98,9 @@ StepReport.__doc__ = """What step() returns.
 
 `gradient_norm`: before clipping, without `loss_scale`. `seconds`: since the step before. `link`: the slowest of nvme,
 h2d, d2h, network and compute; `link_percent`: the share of the step that it takes by itself. `stall_seconds`: the
-device's stream had nothing to run; on a CPU PyTorch computes beside it, in the caller's thread, so that its work counts as
-waiting, and `compute` is the engine's alone. `stalls`: the same by cause. `visit_hits`: visits that found their block
-in HBM; `tile_hit_bytes`: of an update, in memory. `durable_step`: the last one that survives any crash."""
+device's stream had nothing to run; on a CPU PyTorch computes beside it, in the caller's thread, so that its work counts
+as waiting, and `compute` is the engine's alone. `stalls`: the same by cause. `visit_hits`: visits that found their
+block in HBM; `tile_hit_bytes`: of an update, in memory. `durable_step`: the last one that survives any crash."""
 
 
 class SaveOptions(Sized):
