@@ -1,5 +1,5 @@
 // What a schedule costs, at the shapes of large models and in tiles of 4 Mi: seconds per tile of make_schedule, which
-// must neither grow with the model nor reach 5 us, and of make_plan.
+// must neither grow with the model nor reach 5 us, and of make_plan. With several ranks: of the first's.
 #include <benchmark/benchmark.h>
 
 #include <string>
@@ -44,8 +44,8 @@ void report(benchmark::State& state, std::size_t tiles) {
       static_cast<double>(tiles), benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 
-void BM_schedule(benchmark::State& state, std::uint32_t layers, std::uint64_t width) {
-  const Plan plan = make_plan(config(), transformer(layers, width));
+void BM_schedule(benchmark::State& state, std::uint32_t layers, std::uint64_t width, std::uint32_t ranks) {
+  const Plan plan = make_plan(config(), transformer(layers, width), 1, {0, ranks});
   const MachineRates rates{.cores = 16,
                            .device_on_cores = false,
                            .nvme_read = 7e9,
@@ -55,27 +55,49 @@ void BM_schedule(benchmark::State& state, std::uint32_t layers, std::uint64_t wi
                            .d2h = 25e9,
                            .update_seconds = 2e-10,
                            .checksum = 2e10,
-                           .sync_seconds = 1e-2};
+                           .sync_seconds = 1e-2,
+                           .network = 12.5e9,
+                           .network_seconds = 2e-5};
   const std::vector<double> seconds(plan.visits.size(), 0.1);
   for (auto _ : state) benchmark::DoNotOptimize(make_schedule(schedule_input(plan, rates, seconds)).seconds());
   report(state, plan.tiles.size());
 }
 
-void BM_plan(benchmark::State& state, std::uint32_t layers, std::uint64_t width) {
+void BM_plan(benchmark::State& state, std::uint32_t layers, std::uint64_t width, std::uint32_t ranks) {
   const ModelDescription model = transformer(layers, width);
   std::size_t tiles = 0;
-  for (auto _ : state) tiles = make_plan(config(), model).tiles.size();
+  for (auto _ : state) tiles = make_plan(config(), model, 1, {0, ranks}).tiles.size();
   report(state, tiles);
 }
 
-BENCHMARK_CAPTURE(BM_schedule, tiny, 2, 512)->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(BM_schedule, 7B, 32, 4096)->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(BM_schedule, 70B, 80, 8192)->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(BM_schedule, 1T, 128, 25600)->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(BM_plan, tiny, 2, 512)->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(BM_plan, 7B, 32, 4096)->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(BM_plan, 70B, 80, 8192)->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(BM_plan, 1T, 128, 25600)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, tiny, 2, 512, 1)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 7B, 32, 4096, 1)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 7B_8_ranks, 32, 4096, 8)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 7B_64_ranks, 32, 4096, 64)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 7B_512_ranks, 32, 4096, 512)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 70B, 80, 8192, 1)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 70B_8_ranks, 80, 8192, 8)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 70B_64_ranks, 80, 8192, 64)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 70B_512_ranks, 80, 8192, 512)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 1T, 128, 25600, 1)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 1T_8_ranks, 128, 25600, 8)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 1T_64_ranks, 128, 25600, 64)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, 1T_512_ranks, 128, 25600, 512)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_schedule, tiny_2_ranks, 2, 512, 2)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, tiny, 2, 512, 1)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 7B, 32, 4096, 1)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 7B_8_ranks, 32, 4096, 8)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 7B_64_ranks, 32, 4096, 64)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 7B_512_ranks, 32, 4096, 512)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 70B, 80, 8192, 1)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 70B_8_ranks, 80, 8192, 8)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 70B_64_ranks, 80, 8192, 64)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 70B_512_ranks, 80, 8192, 512)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 1T, 128, 25600, 1)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 1T_8_ranks, 128, 25600, 8)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 1T_64_ranks, 128, 25600, 64)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, 1T_512_ranks, 128, 25600, 512)->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(BM_plan, tiny_2_ranks, 2, 512, 2)->Unit(benchmark::kMillisecond);
 
 }  // namespace
 }  // namespace spillway

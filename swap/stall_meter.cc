@@ -39,6 +39,7 @@ void StallMeter::follow(Stream& compute) {
   waiting_ = now.waiting;
   h2d_ = clock_->waiting_for(*streams_.h2d);
   d2h_ = clock_->waiting_for(*streams_.d2h);
+  net_ = streams_.net ? clock_->waiting_for(*streams_.net) : 0;
 }
 
 bool StallMeter::enter(StallCause cause) {
@@ -67,9 +68,11 @@ void StallMeter::account_waits() {
   const double waiting = advance(waiting_, clock_->seconds().waiting);
   const double h2d = advance(h2d_, clock_->waiting_for(*streams_.h2d));
   const double d2h = advance(d2h_, clock_->waiting_for(*streams_.d2h));
+  const double net = streams_.net ? advance(net_, clock_->waiting_for(*streams_.net)) : 0;
   sum_[StallCause::kCopy] += h2d;
   sum_[StallCause::kGradient] += d2h;
-  sum_[StallCause::kOther] += std::max(waiting - h2d - d2h, 0.0);  // events of a stream of the caller's own
+  sum_[StallCause::kNetwork] += net;
+  sum_[StallCause::kOther] += std::max(waiting - h2d - d2h - net, 0.0);  // events of a stream of the caller's own
 }
 
 StallSeconds StallMeter::take() {

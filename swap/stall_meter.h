@@ -1,7 +1,7 @@
 // Where the idle time of the stream that computes goes. While the stream waits for an event, the cause is the stream
-// that it waits for: a copy up, or a gradient on its way down. While nothing is enqueued, the cause is what the
-// caller's thread waits for, since it is that thread that would enqueue; `other` while it waits for nothing of
-// Spillway's.
+// that it waits for: a copy up, a gradient on its way down, or what other ranks bring. While nothing is enqueued, the
+// cause is what the caller's thread waits for, since it is that thread that would enqueue; `other` while it waits for
+// nothing of Spillway's.
 //
 // One thread at a time (the engine's). Nothing is allocated after construction, but a followed stream's clock.
 #pragma once
@@ -20,6 +20,7 @@ class StallMeter {
     Stream* compute = nullptr;
     const Stream* h2d = nullptr;
     const Stream* d2h = nullptr;
+    const Stream* net = nullptr;  // with several ranks
   };
 
   // Every wait is a span of `timeline`, unless that is null.
@@ -61,7 +62,8 @@ class StallMeter {
   StallCause current_ = StallCause::kOther;
   std::int64_t entered_ns_ = 0;
   StallSeconds sum_;
-  double empty_ = 0, waiting_ = 0, h2d_ = 0, d2h_ = 0;  // of the clock's counts, how far they have been accounted for
+  double empty_ = 0, waiting_ = 0, h2d_ = 0, d2h_ = 0,
+         net_ = 0;  // of the clock's counts, how far they have been accounted for
 };
 
 // Who looks on while bytes move. Null: nobody.

@@ -291,8 +291,7 @@ spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t 
 spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, double rate);
 spillway_status spillway_engine_set_betas(spillway_engine* engine, double beta1, double beta2);
 
-// stall.h, in its order.
-enum {
+enum {  // stall.h, in its order
   SPILLWAY_STALL_READ,
   SPILLWAY_STALL_WRITE,
   SPILLWAY_STALL_COPY,
@@ -301,6 +300,7 @@ enum {
   SPILLWAY_STALL_COMMIT,
   SPILLWAY_STALL_SAVE,
   SPILLWAY_STALL_OTHER,
+  SPILLWAY_STALL_NETWORK,
   SPILLWAY_STALLS = 16,  // room for those to come
 };
 
@@ -313,7 +313,7 @@ typedef struct {
   int32_t skipped;     // fp16: a gradient overflowed, and nothing was updated
   int32_t taken_back;  // what was updated on a guess had to be updated once more
   uint64_t nvme_read_bytes, nvme_write_bytes, h2d_bytes, d2h_bytes, unplanned_visits;
-  char link[16];  // the slowest: nvme, h2d, d2h, compute
+  char link[16];  // the slowest: nvme, h2d, d2h, network, compute
   double adam_seconds;
   uint64_t visits, visit_hits, tile_bytes, tile_hit_bytes, speculative_blocks;
   double stalls[SPILLWAY_STALLS];  // seconds by cause; together stall_seconds

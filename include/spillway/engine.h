@@ -88,7 +88,7 @@ struct StepReport {
   bool skipped = false;              // fp16: a gradient overflowed, and nothing was updated
   double seconds = 0;                // since the last step() or discard_step() returned
   std::uint64_t nvme_read_bytes = 0, nvme_write_bytes = 0, h2d_bytes = 0, d2h_bytes = 0;
-  std::string link;          // the slowest link: nvme, h2d, d2h, compute
+  std::string link;          // the slowest link: nvme, h2d, d2h, network, compute
   double link_percent = 0;   // that link's own time as a share of the step
   double stall_seconds = 0;  // the stream of acquire() had nothing to run
   StallSeconds stalls;       // the same by cause

@@ -18,9 +18,11 @@ enum class StallCause : std::uint8_t {
   kCommit,    // writing and syncing a commit
   kSave,      // writing and syncing a snapshot
   kOther,     // none of these: the caller's own code
+  kNetwork,   // what other ranks bring: their part of weights, and of sums
 };
 
-inline constexpr std::array kStallNames = {"read", "write", "copy", "gradient", "update", "commit", "save", "other"};
+inline constexpr std::array kStallNames = {"read",   "write", "copy",  "gradient", "update",
+                                           "commit", "save",  "other", "network"};
 
 struct StallSeconds {
   std::array<double, kStallNames.size()> of{};  // by cause

@@ -25,7 +25,7 @@ ANY_PUSHES = 2**32 - 1  # of a parameter in a step: as many as come, until one w
 ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
 MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT = 0, 1, 2, 3
-STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other")
+STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other", "network")
 MARK = "\u241f"  # in no message: where the words of a remedy come. A control character would be masked
 
 class Error(RuntimeError):
@@ -97,10 +97,10 @@ StepReport = collections.namedtuple("StepReport", Report.names())
 StepReport.__doc__ = """What step() returns.
 
 `gradient_norm`: before clipping, without `loss_scale`. `seconds`: since the step before. `link`: the slowest of nvme,
-h2d, d2h and compute; `link_percent`: the share of the step that it takes by itself. `stall_seconds`: the device's
-stream had nothing to run; on a CPU PyTorch computes beside it, in the caller's thread, so that its work counts as
-waiting, and `compute` is the engine's alone. `stalls`: the same by cause. `visit_hits`: visits that found their block
-in HBM; `tile_hit_bytes`: of an update, in memory. `durable_step`: the last one that survives any crash."""
+h2d, d2h, network and compute; `link_percent`: the share of the step that it takes by itself. `stall_seconds`: the
+device's stream had nothing to run; on a CPU PyTorch computes beside it, in the caller's thread, so that its work counts
+as waiting, and `compute` is the engine's alone. `stalls`: the same by cause. `visit_hits`: visits that found their
+block in HBM; `tile_hit_bytes`: of an update, in memory. `durable_step`: the last one that survives any crash."""
 
 
 class SaveOptions(Sized):

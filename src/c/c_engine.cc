@@ -27,6 +27,7 @@ static_assert(SPILLWAY_NVME == static_cast<int>(Placement::kNvme));
 static_assert(SPILLWAY_VALUES_GRADIENT == static_cast<int>(ParameterValues::kGradient));
 static_assert(SPILLWAY_REPLACE == static_cast<int>(OnExisting::kReplace));
 static_assert(SPILLWAY_STALL_OTHER == static_cast<int>(StallCause::kOther) && kStallNames.size() <= SPILLWAY_STALLS);
+static_assert(SPILLWAY_STALL_NETWORK == static_cast<int>(StallCause::kNetwork));
 
 namespace {
 

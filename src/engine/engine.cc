@@ -348,9 +348,16 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     add_early(true);
     GradientCollector& gradients = *machinery_.gradients;
     machinery_.pushes->check_complete();
+    if (plan_.early_blocks) {
+      const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
+      machinery_.tiles->advance(true);
+    }
+    if (machinery_.net) {
+      const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kNetwork);
+      machinery_.net->synchronize();
+    }
     {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
-      if (plan_.early_blocks) machinery_.tiles->advance(true);
       gradients.wait_landed();
     }
     turn_to(*machinery_.compute);  // what still reads weights comes before their update

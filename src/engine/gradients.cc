@@ -229,6 +229,10 @@ void GradientCollector::join_sums(std::uint32_t b, Stream& stream) {
                                      static_cast<std::int32_t>(b), net);
   }
   device().record(*scattered_, net);
+  const BlockNetwork moved = network_of(plan_, b);
+  moved_ += moved.sums;
+  moved_ += moved.rounded;
+  moved_ += moved.leaves;
   if (plan.accumulator_home) movers_.accumulators->complete(b, net);
   std::ranges::fill(block.brought, 0u);
   for (std::size_t p = 0; p < plan.partition.parameters.size(); ++p)

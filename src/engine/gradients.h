@@ -22,6 +22,7 @@
 #include "spillway/engine.h"
 #include "src/engine/gradient_pushes.h"
 #include "src/engine/gradient_spills.h"
+#include "src/plan/network_traffic.h"
 #include "src/plan/plan.h"
 #include "swap/accumulator_places.h"
 #include "swap/policy/gradient_memory.h"
@@ -83,6 +84,8 @@ class GradientCollector {
     return spills_ ? spills_->spilled(tile) : std::nullopt;
   }
 
+  // Sums that went to other ranks, and leaves that came.
+  const Collectives& moved() const noexcept { return moved_; }
   std::uint64_t h2d_bytes() const noexcept { return movers_.accumulators ? movers_.accumulators->h2d_bytes() : 0; }
   std::uint64_t d2h_bytes() const noexcept {
     return d2h_bytes_ + (spills_ ? spills_->copied_bytes() : 0) +
@@ -141,6 +144,7 @@ class GradientCollector {
   std::unique_ptr<Event> last_copy_, rounded_, summed_, scattered_;
   std::vector<double> leaves_;  // for norms on the CPU
   std::uint64_t d2h_bytes_ = 0;
+  Collectives moved_;
 };
 
 }  // namespace spillway

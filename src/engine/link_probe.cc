@@ -15,6 +15,8 @@ namespace {
 
 constexpr std::uint64_t kCopyBytes = 32 * kMiB;
 constexpr int kCopies = 4;  // of them behind each other: 32 MiB take a GPU no longer than some calls do
+constexpr std::uint64_t kGatheredBytes = 8 * kMiB;
+constexpr int kCalls = 4, kMostCalls = 16;  // of a few bytes each; of a piece of memory
 constexpr std::uint64_t kRequestBytes = kMiB;
 constexpr std::uint64_t kProbeElements = 8 * kHashedTileUnit;  // of the optimizer
 constexpr double kMostDriveSeconds = 0.5;
@@ -139,6 +141,32 @@ MachineRates probe_machine(Device& device, HostWorkers& workers, Stream& h2d, St
                      }
                    });
   return rates;
+}
+
+NetworkSeconds probe_network(Communicator& communicator, Stream& net, std::span<std::byte> memory) {
+  constexpr std::int32_t kNoBlock = -1;
+  const std::uint64_t ranks = communicator.ranks();
+  // From when all have come.
+  const auto seconds_of_calls = [&](std::uint64_t slice, int calls) {
+    const std::vector<std::uint64_t> slices(ranks, slice);
+    return best_seconds([&] {
+      communicator.barrier(kNoBlock, net);
+      for (int call = 0; call < calls; ++call) {
+        communicator.all_gather(memory.first(ranks * slice), slices, kNoBlock, net);
+      }
+      net.synchronize();
+    });
+  };
+  NetworkSeconds seconds;
+  const std::uint64_t most = std::min<std::uint64_t>(kGatheredBytes, memory.size()) / ranks;
+  const std::uint64_t slice = align_down(most, std::uint64_t{8});
+  if (slice == 0) return seconds;
+  seconds.of_a_call = seconds_of_calls(8, kCalls) / (kCalls + 1);  // with the barrier
+  // A little memory is gathered several times. What takes no longer than the calls is not known.
+  const auto calls = static_cast<int>(std::clamp<std::uint64_t>(kGatheredBytes / (ranks * slice), 1, kMostCalls));
+  const double moving = seconds_of_calls(slice, calls) - (calls + 1) * seconds.of_a_call;
+  seconds.of_a_byte = std::max(moving, 0.0) / static_cast<double>(calls * (ranks - 1) * slice);
+  return seconds;
 }
 
 ProbedBytes probe_extents(StoreThread& thread, const ProbedExtents& extents, double seconds, std::span<std::byte> host,

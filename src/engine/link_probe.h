@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/device.h"
+#include "spillway/communicator.h"
 #include "spillway/device.h"
 #include "src/plan/machine_rates.h"
 #include "swap/store_thread.h"
@@ -21,6 +22,13 @@ struct ProbeMemory {
 // Copies, the optimizer's pass over `shape` and checksums; a tenth of a second or less.
 MachineRates probe_machine(Device& device, HostWorkers& workers, Stream& h2d, Stream& d2h, ProbeMemory memory,
                            const TileShape& shape);
+
+// What collectives move a byte in, of what other ranks have, and what a call takes besides. Of `memory` a few MiB are
+// overwritten, as many on all ranks, which call this together; 0 a byte where there is no memory.
+struct NetworkSeconds {
+  double of_a_byte = 0, of_a_call = 0;
+};
+NetworkSeconds probe_network(Communicator& communicator, Stream& net, std::span<std::byte> memory);
 
 struct ProbedBytes {
   std::uint64_t read = 0, written = 0;

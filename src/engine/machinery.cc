@@ -60,7 +60,7 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
     communicator = options.communicator;
     net = device->create_stream("net");
   }
-  const StallMeter::Streams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get()};
+  const StallMeter::Streams streams{.compute = compute.get(), .h2d = h2d.get(), .d2h = d2h.get(), .net = net.get()};
   stalls = std::make_unique<StallMeter>(*device, streams, timeline());
   if (store) thread = start_store_thread(config, *store, host.memory(), timeline());
   StepPolicies policies = step_policies(plan, workers->nodes());
@@ -71,7 +71,25 @@ Machinery::Machinery(const Config& config, const ModelDescription& model, const 
   const auto roomiest = std::ranges::max_element(plan.hbm.places, {}, &Region::bytes);
   const Region probe = plan.hbm.places.empty() ? Region{0, 0} : *roomiest;
   rates = probe_machine(*device, *workers, *h2d, *d2h, {probe_memory_, hbm_region(probe)}, shape_of_most(plan));
+  if (net) measure_network(plan, agreement);
   if (trace) trace->timeline().attach(*device);  // from here on nothing fails
+}
+
+// The slowest rank's, as they wait for each other. Into memory of weights, where none are yet.
+void Machinery::measure_network(const Plan& plan, Agreement& agreement) {
+  Region memory;
+  const auto take = [&](const Region& other) { memory = other.bytes > memory.bytes ? other : memory; };
+  for (const Region& place : plan.hbm.places) take(place);
+  for (const BlockPlan& block : plan.blocks) take(block.weights);
+  const NetworkSeconds probed = probe_network(*communicator, *net, hbm_region(memory));
+  double slowest[] = {probed.of_a_byte, probed.of_a_call};
+  agreement.fold(std::span(slowest), Fold::kMax);
+  rates.network = slowest[0] > 0 ? 1 / slowest[0] : 0;
+  rates.network_seconds = slowest[1];
+  const std::string rate =
+      rates.network > 0 ? fmt::format("{:.2f} GB/s", rates.network / 1e9) : "too fast to be measured";
+  log(LogLevel::kInfo, fmt::format("network: {} into each of {} ranks, {:.0f} µs a call", rate, communicator->ranks(),
+                                   1e6 * rates.network_seconds));
 }
 
 void Machinery::measure_drive() {

@@ -85,6 +85,7 @@ struct Machinery {
 
  private:
   std::span<std::byte> probe_memory_;
+  void measure_network(const Plan& plan, Agreement& agreement);
   void place_tiles(const Plan& plan, std::span<const ThreadShare> shares);
   void ensure_thread();
   void build_activations(const ModelDescription& model, const Plan& plan);

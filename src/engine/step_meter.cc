@@ -16,6 +16,8 @@ StepMeter::Traffic StepMeter::traffic() const {
             machinery_.gradients->h2d_bytes();
   sum.tiles = machinery_.mover->hits();
   sum.d2h = machinery_.mover->d2h_bytes() + machinery_.gradients->d2h_bytes();
+  sum.network = machinery_.weights->moved();
+  sum.network += machinery_.gradients->moved();
   if (machinery_.activation_fetcher) {
     sum.h2d += machinery_.activation_fetcher->copied_bytes();
     sum.d2h += machinery_.activation_spiller->copied_bytes();
@@ -56,7 +58,9 @@ void StepMeter::report(StepReport& report) {
       {"compute", std::min(report.seconds, compute_seconds_ + report.adam_seconds)},
       {"nvme", own_time(report.nvme_read_bytes + report.nvme_write_bytes, rates.nvme_mixed)},
       {"h2d", own_time(report.h2d_bytes, rates.h2d)},
-      {"d2h", own_time(report.d2h_bytes, rates.d2h)}};
+      {"d2h", own_time(report.d2h_bytes, rates.d2h)},
+      {"network", own_time(traffic_.network.bytes - before.network.bytes, rates.network) +
+                      static_cast<double>(traffic_.network.calls - before.network.calls) * rates.network_seconds}};
   const auto* slowest = std::ranges::max_element(links, {}, &std::pair<const char*, double>::second);
   report.link = slowest->first;
   report.link_percent = 100 * slowest->second / report.seconds;

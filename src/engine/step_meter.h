@@ -24,6 +24,7 @@ class StepMeter {
   using Clock = std::chrono::steady_clock;
   struct Traffic {
     std::uint64_t nvme_read = 0, nvme_write = 0, h2d = 0, d2h = 0;
+    Collectives network;
     TileMover::Hits tiles;
   };
   Traffic traffic() const;

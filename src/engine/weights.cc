@@ -39,10 +39,11 @@ Weights::Weights(const Plan& plan, WeightResidencyOptions policy, const WeightsP
     : plan_(plan),
       with_(parts),
       places_(parts.device, parts.h2d, parts.fetcher, places_of(plan, parts.device, policy.poison_released)),
-      policy_(std::move(policy), parts.tiles.queue()) {
+      frozen_(frozen_blocks(plan)),
+      policy_(std::move(policy), parts.tiles.queue()),
+      gathered_(policy_.places()) {
   if (!with_.communicator) return;
-  gathered_.resize(policy_.places());
-  for (Gathered& place : gathered_) place.come = with_.device.create_event();
+  for (std::size_t p = 0; p < policy_.places(); ++p) come_.push_back(with_.device.create_event());
   const std::uint64_t element = size_of(plan.tile_places[0].shape.type);
   for (const BlockPlan& block : plan.blocks) {
     auto& sections = slice_bytes_.emplace_back();
@@ -53,12 +54,8 @@ Weights::Weights(const Plan& plan, WeightResidencyOptions policy, const WeightsP
   }
 }
 
-// What is trained is another's business as well: all ranks give it up together, whether they own of it or not.
 void Weights::begin_step(std::span<const std::uint32_t> visit_blocks, std::size_t pass_visits) {
-  for (std::uint32_t p = 0; p < gathered_.size(); ++p) {
-    const bool frozen = policy_.holds(p) && plan_.blocks[policy_.block(p)].partition.trainable_elements == 0;
-    gathered_[p].whole &= frozen;
-  }
+  gathered_.begin_step(policy_, frozen_);
   policy_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks, .pass_visits = pass_visits});
   run(nullptr);
 }
@@ -80,7 +77,7 @@ void Weights::release(std::uint32_t place, Stream& stream) {
 }
 
 void Weights::forget() {
-  for (Gathered& place : gathered_) place.whole = false;
+  gathered_.forget();
   policy_.tell({.kind = WeightEvent::kForget});
   run(nullptr);
 }
@@ -107,8 +104,8 @@ std::optional<std::uint32_t> Weights::run(Stream* stream) {
 
 void Weights::lend(std::uint32_t place, Stream& stream) {
   if (!with_.communicator) return places_.open(place, stream);
-  if (!gathered_[place].whole) gather(place);
-  with_.device.wait(stream, *gathered_[place].come);
+  if (gathered_.lend(place)) gather(place);
+  with_.device.wait(stream, *come_[place]);
 }
 
 // In the order of leases, which is the same on all ranks.
@@ -122,13 +119,13 @@ void Weights::gather(std::uint32_t place) {
     const auto bytes = places_.memory(place).subspan(section.first * element, section.elements * element);
     with_.communicator->all_gather(bytes, slice_bytes_[b][s], static_cast<std::int32_t>(b), *with_.net);
   }
-  with_.device.record(*gathered_[place].come, *with_.net);
-  gathered_[place].whole = true;
+  with_.device.record(*come_[place], *with_.net);
+  moved_ += network_of(plan_, b).weights;
 }
 
 void Weights::act(const WeightAction& action) {
   const auto& [kind, block, place] = action;
-  if (!gathered_.empty() && kind != WeightAction::kWait && kind != WeightAction::kDrain) gathered_[place].whole = false;
+  gathered_.act(action);
   switch (kind) {
     case WeightAction::kUpdate:
     case WeightAction::kUpdateAtHome: {

@@ -17,8 +17,10 @@
 #include <vector>
 
 #include "src/engine/tile_executor.h"
+#include "src/plan/network_traffic.h"
 #include "src/plan/plan.h"
 #include "swap/block_fetcher.h"
+#include "swap/policy/gathered_places.h"
 #include "swap/policy/weight_residency.h"
 #include "swap/tile_store.h"
 #include "swap/weight_places.h"
@@ -59,6 +61,7 @@ class Weights {
 
   bool all_acquired() const noexcept { return policy_.all_acquired(); }
   WeightResidency::Hits hits() const noexcept { return policy_.hits(); }
+  const Collectives& moved() const noexcept { return moved_; }  // from other ranks
   std::uint32_t block(std::uint32_t place) const { return policy_.block(place); }
   std::byte* address(std::uint32_t place) const { return places_.memory(place).data(); }
   bool leased() const { return policy_.leased(); }
@@ -75,12 +78,12 @@ class Weights {
   const Plan& plan_;
   const WeightsParts with_;
   WeightPlaces places_;
+  const std::vector<std::uint8_t> frozen_;  // by block
   WeightResidency policy_;
-  struct Gathered {
-    bool whole = false;  // what other ranks own of its block is there, or on its way
-    std::unique_ptr<Event> come;
-  };
-  std::vector<Gathered> gathered_;                                    // by place; empty with one rank
+  GatheredPlaces gathered_;
+  Collectives moved_;
+  // With several ranks.
+  std::vector<std::unique_ptr<Event>> come_;                          // by place: all of its block is there
   std::vector<std::vector<std::vector<std::uint64_t>>> slice_bytes_;  // by block, section and rank
 };
 

@@ -37,6 +37,11 @@ StallCause stall_of(OpKind kind) {
     case OpKind::kUpdate:
     case OpKind::kHashTile: return StallCause::kUpdate;
     case OpKind::kCommit: return StallCause::kCommit;
+    case OpKind::kGather:
+    case OpKind::kScatter:
+    case OpKind::kGatherGradient:
+    case OpKind::kGatherLeaves:
+    case OpKind::kAgree: return StallCause::kNetwork;
     default: return StallCause::kCopy;
   }
 }
@@ -154,7 +159,7 @@ class LinkModel {
     wants[at(Lane::kCaller)] = active & kCallerComputes ? cores : 0;
     wants[at(Lane::kEarlyUpdates)] = cores;
     wants[at(Lane::kChecks)] = 1;
-    wants[at(Lane::kH2d)] = wants[at(Lane::kD2h)] = device;
+    wants[at(Lane::kH2d)] = wants[at(Lane::kD2h)] = wants[at(Lane::kNet)] = device;  // its thread carries them out
     double wanted = 0;
     for (std::size_t lane = 0; lane < kLanes; ++lane) wanted += active & (1u << lane) ? wants[lane] : 0;
     const double share = wanted > cores ? cores / wanted : 1;
@@ -181,6 +186,7 @@ class LinkModel {
     busy(Link::kNvme) += active_ & kNvmeLanes ? step : 0;
     busy(Link::kH2d) += work(Lane::kH2d);
     busy(Link::kD2h) += work(Lane::kD2h);
+    busy(Link::kNetwork) += work(Lane::kNet);
     if (!(active_ & kCallerComputes)) busy(Link::kSync) += work(Lane::kCaller);
     if (active_ & bit(Lane::kCompute)) {
       window_.shared += step - work(Lane::kCompute);

@@ -14,6 +14,8 @@ struct MachineRates {
   double update_seconds = 0;             // of the optimizer per element, on every core, its checksums included
   double checksum = 0;                   // bytes per second of one core
   double sync_seconds = 0;               // of a commit: two syncs and the record between them
+  // Of a rank, to and from all others: bytes per second each way, both at once, and what a collective takes besides.
+  double network = 0, network_seconds = 0;
 };
 
 }  // namespace spillway

@@ -16,7 +16,8 @@ ScheduleTile tile_of(const Plan& plan, std::uint32_t t) {
   constexpr std::size_t kWeights = index_of(Part::kWeights);
   const std::uint64_t payload = payload_bytes(place.shape, Part::kWeights);
   ScheduleTile tile{.block = plan.tiles[t].block, .elements = trainable ? place.shape.count : 0};
-  if (!stays || place.hbm_weights) tile.weight_bytes = payload;
+  const bool comes = place.home[kWeights] != Placement::kHbm;  // of several ranks each may keep its own there
+  if (comes && (!stays || place.hbm_weights)) tile.weight_bytes = payload;
   if (!stays && place.home[kWeights] == Placement::kNvme) tile.fetch_bytes = extent_bytes(place.shape, Part::kWeights);
   if (!trainable) return tile;
   if (!plan.gradients_in_hbm) tile.gradient_bytes = payload;
@@ -70,6 +71,12 @@ void count_traffic(const ScheduleOp& op, ScheduleTraffic& traffic) {
     case Lane::kWrites: traffic.nvme_write += op.bytes; break;
     case Lane::kH2d: traffic.h2d += op.bytes; break;
     case Lane::kD2h: traffic.d2h += op.bytes; break;
+    case Lane::kNet: {
+      const bool gathers = op.kind == OpKind::kGather || op.kind == OpKind::kGatherGradient;
+      const bool sums = op.kind == OpKind::kScatter;
+      (gathers ? traffic.gathered : sums ? traffic.scattered : traffic.leaves) += op.bytes;
+      break;
+    }
     default: break;
   }
 }
@@ -77,7 +84,7 @@ void count_traffic(const ScheduleOp& op, ScheduleTraffic& traffic) {
 }  // namespace
 
 const char* name_of(Link link) {
-  constexpr const char* kNames[kLinks] = {"compute", "cpu", "nvme", "h2d", "d2h", "sync"};
+  constexpr const char* kNames[kLinks] = {"compute", "cpu", "nvme", "h2d", "d2h", "sync", "network"};
   return kNames[static_cast<std::size_t>(link)];
 }
 
@@ -90,11 +97,14 @@ ScheduleInput schedule_input(const Plan& plan, const MachineRates& rates, std::s
   input.policies = step_policies(plan, nodes);
   input.update_on_device = plan.gradients_in_hbm;
   input.commits = plan.has_store && plan.slots == 2;
-  for (const BlockPlan& block : plan.blocks) {
+  input.ranks = plan.peers.count;
+  for (std::uint32_t b = 0; b < plan.blocks.size(); ++b) {
+    const BlockPlan& block = plan.blocks[b];
     input.blocks.push_back({.first_tile = block.first_tile,
                             .tiles = block.tiles,
                             .accumulator_bytes = block.accumulator_home.value_or(Region{}).bytes,
-                            .early = block.early});
+                            .early = block.early,
+                            .network = network_of(plan, b)});
   }
   input.tiles.reserve(plan.tiles.size());
   for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) input.tiles.push_back(tile_of(plan, t));

@@ -23,6 +23,7 @@
 #include "spillway/model.h"
 #include "spillway/stall.h"
 #include "src/plan/machine_rates.h"
+#include "src/plan/network_traffic.h"
 #include "src/plan/plan.h"
 #include "src/plan/step_policies.h"
 
@@ -34,6 +35,7 @@ struct ScheduleBlock {
   std::uint32_t first_tile = 0, tiles = 0;
   std::uint64_t accumulator_bytes = 0;  // up before a visit adds to what one before left, and down behind it
   bool early = false;                   // updated inside backward, as soon as its gradient is down
+  BlockNetwork network = {};            // with several ranks
 };
 
 // A tile, by the bytes that it moves.
@@ -81,6 +83,7 @@ struct ScheduleInput {
   std::vector<ScheduleUse> uses = {};                       // of activations, in order; none: nothing moves
   std::uint32_t activation_buffers = 1;  // activations on their way to NVMe at a time, and on their way back
   MachineRates rates;
+  std::uint32_t ranks = 1;
 };
 
 enum class OpKind : std::uint8_t {
@@ -106,6 +109,13 @@ enum class OpKind : std::uint8_t {
   kLoadActivation,   // up, before a use
   kSaveAccumulator,  // down, behind a visit
   kLoadAccumulator,  // up, while the next visit of its block computes
+  kGather,           // other ranks' part of a block's weights
+  kScatter,          // a block's sums: their part to other ranks, and what those have of this one's
+  kAddSums,          // a visit adds what it computed
+  kGatherGradient,   // where ranks own no parts: what each has rounded of the sums
+  kGatherLeaves,     // of the norm, and which parameters had a gradient
+  kAgree,            // whether all went well on all ranks
+  kMeet,             // the caller waits for those
 };
 
 // A queue whose operations run one after the other, in order of issue. What the caller's thread updates inside backward
@@ -119,9 +129,10 @@ enum class Lane : std::uint8_t {
   kChecks,
   kWrites,
   kH2d,
-  kD2h
+  kD2h,
+  kNet  // collectives, in the order of the calls
 };
-inline constexpr std::size_t kLanes = 9;
+inline constexpr std::size_t kLanes = 10;
 
 inline constexpr std::uint32_t kNoOp = UINT32_MAX;  // no such operation
 
@@ -140,12 +151,16 @@ struct ScheduleOp {
   bool operator==(const ScheduleOp&) const = default;
 };
 
-enum class Link : std::uint8_t { kCompute, kCpu, kNvme, kH2d, kD2h, kSync };
-inline constexpr std::size_t kLinks = 6;
+enum class Link : std::uint8_t { kCompute, kCpu, kNvme, kH2d, kD2h, kSync, kNetwork };
+inline constexpr std::size_t kLinks = 7;
 const char* name_of(Link link);
 
 struct ScheduleTraffic {
   std::uint64_t nvme_read = 0, nvme_write = 0, h2d = 0, d2h = 0;
+  // With several ranks: weights (in stage 0 gradients) and leaves of the norm that come, and sums that go. As many go,
+  // and come, on average.
+  std::uint64_t gathered = 0, scattered = 0, leaves = 0;
+  std::uint64_t network() const { return gathered + scattered + leaves; }
 };
 
 struct Schedule {

@@ -43,6 +43,7 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
       early_(early_blocks(input)),
       weights_(input.policies.weights, queue_),
       places_(weights_.places()),
+      gathered_(weights_.places()),
       chunk_freed_(input.chunks, kNoOp),
       buffers_(input.policies.updates.buffers),
       written_(input.tiles.size(), kNoOp),
@@ -114,7 +115,8 @@ double ScheduleProgram::seconds_of_lane(const ScheduleOp& op) const {
     case Lane::kD2h: return seconds_of(op.bytes, in_.rates.d2h);
     case Lane::kCompute:
     case Lane::kCaller:
-    case Lane::kEarlyUpdates: break;
+    case Lane::kEarlyUpdates:
+    case Lane::kNet: break;
   }
   return op.seconds;
 }
@@ -124,6 +126,7 @@ std::uint32_t ScheduleProgram::add_step() {
   used_ = loads_ = 0;
   gradients_.begin_step();
   if (updating_) begin();
+  if (in_.ranks > 1) gathered_.begin_step(weights_, in_.policies.weights.frozen);
   weights_.tell({.kind = WeightEvent::kBegin, .visits = visit_blocks_});
   run_weights(kNothing);
   for (std::uint32_t v = 0; v < in_.visits.size(); ++v) visit(v);
@@ -152,9 +155,13 @@ void ScheduleProgram::visit(std::uint32_t v) {
   compute.seconds = visit.compute_seconds;
   const bool completes = completes_[v] && !in_.update_on_device;
   const std::uint32_t staging = completes ? stage_gradient(visit.block) : kNoOp;
-  const std::uint32_t computed = this->compute(compute, place.ready, staging, sums);
-  if (backward) add_to_sums(v, computed);
-  if (completes) complete_gradient(visit.block, computed);
+  const bool joins = in_.blocks[visit.block].network.sums.calls > 0;  // rounded behind the sum of all ranks'
+  std::uint32_t computed = this->compute(compute, place.ready, joins ? kNoOp : staging, sums);
+  if (backward && joins) computed = add_sums(v, computed);
+  Joined joined{computed, computed};
+  if (completes_[v] && joins) joined = join_sums(visit.block, computed, staging);
+  if (backward) add_to_sums(v, joined.scattered);
+  if (completes) complete_gradient(visit.block, joined.rounded);
   place.released = computed;
   weights_.tell({.kind = WeightEvent::kRelease, .place = lent});
   run_weights(kNothing);
@@ -166,6 +173,7 @@ void ScheduleProgram::visit(std::uint32_t v) {
 std::uint32_t ScheduleProgram::end_step() {
   if (updating_) settle();
   advance(true);
+  if (in_.ranks > 1) add({.kind = OpKind::kMeet}, {issued_, last(Lane::kNet)});
   if (in_.update_on_device) {
     for (const std::uint32_t t : in_.policies.updates.order) {
       ScheduleOp op = of_tile(OpKind::kUpdate, Lane::kCompute, t, 0);
@@ -187,6 +195,7 @@ std::uint32_t ScheduleProgram::run_weights(std::uint32_t v) {
   std::uint32_t lent = kNothing;
   for (WeightAction action = weights_.next(); action.kind != WeightAction::kNothing; action = weights_.next()) {
     const auto [kind, block, place] = action;
+    gathered_.act(action);
     switch (kind) {
       case WeightAction::kUpdate:
       case WeightAction::kUpdateAtHome: {
@@ -203,6 +212,7 @@ std::uint32_t ScheduleProgram::run_weights(std::uint32_t v) {
         ScheduleOp acquire = of_visit(v, place);
         acquire.kind = OpKind::kAcquire;
         add(acquire, {issued_, places_[place].open});
+        if (in_.blocks[block].network.weights.calls > 0 && gathered_.lend(place)) gather(v, place);
         lent = place;
         break;
       }

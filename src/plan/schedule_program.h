@@ -9,6 +9,8 @@
 //  * AccumulatorPlaces: likewise, with AccumulatorResidency. Sums come when their block is acquired; those that were
 //    added to before leave.
 //  * GradientMemory, the engine's own object: a block's gradient goes down behind the last visit that adds to it.
+//  * Ranks: what others own of a block's weights is gathered when it is lent (GatheredPlaces), and what they own of its
+//    sums goes to them when it is complete. One collective after the other, in that order.
 //  * Engine: everything updated is settled, and committed, when the first backward visit is acquired. A block that is
 //    updated inside backward is so behind the visit after the one that completes its gradient, as its tiles come.
 //
@@ -26,6 +28,7 @@
 #include "src/plan/schedule.h"
 #include "src/plan/update_turns.h"
 #include "swap/policy/accumulator_residency.h"
+#include "swap/policy/gathered_places.h"
 #include "swap/policy/weight_residency.h"
 
 namespace spillway {
@@ -103,6 +106,7 @@ class ScheduleProgram final : UpdateTurns {
   void update(std::uint32_t tile, std::uint32_t buffer, Lane lane, std::uint32_t place);
   void settle();
   void commit();
+  void agree(std::uint64_t calls);
   // Gradients
   std::uint32_t stage_gradient(std::uint32_t block);
   void complete_gradient(std::uint32_t block, std::uint32_t computed);
@@ -110,6 +114,15 @@ class ScheduleProgram final : UpdateTurns {
   void spill_gradient(std::uint32_t tile, const GradientDown& down, std::uint32_t computed);
   std::uint32_t spills_written();
   void read_gradient(std::uint32_t tile, std::uint32_t buffer);
+  // Other ranks
+  std::uint32_t collective(OpKind kind, std::uint32_t block, const Collectives& of,
+                           std::initializer_list<std::uint32_t> after);
+  void gather(std::uint32_t visit, std::uint32_t place);
+  std::uint32_t add_sums(std::uint32_t visit, std::uint32_t computed);
+  struct Joined {
+    std::uint32_t scattered, rounded;  // the sums' memory is free; the gradient is there
+  };
+  Joined join_sums(std::uint32_t block, std::uint32_t computed, std::uint32_t staging);
   std::uint32_t bring_sums(std::uint32_t visit);
   void send_home(std::uint32_t block, std::uint32_t place);
   void add_to_sums(std::uint32_t visit, std::uint32_t computed);
@@ -129,6 +142,8 @@ class ScheduleProgram final : UpdateTurns {
   std::vector<std::uint32_t> early_;  // blocks that are updated inside backward, as their gradients complete
   WeightResidency weights_;
   std::vector<Place> places_;
+  GatheredPlaces gathered_;
+  std::uint32_t scattered_ = kNoOp;         // the last sums
   std::uint64_t chunk_ = 0;                 // used so far
   std::vector<std::uint32_t> chunk_freed_;  // by chunk: the copy that freed it last
 

@@ -83,7 +83,15 @@ void ScheduleProgram::settle() {
   add({.kind = OpKind::kSettle}, {issued_, write, copy, in_.update_on_device ? last(Lane::kCompute) : kNoOp});
   queue_.tell(QueueEvent::kEnd);
   updating_ = false;
+  agree(1);
   if (in_.commits) commit();
+}
+
+// All ranks have come so far.
+void ScheduleProgram::agree(std::uint64_t calls) {
+  if (in_.ranks == 1) return;
+  const std::uint32_t agreed = collective(OpKind::kAgree, kNothing, {.calls = calls}, {issued_});
+  add({.kind = OpKind::kMeet}, {issued_, agreed});
 }
 
 // Engine::commit: what no update wrote goes to its slot now.
@@ -116,6 +124,7 @@ void ScheduleProgram::commit() {
     buffer.write = written_[t] = add(in_buffer(OpKind::kWriteTile, Lane::kWrites, tile.commit_bytes), {hashed});
   }
   add({.kind = OpKind::kCommit, .seconds = in_.rates.sync_seconds}, {issued_, last(Lane::kWrites)});
+  agree(2);  // on that, and on what it took
 }
 
 // What is put together in the visit gets its places. With no room where it passes, the caller updates a block whose
@@ -139,8 +148,11 @@ std::uint32_t ScheduleProgram::stage_gradient(std::uint32_t block) {
 }
 
 void ScheduleProgram::complete_gradient(std::uint32_t b, std::uint32_t computed) {
-  if (in_.policies.gradients.blocks[b].bytes == 0) return;
   const ScheduleBlock& block = in_.blocks[b];
+  if (in_.policies.gradients.blocks[b].bytes == 0) {
+    if (block.early) complete(b);  // other ranks own all of it
+    return;
+  }
   const GradientDown down = gradients_.complete(b);
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
     const ScheduleTile& tile = in_.tiles[t];

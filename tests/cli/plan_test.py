@@ -81,6 +81,60 @@ class Plan(CliTest):
         self.assertEqual("--read-rate", answer["rates"]["nvme_read"]["source"])
         self.assertEqual("typical", answer["rates"]["sync"]["source"])
 
+    def test_SaysWhatARankAHostAndAllTake(self):
+        run = ["--params", "350M", "--nvme", "/nowhere", "--device", "cuda", *GIVEN]
+        one = self.plan(*run)
+        self.assertNotIn("ranks", one)
+        self.assertNotIn("network_gathered_bytes", one["step"])
+        self.assertNotIn("network", one["rates"])
+        four = self.plan(*run, "--ranks", 4, "--ranks-per-host", 2, "--network", "80,7")
+        self.assertEqual((4, 2), (four["ranks"]["count"], four["ranks"]["on_a_host"]))
+        self.assertEqual(4 * one["model"]["tokens_per_step"], four["model"]["tokens_per_step"])
+        for tier in ("hbm", "host", "nvme"):
+            rank = four["memory"][tier]["bytes"]
+            self.assertEqual({"rank_bytes": rank, "host_bytes": 2 * rank, "all_bytes": 4 * rank}, four["ranks"][tier])
+        self.assertAlmostEqual(four["ranks"]["nvme"]["rank_bytes"] / one["memory"]["nvme"]["bytes"], 0.25, delta=0.02)
+        self.assertEqual((1e10, "--network"), tuple(four["rates"]["network"][key] for key in ("value", "source")))
+        self.assertAlmostEqual(7e-6, four["rates"]["network_call"]["value"])
+        step, bytes_of_sums = four["step"], 3 * four["model"]["parameters"]  # 4 bytes of 3 of 4 elements
+        self.assertAlmostEqual(step["network_scattered_bytes"] / bytes_of_sums, 1, delta=0.01)
+        self.assertAlmostEqual(step["network_norm_bytes"] * 512 / bytes_of_sums, 1, delta=0.01)
+        # Weights come for forward and for backward, but for the head, which is the embedding, and the last layer.
+        self.assertGreater(step["network_gathered_bytes"], 0.7 * bytes_of_sums)
+        self.assertLessEqual(step["network_gathered_bytes"], 1.01 * bytes_of_sums)
+        stages = [(row["states"], row["parameters"], row["stages"]) for row in four["placements"]]
+        self.assertEqual([("hbm", "hbm", stage) for stage in ("0", "1-2", "3")], stages[:3])
+        whole, states, parts = (row["hbm_bytes"] for row in four["placements"][:3])
+        self.assertGreater(whole, states)
+        self.assertGreater(states, parts)
+        self.assertEqual(1, sum(row["chosen"] for row in four["placements"]))
+        said = spillway("plan", *run, "--ranks", 4, "--ranks-per-host", 2)
+        self.assert_done(said)
+        self.assertIn("ranks: 4, 2 on a host", said.out)
+        self.assertIn("typical: 100 Gbit/s a rank", said.out)
+        self.assertRegex(said.out, r"network .* of weights gathered, .* of sums scattered, .* of the norm")
+
+    def test_ASlowNetworkIsWhatLimits(self):
+        run = ["--params", "350M", "--nvme", "/nowhere", "--device", "cuda", "--ranks", 8, *GIVEN]
+        slow, fast = (self.plan(*run, "--network", rate) for rate in ("0.1", "4000,0"))
+        self.assertEqual("network", slow["schedule"]["limit"])
+        self.assertNotEqual("network", fast["schedule"]["limit"])
+        moved = sum(slow["step"][f"network_{part}_bytes"] for part in ("gathered", "scattered", "norm"))
+        self.assertAlmostEqual(slow["schedule"]["busy_seconds"]["network"], moved / (0.1e9 / 8), delta=1)
+        self.assertGreater(slow["schedule"]["stall_seconds"]["network"], 0.5 * slow["step"]["seconds"])
+        self.assertGreaterEqual(slow["step"]["seconds"], slow["schedule"]["busy_seconds"]["network"])
+
+    def test_NamesWhatIsWrongWithRanks(self):
+        for words, said in ((["--ranks", "0"], '--ranks: "0" is not a whole number'),
+                            (["--ranks", "2", "--ranks-per-host", "4"], "4 are more than the 2 ranks"),
+                            (["--ranks", "2", "--network", "fast"], '--network: "fast" is not a rate'),
+                            (["--ranks", "2", "--network", "10,soon"], '"soon" is no number of microseconds'),
+                            (["--network", "10"], "--network: one rank has none; add --ranks")):
+            with self.subTest(words=words):
+                run = spillway("plan", "--params", "350M", *words)
+                self.assertEqual(1, run.status)
+                self.assertIn(said, run.err)
+
     def test_KnowsTheFamilies(self):
         sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "vocab_size": 300}

@@ -11,7 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
 from runs import CliTest, spillway  # noqa: E402
 
-CAUSES = ("read", "write", "copy", "gradient", "update", "commit", "save", "other")
+CAUSES = ("read", "write", "copy", "gradient", "update", "commit", "save", "other", "network")
 DAY = 86400
 
 

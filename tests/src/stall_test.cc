@@ -11,6 +11,8 @@
 
 #include "kernels/device.h"
 #include "kernels/optimizer.h"
+#include "tests/src/comm/forwarding.h"
+#include "tests/src/comm/thread_ranks.h"
 #include "tests/src/small_case.h"
 #include "tests/src/toy_trainer.h"
 
@@ -29,7 +31,8 @@ using Seconds = std::chrono::duration<double>;
 // Seconds that everything of its kind takes longer.
 struct Slow {
   double copy = 0, read = 0, write = 0, sync = 0, update = 0;
-  double drive_rate = 0;  // bytes per second, all transfers together; 0: the drive's own
+  double gather = 0, scatter = 0;  // a call between ranks
+  double drive_rate = 0;           // bytes per second, all transfers together; 0: the drive's own
 };
 Slow slow;
 
@@ -179,6 +182,54 @@ TEST(Stall, SlowCopiesAreCopiesAndGradients) {
   EXPECT_GT(copy + gradient, 0.5 * stalls.stalled);
   EXPECT_GT(gradient, kDelay / 4);
 }
+
+class SlowNetwork final : public testing::Forwarding {
+ public:
+  using Forwarding::Forwarding;
+
+ private:
+  void before(const Collective& call, Stream& stream) override {
+    const bool gathers = call.kind == CollectiveKind::kAllGather,
+               scatters = call.kind == CollectiveKind::kReduceScatter;
+    const double seconds = gathers ? slow.gather : scatters ? slow.scatter : 0;
+    if (seconds > 0) stream.launch([seconds](HostWorkers&) { std::this_thread::sleep_for(Seconds(seconds)); });
+  }
+};
+
+// Of one of two ranks, in its last step.
+StepReport step_of_ranks(const Slow& how) {
+  StepReport last;
+  const TempDirectory directory = testing::quick_directory();
+  slow = how;
+  testing::run_ranks(2, [&](Communicator& communicator) {
+    SlowNetwork network(communicator);
+    const ModelDescription model = testing::toy_model(5, 3000, 1);
+    Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16,
+                                        directory / ("rank" + std::to_string(communicator.rank())));
+    config.threads = 1;
+    auto engine = Engine::create(config, model, {.communicator = &network});
+    engine->import_weights(testing::toy_weights());
+    testing::ToyTrainer trainer{*engine, model, config.weights, 1};
+    for (int step = 0; step < kSteps; ++step) {
+      const StepReport report = trainer.run_step();
+      if (communicator.rank() == 0) last = report;
+    }
+  });
+  slow = {};
+  return last;
+}
+
+// Waiting for what others bring, and at a step's end for what goes to them.
+TEST(Stall, ASlowNetworkIsTheNetwork) {
+  for (const Slow& how : {Slow{.gather = kDelay}, Slow{.scatter = kDelay}}) {
+    const StepReport report = step_of_ranks(how);
+    EXPECT_EQ(largest({.by_cause = report.stalls}), "network");
+    EXPECT_GT(report.stalls[StallCause::kNetwork], 0.5 * report.stall_seconds);
+  }
+}
+
+// Measured at its beginning, as a rate: calls that each take long are what limits.
+TEST(Link, IsTheNetworkWhereThatIsSlow) { EXPECT_EQ(step_of_ranks({.gather = kDelay}).link, "network"); }
 
 // The link that the last of three steps names, of a model whose every visit computes so long.
 StepReport limited(const Slow& how, double visit_seconds) {

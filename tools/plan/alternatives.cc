@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <span>
 
 #include "spillway/error.h"
 #include "spillway/units.h"
@@ -20,6 +21,7 @@ constexpr double kLeastEffect = 0.01;
 struct Kind {
   Placement states, parameters;
   const char* stages;
+  std::optional<std::uint32_t> stage = {};
 };
 // With one rank the stages differ in what may be offloaded alone: parameters with stage 3.
 constexpr Kind kKinds[] = {
@@ -27,6 +29,15 @@ constexpr Kind kKinds[] = {
     {Placement::kHost, Placement::kHost, "3"}, {Placement::kNvme, Placement::kHbm, "1-3"},
     {Placement::kNvme, Placement::kHost, "3"}, {Placement::kHost, Placement::kNvme, "3"},
     {Placement::kNvme, Placement::kNvme, "3"},
+};
+// With several also in what each owns a part of; 1 and 2 are one.
+constexpr Kind kKindsOfRanks[] = {
+    {Placement::kHbm, Placement::kHbm, "0", 0},    {Placement::kHbm, Placement::kHbm, "1-2", 2},
+    {Placement::kHbm, Placement::kHbm, "3", 3},    {Placement::kHost, Placement::kHbm, "1-2", 2},
+    {Placement::kHost, Placement::kHbm, "3", 3},   {Placement::kHost, Placement::kHost, "3", 3},
+    {Placement::kNvme, Placement::kHbm, "1-2", 2}, {Placement::kNvme, Placement::kHbm, "3", 3},
+    {Placement::kNvme, Placement::kHost, "3", 3},  {Placement::kHost, Placement::kNvme, "3", 3},
+    {Placement::kNvme, Placement::kNvme, "3", 3},
 };
 
 // Of a power of two from a MiB on: `16 GiB`.
@@ -47,7 +58,7 @@ class Finder {
   }
 
   Alternatives run() {
-    for (const Kind& kind : kKinds) found_.table.push_back(row_of(kind));
+    for (const Kind& kind : kinds()) found_.table.push_back(row_of(kind));
     const auto chosen = std::ranges::find(found_.table, true, &PlacementRow::chosen);
     if (chosen == found_.table.end() || !chosen->refused.empty()) return std::move(found_);
     seconds_ = chosen->seconds;
@@ -63,6 +74,11 @@ class Finder {
   }
 
  private:
+  std::span<const Kind> kinds() const {
+    if (asked_.run.ranks.all > 1) return kKindsOfRanks;
+    return kKinds;
+  }
+
   // Tiles so large that each of many plans takes a hundredth of a second.
   std::uint64_t tile_elements() const {
     const std::uint64_t wanted = described_.parameters / kMostTiles;
@@ -72,13 +88,15 @@ class Finder {
   }
 
   Prediction predict_with(const Config& config, const Rates& rates) const {
-    return predict(config, described_, rates, asked_.nodes, kQuick);
+    return predict(config, described_, rates, asked_.nodes, kQuick, asked_.run.ranks.all);
   }
 
   Config placed(const Kind& kind) const {
     Config config = base_;
     config.states = kind.states;
     config.parameters = kind.parameters;
+    if (kind.stage) config.stage = *kind.stage;
+    if (kind.stage == 0u) config.nvme_paths.clear();  // a store is of what one rank owns
     const bool drive = kind.states == Placement::kNvme || kind.parameters == Placement::kNvme;
     if (drive && config.nvme_paths.empty()) config.nvme_paths = {"nvme_path"};
     return config;
@@ -86,7 +104,8 @@ class Finder {
 
   PlacementRow row_of(const Kind& kind) const {
     PlacementRow row{.states = kind.states, .parameters = kind.parameters, .stages = kind.stages};
-    row.chosen = kind.states == base_.states && kind.parameters == base_.parameters;
+    row.chosen = kind.states == base_.states && kind.parameters == base_.parameters &&
+                 (!kind.stage || *kind.stage == (base_.stage == 1 ? 2 : base_.stage));
     const Config config = placed(kind);
     try {
       const Prediction made = predict_with(config, asked_.rates);
@@ -110,7 +129,7 @@ class Finder {
   std::optional<TierBytes> without_budgets(Config config) const {
     config.hbm_bytes = config.host_bytes = config.nvme_bytes = std::nullopt;
     try {
-      return totals_of(make_plan(config, described_.model, asked_.nodes));
+      return totals_of(make_plan(config, described_.model, asked_.nodes, {0, asked_.run.ranks.all}));
     } catch (const Error&) {
       return std::nullopt;
     }
@@ -125,8 +144,9 @@ class Finder {
   };
   std::optional<Change> tried(Offer offer) const {
     try {
-      const Prediction made = predict(offer.config, offer.described != nullptr ? *offer.described : described_,
-                                      offer.rates ? *offer.rates : asked_.rates, asked_.nodes, kQuick);
+      const Prediction made =
+          predict(offer.config, offer.described != nullptr ? *offer.described : described_,
+                  offer.rates ? *offer.rates : asked_.rates, asked_.nodes, kQuick, asked_.run.ranks.all);
       return Change{.what = std::move(offer.what),
                     .effect = made.step.seconds / offer.tokens / seconds_ - 1,
                     .seconds = made.step.seconds,
@@ -210,6 +230,9 @@ class Finder {
     if (chosen.states != Placement::kHbm) {
       with("an optimizer twice as fast: more cores, faster memory",
            [](Rates& rates) { rates.links.update_seconds /= 2; });
+    }
+    if (asked_.run.ranks.all > 1) {
+      with("a network twice as fast", [](Rates& rates) { rates.links.network *= 2; });
     }
     if (!asked_.rates.links.device_on_cores && chosen.parameters != Placement::kHbm) {
       with("a link to the device twice as fast", [](Rates& rates) {

@@ -156,10 +156,11 @@ Report answer(PlanOptions options) {
   report.run = {.device = device.kind,
                 .device_here = device.here(),
                 .sequence = options.sequence,
-                .loop = options.loop.value_or(usual)};
+                .loop = options.loop.value_or(usual),
+                .ranks = options.ranks};
   const DescribedModel described = describe(report.shape, report.config, report.run);
   report.parameters = described.parameters;
-  report.tokens = described.tokens;
+  report.tokens = described.tokens * options.ranks.all;
   report.estimates = described.estimates;
   if (options.model.empty()) {
     report.estimates.insert(report.estimates.begin(),
@@ -169,11 +170,11 @@ Report answer(PlanOptions options) {
   report.measured = measured.facts;
   std::vector<std::string> on_one_drive;
   const Config drives = with_each_drive_once(report.config, on_one_drive);
-  report.rates = choose_rates(drives, device.kind, options.rates, measured, threads);
+  report.rates = choose_rates(drives, device.kind, options.rates, measured, threads, options.ranks);
 
   const auto nodes = static_cast<unsigned>(shares.size());
   try {
-    report.prediction = predict(report.config, described, report.rates, nodes);
+    report.prediction = predict(report.config, described, report.rates, nodes, {}, options.ranks.all);
     report.facts = report.prediction->plan.facts;
     for (std::string& fact : activation_facts(report.config, report.prediction->plan, described.model))
       report.facts.push_back(std::move(fact));

@@ -70,6 +70,15 @@ void add_command(CLI::App& program, int& exit_code) {
   command->add_option("--memory-rate", options.memory_rate, "What the optimizer moves in host memory")
       ->type_name("GB/S");
   command->add_option("--cores", options.cores, "Compute threads; default: as on this machine")->type_name("N");
+  command->add_option("--ranks", options.ranks, "Processes with a device each that train together")
+      ->type_name("N")
+      ->capture_default_str();
+  command->add_option("--ranks-per-host", options.ranks_per_host, "So many of them on a host; default: all")
+      ->type_name("N");
+  command
+      ->add_option("--network", options.network,
+                   "What a rank sends, and what it receives, at once; and what a call takes besides, microseconds")
+      ->type_name("GBIT/S[,US]");
   command->add_option("--drive-life", options.drive_life, "What may be written to each drive, such as 1200TB")
       ->type_name("SIZE");
   auto* probe = command->add_flag_callback(

@@ -26,11 +26,17 @@ struct VisitWork {
 // around the model, each through all of it (docs/pytorch.md).
 enum class Loop : std::uint8_t { kFinetune, kPyTorch };
 
+// Processes with a device each.
+struct RankCounts {
+  std::uint32_t all = 1, on_a_host = 1;
+};
+
 struct RunShape {
   DeviceKind device = DeviceKind::kHost;
   bool device_here = true;       // false: this machine has no such device to ask
   std::uint32_t sequence = 256;  // tokens of a row; T5: of a row of the encoder, and of one of the decoder
   Loop loop = Loop::kFinetune;
+  RankCounts ranks = {};
 };
 
 struct DescribedModel {

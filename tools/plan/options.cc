@@ -23,6 +23,7 @@ class Reader {
     read_config();
     read_budgets();
     read_rates();
+    read_ranks();
     options().json = typed_.json;
     options().html = typed_.html;
     options().probe = typed_.probe;
@@ -123,6 +124,30 @@ class Reader {
     rates.mixed = rate("--mixed-rate", typed_.mixed_rate, 1e9, "GB/s");
     rates.memory = rate("--memory-rate", typed_.memory_rate, 1e9, "GB/s");
     if (!typed_.cores.empty()) rates.cores = whole("--cores", typed_.cores, 1u << 16);
+  }
+
+  void read_ranks() {
+    RankCounts& ranks = options().ranks;
+    ranks.all = whole("--ranks", typed_.ranks, 1u << 16).value_or(1);
+    ranks.on_a_host = ranks.all;
+    if (!typed_.ranks_per_host.empty())
+      ranks.on_a_host = whole("--ranks-per-host", typed_.ranks_per_host, 1u << 16).value_or(1);
+    if (ranks.on_a_host > ranks.all)
+      problem("--ranks-per-host", fmt::format("{} are more than the {} ranks", ranks.on_a_host, ranks.all),
+              "leave it out, or raise --ranks");
+    if (typed_.network.empty()) return;
+    if (ranks.all == 1) problem("--network", "one rank has none", "add --ranks");
+    const std::size_t comma = typed_.network.find(',');
+    if (const auto given = rate("--network", typed_.network.substr(0, comma), 1e9 / 8, "Gbit/s"))
+      options().rates.network = given;
+    if (comma == typed_.network.npos) return;
+    const auto micros = terminal::number_of_text(typed_.network.substr(comma + 1));
+    if (micros && *micros >= 0 && *micros <= 1e6) {
+      options().rates.network_seconds = *micros * 1e-6;
+    } else {
+      problem("--network", fmt::format("\"{}\" is no number of microseconds", typed_.network.substr(comma + 1)),
+              "write it as 100,20");
+    }
   }
 
   std::optional<double> size(const char* option, const std::string& text) {

@@ -22,6 +22,7 @@ struct TypedOptions {
   std::string device_rate = {}, hbm_rate = {}, h2d_rate = {}, d2h_rate = {}, read_rate = {}, write_rate = {},
               mixed_rate = {};
   std::string memory_rate = {}, cores = {}, drive_life = {}, sequence = "256";
+  std::string ranks = "1", ranks_per_host = {}, network = {};
   std::optional<bool> probe = {};  // not set: where the drives of the run are
   std::optional<double> probe_seconds = {};
   bool json = false;
@@ -34,6 +35,7 @@ struct PlanOptions {
   std::string name = {};  // of the model, as it was typed
   std::uint32_t sequence = 256;
   std::optional<Loop> loop = {};  // not set: finetune's, for what it trains
+  RankCounts ranks = {};
   GivenRates rates = {};
   std::optional<double> drive_life = {};  // bytes that may be written to each drive
   std::optional<bool> probe = {};

@@ -29,7 +29,8 @@ StepFacts mean_of(const StepFacts& usual, const StepFacts& committed, std::uint3
   };
   StepFacts facts{.seconds = mean(usual.seconds, committed.seconds), .traffic = {}};
   for (const auto bytes :
-       {&ScheduleTraffic::nvme_read, &ScheduleTraffic::nvme_write, &ScheduleTraffic::h2d, &ScheduleTraffic::d2h}) {
+       {&ScheduleTraffic::nvme_read, &ScheduleTraffic::nvme_write, &ScheduleTraffic::h2d, &ScheduleTraffic::d2h,
+        &ScheduleTraffic::gathered, &ScheduleTraffic::scattered, &ScheduleTraffic::leaves}) {
     facts.traffic.*bytes = static_cast<std::uint64_t>(mean(usual.traffic.*bytes, committed.traffic.*bytes));
   }
   return facts;
@@ -38,9 +39,9 @@ StepFacts mean_of(const StepFacts& usual, const StepFacts& committed, std::uint3
 class Predictor {
  public:
   Predictor(const Config& config, const DescribedModel& described, const Rates& rates, unsigned nodes,
-            const Effort& effort)
+            const Effort& effort, std::uint32_t ranks)
       : config_(config), effort_(effort), plan_(result_.plan) {
-    plan_ = make_plan(config, described.model, nodes);
+    plan_ = make_plan(config, described.model, nodes, {0, ranks});
     std::vector<bool> kept;
     for (const BlockPlan& block : plan_.blocks) kept.push_back(block.insides_kept);
     for (std::size_t b = 0; b < plan_.blocks.size(); ++b) {
@@ -156,8 +157,8 @@ std::uint64_t join_tiles(ScheduleInput& input, std::uint64_t most) {
 }
 
 Prediction predict(const Config& config, const DescribedModel& described, const Rates& rates, unsigned nodes,
-                   const Effort& effort) {
-  return Predictor(config, described, rates, nodes, effort).run();
+                   const Effort& effort, std::uint32_t ranks) {
+  return Predictor(config, described, rates, nodes, effort, ranks).run();
 }
 
 }  // namespace spillway::planning

@@ -36,9 +36,10 @@ struct Effort {
   std::uint32_t tries = 32;            // of them
 };
 
-// `nodes`: NUMA nodes of the machine. Throws what make_plan throws.
+// `nodes`: NUMA nodes of the machine. Of several ranks the first is planned, which has most. Throws what make_plan
+// throws.
 Prediction predict(const Config& config, const DescribedModel& described, const Rates& rates, unsigned nodes,
-                   const Effort& effort = {});
+                   const Effort& effort = {}, std::uint32_t ranks = 1);
 
 // The same schedule with fewer tiles: of each block's neighbours that move alike so many are one that at most about
 // `most` are left. Returns how many were joined at most. What overlaps within them is lost, which is little where a

@@ -17,10 +17,12 @@ constexpr double kCoreFlops = 50e9;   // of a core with AVX-512, in a step
 constexpr double kPcieRate = 20e9;    // PCIe 4.0 × 16
 constexpr double kCopyRate = 8e9;     // of the emulated device, which a core copies for
 constexpr double kDriveRead = 6e9, kDriveWrite = 4e9;
-constexpr double kMemoryRate = 40e9;    // of an update, which reads and writes
-constexpr double kHbmRate = 1.2e12;     // of an update on a GPU: 60 % of what an A100's memory moves
-constexpr double kChecksumRate = 15e9;  // of a core
-constexpr double kSyncSeconds = 5e-3;   // of a commit on a drive without power-loss protection
+constexpr double kMemoryRate = 40e9;       // of an update, which reads and writes
+constexpr double kHbmRate = 1.2e12;        // of an update on a GPU: 60 % of what an A100's memory moves
+constexpr double kChecksumRate = 15e9;     // of a core
+constexpr double kNetworkRate = 12.5e9;    // 100 Gbit/s
+constexpr double kNetworkSeconds = 20e-6;  // of a collective
+constexpr double kSyncSeconds = 5e-3;      // of a commit on a drive without power-loss protection
 
 // Bytes that the optimizer moves for an element: weight and states read and written, gradient read.
 double update_bytes(const Config& config) {
@@ -71,6 +73,15 @@ class Chooser {
     choose_drives(config, found);
   }
 
+  void choose_network(const RankCounts& ranks) {
+    if (ranks.all == 1) return;
+    MachineRates& links = rates.links;
+    links.network = choose({"network", "network, each way", "B/s", "--network"}, given_.network, 0, kNetworkRate,
+                           "typical: 100 Gbit/s a rank");
+    links.network_seconds =
+        choose({"network_call", "network, a call", "s", "--network"}, given_.network_seconds, 0, kNetworkSeconds);
+  }
+
   void choose_compute(DeviceKind device) {
     const ComputeRates found = measured_.compute.value_or(ComputeRates{});
     const bool host = device == DeviceKind::kHost;
@@ -117,9 +128,10 @@ class Chooser {
 }  // namespace
 
 Rates choose_rates(const Config& config, DeviceKind device, const GivenRates& given, const MeasuredRates& measured,
-                   unsigned cores) {
+                   unsigned cores, const RankCounts& ranks) {
   Chooser chooser(given, measured);
   chooser.choose_links(config, device, cores);
+  chooser.choose_network(ranks);
   chooser.choose_compute(device);
   return std::move(chooser.rates);
 }

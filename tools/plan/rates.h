@@ -21,6 +21,7 @@ struct ComputeRates {
 // Given on the command line; bytes per second, device: operations per second.
 struct GivenRates {
   std::optional<double> device = {}, hbm = {}, h2d = {}, d2h = {}, read = {}, write = {}, mixed = {}, memory = {};
+  std::optional<double> network = {}, network_seconds = {};  // of a rank, each way; of a collective
   std::optional<unsigned> cores = {};
 };
 
@@ -49,7 +50,7 @@ struct Rates {
 // What is given counts before what was measured, that before what is typical. `cores`: the compute threads that a run
 // has on this machine.
 Rates choose_rates(const Config& config, DeviceKind device, const GivenRates& given, const MeasuredRates& measured,
-                   unsigned cores);
+                   unsigned cores, const RankCounts& ranks = {});
 
 // Of every visit of the model. `kept`: by block, whether its insides stay for backward.
 std::vector<double> visit_seconds(const DescribedModel& described, const ComputeRates& rates,

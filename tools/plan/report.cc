@@ -18,11 +18,28 @@ std::string title_of(const Report& report) {
   const ModelShape& shape = report.shape;
   const std::string layers =
       shape.encodes() ? fmt::format("{} + {}", shape.layers, shape.decoder_layers) : fmt::format("{}", shape.layers);
-  return fmt::format("{} ({}): {} parameters, {} layers of width {}, {}; {} tokens a step ({} x {} rows of {}){}",
+  return fmt::format("{} ({}): {} parameters, {} layers of width {}, {}; {} tokens a step ({}{} x {} rows of {}){}",
                      report.model, shape.family, report.parameters, layers, shape.width,
-                     spillway::name_of(report.config.weights), report.tokens, report.config.gradient_accumulation,
-                     report.config.micro_batch, report.run.sequence,
+                     spillway::name_of(report.config.weights), report.tokens,
+                     report.run.ranks.all > 1 ? fmt::format("{} ranks x ", report.run.ranks.all) : "",
+                     report.config.gradient_accumulation, report.config.micro_batch, report.run.sequence,
                      report.run.loop == Loop::kPyTorch ? ", in a PyTorch loop" : "");
+}
+
+std::vector<RanksMemory> ranks_memory(const Report& report) {
+  std::vector<RanksMemory> memory;
+  for (const Placement tier : {Placement::kHbm, Placement::kHost, Placement::kNvme}) {
+    const std::uint64_t bytes = report.prediction->plan.ledger.total(tier);
+    memory.push_back({tier, bytes, bytes * report.run.ranks.on_a_host, bytes * report.run.ranks.all});
+  }
+  return memory;
+}
+
+std::string network_text(const ScheduleTraffic& traffic) {
+  using terminal::fixed_text_of_size;
+  return fmt::format("{} of weights gathered, {} of sums scattered, {} of the norm",
+                     fixed_text_of_size(traffic.gathered), fixed_text_of_size(traffic.scattered),
+                     fixed_text_of_size(traffic.leaves));
 }
 
 std::string commits_of(const Report& report) {
@@ -98,7 +115,7 @@ std::string limit_text(const Prediction& made) {
 
 const char* name_of(Lane lane) {
   constexpr const char* kNames[kLanes] = {"compute",       "update",     "early update", "read weights", "read tiles",
-                                          "check weights", "nvme write", "to device",    "from device"};
+                                          "check weights", "nvme write", "to device",    "from device",  "network"};
   return kNames[static_cast<std::size_t>(lane)];
 }
 

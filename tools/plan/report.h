@@ -37,6 +37,14 @@ struct Report {
   double seconds = 0;  // that all of this took
 };
 
+// What several ranks take together, of the plan of one, which has most.
+struct RanksMemory {
+  Placement tier;
+  std::uint64_t of_a_rank = 0, of_a_host = 0, of_all = 0;
+};
+std::vector<RanksMemory> ranks_memory(const Report& report);
+std::string network_text(const ScheduleTraffic& traffic);
+
 std::string report_text(const Report& report, bool colour);
 std::string report_json(const Report& report);
 // One self-contained page.

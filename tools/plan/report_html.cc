@@ -128,9 +128,10 @@ std::string timeline(const Prediction& made) {
   lanes += lane_boxes(busy_parts(of_pass(made, Pass::kForward), Lane::kCompute, kParts), y, kRow - 6, 0, "forward");
   lanes += lane_boxes(busy_parts(of_pass(made, Pass::kBackward), Lane::kCompute, kParts), y, kRow - 6, 2, "backward");
   y += kRow;
-  constexpr std::array kLanesShown = {Lane::kCaller, Lane::kEarlyUpdates, Lane::kTileReads, Lane::kWeightReads,
-                                      Lane::kChecks, Lane::kWrites,       Lane::kH2d,       Lane::kD2h};
-  constexpr std::array<std::size_t, kLanesShown.size()> kColourOf = {1, 1, 3, 3, 7, 4, 5, 6};
+  constexpr std::array kLanesShown = {Lane::kCaller,      Lane::kEarlyUpdates, Lane::kTileReads,
+                                      Lane::kWeightReads, Lane::kChecks,       Lane::kWrites,
+                                      Lane::kH2d,         Lane::kD2h,          Lane::kNet};
+  constexpr std::array<std::size_t, kLanesShown.size()> kColourOf = {1, 1, 3, 3, 7, 4, 5, 6, 8};
   for (std::size_t l = 0; l < kLanesShown.size(); ++l) {
     const std::vector<double> busy = busy_parts(schedule, kLanesShown[l], kParts);
     if (std::ranges::all_of(busy, [](double part) { return part <= 0; })) continue;
@@ -152,8 +153,9 @@ std::string timeline(const Prediction& made) {
       "<div class='legend'><span><i class='key k0'></i>forward</span><span><i class='key k2'></i>backward</span>"
       "<span><i class='key k1'></i>optimizer</span><span><i class='key k3'></i>nvme read</span>"
       "<span><i class='key k4'></i>nvme written</span><span><i class='key k5'></i>to the device</span>"
-      "<span><i class='key k6'></i>from the device</span></div></figure>\n",
-      kWidth, y + 42, kWidth, grid, lanes);
+      "<span><i class='key k6'></i>from the device</span>{}</div></figure>\n",
+      kWidth, y + 42, kWidth, grid, lanes,
+      made.plan.rank.count > 1 ? "<span><i class='key k8'></i>network</span>" : "");
 }
 
 std::string links(const Prediction& made) {

@@ -12,6 +12,7 @@ class Writer : terminal::Json {
     write_model();
     if (report_.prediction) {
       write_memory(report_.prediction->plan.ledger);
+      if (report_.run.ranks.all > 1) write_ranks();
       write_step(*report_.prediction);
     } else {
       put("refused", report_.refused);
@@ -65,6 +66,20 @@ class Writer : terminal::Json {
     });
   }
 
+  void write_ranks() {
+    put("ranks", [&] {
+      put("count", report_.run.ranks.all);
+      put("on_a_host", report_.run.ranks.on_a_host);
+      for (const RanksMemory& row : ranks_memory(report_)) {
+        put(name_of(row.tier), [&] {
+          put("rank_bytes", row.of_a_rank);
+          put("host_bytes", row.of_a_host);
+          put("all_bytes", row.of_all);
+        });
+      }
+    });
+  }
+
   void write_facts(const char* key, const StepFacts& facts) {
     put(key, [&] {
       put("seconds", facts.seconds);
@@ -72,6 +87,10 @@ class Writer : terminal::Json {
       put("nvme_write_bytes", facts.traffic.nvme_write);
       put("h2d_bytes", facts.traffic.h2d);
       put("d2h_bytes", facts.traffic.d2h);
+      if (report_.run.ranks.all == 1) return;
+      put("network_gathered_bytes", facts.traffic.gathered);
+      put("network_scattered_bytes", facts.traffic.scattered);
+      put("network_norm_bytes", facts.traffic.leaves);
     });
   }
 
@@ -89,6 +108,7 @@ class Writer : terminal::Json {
       put("stall_seconds", [&] {
         for (std::size_t s = 0; s <= static_cast<std::size_t>(StallCause::kCommit); ++s)
           put(kStallNames[s], schedule.stalls.of[s]);
+        put(kStallNames[static_cast<std::size_t>(StallCause::kNetwork)], schedule.stalls[StallCause::kNetwork]);
         put("sharing_cores", schedule.shared);
       });
       put("tiles", made.plan.tiles.size());

@@ -42,6 +42,7 @@ class Text {
   void write_prediction(const Prediction& made) {
     line("\n{}\n{}", bold("memory, reserved before step 1"), gpt2::ledger_text(made.plan.ledger).substr(0));
     text_.pop_back();  // the ledger ends its own lines
+    if (report_.run.ranks.all > 1) write_ranks();
     line("\n{}", bold("step"));
     line("  {} on average, {:.4g} tokens/s; {}", seconds_text(made.step.seconds),
          static_cast<double>(report_.tokens) / made.step.seconds, limit_text(made));
@@ -58,6 +59,16 @@ class Text {
     }
   }
 
+  void write_ranks() {
+    const RankCounts& ranks = report_.run.ranks;
+    line("{}", bold(fmt::format("ranks: {}, {} on a host", ranks.all, ranks.on_a_host)));
+    line("  {:<6} {:>13} {:>13} {:>13}", "", "a rank", "a host", "all");
+    for (const RanksMemory& row : ranks_memory(report_))
+      line("  {:<6} {:>13} {:>13} {:>13}", name_of(row.tier), fixed_text_of_size(row.of_a_rank),
+           fixed_text_of_size(row.of_a_host), fixed_text_of_size(row.of_all));
+    line("  at most: the first rank has most, up to 1,024 elements of a block more than the last");
+  }
+
   void write_links(const Prediction& made) {
     const Schedule& schedule = made.schedule;
     const ScheduleTraffic& traffic = made.step.traffic;
@@ -72,6 +83,8 @@ class Text {
         moved = fixed_text_of_size(traffic.h2d);
       } else if (link == Link::kD2h) {
         moved = fixed_text_of_size(traffic.d2h);
+      } else if (link == Link::kNetwork && report_.run.ranks.all > 1) {
+        moved = network_text(traffic);
       } else if (schedule.busy[l] <= 0) {
         continue;
       }

@@ -13,11 +13,11 @@ namespace {
 constexpr const char* kStyle = R"(
 :root { --paper: #fbfcfd; --card: #ffffff; --ink: #1b2430; --soft: #5c6b7c; --line: #dfe5ec; --accent: #0b7285;
   --empty: #eef1f5; --s0: #0b7285; --s1: #d9480f; --s2: #5f3dc4; --s3: #2b8a3e; --s4: #c2255c; --s5: #846300;
-  --s6: #1864ab; --s7: #495057; }
+  --s6: #1864ab; --s7: #495057; --s8: #9c36b5; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #12171e; --card: #1a212a; --ink: #e4eaf1; --soft: #94a3b4; --line: #303b48; --accent: #3bc9db;
     --empty: #232c37; --s0: #3bc9db; --s1: #ff922b; --s2: #b197fc; --s3: #69db7c; --s4: #f783ac; --s5: #ffd43b;
-    --s6: #74c0fc; --s7: #ced4da; } }
+    --s6: #74c0fc; --s7: #ced4da; --s8: #da77f2; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1240px; padding: 28px 24px 60px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -37,12 +37,12 @@ svg .axis { fill: var(--soft); } .grid { stroke: var(--line); } .empty { fill: v
 .series { fill: none; stroke-width: 2; } .dashed { stroke-dasharray: 5 4; }
 .s0 { stroke: var(--s0); } .s1 { stroke: var(--s1); } .s2 { stroke: var(--s2); }
 .s3 { stroke: var(--s3); } .s4 { stroke: var(--s4); } .s5 { stroke: var(--s5); }
-.s6 { stroke: var(--s6); } .s7 { stroke: var(--s7); }
+.s6 { stroke: var(--s6); } .s7 { stroke: var(--s7); } .s8 { stroke: var(--s8); }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 14px; font-size: 13px; color: var(--soft); margin-top: 4px; }
 .key { display: inline-block; width: 14px; height: 3px; margin: 0 6px 4px 0; }
 .k0 { background: var(--s0); } .k1 { background: var(--s1); } .k2 { background: var(--s2); }
 .k3 { background: var(--s3); } .k4 { background: var(--s4); } .k5 { background: var(--s5); }
-.k6 { background: var(--s6); } .k7 { background: var(--s7); }
+.k6 { background: var(--s6); } .k7 { background: var(--s7); } .k8 { background: var(--s8); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; background: var(--card); border: 1px solid var(--line); font-size: 14px; }
 th, td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }

@@ -12,7 +12,7 @@ namespace spillway::terminal {
 std::string escaped(const std::string& text);  // for HTML
 
 // A page up to its heading, with the style of all pages: light or dark as the reader's system is. Its colours are the
-// variables --s0 to --s7, --ink, --soft, --line, --card and --empty.
+// variables --s0 to --s8, --ink, --soft, --line, --card and --empty.
 std::string page_begin(const std::string& title);
 // A figure that is to be seen first, for a <div class='cards'>.
 std::string card(const std::string& value, const std::string& what);

@@ -168,13 +168,13 @@ class Checker {
   void passing_memory() {
     const GradientMemoryOptions& memory = in_.policies.gradients;
     std::vector<std::pair<std::uint32_t, Use>> staging, passing;
-    std::vector<double> landed(in_.tiles.size());
-    std::vector<double> computed(in_.blocks.size(), kNever), compute_began(in_.blocks.size());
+    std::vector<double> landed(in_.tiles.size()), computed(in_.blocks.size(), kNever), compute_began(in_.blocks.size());
     std::vector<std::size_t> compute(in_.blocks.size());
     for (std::size_t i = 0; i < ops_.size(); ++i) {
       const ScheduleOp& op = ops_[i];
       switch (op.kind) {
         case OpKind::kCompute:
+        case OpKind::kScatter:  // behind it, with several ranks: what is rounded is the sum of all
           computed[op.block] = op.end;
           compute_began[op.block] = op.start;
           compute[op.block] = i;
