@@ -24,17 +24,17 @@ namespace spillway {
 class SnapshotWriter {
  public:
   // Takes the space of all files: a drive without it is found here. Arrays are written side by side, on the workers.
-  SnapshotWriter(const Plan& plan, const Config& config, const ModelDescription& model,
-                 const std::filesystem::path& directory, const SaveOptions& options, HostWorkers& workers);
+  SnapshotWriter(const Config& config, const ModelDescription& model, const std::filesystem::path& directory,
+                 const SaveOptions& options, HostWorkers& workers);
 
-  void add(std::uint32_t tile, const TileMemory& memory);
+  // `plan`: whose tile it is, of this rank or of another.
+  void add(const Plan& plan, std::uint32_t tile, const TileMemory& memory);
   // `kept`: LossScaler::record(). `update_counts`: as Manifest has them.
   void finish(std::uint64_t step, std::span<const std::byte> kept, std::span<const std::uint64_t> update_counts);
 
  private:
-  void add(std::size_t array, std::uint32_t tile, const TileMemory& memory);
+  void add(std::size_t array, const Plan& plan, std::uint32_t tile, const TileMemory& memory);
 
-  const Plan& plan_;
   HostWorkers& workers_;
   SnapshotFiles files_;
 };
@@ -51,7 +51,8 @@ class SnapshotReader {
   std::span<const std::byte> kept() const { return record_.blob; }
   std::vector<std::uint64_t> update_counts() const;  // as Manifest has them
   void fill(std::uint32_t tile, const TileMemory& memory);
-  // Reads everything once, before anything is given up for it.
+  // Reads everything once, before anything is given up for it. With several ranks it comes before fill(): of a tensor
+  // each reads a part, of which no checksum is known.
   void verify();
 
  private:
@@ -74,6 +75,7 @@ class SnapshotReader {
   const std::filesystem::path directory_;
   SnapshotRecord record_;
   std::vector<Array> arrays_;
+  bool verified_ = false;
 };
 
 // Of EngineOptions::snapshot; null without one.

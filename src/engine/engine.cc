@@ -12,6 +12,7 @@
 #include "src/config/ranges.h"
 #include "src/config/table.h"
 #include "src/engine/loaded_versions.h"
+#include "src/engine/rank_check.h"
 #include "src/engine/run_facts.h"
 #include "src/engine/store_place.h"
 #include "src/plan/passes.h"
@@ -36,6 +37,7 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
       model_(model),
       thread_shares_(share_threads(config.threads)),
       plan_(agreement_.all([&] { return make_plan(config, model, nodes(), agreement_.rank()); })),
+      agreed_((refuse_different_ranks(agreement_, config_, model_, plan_, options), true)),
       loss_scaler_(config_),
       snapshot_(agreement_.all([&] { return open_snapshot(plan_, config_, model_, options); })),
       machinery_(config, model_, plan_, options, thread_shares_, agreement_,
@@ -51,7 +53,10 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
     }
   }
   tell_optimizer(config, plan_);
-  commits_ = {config.commit_every, machinery_.store && written_back_};
+  // One interval for all ranks: measured where some have tiles to write back, and none updates inside backward.
+  std::uint64_t some[] = {written_back_, plan_.early_blocks};
+  agreement_.fold(std::span(some), Fold::kMax);
+  commits_ = {config.commit_every, machinery_.store && some[0] != 0 && some[1] == 0};
   blob_.reserve(kBlobCapacity);
   record_.reserve(kBlobCapacity);
   complete_.reserve(plan_.blocks.size());

@@ -80,6 +80,7 @@ void StepEngine::take(const SnapshotReader& snapshot) {
 }
 
 void StepEngine::restore() {
+  if (!agreement_.alone()) agreement_.all([&] { snapshot_->verify(); });
   take(*snapshot_);
   begin_with("snapshot", snapshot_->step(),
              [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
@@ -91,7 +92,7 @@ void StepEngine::load_snapshot(const std::filesystem::path& directory) {
   const auto turn = caller_.enter("load_snapshot");
   refuse_if_failed();
   refuse_leases("load_snapshot");
-  SnapshotReader snapshot(plan_, config_, model_, directory);
+  SnapshotReader snapshot = agreement_.all([&] { return SnapshotReader(plan_, config_, model_, directory); });
   if (machinery_.store && !machinery_.store->keeps_update_counts() && !snapshot.update_counts().empty()) {
     throw Error(
         Code::kUnsupported, directory.string(),
@@ -101,7 +102,7 @@ void StepEngine::load_snapshot(const std::filesystem::path& directory) {
   if (!imported_ && !snapshot.has_frozen())
     throw Error(Code::kInvalidArgument,
                 {directory.string(), "was saved without the frozen weights", 0, "import them first"});
-  snapshot.verify();
+  agreement_.all([&] { snapshot.verify(); });
   if (imported_) {
     finish_saving();
     guarded([&] { settle(); });
@@ -153,13 +154,42 @@ void StepEngine::begin_save(const std::filesystem::path& directory, const SaveOp
   const auto turn = caller_.enter("begin_save");
   guarded([&] { make_ready("begin_save"); });
   finish_saving();
-  saving_ = std::make_unique<SnapshotWriter>(plan_, config_, model_, directory, options, *machinery_.workers);
+  if (!agreement_.alone()) return save_all(directory, options);
+  saving_ = std::make_unique<SnapshotWriter>(config_, model_, directory, options, *machinery_.workers);
   guarded([&] {
     machinery_.tiles->show_to([this](std::uint32_t tile, const TileMemory& memory) {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kSave);
-      saving_->add(tile, memory);
+      saving_->add(plan_, tile, memory);
     });
     if (!machinery_.tiles->queue().begun()) settle();  // no update that would bring the tiles
+  });
+}
+
+// Of several ranks the first writes what all have, at once: what is shown in a forward pass comes when each rank likes.
+void StepEngine::save_all(const std::filesystem::path& directory, const SaveOptions& options) {
+  std::unique_ptr<SnapshotWriter> writer;
+  const bool writes = agreement_.rank().index == 0;
+  const auto jointly = [&](const std::function<void()>& work) {
+    std::exception_ptr failure;
+    try {
+      if (writes) work();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    return joint_failure(agreement_, failure);
+  };
+  if (const auto failure = jointly(
+          [&] { writer = std::make_unique<SnapshotWriter>(config_, model_, directory, options, *machinery_.workers); }))
+    std::rethrow_exception(failure);
+  guarded([&] {
+    const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kSave);
+    save_failure_ = show_all([&](const Plan& plan, std::uint32_t tile, const TileMemory& memory) {
+      if (writer) writer->add(plan, tile, memory);
+    });
+    settle();
+    if (save_failure_) return;
+    save_failure_ = jointly(
+        [&] { writer->finish(step_, loss_scaler_.record(blob_, record_), parameters_.counts(updates_made())); });
   });
 }
 

@@ -46,8 +46,15 @@ void round_to(std::byte* to, DType type, std::uint64_t at, float value) {
 
 }  // namespace
 
+void StepEngine::refuse_ranks(const char* call) const {
+  if (agreement_.alone()) return;
+  throw Error(Code::kUnsupported, {call, "single parameters are shown and set on one rank alone", 0,
+                                   "export all weights, or save a snapshot"});
+}
+
 void StepEngine::check(const NamedValues& values) const {
   const auto& [call, of, block, parameter] = values;
+  refuse_ranks(call);
   if (block >= model_.blocks.size() || parameter >= model_.blocks[block].parameters.size())
     throw Error(Code::kInvalidArgument, {call, fmt::format("there is no parameter {} of a block {}", parameter, block),
                                          0, "count both from 0, as the model describes them"});

@@ -32,8 +32,8 @@
 namespace spillway {
 
 struct Machinery {
-  // `shares` of the compute threads: one for each NUMA node, and the nodes that the plan was made for. `before_loss`:
-  // called before an existing store goes to make room, and may throw.
+  // `shares` of the compute threads: one for each NUMA node, and the nodes that the plan was made for. `agreement`: of
+  // the ranks that make theirs. `before_loss`: called before an existing store goes to make room, and may throw.
   Machinery(const Config& config, const ModelDescription& model, const Plan& plan, EngineOptions options,
             std::span<const ThreadShare> shares, Agreement& agreement, const std::function<void()>& before_loss = {});
   ~Machinery();

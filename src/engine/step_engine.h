@@ -104,6 +104,7 @@ class StepEngine final : public Engine {
   std::uint64_t durable_step() const { return store_missing_ ? 0 : committed_step_; }
   void refuse_if_failed();
   void make_ready(const char* call);
+  void refuse_ranks(const char* call) const;
   template <typename Work>
   auto guarded(Work&& work);
   // What comes next starts to be fetched, but leases release in destructors: the next call reports what went wrong.
@@ -151,6 +152,7 @@ class StepEngine final : public Engine {
   void look_at_tiles(const NamedValues& values, const TileWork& work, bool saves);
   void begin_with(const char* call, std::uint64_t step, const TileWork& fill);
   std::exception_ptr show_all(RankTiles::Work work);
+  void save_all(const std::filesystem::path& directory, const SaveOptions& options);
   void commit();
 
   mutable OneCaller caller_;
@@ -159,6 +161,7 @@ class StepEngine final : public Engine {
   const ModelDescription model_;
   const std::vector<ThreadShare> thread_shares_;
   const Plan plan_;
+  const bool agreed_;  // the ranks are of one run; before anything is made
   LossScaler loss_scaler_;
   std::unique_ptr<SnapshotReader> snapshot_;  // refused before the machinery makes a store
   Machinery machinery_;

@@ -175,8 +175,8 @@ void TensorOptimizer::save(const std::filesystem::path& directory, const SaveOpt
   refuse_if_failed();
   check(tensors, "save", false);
   refuse_unless(Weights::kReady, "save");
-  SnapshotWriter writer(plan_, config_, model_, directory, options, *workers_);
-  look_at_tiles(tensors, true, [&](std::uint32_t tile, const TileMemory& memory) { writer.add(tile, memory); });
+  SnapshotWriter writer(config_, model_, directory, options, *workers_);
+  look_at_tiles(tensors, true, [&](std::uint32_t tile, const TileMemory& memory) { writer.add(plan_, tile, memory); });
   writer.finish(step_, loss_scaler_.record(blob_, record_), updates_.counts(step_));
 }
 

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 
 #include "spillway/error.h"
@@ -11,22 +12,195 @@
 namespace spillway {
 namespace {
 
+using testing::error_of;
+using ::testing::HasSubstr;
 using testing::LayoutCase;
+using testing::RankRun;
 using testing::RanksCase;
 using testing::RanksOutcome;
+using testing::run_ranks;
 using testing::train_on_ranks;
 
 constexpr std::uint64_t kSteps = 3;
 
+void expect_the_bits_of_one(
+    const RanksCase& of, const std::function<void(RankRun&)>& with = [](RankRun&) {}) {
+  const RanksOutcome one = train_on_ranks(1, of, kSteps, with);
+  EXPECT_FALSE(one.bits.empty());
+  for (const std::uint32_t ranks : {2u, 4u}) {
+    SCOPED_TRACE(ranks);
+    EXPECT_TRUE(train_on_ranks(ranks, of, kSteps, with) == one);
+  }
+}
+
 TEST(Ranks, TrainTheBitsOfOneInEveryLayout) {
   for (const LayoutCase& layout : testing::layout_cases()) {
     SCOPED_TRACE(layout.name);
-    const RanksCase of{.layout = layout};
-    const RanksOutcome one = train_on_ranks(1, of, kSteps);
-    EXPECT_FALSE(one.bits.empty());
-    EXPECT_TRUE(train_on_ranks(2, of, kSteps) == one);
-    EXPECT_TRUE(train_on_ranks(4, of, kSteps) == one);
+    expect_the_bits_of_one({.layout = layout});
   }
+}
+
+// What a layout is, and how numbers are kept, in pairs: each with each in some case.
+TEST(Ranks, TrainTheBitsOfOneWithEveryFormOfNumbers) {
+  const struct {
+    DType type;
+    MomentFormat moments;
+    double clipping;
+  } forms[] = {
+      {DType::kFloat16, MomentFormat::kFloat32, 0.0},
+      {DType::kFloat32, MomentFormat::kInt8, 1.0},
+      {DType::kBFloat16, MomentFormat::kBFloat16, 1e9},
+      {DType::kBFloat16, MomentFormat::kInt8, 0.0},
+  };
+  const auto layouts = testing::layout_cases();
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
+    const auto& form = forms[i % std::size(forms)];
+    SCOPED_TRACE(layouts[i].name + " with " + std::string(name_of(form.type)) + " " +
+                 std::string(name_of(form.moments)));
+    expect_the_bits_of_one({.layout = layouts[i], .type = form.type, .change = [&](Config& config) {
+                              config.moments = form.moments;
+                              config.gradient_clipping = form.clipping;
+                            }});
+  }
+}
+
+// Blocks of one or two units: some ranks own nothing of them.
+TEST(Ranks, TrainTheBitsOfOneWhereSomeOwnNothing) {
+  for (const char* name : {"hbm", "host", "weights in hbm, states in host", "nvme", "nvme, guessing",
+                           "nvme, visits recorded", "nvme, sums in host"}) {
+    SCOPED_TRACE(name);
+    LayoutCase layout = testing::layout_case(name);
+    layout.width = 300;
+    expect_the_bits_of_one({.layout = layout});
+    expect_the_bits_of_one({.layout = layout, .change = [](Config& config) { config.gradient_clipping = 0; }});
+  }
+}
+
+TEST(Ranks, TrainTheBitsOfOneWithFrozenParameters) {
+  for (const char* name : {"hbm", "host", "nvme", "nvme, least host"}) {
+    SCOPED_TRACE(name);
+    RanksCase of{.layout = testing::layout_case(name)};
+    of.describe = [](ModelDescription& model) {
+      for (Parameter& parameter : model.blocks[2].parameters) parameter.trainable = false;
+      model.blocks[3].parameters[1].trainable = false;
+    };
+    expect_the_bits_of_one(of);
+  }
+}
+
+// A parameter is left out of its update where no rank brings it a gradient, and not where one does.
+TEST(Ranks, LeaveOutOfAnUpdateWhatNoRankBringsAGradient) {
+  for (const char* name : {"hbm", "host", "nvme", "nvme, guessing"}) {
+    for (const double clipping : {0.0, 1.0}) {
+      SCOPED_TRACE(name);
+      const RanksCase of{.layout = testing::layout_case(name),
+                         .change = [clipping](Config& config) { config.gradient_clipping = clipping; }};
+      expect_the_bits_of_one(of, [](RankRun& run) {
+        run.trainer->brings = [](const testing::ToyPush& push) {
+          if (push.block == 2 && push.parameter == 1 && push.step == 2) return testing::Brings::kNothing;
+          if (push.block == 3 && push.part / 2 != 3) return testing::Brings::kNothing;  // the last micro-batch alone
+          return testing::Brings::kGradient;
+        };
+      });
+    }
+  }
+}
+
+TEST(Ranks, RefuseAStepTogetherWhereOneHasAGradientThatIsNotFinite) {
+  for (const char* name : {"hbm", "host", "nvme", "nvme, guessing"}) {
+    SCOPED_TRACE(name);
+    const RanksCase of{.layout = testing::layout_case(name)};
+    testing::TempStore store;
+    run_ranks(2, [&](Communicator& communicator) {
+      RankRun run(of, &communicator, store.path());
+      run.until(1);
+      const auto before = testing::exported(*run.engine);
+      run.trainer->poison_step = 2;
+      run.trainer->poison_block = run.rank == 1 ? 1 : 99;
+      const Error error = error_of([&] { run.trainer->run_step(); });
+      EXPECT_EQ(error.code(), Code::kNonFinite);
+      EXPECT_THAT(error.what(), HasSubstr("h.1.weight of block h.1: NaN or Inf in its gradient in step 2"));
+      EXPECT_TRUE(testing::exported(*run.engine) == before);
+      run.trainer->poison_step = 0;
+      run.until(3);
+    });
+  }
+}
+
+// In fp16 the step is skipped on all ranks, at one loss scale.
+TEST(Ranks, SkipAStepTogether) {
+  RanksCase of{.layout = testing::layout_case("nvme"), .type = DType::kFloat16};
+  const RanksOutcome one = train_on_ranks(1, of, 6);
+  EXPECT_THAT(one.norms, ::testing::Contains(HUGE_VAL));
+  EXPECT_TRUE(train_on_ranks(2, of, 6) == one);
+}
+
+TEST(Ranks, EvaluateBetweenStepsWithoutChangingABit) {
+  for (const char* name : {"hbm", "weights in hbm, states on nvme", "host", "nvme"}) {
+    SCOPED_TRACE(name);
+    expect_the_bits_of_one({.layout = testing::layout_case(name)}, [](RankRun& run) {
+      const auto evaluate = [&run](std::uint64_t) {
+        for (std::uint32_t b = 0; b < run.model.blocks.size(); ++b)
+          run.engine->acquire(b, Pass::kForward, run.engine->stream());
+        run.engine->acquire(2, Pass::kForward, run.engine->stream());  // and again, out of turn
+      };
+      run.trainer->data_of = [evaluate](std::uint64_t step) { return step; };
+      evaluate(0);
+      run.engine->discard_step();
+    });
+  }
+}
+
+TEST(Ranks, SumWithoutGroupsOnAnyNumber) {
+  RanksCase of{.layout = testing::layout_case("nvme"), .micro_batches = 3, .sum_groups = 1};
+  of.change = [](Config& config) { config.gradient_clipping = 0.5; };
+  EXPECT_FALSE(train_on_ranks(3, of, kSteps).bits.empty());
+}
+
+class RefusedRanks : public ::testing::Test {
+ protected:
+  // Of two ranks, the second's changed.
+  static std::string refusal(
+      const std::function<void(Config&)>& change,
+      const std::function<void(ModelDescription&)>& describe = [](ModelDescription&) {}) {
+    testing::TempStore store;
+    std::string said[2];
+    run_ranks(2, [&](Communicator& communicator) {
+      RanksCase of{.layout = testing::layout_case("nvme")};
+      if (communicator.rank() == 1) of.change = change, of.describe = describe;
+      said[communicator.rank()] = error_of([&] { RankRun(of, &communicator, store.path()); }).what();
+    });
+    EXPECT_EQ(said[0], said[1]);
+    EXPECT_TRUE(std::filesystem::is_empty(store.path()));
+    return said[0];
+  }
+};
+
+TEST_F(RefusedRanks, DifferInTheConfiguration) {
+  EXPECT_THAT(refusal([](Config& config) { config.optimizer.learning_rate *= 2; }),
+              HasSubstr("ranks: rank 1 has another configuration than rank 0; "));
+  EXPECT_THAT(refusal([](Config& config) { config.tile_elements *= 2; }), HasSubstr("another configuration"));
+  EXPECT_THAT(refusal([](Config& config) { config.hbm_bytes = std::uint64_t{1} << 30; }),
+              HasSubstr("another plan of device memory than rank 0; give all ranks the same hbm_bytes"));
+}
+
+TEST_F(RefusedRanks, DifferInTheModel) {
+  EXPECT_THAT(refusal([](Config&) {}, [](ModelDescription& model) { model.blocks[1].parameters[0].name = "other"; }),
+              HasSubstr("rank 1 has another model than rank 0; start all ranks with the same"));
+}
+
+TEST_F(RefusedRanks, HaveABudgetThatDoesNotFitOnOne) {
+  EXPECT_THAT(refusal([](Config& config) { config.host_bytes = 4096; }),
+              HasSubstr("rank 1: spillway.host_bytes: 4KiB is too small"));
+}
+
+TEST(Ranks, RefuseGroupsThatDoNotFitThem) {
+  testing::TempStore store;
+  run_ranks(3, [&](Communicator& communicator) {
+    const RanksCase of{.layout = testing::layout_case("host"), .micro_batches = 6, .sum_groups = 2};
+    EXPECT_THAT(error_of([&] { RankRun(of, &communicator, store.path()); }).what(),
+                HasSubstr("spillway.sum_groups: 2 with 6 micro-batches a step on 3 ranks; take a power of two that"));
+  });
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ class Rig {
     set(config.knobs);
     config.knobs.optimizer_buffer_count = 8;  // more than block 0 has tiles, so two are for those behind it
     plan = make_plan(config, model);
-    machinery = std::make_unique<Machinery>(config, model, plan, EngineOptions{}, share_threads(2));
+    machinery = std::make_unique<Machinery>(config, model, plan, EngineOptions{}, share_threads(2), alone);
     TileMover& mover = *machinery->mover;
     for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
       mover.blank(t, 0);
@@ -54,6 +54,7 @@ class Rig {
   const ModelDescription model = testing::toy_model(3, 3000, 1);
   Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
   Plan plan;
+  Agreement alone{nullptr};
   std::unique_ptr<Machinery> machinery;
   std::optional<ParameterUpdates> parameters;
 };

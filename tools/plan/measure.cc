@@ -119,7 +119,8 @@ MachineRates measure_links(const Config& config, DeviceKind device, const Measur
   const terminal::Heard quiet;
   const std::vector<ThreadShare> shares = share_threads(config.threads);
   const Plan plan = make_plan(probed, model, static_cast<unsigned>(shares.size()));
-  Machinery machinery(probed, model, plan, {.on_existing = OnExisting::kReplace}, shares);
+  Agreement alone(nullptr);
+  Machinery machinery(probed, model, plan, {.on_existing = OnExisting::kReplace}, shares, alone);
   if (!drives) return machinery.rates;
   directories.remove();
   wait.reset();

@@ -1,0 +1,129 @@
+#include "src/engine/rank_check.h"
+
+#include <fmt/format.h>
+
+#include <bit>
+#include <concepts>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kernels/checksum.h"
+#include "spillway/error.h"
+#include "spillway/version.h"
+
+namespace spillway {
+namespace {
+
+// Words of a text that has the same bytes where everything that is put into it is the same.
+class Summary {
+ public:
+  template <typename... Values>
+  void add(const Values&... values) {
+    ((text_ += word(values), text_ += '\n'), ...);
+  }
+  template <typename Value>
+  void add_all(const std::vector<Value>& values) {
+    add(values.size());
+    for (const Value& value : values) add(value);
+  }
+  template <typename Value>
+  void add_optional(const std::optional<Value>& value) {
+    value ? add(*value) : add("-");
+  }
+  std::uint64_t hash() const { return granule_checksum(std::as_bytes(std::span(text_))); }
+
+ private:
+  static std::string_view word(std::string_view text) { return text; }
+  static std::string word(double value) { return std::to_string(std::bit_cast<std::uint64_t>(value)); }
+  template <std::integral Integer>
+  static std::string word(Integer value) {
+    return std::to_string(value);
+  }
+
+  std::string text_;
+};
+
+std::uint64_t hash_of(const ModelDescription& model) {
+  Summary summary;
+  for (const Block& block : model.blocks) {
+    summary.add(block.name, block.parameters.size(), block.inside_bytes);
+    for (const Parameter& p : block.parameters)
+      summary.add_all(p.shape), summary.add(p.name, p.trainable, p.pushes, p.in_order, p.bytes);
+  }
+  for (const Activation& activation : model.activations) summary.add(activation.bytes);
+  return summary.hash();
+}
+
+std::uint64_t hash_of(const Config& config) {
+  Summary summary;
+  const OptimizerConfig& optimizer = config.optimizer;
+  summary.add(config.micro_batch, config.gradient_accumulation, config.sum_groups, config.gradient_clipping,
+              name_of(config.weights), name_of(optimizer.kind), optimizer.learning_rate, optimizer.beta1,
+              optimizer.beta2, optimizer.epsilon, optimizer.weight_decay, optimizer.seed, optimizer.decoupled_decay,
+              optimizer.bias_correction, optimizer.momentum, optimizer.dampening, optimizer.nesterov, config.no_decay,
+              name_of(config.moments), config.tile_elements);
+  const ScheduleConfig& schedule = config.schedule;
+  summary.add(static_cast<int>(schedule.kind), schedule.warmup_min_lr, schedule.warmup_max_lr, schedule.warmup_steps,
+              schedule.total_steps, schedule.logarithmic_warmup, schedule.warmup_min_ratio, schedule.cosine_min_ratio);
+  const LossScaleConfig& scale = config.loss_scale;
+  summary.add(scale.fixed, scale.initial_power, scale.window, scale.hysteresis, scale.consecutive_hysteresis,
+              scale.least, static_cast<int>(config.states), static_cast<int>(config.parameters),
+              config.nvme_paths.empty());
+  summary.add_optional(config.commit_every);
+  for (const ParameterGroup& group : config.parameter_groups) {
+    summary.add_all(group.parameters);
+    summary.add_optional(group.learning_rate);
+    summary.add_optional(group.weight_decay);
+  }
+  summary.add_all(config.exact_states);
+  return summary.hash();
+}
+
+// Where weights, sums and activations lie, and in which order they are used.
+std::uint64_t hash_of(const Plan& plan) {
+  Summary summary;
+  for (const Region& place : plan.hbm.places) summary.add(place.bytes);
+  for (const auto& owner : plan.hbm.owners) summary.add_optional(owner);
+  summary.add(plan.hbm.reuse_bytes, plan.hbm.prefetch_bytes);
+  for (const Visit& visit : plan.visits) summary.add(visit.block, static_cast<int>(visit.pass));
+  for (const BlockPlan& block : plan.blocks) summary.add(block.accumulator_shared, block.sum_slots);
+  return summary.hash();
+}
+
+std::uint64_t hash_of(const EngineOptions& options) {
+  Summary summary;
+  summary.add(static_cast<int>(options.on_existing), options.snapshot.empty());
+  return summary.hash();
+}
+
+}  // namespace
+
+void refuse_different_ranks(Agreement& agreement, const Config& config, const ModelDescription& model, const Plan& plan,
+                            const EngineOptions& options) {
+  if (agreement.alone()) return;
+  Summary version;
+  version.add(SPILLWAY_VERSION);
+  const struct {
+    const char* what;
+    std::uint64_t hash;
+    const char* hint;
+  } subjects[] = {
+      {"version of Spillway", version.hash(), "install the same on all hosts"},
+      {"model", hash_of(model), "start all ranks with the same"},
+      {"configuration", hash_of(config),
+       "start all ranks with the same; paths, rates, threads and host_bytes may differ"},
+      {"plan of device memory", hash_of(plan), "give all ranks the same hbm_bytes, knobs and order of visits"},
+      {"way to begin", hash_of(options), "resume on all ranks or on none, with the same snapshot or without"},
+  };
+  for (const auto& [what, hash, hint] : subjects) {
+    const std::vector<std::uint64_t> hashes = agreement.gather(hash);
+    for (std::uint32_t r = 1; r < hashes.size(); ++r) {
+      if (hashes[r] == hashes[0]) continue;
+      throw Error(Code::kInvalidArgument,
+                  {"ranks", fmt::format("rank {} has another {} than rank 0", r, what), 0, hint});
+    }
+  }
+}
+
+}  // namespace spillway
