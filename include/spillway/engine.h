@@ -167,7 +167,8 @@ struct Gradient {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;  // fp32, or the configured weight type
   std::uint64_t elements = 0;     // of what lies at `data`; not the parameter's number: kInvalidArgument. 0: not said
-  // Of the step, from 0: with Config::sum_groups it says which part the gradient belongs to.
+  // Of the step, from 0, over all ranks: with Config::sum_groups it says which part the gradient belongs to. Rank r of
+  // R has micro-batches [r n / R, (r + 1) n / R) of n.
   std::uint32_t micro_batch = 0;
 };
 
@@ -259,6 +260,12 @@ class Engine {
   // schedule's count of steps neither, and a lower loss scale, so that the caller goes on with the next one. Throws
   // kInvalidArgument when a push is missing.
   virtual StepReport step(std::span<const std::byte> blob = {}) = 0;
+  // How many micro-batches the step that comes has, over all ranks, where it has fewer than others, as an epoch's last:
+  // with Config::sum_groups they are cut anew into as many parts, and among the ranks. A parameter still expects all
+  // pushes that are described: for micro-batches that are not there push null. Throws kInvalidArgument for a number
+  // that the groups do not divide, or that is more than the configuration's, and once gradients of the step have been
+  // pushed.
+  virtual void set_micro_batches(std::uint32_t micro_batches) = 0;
   // Forgets what was done since step(): visits, and the gradients of all micro-batches. The next call begins the step
   // anew, with the bits of a run that was never interrupted: for callers who cannot finish one, since an exception of
   // their own came between, say. Waits for the work that they enqueued before. Throws kInvalidArgument while a lease is

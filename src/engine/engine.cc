@@ -311,6 +311,20 @@ void StepEngine::set_betas(double beta1, double beta2) {
   config_.optimizer.beta2 = beta2;
 }
 
+void StepEngine::set_micro_batches(std::uint32_t micro_batches) {
+  const auto turn = caller_.enter("set_micro_batches");
+  refuse_if_failed();
+  const std::uint32_t ranks = agreement_.rank().count, groups = plan_.sum_parts * ranks;
+  if (micro_batches == 0 || micro_batches % groups != 0 || micro_batches / ranks > plan_.micro_batches) {
+    throw Error(Code::kInvalidArgument,
+                {"set_micro_batches", fmt::format("{} are no micro-batches of a step", micro_batches), 0,
+                 fmt::format("give a multiple of {}, at most {}", groups, plan_.micro_batches * ranks)});
+  }
+  refuse_behind_gradients("set_micro_batches");
+  if (!stepping_) begin_step();
+  machinery_.pushes->set_micro_batches(micro_batches / ranks);
+}
+
 // Some of them may have been updated by what was set before.
 void StepEngine::refuse_behind_gradients(const char* call) const {
   if (!stepping_ || !machinery_.pushes->begun()) return;

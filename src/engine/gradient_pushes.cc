@@ -18,8 +18,6 @@ GradientPushes::GradientPushes(const Plan& plan, const ModelDescription& model, 
     : plan_(plan),
       model_(model),
       type_(plan.tile_places[0].shape.type),
-      first_(plan.first_micro_batch),
-      micro_batches_(plan.micro_batches),
       parts_(plan.sum_parts),
       told_(parts_ > 1 || (plan.rank.count > 1 && plan.sums == Sums::kTree)),
       hbm_(hbm),
@@ -32,7 +30,13 @@ GradientPushes::GradientPushes(const Plan& plan, const ModelDescription& model, 
   }
 }
 
+void GradientPushes::set_micro_batches(std::uint32_t micro_batches) {
+  micro_batches_ = micro_batches;
+  first_ = plan_.rank.index * micro_batches;
+}
+
 void GradientPushes::begin_step() {
+  set_micro_batches(plan_.micro_batches);
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
     Block& block = blocks_[b];
     std::ranges::fill(block.pushes, 0u);
@@ -80,7 +84,8 @@ void GradientPushes::refuse_unless_due(const Gradient& gradient) const {
                                                    : "got more gradients than described in one step",
                     parameter.pushes == kAnyPushes ? "push it before" : "set Parameter::pushes");
   }
-  if (told_ && (gradient.micro_batch < first_ || gradient.micro_batch >= first_ + micro_batches_)) {
+  if (told_ && gradient.data != nullptr &&
+      (gradient.micro_batch < first_ || gradient.micro_batch >= first_ + micro_batches_)) {
     const bool alone = plan_.rank.count == 1;
     refuse_gradient(
         parameter.name,

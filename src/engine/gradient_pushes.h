@@ -26,6 +26,8 @@ class GradientPushes {
   GradientPushes(const Plan& plan, const ModelDescription& model, std::span<const std::byte> hbm);
 
   void begin_step();
+  // Of this rank, in the step that has begun: fewer than the plan's.
+  void set_micro_batches(std::uint32_t micro_batches);
   // Throws for a parameter that does not exist, another number of elements, and for memory outside of HBM.
   void check(const Gradient& gradient) const;
   // For one that is not described, comes too often, or while another block's is added up in the shared accumulator.
@@ -77,8 +79,9 @@ class GradientPushes {
   const Plan& plan_;
   const ModelDescription& model_;
   const DType type_;
-  const std::uint32_t first_, micro_batches_, parts_;  // of a step; first_: micro-batch that is this rank's
-  const bool told_;                                    // a gradient says which micro-batch it is of
+  std::uint32_t first_ = 0, micro_batches_ = 1;  // of the step: this rank's, and the first of them
+  const std::uint32_t parts_;
+  const bool told_;  // a gradient says which micro-batch it is of
   const std::span<const std::byte> hbm_;
   std::vector<Block> blocks_;
   std::optional<std::uint32_t> accumulator_owner_;  // block that uses the shared accumulator

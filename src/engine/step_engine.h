@@ -88,6 +88,7 @@ class StepEngine final : public Engine {
   }
   void push_gradient(const Gradient& gradient, Stream& stream) override;
   StepReport step(std::span<const std::byte> blob) override;
+  void set_micro_batches(std::uint32_t micro_batches) override;
   void discard_step() override;
   void flush() override;
 

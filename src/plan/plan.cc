@@ -172,7 +172,6 @@ class Planner {
     }
     const std::uint32_t parts = of_ranks ? 1 : groups / ranks;
     plan_.micro_batches = config_.gradient_accumulation;
-    plan_.first_micro_batch = plan_.rank.index * plan_.micro_batches;
     plan_.sum_parts = parts;
     plan_.sums = of_ranks && ranks > 1 ? Sums::kFastest : Sums::kTree;
     if (parts == 1) return;

@@ -113,9 +113,8 @@ struct Plan {
   std::vector<TilePlace> tile_places;  // index as tiles
   std::vector<Visit> visits;
   bool visits_given = false;  // else the first step records them
-  // Of a step, this rank's: it has micro-batches first_micro_batch, first_micro_batch + 1, … and sums them in so many
-  // parts. Those of all ranks are added up as `sums` says.
-  std::uint32_t micro_batches = 1, first_micro_batch = 0, sum_parts = 1;
+  // Of a step, this rank's, and how many parts it sums them in. Those of all ranks are added up as `sums` says.
+  std::uint32_t micro_batches = 1, sum_parts = 1;
   Sums sums = Sums::kTree;
   bool gradients_in_hbm = false;
   bool early_blocks = false;  // some are updated inside backward

@@ -157,6 +157,52 @@ TEST(Ranks, SumWithoutGroupsOnAnyNumber) {
   EXPECT_FALSE(train_on_ranks(3, of, kSteps).bits.empty());
 }
 
+// The last step of an epoch has fewer: what is not there is pushed as nothing.
+TEST(Ranks, SumFewerMicroBatchesInAsManyParts) {
+  for (const char* name : {"hbm", "nvme", "nvme, sums in host"}) {
+    SCOPED_TRACE(name);
+    const RanksCase of{.layout = testing::layout_case(name), .micro_batches = 4, .sum_groups = 2};
+    const auto train = [&](std::uint32_t ranks, bool shorter) {
+      return train_on_ranks(ranks, of, kSteps, [=](RankRun& run) {
+        run.until(1);
+        if (!shorter) return;
+        run.engine->set_micro_batches(2);
+        const std::uint32_t own = 2 / run.ranks, first = run.rank * own;
+        run.trainer->first_micro_batch = first;
+        run.trainer->brings = [=](const testing::ToyPush& push) {
+          return push.part / 2 < first + own ? testing::Brings::kGradient : testing::Brings::kNothing;
+        };
+        run.until(2);
+        run.trainer->first_micro_batch = run.rank * run.trainer->micro_batches;
+        run.trainer->brings = [](const testing::ToyPush&) { return testing::Brings::kGradient; };
+      });
+    };
+    const RanksOutcome one = train(1, true);
+    EXPECT_FALSE(one == train(1, false));
+    EXPECT_TRUE(train(2, true) == one);
+  }
+}
+
+TEST(Ranks, RefuseMicroBatchesThatAreNotTheirs) {
+  testing::TempStore store;
+  run_ranks(2, [&](Communicator& communicator) {
+    const RanksCase of{.layout = testing::layout_case("host"), .micro_batches = 4, .sum_groups = 2};
+    RankRun run(of, &communicator, store.path());
+    const auto refusal = [&](std::uint32_t n) {
+      return std::string(error_of([&] { run.engine->set_micro_batches(n); }).what());
+    };
+    EXPECT_THAT(refusal(3),
+                HasSubstr("set_micro_batches: 3 are no micro-batches of a step; give a multiple of 2, at most 4"));
+    EXPECT_THAT(refusal(6), HasSubstr("6 are no micro-batches"));
+    EXPECT_THAT(refusal(0), HasSubstr("0 are no micro-batches"));
+    run.trainer->first_micro_batch = 1 - run.rank;
+    EXPECT_THAT(
+        error_of([&] { run.trainer->run_step(); }).what(),
+        HasSubstr(run.rank == 0 ? "micro-batch 2, and rank 0 has 0 to 1; count the micro-batches of a step from 0, over"
+                                : "micro-batch 0, and rank 1 has 2 to 3"));
+  });
+}
+
 class RefusedRanks : public ::testing::Test {
  protected:
   // Of two ranks, the second's changed.
