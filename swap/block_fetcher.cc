@@ -142,9 +142,10 @@ void BlockFetcher::copy_resident(BlockFetch& fetch, const FetchPiece& piece) {
                         {.kind = SpanKind::kCopyUp, .subject = piece.tile, .bytes = piece.payload_bytes}, h2d_);
   for (std::uint64_t at = 0; at < piece.payload_bytes; at += kResidentCopyBytes) {
     const std::uint64_t bytes = std::min(kResidentCopyBytes, piece.payload_bytes - at);
-    device_.copy_async(CopyKind::kHostToDevice, piece.to + at, piece.resident + at, bytes, h2d_);
+    const CopyKind kind = piece.in_hbm ? CopyKind::kDeviceToDevice : CopyKind::kHostToDevice;
+    device_.copy_async(kind, piece.to + at, piece.resident + at, bytes, h2d_);
   }
-  copied_bytes_.fetch_add(piece.payload_bytes, std::memory_order_relaxed);
+  if (!piece.in_hbm) copied_bytes_.fetch_add(piece.payload_bytes, std::memory_order_relaxed);
 }
 
 void BlockFetcher::read_chunk(BlockFetch& fetch, Chunk& chunk) {

@@ -37,9 +37,10 @@ struct FetchPiece {
   std::uint32_t tile = 0;   // or activation: what name_of is asked for
   std::byte* to = nullptr;  // device address
   std::uint64_t payload_bytes = 0;
-  const std::byte* resident = nullptr;  // host address when the tile lives in host memory; else:
+  const std::byte* resident = nullptr;  // address when the tile lives in host memory or HBM; else:
   Extent extent = {};                   // on NVMe
   std::uint64_t checksum = 0;
+  bool in_hbm = false;  // `resident` is a device address
 };
 
 // One block on its way. Belongs to the caller; must stay alive until it is open.

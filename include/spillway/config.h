@@ -73,6 +73,9 @@ struct Config {
   LossScaleConfig loss_scale;       // of fp16
   OptimizerConfig optimizer;        // optimizer.type and params; each type has DeepSpeed's defaults
   bool optimizer_left_out = false;  // by a file: what trains says which one it gets
+  // zero_optimization.stage: what each of several ranks owns a part of. 3: weights, gradients and states; 1 and 2: all
+  // but the weights, which are whole in HBM; 0: nothing. One rank owns everything.
+  std::uint32_t stage = 3;
   ScheduleConfig schedule;
 
   Placement states = Placement::kHbm;             // offload_optimizer.device

@@ -261,6 +261,7 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
 
   const bool offloads = config.states != Placement::kHbm || config.parameters != Placement::kHbm;
   const bool stage_said = places.contains("zero_optimization.stage");
+  draft.config.stage = static_cast<std::uint32_t>(draft.stage.value_or(0));
   if (draft.stage && *draft.stage < 3 && config.parameters != Placement::kHbm) {
     report("zero_optimization.stage",
            fmt::format("offload_param contradicts stage {}: weights leave the device in stage 3 alone", *draft.stage),

@@ -19,7 +19,7 @@ GradientPushes::GradientPushes(const Plan& plan, const ModelDescription& model, 
       model_(model),
       type_(plan.tile_places[0].shape.type),
       parts_(plan.sum_parts),
-      told_(parts_ > 1 || (plan.rank.count > 1 && plan.sums == Sums::kTree)),
+      told_(parts_ > 1 || (plan.peers.count > 1 && plan.sums == Sums::kTree)),
       hbm_(hbm),
       blocks_(plan.blocks.size()) {
   for (std::size_t b = 0; b < blocks_.size(); ++b) {
@@ -32,7 +32,7 @@ GradientPushes::GradientPushes(const Plan& plan, const ModelDescription& model, 
 
 void GradientPushes::set_micro_batches(std::uint32_t micro_batches) {
   micro_batches_ = micro_batches;
-  first_ = plan_.rank.index * micro_batches;
+  first_ = plan_.peers.index * micro_batches;
 }
 
 void GradientPushes::begin_step() {
@@ -86,14 +86,14 @@ void GradientPushes::refuse_unless_due(const Gradient& gradient) const {
   }
   if (told_ && gradient.data != nullptr &&
       (gradient.micro_batch < first_ || gradient.micro_batch >= first_ + micro_batches_)) {
-    const bool alone = plan_.rank.count == 1;
-    refuse_gradient(
-        parameter.name,
-        fmt::format("a gradient is of micro-batch {}, and {}", gradient.micro_batch,
-                    alone ? fmt::format("a step has {}", micro_batches_)
-                          : fmt::format("rank {} has {} to {}", plan_.rank.index, first_, first_ + micro_batches_ - 1)),
-        alone ? "count the micro-batches of a step from 0"
-              : "count the micro-batches of a step from 0, over all ranks");
+    const bool alone = plan_.peers.count == 1;
+    refuse_gradient(parameter.name,
+                    fmt::format("a gradient is of micro-batch {}, and {}", gradient.micro_batch,
+                                alone ? fmt::format("a step has {}", micro_batches_)
+                                      : fmt::format("rank {} has {} to {}", plan_.peers.index, first_,
+                                                    first_ + micro_batches_ - 1)),
+                    alone ? "count the micro-batches of a step from 0"
+                          : "count the micro-batches of a step from 0, over all ranks");
   }
   if (gradient.data != nullptr && !blocks_[gradient.block].sums[gradient.parameter].takes(part_of(gradient))) {
     refuse_gradient(parameter.name,

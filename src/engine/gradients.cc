@@ -27,13 +27,16 @@ GradientCollector::GradientCollector(const Plan& plan, GradientMemoryOptions mem
     largest = std::max(largest, partition.trainable_elements);
     if (alone()) continue;
     blocks_[b].brought.resize(div_up(partition.parameters.size(), std::size_t{64}));
-    for (const SectionShare& share : plan.blocks[b].shares) {
-      std::vector<std::uint64_t> sums, leaves;
+    blocks_[b].shares = share_sections(partition, plan.peers);
+    for (const SectionShare& share : blocks_[b].shares) {
+      std::vector<std::uint64_t> sums, rounded, leaves;
       for (const std::uint64_t elements : share.elements_of) {
         sums.push_back(elements * sizeof(float));
+        rounded.push_back(elements * size_of(type_));
         leaves.push_back(elements / kNormLeaf * sizeof(double));
       }
       blocks_[b].sum_bytes.push_back(std::move(sums));
+      blocks_[b].rounded_bytes.push_back(std::move(rounded));
       blocks_[b].leaf_bytes.push_back(std::move(leaves));
     }
   }
@@ -200,7 +203,8 @@ void GradientCollector::finish_sums(std::uint32_t b, Stream& stream) {
   }
 }
 
-// All ranks' sums are added up, and each rounds what it owns of them, which is its gradient from here on.
+// All ranks' sums are added up, and each rounds its share of them, which is its gradient from here on; where ranks own
+// no parts, what all have rounded is everybody's.
 void GradientCollector::join_sums(std::uint32_t b, Stream& stream) {
   const BlockPlan& plan = plan_.blocks[b];
   BlockState& block = blocks_[b];
@@ -211,13 +215,18 @@ void GradientCollector::join_sums(std::uint32_t b, Stream& stream) {
   device().record(*summed_, stream);
   device().wait(net, *summed_);
   std::byte* const staging = staging_for(b, net);
-  for (std::size_t s = 0; s < plan.shares.size(); ++s) {
-    const SectionShare& share = plan.shares[s];
+  const std::uint64_t size = size_of(type_);
+  for (std::size_t s = 0; s < block.shares.size(); ++s) {
+    const SectionShare& share = block.shares[s];
     if (!share.trainable) continue;
-    const std::span<float> section(sums + share.first, plan.partition.sections[s].elements);
-    movers_.communicator->reduce_scatter(section, block.sum_bytes[s], plan_.sums, static_cast<std::int32_t>(b), net);
-    device().cast_async(staging + share.gradient_first * size_of(type_), type_, sums + share.own.first, DType::kFloat32,
-                        share.own.count, net);
+    const std::uint64_t elements = plan.partition.sections[s].elements;
+    movers_.communicator->reduce_scatter({sums + share.first, elements}, block.sum_bytes[s], plan_.sums,
+                                         static_cast<std::int32_t>(b), net);
+    std::byte* const to = staging + (parted() ? share.gradient_first : share.own.first) * size;
+    device().cast_async(to, type_, sums + share.own.first, DType::kFloat32, share.own.count, net);
+    if (parted()) continue;
+    movers_.communicator->all_gather({staging + share.first * size, elements * size}, block.rounded_bytes[s],
+                                     static_cast<std::int32_t>(b), net);
   }
   device().record(*scattered_, net);
   if (plan.accumulator_home) movers_.accumulators->complete(b, net);
@@ -250,7 +259,7 @@ void GradientCollector::norm(std::uint32_t b, const std::byte* rounded, Stream& 
     device().wait(norms, *rounded_);
     device().leaf_sums_async(rounded, type_, elements, leaves, norms);
   } else {
-    gather_leaves(b, rounded, leaves);
+    sum_leaves(b, rounded, leaves);
   }
   device().add_leaves_async(leaves, elements / kNormLeaf, result, norms);
   device().copy_async(CopyKind::kDeviceToHost, &host_norm(b), result, sizeof *result, norms);
@@ -262,9 +271,10 @@ void GradientCollector::norm(std::uint32_t b, const std::byte* rounded, Stream& 
 }
 
 // Each rank's of what it owns, for all of them.
-void GradientCollector::gather_leaves(std::uint32_t b, const std::byte* rounded, double* leaves) {
+void GradientCollector::sum_leaves(std::uint32_t b, const std::byte* rounded, double* leaves) {
   const BlockPlan& plan = plan_.blocks[b];
   Stream& net = *movers_.net;
+  if (!parted()) return device().leaf_sums_async(rounded, type_, plan.partition.trainable_elements, leaves, net);
   for (std::size_t s = 0; s < plan.shares.size(); ++s) {
     const SectionShare& share = plan.shares[s];
     if (!share.trainable) continue;

@@ -94,8 +94,10 @@ class GradientCollector {
     std::vector<std::uint8_t> in_staging;  // per parameter: rounded there, not yet on its way down
     bool unnormed = false;                 // it went down in parts: its norm is not known yet
     std::unique_ptr<Event> landed;         // recorded when the block is complete
-    // With several ranks. Slices of each trainable section, by rank: of its sums, and of its leaves.
-    std::vector<std::vector<std::uint64_t>> sum_bytes, leaf_bytes;
+    // With several ranks: who adds up which part of each section, and rounds it. Bytes of these, by section and rank:
+    // of sums, of what they are rounded to, and of its leaves.
+    std::vector<SectionShare> shares;
+    std::vector<std::vector<std::uint64_t>> sum_bytes, rounded_bytes, leaf_bytes;
     std::vector<std::uint64_t> brought;  // bits
     bool joined = false;                 // which all ranks have
   };
@@ -116,7 +118,7 @@ class GradientCollector {
   void finish_sums(std::uint32_t block, Stream& stream);
   void join_sums(std::uint32_t block, Stream& stream);
   void norm(std::uint32_t block, const std::byte* rounded, Stream& stream);
-  void gather_leaves(std::uint32_t block, const std::byte* rounded, double* leaves);
+  void sum_leaves(std::uint32_t block, const std::byte* rounded, double* leaves);
   void complete(std::uint32_t block, Stream& stream);
   void send_down(const GradientDown& down, Stream& stream);
   void copy_down(std::uint32_t block, const std::byte* staging, std::uint64_t first, std::uint64_t bytes);
@@ -125,6 +127,8 @@ class GradientCollector {
   std::byte* hbm(const Region& region) const { return device().hbm().data() + region.offset; }
   Device& device() const { return movers_.device; }
   bool alone() const { return movers_.communicator == nullptr; }
+  // Each rank has a part of a gradient, and no rank the whole.
+  bool parted() const { return plan_.rank.count > 1; }
 
   const Plan& plan_;
   GradientPushes& pushes_;

@@ -227,7 +227,7 @@ void Machinery::build_weights(const ModelDescription& model, const Plan& plan, W
                                                    .mover = *mover,
                                                    .store = store.get(),
                                                    .host = host.memory(),
-                                                   .communicator = communicator,
+                                                   .communicator = plan.rank.count > 1 ? communicator : nullptr,
                                                    .net = net.get()});
 }
 

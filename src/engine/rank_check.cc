@@ -62,7 +62,7 @@ std::uint64_t hash_of(const Config& config) {
               name_of(config.weights), name_of(optimizer.kind), optimizer.learning_rate, optimizer.beta1,
               optimizer.beta2, optimizer.epsilon, optimizer.weight_decay, optimizer.seed, optimizer.decoupled_decay,
               optimizer.bias_correction, optimizer.momentum, optimizer.dampening, optimizer.nesterov, config.no_decay,
-              name_of(config.moments), config.tile_elements);
+              name_of(config.moments), config.tile_elements, config.stage);
   const ScheduleConfig& schedule = config.schedule;
   summary.add(static_cast<int>(schedule.kind), schedule.warmup_min_lr, schedule.warmup_max_lr, schedule.warmup_steps,
               schedule.total_steps, schedule.logarithmic_warmup, schedule.warmup_min_ratio, schedule.cosine_min_ratio);

@@ -9,7 +9,7 @@ namespace spillway {
 RankTiles::RankTiles(Agreement& agreement, const Plan& own, const std::function<Plan(Rank)>& plan_of,
                      std::span<std::byte> buffer, Work work)
     : agreement_(agreement), own_(own), buffer_(buffer), work_(std::move(work)) {
-  if (agreement.alone()) return;
+  if (own.rank.count == 1) return;
   for (std::uint32_t r = 0; r < agreement.rank().count; ++r) {
     others_.push_back(r == agreement.rank().index ? Plan() : plan_of({r, agreement.rank().count}));
   }
@@ -33,7 +33,7 @@ void RankTiles::order_turns() {
 }
 
 void RankTiles::show_own(std::uint32_t tile, const TileMemory& memory) {
-  if (agreement_.alone()) return work_(own_, tile, memory);  // whoever shows hears of its failure
+  if (own_.rank.count == 1) return work_(own_, tile, memory);  // whoever shows hears of its failure
   const std::uint32_t own = agreement_.rank().index;
   while (turns_[next_].rank != own) show_other(turns_[next_++]);
   SPILLWAY_CHECK(turns_[next_].tile == tile, "tiles are shown in their order, and all of them");

@@ -163,6 +163,9 @@ void Weights::fill_pieces(std::uint32_t b, std::uint32_t place) {
                      .payload_bytes = payload_bytes(tile.shape, Part::kWeights)};
     if (tile.home[kWeights] == Placement::kHost) {
       piece.resident = with_.host.data() + tile.offset[kWeights];
+    } else if (tile.home[kWeights] == Placement::kHbm) {
+      piece.resident = with_.device.hbm().data() + tile.offset[kWeights];
+      piece.in_hbm = true;
     } else {
       const TileStore::Slot slot = committed ? with_.store->committed(t) : with_.store->readable(t);
       piece.extent = slot.extent[kWeights];

@@ -47,6 +47,7 @@ class HbmLayout {
         accumulating.push_back(b);
       }
     }
+    if (!draft_.weights_stay()) place_own_weights(arena);
     for (auto* sizes : {&weights, &gradients}) std::ranges::sort(*sizes, std::greater<>());
     const Region shared = arena.take(kAccumulators, shared_accumulator);
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
@@ -95,7 +96,7 @@ class HbmLayout {
  private:
   // The block's gradient needs an fp32 accumulator; and does it live longer than one visit?
   bool accumulates(std::uint32_t block) const {
-    const bool joined = plan_.rank.count > 1;  // with other ranks', before it is rounded
+    const bool joined = plan_.peers.count > 1;  // with other ranks', before it is rounded
     return std::ranges::any_of(model_.blocks[block].parameters,
                                [joined](const Parameter& p) { return p.trainable && (joined || p.pushes > 1); });
   }
@@ -155,11 +156,37 @@ class HbmLayout {
     }
   }
 
+  // A rank's slices of blocks that it gets the rest of from others.
+  void place_own_weights(PlanArena& arena) {
+    place_own(arena, "weights", Part::kWeights, [this](bool trainable) {
+      return config_.parameters == Placement::kHbm && (!trainable || plan_.gradients_in_hbm);
+    });
+  }
   void place_states(PlanArena& arena) {
+    place_own(arena, "optimizer states", Part::kStates, [](bool) { return true; });
+  }
+  // As much as the rank takes that has most, so that all lay out the same.
+  void place_own(PlanArena& arena, const char* purpose, Part part, const std::function<bool(bool trainable)>& here) {
+    const std::uint64_t before = arena.used();
     for (TilePlace& tile : plan_.tile_places) {
-      tile.offset[index_of(Part::kStates)] =
-          arena.take("optimizer states", payload_bytes(tile.shape, Part::kStates)).offset;
+      if (here(tile.shape.trainable))
+        tile.offset[index_of(part)] = arena.take(purpose, payload_bytes(tile.shape, part)).offset;
     }
+    const std::uint64_t own = arena.used() - before;
+    if (plan_.rank.count == 1 || own == 0) return;
+    std::uint64_t most = own;
+    for (std::uint32_t r = 0; r < plan_.rank.count; ++r) {
+      std::uint64_t bytes = 0;
+      for (const BlockPlan& block : plan_.blocks) {
+        for (const TileRange& range : cut_tiles(block.partition, config_.tile_elements, {r, plan_.rank.count})) {
+          TileShape shape = plan_.tile_places[0].shape;
+          shape.count = range.count, shape.trainable = range.trainable, shape.states = range.states;
+          if (here(range.trainable)) bytes += align_up(payload_bytes(shape, part), kPage);
+        }
+      }
+      most = std::max(most, bytes);
+    }
+    if (most > own) arena.take(purpose, most - own);
   }
 
   std::uint64_t budget() const { return config_.hbm_bytes.value_or(UINT64_MAX); }

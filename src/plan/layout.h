@@ -24,7 +24,10 @@ struct PlanDraft {
   Plan plan;
   std::optional<CallerMemory> caller = {};  // weights are the caller's
 
-  bool weights_stay() const { return config.parameters == Placement::kHbm; }
+  // All of them are in HBM, always.
+  bool weights_stay() const {
+    return config.parameters == Placement::kHbm && (plan.rank.count == 1 || config.stage < 3);
+  }
   std::uint64_t element_bytes() const { return size_of(config.weights); }
 };
 

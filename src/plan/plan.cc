@@ -20,9 +20,10 @@ namespace {
 
 class Planner {
  public:
-  Planner(const Config& config, const ModelDescription& model, unsigned nodes, Rank rank)
+  Planner(const Config& config, const ModelDescription& model, unsigned nodes, Rank peers)
       : draft_{config, model, nodes, {}}, config_(config), model_(model), plan_(draft_.plan), trains_(trains(model)) {
-    plan_.rank = rank;
+    plan_.peers = peers;
+    plan_.rank = config.stage == 0 ? Rank{} : peers;
   }
 
   Plan run() {
@@ -110,6 +111,12 @@ class Planner {
                   {"spillway.nvme_paths", fmt::format("{} are named", config_.nvme_paths.size()), 0,
                    fmt::format("at most {}", kMostStorePaths)});
     }
+    if (config_.stage == 0 && plan_.peers.count > 1 && !config_.nvme_paths.empty()) {
+      throw Error(Code::kUnsupported, {"zero_optimization.stage",
+                                       "0 leaves all of the model on each of several ranks, "
+                                       "and a store is of what one rank owns",
+                                       0, "set it to 1, 2 or 3, or leave nvme_path out"});
+    }
     const std::size_t paths = std::max<std::size_t>(1, config_.nvme_paths.size());
     if (config_.io_depth * paths > kLargestDepth) {
       throw Error(Code::kInvalidArgument,
@@ -155,11 +162,17 @@ class Planner {
       block.tiles = static_cast<std::uint32_t>(plan_.tiles.size()) - block.first_tile;
       plan_.blocks.push_back(std::move(block));
     }
+    if (plan_.tiles.empty()) {
+      throw Error(Code::kUnsupported, {"model",
+                                       fmt::format("is too small for {} ranks: rank {} would own nothing of it",
+                                                   plan_.rank.count, plan_.rank.index),
+                                       0, "start fewer"});
+    }
   }
 
   // With parts, every parameter has pushes of each; of a tied one those of one use come before those of another.
   void part_sums() {
-    const std::uint32_t groups = config_.sum_groups, ranks = plan_.rank.count;
+    const std::uint32_t groups = config_.sum_groups, ranks = plan_.peers.count;
     const std::uint64_t micro_batches = std::uint64_t{config_.gradient_accumulation} * ranks;
     const bool of_ranks = groups == 1;  // a part each, in whatever order is fastest
     if (!of_ranks && (!std::has_single_bit(groups) || micro_batches % groups != 0 || groups % ranks != 0)) {
@@ -299,10 +312,10 @@ void refuse_budget(const char* key, std::uint64_t have, std::uint64_t need, cons
               {Remedy::kRaiseBudget, {key, size_text(need)}});
 }
 
-Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes, Rank rank) {
-  Plan plan = Planner(config, model, nodes, rank).run();
+Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes, Rank peers) {
+  Plan plan = Planner(config, model, nodes, peers).run();
   plan.facts =
-      describe_plan(config, plan, [&](const Config& other) { return Planner(other, model, nodes, rank).run(); });
+      describe_plan(config, plan, [&](const Config& other) { return Planner(other, model, nodes, peers).run(); });
   return plan;
 }
 
@@ -310,7 +323,7 @@ std::uint64_t bytes_to_keep_insides(const Config& config, const ModelDescription
   const auto count = [](const Plan& in) { return std::ranges::count_if(in.blocks, &BlockPlan::insides_kept); };
   const auto kept = count(plan);
   Config more = config;
-  Planner planner(more, model, 1, plan.rank);  // nodes are of no concern to HBM
+  Planner planner(more, model, 1, plan.peers);  // nodes are of no concern to HBM
   planner.prepare();
   const auto keeps_another = [&](std::uint64_t bytes) {
     more.hbm_bytes = plan.ledger.hbm_budget + bytes;

@@ -106,7 +106,8 @@ struct NvmePlan {
 };
 
 struct Plan {
-  Rank rank;  // whose it is: its tiles are that rank's
+  Rank rank;   // among those that the model is cut for: the tiles are that rank's
+  Rank peers;  // among those that train together: the same, or more than one where none owns a part
   ParameterGroups groups;
   std::vector<BlockPlan> blocks;
   std::vector<TilePlan> tiles;
@@ -155,8 +156,9 @@ RecordForm record_form(const Plan& plan);
 StoreShape store_shape(const Plan& plan);
 
 // Throws kInvalidArgument (model or configuration) and kDoesNotFit, naming the smallest change that fits. For more NUMA
-// nodes than one there are buffers in multiples of them, where the budget has room for one each.
-Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes = 1, Rank rank = {});
+// nodes than one there are buffers in multiples of them, where the budget has room for one each. `peers`: which of
+// those that train together the plan is of.
+Plan make_plan(const Config& config, const ModelDescription& model, unsigned nodes = 1, Rank peers = {});
 
 // What an optimizer whose weights are the caller's has besides.
 struct CallerMemory {

@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fmt/format.h>
+
 #include <cmath>
 #include <string>
 
@@ -61,6 +63,22 @@ TEST(Ranks, TrainTheBitsOfOneWithEveryFormOfNumbers) {
                               config.moments = form.moments;
                               config.gradient_clipping = form.clipping;
                             }});
+  }
+}
+
+// With stages 1 and 2 the weights are whole on each rank, with stage 0 everything is.
+TEST(Ranks, TrainTheBitsOfOneInEveryStage) {
+  for (const char* name : {"hbm", "weights in hbm, states in host", "weights in hbm, states on nvme"}) {
+    for (const std::uint32_t stage : {0u, 1u, 2u}) {
+      for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+        if (stage == 0 && std::string(name).ends_with("nvme")) continue;  // which a store would be of
+        SCOPED_TRACE(fmt::format("{}, stage {}", name, stage));
+        expect_the_bits_of_one({.layout = testing::layout_case(name), .type = type, .change = [stage](Config& config) {
+                                  config.stage = stage;
+                                  config.moments = MomentFormat::kInt8;
+                                }});
+      }
+    }
   }
 }
 
