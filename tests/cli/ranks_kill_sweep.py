@@ -45,11 +45,18 @@ def ranks_of(launcher):
     return [found[rank] for rank in sorted(found)]
 
 
-def alive(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def processes_of(folder):
+    """Those that are alive and have it on their command line."""
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            named = os.fsencode(folder) in (process / "cmdline").read_bytes()
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            continue
+        if named and state != "Z" and int(process.name) != os.getpid():
+            found.append(int(process.name))
+    return found
 
 
 def kill(pid):
@@ -65,7 +72,7 @@ class RanksKillSweep:
         self.random = random.Random(seed)
         self.steps = kills * STEPS_A_KILL
         self.model = self.place.init_model()
-        self.out = self.place.folder / "out"
+        self.out, self.said = self.place.folder / "out", self.place.folder / "said"
 
     def config(self, ranks):
         return self.place.config(accumulation=MICRO_BATCHES // ranks, spillway_section={"sum_groups": MICRO_BATCHES})
@@ -74,8 +81,9 @@ class RanksKillSweep:
         return Workplace.arguments(self.config(self.ranks), self.model, steps=self.steps, log=self.place.log, **how)
 
     def launch(self, **how):
-        return subprocess.Popen([MPIRUN, "-n", str(self.ranks), BINARY, *self.arguments(**how)], env=ENVIRONMENT,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        with open(self.said, "w", encoding="utf-8") as said:
+            return subprocess.Popen([MPIRUN, "-n", str(self.ranks), BINARY, *self.arguments(**how)], env=ENVIRONMENT,
+                                    stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
 
     def reference(self):
         place = Workplace(self.place.folder / "alone")
@@ -85,11 +93,11 @@ class RanksKillSweep:
             raise Failure(done.err)
         return sha256_of_model(place.folder / "out")
 
-    def wait_for_the_end(self, pids, what):
+    def wait_for_the_end(self, what):
         deadline = time.monotonic() + ENDS_WITHIN
-        while any(map(alive, pids)):
+        while left := processes_of(self.place.folder):
             if time.monotonic() > deadline:
-                raise Failure(f"{what}: {[pid for pid in pids if alive(pid)]} go on {ENDS_WITHIN} s later")
+                raise Failure(f"{what}: {left} go on {ENDS_WITHIN} s later")
             time.sleep(0.02)
 
     def one_round(self, number):
@@ -97,12 +105,13 @@ class RanksKillSweep:
         resume = any(self.place.nvme.glob("rank*/spillway.store"))
         run = self.launch(resume=resume, fresh=not resume)
         time.sleep(self.random.uniform(0.1, 1.5))
-        ranks = ranks_of(run.pid)
+        while len(ranks := ranks_of(run.pid)) < self.ranks and run.poll() is None:
+            time.sleep(0.01)
         victim = self.random.choice(VICTIMS)
-        if run.poll() is not None or not ranks:
-            said = run.communicate()[0]
+        if run.poll() is not None:
             if run.returncode:
-                raise Failure(f"round {number}: a run that nobody killed ended with {run.returncode}: {said}")
+                raise Failure(f"round {number}: a run that nobody killed ended with {run.returncode}: "
+                              f"{self.said.read_text()}")
             return None
         if victim == "rank":
             kill(self.random.choice(ranks))
@@ -111,8 +120,8 @@ class RanksKillSweep:
                 kill(pid)
         else:
             kill(run.pid)
-        self.wait_for_the_end([*ranks, run.pid], f"round {number}: {victim} killed")
-        run.communicate()
+        run.wait()
+        self.wait_for_the_end(f"round {number}: {victim} killed")
         if any(self.place.nvme.glob("rank*/spillway.store")):
             looked = spillway("store", self.place.nvme, "--verify")
             if looked.status:
@@ -135,9 +144,8 @@ class RanksKillSweep:
             counts[victim] += 1
         resume = any(self.place.nvme.glob("rank*/spillway.store"))
         last = self.launch(resume=resume, fresh=not resume, out=self.out)
-        said = last.communicate()[0]
-        if last.returncode:
-            raise Failure(f"the last run: {said}")
+        if last.wait():
+            raise Failure(f"the last run: {self.said.read_text()}")
         if sha256_of_model(self.out) != wanted:
             raise Failure(f"after {counts} another model was trained than without")
         self.say(f"killed {counts}; {self.steps} steps end with the bits of a run of one rank")
