@@ -28,8 +28,7 @@ struct TransferLimits {
   std::uint64_t scratch_bytes = 16 * kMiB;
   // All of a reduce_scatter in one call of the library, up to here: its own sums know how to share the work.
   std::size_t direct_bytes = 64 * kMiB;
-  // Else what a call gets, of all slices together in an all_gather, of one otherwise. Two ranks on one host are as fast
-  // as with all 64 MiB in one call (`mpirun -n 2 spillway doctor --ranks`).
+  // Else what a call gets, of all slices together in an all_gather, of one otherwise: progress is seen as often.
   std::size_t piece_bytes = 8 * kMiB;
 };
 

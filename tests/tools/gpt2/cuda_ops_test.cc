@@ -69,6 +69,7 @@ class GpuEngine final : public Engine {
   void push_gradient(const Gradient&, Stream&) override { refuse(); }
   StepReport step(std::span<const std::byte>) override { refuse(); }
   void discard_step() override { refuse(); }
+  void set_micro_batches(std::uint32_t) override { refuse(); }
   void set_learning_rate(double) override { refuse(); }
   void set_betas(double, double) override { refuse(); }
   void flush() override { refuse(); }
