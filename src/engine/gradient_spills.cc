@@ -18,7 +18,7 @@ GradientSpills::GradientSpills(const Plan& plan, Device& device, BlockSpiller& s
   std::uint64_t largest = 0;
   for (const BlockPlan& block : plan.blocks) {
     most_tiles = std::max<std::size_t>(most_tiles, block.tiles);
-    const std::uint64_t element = size_of(plan.tile_places[block.first_tile].shape.type);
+    const std::uint64_t element = size_of(plan.tile_places[0].shape.type);
     largest = std::max(largest, block.gradient_elements * element);
   }
   const std::uint64_t bytes = largest + most_tiles * kExtentAlignment;

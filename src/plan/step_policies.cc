@@ -17,7 +17,7 @@ WeightResidencyOptions weights_of(const Plan& plan) {
                                  .prefetch_bytes = plan.hbm.prefetch_bytes,
                                  .at_home = plan.hbm.places.empty()};
   for (const BlockPlan& block : plan.blocks) {
-    options.block_bytes.push_back(block.partition.elements * size_of(plan.tile_places[block.first_tile].shape.type));
+    options.block_bytes.push_back(block.partition.elements * size_of(plan.tile_places[0].shape.type));
   }
   for (const Region& place : plan.hbm.places) options.place_bytes.push_back(place.bytes);
   return options;
@@ -26,7 +26,7 @@ WeightResidencyOptions weights_of(const Plan& plan) {
 GradientMemoryOptions gradients_of(const Plan& plan) {
   GradientMemoryOptions options;
   for (const BlockPlan& block : plan.blocks) {
-    const DType type = plan.tile_places[block.first_tile].shape.type;
+    const DType type = plan.tile_places[0].shape.type;
     options.blocks.push_back({.bytes = block.gradient_elements * size_of(type), .home = block.gradient_home});
   }
   for (const Region& staging : plan.hbm.staging) options.staging_bytes.push_back(staging.bytes);

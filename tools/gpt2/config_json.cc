@@ -68,7 +68,8 @@ ConfigJson::ConfigJson(std::string_view text, std::string name) : name_(std::mov
   constexpr unsigned kFlags = rapidjson::kParseIterativeFlag | rapidjson::kParseValidateEncodingFlag;
   rapidjson::MemoryStream stream(text.data(), text.size());
   Overview overview;
-  const rapidjson::ParseResult result = rapidjson::Reader().Parse<kFlags>(stream, overview);
+  const rapidjson::ParseResult result =
+      rapidjson::GenericReader<Text, Text, JsonMemory>().Parse<kFlags>(stream, overview);
   if (overview.problem() != nullptr) refuse(overview.problem(), kRepair);
   if (result.IsError()) {
     std::string what = rapidjson::GetParseError_En(result.Code());
@@ -107,7 +108,7 @@ void ConfigJson::refuse(std::string happened, std::string hint) const {
               {.object = name_, .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
 }
 
-const rapidjson::Value* ConfigJson::find(const char* key) const {
+const ConfigJson::Value* ConfigJson::find(const char* key) const {
   const auto member = document_.FindMember(key);
   return member == document_.MemberEnd() || member->value.IsNull() ? nullptr : &member->value;
 }

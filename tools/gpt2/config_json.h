@@ -4,8 +4,11 @@
 
 #include <rapidjson/document.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
+#include <new>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -14,6 +17,22 @@ namespace spillway::gpt2 {
 
 inline constexpr std::uint32_t kLargestSize = 1u << 24;  // in the file; keeps products of two far inside 64 bits
 inline constexpr const char* kNoLarger = "Spillway takes no larger model";  // the hint for what is beyond a limit
+
+// RapidJSON's own writes to where there is no memory left.
+class JsonMemory {
+ public:
+  static constexpr bool kNeedFree = true;
+  void* Malloc(std::size_t bytes) { return bytes == 0 ? nullptr : checked(std::malloc(bytes)); }
+  void* Realloc(void* old, std::size_t, std::size_t bytes) {
+    if (bytes > 0) return checked(std::realloc(old, bytes));
+    std::free(old);
+    return nullptr;
+  }
+  static void Free(void* memory) { std::free(memory); }
+
+ private:
+  static void* checked(void* memory) { return memory != nullptr ? memory : throw std::bad_alloc(); }
+};
 
 class ConfigJson {
  public:
@@ -33,10 +52,14 @@ class ConfigJson {
   [[noreturn]] void refuse(std::string happened, std::string hint = "take the file as the model came with it") const;
 
  private:
-  const rapidjson::Value* find(const char* key) const;
+  using Text = rapidjson::UTF8<>;
+  using Pool = rapidjson::MemoryPoolAllocator<JsonMemory>;
+  using Value = rapidjson::GenericValue<Text, Pool>;
+
+  const Value* find(const char* key) const;
 
   std::string name_, text_;
-  rapidjson::Document document_;
+  rapidjson::GenericDocument<Text, Pool, JsonMemory> document_;
 };
 
 }  // namespace spillway::gpt2

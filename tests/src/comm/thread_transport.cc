@@ -127,7 +127,9 @@ class ThreadTransport final : public Transport {
 
   void end(const Met& met, const ThreadHub::Meeting& meeting) const {
     switch (meeting.kind) {
-      case ThreadHub::Kind::kBroadcast: std::ranges::copy(meeting.brought[meeting.root], met.data.begin()); return;
+      case ThreadHub::Kind::kBroadcast:  // what the root has is only read there
+        if (rank_ != meeting.root) std::ranges::copy(meeting.brought[meeting.root], met.data.begin());
+        return;
       case ThreadHub::Kind::kReduce:
         if (rank_ == meeting.root) sum(meeting, met.data, 0);
         return;
@@ -138,6 +140,7 @@ class ThreadTransport final : public Transport {
       const std::size_t begin = met.parts[rank].begin;
       const std::span<std::byte> slice = met.data.subspan(begin, met.parts[rank].bytes);
       if (meeting.kind == ThreadHub::Kind::kAllGather) {
+        if (rank == rank_) continue;
         std::copy_n(meeting.brought[rank].begin() + static_cast<std::ptrdiff_t>(begin), slice.size(), slice.begin());
       } else if (rank == rank_) {
         sum(meeting, slice, begin);
