@@ -87,7 +87,7 @@ class Sweep {
   std::uint64_t point_bytes() const {
     const auto usual =
         static_cast<std::uint64_t>(kPointGiB * static_cast<double>(kGiB) * std::min(1.0, options_.seconds / 60));
-    return std::max(usual, 4 * rig_.most_in_flight() * rig_.paths()) * report_.ranks;
+    return std::max(usual, 4 * rig_.most_in_flight() * rig_.paths()) * lockstep_.ranks();
   }
 
   // The test files once; then the points.
