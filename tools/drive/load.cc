@@ -78,6 +78,7 @@ class Load {
   }
 
   LoadResult run() {
+    if (spec_.begin) spec_.begin();
     start_ = Clock::now();
     if (spec_.warmup_seconds <= 0) open_window();
     fill();
@@ -90,6 +91,7 @@ class Load {
         result_.ended_early = true;
         stop();
       }
+      if (submitting_ && window_closed_ && !spec_.hold()) stop();
       if (submitting_) fill();
     }
     close_window();
@@ -188,7 +190,9 @@ class Load {
     const double inside = std::chrono::duration<double>(now - window_start_).count();
     if (!window_open_ || !submitting_ || inside < spec_.seconds) return;
     // Completions come in bursts as large as what is in flight: a window that holds less than one says little.
-    if (result_.latencies_us.size() >= slots_.size() || inside >= kMostStretch * spec_.seconds) stop();
+    if (result_.latencies_us.size() >= slots_.size() || inside >= kMostStretch * spec_.seconds) {
+      spec_.hold ? close_window() : stop();
+    }
   }
 
   // That can move before one of the limits ends the load.

@@ -38,6 +38,11 @@ struct LoadSpec {
   // Called at least ten times a second with the time since the first submission and the bytes completed since then;
   // false ends the load early.
   std::function<bool(double seconds, std::uint64_t bytes)> go_on = {};
+  // Of a load that others beside it are measured with, in other processes. `begin` is called when all is ready, before
+  // the first submission. While `hold` says true, the requests go on behind the window, uncounted, so that nobody's
+  // window has the drive to itself; a limit of bytes ends them all the same. It is asked after each wait for some.
+  std::function<void()> begin = {};
+  std::function<bool()> hold = {};
 };
 
 struct LoadFile {

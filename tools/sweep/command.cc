@@ -59,6 +59,7 @@ void add_command(CLI::App& program, int& exit_code) {
           "Parameters of a model, such as 7B: the step time that the drive allows")
       ->type_name("COUNT");
   command->add_flag("--allow-buffered", options.allow_buffered, "Measure where there is no direct I/O, or no drive");
+  command->add_flag("--ranks", options.ranks, "With mpirun before it: all ranks use the drive at the same time");
   command->footer("Example:\n  spillway sweep /mnt/nvme --json aio.json --report sweep.html --params 7B");
   command->callback([kept, &exit_code] { exit_code = sweep(*kept); });
 }

@@ -22,6 +22,7 @@ struct SweepReport {
   std::size_t way_repeats = 0;   // of the samples of ways, and of paths, the latest so many were taken in turn
   std::uint64_t file_bytes = 0;  // of the test file on the first path
   bool exhaustive = false;
+  std::uint32_t ranks = 1;  // that measured together: rates are of all of them
   Measurements measurements;
 
   std::uint32_t measured_path = 0;    // what was searched: 0, or kAllPaths when there are several

@@ -264,15 +264,18 @@ std::string fio_command(const SweepReport& report) {
   const bool ring = report.way.engine == IoEngineKind::kIoUring;
   const char* engine = ring ? "io_uring" : report.way.engine == IoEngineKind::kLibaio ? "libaio" : "psync";
   // Without an asynchronous engine fio gets its depth from jobs.
-  const std::string depth = report.way.engine == IoEngineKind::kThreads
-                                ? fmt::format("--thread --numjobs={}", std::min(report.setting.depth, 16u))
-                                : fmt::format("--iodepth={}", report.setting.depth * report.paths.size());
+  const std::string depth =
+      report.way.engine == IoEngineKind::kThreads
+          ? fmt::format("--thread --numjobs={}", std::min(report.setting.depth, 16u) * report.ranks)
+          : fmt::format("--iodepth={}", report.setting.depth * report.paths.size());
+  const std::string jobs =
+      report.ranks > 1 && report.way.engine != IoEngineKind::kThreads ? fmt::format(" --numjobs={}", report.ranks) : "";
   return fmt::format(
       "fio --name=check --filename={} --size={}M --rw=rw --rwmixread={:.0f} --bs={}k {} --ioengine={} --direct={}{}"
-      " --time_based --runtime=10 --unlink=1 --group_reporting",
+      " --time_based --runtime=10 --unlink=1 --group_reporting{}",
       files, report.file_bytes / kMiB, 100.0 * kReadParts / (kReadParts + kWriteParts),
       report.setting.block_bytes / kKiB, depth, engine, report.paths.front().direct ? 1 : 0,
-      ring && report.way.fixed_buffers ? " --fixedbufs=1 --registerfiles=1" : "");
+      ring && report.way.fixed_buffers ? " --fixedbufs=1 --registerfiles=1" : "", jobs);
 }
 
 std::string report_text(const SweepReport& report, bool colour) {

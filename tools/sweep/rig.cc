@@ -9,6 +9,7 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
+#include "tools/terminal/ranks.h"
 
 namespace spillway::sweep {
 namespace {
@@ -31,11 +32,46 @@ void refuse_twice(const std::vector<PathFacts>& facts, const std::filesystem::pa
   }
 }
 
+// A rank's directory. Where there is none, it is made and goes again as soon as the test file in it has lost its name,
+// so that nothing is left however the sweep ends.
+class Directory {
+ public:
+  explicit Directory(std::filesystem::path path) : path_(std::move(path)) {
+    std::error_code error;
+    made_ = std::filesystem::create_directory(path_, error);
+    if (error) {
+      throw Error(Code::kIo, {.object = path_.string(),
+                              .happened = "cannot be made",
+                              .errno_value = error.value(),
+                              .hint = "name a directory that you may write to"});
+    }
+  }
+  ~Directory() {
+    std::error_code ignored;  // somebody else may have put something into it
+    if (made_) std::filesystem::remove(path_, ignored);
+  }
+  Directory(const Directory&) = delete;
+  Directory& operator=(const Directory&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  bool made_ = false;
+};
+
 }  // namespace
 
-Rig::Rig(const SweepOptions& options) {
+Rig::Rig(const SweepOptions& options, const RankPlace& place) {
   for (const auto& path : options.paths) {
     PathFacts facts = examine_path(path, options.allow_buffered);
+    std::optional<Directory> directory;
+    std::filesystem::path where = facts.path;
+    if (place.ranks > 1) {
+      where = directory.emplace(terminal::path_of_rank(facts.path, place.rank, place.ranks)).path();
+      facts = examine_path(where, options.allow_buffered);  // perhaps another drive is mounted there
+      facts.path = where.parent_path();
+      facts.free_bytes /= place.here;
+    }
     refuse_twice(facts_, facts.path);
     for (const PathFacts& other : facts_) {
       if (!facts.drive.name.empty() && other.drive.name == facts.drive.name) {
@@ -44,7 +80,7 @@ Rig::Rig(const SweepOptions& options) {
       }
     }
     const std::uint64_t bytes = test_bytes(facts, options.size_bytes);
-    files_.emplace_back(facts.path, bytes);
+    files_.emplace_back(where, bytes);
     const File& file = files_.back().file();
     note_direct_io(facts, file.direct(), file.alignment(), options.allow_buffered);
     sizes_.push_back(bytes);
@@ -55,7 +91,7 @@ Rig::Rig(const SweepOptions& options) {
   for (const PathFacts& facts : facts_) {
     if (const auto moved = drive::moved_bytes(facts.drive)) moved_before_[facts.drive.name] = *moved;
   }
-  const std::uint64_t memory = std::min(kMostMemory, examine_machine().memory_bytes / 8);
+  const std::uint64_t memory = std::min(kMostMemory, examine_machine().memory_bytes / 8 / place.here);
   limits_.most_in_flight = std::min({limits_.most_in_flight, kMostInFlight, memory / paths()});
   if (paths() > 1) {
     limits_.most_block = kStripeUnitBytes;  // no request is larger there
@@ -128,11 +164,15 @@ std::vector<WayFacts> Rig::find_ways() {
   return ways;
 }
 
-std::vector<std::uint32_t> Rig::stripe(std::span<const double> rates) {
+std::uint64_t Rig::least_filled_bytes() const {
   std::uint64_t smallest = drive::kNoLimit;
   for (const drive::TestFile& file : files_) smallest = std::min(smallest, file.filled_bytes());
+  return smallest;
+}
+
+std::vector<std::uint32_t> Rig::stripe(std::span<const double> rates, std::uint64_t filled_bytes) {
   const auto row_units =
-      static_cast<std::uint32_t>(std::min<std::uint64_t>(kStripeRowUnits, smallest / kStripeUnitBytes / kRows));
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(kStripeRowUnits, filled_bytes / kStripeUnitBytes / kRows));
   std::vector<double> known(rates.begin(), rates.end());
   for (double& rate : known) rate = std::max(rate, 1.0);
   const std::vector<std::uint64_t> room(paths(), drive::kNoLimit);

@@ -20,10 +20,16 @@
 
 namespace spillway::sweep {
 
+// Of several processes that use the drives at once: which one this is, and how many of them are on its machine.
+struct RankPlace {
+  std::uint32_t rank = 0, ranks = 1, here = 1;
+};
+
 class Rig {
  public:
-  // Examines the paths, makes their test files and takes the memory. Nothing is written yet.
-  explicit Rig(const SweepOptions& options);
+  // Examines the paths, makes their test files and takes the memory. Nothing is written yet. One of several ranks works
+  // in its own directory of each path, as a training run does, and leaves free space and memory to the others.
+  explicit Rig(const SweepOptions& options, const RankPlace& place = {});
 
   std::uint32_t paths() const { return static_cast<std::uint32_t>(files_.size()); }
   const std::vector<PathFacts>& facts() const { return facts_; }
@@ -39,8 +45,13 @@ class Rig {
   void settle_limits();
   // Tries every engine with the most that it may have to carry.
   std::vector<WayFacts> find_ways();
-  // Stripes the files by these rates; returns the shares, 0 for a path that is left out.
-  std::vector<std::uint32_t> stripe(std::span<const double> rates);
+  // What all ranks can do, where this one could do more.
+  void limit(const Limits& limits) { limits_ = limits; }
+  std::uint64_t least_filled_bytes() const;  // of a path
+  // Stripes the files by these rates, as far as `filled_bytes` go on each; returns the shares, 0 for a path that is
+  // left out.
+  std::vector<std::uint32_t> stripe(std::span<const double> rates, std::uint64_t filled_bytes);
+  std::vector<std::uint32_t> stripe(std::span<const double> rates) { return stripe(rates, least_filled_bytes()); }
 
   // The load of a point, without its length; then the load itself.
   drive::LoadSpec spec(const Point& point) const;

@@ -11,6 +11,7 @@
 #include "spillway/error.h"
 #include "spillway/log.h"
 #include "spillway/units.h"
+#include "tools/sweep/lockstep.h"
 #include "tools/sweep/pace.h"
 #include "tools/sweep/rig.h"
 #include "tools/terminal/amount.h"
@@ -19,6 +20,7 @@
 #include "tools/terminal/json.h"
 #include "tools/terminal/output.h"
 #include "tools/terminal/progress.h"
+#include "tools/terminal/ranks.h"
 #include "tools/terminal/tell.h"
 
 namespace spillway::sweep {
@@ -43,15 +45,17 @@ struct Stopped {};  // by Ctrl-C
 
 class Sweep {
  public:
-  Sweep(const SweepOptions& options, std::FILE* out)
+  Sweep(const SweepOptions& options, Lockstep& lockstep, std::FILE* out)
       : options_(options),
         out_(out),
-        progress_(0, 0, out),
-        rig_(options),
+        progress_(0, 0, out, lockstep.ranks() == 1),
+        lockstep_(lockstep),
+        rig_(lockstep.rig()),
         pace_(options.seconds, options.exhaustive, most_written()),
         ends_(PhaseEnds::of(options.paths.size())) {
     report_.exhaustive = options.exhaustive;
     report_.parameters = options.parameters;
+    report_.ranks = lockstep.ranks();
     report_.most_written_bytes = pace_.most_written();
     set_log_sink([this](LogLevel, std::string_view message) { note(std::string(message)); });
   }
@@ -65,7 +69,7 @@ class Sweep {
     } catch (const Stopped&) {
       progress_.clear();
       terminal::tell(out_, "stopped; nothing is chosen, and nothing is left on the drive\n");
-      return interrupt_.exit_code();
+      return 128 + lockstep_.signal();
     }
     progress_.clear();
     report_.written_bytes = pace_.written();
@@ -79,23 +83,25 @@ class Sweep {
   }
 
  private:
+  // That one point may write, on all ranks.
   std::uint64_t point_bytes() const {
     const auto usual =
         static_cast<std::uint64_t>(kPointGiB * static_cast<double>(kGiB) * std::min(1.0, options_.seconds / 60));
-    return std::max(usual, 4 * rig_.most_in_flight() * rig_.paths());
+    return std::max(usual, 4 * rig_.most_in_flight() * rig_.paths()) * lockstep_.ranks();
   }
 
   // The test files once; then the points.
   std::uint64_t most_written() const {
     std::uint64_t points = kWritingPoints + kWritingPointsPerPath * rig_.paths();
     if (options_.exhaustive) points += 2 * kRounds * full_grid(rig_.limits()).size();
-    return rig_.file_bytes() + points * point_bytes() + options_.sustained_bytes;
+    return lockstep_.file_bytes() + points * point_bytes() + options_.sustained_bytes;
   }
 
   void measure_everything() {
     report_.machine = examine_machine();
     report_.paths = rig_.facts();
     report_.file_bytes = rig_.file_bytes() / rig_.paths();
+    if (lockstep_.ranks() > 1) terminal::tell(out_, "{}\n", ranks_text());
     terminal::tell(out_, "{}", preflight_text(report_));
     std::fflush(out_);
     prepare();
@@ -108,18 +114,24 @@ class Sweep {
     if (options_.sustained_bytes > 0) write_on();
   }
 
+  std::string ranks_text() const {
+    const HostShare& share = lockstep_.share();
+    return fmt::format("ranks: {} at the same time, {} on this machine, {} core{} for each; rates are of all together",
+                       lockstep_.ranks(), share.ranks, share.cores, share.cores == 1 ? "" : "s");
+  }
+
   void prepare() {
-    say(fmt::format("filling {} with random data", text_of_size(rig_.file_bytes())));
+    say(fmt::format("filling {} with random data", text_of_size(lockstep_.file_bytes())));
     const double seconds = pace_.until(ends_.fill);
-    pace_.note_written(rig_.fill(seconds, [&](double elapsed, std::uint64_t) {
+    pace_.note_written(lockstep_.fill(seconds, [&](double elapsed, std::uint64_t) {
       show(fmt::format("filling, {:.0f} s at most", seconds - elapsed));
       return go_on();
     }));
-    if (interrupt_.requested()) throw Stopped();
-    rig_.settle_limits();
+    if (lockstep_.signal() != 0) throw Stopped();
+    lockstep_.settle_limits();
     report_.paths = rig_.facts();
     report_.file_bytes = rig_.filled_bytes(0);
-    report_.ways = rig_.find_ways();
+    report_.ways = lockstep_.find_ways();
     const auto granted = std::find_if(report_.ways.begin(), report_.ways.end(),
                                       [](const WayFacts& facts) { return facts.refused.empty(); });
     SPILLWAY_CHECK(granted != report_.ways.end(), "threads are always to be had");
@@ -141,7 +153,7 @@ class Sweep {
     for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
       rates[path] = summary_of(report_.measurements, {setting, Work::kMixed, report_.way, path}).rate;
     }
-    report_.shares = rig_.stripe(rates);
+    report_.shares = lockstep_.stripe(rates);
     report_.first_rates = rates;
     for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
       if (report_.shares[path] == 0) {
@@ -320,7 +332,9 @@ class Sweep {
   }
 
   // Whoever else used the drive meanwhile took a part of every rate, now of this setting and now of that one.
+  // What other ranks moved is no other's, and is not known here.
   void look_for_others() {
+    if (lockstep_.ranks() > 1) return;
     const auto traffic = rig_.traffic();
     if (!traffic || static_cast<double>(traffic->others) < kShareOfOthers * static_cast<double>(traffic->here)) return;
     note(fmt::format("others moved {} on the drive meanwhile, beside {} of the sweep: run it again when they are done",
@@ -338,7 +352,7 @@ class Sweep {
       return go_on();
     });
     pace_.note_written(report_.sustained->written_bytes);
-    if (interrupt_.requested()) throw Stopped();
+    if (lockstep_.signal() != 0) throw Stopped();
     for (const auto& [facts, share] : shares_of_drives(report_)) {
       const double written = share * static_cast<double>(report_.sustained->written_bytes);
       report_.endurance.push_back(fmt::format("{}: {}",
@@ -357,7 +371,7 @@ class Sweep {
     spec.seconds = seconds - spec.warmup_seconds;
     if (point.work != Work::kRead) {
       const std::uint64_t share = point.work == Work::kMixed ? kReadParts + kWriteParts : kWriteParts;
-      spec.most_written_bytes = std::min(pace_.may_write(), point_bytes() * kWriteParts / share);
+      spec.most_written_bytes = std::min(pace_.may_write(), point_bytes() * kWriteParts / share) / lockstep_.ranks();
       if (pace_.may_write() < point_bytes()) {
         note("the announced bytes are used up; what is left is not measured");
         return 0;
@@ -365,20 +379,17 @@ class Sweep {
     }
     spec.go_on = [this](double, std::uint64_t) { return go_on(); };
     const double before = pace_.elapsed();
-    const drive::LoadResult result = rig_.run(point, spec);
+    const auto [sample, written_bytes] = lockstep_.run(point, spec);
     pace_.note(seconds, pace_.elapsed() - before);
-    pace_.note_written(result.written_in_all);
-    if (interrupt_.requested()) throw Stopped();
-    if (result.rate() <= 0) return 0;
-    report_.measurements[point].push_back({.rate = result.rate(),
-                                           .cpu_seconds_per_gib = result.cpu_seconds_per_gib(),
-                                           .p50_us = result.latency_us(0.5),
-                                           .p99_us = result.latency_us(0.99)});
-    show(fmt::format("{} {}: {:.2f} GB/s", text_of(point.setting), name_of(point.work), gb_per_s(result.rate())));
-    return result.rate();
+    pace_.note_written(written_bytes);
+    if (lockstep_.signal() != 0) throw Stopped();
+    if (sample.rate <= 0) return 0;
+    report_.measurements[point].push_back(sample);
+    show(fmt::format("{} {}: {:.2f} GB/s", text_of(point.setting), name_of(point.work), gb_per_s(sample.rate)));
+    return sample.rate;
   }
 
-  bool go_on() const { return !interrupt_.requested(); }
+  bool go_on() const { return lockstep_.signal() == 0; }
   void say(const std::string& what) { progress_.line(fmt::format("{:5.1f} s  {}", pace_.elapsed(), what)); }
   void show(const std::string& what) {
     const double end = options_.exhaustive ? exhaustive_seconds() : ends_.paths * pace_.total();
@@ -395,10 +406,10 @@ class Sweep {
   }
 
   const SweepOptions& options_;
-  terminal::Interrupt interrupt_{"ending the sweep"};  // before anything that starts threads
   std::FILE* const out_;
   terminal::Progress progress_;
-  Rig rig_;
+  Lockstep& lockstep_;
+  Rig& rig_;
   Pace pace_;
   const PhaseEnds ends_;
   SweepReport report_;
@@ -406,9 +417,7 @@ class Sweep {
   std::set<std::string> told_;
 };
 
-}  // namespace
-
-int sweep(const SweepOptions& options) {
+void check(const SweepOptions& options) {
   terminal::check_output("--json", options.json);
   terminal::check_output("--report", options.html);
   for (const std::filesystem::path& path : options.paths) {
@@ -420,7 +429,52 @@ int sweep(const SweepOptions& options) {
                                          .errno_value = 0,
                                          .hint = "give it another name"});
   }
-  return Sweep(options, options.json == "-" || options.html == "-" ? stderr : stdout).run();
+}
+
+void check_ranks(const SweepOptions& options, const terminal::Ranks& ranks) {
+  if (ranks.alone()) {
+    throw Error(Code::kInvalidArgument, {.object = "--ranks",
+                                         .happened = "there is one process, and none beside it",
+                                         .errno_value = 0,
+                                         .hint = "put mpirun -n 2 before the command, or as many ranks as will train; "
+                                                 "or leave --ranks out"});
+  }
+  if (options.sustained_bytes > 0) {
+    throw Error(Code::kInvalidArgument, {.object = "--sustained",
+                                         .happened = "is not measured with --ranks",
+                                         .errno_value = 0,
+                                         .hint = "a drive's cache runs out in the same way for one process: run it "
+                                                 "without mpirun and --ranks"});
+  }
+}
+
+int sweep_with(terminal::Ranks& ranks, const terminal::Interrupt& interrupt, const SweepOptions& options) {
+  if (options.ranks) check_ranks(options, ranks);
+  ranks.together([&] {
+    if (ranks.first()) check(options);
+  });
+  Lockstep lockstep(options, ranks, interrupt);
+  if (!ranks.first()) return lockstep.follow();
+  return Sweep(options, lockstep, options.json == "-" || options.html == "-" ? stderr : stdout).run();
+}
+
+}  // namespace
+
+int sweep(const SweepOptions& options) {
+  terminal::Interrupt interrupt("ending the sweep");  // before anything that starts threads
+  // Of a slow drive one rank's file may be full long before another's.
+  const auto communicator =
+      make_communicator(options.ranks ? "auto" : "self", {.patience_seconds = std::max(60.0, options.seconds)});
+  terminal::Ranks ranks(*communicator);
+  if (!ranks.first()) interrupt.say_nothing();
+  try {
+    return sweep_with(ranks, interrupt, options);
+  } catch (const Error&) {
+    // The first rank says for all what they have failed with together.
+    communicator->throw_if_failed();
+    if (ranks.first()) throw;
+    return 1;
+  }
 }
 
 }  // namespace spillway::sweep

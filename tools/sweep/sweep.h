@@ -18,6 +18,7 @@ struct SweepOptions {
   double seconds = 60;
   double parameters = 0;
   bool exhaustive = false, allow_buffered = false;
+  bool ranks = false;  // with all other processes that mpirun started
 };
 
 // 0, or what the signal that ended it makes of it (terminal/interrupt.h). Errors: spillway::Error.

@@ -92,6 +92,28 @@ TEST_F(DriveLoad, EndsEarlyWhenToldTo) {
   EXPECT_GE(result.read_bytes, 2 * kMiB);
 }
 
+TEST_F(DriveLoad, HeldItGoesOnUncountedBehindItsWindow) {
+  TestFile file = filled_file();
+  const LoadFile files[] = {{&file.file(), kBytes, 0}};
+  LoadSpec spec{.block_bytes = 64 * kKiB, .depth = 2};
+  spec.warmup_seconds = spec.seconds = 1e-6;
+  std::uint64_t moved = 0;
+  int begun = 0;
+  spec.begin = [&] { begun += moved == 0 ? 1 : 2; };
+  spec.go_on = [&](double, std::uint64_t bytes) {
+    moved = bytes;
+    return true;
+  };
+  spec.hold = [&] { return moved < 8 * kMiB; };
+  const LoadResult result = run_load(files, memory_.bytes(), spec);
+  EXPECT_EQ(begun, 1);
+  EXPECT_FALSE(result.ended_early);
+  EXPECT_GE(result.moved_in_all, 8 * kMiB);
+  EXPECT_GT(result.read_bytes, 0u);
+  EXPECT_LT(result.read_bytes, kMiB);  // a few requests
+  EXPECT_EQ(result.latencies_us.size(), result.read_bytes / (64 * kKiB));
+}
+
 TEST_F(DriveLoad, EveryEngineReadsWhatWasFilled) {
   TestFile file = filled_file();
   const LoadFile files[] = {{&file.file(), kBytes, 0}};

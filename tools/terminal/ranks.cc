@@ -1,4 +1,4 @@
-#include "tools/gpt2/ranks.h"
+#include "tools/terminal/ranks.h"
 
 #include <fmt/format.h>
 #include <xxhash.h>
@@ -13,7 +13,7 @@
 #include "spillway/error.h"
 #include "tools/terminal/remedies.h"
 
-namespace spillway::gpt2 {
+namespace spillway::terminal {
 namespace {
 
 // In the place of a block: what is settled here is for none.
@@ -26,7 +26,7 @@ std::string text_of_error(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Error& error) {
-    return static_cast<char>(error.code()) + terminal::message_of(error);
+    return static_cast<char>(error.code()) + message_of(error);
   } catch (const std::exception& error) {
     return static_cast<char>(Code::kIo) + std::string(error.what());
   }
@@ -110,4 +110,4 @@ bool Ranks::all_have_failed() noexcept {
   }
 }
 
-}  // namespace spillway::gpt2
+}  // namespace spillway::terminal
