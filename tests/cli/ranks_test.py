@@ -173,8 +173,8 @@ class Ranks(CliTest):
             os.kill(rank_process(run.pid, 1), signal.SIGTERM)
             printed, err = run.communicate(timeout=60)
         self.assertEqual(1, run.returncode, err)
-        errors = [line for line in err.splitlines() if line.startswith("spillway: ")]
-        self.assertEqual(1, len(errors), err)
+        errors = [line for line in err.splitlines() if line.startswith("spillway: ") and "network: " not in line]
+        self.assertEqual(1, len(errors), err)  # beside how fast the network is
         self.assertTrue(errors[0].startswith(f"spillway: {out}"), err)
         self.assertNotIn("its model is in", printed)
 
