@@ -1,10 +1,9 @@
 // What a rank moves to and from the others for a block: counted from the plan, as the engine's collectives move it.
 // Pure.
 //
-//   weights   gathered   at the first lease after its own part came             bytes of the others' slices
-//   sums      scattered  once a step, when the block's gradient is complete     4 for each element of the others'
-//   slices leaves    gathered   behind that                                            8 for each leaf of the others'
-//   slices
+//   weights   gathered   at the first lease after its own part came           bytes of the others' slices
+//   sums      scattered  once a step, when the block's gradient is complete   4 for each element of these
+//   leaves    gathered   behind that                                          8 for each leaf of these
 //
 // Where ranks own no parts (stage 0), sums alone: each rounds its slice of them, and has the others' rounded.
 #pragma once
