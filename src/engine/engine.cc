@@ -175,6 +175,7 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
     }
     // Nothing more to fetch: the first tiles of this step's update come next.
     if (machinery_.weights->all_acquired() && !updating_) machinery_.updater->read_ahead();
+    machinery_.gradients->join();
     return open(place, {block, pass}, visit, stream);
   });
 }
@@ -254,6 +255,7 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   guarded([&] {
     if (!stepping_) begin_step();
     settle();  // the gradients of the step before are read until then
+    machinery_.gradients->join();
     check(gradient);
     refuse_uncounted(gradient);
     while (!machinery_.gradients->has_room(gradient.block)) {
@@ -345,8 +347,9 @@ StepReport StepEngine::step(std::span<const std::byte> blob) {
     }
     refuse_leases("step");
     settle();
-    add_early(true);
     GradientCollector& gradients = *machinery_.gradients;
+    gradients.join();
+    add_early(true);
     machinery_.pushes->check_complete();
     if (plan_.early_blocks) {
       const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);

@@ -68,6 +68,7 @@ void GradientCollector::begin_step() {
 
 // Every refusal comes before the push counts, so that a refused one can be made again.
 bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
+  join();
   const auto [b, p] = std::pair(gradient.block, gradient.parameter);
   pushes_.check(gradient);
   pushes_.refuse_unless_due(gradient);
@@ -163,19 +164,36 @@ void GradientCollector::fill_zeros(std::byte* staging, std::uint32_t block, std:
 
 // Every gradient of the block has come.
 void GradientCollector::complete(std::uint32_t b, Stream& stream) {
-  Stream& rounds = alone() ? stream : *movers_.net;
-  if (pushes_.accumulates(b)) round_sums(b, stream);
+  if (alone()) {
+    if (pushes_.accumulates(b)) round_sums(b, stream);
+    return land(b, stream);
+  }
+  if (scattered_->recorded()) device().wait(stream, *scattered_);
+  finish_sums(b, stream);
+  waiting_ = {b, accumulator(b, stream)};
+  device().record(*summed_, stream);
+  if (plan_.blocks[b].accumulator_home) join();  // the next visit's sums may come to where these are
+}
+
+void GradientCollector::join() {
+  const auto [block, sums] = std::exchange(waiting_, {});
+  if (!block) return;
+  join_sums(*block, sums);
+  land(*block, *movers_.net);
+}
+
+// `stream`: on which the block's gradient was rounded.
+void GradientCollector::land(std::uint32_t b, Stream& stream) {
   const GradientDown down = memory_.complete(b);
   if (down.way != DownWay::kParts) {
-    norm(b, hbm(down.way == DownWay::kStays ? plan_.blocks[b].gradient : plan_.hbm.staging[down.staging]), rounds);
+    norm(b, hbm(down.way == DownWay::kStays ? plan_.blocks[b].gradient : plan_.hbm.staging[down.staging]), stream);
   }
-  if (down.way != DownWay::kStays) send_down(down, rounds);
+  if (down.way != DownWay::kStays) send_down(down, stream);
   device().record(*blocks_[b].landed, movers_.d2h);
 }
 
 void GradientCollector::round_sums(std::uint32_t b, Stream& stream) {
   const BlockPlan& plan = plan_.blocks[b];
-  if (!alone()) return join_sums(b, stream);
   std::byte* staging = staging_for(b, stream);
   for (std::uint32_t p = 0; p < plan.partition.parameters.size(); ++p) {
     if (!pushes_.trainable(b, p)) continue;
@@ -205,14 +223,10 @@ void GradientCollector::finish_sums(std::uint32_t b, Stream& stream) {
 
 // All ranks' sums are added up, and each rounds its share of them, which is its gradient from here on; where ranks own
 // no parts, what all have rounded is everybody's.
-void GradientCollector::join_sums(std::uint32_t b, Stream& stream) {
+void GradientCollector::join_sums(std::uint32_t b, float* sums) {
   const BlockPlan& plan = plan_.blocks[b];
   BlockState& block = blocks_[b];
   Stream& net = *movers_.net;
-  if (scattered_->recorded()) device().wait(stream, *scattered_);
-  finish_sums(b, stream);
-  float* const sums = accumulator(b, stream);
-  device().record(*summed_, stream);
   device().wait(net, *summed_);
   std::byte* const staging = staging_for(b, net);
   const std::uint64_t size = size_of(type_);
@@ -321,6 +335,7 @@ void GradientCollector::copy_down(std::uint32_t b, const std::byte* staging, std
 }
 
 void GradientCollector::wait_landed(std::uint32_t b) {
+  join();
   device().synchronize(*blocks_[b].landed);
   if (!blocks_[b].unnormed) return;
   host_norm(b) =
@@ -329,6 +344,7 @@ void GradientCollector::wait_landed(std::uint32_t b) {
 }
 
 void GradientCollector::settle() {
+  join();
   if (movers_.accumulators) movers_.accumulators->settle();
   for (std::uint32_t s = 0; s < staging_.size(); ++s) {
     if (memory_.leaving(s) != StagingFree::kWritten) continue;

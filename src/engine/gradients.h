@@ -57,8 +57,11 @@ class GradientCollector {
   void expect(std::uint32_t block);
   // True when the block is complete with it: on its way down.
   bool push(const Gradient& gradient, Stream& stream);
+  // With several ranks: adds up their sums of the block that was completed last. That waits for this call, or for the
+  // next push, so that what the next visit gathers need not wait for sums. All ranks call it in the same place.
+  void join();
   // A complete block: its gradient is where the update reads it, its norm known.
-  bool landed(std::uint32_t block) const { return device().done(*blocks_[block].landed); }
+  bool landed(std::uint32_t block) const { return waiting_.block != block && device().done(*blocks_[block].landed); }
   // By parameter, of a block that has landed: whether a push on some rank brought a gradient.
   std::span<const std::uint8_t> brought(std::uint32_t block);
   void wait_landed(std::uint32_t block);
@@ -119,10 +122,11 @@ class GradientCollector {
                   Stream& stream);
   void round_sums(std::uint32_t block, Stream& stream);
   void finish_sums(std::uint32_t block, Stream& stream);
-  void join_sums(std::uint32_t block, Stream& stream);
+  void join_sums(std::uint32_t block, float* sums);
   void norm(std::uint32_t block, const std::byte* rounded, Stream& stream);
   void sum_leaves(std::uint32_t block, const std::byte* rounded, double* leaves);
   void complete(std::uint32_t block, Stream& stream);
+  void land(std::uint32_t block, Stream& stream);
   void send_down(const GradientDown& down, Stream& stream);
   void copy_down(std::uint32_t block, const std::byte* staging, std::uint64_t first, std::uint64_t bytes);
   std::byte* host_gradient(std::uint32_t block) const;
@@ -142,6 +146,10 @@ class GradientCollector {
   std::vector<BlockState> blocks_;
   std::vector<Staging> staging_;
   std::unique_ptr<Event> last_copy_, rounded_, summed_, scattered_;
+  struct Waiting {
+    std::optional<std::uint32_t> block;
+    float* sums = nullptr;      // this rank's, in HBM
+  } waiting_;                   // for join()
   std::vector<double> leaves_;  // for norms on the CPU
   std::uint64_t d2h_bytes_ = 0;
   Collectives moved_;

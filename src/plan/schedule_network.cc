@@ -1,5 +1,5 @@
 // The part of a schedule's program in which ranks tell each other something: Weights::gather and
-// GradientCollector::join_sums, collective by collective.
+// GradientCollector::join, collective by collective.
 #include "src/plan/schedule_program.h"
 
 namespace spillway {
@@ -29,13 +29,20 @@ std::uint32_t ScheduleProgram::add_sums(std::uint32_t v, std::uint32_t computed)
              {issued_, computed, scattered_});
 }
 
-ScheduleProgram::Joined ScheduleProgram::join_sums(std::uint32_t block, std::uint32_t computed, std::uint32_t staging) {
+// Of the block that was completed last: GradientCollector::join.
+void ScheduleProgram::join() {
+  const auto [block, computed] = std::exchange(waiting_, {});
+  if (block == kNothing) return;
   const BlockNetwork& network = in_.blocks[block].network;
+  const std::uint32_t staging = in_.update_on_device ? kNoOp : stage_gradient(block);
   scattered_ = collective(OpKind::kScatter, block, network.sums, {computed, staging});
   if (network.rounded.calls > 0) {
     scattered_ = collective(OpKind::kGatherGradient, block, network.rounded, {scattered_});
   }
-  return {scattered_, collective(OpKind::kGatherLeaves, block, network.leaves, {scattered_})};
+  const std::uint32_t rounded = collective(OpKind::kGatherLeaves, block, network.leaves, {scattered_});
+  if (in_.update_on_device) return;
+  complete_gradient(block, rounded);
+  completing_ = block;
 }
 
 }  // namespace spillway

@@ -145,6 +145,8 @@ void ScheduleProgram::visit(std::uint32_t v) {
   const std::uint32_t sums = backward ? bring_sums(v) : kNoOp;
   weights_.tell({.kind = WeightEvent::kAcquire, .block = visit.block, .visit = v});
   const std::uint32_t lent = run_weights(v);
+  completing_ = kNothing;
+  join();
   Place& place = places_[lent];
   // Nothing more to fetch: the first tiles of this step's update come next.
   if (weights_.all_acquired() && !updating_ && !in_.update_on_device) read_ahead();
@@ -154,24 +156,30 @@ void ScheduleProgram::visit(std::uint32_t v) {
   compute.lane = Lane::kCompute;
   compute.seconds = visit.compute_seconds;
   const bool completes = completes_[v] && !in_.update_on_device;
-  const std::uint32_t staging = completes ? stage_gradient(visit.block) : kNoOp;
   const bool joins = in_.blocks[visit.block].network.sums.calls > 0;  // rounded behind the sum of all ranks'
-  std::uint32_t computed = this->compute(compute, place.ready, joins ? kNoOp : staging, sums);
-  if (backward && joins) computed = add_sums(v, computed);
-  Joined joined{computed, computed};
-  if (completes_[v] && joins) joined = join_sums(visit.block, computed, staging);
-  if (backward) add_to_sums(v, joined.scattered);
-  if (completes) complete_gradient(visit.block, joined.rounded);
-  place.released = computed;
+  if (completes) await_gradient(visit.block);
+  const std::uint32_t staging = completes && !joins ? stage_gradient(visit.block) : kNoOp;
+  const std::uint32_t computed = this->compute(compute, place.ready, staging, sums);
+  std::uint32_t added = computed;
+  if (joins && backward) added = add_sums(v, computed);
+  place.released = added;
+  if (completes_[v] && joins) {
+    waiting_ = {visit.block, added};
+    if (in_.blocks[visit.block].accumulator_bytes > 0) join(), added = scattered_;
+  } else if (completes) {
+    complete_gradient(visit.block, computed);
+    completing_ = visit.block;
+  }
+  if (backward) add_to_sums(v, added);
   weights_.tell({.kind = WeightEvent::kRelease, .place = lent});
   run_weights(kNothing);
-  completing_ = completes ? visit.block : kNothing;
   advance(false);  // while the device computes this visit
 }
 
 // Engine::step.
 std::uint32_t ScheduleProgram::end_step() {
   if (updating_) settle();
+  join();
   advance(true);
   if (in_.ranks > 1) add({.kind = OpKind::kMeet}, {issued_, last(Lane::kNet)});
   if (in_.update_on_device) {

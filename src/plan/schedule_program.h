@@ -108,6 +108,7 @@ class ScheduleProgram final : UpdateTurns {
   void commit();
   void agree(std::uint64_t calls);
   // Gradients
+  void await_gradient(std::uint32_t block);
   std::uint32_t stage_gradient(std::uint32_t block);
   void complete_gradient(std::uint32_t block, std::uint32_t computed);
   std::uint32_t copy_gradient(std::uint32_t tile, const GradientDown& down, std::uint32_t computed);
@@ -119,10 +120,7 @@ class ScheduleProgram final : UpdateTurns {
                            std::initializer_list<std::uint32_t> after);
   void gather(std::uint32_t visit, std::uint32_t place);
   std::uint32_t add_sums(std::uint32_t visit, std::uint32_t computed);
-  struct Joined {
-    std::uint32_t scattered, rounded;  // the sums' memory is free; the gradient is there
-  };
-  Joined join_sums(std::uint32_t block, std::uint32_t computed, std::uint32_t staging);
+  void join();
   std::uint32_t bring_sums(std::uint32_t visit);
   void send_home(std::uint32_t block, std::uint32_t place);
   void add_to_sums(std::uint32_t visit, std::uint32_t computed);
@@ -143,6 +141,9 @@ class ScheduleProgram final : UpdateTurns {
   WeightResidency weights_;
   std::vector<Place> places_;
   GatheredPlaces gathered_;
+  struct Waiting {
+    std::uint32_t block = kNothing, computed = kNoOp;
+  } waiting_;                               // for join()
   std::uint32_t scattered_ = kNoOp;         // the last sums
   std::uint64_t chunk_ = 0;                 // used so far
   std::vector<std::uint32_t> chunk_freed_;  // by chunk: the copy that freed it last

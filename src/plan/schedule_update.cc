@@ -127,16 +127,21 @@ void ScheduleProgram::commit() {
   agree(2);  // on that, and on what it took
 }
 
-// What is put together in the visit gets its places. With no room where it passes, the caller updates a block whose
-// gradient lies there, and what comes there waits for that. Returns what staging waits for.
-std::uint32_t ScheduleProgram::stage_gradient(std::uint32_t block) {
-  if (in_.policies.gradients.blocks[block].bytes == 0) return kNoOp;
+// With no room where it passes, the caller updates a block whose gradient lies there, and what comes there waits for
+// that.
+void ScheduleProgram::await_gradient(std::uint32_t block) {
+  if (in_.policies.gradients.blocks[block].bytes == 0) return;
   while (!gradients_.has_room(block)) {
     const bool made = make_room();
     SPILLWAY_CHECK(made, "the first passing memory takes any gradient");
     issued_ = last(Lane::kEarlyUpdates);
   }
   gradients_.come(block);
+}
+
+// What is put together gets its place. Returns what that waits for.
+std::uint32_t ScheduleProgram::stage_gradient(std::uint32_t block) {
+  if (in_.policies.gradients.blocks[block].bytes == 0) return kNoOp;
   const GradientStaging staged = gradients_.stage(block);
   SPILLWAY_CHECK(!staged.down, "here a gradient comes in one visit, so that it has left when another is staged");
   switch (staged.free) {

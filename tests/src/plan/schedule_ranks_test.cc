@@ -216,6 +216,28 @@ TEST(ScheduleRanks, WaitForWhatTheEngineWaitsFor) {
   EXPECT_GT(schedule.stalls[StallCause::kNetwork], 0.9 * schedule.seconds());
 }
 
+// Weights that the next visit gathers do not wait for the sums of the block before it.
+TEST(ScheduleRanks, GatherAheadOfSums) {
+  constexpr std::uint32_t kBlocks = 8;
+  ModelDescription model;
+  for (std::uint32_t b = 0; b < kBlocks; ++b) {
+    const std::string name = std::to_string(b);
+    model.blocks.push_back({name, {{.name = name, .shape = {4, 1024}, .pushes = 1}}});
+    model.visits.push_back({b, Pass::kForward});
+  }
+  for (std::uint32_t b = kBlocks; b-- > 0;) model.visits.push_back({b, Pass::kBackward});
+  const Plan plan = make_plan(testing::config_for(Placement::kNvme, Placement::kNvme), model, 1, {0, 4});
+  MachineRates rates{.nvme_read = 1e9, .nvme_write = 1e9, .h2d = 1e9, .d2h = 1e9, .update_seconds = 1e-9};
+  rates.network = 1e9;
+  rates.network_seconds = 1e-5;
+  const Schedule schedule = make_schedule(schedule_input(plan, rates, std::vector<double>(2 * kBlocks, 1e-2)));
+  for (std::uint32_t b = 1; b < kBlocks / 2; ++b) {  // long gone since forward
+    const ScheduleOp& gather = nth(schedule, OpKind::kGather, b - 1, 1);
+    EXPECT_LT(gather.end, nth(schedule, OpKind::kCompute, b, 1).end);
+    EXPECT_LT(gather.end, nth(schedule, OpKind::kScatter, b, 0).start);
+  }
+}
+
 // Whatever is planned: no rule of a schedule is broken by what ranks do.
 TEST(ScheduleRanks, BreakNoRule) {
   testing::Random random;
