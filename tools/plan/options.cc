@@ -20,10 +20,10 @@ class Reader {
 
   UnderstoodOptions read() {
     read_model();
+    read_ranks();
     read_config();
     read_budgets();
     read_rates();
-    read_ranks();
     options().json = typed_.json;
     options().html = typed_.html;
     options().probe = typed_.probe;
@@ -75,7 +75,7 @@ class Reader {
         AutoValues automatic;
         automatic.total_steps = kAnyTotalSteps;  // a schedule takes nothing of the machine
         if (!typed_.model.empty()) automatic.hidden_size = hidden_size_in(typed_.model);
-        config = load_config(typed_.config, typed_.aio, automatic);
+        config = load_config(typed_.config, typed_.aio, automatic, options().ranks.all);
       } catch (const std::exception& error) {
         result_.problems.emplace_back(terminal::message_of(error));
       }
