@@ -148,6 +148,7 @@ void Gpt2Trainer::describe_activations(ModelDescription& description) const {
 }
 
 void Gpt2Trainer::attach(Engine& engine) {
+  SPILLWAY_CHECK(options_.ranks != nullptr || ranks() == 1, "several ranks need a communicator");
   engine_ = &engine;
   stream_ = &engine.stream();
   Carver carver(engine.workspace().data());

@@ -33,6 +33,7 @@ struct TrainerOptions {
   unsigned threads = 1;  // at least those of the engine
   Fusion fusion = Fusion::kAuto;
   Communicator* ranks = nullptr;  // as EngineOptions::communicator
+  std::uint32_t rank_count = 1;   // without `ranks`: of the run that is planned, which nothing is attached to
 };
 // Those of a run with this configuration, whose threads are set: to compute_threads(), where it leaves them open.
 TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uint32_t sequence,
@@ -111,7 +112,7 @@ class Gpt2Trainer {
   std::uint32_t part() const { return options_.accumulation / own_parts(); }
   // A rank has whole parts. Where the step is not cut, each rank's own sum is one.
   std::uint32_t own_parts() const { return options_.parts == 1 ? 1 : options_.parts / ranks(); }
-  std::uint32_t ranks() const { return options_.ranks == nullptr ? 1 : options_.ranks->ranks(); }
+  std::uint32_t ranks() const { return options_.ranks == nullptr ? options_.rank_count : options_.ranks->ranks(); }
   // Of all ranks' micro-batches, the first one of this rank.
   std::uint32_t first_micro_batch() const {
     return options_.ranks == nullptr ? 0 : options_.ranks->rank() * options_.accumulation;

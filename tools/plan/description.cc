@@ -196,7 +196,8 @@ DescribedModel describe_gpt2(const ModelShape& shape, const Config& config, cons
                                          .hint = fmt::format("use --seq {} or less", shape.positions)});
   }
   const DeviceKind asked = run.device_here ? run.device : DeviceKind::kHost;
-  const gpt2::TrainerOptions options = gpt2::trainer_options(config, asked, run.sequence);
+  gpt2::TrainerOptions options = gpt2::trainer_options(config, asked, run.sequence);
+  options.rank_count = run.ranks.all;
   // The trainer's own order of visits; StepWriter is there for what each computes.
   described.model = gpt2::describe_model(*shape.gpt2, 0);
   described.model.visits.clear();

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "spillway/communicator.h"
 #include "spillway/error.h"
 #include "src/plan/plan.h"
 #include "tools/gpt2/trainer.h"
@@ -154,6 +155,36 @@ TEST(PlanShapes, OfGpt2AreWhatTheTrainerAsksFor) {
   }
   ASSERT_EQ(planned.visits.size(), run.visits.size());
   ASSERT_EQ(planned.activation_uses.size(), run.activation_uses.size());
+}
+
+class FirstOfFour final : public Communicator {
+ public:
+  std::uint32_t rank() const noexcept override { return 0; }
+  std::uint32_t ranks() const noexcept override { return 4; }
+  std::string describe() const override { return ""; }
+  void throw_if_failed() const override {}
+
+ protected:
+  void start(const Collective&, Stream&) override { FAIL() << "nothing is trained here"; }
+};
+
+// Sums of several ranks come in fp32, and each has its part of those of the configuration.
+TEST(PlanShapes, OfGpt2OnRanksAreWhatTheirTrainersAskFor) {
+  const ModelShape shape = parse_shape(kPublished[0].config, "gpt2");
+  for (const std::uint32_t groups : {1u, 4u}) {
+    Config config = small_config();
+    config.weights = DType::kBFloat16;
+    config.sum_groups = groups;
+    const ModelDescription planned = describe(shape, config, {.sequence = 48, .ranks = {4, 4}}).model;
+    FirstOfFour communicator;
+    const gpt2::Gpt2Trainer trainer(*shape.gpt2, gpt2::trainer_options(config, DeviceKind::kHost, 48, &communicator));
+    const ModelDescription run = trainer.description();
+    EXPECT_EQ(planned.workspace_bytes, run.workspace_bytes);
+    for (std::size_t b = 0; b < run.blocks.size(); ++b) {
+      for (std::size_t p = 0; p < run.blocks[b].parameters.size(); ++p)
+        EXPECT_EQ(planned.blocks[b].parameters[p].pushes, run.blocks[b].parameters[p].pushes);
+    }
+  }
 }
 
 // StepWriter's order is that of the trainer: what the visits compute lines up with them.
