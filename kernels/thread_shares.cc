@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <utility>
 
 #include "kernels/process_limits.h"
 
@@ -52,6 +54,35 @@ std::vector<unsigned> cpus_of_share(std::span<const CpuNode> nodes, unsigned sha
   }
   std::ranges::sort(cpus);
   return cpus;
+}
+
+std::vector<CpuNode> nodes_of_largest_share(std::span<const CpuNode> nodes, unsigned shares,
+                                            std::optional<double> quota) {
+  std::vector<CpuNode> largest;
+  unsigned most = 0;
+  for (unsigned share = 0; share < shares; ++share) {
+    const std::vector<unsigned> cpus = cpus_of_share(nodes, share, shares, quota);
+    std::vector<CpuNode> seen;
+    unsigned cores = 0;
+    for (const CpuNode& node : nodes) {
+      CpuNode part{.os_index = node.os_index, .cores = 0, .cpus = {}};
+      for (const auto& core : node.cpus_of_cores) {
+        if (std::ranges::binary_search(cpus, core.front())) part.cpus_of_cores.push_back(core);
+      }
+      part.cores = static_cast<unsigned>(part.cpus_of_cores.size());
+      std::ranges::set_intersection(node.cpus, cpus, std::back_inserter(part.cpus));
+      cores += part.cores;
+      if (part.cores > 0) seen.push_back(std::move(part));
+    }
+    if (cores > most) largest = std::move(seen), most = cores;
+  }
+  return largest;
+}
+
+std::vector<ThreadShare> share_threads_among(unsigned processes, unsigned threads) {
+  const std::optional<double> quota = cpu_quota();
+  const std::vector<CpuNode> nodes = usable_nodes();
+  return share_threads(threads, processes > 1 ? nodes_of_largest_share(nodes, processes, quota) : nodes, quota);
 }
 
 unsigned threads_of(std::span<const ThreadShare> shares) {

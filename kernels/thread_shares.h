@@ -28,6 +28,13 @@ std::vector<ThreadShare> share_threads(unsigned threads);
 std::vector<unsigned> cpus_of_share(std::span<const CpuNode> nodes, unsigned share, unsigned shares,
                                     std::optional<double> quota);
 
+// The nodes as the one of `shares` such processes sees them that has most cores. Pure.
+std::vector<CpuNode> nodes_of_largest_share(std::span<const CpuNode> nodes, unsigned shares,
+                                            std::optional<double> quota);
+
+// As share_threads(threads), in that process, where so many divide this machine.
+std::vector<ThreadShare> share_threads_among(unsigned processes, unsigned threads);
+
 // All of them together.
 unsigned threads_of(std::span<const ThreadShare> shares);
 

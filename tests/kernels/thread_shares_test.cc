@@ -101,6 +101,24 @@ TEST(ShareCpus, AQuotaIsDividedToo) {
   EXPECT_EQ(cpus_of_share(nodes, 1, 2, 64.0), (Numbers{4, 5, 6, 7}));
 }
 
+TEST(ShareCpus, TheLargestShareIsWhatItsProcessSees) {
+  const auto nodes = described_nodes("node:2 core:3 pu:2");
+  const auto threads = [&](unsigned processes, std::optional<double> quota = {}) {
+    const auto seen = nodes_of_largest_share(nodes, processes, quota);
+    EXPECT_LE(seen.size(), 2u);
+    return threads_of(share_threads(0, seen, quota));
+  };
+  EXPECT_EQ(threads(1), 6u);
+  EXPECT_EQ(threads(2), 3u);
+  EXPECT_EQ(threads(4), 2u) << "two have two cores, and two have one";
+  EXPECT_EQ(threads(6), 1u);
+  EXPECT_EQ(threads(40), 1u);
+  EXPECT_EQ(threads(2, 4.5), 2u);
+  EXPECT_EQ(nodes_of_largest_share(nodes, 2, {}).size(), 1u);
+  EXPECT_EQ(nodes_of_largest_share(nodes, 1, {}).size(), 2u);
+  EXPECT_EQ(nodes_of_largest_share(nodes, 2, {})[0].cpus, nodes[0].cpus);
+}
+
 TEST(ShareThreads, PartsAddUpAndAreProportionalToWithinOne) {
   auto random = seeded_generator();
   for (int round = 0; round < 2'000; ++round) {

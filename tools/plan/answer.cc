@@ -143,9 +143,12 @@ std::string placement_that_fits(const std::vector<PlacementRow>& table, bool has
 
 Report answer(PlanOptions options) {
   const auto start = std::chrono::steady_clock::now();
-  const std::vector<ThreadShare> shares = share_threads(options.config.threads);
-  const unsigned threads = options.config.threads = threads_of(shares);
   const ChosenDevice device = choose_device(options.config);
+  // Ranks of the host device divide the cores (share_host), and a rank's working memory goes by the threads it has.
+  const bool divided = device.kind == DeviceKind::kHost;
+  const std::vector<ThreadShare> shares =
+      share_threads_among(divided ? options.ranks.on_a_host : 1, options.config.threads);
+  const unsigned threads = options.config.threads = threads_of(shares);
 
   Report report{.model = options.name,
                 .config = options.config,
