@@ -89,6 +89,25 @@ class Ranks(CliTest):
         refused = on_ranks(*[command] * 3)
         self.assert_refused(refused, "train_batch_size: 8 is not 1 (micro batch) × 2 (accumulation) × 3 (ranks)")
 
+    def test_TheLedgerIsWhatIsPlanned(self):
+        ledger = re.compile(r"^  (?:hbm|host|nvme) .*$", re.MULTILINE)
+        for stage, parameters, states in ((0, "none", "none"), (1, "none", "cpu"), (2, "none", "nvme"),
+                                          (3, "nvme", "nvme")):
+            for ranks in (2, 4):
+                with self.subTest(stage=stage, ranks=ranks):
+                    place = Workplace(self.place.folder / f"ledger-{stage}-{ranks}")
+                    config = self.config(ranks, place=place, parameters=parameters, states=states)
+                    config.write_text(config.read_text().replace('"stage": 3', f'"stage": {stage}'))
+                    command = place.arguments(config, self.model, steps=1, out=place.folder / "out")
+                    run = on_ranks(*[command] * ranks)
+                    self.assert_done(run)
+                    planned = runs.spillway("plan", "--config", config, "--model", self.model, "--seq", 32, "--ranks",
+                                            ranks, "--no-probe")
+                    self.assert_done(planned)
+                    memory = planned.out[planned.out.index("memory, reserved"):planned.out.index("\nranks: ")]
+                    self.assertEqual(ledger.findall(run.out), ledger.findall(memory))
+                    self.assertGreater(len(ledger.findall(memory)), 3)
+
     def start(self, ranks, command):
         """A run that has logged a step."""
         run = subprocess.Popen([MPIRUN, "-n", str(ranks), BINARY, *command], env=ENVIRONMENT, stdout=subprocess.PIPE,
