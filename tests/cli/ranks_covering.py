@@ -97,7 +97,7 @@ def main():
         try:
             model = Workplace(folder).init_model(width=row["width"])
             ends = [train(folder, model, row, ranks) for ranks in RANKS]
-        except Failure as failure:
+        except (Failure, AssertionError, subprocess.TimeoutExpired) as failure:
             ends = str(failure)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

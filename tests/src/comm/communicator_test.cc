@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <latch>
 #include <string>
 #include <thread>
 #include <vector>
@@ -176,11 +177,16 @@ TEST(ThreadRanks, ARankThatLeavesIsAnsweredByThoseThatStay) {
 TEST(ThreadRanks, WhoeverDoesNotAnswerARankThatLeavesIsNamed) {
   const Logged logged;
   ThreadHub hub(3);
+  std::latch silent(1);  // before any rank leaves
   run_on(hub, 3, {.patience_seconds = 0.5}, [&](Communicator& communicator) {
     Member member(communicator);
     member.comm.barrier(7, *member.a);
     member.settle();
-    if (member.rank == 1) hub.silence(1);
+    if (member.rank == 1) {
+      hub.silence(1);
+      silent.count_down();
+    }
+    silent.wait();
     member.comm.throw_if_failed();
   });
   const auto misses = [](const char* whom) {
