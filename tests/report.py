@@ -17,11 +17,16 @@ class _Result(unittest.TextTestResult):
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         self.cases = ElementTree.Element("testsuite", name="python")
-        self._started = 0.0
+        self._started = time.monotonic()
 
     def startTest(self, test):
         self._started = time.monotonic()
         super().startTest(test)
+
+    # What comes next may be no test: that a class or module could not be set up takes as long as that.
+    def stopTest(self, test):
+        super().stopTest(test)
+        self._started = time.monotonic()
 
     def _add(self, test, kind=None, message=""):
         # A failed setUpClass arrives as an _ErrorHolder, which knows nothing but its description.
