@@ -70,7 +70,9 @@ def measure_peer(place, a, where):
     cores = sorted(os.sched_getaffinity(0))
     command = [a.peer_python, fine.ROOT / "bench/peers/finetune_deepspeed.py", "--layers", place.layers, "--width",
                place.width, "--seq", a.seq, "--steps", 1 + a.steps, "--nvme", folder, "--offload",
-               {"host": "cpu", "nvme": "nvme"}[where]]
+               {"host": "cpu", "nvme": "nvme"}[where],
+               # Its part of the largest tensor, GPT-2's embedding. Ranks prefetch more tensors than one process does.
+               "--buffers", 24 * a.ranks, "--buffer-elements", 52_000 * place.width // a.ranks]
     try:
         ranks = [subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                   text=True, preexec_fn=lambda r=r: os.sched_setaffinity(0, {cores[r % len(cores)]}),

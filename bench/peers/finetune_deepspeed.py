@@ -25,6 +25,8 @@ a.add_argument("--width", type=int, default=1024)
 a.add_argument("--seq", type=int, default=256)
 a.add_argument("--steps", type=int, default=6)
 a.add_argument("--offload", choices=["none", "cpu", "nvme_optimizer", "nvme"], default="nvme_optimizer")
+a.add_argument("--buffers", type=int, default=24, help="of weights that come from NVMe")
+a.add_argument("--buffer-elements", type=int, default=int(1.1e8))
 a.add_argument("--nvme", default="/tmp/peers_nvme")
 a.add_argument("--sub-group", type=float, default=5e7)
 a = a.parse_args()
@@ -38,7 +40,8 @@ if a.offload.startswith("nvme"):
     zero["offload_optimizer"] = {"device": "nvme", "nvme_path": a.nvme, "buffer_count": 12, "pipeline_read": True,
                                  "pipeline_write": True}
     zero["offload_param"] = {"device": "cpu"} if a.offload == "nvme_optimizer" else {
-        "device": "nvme", "nvme_path": a.nvme, "buffer_count": 24, "buffer_size": int(1.1e8), "max_in_cpu": 0}
+        "device": "nvme", "nvme_path": a.nvme, "buffer_count": a.buffers, "buffer_size": a.buffer_elements,
+        "max_in_cpu": 0}
 config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
           "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": zero,
           "aio": {"block_size": 1048576, "queue_depth": 32, "single_submit": False, "overlap_events": True,
