@@ -12,6 +12,7 @@
 #include "spillway/error.h"
 #include "tests/aio/simulated_disk.h"
 #include "tests/aio/temp_files.h"
+#include "tests/error_of.h"
 #include "tests/src/ranks_run.h"
 #include "tests/src/small_case.h"  // quick_directory()
 
@@ -80,6 +81,38 @@ TEST_P(OneDriveFails, AllRanksEndAndGoOnLater) {
       });
     }
   }
+}
+
+// Gradients are finite, and what the update makes of them is not, where one rank owns it.
+TEST(OneUpdateOverflows, AllRanksEndAndGoOnFromTheStepBefore) {
+  RanksCase of{.layout = layout_case("nvme"), .type = DType::kFloat16};
+  of.layout.width = 300;
+  const RanksOutcome whole = train_on_ranks(kRanks, of, kSteps);
+  TempStore store;
+  std::vector<std::string> said(kRanks);
+  run_ranks(kRanks, [&](Communicator& communicator) {
+    RankRun run(of, &communicator, store.path());
+    run.until(2);
+    run.engine->flush();
+    run.engine->set_learning_rate(1e6);
+    run.trainer->brings = [](const ToyPush& push) {
+      return push.block == 2 && push.parameter == 0 ? Brings::kGradient : Brings::kNothing;
+    };
+    const Error error = error_of([&] {
+      run.trainer->run_step();
+      run.engine->flush();
+    });
+    EXPECT_EQ(error.code(), Code::kNonFinite);
+    said[run.rank] = error.what();
+  });
+  EXPECT_THAT(said, ::testing::Contains(HasSubstr("a weight or optimizer state overflowed in the update")));
+  EXPECT_THAT(said, ::testing::Each(HasSubstr("overflowed")));
+  run_ranks(kRanks, [&](Communicator& communicator) {
+    RankRun run(of, &communicator, store.path(), OnExisting::kResume);
+    EXPECT_EQ(run.engine->current_step(), 2u);
+    run.until(kSteps);
+    EXPECT_TRUE(exported(*run.engine) == whole.bits);
+  });
 }
 
 }  // namespace
