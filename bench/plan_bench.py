@@ -13,10 +13,7 @@ A step in which clipping has an effect is compared with the plan's prediction of
 """
 import argparse
 import json
-import os
 import pathlib
-import platform
-import signal
 import sys
 
 import finetune_bench as fine
@@ -109,23 +106,20 @@ def parse():
 
 def main():
     a = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: everything is taken away first
-    step.say(machine=platform.machine(), kernel=platform.release(), cores=os.cpu_count())
     budgets = [tuple(map(float, budget.split(","))) for budget in a.budget or []] or BUDGETS
-    kept = True
-    try:
+
+    def body():
+        kept = True
         for name in a.shape or ["gpt2", "gpt2-medium", "gpt2-large", "24x2048"]:
             with step.Workplace(a, name) as place:
                 for seq in a.seq or [256]:
                     for factors in budgets:
                         for steady in a.steady or [None]:
                             kept &= compare(place, seq, a.steps, factors, a.clipping, steady, a.option)
-    except (step.Failed, links.Unable) as failure:
-        print(f"plan_bench: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0 if kept or a.tiny else 1
+        return 0 if kept or a.tiny else 1
+
+    return step.guarded("plan_bench", body)
+
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,14 +30,26 @@ from step_bench import SHAPES, Failed, Workplace, checked, say
 PLACES = ("host", "nvme")
 
 
+def add_launcher(parser):
+    parser.add_argument("--mpirun", default="mpirun")
+    parser.add_argument("--mpi-option", dest="mpi_options", action="append", default=[], help="one word for mpirun")
+
+
+def launcher(a, ranks, *options):
+    """What comes before the command of so many ranks."""
+    if ranks == 1:
+        return []
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [a.mpirun, "-n", ranks, "--bind-to", "none", *options, *a.mpi_options, *root]
+
+
 def finetune(place, a, where, ranks, hbm):
     settings = {"at_home": "cpu"} if where == "host" else {"nvme": place.nvme, "host": place.host}
     command = place.command(a.seq, hbm=hbm, accumulation=a.ranks // ranks, **settings)
     config = json.loads(place.config.read_text())
     config["spillway"]["sum_groups"] = a.ranks
     place.config.write_text(json.dumps(config))
-    launch = [a.mpirun, "-n", ranks, "--bind-to", "none", *a.mpi_options] if ranks > 1 else []
-    return [*launch, *command, "--steps", 1 + a.steps, "--log", place.log]
+    return [*launcher(a, ranks), *command, "--steps", 1 + a.steps, "--log", place.log]
 
 
 def smallest_hbm(place, a, where, ranks):
@@ -122,8 +132,7 @@ def parse():
     build = fine.ROOT / "build"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spillway", type=pathlib.Path, default=build / "tools/spillway")
-    parser.add_argument("--mpirun", default="mpirun")
-    parser.add_argument("--mpi-option", dest="mpi_options", action="append", default=[], help="one word for mpirun")
+    add_launcher(parser)
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: 124M and 355M")
     parser.add_argument("--where", action="append", choices=PLACES, help="default: both")
     parser.add_argument("--ranks", type=int, default=2)
@@ -138,26 +147,20 @@ def parse():
     a.clipping, a.tile_elements, a.buffers, a.hbm, a.host = 1.0, None, None, None, None
     if a.tiny:
         a.shape, a.where, a.steps, a.rounds, a.seq = ["tiny"], ["nvme"], 2, 1, 64
-    if os.geteuid() == 0:
-        a.mpi_options.append("--allow-run-as-root")
     return a
 
 
 def main():
     a = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: everything is taken away first
-    say(machine=platform.machine(), kernel=platform.release(), cores=os.cpu_count())
-    try:
+
+    def body():
         for name in a.shape or ["gpt2", "gpt2-medium"]:
             for where in a.where or PLACES:
                 with Workplace(a, name) as place:
                     case(a, place, where)
-    except (Failed, links.Unable) as failure:
-        print(f"ranks_bench: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return step_bench.guarded("ranks_bench", body)
+
 
 
 if __name__ == "__main__":

@@ -15,19 +15,16 @@ bf16, AdamW, clipping 1.0, a micro-batch a rank. HBM is emulated in RAM. One JSO
 """
 import argparse
 import json
-import os
 import pathlib
-import platform
 import re
 import shutil
-import signal
 import sys
 import threading
 import time
 
 import finetune_bench as fine
-import link_probes as links
 import ranks_bench
+import step_bench
 from step_bench import SHAPES, Failed, Workplace, checked, say
 
 # What leaves the device in each stage, and where to: parameters leave it in stage 3 alone.
@@ -123,10 +120,9 @@ def case(place, a, stage, where, ranks):
     shutil.rmtree(place.folder / "out", ignore_errors=True)
     write_config(place, a, stage, where)
     plan, ledger = planned(place, a, ranks)
-    launch = [a.mpirun, "-n", ranks, "--bind-to", "none", "--oversubscribe", *a.mpi_options] if ranks > 1 else []
     started = time.monotonic()
     with Sampler(a.spillway, place.config) as sampler:
-        run = checked(fine.watch([*launch, *command]))
+        run = checked(fine.watch([*ranks_bench.launcher(a, ranks, "--oversubscribe"), *command]))
     if len(sampler.samples) != ranks:
         raise Failed(f"{len(sampler.samples)} processes were seen of {ranks} ranks")
     first = {tier: fine.arena_bytes(run, tier)[1] for tier in ("hbm", "host")}
@@ -168,8 +164,7 @@ def parse():
     build = fine.ROOT / "build"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spillway", type=pathlib.Path, default=build / "tools/spillway")
-    parser.add_argument("--mpirun", default="mpirun")
-    parser.add_argument("--mpi-option", dest="mpi_options", action="append", default=[], help="one word for mpirun")
+    ranks_bench.add_launcher(parser)
     parser.add_argument("--shape", choices=list(SHAPES), default="gpt2")
     parser.add_argument("--ranks", action="append", type=int, help="default: 1, 2 and 4")
     parser.add_argument("--stage", action="append", type=int, choices=range(4), help="default: all of them")
@@ -185,8 +180,6 @@ def parse():
     a.clipping, a.buffers, a.hbm, a.host = 1.0, None, None, None  # what step_bench's places ask for
     if a.tiny:
         a.shape, a.ranks, a.stage, a.where, a.steps = "tiny", [1, 2], [3], ["host"], 30
-    if os.geteuid() == 0:
-        a.mpi_options.append("--allow-run-as-root")
     return a
 
 
@@ -195,20 +188,16 @@ def main():
     if a.table:
         print(table([json.loads(line) for line in a.table.read_text().splitlines()]))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: everything is taken away first
-    say(machine=platform.machine(), kernel=platform.release(), cores=os.cpu_count())
-    try:
+
+    def body():
         with Workplace(a, a.shape) as place:
             for stage, where in CASES:
                 if stage in (a.stage or range(4)) and where in (a.where or DEVICES):
                     for ranks in a.ranks or (1, 2, 4):
                         case(place, a, stage, where, ranks)
-    except (Failed, links.Unable) as failure:
-        print(f"ranks_memory: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return step_bench.guarded("ranks_memory", body)
+
 
 
 if __name__ == "__main__":

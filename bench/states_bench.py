@@ -13,11 +13,8 @@ with --peer-python (DeepSpeed with its optimizer on NVMe, one run a round) `of_p
 """
 import argparse
 import json
-import os
 import pathlib
-import platform
 import shutil
-import signal
 import sys
 
 import finetune_bench as fine
@@ -115,18 +112,14 @@ def parse():
 
 def main():
     a = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: everything is taken away first
-    say(machine=platform.machine(), kernel=platform.release(), cores=os.cpu_count())
-    try:
+
+    def body():
         for name in a.shape or ["gpt2-medium"]:
             with Workplace(a, name) as place:
                 shape_case(a, place, a.seq)
-    except (step_bench.Failed, links.Unable) as failure:
-        print(f"states_bench: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return step_bench.guarded("states_bench", body)
+
 
 
 if __name__ == "__main__":

@@ -71,6 +71,20 @@ def checked(run):
     return run
 
 
+def guarded(name, body):
+    """The exit status of a bench: that of its body, where None is 0. SIGTERM ends it as Ctrl-C does: everything is
+    taken away first."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    say(machine=platform.machine(), kernel=platform.release(), cores=os.cpu_count())
+    try:
+        return body() or 0
+    except (Failed, links.Unable) as failure:
+        print(f"{name}: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
 class Workplace:
     """A directory on the drive with a model, its text and a store; gone at the end, whatever that is."""
 
