@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-from ranks_kill_sweep import ENVIRONMENT, MPIRUN, Failure
+from ranks_kill_sweep import MPIRUN, ONE_HOST, Failure
 from runs import BINARY, Run, Workplace, sha256_of_model, spillway
 
 RANKS, GROUPS, STEPS = (1, 2, 4), 4, 3
@@ -73,7 +73,7 @@ def train(folder, model, of, ranks):
     if ranks == 1:
         run = spillway(*command)
     else:
-        done = subprocess.run([MPIRUN, "-n", str(ranks), BINARY, *command], env=ENVIRONMENT, capture_output=True,
+        done = subprocess.run([MPIRUN, "-n", str(ranks), BINARY, *command], env=ONE_HOST, capture_output=True,
                               text=True, timeout=300, check=False)
         run = Run(done.returncode, done.stdout, done.stderr)
     if run.status:

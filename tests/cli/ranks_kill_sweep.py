@@ -15,12 +15,11 @@ import sys
 import tempfile
 import time
 
-from runs import BINARY, Workplace, sha256_of_model, spillway
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from mpirun import ONE_HOST  # noqa: E402
+from runs import BINARY, Workplace, sha256_of_model, spillway  # noqa: E402
 
 MPIRUN = os.environ.get("SPILLWAY_MPIRUN", "") or shutil.which("mpirun") or ""
-ENVIRONMENT = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-               "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none",
-               "OMPI_MCA_btl": "self,vader", "OMPI_MCA_plm": "isolated"}
 MICRO_BATCHES, STEPS_A_KILL = 4, 25
 ENDS_WITHIN = 90  # seconds: the patience of those who wait, and a margin
 VICTIMS = ("rank", "rank", "all", "launcher")
@@ -82,7 +81,7 @@ class RanksKillSweep:
 
     def launch(self, **how):
         with open(self.said, "w", encoding="utf-8") as said:
-            return subprocess.Popen([MPIRUN, "-n", str(self.ranks), BINARY, *self.arguments(**how)], env=ENVIRONMENT,
+            return subprocess.Popen([MPIRUN, "-n", str(self.ranks), BINARY, *self.arguments(**how)], env=ONE_HOST,
                                     stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
 
     def reference(self):

@@ -10,15 +10,12 @@ import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from mpirun import ONE_HOST  # noqa: E402
 from report import main  # noqa: E402
 import runs  # noqa: E402
 from runs import BINARY, CRASH, CliTest, Run, Workplace, sha256_of_model  # noqa: E402
 
 MPIRUN = os.environ.get("SPILLWAY_MPIRUN", "")
-# A container has one user, and fewer cores than ranks; nothing outside this machine is asked for.
-ENVIRONMENT = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-               "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none",
-               "OMPI_MCA_btl": "self,vader", "OMPI_MCA_plm": "isolated"}
 MICRO_BATCHES = 4  # of a step, on all ranks
 STEPS = 3
 GROUPS = {"sum_groups": 4}
@@ -29,7 +26,7 @@ def on_ranks(*commands):
     line = [MPIRUN]
     for command in commands:
         line += ([":"] if len(line) > 1 else []) + ["-n", "1", BINARY, *map(str, command)]
-    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(line, env=ONE_HOST, capture_output=True, text=True, timeout=120, check=False)
     return Run(done.returncode, done.stdout, done.stderr)
 
 
@@ -110,7 +107,7 @@ class Ranks(CliTest):
 
     def start(self, ranks, command):
         """A run that has logged a step."""
-        run = subprocess.Popen([MPIRUN, "-n", str(ranks), BINARY, *command], env=ENVIRONMENT, stdout=subprocess.PIPE,
+        run = subprocess.Popen([MPIRUN, "-n", str(ranks), BINARY, *command], env=ONE_HOST, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 60
         while not self.place.log.exists() or not self.place.log.read_text():

@@ -8,12 +8,9 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 
-# A container has one user, and fewer cores than ranks.
-ANYWHERE = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
+from mpirun import ONE_HOST
+
 MPIRUN = os.environ["SPILLWAY_MPIRUN"]
-# Nothing outside this machine is asked for.
-ONE_HOST = {**ANYWHERE, "OMPI_MCA_btl": "self,vader", "OMPI_MCA_plm": "isolated"}
 PATIENCE = "2"
 
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 
-from launch import ANYWHERE, MPIRUN
+from launch import MPIRUN
+from mpirun import ANYWHERE
 
 NAMES = ("host-a", "host-b")
 NETWORK = "192.0.2.0/24"  # for documentation: no machine has it
