@@ -68,7 +68,6 @@ void GradientCollector::begin_step() {
 
 // Every refusal comes before the push counts, so that a refused one can be made again.
 bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
-  join();
   const auto [b, p] = std::pair(gradient.block, gradient.parameter);
   pushes_.check(gradient);
   pushes_.refuse_unless_due(gradient);
@@ -335,7 +334,6 @@ void GradientCollector::copy_down(std::uint32_t b, const std::byte* staging, std
 }
 
 void GradientCollector::wait_landed(std::uint32_t b) {
-  join();
   device().synchronize(*blocks_[b].landed);
   if (!blocks_[b].unnormed) return;
   host_norm(b) =

@@ -57,8 +57,9 @@ class GradientCollector {
   void expect(std::uint32_t block);
   // True when the block is complete with it: on its way down.
   bool push(const Gradient& gradient, Stream& stream);
-  // With several ranks: adds up their sums of the block that was completed last. That waits for this call, or for the
-  // next push, so that what the next visit gathers need not wait for sums. All ranks call it in the same place.
+  // With several ranks: adds up their sums of the block that was completed last. That waits for this call, so that what
+  // the next visit gathers need not wait for sums. All ranks call it in the same place, at the latest before the next
+  // push and before anybody waits for the block.
   void join();
   // A complete block: its gradient is where the update reads it, its norm known.
   bool landed(std::uint32_t block) const { return waiting_.block != block && device().done(*blocks_[block].landed); }
