@@ -73,17 +73,6 @@ Error error_in(Letter letter) {
   return {code, std::move(parts)};
 }
 
-// As many at a time as a call takes.
-template <typename Value>
-void fold_all(Communicator& communicator, std::span<Value> values, Fold fold, Stream& stream) {
-  for (std::size_t at = 0; at < values.size(); at += kMostScalars) {
-    const auto some = values.subspan(at, std::min(kMostScalars, values.size() - at));
-    communicator.all_reduce(some, fold, kNoBlock, stream);
-    stream.synchronize();
-    communicator.throw_if_failed();
-  }
-}
-
 }  // namespace
 
 Agreement::Agreement(Communicator* communicator)
@@ -100,13 +89,17 @@ void Agreement::finish() {
   communicator_->throw_if_failed();
 }
 
-void Agreement::fold(std::span<std::uint64_t> values, Fold fold) {
-  if (communicator_) fold_all(*communicator_, values, fold, *stream_);
+// As many at a time as a call takes.
+template <typename Value>
+void Agreement::fold_all(std::span<Value> values, Fold fold) {
+  for (std::size_t at = 0; communicator_ && at < values.size(); at += kMostScalars) {
+    communicator_->all_reduce(values.subspan(at, std::min(kMostScalars, values.size() - at)), fold, kNoBlock, *stream_);
+    finish();
+  }
 }
 
-void Agreement::fold(std::span<double> values, Fold fold) {
-  if (communicator_) fold_all(*communicator_, values, fold, *stream_);
-}
+void Agreement::fold(std::span<std::uint64_t> values, Fold fold) { fold_all(values, fold); }
+void Agreement::fold(std::span<double> values, Fold fold) { fold_all(values, fold); }
 
 void Agreement::broadcast(std::span<std::byte> bytes, std::uint32_t root) {
   if (!communicator_) return;

@@ -58,6 +58,8 @@ class Agreement {
 
  private:
   std::optional<Error> failure_of(const std::function<void()>& work) const;
+  template <typename Value>
+  void fold_all(std::span<Value> values, Fold fold);
   void finish();
 
   Communicator* const communicator_;  // null: alone
