@@ -10,8 +10,8 @@ import statistics
 from gpu_session import GIB, ROOT, Failed, Skip
 
 # Shares of the time, in this order: what is held against what comes first, then the drive's, which take longest.
-SHARES = {"pytorch": 40, "spillway-hbm": 45, "spillway-host": 60, "deepspeed-cpu": 75, "fsdp2": 55, "torchao": 55,
-          "spillway-nvme": 70, "deepspeed-nvme": 80}
+SHARES = {"pytorch": 40, "spillway-hbm": 60, "spillway-host": 75, "deepspeed-cpu": 65, "fsdp2": 50, "torchao": 50,
+          "spillway-nvme": 75, "deepspeed-nvme": 100}
 GRACE = 8  # seconds in which a step that was begun may end
 PLACES = {"spillway-hbm": ("in HBM", ("pytorch",)), "spillway-host": ("states in memory", ("deepspeed-cpu", "fsdp2",
                                                                                           "torchao")),

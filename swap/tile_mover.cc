@@ -19,9 +19,10 @@ std::uint64_t buffer_offset(const TileShape& shape, std::size_t part) {
 
 TileMover::TileMover(TileMoverParts parts) : parts_(std::move(parts)) {
   SPILLWAY_CHECK(parts_.buffers.size() >= parts_.count * parts_.buffer_bytes, "the buffers lie in their piece");
-  for (std::uint32_t b = 0; b < parts_.count; ++b) {
+  for (std::uint32_t b = 0; b < std::max(parts_.count, parts_.numbers); ++b) {
     buffers_.push_back(std::make_unique<Buffer>(parts_.thread, &progress_));
     buffers_.back()->copies = parts_.device->create_event();
+    if (b >= parts_.count) continue;
     buffers_.back()->gradient_before.resize(div_up(parts_.buffer_bytes, kGranuleBytes) + 1);
     for (std::size_t part = 0; part < kParts; ++part) {
       for (auto* granules : {&buffers_.back()->before[part], &buffers_.back()->after[part]})
@@ -39,12 +40,15 @@ TileMover::~TileMover() {
 
 TileMemory TileMover::memory_of(std::uint32_t tile, std::uint32_t index) const {
   const TilePlace& place = parts_.tiles[tile];
-  std::byte* buffer = parts_.buffers.data() + index * parts_.buffer_bytes;
   TileMemory memory;
   for (std::size_t part = 0; part < kParts; ++part) {
     if (payload_bytes(place.shape, static_cast<Part>(part)) == 0) continue;
-    memory.part[part] = place.home[part] == Placement::kHost ? parts_.host.data() + place.offset[part]
-                                                             : buffer + buffer_offset(place.shape, part);
+    if (place.home[part] == Placement::kHost) {
+      memory.part[part] = parts_.host.data() + place.offset[part];
+      continue;
+    }
+    SPILLWAY_CHECK(index < parts_.count, "what is not in place passes through a buffer");
+    memory.part[part] = parts_.buffers.data() + index * parts_.buffer_bytes + buffer_offset(place.shape, part);
   }
   return memory;
 }
@@ -270,11 +274,11 @@ void TileMover::start_save(std::uint32_t index, Save kind, std::byte* delivered)
 }
 
 void TileMover::finish_saves() {
-  for (std::uint32_t b = 0; b < parts_.count; ++b) finish_save(b);
+  for (std::uint32_t b = 0; b < buffers_.size(); ++b) finish_save(b);
 }
 
 void TileMover::finish_saves_of(std::uint32_t first, std::uint32_t end) {
-  for (std::uint32_t b = 0; b < parts_.count; ++b) {
+  for (std::uint32_t b = 0; b < buffers_.size(); ++b) {
     if (buffers_[b]->tile >= first && buffers_[b]->tile < end) finish_save(b);
   }
 }

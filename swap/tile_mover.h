@@ -3,7 +3,8 @@
 //   start_load(tile, b) ─ reads under way ─► memory = finish_load(b)   (verified) ─► caller works on memory
 //   start_save(b, kind) ─ writes and copies under way ─► finish_save(b)             buffer b is free again
 //
-// A part whose home is host memory is used in place; the others pass through buffer b. One thread at a time (the
+// A part whose home is host memory is used in place; the others pass through buffer b. A tile all of which is in place
+// may have a number behind the buffers, which has no memory. One thread at a time (the
 // engine's); transfers run on the store's and the device's threads. Nothing is allocated after construction.
 // Errors: kIo, kCorrupt.
 #pragma once
@@ -53,6 +54,7 @@ struct TileMoverParts {
   std::span<std::byte> buffers;  // `count` buffers of buffer_bytes, in registered host memory
   std::uint64_t buffer_bytes = 0;
   std::uint32_t count = 1;
+  std::uint32_t numbers = 0;  // as many as `count` or more: those behind are for tiles that are in place alone
   std::function<std::string(std::uint32_t tile)> name_of;  // for error messages
   Watch watch = {};
 };
@@ -62,8 +64,8 @@ class TileMover {
   explicit TileMover(TileMoverParts parts);
   ~TileMover();
 
-  std::uint32_t buffers() const noexcept { return parts_.count; }
-  bool idle(std::uint32_t buffer) const;  // nothing under way: start_load will not block
+  std::uint32_t buffers() const noexcept { return parts_.count; }  // that any tile may pass through
+  bool idle(std::uint32_t buffer) const;                           // nothing under way: start_load will not block
   bool read(std::uint32_t buffer) const;  // of a load: nothing is on its way from NVMe any more
 
   // What the transfers of all buffers have completed so far, and waiting for more: there must be some under way.

@@ -36,6 +36,11 @@ constexpr bool resident(const TilePlace& tile) {
   return tile.home[0] != Placement::kNvme || tile.home[1] != Placement::kNvme || tile.hbm_weights;
 }
 
+// Whether all of the tile is in host memory, where an update works on it.
+constexpr bool in_place(const TilePlace& tile) {
+  return tile.home[0] == Placement::kHost && tile.home[1] == Placement::kHost;
+}
+
 // True when the part's slot is written by every update; the others are written when a commit is due. Weights kept in
 // host memory beside states on NVMe are a cache: they travel with the states, so that a commit costs nothing extra. Of
 // the caller's weights nobody could ask for them later.

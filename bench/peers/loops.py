@@ -134,7 +134,7 @@ class Spillway(Loop):
         import spillway
         device = self.PLACE[options.variant]
         place = {"device": device, **({"nvme_path": options.folder} if device == "nvme" else {})}
-        own = {"device": "cuda" if options.device == "cuda" else "host"}
+        own = {"device": "cuda" if options.device == "cuda" else "host", "states": options.states}
         if options.threads:
             own["threads"] = options.threads
         if device == "nvme":  # without commits, of which the peer has none; and what its budget holds stays there
@@ -150,7 +150,7 @@ class Spillway(Loop):
             "optimizer": {"type": "AdamW", "params": {**RATES, "betas": list(RATES["betas"])}},
             "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
             "spillway": own}, on_existing="replace")
-        self.ABOUT = f"bf16 weights, fp32 masters, states and sum of micro-batches; spillway: {own}"
+        self.ABOUT = f"bf16 weights, fp32 masters and sum of micro-batches; spillway: {own}"
         self.report = None
 
     def step(self, batches):

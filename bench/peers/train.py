@@ -190,6 +190,8 @@ def parse():
     parser.add_argument("--steps", **numbers, default=[4, 3, 3], help="of each size; the first does not count")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--states", choices=("fp32", "bf16", "int8"), default="fp32",
+                        help="Spillway's moments; the peers have fp32")
     parser.add_argument("--folder", default="/tmp/peers", help="on the drive")
     parser.add_argument("--lines", help="a file for the JSON lines")
     parser.add_argument("--tiny", action="store_true")

@@ -202,6 +202,7 @@ void Machinery::build_movers(const ModelDescription& model, const Plan& plan, St
                                                      .buffers = host_region(plan.host.buffers),
                                                      .buffer_bytes = plan.host.buffer_bytes,
                                                      .count = plan.host.buffers_count,
+                                                     .numbers = policies.updates.numbers(),
                                                      .name_of = name_of,
                                                      .watch = watch});
   if (plan.spill_bytes > 0) {

@@ -268,23 +268,46 @@ class HostLayout {
   // What is left of an explicit budget keeps a fixed set of tiles: the visit order is cyclic, so recency would be the
   // worst choice. Weights first: they are read for the update and in backward, states once.
   void cache_in_host(PlanArena& arena, std::uint64_t budget) {
-    auto fits = [&](const TilePlace& tile, Part part) {
-      return arena.used() + align_up(extent_bytes(tile.shape, part), kPage) <= budget;
-    };
-    std::uint64_t weights_left = config_.knobs.max_in_cpu.value_or(UINT64_MAX);
     const auto stay = blocks_that_stay(plan_);
     for (Part part : {Part::kWeights, Part::kStates}) {
-      for (TilePlace& tile : plan_.tile_places) {
-        if (tile.home[index_of(part)] != Placement::kNvme || !fits(tile, part)) continue;
+      std::vector<TilePlace*> tiles;
+      for (std::size_t t = 0; t < plan_.tile_places.size(); ++t) {
+        if (plan_.tile_places[t].home[index_of(part)] != Placement::kNvme) continue;
         // What is updated early is taken back on NVMe, and committed at every step: it must not wait for a commit.
         if (plan_.early_blocks && part == Part::kStates) continue;
-        const std::uint32_t block = plan_.tiles[static_cast<std::size_t>(&tile - plan_.tile_places.data())].block;
+        const std::uint32_t block = plan_.tiles[t].block;
         if (plan_.blocks[block].early || stay[block] != 0) continue;  // what stays in HBM is read once anyway
-        if (part == Part::kWeights) {
-          if (tile.shape.count > weights_left) continue;
-          weights_left -= tile.shape.count;
-        }
-        keep_in_host(arena, tile, part);
+        tiles.push_back(&plan_.tile_places[t]);
+      }
+      spread_in_host(arena, budget, tiles, part);
+    }
+  }
+
+  // Evenly over the tiles, so that the drive has something to read while those in memory are used; the first ones are
+  // on NVMe, as they are read before their turn. What is left then goes to the first for which it is enough.
+  void spread_in_host(PlanArena& arena, std::uint64_t budget, const std::vector<TilePlace*>& tiles, Part part) {
+    const auto bytes_of = [part](const TilePlace& tile) { return align_up(extent_bytes(tile.shape, part), kPage); };
+    std::uint64_t all = 0, elements = 0, seen = 0, kept = 0;
+    for (const TilePlace* tile : tiles) {
+      all += bytes_of(*tile);
+      elements += tile->shape.count;
+    }
+    std::uint64_t elements_left = UINT64_MAX;
+    if (part == Part::kWeights) elements_left = config_.knobs.max_in_cpu.value_or(UINT64_MAX);
+    if (all == 0) return;
+    const double of_memory = static_cast<double>(budget - arena.used()) / static_cast<double>(all);
+    const double of_elements = static_cast<double>(elements_left) / static_cast<double>(elements);
+    const double share = std::min({of_memory, of_elements, 1.0});
+    for (const bool spread : {true, false}) {
+      for (TilePlace* tile : tiles) {
+        const std::uint64_t bytes = bytes_of(*tile);
+        seen += bytes;
+        if (tile->home[index_of(part)] == Placement::kHost) continue;
+        if (spread && static_cast<double>(kept + bytes) > share * static_cast<double>(seen)) continue;
+        if (arena.used() + bytes > budget || tile->shape.count > elements_left) continue;
+        elements_left -= tile->shape.count;
+        kept += bytes;
+        keep_in_host(arena, *tile, part);
       }
     }
   }

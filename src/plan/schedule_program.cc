@@ -45,7 +45,7 @@ ScheduleProgram::ScheduleProgram(const ScheduleInput& input)
       places_(weights_.places()),
       gathered_(weights_.places()),
       chunk_freed_(input.chunks, kNoOp),
-      buffers_(input.policies.updates.buffers),
+      buffers_(input.policies.updates.numbers()),
       written_(input.tiles.size(), kNoOp),
       spilled_(input.tiles.size(), kNoOp),
       landed_(input.tiles.size(), kNoOp),

@@ -100,7 +100,7 @@ void ScheduleProgram::commit() {
   for (std::uint32_t t = 0; t < in_.tiles.size(); ++t) {
     const ScheduleTile& tile = in_.tiles[t];
     if (tile.commit_bytes == 0) continue;
-    const auto index = static_cast<std::uint32_t>(used++ % buffers_.size());
+    const auto index = used++ % in_.policies.updates.buffers;
     Buffer& buffer = buffers_[index];
     const auto in_buffer = [&](OpKind kind, Lane lane, std::uint64_t bytes) {
       ScheduleOp op = of_tile(kind, lane, t, bytes);

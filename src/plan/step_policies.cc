@@ -46,6 +46,12 @@ UpdateQueueOptions updates_of(const Plan& plan, unsigned nodes) {
   for (const std::uint32_t tile : options.order) {
     if (!resident(plan.tile_places[tile])) options.checked.push_back(tile);
   }
+  if (options.nodes > 1) return options;  // a buffer belongs to a node, as each place in the queue does
+  for (std::size_t t = 0; t < plan.tiles.size(); ++t) {
+    const bool spilled = plan.blocks[plan.tiles[t].block].gradient_home == Placement::kNvme;
+    options.in_place.push_back(in_place(plan.tile_places[t]) && !spilled);
+  }
+  if (std::ranges::count(options.in_place, 1) == 0) options.in_place.clear();
   return options;
 }
 

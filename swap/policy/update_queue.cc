@@ -15,24 +15,27 @@ UpdateQueue::UpdateQueue(UpdateQueueOptions options)
       end_of_(options_.blocks.size()),
       landed_(options_.blocks.size()),
       not_finite_(options_.blocks.size()),
-      read_(options_.buffers),
-      saving_(options_.buffers) {
+      read_(options_.numbers()),
+      saving_(options_.numbers()) {
   SPILLWAY_CHECK(options_.buffers > 0 && options_.nodes > 0, "a tile is updated in a buffer, on a node");
+  SPILLWAY_CHECK(options_.in_place.empty() || options_.nodes == 1, "buffers of several nodes are taken in turn");
   for (std::uint32_t b = 0; b < options_.blocks.size(); ++b) {
     const UpdateQueueOptions::Block& block = options_.blocks[b];
     std::fill_n(block_of_.begin() + block.first_tile, block.tiles, b);
   }
   queue_.reserve(options_.order.size());
+  passing_.reserve(options_.order.size());
   drops_.reserve(2 * std::size_t{options_.buffers});
 }
 
 void UpdateQueue::reset() {
   queue_.clear();
+  passing_.clear();
   std::ranges::fill(end_of_, 0u);
   std::ranges::fill(landed_, 0);
   std::ranges::fill(not_finite_, 0);
   early_end_ = next_ = due_ = loading_ = gradients_ = 0;
-  begun_ = checking_ = looking_ = stopped_ = expected_ = false;
+  begun_ = checking_ = looking_ = stopped_ = expected_ = placed_ = false;
   early_overflow_.reset();
   updated_.clear();
 }
@@ -42,6 +45,25 @@ void UpdateQueue::append(std::uint32_t tile) {
   if (end_of_[block] == 0) first_of_[block] = queue_.size();
   queue_.push_back(tile);
   end_of_[block] = queue_.size();
+  count_passing(queue_.size() - 1);
+}
+
+bool UpdateQueue::in_place(std::size_t position) const {
+  return !options_.in_place.empty() && options_.in_place[queue_[position]] != 0;
+}
+
+// Of the queue from there on.
+void UpdateQueue::count_passing(std::size_t begin) {
+  passing_.resize(queue_.size());
+  for (std::size_t i = begin; i < queue_.size(); ++i) {
+    passing_[i] = i == 0 ? 0 : passing_[i - 1] + (in_place(i - 1) ? 0u : 1u);
+  }
+}
+
+std::uint32_t UpdateQueue::buffer(std::size_t position) const {
+  const std::uint32_t passing = passing_[position];
+  if (in_place(position)) return options_.buffers + (static_cast<std::uint32_t>(position) - passing) % options_.buffers;
+  return passing % options_.buffers;
 }
 
 void UpdateQueue::append_block(std::uint32_t b) {
@@ -72,6 +94,7 @@ void UpdateQueue::forget_expected() {
   expected_ = false;
   cancel(early_end_);
   for (; queue_.size() > early_end_; queue_.pop_back()) end_of_[block_of_[queue_.back()]] = 0;
+  passing_.resize(queue_.size());
 }
 
 void UpdateQueue::complete(std::uint32_t block) {
@@ -86,7 +109,9 @@ void UpdateQueue::complete(std::uint32_t block) {
 
 // Loads of the queue from there on.
 void UpdateQueue::cancel(std::size_t begin) {
-  for (; loading_ > begin; --loading_) drops_.push_back(buffer(loading_ - 1));
+  for (; loading_ > begin; --loading_) {
+    if (!in_place(loading_ - 1)) drops_.push_back(buffer(loading_ - 1));
+  }
   gradients_ = std::min(gradients_, loading_);
 }
 
@@ -136,6 +161,7 @@ void UpdateQueue::look() {
   for (std::size_t i = next_; begun_ && i < queue_.size(); ++i) updated_[queue_[i]] = 1;
   queue_.resize(options_.trainable.size());
   std::iota(queue_.begin(), queue_.end(), 0u);
+  count_passing(0);
   next_ = due_ = 0;
   gradients_ = loading_;
   stopped_ = false;
@@ -150,6 +176,7 @@ void UpdateQueue::end_look() {
   const auto rest = queue_.begin() + static_cast<std::ptrdiff_t>(next_ + due_);
   queue_.erase(std::remove_if(rest, queue_.end(), [this](std::uint32_t tile) { return !is_updated(tile); }),
                queue_.end());
+  count_passing(next_ + due_);
   updated_.clear();
   place_blocks();
 }
@@ -169,7 +196,7 @@ void UpdateQueue::place_blocks() {
 std::optional<TileMove> UpdateQueue::next_gradient() {
   while (begun_ && !checking_ && gradients_ < loading_) {
     const std::size_t position = gradients_++;
-    if (!is_updated(queue_[position])) continue;
+    if (!is_updated(queue_[position]) || in_place(position)) continue;
     return TileMove{TileMove::Kind::kGradient, queue_[position], buffer(position)};
   }
   return std::nullopt;
@@ -185,21 +212,29 @@ std::optional<TileMove> UpdateQueue::next_move(Moves allowed) {
   if (allowed == Moves::kDrops) return std::nullopt;
   if (const auto gradient = next_gradient()) return gradient;
   if (allowed == Moves::kGradients || stopped_) return std::nullopt;
-  const std::size_t end = std::min(queue_.size(), next_ + (options_.reads_ahead ? options_.buffers : due_));
-  if (loading_ >= end || saving()) return std::nullopt;
+  if (due_ > 0 && in_place(next_) && !placed_) {
+    placed_ = true;
+    saving_[buffer(next_)] = 0;
+    return TileMove{TileMove::Kind::kLoad, queue_[next_], buffer(next_)};
+  }
+  while (loading_ < queue_.size() && in_place(loading_)) ++loading_;
+  if (loading_ >= queue_.size() || saving()) return std::nullopt;
+  if (loading_ >= next_ + due_) {  // ahead of its turn
+    if (!options_.reads_ahead || passing_[loading_] >= passing_[next_] + options_.buffers) return std::nullopt;
+  }
   const std::uint32_t b = buffer(loading_);
   read_[b] = saving_[b] = 0;
   return TileMove{TileMove::Kind::kLoad, queue_[loading_++], b};
 }
 
 std::optional<std::uint32_t> UpdateQueue::saving() const {
+  if (loading_ < next_ + due_ || loading_ >= queue_.size() || in_place(loading_)) return std::nullopt;
   const std::uint32_t b = buffer(loading_);
-  if (loading_ < next_ + due_ || !saving_[b]) return std::nullopt;
-  return b;
+  return saving_[b] ? std::optional(b) : std::nullopt;
 }
 
 std::optional<std::uint32_t> UpdateQueue::reading() const {
-  if (next_ >= loading_) return std::nullopt;
+  if (next_ >= loading_ || in_place(next_)) return std::nullopt;
   return buffer(next_);
 }
 
@@ -211,7 +246,7 @@ std::optional<std::uint32_t> UpdateQueue::early_block() const {
 // What is not read ahead never would be.
 bool UpdateQueue::arrived() const {
   if (!landed_[block_of_[queue_[next_]]]) return false;
-  return !options_.reads_ahead || (next_ < loading_ && read_[buffer(next_)]);
+  return !options_.reads_ahead || in_place(next_) || (next_ < loading_ && read_[buffer(next_)]);
 }
 
 std::optional<TileTurn> UpdateQueue::next_turn(Turns which, std::uint32_t block) {
@@ -263,6 +298,7 @@ TileEnd UpdateQueue::end_tile(std::size_t position, bool finite, bool delivered)
 
 void UpdateQueue::end_turn() {
   next_ += std::exchange(due_, 0);
+  placed_ = false;
   if (early_overflow_) stop();
 }
 

@@ -5,11 +5,12 @@
 //   tell(what happened) ─► next_turn(which) ─► next_move … until the turn's tiles are there ─► end_tile … ─►
 //   tell(kTurnDone)
 //
-// Tile i of the queue uses buffer i mod buffers, three of them here:
+// Tiles pass through the buffers in turn, three of them here; one that lies in host memory (m) is updated in place, and
+// only its place in the queue is waited for:
 //
-//   queue    7 8 9 ║ 0 1 2 3 4 5 6      blocks updated inside backward, as their gradients complete ║ then the rest
-//   buffer   0 1 2   0 1 2 0 …
-//            ▲ next      ▲ loading      those between are read ahead; a buffer's next tile comes once it is written
+//   queue    7 8 9 ║ 0 m 1 2 3 m m 4 5 6   blocks updated inside backward, as their gradients complete ║ then the rest
+//   buffer   0 1 2   0   1 2 0 …
+//            ▲ next        ▲ loading       those between are read ahead; a buffer's next tile comes once it is written
 //
 // One use of it is a step: kEnd makes it empty. Nothing is allocated after construction, but for what is shown.
 #pragma once
@@ -30,10 +31,15 @@ struct UpdateQueueOptions {
   std::vector<std::uint8_t> trainable = {};  // by tile
   std::vector<std::uint32_t> order = {};     // trainable tiles, as they are updated
   std::vector<std::uint32_t> checked = {};   // those that a check at a resume reads
+  // By tile: it is updated where it lies, and needs no buffer. Empty: none is.
+  std::vector<std::uint8_t> in_place = {};
   std::uint32_t buffers = 1;
   unsigned nodes = 1;                             // so many tiles are updated together, but for those inside backward
   bool reads_ahead = true, writes_behind = true;  // of the tile being updated
   bool early_planned = false;  // blocks are updated inside backward in every step: none of the rest is read before
+
+  // Buffers, and numbers behind them for what is updated in place.
+  std::uint32_t numbers() const noexcept { return in_place.empty() ? buffers : 2 * buffers; }
 };
 
 enum class QueueEvent : std::uint8_t {
@@ -134,7 +140,8 @@ class UpdateQueue final : public UpdateView {
   TileEnd end_tile(std::size_t position, bool finite, bool delivered);
 
   std::uint32_t tile(std::size_t position) const { return queue_[position]; }
-  std::uint32_t buffer(std::size_t position) const { return static_cast<std::uint32_t>(position % options_.buffers); }
+  // Of options.numbers().
+  std::uint32_t buffer(std::size_t position) const;
 
   WeightsFrom weights_from(std::uint32_t block) const override;
   // The block's tiles have their turns in one piece, so that its weights may go to its place from there.
@@ -168,14 +175,17 @@ class UpdateQueue final : public UpdateView {
   void look();
   void end_look();
   void place_blocks();
+  void count_passing(std::size_t begin);
   void reset();
   bool arrived() const;
+  bool in_place(std::size_t position) const;
   std::optional<TileMove> next_gradient();
   bool is_updated(std::uint32_t tile) const { return updated_.empty() || updated_[tile] != 0; }
 
   const UpdateQueueOptions options_;
   std::vector<std::uint32_t> block_of_;  // by tile
   std::vector<std::uint32_t> queue_;
+  std::vector<std::uint32_t> passing_;             // by position: tiles before it that need a buffer
   std::vector<std::size_t> first_of_, end_of_;     // of each block's tiles in the queue; end 0: not in it
   std::vector<std::uint8_t> landed_, not_finite_;  // by block
   std::vector<std::uint8_t> read_, saving_;        // by buffer
@@ -184,7 +194,8 @@ class UpdateQueue final : public UpdateView {
   bool expected_ = false;                          // those behind it are expected; else it is their turn after kBegin
   std::size_t next_ = 0;                           // ditto: have had their turn
   std::size_t due_ = 0;                            // so many from there on have it now
-  std::size_t loading_ = 0;                        // ditto: have been started to load
+  std::size_t loading_ = 0;                        // ditto: have been started to load, where they need a buffer
+  bool placed_ = false;                            // the one whose turn it is has, and lies in place
   std::size_t gradients_ = 0;                      // ditto: with their gradients
   bool begun_ = false, checking_ = false, looking_ = false, stopped_ = false;
   std::optional<std::uint32_t> early_overflow_;

@@ -383,6 +383,21 @@ TEST(Plan, AccumulatorsThatHbmHasNoRoomForTakeTurnsThere) {
   EXPECT_GE(testing::named_bytes(refusal(config, model)), 6 * one);
 }
 
+// Of the first tiles as large a share is in memory as of all, but for a tile; so the drive has work at any time.
+void expect_spread(const Plan& plan, Part part) {
+  std::vector<double> seen = {0}, kept = {0};
+  double most = 0;
+  for (const TilePlace& tile : plan.tile_places) {
+    const auto bytes = static_cast<double>(extent_bytes(tile.shape, part));
+    most = std::max(most, bytes);
+    seen.push_back(seen.back() + bytes);
+    kept.push_back(kept.back() + (tile.home[index_of(part)] == Placement::kHost ? bytes : 0));
+  }
+  for (std::size_t i = 0; i < seen.size(); ++i) {
+    EXPECT_NEAR(kept[i], seen[i] * kept.back() / seen.back(), 2 * most);
+  }
+}
+
 TEST(Plan, HostMemoryThatIsLeftKeepsAFixedSetWithWeightsFirst) {
   const ModelDescription model = model_of(6);
   Config config = config_for(Placement::kNvme, Placement::kNvme);
@@ -399,6 +414,7 @@ TEST(Plan, HostMemoryThatIsLeftKeepsAFixedSetWithWeightsFirst) {
     expect_consistent(plan, model);
     EXPECT_GE(kept(plan, Part::kWeights), weights) << "more room never keeps less";
     EXPECT_TRUE(kept(plan, Part::kStates) == 0 || kept(plan, Part::kWeights) == tiles) << "weights are read more often";
+    for (const Part part : {Part::kWeights, Part::kStates}) expect_spread(plan, part);
     weights = kept(plan, Part::kWeights);
     states = kept(plan, Part::kStates);
   }

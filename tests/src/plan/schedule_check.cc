@@ -126,7 +126,7 @@ class Checker {
           op.kind == OpKind::kReadTile || op.kind == OpKind::kReadGradient || op.kind == OpKind::kCopyTile;
       const bool works = op.kind == OpKind::kUpdate || op.kind == OpKind::kHashTile;
       if (!brings && !works && op.kind != OpKind::kWriteTile && !from_update(op)) continue;
-      ASSERT_LT(op.buffer, in_.policies.updates.buffers);
+      ASSERT_LT(op.buffer, in_.policies.updates.numbers());
       OpKind& last = before[op.tile];
       const bool there = last == OpKind::kReadTile || last == OpKind::kReadGradient || last == OpKind::kCopyTile;
       if ((brings || works) && !there) {
@@ -138,7 +138,7 @@ class Checker {
       ASSERT_EQ(buffer, op.buffer);
       use.end = std::max(use.end, op.end);
     }
-    disjoint("tile buffer", uses, in_.policies.updates.buffers);
+    disjoint("tile buffer", uses, in_.policies.updates.numbers());
   }
 
   void chunks() {

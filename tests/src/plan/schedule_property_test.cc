@@ -90,6 +90,10 @@ class RandomSchedule {
     input.chunk_bytes = 64 * kKiB;
     input.chunks = static_cast<std::uint32_t>(1 + below(12));
     updates.buffers = static_cast<std::uint32_t>(updates.nodes * (1 + below(4)));
+    for (const ScheduleTile& tile : input.tiles) {
+      if (updates.nodes > 1) break;
+      updates.in_place.push_back(tile.read_bytes + tile.write_bytes + tile.spill_bytes == 0);
+    }
     input.spill_chunks = static_cast<std::uint32_t>(1 + below(5));
     memory.passing_bytes = {gradients};
     for (std::uint64_t p = below(3); p > 0; --p) memory.passing_bytes.push_back(below(gradients + 1));

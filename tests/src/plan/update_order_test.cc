@@ -271,13 +271,16 @@ void expect_pipelined(const std::vector<Call>& calls) {
       saved += std::get<TileEnd>(call.answer) == TileEnd::kSave;
     }
   }
-  if (saved > 4 * watched.options->buffers) {
+  // What is updated in place is neither read nor written.
+  const auto& in_place = watched.options->in_place;
+  const bool passes = in_place.empty() || std::ranges::count(in_place, 0) > 0;
+  if (passes && saved > 4 * watched.options->buffers) {
     EXPECT_GT(written, 0u);
   }
   if (watched.options->early_planned && watched.options->reads_ahead) {
     EXPECT_GT(read, 0u);
   }
-  EXPECT_EQ(reads_ahead, watched.options->reads_ahead);
+  EXPECT_EQ(reads_ahead, passes && watched.options->reads_ahead);
 }
 
 struct Case {

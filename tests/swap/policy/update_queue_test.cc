@@ -76,6 +76,36 @@ TEST(UpdateQueue, WaitsForABufferOnlyWhenItsTilesTurnHasCome) {
   EXPECT_TRUE(queue.under_way());
 }
 
+TEST(UpdateQueue, ReadsAheadPastWhatIsUpdatedInPlace) {
+  UpdateQueueOptions options = three_blocks();
+  options.in_place = {0, 1, 1, 0, 0, 1, 0};
+  ASSERT_EQ(options.numbers(), 6u);
+  UpdateQueue queue(options);
+  queue.tell(QueueEvent::kFetched);
+  EXPECT_EQ(moves(queue), (Texts{"load 0 in 0", "load 3 in 1", "load 4 in 2"}));
+  queue.tell(QueueEvent::kBegin);
+  EXPECT_EQ(moves(queue, Moves::kGradients), (Texts{"gradient 0 in 0", "gradient 3 in 1", "gradient 4 in 2"}));
+  update(queue, *queue.next_turn(Turns::kRest));
+  EXPECT_EQ(moves(queue), Texts{}) << "the next buffer is being written";
+  for (const char* load : {"load 1 in 3", "load 2 in 4"}) {
+    const auto turn = queue.next_turn(Turns::kRest);
+    EXPECT_EQ(moves(queue), Texts{load}) << "when its turn has come, and without a gradient";
+    EXPECT_EQ(queue.saving(), 0u);
+    update(queue, *turn);
+  }
+  queue.tell(QueueEvent::kWritten, 0);
+  EXPECT_EQ(moves(queue), (Texts{"load 6 in 0", "gradient 6 in 0"}));
+  for (const std::uint32_t tile : {3u, 4u}) {
+    const auto turn = queue.next_turn(Turns::kRest);
+    EXPECT_EQ(queue.tile(turn->first), tile);
+    update(queue, *turn);
+  }
+  const auto in_place = queue.next_turn(Turns::kRest);
+  EXPECT_EQ(moves(queue), Texts{"load 5 in 5"});
+  update(queue, *in_place);
+  EXPECT_TRUE(queue.next_turn(Turns::kRest)->ends_block);
+}
+
 TEST(UpdateQueue, SaysWhichWeightsAreReadable) {
   UpdateQueue queue(three_blocks());
   for (std::uint32_t b = 0; b < 3; ++b) EXPECT_EQ(queue.weights_from(b), WeightsFrom::kNewest);
@@ -207,8 +237,11 @@ class RandomSteps {
       }
     }
     if (options_.nodes > 1) std::ranges::shuffle(options_.order, dice_);
+    if (options_.nodes == 1 && below(2) == 0) {
+      for (std::size_t t = 0; t < options_.trainable.size(); ++t) options_.in_place.push_back(below(3) == 0);
+    }
     queue_.emplace(options_);
-    held_.resize(options_.buffers);
+    held_.resize(options_.numbers());
   }
 
   void run() {
@@ -225,10 +258,14 @@ class RandomSteps {
 
   std::uint32_t below(std::uint32_t end) { return std::uniform_int_distribution<std::uint32_t>(0, end - 1)(dice_); }
 
+  bool in_place(std::uint32_t tile) const { return !options_.in_place.empty() && options_.in_place[tile] != 0; }
+
   void make(const TileMove& move) {
     Held& held = held_[move.buffer];
     switch (move.kind) {
       case TileMove::Kind::kLoad:
+        ASSERT_EQ(move.buffer >= options_.buffers, in_place(move.tile));
+        ASSERT_TRUE(due_ || !in_place(move.tile));
         ASSERT_NE(held.state, State::kLoading) << "a buffer holds one tile";
         ASSERT_TRUE(held.state == State::kFree || due_) << "what is read ahead waits for no save";
         held = {State::kLoading, move.tile};
@@ -260,7 +297,7 @@ class RandomSteps {
       ASSERT_EQ(held.state, State::kLoading) << "a tile is there when its turn comes";
       ASSERT_EQ(held.tile, queue_->tile(i));
       const bool updates = turn.kind == TileTurn::Kind::kUpdate;
-      ASSERT_EQ(held.gradient, begun_ && updates) << "inside backward it is never on NVMe";
+      ASSERT_EQ(held.gradient, begun_ && updates && !in_place(held.tile)) << "inside backward it is never on NVMe";
       if (updates) {
         ASSERT_TRUE(updated_.insert(held.tile).second) << "once in a step";
       }
