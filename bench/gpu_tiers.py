@@ -52,17 +52,36 @@ def judge_step(s, name, run, drive, shape):
     judge_flops(s, f"{name}: model flops", run.tokens_per_second(), shape)
 
 
+def spans_of(trace):
+    return [span for span in json.loads(trace.read_text())["traceEvents"] if span["ph"] == "X"]
+
+
 def first_forward(trace):
-    """Bytes of weights that were read from NVMe in the forward pass of a trace's first step, other bytes, and the
-    seconds from its begin to the last of these reads."""
-    spans = [span for span in json.loads(trace.read_text())["traceEvents"] if span["ph"] == "X"]
+    """Bytes that were read from NVMe in the forward pass of a trace's first step, those of weights among them, and the
+    seconds from its begin to the last of these reads. At a resume the pass reads all that the last step has written."""
+    spans = spans_of(trace)
     begin = min(span["ts"] for span in spans if re.fullmatch(r"step \d+", span["name"]))
     end = min(span["ts"] for span in spans if span["name"].startswith("backward ") and span["ts"] > begin)
     reads = [span for span in spans if span["pid"] == 2 and begin <= span["ts"] and span["ts"] + span["dur"] <= end]
     weights = [span for span in reads if span["name"].startswith("weights ")]
-    last = max((span["ts"] + span["dur"] for span in weights), default=end)
-    total, all_of_it = (sum(span["args"]["bytes"] for span in some) for some in (weights, reads))
-    return total, all_of_it - total, (last - begin) / 1e6
+    last = max((span["ts"] + span["dur"] for span in reads), default=end)
+    total, of_weights = (sum(span["args"]["bytes"] for span in some) for some in (reads, weights))
+    return total, of_weights, (last - begin) / 1e6
+
+
+def busy_share(trace):
+    """Of the settled steps' time, the part in which the drive had a read or a write to do."""
+    spans = spans_of(trace)
+    steps = sorted((span["ts"], span["ts"] + span["dur"]) for span in spans if re.fullmatch(r"step \d+", span["name"]))
+    moves = sorted((span["ts"], span["ts"] + span["dur"]) for span in spans if span["pid"] in (2, 3))
+    total = idle = 0
+    for begin, end in steps[2:]:
+        total, done = total + end - begin, begin
+        for first, last in moves:
+            if last > done and first < end:
+                idle, done = idle + max(0, first - done), last
+        idle += max(0, end - done)
+    return 1 - idle / total if total else None
 
 
 def stores(s, shape, name, model):
@@ -114,7 +133,7 @@ def tiers(s):
     if commit_every == 0:
         step += begin  # there is no store to go on with
     if not s.tiny and s.left() < 1.2 * step + 20:
-        s.figure("NVMe to HBM", None, f"no time: one more step takes {step:.0f} s, {s.left():.0f} s are left",
+        s.figure("NVMe in a forward pass", None, f"no time: one more step takes {step:.0f} s, {s.left():.0f} s are left",
                  at_least=WANTED_READ)
         return
     # A pass with little to compute, when nothing is in memory yet: what a read brings goes on to HBM.
@@ -132,15 +151,15 @@ def judge_reading(s, reading, drive):
     rates = {"drive": drive["read"] / 1e9 if drive else float(probed.group(1)) if probed else None,
              "h2d": memcpy_rates(s).get("h2d")}
     rates = {link: rate for link, rate in rates.items() if rate}
-    weights, others, seconds = first_forward(reading.trace)
-    s.say(first_forward_weight_bytes=weights, other_bytes=others, forward_seconds=seconds, rates=rates)
-    if "drive" not in rates or weights == 0:
-        s.figure("NVMe to HBM", None, "nothing was read" if weights == 0 else "the drive's rate is not known",
+    total, weights, seconds = first_forward(reading.trace)
+    s.say(first_forward_bytes=total, weight_bytes=weights, forward_seconds=seconds, rates=rates)
+    if "drive" not in rates or total == 0:
+        s.figure("NVMe in a forward pass", None, "nothing was read" if total == 0 else "the drive's rate is not known",
                  at_least=WANTED_READ)
         return
     slower = min(rates, key=rates.get)
-    s.figure("NVMe to HBM", f"{weights / seconds / 1e9:.2f} GB/s", f"{rates[slower]:.2f} GB/s, {slower} alone",
-             weights / seconds / 1e9 / rates[slower], at_least=WANTED_READ)
+    s.figure("NVMe in a forward pass", f"{total / seconds / 1e9:.2f} GB/s", f"{rates[slower]:.2f} GB/s, {slower} alone",
+             total / seconds / 1e9 / rates[slower], at_least=WANTED_READ)
 
 
 # Writes so many bytes, a piece at a time: where a virtual machine's memory grows as it is used, it has them then.
@@ -191,9 +210,12 @@ def big(s):
         resident = 0.8 * host / STORED_BYTES if commit_every == 0 else 0
         step = step_seconds(drive, shape, max(0.1, 1 - resident / shape.parameters))
         steps = steps_that_fit(s, 1.1 * step, import_seconds(drive, shape) + 30, steps)
-    run = Run(s, "big", model, steps, shape.seq, "--fresh", **ending(s, step, 15), traced=True, nvme=nvme,
+    run = Run(s, "big", model, steps, shape.seq, "--fresh", **ending(s, step, 15 + PROBE_SECONDS), traced=True, nvme=nvme,
               micro=shape.batch, commit_every=commit_every, **budgets)
+    busy = busy_share(run.trace) if run.trace.exists() else None
     s.keep(run.trace, "trace-big")
     run.checked()
-    s.say(commit_every=commit_every, parameters=shape.parameters)
+    drives = [found for found in (drive, drive_rates(s, s.work)) if found]
+    drive = links.mean_of_drive(drives) if drives else None
+    s.say(commit_every=commit_every, parameters=shape.parameters, drive_busy=busy)
     judge_step(s, f"{shape.parameters / 1e9:.2g} B parameters over three tiers", run, drive, shape)
