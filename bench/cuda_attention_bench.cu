@@ -12,14 +12,14 @@
 #include <cstdio>
 
 #include "bench/cuda_timing.h"
-#include "tools/gpt2/cuda/attention.h"
+#include "tools/models/ops/cuda/attention.h"
 
 namespace {
 
 using spillway::DType;
 using spillway::bench::check;
 using spillway::bench::median_us;
-using spillway::gpt2::AttentionShape;
+using spillway::models::AttentionShape;
 
 // Numbers spread evenly over (-1, 1), the same ones each time.
 template <typename Element>

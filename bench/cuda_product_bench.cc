@@ -32,10 +32,10 @@
 #include "bench/cuda_timing.h"
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "tools/gpt2/cuda/gemm.h"
-#include "tools/gpt2/cuda/layer_kernels.h"
+#include "tools/models/ops/cuda/gemm.h"
+#include "tools/models/ops/cuda/layer_kernels.h"
 
-namespace spillway::gpt2 {
+namespace spillway::models {
 namespace {
 
 using bench::check;
@@ -166,7 +166,7 @@ void bench_large(Bench& bench, const Sizes& sizes) {
   bench.sustain(large, sizes.sustained_seconds);
 }
 
-// The layouts are the trainer's: tools/gpt2/cuda/cuda_ops.cc.
+// The layouts are the trainer's: tools/models/ops/cuda/cuda_ops.cc.
 struct Layer {
   const char* name;
   std::uint64_t in, out, tokens;
@@ -251,11 +251,11 @@ void bench_fusions(Bench& bench, const Sizes& sizes) {
 }
 
 }  // namespace
-}  // namespace spillway::gpt2
+}  // namespace spillway::models
 
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what has been measured stays when it is ended
-  using namespace spillway::gpt2;
+  using namespace spillway::models;
   int devices = 0;
   if (const cudaError_t why = cudaGetDeviceCount(&devices); why != cudaSuccess || devices == 0) {
     fmt::print("skipped: no GPU: {}\n", cudaGetErrorString(why));

@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "spillway/engine.h"
-#include "tools/gpt2/trainer.h"
+#include "tools/models/trainer.h"
 
-namespace spillway::gpt2 {
+namespace spillway::models {
 namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -69,7 +69,7 @@ void measure(const ModelConfig& model, const TrainerOptions& options, int repeat
   for (const auto& p : products) flops += 2.0 * static_cast<double>(p.m) * static_cast<double>(p.n * p.k);
 
   // Everything in HBM, no files: what is left is arithmetic, and the rounding of pushed gradients.
-  Gpt2Trainer trainer(model, options);
+  Trainer trainer(model, options);
   Config config;
   config.weights = options.type;
   config.threads = options.threads;
@@ -106,11 +106,11 @@ void measure(const ModelConfig& model, const TrainerOptions& options, int repeat
 }
 
 }  // namespace
-}  // namespace spillway::gpt2
+}  // namespace spillway::models
 
 int main(int argc, char** argv) {
   using namespace spillway;
-  using namespace spillway::gpt2;
+  using namespace spillway::models;
   const bool tiny = argc > 1 && std::strcmp(argv[1], "--tiny") == 0;
   ModelConfig model;
   model.layers = tiny ? 1 : 4;

@@ -224,8 +224,8 @@ def memory_facts():
 
 def cublas_of(folder):
     """The cuBLASLt that the plugin asks for, with its version; None where there is no plugin."""
-    for place in ("../lib", "tools/gpt2"):
-        plugin = folder / place / "libspillway_gpt2_cuda.so"
+    for place in ("../lib", "tools/models"):
+        plugin = folder / place / "libspillway_models_cuda.so"
         if plugin.is_file():
             found = re.search(rb"libcublasLt\.so\.\d+", plugin.read_bytes())
             return found.group().decode() if found else None

@@ -133,7 +133,8 @@ def tiers(s):
     if commit_every == 0:
         step += begin  # there is no store to go on with
     if not s.tiny and s.left() < 1.2 * step + 20:
-        s.figure("NVMe in a forward pass", None, f"no time: one more step takes {step:.0f} s, {s.left():.0f} s are left",
+        why = f"no time: one more step takes {step:.0f} s, {s.left():.0f} s are left"
+        s.figure("NVMe in a forward pass", None, why,
                  at_least=WANTED_READ)
         return
     # A pass with little to compute, when nothing is in memory yet: what a read brings goes on to HBM.
@@ -210,8 +211,8 @@ def big(s):
         resident = 0.8 * host / STORED_BYTES if commit_every == 0 else 0
         step = step_seconds(drive, shape, max(0.1, 1 - resident / shape.parameters))
         steps = steps_that_fit(s, 1.1 * step, import_seconds(drive, shape) + 30, steps)
-    run = Run(s, "big", model, steps, shape.seq, "--fresh", **ending(s, step, 15 + PROBE_SECONDS), traced=True, nvme=nvme,
-              micro=shape.batch, commit_every=commit_every, **budgets)
+    run = Run(s, "big", model, steps, shape.seq, "--fresh", **ending(s, step, 15 + PROBE_SECONDS), traced=True,
+              nvme=nvme, micro=shape.batch, commit_every=commit_every, **budgets)
     busy = busy_share(run.trace) if run.trace.exists() else None
     s.keep(run.trace, "trace-big")
     run.checked()

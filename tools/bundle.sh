@@ -20,7 +20,7 @@ root=$staging/spillway
 mkdir -p "$root/bin" "$root/lib"
 cp "$build/tools/spillway" "$root/bin/"
 for program in "$@"; do cp "$build/$program" "$root/bin/"; done
-for library in src/libspillway.so.0 kernels/libspillway_cuda.so tools/gpt2/libspillway_gpt2_cuda.so; do
+for library in src/libspillway.so.0 kernels/libspillway_cuda.so tools/models/libspillway_models_cuda.so; do
   if [ -f "$build/$library" ]; then cp -L "$build/$library" "$root/lib/"; fi
 done
 mkdir "$root/python"

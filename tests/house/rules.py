@@ -26,9 +26,10 @@ FLOORS_OF_PACKAGE = ["engine", "optimizers", "deepspeed", "trainer", "lightning"
 # The programs show what an embedding program needs: the public headers, and nothing of the library's rooms; besides
 # these, what all tools share towards who types their commands. Not so the doctor and the planner, which ask the
 # library's own means.
-PUBLIC_ONLY = {("tools", name) for name in ("drive", "gpt2", "report", "store", "sweep", "terminal")}
+PUBLIC_ONLY = {("tools", name) for name in ("drive", "finetune", "models", "report", "store", "sweep", "terminal")}
 TERMINAL = ("tools", "terminal")
-ALSO = {("tools", "sweep"): {("tools", "drive")}}  # the sweep loads drives
+ALSO = {("tools", "sweep"): {("tools", "drive")},  # the sweep loads drives
+        ("tools", "finetune"): {("tools", "models")}}
 LIBRARY = {"include", "aio", "kernels", "swap", "src"}
 
 # Whose files are pure: no thread, file, clock or device, nor whatever header of the rooms they include, directly or

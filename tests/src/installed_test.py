@@ -169,7 +169,7 @@ class Installed(unittest.TestCase):
         self.assertEqual(set(), needed & {"cli11", "dnnl", "openmp"})
         made = {one["name"] for one in json.loads(self.run_ok("meson", "introspect", build, "--targets"))}
         self.assertIn("spillway_src", made)
-        self.assertNotIn("spillway_gpt2", made)
+        self.assertNotIn("spillway_models", made)
         shutil.rmtree(build)
         done = subprocess.run([*map(str, setup), "-Dtests=enabled"], capture_output=True, text=True, check=False)
         self.assertIn("the tests run the program; leave -Dtools=disabled away", done.stdout)

@@ -11,16 +11,16 @@
 #include "src/config/reader.h"
 #include "src/engine/device_choice.h"
 #include "src/plan/plan.h"
-#include "tools/gpt2/config_json.h"
-#include "tools/gpt2/model.h"
-#include "tools/gpt2/trainer.h"
+#include "tools/models/config_json.h"
+#include "tools/models/gpt2/model.h"
+#include "tools/models/trainer.h"
 #include "tools/terminal/remedies.h"
 
 namespace spillway::doctor {
 namespace {
 
 // As the engine makes it; operations of a device that this machine does not have take as much as those of the host.
-void plan(const NeedOptions& options, const gpt2::ModelConfig& model, Config config, const ChosenDevice& device,
+void plan(const NeedOptions& options, const models::ModelConfig& model, Config config, const ChosenDevice& device,
           Need& need) {
   if (options.sequence > model.positions) {
     need.refused =
@@ -31,8 +31,8 @@ void plan(const NeedOptions& options, const gpt2::ModelConfig& model, Config con
   const std::vector<ThreadShare> shares = share_threads(config.threads);
   config.threads = threads_of(shares);
   try {
-    const gpt2::Gpt2Trainer trainer(
-        model, gpt2::trainer_options(config, device.here() ? device.kind : DeviceKind::kHost, options.sequence));
+    const models::Trainer trainer(
+        model, models::trainer_options(config, device.here() ? device.kind : DeviceKind::kHost, options.sequence));
     const Plan made = make_plan(config, trainer.description(), static_cast<unsigned>(shares.size()));
     need.host_bytes = made.ledger.total(Placement::kHost);
     need.memory_bytes = *need.host_bytes + (device.kind == DeviceKind::kHost ? made.ledger.total(Placement::kHbm) : 0);
@@ -59,10 +59,10 @@ Need need_of(const NeedOptions& options) {
   need.depth = config.io_depth;
   const ChosenDevice device = choose_device(config);
   if (!options.model.empty()) {
-    const gpt2::ConfigJson json = gpt2::ConfigJson::load(options.model);
+    const models::ConfigJson json = models::ConfigJson::load(options.model);
     const std::string family = json.text("model_type", "gpt2");
     if (family == "gpt2") {
-      plan(options, gpt2::model_config(json), config, device, need);
+      plan(options, models::model_config(json), config, device, need);
       return need;
     }
     need.no_plan = fmt::format(

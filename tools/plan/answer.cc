@@ -153,8 +153,8 @@ Report answer(PlanOptions options) {
   Report report{.model = options.name,
                 .config = options.config,
                 .device = device_text(device, options.rates.cores.value_or(threads))};
-  report.shape =
-      options.model.empty() ? shape_of_size(options.parameters, options.sequence) : load_shape(options.model);
+  report.shape = options.model.empty() ? models::shape_of_size(options.parameters, options.sequence)
+                                       : models::load_shape(options.model);
   const Loop usual = report.shape.gpt2 ? Loop::kFinetune : Loop::kPyTorch;
   report.run = {.device = device.kind,
                 .device_here = device.here(),

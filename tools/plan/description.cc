@@ -7,98 +7,15 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "tools/gpt2/carver.h"
-#include "tools/gpt2/trainer.h"
+#include "tools/models/ops/carver.h"
+#include "tools/models/trainer.h"
 
 namespace spillway::planning {
 namespace {
 
-using gpt2::Carver;
+using models::Carver;
 
-Parameter tensor(std::string name, std::vector<std::uint64_t> shape) {
-  return {.name = std::move(name), .shape = std::move(shape)};
-}
-
-void add_linear(Block& block, const std::string& name, std::uint64_t in, std::uint64_t out, bool bias) {
-  block.parameters.push_back(tensor(name + ".weight", {out, in}));
-  if (bias) block.parameters.push_back(tensor(name + ".bias", {out}));
-}
-
-Block decoder_layer(const ModelShape& shape, std::uint32_t layer) {
-  const std::uint64_t width = shape.width, inner = shape.inner;
-  const std::string name = fmt::format("model.layers.{}.", layer);
-  Block block{.name = fmt::format("layer {}", layer), .parameters = {}};
-  block.parameters.push_back(tensor(name + "input_layernorm.weight", {width}));
-  add_linear(block, name + "self_attn.q_proj", width, shape.query_width(), shape.query_bias);
-  add_linear(block, name + "self_attn.k_proj", width, shape.key_width(), shape.query_bias);
-  add_linear(block, name + "self_attn.v_proj", width, shape.key_width(), shape.query_bias);
-  add_linear(block, name + "self_attn.o_proj", shape.query_width(), width, shape.output_bias);
-  if (shape.query_norm) {
-    for (const char* norm : {"q_norm", "k_norm"})
-      block.parameters.push_back(tensor(fmt::format("{}self_attn.{}.weight", name, norm), {shape.head_width}));
-  }
-  block.parameters.push_back(tensor(name + "post_attention_layernorm.weight", {width}));
-  add_linear(block, name + "mlp.gate_proj", width, inner, shape.mlp_bias);
-  add_linear(block, name + "mlp.up_proj", width, inner, shape.mlp_bias);
-  add_linear(block, name + "mlp.down_proj", inner, width, shape.mlp_bias);
-  return block;
-}
-
-// A layer of T5's encoder, or with attention to the encoder's output of its decoder.
-Block t5_layer(const ModelShape& shape, const char* stack, std::uint32_t layer) {
-  const bool decodes = stack == std::string_view("decoder");
-  const std::uint64_t width = shape.width, inner = shape.inner, query = shape.query_width();
-  const std::string name = fmt::format("{}.block.{}.layer.", stack, layer);
-  Block block{.name = fmt::format("{} layer {}", stack, layer), .parameters = {}};
-  int part = 0;
-  const auto add_norm = [&] {
-    block.parameters.push_back(tensor(fmt::format("{}{}.layer_norm.weight", name, part++), {width}));
-  };
-  for (const char* attention : {"SelfAttention", "EncDecAttention"}) {
-    if (part > 0 && !decodes) break;
-    const std::string at = fmt::format("{}{}.{}.", name, part, attention);
-    for (const char* product : {"q", "k", "v"}) add_linear(block, at + product, width, query, false);
-    add_linear(block, at + "o", query, width, false);
-    // The first layer's positions are those of every layer of the stack.
-    if (layer == 0 && part == 0)
-      block.parameters.push_back(tensor(at + "relative_attention_bias.weight", {shape.buckets, shape.heads}));
-    add_norm();
-  }
-  const std::string mlp = fmt::format("{}{}.DenseReluDense.", name, part);
-  if (shape.gated) {
-    add_linear(block, mlp + "wi_0", width, inner, false);
-    add_linear(block, mlp + "wi_1", width, inner, false);
-  } else {
-    add_linear(block, mlp + "wi", width, inner, false);
-  }
-  add_linear(block, mlp + "wo", inner, width, false);
-  add_norm();
-  return block;
-}
-
-// Blocks: the embedding, the layers (of T5 those of the encoder, then those of the decoder), and, unless it is tied to
-// the embedding, the head with the final norm.
-ModelDescription stack_of(const ModelShape& shape) {
-  const std::uint64_t width = shape.width, vocabulary = shape.vocabulary;
-  ModelDescription model;
-  const bool t5 = shape.encodes();
-  model.blocks.push_back(
-      {.name = "embedding",
-       .parameters = {tensor(t5 ? "shared.weight" : "model.embed_tokens.weight", {vocabulary, width})}});
-  for (std::uint32_t l = 0; l < shape.layers; ++l)
-    model.blocks.push_back(t5 ? t5_layer(shape, "encoder", l) : decoder_layer(shape, l));
-  for (std::uint32_t l = 0; l < shape.decoder_layers; ++l) model.blocks.push_back(t5_layer(shape, "decoder", l));
-  if (t5) model.blocks[shape.layers].parameters.push_back(tensor("encoder.final_layer_norm.weight", {width}));
-  Block head{.name = "head", .parameters = {}};
-  Block& last = shape.tied ? model.blocks[0] : head;
-  last.parameters.push_back(tensor(t5 ? "decoder.final_layer_norm.weight" : "model.norm.weight", {width}));
-  if (shape.tied) return model;
-  head.parameters.push_back(tensor("lm_head.weight", {vocabulary, width}));
-  model.blocks.push_back(std::move(head));
-  return model;
-}
-
-// How the visits of a step follow each other, with what each computes: the order of gpt2::Gpt2Trainer::run_step.
+// How the visits of a step follow each other, with what each computes: the order of models::Trainer::run_step.
 class StepWriter {
  public:
   StepWriter(const ModelShape& shape, const Config& config, std::uint32_t sequence, DescribedModel& described)
@@ -143,7 +60,7 @@ class StepWriter {
   double forward_flops(std::uint32_t layer) const {
     double weights = 0;
     for (const Parameter& parameter : model_.blocks[layer + 1].parameters) {
-      if (parameter.shape.size() == 2) weights += static_cast<double>(gpt2::elements(parameter));
+      if (parameter.shape.size() == 2) weights += static_cast<double>(models::elements(parameter));
     }
     const bool causal = !shape_.encodes() || decodes(layer);
     double seen = causal ? sequence_ / 2 : sequence_;
@@ -160,7 +77,7 @@ class StepWriter {
   const double tokens_, sequence_;
 };
 
-// As gpt2::Gpt2Trainer::Inside: what a layer computes from its input and its backward needs.
+// As models::Trainer::Inside: what a layer computes from its input and its backward needs.
 std::uint64_t inside_bytes(const ModelShape& shape, DType type, std::uint64_t tokens, bool decodes) {
   Carver carver(nullptr);
   const auto rows = [&](std::uint64_t columns) { carver.take<std::byte>(tokens * columns * size_of(type)); };
@@ -196,13 +113,13 @@ DescribedModel describe_gpt2(const ModelShape& shape, const Config& config, cons
                                          .hint = fmt::format("use --seq {} or less", shape.positions)});
   }
   const DeviceKind asked = run.device_here ? run.device : DeviceKind::kHost;
-  gpt2::TrainerOptions options = gpt2::trainer_options(config, asked, run.sequence);
+  models::TrainerOptions options = models::trainer_options(config, asked, run.sequence);
   options.rank_count = run.ranks.all;
   // The trainer's own order of visits; StepWriter is there for what each computes.
-  described.model = gpt2::describe_model(*shape.gpt2, 0);
+  described.model = models::describe_model(*shape.gpt2, 0);
   described.model.visits.clear();
   StepWriter(shape, config, run.sequence, described).write();
-  described.model = gpt2::Gpt2Trainer(*shape.gpt2, options).description();
+  described.model = models::Trainer(*shape.gpt2, options).description();
   if (!run.device_here) described.estimates.emplace_back(kNoDevice);
   return described;
 }
@@ -213,7 +130,7 @@ DescribedModel describe_pytorch(const ModelShape& shape, const Config& config, c
   Config one = config;
   one.gradient_accumulation = 1;
   DescribedModel round;
-  round.model = describe_parameters(shape);
+  round.model = models::describe_parameters(shape);
   round.model.visits.clear();
   StepWriter(shape, one, run.sequence, round).write();
 
@@ -236,7 +153,7 @@ DescribedModel describe_pytorch(const ModelShape& shape, const Config& config, c
   for (std::size_t b = 0; b < pushes.size(); ++b) {
     for (Parameter& parameter : described.model.blocks[b].parameters) {
       parameter.pushes = std::max(pushes[b], 1u);
-      largest = std::max(largest, gpt2::elements(parameter));
+      largest = std::max(largest, models::elements(parameter));
     }
   }
   const std::uint64_t element = size_of(config.weights), tokens = std::uint64_t{config.micro_batch} * run.sequence;
@@ -256,14 +173,10 @@ DescribedModel describe_pytorch(const ModelShape& shape, const Config& config, c
 
 }  // namespace
 
-ModelDescription describe_parameters(const ModelShape& shape) {
-  return shape.gpt2 ? gpt2::describe_model(*shape.gpt2, 0) : stack_of(shape);
-}
-
 std::uint64_t count_parameters(const ModelDescription& model) {
   std::uint64_t count = 0;
   for (const Block& block : model.blocks) {
-    for (const Parameter& parameter : block.parameters) count += gpt2::elements(parameter);
+    for (const Parameter& parameter : block.parameters) count += models::elements(parameter);
   }
   return count;
 }

@@ -8,9 +8,11 @@
 #include "spillway/config.h"
 #include "spillway/device.h"
 #include "spillway/model.h"
-#include "tools/plan/shapes.h"
+#include "tools/models/shape.h"
 
 namespace spillway::planning {
+
+using models::ModelShape;
 
 enum class Work : std::uint8_t { kEmbed, kForward, kHead, kBackward, kEmbedBackward };
 
@@ -51,8 +53,6 @@ struct DescribedModel {
 // Python package would say of the model. Throws what the trainer refuses.
 DescribedModel describe(const ModelShape& shape, const Config& config, const RunShape& run);
 
-// Tensors of the blocks as Hugging Face names them; no activations, insides or working memory.
-ModelDescription describe_parameters(const ModelShape& shape);
 std::uint64_t count_parameters(const ModelDescription& model);
 
 }  // namespace spillway::planning

@@ -18,7 +18,7 @@
 #include "spillway/error.h"
 #include "src/engine/machinery.h"
 #include "src/plan/plan.h"
-#include "tools/gpt2/trainer.h"
+#include "tools/models/trainer.h"
 #include "tools/terminal/heard.h"
 
 namespace spillway::planning {
@@ -185,14 +185,14 @@ double best_of(const std::vector<double>& spans, std::size_t first, std::size_t 
 
 // What is timed: the model's own sizes, less where a step would take too long.
 struct Timed {
-  gpt2::ModelConfig model = {};
+  models::ModelConfig model = {};
   Config config = {};
   std::uint32_t sequence = 0;
   bool smaller = false;
 };
 Timed timed_shape(const Config& config, const ModelShape& shape, DeviceKind device, std::uint32_t sequence) {
   Timed timed{.sequence = sequence};
-  gpt2::ModelConfig& model = timed.model;
+  models::ModelConfig& model = timed.model;
   const double most = device == DeviceKind::kHost ? kMostFlops : 40 * kMostFlops;
   std::uint32_t heads = shape.heads, micro_batch = config.micro_batch, inner = shape.inner;
   const auto flops = [&] {
@@ -224,8 +224,8 @@ Timed timed_shape(const Config& config, const ModelShape& shape, DeviceKind devi
 }
 
 ComputeRates measure_compute(Timed timed, DeviceKind device) {
-  const gpt2::TrainerOptions options = gpt2::trainer_options(timed.config, device, timed.sequence);
-  gpt2::Gpt2Trainer trainer(timed.model, options);
+  const models::TrainerOptions options = models::trainer_options(timed.config, device, timed.sequence);
+  models::Trainer trainer(timed.model, options);
   const ModelDescription model = trainer.description();
   const TemporaryDirectories directories({std::filesystem::temp_directory_path()});
   std::filesystem::create_directories(directories.paths()[0]);
@@ -261,7 +261,8 @@ ComputeRates measure_compute(Timed timed, DeviceKind device) {
                             .hint = "make room in TMPDIR, or give --device-rate"});
   }
   // Work of exactly this shape, by the same count as the model's.
-  ModelShape shape = parse_shape(gpt2::model_config_text(timed.model, timed.config.weights), "the timed model");
+  ModelShape shape =
+      models::parse_shape(models::model_config_text(timed.model, timed.config.weights), "the timed model");
   const DescribedModel described = describe(shape, timed.config, {.device = device, .sequence = timed.sequence});
   const auto flops = [&](Work work) { return std::ranges::find(described.work, work, &VisitWork::work)->flops; };
   const auto rate = [](double work, double seconds) { return seconds > 0 ? work / seconds : 0; };

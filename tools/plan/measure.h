@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "spillway/config.h"
+#include "tools/models/shape.h"
 #include "tools/plan/rates.h"
-#include "tools/plan/shapes.h"
 
 namespace spillway::planning {
 

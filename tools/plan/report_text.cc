@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "tools/gpt2/report.h"
+#include "tools/finetune/report.h"
 #include "tools/plan/report.h"
 #include "tools/terminal/amount.h"
 
@@ -40,7 +40,7 @@ class Text {
   std::string bold(const std::string& text) const { return colour_ ? "\x1b[1m" + text + "\x1b[0m" : text; }
 
   void write_prediction(const Prediction& made) {
-    line("\n{}\n{}", bold("memory, reserved before step 1"), gpt2::ledger_text(made.plan.ledger).substr(0));
+    line("\n{}\n{}", bold("memory, reserved before step 1"), models::finetune::ledger_text(made.plan.ledger).substr(0));
     text_.pop_back();  // the ledger ends its own lines
     if (report_.run.ranks.all > 1) write_ranks();
     line("\n{}", bold("step"));

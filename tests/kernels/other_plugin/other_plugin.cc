@@ -1,10 +1,10 @@
-// Stands where libspillway_cuda.so or libspillway_gpt2_cuda.so should: of another version than the library's. Which
+// Stands where libspillway_cuda.so or libspillway_models_cuda.so should: of another version than the library's. Which
 // kind of other it is, is told in SPILLWAY_OTHER_PLUGIN. Nothing of it but the version may be asked for.
 #include <cstdlib>
 #include <cstring>
 
 #include "kernels/cuda/plugin.h"
-#include "tools/gpt2/ops_plugin.h"
+#include "tools/models/ops/ops_plugin.h"
 
 namespace {
 
@@ -22,7 +22,7 @@ extern "C" [[gnu::visibility("default")]] const spillway::CudaPlugin* spillway_c
   return &plugin;
 }
 
-extern "C" [[gnu::visibility("default")]] const spillway::gpt2::OpsPlugin* spillway_gpt2_cuda_ops() {
-  static const spillway::gpt2::OpsPlugin plugin{.interface = "0.0.9/2", .create = {}};
+extern "C" [[gnu::visibility("default")]] const spillway::models::OpsPlugin* spillway_models_cuda_ops() {
+  static const spillway::models::OpsPlugin plugin{.interface = "0.0.9/2", .create = {}};
   return &plugin;
 }

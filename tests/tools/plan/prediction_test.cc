@@ -9,13 +9,16 @@
 #include "spillway/engine.h"
 #include "spillway/error.h"
 #include "tests/aio/temp_files.h"
-#include "tools/gpt2/trainer.h"
+#include "tools/models/trainer.h"
 #include "tools/plan/alternatives.h"
 #include "tools/plan/options.h"
 #include "tools/plan/report.h"
 
 namespace spillway::planning {
 namespace {
+
+using models::parse_shape;
+using models::shape_of_size;
 
 constexpr std::uint32_t kSequence = 16;
 
@@ -56,7 +59,7 @@ TEST(PlanPrediction, ReservesWhatTheEngineReserves) {
       const DescribedModel described = describe(small_shape(), config, {.sequence = kSequence});
       const Prediction made = predict(config, described, plain_rates(config), 1);
 
-      const gpt2::Gpt2Trainer trainer(*small_shape().gpt2, gpt2::trainer_options(config, DeviceKind::kHost, kSequence));
+      const models::Trainer trainer(*small_shape().gpt2, models::trainer_options(config, DeviceKind::kHost, kSequence));
       const auto engine = Engine::create(config, trainer.description());
       const Ledger& planned = made.plan.ledger;
       const Ledger& run = engine->ledger();
@@ -80,7 +83,7 @@ TEST(PlanPrediction, MovesTheBytesThatARunMoves) {
   config.speculative_blocks = 0;
   const DescribedModel described = describe(small_shape(), config, {.sequence = kSequence});
   const Prediction made = predict(config, described, plain_rates(config), 1);
-  gpt2::Gpt2Trainer trainer(*small_shape().gpt2, gpt2::trainer_options(config, DeviceKind::kHost, kSequence));
+  models::Trainer trainer(*small_shape().gpt2, models::trainer_options(config, DeviceKind::kHost, kSequence));
   const auto engine = Engine::create(config, trainer.description());
   engine->import_weights([](auto, auto, auto, std::span<float> out) { std::ranges::fill(out, 0.01f); });
   trainer.attach(*engine);

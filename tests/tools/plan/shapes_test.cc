@@ -7,12 +7,16 @@
 #include "spillway/communicator.h"
 #include "spillway/error.h"
 #include "src/plan/plan.h"
-#include "tools/gpt2/trainer.h"
+#include "tools/models/shape.h"
+#include "tools/models/trainer.h"
 #include "tools/plan/description.h"
-#include "tools/plan/shapes.h"
 
 namespace spillway::planning {
 namespace {
+
+using models::describe_parameters;
+using models::parse_shape;
+using models::shape_of_size;
 
 using ::testing::StartsWith;
 
@@ -145,7 +149,7 @@ TEST(PlanShapes, OfGpt2AreWhatTheTrainerAsksFor) {
   config.micro_batch = 3;
   config.gradient_accumulation = 2;
   const ModelDescription planned = describe(shape, config, {.sequence = 48}).model;
-  const gpt2::Gpt2Trainer trainer(*shape.gpt2, gpt2::trainer_options(config, DeviceKind::kHost, 48));
+  const models::Trainer trainer(*shape.gpt2, models::trainer_options(config, DeviceKind::kHost, 48));
   const ModelDescription run = trainer.description();
   EXPECT_EQ(planned.workspace_bytes, run.workspace_bytes);
   ASSERT_EQ(planned.blocks.size(), run.blocks.size());
@@ -177,7 +181,7 @@ TEST(PlanShapes, OfGpt2OnRanksAreWhatTheirTrainersAskFor) {
     config.sum_groups = groups;
     const ModelDescription planned = describe(shape, config, {.sequence = 48, .ranks = {4, 4}}).model;
     FirstOfFour communicator;
-    const gpt2::Gpt2Trainer trainer(*shape.gpt2, gpt2::trainer_options(config, DeviceKind::kHost, 48, &communicator));
+    const models::Trainer trainer(*shape.gpt2, models::trainer_options(config, DeviceKind::kHost, 48, &communicator));
     const ModelDescription run = trainer.description();
     EXPECT_EQ(planned.workspace_bytes, run.workspace_bytes);
     for (std::size_t b = 0; b < run.blocks.size(); ++b) {

@@ -1,0 +1,217 @@
+// Every instruction set of this machine gives the same bits, bf16 is rounded as bf16.h says, and operands are packed as
+// the layout says.
+#include "tools/models/ops/vector_kernels.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+
+#include "spillway/bf16.h"
+#include "spillway/fp16.h"
+
+namespace spillway::models {
+namespace {
+
+constexpr std::size_t kCount = 203;  // twelve groups of 16 and a tail of 11
+
+float widened(std::uint16_t bits, DType type) {
+  return type == DType::kFloat16 ? fp16_to_float(bits) : bf16_to_float(bits);
+}
+
+// Bytes of a tensor of any type, the same values in each.
+std::vector<std::byte> tensor(DType type, std::size_t count, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal(0, 2);
+  std::vector<std::byte> bytes(count * size_of(type));
+  for (std::size_t i = 0; i < count; ++i) {
+    const float value = bf16_to_float(float_to_bf16(normal(generator)));
+    const std::uint16_t half = type == DType::kFloat16 ? float_to_fp16(value) : float_to_bf16(value);
+    if (type == DType::kFloat32)
+      std::memcpy(&bytes[4 * i], &value, 4);
+    else
+      std::memcpy(&bytes[2 * i], &half, 2);
+  }
+  return bytes;
+}
+std::vector<float> floats(std::size_t count, unsigned seed) {
+  std::vector<float> out(count);
+  const auto bytes = tensor(DType::kFloat32, count, seed);
+  std::memcpy(out.data(), bytes.data(), bytes.size());
+  return out;
+}
+
+// Everything a table computes, one after the other, as bytes.
+std::vector<std::byte> run_all(const VectorKernels& k, DType type) {
+  std::vector<std::byte> all;
+  const auto keep = [&](const void* data, std::size_t bytes) {
+    const auto* begin = static_cast<const std::byte*>(data);
+    all.insert(all.end(), begin, begin + bytes);
+  };
+  const std::size_t e = size_of(type);
+  const auto x = tensor(type, kCount, 1), w = tensor(type, kCount, 2), b = tensor(type, kCount, 3);
+  std::vector<std::byte> y(kCount * e);
+  const auto statistics = k.layer_norm(x.data(), w.data(), b.data(), y.data(), kCount, 1e-5f);
+  keep(&statistics, sizeof(statistics));
+  keep(y.data(), y.size());
+  k.layer_norm_backward(x.data(), w.data(), b.data(), w.data(), y.data(), kCount, statistics);
+  keep(y.data(), y.size());
+  k.gelu(x.data(), y.data(), kCount);
+  keep(y.data(), y.size());
+  k.gelu_backward(x.data(), w.data(), y.data(), kCount);
+  keep(y.data(), y.size());
+  k.add(x.data(), w.data(), y.data(), kCount);
+  keep(y.data(), y.size());
+
+  auto tile = floats(100 * kPanel, 4);
+  auto other = floats(100 * kPanel, 5);
+  k.causal_softmax(tile.data(), 100, 30, 0.3f);
+  k.softmax_backward(tile.data(), other.data(), 100, 0.3f);
+  keep(tile.data(), tile.size() * 4);
+  keep(other.data(), other.size() * 4);
+  std::vector<float> maximum(kPanel), sum(kPanel), sums(kPanel, 0.5f), more(kPanel, 1.5f);
+  k.column_statistics(other.data(), 100, maximum.data(), sum.data());
+  k.column_probabilities(other.data(), 100, maximum.data(), 0.1f);
+  keep(maximum.data(), kPanel * 4);
+  keep(sum.data(), kPanel * 4);
+  keep(other.data(), other.size() * 4);
+  const auto matrix = tensor(type, 70 * 90, 6);
+  k.column_sums(matrix.data(), 90, 70, 51, sums.data());
+  const std::vector<LayerNormStatistics> rows(70, statistics);
+  k.layer_norm_backward_columns(matrix.data(), matrix.data() + 20 * e, 90, 69, 51, rows.data(), sums.data(),
+                                more.data());
+  keep(sums.data(), kPanel * 4);
+  keep(more.data(), kPanel * 4);
+  std::vector<std::byte> stored(100 * kPanel * e);
+  k.store_tile(tile.data(), 90, 51, w.data(), matrix.data(), stored.data(), 60);
+  k.store_transposed(tile.data(), 37, 51, stored.data() + 50 * e, 40);
+  keep(stored.data(), stored.size());
+  return all;
+}
+
+class VectorKernelsTest : public testing::TestWithParam<DType> {};
+
+TEST_P(VectorKernelsTest, AllInstructionSetsGiveTheSameBits) {
+  const auto targets = vector_targets(GetParam());
+  ASSERT_FALSE(targets.empty());
+  const auto expected = run_all(vector_kernels(GetParam()), GetParam());
+  for (const auto& target : targets) {
+    EXPECT_TRUE(run_all(*target.kernels, GetParam()) == expected) << target.name;
+  }
+}
+
+TEST_P(VectorKernelsTest, PanelsHoldTheOperandInTheirLayout) {
+  const DType type = GetParam();
+  const std::size_t e = size_of(type), stride = 130;
+  const auto x = tensor(type, 120 * stride, 8);
+  const auto value = [&](std::size_t row, std::size_t column) {
+    if (type == DType::kFloat32) return reinterpret_cast<const float*>(x.data())[row * stride + column];
+    return widened(reinterpret_cast<const std::uint16_t*>(x.data())[row * stride + column], type);
+  };
+  const auto in_panel = [&](const std::vector<std::byte>& panel, DType of, std::size_t k, std::size_t c) {
+    if (of == DType::kFloat32) return reinterpret_cast<const float*>(panel.data())[k * kPanel + c];
+    return widened(reinterpret_cast<const std::uint16_t*>(panel.data())[(k / 2 * kPanel + c) * 2 + k % 2], of);
+  };
+  for (const auto& target : vector_targets(type)) {
+    for (const auto& [depth, columns] :
+         {std::pair<std::size_t, std::size_t>{64, 64}, {37, 64}, {96, 5}, {1, 1}, {50, 33}}) {
+      for (const bool wide : {false, true}) {
+        const DType of = wide ? DType::kFloat32 : type;
+        std::vector<std::byte> panel(padded_depth(depth) * kPanel * size_of(of), std::byte{0xff});
+        auto transposed = panel;
+        if (wide) {
+          target.kernels->pack_widen(x.data() + 3 * e, stride, depth, columns, reinterpret_cast<float*>(panel.data()));
+          target.kernels->pack_transposed_widen(x.data() + 3 * e, stride, depth, columns,
+                                                reinterpret_cast<float*>(transposed.data()));
+        } else {
+          target.kernels->pack(x.data() + 3 * e, stride, depth, columns, panel.data());
+          target.kernels->pack_transposed(x.data() + 3 * e, stride, depth, columns, transposed.data());
+        }
+        for (std::size_t k = 0; k < padded_depth(depth); ++k) {
+          for (std::size_t c = 0; c < kPanel; ++c) {
+            const bool inside = k < depth && c < columns;
+            ASSERT_EQ(in_panel(panel, of, k, c), inside ? value(k, c + 3) : 0) << target.name << k << "," << c;
+            ASSERT_EQ(in_panel(transposed, of, k, c), inside ? value(c, k + 3) : 0) << target.name << k << "," << c;
+          }
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Types, VectorKernelsTest, testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+TEST(VectorKernelsTest, Bf16IsRoundedToNearestEvenAndNanStaysNan) {
+  std::vector<float> values = {0.0f,
+                               -0.0f,
+                               1.0f,
+                               1.00390625f,
+                               1.01171875f,
+                               3.4e38f,
+                               -3.4e38f,
+                               1e-40f,
+                               std::numeric_limits<float>::infinity(),
+                               -std::numeric_limits<float>::infinity(),
+                               std::bit_cast<float>(0x7fffffffu),
+                               std::bit_cast<float>(0x7f800001u),
+                               std::bit_cast<float>(0xffffffffu)};
+  std::mt19937 generator(3);
+  while (values.size() < 1003) values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(generator())));
+  for (const auto& target : vector_targets(DType::kBFloat16)) {
+    std::vector<std::uint16_t> rounded(values.size());
+    target.kernels->narrow(values.data(), rounded.data(), values.size());
+    for (std::size_t i = 0; i < values.size(); ++i) ASSERT_EQ(rounded[i], float_to_bf16(values[i])) << target.name << i;
+    std::vector<float> wide(values.size());
+    target.kernels->widen(rounded.data(), wide.data(), wide.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      ASSERT_EQ(std::bit_cast<std::uint32_t>(wide[i]), static_cast<std::uint32_t>(rounded[i]) << 16);
+    }
+  }
+}
+
+TEST(VectorKernelsTest, Fp16IsReadAndRoundedAsItsHeaderSays) {
+  std::vector<std::uint16_t> halves(65'536);
+  for (std::size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<std::uint16_t>(i);
+  std::vector<float> values;
+  for (const std::uint16_t half : halves) {  // with the tie behind each, and what is beside it
+    const auto bits = std::bit_cast<std::uint32_t>(fp16_to_float(half));
+    for (const std::uint32_t low : {0u, 1u, 0xfffu, 0x1000u, 0x1001u})
+      values.push_back(std::bit_cast<float>(bits + low));
+  }
+  std::mt19937 generator(3);
+  for (int i = 0; i < 10'000; ++i) values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(generator())));
+  for (const float x : {65519.99f, 65520.0f, 1e38f, 0x1p-25f, 0x1.000002p-25f, 1e-40f}) values.push_back(x);
+  for (const auto& target : vector_targets(DType::kFloat16)) {
+    std::vector<float> wide(halves.size());
+    target.kernels->widen(halves.data(), wide.data(), halves.size());
+    for (std::size_t i = 0; i < halves.size(); ++i) {
+      ASSERT_EQ(std::bit_cast<std::uint32_t>(wide[i]), std::bit_cast<std::uint32_t>(fp16_to_float(halves[i])))
+          << target.name << " " << i;
+    }
+    std::vector<std::uint16_t> rounded(values.size());
+    target.kernels->narrow(values.data(), rounded.data(), values.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      ASSERT_EQ(rounded[i], float_to_fp16(values[i])) << target.name << " " << values[i];
+    }
+  }
+}
+
+TEST(VectorKernelsTest, NanReachesTheResult) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const auto& k = vector_kernels(DType::kFloat32);
+  std::vector<float> tile(8 * kPanel, 0.5f), x(20, 1.0f), y(20);
+  tile[3 * kPanel + 7] = nan;
+  k.causal_softmax(tile.data(), 8, 0, 1.0f);
+  EXPECT_TRUE(std::isnan(tile[7]));
+  EXPECT_FALSE(std::isnan(tile[8]));
+  x[18] = nan;
+  k.gelu(x.data(), y.data(), 20);
+  EXPECT_TRUE(std::isnan(y[18]));
+  EXPECT_FALSE(std::isnan(y[17]));
+}
+
+}  // namespace
+}  // namespace spillway::models

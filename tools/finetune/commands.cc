@@ -1,0 +1,244 @@
+#include "tools/finetune/commands.h"
+
+#include <fmt/format.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "spillway/error.h"
+#include "spillway/export.h"
+#include "spillway/store.h"
+#include "tools/finetune/finetune.h"
+#include "tools/finetune/import_deepspeed.h"
+#include "tools/models/gpt2/model.h"
+#include "tools/models/init_model.h"
+#include "tools/terminal/byte_bar.h"
+#include "tools/terminal/interrupt.h"
+#include "tools/terminal/number_option.h"
+#include "tools/terminal/tell.h"
+
+namespace spillway::models::finetune {
+namespace {
+
+struct InitOptions {
+  std::filesystem::path directory;
+  std::string preset;
+  std::uint32_t layers = 12, width = 768, heads = 12, vocabulary = 50257, context = 1024;
+  std::uint64_t seed = 1;
+  DType type = DType::kFloat32;
+};
+
+struct ExportCommand {
+  std::filesystem::path store, directory;
+  std::vector<std::filesystem::path> others;
+  DType type = DType::kFloat32;
+  std::uint64_t shard_bytes = ExportOptions{}.max_file_bytes;
+};
+
+template <typename Type>  // DType, or an optional one
+CLI::Option* add_dtype(CLI::App* command, Type& type, const std::string& help) {
+  const auto set = [&type](const std::string& name) {
+    type = name == "bf16" ? DType::kBFloat16 : name == "fp16" ? DType::kFloat16 : DType::kFloat32;
+  };
+  return command->add_option_function<std::string>("--dtype", set, help)
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
+}
+
+int run_init_model(const InitOptions& options) {
+  ModelConfig config;
+  config.layers = options.layers;
+  config.width = options.width;
+  config.heads = options.heads;
+  for (const auto& preset : presets()) {
+    if (preset.name != options.preset) continue;
+    config.layers = preset.layers;
+    config.width = preset.width;
+    config.heads = preset.heads;
+  }
+  config.inner = 4 * config.width;
+  config.positions = options.context;
+  config.vocabulary = options.vocabulary;
+  if (config.width % config.heads != 0) {
+    throw Error(Code::kInvalidArgument,
+                {.object = "--width",
+                 .happened = fmt::format("{} is no multiple of {} heads", config.width, config.heads),
+                 .errno_value = 0,
+                 .hint = "every head has width / heads columns"});
+  }
+  const terminal::Interrupt interrupt("ending without a model");  // before anything that starts threads
+  const std::uint64_t count =
+      init_model(options.directory, config, options.seed, options.type, [&] { return interrupt.requested(); });
+  if (count == 0) return interrupt.exit_code();
+  terminal::tell("{}: a new GPT-2 of {} parameters, {} layers of width {}\n", options.directory.string(), count,
+                 config.layers, config.width);
+  return 0;
+}
+
+struct Stopped {};  // by Ctrl-C
+
+int run_export(const ExportCommand& options) {
+  const terminal::Interrupt interrupt("ending without a model");  // before anything that starts threads
+  terminal::ByteBar bar("exporting");
+  const auto progress = [&](std::uint64_t done, std::uint64_t bytes) {
+    if (interrupt.requested()) throw Stopped();
+    bar.at(done, bytes);
+  };
+  const ExportOptions how = {
+      .type = options.type, .max_file_bytes = options.shard_bytes, .replace = true, .progress = progress};
+  std::vector<std::filesystem::path> paths{options.store};
+  paths.insert(paths.end(), options.others.begin(), options.others.end());
+  // Where somebody keeps both in one directory, a store is what was named.
+  std::error_code ignored;
+  const bool store = std::filesystem::exists(options.store / "spillway.store", ignored);
+  const std::filesystem::path snapshot = store ? "" : find_newest_snapshot(options.store);
+  ExportedStore exported;
+  RunPaths ranks;
+  try {
+    if (snapshot.empty()) ranks = find_ranks(paths);
+    exported = !snapshot.empty() ? export_snapshot(snapshot, options.directory, how)
+               : ranks.empty()   ? export_store(paths, options.directory, how)
+                                 : export_run(ranks, options.directory, how);
+  } catch (const Stopped&) {
+    bar.clear();
+    return interrupt.exit_code();
+  }
+  bar.clear();
+  if (interrupt.requested()) terminal::tell(stderr, "spillway: all of it had been written already\n");
+  const std::string of = !snapshot.empty() ? "the snapshot"
+                         : ranks.empty()   ? "the store"
+                                           : fmt::format("the stores of {} ranks", ranks.size());
+  terminal::tell("{}: the model of step {} of {} in {}\n", options.directory.string(), exported.step, of,
+                 (snapshot.empty() ? options.store : snapshot).string());
+  return 0;
+}
+
+void add_init_model(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<InitOptions>();
+  InitOptions& options = *kept;
+  auto* command = program.add_subcommand("init-model", "Make a new GPT-2 with random weights");
+  command->add_option("directory", options.directory, "Where the model goes")->required();
+  const auto sizes = terminal::in_range(1u, 1u << 20);
+  auto* layers = command->add_option("--layers", options.layers, "Layers")
+                     ->transform(terminal::in_range(1u, kMostLayers))
+                     ->capture_default_str();
+  auto* width =
+      command->add_option("--width", options.width, "Width of a token")->transform(sizes)->capture_default_str();
+  auto* heads =
+      command->add_option("--heads", options.heads, "Attention heads")->transform(sizes)->capture_default_str();
+  command->add_option("--vocab", options.vocabulary, "Vocabulary")
+      ->transform(terminal::in_range(1u, 1u << 24))
+      ->capture_default_str();
+  command->add_option("--context", options.context, "Positions")->transform(sizes)->capture_default_str();
+  command->add_option("--seed", options.seed, "Seed of the weights")
+      ->transform(terminal::in_range(std::uint64_t{0}, UINT64_MAX))
+      ->capture_default_str();
+  add_dtype(command, options.type, "Type of the weights")->default_str("fp32");
+  std::vector<std::string> names;
+  for (const auto& preset : presets()) names.emplace_back(preset.name);
+  command->add_option("--preset", options.preset, "Layers, width and heads of a published size")
+      ->check(CLI::IsMember(names))
+      ->excludes(layers)
+      ->excludes(width)
+      ->excludes(heads);
+  command->footer("Example:\n  spillway init-model model --preset gpt2-medium --dtype bf16");
+  command->callback([kept, &exit_code] { exit_code = run_init_model(*kept); });
+}
+
+void add_finetune(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<FinetuneOptions>();
+  FinetuneOptions& options = *kept;
+  const auto steps = terminal::in_range(std::uint64_t{1}, std::uint64_t{1} << 40);
+  auto* command = program.add_subcommand("finetune", "Train a GPT-2 through HBM, host memory and NVMe");
+  command->add_option("--config", options.config, "ds_config.json")->required();
+  command->add_option("--aio", options.aio, "What spillway sweep --json wrote: put over the configuration");
+  command->add_option("--model", options.model, "Directory with config.json and model.safetensors")->required();
+  command
+      ->add_option("--data", options.data, "FILE.bin: 16-bit tokens; any other file: bytes. Rows are read in its order")
+      ->required();
+  command->add_option("--steps", options.steps, "Number of the last step")->required()->transform(steps);
+  command->add_option("--seq", options.sequence, "Tokens of a row")
+      ->transform(terminal::in_range(1u, 1u << 24))
+      ->capture_default_str();
+  const auto fuse = [&options](const std::string& name) {
+    options.fusion = name == "none"   ? Fusion::kNone
+                     : name == "gelu" ? Fusion::kGelu
+                     : name == "all"  ? Fusion::kAll
+                                      : Fusion::kAuto;
+  };
+  command
+      ->add_option_function<std::string>(
+          "--fuse", fuse, "On a GPU, inside its 16-bit products: nothing, gelu, or (all) bias gradients, too")
+      ->check(CLI::IsMember({"auto", "none", "gelu", "all"}))
+      ->default_str("auto");
+  command->add_option("--out", options.out, "Where the trained model goes");
+  command->add_option("--log", options.log, "Append one JSON line per step");
+  command->add_option("--trace", options.trace, "Write a timeline that ui.perfetto.dev and chrome://tracing show");
+  auto* save = command->add_option("--save", options.snapshots.directory,
+                                   "Where snapshots go, DIR/step-000123: weights and states, complete or not there");
+  auto* every =
+      command
+          ->add_option(
+              "--save-every", options.snapshots.every,
+              "Steps between snapshots, the last step has one, too; one that fails is reported, and training goes on")
+          ->transform(steps)
+          ->needs(save);
+  save->needs(every);
+  command->add_option("--keep", options.snapshots.keep, "Keep so many of them, the newest; default: all")
+      ->transform(steps)
+      ->needs(every);
+  auto* load = command->add_option("--load", options.load,
+                                   "Begin with a snapshot, or the newest one of a directory of them, in a new store");
+  auto* resume = command->add_flag("--resume", options.resume, "Continue from the store")->excludes(load);
+  command->add_flag("--fresh", options.fresh, "Give up the store that exists and start anew")->excludes(resume);
+  command->footer(
+      "Example:\n"
+      "  spillway finetune --config ds_config.json --model gpt2 --data text.txt --steps 1000 --out trained\n"
+      "  spillway finetune --config ds_config.json --model gpt2 --data text.txt --steps 2000 --resume");
+  command->callback([kept, &exit_code] { exit_code = finetune(*kept); });
+}
+
+void add_export(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<ExportCommand>();
+  ExportCommand& options = *kept;
+  auto* command = program.add_subcommand("export", "Write the model that a store or a snapshot holds");
+  command
+      ->add_option("store", options.store,
+                   "Directory of the store, of the stores of all ranks, of a snapshot, or of snapshots: the newest")
+      ->required();
+  command->add_option("directory", options.directory, "Where the model goes")->required();
+  command->add_option("--with", options.others, "The store's other directories, in the order of nvme_paths");
+  add_dtype(command, options.type, "Type of the weights")->default_str("fp32");
+  command->add_option("--max-shard-size", options.shard_bytes, "Largest file of weights: 5GB is 5·10^9, 5GiB 5·2^30")
+      ->transform(terminal::as_size())
+      ->default_str("50GB");
+  command->footer("Example:\n  spillway export /mnt/nvme/run trained --dtype bf16 --max-shard-size 5GB");
+  command->callback([kept, &exit_code] { exit_code = run_export(*kept); });
+}
+
+void add_import(CLI::App& program, int& exit_code) {
+  const auto kept = std::make_shared<ImportCommand>();
+  ImportCommand& options = *kept;
+  auto* command =
+      program.add_subcommand("import", "Make a snapshot of a DeepSpeed checkpoint: weights and Adam's states");
+  command->add_option("checkpoint", options.checkpoint, "What save_checkpoint() was given, or a tag in it")->required();
+  command->add_option("--model", options.model, "Directory with the model's config.json")->required();
+  command->add_option("--out", options.out, "Where the snapshot goes; finetune --load takes it")->required();
+  command->add_option("--tag", options.tag, "global_step100, say; default: the latest")->type_name("NAME");
+  add_dtype(command, options.type, "Type of the weights to go on with; default: as trained. fp16: if it was so");
+  command->add_flag("--no-verify", options.no_verify, "Do not compare the tensors with their CRC-32 first");
+  command->add_flag("--json", options.json, "Print what was imported as JSON");
+  command->footer("Example:\n  spillway import checkpoints --model gpt2 --out snapshot --dtype bf16");
+  command->callback([kept, &exit_code] { exit_code = import_checkpoint(*kept); });
+}
+
+}  // namespace
+
+void add_commands(CLI::App& program, int& exit_code) {
+  add_init_model(program, exit_code);
+  add_finetune(program, exit_code);
+  add_export(program, exit_code);
+  add_import(program, exit_code);
+}
+
+}  // namespace spillway::models::finetune

@@ -1,0 +1,45 @@
+// A file of tokens, read row by row.
+//
+// FILE.bin holds little-endian 16-bit token ids; anything else is bytes, ids 0 to 255. Row r is
+// tokens[r * T : r * T + T + 1]: T inputs, and the same shifted by one as targets. Rows wrap round at the end. Nothing
+// is kept but the row in work. Thread: one. Errors: spillway::Error with the path as object.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace spillway::models::finetune {
+
+class TokenFile {
+ public:
+  // Reads the whole file once (but for holes, which are zeros) to refuse a token that the vocabulary does not have
+  // before anything is trained.
+  TokenFile(std::filesystem::path path, std::uint32_t sequence, std::uint32_t vocabulary);
+  TokenFile(const TokenFile&) = delete;
+  TokenFile& operator=(const TokenFile&) = delete;
+  ~TokenFile();
+
+  std::uint64_t tokens() const noexcept { return tokens_; }
+  std::uint64_t rows() const noexcept { return (tokens_ - 1) / sequence_; }
+  // What tells one file from another without reading it all: its length, and a hash of its first and last 64 KiB.
+  std::string mark();
+  // out: sequence + 1 tokens of row `row` modulo rows().
+  void read_row(std::uint64_t row, std::span<std::uint32_t> out);
+
+ private:
+  void read_bytes(std::uint64_t offset, std::span<unsigned char> out);
+  void read(std::uint64_t first, std::span<std::uint32_t> out);
+  void check_tokens();
+
+  std::filesystem::path path_;
+  std::uint32_t sequence_, vocabulary_;
+  std::size_t token_bytes_;
+  std::uint64_t tokens_ = 0;
+  int fd_ = -1;
+  std::vector<unsigned char> bytes_;
+};
+
+}  // namespace spillway::models::finetune

@@ -1,0 +1,148 @@
+#include "tools/models/config_json.h"
+
+#include <fmt/format.h>
+#include <rapidjson/error/en.h>
+#include <rapidjson/memorystream.h>
+#include <rapidjson/reader.h>
+
+#include <cerrno>
+#include <cmath>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "spillway/error.h"
+
+namespace spillway::models {
+namespace {
+
+constexpr std::uintmax_t kMostBytes = 4 << 20;  // the file is a few KB; anything near this is another one
+constexpr const char* kRepair = "repair the file";
+
+// Goes over a text before it becomes a document, and ends at what has no place in one.
+class Overview : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, Overview> {
+ public:
+  bool Double(double value) {
+    if (!std::isfinite(value)) problem_ = "holds a number that is too large";
+    return problem_ == nullptr;
+  }
+  bool StartObject() { return begin(); }
+  bool StartArray() { return begin(); }
+  // Which one of two would count differs from reader to reader.
+  bool Key(const char* name, rapidjson::SizeType length, bool) {
+    if (!keys_.back().emplace(name, length).second) problem_ = "has a key twice";
+    return problem_ == nullptr;
+  }
+  bool EndObject(rapidjson::SizeType) { return end(); }
+  bool EndArray(rapidjson::SizeType) { return end(); }
+
+  const char* problem() const { return problem_; }
+
+ private:
+  static constexpr std::size_t kDeepest = 64;
+
+  bool begin() {
+    if (keys_.size() == kDeepest) problem_ = "is nested too deep";
+    keys_.emplace_back();
+    return problem_ == nullptr;
+  }
+  bool end() {
+    keys_.pop_back();
+    return true;
+  }
+
+  std::vector<std::set<std::string, std::less<>>> keys_;  // of every object that is open, empty for an array
+  const char* problem_ = nullptr;
+};
+
+}  // namespace
+
+ConfigJson::ConfigJson(std::string_view text, std::string name) : name_(std::move(name)) {
+  // RapidJSON takes a zero byte for the end of the text.
+  if (const auto zero = text.find('\0'); zero != text.npos) {
+    refuse(fmt::format("holds a zero byte at byte {}", zero), kRepair);
+  }
+  constexpr unsigned kFlags = rapidjson::kParseIterativeFlag | rapidjson::kParseValidateEncodingFlag;
+  rapidjson::MemoryStream stream(text.data(), text.size());
+  Overview overview;
+  const rapidjson::ParseResult result =
+      rapidjson::GenericReader<Text, Text, JsonMemory>().Parse<kFlags>(stream, overview);
+  if (overview.problem() != nullptr) refuse(overview.problem(), kRepair);
+  if (result.IsError()) {
+    std::string what = rapidjson::GetParseError_En(result.Code());
+    while (what.ends_with('.')) what.pop_back();  // it goes into a sentence of ours
+    refuse(fmt::format("not valid JSON at byte {}: {}", result.Offset(), what), kRepair);
+  }
+  document_.Parse<kFlags>(text.data(), text.size());
+  if (!document_.IsObject()) refuse("is not a JSON object", kRepair);
+  text_ = text;
+}
+
+ConfigJson ConfigJson::load(const std::filesystem::path& directory) {
+  const auto path = directory / "config.json";
+  std::error_code error;
+  const auto status = std::filesystem::status(path, error);
+  const bool is_there = std::filesystem::exists(status), is_file = std::filesystem::is_regular_file(status);
+  if (is_there && (!is_file || std::filesystem::file_size(path, error) > kMostBytes)) {
+    throw Error(Code::kInvalidArgument,
+                {.object = path.string(),
+                 .happened = is_file ? fmt::format("is larger than {} bytes", kMostBytes) : "is not a regular file",
+                 .errno_value = 0,
+                 .hint = "--model wants the directory of a model"});
+  }
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    throw Error(Code::kNotFound, {.object = path.string(),
+                                  .happened = "cannot be opened",
+                                  .errno_value = errno,
+                                  .hint = "--model wants a directory with config.json and model.safetensors"});
+  }
+  return {std::string(std::istreambuf_iterator<char>(file), {}), path.string()};
+}
+
+void ConfigJson::refuse(std::string happened, std::string hint) const {
+  throw Error(Code::kInvalidArgument,
+              {.object = name_, .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
+}
+
+const ConfigJson::Value* ConfigJson::find(const char* key) const {
+  const auto member = document_.FindMember(key);
+  return member == document_.MemberEnd() || member->value.IsNull() ? nullptr : &member->value;
+}
+
+std::uint32_t ConfigJson::size(const char* key, std::optional<std::uint32_t> otherwise, std::uint32_t most) const {
+  const auto* value = find(key);
+  if (value == nullptr && otherwise) return *otherwise;
+  if (value == nullptr) refuse(fmt::format("\"{}\" is missing", key));
+  if (!value->IsUint64() || value->GetUint64() == 0) {
+    refuse(fmt::format("\"{}\" is not a whole number from 1 to {}", key, most));
+  }
+  if (value->GetUint64() > most) refuse(fmt::format("\"{}\" is larger than {}", key, most), kNoLarger);
+  return value->GetUint();
+}
+
+double ConfigJson::number(const char* key, double otherwise) const {
+  const auto* value = find(key);
+  if (value == nullptr) return otherwise;
+  if (!value->IsNumber()) refuse(fmt::format("\"{}\" is not a number", key));
+  return value->GetDouble();
+}
+
+bool ConfigJson::flag(const char* key, bool otherwise) const {
+  const auto* value = find(key);
+  if (value == nullptr) return otherwise;
+  if (!value->IsBool()) refuse(fmt::format("\"{}\" is not true or false", key));
+  return value->GetBool();
+}
+
+std::string ConfigJson::text(const char* key, std::string_view otherwise) const {
+  const auto* value = find(key);
+  if (value == nullptr) return std::string(otherwise);
+  if (!value->IsString()) refuse(fmt::format("\"{}\" is not a string", key));
+  return {value->GetString(), value->GetStringLength()};
+}
+
+}  // namespace spillway::models

@@ -1,0 +1,65 @@
+// Hugging Face's config.json: looked over before it is taken for one, then asked for its keys. null stands for missing,
+// as in transformers. What is wrong is refused (kInvalidArgument) in the file's name.
+#pragma once
+
+#include <rapidjson/document.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <new>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace spillway::models {
+
+inline constexpr std::uint32_t kLargestSize = 1u << 24;  // in the file; keeps products of two far inside 64 bits
+inline constexpr const char* kNoLarger = "Spillway takes no larger model";  // the hint for what is beyond a limit
+
+// RapidJSON's own writes to where there is no memory left.
+class JsonMemory {
+ public:
+  static constexpr bool kNeedFree = true;
+  void* Malloc(std::size_t bytes) { return bytes == 0 ? nullptr : checked(std::malloc(bytes)); }
+  void* Realloc(void* old, std::size_t, std::size_t bytes) {
+    if (bytes > 0) return checked(std::realloc(old, bytes));
+    std::free(old);
+    return nullptr;
+  }
+  static void Free(void* memory) { std::free(memory); }
+
+ private:
+  static void* checked(void* memory) { return memory != nullptr ? memory : throw std::bad_alloc(); }
+};
+
+class ConfigJson {
+ public:
+  ConfigJson(std::string_view text, std::string name);
+  // The one in a model's directory. Refuses what cannot be read or is far too large to be one.
+  static ConfigJson load(const std::filesystem::path& directory);
+
+  const std::string& text() const { return text_; }
+
+  bool has(const char* key) const { return find(key) != nullptr; }
+  // From 1 on. Without `otherwise` the key must be there.
+  std::uint32_t size(const char* key, std::optional<std::uint32_t> otherwise = {},
+                     std::uint32_t most = kLargestSize) const;
+  double number(const char* key, double otherwise) const;
+  bool flag(const char* key, bool otherwise) const;
+  std::string text(const char* key, std::string_view otherwise) const;
+  [[noreturn]] void refuse(std::string happened, std::string hint = "take the file as the model came with it") const;
+
+ private:
+  using Text = rapidjson::UTF8<>;
+  using Pool = rapidjson::MemoryPoolAllocator<JsonMemory>;
+  using Value = rapidjson::GenericValue<Text, Pool>;
+
+  const Value* find(const char* key) const;
+
+  std::string name_, text_;
+  rapidjson::GenericDocument<Text, Pool, JsonMemory> document_;
+};
+
+}  // namespace spillway::models

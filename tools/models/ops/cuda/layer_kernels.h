@@ -1,0 +1,61 @@
+// The GPU's kernels that are no matrix products; private to tools/models/ops/cuda. Each enqueues on the stream,
+// allocates nothing and uses no atomics: how sums are split depends on the shape alone, so the bits are the same every
+// time.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tools/models/ops/ops.h"
+
+namespace spillway::models {
+
+cudaError_t embedding(const Shape& shape, const Embedding& op, cudaStream_t stream);
+std::size_t embedding_backward_scratch_bytes(const Shape& shape);
+cudaError_t embedding_backward(const Shape& shape, const EmbeddingBackward& op, void* scratch, cudaStream_t stream);
+
+// Whether rows of this width can be normalized: they are kept in the registers of one block.
+bool layer_norm_fits(const Shape& shape);
+cudaError_t layer_norm(const Shape& shape, const LayerNorm& op, cudaStream_t stream);
+std::size_t layer_norm_backward_scratch_bytes(const Shape& shape);
+cudaError_t layer_norm_backward(const Shape& shape, const LayerNormBackward& op, void* scratch, cudaStream_t stream);
+
+// after = gelu(before); dx = dx * gelu'(before). Tensors of `count` elements.
+cudaError_t gelu(DType type, const void* before, void* after, std::size_t count, cudaStream_t stream);
+cudaError_t gelu_backward(DType type, const void* before, void* dx, std::size_t count, cudaStream_t stream);
+
+// Where sums over rows go. accumulate: added to (fp32 only).
+struct SumTarget {
+  void* to;
+  DType type;
+  bool accumulate;
+};
+// to[c] = the sum over r of x[r][c], for a tensor [rows][columns].
+struct ColumnSums {
+  DType type;
+  const void* x;
+  std::size_t rows, columns;
+  SumTarget target;
+};
+std::size_t column_sums_scratch_bytes(std::size_t rows, std::size_t columns);
+cudaError_t column_sums(const ColumnSums& op, void* scratch, cudaStream_t stream);
+// The second half of such sums: targets[i] takes the sum over r of partial[i][r][c], fp32.
+cudaError_t finish_sums(const float* partial, std::size_t rows, std::size_t columns, const SumTarget (&targets)[2],
+                        unsigned count, cudaStream_t stream);
+
+// Of the head: logits fp32 [rows][stride] of `rows` tokens, which become their gradients, in the tensor type, written
+// over them. In 16 bits a row's gradients take the first half of its bytes: their stride is twice as many elements.
+// `stride` is a multiple of 4; nothing is said of columns from the vocabulary on.
+struct HeadRows {
+  DType type;
+  std::size_t rows, vocabulary, stride;
+  float* logits;
+  const std::uint32_t* targets;
+  float* losses;
+  float scale;
+};
+cudaError_t head_gradients(const HeadRows& op, cudaStream_t stream);
+
+}  // namespace spillway::models

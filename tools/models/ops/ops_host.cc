@@ -1,0 +1,369 @@
+// Plumbing, and the operations that are rows, columns or one matrix product. Attention and the head have files of their
+// own.
+#include "tools/models/ops/ops_host.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "spillway/error.h"
+
+namespace spillway::models {
+namespace {
+
+constexpr std::size_t kRowsPerPiece = 16;
+constexpr std::size_t kElementsPerPiece = 16384;
+
+// Splits [0, total) into pieces of `piece`: body(first, count).
+template <typename Body>
+void for_pieces(HostWorkers& workers, std::size_t total, std::size_t piece, const Body& body) {
+  workers.parallel_for(div_up(total, piece), [&](std::size_t index) {
+    const std::size_t first = index * piece;
+    body(first, std::min(piece, total - first));
+  });
+}
+
+DType operand_type(GemmPath path) { return path == GemmPath::kBFloat16 ? DType::kBFloat16 : DType::kFloat32; }
+
+}  // namespace
+
+std::unique_ptr<Ops> create_host_ops(const Shape& shape, unsigned threads) {
+  return std::make_unique<HostOps>(shape, threads, choose_gemm_path(shape.type));
+}
+
+HostOps::HostOps(const Shape& shape, unsigned threads, GemmPath path)
+    : shape_(shape),
+      threads_(threads),
+      path_(path),
+      operands_(operand_type(path)),
+      kernels_(vector_kernels(shape.type)),
+      fp32_(vector_kernels(DType::kFloat32)),
+      operand_kernels_(vector_kernels(operands_)),
+      gemm_(threads) {
+  SPILLWAY_CHECK(shape.tokens() > 0 && shape.heads > 0 && shape.width % shape.heads == 0, "a shape is whole heads");
+  prepare_shapes();
+  const auto measured = [&]<typename Scratch>() {
+    Carver carver(nullptr);
+    Scratch(carver, *this);
+    return carver.used();
+  };
+  const std::size_t widest = std::max<std::size_t>(shape.inner, 3 * static_cast<std::size_t>(shape.width));
+  const std::size_t operand = shape.tokens() * widest * operand_bytes();  // widened, or transposed
+  shared_bytes_ = align_up<std::size_t>(std::max(operand, measured.operator()<HeadShared>()), 4096);
+  const std::size_t per_slot = std::max({measured.operator()<LinearScratch>(), measured.operator()<AttentionScratch>(),
+                                         measured.operator()<HeadScratch>()});
+  slot_bytes_ = align_up<std::size_t>(per_slot + align_up<std::size_t>(gemm_.scratchpad_bytes(), 64), 4096);
+}
+
+void HostOps::prepare_shapes() {
+  const std::size_t m = shape_.tokens(), t = shape_.sequence, head = head_width();
+  // Rows 0, unit, 2 unit, … and a shorter last block.
+  const auto blocks = [&](std::size_t rows, std::size_t unit, auto&& add) {
+    if (rows >= unit) add(unit);
+    if (rows % unit != 0) add(rows % unit);
+  };
+  const std::size_t width = shape_.width, inner = shape_.inner;
+  const std::pair<std::size_t, std::size_t> layers[] = {
+      {width, 3 * width}, {width, width}, {width, inner}, {inner, width}};
+  for (const auto& [in, out] : layers) {
+    blocks(m, kRowBlock, [&, in = in, out = out](std::size_t rows) {
+      gemm_.prepare({rows, in, operands_, false});
+      gemm_.prepare({rows, out, operands_, false});
+    });
+    blocks(in, kRowBlock, [&](std::size_t rows) { gemm_.prepare({rows, m, operands_, false}); });
+  }
+  blocks(t, kKeyBlock, [&](std::size_t keys) {
+    gemm_.prepare({keys, head, DType::kFloat32, false});
+    gemm_.prepare({keys, kPanel, DType::kFloat32, true});
+    for (const bool accumulate : {false, true}) gemm_.prepare({head, keys, DType::kFloat32, accumulate});
+  });
+  blocks(shape_.vocabulary, kVocabBlock, [&](std::size_t words) {
+    gemm_.prepare({words, width, operands_, false});
+    blocks(m, kSlice, [&](std::size_t tokens) {
+      gemm_.prepare({words, tokens, operands_, false});
+      gemm_.prepare({tokens, words, operands_, true});
+    });
+  });
+}
+
+std::vector<std::string> HostOps::describe() const {
+  return {describe_gemm_path(shape_.type, path_) + ", in panels of 64 columns by oneDNN"};
+}
+
+std::uint64_t HostOps::scratch_bytes() const { return shared_bytes_ + threads_ * slot_bytes_; }
+
+void HostOps::bind(const Engine& engine, std::span<std::byte> scratch) {
+  SPILLWAY_CHECK(scratch.size() >= scratch_bytes(), "scratch is what scratch_bytes() asked for");
+  engine_ = &engine;
+  require_in_hbm(scratch.data(), scratch.size());
+  shared_ = scratch.data();
+  slots_ = shared_ + shared_bytes_;
+}
+
+void HostOps::require_in_hbm(const void* data, std::size_t bytes) const {
+  SPILLWAY_CHECK(engine_ != nullptr, "operations must be bound to an engine first");
+  SPILLWAY_CHECK(engine_->in_hbm(data, bytes), "operations work inside the HBM arena only");
+}
+
+Carver HostOps::slot_carver(unsigned slot) const {
+  SPILLWAY_CHECK(slot < threads_, "the engine has more compute threads than the operations were made for");
+  return Carver(slots_ + slot * slot_bytes_);
+}
+
+void* HostOps::pad_of(unsigned slot) const {
+  return slots_ + (slot + 1) * slot_bytes_ - align_up<std::size_t>(gemm_.scratchpad_bytes(), 64);
+}
+
+HostOps::LinearScratch::LinearScratch(Carver& carver, const HostOps& ops) {
+  const std::size_t depth = std::max(
+      {ops.shape_.inner + std::size_t{0}, 3 * static_cast<std::size_t>(ops.shape_.width), ops.shape_.tokens()});
+  panel = carver.take<std::byte>(padded_depth(depth) * kPanel * ops.operand_bytes());
+  tile = carver.take<float>(kRowBlock * kPanel);
+}
+
+void HostOps::pack(const void* x, std::size_t stride, std::size_t depth, std::size_t columns, std::byte* panel) const {
+  if (operands_ == shape_.type)
+    kernels_.pack(x, stride, depth, columns, panel);
+  else
+    kernels_.pack_widen(x, stride, depth, columns, reinterpret_cast<float*>(panel));
+}
+
+void HostOps::pack_transposed(const void* x, std::size_t stride, std::size_t depth, std::size_t columns,
+                              std::byte* panel) const {
+  if (operands_ == shape_.type)
+    kernels_.pack_transposed(x, stride, depth, columns, panel);
+  else
+    kernels_.pack_transposed_widen(x, stride, depth, columns, reinterpret_cast<float*>(panel));
+}
+
+const void* HostOps::operand(const void* x, std::size_t rows, std::size_t columns, HostWorkers& workers) const {
+  if (operands_ == shape_.type) return x;
+  float* wide = reinterpret_cast<float*>(shared_);
+  for_pieces(workers, rows * columns, kElementsPerPiece,
+             [&](std::size_t first, std::size_t count) { kernels_.widen(at(x, first), wide + first, count); });
+  return wide;
+}
+
+void HostOps::store_gradient(const float* tile, std::size_t rows, std::size_t columns, DType type, bool accumulate,
+                             void* gradient, std::size_t offset, std::size_t stride) const {
+  if (type == DType::kFloat32) {
+    float* to = static_cast<float*>(gradient) + offset;
+    fp32_.store_tile(tile, rows, columns, nullptr, accumulate ? to : nullptr, to, stride);
+  } else {
+    kernels_.store_tile(tile, rows, columns, nullptr, nullptr, at(gradient, offset), stride);
+  }
+}
+
+void HostOps::upload(const void* host, void* device, std::size_t bytes, Stream& stream) {
+  require_in_hbm(device, bytes);
+  stream.launch([=](HostWorkers&) { std::memcpy(device, host, bytes); });
+}
+
+void HostOps::download(const void* device, void* host, std::size_t bytes, Stream& stream) {
+  require_in_hbm(device, bytes);
+  stream.launch([=](HostWorkers&) { std::memcpy(host, device, bytes); });
+}
+
+void HostOps::zero(void* device, std::size_t bytes, Stream& stream) {
+  require_in_hbm(device, bytes);
+  stream.launch([=](HostWorkers& workers) {
+    for_pieces(workers, bytes, 4 * kElementsPerPiece, [&](std::size_t first, std::size_t count) {
+      std::memset(static_cast<std::byte*>(device) + first, 0, count);
+    });
+  });
+}
+
+void HostOps::run(const Embedding& op, Stream& stream) {
+  const std::size_t width = shape_.width, e = element_bytes();
+  require_in_hbm(op.tokens, shape_.tokens() * sizeof(std::uint32_t));
+  require_in_hbm(op.token_weight, shape_.vocabulary * width * e);
+  require_in_hbm(op.position_weight, shape_.positions * width * e);
+  require_in_hbm(op.out, shape_.tokens() * width * e);
+  stream.launch([this, op, width](HostWorkers& workers) {
+    for_pieces(workers, shape_.tokens(), kRowsPerPiece, [&](std::size_t first, std::size_t count) {
+      for (std::size_t m = first; m < first + count; ++m) {
+        kernels_.add(at(op.token_weight, op.tokens[m] * width), at(op.position_weight, m % shape_.sequence * width),
+                     at(op.out, m * width), width);
+      }
+    });
+  });
+}
+
+void HostOps::run(const EmbeddingBackward& op, Stream& stream) {
+  const std::size_t width = shape_.width;
+  require_in_hbm(op.tokens, shape_.tokens() * sizeof(std::uint32_t));
+  require_in_hbm(op.dout, shape_.tokens() * width * element_bytes());
+  require_in_hbm(op.dtoken_weight, shape_.vocabulary * width * sizeof(float));
+  require_in_hbm(op.dposition_weight, shape_.positions * width * sizeof(float));
+  stream.launch([this, op](HostWorkers& workers) { embedding_backward(op, workers); });
+}
+
+// Split by columns: rows of the table are hit by several tokens, and their order must not change.
+void HostOps::embedding_backward(const EmbeddingBackward& op, HostWorkers& workers) const {
+  const std::size_t width = shape_.width;
+  for_pieces(workers, width, kPanel, [&](std::size_t first, std::size_t count) {
+    for (std::size_t m = 0; m < shape_.tokens(); ++m) {
+      const std::byte* row = at(op.dout, m * width + first);
+      kernels_.accumulate(row, op.dtoken_weight + op.tokens[m] * width + first, count);
+      kernels_.accumulate(row, op.dposition_weight + m % shape_.sequence * width + first, count);
+    }
+  });
+}
+
+void HostOps::run(const LayerNorm& op, Stream& stream) {
+  const std::size_t width = shape_.width, bytes = shape_.tokens() * width * element_bytes();
+  require_in_hbm(op.x, bytes);
+  require_in_hbm(op.out, bytes);
+  require_in_hbm(op.weight, width * element_bytes());
+  require_in_hbm(op.bias, width * element_bytes());
+  require_in_hbm(op.statistics, shape_.tokens() * sizeof(LayerNormStatistics));
+  stream.launch([this, op, width](HostWorkers& workers) {
+    auto* statistics = reinterpret_cast<LayerNormStatistics*>(op.statistics);
+    for_pieces(workers, shape_.tokens(), kRowsPerPiece, [&](std::size_t first, std::size_t count) {
+      for (std::size_t m = first; m < first + count; ++m) {
+        statistics[m] =
+            kernels_.layer_norm(at(op.x, m * width), op.weight, op.bias, at(op.out, m * width), width, shape_.epsilon);
+      }
+    });
+  });
+}
+
+void HostOps::run(const LayerNormBackward& op, Stream& stream) {
+  const std::size_t width = shape_.width, bytes = shape_.tokens() * width * element_bytes();
+  require_in_hbm(op.x, bytes);
+  require_in_hbm(op.dout, bytes);
+  require_in_hbm(op.dx, bytes);
+  if (op.residual != nullptr) require_in_hbm(op.residual, bytes);
+  require_in_hbm(op.weight, width * element_bytes());
+  require_in_hbm(op.statistics, shape_.tokens() * sizeof(LayerNormStatistics));
+  require_in_hbm(op.dweight, width * size_of(op.gradient));
+  require_in_hbm(op.dbias, width * size_of(op.gradient));
+  SPILLWAY_CHECK(!op.accumulate || op.gradient == DType::kFloat32, "sums of gradients are fp32");
+  stream.launch([this, op](HostWorkers& workers) { layer_norm_backward(op, workers); });
+}
+
+void HostOps::layer_norm_backward(const LayerNormBackward& op, HostWorkers& workers) const {
+  const std::size_t width = shape_.width;
+  const auto* statistics = reinterpret_cast<const LayerNormStatistics*>(op.statistics);
+  // Columns first: dx may then lie over x or dout.
+  for_pieces(workers, width, kPanel, [&](std::size_t first, std::size_t count) {
+    float dweight[kPanel] = {}, dbias[kPanel] = {};
+    kernels_.layer_norm_backward_columns(at(op.x, first), at(op.dout, first), width, shape_.tokens(), count, statistics,
+                                         dweight, dbias);
+    store_gradient(dweight, 1, count, op.gradient, op.accumulate, op.dweight, first, width);
+    store_gradient(dbias, 1, count, op.gradient, op.accumulate, op.dbias, first, width);
+  });
+  for_pieces(workers, shape_.tokens(), kRowsPerPiece, [&](std::size_t first, std::size_t count) {
+    for (std::size_t m = first; m < first + count; ++m) {
+      kernels_.layer_norm_backward(at(op.x, m * width), op.weight, at(op.dout, m * width),
+                                   op.residual == nullptr ? nullptr : at(op.residual, m * width), at(op.dx, m * width),
+                                   width, statistics[m]);
+    }
+  });
+}
+
+void HostOps::run(const Linear& op, Stream& stream) {
+  const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
+  require_in_hbm(op.x, m * in * e);
+  require_in_hbm(op.weight, in * out * e);
+  require_in_hbm(op.bias, out * e);
+  require_in_hbm(op.y, m * out * e);
+  if (op.residual != nullptr) require_in_hbm(op.residual, m * out * e);
+  stream.launch([this, op](HostWorkers& workers) { linear(op, workers); });
+}
+
+void HostOps::linear(const Linear& op, HostWorkers& workers) const {
+  const std::size_t m = shape_.tokens(), in = op.in, out = op.out;
+  const auto* x = static_cast<const std::byte*>(operand(op.x, m, in, workers));
+  for_pieces(workers, out, kPanel, [&](std::size_t first, std::size_t count) {
+    const unsigned slot = workers.current_slot();
+    Carver carver = slot_carver(slot);
+    const LinearScratch s(carver, *this);
+    pack(at(op.weight, first), out, in, count, s.panel);
+    for (std::size_t row = 0; row < m; row += kRowBlock) {
+      const std::size_t rows = std::min(kRowBlock, m - row);
+      gemm_.run({rows, in, operands_, false}, slot, x + row * in * operand_bytes(), s.panel, s.tile, pad_of(slot));
+      const std::size_t offset = row * out + first;
+      kernels_.store_tile(s.tile, rows, count, at(op.bias, first),
+                          op.residual == nullptr ? nullptr : at(op.residual, offset), at(op.y, offset), out);
+    }
+  });
+}
+
+void HostOps::run(const LinearGelu& op, Stream& stream) {
+  const std::size_t count = shape_.tokens() * op.out;
+  require_in_hbm(op.after, count * element_bytes());
+  run(Linear{op.in, op.out, op.x, op.weight, op.bias, nullptr, op.before}, stream);
+  stream.launch([this, op, count](HostWorkers& workers) {
+    for_pieces(workers, count, kElementsPerPiece,
+               [&](std::size_t first, std::size_t n) { kernels_.gelu(at(op.before, first), at(op.after, first), n); });
+  });
+}
+
+void HostOps::run(const LinearBackwardInput& op, Stream& stream) {
+  const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
+  require_in_hbm(op.dy, m * out * e);
+  require_in_hbm(op.weight, in * out * e);
+  require_in_hbm(op.dx, m * in * e);
+  if (op.gelu_before != nullptr) require_in_hbm(op.gelu_before, m * in * e);
+  stream.launch([this, op](HostWorkers& workers) { linear_backward_input(op, workers); });
+}
+
+// dx = dy · weightᵀ: a panel is 64 rows of the weight, transposed as it is packed.
+void HostOps::linear_backward_input(const LinearBackwardInput& op, HostWorkers& workers) const {
+  const std::size_t m = shape_.tokens(), in = op.in, out = op.out;
+  const auto* dy = static_cast<const std::byte*>(operand(op.dy, m, out, workers));
+  for_pieces(workers, in, kPanel, [&](std::size_t first, std::size_t count) {
+    const unsigned slot = workers.current_slot();
+    Carver carver = slot_carver(slot);
+    const LinearScratch s(carver, *this);
+    pack_transposed(at(op.weight, first * out), out, out, count, s.panel);
+    for (std::size_t row = 0; row < m; row += kRowBlock) {
+      const std::size_t rows = std::min(kRowBlock, m - row);
+      gemm_.run({rows, out, operands_, false}, slot, dy + row * out * operand_bytes(), s.panel, s.tile, pad_of(slot));
+      kernels_.store_tile(s.tile, rows, count, nullptr, nullptr, at(op.dx, row * in + first), in);
+    }
+  });
+  if (op.gelu_before == nullptr) return;
+  for_pieces(workers, m * in, kElementsPerPiece, [&](std::size_t first, std::size_t count) {
+    std::byte* dx = at(op.dx, first);
+    kernels_.gelu_backward(at(op.gelu_before, first), dx, dx, count);
+  });
+}
+
+void HostOps::run(const LinearBackwardWeight& op, Stream& stream) {
+  const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
+  require_in_hbm(op.x, m * in * e);
+  require_in_hbm(op.dy, m * out * e);
+  require_in_hbm(op.dweight, in * out * size_of(op.gradient));
+  require_in_hbm(op.dbias, out * size_of(op.gradient));
+  SPILLWAY_CHECK(!op.accumulate || op.gradient == DType::kFloat32, "sums of gradients are fp32");
+  stream.launch([this, op](HostWorkers& workers) { linear_backward_weight(op, workers); });
+}
+
+// dweight = xᵀ · dy: x is transposed once, for all panels of dy.
+void HostOps::linear_backward_weight(const LinearBackwardWeight& op, HostWorkers& workers) const {
+  const std::size_t m = shape_.tokens(), in = op.in, out = op.out;
+  for_pieces(workers, in, kPanel, [&](std::size_t first, std::size_t count) {
+    std::byte* to = shared_ + first * m * operand_bytes();
+    if (operands_ == shape_.type)
+      kernels_.transpose(at(op.x, first), in, m, count, to, m);
+    else
+      kernels_.transpose_widen(at(op.x, first), in, m, count, reinterpret_cast<float*>(to), m);
+  });
+  for_pieces(workers, out, kPanel, [&](std::size_t first, std::size_t count) {
+    const unsigned slot = workers.current_slot();
+    Carver carver = slot_carver(slot);
+    const LinearScratch s(carver, *this);
+    pack(at(op.dy, first), out, m, count, s.panel);
+    for (std::size_t row = 0; row < in; row += kRowBlock) {
+      const std::size_t rows = std::min(kRowBlock, in - row);
+      gemm_.run({rows, m, operands_, false}, slot, shared_ + row * m * operand_bytes(), s.panel, s.tile, pad_of(slot));
+      store_gradient(s.tile, rows, count, op.gradient, op.accumulate, op.dweight, row * out + first, out);
+    }
+    float sum[kPanel] = {};
+    kernels_.column_sums(at(op.dy, first), out, m, count, sum);
+    store_gradient(sum, 1, count, op.gradient, op.accumulate, op.dbias, first, out);
+  });
+}
+
+}  // namespace spillway::models

@@ -1,0 +1,192 @@
+// Sixteen fp32 lanes on every instruction set: one AVX-512 vector, two of AVX2, four of SSE2. A fixed number of lanes
+// fixes the order of every sum, so the bits do not depend on the vector length.
+//
+// Included once per Highway target.
+#if defined(SPILLWAY_GPT2_VECTOR_LANES_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef SPILLWAY_GPT2_VECTOR_LANES_H
+#undef SPILLWAY_GPT2_VECTOR_LANES_H
+#else
+#define SPILLWAY_GPT2_VECTOR_LANES_H
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "hwy/highway.h"
+#include "spillway/bf16.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace spillway::models::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+inline constexpr std::size_t kLanes = 16;
+using F32 = hn::CappedTag<float, kLanes>;
+using U32 = hn::RebindToUnsigned<F32>;
+using I32 = hn::RebindToSigned<F32>;
+using U16 = hn::Rebind<std::uint16_t, F32>;
+inline constexpr std::size_t kPart = hn::MaxLanes(F32());
+inline constexpr std::size_t kParts = kLanes / kPart;
+
+// An element of an fp16 tensor; one of a bf16 tensor is a std::uint16_t.
+struct Half {
+  std::uint16_t bits;
+};
+
+struct Lanes {
+  hn::Vec<F32> part[kParts];
+};
+
+template <typename F>
+HWY_INLINE Lanes each(F function) {
+  Lanes out;
+  for (std::size_t i = 0; i < kParts; ++i) out.part[i] = function(i);
+  return out;
+}
+
+HWY_INLINE Lanes splat(float value) {
+  return each([&](std::size_t) { return hn::Set(F32(), value); });
+}
+HWY_INLINE Lanes load(const float* p) {
+  return each([&](std::size_t i) { return hn::LoadU(F32(), p + i * kPart); });
+}
+HWY_INLINE Lanes load(const std::uint16_t* p) {
+  return each([&](std::size_t i) {
+    return hn::BitCast(F32(), hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), p + i * kPart))));
+  });
+}
+// fp16: an fp32 number with an exponent that is 112 too small, subnormals too; Inf and NaN keep their fraction.
+HWY_INLINE Lanes load(const Half* p) {
+  return each([&](std::size_t i) {
+    const auto half = hn::PromoteTo(U32(), hn::LoadU(U16(), reinterpret_cast<const std::uint16_t*>(p) + i * kPart));
+    const auto sign = hn::ShiftLeft<16>(hn::And(half, hn::Set(U32(), 0x8000)));
+    const auto magnitude = hn::ShiftLeft<13>(hn::And(half, hn::Set(U32(), 0x7fff)));
+    const auto number = hn::BitCast(U32(), hn::Mul(hn::BitCast(F32(), magnitude), hn::Set(F32(), 0x1p112f)));
+    const auto infinite = hn::Or(magnitude, hn::Set(U32(), 0x7f800000));
+    const auto quiet = hn::Or(infinite, hn::Set(U32(), 0x400000));
+    auto result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x0f7fffff)), infinite, number);
+    result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x0f800000)), quiet, result);
+    return hn::BitCast(F32(), hn::Or(result, sign));
+  });
+}
+HWY_INLINE void store(const Lanes& v, float* p) {
+  for (std::size_t i = 0; i < kParts; ++i) hn::StoreU(v.part[i], F32(), p + i * kPart);
+}
+// Rounds to nearest, ties to even; NaN stays NaN: the bits of float_to_bf16().
+HWY_INLINE void store(const Lanes& v, std::uint16_t* p) {
+  for (std::size_t i = 0; i < kParts; ++i) {
+    const auto bits = hn::BitCast(U32(), v.part[i]);
+    const auto high = hn::ShiftRight<16>(bits);
+    const auto odd = hn::And(high, hn::Set(U32(), 1));
+    const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(U32(), 0x7fff))));
+    const auto quiet = hn::Or(high, hn::Set(U32(), 0x40));
+    const auto nan = hn::RebindMask(U32(), hn::IsNaN(v.part[i]));
+    const auto result = hn::IfThenElse(nan, quiet, rounded);
+    hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), result)), U16(), p + i * kPart);
+  }
+}
+
+// The bits of float_to_fp16(): the same rounding, and what is too large becomes Inf.
+HWY_INLINE void store(const Lanes& v, Half* p) {
+  auto* to = reinterpret_cast<std::uint16_t*>(p);
+  for (std::size_t i = 0; i < kParts; ++i) {
+    const auto bits = hn::BitCast(U32(), v.part[i]);
+    const auto sign = hn::And(hn::ShiftRight<16>(bits), hn::Set(U32(), 0x8000));
+    const auto magnitude = hn::And(bits, hn::Set(U32(), 0x7fffffff));
+    const auto odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(U32(), 1));
+    const auto rebiased = hn::Sub(magnitude, hn::Set(U32(), 112u << 23));
+    const auto normal = hn::ShiftRight<13>(hn::Add(rebiased, hn::Add(odd, hn::Set(U32(), 0xfff))));
+    // 0.5 has the smallest subnormal as its last bit.
+    const auto sum = hn::Add(hn::BitCast(F32(), magnitude), hn::Set(F32(), 0.5f));
+    const auto subnormal = hn::Sub(hn::BitCast(U32(), sum), hn::Set(U32(), 0x3f000000));
+    const auto quiet = hn::Or(hn::Set(U32(), 0x7e00), hn::And(hn::ShiftRight<13>(magnitude), hn::Set(U32(), 0x3ff)));
+    auto result = hn::IfThenElse(hn::Lt(magnitude, hn::Set(U32(), 0x38800000)), subnormal, normal);
+    result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x477fefff)), hn::Set(U32(), 0x7c00), result);
+    result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(U32(), 0x7f800000)), quiet, result);
+    hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), hn::Or(result, sign))), U16(), to + i * kPart);
+  }
+}
+
+HWY_INLINE Lanes operator+(const Lanes& a, const Lanes& b) {
+  return each([&](std::size_t i) { return hn::Add(a.part[i], b.part[i]); });
+}
+HWY_INLINE Lanes operator-(const Lanes& a, const Lanes& b) {
+  return each([&](std::size_t i) { return hn::Sub(a.part[i], b.part[i]); });
+}
+HWY_INLINE Lanes operator*(const Lanes& a, const Lanes& b) {
+  return each([&](std::size_t i) { return hn::Mul(a.part[i], b.part[i]); });
+}
+HWY_INLINE Lanes operator/(const Lanes& a, const Lanes& b) {
+  return each([&](std::size_t i) { return hn::Div(a.part[i], b.part[i]); });
+}
+// The larger one; b where a is NaN or both are.
+HWY_INLINE Lanes larger(const Lanes& a, const Lanes& b) {
+  return each([&](std::size_t i) { return hn::IfThenElse(hn::Gt(a.part[i], b.part[i]), a.part[i], b.part[i]); });
+}
+
+// Lanes added by halving: 16, 8, 4, 2, 1.
+HWY_INLINE float fold(const Lanes& v) {
+  float lanes[kLanes];
+  store(v, lanes);
+  for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
+    for (std::size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// e^x, 2 ulp, for x from -87 (below: e^-87, about 1e-38) to 88; NaN gives NaN. Cody-Waite reduction and the polynomial
+// of Cephes' expf (Moshier 1989).
+HWY_INLINE Lanes exponential(const Lanes& x) {
+  return each([&](std::size_t i) {
+    const F32 f;
+    const auto set = [&](float value) { return hn::Set(f, value); };
+    auto v = x.part[i];
+    v = hn::IfThenElse(hn::Gt(v, set(88.0f)), set(88.0f), v);
+    v = hn::IfThenElse(hn::Lt(v, set(-87.0f)), set(-87.0f), v);
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits: no conversion, which NaN would upset.
+    const auto magic = set(12582912.0f);
+    const auto shifted = hn::Add(hn::Mul(v, set(1.44269504f)), magic);
+    const auto n = hn::Sub(shifted, magic);
+    auto r = hn::Sub(v, hn::Mul(n, set(0.693359375f)));
+    r = hn::Sub(r, hn::Mul(n, set(-2.12194440e-4f)));
+    auto p = set(1.9875691500e-4f);
+    for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+      p = hn::Add(hn::Mul(p, r), set(c));
+    }
+    p = hn::Add(hn::Add(hn::Mul(p, hn::Mul(r, r)), r), set(1.0f));
+    const auto exponent = hn::ShiftLeft<23>(hn::Add(hn::BitCast(U32(), shifted), hn::Set(U32(), 127)));
+    return hn::Mul(p, hn::BitCast(f, exponent));
+  });
+}
+
+// Calls body(offset, lanes) over `count` elements; body gets load and store functions that pad a short tail with zeros.
+template <typename T>
+struct Full {
+  static HWY_INLINE Lanes read(const T* p, std::size_t) { return load(p); }
+  static HWY_INLINE void write(const Lanes& v, T* p, std::size_t) { store(v, p); }
+};
+template <typename T>
+struct Tail {
+  static HWY_INLINE Lanes read(const T* p, std::size_t count) {
+    T padded[kLanes] = {};
+    std::memcpy(padded, p, count * sizeof(T));
+    return load(padded);
+  }
+  static HWY_INLINE void write(const Lanes& v, T* p, std::size_t count) {
+    T padded[kLanes];
+    store(v, padded);
+    std::memcpy(p, padded, count * sizeof(T));
+  }
+};
+
+// body(io, offset, count): io<T>-like accessor type as first argument; count is kLanes but in the tail.
+template <typename T, typename Body>
+HWY_INLINE void for_lanes(std::size_t count, const Body& body) {
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) body(Full<T>(), i, kLanes);
+  if (i < count) body(Tail<T>(), i, count - i);
+}
+
+}  // namespace spillway::models::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif

@@ -1,0 +1,136 @@
+// One training step of a GPT-2 model, driven through the engine.
+//
+// All micro-batches go through a block before the next block is acquired, so weights cross each link once per pass and
+// every gradient is pushed once (or once for each of Config::sum_groups), whatever the accumulation. The input of each
+// block is kept, as an activation that the engine finds a place for; a block's inside too, where the engine has room
+// for it, else it is computed again in backward. All other memory is the engine's workspace. Both are laid out here
+// from shapes alone.
+//
+// Several ranks do a step's micro-batches together, each as many, in the order of ranks. What a micro-batch computes
+// does not depend on who does it.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "spillway/communicator.h"
+#include "spillway/config.h"
+#include "spillway/engine.h"
+#include "tools/models/gpt2/model.h"
+#include "tools/models/ops/carver.h"
+#include "tools/models/ops/ops.h"
+
+namespace spillway::models {
+
+struct TrainerOptions {
+  DeviceKind device = DeviceKind::kHost;
+  DType type = DType::kFloat32;
+  // Rows of a micro-batch; micro-batches of a step on this rank; Config::sum_groups; tokens of a row.
+  std::uint32_t micro_batch = 1, accumulation = 1, parts = 1, sequence = 0;
+  unsigned threads = 1;  // at least those of the engine
+  Fusion fusion = Fusion::kAuto;
+  Communicator* ranks = nullptr;  // as EngineOptions::communicator
+  std::uint32_t rank_count = 1;   // without `ranks`: of the run that is planned, which nothing is attached to
+};
+// Those of a run with this configuration, whose threads are set: to compute_threads(), where it leaves them open.
+TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uint32_t sequence,
+                               Communicator* ranks = nullptr);
+
+class Trainer {
+ public:
+  Trainer(const ModelConfig& model, const TrainerOptions& options);
+
+  // What the engine must be created with.
+  ModelDescription description() const;
+  std::vector<std::string> describe() const { return ops_->describe(); }
+  // Once, before the first step; the engine must outlive this object.
+  void attach(Engine& engine);
+
+  // Forward and backward over this rank's micro-batches of a step: `rows` holds micro_batch * accumulation rows of
+  // sequence + 1 tokens each, every token below the vocabulary. Returns the mean loss of all ranks' rows, which has the
+  // same bits however many ranks they are shared by; Engine::step() is the caller's.
+  double run_step(std::span<const std::uint32_t> rows);
+
+ private:
+  // What a layer computes from its input for one micro-batch, and backward needs. Tensors are [M][…].
+  struct Inside {
+    std::byte *norm1, *qkv, *attention, *middle, *norm2, *mlp, *activation;
+    float *statistics1, *statistics2, *log_sums;
+    Inside(Carver& carver, const Shape& shape, std::size_t log_sum_count);
+  };
+  // Places in the workspace. What follows a pass is [accumulation][M].
+  struct Workspace {
+    std::uint32_t *inputs, *targets;
+    float* losses;      // of all ranks' micro-batches
+    std::byte* normed;  // of the head
+    float* normed_statistics;
+    std::byte *dinner, *dnorm, *dqkv;
+    // Gradients: of the layer in work, and of the embedding from the head to the end of the step.
+    std::byte* layer_gradients[kLayerParameters];
+    float *dtoken_weight, *dposition_weight, *dfinal_norm_weight, *dfinal_norm_bias;
+    std::byte* scratch;
+    Workspace(Carver& carver, const Trainer& trainer);
+  };
+  struct LayerVisit;
+  // What goes up and down in a step: host memory in pages of its own, for the device registers them.
+  struct Exchange {
+    struct Free {
+      void operator()(std::byte* memory) const { std::free(memory); }
+    };
+    std::size_t bytes;
+    std::unique_ptr<std::byte, Free> memory;
+    std::span<std::uint32_t> inputs, targets;
+    std::span<float> losses;
+    Exchange(std::size_t tokens, std::size_t all_tokens);  // of a step on this rank, and on all of them
+  };
+
+  // The input of a layer, for `access`; that of the layer behind the last one becomes the gradient that flows backward.
+  ActivationLease input(std::uint32_t layer, std::uint32_t micro_batch, Access access) const;
+  void describe_activations(ModelDescription& description) const;
+  Inside inside(std::uint32_t layer, std::uint32_t micro_batch) const;
+  void embed();
+  void forward(std::uint32_t layer);
+  void head();
+  void backward(std::uint32_t layer);
+  void finish_embedding();
+  void layer_attention(const Lease& lease, const std::byte* x, const Inside& inside) const;
+  void layer_mlp_inner(const Lease& lease, const Inside& inside) const;
+  void layer_backward(const LayerVisit& visit, const std::byte* x, std::byte* d) const;
+  void linear_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const void* dy) const;
+  void norm_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const float* statistics,
+                     std::byte* dx) const;
+  void push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type,
+            std::uint32_t micro_batch) const;
+  void push_final_norm(std::uint32_t micro_batch) const;
+  void gather_losses() const;
+  // Of the micro-batches that are summed here before they are pushed; parts are summed by the engine.
+  bool begins_part(std::uint32_t micro_batch) const { return micro_batch % part() == 0; }
+  bool ends_part(std::uint32_t micro_batch) const { return begins_part(micro_batch + 1); }
+  std::uint32_t part() const { return options_.accumulation / own_parts(); }
+  // A rank has whole parts. Where the step is not cut, each rank's own sum is one.
+  std::uint32_t own_parts() const { return options_.parts == 1 ? 1 : options_.parts / ranks(); }
+  std::uint32_t ranks() const { return options_.ranks == nullptr ? options_.rank_count : options_.ranks->ranks(); }
+  // Of all ranks' micro-batches, the first one of this rank.
+  std::uint32_t first_micro_batch() const {
+    return options_.ranks == nullptr ? 0 : options_.ranks->rank() * options_.accumulation;
+  }
+
+  ModelConfig model_;
+  TrainerOptions options_;
+  Shape shape_;
+  DType gradient_type_;  // of layer gradients: fp32 where they are summed, else rounded as they are computed
+  Exchange exchange_;    // outlives the operations
+  std::vector<std::uint64_t> loss_bytes_;  // of each rank
+  std::unique_ptr<Ops> ops_;
+  std::vector<Parameter> layer_parameters_;
+  std::uint64_t workspace_bytes_ = 0, inside_bytes_ = 0;  // of one micro-batch's inside
+
+  Engine* engine_ = nullptr;
+  Stream* stream_ = nullptr;
+  std::unique_ptr<Workspace> work_;
+};
+
+}  // namespace spillway::models

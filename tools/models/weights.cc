@@ -1,0 +1,145 @@
+#include "tools/models/weights.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <fstream>
+#include <string_view>
+#include <unordered_set>
+
+#include "spillway/bf16.h"
+#include "spillway/error.h"
+#include "spillway/fp16.h"
+#include "tools/models/gpt2/model.h"
+
+namespace spillway::models {
+namespace {
+
+constexpr std::string_view kPrefix = "transformer.";
+
+std::string_view without_prefix(std::string_view name) {
+  return name.starts_with(kPrefix) ? name.substr(kPrefix.size()) : name;
+}
+
+// `h.7.attn.bias`, `h.7.attn.masked_bias`: constants that older versions of transformers saved; and the output matrix,
+// which is the token embedding.
+bool is_buffer(std::string_view name) {
+  if (name == "lm_head.weight") return true;
+  name = without_prefix(name);
+  if (!name.starts_with("h.")) return false;
+  name.remove_prefix(2);
+  const auto digits = std::min(name.find_first_not_of("0123456789"), name.size());
+  name.remove_prefix(digits);
+  return digits > 0 && (name == ".attn.bias" || name == ".attn.masked_bias");
+}
+
+std::string shape_text(const std::vector<std::uint64_t>& shape) {
+  std::string text = "[";
+  for (const auto extent : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(extent);
+  return text + "]";
+}
+
+[[noreturn]] void refuse(const std::filesystem::path& file, std::string happened, std::string hint) {
+  throw Error(Code::kInvalidArgument,
+              {.object = file.string(), .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
+}
+
+std::filesystem::path main_file(const std::filesystem::path& directory) {
+  const auto index = directory / "model.safetensors.index.json";
+  return std::filesystem::exists(index) ? index : directory / "model.safetensors";
+}
+
+}  // namespace
+
+ModelWeights::ModelWeights(const std::filesystem::path& directory, const ModelDescription& model)
+    : reader_(SafetensorsReader::open(directory)) {
+  std::unordered_set<const TensorEntry*> used;
+  for (const auto& block : model.blocks) {
+    auto& entries = entries_.emplace_back();
+    for (const auto& parameter : block.parameters) {
+      const TensorEntry* entry = reader_.find(parameter.name);
+      if (entry == nullptr) entry = reader_.find(without_prefix(parameter.name));
+      if (entry == nullptr) {
+        refuse(main_file(directory), "tensor " + std::string(without_prefix(parameter.name)) + " is missing",
+               "config.json and weights must belong to the same model");
+      }
+      if (entry->shape != parameter.shape) {
+        refuse(reader_.file(*entry),
+               fmt::format("tensor {} has shape {}, config.json asks for {}", entry->name, shape_text(entry->shape),
+                           shape_text(parameter.shape)),
+               "config.json and weights must belong to the same model");
+      }
+      if (!entry->type) {
+        refuse(reader_.file(*entry), fmt::format("tensor {} is of type {}", entry->name, entry->dtype),
+               "F32, BF16 and F16 are read");
+      }
+      entries.push_back(entry);
+      used.insert(entry);
+    }
+  }
+  for (const auto& entry : reader_.tensors()) {
+    if (used.contains(&entry) || is_buffer(entry.name)) continue;
+    refuse(reader_.file(entry), fmt::format("tensor {} is no part of the model that config.json describes", entry.name),
+           "config.json and weights must belong to the same model");
+  }
+}
+
+void ModelWeights::check(DType type) {
+  const auto stays_finite = [type](float value) {
+    if (type == DType::kFloat16) return std::isfinite(value) && fits_fp16(value);
+    if (type == DType::kBFloat16)
+      return std::isfinite(value) && std::isfinite(bf16_to_float(split_master(value).weight));
+    return std::isfinite(value);
+  };
+  std::vector<float> values(64 * 1024);
+  for (const auto& block : entries_) {
+    for (const TensorEntry* entry : block) {
+      for (std::uint64_t at = 0; at < entry->elements; at += values.size()) {
+        const auto piece = std::span(values).first(std::min<std::uint64_t>(values.size(), entry->elements - at));
+        reader_.read(*entry, at, piece);
+        const auto bad = std::ranges::find_if_not(piece, stays_finite);
+        if (bad == piece.end()) continue;
+        if (std::isfinite(*bad)) {
+          const bool half = type == DType::kFloat16;
+          refuse(reader_.file(*entry),
+                 fmt::format("tensor {} holds {}, and {}", entry->name, *bad,
+                             half ? "fp16 ends at 65,504" : "bf16 ends at 3.39e38"),
+                 half ? "train it in bf16 or fp32" : "train it in fp32");
+        }
+        const std::uint64_t index = at + static_cast<std::uint64_t>(bad - piece.begin());
+        refuse(reader_.file(*entry),
+               fmt::format("tensor {} holds {} at index {}, before any training", entry->name,
+                           std::isnan(*bad) ? "NaN"
+                           : *bad < 0       ? "-Inf"
+                                            : "Inf",
+                           index),
+               "the file is damaged, or what made it failed: take another one");
+      }
+    }
+  }
+}
+
+WeightSource ModelWeights::source() {
+  return [this](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<float> out) {
+    reader_.read(*entries_[block][parameter], first, out);
+  };
+}
+
+void write_attachments(const ModelDescription& model, const std::filesystem::path& directory) {
+  for (const auto& attachment : model.attachments) {
+    const auto path = directory / attachment.name;
+    std::ofstream file(path, std::ios::binary | std::ios::trunc);
+    file << attachment.text;
+    file.close();
+    if (!file) {
+      throw Error(Code::kIo, {.object = path.string(),
+                              .happened = "cannot be written",
+                              .errno_value = errno,
+                              .hint = "check the directory and the space that is left"});
+    }
+  }
+}
+
+}  // namespace spillway::models

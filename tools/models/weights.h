@@ -1,0 +1,30 @@
+// Model directories in and out of the engine, tensor by tensor through small buffers.
+#pragma once
+
+#include <filesystem>
+
+#include "spillway/engine.h"
+#include "spillway/safetensors.h"
+
+namespace spillway::models {
+
+// The weights of a model directory, checked against a description before anything is moved: every parameter there,
+// under its name or without the `transformer.` prefix, with its shape and a float type; nothing else but the buffers
+// that old files carry (attention masks, the tied output matrix). Errors name file and tensor.
+class ModelWeights {
+ public:
+  ModelWeights(const std::filesystem::path& directory, const ModelDescription& model);
+  // Reads all of it to refuse, with its file and tensor, a weight that is not finite or that fp16 rounds to infinity.
+  void check(DType type);
+  // For Engine::import_weights; refers to this object.
+  WeightSource source();
+
+ private:
+  SafetensorsReader reader_;
+  std::vector<std::vector<const TensorEntry*>> entries_;  // [block][parameter]
+};
+
+// The small files that travel with a model; `directory` exists.
+void write_attachments(const ModelDescription& model, const std::filesystem::path& directory);
+
+}  // namespace spillway::models
