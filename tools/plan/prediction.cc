@@ -118,26 +118,36 @@ class Predictor {
 std::uint64_t join_tiles(ScheduleInput& input, std::uint64_t most) {
   const std::uint64_t together = div_up<std::uint64_t>(input.tiles.size(), std::max<std::uint64_t>(most, 1));
   if (together <= 1) return 1;
+  UpdateQueueOptions& updates = input.policies.updates;
+  const auto in_place = [&updates](std::size_t t) { return !updates.in_place.empty() && updates.in_place[t] != 0; };
   std::vector<ScheduleTile> tiles;
+  std::vector<std::uint64_t> counts;  // of those that are one
+  std::vector<std::uint8_t> placed;   // UpdateQueueOptions::in_place
   std::vector<std::uint32_t> became(input.tiles.size());
-  std::uint64_t in_last = 0, largest = 1;
   for (std::size_t t = 0; t < input.tiles.size(); ++t) {
     const ScheduleTile& tile = input.tiles[t];
-    if (tiles.empty() || in_last == together || !move_alike(tiles.back(), tile)) {
-      tiles.push_back(tile);
-      in_last = 1;
-    } else {
-      for (const auto bytes : kBytes) tiles.back().*bytes += tile.*bytes;
-      largest = std::max(largest, ++in_last);
+    // The last of its kind in its block: kinds may alternate.
+    std::size_t into = tiles.size();
+    for (std::size_t j = tiles.size(); j-- > 0 && tiles[j].block == tile.block && into == tiles.size();) {
+      if (move_alike(tiles[j], tile) && (placed[j] != 0) == in_place(t)) into = j;
     }
-    became[t] = static_cast<std::uint32_t>(tiles.size() - 1);
+    if (into == tiles.size() || counts[into] == together) {
+      into = tiles.size();
+      tiles.push_back(tile);
+      counts.push_back(1);
+      placed.push_back(in_place(t));
+    } else {
+      for (const auto bytes : kBytes) tiles[into].*bytes += tile.*bytes;
+      ++counts[into];
+    }
+    became[t] = static_cast<std::uint32_t>(into);
   }
-  UpdateQueueOptions& updates = input.policies.updates;
   for (std::size_t b = 0; b < input.blocks.size(); ++b) {
     ScheduleBlock& block = input.blocks[b];
     if (block.tiles == 0) continue;
-    const std::uint32_t last = became[block.first_tile + block.tiles - 1];
-    block.first_tile = became[block.first_tile];
+    const auto first = became.begin() + block.first_tile;
+    const std::uint32_t last = *std::max_element(first, first + block.tiles);
+    block.first_tile = *first;
     block.tiles = last - block.first_tile + 1;
     updates.blocks[b] = {block.first_tile, block.tiles};
   }
@@ -151,9 +161,10 @@ std::uint64_t join_tiles(ScheduleInput& input, std::uint64_t most) {
   input.chunk_bytes *= together;  // weights go through them in pieces that grow with the tiles
   updates.trainable.assign(tiles.size(), 0);
   for (std::size_t t = 0; t < tiles.size(); ++t) updates.trainable[t] = tiles[t].elements > 0;
+  if (!updates.in_place.empty()) updates.in_place = std::move(placed);
   input.tiles = std::move(tiles);
   updates.order = std::move(order);
-  return largest;
+  return *std::ranges::max_element(counts);
 }
 
 Prediction predict(const Config& config, const DescribedModel& described, const Rates& rates, unsigned nodes,

@@ -41,9 +41,9 @@ struct Effort {
 Prediction predict(const Config& config, const DescribedModel& described, const Rates& rates, unsigned nodes,
                    const Effort& effort = {}, std::uint32_t ranks = 1);
 
-// The same schedule with fewer tiles: of each block's neighbours that move alike so many are one that at most about
-// `most` are left. Returns how many were joined at most. What overlaps within them is lost, which is little where a
-// block has many.
+// The same schedule with fewer tiles: of each block's that move alike so many, one behind the other, are one that at
+// most about `most` are left. Returns how many were joined at most. What overlaps within them is lost, which is little
+// where a block has many.
 std::uint64_t join_tiles(ScheduleInput& input, std::uint64_t most);
 
 }  // namespace spillway::planning

@@ -33,6 +33,7 @@ class CudaOps final : public Ops {
   void bind(const Engine& engine, std::span<std::byte> scratch) override;
 
   void register_host(std::span<std::byte> memory) override;
+  using Ops::run;
   void upload(const void* host, void* device, std::size_t bytes, Stream& stream) override;
   void download(const void* device, void* host, std::size_t bytes, Stream& stream) override;
   void zero(void* device, std::size_t bytes, Stream& stream) override;
