@@ -101,7 +101,7 @@ class Run {
   // Everything about the input is checked before a store is made.
   void read_input() {
     config_ = load_config(options_.config, options_.aio, automatic(options_), ranks_.count());
-    model_ = load_model_config(options_.model);
+    model_ = load_trained_model(options_.model, options_.sequence);
     check_options(options_, config_, model_);
     data_.emplace(options_.data, options_.sequence, model_.vocabulary);
     store_ = config_.nvme_paths;
@@ -109,9 +109,10 @@ class Run {
     if (!options_.load.empty()) snapshot_ = newest_snapshot(options_.load);
     if (options_.resume || !snapshot_.empty()) {
       const std::string where = snapshot_.empty() ? "the store" : snapshot_.string();
-      if (const auto there = model_of(config_.nvme_paths, snapshot_)) check_same_model(*there, model_, where);
+      const auto there = model_of(config_.nvme_paths, snapshot_, options_.sequence);
+      if (there) check_same_model(*there, model_, where);
     }
-    if (!options_.resume && snapshot_.empty()) weights_.emplace(options_.model, describe_model(model_, 0));
+    if (!options_.resume && snapshot_.empty()) weights_.emplace(options_.model, model_.description);
     if (weights_) weights_->check(config_.weights);
   }
 
@@ -363,7 +364,7 @@ class Run {
   const terminal::Interrupt& interrupt_;
   int stopped_by_ = 0;  // a signal
   Config config_;
-  ModelConfig model_;
+  TrainedModel model_;
   std::vector<std::filesystem::path> store_;  // as it is configured, for all ranks
   HostShare share_;
   std::optional<TokenFile> data_;

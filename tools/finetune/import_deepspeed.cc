@@ -8,7 +8,7 @@
 
 #include "spillway/error.h"
 #include "spillway/import.h"
-#include "tools/models/gpt2/model.h"
+#include "tools/models/trained_model.h"
 #include "tools/terminal/byte_bar.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/tell.h"
@@ -80,7 +80,7 @@ void print_text(const ImportCommand& command, const DeepSpeedFacts& facts) {
 int import_checkpoint(const ImportCommand& command) {
   struct Stopped {};                                                 // by Ctrl-C
   const terminal::Interrupt interrupt("ending without a snapshot");  // before anything that starts threads
-  const ModelDescription model = describe_model(load_model_config(command.model), 0);
+  const ModelDescription model = load_trained_model(command.model, 1).description;
   terminal::ByteBar bar("importing");
   const auto progress = [&](std::uint64_t done, std::uint64_t bytes) {
     if (interrupt.requested()) throw Stopped();

@@ -61,7 +61,7 @@ AutoValues automatic(const FinetuneOptions& options) {
   AutoValues values;
   values.total_steps = options.steps;
   try {
-    values.hidden_size = load_model_config(options.model).width;
+    values.hidden_size = load_trained_model(options.model, options.sequence).width;
   } catch (const Error&) {
     values.hidden_size.reset();
   }
@@ -87,7 +87,7 @@ Position Position::parse(std::span<const std::byte> blob, const FinetuneOptions&
   return position;
 }
 
-void check_options(const FinetuneOptions& options, const Config& config, const ModelConfig& model) {
+void check_options(const FinetuneOptions& options, const Config& config, const TrainedModel& model) {
   if (options.sequence > model.positions) {
     refuse("--seq", fmt::format("{} tokens are more than the model's {} positions", options.sequence, model.positions),
            fmt::format("use --seq {} or less", model.positions));
@@ -135,27 +135,30 @@ std::vector<std::filesystem::path> store_of_rank(const std::vector<std::filesyst
   return own;
 }
 
-std::optional<ModelConfig> model_of(const std::vector<std::filesystem::path>& store,
-                                    const std::filesystem::path& snapshot) {
+std::optional<TrainedModel> model_of(const std::vector<std::filesystem::path>& store,
+                                     const std::filesystem::path& snapshot, std::uint32_t sequence) {
   try {
     if (!snapshot.empty() && !find_snapshot(snapshot)) return std::nullopt;
-    if (!snapshot.empty()) return load_model_config(snapshot);
+    if (!snapshot.empty()) return load_trained_model(snapshot, sequence);
     for (const Attachment& attachment : inspect_store(store).model.attachments) {
-      if (attachment.name == "config.json") return model_config(ConfigJson(attachment.text, attachment.name));
+      if (attachment.name != "config.json") continue;
+      return trained_model(ConfigJson(attachment.text, attachment.name), sequence);
     }
   } catch (const Error&) {  // what is wrong with it the engine says
   }
   return std::nullopt;
 }
 
-void check_same_model(const ModelConfig& there, const ModelConfig& here, const std::string& where) {
-  const auto compare = [&](const char* key, auto stored, auto wanted) {
-    if (stored == wanted) return;
-    refuse("--model", fmt::format("has {} {}, that in {} has {}", key, wanted, where, stored),
-           "go on with the model that it was made with");
-  };
-  compare("n_head", there.heads, here.heads);
-  compare("layer_norm_epsilon", there.epsilon, here.epsilon);
+void check_same_model(const TrainedModel& there, const TrainedModel& here, const std::string& where) {
+  constexpr const char* kHint = "go on with the model that it was made with";
+  if (there.family != here.family) {
+    refuse("--model", fmt::format("is a {}, that in {} a {}", here.family, where, there.family), kHint);
+  }
+  for (std::size_t i = 0; i < std::min(here.facts.size(), there.facts.size()); ++i) {
+    const auto& [key, wanted] = here.facts[i];
+    if (there.facts[i] == here.facts[i]) continue;
+    refuse("--model", fmt::format("has {} {}, that in {} has {}", key, wanted, where, there.facts[i].second), kHint);
+  }
 }
 
 std::vector<Subject> subjects_of(const FinetuneOptions& options, const std::string& data) {

@@ -13,7 +13,7 @@
 #include "spillway/config.h"
 #include "tools/finetune/finetune.h"
 #include "tools/finetune/ranks.h"
-#include "tools/models/gpt2/model.h"
+#include "tools/models/trained_model.h"
 
 namespace spillway::models::finetune {
 
@@ -31,18 +31,18 @@ struct Position {
   static Position parse(std::span<const std::byte> blob, const FinetuneOptions& options);
 };
 
-void check_options(const FinetuneOptions& options, const Config& config, const ModelConfig& model);
+void check_options(const FinetuneOptions& options, const Config& config, const TrainedModel& model);
 
 // The paths of a configuration's store as this rank uses them. Throws where the store there is of another number of
 // ranks.
 std::vector<std::filesystem::path> store_of_rank(const std::vector<std::filesystem::path>& paths, const Ranks& ranks);
 
 // The config.json that a store or a snapshot was made with; nothing where it has none, or is none.
-std::optional<ModelConfig> model_of(const std::vector<std::filesystem::path>& store,
-                                    const std::filesystem::path& snapshot);
+std::optional<TrainedModel> model_of(const std::vector<std::filesystem::path>& store,
+                                     const std::filesystem::path& snapshot, std::uint32_t sequence);
 
 // What the engine cannot know: models of the same tensors that compute other things with them.
-void check_same_model(const ModelConfig& there, const ModelConfig& here, const std::string& where);
+void check_same_model(const TrainedModel& there, const TrainedModel& here, const std::string& where);
 
 // What all ranks must have been given alike. `data`: what tells it from other data.
 std::vector<Subject> subjects_of(const FinetuneOptions& options, const std::string& data);

@@ -1,4 +1,4 @@
-// One training step of a GPT-2 model, driven through the engine.
+// One training step of a model, driven through the engine.
 //
 // All micro-batches go through a block before the next block is acquired, so weights cross each link once per pass and
 // every gradient is pushed once (or once for each of Config::sum_groups), whatever the accumulation. The input of each
@@ -22,6 +22,7 @@
 #include "tools/models/gpt2/model.h"
 #include "tools/models/ops/carver.h"
 #include "tools/models/ops/ops.h"
+#include "tools/models/trained_model.h"
 
 namespace spillway::models {
 
@@ -41,7 +42,8 @@ TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uin
 
 class Trainer {
  public:
-  Trainer(const ModelConfig& model, const TrainerOptions& options);
+  Trainer(TrainedModel model, const TrainerOptions& options);
+  Trainer(const ModelConfig& model, const TrainerOptions& options);  // a GPT-2
 
   // What the engine must be created with.
   ModelDescription description() const;
@@ -55,11 +57,13 @@ class Trainer {
   double run_step(std::span<const std::uint32_t> rows);
 
  private:
-  // What a layer computes from its input for one micro-batch, and backward needs. Tensors are [M][…].
+  // What a layer computes from its input for one micro-batch, and backward needs. Tensors are [M][…]; null: the model
+  // has no such thing.
   struct Inside {
-    std::byte *norm1, *qkv, *attention, *middle, *norm2, *mlp, *activation;
-    float *statistics1, *statistics2, *log_sums;
-    Inside(Carver& carver, const Shape& shape, std::size_t log_sum_count);
+    std::byte *norm1, *projected, *qkv, *attention, *attended, *middle, *norm2, *mlp, *activation, *fed;
+    float *statistics1, *statistics2, *query_statistics, *key_statistics, *attended_statistics, *fed_statistics;
+    float* log_sums;
+    Inside(Carver& carver, const Trainer& trainer);
   };
   // Places in the workspace. What follows a pass is [accumulation][M].
   struct Workspace {
@@ -67,14 +71,22 @@ class Trainer {
     float* losses;      // of all ranks' micro-batches
     std::byte* normed;  // of the head
     float* normed_statistics;
-    std::byte *dinner, *dnorm, *dqkv;
-    // Gradients: of the layer in work, and of the embedding from the head to the end of the step.
-    std::byte* layer_gradients[kLayerParameters];
-    float *dtoken_weight, *dposition_weight, *dfinal_norm_weight, *dfinal_norm_bias;
+    std::byte *dinner, *dnorm, *dqkv, *dattention;
+    std::byte* residual;            // what is added behind its norm
+    std::vector<float*> rotations;  // of TrainedModel
+    // Gradients: of the layer in work; of the head, and of the embedding to the end of the step: one, where it is tied.
+    std::vector<std::byte*> layer_gradients;
+    float *dhead_weight, *dtoken_weight, *dposition_weight, *dfinal_norm_weight, *dfinal_norm_bias;
     std::byte* scratch;
     Workspace(Carver& carver, const Trainer& trainer);
   };
-  struct LayerVisit;
+  // A layer acquired for backward, with one of its micro-batches.
+  struct LayerVisit {
+    const Lease& lease;
+    const TrainedLayer& layer;
+    std::uint32_t index, micro_batch;
+    const Inside& inside;
+  };
   // What goes up and down in a step: host memory in pages of its own, for the device registers them.
   struct Exchange {
     struct Free {
@@ -84,7 +96,9 @@ class Trainer {
     std::unique_ptr<std::byte, Free> memory;
     std::span<std::uint32_t> inputs, targets;
     std::span<float> losses;
-    Exchange(std::size_t tokens, std::size_t all_tokens);  // of a step on this rank, and on all of them
+    std::span<float> rotations;  // of TrainedModel, one behind the other
+    // Tokens of a step on this rank, and on all of them.
+    Exchange(std::size_t tokens, std::size_t all_tokens, const std::vector<Rotation>& rotations);
   };
 
   // The input of a layer, for `access`; that of the layer behind the last one becomes the gradient that flows backward.
@@ -96,15 +110,34 @@ class Trainer {
   void head();
   void backward(std::uint32_t layer);
   void finish_embedding();
-  void layer_attention(const Lease& lease, const std::byte* x, const Inside& inside) const;
-  void layer_mlp_inner(const Lease& lease, const Inside& inside) const;
+  // In trainer_layer.cc.
+  void layer_attention(const TrainedLayer& layer, const Lease& lease, const std::byte* x, const Inside& inside) const;
+  void layer_mlp_inner(const TrainedLayer& layer, const Lease& lease, const Inside& inside) const;
+  void layer_mlp_out(const TrainedLayer& layer, const Lease& lease, const Inside& inside, std::byte* out) const;
   void layer_backward(const LayerVisit& visit, const std::byte* x, std::byte* d) const;
-  void linear_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const void* dy) const;
-  void norm_gradient(const LayerVisit& visit, LayerParameter weight, const void* x, const float* statistics,
-                     std::byte* dx) const;
+  void norm(const NormTensors& norm, const Lease& lease, const void* x, void* out, float* statistics) const;
+  void products(const std::vector<ProductTensors>& products, const Lease& lease, const void* x, std::byte* y,
+                std::size_t y_stride) const;
+  void product_gradient(const LayerVisit& visit, const ProductTensors& product, std::uint32_t in, const void* x,
+                        const std::byte* dy, std::size_t dy_stride) const;
+  // And dx, the sum over all of them.
+  void products_gradient(const LayerVisit& visit, const std::vector<ProductTensors>& products, std::uint32_t in,
+                         const void* x, const std::byte* dy, std::size_t dy_stride, std::byte* dx) const;
+  // Of `dout`, on to dx = that + residual.
+  void norm_gradient(const LayerVisit& visit, const NormTensors& norm, const void* x, const float* statistics,
+                     const std::byte* dout, const std::byte* residual, std::byte* dx) const;
+  void head_norm(ParameterIndex weight, const Lease& lease, const Inside& inside, std::size_t column,
+                 bool is_key) const;
+  void head_norm_gradient(const LayerVisit& visit, ParameterIndex weight, std::size_t column, bool is_key) const;
+  void rotate(const TrainedLayer& layer, std::byte* qkv, bool backward) const;
+  AttentionRules rules(const TrainedLayer& layer) const;
+  std::byte* gradient_of(ParameterIndex parameter) const { return work_->layer_gradients[parameter]; }
+  void push_layer(const LayerVisit& visit, ParameterIndex parameter) const;
+
   void push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type,
             std::uint32_t micro_batch) const;
   void push_final_norm(std::uint32_t micro_batch) const;
+  bool tied() const { return model_.head_block == kEmbeddingBlock; }
   void gather_losses() const;
   // Of the micro-batches that are summed here before they are pushed; parts are summed by the engine.
   bool begins_part(std::uint32_t micro_batch) const { return micro_batch % part() == 0; }
@@ -118,14 +151,14 @@ class Trainer {
     return options_.ranks == nullptr ? 0 : options_.ranks->rank() * options_.accumulation;
   }
 
-  ModelConfig model_;
+  TrainedModel model_;
   TrainerOptions options_;
   Shape shape_;
   DType gradient_type_;  // of layer gradients: fp32 where they are summed, else rounded as they are computed
   Exchange exchange_;    // outlives the operations
   std::vector<std::uint64_t> loss_bytes_;  // of each rank
   std::unique_ptr<Ops> ops_;
-  std::vector<Parameter> layer_parameters_;
+  std::vector<Parameter> layer_parameters_;               // those of every layer
   std::uint64_t workspace_bytes_ = 0, inside_bytes_ = 0;  // of one micro-batch's inside
 
   Engine* engine_ = nullptr;

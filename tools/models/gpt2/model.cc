@@ -142,16 +142,29 @@ std::uint64_t elements(const Parameter& parameter) {
   return count;
 }
 
-Shape shape_of(const ModelConfig& config, DType type, std::uint32_t batch, std::uint32_t sequence) {
-  return {.type = type,
-          .batch = batch,
-          .sequence = sequence,
-          .width = config.width,
-          .heads = config.heads,
-          .inner = config.inner,
-          .vocabulary = config.vocabulary,
-          .positions = config.positions,
-          .epsilon = config.epsilon};
+TrainedModel trained_gpt2(const ModelConfig& config) {
+  TrainedModel model;
+  model.description = describe_model(config, 0);
+  model.token_weight = model.head_weight = kTokenWeight;
+  model.position_weight = kPositionWeight;
+  model.final_norm = {kFinalNormWeight, kFinalNormBias};
+  model.layers.assign(config.layers, {.attention_norm = {kNorm1Weight, kNorm1Bias},
+                                      .mlp_norm = {kNorm2Weight, kNorm2Bias},
+                                      .qkv = {{kAttentionWeight, kAttentionBias, 3 * config.width}},
+                                      .attention_out = {kAttentionOutWeight, kAttentionOutBias, config.width},
+                                      .mlp = {{kMlpWeight, kMlpBias, config.inner}},
+                                      .mlp_out = {kMlpOutWeight, kMlpOutBias, config.width}});
+  model.width = config.width;
+  model.heads = config.heads;
+  model.inner = config.inner;
+  model.vocabulary = config.vocabulary;
+  model.positions = config.positions;
+  model.epsilon = config.epsilon;
+  model.family = "gpt2";
+  model.has_dropout = config.has_dropout;
+  model.facts = {{"n_head", fmt::format("{}", config.heads)},
+                 {"layer_norm_epsilon", fmt::format("{}", config.epsilon)}};
+  return model;
 }
 
 }  // namespace spillway::models

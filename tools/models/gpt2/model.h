@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "spillway/model.h"
-#include "tools/models/ops/ops.h"
+#include "tools/models/trained_model.h"
 
 namespace spillway::models {
 
@@ -33,11 +33,7 @@ ModelConfig load_model_config(const std::filesystem::path& directory);
 // The text of a config.json that GPT2LMHeadModel.from_pretrained reads.
 std::string model_config_text(const ModelConfig& config, DType stored);
 
-// Blocks of the description: the tied embedding, then the layers.
-inline constexpr std::uint32_t kEmbeddingBlock = 0;
-constexpr std::uint32_t layer_block(std::uint32_t layer) { return 1 + layer; }
-
-// Parameters in their blocks.
+// Blocks of the description: the tied embedding, then the layers. Parameters in their blocks:
 enum EmbeddingParameter : std::uint32_t { kTokenWeight, kPositionWeight, kFinalNormWeight, kFinalNormBias };
 enum LayerParameter : std::uint32_t {
   kNorm1Weight,
@@ -60,6 +56,6 @@ enum LayerParameter : std::uint32_t {
 ModelDescription describe_model(const ModelConfig& config, std::uint64_t workspace_bytes);
 std::uint64_t elements(const Parameter& parameter);
 
-Shape shape_of(const ModelConfig& config, DType type, std::uint32_t batch, std::uint32_t sequence);
+TrainedModel trained_gpt2(const ModelConfig& config);
 
 }  // namespace spillway::models
