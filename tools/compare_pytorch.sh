@@ -1,13 +1,12 @@
 #!/bin/sh
-# The same fine-tune with PyTorch and with Spillway: a GPT-2 of 4 layers, 256 wide, T = 256, batch 4, 20 steps. Compares
-# loss and gradient norm step by step, then loads the exported model with transformers and compares its loss.
-# `--write` also keeps PyTorch's values in tests/references/, which the tests compare with.
+# The same fine-tunes with PyTorch and with Spillway: a GPT-2 of 4 layers, 256 wide, T = 256, batch 4, 20 steps, and a
+# small model of each family. Compares loss and gradient norm step by step, then loads the exported model with
+# transformers and compares its loss. `--write` also keeps PyTorch's values in tests/references/, which the tests compare
+# with; `--only llama` takes the models with that in their names.
 #
 # Needs network access once: PyTorch goes into a virtual environment in build/venv-peers (or VENV=DIR is used as it is).
 set -eu
 cd "$(dirname "$0")/.."
-write=""
-[ "${1:-}" = --write ] && write=--write
 tools/install_packages.sh
 
 venv=${VENV:-$PWD/build/venv-peers}
@@ -18,4 +17,4 @@ if [ ! -x "$venv/bin/python" ]; then
   "$venv/bin/pip" install --quiet torch transformers safetensors numpy
 fi
 exec "$venv/bin/python" bench/peers/compare.py --spillway build/tools/spillway --work build/compare-pytorch \
-  --references tests/references $write
+  --references tests/references "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reference fine-tune of a GPT-2 family checkpoint with plain PyTorch, everything in RAM, or in a GPU's memory.
+"""Reference fine-tune of a causal language model with plain PyTorch, everything in RAM, or in a GPU's memory.
 
 Step s trains on rows r = s*B .. s*B+B-1 (micro-batches in that order); row r is tokens[r*T : r*T+T+1], inputs its
 first T tokens and targets its last T; rows wrap round at the end of the file. One JSON line per step:
@@ -22,7 +22,7 @@ import time
 
 import numpy as np
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 a = argparse.ArgumentParser()
 a.add_argument("--model", required=True)
@@ -57,8 +57,11 @@ rows = (len(tokens) - 1) // a.seq
 low = torch.bfloat16 if a.dtype == "bf16" else torch.float32
 # The fused attention that is the default adds in an order, and on a GPU in pieces of TF32, of its own.
 exact = {"attn_implementation": "eager"} if a.dtype == "fp32" else {}
-model = GPT2LMHeadModel.from_pretrained(a.model, dtype=torch.float32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-                                        **exact)
+config = AutoConfig.from_pretrained(a.model)
+for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+    if hasattr(config, dropout):
+        setattr(config, dropout, 0.0)
+model = AutoModelForCausalLM.from_pretrained(a.model, config=config, dtype=torch.float32, **exact)
 model.train()
 model.to(a.device)
 model.config.use_cache = False  # keys and values for generating text: memory that training has no use for

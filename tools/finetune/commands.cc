@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <cerrno>
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,6 +14,7 @@
 #include "spillway/store.h"
 #include "tools/finetune/finetune.h"
 #include "tools/finetune/import_deepspeed.h"
+#include "tools/models/config_json.h"
 #include "tools/models/gpt2/model.h"
 #include "tools/models/init_model.h"
 #include "tools/terminal/byte_bar.h"
@@ -22,7 +26,7 @@ namespace spillway::models::finetune {
 namespace {
 
 struct InitOptions {
-  std::filesystem::path directory;
+  std::filesystem::path directory, from;
   std::string preset;
   std::uint32_t layers = 12, width = 768, heads = 12, vocabulary = 50257, context = 1024;
   std::uint64_t seed = 1;
@@ -45,7 +49,25 @@ CLI::Option* add_dtype(CLI::App* command, Type& type, const std::string& help) {
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
 }
 
+// Of any family, as a config.json describes it.
+int run_init_from(const InitOptions& options) {
+  std::ifstream file(options.from, std::ios::binary);
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  if (!file) {
+    throw Error(Code::kNotFound, {options.from.string(), "cannot be read", errno, "name the config.json of a model"});
+  }
+  const TrainedModel model = trained_model(ConfigJson(text, options.from.string()), 1);
+  const terminal::Interrupt interrupt("ending without a model");  // before anything that starts threads
+  const std::uint64_t count =
+      init_model(options.directory, model, options.seed, options.type, [&] { return interrupt.requested(); });
+  if (count == 0) return interrupt.exit_code();
+  terminal::tell("{}: a new {} of {} parameters, {} layers of width {}\n", options.directory.string(), model.family,
+                 count, model.layers.size(), model.width);
+  return 0;
+}
+
 int run_init_model(const InitOptions& options) {
+  if (!options.from.empty()) return run_init_from(options);
   ModelConfig config;
   config.layers = options.layers;
   config.width = options.width;
@@ -116,7 +138,7 @@ int run_export(const ExportCommand& options) {
 void add_init_model(CLI::App& program, int& exit_code) {
   const auto kept = std::make_shared<InitOptions>();
   InitOptions& options = *kept;
-  auto* command = program.add_subcommand("init-model", "Make a new GPT-2 with random weights");
+  auto* command = program.add_subcommand("init-model", "Make a new model with random weights");
   command->add_option("directory", options.directory, "Where the model goes")->required();
   const auto sizes = terminal::in_range(1u, 1u << 20);
   auto* layers = command->add_option("--layers", options.layers, "Layers")
@@ -141,6 +163,13 @@ void add_init_model(CLI::App& program, int& exit_code) {
       ->excludes(layers)
       ->excludes(width)
       ->excludes(heads);
+  command->add_option("--from", options.from, "A config.json, of any family that finetune trains, in place of sizes")
+      ->excludes("--layers")
+      ->excludes("--width")
+      ->excludes("--heads")
+      ->excludes("--vocab")
+      ->excludes("--context")
+      ->excludes("--preset");
   command->footer("Example:\n  spillway init-model model --preset gpt2-medium --dtype bf16");
   command->callback([kept, &exit_code] { exit_code = run_init_model(*kept); });
 }

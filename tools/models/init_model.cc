@@ -88,7 +88,12 @@ double normal_of(std::uint64_t counter) {
 std::uint64_t init_model(const std::filesystem::path& directory, ModelConfig config, std::uint64_t seed, DType type,
                          const std::function<bool()>& stop) {
   config.text = model_config_text(config, type);
-  const ModelDescription model = describe_model(config, 0);
+  return init_model(directory, trained_gpt2(config), seed, type, stop);
+}
+
+std::uint64_t init_model(const std::filesystem::path& directory, const TrainedModel& trained, std::uint64_t seed,
+                         DType type, const std::function<bool()>& stop) {
+  const ModelDescription& model = trained.description;
   std::vector<TensorSpec> tensors;
   for (const auto& block : model.blocks) {
     for (const auto& parameter : block.parameters) tensors.push_back({parameter.name, parameter.shape});
@@ -104,9 +109,9 @@ std::uint64_t init_model(const std::filesystem::path& directory, ModelConfig con
   std::uint64_t total = 0;
   for (std::size_t t = 0; t < tensors.size(); ++t) {
     const std::string& name = tensors[t].name;
-    const bool norm = name.find("ln_") != std::string::npos, bias = name.ends_with(".bias");
+    const bool bias = name.ends_with(".bias"), norm = !bias && tensors[t].shape.size() == 1;
     const bool projection = name.ends_with("c_proj.weight");
-    const double spread = projection ? 0.02 / std::sqrt(2.0 * config.layers) : 0.02;
+    const double spread = projection ? 0.02 / std::sqrt(2.0 * static_cast<double>(trained.layers.size())) : 0.02;
     std::uint64_t count = 1;
     for (const auto extent : tensors[t].shape) count *= extent;
     // Every tensor counts from a place of its own, so that its values do not depend on the other tensors' sizes.
@@ -114,7 +119,7 @@ std::uint64_t init_model(const std::filesystem::path& directory, ModelConfig con
     for (std::uint64_t first = 0; first < count; first += kBatch) {
       const auto batch = std::span(values).first(std::min<std::uint64_t>(kBatch, count - first));
       if (norm || bias)
-        std::ranges::fill(batch, bias ? 0.0f : 1.0f);
+        std::ranges::fill(batch, bias ? 0.0f : 1.0f - trained.norm_offset);
       else
         draw(batch, origin + first, spread);
       writer.write(t, first, batch);

@@ -1,4 +1,4 @@
-// A new, untrained GPT-2 as a model directory.
+// A new, untrained model as a model directory.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "tools/models/gpt2/model.h"
+#include "tools/models/trained_model.h"
 
 namespace spillway::models {
 
@@ -22,9 +23,12 @@ std::span<const Preset> presets();
 double normal_of(std::uint64_t counter);
 
 // Writes config.json and model.safetensors; refuses a directory that holds a model. Weights as Hugging Face draws them:
-// normal(0, 0.02), the projections onto the residual stream divided by sqrt(2 * layers) (Radford et al. 2019, 2.3);
-// biases 0, norms 1. Returns the number of parameters; 0, with
-// nothing left, when `stop` said so meanwhile.
+// normal(0, 0.02), GPT-2's projections onto the residual stream divided by sqrt(2 * layers) (Radford et al. 2019, 2.3);
+// biases 0, norms what leaves their results as they are. Returns the number of parameters; 0, with nothing left, when
+// `stop` said so meanwhile.
+std::uint64_t init_model(const std::filesystem::path& directory, const TrainedModel& model, std::uint64_t seed,
+                         DType type, const std::function<bool()>& stop = {});
+// A GPT-2, whose config.json is written for it.
 std::uint64_t init_model(const std::filesystem::path& directory, ModelConfig config, std::uint64_t seed, DType type,
                          const std::function<bool()>& stop = {});
 
