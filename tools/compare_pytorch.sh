@@ -1,8 +1,8 @@
 #!/bin/sh
 # The same fine-tunes with PyTorch and with Spillway: a GPT-2 of 4 layers, 256 wide, T = 256, batch 4, 20 steps, and a
 # small model of each family. Compares loss and gradient norm step by step, then loads the exported model with
-# transformers and compares its loss. `--write` also keeps PyTorch's values in tests/references/, which the tests compare
-# with; `--only llama` takes the models with that in their names.
+# transformers and compares its loss. `--write` also keeps PyTorch's values in tests/references/, which the tests
+# compare with; `--only llama` takes the models with that in their names.
 #
 # Needs network access once: PyTorch goes into a virtual environment in build/venv-peers (or VENV=DIR is used as it is).
 set -eu

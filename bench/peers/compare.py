@@ -60,8 +60,8 @@ def with_spillway(task, spillway, model, dtype, work, out):
         "optimizer": {"type": "AdamW",
                       "params": {"lr": task.rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload}}, indent=2))
-    run(spillway, "finetune", "--config", config, "--model", model, "--data", TEXT, "--seq", task.seq, "--steps", STEPS,
-        "--fresh", "--log", log, "--out", out)
+    run(spillway, "finetune", "--config", config, "--model", model, "--data", TEXT, "--seq", task.seq, "--steps",
+        STEPS, "--fresh", "--log", log, "--out", out)
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -71,7 +71,8 @@ def compare(name, dtype, reference, ours):
     for key, limit in LIMITS[dtype].items():
         worst = max((abs(o[key] / r[key] - 1), r["step"]) for r, o in zip(reference, ours))
         good &= worst[0] <= limit
-        print(json.dumps({"model": name, "dtype": dtype, "value": key, "largest_relative_difference": float(f"{worst[0]:.3g}"),
+        print(json.dumps({"model": name, "dtype": dtype, "value": key,
+                          "largest_relative_difference": float(f"{worst[0]:.3g}"),
                           "at_step": worst[1], "limit": limit}))
     return good
 

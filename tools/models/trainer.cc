@@ -20,16 +20,21 @@ TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uin
           .ranks = ranks};
 }
 
-Trainer::Exchange::Exchange(std::size_t tokens, std::size_t all_tokens, const std::vector<Rotation>& tables) {
+Trainer::Exchange::Exchange(std::size_t tokens, std::size_t all_tokens, bool documents,
+                            const std::vector<Rotation>& tables) {
   std::size_t table_values = 0;
   for (const Rotation& rotation : tables) table_values += rotation.table.size();
-  bytes = align_up<std::size_t>((2 * tokens + all_tokens + table_values) * sizeof(std::uint32_t), 4096);
+  const std::size_t of_documents = documents ? tokens : 0;
+  bytes =
+      align_up<std::size_t>((2 * tokens + 2 * of_documents + all_tokens + table_values) * sizeof(std::uint32_t), 4096);
   memory.reset(static_cast<std::byte*>(std::aligned_alloc(4096, bytes)));
   if (memory == nullptr) throw std::bad_alloc();
   auto* words = reinterpret_cast<std::uint32_t*>(memory.get());
   inputs = {words, tokens};
   targets = {words + tokens, tokens};
-  losses = {reinterpret_cast<float*>(words + 2 * tokens), all_tokens};
+  starts = {words + 2 * tokens, of_documents};
+  positions = {starts.data() + of_documents, of_documents};
+  losses = {reinterpret_cast<float*>(positions.data() + of_documents), all_tokens};
   rotations = {losses.data() + all_tokens, table_values};
   auto at = rotations.begin();
   for (const Rotation& rotation : tables) at = std::ranges::copy(rotation.table, at).out;
@@ -44,6 +49,9 @@ Trainer::Workspace::Workspace(Carver& carver, const Trainer& trainer) {
   scratch = carver.take<std::byte>(trainer.ops_->scratch_bytes());  // first: it wants alignment to 4096
   inputs = carver.take<std::uint32_t>(micro_batches * m);
   targets = carver.take<std::uint32_t>(micro_batches * m);
+  const std::size_t of_documents = trainer.options_.documents ? micro_batches * m : 0;
+  starts = of_documents > 0 ? carver.take<std::uint32_t>(of_documents) : nullptr;
+  positions = of_documents > 0 ? carver.take<std::uint32_t>(of_documents) : nullptr;
   losses = carver.take<float>(trainer.ranks() * micro_batches * m);
   normed = tensor(width);
   normed_statistics = carver.take<float>(2 * m);
@@ -79,11 +87,12 @@ Trainer::Trainer(TrainedModel model, const TrainerOptions& options)
       shape_(model_.shape(options.type, options.micro_batch, options.sequence)),
       gradient_type_(options.accumulation * std::uint64_t{ranks()} == 1 ? options.type : DType::kFloat32),
       exchange_(options.accumulation * shape_.tokens(), ranks() * options.accumulation * shape_.tokens(),
-                model_.rotations),
+                options.documents, model_.rotations),
       loss_bytes_(ranks(), exchange_.losses.size_bytes() / ranks()),
       ops_(create_ops(options.device, shape_, options.threads, options.fusion)),
       layer_parameters_(model_.description.blocks[layer_block(0)].parameters) {
   SPILLWAY_CHECK(options.sequence > 0 && options.sequence <= model_.positions, "a row fits the model's positions");
+  SPILLWAY_CHECK(!options.documents || !model_.position_weight, "learned positions do not begin anew in a row");
   Carver measure(nullptr), measure_inside(nullptr);
   Workspace(measure, *this);
   workspace_bytes_ = measure.used();
@@ -180,16 +189,33 @@ void Trainer::push(std::uint32_t block, std::uint32_t parameter, const void* dat
 }
 
 double Trainer::run_step(std::span<const std::uint32_t> rows) {
-  const std::size_t t = shape_.sequence;
-  const auto [inputs, targets, losses] = std::tuple(exchange_.inputs, exchange_.targets, exchange_.losses);
-  SPILLWAY_CHECK(rows.size() == inputs.size() / t * (t + 1), "a step takes micro_batch * accumulation rows");
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
+  const std::size_t t = shape_.sequence, tokens = exchange_.inputs.size();
+  SPILLWAY_CHECK(rows.size() == tokens / t * (t + 1), "a step takes micro_batch * accumulation rows");
+  for (std::size_t i = 0; i < tokens; ++i) {
     const std::size_t token = i / t * (t + 1) + i % t;
-    inputs[i] = rows[token];
-    targets[i] = rows[token + 1];
+    exchange_.inputs[i] = rows[token];
+    exchange_.targets[i] = rows[token + 1];
   }
-  ops_->upload(inputs.data(), work_->inputs, inputs.size_bytes(), *stream_);
-  ops_->upload(targets.data(), work_->targets, targets.size_bytes(), *stream_);
+  return run_step(
+      {.inputs = exchange_.inputs, .targets = exchange_.targets, .target_count = tokens * std::uint64_t{ranks()}});
+}
+
+double Trainer::run_step(const StepRows& rows) {
+  SPILLWAY_CHECK(rows.target_count > 0, "a step has something to learn");
+  target_count_ = rows.target_count;
+  const std::span<float> losses = exchange_.losses;
+  const auto bring = [this](std::span<const std::uint32_t> from, std::span<std::uint32_t> through, std::uint32_t* to) {
+    SPILLWAY_CHECK(from.size() == through.size(), "a step takes micro_batch * accumulation rows");
+    if (from.data() != through.data()) std::ranges::copy(from, through.begin());
+    if (!from.empty()) ops_->upload(through.data(), to, through.size_bytes(), *stream_);
+  };
+  bring(rows.inputs, exchange_.inputs, work_->inputs);
+  bring(rows.targets, exchange_.targets, work_->targets);
+  bring(rows.starts, exchange_.starts, work_->starts);
+  for (std::size_t i = 0; i < rows.starts.size(); ++i) {
+    exchange_.positions[i] = static_cast<std::uint32_t>(i % shape_.sequence) - rows.starts[i];
+  }
+  bring(exchange_.positions, exchange_.positions, work_->positions);
 
   embed();
   const auto layers = static_cast<std::uint32_t>(model_.layers.size());
@@ -204,7 +230,7 @@ double Trainer::run_step(std::span<const std::uint32_t> rows) {
   if (options_.ranks != nullptr) options_.ranks->throw_if_failed();
   double sum = 0;
   for (const float loss : losses) sum += loss;
-  return sum / static_cast<double>(losses.size());
+  return sum / static_cast<double>(target_count_);
 }
 
 // All of them go to every rank, so that each adds them up in the order of micro-batches, as one rank does.
@@ -232,7 +258,7 @@ void Trainer::forward(std::uint32_t index) {
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
     const ActivationLease x = input(index, b, Access::kRead), out = input(index + 1, b, Access::kWrite);
     const Inside w = inside(index, b);
-    layer_attention(layer, lease, x.data(), w);
+    layer_attention(layer, lease, x.data(), w, b);
     layer_mlp_inner(layer, lease, w);
     layer_mlp_out(layer, lease, w, out.data());
   }
@@ -243,7 +269,7 @@ void Trainer::forward(std::uint32_t index) {
 void Trainer::head() {
   const Workspace& w = *work_;
   Lease lease = engine_->acquire(model_.head_block, Pass::kBackward, *stream_);
-  const float scale = static_cast<float>(engine_->loss_scale() / static_cast<double>(exchange_.losses.size()));
+  const float scale = static_cast<float>(engine_->loss_scale() / static_cast<double>(target_count_));
   float* const losses = w.losses + first_micro_batch() * shape_.tokens();
   const auto last = static_cast<std::uint32_t>(model_.layers.size());
   const void* const norm_weight = lease.weight(model_.final_norm.weight);
@@ -293,7 +319,7 @@ void Trainer::backward(std::uint32_t index) {
     const ActivationLease x = input(index, b, Access::kRead), d = input(last, b, Access::kUpdate);
     const Inside w = inside(index, b);
     if (!kept) {
-      layer_attention(layer, lease, x.data(), w);
+      layer_attention(layer, lease, x.data(), w, b);
       layer_mlp_inner(layer, lease, w);
       if (layer.mlp_after) products({layer.mlp_out}, lease, w.activation, w.fed, shape_.width);
     }

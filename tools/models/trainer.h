@@ -35,10 +35,20 @@ struct TrainerOptions {
   Fusion fusion = Fusion::kAuto;
   Communicator* ranks = nullptr;  // as EngineOptions::communicator
   std::uint32_t rank_count = 1;   // without `ranks`: of the run that is planned, which nothing is attached to
+  bool documents = false;         // rows hold several, which do not see each other
 };
 // Those of a run with this configuration, whose threads are set: to compute_threads(), where it leaves them open.
 TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uint32_t sequence,
                                Communicator* ranks = nullptr);
+
+// Of a step on this rank: micro_batch * accumulation rows of `sequence` tokens.
+struct StepRows {
+  std::span<const std::uint32_t> inputs;   // every one below the vocabulary
+  std::span<const std::uint32_t> targets;  // so, or kNoTarget, of which no loss is taken
+  // With TrainerOptions::documents: of each token, the first one of its document in its row.
+  std::span<const std::uint32_t> starts = {};
+  std::uint64_t target_count = 0;  // of all ranks' rows
+};
 
 class Trainer {
  public:
@@ -51,9 +61,10 @@ class Trainer {
   // Once, before the first step; the engine must outlive this object.
   void attach(Engine& engine);
 
-  // Forward and backward over this rank's micro-batches of a step: `rows` holds micro_batch * accumulation rows of
-  // sequence + 1 tokens each, every token below the vocabulary. Returns the mean loss of all ranks' rows, which has the
-  // same bits however many ranks they are shared by; Engine::step() is the caller's.
+  // Forward and backward over this rank's micro-batches of a step. Returns the mean loss of all ranks' targets, which
+  // has the same bits however many ranks they are shared by; Engine::step() is the caller's.
+  double run_step(const StepRows& rows);
+  // The same, of rows of sequence + 1 tokens each: all but the last are inputs, all but the first targets.
   double run_step(std::span<const std::uint32_t> rows);
 
  private:
@@ -68,8 +79,9 @@ class Trainer {
   // Places in the workspace. What follows a pass is [accumulation][M].
   struct Workspace {
     std::uint32_t *inputs, *targets;
-    float* losses;      // of all ranks' micro-batches
-    std::byte* normed;  // of the head
+    std::uint32_t *starts, *positions;  // of documents
+    float* losses;                      // of all ranks' micro-batches
+    std::byte* normed;                  // of the head
     float* normed_statistics;
     std::byte *dinner, *dnorm, *dqkv, *dattention;
     std::byte* residual;            // what is added behind its norm
@@ -94,11 +106,11 @@ class Trainer {
     };
     std::size_t bytes;
     std::unique_ptr<std::byte, Free> memory;
-    std::span<std::uint32_t> inputs, targets;
+    std::span<std::uint32_t> inputs, targets, starts, positions;  // the last two: of documents
     std::span<float> losses;
     std::span<float> rotations;  // of TrainedModel, one behind the other
     // Tokens of a step on this rank, and on all of them.
-    Exchange(std::size_t tokens, std::size_t all_tokens, const std::vector<Rotation>& rotations);
+    Exchange(std::size_t tokens, std::size_t all_tokens, bool documents, const std::vector<Rotation>& rotations);
   };
 
   // The input of a layer, for `access`; that of the layer behind the last one becomes the gradient that flows backward.
@@ -111,7 +123,8 @@ class Trainer {
   void backward(std::uint32_t layer);
   void finish_embedding();
   // In trainer_layer.cc.
-  void layer_attention(const TrainedLayer& layer, const Lease& lease, const std::byte* x, const Inside& inside) const;
+  void layer_attention(const TrainedLayer& layer, const Lease& lease, const std::byte* x, const Inside& inside,
+                       std::uint32_t micro_batch) const;
   void layer_mlp_inner(const TrainedLayer& layer, const Lease& lease, const Inside& inside) const;
   void layer_mlp_out(const TrainedLayer& layer, const Lease& lease, const Inside& inside, std::byte* out) const;
   void layer_backward(const LayerVisit& visit, const std::byte* x, std::byte* d) const;
@@ -129,8 +142,8 @@ class Trainer {
   void head_norm(ParameterIndex weight, const Lease& lease, const Inside& inside, std::size_t column,
                  bool is_key) const;
   void head_norm_gradient(const LayerVisit& visit, ParameterIndex weight, std::size_t column, bool is_key) const;
-  void rotate(const TrainedLayer& layer, std::byte* qkv, bool backward) const;
-  AttentionRules rules(const TrainedLayer& layer) const;
+  void rotate(const TrainedLayer& layer, std::byte* qkv, std::uint32_t micro_batch, bool backward) const;
+  AttentionRules rules(const TrainedLayer& layer, std::uint32_t micro_batch) const;
   std::byte* gradient_of(ParameterIndex parameter) const { return work_->layer_gradients[parameter]; }
   void push_layer(const LayerVisit& visit, ParameterIndex parameter) const;
 
@@ -161,6 +174,7 @@ class Trainer {
   std::vector<Parameter> layer_parameters_;               // those of every layer
   std::uint64_t workspace_bytes_ = 0, inside_bytes_ = 0;  // of one micro-batch's inside
 
+  std::uint64_t target_count_ = 0;  // of the step
   Engine* engine_ = nullptr;
   Stream* stream_ = nullptr;
   std::unique_ptr<Workspace> work_;

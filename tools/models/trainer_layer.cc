@@ -69,11 +69,14 @@ void Trainer::products(const std::vector<ProductTensors>& products, const Lease&
   }
 }
 
-AttentionRules Trainer::rules(const TrainedLayer& layer) const {
-  return {.window = layer.window, .scale = model_.attention_scale, .soft_cap = model_.attention_soft_cap};
+AttentionRules Trainer::rules(const TrainedLayer& layer, std::uint32_t micro_batch) const {
+  return {.window = layer.window,
+          .scale = model_.attention_scale,
+          .soft_cap = model_.attention_soft_cap,
+          .starts = options_.documents ? work_->starts + micro_batch * shape_.tokens() : nullptr};
 }
 
-void Trainer::rotate(const TrainedLayer& layer, std::byte* qkv, bool backward) const {
+void Trainer::rotate(const TrainedLayer& layer, std::byte* qkv, std::uint32_t micro_batch, bool backward) const {
   if (!layer.rotation) return;
   ops_->run(Rotary{.x = qkv,
                    .stride = shape_.qkv_width(),
@@ -81,7 +84,7 @@ void Trainer::rotate(const TrainedLayer& layer, std::byte* qkv, bool backward) c
                    .head_width = shape_.head_width(),
                    .rotated = model_.rotations[*layer.rotation].rotated,
                    .table = work_->rotations[*layer.rotation],
-                   .positions = nullptr,
+                   .positions = options_.documents ? work_->positions + micro_batch * shape_.tokens() : nullptr,
                    .backward = backward},
             *stream_);
 }
@@ -103,8 +106,8 @@ void Trainer::head_norm(ParameterIndex weight, const Lease& lease, const Inside&
 }
 
 // middle = x + projection of the attention over norm(x)
-void Trainer::layer_attention(const TrainedLayer& layer, const Lease& lease, const std::byte* x,
-                              const Inside& w) const {
+void Trainer::layer_attention(const TrainedLayer& layer, const Lease& lease, const std::byte* x, const Inside& w,
+                              std::uint32_t micro_batch) const {
   const std::size_t row = shape_.qkv_width();
   norm(layer.attention_norm, lease, x, w.norm1, w.statistics1);
   if (layer.query_norm) {
@@ -118,8 +121,8 @@ void Trainer::layer_attention(const TrainedLayer& layer, const Lease& lease, con
   } else {
     products(layer.qkv, lease, w.norm1, w.qkv, row);
   }
-  rotate(layer, w.qkv, false);
-  ops_->run(Attention{w.qkv, w.attention, w.log_sums, rules(layer)}, *stream_);
+  rotate(layer, w.qkv, micro_batch, false);
+  ops_->run(Attention{w.qkv, w.attention, w.log_sums, rules(layer, micro_batch)}, *stream_);
   const ProductTensors& out = layer.attention_out;
   ops_->run(Linear{.in = static_cast<std::uint32_t>(shape_.query_width()),
                    .out = shape_.width,
@@ -305,9 +308,10 @@ void Trainer::layer_backward(const LayerVisit& visit, const std::byte* x, std::b
                                 .dx = w.dattention,
                                 .layout = model_.layout},
             *stream_);
-  ops_->run(AttentionBackward{inside.qkv, inside.attention, inside.log_sums, w.dattention, w.dqkv, rules(layer)},
+  ops_->run(AttentionBackward{inside.qkv, inside.attention, inside.log_sums, w.dattention, w.dqkv,
+                              rules(layer, visit.micro_batch)},
             *stream_);
-  rotate(layer, w.dqkv, true);
+  rotate(layer, w.dqkv, visit.micro_batch, true);
   if (layer.query_norm) {
     head_norm_gradient(visit, *layer.query_norm, 0, false);
     head_norm_gradient(visit, *layer.key_norm, shape_.query_width(), true);

@@ -64,7 +64,9 @@ CudaOps::CudaOps(const Shape& shape, Fusion fusion) : shape_(shape) {
   const std::size_t most =
       std::max({slice_tokens() * logits_stride() * sizeof(float), embedding_backward_scratch_bytes(shape),
                 layer_norm_backward_scratch_bytes(shape), column_sums_scratch_bytes(shape.tokens(), widest),
-                attention_backward_scratch_bytes(attention_shape())});
+                attention_backward_scratch_bytes(attention_shape()),
+                rms_norm_backward_scratch_bytes(shape.tokens(), shape.width),
+                rms_norm_backward_scratch_bytes(shape.tokens() * shape.heads, shape.head_width())});
   shared_bytes_ = align_up<std::size_t>(most, 4096);
 }
 

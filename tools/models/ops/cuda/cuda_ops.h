@@ -49,6 +49,12 @@ class CudaOps final : public Ops {
   void run(const Attention& op, Stream& stream) override;
   void run(const AttentionBackward& op, Stream& stream) override;
   void run(const HeadLoss& op, Stream& stream) override;
+  void run(const RmsNorm& op, Stream& stream) override;
+  void run(const RmsNormBackward& op, Stream& stream) override;
+  void run(const Rotary& op, Stream& stream) override;
+  void run(const GatedActivation& op, Stream& stream) override;
+  void run(const GatedActivationBackward& op, Stream& stream) override;
+  void run(const Add& op, Stream& stream) override;
 
  private:
   static constexpr std::size_t kSlice = 1024;     // tokens whose logits are in work at one time
@@ -85,6 +91,8 @@ class CudaOps final : public Ops {
   // A tensor: aligned, too.
   void require_tensor(const void* data, std::size_t elements) const;
   void require_tensor(const void* data, std::size_t elements, DType type) const;
+  // `groups` rows of `columns` of each token, tokens `stride` elements apart.
+  void require_rows(const void* data, std::size_t stride, std::size_t columns) const;
   void require_registered(const void* host, std::size_t bytes) const;
   cudaStream_t native(Stream& stream) const;
 

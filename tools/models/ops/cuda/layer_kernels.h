@@ -22,6 +22,14 @@ cudaError_t layer_norm(const Shape& shape, const LayerNorm& op, cudaStream_t str
 std::size_t layer_norm_backward_scratch_bytes(const Shape& shape);
 cudaError_t layer_norm_backward(const Shape& shape, const LayerNormBackward& op, void* scratch, cudaStream_t stream);
 
+cudaError_t rms_norm(const Shape& shape, const RmsNorm& op, cudaStream_t stream);
+std::size_t rms_norm_backward_scratch_bytes(std::size_t rows, std::size_t columns);
+cudaError_t rms_norm_backward(const Shape& shape, const RmsNormBackward& op, void* scratch, cudaStream_t stream);
+cudaError_t rotary(const Shape& shape, const Rotary& op, cudaStream_t stream);
+cudaError_t gated_activation(const Shape& shape, const GatedActivation& op, cudaStream_t stream);
+cudaError_t gated_activation_backward(const Shape& shape, const GatedActivationBackward& op, cudaStream_t stream);
+cudaError_t add(const Shape& shape, const Add& op, cudaStream_t stream);
+
 // after = gelu(before); dx = dx * gelu'(before). Tensors of `count` elements.
 cudaError_t gelu(DType type, const void* before, void* after, std::size_t count, cudaStream_t stream);
 cudaError_t gelu_backward(DType type, const void* before, void* dx, std::size_t count, cudaStream_t stream);
