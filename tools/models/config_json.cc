@@ -4,6 +4,8 @@
 #include <rapidjson/error/en.h>
 #include <rapidjson/memorystream.h>
 #include <rapidjson/reader.h>
+#include <rapidjson/stringbuffer.h>
+#include <rapidjson/writer.h>
 
 #include <cerrno>
 #include <cmath>
@@ -109,6 +111,7 @@ void ConfigJson::refuse(std::string happened, std::string hint) const {
 }
 
 const ConfigJson::Value* ConfigJson::find(const char* key) const {
+  asked_.emplace(key);
   const auto member = document_.FindMember(key);
   return member == document_.MemberEnd() || member->value.IsNull() ? nullptr : &member->value;
 }
@@ -143,6 +146,59 @@ std::string ConfigJson::text(const char* key, std::string_view otherwise) const 
   if (value == nullptr) return std::string(otherwise);
   if (!value->IsString()) refuse(fmt::format("\"{}\" is not a string", key));
   return {value->GetString(), value->GetStringLength()};
+}
+
+const ConfigJson::Value* ConfigJson::find_list(const char* key) const {
+  const auto* value = find(key);
+  if (value != nullptr && !value->IsArray()) refuse(fmt::format("\"{}\" is not a list", key));
+  return value;
+}
+
+std::vector<std::string> ConfigJson::texts(const char* key) const {
+  std::vector<std::string> result;
+  const auto* list = find_list(key);
+  if (list == nullptr) return result;
+  for (const Value& value : list->GetArray()) {
+    if (!value.IsString()) refuse(fmt::format("\"{}\" holds something that is not a string", key));
+    result.emplace_back(value.GetString(), value.GetStringLength());
+  }
+  return result;
+}
+
+std::vector<double> ConfigJson::numbers(const char* key) const {
+  std::vector<double> result;
+  const auto* list = find_list(key);
+  if (list == nullptr) return result;
+  for (const Value& value : list->GetArray()) {
+    if (!value.IsNumber()) refuse(fmt::format("\"{}\" holds something that is not a number", key));
+    result.push_back(value.GetDouble());
+  }
+  return result;
+}
+
+ConfigJson ConfigJson::section(const char* key) const {
+  const auto* value = find(key);
+  const std::string name = fmt::format("{}, \"{}\"", name_, key);
+  if (value == nullptr) return {"{}", name};
+  if (!value->IsObject()) refuse(fmt::format("\"{}\" is not a JSON object", key));
+  rapidjson::GenericStringBuffer<Text, JsonMemory> text;
+  rapidjson::Writer<decltype(text), Text, Text, JsonMemory> writer(text);
+  value->Accept(writer);
+  return {std::string_view(text.GetString(), text.GetSize()), name};
+}
+
+bool ConfigJson::is_null(const char* key) const {
+  const auto member = document_.FindMember(key);
+  return member != document_.MemberEnd() && member->value.IsNull();
+}
+
+std::vector<std::string> ConfigJson::unread() const {
+  std::vector<std::string> keys;
+  for (const auto& member : document_.GetObject()) {
+    const std::string_view key(member.name.GetString(), member.name.GetStringLength());
+    if (!member.value.IsNull() && !asked_.contains(key)) keys.emplace_back(key);
+  }
+  return keys;
 }
 
 }  // namespace spillway::models

@@ -1,5 +1,6 @@
 // Hugging Face's config.json: looked over before it is taken for one, then asked for its keys. null stands for missing,
-// as in transformers. What is wrong is refused (kInvalidArgument) in the file's name.
+// as in transformers. What is wrong is refused (kInvalidArgument) in the file's name. It remembers what it was asked
+// for, so that a reader can refuse the rest.
 #pragma once
 
 #include <rapidjson/document.h>
@@ -8,10 +9,13 @@
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <new>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace spillway::models {
 
@@ -49,6 +53,15 @@ class ConfigJson {
   double number(const char* key, double otherwise) const;
   bool flag(const char* key, bool otherwise) const;
   std::string text(const char* key, std::string_view otherwise) const;
+  // Lists; empty where missing.
+  std::vector<std::string> texts(const char* key) const;
+  std::vector<double> numbers(const char* key) const;
+  // An object inside; one without keys where missing.
+  ConfigJson section(const char* key) const;
+  // For the few keys whose absence and null differ.
+  bool is_null(const char* key) const;
+  // Keys that nothing asked for so far, in the file's order, but those with null.
+  std::vector<std::string> unread() const;
   [[noreturn]] void refuse(std::string happened, std::string hint = "take the file as the model came with it") const;
 
  private:
@@ -57,8 +70,10 @@ class ConfigJson {
   using Value = rapidjson::GenericValue<Text, Pool>;
 
   const Value* find(const char* key) const;
+  const Value* find_list(const char* key) const;
 
   std::string name_, text_;
+  mutable std::set<std::string, std::less<>> asked_;
   rapidjson::GenericDocument<Text, Pool, JsonMemory> document_;
 };
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "spillway/model.h"
 #include "tools/models/config_json.h"
-#include "tools/models/shape.h"
 
 namespace spillway::models {
 
@@ -22,6 +22,6 @@ inline void add_linear(Block& block, const std::string& name, std::uint64_t in, 
 }
 
 // What the heads take together is a size like the others.
-void check_heads(const ConfigJson& json, const ModelShape& shape);
+void check_heads(const ConfigJson& json, std::uint32_t heads, std::uint32_t head_width);
 
 }  // namespace spillway::models

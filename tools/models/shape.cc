@@ -22,7 +22,7 @@ ModelShape gpt2_shape(ModelConfig model) {
   shape.positions = model.positions;
   shape.heads = shape.kv_heads = model.heads;
   shape.head_width = model.width / model.heads;
-  shape.tied = shape.query_bias = shape.output_bias = shape.mlp_bias = true;
+  shape.tied = true;
   shape.gated = false;
   shape.gpt2 = std::move(model);
   return shape;
@@ -31,18 +31,18 @@ ModelShape gpt2_shape(ModelConfig model) {
 ModelShape shape_of(const ConfigJson& json) {
   const std::string family = json.text("model_type", "");
   if (family == "gpt2") return gpt2_shape(model_config(json));
-  if (is_decoder(family)) return decoder_shape(json, family);
+  if (is_decoder(family)) return decoder_shape(decoder_sizes(json));
   if (family == "t5") return t5_shape(json);
   json.refuse(family.empty() ? "\"model_type\" is missing" : fmt::format("\"model_type\" is \"{}\"", family),
-              "gpt2, llama, mistral, qwen2, qwen3 and t5 are known; --params plans for a number of parameters");
+              "gpt2, llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text and t5 are known; --params plans for a "
+              "number of parameters");
 }
 
 }  // namespace
 
-void check_heads(const ConfigJson& json, const ModelShape& shape) {
-  if (shape.query_width() <= kLargestSize) return;
-  json.refuse(fmt::format("{} heads of width {} are wider than {}", shape.heads, shape.head_width, kLargestSize),
-              kNoLarger);
+void check_heads(const ConfigJson& json, std::uint32_t heads, std::uint32_t head_width) {
+  if (std::uint64_t{heads} * head_width <= kLargestSize) return;
+  json.refuse(fmt::format("{} heads of width {} are wider than {}", heads, head_width, kLargestSize), kNoLarger);
 }
 
 ModelShape parse_shape(std::string_view text, const std::string& name) { return shape_of(ConfigJson(text, name)); }
@@ -74,7 +74,7 @@ ModelShape shape_of_size(double parameters, std::uint32_t sequence) {
 
 ModelDescription describe_parameters(const ModelShape& shape) {
   if (shape.gpt2) return describe_model(*shape.gpt2, 0);
-  return shape.encodes() ? t5_parameters(shape) : decoder_parameters(shape);
+  return shape.decoder ? decoder_parameters(*shape.decoder) : t5_parameters(shape);
 }
 
 }  // namespace spillway::models

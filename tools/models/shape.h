@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "spillway/model.h"
+#include "tools/models/decoder/config.h"
 #include "tools/models/gpt2/model.h"
 
 namespace spillway::models {
@@ -17,13 +18,12 @@ struct ModelShape {
   std::uint32_t layers = 0, decoder_layers = 0;  // decoder_layers: of T5, behind its `layers` of the encoder
   std::uint32_t width = 0, inner = 0, vocabulary = 0, positions = 0;  // positions 0: any number
   std::uint32_t heads = 0, kv_heads = 0, head_width = 0;
-  std::uint32_t window = 0;                                        // tokens that attention looks back; 0: all
-  std::uint32_t buckets = 0;                                       // T5: of relative positions
-  bool tied = false;                                               // the head multiplies with the embedding
-  bool gated = true;                                               // the MLP's first product has a gate beside it
-  bool query_bias = false, output_bias = false, mlp_bias = false;  // query_bias: of query, key and value
-  bool query_norm = false;                                         // Qwen3: norms of query and key
-  std::optional<ModelConfig> gpt2 = {};                            // what `spillway finetune` trains
+  std::uint32_t window = 0;                   // tokens that attention of every layer looks back; 0: all
+  std::uint32_t buckets = 0;                  // T5: of relative positions
+  bool tied = false;                          // the head multiplies with the embedding
+  bool gated = true;                          // the MLP's first product has a gate beside it
+  std::optional<ModelConfig> gpt2 = {};       // what `spillway finetune` trains
+  std::optional<DecoderConfig> decoder = {};  // of decoder_sizes(): which tensors there are
 
   bool encodes() const { return decoder_layers > 0; }
   std::uint64_t query_width() const { return std::uint64_t{heads} * head_width; }

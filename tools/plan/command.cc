@@ -42,7 +42,9 @@ void add_command(CLI::App& program, int& exit_code) {
       "plan", "Say what a run would take of every tier, how long a step would be and what would make it shorter");
   command->add_option("--config", options.config, "ds_config.json; default: bf16, everything offloaded");
   command->add_option("--aio", options.aio, "What spillway sweep --json wrote: put over the configuration");
-  command->add_option("--model", options.model, "Directory with a config.json: gpt2, llama, mistral, qwen2, qwen3, t5");
+  command->add_option(
+      "--model", options.model,
+      "Directory with a config.json: gpt2, llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text, t5");
   command->add_option("--params", options.parameters, "In place of a model: a GPT-2 of so many parameters, such as 7B")
       ->type_name("COUNT");
   command->add_option("--seq", options.sequence, "Tokens of a row, as in finetune")

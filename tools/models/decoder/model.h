@@ -1,19 +1,19 @@
-// Llama, Mistral, Qwen2 and Qwen3: a pre-norm decoder with rotary positions and a gated MLP, as Hugging Face describes
-// it.
+// Decoders as the planner and the trainer see them: blocks, tensors and visits, under Hugging Face's names.
 #pragma once
 
-#include <string>
+#include <cstdint>
 
+#include "tools/models/decoder/config.h"
 #include "tools/models/shape.h"
+#include "tools/models/trained_model.h"
 
 namespace spillway::models {
 
-class ConfigJson;
-
-// Whether it is a model_type of these.
-bool is_decoder(const std::string& family);
-// Refuses (kInvalidArgument) a missing or impossible size.
-ModelShape decoder_shape(const ConfigJson& json, const std::string& family);
-ModelDescription decoder_parameters(const ModelShape& shape);
+ModelShape decoder_shape(DecoderConfig config);
+// Blocks: the embedding, the layers, and, unless it is tied to the embedding, the head with the final norm.
+ModelDescription decoder_parameters(const DecoderConfig& config);
+// Of decoder_config(); for rows of `sequence` tokens. Visits: embedding and layers forward; the head (forward, loss and
+// backward in one, on the block of its weights); layers backward; embedding backward. Every parameter is pushed once.
+TrainedModel trained_decoder(const DecoderConfig& config, std::uint32_t sequence);
 
 }  // namespace spillway::models

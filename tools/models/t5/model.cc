@@ -55,7 +55,7 @@ ModelShape t5_shape(const ConfigJson& json) {
   shape.vocabulary = json.size("vocab_size", 32128);
   shape.heads = shape.kv_heads = json.size("num_heads", 8);
   shape.head_width = json.size("d_kv", 64);
-  check_heads(json, shape);
+  check_heads(json, shape.heads, shape.head_width);
   shape.buckets = json.size("relative_attention_num_buckets", 32);
   shape.gated = json.text("feed_forward_proj", "relu").starts_with("gated-");
   shape.tied = json.flag("tie_word_embeddings", true);
