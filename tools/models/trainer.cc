@@ -91,7 +91,8 @@ Trainer::Trainer(TrainedModel model, const TrainerOptions& options)
       loss_bytes_(ranks(), exchange_.losses.size_bytes() / ranks()),
       ops_(create_ops(options.device, shape_, options.threads, options.fusion)),
       layer_parameters_(model_.description.blocks[layer_block(0)].parameters) {
-  SPILLWAY_CHECK(options.sequence > 0 && options.sequence <= model_.positions, "a row fits the model's positions");
+  SPILLWAY_CHECK(options.sequence > 0 && (model_.positions == 0 || options.sequence <= model_.positions),
+                 "a row fits the model's positions");
   SPILLWAY_CHECK(!options.documents || !model_.position_weight, "learned positions do not begin anew in a row");
   Carver measure(nullptr), measure_inside(nullptr);
   Workspace(measure, *this);

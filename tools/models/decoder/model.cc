@@ -108,8 +108,6 @@ std::vector<std::pair<std::string, std::string>> facts_of(const DecoderConfig& c
           {"final_logit_softcapping", fmt::format("{}", config.head_soft_cap)}};
 }
 
-constexpr ParameterIndex kTokenWeight = 0;  // in the embedding's block
-
 }  // namespace
 
 ModelShape decoder_shape(DecoderConfig config) {
@@ -148,10 +146,10 @@ ModelDescription decoder_parameters(const DecoderConfig& config) {
 TrainedModel trained_decoder(const DecoderConfig& config, std::uint32_t sequence) {
   TrainedModel model;
   model.description = decoder_parameters(config);
-  model.token_weight = kTokenWeight;
   model.head_block = config.tied ? kEmbeddingBlock : layer_block(config.layers);
+  // In decoder_parameters()'s order; token_weight is the embedding's first.
   model.final_norm.weight = config.tied ? 1 : 0;
-  model.head_weight = config.tied ? kTokenWeight : 1;
+  model.head_weight = config.tied ? model.token_weight : 1;
   TrainedLayer layer = LayerWriter(config, 0).tensors_;  // the same in all of them
   for (const DecoderConfig::Layer& rules : config.layer_rules) {
     layer.window = rules.window;
