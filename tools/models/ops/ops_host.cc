@@ -39,19 +39,26 @@ HostOps::HostOps(const Shape& shape, unsigned threads, GemmPath path)
       fp32_(vector_kernels(DType::kFloat32)),
       operand_kernels_(vector_kernels(operands_)),
       gemm_(threads) {
-  SPILLWAY_CHECK(shape.tokens() > 0 && shape.heads > 0 && shape.width % shape.heads == 0, "a shape is whole heads");
+  SPILLWAY_CHECK(shape.tokens() > 0 && shape.heads > 0, "a shape has tokens and heads");
+  SPILLWAY_CHECK(shape.head_size != 0 || shape.width % shape.heads == 0, "a shape is whole heads");
+  SPILLWAY_CHECK(shape.heads % shape.kv_heads() == 0, "groups of heads are of one size");
   prepare_shapes();
   const auto measured = [&]<typename Scratch>() {
     Carver carver(nullptr);
     Scratch(carver, *this);
     return carver.used();
   };
-  const std::size_t widest = std::max<std::size_t>(shape.inner, 3 * static_cast<std::size_t>(shape.width));
-  const std::size_t operand = shape.tokens() * widest * operand_bytes();  // widened, or transposed
+  const std::size_t operand = shape.tokens() * widest() * operand_bytes();  // widened, or transposed
   shared_bytes_ = align_up<std::size_t>(std::max(operand, measured.operator()<HeadShared>()), 4096);
   const std::size_t per_slot = std::max({measured.operator()<LinearScratch>(), measured.operator()<AttentionScratch>(),
                                          measured.operator()<HeadScratch>()});
   slot_bytes_ = align_up<std::size_t>(per_slot + align_up<std::size_t>(gemm_.scratchpad_bytes(), 64), 4096);
+}
+
+std::size_t HostOps::widest() const {
+  const std::size_t width = shape_.width, inner = shape_.inner;
+  if (!decoder()) return std::max(inner, 3 * width);
+  return std::max({width, 2 * inner, shape_.qkv_width()});
 }
 
 void HostOps::prepare_shapes() {
@@ -62,14 +69,24 @@ void HostOps::prepare_shapes() {
     if (rows % unit != 0) add(rows % unit);
   };
   const std::size_t width = shape_.width, inner = shape_.inner;
-  const std::pair<std::size_t, std::size_t> layers[] = {
+  std::vector<std::pair<std::size_t, std::size_t>> layers = {
       {width, 3 * width}, {width, width}, {width, inner}, {inner, width}};
+  if (decoder()) {
+    layers = {{width, shape_.query_width()},
+              {width, shape_.kv_heads() * head},
+              {width, shape_.qkv_width()},
+              {shape_.query_width(), width},
+              {width, inner},
+              {width, 2 * inner},
+              {inner, width}};
+  }
   for (const auto& [in, out] : layers) {
     blocks(m, kRowBlock, [&, in = in, out = out](std::size_t rows) {
       gemm_.prepare({rows, in, operands_, false});
       gemm_.prepare({rows, out, operands_, false});
     });
-    blocks(in, kRowBlock, [&](std::size_t rows) { gemm_.prepare({rows, m, operands_, false}); });
+    // Rows of a weight's gradient.
+    blocks(decoder() ? out : in, kRowBlock, [&](std::size_t rows) { gemm_.prepare({rows, m, operands_, false}); });
   }
   blocks(t, kKeyBlock, [&](std::size_t keys) {
     gemm_.prepare({keys, head, DType::kFloat32, false});
@@ -114,8 +131,7 @@ void* HostOps::pad_of(unsigned slot) const {
 }
 
 HostOps::LinearScratch::LinearScratch(Carver& carver, const HostOps& ops) {
-  const std::size_t depth = std::max(
-      {ops.shape_.inner + std::size_t{0}, 3 * static_cast<std::size_t>(ops.shape_.width), ops.shape_.tokens()});
+  const std::size_t depth = std::max(ops.widest(), ops.shape_.tokens());
   panel = carver.take<std::byte>(padded_depth(depth) * kPanel * ops.operand_bytes());
   tile = carver.take<float>(kRowBlock * kPanel);
 }
@@ -141,6 +157,21 @@ const void* HostOps::operand(const void* x, std::size_t rows, std::size_t column
   for_pieces(workers, rows * columns, kElementsPerPiece,
              [&](std::size_t first, std::size_t count) { kernels_.widen(at(x, first), wide + first, count); });
   return wide;
+}
+
+const void* HostOps::operand(const void* x, std::size_t rows, std::size_t columns, std::size_t stride,
+                             HostWorkers& workers) const {
+  if (stride == columns) return operand(x, rows, columns, workers);
+  for_pieces(workers, rows, kRowsPerPiece, [&](std::size_t first, std::size_t count) {
+    for (std::size_t row = first; row < first + count; ++row) {
+      std::byte* const to = shared_ + row * columns * operand_bytes();
+      if (operands_ == shape_.type)
+        std::memcpy(to, at(x, row * stride), columns * operand_bytes());
+      else
+        kernels_.widen(at(x, row * stride), reinterpret_cast<float*>(to), columns);
+    }
+  });
+  return shared_;
 }
 
 void HostOps::store_gradient(const float* tile, std::size_t rows, std::size_t columns, DType type, bool accumulate,
@@ -261,30 +292,41 @@ void HostOps::layer_norm_backward(const LayerNormBackward& op, HostWorkers& work
   });
 }
 
+// Of a tensor of rows `stride` elements apart.
+std::size_t HostOps::span_of(std::size_t columns, std::size_t stride) const {
+  return (shape_.tokens() - 1) * stride + columns;
+}
+
 void HostOps::run(const Linear& op, Stream& stream) {
   const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
+  const std::size_t stride = op.y_stride == 0 ? out : op.y_stride;
   require_in_hbm(op.x, m * in * e);
   require_in_hbm(op.weight, in * out * e);
-  require_in_hbm(op.bias, out * e);
-  require_in_hbm(op.y, m * out * e);
-  if (op.residual != nullptr) require_in_hbm(op.residual, m * out * e);
+  SPILLWAY_CHECK(op.bias != nullptr || op.layout == Layout::kOutIn, "GPT-2's products have biases");
+  if (op.bias != nullptr) require_in_hbm(op.bias, out * e);
+  require_in_hbm(op.y, span_of(out, stride) * e);
+  if (op.residual != nullptr) require_in_hbm(op.residual, span_of(out, stride) * e);
   stream.launch([this, op](HostWorkers& workers) { linear(op, workers); });
 }
 
 void HostOps::linear(const Linear& op, HostWorkers& workers) const {
   const std::size_t m = shape_.tokens(), in = op.in, out = op.out;
+  const std::size_t stride = op.y_stride == 0 ? out : op.y_stride;
   const auto* x = static_cast<const std::byte*>(operand(op.x, m, in, workers));
   for_pieces(workers, out, kPanel, [&](std::size_t first, std::size_t count) {
     const unsigned slot = workers.current_slot();
     Carver carver = slot_carver(slot);
     const LinearScratch s(carver, *this);
-    pack(at(op.weight, first), out, in, count, s.panel);
+    if (op.layout == Layout::kInOut)
+      pack(at(op.weight, first), out, in, count, s.panel);
+    else
+      pack_transposed(at(op.weight, first * in), in, in, count, s.panel);
     for (std::size_t row = 0; row < m; row += kRowBlock) {
       const std::size_t rows = std::min(kRowBlock, m - row);
       gemm_.run({rows, in, operands_, false}, slot, x + row * in * operand_bytes(), s.panel, s.tile, pad_of(slot));
-      const std::size_t offset = row * out + first;
-      kernels_.store_tile(s.tile, rows, count, at(op.bias, first),
-                          op.residual == nullptr ? nullptr : at(op.residual, offset), at(op.y, offset), out);
+      const std::size_t offset = row * stride + first;
+      kernels_.store_tile(s.tile, rows, count, op.bias == nullptr ? nullptr : at(op.bias, first),
+                          op.residual == nullptr ? nullptr : at(op.residual, offset), at(op.y, offset), stride);
     }
   });
 }
@@ -301,26 +343,34 @@ void HostOps::run(const LinearGelu& op, Stream& stream) {
 
 void HostOps::run(const LinearBackwardInput& op, Stream& stream) {
   const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
-  require_in_hbm(op.dy, m * out * e);
+  require_in_hbm(op.dy, span_of(out, op.dy_stride == 0 ? out : op.dy_stride) * e);
   require_in_hbm(op.weight, in * out * e);
   require_in_hbm(op.dx, m * in * e);
   if (op.gelu_before != nullptr) require_in_hbm(op.gelu_before, m * in * e);
+  if (op.residual != nullptr) require_in_hbm(op.residual, m * in * e);
+  SPILLWAY_CHECK(op.gelu_before == nullptr || op.residual == nullptr, "gelu's gradient is of the product alone");
   stream.launch([this, op](HostWorkers& workers) { linear_backward_input(op, workers); });
 }
 
-// dx = dy · weightᵀ: a panel is 64 rows of the weight, transposed as it is packed.
+// dx = dy · weightᵀ: a panel is 64 rows of the weight [in][out], transposed as it is packed, or 64 columns of
+// [out][in].
 void HostOps::linear_backward_input(const LinearBackwardInput& op, HostWorkers& workers) const {
   const std::size_t m = shape_.tokens(), in = op.in, out = op.out;
-  const auto* dy = static_cast<const std::byte*>(operand(op.dy, m, out, workers));
+  const auto* dy =
+      static_cast<const std::byte*>(operand(op.dy, m, out, op.dy_stride == 0 ? out : op.dy_stride, workers));
   for_pieces(workers, in, kPanel, [&](std::size_t first, std::size_t count) {
     const unsigned slot = workers.current_slot();
     Carver carver = slot_carver(slot);
     const LinearScratch s(carver, *this);
-    pack_transposed(at(op.weight, first * out), out, out, count, s.panel);
+    if (op.layout == Layout::kInOut)
+      pack_transposed(at(op.weight, first * out), out, out, count, s.panel);
+    else
+      pack(at(op.weight, first), in, out, count, s.panel);
     for (std::size_t row = 0; row < m; row += kRowBlock) {
-      const std::size_t rows = std::min(kRowBlock, m - row);
+      const std::size_t rows = std::min(kRowBlock, m - row), offset = row * in + first;
       gemm_.run({rows, out, operands_, false}, slot, dy + row * out * operand_bytes(), s.panel, s.tile, pad_of(slot));
-      kernels_.store_tile(s.tile, rows, count, nullptr, nullptr, at(op.dx, row * in + first), in);
+      kernels_.store_tile(s.tile, rows, count, nullptr, op.residual == nullptr ? nullptr : at(op.residual, offset),
+                          at(op.dx, offset), in);
     }
   });
   if (op.gelu_before == nullptr) return;
@@ -333,36 +383,46 @@ void HostOps::linear_backward_input(const LinearBackwardInput& op, HostWorkers& 
 void HostOps::run(const LinearBackwardWeight& op, Stream& stream) {
   const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
   require_in_hbm(op.x, m * in * e);
-  require_in_hbm(op.dy, m * out * e);
+  require_in_hbm(op.dy, span_of(out, op.dy_stride == 0 ? out : op.dy_stride) * e);
   require_in_hbm(op.dweight, in * out * size_of(op.gradient));
-  require_in_hbm(op.dbias, out * size_of(op.gradient));
+  if (op.dbias != nullptr) require_in_hbm(op.dbias, out * size_of(op.gradient));
   SPILLWAY_CHECK(!op.accumulate || op.gradient == DType::kFloat32, "sums of gradients are fp32");
   stream.launch([this, op](HostWorkers& workers) { linear_backward_weight(op, workers); });
 }
 
-// dweight = xᵀ · dy: x is transposed once, for all panels of dy.
+// dweight = xᵀ · dy [in][out], or dyᵀ · x [out][in]: the left one is transposed once, for all panels of the right one.
 void HostOps::linear_backward_weight(const LinearBackwardWeight& op, HostWorkers& workers) const {
-  const std::size_t m = shape_.tokens(), in = op.in, out = op.out;
-  for_pieces(workers, in, kPanel, [&](std::size_t first, std::size_t count) {
+  struct Side {
+    const void* tensor;
+    std::size_t columns, stride;
+  };
+  const std::size_t m = shape_.tokens();
+  const Side x{op.x, op.in, op.in}, dy{op.dy, op.out, op.dy_stride == 0 ? op.out : op.dy_stride};
+  const Side &left = op.layout == Layout::kInOut ? x : dy, &right = op.layout == Layout::kInOut ? dy : x;
+  for_pieces(workers, left.columns, kPanel, [&](std::size_t first, std::size_t count) {
     std::byte* to = shared_ + first * m * operand_bytes();
     if (operands_ == shape_.type)
-      kernels_.transpose(at(op.x, first), in, m, count, to, m);
+      kernels_.transpose(at(left.tensor, first), left.stride, m, count, to, m);
     else
-      kernels_.transpose_widen(at(op.x, first), in, m, count, reinterpret_cast<float*>(to), m);
+      kernels_.transpose_widen(at(left.tensor, first), left.stride, m, count, reinterpret_cast<float*>(to), m);
   });
-  for_pieces(workers, out, kPanel, [&](std::size_t first, std::size_t count) {
+  for_pieces(workers, right.columns, kPanel, [&](std::size_t first, std::size_t count) {
     const unsigned slot = workers.current_slot();
     Carver carver = slot_carver(slot);
     const LinearScratch s(carver, *this);
-    pack(at(op.dy, first), out, m, count, s.panel);
-    for (std::size_t row = 0; row < in; row += kRowBlock) {
-      const std::size_t rows = std::min(kRowBlock, in - row);
+    pack(at(right.tensor, first), right.stride, m, count, s.panel);
+    for (std::size_t row = 0; row < left.columns; row += kRowBlock) {
+      const std::size_t rows = std::min(kRowBlock, left.columns - row);
       gemm_.run({rows, m, operands_, false}, slot, shared_ + row * m * operand_bytes(), s.panel, s.tile, pad_of(slot));
-      store_gradient(s.tile, rows, count, op.gradient, op.accumulate, op.dweight, row * out + first, out);
+      store_gradient(s.tile, rows, count, op.gradient, op.accumulate, op.dweight, row * right.columns + first,
+                     right.columns);
     }
+  });
+  if (op.dbias == nullptr) return;
+  for_pieces(workers, op.out, kPanel, [&](std::size_t first, std::size_t count) {
     float sum[kPanel] = {};
-    kernels_.column_sums(at(op.dy, first), out, m, count, sum);
-    store_gradient(sum, 1, count, op.gradient, op.accumulate, op.dbias, first, out);
+    kernels_.column_sums(at(op.dy, first), dy.stride, m, count, sum);
+    store_gradient(sum, 1, count, op.gradient, op.accumulate, op.dbias, first, op.out);
   });
 }
 

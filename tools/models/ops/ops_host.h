@@ -5,6 +5,7 @@
 // same bits. Scratch is one region shared by the pieces of an operation, and one per worker slot.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 
 #include "tools/models/ops/carver.h"
@@ -57,15 +58,15 @@ class HostOps final : public Ops {
   struct AttentionScratch {
     // fp32 copies of one head: rows [T][head], and in key blocks [head][keys of the block], one after the other.
     float *key_rows, *value_rows, *key_columns, *value_columns;
-    float *query_panel, *dout_panel;  // [head][kPanel]: 64 queries as columns
-    float *query_rows, *dout_rows;    // the same as rows, packed: head/64 panels of [64][kPanel]
-    float *scores, *dscores;          // [T][kPanel]: keys down, queries across
-    float* result;                    // [head][kPanel]
-    float *dkey, *dvalue;             // head/64 panels of [T][kPanel]
+    float *query_panel, *dout_panel;   // [head][kPanel]: 64 queries as columns
+    float *query_rows, *dout_rows;     // the same as rows, packed: head/64 panels of [64][kPanel]
+    float *scores, *dscores, *slopes;  // [T][kPanel]: keys down, queries across; slopes: of a soft cap, else null
+    float* result;                     // [head][kPanel]
+    float *dkey, *dvalue;              // head/64 panels of [T][kPanel]
     AttentionScratch(Carver& carver, const HostOps& ops);
   };
   struct HeadScratch {
-    float *weight, *tile;                   // widened block of the embedding; logits tile
+    float *weight, *tile, *slopes;          // widened block of the embedding; logits tile; of their soft cap
     std::byte *by_token, *by_word, *panel;  // dlogits [slice][block] and [block][slice]; packed embedding
     HeadScratch(Carver& carver, const HostOps& ops);
   };
@@ -91,8 +92,20 @@ class HostOps final : public Ops {
   void embedding_backward(const EmbeddingBackward& op, HostWorkers& workers) const;
   void attention_piece(const Attention& op, std::size_t index, unsigned slot) const;
   void attention_backward_piece(const AttentionBackward& op, std::size_t index, unsigned slot) const;
-  // scores[keys][64 queries] = key · query, then their softmax; returns the keys seen by the last query.
-  std::size_t probabilities(const AttentionScratch& s, std::size_t first_query, unsigned slot, void* pad) const;
+  float attention_scale(const AttentionRules& rules) const;
+  // What one block of 64 queries sees: keys of [first, end), of which `first` begins a key block.
+  struct SeenKeys {
+    std::size_t first, end;
+    bool masked = false;  // not every query sees all before it
+    std::uint32_t lows[kPanel];
+  };
+  SeenKeys seen_keys(const AttentionRules& rules, std::size_t row, std::size_t first_query) const;
+  // scores[keys][64 queries] = key · query, then their softmax.
+  SeenKeys probabilities(const AttentionScratch& s, const AttentionRules& rules, std::size_t row,
+                         std::size_t first_query, unsigned slot, void* pad) const;
+  // Of one head, added to the group's dkey and dvalue.
+  void attention_backward_head(const AttentionBackward& op, std::size_t row, std::size_t head, AttentionScratch& s,
+                               unsigned slot) const;
   void head(const HeadLoss& op, HostWorkers& workers) const;
   void head_pack(const HeadSlice& slice, HostWorkers& workers) const;
   void head_statistics(const HeadSlice& slice, HostWorkers& workers) const;
@@ -105,9 +118,13 @@ class HostOps final : public Ops {
   const void* head_weight(const HeadSlice& slice, const HeadScratch& s, std::size_t block) const;
 
   void prepare_shapes();
+  std::size_t span_of(std::size_t columns, std::size_t stride) const;
   void require_in_hbm(const void* data, std::size_t bytes) const;
   // x as a GEMM's left operand: itself, or a copy in fp32.
   const void* operand(const void* x, std::size_t rows, std::size_t columns, HostWorkers& workers) const;
+  // The same of rows `stride` elements apart.
+  const void* operand(const void* x, std::size_t rows, std::size_t columns, std::size_t stride,
+                      HostWorkers& workers) const;
   void pack(const void* x, std::size_t stride, std::size_t depth, std::size_t columns, std::byte* panel) const;
   void pack_transposed(const void* x, std::size_t stride, std::size_t depth, std::size_t columns,
                        std::byte* panel) const;
@@ -125,7 +142,10 @@ class HostOps final : public Ops {
   }
   std::size_t element_bytes() const { return size_of(shape_.type); }
   std::size_t operand_bytes() const { return size_of(operands_); }
-  std::size_t head_width() const { return shape_.width / shape_.heads; }
+  std::size_t head_width() const { return shape_.head_width(); }
+  bool decoder() const { return shape_.key_heads != 0; }
+  // Of a layer's tensors.
+  std::size_t widest() const;
   std::size_t vocab_blocks() const { return div_up<std::size_t>(shape_.vocabulary, kVocabBlock); }
   std::size_t groups() const { return std::min(kGroups, vocab_blocks()); }
   std::size_t slice_tokens() const { return std::min(kSlice, shape_.tokens()); }

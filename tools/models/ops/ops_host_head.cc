@@ -23,6 +23,7 @@ HostOps::HeadScratch::HeadScratch(Carver& carver, const HostOps& ops) {
   const std::size_t tokens = ops.slice_tokens(), operand = ops.operand_bytes();
   weight = carver.take<float>(ops.operands_ == ops.shape_.type ? 0 : kVocabBlock * ops.shape_.width);
   tile = carver.take<float>(std::max(kVocabBlock, tokens) * kPanel);
+  slopes = carver.take<float>(ops.decoder() ? kVocabBlock * kPanel : 0);
   by_token = carver.take<std::byte>(tokens * kVocabBlock * operand);
   by_word = carver.take<std::byte>(kVocabBlock * tokens * operand);
   panel = carver.take<std::byte>(padded_depth(kVocabBlock) * kPanel * operand);
@@ -108,6 +109,7 @@ void HostOps::head_statistics(const HeadSlice& slice, HostWorkers& workers) cons
     const void* weight = head_weight(slice, s, block);
     for (std::size_t first = 0; first < slice.count; first += kPanel) {
       logits(slice, s, weight, words, first / kPanel, slot, pad_of(slot));
+      if (slice.op.soft_cap != 0) fp32_.soft_cap(s.tile, words, 1.0f, slice.op.soft_cap, nullptr);
       fp32_.column_statistics(s.tile, words, slice.shared.maximum + block * stride + first,
                               slice.shared.sum + block * stride + first);
       for (std::size_t c = 0; c < std::min(kPanel, slice.count - first); ++c) {
@@ -133,9 +135,10 @@ void HostOps::head_losses(const HeadSlice& slice) const {
     }
     const double log_sum = maximum + std::log(sum);
     slice.shared.log_sum[token] = static_cast<float>(log_sum);
-    if (token < slice.count) {
-      slice.op.losses[slice.first + token] = static_cast<float>(log_sum - slice.shared.target_logit[token]);
-    }
+    if (token >= slice.count) continue;
+    const bool learns = slice.op.targets[slice.first + token] != kNoTarget;
+    slice.op.losses[slice.first + token] =
+        learns ? static_cast<float>(log_sum - slice.shared.target_logit[token]) : 0.0f;
   }
 }
 
@@ -162,11 +165,14 @@ void HostOps::head_block_gradients(const HeadSlice& slice, std::size_t block, fl
   for (std::size_t first = 0; first < slice.count; first += kPanel) {
     const std::size_t tokens = std::min(kPanel, slice.count - first);
     logits(slice, s, weight, words, first / kPanel, slot, pad);
+    if (op.soft_cap != 0) fp32_.soft_cap(s.tile, words, 1.0f, op.soft_cap, s.slopes);
     fp32_.column_probabilities(s.tile, words, slice.shared.log_sum + first, op.scale);
     for (std::size_t c = 0; c < tokens; ++c) {
       const std::size_t target = op.targets[slice.first + first + c];
       if (target - word < words) s.tile[(target - word) * kPanel + c] -= op.scale;
+      for (std::size_t r = 0; r < words && target == kNoTarget; ++r) s.tile[r * kPanel + c] = 0;
     }
+    if (op.soft_cap != 0) fp32_.scale_tile(s.tile, s.slopes, words, 1.0f);
     operand_kernels_.store_tile(s.tile, words, tokens, nullptr, nullptr, s.by_word + first * operand_bytes(),
                                 slice.count);
     operand_kernels_.store_transposed(s.tile, words, tokens, s.by_token + first * words * operand_bytes(), words);

@@ -184,6 +184,58 @@ void causal_softmax(float* tile, std::size_t rows, std::size_t first_query, floa
   }
 }
 
+void masked_softmax(float* tile, std::size_t rows, std::size_t first_key, std::size_t first_query,
+                    const std::uint32_t* lows, float scale) {
+  for (std::size_t c = 0; c < kPanel; c += kLanes) {
+    // All sixteen queries see rows of [begin, full), some see those of [low, begin) and [full, seen).
+    const auto [least, most] = std::minmax_element(lows + c, lows + c + kLanes);
+    const std::size_t end = first_query + c + 1 - std::min(first_key, first_query + c + 1);
+    const std::size_t full = std::min(rows, end), seen = std::min(rows, end + kLanes - 1);
+    const std::size_t low = std::min(*least - std::min<std::size_t>(*least, first_key), seen);
+    const std::size_t begin = std::min(*most - std::min<std::size_t>(*most, first_key), seen);
+    const auto hides = [&](std::size_t r, std::size_t l) {
+      const std::size_t key = first_key + r;
+      return key < lows[c + l] || key > first_query + c + l;
+    };
+    const auto some = [&](std::size_t r) { return r < begin || r >= full; };
+    for (std::size_t r = low; r < seen; ++r) {
+      for (std::size_t l = 0; l < kLanes && some(r); ++l) {
+        if (hides(r, l)) tile[r * kPanel + c + l] = -1e30f;
+      }
+    }
+    Lanes maximum = splat(-1e30f);
+    for (std::size_t r = low; r < seen; ++r) maximum = larger(load(tile + r * kPanel + c), maximum);
+    Lanes sum = splat(0);
+    for (std::size_t r = low; r < seen; ++r) {
+      float* row = tile + r * kPanel + c;
+      store(exponential((load(row) - maximum) * splat(scale)), row);
+      for (std::size_t l = 0; l < kLanes && some(r); ++l) {
+        if (hides(r, l)) row[l] = 0;
+      }
+      sum = sum + load(row);
+    }
+    const Lanes inverse = splat(1) / larger(sum, splat(1e-30f));  // a query behind the row's end sees nothing
+    for (std::size_t r = low; r < seen; ++r) store(load(tile + r * kPanel + c) * inverse, tile + r * kPanel + c);
+    for (std::size_t r = 0; r < low; ++r) store(splat(0), tile + r * kPanel + c);
+    for (std::size_t r = seen; r < rows; ++r) store(splat(0), tile + r * kPanel + c);
+  }
+}
+
+void soft_cap(float* tile, std::size_t rows, float scale, float cap, float* slopes) {
+  const float twice = 2 * (scale / cap);
+  for (std::size_t i = 0; i < rows * kPanel; i += kLanes) {
+    const Lanes t = splat(1) - splat(2) / (splat(1) + exponential(load(tile + i) * splat(twice)));
+    store(splat(cap) * t, tile + i);
+    if (slopes != nullptr) store(splat(1) - t * t, slopes + i);
+  }
+}
+
+void scale_tile(float* tile, const float* slopes, std::size_t rows, float scale) {
+  for (std::size_t i = 0; i < rows * kPanel; i += kLanes) {
+    store(load(tile + i) * (load(slopes + i) * splat(scale)), tile + i);
+  }
+}
+
 void softmax_backward(const float* probabilities, float* dprobabilities, std::size_t rows, float scale) {
   for (std::size_t c = 0; c < kPanel; c += kLanes) {
     Lanes dot = splat(0);
@@ -256,6 +308,9 @@ const VectorKernels* table() {
                                            gelu<T>,
                                            gelu_backward<T>,
                                            causal_softmax,
+                                           masked_softmax,
+                                           soft_cap,
+                                           scale_tile,
                                            softmax_backward,
                                            column_statistics,
                                            column_probabilities,

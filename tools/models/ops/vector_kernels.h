@@ -43,6 +43,13 @@ struct VectorKernels {
 
   // Causal softmax down the columns of a tile[rows][kPanel]: column c is query first_query + c, row r is key r.
   void (*causal_softmax)(float* tile, std::size_t rows, std::size_t first_query, float scale);
+  // The same of a tile that begins with key first_key, where query c sees keys from lows[c] on.
+  void (*masked_softmax)(float* tile, std::size_t rows, std::size_t first_key, std::size_t first_query,
+                         const std::uint32_t* lows, float scale);
+  // tile = cap * tanh(tile * scale / cap); slopes, unless null: 1 - tanh².
+  void (*soft_cap)(float* tile, std::size_t rows, float scale, float cap, float* slopes);
+  // tile *= slopes * scale
+  void (*scale_tile)(float* tile, const float* slopes, std::size_t rows, float scale);
   // dscores = probabilities * (dprobabilities - column sum of their product) * scale, written over dprobabilities.
   void (*softmax_backward)(const float* probabilities, float* dprobabilities, std::size_t rows, float scale);
 
