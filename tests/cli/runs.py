@@ -80,6 +80,14 @@ class Workplace:
         assert done.status == 0, done.err
         return model
 
+    def init_family(self, family, *, seed=1):
+        """A small model of it: tests/references/families."""
+        model = self.folder / family
+        config = ROOT / f"tests/references/families/{family}.json"
+        done = spillway("init-model", model, "--from", config, "--seed", seed)
+        assert done.status == 0, done.err
+        return model
+
     def config(self, *, parameters="nvme", states="nvme", dtype="bf16", micro=1, accumulation=2, clip=0.5, lr=1e-3,
                nvme=None, spillway_section=None, fp16=None, **more):
         """A ds_config.json; `more` is put over the top level. Returns its path."""

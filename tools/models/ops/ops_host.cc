@@ -1,5 +1,4 @@
-// Plumbing, and the operations that are rows, columns or one matrix product. Attention and the head have files of their
-// own.
+// Plumbing, and the operations that are one matrix product. Rows, attention and the head have files of their own.
 #include "tools/models/ops/ops_host.h"
 
 #include <algorithm>
@@ -9,18 +8,6 @@
 
 namespace spillway::models {
 namespace {
-
-constexpr std::size_t kRowsPerPiece = 16;
-constexpr std::size_t kElementsPerPiece = 16384;
-
-// Splits [0, total) into pieces of `piece`: body(first, count).
-template <typename Body>
-void for_pieces(HostWorkers& workers, std::size_t total, std::size_t piece, const Body& body) {
-  workers.parallel_for(div_up(total, piece), [&](std::size_t index) {
-    const std::size_t first = index * piece;
-    body(first, std::min(piece, total - first));
-  });
-}
 
 DType operand_type(GemmPath path) { return path == GemmPath::kBFloat16 ? DType::kBFloat16 : DType::kFloat32; }
 
@@ -203,100 +190,6 @@ void HostOps::zero(void* device, std::size_t bytes, Stream& stream) {
   });
 }
 
-void HostOps::run(const Embedding& op, Stream& stream) {
-  const std::size_t width = shape_.width, e = element_bytes();
-  require_in_hbm(op.tokens, shape_.tokens() * sizeof(std::uint32_t));
-  require_in_hbm(op.token_weight, shape_.vocabulary * width * e);
-  require_in_hbm(op.position_weight, shape_.positions * width * e);
-  require_in_hbm(op.out, shape_.tokens() * width * e);
-  stream.launch([this, op, width](HostWorkers& workers) {
-    for_pieces(workers, shape_.tokens(), kRowsPerPiece, [&](std::size_t first, std::size_t count) {
-      for (std::size_t m = first; m < first + count; ++m) {
-        kernels_.add(at(op.token_weight, op.tokens[m] * width), at(op.position_weight, m % shape_.sequence * width),
-                     at(op.out, m * width), width);
-      }
-    });
-  });
-}
-
-void HostOps::run(const EmbeddingBackward& op, Stream& stream) {
-  const std::size_t width = shape_.width;
-  require_in_hbm(op.tokens, shape_.tokens() * sizeof(std::uint32_t));
-  require_in_hbm(op.dout, shape_.tokens() * width * element_bytes());
-  require_in_hbm(op.dtoken_weight, shape_.vocabulary * width * sizeof(float));
-  require_in_hbm(op.dposition_weight, shape_.positions * width * sizeof(float));
-  stream.launch([this, op](HostWorkers& workers) { embedding_backward(op, workers); });
-}
-
-// Split by columns: rows of the table are hit by several tokens, and their order must not change.
-void HostOps::embedding_backward(const EmbeddingBackward& op, HostWorkers& workers) const {
-  const std::size_t width = shape_.width;
-  for_pieces(workers, width, kPanel, [&](std::size_t first, std::size_t count) {
-    for (std::size_t m = 0; m < shape_.tokens(); ++m) {
-      const std::byte* row = at(op.dout, m * width + first);
-      kernels_.accumulate(row, op.dtoken_weight + op.tokens[m] * width + first, count);
-      kernels_.accumulate(row, op.dposition_weight + m % shape_.sequence * width + first, count);
-    }
-  });
-}
-
-void HostOps::run(const LayerNorm& op, Stream& stream) {
-  const std::size_t width = shape_.width, bytes = shape_.tokens() * width * element_bytes();
-  require_in_hbm(op.x, bytes);
-  require_in_hbm(op.out, bytes);
-  require_in_hbm(op.weight, width * element_bytes());
-  require_in_hbm(op.bias, width * element_bytes());
-  require_in_hbm(op.statistics, shape_.tokens() * sizeof(LayerNormStatistics));
-  stream.launch([this, op, width](HostWorkers& workers) {
-    auto* statistics = reinterpret_cast<LayerNormStatistics*>(op.statistics);
-    for_pieces(workers, shape_.tokens(), kRowsPerPiece, [&](std::size_t first, std::size_t count) {
-      for (std::size_t m = first; m < first + count; ++m) {
-        statistics[m] =
-            kernels_.layer_norm(at(op.x, m * width), op.weight, op.bias, at(op.out, m * width), width, shape_.epsilon);
-      }
-    });
-  });
-}
-
-void HostOps::run(const LayerNormBackward& op, Stream& stream) {
-  const std::size_t width = shape_.width, bytes = shape_.tokens() * width * element_bytes();
-  require_in_hbm(op.x, bytes);
-  require_in_hbm(op.dout, bytes);
-  require_in_hbm(op.dx, bytes);
-  if (op.residual != nullptr) require_in_hbm(op.residual, bytes);
-  require_in_hbm(op.weight, width * element_bytes());
-  require_in_hbm(op.statistics, shape_.tokens() * sizeof(LayerNormStatistics));
-  require_in_hbm(op.dweight, width * size_of(op.gradient));
-  require_in_hbm(op.dbias, width * size_of(op.gradient));
-  SPILLWAY_CHECK(!op.accumulate || op.gradient == DType::kFloat32, "sums of gradients are fp32");
-  stream.launch([this, op](HostWorkers& workers) { layer_norm_backward(op, workers); });
-}
-
-void HostOps::layer_norm_backward(const LayerNormBackward& op, HostWorkers& workers) const {
-  const std::size_t width = shape_.width;
-  const auto* statistics = reinterpret_cast<const LayerNormStatistics*>(op.statistics);
-  // Columns first: dx may then lie over x or dout.
-  for_pieces(workers, width, kPanel, [&](std::size_t first, std::size_t count) {
-    float dweight[kPanel] = {}, dbias[kPanel] = {};
-    kernels_.layer_norm_backward_columns(at(op.x, first), at(op.dout, first), width, shape_.tokens(), count, statistics,
-                                         dweight, dbias);
-    store_gradient(dweight, 1, count, op.gradient, op.accumulate, op.dweight, first, width);
-    store_gradient(dbias, 1, count, op.gradient, op.accumulate, op.dbias, first, width);
-  });
-  for_pieces(workers, shape_.tokens(), kRowsPerPiece, [&](std::size_t first, std::size_t count) {
-    for (std::size_t m = first; m < first + count; ++m) {
-      kernels_.layer_norm_backward(at(op.x, m * width), op.weight, at(op.dout, m * width),
-                                   op.residual == nullptr ? nullptr : at(op.residual, m * width), at(op.dx, m * width),
-                                   width, statistics[m]);
-    }
-  });
-}
-
-// Of a tensor of rows `stride` elements apart.
-std::size_t HostOps::span_of(std::size_t columns, std::size_t stride) const {
-  return (shape_.tokens() - 1) * stride + columns;
-}
-
 void HostOps::run(const Linear& op, Stream& stream) {
   const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
   const std::size_t stride = op.y_stride == 0 ? out : op.y_stride;
@@ -304,8 +197,8 @@ void HostOps::run(const Linear& op, Stream& stream) {
   require_in_hbm(op.weight, in * out * e);
   SPILLWAY_CHECK(op.bias != nullptr || op.layout == Layout::kOutIn, "GPT-2's products have biases");
   if (op.bias != nullptr) require_in_hbm(op.bias, out * e);
-  require_in_hbm(op.y, span_of(out, stride) * e);
-  if (op.residual != nullptr) require_in_hbm(op.residual, span_of(out, stride) * e);
+  require_rows(op.y, stride, out);
+  if (op.residual != nullptr) require_rows(op.residual, stride, out);
   stream.launch([this, op](HostWorkers& workers) { linear(op, workers); });
 }
 
@@ -343,7 +236,7 @@ void HostOps::run(const LinearGelu& op, Stream& stream) {
 
 void HostOps::run(const LinearBackwardInput& op, Stream& stream) {
   const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
-  require_in_hbm(op.dy, span_of(out, op.dy_stride == 0 ? out : op.dy_stride) * e);
+  require_rows(op.dy, op.dy_stride == 0 ? out : op.dy_stride, out);
   require_in_hbm(op.weight, in * out * e);
   require_in_hbm(op.dx, m * in * e);
   if (op.gelu_before != nullptr) require_in_hbm(op.gelu_before, m * in * e);
@@ -383,7 +276,7 @@ void HostOps::linear_backward_input(const LinearBackwardInput& op, HostWorkers& 
 void HostOps::run(const LinearBackwardWeight& op, Stream& stream) {
   const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
   require_in_hbm(op.x, m * in * e);
-  require_in_hbm(op.dy, span_of(out, op.dy_stride == 0 ? out : op.dy_stride) * e);
+  require_rows(op.dy, op.dy_stride == 0 ? out : op.dy_stride, out);
   require_in_hbm(op.dweight, in * out * size_of(op.gradient));
   if (op.dbias != nullptr) require_in_hbm(op.dbias, out * size_of(op.gradient));
   SPILLWAY_CHECK(!op.accumulate || op.gradient == DType::kFloat32, "sums of gradients are fp32");

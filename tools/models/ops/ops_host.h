@@ -5,6 +5,7 @@
 // same bits. Scratch is one region shared by the pieces of an operation, and one per worker slot.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -14,6 +15,19 @@
 #include "tools/models/ops/vector_kernels.h"
 
 namespace spillway::models {
+
+// Rows, or elements, that are one piece.
+inline constexpr std::size_t kRowsPerPiece = 16;
+inline constexpr std::size_t kElementsPerPiece = 16384;
+
+// Splits [0, total) into pieces of `piece`: body(first, count).
+template <typename Body>
+void for_pieces(HostWorkers& workers, std::size_t total, std::size_t piece, const Body& body) {
+  workers.parallel_for(div_up(total, piece), [&](std::size_t index) {
+    const std::size_t first = index * piece;
+    body(first, std::min(piece, total - first));
+  });
+}
 
 class HostOps final : public Ops {
  public:
@@ -41,6 +55,12 @@ class HostOps final : public Ops {
   void run(const Attention& op, Stream& stream) override;
   void run(const AttentionBackward& op, Stream& stream) override;
   void run(const HeadLoss& op, Stream& stream) override;
+  void run(const RmsNorm& op, Stream& stream) override;
+  void run(const RmsNormBackward& op, Stream& stream) override;
+  void run(const Rotary& op, Stream& stream) override;
+  void run(const GatedActivation& op, Stream& stream) override;
+  void run(const GatedActivationBackward& op, Stream& stream) override;
+  void run(const Add& op, Stream& stream) override;
 
  private:
   static constexpr std::size_t kRowBlock = 256;    // rows of a GEMM call
@@ -89,6 +109,7 @@ class HostOps final : public Ops {
   void linear_backward_input(const LinearBackwardInput& op, HostWorkers& workers) const;
   void linear_backward_weight(const LinearBackwardWeight& op, HostWorkers& workers) const;
   void layer_norm_backward(const LayerNormBackward& op, HostWorkers& workers) const;
+  void rms_norm_backward(const RmsNormBackward& op, HostWorkers& workers) const;
   void embedding_backward(const EmbeddingBackward& op, HostWorkers& workers) const;
   void attention_piece(const Attention& op, std::size_t index, unsigned slot) const;
   void attention_backward_piece(const AttentionBackward& op, std::size_t index, unsigned slot) const;
@@ -118,8 +139,15 @@ class HostOps final : public Ops {
   const void* head_weight(const HeadSlice& slice, const HeadScratch& s, std::size_t block) const;
 
   void prepare_shapes();
-  std::size_t span_of(std::size_t columns, std::size_t stride) const;
   void require_in_hbm(const void* data, std::size_t bytes) const;
+  // A tensor of the weight type.
+  void require_tensor(const void* data, std::size_t elements) const {
+    require_in_hbm(data, elements * element_bytes());
+  }
+  // The first `columns` of each token, which are `stride` elements apart.
+  void require_rows(const void* data, std::size_t stride, std::size_t columns) const {
+    require_tensor(data, (shape_.tokens() - 1) * stride + columns);
+  }
   // x as a GEMM's left operand: itself, or a copy in fp32.
   const void* operand(const void* x, std::size_t rows, std::size_t columns, HostWorkers& workers) const;
   // The same of rows `stride` elements apart.

@@ -1,4 +1,4 @@
-// Rows and columns: normalization, activation, softmax, sums. Packing lies in vector_packing-inl.h.
+// Tiles and columns: softmax, sums. Rows lie in vector_rows-inl.h, packing in vector_packing-inl.h.
 #include "tools/models/ops/vector_kernels.h"
 
 #include <algorithm>
@@ -13,19 +13,11 @@
 #include "hwy/highway.h"
 #include "tools/models/ops/vector_lanes-inl.h"
 #include "tools/models/ops/vector_packing-inl.h"
+#include "tools/models/ops/vector_rows-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace spillway::models::HWY_NAMESPACE {
 namespace {
-
-template <typename T>
-const T* typed(const void* p) {
-  return static_cast<const T*>(p);
-}
-template <typename T>
-T* typed(void* p) {
-  return static_cast<T*>(p);
-}
 
 template <typename T>
 void widen(const void* in, float* out, std::size_t count) {
@@ -64,92 +56,17 @@ void accumulate(const void* in, float* sum, std::size_t count) {
 }
 
 template <typename T>
-LayerNormStatistics layer_norm(const void* x, const void* weight, const void* bias, void* y, std::size_t count,
-                               float epsilon) {
-  Lanes sum = splat(0);
-  for_lanes<T>(count, [&](auto io, std::size_t i, std::size_t n) { sum = sum + io.read(typed<T>(x) + i, n); });
-  const float mean = fold(sum) / static_cast<float>(count);
-  Lanes squares = splat(0);
+void scale(const void* in, float factor, void* out, std::size_t count) {
   for_lanes<T>(count, [&](auto io, std::size_t i, std::size_t n) {
-    Lanes v = io.read(typed<T>(x) + i, n) - splat(mean);
-    if (n < kLanes) {  // the padding is not at zero distance from the mean
-      float lanes[kLanes] = {};
-      Tail<float>::write(v, lanes, n);
-      v = load(lanes);
-    }
-    squares = squares + v * v;
-  });
-  const float rstd = 1.0f / std::sqrt(fold(squares) / static_cast<float>(count) + epsilon);
-  for_lanes<T>(count, [&](auto io, std::size_t i, std::size_t n) {
-    const Lanes normalized = (io.read(typed<T>(x) + i, n) - splat(mean)) * splat(rstd);
-    io.write(normalized * io.read(typed<T>(weight) + i, n) + io.read(typed<T>(bias) + i, n), typed<T>(y) + i, n);
-  });
-  return {mean, rstd};
-}
-
-// With n = (x - mean) * rstd and g = dy * weight:  dx = rstd * (g - mean(g) - n * mean(g * n)).
-template <typename T>
-void layer_norm_backward(const void* x, const void* weight, const void* dy, const void* residual, void* dx,
-                         std::size_t count, LayerNormStatistics statistics) {
-  const Lanes mean = splat(statistics.mean), rstd = splat(statistics.rstd);
-  Lanes sum = splat(0), product = splat(0);
-  for_lanes<T>(count, [&](auto io, std::size_t i, std::size_t n) {
-    const Lanes g = io.read(typed<T>(dy) + i, n) * io.read(typed<T>(weight) + i, n);  // zero in the padding
-    sum = sum + g;
-    product = product + g * ((io.read(typed<T>(x) + i, n) - mean) * rstd);
-  });
-  const Lanes mean_g = splat(fold(sum) / static_cast<float>(count));
-  const Lanes mean_gn = splat(fold(product) / static_cast<float>(count));
-  for_lanes<T>(count, [&](auto io, std::size_t i, std::size_t n) {
-    const Lanes g = io.read(typed<T>(dy) + i, n) * io.read(typed<T>(weight) + i, n);
-    const Lanes normalized = (io.read(typed<T>(x) + i, n) - mean) * rstd;
-    Lanes d = (g - mean_g - normalized * mean_gn) * rstd;
-    if (residual != nullptr) d = d + io.read(typed<T>(residual) + i, n);
-    io.write(d, typed<T>(dx) + i, n);
+    io.write(io.read(typed<T>(in) + i, n) * splat(factor), typed<T>(out) + i, n);
   });
 }
 
 template <typename T>
-void layer_norm_backward_columns(const void* x, const void* dy, std::size_t stride, std::size_t rows,
-                                 std::size_t columns, const LayerNormStatistics* statistics, float* dweight,
-                                 float* dbias) {
-  for (std::size_t r = 0; r < rows; ++r) {
-    const Lanes mean = splat(statistics[r].mean), rstd = splat(statistics[r].rstd);
-    for_lanes<T>(columns, [&](auto io, std::size_t i, std::size_t n) {
-      using Sum = std::conditional_t<std::is_same_v<decltype(io), Full<T>>, Full<float>, Tail<float>>;
-      const Lanes d = io.read(typed<T>(dy) + r * stride + i, n);
-      const Lanes normalized = (io.read(typed<T>(x) + r * stride + i, n) - mean) * rstd;
-      Sum::write(Sum::read(dweight + i, n) + d * normalized, dweight + i, n);
-      Sum::write(Sum::read(dbias + i, n) + d, dbias + i, n);
-    });
-  }
-}
-
-// gelu_new(x) = x/2 (1 + tanh u) = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)   (Hendrycks & Gimpel 2016)
-constexpr float kGeluScale = 1.5957691216f;  // 2 sqrt(2/pi)
-constexpr float kGeluCubic = 0.044715f;
-
-HWY_INLINE Lanes gelu_sigmoid(const Lanes& x) {
-  const Lanes u2 = splat(kGeluScale) * (x + splat(kGeluCubic) * (x * x * x));
-  return splat(1) / (splat(1) + exponential(splat(0) - u2));
-}
-
-template <typename T>
-void gelu(const void* x, void* y, std::size_t count) {
+void accumulate_scaled(const void* in, float factor, float* sum, std::size_t count) {
   for_lanes<T>(count, [&](auto io, std::size_t i, std::size_t n) {
-    const Lanes v = io.read(typed<T>(x) + i, n);
-    io.write(v * gelu_sigmoid(v), typed<T>(y) + i, n);
-  });
-}
-
-template <typename T>
-void gelu_backward(const void* x, const void* dy, void* dx, std::size_t count) {
-  for_lanes<T>(count, [&](auto io, std::size_t i, std::size_t n) {
-    const Lanes v = io.read(typed<T>(x) + i, n);
-    const Lanes s = gelu_sigmoid(v);
-    const Lanes du2 = splat(kGeluScale) * (splat(1) + splat(3 * kGeluCubic) * (v * v));
-    const Lanes derivative = s + v * s * (splat(1) - s) * du2;
-    io.write(io.read(typed<T>(dy) + i, n) * derivative, typed<T>(dx) + i, n);
+    using Sum = std::conditional_t<std::is_same_v<decltype(io), Full<T>>, Full<float>, Tail<float>>;
+    Sum::write(Sum::read(sum + i, n) + io.read(typed<T>(in) + i, n) * splat(factor), sum + i, n);
   });
 }
 
@@ -298,31 +215,40 @@ void store_tile(const float* tile, std::size_t rows, std::size_t columns, const 
 template <typename T>
 const VectorKernels* table() {
   using Bits = std::conditional_t<std::is_same_v<T, float>, float, std::uint16_t>;  // of what is moved as it is
-  static constexpr VectorKernels kTable = {widen<T>,
-                                           narrow<T>,
-                                           add<T>,
-                                           accumulate<T>,
-                                           layer_norm<T>,
-                                           layer_norm_backward<T>,
-                                           layer_norm_backward_columns<T>,
-                                           gelu<T>,
-                                           gelu_backward<T>,
-                                           causal_softmax,
-                                           masked_softmax,
-                                           soft_cap,
-                                           scale_tile,
-                                           softmax_backward,
-                                           column_statistics,
-                                           column_probabilities,
-                                           column_sums<T>,
-                                           store_tile<T>,
-                                           store_transposed<T>,
-                                           transpose<Bits>,
-                                           transpose_widen<T>,
-                                           pack<Bits>,
-                                           pack_transposed<Bits>,
-                                           pack_widen<T>,
-                                           pack_transposed_widen<T>};
+  static constexpr VectorKernels kTable = {
+      widen<T>,
+      narrow<T>,
+      add<T>,
+      accumulate<T>,
+      scale<T>,
+      accumulate_scaled<T>,
+      layer_norm<T>,
+      layer_norm_backward<T>,
+      layer_norm_backward_columns<T>,
+      rms_norm<T>,
+      rms_norm_backward<T>,
+      rms_norm_backward_columns<T>,
+      rotate<T>,
+      gelu<T>,
+      gelu_backward<T>,
+      {gated<T, Silu>, gated<T, GeluTanh>, gated<T, Gelu>},
+      {gated_backward<T, Silu>, gated_backward<T, GeluTanh>, gated_backward<T, Gelu>},
+      causal_softmax,
+      masked_softmax,
+      soft_cap,
+      scale_tile,
+      softmax_backward,
+      column_statistics,
+      column_probabilities,
+      column_sums<T>,
+      store_tile<T>,
+      store_transposed<T>,
+      transpose<Bits>,
+      transpose_widen<T>,
+      pack<Bits>,
+      pack_transposed<Bits>,
+      pack_widen<T>,
+      pack_transposed_widen<T>};
   return &kTable;
 }
 

@@ -22,11 +22,19 @@ struct LayerNormStatistics {
   float mean, rstd;
 };
 
+// The first of rows that are `stride` elements apart.
+struct RowsOf {
+  const void* first;
+  std::size_t stride;
+};
+
 struct VectorKernels {
   void (*widen)(const void* in, float* out, std::size_t count);
   void (*narrow)(const float* in, void* out, std::size_t count);
-  void (*add)(const void* a, const void* b, void* out, std::size_t count);
+  void (*add)(const void* a, const void* b, void* out, std::size_t count);  // out may be a or b
   void (*accumulate)(const void* in, float* sum, std::size_t count);
+  void (*scale)(const void* in, float factor, void* out, std::size_t count);
+  void (*accumulate_scaled)(const void* in, float factor, float* sum, std::size_t count);
 
   LayerNormStatistics (*layer_norm)(const void* x, const void* weight, const void* bias, void* y, std::size_t count,
                                     float epsilon);
@@ -38,8 +46,25 @@ struct VectorKernels {
                                       std::size_t columns, const LayerNormStatistics* statistics, float* dweight,
                                       float* dbias);
 
+  // y = x / rms(x) * (weight + offset), may be x; returns 1 / rms.
+  float (*rms_norm)(const void* x, const void* weight, float offset, void* y, std::size_t count, float epsilon);
+  // As layer_norm_backward; dx may be dy, too.
+  void (*rms_norm_backward)(const void* x, const void* weight, float offset, const void* dy, const void* residual,
+                            void* dx, std::size_t count, float rstd);
+  // dweight += dy * x * rstd over `rows`, `columns` <= kPanel. Rows' statistics are statistics_stride apart.
+  void (*rms_norm_backward_columns)(const RowsOf& x, const RowsOf& dy, std::size_t rows, std::size_t columns,
+                                    const float* statistics, std::size_t statistics_stride, float* dweight);
+
+  // x[i] and x[i + half], of i < half, turned in place by the angle of cosine angles[2 i] and sine angles[2 i + 1].
+  void (*rotate)(void* x, const float* angles, std::size_t half, bool backward);
+
   void (*gelu)(const void* x, void* y, std::size_t count);
   void (*gelu_backward)(const void* x, const void* dy, void* dx, std::size_t count);  // dx may be dy
+
+  // By Activation (ops.h): out = activation(gate) * up; dgate may be gate, dup may be up.
+  void (*gated[3])(const void* gate, const void* up, void* out, std::size_t count);
+  void (*gated_backward[3])(const void* gate, const void* up, const void* dout, void* dgate, void* dup,
+                            std::size_t count);
 
   // Causal softmax down the columns of a tile[rows][kPanel]: column c is query first_query + c, row r is key r.
   void (*causal_softmax)(float* tile, std::size_t rows, std::size_t first_query, float scale);

@@ -69,6 +69,12 @@ HWY_INLINE Lanes load(const Half* p) {
     return hn::BitCast(F32(), hn::Or(result, sign));
   });
 }
+// Every second one of 32 numbers.
+HWY_INLINE void load_pairs(const float* p, Lanes& first, Lanes& second) {
+  for (std::size_t i = 0; i < kParts; ++i) {
+    hn::LoadInterleaved2(F32(), p + 2 * i * kPart, first.part[i], second.part[i]);
+  }
+}
 HWY_INLINE void store(const Lanes& v, float* p) {
   for (std::size_t i = 0; i < kParts; ++i) hn::StoreU(v.part[i], F32(), p + i * kPart);
 }
@@ -123,6 +129,10 @@ HWY_INLINE Lanes operator/(const Lanes& a, const Lanes& b) {
 HWY_INLINE Lanes larger(const Lanes& a, const Lanes& b) {
   return each([&](std::size_t i) { return hn::IfThenElse(hn::Gt(a.part[i], b.part[i]), a.part[i], b.part[i]); });
 }
+// a where x is below zero; b where it is NaN, too.
+HWY_INLINE Lanes negative_chooses(const Lanes& x, const Lanes& a, const Lanes& b) {
+  return each([&](std::size_t i) { return hn::IfThenElse(hn::Lt(x.part[i], hn::Zero(F32())), a.part[i], b.part[i]); });
+}
 
 // Lanes added by halving: 16, 8, 4, 2, 1.
 HWY_INLINE float fold(const Lanes& v) {
@@ -157,6 +167,15 @@ HWY_INLINE Lanes exponential(const Lanes& x) {
     const auto exponent = hn::ShiftLeft<23>(hn::Add(hn::BitCast(U32(), shifted), hn::Set(U32(), 127)));
     return hn::Mul(p, hn::BitCast(f, exponent));
   });
+}
+
+template <typename T>
+const T* typed(const void* p) {
+  return static_cast<const T*>(p);
+}
+template <typename T>
+T* typed(void* p) {
+  return static_cast<T*>(p);
 }
 
 // Calls body(offset, lanes) over `count` elements; body gets load and store functions that pad a short tail with zeros.
