@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <sstream>
 #include <string>
@@ -11,9 +12,12 @@
 #include <vector>
 
 #include "spillway/error.h"
+#include "spillway/safetensors.h"
+#include "tests/temp_directory.h"
 #include "tools/models/config_json.h"
 #include "tools/models/decoder/model.h"
 #include "tools/models/gpt2/model.h"
+#include "tools/models/weights.h"
 
 namespace spillway::models {
 namespace {
@@ -351,6 +355,55 @@ TEST(ModelsDecoder, SaysThatDropoutIsOff) {
   EXPECT_FALSE(parse(config).has_dropout);
   config.insert(1, R"("attention_dropout": 0.1, )");
   EXPECT_TRUE(parse(config).has_dropout);
+}
+
+// The names that a file of a small model has, by `change`, or what it is refused with.
+std::string stored(bool tied, const std::function<void(std::vector<TensorSpec>&)>& change) {
+  const TempDirectory folder;
+  const TrainedModel model = trained_decoder(parse(R"({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8,
+      "intermediate_size": 8, "vocab_size": 10, "num_attention_heads": 2, "max_position_embeddings": 64,
+      "tie_word_embeddings": )" + std::string(tied ? "true}" : "false}")),
+                                             4);
+  std::vector<TensorSpec> tensors;
+  for (const Block& block : model.description.blocks) {
+    for (const Parameter& parameter : block.parameters) tensors.push_back({parameter.name, parameter.shape});
+  }
+  change(tensors);
+  auto writer = SafetensorsWriter::create(folder / "model", tensors, {});
+  for (std::size_t t = 0; t < tensors.size(); ++t) {
+    std::uint64_t count = 1;
+    for (const auto extent : tensors[t].shape) count *= extent;
+    writer.write(t, 0, std::vector<float>(count));
+  }
+  writer.finish();
+  try {
+    ModelWeights(folder / "model", model.description).check(DType::kFloat32);
+  } catch (const Error& error) {
+    return error.parts().happened;
+  }
+  return "accepted";
+}
+
+TEST(ModelsDecoder, ReadsTheFilesThatTransformersWrites) {
+  const auto as_it_is = [](std::vector<TensorSpec>&) {};
+  const auto add = [](const char* name, std::vector<std::uint64_t> shape) {
+    return [=](std::vector<TensorSpec>& tensors) { tensors.push_back({name, shape}); };
+  };
+  for (const bool tied : {false, true}) {
+    EXPECT_EQ(stored(tied, as_it_is), "accepted");
+    EXPECT_EQ(stored(tied, add("model.layers.0.self_attn.rotary_emb.inv_freq", {2})), "accepted");
+    // Of a model without its head, as LlamaModel saves it.
+    const auto bare = [](std::vector<TensorSpec>& tensors) {
+      for (TensorSpec& tensor : tensors) {
+        if (tensor.name.starts_with("model.")) tensor.name = tensor.name.substr(6);
+      }
+    };
+    EXPECT_EQ(stored(tied, bare), "accepted");
+    EXPECT_EQ(stored(tied, add("model.layers.0.self_attn.q_proj.bias", {8})),
+              "tensor model.layers.0.self_attn.q_proj.bias is no part of the model that config.json describes");
+  }
+  EXPECT_EQ(stored(true, add("lm_head.weight", {10, 8})), "accepted");
+  EXPECT_EQ(stored(false, [](auto& tensors) { tensors.pop_back(); }), "tensor lm_head.weight is missing");
 }
 
 }  // namespace
