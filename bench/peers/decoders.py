@@ -124,7 +124,8 @@ def facts(model, config):
     scale = getattr(embedding, "scalar_embed_scale", 1.0)
     yield f"parameters {sum(parameter.numel() for parameter in model.parameters())}"
     yield "windows " + " ".join(str(getattr(layer.self_attn, "sliding_window", window) or 0) for layer in layers)
-    yield "scales " + values([attention.scaling, scale])
+    rounded = [torch.tensor(scale).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    yield "scales " + values([attention.scaling, *rounded])
     yield "caps " + values([getattr(attention, "attn_logit_softcapping", None) or 0, cap or 0])
     yield "epsilon " + values([norm.eps if hasattr(norm, "eps") else norm.variance_epsilon])
     yield "activation " + type(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn).__name__

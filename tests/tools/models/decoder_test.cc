@@ -34,7 +34,7 @@ struct Reference {
   std::string name, config, activation;
   std::uint64_t parameters = 0;
   std::vector<std::uint32_t> windows;
-  std::vector<float> scales, caps, epsilon;                   // scales: of attention, of the embedding
+  std::vector<float> scales, caps, epsilon;  // scales: of attention; of the embedding, in fp32, bf16 and fp16
   std::map<std::string, std::vector<std::uint64_t>> tensors;  // outside of layers, and those of the last one
   std::vector<Rotary> rotary;                                 // of the first layer of each kind
 };
@@ -114,7 +114,10 @@ TEST(ModelsDecoder, ComputesWhatTransformersComputes) {
     EXPECT_EQ(windows, reference.windows);
     const auto scale = static_cast<float>(1 / std::sqrt(static_cast<double>(config.head_width)));
     EXPECT_FLOAT_EQ(config.attention_scale != 0 ? config.attention_scale : scale, reference.scales.at(0));
-    EXPECT_FLOAT_EQ(config.embedding_scale(), reference.scales.at(1));
+    const TrainedModel model = trained_decoder(config, 1);
+    EXPECT_FLOAT_EQ(model.embedding_scale, reference.scales.at(1));
+    EXPECT_EQ(model.embedding_scale_in(DType::kBFloat16), reference.scales.at(2));
+    EXPECT_EQ(model.embedding_scale_in(DType::kFloat16), reference.scales.at(3));
     EXPECT_THAT(reference.caps, ElementsAre(config.attention_soft_cap, config.head_soft_cap));
     EXPECT_FLOAT_EQ(config.epsilon, reference.epsilon.at(0));
     EXPECT_EQ(config.activation == Activation::kSilu ? "SiLUActivation" : "GELUTanh", reference.activation);
@@ -194,6 +197,9 @@ TEST(ModelsDecoder, NamesItsTensorsForTheTrainer) {
   EXPECT_THAT(names(qwen, {qwen.layers[0].attention_out, qwen.layers[0].mlp_out}),
               ElementsAre(at + "self_attn.o_proj.weight", at + "mlp.down_proj.weight"));
   EXPECT_THAT(names(qwen, qwen.layers[0].mlp), ElementsAre(at + "mlp.gate_proj.weight", at + "mlp.up_proj.weight"));
+  const auto& parameters = qwen.description.blocks[layer_block(0)].parameters;
+  EXPECT_EQ(parameters.at(qwen.layers[0].attention_norm.weight).name, at + "input_layernorm.weight");
+  EXPECT_EQ(parameters.at(qwen.layers[0].mlp_norm.weight).name, at + "post_attention_layernorm.weight");
   EXPECT_FALSE(qwen.layers[0].query_norm || qwen.layers[0].attention_after || qwen.layers[0].mlp_after);
 
   const TrainedModel phi = trained("Phi-4-mini");
