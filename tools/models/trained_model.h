@@ -73,6 +73,9 @@ struct TrainedModel {
   // Keys of config.json that no tensor's shape shows, with their values: two models that differ there are not the same.
   std::vector<std::pair<std::string, std::string>> facts = {};
 
+  // As transformers multiplies with it: rounded to the type of the weights. In bf16 the 55.43 of width 3,072 is 55.5.
+  float embedding_scale_in(DType type) const;
+
   Shape shape(DType type, std::uint32_t batch, std::uint32_t sequence) const {
     return {.type = type,
             .batch = batch,

@@ -247,7 +247,7 @@ void Trainer::embed() {
   for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
     const ActivationLease out = input(0, b, Access::kWrite);
     ops_->run(Embedding{work_->inputs + b * shape_.tokens(), lease.weight(model_.token_weight), positions, out.data(),
-                        model_.embedding_scale},
+                        model_.embedding_scale_in(options_.type)},
               *stream_);
   }
   lease.release();
@@ -342,7 +342,7 @@ void Trainer::finish_embedding() {
     if (begins_part(b) && (options_.parts > 1 || !tied())) zero(w.dtoken_weight, shape_.vocabulary);
     const ActivationLease d = input(last, b, Access::kRead);
     ops_->run(EmbeddingBackward{w.inputs + b * shape_.tokens(), d.data(), w.dtoken_weight, w.dposition_weight,
-                                model_.embedding_scale},
+                                model_.embedding_scale_in(options_.type)},
               *stream_);
     if (!ends_part(b)) continue;
     push(kEmbeddingBlock, model_.token_weight, w.dtoken_weight, DType::kFloat32, b);

@@ -12,22 +12,27 @@
 #include "spillway/bf16.h"
 #include "spillway/error.h"
 #include "spillway/fp16.h"
-#include "tools/models/gpt2/model.h"
 
 namespace spillway::models {
 namespace {
 
-constexpr std::string_view kPrefix = "transformer.";
+constexpr std::string_view kHead = "lm_head.weight";
 
-std::string_view without_prefix(std::string_view name) {
-  return name.starts_with(kPrefix) ? name.substr(kPrefix.size()) : name;
+// What the names of all tensors but the head's begin with: `transformer.` of a GPT-2, `model.` of most others. Files of
+// a model without its head leave it out.
+std::string_view prefix_of(const ModelDescription& model) {
+  const std::string_view first = model.blocks.at(0).parameters.at(0).name;
+  return first.substr(0, first.find('.') + 1);
 }
 
-// `h.7.attn.bias`, `h.7.attn.masked_bias`: constants that older versions of transformers saved; and the output matrix,
-// which is the token embedding.
+std::string_view without(std::string_view prefix, std::string_view name) {
+  return name.starts_with(prefix) ? name.substr(prefix.size()) : name;
+}
+
+// Constants that older versions of transformers saved: `h.7.attn.bias`, `h.7.attn.masked_bias`, and
+// `layers.7.self_attn.rotary_emb.inv_freq`. Without the prefix.
 bool is_buffer(std::string_view name) {
-  if (name == "lm_head.weight") return true;
-  name = without_prefix(name);
+  if (name == "rotary_emb.inv_freq" || name.ends_with(".rotary_emb.inv_freq")) return true;
   if (!name.starts_with("h.")) return false;
   name.remove_prefix(2);
   const auto digits = std::min(name.find_first_not_of("0123456789"), name.size());
@@ -55,14 +60,15 @@ std::filesystem::path main_file(const std::filesystem::path& directory) {
 
 ModelWeights::ModelWeights(const std::filesystem::path& directory, const ModelDescription& model)
     : reader_(SafetensorsReader::open(directory)) {
+  const std::string_view prefix = prefix_of(model);
   std::unordered_set<const TensorEntry*> used;
   for (const auto& block : model.blocks) {
     auto& entries = entries_.emplace_back();
     for (const auto& parameter : block.parameters) {
       const TensorEntry* entry = reader_.find(parameter.name);
-      if (entry == nullptr) entry = reader_.find(without_prefix(parameter.name));
+      if (entry == nullptr) entry = reader_.find(without(prefix, parameter.name));
       if (entry == nullptr) {
-        refuse(main_file(directory), "tensor " + std::string(without_prefix(parameter.name)) + " is missing",
+        refuse(main_file(directory), fmt::format("tensor {} is missing", without(prefix, parameter.name)),
                "config.json and weights must belong to the same model");
       }
       if (entry->shape != parameter.shape) {
@@ -80,7 +86,13 @@ ModelWeights::ModelWeights(const std::filesystem::path& directory, const ModelDe
     }
   }
   for (const auto& entry : reader_.tensors()) {
-    if (used.contains(&entry) || is_buffer(entry.name)) continue;
+    if (used.contains(&entry) || is_buffer(without(prefix, entry.name))) continue;
+    // Of a model whose head is the token embedding.
+    const TensorEntry& tokens = *entries_[0][0];
+    if (entry.name == kHead && entry.shape == tokens.shape && entry.type) {
+      tied_head_ = &entry;
+      continue;
+    }
     refuse(reader_.file(entry), fmt::format("tensor {} is no part of the model that config.json describes", entry.name),
            "config.json and weights must belong to the same model");
   }
@@ -118,6 +130,25 @@ void ModelWeights::check(DType type) {
                "the file is damaged, or what made it failed: take another one");
       }
     }
+  }
+  check_tied_head();
+}
+
+void ModelWeights::check_tied_head() {
+  if (tied_head_ == nullptr) return;
+  const TensorEntry& tokens = *entries_[0][0];
+  std::vector<float> head(64 * 1024), table(head.size());
+  for (std::uint64_t at = 0; at < tokens.elements; at += head.size()) {
+    const auto count = std::min<std::uint64_t>(head.size(), tokens.elements - at);
+    reader_.read(*tied_head_, at, std::span(head).first(count));
+    reader_.read(tokens, at, std::span(table).first(count));
+    // As numbers: the embedding is known to have no NaN.
+    const auto other = std::ranges::mismatch(std::span(head).first(count), std::span(table).first(count));
+    if (other.in1 == std::span(head).first(count).end()) continue;
+    refuse(reader_.file(*tied_head_),
+           fmt::format("tensor {} is not {}, with which config.json ties it: they differ at index {}", kHead,
+                       tokens.name, at + static_cast<std::uint64_t>(other.in2 - std::span(table).begin())),
+           "say \"tie_word_embeddings\": false in config.json, where the family can, or take the tensor out");
   }
 }
 

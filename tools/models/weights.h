@@ -9,19 +9,24 @@
 namespace spillway::models {
 
 // The weights of a model directory, checked against a description before anything is moved: every parameter there,
-// under its name or without the `transformer.` prefix, with its shape and a float type; nothing else but the buffers
-// that old files carry (attention masks, the tied output matrix). Errors name file and tensor.
+// under its name or without its prefix (`transformer.`, `model.`), with its shape and a float type; nothing else but
+// the buffers that old files carry (attention masks, frequencies of rotary positions), and the head of a model that has
+// none of its own. The first parameter is the token embedding. Errors name file and tensor.
 class ModelWeights {
  public:
   ModelWeights(const std::filesystem::path& directory, const ModelDescription& model);
-  // Reads all of it to refuse, with its file and tensor, a weight that is not finite or that fp16 rounds to infinity.
+  // Reads all of it to refuse, with its file and tensor, a weight that is not finite or that fp16 rounds to infinity;
+  // and a tied head that is not the token embedding, which transformers would not tie.
   void check(DType type);
   // For Engine::import_weights; refers to this object.
   WeightSource source();
 
  private:
+  void check_tied_head();
+
   SafetensorsReader reader_;
   std::vector<std::vector<const TensorEntry*>> entries_;  // [block][parameter]
+  const TensorEntry* tied_head_ = nullptr;                // in the file, and no parameter
 };
 
 // The small files that travel with a model; `directory` exists.

@@ -14,6 +14,7 @@
 namespace spillway::models {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 // The error's text behind the file's name.
@@ -71,6 +72,40 @@ TEST(ModelsConfigJson, ValuesHaveTypesAndNullIsMissing) {
   EXPECT_THAT(refusal([&] { json.number("text", 0); }), HasSubstr("\"text\" is not a number"));
   EXPECT_THAT(refusal([&] { json.flag("size", true); }), HasSubstr("\"size\" is not true or false"));
   EXPECT_THAT(refusal([&] { json.text("size", ""); }), HasSubstr("\"size\" is not a string"));
+}
+
+TEST(ModelsConfigJson, ListsAndObjectsHaveTypesToo) {
+  const ConfigJson json(R"({"texts": ["a", "b"], "numbers": [1, 2.5], "mixed": [1, "a"], "null": null, "text": "t",
+    "object": {"factor": 1.0299999713897705, "more": {"a": 1}, "nothing": null}})",
+                        "config.json");
+  EXPECT_THAT(json.texts("texts"), ElementsAre("a", "b"));
+  EXPECT_THAT(json.numbers("numbers"), ElementsAre(1, 2.5));
+  EXPECT_TRUE(json.texts("null").empty());
+  EXPECT_THAT(refusal([&] { json.texts("text"); }), HasSubstr("\"text\" is not a list"));
+  EXPECT_THAT(refusal([&] { json.texts("mixed"); }), HasSubstr("\"mixed\" holds something that is not a string"));
+  EXPECT_THAT(refusal([&] { json.numbers("mixed"); }), HasSubstr("\"mixed\" holds something that is not a number"));
+
+  const ConfigJson object = json.section("object");
+  EXPECT_FLOAT_EQ(static_cast<float>(object.number("factor", 0)), 1.03f);
+  EXPECT_EQ(object.section("more").size("a"), 1u);
+  EXPECT_FALSE(json.section("null").has("factor"));
+  EXPECT_THAT(refusal([&] { json.section("text"); }), HasSubstr("\"text\" is not a JSON object"));
+  try {
+    object.size("absent");
+    ADD_FAILURE() << "nothing was refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.parts().object, "config.json, \"object\"");
+  }
+}
+
+TEST(ModelsConfigJson, KnowsWhatNothingAskedFor) {
+  const ConfigJson json(R"({"a": 1, "b": null, "c": "t", "d": true})", "config.json");
+  EXPECT_THAT(json.unread(), ElementsAre("a", "c", "d"));
+  json.size("a");
+  json.has("d");
+  EXPECT_THAT(json.unread(), ElementsAre("c"));
+  EXPECT_TRUE(json.is_null("b"));
+  EXPECT_FALSE(json.is_null("c") || json.is_null("absent"));
 }
 
 // Its file is as it came.

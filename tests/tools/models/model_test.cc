@@ -111,8 +111,10 @@ class ModelFilesTest : public testing::Test {
     config_.vocabulary = 200;
   }
 
-  // A model directory whose tensors are named and shaped by `change`.
-  std::filesystem::path write_model(const std::function<void(std::vector<TensorSpec>&)>& change) {
+  // A model directory whose tensors are named and shaped by `change`. The last one has the values of `last`, if there
+  // are any; the others their place.
+  std::filesystem::path write_model(const std::function<void(std::vector<TensorSpec>&)>& change,
+                                    const std::vector<float>& last = {}) {
     std::vector<TensorSpec> tensors;
     for (const auto& block : describe_model(config_, 0).blocks) {
       for (const auto& parameter : block.parameters) tensors.push_back({parameter.name, parameter.shape});
@@ -123,7 +125,8 @@ class ModelFilesTest : public testing::Test {
     for (std::size_t t = 0; t < tensors.size(); ++t) {
       std::uint64_t count = 1;
       for (const auto extent : tensors[t].shape) count *= extent;
-      writer.write(t, 0, std::vector<float>(count, static_cast<float>(t)));
+      const bool given = !last.empty() && t + 1 == tensors.size();
+      writer.write(t, 0, given ? last : std::vector<float>(count, static_cast<float>(t)));
     }
     writer.finish();
     return directory;
@@ -221,6 +224,25 @@ TEST_F(ModelFilesTest, NamesWithoutPrefixAndOldBuffersAreRead) {
     tensors.push_back({"lm_head.weight", {200, 16}});
   });
   EXPECT_EQ(refusal(directory), "accepted");
+}
+
+TEST_F(ModelFilesTest, ATiedHeadIsTheTokenEmbedding) {
+  const auto checked = [&](const std::vector<std::uint64_t>& shape, float value) -> std::string {
+    std::vector<float> head(shape[0] * shape[1]);
+    head[17] = value;  // the embedding, as the first tensor, is 0
+    const auto add = [&](auto& tensors) { tensors.push_back({"lm_head.weight", shape}); };
+    try {
+      ModelWeights(write_model(add, head), describe_model(config_, 0)).check(DType::kFloat32);
+    } catch (const Error& error) {
+      return error.parts().happened;
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(checked({200, 16}, 0), "accepted");
+  EXPECT_EQ(
+      checked({200, 16}, 1),
+      "tensor lm_head.weight is not transformer.wte.weight, with which config.json ties it: they differ at index 17");
+  EXPECT_EQ(checked({100, 16}, 0), "tensor lm_head.weight is no part of the model that config.json describes");
 }
 
 TEST_F(ModelFilesTest, MissingExtraAndMisshapenTensorsAreNamed) {

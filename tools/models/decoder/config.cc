@@ -48,6 +48,7 @@ constexpr Family kFamilies[] = {
 };
 
 // Keys that change nothing of what is trained: where the file comes from, what generates text, how PyTorch computes.
+// pad_token_id does where a text has that token: PyTorch takes no gradient of its row of the embedding.
 constexpr auto kHarmless = std::to_array<std::string_view>({
     "_attn_implementation",
     "_attn_implementation_autoset",

@@ -45,8 +45,7 @@ struct DecoderConfig {
 
   std::uint64_t query_width() const { return std::uint64_t{heads} * head_width; }
   std::uint64_t key_width() const { return std::uint64_t{kv_heads} * head_width; }
-  // Gemma: sqrt(width). transformers rounds it to the type of the embedding before it multiplies (in bf16 the 55.43 of
-  // width 3,072 is 55.5).
+  // Gemma: sqrt(width). See TrainedModel::embedding_scale_in().
   float embedding_scale() const;
 };
 
