@@ -20,6 +20,7 @@ import transformers
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXT = ROOT / "LICENSE"
 STEPS = 20
+RATES = {"phi3": 1e-3}  # with 3e-3 its norm doubles from step to step, and one program differs from itself
 # Relative. PyTorch differs from itself by 2e-7 and 1e-6 in fp32; in bf16 it rounds in an order of its own.
 LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2}}
 
@@ -35,7 +36,8 @@ def tasks():
     shape = ["--layers", "4", "--width", "256", "--heads", "4", "--vocab", "50257", "--context", "256", "--seed", "1"]
     families = sorted((ROOT / "tests/references/families").glob("*.json"))
     return [Task("gpt2_4x256", shape, 256, 4, 3e-4),
-            *(Task(f"families/{file.stem}", ["--from", file.relative_to(ROOT)], 64, 4, 3e-3) for file in families)]
+            *(Task(f"families/{file.stem}", ["--from", file.relative_to(ROOT)], 64, 4, RATES.get(file.stem, 3e-3))
+              for file in families)]
 
 
 def run(*command):

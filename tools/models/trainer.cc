@@ -322,7 +322,7 @@ void Trainer::backward(std::uint32_t index) {
     if (!kept) {
       layer_attention(layer, lease, x.data(), w, b);
       layer_mlp_inner(layer, lease, w);
-      if (layer.mlp_after) products({layer.mlp_out}, lease, w.activation, w.fed, shape_.width);
+      if (layer.mlp_after) layer_mlp_fed(layer, lease, w);
     }
     layer_backward({lease, layer, index, b, w}, x.data(), d.data());
   }

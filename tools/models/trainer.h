@@ -126,6 +126,9 @@ class Trainer {
   void layer_attention(const TrainedLayer& layer, const Lease& lease, const std::byte* x, const Inside& inside,
                        std::uint32_t micro_batch) const;
   void layer_mlp_inner(const TrainedLayer& layer, const Lease& lease, const Inside& inside) const;
+  void mlp_product(const TrainedLayer& layer, const Lease& lease, const Inside& inside, const std::byte* residual,
+                   std::byte* y) const;
+  void layer_mlp_fed(const TrainedLayer& layer, const Lease& lease, const Inside& inside) const;
   void layer_mlp_out(const TrainedLayer& layer, const Lease& lease, const Inside& inside, std::byte* out) const;
   void layer_backward(const LayerVisit& visit, const std::byte* x, std::byte* d) const;
   void norm(const NormTensors& norm, const Lease& lease, const void* x, void* out, float* statistics) const;

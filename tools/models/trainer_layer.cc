@@ -152,20 +152,34 @@ void Trainer::layer_mlp_inner(const TrainedLayer& layer, const Lease& lease, con
   ops_->run(GatedActivation{w.mlp, w.activation, *model_.gate}, *stream_);
 }
 
-// out = middle + last product
-void Trainer::layer_mlp_out(const TrainedLayer& layer, const Lease& lease, const Inside& w, std::byte* out) const {
+// y = last product + residual
+void Trainer::mlp_product(const TrainedLayer& layer, const Lease& lease, const Inside& w, const std::byte* residual,
+                          std::byte* y) const {
   const ProductTensors& product = layer.mlp_out;
   ops_->run(Linear{.in = shape_.inner,
                    .out = shape_.width,
                    .x = w.activation,
                    .weight = lease.weight(product.weight),
                    .bias = product.bias ? lease.weight(*product.bias) : nullptr,
-                   .residual = layer.mlp_after ? nullptr : w.middle,
-                   .y = layer.mlp_after ? w.fed : out,
+                   .residual = residual,
+                   .y = y,
                    .layout = model_.layout},
             *stream_);
-  if (!layer.mlp_after) return;
+}
+
+// What is added to middle, where that is normalized before.
+void Trainer::layer_mlp_fed(const TrainedLayer& layer, const Lease& lease, const Inside& w) const {
+  mlp_product(layer, lease, w, nullptr, w.fed);
   norm(*layer.mlp_after, lease, w.fed, work_->residual, w.fed_statistics);
+}
+
+// out = middle + what the MLP gives
+void Trainer::layer_mlp_out(const TrainedLayer& layer, const Lease& lease, const Inside& w, std::byte* out) const {
+  if (!layer.mlp_after) {
+    mlp_product(layer, lease, w, w.middle, out);
+    return;
+  }
+  layer_mlp_fed(layer, lease, w);
   ops_->run(Add{w.middle, work_->residual, out}, *stream_);
 }
 
