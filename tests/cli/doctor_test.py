@@ -360,12 +360,12 @@ class Doctor(CliTest):
         self.assertNotIn(str(self.place.nvme), run.stdout)
 
     def test_AModelThatFinetuneDoesNotTrainIsJudgedByItsBudgets(self):
-        model = self.place.folder / "llama"
+        model = self.place.folder / "t5"
         model.mkdir()
-        (model / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+        (model / "config.json").write_text('{"model_type": "t5", "d_model": 64}')
         config = self.place.config(spillway_section={"host_bytes": "64MiB", "hbm_bytes": "64MiB"})
         findings = self.doctor("--config", config, "--model", model, "--no-probe")
-        self.assert_says(self.one(findings, "plan"), "skipped", "llama, and finetune trains GPT-2 alone; spillway plan")
+        self.assert_says(self.one(findings, "plan"), "skipped", "t5, which finetune does not train; spillway plan")
         self.assertIn("the arenas take 128 MiB", self.one(findings, "memory")["seen"])
 
     def test_WrongInputIsAnErrorOfItsOwn(self):

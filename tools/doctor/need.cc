@@ -12,7 +12,8 @@
 #include "src/engine/device_choice.h"
 #include "src/plan/plan.h"
 #include "tools/models/config_json.h"
-#include "tools/models/gpt2/model.h"
+#include "tools/models/decoder/model.h"
+#include "tools/models/trained_model.h"
 #include "tools/models/trainer.h"
 #include "tools/terminal/remedies.h"
 
@@ -20,9 +21,9 @@ namespace spillway::doctor {
 namespace {
 
 // As the engine makes it; operations of a device that this machine does not have take as much as those of the host.
-void plan(const NeedOptions& options, const models::ModelConfig& model, Config config, const ChosenDevice& device,
+void plan(const NeedOptions& options, models::TrainedModel model, Config config, const ChosenDevice& device,
           Need& need) {
-  if (options.sequence > model.positions) {
+  if (model.positions > 0 && options.sequence > model.positions) {
     need.refused =
         fmt::format("--seq: {} tokens are more than the model's {} positions", options.sequence, model.positions);
     need.remedy = fmt::format("use --seq {} or less", model.positions);
@@ -32,7 +33,8 @@ void plan(const NeedOptions& options, const models::ModelConfig& model, Config c
   config.threads = threads_of(shares);
   try {
     const models::Trainer trainer(
-        model, models::trainer_options(config, device.here() ? device.kind : DeviceKind::kHost, options.sequence));
+        std::move(model),
+        models::trainer_options(config, device.here() ? device.kind : DeviceKind::kHost, options.sequence));
     const Plan made = make_plan(config, trainer.description(), static_cast<unsigned>(shares.size()));
     need.host_bytes = made.ledger.total(Placement::kHost);
     need.memory_bytes = *need.host_bytes + (device.kind == DeviceKind::kHost ? made.ledger.total(Placement::kHbm) : 0);
@@ -61,13 +63,19 @@ Need need_of(const NeedOptions& options) {
   if (!options.model.empty()) {
     const models::ConfigJson json = models::ConfigJson::load(options.model);
     const std::string family = json.text("model_type", "gpt2");
-    if (family == "gpt2") {
-      plan(options, models::model_config(json), config, device, need);
-      return need;
+    const char* const instead = "spillway plan says what a PyTorch loop takes";
+    if (family == "gpt2" || models::is_decoder(family)) {
+      try {
+        plan(options, models::trained_model(json, options.sequence), config, device, need);
+        return need;
+      } catch (const Error& error) {
+        if (error.code() != Code::kInvalidArgument || family == "gpt2") throw;
+        need.no_plan = fmt::format("{}: {}; {}", error.parts().object, error.parts().happened, instead);
+      }
+    } else {
+      need.no_plan = fmt::format("{} is of the family {}, which finetune does not train; {}", options.model.string(),
+                                 family, instead);
     }
-    need.no_plan = fmt::format(
-        "{} is of the family {}, and finetune trains GPT-2 alone; spillway plan says what a PyTorch loop takes",
-        options.model.string(), family);
   }
   // Without a plan the budgets are all there is to know; a run may take less.
   need.host_bytes = config.host_bytes;

@@ -45,6 +45,7 @@ class ConfigJson {
   static ConfigJson load(const std::filesystem::path& directory);
 
   const std::string& text() const { return text_; }
+  const std::string& name() const { return name_; }
 
   bool has(const char* key) const { return find(key) != nullptr; }
   // From 1 on. Without `otherwise` the key must be there.

@@ -24,11 +24,13 @@ ModelShape gpt2_shape(ModelConfig model) {
   shape.head_width = model.width / model.heads;
   shape.tied = true;
   shape.gated = false;
+  shape.text = model.text;
+  shape.name = "config.json";
   shape.gpt2 = std::move(model);
   return shape;
 }
 
-ModelShape shape_of(const ConfigJson& json) {
+ModelShape family_shape(const ConfigJson& json) {
   const std::string family = json.text("model_type", "");
   if (family == "gpt2") return gpt2_shape(model_config(json));
   if (is_decoder(family)) return decoder_shape(decoder_sizes(json));
@@ -36,6 +38,13 @@ ModelShape shape_of(const ConfigJson& json) {
   json.refuse(family.empty() ? "\"model_type\" is missing" : fmt::format("\"model_type\" is \"{}\"", family),
               "gpt2, llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text and t5 are known; --params plans for a "
               "number of parameters");
+}
+
+ModelShape shape_of(const ConfigJson& json) {
+  ModelShape shape = family_shape(json);
+  shape.text = json.text();
+  shape.name = json.name();
+  return shape;
 }
 
 }  // namespace

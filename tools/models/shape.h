@@ -18,13 +18,16 @@ struct ModelShape {
   std::uint32_t layers = 0, decoder_layers = 0;  // decoder_layers: of T5, behind its `layers` of the encoder
   std::uint32_t width = 0, inner = 0, vocabulary = 0, positions = 0;  // positions 0: any number
   std::uint32_t heads = 0, kv_heads = 0, head_width = 0;
-  std::uint32_t window = 0;                   // tokens that attention of every layer looks back; 0: all
-  std::uint32_t buckets = 0;                  // T5: of relative positions
-  bool tied = false;                          // the head multiplies with the embedding
-  bool gated = true;                          // the MLP's first product has a gate beside it
-  std::optional<ModelConfig> gpt2 = {};       // what `spillway finetune` trains
+  std::uint32_t window = 0;   // tokens that attention of every layer looks back; 0: all
+  std::uint32_t buckets = 0;  // T5: of relative positions
+  bool tied = false;          // the head multiplies with the embedding
+  bool gated = true;          // the MLP's first product has a gate beside it
+  std::optional<ModelConfig> gpt2 = {};
   std::optional<DecoderConfig> decoder = {};  // of decoder_sizes(): which tensors there are
 
+  std::string text = {}, name = {};  // config.json, and how errors call it
+
+  bool trained() const { return gpt2 || decoder; }  // by `spillway finetune`, if trained_model() takes all of it
   bool encodes() const { return decoder_layers > 0; }
   std::uint64_t query_width() const { return std::uint64_t{heads} * head_width; }
   std::uint64_t key_width() const { return std::uint64_t{kv_heads} * head_width; }

@@ -58,7 +58,7 @@ void add_command(CLI::App& program, int& exit_code) {
       ->allow_extra_args(false);
   command->add_option("--device", options.device, "host or cuda; default: what the run would have here")
       ->type_name("TEXT:{host,cuda}");
-  command->add_option("--loop", options.loop, "finetune or pytorch; default: finetune for what it trains (GPT-2)")
+  command->add_option("--loop", options.loop, "finetune or pytorch; default: finetune for GPT-2, else pytorch")
       ->type_name("TEXT:{finetune,pytorch}");
   command->add_option("--device-rate", options.device_rate, "What the device computes, TFLOP/s")->type_name("TFLOPS");
   command->add_option("--hbm-rate", options.hbm_rate, "What an optimizer on the GPU moves in its memory")

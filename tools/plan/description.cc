@@ -7,6 +7,7 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
+#include "tools/models/config_json.h"
 #include "tools/models/ops/carver.h"
 #include "tools/models/trainer.h"
 
@@ -103,9 +104,9 @@ std::uint64_t inside_bytes(const ModelShape& shape, DType type, std::uint64_t to
 constexpr const char* kNoDevice =
     "scratch memory of the operations: as the host device has it, for this machine has no GPU to ask";
 
-DescribedModel describe_gpt2(const ModelShape& shape, const Config& config, const RunShape& run) {
+DescribedModel describe_trained(const ModelShape& shape, const Config& config, const RunShape& run) {
   DescribedModel described;
-  if (run.sequence > shape.positions) {
+  if (shape.positions > 0 && run.sequence > shape.positions) {
     throw Error(Code::kInvalidArgument, {.object = "--seq",
                                          .happened = fmt::format("{} tokens are more than the model's {} positions",
                                                                  run.sequence, shape.positions),
@@ -116,10 +117,11 @@ DescribedModel describe_gpt2(const ModelShape& shape, const Config& config, cons
   models::TrainerOptions options = models::trainer_options(config, asked, run.sequence);
   options.rank_count = run.ranks.all;
   // The trainer's own order of visits; StepWriter is there for what each computes.
-  described.model = models::describe_model(*shape.gpt2, 0);
+  models::TrainedModel trained = models::trained_model(models::ConfigJson(shape.text, shape.name), run.sequence);
+  described.model = trained.description;
   described.model.visits.clear();
   StepWriter(shape, config, run.sequence, described).write();
-  described.model = models::Trainer(*shape.gpt2, options).description();
+  described.model = models::Trainer(std::move(trained), options).description();
   if (!run.device_here) described.estimates.emplace_back(kNoDevice);
   return described;
 }
@@ -185,8 +187,8 @@ DescribedModel describe(const ModelShape& shape, const Config& config, const Run
   DescribedModel described;
   if (run.loop == Loop::kPyTorch) {
     described = describe_pytorch(shape, config, run);
-  } else if (shape.gpt2) {
-    described = describe_gpt2(shape, config, run);
+  } else if (shape.trained()) {
+    described = describe_trained(shape, config, run);
   } else {
     throw Error(Code::kUnsupported, {.object = "--loop finetune",
                                      .happened = fmt::format("spillway finetune does not train {}", shape.family),

@@ -7,6 +7,7 @@
 #include "spillway/communicator.h"
 #include "spillway/error.h"
 #include "src/plan/plan.h"
+#include "tools/models/config_json.h"
 #include "tools/models/shape.h"
 #include "tools/models/trainer.h"
 #include "tools/plan/description.h"
@@ -133,13 +134,42 @@ TEST(PlanShapes, OfAPyTorchLoopEstimateWhatItKeepsByTheTypeOfItsWeights) {
   EXPECT_GT(mib_beside(DType::kBFloat16), 200) << "101 inputs of 2 MiB";
 }
 
-TEST(PlanShapes, OfOtherFamiliesAreNotPlannedForFinetune) {
-  const ModelShape shape = parse_shape(kPublished[4].config, "Llama-2-7B");
+TEST(PlanShapes, OfWhatIsNotTrainedAreNotPlannedForFinetune) {
+  const ModelShape shape = parse_shape(R"({"model_type": "t5"})", "t5");
   try {
-    describe(shape, small_config(), {.sequence = 64});
+    describe(shape, small_config(), {.sequence = 64, .loop = Loop::kFinetune});
     FAIL() << "planned";
   } catch (const Error& error) {
-    EXPECT_STREQ(error.what(), "--loop finetune: spillway finetune does not train llama; plan for --loop pytorch");
+    EXPECT_STREQ(error.what(), "--loop finetune: spillway finetune does not train t5; plan for --loop pytorch");
+  }
+}
+
+void expect_same(const ModelDescription& planned, const ModelDescription& run) {
+  EXPECT_EQ(planned.workspace_bytes, run.workspace_bytes);
+  ASSERT_EQ(planned.blocks.size(), run.blocks.size());
+  for (std::size_t b = 0; b < run.blocks.size(); ++b) {
+    EXPECT_EQ(planned.blocks[b].inside_bytes, run.blocks[b].inside_bytes);
+    ASSERT_EQ(planned.blocks[b].parameters.size(), run.blocks[b].parameters.size());
+  }
+  ASSERT_EQ(planned.visits.size(), run.visits.size());
+  for (std::size_t v = 0; v < run.visits.size(); ++v) EXPECT_EQ(planned.visits[v].block, run.visits[v].block);
+  ASSERT_EQ(planned.activation_uses.size(), run.activation_uses.size());
+}
+
+TEST(PlanShapes, OfEveryFamilyAreWhatTheTrainerAsksFor) {
+  for (const char* tied : {"true", "false"}) {
+    const std::string text = std::string(R"({"model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 64,
+        "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 500,
+        "max_position_embeddings": 128, "tie_word_embeddings": )") +
+                             tied + "}";
+    Config config = small_config();
+    config.gradient_accumulation = 2;
+    const DescribedModel planned =
+        describe(parse_shape(text, "qwen3"), config, {.sequence = 48, .loop = Loop::kFinetune});
+    const models::Trainer trainer(models::trained_model(models::ConfigJson(text, "qwen3"), 48),
+                                  models::trainer_options(config, DeviceKind::kHost, 48));
+    expect_same(planned.model, trainer.description());
+    ASSERT_EQ(planned.work.size(), planned.model.visits.size());
   }
 }
 
@@ -150,15 +180,7 @@ TEST(PlanShapes, OfGpt2AreWhatTheTrainerAsksFor) {
   config.gradient_accumulation = 2;
   const ModelDescription planned = describe(shape, config, {.sequence = 48}).model;
   const models::Trainer trainer(*shape.gpt2, models::trainer_options(config, DeviceKind::kHost, 48));
-  const ModelDescription run = trainer.description();
-  EXPECT_EQ(planned.workspace_bytes, run.workspace_bytes);
-  ASSERT_EQ(planned.blocks.size(), run.blocks.size());
-  for (std::size_t b = 0; b < run.blocks.size(); ++b) {
-    EXPECT_EQ(planned.blocks[b].inside_bytes, run.blocks[b].inside_bytes);
-    ASSERT_EQ(planned.blocks[b].parameters.size(), run.blocks[b].parameters.size());
-  }
-  ASSERT_EQ(planned.visits.size(), run.visits.size());
-  ASSERT_EQ(planned.activation_uses.size(), run.activation_uses.size());
+  expect_same(planned, trainer.description());
 }
 
 class FirstOfFour final : public Communicator {
