@@ -87,6 +87,47 @@ TEST_P(HostOpsRoundingTest, ResultsAreFp32ResultsRoundedOnce) {
   }
 }
 
+TEST_P(HostOpsRoundingTest, RowsAreFp32RowsRoundedOnce) {
+  Bench wide(odd_shape(DType::kFloat32), host_variant("", DType::kFloat32, GemmPath::kFloat32), 1),
+      half(odd_shape(GetParam()), host_variant("", GetParam(), GemmPath::kFloat32), 1);
+  Random random(GetParam());
+  const Shape& shape = wide.shape;
+  const std::size_t m = shape.tokens(), width = shape.width, inner = shape.inner, head = width / shape.heads;
+  const auto x = random.values(m * width), dout = random.values(m * width), gate_up = random.values(m * 2 * inner);
+  const auto weight = random.values(width), table = random.values(shape.sequence * head);
+  const auto run = [&](Bench& bench) {
+    const auto *input = bench.tensor(x), *d = bench.tensor(dout), *w = bench.tensor(weight);
+    std::byte *y = bench.output(m * width), *dx = bench.tensor(dout), *dw = bench.output(width);
+    std::byte *turned = bench.tensor(x), *sum = bench.output(m * width);
+    float* statistics = bench.floats(m);
+    bench.run(RmsNorm{input, width, w, y, width, statistics, 1, shape.width, 1});
+    bench.run(RmsNormBackward{input, width, w, d, width, statistics, dx, dx, width, dw, bench.shape.type, false, 1,
+                              shape.width, 1});
+    const auto head32 = static_cast<std::uint32_t>(head);
+    bench.run(Rotary{turned, width, shape.heads, head32, head32, bench.fp32_tensor(table), nullptr});
+    bench.run(Add{input, d, sum});
+    Doubles all;
+    const auto keep = [&](const void* memory, std::size_t count) {
+      const auto values = bench.read(memory, count);
+      all.insert(all.end(), values.begin(), values.end());
+    };
+    for (const auto* memory : {y, dx, turned, sum}) keep(memory, m * width);
+    keep(dw, width);
+    for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu}) {
+      std::byte *gates = bench.tensor(gate_up), *gated = bench.output(m * inner);
+      bench.run(GatedActivation{gates, gated, activation});
+      bench.run(GatedActivationBackward{gates, bench.tensor(Doubles(m * inner, 0.375)), gates, activation});
+      keep(gated, m * inner);
+      keep(gates, m * 2 * inner);
+    }
+    return all;
+  };
+  const auto expected = run(wide), result = run(half);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_EQ(result[i], FakeEngine::rounded(static_cast<float>(expected[i]), GetParam())) << i;
+  }
+}
+
 }  // namespace
 
 std::vector<Variant> ops_variants() {

@@ -64,6 +64,27 @@ std::vector<std::byte> run_all(const VectorKernels& k, DType type) {
   keep(y.data(), y.size());
   k.add(x.data(), w.data(), y.data(), kCount);
   keep(y.data(), y.size());
+  k.scale(x.data(), 7.7459667f, y.data(), kCount);
+  keep(y.data(), y.size());
+  const float rstd = k.rms_norm(x.data(), w.data(), 1, y.data(), kCount, 1e-5f);
+  keep(&rstd, sizeof(rstd));
+  keep(y.data(), y.size());
+  k.rms_norm_backward(x.data(), w.data(), 1, b.data(), w.data(), y.data(), kCount, rstd);
+  keep(y.data(), y.size());
+  auto second = b;
+  for (std::size_t activation = 0; activation < 3; ++activation) {
+    k.gated[activation](x.data(), w.data(), y.data(), kCount);
+    keep(y.data(), y.size());
+    k.gated_backward[activation](x.data(), w.data(), b.data(), y.data(), second.data(), kCount);
+    keep(y.data(), y.size());
+    keep(second.data(), second.size());
+  }
+  y = x;
+  const auto angles = floats(2 * (kCount / 2), 7);
+  for (const bool backward : {false, true}) {
+    k.rotate(y.data(), angles.data(), kCount / 2, backward);
+    keep(y.data(), y.size());
+  }
 
   auto tile = floats(100 * kPanel, 4);
   auto other = floats(100 * kPanel, 5);
@@ -82,6 +103,10 @@ std::vector<std::byte> run_all(const VectorKernels& k, DType type) {
   const std::vector<LayerNormStatistics> rows(70, statistics);
   k.layer_norm_backward_columns(matrix.data(), matrix.data() + 20 * e, 90, 69, 51, rows.data(), sums.data(),
                                 more.data());
+  const auto row_statistics = floats(2 * 70, 9);
+  k.rms_norm_backward_columns({matrix.data(), 90}, {matrix.data() + 20 * e, 85}, 69, 51, row_statistics.data(), 2,
+                              sums.data());
+  k.accumulate_scaled(matrix.data(), 0.3f, more.data(), 51);
   keep(sums.data(), kPanel * 4);
   keep(more.data(), kPanel * 4);
   std::vector<std::byte> stored(100 * kPanel * e);
@@ -199,6 +224,39 @@ TEST(VectorKernelsTest, Fp16IsReadAndRoundedAsItsHeaderSays) {
   }
 }
 
+// The bounds that vector_rows-inl.h names, and a few times fp32's last place for what is not gelu.
+TEST(VectorKernelsTest, ActivationsAreWithinRoundingOfTheirFormulas) {
+  const auto& k = vector_kernels(DType::kFloat32);
+  std::vector<float> x;
+  for (int i = -200'000; i <= 200'000; ++i) x.push_back(static_cast<float>(i) * 7e-5f);
+  for (const float v : {1e-30f, 50.0f, 1e4f, 1e9f}) {
+    x.push_back(v);
+    x.push_back(-v);
+  }
+  const std::size_t count = x.size();
+  const std::vector<float> one(count, 1.0f);
+  std::vector<float> value(count), slope(count), up(count);
+  const auto compute = [&](std::size_t activation) {
+    k.gated[activation](x.data(), one.data(), value.data(), count);
+    k.gated_backward[activation](x.data(), one.data(), one.data(), slope.data(), up.data(), count);
+    EXPECT_EQ(up, value);
+  };
+  const auto near = [&](std::size_t i, double y, double dy) {
+    ASSERT_NEAR(value[i], y, 2e-7 + std::abs(y) * 2e-7) << x[i];
+    ASSERT_NEAR(slope[i], dy, 5e-7) << x[i];
+  };
+  compute(0);
+  for (std::size_t i = 0; i < count; ++i) {
+    const double v = x[i], s = 1 / (1 + std::exp(-v)), left = 1 / (1 + std::exp(v));  // left: 1 - s
+    near(i, v * s, s * (1 + v * left));
+  }
+  compute(2);
+  for (std::size_t i = 0; i < count; ++i) {
+    const double v = x[i], phi = std::erfc(-v / std::sqrt(2)) / 2;
+    near(i, v * phi, phi + v * std::exp(-v * v / 2) / std::sqrt(2 * M_PI));
+  }
+}
+
 TEST(VectorKernelsTest, NanReachesTheResult) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const auto& k = vector_kernels(DType::kFloat32);
@@ -211,6 +269,12 @@ TEST(VectorKernelsTest, NanReachesTheResult) {
   k.gelu(x.data(), y.data(), 20);
   EXPECT_TRUE(std::isnan(y[18]));
   EXPECT_FALSE(std::isnan(y[17]));
+  const std::vector<float> one(20, 1.0f);
+  for (const auto gated : k.gated) {
+    gated(x.data(), one.data(), y.data(), 20);
+    EXPECT_TRUE(std::isnan(y[18]));
+    EXPECT_FALSE(std::isnan(y[17]));
+  }
 }
 
 }  // namespace

@@ -209,6 +209,7 @@ void CudaOps::zero(void* device, std::size_t bytes, Stream& stream) {
 
 void CudaOps::run(const Embedding& op, Stream& stream) {
   const Range range("embedding");
+  if (op.position_weight == nullptr) refuse("embeddings without positions");
   require_in_hbm(op.tokens, shape_.tokens() * sizeof(std::uint32_t));
   require_tensor(op.token_weight, std::size_t{shape_.vocabulary} * shape_.width);
   require_tensor(op.position_weight, std::size_t{shape_.positions} * shape_.width);
@@ -218,6 +219,7 @@ void CudaOps::run(const Embedding& op, Stream& stream) {
 
 void CudaOps::run(const EmbeddingBackward& op, Stream& stream) {
   const Range range("embedding backward");
+  if (op.dposition_weight == nullptr) refuse("embeddings without positions");
   require_in_hbm(op.tokens, shape_.tokens() * sizeof(std::uint32_t));
   require_tensor(op.dout, shape_.tokens() * shape_.width);
   require_tensor(op.dtoken_weight, std::size_t{shape_.vocabulary} * shape_.width, DType::kFloat32);
