@@ -206,6 +206,25 @@ inline Doubles product(std::size_t m, std::size_t n, std::size_t k,
   return out;
 }
 
+// AttentionRules on the host.
+struct Rules {
+  std::uint32_t window = 0;
+  float scale = 0, soft_cap = 0;
+  std::vector<std::uint32_t> starts = {};
+};
+
+// Plain loops in double (ops_suite_whole.cc).
+struct AttentionReference {
+  Doubles out, dqkv;
+};
+AttentionReference attention_reference(const Shape& shape, const Doubles& qkv, const Doubles& dout,
+                                       const Rules& rules = {});
+struct HeadReference {
+  Doubles losses, dx, dtoken_weight;
+};
+HeadReference head_reference(const Shape& shape, const Doubles& x, const Doubles& token_weight,
+                             const std::vector<std::uint32_t>& targets, float scale, float soft_cap = 0);
+
 class OpsTest : public testing::TestWithParam<std::tuple<Variant, NamedShape>> {
  protected:
   OpsTest() : random_(variant().type) {}

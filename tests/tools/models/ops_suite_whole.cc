@@ -2,31 +2,35 @@
 #include "tests/tools/models/ops_suite.h"
 
 namespace spillway::models {
-namespace {
 
-struct AttentionReference {
-  Doubles out, dqkv;
-};
-
-AttentionReference attention_reference(const Shape& s, const Doubles& qkv, const Doubles& dout) {
-  const std::size_t t = s.sequence, width = s.width, head = width / s.heads, stride = 3 * width;
-  const double scale = 1 / std::sqrt(static_cast<double>(head));
+AttentionReference attention_reference(const Shape& s, const Doubles& qkv, const Doubles& dout, const Rules& rules) {
+  const std::size_t t = s.sequence, width = s.query_width(), head = s.head_width(), stride = s.qkv_width();
+  const double scale = rules.scale != 0 ? rules.scale : 1 / std::sqrt(static_cast<double>(head));
   AttentionReference r{Doubles(s.tokens() * width, 0.0), Doubles(qkv.size(), 0.0)};
   for (std::size_t b = 0; b < s.batch; ++b) {
     for (std::size_t h = 0; h < s.heads; ++h) {
       for (std::size_t i = 0; i < t; ++i) {
         const std::size_t q = (b * t + i) * stride + h * head, o = (b * t + i) * width + h * head;
-        const auto key = [&](std::size_t j) { return (b * t + j) * stride + width + h * head; };
-        const auto value = [&](std::size_t j) { return key(j) + width; };
-        Doubles p(i + 1, 0.0), dp(i + 1, 0.0);
+        const auto key = [&](std::size_t j) {
+          return (b * t + j) * stride + width + h * s.kv_heads() / s.heads * head;
+        };
+        const auto value = [&](std::size_t j) { return key(j) + s.kv_heads() * head; };
+        std::size_t first = rules.starts.empty() ? 0 : rules.starts[b * t + i];
+        if (rules.window != 0 && i + 1 > rules.window) first = std::max<std::size_t>(first, i + 1 - rules.window);
+        Doubles p(i + 1, 0.0), dp(i + 1, 0.0), slope(i + 1, scale);
         double maximum = -1e300, sum = 0, dot = 0;
-        for (std::size_t j = 0; j <= i; ++j) {
+        for (std::size_t j = first; j <= i; ++j) {
           for (std::size_t d = 0; d < head; ++d) p[j] += scale * qkv[q + d] * qkv[key(j) + d];
+          if (rules.soft_cap != 0) {
+            const double capped = std::tanh(p[j] / rules.soft_cap);
+            p[j] = rules.soft_cap * capped;
+            slope[j] *= 1 - capped * capped;
+          }
           maximum = std::max(maximum, p[j]);
         }
-        for (auto& v : p) sum += v = std::exp(v - maximum);
-        for (auto& v : p) v /= sum;
-        for (std::size_t j = 0; j <= i; ++j) {
+        for (std::size_t j = first; j <= i; ++j) sum += p[j] = std::exp(p[j] - maximum);
+        for (std::size_t j = first; j <= i; ++j) {
+          p[j] /= sum;
           for (std::size_t d = 0; d < head; ++d) {
             r.out[o + d] += p[j] * qkv[value(j) + d];
             dp[j] += dout[o + d] * qkv[value(j) + d];
@@ -34,8 +38,8 @@ AttentionReference attention_reference(const Shape& s, const Doubles& qkv, const
           }
           dot += p[j] * dp[j];
         }
-        for (std::size_t j = 0; j <= i; ++j) {
-          const double ds = p[j] * (dp[j] - dot) * scale;
+        for (std::size_t j = first; j <= i; ++j) {
+          const double ds = p[j] * (dp[j] - dot) * slope[j];
           for (std::size_t d = 0; d < head; ++d) {
             r.dqkv[q + d] += ds * qkv[key(j) + d];
             r.dqkv[key(j) + d] += ds * qkv[q + d];
@@ -46,6 +50,39 @@ AttentionReference attention_reference(const Shape& s, const Doubles& qkv, const
   }
   return r;
 }
+
+HeadReference head_reference(const Shape& shape, const Doubles& x, const Doubles& token_weight,
+                             const std::vector<std::uint32_t>& targets, float scale, float soft_cap) {
+  const std::size_t m = shape.tokens(), width = shape.width, vocabulary = shape.vocabulary;
+  HeadReference r{Doubles(m, 0.0), Doubles(m * width, 0.0), Doubles(vocabulary * width, 0.0)};
+  for (std::size_t i = 0; i < m; ++i) {
+    if (targets[i] == kNoTarget) continue;
+    Doubles p(vocabulary, 0.0), slope(vocabulary, scale);
+    double maximum = -1e300, sum = 0;
+    for (std::size_t v = 0; v < vocabulary; ++v) {
+      for (std::size_t c = 0; c < width; ++c) p[v] += x[i * width + c] * token_weight[v * width + c];
+      if (soft_cap != 0) {
+        const double capped = std::tanh(p[v] / soft_cap);
+        p[v] = soft_cap * capped;
+        slope[v] *= 1 - capped * capped;
+      }
+      maximum = std::max(maximum, p[v]);
+    }
+    const double target = p[targets[i]];
+    for (auto& v : p) sum += v = std::exp(v - maximum);
+    r.losses[i] = maximum + std::log(sum) - target;
+    for (std::size_t v = 0; v < vocabulary; ++v) {
+      const double d = (p[v] / sum - (v == targets[i] ? 1 : 0)) * slope[v];
+      for (std::size_t c = 0; c < width; ++c) {
+        r.dx[i * width + c] += d * token_weight[v * width + c];
+        r.dtoken_weight[v * width + c] += d * x[i * width + c];
+      }
+    }
+  }
+  return r;
+}
+
+namespace {
 
 TEST_P(OpsTest, AttentionIsCausal) {
   const std::size_t m = tokens(), width = shape().width;
@@ -66,37 +103,17 @@ void check_head(Bench& bench, Random& random, const Tolerances& tolerances) {
   const auto targets = random.tokens(m, bench.shape.vocabulary);
   const float scale = 1.0f / static_cast<float>(m);
   std::byte* dx = bench.tensor(x);  // dx lies over x
-  Doubles dwte(vocabulary * width, 1.0);
-  float* dwte_device = bench.fp32_tensor(dwte);
+  float* dwte_device = bench.fp32_tensor(Doubles(vocabulary * width, 1.0));
   float* losses = bench.floats(m);
   bench.run(HeadLoss{dx, bench.tokens(targets), bench.tensor(wte), scale, losses, dx, dwte_device, true});
-  Doubles expected_losses(m), expected_dx(m * width, 0.0);
-  for (std::size_t i = 0; i < m; ++i) {
-    Doubles p(vocabulary, 0.0);
-    double maximum = -1e300, sum = 0;
-    for (std::size_t v = 0; v < vocabulary; ++v) {
-      for (std::size_t c = 0; c < width; ++c) p[v] += x[i * width + c] * wte[v * width + c];
-      maximum = std::max(maximum, p[v]);
-    }
-    const double target = p[targets[i]];
-    for (auto& v : p) sum += v = std::exp(v - maximum);
-    expected_losses[i] = maximum + std::log(sum) - target;
-    for (std::size_t v = 0; v < vocabulary; ++v) {
-      const double d = (p[v] / sum - (v == targets[i] ? 1 : 0)) * scale;
-      for (std::size_t c = 0; c < width; ++c) {
-        expected_dx[i * width + c] += d * wte[v * width + c];
-        dwte[v * width + c] += d * x[i * width + c];
-      }
-    }
-  }
+  const HeadReference expected = head_reference(bench.shape, x, wte, targets, scale);
   const auto fp32 = [&](const void* memory, std::size_t count) { return bench.read(memory, count, DType::kFloat32); };
-  expect_close(fp32(losses, m), expected_losses, DType::kFloat32, 1e-5, "losses");
-  expect_close(bench.read(dx, m * width), expected_dx, bench.shape.type, tolerances.head, "dx");
-  for (auto& v : dwte) v -= 1;
-  auto result = fp32(dwte_device, dwte.size());
+  expect_close(fp32(losses, m), expected.losses, DType::kFloat32, 1e-5, "losses");
+  expect_close(bench.read(dx, m * width), expected.dx, bench.shape.type, tolerances.head, "dx");
+  auto result = fp32(dwte_device, vocabulary * width);
   for (auto& v : result) v -= 1;
   // The sum started at 1, whose last bit is 6e-8 beside gradients of about 1e-3.
-  expect_close(result, dwte, tolerances.dlogits, std::max(tolerances.head, 3e-4), "dwte");
+  expect_close(result, expected.dtoken_weight, tolerances.dlogits, std::max(tolerances.head, 3e-4), "dwte");
 }
 
 TEST_P(OpsTest, HeadLossIsCrossEntropyOverTheVocabulary) { check_head(*bench_, random_, tolerances()); }

@@ -92,6 +92,14 @@ std::vector<std::byte> run_all(const VectorKernels& k, DType type) {
   k.softmax_backward(tile.data(), other.data(), 100, 0.3f);
   keep(tile.data(), tile.size() * 4);
   keep(other.data(), other.size() * 4);
+  std::vector<std::uint32_t> lows(kPanel);
+  for (std::uint32_t c = 0; c < kPanel; ++c) lows[c] = 130 + c / 20 * 18;
+  auto masked = floats(100 * kPanel, 9), slopes = masked;
+  k.soft_cap(masked.data(), 100, 0.7f, 3, slopes.data());
+  k.masked_softmax(masked.data(), 100, 128, 180, lows.data(), 0.3f);
+  k.scale_tile(masked.data(), slopes.data(), 90, 0.9f);
+  keep(masked.data(), masked.size() * 4);
+  keep(slopes.data(), slopes.size() * 4);
   std::vector<float> maximum(kPanel), sum(kPanel), sums(kPanel, 0.5f), more(kPanel, 1.5f);
   k.column_statistics(other.data(), 100, maximum.data(), sum.data());
   k.column_probabilities(other.data(), 100, maximum.data(), 0.1f);
@@ -254,6 +262,54 @@ TEST(VectorKernelsTest, ActivationsAreWithinRoundingOfTheirFormulas) {
   for (std::size_t i = 0; i < count; ++i) {
     const double v = x[i], phi = std::erfc(-v / std::sqrt(2)) / 2;
     near(i, v * phi, phi + v * std::exp(-v * v / 2) / std::sqrt(2 * M_PI));
+  }
+}
+
+// A tile of rows from key 128 on and queries from 150 on, each with a first key of its own.
+TEST(VectorKernelsTest, MaskedSoftmaxIsOfWhatEachColumnSees) {
+  constexpr std::size_t kRows = 90, kFirstKey = 128, kFirstQuery = 150;
+  std::vector<std::uint32_t> lows(kPanel);
+  for (std::uint32_t c = 0; c < kPanel; ++c) {
+    lows[c] = c < 16 ? 0 : c < 30 ? 131 : c < 40 ? 175 + c % 4 : static_cast<std::uint32_t>(kFirstQuery) + c;
+  }
+  const auto scores = floats(kRows * kPanel, 10);
+  for (const auto& target : vector_targets(DType::kFloat32)) {
+    auto tile = scores;
+    target.kernels->masked_softmax(tile.data(), kRows, kFirstKey, kFirstQuery, lows.data(), 0.3f);
+    for (std::size_t c = 0; c < kPanel; ++c) {
+      const auto sees = [&](std::size_t r) { return kFirstKey + r >= lows[c] && kFirstKey + r <= kFirstQuery + c; };
+      double sum = 0;
+      for (std::size_t r = 0; r < kRows; ++r) sum += sees(r) ? std::exp(0.3f * double{scores[r * kPanel + c]}) : 0;
+      for (std::size_t r = 0; r < kRows; ++r) {
+        const double expected = sees(r) ? std::exp(0.3f * double{scores[r * kPanel + c]}) / sum : 0;
+        const float result = tile[r * kPanel + c];
+        // An exact zero where nothing is seen.
+        ASSERT_NEAR(result, expected, 1e-6 * expected) << target.name << " " << r << "," << c;
+      }
+    }
+  }
+}
+
+TEST(VectorKernelsTest, SoftCapIsTanhHoweverSmallOrLargeTheScores) {
+  const float cap = 30, scale = 0.5f;
+  std::vector<float> scores = {0, 1e-30f, 1e-6f, 37.4999f, 37.5f, 1e4f, 1e30f};
+  std::mt19937 generator(4);
+  std::normal_distribution<float> normal(0, 40);
+  while (scores.size() < 2 * kPanel) scores.push_back(normal(generator));
+  for (std::size_t i = 0; i < kPanel; ++i) scores[i + kPanel] = -scores[i];
+  scores.back() = std::numeric_limits<float>::quiet_NaN();
+  for (const auto& target : vector_targets(DType::kFloat32)) {
+    std::vector<float> capped = scores, slopes(scores.size());
+    target.kernels->soft_cap(capped.data(), 2, scale, cap, slopes.data());
+    EXPECT_TRUE(std::isnan(capped.back()) && std::isnan(slopes.back())) << target.name;
+    for (std::size_t i = 0; i + 1 < scores.size(); ++i) {
+      const double t = std::tanh(double{scores[i]} * scale / cap);
+      ASSERT_NEAR(capped[i], cap * t, 5e-7 * std::abs(cap * t)) << target.name << " " << scores[i];
+      ASSERT_NEAR(slopes[i], 1 - t * t, 5e-7) << target.name << " " << scores[i];
+    }
+    std::vector<float> again = scores;
+    target.kernels->soft_cap(again.data(), 2, scale, cap, nullptr);
+    EXPECT_EQ(0, std::memcmp(again.data(), capped.data(), 4 * again.size())) << target.name;
   }
 }
 

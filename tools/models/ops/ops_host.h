@@ -171,7 +171,7 @@ class HostOps final : public Ops {
   std::size_t element_bytes() const { return size_of(shape_.type); }
   std::size_t operand_bytes() const { return size_of(operands_); }
   std::size_t head_width() const { return shape_.head_width(); }
-  bool decoder() const { return shape_.key_heads != 0; }
+  bool decoder() const { return shape_.key_heads != 0 || shape_.head_size != 0; }
   // Of a layer's tensors.
   std::size_t widest() const;
   std::size_t vocab_blocks() const { return div_up<std::size_t>(shape_.vocabulary, kVocabBlock); }

@@ -56,6 +56,7 @@ void HostOps::run(const AttentionBackward& op, Stream& stream) {
   require_in_hbm(op.dout, m * shape_.query_width() * e);
   require_in_hbm(op.dqkv, m * shape_.qkv_width() * e);
   if (op.rules.starts != nullptr) require_in_hbm(op.rules.starts, m * sizeof(std::uint32_t));
+  SPILLWAY_CHECK(op.rules.soft_cap == 0 || decoder(), "a GPT-2 has no soft cap");
   stream.launch([this, op](HostWorkers& workers) {
     workers.parallel_for(static_cast<std::size_t>(shape_.batch) * shape_.kv_heads(),
                          [&](std::size_t index) { attention_backward_piece(op, index, workers.current_slot()); });
@@ -76,8 +77,9 @@ HostOps::SeenKeys HostOps::seen_keys(const AttentionRules& rules, std::size_t ro
   for (std::size_t c = 0; c < kPanel; ++c) {
     const std::size_t query = std::min(first_query + c, t - 1);
     const std::size_t window = rules.window == 0 ? 0 : query + 1 - std::min<std::size_t>(rules.window, query + 1);
-    const std::uint32_t start = rules.starts == nullptr ? 0 : rules.starts[row + query];
-    seen.lows[c] = std::max(static_cast<std::uint32_t>(window), start);
+    // A token sees itself, whatever its start says.
+    const std::size_t start = rules.starts == nullptr ? 0 : std::min<std::size_t>(rules.starts[row + query], query);
+    seen.lows[c] = static_cast<std::uint32_t>(std::max(window, start));
     lowest = std::min(lowest, seen.lows[c]);
   }
   seen.first = lowest / kKeyBlock * kKeyBlock;

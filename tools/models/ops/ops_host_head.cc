@@ -49,6 +49,7 @@ void HostOps::run(const HeadLoss& op, Stream& stream) {
   require_in_hbm(op.losses, m * sizeof(float));
   require_in_hbm(op.token_weight, shape_.vocabulary * width * e);
   require_in_hbm(op.dtoken_weight, shape_.vocabulary * width * sizeof(float));
+  SPILLWAY_CHECK(op.soft_cap == 0 || decoder(), "a GPT-2 has no soft cap");
   stream.launch([this, op](HostWorkers& workers) { head(op, workers); });
 }
 

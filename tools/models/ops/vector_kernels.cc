@@ -139,9 +139,8 @@ void masked_softmax(float* tile, std::size_t rows, std::size_t first_key, std::s
 }
 
 void soft_cap(float* tile, std::size_t rows, float scale, float cap, float* slopes) {
-  const float twice = 2 * (scale / cap);
   for (std::size_t i = 0; i < rows * kPanel; i += kLanes) {
-    const Lanes t = splat(1) - splat(2) / (splat(1) + exponential(load(tile + i) * splat(twice)));
+    const Lanes t = hyperbolic_tangent(load(tile + i) * splat(scale / cap));
     store(splat(cap) * t, tile + i);
     if (slopes != nullptr) store(splat(1) - t * t, slopes + i);
   }

@@ -178,6 +178,23 @@ T* typed(void* p) {
   return static_cast<T*>(p);
 }
 
+// tanh x, 4e-7 of itself however small: below 0.625 the polynomial of Cephes' tanhf (Moshier 1989), above it
+// 1 - 2 / (e^2x + 1); NaN gives NaN.
+HWY_INLINE Lanes hyperbolic_tangent(const Lanes& x) {
+  const Lanes square = x * x;
+  Lanes p = splat(-5.70498872745e-3f);
+  for (const float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) {
+    p = p * square + splat(c);
+  }
+  const Lanes near = p * square * x + x;
+  const Lanes size = each([&](std::size_t i) { return hn::Abs(x.part[i]); });
+  const Lanes far = splat(1) - splat(2) / (exponential(size + size) + splat(1));
+  return each([&](std::size_t i) {
+    const auto is_far = hn::Ge(size.part[i], hn::Set(F32(), 0.625f));
+    return hn::IfThenElse(is_far, hn::CopySign(far.part[i], x.part[i]), near.part[i]);
+  });
+}
+
 // Calls body(offset, lanes) over `count` elements; body gets load and store functions that pad a short tail with zeros.
 template <typename T>
 struct Full {

@@ -28,10 +28,10 @@ bool within(const void* data, std::size_t bytes, std::span<const std::byte> memo
 }  // namespace
 
 CudaOps::CudaOps(const Shape& shape, Fusion fusion) : shape_(shape) {
-  SPILLWAY_CHECK(shape.tokens() > 0 && shape.heads > 0 && shape.width % shape.heads == 0, "a shape is whole heads");
   if (shape.key_heads != 0 || shape.head_size != 0) {
     unsupported("it computes GPT-2 alone yet", "train this model on the host device");
   }
+  SPILLWAY_CHECK(shape.tokens() > 0 && shape.heads > 0 && shape.width % shape.heads == 0, "a shape is whole heads");
   int device = 0;
   cudaDeviceProp properties{};
   cudaError_t result = cudaGetDevice(&device);
