@@ -26,6 +26,7 @@ NAMES = ["include/spillway/dtype.h", "include/spillway/optimizer.h"]
 WORDS = {
     "config": ["src/config/table.cc", "src/config/unused_keys.cc", "src/config/value.cc", "src/config/hint.cc"],
     "model_config": ["tools/models/config_json.cc", "tools/models/gpt2/model.cc"],
+    "prepared": ["tools/finetune/prepared.cc"],
     "safetensors_header": ["src/formats/safetensors_header.cc"],
     "safetensors_index": ["src/formats/safetensors_index.cc"],
     "snapshot_record": ["src/checkpoint/snapshot_record.cc", *NAMES],

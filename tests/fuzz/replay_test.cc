@@ -52,7 +52,8 @@ INSTANTIATE_TEST_SUITE_P(, Replay,
                                          Target{"store_description", store_description},
                                          Target{"snapshot_record", snapshot_record}, Target{"step_log", step_log},
                                          Target{"model_config", model_config}, Target{"pickle", pickle},
-                                         Target{"token_file", token_file}, Target{"file_names", file_names}),
+                                         Target{"token_file", token_file}, Target{"file_names", file_names},
+                                         Target{"prepared", prepared}),
                          [](const auto& target) { return std::string(target.param.name); });
 
 }  // namespace

@@ -27,6 +27,7 @@ void step_log(Bytes input);
 void pickle(Bytes input);
 void model_config(Bytes input);
 void token_file(Bytes input);
+void prepared(Bytes input);
 
 inline std::string_view text_of(Bytes input) { return {reinterpret_cast<const char*>(input.data()), input.size()}; }
 

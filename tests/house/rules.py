@@ -22,7 +22,7 @@ BELOW = {
 # The same within src.
 FLOORS_OF_SRC = ["formats", "comm", "plan", "config", "checkpoint", "engine", "optimizer", "c"]
 # The same within the Python package; what lies beside these folders is below all of them.
-FLOORS_OF_PACKAGE = ["engine", "optimizers", "deepspeed", "trainer", "lightning", "integrations"]
+FLOORS_OF_PACKAGE = ["prepare", "engine", "optimizers", "deepspeed", "trainer", "lightning", "integrations"]
 # The programs show what an embedding program needs: the public headers, and nothing of the library's rooms; besides
 # these, what all tools share towards who types their commands. Not so the doctor and the planner, which ask the
 # library's own means.

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "tools/finetune/read_file.h"
+
 namespace spillway::models::finetune {
 
 class TokenFile {
@@ -18,9 +20,6 @@ class TokenFile {
   // Reads the whole file once (but for holes, which are zeros) to refuse a token that the vocabulary does not have
   // before anything is trained.
   TokenFile(std::filesystem::path path, std::uint32_t sequence, std::uint32_t vocabulary);
-  TokenFile(const TokenFile&) = delete;
-  TokenFile& operator=(const TokenFile&) = delete;
-  ~TokenFile();
 
   std::uint64_t tokens() const noexcept { return tokens_; }
   std::uint64_t rows() const noexcept { return (tokens_ - 1) / sequence_; }
@@ -30,15 +29,13 @@ class TokenFile {
   void read_row(std::uint64_t row, std::span<std::uint32_t> out);
 
  private:
-  void read_bytes(std::uint64_t offset, std::span<unsigned char> out);
   void read(std::uint64_t first, std::span<std::uint32_t> out);
   void check_tokens();
 
-  std::filesystem::path path_;
+  ReadFile file_;
   std::uint32_t sequence_, vocabulary_;
   std::size_t token_bytes_;
-  std::uint64_t tokens_ = 0;
-  int fd_ = -1;
+  std::uint64_t tokens_;
   std::vector<unsigned char> bytes_;
 };
 

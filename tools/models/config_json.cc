@@ -62,7 +62,8 @@ class Overview : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, Overview
 
 }  // namespace
 
-ConfigJson::ConfigJson(std::string_view text, std::string name) : name_(std::move(name)) {
+ConfigJson::ConfigJson(std::string_view text, std::string name, std::string whole)
+    : name_(std::move(name)), whole_(std::move(whole)) {
   // RapidJSON takes a zero byte for the end of the text.
   if (const auto zero = text.find('\0'); zero != text.npos) {
     refuse(fmt::format("holds a zero byte at byte {}", zero), kRepair);
@@ -179,12 +180,12 @@ std::vector<double> ConfigJson::numbers(const char* key) const {
 ConfigJson ConfigJson::section(const char* key) const {
   const auto* value = find(key);
   const std::string name = fmt::format("{}, \"{}\"", name_, key);
-  if (value == nullptr) return {"{}", name};
+  if (value == nullptr) return {"{}", name, whole_};
   if (!value->IsObject()) refuse(fmt::format("\"{}\" is not a JSON object", key));
   rapidjson::GenericStringBuffer<Text, JsonMemory> text;
   rapidjson::Writer<decltype(text), Text, Text, JsonMemory> writer(text);
   value->Accept(writer);
-  return {std::string_view(text.GetString(), text.GetSize()), name};
+  return {std::string_view(text.GetString(), text.GetSize()), name, whole_};
 }
 
 bool ConfigJson::is_null(const char* key) const {

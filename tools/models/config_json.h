@@ -15,6 +15,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace spillway::models {
@@ -40,7 +41,8 @@ class JsonMemory {
 
 class ConfigJson {
  public:
-  ConfigJson(std::string_view text, std::string name);
+  // `whole`: the hint where a key is missing or wrong.
+  ConfigJson(std::string_view text, std::string name, std::string whole = "take the file as the model came with it");
   // The one in a model's directory. Refuses what cannot be read or is far too large to be one.
   static ConfigJson load(const std::filesystem::path& directory);
 
@@ -63,7 +65,8 @@ class ConfigJson {
   bool is_null(const char* key) const;
   // Keys that nothing asked for so far, in the file's order, but those with null.
   std::vector<std::string> unread() const;
-  [[noreturn]] void refuse(std::string happened, std::string hint = "take the file as the model came with it") const;
+  [[noreturn]] void refuse(std::string happened) const { refuse(std::move(happened), whole_); }
+  [[noreturn]] void refuse(std::string happened, std::string hint) const;
 
  private:
   using Text = rapidjson::UTF8<>;
@@ -73,7 +76,7 @@ class ConfigJson {
   const Value* find(const char* key) const;
   const Value* find_list(const char* key) const;
 
-  std::string name_, text_;
+  std::string name_, whole_, text_;
   mutable std::set<std::string, std::less<>> asked_;
   rapidjson::GenericDocument<Text, Pool, JsonMemory> document_;
 };
