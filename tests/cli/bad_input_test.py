@@ -127,9 +127,9 @@ class Inputs(CliTest):
 
     def test_AnotherArchitectureIsRefused(self):
         path = self.model / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "llama",
-                                    "architectures": ["LlamaForCausalLM"]}))
-        self.refused("config.json", "llama")
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "t5",
+                                    "architectures": ["T5ForConditionalGeneration"]}))
+        self.refused("config.json", "t5")
 
     def test_EmptyDataIsRefused(self):
         self.refused("empty.txt", data=self.data("empty.txt", b""))

@@ -14,6 +14,7 @@
 #include "spillway/store.h"
 #include "tools/finetune/finetune.h"
 #include "tools/finetune/import_deepspeed.h"
+#include "tools/finetune/rows.h"
 #include "tools/models/config_json.h"
 #include "tools/models/gpt2/model.h"
 #include "tools/models/init_model.h"
@@ -174,21 +175,37 @@ void add_init_model(CLI::App& program, int& exit_code) {
   command->callback([kept, &exit_code] { exit_code = run_init_model(*kept); });
 }
 
+// Of prepared data.
+void take_row_length(FinetuneOptions& options, bool given) {
+  const auto length = row_length_of(options.data);
+  if (!length) return;
+  if (given && options.sequence != *length) {
+    throw Error(Code::kInvalidArgument, {.object = "--seq",
+                                         .happened = fmt::format("is {}, and rows of {} have {} tokens",
+                                                                 options.sequence, options.data.string(), *length),
+                                         .errno_value = 0,
+                                         .hint = "leave it out, or prepare the data with another --seq"});
+  }
+  options.sequence = *length;
+}
+
 void add_finetune(CLI::App& program, int& exit_code) {
   const auto kept = std::make_shared<FinetuneOptions>();
   FinetuneOptions& options = *kept;
   const auto steps = terminal::in_range(std::uint64_t{1}, std::uint64_t{1} << 40);
-  auto* command = program.add_subcommand("finetune", "Train a GPT-2 through HBM, host memory and NVMe");
+  auto* command = program.add_subcommand("finetune", "Train a language model through HBM, host memory and NVMe");
   command->add_option("--config", options.config, "ds_config.json")->required();
   command->add_option("--aio", options.aio, "What spillway sweep --json wrote: put over the configuration");
   command->add_option("--model", options.model, "Directory with config.json and model.safetensors")->required();
   command
-      ->add_option("--data", options.data, "FILE.bin: 16-bit tokens; any other file: bytes. Rows are read in its order")
+      ->add_option(
+          "--data", options.data,
+          "A directory of spillway.prepare; FILE.bin: 16-bit tokens; any other file: bytes. Rows are read in order")
       ->required();
   command->add_option("--steps", options.steps, "Number of the last step")->required()->transform(steps);
-  command->add_option("--seq", options.sequence, "Tokens of a row")
-      ->transform(terminal::in_range(1u, 1u << 24))
-      ->capture_default_str();
+  auto* length = command->add_option("--seq", options.sequence, "Tokens of a row; prepared data says them itself")
+                     ->transform(terminal::in_range(1u, 1u << 24))
+                     ->capture_default_str();
   const auto fuse = [&options](const std::string& name) {
     options.fusion = name == "none"   ? Fusion::kNone
                      : name == "gelu" ? Fusion::kGelu
@@ -224,7 +241,10 @@ void add_finetune(CLI::App& program, int& exit_code) {
       "Example:\n"
       "  spillway finetune --config ds_config.json --model gpt2 --data text.txt --steps 1000 --out trained\n"
       "  spillway finetune --config ds_config.json --model gpt2 --data text.txt --steps 2000 --resume");
-  command->callback([kept, &exit_code] { exit_code = finetune(*kept); });
+  command->callback([kept, length, &exit_code] {
+    take_row_length(*kept, length->count() > 0);
+    exit_code = finetune(*kept);
+  });
 }
 
 void add_export(CLI::App& program, int& exit_code) {

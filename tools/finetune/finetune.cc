@@ -14,10 +14,10 @@
 #include "spillway/error.h"
 #include "spillway/export.h"
 #include "spillway/log.h"
-#include "tools/finetune/data.h"
 #include "tools/finetune/rank_voice.h"
 #include "tools/finetune/ranks.h"
 #include "tools/finetune/report.h"
+#include "tools/finetune/rows.h"
 #include "tools/finetune/run_input.h"
 #include "tools/finetune/run_output.h"
 #include "tools/models/trainer.h"
@@ -57,7 +57,7 @@ class Run {
     create_engine();
     ranks_.together([this] { check_room_beside_store(); });
     voice_.compare(ranks_);
-    rows_.resize(rows_per_step() * (std::size_t{options_.sequence} + 1));
+    for (auto* values : {&inputs_, &targets_, &starts_}) values->resize(rows_per_step() * options_.sequence);
   }
 
   int train() {
@@ -104,6 +104,13 @@ class Run {
     model_ = load_trained_model(options_.model, options_.sequence);
     check_options(options_, config_, model_);
     data_.emplace(options_.data, options_.sequence, model_.vocabulary);
+    if (data_->packed() && model_.position_weight) {
+      throw Error(Code::kUnsupported,
+                  {.object = options_.data.string(),
+                   .happened = "has several documents in a row, and this model's positions count from the row's begin",
+                   .errno_value = 0,
+                   .hint = "prepare the data with --no-packing"});
+    }
     store_ = config_.nvme_paths;
     config_.nvme_paths = store_of_rank(store_, ranks_);
     if (!options_.load.empty()) snapshot_ = newest_snapshot(options_.load);
@@ -120,6 +127,7 @@ class Run {
   void make_trainer(unsigned threads) {
     TrainerOptions how = trainer_options(config_, resolve_device(config_), options_.sequence, communicator());
     how.threads = threads;
+    how.documents = data_->packed();
     how.fusion = options_.fusion;
     trainer_.emplace(model_, how);
     description_ = trainer_->description();
@@ -149,7 +157,7 @@ class Run {
     if (ranks_.first() && !position_.data.empty() && position_.data != mark) {
       log(LogLevel::kWarning,
           fmt::format("{}: is other data than before ({}; it was {}); training goes on with its row {}",
-                      options_.data.string(), mark, position_.data, position_.row % data_->rows()));
+                      options_.data.string(), mark, position_.data, position_.row % data_->count()));
     }
     position_.data = mark;
   }
@@ -191,8 +199,7 @@ class Run {
     if (model_.has_dropout) terminal::tell("dropout is off: config.json asks for some, and none is applied\n");
     for (const auto& line : engine_->describe()) terminal::tell("{}\n", line);
     for (const auto& line : trainer_->describe()) terminal::tell("{}\n", line);
-    terminal::tell("data: {} rows of {} tokens, {} rows a step\n", data_->rows(), options_.sequence,
-                   all_rows_per_step());
+    terminal::tell("data: {}, {} rows a step\n", data_->describe(), all_rows_per_step());
     if (!ranks_.alone()) {
       terminal::tell(
           "ranks: {} do {} of a step's {} micro-batches each; this is {}; {} on its machine, {} core{} for it\n",
@@ -216,16 +223,23 @@ class Run {
   }
 
   void read_rows() {
-    const std::size_t row_tokens = std::size_t{options_.sequence} + 1;
+    const std::size_t row = options_.sequence;
     const std::uint64_t first = position_.row + first_row_of_rank(rows_per_step(), ranks_.rank());
     for (std::size_t r = 0; r < rows_per_step(); ++r) {
-      data_->read_row(first + r, std::span(rows_).subspan(r * row_tokens, row_tokens));
+      const auto part = [&](std::vector<std::uint32_t>& of) { return std::span(of).subspan(r * row, row); };
+      data_->read(first + r, {.tokens = part(inputs_), .starts = part(starts_), .targets = part(targets_)});
     }
+    target_count_ = 0;
+    for (std::size_t r = 0; r < all_rows_per_step(); ++r) target_count_ += data_->targets(position_.row + r);
   }
 
   void step(terminal::Progress& progress) {
     StepFacts facts;
-    facts.loss = trainer_->run_step(rows_);
+    facts.loss = trainer_->run_step(
+        {.inputs = inputs_,
+         .targets = targets_,
+         .starts = data_->packed() ? std::span<const std::uint32_t>(starts_) : std::span<const std::uint32_t>(),
+         .target_count = target_count_});
     position_.row += all_rows_per_step();
     const std::string blob = position_.text(options_.sequence);
     facts.report = engine_->step(std::as_bytes(std::span(blob)));
@@ -331,8 +345,8 @@ class Run {
       terminal::tell("step {} is done already\n", engine_->current_step());
     if (!options_.out.empty()) {
       write_model();
-      terminal::tell("trained model: {}\n  GPT2LMHeadModel.from_pretrained(\"{}\") loads it\n", options_.out.string(),
-                     options_.out.string());
+      terminal::tell("trained model: {}\n  {}.from_pretrained(\"{}\") loads it\n", options_.out.string(),
+                     model_.family == "gpt2" ? "GPT2LMHeadModel" : "AutoModelForCausalLM", options_.out.string());
     } else if (kept_in_store()) {
       std::string paths = word(store_[0]) + " DIR";
       for (std::size_t i = 1; i < store_.size(); ++i) paths += " --with " + word(store_[i]);
@@ -367,7 +381,7 @@ class Run {
   TrainedModel model_;
   std::vector<std::filesystem::path> store_;  // as it is configured, for all ranks
   HostShare share_;
-  std::optional<TokenFile> data_;
+  std::optional<Rows> data_;
   std::optional<ModelWeights> weights_;
   std::optional<Trainer> trainer_;
   ModelDescription description_;
@@ -375,7 +389,8 @@ class Run {
   Snapshots snapshots_;
   std::ofstream log_;
   std::unique_ptr<Engine> engine_;
-  std::vector<std::uint32_t> rows_;
+  std::vector<std::uint32_t> inputs_, targets_, starts_;  // of this rank's rows of a step
+  std::uint64_t target_count_ = 0;                        // of all ranks' rows
   Position position_;
   std::vector<double> step_seconds_;
   bool store_missing_ = false;

@@ -4,6 +4,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <utility>
 
@@ -120,6 +121,17 @@ void PreparedData::refuse(const ReadFile& file, std::uint64_t row, std::uint64_t
                                .happened = fmt::format("row {}, position {}: {}", row, position, what),
                                .errno_value = 0,
                                .hint = kAgain});
+}
+
+std::uint32_t PreparedData::row_length_of(const std::filesystem::path& directory) {
+  return header_of(directory, UINT32_MAX).sequence;
+}
+
+std::uint64_t PreparedData::targets_of(std::uint64_t row) {
+  targets_.read(row % header_.rows * target_bits_.size(), target_bits_);
+  std::uint64_t count = 0;
+  for (const unsigned char bits : target_bits_) count += static_cast<std::uint64_t>(std::popcount(bits));
+  return count;
 }
 
 void PreparedData::read_row(std::uint64_t row, const Row& out) {

@@ -26,6 +26,9 @@ class PreparedData {
   // kChecksums reads all of the files once as well.
   PreparedData(const std::filesystem::path& directory, std::uint32_t vocabulary, Verify verify = Verify::kSizes);
 
+  // Of the header alone: T.
+  static std::uint32_t row_length_of(const std::filesystem::path& directory);
+
   std::uint64_t rows() const noexcept { return header_.rows; }
   std::uint32_t sequence() const noexcept { return header_.sequence; }  // T
   std::uint64_t documents() const noexcept { return header_.documents; }
@@ -41,6 +44,8 @@ class PreparedData {
   // Each span: sequence() long. Row `row` modulo rows(). Padding after the last document counts as one more, which has
   // no target.
   void read_row(std::uint64_t row, const Row& out);
+  // Of that row.
+  std::uint64_t targets_of(std::uint64_t row);
 
  private:
   struct Header {

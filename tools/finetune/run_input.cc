@@ -88,7 +88,7 @@ Position Position::parse(std::span<const std::byte> blob, const FinetuneOptions&
 }
 
 void check_options(const FinetuneOptions& options, const Config& config, const TrainedModel& model) {
-  if (options.sequence > model.positions) {
+  if (model.positions > 0 && options.sequence > model.positions) {
     refuse("--seq", fmt::format("{} tokens are more than the model's {} positions", options.sequence, model.positions),
            fmt::format("use --seq {} or less", model.positions));
   }

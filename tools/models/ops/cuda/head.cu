@@ -75,10 +75,11 @@ __global__ void __launch_bounds__(kThreads) row_gradients(HeadRows op) {
   float* logits = op.logits + std::size_t{blockIdx.x} * op.stride;
   T* gradients = reinterpret_cast<T*>(logits);
   const std::size_t target = op.targets[blockIdx.x];
-  const float target_logit = logits[target];
+  const bool learns = target != kNoTarget;
+  const float target_logit = learns ? logits[target] : 0.0f, scale = learns ? op.scale : 0.0f;
   const Exponentials all = block_exponentials(own_exponentials(logits, op.vocabulary));
   const float log_sum = all.maximum + logf(all.sum);
-  if (threadIdx.x == 0) op.losses[blockIdx.x] = log_sum - target_logit;
+  if (threadIdx.x == 0) op.losses[blockIdx.x] = learns ? log_sum - target_logit : 0.0f;
 
   for (std::size_t chunk = 0; chunk < op.vocabulary; chunk += kThreads * kN) {
     const std::size_t c = chunk + threadIdx.x * kN;
@@ -87,8 +88,8 @@ __global__ void __launch_bounds__(kThreads) row_gradients(HeadRows op) {
       load(logits + c, x);
 #pragma unroll
       for (unsigned i = 0; i < kN; ++i) {
-        x[i] = expf(x[i] - log_sum) * op.scale;
-        if (c + i == target) x[i] -= op.scale;
+        x[i] = expf(x[i] - log_sum) * scale;
+        if (c + i == target) x[i] -= scale;
       }
     }
     __syncthreads();

@@ -1,0 +1,41 @@
+#include "tools/finetune/rows.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace spillway::models::finetune {
+
+std::optional<std::uint32_t> row_length_of(const std::filesystem::path& data) {
+  std::error_code ignored;
+  if (!std::filesystem::is_directory(data, ignored)) return std::nullopt;
+  return PreparedData::row_length_of(data);
+}
+
+Rows::Rows(const std::filesystem::path& data, std::uint32_t sequence, std::uint32_t vocabulary) : sequence_(sequence) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(data, ignored)) {
+    prepared_.emplace(data, vocabulary);
+    return;
+  }
+  tokens_.emplace(data, sequence, vocabulary);
+  row_.resize(std::size_t{sequence} + 1);
+}
+
+std::string Rows::describe() const {
+  if (!prepared_) return fmt::format("{} rows of {} tokens", count(), sequence_);
+  return fmt::format("{} rows of {} tokens with {} documents, {} tokens learned", count(), sequence_,
+                     prepared_->documents(), prepared_->targets());
+}
+
+void Rows::read(std::uint64_t row, const PreparedData::Row& out) {
+  if (prepared_) return prepared_->read_row(row, out);
+  tokens_->read_row(row, row_);
+  std::copy(row_.begin(), row_.end() - 1, out.tokens.begin());
+  std::copy(row_.begin() + 1, row_.end(), out.targets.begin());
+  std::ranges::fill(out.starts, 0u);
+}
+
+std::uint64_t Rows::targets(std::uint64_t row) { return prepared_ ? prepared_->targets_of(row) : sequence_; }
+
+}  // namespace spillway::models::finetune
