@@ -45,6 +45,23 @@ TEST(HostOps, HaveNoChoiceOfWhatIsFused) {
   EXPECT_THROW(create_ops(DeviceKind::kHost, odd_shape(DType::kFloat32), 1, Fusion::kNone), Error);
 }
 
+// Scores of a whole row would grow with its square.
+TEST(HostOps, ScratchGrowsWithTheRowAlone) {
+  const auto scratch = [](std::uint32_t sequence) {
+    const Shape shape{.type = DType::kBFloat16,
+                      .batch = 1,
+                      .sequence = sequence,
+                      .width = 256,
+                      .heads = 4,
+                      .inner = 512,
+                      .vocabulary = 1000,
+                      .key_heads = 2,
+                      .head_size = 128};
+    return static_cast<double>(create_host_ops(shape, 1)->scratch_bytes());
+  };
+  EXPECT_LT(scratch(32'768), 2.1 * scratch(16'384));
+}
+
 class HostOpsRoundingTest : public testing::TestWithParam<DType> {};
 INSTANTIATE_TEST_SUITE_P(, HostOpsRoundingTest, testing::Values(DType::kBFloat16, DType::kFloat16),
                          [](const auto& info) { return std::string(name_of(info.param)); });

@@ -321,6 +321,14 @@ TEST(VectorKernelsTest, NanReachesTheResult) {
   k.causal_softmax(tile.data(), 8, 0, 1.0f);
   EXPECT_TRUE(std::isnan(tile[7]));
   EXPECT_FALSE(std::isnan(tile[8]));
+  // Of what is seen alone.
+  std::vector<float> masked(8 * kPanel, 0.5f);
+  for (const std::size_t c : {7, 9}) masked[3 * kPanel + c] = nan;
+  std::vector<std::uint32_t> lows(kPanel, 0);
+  lows[9] = 4;
+  k.masked_softmax(masked.data(), 8, 0, 0, lows.data(), 1.0f);
+  for (std::size_t r = 0; r < 8; ++r) EXPECT_TRUE(std::isnan(masked[r * kPanel + 7])) << r;
+  for (std::size_t r = 0; r < 8; ++r) EXPECT_EQ(masked[r * kPanel + 9], r < 4 ? 0 : 0.25f) << r;
   x[18] = nan;
   k.gelu(x.data(), y.data(), 20);
   EXPECT_TRUE(std::isnan(y[18]));

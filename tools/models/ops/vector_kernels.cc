@@ -131,7 +131,7 @@ void masked_softmax(float* tile, std::size_t rows, std::size_t first_key, std::s
       }
       sum = sum + load(row);
     }
-    const Lanes inverse = splat(1) / larger(sum, splat(1e-30f));  // a query behind the row's end sees nothing
+    const Lanes inverse = splat(1) / sum;
     for (std::size_t r = low; r < seen; ++r) store(load(tile + r * kPanel + c) * inverse, tile + r * kPanel + c);
     for (std::size_t r = 0; r < low; ++r) store(splat(0), tile + r * kPanel + c);
     for (std::size_t r = seen; r < rows; ++r) store(splat(0), tile + r * kPanel + c);

@@ -68,7 +68,8 @@ struct VectorKernels {
 
   // Causal softmax down the columns of a tile[rows][kPanel]: column c is query first_query + c, row r is key r.
   void (*causal_softmax)(float* tile, std::size_t rows, std::size_t first_query, float scale);
-  // The same of a tile that begins with key first_key, where query c sees keys from lows[c] on.
+  // The same of a tile that begins with key first_key, where query c sees keys from lows[c] on, itself at least
+  // (behind the row's end: the last key).
   void (*masked_softmax)(float* tile, std::size_t rows, std::size_t first_key, std::size_t first_query,
                          const std::uint32_t* lows, float scale);
   // tile = cap * tanh(tile * scale / cap); slopes, unless null: 1 - tanh².
