@@ -51,9 +51,9 @@ INSTANTIATE_TEST_SUITE_P(, Replay,
                                          Target{"safetensors_index", safetensors_index}, Target{"manifest", manifest},
                                          Target{"store_description", store_description},
                                          Target{"snapshot_record", snapshot_record}, Target{"step_log", step_log},
-                                         Target{"model_config", model_config}, Target{"pickle", pickle},
-                                         Target{"token_file", token_file}, Target{"file_names", file_names},
-                                         Target{"prepared", prepared}),
+                                         Target{"model_config", model_config}, Target{"decoder_config", decoder_config},
+                                         Target{"pickle", pickle}, Target{"token_file", token_file},
+                                         Target{"file_names", file_names}, Target{"prepared", prepared}),
                          [](const auto& target) { return std::string(target.param.name); });
 
 }  // namespace

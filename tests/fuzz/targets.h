@@ -26,6 +26,7 @@ void snapshot_record(Bytes input);
 void step_log(Bytes input);
 void pickle(Bytes input);
 void model_config(Bytes input);
+void decoder_config(Bytes input);
 void token_file(Bytes input);
 void prepared(Bytes input);
 

@@ -315,6 +315,7 @@ TEST(ModelsDecoder, RefusesByNameWhatItDoesNotCompute) {
       {"llama", R"("rope_parameters": {"full_attention": {}})", "\"full_attention\" is not known here"},
       {"llama", R"("partial_rotary_factor": 0.5)", "\"partial_rotary_factor\" is 0.5"},
       {"llama", R"("rope_theta": 1)", "\"rope_theta\" is 1"},
+      {"llama", R"("rope_scaling": {"type": "dynamic", "factor": 1e300})", "holds numbers that no angle comes of"},
       {"phi3", R"("rope_scaling": {"type": "linear", "factor": 2})", "Phi-3 has default and longrope"},
       {"phi3", R"("partial_rotary_factor": 0.2)", "3 columns of a head of 16 cannot be turned in pairs"},
       {"gemma3_text", R"("rope_parameters": {"rope_theta": 1e6})", "\"rope_theta\" is no kind of layer"},

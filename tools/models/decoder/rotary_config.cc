@@ -74,6 +74,17 @@ void read_yarn(const ConfigJson& given, RotaryRules& rules, bool by_layer) {
   if (!by_layer) rules.truncate = given.flag("truncate", true);
 }
 
+// Of numbers that fp32 does not have, or whose differences it rounds to 0, come infinite angles and none at all.
+void check_numbers(const ConfigJson& given, const RotaryRules& rules) {
+  const auto positions = static_cast<float>(rules.positions);
+  const auto turns = [&](float frequency) { return std::isfinite(frequency * positions); };
+  for (const std::uint32_t sequence : {1u, rules.positions + 1}) {
+    if (!std::ranges::all_of(rotary_frequencies(rules, sequence), turns) ||
+        !std::isfinite(static_cast<float>(rotary_attention_factor(rules))))
+      given.refuse("holds numbers that no angle comes of");
+  }
+}
+
 // `theta`: where `given` says none. by_layer: `given` is of some layers only.
 RotaryRules read_rules(const ConfigJson& json, const ConfigJson& given, const DecoderConfig& model, double theta,
                        bool by_layer) {
@@ -110,6 +121,7 @@ RotaryRules read_rules(const ConfigJson& json, const ConfigJson& given, const De
   if (may_scale && given.has("attention_factor")) rules.attention_factor = at_least(given, "attention_factor", 0);
   if (const auto unread = given.unread(); !unread.empty())
     given.refuse(fmt::format("\"{}\" is not known here", unread[0]), "Spillway would train another model without it");
+  check_numbers(given, rules);
   return rules;
 }
 
