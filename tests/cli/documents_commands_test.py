@@ -17,6 +17,7 @@ import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from prepared_test import write_prepared  # noqa: E402
 from report import main  # noqa: E402
 from runs import BINARY, CRASH, LIMIT_SECONDS, ROOT, TEXT, Workplace, spillway  # noqa: E402
 
@@ -121,6 +122,13 @@ class Documents(unittest.TestCase):
         (llama / "config.json").write_text(json.dumps(
             {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
              "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}))
+        # A small one under a large one's name, and data for it.
+        small = json.loads((ROOT / "tests/references/families/llama.json").read_text())
+        (cls.prepared / "small.json").write_text(json.dumps({**small, "max_position_embeddings": 4096}))
+        done = spillway("init-model", cls.prepared / "Llama-3.2-1B", "--from", cls.prepared / "small.json")
+        assert done.status == 0, done.err
+        shutil.copy(cls.prepared / "small.json", cls.prepared / "config.json")
+        write_prepared(cls.prepared / "data", [[[(token, True) for token in range(30)]]] * 4)
         (cls.prepared / "aio.json").write_text('{"aio": {"block_size": 262144, "queue_depth": 8}}\n')
         place.nvme.rmdir()
         for drive in ("drive0", "drive1"):

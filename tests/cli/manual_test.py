@@ -24,7 +24,7 @@ def options_of(command):
 
 class Manual(unittest.TestCase):
     PATHS = {"finetune": {"--config", "--aio", "--model", "--data", "--out", "--log", "--trace", "--save", "--load"},
-             "sweep": {"--json", "--report"}, "report": {"--html"},
+             "init-model": {"--from"}, "sweep": {"--json", "--report"}, "report": {"--html"},
              "others": {"--config", "--aio", "--model", "--out", "--with", "--report", "--nvme"}}
 
     def test_EveryHelpShowsAnExampleWithOptionsThatThereAre(self):

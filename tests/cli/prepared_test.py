@@ -9,7 +9,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import CliTest, sha256_of_model, test_seed  # noqa: E402
+from runs import CliTest, sha256_of_model, spillway, test_seed  # noqa: E402
 
 LENGTH, VOCABULARY = 40, 300
 SEED = test_seed()
@@ -95,6 +95,24 @@ class Prepared(CliTest):
         two = write_prepared(self.place.folder / "two", [documents(SEED)[:3]])
         self.assert_refused(self.place.finetune(config, model, data=two, steps=2, seq=LENGTH, fresh=True), str(two),
                             "--no-packing")
+
+    def test_AnOrderOfRowsIsOfItsSeedAndGoesOnWhereItWas(self):
+        model = self.place.init_family("llama")
+        config = self.place.config(micro=1, accumulation=2)
+        data = write_prepared(self.place.folder / "data", [[document] for document in documents(SEED)])
+
+        def trained(*how):
+            out = self.place.folder / "out"
+            for steps, *options in how:
+                self.assert_done(spillway(*self.place.arguments(config, model, data=data, steps=steps, seq=LENGTH,
+                                                                out=out), *options))
+            return sha256_of_model(out)
+
+        # Nine steps are an epoch and a half.
+        straight = trained((9, "--fresh", "--shuffle", 3))
+        self.assertEqual(straight, trained((4, "--fresh", "--shuffle", 3), (9, "--resume", "--shuffle", 3)))
+        self.assertNotEqual(straight, trained((9, "--fresh", "--shuffle", 4)))
+        self.assertNotEqual(straight, trained((9, "--fresh")))
 
     def test_AnotherRowLengthAndATokenBeyondTheVocabularyAreRefused(self):
         model = self.place.init_family("qwen2")

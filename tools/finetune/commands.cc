@@ -198,14 +198,16 @@ void add_finetune(CLI::App& program, int& exit_code) {
   command->add_option("--aio", options.aio, "What spillway sweep --json wrote: put over the configuration");
   command->add_option("--model", options.model, "Directory with config.json and model.safetensors")->required();
   command
-      ->add_option(
-          "--data", options.data,
-          "A directory of spillway.prepare; FILE.bin: 16-bit tokens; any other file: bytes. Rows are read in order")
+      ->add_option("--data", options.data,
+                   "A directory of spillway.prepare; FILE.bin: 16-bit tokens; any other file: bytes. Rows are read in "
+                   "order, or --shuffle")
       ->required();
   command->add_option("--steps", options.steps, "Number of the last step")->required()->transform(steps);
   auto* length = command->add_option("--seq", options.sequence, "Tokens of a row; prepared data says them itself")
                      ->transform(terminal::in_range(1u, 1u << 24))
                      ->capture_default_str();
+  command->add_option("--shuffle", options.shuffle, "Take the rows of each epoch in an order of its own: its seed")
+      ->transform(terminal::in_range(std::uint64_t{0}, UINT64_MAX));
   const auto fuse = [&options](const std::string& name) {
     options.fusion = name == "none"   ? Fusion::kNone
                      : name == "gelu" ? Fusion::kGelu

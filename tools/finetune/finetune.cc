@@ -103,7 +103,7 @@ class Run {
     config_ = load_config(options_.config, options_.aio, automatic(options_), ranks_.count());
     model_ = load_trained_model(options_.model, options_.sequence);
     check_options(options_, config_, model_);
-    data_.emplace(options_.data, options_.sequence, model_.vocabulary);
+    data_.emplace(options_.data, options_.sequence, model_.vocabulary, options_.shuffle);
     if (data_->packed() && model_.position_weight) {
       throw Error(Code::kUnsupported,
                   {.object = options_.data.string(),

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 
 #include "tools/finetune/snapshots.h"
 #include "tools/models/ops/ops.h"
@@ -15,7 +16,8 @@ struct FinetuneOptions {
   std::filesystem::path out, log, trace;  // empty: none
   std::uint64_t steps = 0;                // number of the last step
   std::uint32_t sequence = 256;
-  Fusion fusion = Fusion::kAuto;  // of the `cuda` device
+  std::optional<std::uint64_t> shuffle;  // seed of the order of rows; none: as they lie
+  Fusion fusion = Fusion::kAuto;         // of the `cuda` device
   bool resume = false, fresh = false;
   SnapshotOptions snapshots;
   std::filesystem::path load;  // a snapshot to begin with, or a directory of them; empty: none

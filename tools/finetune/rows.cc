@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "tools/finetune/shuffle.h"
+
 namespace spillway::models::finetune {
 
 std::optional<std::uint32_t> row_length_of(const std::filesystem::path& data) {
@@ -12,7 +14,9 @@ std::optional<std::uint32_t> row_length_of(const std::filesystem::path& data) {
   return PreparedData::row_length_of(data);
 }
 
-Rows::Rows(const std::filesystem::path& data, std::uint32_t sequence, std::uint32_t vocabulary) : sequence_(sequence) {
+Rows::Rows(const std::filesystem::path& data, std::uint32_t sequence, std::uint32_t vocabulary,
+           std::optional<std::uint64_t> seed)
+    : sequence_(sequence), seed_(seed) {
   std::error_code ignored;
   if (std::filesystem::is_directory(data, ignored)) {
     prepared_.emplace(data, vocabulary);
@@ -22,13 +26,23 @@ Rows::Rows(const std::filesystem::path& data, std::uint32_t sequence, std::uint3
   row_.resize(std::size_t{sequence} + 1);
 }
 
+std::string Rows::mark() {
+  const std::string data = prepared_ ? prepared_->mark() : tokens_->mark();
+  return seed_ ? fmt::format("{}, shuffled by {}", data, *seed_) : data;
+}
+
+std::uint64_t Rows::row_at(std::uint64_t position) const {
+  return seed_ ? shuffled_row(position, count(), *seed_) : position % count();
+}
+
 std::string Rows::describe() const {
   if (!prepared_) return fmt::format("{} rows of {} tokens", count(), sequence_);
   return fmt::format("{} rows of {} tokens with {} documents, {} tokens learned", count(), sequence_,
                      prepared_->documents(), prepared_->targets());
 }
 
-void Rows::read(std::uint64_t row, const PreparedData::Row& out) {
+void Rows::read(std::uint64_t position, const PreparedData::Row& out) {
+  const std::uint64_t row = row_at(position);
   if (prepared_) return prepared_->read_row(row, out);
   tokens_->read_row(row, row_);
   std::copy(row_.begin(), row_.end() - 1, out.tokens.begin());
@@ -36,6 +50,8 @@ void Rows::read(std::uint64_t row, const PreparedData::Row& out) {
   std::ranges::fill(out.starts, 0u);
 }
 
-std::uint64_t Rows::targets(std::uint64_t row) { return prepared_ ? prepared_->targets_of(row) : sequence_; }
+std::uint64_t Rows::targets(std::uint64_t position) {
+  return prepared_ ? prepared_->targets_of(row_at(position)) : sequence_;
+}
 
 }  // namespace spillway::models::finetune

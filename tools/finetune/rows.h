@@ -18,23 +18,28 @@ std::optional<std::uint32_t> row_length_of(const std::filesystem::path& data);
 
 class Rows {
  public:
-  // Refuses tokens that the vocabulary does not have before anything is trained.
-  Rows(const std::filesystem::path& data, std::uint32_t sequence, std::uint32_t vocabulary);
+  // Refuses tokens that the vocabulary does not have before anything is trained. `seed`: rows of each epoch come in an
+  // order of its own; none: as they lie.
+  Rows(const std::filesystem::path& data, std::uint32_t sequence, std::uint32_t vocabulary,
+       std::optional<std::uint64_t> seed = {});
 
   std::uint64_t count() const { return prepared_ ? prepared_->rows() : tokens_->rows(); }
   // A row holds several documents, which do not see each other.
   bool packed() const { return prepared_ && prepared_->documents() > prepared_->rows(); }
-  // What tells one source from another.
-  std::string mark() { return prepared_ ? prepared_->mark() : tokens_->mark(); }
+  // What tells one source, or order, from another.
+  std::string mark();
   std::string describe() const;
 
-  // Each of `sequence` values; of row `row` modulo count(). See PreparedData::Row.
-  void read(std::uint64_t row, const PreparedData::Row& out);
-  // Tokens of the row that are learned.
-  std::uint64_t targets(std::uint64_t row);
+  // Each of `sequence` values; of the row that comes `position`-th. See PreparedData::Row.
+  void read(std::uint64_t position, const PreparedData::Row& out);
+  // Tokens of that row that are learned.
+  std::uint64_t targets(std::uint64_t position);
 
  private:
+  std::uint64_t row_at(std::uint64_t position) const;
+
   std::uint32_t sequence_;
+  std::optional<std::uint64_t> seed_;
   std::optional<TokenFile> tokens_;  // one of the two
   std::optional<PreparedData> prepared_;
   std::vector<std::uint32_t> row_;
