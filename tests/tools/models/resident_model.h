@@ -24,6 +24,8 @@ inline ModelConfig tiny_model() {
 
 struct Resident {
   Resident(const ModelConfig& model, const TrainerOptions& options, bool keep_insides = false)
+      : Resident(trained_gpt2(model), options, keep_insides) {}
+  Resident(const TrainedModel& model, const TrainerOptions& options, bool keep_insides = false)
       : trainer(model, options),
         description(trainer.description()),
         engine(description, options.type, options.threads, 0, keep_insides) {
@@ -35,8 +37,8 @@ struct Resident {
       for (std::uint32_t p = 0; p < description.blocks[b].parameters.size(); ++p) {
         const auto& parameter = description.blocks[b].parameters[p];
         auto& values = block.emplace_back(elements(parameter));
-        const bool norm = parameter.name.find("ln_") != std::string::npos;
-        for (auto& v : values) v = normal(generator) + (norm && parameter.name.ends_with("weight") ? 1.0f : 0.0f);
+        const bool norm = parameter.shape.size() == 1 && parameter.name.ends_with("weight");
+        for (auto& v : values) v = normal(generator) + (norm ? 1.0f - model.norm_offset : 0.0f);
         engine.set_weight(b, p, values);
       }
     }
@@ -48,7 +50,8 @@ struct Resident {
   std::vector<std::vector<std::vector<float>>> weights;
 };
 
-inline std::vector<std::uint32_t> random_rows(const ModelConfig& model, std::size_t rows, std::size_t sequence) {
+template <typename Model>  // ModelConfig, TrainedModel
+std::vector<std::uint32_t> random_rows(const Model& model, std::size_t rows, std::size_t sequence) {
   std::mt19937 generator(11);
   std::vector<std::uint32_t> out(rows * (sequence + 1));
   for (auto& token : out) token = static_cast<std::uint32_t>(generator() % model.vocabulary);

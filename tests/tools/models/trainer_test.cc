@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "tests/tools/models/resident_model.h"
+#include "tools/models/config_json.h"
 
 namespace spillway::models {
 namespace {
@@ -25,10 +26,7 @@ TEST(TrainerTest, OptionsAreOfAConfigurationWhoseThreadsAreSet) {
   EXPECT_DEATH(trainer_options(config, DeviceKind::kHost, 8), "as many threads as the operations are made for");
 }
 
-TEST(TrainerTest, GradientsAreDerivativesOfTheLoss) {
-  const auto model = tiny_model();
-  Resident run(model, {.type = DType::kFloat32, .micro_batch = 1, .accumulation = 2, .sequence = 70, .threads = 1});
-  const auto rows = random_rows(model, 2, 70);
+void expect_derivatives(Resident& run, const std::vector<std::uint32_t>& rows) {
   run.trainer.run_step(rows);
   std::vector<std::vector<std::vector<float>>> gradients(run.weights.size());
   for (std::uint32_t b = 0; b < run.weights.size(); ++b) {
@@ -67,6 +65,61 @@ TEST(TrainerTest, GradientsAreDerivativesOfTheLoss) {
       }
       run.engine.set_weight(b, p, run.weights[b][p]);
     }
+  }
+}
+
+TEST(TrainerTest, GradientsAreDerivativesOfTheLoss) {
+  const auto model = tiny_model();
+  Resident run(model, {.type = DType::kFloat32, .micro_batch = 1, .accumulation = 2, .sequence = 70, .threads = 1});
+  expect_derivatives(run, random_rows(model, 2, 70));
+}
+
+// Norms of heads and biases; norms behind, soft caps and windows; one tensor for several products.
+TrainedModel tiny_decoder(const char* family, const std::string& more) {
+  const std::string text = std::string(R"({"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80,
+      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 90,
+      "max_position_embeddings": 128, "model_type": ")") +
+                           family + "\"" + more + "}";
+  return trained_model(ConfigJson(text, family), 20);
+}
+
+std::vector<TrainedModel> tiny_decoders() {
+  return {tiny_decoder("qwen3", R"(, "attention_bias": true, "tie_word_embeddings": true)"),
+          tiny_decoder("llama", R"(, "attention_bias": true, "mlp_bias": true)"),
+          tiny_decoder("gemma2", R"(, "sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16,
+              "final_logit_softcapping": 4.0, "hidden_activation": "gelu_pytorch_tanh")"),
+          tiny_decoder("phi3", R"(, "partial_rotary_factor": 0.5, "tie_word_embeddings": false)")};
+}
+
+TEST(TrainerTest, GradientsOfDecodersAreDerivativesOfTheLoss) {
+  for (const TrainedModel& model : tiny_decoders()) {
+    SCOPED_TRACE(model.family);
+    Resident run(model, {.type = DType::kFloat32, .micro_batch = 1, .accumulation = 2, .sequence = 20, .threads = 1});
+    expect_derivatives(run, random_rows(model, 2, 20));
+  }
+}
+
+TEST(TrainerTest, DecodersHaveTheSameBitsWithAnyThreadsAndInsides) {
+  for (const TrainedModel& model : tiny_decoders()) {
+    SCOPED_TRACE(model.family);
+    const auto rows = random_rows(model, 4, 20);
+    const auto trained = [&](unsigned threads, bool keeps) {
+      Resident run(model,
+                   {.type = DType::kBFloat16, .micro_batch = 2, .accumulation = 2, .sequence = 20, .threads = threads},
+                   keeps);
+      const double loss = run.trainer.run_step(rows);
+      std::vector<float> all = {static_cast<float>(loss)};
+      for (std::uint32_t b = 0; b < run.weights.size(); ++b) {
+        for (std::uint32_t p = 0; p < run.weights[b].size(); ++p) {
+          const auto gradient = run.engine.gradient(b, p);
+          all.insert(all.end(), gradient.begin(), gradient.end());
+        }
+      }
+      return all;
+    };
+    const auto one = trained(1, false);
+    EXPECT_EQ(one, trained(3, false));
+    EXPECT_EQ(one, trained(2, true));
   }
 }
 
