@@ -2,11 +2,9 @@
 
 #include <fmt/format.h>
 
-#include <cerrno>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "spillway/error.h"
@@ -50,25 +48,22 @@ CLI::Option* add_dtype(CLI::App* command, Type& type, const std::string& help) {
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
 }
 
-// Of any family, as a config.json describes it.
-int run_init_from(const InitOptions& options) {
-  std::ifstream file(options.from, std::ios::binary);
-  const std::string text(std::istreambuf_iterator<char>(file), {});
-  if (!file) {
-    throw Error(Code::kNotFound, {options.from.string(), "cannot be read", errno, "name the config.json of a model"});
-  }
-  const TrainedModel model = trained_model(ConfigJson(text, options.from.string()), 1);
+int make_model(const InitOptions& options, const TrainedModel& model, std::string_view name) {
   const terminal::Interrupt interrupt("ending without a model");  // before anything that starts threads
   const std::uint64_t count =
       init_model(options.directory, model, options.seed, options.type, [&] { return interrupt.requested(); });
   if (count == 0) return interrupt.exit_code();
-  terminal::tell("{}: a new {} of {} parameters, {} layers of width {}\n", options.directory.string(), model.family,
-                 count, model.layers.size(), model.width);
+  terminal::tell("{}: a new {} of {} parameters, {} layers of width {}\n", options.directory.string(), name, count,
+                 model.layers.size(), model.width);
   return 0;
 }
 
 int run_init_model(const InitOptions& options) {
-  if (!options.from.empty()) return run_init_from(options);
+  if (!options.from.empty()) {
+    constexpr const char* kWanted = "--from wants the config.json of a model";
+    const TrainedModel model = trained_model(ConfigJson::read(options.from, kWanted, kWanted), 1);
+    return make_model(options, model, model.family);
+  }
   ModelConfig config;
   config.layers = options.layers;
   config.width = options.width;
@@ -89,13 +84,8 @@ int run_init_model(const InitOptions& options) {
                  .errno_value = 0,
                  .hint = "every head has width / heads columns"});
   }
-  const terminal::Interrupt interrupt("ending without a model");  // before anything that starts threads
-  const std::uint64_t count =
-      init_model(options.directory, config, options.seed, options.type, [&] { return interrupt.requested(); });
-  if (count == 0) return interrupt.exit_code();
-  terminal::tell("{}: a new GPT-2 of {} parameters, {} layers of width {}\n", options.directory.string(), count,
-                 config.layers, config.width);
-  return 0;
+  config.text = model_config_text(config, options.type);
+  return make_model(options, trained_gpt2(config), "GPT-2");
 }
 
 struct Stopped {};  // by Ctrl-C

@@ -2,19 +2,9 @@
 
 #include <bit>
 
+#include "tools/models/splitmix.h"
+
 namespace spillway::models::finetune {
-namespace {
-
-// SplitMix64 (Steele, Lea, Flood 2014): the finalizer over a counter.
-std::uint64_t mix(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-}  // namespace
-
 // A Feistel network over the smallest square of a power of two that holds all rows is a permutation of it; what falls
 // outside of the rows goes through it again (Black, Rogaway 2002).
 std::uint64_t shuffled_row(std::uint64_t position, std::uint64_t count, std::uint64_t seed) {

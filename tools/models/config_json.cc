@@ -85,7 +85,11 @@ ConfigJson::ConfigJson(std::string_view text, std::string name, std::string whol
 }
 
 ConfigJson ConfigJson::load(const std::filesystem::path& directory) {
-  const auto path = directory / "config.json";
+  return read(directory / "config.json", "--model wants the directory of a model",
+              "--model wants a directory with config.json and model.safetensors");
+}
+
+ConfigJson ConfigJson::read(const std::filesystem::path& path, const char* wanted, const char* absent) {
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
   const bool is_there = std::filesystem::exists(status), is_file = std::filesystem::is_regular_file(status);
@@ -94,14 +98,12 @@ ConfigJson ConfigJson::load(const std::filesystem::path& directory) {
                 {.object = path.string(),
                  .happened = is_file ? fmt::format("is larger than {} bytes", kMostBytes) : "is not a regular file",
                  .errno_value = 0,
-                 .hint = "--model wants the directory of a model"});
+                 .hint = wanted});
   }
   std::ifstream file(path, std::ios::binary);
   if (!file) {
-    throw Error(Code::kNotFound, {.object = path.string(),
-                                  .happened = "cannot be opened",
-                                  .errno_value = errno,
-                                  .hint = "--model wants a directory with config.json and model.safetensors"});
+    throw Error(Code::kNotFound,
+                {.object = path.string(), .happened = "cannot be opened", .errno_value = errno, .hint = absent});
   }
   return {std::string(std::istreambuf_iterator<char>(file), {}), path.string()};
 }

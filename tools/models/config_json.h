@@ -45,6 +45,8 @@ class ConfigJson {
   ConfigJson(std::string_view text, std::string name, std::string whole = "take the file as the model came with it");
   // The one in a model's directory. Refuses what cannot be read or is far too large to be one.
   static ConfigJson load(const std::filesystem::path& directory);
+  // Such a file; the hints where it is none, and where it is not there.
+  static ConfigJson read(const std::filesystem::path& file, const char* wanted, const char* absent);
 
   const std::string& text() const { return text_; }
   const std::string& name() const { return name_; }

@@ -9,18 +9,11 @@
 
 #include "spillway/error.h"
 #include "spillway/safetensors.h"
+#include "tools/models/splitmix.h"
 #include "tools/models/weights.h"
 
 namespace spillway::models {
 namespace {
-
-// SplitMix64 (Steele, Lea, Flood 2014): the finalizer over a counter.
-std::uint64_t mix(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 // ln(x) for x > 0, about 1e-15. The C library's log is not the same on all machines. With x = m * 2^e, m near 1:
 // ln(m) = 2 (s + s^3/3 + s^5/5 + …), s = (m - 1) / (m + 1).

@@ -281,28 +281,16 @@ void Trainer::head() {
     ops_->run(HeadLoss{w.normed, w.targets + first, lease.weight(model_.head_weight), scale, losses + first, w.normed,
                        w.dhead_weight, !begins_part(b), model_.head_soft_cap},
               *stream_);
-    if (model_.rms) {
-      ops_->run(RmsNormBackward{.x = x.data(),
-                                .x_stride = shape_.width,
-                                .weight = norm_weight,
-                                .dout = w.normed,
-                                .dout_stride = shape_.width,
-                                .statistics = w.normed_statistics,
-                                .residual = nullptr,
-                                .dx = x.data(),
-                                .dx_stride = shape_.width,
-                                .dweight = w.dfinal_norm_weight,
-                                .gradient = DType::kFloat32,
-                                .accumulate = !begins_part(b),
-                                .groups = 1,
-                                .columns = shape_.width,
-                                .offset = model_.norm_offset},
-                *stream_);
-    } else {
-      ops_->run(LayerNormBackward{x.data(), norm_weight, w.normed, w.normed_statistics, nullptr, x.data(),
-                                  w.dfinal_norm_weight, w.dfinal_norm_bias, DType::kFloat32, !begins_part(b)},
-                *stream_);
-    }
+    norm_backward({.weight = norm_weight,
+                   .x = x.data(),
+                   .dout = w.normed,
+                   .statistics = w.normed_statistics,
+                   .residual = nullptr,
+                   .dx = x.data(),
+                   .dweight = w.dfinal_norm_weight,
+                   .dbias = w.dfinal_norm_bias,
+                   .gradient = DType::kFloat32,
+                   .accumulate = !begins_part(b)});
     // Where it is tied, one part's goes on to the embedding.
     if ((tied() && options_.parts == 1) || !ends_part(b)) continue;
     push(model_.head_block, model_.head_weight, w.dhead_weight, DType::kFloat32, b);

@@ -132,14 +132,24 @@ class Trainer {
   void layer_mlp_out(const TrainedLayer& layer, const Lease& lease, const Inside& inside, std::byte* out) const;
   void layer_backward(const LayerVisit& visit, const std::byte* x, std::byte* d) const;
   void norm(const NormTensors& norm, const Lease& lease, const void* x, void* out, float* statistics) const;
-  void products(const std::vector<ProductTensors>& products, const Lease& lease, const void* x, std::byte* y,
+  void products(std::span<const ProductTensors> products, const Lease& lease, const void* x, std::byte* y,
                 std::size_t y_stride) const;
   void product_gradient(const LayerVisit& visit, const ProductTensors& product, std::uint32_t in, const void* x,
                         const std::byte* dy, std::size_t dy_stride) const;
   // And dx, the sum over all of them.
-  void products_gradient(const LayerVisit& visit, const std::vector<ProductTensors>& products, std::uint32_t in,
+  void products_gradient(const LayerVisit& visit, std::span<const ProductTensors> products, std::uint32_t in,
                          const void* x, const std::byte* dy, std::size_t dy_stride, std::byte* dx) const;
-  // Of `dout`, on to dx = that + residual.
+  // Through a norm of whole rows, whichever the model has: dx is that + residual.
+  struct NormBackward {
+    const void *weight, *x, *dout;
+    const float* statistics;
+    const void* residual;  // may be null
+    void *dx, *dweight, *dbias;
+    DType gradient;
+    bool accumulate;
+  };
+  void norm_backward(const NormBackward& op) const;
+  // The same of a layer's.
   void norm_gradient(const LayerVisit& visit, const NormTensors& norm, const void* x, const float* statistics,
                      const std::byte* dout, const std::byte* residual, std::byte* dx) const;
   void head_norm(ParameterIndex weight, const Lease& lease, const Inside& inside, std::size_t column,

@@ -52,7 +52,7 @@ void Trainer::norm(const NormTensors& norm, const Lease& lease, const void* x, v
             *stream_);
 }
 
-void Trainer::products(const std::vector<ProductTensors>& products, const Lease& lease, const void* x, std::byte* y,
+void Trainer::products(std::span<const ProductTensors> products, const Lease& lease, const void* x, std::byte* y,
                        std::size_t y_stride) const {
   for (const ProductTensors& product : products) {
     ops_->run(Linear{.in = shape_.width,
@@ -112,10 +112,10 @@ void Trainer::layer_attention(const TrainedLayer& layer, const Lease& lease, con
   norm(layer.attention_norm, lease, x, w.norm1, w.statistics1);
   if (layer.query_norm) {
     // Values need no norm.
-    const std::vector<ProductTensors> normed(layer.qkv.begin(), layer.qkv.end() - 1);
-    products(normed, lease, w.norm1, w.projected, row);
+    const std::span<const ProductTensors> all(layer.qkv);
     const std::size_t value = shape_.query_width() + std::size_t{shape_.kv_heads()} * shape_.head_width();
-    products({layer.qkv.back()}, lease, w.norm1, w.qkv + value * size_of(shape_.type), row);
+    products(all.first(all.size() - 1), lease, w.norm1, w.projected, row);
+    products(all.last(1), lease, w.norm1, w.qkv + value * size_of(shape_.type), row);
     head_norm(*layer.query_norm, lease, w, 0, false);
     head_norm(*layer.key_norm, lease, w, shape_.query_width(), true);
   } else {
@@ -207,7 +207,7 @@ void Trainer::product_gradient(const LayerVisit& visit, const ProductTensors& pr
   if (product.bias) push_layer(visit, *product.bias);
 }
 
-void Trainer::products_gradient(const LayerVisit& visit, const std::vector<ProductTensors>& products, std::uint32_t in,
+void Trainer::products_gradient(const LayerVisit& visit, std::span<const ProductTensors> products, std::uint32_t in,
                                 const void* x, const std::byte* dy, std::size_t dy_stride, std::byte* dx) const {
   const void* sum = nullptr;
   for (const ProductTensors& product : products) {
@@ -226,32 +226,43 @@ void Trainer::products_gradient(const LayerVisit& visit, const std::vector<Produ
   }
 }
 
+void Trainer::norm_backward(const NormBackward& op) const {
+  if (!model_.rms) {
+    ops_->run(LayerNormBackward{op.x, op.weight, op.dout, op.statistics, op.residual, op.dx, op.dweight, op.dbias,
+                                op.gradient, op.accumulate},
+              *stream_);
+    return;
+  }
+  ops_->run(RmsNormBackward{.x = op.x,
+                            .x_stride = shape_.width,
+                            .weight = op.weight,
+                            .dout = op.dout,
+                            .dout_stride = shape_.width,
+                            .statistics = op.statistics,
+                            .residual = op.residual,
+                            .dx = op.dx,
+                            .dx_stride = shape_.width,
+                            .dweight = op.dweight,
+                            .gradient = op.gradient,
+                            .accumulate = op.accumulate,
+                            .groups = 1,
+                            .columns = shape_.width,
+                            .offset = model_.norm_offset},
+            *stream_);
+}
+
 void Trainer::norm_gradient(const LayerVisit& visit, const NormTensors& norm, const void* x, const float* statistics,
                             const std::byte* dout, const std::byte* residual, std::byte* dx) const {
-  const void* const weight = visit.lease.weight(norm.weight);
-  const bool accumulate = !begins_part(visit.micro_batch);
-  if (model_.rms) {
-    ops_->run(RmsNormBackward{.x = x,
-                              .x_stride = shape_.width,
-                              .weight = weight,
-                              .dout = dout,
-                              .dout_stride = shape_.width,
-                              .statistics = statistics,
-                              .residual = residual,
-                              .dx = dx,
-                              .dx_stride = shape_.width,
-                              .dweight = gradient_of(norm.weight),
-                              .gradient = gradient_type_,
-                              .accumulate = accumulate,
-                              .groups = 1,
-                              .columns = shape_.width,
-                              .offset = model_.norm_offset},
-              *stream_);
-  } else {
-    ops_->run(LayerNormBackward{x, weight, dout, statistics, residual, dx, gradient_of(norm.weight),
-                                gradient_of(*norm.bias), gradient_type_, accumulate},
-              *stream_);
-  }
+  norm_backward({.weight = visit.lease.weight(norm.weight),
+                 .x = x,
+                 .dout = dout,
+                 .statistics = statistics,
+                 .residual = residual,
+                 .dx = dx,
+                 .dweight = gradient_of(norm.weight),
+                 .dbias = norm.bias ? gradient_of(*norm.bias) : nullptr,
+                 .gradient = gradient_type_,
+                 .accumulate = !begins_part(visit.micro_batch)});
   push_layer(visit, norm.weight);
   if (norm.bias) push_layer(visit, *norm.bias);
 }

@@ -169,6 +169,23 @@ inline Shape uneven_shape(DType type) {
           .epsilon = 1e-5f};
 }
 
+// Of a few tokens, in rows that one block of threads has much to do with.
+inline std::vector<Shape> wide_shapes(DType type) {
+  std::vector<Shape> shapes;
+  for (const auto& [width, heads] : {std::pair{1035u, 9u}, {2080u, 65u}, {4224u, 66u}, {8208u, 114u}}) {
+    shapes.push_back({.type = type,
+                      .batch = 1,
+                      .sequence = 11,
+                      .width = width,
+                      .heads = heads,
+                      .inner = 8,
+                      .vocabulary = 8,
+                      .positions = 11,
+                      .epsilon = 1e-5f});
+  }
+  return shapes;
+}
+
 struct NamedShape {
   const char* name;
   Shape (*of)(DType type);

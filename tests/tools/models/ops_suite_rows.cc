@@ -137,21 +137,12 @@ TEST_P(OpsTest, RmsNormNormalizesRowsOrHeads) {
 
 TEST_P(OpsOfSizeTest, RmsNormTakesWideRows) {
   where_computed([] {
-    for (const auto& [width, heads] : {std::pair{1035u, 9u}, {2080u, 65u}, {4224u, 66u}, {8208u, 114u}}) {
-      SCOPED_TRACE(width);
-      const Shape shape{.type = GetParam().type,
-                        .batch = 1,
-                        .sequence = 11,
-                        .width = width,
-                        .heads = heads,
-                        .inner = 8,
-                        .vocabulary = 8,
-                        .positions = 11,
-                        .epsilon = 1e-5f};
+    for (const Shape& shape : wide_shapes(GetParam().type)) {
+      SCOPED_TRACE(shape.width);
       Bench bench(shape, GetParam(), 2);
       Random random(shape.type);
       check_rms_norm(bench, random, 1, 0, 0);
-      check_rms_norm(bench, random, heads, 1, 1);
+      check_rms_norm(bench, random, shape.heads, 1, 1);
     }
   });
 }
