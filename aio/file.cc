@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "aio/direct_io.h"
+#include "aio/directory.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
 
@@ -115,7 +116,7 @@ File::File(File&& other) noexcept { *this = std::move(other); }
 File& File::operator=(File&& other) noexcept {
   std::swap(fd_, other.fd_);
   std::swap(direct_, other.direct_);
-  std::swap(sync_error_, other.sync_error_);
+  sync_error_ = other.sync_error_.exchange(sync_error_);
   std::swap(alignment_, other.alignment_);
   std::swap(memory_alignment_, other.memory_alignment_);
   std::swap(path_, other.path_);
@@ -215,7 +216,8 @@ void File::sync() {
 }
 
 void File::note_sync_failure(int errno_value) noexcept {
-  if (sync_error_ == 0) sync_error_ = errno_value != 0 ? errno_value : EIO;
+  int none = 0;
+  sync_error_.compare_exchange_strong(none, errno_value != 0 ? errno_value : EIO);
 }
 
 void File::rename_to(const std::filesystem::path& path) {
@@ -226,11 +228,7 @@ void File::rename_to(const std::filesystem::path& path) {
   path_ = path;
   // The name is durable only when its directory is.
   const std::filesystem::path parent = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
-  const int directory = ::open(parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  const bool synced = directory >= 0 && ::fsync(directory) == 0;
-  const int error = errno;
-  if (directory >= 0) ::close(directory);
-  if (!synced)
+  if (const int error = sync_names(parent).error)
     throw Error(Code::kIo, {parent.string(), "cannot be synced", error,
                             error == EMFILE || error == ENFILE ? "raise ulimit -n" : "check the drive"});
 }

@@ -42,6 +42,8 @@ struct IoEngineOptions {
   std::uint64_t block_bytes = kMiB;  // largest piece
   std::span<File* const> files = {};
   std::span<const std::span<std::byte>> regions = {};
+  // With what may come later; never fewer than are given here.
+  std::uint32_t max_files = 0, max_regions = 0;
 };
 
 class IoEngine {
@@ -56,6 +58,13 @@ class IoEngine {
   // Any thread, any signal handler.
   virtual void wake() noexcept = 0;
   virtual std::string describe() const = 0;
+
+  // A file that comes later or, null, goes. `index` is below max_files, and no piece of it is in flight. Throws
+  // kUnsupported as the functions below do, kIo where the kernel takes no more.
+  virtual void set_file(std::uint32_t index, const File* file) = 0;
+  // A region that comes later and overlaps none that is there; true: the kernel has it, false: why not is logged.
+  virtual bool add_region(std::span<std::byte> region) = 0;
+  virtual void remove_region(std::span<std::byte> region) = 0;
 };
 
 // Each throws kUnsupported with the reason when this kernel, limit, sandbox or file does not allow it.
@@ -63,19 +72,26 @@ std::unique_ptr<IoEngine> make_uring_engine(const IoEngineOptions& options);
 std::unique_ptr<IoEngine> make_libaio_engine(const IoEngineOptions& options);
 std::unique_ptr<IoEngine> make_threads_engine(const IoEngineOptions& options);
 
+// The one of that kind; of kAuto the first of kIoEngines that is to be had, and why it is not an earlier one is logged.
+std::unique_ptr<IoEngine> make_engine(IoEngineKind kind, const IoEngineOptions& options);
+
 // What a rung of kAuto's ladder costs on top of the first, in words: `about 50 % more CPU`; empty for the first. CPU
 // time per byte moved, bench/results/aio-engines.jsonl; the next line too.
 const char* price_of(IoEngineKind kind);
 inline constexpr int kPlainBuffersPrice = 75;  // of io_uring without registered buffers, in percent more CPU
 
-// Pieces in flight of a whole queue, which is what its engine must take.
+// Files that a queue has places for, and pieces in flight of all of them, which is what its engine must take.
+std::uint32_t file_places(const IoQueueOptions& options, std::size_t files);
 std::uint32_t total_depth(const IoQueueOptions& options, std::size_t files);
 
-// The queue over a given engine, which takes at most total_depth() pieces. `files` as in IoQueue::create.
+// The queue over a given engine, which takes at most total_depth() pieces and has the files and the regions. `files` as
+// in IoQueue::create.
 std::unique_ptr<IoQueue> make_queue(const IoQueueOptions& options, std::span<File* const> files,
-                                    std::unique_ptr<IoEngine> engine);
+                                    std::unique_ptr<IoEngine> engine,
+                                    std::span<const std::span<std::byte>> regions = {});
 
-// Throws kInvalidArgument for a depth or a block size that cannot be.
+// Throws kInvalidArgument for a depth or a block size that cannot be; the second for what a file needs of the latter.
 void check_options(const IoQueueOptions& options, std::span<File* const> files);
+void check_block(const IoQueueOptions& options, const File& file);
 
 }  // namespace spillway

@@ -41,10 +41,8 @@ class LibaioEngine final : public IoEngine {
  public:
   explicit LibaioEngine(const IoEngineOptions& options)
       : blocks_(options.depth), events_(options.depth + 1), refused_(options.depth) {
-    for (const File* file : options.files) {
-      if (!file->direct()) refuse(file->path().string() + " has no direct I/O, so a request would block");
-      fds_.push_back(file->fd());
-    }
+    fds_.resize(std::max<std::size_t>(options.files.size(), options.max_files), -1);
+    for (std::uint32_t i = 0; i < options.files.size(); ++i) set_file(i, options.files[i]);
     pointers_.reserve(options.depth);
     if (const int error = -io_setup(static_cast<int>(options.depth) + 1, &context_); error != 0) {
       refuse(why_refused(error));
@@ -107,6 +105,13 @@ class LibaioEngine final : public IoEngine {
   void wake() noexcept override { event_.set(); }
 
   std::string describe() const override { return "libaio"; }
+
+  void set_file(std::uint32_t index, const File* file) override {
+    if (file && !file->direct()) refuse(file->path().string() + " has no direct I/O, so a request would block");
+    fds_.at(index) = file ? file->fd() : -1;
+  }
+  bool add_region(std::span<std::byte>) override { return false; }
+  void remove_region(std::span<std::byte>) override {}
 
  private:
   // A piece's control block is its slot's: a slot holds one piece at a time.

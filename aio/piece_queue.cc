@@ -7,7 +7,8 @@
 //              └ one line per file: a striped request stands in several, so a slow drive does not hold up the others
 //
 // A piece keeps its slot from the cut until its last byte is moved or it has failed; a request is ready when it stands
-// in no line and none of its pieces holds a slot. All memory is taken in the constructor.
+// in no line and none of its pieces holds a slot. All memory is taken in the constructor, but the line of a file that
+// comes later.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -23,6 +24,7 @@
 
 #include "aio/fixed_ring.h"
 #include "aio/io_engine.h"
+#include "aio/request_check.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
 #include "spillway/units.h"
@@ -44,17 +46,20 @@ double seconds_between(Clock::time_point from, Clock::time_point to) {
 
 class PieceQueue final : public IoQueue {
  public:
-  PieceQueue(const IoQueueOptions& options, std::span<File* const> files, std::unique_ptr<IoEngine> engine)
+  PieceQueue(const IoQueueOptions& options, std::span<File* const> files, std::span<const std::span<std::byte>> regions,
+             std::unique_ptr<IoEngine> engine)
       : options_(options),
         files_(files.begin(), files.end()),
+        regions_(regions.begin(), regions.end()),
         engine_(std::move(engine)),
+        places_(file_places(options, files.size())),
         requests_(options.max_requests),
         pieces_(total_depth(options, files.size())),
         results_(pieces_.size()),
         ready_(options.max_requests),
         again_(pieces_.size()) {
     if (options.stripes) stripes_ = *options.stripes;
-    lines_.reserve(files.size());
+    lines_.reserve(places_);
     for (std::size_t i = 0; i < files.size(); ++i) lines_.emplace_back(options.max_requests);
     free_requests_.reserve(options.max_requests);
     for (std::uint32_t i = options.max_requests; i-- > 0;) free_requests_.push_back(i);
@@ -79,13 +84,14 @@ class PieceQueue final : public IoQueue {
 
   void submit(const IoRequest& request) override {
     check_owner();
-    check_request(request);
+    const char* const why = refusal(request, files_, stripes_ ? &*stripes_ : nullptr);
+    SPILLWAY_CHECK(why == nullptr, why);
     SPILLWAY_CHECK(!free_requests_.empty(), "more requests than IoQueueOptions::max_requests");
     const std::uint32_t index = free_requests_.back();
     free_requests_.pop_back();
     requests_[index] = {.io = request, .result = {.tag = request.tag}};
     if (request.file != kStripedSpace) return stand_in_line(index, request.file);
-    for (std::uint32_t file = 0; file < files_.size(); ++file) {
+    for (std::uint32_t file = 0; file < stripes_->files(); ++file) {
       if (request.op == IoOp::kSync || run_on(request, file, request.offset)) stand_in_line(index, file);
     }
   }
@@ -120,6 +126,60 @@ class PieceQueue final : public IoQueue {
 
   void wake() noexcept override { engine_->wake(); }
 
+  void cancel_waiting() override {
+    check_owner();
+    for (std::uint32_t file = 0; file < lines_.size(); ++file) {
+      for (FixedRing<Cursor>* waiting : {&lines_[file].urgent, &lines_[file].reads, &lines_[file].writes}) {
+        while (!waiting->empty()) {
+          const Cursor cursor = waiting->pop();
+          Request& request = requests_[cursor.request];
+          note_failure(request, ECANCELED, rest_of(request.io, file, cursor.at));
+          --request.lines;
+          complete_if_done(cursor.request);
+        }
+      }
+    }
+  }
+
+  std::uint32_t add_file(File& file) override {
+    check_owner();
+    check_block(options_, file);
+    const auto index = static_cast<std::uint32_t>(std::ranges::find(files_, nullptr) - files_.begin());
+    check_place(file, index, places_);
+    files_.reserve(index + 1);
+    if (index == lines_.size()) lines_.emplace_back(options_.max_requests);
+    engine_->set_file(index, &file);
+    if (index == files_.size()) files_.push_back(nullptr);
+    files_[index] = &file;
+    return index;
+  }
+
+  void remove_file(std::uint32_t index) override {
+    check_owner();
+    check_leaves(index, files_, stripes_ ? &*stripes_ : nullptr);
+    if (!lines_[index].idle())
+      throw Error(Code::kBusy, {files_[index]->path().string(), "requests of the I/O queue are under way on it", 0,
+                                "wait for them"});
+    engine_->set_file(index, nullptr);
+    files_[index] = nullptr;
+  }
+
+  bool add_region(std::span<std::byte> region) override {
+    check_owner();
+    check_region(region, regions_, options_.max_regions);
+    regions_.reserve(regions_.size() + 1);
+    const bool registered = engine_->add_region(region);
+    regions_.push_back(region);
+    return registered;
+  }
+
+  void remove_region(const std::byte* begin) override {
+    check_owner();
+    const auto region = regions_.begin() + region_at(begin, regions_);
+    engine_->remove_region(*region);
+    regions_.erase(region);
+  }
+
   std::uint32_t pending() const noexcept override {
     return static_cast<std::uint32_t>(requests_.size() - free_requests_.size());
   }
@@ -153,6 +213,7 @@ class PieceQueue final : public IoQueue {
     std::uint32_t read_slots = 0, write_slots = 0;
 
     std::uint32_t slots() const { return read_slots + write_slots; }
+    bool idle() const { return slots() == 0 && urgent.empty() && reads.empty() && writes.empty(); }
     std::uint32_t& slots_of(IoOp op) { return op == IoOp::kRead ? read_slots : write_slots; }
     FixedRing<Cursor>& of(const IoRequest& io) {
       return io.priority == IoPriority::kUrgent ? urgent : io.op == IoOp::kRead ? reads : writes;
@@ -178,44 +239,27 @@ class PieceQueue final : public IoQueue {
     SPILLWAY_CHECK(std::this_thread::get_id() == owner_, "only the thread that created the queue submits and waits");
   }
 
-  void check_request(const IoRequest& request) const {
-    const bool striped = request.file == kStripedSpace;
-    SPILLWAY_CHECK(striped ? stripes_.has_value() : request.file < files_.size(), "no such file in this queue");
-    SPILLWAY_CHECK(!striped || request.op == IoOp::kSync || request.offset >= stripes_->header_bytes(),
-                   "the striped space starts behind the files' headers");
-    if (request.op == IoOp::kSync) {
-      SPILLWAY_CHECK(request.bytes == 0 && request.buffer == nullptr, "a sync moves no bytes");
-      return;
-    }
-    SPILLWAY_CHECK(request.bytes > 0 && request.buffer != nullptr, "a transfer needs bytes and a buffer");
-    SPILLWAY_CHECK(request.offset <= std::numeric_limits<std::int64_t>::max() - request.bytes, "offset out of range");
-    SPILLWAY_CHECK(
-        request.least_bytes == 0 || (request.op == IoOp::kRead && !striped && request.least_bytes <= request.bytes),
-        "least_bytes is a part of a read of one file");
-    const auto address = reinterpret_cast<std::uintptr_t>(request.buffer);
-    for (std::size_t i = 0; i < files_.size(); ++i) {
-      if (!striped && i != request.file) continue;
-      SPILLWAY_CHECK((request.offset | request.bytes) % files_[i]->alignment() == 0,
-                     "offset and length must be multiples of File::alignment()");
-      SPILLWAY_CHECK(address % files_[i]->memory_alignment() == 0,
-                     "the address must be a multiple of File::memory_alignment()");
-    }
-  }
-
   void stand_in_line(std::uint32_t index, std::uint32_t file) {
     Request& request = requests_[index];
     ++request.lines;
     lines_[file].of(request.io).push({index, request.io.offset});
   }
 
-  // The next contiguous run of a transfer on `file`, at or behind `at`; nothing when the request ends before it.
-  std::optional<StripeMap::Place> run_on(const IoRequest& io, std::uint32_t file, std::uint64_t at) const {
+  // The next contiguous run of a transfer on `file`, at or after `at`; nothing when the request ends before it.
+  std::optional<StripeMap::Extent> run_on(const IoRequest& io, std::uint32_t file, std::uint64_t at) const {
     const std::uint64_t end = io.offset + io.bytes;
-    StripeMap::Place run{at, at, end - at};
+    StripeMap::Extent run{at, at, end - at};
     if (io.file == kStripedSpace) run = stripes_->next_on(file, at);
     if (run.space_offset >= end) return std::nullopt;
     run.bytes = std::min(run.bytes, end - run.space_offset);
     return run;
+  }
+
+  // What of a request is not cut on `file`, as far as it goes without a break.
+  IoPiece rest_of(const IoRequest& io, std::uint32_t file, std::uint64_t at) const {
+    if (io.op == IoOp::kSync) return {.op = io.op, .file = file};
+    const StripeMap::Extent run = *run_on(io, file, at);
+    return {.op = io.op, .file = file, .offset = run.file_offset, .bytes = run.bytes};
   }
 
   // Offers the engine every piece that may start: those to be tried again, then new ones, urgent before normal.
@@ -258,7 +302,7 @@ class PieceQueue final : public IoQueue {
       note_failure(request, files_[file]->sync_error(), {.file = file});
     }
     if (request.result.error != 0) return true;  // the rest of a failed request is not started
-    StripeMap::Place run{};
+    StripeMap::Extent run{};
     if (io.op != IoOp::kSync) run = *run_on(io, file, cursor.at);
     run.bytes = std::min(run.bytes, options_.block_bytes);
 
@@ -332,7 +376,7 @@ class PieceQueue final : public IoQueue {
     if (!std::exchange(said_that_syncs_wait_, true)) {
       log(LogLevel::kWarning,
           fmt::format("{}: the kernel can start no thread for a sync (a limit on processes: ulimit -u "
-                      "or the cgroup's pids.max); the store's own makes them, while transfers wait",
+                      "or the cgroup's pids.max); the store's own thread syncs, while transfers wait",
                       file.path().string()));
     }
     return ::fdatasync(file.fd()) == 0 ? 0 : errno;
@@ -417,9 +461,11 @@ class PieceQueue final : public IoQueue {
   }
 
   const IoQueueOptions options_;
-  const std::vector<File*> files_;
-  std::optional<StripeMap> stripes_;
+  std::vector<File*> files_;                   // null: a place that a file has left
+  std::vector<std::span<std::byte>> regions_;  // they matter to the engine alone
+  std::optional<StripeMap> stripes_;           // over the first files
   const std::unique_ptr<IoEngine> engine_;
+  const std::uint32_t places_;  // of files
   const std::thread::id owner_ = std::this_thread::get_id();
 
   std::vector<Request> requests_;
@@ -441,9 +487,9 @@ class PieceQueue final : public IoQueue {
 }  // namespace
 
 std::unique_ptr<IoQueue> make_queue(const IoQueueOptions& options, std::span<File* const> files,
-                                    std::unique_ptr<IoEngine> engine) {
+                                    std::unique_ptr<IoEngine> engine, std::span<const std::span<std::byte>> regions) {
   check_options(options, files);
-  return std::make_unique<PieceQueue>(options, files, std::move(engine));
+  return std::make_unique<PieceQueue>(options, files, regions, std::move(engine));
 }
 
 }  // namespace spillway

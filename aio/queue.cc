@@ -13,18 +13,27 @@
 namespace spillway {
 namespace {
 
-// The ladder, best first.
+// What kIoEngines names, in its order.
 struct Rung {
   IoEngineKind kind;
-  const char* name;
   std::unique_ptr<IoEngine> (*make)(const IoEngineOptions&);
   const char* price;
 };
 constexpr Rung kLadder[] = {
-    {IoEngineKind::kIoUring, "io_uring", make_uring_engine, ""},
-    {IoEngineKind::kLibaio, "libaio", make_libaio_engine, "about 50 % more CPU"},
-    {IoEngineKind::kThreads, "threads", make_threads_engine, "about 450 % more CPU"},
+    {IoEngineKind::kIoUring, make_uring_engine, ""},
+    {IoEngineKind::kLibaio, make_libaio_engine, "about 50 % more CPU"},
+    {IoEngineKind::kThreads, make_threads_engine, "about 450 % more CPU"},
 };
+static_assert(std::ranges::equal(kLadder, kIoEngines, {}, &Rung::kind));
+
+void check_block(const IoQueueOptions& options, std::uint64_t unit) {
+  if (options.block_bytes == 0 || options.block_bytes > kGiB || options.block_bytes % unit != 0) {
+    throw Error(Code::kInvalidArgument, {"aio.block_size", fmt::format("is {}", options.block_bytes), 0,
+                                         fmt::format("choose a multiple of {} up to 1 GiB", unit)});
+  }
+}
+
+}  // namespace
 
 std::unique_ptr<IoEngine> make_engine(IoEngineKind kind, const IoEngineOptions& options) {
   for (const Rung& rung : kLadder) {
@@ -35,7 +44,7 @@ std::unique_ptr<IoEngine> make_engine(IoEngineKind kind, const IoEngineOptions& 
   for (const Rung& rung : kLadder) {
     try {
       auto engine = rung.make(options);
-      if (!lost.empty()) log(LogLevel::kWarning, fmt::format("{}; using {}, {}", lost, rung.name, rung.price));
+      if (!lost.empty()) log(LogLevel::kWarning, fmt::format("{}; using {}, {}", lost, name_of(rung.kind), rung.price));
       return engine;
     } catch (const Error& refusal) {
       if (refusal.code() != Code::kUnsupported || rung.kind == IoEngineKind::kThreads) throw;
@@ -44,8 +53,6 @@ std::unique_ptr<IoEngine> make_engine(IoEngineKind kind, const IoEngineOptions& 
   }
   return nullptr;  // not reached: the last rung returns or throws
 }
-
-}  // namespace
 
 const char* price_of(IoEngineKind kind) {
   for (const Rung& rung : kLadder) {
@@ -64,17 +71,17 @@ void check_options(const IoQueueOptions& options, std::span<File* const> files) 
   }
   if (options.depth == 0 || total_depth(options, files.size()) > kLargestDepth) {
     throw Error(Code::kInvalidArgument,
-                {"aio.queue_depth", fmt::format("is {} for each of {} files", options.depth, files.size()), 0,
-                 fmt::format("choose 1 to {}", kLargestDepth / std::max<std::size_t>(1, files.size()))});
+                {"aio.queue_depth",
+                 fmt::format("is {} for each of {} files", options.depth, file_places(options, files.size())), 0,
+                 fmt::format("choose 1 to {}", kLargestDepth / file_places(options, files.size()))});
   }
   SPILLWAY_CHECK(options.stripes == nullptr || options.stripes->files() == files.size(), "a share for every file");
   std::uint64_t unit = 1;
   for (const File* file : files) unit = std::max<std::uint64_t>(unit, file->alignment());
-  if (options.block_bytes == 0 || options.block_bytes > kGiB || options.block_bytes % unit != 0) {
-    throw Error(Code::kInvalidArgument, {"aio.block_size", fmt::format("is {}", options.block_bytes), 0,
-                                         fmt::format("choose a multiple of {} up to 1 GiB", unit)});
-  }
+  check_block(options, unit);
 }
+
+void check_block(const IoQueueOptions& options, const File& file) { check_block(options, file.alignment()); }
 
 std::unique_ptr<IoQueue> IoQueue::create(const IoQueueOptions& options, std::span<File* const> files,
                                          std::span<const std::span<std::byte>> regions) {
@@ -83,11 +90,19 @@ std::unique_ptr<IoQueue> IoQueue::create(const IoQueueOptions& options, std::spa
                     make_engine(options.engine, {.depth = total_depth(options, files.size()),
                                                  .block_bytes = options.block_bytes,
                                                  .files = files,
-                                                 .regions = regions}));
+                                                 .regions = regions,
+                                                 .max_files = file_places(options, files.size()),
+                                                 .max_regions = options.max_regions}),
+                    regions);
+}
+
+std::uint32_t file_places(const IoQueueOptions& options, std::size_t files) {
+  const std::uint64_t places = std::max<std::uint64_t>({1, files, options.max_files});
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(places, kLargestDepth));
 }
 
 std::uint32_t total_depth(const IoQueueOptions& options, std::size_t files) {
-  const std::uint64_t total = std::uint64_t{options.depth} * std::max<std::size_t>(1, files);
+  const std::uint64_t total = options.depth * std::max<std::uint64_t>({1, files, options.max_files});
   return static_cast<std::uint32_t>(std::min<std::uint64_t>(total, UINT32_MAX));
 }
 

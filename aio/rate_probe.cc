@@ -1,4 +1,4 @@
-#include "aio/rate_probe.h"
+#include "spillway/rate_probe.h"
 
 #include <unistd.h>
 

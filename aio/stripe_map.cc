@@ -40,7 +40,7 @@ std::uint32_t StripeMap::file_of(std::uint64_t space_offset) const noexcept {
   return row_[(space_offset - header_bytes_) / unit_bytes_ % row_.size()];
 }
 
-StripeMap::Place StripeMap::next_on(std::uint32_t file, std::uint64_t space_offset) const noexcept {
+StripeMap::Extent StripeMap::next_on(std::uint32_t file, std::uint64_t space_offset) const noexcept {
   if (shares_.size() == 1) {
     return {space_offset, space_offset, std::numeric_limits<std::uint64_t>::max() - space_offset};
   }

@@ -38,25 +38,9 @@ std::int64_t perform(int fd, const IoPiece& piece) noexcept {
 class ThreadsEngine final : public IoEngine {
  public:
   explicit ThreadsEngine(const IoEngineOptions& options) : depth_(options.depth), work_(depth_), results_(depth_) {
-    for (const File* file : options.files) fds_.push_back(file->fd());
-    const std::size_t most = std::min<std::size_t>(depth_, kThreadsPerFile * std::max<std::size_t>(1, fds_.size()));
-    // Signals are the host program's business: these threads block them all.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-      for (std::size_t i = 0; i < most; ++i) threads_.emplace_back([this] { run(); });
-    } catch (const std::system_error& failure) {
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      const int error = failure.code().value();
-      if (threads_.empty()) {
-        throw Error(Code::kUnsupported,
-                    {"I/O threads", "cannot be started", error, "raise the process limit (ulimit -u)"});
-      }
-      log(LogLevel::kWarning, fmt::format("I/O threads: only {} of {} could be started ({}); fast drives will idle",
-                                          threads_.size(), most, failure.code().message()));
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    fds_.resize(std::max<std::size_t>(options.files.size(), options.max_files), -1);
+    for (std::size_t i = 0; i < options.files.size(); ++i) fds_[i] = options.files[i]->fd();
+    start_threads(options.files.size());
   }
 
   ~ThreadsEngine() override {
@@ -96,7 +80,37 @@ class ThreadsEngine final : public IoEngine {
 
   std::string describe() const override { return fmt::format("threads ({} threads)", threads_.size()); }
 
+  // A thread reads the descriptor of a piece that was handed to it after this.
+  void set_file(std::uint32_t index, const File* file) override {
+    fds_.at(index) = file ? file->fd() : -1;
+    if (file) start_threads(static_cast<std::size_t>(std::ranges::count_if(fds_, [](int fd) { return fd >= 0; })));
+  }
+  bool add_region(std::span<std::byte>) override { return false; }
+  void remove_region(std::span<std::byte>) override {}
+
  private:
+  // As many as so many files keep busy.
+  void start_threads(std::size_t files) {
+    const std::size_t most = std::min<std::size_t>(depth_, kThreadsPerFile * std::max<std::size_t>(1, files));
+    // Signals are the host program's business: these threads block them all.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      while (threads_.size() < most) threads_.emplace_back([this] { run(); });
+    } catch (const std::system_error& failure) {
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      const int error = failure.code().value();
+      if (threads_.empty()) {
+        throw Error(Code::kUnsupported,
+                    {"I/O threads", "cannot be started", error, "raise the process limit (ulimit -u)"});
+      }
+      log(LogLevel::kWarning, fmt::format("I/O threads: only {} of {} could be started ({}); fast drives will idle",
+                                          threads_.size(), most, failure.code().message()));
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
   Reaped collect(std::span<IoResult> out) {
     // The event is cleared before what it announces is read: whatever arrives in between sets it again.
     event_.clear();

@@ -28,6 +28,9 @@ namespace {
 
 // The kernel takes at most 1 GiB in one registered buffer (io_uring_register(2), IORING_REGISTER_BUFFERS).
 constexpr std::uint64_t kLargestRegistered = kGiB;
+constexpr std::size_t kMostRegistered = 1 << 14;  // and so many, IORING_MAX_REG_BUFFERS
+// Places in the kernel's table for each region that may come later.
+constexpr std::uint32_t kPlacesOfRegion = 4;
 // user_data of the poll on the wake event; pieces use their slot, liburing keeps the largest value for itself.
 constexpr std::uint64_t kWakeTag = ~std::uint64_t{0} - 1;
 
@@ -81,7 +84,7 @@ int patiently(Call call) {
 }
 
 // Held while a ring is mapped or unmapped. liburing makes these system calls itself, so that thread sanitizer does not
-// see them; by this it sees that a ring comes behind the end of one that had the same memory.
+// see them; by this it sees that a ring comes after the end of one that had the same memory.
 std::mutex& ring_memory() {
   static std::mutex mutex;
   return mutex;
@@ -109,13 +112,16 @@ constexpr std::array kSetups = {
 
 class UringEngine final : public IoEngine {
  public:
-  explicit UringEngine(const IoEngineOptions& options) : entries_(options.depth + 2) {
-    for (const File* file : options.files) fds_.push_back(file->fd());
+  explicit UringEngine(const IoEngineOptions& options)
+      : entries_(options.depth + 2), piece_bytes_(options.block_bytes) {
+    fds_.resize(std::max<std::size_t>(options.files.size(), options.max_files), -1);  // -1: a place without a file
+    for (std::size_t i = 0; i < options.files.size(); ++i) fds_[i] = options.files[i]->fd();
     open_ring();
     try {
       check_abilities();
       register_files();
-      register_regions(options.regions, options.block_bytes);
+      const auto given = static_cast<std::uint32_t>(options.regions.size());
+      register_regions(options.regions, options.max_regions > given ? options.max_regions - given : 0);
     } catch (...) {
       close_ring();
       throw;
@@ -125,7 +131,7 @@ class UringEngine final : public IoEngine {
   // Closing a ring frees it in the background. What it holds of the locked memory limit and of the files (their locks,
   // the space of a removed one) is given back at once, since the next queue may want the same.
   ~UringEngine() override {
-    if (!buffers_.empty()) io_uring_unregister_buffers(&ring_);
+    if (buffers_registered_) io_uring_unregister_buffers(&ring_);
     if (files_registered_) io_uring_unregister_files(&ring_);
     close_ring();
   }
@@ -169,10 +175,53 @@ class UringEngine final : public IoEngine {
                        files_registered_ ? "registered" : "unregistered");
   }
 
+  void set_file(std::uint32_t index, const File* file) override {
+    const int fd = file ? file->fd() : -1;
+    if (files_registered_) {
+      if (const int result = io_uring_register_files_update(&ring_, index, &fd, 1); result < 0) {
+        throw Error(Code::kIo, {file ? file->path().string() : "registered files", "the ring does not take it", -result,
+                                "make a queue anew with this file"});
+      }
+    }
+    fds_.at(index) = fd;
+  }
+
+  bool add_region(std::span<std::byte> region) override {
+    const std::vector<iovec> runs = runs_of(region);
+    if (runs.size() > free_places_.size()) {
+      log_plain(region.size(), fmt::format("its {} parts are more than the {} places that the kernel's table has left",
+                                           runs.size(), free_places_.size()));
+      return false;
+    }
+    const std::size_t before = buffers_.size();
+    for (const iovec& run : runs) {
+      const unsigned place = free_places_.back();
+      const int error = as_limited(region.size(), [&] {
+        return std::min(0, io_uring_register_buffers_update_tag(&ring_, place, &run, nullptr, 1));
+      });
+      if (error != 0) {
+        log_refused(region.size(), error);
+        while (buffers_.size() > before) forget(buffers_.size() - 1);
+        return false;
+      }
+      free_places_.pop_back();
+      keep(run, place);
+    }
+    std::ranges::sort(buffers_, {}, &RegisteredBuffer::begin);
+    return true;
+  }
+
+  void remove_region(std::span<std::byte> region) override {
+    for (std::size_t i = buffers_.size(); i-- > 0;) {
+      if (buffers_[i].begin >= region.data() && buffers_[i].end <= region.data() + region.size()) forget(i);
+    }
+  }
+
  private:
   struct RegisteredBuffer {
     const std::byte* begin;
     const std::byte* end;
+    unsigned place;  // in the kernel's table
   };
 
   void open_ring() {
@@ -219,48 +268,91 @@ class UringEngine final : public IoEngine {
   }
 
   // A region above the kernel's 1 GiB is registered in runs; neighbours overlap by a piece, so that none straddles two.
-  void register_regions(std::span<const std::span<std::byte>> regions, std::uint64_t piece_bytes) {
+  std::vector<iovec> runs_of(std::span<std::byte> region) const {
     std::vector<iovec> runs;
+    while (!region.empty()) {
+      const auto run = region.first(std::min<std::uint64_t>(region.size(), kLargestRegistered));
+      runs.push_back({run.data(), run.size()});
+      const bool last = run.size() == region.size();
+      region = region.subspan(last || 2 * piece_bytes_ > run.size() ? run.size() : run.size() - piece_bytes_);
+    }
+    return runs;
+  }
+
+  // A table of the runs of these, with places that stay empty for those that `later` regions have (Linux 5.13).
+  void register_regions(std::span<const std::span<std::byte>> regions, std::uint32_t later) {
+    std::vector<iovec> table;
     std::uint64_t total = 0;
-    for (std::span<std::byte> region : regions) {
+    for (const std::span<std::byte> region : regions) {
       total += region.size();
-      while (!region.empty()) {
-        const auto run = region.first(std::min<std::uint64_t>(region.size(), kLargestRegistered));
-        runs.push_back({run.data(), run.size()});
-        const bool last = run.size() == region.size();
-        region = region.subspan(last || 2 * piece_bytes > run.size() ? run.size() : run.size() - piece_bytes);
-      }
+      const std::vector<iovec> runs = runs_of(region);
+      table.insert(table.end(), runs.begin(), runs.end());
     }
-    if (runs.empty()) return;
-    std::sort(runs.begin(), runs.end(), [](const iovec& a, const iovec& b) { return a.iov_base < b.iov_base; });
+    const std::size_t filled = table.size();
+    table.resize(filled + std::min<std::size_t>(std::size_t{later} * kPlacesOfRegion, kMostRegistered), iovec{});
+    if (table.empty()) return;
     const auto call = [&] {
-      return io_uring_register_buffers(&ring_, runs.data(), static_cast<unsigned>(runs.size()));
+      return io_uring_register_buffers(&ring_, table.data(), static_cast<unsigned>(table.size()));
     };
-    const std::optional<std::uint64_t> limit = lock_limit();
-    const int error = !limit || *limit >= total ? patiently(call) : -call();
-    if (error != 0) {
-      std::string why = errno_name(error), remedy;
-      if (error == ENOMEM && limit) {
-        why += fmt::format(", RLIMIT_MEMLOCK is {} KiB", *limit / kKiB);
-        remedy = "; raise it with ulimit -l, LimitMEMLOCK= or CAP_IPC_LOCK";
+    int error = as_limited(total, call);
+    if (error != 0) log_refused(total, error);
+    if (error != 0 && filled > 0 && later > 0) {  // so that at least what comes later may find its place
+      table.assign(table.size(), iovec{});
+      error = -call();
+    }
+    if (error != 0) return;
+    buffers_registered_ = true;
+    buffers_.reserve(table.size());
+    free_places_.reserve(table.size());
+    for (auto place = static_cast<unsigned>(table.size()); place-- > 0;) {
+      if (table[place].iov_base == nullptr) {
+        free_places_.push_back(place);
+      } else {
+        keep(table[place], place);
       }
-      log(LogLevel::kWarning, fmt::format("registered buffers ({} MiB): {}; plain buffers, about {} % more CPU{}",
-                                          div_up(total, kMiB), why, kPlainBuffersPrice, remedy));
-      return;
     }
-    for (const iovec& run : runs) {
-      const auto* begin = static_cast<const std::byte*>(run.iov_base);
-      buffers_.push_back({begin, begin + run.iov_len});
-    }
+    std::ranges::sort(buffers_, {}, &RegisteredBuffer::begin);
+  }
+
+  // Calls what locks so much memory; returns the errno value, 0 on success. What the limit cannot hold is asked once.
+  template <class Call>
+  static int as_limited(std::uint64_t bytes, Call call) {
+    const std::optional<std::uint64_t> limit = lock_limit();
+    return !limit || *limit >= bytes ? patiently(call) : -call();
+  }
+
+  void log_refused(std::uint64_t bytes, int error) const {
+    const std::optional<std::uint64_t> limit = error == ENOMEM ? lock_limit() : std::nullopt;
+    if (!limit) return log_plain(bytes, errno_name(error));
+    log_plain(bytes, fmt::format("{}, RLIMIT_MEMLOCK is {} KiB", errno_name(error), *limit / kKiB),
+              "; raise it with ulimit -l, LimitMEMLOCK= or CAP_IPC_LOCK");
+  }
+
+  static void log_plain(std::uint64_t bytes, const std::string& why, const char* remedy = "") {
+    log(LogLevel::kWarning, fmt::format("registered buffers ({} MiB): {}; plain buffers, about {} % more CPU{}",
+                                        div_up(bytes, kMiB), why, kPlainBuffersPrice, remedy));
+  }
+
+  void keep(const iovec& run, unsigned place) {
+    const auto* begin = static_cast<const std::byte*>(run.iov_base);
+    buffers_.push_back({begin, begin + run.iov_len, place});
+  }
+
+  // The kernel lets go of it when what is in flight with it is done. A place that it does not empty is not used again.
+  void forget(std::size_t index) {
+    const unsigned place = buffers_[index].place;
+    const iovec nothing{};
+    buffers_.erase(buffers_.begin() + static_cast<std::ptrdiff_t>(index));
+    if (io_uring_register_buffers_update_tag(&ring_, place, &nothing, nullptr, 1) >= 0) free_places_.push_back(place);
   }
 
   // The registered buffer that holds all of the piece, or -1: then the kernel pins its pages for this one transfer. Of
-  // the runs of a region only the last to begin before the piece can: it ends behind all that begin before it.
+  // the runs of a region only the last to begin before the piece can: it ends after all that begin before it.
   int registered_index(const IoPiece& piece) const noexcept {
     const auto after = std::upper_bound(buffers_.begin(), buffers_.end(), piece.buffer,
                                         [](const std::byte* at, const RegisteredBuffer& b) { return at < b.begin; });
     if (after == buffers_.begin() || piece.buffer + piece.bytes > std::prev(after)->end) return -1;
-    return static_cast<int>(after - buffers_.begin()) - 1;
+    return static_cast<int>(std::prev(after)->place);
   }
 
   void prepare(const IoPiece& piece) {
@@ -324,11 +416,13 @@ class UringEngine final : public IoEngine {
   static bool passes(int error) noexcept { return error == EINTR || error == EAGAIN || error == EBUSY; }
 
   const unsigned entries_;
+  const std::uint64_t piece_bytes_;
   io_uring ring_{};
   const char* setup_ = "";
   std::vector<int> fds_;
-  std::vector<RegisteredBuffer> buffers_;  // sorted by address; its order is the kernel's index
-  bool files_registered_ = false;
+  std::vector<RegisteredBuffer> buffers_;  // sorted by address
+  std::vector<unsigned> free_places_;      // of the kernel's table of buffers, which there is or is not
+  bool buffers_registered_ = false, files_registered_ = false;
   bool polling_ = false;  // a poll on the wake event is prepared or in the kernel
   WakeEvent event_;
 };

@@ -33,9 +33,7 @@ struct Settings {
 };
 
 IoEngineKind kind_of(const std::string& name) {
-  if (name == "io_uring") return IoEngineKind::kIoUring;
-  if (name == "libaio") return IoEngineKind::kLibaio;
-  return name == "threads" ? IoEngineKind::kThreads : IoEngineKind::kAuto;
+  return static_cast<IoEngineKind>(std::ranges::find(kIoEngineNames, name) - kIoEngineNames.begin());
 }
 
 // Bytes of the n-th request: all the same, or those of a store's tiles, 8 to 48 MiB.
@@ -147,7 +145,9 @@ int main(int argc, char** argv) {
   app.add_option("--request", settings.request, "bytes per request")->transform(CLI::AsSizeValue(false));
   app.add_option("--depth", settings.depth, "pieces in flight");
   app.add_option("--passes", settings.passes, "times over the file");
-  app.add_option("--engine", settings.engine)->check(CLI::IsMember({"auto", "io_uring", "libaio", "threads"}));
+  app.add_option("--engine", settings.engine)
+      ->check(
+          CLI::IsMember(std::vector<std::string>(spillway::kIoEngineNames.begin(), spillway::kIoEngineNames.end())));
   app.add_option("--mode", settings.mode)->check(CLI::IsMember({"all", "read", "write", "mix"}));
   app.add_flag("--tiles", settings.tiles, "requests of a sixth to the whole of --request, as tiles differ");
   app.add_flag("--plain-buffers", settings.plain_buffers, "do not register the buffers");

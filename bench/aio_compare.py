@@ -24,18 +24,19 @@ PATTERNS = {
     "tiles": (["--bsrange=8m-48m"], 2, "1m", 32, ["--request", "48m", "--tiles"]),
 }
 FIO_MODES = {"read": ["--rw=read"], "write": ["--rw=write"], "mix": ["--rw=rw", "--rwmixread=54"]}
+FIO_ENGINES = {"io_uring": ["--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1"],
+               "libaio": ["--ioengine=libaio"],
+               "threads": ["--ioengine=psync", "--thread", "--group_reporting"]}
 
 
 def fio(a, mode, pattern):
     blocks, depth = PATTERNS[pattern][:2]
     jobs = min(depth, 16) if a.engine == "threads" else 1  # as many threads as our engine has, each with its own part
-    engine = {"io_uring": ["--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1"],
-              "libaio": ["--ioengine=libaio"],
-              "threads": ["--ioengine=psync", "--thread", f"--numjobs={jobs}", "--group_reporting",
-                          f"--offset_increment={a.size // jobs}"]}[a.engine]
+    parts = [f"--numjobs={jobs}", f"--offset_increment={a.size // jobs}"] if jobs > 1 else []
     command = ["fio", "--name=peer", f"--filename={a.file}", f"--size={a.size // jobs}", *FIO_MODES[mode], *blocks,
-               *engine, f"--iodepth={depth}", "--direct=1", "--refill_buffers=0", "--scramble_buffers=0",
-               "--randrepeat=1", "--time_based=0", f"--io_size={a.gib * GIB // jobs}", "--output-format=json"]
+               *FIO_ENGINES[a.engine], *parts, f"--iodepth={depth}", "--direct=1", "--refill_buffers=0",
+               "--scramble_buffers=0", "--randrepeat=1", "--time_based=0", f"--io_size={a.gib * GIB // jobs}",
+               "--output-format=json"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     job = json.loads(said[said.index("{"):])["jobs"][0]  # notes may stand before it
     sides = [job[side] for side in ("read", "write") if job[side]["io_bytes"]]
@@ -116,7 +117,7 @@ def main():
     parser.add_argument("--size", type=int, default=GIB, help="bytes of the file")
     parser.add_argument("--gib", type=int, default=2, help="GiB that a run moves")
     parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--engine", default="io_uring", choices=["io_uring", "libaio", "threads"])
+    parser.add_argument("--engine", default="io_uring", choices=list(FIO_ENGINES))
     parser.add_argument("--mode", action="append", choices=list(FIO_MODES), help="default: all")
     parser.add_argument("--pattern", action="append", choices=list(PATTERNS), help="default: all")
     parser.add_argument("--deepspeed-python", help="compare with DeepSpeed's aio handle instead of fio")

@@ -66,7 +66,7 @@ def tokens_of(text, vocabulary):
 
 def rows_of(values, sequence, seed, training, held):
     """Rows for `training` in that seed's order, then `held` ones that are in no seed's training, end to end: row r is
-    values r * sequence to (r + 1) * sequence, and the one behind it, which is the last token to be guessed."""
+    values r * sequence to (r + 1) * sequence, and the one after it, which is the last token to be guessed."""
     starts = list(range(0, len(values) - sequence, sequence))
     random.Random(0).shuffle(starts)
     if len(starts) < training + held:

@@ -5,7 +5,7 @@ Each LOG is one experiment, and its name without `.jsonl` is the plot's. Prints 
 seed ends, the mean, and by how much each lies above the exact run of the same seed: Spillway's for its forms,
 PyTorch's AdamW for the peers. --out draws LOG.svg: losses, losses less those of the exact run of the same seed, and
 ends, with a band between the exact runs' highest and lowest. --page says whether a document has these tables, each
-behind a comment `<!-- LOG -->`; --write puts them there.
+after a comment `<!-- LOG -->`; --write puts them there.
 
   bench/convergence_plots.py bench/results/convergence-*.jsonl --out docs --page docs/states_evidence.md --write
 

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/cuda/loader.h"
 #include "kernels/device.h"
 #include "kernels/host_memory.h"
 #include "kernels/norm.h"

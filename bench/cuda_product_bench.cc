@@ -7,7 +7,7 @@
 //                 the large one's rate.
 //   cuda_fusion   what the trainer can have computed inside a product (finetune --fuse): `inside_us`, against
 //   `apart_us`
-//                 for the product and the trainer's own kernel behind it; `product_us` of that is the product's.
+//                 for the product and the trainer's own kernel after it; `product_us` of that is the product's.
 //                 `inside_us` null: cuBLASLt has none, and `why` is its answer.
 //
 // Operands are normally distributed: a GPU multiplies zeros faster.
@@ -75,7 +75,7 @@ class Bench {
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
 
-  void measure(const Product& product) { print(product, product.name, median_us(gemm_.plan(product))); }
+  void measure(const Product& product) { print(product, std::string(product.name), median_us(gemm_.plan(product))); }
 
   // As long as `seconds` without a pause, and as long once more, which counts.
   void sustain(const Product& product, double seconds) {
@@ -115,7 +115,7 @@ class Bench {
       gemm_.run(planned, memory, stream_);
       return cudaGetLastError();
     });
-    print(product, product.name, without);
+    print(product, std::string(product.name), without);
     print(product, std::string(product.name) + ", residual", with);
   }
 
@@ -166,7 +166,7 @@ void bench_large(Bench& bench, const Sizes& sizes) {
   bench.sustain(large, sizes.sustained_seconds);
 }
 
-// The layouts are the trainer's: tools/models/ops/cuda/cuda_ops.cc.
+// The layouts are the trainer's: tools/models/ops/cuda/cuda_ops_products.cc.
 struct Layer {
   const char* name;
   std::uint64_t in, out, tokens;
@@ -219,16 +219,17 @@ void bench_fusions(Bench& bench, const Sizes& sizes) {
     if (layer.out == 4 * layer.in) {
       Product up = layer.forward("up, bias and gelu");
       up.epilogue = Epilogue::kGelu;
-      bench.compare(up.name, up, Epilogue::kBias, [&](std::byte* result, cudaStream_t stream) {
+      bench.compare("up, bias and gelu", up, Epilogue::kBias, [&](std::byte* result, cudaStream_t stream) {
         return gelu(kType, result, bench.other(), inner, stream);
       });
     }
     if (layer.in == 4 * layer.out) {
       Product down = layer.backward("down: input's gradient, gelu's");
       down.epilogue = Epilogue::kGeluBackward;
-      bench.compare(down.name, down, Epilogue::kNone, [&](std::byte* result, cudaStream_t stream) {
-        return gelu_backward(kType, bench.other(), result, inner, stream);
-      });
+      bench.compare("down: input's gradient, gelu's", down, Epilogue::kNone,
+                    [&](std::byte* result, cudaStream_t stream) {
+                      return gelu_backward(kType, bench.other(), result, inner, stream);
+                    });
     }
   }
   std::byte* const scratch = bench.other();
@@ -237,8 +238,8 @@ void bench_fusions(Bench& bench, const Sizes& sizes) {
     Product weight = layer.weight(name.c_str());
     weight.epilogue = Epilogue::kBiasGradient;
     bench.compare(name.c_str(), weight, Epilogue::kNone, [&](std::byte*, cudaStream_t stream) {
-      return column_sums({kType, bench.first(), layer.tokens, layer.out, {bench.sums(), kType, false}}, scratch,
-                         stream);
+      return column_sums({kType, bench.first(), layer.tokens, layer.out, layer.out, {bench.sums(), kType, false}},
+                         scratch, stream);
     });
   }
   for (const Layer& layer : layers) {

@@ -144,7 +144,7 @@ def arena_bytes(run, tier):
     return reserved, -(-(budget if tier == "hbm" else reserved) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def arena_facts(run):
+def arena_summary(run):
     """Pages touched and the rest, from the samples of a run. An arena shows by its size, which the ledger says: the
     HBM arena is as large as its budget, the host arena as what is reserved in it."""
     facts, arenas = {}, set()
@@ -236,7 +236,7 @@ def run_spillway(a, name, layers, width, hbm, host, aio=None):
                 "write_bytes_per_step": median([step["nvme_write_bytes"] for step in steps]),
                 "read_ratio": ratio_of(short, run, "read"), "write_ratio": ratio_of(short, run, "write"),
                 "import_peak_bytes": first["peak_bytes"], "peak_bytes": peak,
-                **arena_facts(run),
+                **arena_summary(run),
                 "cached_bytes": cached_bytes(nvme)}
     finally:
         shutil.rmtree(work)

@@ -21,7 +21,7 @@ ended), log.txt (commands and what they printed) and traces. A stage that does n
 one that fails says why and the next one goes on. Models in --work are used again, stores are removed.
 
 Exit code: 0; 1 a stage failed (a figure that is not as wanted is no failure, a wrong result is); 2 a wrong option; 77
-there is no GPU. SPILLWAY_DEVICE=emulated, with LD_LIBRARY_PATH=BUILD/tests/emulated_gpu, rehearses on an emulated one.
+there is no GPU. SPILLWAY_DEVICE=emulated and LD_LIBRARY_PATH=BUILD/kernels/cuda/emulator rehearse on an emulated one.
 """
 import argparse
 import json

@@ -19,12 +19,14 @@ GIB = 1 << 30
 # Where a build directory has what a bundle has in bin; on an emulated GPU others stand in for some.
 PLACES = {
     "spillway": "tools/spillway", "cuda_device_test": "tests/kernels/cuda_device_test",
+    "cuda_tensor_store_test": "tests/swap/cuda_tensor_store_test",
     "tools_cuda_ops_test": "tests/tools/tools_cuda_ops_test",
     "tools_cuda_attention_test": "tests/tools/tools_cuda_attention_test", "cuda_bench": "bench/cuda_bench",
     "cuda_attention_bench": "bench/cuda_attention_bench", "cuda_product_bench": "bench/cuda_product_bench",
     "aio_bench": "bench/aio_bench"}
 EMULATED_PLACES = PLACES | {
     "cuda_device_test": "tests/emulated_gpu/cuda_device_test",
+    "cuda_tensor_store_test": "tests/emulated_gpu/cuda_tensor_store_test",
     "tools_cuda_ops_test": "tests/emulated_gpu/cuda_ops_test",
     "tools_cuda_attention_test": "tests/emulated_gpu/cuda_attention_test", "cuda_bench": "bench/emulated_cuda_bench",
     "cuda_product_bench": "bench/emulated_cuda_product_bench"}
@@ -194,7 +196,7 @@ class Session:
         self.run(["nvidia-smi", "-q"], seconds=30) if not self.emulated else None
         self.run([self.find("spillway"), "doctor", self.work, "--no-probe"], seconds=60)
         cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
-        memory = memory_facts()
+        memory = memory_info()
         print(f"memory: {memory['MemAvailable'] / GIB:.1f} GiB available of {memory['MemTotal'] / GIB:.1f}; "
               f"{self.work}: {shutil.disk_usage(self.work).free / GIB:.1f} GiB free", flush=True)
         self.say(machine=platform.machine(), cpu=cpu, cores=len(os.sched_getaffinity(0)), kernel=platform.release(),
@@ -216,7 +218,7 @@ def wait_for(run, limit, grace):
     return None
 
 
-def memory_facts():
+def memory_info():
     """/proc/meminfo in bytes. A virtual machine's may begin small and grow as it is used."""
     lines = (line.split() for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
     return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines}

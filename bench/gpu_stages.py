@@ -148,7 +148,7 @@ def copies(s):
         if line["bench"] == "cuda_fusion":
             inside = line["inside_us"]
             s.figure(f"inside the product, {line['product']}", inside and f"{inside:.0f} us",
-                     f"{line['apart_us']:.0f} us behind it" if inside else line["why"], line.get("of_apart"))
+                     f"{line['apart_us']:.0f} us after it" if inside else line["why"], line.get("of_apart"))
         else:
             s.figure(f"product, {line['product']}", f"{line['tflops']:.4g} TFLOP/s",
                      f"{large:.4g} TFLOP/s, the large one", line["of_limit"])
@@ -365,9 +365,9 @@ def resident(s):
 
 def judge_resident(s, shape, run, ours, products, fused):
     rate = fine.median(ours)
-    kept = re.search(r"insides of (\d+ of \d+) blocks are kept", run.out)
+    kept = re.search(r"(\d+ of \d+) blocks keep their inner activations", run.out)
     s.figure("gpt2-xl in HBM" if not s.tiny else "tiny in HBM", f"{rate:.0f} tokens/s",
-             f"insides of {kept.group(1)} blocks kept" if kept else "", rounds=ours)
+             f"{kept.group(1)} blocks keep their inner activations" if kept else "", rounds=ours)
     s.limits["product"] = middle_of(products)
     judge_flops(s, "model flops", rate, shape, WANTED_FLOPS, products=products)
     for choice, pairs in fused.items():  # each beside our own rate of the same round

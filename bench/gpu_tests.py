@@ -10,7 +10,7 @@ from gpu_session import ROOT, Failed, Skip
 sys.path.insert(0, str(ROOT / "tools"))
 import count_tests  # noqa: E402
 
-SUITES = ("cuda_device_test", "tools_cuda_ops_test", "tools_cuda_attention_test")
+SUITES = ("cuda_device_test", "cuda_tensor_store_test", "tools_cuda_ops_test", "tools_cuda_attention_test")
 SHARDS = 24  # of a suite, under a sanitizer
 SANITIZERS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": [], "initcheck": []}
 FIRST_SANITIZERS = 2

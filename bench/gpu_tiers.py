@@ -6,7 +6,7 @@ import sys
 
 import finetune_bench as fine
 import link_probes as links
-from gpu_session import GIB, GRACE_SECONDS, ROOT, Failed, Skip, memory_facts
+from gpu_session import GIB, GRACE_SECONDS, ROOT, Failed, Skip, memory_info
 from gpu_stages import (BIG, LEAST_STEPS, MIB, PROBE_SECONDS, STORED_BYTES, TINY_DEEP, XL, Run, drive_rates,
                         judge_flops, memcpy_rates, model_of, room, runs, step_seconds)
 
@@ -167,21 +167,21 @@ def judge_reading(s, reading, drive):
 # It comes slower than it is written, and where it does not come, this is what the kernel ends.
 GROW = """import sys, time
 sys.path.insert(0, sys.argv[1])
-from gpu_session import memory_facts
+from gpu_session import memory_info
 open("/proc/self/oom_score_adj", "w").write("1000")
 pieces = []
 for _ in range(int(sys.argv[2]) >> 28):
     pieces.append(b"1" * (1 << 28))
-    time.sleep(0.25 if memory_facts()["MemAvailable"] < 1 << 30 else 0)
+    time.sleep(0.25 if memory_info()["MemAvailable"] < 1 << 30 else 0)
 """
 
 
 def memory_for(s, needed):
     """Skips the stage where the machine has not so many bytes of memory."""
-    before = memory_facts()
+    before = memory_info()
     if before["MemAvailable"] < needed and not s.emulated:
         s.run([sys.executable, "-c", GROW, ROOT / "bench", needed], seconds=min(60, s.left() / 4))
-    after = memory_facts()
+    after = memory_info()
     s.say(memory_before=before["MemAvailable"], memory_available=after["MemAvailable"], total=after["MemTotal"])
     if after["MemAvailable"] < needed:
         raise Skip(f"it takes {needed / GIB:.0f} GiB of memory, {after['MemAvailable'] / GIB:.1f} are available")

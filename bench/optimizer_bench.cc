@@ -40,7 +40,7 @@ constexpr std::uint64_t kPadding = 64 * kKiB;
 // same, which counts).
 double bytes_per_element(DType type, OptimizerKind kind, MomentFormat format) {
   const std::size_t weights = type == DType::kFloat32 ? 8 : type == DType::kBFloat16 ? 8 : 12;
-  const double moment = format == MomentFormat::kFloat32 ? 4 : format == MomentFormat::kBFloat16 ? 2 : 1 + 2 / 32.0;
+  const double moment = static_cast<double>(size_of(format)) + (has_scales(format) ? 2.0 / kMomentGroup : 0);
   return static_cast<double>(size_of(type) + weights) + 2 * moment * moments_of(kind);
 }
 
@@ -73,7 +73,7 @@ class Kept {
 };
 Kept kept_tiles, kept_stream;
 
-// Tiles as they lie in memory: | weights | states | padding |, and the gradients behind all of them.
+// Tiles as they lie in memory: | weights | states | padding |, and the gradients after all of them.
 class Tiles {
  public:
   Tiles(DType type, OptimizerKind kind, MomentFormat format, std::size_t params, std::size_t tile)
@@ -121,7 +121,7 @@ class Tiles {
     };
     const bool average = has_exp_avg(kind_), square = has_exp_avg_sq(kind_), exact = format_ == MomentFormat::kFloat32;
     const auto moment = [&](void*& array, bool there) {
-      if (!exact && there) array = at, at += count_ * (format_ == MomentFormat::kInt8 ? 1 : 2);
+      if (!exact && there) array = at, at += count_ * size_of(format_);
     };
     next(tile.exp_avg, exact && average), next(tile.exp_avg_sq, exact && square);
     tile.reduced.format = format_, tile.reduced.index = t * count_;
@@ -129,7 +129,7 @@ class Tiles {
     next(tile.residual, type_ == DType::kBFloat16), next(tile.master, type_ == DType::kFloat16);
     for (const auto& [scales, there] :
          {std::pair(&tile.reduced.exp_avg_scales, average), std::pair(&tile.reduced.exp_avg_sq_scales, square)}) {
-      if (format_ != MomentFormat::kInt8 || !there) continue;
+      if (!has_scales(format_) || !there) continue;
       *scales = reinterpret_cast<std::uint16_t*>(at);
       at += 2 * (count_ / kMomentGroup);
     }
@@ -143,8 +143,7 @@ class Tiles {
     update.states.bytes = {states(t), states_bytes()};
     update.weights.arrays = {size_of(type_)};
     std::size_t array = 0;
-    for (; array < moments_of(kind_); ++array)
-      update.states.arrays[array] = format_ == MomentFormat::kFloat32 ? 4 : format_ == MomentFormat::kBFloat16 ? 2 : 1;
+    for (; array < moments_of(kind_); ++array) update.states.arrays[array] = size_of(format_);
     if (master_bytes() > 0) update.states.arrays[array] = master_bytes();
     const std::size_t quarter = granules.size() / 4;
     if (quarter == 0) return update;
@@ -165,9 +164,8 @@ class Tiles {
  private:
   std::uint64_t weights_bytes() const { return align_up(count_ * size_of(type_), kPadding); }
   std::uint64_t states_bytes() const {
-    const std::uint64_t scales = format_ == MomentFormat::kInt8 ? 2 * (count_ / kMomentGroup) : 0;
-    const std::uint64_t each = format_ == MomentFormat::kFloat32 ? 4 : format_ == MomentFormat::kBFloat16 ? 2 : 1;
-    return align_up(count_ * master_bytes() + moments_of(kind_) * (count_ * each + scales), kPadding);
+    const std::uint64_t scales = has_scales(format_) ? 2 * (count_ / kMomentGroup) : 0;
+    return align_up(count_ * master_bytes() + moments_of(kind_) * (count_ * size_of(format_) + scales), kPadding);
   }
   std::uint64_t master_bytes() const { return type_ == DType::kFloat32 ? 0 : type_ == DType::kBFloat16 ? 2 : 4; }
   std::uint64_t tile_bytes() const { return weights_bytes() + states_bytes(); }
@@ -330,7 +328,7 @@ void register_all() {
     add("adagrad" + of_type, {4 << 20}, kernel, type, OptimizerKind::kAdagrad, best);
     add("lion" + of_type, {4 << 20}, kernel, type, OptimizerKind::kLion, best);
     add("sgd" + of_type, {4 << 20}, kernel, type, OptimizerKind::kSgd, best);
-    for (const MomentFormat format : {MomentFormat::kFloat32, MomentFormat::kBFloat16, MomentFormat::kInt8}) {
+    for (const MomentFormat format : kMomentFormats) {
       const std::string update =
           (format == MomentFormat::kFloat32 ? "update" : fmt::format("update_{}", name_of(format))) + of_type;
       add(update + "/plain", {256 << 10, 4 << 20}, engine_pass, type, What::kPlain, format);

@@ -46,7 +46,7 @@ def store_bytes(folder):
 def trained(place, command, steps):
     run = step.checked(fine.watch([*command, "--steps", SKIPPED + steps, "--log", place.log], sample=True))
     lines = [json.loads(line) for line in place.log.read_text().splitlines()][SKIPPED:]
-    facts = fine.arena_facts(run)
+    facts = fine.arena_summary(run)
     found = {f"{tier}_bytes": facts[f"{tier}_touched"] * fine.arena_bytes(run, tier)[0] for tier in ("hbm", "host")}
     found |= {"nvme_bytes": store_bytes(place.nvme), "seconds": fine.median([line["seconds"] for line in lines]),
               "all_seconds": [round(line["seconds"], 3) for line in lines]}

@@ -188,7 +188,7 @@ def measure_offloaded(place, seq, steps, hbm=None, **settings):
             "all_seconds": [round(step["seconds"], 3) for step in settled], "prediction": prediction(long), **moved,
             "spilled_gradient_bytes": reserved(long, "nvme", "gradient"),
             "spilled_activation_bytes": reserved(long, "nvme", "activation"),
-            "kept_bytes": reserved(long, "hbm", "activations") + reserved(long, "hbm", "insides of blocks"),
+            "kept_bytes": reserved(long, "hbm", "activations"),  # kept between visits, and inside of blocks
             "read_ratio": fine.ratio_of(short, long, "read"), "write_ratio": fine.ratio_of(short, long, "write"),
             "stall_seconds": fine.median([step["stall_seconds"] for step in settled]),
             "stalls": {cause: fine.median([step["stalls"][cause] for step in settled])
@@ -198,7 +198,7 @@ def measure_offloaded(place, seq, steps, hbm=None, **settings):
             "link_percent": fine.median([step["link_percent"] for step in settled]),
             "speculative_blocks": fine.median([step["speculative_blocks"] for step in settled]),
             "taken_back": sum(step["taken_back"] for step in settled),
-            "peak_bytes": max(run["peak_bytes"] for run in (first, short, long)), **fine.arena_facts(long)}
+            "peak_bytes": max(run["peak_bytes"] for run in (first, short, long)), **fine.arena_summary(long)}
 
 
 def nvme_seconds(read, write, drive, steady):
@@ -314,7 +314,7 @@ def commit_case(a, place, seq, steady):
 
 
 def snapshot_case(a, place, seq, steady):
-    """Steps behind a snapshot beside the others of the same run, and how long the update takes, to the end of its
+    """Steps after a snapshot beside the others of the same run, and how long the update takes, to the end of its
     commit, with a snapshot and without: training never stands still longer than what they differ by."""
     trace, every = place.folder / "trace.json", 3
     with links.steady_drive(place.folder, steady):
@@ -329,7 +329,7 @@ def snapshot_case(a, place, seq, steady):
     updates = {line["step"]: (ends["commit"][line["step"]] - ends["step()"][line["step"]]) / 1e6 for line in lines}
     found = {"seconds": [], "update_seconds": []}
     for saved in (True, False):
-        # The step behind the snapshot makes the update that the snapshot sees.
+        # The step after the snapshot makes the update that the snapshot sees.
         found["seconds"].append(fine.median([line["seconds"] for line in lines
                                              if (line["step"] % every == 1) == saved]))
         found["update_seconds"].append(fine.median([updates[step] for step in updates if (step % every == 0) == saved]))
@@ -396,7 +396,7 @@ def parse():
     parser.add_argument("--accumulation", type=int, metavar="N",
                         help="only this: NVMe bytes with N micro-batches beside those with one")
     parser.add_argument("--commit", action="store_true", help="only this: what a commit at every step costs")
-    parser.add_argument("--snapshot", action="store_true", help="only this: what a snapshot costs the step behind it")
+    parser.add_argument("--snapshot", action="store_true", help="only this: what a snapshot costs the step after it")
     parser.add_argument("--slope", action="store_true", help="only this: host bytes per parameter, 124M to 1.5B")
     parser.add_argument("--slope-train", action="append", choices=list(SHAPES),
                         help="sizes that train two steps with the smallest budgets; default: all")

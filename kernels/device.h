@@ -1,8 +1,9 @@
-// The Device seam: everything that differs between GPUs and the emulated `host` device.
+// The Device seam: everything that differs between GPUs and the emulated `host` device. Which devices there are, and
+// how each is made, is in devices.h.
 //
-// A Device owns one HBM arena of exactly the asked size and hands out streams and events with CUDA's semantics: streams
-// are in order, a wait captures the event's latest record at the time of the call, copies are asynchronous. Host memory
-// named in a copy must be registered first. Streams, events and stopwatches must be destroyed before their device.
+// A Device owns one HBM arena of exactly the asked size and hands out streams and events: streams are in order, a wait
+// captures the event's latest record at the time of the call, copies are asynchronous. Host memory named in a copy must
+// be registered first. Streams, events and stopwatches must be destroyed before their device.
 // Threads: every call may come from any thread. Several may feed one stream: what each enqueues stays in its order.
 // Errors: spillway::Error at creation and registration. A GPU may also fail later, and then for good: throw_if_failed()
 // says so, and is asked before anything is made of results. All else goes on without it: what is enqueued is dropped,
@@ -86,12 +87,12 @@ class Device {
   virtual void unregister_host(std::span<std::byte> memory) noexcept = 0;
 
   virtual std::unique_ptr<Stream> create_stream(std::string name) = 0;
-  // A stream of the caller's, which stays the caller's: a cudaStream_t. Throws kInvalidArgument on `host`, which has
-  // none but its own.
+  // A stream of the caller's, which stays the caller's: a handle as native() of a Stream returns. Throws
+  // kInvalidArgument on `host`, which has none but its own.
   virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
   virtual std::unique_ptr<Event> create_event() = 0;
-  // One that is mostly asked for by done(), and whose record costs a stream of small copies less: a thread that waits
-  // for it may spin.
+  // An event that is mostly asked for by done(), and whose record costs a stream of small copies less: a thread that
+  // waits for it may spin.
   virtual std::unique_ptr<Event> create_polled_event() { return create_event(); }
   virtual std::unique_ptr<Stopwatch> create_stopwatch() = 0;
 
@@ -99,19 +100,22 @@ class Device {
     event.recorded_ = true;
     do_record(event, stream);
   }
-  // CUDA lets a wait for an event that was never recorded pass at once; that is always a bug, so it is refused here.
+  // A wait for an event that was never recorded is always a bug, so it is refused, though GPUs let it pass at once.
   void wait(Stream& stream, Event& event) {
     SPILLWAY_CHECK(event.recorded(), "a stream may only wait for an event that was recorded");
     do_wait(stream, event);
   }
-  virtual bool done(const Event& event) const = 0;         // true also when never recorded, as in CUDA
+  virtual bool done(const Event& event) const = 0;         // true also when never recorded
   virtual void synchronize(const Event& event) const = 0;  // blocks the calling thread
   virtual void throw_if_failed() const {}                  // kDevice
 
   virtual void copy_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) = 0;
+  // The same where the device's side, one side of two at the least, is memory of the caller's outside the arena: an
+  // allocation on this GPU; on `host` any memory.
+  virtual void copy_lent_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) = 0;
   virtual void fill_async(void* to, std::byte value, std::size_t bytes, Stream& stream) = 0;
   // Calls function(argument) on a thread of the device once the stream gets there. It must be short, must not block and
-  // must not call the device (cudaLaunchHostFunc's rules).
+  // must not call the device.
   virtual void call_async(void (*function)(void*), void* argument, Stream& stream) = 0;
 
   // accumulator[i] = from[i] (first) or accumulator[i] + from[i], in fp32.
@@ -135,27 +139,5 @@ class Device {
   virtual void do_record(Event& event, Stream& stream) = 0;
   virtual void do_wait(Stream& stream, Event& event) = 0;
 };
-
-struct HostDeviceOptions {
-  std::uint64_t hbm_bytes = 0;
-  // For tests: each copy waits this long first.
-  double copy_delay_seconds = 0;
-};
-
-// The emulated device: HBM is an arena in RAM, each stream runs on a thread of its own, kernels on `workers` (which
-// must outlive the device).
-std::unique_ptr<Device> create_host_device(const HostDeviceOptions& options, HostWorkers& workers);
-
-struct CudaDeviceOptions {
-  std::uint64_t hbm_bytes = 0;
-};
-
-// The first GPU that CUDA shows (CUDA_VISIBLE_DEVICES chooses). Throws kUnsupported when there is none, saying why, and
-// kDoesNotFit when it has less free memory than asked for.
-std::unique_ptr<Device> create_cuda_device(const CudaDeviceOptions& options);
-// Why there cannot be a cuda device in this process; empty when there can. Cheap.
-std::string cuda_unavailable();
-// What to do about it where the plugin is what is missing or wrong; else empty.
-std::string cuda_plugin_remedy();
 
 }  // namespace spillway

@@ -1,4 +1,5 @@
-// The emulated device: HBM is an arena in RAM, streams are threads, kernels are the CPU kernels on the workers.
+#include "kernels/host_device.h"
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -12,7 +13,6 @@
 #include <fmt/format.h>
 
 #include "kernels/convert.h"
-#include "kernels/device.h"
 #include "kernels/host_memory.h"
 #include "kernels/host_stream.h"
 #include "kernels/optimizer.h"
@@ -140,12 +140,14 @@ class HostDevice final : public Device {
                    "a copy goes to registered host memory or to the HBM arena");
     SPILLWAY_CHECK(from_host ? registered_.contains(from, bytes) : arena_.contains(from, bytes),
                    "a copy comes from registered host memory or from the HBM arena");
-    stream.launch([to, from, bytes, delay = copy_delay_](HostWorkers& workers) {
-      if (delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(delay));
-      for_pieces(workers, bytes, kPieceBytes, [&](std::size_t begin, std::size_t end) {
-        std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
-      });
-    });
+    launch_copy(to, from, bytes, stream);
+  }
+
+  void copy_lent_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) override {
+    if (bytes == 0) return;
+    SPILLWAY_CHECK(kind != CopyKind::kDeviceToHost || registered_.contains(to, bytes), "registered host memory");
+    SPILLWAY_CHECK(kind != CopyKind::kHostToDevice || registered_.contains(from, bytes), "registered host memory");
+    launch_copy(to, from, bytes, stream);
   }
 
   void fill_async(void* to, std::byte value, std::size_t bytes, Stream& stream) override {
@@ -228,6 +230,15 @@ class HostDevice final : public Device {
  private:
   void check_device(const void* data, std::size_t bytes) const {
     SPILLWAY_CHECK(bytes == 0 || arena_.contains(data, bytes), "device work reads and writes the HBM arena only");
+  }
+
+  void launch_copy(void* to, const void* from, std::size_t bytes, Stream& stream) const {
+    stream.launch([to, from, bytes, delay = copy_delay_](HostWorkers& workers) {
+      if (delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(delay));
+      for_pieces(workers, bytes, kPieceBytes, [&](std::size_t begin, std::size_t end) {
+        std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
+      });
+    });
   }
 
   HostWorkers& workers_;

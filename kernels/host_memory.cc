@@ -51,7 +51,8 @@ void no_huge_pages(const ArenaName& name, const std::string& why) {
 
 }  // namespace
 
-HostArena::HostArena(std::uint64_t bytes, const ArenaName& name, const std::filesystem::path& huge_page_files) {
+HostArena::HostArena(std::uint64_t bytes, const ArenaName& name, const std::filesystem::path& huge_page_files,
+                     HugePages wanted) {
   const std::string object = name.object, key = name.key;
   if (bytes == 0) throw Error(Code::kInvalidArgument, {object, "its size is 0 bytes", 0, "set " + key});
   mapped_bytes_ = align_up(bytes, small_page());
@@ -79,12 +80,13 @@ HostArena::HostArena(std::uint64_t bytes, const ArenaName& name, const std::file
     log(LogLevel::kWarning, fmt::format("{} is copied into every process that is forked ({})", name.object,
                                         std::generic_category().message(errno)));
   }
-  huge_pages_ = bytes >= kHugePageArena && madvise(base, mapped_bytes_, MADV_HUGEPAGE) == 0;
+  const bool large = bytes >= kHugePageArena;
+  huge_pages_ = (large || wanted == HugePages::kOfAny) && madvise(base, mapped_bytes_, MADV_HUGEPAGE) == 0;
   const int refused = errno;
   if (huge_pages_ && switched_off(huge_page_files)) {
     huge_pages_ = false;
-    no_huge_pages(name, "transparent_hugepage/enabled is never");
-  } else if (bytes >= kHugePageArena && !huge_pages_) {
+    if (large) no_huge_pages(name, "transparent_hugepage/enabled is never");
+  } else if (large && !huge_pages_) {
     no_huge_pages(name, "madvise: " + std::generic_category().message(refused));
   }
   // Refused only by kernels without huge pages, which then give none anyway.

@@ -27,12 +27,16 @@ inline constexpr const char* kHugePageFiles = "/sys/kernel/mm/transparent_hugepa
 // commit 175bca7's `adam_bench --benchmark_filter=33554432/threads:1`.
 inline constexpr const char* kSmallPagesPrice = "Adam takes 7 to 20 % longer";
 
+// Which arenas ask for huge pages: those that are so large that what is touched stays what is planned, or any, where a
+// block in one piece of memory goes to the drive as one request, and in pages of 4 KiB does not.
+enum class HugePages { kOfLargeArenas, kOfAny };
+
 // Anonymous memory of exactly `bytes`, with pages that fault before and after it; pages are taken from the system when
-// first written. Large arenas ask for huge pages, and a log line says when they get none.
+// first written. A log line says when a large arena gets no huge pages.
 class HostArena {
  public:
-  HostArena(std::uint64_t bytes, const ArenaName& name,
-            const std::filesystem::path& huge_page_files = kHugePageFiles);  // throws Error
+  HostArena(std::uint64_t bytes, const ArenaName& name, const std::filesystem::path& huge_page_files = kHugePageFiles,
+            HugePages wanted = HugePages::kOfLargeArenas);  // throws Error
   ~HostArena();
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;

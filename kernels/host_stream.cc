@@ -98,7 +98,7 @@ std::uint64_t HostStream::position() const {
 }
 
 void HostStream::launch_wait(const StreamProgress& other, std::uint64_t position) {
-  // A record on this very stream is behind us by the time the task runs.
+  // A record on this very stream has been passed by the time the task runs.
   if (&other == progress_.get()) return;
   launch([this, &other, position](HostWorkers&) {
     if (other.reached(position)) return;

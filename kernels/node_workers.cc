@@ -21,18 +21,18 @@ struct NodeWorkers::Inside {
   }
   ~Inside() { current_ = before_; }
 
-  struct Place {
+  struct Current {
     const NodeWorkers* workers = nullptr;
     Node* node = nullptr;
   };
   static Node* of(const NodeWorkers* workers) { return current_.workers == workers ? current_.node : nullptr; }
 
  private:
-  static thread_local Place current_;
-  Place before_;
+  static thread_local Current current_;
+  Current before_;
   std::optional<ThreadBinding> binding_;
 };
-thread_local NodeWorkers::Inside::Place NodeWorkers::Inside::current_;
+thread_local NodeWorkers::Inside::Current NodeWorkers::Inside::current_;
 
 // A call, and what of it each node runs.
 struct NodeWorkers::Call {

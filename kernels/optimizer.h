@@ -29,13 +29,12 @@ void for_each_array(const OptimizerTile& tile, Visit visit) {
     if (array != nullptr) visit(array, elements * each);
   };
   const ReducedMoments& reduced = tile.reduced;
-  const std::size_t moment = reduced.format == MomentFormat::kInt8 ? 1 : 2;
   const std::size_t groups = (tile.count + kMomentGroup - 1) / kMomentGroup;
   for (const void* array : {static_cast<const void*>(tile.weight), tile.gradient})
     see(array, tile.count, size_of(tile.type));
   for (const float* array : {tile.exp_avg, tile.exp_avg_sq, tile.master}) see(array, tile.count, sizeof(float));
   see(tile.residual, tile.count, sizeof(std::int16_t));
-  for (const void* array : {reduced.exp_avg, reduced.exp_avg_sq}) see(array, tile.count, moment);
+  for (const void* array : {reduced.exp_avg, reduced.exp_avg_sq}) see(array, tile.count, size_of(reduced.format));
   for (const std::uint16_t* array : {reduced.exp_avg_scales, reduced.exp_avg_sq_scales})
     see(array, groups, sizeof(std::uint16_t));
 }

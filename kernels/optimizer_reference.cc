@@ -168,17 +168,17 @@ void check_optimizer_arguments(const OptimizerTile& tile, const OptimizerScalars
   SPILLWAY_CHECK((tile.master != nullptr) == (tile.type == DType::kFloat16),
                  "an fp16 tile, and no other, has an fp32 master");
   const ReducedMoments& reduced = tile.reduced;
-  const bool exact = reduced.format == MomentFormat::kFloat32, int8 = reduced.format == MomentFormat::kInt8;
+  const bool exact = reduced.format == MomentFormat::kFloat32, scaled = has_scales(reduced.format);
   const bool average = has_exp_avg(scalars.kind), square = has_exp_avg_sq(scalars.kind);
   SPILLWAY_CHECK((tile.exp_avg != nullptr) == (exact && average) && (tile.exp_avg_sq != nullptr) == (exact && square) &&
                      (reduced.exp_avg != nullptr) == (!exact && average) &&
                      (reduced.exp_avg_sq != nullptr) == (!exact && square),
                  "a tile has the moments that its optimizer keeps, and no other");
-  SPILLWAY_CHECK((reduced.exp_avg_scales != nullptr) == (int8 && average) &&
-                     (reduced.exp_avg_sq_scales != nullptr) == (int8 && square),
+  SPILLWAY_CHECK((reduced.exp_avg_scales != nullptr) == (scaled && average) &&
+                     (reduced.exp_avg_sq_scales != nullptr) == (scaled && square),
                  "int8 moments, and no other, have scales");
   SPILLWAY_CHECK(exact || can_reduce(scalars.kind), "the moments of Adam and Lion alone are reduced");
-  SPILLWAY_CHECK(!int8 || (begin % kMomentGroup == 0 && (end % kMomentGroup == 0 || end == tile.count)),
+  SPILLWAY_CHECK(!scaled || (begin % kMomentGroup == 0 && (end % kMomentGroup == 0 || end == tile.count)),
                  "elements that share a scale are updated together");
   SPILLWAY_CHECK(begin <= end && end <= tile.count, "the range must lie in the tile");
   SPILLWAY_CHECK(!(scalars.l2 && scalars.decoupled), "weight decay is either L2 or decoupled");

@@ -8,9 +8,9 @@ namespace spillway {
 
 inline constexpr std::size_t kSmallPage = 4096;  // bytes
 
-// Asks for the first lines of the page that begins about `pages` behind `from`. A processor follows a stream by itself,
+// Asks for the first lines of the page that begins about `pages` after `from`. A processor follows a stream by itself,
 // but within a page alone: at its end it waits for an address to be translated, in a virtual machine twice, and then
-// for memory. The lines after the first ones it asks for itself. Behind the end of an array it does no harm.
+// for memory. The lines after the first ones it asks for itself. Beyond the end of an array it does no harm.
 inline void ask_page(const void* from, std::size_t pages) {
   constexpr std::uintptr_t kLine = 64, kLines = 4;
   const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(from) + pages * kSmallPage + kSmallPage / 2;

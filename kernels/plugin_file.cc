@@ -21,7 +21,7 @@ OpenedPlugin<void> load_plugin(const PluginFile& file) {
   std::error_code ignored;
   const std::filesystem::path near = path_beside(file);
   const bool is_near = !near.empty() && std::filesystem::exists(near, ignored);
-  // One that lies beside the program is the program's: if it cannot be opened, that is what to say.
+  // A plugin that lies beside the program is the program's: if it cannot be opened, that is what to say.
   void* library = ::dlopen(is_near ? near.c_str() : file.name, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* why = ::dlerror();

@@ -43,7 +43,7 @@ std::optional<double> memory_in(const fs::path& directory, const char* name) {
 std::optional<double> memory_v2(const fs::path& directory) { return memory_in(directory, "memory.max"); }
 std::optional<double> memory_v1(const fs::path& directory) { return memory_in(directory, "memory.limit_in_bytes"); }
 
-// The value behind `name` in a file of lines of names and numbers; 0 when it is not there.
+// The value after `name` in a file of lines of names and numbers; 0 when it is not there.
 double value_in(const fs::path& path, const std::string& name) {
   std::ifstream file(path);
   std::string found;
@@ -73,13 +73,13 @@ std::optional<double> memory_left_v1(const fs::path& directory) {
 using ReadLimit = std::optional<double> (*)(const fs::path& directory);
 void tighten(std::optional<double>& tightest, const fs::path& mount, const fs::path& group, ReadLimit read_limit) {
   fs::path directory = mount;
-  const auto look = [&] {
+  const auto tighten_here = [&] {
     if (const auto limit = read_limit(directory)) tightest = std::min(tightest.value_or(*limit), *limit);
   };
-  look();
+  tighten_here();
   for (const auto& part : group.relative_path()) {
     directory /= part;
-    look();
+    tighten_here();
   }
 }
 

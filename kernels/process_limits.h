@@ -13,7 +13,7 @@ namespace spillway {
 
 // What this process takes beside its arenas, at most: code, libraries, stacks of threads, generated code.
 inline constexpr std::uint64_t kOutsideArenas = 200 * kMiB;
-// Of that, what a run takes on behind the check of its memory, at least: a run that had 6 MiB was seen to end.
+// Of that, what a run takes on after the check of its memory, at least: a run that had 6 MiB was seen to end.
 inline constexpr std::uint64_t kLeastOutside = 16 * kMiB;
 
 // Where the kernel shows cgroups; tests point these at directories of their own.

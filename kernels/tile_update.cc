@@ -13,7 +13,7 @@ namespace spillway {
 namespace {
 
 // A worker takes a group of elements, whose arrays fill whole granules, and goes through it piece by piece: the hash
-// before an update finds its piece in the first-level cache, and so does the hash behind it. Longer pieces would leave
+// before an update finds its piece in the first-level cache, and so does the hash after it. Longer pieces would leave
 // that cache, shorter ones pay more for starting and ending XXH3's stream.
 constexpr std::size_t kPiece = kUpdatePiece;
 // Memory would stand idle while an array is hashed in the cache: the first lines of a later piece are asked for, about
@@ -75,7 +75,7 @@ std::size_t group_of(const TileUpdate& update) {
   return bytes ? kHashedByteUnit : kHashedTileUnit;
 }
 
-// Of the extent's arrays, without what lies behind them.
+// Of the extent's arrays, without what lies after them.
 std::uint64_t array_bytes(const ExtentHashes& extent, const TileUpdate& update) {
   std::uint64_t bytes = 0;  // of all arrays, for an element
   for (const std::uint64_t element : extent.arrays) bytes += element;
@@ -94,7 +94,7 @@ bool in_whole_granules(const TileUpdate& update, std::size_t group) {
 
 using Sums = std::span<std::uint64_t> ExtentHashes::*;
 
-// What lies behind the arrays: of int8 moments their scales, a sixteenth of the values.
+// What lies after the arrays: of int8 moments their scales, a sixteenth of the values.
 void hash_behind_arrays(const TileUpdate& update, Sums sums, HostWorkers& workers) {
   for (const ExtentHashes* extent : extents_of(update)) {
     const std::uint64_t at = array_bytes(*extent, update);

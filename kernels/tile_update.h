@@ -13,8 +13,8 @@
 
 namespace spillway {
 
-// Bytes of an element of each array that an extent consists of, one behind the other; a 0 ends them. Every array has an
-// element for each of the tile's. What lies behind them, scales and padding, is hashed on its own.
+// Bytes of an element of each array that an extent consists of, one after the other; a 0 ends them. Every array has an
+// element for each of the tile's. What lies after them, scales and padding, is hashed on its own.
 using ElementBytes = std::array<std::uint64_t, 4>;
 
 // An extent in memory, and room for the checksum of each of its granules before and after; empty: not wanted.
@@ -39,7 +39,7 @@ struct TileUpdate {
   OptimizerTile tile;                         // its arrays are those of the extents
   std::span<const GroupRange> groups;         // the last one ends at tile.count
   std::span<const OptimizerScalars> scalars;  // by group
-  ExtentHashes weights;                       // multiples of 64 KiB; what lies behind the payload is hashed as it is
+  ExtentHashes weights;                       // multiples of 64 KiB; what lies after the payload is hashed as it is
   ExtentHashes states;
   ExtentHashes gradient = {};  // only `before`; starts with tile.gradient
 };

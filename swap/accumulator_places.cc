@@ -30,14 +30,16 @@ void AccumulatorPlaces::expect(std::uint32_t block) {
   const std::uint32_t coming = bring(block);
   for (std::uint32_t p = 0; p < places_.size(); ++p) {
     if (p == coming) continue;
+    // While the coming block computes, so that its sums find a free place and the copy costs nothing.
     if (const auto leaves = residency_.leave(p)) send_home(*leaves, places_[p]);
   }
 }
 
 float* AccumulatorPlaces::acquire(std::uint32_t block, Stream& stream) {
-  Place& place = places_[bring(block)];
+  HbmPlace& place = places_[bring(block)];
   if (!residency_.add(block)) {
     if (place.free) device_.wait(stream, *place.free);
+    // Two streams add to the same sums: the second waits for the first.
   } else if (place.stream != &stream) {
     device_.record(*place.used, *place.stream);
     device_.wait(stream, *place.used);
@@ -47,13 +49,13 @@ float* AccumulatorPlaces::acquire(std::uint32_t block, Stream& stream) {
 }
 
 void AccumulatorPlaces::complete(std::uint32_t block, Stream& stream) {
-  Place& place = places_[residency_.complete(block)];
+  HbmPlace& place = places_[residency_.complete(block)];
   device_.record(*place.used, stream);
   place.free = place.used.get();
 }
 
-void AccumulatorPlaces::settle() {
-  for (const Place& place : places_) device_.synchronize(*place.come);
+void AccumulatorPlaces::wait_idle() {
+  for (const HbmPlace& place : places_) device_.synchronize(*place.come);
   for (const Home& home : homes_) {
     if (home.come) device_.synchronize(*home.come);
   }
@@ -62,16 +64,17 @@ void AccumulatorPlaces::settle() {
 std::uint32_t AccumulatorPlaces::bring(std::uint32_t block) {
   SPILLWAY_CHECK(homes_[block].come, "sums that come here have a home");
   const AccumulatorResidency::Arrival arrival = residency_.bring(block);
-  Place& place = places_[arrival.place];
+  HbmPlace& place = places_[arrival.place];
   if (arrival.leaves) send_home(*arrival.leaves, place);
   if (arrival.comes) fetch(block, place);
   return arrival.place;
 }
 
-void AccumulatorPlaces::send_home(std::uint32_t block, Place& place) {
+void AccumulatorPlaces::send_home(std::uint32_t block, HbmPlace& place) {
   const Home& home = homes_[block];
   const std::uint64_t bytes = home.memory.size();
   device_.record(*place.used, *place.stream);
+  // After the last addition that was enqueued.
   device_.wait(d2h_, *place.used);
   {
     const StreamSpan span(timeline_, {.kind = SpanKind::kAccumulatorDown, .subject = block, .bytes = bytes}, d2h_);
@@ -82,10 +85,12 @@ void AccumulatorPlaces::send_home(std::uint32_t block, Place& place) {
   d2h_bytes_ += bytes;
 }
 
-void AccumulatorPlaces::fetch(std::uint32_t block, Place& place) {
+void AccumulatorPlaces::fetch(std::uint32_t block, HbmPlace& place) {
   const Home& home = homes_[block];
   const std::uint64_t bytes = home.memory.size();
+  // The place may still be read by the copy that takes its last block home.
   if (place.free) device_.wait(h2d_, *place.free);
+  // The home's bytes may still be on their way down from an earlier use.
   device_.wait(h2d_, *home.come);
   {
     const StreamSpan span(timeline_, {.kind = SpanKind::kAccumulatorUp, .subject = block, .bytes = bytes}, h2d_);

@@ -3,8 +3,10 @@
 //   release ─► d2h: HBM → host memory, or → chunk → NVMe       as soon as the last use before it leaves is over
 //   prefetch ─► h2d: the way back, verified                    as soon as the place it is planned for is free
 //
-// One thread at a time (the engine's). Nothing is allocated after construction. Errors: kInvalidArgument for a use out
-// of the planned order, with nothing changed; kIo and kCorrupt from the drive: what the activations hold is lost then.
+// Which place a use gets was decided when the run was planned (policy/activation_residency.h). One thread at a time
+// (the engine's). Nothing is allocated after construction. Errors: kInvalidArgument for a use out of the planned order,
+// with nothing changed; kIo and kCorrupt from the drive: what the activations hold is lost then.
+// Read next: block_spiller.h for the way out, block_fetcher.h for the way back.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +56,7 @@ class ActivationPlaces {
   bool lends(std::span<const std::byte> memory) const;  // all of it lies in one place that is leased
 
  private:
-  struct Place {
+  struct HbmPlace {
     std::unique_ptr<BlockFetch> fetch;
     std::unique_ptr<BlockSpill> spill;
     std::unique_ptr<Event> released;
@@ -73,19 +75,19 @@ class ActivationPlaces {
   bool moves() const { return !options_.uses.empty(); }
   void check_use(std::uint32_t activation, Access access);
   [[noreturn]] void refuse(std::uint32_t activation, const std::string& happened, const std::string& hint) const;
-  std::optional<Error> settle();
+  std::optional<Error> wait_idle();
   void prefetch();
   bool ready_for(std::size_t use) const;
   void start_fetch(std::size_t use);
   void bring(std::size_t use);
-  void start_spill(Place& place);
-  void finish_spill(Place& place);
+  void start_spill(HbmPlace& place);
+  void finish_spill(HbmPlace& place);
 
   Device& device_;
   BlockFetcher* fetcher_;
   BlockSpiller* spiller_;
   const ActivationPlacesOptions options_;
-  std::vector<Place> places_;
+  std::vector<HbmPlace> places_;
   std::vector<Absent> absent_;
   std::size_t cursor_ = 0;   // uses before it have been acquired
   std::size_t fetched_ = 0;  // uses before it need no more fetching

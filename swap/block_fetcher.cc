@@ -43,6 +43,7 @@ BlockFetcher::~BlockFetcher() {
   h2d_.synchronize();
   {
     std::unique_lock lock(mutex_);
+    // Reads write into the chunks, and callbacks name this object: both must be over before either goes.
     changed_.wait(lock, [this] { return reads_out_ == 0 && calls_out_ == 0 && started_.empty(); });
   }
   thread_.retire(*this);
@@ -52,6 +53,7 @@ void BlockFetcher::start(BlockFetch& fetch) {
   {
     std::lock_guard lock(mutex_);
     SPILLWAY_CHECK(fetch.state_ != BlockFetch::State::kRunning, "a fetch under way is not started again");
+    // Only noted: reads are posted by the store's thread, in on_wake().
     fetch.state_ = BlockFetch::State::kRunning;
     fetch.failure_.reset();
     started_.push_back(&fetch);
@@ -100,35 +102,34 @@ void BlockFetcher::begin(BlockFetch& fetch) {
 void BlockFetcher::pump() {
   recycle();
   bool more_chunks = true;
-  for (std::size_t i = 0; more_chunks && i < active_.size();) {  // the fetches behind one without wait their turn
+  for (std::size_t i = 0; more_chunks && i < active_.size();) {  // the fetches after one without wait their turn
     BlockFetch& fetch = *active_[i];
     more_chunks = pump(fetch);
     if (fetch.piece_ == fetch.pieces.size() && fetch.chunks_out_ == 0) {
       active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
-      settle(fetch);
+      finish(fetch);
     } else {
       ++i;
     }
   }
+  // Reads that come back call pump() again. Only where too few are out for that does the device have to report a copy's
+  // end.
   if (!more_chunks) ask_for_wake();
 }
 
 bool BlockFetcher::pump(BlockFetch& fetch) {
-  while (fetch.piece_ < fetch.pieces.size()) {
-    const FetchPiece& piece = fetch.pieces[fetch.piece_];
-    if (piece.resident) {
-      copy_resident(fetch, piece);
-      ++fetch.piece_;
-      continue;
-    }
-    Chunk* chunk = free_chunk();
-    if (!chunk) return false;
-    read_chunk(fetch, *chunk);
-  }
-  return true;
+  return start_pieces(
+      fetch.pieces, fetch.piece_, [&](const FetchPiece& piece) { copy_resident(fetch, piece); },
+      [&] {
+        Chunk* const chunk = free_chunk();
+        if (chunk) read_chunk(fetch, *chunk);
+        return chunk != nullptr;
+      });
 }
 
 void BlockFetcher::wait_events(BlockFetch& fetch) {
+  // Once for each fetch, before its first copy: the place may still be read, and what comes from host memory may not be
+  // there yet. Both waits are the stream's.
   if (fetch.waited_) return;
   for (Event* event : {fetch.after, fetch.source}) {
     if (event) device_.wait(h2d_, *event);
@@ -169,6 +170,8 @@ void BlockFetcher::read_chunk(BlockFetch& fetch, Chunk& chunk) {
     std::lock_guard lock(mutex_);
     ++reads_out_;
   }
+  // Urgent: the caller's stream waits for weights, and for nothing that an update reads or writes. This is the store's
+  // thread, so post() hands the request straight to the queue.
   thread_.post({.op = IoOp::kRead,
                 .priority = IoPriority::kUrgent,
                 .file = kStripedSpace,
@@ -190,11 +193,13 @@ void BlockFetcher::on_io(const IoRequest& request, const IoCompletion& completio
       fetcher.changed_.notify_all();
     }
   } const last{*this};
+  // Back from the ring: the bytes are verified, copied on, and the chunks that are free by now read the next ones.
   Chunk& chunk = *chunks_[request.tag];
   BlockFetch& fetch = *chunk.fetch;
   --fetch.chunks_out_;
   --reading_;
   if (completion.error != 0) fail(fetch, io_error(thread_, request, completion));
+  // A failed fetch takes no more bytes, but every read that is out must come back before its chunk is free.
   if (fetch.failure_) {
     chunk.in_use = false;
   } else {
@@ -209,7 +214,7 @@ void BlockFetcher::check(BlockFetch& fetch, const Chunk& chunk) {
   const TimedSpan span(watch_.timeline, SpanKind::kChecksum, piece.tile, chunk.bytes);
   const auto sum = fetch.sums_.add(chunk.piece, chunk.offset, {chunk.memory, chunk.bytes});
   if (!sum || *sum == piece.checksum) return;
-  const StoreThread::Place place = thread_.place_of(piece.extent.offset);
+  const StoreThread::FileOffset place = thread_.place_of(piece.extent.offset);
   if (!fetch.failure_) fetch.mismatch_offset_ = piece.extent.offset;
   fail(fetch, Error(Code::kCorrupt, {place.file.path().string(),
                                      name_of_(piece.tile) + " at offset " + std::to_string(place.offset) +
@@ -231,12 +236,14 @@ void BlockFetcher::copy(BlockFetch& fetch, Chunk& chunk) {
     const StreamSpan span(watch_.timeline, {.kind = SpanKind::kCopyUp, .subject = piece.tile, .bytes = bytes}, h2d_);
     device_.copy_async(CopyKind::kHostToDevice, piece.to + chunk.offset, chunk.memory, bytes, h2d_);
   }
+  // The chunk is free when the copy has ended, not now: recycle() asks for this event.
   device_.record(*chunk.copied, h2d_);
   copying_.push_back(&chunk);
   copied_bytes_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
 void BlockFetcher::recycle() {
+  // Copies end in the order in which they were enqueued, so the search stops at the first that has not.
   const auto under_way =
       std::ranges::find_if_not(copying_, [this](const Chunk* chunk) { return device_.done(*chunk->copied); });
   std::for_each(copying_.begin(), under_way, [](Chunk* chunk) { chunk->in_use = false; });
@@ -275,8 +282,10 @@ void BlockFetcher::fail(BlockFetch& fetch, Error error) {
   fetch.piece_ = fetch.pieces.size();  // start nothing more; reads under way come back and are dropped
 }
 
-void BlockFetcher::settle(BlockFetch& fetch) {
+void BlockFetcher::finish(BlockFetch& fetch) {
   wait_events(fetch);
+  // Copies are enqueued, not done. `ready` tells streams when they are; kOpen tells the host that all bytes were
+  // verified.
   device_.record(fetch.ready(), h2d_);
   std::lock_guard lock(mutex_);
   fetch.state_ = fetch.failure_ ? BlockFetch::State::kFailed : BlockFetch::State::kOpen;

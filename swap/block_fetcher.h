@@ -2,14 +2,16 @@
 // lives there. Chunks are recycled when their copy is done; a block never lies in host memory whole.
 //
 //   start(fetch) ─► reads, as chunks come free ─► checksum of each granule ─► copy on the h2d stream ─► chunk free
-//   wait_open(fetch): all bytes checked out and every copy is enqueued; fetch.ready is recorded behind the last one,
-//   behind those of a fetch that failed too
+//   wait_open(fetch): all bytes are verified and every copy is enqueued; fetch.ready is recorded after the last one,
+//   also when the fetch has failed
 //
-// A read that comes back looks which copies are done. The stream is asked to say so only while less than half of the
-// chunks are being read and a fetch waits for more: a GPU holds its stream up for such a call, as long as for a copy.
+// It does not know which blocks are fetched when, and never touches the I/O queue: it posts reads to the StoreThread.
+// When a read completes it looks which copies are done. The stream is asked to report that only while less than half of
+// the chunks are being read and a fetch waits for more: such a report holds a GPU's stream up for as long as a copy.
 //
 // start() and wait_open(): the engine's thread. The rest runs on the store's thread. A fetch that is under way owns its
 // pieces; nothing is allocated after construction when fetches are reused.
+// Read next: store_thread.h for the way of a read to the drive, then on_io() in block_fetcher.cc for the way back.
 #pragma once
 
 #include <atomic>
@@ -24,8 +26,8 @@
 #include <vector>
 
 #include "kernels/device.h"
+#include "swap/block_pieces.h"
 #include "swap/extents.h"
-#include "swap/piece_sums.h"
 #include "swap/stall_meter.h"
 #include "swap/store_thread.h"
 
@@ -107,7 +109,7 @@ class BlockFetcher : public IoHandler {
   void read_chunk(BlockFetch& fetch, Chunk& chunk);
   void check(BlockFetch& fetch, const Chunk& chunk);
   void copy(BlockFetch& fetch, Chunk& chunk);
-  void settle(BlockFetch& fetch);
+  void finish(BlockFetch& fetch);
   void fail(BlockFetch& fetch, Error error);
   void recycle();
   void ask_for_wake();

@@ -33,6 +33,7 @@ BlockSpiller::BlockSpiller(StoreThread& thread, Device& device, Stream& d2h, std
 BlockSpiller::~BlockSpiller() {
   {
     std::unique_lock lock(mutex_);
+    // Writes read from the chunks, and callbacks name them: both must be over before they go.
     changed_.wait(lock, [this] { return under_way_ == 0 && copies_out_ == 0; });
   }
   thread_.retire(*this);
@@ -106,37 +107,35 @@ void BlockSpiller::pump() {
     BlockSpill& spill = *active_[i];
     const bool more_chunks = pump(spill);
     if (spill.piece_ == spill.pieces.size() && !spill.all_copied_) {
+      // Copies are enqueued, not done: the event says when HBM may be reused.
       spill.all_copied_ = true;
       wait_after(spill);  // also when there was nothing to copy
       device_.record(spill.left(), d2h_);
-      if (!spill.failure_) settle(spill, BlockSpill::State::kLeft);
+      // A spill that failed is finished once, below, when its last chunk is back.
+      if (!spill.failure_) finish(spill, BlockSpill::State::kLeft);
     }
     if (spill.all_copied_ && spill.chunks_out_ == 0) {
       active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
-      settle(spill, spill.failure_ ? BlockSpill::State::kFailed : BlockSpill::State::kWritten);
+      finish(spill, spill.failure_ ? BlockSpill::State::kFailed : BlockSpill::State::kWritten);
     } else {
       ++i;
     }
-    if (!more_chunks) return;  // the spills behind this one wait their turn
+    if (!more_chunks) return;  // the spills after this one wait their turn
   }
 }
 
 bool BlockSpiller::pump(BlockSpill& spill) {
-  while (spill.piece_ < spill.pieces.size()) {
-    const SpillPiece& piece = spill.pieces[spill.piece_];
-    if (piece.resident) {
-      copy_resident(spill, piece);
-      ++spill.piece_;
-      continue;
-    }
-    Chunk* chunk = free_chunk();
-    if (!chunk) return false;
-    copy_to_chunk(spill, *chunk);
-  }
-  return true;
+  return start_pieces(
+      spill.pieces, spill.piece_, [&](const SpillPiece& piece) { copy_resident(spill, piece); },
+      [&] {
+        Chunk* const chunk = free_chunk();
+        if (chunk) copy_to_chunk(spill, *chunk);
+        return chunk != nullptr;
+      });
 }
 
 void BlockSpiller::wait_after(BlockSpill& spill) {
+  // Once a spill, before its first copy: a wait holds back everything on the stream that comes later.
   if (spill.after && !spill.waited_after_) device_.wait(d2h_, *spill.after);
   spill.waited_after_ = true;
 }
@@ -170,6 +169,8 @@ void BlockSpiller::copy_to_chunk(BlockSpill& spill, Chunk& chunk) {
     ++copies_out_;
   }
   if (bytes > 0) device_.copy_async(CopyKind::kDeviceToHost, chunk.memory, piece.from + chunk.offset, bytes, d2h_);
+  // The host cannot ask a write to wait for an event, so the device's thread says when the bytes are there. It only
+  // sets a flag: the write is posted by the store's thread.
   device_.call_async(&BlockSpiller::chunk_landed, &chunk, d2h_);
   copied_bytes_.fetch_add(bytes, std::memory_order_relaxed);
 }
@@ -189,6 +190,7 @@ void BlockSpiller::write_landed() {
   for (auto& chunk : chunks_) {
     if (!chunk->landed.load(std::memory_order_acquire)) continue;
     chunk->landed.store(false, std::memory_order_relaxed);
+    // A failed spill writes nothing more; its chunks come back all the same.
     if (chunk->spill->failure_) {
       give_back(*chunk);
     } else {
@@ -200,6 +202,7 @@ void BlockSpiller::write_landed() {
 void BlockSpiller::write(Chunk& chunk) {
   BlockSpill& spill = *chunk.spill;
   SpillPiece& piece = spill.pieces[chunk.piece];
+  // The extent is longer than the payload; its rest is zeros and belongs to the checksum.
   if (chunk.offset + chunk.bytes > piece.payload_bytes) {
     const std::uint64_t used = piece.payload_bytes - std::min(chunk.offset, piece.payload_bytes);
     std::memset(chunk.memory + used, 0, chunk.bytes - used);
@@ -238,9 +241,10 @@ BlockSpiller::Chunk* BlockSpiller::free_chunk() {
   return nullptr;
 }
 
-void BlockSpiller::settle(BlockSpill& spill, BlockSpill::State state) {
+void BlockSpiller::finish(BlockSpill& spill, BlockSpill::State state) {
   std::lock_guard lock(mutex_);
   spill.state_ = state;
+  // kLeft is half of the way: the bytes are out of HBM and not yet on the drive.
   if (state != BlockSpill::State::kLeft) --under_way_;
   changed_.notify_all();
 }

@@ -2,11 +2,14 @@
 // is its place. The way back is the BlockFetcher's. Chunks are recycled as soon as they are written.
 //
 //   start(spill) ─► copies on the d2h stream, as chunks come free ─► checksum of each granule ─► write ─► chunk free
-//   wait_left(spill): every copy is enqueued; spill.left() is recorded behind the last one, what was HBM may be reused
+//   wait_left(spill): every copy is enqueued; spill.left() is recorded after the last one, and with that event the HBM
+//   may be reused
 //   wait_written(spill): everything on NVMe is written, and the checksums of its pieces are known
 //
-// start() and the waits: the engine's thread. The rest runs on the store's thread. A spill that is under way owns its
-// pieces; nothing is allocated after construction when spills are reused. Errors: kIo, from the waits.
+// It writes scratch only, never a slot of a tile: those are TileMover's. start() and the waits: the engine's thread.
+// The rest runs on the store's thread. A spill that is under way owns its pieces; nothing is allocated after
+// construction when spills are reused. Errors: kIo, from the waits.
+// Read next: store_thread.h.
 #pragma once
 
 #include <atomic>
@@ -19,8 +22,8 @@
 #include <vector>
 
 #include "kernels/device.h"
+#include "swap/block_pieces.h"
 #include "swap/extents.h"
-#include "swap/piece_sums.h"
 #include "swap/stall_meter.h"
 #include "swap/store_thread.h"
 
@@ -30,7 +33,7 @@ struct SpillPiece {
   const std::byte* from = nullptr;  // device address
   std::uint64_t payload_bytes = 0;
   std::byte* resident = nullptr;  // host address when the piece goes to host memory; else:
-  Extent extent = {};             // on NVMe; zeros are written behind the payload
+  Extent extent = {};             // on NVMe; zeros are written after the payload
   std::uint64_t checksum = 0;     // of the whole extent; set when the spill is written
 };
 
@@ -99,7 +102,7 @@ class BlockSpiller : public IoHandler {
   void write_landed();
   void write(Chunk& chunk);
   void give_back(Chunk& chunk);
-  void settle(BlockSpill& spill, BlockSpill::State state);
+  void finish(BlockSpill& spill, BlockSpill::State state);
   Chunk* free_chunk();
   static void chunk_landed(void* chunk);
 

@@ -13,14 +13,15 @@ StateArrays state_arrays(const TileShape& tile) {
     offset += tile.count * array.bytes;
     arrays.array.at(arrays.count++) = array;
   };
+  // Reduced formats come as a list with the tile; without one, the exact states of its type and optimizer follow below.
   for (const StateArray& array : tile.states) add(array);
   for (StateArray& array : std::span(arrays.array).first(arrays.count)) {
     array.scales = offset;
     offset += scale_bytes(tile, array);
   }
   if (!tile.states.empty()) return arrays;
-  if (has_exp_avg(tile.optimizer)) add({.name = kExpAvg, .type = "fp32", .bytes = 4});
-  if (has_exp_avg_sq(tile.optimizer)) add({.name = kExpAvgSq, .type = "fp32", .bytes = 4});
+  if (has_exp_avg(tile.optimizer)) add(moment_array(kExpAvg, MomentFormat::kFloat32));
+  if (has_exp_avg_sq(tile.optimizer)) add(moment_array(kExpAvgSq, MomentFormat::kFloat32));
   if (tile.type == DType::kBFloat16) add({.name = kResidual, .type = "int16", .bytes = 2});
   if (tile.type == DType::kFloat16) add({.name = kMaster, .type = "fp32", .bytes = 4});
   return arrays;
@@ -58,6 +59,7 @@ StoreLayout lay_out_store(std::span<const TileShape> tiles, const StoreGeometry&
     return at;
   };
   layout.description_offset = take(geometry.description_bytes);
+  // Records before tiles, so that a program that does not know the model finds the last commit.
   for (auto& record : layout.record_offset) {
     for (auto& copy : record) copy = take(geometry.record_bytes);
   }

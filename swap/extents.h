@@ -1,5 +1,6 @@
 // The layout of a store file: where each tile's slots lie. Pure arithmetic; nothing of it is stored, it is derived
-// again from the model, the tile size and the number of slots whenever a store is opened.
+// again from the model, the tile size and the number of slots whenever a store is opened. Which slot counts is said by
+// the manifest (manifest.h).
 //
 //   | superblock | description | manifest A, A', B, B' | tile 0: slot 0 | slot 1 | tile 1: slot 0 | slot 1 | … |
 //   scratch |
@@ -26,7 +27,7 @@ inline constexpr std::uint64_t kExtentAlignment = 64 * kKiB;
 
 struct Extent {
   std::uint64_t offset = 0;
-  std::uint64_t bytes = 0;  // padded; the bytes behind the payload are zero and belong to the checksum
+  std::uint64_t bytes = 0;  // padded; the bytes after the payload are zero and belong to the checksum
 };
 
 // What of a tile moves on its own: forward and backward read weights, the update needs both.
@@ -42,7 +43,7 @@ struct StateArray {
   std::uint64_t offset = 0;         // in the states of a tile
   std::uint64_t group = 1;          // elements that share a scale
   std::string_view scale = "none";  // type of the scales, "bf16" where there are some
-  std::uint64_t scales = 0;         // offset of the scales, behind all arrays
+  std::uint64_t scales = 0;         // offset of the scales, after all arrays
   bool operator==(const StateArray&) const = default;
 };
 // Descriptions live as long as the program; their offsets are 0.
@@ -63,11 +64,18 @@ struct StateArrays {
   const StateArray* begin() const { return array.data(); }
   const StateArray* end() const { return array.data() + count; }
 };
-// In the order in which they lie, and behind them the scales of those that have some, in the same order. The exact
+// In the order in which they lie, and after them the scales of those that have some, in the same order. The exact
 // ones: | exp_avg | exp_avg_sq | master |, of the first two what the optimizer keeps. Master: a bf16 weight's residual,
 // an fp16 weight's fp32 master; an fp32 weight is its own. None in a frozen tile.
 StateArrays state_arrays(const TileShape& tile);
 inline constexpr std::string_view kExpAvg = "exp_avg", kExpAvgSq = "exp_avg_sq";
+// Of one that keeps moments in this form.
+constexpr StateArray moment_array(std::string_view name, MomentFormat format) {
+  StateArray array{.name = name, .type = name_of(format), .bytes = size_of(format)};
+  if (format == MomentFormat::kInt8 && name == kExpAvgSq) array.type = "uint8";
+  if (has_scales(format)) array.group = kMomentGroup, array.scale = "bf16";
+  return array;
+}
 inline constexpr std::string_view kResidual = "master_residual", kMaster = "master";
 
 ElementBytes element_bytes(const TileShape& tile, Part part);

@@ -13,7 +13,7 @@ constexpr std::uint64_t kRecordOfFormat3Magic = 0x31304e414d575053;  // "SPWMAN0
 
 struct RecordHeader {
   std::uint64_t magic;
-  std::uint64_t checksum;  // of every byte behind this field, up to `used`
+  std::uint64_t checksum;  // of every byte after this field, up to `used`
   std::uint64_t fingerprint;
   std::uint64_t sequence;
   std::uint64_t step;
@@ -61,6 +61,7 @@ void encode_record(const Manifest& manifest, const RecordForm& form, std::span<s
   SPILLWAY_CHECK(manifest.tiles.size() == form.tiles, "a record names every tile");
   SPILLWAY_CHECK(counts == 0 || counts == form.parameters, "updates are counted of all parameters or of none");
   SPILLWAY_CHECK(manifest.blob.size() <= kBlobCapacity, "the caller's blob fits the record");
+  // What an earlier record left must not look like a part of this one.
   std::memset(out.data(), 0, out.size());
   RecordHeader header{.magic = magic_of(form),
                       .checksum = 0,
@@ -81,6 +82,7 @@ void encode_record(const Manifest& manifest, const RecordForm& form, std::span<s
   at += counts * kCountBytes;
   if (!manifest.blob.empty()) std::memcpy(out.data() + at, manifest.blob.data(), manifest.blob.size());
   std::memcpy(out.data(), &header, header_bytes(form));
+  // Over all that means something, sizes included; the zeros after it are padding.
   header.checksum = granule_checksum(out.subspan(kChecksumFrom, header.used - kChecksumFrom));
   std::memcpy(out.data(), &header, header_bytes(form));
 }
@@ -89,6 +91,7 @@ RecordState decode_record(std::span<const std::byte> bytes, const RecordForm& fo
   if (bytes.size() < sizeof(RecordHeader)) return RecordState::kDamaged;
   auto header = load<RecordHeader>(bytes, 0);
   if (!has_counts(form)) header.update_counts = 0;
+  // A record that was never written is zeros, since a store's space is made so.
   const RecordHeader empty{};
   if (std::memcmp(&header, &empty, sizeof header) == 0) return RecordState::kEmpty;
   // Sizes are checked before they are used: a damaged record may hold anything.
@@ -133,8 +136,10 @@ ManifestChoice choose_manifest(std::span<const std::vector<std::byte>> records, 
       if (found.state != RecordState::kValid) continue;
       found.sequence = manifest.sequence;
       found.step = manifest.step;
+      // Two copies of a record may differ after a crash between their writes: the newer one was written whole.
       if (!newest[record] || manifest.sequence > newest[record]->sequence) newest[record] = std::move(manifest);
     }
+    // The record that is lost may have been the newest: then the other one's slots may be half overwritten.
     if (damaged && !newest[record]) choice.others_damaged = true;
   }
   const bool second = newest[1] && (!newest[0] || newest[1]->sequence > newest[0]->sequence);

@@ -1,5 +1,5 @@
 // The manifest: what a store held at its last commits. Two records alternate, each stored twice; the newest valid one
-// is the truth. Pure: bytes in, bytes out.
+// is the truth. Pure: bytes in, bytes out; TileStore (tile_store.h) writes and reads them.
 //
 //   | header | slot bits and checksums, tile after tile | update counts | caller's blob | … zeros … |   padded
 #pragma once

@@ -1,4 +1,4 @@
-// Which of the processes that train one model together this one is.
+// Which of the processes that train one model together this process is. How they talk to each other: src/comm.
 #pragma once
 
 #include <cstdint>

@@ -28,6 +28,7 @@ void StallMeter::follow(Stream& compute) {
   if (clock == clock_) return;
   account();
   account_waits();
+  // Idle time is counted from stream to stream without a jump.
   before_ += total(*clock_) - total(*clock);
   if (current_ != StallCause::kOther) {
     clock_->caller_waits(false);
@@ -45,6 +46,7 @@ void StallMeter::follow(Stream& compute) {
 bool StallMeter::enter(StallCause cause) {
   if (current_ != StallCause::kOther) return false;
   account();
+  // While the caller waits it launches nothing: only then can a GPU's clock tell whether its stream has work.
   clock_->caller_waits(true);
   current_ = cause;
   if (timeline_) entered_ns_ = timeline_->now_ns();
@@ -69,6 +71,7 @@ void StallMeter::account_waits() {
   const double h2d = advance(h2d_, clock_->waiting_for(*streams_.h2d));
   const double d2h = advance(d2h_, clock_->waiting_for(*streams_.d2h));
   const double net = streams_.net ? advance(net_, clock_->waiting_for(*streams_.net)) : 0;
+  // The stream's wait has a cause by the stream that it waits for; see stall_meter.h.
   sum_[StallCause::kCopy] += h2d;
   sum_[StallCause::kGradient] += d2h;
   sum_[StallCause::kNetwork] += net;

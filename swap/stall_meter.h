@@ -1,7 +1,7 @@
 // Where the idle time of the stream that computes goes. While the stream waits for an event, the cause is the stream
 // that it waits for: a copy up, a gradient on its way down, or what other ranks bring. While nothing is enqueued, the
-// cause is what the caller's thread waits for, since it is that thread that would enqueue; `other` while it waits for
-// nothing of Spillway's.
+// cause is what the caller's thread waits for, since that thread would enqueue the work; `other` while it waits for
+// nothing of Spillway's. It measures and never waits itself: a StallMeter::Wait stands where the code waits.
 //
 // One thread at a time (the engine's). Nothing is allocated after construction, but a followed stream's clock.
 #pragma once

@@ -11,6 +11,7 @@ namespace spillway {
 namespace {
 
 constexpr std::uint64_t kChunkBytes = 1 * kMiB;
+// Enough in flight for every drive to be busy, however many there are, within 64 MiB.
 constexpr std::uint64_t kMostChunks = 64, kChunksPerFile = 32;
 static_assert(kChunkBytes % kGranuleBytes == 0);
 
@@ -52,6 +53,7 @@ class Checker {
   }
 
   std::uint64_t run() {
+    // All chunks are read at once; each that comes back reads the next bytes, so the drive is never without requests.
     for (std::size_t c = 0; c < chunks_.size(); ++c) read_next(c);
     IoCompletion completions[16];
     while (queue_->pending() > 0) {
@@ -111,14 +113,17 @@ class Checker {
       granule_checksums(memory(chunk), std::span(open.granules).subspan(chunk.at / kGranuleBytes, granules));
     open.left -= chunk.bytes;
     done_bytes_ += chunk.bytes;
+    // Chunks of an extent come back in any order; the last one closes it.
     if (open.left > 0) return;
     const auto tile = static_cast<std::uint32_t>(chunk.extent / kParts);
     const std::size_t part = chunk.extent % kParts;
     const bool good = open.error == 0 && extent_checksum(open.granules) == manifest_.tiles[tile].checksum[part];
     const int error = open.error;
+    // Only extents that are being read take memory.
     open.granules = {};
     if (good) return;
     const Extent& at = extent(chunk.extent);
+    // Reported and gone on: one bad extent says nothing of the others.
     check_.bad({.tile = tile,
                 .part = static_cast<Part>(part),
                 .extent = at,
@@ -152,7 +157,7 @@ std::string name_of_part(std::uint32_t tile, Part part, const std::function<std:
                      name_of ? name_of(tile) : fmt::format("tile {}", tile));
 }
 
-Error mismatch_error(const std::string& what, const StoreFiles::Place& place, Hint hint) {
+Error mismatch_error(const std::string& what, const StoreFiles::FileOffset& place, Hint hint) {
   return Error(Code::kCorrupt, place.file->path().string(),
                fmt::format("{} at offset {} do not match their checksum", what, place.offset), 0, std::move(hint));
 }

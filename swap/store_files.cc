@@ -51,6 +51,7 @@ AlignedBuffer::AlignedBuffer(std::uint64_t bytes)
 bool StoreFiles::exist(std::span<const std::filesystem::path> directories) {
   return std::any_of(directories.begin(), directories.end(), [](const auto& directory) {
     struct stat info;
+    // Not stat: a link that leads nowhere has the name all the same.
     return ::lstat((directory / kStoreFileName).c_str(), &info) == 0;
   });
 }
@@ -102,6 +103,7 @@ StoreFiles StoreFiles::create(std::span<const std::filesystem::path> directories
   remove_leftovers(directories, 0);
   in_place.resize(directories.size());
   StoreFiles made({}, stripes_of(shares));
+  // Until the files have their names: if anything below throws, the destructor removes what was made.
   made.names_ = Names::kDraft;
   made.files_.reserve(directories.size());
   made.bytes_before_.resize(directories.size());
@@ -113,6 +115,7 @@ StoreFiles StoreFiles::create(std::span<const std::filesystem::path> directories
       made.files_.push_back(create_locked(directories[i]));
     }
     if (!made.files_.back().at_its_path()) refuse_lost_name(made.files_.back());  // before it was locked
+    // A full disk is an error here, before the run, and never of a write during a step.
     made.files_.back().preallocate(file_bytes(made.stripes_, i, total_bytes));
   }
   return made;
@@ -126,6 +129,7 @@ void StoreFiles::take_over(std::uint64_t total_bytes) {
     if (named_temporarily(file)) continue;
     log(LogLevel::kInfo,
         file.path().string() + ": is overwritten now: the disk has no room for the store that replaces it, too");
+    // The name goes before the bytes do: a store that is half overwritten must not be found under it.
     file.rename_to(temporary_name(file.path().parent_path()));
     if (::ftruncate(file.fd(), static_cast<off_t>(file_bytes(stripes_, i, total_bytes))) != 0)
       throw Error(Code::kIo, {file.path().string(), "cannot be cut to its size", errno, "check the drive"});
@@ -151,6 +155,7 @@ RunId StoreFiles::new_run() {
 }
 
 void StoreFiles::write_superblocks(Superblock block) {
+  // The id tells files of this store from those of any other, also of one made from the same configuration.
   draw_random(block.store_id);
   block.parts = static_cast<std::uint32_t>(files_.size());
   block.unit_bytes = stripes_.unit_bytes();
@@ -194,7 +199,7 @@ void StoreFiles::publish() {
   names_ = Names::kOwn;
 }
 
-// The size alone does not tell: what is written behind the cut makes the file as long as before.
+// The size alone does not tell: what is written beyond the cut makes the file as long as before.
 const File* StoreFiles::missing(std::uint64_t total_bytes) {
   for (std::uint32_t i = 0; i < files_.size(); ++i) {
     const File& file = files_[i];
@@ -206,6 +211,7 @@ const File* StoreFiles::missing(std::uint64_t total_bytes) {
 void StoreFiles::reserve(std::uint64_t total_bytes) {
   for (std::uint32_t i = 0; i < files_.size(); ++i) {
     files_[i].preallocate(part_bytes(i, total_bytes));
+    // A longer file ends elsewhere, and its second superblock lies at its end.
     const std::uint64_t before = parts_[i].second;
     place_second(i);
     if (parts_[i].second != before) write_copy(i, parts_[i].second);
@@ -225,7 +231,7 @@ std::vector<File*> StoreFiles::pointers() {
   return pointers;
 }
 
-StoreFiles::Place StoreFiles::place_of(std::uint64_t offset) const {
+StoreFiles::FileOffset StoreFiles::place_of(std::uint64_t offset) const {
   const std::uint32_t file = stripes_.file_of(offset);
   return {&files_[file], stripes_.next_on(file, offset).file_offset};
 }
@@ -235,7 +241,7 @@ template <class Byte, class Transfer>
 void StoreFiles::for_each_run(std::uint64_t offset, std::span<Byte> bytes, Transfer transfer) const {
   while (!bytes.empty()) {
     const std::uint32_t file = stripes_.file_of(offset);
-    const StripeMap::Place run = stripes_.next_on(file, offset);
+    const StripeMap::Extent run = stripes_.next_on(file, offset);
     const auto part = bytes.first(std::min<std::uint64_t>(run.bytes, bytes.size()));
     transfer(file, run.file_offset, part);
     offset += part.size();

@@ -1,14 +1,16 @@
 // The files of a store: one per path, together one striped address space (stripe_map.h). Each begins and ends with a
-// superblock that says of which store it is which part; a store whose parts do not belong together is refused.
+// superblock that says which part of which store it is; a store whose parts do not belong together is refused.
 //
-//   path 0/spillway.store  | superblock | its share of the space … | copy |      offsets of the space start behind the
+//   path 0/spillway.store  | superblock | its share of the space … | copy |      offsets of the space start after the
 //   path 1/spillway.store  | superblock | its share of the space … | copy |      superblock; with one path space = file
 //
-// Either copy suffices, and they are as far apart as the file goes. Who opens the store to use it, or looks after it at
-// a commit, writes a damaged one anew. A store of an older format has the first alone.
+// Either copy suffices, and they are as far apart as the file goes. Whoever opens the store to use it, or checks it at
+// a commit, writes a damaged copy anew. A store of an older format has the first copy alone.
 //
-// Transfers here are blocking, for what is small or rare; the others go through a queue over pointers() with stripes().
-// Thread: any, one at a time. Errors: kExists, kNotFound, kBusy, kCorrupt, kInvalidArgument, kUnsupported, kIo.
+// It knows names, locks and superblocks, and nothing of what lies in the space between: that is tile_store.h, or
+// tensors/tensor_files.h. Transfers here are blocking, for what is small or rare; the others go through a queue over
+// pointers() with stripes(). Thread: any, one at a time. Errors: kExists, kNotFound, kBusy, kCorrupt, kInvalidArgument,
+// kUnsupported, kIo.
 #pragma once
 
 #include <array>
@@ -64,23 +66,23 @@ class StoreFiles {
   static RunId new_run();  // random
   // Fills in part, shares, store_id and checksum of every file's superblocks, writes and syncs them; all else is given.
   void write_superblocks(Superblock block);
-  // Behind the first commit: they stay under their temporary names, durable, also when this object ends.
+  // After the first commit: they stay under their temporary names, durable, also when this object ends.
   void keep();
-  // Gives them their names, behind the first commit; does nothing where they have them.
+  // Gives them their names, after the first commit; does nothing where they have them.
   void publish();
 
   // Existing files, locked; their superblocks are checked, also against each other, and mended.
   static StoreFiles open(std::span<const std::filesystem::path> directories, double patience_seconds);
-  // The same in two parts: nothing is changed before settle().
+  // The same in two parts: nothing is changed before repair().
   static StoreFiles find(std::span<const std::filesystem::path> directories, double patience_seconds);
-  void settle();
+  void repair();
   // A store that keep() has left and publish() has not given its names: whole, locked, and not another user's. Nothing
-  // where there is none, or another process has it. With kWrite as find() does, else as open_to_look().
-  enum class Use : std::uint8_t { kLook, kWrite };
+  // where there is none, or another process has it. With kWrite as find() does, else as open_read_only().
+  enum class Use : std::uint8_t { kInspect, kWrite };
   static std::optional<StoreFiles> find_waiting(std::span<const std::filesystem::path> directories, Use use);
   // The same to look at only: no byte can be written, and nobody is kept from looking as well. While it is open no
   // process can open the store to use it, unless one has it open already (in_use).
-  static StoreFiles open_to_look(std::span<const std::filesystem::path> directories);
+  static StoreFiles open_read_only(std::span<const std::filesystem::path> directories);
   bool in_use() const noexcept { return in_use_; }
   // Whether some file ends before its part of that space does.
   bool cut_short(std::uint64_t total_bytes) const;
@@ -111,11 +113,11 @@ class StoreFiles {
   void sync();
 
   // The file that holds an offset of the space, and where in it.
-  struct Place {
+  struct FileOffset {
     const File* file;
     std::uint64_t offset;
   };
-  Place place_of(std::uint64_t offset) const;
+  FileOffset place_of(std::uint64_t offset) const;
 
  private:
   // A file's superblock as it is on the drive, and where its copies lie.

@@ -1,4 +1,5 @@
-// Opening the files of a store that is there: to use it, or to look at it.
+// Opening the files of a store that exists: to use it, or to look at it. Making one: store_files.cc. Its superblocks:
+// store_superblocks.cc.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
@@ -88,9 +89,11 @@ void refuse_others(const File& file) {
 }  // namespace
 
 // A crash came between two names, so that the first paths may still have the names of what was to be replaced. Calls
-// each(i, file) for those that wait for theirs; a writable file is locked.
+// each(i, file) for those that wait for theirs. To write them: each is locked, for which a process that was killed and
+// has not quite ended is waited for.
 template <class Each>
-void for_each_unpublished(std::span<const std::filesystem::path> directories, bool writable, Each each) {
+void for_each_unpublished(std::span<const std::filesystem::path> directories, std::optional<double> patience_to_write,
+                          Each each) {
   try {
     if (directories.size() < 2 || !StoreFiles::exist(directories.last(1))) return;
     const Superblock last =
@@ -98,8 +101,8 @@ void for_each_unpublished(std::span<const std::filesystem::path> directories, bo
     for (std::size_t i = directories.size() - 1; i-- > 0;) {
       const auto name = StoreFiles::temporary_name(directories[i]);
       if (::access(name.c_str(), F_OK) != 0) continue;
-      File file = File::open(name, {.writable = writable, .direct = true});
-      if (writable) file.lock(0);
+      File file = File::open(name, {.writable = patience_to_write.has_value(), .direct = true});
+      if (patience_to_write) file.lock(*patience_to_write);
       const Superblock block = StoreFiles::superblock_of(file);
       const bool same = std::memcmp(block.store_id, last.store_id, sizeof last.store_id) == 0;
       if (same && block.part == i && block.parts == directories.size()) each(i, file);
@@ -110,13 +113,13 @@ void for_each_unpublished(std::span<const std::filesystem::path> directories, bo
 
 StoreFiles StoreFiles::open(std::span<const std::filesystem::path> directories, double patience_seconds) {
   StoreFiles opened = find(directories, patience_seconds);
-  opened.settle();
+  opened.repair();
   return opened;
 }
 
 StoreFiles StoreFiles::find(std::span<const std::filesystem::path> directories, double patience_seconds) {
   std::vector<std::optional<File>> unpublished(directories.size());
-  for_each_unpublished(directories, true, [&](std::size_t i, File& file) {
+  for_each_unpublished(directories, patience_seconds, [&](std::size_t i, File& file) {
     if (file.at_its_path()) unpublished[i] = std::move(file);
   });
   std::vector<File> files;
@@ -156,25 +159,26 @@ std::optional<StoreFiles> StoreFiles::find_waiting(std::span<const std::filesyst
   }
 }
 
-void StoreFiles::settle() {
+void StoreFiles::repair() {
   publish();
   for (std::uint32_t i = 0; i < files_.size(); ++i) {
     if (!parts_[i].damaged) continue;
-    // A file that lost its end gets it again first; the second copy lies behind all that belongs to the space.
+    // A file that lost its end gets it again first; the second copy lies after all that belongs to the space.
     files_[i].preallocate(part_bytes(i, block_.total_bytes));
     place_second(i);
     mend_copies(i, false);
   }
 }
 
-StoreFiles StoreFiles::open_to_look(std::span<const std::filesystem::path> directories) {
+StoreFiles StoreFiles::open_read_only(std::span<const std::filesystem::path> directories) {
   if (directories.empty()) {
     throw Error(Code::kInvalidArgument, {"store", "no path is named", 0, "name the directory of each of its files"});
   }
   std::vector<File> files;
   bool in_use = false;
   std::vector<std::filesystem::path> unpublished(directories.size());
-  for_each_unpublished(directories, false, [&](std::size_t i, const File& file) { unpublished[i] = file.path(); });
+  for_each_unpublished(directories, std::nullopt,
+                       [&](std::size_t i, const File& file) { unpublished[i] = file.path(); });
   for (std::size_t i = 0; i < directories.size(); ++i) {
     auto name = unpublished[i];
     if (name.empty()) {
@@ -182,6 +186,7 @@ StoreFiles StoreFiles::open_to_look(std::span<const std::filesystem::path> direc
       name = directories[i] / kStoreFileName;
     }
     files.push_back(File::open(name, {.writable = false, .direct = true}));
+    // A shared lock keeps a run from opening the store while it is looked at; a run that has it already is only noted.
     in_use |= !files.back().lock_shared();
   }
   StoreFiles opened = assemble(std::move(files));
@@ -204,6 +209,7 @@ StoreFiles StoreFiles::assemble(std::vector<File> files) {
   for (std::uint32_t i = 0; i < opened.files_.size(); ++i) {
     const std::uint64_t size = opened.files_[i].size_bytes();
     const std::uint64_t wanted = opened.stripes_.file_bytes(i, blocks[0].total_bytes);
+    // Longer is fine: a file may have been made for a larger scratch area.
     if (size >= wanted) continue;
     throw Error(Code::kCorrupt, opened.files_[i].path().string(),
                 fmt::format("cut short: it has {} bytes of {}", size, wanted), 0, Remedy::kCopyAgainOrReplace);

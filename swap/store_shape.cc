@@ -24,6 +24,7 @@ std::uint64_t disk_bytes(const StoreShape& shape, std::size_t paths) { return di
 
 std::uint64_t disk_bytes(std::uint64_t total_bytes, std::size_t paths) {
   const std::uint64_t space =
+      // Every file has a header of its own, and a last stripe unit may be cut in any of them.
       paths == 1 ? total_bytes : align_up(total_bytes - kExtentAlignment, kStripeUnitBytes) + paths * kExtentAlignment;
   return space + paths * kExtentAlignment;  // the second superblocks
 }

@@ -1,5 +1,5 @@
 // What a store holds, before there is one: its tiles, its slots, whose it is; and the space that this takes. Pure: the
-// plan of a run says it, and TileStore makes or opens a store of it.
+// plan of a run says it, and TileStore makes or opens a store of that shape.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The two superblocks of every file: read, looked after, written anew.
+// The two superblocks of every file: read, checked, written anew. What the bytes mean: superblock.h.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -53,6 +53,7 @@ StoreFiles::PartBlock StoreFiles::read_part(const File& file) {
   };
   PartBlock first{}, second{};
   const auto first_says = read(0, first);
+  // An older format has no second copy: whatever ends the file is not one.
   if (first_says && !has_two(*first_says)) return first;
   first.second = second.second = second_copy_in(size);
   const auto second_says = first.second > 0 ? read(first.second, second) : std::nullopt;
@@ -83,7 +84,7 @@ void StoreFiles::write_copy(std::uint32_t file, std::uint64_t offset) {
   files_[file].write_at(offset, look_.bytes());
 }
 
-// Zeros are no damage but a hole: the file was cut, and made longer by a write behind the cut.
+// Zeros are no damage but a hole: the file was cut, and made longer by a write beyond the cut.
 StoreFiles::Copy StoreFiles::copy_at(std::uint32_t file, std::uint64_t offset) {
   const auto head = look_.bytes().first(align_up<std::uint64_t>(sizeof(Superblock), files_[file].alignment()));
   try {

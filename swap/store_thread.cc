@@ -82,6 +82,7 @@ void StoreThread::loop() {
     for (std::uint32_t entry : taken_) in_queue_[entry] = true;  // all, should the queue fail at the first
     for (std::uint32_t entry : taken_) submit(entry);
     deliver_wakes();
+    // Here this thread sleeps, until the kernel completes a request, or until post() or wake() write the queue's event.
     const auto done = queue_->wait(completions, kUntilWoken);
     const std::int64_t done_ns = now_ns();
     {
@@ -92,6 +93,8 @@ void StoreThread::loop() {
   }
 }
 
+// Swapped under the lock and worked off without it, so that no poster waits for I/O. False: the thread is to end, and
+// nothing is left to do.
 bool StoreThread::take_mail() {
   std::lock_guard lock(mutex_);
   taken_.clear();
@@ -103,6 +106,7 @@ bool StoreThread::take_mail() {
 
 void StoreThread::submit(std::uint32_t entry) {
   IoRequest request = entries_[entry].request;
+  // By this the completion finds its entry, and with it the handler and the poster's own tag.
   request.tag = entry;
   in_queue_[entry] = true;
   queue_->submit(request);
@@ -114,6 +118,7 @@ void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion, st
   in_queue_[entry] = false;
   {
     std::lock_guard lock(mutex_);
+    // The entry is free before its handler runs: handlers post their next request from inside on_io(), and may need it.
     entries_[entry].next = free_head_;
     free_head_ = entry;
     ++free_count_;
@@ -131,6 +136,7 @@ void StoreThread::finish(std::uint32_t entry, const IoCompletion& completion, st
       thread.woken_.notify_all();
     }
   } returned{*this};
+  // Outside of the lock: on_io() computes checksums, enqueues copies and posts.
   done.handler->on_io(done.request, completion);
 }
 
@@ -145,7 +151,7 @@ IoCompletion StoreThread::failed(const IoRequest& request) const {
   failure.error_file = 0;
   if (request.op == IoOp::kSync) return failure;
   failure.error_file = stripes_->file_of(request.offset);
-  const StripeMap::Place place = stripes_->next_on(failure.error_file, request.offset);
+  const StripeMap::Extent place = stripes_->next_on(failure.error_file, request.offset);
   failure.error_offset = place.file_offset;
   failure.error_bytes = std::min(place.bytes, request.bytes);
   return failure;
@@ -205,6 +211,8 @@ std::uint32_t StoreThread::take_entry(bool own_thread, std::unique_lock<std::mut
   if (own_thread) {
     SPILLWAY_CHECK(free_count_ > 0, "handlers on the store's thread keep to kOwnRequests requests");
   } else {
+    // Handlers cannot wait here, since they run on the thread that would make room; so the last entries are kept for
+    // them.
     room_.wait(lock, [this] { return free_count_ > kOwnRequests; });
   }
   const std::uint32_t entry = free_head_;
@@ -221,6 +229,7 @@ void StoreThread::post(const IoRequest& request, IoHandler& handler) {
     entries_[entry].request = request;
     entries_[entry].handler = &handler;
     entries_[entry].posted_ns = now_ns();
+    // A handler that posts is on the thread that owns the queue already: no mailbox, no wake-up.
     if (own_thread && !dead_) {
       lock.unlock();
       submit(entry);
@@ -235,6 +244,7 @@ void StoreThread::post(const IoRequest& request, IoHandler& handler) {
 void StoreThread::wake(IoHandler& handler) {
   {
     std::lock_guard lock(mutex_);
+    // One wake-up is enough however often it was asked for: on_wake() looks for all there is to do.
     for (IoHandler* waiting : wakes_) {
       if (waiting == &handler) return;
     }
@@ -262,7 +272,7 @@ bool IoBatch::done() const {
   return pending_ == 0;
 }
 
-void IoBatch::settle() noexcept {
+void IoBatch::wait_nothrow() noexcept {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return pending_ == 0; });
 }
@@ -304,7 +314,7 @@ void IoProgress::note() {
   changed_.notify_all();
 }
 
-StoreThread::Place StoreThread::place_of(std::uint64_t space_offset) const {
+StoreThread::FileOffset StoreThread::place_of(std::uint64_t space_offset) const {
   SPILLWAY_CHECK(stripes_.has_value(), "this thread's files form a striped space");
   const std::uint32_t file = stripes_->file_of(space_offset);
   return {*files_[file], stripes_->next_on(file, space_offset).file_offset};

@@ -4,8 +4,11 @@
 //   any thread ── post(request, handler) ──► mailbox ──► IoQueue ──► handler.on_io(…)
 //              ── wake(handler)          ──► mailbox ───────────────► handler.on_wake()
 //
-// Nothing is allocated after construction. When the queue itself fails, everything under way and everything posted
-// later completes with EIO.
+// It knows nothing of tiles, slots or checksums: a request is a range of the store's striped space. Priorities, pieces,
+// retries and short transfers are the IoQueue's. Nothing is allocated after construction. When the queue itself fails,
+// everything under way and everything posted later completes with EIO.
+// Read next: spillway/io_queue.h, then aio/piece_queue.cc (requests into pieces) and aio/uring_engine.cc (pieces into
+// the ring).
 #pragma once
 
 #include <condition_variable>
@@ -54,14 +57,14 @@ class StoreThread {
   const std::string& description() const noexcept { return description_; }
   const File& file(std::uint32_t index) const { return *files_[index]; }
   // The file that holds an offset of the striped space, and where in it.
-  struct Place {
+  struct FileOffset {
     const File& file;
     std::uint64_t offset;
   };
-  Place place_of(std::uint64_t space_offset) const;
+  FileOffset place_of(std::uint64_t space_offset) const;
   // What the queue itself failed with, after which every request fails with EIO; empty: it has not.
   std::string queue_failure() const;
-  // Whether a run can go on from the store behind a failure: one slot a tile keeps no step.
+  // Whether a run can go on from the store after a failure: one slot a tile keeps no step.
   void keep_steps(bool keeps) { keeps_steps_ = keeps; }
   bool keeps_steps() const noexcept { return keeps_steps_; }
 
@@ -129,14 +132,14 @@ class IoBatch : public IoHandler {
  public:
   // `progress`, unless null, outlives the batch.
   explicit IoBatch(StoreThread& store, IoProgress* progress = nullptr) : store_(store), progress_(progress) {}
-  ~IoBatch() override { settle(); }
+  ~IoBatch() override { wait_nothrow(); }
 
   void add(const IoRequest& request);
   bool done() const;
   // Blocks until every request added has completed; throws the first failure.
   void wait();
   // The same without throwing.
-  void settle() noexcept;
+  void wait_nothrow() noexcept;
 
  private:
   void on_io(const IoRequest& request, const IoCompletion& completion) override;

@@ -98,6 +98,7 @@ Superblock parse_superblock(std::span<const std::byte> bytes, const std::string&
     throw Error(Code::kCorrupt, object, "not a Spillway store, or its creation was cut short", 0,
                 Remedy::kOtherPathOrReplace);
   }
+  // Before the checksum, which another format may compute over other bytes.
   if (block.format_version < kOldestFormatVersion || block.format_version > kFormatVersion) {
     throw Error(Code::kUnsupported, object,
                 fmt::format("written by {} version (store format {}, this one reads {} to {})",
@@ -105,6 +106,7 @@ Superblock parse_superblock(std::span<const std::byte> bytes, const std::string&
                             kOldestFormatVersion, kFormatVersion),
                 0, Remedy::kThatVersionOrReplace);
   }
+  // Format 3 has a shorter block, with its checksum elsewhere.
   bool whole = false;
   if (block.format_version < kTwoSuperblocksFormat) {
     const auto old = load_block<SuperblockOfFormat3>(bytes);

@@ -1,5 +1,5 @@
-// The first and the last bytes of every file of a store: of which store it is which part, and how the space between is
-// cut. Either copy suffices. Pure: bytes in, bytes out.
+// The first and the last bytes of every file of a store: which part of which store it is, and how the space between
+// them is divided. Either copy suffices. Pure: bytes in, bytes out; read and written by store_superblocks.cc.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +10,9 @@
 namespace spillway {
 
 inline constexpr std::uint32_t kMostStorePaths = 16;
+
+// Superblock::slots of a store of named tensors (tensors/tensor_files.h), which has no tiles.
+inline constexpr std::uint32_t kSlotsOfTensors = 0;
 
 struct Superblock {
   std::uint64_t magic;

@@ -1,5 +1,8 @@
 #include "swap/tile_arrays.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "spillway/error.h"
 
 namespace spillway {
@@ -13,11 +16,12 @@ void put(T*& pointer, std::byte* at) {
 
 // The form that an array of moments has.
 MomentFormat format_of(const StateArray& array) {
-  if (array.type == "fp32") return MomentFormat::kFloat32;
-  if (array.type == "bf16") return MomentFormat::kBFloat16;
-  const bool byte = array.type == (array.name == kExpAvg ? "int8" : "uint8");
-  SPILLWAY_CHECK(byte && array.group == kMomentGroup && array.scale == "bf16", "the kernels know the states' form");
-  return MomentFormat::kInt8;
+  const auto* const format = std::ranges::find_if(kMomentFormats, [&array](MomentFormat known) {
+    const StateArray wanted = moment_array(array.name, known);
+    return array.type == wanted.type && array.group == wanted.group && array.scale == wanted.scale;
+  });
+  SPILLWAY_CHECK(format != kMomentFormats.end(), "the kernels know the states' form");
+  return *format;
 }
 
 // `states`: of the tile.
@@ -27,7 +31,7 @@ void put_moment(OptimizerTile& tile, const StateArray& array, std::byte* states)
   tile.reduced.format = format_of(array);
   if (tile.reduced.format == MomentFormat::kFloat32) return put(average ? tile.exp_avg : tile.exp_avg_sq, values);
   (average ? tile.reduced.exp_avg : tile.reduced.exp_avg_sq) = values;
-  if (tile.reduced.format == MomentFormat::kBFloat16) return;
+  if (!has_scales(tile.reduced.format)) return;
   put(average ? tile.reduced.exp_avg_scales : tile.reduced.exp_avg_sq_scales, states + array.scales);
 }
 
@@ -38,6 +42,7 @@ OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, cons
   tile.type = shape.type;
   tile.weight = memory.part[index_of(Part::kWeights)];
   if (std::byte* const states = memory.part[index_of(Part::kStates)]) {
+    // The arrays lie one after the other; which there are depends on optimizer, weight type and state format.
     for (const StateArray& array : state_arrays(shape)) {
       if (array.name == kExpAvg || array.name == kExpAvgSq) put_moment(tile, array, states);
       if (array.name == kResidual) put(tile.residual, states + array.offset);
@@ -48,6 +53,32 @@ OptimizerTile tile_arrays(const TileShape& shape, const TileMemory& memory, cons
   tile.gradient = gradient;
   tile.count = shape.count;
   return tile;
+}
+
+void copy_elements(const TileShape& from, const TileMemory& source, const TileShape& to, const TileMemory& out,
+                   const CopiedElements& elements) {
+  SPILLWAY_CHECK(elements.from + elements.count <= from.count && elements.to + elements.count <= to.count,
+                 "both tiles have them");
+  const auto copy = [&](Part part, std::uint64_t from_offset, std::uint64_t to_offset, std::uint64_t bytes,
+                        std::uint64_t group) {
+    SPILLWAY_CHECK(elements.from % group == 0 && elements.to % group == 0 && elements.count % group == 0,
+                   "no group of elements with one scale is cut");
+    std::memcpy(out.part[index_of(part)] + to_offset + elements.to / group * bytes,
+                source.part[index_of(part)] + from_offset + elements.from / group * bytes,
+                elements.count / group * bytes);
+  };
+  copy(Part::kWeights, 0, 0, size_of(from.type), 1);
+  const StateArrays arrays = state_arrays(from), wanted = state_arrays(to);
+  SPILLWAY_CHECK(from.type == to.type && arrays.count == wanted.count, "both tiles are of one kind");
+  for (std::size_t a = 0; a < arrays.count; ++a) {
+    const StateArray &array = arrays.array[a], &into = wanted.array[a];
+    SPILLWAY_CHECK(array.name == into.name && array.bytes == into.bytes && array.group == into.group,
+                   "both tiles have the same arrays");
+    copy(Part::kStates, array.offset, into.offset, array.bytes, 1);
+    if (array.group == 1) continue;
+    copy(Part::kStates, array.scales, into.scales, scale_bytes(from, array) / div_up(from.count, array.group),
+         array.group);
+  }
 }
 
 }  // namespace spillway

@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::size_t kWeightsIndex = index_of(Part::kWeights);
 
+// A buffer holds weights, then states, then a spilled gradient: each padded, as extents are.
 std::uint64_t buffer_offset(const TileShape& shape, std::size_t part) {
   return part == kWeightsIndex ? 0 : extent_bytes(shape, Part::kWeights);
 }
@@ -19,6 +20,7 @@ std::uint64_t buffer_offset(const TileShape& shape, std::size_t part) {
 
 TileMover::TileMover(TileMoverParts parts) : parts_(std::move(parts)) {
   SPILLWAY_CHECK(parts_.buffers.size() >= parts_.count * parts_.buffer_bytes, "the buffers lie in their piece");
+  // Numbers beyond the buffers are for tiles that live in memory: they have a state, and no memory to pass through.
   for (std::uint32_t b = 0; b < std::max(parts_.count, parts_.numbers); ++b) {
     buffers_.push_back(std::make_unique<Buffer>(parts_.thread, &progress_));
     buffers_.back()->copies = parts_.device->create_event();
@@ -33,7 +35,8 @@ TileMover::TileMover(TileMoverParts parts) : parts_(std::move(parts)) {
 
 TileMover::~TileMover() {
   for (auto& buffer : buffers_) {
-    if (buffer->io) buffer->io->settle();
+    // Requests and copies under way name the buffers' memory.
+    if (buffer->io) buffer->io->wait_nothrow();
     parts_.device->synchronize(*buffer->copies);
   }
 }
@@ -56,6 +59,7 @@ TileMemory TileMover::memory_of(std::uint32_t tile, std::uint32_t index) const {
 bool TileMover::idle(std::uint32_t index) const {
   const Buffer& buffer = *buffers_[index];
   if (buffer.state == State::kFree) return true;
+  // A save that is over counts as free: the next load ends it without waiting.
   return buffer.state == State::kSaving && (!buffer.io || buffer.io->done()) &&
          (!buffer.copied || parts_.device->done(*buffer.copies));
 }
@@ -77,6 +81,7 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
   buffer.copied = false;
   for (std::size_t part = 0; part < kParts; ++part) {
     buffer.read[part] = buffer.hashed[part] = false;
+    // On resume nothing is at home yet: whatever the home, the bytes come from the store.
     const Route route = route_of(from == Load::kStore ? Placement::kNvme : place.home[part]);
     if (!buffer.memory.part[part]) continue;
     const std::uint64_t bytes = payload_bytes(place.shape, static_cast<Part>(part));
@@ -88,11 +93,14 @@ void TileMover::start_load(std::uint32_t tile, std::uint32_t index, Load from) {
       parts_.device->record(*buffer.copies, *parts_.d2h);
       buffer.copied = true;
       d2h_bytes_ += bytes;
+      // The checksum of an extent covers its padding, which no copy from HBM brings.
       const std::uint64_t padded = extent_bytes(place.shape, static_cast<Part>(part));
       std::memset(buffer.memory.part[part] + bytes, 0, padded - bytes);
       continue;
     }
+    // Host memory is the home: the update works there, and there is nothing to move.
     if (!route.read) continue;
+    // Normal priority: reads for an update give way to the weights that a forward pass waits for.
     const Extent extent = parts_.store->readable(tile).extent[part];
     buffer.io->add({.op = IoOp::kRead,
                     .priority = IoPriority::kNormal,
@@ -154,6 +162,7 @@ TileMemory TileMover::finish_load(std::uint32_t index) {
   const TileMemory memory = arrive(index);
   Buffer& buffer = *buffers_[index];
   for (std::size_t part = 0; part < kParts; ++part) {
+    // Here on the workers; an update hashes in its own pass over memory instead.
     if (buffer.read[part]) hash(buffer, part, buffer.before[part]);
   }
   verify(index);
@@ -175,6 +184,7 @@ ExtentHashes TileMover::expected_hashes(std::uint32_t index, Part part, Save kin
   hashes.bytes = {buffer.memory.part[p], extent_bytes(shape, part)};
   hashes.arrays = element_bytes(shape, part);
   if (buffer.read[p]) hashes.before = granules(buffer.before[p], buffer, p);
+  // The sums of the new bytes are wanted only where they go to a slot; a commit or an export hashes for itself.
   buffer.hashed[p] = to_slot(buffer, part, kind);
   if (buffer.hashed[p]) hashes.after = granules(buffer.after[p], buffer, p);
   return hashes;
@@ -183,7 +193,7 @@ ExtentHashes TileMover::expected_hashes(std::uint32_t index, Part part, Save kin
 void TileMover::verify(std::uint32_t index) {
   Buffer& buffer = *buffers_[index];
   const auto refuse = [&](const char* what, const Extent& extent) {
-    const StoreFiles::Place place = parts_.store->files().place_of(extent.offset);
+    const StoreFiles::FileOffset place = parts_.store->files().place_of(extent.offset);
     throw mismatch_error(std::string(what) + " of " + parts_.name_of(buffer.tile), place,
                          parts_.store->way_back(extent.offset));
   };
@@ -249,6 +259,7 @@ void TileMover::start_save(std::uint32_t index, Save kind, std::byte* delivered)
     h2d_bytes_ += bytes;
   };
   auto copy_to_hbm = [&](std::uint64_t offset, std::size_t part) { copy(parts_.device->hbm().data() + offset, part); };
+  // First, before any write: the next forward pass waits for these weights.
   if (delivered) copy(delivered, kWeightsIndex);
   for (std::size_t part = 0; part < kParts; ++part) {
     if (!buffer.memory.part[part]) continue;
@@ -269,6 +280,8 @@ void TileMover::start_save(std::uint32_t index, Save kind, std::byte* delivered)
                     .offset = extent.offset,
                     .buffer = buffer.memory.part[part],
                     .bytes = extent.bytes});
+    // Noted when the write starts, not when it ends: whoever reads the tile waits for the save first
+    // (finish_saves_of()), and a commit syncs only after all of them.
     parts_.store->note_written(buffer.tile, static_cast<Part>(part), sum);
   }
 }
@@ -289,6 +302,7 @@ void TileMover::finish_save(std::uint32_t index) {
   try {
     wait(buffer);
   } catch (...) {
+    // The slot is noted as written and is not: no commit may name it.
     if (parts_.store) parts_.store->note_lost();
     throw;
   }

@@ -3,10 +3,11 @@
 //   start_load(tile, b) ─ reads under way ─► memory = finish_load(b)   (verified) ─► caller works on memory
 //   start_save(b, kind) ─ writes and copies under way ─► finish_save(b)             buffer b is free again
 //
-// A part whose home is host memory is used in place; the others pass through buffer b. A tile all of which is in place
-// may have a number behind the buffers, which has no memory. One thread at a time (the
-// engine's); transfers run on the store's and the device's threads. Nothing is allocated after construction.
-// Errors: kIo, kCorrupt.
+// A part whose home is host memory is used in place; the others pass through buffer b. A tile whose parts are all in
+// place may use a number after the buffers' own, which has no memory. It does not choose tiles or buffers (UpdateQueue
+// does) and never computes on a tile. One thread at a time (the engine's); transfers run on the store's and the
+// device's threads. Nothing is allocated after construction. Errors: kIo, kCorrupt.
+// Read next: tile_place.h (where a tile lives), tile_store.h (which slot is read and written), store_thread.h.
 #pragma once
 
 #include <cstddef>
@@ -54,7 +55,7 @@ struct TileMoverParts {
   std::span<std::byte> buffers;  // `count` buffers of buffer_bytes, in registered host memory
   std::uint64_t buffer_bytes = 0;
   std::uint32_t count = 1;
-  std::uint32_t numbers = 0;  // as many as `count` or more: those behind are for tiles that are in place alone
+  std::uint32_t numbers = 0;  // as many as `count` or more: those after are for tiles that are in place alone
   std::function<std::string(std::uint32_t tile)> name_of;  // for error messages
   Watch watch = {};
 };
@@ -75,7 +76,7 @@ class TileMover {
   void start_load(std::uint32_t tile, std::uint32_t buffer, Load from = Load::kHome);
   TileMemory finish_load(std::uint32_t buffer);
   // The same in two halves, for an update that computes checksums in its own pass: the bytes are there, and the update
-  // fills what expected_hashes() asks for, before it and behind it; then verify() or an error.
+  // fills what expected_hashes() asks for, before it and after it; then verify() or an error.
   TileMemory arrive(std::uint32_t buffer);
   // Between start_load() and arrive(): the tile's gradient too, which was spilled to `from`, comes into the buffer.
   void load_gradient(std::uint32_t buffer, const Extent& from, std::uint64_t checksum);

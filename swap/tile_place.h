@@ -1,4 +1,5 @@
-// Where a tile's bytes are at home between updates. Decided by the plan, fixed for a run.
+// Where a tile's bytes are at home between updates, and by which route they get from there into host memory. Decided by
+// the plan, fixed for a run; TileMover (tile_mover.h) goes these routes.
 #pragma once
 
 #include <algorithm>

@@ -14,6 +14,7 @@
 #include "kernels/checksum.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "spillway/rank_directory.h"
 #include "swap/store_check.h"
 
 namespace spillway {
@@ -47,6 +48,7 @@ std::uint64_t TileStore::file_bytes(const std::filesystem::path& directory) {
   std::uint64_t bytes = 0;
   for (const auto& path : {store_file(directory), StoreFiles::temporary_name(directory)}) {
     struct stat info;
+    // What another name leads to as well does not become free when this one goes.
     if (::lstat(path.c_str(), &info) != 0 || info.st_nlink > 1) continue;
     bytes += std::min<std::uint64_t>(info.st_size, std::uint64_t{512} * info.st_blocks);  // it may have holes
   }
@@ -90,11 +92,24 @@ void TileStore::refuse_existing(const StorePaths& paths) {
   }
 }
 
+std::vector<std::uint32_t> TileStore::shares_of(const StorePaths& paths) {
+  return paths.shares.empty() ? std::vector<std::uint32_t>(paths.directories.size(), 1) : paths.shares;
+}
+
+std::unique_ptr<TileStore> TileStore::drafted(StoreFiles files, const StoreShape& shape) {
+  StoreLayout layout = lay_out_store(shape.tiles, store_geometry(shape, record_form(shape)));
+  return std::unique_ptr<TileStore>(new TileStore(std::move(files), shape, std::move(layout)));
+}
+
+std::unique_ptr<TileStore> TileStore::reserve_beside(const StorePaths& paths, const StoreShape& shape) {
+  StoreFiles::remove_leftovers(paths.directories, kLockPatienceSeconds);
+  return drafted(StoreFiles::create(paths.directories, shares_of(paths), space_bytes(shape)), shape);
+}
+
 std::unique_ptr<TileStore> TileStore::reserve_new(const StorePaths& paths, const StoreShape& shape, bool replace) {
   const auto& directories = paths.directories;
   StoreFiles::remove_leftovers(directories, kLockPatienceSeconds);
-  std::vector<std::uint32_t> shares = paths.shares;
-  if (shares.empty()) shares.assign(directories.size(), 1);
+  const std::vector<std::uint32_t> shares = shares_of(paths);
   const StripeMap stripes = StoreFiles::stripes_of(shares);
   std::vector<File> old;
   std::vector<std::optional<File>> cramped(directories.size());
@@ -119,8 +134,8 @@ std::unique_ptr<TileStore> TileStore::reserve_new(const StorePaths& paths, const
   for (std::size_t i = 0; i < directories.size(); ++i) {
     if (!held[i] && exists(directories[i])) refuse_store_in(directories[i]);
   }
-  StoreLayout layout = lay_out_store(shape.tiles, store_geometry(shape, record_form(shape)));
-  std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
+  auto store = drafted(std::move(files), shape);
+  // Locked until the new store has its name, so that no run trains in what is about to go.
   store->replaced_ = std::move(old);
   return store;
 }
@@ -184,7 +199,7 @@ Hint TileStore::way_back(std::uint64_t offset) const {
     if (!paths.empty()) paths += ' ';
     std::filesystem::path directory = file.path().parent_path();
     // Ranks go back together: what is named is the directory that has all of theirs.
-    if (ranks_ > 1 && directory.filename() == fmt::format("rank{}", files_.superblock().rank))
+    if (ranks_ > 1 && directory.filename() == directory_of_rank("", files_.superblock().rank))
       directory = directory.parent_path();
     paths += directory.string();
   }
@@ -195,6 +210,7 @@ TileStore::Slot TileStore::readable(std::uint32_t tile) const {
   const TileCommit& commit = committed_.tiles[tile];
   Slot slot;
   for (std::size_t part = 0; part < kParts; ++part) {
+    // What was written since the last commit lies in the other slot.
     const bool newer = written_[tile].part[part];
     const std::uint32_t index = newer ? commit.slot ^ 1u : commit.slot;
     slot.extent[part] = layout_.tiles[tile].extent[index][part];
@@ -223,6 +239,7 @@ TileStore::Slot TileStore::writable(std::uint32_t tile) const {
 }
 
 void TileStore::note_written(std::uint32_t tile, Part part, std::uint64_t checksum) {
+  // The slot belonged to the step before the last commit, which cannot be gone back to any more.
   older_step_.reset();
   Written& written = written_[tile];
   written.part[index_of(part)] = true;
@@ -249,6 +266,7 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
                             form_.version),
                 0, Remedy::kRenewStore);
   }
+  // The two records alternate: sequence % 2 chooses the one to overwrite, which is never the newest.
   next_.sequence = committed_.sequence + 1;
   next_.step = step;
   next_.update_counts.assign(update_counts.begin(), update_counts.end());
@@ -259,16 +277,19 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
     if (!written.part[0] && !written.part[1]) continue;
     next_.tiles[t].slot ^= 1u;
     for (std::size_t part = 0; part < kParts; ++part) {
+      // One bit chooses the slot of both parts, so both must have been written to it.
       const bool empty = layout_.tiles[t].extent[0][part].bytes == 0;
       SPILLWAY_CHECK(written.part[part] || empty, "a commit covers both parts of a tile");
       next_.tiles[t].checksum[part] = written.checksum[part];
     }
   }
+  // First sync: every byte that the record will name is on the drive before the record is.
   IoBatch batch(thread);
   batch.add({.op = IoOp::kSync, .priority = IoPriority::kUrgent, .file = kStripedSpace});
   batch.wait();
   const auto record = buffer.first(commit_buffer_bytes());
   encode_record(next_, form_, record);
+  // Two copies, so that a bad sector costs one of them. A crash that tears both leaves the other record.
   for (std::uint64_t copy : layout_.record_offset[next_.sequence % 2]) {
     batch.add({.op = IoOp::kWrite,
                .priority = IoPriority::kUrgent,
@@ -280,10 +301,13 @@ void TileStore::commit(std::uint64_t step, std::span<const std::byte> blob, Stor
   batch.wait();
   batch.add({.op = IoOp::kSync, .priority = IoPriority::kUrgent, .file = kStripedSpace});
   batch.wait();
+  // Durable from here on. What was the committed step is the one that can be gone back to, until note_written() begins
+  // to overwrite it.
   if (committed_.sequence > 0) older_step_ = committed_.step;
   std::swap(committed_, next_);
   forget_written();
   if (ranks_ > 1) {
+    // Durable under the temporary name: this rank's commit counts, and the store's name waits for all ranks.
     files_.keep();
     awaits_others_ = true;
   } else {

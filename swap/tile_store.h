@@ -6,9 +6,13 @@
 //   note_written(tile, checksums)   from now on that slot is the readable one
 //   commit(step, blob)              sync, manifest record, sync: now it is the committed one
 //
+// It says where a tile is read and written and moves no tile itself: TileMover and BlockFetcher do. tile_store.cc has
+// making, slots and commits; tile_store_open.cc has opening and rolling back.
+//
 // The engine calls from one thread at a time; transfers run on the store's thread. A slot is only ever written after
-// writable(), so a crash at any moment leaves the committed slots as they were.
-// Errors: kExists, kNotFound, kBusy, kCorrupt, kInvalidArgument (another model), kIo.
+// writable(), so a crash at any moment leaves the committed slots as they were. Errors: kExists, kNotFound, kBusy,
+// kCorrupt, kInvalidArgument (another model), kIo.
+// Read next: extents.h (where slots lie), manifest.h (what a commit says), store_files.h.
 #pragma once
 
 #include <cstddef>
@@ -59,6 +63,9 @@ class TileStore {
   static void refuse_existing(const StorePaths& paths);
   // Takes the space; an existing store is as it was, also where make() will take over its file.
   static std::unique_ptr<TileStore> reserve_new(const StorePaths& paths, const StoreShape& shape, bool replace);
+  // The same beside stores that another one's ranks have locked, and which go when the new one's are complete: no file
+  // of theirs is taken over.
+  static std::unique_ptr<TileStore> reserve_beside(const StorePaths& paths, const StoreShape& shape);
   bool takes_over() const { return files_.takes_over(); }
   void make(const StoreShape& shape, const RunId& run);  // `run`: the same on all ranks
   // Opens an existing store of exactly this shape and identity at its last commit; its disk space is reserved, and
@@ -85,12 +92,14 @@ class TileStore {
                           const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress);
   static void take_older(StoreFiles& files, const StoreLayout& layout, ManifestChoice& choice, std::uint64_t counts_on);
   static void forget_newest(StoreFiles& files, const StoreLayout& layout, const Manifest& newest);
+  // kInvalidArgument where a store is of another model, or made with other settings, than those that the shape is of.
+  static void refuse_other_model(const StoreFiles& files, const StoreShape& shape);
   // kUnsupported where no step is kept.
   static void refuse_one_slot(const StoreFiles& files);
   // What the store is a store of.
   static std::string read_description(const StoreFiles& files);
 
-  // For who only looks (StoreFiles::open_to_look): where everything lies in a store of this shape, and its records.
+  // For who only looks (StoreFiles::open_read_only): where everything lies in a store of this shape, and its records.
   // Throw like open().
   static StoreLayout read_layout(const StoreFiles& files, const StoreShape& shape);
   static ManifestChoice read_records(const StoreFiles& files, const StoreLayout& layout);
@@ -148,6 +157,8 @@ class TileStore {
  private:
   TileStore(StoreFiles files, const StoreShape& shape, StoreLayout layout);
   static RecordForm form_of(const Superblock& block);
+  static std::vector<std::uint32_t> shares_of(const StorePaths& paths);
+  static std::unique_ptr<TileStore> drafted(StoreFiles files, const StoreShape& shape);
   void get_name();
   void write_description(const StoreShape& shape, const RunId& run);
   void write_text(const std::string& description);
@@ -176,12 +187,16 @@ class TileStore {
 };
 
 // What lies where a store is to be: the one that has its name there, and one that is committed and waits for it. Both
-// are locked (to look: see StoreFiles::open_to_look), and nothing of them is changed.
+// are locked (to look: see StoreFiles::open_read_only), and nothing of them is changed.
 struct FoundStores {
   // kReplace: what is wrong with one that has its name is of no concern, but that another process uses it.
-  enum class Purpose : std::uint8_t { kUse, kReplace, kLook };
+  enum class Purpose : std::uint8_t { kUse, kReplace, kInspect };
   FoundStores(const StorePaths& paths, Purpose purpose);
   RankStores runs() const;
+
+  // One of the two, to look at.
+  static std::optional<StoreFiles> inspect_named(const StorePaths& paths);
+  static std::optional<StoreFiles> inspect_waiting(const StorePaths& paths);
 
   std::optional<StoreFiles> named, waiting;
 };

@@ -1,4 +1,5 @@
-// Opening a store: what it says of itself, which of its commits is the last one, and back to the one before.
+// Opening a store: what it says of itself, which of its commits is the last one, and going back to the one before.
+// Files are found and locked before that (store_files_open.cc); bytes of tiles are compared by store_check.h.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,7 +18,12 @@
 namespace spillway {
 
 void TileStore::refuse_one_slot(const StoreFiles& files) {
-  if (files.superblock().slots >= 2) return;
+  const std::uint32_t slots = files.superblock().slots;
+  if (slots >= 2) return;
+  if (slots == kSlotsOfTensors) {
+    throw Error(Code::kInvalidArgument, files.files().front().path().string(), "is a store of named tensors", 0,
+                Hint("name another nvme_path for a training run"));
+  }
   throw Error(Code::kUnsupported, files.files().front().path().string(),
               "made with commit_every 0: it keeps no step to resume or export", 0, Remedy::kReplaceAndKeepSteps);
 }
@@ -80,11 +86,13 @@ RankCommits TileStore::commits() const noexcept {
 void TileStore::check_before(const StoreShape& shape) { check_older(files_, layout_, *before_, shape, {}); }
 
 void TileStore::begin(const StoreShape& shape, bool at_before) {
-  files_.settle();
+  files_.repair();
   if (at_before) {
     log(LogLevel::kWarning,
-        fmt::format("{}: step {} was not committed by all ranks and is given up; going on from step {}, which all have",
-                    files_.files().front().path().string(), committed_.step, before_->step));
+        fmt::format(
+            "{}: {}step {} was not committed by all ranks and is given up; going on from step {}, which all have",
+            files_.files().front().path().string(), committed_.step == before_->step ? "what was written after " : "",
+            committed_.step, before_->step));
     forget_newest(files_, layout_, committed_);
     go_to_before();
   }
@@ -113,7 +121,7 @@ void TileStore::go_to_before() {
 std::unique_ptr<TileStore> TileStore::open_to_read(const StorePaths& paths, const StoreShape& shape) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(kLockPatienceSeconds);
   while (true) {
-    StoreFiles files = StoreFiles::open_to_look(paths.directories);
+    StoreFiles files = StoreFiles::open_read_only(paths.directories);
     if (!files.in_use()) return found(std::move(files), shape);
     if (std::chrono::steady_clock::now() >= deadline) {
       throw Error(Code::kBusy, {files.files().front().path().string(), "is in use by another engine or process", 0,
@@ -191,6 +199,31 @@ RankCommits TileStore::commits_of(const ManifestChoice& choice) {
   return commits;
 }
 
+namespace {
+
+[[noreturn]] void refuse_as_other(const StoreFiles& files, const StoreShape& shape) {
+  const std::string path = files.files().front().path().string();
+  std::string what;
+  Remedy remedy = Remedy::kItsSettingsOrReplace;
+  try {
+    if (shape.identity.difference) {
+      const std::string stored = TileStore::read_description(files), &own = shape.identity.description;
+      what = shape.identity.difference(stored, own);
+      if (shape.identity.remedy) remedy = shape.identity.remedy(stored, own);
+    }
+  } catch (const Error& failure) {  // damaged as well: that they differ counts
+    if (failure.code() == Code::kUnsupported) throw;
+  }
+  what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
+  throw Error(Code::kInvalidArgument, path, std::move(what), 0, remedy);
+}
+
+}  // namespace
+
+void TileStore::refuse_other_model(const StoreFiles& files, const StoreShape& shape) {
+  if (files.superblock().fingerprint != shape.identity.fingerprint) refuse_as_other(files, shape);
+}
+
 StoreLayout TileStore::read_layout(const StoreFiles& files, const StoreShape& shape) {
   const Superblock& block = files.superblock();
   const std::string path = files.files().front().path().string();
@@ -201,25 +234,13 @@ StoreLayout TileStore::read_layout(const StoreFiles& files, const StoreShape& sh
                                                      block.rank, block.ranks, own.index, own.count),
                                          0, "name the store of this rank, or run as many as there were"});
   }
-  if (block.fingerprint != shape.identity.fingerprint || block.tiles != shape.tiles.size() ||
-      (block.format_version >= kUpdateCountsFormat && block.parameters != shape.parameters)) {
-    std::string what;
-    Remedy remedy = Remedy::kItsSettingsOrReplace;
-    try {
-      if (shape.identity.difference) {
-        const std::string stored = read_description(files), &own = shape.identity.description;
-        what = shape.identity.difference(stored, own);
-        if (shape.identity.remedy) remedy = shape.identity.remedy(stored, own);
-      }
-    } catch (const Error& failure) {  // damaged as well: that they differ counts
-      if (failure.code() == Code::kUnsupported) throw;
-    }
-    what = what.empty() ? "made for another model, weight type, optimizer or tile size" : "made with " + what;
-    throw Error(Code::kInvalidArgument, path, std::move(what), 0, remedy);
-  }
+  const bool same_shape = block.tiles == shape.tiles.size() &&
+                          (block.format_version < kUpdateCountsFormat || block.parameters == shape.parameters);
+  if (block.fingerprint != shape.identity.fingerprint || !same_shape) refuse_as_other(files, shape);
   StoreShape as_stored = shape;
   as_stored.slots = block.slots;
   as_stored.scratch_bytes = block.scratch_bytes;
+  // Only the text's length matters here: where things lie follows from sizes alone.
   as_stored.identity.description.resize(block.description_bytes);
   StoreLayout layout = lay_out_store(shape.tiles, store_geometry(as_stored, form_of(block)));
   if (layout.total_bytes != block.total_bytes) {
@@ -275,6 +296,7 @@ ManifestChoice TileStore::read_records(const StoreFiles& files, const StoreLayou
 // Records lie before all tiles.
 bool TileStore::has_commit(const StoreFiles& files) {
   StoreShape shape;
+  // Without the model's tiles: that is enough to find the records.
   shape.identity.description.resize(files.superblock().description_bytes);
   const StoreLayout layout = lay_out_store({}, store_geometry(shape, form_of(files.superblock())));
   return read_records(files, layout).manifest.has_value();
@@ -291,6 +313,7 @@ void TileStore::load_manifest(const StoreShape& shape) {
   make_room();
   if (choice.older) older_step_ = choice.older->step;
   before_ = std::move(choice.older);
+  // The older record's slots may be half overwritten by the step whose record is lost: only reading tells.
   if (choice.others_damaged) {
     log(LogLevel::kWarning, fmt::format("{}: the newest manifest record is damaged, and so is its copy; going back to "
                                         "step {} and checking every byte of it",
@@ -319,7 +342,7 @@ RunId run_of(const StoreFiles& files) {
 
 std::optional<StoreFiles> find_named(const StorePaths& paths, FoundStores::Purpose purpose) {
   if (!TileStore::exists(paths)) return std::nullopt;
-  if (purpose == FoundStores::Purpose::kLook) return StoreFiles::open_to_look(paths.directories);
+  if (purpose == FoundStores::Purpose::kInspect) return StoreFiles::open_read_only(paths.directories);
   try {
     return StoreFiles::find(paths.directories, TileStore::kLockPatienceSeconds);
   } catch (const Error& failure) {
@@ -341,7 +364,16 @@ std::optional<StoreFiles> find_committed(const StorePaths& paths, StoreFiles::Us
 
 FoundStores::FoundStores(const StorePaths& paths, Purpose purpose)
     : named(find_named(paths, purpose)),
-      waiting(find_committed(paths, purpose == Purpose::kLook ? StoreFiles::Use::kLook : StoreFiles::Use::kWrite)) {}
+      waiting(
+          find_committed(paths, purpose == Purpose::kInspect ? StoreFiles::Use::kInspect : StoreFiles::Use::kWrite)) {}
+
+std::optional<StoreFiles> FoundStores::inspect_named(const StorePaths& paths) {
+  return find_named(paths, Purpose::kInspect);
+}
+
+std::optional<StoreFiles> FoundStores::inspect_waiting(const StorePaths& paths) {
+  return find_committed(paths, StoreFiles::Use::kInspect);
+}
 
 RankStores FoundStores::runs() const {
   RankStores runs;

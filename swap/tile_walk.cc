@@ -27,6 +27,7 @@ void read_resident_tiles(TileMover& mover, std::span<const TilePlace> tiles) {
     if (!resident(tiles[t])) continue;
     const std::uint32_t buffer = t % mover.buffers();
     mover.finish_save(buffer);
+    // From the slot, whatever the home: nothing is at home yet.
     mover.start_load(t, buffer, Load::kStore);
     mover.finish_load(buffer);
     mover.start_save(buffer, Save::kRestored);

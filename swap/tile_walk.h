@@ -1,5 +1,6 @@
-// Tiles of a run through host memory, in order, the last ones being written behind: all of them for an import, those at
-// home in memory for a commit and when a run goes on. One thread, the engine's. Errors: the mover's.
+// Tiles of a run through host memory, in order, while the last ones are still being written: all of them for an import,
+// those at home in memory for a commit and when a run resumes. Tiles of an update go another way (update_queue.h). One
+// thread, the engine's. Errors: the mover's.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@ struct Timeline::Mark {
   std::unique_ptr<Stopwatch> watch;
   Stream* stream = nullptr;
   Span span;
-  Mark* next = nullptr;  // that is free, that ended behind it, or that the lease began before
+  Mark* next = nullptr;  // that is free, that ended after it, or that the lease began before
 };
 
 Timeline::Timeline(std::size_t spans, std::size_t leases)
@@ -32,7 +32,7 @@ void Timeline::attach(Device& device) {
 }
 
 void Timeline::detach() {
-  for (Ended& ended : ended_) settle(ended, kMarks);
+  for (Ended& ended : ended_) collect(ended, kMarks);
   const std::lock_guard lock(mutex_);
   for (Ended& ended : ended_) {
     for (; ended.first; ended.first = ended.first->next) ++lost_marks_;  // a GPU failed, or a caller's stream is behind
@@ -44,7 +44,8 @@ void Timeline::detach() {
 Timeline::Mark* Timeline::begin(const Span& span, Stream& stream) {
   Mark* mark = take_free();
   if (!mark) {
-    for (Ended& ended : ended_) settle(ended, kMarks);
+    // Only now are all streams asked: usually end() gives back marks as fast as they are taken.
+    for (Ended& ended : ended_) collect(ended, kMarks);
     mark = take_free();
   }
   if (!mark) {
@@ -75,20 +76,21 @@ void Timeline::end(Mark* mark) {
     (ended->first ? ended->last->next : ended->first) = mark;
     ended->last = mark;
   }
-  settle(*ended, 2);  // more than come
+  collect(*ended, 2);  // more than come
 }
 
 // With mutex_ held.
 Timeline::Ended& Timeline::ended_on(Stream& stream) {
   const auto found = std::ranges::find_if(
       ended_, [&stream](const Ended& ended) { return ended.stream == &stream || ended.stream == nullptr; });
+  // More streams than lists: the rest share the last one, and their spans are collected a little later.
   if (found == ended_.end()) return ended_.back();
   found->stream = &stream;
   return *found;
 }
 
 // At most so many of those that ended first, up to one that has not come yet. The device is asked without the lock.
-void Timeline::settle(Ended& ended, std::size_t most) {
+void Timeline::collect(Ended& ended, std::size_t most) {
   for (; most > 0; --most) {
     Mark* mark = nullptr;
     {
@@ -96,8 +98,10 @@ void Timeline::settle(Ended& ended, std::size_t most) {
       if (!ended.first) return;
       mark = std::exchange(ended.first, ended.first->next);
     }
+    // Asking the device may take long; others may add spans meanwhile.
     const auto times = mark->watch->times();
     const std::lock_guard lock(mutex_);
+    // Not over yet: back to the front, so that the oldest stays first.
     if (!times) {
       if (!ended.first) ended.last = mark;
       mark->next = std::exchange(ended.first, mark);

@@ -1,8 +1,9 @@
 // What happened when, for a picture of a run: one span for each visit, copy, request, tile's update and wait, in a ring
-// of fixed size that keeps the newest. src/trace_file gives them names and writes them when the run ends.
+// of fixed size that keeps the newest. src/engine/trace_file gives them names and writes them when the run ends.
 //
-// Who may have something to record holds a Timeline*, which is null while nothing is traced: then nothing is done and
-// no clock is read. Every call may come from any thread and takes a short lock; nothing is allocated after attach().
+// Whoever may have something to record holds a Timeline*, which is null while nothing is traced: then nothing is done
+// and no clock is read. Every call may come from any thread and takes a short lock; nothing is allocated after
+// attach().
 #pragma once
 
 #include <array>
@@ -86,7 +87,7 @@ class Timeline {
     Mark *first = nullptr, *last = nullptr;
   };
   Ended& ended_on(Stream& stream);
-  void settle(Ended& ended, std::size_t most);
+  void collect(Ended& ended, std::size_t most);
   Mark* take_free();
 
   const Clock::time_point start_ = Clock::now();

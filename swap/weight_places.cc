@@ -4,7 +4,7 @@ namespace spillway {
 
 WeightPlaces::WeightPlaces(Device& device, Stream& h2d, BlockFetcher* fetcher, const WeightPlacesOptions& options)
     : device_(device), h2d_(h2d), fetcher_(fetcher), options_(options), places_(options.places.size()) {
-  for (Place& place : places_) {
+  for (HbmPlace& place : places_) {
     place.fetch = std::make_unique<BlockFetch>(device, options.max_pieces, options.max_granules);
     place.released = device.create_event();
   }
@@ -23,6 +23,7 @@ std::vector<FetchPiece>& WeightPlaces::pieces(std::uint32_t place) {
 
 void WeightPlaces::start_fetch(std::uint32_t place) {
   BlockFetch& fetch = *places_[place].fetch;
+  // The old block may still be read by kernels that are enqueued: the copy stream waits for them, the host does not.
   fetch.after = released(place);
   fetcher_->start(fetch);
 }
@@ -39,6 +40,7 @@ void WeightPlaces::drain(std::uint32_t place) {
 }
 
 void WeightPlaces::begin_copies(std::uint32_t place) {
+  // As before a fetch: the place's last reader comes first.
   if (Event* after = released(place)) device_.wait(h2d_, *after);
 }
 
@@ -46,6 +48,8 @@ void WeightPlaces::end_copies(std::uint32_t place) { device_.record(places_[plac
 
 void WeightPlaces::open(std::uint32_t place, Stream& stream) {
   Event& ready = places_[place].fetch->ready();
+  // A stream must not wait for an event that was never recorded (CUDA takes that for done): a place to which nothing
+  // ever came has weights that live there.
   if (ready.recorded()) device_.wait(stream, ready);
 }
 

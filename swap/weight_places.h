@@ -1,7 +1,9 @@
-// The HBM places of blocks on loan, and what is on its way to them. It does what WeightResidency answers, and decides
-// nothing: which block a place has is known there.
+// The HBM places of blocks on loan, and what is on its way to each place. It does what WeightResidency answers, and
+// decides nothing: which block has which place is known there. Its own are the places and their events; the bytes are
+// moved by the BlockFetcher, or by an update that copies its result there (begin_copies(), end_copies()).
 //
 // One thread at a time (the engine's). Errors: kIo and kCorrupt from a fetch.
+// Read next: block_fetcher.h.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +31,7 @@ class WeightPlaces {
 
   // Empty: to be filled with the pieces of the fetch to the place that is started next.
   std::vector<FetchPiece>& pieces(std::uint32_t place);
-  // Behind all work under leases of the place. Whoever starts a fetch waits for it, or drains it, before this goes.
+  // After all work under leases of the place. Whoever starts a fetch waits for it, or drains it, before this goes.
   void start_fetch(std::uint32_t place);
   void wait_fetch(std::uint32_t place);
   // Blocks until it is over, whatever comes of it.
@@ -44,7 +46,7 @@ class WeightPlaces {
   void release(std::uint32_t place, Stream& stream);
 
  private:
-  struct Place {
+  struct HbmPlace {
     std::unique_ptr<BlockFetch> fetch;
     std::unique_ptr<Event> released;
   };
@@ -54,7 +56,7 @@ class WeightPlaces {
   Stream& h2d_;
   BlockFetcher* const fetcher_;
   const WeightPlacesOptions options_;
-  std::vector<Place> places_;
+  std::vector<HbmPlace> places_;
 };
 
 }  // namespace spillway

@@ -7,7 +7,7 @@ A program of protocol gtest writes one XML report (<testcase> with <failure> or 
 What the report cannot say is added: a program that wrote none (it crashed, or was killed) is one failure, and so is
 one that reported success and still ended with an error (a sanitizer's finding at exit). Any other program counts as
 one test by its exit status (77: skipped). Before the count, which is the last line, come the skips, those of a program
-for one reason in one line, and behind them every failure with its reason.
+for one reason in one line, and after them every failure with its reason.
 Exit status 0 only when nothing failed and every directory ran something.
 """
 import json

@@ -70,7 +70,7 @@ if [ "${1:-}" = --inside ]; then
 python3 -m venv --system-site-packages /root/venv
 /root/venv/bin/pip install -q --upgrade pip  # Debian's takes no -C
 /root/venv/bin/pip install -q . -Cbuild-dir=build-pip -Csetup-args=-Dgpu_arch=80 \
-  -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000
+  -Csetup-args=-Dunity=on -Csetup-args=-Dunity_size=9 -Csetup-args=-Dcpp_args=--param=ggc-min-heapsize=1000000
 cd /root && venv/bin/python spillway/tools/try_package.py
 venv/bin/python spillway/examples/adamw_loop.py --text spillway/LICENSE --store store --width 64 --layers 2 \
   --context 32 --steps 40
@@ -96,7 +96,7 @@ fi
 cuda=""
 if [ "${1:-}" = --cuda ]; then
   nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
-  [ -x "$nvcc" ] || fail "there is no nvcc on this machine; leave --cuda away"
+  [ -x "$nvcc" ] || fail "there is no nvcc on this machine; leave --cuda out"
   cuda=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
   shift
 fi

@@ -19,14 +19,7 @@
 
 #include "spillway/log.h"
 #include "src/config/closest_key.h"
-#include "tools/config/command.h"
-#include "tools/doctor/command.h"
-#include "tools/finetune/commands.h"
-#include "tools/manual/command.h"
-#include "tools/plan/command.h"
-#include "tools/report/command.h"
-#include "tools/store/command.h"
-#include "tools/sweep/command.h"
+#include "tools/terminal/commands.h"
 #include "tools/terminal/remedies.h"
 #include "tools/terminal/tell.h"
 
@@ -98,6 +91,7 @@ int run(int argc, char** argv) {
       "reads the output has gone). Data goes to standard output, errors to standard error.");
   int exit_code = 0;
   models::finetune::add_commands(program, exit_code);
+  models::generate::add_command(program, exit_code);
   store::add_command(program, exit_code);
   sweep::add_command(program, exit_code);
   doctor::add_command(program, exit_code);

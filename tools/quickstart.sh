@@ -11,7 +11,7 @@ tools/install_packages.sh
 echo "== build"
 # As tools/test.sh builds, so that the second of the two finds the first one's objects in the compiler's cache.
 [ -f build/build.ninja ] || meson setup build -Dtests=disabled -Dbuildtype=release -Dgpu_arch=80 \
-  -Dcpp_args=--param=ggc-min-heapsize=1000000 >/dev/null
+  -Dunity=on -Dunity_size=9 -Dcpp_args=--param=ggc-min-heapsize=1000000 >/dev/null
 ninja -C build --quiet tools/spillway
 spillway=$PWD/build/tools/spillway
 

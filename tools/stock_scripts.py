@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs scripts that people have, as they are and with their few lines for Spillway, and compares the losses.
 
-usage: stock_scripts.py --python PYTHON [--sources DIR] [--work DIR] [--out FILE.jsonl] [NAME...]
+usage: stock_scripts.py --python PYTHON [--sources DIR] [--work DIR] [--out FILE.jsonl] [--processes N] [NAME...]
        stock_scripts.py --table FILE.jsonl
 
 A row of tools/stock/rows.json says which script of which repository, its model, data and arguments, and which of its
@@ -9,7 +9,8 @@ lines change. Models are random and tiny (stock/models.py), data sets a few rows
 runs are children of one PYTHON, which has the packages (stock/runner.py). "both" are lines that neither run can have,
 since a hub or a download would be asked, or which are errors of the script. Scripts are read from DIR/NAME of the
 repository, which is fetched there where it is missing; those of a package come from PYTHON's own. Each row is a line of
-FILE.jsonl; the table is markdown.
+FILE.jsonl; the table is markdown. With N processes each script is run as torchrun runs it, and compared is the mean of
+what they say.
 
 SPILLWAY_LIBRARY and SPILLWAY_BINARY name a build's, as for the package.
 """
@@ -34,6 +35,7 @@ def arguments():
     parser.add_argument("--sources", default="build-stock/sources", help="where checkouts are, or are fetched to")
     parser.add_argument("--work", default="build-stock/work", help="for models, data sets and what the runs write")
     parser.add_argument("--out", help="a line of JSON for each row goes to the end of this file")
+    parser.add_argument("--processes", type=int, default=1, help="that run each script together; 1")
     parser.add_argument("--table", help="prints the table of such a file, and runs nothing")
     parser.add_argument("names", nargs="*", help="rows to run; all of them")
     return parser.parse_args()
@@ -116,12 +118,19 @@ def run(row, kind, text, source, runner, options):
     places = runner.places | {"out": folder / "out"}
     words = shlex.split(row.get("arguments", "") + " " + row.get(f"{kind}_arguments", ""))
     status = runner.ask({
+        "processes": options.processes,
         "script": str(script), "words": [word.format(**places) for word in words], "folder": str(folder),
         "losses": str(losses), "watch": row.get("watch", "loss"), "environment": row.get("environment", {}),
         "path": [str(folder), str(pathlib.Path(source, row["script"]).parent)]})
-    found = [json.loads(line) for line in losses.read_text().splitlines()] if losses.exists() else []
-    said = [line for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
-    return found, "" if status == 0 else f"{status}: {said[-1] if said else ''}"
+    found, said = [], []
+    for rank in range(options.processes):
+        of_rank = folder / f"{losses.name}.{rank}"
+        found.append([json.loads(line) for line in of_rank.read_text().splitlines()] if of_rank.exists() else [])
+        said += [line for line in (folder / f"log.{rank}").read_text(errors="replace").splitlines() if line.strip()]
+    # Ranks add their gradients up: what goes backward in Spillway is each one's part of the mean.
+    parts = 1 if kind == "spillway" and row.get("watch", "loss") == "loss" else options.processes
+    means = [sum(of_ranks) / parts for of_ranks in zip(*found)]
+    return means, "" if status == 0 else f"{status}: {said[-1] if said else ''}"
 
 
 def compare(row, sources, runner, options):
@@ -135,6 +144,7 @@ def compare(row, sources, runner, options):
     found, refused = run(row, "spillway", ours, source, runner, options)
     wanted, found = wanted[:steps], found[:steps]
     result = {"script": row["name"], "source": row["source"], "path": row["script"], "steps": len(found),
+              "processes": options.processes,
               "watched": row.get("watch", "loss"), "lines_changed": lines_changed(script, ours),
               "seconds": round(time.monotonic() - began),
               "plain": wanted, "spillway": found}

@@ -1,21 +1,28 @@
 #!/bin/sh
-# Builds and runs the tests, in one build, with few random cases and without those of the benches and of the source
-# text. With --all every test, in that build and two more, and the fuzzers:
+# Builds and runs the tests, in one build, without those of benches and of the source text, and without the longest.
+# With --all every test, in that build and two more, and the fuzzers. Both take few random cases and kills, few steps of
+# the runs that are compared layout by layout or with references, and few large models; with --full it is --all with as
+# many as the tests have by themselves. SPILLWAY_CASES, SPILLWAY_KILLS and SPILLWAY_STEPS say how many. The builds:
 #   build-test   release, everything
 #   build-asan   address and undefined sanitizers; without benches, and without the rules of the house, which look at
-#                the source and not at the build
-#   build-tsan   thread sanitizer; the tests of suite `threads`
-#   build-fuzz   clang's libFuzzer, SPILLWAY_FUZZ_SECONDS (20) on each parser; see tests/fuzz
+#                the source and not at the build; of the engine's longest suites every other case, by turns
+#   build-tsan   thread sanitizer; the tests of suite `threads`, of these likewise
+#   build-fuzz   clang's libFuzzer, SPILLWAY_FUZZ_SECONDS (10) on each parser; see tests/fuzz
 # The build directories stay, so a second run only builds what changed. The last line counts the test programs' own
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
 set -eu
 cd "$(dirname "$0")/.."
-all=""
+all=yes few=yes
 case "$*" in
-  "") ;;
-  --all) all=yes ;;
-  *) echo "test.sh: it takes nothing but --all" >&2; exit 1 ;;
+  "") all="" ;;
+  --all) ;;
+  --full) few="" ;;
+  *) echo "test.sh: it takes nothing but --all or --full" >&2; exit 1 ;;
 esac
+if [ -n "$few" ]; then
+  export SPILLWAY_CASES="${SPILLWAY_CASES:-3}" SPILLWAY_KILLS="${SPILLWAY_KILLS:-3}"
+  export SPILLWAY_STEPS="${SPILLWAY_STEPS:-3}" SPILLWAY_FUZZ_SECONDS="${SPILLWAY_FUZZ_SECONDS:-10}"
+fi
 # openmpi-bin: ranks over MPI are processes of mpirun. iproute2: on two hosts, between which there is a network.
 tools/install_packages.sh cmake python3-torch python3-venv libopenmpi-dev openmpi-bin iproute2 \
   ${all:+clang libclang-rt-dev libomp-dev lld}
@@ -48,8 +55,8 @@ if [ -e build-python/done ]; then export PATH="$PWD/build-python/bin:$PATH"; fi
 still=""
 if setarch "$(uname -m)" -R true 2>/dev/null; then still="setarch $(uname -m) -R"; fi
 
-# Tests wait for drives and for each other, so a few more of them than cores run at a time.
-export MESON_TESTTHREADS=$(($(nproc) * 3 / 2))
+# Tests wait for drives and for each other, so more of them than cores run at a time.
+export MESON_TESTTHREADS=$(($(nproc) * 2))
 
 # The environment chooses the compiler, and a directory keeps the one that it was set up with.
 configure() {  # directory, then meson options
@@ -74,30 +81,24 @@ run() {  # prefix, directory, then options of meson test
   $prefix meson test -C "$directory" --print-errorlogs "$@" || true
 }
 
-# The release build is g++'s, and compiles every source file by itself. The others are clang's, which has compiled with
-# sanitizers in half of g++'s time, and take the files of a library together, many at a time, which is twice as fast:
-# two files of a library may not use one name for two things, even in unnamed namespaces.
+# The release build is g++'s, the others are clang's, which has compiled with sanitizers in half of g++'s time. All take
+# the files of a library together, many at a time, which is twice as fast: two files of a library may not use one name
+# for two things, even in unnamed namespaces. In the release build their number must not divide that of a library's
+# files: Meson 1.0 then misses an object of the archive.
 #
 # One GPU's machine code, and PTX for newer ones, is enough to see that it compiles and to test it where there is a GPU;
 # sanitizers do not look into nvcc's objects.
 echo "== release"
 # g++ has the memory to do without collecting garbage.
-configure build-test -Dbuildtype=release -Dgpu_arch=80 -Dcpp_args=--param=ggc-min-heapsize=1000000 || true
-# Fewer random cases and kills, fewer steps of the runs that are compared layout by layout, fewer large models.
-few() {
-  export SPILLWAY_CASES="${SPILLWAY_CASES:-3}" SPILLWAY_KILLS="${SPILLWAY_KILLS:-3}"
-  export SPILLWAY_STEPS="${SPILLWAY_STEPS:-3}"
-}
-
+configure build-test -Dbuildtype=release -Dgpu_arch=80 -Dunity=on -Dunity_size=9 \
+  -Dcpp_args=--param=ggc-min-heapsize=1000000 || true
 if [ -z "$all" ]; then
-  few
-  run "" build-test --no-suite bench --no-suite house --timeout-multiplier 4
+  run "" build-test --no-suite bench --no-suite house --no-suite long --no-suite full --timeout-multiplier 4
   exec python3 tools/count_tests.py build-test
 fi
-run "" build-test --timeout-multiplier 4
+run "" build-test ${few:+--no-suite full} --timeout-multiplier 4
 
 # Everything takes ten times as long from here on; so more patience with a case before it counts as one that hangs.
-few
 export SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
 # The programs of sanitizers are large; lld links them in less than half of the time. Meson asks these when it sets up.
@@ -109,7 +110,7 @@ export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=0 \
   "-Dcpp_args=-g1 -fsanitize-ignorelist=$PWD/tests/ubsan.ignore" -Db_sanitize=address,undefined \
   -Db_lundef=false -Db_pch=false -Dunity=on -Dunity_size=16 || true
-run "$still" build-asan --no-suite bench --no-suite house --timeout-multiplier 5
+run "$still" build-asan --no-suite bench --no-suite house --no-suite full --timeout-multiplier 5
 
 echo "== thread sanitizer"
 export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:suppressions=$PWD/tests/tsan.supp"

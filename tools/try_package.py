@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Uses the installed Python package as its users do: the command `spillway`, `python -m spillway`, and a model in
-PyTorch that trains with weights and states on NVMe, goes on after a restart, and has the bits of a run in memory.
+"""Uses the installed Python package as its users do: the command `spillway`, `python -m spillway`, a model in PyTorch
+that trains with weights and states on NVMe, goes on after a restart, and has the bits of a run in memory; a tensor in a
+file and back by direct I/O, and that library by itself.
 
     tools/try_package.py [--spillway-first] [DIR]    DIR: for the store, and with room for it; the present one
 
 Needs PyTorch, and nothing else of what Spillway is built with. `--spillway-first` imports it before PyTorch.
 """
+import ctypes
 import hashlib
 import os
 import pathlib
@@ -71,6 +73,16 @@ def trained(folder, device, steps, on_existing="refuse"):
     return losses, hashed.hexdigest()
 
 
+def moved(path):
+    """What is read of a tensor that was written, by which engine."""
+    values, found = (spillway.io.empty(100_000, torch.float32) for _ in range(2))
+    values.normal_()
+    with spillway.io.File(path, create=True) as file, spillway.io.Queue() as queue:
+        queue.write(file, 0, values).wait()
+        queue.read(file, 0, found).wait()
+        return torch.equal(values, found), queue.describe()
+
+
 def main():
     package = pathlib.Path(spillway.__file__).parent
     if "SPILLWAY_LIBRARY" in os.environ:
@@ -88,14 +100,21 @@ def main():
         first, _ = trained(folder / "nvme", "nvme", 3)
         more, on_nvme = trained(folder / "nvme", "nvme", 6, "resume")
         losses, in_memory = trained(None, "none", 6)
+        same, engine = moved(folder / "values")
     print("losses:", " ".join(f"{loss:.4f}" for loss in losses))
     if first + more != losses or on_nvme != in_memory or not losses[-1] < losses[0]:
         sys.exit(f"try_package.py: on NVMe {first + more} {on_nvme}, in memory {losses} {in_memory}")
     print("the same bits on NVMe, over a restart, and in memory:", in_memory[:16])
+    if not same:
+        sys.exit(f"try_package.py: a tensor that {engine} wrote and read is another one")
+    print("a tensor in a file and back:", engine)
     with open("/proc/self/maps", encoding="utf-8") as maps:
         loaded = {line.split()[-1] for line in maps if "libspillway" in line}
     if loaded != {str((package / "lib/libspillway.so.0").resolve())}:
         sys.exit(f"try_package.py: the library is {loaded}, and not the package's")
+    alone = ctypes.CDLL(str(package / "lib/libspillway_io.so.0"))
+    if not alone.spillway_io_queue_create or not (package / "lib/pkgconfig/spillway_io.pc").exists():
+        sys.exit("try_package.py: the package has no libspillway_io")
 
 
 main()

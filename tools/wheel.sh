@@ -206,7 +206,8 @@ build_wheel() {
   unpacked=$(echo "$work"/unpacked/spillway-*)
   nm "$unpacked/spillway/bin/spillway" | grep -q ' [Tt] __libc_csu_init' ||
     fail "the program begins as with a new C library, and an old one would not run its constructors"
-  strip --strip-unneeded "$unpacked/spillway/lib/libspillway.so.0" "$unpacked/spillway/bin/spillway"
+  strip --strip-unneeded "$unpacked/spillway/lib/libspillway.so.0" "$unpacked/spillway/lib/libspillway_io.so.0" \
+    "$unpacked/spillway/bin/spillway"
   mkdir -p "$(echo "$unpacked"/*.dist-info)/licenses"
   cp LICENSE "$work"/licences/* "$(echo "$unpacked"/*.dist-info)/licenses/"
   "$python" -m wheel pack -d "$work/raw" "$unpacked" >/dev/null
@@ -224,7 +225,7 @@ cuda_plugin=kernels/libspillway_cuda.so models_plugin=tools/models/libspillway_m
 build_plugins() {
   if [ -e build-wheel-plugins/build.ninja ]; then set -- --reconfigure; fi
   for_the_wheel meson setup "$@" build-wheel-plugins . -Dbuildtype=release -Dtests=disabled -Dcuda=enabled \
-    -Dmpi=disabled -Dcpp_args=--param=ggc-min-heapsize=1000000
+    -Dmpi=disabled -Dnccl=disabled -Dcpp_args=--param=ggc-min-heapsize=1000000
   for_the_wheel ninja -C build-wheel-plugins -j"$jobs" "$cuda_plugin" "$models_plugin"
 }
 

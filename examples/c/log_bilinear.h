@@ -15,7 +15,7 @@ enum { kBytes = 256, kWidth = 64, kContext = 8, kRows = 128 };
 typedef struct {
   float x[kRows][kContext * kWidth], h[kRows][kWidth], dh[kRows][kWidth];
   float dhead[kBytes][kWidth], dmix[kContext * kWidth], dembedding[kBytes][kWidth];
-  const unsigned char* rows[kRows]; /* kContext bytes, and the one behind them */
+  const unsigned char* rows[kRows]; /* kContext bytes, and the one after them */
   double loss;
 } Step;
 

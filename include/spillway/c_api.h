@@ -1,89 +1,23 @@
 // The engine for C, and for languages that call C: the Python package (python/spillway) is written on it.
 //
 // Its calls are those of engine.h, model.h, snapshot.h, import.h and export.h, and what is said there holds: ownership,
-// threads, what may follow an error. Every function that can fail returns a status; what went wrong stays with the
-// calling thread as a message in the form `<object>: <what happened> (<errno text>); <what to do>`. A function that
-// returns a value answers what it cannot do with 0 or null (an enumeration with -1, a rate or a scale with NaN), and
-// the message says why. Strings are UTF-8 and copied.
+// threads, what may follow an error. How statuses, messages, handles and structs are meant is in c_base.h.
 //
-// Handles are made by ..._create and its like and given back by ..._destroy or ..._release, which take null. They are
-// numbers, not addresses: one that is null, was given back, or is of another kind is SPILLWAY_INVALID_ARGUMENT wherever
-// it is given. With an engine its streams, leases and activations go; what still holds one of them may give it back,
-// which is answered in the same way. Two threads that call with one engine or model at a time: SPILLWAY_BUSY, with
-// nothing changed; only who asks for a value, or gives back a lease, activation or stream, waits for the other's call.
-// What a task is given, spillway_workers, is an address, and valid until the task returns.
-//
-// Structs begin with their size, `spillway_options options = {.struct_size = sizeof options};`, so that a program and a
-// library of another version understand each other: they may become longer, and what a shorter one does not have takes
-// its default. A size of 0 is refused, and so is a longer one than the library's that says something there (so a struct
-// grows by whole words, and all of it is initialized).
+// Handles are made by ..._create and its like and given back by ..._destroy or ..._release. An engine's streams, leases
+// and activations go with it; to give one of them back later is answered like any handle that no longer lives. When two
+// threads call with one engine or model at the same time, one gets SPILLWAY_BUSY, with nothing changed; calls that ask
+// for a value, or give back a lease, activation or stream, wait for the other call instead. What a task is given,
+// spillway_workers, is an address, and valid until the task returns.
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
-#include "spillway/version.h"
+#include "spillway/c_base.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-// Of this header; it grows with every change of what is below. spillway_api_version() is the library's.
-#define SPILLWAY_API_VERSION 1
-
-// Enumerations are of 32 bits for every compiler.
-typedef int32_t spillway_status;
-enum {
-  SPILLWAY_OK = 0,
-  SPILLWAY_INVALID_ARGUMENT,  // from here on as spillway::Code, in its order
-  SPILLWAY_NOT_FOUND,
-  SPILLWAY_EXISTS,
-  SPILLWAY_DOES_NOT_FIT,
-  SPILLWAY_BUSY,
-  SPILLWAY_IO,
-  SPILLWAY_CORRUPT,
-  SPILLWAY_NON_FINITE,
-  SPILLWAY_UNSUPPORTED,
-  SPILLWAY_DEVICE,
-  SPILLWAY_UNEXPECTED,  // no error of Spillway's: out of memory, say
-};
-
-// What can be done about an error, as spillway::Remedy, in its order. A code keeps its number for good; a library that
-// is newer than this header may give others, of which the message has its words.
-typedef int32_t spillway_remedy;
-enum {
-  SPILLWAY_REMEDY_NONE = 0,
-  SPILLWAY_REMEDY_RESUME_OR_REPLACE,
-  SPILLWAY_REMEDY_REPLACE,
-  SPILLWAY_REMEDY_RESTORE_OR_REPLACE,
-  SPILLWAY_REMEDY_OTHER_PATH_OR_REPLACE,
-  SPILLWAY_REMEDY_THAT_VERSION_OR_REPLACE,
-  SPILLWAY_REMEDY_ITS_SETTINGS_OR_REPLACE,
-  SPILLWAY_REMEDY_COPY_AGAIN_OR_REPLACE,
-  SPILLWAY_REMEDY_REPLACE_AND_KEEP_STEPS,
-  SPILLWAY_REMEDY_RESUME,
-  SPILLWAY_REMEDY_REPAIR_AND_RESUME,  // value: what to repair
-  SPILLWAY_REMEDY_CHECK_DRIVE_AND_REWRITE,
-  SPILLWAY_REMEDY_CHECK_DRIVE_AND_GO_BACK,    // values: the step to which
-  SPILLWAY_REMEDY_CHECK_DRIVE_AND_ROLL_BACK,  // values: the step, the directories of the store, the step before
-  SPILLWAY_REMEDY_CHECK_DRIVE_AND_RESTORE,    // value: the step that is damaged
-  SPILLWAY_REMEDY_CHECK_DRIVE_AND_REPLACE,
-  SPILLWAY_REMEDY_CHECK_RECORDS_AND_RESTORE,
-  SPILLWAY_REMEDY_NO_STEP_IS_LEFT,
-  SPILLWAY_REMEDY_NOTHING_WAS_CHANGED,  // value: the step that cannot be gone back to
-  SPILLWAY_REMEDY_CHECK_PATH_OR_BEGIN,
-  SPILLWAY_REMEDY_MAKE_ROOM_OR_HALVE,
-  SPILLWAY_REMEDY_RAISE_BUDGET,           // values: the key in the section spillway, the size
-  SPILLWAY_REMEDY_RAISE_BUDGET_OR_HALVE,  // the same
-  SPILLWAY_REMEDY_NAME_TAG,
-  SPILLWAY_REMEDY_NAME_ANOTHER_TAG,
-  SPILLWAY_REMEDY_IMPORT_UNVERIFIED,
-  SPILLWAY_REMEDY_SAY_STEPS_OR_NUMBER,
-  SPILLWAY_REMEDY_REOPEN,
-  SPILLWAY_REMEDY_CUT_SHORT,
-  SPILLWAY_REMEDY_RENEW_STORE,
-  SPILLWAY_REMEDY_ITS_STATES_OR_SNAPSHOT,
-};
 
 typedef int32_t spillway_dtype;
 enum { SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16 };
@@ -108,22 +42,7 @@ typedef struct spillway_workers spillway_workers;
 typedef struct spillway_optimizer spillway_optimizer;
 typedef struct spillway_scratch spillway_scratch;
 
-const char* spillway_version(void);
-uint32_t spillway_api_version(void);
-// Of the last call of this thread that failed; valid until the next one that fails.
-const char* spillway_error_message(void);
-// What that message says to do, where a client has other words for it than the library; SPILLWAY_REMEDY_NONE where
-// nobody has. Its values are the step, path or size that it names, in turn, and null behind the last.
-spillway_remedy spillway_error_remedy(void);
-const char* spillway_error_remedy_value(uint32_t index);
-// The message with `words` for the remedy, `{}` in them standing for its values in turn; with none where they are "",
-// and as it is without a remedy. Valid until the next call of this function or one that fails.
-const char* spillway_error_message_in(const char* words);
-// Where messages go, one call at a time, from any thread; null: nowhere. At first they go to stderr. The sink must not
-// call an engine.
-void spillway_set_log(void (*sink)(void* user, int warning, const char* message), void* user);
-
-// A ds_config.json: the text of it, and the name that stands in its errors.
+// Parses the text of a ds_config.json; `name` stands in its errors.
 spillway_status spillway_config_parse(const char* json, const char* name, spillway_config** config);
 // What "auto" stands for where that depends on the run; 0: not known.
 typedef struct {
@@ -139,12 +58,13 @@ spillway_status spillway_config_parse_with(const char* json, const char* name, c
 spillway_dtype spillway_config_weights(const spillway_config* config);
 uint32_t spillway_config_micro_batch(const spillway_config* config);
 uint32_t spillway_config_gradient_accumulation(const spillway_config* config);
-// What every key holds that decides something and is not left to the plan, "auto" and defaults too, as one JSON object:
-// {"optimizer.params.lr": 5e-05, …}. It lives as long as `config`.
+// The values of all keys that have an effect and are not left to the plan, those of "auto" and defaults too, as one
+// JSON object: {"optimizer.params.lr": 5e-05, …}. It lives as long as `config`.
 const char* spillway_config_settings(const spillway_config* config);
 // The learning rate of optimizer step `step`; 1 is the first.
 double spillway_config_learning_rate(const spillway_config* config, uint64_t step);
-// What an engine of it has here: device, SPILLWAY_UNSUPPORTED where it cannot be had, and compute threads.
+// What an engine of this configuration has on this machine: the device (SPILLWAY_UNSUPPORTED where it cannot be had)
+// and the compute threads.
 spillway_status spillway_config_device(const spillway_config* config, spillway_device_kind* device);
 uint32_t spillway_config_threads(const spillway_config* config);
 spillway_status spillway_config_destroy(spillway_config* config);
@@ -173,7 +93,7 @@ spillway_status spillway_model_add_activation(spillway_model* model, uint64_t by
 spillway_status spillway_model_add_activation_use(spillway_model* model, uint32_t activation, spillway_access access,
                                                   uint32_t visit);
 spillway_status spillway_model_set_activations_held(spillway_model* model, uint32_t held);
-// A type of weights that the program's arithmetic handles, of one or more. Without: any. A configuration of another is
+// Adds a weight type that the program's arithmetic handles. Without one: any. A configuration with another type is
 // SPILLWAY_UNSUPPORTED.
 spillway_status spillway_model_accept_dtype(spillway_model* model, spillway_dtype dtype);
 // A small file that is written beside exported weights, config.json say.
@@ -189,8 +109,8 @@ typedef struct {
   uint64_t trace_spans;     // 0: the default
 } spillway_options;
 
-// Is asked for weights, piece by piece: writes the values [first, first + count) of a parameter, as fp32. It returns 0,
-// or anything else to end the import with SPILLWAY_INVALID_ARGUMENT.
+// Gives weights, piece by piece: writes the values [first, first + count) of a parameter, as fp32. It returns 0, or
+// anything else to end the import with SPILLWAY_INVALID_ARGUMENT.
 typedef int (*spillway_weight_source)(void* user, uint32_t block, uint32_t parameter, uint64_t first, float* out,
                                       uint64_t count);
 
@@ -199,7 +119,7 @@ typedef struct {
   const char* tag;                // null: the one that `latest` names
   const spillway_dtype* weights;  // of the run that goes on; null: as DeepSpeed trained
   int unverified;                 // not 0: what is read is not first compared with the CRC-32s in the files
-  spillway_weight_source frozen;  // null, or of frozen parameters, where the checkpoint has none of any
+  spillway_weight_source frozen;  // null, or gives frozen parameters where the checkpoint has none of them
   void* frozen_user;
   uint64_t max_file_bytes;                                      // of the snapshot's files; 0: the default
   void (*progress)(void* user, uint64_t done, uint64_t bytes);  // null, or told how much has been read
@@ -247,18 +167,20 @@ spillway_status spillway_engine_export_weights(spillway_engine* engine, int exac
                                                void* user);
 
 void* spillway_engine_workspace(spillway_engine* engine, uint64_t* bytes);
-// Memory for what a block's visits compute inside. `kept`, not null, becomes 1 where backward finds what forward left.
+// Memory for the tensors that a block's visits compute inside the block. `kept`, not null, becomes 1 where backward
+// finds what forward left.
 void* spillway_engine_insides(spillway_engine* engine, uint32_t block, uint64_t* bytes, int32_t* kept);
 // 1: all of it lies in the engine's HBM.
 int spillway_engine_in_hbm(const spillway_engine* engine, const void* data, size_t bytes);
 
 // A cudaStream_t of the caller's; null is CUDA's default stream. Where a stream is asked for, a null spillway_stream is
-// the engine's own. One that is destroyed inside a step takes no more calls; the step ends as if it were still there.
+// the engine's own. A stream that is destroyed inside a step takes no more calls; the step ends as if it were still
+// there.
 spillway_status spillway_engine_adopt_stream(spillway_engine* engine, void* native, spillway_stream** stream);
 spillway_status spillway_stream_synchronize(spillway_engine* engine, spillway_stream* stream);
 // The cudaStream_t; null on the host device.
 void* spillway_stream_native(spillway_engine* engine, spillway_stream* stream);
-// Host device (SPILLWAY_UNSUPPORTED on cuda): `work` runs behind what was enqueued before, on the stream's thread. It
+// Host device (SPILLWAY_UNSUPPORTED on cuda): `work` runs after what was enqueued before, on the stream's thread. It
 // must not call the engine. `user` must live until it has run.
 spillway_status spillway_stream_launch(spillway_engine* engine, spillway_stream* stream,
                                        void (*work)(void* user, spillway_workers* workers), void* user);
@@ -280,14 +202,14 @@ void* spillway_activation_data(const spillway_activation* activation);
 spillway_status spillway_activation_release(spillway_activation* activation);  // and destroys it
 
 // `data`: device address of `elements` values, as many as the parameter has (0: not said), in fp32 or the weights'
-// type; all of them in memory that the engine lends: the workspace, insides, or what is acquired.
-// Null: the visit brings no gradient for the parameter. One that gets none in a step is left out of its update, without
-// decay and in its bias correction, too.
+// type; all of them in memory that the engine lends: the workspace, inner activations, or what is acquired. Null: the
+// visit brings no gradient for the parameter. A parameter that gets none in a step is left out of the update: no decay,
+// and the step does not count for its bias correction.
 spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t block, uint32_t parameter,
                                               const void* data, uint64_t elements, spillway_dtype dtype,
                                               spillway_stream* stream);
 
-// Before the first gradient of the step that comes: its learning rate, and that of the steps behind it.
+// Before the first gradient of the step that comes: its learning rate, and that of the steps after it.
 spillway_status spillway_engine_set_learning_rate(spillway_engine* engine, double rate);
 spillway_status spillway_engine_set_betas(spillway_engine* engine, double beta1, double beta2);
 
@@ -342,22 +264,23 @@ spillway_status spillway_engine_finish_save(spillway_engine* engine);
 // Engine::load_snapshot(): one that is refused changes nothing.
 spillway_status spillway_engine_load_snapshot(spillway_engine* engine, const char* directory);
 
-// Engine::read_values() and write_values(): what one parameter has, as fp32.
+// Engine::read_values() and write_values(): what one parameter has, as fp32. Several ranks call them together; those of
+// rank `from` are written, and `values` may be null on the others.
 typedef int32_t spillway_parameter_values;
 enum { SPILLWAY_VALUES_MASTER, SPILLWAY_VALUES_EXP_AVG, SPILLWAY_VALUES_EXP_AVG_SQ, SPILLWAY_VALUES_GRADIENT };
 spillway_status spillway_engine_read_values(spillway_engine* engine, spillway_parameter_values of, uint32_t block,
                                             uint32_t parameter, spillway_weight_sink sink, void* user);
 spillway_status spillway_engine_write_values(spillway_engine* engine, spillway_parameter_values of, uint32_t block,
-                                             uint32_t parameter, spillway_weight_source source, void* user);
+                                             uint32_t parameter, const float* values, uint64_t count, uint32_t from);
 
 typedef struct {
   size_t struct_size;
   uint64_t step;
   uint64_t model;  // equal for runs of the same parameters, weight type and optimizer
   spillway_dtype weights;
-} spillway_snapshot_facts;
+} spillway_snapshot_info;
 // SPILLWAY_NOT_FOUND, with the reason, where there is no whole snapshot. `facts` may be null.
-spillway_status spillway_find_snapshot(const char* directory, spillway_snapshot_facts* facts);
+spillway_status spillway_find_snapshot(const char* directory, spillway_snapshot_info* facts);
 spillway_status spillway_remove_snapshot(const char* directory);
 
 // The weights alone (export.h): of an engine, of a store that no engine has open, of a snapshot. `options` may be null.
@@ -484,7 +407,7 @@ spillway_status spillway_optimizer_save(spillway_optimizer* optimizer, const cha
 
 // A caller's bytes that wait on the drives, as what a loop keeps between blocks does: a file without a name in each of
 // the configuration's nvme_paths, gone with the process. Direct I/O; address, offset and bytes are multiples of 4096.
-// What a write or read is given stays as it is until spillway_scratch_wait() has returned for its ticket.
+// Memory that a write or read is given must stay as it is until spillway_scratch_wait() has returned for its ticket.
 spillway_status spillway_scratch_create(const spillway_config* config, spillway_scratch** scratch);
 spillway_status spillway_scratch_destroy(spillway_scratch* scratch);  // waits for what is under way
 uint32_t spillway_scratch_files(const spillway_scratch* scratch);

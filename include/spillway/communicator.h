@@ -1,14 +1,14 @@
-// What the processes that train one model together tell each other. A Communicator joins them as ranks 0 … ranks() - 1.
+// How the processes that train one model together exchange data. A Communicator joins them as ranks 0 … ranks() - 1.
 //
-// A call starts one collective operation and returns. The operation takes part when `stream` comes to it, and what
-// follows on the stream runs after it: an event that is recorded next says when it is over. All ranks make the same
-// calls in the same order, whatever streams they name, and each call names the `block` of the model that it is for, or
-// another number that all of them know. Work that one collective waits for must not wait for a later one.
-// Memory that is named belongs to the stream's device and stays valid until the operation is over.
+// A call starts one collective operation and returns. The operation runs when `stream` reaches it, and what follows on
+// the stream runs after it: an event that is recorded next says when it is over. All ranks make the same calls in the
+// same order, whatever streams they name, and each call names the `block` of the model that it is for, or another
+// number that all of them know. Work that one collective waits for must not wait for a later one. Memory that is named
+// belongs to the stream's device and stays valid until the operation is over.
 // Threads: calls come from one thread at a time. Enqueueing allocates nothing.
 // Errors: ranks that do not make the same calls, a rank that has left, and `patience_seconds` without progress end the
-// communicator on every rank with an error that names ranks and block. As with a device, throw_if_failed() says so and
-// is asked before anything is made of results, every later call throws the same error, and streams go on without it.
+// communicator on every rank with an error that names ranks and block. As with a device, throw_if_failed() reports that
+// and must be asked before results are used; every later call throws the same error, and streams go on without it.
 // docs/ranks_communicator.md has all of that in plain words.
 #pragma once
 
@@ -21,6 +21,7 @@
 #include <string_view>
 
 #include "spillway/device.h"
+#include "spillway/dtype.h"
 #include "spillway/units.h"
 
 namespace spillway {
@@ -34,8 +35,8 @@ enum class Sums : std::uint8_t {
   kFastest,
 };
 
-// What an all_reduce makes of the values of all ranks, in the order of that tree; of doubles no kOr. NaN of one rank
-// is NaN for all.
+// How an all_reduce combines the values of all ranks, in the order of that tree; kOr is for integers alone. NaN of one
+// rank is NaN for all.
 enum class Fold : std::uint8_t { kSum, kMax, kMin, kOr };
 
 enum class CollectiveKind : std::uint8_t { kOpen, kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier };
@@ -49,8 +50,9 @@ struct Collective {
   CollectiveKind kind = CollectiveKind::kBarrier;
   std::int32_t block = 0;
   std::span<std::byte> data = {};                // kAllReduce: the values, 8 bytes each
-  std::span<const std::uint64_t> slices = {};    // bytes of each rank's, one behind the other; valid during the call
+  std::span<const std::uint64_t> slices = {};    // bytes of each rank's, one after the other; valid during the call
   Sums sums = Sums::kTree;                       // kReduceScatter
+  DType wire = DType::kFloat32;                  // kReduceScatter
   Fold fold = Fold::kSum;                        // kAllReduce
   ScalarType scalar_type = ScalarType::kDouble;  // kAllReduce
   std::uint32_t root = 0;                        // kBroadcast
@@ -58,7 +60,8 @@ struct Collective {
 
 class Communicator {
  public:
-  virtual ~Communicator() = default;  // when streams have come by all that was started; other ranks get their patience
+  // Only once streams have run all that was started. Waits for the other ranks, up to their patience.
+  virtual ~Communicator() = default;
 
   virtual std::uint32_t rank() const noexcept = 0;
   virtual std::uint32_t ranks() const noexcept = 0;
@@ -74,9 +77,11 @@ class Communicator {
   }
 
   // The same cut, bytes_of[rank] a multiple of 4. Each rank brings all of `data`; afterwards its own slice is the sum
-  // of all ranks' there, in fp32, and the rest of `data` is undefined.
+  // of all ranks' there, in fp32, and the rest of `data` is undefined. With a `wire` of 16 bits every rank's values are
+  // rounded to it first (nearest, ties to even; what is too large for fp16 becomes infinite), and half as many bytes
+  // travel; they are added as kTree says, whatever `sums` is. One rank's stay as they are.
   void reduce_scatter(std::span<float> data, std::span<const std::uint64_t> bytes_of, Sums sums, std::int32_t block,
-                      Stream& stream) {
+                      Stream& stream, DType wire = DType::kFloat32) {
     check_slices(data.size_bytes(), bytes_of);
     for (const std::uint64_t bytes : bytes_of)
       SPILLWAY_CHECK(bytes % sizeof(float) == 0, "a slice ends inside a value");
@@ -84,7 +89,8 @@ class Communicator {
            .block = block,
            .data = std::as_writable_bytes(data),
            .slices = bytes_of,
-           .sums = sums},
+           .sums = wire == DType::kFloat32 ? sums : Sums::kTree,
+           .wire = wire},
           stream);
   }
 
@@ -108,7 +114,7 @@ class Communicator {
     start({.kind = CollectiveKind::kBroadcast, .block = block, .data = data, .root = root}, stream);
   }
 
-  // No rank comes by before all have come to it.
+  // No rank passes it before all have reached it.
   void barrier(std::int32_t block, Stream& stream) {
     start({.kind = CollectiveKind::kBarrier, .block = block}, stream);
   }
@@ -138,16 +144,16 @@ struct HostShare {
   unsigned cores = 0;                  // for this one's threads
 };
 
-// Divides the cores of every machine among the ranks that run on it, whole ones, and NUMA nodes where that comes out
-// even. Collective, before anything is started that computes: the calling thread is bound to its part, and what it
-// starts later is, too. Ranks of one machine that have other CPUs than each other already, as a launcher binds them,
-// keep those.
+// Divides the cores of every machine among the ranks that run on it: whole cores, and whole NUMA nodes where that comes
+// out even. Collective, and called before anything that computes is started: the calling thread is bound to its part,
+// and what it starts later is, too. Ranks of one machine that a launcher has bound to different CPUs keep those.
 HostShare share_host(Communicator& ranks);
 
 struct CommunicatorOptions {
-  // Without progress for so long, while this rank waits for others, something is wrong with one of them.
+  // Above 0, a year at most. After so long without progress, while this rank waits for others, the communicator fails.
   double patience_seconds = 60;
-  // The most that kTree keeps of other ranks' slices: 2 MiB for each of these do. The same on every rank.
+  // The most memory that kTree takes for other ranks' slices, here and on a GPU; 2 MiB for each rank are enough. The
+  // same on all ranks.
   std::uint64_t scratch_bytes = 16 * kMiB;
   // `mpi`: MPI_Comm_c2f() of a communicator of the program's, whose MPI is initialized with MPI_THREAD_SERIALIZED or
   // more; left out, MPI_COMM_WORLD. The program frees and finalizes what is its own, after the communicator has gone.
@@ -155,8 +161,8 @@ struct CommunicatorOptions {
 };
 
 // `self`: this process is the only rank. `mpi`: the ranks are processes that mpirun started; all of them call this.
-// `auto`: `mpi` in a process that mpirun started with others, else `self`. Throws kUnsupported where there is no MPI,
-// and kIo when a rank does not come.
+// `auto`: `mpi` in a process that mpirun started with others, else `self`. `nccl`: `mpi`, and the ranks' GPUs are
+// joined (gpu_ranks.h). Throws kUnsupported where there is no MPI or NCCL, and kIo when a rank does not come.
 std::unique_ptr<Communicator> make_communicator(std::string_view kind = "auto",
                                                 const CommunicatorOptions& options = {});
 

@@ -35,8 +35,8 @@ struct ScheduleConfig {
   std::optional<double> given_lr = {};                   // Engine::set_learning_rate: in place of all of this
 };
 
-// What the loss is multiplied with in fp16 training, by DeepSpeed's rules (docs/deepspeed.md). A power of two changes
-// no bit of a gradient that is neither too small nor too large for fp16.
+// The factor for the loss in fp16 training, by DeepSpeed's rules (docs/deepspeed.md). A power of two changes no bit of
+// a gradient that is neither too small nor too large for fp16.
 struct LossScaleConfig {
   double fixed = 0;  // fp16.loss_scale; 0: dynamic, by what follows
   std::uint32_t initial_power = 16;
@@ -61,18 +61,35 @@ struct DeepSpeedKnobs {
   std::optional<bool> pipeline_read, pipeline_write;
 };
 
+// Low-rank adapters of a model's products, which alone are trained (`spillway finetune`): y += alpha / rank · B A x.
+struct LoraConfig {
+  std::uint32_t rank = 8;
+  double alpha = 8;
+  // Modules by their names, or the ends of these after a dot, as peft's target_modules; "all-linear": all of the
+  // layers'. None: every parameter is trained.
+  std::vector<std::string> targets = {};
+  std::uint64_t seed = 0;  // of A; B begins as zeros
+
+  bool given() const { return !targets.empty(); }
+};
+
 inline constexpr std::uint32_t kMostSumGroups = 65536;
 
 struct Config {
   std::uint32_t micro_batch = 1;            // train_micro_batch_size_per_gpu
   std::uint32_t gradient_accumulation = 1;  // gradient_accumulation_steps
-  // A power of two that divides it: a step's micro-batches are summed in so many parts, and these by a balanced tree.
+  // For programs that compute a micro-batch slice by slice: the most tokens of a slice; 0: all of it at once.
+  std::uint32_t slice_tokens = 16384;
+  // A power of two that divides a step's number of micro-batches: they are summed in so many parts, and the parts by a
+  // balanced tree.
   std::uint32_t sum_groups = 1;
+  // communication_data_type: the type in which sums of gradients travel between ranks. 16 bits exclude sum_groups.
+  DType communication = DType::kFloat32;
   double gradient_clipping = 1;     // maximal norm, 0: off; the default is DeepSpeed's (0.19)
   DType weights = DType::kFloat32;  // bf16.enabled, fp16.enabled
   LossScaleConfig loss_scale;       // of fp16
   OptimizerConfig optimizer;        // optimizer.type and params; each type has DeepSpeed's defaults
-  bool optimizer_left_out = false;  // by a file: what trains says which one it gets
+  bool optimizer_left_out = false;  // the file has no such section: the program that trains chooses
   // zero_optimization.stage: what each of several ranks owns a part of. 3: weights, gradients and states; 1 and 2: all
   // but the weights, which are whole in HBM; 0: nothing. One rank owns everything.
   std::uint32_t stage = 3;
@@ -91,22 +108,24 @@ struct Config {
   std::optional<std::uint64_t> hbm_bytes, host_bytes, nvme_bytes;
   std::uint64_t tile_elements = 4 << 20;      // multiple of 1,024; sub_group_size when that alone is set
   std::optional<std::uint32_t> commit_every;  // steps between commits; 0: one slot, no resume or export
-  // With clipping: blocks that are updated inside backward while clipping had no effect in the step before, and once
-  // more behind it when it has one. 0: none; not set: as many as make the step shortest by the schedule.
+  // With clipping: how many blocks are updated inside backward on the guess that clipping has no effect, as in the
+  // steps before; where the guess is wrong they are updated once more. 0: none; not set: the number that makes the step
+  // shortest by the schedule.
   std::optional<std::uint32_t> speculative_blocks;
   bool no_decay = false;                         // parameters of fewer than two dimensions: biases and norms
   std::vector<ParameterGroup> parameter_groups;  // the first one that matches decides
-  // How moments are stored: of Adam and Lion, and of parameters with two dimensions and more that no name or shell
-  // pattern of exact_states matches. Of all others they are exact.
+  // How moments are stored, for Adam and Lion and for parameters of two or more dimensions that no name or shell
+  // pattern in exact_states matches. All other moments are exact.
   MomentFormat moments = MomentFormat::kFloat32;
   std::vector<std::string> exact_states = {"*embed*", "*wte*", "*wpe*"};
+  LoraConfig lora;
   unsigned threads = 0;  // compute threads; 0: one per core this process may use
   IoEngineKind io_engine = IoEngineKind::kAuto;
 };
 
-// What "auto" stands for in a file where that depends on the run. Elsewhere it is what the Hugging Face trainer would
-// put there before DeepSpeed sees it, by the defaults of its TrainingArguments. The row of a key that is "auto" checks,
-// places and prints its value like one that was written out.
+// What "auto" in a file stands for where that depends on the run. Everywhere else "auto" is what the Hugging Face
+// trainer would put there, by the defaults of its TrainingArguments, before DeepSpeed sees the file. A value that
+// "auto" stands for is checked and printed like one that was written out.
 struct AutoValues {
   std::optional<std::uint64_t> hidden_size;  // the model's width, for bucket sizes; missing: the plan chooses
   std::optional<std::uint64_t> total_steps;  // of the run; missing: an error in a schedule that is to span them
@@ -114,13 +133,14 @@ struct AutoValues {
 
 // Parses a configuration. `name` stands in error messages (`name:line:column: what; hint`, below it the line with the
 // place marked). All errors of the text are reported in one Error (kInvalidArgument), in the order of the text. What
-// has no effect, and what "auto" became, goes to the log. Relative paths are taken as they are. `ranks`: that train by
-// it together, DeepSpeed's world size. train_batch_size is the rows of all of them; what comes of it is one rank's.
+// has no effect, and what "auto" became, goes to the log. Relative paths are taken as they are. `ranks`: how many train
+// by it together, DeepSpeed's world size. train_batch_size counts the rows of all ranks; the Config that is returned is
+// one rank's.
 Config config_from_json(std::string_view text, const std::string& name, const AutoValues& automatic = {},
                         std::uint32_t ranks = 1);
 // `overlay`, unless empty, is a second file, with the sections "aio" and "spillway" alone, that is put over the first,
-// key by key: what `spillway sweep --json` writes. Its nvme_paths take the place of what the first
-// one's store has, where there is one: something is kept on nvme, or it has nvme_paths of its own.
+// key by key: what `spillway sweep --json` writes. Its nvme_paths replace those of the first file, if that one has a
+// store: it keeps something on nvme, or names nvme_paths.
 Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay = {},
                    const AutoValues& automatic = {}, std::uint32_t ranks = 1);
 

@@ -5,10 +5,12 @@
 // On the `host` device work is a HostTask that runs on the stream's thread and spreads itself over the workers.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <string_view>
 #include <type_traits>
 
 #include "spillway/error.h"
@@ -16,6 +18,10 @@
 namespace spillway {
 
 enum class DeviceKind { kHost, kCuda };
+
+// What spillway.device calls them, in the order of DeviceKind.
+inline constexpr std::array<std::string_view, 2> kDeviceNames = {"host", "cuda"};
+constexpr std::string_view name_of(DeviceKind device) { return kDeviceNames[static_cast<std::size_t>(device)]; }
 
 // A reference to a callable `void(std::size_t index)`; does not own it, never allocates.
 class IndexBody {

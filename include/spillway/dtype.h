@@ -3,6 +3,7 @@
 
 #include "spillway/cplusplus.h"
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
@@ -10,6 +11,7 @@
 namespace spillway {
 
 enum class DType : std::uint8_t { kFloat32, kBFloat16, kFloat16 };
+inline constexpr std::array kDTypes = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
 constexpr std::size_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 

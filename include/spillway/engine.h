@@ -12,12 +12,13 @@
 //     StepReport report = engine->step(blob);
 //
 // Ownership: the engine owns every arena, stream and file; leases refer to it and must be released before it goes.
-// Streams: calls may name different ones. A call that names another than the one before, or releases a lease that was
-// acquired on another, makes it wait for what was enqueued there. Threads: calls may come from different threads, one
-// at a time: one that comes while another thread's is under way is refused (kBusy), with nothing changed, and what
-// cannot be refused, the release of a lease and the engine's end, waits for it. Functions that the engine calls (weight
-// sources and sinks, the log) must not call it. Errors: spillway::Error in the caller's thread; after an I/O error the
-// engine refuses further work and the store is at its last commit.
+// Streams: calls may name different streams. A call that names another stream than the call before, or that releases a
+// lease acquired on another stream, makes its stream wait for what was enqueued on the other one. Threads: calls may
+// come from different threads, one at a time. A call that comes while another thread's call is under way is refused
+// (kBusy), with nothing changed; calls that cannot be refused (the release of a lease, the engine's destructor) wait
+// for its end. Functions that the engine calls (weight sources and sinks, the log) must not call it. Errors:
+// spillway::Error in the caller's thread; after an I/O error the engine refuses further work and the store is at its
+// last commit.
 #pragma once
 
 #include <cstddef>
@@ -39,11 +40,16 @@
 
 namespace spillway {
 
+// kResume: go on from the store's last commit. The stores of several ranks lie in `<path>/rank<r>`, that of one process
+// alone in `<path>`. Stores that another number of ranks has left there are resumed too: each rank reads what overlaps
+// its own part, verified, into a new store, and the old stores are removed once all new ones are committed.
+// docs/ranks_resume.md.
 enum class OnExisting : std::uint8_t { kRefuse, kResume, kReplace };
 
 struct EngineOptions {
-  // What to do with a store that exists in nvme_paths. One that is replaced stays until the new one has its weights and
-  // is committed; where a disk has no room for both, until that has its space and the snapshot below is verified.
+  // What to do with a store that exists in nvme_paths. A store that is replaced stays until the new one has its weights
+  // and is committed; where a disk has no room for both, it stays until the new one has its space and the snapshot
+  // below is verified.
   OnExisting on_existing = OnExisting::kRefuse;
   // A snapshot (spillway/snapshot.h) to begin with, in place of import_weights(): weights, states, step and blob. The
   // next steps have the bits of the run that saved it, however that one was laid out. A new store is at that step, once
@@ -56,9 +62,9 @@ struct EngineOptions {
   // file that is there and is no trace is refused (kExists).
   std::filesystem::path trace = {};
   std::size_t trace_spans = 1 << 18;
-  // The ranks that train the model together; null: this process alone. Not owned, and there for longer than the engine.
-  // Every rank makes an engine of the same configuration, model and options (but for its own paths), and the same calls
-  // in the same order. docs/ranks.md.
+  // The ranks that train the model together; null: this process alone. Not owned; it must outlive the engine. Every
+  // rank makes an engine of the same configuration, model and options (but for its own paths), and the same calls in
+  // the same order. docs/ranks.md.
   Communicator* communicator = nullptr;
 };
 
@@ -67,7 +73,7 @@ struct Reservation {
   Placement tier;
   std::string purpose;
   std::uint64_t bytes = 0;
-  bool outside = false;  // the program's own memory: of the budget, and not in total()
+  bool outside = false;  // the program's own memory: part of the budget, and not in total()
 };
 
 struct Ledger {
@@ -82,9 +88,9 @@ struct Ledger {
 
 struct StepReport {
   std::uint64_t step = 0;
-  double gradient_norm = 0;  // before clipping, of the unscaled loss; of a skipped step infinite
+  double gradient_norm = 0;  // before clipping, of the unscaled loss; infinite for a skipped step
   double learning_rate = 0;
-  std::optional<double> loss_scale;  // fp16: what this step's loss was to be multiplied with
+  std::optional<double> loss_scale;  // fp16: the factor for this step's loss
   bool skipped = false;              // fp16: a gradient overflowed, and nothing was updated
   double seconds = 0;                // since the last step() or discard_step() returned
   std::uint64_t nvme_read_bytes = 0, nvme_write_bytes = 0, h2d_bytes = 0, d2h_bytes = 0;
@@ -92,9 +98,9 @@ struct StepReport {
   double link_percent = 0;   // that link's own time as a share of the step
   double stall_seconds = 0;  // the stream of acquire() had nothing to run
   StallSeconds stalls;       // the same by cause
-  double adam_seconds = 0;   // the optimizer's passes over tiles, whichever it is
+  double adam_seconds = 0;   // the optimizer's passes over tiles
   std::uint64_t unplanned_visits = 0;
-  // While weights are on loan: visits of blocks, and those that found theirs in HBM since an earlier one.
+  // Where weights move: how many visits there were, and how many found their block in HBM from an earlier visit.
   std::uint64_t visits = 0, visit_hits = 0;
   // Of the tiles updated during this step (most of them in the update of the one before): their bytes, and how many
   // of them did not come from NVMe. Engine::describe() has what the plan says of both.
@@ -116,8 +122,8 @@ class Lease {
 
   // Device address of a parameter's weights in the configured dtype, row-major, aligned to 2048 bytes.
   const void* weight(std::uint32_t parameter) const;
-  // Gives the block back once the work enqueued so far on the stream of acquire() has run. Throws nothing: what goes
-  // wrong with what is fetched next is thrown by the engine's next call.
+  // Gives the block back once the work enqueued so far on the stream of acquire() has run. Throws nothing: if the fetch
+  // that it starts fails, the engine's next call throws.
   void release();
 
  private:
@@ -151,24 +157,24 @@ class ActivationLease {
   Stream* stream_ = nullptr;
 };
 
-// Device memory for what a block's visits compute inside.
+// Device memory for the tensors that a block's visits compute inside the block.
 struct Insides {
-  std::span<std::byte> memory;  // Block::inside_bytes for each micro-batch, one behind the other; not kept: for one
+  std::span<std::byte> memory;  // Block::inside_bytes for each micro-batch, one after the other; not kept: for one
   bool kept = false;  // what the forward visit leaves is there in the backward visit; else blocks share the memory
 };
 
 struct Gradient {
   std::uint32_t block = 0;
   std::uint32_t parameter = 0;  // index in its block
-  // Device address, in memory that the engine lends: all of the gradient lies in the workspace, in a block's insides,
-  // or in an activation or a block's weights that are acquired; else kInvalidArgument. It may be overwritten by work
-  // enqueued on the stream after this call. Null: what was computed does not depend on the parameter, so that it brings
-  // no gradient.
+  // Device address, in memory that the engine lends: all of the gradient lies in the workspace, in a block's inner
+  // activations (insides()), or in an activation or a block's weights that are acquired; else kInvalidArgument. It may
+  // be overwritten by work enqueued on the stream after this call. Null: what was computed does not depend on the
+  // parameter, so that it brings no gradient.
   const void* data = nullptr;
   DType dtype = DType::kFloat32;  // fp32, or the configured weight type
-  std::uint64_t elements = 0;     // of what lies at `data`; not the parameter's number: kInvalidArgument. 0: not said
-  // Of the step, from 0, over all ranks: with Config::sum_groups it says which part the gradient belongs to. Rank r of
-  // R has micro-batches [r n / R, (r + 1) n / R) of n.
+  std::uint64_t elements = 0;     // at `data`: kInvalidArgument if the parameter has another number. 0: not said
+  // Which micro-batch of the step the gradient is of, from 0 over all ranks: with Config::sum_groups it decides to
+  // which partial sum the gradient is added. Rank r of R has micro-batches [r n / R, (r + 1) n / R) of n.
   std::uint32_t micro_batch = 0;
 };
 
@@ -179,10 +185,11 @@ using WeightSource =
 using WeightSink = std::function<void(std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
                                       std::span<const float> values)>;
 
-// The device that an engine of this configuration has on this machine. Throws kUnsupported, saying why, when it is to
-// be cuda and cannot be.
+// The device that an engine of this configuration has on this machine. Throws kUnsupported, with the reason, when the
+// configuration asks for cuda and cannot have it.
 DeviceKind resolve_device(const Config& config);
-// The compute threads that it starts there. As Config::threads they are these, whatever limits change meanwhile.
+// The compute threads that such an engine starts on this machine. Written into Config::threads, the number stays as it
+// is when the machine's limits change.
 unsigned compute_threads(const Config& config);
 
 // For Engine::read_values().
@@ -201,27 +208,27 @@ class Engine {
 
   // The last step done: 0 for a new run, the committed step after kResume, that of a snapshot.
   virtual std::uint64_t current_step() const = 0;
-  // What the caller multiplies the loss of the step that comes with, or the gradient where it starts: in fp16 by the
-  // configured loss scale, else 1. Gradients are pushed as they come of it; the engine divides the factor out again,
-  // exactly where it is a power of two.
+  // The factor by which the caller multiplies the next step's loss, or the gradient that backward begins with: in fp16
+  // the loss scale, else 1. Gradients are pushed with the factor in them; the engine divides it out again, which is
+  // exact for a power of two.
   virtual double loss_scale() const = 0;
-  // Of the step that comes, if it is not skipped; skipped ones do not count for the schedule.
+  // The learning rate of the next step, if that is not skipped: skipped steps do not count for the schedule.
   virtual double next_learning_rate() const = 0;
-  // The learning rate of the steps that come, in place of the configuration's schedule; a parameter group with a rate
-  // of its own keeps its share of the optimizer's. For this engine: neither store nor snapshot keep it. Throws
-  // kInvalidArgument for what is no rate, and once gradients of the step have been pushed, which it may have updated
-  // by.
+  // Sets the learning rate of the next steps, in place of the configuration's schedule; a parameter group with a rate
+  // of its own keeps its ratio to the optimizer's rate. This holds for the engine alone: neither store nor snapshot
+  // keep it. Throws kInvalidArgument for a number that is no rate, and once gradients of the step have been pushed:
+  // blocks may have been updated with the old rate.
   virtual void set_learning_rate(double rate) = 0;
-  // In the same way the two decays of moments, of Adam or Lion, in place of the configuration's.
+  // Sets the two moment decays (betas) of Adam or Lion in the same way.
   virtual void set_betas(double beta1, double beta2) = 0;
   // The caller's blob of that step; empty for a new run.
   virtual std::vector<std::byte> blob() const = 0;
   virtual const Ledger& ledger() const = 0;
   // Human-readable: device, I/O engine, tiers, commit interval; one fact a line.
   virtual std::vector<std::string> describe() const = 0;
-  // What the plan's schedule takes with the rates of this machine's links, as measured at the start, and the time that
-  // each visit took to compute when it was fastest: to be compared with what steps really take. Nothing before the
-  // first step in the planned order. Not while a step is under way.
+  // The seconds that a step should take: the plan's schedule with the rates of this machine's links, as measured at the
+  // start, and with the shortest time that each visit took to compute. To be compared with StepReport::seconds. Empty
+  // before the first step in the planned order. Not while a step is under way.
   virtual std::optional<double> predicted_step_seconds() const = 0;
 
   // Gives every weight its initial value (needed once, before step 1 of a new run without a snapshot) and commits step
@@ -230,46 +237,46 @@ class Engine {
 
   virtual DeviceKind device_kind() const = 0;
   virtual Stream& stream() = 0;  // a compute stream for callers without one of their own
-  // A stream of the caller's, for acquire() and the other calls that take one: a cudaStream_t (null is CUDA's default
-  // stream), which must outlive what is returned; that lives until the step in which it was used has ended, by step()
-  // or discard_step(). Throws kInvalidArgument on the host device.
+  // Wraps a stream of the caller's for acquire() and the other calls that take one: a cudaStream_t (null is CUDA's
+  // default stream). It must outlive the Stream that is returned, and that one must live until the step in which it was
+  // used has ended, by step() or discard_step(). Throws kInvalidArgument on the host device.
   virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
   virtual std::span<std::byte> workspace() = 0;
   virtual bool in_hbm(const void* data, std::size_t bytes) const = 0;
 
-  // The first visit of the plan, out of turn and while no lease is held, begins the plan again: an evaluation runs the
-  // forward part alone, as often as it likes, and what it visits is on its way in time. Where the description has no
-  // visits, call discard_step() behind an evaluation that comes before the first step.
+  // Acquiring the plan's first visit out of turn, while no lease is held, begins the plan again: an evaluation runs the
+  // forward part alone, as often as it likes, and its blocks are still fetched in time. Where the description has no
+  // visits, call discard_step() after an evaluation that comes before the first step.
   virtual Lease acquire(std::uint32_t block, Pass pass, Stream& stream) = 0;
   // Makes `stream` wait for the activation. Where activations leave HBM, uses come in the order of the description; a
   // step may be begun again from its first use (an evaluation that runs the forward part alone), everything else is
   // refused (kInvalidArgument) with nothing changed.
   virtual ActivationLease acquire_activation(std::uint32_t activation, Access access, Stream& stream) = 0;
-  // Memory for the block's insides, always the same.
+  // Memory for the block's inner activations, always the same.
   virtual Insides insides(std::uint32_t block) = 0;
-  // A parameter none of whose pushes of a step brings a gradient is left out of its update: weight and states stay as
-  // they are, without decay, and it does not count for the parameter's bias correction, which goes by the updates that
-  // the parameter has had. Commits and snapshots keep these counts. Zeros are a gradient: they move a parameter. Throws
+  // If no push of a step brings a gradient for a parameter, the update leaves the parameter out: weight and states stay
+  // as they are, without decay, and the step does not count for its bias correction, which goes by the parameter's own
+  // number of updates. Commits and snapshots keep these counts. Zeros are a gradient: they move a parameter. Throws
   // kUnsupported, with nothing changed, where the store is of a version that cannot keep them.
   virtual void push_gradient(const Gradient& gradient, Stream& stream) = 0;
   // Ends the step once what was enqueued for it has run: norm, clipping, and the update begins. A block's update is
   // made when the next forward pass acquires it, the commit, when due, before the next backward pass; flush(),
   // export_weights() and the engine's end make both at once. So a step is durable while the next one runs. `blob` is
   // kept by the commit. When a gradient holds NaN or Inf: throws kNonFinite, with nothing changed; but in fp16, unless
-  // the loss scale is at its minimum, the step is done with neither weights nor states changed, the optimizer's and the
-  // schedule's count of steps neither, and a lower loss scale, so that the caller goes on with the next one. Throws
-  // kInvalidArgument when a push is missing.
+  // the loss scale is at its minimum, the step is skipped: weights, states and the counts of optimizer and schedule
+  // stay as they are, the loss scale drops, and the caller goes on with the next step. Throws kInvalidArgument when a
+  // push is missing.
   virtual StepReport step(std::span<const std::byte> blob = {}) = 0;
-  // How many micro-batches the step that comes has, over all ranks, where it has fewer than others, as an epoch's last:
-  // with Config::sum_groups they are cut anew into as many parts, and among the ranks. A parameter still expects all
-  // pushes that are described: for micro-batches that are not there push null. Throws kInvalidArgument for a number
-  // that the groups do not divide, or that is more than the configuration's, and once gradients of the step have been
-  // pushed.
+  // Says how many micro-batches the next step has, over all ranks, when it has fewer than others, as an epoch's last
+  // step may. With Config::sum_groups they are divided anew into as many parts, and among the ranks. A parameter still
+  // expects all pushes that are described: push null for the missing micro-batches. Throws kInvalidArgument for a
+  // number that the groups do not divide, or that is more than the configuration's, and once gradients of the step have
+  // been pushed.
   virtual void set_micro_batches(std::uint32_t micro_batches) = 0;
   // Forgets what was done since step(): visits, and the gradients of all micro-batches. The next call begins the step
-  // anew, with the bits of a run that was never interrupted: for callers who cannot finish one, since an exception of
-  // their own came between, say. Waits for the work that they enqueued before. Throws kInvalidArgument while a lease is
-  // held, with nothing changed.
+  // anew, with the bits of a run that was never interrupted: for callers that cannot finish a step, because of an
+  // exception of their own, for example. Waits for the work that they enqueued before. Throws kInvalidArgument while a
+  // lease is held, with nothing changed.
   virtual void discard_step() = 0;
   // Makes the current step durable, if it is not already.
   virtual void flush() = 0;
@@ -277,16 +284,16 @@ class Engine {
   // Streams every parameter out as fp32: the exact master (`exact`), or the 16-bit weight widened.
   virtual void export_weights(bool exact, const WeightSink& sink) = 0;
   // Begins a snapshot of the last finished step (spillway/snapshot.h) in a directory that is complete or not there,
-  // whatever happens meanwhile. Behind step(), not inside a step. Takes the space of all of it (12 bytes per trainable
-  // parameter with Adam) and returns: training goes on. The pending update, which the next forward pass makes, shows
-  // every tile to the snapshot, and what has no update is read beside it; with the commit, before the next backward
-  // pass, all of it is synced and gets its name. So a step is longer by what the drive takes to write 12 bytes a
-  // parameter and does not hide behind compute; StepReport::stalls says how much (StallCause::kSave). Where there is no
-  // update left to be made (gradients in HBM) the call itself writes all of it.
+  // whatever happens meanwhile. After step(), not inside a step. Takes the space of all of it (12 bytes per trainable
+  // parameter with Adam) and returns: training goes on. Each tile is written to the snapshot when the next forward pass
+  // updates it, and tiles without an update are read in between; all of it is synced and gets its name with the commit,
+  // before the next backward pass. So that step is longer by the part of writing 12 bytes per parameter that compute
+  // does not hide; StepReport::stalls says how much (StallCause::kSave). Where there is no update left to be made
+  // (gradients in HBM) the call itself writes all of it.
   virtual void begin_save(const std::filesystem::path& directory, const SaveOptions& options) = 0;
-  // Ends a snapshot that is under way, which makes the rest of the update, and throws its failure if it has failed
-  // meanwhile (kIo, kExists, kBusy: of the directory alone; nothing is left behind, and training may go on). The next
-  // begin_save() does the same first. A failure that nobody asked for is said in the log when the engine ends.
+  // Ends a snapshot that is under way, by making the rest of the update. Throws if the snapshot has failed (kIo,
+  // kExists, kBusy: errors of the directory alone; nothing is left behind, and training may go on). The next
+  // begin_save() does the same first. A failure that nobody asked about is logged when the engine ends.
   virtual void finish_save() = 0;
   // Both: the snapshot is whole when it returns.
   void save(const std::filesystem::path& directory, const SaveOptions& options = {}) {
@@ -296,22 +303,24 @@ class Engine {
   // Goes on from a snapshot of this model: its step takes the place of this one, as the store's next commit, and what
   // was done since step() is forgotten, as is a rate of set_learning_rate(). A snapshot that does not fit or is damaged
   // is refused (kNotFound, kCorrupt, kInvalidArgument, kUnsupported, kIo) with nothing changed: all of it is verified
-  // first, and so read twice. After a failure of the store behind that the engine is stopped, and the store is at its
-  // last commit. Throws kInvalidArgument while a lease is held.
+  // first, so it is read twice. If the store fails later, the engine is stopped, and the store is at its last commit.
+  // Throws kInvalidArgument while a lease is held.
   virtual void load_snapshot(const std::filesystem::path& directory) = 0;
 
-  // What one parameter has, in order, as fp32. Master and moments are those of the last finished step. A gradient is
-  // what step() would take: complete, rounded to the weights' type and multiplied by loss_scale(). Throws
-  // kInvalidArgument for what the parameter does not have, and kUnsupported for a gradient that is updated by inside
-  // backward, or that lies on NVMe.
+  // Hands out the values of one parameter, in order, as fp32. Master and moments are those of the last finished step. A
+  // gradient is what step() would take: complete, rounded to the weights' type and multiplied by loss_scale(). Several
+  // ranks ask for the same together, and each gets all of it. Throws kInvalidArgument for values that the parameter
+  // does not have, where ranks ask for different values, and where another rank's sink has failed; kUnsupported for a
+  // gradient of a block that is updated inside backward, or that lies on NVMe.
   virtual void read_values(ParameterValues of, std::uint32_t block, std::uint32_t parameter,
                            const WeightSink& sink) = 0;
-  // Others in their place; everything else stays, of this parameter too: states beside a master, say. Master and
-  // moments become those of the last finished step and are committed with it at once; a gradient counts in norm and
-  // update. All of `source` is asked for first, and values that are not finite are refused with nothing changed. Throws
-  // as read_values(), and kInvalidArgument while a lease is held.
+  // Writes other values in their place; everything else stays, of this parameter too: its states, when the master is
+  // written. Master and moments become those of the last finished step and are committed with it at once; a gradient
+  // counts in norm and update. `values`: all of the parameter's, in order. Several ranks write together: the values of
+  // rank `from` are taken, and the others' are ignored. Values that are not finite are refused with nothing changed.
+  // Throws as read_values(), and kInvalidArgument while a lease is held and for another number of values.
   virtual void write_values(ParameterValues of, std::uint32_t block, std::uint32_t parameter,
-                            const WeightSource& source) = 0;
+                            std::span<const float> values, std::uint32_t from = 0) = 0;
 
  protected:
   friend class Lease;

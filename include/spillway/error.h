@@ -2,8 +2,8 @@
 //
 // An Error is thrown in the thread that called Spillway; inside queues and on Spillway's own threads failures travel as
 // values. what() reads `<object>: <what happened> (<errno text>); <what to do>`; the parts in brackets and after the
-// semicolon appear when there is something to say. What to do is said in the library's words; a client that has others
-// for it knows it by its Remedy.
+// semicolon appear when there is something to say. What to do is said in the library's words; a client with words of
+// its own (a command line, Python) finds them by the Remedy.
 #pragma once
 
 #include <cstdio>
@@ -37,7 +37,7 @@ struct ErrorParts {
   std::string happened;  // what happened
   int errno_value = 0;   // 0: no system call was involved
   std::string hint;      // what to do about it; may be empty
-  // Where that has other words for every client, what it is; `hint` has the library's.
+  // Set where every client has its own words for the hint; `hint` has the library's.
   Remedy remedy = Remedy::kNone;
   std::vector<std::string> values = {};
   std::string more = {};  // lines that follow the hint
@@ -59,7 +59,8 @@ class Error : public std::runtime_error {
   Code code() const noexcept { return code_; }
   const ErrorParts& parts() const noexcept { return parts_; }
 
-  // what(), with these words for its remedy; with none where they are empty. As it is where there is no remedy.
+  // what() with these words in place of its remedy's; without any where they are empty. Unchanged where there is no
+  // remedy.
   std::string message_in(std::string_view words) const {
     if (parts_.remedy == Remedy::kNone) return what();
     return message(parts_, with_values(words, parts_.values));

@@ -1,19 +1,24 @@
-// Trained weights out of Spillway, as a directory that Hugging Face's loaders take: safetensors and the model's
-// attachments (`config.json`).
+// Exports trained weights as a directory that Hugging Face's loaders take: safetensors and the model's attachments
+// (`config.json`).
 //
-// Where a model's tensors have other names in files than in memory, or are pieces of those, an attachment kFileNames
-// says it, and is not written itself: {"tensors": [["in files", "in memory", first element, dimensions …], …],
-// "unsaid": ["in memory", …]}. What is not named there has one name; what is unsaid is refused (kUnsupported).
+// Where a model's tensors have other names in files than in memory, or are pieces of those in memory, an attachment
+// kFileNames says so; it is not written itself: {"tensors": [["in files", "in memory", first element, dimensions …],
+// …], "unsaid": ["in memory", …]}. A tensor that is not named there has the same name in both; one that is unsaid is
+// refused (kUnsupported).
 //
-// Where `config.json` names a type (`torch_dtype`, `dtype`), it names that of the tensors beside it.
+// A model with an attachment kAdapterConfig has low-rank adapters, tensors whose names begin with kAdapterPrefix. They
+// alone are exported, in adapter_model.safetensors and with that attachment, as peft saves them.
+//
+// Where `config.json` names a type (`torch_dtype`, `dtype`), the exported one names that of the tensors beside it.
 // Values stream through one tile of memory. A new directory is either complete or not there; into one that exists the
-// model comes whole as well (see SafetensorsWriter), file by file, beside what is there.
+// model is written whole as well (see SafetensorsWriter), file by file, beside what is there.
 // Thread: the engine's, one at a time. Errors: kExists, kCorrupt, kIo, kNotFound, kBusy, kInvalidArgument.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "spillway/dtype.h"
@@ -25,6 +30,9 @@
 namespace spillway {
 
 inline constexpr const char* kFileNames = "spillway_names.json";
+inline constexpr const char* kAdapterConfig = "adapter_config.json";
+inline constexpr const char* kAdapterPrefix = "base_model.";
+inline constexpr const char* kAdapterStem = "adapter_model";  // SafetensorsWriterOptions::stem
 
 struct ExportOptions {
   // fp32: the exact master weights. bf16, fp16: the weights that forward and backward use, rounded where those are of
@@ -32,6 +40,10 @@ struct ExportOptions {
   DType type = DType::kFloat32;
   std::uint64_t max_file_bytes = kMaxFileBytes;  // of tensor data; above it the model is sharded
   bool replace = false;  // a model that is in the directory already: refused (kExists), or replaced
+  bool whole = false;    // of a model with adapters: all of it, in model.safetensors
+  // For adapters: their base model, as peft's AutoPeftModel opens it, where kAdapterConfig leaves it open
+  // ("base_model_name_or_path": null). Empty: it stays open, and whoever loads the adapters names it.
+  std::string base = {};
   // Of the values, at 4 bytes each. What it throws ends the export, which leaves nothing then.
   std::function<void(std::uint64_t done, std::uint64_t bytes)> progress = {};
 };
@@ -39,7 +51,7 @@ struct ExportOptions {
 void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,
                   ExportOptions options);
 
-// Of weights that `weights` hands to the sink, once: where several ranks train a model all of them call
+// The same with weights that `weights` hands to the sink, once. For several ranks: all of them call
 // Engine::export_weights(), exact for fp32, and one writes.
 void export_model(const ModelDescription& model, const std::filesystem::path& directory, ExportOptions options,
                   const std::function<void(const WeightSink& sink)>& weights);
@@ -47,6 +59,7 @@ void export_model(const ModelDescription& model, const std::filesystem::path& di
 struct ExportedStore {
   std::uint64_t step = 0;
   DType weights = DType::kFloat32;  // the run's own type
+  bool adapters = false;            // and nothing else
 };
 
 // The same from a store that no process has open, at its last committed step, every byte verified. `paths`: all of the

@@ -4,13 +4,13 @@
 //   const auto facts = import_deepspeed("checkpoints", model, "snapshot", {.weights = DType::kBFloat16});
 //   auto engine = Engine::create(config, model, {.snapshot = "snapshot"});  // at step facts.step
 //
-// (tests/src/import_example.cc is a whole program.) Taken are checkpoints of ZeRO stage 3, 2 and 1 with Adam or AdamW,
+// (tests/src/import_example.cc is a whole program.) It takes checkpoints of ZeRO stage 3, 2 and 1 with Adam or AdamW,
 // of any number of ranks, offloaded to NVMe or not: the fp32 master weights, exp_avg and exp_avg_sq of every parameter,
-// bit for bit, Adam's step, and in fp16 the loss scale with its history. Refused, with the reason: tensor and pipeline
-// parallelism, experts, other optimizers, and anything that is not as DeepSpeed writes it.
+// bit for bit, Adam's step, and in fp16 the loss scale with its history. It refuses, with the reason, tensor and
+// pipeline parallelism, experts, other optimizers, and anything that is not as DeepSpeed writes it.
 //
-// Files are taken for hostile: nothing in them is unpickled into objects or executed, and no name in them leads outside
-// the checkpoint's directory. Values stream; memory does not grow with the model, but for its parameters' names. The
+// Files are not trusted: nothing in them is unpickled into objects or executed, and no name in them leads outside the
+// checkpoint's directory. Values stream; memory does not grow with the model, but for its parameters' names. The
 // snapshot is whole or not there. Thread: any, one import for a directory at a time. Errors: kInvalidArgument (what the
 // checkpoint holds, or the model does not agree with it), kCorrupt, kNotFound, kExists, kIo.
 #pragma once
@@ -35,8 +35,8 @@ struct ImportOptions {
   bool verify = true;                 // first compares what is read with the CRC-32s in the files
   std::uint64_t max_file_bytes = kMaxFileBytes;  // of the snapshot's files; see SaveOptions
   std::function<void(std::uint64_t done, std::uint64_t bytes)> progress = {};  // of bytes to read
-  // Values of parameters that are frozen, where the checkpoint has none of any, as DeepSpeed saves it with
-  // exclude_frozen_parameters. Not set: it is refused then.
+  // Gives the values of frozen parameters where the checkpoint has none of them, as DeepSpeed saves it with
+  // exclude_frozen_parameters. Not set: such a checkpoint is refused.
   WeightSource frozen = {};
 };
 
@@ -52,7 +52,7 @@ struct DeepSpeedLossScale {
   std::uint32_t hysteresis = 1;  // overflows until the scale drops, that one included
 };
 
-struct DeepSpeedFacts {
+struct DeepSpeedInfo {
   std::string tag, version;      // version: DeepSpeed's own
   std::uint32_t stage = 3;       // of ZeRO
   std::uint32_t ranks = 1;       // that the states were spread over
@@ -74,11 +74,11 @@ struct DeepSpeedFacts {
 // A parameter of `model` is found under its own name, with or without a prefix (`module.`, `transformer.`) that all of
 // them share, or as one that shares its storage. `directory`: what save_checkpoint() was given, or a tag's directory
 // in it. `snapshot` must not exist.
-DeepSpeedFacts import_deepspeed(const std::filesystem::path& directory, const ModelDescription& model,
-                                const std::filesystem::path& snapshot, const ImportOptions& options = {});
+DeepSpeedInfo import_deepspeed(const std::filesystem::path& directory, const ModelDescription& model,
+                               const std::filesystem::path& snapshot, const ImportOptions& options = {});
 
 // The facts as one JSON object, with the snapshot that they are of: what `spillway import --json` prints. What is not
 // set, or no finite number, is left out; texts have a '?' for each control character and each byte that is not UTF-8.
-std::string facts_json(const DeepSpeedFacts& facts, const std::filesystem::path& snapshot);
+std::string info_json(const DeepSpeedInfo& facts, const std::filesystem::path& snapshot);
 
 }  // namespace spillway

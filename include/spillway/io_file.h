@@ -1,12 +1,14 @@
 // One open file for direct I/O: opening, alignment, preallocation, lock. Transfers go through an IoQueue; the blocking
 // calls here are for small headers and for tests.
 //
-// A File belongs to whoever opened it and must outlive every queue that was given it. Thread: any, one at a time.
+// A File belongs to whoever opened it and must outlive every queue that has it. Thread: any, one at a time; transfers
+// and sync() several at a time, also beside a queue's thread.
 // Errors: spillway::Error with the path as object.
 #pragma once
 
 #include "spillway/cplusplus.h"
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -42,7 +44,7 @@ class File {
   // Reserves [0, bytes) on disk so that no later write inside it can fail with ENOSPC; copy-on-write is switched off
   // first where the file system has it. Throws kIo with ENOSPC, naming what is missing, and leaves the size unchanged.
   void preallocate(std::uint64_t bytes);
-  // The same, but a file system that cannot reserve is not written to instead: false.
+  // The same, but where the file system cannot reserve it writes nothing and returns false.
   bool reserve(std::uint64_t bytes);
 
   // Exclusive lock on this very description (F_OFD_SETLK); after a kill -9 the kernel may still be finishing writes of
@@ -57,7 +59,7 @@ class File {
   void rename_to(const std::filesystem::path& path);
 
   // Blocking, complete transfers (short ones are resumed); offset, length and address must be aligned if direct().
-  // The file may end behind `least_bytes` of a read; what `out` then holds behind its end is unspecified.
+  // The file may end after `least_bytes` of a read; what `out` then holds beyond its end is unspecified.
   void read_at(std::uint64_t offset, std::span<std::byte> out, std::uint64_t least_bytes = UINT64_MAX) const;
   void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
   // fdatasync. A failure is final: the file refuses to sync again (the kernel may have dropped the dirty pages).
@@ -71,7 +73,7 @@ class File {
   File() = default;
   int fd_ = -1;
   bool direct_ = false;
-  int sync_error_ = 0;
+  std::atomic<int> sync_error_ = 0;
   std::uint32_t alignment_ = 1, memory_alignment_ = 1;
   std::filesystem::path path_;
 };

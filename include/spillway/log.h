@@ -1,7 +1,7 @@
 // Where Spillway's own messages go: fallbacks with their price, stalled requests, plans. The sink is the library's only
 // mutable global. It may be called from any Spillway thread, one call at a time, and must not wait for one. When it
-// throws, the message goes to stderr, and no step is left half done for the sake of one; so does what a sink makes
-// Spillway say while it is called. A message is one line, in which nothing commands a terminal.
+// throws, the message goes to stderr, and the step goes on. Messages that come while the sink is being called go to
+// stderr, too. A message is one line without control characters.
 #pragma once
 
 #include "spillway/cplusplus.h"
@@ -57,7 +57,7 @@ class LogState {
 };
 // One for a program and libspillway.so, whatever is hidden otherwise; src/c/libspillway.map has its guard.
 [[gnu::visibility("default")]] inline LogState& log_state() {
-  static LogState& state = *new LogState;  // for whom a program destroys behind it
+  static LogState& state = *new LogState;  // never destroyed: what a program destroys later may log
   return state;
 }
 }  // namespace internal

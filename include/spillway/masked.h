@@ -1,5 +1,5 @@
-// Texts for a terminal or a log, which may hold a path, a blob or a name from a foreign file: what they hold commands
-// no terminal, and begins no line of its own. Errors and log messages are masked where they are made.
+// Texts for a terminal or a log may hold a path, a blob or a name from a foreign file. Masked, they cannot control a
+// terminal, nor begin a line of their own. Errors and log messages are masked where they are made.
 #pragma once
 
 #include "spillway/cplusplus.h"

@@ -9,7 +9,7 @@
 
 namespace spillway {
 
-// As many gradients as come in a step, until a push without data says that no more do.
+// Any number of gradients in a step: a push without data says that no more come.
 inline constexpr std::uint32_t kAnyPushes = UINT32_MAX;
 
 struct Parameter {
@@ -17,18 +17,17 @@ struct Parameter {
   std::vector<std::uint64_t> shape;  // row-major
   bool trainable = true;             // false: weights only; no gradient, no states, never written after import
   // How often push_gradient will be called for it in one step, all visits and micro-batches together, with a gradient
-  // or to say that there is none. More than one
-  // costs an fp32 accumulator, 4 bytes per parameter: one for all blocks that `visits` has once in backward; of the
-  // others, and with kAnyPushes, each has its own, in HBM or, what an explicit hbm_bytes has no room for, at home in
-  // host memory. With Config::sum_groups it is a multiple of these, and an accumulator log2(sum_groups) + 1 times as
-  // large.
+  // or to say that there is none. More than one costs an fp32 accumulator, 4 bytes per parameter. The blocks that
+  // `visits` has once in backward share one; the others, and those with kAnyPushes, have one each, in HBM, or in host
+  // memory where an explicit hbm_bytes has no room. With Config::sum_groups the number of pushes is a multiple of these
+  // groups, and an accumulator is log2(sum_groups) + 1 times as large.
   std::uint32_t pushes = 1;
-  // All pushes of a micro-batch come before those of the next one. With false, as of tied weights whose head has seen
-  // every micro-batch before the embedding sees one, the block's accumulator is sum_groups times as large.
+  // All pushes of a micro-batch come before those of the next one. With false (tied weights, for example: the head has
+  // seen every micro-batch before the embedding sees one) the block's accumulator is sum_groups times as large.
   bool in_order = true;
-  // Frozen bytes of the program's own, a quantized weight with its scales say: nobody looks at them or converts them.
-  // `shape` counts elements of the weight type that they take; in fp32 values, as sources give them and sinks take
-  // them, the bits of a 16-bit element are the upper half. Exports, which are models in files, refuse it.
+  // Frozen bytes of the program's own, such as a quantized weight with its scales: Spillway neither interprets nor
+  // converts them. `shape` counts the elements of the weight type that they take; in the fp32 values of sources and
+  // sinks the bits of a 16-bit element are the upper half. Exports, which are models in files, refuse such a parameter.
   bool bytes = false;
 };
 
@@ -36,9 +35,13 @@ struct Parameter {
 struct Block {
   std::string name;
   std::vector<Parameter> parameters;
-  // What a visit computes for one micro-batch and the backward visit needs again. All micro-batches' insides are kept
-  // where HBM has room, else backward computes them once more. Engine::insides() hands the memory out.
+  // Inner activations: what a visit computes for one micro-batch and the backward visit needs again. Those of all
+  // micro-batches are kept where HBM has room for them; else backward computes them again. Engine::insides() hands the
+  // memory out.
   std::uint64_t inside_bytes = 0;
+  // Acquired around visits of other blocks, as small tensors that many of these need: it has a place of its own in HBM,
+  // and its visits count as work of those inside.
+  bool held = false;
 };
 
 enum class Pass : std::uint8_t { kForward, kBackward };
@@ -66,7 +69,7 @@ enum class Access : std::uint8_t {
 struct ActivationUse {
   std::uint32_t activation = 0;
   Access access = Access::kRead;
-  std::uint32_t visit = 0;  // within which it is: index in ModelDescription::visits; for predictions, does not fall
+  std::uint32_t visit = 0;  // that it lies within, for predictions: index in ModelDescription::visits; never decreases
 };
 
 // A small file that travels with the model: kept in the store, written beside exported weights (`config.json`).
@@ -88,10 +91,10 @@ struct ModelDescription {
   std::vector<Activation> activations;
   std::vector<ActivationUse> activation_uses;
   std::uint32_t activations_held = 1;  // the most that are acquired at one time
-  std::uint32_t micro_batches = 1;     // of a step: how many insides of a block are kept
-  // What the program keeps between visits by itself, a PyTorch loop's block inputs say: the most at one time. It is
-  // part of the budgets and no memory of the engine's. Where host memory has no room for what is to be there, the rest
-  // is the store's drives'; the ledger says how much of it is where. `kept_moving_bytes`: in host memory in any case.
+  std::uint32_t micro_batches = 1;     // of a step: of how many a block's inner activations are kept
+  // What the program itself keeps between visits (a PyTorch loop's block inputs, for example): the most at one time. It
+  // counts in the budgets, and the engine does not allocate it. What host memory has no room for goes to the store's
+  // drives; the ledger says how much is where. `kept_moving_bytes`: what is in host memory in any case.
   std::uint64_t kept_host_bytes = 0, kept_nvme_bytes = 0, kept_moving_bytes = 0;
   std::vector<Attachment> attachments;
   // The types of weights that the program's arithmetic handles. A configuration of another (`bf16.enabled`, say) is

@@ -1,5 +1,5 @@
-// An optimizer whose states are elsewhere: the caller keeps weights and gradients, the library the states (and what a
-// 16-bit weight needs besides to be exact) in host memory or on NVMe.
+// An optimizer with offloaded states: the caller keeps weights and gradients, the library keeps the states (and what
+// makes a 16-bit weight exact) in host memory or on NVMe.
 //
 //   auto optimizer = OffloadOptimizer::create(config, description, {.on_existing = OnExisting::kRefuse});
 //   optimizer->import_weights(tensors);               // a new run begins with what the caller's tensors hold
@@ -37,7 +37,7 @@
 
 namespace spillway {
 
-// Stands for the address of what does not lie in host memory row by row.
+// Stands for the address of a tensor that does not lie in host memory row by row.
 inline void* elsewhere() noexcept { return reinterpret_cast<void*>(~std::uintptr_t{0}); }
 
 // Elements [first, first + count) of a tensor, row-major, and where they are in host memory.
@@ -71,7 +71,7 @@ struct OffloadOptimizerOptions {
   bool keep_gradients = false;
   // For tensors that are elsewhere(); it must outlive the optimizer. Null: all lie in host memory.
   TensorCarrier* carrier = nullptr;
-  // Most are: staging() has room to keep their link busy. Else it has little.
+  // Most tensors are elsewhere(): staging() gets enough room to keep their link busy. Else it gets little.
   bool mostly_elsewhere = false;
 };
 
@@ -93,7 +93,7 @@ struct OptimizerStep {
   std::span<const OptimizerConfig> groups;   // of the configuration's kind
   std::span<const std::uint32_t> group_of;   // by tensor: index into groups
   double gradient_scale = 1;                 // gradients are multiplied with it: clipping, and a loss scale taken out
-  bool finite = false;                       // gradient_norm() has said so of these gradients: they are not looked at
+  bool finite = false;                       // gradient_norm() found these gradients finite: they are not checked again
   std::span<const std::byte> blob = {};      // kept by the commit
 };
 
@@ -135,13 +135,13 @@ class OffloadOptimizer {
   // Resumed, or begun with a snapshot: the tensors get the weights of that step.
   virtual void load_weights(std::span<const OptimizerTensor> tensors) = 0;
 
-  // The norm that Engine::step() has of the same gradients, bit for bit, where blocks are the same.
+  // The norm that Engine::step() would compute from the same gradients, bit for bit, where blocks are the same.
   virtual GradientNorm gradient_norm(std::span<const OptimizerTensor> tensors) = 0;
-  // Updates every tensor that has a gradient, and commits. A weight that differs from what the last step left is where
-  // the update begins: where the caller has written, 1,024 elements at a time, nothing is left of a 16-bit weight's
-  // finer value. Throws kNonFinite, naming the tensor, with nothing changed where a gradient is not finite; where a
-  // result is not (a gradient whose square overflows), tensors in memory are of no more use, and the store is at its
-  // last commit.
+  // Updates every tensor that has a gradient, and commits. The update begins with the weights as they are now. Where
+  // the caller has changed them since the last step, what the library knew of a 16-bit weight beyond its 16 bits is
+  // dropped, 1,024 elements at a time. Throws kNonFinite, naming the tensor, with nothing changed where a gradient is
+  // not finite; where a result is not (a gradient whose square overflows), the tensors in memory are unusable, and the
+  // store is at its last commit.
   virtual OptimizerStepReport step(const OptimizerStep& step) = 0;
   // Address in host memory for the tensor's gradient, always the same; empty without keep_gradients.
   virtual std::span<std::byte> gradient_memory(std::uint32_t tensor) = 0;

@@ -49,8 +49,10 @@
 // zero, rounding) changes no bit. Wrong arguments are failed checks.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "spillway/dtype.h"
@@ -58,9 +60,11 @@
 namespace spillway {
 
 enum class OptimizerKind : std::uint8_t { kAdam, kAdagrad, kLion, kSgd };
+inline constexpr std::array kOptimizerKinds = {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion,
+                                               OptimizerKind::kSgd};
 
 constexpr std::string_view name_of(OptimizerKind kind) {
-  constexpr std::string_view kNames[] = {"Adam", "Adagrad", "Lion", "SGD"};
+  constexpr std::array<std::string_view, kOptimizerKinds.size()> kNames = {"Adam", "Adagrad", "Lion", "SGD"};
   return kNames[static_cast<std::size_t>(kind)];
 }
 
@@ -73,10 +77,18 @@ constexpr std::uint32_t moments_of(OptimizerKind kind) { return has_exp_avg(kind
 
 // What moments are stored as. kFloat32 is exact, and all that Adagrad and SGD have.
 enum class MomentFormat : std::uint8_t { kFloat32, kBFloat16, kInt8 };
+inline constexpr std::array kMomentFormats = {MomentFormat::kFloat32, MomentFormat::kBFloat16, MomentFormat::kInt8};
+inline constexpr auto kReducedFormats = std::span(kMomentFormats).subspan<1>();
+
 constexpr std::string_view name_of(MomentFormat format) {
-  constexpr std::string_view kNames[] = {"fp32", "bf16", "int8"};
+  constexpr std::array<std::string_view, kMomentFormats.size()> kNames = {"fp32", "bf16", "int8"};
   return kNames[static_cast<std::size_t>(format)];
 }
+constexpr std::size_t size_of(MomentFormat format) {  // bytes of a moment, without its group's scale
+  constexpr std::array<std::size_t, kMomentFormats.size()> kBytes = {4, 2, 1};
+  return kBytes[static_cast<std::size_t>(format)];
+}
+constexpr bool has_scales(MomentFormat format) { return format == MomentFormat::kInt8; }
 constexpr bool can_reduce(OptimizerKind kind) { return kind == OptimizerKind::kAdam || kind == OptimizerKind::kLion; }
 inline constexpr std::size_t kMomentGroup = 32;  // elements that share a scale
 

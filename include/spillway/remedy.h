@@ -1,4 +1,4 @@
-// What can be done about an error, where the words depend on who is asked: a flag of a command line, an argument of a
+// What can be done about an error, where the words depend on the client: a flag of a command line, an argument of a
 // function. The library's own words name its options; a client has a table of its own from the code to its words, and
 // puts them into the message with Error::message_in(). A code keeps its number for good.
 #pragma once

@@ -1,12 +1,12 @@
 // Models as Hugging Face stores them: a directory with model.safetensors, or with shards and
 // model.safetensors.index.json.
 //
-// Both directions stream: values pass through a few MiB of memory, whatever a tensor's size, and by the page cache
-// where the file system lets them; else it is dropped behind them. Files are taken for hostile: every header is checked
-// whole before a value is read, and nothing outside the directory is opened.
-// Ownership: reader and writer own their files and buffers. Threads: one at a time each. Errors: spillway::Error that
-// names file and tensor; kInvalidArgument for what the files hold, kNotFound, kExists, kBusy, kIo.
-// Format: https://huggingface.co/docs/safetensors
+// Both directions stream: values pass through a few MiB of memory, whatever a tensor's size. They bypass the page cache
+// where the file system allows it; else their pages are dropped from it afterwards. Files are not trusted: every header
+// is checked whole before a value is read, and nothing outside the directory is opened. Ownership: reader and writer
+// own their files and buffers. Threads: one at a time each. Errors: spillway::Error that names file and tensor;
+// kInvalidArgument for what the files hold, kNotFound, kExists, kBusy, kIo. Format:
+// https://huggingface.co/docs/safetensors
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ class SafetensorsReader {
  public:
   // Opens every file of the model and checks all headers: tensors must lie in their file, cover its data without gap or
   // overlap, and have sizes that agree with dtype and shape; an index must name all of them, and plain file names only.
-  // `stem`: of the file names; others than "model" hold what belongs to one.
+  // `stem`: how file names begin; others than "model" hold what belongs to a model, its moments for example.
   static SafetensorsReader open(const std::filesystem::path& directory, const std::string& stem = "model");
 
   SafetensorsReader(SafetensorsReader&&) noexcept;
@@ -67,7 +67,7 @@ struct TensorSpec {
   std::string name;
   std::vector<std::uint64_t> shape;
   std::optional<DType> type = {};  // else that of the options
-  bool bits = false;               // of that size, named U16 or U32: nobody's numbers, as Parameter::bytes has them
+  bool bits = false;               // raw bits of that size, named U16 or U32, as of Parameter::bytes
 };
 
 inline constexpr std::uint64_t kMaxFileBytes = 50'000'000'000;
@@ -94,7 +94,7 @@ class SafetensorsWriter {
   ~SafetensorsWriter();  // without finish(): removes what was written
 
   // The values [first, first + values.size()) of tensors[tensor], row-major. Tensors come one after the other, fastest
-  // in the order given to create(), values in increasing order without gaps. One that fp16 rounds to infinity is
+  // in the order given to create(), values in increasing order without gaps. A value that fp16 rounds to infinity is
   // refused (kInvalidArgument).
   void write(std::size_t tensor, std::uint64_t first, std::span<const float> values);
   void finish();

@@ -95,17 +95,18 @@ std::uint64_t roll_back_store(const std::vector<std::filesystem::path>& paths, c
 // The stores of a run: of each rank the paths of its store, as above; rank 0's first.
 using RunPaths = std::vector<std::vector<std::filesystem::path>>;
 
-// Those below these directories, where a run with several ranks has rank r's in `<path>/rank<r>`: as many as they say
-// that there are, whether they are there or not. Empty: there is none below. Throws kInvalidArgument when stores lie
-// both below and in the directories, and what is wrong with the first one.
+// Finds the stores of a run with several ranks below these directories, where rank r's lie in `<path>/rank<r>`: as many
+// as the stores say that there are, whether all are there or not. Where a run was being continued by another number of
+// ranks and was cut short, it returns the stores that the next run goes on with. Empty: there is none below. Throws
+// kInvalidArgument when stores lie both below and in the directories, and what is wrong with the first one.
 RunPaths find_ranks(const std::vector<std::filesystem::path>& paths);
 
 struct RunInfo {
   std::vector<StoreInfo> ranks;       // in their order
   std::optional<std::uint64_t> step;  // the newest that all ranks have, which the next run goes on from
   std::string steps;                  // of each rank, for people
-  // A new run was to take the old one's place and was cut short after the first of its stores had; the next run, which
-  // goes on with the new one, finishes that. Ranks whose store has not got its name yet.
+  // Ranks whose store has not got its name yet: a new run was taking the old one's place and was cut short after its
+  // first store had; the next run finishes that and goes on with the new one.
   std::vector<std::uint32_t> unnamed;
   // Below the same directories, stores of ranks that this run does not have: of an older run with more of them.
   std::vector<std::filesystem::path> others;
@@ -118,9 +119,9 @@ RunInfo inspect_run(const RunPaths& paths);
 // verify_store() of all ranks' stores, at the step that the next run goes on from. Bytes and extents are of all.
 CheckedStore verify_run(const RunPaths& paths, const CheckOptions& options = {});
 
-// Of all ranks, from the step that the next run goes on from to the one before, once every byte of that is verified on
-// every rank; where some are ahead of the others, back to the step that all have. Returns the step. A crash on the way
-// leaves the ranks at one step or the other: doing it again finishes it, and a run takes it back.
+// Rolls all ranks back from the step that the next run would go on from to the one before, once every byte of that is
+// verified on every rank; where some are ahead of the others, back to the step that all have. Returns the step. A crash
+// on the way leaves the ranks at one step or the other: doing it again finishes it, and a run takes it back.
 std::uint64_t roll_back_run(const RunPaths& paths, const CheckOptions& options = {});
 
 }  // namespace spillway

@@ -5,8 +5,8 @@
 //                    file 0 | header | 0 | 2 | 3 | 5 | …              interleaved, so that a transfer of a few units
 //                    file 1 | header | 1 | 4 | …                      finds both files at work
 //
-// Every file keeps its first header_bytes for itself; offsets of the space start behind as many. So with one file the
-// space is the file.
+// Every file keeps its first header_bytes for itself, and the space's offsets start at header_bytes, too: so with one
+// file the space is the file.
 #pragma once
 
 #include "spillway/cplusplus.h"
@@ -28,7 +28,7 @@ class StripeMap {
   // Throws kInvalidArgument when there are no files, or a share is out of range.
   StripeMap(std::span<const std::uint32_t> shares, std::uint64_t unit_bytes, std::uint64_t header_bytes);
 
-  struct Place {
+  struct Extent {
     std::uint64_t space_offset = 0;  // where the run starts in the space
     std::uint64_t file_offset = 0;   // and in the file
     std::uint64_t bytes = 0;         // contiguous in both from there on
@@ -43,7 +43,7 @@ class StripeMap {
   // The file that holds a byte of the space.
   std::uint32_t file_of(std::uint64_t space_offset) const noexcept;
   // The first run on `file` at or after `space_offset`.
-  Place next_on(std::uint32_t file, std::uint64_t space_offset) const noexcept;
+  Extent next_on(std::uint32_t file, std::uint64_t space_offset) const noexcept;
   // Size of the file when the space ends at `space_bytes`; both count the header.
   std::uint64_t file_bytes(std::uint32_t file, std::uint64_t space_bytes) const noexcept;
 

@@ -13,10 +13,11 @@ namespace spillway::cuda {
 // is at its last commit.
 inline void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  const char* hint = result == cudaErrorMemoryAllocation
-                         ? "lower spillway.hbm_bytes: CUDA loads what runs for the first time beside it; a store is at "
-                           "its last commit"
-                         : "nvidia-smi and the kernel log say more; a store is at its last commit";
+  const char* hint =
+      result == cudaErrorMemoryAllocation
+          ? "lower spillway.hbm_bytes: CUDA loads kernels at first use, outside this budget; a store is at "
+            "its last commit"
+          : "nvidia-smi and the kernel log say more; a store is at its last commit";
   throw Error(Code::kDevice, {"GPU", std::string(what) + " failed: " + cudaGetErrorString(result), 0, hint});
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/cuda/check.h"
+#include "kernels/cuda/context.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/plugin.h"
 #include "kernels/cuda/stream.h"
@@ -46,7 +47,7 @@ class HbmArena {
           Code::kDoesNotFit,
           {"GPU memory",
            fmt::format("{} MiB are asked for, {} of {} MiB are free", div_up(bytes, kMiB), left / kMiB, all / kMiB), 0,
-           "set spillway.hbm_bytes to less than is free: the plan moves what that has no room for"});
+           "set spillway.hbm_bytes to less than is free: the plan moves out what does not fit"});
     }
     check(result, "reserving memory");
     if (cudaMemGetInfo(&left, &all) == cudaSuccess && left < kOfCuda) {
@@ -56,7 +57,10 @@ class HbmArena {
                       left / kMiB, kOfCuda / kMiB));
     }
   }
-  ~HbmArena() { static_cast<void>(cudaFree(memory_)); }
+  ~HbmArena() {
+    const Context::Use use(context_);
+    static_cast<void>(cudaFree(memory_));
+  }
   HbmArena(const HbmArena&) = delete;
   HbmArena& operator=(const HbmArena&) = delete;
 
@@ -68,6 +72,7 @@ class HbmArena {
   }
 
  private:
+  const Context context_ = Context::of_this_thread();
   void* memory_ = nullptr;
   std::uint64_t bytes_;
 };
@@ -115,10 +120,9 @@ class CudaDevice final : public Device {
   DeviceKind kind() const noexcept override { return DeviceKind::kCuda; }
   std::span<std::byte> hbm() const noexcept override { return arena_.memory(); }
   std::string describe() const override {
-    int device = 0, driver = 0;
+    int driver = 0;
     cudaDeviceProp properties{};
-    check(cudaGetDevice(&device), "asking for the device");
-    check(cudaGetDeviceProperties(&properties, device), "asking for the device");
+    check(cudaGetDeviceProperties(&properties, number_), "asking for the device");
     check(cudaDriverGetVersion(&driver), "asking for the driver");
     return fmt::format("cuda: {} (sm_{}{}), {} of {} MiB of HBM reserved, driver for CUDA {}.{}", properties.name,
                        properties.major, properties.minor, div_up(arena_.memory().size(), kMiB),
@@ -127,6 +131,7 @@ class CudaDevice final : public Device {
 
   void register_host(std::span<std::byte> memory) override {
     registered_.add(memory);
+    const Context::Use use(health_.context());
     const cudaError_t result = cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterDefault);
     if (result == cudaSuccess) return;
     registered_.remove(memory);
@@ -137,19 +142,22 @@ class CudaDevice final : public Device {
                                     0, "lower spillway.host_bytes, or raise the memory limit of this process"});
   }
   void unregister_host(std::span<std::byte> memory) noexcept override {
+    const Context::Use use(health_.context());
     static_cast<void>(cudaHostUnregister(memory.data()));
     registered_.remove(memory);
   }
 
   std::unique_ptr<Stream> create_stream(std::string name) override {
+    const Context::Use use(health_.context());
     return std::make_unique<CudaStream>(name, ++streams_, std::nullopt, health_);
   }
   std::unique_ptr<Stream> adopt_stream(void* native) override {
+    const Context::Use use(health_.context());
     return std::make_unique<CudaStream>("", ++streams_, static_cast<cudaStream_t>(native), health_);
   }
-  std::unique_ptr<Event> create_event() override { return std::make_unique<CudaEvent>(RawEvent::Use::kOrder); }
-  std::unique_ptr<Event> create_polled_event() override { return std::make_unique<CudaEvent>(RawEvent::Use::kPoll); }
-  std::unique_ptr<Stopwatch> create_stopwatch() override { return std::make_unique<CudaStopwatch>(health_); }
+  std::unique_ptr<Event> create_event() override { return create<CudaEvent>(RawEvent::Use::kOrder); }
+  std::unique_ptr<Event> create_polled_event() override { return create<CudaEvent>(RawEvent::Use::kPoll); }
+  std::unique_ptr<Stopwatch> create_stopwatch() override { return create<CudaStopwatch>(health_); }
 
   bool done(const Event& event) const override {
     bool is = true;
@@ -169,10 +177,14 @@ class CudaDevice final : public Device {
                    "a copy goes to registered host memory or to the HBM arena");
     SPILLWAY_CHECK(from_host ? registered_.contains(from, bytes) : arena_.contains(from, bytes),
                    "a copy comes from registered host memory or from the HBM arena");
-    const cudaMemcpyKind direction = to_host     ? cudaMemcpyDeviceToHost
-                                     : from_host ? cudaMemcpyHostToDevice
-                                                 : cudaMemcpyDeviceToDevice;
-    as_cuda(stream).add([&](cudaStream_t s) { check(cudaMemcpyAsync(to, from, bytes, direction, s), "a copy"); });
+    add_copy(kind, to, from, bytes, stream);
+  }
+
+  void copy_lent_async(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) override {
+    if (bytes == 0) return;
+    SPILLWAY_CHECK(kind != CopyKind::kDeviceToHost || registered_.contains(to, bytes), "registered host memory");
+    SPILLWAY_CHECK(kind != CopyKind::kHostToDevice || registered_.contains(from, bytes), "registered host memory");
+    add_copy(kind, to, from, bytes, stream);
   }
 
   void fill_async(void* to, std::byte value, std::size_t bytes, Stream& stream) override {
@@ -229,10 +241,22 @@ class CudaDevice final : public Device {
   void do_wait(Stream& stream, Event& event) override { as_cuda(stream).wait(static_cast<CudaEvent&>(event)); }
 
  private:
+  template <typename Type, typename... Arguments>
+  std::unique_ptr<Type> create(Arguments&&... arguments) {
+    const Context::Use use(health_.context());
+    return std::make_unique<Type>(std::forward<Arguments>(arguments)...);
+  }
+  static void add_copy(CopyKind kind, void* to, const void* from, std::size_t bytes, Stream& stream) {
+    const cudaMemcpyKind direction = kind == CopyKind::kDeviceToHost   ? cudaMemcpyDeviceToHost
+                                     : kind == CopyKind::kHostToDevice ? cudaMemcpyHostToDevice
+                                                                       : cudaMemcpyDeviceToDevice;
+    as_cuda(stream).add([&](cudaStream_t s) { check(cudaMemcpyAsync(to, from, bytes, direction, s), "a copy"); });
+  }
   void check_device(const void* data, std::size_t bytes) const {
     SPILLWAY_CHECK(bytes == 0 || arena_.contains(data, bytes), "device work reads and writes the HBM arena only");
   }
 
+  const int number_ = Context::gpu_of_this_thread();
   HbmArena arena_;
   RegisteredMemory registered_;
   mutable Health health_;
@@ -258,14 +282,13 @@ std::string has_no_code_for(int device) {
   return "the GPU is of compute capability " + capability_text(capability) + ", and this was built for " + built;
 }
 
-// A current device that is not the first is PyTorch's, or the program's: half of a run would be on each.
-void check_current() {
-  int device = 0;
-  check(cudaGetDevice(&device), "asking for the device");
-  if (device == 0) return;
-  throw Error(Code::kUnsupported,
-              {"device cuda", fmt::format("the current device is GPU {}, and runs take the first", device), 0,
-               fmt::format("show this process that one alone: CUDA_VISIBLE_DEVICES={}", device)});
+CurrentGpu current() {
+  const int number = Context::gpu_of_this_thread();
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, number), "asking for the device");
+  std::string id;
+  for (const char byte : properties.uuid.bytes) id += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+  return {.number = number, .id = id};
 }
 
 std::string unavailable() {
@@ -273,17 +296,14 @@ std::string unavailable() {
   check(cudaRuntimeGetVersion(&runtime), "asking for the version");
   if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "no NVIDIA driver (libcuda.so.1) was found";
   const cudaError_t result = cudaGetDeviceCount(&count);
-  if (result == cudaSuccess && count > 0) return has_no_code_for(0);
+  if (result == cudaSuccess && count > 0) return has_no_code_for(Context::gpu_of_this_thread());
   static_cast<void>(cudaGetLastError());
   if (result == cudaSuccess || result == cudaErrorNoDevice) return "the driver shows no GPU";
   return fmt::format("the driver serves CUDA {}.{} and this was built with {}.{}: {}", driver / 1000,
                      driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, cudaGetErrorString(result));
 }
 
-std::unique_ptr<Device> create(const CudaDeviceOptions& options) {
-  check_current();
-  return std::make_unique<CudaDevice>(options);
-}
+std::unique_ptr<Device> create(const CudaDeviceOptions& options) { return std::make_unique<CudaDevice>(options); }
 
 void set_log(internal::LogState& to) {
   if (&to != &internal::log_state())
@@ -293,6 +313,7 @@ void set_log(internal::LogState& to) {
 const CudaPlugin kPlugin{.interface = kCudaInterface,
                          .version = SPILLWAY_VERSION,
                          .unavailable = unavailable,
+                         .current = current,
                          .create = create,
                          .set_log = set_log};
 

@@ -15,7 +15,10 @@ RawEvent::RawEvent(Use use) {
   check(cudaEventCreateWithFlags(&event_, flags), "creating an event");
 }
 
-RawEvent::~RawEvent() { static_cast<void>(cudaEventDestroy(event_)); }
+RawEvent::~RawEvent() {
+  const Context::Use use(context_);
+  static_cast<void>(cudaEventDestroy(event_));
+}
 
 bool RawEvent::done() const {
   const RelaxedCapture relaxed;

@@ -7,11 +7,12 @@
 #include <cstdint>
 #include <utility>
 
+#include "kernels/cuda/context.h"
 #include "kernels/device.h"
 
 namespace spillway::cuda {
 
-// A cudaEvent_t.
+// A cudaEvent_t, of the GPU of the thread that makes it.
 class RawEvent {
  public:
   enum class Use { kOrder, kPoll, kTime, kNow };
@@ -19,11 +20,12 @@ class RawEvent {
   ~RawEvent();
   RawEvent(const RawEvent&) = delete;
   RawEvent& operator=(const RawEvent&) = delete;
-  void swap(RawEvent& other) noexcept { std::swap(event_, other.event_); }
+  void swap(RawEvent& other) noexcept { std::swap(event_, other.event_); }  // of the same GPU
   cudaEvent_t get() const noexcept { return event_; }
   bool done() const;
 
  private:
+  const Context context_ = Context::of_this_thread();
   cudaEvent_t event_ = nullptr;
 };
 

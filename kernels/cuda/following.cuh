@@ -7,7 +7,7 @@
 
 namespace spillway::cuda {
 
-// First in a kernel that launch_following() launches: everything before it on the stream has ended behind this line.
+// First in a kernel that launch_following() launches: everything before it on the stream has ended when it returns.
 __device__ inline void follow_on() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();

@@ -9,7 +9,7 @@
 namespace spillway::cuda {
 namespace {
 
-constexpr std::chrono::milliseconds kLook{250};
+constexpr std::chrono::milliseconds kPollEvery{250};
 
 }  // namespace
 
@@ -25,6 +25,7 @@ Health::~Health() {
   }
   changed_.notify_all();
   watcher_.join();
+  const Context::Use use(context_);
   static_cast<void>(cudaStreamDestroy(clock_));
 }
 
@@ -101,11 +102,12 @@ void Health::wait_for_calls() {
 
 void Health::watch() {
   ::pthread_setname_np(::pthread_self(), "spillway gpu");
+  const Context::Use use(context_);
   const RelaxedCapture relaxed;
   std::unique_lock lock(mutex_);
   while (!stop_ || (failed_ && !waiting_.empty())) {
     if (!failed_) {
-      if (changed_.wait_for(lock, kLook, [this] { return stop_ || failed_; })) continue;
+      if (changed_.wait_for(lock, kPollEvery, [this] { return stop_ || failed_; })) continue;
       lock.unlock();
       guard([this] { is_done(cudaStreamQuery(clock_)); });
       lock.lock();

@@ -16,6 +16,7 @@
 #include <optional>
 #include <thread>
 
+#include "kernels/cuda/context.h"
 #include "kernels/cuda/event.h"
 #include "spillway/error.h"
 
@@ -23,18 +24,20 @@ namespace spillway::cuda {
 
 class Health {
  public:
-  Health();
+  Health();   // of this thread's GPU
   ~Health();  // calls what is still to be called
   Health(const Health&) = delete;
   Health& operator=(const Health&) = delete;
 
   void throw_if_failed() const;
+  const Context& context() const noexcept { return context_; }
 
   // Does `work` unless the GPU has failed; it throws when the GPU fails in it.
   template <typename Work>
   void guard(Work work) noexcept {
     if (failed_) return;
     try {
+      const Context::Use use(context_);
       work();
     } catch (const Error& error) {
       fail(error);
@@ -57,6 +60,7 @@ class Health {
   void make(const Call& call, std::unique_lock<std::mutex>& lock);  // held, but for the call itself
   void watch();
 
+  const Context context_ = Context::of_this_thread();
   cudaStream_t clock_ = nullptr;  // where the present is asked for; nothing else runs there
   std::mutex now_mutex_;
   RawEvent now_{RawEvent::Use::kNow};

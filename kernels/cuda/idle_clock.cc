@@ -75,7 +75,7 @@ void CudaIdleClock::end_empty() {
 }
 
 CudaIdleClock::Gap& CudaIdleClock::begin_gap(std::uint64_t on) {
-  if (begun_ - settled_ == kGaps) settle_gaps(true);
+  if (begun_ - counted_gaps_ == kGaps) count_ended_gaps(true);
   Gap& gap = gaps_[begun_++ % kGaps];
   gap.on = on;
   gap.counted = 0;
@@ -84,9 +84,9 @@ CudaIdleClock::Gap& CudaIdleClock::begin_gap(std::uint64_t on) {
 
 // Those that are over, in order; the oldest one too when `oldest`, whatever it takes. One in which the stream was empty
 // is over as good as at once.
-void CudaIdleClock::settle_gaps(bool oldest) {
-  while (settled_ < begun_) {
-    Gap& gap = gaps_[settled_ % kGaps];
+void CudaIdleClock::count_ended_gaps(bool oldest) {
+  while (counted_gaps_ < begun_) {
+    Gap& gap = gaps_[counted_gaps_ % kGaps];
     if (oldest || gap.on == number_) {
       check(cudaEventSynchronize(gap.after.get()), "work on the GPU");
     } else if (!gap.after.done()) {
@@ -94,18 +94,18 @@ void CudaIdleClock::settle_gaps(bool oldest) {
     }
     oldest = false;
     add(gap.on, seconds_between(gap.before, gap.after), gap.counted);
-    ++settled_;
+    ++counted_gaps_;
   }
 }
 
 // Up to now: of what goes on, too. Whether a wait still goes on is asked after the time was taken.
 void CudaIdleClock::count() {
-  settle_gaps(false);
-  if (settled_ < begun_) {
-    Gap& gap = gaps_[settled_ % kGaps];
+  count_ended_gaps(false);
+  if (counted_gaps_ < begun_) {
+    Gap& gap = gaps_[counted_gaps_ % kGaps];
     if (!gap.before.done()) return;
     const double so_far = health_.seconds_since(gap.before);
-    gap.after.done() ? settle_gaps(false) : add(gap.on, so_far, gap.counted);
+    gap.after.done() ? count_ended_gaps(false) : add(gap.on, so_far, gap.counted);
   } else if (empty_now()) {
     add(number_, health_.seconds_since(tail_), tail_counted_);
   }

@@ -5,9 +5,9 @@
 //
 //     … work │ before ─ wait for the other stream ─ after │ work …
 //
-// Behind what is recorded or waited for comes `tail_`. A call that finds the stream empty there knows that it has been
+// After what is recorded or waited for comes `tail_`. A call that finds the stream empty there knows that it has been
 // so since then, and puts an event before what it adds: between the two there was nothing to run. Work that nobody
-// records an event behind has no tail: how long the stream is empty behind it is not known, and counts as busy. So does
+// records an event after has no tail: how long the stream is empty after it is not known, and counts as busy. So does
 // all that a model launches by itself, between the marks of a stopwatch: there is no tail in a visit, but while the
 // caller waits. (What it launches outside of visits is not known of. Where the stream is empty again when the next call
 // looks, it passes for idle time.) Waits for what has happened already are no waits, and cost nothing. Times are read
@@ -84,7 +84,7 @@ class CudaIdleClock final : public IdleClock {
   bool empty_now() const;
   Gap& begin_gap(std::uint64_t on);
   void put_tail();
-  void settle_gaps(bool oldest);
+  void count_ended_gaps(bool oldest);
   void count();
   void add(std::uint64_t on, double seconds, double& counted);
   // Nothing but what the clock is told of is on the stream, as far as that can be known.
@@ -101,7 +101,7 @@ class CudaIdleClock final : public IdleClock {
   bool tail_is_last_ = false;  // as far as the stream knows
   double tail_counted_ = 0;    // seconds since the tail, in the totals
   std::array<Gap, kGaps> gaps_;
-  std::size_t settled_ = 0, begun_ = 0;  // of the gaps so far
+  std::size_t counted_gaps_ = 0, begun_ = 0;  // of the gaps so far
   std::array<Total, kStreams> totals_;
 };
 

@@ -13,7 +13,7 @@ constexpr unsigned kLeavesPerBlock = kThreads / kAccumulators;
 constexpr unsigned kRows = kAccumulators;  // of a leaf, at a time
 constexpr unsigned kPasses = kNormLeaf / kAccumulators / kRows;
 
-// Elements from `i` on; behind `count` zeros.
+// Elements from `i` on; beyond `count` zeros.
 template <typename Element>
 __device__ Pack<Element, kAccumulators> load_row(const Element* data, std::size_t i, std::size_t count, bool aligned) {
   if (aligned && i + kAccumulators <= count) return load_pack<kAccumulators>(data + i);

@@ -33,7 +33,7 @@ __device__ bool update_pack(const OptimizerTile& tile, const OptimizerScalars& s
   return finite;
 }
 
-// Each thread takes one of `packs` packs from `begin` on, and one of the elements behind them.
+// Each thread takes one of `packs` packs from `begin` on, and one of the elements after them.
 template <typename Type, OptimizerKind kKind>
 __global__ void update_elements(const OptimizerTile tile, const OptimizerScalars scalars, std::size_t begin,
                                 std::size_t packs, std::size_t end, std::uint32_t* finite) {

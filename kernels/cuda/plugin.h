@@ -6,13 +6,14 @@
 #include <memory>
 #include <string>
 
+#include "kernels/cuda/loader.h"
 #include "kernels/device.h"
 #include "spillway/log.h"
 
 namespace spillway {
 
 // Changes whenever Device, this table or a type that crosses it does.
-inline constexpr std::uint32_t kCudaInterface = 6;
+inline constexpr std::uint32_t kCudaInterface = 8;
 inline constexpr const char* kCudaPlugin = "libspillway_cuda.so";
 inline constexpr const char* kCudaPluginEntry = "spillway_cuda_plugin";
 
@@ -21,6 +22,7 @@ struct CudaPlugin {
   const char* version = nullptr;  // of Spillway, which is the library's; read before what follows
   // Empty: there is a GPU that the driver serves. No context is made.
   std::string (*unavailable)();
+  CurrentGpu (*current)();
   std::unique_ptr<Device> (*create)(const CudaDeviceOptions& options);
   // Where the plugin's messages go from now on: it may have a log of its own.
   void (*set_log)(internal::LogState& to);

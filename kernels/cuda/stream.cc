@@ -10,6 +10,7 @@ CudaStream::CudaStream(const std::string& name, std::uint64_t number, std::optio
                        Health& health)
     : stream_(adopted.value_or(nullptr)), owned_(!adopted), number_(number), health_(health) {
   if (!owned_) return;
+  const Context::Use use(health_.context());
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
   nvtxNameCudaStreamA(stream_, ("spillway " + name).c_str());
 }
@@ -17,6 +18,7 @@ CudaStream::CudaStream(const std::string& name, std::uint64_t number, std::optio
 CudaStream::~CudaStream() {
   if (clock_) clock_->retire();
   if (!owned_) return;
+  const Context::Use use(health_.context());
   static_cast<void>(cudaStreamSynchronize(stream_));
   static_cast<void>(cudaStreamDestroy(stream_));
 }
@@ -60,6 +62,7 @@ void CudaStream::wait(const CudaEvent& event) {
 }
 
 std::shared_ptr<IdleClock> CudaStream::idle_clock() {
+  const Context::Use use(health_.context());
   const std::lock_guard lock(mutex_);
   if (!clock_) clock_ = std::make_shared<CudaIdleClock>(stream_, number_, health_);
   return clock_;

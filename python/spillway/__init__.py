@@ -30,6 +30,7 @@ _PLACES = {
     "AdamW": "optimizers",
     "DeepSpeedEngine": "deepspeed",
     "Engine": "engine.engine",
+    "GlobalBatchSampler": "sampler",
     "Lion": "optimizers",
     "OptimizerStepReport": "optimizers.offload_optimizer",
     "SGD": "optimizers",
@@ -43,8 +44,9 @@ _PLACES = {
 }
 _ROOMS = ("accelerator", "checkpointing", "comm", "ops", "runtime", "utils", "zero")  # below deepspeed/names
 
-__all__ = ["Adagrad", "Adam", "AdamW", "Engine", "Error", "Lion", "OptimizerStepReport", "SGD", "StepReport",
-           "add_config_arguments", "get_accelerator", "import_deepspeed", "init_distributed", "initialize", "zero"]
+__all__ = ["Adagrad", "Adam", "AdamW", "Engine", "Error", "GlobalBatchSampler", "Lion", "OptimizerStepReport", "SGD",
+           "StepReport", "add_config_arguments", "get_accelerator", "import_deepspeed", "init_distributed",
+           "initialize", "zero"]
 
 
 def _check_torch(name):

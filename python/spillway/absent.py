@@ -2,20 +2,23 @@
 and `from spillway.X import Y`.
 
 spillway.utils, spillway.ops, … are the modules in deepspeed/names, a second folder of the package's path. What is not
-there either ends here: modules by a finder behind Python's own, which answers for DeepSpeed's names below `spillway.`
-alone; names by the __getattr__ that of() makes.
+there either ends here: modules by a finder that comes after Python's own, which answers for DeepSpeed's names below
+`spillway.` alone; names by the __getattr__ that of() makes.
 """
 import difflib
 import importlib
 import opcode
 import sys
 
+from .library import OPTIMIZERS
+
 ROOMS = ("accelerator", "autotuning", "checkpoint", "checkpointing", "comm", "compile", "inference", "io", "launcher",
          "linear", "model_implementations", "module_inject", "moe", "monitor", "nebula", "ops", "pipe", "profiling",
          "runtime", "sequence", "utils", "zero")
-ONE_GPU = "a model is trained by one process, on one GPU: leave it away"
-OPTIMIZERS = "AdamW, Adam, Adagrad, Lion and SGD are computed: say one in the configuration's section optimizer, or " \
-             "give initialize() one of ops.adam, ops.adagrad, ops.lion or torch.optim"
+ONE_GPU = "each process trains all layers, on one GPU: leave it out"
+OTHER_OPTIMIZERS = " and ".join(", ".join(OPTIMIZERS).rsplit(", ", 1)) + \
+                   " are computed: say one in the configuration's section optimizer, or give initialize() one of " \
+                   "ops.adam, ops.adagrad, ops.lion or torch.optim"
 INFERENCE = "engine.generate() writes text with the weights of training, block by block; engine.export(DIR) writes " \
             "what an inference program takes"
 NEAREST = {
@@ -33,20 +36,20 @@ NEAREST = {
     "default_inference_config": INFERENCE,
     "inference": INFERENCE,
     "init_inference": INFERENCE,
-    "io": "the library has its own; `spillway sweep` measures what it reaches",
-    "launcher": ONE_GPU + ", and start the script with python",
+    "io.FastFileWriter": "io.Queue writes tensors by direct I/O",
+    "launcher": ONE_GPU + ", and start the script with python, or with torchrun",
     "linear": "peft's LoRA and quantized layers train",
     "module_inject": "take the model as it is",
     "moe": "a model's own experts train, one block each if they are modules of a ModuleList",
     "monitor": "csv_monitor of the configuration writes files; step() returns a report for other programs",
-    "ops.aio": "the library has its own; `spillway sweep` measures what it reaches, and C++ has spillway::IoQueue",
-    "ops.lamb": OPTIMIZERS,
-    "ops.muon": OPTIMIZERS,
+    "ops.aio": "io.Queue reads and writes tensors by direct I/O; `spillway sweep` measures what it reaches",
+    "ops.lamb": OTHER_OPTIMIZERS,
+    "ops.muon": OTHER_OPTIMIZERS,
     "ops.sparse_attention": "torch.nn.functional.scaled_dot_product_attention, or transformers' own, computes it",
     "ops.transformer": "take PyTorch's or transformers' layers",
     "pipe": ONE_GPU,
     "profiling": "the step's report has seconds by cause, and Engine(trace=FILE) writes a timeline",
-    "runtime.fp16.onebit": OPTIMIZERS,
+    "runtime.fp16.onebit": OTHER_OPTIMIZERS,
     "runtime.pipe": ONE_GPU,
     "sequence": ONE_GPU,
     "tp_model_init": ONE_GPU,
@@ -55,7 +58,7 @@ NEAREST = {
 
 
 def words(name):
-    """`name`: behind "spillway."."""
+    """`name`: after "spillway."."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         if ".".join(parts[:length]) in NEAREST:
@@ -88,7 +91,7 @@ def of(module, names=(), rooms=()):
 
 
 class Finder:
-    """Behind Python's own, which have not found it."""
+    """After Python's own, which have not found it."""
 
     @staticmethod
     def find_spec(name, *_):

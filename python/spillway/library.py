@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import pathlib
+import queue
 import threading
 import time
 import weakref
@@ -24,9 +25,26 @@ FORWARD, BACKWARD = 0, 1
 ANY_PUSHES = 2**32 - 1  # of a parameter in a step: as many as come, until one without data
 ON_EXISTING = ("refuse", "resume", "replace")
 TIERS = ("hbm", "host", "nvme")
+# spillway.device in the order of spillway_device_kind, and the device type that PyTorch has for it.
+DEVICES = {"host": "cpu", "cuda": "cuda"}
 MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT = 0, 1, 2, 3
+# What optimizer.type of a configuration can be, and the states that each keeps, as PyTorch calls them.
+OPTIMIZERS = {
+    "AdamW": {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ},
+    "Adam": {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ},
+    "Adagrad": {"sum": EXP_AVG_SQ},
+    "Lion": {"exp_avg": EXP_AVG},
+    "SGD": {"momentum_buffer": EXP_AVG},
+}
 STALLS = ("read", "write", "copy", "gradient", "update", "commit", "save", "other", "network")
 MARK = "\u241f"  # in no message: where the words of a remedy come. A control character would be masked
+
+
+def device_for(type_of_torch):
+    """The spillway.device of tensors on a PyTorch device of that type; one that Spillway has no device for is the
+    host's."""
+    return next((name for name, theirs in DEVICES.items() if theirs == type_of_torch), "host")
+
 
 class Error(RuntimeError):
     """What Spillway refused or failed to do. `code` is one of CODES; `remedy` is one of remedies.WORDS, where what to
@@ -41,7 +59,7 @@ class Error(RuntimeError):
 
     @classmethod
     def with_remedy(cls, code, around, remedy, values):
-        """`around`: the message before and behind what to do."""
+        """`around`: the message before and after what to do."""
         error = cls(code, remedies.in_words(around, remedy, values), remedy)
         error._around, error._values = around, values
         return error
@@ -158,6 +176,20 @@ class ExportOptions(Sized):
     _fields_ = [("struct_size", c_size_t), ("dtype", c_int), ("replace", c_int), ("max_file_bytes", c_uint64)]
 
 
+CHANNELS = WORDS, DATA = 0, 1
+StartMessage = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, c_int, c_void_p, c_uint64, c_void_p)
+CloseTransport = ctypes.CFUNCTYPE(None, c_void_p, c_int)
+
+
+class Transport(Sized):
+    _fields_ = [("struct_size", c_size_t), ("user", c_void_p), ("rank", c_uint32), ("ranks", c_uint32),
+                ("library", c_char_p), ("send", StartMessage), ("receive", StartMessage), ("close", CloseTransport)]
+
+
+class CommunicatorOptions(Sized):
+    _fields_ = [("struct_size", c_size_t), ("patience_seconds", c_double), ("scratch_bytes", c_uint64)]
+
+
 LogSink = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
 Line = ctypes.CFUNCTYPE(None, c_void_p, c_char_p)
 LedgerEntry = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p, c_uint64)
@@ -174,21 +206,23 @@ class ImportOptions(Sized):
 
 
 _STATUS = {  # functions that can fail
-    "config_parse": [c_char_p, c_char_p, POINTER(c_void_p)],
-    "config_parse_with": [c_char_p, c_char_p, c_char_p, c_char_p, c_void_p, POINTER(c_void_p)],
+    "config_parse_for": [c_uint32, c_char_p, c_char_p, c_char_p, c_char_p, c_void_p, POINTER(c_void_p)],
+    "communicator_create": [POINTER(Transport), POINTER(CommunicatorOptions), POINTER(c_void_p)],
+    "communicator_broadcast": [c_void_p, c_void_p, c_uint64, c_uint32],
+    "roll_back_store": [POINTER(c_char_p), c_size_t, POINTER(c_uint64)],
     "model_add_block": [c_void_p, c_char_p],
     "model_add_visit": [c_void_p, c_uint32, c_int],
     "model_attach": [c_void_p, c_char_p, c_char_p],
     "model_add_parameter": [c_void_p, c_uint32, c_char_p, POINTER(c_uint64), c_size_t, c_int, c_uint32],
     "model_add_bytes": [c_void_p, c_uint32, c_char_p, c_uint64],
     "import_deepspeed": [c_char_p, c_void_p, c_char_p, POINTER(ImportOptions), Line, c_void_p],
-    "engine_create": [c_void_p, c_void_p, POINTER(Options), POINTER(c_void_p)],
+    "engine_create_on": [c_void_p, c_void_p, c_void_p, POINTER(Options), POINTER(c_void_p)],
     "engine_import_weights": [c_void_p, Weights, c_void_p],
     "engine_export_weights": [c_void_p, c_int, Weights, c_void_p],
     "engine_adopt_stream": [c_void_p, c_void_p, POINTER(c_void_p)],
     "stream_synchronize": [c_void_p, c_void_p],
     "engine_acquire": [c_void_p, c_uint32, c_int, c_void_p, POINTER(c_void_p)],
-    "engine_push_gradient": [c_void_p, c_uint32, c_uint32, c_void_p, c_uint64, c_int, c_void_p],
+    "engine_push_gradient_of": [c_void_p, c_uint32, c_uint32, c_uint32, c_void_p, c_uint64, c_int, c_void_p],
     "engine_set_betas": [c_void_p, c_double, c_double],
     "engine_set_learning_rate": [c_void_p, c_double],
     "engine_step": [c_void_p, c_char_p, c_size_t, POINTER(Report)],
@@ -197,7 +231,7 @@ _STATUS = {  # functions that can fail
     "engine_save": [c_void_p, c_char_p, POINTER(SaveOptions)],
     "engine_load_snapshot": [c_void_p, c_char_p],
     "engine_read_values": [c_void_p, c_int, c_uint32, c_uint32, Weights, c_void_p],
-    "engine_write_values": [c_void_p, c_int, c_uint32, c_uint32, Weights, c_void_p],
+    "engine_write_values": [c_void_p, c_int, c_uint32, c_uint32, c_void_p, c_uint64, c_uint32],
     "export_snapshot": [c_char_p, c_char_p, POINTER(ExportOptions), POINTER(c_uint64)],
     "engine_export": [c_void_p, c_char_p, POINTER(ExportOptions)],
     "engine_describe": [c_void_p, Line, c_void_p],
@@ -233,6 +267,8 @@ _VALUE = {  # result, arguments
     "config_gradient_accumulation": (c_uint32, [c_void_p]),
     "config_settings": (c_char_p, [c_void_p]),
     "config_destroy": (c_int, [c_void_p]),
+    "communicator_destroy": (c_int, [c_void_p]),
+    "message_over": (c_int, [c_void_p, c_char_p]),
     "model_create": (c_void_p, []),
     "model_destroy": (c_int, [c_void_p]),
     "engine_destroy": (c_int, [c_void_p]),
@@ -266,17 +302,22 @@ class Library:
             raise Error("not_found", f"{path}: cannot be loaded ({error}); install Spillway (`pip install .`"
                                      " in its checkout), or name the file in SPILLWAY_LIBRARY") from None
         self._check_version(loaded, path)
+        self._loaded = loaded
         for name, (result, arguments) in _VALUE.items():
             function = getattr(loaded, f"spillway_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
-        for name, arguments in _STATUS.items():
-            function = getattr(loaded, f"spillway_{name}")
-            function.restype, function.argtypes = c_int, arguments
-            setattr(self, name, self._raising(function))
+        self.bind(_STATUS)
         self._sink = LogSink(log.sink)
         self.set_log(self._sink, None)
-        weakref.finalize(self, self.set_log, LogSink(), None)  # behind those of engines, which are made later
+        weakref.finalize(self, self.set_log, LogSink(), None)  # after those of engines, which are made later
+
+    def bind(self, functions):
+        """Functions that can fail, with their arguments, as methods that raise."""
+        for name, arguments in functions.items():
+            function = getattr(self._loaded, f"spillway_{name}")
+            function.restype, function.argtypes = c_int, arguments
+            setattr(self, name, self._raising(function))
 
     @staticmethod
     def _check_version(loaded, path):
@@ -321,12 +362,34 @@ def library():
     return _library
 
 
+def library_with(functions):
+    """The library, which has these functions, too."""
+    loaded = library()
+    if not hasattr(loaded, next(iter(functions))):
+        loaded.bind(functions)
+    return loaded
+
+
+_ends, _one_by_one = queue.SimpleQueue(), threading.Lock()
+
+
+def end_later(function, *arguments):
+    """In a thread that may wait; what was given first ends first, an engine before its ranks."""
+    def end_the_first():
+        with _one_by_one:
+            end, given = _ends.get()
+            end(*given)
+
+    _ends.put((function, arguments))
+    threading.Thread(target=end_the_first).start()
+
+
 def destroy_engine(library, handle, streams, process):
     """In the process that made it; a fork has neither its threads nor its memory."""
     if os.getpid() != process:
         return
-    if log.saying():  # the garbage collector came by in a message: an engine's thread cannot wait for its own end
-        threading.Thread(target=destroy_engine, args=(library, handle, streams, process)).start()
+    if log.saying():  # the garbage collector came by: an engine's thread cannot wait for its own end
+        end_later(destroy_engine, library, handle, streams, process)
         return
     for stream in streams.values():
         library.stream_destroy(stream)
@@ -339,7 +402,7 @@ def destroy_optimizer(library, handle, process):
     if os.getpid() != process:
         return
     if log.saying():
-        threading.Thread(target=destroy_optimizer, args=(library, handle, process)).start()
+        end_later(destroy_optimizer, library, handle, process)
         return
     while CODES[library.optimizer_destroy(handle)] == "busy":
         time.sleep(0.01)
@@ -368,13 +431,11 @@ def _text(config, name):
         raise Error("not_found", f"{path}: cannot be read ({error.strerror})") from None
 
 
-def parse_config(config, aio=None):
-    """A spillway_config of a path or a dict, with another one put over it; the caller destroys it."""
-    parsed, texts = c_void_p(), _text(config, "config")
-    if aio is None:
-        library().config_parse(*texts, ctypes.byref(parsed))
-    else:
-        library().config_parse_with(*texts, *_text(aio, "aio"), None, ctypes.byref(parsed))
+def parse_config(config, aio=None, ranks=1):
+    """A spillway_config of a path or a dict, with another one put over it, for a run of so many ranks; the caller
+    destroys it."""
+    parsed, over = c_void_p(), (None, None) if aio is None else _text(aio, "aio")
+    library().config_parse_for(ranks, *_text(config, "config"), *over, None, ctypes.byref(parsed))
     return parsed
 
 

@@ -1,6 +1,7 @@
 """Weights that pass between PyTorch and the library piece by piece: callbacks, and the values that they are given."""
 import contextlib
 import ctypes
+import sys
 
 import torch
 
@@ -12,10 +13,11 @@ def pieces(function, elements, kind=Weights):
     """A callback with function(block, index, first, address, count), or what else `kind` is called with, the count
     last; what is raised there is raised here.
 
-    `elements`: asked at the end, how many values the callback had to have. Ctrl-C may raise KeyboardInterrupt before a
-    callback's first line, where ctypes drops it: the piece is missing then, and nothing else says so.
+    `elements`: asked at the end, how many values the callback had to have; None: not known, of a rank's part. Ctrl-C
+    may raise KeyboardInterrupt before a callback's first line, where ctypes drops it: the piece is missing then, and
+    nothing else says so but Python's hook for what is dropped.
     """
-    raised, seen = [], 0
+    raised, seen, dropped = [], 0, []
 
     def guarded(_, *arguments):
         nonlocal seen
@@ -28,13 +30,30 @@ def pieces(function, elements, kind=Weights):
             return 1
 
     try:
-        yield kind(guarded)
+        with _dropped(dropped):
+            yield kind(guarded)
     except Error:
         if raised:
             raise raised[0]
         raise
-    if seen != elements():
+    expected = elements()
+    if dropped if expected is None else seen != expected:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _dropped(interrupts):
+    """Notes what Ctrl-C has raised where it is dropped."""
+    def note(raised):
+        if issubclass(raised.exc_type, KeyboardInterrupt):
+            interrupts.append(raised.exc_type)
+        hook(raised)
+
+    hook, sys.unraisablehook = sys.unraisablehook, note
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 def copying(values):

@@ -17,6 +17,7 @@ def main():
     if found is None:
         sys.exit(f"spillway: {HERE / 'bin/spillway'} is not there, so this package was not installed; "
                  "`pip install .` in the checkout, or `meson install`, brings the program")
+    os.environ.setdefault("SPILLWAY_PYTHON", sys.executable)  # what `spillway generate` starts for a tokenizer
     try:
         os.execv(found, ["spillway", *sys.argv[1:]])
     except OSError as error:

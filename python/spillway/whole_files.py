@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, also behind a power cut."""
+"""Files that are there as a whole or not at all, also after a power cut."""
 import contextlib
 import errno
 import os

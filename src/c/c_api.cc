@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "spillway/c_ranks.h"
 #include "spillway/config.h"
 #include "spillway/error.h"
 #include "spillway/export.h"
@@ -22,18 +23,12 @@
 using namespace spillway;
 using namespace spillway::c;
 
-static_assert(SPILLWAY_DEVICE == static_cast<int32_t>(Code::kDevice) + 1);
 static_assert(SPILLWAY_FLOAT16 == static_cast<int>(DType::kFloat16));
 static_assert(SPILLWAY_BACKWARD == static_cast<int>(Pass::kBackward));
 static_assert(SPILLWAY_UPDATE == static_cast<int>(Access::kUpdate));
 static_assert(SPILLWAY_DEVICE_CUDA == static_cast<int>(DeviceKind::kCuda));
 
 namespace {
-
-static_assert(SPILLWAY_REMEDY_ITS_STATES_OR_SNAPSHOT + 1 == static_cast<int>(kRemedies));
-
-thread_local std::string last_message, last_message_in;
-thread_local std::optional<Error> last_error;  // of Spillway's
 
 // Of a model, by one thread at a time.
 template <typename Body>
@@ -54,23 +49,6 @@ Block& block_of(ModelDescription& model, uint32_t block, const char* what) {
 
 namespace spillway::c {
 
-spillway_status status_of_exception() noexcept {
-  try {
-    throw;
-  } catch (const Error& error) {
-    last_message = error.what();
-    last_error = error;
-    return static_cast<spillway_status>(static_cast<int>(error.code()) + 1);
-  } catch (const std::exception& error) {
-    last_message = error.what();
-    last_error.reset();
-  } catch (...) {
-    last_error.reset();
-    last_message = "an exception that is not std::exception came out of a function of the caller's";
-  }
-  return SPILLWAY_UNEXPECTED;
-}
-
 Tables& tables() {
   static Tables& all = *new Tables;
   return all;
@@ -85,34 +63,6 @@ ExportOptions read_export_options(const spillway_export_options* options) {
 
 }  // namespace spillway::c
 
-const char* spillway_version(void) { return SPILLWAY_VERSION; }
-
-uint32_t spillway_api_version(void) { return SPILLWAY_API_VERSION; }
-
-const char* spillway_error_message(void) { return last_message.c_str(); }
-
-spillway_remedy spillway_error_remedy(void) {
-  return last_error ? static_cast<spillway_remedy>(last_error->parts().remedy) : SPILLWAY_REMEDY_NONE;
-}
-
-const char* spillway_error_remedy_value(uint32_t index) {
-  if (!last_error || index >= last_error->parts().values.size()) return nullptr;
-  return last_error->parts().values[index].c_str();
-}
-
-const char* spillway_error_message_in(const char* words) {
-  if (!last_error || words == nullptr) return last_message.c_str();
-  last_message_in = last_error->message_in(words);
-  return last_message_in.c_str();
-}
-
-void spillway_set_log(void (*sink)(void*, int, const char*), void* user) {
-  if (sink == nullptr) return set_log_sink({});
-  set_log_sink([sink, user](LogLevel level, std::string_view message) {
-    sink(user, level == LogLevel::kWarning, std::string(message).c_str());
-  });
-}
-
 spillway_status spillway_config_parse(const char* json, const char* name, spillway_config** config) {
   return spillway_config_parse_with(json, name, nullptr, nullptr, nullptr, config);
 }
@@ -120,7 +70,14 @@ spillway_status spillway_config_parse(const char* json, const char* name, spillw
 spillway_status spillway_config_parse_with(const char* json, const char* name, const char* overlay,
                                            const char* overlay_name, const spillway_auto_values* automatic,
                                            spillway_config** config) {
+  return spillway_config_parse_for(1, json, name, overlay, overlay_name, automatic, config);
+}
+
+spillway_status spillway_config_parse_for(uint32_t ranks, const char* json, const char* name, const char* overlay,
+                                          const char* overlay_name, const spillway_auto_values* automatic,
+                                          spillway_config** config) {
   return guarded([&] {
+    if (ranks == 0) refuse("ranks", "is 0", "this process is one");
     given(config, "config");
     std::vector<ConfigText> texts = {{given(json, "json"), given(name, "name")}};
     if (overlay != nullptr) texts.push_back({overlay, given(overlay_name, "overlay_name")});
@@ -128,7 +85,7 @@ spillway_status spillway_config_parse_with(const char* json, const char* name, c
     AutoValues values;
     if (read.hidden_size != 0) values.hidden_size = read.hidden_size;
     if (read.total_steps != 0) values.total_steps = read.total_steps;
-    const EffectiveConfig effective = load_effective(texts, values);
+    const EffectiveConfig effective = load_effective(texts, values, ranks);
     *config = tables().configs.add(made_of<ConfigObject>(effective.config, settings_json(effective)));
   });
 }
@@ -285,15 +242,15 @@ spillway_status spillway_import_deepspeed(const char* directory, const spillway_
     }
     const auto described = tables().models.find(model);
     const auto turn = described->caller.enter("spillway_import_deepspeed");
-    const DeepSpeedFacts found =
+    const DeepSpeedInfo found =
         import_deepspeed(given(directory, "directory"), described->description, given(snapshot, "snapshot"), wanted);
-    if (facts != nullptr) facts(user, facts_json(found, snapshot).c_str());
+    if (facts != nullptr) facts(user, info_json(found, snapshot).c_str());
   });
 }
 
-spillway_status spillway_find_snapshot(const char* directory, spillway_snapshot_facts* facts) {
+spillway_status spillway_find_snapshot(const char* directory, spillway_snapshot_info* facts) {
   return guarded([&] {
-    check_struct(facts, "spillway_snapshot_facts");
+    check_struct(facts, "spillway_snapshot_info");
     std::string why;
     const auto found = find_snapshot(given(directory, "directory"), &why);
     if (!found) throw Error(Code::kNotFound, {directory, "is no whole snapshot: " + why, 0, "name one"});

@@ -10,7 +10,9 @@
 #include <string>
 #include <utility>
 
+#include "kernels/devices.h"
 #include "spillway/c_api.h"
+#include "spillway/c_ranks.h"
 #include "spillway/config.h"
 #include "spillway/device.h"
 #include "spillway/engine.h"
@@ -50,7 +52,7 @@ template <typename Value, typename Body>
 Value ask_engine(const spillway_engine* handle, Value otherwise, Body&& body) {
   return answered(otherwise, [&] {
     const auto object = tables().engines.find(handle);
-    const auto turn = object->caller.look();
+    const auto turn = object->caller.ask();
     return body(living(*object), *object);
   });
 }
@@ -108,6 +110,7 @@ void end_engine(const std::shared_ptr<EngineObject>& object) {
   object->engine.reset();
   for (const auto& stream : streams) stream->stream.reset();
   object->streams.clear();
+  object->ranks.reset();
 }
 
 }  // namespace
@@ -118,33 +121,6 @@ SaveOptions spillway::c::read_save_options(const spillway_save_options* options)
   wanted.leave_out_frozen = read.leave_out_frozen != 0;
   if (read.max_file_bytes != 0) wanted.max_file_bytes = read.max_file_bytes;
   return wanted;
-}
-
-spillway_status spillway_engine_create(const spillway_config* config, const spillway_model* model,
-                                       const spillway_options* options, spillway_engine** engine) {
-  return guarded([&] {
-    given(engine, "engine");
-    const auto read = read_struct(options, "spillway_options");
-    EngineOptions wanted;
-    wanted.on_existing = checked(read.on_existing, OnExisting::kReplace, "spillway_on_existing");
-    wanted.poison_released = read.poison_released != 0;
-    if (read.snapshot != nullptr) wanted.snapshot = read.snapshot;
-    if (read.trace != nullptr) wanted.trace = read.trace;
-    if (read.trace_spans != 0) wanted.trace_spans = read.trace_spans;
-    const auto settings = tables().configs.find(config);
-    const auto described = tables().models.find(model);
-    if (settings->config.sum_groups > 1) {
-      throw Error(Code::kUnsupported, {"spillway.sum_groups", fmt::format("is {}", settings->config.sum_groups), 0,
-                                       "leave it out: a gradient does not say here which micro-batch it is of"});
-    }
-    const auto made = std::make_shared<EngineObject>();
-    {
-      const auto turn = described->caller.enter("spillway_engine_create");
-      made->description = described->description;
-    }
-    made->engine = Engine::create(settings->config, made->description, wanted);
-    *engine = tables().engines.add(made);
-  });
 }
 
 spillway_status spillway_engine_destroy(spillway_engine* engine) {
@@ -268,9 +244,9 @@ spillway_status spillway_stream_launch(spillway_engine* engine, spillway_stream*
                                        void (*work)(void*, spillway_workers*), void* user) {
   return with_stream(__func__, engine, stream, [&](Engine&, Stream& on, auto&) {
     given(work, "work");
-    if (on.kind() != DeviceKind::kHost) {
-      throw Error(Code::kUnsupported, {"spillway_stream_launch", "the engine's device is cuda", 0,
-                                       "launch a kernel on spillway_stream_native()"});
+    if (const DeviceType& device = device_of(on.kind()); !device.on_cpu) {
+      throw Error(Code::kUnsupported, {"spillway_stream_launch", "the engine's device is " + std::string(device.name),
+                                       0, "launch a kernel on spillway_stream_native()"});
     }
     on.launch([work, user](HostWorkers& workers) { work(user, reinterpret_cast<spillway_workers*>(&workers)); });
   });
@@ -312,7 +288,7 @@ spillway_status spillway_engine_acquire(spillway_engine* engine, uint32_t block,
 const void* spillway_lease_weight(const spillway_lease* lease, uint32_t parameter) {
   return answered(static_cast<const void*>(nullptr), [&] {
     const auto object = tables().leases.find(lease);
-    const auto turn = object->of->caller.look();
+    const auto turn = object->of->caller.ask();
     const Block& block = object->of->description.blocks[object->block];
     if (!object->lease) refuse("spillway_lease", "is no handle that lives", "its engine was destroyed");
     if (parameter >= block.parameters.size()) {
@@ -345,7 +321,7 @@ spillway_status spillway_engine_acquire_activation(spillway_engine* engine, uint
 void* spillway_activation_data(const spillway_activation* activation) {
   return answered(static_cast<void*>(nullptr), [&] {
     const auto object = tables().activations.find(activation);
-    const auto turn = object->of->caller.look();
+    const auto turn = object->of->caller.ask();
     if (!object->lease) refuse("spillway_activation", "is no handle that lives", "its engine was destroyed");
     return static_cast<void*>(object->lease->data());
   });
@@ -364,9 +340,20 @@ spillway_status spillway_activation_release(spillway_activation* activation) {
 spillway_status spillway_engine_push_gradient(spillway_engine* engine, uint32_t block, uint32_t parameter,
                                               const void* data, uint64_t elements, spillway_dtype dtype,
                                               spillway_stream* stream) {
-  return with_stream(__func__, engine, stream, [&](Engine& called, Stream& on, auto&) {
-    called.push_gradient(
-        {.block = block, .parameter = parameter, .data = data, .dtype = dtype_of(dtype), .elements = elements}, on);
+  return spillway_engine_push_gradient_of(engine, 0, block, parameter, data, elements, dtype, stream);
+}
+
+spillway_status spillway_engine_push_gradient_of(spillway_engine* engine, uint32_t micro_batch, uint32_t block,
+                                                 uint32_t parameter, const void* data, uint64_t elements,
+                                                 spillway_dtype dtype, spillway_stream* stream) {
+  return with_stream("spillway_engine_push_gradient", engine, stream, [&](Engine& called, Stream& on, auto&) {
+    called.push_gradient({.block = block,
+                          .parameter = parameter,
+                          .data = data,
+                          .dtype = dtype_of(dtype),
+                          .elements = elements,
+                          .micro_batch = micro_batch},
+                         on);
   });
 }
 
@@ -437,19 +424,21 @@ spillway_status spillway_engine_read_values(spillway_engine* engine, spillway_pa
 }
 
 spillway_status spillway_engine_write_values(spillway_engine* engine, spillway_parameter_values of, uint32_t block,
-                                             uint32_t parameter, spillway_weight_source source, void* user) {
+                                             uint32_t parameter, const float* values, uint64_t count, uint32_t from) {
   return with_engine("spillway_engine_write_values", engine, [&](Engine& called, auto&) {
-    given(source, "source");
     called.write_values(checked(of, ParameterValues::kGradient, "spillway_parameter_values"), block, parameter,
-                        [&](auto b, auto p, auto first, std::span<float> out) {
-                          require(source(user, b, p, first, out.data(), out.size()));
-                        });
+                        {values, values == nullptr ? 0 : count}, from);
   });
 }
 
 spillway_status spillway_engine_export(spillway_engine* engine, const char* directory,
                                        const spillway_export_options* options) {
   return with_engine(__func__, engine, [&](Engine& called, const auto& object) {
-    export_model(called, object->description, given(directory, "directory"), read_export_options(options));
+    given(directory, "directory");
+    const ExportOptions wanted = read_export_options(options);
+    if (!object->ranks || object->ranks->communicator->ranks() == 1) {
+      return export_model(called, object->description, directory, wanted);
+    }
+    export_of_ranks(called, *object, directory, wanted);
   });
 }

@@ -11,7 +11,7 @@
 namespace spillway {
 namespace {
 
-// Finds the types that are others: from behind the key to behind the value.
+// Finds the types that are others: from the end of the key to the end of the value.
 class Types : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, Types> {
  public:
   Types(const rapidjson::MemoryStream& stream, std::string_view name) : stream_(stream), name_(name) {}

@@ -8,7 +8,7 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "src/checkpoint/deepspeed_facts.h"
+#include "src/checkpoint/deepspeed_info.h"
 #include "src/formats/element_count.h"
 #include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
@@ -108,17 +108,19 @@ std::unique_ptr<TorchArchive> DeepSpeedCheckpoint::opened(const std::filesystem:
 
 void DeepSpeedCheckpoint::read_model_state(const PickleValue& root) {
   const std::string object = path_of(*models_[0]);
-  add_engine_facts(root, object, facts_);
+  add_engine_info(root, object, facts_);
   const PickleValue& zero = member(states_[0]->root(), "optimizer_state_dict", Kind::kDict, path_of(*states_[0]));
   const bool flat_partitions = zero.find("single_partition_of_fp32_groups") != nullptr;
   // BF16_Optimizer, of stage 1, does not say its stage.
   facts_.stage = static_cast<std::uint32_t>(stage_of(zero.find("zero_stage")).value_or(flat_partitions ? 1 : 0));
   if (facts_.stage < 1 || facts_.stage > 3)
     refuse(path_of(*states_[0]), "is of no ZeRO stage from 1 to 3", "import a checkpoint that ZeRO wrote");
-  if (facts_.stage == 3 && layout_.model_files.size() != facts_.ranks) {
+  const std::size_t models = layout_.model_files.size();
+  if (facts_.stage == 3 && models != facts_.ranks) {
     refuse(layout_.directory.string(),
-           fmt::format("has model states of {} ranks and optimizer states of {}", layout_.model_files.size(),
-                       facts_.ranks),
+           fmt::format("has model states of {} ranks and optimizer states of {}, none of rank {} (…_{}_states.pt)",
+                       models, facts_.ranks, std::min<std::size_t>(models, facts_.ranks),
+                       models < facts_.ranks ? "model" : "optim"),
            "copy the files of all ranks into one directory");
   }
   read_parameters(root, zero.find("param_alignment_paddings"));
@@ -231,7 +233,7 @@ void DeepSpeedCheckpoint::read_states(std::size_t rank) {
   if (!base_found->is(Kind::kDict))
     refuse(object, "was saved with elastic_checkpoint", "save it with elastic_checkpoint set to false");
   const PickleValue& states = member(*base_found, "state", Kind::kDict, object);
-  if (rank == 0) add_optimizer_facts(zero, *base_found, facts_);
+  if (rank == 0) add_optimizer_info(zero, *base_found, facts_);
   if (masters.items.size() != facts_.sub_groups || states.items.size() != 2 * facts_.sub_groups) {
     refuse(object,
            fmt::format("has {} flat tensors and the optimizer's states of {}, for {} groups of parameters",
@@ -353,8 +355,8 @@ const DeepSpeedParameter* DeepSpeedCheckpoint::find(const std::string& name) con
   return found == by_name_.end() ? nullptr : &parameters_[found->second];
 }
 
-DeepSpeedCheckpoint::Place DeepSpeedCheckpoint::place(const DeepSpeedParameter& parameter,
-                                                      std::uint64_t element) const {
+DeepSpeedCheckpoint::FlatRange DeepSpeedCheckpoint::place(const DeepSpeedParameter& parameter,
+                                                          std::uint64_t element) const {
   const Group& group = groups_[parameter.group];
   if (group.even) {
     const std::uint64_t part = div_up(parameter.elements, std::uint64_t{group.ranks.size()});
@@ -368,7 +370,7 @@ void DeepSpeedCheckpoint::read(const DeepSpeedParameter& parameter, DeepSpeedArr
                                std::span<float> out) {
   SPILLWAY_CHECK(!parameter.frozen || array == DeepSpeedArray::kMaster, "frozen parameters have weights alone");
   while (!out.empty()) {
-    const Place at = place(parameter, first);
+    const FlatRange at = place(parameter, first);
     Flat& flat = groups_[parameter.group].ranks[at.rank][static_cast<std::size_t>(array)];
     const std::uint64_t size = size_of(flat.tensor.type);
     const auto part = out.first(std::min<std::uint64_t>({out.size(), at.count, kComparedBytes / size}));

@@ -3,7 +3,7 @@
 //
 //   stage 3       parameter p is cut into equal parts, the last one padded;    rank 0 │ a0 │ b0 │   rank 1 │ a1 │ b1 ~│
 //                 a rank's flat tensor has its part of each, in order
-//   stages 1, 2   all parameters one behind the other (with `param_alignment_  rank 0 │ a  │ b │    rank 1 │ b │ c ~│
+//   stages 1, 2   all parameters one after the other (with `param_alignment_  rank 0 │ a  │ b │    rank 1 │ b │ c ~│
 //                 paddings` apart), cut into equal parts, the last one padded
 //
 // The order of parameters is that of `param_shapes` (deepspeed/utils/zero_to_fp32.py, 0.19). A flat tensor that was on
@@ -39,7 +39,7 @@ struct DeepSpeedParameter {
   std::uint64_t elements = 0;
   bool frozen = false;       // has a master alone: the weights, in their own type
   std::size_t group = 0;     // of flat tensors
-  std::uint64_t offset = 0;  // in them: stage 3, in a rank's; stages 1 and 2, in all ranks' one behind the other
+  std::uint64_t offset = 0;  // in them: stage 3, in a rank's; stages 1 and 2, in all ranks' one after the other
 };
 
 class DeepSpeedCheckpoint {
@@ -48,7 +48,7 @@ class DeepSpeedCheckpoint {
   // parameters' shapes ask for. `checked`: files that match their CRC-32s; verify() looks at the values.
   DeepSpeedCheckpoint(const std::filesystem::path& directory, const std::string& tag, bool checked);
 
-  const DeepSpeedFacts& facts() const { return facts_; }
+  const DeepSpeedInfo& facts() const { return facts_; }
   const std::filesystem::path& directory() const { return layout_.directory; }
   std::span<const DeepSpeedParameter> parameters() const { return parameters_; }
   // How many updates Adam has made of a parameter that is trained: its state has a count for each group.
@@ -83,7 +83,7 @@ class DeepSpeedCheckpoint {
     std::vector<std::array<Flat, kArrays>> ranks = {};
     std::string name = {};  // in messages
   };
-  struct Place {
+  struct FlatRange {
     std::size_t rank = 0;
     std::uint64_t index = 0;  // in its flat tensor
     std::uint64_t count = 0;  // of elements that follow there
@@ -99,12 +99,12 @@ class DeepSpeedCheckpoint {
   Flat flat(TorchArchive& archive, const PickleValue& value, const std::string& name);
   void open_swap(Flat& flat, const std::string& name, std::size_t rank, std::uint64_t elements);
   void check_sizes(Group& group);
-  Place place(const DeepSpeedParameter& parameter, std::uint64_t element) const;
+  FlatRange place(const DeepSpeedParameter& parameter, std::uint64_t element) const;
   std::map<std::pair<TorchArchive*, std::uint64_t>, const Flat*> stored() const;
 
   const bool checked_;
   const DeepSpeedLayout layout_;
-  DeepSpeedFacts facts_;
+  DeepSpeedInfo facts_;
   std::vector<std::unique_ptr<TorchArchive>> models_, states_;  // by rank
   std::vector<DeepSpeedParameter> parameters_;
   std::map<std::string, std::size_t, std::less<>> by_name_;

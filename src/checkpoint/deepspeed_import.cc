@@ -134,7 +134,7 @@ std::vector<std::vector<const DeepSpeedParameter*>> match(DeepSpeedCheckpoint& c
 }
 
 DType weight_type(const DeepSpeedCheckpoint& checkpoint, const ImportOptions& options) {
-  const DeepSpeedFacts& facts = checkpoint.facts();
+  const DeepSpeedInfo& facts = checkpoint.facts();
   const std::optional<DType> type = options.weights ? options.weights : facts.weights;
   if (type && (*type != DType::kFloat16 || facts.loss_scale)) return *type;
   refuse(checkpoint.directory(),
@@ -154,7 +154,7 @@ float frozen_weight(float value, DType type) {
 }
 
 // What stands before the caller's blob, of which there is none.
-std::vector<std::byte> record_of(const DeepSpeedFacts& facts) {
+std::vector<std::byte> record_of(const DeepSpeedInfo& facts) {
   if (facts.snapshot_weights != DType::kFloat16) return {};
   std::vector<std::byte> record(LossScalerState::kBytes);
   LossScalerState{.scale = facts.loss_scale->scale,
@@ -245,8 +245,8 @@ class Copy {
 
 }  // namespace
 
-DeepSpeedFacts import_deepspeed(const std::filesystem::path& directory, const ModelDescription& model,
-                                const std::filesystem::path& snapshot, const ImportOptions& options) {
+DeepSpeedInfo import_deepspeed(const std::filesystem::path& directory, const ModelDescription& model,
+                               const std::filesystem::path& snapshot, const ImportOptions& options) {
   DeepSpeedCheckpoint checkpoint(directory, options.tag, options.verify);
   Config config;
   config.weights = weight_type(checkpoint, options);
@@ -263,7 +263,7 @@ DeepSpeedFacts import_deepspeed(const std::filesystem::path& directory, const Mo
   };
   if (options.verify) checkpoint.verify(on_bytes);
   Copy(checkpoint, files, model, config.weights, options.frozen, on_bytes).run(matched);
-  DeepSpeedFacts facts = checkpoint.facts();
+  DeepSpeedInfo facts = checkpoint.facts();
   facts.snapshot_weights = config.weights;
   facts.step = facts.optimizer_steps + (config.weights == DType::kFloat16 ? facts.skipped_steps : 0);
   files.finish(facts.step, record_of(facts), update_counts(checkpoint, matched));

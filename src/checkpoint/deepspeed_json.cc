@@ -29,7 +29,7 @@ void put_if(FactsWriter& out, const char* key, const std::optional<double>& valu
 
 }  // namespace
 
-std::string facts_json(const DeepSpeedFacts& facts, const std::filesystem::path& snapshot) {
+std::string info_json(const DeepSpeedInfo& facts, const std::filesystem::path& snapshot) {
   rapidjson::StringBuffer text;
   FactsWriter out(text);
   out.SetIndent(' ', 2);

@@ -6,6 +6,8 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -14,15 +16,16 @@
 #include "src/checkpoint/file_names.h"
 #include "src/checkpoint/model_writer.h"
 #include "src/checkpoint/run_inspection.h"
+#include "src/checkpoint/run_reader.h"
 #include "src/checkpoint/snapshot_record.h"
 #include "src/checkpoint/store_inspection.h"
 #include "src/checkpoint/tile_values.h"
+#include "src/config/table.h"
 #include "src/formats/element_count.h"
 #include "src/formats/new_directory.h"
 #include "src/formats/plain_file.h"
 #include "src/plan/description.h"
 #include "src/plan/plan.h"
-#include "swap/store_check.h"
 #include "swap/tile_store.h"
 
 namespace spillway {
@@ -47,10 +50,68 @@ void refuse_bytes(const ModelDescription& model) {
   }
 }
 
-// A new directory is complete or not there. One that exists is filled as it is: it may be a mount point or a link, and
-// hold what belongs beside a model.
-void write_model(const ModelDescription& model, const std::filesystem::path& directory, const ExportOptions& options,
-                 const std::function<void(const WeightSink&)>& walk) {
+constexpr std::string_view kBaseLeftOpen = R"("base_model_name_or_path": null)";
+
+std::string with_base(const std::string& config, const std::string& base) {
+  const std::size_t at = base.empty() ? config.npos : config.find(kBaseLeftOpen);
+  if (at == config.npos) return config;
+  return fmt::format(R"({}"base_model_name_or_path": {}{})", config.substr(0, at), json_string(base),
+                     config.substr(at + kBaseLeftOpen.size()));
+}
+
+// What is written of a model: its adapters alone, where it has some and not all of it is asked for.
+class ExportedPart {
+ public:
+  ExportedPart(const ModelDescription& model, const ExportOptions& options)
+      : adapters_(!options.whole &&
+                  std::ranges::find(model.attachments, kAdapterConfig, &Attachment::name) != model.attachments.end()) {
+    if (!adapters_) {
+      model_ = model;
+      return;
+    }
+    for (const Block& block : model.blocks) {
+      Block part{.name = block.name, .parameters = {}};
+      auto& index = index_.emplace_back();
+      for (const Parameter& parameter : block.parameters) {
+        index.push_back(part.parameters.size());
+        if (parameter.name.starts_with(kAdapterPrefix)) part.parameters.push_back(parameter);
+      }
+      blocks_.push_back(part.parameters.empty() ? kNone : static_cast<std::uint32_t>(model_.blocks.size()));
+      if (!part.parameters.empty()) model_.blocks.push_back(std::move(part));
+    }
+    for (const Attachment& file : model.attachments) {
+      if (file.name == kAdapterConfig) model_.attachments.push_back({file.name, with_base(file.text, options.base)});
+    }
+  }
+
+  const ModelDescription& model() const { return model_; }
+  bool adapters() const { return adapters_; }
+  std::string stem() const { return adapters_ ? kAdapterStem : "model"; }
+  bool has(std::uint32_t block) const { return !adapters_ || blocks_[block] != kNone; }
+  // Of blocks of which there is something, all parameters' values.
+  WeightSink to(const WeightSink& sink, const ModelDescription& whole) const {
+    if (!adapters_) return sink;
+    return [this, &sink, &whole](std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
+                                 std::span<const float> values) {
+      if (!has(block) || !whole.blocks[block].parameters[parameter].name.starts_with(kAdapterPrefix)) return;
+      sink(blocks_[block], static_cast<std::uint32_t>(index_[block][parameter]), first, values);
+    };
+  }
+
+ private:
+  static constexpr std::uint32_t kNone = UINT32_MAX;
+  const bool adapters_;
+  ModelDescription model_;
+  std::vector<std::uint32_t> blocks_;            // of model_, by block of the whole
+  std::vector<std::vector<std::size_t>> index_;  // of a parameter in its block
+};
+
+// A new directory is complete or not there. A directory that exists is filled as it is: it may be a mount point or a
+// link, and hold what belongs beside a model. Returns whether these are adapters.
+bool write_model(const ModelDescription& whole, const std::filesystem::path& directory, const ExportOptions& options,
+                 const std::function<void(const WeightSink&, const ExportedPart&)>& walk) {
+  const ExportedPart part(whole, options);
+  const ModelDescription& model = part.model();
   refuse_bytes(model);
   const FileNames names(model);
   std::optional<NewDirectory> made;
@@ -65,56 +126,24 @@ void write_model(const ModelDescription& model, const std::filesystem::path& dir
                        {.files = {.type = options.type,
                                   .max_file_bytes = options.max_file_bytes,
                                   .replace = options.replace,
+                                  .stem = part.stem(),
                                   .alone = !made}});
     const std::uint64_t bytes = value_bytes(model);
     std::uint64_t done = 0;
     const WeightSink sink = [&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
                                 std::span<const float> values) { writer.write(block, parameter, first, values); };
-    walk([&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first, std::span<const float> values) {
+    const WeightSink counted = [&](std::uint32_t block, std::uint32_t parameter, std::uint64_t first,
+                                   std::span<const float> values) {
       names.write(block, parameter, first, values, sink);
       done += values.size_bytes();
       if (options.progress) options.progress(done, bytes);
-    });
+    };
+    walk(part.to(counted, whole), part);
     writer.finish();
   }
   if (made) made->finish();
+  return part.adapters();
 }
-
-// A tile of a store that no engine has open, read and verified into memory.
-class TileReader {
- public:
-  TileReader(const Plan& plan, const ModelDescription& model)
-      : plan_(plan), model_(model), memory_(align_up(plan.host.buffer_bytes, std::uint64_t{4096})) {}
-
-  TileMemory read(const TileStore& store, std::uint32_t tile) {
-    const TileStore::Slot slot = store.readable(tile);
-    TileMemory memory;
-    std::uint64_t at = 0;
-    for (std::size_t part = 0; part < kParts; ++part) {
-      const std::uint64_t bytes = slot.extent[part].bytes;
-      if (bytes == 0) continue;
-      const std::span<std::byte> extent = memory_.bytes().subspan(at, bytes);
-      memory.part[part] = extent.data();
-      store.files().read_at(slot.extent[part].offset, extent);
-      granules_.resize(div_up(bytes, kGranuleBytes));
-      granule_checksums(extent, granules_);
-      if (extent_checksum(granules_) != slot.checksum[part]) {
-        const auto name_of = [this](std::uint32_t t) { return tile_name(plan_, model_, t); };
-        throw mismatch_error(name_of_part(tile, static_cast<Part>(part), name_of),
-                             store.files().place_of(slot.extent[part].offset),
-                             store.way_back(slot.extent[part].offset));
-      }
-      at += bytes;
-    }
-    return memory;
-  }
-
- private:
-  const Plan& plan_;
-  const ModelDescription& model_;
-  AlignedBuffer memory_;
-  std::vector<std::uint64_t> granules_;
-};
 
 // A snapshot as write_model() takes it: each tensor a block of its own, in the order of names.
 ModelDescription described(const SafetensorsReader& weights, const SnapshotRecord& record,
@@ -131,7 +160,7 @@ ModelDescription described(const SafetensorsReader& weights, const SnapshotRecor
   return model;
 }
 
-// Hands a tensor to `sink` as the given block, verified behind its last value: a failure leaves no model.
+// Hands a tensor to `sink` as the given block, verified after its last value: a failure leaves no model.
 void read_tensor(SafetensorsReader& reader, const TensorEntry& entry, const SnapshotRecord& record, std::uint32_t block,
                  const WeightSink& sink) {
   std::vector<float> values(64 * 1024);
@@ -152,13 +181,14 @@ void read_tensor(SafetensorsReader& reader, const TensorEntry& entry, const Snap
 
 void export_model(Engine& engine, const ModelDescription& model, const std::filesystem::path& directory,
                   ExportOptions options) {
-  write_model(model, directory, options,
-              [&](const WeightSink& sink) { engine.export_weights(options.type == DType::kFloat32, sink); });
+  write_model(model, directory, options, [&](const WeightSink& sink, const ExportedPart&) {
+    engine.export_weights(options.type == DType::kFloat32, sink);
+  });
 }
 
 void export_model(const ModelDescription& model, const std::filesystem::path& directory, ExportOptions options,
                   const std::function<void(const WeightSink& sink)>& weights) {
-  write_model(model, directory, options, weights);
+  write_model(model, directory, options, [&](const WeightSink& sink, const ExportedPart&) { weights(sink); });
 }
 
 ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::filesystem::path& directory,
@@ -173,7 +203,7 @@ ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::
     weights = SafetensorsReader::open(snapshot);
     model = described(*weights, opened, snapshot);
   });
-  write_model(model, directory, options, [&](const WeightSink& sink) {
+  const auto walk = [&](const WeightSink& sink, const ExportedPart& part) {
     // Those that were frozen are as they were used already.
     const WeightSink rounded = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
                                    std::span<const float> values) {
@@ -183,15 +213,18 @@ ExportedStore export_snapshot(const std::filesystem::path& snapshot, const std::
     };
     const bool exact = options.type == DType::kFloat32;
     std::uint32_t block = 0;
-    for (const TensorEntry& entry : weights->tensors())
-      read_tensor(*weights, entry, record, block++, exact ? sink : rounded);
-  });
-  return {.step = record.facts.step, .weights = record.facts.weights};
+    for (const TensorEntry& entry : weights->tensors()) {
+      if (part.has(block)) read_tensor(*weights, entry, record, block, exact ? sink : rounded);
+      ++block;
+    }
+  };
+  const bool adapters = write_model(model, directory, options, walk);
+  return {.step = record.facts.step, .weights = record.facts.weights, .adapters = adapters};
 }
 
 ExportedStore export_store(const std::vector<std::filesystem::path>& paths, const std::filesystem::path& directory,
                            ExportOptions options) {
-  const StoredModel stored = read_stored_model(StoreFiles::open_to_look(paths));
+  const StoredModel stored = read_stored_model(StoreFiles::open_read_only(paths));
   if (stored.rank.count > 1) {
     throw Error(Code::kUnsupported,
                 {paths.front().string(),
@@ -200,76 +233,37 @@ ExportedStore export_store(const std::vector<std::filesystem::path>& paths, cons
   }
   const Plan plan = plan_of_store(stored, paths);
   const auto store = TileStore::open_to_read(paths, store_shape(plan));
-  TileReader reader(plan, stored.model);
-  write_model(stored.model, directory, options, [&](const WeightSink& sink) {
+  const auto name_of = [&](std::uint32_t tile) { return tile_name(plan, stored.model, tile); };
+  TileReader reader(plan.host.buffer_bytes);
+  const auto walk = [&](const WeightSink& sink, const ExportedPart& part) {
     for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
-      read_tile(plan, t, reader.read(*store, t), options.type == DType::kFloat32, sink);
+      if (!part.has(plan.tiles[t].block)) continue;
+      read_tile(plan, t, reader.read(*store, t, name_of), options.type == DType::kFloat32, sink);
     }
-  });
-  return {.step = store->committed().step, .weights = stored.weights};
+  };
+  const bool adapters = write_model(stored.model, directory, options, walk);
+  return {.step = store->committed().step, .weights = stored.weights, .adapters = adapters};
 }
 
 namespace {
 
-// The stores of all ranks, at the newest step that all have.
-struct RunReader {
-  explicit RunReader(const RunPaths& paths);
-
-  // Every rank's tiles, in the order that a model is written in.
-  void read(bool exact, const WeightSink& sink);
-
-  struct Part {
-    StoredModel stored;
-    Plan plan;
-    std::unique_ptr<TileStore> store;
-  };
-  std::vector<std::unique_ptr<Part>> parts;
-  Commit commit;
-};
-
-RunReader::RunReader(const RunPaths& paths) {
-  auto run = open_when_free(paths);
-  const auto common = newest_common(run->commits());
-  for (const auto& rank : run->ranks) TileStore::refuse_one_slot(rank->files);
-  if (!common) throw no_common_step(paths[0].front(), run->commits());
-  commit = *common;
-  for (const auto& rank : run->ranks) {
-    auto part = std::make_unique<Part>(Part{rank->stored, rank->plan, nullptr});
-    part->store = TileStore::found(std::move(rank->files), store_shape(part->plan));
-    if (part->store->commits().last != common) part->store->go_to_before();
-    parts.push_back(std::move(part));
-  }
-}
-
-void RunReader::read(bool exact, const WeightSink& sink) {
-  struct Next {
-    std::uint32_t block;
-    std::uint64_t first;  // in its flat vector
-    std::uint32_t rank, tile;
-    auto operator<=>(const Next&) const = default;
-  };
-  std::vector<Next> order;
-  std::vector<TileReader> readers;
-  for (std::uint32_t rank = 0; rank < parts.size(); ++rank) {
-    readers.emplace_back(parts[rank]->plan, parts[rank]->stored.model);
-    const auto& tiles = parts[rank]->plan.tiles;
-    for (std::uint32_t t = 0; t < tiles.size(); ++t) order.push_back({tiles[t].block, tiles[t].range.first, rank, t});
-  }
-  std::ranges::sort(order);
-  for (const Next& next : order) {
-    const Part& part = *parts[next.rank];
-    read_tile(part.plan, next.tile, readers[next.rank].read(*part.store, next.tile), exact, sink);
+// Every rank's tiles, in the order that a model is written in.
+void read_run(RunReader& run, bool exact, const WeightSink& sink, const ExportedPart& exported) {
+  for (const auto& [block, first, rank, tile] : run.tiles()) {
+    if (exported.has(block)) read_tile(run.plan(rank), tile, run.read(rank, tile), exact, sink);
   }
 }
 
 }  // namespace
 
 ExportedStore export_run(const RunPaths& paths, const std::filesystem::path& directory, ExportOptions options) {
-  RunReader run(paths);
-  const StoredModel& stored = run.parts[0]->stored;
-  write_model(stored.model, directory, options,
-              [&](const WeightSink& sink) { run.read(options.type == DType::kFloat32, sink); });
-  return {.step = run.commit.step, .weights = stored.weights};
+  RunReader run(*open_when_free(paths));
+  const StoredModel& stored = run.stored();
+  const auto walk = [&](const WeightSink& sink, const ExportedPart& part) {
+    read_run(run, options.type == DType::kFloat32, sink, part);
+  };
+  const bool adapters = write_model(stored.model, directory, options, walk);
+  return {.step = run.commit().step, .weights = stored.weights, .adapters = adapters};
 }
 
 }  // namespace spillway

@@ -16,7 +16,7 @@ namespace spillway {
 
 struct ModelWriterOptions {
   SafetensorsWriterOptions files;
-  std::string suffix = {};                // behind the name of every parameter
+  std::string suffix = {};                // after the name of every parameter
   bool trainable_only = false;            // at least one parameter must be left
   std::optional<DType> frozen_type = {};  // of those that are not trained; else that of the files
   bool attachments = true;                // the model's, too

@@ -3,10 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <set>
-#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -17,39 +15,9 @@ namespace {
 
 std::string text_of(const RunId& run) { return fmt::format("{:016x}{:016x}", run.word[0], run.word[1]); }
 
-std::filesystem::path directory_of_rank(const std::filesystem::path& path, std::uint32_t rank) {
-  return path / fmt::format("rank{}", rank);
-}
-
-std::optional<std::uint32_t> rank_in(const std::string& name) {
-  constexpr std::string_view kBefore = "rank";
-  std::uint32_t rank = 0;
-  if (!name.starts_with(kBefore)) return std::nullopt;
-  const auto [end, failure] = std::from_chars(name.data() + kBefore.size(), name.data() + name.size(), rank);
-  if (failure != std::errc() || directory_of_rank("", rank) != name) return std::nullopt;
-  return rank;
-}
-
-bool lies_at(const std::filesystem::path& path) {
-  std::error_code ignored;
-  return std::filesystem::exists(path, ignored);
-}
-
-// The ranks that have a store below a directory, or one that waits for its name.
-std::set<std::uint32_t> ranks_below(const std::filesystem::path& path) {
-  std::set<std::uint32_t> ranks;
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(path, ignored)) {
-    const auto rank = rank_in(entry.path().filename().string());
-    if (!rank) continue;
-    if (lies_at(entry.path() / kStoreFileName) || lies_at(StoreFiles::temporary_name(entry.path())))
-      ranks.insert(*rank);
-  }
-  return ranks;
-}
-
 std::optional<Superblock> read_superblock(const std::filesystem::path& file) {
-  if (!lies_at(file)) return std::nullopt;
+  std::error_code ignored;
+  if (!std::filesystem::exists(file, ignored)) return std::nullopt;
   return StoreFiles::superblock_of(File::open(file, {.direct = false}));
 }
 
@@ -83,6 +51,13 @@ std::string ranks_text(const std::vector<std::uint32_t>& ranks) {
   return text;
 }
 
+[[noreturn]] void refuse_both(const StoreDirectories& paths, std::uint32_t ranks) {
+  throw Error(
+      Code::kInvalidArgument,
+      {paths.front().string(), fmt::format("holds a store, and below it are those of {} ranks, rank0 and so on", ranks),
+       0, "move one of the two to a directory of its own"});
+}
+
 // Of all that are refused, in one message.
 [[noreturn]] void refuse_run(const RunChoice& choice, std::span<const RankStores> stores, const RunPaths& paths) {
   std::vector<std::uint32_t> missing, other;
@@ -106,6 +81,22 @@ std::string ranks_text(const std::vector<std::uint32_t>& ranks) {
 }
 
 }  // namespace
+
+void refuse_several(const StoreDirectories& paths, std::span<const PlacedRun> runs) {
+  for (const PlacedRun& run : runs) {
+    if (run.ranks > 1 && std::ranges::find(runs, 1u, &PlacedRun::ranks) != runs.end()) refuse_both(paths, run.ranks);
+  }
+  throw Error(
+      Code::kInvalidArgument,
+      {paths.front().string(),
+       fmt::format("holds the stores of several runs, {} of {} ranks and {} of {}, and neither goes on with the "
+                   "other's work",
+                   text_of(runs[0].run), runs[0].ranks, text_of(runs[1].run), runs[1].ranks),
+       0,
+       fmt::format("move those of one, rank0 to rank{} or rank0 to rank{}, to a directory of their own, and "
+                   "see what the other is with spillway store",
+                   runs[0].ranks - 1, runs[1].ranks - 1)});
+}
 
 Error refused_store(const RunChoice& choice, std::span<const RankStores> ranks, std::uint32_t rank,
                     const std::filesystem::path& path) {
@@ -165,7 +156,7 @@ std::unique_ptr<OpenRun> open_when_free(const RunPaths& paths) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration<double>(TileStore::kLockPatienceSeconds);
   while (true) {
-    auto run = std::make_unique<OpenRun>(paths, FoundStores::Purpose::kLook);
+    auto run = std::make_unique<OpenRun>(paths, FoundStores::Purpose::kInspect);
     const auto busy = std::ranges::find_if(run->ranks, [](const auto& store) { return store->files.in_use(); });
     if (busy == run->ranks.end()) return run;
     if (Clock::now() >= deadline) {
@@ -177,26 +168,28 @@ std::unique_ptr<OpenRun> open_when_free(const RunPaths& paths) {
 }
 
 RunPaths find_ranks(const std::vector<std::filesystem::path>& paths) {
-  RunPaths run;
-  if (paths.empty()) return run;
+  if (paths.empty()) return {};
+  const std::vector<PlacedStore> around = find_stores(paths);
+  const std::vector<PlacedRun> runs = choose_placed_run(around);
+  if (runs.size() > 1) refuse_several(paths, runs);
+  if (!runs.empty()) {
+    const PlacedRun& run = runs.front();
+    // A whole run of one rank that was not chosen is an older one, whose work this one goes on with.
+    const auto beside = [&](const PlacedStore& store) {
+      return run.ranks > 1 && !store.rank && !store.waiting && store.says.count > 1;
+    };
+    if (std::ranges::any_of(around, beside)) refuse_both(paths, run.ranks);
+    return run.ranks == 1 ? RunPaths() : paths_of_run(paths, run.ranks);
+  }
   const std::set<std::uint32_t> there = ranks_below(paths.front());
   const auto count = there.empty() ? std::nullopt : count_ranks(paths.front(), there);
-  if (!count) return run;
-  if (TileStore::exists(paths)) {
-    throw Error(Code::kInvalidArgument, {paths.front().string(),
-                                         fmt::format("holds a store, and below it are those of {} ranks, {} and so on",
-                                                     *count, directory_of_rank("", *there.begin()).string()),
-                                         0, "move one of the two to a directory of its own"});
-  }
-  for (std::uint32_t rank = 0; rank < *count; ++rank) {
-    run.emplace_back();
-    for (const auto& path : paths) run.back().push_back(directory_of_rank(path, rank));
-  }
-  return run;
+  if (!count) return {};
+  if (TileStore::exists(paths)) refuse_both(paths, *count);
+  return paths_of_run(paths, *count);
 }
 
 RunInfo inspect_run(const RunPaths& paths) {
-  const OpenRun run(paths, FoundStores::Purpose::kLook);
+  const OpenRun run(paths, FoundStores::Purpose::kInspect);
   RunInfo info;
   bool keeps_steps = true;
   for (std::uint32_t rank = 0; rank < run.ranks.size(); ++rank) {
@@ -217,7 +210,7 @@ RunInfo inspect_run(const RunPaths& paths) {
 }
 
 CheckedStore verify_run(const RunPaths& paths, const CheckOptions& options) {
-  const OpenRun run(paths, FoundStores::Purpose::kLook);
+  const OpenRun run(paths, FoundStores::Purpose::kInspect);
   std::uint64_t all = 0, before = 0;
   for (const auto& store : run.ranks) {
     refuse_to_verify(*store);
@@ -264,7 +257,7 @@ std::uint64_t roll_back_run(const RunPaths& paths, const CheckOptions& options) 
   }
   for (std::size_t rank = 0; rank < run.ranks.size(); ++rank) {
     OpenStore& store = *run.ranks[rank];
-    store.files.settle();
+    store.files.repair();
     if (choice->of[rank] == RollBack::kTakesOlder)
       TileStore::take_older(store.files, store.layout, store.choice, kRollBackStride);
     if (choice->of[rank] == RollBack::kForgetsNewer)

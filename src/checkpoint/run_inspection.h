@@ -11,6 +11,7 @@
 
 #include "spillway/error.h"
 #include "spillway/store.h"
+#include "src/checkpoint/run_places.h"
 #include "src/checkpoint/store_inspection.h"
 #include "swap/policy/run_stores.h"
 #include "swap/tile_store.h"
@@ -20,6 +21,9 @@ namespace spillway {
 // Why that rank's store does not go on with the others: what it has at `path` is of another run, or nothing.
 Error refused_store(const RunChoice& choice, std::span<const RankStores> ranks, std::uint32_t rank,
                     const std::filesystem::path& path);
+
+// kInvalidArgument: more than one run could be gone on with.
+[[noreturn]] void refuse_several(const StoreDirectories& paths, std::span<const PlacedRun> runs);
 
 // All stores of a run, open; of one kind, and each in its rank's place.
 struct OpenRun {

@@ -21,7 +21,7 @@
 
 namespace spillway {
 
-// The checksums of tensors whose values pass in order, one tensor behind the other.
+// The checksums of tensors whose values pass in order, one tensor after the other.
 class TensorChecksums {
  public:
   // True with the last value of a tensor of so many `elements`; its checksum is then last().
@@ -64,7 +64,7 @@ class SnapshotFiles {
   const bool leave_out_frozen_;
   std::vector<std::vector<std::uint64_t>> elements_;  // [block][parameter]
   NewDirectory directory_;
-  std::vector<Array> arrays_;  // behind the directory: they give up their files before it is given up
+  std::vector<Array> arrays_;  // after the directory: they give up their files before it is given up
 };
 
 }  // namespace spillway

@@ -66,9 +66,9 @@ class Members {
     if (!member.integer) corrupt(object_);
     return *member.integer;
   }
-  template <typename T>
-  T one_of(std::string_view name, std::initializer_list<T> values) const {
-    const auto* const found = std::ranges::find(values, text(name), [](T value) { return name_of(value); });
+  template <typename Values>
+  typename Values::value_type one_of(std::string_view name, const Values& values) const {
+    const auto found = std::ranges::find(values, text(name), [](auto value) { return name_of(value); });
     if (found == values.end()) corrupt(object_);
     return *found;
   }
@@ -191,12 +191,9 @@ SnapshotRecord parse_snapshot(const std::string& text, const std::string& object
   SnapshotRecord record;
   record.frozen_left_out = format == kWithoutFrozen;
   record.facts.step = members.integer("step");
-  record.facts.weights = members.one_of("weights", {DType::kFloat32, DType::kBFloat16, DType::kFloat16});
-  record.facts.optimizer = members.one_of(
-      "optimizer", {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kSgd});
-  if (root.member("states"))
-    record.facts.moments =
-        members.one_of("states", {MomentFormat::kFloat32, MomentFormat::kBFloat16, MomentFormat::kInt8});
+  record.facts.weights = members.one_of("weights", kDTypes);
+  record.facts.optimizer = members.one_of("optimizer", kOptimizerKinds);
+  if (root.member("states")) record.facts.moments = members.one_of("states", kMomentFormats);
   record.facts.model = parse_hex(members.text("model"), object);
   record.blob = parse_blob(members.text("blob"), object);
   for (const JsonValue& file : members.at("files", JsonValue::Kind::kArray).items) record.files.push_back(file.text);
@@ -243,7 +240,7 @@ SnapshotRecord read_snapshot(const std::filesystem::path& directory,
   }
 }
 
-std::optional<SnapshotFacts> find_snapshot(const std::filesystem::path& directory, std::string* why) {
+std::optional<SnapshotInfo> find_snapshot(const std::filesystem::path& directory, std::string* why) {
   const auto no = [why](const std::filesystem::path& object, std::string_view happened) {
     if (why) *why = fmt::format("{}: {}", object.string(), happened);
     return std::nullopt;

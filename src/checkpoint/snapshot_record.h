@@ -25,7 +25,7 @@ enum class SnapshotArray : std::uint8_t { kWeights, kExpAvg, kExpAvgSq };
 
 struct SnapshotArrayNames {
   std::string stem;    // of the files
-  std::string suffix;  // behind the parameter's name
+  std::string suffix;  // after the parameter's name
 };
 SnapshotArrayNames names_of(SnapshotArray array);
 
@@ -33,8 +33,8 @@ SnapshotArrayNames names_of(SnapshotArray array);
 std::vector<SnapshotArray> snapshot_arrays(OptimizerKind optimizer, const ModelDescription& model);
 
 struct SnapshotRecord {
-  SnapshotFacts facts;
-  std::vector<std::byte> blob;                       // the caller's; in fp16 behind a LossScalerState
+  SnapshotInfo facts;
+  std::vector<std::byte> blob;                       // the caller's; in fp16 after a LossScalerState
   std::vector<std::string> files;                    // of the directory, but for this one
   std::map<std::string, std::uint64_t> checksums;    // by tensor: XXH3 of its values, row-major, as fp32
   std::map<std::string, std::uint64_t> attachments;  // by file: XXH3 of its text; none in records of older versions
@@ -46,7 +46,7 @@ struct SnapshotRecord {
 // SnapshotRecord::attachments of a text.
 std::uint64_t attachment_checksum(std::string_view text);
 
-// SnapshotFacts::model: of what must be equal for a snapshot to fit a run.
+// SnapshotInfo::model: of what must be equal for a snapshot to fit a run.
 std::uint64_t snapshot_fingerprint(const Config& config, const ModelDescription& model);
 
 std::string snapshot_text(const SnapshotRecord& record);

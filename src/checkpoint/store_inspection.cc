@@ -117,7 +117,7 @@ StoreInfo info_of(const OpenStore& store) {
 }
 
 StoreInfo inspect_store(const std::vector<std::filesystem::path>& paths) {
-  return info_of(OpenStore(StoreFiles::open_to_look(paths), paths));
+  return info_of(OpenStore(StoreFiles::open_read_only(paths), paths));
 }
 
 void refuse_to_verify(const OpenStore& store) {
@@ -127,7 +127,7 @@ void refuse_to_verify(const OpenStore& store) {
   }
   if (store.files.superblock().slots < 2) {
     throw Error(Code::kUnsupported, {store.object(), "made with commit_every 0: it keeps no step to verify", 0,
-                                     "what its run has written, a model or snapshots, is what there is"});
+                                     "there is only the model or the snapshots that its run has written"});
   }
   if (!store.choice.manifest) {
     throw Error(Code::kCorrupt, store.object(), "holds no committed step", 0, Remedy::kReplace);
@@ -159,13 +159,13 @@ CheckedStore verify_step(OpenStore& store, const Manifest& manifest, const Check
 }
 
 CheckedStore verify_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options) {
-  OpenStore store(StoreFiles::open_to_look(paths), paths);
+  OpenStore store(StoreFiles::open_read_only(paths), paths);
   refuse_to_verify(store);
   return verify_step(store, *store.choice.manifest, options);
 }
 
 std::uint64_t roll_back_store(const std::vector<std::filesystem::path>& paths, const CheckOptions& options) {
-  const StoredModel stored = read_stored_model(StoreFiles::open_to_look(paths));
+  const StoredModel stored = read_stored_model(StoreFiles::open_read_only(paths));
   if (stored.rank.count > 1) {
     throw Error(Code::kInvalidArgument, {(paths.front() / kStoreFileName).string(),
                                          fmt::format("is the store of rank {} of {}, which go back together",

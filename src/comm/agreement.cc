@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "kernels/host_device.h"
 #include "spillway/units.h"
 
 namespace spillway {
@@ -18,16 +19,12 @@ constexpr std::uint64_t kNobody = UINT64_MAX;
 // An Error as bytes, for the ranks that it did not happen on.
 class Letter {
  public:
-  explicit Letter(std::vector<std::byte> bytes = {}) : bytes_(std::move(bytes)) {}
+  explicit Letter(std::string bytes = {}) : bytes_(std::move(bytes)) {}
 
-  void put(std::uint64_t number) {
-    const auto* from = reinterpret_cast<const std::byte*>(&number);
-    bytes_.insert(bytes_.end(), from, from + sizeof number);
-  }
+  void put(std::uint64_t number) { bytes_.append(reinterpret_cast<const char*>(&number), sizeof number); }
   void put(const std::string& text) {
     put(text.size());
-    const auto* from = reinterpret_cast<const std::byte*>(text.data());
-    bytes_.insert(bytes_.end(), from, from + text.size());
+    bytes_ += text;
   }
   std::uint64_t number() {
     std::uint64_t number = 0;
@@ -39,14 +36,13 @@ class Letter {
   std::string text() {
     const std::uint64_t size = number();
     SPILLWAY_CHECK(size <= bytes_.size() - at_, "a letter is as long as it was written");
-    const auto* from = reinterpret_cast<const char*>(bytes_.data() + at_);
     at_ += size;
-    return {from, from + size};
+    return bytes_.substr(at_ - size, size);
   }
-  std::span<std::byte> bytes() { return bytes_; }
+  const std::string& bytes() const { return bytes_; }
 
  private:
-  std::vector<std::byte> bytes_;
+  std::string bytes_;
   std::size_t at_ = 0;
 };
 
@@ -107,6 +103,14 @@ void Agreement::broadcast(std::span<std::byte> bytes, std::uint32_t root) {
   finish();
 }
 
+std::string Agreement::same(std::string text, std::uint32_t root) {
+  std::uint64_t size[] = {rank_.index == root ? text.size() : 0};
+  fold(std::span(size), Fold::kMax);
+  text.resize(size[0]);
+  broadcast(std::as_writable_bytes(std::span(text)), root);
+  return text;
+}
+
 std::vector<std::uint64_t> Agreement::gather(std::uint64_t value) {
   std::vector<std::uint64_t> values(rank_.count);
   values[rank_.index] = value;
@@ -139,13 +143,7 @@ void Agreement::tell(const std::optional<Error>& failure) {
   fold(std::span(first), Fold::kMin);
   if (first[0] == kNobody) return;
   const auto root = static_cast<std::uint32_t>(first[0]);
-  Letter letter;
-  if (rank_.index == root) letter = letter_of(*failure);
-  std::uint64_t size[1] = {letter.bytes().size()};
-  fold(std::span(size), Fold::kMax);
-  if (rank_.index != root) letter = Letter(std::vector<std::byte>(size[0]));
-  broadcast(letter.bytes(), root);
-  Error error = error_in(std::move(letter));
+  Error error = error_in(Letter(same(rank_.index == root ? letter_of(*failure).bytes() : "", root)));
   if (root == 0) throw error;
   ErrorParts parts = error.parts();
   parts.object = fmt::format("rank {}: {}", root, parts.object);

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -53,6 +54,8 @@ class Agreement {
   void fold(std::span<double> values, Fold fold);
   // Bytes of rank `root` on every rank; as many on all.
   void broadcast(std::span<std::byte> bytes, std::uint32_t root);
+  // Rank `root`'s text, or bytes, on every rank; that of the others is not looked at.
+  std::string same(std::string text, std::uint32_t root);
   // Each brings a value, and has all of them, by rank.
   std::vector<std::uint64_t> gather(std::uint64_t value);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -21,7 +22,8 @@ constexpr Ticket kOfTransfers = Ticket{1} << 62;
 // How long an answer to a last word may take: nothing but a message to a thread that waits for one.
 constexpr milliseconds kAnswer{1000};
 constexpr milliseconds kOthersMayCome{400};
-constexpr milliseconds kIdleRest{10};  // how late a rank that has nothing to do hears of another's end
+constexpr milliseconds kIdleRest{10};     // how late a rank that has nothing to do hears of another's end
+constexpr microseconds kStreamRest{100};  // how late it hears of a GPU's stream, which tells nobody
 
 }  // namespace
 
@@ -35,7 +37,9 @@ CollectiveLoop::CollectiveLoop(Transport& transport, CollectiveQueue& queue, con
       transfers_(transport, limits, kOfTransfers),
       hosts_(transport.ranks()),
       words_(transport.ranks()),
-      looked_(Clock::now()) {}
+      polled_(Clock::now()) {
+  on_streams_.reserve(kAhead);
+}
 
 void CollectiveLoop::run() {
   conversation_.listen();
@@ -54,6 +58,7 @@ bool CollectiveLoop::go_on() {
   progress |= take_tickets();
   progress |= !ended_ && agree();
   progress |= !ended_ && move();
+  progress |= !ended_ && move_on_streams();
   return progress;
 }
 
@@ -62,6 +67,8 @@ bool CollectiveLoop::announce() {
   while (announced_ - all_over_ < kAhead && conversation_.may_say()) {
     const Collective* call = queue_.ready(announced_);
     if (call == nullptr) break;
+    const bool meets = call->kind == CollectiveKind::kAllReduce || call->kind == CollectiveKind::kBarrier;
+    if (meets && !has_come(announced_)) break;
     Word& own = own_[announced_ % kAhead] = word_of(*call, announced_);
     if (call->kind == CollectiveKind::kOpen) {
       std::memcpy(&own.slices_hash, call->data.data(), sizeof(own.slices_hash));
@@ -130,6 +137,11 @@ bool CollectiveLoop::agree_on(std::uint64_t number, const Word& own) {
   if (call.kind == CollectiveKind::kAllReduce) fold_scalars(words_, call);
   const bool has_data = call.kind != CollectiveKind::kOpen && call.kind != CollectiveKind::kAllReduce &&
                         call.kind != CollectiveKind::kBarrier;
+  if (queue_.on_gpu(number)) {
+    on_streams_.push_back(number);
+    streams_.load()->open_gates(number + 1);
+    return true;
+  }
   has_data ? transfers_.begin(number, call) : finish(number);
   return true;
 }
@@ -144,6 +156,26 @@ bool CollectiveLoop::move() {
   return any;
 }
 
+bool CollectiveLoop::move_on_streams() {
+  StreamMover* const streams = streams_;
+  if (streams == nullptr) return false;
+  const std::uint64_t before = std::exchange(marks_, streams->marks());
+  bool any = before != marks_;
+  std::erase_if(on_streams_, [&](std::uint64_t number) {
+    if (!streams->is_over(number)) return false;
+    finish(number);
+    return any = true;
+  });
+  if (const std::string why = streams->failure(); !why.empty()) {
+    give_up(Word::Reason::kLibrary, all_over_, fmt::format("rank {}: {}", transport_.rank(), why));
+  }
+  return any;
+}
+
+bool CollectiveLoop::has_come(std::uint64_t number) const {
+  return !queue_.on_gpu(number) || streams_.load()->has_come(number);
+}
+
 void CollectiveLoop::finish(std::uint64_t number) {
   over_[number % kAhead] = true;
   // agreed_ counts `number` only after this, so the bound is what was announced.
@@ -154,8 +186,8 @@ void CollectiveLoop::finish(std::uint64_t number) {
 void CollectiveLoop::watch(bool progress) {
   const Clock::time_point now = Clock::now();
   // A process that was stopped for an hour has not waited for an hour: what counts is how often it has looked.
-  const Clock::duration since = std::min<Clock::duration>(now - looked_, std::chrono::seconds(1));
-  looked_ = now;
+  const Clock::duration since = std::min<Clock::duration>(now - polled_, std::chrono::seconds(1));
+  polled_ = now;
   waited_ = progress || !waits_for_others() ? Clock::duration{} : waited_ + since;
   if (waited_ > patience_) give_up(Word::Reason::kNoProgress, all_over_);
 }
@@ -167,12 +199,13 @@ void CollectiveLoop::rest(bool progress) {
   if (progress) {
     idle_rounds_ = 0;
   } else if (!waits_for_others() || ended_) {
-    queue_.wait(ended_ ? milliseconds(1000) : kIdleRest);
+    const bool stream_comes = streams_ != nullptr && queue_.called() > all_over_;
+    queue_.wait(ended_ ? milliseconds(1000) : stream_comes ? kStreamRest : microseconds(kIdleRest));
     idle_rounds_ = 0;
   } else if (++idle_rounds_ < kYields) {
     std::this_thread::yield();
   } else {
-    const unsigned longest = transfers_.any() ? 20 : 1000;
+    const unsigned longest = transfers_.any() ? 20 : !on_streams_.empty() ? kStreamRest.count() : 1000;
     queue_.wait(microseconds(std::min(10 * (idle_rounds_ - kYields + 1), longest)));
   }
 }
@@ -187,11 +220,13 @@ void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const st
   }
   own.what = Word::What::kGaveUp;
   own.reason = reason;
-  own.number = announced_;
+  own.number = all_over_;
+  while (own.number < announced_ && has_come(own.number)) ++own.number;
   own.failed = failed;
   own.set_text(text);
   say_last(own);
   const bool stands = tell_the_end(own) && transfers_.any();
+  if (StreamMover* const streams = streams_) streams->abandon();
   lets_go_ = transport_.close(have_parted() && !stands ? Parting::kTogether : Parting::kLost);
 }
 

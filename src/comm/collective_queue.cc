@@ -18,7 +18,7 @@ CollectiveQueue::CollectiveQueue(std::uint32_t ranks, double patience_seconds, s
   for (Call& call : calls_) call.slices.resize(ranks);
 }
 
-std::uint64_t CollectiveQueue::call(const Collective& collective) {
+std::uint64_t CollectiveQueue::call(const Collective& collective, Where where) {
   std::unique_lock lock(mutex_);
   if (!wait_for_thread(lock, [&] { return failure_ || called_ - all_over_ < kCalls; })) hangs();
   if (failure_) throw Error(*failure_);
@@ -27,6 +27,12 @@ std::uint64_t CollectiveQueue::call(const Collective& collective) {
   std::ranges::copy(collective.slices, call.slices.begin());
   if (!collective.slices.empty()) call.collective.slices = call.slices;
   call.ready = call.over = false;
+  call.where = where;
+  if (where == Where::kGpu) {
+    ++on_gpu_;
+    news_ = true;
+    something_to_do_.notify_one();
+  }
   return called_++;
 }
 
@@ -47,7 +53,17 @@ void CollectiveQueue::arrive(std::uint64_t number) {
 
 void CollectiveQueue::drain() {
   std::unique_lock lock(mutex_);
-  over_.wait(lock, [&] { return left_ == called_; });
+  const auto have_left = [&] { return left_ + (failure_ ? on_gpu_ : 0) == called_; };
+  if (wait_for_thread(lock, have_left)) return;
+  hangs();
+  over_.wait(lock, have_left);
+}
+
+bool CollectiveQueue::watch() {
+  std::unique_lock lock(mutex_);
+  if (wait_for_thread(lock, [&] { return ended_; })) return false;
+  hangs();
+  return true;
 }
 
 bool CollectiveQueue::stop() {
@@ -95,12 +111,21 @@ void CollectiveQueue::hangs() {
 const Collective* CollectiveQueue::ready(std::uint64_t number) const {
   const std::lock_guard lock(mutex_);
   const Call& call = calls_[number % kCalls];
-  return number < called_ && call.ready ? &call.collective : nullptr;
+  return number < called_ && (call.ready || call.where == Where::kGpu) ? &call.collective : nullptr;
+}
+
+bool CollectiveQueue::on_gpu(std::uint64_t number) const {
+  const std::lock_guard lock(mutex_);
+  return calls_[number % kCalls].where == Where::kGpu;
 }
 
 void CollectiveQueue::over(std::uint64_t number) {
   const std::lock_guard lock(mutex_);
   at(number).over = true;
+  if (at(number).where == Where::kGpu) {
+    --on_gpu_;
+    ++left_;
+  }
   while (all_over_ < called_ && at(all_over_).over) ++all_over_;
   over_.notify_all();
 }

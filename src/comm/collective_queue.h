@@ -5,6 +5,8 @@
 //   ───┴──────┬───────┴──────┬────────┴───── number    arrive  a stream comes to it, and waits until it is over
 //      carried out      streams come                   over    the communicator's thread has carried it out
 //
+// Streams of a GPU do not arrive, nor wait here: they come to a gate of a StreamMover's, which tells when.
+//
 // After fail() nothing waits for anything any more. Who waits for the communicator's thread looks whether it goes
 // round: a library's call that never comes back (below, hangs()) must not stop the process, too.
 #pragma once
@@ -30,17 +32,21 @@ class CollectiveQueue {
   CollectiveQueue(std::uint32_t ranks, double patience_seconds, std::string library);
 
   // Callers. Copies the slices. Throws what it failed with.
-  std::uint64_t call(const Collective& collective);
+  enum class Where : std::uint8_t { kHost, kGpu };
+  std::uint64_t call(const Collective& collective, Where where = Where::kHost);
   void throw_if_failed() const;
-  // A stream's thread, once for every number.
+  // A stream's thread, once for every number that is of the host.
   void arrive(std::uint64_t number);
-  // Until every call has been arrived at and left.
+  // Until every call has been arrived at and left; those of a GPU's streams are over, or the queue has failed.
   void drain();
+  // Until the communicator's thread ends, or hangs: true. For a GPU's streams, in which no thread waits for it.
+  bool watch();
   // Stops the communicator's thread; after drain(). False: it hangs.
   bool stop();
 
-  // The communicator's thread. Null: not called, or no stream has come to it. Valid until it is over.
+  // The communicator's thread. Null: not called, or no stream has come to it, of the host. Valid until it is over.
   const Collective* ready(std::uint64_t number) const;
+  bool on_gpu(std::uint64_t number) const;  // that was called
   void over(std::uint64_t number);
   void fail(const Error& error);
   bool stopping() const;
@@ -55,6 +61,7 @@ class CollectiveQueue {
   struct Call {
     Collective collective;
     std::vector<std::uint64_t> slices;
+    Where where = Where::kHost;
     bool ready = false, over = false;
   };
   Call& at(std::uint64_t number) { return calls_[number % kCalls]; }
@@ -69,6 +76,7 @@ class CollectiveQueue {
   std::condition_variable something_to_do_, over_;  // over_: also left, and failed
   std::vector<Call> calls_;
   std::uint64_t called_ = 0, left_ = 0;
+  std::uint64_t on_gpu_ = 0;    // that are not over
   std::uint64_t all_over_ = 0;  // numbers below it are over
   bool news_ = false, stopping_ = false, ended_ = false;
   std::optional<Error> failure_;

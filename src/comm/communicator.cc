@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "spillway/error.h"
+#include "spillway/gpu_ranks.h"
 #include "src/comm/mpi_plugin.h"
 #include "src/comm/transport_communicator.h"
 
@@ -56,7 +57,7 @@ unsigned long launched() {
 }
 bool is_launched() { return launched() > 1 || (launched() == 0 && std::getenv("PMIX_RANK") != nullptr); }
 
-std::unique_ptr<Communicator> make_mpi_communicator(const CommunicatorOptions& options) {
+std::unique_ptr<TransportCommunicator> make_mpi_communicator(const CommunicatorOptions& options) {
   auto transport = open_mpi_transport({.comm = options.mpi_comm, .patience_seconds = options.patience_seconds});
   if (!options.mpi_comm && launched() > 1 && transport->ranks() == 1) {
     throw Error(Code::kUnsupported,
@@ -78,10 +79,16 @@ void Communicator::all_reduce_now(std::span<std::uint64_t> values, Fold fold, st
 }
 
 std::unique_ptr<Communicator> make_communicator(std::string_view kind, const CommunicatorOptions& options) {
+  refuse_patience(options.patience_seconds);
   if (kind == "mpi" || (kind == "auto" && (options.mpi_comm || is_launched()))) return make_mpi_communicator(options);
+  if (kind == "nccl") {
+    auto communicator = make_mpi_communicator(options);
+    join_gpus(*communicator);
+    return communicator;
+  }
   if (kind == "self" || kind == "auto") return std::make_unique<SelfCommunicator>();
-  throw Error(Code::kInvalidArgument,
-              {"communicator '" + std::string(kind) + "'", "there is none of that name", 0, "name auto, self or mpi"});
+  throw Error(Code::kInvalidArgument, {"communicator '" + std::string(kind) + "'", "there is none of that name", 0,
+                                       "name auto, self, mpi or nccl"});
 }
 
 }  // namespace spillway

@@ -6,7 +6,7 @@
 
 namespace spillway {
 
-// Tickets: those of receives by rank, behind them those of sends by place in said_.
+// Tickets: those of receives by rank, after them those of sends by place in said_.
 Conversation::Conversation(Transport& transport, Ticket ticket)
     : transport_(transport), first_(ticket), peers_(transport.ranks()) {
   said_[kAnswers].word.what = Word::What::kHeard;

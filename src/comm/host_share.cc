@@ -5,6 +5,7 @@
 #include <array>
 #include <bit>
 #include <cerrno>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -19,6 +20,7 @@
 #include "kernels/process_limits.h"
 #include "kernels/thread_binding.h"
 #include "kernels/thread_shares.h"
+#include "spillway/gpu_ranks.h"
 #include "spillway/log.h"
 
 namespace spillway {
@@ -32,17 +34,17 @@ std::string contents_of(const char* file) {
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
-// Of the running kernel: containers have names of their own, and the same memory and cores.
-std::string host_text() {
+std::uint64_t key_of(const std::string& text) { return granule_checksum(std::as_bytes(std::span(text))); }
+
+}  // namespace
+
+// Containers have names of their own, and the same memory and cores.
+std::string host_id() {
   std::string boot = contents_of("/proc/sys/kernel/random/boot_id");
   if (!boot.empty()) return boot;
   char name[65] = {};
   return ::gethostname(name, sizeof(name) - 1) == 0 ? name : "";
 }
-
-std::uint64_t key_of(const std::string& text) { return granule_checksum(std::as_bytes(std::span(text))); }
-
-}  // namespace
 
 // An all_reduce knows no lists. So the groups take turns, the one with the least key first, and each rank of a group
 // shows itself by a bit of its own.
@@ -73,11 +75,24 @@ RankGroup ranks_with(Communicator& ranks, std::uint64_t key) {
   }
 }
 
-RankGroup ranks_on_this_host(Communicator& ranks) { return ranks_with(ranks, key_of(host_text())); }
+RankGroup ranks_on_this_host(Communicator& ranks) { return ranks_with(ranks, key_of(host_id())); }
+
+std::string gpu_of(const RankGroup& host, const char* visible) {
+  if (visible == nullptr) return std::to_string(host.index);
+  std::vector<std::string> gpus(1);
+  for (const char* at = visible; *at != 0; ++at) *at == ',' ? gpus.emplace_back().clear() : gpus.back().push_back(*at);
+  return gpus.size() < host.count ? visible : gpus[host.index];  // fewer: the launcher has divided them
+}
+
+void take_gpu(Communicator& ranks) {
+  constexpr const char* kVisible = "CUDA_VISIBLE_DEVICES";
+  if (const RankGroup host = ranks_on_this_host(ranks); host.count > 1)
+    ::setenv(kVisible, gpu_of(host, std::getenv(kVisible)).c_str(), 1);
+}
 
 HostShare share_host(Communicator& ranks) {
   const RankGroup host = ranks_on_this_host(ranks);
-  std::string cpus = host_text() + contents_of("/proc/self/cgroup");
+  std::string cpus = host_id() + contents_of("/proc/self/cgroup");
   for (const unsigned cpu : affinity_cpus()) cpus += fmt::format(" {}", cpu);
   const RankGroup alike = ranks_with(ranks, key_of(cpus));
   if (alike.count > 1) {

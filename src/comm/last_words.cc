@@ -53,7 +53,7 @@ std::string no_progress(const Ending& ending, const Word& cause) {
   if (!silent.empty()) {  // whoever is behind waits for these, too
     return text + fmt::format("{} {} not answer", named(silent, ending.hosts), silent.size() == 1 ? "does" : "do");
   }
-  return text + (behind.empty() ? "all ranks have come to it and answer, and its data does not arrive" : behind);
+  return text + (behind.empty() ? "all ranks have entered it and answer, but its data does not arrive" : behind);
 }
 
 std::string what_differs(const Ending& ending) {

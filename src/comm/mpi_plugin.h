@@ -11,7 +11,7 @@
 namespace spillway {
 
 // Changes whenever Transport, this table or a type that crosses it does.
-inline constexpr std::uint32_t kMpiInterface = 2;
+inline constexpr std::uint32_t kMpiInterface = 3;
 inline constexpr const char* kMpiPlugin = "libspillway_mpi.so";
 inline constexpr const char* kMpiPluginEntry = "spillway_mpi_plugin";
 

@@ -90,7 +90,7 @@ void initialize(bool programs_own) {
   }
   MPI_Query_thread(&provided);
   if (provided < MPI_THREAD_SERIALIZED) {
-    unsupported("MPI was initialized for one thread, and the communicator has its own",
+    unsupported("MPI was initialized for one thread, and the communicator uses a second",
                 "call MPI_Init_thread with MPI_THREAD_SERIALIZED, or with MPI_THREAD_MULTIPLE if the program calls "
                 "MPI while the communicator is open");
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "src/comm/sum_tree.h"
+#include "src/comm/wire.h"
 
 namespace spillway {
 namespace {
@@ -38,7 +39,7 @@ Transfers::Transfers(Transport& transport, const TransferLimits& limits, Ticket 
 }
 
 bool Transfers::is_tree(const Collective& call) const noexcept {
-  return call.kind == CollectiveKind::kReduceScatter && call.sums == Sums::kTree;
+  return call.kind == CollectiveKind::kReduceScatter && (call.sums == Sums::kTree || !transport_.has_sums());
 }
 
 void Transfers::begin(std::uint64_t number, const Collective& call) {
@@ -104,6 +105,11 @@ bool Transfers::start_more() {
   return true;
 }
 
+// How many of the bytes of fp32 values travel.
+std::size_t Transfers::travelling(const Transfer& transfer, std::size_t bytes) const noexcept {
+  return bytes / sizeof(float) * size_of(transfer.call.wire);
+}
+
 void Transfers::start_chunk_of_tree(Transfer& transfer) {
   const std::uint64_t chunk = transfer.chunk++;
   const std::size_t half = chunk % 2;
@@ -115,12 +121,13 @@ void Transfers::start_chunk_of_tree(Transfer& transfer) {
     const std::uint32_t from = (self + ranks - i) % ranks, to = (self + i) % ranks;
     if (!own.empty()) {
       ++transfer.out[half];
-      transport_.receive(from, Channel::kData, {received(half, from), own.size()}, ticket);
+      transport_.receive(from, Channel::kData, {received(half, from), travelling(transfer, own.size())}, ticket);
     }
     const std::span<std::byte> others = piece(transfer, to, chunk, tree_chunk_bytes_);
     if (!others.empty()) {
       ++transfer.out[half];
-      transport_.send(to, Channel::kData, others, ticket);
+      narrow_in_place(others, transfer.call.wire);
+      transport_.send(to, Channel::kData, others.first(travelling(transfer, others.size())), ticket);
     }
   }
 }
@@ -128,8 +135,12 @@ void Transfers::start_chunk_of_tree(Transfer& transfer) {
 void Transfers::add_up(Transfer& transfer, std::size_t half) {
   const std::uint32_t self = transport_.rank();
   const std::span<std::byte> own = piece(transfer, self, *transfer.adds[half], tree_chunk_bytes_);
+  const DType wire = transfer.call.wire;
+  narrow_in_place(own, wire);
   for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
-    parts_[rank] = reinterpret_cast<const float*>(rank == self ? own.data() : received(half, rank));
+    std::byte* const part = rank == self ? own.data() : received(half, rank);
+    widen_in_place({part, own.size()}, wire);
+    parts_[rank] = reinterpret_cast<const float*>(part);
   }
   sum_in_tree(parts_, reinterpret_cast<float*>(own.data()), own.size() / sizeof(float));
   transfer.adds[half].reset();

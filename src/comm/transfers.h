@@ -7,7 +7,7 @@
 // by chunk, and adds them up in the tree's order; a rank sends and receives what it would in a ring.
 //
 //   chunk k of the own slice   ◄── ranks - 1 receives into one half of the scratch memory   while k - 1 is added up
-//   chunk k of other slices    ──► ranks - 1 sends from where the gradient lies
+//   chunk k of other slices    ──► ranks - 1 sends from where the gradient lies, rounded there first if 16 bits travel
 #pragma once
 
 #include <array>
@@ -61,6 +61,7 @@ class Transfers {
   SlicePart part(const Transfer& transfer, std::uint32_t rank, std::uint64_t chunk, std::uint64_t chunk_bytes) const;
   std::span<std::byte> piece(const Transfer& transfer, std::uint32_t rank, std::uint64_t chunk,
                              std::uint64_t chunk_bytes) const;
+  std::size_t travelling(const Transfer& transfer, std::size_t bytes) const noexcept;
   void start_chunk_of_tree(Transfer& transfer);
   void start_piece(Transfer& transfer);
   void add_up(Transfer& transfer, std::size_t half);

@@ -45,7 +45,9 @@ class Transport {
   virtual std::size_t most_bytes() const noexcept = 0;
   virtual void all_gather(std::span<std::byte> data, std::span<const SlicePart> parts, Ticket ticket) = 0;
   virtual void broadcast(std::span<std::byte> data, std::uint32_t root, Ticket ticket) = 0;
-  // fp32 sums; what is not the root's, or not the own slice, is undefined afterwards.
+  // fp32 sums; what is not the root's, or not the own slice, is undefined afterwards. A library without: neither is
+  // called, and every sum is made of messages, in a tree.
+  virtual bool has_sums() const noexcept { return true; }
   virtual void reduce(std::span<std::byte> data, std::uint32_t root, Ticket ticket) = 0;
   virtual void reduce_scatter(std::span<std::byte> data, std::span<const std::uint64_t> slices, Ticket ticket) = 0;
 

@@ -37,6 +37,7 @@ std::string details(const Word& word) {
       for (std::size_t i = 0; i < shown; ++i) text += fmt::format("{}{}", i == 0 ? "" : " + ", word.values[i]);
       if (word.scalars > shown) text += fmt::format(" + … (cut {:08x})", word.slices_hash & 0xffff'ffff);
       if (word.kind == CollectiveKind::kReduceScatter) text += word.sums == Sums::kTree ? ", in a tree" : ", fastest";
+      if (word.wire != DType::kFloat32) text += fmt::format(", in {}", name_of(word.wire));
       return text;
     }
     case CollectiveKind::kOpen: return fmt::format(", with settings {:016x}", word.slices_hash);
@@ -61,6 +62,7 @@ Word word_of(const Collective& call, std::uint64_t number) {
   Word word;
   word.kind = call.kind;
   word.sums = call.sums;
+  word.wire = call.wire;
   word.fold = call.fold;
   word.scalar_type = call.scalar_type;
   word.root = call.root;
@@ -79,7 +81,7 @@ Word word_of(const Collective& call, std::uint64_t number) {
 }
 
 bool same_collective(const Word& a, const Word& b) {
-  return a.magic == b.magic && a.kind == b.kind && a.sums == b.sums && a.fold == b.fold &&
+  return a.magic == b.magic && a.kind == b.kind && a.sums == b.sums && a.wire == b.wire && a.fold == b.fold &&
          a.scalar_type == b.scalar_type && a.scalars == b.scalars && a.root == b.root && a.block == b.block &&
          a.number == b.number && a.bytes == b.bytes && a.slices_hash == b.slices_hash;
 }

@@ -30,6 +30,7 @@ struct Word {
   Reason reason = Reason::kTold;
   CollectiveKind kind = CollectiveKind::kBarrier;
   Sums sums = Sums::kTree;
+  DType wire = DType::kFloat32;
   Fold fold = Fold::kSum;
   ScalarType scalar_type = ScalarType::kDouble;
   bool is_named = true;  // kind and block are those of a collective
@@ -41,7 +42,7 @@ struct Word {
   // The values of an all_reduce; of others the first slices, to name them; of last words a text.
   std::array<std::uint64_t, kMostScalars> values{};
 
-  static constexpr std::uint32_t kMagic = 0x5b11'0002;  // another number with every change of this struct
+  static constexpr std::uint32_t kMagic = 0x5b11'0003;  // another number with every change of this struct
 
   void set_text(std::string_view text);
   std::string text() const;

@@ -14,6 +14,7 @@
 #include "spillway/io_queue.h"
 #include "spillway/log.h"
 #include "spillway/units.h"
+#include "src/plan/communication.h"
 #include "src/plan/partition.h"
 #include "src/plan/state_sections.h"
 #include "swap/extents.h"
@@ -52,7 +53,7 @@ void fill_batch(ConfigDraft& draft, const KeyPlaces& places) {
 }
 
 // How a step's micro-batches are cut into parts: a rank has whole parts, all ranks the same number.
-void settle_sum_groups(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+void finalize_sum_groups(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   const std::uint32_t groups = draft.config.sum_groups, ranks = draft.ranks;
   const std::uint64_t micro_batches = std::uint64_t{draft.config.gradient_accumulation} * ranks;
   const bool fits = std::has_single_bit(groups) && micro_batches % groups == 0;
@@ -73,7 +74,7 @@ void settle_sum_groups(const ConfigDraft& draft, const KeyPlaces& places, const 
 
 // Any of the three may be missing, but one of the two sizes must be there: DeepSpeed's rule (runtime/config.py,
 // _set_batch_related_parameters). DeepSpeed rounds a quotient down and then finds the contradiction.
-void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+void finalize_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   if (is_wrong(places, "train_batch_size", draft.train_batch.has_value()) ||
       is_wrong(places, "train_micro_batch_size_per_gpu", draft.micro_batch.has_value()) ||
       is_wrong(places, "gradient_accumulation_steps", draft.accumulation.has_value())) {
@@ -114,7 +115,9 @@ void settle_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& r
   }
   draft.config.micro_batch = static_cast<std::uint32_t>(rows);
   draft.config.gradient_accumulation = static_cast<std::uint32_t>(steps);
-  settle_sum_groups(draft, places, report);
+  finalize_sum_groups(draft, places, report);
+  const std::string why = refusal_of_communication(draft.config);
+  if (!why.empty()) report("communication_data_type", why, kOneOfTheTwo);
 }
 
 // Parameters of another type than the one that is configured, in a section of keys with such parameters.
@@ -128,7 +131,7 @@ void report_foreign(std::string_view section, std::string_view type, const KeyPl
   }
 }
 
-void settle_groups(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+void finalize_groups(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   constexpr std::string_view kGroups = "spillway.parameter_groups";
   if (places.contains("spillway.parameter_groups.parameters") && draft.config.parameter_groups.empty()) return;
   for (std::size_t g = 0; g < draft.config.parameter_groups.size(); ++g) {
@@ -141,7 +144,14 @@ void settle_groups(const ConfigDraft& draft, const KeyPlaces& places, const Repo
   }
 }
 
-void settle_states(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+void report_adapters(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  const std::vector<std::string>& targets = draft.config.lora.targets;
+  if (places.contains("spillway.lora") && targets.empty()) {
+    report("spillway.lora", "names no targets", "add \"targets\": [\"q_proj\", \"v_proj\"], or [\"all-linear\"]");
+  }
+}
+
+void finalize_states(const ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   const Config& config = draft.config;
   if (config.moments == MomentFormat::kFloat32) {
     for (const std::string_view key : {"spillway.exact_states", "spillway.rounding_seed"}) {
@@ -153,16 +163,13 @@ void settle_states(const ConfigDraft& draft, const KeyPlaces& places, const Repo
   if (can_reduce(config.optimizer.kind)) return;
   report("spillway.states",
          fmt::format("{}, and {} has exact states alone", name_of(config.moments), name_of(config.optimizer.kind)),
-         "leave it away, or train with AdamW, Adam or Lion");
+         "leave it out, or train with AdamW, Adam or Lion");
 }
 
-void settle_optimizer(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+void finalize_optimizer(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   OptimizerConfig& optimizer = draft.config.optimizer;
-  const std::string_view type = choices_of(find_config_key("optimizer.type")->allowed)[draft.optimizer_type];
-  optimizer.kind = type == "Adagrad" ? OptimizerKind::kAdagrad
-                   : type == "Lion"  ? OptimizerKind::kLion
-                   : type == "SGD"   ? OptimizerKind::kSgd
-                                     : OptimizerKind::kAdam;
+  const std::string_view type = kOptimizerTypes[draft.optimizer_type];
+  optimizer.kind = kOptimizerKinds[std::max<std::uint64_t>(draft.optimizer_type, 1) - 1];
   // DeepSpeed's defaults: ops/adam, ops/adagrad and ops/lion of 0.19.8, torch.optim.SGD.
   const bool adagrad = optimizer.kind == OptimizerKind::kAdagrad;
   optimizer.learning_rate = draft.learning_rate.value_or(adagrad ? 1e-2 : 1e-3);
@@ -179,11 +186,12 @@ void settle_optimizer(ConfigDraft& draft, const KeyPlaces& places, const ReportA
   if (optimizer.nesterov && !(optimizer.momentum > 0 && optimizer.dampening == 0)) {
     report("optimizer.params.nesterov", "needs a momentum and no dampening", "set momentum to 0.9");
   }
-  settle_groups(draft, places, report);
-  settle_states(draft, places, report);
+  finalize_groups(draft, places, report);
+  report_adapters(draft, places, report);
+  finalize_states(draft, places, report);
 }
 
-void settle_precision(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+void finalize_precision(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   draft.config.weights = draft.fp16 ? DType::kFloat16 : draft.bf16 ? DType::kBFloat16 : DType::kFloat32;
   if (draft.param_dtype && *draft.param_dtype != draft.config.weights) {
     report(
@@ -213,7 +221,7 @@ std::string_view name_of(ScheduleKind kind) {
   return choices_of(find_config_key("scheduler.type")->allowed)[static_cast<std::size_t>(kind) - 1];
 }
 
-void settle_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+void finalize_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   if (!places.contains("scheduler")) return;
   ScheduleConfig& schedule = draft.config.schedule;
   if (schedule.kind == ScheduleKind::kConstant) {
@@ -246,8 +254,8 @@ void settle_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt
 }
 
 // One path from the offload sections, or several from the section "spillway", the first of which is that one.
-void settle_nvme_paths(ConfigDraft& draft, const KeyPlaces& places, const std::string& one_path,
-                       const ReportAt& report) {
+void finalize_nvme_paths(ConfigDraft& draft, const KeyPlaces& places, const std::string& one_path,
+                         const ReportAt& report) {
   Config& config = draft.config;
   constexpr std::string_view kPaths = "spillway.nvme_paths", kRates = "spillway.nvme_rates";
   if (!one_path.empty()) config.nvme_paths = {one_path};
@@ -274,7 +282,7 @@ void settle_nvme_paths(ConfigDraft& draft, const KeyPlaces& places, const std::s
   if (const auto problem = problem_of_rates(config)) report(kRates, problem->what, problem->hint);
 }
 
-void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+void finalize_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   Config& config = draft.config;
   const auto device_of = [](std::string_view section) { return std::string(section) + ".device"; };
   if (draft.cpu_offload && !places.contains(device_of(kOffloadOptimizer))) config.states = Placement::kHost;
@@ -315,7 +323,7 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
   const std::string states_path = path_in_use(config.states, states_key, draft.states_path);
   const std::string parameters_path = path_in_use(config.parameters, parameters_key, draft.parameters_path);
   const std::string& one_path = states_path.empty() ? parameters_path : states_path;
-  settle_nvme_paths(draft, places, one_path, report);
+  finalize_nvme_paths(draft, places, one_path, report);
   for (const std::filesystem::path& named : config.nvme_paths) {
     if (!named.empty() && *named.begin() == "~") {
       report(draft.nvme_paths      ? "spillway.nvme_paths"
@@ -339,7 +347,7 @@ void settle_offload(ConfigDraft& draft, const KeyPlaces& places, const ReportAt&
 
 // DeepSpeed's default of 1e9 is made for one GPU's shard; a tile of that size costs gigabytes of host memory and
 // brings nothing, so that an explicit value is taken up to kLargestTile.
-void settle_tiles(ConfigDraft& draft, const KeyPlaces& places) {
+void finalize_tiles(ConfigDraft& draft, const KeyPlaces& places) {
   if (!draft.sub_group_size) return;
   if (places.contains("spillway.tile_elements")) {
     log(LogLevel::kInfo, "zero_optimization.sub_group_size: spillway.tile_elements decides");
@@ -417,14 +425,14 @@ std::string named_twice(const std::vector<std::filesystem::path>& paths) {
   return "";
 }
 
-void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+void finalize_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   report_two_names(places, report);
-  settle_batch(draft, places, report);
-  settle_optimizer(draft, places, report);
-  settle_precision(draft, places, report);
-  settle_schedule(draft, places, report);
-  settle_offload(draft, places, report);
-  settle_tiles(draft, places);
+  finalize_batch(draft, places, report);
+  finalize_optimizer(draft, places, report);
+  finalize_precision(draft, places, report);
+  finalize_schedule(draft, places, report);
+  finalize_offload(draft, places, report);
+  finalize_tiles(draft, places);
 }
 
 }  // namespace spillway

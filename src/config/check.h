@@ -26,7 +26,7 @@ using ReportAt = std::function<void(std::string_view path, std::string what, Hin
 
 // Fills what several keys decide together into draft.config, and reports contradictions. A key that is present but
 // wrong was reported before and is not reported again as missing.
-void settle_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report);
+void finalize_config(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report);
 
 // What is wrong with the paths of a store, and with rates that are given for them.
 std::optional<ValueProblem> problem_of_paths(const std::vector<std::filesystem::path>& paths);

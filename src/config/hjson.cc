@@ -97,7 +97,7 @@ std::optional<SyntaxAdvice> hjson_advice(std::string_view text, const JsonProble
   if (problem.syntax == JsonSyntax::kBehindRoot) {
     if (text[at] != ':' && text[at] != ',') return std::nullopt;
     return SyntaxAdvice{at, at + 1, "keys without braces around them, which hjson takes and JSON does not",
-                        "put { before the first key and } behind the last value"};
+                        "put { before the first key and } after the last value"};
   }
   if (auto advice = mark_advice(text, at)) return advice;
   const Token token = token_at(text, at);
@@ -114,7 +114,7 @@ std::optional<SyntaxAdvice> hjson_advice(std::string_view text, const JsonProble
   const bool begins_another = text[at] == '"' || text[at] == '{' || text[at] == '[' || is_word(text[at]);
   if (problem.syntax != JsonSyntax::kNoComma || !begins_another) return std::nullopt;
   return SyntaxAdvice{at, at + 1, "a comma is missing before this, which hjson forgives at the end of a line",
-                      "put one behind the value before"};
+                      "put one after the value before"};
 }
 
 }  // namespace spillway

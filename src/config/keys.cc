@@ -25,11 +25,21 @@ bool is_listed(const ConfigKey& key, const Config& config) {
   if (key.kind == KeyKind::kSection || in_group || !key.successor.empty()) return false;
   const bool scheduled = config.schedule.kind != ScheduleKind::kConstant;
   if (key.path.starts_with("scheduler.params.") && !scheduled) return false;
+  if (key.path.starts_with("spillway.lora.") && !config.lora.given()) return false;
   if (key.only_for.empty()) return true;
   const ConfigKey* type = find_config_key(key.path.starts_with("optimizer.") ? "optimizer.type" : "scheduler.type");
   const std::string now = type->place.show(config);
   const auto types = choices_of(key.only_for);
   return std::ranges::any_of(types, [&](std::string_view word) { return json_string(word) == now; });
+}
+
+std::string values_of_all_ranks(const Config& config) {
+  std::string values;
+  for (const ConfigKey& key : config_keys()) {
+    if (key.of_rank || key.place.show == nullptr) continue;
+    values.append(key.path).append(" ").append(key.place.show(config)).append("\n");
+  }
+  return values;
 }
 
 bool takes_auto(const ConfigKey& key) {

@@ -75,7 +75,7 @@ class ConfigReader {
 
   EffectiveConfig finish(bool all_read) {
     if (all_read && !complaints_.full()) {
-      settle_config(draft_, places_, [&](std::string_view path, std::string what, Hint hint) {
+      finalize_config(draft_, places_, [&](std::string_view path, std::string what, Hint hint) {
         const auto at = places_.find(path);
         const WrittenKey& key = at == places_.end() ? places_[""] : at->second;
         complaints_.add(key.offset, key.end, path.empty() ? what : fmt::format("{}: {}", path, what), std::move(hint));

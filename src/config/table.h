@@ -3,6 +3,8 @@
 // row.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <set>
@@ -49,12 +51,19 @@ struct KeyValue {
   std::vector<std::string> texts;
 };
 
+// The words of optimizer.type: of Adam there are two.
+inline constexpr auto kOptimizerTypes = [] {
+  std::array<std::string_view, kOptimizerKinds.size() + 1> types = {"AdamW"};
+  for (std::size_t k = 0; k < kOptimizerKinds.size(); ++k) types[k + 1] = name_of(kOptimizerKinds[k]);
+  return types;
+}();
+
 // What the rows fill: the configuration, and what several keys decide together (see check.h).
 struct ConfigDraft {
   Config config;
   std::uint32_t ranks = 1;  // that share the batch
   std::optional<std::uint64_t> train_batch, micro_batch, accumulation, stage;
-  std::uint64_t optimizer_type = 0;  // index of the word in optimizer.type's row
+  std::uint64_t optimizer_type = 0;  // of kOptimizerTypes
   bool adam_w_mode = true, torch_adam = false;
   std::optional<double> learning_rate, epsilon, weight_decay;  // whose defaults differ by type
   bool bf16 = false, fp16 = false;
@@ -94,9 +103,11 @@ struct ConfigKey {
   bool nullable = false;           // null means missing
   std::string_view only_for = {};  // optimizer or scheduler types that know it; empty: all
   AutoRule automatic = {};
-  std::string_view refused = {};    // kChoice: words that DeepSpeed knows and that cannot be had here
-  std::string_view successor = {};  // of an older word, or of another name: the key that says the same
-  std::string_view flag_of = {};    // kSection: the key of it that true and false in its place set to 1 and 0
+  std::string_view refused = {};        // kChoice: words that DeepSpeed knows and that cannot be had here
+  std::string_view not_with_zero = {};  // kChoice: those of them that DeepSpeed itself refuses with ZeRO
+  std::string_view successor = {};      // of an older word, or of another name: the key that says the same
+  std::string_view flag_of = {};        // kSection: the key of it that true and false in its place set to 1 and 0
+  bool of_rank = false;                 // ranks of one run may have different values
 
   // The key with this said of it, too.
   constexpr ConfigKey below(double end) const {
@@ -109,9 +120,10 @@ struct ConfigKey {
     key.multiple_of = unit;
     return key;
   }
-  constexpr ConfigKey allows(std::string_view words, std::string_view not_here = {}) const {
+  constexpr ConfigKey allows(std::string_view words, std::string_view not_here = {},
+                             std::string_view nor_with_zero = {}) const {
     ConfigKey key = *this;
-    key.allowed = words, key.refused = not_here;
+    key.allowed = words, key.refused = not_here, key.not_with_zero = nor_with_zero;
     return key;
   }
   constexpr ConfigKey or_null() const {
@@ -134,6 +146,11 @@ struct ConfigKey {
     key.successor = same;
     return key;
   }
+  constexpr ConfigKey of_each_rank() const {
+    ConfigKey key = *this;
+    key.of_rank = true;
+    return key;
+  }
   constexpr ConfigKey or_flag(std::string_view sets) const {
     ConfigKey key = *this;
     key.flag_of = sets;
@@ -141,8 +158,16 @@ struct ConfigKey {
   }
 };
 
-// The keys that decide something, and those that DeepSpeed knows and that have no effect here.
+// Of the keys that decide something: each section's in a file of its own, src/config/sections, and all of them.
+std::span<const ConfigKey> batch_keys();  // of no section
+std::span<const ConfigKey> optimizer_keys();
+std::span<const ConfigKey> scheduler_keys();
+std::span<const ConfigKey> precision_keys();  // bf16, fp16, data_types
+std::span<const ConfigKey> zero_optimization_keys();
+std::span<const ConfigKey> aio_keys();  // and activation_checkpointing
+std::span<const ConfigKey> spillway_keys();
 std::span<const ConfigKey> config_keys();
+// Those that DeepSpeed knows and that have no effect here.
 std::span<const ConfigKey> config_keys_without_effect();
 // The row of a path, from either table; null when there is none.
 const ConfigKey* find_config_key(std::string_view path);
@@ -150,6 +175,9 @@ const ConfigKey* find_config_key(std::string_view path);
 bool has_effect(const ConfigKey& key);
 // Not a section, not another name, not of a group of parameters, and known to the types that are chosen.
 bool is_listed(const ConfigKey& key, const Config& config);
+// The values of all rows that are not of_each_rank(), a line each: the same text on all ranks of a run. A row whose
+// place shows nothing is not in it.
+std::string values_of_all_ranks(const Config& config);
 // DeepSpeed reads "auto" as missing in the sections that it checks itself, so it is taken there in every key.
 bool takes_auto(const ConfigKey& key);
 

@@ -1,6 +1,6 @@
 #include "src/config/table.h"
 
-// Keys that DeepSpeed 0.19.8 knows and that decide nothing here: they tune machinery that Spillway does not have, or
+// Keys that DeepSpeed 0.19.8 knows and that decide nothing here: they tune resources that Spillway does not have, or
 // concern more ranks than one. They are accepted, so that one file serves both, and named in one log line.
 
 namespace spillway {
@@ -13,6 +13,11 @@ constexpr std::string_view kComm = "communication between ranks";
 // zero/stage3.py and zero/parameter_offload.py: true gives reduction and gathering streams of their own; what is
 // fetched ahead does not depend on it.
 constexpr std::string_view kStream = "communication between ranks, and copies have streams of their own";
+// What several ranks do whatever these say.
+constexpr std::string_view kOwners = "a gradient's sum goes to the ranks that own a part of it, and to no others";
+constexpr std::string_view kBlocks = "what ranks move at a time is a block, in pieces";
+constexpr std::string_view kShares = "each rank owns an equal part of every block";
+constexpr std::string_view kMean = "gradients are added in fp32 and divided once";
 constexpr std::string_view kMonitor = "logging and profiling";
 // Whoever switches one of these on looks for its files afterwards.
 constexpr std::string_view kWritesNothing = "off only: it would write nothing";
@@ -61,12 +66,11 @@ constexpr ConfigKey kUnusedKeys[] = {
     K{"managed_gradient_accumulation", kOnly, "",
       "true only: a step ends with its last micro-batch, or before it by step(early=True) in Python"}
         .allows("true"),
-    K{"communication_data_type", kText, "", kComm}.or_null(),
     {"seq_parallel_communication_data_type", kText, "", kComm},
-    {"prescale_gradients", kBool, "", kComm},
-    {"gradient_predivide_factor", kNumber, "", kComm},
-    {"gradient_allreduce_op", kText, "", kComm},
-    {"fp32_allreduce", kBool, "", kComm},
+    {"prescale_gradients", kBool, "", kMean},
+    {"gradient_predivide_factor", kNumber, "", kMean},
+    K{"gradient_allreduce_op", kChoice, "", kMean}.allows("mean", "sum"),
+    {"fp32_allreduce", kBool, "", kMean},
     {"sparse_gradients", kBool, "", kComm},
     {"disable_allgather", kBool, "", kComm},
     K{"data_types.grad_accum_dtype", kText, "", "gradients are added in fp32"}.or_null(),
@@ -132,15 +136,15 @@ constexpr ConfigKey kUnusedKeys[] = {
 
     K{"zero_optimization.overlap_comm", kBool, "", kStream}.or_null(),
     {"zero_optimization.contiguous_gradients", kBool, "", kBuffers},
-    {"zero_optimization.reduce_scatter", kBool, "", kComm},
-    K{"zero_optimization.reduce_bucket_size", kInteger, "", kComm}.filled(
+    {"zero_optimization.reduce_scatter", kBool, "", kOwners},
+    K{"zero_optimization.reduce_bucket_size", kInteger, "", kBlocks}.filled(
         {[](const AutoValues& a) {
            return a.hidden_size ? std::to_string(*a.hidden_size * *a.hidden_size) : std::string();
          },
          "width²"}),
-    {"zero_optimization.use_multi_rank_bucket_allreduce", kBool, "", kComm},
-    {"zero_optimization.allgather_partitions", kBool, "", kComm},
-    {"zero_optimization.allgather_bucket_size", kInteger, "", kComm},
+    {"zero_optimization.use_multi_rank_bucket_allreduce", kBool, "", kOwners},
+    {"zero_optimization.allgather_partitions", kBool, "", kBlocks},
+    {"zero_optimization.allgather_bucket_size", kInteger, "", kBlocks},
     {"zero_optimization.compute_grad_norm", kBool, "", "the norm is always computed"},
     {"zero_optimization.load_from_fp32_weights", kBool, "", "import is exact"},
     {"zero_optimization.elastic_checkpoint", kBool, "", kCommits},
@@ -164,15 +168,15 @@ constexpr ConfigKey kUnusedKeys[] = {
     {"zero_optimization.stage3_module_granularity_threshold", kInteger, "", kDescription},
     older("zero_optimization.module_granularity_threshold", kInteger, kDescription,
           "zero_optimization.stage3_module_granularity_threshold"),
-    {"zero_optimization.stage3_use_all_reduce_for_fetch_params", kBool, "", kComm},
-    older("zero_optimization.use_all_reduce_for_fetch_params", kBool, kComm,
+    {"zero_optimization.stage3_use_all_reduce_for_fetch_params", kBool, "", kBlocks},
+    older("zero_optimization.use_all_reduce_for_fetch_params", kBool, kBlocks,
           "zero_optimization.stage3_use_all_reduce_for_fetch_params"),
-    {"zero_optimization.stage3_allgather_sequential", kBool, "", kComm},
-    older("zero_optimization.allgather_sequential", kBool, kComm, "zero_optimization.stage3_allgather_sequential"),
+    {"zero_optimization.stage3_allgather_sequential", kBool, "", kBlocks},
+    older("zero_optimization.allgather_sequential", kBool, kBlocks, "zero_optimization.stage3_allgather_sequential"),
     K{"zero_optimization.ignore_unused_parameters", kOnly, "", "true only: a step may leave parameters out"}.allows(
         "true"),
     {"zero_optimization.legacy_stage1", kBool, "", kFeature},
-    {"zero_optimization.round_robin_gradients", kBool, "", kComm},
+    {"zero_optimization.round_robin_gradients", kBool, "", kShares},
     {"zero_optimization.parameter_alignment", kBool, "", kBuffers},
     {"zero_optimization.zero_hpz_partition_size", kInteger, "", kComm},
     {"zero_optimization.zero_quantized_weights", kBool, "", kComm},

@@ -117,10 +117,13 @@ std::optional<ValueProblem> read_choice(const ConfigKey& key, const JsonValue& v
   const auto same = [&](std::string_view word) { return same_word(word, value.text); };
   const auto found = std::find_if(words.begin(), words.end(), same);
   if (found == words.end()) {
-    const auto refused = choices_of(key.refused);
+    const auto refused = choices_of(key.refused), not_with_zero = choices_of(key.not_with_zero);
     const std::string allowed = "allowed: " + list_of(words);
+    const bool nor_with_zero = std::any_of(not_with_zero.begin(), not_with_zero.end(), same);
     if (std::any_of(refused.begin(), refused.end(), same)) {
-      return ValueProblem{shown(value) + " is DeepSpeed's, and not computed here", allowed};
+      return ValueProblem{shown(value) + " is DeepSpeed's, and not computed here" +
+                              (nor_with_zero ? ", nor by DeepSpeed itself with ZeRO-1, 2 and 3, which refuse it" : ""),
+                          allowed};
     }
     const std::string_view near = closest(value.text, words);
     return ValueProblem{shown(value) + " is not known here",

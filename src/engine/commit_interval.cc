@@ -19,12 +19,14 @@ double without_commit(double commit_seconds, double step_seconds) {
 }  // namespace
 
 std::uint32_t commit_interval(double commit_seconds, double step_seconds) {
+  // A commit every n steps adds commit / n to each of them: n is the smallest for which that is at most the share.
   const double share = commit_seconds / (kCommitShare * without_commit(commit_seconds, step_seconds));
   return static_cast<std::uint32_t>(std::clamp(std::ceil(share), 1.0, 1000.0));
 }
 
 void CommitInterval::committed(double commit_seconds, double step_seconds) {
   if (!chooses_) return;
+  // Once, by the first commit that was timed.
   chooses_ = false;
   const double without = without_commit(commit_seconds, step_seconds);
   every_ = commit_interval(commit_seconds, step_seconds);

@@ -1,5 +1,6 @@
-// How many steps lie between two commits: as configured, or, when tiles in memory have to be written for each, as many
-// as make them cost at most 2 % of the time. Pure but for a line in the log.
+// How many steps lie between two commits: as configured, or, when tiles in memory have to be written for each commit,
+// the smallest number that makes commits cost at most 2 % of the time. It measures nothing and commits nothing: the
+// engine tells it what a commit took (engine_commit.cc). Pure but for a line in the log.
 #pragma once
 
 #include <cstdint>

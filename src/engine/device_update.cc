@@ -20,6 +20,7 @@ DeviceUpdate::DeviceUpdate(const Plan& plan, const ModelDescription& model, Devi
 
 void DeviceUpdate::run(const ParameterUpdates& parameters) {
   const auto start = std::chrono::steady_clock::now();
+  // Any value but 0 is true; the kernels write 0 when a result is not finite.
   device_.fill_async(finite_, std::byte{1}, sizeof *finite_, stream_);
   std::uint64_t elements = 0;
   for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) {
@@ -27,6 +28,7 @@ void DeviceUpdate::run(const ParameterUpdates& parameters) {
     update(t, parameters);
     elements += plan_.tiles[t].range.count;
   }
+  // The only wait of this update: after it the results are known, and the step may be reported.
   const bool finite = this->finite();
   const double taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   seconds_ += taken;

@@ -1,5 +1,6 @@
-// The update of states that live in HBM: by the device, every tile in one go. One thread at a time. Errors: kNonFinite
-// (a result overflowed).
+// The update of states that live in HBM: by the device, every tile in one go. It is the counterpart of TileExecutor for
+// a plan in which nothing moves; it reads no drive and writes none. One thread at a time. Errors: kNonFinite (a result
+// overflowed).
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,12 @@
-// The update of blocks inside backward, as their gradients complete: planned, or on a guess that is taken back when it
-// was wrong. Nothing of it is seen before the step: whoever fetches a block gets the weights of the step before. From
-// the first gradient that is not finite on, nothing is updated any more, nor after a result that is not:
-// Updater::begin() refuses that one.
+// The update of blocks inside backward, as their gradients complete: planned, or on a guess (clip_guess.h) that is
+// taken back when it was wrong. Nothing of it is seen before the step: whoever fetches a block gets the weights of the
+// step before. From the first gradient that is not finite on, nothing more is updated, nor after a result that is not
+// finite: Updater::begin() refuses that one.
 //
 //   add(block) … ─► keep, or take_back
 //
-// One thread at a time. Errors: kIo, kCorrupt.
+// What an early update overwrites is the other slot of its tiles, so taking it back is forgetting that slot. One thread
+// at a time. Errors: kIo, kCorrupt.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,7 @@
 // A step of the engine, in four paragraphs: forward and backward (acquire, release), gradients (push_gradient), update
-// and commit (step). How it ends, and what is kept of it: engine_commit.cc.
+// and commit (step). This file decides when each part of a step begins. It moves no byte and chooses no place: that is
+// done by what run_resources.h holds. How a step ends, and what is kept of it: engine_commit.cc.
+// Read next: weights.h for acquire(), gradients.h for push_gradient(), updater.h for step().
 #include "src/engine/step_engine.h"
 
 #include <fmt/format.h>
@@ -13,7 +15,7 @@
 #include "src/config/table.h"
 #include "src/engine/loaded_versions.h"
 #include "src/engine/rank_check.h"
-#include "src/engine/run_facts.h"
+#include "src/engine/run_summary.h"
 #include "src/engine/store_place.h"
 #include "src/plan/passes.h"
 
@@ -40,13 +42,13 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
       agreed_((refuse_different_ranks(agreement_, config_, model_, plan_, options), true)),
       loss_scaler_(config_),
       snapshot_(agreement_.all([&] { return open_snapshot(plan_, config_, model_, options); })),
-      machinery_(config, model_, plan_, options, thread_shares_, agreement_,
+      resources_(config, model_, plan_, options, thread_shares_, agreement_,
                  [this] {
                    if (snapshot_) snapshot_->verify();
                  }),
       cursor_(plan_.visits, !plan_.visits_given),
-      forecast_(*machinery_.device, plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
-      speculation_(plan_, config.speculative_blocks) {
+      predictor_(*resources_.device, plan_.visits.size(), std::max(plan_.blocks.size(), plan_.hbm.places.size())),
+      clip_guess_(plan_, config.speculative_blocks) {
   for (const TilePlace& tile : plan_.tile_places) {
     for (Part part : {Part::kWeights, Part::kStates}) {
       written_back_ |= tile.shape.trainable && !written_by_update(tile, part);
@@ -56,12 +58,15 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
   // One interval for all ranks: measured where some have tiles to write back, and none updates inside backward.
   std::uint64_t some[] = {written_back_, plan_.early_blocks};
   agreement_.fold(std::span(some), Fold::kMax);
-  commits_ = {config.commit_every, machinery_.store && some[0] != 0 && some[1] == 0};
+  commits_ = {config.commit_every, resources_.store && some[0] != 0 && some[1] == 0};
   blob_.reserve(kBlobCapacity);
   record_.reserve(kBlobCapacity);
   complete_.reserve(plan_.blocks.size());
-  left_ = machinery_.device->create_event();
-  if (machinery_.resumed) resume();
+  left_ = resources_.device->create_event();
+  // At most one of the three brings values in: stores of another number of ranks, a resumed store, a snapshot. Without
+  // any of them the caller imports weights.
+  if (resources_.former) take_over();
+  if (resources_.resumed) resume();
   if (snapshot_) restore();
 }
 
@@ -84,7 +89,7 @@ StepEngine::~StepEngine() {
     log(LogLevel::kWarning, "engine: stopped after an earlier error" + what_is_lost());
   }
   if (save_failure_) log(LogLevel::kWarning, "the last snapshot was not written, and nobody asked why");
-  machinery_.compute->synchronize();
+  resources_.compute->synchronize();
 }
 
 void StepEngine::refuse_if_failed() {
@@ -99,34 +104,34 @@ void StepEngine::begin_step() {
     throw Error(Code::kInvalidArgument, {"engine", "has no weights yet", 0, "call import_weights first, or resume"});
   }
   stepping_ = true;
-  speculation_.begin_step();
+  clip_guess_.begin_step();
   cursor_.begin_step();
-  machinery_.gradients->begin_step();
+  resources_.gradients->begin_step();
   complete_.clear();
   visit_blocks_.clear();
   for (const Visit& visit : cursor_.visits()) visit_blocks_.push_back(visit.block);
-  machinery_.weights->begin_step(visit_blocks_, first_pass(cursor_.visits()));
-  machinery_.activations->begin_step();
+  resources_.weights->begin_step(visit_blocks_, first_pass(cursor_.visits()));
+  resources_.activations->begin_step();
   unplanned_before_ = cursor_.unplanned();
 }
 
 std::unique_ptr<Stream> StepEngine::adopt_stream(void* native) {
   const auto turn = caller_.enter("adopt_stream");
-  auto stream = machinery_.device->adopt_stream(native);
-  machinery_.device->idle_clock(*stream);  // made now, and not inside of a step
+  auto stream = resources_.device->adopt_stream(native);
+  resources_.device->idle_clock(*stream);  // made now, and not inside of a step
   return stream;
 }
 
-// Streams that the caller uses run one behind the other, as the calls that name them come. So the last one's end is the
+// Streams that the caller uses run one after the other, as the calls that name them come. So the last one's end is the
 // end of all work on what the engine lent, and of all pushes.
 void StepEngine::turn_to(Stream& stream) {
   if (&stream == stream_) return;
-  machinery_.device->record(*left_, *stream_);
-  machinery_.device->wait(stream, *left_);
+  resources_.device->record(*left_, *stream_);
+  resources_.device->wait(stream, *left_);
   stream_ = &stream;
 }
 
-bool StepEngine::leased() const { return machinery_.weights->leased() || machinery_.activations->leased(); }
+bool StepEngine::leased() const { return resources_.weights->leased() || resources_.activations->leased(); }
 
 void StepEngine::refuse_leases(const char* call) const {
   if (!leased()) return;
@@ -138,7 +143,7 @@ void StepEngine::refuse_leases(const char* call) const {
 void StepEngine::begin_again_for(Visit visit) {
   if (!cursor_.begins_again(visit) || leased()) return;
   cursor_.begin_step();
-  machinery_.weights->begin_again();
+  resources_.weights->begin_again();
 }
 
 // 1. Forward and backward: the block's weights are there, or on their way already; the caller's stream waits for the
@@ -150,55 +155,60 @@ Lease StepEngine::acquire(std::uint32_t block, Pass pass, Stream& stream) {
                 {"acquire", fmt::format("there is no block {}", block), 0, "use the indices of the description"});
   }
   return guarded([&] {
-    const TimedSpan span(machinery_.timeline(), SpanKind::kAcquire, block);
+    const TimedSpan span(resources_.timeline(), SpanKind::kAcquire, block);
     if (!stepping_) begin_step();
     turn_to(stream);
-    machinery_.stalls->follow(stream);
+    resources_.stalls->follow(stream);
     begin_again_for({block, pass});
+    // A gradient of this backward pass would overwrite what the update of the step before still reads, so that update
+    // and its commit end here at the latest. Updates inside backward may begin from here on.
     if (pass == Pass::kBackward) {
-      settle();
+      finish_step();
       add_early(false);
-      machinery_.tiles->expect(speculation_.expected(committed()));
-      machinery_.tiles->advance(false);
+      resources_.tiles->expect(clip_guess_.expected(committed()));
+      resources_.tiles->advance(false);
     } else if (saving_) {
-      machinery_.tiles->show_until(block);
+      resources_.tiles->tour_until(block);
     }
+    // The policy knows visits by their index in the plan, so the cursor moves before it is asked for a place.
     const VisitCursor::Position before = cursor_.position();
     const auto visit = cursor_.advance(block, pass);
-    if (pass == Pass::kBackward) machinery_.gradients->expect(block);
+    if (pass == Pass::kBackward) resources_.gradients->expect(block);
     std::uint32_t place = 0;
     try {
-      place = machinery_.weights->acquire(block, visit, stream);
+      // Whatever it takes (a fetch, an update, a wait for either) is done in there: weights.cc.
+      place = resources_.weights->acquire(block, visit, stream);
     } catch (...) {
       cursor_.take_back(before);  // refused for want of a place: the caller may release one and come again
       throw;
     }
     // Nothing more to fetch: the first tiles of this step's update come next.
-    if (machinery_.weights->all_acquired() && !updating_) machinery_.updater->read_ahead();
-    machinery_.gradients->join();
+    if (resources_.weights->all_acquired() && !updating_) resources_.updater->read_ahead();
+    resources_.gradients->join();
     return open(place, {block, pass}, visit, stream);
   });
 }
 
 Lease StepEngine::open(std::uint32_t lease, Visit visit, std::optional<std::size_t> planned, Stream& stream) {
-  forecast_.begin_visit(lease, planned, stream);
-  if (Timeline* timeline = machinery_.timeline()) timeline->begin_visit(lease, visit, stream);
+  predictor_.begin_visit(lease, planned, stream);
+  if (model_.blocks[visit.block].held) predictor_.end_visit(lease);  // what comes inside is counted there
+  if (Timeline* timeline = resources_.timeline()) timeline->begin_visit(lease, visit, stream);
   return make_lease(lease, stream);
 }
 
 const void* StepEngine::weight_address(std::uint32_t lease, std::uint32_t parameter) const {
-  const BlockPlan& plan = plan_.blocks[machinery_.weights->block(lease)];
+  const BlockPlan& plan = plan_.blocks[resources_.weights->block(lease)];
   SPILLWAY_CHECK(parameter < plan.partition.parameters.size(), "the parameter belongs to the leased block");
-  return machinery_.weights->address(lease) + plan.partition.parameters[parameter].first * size_of(config_.weights);
+  return resources_.weights->address(lease) + plan.partition.parameters[parameter].first * size_of(config_.weights);
 }
 
 void StepEngine::release(std::uint32_t lease, Stream& stream) {
   const auto turn = caller_.wait();
   releasing([&] {
     turn_to(stream);
-    machinery_.weights->release(lease, stream);
-    if (Timeline* timeline = machinery_.timeline()) timeline->end_visit(lease);
-    forecast_.end_visit(lease);
+    resources_.weights->release(lease, stream);
+    if (Timeline* timeline = resources_.timeline()) timeline->end_visit(lease);
+    predictor_.end_visit(lease);
   });
 }
 
@@ -207,8 +217,8 @@ ActivationLease StepEngine::acquire_activation(std::uint32_t activation, Access 
   return guarded([&] {
     if (!stepping_) begin_step();
     turn_to(stream);
-    const std::uint32_t place = machinery_.activations->acquire(activation, access, stream);
-    return make_activation_lease(place, machinery_.activations->address(place), stream);
+    const std::uint32_t place = resources_.activations->acquire(activation, access, stream);
+    return make_activation_lease(place, resources_.activations->address(place), stream);
   });
 }
 
@@ -216,33 +226,33 @@ void StepEngine::release_activation(std::uint32_t place, Stream& stream) {
   const auto turn = caller_.wait();
   releasing([&] {
     turn_to(stream);
-    machinery_.activations->release(place, stream);
+    resources_.activations->release(place, stream);
   });
 }
 
 // What a program may compute in; all of `memory` in one piece of it.
 bool StepEngine::lends(std::span<const std::byte> memory) const {
-  const auto in = [&](const Region& region) { return lies_in(memory, machinery_.hbm_region(region)); };
-  if (in(plan_.hbm.workspace) || machinery_.activations->lends(memory)) return true;
-  if (machinery_.weights->lends(memory)) return true;
+  const auto in = [&](const Region& region) { return lies_in(memory, resources_.hbm_region(region)); };
+  if (in(plan_.hbm.workspace) || resources_.activations->lends(memory)) return true;
+  if (resources_.weights->lends(memory)) return true;
   return std::ranges::any_of(plan_.blocks, [&](const BlockPlan& block) { return in(block.insides); });
 }
 
 // In the middle of the workspace a gradient may reach into memory of the engine's own, which is of other numbers.
 void StepEngine::check(const Gradient& gradient) const {
-  machinery_.pushes->check(gradient);
+  resources_.pushes->check(gradient);
   const std::uint64_t elements = plan_.blocks[gradient.block].partition.parameters[gradient.parameter].count;
   const std::uint64_t bytes = elements * size_of(gradient.dtype);
   if (gradient.data == nullptr || lends({static_cast<const std::byte*>(gradient.data), bytes})) return;
   throw Error(Code::kInvalidArgument,
               {model_.blocks[gradient.block].parameters[gradient.parameter].name,
                fmt::format("its gradient's {} bytes do not lie in memory that the engine has lent", bytes), 0,
-               "push from the workspace, the insides of a block, or what is acquired"});
+               "push from the workspace, from Engine::insides(), or from what is acquired"});
 }
 
 // Before anything of the step is updated by it, and before the push counts: it may come again, with zeros.
 void StepEngine::refuse_uncounted(const Gradient& gradient) const {
-  if (!machinery_.store || machinery_.store->keeps_update_counts() || !machinery_.pushes->leaves_out(gradient)) return;
+  if (!resources_.store || resources_.store->keeps_update_counts() || !resources_.pushes->leaves_out(gradient)) return;
   throw Error(Code::kUnsupported, {model_.blocks[gradient.block].parameters[gradient.parameter].name,
                                    "got no gradient in this step, and the store, which an older version has made, "
                                    "cannot keep how many updates each parameter has had",
@@ -254,21 +264,25 @@ void StepEngine::push_gradient(const Gradient& gradient, Stream& stream) {
   const auto turn = caller_.enter("push_gradient");
   guarded([&] {
     if (!stepping_) begin_step();
-    settle();  // the gradients of the step before are read until then
-    machinery_.gradients->join();
+    finish_step();  // the gradients of the step before are read until then
+    resources_.gradients->join();
     check(gradient);
     refuse_uncounted(gradient);
-    while (!machinery_.gradients->has_room(gradient.block)) {
+    // Blocks that are updated inside backward share a little host memory for their gradients. The oldest is updated to
+    // make room; where none can be, the caller keeps too many blocks open.
+    while (!resources_.gradients->has_room(gradient.block)) {
       add_early(true);
-      if (machinery_.tiles->make_room()) continue;
+      if (resources_.tiles->make_room()) continue;
       throw Error(Code::kInvalidArgument,
                   {model_.blocks[gradient.block].parameters[gradient.parameter].name,
                    "its gradient came while those of too many other blocks were incomplete", 0,
                    "push all gradients of a block before the next, or leave ModelDescription::visits empty"});
     }
     turn_to(stream);
-    if (!machinery_.gradients->push(gradient, stream)) return;
-    if (!plan_.blocks[gradient.block].early && !(committed() && speculation_.take(gradient.block))) return;
+    // False: the block still expects gradients. A complete block waits for step(), unless it is updated inside
+    // backward.
+    if (!resources_.gradients->push(gradient, stream)) return;
+    if (!plan_.blocks[gradient.block].early && !(committed() && clip_guess_.take(gradient.block))) return;
     complete_.push_back(gradient.block);
     add_early(agreement_.alone());
   });
@@ -279,13 +293,13 @@ void StepEngine::add_early(bool wait) {
   for (; !complete_.empty(); complete_.erase(complete_.begin())) {
     const std::uint32_t block = complete_.front();
     if (!agreement_.alone()) {
-      if (wait) machinery_.gradients->wait_landed(block);
-      if (!machinery_.gradients->landed(block)) return;
-      machinery_.throw_if_failed();
+      if (wait) resources_.gradients->wait_landed(block);
+      if (!resources_.gradients->landed(block)) return;
+      resources_.throw_if_failed();
     }
     parameters_.begin_update(next_update(), 1 / loss_scaler_.scale());
-    parameters_.take(block, machinery_.gradients->brought(block));
-    machinery_.early->add(block, parameters_);
+    parameters_.take(block, resources_.gradients->brought(block));
+    resources_.early->add(block, parameters_);
   }
 }
 
@@ -324,12 +338,12 @@ void StepEngine::set_micro_batches(std::uint32_t micro_batches) {
   }
   refuse_behind_gradients("set_micro_batches");
   if (!stepping_) begin_step();
-  machinery_.pushes->set_micro_batches(micro_batches / ranks);
+  resources_.pushes->set_micro_batches(micro_batches / ranks);
 }
 
 // Some of them may have been updated by what was set before.
 void StepEngine::refuse_behind_gradients(const char* call) const {
-  if (!stepping_ || !machinery_.pushes->begun()) return;
+  if (!stepping_ || !resources_.pushes->begun()) return;
   throw Error(Code::kInvalidArgument, {call, "gradients of the step have been pushed already", 0,
                                        "set what a step updates by before its first gradient"});
 }
@@ -339,58 +353,59 @@ void StepEngine::refuse_behind_gradients(const char* call) const {
 StepReport StepEngine::step(std::span<const std::byte> blob) {
   const auto turn = caller_.enter("step");
   return guarded([&] {
-    const TimedSpan span(machinery_.timeline(), SpanKind::kFinishStep, step_ + 1);
+    const TimedSpan span(resources_.timeline(), SpanKind::kFinishStep, step_ + 1);
     if (!stepping_) begin_step();
     if (const std::size_t most = kBlobCapacity - loss_scaler_.record_bytes(); blob.size() > most) {
       throw Error(Code::kInvalidArgument, {"step", fmt::format("the blob has {} bytes, {} fit", blob.size(), most), 0,
                                            "keep the rest in a file of your own and its name in the blob"});
     }
     refuse_leases("step");
-    settle();
-    GradientCollector& gradients = *machinery_.gradients;
+    finish_step();
+    GradientCollector& gradients = *resources_.gradients;
     gradients.join();
     add_early(true);
-    machinery_.pushes->check_complete();
+    resources_.pushes->check_complete();
     if (plan_.early_blocks) {
-      const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
-      machinery_.tiles->advance(true);
+      const StallMeter::Wait wait(resources_.stalls.get(), StallCause::kGradient);
+      resources_.tiles->advance(true);
     }
-    if (machinery_.net) {
-      const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kNetwork);
-      machinery_.net->synchronize();
+    // Other ranks' sums come on the net stream, and a gradient has landed only after them.
+    if (resources_.net) {
+      const StallMeter::Wait wait(resources_.stalls.get(), StallCause::kNetwork);
+      resources_.net->synchronize();
     }
     {
-      const StallMeter::Wait wait(machinery_.stalls.get(), StallCause::kGradient);
+      const StallMeter::Wait wait(resources_.stalls.get(), StallCause::kGradient);
       gradients.wait_landed();
     }
-    turn_to(*machinery_.compute);  // what still reads weights comes before their update
-    machinery_.compute->synchronize();
-    machinery_.throw_if_failed();  // before anything is made of its results
-    forecast_.end_step();
+    turn_to(*resources_.compute);  // what still reads weights comes before their update
+    resources_.compute->synchronize();
+    resources_.throw_if_failed();  // before anything is made of its results
+    predictor_.end_step();
     meter_.computed();
-    if (plan_.gradients_in_hbm) machinery_.stalls->follow(*machinery_.compute);  // it makes the update
+    if (plan_.gradients_in_hbm) resources_.stalls->follow(*resources_.compute);  // it makes the update
     StepReport report;
     report.step = step_ + 1;
     report.learning_rate = next_learning_rate();
     report.loss_scale = loss_scaler_.reported();
-    report.speculative_blocks = speculation_.taken();
+    report.speculative_blocks = clip_guess_.taken();
     const bool calm = begin_update(report);
     step_ = report.step;
     blob_.assign(blob.begin(), blob.end());
-    if (plan_.gradients_in_hbm) settle();  // the device has updated everything
+    if (plan_.gradients_in_hbm) finish_step();  // the device has updated everything
 
     meter_.report(report);
     step_seconds_ = report.seconds;
     report.unplanned_visits = cursor_.unplanned() - unplanned_before_;
     report.durable_step = durable_step();
-    report.visits = machinery_.weights->hits().visits;
-    report.visit_hits = machinery_.weights->hits().hits;
+    report.visits = resources_.weights->hits().visits;
+    report.visit_hits = resources_.weights->hits().hits;
     if (cursor_.recording()) {
       cursor_.adopt_recorded();
-      forecast_.forget(cursor_.visits().size());
+      predictor_.forget(cursor_.visits().size());
     }
-    speculation_.end_step(
-        !calm, [this] { return forecast_.best_speculation(plan_, cursor_.visits(), machinery_.rates, usual_step()); });
+    clip_guess_.end_step(
+        !calm, [this] { return predictor_.best_speculation(plan_, cursor_.visits(), resources_.rates, usual_step()); });
     begin_step();
     return report;
   });
@@ -410,19 +425,19 @@ void StepEngine::discard_step() {
 // With the update of the step before under way there is neither a gradient of this one nor an update on a guess.
 void StepEngine::forget_step() {
   if (!updating_ && !saving_) {
-    machinery_.gradients->settle();
-    machinery_.early->take_back();
+    resources_.gradients->wait_idle();
+    resources_.early->take_back();
   }
-  turn_to(*machinery_.compute);
-  machinery_.compute->synchronize();
+  turn_to(*resources_.compute);
+  resources_.compute->synchronize();
 }
 
 // Of the step's gradients; with an overflow in fp16 there is none, and only the commit is left. False: it was clipped
 // or skipped.
 bool StepEngine::begin_update(StepReport& report) {
   const double loss_scale = loss_scaler_.scale();
-  if (const auto tensor = machinery_.gradients->first_nonfinite()) {
-    machinery_.early->take_back();
+  if (const auto tensor = resources_.gradients->first_nonfinite()) {
+    resources_.early->take_back();
     if (!loss_scaler_.may_skip()) {
       stepping_ = false;
       meter_.start();
@@ -441,22 +456,22 @@ bool StepEngine::begin_update(StepReport& report) {
     updating_ = true;
     return false;
   }
-  report.gradient_norm = std::sqrt(machinery_.gradients->squared_norm_sum()) / loss_scale;
+  report.gradient_norm = std::sqrt(resources_.gradients->squared_norm_sum()) / loss_scale;
   double clip = 1;
   if (config_.gradient_clipping > 0) clip = std::min(1.0, config_.gradient_clipping / (report.gradient_norm + 1e-6));
-  report.taken_back = !machinery_.early->keep(clip == 1);
+  report.taken_back = !resources_.early->keep(clip == 1);
   parameters_.begin_update(next_update(), clip / loss_scale);
-  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) parameters_.take(b, machinery_.gradients->brought(b));
+  for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) parameters_.take(b, resources_.gradients->brought(b));
   updating_ = changed_ = true;
-  machinery_.updater->begin(parameters_);
+  resources_.updater->begin(parameters_);
   parameters_.advance();
   loss_scaler_.update(false);
   return clip == 1;
 }
 
 std::vector<std::string> StepEngine::describe() const {
-  const auto turn = caller_.look();
-  return run_facts(config_, plan_, model_, machinery_, commits_.chosen(), nodes());
+  const auto turn = caller_.ask();
+  return run_summary(config_, plan_, model_, resources_, commits_.chosen(), nodes());
 }
 
 std::unique_ptr<Engine> Engine::create(const Config& config, const ModelDescription& model, EngineOptions options) {

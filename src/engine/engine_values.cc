@@ -1,4 +1,5 @@
-// Values of single parameters, out of the engine and into it: master, moments and gradient.
+// Values of single parameters, out of the engine and into it: master, moments and gradient. It goes tile by tile, as
+// far as the parameter lies in them; how values travel between ranks is said in rank_values.h.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -18,15 +19,10 @@
 
 namespace spillway {
 
-struct StepEngine::NamedValues {
-  const char* call;
-  ParameterValues of;
-  std::uint32_t block, parameter;
-};
-
 namespace {
 
 constexpr std::uint64_t kShownAtOnce = 64 * 1024;
+constexpr char kHalfWritten[] = "values of a parameter were being written";  // until all of them are
 
 Moment moment_of(ParameterValues of) { return of == ParameterValues::kExpAvg ? Moment::kExpAvg : Moment::kExpAvgSq; }
 
@@ -46,56 +42,72 @@ void round_to(std::byte* to, DType type, std::uint64_t at, float value) {
 
 }  // namespace
 
-void StepEngine::refuse_ranks(const char* call) const {
-  if (agreement_.alone()) return;
-  throw Error(Code::kUnsupported, {call, "single parameters are shown and set on one rank alone", 0,
-                                   "export all weights, or save a snapshot"});
-}
-
-void StepEngine::check(const NamedValues& values) const {
-  const auto& [call, of, block, parameter] = values;
-  refuse_ranks(call);
-  if (block >= model_.blocks.size() || parameter >= model_.blocks[block].parameters.size())
-    throw Error(Code::kInvalidArgument, {call, fmt::format("there is no parameter {} of a block {}", parameter, block),
-                                         0, "count both from 0, as the model describes them"});
-  const Parameter& named = model_.blocks[block].parameters[parameter];
-  if (of == ParameterValues::kMaster) return;
+void StepEngine::check(const AskedValues& asked) const {
+  const bool reads = asked.call == AskedValues::Call::kRead;
+  const char* const call = reads ? "read_values" : "write_values";
+  if (asked.block >= model_.blocks.size() || asked.parameter >= model_.blocks[asked.block].parameters.size())
+    throw Error(Code::kInvalidArgument,
+                {call, fmt::format("there is no parameter {} of a block {}", asked.parameter, asked.block), 0,
+                 "count both from 0, as the model describes them"});
+  if (asked.from >= agreement_.rank().count)
+    throw Error(Code::kInvalidArgument, {call, fmt::format("there is no rank {}", asked.from), 0,
+                                         "name the rank that gives the values, from 0"});
+  if (!reads) refuse_leases(call);
+  const Parameter& named = model_.blocks[asked.block].parameters[asked.parameter];
+  if (asked.of == ParameterValues::kMaster) return;
   const OptimizerKind kind = config_.optimizer.kind;
-  const bool kept =
-      of == ParameterValues::kGradient || (of == ParameterValues::kExpAvg ? has_exp_avg(kind) : has_exp_avg_sq(kind));
+  const bool kept = asked.of == ParameterValues::kGradient ||
+                    (asked.of == ParameterValues::kExpAvg ? has_exp_avg(kind) : has_exp_avg_sq(kind));
   if (!named.trainable || !kept)
     throw Error(Code::kInvalidArgument,
                 {named.name, "has no such values", 0, "ask for what the optimizer keeps of it"});
-  if (of != ParameterValues::kGradient) return;
-  if (!stepping_ || machinery_.pushes->open(block))
-    throw Error(Code::kInvalidArgument, {named.name, "has no gradient yet: some of its block are still to come", 0,
-                                         "ask behind the step's last backward pass, and before step()"});
-  const BlockPlan& plan = plan_.blocks[block];
+  if (asked.of != ParameterValues::kGradient) return;
+  if (!stepping_ || resources_.pushes->open(asked.block))
+    throw Error(Code::kInvalidArgument, {named.name, "has no gradient yet: its block still expects some", 0,
+                                         "ask after the step's last backward pass, and before step()"});
+  const BlockPlan& plan = plan_.blocks[asked.block];
   if (plan.early || (!plan_.gradients_in_hbm && plan.gradient_home != Home(Placement::kHost)))
     throw Error(Code::kUnsupported,
                 {named.name, plan.early ? "its block is updated inside backward" : "its gradient lies on nvme", 0,
                  plan.early ? "set gradient_clipping, or raise spillway.host_bytes" : "raise spillway.host_bytes"});
 }
 
-// Nothing of it is under way, and tiles' buffers are free.
-void StepEngine::wait_gradient(std::uint32_t block) {
-  machinery_.gradients->settle();
-  machinery_.gradients->wait_landed(block);
-  machinery_.tiles->cancel_read_ahead();
-  machinery_.mover->finish_saves();
+// Before the first tile is touched: what lives in memory is there once.
+void StepEngine::check_given(const AskedValues& asked, std::span<const float> values) const {
+  const Parameter& described = model_.blocks[asked.block].parameters[asked.parameter];
+  const std::uint64_t count = plan_.blocks[asked.block].partition.parameters[asked.parameter].count;
+  if (values.size() != count)
+    throw Error(Code::kInvalidArgument,
+                {described.name, fmt::format("has {} values, and is given {}", count, values.size()), 0,
+                 "give one for each of its elements"});
+  if (asked.of == ParameterValues::kExpAvg || asked.of == ParameterValues::kExpAvgSq) {
+    check_moments(described, moment_of(asked.of), format_of(config_, described), 0, values);
+  } else {
+    check_weights(described, asked.of == ParameterValues::kMaster ? config_.weights : DType::kFloat32, 0, values);
+  }
 }
 
-// The tiles that the parameter lies in. A failure of `work` is the caller's own; where it saves it must not fail.
-void StepEngine::look_at_tiles(const NamedValues& values, const TileWork& work, bool saves) {
+// Nothing of it is under way, and tiles' buffers are free.
+void StepEngine::wait_gradient(std::uint32_t block) {
+  resources_.gradients->wait_idle();
+  resources_.gradients->wait_landed(block);
+  resources_.tiles->cancel_read_ahead();
+  resources_.mover->finish_saves();
+}
+
+// This rank's tiles that the parameter lies in. A failure of `work` is the caller's own; where it saves it must not
+// fail.
+void StepEngine::read_tiles(const AskedValues& asked, const TileWork& work, bool saves) {
   std::exception_ptr failure;
-  TileMover& mover = *machinery_.mover;
-  machinery_.tiles->cancel_read_ahead();
-  machinery_.mover->finish_saves();
-  const BlockPlan& block = plan_.blocks[values.block];
-  const ParameterPlace& place = block.partition.parameters[values.parameter];
+  TileMover& mover = *resources_.mover;
+  resources_.tiles->cancel_read_ahead();
+  resources_.mover->finish_saves();
+  const BlockPlan& block = plan_.blocks[asked.block];
+  const ParameterPlace& place = block.partition.parameters[asked.parameter];
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles && !failure; ++t) {
     const TileRange& range = plan_.tiles[t].range;
     if (range.first >= place.first + place.count || place.first >= range.first + range.count) continue;
+    // One buffer is enough: few tiles hold one parameter, and nothing else goes on meanwhile.
     mover.start_load(t, 0);
     const TileMemory memory = mover.finish_load(0);
     try {
@@ -113,81 +125,117 @@ void StepEngine::look_at_tiles(const NamedValues& values, const TileWork& work, 
   if (failure) std::rethrow_exception(failure);
 }
 
+void StepEngine::read_gradient(const AskedValues& asked, const Shard& own, const ValueSink& put) {
+  const std::uint64_t begin = first_of_gradient(plan_.blocks[asked.block], asked.parameter, own);
+  std::vector<float> piece(std::min(own.count, kShownAtOnce));
+  std::vector<std::byte> rounded(piece.size() * size_of(config_.weights));
+  for (std::uint64_t at = 0; at < own.count; at += piece.size()) {
+    piece.resize(std::min<std::uint64_t>(piece.size(), own.count - at));
+    resources_.gradients->read(asked.block, begin + at,
+                               std::span(rounded).first(piece.size() * size_of(config_.weights)));
+    for (std::uint64_t i = 0; i < piece.size(); ++i) piece[i] = widened(rounded.data(), config_.weights, i);
+    put(own.first + at, piece);
+  }
+}
+
 void StepEngine::read_values(ParameterValues of, std::uint32_t block, std::uint32_t parameter, const WeightSink& sink) {
   const auto turn = caller_.enter("read_values");
-  const NamedValues values{"read_values", of, block, parameter};
+  const AskedValues asked{.of = of, .block = block, .parameter = parameter};
   std::exception_ptr of_sink;
-  const WeightSink guarded_sink = [&](auto b, auto p, auto first, std::span<const float> piece) {
+  const ValueSink guarded_sink = [&](std::uint64_t first, std::span<const float> piece) {
     try {
-      if (!of_sink) sink(b, p, first, piece);
+      if (!of_sink) sink(block, parameter, first, piece);
     } catch (...) {
-      of_sink = std::current_exception();  // the caller's own failure, behind which the engine goes on
+      of_sink = std::current_exception();  // the caller's own failure, after which the engine goes on
     }
   };
   guarded([&] {
-    check(values);
+    refuse_other_values(agreement_, asked, model_);
+    agreement_.all([&] { check(asked); });
+    const std::vector<Shard> parts = parts_of(plan_.blocks[block], parameter);
     if (of == ParameterValues::kGradient) {
-      const std::uint64_t count = plan_.blocks[block].partition.parameters[parameter].count;
-      std::vector<std::byte> rounded(count * size_of(config_.weights));
       wait_gradient(block);
-      machinery_.gradients->read(block, parameter, rounded);
-      std::vector<float> piece(std::min(count, kShownAtOnce));
-      for (std::uint64_t first = 0; first < count; first += piece.size()) {
-        piece.resize(std::min<std::uint64_t>(piece.size(), count - first));
-        for (std::uint64_t i = 0; i < piece.size(); ++i) piece[i] = widened(rounded.data(), config_.weights, first + i);
-        guarded_sink(block, parameter, first, piece);
-      }
-      return;
+    } else {
+      make_ready("read_values");
+      finish_step();
     }
-    make_ready("read_values");
-    settle();
-    const auto show = [&](std::uint32_t tile, const TileMemory& memory) {
-      if (of == ParameterValues::kMaster) return read_tile(plan_, tile, memory, true, guarded_sink, parameter);
-      read_moment(plan_, tile, memory, moment_of(of), guarded_sink, parameter);
+    const auto bring = [&](const ValueSink& put) {
+      if (of == ParameterValues::kGradient) return read_gradient(asked, parts[plan_.rank.index], put);
+      const WeightSink to = [&](auto, auto, std::uint64_t first, std::span<const float> piece) { put(first, piece); };
+      const auto show = [&](std::uint32_t tile, const TileMemory& memory) {
+        if (of == ParameterValues::kMaster) return read_tile(plan_, tile, memory, true, to, parameter);
+        read_moment(plan_, tile, memory, moment_of(of), to, parameter);
+      };
+      read_tiles(asked, show, false);
     };
-    look_at_tiles(values, show, false);
+    visit_values(agreement_, parts, bring, guarded_sink);
+    of_sink = joint_failure(agreement_, of_sink);
   });
   if (of_sink) std::rethrow_exception(of_sink);
 }
 
-// All values are there and checked before the first tile is touched: what lives in memory is there once.
-void StepEngine::write_values(ParameterValues of, std::uint32_t block, std::uint32_t parameter,
-                              const WeightSource& source) {
-  const auto turn = caller_.enter("write_values");
-  refuse_if_failed();
-  const NamedValues named{"write_values", of, block, parameter};
-  check(named);
-  refuse_leases("write_values");
-  std::vector<float> values(plan_.blocks[block].partition.parameters[parameter].count);
-  source(block, parameter, 0, values);
-  const Parameter& described = model_.blocks[block].parameters[parameter];
-  if (of == ParameterValues::kExpAvg || of == ParameterValues::kExpAvgSq) {
-    check_moments(described, moment_of(of), format_of(config_, described), 0, values);
-  } else {
-    check_weights(described, of == ParameterValues::kMaster ? config_.weights : DType::kFloat32, 0, values);
+void StepEngine::write_gradient(const AskedValues& asked, const Shard& own, GivenValues& given) {
+  const std::uint64_t begin = first_of_gradient(plan_.blocks[asked.block], asked.parameter, own);
+  std::vector<float> piece(std::min(own.count, kShownAtOnce));
+  std::vector<std::byte> rounded(piece.size() * size_of(config_.weights));
+  for (std::uint64_t at = 0; at < own.count; at += piece.size()) {
+    piece.resize(std::min<std::uint64_t>(piece.size(), own.count - at));
+    given.take(own.first + at, piece);
+    for (std::uint64_t i = 0; i < piece.size(); ++i) round_to(rounded.data(), config_.weights, i, piece[i]);
+    resources_.gradients->write(asked.block, begin + at,
+                                std::span(rounded).first(piece.size() * size_of(config_.weights)));
   }
+}
+
+void StepEngine::write_tiles_of(const AskedValues& asked, GivenValues& given) {
+  const WeightSource source = [&](auto, auto, std::uint64_t first, std::span<float> out) { given.take(first, out); };
+  const std::uint64_t key = rounding_key(config_.optimizer.seed, step_);
+  read_tiles(
+      asked,
+      [&](std::uint32_t tile, const TileMemory& memory) {
+        if (asked.of == ParameterValues::kMaster) return fill_tile(plan_, tile, memory, source, asked.parameter);
+        fill_moment(plan_, tile, memory, moment_of(asked.of), source, key, asked.parameter);
+      },
+      true);
+}
+
+void StepEngine::write_values(ParameterValues of, std::uint32_t block, std::uint32_t parameter,
+                              std::span<const float> values, std::uint32_t from) {
+  const auto turn = caller_.enter("write_values");
+  const AskedValues asked{
+      .call = AskedValues::Call::kWrite, .of = of, .block = block, .parameter = parameter, .from = from};
   guarded([&] {
+    refuse_other_values(agreement_, asked, model_);
+    agreement_.all([&] {
+      check(asked);
+      if (agreement_.rank().index == from) check_given(asked, values);
+    });
     make_ready("write_values");
+    const std::vector<Shard> parts = parts_of(plan_.blocks[block], parameter);
+    GivenValues given(agreement_, from, plan_.blocks[block].partition.parameters[parameter].count, values);
     if (of == ParameterValues::kGradient) {
-      std::vector<std::byte> rounded(values.size() * size_of(config_.weights));
-      for (std::uint64_t i = 0; i < values.size(); ++i) round_to(rounded.data(), config_.weights, i, values[i]);
       wait_gradient(block);
-      machinery_.gradients->write(block, parameter, rounded);
+      failure_ = kHalfWritten;
+      given.to([&] { write_gradient(asked, parts[plan_.rank.index], given); });
+      // The block's part of the norm was taken of the old values.
+      resources_.gradients->norm_again(block);
+      failure_.clear();
       return;
     }
-    settle();
-    turn_to(*machinery_.compute);  // what still reads weights comes before they change
-    machinery_.compute->synchronize();
-    machinery_.weights->forget();
-    const WeightSource given = [&](auto, auto, std::uint64_t first, std::span<float> out) {
-      std::ranges::copy(std::span(values).subspan(first, out.size()), out.begin());
-    };
-    const auto fill = [&](std::uint32_t tile, const TileMemory& memory) {
-      if (of == ParameterValues::kMaster) return fill_tile(plan_, tile, memory, given, parameter);
-      fill_moment(plan_, tile, memory, moment_of(of), given, rounding_key(config_.optimizer.seed, step_), parameter);
-    };
-    look_at_tiles(named, fill, true);
-    if (machinery_.store) commit();
+    finish_step();
+    turn_to(*resources_.compute);  // what still reads weights comes before they change
+    resources_.compute->synchronize();
+    // What lies in HBM has the old values.
+    resources_.weights->forget();
+    // From here on a failure leaves values half written, and `failure_` keeps later calls from going on with them.
+    failure_ = kHalfWritten;
+    given.to([&] { write_tiles_of(asked, given); });
+    if (resources_.store) {
+      // What was written is durable when the call returns.
+      agreement_.all([&] { commit(); });
+      resources_.store->note_all_committed();
+    }
+    failure_.clear();
   });
 }
 

@@ -84,6 +84,7 @@ void GradientPushes::refuse_unless_due(const Gradient& gradient) const {
                                                    : "got more gradients than described in one step",
                     parameter.pushes == kAnyPushes ? "push it before" : "set Parameter::pushes");
   }
+  // Only where sums depend on it: elsewhere `micro_batch` means nothing and is not looked at.
   if (told_ && gradient.data != nullptr &&
       (gradient.micro_batch < first_ || gradient.micro_batch >= first_ + micro_batches_)) {
     const bool alone = plan_.peers.count == 1;
@@ -98,8 +99,10 @@ void GradientPushes::refuse_unless_due(const Gradient& gradient) const {
   if (gradient.data != nullptr && !blocks_[gradient.block].sums[gradient.parameter].takes(part_of(gradient))) {
     refuse_gradient(parameter.name,
                     fmt::format("a gradient is of micro-batch {}, which came to an end before", gradient.micro_batch),
-                    "push one micro-batch behind the other");
+                    "push one micro-batch after the other");
   }
+  // One accumulator serves all blocks whose micro-batches come one after the other, so two of them cannot be open at
+  // once.
   if (gradient.data != nullptr && plan_.blocks[gradient.block].accumulator_shared &&
       accumulator_owner_.value_or(gradient.block) != gradient.block) {
     refuse_gradient(parameter.name, "its gradient came while another block's was being accumulated",
@@ -122,12 +125,14 @@ bool GradientPushes::take(const Gradient& gradient) {
   const bool last = ends(gradient);
   const std::uint32_t all = model_.blocks[gradient.block].parameters[gradient.parameter].pushes;
   std::uint32_t& pushes = block.pushes[gradient.parameter];
+  // kAnyPushes ends by a push without data, whatever the number of pushes before it.
   pushes = last ? all : pushes + 1;
   if (gradient.data != nullptr) {
     block.brought[gradient.parameter] = 1;
     if (plan_.blocks[gradient.block].accumulator_shared) accumulator_owner_ = gradient.block;
   }
   const bool complete = last && --block.open == 0;
+  // The shared accumulator is free for the next block.
   if (complete && accumulator_owner_ == gradient.block) accumulator_owner_.reset();
   return complete;
 }

@@ -1,8 +1,8 @@
-// What has come of a step's gradients, and what of it is refused: counts alone. Pure.
+// What has come of a step's gradients, and what of it is refused. Pure: it only counts, and touches no gradient.
 //
 //   check(gradient) ─► refuse_unless_due(gradient) ─► take(gradient)       a refused push counts for nothing
 //
-// Errors: kInvalidArgument.
+// Errors: kInvalidArgument. Read next: gradients.h, which does the work.
 #pragma once
 
 #include <cstddef>

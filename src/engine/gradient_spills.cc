@@ -21,6 +21,7 @@ GradientSpills::GradientSpills(const Plan& plan, Device& device, BlockSpiller& s
     const std::uint64_t element = size_of(plan.tile_places[0].shape.type);
     largest = std::max(largest, block.gradient_elements * element);
   }
+  // Each tile's piece is padded to whole extents, and so may end in a granule of its own.
   const std::uint64_t bytes = largest + most_tiles * kExtentAlignment;
   for (std::size_t s = 0; s < plan.hbm.staging.size(); ++s) {
     spills_.push_back(std::make_unique<BlockSpill>(device, most_tiles, div_up(bytes, kGranuleBytes) + most_tiles));
@@ -39,6 +40,7 @@ GradientSpills::~GradientSpills() {
 void GradientSpills::start(std::uint32_t staging, std::uint32_t b, const std::byte* from, Event& after) {
   const BlockPlan& block = plan_.blocks[b];
   BlockSpill& spill = *spills_[staging];
+  // One piece a tile: the tile reads its own gradient back, and verifies it by its own checksum.
   spill.pieces.clear();
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
     const TilePlan& tile = plan_.tiles[t];

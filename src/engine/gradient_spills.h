@@ -1,6 +1,7 @@
-// Gradients on their way from staging to the store's scratch area, one for each staging at a time: which pieces of
-// which tile, where they lie there, and by which checksums they are read again.
-// One thread at a time. Errors: kIo.
+// Gradients on their way from staging to the store's scratch area, one for each staging at a time. It knows which
+// pieces belong to which tile, where they lie in the scratch area, and which checksums they must have when they are
+// read again. The copies and writes are the BlockSpiller's (swap/block_spiller.h); the way back is
+// TileMover::load_gradient(). One thread at a time. Errors: kIo.
 #pragma once
 
 #include <cstdint>

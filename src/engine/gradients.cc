@@ -72,6 +72,7 @@ bool GradientCollector::push(const Gradient& gradient, Stream& stream) {
   pushes_.check(gradient);
   pushes_.refuse_unless_due(gradient);
   const bool adds = pushes_.accumulates(b);
+  // Only now does the push need staging: sums in an accumulator need it once, when the block is complete.
   if (!adds || pushes_.would_complete(gradient)) {
     if (const auto holder = memory_.in_the_way(b)) {
       refuse_gradient(pushes_.block_name(*holder),
@@ -120,6 +121,7 @@ void GradientCollector::add_up(const Gradient& gradient, Stream& stream) {
   if (scattered_->recorded()) device().wait(stream, *scattered_);  // it may be the same memory
   const PartialSums sums = sums_of(gradient.block, gradient.parameter, stream);
   PartSums& tree = pushes_.sums(gradient.block, gradient.parameter);
+  // Which sum this micro-batch goes to decides the bits, so a policy says it and not the order of arrival.
   const PartSums::At at = tree.open(pushes_.part_of(gradient), sums.zero(), sums.add());
   device().accumulate_async(sums.slot(at.slot), gradient.data, gradient.dtype, sums.count, at.first, stream);
 }
@@ -137,7 +139,10 @@ void GradientCollector::expect(std::uint32_t block) {
 std::byte* GradientCollector::staging_for(std::uint32_t block, Stream& stream) {
   if (plan_.gradients_in_hbm) return hbm(plan_.blocks[block].gradient);
   const GradientStaging staged = memory_.stage(block);
+  // Another block's gradient lies in the staging: what has come of it goes down in parts, and its norm is computed
+  // later.
   if (staged.down) send_down(*staged.down, stream);
+  // A spill must be waited for by the host, for its checksums; a plain copy by the stream alone.
   if (staged.free == StagingFree::kWritten) spills_->wait_written(staged.staging);
   if (staged.free == StagingFree::kCopied) device().wait(stream, *staging_[staged.staging].free);
   return hbm(plan_.hbm.staging[staged.staging]);
@@ -157,6 +162,7 @@ void GradientCollector::fill_zeros(std::byte* staging, std::uint32_t block, std:
   const ParameterPlace& place = plan_.blocks[block].partition.parameters[parameter];
   const std::uint64_t zeros = align_up(place.count, std::uint64_t{kNormLeaf}) - first;
   std::byte* to = staging + (place.first + first) * size_of(type_);
+  // Parameters start at multiples of a norm leaf; zeros between them add nothing to a leaf's sum.
   if (zeros > 0) device().fill_async(to, std::byte{0}, zeros * size_of(type_), stream);
   blocks_[block].in_staging[parameter] = 1;
 }
@@ -170,6 +176,7 @@ void GradientCollector::complete(std::uint32_t b, Stream& stream) {
   if (scattered_->recorded()) device().wait(stream, *scattered_);
   finish_sums(b, stream);
   waiting_ = {b, accumulator(b, stream)};
+  // The ranks' sum itself waits for join(): a collective that began here would delay what the next visit gathers.
   device().record(*summed_, stream);
   if (plan_.blocks[b].accumulator_home) join();  // the next visit's sums may come to where these are
 }
@@ -184,6 +191,7 @@ void GradientCollector::join() {
 // `stream`: on which the block's gradient was rounded.
 void GradientCollector::land(std::uint32_t b, Stream& stream) {
   const GradientDown down = memory_.complete(b);
+  // In parts, the whole gradient is together only in host memory: wait_landed() computes its norm there.
   if (down.way != DownWay::kParts) {
     norm(b, hbm(down.way == DownWay::kStays ? plan_.blocks[b].gradient : plan_.hbm.staging[down.staging]), stream);
   }
@@ -234,13 +242,15 @@ void GradientCollector::join_sums(std::uint32_t b, float* sums) {
     if (!share.trainable) continue;
     const std::uint64_t elements = plan.partition.sections[s].elements;
     movers_.communicator->reduce_scatter({sums + share.first, elements}, block.sum_bytes[s], plan_.sums,
-                                         static_cast<std::int32_t>(b), net);
+                                         static_cast<std::int32_t>(b), net, plan_.wire);
     std::byte* const to = staging + (parted() ? share.gradient_first : share.own.first) * size;
+    // Rounded once, by the rank that owns the part, after the sums of all ranks are added.
     device().cast_async(to, type_, sums + share.own.first, DType::kFloat32, share.own.count, net);
     if (parted()) continue;
     movers_.communicator->all_gather({staging + share.first * size, elements * size}, block.rounded_bytes[s],
                                      static_cast<std::int32_t>(b), net);
   }
+  // From here on the memory of the sums may be added to again.
   device().record(*scattered_, net);
   const BlockNetwork moved = network_of(plan_, b);
   moved_ += moved.sums;
@@ -270,6 +280,7 @@ void GradientCollector::norm(std::uint32_t b, const std::byte* rounded, Stream& 
   auto* result = reinterpret_cast<NormResult*>(hbm(plan_.hbm.norms)) + b;
   auto* const leaves = reinterpret_cast<double*>(hbm(plan_.hbm.leaves));
   const std::uint64_t elements = plan_.blocks[b].partition.trainable_elements;
+  // On the copy stream, so that the caller's own goes on with backward.
   Stream& norms = alone() ? movers_.d2h : stream;
   if (alone()) {
     device().record(*rounded_, stream);
@@ -308,6 +319,7 @@ void GradientCollector::send_down(const GradientDown& down, Stream& stream) {
   BlockState& block = blocks_[down.block];
   Staging& staging = staging_[down.staging];
   const std::byte* from = hbm(plan_.hbm.staging[down.staging]);
+  // What is copied down must have been computed: the copy stream waits for the caller's.
   device().record(*staging.filled, stream);
   if (down.way == DownWay::kSpill) return spills_->start(down.staging, down.block, from, *staging.filled);
   device().wait(movers_.d2h, *staging.filled);
@@ -341,9 +353,9 @@ void GradientCollector::wait_landed(std::uint32_t b) {
   blocks_[b].unnormed = false;
 }
 
-void GradientCollector::settle() {
+void GradientCollector::wait_idle() {
   join();
-  if (movers_.accumulators) movers_.accumulators->settle();
+  if (movers_.accumulators) movers_.accumulators->wait_idle();
   for (std::uint32_t s = 0; s < staging_.size(); ++s) {
     if (memory_.leaving(s) != StagingFree::kWritten) continue;
     spills_->wait_written(s);
@@ -354,7 +366,7 @@ void GradientCollector::settle() {
 }
 
 void GradientCollector::wait_landed() {
-  settle();
+  wait_idle();
   for (std::uint32_t b = 0; b < blocks_.size(); ++b) {
     if (blocks_[b].unnormed) wait_landed(b);
   }
@@ -378,8 +390,8 @@ const std::byte* GradientCollector::gradient(std::uint32_t block) const {
   return plan_.gradients_in_hbm ? hbm(plan_.blocks[block].gradient) : host_gradient(block);
 }
 
-void GradientCollector::read(std::uint32_t b, std::uint32_t p, std::span<std::byte> to) {
-  const std::byte* from = gradient(b) + plan_.blocks[b].partition.parameters[p].first * size_of(type_);
+void GradientCollector::read(std::uint32_t b, std::uint64_t first, std::span<std::byte> to) {
+  const std::byte* from = gradient(b) + first * size_of(type_);
   if (!plan_.gradients_in_hbm) return void(std::memcpy(to.data(), from, to.size()));
   const std::span<std::byte> through = movers_.host.subspan(plan_.host.buffers.offset, plan_.host.buffers.bytes);
   for (std::size_t at = 0; at < to.size(); at += through.size()) {
@@ -390,22 +402,34 @@ void GradientCollector::read(std::uint32_t b, std::uint32_t p, std::span<std::by
   }
 }
 
-void GradientCollector::write(std::uint32_t b, std::uint32_t p, std::span<const std::byte> from) {
-  const std::uint64_t first = plan_.blocks[b].partition.parameters[p].first * size_of(type_);
-  if (!plan_.gradients_in_hbm) {
-    std::memcpy(host_gradient(b) + first, from.data(), from.size());
-    blocks_[b].unnormed = true;
-    return wait_landed(b);
-  }
-  std::byte* gradient = hbm(plan_.blocks[b].gradient);
+void GradientCollector::write(std::uint32_t b, std::uint64_t first, std::span<const std::byte> from) {
+  const std::uint64_t offset = first * size_of(type_);
+  if (!plan_.gradients_in_hbm) return void(std::memcpy(host_gradient(b) + offset, from.data(), from.size()));
+  std::byte* gradient = hbm(plan_.blocks[b].gradient) + offset;
   const std::span<std::byte> through = movers_.host.subspan(plan_.host.buffers.offset, plan_.host.buffers.bytes);
   for (std::size_t at = 0; at < from.size(); at += through.size()) {
     const std::span<std::byte> piece = through.first(std::min(through.size(), from.size() - at));
     std::ranges::copy(from.subspan(at, piece.size()), piece.begin());
-    device().copy_async(CopyKind::kHostToDevice, gradient + first + at, piece.data(), piece.size(), movers_.d2h);
+    device().copy_async(CopyKind::kHostToDevice, gradient + at, piece.data(), piece.size(), movers_.d2h);
     movers_.d2h.synchronize();
   }
-  norm(b, gradient, movers_.d2h);
+}
+
+// Nothing is on its way down, so that staging is free: with several ranks nothing is put together there by and by.
+void GradientCollector::norm_again(std::uint32_t b) {
+  if (alone() && !plan_.gradients_in_hbm) {
+    blocks_[b].unnormed = true;
+    return wait_landed(b);
+  }
+  Stream& stream = alone() ? movers_.d2h : *movers_.net;
+  std::byte* rounded = hbm(plan_.blocks[b].gradient);
+  if (!plan_.gradients_in_hbm) {
+    rounded = hbm(plan_.hbm.staging.front());
+    const std::uint64_t bytes = plan_.blocks[b].gradient.bytes;
+    if (bytes > 0) device().copy_async(CopyKind::kHostToDevice, rounded, host_gradient(b), bytes, stream);
+  }
+  norm(b, rounded, stream);
+  if (!alone()) moved_ += network_of(plan_, b).leaves;
   device().record(*blocks_[b].landed, movers_.d2h);
   movers_.d2h.synchronize();
 }

@@ -5,10 +5,11 @@
 //        ─► staging: rounded once to the weight type; zeros where no push brought a gradient
 //        ─► squared norm and NaN/Inf flag ─► host memory (one copy down), or through it to the scratch area of NVMe
 //
-// What has come is counted by GradientPushes, where it lies is said by GradientMemory; here it is done. Everything is
+// GradientPushes counts what has come, GradientMemory says where it lies; this file does the work. Everything is
 // enqueued on the caller's stream, the d2h stream, and the ranks' own; the host waits only in wait_landed(). Pushes of
 // one block may come in any order and mix with those of one other block; with more blocks open at once, a block that
 // lands in parts is normed on the CPU afterwards (same bits). One thread at a time. Errors: kInvalidArgument.
+// Read next: gradient_pushes.h, swap/policy/gradient_memory.h, gradient_spills.h.
 #pragma once
 
 #include <cstdint>
@@ -71,7 +72,7 @@ class GradientCollector {
   void forget(std::uint32_t block) { memory_.updated(block); }
 
   // Blocks until nothing of what was pushed is under way.
-  void settle();
+  void wait_idle();
   // The same with every gradient of the step complete: they are where the update reads them.
   void wait_landed();
 
@@ -79,10 +80,12 @@ class GradientCollector {
   double squared_norm_sum() const;
   std::optional<std::string> first_nonfinite() const;    // names parameter and block
   const std::byte* gradient(std::uint32_t block) const;  // host address, or HBM when gradients stay there
-  // A parameter's part of it, in the weights' type, which spilled() says nothing of; and another one in its place, that
-  // is normed anew. In HBM they pass through the buffers of tiles, which must be free.
-  void read(std::uint32_t block, std::uint32_t parameter, std::span<std::byte> to);
-  void write(std::uint32_t block, std::uint32_t parameter, std::span<const std::byte> from);
+  // A piece of it, in the weights' type, which spilled() says nothing of, and others in its place. `first`: of the
+  // elements that this rank has of the block's. In HBM they pass through the buffers of tiles, which must be free.
+  void read(std::uint32_t block, std::uint64_t first, std::span<std::byte> to);
+  void write(std::uint32_t block, std::uint64_t first, std::span<const std::byte> from);
+  // After write(), on all ranks.
+  void norm_again(std::uint32_t block);
   // Nothing: it is where gradient() says.
   std::optional<GradientSpills::Spilled> spilled(std::uint32_t tile) const {
     return spills_ ? spills_->spilled(tile) : std::nullopt;

@@ -1,3 +1,5 @@
+// Leases on blocks and activations (spillway/engine.h): handles that give back what they hold, once, when they go. What
+// is lent, and what giving back means, is the engine's: StepEngine::acquire() and release() in engine.cc.
 #include <utility>
 
 #include "spillway/engine.h"

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/checksum.h"
+#include "kernels/devices.h"
 #include "kernels/tile_update.h"
 #include "spillway/units.h"
 #include "swap/tile_arrays.h"
@@ -14,9 +15,9 @@ namespace spillway {
 namespace {
 
 constexpr std::uint64_t kCopyBytes = 32 * kMiB;
-constexpr int kCopies = 4;  // of them behind each other: 32 MiB take a GPU no longer than some calls do
+constexpr int kCopies = 4;  // of them one after another: 32 MiB take a GPU no longer than some calls do
 constexpr std::uint64_t kGatheredBytes = 8 * kMiB;
-constexpr int kCalls = 4, kMostCalls = 16;  // of a few bytes each; of a piece of memory
+constexpr int kSmallCalls = 4, kMostCalls = 16;  // of a few bytes each; of a piece of memory
 constexpr std::uint64_t kRequestBytes = kMiB;
 constexpr std::uint64_t kProbeElements = 8 * kHashedTileUnit;  // of the optimizer
 constexpr double kMostDriveSeconds = 0.5;
@@ -37,6 +38,7 @@ double best_seconds(auto&& work) {
 
 double copy_rate(Device& device, Stream& stream, CopyKind kind, ProbeMemory memory) {
   const std::uint64_t bytes = std::min({kCopyBytes, memory.host.size(), memory.hbm.size()});
+  // A plan without memory to copy to needs no rate of copies.
   if (bytes == 0) return 0;
   void* to = kind == CopyKind::kHostToDevice ? memory.hbm.data() : memory.host.data();
   const void* from = kind == CopyKind::kHostToDevice ? memory.host.data() : memory.hbm.data();
@@ -128,12 +130,14 @@ MachineRates probe_machine(Device& device, HostWorkers& workers, Stream& h2d, St
                            const TileShape& shape) {
   MachineRates rates;
   rates.cores = workers.threads();
-  rates.device_on_cores = device.kind() == DeviceKind::kHost;
+  rates.device_on_cores = device_of(device.kind()).on_cpu;
+  // Zeros: an update of garbage might meet NaN or subnormal numbers, which some processors compute slowly.
   std::memset(memory.host.data(), 0, memory.host.size());
   rates.h2d = copy_rate(device, h2d, CopyKind::kHostToDevice, memory);
   rates.d2h = copy_rate(device, d2h, CopyKind::kDeviceToHost, memory);
   rates.update_seconds = update_seconds(workers, memory.host, shape);
   const auto hashed = memory.host.first(std::min<std::size_t>(memory.host.size(), 4 * kMiB));
+  // Or the compiler would leave the checksum out.
   volatile std::uint64_t sink = 0;
   rates.checksum = static_cast<double>(hashed.size()) / best_seconds([&] {
                      for (std::size_t at = 0; at < hashed.size(); at += kGranuleBytes) {
@@ -161,7 +165,7 @@ NetworkSeconds probe_network(Communicator& communicator, Stream& net, std::span<
   const std::uint64_t most = std::min<std::uint64_t>(kGatheredBytes, memory.size()) / ranks;
   const std::uint64_t slice = align_down(most, std::uint64_t{8});
   if (slice == 0) return seconds;
-  seconds.of_a_call = seconds_of_calls(8, kCalls) / (kCalls + 1);  // with the barrier
+  seconds.of_a_call = seconds_of_calls(8, kSmallCalls) / (kSmallCalls + 1);  // with the barrier
   // A little memory is gathered several times. What takes no longer than the calls is not known.
   const auto calls = static_cast<int>(std::clamp<std::uint64_t>(kGatheredBytes / (ranks * slice), 1, kMostCalls));
   const double moving = seconds_of_calls(slice, calls) - (calls + 1) * seconds.of_a_call;
@@ -178,6 +182,7 @@ ProbedBytes probe_extents(StoreThread& thread, const ProbedExtents& extents, dou
   rates.nvme_read = rate_of(thread, std::span(both).first(1), host, seconds);
   rates.nvme_write = rate_of(thread, std::span(both).last(1), host, seconds);
   IoBatch batch(thread);
+  // A commit syncs twice: the data, then its record.
   rates.sync_seconds = 2 * best_seconds([&] {
                          batch.add({.op = IoOp::kSync, .file = kStripedSpace});
                          batch.wait();
@@ -191,6 +196,7 @@ ProbedBytes probe_drive(StoreThread& thread, const TileStore& store, std::span<s
   const auto tiles = static_cast<std::uint32_t>(store.layout().tiles.size());
   for (std::uint32_t t = 0; t < tiles; ++t) {
     for (std::size_t part = 0; part < kParts; ++part) {
+      // Only committed slots are read; the other ones may hold the step that a rollback goes back to.
       const Extent from = store.readable(t).extent[part];
       if (from.bytes == 0) continue;
       extents.read.push_back(from);

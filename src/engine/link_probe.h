@@ -1,4 +1,5 @@
-// Measures what the links carry: a step's limiting link is the one whose own time is longest.
+// Measures what the links carry: a step's limiting link is the one whose own time is longest. What a step should take
+// at these rates is computed by step_predictor.h.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Two versions of the library in one process: a program's own and that of something it loads. Their names are the same,
-// so the dynamic linker may give one of them functions of the other.
+// Refuses a process with two versions of the library: a program's own and that of something it loads. Their names are
+// the same, so the dynamic linker may give one of them functions of the other.
 #pragma once
 
 namespace spillway {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "kernels/devices.h"
 #include "kernels/process_limits.h"
 #include "spillway/error.h"
 
@@ -12,7 +13,8 @@ namespace spillway {
 
 std::uint64_t check_memory(const Plan& plan, DeviceKind device, std::uint32_t ranks) {
   const std::uint64_t need =
-      plan.ledger.total(Placement::kHost) + (device == DeviceKind::kHost ? plan.ledger.total(Placement::kHbm) : 0);
+      plan.ledger.total(Placement::kHost) + (device_of(device).on_cpu ? plan.ledger.total(Placement::kHbm) : 0);
+  // A cgroup's limit kills a process while the machine has memory left, so both are asked.
   const std::uint64_t in_group = memory_left().value_or(UINT64_MAX);
   const std::uint64_t have = std::min(available_memory(), in_group);
   const auto refuse = [](const std::string& happened, const char* hint) {
@@ -25,6 +27,7 @@ std::uint64_t check_memory(const Plan& plan, DeviceKind device, std::uint32_t ra
                        in_group == have ? "this process's cgroup leaves" : "free on this machine are", have / kMiB),
            "lower spillway.host_bytes and spillway.hbm_bytes, or offload to nvme");
   }
+  // Addresses are a limit of their own: arenas take theirs whole, before a page of them is touched.
   const std::uint64_t space = address_space_left().value_or(UINT64_MAX);
   if (need + kOutsideArenas > space) {
     refuse(fmt::format("the plan needs {} MiB and the program up to {} MiB more, ulimit -v leaves {} MiB",

@@ -1,4 +1,5 @@
-// Whether this machine has the memory that a plan takes. Being killed for memory has no message; refusing has.
+// Whether this machine has the memory that a plan takes: a process that is killed for want of memory gives no message,
+// a refusal does. How much the plan takes was decided before (src/plan); here it is only compared.
 #pragma once
 
 #include <cstdint>

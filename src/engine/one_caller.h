@@ -1,5 +1,6 @@
-// Notices that two threads call one object at the same time, and that a call comes from inside of another, by one
-// atomic word: the thread whose call is under way, and whether it only asks for a value.
+// Notices that two threads call one object at the same time, and that a call comes from inside another, by one atomic
+// word: the thread whose call is under way, and whether it only asks for a value. Calls that change something are
+// refused (enter()); those that only ask, or that cannot be refused, wait (ask(), wait()).
 #pragma once
 
 #include <atomic>
@@ -48,7 +49,7 @@ class OneCaller {
   }
   // For what asks for a value: it waits for the end of another thread's call, and may come from inside of one of this
   // thread.
-  Turn look() { return wait_as(here() | kAsking); }
+  Turn ask() { return wait_as(here() | kAsking); }
   // For what cannot be refused: the same.
   Turn wait() { return wait_as(here()); }
 

@@ -14,10 +14,12 @@ ParameterUpdates::ParameterUpdates(const Config& config, const Plan& plan, const
     choice_.insert(choice_.end(), plan.groups.parameter[b].begin(), plan.groups.parameter[b].end());
   }
   counts_.resize(choice_.size());
+  // The groups' scalars first, then room for one of each parameter's own; no step allocates.
   scalars_.resize(plan.groups.values.size() + choice_.size());
 }
 
 void ParameterUpdates::resume(std::uint64_t updates, std::span<const std::uint64_t> counts, const std::string& object) {
+  // A commit keeps no counts while they are all the same, which is the usual case.
   if (counts.empty()) {
     std::ranges::fill(counts_, updates);
     return;
@@ -70,9 +72,11 @@ void ParameterUpdates::take(std::uint32_t block, std::span<const std::uint8_t> b
     const std::size_t at = first_[block] + p;
     const std::uint64_t update = counts_[at] + 1;
     choice_[at] = groups[p];
+    // The parameter was in every update so far: the scalars of its group are right.
     if (brought[p] && update == step_) continue;
     uneven_[block] = 1;
     if (!brought[p]) {
+      // Left out altogether: no decay either, and its own count does not advance.
       choice_[at] = kNotUpdated;
     } else if (before && groups[*before] == groups[p] && counts_[first_[block] + *before] == counts_[at]) {
       choice_[at] = choice_[first_[block] + *before];

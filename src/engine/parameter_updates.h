@@ -1,10 +1,10 @@
-// How often the optimizer has updated each parameter, and by which scalars it does so next: those of its group, with
-// the bias correction of a count of its own. A parameter that gets no gradient in a step is left out of its update, as
-// PyTorch leaves it out: neither its values nor its count change.
+// How often the optimizer has updated each parameter, and with which scalars it does so next: those of its group, with
+// the bias correction of the parameter's own count. A parameter that gets no gradient in a step is left out of its
+// update, as PyTorch leaves it out: neither its values nor its count change.
 //
 //   begin_update(step, scale) ─► take(block, …) … ─► scalars(), ranges(tile) ─► advance(), once the step is made
 //
-// Pure. Nothing is allocated after construction.
+// Pure: the arithmetic is the kernels'. Nothing is allocated after construction.
 #pragma once
 
 #include <cstdint>

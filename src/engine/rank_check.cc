@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <bit>
 #include <concepts>
 #include <string>
 #include <string_view>
@@ -11,6 +10,7 @@
 #include "kernels/checksum.h"
 #include "spillway/error.h"
 #include "spillway/version.h"
+#include "src/config/table.h"
 
 namespace spillway {
 namespace {
@@ -35,7 +35,6 @@ class Summary {
 
  private:
   static std::string_view word(std::string_view text) { return text; }
-  static std::string word(double value) { return std::to_string(std::bit_cast<std::uint64_t>(value)); }
   template <std::integral Integer>
   static std::string word(Integer value) {
     return std::to_string(value);
@@ -47,7 +46,7 @@ class Summary {
 std::uint64_t hash_of(const ModelDescription& model) {
   Summary summary;
   for (const Block& block : model.blocks) {
-    summary.add(block.name, block.parameters.size(), block.inside_bytes);
+    summary.add(block.name, block.parameters.size(), block.inside_bytes, block.held);
     for (const Parameter& p : block.parameters)
       summary.add_all(p.shape), summary.add(p.name, p.trainable, p.pushes, p.in_order, p.bytes);
   }
@@ -55,28 +54,10 @@ std::uint64_t hash_of(const ModelDescription& model) {
   return summary.hash();
 }
 
+// What no row of the table shows is added here.
 std::uint64_t hash_of(const Config& config) {
   Summary summary;
-  const OptimizerConfig& optimizer = config.optimizer;
-  summary.add(config.micro_batch, config.gradient_accumulation, config.sum_groups, config.gradient_clipping,
-              name_of(config.weights), name_of(optimizer.kind), optimizer.learning_rate, optimizer.beta1,
-              optimizer.beta2, optimizer.epsilon, optimizer.weight_decay, optimizer.seed, optimizer.decoupled_decay,
-              optimizer.bias_correction, optimizer.momentum, optimizer.dampening, optimizer.nesterov, config.no_decay,
-              name_of(config.moments), config.tile_elements, config.stage);
-  const ScheduleConfig& schedule = config.schedule;
-  summary.add(static_cast<int>(schedule.kind), schedule.warmup_min_lr, schedule.warmup_max_lr, schedule.warmup_steps,
-              schedule.total_steps, schedule.logarithmic_warmup, schedule.warmup_min_ratio, schedule.cosine_min_ratio);
-  const LossScaleConfig& scale = config.loss_scale;
-  summary.add(scale.fixed, scale.initial_power, scale.window, scale.hysteresis, scale.consecutive_hysteresis,
-              scale.least, static_cast<int>(config.states), static_cast<int>(config.parameters),
-              config.nvme_paths.empty());
-  summary.add_optional(config.commit_every);
-  for (const ParameterGroup& group : config.parameter_groups) {
-    summary.add_all(group.parameters);
-    summary.add_optional(group.learning_rate);
-    summary.add_optional(group.weight_decay);
-  }
-  summary.add_all(config.exact_states);
+  summary.add(values_of_all_ranks(config), config.stage, config.nvme_paths.empty());
   return summary.hash();
 }
 
@@ -103,6 +84,7 @@ void refuse_different_ranks(Agreement& agreement, const Config& config, const Mo
                             const EngineOptions& options) {
   if (agreement.alone()) return;
   Summary version;
+  // Compared first: another version may hash the rest in another way.
   version.add(SPILLWAY_VERSION);
   const struct {
     const char* what;
@@ -117,6 +99,7 @@ void refuse_different_ranks(Agreement& agreement, const Config& config, const Mo
       {"way to begin", hash_of(options), "resume on all ranks or on none, with the same snapshot or without"},
   };
   for (const auto& [what, hash, hint] : subjects) {
+    // Eight bytes of each rank, whatever the size of the model.
     const std::vector<std::uint64_t> hashes = agreement.gather(hash);
     for (std::uint32_t r = 1; r < hashes.size(); ++r) {
       if (hashes[r] == hashes[0]) continue;

@@ -1,4 +1,5 @@
-// Refuses ranks that are not of one run before anything of it is made.
+// Refuses ranks that do not belong to one run before anything is made. It compares what each rank was given; what the
+// ranks' stores hold is compared by rank_stores.h.
 #pragma once
 
 #include "spillway/config.h"

@@ -59,7 +59,7 @@ void finish_replacement(const StorePaths& paths, Agreement& agreement) {
   const RunChoice choice = choose_run(gather_stores(agreement, found.runs()));
   if (!choice.whole) return;
   agreement.all([&] {
-    if (choice.of[agreement.rank().index] == StoreChoice::kWaiting) found.waiting->settle();
+    if (choice.of[agreement.rank().index] == StoreChoice::kWaiting) found.waiting->repair();
   });
 }
 
@@ -77,6 +77,7 @@ std::unique_ptr<TileStore> open_together(const StorePaths& paths, const StoreSha
   });
   const std::vector<RankCommits> commits = gather_commits(agreement, store->commits());
   const std::optional<Commit> common = newest_common(commits);
+  // A rank that was killed between its commit and the others' is one step ahead.
   const bool goes_back = store->commits().last != common;
   agreement.all([&] {
     if (!common) throw no_common_step(paths.directories.front(), commits);
@@ -90,19 +91,28 @@ std::unique_ptr<TileStore> open_together(const StorePaths& paths, const StoreSha
 
 std::unique_ptr<TileStore> create_together(const StorePaths& paths, const StoreShape& shape, bool replace,
                                            const std::function<StorePaths()>& place,
-                                           const std::function<void()>& before_loss, Agreement& agreement) {
+                                           const std::function<void()>& before_loss, Agreement& agreement,
+                                           const std::optional<RunId>& wanted) {
   if (replace) {
     finish_replacement(paths, agreement);
   } else {
     agreement.all([&] { TileStore::refuse_existing(paths); });
   }
+  // Every rank takes its space first: one that has none ends the attempt before any store is touched.
   auto store = agreement.all([&] { return TileStore::reserve_new(place(), shape, replace); });
   std::uint64_t takes_over[] = {store->takes_over()};
   agreement.fold(std::span(takes_over), Fold::kMax);
   agreement.all([&] {
     if (takes_over[0] != 0 && before_loss) before_loss();
   });
-  const RunId run = agree_on_run(agreement);
+  const RunId run = wanted ? *wanted : agree_on_run(agreement);
+  agreement.all([&] { store->make(shape, run); });
+  return store;
+}
+
+std::unique_ptr<TileStore> create_beside(const StoreShape& shape, const RunId& run,
+                                         const std::function<StorePaths()>& place, Agreement& agreement) {
+  auto store = agreement.all([&] { return TileStore::reserve_beside(place(), shape); });
   agreement.all([&] { store->make(shape, run); });
   return store;
 }

@@ -11,6 +11,7 @@ RankTiles::RankTiles(Agreement& agreement, const Plan& own, const std::function<
     : agreement_(agreement), own_(own), buffer_(buffer), work_(std::move(work)) {
   if (own.rank.count == 1) return;
   for (std::uint32_t r = 0; r < agreement.rank().count; ++r) {
+    // Plans are a pure function of configuration, model and rank: nobody has to send them.
     others_.push_back(r == agreement.rank().index ? Plan() : plan_of({r, agreement.rank().count}));
   }
   order_turns();
@@ -32,20 +33,21 @@ void RankTiles::order_turns() {
   }
 }
 
-void RankTiles::show_own(std::uint32_t tile, const TileMemory& memory) {
+void RankTiles::visit_own(std::uint32_t tile, const TileMemory& memory) {
   if (own_.rank.count == 1) return work_(own_, tile, memory);  // whoever shows hears of its failure
   const std::uint32_t own = agreement_.rank().index;
-  while (turns_[next_].rank != own) show_other(turns_[next_++]);
+  // Tiles of other ranks that come before this one in the order of one rank.
+  while (turns_[next_].rank != own) visit_other(turns_[next_++]);
   SPILLWAY_CHECK(turns_[next_].tile == tile, "tiles are shown in their order, and all of them");
   ++next_;
   for (const Part part : {Part::kWeights, Part::kStates}) {
     const std::uint64_t bytes = payload_bytes(own_.tile_places[tile].shape, part);
     if (bytes > 0) agreement_.broadcast({memory.part[index_of(part)], bytes}, own);
   }
-  show(own_, tile, memory);
+  visit(own_, tile, memory);
 }
 
-void RankTiles::show_other(const Turn& turn) {
+void RankTiles::visit_other(const Turn& turn) {
   const Plan& plan = plan_of(turn.rank);
   TileMemory memory;
   std::uint64_t used = 0;
@@ -58,10 +60,11 @@ void RankTiles::show_other(const Turn& turn) {
     agreement_.broadcast(buffer_.subspan(used, bytes), turn.rank);
     used += extent_bytes(shape, part);
   }
-  show(plan, turn.tile, memory);
+  visit(plan, turn.tile, memory);
 }
 
-void RankTiles::show(const Plan& plan, std::uint32_t tile, const TileMemory& memory) {
+void RankTiles::visit(const Plan& plan, std::uint32_t tile, const TileMemory& memory) {
+  // The ranks go on with their broadcasts: one that left would make the others wait for ever.
   if (failure_) return;
   try {
     work_(plan, tile, memory);
@@ -71,7 +74,7 @@ void RankTiles::show(const Plan& plan, std::uint32_t tile, const TileMemory& mem
 }
 
 std::exception_ptr RankTiles::finish() {
-  while (next_ < turns_.size()) show_other(turns_[next_++]);
+  while (next_ < turns_.size()) visit_other(turns_[next_++]);
   return joint_failure(agreement_, failure_);
 }
 

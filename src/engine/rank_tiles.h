@@ -1,11 +1,12 @@
-// Shows the tiles of all ranks to each of them, one after the other in the order of one rank's: block by block, section
-// by section, rank by rank. For what is made of all of a model, an export or a snapshot.
+// Shows the tiles of all ranks to each of them, one after the other in the order that one rank alone has: block by
+// block, section by section, rank by rank. For what needs all of a model, an export or a snapshot.
 //
 //   RankTiles all(…, work);  show all.own() this rank's tiles, in order;  all.finish()
 //
-// All ranks do this at the same time, with nothing else between them meanwhile. What `work` throws ends the showing to
-// it, and not the ranks' conversation: finish() returns it. With one rank it passes tiles on.
-// One thread at a time (the engine's). Errors: those of the Communicator.
+// It reads no tile: TileExecutor's tour brings this rank's (tile_executor.h). All ranks do this at the same time, with
+// no other call between them meanwhile. What `work` throws ends the showing to it, and not the ranks' conversation:
+// finish() returns it. With one rank it passes tiles on. One thread at a time (the engine's). Errors: those of the
+// Communicator.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +34,7 @@ class RankTiles {
             std::span<std::byte> buffer, Work work);
 
   TileWork own() {
-    return [this](std::uint32_t tile, const TileMemory& memory) { show_own(tile, memory); };
+    return [this](std::uint32_t tile, const TileMemory& memory) { visit_own(tile, memory); };
   }
   // What is left of the others'. The failure of `work` on this rank, or that of another's.
   std::exception_ptr finish();
@@ -43,9 +44,9 @@ class RankTiles {
     std::uint32_t rank = 0, tile = 0;
   };
   void order_turns();
-  void show_own(std::uint32_t tile, const TileMemory& memory);
-  void show_other(const Turn& turn);
-  void show(const Plan& plan, std::uint32_t tile, const TileMemory& memory);
+  void visit_own(std::uint32_t tile, const TileMemory& memory);
+  void visit_other(const Turn& turn);
+  void visit(const Plan& plan, std::uint32_t tile, const TileMemory& memory);
   const Plan& plan_of(std::uint32_t rank) const { return rank == agreement_.rank().index ? own_ : others_[rank]; }
 
   Agreement& agreement_;

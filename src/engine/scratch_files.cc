@@ -47,6 +47,7 @@ ScratchFiles::~ScratchFiles() = default;
 void ScratchFiles::reserve(std::uint32_t file, std::uint64_t bytes) {
   if (bytes <= reserved_[file]) return;
   const std::uint64_t wanted = align_up(bytes, kGrowth);
+  // A full disk is an error here, where the caller can still do something else, and never of a write under way.
   files_[file].preallocate(wanted);
   reserved_[file] = wanted;
 }
@@ -71,6 +72,7 @@ std::uint64_t ScratchFiles::start(IoOp op, std::uint32_t file, std::uint64_t off
 }
 
 void ScratchFiles::wait(std::uint64_t ticket) {
+  // Taken out first, so that a failed transfer, too, is waited for once.
   auto found = under_way_.extract(ticket);
   if (found.empty()) {
     throw Error(Code::kInvalidArgument, {"scratch", fmt::format("{} is no ticket that was not waited for", ticket), 0,

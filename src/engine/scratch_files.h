@@ -1,5 +1,6 @@
 // A caller's bytes that wait on the drives for a part of a step, in files without a name: what a PyTorch loop keeps
-// between blocks. They are gone with the process, whatever ends it.
+// between blocks. They are gone with the process, whatever ends it. The engine's own scratch area lies in the store and
+// has nothing to do with these (swap/extents.h).
 //
 //   start(write) ─► the run's own kind of queue, on a thread of its own ─► wait(ticket)
 //

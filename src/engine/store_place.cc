@@ -11,22 +11,23 @@
 #include <string>
 #include <vector>
 
-#include "aio/rate_probe.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
+#include "spillway/rate_probe.h"
 #include "src/engine/rank_stores.h"
 #include "src/formats/plain_file.h"
 
 namespace spillway {
 namespace {
 
-// Shares of a new store's space by each path's rate, as far as its drive has room; an old store there makes room.
-std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOptions& io, std::uint64_t space_bytes) {
-  const auto& paths = config.nvme_paths;
+// Shares of a new store's space by each path's rate, as far as its drive has room.
+std::vector<std::uint32_t> choose_shares(const Config& config, std::span<const std::filesystem::path> paths,
+                                         const IoQueueOptions& io, std::uint64_t space_bytes, bool makes_room) {
   std::vector<std::uint64_t> room;
   std::uint64_t have = 0;
   for (const auto& path : paths) {
-    room.push_back(free_disk_bytes(path) + TileStore::file_bytes(path));
+    // A store that is replaced gives its space to the new one.
+    room.push_back(free_disk_bytes(path) + (makes_room ? TileStore::file_bytes(path) : 0));
     have += room.back();
     // The superblocks, and the unit by which a row that is cut short exceeds the shares.
     room.back() -= std::min(room.back(), paths.size() > 1 ? 2 * kMiB : kExtentAlignment);
@@ -34,6 +35,7 @@ std::vector<std::uint32_t> choose_shares(const Config& config, const IoQueueOpti
   std::vector<double> rates = config.nvme_rates;
   const bool measured = rates.empty() && paths.size() > 1;
   for (std::size_t i = rates.size(); i < paths.size(); ++i)
+    // With one path there is nothing to share, so nothing is measured.
     rates.push_back(measured ? probe_rate(paths[i], io) / 1e9 : 1);
   const std::vector<std::uint32_t> shares = stripe_shares(rates, room, space_bytes, kStripeRowUnits);
   if (shares.empty()) {
@@ -106,6 +108,7 @@ IoQueueOptions queue_options(const Config& config) {
 std::unique_ptr<StoreThread> start_store_thread(const Config& config, TileStore& store, std::span<std::byte> host,
                                                 Timeline* timeline) {
   IoQueueOptions options = queue_options(config);
+  // Requests then name offsets of the store's space, and the queue finds file and offset in it.
   options.stripes = &store.files().stripes();
   auto thread = std::make_unique<StoreThread>(options, store.files().pointers(),
                                               std::vector<std::span<std::byte>>{host}, timeline);
@@ -119,50 +122,70 @@ Error store_is_missing(const File& file) {
                 "write the model or a snapshot before the run ends"});
 }
 
-const File* look_after(TileStore& store, const File* known) {
+const File* warn_if_missing(TileStore& store, const File* known) {
   const File* const missing = store.missing();
   if (missing && !known) log(LogLevel::kWarning, store_is_missing(*missing).what());
   return missing;
 }
 
-std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescription& model, const Plan& plan,
-                                      OnExisting on_existing, Agreement& agreement,
-                                      const std::function<void()>& before_loss) {
-  agreement.all([&] {
-    if (plan.has_store || on_existing != OnExisting::kResume) return;
-    throw Error(Code::kNotFound, {"nvme_path", "names no store: there is none to resume", 0,
-                                  "name its directory beside a device nvme, or in spillway.nvme_paths"});
-  });
-  if (!plan.has_store) return nullptr;
+// The process may go to another directory before the store has its name, or while it is looked after.
+StorePaths paths_of_store(const Config& config) {
   StorePaths paths(config.nvme_paths);
-  // The process may go to another directory before the store has its name, or while it is looked after.
-  agreement.all([&] {
-    for (auto& directory : paths.directories) directory = absolute_path(directory);
-  });
-  if (on_existing == OnExisting::kResume) {
-    StoreShape shape = store_shape(plan);
-    shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, model, tile); };
-    return agreement.alone() ? TileStore::open(paths, shape) : open_together(paths, shape, agreement);
-  }
-  const bool replace = on_existing == OnExisting::kReplace;
+  for (auto& directory : paths.directories) directory = absolute_path(directory);
+  return paths;
+}
+
+StorePaths paths_to_resume(const Config& config, const Plan& plan) {
+  if (plan.has_store) return paths_of_store(config);
+  throw Error(Code::kNotFound, {"nvme_path", "names no store: there is none to resume", 0,
+                                "name its directory beside a device nvme, or in spillway.nvme_paths"});
+}
+
+StorePaths share_store(const Config& config, const Plan& plan, StorePaths paths, const StorePaths& room_in,
+                       bool makes_room) {
+  paths.shares =
+      choose_shares(config, room_in.directories, queue_options(config), space_bytes(store_shape(plan)), makes_room);
+  return paths;
+}
+
+void make_directories_of(const StorePaths& paths, const Plan& plan) {
+  for (const auto& directory : paths.directories) make_directory(directory);
+  log(LogLevel::kInfo,
+      fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", listed(paths.directories),
+                  div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
+}
+
+std::unique_ptr<TileStore> open_store(const StorePaths& paths, const ModelDescription& model, const Plan& plan,
+                                      Agreement& agreement) {
+  StoreShape shape = store_shape(plan);
+  shape.name_of = [&](std::uint32_t tile) { return tile_name(plan, model, tile); };
+  return agreement.alone() ? TileStore::open(paths, shape) : open_together(paths, shape, agreement);
+}
+
+std::unique_ptr<TileStore> make_store(const Config& config, const Plan& plan, bool replace, Agreement& agreement,
+                                      const std::function<void()>& before_loss, const std::optional<RunId>& run) {
+  if (!plan.has_store) return nullptr;
+  const StorePaths paths = agreement.all([&] { return paths_of_store(config); });
   const auto place = [&] {
     for (const auto& directory : paths.directories) make_directory(directory);
-    if (replace || !TileStore::exists(paths)) {
-      paths.shares = choose_shares(config, queue_options(config), space_bytes(store_shape(plan)));
-      log(LogLevel::kInfo,
-          fmt::format("the store in {} takes {} MiB of disk: {} slots of {} tiles", listed(paths.directories),
-                      div_up(plan.store_bytes, kMiB), plan.slots, plan.tiles.size()));
-    }
-    return paths;
+    if (!replace && TileStore::exists(paths)) return paths;
+    StorePaths shared = share_store(config, plan, paths, paths, true);
+    make_directories_of(shared, plan);
+    return shared;
   };
-  if (agreement.alone()) return TileStore::create(place(), store_shape(plan), replace, before_loss);
-  return create_together(paths, store_shape(plan), replace, place, before_loss, agreement);
+  if (!agreement.alone()) return create_together(paths, store_shape(plan), replace, place, before_loss, agreement, run);
+  if (!run) return TileStore::create(place(), store_shape(plan), replace, before_loss);
+  auto store = TileStore::reserve_new(place(), store_shape(plan), replace);
+  if (before_loss && store->takes_over()) before_loss();
+  store->make(store_shape(plan), *run);
+  return store;
 }
 
 std::unique_ptr<TileStore> open_store(const Config& config, const ModelDescription& model, const Plan& plan,
                                       OnExisting on_existing, const std::function<void()>& before_loss) {
   Agreement alone(nullptr);
-  return open_store(config, model, plan, on_existing, alone, before_loss);
+  if (on_existing == OnExisting::kResume) return open_store(paths_to_resume(config, plan), model, plan, alone);
+  return make_store(config, plan, on_existing == OnExisting::kReplace, alone, before_loss);
 }
 
 }  // namespace spillway

@@ -46,6 +46,7 @@ TileExecutor::TileExecutor(const Plan& plan, const ModelDescription& model, cons
 void TileExecutor::make(const TileMove& move) {
   switch (move.kind) {
     case TileMove::Kind::kLoad: return mover_.start_load(move.tile, move.buffer);
+    // A gradient that was not spilled lies where the update reads it: then there is nothing to bring.
     case TileMove::Kind::kGradient:
       if (const auto spilled = gradients_.spilled(move.tile))
         mover_.load_gradient(move.buffer, spilled->extent, spilled->checksum);
@@ -66,6 +67,7 @@ std::optional<QueueEvent> TileExecutor::landing(std::uint32_t block, bool wait) 
 void TileExecutor::wait_read(std::uint32_t buffer) {
   const StallMeter::Wait wait(watch_.stalls, StallCause::kRead);
   for (;;) {
+    // Asked first: a request that completes while loads start ends the wait below at once.
     const std::uint64_t completed = mover_.completed();
     start_loads();
     if (mover_.read(buffer)) return;
@@ -81,7 +83,7 @@ void TileExecutor::cancel_read_ahead() {
 void TileExecutor::reset() {
   mover_.finish_saves();
   queue_.tell(QueueEvent::kEnd);
-  shown_to_ = nullptr;
+  tour_work_ = nullptr;
 }
 
 bool TileExecutor::run_until(std::uint32_t block, std::byte* to) {
@@ -89,23 +91,24 @@ bool TileExecutor::run_until(std::uint32_t block, std::byte* to) {
   return UpdateTurns::run_until(block, to != nullptr);
 }
 
-void TileExecutor::show_to(TileWork work) {
-  queue_.tell(QueueEvent::kLook);
+void TileExecutor::begin_tour(TileWork work) {
+  queue_.tell(QueueEvent::kTour);
   make_moves(Moves::kDrops);
   mover_.finish_saves();  // of tiles that are read again
-  shown_to_ = std::move(work);
+  tour_work_ = std::move(work);
   start_loads();
 }
 
-void TileExecutor::show_until(std::uint32_t block) {
+void TileExecutor::tour_until(std::uint32_t block) {
   while (const auto turn = queue_.next_turn(Turns::kShown, block)) take_turn(*turn, false);
 }
 
-void TileExecutor::show(std::uint32_t tile, const TileMemory& memory) {
-  if (!shown_to_ || show_failure_) return;
+void TileExecutor::visit(std::uint32_t tile, const TileMemory& memory) {
+  if (!tour_work_ || show_failure_) return;
   try {
-    shown_to_(tile, memory);
+    tour_work_(tile, memory);
   } catch (...) {
+    // The caller's own failure. It waits until the tile in hand is ended, as saves must not be lost.
     show_failure_ = std::current_exception();
   }
 }
@@ -113,15 +116,15 @@ void TileExecutor::show(std::uint32_t tile, const TileMemory& memory) {
 void TileExecutor::work_on(const TileTurn& turn, bool delivers) {
   std::byte* const to = delivers ? to_ : nullptr;
   if (turn.kind == TileTurn::Kind::kUpdate) update(turn, to);
-  const bool verified = turn.kind == TileTurn::Kind::kShow || turn.kind == TileTurn::Kind::kCheck;
+  const bool verified = turn.kind == TileTurn::Kind::kVisit || turn.kind == TileTurn::Kind::kCheck;
   for (std::size_t i = turn.first; verified && i < turn.first + turn.count; ++i) {
     wait_read(queue_.buffer(i));
-    show(queue_.tile(i), mover_.finish_load(queue_.buffer(i)));
+    visit(queue_.tile(i), mover_.finish_load(queue_.buffer(i)));
     end_tile(i, true, to);
   }
-  if (!shown_to_ || !show_failure_) return;
-  shown_to_ = nullptr;
-  queue_.tell(QueueEvent::kEndLook);
+  if (!tour_work_ || !show_failure_) return;
+  tour_work_ = nullptr;
+  queue_.tell(QueueEvent::kEndTour);
 }
 
 // The bytes are verified in the pass that updates them: a mismatch is found after the pass and before anything of the
@@ -133,6 +136,7 @@ void TileExecutor::prepare(std::size_t node, std::uint32_t tile, std::uint32_t b
   const std::byte* gradient = spilled.bytes.empty()
                                   ? gradients_.gradient(plan_.tiles[tile].block) + offset_in_gradient(plan_, tile)
                                   : spilled.bytes.data();
+  // Everything the kernel needs is put together here; no lookup happens in the pass over memory.
   updates_[node] = {.tile = tile_arrays(plan_.tile_places[tile].shape, memory, gradient),
                     .groups = parameters_->ranges(tile, ranges_[node]),
                     .scalars = parameters_->scalars(),
@@ -161,8 +165,9 @@ void TileExecutor::update(const TileTurn& turn, std::byte* to) {
     adam_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
   for (std::size_t node = 0; node < turn.count; ++node) {
+    // Only now are the bytes known to be right. Nothing has left the buffer yet, so a mismatch still harms nothing.
     mover_.verify(queue_.buffer(turn.first + node));
-    if (finite_[node] != 0) show(queue_.tile(turn.first + node), memories_[node]);
+    if (finite_[node] != 0) visit(queue_.tile(turn.first + node), memories_[node]);
     end_tile(turn.first + node, finite_[node] != 0, to);
   }
 }

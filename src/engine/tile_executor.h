@@ -1,6 +1,8 @@
-// Does on the drive, in host memory and by the kernels what the turns of an update ask for: loads, gradients, updates,
-// checks and saves. On the way it shows every tile, as it is after the update, to an export or to a snapshot that goes
-// on during the next forward pass. One thread at a time. Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
+// Does what the turns of an update ask for, on the drive, in host memory and by the kernels: loads, gradients, updates,
+// checks and saves. Which tile comes when is not decided here but by UpdateQueue (swap/policy/update_queue.h), in the
+// order of UpdateTurns (src/plan/update_turns.h). On the way it shows every tile, as it is after the update, to an
+// export or to a snapshot that goes on during the next forward pass. One thread at a time. Errors: kIo, kCorrupt,
+// kNonFinite (a result overflowed). Read next: swap/tile_mover.h, kernels/tile_update.h.
 #pragma once
 
 #include <cstdint>
@@ -37,14 +39,14 @@ class TileExecutor final : public UpdateTurns {
   // by tile. False: they were not, or not all.
   bool run_until(std::uint32_t block, std::byte* to);
 
-  // From here to reset() every tile passes `work`, as it is behind its turn. What `work` throws ends that, but not the
+  // From here to reset() every tile passes `work`, as it is after its turn. What `work` throws ends that, but not the
   // update.
-  void show_to(TileWork work);
+  void begin_tour(TileWork work);
   // Shows the tiles up to the block's last that have no update, as far as they come next: so the showing keeps pace
   // with a forward pass that updates nothing.
-  void show_until(std::uint32_t block);
+  void tour_until(std::uint32_t block);
   // What `work` has thrown: the caller's own failure, a full disk say, and none of the mover's.
-  std::exception_ptr end_show() { return std::exchange(show_failure_, nullptr); }
+  std::exception_ptr end_tour() { return std::exchange(show_failure_, nullptr); }
 
   // The step's queue is over, and everything is where it lives.
   void reset();
@@ -63,7 +65,7 @@ class TileExecutor final : public UpdateTurns {
   void wait_read(std::uint32_t buffer);
   void prepare(std::size_t node, std::uint32_t tile, std::uint32_t buffer);
   void update(const TileTurn& turn, std::byte* to);
-  void show(std::uint32_t tile, const TileMemory& memory);
+  void visit(std::uint32_t tile, const TileMemory& memory);
   void end_tile(std::size_t position, bool finite, std::byte* to);
 
   const Plan& plan_;
@@ -74,7 +76,7 @@ class TileExecutor final : public UpdateTurns {
   const Watch watch_;
   const unsigned nodes_;     // so many tiles are updated at the same time
   std::byte* to_ = nullptr;  // the place that run_until() was asked to bring weights to
-  TileWork shown_to_;        // null: nobody looks, or nobody any more
+  TileWork tour_work_;       // null: nobody looks, or nobody any more
   std::exception_ptr show_failure_;
   const ParameterUpdates* parameters_ = nullptr;
   std::vector<TileUpdate> updates_;              // those under way, by node

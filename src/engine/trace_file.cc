@@ -107,27 +107,27 @@ class StoreNames {
         }
       }
     }
-    std::ranges::sort(extents_, {}, &Place::begin);
+    std::ranges::sort(extents_, {}, &TileExtent::begin);
   }
 
   std::string at(std::uint64_t offset) const {
-    const auto behind = std::ranges::upper_bound(extents_, offset, {}, &Place::begin);
+    const auto behind = std::ranges::upper_bound(extents_, offset, {}, &TileExtent::begin);
     if (behind != extents_.begin() && offset < std::prev(behind)->end) {
-      const Place& place = *std::prev(behind);
+      const TileExtent& place = *std::prev(behind);
       return fmt::format("{} of {}", place.part == index_of(Part::kWeights) ? "weights" : "states", tiles_[place.tile]);
     }
     return layout_ && offset >= layout_->scratch_offset ? "scratch" : "manifest record";
   }
 
  private:
-  struct Place {
+  struct TileExtent {
     std::uint64_t begin = 0, end = 0;
     std::uint32_t tile = 0;
     std::size_t part = 0;
   };
   const StoreLayout* layout_;
   std::span<const std::string> tiles_;
-  std::vector<Place> extents_;
+  std::vector<TileExtent> extents_;
 };
 
 // Spans of one track that overlap lie in lanes: each goes to the first lane that is free when it begins.
@@ -262,6 +262,7 @@ TraceFile::TraceFile(std::filesystem::path path, const Plan& plan, const ModelDe
       model_(model),
       capacity_(std::max<std::size_t>(spans, 1)),
       timeline_(capacity_, std::max(plan.blocks.size(), plan.hbm.places.size())) {
+  // Refused when the run begins: at its end there is nobody to ask.
   if (is_something_else(path_)) {
     throw Error(Code::kExists, {path_.string(), "is there, and is no trace, so it is not replaced", 0,
                                 "name another file for the trace"});
@@ -298,6 +299,7 @@ void TraceFile::write(const StoreLayout* layout) noexcept {
     log(LogLevel::kWarning,
         fmt::format("{}: holds the newest {} spans, the {} before them are lost", path_.string(), capacity_, lost));
   } catch (const std::exception& failure) {
+    // The run itself is over and well: a trace that cannot be written is no error of it.
     log(LogLevel::kWarning, failure.what());
   }
 }
@@ -305,6 +307,7 @@ void TraceFile::write(const StoreLayout* layout) noexcept {
 void TraceFile::write_spans(const StoreLayout* layout) {
   std::vector<std::string> tiles;
   for (std::uint32_t t = 0; t < plan_.tiles.size(); ++t) tiles.push_back(tile_name(plan_, model_, t));
+  // Requests were recorded by their offset alone: names are looked up here, when the run is over.
   const StoreNames store(layout, tiles);
   std::ofstream out(path_, std::ios::trunc);
   Events events(out);

@@ -1,5 +1,6 @@
 // A run's timeline as a file in Chrome's trace format, which https://ui.perfetto.dev and chrome://tracing show: a track
-// for each link and thread, in lanes where its spans overlap; blocks and tiles by name. docs/timeline.md reads one.
+// for each link and thread, in lanes where its spans overlap; blocks and tiles by name. docs/timeline.md reads one. The
+// spans are collected by swap/timeline.h; this file only names and writes them.
 //
 // Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format").
 #pragma once

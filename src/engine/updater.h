@@ -1,7 +1,8 @@
 // The optimizer's part of a step: every trainable tile that was not updated inside backward, one by one (with several
-// NUMA nodes, a tile on each at the same time), the next ones being read and the last ones being written meanwhile.
-// Which, when and where says UpdateQueue. What lives in HBM is updated in begin() as a whole. One thread at a time.
-// Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
+// NUMA nodes, a tile on each at the same time), while the next ones are read and the last ones are written. Which tile,
+// when and where is said by UpdateQueue; the work is the TileExecutor's. States that live in HBM are updated in
+// begin(), all at once, by DeviceUpdate. One thread at a time. Errors: kIo, kCorrupt, kNonFinite (a result overflowed).
+// Read next: tile_executor.h.
 #pragma once
 
 #include "src/engine/device_update.h"

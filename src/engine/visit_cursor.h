@@ -1,4 +1,5 @@
-// Follows the caller through the planned visits of a step. Pure.
+// Follows the caller through the planned visits of a step: which planned visit a call is, and whether the plan's order
+// was kept. It decides nothing about memory; that is WeightResidency (swap/policy/weight_residency.h). Pure.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +25,7 @@ class VisitCursor {
     return !recording_ && next_ > 0 && visit == visits_[0] && (last() || visit != visits_[next_]);
   }
   // The index of the planned visit that this is: the next one, or, when the caller left some out, the first that
-  // matches behind it; nothing when the plan has no such visit left.
+  // matches after it; nothing when the plan has no such visit left.
   std::optional<std::size_t> advance(std::uint32_t block, Pass pass);
   // Takes back the last advance(): its visit did not come about.
   struct Position {

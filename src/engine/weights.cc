@@ -66,12 +66,14 @@ void Weights::begin_again() {
 }
 
 std::uint32_t Weights::acquire(std::uint32_t block, std::optional<std::size_t> visit, Stream& stream) {
+  // The policy answers with whatever it takes (wait, update, fetch) and ends with kLend: run() does all of it.
   policy_.tell({.kind = WeightEvent::kAcquire, .block = block, .visit = visit});
   return *run(&stream);
 }
 
 void Weights::release(std::uint32_t place, Stream& stream) {
   policy_.tell({.kind = WeightEvent::kRelease, .place = place});
+  // Only the last lease of a place records its event: the next fetch to the place waits for that one event alone.
   if (!policy_.leased(place)) places_.release(place, stream);
   run(nullptr);
 }
@@ -95,6 +97,7 @@ std::optional<std::uint32_t> Weights::run(Stream* stream) {
     try {
       act(action);
     } catch (...) {
+      // Or the policy would wait for ever for a fetch that nobody has started.
       policy_.tell({.kind = WeightEvent::kFailed, .place = action.place});
       throw;
     }
@@ -103,6 +106,7 @@ std::optional<std::uint32_t> Weights::run(Stream* stream) {
 }
 
 void Weights::lend(std::uint32_t place, Stream& stream) {
+  // From here on the stream waits for the last copy, on the device; the caller's thread goes on.
   if (!with_.communicator) return places_.open(place, stream);
   if (gathered_.lend(place)) gather(place);
   with_.device.wait(stream, *come_[place]);
@@ -124,12 +128,16 @@ void Weights::gather(std::uint32_t place) {
 }
 
 void Weights::act(const WeightAction& action) {
+  // Each action is done by somebody else, and told to the policy when it is: an update by the TileExecutor, a fetch by
+  // WeightPlaces and the fetcher.
   const auto& [kind, block, place] = action;
   gathered_.act(action);
   switch (kind) {
     case WeightAction::kUpdate:
     case WeightAction::kUpdateAtHome: {
       const bool at_home = kind == WeightAction::kUpdateAtHome;
+      // The update copies tile by tile to the place as it makes them, without a fetch: weights of this step are never
+      // read back from the drive in the forward pass that follows it.
       places_.begin_copies(place);
       const bool brought = with_.tiles.run_until(block, at_home ? nullptr : address(place)) || at_home;
       if (brought) places_.end_copies(place);
@@ -151,6 +159,7 @@ void Weights::fill_pieces(std::uint32_t b, std::uint32_t place) {
   constexpr std::size_t kWeights = index_of(Part::kWeights);
   std::vector<FetchPiece>& pieces = places_.pieces(place);
   const BlockPlan& block = plan_.blocks[b];
+  // A read that overlaps a write under way may see old bytes, so the writes of these tiles come first.
   with_.mover.finish_saves_of(block.first_tile, block.first_tile + block.tiles);
   const bool committed = with_.tiles.queue().weights_from(b) == WeightsFrom::kCommitted;
   for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
@@ -164,6 +173,7 @@ void Weights::fill_pieces(std::uint32_t b, std::uint32_t place) {
       piece.resident = with_.device.hbm().data() + tile.offset[kWeights];
       piece.in_hbm = true;
     } else {
+      // The slot, and with it the range of the store's space, is chosen here. From here on the fetch is bytes alone.
       const TileStore::Slot slot = committed ? with_.store->committed(t) : with_.store->readable(t);
       piece.extent = slot.extent[kWeights];
       piece.checksum = slot.checksum[kWeights];

@@ -1,13 +1,15 @@
-// Weights for whoever computes: leases on blocks, wherever their weights live. The policy is WeightResidency's. This
-// asks it what to do and has the update or the fetcher do it, so that neither knows of the other:
+// Weights for whoever computes: leases on blocks, wherever their weights live. This asks the policy (WeightResidency)
+// what to do and has the update or the fetcher do it, so that neither knows of the other:
 //
 //   StepEngine ─► Weights ─► WeightResidency          what next?
 //                    ├─────► TileExecutor             make the block's update, its weights go to the place
 //                    └─────► WeightPlaces ─► BlockFetcher        fetch, wait, lend
 //
-// With several ranks each fetches or updates what it owns of a block, and has the rest from the others before the lease
-// begins. One thread at a time (the engine's). Errors: kIo and kCorrupt from a fetch, those of an update; kDoesNotFit
-// when every place is leased.
+// It chooses no place and copies no byte. With several ranks each fetches or updates what it owns of a block, and the
+// rest is gathered from the others before the lease begins. One thread at a time (the engine's). Errors: kIo and
+// kCorrupt from a fetch, those of an update; kDoesNotFit when every place is leased.
+// Read next: swap/policy/weight_residency.h for the rules, swap/weight_places.h for a fetch, tile_executor.h for an
+// update.
 #pragma once
 
 #include <cstdint>

@@ -16,7 +16,7 @@ namespace spillway {
 struct JsonKey {
   std::string name;
   std::size_t offset = 0;  // of its opening quote
-  std::size_t end = 0;     // behind its closing quote
+  std::size_t end = 0;     // after its closing quote
 };
 
 struct JsonValue {
@@ -25,7 +25,7 @@ struct JsonValue {
   Kind kind = Kind::kNull;
   bool flag = false;                          // kBool
   std::size_t offset = 0;                     // of its first byte in the text
-  std::size_t end = 0;                        // behind its last one; 0: the text ended, or was wrong, before that
+  std::size_t end = 0;                        // after its last one; 0: the text ended, or was wrong, before that
   double number = 0;                          // kNumber
   std::optional<std::uint64_t> integer = {};  // kNumber: its value, when that is whole (5e7 is)
   std::string text = {};                      // kString

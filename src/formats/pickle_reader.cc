@@ -19,7 +19,7 @@ const PickleValue kNoState;
 
 bool is_text(const PickleValue& value, std::string_view text) { return value.is(Kind::kText) && value.text == text; }
 
-// Classes whose objects are dicts that are filled behind the call that makes them.
+// Classes whose objects are dicts that are filled after the call that makes them.
 bool makes_dict(const PickleValue& called, const PickleValue& arguments) {
   if (called.is_global("collections", "OrderedDict") || called.is_global("builtins", "dict") ||
       called.is_global("__builtin__", "dict"))

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "aio/direct_io.h"
+#include "aio/directory.h"
 #include "spillway/error.h"
 #include "spillway/units.h"
 
@@ -210,12 +211,9 @@ std::error_code make_directories(const std::filesystem::path& directory) {
 }
 
 void sync_directory(const std::filesystem::path& directory) {
-  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) fail(directory, "cannot be opened", errno);
-  const int error = ::fsync(fd) == 0 ? 0 : errno;
-  ::close(fd);
-  if (error != 0 && error != EINVAL)
-    fail(directory, "sync failed", error);  // EINVAL: nothing to sync here, as in tmpfs
+  const auto [opened, error] = sync_names(directory);
+  if (error == 0 || (opened && error == EINVAL)) return;  // EINVAL: nothing to sync here, as in tmpfs
+  fail(directory, opened ? "sync failed" : "cannot be opened", error);
 }
 
 void rename_file(const std::filesystem::path& from, const std::filesystem::path& to) {

@@ -12,6 +12,9 @@
 
 #include "spillway/error.h"
 #include "spillway/masked.h"
+#include "src/formats/json_tree.h"
+#include "src/formats/plain_file.h"
+#include "src/formats/refuse.h"
 
 namespace spillway {
 namespace {
@@ -24,7 +27,7 @@ struct DTypeRow {
 
 // All dtypes of safetensors 0.8 (`Dtype` in its tensor.rs). Those that cannot be read are known all the same: a model
 // file may hold masks and counters beside its weights.
-constexpr std::array<DTypeRow, 22> kDTypes = {{
+constexpr std::array<DTypeRow, 22> kTypesOfTheFormat = {{
     {"F32", 32, DType::kFloat32},
     {"BF16", 16, DType::kBFloat16},
     {"F16", 16, DType::kFloat16},
@@ -170,9 +173,9 @@ class HeaderHandler : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, Hea
 // Null when all is well.
 std::optional<std::string> check_tensor(TensorEntry& tensor, std::uint64_t data_bytes) {
   const std::uint64_t begin = tensor.offset, end = tensor.bytes;
-  const auto row =
-      std::find_if(kDTypes.begin(), kDTypes.end(), [&](const DTypeRow& r) { return r.name == tensor.dtype; });
-  if (row == kDTypes.end()) return fmt::format("unknown dtype \"{}\"", printable(tensor.dtype));
+  const auto row = std::find_if(kTypesOfTheFormat.begin(), kTypesOfTheFormat.end(),
+                                [&](const DTypeRow& r) { return r.name == tensor.dtype; });
+  if (row == kTypesOfTheFormat.end()) return fmt::format("unknown dtype \"{}\"", printable(tensor.dtype));
   tensor.type = row->type;
   tensor.elements = 1;
   std::uint64_t bits = 0;
@@ -260,6 +263,30 @@ std::vector<TensorEntry> parse_safetensors_header(const std::string& path, std::
     tensor.offset += data_start;
   }
   return tensors;
+}
+
+std::map<std::string, std::string> parse_safetensors_index(const std::string& path, std::string_view text) {
+  JsonValue root;
+  if (const auto problem = parse_json(text, {.depth = 8, .values = 4'000'000}, root)) {
+    const TextPosition at = position_of(text, problem->offset);
+    refuse(fmt::format("{}:{}:{}", path, at.line, at.column), problem->what, "copy it again");
+  }
+  const JsonValue* names = root.member("weight_map");
+  if (names == nullptr || names->kind != JsonValue::Kind::kObject || names->items.empty()) {
+    refuse(path, "it has no weight_map with tensors in it", "an index maps tensor names to files");
+  }
+  std::map<std::string, std::string> index;
+  for (std::size_t i = 0; i < names->items.size(); ++i) {
+    const std::string& tensor = names->keys[i].name;
+    const JsonValue& file = names->items[i];
+    const std::string subject = fmt::format("tensor \"{}\": ", printable(tensor));
+    if (file.kind != JsonValue::Kind::kString || !is_plain_file_name(file.text)) {
+      refuse(path, fmt::format("{}its file is \"{}\"", subject, printable(file.text)),
+             "an index may only name files in its own directory");
+    }
+    if (!index.emplace(tensor, file.text).second) refuse(path, subject + "it occurs twice", "copy it again");
+  }
+  return index;
 }
 
 }  // namespace spillway

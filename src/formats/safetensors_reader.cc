@@ -14,7 +14,6 @@
 #include "src/formats/plain_file.h"
 #include "src/formats/refuse.h"
 #include "src/formats/safetensors_header.h"
-#include "src/formats/safetensors_index.h"
 #include "src/formats/stored_elements.h"
 
 namespace spillway {

@@ -204,7 +204,7 @@ OptimizerTile CallerTensors::arrays_of(const TensorPiece& piece, const Optimizer
   arrays.exp_avg = moved(tile.exp_avg, piece.at);
   arrays.exp_avg_sq = moved(tile.exp_avg_sq, piece.at);
   ReducedMoments& reduced = arrays.reduced;
-  const std::uint64_t moment = piece.at * (reduced.format == MomentFormat::kInt8 ? 1 : 2);
+  const std::uint64_t moment = piece.at * size_of(reduced.format);
   reduced.exp_avg = moved(static_cast<std::byte*>(reduced.exp_avg), moment);
   reduced.exp_avg_sq = moved(static_cast<std::byte*>(reduced.exp_avg_sq), moment);
   reduced.exp_avg_scales = moved(reduced.exp_avg_scales, piece.at / kMomentGroup);

@@ -89,7 +89,7 @@ class CallerTensors {
   std::vector<const std::string*> names_;           // by tensor
   std::vector<std::uint32_t> first_of_, block_of_;  // by block: its first tensor; by tensor
   std::vector<TensorPiece> pieces_;
-  std::vector<std::size_t> first_piece_, first_unit_;  // by tile, and behind the last
+  std::vector<std::size_t> first_piece_, first_unit_;  // by tile, and after the last
   std::optional<TensorStaging> staging_;
 };
 

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <utility>
 
+#include "kernels/host_device.h"
 #include "spillway/log.h"
 #include "src/config/ranges.h"
 #include "src/engine/loaded_versions.h"
@@ -29,7 +30,7 @@ const Config& checked_config(const Config& config) {
     throw Error(
         Code::kInvalidArgument,
         {"spillway.commit_every", fmt::format("is {}, and this optimizer commits every step", *config.commit_every), 0,
-         "leave it away, or set it to 0 to keep no step"});
+         "leave it out, or set it to 0 to keep no step"});
   }
   return check_ranges(config);
 }
@@ -38,7 +39,7 @@ const ModelDescription& checked_model(const ModelDescription& model) {
   for (const Block& block : model.blocks) {
     for (const Parameter& parameter : block.parameters) {
       if (parameter.trainable) continue;
-      throw Error(Code::kInvalidArgument, {parameter.name, "is described as frozen", 0, "leave it away"});
+      throw Error(Code::kInvalidArgument, {parameter.name, "is described as frozen", 0, "leave it out"});
     }
   }
   return model;
@@ -139,12 +140,12 @@ TensorOptimizer::~TensorOptimizer() {
 }
 
 std::uint64_t TensorOptimizer::current_step() const {
-  const auto turn = caller_.look();
+  const auto turn = caller_.ask();
   return step_;
 }
 
 std::vector<std::byte> TensorOptimizer::blob() const {
-  const auto turn = caller_.look();
+  const auto turn = caller_.ask();
   return blob_;
 }
 
@@ -405,7 +406,7 @@ void TensorOptimizer::commit() {
   store_->commit(step_, loss_scaler_.record(blob_, record_), *thread_, host_region(plan_.host.record),
                  updates_.counts(step_));
   committed_step_ = step_;
-  store_missing_ = look_after(*store_, store_missing_);
+  store_missing_ = warn_if_missing(*store_, store_missing_);
   stall_seconds_ += seconds_after(start);
 }
 

@@ -83,7 +83,7 @@ class TensorOptimizer final : public OffloadOptimizer {
   [[noreturn]] void refuse_overflow(const std::string& where);
   void commit();
   void begin_at(std::uint64_t step, const TileWork& fill);
-  void look_at_tiles(std::span<const OptimizerTensor> tensors, bool weights, const TileWork& work);
+  void read_tiles(std::span<const OptimizerTensor> tensors, bool weights, const TileWork& work);
 
   mutable OneCaller caller_;
   const Config config_;

@@ -34,7 +34,7 @@ void TensorOptimizer::begin_at(std::uint64_t step, const TileWork& fill) {
 }
 
 // Every tile as it is, with the tensors' weights where these are of concern; nothing is written.
-void TensorOptimizer::look_at_tiles(std::span<const OptimizerTensor> tensors, bool weights, const TileWork& work) {
+void TensorOptimizer::read_tiles(std::span<const OptimizerTensor> tensors, bool weights, const TileWork& work) {
   std::exception_ptr failure;
   const StagedPass pass(tensors_.staging(), tensors, TensorStaging::Brings::kWeights);
   guarded([&] {
@@ -112,7 +112,7 @@ void TensorOptimizer::export_state(OptimizerState state, std::span<const Optimiz
   check(state, "export_state");
   const WeightSink values = [&](std::uint32_t block, std::uint32_t p, std::uint64_t first,
                                 std::span<const float> piece) { sink(tensors_.index(block, p), first, piece); };
-  look_at_tiles(tensors, state == OptimizerState::kMaster, [&](std::uint32_t tile, const TileMemory& memory) {
+  read_tiles(tensors, state == OptimizerState::kMaster, [&](std::uint32_t tile, const TileMemory& memory) {
     switch (state) {
       case OptimizerState::kMaster: return read_tile(plan_, tile, memory, true, values);
       case OptimizerState::kExpAvg: return read_moment(plan_, tile, memory, Moment::kExpAvg, values);
@@ -176,19 +176,19 @@ void TensorOptimizer::save(const std::filesystem::path& directory, const SaveOpt
   check(tensors, "save", false);
   refuse_unless(Weights::kReady, "save");
   SnapshotWriter writer(config_, model_, directory, options, *workers_);
-  look_at_tiles(tensors, true, [&](std::uint32_t tile, const TileMemory& memory) { writer.add(plan_, tile, memory); });
+  read_tiles(tensors, true, [&](std::uint32_t tile, const TileMemory& memory) { writer.add(plan_, tile, memory); });
   writer.finish(step_, loss_scaler_.record(blob_, record_), updates_.counts(step_));
 }
 
 std::vector<std::uint64_t> TensorOptimizer::update_counts() const {
-  const auto turn = caller_.look();
+  const auto turn = caller_.ask();
   const std::span<const std::uint64_t> counts = updates_.counts(step_);
   if (counts.empty()) return std::vector<std::uint64_t>(tensors_.count(), step_);
   return {counts.begin(), counts.end()};
 }
 
 std::vector<std::string> TensorOptimizer::describe() const {
-  const auto turn = caller_.look();
+  const auto turn = caller_.ask();
   std::uint64_t in_host = 0, on_nvme = 0;
   for (const TilePlace& tile : plan_.tile_places) {
     const bool host = tile.home[index_of(Part::kStates)] == Placement::kHost;

@@ -45,7 +45,7 @@ class TensorStaging {
     std::uint32_t index = 0;
   };
 
-  // `pieces`: of all tiles; `first_piece`: by tile, and behind the last. All must outlive it.
+  // `pieces`: of all tiles; `first_piece`: by tile, and after the last. All must outlive it.
   TensorStaging(const Plan& plan, std::span<const TensorPiece> pieces, std::span<const std::size_t> first_piece,
                 std::span<std::byte> memory, TensorCarrier* carrier);
 
@@ -81,7 +81,7 @@ class TensorStaging {
   void bring(std::size_t chunk);
   bool asks_weight(const OptimizerTensor& tensor) const;
   bool asks_gradient(const OptimizerTensor& tensor) const;
-  // Calls work(first piece, piece behind the last) for each tensor of the chunk.
+  // Calls work(first piece, piece after the last) for each tensor of the chunk.
   template <typename Work>
   void for_each_tensor(const Chunk& chunk, Work&& work) const;
 
@@ -91,7 +91,7 @@ class TensorStaging {
   const std::span<std::byte> memory_;
   TensorCarrier* const carrier_;
   std::vector<Chunk> chunks_;
-  std::vector<std::size_t> first_chunk_;  // by tile, and behind the last
+  std::vector<std::size_t> first_chunk_;  // by tile, and after the last
   std::vector<SlotState> slots_;
   std::span<const OptimizerTensor> tensors_;  // of the pass
   Brings brings_ = Brings::kNothing;

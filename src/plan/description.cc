@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <initializer_list>
 #include <set>
 
 #include "kernels/checksum.h"
@@ -146,9 +145,9 @@ const rapidjson::Value& member(const rapidjson::Value& of, const char* key, Is k
 }
 
 // Of the values, the one whose name it is.
-template <typename T>
-T named(const rapidjson::Value& text, std::initializer_list<T> values, const std::string& object) {
-  const auto* const found = std::ranges::find(values, text_of(text), [](T value) { return name_of(value); });
+template <typename Values>
+typename Values::value_type named(const rapidjson::Value& text, const Values& values, const std::string& object) {
+  const auto found = std::ranges::find(values, text_of(text), [](auto value) { return name_of(value); });
   if (found == values.end()) corrupt(object);
   return *found;
 }
@@ -226,7 +225,7 @@ std::uint32_t parse_sum_groups(const rapidjson::Document& document, const std::s
 std::string check_sections(const rapidjson::Document& document, StoredModel& stored, const std::string& object) {
   const bool given = document.HasMember(kSections);
   stored.exact_states = exact_of(document, stored.model);
-  for (const MomentFormat form : {MomentFormat::kFloat32, MomentFormat::kBFloat16, MomentFormat::kInt8}) {
+  for (const MomentFormat form : kMomentFormats) {
     stored.moments = form;
     const std::string known = sections_json(config_of(stored), stored.model);
     rapidjson::Document wanted;
@@ -393,11 +392,8 @@ StoredModel parse_store_description(const std::string& text, const std::string& 
   const rapidjson::Value& blocks = member(layout, "blocks", kIsList, object);
   const rapidjson::Value& attachments = member(document, "attachments", kIsList, object);
   StoredModel stored;
-  stored.weights =
-      named(member(layout, "weights", kIsText, object), {DType::kFloat32, DType::kBFloat16, DType::kFloat16}, object);
-  stored.optimizer =
-      named(member(layout, "optimizer", kIsText, object),
-            {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kSgd}, object);
+  stored.weights = named(member(layout, "weights", kIsText, object), kDTypes, object);
+  stored.optimizer = named(member(layout, "optimizer", kIsText, object), kOptimizerKinds, object);
   stored.tile_elements = member(layout, "tile_elements", kIsNumber, object).GetUint64();
   if (document.HasMember(kStates)) check_states(document[kStates], stored, object);
   if (stored.tile_elements == 0 || stored.tile_elements % kPartitionUnit != 0) corrupt(object);

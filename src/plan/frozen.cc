@@ -13,7 +13,7 @@ std::uint64_t block_bytes(const Plan& plan, std::uint32_t block) {
   return plan.blocks[block].partition.elements * size_of(plan.tile_places[0].shape.type);
 }
 
-// The most bytes that are visited between two visits of a block, for every block; the step begins again behind its end.
+// The most bytes that are visited between two visits of a block, for every block; the step begins again after its end.
 std::vector<std::uint64_t> longest_waits(const Plan& plan) {
   std::vector<std::uint64_t> last(plan.blocks.size(), UINT64_MAX), waits(plan.blocks.size(), 0);
   std::uint64_t visited = 0;
@@ -53,7 +53,7 @@ class Room {
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
       if (std::ranges::binary_search(kept, b)) {
         bytes += place_bytes(b);
-      } else {
+      } else if (std::ranges::find(plan_.hbm.owners, std::optional(b)) == plan_.hbm.owners.end()) {
         others.push_back(place_bytes(b));
       }
     }

@@ -32,7 +32,7 @@ class HbmLayout {
       const std::uint64_t gradient = gradient_elements(block.partition, {0, plan_.rank.count}) * draft_.element_bytes();
       most_trainable = std::max(most_trainable, block.partition.trainable_elements);
       if (!std::ranges::binary_search(kept_, b)) weights.push_back(align_up(bytes, kPage));
-      most_weights = std::max(most_weights, align_up(bytes, kPage));
+      if (!block_is_held(b)) most_weights = std::max(most_weights, align_up(bytes, kPage));
       gradients.push_back(gradient);
       if (draft_.weights_stay()) place_weights(arena, block);
       if (plan_.gradients_in_hbm) {
@@ -66,10 +66,12 @@ class HbmLayout {
       hbm.finite = arena.take("gradient norm", 4);
     }
     // What everything needs comes first, then what overlaps copies with compute, then what saves work: an activation
-    // that stays costs no link a byte, kept insides save their block's second forward. A place more for weights than
-    // are of use in turn saves 2 bytes of reading a parameter, so it comes last.
+    // that stays costs no link a byte, kept inner activations save their block's second forward. A place more for
+    // weights than are of use in turn saves 2 bytes of reading a parameter, so it comes last.
     const std::uint64_t activations = least_activation_bytes(model_) + shared_insides_bytes();
-    const std::uint64_t rest = (draft_.weights_stay() ? 0 : most_weights) + activations;
+    std::uint64_t held = 0;  // whatever else there is room for
+    for (const std::uint32_t b : kept_) held += block_is_held(b) ? place_bytes(b) : 0;
+    const std::uint64_t rest = (draft_.weights_stay() ? 0 : most_weights) + held + activations;
     place_accumulators(arena, accumulating, rest);
     const std::uint64_t least = arena.used() + rest;
     if (least > budget()) refuse_budget("hbm_bytes", budget(), least, "of device memory");
@@ -94,6 +96,9 @@ class HbmLayout {
   WeightsRoom weights_room() const { return room_; }
 
  private:
+  bool block_is_held(std::uint32_t block) const {
+    return model_.blocks[block].held && std::ranges::binary_search(kept_, block);
+  }
   // The block's gradient needs an fp32 accumulator; and does it live longer than one visit?
   bool accumulates(std::uint32_t block) const {
     const bool joined = plan_.peers.count > 1;  // with other ranks', before it is rounded
@@ -202,7 +207,7 @@ class HbmLayout {
     }
   }
 
-  // Of the blocks whose insides are not kept, one micro-batch at a time.
+  // Of the blocks whose inner activations are not kept, one micro-batch at a time.
   std::uint64_t shared_insides_bytes() const {
     std::uint64_t most = 0;
     for (const Block& block : model_.blocks) most = std::max(most, block.inside_bytes);
@@ -214,13 +219,13 @@ class HbmLayout {
     std::uint64_t all = 0;
     for (const Block& block : model_.blocks) all += align_up(block.inside_bytes * model_.micro_batches, kPage);
     const bool fit = arena.used() + all <= budget;
-    if (!fit) plan_.hbm.insides = arena.take("insides of blocks, in turn", shared_insides_bytes());
+    if (!fit) plan_.hbm.insides = arena.take("inner activations of blocks, in turn", shared_insides_bytes());
     for (std::size_t b = 0; b < plan_.blocks.size(); ++b) {
       const std::uint64_t one = model_.blocks[b].inside_bytes, bytes = one * model_.micro_batches;
       if (one == 0) continue;
       BlockPlan& block = plan_.blocks[b];
       block.insides_kept = arena.used() + align_up(bytes, kPage) <= budget;
-      block.insides = block.insides_kept ? arena.take("insides of blocks, kept for backward", bytes)
+      block.insides = block.insides_kept ? arena.take("inner activations of blocks, kept for backward", bytes)
                                          : Region{plan_.hbm.insides.offset, one};
     }
   }
@@ -328,14 +333,20 @@ bool takes_any_number(const Block& block) {
 // Frozen blocks stay from step to step where that fetches less than what the same room would keep from forward to
 // backward.
 void lay_out_hbm(PlanDraft& draft) {
+  std::vector<std::uint32_t> held;
+  for (std::uint32_t b = 0; !draft.weights_stay() && b < draft.model.blocks.size(); ++b) {
+    if (draft.model.blocks[b].held) held.push_back(b);
+  }
   std::optional<PlanDraft> other;
   if (!draft.weights_stay() && !blocks_that_may_stay(draft.plan).empty()) other.emplace(draft);
-  HbmLayout layout(draft);
+  HbmLayout layout(draft, held);
   layout.run();
   if (!other) return;
-  auto kept = choose_kept(draft.plan, layout.weights_room());
+  std::vector<std::uint32_t> kept = choose_kept(draft.plan, layout.weights_room());
   own_where_alone(draft.plan);
   if (kept.empty()) return;
+  kept.insert(kept.end(), held.begin(), held.end());
+  std::ranges::sort(kept);
   HbmLayout(*other, std::move(kept)).run();
   own_where_alone(other->plan);
   if (fetched_bytes(other->plan) < fetched_bytes(draft.plan)) draft.plan = std::move(other->plan);

@@ -195,7 +195,7 @@ class LinkModel {
     }
   }
 
-  // What runs now and keeps compute (behind its last operation, the caller) from going on.
+  // What runs now and keeps compute (after its last operation, the caller) from going on.
   std::uint32_t awaited() const {
     std::uint32_t op = head_[at(Lane::kCompute)];
     if (op == kNoOp) op = head_[at(Lane::kCaller)];

@@ -21,7 +21,7 @@ struct ModelWindow {
 // Fills start and end of every operation. The window reaches from the end of operation `from` to the end of `to`.
 //
 // An operation's seconds are those it takes alone. The speed of a lane depends on which lanes run at the same time:
-//  * cores: each lane wants so many of them; when all together want more than there are, each gets its share. On the
+//  * cores: each lane needs so many of them; when all together need more than there are, each gets its share. On the
 //    emulated device compute and the update both want all: both at once run at half their speed.
 //  * NVMe: while reads and writes both run, each direction gets half of the mixed rate, at most its own. Both lanes of
 //    reads share theirs equally.

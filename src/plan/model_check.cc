@@ -80,7 +80,7 @@ void check_model(const ModelDescription& model) {
   check_bytes("kept_moving_bytes", model.kept_moving_bytes);
   for (const Activation& activation : model.activations) check_bytes("an activation", activation.bytes);
   for (const Block& block : model.blocks) {
-    check_bytes("insides of block " + printable(block.name), block.inside_bytes, model.micro_batches);
+    check_bytes("inner activations of block " + printable(block.name), block.inside_bytes, model.micro_batches);
     for (const Parameter& parameter : block.parameters) {
       if (parameter.name.empty() || parameter.name == "__metadata__") {
         refuse_model("parameter \"" + parameter.name + "\"", "has a name that files of weights have no room for",

@@ -17,7 +17,7 @@ BlockNetwork network_of(const Plan& plan, std::uint32_t b) {
     const std::uint64_t others = section.elements - shard_of(section.first, section.elements, plan.peers).count;
     if (parted) add(network.weights, others * element);
     if (!section.trainable) continue;
-    add(network.sums, others * sizeof(float));
+    add(network.sums, others * size_of(plan.wire));
     if (parted) {
       add(network.leaves, others / kNormLeaf * sizeof(double));
     } else {

@@ -2,8 +2,8 @@
 // Pure.
 //
 //   weights   gathered   at the first lease after its own part came           bytes of the others' slices
-//   sums      scattered  once a step, when the block's gradient is complete   4 for each element of these
-//   leaves    gathered   behind that                                          8 for each leaf of these
+//   sums      scattered  once a step, when the block's gradient is complete   4 for each element of these, or 2
+//   leaves    gathered   after that                                           8 for each leaf of these
 //
 // Where ranks own no parts (stage 0), sums alone: each rounds its slice of them, and has the others' rounded.
 #pragma once

@@ -63,8 +63,8 @@ struct TileRange {
   StateList states = {};
 };
 
-// A section among all ranks: the slices of ranks 0, 1, … lie one behind the other. What a rank has of a block's
-// gradient is what it owns of the trainable sections, one behind the other.
+// A section among all ranks: the slices of ranks 0, 1, … lie one after the other. What a rank has of a block's
+// gradient is what it owns of the trainable sections, one after the other.
 struct SectionShare {
   std::uint64_t first = 0;  // of the section
   bool trainable = true;

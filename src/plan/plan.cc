@@ -9,8 +9,9 @@
 
 #include "spillway/error.h"
 #include "spillway/io_queue.h"
-#include "src/plan/facts.h"
+#include "src/plan/communication.h"
 #include "src/plan/layout.h"
+#include "src/plan/plan_summary.h"
 #include "src/plan/state_sections.h"
 #include "swap/policy/part_sums.h"
 #include "swap/superblock.h"
@@ -43,7 +44,7 @@ class Planner {
     return std::move(plan_);
   }
 
-  // What every budget has in common; behind it, what HBM alone does with the configuration's.
+  // What every budget has in common; after it, what HBM alone does with the configuration's.
   void prepare() {
     check_config();
     check_model(model_);
@@ -183,9 +184,12 @@ class Planner {
            ranks > 1 ? "take a power of two that divides the micro-batches of all ranks, and is a multiple of the ranks"
                      : "take a power of two that divides gradient_accumulation_steps"});
     }
+    if (const std::string why = refusal_of_communication(config_); !why.empty())
+      throw Error(Code::kInvalidArgument, {"communication_data_type", why, 0, kOneOfTheTwo});
     const std::uint32_t parts = of_ranks ? 1 : groups / ranks;
     plan_.micro_batches = config_.gradient_accumulation;
     plan_.sum_parts = parts;
+    plan_.wire = ranks > 1 ? config_.communication : DType::kFloat32;
     plan_.sums = of_ranks && ranks > 1 ? Sums::kFastest : Sums::kTree;
     if (parts == 1) return;
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) {
@@ -278,13 +282,13 @@ class Planner {
     }
   }
 
-  // All but the last block visited: the others are known by then.
+  // All but the last block visited, and those whose gradients are complete with its: the others are known by then.
   void mark_early() {
     for (std::uint32_t b = 0; b < plan_.blocks.size(); ++b) plan_.blocks[b].early = may_be_early(b);
   }
   bool may_be_early(std::uint32_t b) const {
-    return b != plan_.visits.back().block && plan_.blocks[b].partition.trainable_elements > 0 &&
-           !takes_any_number(model_.blocks[b]);
+    return b != plan_.visits.back().block && !model_.blocks[b].held &&
+           plan_.blocks[b].partition.trainable_elements > 0 && !takes_any_number(model_.blocks[b]);
   }
 
   PlanDraft draft_;

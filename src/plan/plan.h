@@ -101,7 +101,7 @@ struct KeptPlan {
 };
 
 struct NvmePlan {
-  Region activations;             // in the store's scratch area, behind spilled gradients
+  Region activations;             // in the store's scratch area, after spilled gradients
   std::uint64_t probe_bytes = 0;  // of it, for bandwidth probes before anything is there
 };
 
@@ -117,6 +117,7 @@ struct Plan {
   // Of a step, this rank's, and how many parts it sums them in. Those of all ranks are added up as `sums` says.
   std::uint32_t micro_batches = 1, sum_parts = 1;
   Sums sums = Sums::kTree;
+  DType wire = DType::kFloat32;  // as which they travel
   bool gradients_in_hbm = false;
   bool early_blocks = false;  // some are updated inside backward
   HbmPlan hbm;
@@ -169,8 +170,9 @@ struct CallerMemory {
 // Of such an optimizer: nothing has a place in HBM, and no order of visits is of concern. Throws as make_plan.
 Plan make_optimizer_plan(const Config& config, const ModelDescription& model, CallerMemory memory);
 
-// Of HBM beyond its budget, in whole MiB, with which this plan would keep the insides of one block more; there must be
-// one that it does not keep. What is left beside what comes first counts, and what comes first takes its part.
+// Of HBM beyond its budget, in whole MiB, with which this plan would keep the inner activations of one block more;
+// there must be one that it does not keep. What is left beside what comes first counts, and what comes first takes its
+// part.
 std::uint64_t bytes_to_keep_insides(const Config& config, const ModelDescription& model, const Plan& plan);
 
 // `tile 3 of block h.0 (h.0.attn.c_attn.weight …)`, for messages.

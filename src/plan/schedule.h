@@ -7,7 +7,7 @@
 //            schedule_program: what the engine issues, in its order, and what each of it waits for
 //            link_model:       when that runs, on lanes that share links and cores
 //
-// Nothing waits for what is issued behind it, so a schedule has no deadlock. The order of issue is the engine's,
+// Nothing waits for what is issued after it, so a schedule has no deadlock. The order of issue is the engine's,
 // decided by the engine's own objects (swap/policy): which weights come when, from where and to which place
 // (WeightResidency), which tile is read, updated and written next (UpdateQueue), where gradients lie and when they
 // leave (GradientMemory), the places of accumulators and activations. Such a rule is changed there alone;
@@ -33,7 +33,7 @@ inline constexpr std::uint32_t kNothing = UINT32_MAX;  // no visit, block, tile,
 
 struct ScheduleBlock {
   std::uint32_t first_tile = 0, tiles = 0;
-  std::uint64_t accumulator_bytes = 0;  // up before a visit adds to what one before left, and down behind it
+  std::uint64_t accumulator_bytes = 0;  // up before a visit adds to what one before left, and down after it
   bool early = false;                   // updated inside backward, as soon as its gradient is down
   BlockNetwork network = {};            // with several ranks
 };
@@ -43,7 +43,7 @@ struct ScheduleTile {
   std::uint32_t block = 0;
   std::uint64_t elements = 0;        // updated; 0: frozen
   std::uint64_t read_bytes = 0;      // NVMe, for its update
-  std::uint64_t write_bytes = 0;     // NVMe, behind its update
+  std::uint64_t write_bytes = 0;     // NVMe, after its update
   std::uint64_t fetch_bytes = 0;     // NVMe, when its weights are fetched; 0: they lie in host memory
   std::uint64_t weight_bytes = 0;    // h2d, when they are fetched or come from the update
   std::uint64_t gradient_bytes = 0;  // d2h; 0: the gradient stays in HBM
@@ -66,7 +66,7 @@ struct ScheduleUse {
   std::uint64_t nvme_bytes = 0;  // 0: at home in host memory
   bool fetch = false, spill = false;
   std::uint32_t after = kNothing;   // the use before it of its place, when the activation comes there
-  std::uint32_t source = kNothing;  // the use behind which it went home, when it is fetched
+  std::uint32_t source = kNothing;  // the use after which it went home, when it is fetched
 };
 
 struct ScheduleInput {
@@ -94,20 +94,20 @@ enum class OpKind : std::uint8_t {
   kCopyWeights,      // to the block's place, from chunks, host memory or the update's buffer
   kReadTile,         // states and weights (and a spilled gradient) of the next update
   kUpdate,           // the optimizer
-  kWriteTile,        // behind the update, or at a commit
+  kWriteTile,        // after the update, or at a commit
   kCopyGradient,     // down
   kSpillGradient,    // to NVMe
-  kReadGradient,     // from NVMe, behind its tile
-  kSettle,           // the caller waits until everything updated is where it lives
+  kReadGradient,     // from NVMe, after its tile
+  kFinishStep,       // the caller waits until everything updated is where it lives
   kCopyTile,         // down, for a commit
   kHashTile,         // for a commit
   kCommit,           // sync, record, sync
   kStep,             // the gradients are down and compute is done: step() returns
-  kSaveActivation,   // down, behind a use
+  kSaveActivation,   // down, after a use
   kWriteActivation,  // to NVMe
   kReadActivation,   // from NVMe
   kLoadActivation,   // up, before a use
-  kSaveAccumulator,  // down, behind a visit
+  kSaveAccumulator,  // down, after a visit
   kLoadAccumulator,  // up, while the next visit of its block computes
   kGather,           // other ranks' part of a block's weights
   kScatter,          // a block's sums: their part to other ranks, and what those have of this one's

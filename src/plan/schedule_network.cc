@@ -15,9 +15,9 @@ std::uint32_t ScheduleProgram::collective(OpKind kind, std::uint32_t block, cons
       after);
 }
 
-// Behind this rank's own part, into the same place.
+// After this rank's own part, into the same place.
 void ScheduleProgram::gather(std::uint32_t v, std::uint32_t index) {
-  Place& place = places_[index];
+  PlaceOps& place = places_[index];
   const std::uint32_t block = in_.visits[v].block;
   place.ready =
       collective(OpKind::kGather, block, in_.blocks[block].network.weights, {issued_, place.ready, place.released});

@@ -137,7 +137,7 @@ std::uint32_t ScheduleProgram::add_step() {
 void ScheduleProgram::visit(std::uint32_t v) {
   const ScheduleVisit& visit = in_.visits[v];
   const bool backward = visit.pass == Pass::kBackward;
-  if (backward && updating_) settle();
+  if (backward && updating_) finish_step();
   if (backward && !backward_) {
     backward_ = true;
     expect(early_);
@@ -147,7 +147,7 @@ void ScheduleProgram::visit(std::uint32_t v) {
   const std::uint32_t lent = run_weights(v);
   completing_ = kNothing;
   join();
-  Place& place = places_[lent];
+  PlaceOps& place = places_[lent];
   // Nothing more to fetch: the first tiles of this step's update come next.
   if (weights_.all_acquired() && !updating_ && !in_.update_on_device) read_ahead();
 
@@ -156,7 +156,7 @@ void ScheduleProgram::visit(std::uint32_t v) {
   compute.lane = Lane::kCompute;
   compute.seconds = visit.compute_seconds;
   const bool completes = completes_[v] && !in_.update_on_device;
-  const bool joins = in_.blocks[visit.block].network.sums.calls > 0;  // rounded behind the sum of all ranks'
+  const bool joins = in_.blocks[visit.block].network.sums.calls > 0;  // rounded after the sum of all ranks'
   if (completes) await_gradient(visit.block);
   const std::uint32_t staging = completes && !joins ? stage_gradient(visit.block) : kNoOp;
   const std::uint32_t computed = this->compute(compute, place.ready, staging, sums);
@@ -178,7 +178,7 @@ void ScheduleProgram::visit(std::uint32_t v) {
 
 // Engine::step.
 std::uint32_t ScheduleProgram::end_step() {
-  if (updating_) settle();
+  if (updating_) finish_step();
   join();
   advance(true);
   if (in_.ranks > 1) add({.kind = OpKind::kMeet}, {issued_, last(Lane::kNet)});
@@ -188,7 +188,7 @@ std::uint32_t ScheduleProgram::end_step() {
       op.seconds = static_cast<double>(in_.tiles[t].elements) * in_.rates.update_seconds;
       add(op, {issued_});
     }
-    settle();
+    finish_step();
   }
   const std::uint32_t step = add({.kind = OpKind::kStep}, {issued_, last(Lane::kCompute), last(Lane::kD2h),
                                                            last(Lane::kEarlyUpdates), spills_written()});
@@ -235,7 +235,7 @@ ScheduleOp ScheduleProgram::of_visit(std::uint32_t v, std::uint32_t place) const
 }
 
 void ScheduleProgram::fetch(std::uint32_t index, std::uint32_t block) {
-  Place& place = places_[index];
+  PlaceOps& place = places_[index];
   place.open = kNoOp;
   const ScheduleBlock& of = in_.blocks[block];
   for (std::uint32_t t = of.first_tile; t < of.first_tile + of.tiles; ++t) {

@@ -8,11 +8,11 @@
 //    acquires it, and its weights go to its place from there.
 //  * AccumulatorPlaces: likewise, with AccumulatorResidency. Sums come when their block is acquired; those that were
 //    added to before leave.
-//  * GradientMemory, the engine's own object: a block's gradient goes down behind the last visit that adds to it.
+//  * GradientMemory, the engine's own object: a block's gradient goes down after the last visit that adds to it.
 //  * Ranks: what others own of a block's weights is gathered when it is lent (GatheredPlaces), and what they own of its
 //    sums goes to them when it is complete. One collective after the other, in that order.
 //  * Engine: everything updated is settled, and committed, when the first backward visit is acquired. A block that is
-//    updated inside backward is so behind the visit after the one that completes its gradient, as its tiles come.
+//    updated inside backward is so after the visit after the one that completes its gradient, as its tiles come.
 //
 // Simpler than the engine: a read starts in the moment in which its buffer is free, not when the caller comes by and
 // sees that; of a tile's weights as many chunks as they fill, half of all at most, are read, checked and copied
@@ -46,7 +46,7 @@ class ScheduleProgram final : UpdateTurns {
   std::vector<ScheduleOp>& ops() { return ops_; }
 
  private:
-  struct Place {
+  struct PlaceOps {
     std::uint32_t ready = kNoOp;     // the last copy to it
     std::uint32_t open = kNoOp;      // the last check of a fetch to it
     std::uint32_t released = kNoOp;  // the last visit that used it
@@ -70,7 +70,7 @@ class ScheduleProgram final : UpdateTurns {
   // A place of accumulators.
   struct Sums {
     std::uint32_t added = kNoOp;  // by this visit's compute, the last
-    std::uint32_t free = kNoOp;   // others may use it behind this
+    std::uint32_t free = kNoOp;   // others may use it after this
   };
   struct Use {
     std::uint32_t loaded = kNoOp;  // it is in its place
@@ -104,7 +104,7 @@ class ScheduleProgram final : UpdateTurns {
   void updated_early(std::uint32_t block) override;
   void read_tile(std::uint32_t tile, std::uint32_t buffer);
   void update(std::uint32_t tile, std::uint32_t buffer, Lane lane, std::uint32_t place);
-  void settle();
+  void finish_step();
   void commit();
   void agree(std::uint64_t calls);
   // Gradients
@@ -139,7 +139,7 @@ class ScheduleProgram final : UpdateTurns {
 
   std::vector<std::uint32_t> early_;  // blocks that are updated inside backward, as their gradients complete
   WeightResidency weights_;
-  std::vector<Place> places_;
+  std::vector<PlaceOps> places_;
   GatheredPlaces gathered_;
   struct Waiting {
     std::uint32_t block = kNothing, computed = kNoOp;

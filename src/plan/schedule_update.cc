@@ -43,7 +43,8 @@ void ScheduleProgram::work_on(const TileTurn& turn, bool delivers) {
     update(queue_.tile(i), queue_.buffer(i), lane, delivers ? delivered_to_ : kNothing);
     const TileEnd end = queue_.end_tile(i, true, false);
     const Buffer& buffer = buffers_[queue_.buffer(i)];
-    if (end == TileEnd::kSaveNow) add({.kind = OpKind::kSettle, .lane = lane}, {issued_, buffer.write, buffer.copy});
+    if (end == TileEnd::kSaveNow)
+      add({.kind = OpKind::kFinishStep, .lane = lane}, {issued_, buffer.write, buffer.copy});
   }
 }
 
@@ -72,15 +73,15 @@ void ScheduleProgram::update(std::uint32_t t, std::uint32_t index, Lane lane, st
   }
 }
 
-// Engine::settle.
-void ScheduleProgram::settle() {
+// StepEngine::finish_step.
+void ScheduleProgram::finish_step() {
   run_rest();
   std::uint32_t write = kNoOp, copy = kNoOp;  // the last ones: their lanes are first in, first out
   for (const Buffer& buffer : buffers_) {
     if (buffer.write != kNoOp) write = write == kNoOp ? buffer.write : std::max(write, buffer.write);
     if (buffer.copy != kNoOp) copy = copy == kNoOp ? buffer.copy : std::max(copy, buffer.copy);
   }
-  add({.kind = OpKind::kSettle}, {issued_, write, copy, in_.update_on_device ? last(Lane::kCompute) : kNoOp});
+  add({.kind = OpKind::kFinishStep}, {issued_, write, copy, in_.update_on_device ? last(Lane::kCompute) : kNoOp});
   queue_.tell(QueueEvent::kEnd);
   updating_ = false;
   agree(1);
@@ -211,7 +212,7 @@ std::uint32_t ScheduleProgram::spills_written() {
   return last_write;
 }
 
-// What the block's gradient lay in is free behind it.
+// What the block's gradient lay in is free after it.
 void ScheduleProgram::updated_early(std::uint32_t block) {
   gradients_.updated(block);
   if (const auto passing = gradients_.passing(block)) passing_freed_[*passing] = last(Lane::kEarlyUpdates);

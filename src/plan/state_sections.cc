@@ -24,25 +24,21 @@ struct ReducedList {
 constexpr ReducedList reduced_list(OptimizerKind optimizer, MomentFormat format, DType type) {
   ReducedList list{optimizer, format, type, {}};
   const auto add = [&list](StateArray array) { list.arrays.at(list.count++) = array; };
-  const auto add_moment = [&](std::string_view name, std::string_view int8) {
-    if (format == MomentFormat::kBFloat16) add({.name = name, .type = "bf16", .bytes = 2});
-    if (format == MomentFormat::kInt8)
-      add({.name = name, .type = int8, .bytes = 1, .group = kMomentGroup, .scale = "bf16"});
-  };
-  if (has_exp_avg(optimizer)) add_moment(kExpAvg, "int8");
-  if (has_exp_avg_sq(optimizer)) add_moment(kExpAvgSq, "uint8");
+  if (has_exp_avg(optimizer)) add(moment_array(kExpAvg, format));
+  if (has_exp_avg_sq(optimizer)) add(moment_array(kExpAvgSq, format));
   if (type == DType::kBFloat16) add({.name = kResidual, .type = "int16", .bytes = 2});
   if (type == DType::kFloat16) add({.name = kMaster, .type = "fp32", .bytes = 4});
   return list;
 }
 
+constexpr std::size_t kReducible = std::ranges::count_if(kOptimizerKinds, can_reduce);
 constexpr auto kLists = [] {
-  std::array<ReducedList, 12> lists{};
+  std::array<ReducedList, kReducible * kReducedFormats.size() * kDTypes.size()> lists{};
   std::size_t at = 0;
-  for (const OptimizerKind optimizer : {OptimizerKind::kAdam, OptimizerKind::kLion}) {
-    for (const MomentFormat format : {MomentFormat::kBFloat16, MomentFormat::kInt8}) {
-      for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
-        lists.at(at++) = reduced_list(optimizer, format, type);
+  for (const OptimizerKind optimizer : kOptimizerKinds) {
+    if (!can_reduce(optimizer)) continue;
+    for (const MomentFormat format : kReducedFormats) {
+      for (const DType type : kDTypes) lists.at(at++) = reduced_list(optimizer, format, type);
     }
   }
   return lists;

@@ -1,5 +1,5 @@
 // How an update goes, once for the engine and for the schedule: what its queue is told, which turns are taken when, and
-// what is read before and behind each. UpdateQueue says which tile is next. Whoever derives from this does what comes
+// what is read before and after each. UpdateQueue says which tile is next. Whoever derives from this does what comes
 // of it: TileExecutor on files and devices, ScheduleProgram on its virtual clock.
 //
 //   expect ─► complete(block) … ─► advance or make_room … ─► begin ─► run_until(block) … ─► run_rest

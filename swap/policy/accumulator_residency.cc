@@ -15,19 +15,21 @@ AccumulatorResidency::AccumulatorResidency(std::vector<std::uint64_t> place_byte
 AccumulatorResidency::Arrival AccumulatorResidency::bring(std::uint32_t b) {
   Block& block = blocks_[b];
   Arrival arrival{.place = block.place ? *block.place : choose(b), .leaves = {}};
-  Place& place = places_[arrival.place];
+  PlaceState& place = places_[arrival.place];
   place.turn = ++turn_;
   if (block.place) return arrival;
   arrival.leaves = leave(arrival.place);
+  // Its sums are at home, or on their way there: a later gradient brings them back.
   if (place.block) blocks_[*place.block].place.reset();
   place.block = b;
   block.place = arrival.place;
+  // Nothing comes for the first gradient of a step: there is no sum yet.
   arrival.comes = block.at_home;
   return arrival;
 }
 
 std::optional<std::uint32_t> AccumulatorResidency::leave(std::uint32_t p) {
-  Place& place = places_[p];
+  PlaceState& place = places_[p];
   if (!std::exchange(place.added, false)) return std::nullopt;
   blocks_[*place.block].at_home = true;
   return place.block;
@@ -45,7 +47,7 @@ std::uint32_t AccumulatorResidency::complete(std::uint32_t b) {
 }
 
 void AccumulatorResidency::begin_step() {
-  for (Place& place : places_) {
+  for (PlaceState& place : places_) {
     place.block.reset();
     place.added = false;
   }

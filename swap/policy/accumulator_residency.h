@@ -2,8 +2,8 @@
 // says, and the schedule predicts it.
 //
 // Of the places that fit a block it gets the one that it has, else an empty one, else the one that was asked for
-// longest ago. Sums that were added to go home when their place goes to another block, or when another block's come;
-// they stay where they are as well, until the place is another's.
+// longest ago. Sums that were added to are copied home when their place goes to another block, or when another block's
+// sums come; after the copy they stay in the place too, until another block takes it.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ class AccumulatorResidency {
   void begin_step();
 
  private:
-  struct Place {
+  struct PlaceState {
     std::uint64_t bytes = 0;
     std::optional<std::uint32_t> block;
     bool added = false;      // to what is at home
@@ -47,7 +47,7 @@ class AccumulatorResidency {
 
   std::uint32_t choose(std::uint32_t block) const;
 
-  std::vector<Place> places_;
+  std::vector<PlaceState> places_;
   std::vector<Block> blocks_;
   std::uint64_t turn_ = 0;
 };

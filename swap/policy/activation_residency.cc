@@ -30,6 +30,7 @@ std::vector<std::size_t> next_needs(std::span<const ActivationUse> uses) {
     const std::uint32_t activation = uses[u].activation;
     if (activation >= seen.size()) seen.resize(activation + 1, uses.size());
     next[u] = seen[activation];
+    // A write needs nothing of what was there, so what lies in the place before it need not be kept.
     seen[activation] = uses[u].access == Access::kWrite ? uses.size() : u;
   }
   return next;
@@ -44,6 +45,8 @@ class Assignment {
     for (const ActivationUse& use : uses) most = std::max(most, use.activation);
     activations_.resize(most + 1);
     must_spare_ = held - 1;
+    // A place that was used just now comes free late: where others can be had it is left alone, so that a fetch
+    // overlaps.
     may_spare_ = std::max<std::size_t>(2 * held - 1, std::min<std::size_t>(kMostAhead, places / 2));
   }
 
@@ -66,6 +69,7 @@ class Assignment {
         planned.after = static_cast<std::uint32_t>(place.last_use);
         const bool needed = place.next_use < uses_.size();
         if (needed) {
+          // What its home already holds need not be written again.
           plan_[place.last_use].spill = place.home_is_old;
           activations_[*place.activation].at_home = true;
         }

@@ -1,5 +1,6 @@
 // Which place in HBM each use of an activation gets, and what moves. Pure: the uses of a step are known, so the whole
 // step is decided before it starts. Activations do not outlive their step: every place is empty when it begins.
+// ActivationPlaces (activation_places.h) moves the bytes.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace spillway {
 struct UsePlace {
   std::uint32_t place = 0;
   bool fetch = false;  // it comes from its home; else it is there already, or the use writes all of it
-  bool spill = false;  // behind this use it leaves for its home, which does not hold what is needed later
+  bool spill = false;  // after this use it leaves for its home, which does not hold what is needed later
   // When it comes to the place: the last use of the place before, whose release comes first.
   std::optional<std::uint32_t> after;
   std::uint32_t previous = 0;  // when it is fetched: the activation's use before

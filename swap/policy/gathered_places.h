@@ -1,6 +1,7 @@
-// Which places in HBM have all of their block, with several ranks: a rank fetches or updates its own part, and what the
-// others own is gathered at the first lease behind that. Told of what WeightResidency answers, by the engine and by the
-// schedule. Pure. All ranks lease the same blocks in the same order, so that they gather in one order, too.
+// With several ranks: which places in HBM hold the whole of their block. A rank fetches or updates its own part, and
+// the parts of the others are gathered at the first lease after that. It is told what WeightResidency answers, by the
+// engine and by the schedule. Pure. All ranks lease the same blocks in the same order, so they gather in one order,
+// too.
 #pragma once
 
 #include <cstdint>

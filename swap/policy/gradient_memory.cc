@@ -58,14 +58,17 @@ void GradientMemory::come(std::uint32_t b) {
 GradientStaging GradientMemory::stage(std::uint32_t b) {
   SPILLWAY_CHECK(!stays(b), "what stays in HBM needs no staging");
   Block& block = blocks_[b];
+  // Pushes of a block go on where they began, until it leaves.
   if (block.staging) return {.staging = *block.staging};
   GradientStaging answer{.staging = next_staging_for(b)};
   Staging& staging = staging_[answer.staging];
+  // None is free: what the block in it has so far goes down, and its later pushes get another one.
   if (staging.block) {
     SPILLWAY_CHECK(!in_the_way(b), "what is spilled goes down whole");
     blocks_[*staging.block].parts = true;
     answer.down = leave(*staging.block);
   }
+  // In turn, so that a staging area's last copy down has the longest time to end.
   next_staging_ = (answer.staging + 1) % static_cast<std::uint32_t>(staging_.size());
   answer.free = std::exchange(staging.leaving, StagingFree::kNow);
   staging.block = b;

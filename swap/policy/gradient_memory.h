@@ -9,8 +9,8 @@
 //
 //   come(block) ─► stage(block) … ─► complete(block) ─► updated(block)       copied(), written(staging) when they are
 //
-// With more blocks open than there is staging, what has come of one goes down in parts, and its staging is another's.
-// Nothing is allocated after construction.
+// With more open blocks than staging areas, what one block has so far goes down in parts, and another block gets its
+// staging. Nothing is allocated after construction.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // How the partial sums of one parameter's gradient become one: each part of a step is summed by itself, and the parts
 // are combined by a balanced binary tree, so that whoever has sums of whole subtrees, one rank or several, gets the
-// same bits. Pure: it answers what to do with which slot.
+// same bits. Pure: it answers what to do with which slot; src/engine/gradients does the adding.
 //
 //   parts   0   1   2   3
 //   slots   0─┬─1   1─┬─2

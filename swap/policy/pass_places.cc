@@ -17,6 +17,7 @@ std::vector<std::uint32_t> by_worth(std::span<const std::uint32_t> visit_blocks,
   for (std::uint32_t block : blocks) {
     if (visits[block] > 1) order.push_back(block);
   }
+  // Evenly over the pass, so that between two blocks that must be fetched others compute.
   const std::size_t spread = std::min(places, blocks.size());
   for (std::size_t i = 0; i < spread; ++i) order.push_back(blocks[i * blocks.size() / spread]);
   std::ranges::stable_sort(blocks, std::greater<>(), [&](std::uint32_t block) { return block_bytes[block]; });

@@ -1,4 +1,4 @@
-// Which blocks stay in HBM while forward passes follow one another. Pure.
+// Which blocks stay in HBM while forward passes follow one another without an update. Pure. Within a step: residency.h.
 #pragma once
 
 #include <cstdint>

@@ -5,7 +5,7 @@
 namespace spillway {
 namespace {
 
-struct Place {
+struct PlaceState {
   std::uint64_t bytes = 0;
   std::optional<std::uint32_t> owner;
   std::optional<std::uint32_t> block;
@@ -25,18 +25,18 @@ std::vector<std::size_t> next_uses(std::span<const std::uint32_t> visits) {
 }
 
 // Its own place, if it has one.
-std::size_t own_place(std::span<const Place> places, std::uint32_t block) {
+std::size_t own_place(std::span<const PlaceState> places, std::uint32_t block) {
   std::size_t p = 0;
   while (p < places.size() && places[p].owner != block) ++p;
   return p;
 }
 
-std::size_t choose_victim(std::span<const Place> places, std::uint64_t bytes, std::size_t visit,
+std::size_t choose_victim(std::span<const PlaceState> places, std::uint64_t bytes, std::size_t visit,
                           std::span<const std::size_t> next_use, bool spare_the_last_visit) {
   std::size_t best = places.size();
-  auto better = [&](const Place& place) {
+  auto better = [&](const PlaceState& place) {
     if (best == places.size()) return true;
-    const Place& other = places[best];
+    const PlaceState& other = places[best];
     if (!place.block || !other.block) return !place.block && (other.block || place.bytes < other.bytes);
     // Farthest next use; among equals the one used longest ago, which is free soonest.
     const std::size_t next = next_use[*place.last_visit], other_next = next_use[*other.last_visit];
@@ -55,10 +55,11 @@ std::size_t choose_victim(std::span<const Place> places, std::uint64_t bytes, st
 std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_blocks,
                                       std::span<const std::uint64_t> block_bytes,
                                       std::span<const std::uint64_t> place_bytes, const ResidencyRules& rules) {
+  // Belady's rule needs the next use of each block: known, since the visits are.
   const auto next_use = next_uses(visit_blocks);
   std::vector<std::uint64_t> visited_bytes = {0};  // before each visit
   for (std::uint32_t block : visit_blocks) visited_bytes.push_back(visited_bytes.back() + block_bytes[block]);
-  std::vector<Place> places;
+  std::vector<PlaceState> places;
   for (std::size_t p = 0; p < place_bytes.size(); ++p) {
     const auto owner = rules.owners.empty() ? std::nullopt : rules.owners[p];
     const bool filled = !rules.filled.empty() && rules.filled[p] != 0;
@@ -72,6 +73,7 @@ std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_block
     while (place < places.size() && places[place].block != visit_blocks[v]) ++place;
     const bool fetch = place == places.size();
     if (fetch) place = own_place(places, visit_blocks[v]);
+    // First without the place of the visit just before: a fetch to it could not overlap with that visit's compute.
     if (place == places.size()) place = choose_victim(places, bytes, v, next_use, true);
     if (place == places.size()) place = choose_victim(places, bytes, v, next_use, false);
     SPILLWAY_CHECK(place < places.size(), "every block fits a place");
@@ -79,6 +81,7 @@ std::vector<VisitPlace> assign_places(std::span<const std::uint32_t> visit_block
     places[place].block = visit_blocks[v];
     places[place].last_visit = static_cast<std::uint32_t>(v);
     if (next_use[v] == visit_blocks.size() || places[place].owner) continue;
+    // So much is visited before the block comes again that another use of the place is worth more.
     plan[v].leaves = visited_bytes[next_use[v]] - visited_bytes[v + 1] >= rules.reuse_bytes;
     if (plan[v].leaves) places[place].block.reset();
   }

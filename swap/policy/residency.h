@@ -1,5 +1,5 @@
 // Which place in HBM each visit's block uses. Pure: the visit order of a step is known, so the whole step is decided
-// before it starts.
+// before it starts. WeightResidency (weight_residency.h) follows this plan, and departs from it where the caller does.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace spillway {
 struct VisitPlace {
   std::uint32_t place = 0;
   bool fetch = true;    // false: the block is still there from an earlier visit
-  bool leaves = false;  // the block gives the place up behind this visit, though it will be wanted again
+  bool leaves = false;  // the block gives the place up after this visit, though it will be wanted again
   // The last visit before this one that uses the place: its release must come before this visit's fetch.
   std::optional<std::uint32_t> after;
 };

@@ -1,6 +1,10 @@
 #include "swap/policy/run_stores.h"
 
 #include <algorithm>
+#include <cstddef>
+
+#include "kernels/checksum.h"
+#include "spillway/rank_directory.h"
 
 namespace spillway {
 namespace {
@@ -22,12 +26,13 @@ std::string have_text(const RankCommits& commits) {
 RunChoice choose_run(std::span<const RankStores> ranks) {
   RunChoice choice;
   choice.of.assign(ranks.size(), StoreChoice::kMissing);
+  // Named stores first: a store that has its name proves that its run was complete.
   const auto consider = [&](const std::optional<RunId> RankStores::*which) {
     for (std::uint32_t rank = 0; rank < ranks.size() && !choice.whole; ++rank) {
       const std::optional<RunId>& run = ranks[rank].*which;
       if (!run) continue;
       const bool whole = std::ranges::all_of(ranks, [&](const RankStores& stores) { return has(stores, *run); });
-      // One that only waits is nothing that the others are compared with.
+      // The others are not compared with a run that only waits.
       if (!whole && (choice.run || which == &RankStores::waiting)) continue;
       choice.run = run;
       choice.first = rank;
@@ -47,6 +52,66 @@ RunChoice choose_run(std::span<const RankStores> ranks) {
     }
   }
   return choice;
+}
+
+namespace {
+
+bool in_its_place(const PlacedStore& store) {
+  return store.says.count == 1 ? !store.rank : store.rank == store.says.index;
+}
+
+// Those whose stores are all there, and one of them with its name where `named`.
+std::vector<PlacedRun> whole_runs(std::span<const PlacedStore> stores, bool named) {
+  std::vector<PlacedRun> whole;
+  for (const PlacedStore& one : stores) {
+    const PlacedRun run{one.run, one.says.count};
+    if ((named && one.waiting) || !in_its_place(one) || std::ranges::find(whole, run) != whole.end()) continue;
+    std::uint32_t found = 0;
+    const auto of_rank = [&](const PlacedStore& store) {
+      return in_its_place(store) && PlacedRun{store.run, store.says.count} == run && store.says.index == found;
+    };
+    while (found < run.ranks && std::ranges::any_of(stores, of_rank)) ++found;
+    if (found == run.ranks) whole.push_back(run);
+  }
+  return whole;
+}
+
+// Whether a run goes on with another one's work: as its successor, or as that of a successor of up to 4,096 ranks. An
+// id does not say by which number of ranks it came: all are tried.
+bool descends_from(const PlacedRun& run, const RunId& old) {
+  constexpr std::uint32_t kMostRanks = 4096;
+  if (run.run == successor_of(old, run.ranks)) return true;
+  for (std::uint32_t between = 1; between <= kMostRanks; ++between) {
+    if (run.run == successor_of(successor_of(old, between), run.ranks)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+std::vector<PlacedRun> choose_placed_run(std::span<const PlacedStore> stores) {
+  std::vector<PlacedRun> runs = whole_runs(stores, true);
+  // No run is named and whole: one whose stores all wait for their names goes on.
+  if (runs.empty()) runs = whole_runs(stores, false);
+  const std::vector<PlacedRun> all = runs;
+  // Of a run and the run that continues it the later one is chosen: the old one only waits to be removed.
+  std::erase_if(runs, [&](const PlacedRun& old) {
+    return std::ranges::any_of(all, [&](const PlacedRun& run) { return run != old && descends_from(run, old.run); });
+  });
+  return runs;
+}
+
+RunId successor_of(const RunId& run, std::uint32_t ranks) {
+  RunId successor;
+  for (std::uint64_t word = 0; word < std::size(run.word); ++word) {
+    const std::uint64_t of[] = {run.word[0], run.word[1], ranks, word};
+    successor.word[word] = granule_checksum(std::as_bytes(std::span(of)));
+  }
+  return successor;
+}
+
+std::filesystem::path directory_of_rank(const std::filesystem::path& path, std::uint32_t rank) {
+  return path / ("rank" + std::to_string(rank));
 }
 
 std::optional<Commit> newest_common(std::span<const RankCommits> ranks) {

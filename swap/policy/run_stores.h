@@ -1,19 +1,31 @@
 // What the stores of all ranks are together, and what each rank does so that they go on as one run. Every rank brings
-// what it has found into the same table, so that all come to the same answers. Pure.
+// what it has found into the same table, so that all come to the same answers. Pure: files are looked at, named and
+// removed by src/engine/rank_stores and TileStore.
 //
-// The run. A new store waits under another name until all ranks' are committed; only then does each get its name. So
-// one that has its name proves that all are complete:
+// The run. A new store waits under another name until all ranks' are committed; only then does each get its name. So a
+// store that has its name proves that all are complete:
 //
 //            its name   waiting        its name   waiting        its name   waiting
 //   rank 0   old        new            new        -              new        -
 //   rank 1   old        new            old        new            old        -
 //            the old run goes on       the new one goes on       neither is whole: refused
 //
-// Where no store that has its name is of a whole run, for there was none, or some rank's drive had no room for both,
-// one that waits on all ranks goes on.
+// Where no store that has its name belongs to a whole run (there was none, or some rank's drive had no room for both),
+// a run that waits on all ranks goes on.
 //
-// The commit. Ranks count their commits alike, and a store has its last two. None overwrites the one before the last
-// before it knows that all have the last: who was killed in between is one ahead, and takes that back.
+// Another number of ranks. The stores of such a run lie elsewhere, some of them or all: one rank's in a directory,
+// those of several below it. So everything that lies there is looked at together. A run that continues the work of
+// another one on another number of ranks has an id made from the old one's, which shows that it takes its place:
+//
+//            its name   waiting        its name   waiting        its name   waiting
+//   alone    old        -              old        -              old        -
+//   rank 0   -          new            new        -              new        -
+//   rank 1   -          new            -          new            new        -
+//            the old run goes on       the new one goes on       the new one goes on, and the old one is removed
+//
+// The commit. Ranks count their commits alike, and a store has its last two. No rank overwrites the commit before the
+// last one before it knows that all ranks have the last: a rank killed in between is one commit ahead, and takes it
+// back.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +33,8 @@
 #include <span>
 #include <string>
 #include <vector>
+
+#include "swap/rank.h"
 
 namespace spillway {
 
@@ -51,6 +65,28 @@ struct RunChoice {
 };
 RunChoice choose_run(std::span<const RankStores> ranks);
 
+// A store that somebody has found in the directories of a run, or below them as that of a rank.
+struct PlacedStore {
+  std::optional<std::uint32_t>
+      rank;              // that it lies as; nothing: in the directories themselves, as a run of one rank has it
+  bool waiting = false;  // committed, and without its name; else it has its name
+  RunId run;
+  Rank says;  // whose it says that it is
+  bool operator==(const PlacedStore&) const = default;
+};
+
+struct PlacedRun {
+  RunId run;
+  std::uint32_t ranks = 1;
+  bool operator==(const PlacedRun&) const = default;
+};
+// The run that goes on: the one that is whole, each store in its place, and has a store with its name; without such a
+// one, the one that waits as a whole. More than one: neither is the other's successor. Empty: there is none.
+std::vector<PlacedRun> choose_placed_run(std::span<const PlacedStore> stores);
+
+// The id of the run that goes on with another one's work on so many ranks.
+RunId successor_of(const RunId& run, std::uint32_t ranks);
+
 struct Commit {
   std::uint64_t sequence = 0;  // commits so far
   std::uint64_t step = 0;
@@ -62,7 +98,7 @@ struct RankCommits {
   std::optional<Commit> last, before;
 };
 
-// The newest commit that all ranks have. Who has a newer one goes back to it: it is that rank's `before`.
+// The newest commit that all ranks have. A rank that has a newer one goes back to it: it is that rank's `before`.
 std::optional<Commit> newest_common(std::span<const RankCommits> ranks);
 
 // A step that is gone back to on purpose becomes a commit of its own, which counts on by so many. It is odd, for

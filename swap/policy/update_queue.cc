@@ -35,7 +35,7 @@ void UpdateQueue::reset() {
   std::ranges::fill(landed_, 0);
   std::ranges::fill(not_finite_, 0);
   early_end_ = next_ = due_ = loading_ = gradients_ = 0;
-  begun_ = checking_ = looking_ = stopped_ = expected_ = placed_ = false;
+  begun_ = checking_ = touring_ = stopped_ = expected_ = placed_ = false;
   early_overflow_.reset();
   updated_.clear();
 }
@@ -101,6 +101,7 @@ void UpdateQueue::complete(std::uint32_t block) {
   const auto tiles = std::span(options_.trainable).subspan(options_.blocks[block].first_tile);
   if (std::ranges::count(tiles.first(options_.blocks[block].tiles), 1) == 0) return;
   const bool comes_next = early_end_ < queue_.size() && block_of_[queue_[early_end_]] == block;
+  // The blocks complete in another order than was expected: what was read for them is dropped.
   if (!comes_next) forget_expected();
   if (early_end_ < queue_.size() && !expected_) return;  // what is read ahead already keeps its turn
   if (!comes_next) append_block(block);
@@ -134,11 +135,12 @@ void UpdateQueue::tell(QueueEvent event, std::uint32_t subject) {
     case QueueEvent::kBegin:
       fill();
       begun_ = true;
+      // Tiles that were read ahead came without their gradients, which were not all there: now they are asked for.
       gradients_ = next_;
       return;
     case QueueEvent::kBeginCheck: return begin_check();
-    case QueueEvent::kLook: return look();
-    case QueueEvent::kEndLook: return end_look();
+    case QueueEvent::kTour: return begin_tour();
+    case QueueEvent::kEndTour: return end_tour();
     case QueueEvent::kCancel: return cancel(next_);
     case QueueEvent::kEnd: return reset();
   }
@@ -149,7 +151,7 @@ void UpdateQueue::begin_check() {
   begun_ = checking_ = true;
 }
 
-void UpdateQueue::look() {
+void UpdateQueue::begin_tour() {
   // What has been started to load comes first in the new queue, too, as a rule.
   bool keeps = next_ == 0;
   for (std::size_t i = 0; i < loading_; ++i) keeps = keeps && queue_[i] == i;
@@ -165,13 +167,13 @@ void UpdateQueue::look() {
   next_ = due_ = 0;
   gradients_ = loading_;
   stopped_ = false;
-  looking_ = true;
+  touring_ = true;
   place_blocks();
 }
 
 // What of the queue comes after this turn is what is left to be updated.
-void UpdateQueue::end_look() {
-  looking_ = false;
+void UpdateQueue::end_tour() {
+  touring_ = false;
   cancel(next_ + due_);
   const auto rest = queue_.begin() + static_cast<std::ptrdiff_t>(next_ + due_);
   queue_.erase(std::remove_if(rest, queue_.end(), [this](std::uint32_t tile) { return !is_updated(tile); }),
@@ -219,6 +221,8 @@ std::optional<TileMove> UpdateQueue::next_move(Moves allowed) {
   }
   while (loading_ < queue_.size() && in_place(loading_)) ++loading_;
   if (loading_ >= queue_.size() || saving()) return std::nullopt;
+  // Ahead of its turn a tile may be read only into a buffer whose tile has had its turn: as many are ahead as there are
+  // buffers.
   if (loading_ >= next_ + due_) {  // ahead of its turn
     if (!options_.reads_ahead || passing_[loading_] >= passing_[next_] + options_.buffers) return std::nullopt;
   }
@@ -257,7 +261,7 @@ std::optional<TileTurn> UpdateQueue::next_turn(Turns which, std::uint32_t block)
     case Turns::kRest: comes = under_way(); break;
     case Turns::kShown: {
       const std::size_t end = options_.blocks[block].first_tile + options_.blocks[block].tiles;
-      comes = looking_ && next_ < end && !is_updated(queue_[next_]);
+      comes = touring_ && next_ < end && !is_updated(queue_[next_]);
       break;
     }
     case Turns::kEarly: comes = !stopped_ && next_ < early_end_ && arrived(); break;
@@ -266,10 +270,11 @@ std::optional<TileTurn> UpdateQueue::next_turn(Turns which, std::uint32_t block)
   }
   if (!comes) return std::nullopt;
   TileTurn turn{.first = next_, .block = block_of_[queue_[next_]]};
+  // The step will be refused or skipped: nothing more may be overwritten for it.
   if (early && not_finite_[turn.block]) stop();
-  if (begun_ && !looking_) turn.count = std::min<std::size_t>(options_.nodes, queue_.size() - next_);
-  if (looking_ && !is_updated(queue_[next_])) {
-    turn.kind = TileTurn::Kind::kShow;
+  if (begun_ && !touring_) turn.count = std::min<std::size_t>(options_.nodes, queue_.size() - next_);
+  if (touring_ && !is_updated(queue_[next_])) {
+    turn.kind = TileTurn::Kind::kVisit;
   } else if (checking_) {
     turn.kind = TileTurn::Kind::kCheck;
   } else if (stopped_) {
@@ -283,6 +288,7 @@ std::optional<TileTurn> UpdateQueue::next_turn(Turns which, std::uint32_t block)
 TileEnd UpdateQueue::end_tile(std::size_t position, bool finite, bool delivered) {
   const std::uint32_t tile = queue_[position];
   if (!is_updated(tile)) return TileEnd::kDrop;
+  // A check reads in order to verify; the bytes are used only where a forward pass asks for them.
   if (checking_ && !delivered) return TileEnd::kDrop;
   if (!finite && begun_) return TileEnd::kRefuse;
   if (!finite) {  // the step may come to nothing for another reason
@@ -305,6 +311,7 @@ void UpdateQueue::end_turn() {
 WeightsFrom UpdateQueue::weights_from(std::uint32_t block) const {
   const std::size_t end = end_of_[block];
   if (begun_) return next_ < end ? WeightsFrom::kUpdate : WeightsFrom::kNewest;
+  // Before the update has begun, what early updates have written is not to be seen: they may be taken back.
   return end > 0 && end <= early_end_ ? WeightsFrom::kCommitted : WeightsFrom::kNewest;
 }
 

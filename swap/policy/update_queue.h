@@ -1,18 +1,19 @@
-// Which tile of an update is read, updated and written next, in which buffer, and what of a block's weights is readable
-// meanwhile. Pure: no thread, file, clock or device. It is told what has happened and says what is to be done; the
-// updater does it on files and devices, the schedule on its virtual clock, so that the rules are here alone.
+// Which tile of an update is read, updated and written next, in which buffer, and which version of a block's weights is
+// readable meanwhile. Pure: no thread, file, clock or device. It is told what has happened and says what is to be done;
+// the updater does it on files and devices, the schedule on its virtual clock, so that the rules are here alone.
 //
 //   tell(what happened) ─► next_turn(which) ─► next_move … until the turn's tiles are there ─► end_tile … ─►
 //   tell(kTurnDone)
 //
-// Tiles pass through the buffers in turn, three of them here; one that lies in host memory (m) is updated in place, and
-// only its place in the queue is waited for:
+// Tiles pass through the buffers in turn, three of them here; a tile that lies in host memory (m) is updated in place,
+// and only its place in the queue is waited for:
 //
 //   queue    7 8 9 ║ 0 m 1 2 3 m m 4 5 6   blocks updated inside backward, as their gradients complete ║ then the rest
 //   buffer   0 1 2   0   1 2 0 …
 //            ▲ next        ▲ loading       those between are read ahead; a buffer's next tile comes once it is written
 //
-// One use of it is a step: kEnd makes it empty. Nothing is allocated after construction, but for what is shown.
+// The queue lasts for one step: kEnd makes it empty. Nothing is allocated after construction, but for a tour (kTour).
+// Read next: src/plan/update_turns.h, which asks these questions in order, and src/engine/tile_executor.h, which acts.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +39,7 @@ struct UpdateQueueOptions {
   bool reads_ahead = true, writes_behind = true;  // of the tile being updated
   bool early_planned = false;  // blocks are updated inside backward in every step: none of the rest is read before
 
-  // Buffers, and numbers behind them for what is updated in place.
+  // Buffers, and numbers after them for what is updated in place.
   std::uint32_t numbers() const noexcept { return in_place.empty() ? buffers : 2 * buffers; }
 };
 
@@ -52,8 +53,8 @@ enum class QueueEvent : std::uint8_t {
   kTurnDone,    // of the last turn
   kBegin,       // every gradient is there: the rest of the update may be made
   kBeginCheck,  // ditto of the update that the last commit is the result of: it is read and verified again
-  kLook,        // from here on every tile passes, in the model's order, with its update if it still has one
-  kEndLook,     // only those that have one
+  kTour,        // from here on every tile passes, in the model's order, with its update if it still has one
+  kEndTour,     // only those that have one
   kCancel,      // what is read ahead is dropped
   kEnd,
 };
@@ -86,7 +87,7 @@ struct TileTurn {
   enum class Kind : std::uint8_t {
     kUpdate,
     kCheck,     // it is verified, and handed on as if it were updated
-    kShow,      // it is not updated, and only looked at
+    kVisit,     // it is not updated, and only looked at
     kPassOver,  // it would be updated, but the step comes to nothing
   };
   Kind kind = Kind::kUpdate;
@@ -96,7 +97,7 @@ struct TileTurn {
   bool operator==(const TileTurn&) const = default;
 };
 
-// What becomes of a tile, and of its buffer, behind its turn.
+// What becomes of a tile, and of its buffer, after its turn.
 enum class TileEnd : std::uint8_t {
   kSave,
   kSaveNow,   // and wait for it
@@ -149,7 +150,7 @@ class UpdateQueue final : public UpdateView {
 
   bool begun() const noexcept override { return begun_; }
   bool checking() const noexcept { return checking_; }
-  bool looking() const noexcept { return looking_; }
+  bool touring() const noexcept { return touring_; }
   bool under_way() const noexcept { return next_ < queue_.size(); }
   bool early_under_way() const noexcept { return !begun_ && early_end_ > 0; }
   bool stopped() const noexcept { return stopped_; }   // nothing is updated inside backward any more
@@ -172,8 +173,8 @@ class UpdateQueue final : public UpdateView {
   void stop();
   void end_turn();
   void begin_check();
-  void look();
-  void end_look();
+  void begin_tour();
+  void end_tour();
   void place_blocks();
   void count_passing(std::size_t begin);
   void reset();
@@ -191,15 +192,15 @@ class UpdateQueue final : public UpdateView {
   std::vector<std::uint8_t> read_, saving_;        // by buffer
   std::vector<std::uint32_t> drops_;               // buffers, in order
   std::size_t early_end_ = 0;                      // tiles of the queue before it are complete
-  bool expected_ = false;                          // those behind it are expected; else it is their turn after kBegin
+  bool expected_ = false;                          // those after it are expected; else it is their turn after kBegin
   std::size_t next_ = 0;                           // ditto: have had their turn
   std::size_t due_ = 0;                            // so many from there on have it now
   std::size_t loading_ = 0;                        // ditto: have been started to load, where they need a buffer
   bool placed_ = false;                            // the one whose turn it is has, and lies in place
   std::size_t gradients_ = 0;                      // ditto: with their gradients
-  bool begun_ = false, checking_ = false, looking_ = false, stopped_ = false;
+  bool begun_ = false, checking_ = false, touring_ = false, stopped_ = false;
   std::optional<std::uint32_t> early_overflow_;
-  std::vector<std::uint8_t> updated_;  // by tile, while looking: it has an update; empty: all of the queue have
+  std::vector<std::uint8_t> updated_;  // by tile, on a tour: it has an update; empty: all of the queue have
 };
 
 }  // namespace spillway

@@ -44,7 +44,7 @@ void WeightResidency::tell(const WeightEvent& event) {
       wanted_.reset();
       return;
     case WeightEvent::kForget:
-      for (Place& place : places_) drop(place);
+      for (PlaceState& place : places_) drop(place);
       fetched_ = visits_.size();
       return;
   }
@@ -77,7 +77,7 @@ void WeightResidency::begin(std::span<const std::uint32_t> visits, std::size_t p
 
 // What is on its way for a backward pass that did not come may be what the next pass keeps.
 void WeightResidency::begin_again() {
-  for (Place& place : places_) {
+  for (PlaceState& place : places_) {
     SPILLWAY_CHECK(place.leases == 0, "no lease outlives its pass");
     place.ahead = false;
   }
@@ -102,16 +102,17 @@ bool WeightResidency::stays(std::uint32_t place) const {
          options_.frozen[*block] != 0;
 }
 
-void WeightResidency::release(Place& place) {
+void WeightResidency::release(PlaceState& place) {
   SPILLWAY_CHECK(place.leases > 0, "a place is released once a lease");
   if (--place.leases > 0) return;
+  // The plan needs the place for others before the block comes again, or a test wants every use fetched anew.
   if (place.leaves || options_.poison_released) place.block.reset();
   place.leaves = false;
 }
 
 // A place whose fetch was never used keeps it until it has come: chunks on their way must land somewhere that is
 // theirs, and what is copied from host memory may be updated next.
-void WeightResidency::drop(Place& place) {
+void WeightResidency::drop(PlaceState& place) {
   if (options_.at_home) return;
   place.block.reset();
   place.ahead = place.leaves = false;
@@ -142,7 +143,7 @@ WeightAction WeightResidency::serve() {
     }
   }
   const std::uint32_t p = *wanted.place;
-  Place& place = places_[p];
+  PlaceState& place = places_[p];
   if (options_.at_home && update_.begun() && !std::exchange(wanted.passed, true)) {
     return {.kind = WeightAction::kUpdateAtHome, .block = wanted.block, .place = p};
   }
@@ -154,6 +155,7 @@ WeightAction WeightResidency::serve() {
   }
   if (place.fetching) return {.kind = WeightAction::kWait, .block = wanted.block, .place = p};
   place.ahead = false;
+  // Unplanned visits change nothing of what the plan keeps.
   if (wanted.visit) place.leaves = planned()[*wanted.visit].leaves;
   ++place.leases;
   if (!options_.at_home) {
@@ -191,7 +193,7 @@ WeightAction WeightResidency::prefetch() {
     }
     // The place must have been visited by everybody who was promised it, and given back.
     if (planned.after && *planned.after >= cursor_) return {};
-    Place& place = places_[planned.place];
+    PlaceState& place = places_[planned.place];
     if (place.leases > 0 || (off_plan_ && wanted_before(fetched_, planned.place))) return {};
     if (bytes_ahead() >= options_.prefetch_bytes) return {};
     drop(place);
@@ -204,7 +206,7 @@ WeightAction WeightResidency::prefetch() {
 
 std::uint64_t WeightResidency::bytes_ahead() const {
   std::uint64_t bytes = 0;
-  for (const Place& place : places_) bytes += place.ahead ? options_.block_bytes[*place.block] : 0;
+  for (const PlaceState& place : places_) bytes += place.ahead ? options_.block_bytes[*place.block] : 0;
   return bytes;
 }
 
@@ -254,7 +256,7 @@ std::optional<std::uint32_t> WeightResidency::place_for(const Wanted& wanted) co
 }
 
 bool WeightResidency::leased() const {
-  return std::ranges::any_of(places_, [](const Place& place) { return place.leases > 0; });
+  return std::ranges::any_of(places_, [](const PlaceState& place) { return place.leases > 0; });
 }
 
 }  // namespace spillway

@@ -1,15 +1,16 @@
 // The policy of weights: which place in HBM each visit's block uses, where its weights come from, and what is fetched
-// ahead, in which order. It is told what happened and answers what to do next; whoever asks does it and tells how it
+// ahead, in which order. It is told what happened and answers what to do next; whoever asks does it and reports how it
 // went. Pure: no thread, file, clock or device. The engine does it with memory and streams (src/engine/weights), the
-// schedule on a clock of its own (src/plan/schedule_program): no rule about prefetch is written anywhere else.
+// schedule on a virtual clock (src/plan/schedule_program): no rule about prefetch is written anywhere else.
 //
 //   tell(what happened) ─► next() ─► do it ─► tell(how it went) ─► next() ─► … ─► kNothing
 //
 // The planned visits are a hint that makes blocks arrive in time; whatever the caller asks for is served, planned or
 // not. Nothing is allocated but by kBegin, when its visits are others than before.
 //
-// Forward passes that follow one another without a step in between, an evaluation's or those of a text that is made
+// Forward passes that follow one another without a step in between, as in an evaluation or when a text is generated
 // token by token, keep what fits: a fixed set of blocks has places of its own from the second pass on.
+// Read next: residency.h (how places are planned), update_queue.h (when a block's weights are readable).
 #pragma once
 
 #include <cstdint>
@@ -100,7 +101,7 @@ class WeightResidency {
   Hits hits() const noexcept { return hits_; }
 
  private:
-  struct Place {
+  struct PlaceState {
     std::optional<std::uint32_t> block;
     std::uint32_t leases = 0;
     bool fetching = false;  // started and not yet waited for; without a block: for nobody
@@ -119,7 +120,7 @@ class WeightResidency {
   void begin(std::span<const std::uint32_t> visits, std::size_t pass_visits);
   void begin_again();
   void leave_out(std::size_t second_visit);
-  void release(Place& place);
+  void release(PlaceState& place);
   WeightAction serve();
   WeightAction prefetch();
   WeightAction fetch(std::uint32_t place, std::uint32_t block);
@@ -131,12 +132,12 @@ class WeightResidency {
   std::uint64_t bytes_ahead() const;
   std::optional<std::uint32_t> find(std::uint32_t block) const;
   std::optional<std::uint32_t> place_for(const Wanted& wanted) const;
-  void drop(Place& place);
+  void drop(PlaceState& place);
   bool awaited(std::uint32_t block) const { return update_.weights_from(block) == WeightsFrom::kUpdate; }
 
   WeightResidencyOptions options_;
   const UpdateView& update_;
-  std::vector<Place> places_;
+  std::vector<PlaceState> places_;
   std::vector<std::uint32_t> visits_;
   std::vector<std::uint8_t> filled_;  // by place: as plan_ counts on
   std::vector<VisitPlace> plan_;

@@ -1,7 +1,7 @@
 // What reached a disk, in order, and what a power cut at any point of it may leave: everything that was synced, and of
 // the rest whatever a fate says, sector by sector. Pure: one recorded run gives any number of crashed disks.
 //
-//   begin a ─ begin b ─ end a ─ begin sync ─ end b ─ end sync ─ …     `a` is durable behind the end of the sync, `b` is
+//   begin a ─ begin b ─ end a ─ begin sync ─ end b ─ end sync ─ …     `a` is durable after the end of the sync, `b` is
 //   0         1         2       3            4       5                not: the sync began before it had ended
 //
 // Names of files are durable once their directory was synced, as far as they were there when that began; so are those
@@ -52,7 +52,7 @@ struct DiskImage {
 struct DiskLog {
   DiskImage base;  // durable
   std::vector<DiskChange> changes;
-  std::size_t positions = 0;  // a crash at p comes behind the begins and ends 0 … p - 1
+  std::size_t positions = 0;  // a crash at p comes after the begins and ends 0 … p - 1
   std::uint32_t next_file = 0;
 
   bool durable(const DiskChange& made, std::size_t at) const;  // a write, or a file's new name

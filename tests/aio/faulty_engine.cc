@@ -39,7 +39,7 @@ class FaultyEngine final : public IoEngine {
 
   Reaped reap(std::span<IoResult> out, double timeout_seconds) override {
     // With results held back here there may be nothing to wait for below.
-    const double bounded = timeout_seconds < 0 ? kLook : std::min(timeout_seconds, kLook);
+    const double bounded = timeout_seconds < 0 ? kPollSeconds : std::min(timeout_seconds, kPollSeconds);
     IoResult below[64];
     const Reaped inner = inner_->reap(below, held_.empty() ? timeout_seconds : bounded);
     for (const IoResult& result : std::span(below).first(inner.count)) {
@@ -69,9 +69,12 @@ class FaultyEngine final : public IoEngine {
 
   void wake() noexcept override { inner_->wake(); }
   std::string describe() const override { return "faulty " + inner_->describe(); }
+  void set_file(std::uint32_t index, const File* file) override { inner_->set_file(index, file); }
+  bool add_region(std::span<std::byte> region) override { return inner_->add_region(region); }
+  void remove_region(std::span<std::byte> region) override { inner_->remove_region(region); }
 
  private:
-  static constexpr double kLook = 2e-4;  // between two looks at what is held back, in seconds
+  static constexpr double kPollSeconds = 2e-4;  // between two looks at what is held back, in seconds
 
   struct Held {
     IoResult result;

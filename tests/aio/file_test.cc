@@ -17,24 +17,15 @@
 #include "spillway/error.h"
 #include "spillway/units.h"
 #include "temp_files.h"
+#include "tests/error_of.h"
 
 namespace spillway::testing {
 namespace {
 
+using testing::error_of;
+
 constexpr FileOptions kNew{.writable = true, .create = true, .direct = true};
 constexpr FileOptions kNewPlain{.writable = true, .create = true, .direct = false};
-
-// Runs `action`, which must throw; hands the error back for a closer look.
-template <class Action>
-Error error_of(Action action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "no error was thrown";
-  return Error(Code::kIo, {});
-}
 
 TEST(FileOpen, ANewFileIsPrivateAndEmpty) {
   TempDir dir;

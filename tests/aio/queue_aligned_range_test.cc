@@ -84,7 +84,7 @@ class AlignedRangeTest : public QueueFixture, public ::testing::WithParamInterfa
     open_queue(GetParam().kind, {.block_bytes = block_bytes, .depth = 4}, {});
   }
 
-  // Reads the range with `more` bytes behind it, into memory_.
+  // Reads the range with `more` bytes after it, into memory_.
   IoCompletion read(const AlignedRange& range, std::uint64_t more = 0) {
     memory_.fill(0xee);
     queue_->submit({.offset = range.offset,
@@ -130,7 +130,7 @@ TEST_P(AlignedRangeTest, WholePiecesBehindTheEndOfTheFileAreNoError) {
   ASSERT_EQ(read(range, 10 * 4096).error, 0);
   EXPECT_TRUE(
       same_bytes(memory_.span(range.skip, last.bytes), std::span(layout_.content).subspan(last.offset, last.bytes)));
-  EXPECT_EQ(memory_.data()[range.bytes + 10 * 4096], std::byte{0xee}) << "nothing is written behind the request";
+  EXPECT_EQ(memory_.data()[range.bytes + 10 * 4096], std::byte{0xee}) << "nothing is written beyond the request";
 }
 
 TEST_P(AlignedRangeTest, OneByteTooFewIsNodata) {
@@ -163,7 +163,7 @@ TEST_P(AlignedRangeTest, AFileShorterThanTheWholeRangeIsNodata) {
 std::vector<On> all_on() {
   std::vector<On> all;
   for (const std::uint32_t sector : {0u, 512u, 4096u}) {
-    for (const IoEngineKind kind : kEngines) all.push_back({sector, kind});
+    for (const IoEngineKind kind : kIoEngines) all.push_back({sector, kind});
   }
   return all;
 }
@@ -194,7 +194,7 @@ TEST_P(LargeSectorTest, BuffersMayLieOnAnyPage) {
   files_.clear();
 }
 
-INSTANTIATE_TEST_SUITE_P(Engines, LargeSectorTest, ::testing::ValuesIn(kEngines),
+INSTANTIATE_TEST_SUITE_P(Engines, LargeSectorTest, ::testing::ValuesIn(kIoEngines),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 }  // namespace

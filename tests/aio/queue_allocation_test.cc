@@ -43,7 +43,7 @@ TEST_P(QueueAllocationTest, NothingIsAllocatedAfterCreation) {
   EXPECT_EQ(errors, 0u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Engines, QueueAllocationTest, ::testing::ValuesIn(kEngines),
+INSTANTIATE_TEST_SUITE_P(Engines, QueueAllocationTest, ::testing::ValuesIn(kIoEngines),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 }  // namespace

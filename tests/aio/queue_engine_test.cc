@@ -48,7 +48,7 @@ TEST_F(QueueEngineTest, AutoTakesIoUringAndRegistersFilesAndRegions) {
 }
 
 TEST_F(QueueEngineTest, AClosedQueueLetsGoOfItsFiles) {
-  for (const IoEngineKind kind : kEngines) {
+  for (const IoEngineKind kind : kIoEngines) {
     if (!refusal_of(kind).empty()) continue;
     files_[0]->lock(0);
     queue_ = IoQueue::create({.engine = kind, .depth = 4}, pointers_, {});
@@ -65,9 +65,9 @@ TEST_F(QueueEngineTest, AClosedQueueLetsGoOfItsFiles) {
 TEST_F(QueueEngineTest, ASyncBringsToTheDriveWhatWasWrittenBefore) {
   const LoopMount mount({.bytes = 32 * kMiB});
   if (!mount.refusal().empty()) GTEST_SKIP() << mount.refusal();
-  for (const IoEngineKind kind : kEngines) {
+  for (const IoEngineKind kind : kIoEngines) {
     if (!refusal_of(kind).empty()) continue;
-    File direct = File::open(mount / name_of(kind), kNewFile);
+    File direct = File::open(mount / std::string(name_of(kind)), kNewFile);
     File plain = File::open(direct.path(), {.writable = true, .direct = false});
     Memory bytes(kUnit), drive(32 * kMiB);
     bytes.fill_pattern(static_cast<std::uint64_t>(kind));
@@ -82,9 +82,9 @@ TEST_F(QueueEngineTest, ASyncBringsToTheDriveWhatWasWrittenBefore) {
 }
 
 TEST_F(QueueEngineTest, AReapWithRoomForOneResultLosesNone) {
-  for (const IoEngineKind kind : kEngines) {
+  for (const IoEngineKind kind : kIoEngines) {
     if (!refusal_of(kind).empty()) continue;
-    const auto engine = make_engine_of(kind, {.depth = 4, .files = pointers_});
+    const auto engine = make_engine(kind, {.depth = 4, .files = pointers_});
     std::vector<IoPiece> pieces;
     for (std::uint32_t slot = 0; slot < 4; ++slot) {
       pieces.push_back({.slot = slot, .offset = slot * kUnit, .buffer = memory_.data() + slot * kUnit, .bytes = kUnit});

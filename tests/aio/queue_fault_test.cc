@@ -260,7 +260,7 @@ TEST_P(QueueFaultTest, ADriveThatLiesOrFlipsABitHarmsThoseBytesAlone) {
   EXPECT_EQ(trace_.lies, 1u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Engines, QueueFaultTest, ::testing::ValuesIn(kEngines),
+INSTANTIATE_TEST_SUITE_P(Engines, QueueFaultTest, ::testing::ValuesIn(kIoEngines),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 }  // namespace

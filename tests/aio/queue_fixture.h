@@ -19,28 +19,10 @@
 
 namespace spillway::testing {
 
-inline constexpr IoEngineKind kEngines[] = {IoEngineKind::kIoUring, IoEngineKind::kLibaio, IoEngineKind::kThreads};
-
-inline std::unique_ptr<IoEngine> make_engine_of(IoEngineKind kind, const IoEngineOptions& options) {
-  switch (kind) {
-    case IoEngineKind::kIoUring: return make_uring_engine(options);
-    case IoEngineKind::kLibaio: return make_libaio_engine(options);
-    default: return make_threads_engine(options);
-  }
-}
-
-inline const char* name_of(IoEngineKind kind) {
-  switch (kind) {
-    case IoEngineKind::kIoUring: return "io_uring";
-    case IoEngineKind::kLibaio: return "libaio";
-    default: return "threads";
-  }
-}
-
 // The engine's own words when it cannot be had here, even without files; empty when it can.
 inline std::string refusal_of(IoEngineKind kind) {
   try {
-    make_engine_of(kind, {.depth = 1});
+    make_engine(kind, {.depth = 1});
   } catch (const Error& error) {
     return error.what();
   }
@@ -63,11 +45,13 @@ class QueueFixture : public ::testing::Test {
                   std::span<const std::span<std::byte>> regions = {}) {
     plan.trace = &trace_;
     plan.files = pointers_;
-    auto engine = make_engine_of(kind, {.depth = total_depth(options, pointers_.size()),
-                                        .block_bytes = options.block_bytes,
-                                        .files = pointers_,
-                                        .regions = regions});
-    queue_ = make_queue(options, pointers_, make_faulty_engine(std::move(engine), std::move(plan)));
+    auto engine = make_engine(kind, {.depth = total_depth(options, pointers_.size()),
+                                     .block_bytes = options.block_bytes,
+                                     .files = pointers_,
+                                     .regions = regions,
+                                     .max_files = file_places(options, pointers_.size()),
+                                     .max_regions = options.max_regions});
+    queue_ = make_queue(options, pointers_, make_faulty_engine(std::move(engine), std::move(plan)), regions);
   }
 
   // Waits for the next `count` completions.

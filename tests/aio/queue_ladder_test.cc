@@ -282,7 +282,7 @@ TEST_F(QueueMountTest, AnAlignmentOf4096IsFoundAndEveryEngineKeepsIt) {
   if (IsSkipped()) return;
   EXPECT_TRUE(files_[0]->direct());
   EXPECT_EQ(files_[0]->alignment(), 4096u);
-  for (const IoEngineKind kind : kEngines) {
+  for (const IoEngineKind kind : kIoEngines) {
     if (!refusal_of(kind).empty()) continue;
     use_queue(kind);
     // Pieces of one sector, and requests that are no whole number of pieces.

@@ -182,10 +182,10 @@ class Schedule {
                                  .max_requests = max_requests_,
                                  .stripes = stripes_ ? &*stripes_ : nullptr};
     const std::span<std::byte> regions[] = {memory_.span(0, memory_.span().size() / 2)};  // some buffers lie outside
-    auto engine = make_engine_of(kind_, {.depth = total_depth(options, pointers_.size()),
-                                         .block_bytes = block_,
-                                         .files = pointers_,
-                                         .regions = regions});
+    auto engine = make_engine(kind_, {.depth = total_depth(options, pointers_.size()),
+                                      .block_bytes = block_,
+                                      .files = pointers_,
+                                      .regions = regions});
     queue_ = make_queue(options, pointers_, make_faulty_engine(std::move(engine), std::move(plan)));
   }
 
@@ -195,7 +195,7 @@ class Schedule {
     std::vector<Run> found;
     for (std::uint64_t at = offset; at < offset + bytes;) {
       const std::uint32_t file = stripes_->file_of(at);
-      const StripeMap::Place place = stripes_->next_on(file, at);
+      const StripeMap::Extent place = stripes_->next_on(file, at);
       found.push_back({file, place.file_offset, at, std::min(place.bytes, offset + bytes - at)});
       at += found.back().bytes;
     }
@@ -421,7 +421,7 @@ TEST_P(QueueScheduleTest, EveryByteIsRightOrAnErrorSaysSo) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Engines, QueueScheduleTest, ::testing::ValuesIn(kEngines),
+INSTANTIATE_TEST_SUITE_P(Engines, QueueScheduleTest, ::testing::ValuesIn(kIoEngines),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 }  // namespace

@@ -78,7 +78,7 @@ class QueueStripesTest : public QueueFixture, public ::testing::WithParamInterfa
       Memory member(files_[i]->size_bytes()), expected(files_[i]->size_bytes());
       for (std::uint64_t at = kHeader; at < end; at += kUnit) {
         if (stripes.file_of(at) != i) continue;
-        const StripeMap::Place place = stripes.next_on(i, at);
+        const StripeMap::Extent place = stripes.next_on(i, at);
         std::copy_n(out.data() + at, std::min(kUnit, end - at), expected.data() + place.file_offset);
       }
       files_[i]->read_at(0, member.span());
@@ -148,7 +148,7 @@ TEST_P(QueueStripesTest, AFullMemberShowsWhenSpaceIsReservedAndNotLater) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Engines, QueueStripesTest, ::testing::ValuesIn(kEngines),
+INSTANTIATE_TEST_SUITE_P(Engines, QueueStripesTest, ::testing::ValuesIn(kIoEngines),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 }  // namespace

@@ -377,7 +377,7 @@ TEST_P(QueueTest, RandomTrafficKeepsEveryByte) {
 std::vector<Below> all_below() {
   std::vector<Below> all;
   for (const bool faulty : {false, true}) {
-    for (const IoEngineKind kind : kEngines) all.push_back({kind, faulty});
+    for (const IoEngineKind kind : kIoEngines) all.push_back({kind, faulty});
   }
   return all;
 }

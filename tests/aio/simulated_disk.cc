@@ -224,7 +224,7 @@ ssize_t SimulatedDisk::write_wrongly(const Opened& at, const std::byte* from, st
 void SimulatedDisk::note_unsynced(const Opened& at, std::uint64_t offset, std::uint64_t bytes) {
   std::lock_guard lock(mutex_);
   if (!script_) return;
-  std::vector<std::byte> before(bytes);  // zeros behind the end of the file
+  std::vector<std::byte> before(bytes);  // zeros beyond the end of the file
   if (__real_pread64(at.plain, before.data(), bytes, static_cast<off64_t>(offset)) < 0) return;
   unsynced_.push_back({*at.file, offset, std::move(before)});
 }

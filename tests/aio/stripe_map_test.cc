@@ -48,7 +48,7 @@ TEST(StripeMap, EveryByteOfTheSpaceHasItsOwnPlaceAndTheFilesHaveNoGaps) {
     for (std::uint64_t at = kHeader; at < end; ++at) {
       const std::uint32_t file = map.file_of(at);
       ASSERT_LT(file, shares.size()) << name(shares);
-      const StripeMap::Place place = map.next_on(file, at);
+      const StripeMap::Extent place = map.next_on(file, at);
       ASSERT_EQ(place.space_offset, at) << name(shares);
       ASSERT_TRUE(places[file].insert(place.file_offset).second) << "two bytes in one place, " << name(shares);
     }
@@ -79,7 +79,7 @@ TEST(StripeMap, ARunIsContiguousInTheSpaceAndInTheFile) {
     const std::uint64_t end = kHeader + 2 * row_bytes(shares);
     for (std::uint64_t at = kHeader; at < end; ++at) {
       const std::uint32_t file = map.file_of(at);
-      const StripeMap::Place run = map.next_on(file, at);
+      const StripeMap::Extent run = map.next_on(file, at);
       ASSERT_GT(run.bytes, 0u);
       for (std::uint64_t next = 1; next < run.bytes && at + next < end; ++next) {
         ASSERT_EQ(map.file_of(at + next), file) << name(shares);
@@ -97,7 +97,7 @@ TEST(StripeMap, TheNextRunOnAFileIsTheFirstBytesOfItThatFollow) {
       for (std::uint64_t at = kHeader; at < kHeader + 2 * row_bytes(shares); ++at) {
         following = std::max(following, at);
         while (map.file_of(following) != file) ++following;
-        const StripeMap::Place run = map.next_on(file, at);
+        const StripeMap::Extent run = map.next_on(file, at);
         ASSERT_EQ(run.space_offset, following) << name(shares);
         ASSERT_EQ(run.file_offset, map.next_on(file, following).file_offset) << name(shares);
       }

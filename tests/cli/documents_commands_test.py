@@ -17,7 +17,8 @@ import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from prepared_test import write_prepared  # noqa: E402
+from loud_model import make_adapter  # noqa: E402
+from prepared_data import write_prepared  # noqa: E402
 from report import main  # noqa: E402
 from runs import BINARY, CRASH, LIMIT_SECONDS, ROOT, TEXT, Workplace, spillway  # noqa: E402
 
@@ -31,6 +32,8 @@ PLACEHOLDERS = [
     (r"--data FILE\b", "--data text.txt"),
     (r"export STORE DIR\b", "export store exported"),
     (r"export SNAPSHOTS/step-\d+ DIR\b", "export snapshots/step-000002 exported"),
+    (r"generate --model STORE\b", "generate --model store"),
+    (r"--adapter adapter --prompt '[^']+'", "--adapter left --ids --prompt '1 2'"),  # it has no tokenizer
     (r"--load SNAPSHOTS?\b", "--load snapshots"),
     (r"--save SNAPSHOTS\b", "--save saved"),
     # Fewer steps and shorter measurements, of the same kind.
@@ -57,8 +60,12 @@ NOT_RUN = {
     ("docs/command_line.md", "spillway export STORE DIR [--with"): SYNOPSIS,
     ("docs/command_line.md", "spillway import DEEPSPEED_CHECKPOINT"): SYNOPSIS,
     ("docs/command_line.md", "spillway store DIR..."): SYNOPSIS,
+    ("docs/command_line.md", "spillway generate --model DIR|STORE"): SYNOPSIS,
     ("docs/command_line.md", "spillway report steps.jsonl [MORE...]"): SYNOPSIS,
     ("docs/checkpoints.md", "spillway import CHECKPOINTS"): SYNOPSIS,
+    ("docs/native_example.md", "spillway init-model"): "tests/python/native_example_test.py follows the page",
+    ("docs/native_example.md", "spillway finetune"): "tests/python/native_example_test.py follows the page",
+    ("docs/native_example.md", "spillway generate"): "tests/python/native_example_test.py follows the page",
     ("docs/checkpoints.md", "spillway finetune --config ds_config.json --model DIR --data FILE --steps 2000 --load "
                             "SNAPSHOT\n"): "needs what an import of a DeepSpeed checkpoint made; import_test.py does",
 }
@@ -116,6 +123,9 @@ class Documents(unittest.TestCase):
         # Named as the documents name them; paths are relative, so that a copy is a workplace of its own.
         config = place.config(nvme="store", spillway_section={"host_bytes": "48MiB"})
         shutil.copy(config, cls.prepared / "other.json")
+        lora = json.loads(config.read_text().replace('"store"', '"adapters"'))
+        lora["spillway"]["lora"] = {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+        (cls.prepared / "lora.json").write_text(json.dumps(lora))
         shutil.copy(TEXT, cls.prepared / "text.txt")
         llama = cls.prepared / "Llama-3-8B"
         llama.mkdir()
@@ -127,11 +137,13 @@ class Documents(unittest.TestCase):
         (cls.prepared / "small.json").write_text(json.dumps({**small, "max_position_embeddings": 4096}))
         done = spillway("init-model", cls.prepared / "Llama-3.2-1B", "--from", cls.prepared / "small.json")
         assert done.status == 0, done.err
+        make_adapter(cls.prepared / "Llama-3.2-1B", cls.prepared / "left", rank=4, alpha=8, targets=["q_proj"], seed=1)
         shutil.copy(cls.prepared / "small.json", cls.prepared / "config.json")
         write_prepared(cls.prepared / "data", [[[(token, True) for token in range(30)]]] * 4)
+        write_prepared(cls.prepared / "data/eval", [[[(token, True) for token in range(20)]]])
         (cls.prepared / "aio.json").write_text('{"aio": {"block_size": 262144, "queue_depth": 8}}\n')
         place.nvme.rmdir()
-        for drive in ("drive0", "drive1"):
+        for drive in ("drive0", "drive1", "adapters"):
             (cls.prepared / drive).mkdir()
         done = subprocess.run([BINARY, *place.arguments("ds_config.json", "gpt2", data="text.txt", steps=2, seq=256,
                                                         save="snapshots", every=2, log="steps.jsonl")],
@@ -150,7 +162,7 @@ class Documents(unittest.TestCase):
 
     def run_shell(self, script, place):
         environment = {**os.environ, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=place, env=environment, text=True,
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=place, env=environment, errors="replace",
                               capture_output=True, timeout=LIMIT_SECONDS, check=False)
         said = f"{script}\nstdout:\n{done.stdout}\nstderr:\n{done.stderr}"
         self.assertEqual(0, done.returncode, said)

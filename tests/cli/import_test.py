@@ -361,7 +361,7 @@ class WhatIsRefused(Small):
         self.file(checkpoint, "1_mp_rank_00_optim_states.pt").unlink()
         self.refused(folder, "has a file of rank 2, but none of rank 1")
         self.file(checkpoint, "2_mp_rank_00_optim_states.pt").unlink()
-        self.refused(folder, "model states of 3 ranks and optimizer states of 1")
+        self.refused(folder, "model states of 3 ranks and optimizer states of 1, none of rank 1 (…_optim_states.pt)")
         for rank in (1, 2):
             self.file(checkpoint, f"{rank}_mp_rank_00_model_states.pt").unlink()
         self.refused(folder, "is of a run of 3 ranks, and the files of 1")

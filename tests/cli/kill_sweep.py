@@ -3,7 +3,7 @@
 must equal, bit for bit, what a run exports that nothing happened to.
 
 A small GPT-2 trains with clipping in several layouts over HBM, host memory and NVMe. After every kill the store is read
-to the last byte (`spillway store --verify`) and must stand at the last step that was reported as durable, or behind it.
+to the last byte (`spillway store --verify`) and must stand at the last step that was reported as durable, or after it.
 The seed is printed; --seed draws the same moments again.
 """
 import argparse

@@ -23,7 +23,10 @@ def options_of(command):
 
 
 class Manual(unittest.TestCase):
-    PATHS = {"finetune": {"--config", "--aio", "--model", "--data", "--out", "--log", "--trace", "--save", "--load"},
+    PATHS = {"finetune": {"--config", "--aio", "--model", "--data", "--out", "--log", "--trace", "--save", "--load",
+                          "--eval-data", "--best", "--adapter"},
+             "generate": {"--model", "--with", "--config", "--prompt-file", "--tokenizer", "--store", "--log",
+                          "--trace", "--adapter"},
              "init-model": {"--from"}, "sweep": {"--json", "--report"}, "report": {"--html"},
              "others": {"--config", "--aio", "--model", "--out", "--with", "--report", "--nvme"}}
 

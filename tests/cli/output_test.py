@@ -86,6 +86,8 @@ class Unwritable(Small):
                 (["plan", "--params", "1B", "--config", self.config, "--no-probe"], None),
                 (["plan", "--params", "none"], 1),
                 (["doctor", "--no-probe", self.place.nvme], None), (["doctor", "--config", folder / "none"], 1),
+                (["generate", "--model", self.trained, "--ids", "--prompt", "1 2", "--tokens", 2], 0),
+                (["generate", "--model", folder / "none", "--prompt", "x"], 1),
                 (["sweep", folder, "--seconds", 1, "--size", "16MiB", "--allow-buffered"], 0),
                 (["sweep", folder / "none"], 1)]
 

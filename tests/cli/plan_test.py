@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,13 +33,27 @@ class Plan(CliTest):
                                             ("none", "cpu", {"hbm_bytes": "24MiB"}), ("none", "none", {})):
             with self.subTest(parameters=parameters, states=states):
                 config = self.place.config(parameters=parameters, states=states, spillway_section=section)
-                run = self.place.finetune(config, model, steps=1, fresh=True)
-                self.assert_done(run)
-                planned = spillway("plan", "--config", config, "--model", model, "--seq", 32, *GIVEN)
-                self.assert_done(planned)
-                memory = planned.out[planned.out.index("memory, reserved"):planned.out.index("\nstep\n")]
-                self.assertEqual(LEDGER.findall(run.out), LEDGER.findall(memory))
-                self.assertGreater(len(LEDGER.findall(memory)), 3)
+                self.assert_planned(config, model)
+
+    def assert_planned(self, config, model):
+        """Line by line, to the byte."""
+        run = self.place.finetune(config, model, steps=1, fresh=True)
+        self.assert_done(run)
+        planned = spillway("plan", "--config", config, "--model", model, "--seq", 32, "--loop", "finetune", *GIVEN)
+        self.assert_done(planned)
+        memory = planned.out[planned.out.index("memory, reserved"):planned.out.index("\nstep\n")]
+        self.assertEqual(LEDGER.findall(run.out), LEDGER.findall(memory))
+        self.assertGreater(len(LEDGER.findall(memory)), 3)
+
+    def test_SoIsThatOfEveryFamily(self):
+        families = sorted(path.stem for path in (ROOT / "tests/references/families").glob("*.json"))
+        self.assertGreater(len(families), 6)
+        for family in families:
+            for parameters, states in (("cpu", "nvme"), ("none", "cpu")):
+                with self.subTest(family=family, parameters=parameters):
+                    self.assert_planned(self.place.config(parameters=parameters, states=states),
+                                        self.place.init_family(family))
+                    shutil.rmtree(self.place.folder / family)
 
     def test_TheBytesAreThoseOfTheRun(self):
         model = self.place.init_model(layers=4, width=96)
@@ -63,7 +78,7 @@ class Plan(CliTest):
             self.assertEqual(1, said.err.count("hwloc does not know this machine"), said.err)
 
     def test_AConfigurationOfTheTrainersWordsIsPlanned(self):
-        config = ROOT / "tests/tools/config/corpus/hf_warmup_decay.json"
+        config = self.place.published_config("hf_warmup_decay")
         said = spillway("plan", "--config", config, "--model", self.place.init_model(), "--seq", 32, *GIVEN)
         self.assert_done(said)
         self.assertIn("total_num_steps", spillway("config", config).err)  # which nobody can know here

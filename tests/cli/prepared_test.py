@@ -1,59 +1,15 @@
 """`spillway finetune` on prepared data: documents of a row do not see each other, and what is not learned counts for
 nothing. The directories are written here, as docs/data.md says; tests/python/prepare_test.py looks at those that
 `python -m spillway.prepare` makes."""
-import hashlib
-import json
 import pathlib
-import random
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
+from prepared_data import LENGTH, VOCABULARY, documents, write_prepared  # noqa: E402
 from runs import CliTest, sha256_of_model, spillway, test_seed  # noqa: E402
 
-LENGTH, VOCABULARY = 40, 300
 SEED = test_seed()
-
-
-def bits(flags):
-    packed = bytearray((len(flags) + 7) // 8)
-    for i, flag in enumerate(flags):
-        packed[i // 8] |= flag << i % 8
-    return bytes(packed)
-
-
-def write_prepared(folder, rows, *, length=LENGTH, **header):
-    """`rows`: each some documents, lists of (token, whether it is learned)."""
-    folder.mkdir()
-    tokens, starts, targets, learned = b"", b"", b"", 0
-    for documents in rows:
-        ids, begins, wanted = [], [], []
-        for document in documents:
-            begins += [True] + [False] * (len(document) - 1)
-            wanted += [learns for _, learns in document[1:]] + [False]
-            ids += [token for token, _ in document]
-        padding = length - len(ids)
-        learned += sum(wanted)
-        begins += [True] * bool(padding) + [False] * max(0, padding - 1)
-        ids, wanted = ids + [0] * padding, wanted + [False] * padding
-        tokens += b"".join(token.to_bytes(2, "little") for token in ids)
-        starts, targets = starts + bits(begins), targets + bits(wanted)
-    files = {"tokens": tokens, "starts": starts, "targets": targets}
-    for name, data in files.items():
-        (folder / f"{name}.bin").write_bytes(data)
-    values = {"format": "spillway-prepared", "version": 1, "rows": len(rows), "tokens_per_row": length,
-              "documents": sum(map(len, rows)), "targets": learned, "dtype": "uint16",
-              "largest_token": VOCABULARY - 1,
-              **{f"{name}_sha256": hashlib.sha256(data).hexdigest() for name, data in files.items()}, **header}
-    (folder / "header.json").write_text(json.dumps(values))
-    return folder
-
-
-def documents(seed):
-    """Twelve that fill four rows or less, of which parts are learned."""
-    chance = random.Random(seed)
-    return [[(chance.randrange(VOCABULARY), chance.random() < 0.7 or i == 1) for i in range(chance.randrange(5, 13))]
-            for _ in range(12)]
 
 
 class Prepared(CliTest):
@@ -81,7 +37,7 @@ class Prepared(CliTest):
 
     def test_WhatIsNotLearnedDoesNotCount(self):
         some = documents(SEED)
-        # Other tokens behind the last one that is learned change nothing.
+        # Other tokens after the last one that is learned change nothing.
         behind = [document + [(7, False)] for document in some]
         one = write_prepared(self.place.folder / "one", [[document] for document in some])
         two = write_prepared(self.place.folder / "two", [[document] for document in behind])
@@ -114,6 +70,16 @@ class Prepared(CliTest):
         self.assertNotEqual(straight, trained((9, "--fresh", "--shuffle", 4)))
         self.assertNotEqual(straight, trained((9, "--fresh")))
 
+    def test_AStepWithNothingToLearnIsRefused(self):
+        model = self.place.init_family("qwen2")
+        learned, other = ([[(token, learns) for token in range(20)]] for learns in (True, False))
+        data = write_prepared(self.place.folder / "data", [learned, other])
+        refused = self.place.finetune(self.place.config(micro=1, accumulation=1), model, data=data, seq=LENGTH)
+        self.assert_refused(refused, data, "no token of the 1 rows of step 2 is to be predicted")
+        self.assertIn("ended after step 1; --resume continues\n", refused.out)
+        self.assert_done(self.place.finetune(self.place.config(micro=1, accumulation=2), model, data=data, seq=LENGTH,
+                                             resume=True))
+
     def test_AnotherRowLengthAndATokenBeyondTheVocabularyAreRefused(self):
         model = self.place.init_family("qwen2")
         config = self.place.config()
@@ -121,6 +87,14 @@ class Prepared(CliTest):
         self.assert_refused(self.place.finetune(config, model, data=data, seq=LENGTH + 1), "--seq", LENGTH)
         other = write_prepared(self.place.folder / "other", [[[(1, True), (2, True)]]], largest_token=VOCABULARY)
         self.assert_refused(self.place.finetune(config, model, data=other, seq=LENGTH), "header.json", "vocabulary")
+
+    def test_AnotherTokenizerIsRefused(self):
+        model = self.place.init_family("qwen2")
+        (pathlib.Path(model) / "tokenizer.json").write_text("{}")
+        data = write_prepared(self.place.folder / "data", [[document] for document in documents(SEED)],
+                              tokenizer={"name": "other", "sha256": {"tokenizer.json": "0" * 64}})
+        self.assert_refused(self.place.finetune(self.place.config(), model, data=data, seq=LENGTH), "another tokenizer",
+                            "spillway.prepare --model")
 
 
 if __name__ == "__main__":

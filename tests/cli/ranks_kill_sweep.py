@@ -16,7 +16,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from mpirun import ONE_HOST  # noqa: E402
+from mpirun import ONE_HOST, processes_of  # noqa: E402
 from runs import BINARY, Workplace, sha256_of_model, spillway  # noqa: E402
 
 MPIRUN = os.environ.get("SPILLWAY_MPIRUN", "") or shutil.which("mpirun") or ""
@@ -42,20 +42,6 @@ def ranks_of(launcher):
         if parent == launcher and rank:
             found[int(rank[0].partition(b"=")[2])] = int(folder.name)
     return [found[rank] for rank in sorted(found)]
-
-
-def processes_of(folder):
-    """Those that are alive and have it on their command line."""
-    found = []
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            named = os.fsencode(folder) in (process / "cmdline").read_bytes()
-            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            continue
-        if named and state != "Z" and int(process.name) != os.getpid():
-            found.append(int(process.name))
-    return found
 
 
 def kill(pid):

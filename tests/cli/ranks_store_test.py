@@ -72,14 +72,12 @@ class Together(RanksStoreTest):
             digest, said = self.export(f"of{ranks}")
             self.assertIn(f"step 3 of the stores of {ranks} ranks in", said)
             hashes.add(digest)
-            # What is there besides is of the other run, and said to be.
-            if ranks == 2:
-                self.assertNotIn("another run", self.show().out)
         self.assertEqual(1, len(hashes))
-        self.train(2, steps=1, how="replace")
+        self.train(2, steps=1, how="replace")  # all four stores
         text = self.show().out
-        self.assertIn(f"{self.place.nvme / 'rank3'} is of another run", text)
+        self.assertNotIn("another run", text)
         self.assertIn("2 ranks", text)
+        self.assertFalse((self.place.nvme / "rank3" / STORE).exists())
 
     def test_AllGoBackTogether(self):
         self.train(steps=3)

@@ -72,6 +72,31 @@ class Ranks(CliTest):
     def test_OneTwoAndFourTrainTheSameModelInMemory(self):
         self.assert_the_same_training("memory", parameters="cpu", states="cpu", dtype="fp32", clip=0)
 
+    def test_OneTwoAndFourEvaluateAlike(self):
+        held_out = self.place.folder / "held-out.txt"
+        held_out.write_bytes(runs.TEXT.read_bytes()[-1000:])  # 31 rows: the last pass of 4 has 3
+        wanted = None
+        for ranks in (1, 2, 4):
+            place, run = self.train(ranks, f"evaluations-{ranks}", evaluate=2, held_out=held_out,
+                                    best=self.place.folder / f"best-{ranks}")
+            found = ([(line["step"], line["eval_loss"], line["eval_tokens"]) for line in place.evaluations()],
+                     sha256_of_model(self.place.folder / f"best-{ranks}"), sha256_of_model(place.folder / "out"))
+            self.assertEqual(wanted or found, found, f"{ranks} ranks")
+            wanted = found
+            self.assertEqual(3, len(re.findall("^evaluation at step ", run.out, re.MULTILINE)), run.out)
+
+    def test_AdaptersOfOneTwoAndFourAreTheSame(self):
+        lora = {"lora": {"rank": 4, "alpha": 8, "targets": ["all-linear"]}}
+        wanted = None
+        for ranks in (1, 2, 4):
+            place, _ = self.train(ranks, f"adapters-{ranks}", lora, config={"parameters": "nvme", "states": "nvme"})
+            exported = place.folder / "exported"
+            self.assert_done(runs.spillway("export", place.nvme, exported))
+            found = [sha256_of_model(place.folder / "out"), sha256_of_model(exported)]
+            self.assertEqual(wanted or found, found, f"{ranks} ranks")
+            self.assertEqual(found[0], found[1])
+            wanted = found
+
     def test_TheBatchIsDividedByTheRanks(self):
         place = Workplace(self.place.folder / "batch")
         config = place.config(train_batch_size=8, gradient_accumulation_steps=2, parameters="none", states="none")

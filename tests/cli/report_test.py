@@ -103,6 +103,15 @@ class Reports(ReportTest):
             with self.subTest(label=label):
                 self.assertEqual([cell], rows.get(label))
 
+    def test_EvaluationsAreNoSteps(self):
+        lines = [{"step": 0, "eval_loss": 0.5}, step(1), step(2), {"step": 2, "eval_loss": 3.25}, step(3), step(4),
+                 {"step": 4, "eval_loss": 3.5}, {"step": 4, "eval_loss": None}]
+        page = self.place.folder / "page.html"
+        rows = rows_of(self.report(self.log("a.jsonl", lines[:-1]), "--html", page))
+        self.assertEqual((["1 to 4"], ["3.2500 at 2"]), (rows["steps"], rows["of held-out rows"]))
+        self.assertIn("Loss of held-out rows", Page(page.read_text()).texts)
+        self.assertEqual(["3.2500 at 2"], rows_of(self.report(self.log("b.jsonl", lines)))["of held-out rows"])
+
     def test_SeveralRunsStandBesideEachOther(self):
         first = self.log("first.jsonl", map(step, range(1, 5)))
         second = self.log("second.jsonl", [step(n, seconds=1.0, nvme_write_bytes=0) for n in range(1, 5)])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BINARY = os.environ.get("SPILLWAY_BINARY", "")
-# What trains: `host`, `cuda`, or `emulated`: the cuda device on an emulated GPU (tests/emulated_gpu), which is slow.
+# What trains: `host`, `cuda`, or `emulated`: the cuda device on an emulated GPU (kernels/cuda/emulator), which is slow.
 EMULATED = os.environ.get("SPILLWAY_DEVICE") == "emulated"
 DEVICE = "cuda" if EMULATED else os.environ.get("SPILLWAY_DEVICE", "host")
 # The same text on every machine, about 11 KB: the licence that travels with the source.
@@ -52,6 +52,13 @@ def spillway(*arguments, **keywords):
     done = subprocess.run([BINARY, *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT_SECONDS,
                           check=False, **keywords)
     return Run(done.returncode, done.stdout, done.stderr)
+
+
+def published_configs():
+    """{name: (text, whether it loads)} of tests/tools/config/corpus.txt."""
+    entries = (ROOT / "tests/tools/config/corpus.txt").read_text().split("\n== ")[1:]
+    return {name: (text, loads == "loads") for name, text, loads in (
+        re.match(r"(\S+)\n(.*?\n)-- (\w+)", entry, re.DOTALL).groups() for entry in entries)}
 
 
 def sha256_of_model(folder):
@@ -112,12 +119,20 @@ class Workplace:
         path.write_text(json.dumps(values, indent=2) + "\n")
         return path
 
+    def published_config(self, name):
+        """A file of one of tests/tools/config/corpus.txt."""
+        path = self.folder / f"{name}.json"
+        path.write_text(published_configs()[name][0])
+        return path
+
     @staticmethod
     def arguments(config, model, *, data=TEXT, steps=3, seq=32, out=None, log=None, trace=None, resume=False,
-                  fresh=False, save=None, every=None, keep=None, load=None):
+                  fresh=False, save=None, every=None, keep=None, load=None, evaluate=None, held_out=None, best=None,
+                 adapter=None):
         arguments = ["finetune", "--config", config, "--model", model, "--data", data, "--steps", steps, "--seq", seq]
         for option, value in (("--out", out), ("--log", log), ("--trace", trace), ("--save", save),
-                              ("--save-every", every), ("--keep", keep), ("--load", load)):
+                              ("--save-every", every), ("--keep", keep), ("--load", load), ("--eval", evaluate),
+                              ("--eval-data", held_out), ("--best", best), ("--adapter", adapter)):
             arguments += [option, value] if value else []
         return [*map(str, arguments), *(["--resume"] if resume else []), *(["--fresh"] if fresh else [])]
 
@@ -127,6 +142,9 @@ class Workplace:
 
     def steps(self, log=None):
         return [json.loads(line) for line in (log or self.log).read_text().splitlines()]
+
+    def evaluations(self, log=None):
+        return [line for line in self.steps(log) if "eval_loss" in line]
 
     def stored_files(self):
         return sorted(p.relative_to(self.nvme).as_posix() for p in self.nvme.rglob("*") if p.is_file())

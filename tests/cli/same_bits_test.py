@@ -143,11 +143,11 @@ class SameBits(CliTest):
         some = f"activations: 2 of {inputs} in hbm at a time"
         smallest = self.smallest(**how)
         hbm = {"hbm_bytes": smallest["hbm_bytes"]}
-        layouts = (({}, rf"activations: {inputs} of \d+ MiB, all in hbm\n.*: 3 blocks are computed once more"),
+        layouts = (({}, rf"activations: {inputs} of \d+ MiB, all in hbm\n.*: backward recomputes 3 blocks"),
                    (hbm, rf"{some}; [1-9]\d* MiB at home in host memory, 0 MiB on nvme"),
                    (smallest, rf"{some}; .* [1-9]\d* MiB on nvme"),
-                   ({"hbm_bytes": self.enough_for(1, **how)}, r"insides of 1 of 3 blocks are kept: 2 blocks"),
-                   ({"hbm_bytes": "256MiB"}, r"insides of 3 of 3 blocks are kept: no block is computed once more"))
+                   ({"hbm_bytes": self.enough_for(1, **how)}, r"1 of 3 blocks keep .*: backward recomputes 2 blocks"),
+                   ({"hbm_bytes": "256MiB"}, r"3 of 3 blocks keep .*: backward recomputes no block"))
         wanted = None
         for budgets, printed in layouts:
             out = self.place.folder / "out"

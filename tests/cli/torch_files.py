@@ -196,7 +196,7 @@ class Checkpoint:
         return len(self.parameters[name][1]) // 4
 
     def paddings(self, group):
-        """Elements behind each parameter; none behind the last."""
+        """Elements after each parameter; none after the last."""
         paddings, end = [], 0
         for name in group[:-1]:
             end += self.elements(name)

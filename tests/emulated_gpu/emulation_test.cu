@@ -110,7 +110,7 @@ TEST_F(EmulationDeathTest, SharedMemoryEndsWhereItEnds) {
     write_behind_shared<<<1, 32, 64, stream_>>>(64);
     cudaStreamSynchronize(stream_);
   };
-  EXPECT_DEATH(run(), "written behind its end");
+  EXPECT_DEATH(run(), "written beyond its end");
 }
 
 TEST_F(EmulationDeathTest, TheHostDoesNotSeeDeviceMemory) {

@@ -65,7 +65,7 @@ TEST(LeftOut, TheSameBitsOnTheGpuAsOnTheHost) {
     model.blocks.push_back(block);
   }
   model.workspace_bytes = 5500 * sizeof(float);
-  for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+  for (const DType type : kDTypes) {
     const auto config_of = [type](Placement placement, const std::filesystem::path& store, DeviceKind device) {
       Config config = testing::toy_config(placement, placement, type, store);
       config.optimizer.kind = type == DType::kFloat32 ? OptimizerKind::kSgd : OptimizerKind::kAdam;

@@ -7,7 +7,7 @@ import sys
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "cli")]
 from report import main  # noqa: E402
-from runs import CliTest, spillway  # noqa: E402
+from runs import CliTest, sha256_of_model, spillway  # noqa: E402
 
 
 class SaidBefore(CliTest):
@@ -30,8 +30,8 @@ class SaidBefore(CliTest):
         self.assertEqual([], self.place.stored_files())
         return run
 
-    def finetune(self, config, environment):
-        return self.place.finetune(config, self.model, environment, steps=1, fresh=True)
+    def finetune(self, config, environment, **options):
+        return self.place.finetune(config, self.model, environment, steps=1, fresh=True, **options)
 
     def test_AGpuThatThereIsNoCodeForIsRefusedBeforeAnythingIsWritten(self):
         why = "the GPU is of compute capability {}, and this was built for 8.0, 8.6, 9.0"
@@ -43,9 +43,13 @@ class SaidBefore(CliTest):
         for sm in ("89", "120"):  # code of its family, and what the driver makes of PTX
             self.assert_done(self.finetune(self.place.config(), {"SPILLWAY_EMULATED_GPU_SM": sm}))
 
-    def test_AGpuThatIsNotTheFirstIsRefused(self):
-        self.assert_refused(self.refused_by({"SPILLWAY_EMULATED_GPU_CURRENT": "1"}), "device cuda",
-                            "the current device is GPU 1, and runs take the first", "CUDA_VISIBLE_DEVICES=1")
+    def test_AGpuThatIsCurrentIsTakenAndNoOtherTouched(self):
+        place = {"parameters": "nvme", "states": "nvme"}
+        self.assert_done(self.finetune(self.place.config(**place), {}, out=self.place.folder / "first"))
+        current = {"SPILLWAY_EMULATED_GPUS": "2", "SPILLWAY_EMULATED_GPU_CURRENT": "1",
+                   "SPILLWAY_EMULATED_GPU_SPARED": "0"}
+        self.assert_done(self.finetune(self.place.config(**place), current, out=self.place.folder / "second"))
+        self.assertEqual(*(sha256_of_model(self.place.folder / name) for name in ("first", "second")))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// ds_config.json; behind a zero byte, which no such text holds, the file that goes over it (`spillway sweep --json`).
+// ds_config.json; after a zero byte, which no such text holds, the file that goes over it (`spillway sweep --json`).
 #include "spillway/config.h"
 
 #include <algorithm>

@@ -24,7 +24,8 @@ PATIENCE_SECONDS = 120  # to load what it has, and to end
 NAMES = ["include/spillway/dtype.h", "include/spillway/optimizer.h"]
 # Whose string literals are words that the parser knows.
 WORDS = {
-    "config": ["src/config/table.cc", "src/config/unused_keys.cc", "src/config/value.cc", "src/config/hint.cc"],
+    "config": [*sorted((ROOT / "src/config/sections").glob("*.cc")), "src/config/unused_keys.cc", "src/config/value.cc",
+               "src/config/hint.cc", "include/spillway/io_queue.h", *NAMES],
     "decoder_config": ["tools/models/decoder/config.cc", "tools/models/decoder/rotary_config.cc"],
     "model_config": ["tools/models/config_json.cc", "tools/models/gpt2/model.cc"],
     "prepared": ["tools/finetune/prepared.cc"],

@@ -1,4 +1,4 @@
-// | bytes of data behind the header | header |
+// | bytes of data after the header | header |
 #include "src/formats/safetensors_header.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // model.safetensors.index.json
-#include "src/formats/safetensors_index.h"
+#include "src/formats/safetensors_header.h"
 
 #include "tests/fuzz/targets.h"
 

@@ -19,6 +19,8 @@ CLEAN = {
     "aio/uring_engine.cc": '#include "aio/queue.h"\n#include <liburing.h>\nvoid f() { io_uring_submit(nullptr); }\n',
     "kernels/meson.build": "foreach name : ['adam']\n  sources += name + '.cc'\nendforeach\n",
     "kernels/adam.h": "#pragma once\n",
+    "kernels/cuda/emulator/meson.build": "shared_library('emulated', 'nccl.cc')\n",
+    "kernels/cuda/emulator/nccl.cc": 'int ncclCommAbort(int) { return printf("x"); }\n',
     "kernels/adam.cc": '#include "kernels/adam.h"\n#include "hwy/highway.h"\nconst char* s = "std::cout";\n',
     "swap/meson.build": "static_library('swap', files('store.cc'))\n",
     "swap/store.cc": '#include "aio/queue.h"\n#include "kernels/adam.h"\nint n = snprintf(nullptr, 0, "a");\n',
@@ -48,6 +50,9 @@ VIOLATIONS = {
         {"kernels/adam.cc": '\n#include "aio/queue.h"\n'},
         "kernels/adam.cc:2: includes aio/queue.h"),
     "SwapDoesNotPointUp": ({"swap/store.cc": '#include <src/plan.h>\n'}, "swap/store.cc:1: includes src/plan.h"),
+    "AnArchiveHasNoMultipleOfUnitysFiles": (
+        {"aio/meson.build": "static_library('aio', " + ", ".join(f"'file_{i}.cc'" for i in range(18)) + ")\n"},
+        "aio/meson.build:1: a library has 18 files"),
     "WithinSrcNothingPointsUp": (
         {"src/formats/index.cc": '#include "src/formats/tree.h"\n#include "src/config/table.h"\n',
          "src/formats/tree.h": "#pragma once\n", "src/config/table.h": '#pragma once\n#include "src/formats/tree.h"\n',
@@ -81,11 +86,11 @@ VIOLATIONS = {
     "TrainerSeesPublicHeadersOnly": (
         {"tools/finetune/commands.cc": '#include "swap/store.h"\n'},
         "commands.cc:1: includes swap/store.h"),
-    "SweepSeesNoRoom": ({"tools/sweep/rig.h": '#include "aio/queue.h"\n'}, "rig.h:1: includes aio/queue.h"),
+    "SweepSeesNoRoom": ({"tools/sweep/pace.h": '#include "aio/queue.h"\n'}, "pace.h:1: includes aio/queue.h"),
     "DriveDoesNotPointUp": (
-        {"tools/drive/load.h": '#include "tools/sweep/rig.h"\n',
-         "tools/sweep/rig.h": '#pragma once\n#include "tools/drive/load.h"\n'},
-        "drive/load.h:1: includes tools/sweep/rig.h"),
+        {"tools/drive/load.h": '#include "tools/sweep/sweep_setup.h"\n',
+         "tools/sweep/sweep_setup.h": '#pragma once\n#include "tools/drive/load.h"\n'},
+        "drive/load.h:1: includes tools/sweep/sweep_setup.h"),
     "TerminalSeesNoTool": (
         {"tools/terminal/progress.h": '#include "tools/models/ops.h"\n'},
         "progress.h:1: includes tools/models/ops.h"),
@@ -127,7 +132,13 @@ VIOLATIONS = {
         {"aio/queue.cc": '#include "aio/queue.h"\nnamespace {\nstruct Part {\n};\n}  // namespace\n',
          "aio/uring_engine.cc": "namespace {\nusing Part = int;\n}  // namespace\n"},
         "aio/uring_engine.cc:2: Part is in an unnamed namespace of aio/queue.cc, too"),
+    "NcclStaysInItsFile": (
+        {"src/engine.cc": "void f() { ncclCommAbort(0); }\n"}, "src/engine.cc:1: uses NCCL directly"),
     "MpiStaysInItsFile": ({"src/engine.cc": "void f() { MPI_Barrier(0); }\n"}, "src/engine.cc:1: uses MPI directly"),
+    "TheEmulatorIsForTests": (
+        {"kernels/adam.cc": '#include "kernels/cuda/emulator/runtime.h"\n',
+         "kernels/cuda/emulator/runtime.h": "#pragma once\n"},
+        "kernels/adam.cc:1: includes kernels/cuda/emulator/runtime.h"),
     "CudaStaysInItsFile": ({"kernels/adam.cc": "void f() { cudaMalloc(0, 0); }\n"}, "kernels/adam.cc:1: uses CUDA"),
 }
 

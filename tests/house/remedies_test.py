@@ -47,7 +47,7 @@ class Remedies(unittest.TestCase):
         names = [snake(code) for code in self.codes[1:]]
         self.assertEqual(names, list(remedies.WORDS))
         self.assertEqual([f"SPILLWAY_REMEDY_{snake(code).upper()}" for code in self.codes],
-                         re.findall(r"^  (SPILLWAY_REMEDY_\w+)", read("include/spillway/c_api.h"), re.MULTILINE))
+                         re.findall(r"^  (SPILLWAY_REMEDY_\w+)", read("include/spillway/c_base.h"), re.MULTILINE))
         for code in self.codes[1:]:
             with self.subTest(code=code):
                 values = self.library[code].count("{}")

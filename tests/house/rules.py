@@ -26,11 +26,15 @@ FLOORS_OF_PACKAGE = ["prepare", "engine", "optimizers", "deepspeed", "trainer", 
 # The programs show what an embedding program needs: the public headers, and nothing of the library's rooms; besides
 # these, what all tools share towards who types their commands. Not so the doctor and the planner, which ask the
 # library's own means.
-PUBLIC_ONLY = {("tools", name) for name in ("drive", "finetune", "models", "report", "store", "sweep", "terminal")}
+PUBLIC_ONLY = {("tools", name) for name in ("drive", "finetune", "generate", "models", "report", "store", "sweep",
+                                             "terminal")}
 TERMINAL = ("tools", "terminal")
 ALSO = {("tools", "sweep"): {("tools", "drive")},  # the sweep loads drives
-        ("tools", "finetune"): {("tools", "models")}}
+        ("tools", "finetune"): {("tools", "models")},
+        ("tools", "generate"): {("tools", "models")}}
 LIBRARY = {"include", "aio", "kernels", "swap", "src"}
+# Stands for libraries of a vendor's where there is no GPU: a part of the tests that lies beside what it emulates for.
+EMULATOR = ("kernels", "cuda", "emulator")
 
 # Whose files are pure: no thread, file, clock or device, nor whatever header of the rooms they include, directly or
 # through others. Public headers are what callers see of these things, and are not looked into.
@@ -60,6 +64,8 @@ DEEPSPEEDS = "python/spillway/deepspeed/names"  # its modules' names, which impo
 # Whose libraries are built with several files in one (Meson's unity). Highway's files in kernels are not.
 UNITY = {"aio", "swap", "src", "tools"}
 LIBRARY_FILES = re.compile(r"static_library\((.*?)\)", re.DOTALL)
+# So many files in one, as tools/test.sh says it to Meson, which misses an object of an archive that has a multiple.
+UNITY_SIZE, ARCHIVES = 9, ("aio/meson.build", "src/meson.build")
 CONSTANT = re.compile(r"[ *&](k[A-Z]\w*)(?:\[[^\]]*\])? ?(?:=(?!=)|\{)")
 TYPE = re.compile(r"(?:struct|class|enum class) (\w+)(?: final)?(?: :.*| \{.*)?$")
 ALIAS = re.compile(r"using (\w+) = (.*)")
@@ -75,7 +81,8 @@ PRINT = re.compile(r"(?<![\w.>])(?:std::)?(?:printf|vprintf|puts|putchar|fprintf
 RAW = ((re.compile(r"\b(?:io_uring_\w+|IORING_\w+)"), ("aio",), "uring", "io_uring"),
        (re.compile(r"\b(?:hwloc_\w+|HWLOC_\w+)"), ("kernels",), "topology", "hwloc"),
        (re.compile(r"\b(?:MPI_[A-Z]\w+|OMPI_\w+)"), ("src",), "mpi", "MPI"),
-       (re.compile(r"\b(?:cuda[A-Z]\w*|cu[A-Z]\w*)\s*\("), ("kernels", "tools", "bench"), "cuda", "CUDA"))
+       (re.compile(r"\bnccl[A-Z]\w*\s*\("), ("src",), "nccl", "NCCL"),
+       (re.compile(r"\b(?:cuda[A-Z]\w*|cu[A-Z]\w*)\s*\("), ("kernels", "src", "tools", "bench"), "cuda", "CUDA"))
 
 
 def source_files(root):
@@ -99,6 +106,10 @@ def without_comments(text):
     return re.sub(token, blank, text, flags=re.DOTALL)
 
 
+def is_emulator(path):
+    return pathlib.PurePosixPath(path).parts[:len(EMULATOR)] == EMULATOR
+
+
 def floor_of_src(path):
     return FLOORS_OF_SRC.index(path.parts[1]) if path.parts[1] in FLOORS_OF_SRC else len(FLOORS_OF_SRC)
 
@@ -106,6 +117,8 @@ def floor_of_src(path):
 def include_violation(path, bracket, target):
     room, first = path.parts[0], pathlib.PurePosixPath(target).parts[0]
     points_at = "include" if first == "spillway" else first
+    if is_emulator(target) and not is_emulator(path) and room not in ("tests", "bench"):
+        return f"includes {target}; the emulator is for tests"
     if room == "include":
         if points_at != "include" and (bracket == '"' or target not in STANDARD_HEADERS):
             return f"includes {target}; public headers include only the standard library and each other"
@@ -133,6 +146,8 @@ def check_code(path, text):
             what = include_violation(path, *match.groups())
             if what:
                 yield number, what
+    if is_emulator(path):
+        room = "tests"
     for number, line in enumerate(without_comments(text).splitlines(), 1):
         if INCLUDE.match(line):
             continue
@@ -273,7 +288,11 @@ def check_unity(root):
             continue
         for library in LIBRARY_FILES.findall(build.read_text()):
             where = {}
-            for file in (build.parent / name for name in re.findall(r"'([\w/]+\.cc)'", library)):
+            names = re.findall(r"'([\w/]+\.cc)'", library)
+            if names and len(names) % UNITY_SIZE == 0 and build.relative_to(root).as_posix() in ARCHIVES:
+                yield (build.relative_to(root), 1, f"a library has {len(names)} files, a multiple of {UNITY_SIZE}, of "
+                       "which Meson 1.0 misses an object; divide or merge one")
+            for file in (build.parent / name for name in names):
                 path = file.relative_to(root).as_posix()
                 for number, name, alias in unnamed(file.read_text()) if file.exists() else []:
                     other, same = where.setdefault(name, (path, alias))

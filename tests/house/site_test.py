@@ -25,7 +25,8 @@ MKDOCS = ROOT / "build-docs/venv/bin/mkdocs"
 FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]*))?\)")
 # Public to the package's own modules, and nothing that a loop calls.
-OF_THE_PACKAGE = {"Engine": {"export_weights", "push", "stream_out", "without_weights"}}
+OF_THE_PACKAGE = {"Engine": {"push", "without_weights"},
+                  "Contents": {"agree", "export_weights", "on_first", "stream_out"}}
 
 
 def prose_of(document):

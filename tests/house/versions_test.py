@@ -13,7 +13,7 @@ from report import main  # noqa: E402
 
 COMPILER = shlex.split(os.environ.get("SPILLWAY_CXX", "c++"))
 PUBLIC = ROOT / "include/spillway"
-FOR_C = {"c_api.h", "version.h"}
+FOR_C = {"c_api.h", "c_base.h", "c_io.h", "c_ranks.h", "c_tensors.h", "version.h"}
 
 
 def found(pattern, path):

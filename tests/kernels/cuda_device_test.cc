@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "kernels/convert.h"
+#include "kernels/cuda/loader.h"
 #include "kernels/optimizer.h"
 #include "spillway/error.h"
 #include "spillway/log.h"
@@ -98,8 +99,8 @@ std::vector<std::byte> any_bits(std::mt19937_64& generator, std::size_t bytes) {
 
 TEST_F(CudaDevice, EveryCastHasTheBitsOfTheCpuKernelThoseOfNaNToo) {
   auto generator = seeded_generator();
-  for (const DType to : kAllTypes) {
-    for (const DType from : kAllTypes) {
+  for (const DType to : kDTypes) {
+    for (const DType from : kDTypes) {
       for (const std::size_t count : {1u, 7u, 1'024u, 70'003u}) {
         for (const std::size_t shift : {0u, 1u, 8u}) {
           std::vector<std::byte> in = any_bits(generator, count * size_of(from));
@@ -123,7 +124,7 @@ TEST_F(CudaDevice, EveryCastHasTheBitsOfTheCpuKernelThoseOfNaNToo) {
 TEST_F(CudaDevice, EveryNormHasTheBitsOfTheCpuKernel) {
   auto generator = seeded_generator();
   OddFloats odd(generator);
-  for (const DType type : kAllTypes) {
+  for (const DType type : kDTypes) {
     for (const std::size_t count : {1u, 15u, 1'023u, 1'024u, 1'025u, 300'001u, 1'050'000u}) {
       std::vector<float> values(count);
       for (float& x : values) x = type == DType::kFloat16 ? odd() * 0x1p-100f : odd();
@@ -186,8 +187,8 @@ class DeviceTile {
 TEST_F(CudaDevice, EveryOptimizerHasTheBitsOfTheReference) {
   auto generator = seeded_generator();
   OddFloats odd(generator);
-  for (const DType type : kAllTypes) {
-    for (const OptimizerKind kind : kAllKinds) {
+  for (const DType type : kDTypes) {
+    for (const OptimizerKind kind : kOptimizerKinds) {
       for (const OptimizerConfig& config : optimizer_configs(kind)) {
         for (const std::size_t count : {1u, 9u, 1'024u, 20'011u}) {
           for (const std::size_t shift : {0u, 3u}) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "kernels/cuda/loader.h"
 #include "kernels/device.h"
 #include "spillway/error.h"
 #include "spillway/version.h"

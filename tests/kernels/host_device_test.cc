@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "kernels/host_device.h"
 #include "spillway/units.h"
 #include "tests/heap_watch.h"
 #include "tests/kernels/device_suite.h"

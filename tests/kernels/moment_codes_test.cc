@@ -154,7 +154,7 @@ TEST(MomentCodes, WhatNoFormHoldsIsFound) {
     const float values[] = {0, 1, value, 2};
     return find_unstorable(values, moment, format) == std::size_t{2};
   };
-  for (const MomentFormat format : {MomentFormat::kFloat32, MomentFormat::kBFloat16, MomentFormat::kInt8}) {
+  for (const MomentFormat format : kMomentFormats) {
     for (const Moment moment : kBoth) {
       EXPECT_TRUE(found(kInfinity, moment, format) && found(-kInfinity, moment, format) && found(NAN, moment, format));
       EXPECT_FALSE(found(1e38f, moment, format));

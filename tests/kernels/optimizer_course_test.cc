@@ -116,7 +116,7 @@ TEST_P(Course, FollowsTheSameRuleInDoubleFor1000Steps) {
 
 INSTANTIATE_TEST_SUITE_P(, Course,
                          ::testing::Combine(::testing::Range<std::size_t>(0, courses().size()),
-                                            ::testing::ValuesIn(kAllTypes)),
+                                            ::testing::ValuesIn(kDTypes)),
                          [](const auto& info) {
                            return std::string(name_of(courses()[std::get<0>(info.param)].kind)) +
                                   std::to_string(std::get<0>(info.param)) + "_" +

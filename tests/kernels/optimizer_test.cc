@@ -170,7 +170,7 @@ TEST_P(Optimizers, AWeightOrMomentThatIsNotFiniteIsReportedFromEveryLane) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, Optimizers,
-                         ::testing::Combine(::testing::ValuesIn(kAllKinds), ::testing::ValuesIn(kAllTypes)),
+                         ::testing::Combine(::testing::ValuesIn(kOptimizerKinds), ::testing::ValuesIn(kDTypes)),
                          [](const auto& info) {
                            return std::string(name_of(std::get<0>(info.param))) + "_" +
                                   std::string(name_of(std::get<1>(info.param)));
@@ -251,7 +251,7 @@ TEST(OptimizerScalars, BiasesFadeOutAndCanBeSwitchedOff) {
 }
 
 TEST(OptimizerScalars, DecayIsL2OrDecoupledByTheOptimizer) {
-  for (const OptimizerKind kind : kAllKinds) {
+  for (const OptimizerKind kind : kOptimizerKinds) {
     const bool decoupled = kind == OptimizerKind::kAdam || kind == OptimizerKind::kLion;
     const OptimizerScalars s = optimizer_scalars({.kind = kind, .weight_decay = 0.1}, 1, 1);
     EXPECT_EQ(s.decoupled, decoupled) << name_of(kind);

@@ -13,10 +13,6 @@
 
 namespace spillway {
 
-inline constexpr DType kAllTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-inline constexpr OptimizerKind kAllKinds[] = {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion,
-                                              OptimizerKind::kSgd};
-
 inline float gradient_value(DType type, std::uint16_t bits) {
   return type == DType::kFloat16 ? fp16_to_float(bits) : bf16_to_float(bits);
 }

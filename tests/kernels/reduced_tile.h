@@ -12,25 +12,28 @@
 
 namespace spillway {
 
-inline constexpr MomentFormat kReducedFormats[] = {MomentFormat::kBFloat16, MomentFormat::kInt8};
-inline constexpr OptimizerKind kReducedKinds[] = {OptimizerKind::kAdam, OptimizerKind::kLion};
+inline const std::vector<OptimizerKind> kReducedKinds = [] {
+  std::vector<OptimizerKind> kinds;
+  std::ranges::copy_if(kOptimizerKinds, std::back_inserter(kinds), can_reduce);
+  return kinds;
+}();
 
 // A tile whose moments are stored in another form. Copies share nothing.
 struct ReducedTile {
   ReducedTile(DType type, OptimizerKind kind, MomentFormat form, std::size_t elements)
       : weights(type, kind, elements), format(form) {
-    const std::size_t bytes = form == MomentFormat::kInt8 ? 1 : 2, groups = (elements + 31) / 32;
+    const std::size_t bytes = size_of(form), groups = (elements + 31) / 32;
     weights.exp_avg.clear(), weights.exp_avg_sq.clear();
     exp_avg.resize(elements * bytes);
     if (has_exp_avg_sq(kind)) exp_avg_sq.resize(elements * bytes);
-    if (form == MomentFormat::kInt8) exp_avg_scales.resize(groups);
-    if (form == MomentFormat::kInt8 && has_exp_avg_sq(kind)) exp_avg_sq_scales.resize(groups);
+    if (has_scales(form)) exp_avg_scales.resize(groups);
+    if (has_scales(form) && has_exp_avg_sq(kind)) exp_avg_sq_scales.resize(groups);
   }
 
   // From element `first` on, a multiple of 32 for int8.
   OptimizerTile view(std::size_t first = 0) {
     OptimizerTile tile = weights.view(first);
-    const std::size_t bytes = format == MomentFormat::kInt8 ? 1 : 2;
+    const std::size_t bytes = size_of(format);
     const auto from = [](auto& array, std::size_t at) { return array.empty() ? nullptr : array.data() + at; };
     tile.reduced = {.format = format,
                     .exp_avg = from(exp_avg, first * bytes),

@@ -16,9 +16,9 @@ from line_blocks import DEVICE, X, Case, Line, ScaledHead, lines
 from toy_model import batches, config, model, train
 
 F = torch.nn.functional
-INSIDE = r'0\.linear\.weight: is read outside of its block, in a way that cannot be lent to; read it inside ' \
+INSIDE = r'0\.linear\.weight: is read outside of its block, in a way that a loan cannot serve; read it inside ' \
          r'`with engine\.weights_of\("0"\):`, or name in blocks= a module that has both'
-WRITTEN = r"0\.linear\.weight: was written to outside of its block, which is lost; weights come from"
+WRITTEN = r"0\.linear\.weight: was written to outside of its block, and the write is lost; weights come from"
 
 
 class Product(torch.autograd.Function):
@@ -265,7 +265,7 @@ class Reads(Case):
                 network[0].compile(backend="eager")
             engine = self.engine(network, config(self.folder, accumulation=2))
             found = []
-            for rows in range(2, 6):  # each of another shape, the second of a step behind a backward()
+            for rows in range(2, 6):  # each of another shape, the second of a step after a backward()
                 x = torch.linspace(-1, 1, rows * 8).view(rows, 8).to(DEVICE)
                 engine.backward(loss := engine(x).pow(2).mean())
                 engine.step()
@@ -344,7 +344,7 @@ class Known(Case):
         engine.module.train().eval().train()
         self.assertEqual(0.0, float(torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)))
         for unused in (False, True):
-            self.assert_error(r"0\.linear\.weight: is asked for its gradient by something else than engine.backward",
+            self.assert_error(r"0\.linear\.weight: its gradient was requested, but gradients of weights go only to ",
                               torch.autograd.grad, engine(X).sum(), parameters, allow_unused=unused)
         engine.backward(engine(X).sum())
         self.assertEqual(1, engine.step().step)

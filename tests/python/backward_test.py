@@ -179,7 +179,7 @@ class Training(Case):
             for ids in batches(2):
                 each_loss(engine.module, engine.backward, ids)
                 engine.step()
-        said = [line for line in logged.output if "others may follow it" in line]
+        said = [line for line in logged.output if "more passes may follow it" in line]
         self.assertEqual(1, len(said), said)
         self.assertIn("4 bytes a parameter", said[0])
 
@@ -228,7 +228,7 @@ class TwoEngines(Case):
                     self.folder / name, fp16={"enabled": True, "initial_scale_power": power})))
             drive(*engines, engines[1](engines[0](torch.ones(1, 16, device=DEVICE))).sum())
             norms = [engine.step().gradient_norm for engine in engines]
-            for norm in norms:  # every weight has 16 inputs of 1, and 1 from behind
+            for norm in norms:  # every weight has 16 inputs of 1, and a gradient of 1
                 self.assertAlmostEqual((2 * 16 * 16) ** 0.5, norm, places=3)
             for engine in engines:
                 engine.close()
@@ -311,7 +311,7 @@ class Rules(Case):
         self.assert_error(r"the step has had its 1 micro-batches", engine.backward, engine(X).sum())
         engine.discard_step()
         engine.backward(engine(X).sum())
-        self.assert_error(r"loss.backward\(\): others may follow it, and the step has had gradients before",
+        self.assert_error(r"loss.backward\(\): more passes may follow it, but the step has earlier gradients",
                           engine(X).sum().backward)
         engine.discard_step()
         engine(X).sum().backward()

@@ -1,5 +1,5 @@
 """What the suites of DeepSpeed's behaviours share: a model and a loop as its own tests have them, and the tables of
-docs/deepspeed_calls.md, which say of each behaviour that it holds, or what is said in its place."""
+docs/deepspeed_calls.md, or of another page, which say of each behaviour that it holds, or what is said in its place."""
 import re
 
 from case import ROOT, Case
@@ -12,9 +12,9 @@ from toy_model import DEVICE
 WIDTH = 16
 
 
-def table():
+def table(page="docs/deepspeed_calls.md"):
     """{behaviour: "holds" or what is said}"""
-    text = (ROOT / "docs/deepspeed_calls.md").read_text()
+    text = (ROOT / page).read_text()
     kept = re.search(r"^\| of \| behaviours that hold \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.M)[1]
     found = {name: "holds" for row in kept.splitlines() for name in row.split("|")[2].strip().split(", ")}
     return {**found, **dict(re.findall(r"^\| ([a-z0-9 ]+) \| (refused: .*) \|$", text, re.M))}
@@ -43,6 +43,8 @@ def data(count=1, seed=5, dtype=torch.float32):
 
 
 class Behaviours(Case):
+    page = "docs/deepspeed_calls.md"
+
     def settings(self, device="cpu", stage=3, optimizer=True, accumulation=1, spillway=None, zero=None,
                  **more):
         place = {"device": device, **({"nvme_path": str(self.folder / "store")} if device == "nvme" else {})}
@@ -103,7 +105,7 @@ class Behaviours(Case):
     def assert_refused(self, function, *arguments, **options):
         """In the words that the tables have for the behaviour that the test is named after."""
         name = self._testMethodName.removeprefix("test_").lower()
-        said = {row.replace(" ", ""): said for row, said in table().items()}[name]
+        said = {row.replace(" ", ""): said for row, said in table(self.page).items()}[name]
         self.assertRegex(said, "^refused: ", name)
         with self.assertRaises((deepspeed.Error, AttributeError, ImportError)) as raised:
             function(*arguments, **options)

@@ -230,7 +230,7 @@ class Loops(Case):
             for factor in (1, 2):
                 engine.backward(engine(X).sum() * factor)
             report = engine.step()
-            engine.optimizer.zero_grad(set_to_none=True)  # as loops do behind step()
+            engine.optimizer.zero_grad(set_to_none=True)  # as loops do after step()
             engine.close()
             return report.gradient_norm
 
@@ -296,7 +296,7 @@ class Models(Case):
 
         engine = self.engine(torch.nn.Sequential(Line(), Scaled()))
         with torch.no_grad():
-            self.assert_error(r"1\.scale: was written to outside of its block, which is lost",
+            self.assert_error(r"1\.scale: was written to outside of its block, and the write is lost",
                               engine.module[1].scale.fill_, 0.5)
             engine(X)
             try:  # what PyTorch does not ask about, unless it is new
@@ -305,7 +305,7 @@ class Models(Case):
                 self.assertRegex(str(error), r"1\.scale: is read outside of its block")
                 return
             self.assertTrue(engine.module[0].linear.weight.as_subclass(torch.Tensor).isnan().all())
-        self.assert_error(r"1\.scale: was written to outside of its block, which is lost", engine, X)
+        self.assert_error(r"1\.scale: was written to outside of its block, and the write is lost", engine, X)
 
     def test_OtherParametersAreRefused(self):
         network = lines(None, None)

@@ -155,7 +155,7 @@ class Initialize(Behaviours):
     def test_DistInitRequiredTrue(self):
         self.start(initialize={"dist_init_required": True})
         with unittest.mock.patch.dict(os.environ, WORLD_SIZE="2"):
-            self.assert_error("WORLD_SIZE 2: a model is trained by one", self.start)
+            self.assert_error("WORLD_SIZE 2: and nothing says where they meet", self.start)
 
     def test_DataloaderFromTrainingData(self):
         rows = [(torch.randn(WIDTH), 1) for _ in range(8)]
@@ -220,7 +220,7 @@ class Steps(Behaviours):
         self.assertEqual(loss.item() / 2, engine.backward(loss).item())
 
     def test_SetGasBoundary(self):
-        """One step() behind all micro-batches, or one for each, and boundaries by hand."""
+        """One step() after all micro-batches, or one for each, and boundaries by hand."""
         ends = []
         for by_hand in (False, True):
             engine = self.engine_of(accumulation=3)

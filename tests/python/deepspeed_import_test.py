@@ -19,9 +19,8 @@ import torch  # noqa: E402
 import torch_files  # noqa: E402
 
 import spillway  # noqa: E402
+from deepspeed_files import deepspeeds  # noqa: E402
 from toy_model import batches, config, model, train  # noqa: E402
-
-STATES = ("model", "exp_avg", "exp_avg_sq")
 
 
 def halving(optimizer):
@@ -40,18 +39,9 @@ def as_pytorch(value):
     return [as_pytorch(each) for each in value] if isinstance(value, list) else value
 
 
-def deepspeeds(snapshot, network, step, **options):
-    """A checkpoint of DeepSpeed's, not yet written, of the states in a snapshot of Spillway's."""
-    arrays = {stem: torch_files.read_safetensors(snapshot / f"{stem}.safetensors") for stem in STATES}
-    parameters = {name: (tuple(parameter.shape), arrays["model"][name][1],
-                         *(arrays[stem][f"{name}.{stem}"][1] for stem in STATES[1:]))
-                  for name, parameter in network.named_parameters() if parameter.requires_grad}
-    return torch_files.Checkpoint(parameters, step=step, **{"bf16": False, **options})
-
-
 class Case(Folder):
     def trained(self, steps, network=None, **options):
-        """An engine behind so many steps, and a snapshot of it."""
+        """An engine after so many steps, and a snapshot of it."""
         engine = self.engine(network or model(), config(self.folder), **options)
         train(engine, steps)
         engine.save(self.folder / "own")
@@ -91,7 +81,7 @@ class LoadCheckpoint(Case):
                 self.assertEqual((str(saved / "global_step2"), {}), (path, client))
                 self.assertEqual(
                     [f"WARNING:spillway:{path}: is DeepSpeed's; taken are weights, exp_avg, exp_avg_sq and Adam's 2 "
-                     "steps, behind 4 samples; not carried: client state (epoch, rng)"], logged.output)
+                     "steps, after 4 samples; not carried: client state (epoch, rng)"], logged.output)
                 self.assertEqual({"latest", "global_step2"}, set(os.listdir(saved)))
                 self.assertEqual((2, 2, [2.5e-4]), (again.current_step, again.global_steps, again.get_lr()))
                 self.assertEqual(wanted[2:], train(again, 2, first=2)[0])
@@ -149,7 +139,7 @@ class LoadCheckpoint(Case):
         saved = made.write(self.folder / "saved")
         engine = self.initialize()
         train(engine, 1)
-        code = self.assert_error("saved/best: has a checkpoint of DeepSpeed's, .*; save under another tag",
+        code = self.assert_error("saved/best: already has a checkpoint of DeepSpeed's, .*; save under another tag",
                                  engine.save_checkpoint, saved, "best").code
         self.assertEqual("exists", code)
         self.assertEqual(3, len(os.listdir(saved / "best")) + len(os.listdir(saved)) - 1, os.listdir(saved / "best"))
@@ -211,7 +201,7 @@ class LoadCheckpoint(Case):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         self.assertNotIn(".spillway-", str(error))
         train(engine, 1)
-        self.assert_error("global_step1: is DeepSpeed's, and cannot be loaded behind step 1", engine.load_checkpoint,
+        self.assert_error("global_step1: is DeepSpeed's, and cannot be loaded after step 1", engine.load_checkpoint,
                           saved)
         self.assertEqual({"latest", "global_step1", "empty", "other"}, set(os.listdir(saved)))
 
@@ -248,7 +238,7 @@ class LoadCheckpoint(Case):
         made = deepspeeds(snapshot, model(), 2)
         made.more, made.scheduler = {"global_steps": 3}, None
         made.train_in_fp16(64.0, 9, 7, 2, skipped=1)
-        made.settings[0]["lr"] = 2.5e-4  # the schedule's behind two steps
+        made.settings[0]["lr"] = 2.5e-4  # the schedule's after two steps
         saved = made.write(self.folder / "saved")
         fp16 = {"enabled": True, "loss_scale_window": 2, "hysteresis": 2}
         warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-3, "warmup_type": "linear"}}
@@ -256,9 +246,9 @@ class LoadCheckpoint(Case):
         with self.assertLogs("spillway", logging.INFO) as logged:
             engine.load_checkpoint(saved)
         self.assertRegex(logged.output[-1], r"INFO:.*exp_avg_sq, loss scale 64 and Adam's 2 steps \(DeepSpeed's engine "
-                                            r"counted 3, 1 of them skipped\), behind 4 samples$")
+                                            r"counted 3, 1 of them skipped\), after 4 samples$")
         self.assertEqual((3, 3, [2.5e-4]), (engine.current_step, engine.global_steps, engine.get_lr()))
-        # One step lies behind the overflow, so the scale grows behind the second from here.
+        # One step lies after the overflow, so the scale grows after the second from here.
         reports = []
         for _ in range(3):  # without a forward pass, which PyTorch 1.13 has not in fp16 on a CPU
             engine.backward(torch.zeros((), requires_grad=True))
@@ -413,7 +403,7 @@ class Function(Case):
         loading = self.initialize(network(9))
         with self.assertLogs("spillway", logging.INFO) as logged:
             loading.load_checkpoint(saved)
-        self.assertRegex(logged.output[-1], r"behind 4 samples; not carried: buffers \(seen\)$")
+        self.assertRegex(logged.output[-1], r"after 4 samples; not carried: buffers \(seen\)$")
         self.assertEqual(wanted, train(loading, 2, first=2)[0])
         self.assert_same_weights(weights, loading)
         facts = spillway.import_deepspeed(saved, network(9), self.folder / "facts")

@@ -3,7 +3,9 @@ docs/deepspeed_calls.md, which these tests hold to."""
 import ast
 import contextlib
 import io
+import os
 import unittest
+import unittest.mock
 
 from case import ROOT, main
 
@@ -106,6 +108,31 @@ class Names(Behaviours):
         self.assert_error("broadcast: names rank 1", comm.broadcast, value, 1)
         self.assert_error("init_distributed: WORLD_SIZE 2", comm.init_distributed, world_size=2)
 
+    def test_CommOfSeveralProcessesNeedsTheirGroup(self):
+        comm = deepspeed.comm
+        with unittest.mock.patch.dict(os.environ, {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}):
+            for call in (comm.get_rank, comm.get_world_size, comm.barrier, comm.get_global_rank, comm.get_world_group,
+                         comm.new_group, lambda: comm.all_reduce(torch.ones(2))):
+                self.assert_error(r"WORLD_SIZE is 2, and torch\.distributed has no process group; "
+                                  r"call init_distributed\(\) first", call)
+            self.assertFalse(comm.is_initialized())
+            self.assertEqual(comm.get_local_rank(), 1)
+        self.assertEqual((comm.get_rank(), comm.get_global_rank(None, 0)), (0, 0))
+
+    def test_CommOfSeveralProcessesIsOverNcclForWhatLiesOnAGpu(self):
+        made = []
+        self.addCleanup(deepspeed.comm.destroy_process_group)
+        self.addCleanup(deepspeed.comm.init_distributed)  # of this process alone
+        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        with unittest.mock.patch.dict(os.environ, variables), unittest.mock.patch.object(
+                torch.distributed, "init_process_group", lambda backend, **_: made.append(backend)), \
+                unittest.mock.patch.object(torch.distributed.distributed_c10d, "BackendConfig", None, create=True):
+            for gpus in (False, True):
+                with unittest.mock.patch.object(torch.cuda, "is_available", lambda now=gpus: now):
+                    for asked in (None, "nccl"):
+                        deepspeed.comm.init_distributed(asked)
+        self.assertEqual(["gloo", "gloo", "cpu:gloo,cuda:nccl", "nccl"], made)
+
     def test_LeafModules(self):
         network = torch.nn.Sequential(simple(), torch.nn.Linear(2, 2))
         network[0].forward = network[0].linears[0].forward
@@ -157,11 +184,11 @@ class Names(Behaviours):
         for text, words in (
                 ("from spillway.utils import safe_get_full_fp32_params", "nearest is safe_get_full_fp32_param"),
                 ("from spillway.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "deepspeed_calls.md lists"),
-                ("from spillway.runtime.pipe.topology import PipeDataParallelTopology", "one process, on one GPU"),
+                ("from spillway.runtime.pipe.topology import PipeDataParallelTopology", "all layers, on one GPU"),
                 ("import spillway.moe.layer", "a model's own experts train"),
                 ("from spillway.ops.lamb import FusedLamb", "AdamW, Adam, Adagrad, Lion and SGD are computed"),
-                ("from spillway import PipelineModule", "one process, on one GPU"),
-                ("from spillway.pipe import PipelineModule", "one process, on one GPU")):
+                ("from spillway import PipelineModule", "all layers, on one GPU"),
+                ("from spillway.pipe import PipelineModule", "all layers, on one GPU")):
             with self.assertRaisesRegex(ImportError, words):
                 statement(text)
         self.assertFalse(hasattr(deepspeed.utils, "groups"))

@@ -92,7 +92,7 @@ class Loop(Case):
             optimizer.zero_grad()
             engine.backward(engine(batches(1)[0]))
             for call in (engine.zero_grad, optimizer.zero_grad, engine.module.zero_grad):
-                self.assert_error("zero_grad: the step has had 1 of its 2 micro-batches; leave it away", call)
+                self.assert_error("zero_grad: the step has had 1 of its 2 micro-batches; leave it out", call)
             engine.backward(engine(batches(1)[0]))
             engine.step()
         self.assertEqual(2, engine.global_steps)
@@ -123,7 +123,8 @@ class Loop(Case):
         both = config(self.folder, scheduler={"type": "WarmupLR", "params": {}})
         self.assert_error("the configuration has one, too", self.initialize, None, both, lr_scheduler=halving)
         with unittest.mock.patch.dict(os.environ, WORLD_SIZE="2"):
-            self.assert_error("WORLD_SIZE 2: ", self.initialize)
+            self.assert_error("WORLD_SIZE 2: and nothing says where they meet", self.initialize)
+            self.assert_error("ranks: WORLD_SIZE is 2, and ", self.initialize, dist_init_required=False)
         self.assert_error("no configuration", spillway.initialize, model=network)
         self.assert_error("no model", spillway.initialize, config={})
 
@@ -138,7 +139,7 @@ class Words(Case):
         self.assertEqual(4, engine.train_batch_size())
         self.assertIsNone(spillway.init_distributed("nccl", dist_init_required=None))
         with unittest.mock.patch.dict(os.environ, WORLD_SIZE="2"):
-            self.assert_error("init_distributed: WORLD_SIZE 2: a model is trained by one", spillway.init_distributed)
+            self.assert_error("init_distributed: WORLD_SIZE 2: and nothing says", spillway.init_distributed)
         self.assert_error("WORLD_SIZE 3: ", spillway.init_distributed, rank=0, world_size=3)
 
     def test_AModelMadeInInitIsWhatItIsWithout(self):
@@ -167,7 +168,7 @@ class Words(Case):
         self.assertEqual(loss.item() / 2, engine.backward(loss).item())
         engine.step()
         self.assertEqual((1, 0), (engine.micro_steps, engine.global_samples))
-        self.assert_error(r"backward\(retain_graph=True\): others may follow it, and the step has had gradients before",
+        self.assert_error(r"backward\(retain_graph=True\): more passes may follow it, but the step has earlier",
                           engine.backward, engine(batches(1)[0]), retain_graph=True)
         engine.backward(engine(batches(1)[0]), scale_wrt_gas=False)
         self.assertEqual(5e-4, engine.step().learning_rate)
@@ -231,7 +232,7 @@ class Words(Case):
 
     def test_WhatIsElsewhereIsNamed(self):
         engine = self.initialize()[0]
-        for name, way in (("deepspeed_io", "DataLoader"), ("allreduce_gradients", "nothing is reduced"),
+        for name, way in (("deepspeed_io", "DataLoader"), ("allreduce_gradients", "added up in backward"),
                           ("random_ltd_enabled", "neither DeepSpeedEngine nor Model has")):
             with self.subTest(name), self.assertRaisesRegex(AttributeError, way):
                 getattr(engine, name)

@@ -24,7 +24,7 @@ PLACES = ({"device": "cpu"}, {"device": "nvme"}, {"stage": 0}, {"device": "nvme"
 
 class Values(Behaviours):
     def everywhere(self, steps=1, places=PLACES):
-        """Engines in every place, behind some steps."""
+        """Engines in every place, after some steps."""
         for place in places:
             if place.get("fp16") and DEVICE == "cpu":
                 continue  # PyTorch has few operations in fp16 on a CPU

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of the package that a step runs: what is documented of an exception holds behind it."""
+"""Ctrl-C at any line of the package that a step runs: what is documented of an exception holds after it."""
 from case import Case as Folder
 from case import main
 
@@ -21,7 +21,7 @@ X = torch.linspace(-1, 1, 16).view(2, 8).to(DEVICE)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt before the line that is the `after`th to be run; a line behind a call of the library is
+    """Raises KeyboardInterrupt before the line that is the `after`th to be run; a line after a call of the library is
     what Python's own handler of SIGINT strikes most."""
 
     def __init__(self, after):

@@ -85,7 +85,7 @@ def chunked_view(network, ids):
         Product.apply(network(ids), network.head.weight.detach().t()[:, :3]).mean()
 
 
-def prompted(network, ids):  # the embedding's rows as a prompt, read before and behind everything else
+def prompted(network, ids):  # the embedding's rows as a prompt, read before and after everything else
     hidden = network(ids, network.embedding.weight[3:6])
     return F.cross_entropy(network.head(hidden).view(-1, VOCABULARY), labels(ids))
 
@@ -172,7 +172,7 @@ class Losses(Case):
                 self.assert_as_alone(frozen, loss_of)
 
     def test_VisitsAreThoseOfThePlan(self):
-        """Behind the first step, which shows them: the head comes ahead of time, in both directions."""
+        """After the first step, which shows them: the head comes ahead of time, in both directions."""
         for tied, loss_of in ((False, native), (False, chunked), (True, embedding), (False, prompted)):
             with self.subTest(loss=loss_of.__name__):
                 reports = self.assert_as_alone(lambda: Network(tied), loss_of)  # noqa: B023
@@ -248,7 +248,7 @@ class Loans(Case):
         with torch.no_grad():
             for write in (lambda: weight.detach().zero_(), lambda: weight.t().mul_(2), lambda: weight.data.fill_(1),
                           lambda: torch.add(X, 1, out=weight.data[:2, :8]), lambda: weight[0].__setitem__(0, 1)):
-                self.assert_error(r"was written to outside of its block, which is lost", write)
+                self.assert_error(r"was written to outside of its block, and the write is lost", write)
 
     def test_CopiesAreTensorsOfTheirOwn(self):
         engine, alone = self.engine(Network()), Network()

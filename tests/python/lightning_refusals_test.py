@@ -54,12 +54,18 @@ class Refusals(LightningCase):
         lightning_config.refuse(self.plain(), made, lambda hook: False)
 
     def test_SeveralDevicesAndProcesses(self):
-        for more, error in (({"devices": 2}, "devices: 2; a model is trained by one process"),
-                            ({"num_nodes": 2}, "num_nodes: 2; a model is trained by one process")):
-            for package in PACKAGES.values():
-                self.assert_error(error, self.plain, package, strategy="spillway", **more)
+        for package in PACKAGES:
+            strategy = spillway.lightning.strategy_of(package)()
+            for count in (1, 2):
+                strategy.parallel_devices = [torch.device("cpu")] * count
+                self.assertEqual((strategy.is_distributed, strategy.processes), (count > 1, count))
+            strategy.parallel_devices = [torch.device("cuda", index) for index in range(2)]
+            strategy.cluster_environment = strategy._fabric("plugins.environments").LightningEnvironment()
+            for index in range(2):
+                with unittest.mock.patch.dict(os.environ, {"LOCAL_RANK": str(index)}):
+                    self.assertEqual(torch.device("cuda", index), strategy.root_device)
         with unittest.mock.patch.dict(os.environ, {"WORLD_SIZE": "2"}):
-            self.refused("WORLD_SIZE 2: a model is trained by one process")
+            self.refused(r"WORLD_SIZE 2: the Trainer's devices= and num_nodes= say 1; start as many")
 
     def test_Optimizers(self):
         def adamw(made, **more):
@@ -84,7 +90,7 @@ class Refusals(LightningCase):
                 (lambda made: torch.optim.SGD([*made.parameters(), torch.nn.Parameter(torch.ones(1))], 0.1),
                  "has parameters that the module has not"),
                 (lambda made: torch.optim.Adagrad(made.parameters(), lr_decay=0.1), "lr_decay and initial_accumulator"),
-                (cycling, "OneCycleLR: would move the optimizer's momentum.*cycle_momentum=False")):
+                (cycling, "OneCycleLR: would change the optimizer's momentum.*cycle_momentum=False")):
             with self.subTest(error):
                 body = returning(make)
                 body.automatic_optimization = "2 optimizers" not in error  # else Lightning refuses them itself

@@ -1,4 +1,4 @@
-"""Runs of Lightning's Trainer behind each other: checkpoints, evaluations, second fits, and what ends one."""
+"""Runs of Lightning's Trainer one after another: checkpoints, evaluations, second fits, and what ends one."""
 import contextlib
 import io
 import os

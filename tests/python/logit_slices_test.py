@@ -117,7 +117,7 @@ class Case(Folder):
 
 class Losses(Case):
     def test_TheyAreThoseOfAllLogitsAtOnce(self):
-        """With fewer tokens than slices, too; gradients are, and so are the steps behind them."""
+        """With fewer tokens than slices, too; gradients are, and so are the steps after them."""
         for network, options in (({}, {}), ({"tied": True}, {}), ({"bias": True}, {"reduction": "sum"}),
                                  ({"change": CAPPED[0], "tied": True}, {"label_smoothing": 0.1}),
                                  ({"change": CAPPED[1]}, {})):
@@ -397,8 +397,8 @@ class Readers(Case):
             late = engine(self.ids)[1]
         engine.step()
         self.assertEqual(before.shape, logits.exp().shape)  # whose values were read
-        self.assert_error("^logits of head: are read behind the step of their forward pass", late.exp)
-        self.assert_error("are read behind the step", F.cross_entropy, late.view(-1, V), self.labels.view(-1))
+        self.assert_error("^logits of head: are read after the step of their forward pass", late.exp)
+        self.assert_error("are read after the step", F.cross_entropy, late.view(-1, V), self.labels.view(-1))
 
     def test_AHeadThatIsNoPlainLinearIsRefused(self):
         class Own(torch.nn.Linear):

@@ -27,7 +27,7 @@ def cycle(optimizer, **options):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[3e-2, 6e-2], total_steps=10, **options)
 
 
-SCHEDULES = {  # all of PyTorch's, but OneCycleLR, which the grid has; arguments behind the optimizer
+SCHEDULES = {  # all of PyTorch's, but OneCycleLR, which the grid has; arguments after the optimizer
     "LambdaLR": (lambda epoch: 0.9 ** epoch,), "MultiplicativeLR": (lambda _: 0.9,), "StepLR": (2,),
     "MultiStepLR": ([1, 3],), "ConstantLR": (), "LinearLR": (), "ExponentialLR": (0.9,), "CosineAnnealingLR": (5,),
     "PolynomialLR": (), "CosineAnnealingWarmRestarts": (2,), "CyclicLR": (1e-4, 1e-2, 2, None, "triangular", 1.0, None,

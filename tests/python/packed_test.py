@@ -130,7 +130,7 @@ class Forms(Case):
         passes = bytes_of_passes(engine, lambda: loss_of(engine, given, wanted))
         for read, copied, beside in passes:
             fetched = min(5, round(5 * copied / size))
-            self.assertGreaterEqual(fetched, 3)  # behind another pass HBM keeps the others
+            self.assertGreaterEqual(fetched, 3)  # after another pass HBM keeps the others
             inner = fetched * size // 5
             self.assertTrue(0.99 * inner < copied < 1.01 * inner + beside, (inner, copied, beside))
             self.assertTrue(0.99 * inner < read <= inner + beside + 5 * 2 * 65536, (inner, read, beside))

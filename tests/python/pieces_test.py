@@ -19,9 +19,9 @@ class Pieces(Case):
         super().setUp()
         self.out = (ctypes.c_float * 4)()
 
-    def calls(self, function, *before, first=0):
-        """A callback that is called behind other functions, and no bytecode in between, as the library would."""
-        with pieces(function, lambda: first + 4) as callback:
+    def calls(self, function, *before, first=0, known=True):
+        """A callback that is called after other functions, and no bytecode in between, as the library would."""
+        with pieces(function, lambda: first + 4 if known else None) as callback:
             piece = functools.partial(callback, None, 0, 0, first, self.out, 4)
             collections.deque(map(operator.methodcaller("__call__"), [*before, piece]), 0)
 
@@ -32,10 +32,13 @@ class Pieces(Case):
             self.calls(copying(lambda *_: torch.arange(8.0)), first=4)
 
     def test_CtrlCThatCtypesDropsEndsTheCall(self):
-        dropped = []
-        with unittest.mock.patch("sys.unraisablehook", dropped.append), self.assertRaises(KeyboardInterrupt):
-            self.calls(copying(lambda *_: torch.arange(4.0)), ctypes.pythonapi.PyErr_SetInterrupt)
-        self.assertEqual(([KeyboardInterrupt], [0] * 4), ([each.exc_type for each in dropped], list(self.out)))
+        for known in (True, False):  # how many values were to come: of a rank's part that is not
+            dropped = []
+            with unittest.mock.patch("sys.unraisablehook", dropped.append), self.assertRaises(KeyboardInterrupt):
+                self.calls(copying(lambda *_: torch.arange(4.0)), ctypes.pythonapi.PyErr_SetInterrupt, known=known)
+            self.assertEqual(([KeyboardInterrupt], [0] * 4), ([each.exc_type for each in dropped], list(self.out)))
+        self.calls(copying(lambda *_: torch.arange(4.0)), known=False)
+        self.assertEqual([0, 1, 2, 3], list(self.out))
 
     def test_AnEngineHasEveryWeightOrIsNotMade(self):
         elements = sum(parameter.numel() for parameter in model().parameters())

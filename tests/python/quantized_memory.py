@@ -56,7 +56,7 @@ def limited(form, layers):
         limit = packed * 4 // 5
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        print(f"in use behind the engine's making: {(GROUP / 'memory.usage_in_bytes').read_text().strip()} bytes, of "
+        print(f"in use after the engine's making: {(GROUP / 'memory.usage_in_bytes').read_text().strip()} bytes, of "
               f"{packed} and what the program needs; the limit is {limit}", file=sys.stderr)
         (GROUP / "memory.limit_in_bytes").write_text(str(limit))
         (GROUP / "memory.max_usage_in_bytes").write_text("0")

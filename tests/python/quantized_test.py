@@ -50,7 +50,7 @@ class Quantized(Case):
 
     def assert_passes_move_the_bytes(self, make):
         """A forward and a backward pass read what the inner tensors take, of layers of 14 MB and more; LoRA's weights
-        and what its update reads are apart. Of a backward pass behind another one HBM keeps a layer, for forward."""
+        and what its update reads are apart. Of a backward pass after another one HBM keeps a layer, for forward."""
         layers = 6
         network = with_lora(make, num_hidden_layers=layers, hidden_size=1536, intermediate_size=4096,
                             num_attention_heads=16, num_key_value_heads=16)

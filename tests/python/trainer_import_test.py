@@ -41,7 +41,7 @@ class Resuming(trainer_test.Case):
         made.write(checkpoint)
         again, said = self.resumed(checkpoint, saving)
         self.assertEqual(["is DeepSpeed's; taken are weights, exp_avg, exp_avg_sq and Adam's 3 steps, "
-                          "behind 6 samples"], said)
+                          "after 6 samples"], said)
         steps = len(again.logged("learning_rate"))
         self.assertEqual(whole.logged("learning_rate")[-steps:], again.logged("learning_rate"))
         self.assertEqual(whole.losses[-2 * 3:], again.losses)
@@ -61,7 +61,7 @@ class Resuming(trainer_test.Case):
         made.write(checkpoint)
         again, said = self.resumed(checkpoint, saving)
         self.assertEqual(["is DeepSpeed's; taken are weights, exp_avg, exp_avg_sq and Adam's 1 steps (DeepSpeed's "
-                          "engine counted 3, 2 of them skipped), behind 2 samples"], said)
+                          "engine counted 3, 2 of them skipped), after 2 samples"], said)
         self.assertEqual((3, 5), (again.engine.current_step, again.state.global_step))
         self.assertEqual(whole.logged("learning_rate")[2:4], again.logged("learning_rate")[-2:])
         again.engine.close()
@@ -112,7 +112,7 @@ class Resuming(trainer_test.Case):
         made.write(checkpoint)
         unlike = "; trained otherwise from here: lr 0.001, not 0.000666667; weight_decay 0 and 0.2, not 0 and 0.1"
         trainer, said = self.resumed(checkpoint, saving, weight_decay=0.2)
-        self.assertTrue(said[0].endswith(f"behind 6 samples{unlike}; lr_scheduler begins anew"), said)
+        self.assertTrue(said[0].endswith(f"after 6 samples{unlike}; lr_scheduler begins anew"), said)
         trainer.engine.close()
         schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 1e-3, "warmup_min_lr": 0}}
         saving["configuration"] = self.configuration(scheduler=schedule)

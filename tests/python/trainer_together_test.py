@@ -36,6 +36,16 @@ class TogetherCase(Case):
         return trainer, [report for report in reports if report is not None]
 
 
+class WithSumGroups(TogetherCase):
+    def test_TheLogSaysOnceThatRowsAreNotCutAlike(self):
+        with self.assertLogs("spillway", "WARNING") as said:
+            trainer = self.trainer(untied(), self.configuration("groups", spillway={"sum_groups": 2}),
+                                   save_strategy="no", gradient_accumulation_steps=2)
+            trainer.get_train_dataloader()
+            trainer.train()
+        self.assertEqual(1, sum("does not cut rows by spillway.GlobalBatchSampler" in line for line in said.output))
+
+
 @unittest.skipIf(not COLLECTS, "transformers before 4.46 cannot; tools/test_newest.sh brings a newer one")
 class Together(TogetherCase):
     def test_ARunIsTheSameBitForBit(self):
@@ -100,7 +110,7 @@ class Seam(TogetherCase):
         for together in (False, True):
             trainer = self.trainer(untied(), self.configuration(f"hand{together}", **(TOGETHER if together else {})),
                                    spillway.Trainer)
-            with unittest.mock.patch("spillway.trainer.why_not", lambda _: None):
+            with unittest.mock.patch("spillway.trainer.why_not", lambda *_: None):
                 trainer.create_optimizer_and_scheduler(4)
             losses, batches = [], list(trainer.get_train_dataloader())
             trainer.current_gradient_accumulation_steps = 3

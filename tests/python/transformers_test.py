@@ -56,7 +56,7 @@ class Loops(Folder):
                 self.assertAlmostEqual(whole, parts, delta=2e-5 * whole)
 
     def test_GradientCheckpointingIsThereAlready(self):
-        """Before and behind the engine's making; a block's forward runs twice a step, and not a third time."""
+        """Before and after the engine's making; a block's forward runs twice a step, and not a third time."""
         runs = []
         for when in ("never", "before", "behind"):
             network = model(kind="llama")

@@ -40,7 +40,7 @@ def model():
 
 class Trainers(Case):
     def trained(self, trainer, configuration, data, optimizer_of, **options):
-        """Losses of six steps with accumulation, clipping and a schedule, and the weights behind them."""
+        """Losses of six steps with accumulation, clipping and a schedule, and the weights after them."""
         network = model()
         arguments = configuration(
             output_dir=str(self.folder / "trainer"), max_steps=6, per_device_train_batch_size=4, logging_steps=1,

@@ -13,6 +13,7 @@
 #include "spillway/error.h"
 #include "src/plan/plan.h"
 #include "swap/store_files.h"
+#include "tests/error_of.h"
 #include "tests/kernels/random.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
@@ -22,6 +23,7 @@
 namespace spillway {
 namespace {
 
+using testing::error_of;
 using testing::TempStore;
 using testing::toy_config;
 using testing::ToyTrainer;
@@ -180,16 +182,6 @@ TEST(Activations, AStepMayBeBegunAgainFromItsFirstUse) {
   EXPECT_EQ(training.uses.wrong(), 0u);
 }
 
-Error error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing failed";
-  return Error(Code::kUnsupported, {"", "", 0, ""});
-}
-
 TEST(Activations, AUseOutOfThePlannedOrderIsRefusedAndTheStepGoesOn) {
   std::mt19937_64 random = seeded_generator();
   const ModelDescription model = model_with(testing::transformer_uses(6, 2), random);
@@ -274,7 +266,7 @@ TEST(Activations, AFlippedBitStopsTheRunAtTheLastCommit) {
   EXPECT_EQ(again.uses.wrong(), 0u);
 }
 
-// The scratch area is the last of the file: behind the limit every write fails, and nothing else does.
+// The scratch area is the last of the file: beyond the limit every write fails, and nothing else does.
 TEST(Activations, AWriteThatFailsStopsTheRunAtTheLastCommit) {
   std::mt19937_64 random = seeded_generator();
   TempStore store;

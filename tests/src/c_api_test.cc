@@ -14,21 +14,16 @@
 #include <thread>
 #include <utility>
 
+#include "tests/sized.h"
 #include "tests/temp_directory.h"
 
 namespace {
 
+using ::spillway::testing::sized;
 using ::testing::HasSubstr;
 
 constexpr const char* kConfig = R"({"train_batch_size": 1, "gradient_clipping": 0})";
 constexpr uint64_t kShape[] = {8, 4};
-
-template <typename Struct>
-Struct sized() {
-  Struct made = {};
-  made.struct_size = sizeof made;
-  return made;
-}
 
 struct CApi : ::testing::Test {
   void SetUp() override {
@@ -365,7 +360,7 @@ TEST_F(CApi, ActivationsInsidesAndWorkReachTheCaller) {
 
   const spillway::TempDirectory folder;
   const std::string snapshot = folder.path() / "snapshot", exported = folder.path() / "model";
-  auto facts = sized<spillway_snapshot_facts>();
+  auto facts = sized<spillway_snapshot_info>();
   EXPECT_EQ(SPILLWAY_NOT_FOUND, spillway_find_snapshot(snapshot.c_str(), &facts));
   ASSERT_EQ(SPILLWAY_OK, spillway_engine_begin_save(engine, snapshot.c_str(), nullptr));
   ASSERT_EQ(SPILLWAY_OK, spillway_engine_finish_save(engine));

@@ -181,7 +181,7 @@ class CrashCase {
                  SmallCase::kSteps);
   }
 
-  // Goes on from a disk that was left, and records that behind what its log has.
+  // Goes on from a disk that was left, and records that after what its log has.
   Recorded record_more(const DiskLog& left, std::optional<std::uint64_t> base_step) {
     image_at(left, left.positions, testing::everything_stored()).store_in(root_ / "more");
     Recorded more = train(root_ / "more", left, base_step, OnExisting::kResume, SmallCase::kSteps);
@@ -332,7 +332,7 @@ void crash_at_every_phase(CrashCase& one, const Recorded& run, std::size_t point
   }
 }
 
-// Some crashes of a run, some of one that goes on behind a power cut, some of one that goes on behind a kill.
+// Some crashes of a run, some of one that goes on after a power cut, some of one that goes on after a kill.
 void crash_case(std::uint64_t seed, Count& count) {
   CrashCase one(seed);
   SCOPED_TRACE(one.small().text());
@@ -359,7 +359,7 @@ void crash_case(std::uint64_t seed, Count& count) {
       survivor = kill ? survivor_of(one.small(), Recorded(one.small(), left, {}, run.base_step), left.positions, image)
                       : survivor_of(one.small(), run, at, image);
     } while (!survivor.durable);
-    SCOPED_TRACE((kill ? "goes on behind a kill at " : "goes on behind a power cut at ") + std::to_string(at));
+    SCOPED_TRACE((kill ? "goes on after a kill at " : "goes on after a power cut at ") + std::to_string(at));
     crash_at_every_phase(one, one.record_more(left, run.base_step), points / 4, count);
   }
 }
@@ -460,7 +460,7 @@ TEST(CrashPoints, RollingBackWritesTheDamagedCopyFirst) {
     const auto paths = rest.small.config_below(root / "run").nvme_paths;
     EXPECT_EQ(TileStore::roll_back(paths, store_shape(rest.small.plan), {}), SmallCase::kSteps - 1);
     const DiskLog log = disk.log();
-    ASSERT_EQ(log.changes.size(), 4u);  // a sync behind each
+    ASSERT_EQ(log.changes.size(), 4u);  // a sync after each
     EXPECT_EQ(log.changes[0].offset, copy.offset);
     EXPECT_TRUE(log.durable(log.changes[0], log.changes[2].begun));
     EXPECT_EQ(log.changes[2].offset, rest.older(1 - damaged).offset);

@@ -38,7 +38,7 @@ Config config_on(const TempDirectory& directory) {
 TEST(EngineEnd, AnEngineThatCannotKeepItsLastStepsSaysWhichAreLost) {
   const ModelDescription model = testing::toy_model(4, 2000, 1);
   for (const bool told : {false, true}) {
-    SCOPED_TRACE(told ? "behind a flush that failed" : "at the end");
+    SCOPED_TRACE(told ? "after a flush that failed" : "at the end");
     const TempDirectory directory = testing::quick_directory();
     SimulatedDisk disk(directory.path());
     Config config = config_on(directory);

@@ -198,7 +198,7 @@ void expect_every_pattern(Engine& engine, DType type) {
 }
 
 TEST(EngineFrozen, BytesPassAsTheyAre) {
-  for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+  for (const DType type : kDTypes) {
     TempStore store, other, place;
     ModelDescription model = testing::toy_model(1, 500, 1);
     model.blocks[0].parameters.push_back({.name = "packed", .shape = {kElements}, .trainable = false, .bytes = true});

@@ -172,9 +172,7 @@ std::vector<std::uint32_t> of_parameter(LayoutRun& run, std::uint32_t block, std
 // three steps of eight is as in a run of the five others: weights, moments, decay and bias correction.
 class LeftOutOf : public ::testing::TestWithParam<OptimizerKind> {};
 
-INSTANTIATE_TEST_SUITE_P(, LeftOutOf,
-                         ::testing::Values(OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion,
-                                           OptimizerKind::kSgd),
+INSTANTIATE_TEST_SUITE_P(, LeftOutOf, ::testing::ValuesIn(kOptimizerKinds),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 TEST_P(LeftOutOf, AParameterIsAsInARunWithoutTheseSteps) {

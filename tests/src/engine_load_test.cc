@@ -35,7 +35,7 @@ void flip_bit(const std::filesystem::path& path, std::uint64_t from_end) {
 class EngineLoad : public ::testing::TestWithParam<double> {
  protected:
   static void clip(Config& config) { config.gradient_clipping = GetParam(); }
-  // Behind some steps with other gradients than those of the snapshot's run.
+  // After some steps with other gradients than those of the snapshot's run.
   LayoutRun run_past_snapshot(const LayoutCase& layout) {
     LayoutRun run(layout, DType::kBFloat16, clip, true);
     while (run.engine->current_step() < kSaved) run.trainer->run_step();

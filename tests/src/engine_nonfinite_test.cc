@@ -18,7 +18,7 @@ namespace {
 using testing::LayoutCase;
 using testing::LayoutRun;
 
-// Behind two steps that were not clipped: blocks may be updated on a guess.
+// After two steps that were not clipped: blocks may be updated on a guess.
 constexpr std::uint64_t kLastGood = 3, kSteps = 6;
 
 class NonFiniteGradient : public ::testing::TestWithParam<std::tuple<DType, double>> {
@@ -91,6 +91,37 @@ TEST_P(NonFiniteGradient, LeavesTheStoreAtTheLastGoodStep) {
     run.open(OnExisting::kResume);
     EXPECT_EQ(run.engine->current_step(), kLastGood);
     EXPECT_TRUE(run.until(kSteps).bits == wanted(layout));
+  }
+}
+
+// The blocks after the NaN come to memory of different sizes, and none of them is updated.
+TEST(NonFiniteGradients, ComeBeforeBlocksOfAnySize) {
+  ModelDescription model = testing::toy_model(6, 3000, 1);
+  model.blocks[1].parameters[0].shape[0] *= 2;
+  model.workspace_bytes *= 2;
+  std::vector<std::uint32_t> expected;
+  for (const bool poisoned : {false, true}) {
+    testing::TempStore store;
+    Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
+    config.gradient_clipping = 0;
+    const Plan plan = make_plan(config, model);
+    ASSERT_LT(plan.host.passing.back().bytes, plan.blocks[1].gradient.bytes);
+    auto engine = Engine::create(config, model);
+    engine->import_weights(testing::toy_weights());
+    testing::ToyTrainer trainer{*engine, model, DType::kBFloat16, 1};
+    trainer.poison_block = 6;
+    trainer.poison_step = poisoned ? 1 : 0;
+    if (poisoned) {
+      EXPECT_THROW(trainer.run_step(), Error);
+    }
+    trainer.poison_step = 0;
+    trainer.run_step();
+    trainer.run_step();
+    const auto bits = testing::exported(*engine);
+    if (poisoned) {
+      EXPECT_EQ(bits, expected);
+    }
+    expected = bits;
   }
 }
 

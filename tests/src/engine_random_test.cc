@@ -12,12 +12,9 @@
 #include "src/plan/plan.h"
 #include "swap/tile_store.h"
 #include "tests/aio/faulty_engine.h"
+#include "tests/aio/forwarding_queue.h"
 #include "tests/src/random_training.h"
 #include "tests/src/watchdog.h"
-
-#define SPILLWAY_CREATE_QUEUE                                                                   \
-  "_ZN8spillway7IoQueue6createERKNS_14IoQueueOptionsESt4spanIKPNS_4FileELm18446744073709551615" \
-  "EES4_IKS4_ISt4byteLm18446744073709551615EELm18446744073709551615EE"
 
 namespace spillway {
 namespace {
@@ -53,8 +50,6 @@ testing::FaultScript script_of(const Drive& from) {
 
 }  // namespace
 
-using Files = std::span<File* const>;
-using Regions = std::span<const std::span<std::byte>>;
 std::unique_ptr<IoQueue> real_queue(const IoQueueOptions&, Files, Regions) __asm__("__real_" SPILLWAY_CREATE_QUEUE);
 std::unique_ptr<IoQueue> faulty_queue(const IoQueueOptions&, Files, Regions) __asm__("__wrap_" SPILLWAY_CREATE_QUEUE);
 std::unique_ptr<IoQueue> faulty_queue(const IoQueueOptions& options, Files files, Regions regions) {
@@ -128,7 +123,7 @@ class RandomRun {
     const bool same_commits = config_.nvme_paths.empty() || config_.commit_every.value_or(3) < 2;
     if (config_.gradient_clipping > 0 && config_.speculative_blocks != 0u)
       return;  // which steps guess is its own affair
-    // A step behind a skipped one has no update to make.
+    // A step after a skipped one has no update to make.
     if (std::ranges::any_of(std::span(reports).last(3), &StepReport::skipped)) return;
     const StepReport &one = reports[kSteps - 2], &next = reports[kSteps - 1];
     EXPECT_EQ(one.h2d_bytes, next.h2d_bytes);

@@ -20,6 +20,7 @@ namespace spillway::testing {
 namespace {
 
 using ::testing::AnyOf;
+using ::testing::Each;
 using ::testing::HasSubstr;
 
 constexpr std::uint64_t kSteps = 4;
@@ -83,6 +84,79 @@ TEST_P(OneDriveFails, AllRanksEndAndGoOnLater) {
   }
 }
 
+// None of them waits for it, and none has what was written.
+TEST_P(OneDriveFails, SingleValuesAreAnErrorOnAllRanksAndTheStoreHasTheOldOnes) {
+  RanksCase of{.layout = layout_case("nvme")};
+  of.change = [](Config& config) { config.io_engine = IoEngineKind::kThreads; };
+  for (const std::uint32_t victim : {0u, 1u}) {
+    SCOPED_TRACE(fmt::format("rank {}", victim));
+    const TempDirectory directory = quick_directory();
+    SimulatedDisk disk(directory.path());
+    const std::string prefix = fmt::format("rank{}/", victim);
+    std::vector<std::string> said(kRanks);
+    std::vector<std::uint32_t> before;
+    run_ranks(kRanks, [&](Communicator& communicator) {
+      RankRun run(of, &communicator, directory.path());
+      run.until(2);
+      run.engine->flush();
+      const auto bits = exported(*run.engine);
+      if (run.rank == victim) {
+        before = bits;
+        disk.misbehave([&](const DiskCall& call) {
+          return call.op == GetParam().op && call.name.starts_with(prefix) ? Fault{.error = GetParam().error} : Fault{};
+        });
+      }
+      const std::vector<float> values(count_of(run.model.blocks[1].parameters[0]), 0.5f);
+      said[run.rank] = error_of([&] { run.engine->write_values(ParameterValues::kMaster, 1, 0, values); }).what();
+      EXPECT_EQ(error_of([&] { run.engine->flush(); }).code(), Code::kIo);
+    });
+    EXPECT_THAT(said, Each(HasSubstr(prefix)));
+    disk.misbehave({});
+    run_ranks(kRanks, [&](Communicator& communicator) {
+      RankRun run(of, &communicator, directory.path(), OnExisting::kResume);
+      EXPECT_EQ(run.engine->current_step(), 2u);
+      EXPECT_TRUE(exported(*run.engine) == before);
+      run.until(kSteps);
+    });
+  }
+}
+
+// At once, and when a part of it has been shown.
+TEST(OneDriveFailsToRead, WhatCannotBeReadOfAParameterIsAnErrorOnAllRanks) {
+  RanksCase of{.layout = layout_case("nvme")};
+  of.layout.width = 60'000;
+  of.layout.tile_elements = 1 << 14;
+  of.change = [](Config& config) { config.io_engine = IoEngineKind::kThreads; };
+  for (const std::uint32_t victim : {0u, 1u}) {
+    for (const std::uint64_t calls : {0u, 18u}) {
+      SCOPED_TRACE(fmt::format("rank {}, after {} calls", victim, calls));
+      const TempDirectory directory = quick_directory();
+      SimulatedDisk disk(directory.path());
+      const std::string prefix = fmt::format("rank{}/", victim);
+      std::vector<std::string> said(kRanks);
+      std::vector<std::uint64_t> shown(kRanks);
+      std::atomic<std::uint64_t> seen = 0;
+      run_ranks(kRanks, [&](Communicator& communicator) {
+        RankRun run(of, &communicator, directory.path());
+        run.until(1);
+        run.engine->flush();
+        exported(*run.engine);  // nobody reads ahead any more
+        if (run.rank == victim) {
+          disk.misbehave([&](const DiskCall& call) {
+            const bool mine = call.op == DiskOp::kRead && call.name.starts_with(prefix);
+            return mine && seen++ >= calls ? Fault{.error = EIO} : Fault{};
+          });
+        }
+        const auto count = [&](auto, auto, auto, std::span<const float> values) { shown[run.rank] += values.size(); };
+        said[run.rank] = error_of([&] { run.engine->read_values(ParameterValues::kMaster, 0, 0, count); }).what();
+      });
+      EXPECT_THAT(said, Each(HasSubstr(prefix)));
+      EXPECT_EQ(shown[0], shown[1]);
+      EXPECT_EQ(shown[0] > 0, calls > 0 || victim == 1);  // rank 0's part comes first
+    }
+  }
+}
+
 // Gradients are finite, and what the update makes of them is not, where one rank owns it.
 TEST(OneUpdateOverflows, AllRanksEndAndGoOnFromTheStepBefore) {
   RanksCase of{.layout = layout_case("nvme"), .type = DType::kFloat16};
@@ -106,7 +180,7 @@ TEST(OneUpdateOverflows, AllRanksEndAndGoOnFromTheStepBefore) {
     said[run.rank] = error.what();
   });
   EXPECT_THAT(said, ::testing::Contains(HasSubstr("a weight or optimizer state overflowed in the update")));
-  EXPECT_THAT(said, ::testing::Each(HasSubstr("overflowed")));
+  EXPECT_THAT(said, Each(HasSubstr("overflowed")));
   run_ranks(kRanks, [&](Communicator& communicator) {
     RankRun run(of, &communicator, store.path(), OnExisting::kResume);
     EXPECT_EQ(run.engine->current_step(), 2u);

@@ -26,7 +26,7 @@ using testing::train_on_ranks;
 
 constexpr std::uint64_t kSteps = 3;
 
-// Where everything takes ten times as long (SPILLWAY_STEPS, as tools/test.sh has it for sanitizers), 4 ranks alone.
+// On 4 ranks alone where few steps are asked for (SPILLWAY_STEPS, which tools/test.sh sets).
 void expect_the_bits_of_one(
     const RanksCase& of, const std::function<void(RankRun&)>& with = [](RankRun&) {}) {
   const RanksOutcome one = train_on_ranks(1, of, kSteps, with);
@@ -179,6 +179,32 @@ TEST(Ranks, SumWithoutGroupsOnAnyNumber) {
   RanksCase of{.layout = testing::layout_case("nvme"), .micro_batches = 3, .sum_groups = 1};
   of.change = [](Config& config) { config.gradient_clipping = 0.5; };
   EXPECT_FALSE(train_on_ranks(3, of, kSteps).bits.empty());
+}
+
+// What each rank adds up is rounded on its way, and nothing else is.
+TEST(Ranks, SendGradientsInSixteenBits) {
+  RanksCase of{.layout = testing::layout_case("nvme"), .type = DType::kFloat32, .micro_batches = 3, .sum_groups = 1};
+  const auto train = [&](std::uint32_t ranks, DType wire) {
+    of.change = [wire](Config& config) { config.communication = wire; };
+    return train_on_ranks(ranks, of, kSteps);
+  };
+  EXPECT_TRUE(train(1, DType::kBFloat16) == train(1, DType::kFloat32)) << "nothing travels";
+  const RanksOutcome exact = train(3, DType::kFloat32);
+  for (const DType wire : {DType::kBFloat16, DType::kFloat16}) {
+    SCOPED_TRACE(name_of(wire));
+    const RanksOutcome rounded = train(3, wire);
+    EXPECT_NE(rounded.bits, exact.bits);
+    ASSERT_EQ(rounded.norms.size(), exact.norms.size());
+    // Three values that are each rounded by a 2^-9th at the most; later steps have other weights, too.
+    EXPECT_NEAR(rounded.norms[0], exact.norms[0], exact.norms[0] / 256);
+  }
+  of.sum_groups = of.micro_batches = 4;
+  of.change = [](Config& config) { config.communication = DType::kBFloat16; };
+  testing::TempStore store;
+  run_ranks(2, [&](Communicator& communicator) {
+    EXPECT_THAT(error_of([&] { RankRun(of, &communicator, store.path()); }).what(),
+                HasSubstr("communication_data_type: bf16 beside spillway.sum_groups"));
+  });
 }
 
 // The last step of an epoch has fewer: what is not there is pushed as nothing.

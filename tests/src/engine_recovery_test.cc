@@ -12,12 +12,14 @@
 #include "src/plan/plan.h"
 #include "swap/tile_store.h"
 #include "tests/aio/temp_files.h"
+#include "tests/error_of.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {
 namespace {
 
+using testing::error_of;
 using testing::TempStore;
 using testing::toy_config;
 using testing::ToyTrainer;
@@ -50,16 +52,6 @@ std::vector<std::uint32_t> uninterrupted(int steps) {
   Training training(toy_config(Placement::kHbm, Placement::kHbm, kType, ""), OnExisting::kRefuse);
   training.run(steps);
   return testing::exported(*training.engine);
-}
-
-Error error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing failed";
-  return Error(Code::kUnsupported, {"", "", 0, ""});
 }
 
 class Recovery : public ::testing::Test {
@@ -333,7 +325,7 @@ TEST_F(Recovery, AFlushInsideAStepTakesNothingOfItIntoARemovedStore) {
   std::uint32_t visits = 0;
   training.trainer.between = [&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));  // for what is updated early
-    if (++visits < 2 * kBlocks + 4) return;                      // behind the last push
+    if (++visits < 2 * kBlocks + 4) return;                      // after the last push
     EXPECT_EQ(error_of([&] { training.engine->flush(); }).code(), Code::kNotFound);
     throw GivenUp();
   };

@@ -1,4 +1,4 @@
-// A snapshot is written while training goes on: of the step that it was begun behind, whole before the next backward
+// A snapshot is written while training goes on: of the step that it was begun after, whole before the next backward
 // pass, and no matter of the training when it fails.
 #include <fcntl.h>
 #include <gtest/gtest.h>

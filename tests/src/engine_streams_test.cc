@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "kernels/device.h"
+#include "kernels/host_device.h"
 #include "kernels/workers.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/toy_trainer.h"
@@ -55,7 +56,7 @@ struct Caller {
   std::unique_ptr<Stream> first = device->create_stream("first"), second = device->create_stream("second");
 };
 
-// So late that whoever does not wait for what comes behind is there before it.
+// So late that whoever does not wait for what comes after is there before it.
 void hold(Stream& stream) {
   stream.launch([](HostWorkers&) { std::this_thread::sleep_for(std::chrono::milliseconds(150)); });
 }

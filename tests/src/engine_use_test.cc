@@ -223,11 +223,11 @@ TEST(EngineUse, WhatDoesNotExistOrLiesElsewhereIsRefusedByName) {
             std::string::npos);
   const void* odd = engine.workspace().data() + 1;
   EXPECT_NE(std::string(push(1, 0, odd).what()).find("h.1.weight: its gradient's address"), std::string::npos);
-  // Begins inside the arena and ends behind it.
+  // Begins inside the arena and ends beyond it.
   const std::byte* end = engine.workspace().data();
   while (engine.in_hbm(end, 1)) end += 4096;
   EXPECT_NE(std::string(push(1, 0, end - 4096).what()).find("does not lie in"), std::string::npos);
-  // Begins inside the workspace, in the middle of the arena, and ends behind it.
+  // Begins inside the workspace, in the middle of the arena, and ends beyond it.
   const std::span<std::byte> workspace = engine.workspace();
   ASSERT_TRUE(engine.in_hbm(workspace.data() + workspace.size() - 4096, kWidth * 3 * sizeof(float)));
   EXPECT_NE(std::string(push(1, 0, workspace.data() + workspace.size() - 4096).what())

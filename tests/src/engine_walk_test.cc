@@ -1,4 +1,4 @@
-// An export or a snapshot behind a step makes that step's update while it looks at every tile, in every mode of a step:
+// An export or a snapshot after a step makes that step's update while it looks at every tile, in every mode of a step:
 // what it sees is what the step leaves, and what goes wrong with it is no matter of the training.
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ class EngineWalk : public ::testing::TestWithParam<double> {
  protected:
   static void clip(Config& config) { config.gradient_clipping = GetParam(); }
 
-  // Bits behind so many steps that nobody looked at.
+  // Bits after so many steps that nobody looked at.
   const std::vector<std::uint32_t>& wanted(const LayoutCase& layout, std::uint64_t steps) {
     auto& bits = wanted_[{GetParam(), layout.kind(), steps}];
     if (bits.empty()) bits = LayoutRun(testing::in_hbm_like(layout), DType::kBFloat16, clip).until(steps).bits;

@@ -1,4 +1,5 @@
 #include "src/engine/gradients.h"
+#include "kernels/host_device.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-"""What `meson install` leaves is what a program needs: headers, libspillway.so and .a, and what pkg-config and CMake's
-find_package find them by; for C++ and for C.
+"""What `meson install` leaves is what a program needs: headers, libspillway.so and .a, libspillway_io.so and .a, and
+what pkg-config and CMake's find_package find them by; for C++ and for C.
 
 SPILLWAY_BUILD names the build directory; everything in it is built.
 """
@@ -47,7 +47,33 @@ int main() {
 """
 
 
-# A program in each language, one with the library and one with the archive.
+# Asks for the message of each library's last error while both are there.
+BOTH = r"""
+#include <stdio.h>
+#include "spillway/c_api.h"
+#include "spillway/c_io.h"
+
+int main(void) {
+  spillway_config* config = NULL;
+  spillway_io_file* file = NULL;
+  if (spillway_config_parse("{", "engine", &config) != SPILLWAY_INVALID_ARGUMENT) return 1;
+  puts(spillway_error_message());
+  if (spillway_io_file_open("/none/at/all", NULL, &file) != SPILLWAY_NOT_FOUND) return 2;
+  puts(spillway_error_message());
+  return 0;
+}
+"""
+
+# A program in each language, one with the library and one with the archive; and the same of files and queues alone.
+IO_CMAKE = """
+cmake_minimum_required(VERSION 3.20)
+project(moves C CXX)
+find_package(spillway CONFIG REQUIRED COMPONENTS %s)
+add_executable(moves "${SOURCES}/queue_example.cc")
+target_link_libraries(moves PRIVATE spillway::io)
+add_executable(moves_c "${SOURCES}/c_io_example.c")
+target_link_libraries(moves_c PRIVATE spillway::io_static)
+"""
 CMAKE = """
 cmake_minimum_required(VERSION 3.20)
 project(train C CXX)
@@ -79,15 +105,28 @@ class Installed(unittest.TestCase):
             raise AssertionError(f"{shlex.join(map(str, command))}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    def flags(self):
-        return self.run_ok("pkg-config", "--cflags", "--libs", "spillway", PKG_CONFIG_PATH=str(self.described.parent),
-                           PKG_CONFIG_SYSROOT_DIR=str(self.root)).split()
+    def flags(self, *libraries):
+        return self.run_ok("pkg-config", "--cflags", "--libs", *(libraries or ["spillway"]),
+                           PKG_CONFIG_PATH=str(self.described.parent), PKG_CONFIG_SYSROOT_DIR=str(self.root)).split()
 
-    def compiled(self, compiler, source, *options):
+    def compiled(self, compiler, source, *options, libraries=()):
         program = self.folder / pathlib.Path(source).stem
         self.run_ok(*shlex.split(compiler), *options, "-Wall", "-Wextra", "-Wpedantic", "-Werror",
-                    ROOT / "tests/src" / source, "-o", program, *self.flags(), f"-Wl,-rpath,{self.libraries}")
+                    ROOT / "tests/src" / source, "-o", program, *self.flags(*libraries),
+                    f"-Wl,-rpath,{self.libraries}")
         return program
+
+    def assert_moves(self, program):
+        self.assertIn("64 MiB written and read back", self.run_ok(program, self.folder / "moved.data"))
+
+    def assert_needs_little(self, binary):
+        """No library but those of I/O, and libspillway_io."""
+        needed = re.findall(r"^\s*(\S+?)\.so", self.run_ok("ldd", binary), re.MULTILINE)
+        needed = {pathlib.PurePath(name).name for name in needed}
+        self.assertLessEqual({"liburing", "libaio"}, needed)
+        known = {"liburing", "libaio", "libfmt", "libstdc++", "libm", "libgcc_s", "libc", "libpthread",
+                 "libspillway_io", "linux-vdso", "ld-linux-x86-64", "ld-linux-aarch64"}
+        self.assertEqual(set(), needed - known)
 
     def config(self, name):
         nvme = {"device": "nvme", "nvme_path": str(self.folder / name)}
@@ -135,6 +174,50 @@ class Installed(unittest.TestCase):
         said = self.run_ok(build / "train_c", json.dumps(self.config("cmake-c")), self.folder / "cmake-c-out")
         self.assertIn("step 10, norm", said)
 
+    def test_FilesAndQueuesAloneNeedNoneOfTheEnginesLibraries(self):
+        self.assert_needs_little(self.libraries / "libspillway_io.so")
+        for compiler, source, options in (("c++ -std=c++20", "queue_example.cc", ["-Wno-missing-field-initializers"]),
+                                          ("cc -std=c11 -pthread", "c_io_example.c", [])):
+            program = self.compiled(compiler, ROOT / "tests/aio" / source, *options, libraries=["spillway_io"])
+            self.assertIn("libspillway_io.so.0", self.run_ok("ldd", program))
+            self.assert_needs_little(program)
+            self.assert_moves(program)
+
+    @unittest.skipUnless(shutil.which("cmake"), "cmake is not installed")
+    def test_CMakeHasAComponentOfFilesAndQueues(self):
+        describes = next(self.root.rglob("spillway-config.cmake")).parent
+        project, build = self.folder / "io-project", self.folder / "io-build"
+        project.mkdir()
+
+        def configure(component):
+            (project / "CMakeLists.txt").write_text(IO_CMAKE % component)
+            return subprocess.run(["cmake", "-GNinja", "-S", project, "-B", build, f"-Dspillway_DIR={describes}",
+                                   f"-DSOURCES={ROOT / 'tests/aio'}"],
+                                  capture_output=True, text=True, check=False, timeout=120)
+
+        self.assertIn("spillway has no component training; there is io", configure("training").stderr)
+        done = configure("io")
+        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
+        self.run_ok("cmake", "--build", build)
+        for program in ("moves", "moves_c"):
+            self.assert_needs_little(build / program)
+            self.assert_moves(build / program)
+        self.assertNotIn("libspillway", self.run_ok("ldd", build / "moves_c"))
+
+    def test_BothLibrariesInOneProgramShareTheThreadsError(self):
+        source = self.folder / "both.c"
+        source.write_text(BOTH)
+        for order in (["spillway", "spillway_io"], ["spillway_io", "spillway"]):
+            program = self.folder / "both"
+            named = [f"-l{name}" for name in order]
+            flags = [flag for flag in self.flags() if flag != "-lspillway"]
+            self.run_ok("cc", "-std=c11", source, "-o", program, *flags, "-Wl,--no-as-needed", *named,
+                        f"-Wl,-rpath,{self.libraries}")
+            self.assertIn("libspillway_io.so.0", self.run_ok("ldd", program))
+            engine, *_, io = self.run_ok(program).splitlines()
+            self.assertRegex(engine, r"^engine:1:\d+: ", order)
+            self.assertIn("/none/at/all: cannot be opened", io, order)
+
     @unittest.skipUnless(shutil.which("mpirun") and shutil.which("mpicxx"), "Open MPI is not installed")
     def test_TheExampleOfRanksIsBuiltAndFindsItsPlugin(self):
         if not (self.libraries / "libspillway_mpi.so").exists():
@@ -172,7 +255,7 @@ class Installed(unittest.TestCase):
         self.assertNotIn("spillway_models", made)
         shutil.rmtree(build)
         done = subprocess.run([*map(str, setup), "-Dtests=enabled"], capture_output=True, text=True, check=False)
-        self.assertIn("the tests run the program; leave -Dtools=disabled away", done.stdout)
+        self.assertIn("the tests run the program; leave -Dtools=disabled out", done.stdout)
 
     def test_TheProgramsSinkHearsTheLibrary(self):
         source = self.folder / "listener.cc"
@@ -195,7 +278,7 @@ class Installed(unittest.TestCase):
         # Adam's first steps move a weight by about the learning rate: 1 - 10 * 0.02.
         weights = [float(value) for value in re.search(r"^weights ([\d.]+) ([\d.]+)$", said, re.MULTILINE).groups()]
         self.assertTrue(all(0.78 < weight < 0.82 for weight in weights), weights)
-        # In bf16, behind a header.
+        # In bf16, after a header.
         data = (out / "model.safetensors").read_bytes()
         self.assertEqual(2 * 512 * 300 * 2, len(data) - 8 - int.from_bytes(data[:8], "little"))
 
@@ -231,12 +314,25 @@ class Installed(unittest.TestCase):
         self.assertEqual(3, done.returncode)
         self.assertIn("snapshot: is there already", done.stderr)
 
-    def test_TheLibraryShowsWhatItsHeadersDeclareAlone(self):
-        library = (self.libraries / "libspillway.so").resolve()
-        names = re.findall(r"^\S* ?[TBDRVWu] (.+)$", self.run_ok("nm", "-DC", "--defined-only", library), re.MULTILINE)
+    def shown(self, library):
+        """The names that programs see of it, but for the one thing that the two libraries share."""
+        names = re.findall(r"^\S* ?[TBDRVWu] (.+)$", self.run_ok("nm", "-DC", "--defined-only",
+                                                                (self.libraries / library).resolve()), re.MULTILINE)
+        self.assertTrue(any("internal::thread_error" in name for name in names))
+        return [name for name in names if "internal::thread_error" not in name]
+
+    def test_TheLibrariesShowWhatTheirHeadersDeclareAlone(self):
+        names, of_io = self.shown("libspillway.so"), self.shown("libspillway_io.so")
+        self.assertEqual(set(), set(of_io) - set(names))
+        self.assertIn("spillway_io_queue_submit", of_io)
+        self.assertTrue(any(name.startswith("spillway::SharedIoQueue::create(") for name in of_io))
         headers = {path.name: re.sub(r"//.*", "", path.read_text())
                    for path in next(self.root.rglob("include/spillway")).glob("*.h")}
-        functions = set(re.findall(r"\b(spillway_\w+)\(", headers.pop("c_api.h")))
+        functions = {name: set(re.findall(r"\b(spillway_\w+)\(", headers.pop(name)))
+                     for name in ("c_api.h", "c_base.h", "c_io.h", "c_ranks.h", "c_tensors.h")}
+        self.assertEqual(functions["c_base.h"] | functions["c_io.h"],
+                         {name for name in of_io if name.startswith("spillway_")})
+        functions = set().union(*functions.values())
         self.assertIn("spillway_engine_create", functions)
         self.assertEqual(functions, {name for name in names if name.startswith("spillway_")})
         declared = set(re.findall(r"\b(?:class|struct) (\w+)|\b(\w+)\(", "".join(headers.values())))

@@ -38,6 +38,9 @@ struct LayoutCase {
   } host = kAny;           // memory: as much as the plan asks for, the least, some of a cache
   bool in_turn = false;    // micro-batches go through the whole model
   bool least_hbm = false;  // their sums wait in host memory then
+  unsigned threads = 2;
+  IoEngineKind io_engine = IoEngineKind::kAuto;
+  std::vector<double> rates = {};  // of several nvme paths
 
   // Of layouts of one kind all have the same bits.
   std::uint64_t kind() const { return 2 * width + in_turn; }
@@ -47,6 +50,12 @@ struct LayoutCase {
     Config config = toy_config(parameters, states, type, store);
     config.tile_elements = tile_elements;
     config.speculative_blocks = speculative_blocks;
+    config.threads = threads;
+    config.io_engine = io_engine;
+    if (rates.empty()) return config;
+    config.nvme_rates = rates;
+    config.nvme_paths.clear();
+    for (std::size_t path = 0; path < rates.size(); ++path) config.nvme_paths.push_back(store / std::to_string(path));
     return config;
   }
 
@@ -102,9 +111,9 @@ inline std::vector<LayoutCase> layout_cases() {
   };
 }
 
-// For tests that go through them once for each clipping: none, one that clips, and one that does not. Where everything
-// takes ten times as long (SPILLWAY_STEPS, as tools/test.sh has it for sanitizers), each layout is for the one clipping
-// at which it differs most: where blocks are updated inside backward, and on a guess.
+// For tests that go through them once for each clipping: none, one that clips, and one that does not. Where few steps
+// are asked for (SPILLWAY_STEPS, which tools/test.sh sets), each layout is for the one clipping at which it differs
+// most: where blocks are updated inside backward, and on a guess.
 inline std::vector<LayoutCase> layout_cases(double clipping) {
   auto cases = layout_cases();
   if (std::getenv("SPILLWAY_STEPS") == nullptr) return cases;

@@ -15,8 +15,8 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-struct Rig {
-  Rig() {
+struct SweepSetup {
+  SweepSetup() {
     model.blocks = {{"a",
                      {{.name = "a.0", .shape = {3000}},
                       {.name = "a.1", .shape = {1024}},
@@ -70,85 +70,85 @@ void expect_equal(const OptimizerScalars& got, const OptimizerScalars& wanted) {
 
 // The reference: by name, the learning rate of the step and the bias correction of the parameter's own count.
 TEST(ParameterUpdates, EachParameterTakesTheRateOfTheStepAndTheBiasCorrectionOfItsOwnCount) {
-  Rig rig;
+  SweepSetup setup;
   auto random = seeded_generator();
   std::map<std::string, std::uint64_t> had;
   for (std::uint64_t step = 1; step <= 40; ++step) {
     std::vector<std::string> without;
-    for (const Block& block : rig.model.blocks) {
+    for (const Block& block : setup.model.blocks) {
       for (const Parameter& parameter : block.parameters) {
         if (step > 3 && random() % 3 == 0) without.push_back(parameter.name);
       }
     }
-    rig.update(step, without);
-    for (std::uint32_t b = 0; b < rig.model.blocks.size(); ++b) {
-      for (std::size_t p = 0; p < rig.model.blocks[b].parameters.size(); ++p) {
-        const Parameter& parameter = rig.model.blocks[b].parameters[p];
+    setup.update(step, without);
+    for (std::uint32_t b = 0; b < setup.model.blocks.size(); ++b) {
+      for (std::size_t p = 0; p < setup.model.blocks[b].parameters.size(); ++p) {
+        const Parameter& parameter = setup.model.blocks[b].parameters[p];
         if (!parameter.trainable) continue;
         SCOPED_TRACE(parameter.name + " in step " + std::to_string(step));
-        const ParameterPlace& place = rig.plan.blocks[b].partition.parameters[p];
-        const OptimizerScalars *first = rig.scalars_at(b, place.first),
-                               *last = rig.scalars_at(b, place.first + place.count - 1);
+        const ParameterPlace& place = setup.plan.blocks[b].partition.parameters[p];
+        const OptimizerScalars *first = setup.scalars_at(b, place.first),
+                               *last = setup.scalars_at(b, place.first + place.count - 1);
         const bool out = std::ranges::find(without, parameter.name) != without.end();
         ASSERT_EQ(first == nullptr, out);
         ASSERT_EQ(last == nullptr, out);
         if (out) continue;
-        OptimizerConfig optimizer = rig.config.optimizer;
-        optimizer.learning_rate = learning_rate(rig.config, step);
+        OptimizerConfig optimizer = setup.config.optimizer;
+        optimizer.learning_rate = learning_rate(setup.config, step);
         if (parameter.name == "a.3") optimizer.weight_decay = 0.5;
         const OptimizerScalars wanted = optimizer_scalars(optimizer, ++had[parameter.name], 0.5);
         expect_equal(*first, wanted);
         expect_equal(*last, wanted);
       }
     }
-    rig.updates->advance();
+    setup.updates->advance();
   }
-  const auto counts = rig.updates->counts(40);
+  const auto counts = setup.updates->counts(40);
   ASSERT_EQ(counts.size(), 7u);
   EXPECT_EQ(counts[2], 0u) << "frozen";
   EXPECT_EQ(counts[5], had["b.0"]);
 }
 
 TEST(ParameterUpdates, WhileAllHaveHadAllUpdatesRangesAreThePlans) {
-  Rig rig;
+  SweepSetup setup;
   for (std::uint64_t step = 1; step <= 3; ++step) {
-    rig.update(step, {});
-    for (std::uint32_t t = 0; t < rig.plan.tiles.size(); ++t) {
-      if (!rig.plan.tiles[t].range.trainable) continue;
-      EXPECT_EQ(rig.updates->ranges(t, rig.room).data(), rig.plan.tiles[t].groups.data());
+    setup.update(step, {});
+    for (std::uint32_t t = 0; t < setup.plan.tiles.size(); ++t) {
+      if (!setup.plan.tiles[t].range.trainable) continue;
+      EXPECT_EQ(setup.updates->ranges(t, setup.room).data(), setup.plan.tiles[t].groups.data());
     }
-    rig.updates->advance();
-    EXPECT_THAT(rig.updates->counts(step), IsEmpty());
+    setup.updates->advance();
+    EXPECT_THAT(setup.updates->counts(step), IsEmpty());
   }
 }
 
 TEST(ParameterUpdates, NeighboursThatAreLeftOutTogetherAreOneRange) {
-  Rig rig;
-  rig.update(1, {"a.0", "a.1", "b.0", "b.1"});
-  EXPECT_EQ(rig.scalars_at(1, 0), nullptr);
-  rig.updates->advance();
-  rig.update(2, {});
-  const auto ranges = rig.updates->ranges(rig.plan.blocks[1].first_tile, rig.room);
+  SweepSetup setup;
+  setup.update(1, {"a.0", "a.1", "b.0", "b.1"});
+  EXPECT_EQ(setup.scalars_at(1, 0), nullptr);
+  setup.updates->advance();
+  setup.update(2, {});
+  const auto ranges = setup.updates->ranges(setup.plan.blocks[1].first_tile, setup.room);
   EXPECT_EQ(ranges.size(), 1u);
-  EXPECT_NE(ranges.data(), rig.plan.tiles[rig.plan.blocks[1].first_tile].groups.data());
-  EXPECT_EQ(rig.scalars_at(0, 0), rig.scalars_at(0, 3072));
-  EXPECT_NE(rig.scalars_at(0, 0), rig.scalars_at(0, 4096));
+  EXPECT_NE(ranges.data(), setup.plan.tiles[setup.plan.blocks[1].first_tile].groups.data());
+  EXPECT_EQ(setup.scalars_at(0, 0), setup.scalars_at(0, 3072));
+  EXPECT_NE(setup.scalars_at(0, 0), setup.scalars_at(0, 4096));
 }
 
 TEST(ParameterUpdates, WhatIsNotMadeDoesNotCount) {
-  Rig rig;
-  rig.update(1, {"a.0"});
-  rig.update(1, {});
-  rig.updates->advance();
-  EXPECT_THAT(rig.updates->counts(1), IsEmpty());
+  SweepSetup setup;
+  setup.update(1, {"a.0"});
+  setup.update(1, {});
+  setup.updates->advance();
+  EXPECT_THAT(setup.updates->counts(1), IsEmpty());
 }
 
 TEST(ParameterUpdates, GoOnFromWhatWasKept) {
-  Rig rig, again;
-  rig.update(1, {"a.1"});
-  rig.updates->advance();
-  EXPECT_THAT(rig.updates->counts(1), ElementsAre(1, 0, 0, 1, 1, 1, 1));
-  again.updates->resume(1, rig.updates->counts(1), "the store");
+  SweepSetup setup, again;
+  setup.update(1, {"a.1"});
+  setup.updates->advance();
+  EXPECT_THAT(setup.updates->counts(1), ElementsAre(1, 0, 0, 1, 1, 1, 1));
+  again.updates->resume(1, setup.updates->counts(1), "the store");
   EXPECT_THAT(again.updates->counts(1), ElementsAre(1, 0, 0, 1, 1, 1, 1));
   again.updates->resume(7, {}, "the store");
   EXPECT_THAT(again.updates->counts(7), IsEmpty());

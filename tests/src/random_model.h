@@ -57,8 +57,7 @@ class Random {
 
   Config config() {
     const auto& [parameters, states] = kPlacements[below(std::size(kPlacements))];
-    constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-    Config config = config_for(parameters, states, kTypes[below(3)]);
+    Config config = config_for(parameters, states, kDTypes[below(3)]);
     constexpr std::uint64_t kTiles[] = {1024, 3072, 16384, 4 << 20};
     if (below(2) == 0) config.gradient_clipping = 0;
     config.tile_elements = kTiles[below(4)];

@@ -62,9 +62,7 @@ class RandomCase {
       if (chance(6)) changed.knobs.*knob = chance(2);
     }
     changed.threads = static_cast<unsigned>(1 + below(5));
-    constexpr IoEngineKind kEngines[] = {IoEngineKind::kAuto, IoEngineKind::kIoUring, IoEngineKind::kLibaio,
-                                         IoEngineKind::kThreads};
-    changed.io_engine = kEngines[below(4)];
+    changed.io_engine = static_cast<IoEngineKind>(below(kIoEngineNames.size()));
     constexpr std::uint64_t kPieces[] = {64 * kKiB, 256 * kKiB, 1 * kMiB, 3 * kMiB};
     changed.io_block_bytes = kPieces[below(4)];
     changed.io_depth = static_cast<std::uint32_t>(1 + below(32));
@@ -149,8 +147,7 @@ class RandomCase {
 
   void make_config() {
     const auto& [parameters, states] = kPlacements[chance(2) ? std::size(kPlacements) - 1 : below(7)];
-    constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-    config = config_for(parameters, states, kTypes[below(3)]);
+    config = config_for(parameters, states, kDTypes[below(3)]);
     make_loss_scale();
     constexpr double kClips[] = {0, 0, 1, 0.05, 20};
     config.gradient_clipping = kClips[below(5)];
@@ -208,7 +205,7 @@ struct RandomCaller {
     return hash;
   }
 
-  void look(std::uint32_t block, Pass pass) {
+  void read_block(std::uint32_t block, Pass pass) {
     Lease lease = engine.acquire(block, pass, engine.stream());
     if (seen) seen(block, hash_of(lease, block));
   }
@@ -257,7 +254,8 @@ struct RandomCaller {
     std::size_t pushed = 0;
     const auto besides = [&] {
       if (!visits_besides || below(4) > 0) return;
-      look(static_cast<std::uint32_t>(below(random.model.blocks.size())), below(2) ? Pass::kForward : Pass::kBackward);
+      read_block(static_cast<std::uint32_t>(below(random.model.blocks.size())),
+                 below(2) ? Pass::kForward : Pass::kBackward);
     };
     for (std::size_t v = 0; v < random.visits.size(); ++v) {
       const RandomVisit& visit = random.visits[v];

@@ -27,7 +27,7 @@ constexpr std::uint64_t kOld = 1, kNew = 2, kOldSteps = 2, kNewSteps = 2;
 struct RecordedRanks {
   DiskLog log;
   std::size_t all_committed = 0, named = 0;  // positions: from here a name may be given; from here all have theirs
-  std::vector<std::size_t> durable;          // behind the last rank's commit of each step of the new run
+  std::vector<std::size_t> durable;          // after the last rank's commit of each step of the new run
 };
 
 // What ranks do at the same time comes in an order of its own here, rank after rank, drawn anew each time.

@@ -23,7 +23,14 @@ struct RanksCase {
   std::uint32_t sum_groups = 4;
   std::function<void(Config&)> change = [](Config&) {};
   std::function<void(ModelDescription&)> describe = [](ModelDescription&) {};
+  std::uint32_t paths = 0;  // so many have a store, wherever the layout has weights and states; 0: as the layout says
 };
+
+// As `spillway finetune` has them.
+inline std::filesystem::path place_of_rank(const std::filesystem::path& directory, std::uint32_t rank,
+                                           std::uint32_t ranks) {
+  return ranks == 1 ? directory : directory / ("rank" + std::to_string(rank));
+}
 
 // One rank's engine and its caller.
 struct RankRun {
@@ -32,8 +39,12 @@ struct RankRun {
       : rank(communicator ? communicator->rank() : 0),
         ranks(communicator ? communicator->ranks() : 1),
         model(toy_model(4, of.layout.width, of.micro_batches / ranks, of.layout.visits, of.layout.in_turn)),
-        config(of.layout.config(of.type, directory / ("rank" + std::to_string(rank)))) {
+        config(of.layout.config(of.type, place_of_rank(directory, rank, ranks))) {
     of.describe(model);
+    if (of.paths > 0) config.nvme_paths.clear();
+    for (std::uint32_t i = 0; i < of.paths; ++i)
+      config.nvme_paths.push_back(place_of_rank(directory / ("drive" + std::to_string(i)), rank, ranks));
+    config.nvme_rates.assign(of.paths > 1 ? of.paths : 0, 1.0);
     config.gradient_accumulation = of.micro_batches / ranks;
     config.sum_groups = of.sum_groups;
     config.threads = 1;

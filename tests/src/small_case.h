@@ -135,7 +135,7 @@ inline bool is_blob_of(const SmallCase& small, std::uint64_t step, std::span<con
   return std::ranges::equal(blob, std::as_bytes(std::span(expected)));
 }
 
-// The same in what a commit keeps: in fp16 behind the loss scaler's state.
+// The same in what a commit keeps: in fp16 after the loss scaler's state.
 inline bool is_record_of(const SmallCase& small, std::uint64_t step, std::span<const std::byte> record) {
   const std::size_t before = small.config.weights == DType::kFloat16 ? LossScalerState::kBytes : 0;
   return record.size() >= before && is_blob_of(small, step, record.subspan(before));

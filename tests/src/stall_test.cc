@@ -10,15 +10,14 @@
 #include <thread>
 
 #include "kernels/device.h"
+#include "kernels/host_device.h"
 #include "kernels/optimizer.h"
+#include "tests/aio/forwarding_queue.h"
 #include "tests/src/comm/forwarding.h"
 #include "tests/src/comm/thread_ranks.h"
 #include "tests/src/small_case.h"
 #include "tests/src/toy_trainer.h"
 
-#define SPILLWAY_CREATE_QUEUE                                                                   \
-  "_ZN8spillway7IoQueue6createERKNS_14IoQueueOptionsESt4spanIKPNS_4FileELm18446744073709551615" \
-  "EES4_IKS4_ISt4byteLm18446744073709551615EELm18446744073709551615EE"
 #define SPILLWAY_CREATE_DEVICE "_ZN8spillway18create_host_deviceERKNS_17HostDeviceOptionsERNS_11HostWorkersE"
 #define SPILLWAY_UPDATE "_ZN8spillway16optimizer_updateERKNS_13OptimizerTileERKNS_16OptimizerScalarsEmm"
 
@@ -39,11 +38,11 @@ Slow slow;
 double delay_of(IoOp op) { return op == IoOp::kRead ? slow.read : slow.write; }
 Clock::duration in(double seconds) { return std::chrono::duration_cast<Clock::duration>(Seconds(seconds)); }
 
-// Completions come late by the delay of their kind, without holding up each other; at a drive's rate, one behind the
+// Completions come late by the delay of their kind, without holding up each other; at a drive's rate, one after the
 // other. A sync takes its delay and nothing else: what the machine's own drive would need for one is not known.
-class LateQueue final : public IoQueue {
+class LateQueue final : public testing::ForwardingQueue {
  public:
-  explicit LateQueue(std::unique_ptr<IoQueue> real) : real_(std::move(real)), kinds_(4096), bytes_(4096) {
+  explicit LateQueue(std::unique_ptr<IoQueue> to) : ForwardingQueue(std::move(to)), kinds_(4096), bytes_(4096) {
     late_.reserve(4096);
   }
 
@@ -76,19 +75,15 @@ class LateQueue final : public IoQueue {
     }
     return out.first(count);
   }
-  void wake() noexcept override { real_->wake(); }
   std::uint32_t pending() const noexcept override {
     return real_->pending() + static_cast<std::uint32_t>(late_.size());
   }
-  IoStats stats() const noexcept override { return real_->stats(); }
-  std::string describe() const override { return real_->describe(); }
 
  private:
   struct Late {
     IoCompletion completion;
     Clock::time_point due;
   };
-  std::unique_ptr<IoQueue> real_;
   std::vector<IoOp> kinds_;           // by tag
   std::vector<std::uint64_t> bytes_;  // ditto
   Clock::time_point free_{};          // when a drive of that rate has done everything so far
@@ -97,8 +92,6 @@ class LateQueue final : public IoQueue {
 
 }  // namespace
 
-using Files = std::span<File* const>;
-using Regions = std::span<const std::span<std::byte>>;
 std::unique_ptr<IoQueue> real_queue(const IoQueueOptions&, Files, Regions) __asm__("__real_" SPILLWAY_CREATE_QUEUE);
 std::unique_ptr<IoQueue> late_queue(const IoQueueOptions&, Files, Regions) __asm__("__wrap_" SPILLWAY_CREATE_QUEUE);
 std::unique_ptr<IoQueue> late_queue(const IoQueueOptions& options, Files files, Regions regions) {

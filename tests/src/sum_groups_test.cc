@@ -129,7 +129,7 @@ TEST(SumGroups, MicroBatchesMayComeInAnyOrderWhereTheModelSaysSo) {
   LayoutRun run(testing::kInHbm, DType::kBFloat16, in_two_parts);
   run.trainer->swap_micro_batches = true;
   EXPECT_THAT(error_of([&] { run.trainer->run_step(); }).what(),
-              HasSubstr("a gradient is of micro-batch 0, which came to an end before; push one micro-batch behind"));
+              HasSubstr("a gradient is of micro-batch 0, which came to an end before; push one micro-batch after"));
   for (Block& block : run.model.blocks) {
     for (Parameter& parameter : block.parameters) parameter.in_order = false;
   }

@@ -184,13 +184,12 @@ class TensorOptimizerBits : public ::testing::TestWithParam<Case> {};
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    for (const Where where : {Where::kHost, Where::kHostKept, Where::kNvme, Where::kBoth})
-      all.push_back({type, OptimizerKind::kAdam, where});
-    for (const OptimizerKind kind : {OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kSgd}) {
+  for (const DType type : kDTypes) {
+    for (const OptimizerKind kind : kOptimizerKinds) {
       all.push_back({type, kind, Where::kHost});
       all.push_back({type, kind, Where::kNvme});
     }
+    for (const Where where : {Where::kHostKept, Where::kBoth}) all.push_back({type, OptimizerKind::kAdam, where});
   }
   return all;
 }
@@ -252,7 +251,7 @@ TEST_P(TensorOptimizerBits, AreThoseOfThePlainKernelsAndSurviveAnEnd) {
 TEST(TensorOptimizerStates, InFewerBytesTrainTheSameBitsEverywhere) {
   ModelDescription model = six_tensors();
   model.blocks[1].parameters[1].shape = {150'001, 1};  // vectors stay exact
-  for (const MomentFormat moments : {MomentFormat::kFloat32, MomentFormat::kBFloat16, MomentFormat::kInt8}) {
+  for (const MomentFormat moments : kMomentFormats) {
     std::vector<std::vector<Values>> trained;
     for (const Where where : {Where::kHost, Where::kNvme, Where::kBoth}) {
       for (const std::uint64_t tile : {64 * 1024, 5 * 1024}) {

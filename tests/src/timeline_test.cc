@@ -1,6 +1,7 @@
 // The timeline of a run: what is recorded where, that nothing is lost without being counted, and that tracing changes
 // no bit.
 #include "swap/timeline.h"
+#include "kernels/host_device.h"
 
 #include <gtest/gtest.h>
 #include <rapidjson/document.h>

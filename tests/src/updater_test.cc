@@ -7,45 +7,45 @@
 #include <optional>
 #include <vector>
 
-#include "src/engine/machinery.h"
+#include "src/engine/run_resources.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {
 namespace {
 
 // A run whose weights and gradients are zero, without an engine around it.
-class Rig {
+class SweepSetup {
  public:
-  explicit Rig(const std::function<void(DeepSpeedKnobs&)>& set) {
+  explicit SweepSetup(const std::function<void(DeepSpeedKnobs&)>& set) {
     set(config.knobs);
-    config.knobs.optimizer_buffer_count = 8;  // more than block 0 has tiles, so two are for those behind it
+    config.knobs.optimizer_buffer_count = 8;  // more than block 0 has tiles, so two are for those after it
     plan = make_plan(config, model);
-    machinery = std::make_unique<Machinery>(config, model, plan, EngineOptions{}, share_threads(2), alone);
-    TileMover& mover = *machinery->mover;
+    resources = std::make_unique<RunResources>(config, model, plan, EngineOptions{}, share_threads(2), alone);
+    TileMover& mover = *resources->mover;
     for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
       mover.blank(t, 0);
       mover.start_save(0, Save::kNew);
       mover.finish_save(0);
     }
-    machinery->store->commit(0, {}, *machinery->thread, machinery->host_region(plan.host.record));
+    resources->store->commit(0, {}, *resources->thread, resources->host_region(plan.host.record));
     parameters.emplace(config, plan, model);
     parameters->begin_update(1, 1.0);
     const std::vector<std::uint8_t> brought(2, 1);  // a block of this model has two parameters
     for (std::uint32_t b = 0; b < model.blocks.size(); ++b) parameters->take(b, brought);
-    machinery->updater->begin(*parameters);
-    machinery->tiles->run_until(0, nullptr);  // several tiles, and more behind them
+    resources->updater->begin(*parameters);
+    resources->tiles->run_until(0, nullptr);  // several tiles, and more after them
   }
-  ~Rig() { machinery->updater->finish(); }
-  Rig(const Rig&) = delete;
-  Rig& operator=(const Rig&) = delete;
+  ~SweepSetup() { resources->updater->finish(); }
+  SweepSetup(const SweepSetup&) = delete;
+  SweepSetup& operator=(const SweepSetup&) = delete;
 
   std::uint32_t busy() const {
     std::uint32_t count = 0;
-    for (std::uint32_t b = 0; b < machinery->mover->buffers(); ++b) count += !machinery->mover->idle(b);
+    for (std::uint32_t b = 0; b < resources->mover->buffers(); ++b) count += !resources->mover->idle(b);
     return count;
   }
   std::uint32_t reading() const {
-    for (std::uint32_t b = 0; b < machinery->mover->buffers(); ++b) machinery->mover->finish_save(b);
+    for (std::uint32_t b = 0; b < resources->mover->buffers(); ++b) resources->mover->finish_save(b);
     return busy();
   }
 
@@ -55,22 +55,22 @@ class Rig {
   Config config = testing::toy_config(Placement::kNvme, Placement::kNvme, DType::kBFloat16, store.path());
   Plan plan;
   Agreement alone{nullptr};
-  std::unique_ptr<Machinery> machinery;
+  std::unique_ptr<RunResources> resources;
   std::optional<ParameterUpdates> parameters;
 };
 
 TEST(Updater, ReadsTheNextTilesWhileOneIsUpdated) {
-  EXPECT_GT(Rig([](DeepSpeedKnobs&) {}).reading(), 0u);
+  EXPECT_GT(SweepSetup([](DeepSpeedKnobs&) {}).reading(), 0u);
 }
 
 TEST(Updater, ReadsNothingAheadWithoutPipelineRead) {
-  EXPECT_EQ(Rig([](DeepSpeedKnobs& k) { k.pipeline_read = false; }).reading(), 0u);
+  EXPECT_EQ(SweepSetup([](DeepSpeedKnobs& k) { k.pipeline_read = false; }).reading(), 0u);
 }
 
 TEST(Updater, WaitsForItsWritesWithoutPipelineWrite) {
-  EXPECT_GT(Rig([](DeepSpeedKnobs& k) { k.pipeline_write = false; }).busy(), 0u) << "reads go on";
+  EXPECT_GT(SweepSetup([](DeepSpeedKnobs& k) { k.pipeline_write = false; }).busy(), 0u) << "reads go on";
   for (int i = 0; i < 10; ++i) {
-    EXPECT_EQ(Rig([](DeepSpeedKnobs& k) { k.pipeline_read = k.pipeline_write = false; }).busy(), 0u);
+    EXPECT_EQ(SweepSetup([](DeepSpeedKnobs& k) { k.pipeline_read = k.pipeline_write = false; }).busy(), 0u);
   }
 }
 

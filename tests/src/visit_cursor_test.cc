@@ -48,7 +48,7 @@ TEST(VisitCursor, TheFirstVisitOutOfTurnBeginsAgain) {
       {0, Pass::kForward}, {1, Pass::kForward}, {0, Pass::kForward}, {1, Pass::kBackward}};
   EXPECT_EQ(count(VisitCursor(visits, false), {visits[0], visits[1], visits[2], visits[3]}), 0);
   EXPECT_EQ(count(VisitCursor(visits, false), {visits[0], visits[0]}), 1) << "in the middle";
-  EXPECT_EQ(count(VisitCursor(visits, false), {visits[0], visits[1], visits[2], visits[0]}), 1) << "behind the pass";
+  EXPECT_EQ(count(VisitCursor(visits, false), {visits[0], visits[1], visits[2], visits[0]}), 1) << "after the pass";
   EXPECT_EQ(count(VisitCursor(visits, false), {visits[0], visits[1], visits[2], visits[3], visits[0]}), 1);
   EXPECT_EQ(count(VisitCursor(visits, true), {visits[0], visits[0], visits[0]}), 0) << "it is a part of what is learnt";
 }

@@ -1,6 +1,7 @@
 // AccumulatorPlaces on the host device: whatever order blocks come in, and however few places there are, sums are what
 // they would be in memory of their own.
 #include "swap/accumulator_places.h"
+#include "kernels/host_device.h"
 
 #include <gtest/gtest.h>
 
@@ -29,7 +30,7 @@ class Accumulators : public ::testing::Test {
   void TearDown() override {
     compute->synchronize();
     other->synchronize();
-    places->settle();
+    places->wait_idle();
     places.reset();
     device->unregister_host(host.memory());
   }
@@ -117,7 +118,7 @@ TEST_F(Accumulators, AStepThatIsGivenUpLeavesNothing) {
   for (int step = 0; step < 20; ++step) {
     for (std::uint32_t b = 0; b < kBlocks; ++b) add(b);
     for (std::uint32_t b = 0; b < kBlocks; ++b) places->expect(b);
-    places->settle();
+    places->wait_idle();
     compute->synchronize();
     other->synchronize();
     places->begin_step();
@@ -154,7 +155,7 @@ TEST_F(Accumulators, ComeOnceTheyHaveArrivedAtHome) {
   expect_all();
 }
 
-// Of three micro-batches in two places: what is added to leaves behind all but its last visit and comes for all but its
+// Of three micro-batches in two places: what is added to leaves after all but its last visit and comes for all but its
 // first, and the block that a micro-batch ends with is still there when the next begins with it.
 TEST_F(Accumulators, MoveNoMoreThanTheyMust) {
   make(2);

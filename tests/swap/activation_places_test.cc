@@ -1,6 +1,7 @@
 // ActivationPlaces over a real store and the host device: every read sees the last write, wherever the bytes were
 // meanwhile.
 #include "swap/activation_places.h"
+#include "kernels/host_device.h"
 
 #include <chrono>
 #include <cstring>
@@ -168,7 +169,7 @@ TEST_F(Activations, AUseOutOfOrderIsRefusedAndChangesNothing) {
     enqueue(uses[u], places->address(place));
     places->release(place, *compute);
   }
-  expect_refused(uses[1].activation, uses[1].access);  // behind the end
+  expect_refused(uses[1].activation, uses[1].access);  // after the end
   expect_nothing_wrong();
 }
 

@@ -57,11 +57,11 @@ inline std::vector<ActivationUse> random_uses(std::mt19937_64& random, std::uint
 // A plan that takes any place it may take: right, and as wasteful as it happens to be.
 inline std::vector<UsePlace> random_plan(std::mt19937_64& random, std::span<const ActivationUse> uses,
                                          std::uint32_t held, std::uint32_t places) {
-  struct Place {
+  struct PlaceState {
     std::optional<std::uint32_t> activation, last_use;
     bool home_is_old = false;
   };
-  std::vector<Place> hbm(places);
+  std::vector<PlaceState> hbm(places);
   std::vector<UsePlace> plan;
   std::map<std::uint32_t, std::uint32_t> last;  // use of each activation
   const auto needed = [&](std::uint32_t activation, std::uint32_t after) {
@@ -77,7 +77,7 @@ inline std::vector<UsePlace> random_plan(std::mt19937_64& random, std::span<cons
       do {
         planned.place = static_cast<std::uint32_t>(random() % places);
       } while (hbm[planned.place].last_use && *hbm[planned.place].last_use + held > u);
-      Place& place = hbm[planned.place];
+      PlaceState& place = hbm[planned.place];
       planned.after = place.last_use;
       planned.fetch = uses[u].access != Access::kWrite;
       planned.previous = last[uses[u].activation];

@@ -23,8 +23,8 @@ TEST(Extents, PayloadIsTwoPlusTenBytesInBf16AndFourPlusEightInFp32) {
 }
 
 TEST(Extents, StatesAreTheMomentsOfTheOptimizerAndTheMaster) {
-  for (const auto& [kind, moments] : {std::pair(OptimizerKind::kAdam, 8u), std::pair(OptimizerKind::kAdagrad, 4u),
-                                      std::pair(OptimizerKind::kLion, 4u), std::pair(OptimizerKind::kSgd, 4u)}) {
+  for (const OptimizerKind kind : kOptimizerKinds) {
+    const std::uint64_t moments = kind == OptimizerKind::kAdam ? 8 : 4;
     for (const auto& [type, master] :
          {std::pair(DType::kFloat32, 0u), std::pair(DType::kBFloat16, 2u), std::pair(DType::kFloat16, 4u)}) {
       const TileShape shape{.count = 1024, .type = type, .optimizer = kind};
@@ -87,7 +87,7 @@ TEST(Extents, PartsOfTheFileNeverOverlap) {
     for (std::size_t i = 0; i < parts.size(); ++i) {
       EXPECT_EQ(parts[i].offset % kExtentAlignment, 0u);
       const std::uint64_t end = i + 1 < parts.size() ? parts[i + 1].offset : layout.total_bytes;
-      EXPECT_EQ(parts[i].offset + parts[i].bytes, end) << "gap or overlap behind part " << i << ", slots " << slots;
+      EXPECT_EQ(parts[i].offset + parts[i].bytes, end) << "gap or overlap after part " << i << ", slots " << slots;
     }
   }
 }

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "kernels/device.h"
+#include "kernels/host_device.h"
 #include "kernels/workers.h"
 #include "swap/block_fetcher.h"
 #include "swap/policy/weight_residency.h"

@@ -30,7 +30,7 @@ std::vector<std::byte> record_of(std::uint64_t sequence) { return record_of(mani
 
 std::vector<std::byte> empty_record() { return std::vector<std::byte>(record_bytes(kForm)); }
 
-// The record is only ever torn within what means something; the zeros behind it are padding.
+// The record is only ever torn within what means something; the zeros after it are padding.
 std::vector<std::byte> torn(std::vector<std::byte> bytes, std::size_t keep) {
   std::fill(bytes.begin() + static_cast<std::ptrdiff_t>(keep), bytes.end(), std::byte{0});
   return bytes;

@@ -6,14 +6,12 @@
 #include <string>
 
 #include "kernels/device.h"
+#include "kernels/host_device.h"
 #include "kernels/workers.h"
 #include "swap/block_fetcher.h"
 #include "swap/block_spiller.h"
+#include "tests/aio/forwarding_queue.h"
 #include "tests/swap/store_fixture.h"
-
-#define SPILLWAY_CREATE                                                                         \
-  "_ZN8spillway7IoQueue6createERKNS_14IoQueueOptionsESt4spanIKPNS_4FileELm18446744073709551615" \
-  "EES4_IKS4_ISt4byteLm18446744073709551615EELm18446744073709551615EE"
 
 namespace spillway {
 namespace {
@@ -22,9 +20,9 @@ std::atomic<int> submits_left = -1;  // then submit() throws; negative: never
 std::atomic<bool> wait_fails = false;
 std::atomic<bool> fails_in_flight = false;  // once the drive has got to work
 
-class FailingQueue final : public IoQueue {
+class FailingQueue final : public testing::ForwardingQueue {
  public:
-  explicit FailingQueue(std::unique_ptr<IoQueue> real) : real_(std::move(real)) {}
+  using ForwardingQueue::ForwardingQueue;
   void submit(const IoRequest& request) override {
     if (submits_left == 0) throw std::runtime_error("the ring takes nothing more");
     if (submits_left > 0) --submits_left;
@@ -36,21 +34,12 @@ class FailingQueue final : public IoQueue {
     real_->wait(out, 0);
     throw std::runtime_error("the ring is gone while it is in use");
   }
-  void wake() noexcept override { real_->wake(); }
-  std::uint32_t pending() const noexcept override { return real_->pending(); }
-  IoStats stats() const noexcept override { return real_->stats(); }
-  std::string describe() const override { return real_->describe(); }
-
- private:
-  std::unique_ptr<IoQueue> real_;
 };
 
 }  // namespace
 
-using Files = std::span<File* const>;
-using Regions = std::span<const std::span<std::byte>>;
-std::unique_ptr<IoQueue> real_create(const IoQueueOptions&, Files, Regions) __asm__("__real_" SPILLWAY_CREATE);
-std::unique_ptr<IoQueue> failing_create(const IoQueueOptions&, Files, Regions) __asm__("__wrap_" SPILLWAY_CREATE);
+std::unique_ptr<IoQueue> real_create(const IoQueueOptions&, Files, Regions) __asm__("__real_" SPILLWAY_CREATE_QUEUE);
+std::unique_ptr<IoQueue> failing_create(const IoQueueOptions&, Files, Regions) __asm__("__wrap_" SPILLWAY_CREATE_QUEUE);
 std::unique_ptr<IoQueue> failing_create(const IoQueueOptions& options, Files files, Regions regions) {
   return std::make_unique<FailingQueue>(real_create(options, files, regions));
 }

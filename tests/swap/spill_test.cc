@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "kernels/device.h"
+#include "kernels/host_device.h"
 #include "kernels/workers.h"
 #include "swap/block_fetcher.h"
 #include "swap/block_spiller.h"
@@ -48,7 +49,7 @@ class Spill : public ::testing::Test {
     store->files().read_at(extent.offset, buffer.bytes());
     return {buffer.bytes().begin(), buffer.bytes().end()};
   }
-  // The payload from `from`, zeros behind it, and the checksum of both.
+  // The payload from `from`, zeros after it, and the checksum of both.
   void expect_stored(const SpillPiece& piece, const std::byte* from) const {
     const auto bytes = stored(piece.extent);
     EXPECT_EQ(std::memcmp(bytes.data(), from, piece.payload_bytes), 0);

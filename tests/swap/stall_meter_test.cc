@@ -1,6 +1,7 @@
 // Whose idle time counts when the caller computes on one stream and then on another. (tests/src/stall_test.cc: its
 // causes, in an engine.)
 #include "swap/stall_meter.h"
+#include "kernels/host_device.h"
 
 #include <gtest/gtest.h>
 

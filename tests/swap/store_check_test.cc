@@ -31,7 +31,7 @@ class StoreCheck : public ::testing::Test {
     std::uint64_t bytes = 0, last_done = 0, last_total = 0;
   };
   Found check() {
-    StoreFiles files = StoreFiles::open_to_look(paths_);
+    StoreFiles files = StoreFiles::open_read_only(paths_);
     EXPECT_FALSE(files.in_use());
     const StoreLayout layout = TileStore::read_layout(files, shape_);
     const ManifestChoice choice = TileStore::read_records(files, layout);
@@ -69,8 +69,8 @@ class StoreCheck : public ::testing::Test {
     return all;
   }
   std::pair<std::size_t, std::uint64_t> place(std::uint64_t offset) const {
-    const StoreFiles files = StoreFiles::open_to_look(paths_);
-    const StoreFiles::Place at = files.place_of(offset);
+    const StoreFiles files = StoreFiles::open_read_only(paths_);
+    const StoreFiles::FileOffset at = files.place_of(offset);
     return {static_cast<std::size_t>(at.file - files.files().data()), at.offset};
   }
 
@@ -126,7 +126,7 @@ TEST_F(StoreCheck, SlotsThatAreNotCommittedDoNotMatter) {
 }
 
 TEST_F(StoreCheck, AReadThatFailsIsABadExtentAndTheOthersAreCheckedAllTheSame) {
-  StoreFiles files = StoreFiles::open_to_look(paths_);
+  StoreFiles files = StoreFiles::open_read_only(paths_);
   const StoreLayout layout = TileStore::read_layout(files, shape_);
   const ManifestChoice choice = TileStore::read_records(files, layout);
   // The files end in the middle of tile 0 while they are open.
@@ -147,7 +147,7 @@ TEST_F(StoreCheck, AReadThatFailsIsABadExtentAndTheOthersAreCheckedAllTheSame) {
 TEST_F(StoreCheck, TheMessageNamesWhatAndWhere) {
   const auto [file, offset] = place(committed()[1].extent.offset);
   directories_[file].damage(offset);
-  StoreFiles files = StoreFiles::open_to_look(paths_);
+  StoreFiles files = StoreFiles::open_read_only(paths_);
   const StoreLayout layout = TileStore::read_layout(files, shape_);
   const ManifestChoice choice = TileStore::read_records(files, layout);
   std::string said;
@@ -170,12 +170,12 @@ TEST_F(StoreCheck, LookingChangesNothingAndIsPossibleWhileARunHasIt) {
   EXPECT_EQ(before.st_mtim.tv_sec, after.st_mtim.tv_sec);
   EXPECT_EQ(before.st_size, after.st_size);
   {
-    const StoreFiles one = StoreFiles::open_to_look(paths_), two = StoreFiles::open_to_look(paths_);
+    const StoreFiles one = StoreFiles::open_read_only(paths_), two = StoreFiles::open_read_only(paths_);
     EXPECT_FALSE(two.in_use());
     EXPECT_THROW(StoreFiles::open(paths_, 0), Error);  // nobody trains in what is being read
   }
   const auto store = TileStore::open(paths_, shape_);
-  EXPECT_TRUE(StoreFiles::open_to_look(paths_).in_use());
+  EXPECT_TRUE(StoreFiles::open_read_only(paths_).in_use());
 }
 
 }  // namespace

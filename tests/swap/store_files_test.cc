@@ -57,7 +57,7 @@ TEST(StoreFiles, WhatIsWrittenToTheSpaceIsReadBackAfterReopening) {
   EXPECT_EQ(std::memcmp(in.data.get(), out.data.get(), out.size), 0);
   // Byte by byte where place_of() says, which no superblock shares.
   for (std::uint64_t at = kExtentAlignment; at < kSpaceBytes; at += 333 * 1024 + 1) {
-    const StoreFiles::Place place = files.place_of(at);
+    const StoreFiles::FileOffset place = files.place_of(at);
     EXPECT_GE(place.offset, kExtentAlignment);
     std::ifstream file(place.file->path(), std::ios::binary);
     file.seekg(static_cast<std::streamoff>(place.offset));
@@ -126,7 +126,7 @@ TEST(StoreFiles, AFileThatIsRemovedMovedOrCutIsMissing) {
   const auto size = std::filesystem::file_size(name);
   std::filesystem::resize_file(name, size - 1);
   EXPECT_EQ(files.missing(kSpaceBytes), &files.files()[1]);
-  // What is written behind a cut makes the file as long as before.
+  // What is written beyond a cut makes the file as long as before.
   std::filesystem::resize_file(name, 0);
   std::filesystem::resize_file(name, size);
   EXPECT_EQ(files.missing(kSpaceBytes), &files.files()[1]);
@@ -162,7 +162,7 @@ TEST(StoreFiles, LinksAreNeverFollowed) {
   std::filesystem::rename(three.directory[2].file(), elsewhere.path() / "moved");
   std::filesystem::create_symlink(elsewhere.path() / "moved", three.directory[2].file());
   EXPECT_NE(ThreePaths::refusal(three.paths, Code::kInvalidArgument).find("symbolic link"), std::string::npos);
-  EXPECT_THROW(StoreFiles::open_to_look(three.paths), Error);
+  EXPECT_THROW(StoreFiles::open_read_only(three.paths), Error);
   std::string kept;
   std::getline(std::ifstream(precious) >> std::ws, kept);
   EXPECT_EQ(kept, "not a store");
@@ -179,17 +179,31 @@ TEST(StoreFiles, WhoLooksSeesASetWhoseFirstFilesHaveNotTheirNamesYet) {
   }
   std::filesystem::rename(other.directory[0].file(), three.directory[0].file());  // what was to be replaced
   const auto id_of = [](const StoreFiles& files) { return files.superblock().store_id[0]; };
-  const auto id = id_of(StoreFiles::open_to_look(three.paths));
-  EXPECT_EQ(StoreFiles::open_to_look(three.paths).files()[1].path(), StoreFiles::temporary_name(three.paths[1]));
+  const auto id = id_of(StoreFiles::open_read_only(three.paths));
+  EXPECT_EQ(StoreFiles::open_read_only(three.paths).files()[1].path(), StoreFiles::temporary_name(three.paths[1]));
   EXPECT_FALSE(std::filesystem::exists(three.directory[1].file())) << "nothing is changed";
   EXPECT_EQ(id_of(StoreFiles::open(three.paths, 0)), id);
-  EXPECT_EQ(id_of(StoreFiles::open_to_look(three.paths)), id);
+  EXPECT_EQ(id_of(StoreFiles::open_read_only(three.paths)), id);
   // Part of another store.
   std::filesystem::rename(other.directory[1].file(), StoreFiles::temporary_name(three.paths[1]));
-  EXPECT_EQ(StoreFiles::open_to_look(three.paths).files()[1].path(), three.directory[1].file());
+  EXPECT_EQ(StoreFiles::open_read_only(three.paths).files()[1].path(), three.directory[1].file());
 }
 
-// Else a crash could take a temporary name behind the last path's new one, and the set would be in two halves.
+// Else a crash could take a temporary name after the last path's new one, and the set would be in two halves.
+TEST(StoreFiles, AProcessThatWasKilledBetweenTwoNamesIsWaitedFor) {
+  ThreePaths three;
+  three.make();
+  std::filesystem::rename(three.directory[0].file(), StoreFiles::temporary_name(three.paths[0]));
+  File held = File::open(StoreFiles::temporary_name(three.paths[0]), {.writable = true, .direct = false});
+  held.lock(0);
+  std::thread ends([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    const File released = std::move(held);
+  });
+  EXPECT_EQ(StoreFiles::open(three.paths, 10).files()[0].path(), three.directory[0].file());
+  ends.join();
+}
+
 TEST(StoreFiles, NoFileGetsItsNameBeforeAllTemporaryNamesAreDurable) {
   ThreePaths three;
   std::optional<Code> failed;

@@ -109,7 +109,7 @@ TEST_F(FullDisk, AStoreIsReplacedInItsOwnSpace) {
     bool asked = false;
     auto store = TileStore::create(disk_.path(), shape, true, [&] {
       asked = true;
-      const StoreFiles old = StoreFiles::open_to_look(std::vector{disk_.path()});
+      const StoreFiles old = StoreFiles::open_read_only(std::vector{disk_.path()});
       const StoreLayout layout = TileStore::read_layout(old, three_tiles());
       EXPECT_EQ(TileStore::read_records(old, layout).manifest.value().step, 1u);
     });

@@ -49,7 +49,7 @@ TEST(StoreThread, AFailedRequestNamesFileOffsetAndErrno) {
   batch.add({.op = IoOp::kRead, .offset = end + 65536, .buffer = open.arena.memory().data(), .bytes = 65536});
   try {
     batch.wait();
-    FAIL() << "a read behind the end succeeded";
+    FAIL() << "a read beyond the end succeeded";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Code::kIo);
     EXPECT_EQ(error.parts().errno_value, ENODATA);

@@ -1,5 +1,6 @@
 // TileMover over a real store and the host device, with tiles at home in every place there is.
 #include "swap/tile_mover.h"
+#include "kernels/host_device.h"
 
 #include <algorithm>
 #include <functional>
@@ -45,8 +46,8 @@ class Mover : public ::testing::Test {
     device->unregister_host(host.memory());
   }
 
-  // Homes as given by `choose`, which is asked for every part of every tile; offsets one behind the other.
-  void settle_homes(const std::function<Home(std::uint32_t tile, Part part)>& choose) {
+  // Homes as given by `choose`, which is asked for every part of every tile; offsets one after the other.
+  void choose_homes(const std::function<Home(std::uint32_t tile, Part part)>& choose) {
     mover.reset();
     places.clear();
     std::uint64_t hbm = 0, arena = kRecordBytes + kBuffers * kBufferBytes;
@@ -190,7 +191,7 @@ class Mover : public ::testing::Test {
 TEST_F(Mover, TilesKeepTheirBytesWhereverTheyLive) {
   std::mt19937_64 random = seeded_generator();
   for (int round = 0; round < 8; ++round) {
-    settle_homes([&](std::uint32_t, Part) { return static_cast<Placement>(random() % 3); });
+    choose_homes([&](std::uint32_t, Part) { return static_cast<Placement>(random() % 3); });
     import(1);
     expect_everywhere(1);
     expect_copies_in_hbm(1);
@@ -209,7 +210,7 @@ TEST_F(Mover, TilesKeepTheirBytesWhereverTheyLive) {
 
 TEST_F(Mover, AnUpdateWritesEveryPartThatTravelsWithIt) {
   // Weights in host memory beside states on NVMe are a cache: both are written. The other way round the states wait.
-  settle_homes([](std::uint32_t tile, Part part) {
+  choose_homes([](std::uint32_t tile, Part part) {
     return (tile % 2 == 0) == (part == Part::kWeights) ? Placement::kHost : Placement::kNvme;
   });
   import(1);
@@ -228,7 +229,7 @@ TEST_F(Mover, AnUpdateWritesEveryPartThatTravelsWithIt) {
 }
 
 TEST_F(Mover, TheCommittedSlotIsNeverWritten) {
-  settle_homes([](std::uint32_t, Part) { return Placement::kNvme; });
+  choose_homes([](std::uint32_t, Part) { return Placement::kNvme; });
   import(1);
   store->commit(0, {}, *thread, host.memory().first(kRecordBytes));
   std::vector<TileStore::Slot> committed;
@@ -253,12 +254,12 @@ TEST_F(Mover, TheCommittedSlotIsNeverWritten) {
 }
 
 TEST_F(Mover, RestoringFillsHomesAndWritesNothing) {
-  settle_homes([](std::uint32_t, Part) { return Placement::kNvme; });
+  choose_homes([](std::uint32_t, Part) { return Placement::kNvme; });
   import(1);
   update(1, 2);
   write_back_and_commit(1);
   std::mt19937_64 random = seeded_generator();
-  settle_homes([&](std::uint32_t, Part) { return static_cast<Placement>(random() % 3); });
+  choose_homes([&](std::uint32_t, Part) { return static_cast<Placement>(random() % 3); });
   std::ranges::fill(device->hbm(), std::byte{0xee});
   const std::uint64_t before = written_bytes();
   for (std::uint32_t t = 0; t < places.size(); ++t) {
@@ -278,7 +279,7 @@ TEST_F(Mover, RestoringFillsHomesAndWritesNothing) {
 }
 
 TEST_F(Mover, ABitThatFlippedOnTheDriveIsNamedAndTheOtherTilesStillLoad) {
-  settle_homes([](std::uint32_t, Part) { return Placement::kNvme; });
+  choose_homes([](std::uint32_t, Part) { return Placement::kNvme; });
   import(1);
   store->commit(0, {}, *thread, host.memory().first(kRecordBytes));
   for (Part part : kBothParts) {
@@ -304,7 +305,7 @@ TEST_F(Mover, ABitThatFlippedOnTheDriveIsNamedAndTheOtherTilesStillLoad) {
 
 TEST_F(Mover, ABufferHoldsOneTileAtATime) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  settle_homes([](std::uint32_t, Part) { return Placement::kHost; });
+  choose_homes([](std::uint32_t, Part) { return Placement::kHost; });
   import(1);
   mover->start_load(0, 0);
   EXPECT_FALSE(mover->idle(0));
@@ -319,7 +320,7 @@ TEST_F(Mover, ABufferHoldsOneTileAtATime) {
 
 // A part that lives in host memory is worked on in place: nothing moves.
 TEST_F(Mover, HostMemoryIsUsedInPlace) {
-  settle_homes([](std::uint32_t, Part) { return Placement::kHost; });
+  choose_homes([](std::uint32_t, Part) { return Placement::kHost; });
   import(1);
   const std::uint64_t read = thread->stats().read_bytes, h2d_before = mover->h2d_bytes();
   mover->start_load(0, 0);

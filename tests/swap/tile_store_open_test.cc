@@ -35,14 +35,14 @@ TEST(TileStoreOpen, EitherSuperblockSufficesAndTheOtherIsWrittenAnew) {
     const std::uint64_t end = std::filesystem::file_size(directory.file());
     directory.damage(first ? 30 : end - kExtentAlignment + 30);
     const std::filesystem::path paths[] = {directory.path()};
-    EXPECT_TRUE(StoreFiles::open_to_look(paths).superblock_damaged(0));  // and stays
+    EXPECT_TRUE(StoreFiles::open_read_only(paths).superblock_damaged(0));  // and stays
     EXPECT_EQ(TileStore::open_to_read(directory.path(), three_tiles())->committed().step, 2u);
     const std::string said = with_log([&] {
-      EXPECT_TRUE(StoreFiles::open_to_look(paths).superblock_damaged(0));
+      EXPECT_TRUE(StoreFiles::open_read_only(paths).superblock_damaged(0));
       EXPECT_EQ(TileStore::open(directory.path(), three_tiles())->committed().step, 2u);
     });
     EXPECT_NE(said.find("one of its two superblocks was damaged and is written anew"), std::string::npos) << said;
-    EXPECT_FALSE(StoreFiles::open_to_look(paths).superblock_damaged(0));
+    EXPECT_FALSE(StoreFiles::open_read_only(paths).superblock_damaged(0));
     EXPECT_EQ(std::filesystem::file_size(directory.file()), end);
     EXPECT_EQ(with_log([&] { TileStore::open(directory.path(), three_tiles()); }), "");
     directory.damage(30);
@@ -126,7 +126,7 @@ TEST(TileStoreOpen, ASuperblockThatIsDamagedWhileARunGoesOnIsWrittenAnewAtACommi
   EXPECT_EQ(with_log([&] { EXPECT_EQ(store->missing(), nullptr); }), "");
   store.reset();
   const std::filesystem::path paths[] = {directory.path()};
-  EXPECT_FALSE(StoreFiles::open_to_look(paths).superblock_damaged(0));
+  EXPECT_FALSE(StoreFiles::open_read_only(paths).superblock_damaged(0));
 }
 
 TEST(TileStoreOpen, OneOfAnotherUserOrThatOthersCanWriteIsNotUsed) {
@@ -174,7 +174,7 @@ TEST(TileStoreOpen, NothingOfTheOlderStepIsOverwrittenBeforeTheLastOneIsSaidToBe
 void make_format_3(const StoreDirectory& directory) {
   const std::filesystem::path paths[] = {directory.path()};
   const auto [layout, choice, block] = [&] {
-    const StoreFiles files = StoreFiles::open_to_look(paths);
+    const StoreFiles files = StoreFiles::open_read_only(paths);
     const StoreLayout at = TileStore::read_layout(files, three_tiles());
     return std::tuple(at, TileStore::read_records(files, at), files.superblock());
   }();

@@ -340,9 +340,9 @@ TEST(TileStore, ADamagedDescriptionIsRefusedToWhoNeedsIt) {
   StoreDirectory directory;
   make_store(directory.path(), 1);
   const std::vector<std::filesystem::path> paths = {directory.path()};
-  EXPECT_EQ(TileStore::read_description(StoreFiles::open_to_look(paths)), "three tiles");
+  EXPECT_EQ(TileStore::read_description(StoreFiles::open_read_only(paths)), "three tiles");
   directory.damage(kExtentAlignment + 3);
-  EXPECT_EQ(code_of([&] { TileStore::read_description(StoreFiles::open_to_look(paths)); }), Code::kCorrupt);
+  EXPECT_EQ(code_of([&] { TileStore::read_description(StoreFiles::open_read_only(paths)); }), Code::kCorrupt);
 }
 
 TEST(TileStore, ATruncatedFileIsRefused) {

@@ -1,4 +1,4 @@
-#include "tools/config/command.h"
+#include "tools/terminal/commands.h"
 
 #include <cstdint>
 #include <filesystem>

@@ -15,7 +15,7 @@ std::string auto_text(const ConfigKey& key);  // what "auto" stands for; empty: 
 
 // The rows of a section ("": the top), those that decide something first.
 std::vector<const ConfigKey*> keys_of(std::string_view section);
-// All sections that hold keys, "" first, each behind its parent.
+// All sections that hold keys, "" first, each after its parent.
 std::vector<std::string_view> sections();
 
 // What `spillway config --explain` prints of a path, or of every path that ends in it. Throws kNotFound with the

@@ -10,7 +10,7 @@ namespace spillway::config {
 namespace {
 
 constexpr std::string_view kHead =
-    R"(<!-- Made by `spillway config --reference` from src/config/table.cc; a test compares the two. -->
+    R"(<!-- Made by `spillway config --reference` from src/config/sections; a test compares the two. -->
 # Configuration reference
 
 The file is a DeepSpeed-style `ds_config.json`. Every key that DeepSpeed 0.19 reads for ZeRO training of a dense model

@@ -84,7 +84,7 @@ void put_key(Json& json, const EffectiveKey& key) {
 }  // namespace
 
 std::string report_text(const EffectiveConfig& effective) {
-  constexpr std::size_t kWidest = 24;  // of values; a longer one moves what stands behind it
+  constexpr std::size_t kWidest = 24;  // of values; a longer one moves what stands after it
   std::size_t keys = 0, values = 0;
   for (const EffectiveKey& key : effective.keys) {
     keys = std::max(keys, key.key->path.size());

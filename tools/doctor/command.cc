@@ -1,4 +1,4 @@
-#include "tools/doctor/command.h"
+#include "tools/terminal/commands.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -9,12 +9,8 @@
 #include <vector>
 
 #include "spillway/error.h"
+#include "tools/doctor/checks.h"
 #include "tools/doctor/finding.h"
-#include "tools/doctor/gpu_checks.h"
-#include "tools/doctor/machine_checks.h"
-#include "tools/doctor/path_checks.h"
-#include "tools/doctor/ranks_checks.h"
-#include "tools/terminal/colours.h"
 #include "tools/terminal/heard.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/number_option.h"
@@ -26,7 +22,7 @@ namespace {
 
 struct DoctorOptions {
   std::vector<std::filesystem::path> paths;
-  NeedOptions need;
+  RequirementOptions required;
   double probe_seconds = 5;
   bool no_probe = false, json = false, ranks = false;
 };
@@ -40,18 +36,18 @@ class Doctor {
       add(check_ranks());
       return findings_.empty() ? 0 : report();
     }
-    look_at_machine();
-    if (!options_.paths.empty()) need_.paths = options_.paths;
-    for (const auto& path : need_.paths) {
-      paths_.push_back(path_facts(path, need_.engine));
+    probe_machine();
+    if (!options_.paths.empty()) required_.paths = options_.paths;
+    for (const auto& path : required_.paths) {
+      paths_.push_back(path_info(path, required_.engine));
       if (!probe(paths_.back())) return stopped();
     }
-    add(check_paths(paths_, need_, nodes_));
-    for (const PathFacts& path : paths_) add(check_path(path, need_));
-    if (need_.paths.empty()) {
+    add(check_paths(paths_, required_, nodes_));
+    for (const PathInfo& path : paths_) add(check_path(path, required_));
+    if (required_.paths.empty()) {
       findings_.push_back(
           {"", "paths", Status::kSkipped,
-           options_.need.config.empty()
+           options_.required.config.empty()
                ? "none was given: name the directories for stores, or --config ds_config.json"
                : "the configuration has none, so a run makes no store: name directories to look at them",
            "", ""});
@@ -74,25 +70,25 @@ class Doctor {
     for (Finding& finding : findings) findings_.push_back(std::move(finding));
   }
 
-  void look_at_machine() {
-    const MemoryFacts memory = memory_facts();  // first: what is tried below takes memory and address space
-    const CpuFacts cpu = cpu_facts();
-    need_ = need_of(options_.need);
-    const KernelFacts kernel = kernel_facts();
-    const RingFacts ring = ring_facts();
-    const GpuFacts gpu = gpu_facts();
+  void probe_machine() {
+    const MemoryInfo memory = memory_info();  // first: what is tried below takes memory and address space
+    const CpuInfo cpu = cpu_info();
+    required_ = requirements_of(options_.required);
+    const KernelInfo kernel = kernel_info();
+    const RingInfo ring = ring_info();
+    const GpuInfo gpu = gpu_info();
     nodes_ = {.gpu = gpu_node(gpu), .cpus = cpu.nodes};
     add(check_kernel(kernel, ring));
-    add(check_ring(ring, kernel, need_));
-    add(check_memory(memory, need_));
-    limits_ = limit_facts();
-    add(check_limits(limits_, need_));
+    add(check_ring(ring, kernel, required_));
+    add(check_memory(memory, required_));
+    limits_ = limit_info();
+    add(check_limits(limits_, required_));
     add(check_cpu(cpu));
     add(check_gpu(gpu, kernel));
   }
 
   // False when Ctrl-C ended it.
-  bool probe(PathFacts& facts) {
+  bool probe(PathInfo& facts) {
     // With what a quota leaves, and where a file was had.
     const std::uint64_t room = std::min(facts.free_bytes, facts.quota_left.value_or(UINT64_MAX));
     const std::uint64_t bytes = probe_bytes(room, limits_.file_bytes.value_or(UINT64_MAX));
@@ -112,7 +108,7 @@ class Doctor {
     return !interrupt_.requested();
   }
 
-  bool measure(PathFacts& facts, std::uint64_t bytes) {
+  bool measure(PathInfo& facts, std::uint64_t bytes) {
     terminal::Progress progress(0, 0, stderr);
     const terminal::Heard heard;  // the lines of path and machine have said it
     const auto go_on = [&](double seconds) {
@@ -120,12 +116,12 @@ class Doctor {
                   facts.path.string());
       return !interrupt_.requested();
     };
-    const std::vector<DiskFacts> before = facts.disks;
+    const std::vector<DiskInfo> before = facts.disks;
     try {
       facts.probe = probe_drive({.directory = facts.directory,
                                  .seconds = options_.probe_seconds,
                                  .most_bytes = bytes,
-                                 .need = &need_,
+                                 .required = &required_,
                                  .go_on = go_on});
     } catch (const Error& error) {
       facts.probe_failed = error.parts();
@@ -139,10 +135,10 @@ class Doctor {
   }
 
   // Of the warmest drive. A link that slept is awake now, too.
-  static void note_heat(const std::vector<DiskFacts>& before, PathFacts& facts) {
+  static void note_heat(const std::vector<DiskInfo>& before, PathInfo& facts) {
     facts.disks = disks_of(facts.drive);
     for (std::size_t i = 0; i < facts.disks.size() && i < before.size(); ++i) {
-      const drive::DriveFacts& drive = facts.disks[i].drive;
+      const drive::DriveInfo& drive = facts.disks[i].drive;
       if (!drive.celsius || *drive.celsius < facts.probe->celsius_after.value_or(-300)) continue;
       facts.probe->celsius_before = before[i].drive.celsius;
       facts.probe->celsius_after = drive.celsius;
@@ -157,10 +153,10 @@ class Doctor {
 
   const DoctorOptions& options_;
   terminal::Interrupt interrupt_{"ending the probe"};  // before anything that starts threads
-  Need need_;
+  RunRequirements required_;
   NodesInUse nodes_;
-  LimitFacts limits_;
-  std::vector<PathFacts> paths_;
+  LimitInfo limits_;
+  std::vector<PathInfo> paths_;
   Findings findings_;
 };
 
@@ -174,12 +170,13 @@ void add_command(CLI::App& program, int& exit_code) {
       "Say what in this machine, its limits and its drives makes training slower or breaks it, and what "
       "repairs it; changes nothing");
   command->add_option("paths", options.paths, "Directories for stores; default: the configuration's");
-  auto* config = command->add_option("--config", options.need.config, "ds_config.json: its paths, budgets and engine");
-  command->add_option("--aio", options.need.aio, "What spillway sweep --json wrote: put over the configuration")
+  auto* config =
+      command->add_option("--config", options.required.config, "ds_config.json: its paths, budgets and engine");
+  command->add_option("--aio", options.required.aio, "What spillway sweep --json wrote: put over the configuration")
       ->needs(config);
-  auto* model = command->add_option("--model", options.need.model, "Directory of the model: what a run of it takes")
+  auto* model = command->add_option("--model", options.required.model, "Directory of the model: what a run of it takes")
                     ->needs(config);
-  command->add_option("--seq", options.need.sequence, "Tokens of a row, as in finetune")
+  command->add_option("--seq", options.required.sequence, "Tokens of a row, as in finetune")
       ->transform(terminal::in_range(1u, 1u << 24))
       ->capture_default_str()
       ->needs(model);

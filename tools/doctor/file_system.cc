@@ -1,4 +1,4 @@
-#include "tools/doctor/file_system.h"
+#include "tools/doctor/checks.h"
 
 #include <fmt/format.h>
 
@@ -6,7 +6,7 @@
 #include <string_view>
 #include <utility>
 
-#include "tools/terminal/shell_word.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::doctor {
 namespace {
@@ -60,7 +60,7 @@ Finding finding(Status status, std::string seen, std::string by = "", std::strin
 
 }  // namespace
 
-Finding judge_file_system(const drive::MountFacts& mount) {
+Finding judge_file_system(const drive::MountInfo& mount) {
   if (mount.type.empty()) return finding(Status::kSkipped, "the kernel does not name it");
   const std::string name = fmt::format("{} from {}", mount.type, mount.source);
   const auto remount = [&](const char* option) {

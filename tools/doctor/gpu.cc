@@ -10,7 +10,7 @@
 #include <memory>
 #include <sstream>
 
-#include "kernels/device.h"
+#include "kernels/cuda/loader.h"
 #include "tools/drive/drive.h"
 #include "tools/drive/text_file.h"
 
@@ -43,7 +43,7 @@ class Library {
 // The driver API's types and numbers, as cuda.h has them: a CUresult and a CUdevice are an int.
 constexpr int kCapabilityMajor = 75, kCapabilityMinor = 76;
 
-void ask_driver(GpuFacts& facts) {
+void ask_driver(GpuInfo& facts) {
   const Library driver("libcuda.so.1");
   facts.library = driver.loaded();
   facts.library_refused = driver.refused();
@@ -79,7 +79,7 @@ void ask_driver(GpuFacts& facts) {
   }
 }
 
-void ask_nccl(GpuFacts& facts) {
+void ask_nccl(GpuInfo& facts) {
   const Library nccl("libnccl.so.2");
   if (!nccl.loaded()) return;
   if (const auto version = nccl.find<int(int*)>("ncclGetVersion")) version(&facts.nccl);
@@ -114,7 +114,7 @@ std::string module_version(const fs::path& file) {
   return "";
 }
 
-void look_at_bus(const Roots& roots, GpuFacts& facts) {
+void read_bus(const Roots& roots, GpuInfo& facts) {
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(roots.sys / "bus/pci/devices", error)) {
     // Display controllers are of class 03; 0x10de is NVIDIA.
@@ -132,7 +132,7 @@ void look_at_bus(const Roots& roots, GpuFacts& facts) {
   std::ranges::sort(facts.cards, {}, &PciGpu::address);
 }
 
-void look_at_files(const Roots& roots, GpuFacts& facts) {
+void read_files(const Roots& roots, GpuInfo& facts) {
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(roots.root / "dev", error)) {
     const std::string name = entry.path().filename().string();
@@ -149,10 +149,10 @@ void look_at_files(const Roots& roots, GpuFacts& facts) {
 
 }  // namespace
 
-GpuFacts gpu_facts(const Roots& roots) {
-  GpuFacts facts;
-  look_at_bus(roots, facts);
-  look_at_files(roots, facts);
+GpuInfo gpu_info(const Roots& roots) {
+  GpuInfo facts;
+  read_bus(roots, facts);
+  read_files(roots, facts);
   facts.module_version = module_version(roots.proc / "driver/nvidia/version");
   if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) {
     facts.visible = visible;

@@ -21,7 +21,7 @@ struct CudaDevice {
   std::uint64_t bytes = 0;
   int capability = 0;  // 90 of compute capability 9.0; 0: not known
 };
-struct GpuFacts {
+struct GpuInfo {
   std::vector<PciGpu> cards = {};              // of NVIDIA
   std::vector<std::string> device_files = {};  // /dev/nvidia0, /dev/nvidiactl, …; none in WSL
   std::vector<std::string> forbidden = {};     // of them, what this user may not open
@@ -40,6 +40,6 @@ struct GpuFacts {
   int toolkit_cuda = 0;            // of the toolkit in /usr/local/cuda; 0: none
   int nccl = 0;                    // 22105 for 2.21.5; 0: libnccl.so.2 was not found
 };
-GpuFacts gpu_facts(const Roots& roots = {});
+GpuInfo gpu_info(const Roots& roots = {});
 
 }  // namespace spillway::doctor

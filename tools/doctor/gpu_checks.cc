@@ -1,4 +1,4 @@
-#include "tools/doctor/gpu_checks.h"
+#include "tools/doctor/checks.h"
 
 #include <fmt/format.h>
 
@@ -8,7 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "tools/doctor/path_checks.h"
 #include "tools/terminal/amount.h"
 
 namespace spillway::doctor {
@@ -23,14 +22,14 @@ Finding finding(const char* check, Status status, std::string seen, std::string 
 
 std::string cuda_version(int number) { return fmt::format("{}.{}", number / 1000, number % 1000 / 10); }
 
-bool anything_there(const GpuFacts& gpu) { return !gpu.cards.empty() || !gpu.device_files.empty(); }
+bool anything_there(const GpuInfo& gpu) { return !gpu.cards.empty() || !gpu.device_files.empty(); }
 
-std::string what_is_there(const GpuFacts& gpu) {
+std::string what_is_there(const GpuInfo& gpu) {
   if (!gpu.cards.empty()) return fmt::format("an NVIDIA GPU at {}", gpu.cards.front().address);
   return gpu.device_files.front();
 }
 
-Finding no_library(const GpuFacts& gpu, const KernelFacts& kernel) {
+Finding no_library(const GpuInfo& gpu, const KernelInfo& kernel) {
   std::string seen = fmt::format("{}, and no driver for programs: {}", what_is_there(gpu), gpu.library_refused);
   std::string repair = "sudo apt install nvidia-driver   # Debian's name; or your distribution's";
   if (!kernel.container.empty()) {
@@ -43,7 +42,7 @@ Finding no_library(const GpuFacts& gpu, const KernelFacts& kernel) {
   return finding("cuda", Status::kBroken, std::move(seen), "", std::move(repair));
 }
 
-Finding init_failed(const GpuFacts& gpu) {
+Finding init_failed(const GpuInfo& gpu) {
   const std::string seen = fmt::format("cuInit: {} ({})", gpu.init_name, gpu.init);
   const auto broken = [&](std::string more, std::string repair) {
     return finding("cuda", Status::kBroken, seen + more, "", std::move(repair));
@@ -87,7 +86,7 @@ Finding check_link(const PciGpu& card) {
                  "the slot next to the CPU, and no M.2 slot that takes its lanes: see the mainboard's manual");
 }
 
-Finding check_toolkit(const GpuFacts& gpu) {
+Finding check_toolkit(const GpuInfo& gpu) {
   const std::string seen =
       fmt::format("toolkit {}, driver for CUDA {}", cuda_version(gpu.toolkit_cuda), cuda_version(gpu.driver_cuda));
   // Minor versions of one major run on each other's drivers from 11 on (CUDA Compatibility, NVIDIA).
@@ -108,7 +107,7 @@ std::string not_seen(const CudaDevice& device) {
 
 }  // namespace
 
-Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel) {
+Findings check_gpu(const GpuInfo& gpu, const KernelInfo& kernel) {
   Findings findings;
   if (!anything_there(gpu) && (!gpu.library || gpu.init == kNoDevice)) {
     findings.push_back(finding("cuda", Status::kSkipped,
@@ -149,7 +148,7 @@ Findings check_gpu(const GpuFacts& gpu, const KernelFacts& kernel) {
   return findings;
 }
 
-std::optional<int> gpu_node(const GpuFacts& gpu) {
+std::optional<int> gpu_node(const GpuInfo& gpu) {
   for (const PciGpu& card : gpu.cards) {
     if (card.node) return card.node;
   }

@@ -76,7 +76,7 @@ std::uint64_t huge_bytes_here(const Roots& roots) {
   return bytes_in(drive::contents_of(roots.proc / "self/smaps_rollup"), "AnonHugePages");
 }
 
-void try_arena(const Roots& roots, MemoryFacts& memory) {
+void try_arena(const Roots& roots, MemoryInfo& memory) {
   terminal::Heard heard;
   try {
     HostArena arena(kTriedArena, kPinnedArena, roots.sys / "kernel/mm/transparent_hugepage");
@@ -100,8 +100,8 @@ void try_arena(const Roots& roots, MemoryFacts& memory) {
 
 }  // namespace
 
-KernelFacts kernel_facts(const Roots& roots) {
-  KernelFacts kernel;
+KernelInfo kernel_info(const Roots& roots) {
+  KernelInfo kernel;
   kernel.release = read_line(roots.proc / "sys/kernel/osrelease");
   kernel.wsl = lower(kernel.release).find("microsoft") != std::string::npos;
   kernel.container = container_of(roots);
@@ -109,14 +109,14 @@ KernelFacts kernel_facts(const Roots& roots) {
   return kernel;
 }
 
-RingFacts ring_facts(const Roots& roots) {
-  RingFacts ring;
+RingInfo ring_info(const Roots& roots) {
+  RingInfo ring;
   ring.disabled = number_of(read_line(roots.proc / "sys/kernel/io_uring_disabled"), -1);
   if (counts_locked_memory(roots)) ring.lockable_bytes = limit_of(RLIMIT_MEMLOCK);
   alignas(4096) std::byte memory[kTriedRegion];
   const std::span<std::byte> regions[] = {memory};
-  for (const IoEngineKind kind : {IoEngineKind::kIoUring, IoEngineKind::kLibaio, IoEngineKind::kThreads}) {
-    RungFacts rung{kind, ""};
+  for (const IoEngineKind kind : kIoEngines) {
+    RungInfo rung{kind, ""};
     terminal::Heard heard;
     try {
       const auto queue = IoQueue::create({.engine = kind, .block_bytes = kTriedRegion}, {}, regions);
@@ -132,8 +132,8 @@ RingFacts ring_facts(const Roots& roots) {
   return ring;
 }
 
-MemoryFacts memory_facts(const Roots& roots) {
-  MemoryFacts memory;
+MemoryInfo memory_info(const Roots& roots) {
+  MemoryInfo memory;
   const std::string info = drive::contents_of(roots.proc / "meminfo");
   memory.total_bytes = bytes_in(info, "MemTotal");
   memory.available_bytes = bytes_in(info, "MemAvailable");
@@ -151,10 +151,10 @@ MemoryFacts memory_facts(const Roots& roots) {
   return memory;
 }
 
-LimitFacts limit_facts() { return {.open_files = limit_of(RLIMIT_NOFILE), .file_bytes = limit_of(RLIMIT_FSIZE)}; }
+LimitInfo limit_info() { return {.open_files = limit_of(RLIMIT_NOFILE), .file_bytes = limit_of(RLIMIT_FSIZE)}; }
 
-CpuFacts cpu_facts(const Roots& roots) {
-  CpuFacts cpu;
+CpuInfo cpu_info(const Roots& roots) {
+  CpuInfo cpu;
   cpu.target = optimizer_targets().front().name;
   const std::vector<unsigned> allowed = affinity_cpus();
   cpu.cpus = static_cast<unsigned>(allowed.size());

@@ -1,4 +1,4 @@
-#include "tools/doctor/machine_checks.h"
+#include "tools/doctor/checks.h"
 
 #include <fmt/format.h>
 
@@ -40,13 +40,13 @@ std::string in_container(const std::string& container, const std::string& option
   return fmt::format("{} run {} …", container == "podman" ? "podman" : "docker", option);
 }
 
-std::string lock_repair(const KernelFacts& kernel) {
+std::string lock_repair(const KernelInfo& kernel) {
   return in_container(kernel.container, "--ulimit memlock=-1",
                       "echo \"$USER - memlock unlimited\" | sudo tee /etc/security/limits.d/spillway.conf   # then log "
                       "in again; a systemd unit takes LimitMEMLOCK=infinity");
 }
 
-std::string ring_repair(const RingFacts& ring, const KernelFacts& kernel, const std::string& why) {
+std::string ring_repair(const RingInfo& ring, const KernelInfo& kernel, const std::string& why) {
   if (ring.disabled > 0 && why.find("io_uring_disabled") != std::string::npos)
     return "sudo sysctl -w kernel.io_uring_disabled=0";
   if (why.starts_with("EMFILE") || why.starts_with("ENFILE")) return "ulimit -n 4096";
@@ -60,7 +60,7 @@ std::string ring_repair(const RingFacts& ring, const KernelFacts& kernel, const 
   return "see what sudo dmesg says of io_uring (SELinux and AppArmor can refuse it, too)";
 }
 
-Finding check_lockable(const RingFacts& ring, const KernelFacts& kernel, const Need& need) {
+Finding check_lockable(const RingInfo& ring, const KernelInfo& kernel, const RunRequirements& required) {
   const std::string price = fmt::format("plain buffers, about {} % more CPU", kPlainBuffersPrice);
   if (!ring.lockable_bytes) {
     if (!ring.not_registered.empty()) {
@@ -69,37 +69,37 @@ Finding check_lockable(const RingFacts& ring, const KernelFacts& kernel, const N
     return ok("memlock", "no limit on pinned memory for this process");
   }
   const std::string limit = fmt::format("ulimit -l allows {} of pinned memory", text_of_size(*ring.lockable_bytes));
-  if (need.host_bytes && *need.host_bytes <= *ring.lockable_bytes && ring.not_registered.empty()) {
-    return ok("memlock", fmt::format("{}, host memory takes {}", limit, text_of_size(*need.host_bytes)));
+  if (required.host_bytes && *required.host_bytes <= *ring.lockable_bytes && ring.not_registered.empty()) {
+    return ok("memlock", fmt::format("{}, host memory takes {}", limit, text_of_size(*required.host_bytes)));
   }
   return slower("memlock",
-                need.host_bytes ? fmt::format("{}, host memory takes {}", limit, text_of_size(*need.host_bytes))
-                                : fmt::format("{}, and all of host_bytes is to be registered", limit),
+                required.host_bytes ? fmt::format("{}, host memory takes {}", limit, text_of_size(*required.host_bytes))
+                                    : fmt::format("{}, and all of host_bytes is to be registered", limit),
                 price, lock_repair(kernel));
 }
 
-Finding check_room(const MemoryFacts& memory, const Need& need) {
+Finding check_room(const MemoryInfo& memory, const RunRequirements& required) {
   std::string seen =
       fmt::format("{} available of {}", text_of_size(memory.available_bytes), text_of_size(memory.total_bytes));
   if (memory.cgroup_bytes) {
     seen += fmt::format(", this process's cgroup allows {}", text_of_size(*memory.cgroup_bytes));
     if (memory.cgroup_left) seen += fmt::format(" and leaves {}", text_of_size(*memory.cgroup_left));
   }
-  if (!need.memory_bytes) return ok("memory", seen);
+  if (!required.memory_bytes) return ok("memory", seen);
   const std::uint64_t have = std::min(memory.available_bytes, memory.cgroup_left.value_or(UINT64_MAX));
-  seen += fmt::format("; the arenas take {} and the program up to {}", text_of_size(*need.memory_bytes),
+  seen += fmt::format("; the arenas take {} and the program up to {}", text_of_size(*required.memory_bytes),
                       text_of_size(kOutsideArenas));
-  if (*need.memory_bytes + kOutsideArenas <= have) return ok("memory", seen);
+  if (*required.memory_bytes + kOutsideArenas <= have) return ok("memory", seen);
   const char* repair = have == memory.available_bytes
                            ? "end other programs, or lower spillway.host_bytes and spillway.hbm_bytes"
                            : "raise the cgroup's limit (docker run --memory …, systemd: MemoryMax=), or lower "
                              "spillway.host_bytes and spillway.hbm_bytes";
   // What the engine refuses; the program may do with less than it may take.
-  if (*need.memory_bytes + kLeastOutside > have) return broken("memory", seen, repair);
+  if (*required.memory_bytes + kLeastOutside > have) return broken("memory", seen, repair);
   return slower("memory", seen, "a run may swap in the middle of a step, or be killed", repair);
 }
 
-Finding check_swap(const MemoryFacts& memory) {
+Finding check_swap(const MemoryInfo& memory) {
   // From here on it is more than what idle programs leave there.
   constexpr double kMuch = 0.05;
   if (memory.swap_bytes == 0) return ok("swap", "off");
@@ -112,26 +112,26 @@ Finding check_swap(const MemoryFacts& memory) {
                 "end what takes the memory (ps aux --sort=-rss | head), then sudo swapoff -a && sudo swapon -a");
 }
 
-Finding check_overcommit(const MemoryFacts& memory, const Need& need) {
+Finding check_overcommit(const MemoryInfo& memory, const RunRequirements& required) {
   if (memory.overcommit < 0) return {"", "overcommit", Status::kSkipped, "this kernel does not say", "", ""};
   if (memory.overcommit != 2) return ok("overcommit", fmt::format("vm.overcommit_memory is {}", memory.overcommit));
   const std::string seen =
       fmt::format("vm.overcommit_memory is 2, which leaves {} to be mapped", text_of_size(memory.commit_left_bytes));
-  if (!need.memory_bytes || *need.memory_bytes < memory.commit_left_bytes) return ok("overcommit", seen);
-  return broken("overcommit", fmt::format("{}; the arenas take {}", seen, text_of_size(*need.memory_bytes)),
+  if (!required.memory_bytes || *required.memory_bytes < memory.commit_left_bytes) return ok("overcommit", seen);
+  return broken("overcommit", fmt::format("{}; the arenas take {}", seen, text_of_size(*required.memory_bytes)),
                 "sudo sysctl -w vm.overcommit_memory=0");
 }
 
-Finding check_address_space(const MemoryFacts& memory, const Need& need) {
+Finding check_address_space(const MemoryInfo& memory, const RunRequirements& required) {
   if (!memory.address_space) return ok("address space", "no limit (ulimit -v)");
-  const std::uint64_t want = need.memory_bytes.value_or(0) + kOutsideArenas;
+  const std::uint64_t want = required.memory_bytes.value_or(0) + kOutsideArenas;
   const std::string seen = fmt::format("ulimit -v leaves {}", text_of_size(*memory.address_space));
   if (*memory.address_space >= want) return ok("address space", seen);
   return broken("address space", fmt::format("{}, at least {} are needed", seen, text_of_size(want)),
                 "ulimit -v unlimited");
 }
 
-Findings check_huge_pages(const MemoryFacts& memory) {
+Findings check_huge_pages(const MemoryInfo& memory) {
   constexpr double kMost = 0.9;
   Findings findings;
   const std::string price = fmt::format("{} on small ones", kSmallPagesPrice);
@@ -158,7 +158,7 @@ Findings check_huge_pages(const MemoryFacts& memory) {
   return findings;
 }
 
-Finding check_clock(const CpuFacts& cpu) {
+Finding check_clock(const CpuInfo& cpu) {
   if (cpu.governor.empty()) return {"", "clock", Status::kSkipped, "the kernel shows no governor", "", ""};
   std::string seen = fmt::format("{}, governor {}", cpu.driver, cpu.governor);
   if (!cpu.preference.empty()) seen += fmt::format(", preference {}", cpu.preference);
@@ -184,7 +184,7 @@ Finding check_clock(const CpuFacts& cpu) {
 
 }  // namespace
 
-Findings check_kernel(const KernelFacts& kernel, const RingFacts& ring) {
+Findings check_kernel(const KernelInfo& kernel, const RingInfo& ring) {
   Findings findings;
   const auto version = version_of(kernel.release);
   const std::string name = "Linux " + kernel.release;
@@ -212,46 +212,46 @@ Findings check_kernel(const KernelFacts& kernel, const RingFacts& ring) {
   return findings;
 }
 
-Findings check_ring(const RingFacts& ring, const KernelFacts& kernel, const Need& need) {
+Findings check_ring(const RingInfo& ring, const KernelInfo& kernel, const RunRequirements& required) {
   Findings findings;
-  const auto granted = std::ranges::find(ring.ladder, std::string(), &RungFacts::refused);
+  const auto granted = std::ranges::find(ring.ladder, std::string(), &RungInfo::refused);
   if (granted == ring.ladder.end()) {  // threads are always to be had but for memory and file descriptors
     findings.push_back(broken("io_uring", "no engine is to be had: " + ring.ladder.front().refused, "ulimit -n 4096"));
     return findings;
   }
   if (granted->kind == IoEngineKind::kIoUring) {
     findings.push_back(ok("io_uring", ring.granted));
-    findings.push_back(check_lockable(ring, kernel, need));
+    findings.push_back(check_lockable(ring, kernel, required));
     return findings;
   }
   const std::string& why = ring.ladder.front().refused;
   std::string seen = why;
   for (auto rung = std::next(ring.ladder.begin()); rung != granted; ++rung) {
-    seen += fmt::format("; {}: {}", drive::name_of(rung->kind), rung->refused);
+    seen += fmt::format("; {}: {}", name_of(rung->kind), rung->refused);
   }
   const std::string repair = ring_repair(ring, kernel, why);
-  if (need.engine == IoEngineKind::kIoUring) {
+  if (required.engine == IoEngineKind::kIoUring) {
     findings.push_back(broken("io_uring", seen + "; spillway.io_engine asks for it by name", repair));
   } else {
-    findings.push_back(slower(
-        "io_uring", seen, fmt::format("using {}, {}", drive::name_of(granted->kind), price_of(granted->kind)), repair));
+    findings.push_back(
+        slower("io_uring", seen, fmt::format("using {}, {}", name_of(granted->kind), price_of(granted->kind)), repair));
   }
   return findings;
 }
 
-Findings check_memory(const MemoryFacts& memory, const Need& need) {
+Findings check_memory(const MemoryInfo& memory, const RunRequirements& required) {
   Findings findings;
-  if (!need.refused.empty()) findings.push_back(broken("plan", need.refused, need.remedy));
-  if (!need.no_plan.empty()) findings.push_back({"", "plan", Status::kSkipped, need.no_plan, "", ""});
-  findings.push_back(check_room(memory, need));
+  if (!required.refused.empty()) findings.push_back(broken("plan", required.refused, required.remedy));
+  if (!required.no_plan.empty()) findings.push_back({"", "plan", Status::kSkipped, required.no_plan, "", ""});
+  findings.push_back(check_room(memory, required));
   findings.push_back(check_swap(memory));
-  findings.push_back(check_overcommit(memory, need));
-  findings.push_back(check_address_space(memory, need));
+  findings.push_back(check_overcommit(memory, required));
+  findings.push_back(check_address_space(memory, required));
   for (Finding& finding : check_huge_pages(memory)) findings.push_back(std::move(finding));
   return findings;
 }
 
-Findings check_limits(const LimitFacts& limits, const Need& need) {
+Findings check_limits(const LimitInfo& limits, const RunRequirements& required) {
   // One path and one file of weights do with 8; 16 paths and the shards of a large model are some tens.
   constexpr std::uint64_t kFiles = 64;
   Findings findings;
@@ -263,8 +263,9 @@ Findings check_limits(const LimitFacts& limits, const Need& need) {
   }
   if (!limits.file_bytes) return findings;
   const std::string seen = fmt::format("ulimit -f is {}", text_of_size(*limits.file_bytes));
-  if (need.store_bytes.value_or(0) > *limits.file_bytes) {
-    findings.push_back(broken("file size", fmt::format("{}, the store takes {}", seen, text_of_size(*need.store_bytes)),
+  if (required.store_bytes.value_or(0) > *limits.file_bytes) {
+    findings.push_back(broken("file size",
+                              fmt::format("{}, the store takes {}", seen, text_of_size(*required.store_bytes)),
                               "ulimit -f unlimited"));
   } else {
     findings.push_back(ok("file size", seen));
@@ -272,7 +273,7 @@ Findings check_limits(const LimitFacts& limits, const Need& need) {
   return findings;
 }
 
-Findings check_cpu(const CpuFacts& cpu) {
+Findings check_cpu(const CpuInfo& cpu) {
   Findings findings;
   const std::string nodes =
       cpu.nodes.size() == 1 ? "one NUMA node" : fmt::format("NUMA nodes {}", fmt::join(cpu.nodes, ", "));

@@ -29,7 +29,7 @@ using drive::read_line;
 constexpr std::uint64_t kTrial = kMiB;
 constexpr const char* kBlockDevices = "/sys/class/block";
 
-void look_at_space(PathFacts& facts) {
+void read_space(PathInfo& facts) {
   struct statvfs space {};
   if (::statvfs(facts.directory.c_str(), &space) != 0) return;
   facts.counts_space = space.f_blocks > 0;
@@ -59,8 +59,8 @@ std::optional<std::uint64_t> quota_left(const std::string& source) {
   return left;
 }
 
-DiskFacts disk_facts(const std::string& name) {
-  DiskFacts disk;
+DiskInfo disk_info(const std::string& name) {
+  DiskInfo disk;
   unsigned major = 0, minor = 0;
   if (std::sscanf(read_line(fs::path(kBlockDevices) / name / "dev").c_str(), "%u:%u", &major, &minor) != 2) return disk;
   disk.drive = drive::drive_of(major, minor);
@@ -73,7 +73,7 @@ DiskFacts disk_facts(const std::string& name) {
   return disk;
 }
 
-void look_at_drive(PathFacts& facts) {
+void read_drive(PathInfo& facts) {
   facts.mount = drive::mount_of(facts.directory);
   facts.drive = drive::drive_of(facts.mount);
   facts.disks = disks_of(facts.drive);
@@ -81,7 +81,7 @@ void look_at_drive(PathFacts& facts) {
 }
 
 // The ladder over this very file: libaio, for one, wants direct I/O.
-void try_engines(File& file, IoEngineKind wanted, PathFacts& facts) {
+void try_engines(File& file, IoEngineKind wanted, PathInfo& facts) {
   File* const files[] = {&file};
   try {
     facts.engine = IoQueue::create({.engine = wanted}, files, {})->describe();
@@ -90,7 +90,7 @@ void try_engines(File& file, IoEngineKind wanted, PathFacts& facts) {
   }
 }
 
-void write_and_read_back(File& file, PathFacts& facts) {
+void write_and_read_back(File& file, PathInfo& facts) {
   AlignedBuffer out(kTrial), in(kTrial);
   std::mt19937_64 random(std::random_device{}());
   for (std::uint64_t at = 0; at < kTrial; at += sizeof(std::uint64_t)) {
@@ -104,7 +104,7 @@ void write_and_read_back(File& file, PathFacts& facts) {
   facts.intact = std::memcmp(out.data.get(), in.data.get(), kTrial) == 0;
 }
 
-void try_file(PathFacts& facts, IoEngineKind engine) {
+void try_file(PathInfo& facts, IoEngineKind engine) {
   terminal::Heard heard;
   try {
     drive::TestFile trial(facts.directory, 0);  // a full drive still grants a file without a byte
@@ -134,15 +134,15 @@ fs::path nearest(const fs::path& path) {
 
 }  // namespace
 
-std::vector<DiskFacts> disks_of(const drive::DriveFacts& drive) {
-  std::vector<DiskFacts> disks;
+std::vector<DiskInfo> disks_of(const drive::DriveInfo& drive) {
+  std::vector<DiskInfo> disks;
   if (drive.name.empty()) return disks;
-  for (const std::string& name : drive::disks_below(drive.name)) disks.push_back(disk_facts(name));
+  for (const std::string& name : drive::disks_below(drive.name)) disks.push_back(disk_info(name));
   return disks;
 }
 
-PathFacts path_facts(const fs::path& path, IoEngineKind engine) {
-  PathFacts facts;
+PathInfo path_info(const fs::path& path, IoEngineKind engine) {
+  PathInfo facts;
   std::error_code error;
   facts.path = fs::canonical(path, error);
   if (error) facts.path = path;
@@ -157,8 +157,8 @@ PathFacts path_facts(const fs::path& path, IoEngineKind engine) {
                               error.value(), ""};
     return facts;
   }
-  look_at_space(facts);
-  look_at_drive(facts);
+  read_space(facts);
+  read_drive(facts);
   facts.quota_left = quota_left(facts.mount.source);
   try_file(facts, engine);
   return facts;

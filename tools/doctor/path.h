@@ -9,28 +9,28 @@
 #include <vector>
 
 #include "spillway/error.h"
-#include "tools/doctor/need.h"
 #include "tools/doctor/probe.h"
+#include "tools/doctor/run_requirements.h"
 #include "tools/drive/drive.h"
 
 namespace spillway::doctor {
 
 // A drive that lies below a path: the block device itself, or one of those that a RAID, LVM or dm-crypt is made of.
-struct DiskFacts {
-  drive::DriveFacts drive;
+struct DiskInfo {
+  drive::DriveInfo drive;
   std::string slot_most = {};                 // the PCIe link that its slot could do; empty: not shown
   std::optional<int> node = {};               // NUMA
   std::optional<unsigned> percent_used = {};  // of the life that its vendor rates it for; root only
 };
 
-struct PathFacts {
+struct PathInfo {
   std::filesystem::path path = {};
   // What is looked at: the path, or the nearest of its parents that is there, in which a run makes the rest. Empty:
   // neither is a directory.
   std::filesystem::path directory = {};
-  drive::MountFacts mount;
-  drive::DriveFacts drive;  // what the file system lies on
-  std::vector<DiskFacts> disks = {};
+  drive::MountInfo mount;
+  drive::DriveInfo drive;  // what the file system lies on
+  std::vector<DiskInfo> disks = {};
   bool encrypted = false;  // by dm-crypt
 
   std::uint64_t total_bytes = 0, free_bytes = 0;
@@ -49,16 +49,16 @@ struct PathFacts {
   std::string engine_refused = {};        // why it takes no engine that the machine grants, or not the one asked for
   std::string engine = {};                // the one it takes
 
-  std::optional<ProbeFacts> probe = {};
+  std::optional<ProbeInfo> probe = {};
   std::string no_probe = {};                    // why there is none
   std::optional<ErrorParts> probe_failed = {};  // a transfer of it did
   std::string hung = {};                        // what made no progress for half a minute, in the trial or the probe
 };
 
 // Everything but the probe. `engine`: the one that the configuration asks for.
-PathFacts path_facts(const std::filesystem::path& path, IoEngineKind engine);
+PathInfo path_info(const std::filesystem::path& path, IoEngineKind engine);
 
 // What the drives behind a block device say of themselves now.
-std::vector<DiskFacts> disks_of(const drive::DriveFacts& drive);
+std::vector<DiskInfo> disks_of(const drive::DriveInfo& drive);
 
 }  // namespace spillway::doctor

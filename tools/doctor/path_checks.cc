@@ -1,4 +1,4 @@
-#include "tools/doctor/path_checks.h"
+#include "tools/doctor/checks.h"
 
 #include <fmt/format.h>
 
@@ -10,10 +10,8 @@
 #include <utility>
 
 #include "spillway/units.h"
-#include "tools/doctor/file_system.h"
-#include "tools/doctor/probe_check.h"
 #include "tools/terminal/amount.h"
-#include "tools/terminal/shell_word.h"
+#include "tools/terminal/tell.h"
 
 namespace spillway::doctor {
 namespace {
@@ -23,7 +21,7 @@ using terminal::text_of_size;
 // Findings about one path.
 class Path {
  public:
-  Path(const PathFacts& facts, const Need& need) : facts_(facts), need_(need) {}
+  Path(const PathInfo& facts, const RunRequirements& required) : facts_(facts), required_(required) {}
 
   Findings check() {
     if (facts_.directory.empty()) {
@@ -46,7 +44,7 @@ class Path {
     }
     check_space();
     check_drive();
-    for (const DiskFacts& disk : facts_.disks) check_disk(disk);
+    for (const DiskInfo& disk : facts_.disks) check_disk(disk);
     check_probe();
     if (!facts_.hung.empty()) broken("hanging", facts_.hung, "see sudo dmesg and sudo smartctl -a of the drive");
     return std::move(findings_);
@@ -145,9 +143,10 @@ class Path {
     }
     if (facts_.no_inodes) seen += ", and no inode for a file";
     // Several paths share a store; check_paths() judges that.
-    const bool alone = need_.paths.size() <= 1;
-    if (alone && need_.store_bytes) seen += fmt::format("; the store takes {}", text_of_size(*need_.store_bytes));
-    const std::uint64_t least = alone ? need_.store_bytes.value_or(kLeastRoom) : kLeastRoom;
+    const bool alone = required_.paths.size() <= 1;
+    if (alone && required_.store_bytes)
+      seen += fmt::format("; the store takes {}", text_of_size(*required_.store_bytes));
+    const std::uint64_t least = alone ? required_.store_bytes.value_or(kLeastRoom) : kLeastRoom;
     if (have >= least && !(full() && facts_.store_bytes == 0)) return ok("space", seen);
     broken("space", seen,
            facts_.quota_left && *facts_.quota_left < facts_.free_bytes
@@ -157,7 +156,7 @@ class Path {
   }
 
   void check_drive() {
-    const drive::DriveFacts& drive = facts_.drive;
+    const drive::DriveInfo& drive = facts_.drive;
     if (drive.name.empty()) return skipped("drive", "no block device shows itself behind " + facts_.mount.source);
     std::string seen = drive.name;
     if (!drive.model.empty()) seen += ", " + drive.model;
@@ -177,8 +176,8 @@ class Path {
     ok("drive", seen);
   }
 
-  void check_disk(const DiskFacts& disk) {
-    const drive::DriveFacts& drive = disk.drive;
+  void check_disk(const DiskInfo& disk) {
+    const drive::DriveInfo& drive = disk.drive;
     const auto now = link_gb_per_s(drive.link_now), most = link_gb_per_s(drive.link_most);
     if (now && most) {
       const std::string seen =
@@ -224,19 +223,19 @@ class Path {
   // Less than the smallest store that makes sense.
   static constexpr std::uint64_t kLeastRoom = 64 * kMiB;
 
-  const PathFacts& facts_;
-  const Need& need_;
+  const PathInfo& facts_;
+  const RunRequirements& required_;
   Findings findings_;
 };
 
-std::vector<std::string> disk_names(const PathFacts& facts) {
+std::vector<std::string> disk_names(const PathInfo& facts) {
   std::vector<std::string> names;
-  for (const DiskFacts& disk : facts.disks) names.push_back(disk.drive.name);
+  for (const DiskInfo& disk : facts.disks) names.push_back(disk.drive.name);
   std::ranges::sort(names);
   return names;
 }
 
-void check_shared_drives(std::span<const PathFacts> paths, Findings& findings) {
+void check_shared_drives(std::span<const PathInfo> paths, Findings& findings) {
   for (std::size_t i = 0; i < paths.size(); ++i) {
     for (std::size_t j = 0; j < i; ++j) {
       std::vector<std::string> both;
@@ -251,15 +250,15 @@ void check_shared_drives(std::span<const PathFacts> paths, Findings& findings) {
   }
 }
 
-void check_room_of_all(std::span<const PathFacts> paths, const Need& need, Findings& findings) {
-  if (need.paths.size() < 2 || !need.store_bytes) return;
+void check_room_of_all(std::span<const PathInfo> paths, const RunRequirements& required, Findings& findings) {
+  if (required.paths.size() < 2 || !required.store_bytes) return;
   std::uint64_t have = 0;
-  for (const PathFacts& path : paths) {
+  for (const PathInfo& path : paths) {
     have += std::min(path.free_bytes, path.quota_left.value_or(UINT64_MAX)) + path.store_bytes;
   }
-  const std::string seen =
-      fmt::format("{} on all paths together; the store takes {}", text_of_size(have), text_of_size(*need.store_bytes));
-  if (have >= *need.store_bytes) {
+  const std::string seen = fmt::format("{} on all paths together; the store takes {}", text_of_size(have),
+                                       text_of_size(*required.store_bytes));
+  if (have >= *required.store_bytes) {
     findings.push_back({"", "space", Status::kOk, seen, "", ""});
   } else {
     findings.push_back({"", "space", Status::kBroken, seen, "",
@@ -279,14 +278,14 @@ std::optional<double> link_gb_per_s(const std::string& link) {
   return transfers * lanes * code / 8;
 }
 
-Findings check_path(const PathFacts& facts, const Need& need) { return Path(facts, need).check(); }
+Findings check_path(const PathInfo& facts, const RunRequirements& required) { return Path(facts, required).check(); }
 
-Findings check_paths(std::span<const PathFacts> paths, const Need& need, const NodesInUse& nodes) {
+Findings check_paths(std::span<const PathInfo> paths, const RunRequirements& required, const NodesInUse& nodes) {
   Findings findings;
-  check_room_of_all(paths, need, findings);
+  check_room_of_all(paths, required, findings);
   check_shared_drives(paths, findings);
-  for (const PathFacts& path : paths) {
-    for (const DiskFacts& disk : path.disks) {
+  for (const PathInfo& path : paths) {
+    for (const DiskInfo& disk : path.disks) {
       const auto far = [&](std::string from, std::string repair) {
         findings.push_back(
             {"", "numa", Status::kSlower, fmt::format("{} is on node {}, {}", disk.drive.name, *disk.node, from),

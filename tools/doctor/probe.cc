@@ -25,14 +25,14 @@ std::uint64_t probe_bytes(std::uint64_t free_bytes, std::uint64_t file_limit) {
   return align_down(std::min({free_bytes / 4, kMost, file_limit}), kLeast);
 }
 
-std::optional<ProbeFacts> probe_drive(const ProbeOptions& options) {
+std::optional<ProbeInfo> probe_drive(const ProbeOptions& options) {
   drive::TestFile file(options.directory, options.most_bytes);
-  drive::LoadSpec spec{.engine = options.need->engine, .block_bytes = options.need->block_bytes};
+  drive::LoadSpec spec{.engine = options.required->engine, .block_bytes = options.required->block_bytes};
   spec.block_bytes = std::clamp<std::uint64_t>(align_up(spec.block_bytes, 64 * kKiB), 64 * kKiB, 4 * kMiB);
   // What a run would have in flight, within reason; and never as much as the file holds.
   const std::uint64_t in_flight = std::min(kMostInFlight, options.most_bytes / 2);
   spec.depth = static_cast<std::uint32_t>(
-      std::clamp<std::uint64_t>(in_flight / spec.block_bytes, 1, std::max(options.need->depth, 1u)));
+      std::clamp<std::uint64_t>(in_flight / spec.block_bytes, 1, std::max(options.required->depth, 1u)));
   drive::LoadMemory memory(spec.depth * spec.block_bytes);
   const drive::LoadFile files[] = {{&file.file(), options.most_bytes, 0}};
 
@@ -49,7 +49,7 @@ std::optional<ProbeFacts> probe_drive(const ProbeOptions& options) {
   if (!wanted) return std::nullopt;
   file.file().sync();
 
-  ProbeFacts facts;
+  ProbeInfo facts;
   facts.interval_seconds = sustained.interval_seconds;
   facts.rates = sustained.rates;
   facts.write_seconds = sustained.seconds;
@@ -66,7 +66,7 @@ std::optional<ProbeFacts> probe_drive(const ProbeOptions& options) {
   return facts;
 }
 
-Ends ends_of(const ProbeFacts& probe) {
+Ends ends_of(const ProbeInfo& probe) {
   if (probe.rates.empty()) return {};
   const double total = probe.interval_seconds * static_cast<double>(probe.rates.size());
   const double window = std::min(1.0, total / 5);

@@ -8,12 +8,12 @@
 #include <span>
 #include <vector>
 
-#include "tools/doctor/need.h"
+#include "tools/doctor/run_requirements.h"
 #include "tools/drive/drive.h"
 
 namespace spillway::doctor {
 
-struct ProbeFacts {
+struct ProbeInfo {
   double interval_seconds = 0;
   std::vector<double> rates = {};  // of the writes, bytes per second, one per interval
   double write_seconds = 0;
@@ -26,7 +26,7 @@ struct ProbeOptions {
   std::filesystem::path directory = {};
   double seconds = 5;                              // four fifths of it written, the rest read
   std::uint64_t most_bytes = 0;                    // of the file, which is written again and again
-  const Need* need = nullptr;                      // block size, depth and engine
+  const RunRequirements* required = nullptr;       // block size, depth and engine
   std::function<bool(double seconds)> go_on = {};  // false ends the probe early; called at least ten times a second
 };
 
@@ -35,12 +35,12 @@ struct ProbeOptions {
 std::uint64_t probe_bytes(std::uint64_t free_bytes, std::uint64_t file_limit = UINT64_MAX);
 
 // Nothing when it was ended early. Throws spillway::Error when a transfer fails.
-std::optional<ProbeFacts> probe_drive(const ProbeOptions& options);
+std::optional<ProbeInfo> probe_drive(const ProbeOptions& options);
 
 // Rates of the first and of the last second (of short probes: the first and the last fifth); 0 without any.
 struct Ends {
   double first = 0, last = 0, seconds = 0;
 };
-Ends ends_of(const ProbeFacts& probe);
+Ends ends_of(const ProbeInfo& probe);
 
 }  // namespace spillway::doctor

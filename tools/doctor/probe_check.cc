@@ -1,4 +1,4 @@
-#include "tools/doctor/probe_check.h"
+#include "tools/doctor/checks.h"
 
 #include <fmt/format.h>
 
@@ -16,7 +16,7 @@ using terminal::text_of_size;
 constexpr double kHolds = 0.8;    // of the first second's rate; drives and their neighbours breathe by less
 constexpr double kNearLimit = 5;  // °C below the temperature from which a drive slows down
 
-std::string heat_text(const ProbeFacts& probe) {
+std::string heat_text(const ProbeInfo& probe) {
   if (!probe.celsius_after) return "";
   std::string text = probe.celsius_before
                          ? fmt::format(", {:.0f} to {:.0f} °C", *probe.celsius_before, *probe.celsius_after)
@@ -25,13 +25,13 @@ std::string heat_text(const ProbeFacts& probe) {
   return text;
 }
 
-bool hot(const ProbeFacts& probe) {
+bool hot(const ProbeInfo& probe) {
   return probe.celsius_after && probe.celsius_limit && *probe.celsius_after >= *probe.celsius_limit - kNearLimit;
 }
 
 }  // namespace
 
-Finding judge_probe(const ProbeFacts& probe, const drive::DriveFacts& drive, const std::string& mount_point) {
+Finding judge_probe(const ProbeInfo& probe, const drive::DriveInfo& drive, const std::string& mount_point) {
   const Ends ends = ends_of(probe);
   Finding finding;
   finding.seen = fmt::format("{} written at {:.2f} GB/s, then read at {:.2f} GB/s{}", text_of_size(probe.written_bytes),

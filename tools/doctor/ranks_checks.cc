@@ -1,4 +1,4 @@
-#include "tools/doctor/ranks_checks.h"
+#include "tools/doctor/checks.h"
 
 #include <unistd.h>
 
@@ -14,6 +14,7 @@
 #include <fmt/format.h>
 
 #include "kernels/device.h"
+#include "kernels/host_device.h"
 #include "kernels/workers.h"
 #include "spillway/communicator.h"
 #include "spillway/units.h"
@@ -46,7 +47,7 @@ class Ranks {
     std::vector<char> names(kHostName * comm_->ranks());
     ::gethostname(names.data() + kHostName * comm_->rank(), kHostName - 1);
     comm_->all_gather(std::as_writable_bytes(std::span(names)), slices, 0, *stream_);
-    settle();
+    wait_idle();
     std::map<std::string, int> ranks_on;
     for (std::uint32_t rank = 0; rank < comm_->ranks(); ++rank) ++ranks_on[names.data() + kHostName * rank];
     std::string text;
@@ -67,7 +68,7 @@ class Ranks {
   }
 
  private:
-  void settle() {
+  void wait_idle() {
     stream_->synchronize();
     comm_->throw_if_failed();
   }
@@ -78,13 +79,13 @@ class Ranks {
     double best = std::numeric_limits<double>::infinity();
     for (int round = 0; round < kRounds; ++round) {
       comm_->barrier(4, *stream_);
-      settle();
+      wait_idle();
       const auto begin = std::chrono::steady_clock::now();
       call();
-      settle();
+      wait_idle();
       double taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
       comm_->all_reduce(std::span(&taken, 1), Fold::kMax, 4, *stream_);
-      settle();
+      wait_idle();
       best = std::min(best, taken);
     }
     return best;

@@ -69,7 +69,7 @@ std::optional<double> celsius_in(const fs::path& file) {
   return static_cast<double>(millis) / 1000;
 }
 
-void add_nvme(const fs::path& block, DriveFacts& drive) {
+void add_nvme(const fs::path& block, DriveInfo& drive) {
   const fs::path controller = controller_of(block);
   drive.firmware = read_line(controller / "firmware_rev");
   if (drive.model.empty()) drive.model = read_line(controller / "model");
@@ -97,9 +97,9 @@ std::string link_of(const fs::path& device, const char* which) {
   return fmt::format("{} GT/s × {}", number, width);
 }
 
-MountFacts mount_of(const fs::path& path, const std::string& mountinfo) {
+MountInfo mount_of(const fs::path& path, const std::string& mountinfo) {
   const std::string where = fs::canonical(path).string();
-  MountFacts found;
+  MountInfo found;
   std::size_t longest = 0;
   std::istringstream lines(mountinfo);
   // `36 35 98:0 /root /mount/point rw,noatime shared:1 - ext3 /dev/root rw,errors=continue` (man 5 proc)
@@ -120,10 +120,10 @@ MountFacts mount_of(const fs::path& path, const std::string& mountinfo) {
   return found;
 }
 
-MountFacts mount_of(const fs::path& path) { return mount_of(path, contents_of("/proc/self/mountinfo")); }
+MountInfo mount_of(const fs::path& path) { return mount_of(path, contents_of("/proc/self/mountinfo")); }
 
-DriveFacts drive_of(unsigned major, unsigned minor, const fs::path& sys) {
-  DriveFacts drive;
+DriveInfo drive_of(unsigned major, unsigned minor, const fs::path& sys) {
+  DriveInfo drive;
   std::error_code error;
   fs::path block = fs::canonical(sys / "dev/block" / fmt::format("{}:{}", major, minor), error);
   if (error) return drive;
@@ -147,7 +147,7 @@ DriveFacts drive_of(unsigned major, unsigned minor, const fs::path& sys) {
   return drive;
 }
 
-DriveFacts drive_of(const MountFacts& mount) {
+DriveInfo drive_of(const MountInfo& mount) {
   if (mount.major != 0) return drive_of(mount.major, mount.minor);
   struct stat status {};
   if (!mount.source.starts_with("/dev/") || ::stat(mount.source.c_str(), &status) != 0) return {};
@@ -169,7 +169,7 @@ std::vector<std::string> disks_below(const std::string& device, const fs::path& 
   return disks;
 }
 
-std::optional<std::uint64_t> moved_bytes(const DriveFacts& drive, const fs::path& sys) {
+std::optional<std::uint64_t> moved_bytes(const DriveInfo& drive, const fs::path& sys) {
   if (drive.name.empty()) return std::nullopt;
   std::istringstream counters(read_line(sys / "block" / drive.name / "stat"));
   // Documentation/block/stat.rst: requests, merges, sectors and milliseconds of reads, then the same of writes.

@@ -9,7 +9,7 @@
 
 namespace spillway::drive {
 
-struct MountFacts {
+struct MountInfo {
   std::string type;               // ext4, tmpfs, nfs4, …; empty: unknown
   std::string source;             // /dev/nvme0n1p1, server:/export, …
   std::string options;            // of the mount and of the file system
@@ -18,11 +18,11 @@ struct MountFacts {
 };
 
 // The mount that `path`, which must exist, lies on.
-MountFacts mount_of(const std::filesystem::path& path);
+MountInfo mount_of(const std::filesystem::path& path);
 // The same by the text of another /proc/self/mountinfo.
-MountFacts mount_of(const std::filesystem::path& path, const std::string& mountinfo);
+MountInfo mount_of(const std::filesystem::path& path, const std::string& mountinfo);
 
-struct DriveFacts {
+struct DriveInfo {
   std::string name;  // nvme0n1, vda; empty: no block device was found
   std::string model, firmware, scheduler, write_cache;
   std::string link_now, link_most;  // PCIe, `8.0 GT/s × 4`
@@ -37,17 +37,17 @@ struct DriveFacts {
 };
 
 // `sys` stands in for /sys in tests.
-DriveFacts drive_of(unsigned major, unsigned minor, const std::filesystem::path& sys = "/sys");
+DriveInfo drive_of(unsigned major, unsigned minor, const std::filesystem::path& sys = "/sys");
 
 // The block device behind a mount: its own, or that of its source (btrfs).
-DriveFacts drive_of(const MountFacts& mount);
+DriveInfo drive_of(const MountInfo& mount);
 
 // The disks that a block device is made of, or the one that it is (part of): names in /sys/class/block, as `device` is
 // one, sorted. Two directories whose devices share one are on the same drive.
 std::vector<std::string> disks_below(const std::string& device, const std::filesystem::path& sys = "/sys");
 
 // Bytes that the drive has read and written since boot, for whomever; nothing when it does not count them.
-std::optional<std::uint64_t> moved_bytes(const DriveFacts& drive, const std::filesystem::path& sys = "/sys");
+std::optional<std::uint64_t> moved_bytes(const DriveInfo& drive, const std::filesystem::path& sys = "/sys");
 
 enum class Medium : std::uint8_t { kDrive, kMemory, kOverlay, kNetwork };
 Medium medium_of(const std::string& file_system_type);

@@ -32,7 +32,7 @@ Endurance decode_smart_log(std::span<const std::byte, 512> page) {
   return endurance;
 }
 
-EnduranceAnswer read_endurance(const DriveFacts& drive) {
+EnduranceAnswer read_endurance(const DriveInfo& drive) {
   if (!drive.name.starts_with("nvme")) return {{}, "only NVMe drives are asked"};
   const std::string device = "/dev/" + drive.name;
   const int fd = ::open(device.c_str(), O_RDONLY | O_CLOEXEC);

@@ -25,7 +25,7 @@ struct EnduranceAnswer {
   std::optional<Endurance> endurance;
   std::string why;
 };
-EnduranceAnswer read_endurance(const DriveFacts& drive);
+EnduranceAnswer read_endurance(const DriveInfo& drive);
 
 // What writing `bytes` took of the drive's life, in words.
 std::string endurance_text(const EnduranceAnswer& answer, double bytes);

@@ -33,7 +33,7 @@ class Walk {
     std::uint64_t file_offset, bytes;
   };
   Step next(std::uint64_t request_bytes) {
-    StripeMap::Place run{at_, at_, end_ - at_};
+    StripeMap::Extent run{at_, at_, end_ - at_};
     if (stripes_) run = stripes_->next_on(file_, at_);
     if (run.space_offset >= end_) {
       before_ += end_ - begin_;
@@ -289,16 +289,6 @@ double median(std::vector<double> values) {
   std::nth_element(values.begin(), middle, values.end());
   if (values.size() % 2 == 1) return *middle;
   return (*middle + *std::max_element(values.begin(), middle)) / 2;
-}
-
-const char* name_of(IoEngineKind engine) {
-  switch (engine) {
-    case IoEngineKind::kAuto: return "auto";
-    case IoEngineKind::kIoUring: return "io_uring";
-    case IoEngineKind::kLibaio: return "libaio";
-    case IoEngineKind::kThreads: return "threads";
-  }
-  return "?";
 }
 
 }  // namespace spillway::drive

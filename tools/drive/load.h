@@ -39,7 +39,7 @@ struct LoadSpec {
   // false ends the load early.
   std::function<bool(double seconds, std::uint64_t bytes)> go_on = {};
   // Of a load that others beside it are measured with, in other processes. `begin` is called when all is ready, before
-  // the first submission. While `hold` says true, the requests go on behind the window, uncounted, so that nobody's
+  // the first submission. While `hold` says true, the requests go on after the window, uncounted, so that nobody's
   // window has the drive to itself; a limit of bytes ends them all the same. It is asked after each wait for some.
   std::function<void()> begin = {};
   std::function<bool()> hold = {};
@@ -86,6 +86,5 @@ LoadResult run_load(std::span<const LoadFile> files, std::span<std::byte> memory
 
 double process_cpu_seconds();
 double median(std::vector<double> values);  // of repeats; 0 of none
-const char* name_of(IoEngineKind engine);   // the word that spillway.io_engine takes
 
 }  // namespace spillway::drive

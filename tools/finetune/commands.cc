@@ -1,7 +1,8 @@
-#include "tools/finetune/commands.h"
+#include "tools/terminal/commands.h"
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -37,6 +38,7 @@ struct ExportCommand {
   std::vector<std::filesystem::path> others;
   DType type = DType::kFloat32;
   std::uint64_t shard_bytes = ExportOptions{}.max_file_bytes;
+  std::string base;  // of adapters
 };
 
 template <typename Type>  // DType, or an optional one
@@ -90,6 +92,34 @@ int run_init_model(const InitOptions& options) {
 
 struct Stopped {};  // by Ctrl-C
 
+// Of an adapter.
+std::string told_of_loading(const ExportCommand& options) {
+  const std::string directory = options.directory.string();
+  if (options.base.empty())
+    return fmt::format("PeftModel.from_pretrained(BASE, \"{}\") loads it over its base", directory);
+  return fmt::format("AutoPeftModelForCausalLM.from_pretrained(\"{}\") loads it and {}", directory, options.base);
+}
+
+// Only an adapter's files name a base.
+void refuse_base_without_adapter(const ExportCommand& options, const std::filesystem::path& snapshot,
+                                 const std::vector<std::filesystem::path>& store) {
+  bool adapter = false;
+  if (!snapshot.empty()) {
+    std::error_code ignored;
+    adapter = std::filesystem::exists(snapshot / kAdapterConfig, ignored);
+  } else {
+    const StoreInfo info = inspect_store(store);
+    adapter =
+        std::ranges::find(info.model.attachments, kAdapterConfig, &Attachment::name) != info.model.attachments.end();
+  }
+  if (adapter) return;
+  throw Error(Code::kInvalidArgument, {.object = "--base",
+                                       .happened = fmt::format("is of an adapter, and {} has none",
+                                                               (snapshot.empty() ? options.store : snapshot).string()),
+                                       .errno_value = 0,
+                                       .hint = "leave it out: all of the model is written"});
+}
+
 int run_export(const ExportCommand& options) {
   const terminal::Interrupt interrupt("ending without a model");  // before anything that starts threads
   terminal::ByteBar bar("exporting");
@@ -97,8 +127,11 @@ int run_export(const ExportCommand& options) {
     if (interrupt.requested()) throw Stopped();
     bar.at(done, bytes);
   };
-  const ExportOptions how = {
-      .type = options.type, .max_file_bytes = options.shard_bytes, .replace = true, .progress = progress};
+  const ExportOptions how = {.type = options.type,
+                             .max_file_bytes = options.shard_bytes,
+                             .replace = true,
+                             .base = options.base,
+                             .progress = progress};
   std::vector<std::filesystem::path> paths{options.store};
   paths.insert(paths.end(), options.others.begin(), options.others.end());
   // Where somebody keeps both in one directory, a store is what was named.
@@ -109,6 +142,7 @@ int run_export(const ExportCommand& options) {
   RunPaths ranks;
   try {
     if (snapshot.empty()) ranks = find_ranks(paths);
+    if (!options.base.empty()) refuse_base_without_adapter(options, snapshot, ranks.empty() ? paths : ranks.front());
     exported = !snapshot.empty() ? export_snapshot(snapshot, options.directory, how)
                : ranks.empty()   ? export_store(paths, options.directory, how)
                                  : export_run(ranks, options.directory, how);
@@ -121,8 +155,10 @@ int run_export(const ExportCommand& options) {
   const std::string of = !snapshot.empty() ? "the snapshot"
                          : ranks.empty()   ? "the store"
                                            : fmt::format("the stores of {} ranks", ranks.size());
-  terminal::tell("{}: the model of step {} of {} in {}\n", options.directory.string(), exported.step, of,
+  terminal::tell("{}: the {} of step {} of {} in {}\n", options.directory.string(),
+                 exported.adapters ? "adapter" : "model", exported.step, of,
                  (snapshot.empty() ? options.store : snapshot).string());
+  if (exported.adapters) terminal::tell("  {}\n", told_of_loading(options));
   return 0;
 }
 
@@ -225,9 +261,23 @@ void add_finetune(CLI::App& program, int& exit_code) {
   command->add_option("--keep", options.snapshots.keep, "Keep so many of them, the newest; default: all")
       ->transform(steps)
       ->needs(every);
+  EvaluationOptions& evaluation = options.evaluation;
+  auto* eval = command
+                   ->add_option("--eval", evaluation.every,
+                                "Steps between evaluations: loss and perplexity of held-out rows, DIR/eval of "
+                                "--data; also before the first step and after the last")
+                   ->transform(steps);
+  command->add_option("--eval-data", evaluation.data, "Other rows to evaluate, in a form that --data takes")
+      ->needs(eval);
+  command->add_option("--best", evaluation.best, "Where the model goes each time the evaluation's loss is the lowest")
+      ->needs(eval);
   auto* load = command->add_option("--load", options.load,
                                    "Begin with a snapshot, or the newest one of a directory of them, in a new store");
-  auto* resume = command->add_flag("--resume", options.resume, "Continue from the store")->excludes(load);
+  auto* adapter = command->add_option("--adapter", options.adapter,
+                                      "With spillway.lora: begin with the adapter that peft saved there");
+  auto* resume = command->add_flag("--resume", options.resume, "Continue from the store, with any number of ranks")
+                     ->excludes(load);
+  adapter->excludes(load)->excludes(resume);
   command->add_flag("--fresh", options.fresh, "Give up the store that exists and start anew")->excludes(resume);
   command->footer(
       "Example:\n"
@@ -253,6 +303,8 @@ void add_export(CLI::App& program, int& exit_code) {
   command->add_option("--max-shard-size", options.shard_bytes, "Largest file of weights: 5GB is 5·10^9, 5GiB 5·2^30")
       ->transform(terminal::as_size())
       ->default_str("50GB");
+  command->add_option("--base", options.base, "Of an adapter: the model that it is of, for adapter_config.json")
+      ->type_name("MODEL");
   command->footer("Example:\n  spillway export /mnt/nvme/run trained --dtype bf16 --max-shard-size 5GB");
   command->callback([kept, &exit_code] { exit_code = run_export(*kept); });
 }

@@ -24,7 +24,7 @@ constexpr std::uint64_t kSaidBytes = 4ull << 30;  // take seconds to look throug
 }  // namespace
 
 TokenFile::TokenFile(std::filesystem::path path, std::uint32_t sequence, std::uint32_t vocabulary)
-    : file_(std::move(path), "--data wants a file of tokens or text"),
+    : file_(std::move(path), "name a file of tokens or text"),
       sequence_(sequence),
       vocabulary_(vocabulary),
       token_bytes_(file_.path().extension() == ".bin" ? 2 : 1),

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <fstream>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,20 +14,21 @@
 #include "spillway/config.h"
 #include "spillway/engine.h"
 #include "spillway/error.h"
-#include "spillway/export.h"
 #include "spillway/log.h"
+#include "tools/finetune/evaluation.h"
 #include "tools/finetune/rank_voice.h"
 #include "tools/finetune/ranks.h"
 #include "tools/finetune/report.h"
 #include "tools/finetune/rows.h"
 #include "tools/finetune/run_input.h"
 #include "tools/finetune/run_output.h"
+#include "tools/finetune/run_weights.h"
+#include "tools/finetune/step_rows.h"
+#include "tools/models/lora.h"
 #include "tools/models/trainer.h"
-#include "tools/models/weights.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/progress.h"
 #include "tools/terminal/remedies.h"
-#include "tools/terminal/shell_word.h"
 #include "tools/terminal/tell.h"
 
 namespace spillway::models::finetune {
@@ -44,10 +47,11 @@ class Run {
     std::vector<Subject> subjects;
     ranks_.together([&] {
       read_input();
-      if (!ranks_.alone()) subjects = subjects_of(options_, data_->mark());
+      if (!ranks_.alone()) subjects = subjects_of(options_, data_->mark(), evaluation_ ? evaluation_->mark() : "");
     });
     ranks_.agree(subjects);
-    if (!ranks_.alone()) share_ = share_host(ranks_.communicator());
+    if (!ranks_.alone()) host_share_ = share_host(ranks_.communicator());
+    agree_on_device(config_, ranks_);
     config_.threads = compute_threads(config_);
     const auto threads = static_cast<unsigned>(ranks_.together([] {}, config_.threads));
     ranks_.together([&] { make_trainer(threads); });
@@ -57,7 +61,7 @@ class Run {
     create_engine();
     ranks_.together([this] { check_room_beside_store(); });
     voice_.compare(ranks_);
-    for (auto* values : {&inputs_, &targets_, &starts_}) values->resize(rows_per_step() * options_.sequence);
+    reader_.emplace(*data_, options_.sequence, share());
   }
 
   int train() {
@@ -74,27 +78,30 @@ class Run {
       position_ = Position::parse(engine_->blob(), options_);
     }
     note_data();
+    note_best();
     // mpirun gives its processes a terminal, and what they write there to whoever reads mpirun.
     terminal::Progress progress(engine_->current_step(), std::max(options_.steps, engine_->current_step()), stdout,
                                 ranks_.alone());
     try {
-      while (engine_->current_step() < options_.steps && !stops()) step(progress);
+      if (evaluation_) evaluate(progress);
+      while (engine_->current_step() < options_.steps && !stops([this] { read_step(); })) step(progress);
       finish_snapshot(progress);
     } catch (const Error& error) {
-      if (error.code() == Code::kNonFinite) keep_last_good_step(progress);
+      if (error.code() == Code::kNonFinite || nothing_to_learn_) keep_last_good_step(progress);
       throw;
     }
     const bool stopped = engine_->current_step() < options_.steps;
     flush();
     const std::string kept = !stopped ? "" : kept_in_store() ? "--resume continues" : keep_step(progress);
     progress.clear();
-    voice_.look_for_reader();
+    voice_.check_reader();
     if (stopped) {
+      tell_best();
       terminal::tell("stopped after step {}; {}\n", engine_->current_step(), kept);
       return 128 + stopped_by_;
     }
     finish();
-    return 0;
+    return stopped_by_ == 0 ? 0 : 128 + stopped_by_;  // in the last evaluation
   }
 
  private:
@@ -102,41 +109,51 @@ class Run {
   void read_input() {
     config_ = load_config(options_.config, options_.aio, automatic(options_), ranks_.count());
     model_ = load_trained_model(options_.model, options_.sequence);
+    if (config_.lora.given()) add_adapters(model_, config_.lora);
     check_options(options_, config_, model_);
     data_.emplace(options_.data, options_.sequence, model_.vocabulary, options_.shuffle);
-    if (data_->packed() && model_.position_weight) {
-      throw Error(Code::kUnsupported,
-                  {.object = options_.data.string(),
-                   .happened = "has several documents in a row, and this model's positions count from the row's begin",
-                   .errno_value = 0,
-                   .hint = "prepare the data with --no-packing"});
+    data_->check_tokenizer(options_.model);
+    if (data_->packed()) refuse_learned_positions(options_.data);
+    if (options_.evaluation.every > 0) {
+      evaluation_.emplace(options_.evaluation, options_.data, *data_, options_.sequence, model_.vocabulary);
+      evaluation_->check_tokenizer(options_.model);
+      if (evaluation_->packed()) refuse_learned_positions(evaluation_->data());
     }
     store_ = config_.nvme_paths;
     config_.nvme_paths = store_of_rank(store_, ranks_);
     if (!options_.load.empty()) snapshot_ = newest_snapshot(options_.load);
     if (options_.resume || !snapshot_.empty()) {
       const std::string where = snapshot_.empty() ? "the store" : snapshot_.string();
-      const auto there = model_of(config_.nvme_paths, snapshot_, options_.sequence);
+      const auto there = model_of(store_to_resume(store_, config_.nvme_paths), snapshot_, options_.sequence);
       if (there) check_same_model(*there, model_, where);
     }
-    if (!options_.resume && snapshot_.empty()) weights_.emplace(options_.model, model_.description);
-    if (weights_) weights_->check(config_.weights);
+    if (options_.resume || !snapshot_.empty()) return;
+    weights_.emplace(model_, options_.model, options_.adapter, config_);
+  }
+
+  void refuse_learned_positions(const std::filesystem::path& packed) const {
+    if (!model_.position_weight) return;
+    throw Error(Code::kUnsupported,
+                {.object = packed.string(),
+                 .happened = "has several documents in a row, and this model's positions count from the row's begin",
+                 .errno_value = 0,
+                 .hint = "prepare the data with --no-packing"});
   }
 
   // `threads`: of the rank that has the most, so that working memory, and with it the plan of HBM, is the same on all.
   void make_trainer(unsigned threads) {
     TrainerOptions how = trainer_options(config_, resolve_device(config_), options_.sequence, communicator());
     how.threads = threads;
-    how.documents = data_->packed();
     how.fusion = options_.fusion;
     trainer_.emplace(model_, how);
     description_ = trainer_->description();
+    output_ = output_of(model_);
   }
 
   void prepare_output() {
     log_ = open_log(options_.log);
     prepare_directories(options_);
-    check_room(options_.out, description_);
+    check_room(options_, output_);
   }
 
   void create_engine() {
@@ -160,13 +177,17 @@ class Run {
                       options_.data.string(), mark, position_.data, position_.row % data_->count()));
     }
     position_.data = mark;
+    if (ranks_.first() && evaluation_ && mark.starts_with(evaluation_->mark())) {
+      log(LogLevel::kWarning,
+          fmt::format("{}: is the training data: nothing is held out", evaluation_->data().string()));
+    }
   }
 
   // With what the store leaves. A run that is kept in it need not be refused: an export can go elsewhere.
   void check_room_beside_store() const {
     if (!ranks_.first()) return;
     try {
-      check_room(options_.out, description_);
+      check_room(options_, output_);
     } catch (const Error& error) {
       if (!kept_in_store()) throw;
       log(LogLevel::kWarning, terminal::message_of(error));
@@ -194,52 +215,51 @@ class Run {
   // Rows of a step: of this rank, and of all of them.
   std::size_t rows_per_step() const { return std::size_t{config_.micro_batch} * config_.gradient_accumulation; }
   std::size_t all_rows_per_step() const { return rows_per_step() * ranks_.count(); }
+  RowShare share() const { return {.rows = rows_per_step(), .rank = ranks_.rank(), .ranks = ranks_.count()}; }
 
   void describe() const {
     if (model_.has_dropout) terminal::tell("dropout is off: config.json asks for some, and none is applied\n");
     for (const auto& line : engine_->describe()) terminal::tell("{}\n", line);
     for (const auto& line : trainer_->describe()) terminal::tell("{}\n", line);
     terminal::tell("data: {}, {} rows a step\n", data_->describe(), all_rows_per_step());
+    if (evaluation_) terminal::tell("evaluation: {}\n", evaluation_->describe());
     if (!ranks_.alone()) {
       terminal::tell(
           "ranks: {} do {} of a step's {} micro-batches each; this is {}; {} on its machine, {} core{} for it\n",
           ranks_.count(), config_.gradient_accumulation, config_.gradient_accumulation * ranks_.count(),
-          ranks_.communicator().describe(), share_.ranks, share_.cores, share_.cores == 1 ? "" : "s");
+          ranks_.communicator().describe(), host_share_.ranks, host_share_.cores, host_share_.cores == 1 ? "" : "s");
     }
     terminal::tell("memory ledger:\n{}", ledger_text(engine_->ledger()));
     if (!snapshot_.empty()) terminal::tell("begun with {}, step {}\n", snapshot_.string(), engine_->current_step());
     std::fflush(stdout);
   }
 
-  // Whether a signal ends the run here: the same step on all ranks, whichever of them it came to, and when. Reads the
-  // rows of the next step, which is what else ranks do each for itself.
-  bool stops() {
+  // Whether a signal ends the run here: at the same place on all ranks, whichever of them it came to, and when. Else
+  // `read` brings the rows that come next, which is what else ranks do each for itself.
+  bool stops(const std::function<void()>& read) {
     const int own = interrupt_.signal();
-    const auto read = [&] {
-      if (own == 0) read_rows();
+    const auto unless = [&] {
+      if (own == 0) read();
     };
-    stopped_by_ = static_cast<int>(ranks_.together(read, static_cast<std::uint64_t>(own)));
+    stopped_by_ = static_cast<int>(ranks_.together(unless, static_cast<std::uint64_t>(own)));
     return stopped_by_ != 0;
   }
 
-  void read_rows() {
-    const std::size_t row = options_.sequence;
-    const std::uint64_t first = position_.row + first_row_of_rank(rows_per_step(), ranks_.rank());
-    for (std::size_t r = 0; r < rows_per_step(); ++r) {
-      const auto part = [&](std::vector<std::uint32_t>& of) { return std::span(of).subspan(r * row, row); };
-      data_->read(first + r, {.tokens = part(inputs_), .starts = part(starts_), .targets = part(targets_)});
-    }
-    target_count_ = 0;
-    for (std::size_t r = 0; r < all_rows_per_step(); ++r) target_count_ += data_->targets(position_.row + r);
+  void read_step() {
+    rows_ = reader_->read(position_.row);
+    nothing_to_learn_ = rows_.target_count == 0;
+    if (!nothing_to_learn_) return;
+    throw Error(Code::kInvalidArgument,
+                {.object = options_.data.string(),
+                 .happened = fmt::format("no token of the {} rows of step {} is to be predicted", all_rows_per_step(),
+                                         engine_->current_step() + 1),
+                 .errno_value = 0,
+                 .hint = "take more rows a step, or prepare the data without documents that have little to learn"});
   }
 
   void step(terminal::Progress& progress) {
-    StepFacts facts;
-    facts.loss = trainer_->run_step(
-        {.inputs = inputs_,
-         .targets = targets_,
-         .starts = data_->packed() ? std::span<const std::uint32_t>(starts_) : std::span<const std::uint32_t>(),
-         .target_count = target_count_});
+    StepInfo facts;
+    facts.loss = trainer_->run_step(rows_);
     position_.row += all_rows_per_step();
     const std::string blob = position_.text(options_.sequence);
     facts.report = engine_->step(std::as_bytes(std::span(blob)));
@@ -247,18 +267,75 @@ class Run {
     step_seconds_.push_back(facts.report.seconds);
     if (!first_loss_) first_loss_ = facts.loss;
     last_loss_ = facts.loss;
-    ranks_.together([&] {
-      if (log_.is_open()) write_log(facts);
-    });
-    voice_.look_for_reader();
+    write_log(step_json(facts));
     progress.done(facts.report.step);
     progress.line(step_text(facts, options_.steps));
     finish_snapshot(progress);
     if (snapshots_.due(facts.report.step, options_.steps)) snapshots_.begin(*engine_);
+    if (evaluation_ && evaluation_->due(facts.report.step, options_.steps)) evaluate(progress);
   }
 
-  void write_log(const StepFacts& facts) {
-    log_ << step_json(facts) << std::flush;
+  // Every run begins with one: the last evaluation of the run before came after its last commit, which does not have
+  // it.
+  void evaluate(terminal::Progress& progress) {
+    const auto stops = [this](const std::function<void()>& read) { return this->stops(read); };
+    auto facts = evaluation_->run(*trainer_, share(), stops, progress);
+    if (!facts) return;
+    facts->step = engine_->current_step();
+    facts->best = std::isfinite(facts->loss) && (!position_.best || facts->loss < position_.best->loss);
+    write_log(evaluation_json(*facts));
+    progress.line(evaluation_text(*facts, options_.steps));
+    if (!facts->best || (!options_.evaluation.best.empty() && !keep_best(progress))) return;
+    position_.best = {.loss = facts->loss, .step = facts->step, .data = evaluation_->mark()};
+  }
+
+  // A failure is no reason to stop: what there was is there still, and the next one that is as good is tried again.
+  bool keep_best(terminal::Progress& progress) {
+    finish_snapshot(progress);
+    flush();
+    try {
+      write_model(options_.evaluation.best);
+      return true;
+    } catch (const Error& error) {
+      if (ranks_.first())
+        log(LogLevel::kWarning, fmt::format("the best model is not kept: {}", terminal::message_of(error)));
+      return false;
+    }
+  }
+
+  // Losses of other rows are not compared, and a best model that is gone is none.
+  void note_best() {
+    if (!evaluation_ || !position_.best) return;
+    const std::filesystem::path& best = options_.evaluation.best;
+    std::error_code ignored;
+    const char* const config = model_.adapters ? kAdapterConfig : "config.json";
+    const bool gone = ranks_.first() && !best.empty() && !std::filesystem::exists(best / config, ignored);
+    const bool other = position_.best->data != evaluation_->mark();
+    if (other && ranks_.first()) {
+      log(LogLevel::kWarning, fmt::format("{}: holds other rows than those that were evaluated before; the lowest loss "
+                                          "is counted anew",
+                                          evaluation_->data().string()));
+    }
+    if (ranks_.together([] {}, gone) != 0 || other) position_.best.reset();
+  }
+
+  void tell_best() const {
+    if (!evaluation_ || !position_.best) return;
+    const auto& [loss, step, data] = *position_.best;
+    const std::filesystem::path& best = options_.evaluation.best;
+    terminal::tell("lowest evaluation loss: {:.4f}, at step {}{}{}\n", loss, step,
+                   best.empty() ? "" : "; its model is in ", best.string());
+  }
+
+  void write_log(const std::string& line) {
+    ranks_.together([&] {
+      if (log_.is_open()) append_to_log(line);
+    });
+    voice_.check_reader();
+  }
+
+  void append_to_log(const std::string& line) {
+    log_ << line << std::flush;
     if (log_) return;
     const bool kept = kept_in_store();
     const Error error(Code::kIo, {.object = options_.log.string(),
@@ -286,14 +363,14 @@ class Run {
       finish_snapshot(progress);
     }
     if (snapshots_.taken() != step && !options_.out.empty()) {
-      write_model();
+      write_model(options_.out);
       return fmt::format("its model is in {}", options_.out.string());
     }
     if (snapshots_.taken()) return fmt::format("--load {} continues", word(snapshots_.place()));
     return fmt::format("nothing is kept, for {}", no_store());
   }
 
-  // Behind an error that has changed nothing.
+  // After an error that has changed nothing.
   void keep_last_good_step(terminal::Progress& progress) {
     try {
       flush();
@@ -306,23 +383,8 @@ class Run {
     }
   }
 
-  // All ranks give their parts, and the first one writes. Where it cannot, the others' call must not wait for it.
-  void write_model() {
-    const auto nowhere = [](auto, auto, auto, auto) {};
-    bool given = false;
-    const auto give = [&](const WeightSink& sink) {
-      given = true;
-      engine_->export_weights(true, sink);
-    };
-    ranks_.together([&] {
-      if (!ranks_.first()) return give(nowhere);
-      try {
-        export_model(description_, options_.out, {.type = DType::kFloat32, .replace = true}, give);
-      } catch (const Error&) {
-        if (!given && !ranks_.alone()) give(nowhere);
-        throw;
-      }
-    });
+  void write_model(const std::filesystem::path& out) {
+    write_output(*engine_, ranks_, model_, output_, out, options_.model);
   }
 
   // The first two steps of a run touch memory for the first time and have no update of the step before.
@@ -343,10 +405,10 @@ class Run {
       terminal::tell("loss: {:.4f} in the first step of this run, {:.4f} in the last\n", *first_loss_, last_loss_);
     else
       terminal::tell("step {} is done already\n", engine_->current_step());
+    tell_best();
     if (!options_.out.empty()) {
-      write_model();
-      terminal::tell("trained model: {}\n  {}.from_pretrained(\"{}\") loads it\n", options_.out.string(),
-                     model_.family == "gpt2" ? "GPT2LMHeadModel" : "AutoModelForCausalLM", options_.out.string());
+      write_model(options_.out);
+      terminal::tell("{}", told_of_output(model_, options_.out));
     } else if (kept_in_store()) {
       std::string paths = word(store_[0]) + " DIR";
       for (std::size_t i = 1; i < store_.size(); ++i) paths += " --with " + word(store_[i]);
@@ -380,17 +442,19 @@ class Run {
   Config config_;
   TrainedModel model_;
   std::vector<std::filesystem::path> store_;  // as it is configured, for all ranks
-  HostShare share_;
+  HostShare host_share_;
   std::optional<Rows> data_;
-  std::optional<ModelWeights> weights_;
-  std::optional<Trainer> trainer_;
-  ModelDescription description_;
+  std::optional<StepRowReader> reader_;
+  StepRows rows_;                  // of the step that comes
+  bool nothing_to_learn_ = false;  // of them
+  std::optional<Evaluation> evaluation_;
+  std::optional<FirstWeights> weights_;
+  ModelDescription description_, output_;
   std::filesystem::path snapshot_;  // that the run begins with; empty: none
   Snapshots snapshots_;
   std::ofstream log_;
   std::unique_ptr<Engine> engine_;
-  std::vector<std::uint32_t> inputs_, targets_, starts_;  // of this rank's rows of a step
-  std::uint64_t target_count_ = 0;                        // of all ranks' rows
+  std::optional<Trainer> trainer_;  // goes before the engine
   Position position_;
   std::vector<double> step_seconds_;
   bool store_missing_ = false;

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <optional>
 
+#include "tools/finetune/evaluation.h"
 #include "tools/finetune/snapshots.h"
 #include "tools/models/ops/ops.h"
 
@@ -20,7 +21,9 @@ struct FinetuneOptions {
   Fusion fusion = Fusion::kAuto;         // of the `cuda` device
   bool resume = false, fresh = false;
   SnapshotOptions snapshots;
-  std::filesystem::path load;  // a snapshot to begin with, or a directory of them; empty: none
+  EvaluationOptions evaluation;
+  std::filesystem::path adapter;  // of peft's, to begin with; empty: new ones
+  std::filesystem::path load;     // a snapshot to begin with, or a directory of them; empty: none
 };
 
 // 0, or what the signal that ended it makes of it (terminal/interrupt.h). Errors: spillway::Error.

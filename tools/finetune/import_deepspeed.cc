@@ -37,8 +37,8 @@ std::string settings_text(const DeepSpeedGroup& group) {
   return joined(said);
 }
 
-std::string schedule_text(const DeepSpeedFacts& facts) {
-  if (!facts.schedule_steps) return "none was saved; that of finetune's configuration begins behind the step above";
+std::string schedule_text(const DeepSpeedInfo& facts) {
+  if (!facts.schedule_steps) return "none was saved; that of finetune's configuration begins after the step above";
   if (*facts.schedule_steps == facts.optimizer_steps)
     return fmt::format("{} steps made; the same one in finetune's configuration goes on from there",
                        facts.optimizer_steps);
@@ -46,7 +46,7 @@ std::string schedule_text(const DeepSpeedFacts& facts) {
                      *facts.schedule_steps, facts.optimizer_steps);
 }
 
-void print_text(const ImportCommand& command, const DeepSpeedFacts& facts) {
+void print_text(const ImportCommand& command, const DeepSpeedInfo& facts) {
   terminal::tell("{}: step {} of {}, {} parameters with {} elements\n", command.out.string(), facts.step,
                  (command.checkpoint / facts.tag).string(), facts.parameters, facts.elements);
   terminal::tell("checkpoint: {}ZeRO stage {}, {} rank{}, {} flat group{} of parameters{}\n",
@@ -86,7 +86,7 @@ int import_checkpoint(const ImportCommand& command) {
     if (interrupt.requested()) throw Stopped();
     bar.at(done, bytes);
   };
-  DeepSpeedFacts facts;
+  DeepSpeedInfo facts;
   try {
     facts = import_deepspeed(
         command.checkpoint, model, command.out,
@@ -97,7 +97,7 @@ int import_checkpoint(const ImportCommand& command) {
   }
   bar.clear();
   if (command.json)
-    terminal::tell("{}\n", facts_json(facts, command.out));
+    terminal::tell("{}\n", info_json(facts, command.out));
   else
     print_text(command, facts);
   return 0;

@@ -4,8 +4,10 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <utility>
 
 #include "spillway/error.h"
@@ -18,9 +20,11 @@ namespace spillway::models::finetune {
 namespace {
 
 constexpr const char* kAgain = "prepare the data again, with `python -m spillway.prepare`";
-constexpr const char* kWanted = "--data wants the directory that `python -m spillway.prepare` made, whole";
+constexpr const char* kWanted = "name the directory that `python -m spillway.prepare` made, whole";
 constexpr std::uint64_t kMostHeaderBytes = 64 << 20;
 constexpr double kVersion = 1;
+// Of a tokenizer's files those that say which number a piece of text has.
+constexpr std::array kVocabularies = {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"};
 constexpr double kMostRows = 0x1p32, kMostTokens = 0x1p53;  // beyond, a number in JSON is not exact
 
 std::uint64_t whole(const ConfigJson& header, const char* key, double least, double most) {
@@ -30,6 +34,18 @@ std::uint64_t whole(const ConfigJson& header, const char* key, double least, dou
     header.refuse(fmt::format("\"{}\" is not a whole number from {:.0f} to {:.0f}", key, least, most));
   }
   return static_cast<std::uint64_t>(value);
+}
+
+std::string sha256_of(const ReadFile& file, const std::function<void(std::uint64_t done)>& progress = {}) {
+  Sha256 sum;
+  std::vector<unsigned char> chunk(std::min<std::uint64_t>(file.size(), 1 << 20));
+  for (std::uint64_t at = 0; at < file.size(); at += chunk.size()) {
+    if (progress) progress(at);
+    const auto part = std::span(chunk).first(std::min<std::uint64_t>(chunk.size(), file.size() - at));
+    file.read(at, part);
+    sum.add(part);
+  }
+  return sum.finish();
 }
 
 bool bit(const std::vector<unsigned char>& bits, std::size_t at) { return (bits[at / 8] >> at % 8 & 1) != 0; }
@@ -84,6 +100,11 @@ PreparedData::Header PreparedData::header_of(const std::filesystem::path& direct
   header.tokens_sha256 = json.text("tokens_sha256", "");
   header.starts_sha256 = json.text("starts_sha256", "");
   header.targets_sha256 = json.text("targets_sha256", "");
+  const ConfigJson tokenizer = json.section("tokenizer"), files = tokenizer.section("sha256");
+  header.tokenizer = tokenizer.text("name", "");
+  for (const char* name : kVocabularies) {
+    if (files.has(name)) header.vocabularies.emplace_back(name, files.text(name, ""));
+  }
   header.mark =
       fmt::format("{} rows of {} tokens, {:016x}", header.rows, header.sequence, XXH3_64bits(text.data(), text.size()));
   return header;
@@ -101,18 +122,26 @@ void PreparedData::check(const ReadFile& file, std::uint64_t bytes_of_row, const
                         wanted));
   }
   if (verify == Verify::kSizes) return;
-  Sha256 sum;
-  std::vector<unsigned char> chunk(std::min<std::uint64_t>(wanted, 1 << 20));
   terminal::ByteBar bar(fmt::format("checking {}", file.path().string()));
-  for (std::uint64_t at = 0; at < wanted; at += chunk.size()) {
-    bar.at(at, wanted);
-    const auto part = std::span(chunk).first(std::min<std::uint64_t>(chunk.size(), wanted - at));
-    file.read(at, part);
-    sum.add(part);
-  }
+  const std::string found = sha256_of(file, [&](std::uint64_t done) { bar.at(done, wanted); });
   bar.clear();
-  if (const std::string found = sum.finish(); found != sha256) {
+  if (found != sha256) {
     corrupt(fmt::format("has the sha256 {}, and header.json says {}", found, sha256));
+  }
+}
+
+void PreparedData::check_tokenizer(const std::filesystem::path& model) const {
+  for (const auto& [name, sha256] : header_.vocabularies) {
+    const std::filesystem::path own = model / name;
+    std::error_code none;
+    if (!std::filesystem::exists(own, none)) continue;
+    if (sha256_of(ReadFile(own, "it must stay readable while it is compared")) == sha256) continue;
+    throw Error(Code::kInvalidArgument,
+                {.object = tokens_.path().parent_path().string(),
+                 .happened = fmt::format("was made with another tokenizer (\"{}\"): {} is not the same file",
+                                         header_.tokenizer, own.string()),
+                 .errno_value = 0,
+                 .hint = "prepare the data with the model's own: `python -m spillway.prepare --model`"});
   }
 }
 

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tools/finetune/read_file.h"
@@ -26,6 +27,9 @@ class PreparedData {
   // kChecksums reads all of the files once as well.
   PreparedData(const std::filesystem::path& directory, std::uint32_t vocabulary, Verify verify = Verify::kSizes);
 
+  // Refuses a model whose tokenizer is another than the one the data was made with; one without any is taken.
+  void check_tokenizer(const std::filesystem::path& model) const;
+
   // Of the header alone: T.
   static std::uint32_t row_length_of(const std::filesystem::path& directory);
 
@@ -35,6 +39,9 @@ class PreparedData {
   std::uint64_t targets() const noexcept { return header_.targets; }  // of all rows
   // What tells one directory from another: rows and T, and a hash of the header, which has the files' checksums.
   const std::string& mark() const noexcept { return header_.mark; }
+  // The tokenizer's files that say what a token is, each with its sha256; empty: the header does not say them.
+  using Vocabularies = std::vector<std::pair<std::string, std::string>>;
+  const Vocabularies& vocabularies() const noexcept { return header_.vocabularies; }
 
   struct Row {
     std::span<std::uint32_t> tokens;
@@ -53,6 +60,8 @@ class PreparedData {
     std::uint32_t sequence = 0;
     std::size_t token_bytes = 0;
     std::string mark, tokens_sha256, starts_sha256, targets_sha256;
+    std::string tokenizer;  // its name
+    Vocabularies vocabularies;
   };
 
   static Header header_of(const std::filesystem::path& directory, std::uint32_t vocabulary);

@@ -81,7 +81,7 @@ void RankVoice::compare(Ranks& ranks) {
   }
 }
 
-void RankVoice::look_for_reader() {
+void RankVoice::check_reader() {
   constexpr int kPatienceMs = 1000;
   if (alone_ || rank_ != 0) return;
   pollfd output{.fd = STDOUT_FILENO, .events = POLLOUT, .revents = 0};

@@ -24,7 +24,7 @@ class RankVoice {
   void compare(Ranks& ranks);
   // Before something is printed: a launcher that is ending takes nothing any more, and must not hold up all ranks. What
   // nobody takes within a second goes nowhere from then on.
-  void look_for_reader();
+  void check_reader();
   // What a rank ends with. The first one's words are for all, where all end with it. Collective. Returns the exit code.
   int tell_failure(Ranks& ranks, const std::exception& error);
 

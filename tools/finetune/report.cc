@@ -68,7 +68,7 @@ std::string json_number(double value) { return std::isfinite(value) ? fmt::forma
 
 }  // namespace
 
-std::string step_text(const StepFacts& step, std::uint64_t last_step) {
+std::string step_text(const StepInfo& step, std::uint64_t last_step) {
   const StepReport& r = step.report;
   const std::string norm = r.skipped ? "overflowed, skipped" : fmt::format("{:.3f}", r.gradient_norm);
   const std::string scale = r.loss_scale ? fmt::format("  loss scale {}", *r.loss_scale) : "";
@@ -81,7 +81,7 @@ std::string step_text(const StepFacts& step, std::uint64_t last_step) {
       stall_text(r));
 }
 
-std::string step_json(const StepFacts& step) {
+std::string step_json(const StepInfo& step) {
   const StepReport& r = step.report;
   const std::string scale =
       r.loss_scale ? fmt::format(R"(,"loss_scale":{:.9g},"skipped":{})", *r.loss_scale, r.skipped) : "";
@@ -99,6 +99,20 @@ std::string step_json(const StepFacts& step) {
       r.nvme_read_bytes, r.nvme_write_bytes, r.h2d_bytes, r.d2h_bytes, r.link, r.link_percent, r.stall_seconds, stalls,
       r.adam_seconds, r.durable_step, r.visits, r.visit_hits, r.tile_bytes, r.tile_hit_bytes, r.speculative_blocks,
       r.taken_back, scale);
+}
+
+std::string evaluation_text(const EvaluationInfo& evaluation, std::uint64_t last_step) {
+  const auto& [step, loss, tokens, seconds, best] = evaluation;
+  return fmt::format("evaluation at step {}/{}  loss {:.4f}  perplexity {:.4g}  {:.2f} s  {} tokens{}", step, last_step,
+                     loss, std::exp(loss), seconds, tokens, best ? "  best so far" : "");
+}
+
+std::string evaluation_json(const EvaluationInfo& evaluation) {
+  const auto& [step, loss, tokens, seconds, best] = evaluation;
+  return fmt::format(R"({{"step":{},"eval_loss":{},"perplexity":{},"eval_tokens":{},"eval_seconds":{:.6f},"best":{}}})"
+                     "\n",
+                     step, std::isfinite(loss) ? fmt::format("{}", loss) : "null", json_number(std::exp(loss)), tokens,
+                     seconds, best);
 }
 
 }  // namespace spillway::models::finetune

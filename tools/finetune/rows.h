@@ -23,12 +23,20 @@ class Rows {
   Rows(const std::filesystem::path& data, std::uint32_t sequence, std::uint32_t vocabulary,
        std::optional<std::uint64_t> seed = {});
 
+  // PreparedData's.
+  void check_tokenizer(const std::filesystem::path& model) const {
+    if (prepared_) prepared_->check_tokenizer(model);
+  }
+
   std::uint64_t count() const { return prepared_ ? prepared_->rows() : tokens_->rows(); }
   // A row holds several documents, which do not see each other.
   bool packed() const { return prepared_ && prepared_->documents() > prepared_->rows(); }
   // What tells one source, or order, from another.
   std::string mark();
   std::string describe() const;
+  PreparedData::Vocabularies vocabularies() const {
+    return prepared_ ? prepared_->vocabularies() : PreparedData::Vocabularies();
+  }
 
   // Each of `sequence` values; of the row that comes `position`-th. See PreparedData::Row.
   void read(std::uint64_t position, const PreparedData::Row& out);

@@ -14,11 +14,12 @@
 #include "spillway/store.h"
 #include "tools/finetune/run_output.h"
 #include "tools/models/config_json.h"
+#include "tools/models/lora.h"
 
 namespace spillway::models::finetune {
 namespace {
 
-constexpr std::string_view kOfData = " of data of ", kStoreFile = "spillway.store";
+constexpr std::string_view kOfData = " of data of ", kBest = "; best evaluation ", kStoreFile = "spillway.store";
 
 [[noreturn]] void refuse(std::string object, std::string happened, std::string hint) {
   throw Error(
@@ -46,8 +47,11 @@ std::string mark_of(const std::vector<std::filesystem::path>& files) {
 }
 
 std::vector<std::filesystem::path> model_files(const std::filesystem::path& directory) {
-  std::vector<std::filesystem::path> files{directory / "config.json"};
+  std::vector<std::filesystem::path> files;
   std::error_code ignored;
+  for (const char* config : {"config.json", kAdapterConfig}) {
+    if (std::filesystem::exists(directory / config, ignored)) files.push_back(directory / config);
+  }
   for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
     if (entry.path().extension() == ".safetensors") files.push_back(entry.path());
   }
@@ -69,7 +73,8 @@ AutoValues automatic(const FinetuneOptions& options) {
 }
 
 std::string Position::text(std::uint32_t sequence) const {
-  return fmt::format("row {} of sequence {}{}{}", row, sequence, data.empty() ? "" : kOfData, data);
+  return fmt::format("row {} of sequence {}{}{}{}{}", row, sequence, data.empty() ? "" : kOfData, data,
+                     best ? kBest : "", best ? best->text() : "");
 }
 
 Position Position::parse(std::span<const std::byte> blob, const FinetuneOptions& options) {
@@ -79,7 +84,11 @@ Position Position::parse(std::span<const std::byte> blob, const FinetuneOptions&
   const std::string_view start = "row ";
   const char* begin = text.data() + std::min(start.size(), text.size());
   std::from_chars(begin, text.data() + text.size(), position.row);
-  if (const auto of = text.find(kOfData); of != text.npos) position.data = text.substr(of + kOfData.size());
+  const auto best = std::min(text.find(kBest), text.size());
+  if (best < text.size()) position.best = BestEvaluation::parse(text.substr(best + kBest.size()));
+  if (const auto of = text.find(kOfData); of < best) {
+    position.data = text.substr(of + kOfData.size(), best - of - kOfData.size());
+  }
   if (position.text(options.sequence) != text) {
     refuse("--seq", fmt::format("the run was begun with another row length: \"{}\"", text),
            "go on with the same --seq");
@@ -92,58 +101,77 @@ void check_options(const FinetuneOptions& options, const Config& config, const T
     refuse("--seq", fmt::format("{} tokens are more than the model's {} positions", options.sequence, model.positions),
            fmt::format("use --seq {} or less", model.positions));
   }
+  if (!options.adapter.empty() && !config.lora.given()) {
+    refuse("--adapter", "is given, and the configuration has no spillway.lora",
+           "add one with the adapter's rank, alpha and targets");
+  }
   if (options.resume && config.nvme_paths.empty()) {
     refuse("--resume", "the configuration has no nvme_path, so there is no store", "start without --resume");
   }
   std::error_code ignored;
-  if (!options.out.empty() && std::filesystem::equivalent(options.out, options.model, ignored)) {
-    refuse("--out", "is the model that is trained", "name another directory");
-  }
-  const bool link = !options.out.empty() && std::filesystem::is_symlink(plain(options.out), ignored);
-  if (link && !std::filesystem::exists(options.out, ignored))
-    refuse("--out", "is a link to what is not there", "make that directory, or name another");
-  if (!options.out.empty() && std::filesystem::exists(options.out / "spillway.json", ignored)) {
-    refuse("--out", "is a snapshot, whose exact weights would be replaced", "name another directory");
+  for (const auto& [option, out] : {std::pair("--out", options.out), std::pair("--best", options.evaluation.best)}) {
+    if (out.empty()) continue;
+    if (std::filesystem::equivalent(out, options.model, ignored)) {
+      refuse(option, "is the model that is trained", "name another directory");
+    }
+    const bool link = std::filesystem::is_symlink(plain(out), ignored);
+    if (link && !std::filesystem::exists(out, ignored))
+      refuse(option, "is a link to what is not there", "make that directory, or name another");
+    if (std::filesystem::exists(out / "spillway.json", ignored)) {
+      refuse(option, "is a snapshot, whose exact weights would be replaced", "name another directory");
+    }
   }
   const auto place = [&](const std::filesystem::path& file) {
     return std::filesystem::weakly_canonical(file, ignored);
   };
+  if (!options.out.empty() && place(plain(options.out)) == place(plain(options.evaluation.best)))
+    refuse("--best", "is the directory of --out", "name another, for the last model is another than the best");
   if (!options.log.empty() && place(options.log) == place(options.trace))
     refuse("--trace", "is the file of --log", "name another file");
 }
 
 std::vector<std::filesystem::path> store_of_rank(const std::vector<std::filesystem::path>& paths, const Ranks& ranks) {
   std::vector<std::filesystem::path> own;
-  std::error_code ignored;
-  for (const std::filesystem::path& path : paths) {
-    const auto holds_rank = [&](std::uint32_t rank) {
-      return std::filesystem::exists(path_of_rank(path, rank, rank + 2) / kStoreFile, ignored);
-    };
-    const bool alone = std::filesystem::exists(path / kStoreFile, ignored);
-    if (ranks.alone() && !alone && holds_rank(0)) {
-      refuse(path.string(), "holds a store of several ranks, and this is one process alone",
-             "start as many with mpirun as it was made by, or name another nvme_path");
-    }
-    if (!ranks.alone() && (alone || holds_rank(ranks.count()))) {
-      refuse(path.string(),
-             fmt::format("holds a store of {}, and {} are training", alone ? "one process alone" : "more ranks",
-                         ranks.count()),
-             "start as many as it was made by, or name another nvme_path");
-    }
-    own.push_back(path_of_rank(path, ranks.rank(), ranks.count()));
-  }
+  for (const std::filesystem::path& path : paths) own.push_back(path_of_rank(path, ranks.rank(), ranks.count()));
   return own;
+}
+
+std::vector<std::filesystem::path> store_to_resume(const std::vector<std::filesystem::path>& paths,
+                                                   const std::vector<std::filesystem::path>& own) {
+  std::error_code ignored;
+  if (own.empty() || std::filesystem::exists(own.front() / kStoreFile, ignored)) return own;
+  try {
+    const RunPaths ranks = find_ranks(paths);
+    return ranks.empty() ? paths : ranks.front();
+  } catch (const Error&) {  // what is wrong with them the engine says
+    return own;
+  }
 }
 
 std::optional<TrainedModel> model_of(const std::vector<std::filesystem::path>& store,
                                      const std::filesystem::path& snapshot, std::uint32_t sequence) {
   try {
     if (!snapshot.empty() && !find_snapshot(snapshot)) return std::nullopt;
-    if (!snapshot.empty()) return load_trained_model(snapshot, sequence);
-    for (const Attachment& attachment : inspect_store(store).model.attachments) {
-      if (attachment.name != "config.json") continue;
-      return trained_model(ConfigJson(attachment.text, attachment.name), sequence);
+    std::optional<TrainedModel> model;
+    const auto with_adapters = [&model](const ConfigJson& json) {
+      for (auto& fact : adapter_summary(json)) model->facts.push_back(std::move(fact));
+    };
+    if (!snapshot.empty()) {
+      model = load_trained_model(snapshot, sequence);
+      std::error_code ignored;
+      const std::filesystem::path adapters = snapshot / kAdapterConfig;
+      if (std::filesystem::exists(adapters, ignored)) with_adapters(ConfigJson::read(adapters, "", ""));
+      return model;
     }
+    const std::vector<Attachment> attachments = inspect_store(store).model.attachments;
+    for (const Attachment& attachment : attachments) {
+      if (attachment.name == "config.json")
+        model = trained_model(ConfigJson(attachment.text, attachment.name), sequence);
+    }
+    for (const Attachment& attachment : attachments) {
+      if (model && attachment.name == kAdapterConfig) with_adapters(ConfigJson(attachment.text, attachment.name));
+    }
+    return model;
   } catch (const Error&) {  // what is wrong with it the engine says
   }
   return std::nullopt;
@@ -159,16 +187,27 @@ void check_same_model(const TrainedModel& there, const TrainedModel& here, const
     if (there.facts[i] == here.facts[i]) continue;
     refuse("--model", fmt::format("has {} {}, that in {} has {}", key, wanted, where, there.facts[i].second), kHint);
   }
+  if (here.facts.size() != there.facts.size()) {
+    const bool more = here.facts.size() > there.facts.size();
+    refuse("spillway.lora",
+           more ? fmt::format("is set, and {} was made without", where)
+                : fmt::format("is not set, and {} was made with it", where),
+           "go on with the configuration that it was made with, or make a new store");
+  }
 }
 
-std::vector<Subject> subjects_of(const FinetuneOptions& options, const std::string& data) {
+std::vector<Subject> subjects_of(const FinetuneOptions& options, const std::string& data, const std::string& held_out) {
   const auto given = [](bool is) { return std::string(is ? "given" : "not given"); };
   const SnapshotOptions& snapshots = options.snapshots;
   return {
       {"--config", mark_of({options.config})},
       {"--aio", options.aio.empty() ? "none" : mark_of({options.aio})},
       {"--model", mark_of(model_files(options.model))},
+      {"--adapter", options.adapter.empty() ? "none" : mark_of(model_files(options.adapter))},
       {"--data", data},
+      {"--eval", fmt::format("{}", options.evaluation.every)},
+      {"--eval-data", held_out.empty() ? "none" : held_out},
+      {"--best", given(!options.evaluation.best.empty())},
       {"--steps", fmt::format("{}", options.steps)},
       {"--seq", fmt::format("{}", options.sequence)},
       {"--fuse", fmt::format("{}", static_cast<int>(options.fusion))},

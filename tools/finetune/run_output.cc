@@ -64,12 +64,17 @@ std::filesystem::path plain(const std::filesystem::path& path) {
 }
 
 void prepare_directories(const FinetuneOptions& options) {
+  const std::filesystem::path& best = options.evaluation.best;
   if (!options.out.empty()) prepare_directory(trial_of_model(options.out), options.out, "the trained model", "--out");
+  if (!best.empty()) prepare_directory(trial_of_model(best), best, "the best model", "--best");
   const std::filesystem::path& snapshots = options.snapshots.directory;
   if (!snapshots.empty()) prepare_directory(snapshots / kTrial, snapshots, "snapshots", "--save");
 }
 
-void check_room(const std::filesystem::path& out, const ModelDescription& model) {
+namespace {
+
+void check_room(const std::filesystem::path& out, const char* option, std::uint64_t models,
+                const ModelDescription& model) {
   if (out.empty()) return;
   constexpr std::uint64_t kHeaderEntry = 256;  // of a tensor: its name, type, shape and place
   std::uint64_t need = 0;
@@ -86,12 +91,20 @@ void check_room(const std::filesystem::path& out, const ModelDescription& model)
   }
   std::error_code error;
   const std::filesystem::space_info space = std::filesystem::space(trial_of_model(out).parent_path(), error);
-  if (error || space.capacity == 0 || need <= space.available) return;  // some file systems do not count
-  throw Error(Code::kDoesNotFit, {.object = out.string(),
-                                  .happened = fmt::format("the trained model takes {} MiB, {} MiB are free",
-                                                          div_up(need, kMiB), space.available / kMiB),
-                                  .errno_value = ENOSPC,
-                                  .hint = "free some space, or name a directory on another drive in --out"});
+  if (error || space.capacity == 0 || models * need <= space.available) return;  // some file systems do not count
+  throw Error(Code::kDoesNotFit,
+              {.object = out.string(),
+               .happened = fmt::format("the trained model takes {} MiB{}, {} MiB are free", div_up(need, kMiB),
+                                       models == 1 ? "" : " twice, while it is replaced", space.available / kMiB),
+               .errno_value = ENOSPC,
+               .hint = fmt::format("free some space, or name a directory on another drive in {}", option)});
+}
+
+}  // namespace
+
+void check_room(const FinetuneOptions& options, const ModelDescription& model) {
+  check_room(options.out, "--out", 1, model);
+  check_room(options.evaluation.best, "--best", 2, model);
 }
 
 std::ofstream open_log(const std::filesystem::path& path) {

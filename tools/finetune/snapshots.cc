@@ -20,17 +20,17 @@ constexpr std::string_view kName = "step-";
 
 std::string name_of_step(std::uint64_t step) { return fmt::format("{}{:06}", kName, step); }
 
-// Directories that are snapshots and are named after their step, by step. One that a killed process was replacing
-// (spillway/snapshot.h) counts where its step has no other. `damaged`: why others with such a name are none.
-std::map<std::uint64_t, std::pair<std::filesystem::path, SnapshotFacts>> snapshots_in(
+// Directories that are snapshots and are named after their step, by step. A snapshot that a killed process was
+// replacing (spillway/snapshot.h) counts where its step has no other. `damaged`: why others with such a name are none.
+std::map<std::uint64_t, std::pair<std::filesystem::path, SnapshotInfo>> snapshots_in(
     const std::filesystem::path& directory, std::map<std::uint64_t, std::string>* damaged = nullptr) {
-  std::map<std::uint64_t, std::pair<std::filesystem::path, SnapshotFacts>> found;
+  std::map<std::uint64_t, std::pair<std::filesystem::path, SnapshotInfo>> found;
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
     const std::string name = entry.path().filename().string();
     if (!name.starts_with(kName)) continue;
     std::string why;
-    const std::optional<SnapshotFacts> facts = find_snapshot(entry.path(), &why);
+    const std::optional<SnapshotInfo> facts = find_snapshot(entry.path(), &why);
     if (facts && name == name_of_step(facts->step)) found[facts->step] = {entry.path(), *facts};
     if (facts && name == name_of_step(facts->step) + ".replaced") found.try_emplace(facts->step, entry.path(), *facts);
     if (facts || !damaged) continue;
@@ -84,7 +84,7 @@ std::filesystem::path Snapshots::place() const {
 
 // Only snapshots of this model, in this directory, and none of a later step: they belong to a run that was taken back
 // to an earlier one.
-void Snapshots::remove_oldest(const SnapshotFacts& newest) {
+void Snapshots::remove_oldest(const SnapshotInfo& newest) {
   auto found = snapshots_in(options_.directory);
   std::erase_if(found, [&](const auto& item) {
     const auto& [path, facts] = item.second;

@@ -28,8 +28,8 @@ class Snapshots {
   bool due(std::uint64_t step, std::uint64_t last_step) const {
     return !options_.directory.empty() && (step % options_.every == 0 || step == last_step);
   }
-  // Begins one of the engine's last step, which is written while the next step runs. One that fails, here or later, is
-  // no reason to stop: a warning in the log says why.
+  // Begins one of the engine's last step, which is written while the next step runs. A snapshot that fails, here or
+  // later, is no reason to stop: a warning in the log says why.
   void begin(Engine& engine);
   // Ends the one that was begun, and removes what is too old. Returns a line on what was done; empty when there was
   // nothing to do, and after a failure.
@@ -39,7 +39,7 @@ class Snapshots {
   std::filesystem::path place() const;
 
  private:
-  void remove_oldest(const SnapshotFacts& newest);
+  void remove_oldest(const SnapshotInfo& newest);
   void warn(std::uint64_t step, const Error& error) const;
 
   const SnapshotOptions options_;

@@ -1,9 +1,9 @@
-#include "tools/manual/command.h"
+#include "tools/terminal/commands.h"
 
 #include <memory>
 
 #include "spillway/version.h"
-#include "tools/manual/build_facts.h"
+#include "tools/manual/build_info.h"
 #include "tools/manual/outline.h"
 #include "tools/terminal/tell.h"
 

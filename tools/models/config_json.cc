@@ -190,6 +190,16 @@ ConfigJson ConfigJson::section(const char* key) const {
   return {std::string_view(text.GetString(), text.GetSize()), name, whole_};
 }
 
+bool ConfigJson::is_list(const char* key) const {
+  const auto* value = find(key);
+  return value != nullptr && value->IsArray();
+}
+
+bool ConfigJson::is_text(const char* key) const {
+  const auto* value = find(key);
+  return value != nullptr && value->IsString();
+}
+
 bool ConfigJson::is_null(const char* key) const {
   const auto member = document_.FindMember(key);
   return member != document_.MemberEnd() && member->value.IsNull();

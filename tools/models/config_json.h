@@ -52,6 +52,8 @@ class ConfigJson {
   const std::string& name() const { return name_; }
 
   bool has(const char* key) const { return find(key) != nullptr; }
+  bool is_list(const char* key) const;
+  bool is_text(const char* key) const;
   // From 1 on. Without `otherwise` the key must be there.
   std::uint32_t size(const char* key, std::optional<std::uint32_t> otherwise = {},
                      std::uint32_t most = kLargestSize) const;

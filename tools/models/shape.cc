@@ -36,8 +36,8 @@ ModelShape family_shape(const ConfigJson& json) {
   if (is_decoder(family)) return decoder_shape(decoder_sizes(json));
   if (family == "t5") return t5_shape(json);
   json.refuse(family.empty() ? "\"model_type\" is missing" : fmt::format("\"model_type\" is \"{}\"", family),
-              "gpt2, llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text and t5 are known; --params plans for a "
-              "number of parameters");
+              fmt::format("gpt2, {} and t5 are known; --params plans for a number of parameters",
+                          fmt::join(decoder_families(), ", ")));
 }
 
 ModelShape shape_of(const ConfigJson& json) {

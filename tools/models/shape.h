@@ -15,7 +15,7 @@ namespace spillway::models {
 
 struct ModelShape {
   std::string family;                            // config.json's model_type
-  std::uint32_t layers = 0, decoder_layers = 0;  // decoder_layers: of T5, behind its `layers` of the encoder
+  std::uint32_t layers = 0, decoder_layers = 0;  // decoder_layers: of T5, after its `layers` of the encoder
   std::uint32_t width = 0, inner = 0, vocabulary = 0, positions = 0;  // positions 0: any number
   std::uint32_t heads = 0, kv_heads = 0, head_width = 0;
   std::uint32_t window = 0;   // tokens that attention of every layer looks back; 0: all

@@ -14,6 +14,12 @@ float TrainedModel::embedding_scale_in(DType type) const {
   return embedding_scale;
 }
 
+std::size_t TrainedModel::rotation_values() const {
+  std::size_t values = 0;
+  for (const Rotation& rotation : rotations) values += rotation.table.size();
+  return values;
+}
+
 TrainedModel trained_model(const ConfigJson& json, std::uint32_t sequence) {
   if (json.text("model_type", "") == "gpt2") return trained_gpt2(model_config(json));
   return trained_decoder(decoder_config(json), sequence);

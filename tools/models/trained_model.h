@@ -23,10 +23,16 @@ struct NormTensors {
   std::optional<ParameterIndex> bias = {};  // a layer norm has one, an RMS norm none
 };
 
+// What a low-rank adapter adds to a product: scale * up (down x). Parameters of TrainedAdapters::block.
+struct AdapterTensors {
+  ParameterIndex down = 0, up = 0;  // [rank][in], [out][rank]
+};
+
 struct ProductTensors {
   ParameterIndex weight = 0;
   std::optional<ParameterIndex> bias = {};
   std::uint32_t out = 0;  // columns of the result
+  std::optional<AdapterTensors> adapter = {};
 };
 
 // A layer: x + attention(norm(x)), and then middle + mlp(norm(middle)).
@@ -48,14 +54,23 @@ struct Rotation {
   std::vector<float> table;  // [positions][rotated / 2][2], for as many positions as a row has tokens
 };
 
+// Adapters of products of the layers: one block, leased for as long as a pass lasts.
+struct TrainedAdapters {
+  std::uint32_t block = 0, rank = 0;
+  float scale = 1;
+  std::uint32_t lowest = 0;  // layer that has one; nothing goes back below it
+};
+
 struct TrainedModel {
-  // Blocks: the embedding, the layers, and a head where it is not tied to the embedding. Every parameter is trained.
+  // Blocks: the embedding, the layers, and a head where it is not tied to the embedding; after them the adapters,
+  // where there are some. Every parameter is trained, or those of the adapters alone.
   ModelDescription description;  // without working memory, activations and insides
   std::uint32_t head_block = 0;  // 0: the head multiplies with the embedding
   ParameterIndex token_weight = 0, head_weight = 0;
   std::optional<ParameterIndex> position_weight = {};
   NormTensors final_norm;  // in the head's block
   std::vector<TrainedLayer> layers;
+  std::optional<TrainedAdapters> adapters = {};  // lora.h
 
   std::uint32_t width = 0, heads = 0, inner = 0, vocabulary = 0;
   std::uint32_t positions = 0;                 // of a row at the most
@@ -75,6 +90,7 @@ struct TrainedModel {
 
   // As transformers multiplies with it: rounded to the type of the weights. In bf16 the 55.43 of width 3,072 is 55.5.
   float embedding_scale_in(DType type) const;
+  std::size_t rotation_values() const;  // floats of all tables
 
   Shape shape(DType type, std::uint32_t batch, std::uint32_t sequence) const {
     return {.type = type,
@@ -87,7 +103,8 @@ struct TrainedModel {
             .positions = positions,
             .epsilon = epsilon,
             .key_heads = key_heads,
-            .head_size = head_size};
+            .head_size = head_size,
+            .adapter_rank = adapters ? adapters->rank : 0};
   }
 };
 

@@ -5,6 +5,8 @@
 #include <tuple>
 
 #include "spillway/error.h"
+#include "tools/models/lora.h"
+#include "tools/models/stream_end.h"
 
 namespace spillway::models {
 
@@ -17,16 +19,14 @@ TrainerOptions trainer_options(const Config& config, DeviceKind device, std::uin
           .parts = config.sum_groups,
           .sequence = sequence,
           .threads = config.threads,
-          .ranks = ranks};
+          .ranks = ranks,
+          .slice = config.slice_tokens};
 }
 
-Trainer::Exchange::Exchange(std::size_t tokens, std::size_t all_tokens, bool documents,
-                            const std::vector<Rotation>& tables) {
-  std::size_t table_values = 0;
-  for (const Rotation& rotation : tables) table_values += rotation.table.size();
+Trainer::Exchange::Exchange(std::size_t tokens, std::size_t all_tokens, bool documents, std::size_t rotation_values) {
   const std::size_t of_documents = documents ? tokens : 0;
-  bytes =
-      align_up<std::size_t>((2 * tokens + 2 * of_documents + all_tokens + table_values) * sizeof(std::uint32_t), 4096);
+  const std::size_t values = 2 * tokens + 2 * of_documents + all_tokens + rotation_values;
+  bytes = align_up<std::size_t>(values * sizeof(std::uint32_t), 4096);
   memory.reset(static_cast<std::byte*>(std::aligned_alloc(4096, bytes)));
   if (memory == nullptr) throw std::bad_alloc();
   auto* words = reinterpret_cast<std::uint32_t*>(memory.get());
@@ -35,48 +35,97 @@ Trainer::Exchange::Exchange(std::size_t tokens, std::size_t all_tokens, bool doc
   starts = {words + 2 * tokens, of_documents};
   positions = {starts.data() + of_documents, of_documents};
   losses = {reinterpret_cast<float*>(positions.data() + of_documents), all_tokens};
-  rotations = {losses.data() + all_tokens, table_values};
-  auto at = rotations.begin();
-  for (const Rotation& rotation : tables) at = std::ranges::copy(rotation.table, at).out;
+  rotations = {losses.data() + all_tokens, rotation_values};
 }
 
 Trainer::Workspace::Workspace(Carver& carver, const Trainer& trainer) {
   const Shape& shape = trainer.shape_;
-  const TrainedModel& model = trainer.model_;
-  const std::size_t micro_batches = trainer.options_.accumulation, m = shape.tokens(), e = size_of(shape.type);
-  const std::size_t width = shape.width, inner = shape.inner;
+  const std::size_t tokens = trainer.options_.accumulation * shape.tokens(), m = shape.slice_tokens();
+  const std::size_t width = shape.width, inner = shape.inner, e = size_of(shape.type);
   const auto tensor = [&](std::size_t columns) { return carver.take<std::byte>(m * columns * e); };
   scratch = carver.take<std::byte>(trainer.ops_->scratch_bytes());  // first: it wants alignment to 4096
-  inputs = carver.take<std::uint32_t>(micro_batches * m);
-  targets = carver.take<std::uint32_t>(micro_batches * m);
-  const std::size_t of_documents = trainer.options_.documents ? micro_batches * m : 0;
-  starts = of_documents > 0 ? carver.take<std::uint32_t>(of_documents) : nullptr;
-  positions = of_documents > 0 ? carver.take<std::uint32_t>(of_documents) : nullptr;
-  losses = carver.take<float>(trainer.ranks() * micro_batches * m);
+  inputs = carver.take<std::uint32_t>(tokens);
+  targets = carver.take<std::uint32_t>(tokens);
+  starts = trainer.may_have_documents() ? carver.take<std::uint32_t>(tokens) : nullptr;
+  positions = trainer.may_have_documents() ? carver.take<std::uint32_t>(tokens) : nullptr;
+  losses = carver.take<float>(trainer.ranks() * tokens);
+  const std::size_t of_keys = trainer.rows_in_parts() ? shape.sequence * (shape.qkv_width() - shape.query_width()) : 0;
+  keys = of_keys > 0 ? carver.take<std::byte>(of_keys * e) : nullptr;
+  dkeys = of_keys > 0 ? carver.take<float>(of_keys) : nullptr;
+  Carver measure(nullptr);
+  trainer.layer_forward_.take_inside(measure);
+  inside = trainer.in_slices() ? carver.take<std::byte>(measure.used()) : nullptr;
   normed = tensor(width);
   normed_statistics = carver.take<float>(2 * m);
   dinner = tensor(inner);
   dnorm = tensor(width);
   dqkv = tensor(shape.qkv_width());
   dattention = shape.query_width() == width ? dnorm : tensor(shape.query_width());
-  const auto norms_after = [](const TrainedLayer& layer) { return layer.attention_after || layer.mlp_after; };
-  residual = std::ranges::any_of(model.layers, norms_after) ? tensor(width) : nullptr;
-  for (const Rotation& rotation : model.rotations) rotations.push_back(carver.take<float>(rotation.table.size()));
+  layer = trainer.layer_forward_.take_memory(carver);
 
+  if (trainer.trains_base())
+    take_gradients(carver, trainer);
+  else
+    take_adapters(carver, trainer);
+}
+
+void Trainer::Workspace::take_gradients(Carver& carver, const Trainer& trainer) {
+  const Shape& shape = trainer.shape_;
+  const TrainedModel& model = trainer.model_;
+  const std::size_t width = shape.width;
   // Summed gradients all live until the last micro-batch; others only until they are pushed, so matrices take turns.
   const std::size_t g = size_of(trainer.gradient_type_);
   std::size_t largest = 0;
   for (const auto& parameter : trainer.layer_parameters_) largest = std::max<std::size_t>(largest, elements(parameter));
-  std::byte* shared = micro_batches == 1 ? carver.take<std::byte>(largest * g) : nullptr;
-  for (const auto& parameter : trainer.layer_parameters_) {
-    const bool takes_turns = micro_batches == 1 && parameter.shape.size() == 2;
-    layer_gradients.push_back(takes_turns ? shared : carver.take<std::byte>(elements(parameter) * g));
+  const bool summed = trainer.slices_.size() > 1;
+  const auto take_of_layer = [&](Carver& from) {
+    layer_gradients.clear();
+    std::byte* shared = summed ? nullptr : from.take<std::byte>(largest * g);
+    for (const auto& parameter : trainer.layer_parameters_) {
+      const bool takes_turns = !summed && parameter.shape.size() == 2;
+      layer_gradients.push_back(takes_turns ? shared : from.take<std::byte>(elements(parameter) * g));
+    }
+  };
+  const std::size_t table = shape.vocabulary * width;
+  if (trainer.head_ends_before_layers()) {
+    Carver of_layer(nullptr);
+    take_of_layer(of_layer);
+    std::byte* const both = carver.take<std::byte>(std::max(of_layer.used(), table * sizeof(float)));
+    Carver from(both);
+    take_of_layer(from);
+    dhead_weight = dtoken_weight = reinterpret_cast<float*>(both);
+  } else {
+    take_of_layer(carver);
+    dhead_weight = dtoken_weight = carver.take<float>(table);
   }
-  // An untied head's gradient is handed over before the embedding's begins.
-  dhead_weight = dtoken_weight = carver.take<float>(shape.vocabulary * width);
   dposition_weight = model.position_weight ? carver.take<float>(shape.positions * width) : nullptr;
   dfinal_norm_weight = carver.take<float>(width);
   dfinal_norm_bias = model.final_norm.bias ? carver.take<float>(width) : nullptr;
+}
+
+// Layers take turns: a product's adapter has the same place in all of them.
+void Trainer::Workspace::take_adapters(Carver& carver, const Trainer& trainer) {
+  const TrainedAdapters& adapters = *trainer.model_.adapters;
+  const std::vector<Parameter>& parameters = trainer.model_.description.blocks[adapters.block].parameters;
+  const std::size_t m = trainer.shape_.slice_tokens(), e = size_of(trainer.shape_.type);
+  const std::size_t g = size_of(trainer.gradient_type_);
+  dadapted = carver.take<std::byte>(m * adapters.rank * e);
+  adapter_gradients.assign(parameters.size(), nullptr);
+  std::vector<std::optional<std::pair<std::byte*, std::byte*>>> places;  // of a layer's products
+  for (const TrainedLayer& layer : trainer.model_.layers) {
+    std::size_t at = 0;
+    for_each_product(trainer.model_, layer, [&](const ProductTensors& product, std::uint32_t) {
+      if (at == places.size()) places.emplace_back();
+      auto& place = places[at++];
+      if (!product.adapter) return;
+      const auto& [down, up] = *product.adapter;
+      if (!place) {
+        std::byte* const first = carver.take<std::byte>(elements(parameters[down]) * g);
+        place = {first, carver.take<std::byte>(elements(parameters[up]) * g)};
+      }
+      std::tie(adapter_gradients[down], adapter_gradients[up]) = *place;
+    });
+  }
 }
 
 Trainer::Trainer(const ModelConfig& model, const TrainerOptions& options) : Trainer(trained_gpt2(model), options) {}
@@ -84,72 +133,43 @@ Trainer::Trainer(const ModelConfig& model, const TrainerOptions& options) : Trai
 Trainer::Trainer(TrainedModel model, const TrainerOptions& options)
     : model_(std::move(model)),
       options_(options),
-      shape_(model_.shape(options.type, options.micro_batch, options.sequence)),
-      gradient_type_(options.accumulation * std::uint64_t{ranks()} == 1 ? options.type : DType::kFloat32),
+      shape_(sliced_shape(model_, options)),
+      gradient_type_(options.accumulation * std::uint64_t{ranks()} == 1 && !in_slices() ? options.type
+                                                                                        : DType::kFloat32),
       exchange_(options.accumulation * shape_.tokens(), ranks() * options.accumulation * shape_.tokens(),
-                options.documents, model_.rotations),
+                may_have_documents(), model_.rotation_values()),
       loss_bytes_(ranks(), exchange_.losses.size_bytes() / ranks()),
       ops_(create_ops(options.device, shape_, options.threads, options.fusion)),
+      layer_forward_(model_, shape_, *ops_),
       layer_parameters_(model_.description.blocks[layer_block(0)].parameters) {
   SPILLWAY_CHECK(options.sequence > 0 && (model_.positions == 0 || options.sequence <= model_.positions),
                  "a row fits the model's positions");
-  SPILLWAY_CHECK(!options.documents || !model_.position_weight, "learned positions do not begin anew in a row");
+  make_slices();
   Carver measure(nullptr), measure_inside(nullptr);
   Workspace(measure, *this);
   workspace_bytes_ = measure.used();
-  Inside(measure_inside, *this);
+  if (in_slices()) return;
+  layer_forward_.take_inside(measure_inside);
   inside_bytes_ = measure_inside.used();
 }
 
 ModelDescription Trainer::description() const {
   ModelDescription description = model_.description;
   description.workspace_bytes = workspace_bytes_;
-  for (std::uint32_t l = 0; l < model_.layers.size(); ++l) {
+  for (std::uint32_t l = lowest(); l < model_.layers.size(); ++l) {
     description.blocks[layer_block(l)].inside_bytes = inside_bytes_;
   }
   description.micro_batches = options_.accumulation;
   for (auto& block : description.blocks) {
     for (auto& parameter : block.parameters) parameter.pushes = own_parts();
   }
-  if (tied()) {
+  if (tied() && trains_base()) {
     Parameter& token = description.blocks[kEmbeddingBlock].parameters[model_.token_weight];
     token.in_order = false;
     if (options_.parts > 1) token.pushes = 2 * own_parts();
   }
   describe_activations(description);
   return description;
-}
-
-// In the order of run_step().
-void Trainer::describe_activations(ModelDescription& description) const {
-  const auto layers = static_cast<std::uint32_t>(model_.layers.size());
-  const std::uint32_t micro_batches = options_.accumulation;
-  const std::uint64_t bytes = shape_.tokens() * shape_.width * size_of(shape_.type);
-  description.activations.assign((layers + std::size_t{1}) * micro_batches, {.bytes = bytes});
-  description.activations_held = 2;
-  std::uint32_t visit = 0;
-  const auto use = [&](std::uint32_t layer, std::uint32_t b, Access access) {
-    description.activation_uses.push_back({layer * micro_batches + b, access, visit});
-  };
-  for (std::uint32_t b = 0; b < micro_batches; ++b) use(0, b, Access::kWrite);
-  for (std::uint32_t l = 0; l < layers; ++l) {
-    ++visit;
-    for (std::uint32_t b = 0; b < micro_batches; ++b) {
-      use(l, b, Access::kRead);
-      use(l + 1, b, Access::kWrite);
-    }
-  }
-  ++visit;
-  for (std::uint32_t b = 0; b < micro_batches; ++b) use(layers, b, Access::kUpdate);
-  for (std::uint32_t l = layers; l-- > 0;) {
-    ++visit;
-    for (std::uint32_t b = 0; b < micro_batches; ++b) {
-      use(l, b, Access::kRead);
-      use(layers, b, Access::kUpdate);
-    }
-  }
-  ++visit;
-  for (std::uint32_t b = 0; b < micro_batches; ++b) use(layers, b, Access::kRead);
 }
 
 void Trainer::attach(Engine& engine) {
@@ -161,22 +181,36 @@ void Trainer::attach(Engine& engine) {
   SPILLWAY_CHECK(engine.workspace().size() >= carver.used(), "the engine hands out what the description asked for");
   ops_->bind(engine, {work_->scratch, ops_->scratch_bytes()});
   ops_->register_host({exchange_.memory.get(), exchange_.bytes});
-  const float* from = exchange_.rotations.data();
-  for (std::size_t r = 0; r < model_.rotations.size(); ++r) {
-    const std::size_t values = model_.rotations[r].table.size();
-    ops_->upload(from, work_->rotations[r], values * sizeof(float), *stream_);
-    from += values;
+  layer_forward_.attach(work_->layer, exchange_.rotations, *stream_);
+  stream_->synchronize();
+}
+
+ActivationLease Trainer::input(std::uint32_t layer, const Slice& slice, Access access) const {
+  return engine_->acquire_activation(activation(layer, slice), access, *stream_);
+}
+
+Trainer::Inside Trainer::inside(std::uint32_t layer, const Slice& slice) const {
+  std::byte* memory = work_->inside;
+  if (memory == nullptr) {
+    // What a layer that does not go backward computes is not needed later. It works in the insides of the lowest one
+    // that does, which come after it.
+    const Insides insides = engine_->insides(layer_block(std::max(layer, lowest())));
+    memory = insides.memory.data() + (insides.kept ? slice.micro_batch * inside_bytes_ : 0);
   }
+  Carver carver(memory);
+  return layer_forward_.take_inside(carver);
 }
 
-ActivationLease Trainer::input(std::uint32_t layer, std::uint32_t micro_batch, Access access) const {
-  return engine_->acquire_activation(layer * options_.accumulation + micro_batch, access, *stream_);
-}
-
-Trainer::Inside Trainer::inside(std::uint32_t layer, std::uint32_t micro_batch) const {
-  const Insides insides = engine_->insides(layer_block(layer));
-  Carver carver(insides.memory.data() + (insides.kept ? micro_batch * inside_bytes_ : 0));
-  return {carver, *this};
+LayerForward::Visit Trainer::visit(const Lease& lease, std::uint32_t layer, const Slice& slice) const {
+  return {.lease = lease,
+          .adapters = adapters_ ? &*adapters_ : nullptr,
+          .layer = model_.layers[layer],
+          .inside = inside(layer, slice),
+          .tokens = {.count = slice.count,
+                     .positions = needs_positions() ? work_->positions + token(slice) : nullptr,
+                     .starts = documents_ ? work_->starts + token(slice) : nullptr,
+                     .keys = work_->keys,
+                     .first = slice.position}};
 }
 
 void Trainer::push(std::uint32_t block, std::uint32_t parameter, const void* data, DType type,
@@ -204,34 +238,46 @@ double Trainer::run_step(std::span<const std::uint32_t> rows) {
 double Trainer::run_step(const StepRows& rows) {
   SPILLWAY_CHECK(rows.target_count > 0, "a step has something to learn");
   target_count_ = rows.target_count;
-  const std::span<float> losses = exchange_.losses;
-  const auto bring = [this](std::span<const std::uint32_t> from, std::span<std::uint32_t> through, std::uint32_t* to) {
-    SPILLWAY_CHECK(from.size() == through.size(), "a step takes micro_batch * accumulation rows");
-    if (from.data() != through.data()) std::ranges::copy(from, through.begin());
-    if (!from.empty()) ops_->upload(through.data(), to, through.size_bytes(), *stream_);
-  };
-  bring(rows.inputs, exchange_.inputs, work_->inputs);
-  bring(rows.targets, exchange_.targets, work_->targets);
-  bring(rows.starts, exchange_.starts, work_->starts);
-  for (std::size_t i = 0; i < rows.starts.size(); ++i) {
-    exchange_.positions[i] = static_cast<std::uint32_t>(i % shape_.sequence) - rows.starts[i];
-  }
-  bring(exchange_.positions, exchange_.positions, work_->positions);
+  const StreamEnd settled(*stream_);
+  bring(rows);
 
+  const AdaptersEnd end{adapters_};
   embed();
   const auto layers = static_cast<std::uint32_t>(model_.layers.size());
   for (std::uint32_t l = 0; l < layers; ++l) forward(l);
   head();
-  for (std::uint32_t l = layers; l-- > 0;) backward(l);
-  finish_embedding();
+  for (std::uint32_t l = layers; l-- > lowest();) backward(l);
+  if (trains_base()) finish_embedding();
+  return add_losses(0) / static_cast<double>(target_count_);
+}
 
+void Trainer::bring(const StepRows& rows) {
+  documents_ = !rows.starts.empty();
+  SPILLWAY_CHECK(!documents_ || may_have_documents(), "learned positions do not begin anew in a row");
+  const auto upload = [this](std::span<const std::uint32_t> from, std::span<std::uint32_t> through, std::uint32_t* to) {
+    SPILLWAY_CHECK(from.size() == through.size(), "a step takes micro_batch * accumulation rows");
+    if (from.data() != through.data()) std::ranges::copy(from, through.begin());
+    ops_->upload(through.data(), to, through.size_bytes(), *stream_);
+  };
+  upload(rows.inputs, exchange_.inputs, work_->inputs);
+  upload(rows.targets, exchange_.targets, work_->targets);
+  if (documents_) upload(rows.starts, exchange_.starts, work_->starts);
+  for (std::size_t i = 0; needs_positions() && i < exchange_.positions.size(); ++i) {
+    const auto position = static_cast<std::uint32_t>(i % shape_.sequence);
+    exchange_.positions[i] = documents_ ? position - rows.starts[i] : position;
+  }
+  if (needs_positions()) upload(exchange_.positions, exchange_.positions, work_->positions);
+}
+
+// Those of the rows in work, to `sum`. Waits for them.
+double Trainer::add_losses(double sum) const {
+  const std::span<float> losses = exchange_.losses;
   gather_losses();
   ops_->download(work_->losses, losses.data(), losses.size_bytes(), *stream_);
   stream_->synchronize();
   if (options_.ranks != nullptr) options_.ranks->throw_if_failed();
-  double sum = 0;
   for (const float loss : losses) sum += loss;
-  return sum / static_cast<double>(target_count_);
+  return sum;
 }
 
 // All of them go to every rank, so that each adds them up in the order of micro-batches, as one rank does.
@@ -244,26 +290,29 @@ void Trainer::gather_losses() const {
 void Trainer::embed() {
   Lease lease = engine_->acquire(kEmbeddingBlock, Pass::kForward, *stream_);
   const void* positions = model_.position_weight ? lease.weight(*model_.position_weight) : nullptr;
-  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
-    const ActivationLease out = input(0, b, Access::kWrite);
-    ops_->run(Embedding{work_->inputs + b * shape_.tokens(), lease.weight(model_.token_weight), positions, out.data(),
-                        model_.embedding_scale_in(options_.type)},
+  for (const Slice& slice : slices_) {
+    const ActivationLease out = input(0, slice, Access::kWrite);
+    ops_->run(Embedding{.tokens = work_->inputs + token(slice),
+                        .token_weight = lease.weight(model_.token_weight),
+                        .position_weight = positions,
+                        .out = out.data(),
+                        .scale = model_.embedding_scale_in(options_.type),
+                        .count = slice.count,
+                        .first = slice.position},
               *stream_);
   }
   lease.release();
+  hold_adapters(Pass::kForward);
 }
 
 void Trainer::forward(std::uint32_t index) {
-  const TrainedLayer& layer = model_.layers[index];
   Lease lease = engine_->acquire(layer_block(index), Pass::kForward, *stream_);
-  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
-    const ActivationLease x = input(index, b, Access::kRead), out = input(index + 1, b, Access::kWrite);
-    const Inside w = inside(index, b);
-    layer_attention(layer, lease, x.data(), w, b);
-    layer_mlp_inner(layer, lease, w);
-    layer_mlp_out(layer, lease, w, out.data());
+  for (const Slice& slice : slices_) {
+    const ActivationLease x = input(index, slice, Access::kRead), out = input(index + 1, slice, Access::kWrite);
+    layer_forward_.run(visit(lease, index, slice), x.data(), out.data());
   }
   lease.release();
+  if (index + 1 == model_.layers.size()) adapters_.reset();
 }
 
 // Final norm, loss, and the way back through both.
@@ -274,12 +323,19 @@ void Trainer::head() {
   float* const losses = w.losses + first_micro_batch() * shape_.tokens();
   const auto last = static_cast<std::uint32_t>(model_.layers.size());
   const void* const norm_weight = lease.weight(model_.final_norm.weight);
-  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
-    const std::size_t first = b * shape_.tokens();
-    const ActivationLease x = input(last, b, Access::kUpdate);
-    norm(model_.final_norm, lease, x.data(), w.normed, w.normed_statistics);
-    ops_->run(HeadLoss{w.normed, w.targets + first, lease.weight(model_.head_weight), scale, losses + first, w.normed,
-                       w.dhead_weight, !begins_part(b), model_.head_soft_cap},
+  for (const Slice& slice : slices_) {
+    const ActivationLease x = input(last, slice, Access::kUpdate);
+    layer_forward_.norm(model_.final_norm, lease, x.data(), w.normed, w.normed_statistics, slice.count);
+    ops_->run(HeadLoss{.x = w.normed,
+                       .targets = w.targets + token(slice),
+                       .token_weight = lease.weight(model_.head_weight),
+                       .scale = scale,
+                       .losses = losses + token(slice),
+                       .dx = w.normed,
+                       .dtoken_weight = w.dhead_weight,
+                       .accumulate = !slice.begins,
+                       .soft_cap = model_.head_soft_cap,
+                       .count = slice.count},
               *stream_);
     norm_backward({.weight = norm_weight,
                    .x = x.data(),
@@ -290,31 +346,39 @@ void Trainer::head() {
                    .dweight = w.dfinal_norm_weight,
                    .dbias = w.dfinal_norm_bias,
                    .gradient = DType::kFloat32,
-                   .accumulate = !begins_part(b)});
-    // Where it is tied, one part's goes on to the embedding.
-    if ((tied() && options_.parts == 1) || !ends_part(b)) continue;
-    push(model_.head_block, model_.head_weight, w.dhead_weight, DType::kFloat32, b);
-    push_final_norm(b);
+                   .accumulate = !slice.begins,
+                   .count = slice.count});
+    if (!trains_base() || !head_ends_before_layers() || !slice.ends) continue;
+    push(model_.head_block, model_.head_weight, w.dhead_weight, DType::kFloat32, slice.micro_batch);
+    push_final_norm(slice.micro_batch);
   }
   lease.release();
 }
 
 void Trainer::backward(std::uint32_t index) {
-  const TrainedLayer& layer = model_.layers[index];
   const auto last = static_cast<std::uint32_t>(model_.layers.size());
+  if (index + 1 == last) hold_adapters(Pass::kBackward);
   Lease lease = engine_->acquire(layer_block(index), Pass::kBackward, *stream_);
-  const bool kept = engine_->insides(layer_block(index)).kept;
-  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
-    const ActivationLease x = input(index, b, Access::kRead), d = input(last, b, Access::kUpdate);
-    const Inside w = inside(index, b);
-    if (!kept) {
-      layer_attention(layer, lease, x.data(), w, b);
-      layer_mlp_inner(layer, lease, w);
-      if (layer.mlp_after) layer_mlp_fed(layer, lease, w);
-    }
-    layer_backward({lease, layer, index, b, w}, x.data(), d.data());
+  const bool kept = !in_slices() && engine_->insides(layer_block(index)).kept;
+  for (const Slice& slice : backward_slices_) {
+    const LayerVisit visit{this->visit(lease, index, slice), index, slice};
+    if (rows_in_parts() && slice.ends_row) keys_of_row(visit);
+    const ActivationLease x = input(index, slice, Access::kRead), d = input(last, slice, Access::kUpdate);
+    if (!kept) layer_forward_.inside(visit, x.data());
+    layer_backward(visit, x.data(), d.data());
   }
   lease.release();
+  if (index == lowest()) adapters_.reset();
+}
+
+// Of all parts before a row's last one, which finds its own.
+void Trainer::keys_of_row(const LayerVisit& last) const {
+  const std::size_t values = std::size_t{shape_.sequence} * (shape_.qkv_width() - shape_.query_width());
+  ops_->zero(work_->dkeys, values * sizeof(float), *stream_);
+  for (const Slice& slice : slices_before(last.slice)) {
+    const ActivationLease x = input(last.index, slice, Access::kRead);
+    layer_forward_.queries_and_keys(visit(last.lease, last.index, slice), x.data());
+  }
 }
 
 void Trainer::finish_embedding() {
@@ -324,21 +388,25 @@ void Trainer::finish_embedding() {
     ops_->zero(sums, static_cast<std::size_t>(rows) * shape_.width * sizeof(float), *stream_);
   };
   const auto last = static_cast<std::uint32_t>(model_.layers.size());
-  for (std::uint32_t b = 0; b < options_.accumulation; ++b) {
-    if (begins_part(b) && w.dposition_weight != nullptr) zero(w.dposition_weight, shape_.positions);
-    // A head's gradient that is handed over by itself leaves nothing to add to.
-    if (begins_part(b) && (options_.parts > 1 || !tied())) zero(w.dtoken_weight, shape_.vocabulary);
-    const ActivationLease d = input(last, b, Access::kRead);
-    ops_->run(EmbeddingBackward{w.inputs + b * shape_.tokens(), d.data(), w.dtoken_weight, w.dposition_weight,
-                                model_.embedding_scale_in(options_.type)},
+  for (const Slice& slice : slices_) {
+    if (slice.begins && w.dposition_weight != nullptr) zero(w.dposition_weight, shape_.positions);
+    if (slice.begins && head_ends_before_layers()) zero(w.dtoken_weight, shape_.vocabulary);
+    const ActivationLease d = input(last, slice, Access::kRead);
+    ops_->run(EmbeddingBackward{.tokens = w.inputs + token(slice),
+                                .dout = d.data(),
+                                .dtoken_weight = w.dtoken_weight,
+                                .dposition_weight = w.dposition_weight,
+                                .scale = model_.embedding_scale_in(options_.type),
+                                .count = slice.count,
+                                .first = slice.position},
               *stream_);
-    if (!ends_part(b)) continue;
-    push(kEmbeddingBlock, model_.token_weight, w.dtoken_weight, DType::kFloat32, b);
+    if (!slice.ends) continue;
+    push(kEmbeddingBlock, model_.token_weight, w.dtoken_weight, DType::kFloat32, slice.micro_batch);
     if (model_.position_weight) {
-      push(kEmbeddingBlock, *model_.position_weight, w.dposition_weight, DType::kFloat32, b);
+      push(kEmbeddingBlock, *model_.position_weight, w.dposition_weight, DType::kFloat32, slice.micro_batch);
     }
   }
-  if (tied() && options_.parts == 1) push_final_norm(options_.accumulation - 1);
+  if (!head_ends_before_layers()) push_final_norm(options_.accumulation - 1);
   lease.release();
 }
 

@@ -16,14 +16,13 @@ class ModelWeights {
  public:
   ModelWeights(const std::filesystem::path& directory, const ModelDescription& model);
   // Reads all of it to refuse, with its file and tensor, a weight that is not finite or that fp16 rounds to infinity;
-  // and a tied head that is not the token embedding, which transformers would not tie.
+  // and a tied head that is not the token embedding, which transformers would not tie: check_tied_head() alone.
   void check(DType type);
+  void check_tied_head();
   // For Engine::import_weights; refers to this object.
   WeightSource source();
 
  private:
-  void check_tied_head();
-
   SafetensorsReader reader_;
   std::vector<std::vector<const TensorEntry*>> entries_;  // [block][parameter]
   const TensorEntry* tied_head_ = nullptr;                // in the file, and no parameter

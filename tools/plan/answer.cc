@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <chrono>
 
+#include "kernels/devices.h"
 #include "kernels/thread_shares.h"
 #include "spillway/error.h"
-#include "src/engine/device_choice.h"
-#include "src/plan/facts.h"
+#include "src/plan/plan_summary.h"
 #include "tools/drive/endurance.h"
 #include "tools/plan/measure.h"
 #include "tools/terminal/remedies.h"
@@ -20,9 +20,11 @@ constexpr std::size_t kMostChanges = 6;
 constexpr double kTypicalLife = 600;  // times its size that a consumer drive of these years may be written
 
 std::string device_text(const ChosenDevice& device, unsigned threads) {
-  if (device.kind == DeviceKind::kCuda) return device.here() ? "cuda" : "cuda, which this machine does not have";
-  std::string text = fmt::format("host: HBM is emulated in RAM, {} compute threads", threads);
-  if (!device.no_cuda.empty()) text += fmt::format("; --device cuda plans for a GPU ({})", device.no_cuda);
+  const DeviceType& type = *device.type;
+  if (!type.on_cpu) return std::string(type.name) + (device.here() ? "" : ", which this machine does not have");
+  std::string text = fmt::format("{}: {}, {} compute threads", type.name, type.hbm, threads);
+  for (const auto& [other, why] : device.missing)
+    text += fmt::format("; --device {} plans for a GPU ({})", other->name, why);
   return text;
 }
 
@@ -79,7 +81,7 @@ MeasuredRates find_rates(const PlanOptions& options, const ModelShape& shape, co
                                      .hint = "leave it out, or plan for --device host"});
   }
   try {
-    return measure(config, shape, device.kind,
+    return measure(config, shape, device.kind(),
                    {.drives = drives,
                     .drive_seconds = options.probe_seconds,
                     .compute = !given.device,
@@ -103,8 +105,8 @@ void find_life(const PlanOptions& options, const Config& config, DriveLife& life
   double left = 0, capacity = 0;
   bool told = true;
   for (const auto& path : config.nvme_paths) {
-    const drive::DriveFacts drive =
-        drives_are_here(config) ? drive::drive_of(drive::mount_of(path)) : drive::DriveFacts{};
+    const drive::DriveInfo drive =
+        drives_are_here(config) ? drive::drive_of(drive::mount_of(path)) : drive::DriveInfo{};
     const auto endurance = drive::read_endurance(drive).endurance;
     told &= endurance && endurance->percent_used > 0 && endurance->percent_used < 100;
     if (told) left += endurance->written_bytes / endurance->percent_used * (100 - endurance->percent_used);
@@ -143,9 +145,9 @@ std::string placement_that_fits(const std::vector<PlacementRow>& table, bool has
 
 Report answer(PlanOptions options) {
   const auto start = std::chrono::steady_clock::now();
-  const ChosenDevice device = choose_device(options.config);
-  // Ranks of the host device divide the cores (share_host), and a rank's working memory goes by the threads it has.
-  const bool divided = device.kind == DeviceKind::kHost;
+  const ChosenDevice device = choose_device(options.config.device);
+  // Ranks of a device on the CPU divide the cores (share_host), and a rank's working memory goes by the threads it has.
+  const bool divided = device.type->on_cpu;
   const std::vector<ThreadShare> shares =
       share_threads_among(divided ? options.ranks.on_a_host : 1, options.config.threads);
   const unsigned threads = options.config.threads = threads_of(shares);
@@ -156,7 +158,7 @@ Report answer(PlanOptions options) {
   report.shape = options.model.empty() ? models::shape_of_size(options.parameters, options.sequence)
                                        : models::load_shape(options.model);
   const Loop usual = report.shape.gpt2 ? Loop::kFinetune : Loop::kPyTorch;
-  report.run = {.device = device.kind,
+  report.run = {.device = device.kind(),
                 .device_here = device.here(),
                 .sequence = options.sequence,
                 .loop = options.loop.value_or(usual),
@@ -173,13 +175,13 @@ Report answer(PlanOptions options) {
   report.measured = measured.facts;
   std::vector<std::string> on_one_drive;
   const Config drives = with_each_drive_once(report.config, on_one_drive);
-  report.rates = choose_rates(drives, device.kind, options.rates, measured, threads, options.ranks);
+  report.rates = choose_rates(drives, device.kind(), options.rates, measured, threads, options.ranks);
 
   const auto nodes = static_cast<unsigned>(shares.size());
   try {
     report.prediction = predict(report.config, described, report.rates, nodes, {}, options.ranks.all);
     report.facts = report.prediction->plan.facts;
-    for (std::string& fact : activation_facts(report.config, report.prediction->plan, described.model))
+    for (std::string& fact : activation_summary(report.config, report.prediction->plan, described.model))
       report.facts.push_back(std::move(fact));
   } catch (const Error& error) {
     if (error.code() != Code::kDoesNotFit) throw;
@@ -187,7 +189,7 @@ Report answer(PlanOptions options) {
   }
   report.facts.insert(report.facts.end(), on_one_drive.begin(), on_one_drive.end());
   if (report.prediction && report.prediction->plan.has_store) {
-    const StepFacts& step = report.prediction->step;
+    const StepInfo& step = report.prediction->step;
     report.life.emplace();
     report.life->bytes_per_day = static_cast<double>(step.traffic.nvme_write) / step.seconds * 86400;
     find_life(options, drives, *report.life);

@@ -1,11 +1,13 @@
-#include "tools/plan/command.h"
+#include "tools/terminal/commands.h"
+
+#include <fmt/format.h>
 
 #include <cstdio>
 #include <memory>
 #include <string>
 
+#include "tools/models/decoder/config.h"
 #include "tools/plan/answer.h"
-#include "tools/terminal/colours.h"
 #include "tools/terminal/number_option.h"
 #include "tools/terminal/output.h"
 #include "tools/terminal/tell.h"
@@ -44,7 +46,7 @@ void add_command(CLI::App& program, int& exit_code) {
   command->add_option("--aio", options.aio, "What spillway sweep --json wrote: put over the configuration");
   command->add_option(
       "--model", options.model,
-      "Directory with a config.json: gpt2, llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text, t5");
+      fmt::format("Directory with a config.json: gpt2, {}, t5", fmt::join(models::decoder_families(), ", ")));
   command->add_option("--params", options.parameters, "In place of a model: a GPT-2 of so many parameters, such as 7B")
       ->type_name("COUNT");
   command->add_option("--seq", options.sequence, "Tokens of a row, as in finetune")
@@ -56,8 +58,10 @@ void add_command(CLI::App& program, int& exit_code) {
   command->add_option("--nvme", options.nvme, "Directory of the store, and how much of its drive; once a drive")
       ->type_name("PATH[=2TB]")
       ->allow_extra_args(false);
-  command->add_option("--device", options.device, "host or cuda; default: what the run would have here")
-      ->type_name("TEXT:{host,cuda}");
+  command
+      ->add_option("--device", options.device,
+                   fmt::format("{}; default: what the run would have here", fmt::join(kDeviceNames, " or ")))
+      ->type_name(fmt::format("TEXT:{{{}}}", fmt::join(kDeviceNames, ",")));
   command->add_option("--loop", options.loop, "finetune or pytorch; default: finetune for GPT-2, else pytorch")
       ->type_name("TEXT:{finetune,pytorch}");
   command->add_option("--device-rate", options.device_rate, "What the device computes, TFLOP/s")->type_name("TFLOPS");

@@ -8,6 +8,7 @@
 #include "spillway/error.h"
 #include "spillway/units.h"
 #include "tools/models/config_json.h"
+#include "tools/models/lora.h"
 #include "tools/models/ops/carver.h"
 #include "tools/models/trainer.h"
 
@@ -27,22 +28,30 @@ class StepWriter {
         tokens_(static_cast<double>(config.micro_batch) * sequence),
         sequence_(sequence) {}
 
-  void write() {
+  // Adapters alone are trained where there are some: weights have no gradients then.
+  void write(const std::optional<models::TrainedAdapters>& adapters = {}) {
     const std::uint32_t all = shape_.layers + shape_.decoder_layers;
+    trains_base_ = !adapters;
+    lowest_ = adapters ? adapters->lowest : 0;
+    adapter_weights_ = adapters ? weights_of(adapters->block) / (all - lowest_) : 0;
     const std::uint32_t head = shape_.tied ? 0 : all + 1;
     visit(0, Pass::kForward, {.work = Work::kEmbed});
+    if (adapters) visit(adapters->block, Pass::kForward, {.work = Work::kEmbed});
     for (std::uint32_t l = 0; l < all; ++l) {
       if (shape_.encodes() && l == shape_.layers) visit(0, Pass::kForward, {.work = Work::kEmbed});  // its tokens
       visit(l + 1, Pass::kForward, {.work = Work::kForward, .flops = forward_flops(l)});
     }
-    visit(head, Pass::kBackward, {.work = Work::kHead, .flops = 6 * tokens_ * shape_.vocabulary * shape_.width});
-    for (std::uint32_t l = all; l-- > 0;) {
+    visit(head, Pass::kBackward,
+          {.work = Work::kHead, .flops = (trains_base_ ? 6 : 4) * tokens_ * shape_.vocabulary * shape_.width});
+    if (adapters) visit(adapters->block, Pass::kBackward, {.work = Work::kEmbed});
+    for (std::uint32_t l = all; l-- > lowest_;) {
       // The decoder's embedding is done, and the encoder goes on with the gradient of its output.
       if (shape_.encodes() && l + 1 == shape_.layers) visit(0, Pass::kBackward, {.work = Work::kEmbedBackward});
       const double flops = forward_flops(l);
       visit(l + 1, Pass::kBackward,
-            {.work = Work::kBackward, .flops = 2 * flops, .again_flops = flops - last_product_flops()});
+            {.work = Work::kBackward, .flops = backward_flops(l), .again_flops = flops - last_product_flops()});
     }
+    if (adapters) return;
     visit(0, Pass::kBackward,
           {.work = Work::kEmbedBackward, .pushed = static_cast<double>(shape_.vocabulary) * shape_.width});
   }
@@ -56,18 +65,30 @@ class StepWriter {
     described_.work.push_back(work);
   }
 
+  double weights_of(std::uint32_t block) const {
+    double weights = 0;
+    for (const Parameter& parameter : model_.blocks[block].parameters) {
+      if (parameter.shape.size() == 2) weights += static_cast<double>(models::elements(parameter));
+    }
+    return weights;
+  }
   // Two operations for each weight of a matrix and token, and the products of attention: with the keys, with the
   // values; a causal row sees half of them.
   double forward_flops(std::uint32_t layer) const {
-    double weights = 0;
-    for (const Parameter& parameter : model_.blocks[layer + 1].parameters) {
-      if (parameter.shape.size() == 2) weights += static_cast<double>(models::elements(parameter));
-    }
+    const double adapters = layer < lowest_ ? 0 : adapter_weights_;
+    return 2 * tokens_ * (weights_of(layer + 1) + adapters) + attention_flops(layer);
+  }
+  // A weight's own gradient takes as much as that of what it is multiplied with.
+  double backward_flops(std::uint32_t layer) const {
+    const double weights = weights_of(layer + 1);
+    return 2 * tokens_ * ((trains_base_ ? 2 : 1) * weights + 3 * adapter_weights_) + 2 * attention_flops(layer);
+  }
+  double attention_flops(std::uint32_t layer) const {
     const bool causal = !shape_.encodes() || decodes(layer);
     double seen = causal ? sequence_ / 2 : sequence_;
     if (shape_.window > 0) seen = std::min<double>(seen, shape_.window);
     if (decodes(layer)) seen += sequence_;
-    return 2 * tokens_ * weights + 4 * tokens_ * seen * static_cast<double>(shape_.query_width());
+    return 4 * tokens_ * seen * static_cast<double>(shape_.query_width());
   }
   double last_product_flops() const { return 2 * tokens_ * shape_.inner * shape_.width; }
 
@@ -76,9 +97,12 @@ class StepWriter {
   ModelDescription& model_;
   const std::uint32_t micro_batches_;
   const double tokens_, sequence_;
+  bool trains_base_ = true;
+  std::uint32_t lowest_ = 0;    // layer that goes backward
+  double adapter_weights_ = 0;  // of a layer from there on, on average
 };
 
-// As models::Trainer::Inside: what a layer computes from its input and its backward needs.
+// As models::LayerForward::Inside: what a layer computes from its input and its backward needs.
 std::uint64_t inside_bytes(const ModelShape& shape, DType type, std::uint64_t tokens, bool decodes) {
   Carver carver(nullptr);
   const auto rows = [&](std::uint64_t columns) { carver.take<std::byte>(tokens * columns * size_of(type)); };
@@ -118,9 +142,10 @@ DescribedModel describe_trained(const ModelShape& shape, const Config& config, c
   options.rank_count = run.ranks.all;
   // The trainer's own order of visits; StepWriter is there for what each computes.
   models::TrainedModel trained = models::trained_model(models::ConfigJson(shape.text, shape.name), run.sequence);
+  if (config.lora.given()) models::add_adapters(trained, config.lora);
   described.model = trained.description;
   described.model.visits.clear();
-  StepWriter(shape, config, run.sequence, described).write();
+  StepWriter(shape, config, run.sequence, described).write(trained.adapters);
   described.model = models::Trainer(std::move(trained), options).description();
   if (!run.device_here) described.estimates.emplace_back(kNoDevice);
   return described;
@@ -129,6 +154,12 @@ DescribedModel describe_trained(const ModelShape& shape, const Config& config, c
 // What the Python package says of the model: a step goes through all of it with one micro-batch after the other,
 // every visit computes what it needs anew, and what lies between visits is PyTorch's own.
 DescribedModel describe_pytorch(const ModelShape& shape, const Config& config, const RunShape& run) {
+  if (config.lora.given()) {
+    throw Error(Code::kUnsupported, {.object = "spillway.lora",
+                                     .happened = "is of spillway finetune alone",
+                                     .errno_value = 0,
+                                     .hint = "plan for --loop finetune, or leave it out"});
+  }
   Config one = config;
   one.gradient_accumulation = 1;
   DescribedModel round;
@@ -167,7 +198,7 @@ DescribedModel describe_pytorch(const ModelShape& shape, const Config& config, c
   beside += inside_bytes(shape, config.weights, tokens, shape.encodes());
   described.estimates.push_back(fmt::format(
       "blocks of a PyTorch loop: the embedding, the layers, the head; beside hbm_bytes PyTorch itself keeps "
-      "their inputs, one block's insides and the logits, about {} MiB",
+      "their inputs, one block's inner activations and the logits, about {} MiB",
       div_up(beside, kMiB)));
   if (shape.encodes()) described.estimates.emplace_back("a row has as many tokens for the decoder as for the encoder");
   return described;

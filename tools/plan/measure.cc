@@ -13,10 +13,11 @@
 #include <map>
 #include <optional>
 
+#include "kernels/devices.h"
 #include "kernels/thread_shares.h"
 #include "spillway/engine.h"
 #include "spillway/error.h"
-#include "src/engine/machinery.h"
+#include "src/engine/run_resources.h"
 #include "src/plan/plan.h"
 #include "tools/models/trainer.h"
 #include "tools/terminal/heard.h"
@@ -120,37 +121,37 @@ MachineRates measure_links(const Config& config, DeviceKind device, const Measur
   const std::vector<ThreadShare> shares = share_threads(config.threads);
   const Plan plan = make_plan(probed, model, static_cast<unsigned>(shares.size()));
   Agreement alone(nullptr);
-  Machinery machinery(probed, model, plan, {.on_existing = OnExisting::kReplace}, shares, alone);
-  if (!drives) return machinery.rates;
+  RunResources resources(probed, model, plan, {.on_existing = OnExisting::kReplace}, shares, alone);
+  if (!drives) return resources.rates;
   directories.remove();
   wait.reset();
   ProbedExtents extents;
   for (std::uint32_t t = 0; t < plan.tiles.size(); ++t) {
     for (std::size_t part = 0; part < kParts; ++part) {
-      extents.read.push_back(machinery.store->readable(t).extent[part]);
-      extents.write.push_back(machinery.store->writable(t).extent[part]);
+      extents.read.push_back(resources.store->readable(t).extent[part]);
+      extents.write.push_back(resources.store->writable(t).extent[part]);
     }
   }
-  const std::span<std::byte> memory = machinery.host_region(plan.host.buffers);
+  const std::span<std::byte> memory = resources.host_region(plan.host.buffers);
   // A drive answers at once for what was never written.
   std::uint64_t written = 0;
-  for (const auto* side : {&extents.read, &extents.write}) written += write_extents(*machinery.thread, *side, memory);
+  for (const auto* side : {&extents.read, &extents.write}) written += write_extents(*resources.thread, *side, memory);
   const double seconds = options.drive_seconds / (kDriveRounds * kDriveKinds);
   std::array<MachineRates, kDriveRounds> rounds;
   ProbedBytes moved;
   for (MachineRates& round : rounds) {
-    const ProbedBytes now = probe_extents(*machinery.thread, extents, seconds, memory, round);
+    const ProbedBytes now = probe_extents(*resources.thread, extents, seconds, memory, round);
     moved.read += now.read;
     moved.written += now.written;
   }
   for (const auto rate :
        {&MachineRates::nvme_read, &MachineRates::nvme_write, &MachineRates::nvme_mixed, &MachineRates::sync_seconds}) {
     std::ranges::nth_element(rounds, rounds.begin() + kDriveRounds / 2, {}, rate);
-    machinery.rates.*rate = rounds[kDriveRounds / 2].*rate;
+    resources.rates.*rate = rounds[kDriveRounds / 2].*rate;
   }
   facts.push_back(fmt::format("the drive was timed for {:.1f} s: {} MiB read, {} MiB written", options.drive_seconds,
                               moved.read / kMiB, (moved.written + written) / kMiB));
-  return machinery.rates;
+  return resources.rates;
 }
 
 // Microseconds of every span of a name, in the order of their begin.
@@ -193,7 +194,7 @@ struct Timed {
 Timed timed_shape(const Config& config, const ModelShape& shape, DeviceKind device, std::uint32_t sequence) {
   Timed timed{.sequence = sequence};
   models::ModelConfig& model = timed.model;
-  const double most = device == DeviceKind::kHost ? kMostFlops : 40 * kMostFlops;
+  const double most = device_of(device).on_cpu ? kMostFlops : 40 * kMostFlops;
   std::uint32_t heads = shape.heads, micro_batch = config.micro_batch, inner = shape.inner;
   const auto flops = [&] {
     const double width = static_cast<double>(heads) * shape.head_width;

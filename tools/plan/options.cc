@@ -4,6 +4,7 @@
 
 #include <charconv>
 
+#include "kernels/devices.h"
 #include "spillway/error.h"
 #include "src/config/check.h"
 #include "src/config/hidden_size.h"
@@ -80,10 +81,13 @@ class Reader {
         result_.problems.emplace_back(terminal::message_of(error));
       }
     }
-    if (typed_.device == "cuda") config.device = DeviceKind::kCuda;
-    if (typed_.device == "host") config.device = DeviceKind::kHost;
-    if (!typed_.device.empty() && typed_.device != "cuda" && typed_.device != "host")
-      problem("--device", fmt::format("\"{}\" is not known", typed_.device), "it is host or cuda");
+    if (typed_.device.empty()) return;
+    if (const DeviceType* device = device_named(typed_.device)) {
+      config.device = device->kind;
+    } else {
+      problem("--device", fmt::format("\"{}\" is not known", typed_.device),
+              fmt::format("it is {}", fmt::join(kDeviceNames, " or ")));
+    }
   }
 
   void read_budgets() {

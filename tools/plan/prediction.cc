@@ -4,7 +4,7 @@
 #include <array>
 
 #include "src/engine/commit_interval.h"
-#include "src/engine/forecast.h"
+#include "src/engine/step_predictor.h"
 
 namespace spillway::planning {
 namespace {
@@ -20,14 +20,14 @@ bool move_alike(const ScheduleTile& a, const ScheduleTile& b) {
          std::ranges::all_of(kBytes, [&](auto bytes) { return (a.*bytes > 0) == (b.*bytes > 0); });
 }
 
-StepFacts facts_of(const Schedule& schedule) { return {schedule.seconds(), schedule.traffic}; }
+StepInfo info_of(const Schedule& schedule) { return {schedule.seconds(), schedule.traffic}; }
 
-StepFacts mean_of(const StepFacts& usual, const StepFacts& committed, std::uint32_t every) {
+StepInfo mean_of(const StepInfo& usual, const StepInfo& committed, std::uint32_t every) {
   const double share = 1.0 / every;
   const auto mean = [&](auto one, auto other) {
     return static_cast<double>(one) * (1 - share) + static_cast<double>(other) * share;
   };
-  StepFacts facts{.seconds = mean(usual.seconds, committed.seconds), .traffic = {}};
+  StepInfo facts{.seconds = mean(usual.seconds, committed.seconds), .traffic = {}};
   for (const auto bytes :
        {&ScheduleTraffic::nvme_read, &ScheduleTraffic::nvme_write, &ScheduleTraffic::h2d, &ScheduleTraffic::d2h,
         &ScheduleTraffic::gathered, &ScheduleTraffic::scattered, &ScheduleTraffic::leaves}) {
@@ -73,11 +73,11 @@ class Predictor {
     if (every == 1) result_.schedule = committed;
     result_.commit_every = every;
     result_.step =
-        every > 1 ? mean_of(facts_of(result_.schedule), facts_of(committed), every) : facts_of(result_.schedule);
+        every > 1 ? mean_of(info_of(result_.schedule), info_of(committed), every) : info_of(result_.schedule);
     result_.clipped = result_.step;
     if (result_.speculative > 0) {
       speculate(input_, plan_, 0);
-      result_.clipped = facts_of(schedule(true));
+      result_.clipped = info_of(schedule(true));
     }
     if (every > 0) add_records(every);
     return std::move(result_);
@@ -102,7 +102,7 @@ class Predictor {
   }
   // Two copies of the manifest's record a commit, which are no tiles.
   void add_records(std::uint32_t every) {
-    for (StepFacts* facts : {&result_.step, &result_.clipped})
+    for (StepInfo* facts : {&result_.step, &result_.clipped})
       facts->traffic.nvme_write += 2 * plan_.host.record.bytes / every;
   }
 

@@ -12,19 +12,19 @@
 namespace spillway::planning {
 
 // A step in the long run: the usual one and the one that is committed, in their proportion.
-struct StepFacts {
+struct StepInfo {
   double seconds = 0;
   ScheduleTraffic traffic;
 };
 
 struct Prediction {
   Plan plan;
-  StepFacts step;
+  StepInfo step;
   Schedule schedule;               // of a usual step
   std::uint32_t commit_every = 0;  // steps; 0: no commits, or no store
   double commit_seconds = 0;       // that a commit adds to its step
   std::uint32_t speculative = 0;   // blocks that are updated inside backward while clipping has no effect
-  StepFacts clipped;               // a step in which it has one; as `step` where nothing is speculative
+  StepInfo clipped;                // a step in which it has one; as `step` where nothing is speculative
   std::uint64_t joined = 1;        // tiles that are one in the schedule: of very large models
   std::uint64_t visits_recomputed = 0, visits_with_insides = 0;  // blocks whose backward computes forward once more
 };
@@ -41,7 +41,7 @@ struct Effort {
 Prediction predict(const Config& config, const DescribedModel& described, const Rates& rates, unsigned nodes,
                    const Effort& effort = {}, std::uint32_t ranks = 1);
 
-// The same schedule with fewer tiles: of each block's that move alike so many, one behind the other, are one that at
+// The same schedule with fewer tiles: of each block's that move alike so many, one after the other, are one that at
 // most about `most` are left. Returns how many were joined at most. What overlaps within them is lost, which is little
 // where a block has many.
 std::uint64_t join_tiles(ScheduleInput& input, std::uint64_t most);

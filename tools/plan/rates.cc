@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "kernels/devices.h"
 #include "src/plan/state_sections.h"
 #include "swap/tile_place.h"
 
@@ -51,7 +52,7 @@ class Chooser {
   void choose_links(const Config& config, DeviceKind device, unsigned cores) {
     const MachineRates found = measured_.links.value_or(MachineRates{});
     MachineRates& links = rates.links;
-    links.device_on_cores = device == DeviceKind::kHost;
+    links.device_on_cores = device_of(device).on_cpu;
     links.cores = given_.cores.value_or(cores);
     rates.lines.push_back(
         {"cores", "compute threads", static_cast<double>(links.cores), "", given_.cores ? "--cores" : "this machine"});
@@ -84,7 +85,7 @@ class Chooser {
 
   void choose_compute(DeviceKind device) {
     const ComputeRates found = measured_.compute.value_or(ComputeRates{});
-    const bool host = device == DeviceKind::kHost;
+    const bool host = device_of(device).on_cpu;
     const double typical = host ? kCoreFlops * rates.links.cores : kGpuFlops;
     const std::string why = host ? fmt::format("typical: {:.0f} GFLOP/s a core", kCoreFlops / 1e9)
                                  : std::string("typical: 40 % of an A100");

@@ -94,7 +94,7 @@ std::string refusal_of(const PlacementRow& row) {
   return fmt::format("does not fit: needs {} of {}", terminal::fixed_text_of_size(row.needed_bytes), row.needs);
 }
 
-std::vector<std::string> coarse_facts(const Report& report) {
+std::vector<std::string> coarse_summary(const Report& report) {
   std::vector<std::string> facts;
   if (report.prediction && report.prediction->joined > 1) {
     facts.push_back(fmt::format("the step is scheduled with up to {} of {} tiles as one", report.prediction->joined,

@@ -60,7 +60,7 @@ std::string effect_text(const Change& change);  // `-21 % a token, 0.70 s a step
 std::string place_text(const PlacementRow& row);
 std::string refusal_of(const PlacementRow& row);
 // What was made coarser, for very large models; a sentence each.
-std::vector<std::string> coarse_facts(const Report& report);
+std::vector<std::string> coarse_summary(const Report& report);
 std::string limit_text(const Prediction& made);
 
 // How busy a lane of the schedule is over a step, in so many equal parts of it; 0 to 1.

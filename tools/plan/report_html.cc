@@ -247,7 +247,7 @@ std::string report_html(const Report& report) {
     for (const std::string& fact : report.facts) line("soft", fact);
   }
   html += "<h2>Placements</h2>\n" + table(report) + changes(report) + rates(report);
-  for (const std::string& fact : coarse_facts(report)) line("soft", fact);
+  for (const std::string& fact : coarse_summary(report)) line("soft", fact);
   return html + fmt::format("<p class='soft'>planned in {}</p>\n</body></html>\n", seconds_text(report.seconds));
 }
 

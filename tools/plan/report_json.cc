@@ -80,7 +80,7 @@ class Writer : terminal::Json {
     });
   }
 
-  void write_facts(const char* key, const StepFacts& facts) {
+  void write_info(const char* key, const StepInfo& facts) {
     put(key, [&] {
       put("seconds", facts.seconds);
       put("nvme_read_bytes", facts.traffic.nvme_read);
@@ -95,9 +95,9 @@ class Writer : terminal::Json {
   }
 
   void write_step(const Prediction& made) {
-    write_facts("step", made.step);
+    write_info("step", made.step);
     // While clipping has an effect, nothing is updated on a guess.
-    write_facts("clipped_step", made.clipped);
+    write_info("clipped_step", made.clipped);
     const Schedule& schedule = made.schedule;
     put("schedule", [&] {
       put("seconds", schedule.seconds());

@@ -27,7 +27,7 @@ class Text {
     if (report_.life) line("\ndrive: {}", life_of(*report_.life));
     write_table();
     write_changes();
-    for (const std::string& fact : coarse_facts(report_)) line("\n{}", fact);
+    for (const std::string& fact : coarse_summary(report_)) line("\n{}", fact);
     return std::move(text_);
   }
 
@@ -54,8 +54,8 @@ class Text {
            seconds_text(made.clipped.seconds));
     }
     if (made.visits_recomputed > 0) {
-      line("  {} of {} layers are computed once more in backward: hbm_bytes has no room for what they keep",
-           made.visits_recomputed, made.visits_with_insides);
+      line("  backward recomputes {} of {} layers: hbm_bytes has no room for what they keep", made.visits_recomputed,
+           made.visits_with_insides);
     }
   }
 

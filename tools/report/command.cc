@@ -1,4 +1,4 @@
-#include "tools/report/command.h"
+#include "tools/terminal/commands.h"
 
 #include <cstdint>
 #include <cstdio>
@@ -41,7 +41,7 @@ void refuse_what_is_no_page(const fs::path& file) {
               {.object = file.string(),
                .happened = "exists and is no page, so --html does not write over it",
                .errno_value = 0,
-               .hint = "name another file, behind the logs: spillway report steps.jsonl --html page.html"});
+               .hint = "name another file, after the logs: spillway report steps.jsonl --html page.html"});
 }
 
 int report(const ReportOptions& options, bool page_wanted) {

@@ -151,6 +151,9 @@ std::string charts(const std::vector<Run>& runs) {
   LineChart loss = chart_of("Loss", "loss");
   loss.from_zero = false;
   std::string html = chart(runs, loss, [](const Step& step) { return step.loss; });
+  LineChart held_out = chart_of("Loss of held-out rows", "loss");
+  held_out.from_zero = false;
+  html += chart(runs, held_out, [](const Step& step) { return step.held_out_loss; });
   html += chart(runs, chart_of("Gradient norm", "norm"), [](const Step& step) { return step.norm; });
   html += chart(runs, chart_of("Time of a step", "seconds"), [](const Step& s) { return std::optional(s.seconds); });
   html += chart(runs, chart_of("Learning rate", "millionths"), [](const Step& step) -> std::optional<double> {

@@ -23,6 +23,9 @@ constexpr std::size_t kLongestLine = 64 << 10;  // a step takes some 700 bytes
 constexpr double kMost = 1e15;                  // of seconds and percents, so that sums of them stay finite
 constexpr const char* kWhatIsTaken = "name what `spillway finetune --log` wrote";
 
+// The key that a line of an evaluation has, and none of a step.
+constexpr const char* kEvaluation = "eval_loss";
+
 // A line of a log, and what is wrong with it in terms of where it stands.
 class Line {
  public:
@@ -156,7 +159,15 @@ Run read_run(const fs::path& file) {
     const std::string_view text(buffer.data(), static_cast<std::size_t>(in.gcount()) - (whole ? 1 : 0));
     if (text.find_first_not_of(" \t\r") == text.npos) continue;
     try {
-      add(run, by_number, step_of(Line(file, number, text)));
+      const Line line(file, number, text);
+      if (line.has(kEvaluation)) {
+        // That of step 0 belongs to no step.
+        if (const auto step = by_number.find(line.count("step")); step != by_number.end()) {
+          step->second.held_out_loss = line.number({kEvaluation});
+        }
+      } else {
+        add(run, by_number, step_of(line));
+      }
     } catch (const Error&) {
       if (whole || by_number.empty()) throw;
       run.cut = true;  // what a run was writing when it was killed

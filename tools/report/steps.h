@@ -16,6 +16,7 @@ struct Step {
   std::uint64_t step = 0;
   double seconds = 0;
   std::optional<double> loss = {}, norm = {}, learning_rate = {};  // empty: not there, or not finite
+  std::optional<double> held_out_loss = {};                        // of the evaluation after it
   std::uint64_t tokens = 0;
   std::uint64_t read_bytes = 0, written_bytes = 0, up_bytes = 0, down_bytes = 0;  // NVMe's, then to and from the device
   double stall_seconds = 0;

@@ -38,14 +38,20 @@ double median_of(const std::vector<Step>& steps, Count Step::*count) {
   return quantile(all(steps, [&](const Step& step) { return std::optional(static_cast<double>(step.*count)); }), 0.5);
 }
 
-void summarize_loss(const std::vector<Step>& steps, Summary& found) {
+Lowest lowest_of(const std::vector<Step>& steps, std::optional<double> Step::*loss) {
+  Lowest lowest;
   for (const Step& step : steps) {
-    if (!step.loss) continue;
-    if (!found.first_loss) found.first_loss = step.loss;
-    if (found.lowest_loss && *found.lowest_loss <= *step.loss) continue;
-    found.lowest_loss = step.loss;
-    found.lowest_at = step.step;
+    if (!(step.*loss) || (lowest.loss && *lowest.loss <= *(step.*loss))) continue;
+    lowest = {.loss = step.*loss, .at = step.step};
   }
+  return lowest;
+}
+
+void summarize_loss(const std::vector<Step>& steps, Summary& found) {
+  found.lowest = lowest_of(steps, &Step::loss);
+  found.lowest_held_out = lowest_of(steps, &Step::held_out_loss);
+  const auto first = std::ranges::find_if(steps, [](const Step& step) { return step.loss.has_value(); });
+  if (first != steps.end()) found.first_loss = first->loss;
   const std::vector<double> losses = all(steps, [](const Step& step) { return step.loss; });
   if (losses.empty()) return;
   const auto last = static_cast<std::ptrdiff_t>(std::max<std::size_t>(1, losses.size() / 10));
@@ -120,9 +126,9 @@ void add_training(Table& table, const Summary& first, bool several) {
   table.row("skipped", [](const Summary& s) { return s.skipped ? fmt::format("{}", s.skipped) : ""; });
   table.row("loss, first", [&](const Summary& s) { return decimal(s.first_loss, 4); });
   table.row("loss, last tenth", [&](const Summary& s) { return decimal(s.last_loss, 4); });
-  table.row("loss, lowest", [](const Summary& s) {
-    return s.lowest_loss ? fmt::format("{:.4f} at {}", *s.lowest_loss, s.lowest_at) : "";
-  });
+  const auto lowest = [](const Lowest& of) { return of.loss ? fmt::format("{:.4f} at {}", *of.loss, of.at) : ""; };
+  table.row("loss, lowest", [&](const Summary& s) { return lowest(s.lowest); });
+  table.row("of held-out rows", [&](const Summary& s) { return lowest(s.lowest_held_out); });
   table.row("gradient norm", [&](const Summary& s) { return decimal(s.norm, 3); });
   table.row("seconds a step", [](const Summary& s) { return fmt::format("{:.3f}", s.step_seconds); });
   if (several && first.step_seconds > 0) {
@@ -211,7 +217,7 @@ std::vector<std::string> notes_of(const std::vector<Run>& runs) {
   for (const Run& run : runs) {
     if (run.made_again > 0) {
       notes.push_back(fmt::format(
-          "{}: {} steps were made again after a crash; the last time counts, but what each of them wrote and took does",
+          "{}: {} steps were made again after a crash; the last run counts; written bytes and seconds are of all runs",
           run.name, run.made_again));
     }
     if (run.cut) notes.push_back(fmt::format("{}: ends in the middle of a line, which is left out", run.name));

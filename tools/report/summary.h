@@ -12,11 +12,16 @@
 
 namespace spillway::reporting {
 
+struct Lowest {
+  std::optional<double> loss = {};
+  std::uint64_t at = 0;  // step
+};
+
 struct Summary {
   std::uint64_t first_step = 0, last_step = 0, steps = 0, made_again = 0, skipped = 0;
   double seconds = 0;
-  std::optional<double> first_loss = {}, last_loss = {}, lowest_loss = {};  // the last: a median of the last tenth
-  std::uint64_t lowest_at = 0;
+  std::optional<double> first_loss = {}, last_loss = {};  // the last: a median of the last tenth
+  Lowest lowest = {}, lowest_held_out = {};
   std::optional<double> norm = {};                              // a median, as are those that follow
   double step_seconds = 0, fast_seconds = 0, slow_seconds = 0;  // and a tenth is faster, a tenth slower
   std::optional<double> tokens_per_second = {};

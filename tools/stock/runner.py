@@ -1,15 +1,18 @@
 """A Python that imports what scripts import, and runs each in a child of its own: `python -m stock.runner`.
 
 It reads requests from standard input and answers each with an exit status, a line of JSON each. {"make": [...]} makes
-models and data sets. Another one names a script, its words, its folder, where "log" gets its output, and the file of
-losses: every loss that goes backward is noted there with all of its digits, or another number that a trainer logs.
-What a hub would bring is not there: `evaluate` computes nothing.
+models and data sets. Another one names a script, its words, its folder, how many processes run it, as torchrun starts
+them, and what the files of their losses are called: there process r notes in NAME.r every loss that goes backward with
+all of its digits, or another number that a trainer logs. Output goes to log.r. What a hub would bring is not there:
+`evaluate` computes nothing.
 """
 import importlib
 import importlib.machinery
 import json
 import os
 import runpy
+import signal
+import socket
 import sys
 import traceback
 import types
@@ -66,15 +69,18 @@ def seed():
     torch.manual_seed(1)
 
 
-def run(request):
+def run(request, rank):
     os.chdir(request["folder"])
-    log = os.open("log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    log = os.open(f"log.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.argv, sys.path[:0] = [request["script"], *request["words"]], request["path"]
     os.environ.update(request["environment"])
+    if request["processes"] > 1:
+        os.environ.update(WORLD_SIZE=str(request["processes"]), RANK=str(rank), LOCAL_RANK=str(rank),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]))
     nothing_of_a_hub()
-    note(request["losses"], request["watch"])
+    note(f"{request['losses']}.{rank}", request["watch"])
     seed()
     runpy.run_path(request["script"], run_name="__main__")
 
@@ -85,10 +91,13 @@ def make(request):
         {"models": models, "data": sets}[room].make(kind, folder)
 
 
-def child(request):
+def child(request, rank):
     status = 1
     try:
-        (make if "make" in request else run)(request)
+        if "make" in request:
+            make(request)
+        else:
+            run(request, rank)
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -100,6 +109,29 @@ def child(request):
         os._exit(status)
 
 
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def answer(request):
+    """The status of the first process that fails, after which the others are ended; else 0."""
+    request, running, first = {"port": free_port(), **request}, set(), 0
+    for rank in range(request.get("processes", 1)):
+        pid = os.fork()
+        if pid == 0:
+            child(request, rank)
+        running.add(pid)
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        if not first and (first := os.waitstatus_to_exitcode(status)):
+            for each in running:
+                os.kill(each, signal.SIGKILL)
+    return first
+
+
 def main():
     for name in IMPORTED:
         try:
@@ -108,12 +140,7 @@ def main():
             print(f"runner: {name}: {error}", file=sys.stderr)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            child(request)
-        _, status = os.waitpid(pid, 0)
-        answers.write(json.dumps(os.waitstatus_to_exitcode(status)) + "\n")
+        answers.write(json.dumps(answer(json.loads(line))) + "\n")
         answers.flush()
 
 

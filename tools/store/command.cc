@@ -1,4 +1,4 @@
-#include "tools/store/command.h"
+#include "tools/terminal/commands.h"
 
 #include <fmt/format.h>
 
@@ -9,7 +9,10 @@
 #include <optional>
 #include <vector>
 
+#include "spillway/error.h"
+#include "spillway/tensor_store.h"
 #include "tools/store/report.h"
+#include "tools/store/tensors.h"
 #include "tools/terminal/byte_bar.h"
 #include "tools/terminal/tell.h"
 
@@ -25,9 +28,9 @@ struct StoreOptions {
 
 constexpr const char* kReading = "reading every byte";
 
-// What is looked at: one store, or those of all ranks that lie below the directories.
-struct Looked {
-  explicit Looked(const StoreOptions& options) : ranks(find_ranks(options.paths)) {
+// What is inspected at: one store, or those of all ranks that lie below the directories.
+struct InspectedStore {
+  explicit InspectedStore(const StoreOptions& options) : ranks(find_ranks(options.paths)) {
     ranks.empty() ? void(store = inspect_store(options.paths)) : void(run = inspect_run(ranks));
   }
   std::optional<std::uint64_t> step() const { return store ? store->step : run->step; }
@@ -43,7 +46,7 @@ struct Looked {
   std::optional<RunInfo> run;
 };
 
-Verified verify(const StoreOptions& options, const Looked& looked) {
+Verified verify(const StoreOptions& options, const InspectedStore& inspected) {
   terminal::ByteBar bar(kReading);
   Verified verified;
   const auto on_bad = [&](const BadExtent& bad) {
@@ -51,42 +54,50 @@ Verified verify(const StoreOptions& options, const Looked& looked) {
     bar.line(bad_text(bad));
   };
   const CheckOptions how = {.on_bad = on_bad, .progress = [&](auto done, auto bytes) { bar.at(done, bytes); }};
-  verified.checked = looked.store ? verify_store(options.paths, how) : verify_run(looked.ranks, how);
+  verified.checked = inspected.store ? verify_store(options.paths, how) : verify_run(inspected.ranks, how);
   verified.seconds = bar.seconds();
   bar.clear();
   return verified;
 }
 
 int roll_back(const StoreOptions& options) {
-  const Looked looked(options);
+  const InspectedStore inspected(options);
   terminal::ByteBar bar(kReading);
   const CheckOptions how = {.progress = [&](auto done, auto bytes) { bar.at(done, bytes); }};
-  const std::uint64_t step = looked.store ? roll_back_store(options.paths, how) : roll_back_run(looked.ranks, how);
+  const std::uint64_t step =
+      inspected.store ? roll_back_store(options.paths, how) : roll_back_run(inspected.ranks, how);
   bar.clear();
   terminal::tell("{}: {} step {}{}, every byte of which is intact; finetune --resume goes on from there\n",
                  options.paths.front().string(),
-                 looked.step() < step ? "the last --rollback is taken back, on at" : "back at", step,
-                 looked.store ? "" : " on all ranks");
+                 inspected.step() < step ? "the last --rollback is taken back, on at" : "back at", step,
+                 inspected.store ? "" : " on all ranks");
   return kWhole;
 }
 
-int show(const StoreOptions& options) {
+int print_store(const StoreOptions& options) {
+  if (holds_tensors(options.paths)) {
+    if (!options.roll_back) return print_tensors(options.paths, {.verify = options.verify, .json = options.json});
+    throw Error(Code::kUnsupported, {options.paths.front().string(), "holds named tensors, of the last commit alone", 0,
+                                     "go on with that commit; there is none before it"});
+  }
   if (options.roll_back) return roll_back(options);
-  const Looked looked(options);
-  if (!options.json) terminal::tell("{}", looked.store ? store_text(*looked.store) : run_text(*looked.run));
+  const InspectedStore inspected(options);
+  if (!options.json) terminal::tell("{}", inspected.store ? store_text(*inspected.store) : run_text(*inspected.run));
   std::fflush(stdout);
   std::optional<Verified> verified;
-  if (options.verify) verified = verify(options, looked);
+  if (options.verify) verified = verify(options, inspected);
   if (options.json) {
-    terminal::tell("{}\n", looked.store ? store_json(*looked.store, verified) : run_json(*looked.run, verified));
+    terminal::tell("{}\n",
+                   inspected.store ? store_json(*inspected.store, verified) : run_json(*inspected.run, verified));
   } else if (verified) {
     terminal::tell("{}\n", verified_text(*verified));
-    if (verified->checked.bad_extents > 0 && looked.has_older_step()) {
-      terminal::tell("to do     --rollback goes back to {} if all of it is intact\n",
-                     looked.store ? fmt::format("step {}", *looked.store->older_step) : "the step before on all ranks");
+    if (verified->checked.bad_extents > 0 && inspected.has_older_step()) {
+      terminal::tell(
+          "to do     --rollback goes back to {} if all of it is intact\n",
+          inspected.store ? fmt::format("step {}", *inspected.store->older_step) : "the step before on all ranks");
     }
   }
-  const bool whole = looked.damage().empty() && (!verified || verified->checked.bad_extents == 0);
+  const bool whole = inspected.damage().empty() && (!verified || verified->checked.bad_extents == 0);
   return whole ? kWhole : kDamaged;
 }
 
@@ -111,7 +122,7 @@ void add_command(CLI::App& program, int& exit_code) {
   command->footer(
       "Example:\n  spillway store /mnt/nvme/run --verify\n\nExit code: 0 the store is whole, 2 it is damaged, 1 it "
       "cannot be shown or rolled back");
-  command->callback([kept, &exit_code] { exit_code = show(*kept); });
+  command->callback([kept, &exit_code] { exit_code = print_store(*kept); });
 }
 
 }  // namespace spillway::store

@@ -1,4 +1,4 @@
-#include "tools/sweep/command.h"
+#include "tools/terminal/commands.h"
 
 #include <fmt/format.h>
 

@@ -14,7 +14,7 @@
 namespace spillway::sweep {
 namespace {
 
-enum class Task : std::uint64_t { kEnd, kFill, kSettle, kWays, kStripe, kRun };
+enum class Task : std::uint64_t { kEnd, kFill, kLimit, kWays, kStripe, kRun };
 
 constexpr double kNano = 1e9;
 
@@ -39,8 +39,8 @@ Lockstep::Lockstep(const SweepOptions& options, terminal::Ranks& ranks, const te
   ranks_.agree(subjects_of(options));
   if (!ranks_.alone()) share_ = share_host(ranks_.communicator());
   ranks_.together([&] {
-    rig_ = std::make_unique<Rig>(options, RankPlace{ranks_.rank(), ranks_.count(), share_.ranks});
-    file_bytes_ = rig_->file_bytes();
+    setup_ = std::make_unique<SweepSetup>(options, RankPlace{ranks_.rank(), ranks_.count(), share_.ranks});
+    file_bytes_ = setup_->file_bytes();
   });
   if (ranks_.alone()) return;
   ranks_.fold({&file_bytes_, 1}, Fold::kSum);
@@ -73,7 +73,7 @@ void Lockstep::share_signal() {
 }
 
 std::uint64_t Lockstep::fill(double seconds, const drive::Watch& go_on) {
-  if (ranks_.alone()) return rig_->fill(seconds, go_on);
+  if (ranks_.alone()) return setup_->fill(seconds, go_on);
   Words words{static_cast<std::uint64_t>(Task::kFill), std::bit_cast<std::uint64_t>(seconds)};
   tell(words);
   return fill_here(seconds, go_on);
@@ -81,48 +81,48 @@ std::uint64_t Lockstep::fill(double seconds, const drive::Watch& go_on) {
 
 std::uint64_t Lockstep::fill_here(double seconds, const drive::Watch& go_on) {
   std::uint64_t written = 0;
-  ranks_.together([&] { written = rig_->fill(seconds, go_on); });
+  ranks_.together([&] { written = setup_->fill(seconds, go_on); });
   share_signal();
   ranks_.fold({&written, 1}, Fold::kSum);
   following_ = true;
   return written;
 }
 
-void Lockstep::settle_limits() {
-  if (ranks_.alone()) return rig_->settle_limits();
-  Words words{static_cast<std::uint64_t>(Task::kSettle)};
+void Lockstep::limit_by_rate() {
+  if (ranks_.alone()) return setup_->limit_by_rate();
+  Words words{static_cast<std::uint64_t>(Task::kLimit)};
   tell(words);
-  settle_limits_here();
+  limit_by_rate_here();
 }
 
-void Lockstep::settle_limits_here() {
-  rig_->settle_limits();
+void Lockstep::limit_by_rate_here() {
+  setup_->limit_by_rate();
   agree_on_limits();
 }
 
 void Lockstep::agree_on_limits() {
-  Limits limits = rig_->limits();
+  Limits limits = setup_->limits();
   std::uint64_t most[] = {limits.most_block, limits.most_in_flight};
   ranks_.fold({&limits.least_block, 1}, Fold::kMax);
   ranks_.fold(most, Fold::kMin);
   limits.most_block = most[0];
   limits.most_in_flight = most[1];
-  rig_->limit(limits);
+  setup_->limit(limits);
   following_ = true;
 }
 
-std::vector<WayFacts> Lockstep::find_ways() {
-  if (ranks_.alone()) return rig_->find_ways();
+std::vector<WayInfo> Lockstep::find_ways() {
+  if (ranks_.alone()) return setup_->find_ways();
   Words words{static_cast<std::uint64_t>(Task::kWays)};
   tell(words);
   return find_ways_here();
 }
 
-std::vector<WayFacts> Lockstep::find_ways_here() {
-  std::vector<WayFacts> ways;
-  ranks_.together([&] { ways = rig_->find_ways(); });
+std::vector<WayInfo> Lockstep::find_ways_here() {
+  std::vector<WayInfo> ways;
+  ranks_.together([&] { ways = setup_->find_ways(); });
   std::vector<std::uint64_t> refused;
-  for (const WayFacts& facts : ways) refused.push_back(facts.refused.empty() ? 0 : 1);
+  for (const WayInfo& facts : ways) refused.push_back(facts.refused.empty() ? 0 : 1);
   ranks_.fold(refused, Fold::kMax);
   for (std::size_t way = 0; way < ways.size(); ++way) {
     if (refused[way] != 0 && ways[way].refused.empty()) ways[way].refused = "another rank does not get it";
@@ -132,7 +132,7 @@ std::vector<WayFacts> Lockstep::find_ways_here() {
 }
 
 std::vector<std::uint32_t> Lockstep::stripe(std::span<const double> rates) {
-  if (ranks_.alone()) return rig_->stripe(rates);
+  if (ranks_.alone()) return setup_->stripe(rates);
   Words words{static_cast<std::uint64_t>(Task::kStripe)};
   tell(words);
   std::vector<std::uint64_t> whole;
@@ -143,17 +143,17 @@ std::vector<std::uint32_t> Lockstep::stripe(std::span<const double> rates) {
 // The same shares on all ranks: of the first one's rates, and of files that are as long everywhere.
 std::vector<std::uint32_t> Lockstep::stripe_here(std::vector<std::uint64_t> rates) {
   for (std::uint64_t& rate : rates) ranks_.fold({&rate, 1}, Fold::kMax);
-  std::uint64_t filled = rig_->least_filled_bytes();
+  std::uint64_t filled = setup_->least_filled_bytes();
   ranks_.fold({&filled, 1}, Fold::kMin);
   std::vector<std::uint32_t> shares;
-  ranks_.together([&] { shares = rig_->stripe(std::vector<double>(rates.begin(), rates.end()), filled); });
+  ranks_.together([&] { shares = setup_->stripe(std::vector<double>(rates.begin(), rates.end()), filled); });
   following_ = true;
   return shares;
 }
 
 Lockstep::Measured Lockstep::run(const Point& point, const drive::LoadSpec& spec) {
   if (ranks_.alone()) {
-    const drive::LoadResult result = rig_->run(point, spec);
+    const drive::LoadResult result = setup_->run(point, spec);
     return {{.rate = result.rate(),
              .cpu_seconds_per_gib = result.cpu_seconds_per_gib(),
              .p50_us = result.latency_us(0.5),
@@ -218,7 +218,7 @@ drive::LoadResult Lockstep::load_beside_others(const Point& point, drive::LoadSp
   };
   drive::LoadResult result;
   try {
-    result = rig_->run(point, spec);
+    result = setup_->run(point, spec);
   } catch (...) {
     ranks_.communicator().throw_if_failed();
     close();
@@ -237,15 +237,15 @@ int Lockstep::follow() {
     switch (static_cast<Task>(words[0])) {
       case Task::kEnd: return signal() == 0 ? 0 : 128 + signal();
       case Task::kFill: fill_here(std::bit_cast<double>(words[1]), go_on); break;
-      case Task::kSettle: settle_limits_here(); break;
+      case Task::kLimit: limit_by_rate_here(); break;
       case Task::kWays: find_ways_here(); break;
-      case Task::kStripe: stripe_here(std::vector<std::uint64_t>(rig_->paths())); break;
+      case Task::kStripe: stripe_here(std::vector<std::uint64_t>(setup_->paths())); break;
       case Task::kRun: {
         const Point point{.setting = {words[1], static_cast<std::uint32_t>(words[2])},
                           .work = static_cast<Work>(words[3]),
                           .way = {static_cast<IoEngineKind>(words[4]), words[5] != 0},
                           .path = static_cast<std::uint32_t>(words[6])};
-        drive::LoadSpec spec = rig_->spec(point);
+        drive::LoadSpec spec = setup_->spec(point);
         spec.warmup_seconds = std::bit_cast<double>(words[7]);
         spec.seconds = std::bit_cast<double>(words[8]);
         spec.most_written_bytes = words[9];

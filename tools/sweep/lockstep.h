@@ -5,7 +5,8 @@
 //   rank 1   follow()   ──┘         └─ warm-up │  window  │     └─ drain ──┘
 //                       told what   all are ready      all windows have closed
 //
-// Where a step fails on one rank, all throw what that one has to say. Of one process alone the calls are the rig's own.
+// Where a step fails on one rank, all throw what that one has to say. Of one process alone the calls are the setup's
+// own.
 #pragma once
 
 #include <array>
@@ -15,7 +16,7 @@
 #include <vector>
 
 #include "spillway/communicator.h"
-#include "tools/sweep/rig.h"
+#include "tools/sweep/sweep_setup.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/ranks.h"
 
@@ -29,16 +30,16 @@ class Lockstep {
   Lockstep(const Lockstep&) = delete;
   Lockstep& operator=(const Lockstep&) = delete;
 
-  Rig& rig() { return *rig_; }
+  SweepSetup& setup() { return *setup_; }
   std::uint32_t ranks() const { return ranks_.count(); }
   const HostShare& share() const { return share_; }
   std::uint64_t file_bytes() const { return file_bytes_; }  // of all ranks
   int signal() const;                                       // that asked some rank to end; 0: none
 
-  // As the rig's, of all ranks.
+  // As the setup's, of all ranks.
   std::uint64_t fill(double seconds, const drive::Watch& go_on);
-  void settle_limits();
-  std::vector<WayFacts> find_ways();
+  void limit_by_rate();
+  std::vector<WayInfo> find_ways();
   std::vector<std::uint32_t> stripe(std::span<const double> rates);
   // The sample is of all: the sum of their rates, and the latencies of the slowest.
   struct Measured {
@@ -55,9 +56,9 @@ class Lockstep {
   void tell(Words& words);  // the first rank's, on every rank
   void share_signal();
   void agree_on_limits();
-  void settle_limits_here();
+  void limit_by_rate_here();
   std::uint64_t fill_here(double seconds, const drive::Watch& go_on);
-  std::vector<WayFacts> find_ways_here();
+  std::vector<WayInfo> find_ways_here();
   std::vector<std::uint32_t> stripe_here(std::vector<std::uint64_t> rates);
   Measured run_here(const Point& point, drive::LoadSpec spec);
   drive::LoadResult load_beside_others(const Point& point, drive::LoadSpec& spec);
@@ -65,7 +66,7 @@ class Lockstep {
   terminal::Ranks& ranks_;
   const terminal::Interrupt& interrupt_;
   HostShare share_;
-  std::unique_ptr<Rig> rig_;
+  std::unique_ptr<SweepSetup> setup_;
   std::uint64_t file_bytes_ = 0;
   int signal_ = 0;
   bool following_ = false;  // the others wait for a word of the first rank

@@ -26,7 +26,7 @@ std::string text_of(const Setting& setting) {
 }
 
 std::string text_of(const Way& way) {
-  if (way.engine != IoEngineKind::kIoUring) return drive::name_of(way.engine);
+  if (way.engine != IoEngineKind::kIoUring) return std::string(name_of(way.engine));
   return way.fixed_buffers ? "io_uring, registered buffers" : "io_uring, plain buffers";
 }
 

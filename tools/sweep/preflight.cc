@@ -31,9 +31,9 @@ constexpr const char* kUnlessTold = "measure it all the same with --allow-buffer
 }
 
 // A drive's own memory is about a thousandth of its size. (A host's page cache is of any size and not to be known.)
-std::uint64_t beyond_cache(const drive::DriveFacts& drive) { return align_up(2 * drive.bytes / 1000, kGiB); }
+std::uint64_t beyond_cache(const drive::DriveInfo& drive) { return align_up(2 * drive.bytes / 1000, kGiB); }
 
-void warn_of_medium(PathFacts& facts) {
+void warn_of_medium(PathInfo& facts) {
   const auto warn = [&](std::string text) { facts.warnings.push_back(std::move(text)); };
   switch (drive::medium_of(facts.mount.type)) {
     case drive::Medium::kMemory: warn(fmt::format("{} is memory, not a drive", facts.mount.type)); break;
@@ -49,8 +49,8 @@ void warn_of_medium(PathFacts& facts) {
   }
 }
 
-void warn_of_drive(PathFacts& facts) {
-  const drive::DriveFacts& drive = facts.drive;
+void warn_of_drive(PathInfo& facts) {
+  const drive::DriveInfo& drive = facts.drive;
   if (drive.link_now != drive.link_most && !drive.link_now.empty() && !drive.link_most.empty()) {
     facts.warnings.push_back(
         fmt::format("the PCIe link runs at {} of {}: another slot may be faster, unless the drive "
@@ -65,8 +65,8 @@ void warn_of_drive(PathFacts& facts) {
 
 }  // namespace
 
-PathFacts examine_path(const fs::path& path, bool buffered_allowed) {
-  PathFacts facts;
+PathInfo examine_path(const fs::path& path, bool buffered_allowed) {
+  PathInfo facts;
   std::error_code error;
   facts.path = fs::canonical(path, error);
   if (error) refuse(Code::kNotFound, path, "cannot be found", error.value(), "name a directory on the drive");
@@ -89,7 +89,7 @@ PathFacts examine_path(const fs::path& path, bool buffered_allowed) {
   return facts;
 }
 
-std::uint64_t test_bytes(const PathFacts& facts, std::uint64_t wanted) {
+std::uint64_t test_bytes(const PathInfo& facts, std::uint64_t wanted) {
   if (wanted == 0) {
     const std::uint64_t usual = std::clamp(beyond_cache(facts.drive), kUsualTest, kMostUsualTest);
     const std::uint64_t bytes = align_down(std::min(usual, facts.free_bytes / 4), kLeastTest);
@@ -115,7 +115,7 @@ std::uint64_t test_bytes(const PathFacts& facts, std::uint64_t wanted) {
   return bytes;
 }
 
-void note_direct_io(PathFacts& facts, bool direct, std::uint32_t alignment, bool buffered_allowed) {
+void note_direct_io(PathInfo& facts, bool direct, std::uint32_t alignment, bool buffered_allowed) {
   facts.direct = direct;
   facts.alignment = alignment;
   if (direct) return;
@@ -128,15 +128,15 @@ void note_direct_io(PathFacts& facts, bool direct, std::uint32_t alignment, bool
       fmt::format("no direct I/O on {}: the figures are those of the page cache", facts.mount.type));
 }
 
-void warn_of_caches(PathFacts& facts, std::uint64_t test_bytes) {
+void warn_of_caches(PathInfo& facts, std::uint64_t test_bytes) {
   if (facts.drive.bytes == 0 || test_bytes >= beyond_cache(facts.drive)) return;
   facts.warnings.push_back(fmt::format("a test of {} may fit a cache inside a drive of {}; --size {} would not",
                                        text_of_size(test_bytes), text_of_size(facts.drive.bytes),
                                        text_of_size(beyond_cache(facts.drive))));
 }
 
-MachineFacts examine_machine() {
-  MachineFacts machine;
+MachineInfo examine_machine() {
+  MachineInfo machine;
   struct utsname name {};
   if (::uname(&name) == 0) machine.kernel = fmt::format("{} {}", name.sysname, name.release);
   machine.processors = std::thread::hardware_concurrency();

@@ -16,9 +16,9 @@
 namespace spillway::sweep {
 
 struct SweepReport {
-  MachineFacts machine;
-  std::vector<PathFacts> paths;
-  std::vector<WayFacts> ways;    // those that were tried
+  MachineInfo machine;
+  std::vector<PathInfo> paths;
+  std::vector<WayInfo> ways;     // those that were tried
   std::size_t way_repeats = 0;   // of the samples of ways, and of paths, the latest so many were taken in turn
   std::uint64_t file_bytes = 0;  // of the test file on the first path
   bool exhaustive = false;
@@ -48,7 +48,7 @@ std::vector<double> mixed_rates(const SweepReport& report);
 
 // Which part of what is written striped each drive takes, at its first path; one that takes none is left out.
 struct DriveShare {
-  const PathFacts& facts;
+  const PathInfo& facts;
   double share = 0;
 };
 std::vector<DriveShare> shares_of_drives(const SweepReport& report);

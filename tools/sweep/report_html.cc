@@ -27,7 +27,7 @@ std::string cards(const SweepReport& report) {
   std::string html = "<div class='cards'>\n";
   html += card(text_of_size(report.setting.block_bytes), "block size");
   html += card(fmt::format("{}", report.setting.depth), "queue depth");
-  html += card(drive::name_of(report.way.engine), "engine");
+  html += card(std::string(name_of(report.way.engine)), "engine");
   html += card(rate(Work::kMixed), fmt::format("read and written {}:{}", kReadParts, kWriteParts));
   if (report.chosen(Work::kRead).repeats > 0) html += card(rate(Work::kRead), "read");
   if (report.chosen(Work::kWrite).repeats > 0) html += card(rate(Work::kWrite), "written");
@@ -42,8 +42,8 @@ std::string facts(const SweepReport& report) {
   std::string html = fmt::format("<p class='soft'>{}, {} processors ({}), {} of memory</p>\n",
                                  escaped(report.machine.kernel), report.machine.processors,
                                  escaped(report.machine.processor), text_of_size(report.machine.memory_bytes));
-  for (const PathFacts& path : report.paths) {
-    const drive::DriveFacts& drive = path.drive;
+  for (const PathInfo& path : report.paths) {
+    const drive::DriveInfo& drive = path.drive;
     std::string text = fmt::format("{}: {} on {}", path.path.string(), path.mount.type,
                                    drive.name.empty() ? path.mount.source : drive.name);
     if (!drive.model.empty()) text += fmt::format(", {}", drive.model);
@@ -136,7 +136,7 @@ std::string tables(const SweepReport& report) {
   }
   std::string html = "<h2>Compared in turn</h2>\n" + table("block × depth, in flight", rows);
   rows.clear();
-  for (const WayFacts& facts : report.ways) {
+  for (const WayInfo& facts : report.ways) {
     if (facts.refused.empty()) {
       rows += row(report, text_of(facts.way), {report.setting, Work::kMixed, facts.way, report.measured_path},
                   facts.way == report.way, report.way_repeats);
@@ -185,7 +185,7 @@ std::string sustained(const SweepReport& report) {
 
 std::string report_html(const SweepReport& report) {
   std::string names;
-  for (const PathFacts& path : report.paths) names += (names.empty() ? "" : " + ") + path.path.string();
+  for (const PathInfo& path : report.paths) names += (names.empty() ? "" : " + ") + path.path.string();
   std::string html = terminal::page_begin("spillway sweep " + names);
   html += facts(report) + cards(report);
   for (const std::string& reason : reasons(report)) html += fmt::format("<p>{}</p>\n", escaped(reason));

@@ -19,7 +19,7 @@ std::string report_json(const SweepReport& report) {
     json.put("use_gds", false);
   });
   json.put("spillway", [&] {
-    json.put("io_engine", drive::name_of(report.way.engine));
+    json.put("io_engine", name_of(report.way.engine));
     if (report.paths.size() < 2) return;
     const std::vector<double> mixed = mixed_rates(report);
     std::vector<std::filesystem::path> paths;

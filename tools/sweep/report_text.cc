@@ -14,8 +14,8 @@ namespace {
 using terminal::gb_per_s;
 using terminal::text_of_size;
 
-std::string drive_text(const PathFacts& facts) {
-  const drive::DriveFacts& drive = facts.drive;
+std::string drive_text(const PathInfo& facts) {
+  const drive::DriveInfo& drive = facts.drive;
   if (drive.name.empty()) return fmt::format("from {}", facts.mount.source);
   std::string text = "on " + drive.name;
   if (!drive.model.empty()) text += fmt::format(", {}", drive.model);
@@ -26,7 +26,7 @@ std::string drive_text(const PathFacts& facts) {
   return text + fmt::format(", {}", text_of_size(drive.bytes));
 }
 
-std::string queue_text(const drive::DriveFacts& drive) {
+std::string queue_text(const drive::DriveInfo& drive) {
   std::string text = fmt::format("scheduler {}, write cache: {}, sectors of {}, requests up to {}",
                                  drive.scheduler.empty() ? "none" : drive.scheduler,
                                  drive.write_cache.empty() ? "unknown" : drive.write_cache, drive.sector_bytes,
@@ -111,7 +111,7 @@ std::string candidates_table(const SweepReport& report) {
 
 std::string ways_table(const SweepReport& report) {
   std::string text = header("engine");
-  for (const WayFacts& facts : report.ways) {
+  for (const WayInfo& facts : report.ways) {
     if (!facts.refused.empty()) {
       text += fmt::format("    {:<28}  {}\n", text_of(facts.way), facts.refused);
       continue;
@@ -153,11 +153,11 @@ std::string step_text(const SweepReport& report) {
 }  // namespace
 
 std::string preflight_text(const SweepReport& report) {
-  const MachineFacts& machine = report.machine;
+  const MachineInfo& machine = report.machine;
   std::string text =
       fmt::format("{}, {} processors ({}), {} of memory, locked memory: {}\n", machine.kernel, machine.processors,
                   machine.processor, text_of_size(machine.memory_bytes), machine.locked_memory);
-  for (const PathFacts& facts : report.paths) {
+  for (const PathInfo& facts : report.paths) {
     text += fmt::format("{}: {} ({}) {}\n  {} free, {}\n", facts.path.string(), facts.mount.type, facts.mount.options,
                         drive_text(facts), text_of_size(facts.free_bytes),
                         facts.direct ? fmt::format("direct I/O in multiples of {}", facts.alignment) : "no direct I/O");
@@ -186,7 +186,7 @@ std::vector<DriveShare> shares_of_drives(const SweepReport& report) {
   for (std::size_t path = 0; path < report.paths.size(); ++path) row += share_of(path);
   std::vector<DriveShare> drives;
   for (std::size_t path = 0; path < report.paths.size(); ++path) {
-    const PathFacts& facts = report.paths[path];
+    const PathInfo& facts = report.paths[path];
     const auto same = std::find_if(drives.begin(), drives.end(), [&](const DriveShare& drive) {
       return !facts.drive.name.empty() && drive.facts.drive.name == facts.drive.name;
     });
@@ -219,7 +219,7 @@ std::vector<std::string> reasons(const SweepReport& report) {
   }
   lines.push_back(
       fmt::format("{} is the first engine within {:.0f} % of the fastest one that no other undercuts in CPU",
-                  drive::name_of(report.way.engine), 100 * (1 - kGoodShare)));
+                  name_of(report.way.engine), 100 * (1 - kGoodShare)));
   return lines;
 }
 
@@ -258,11 +258,11 @@ double step_seconds(const SweepReport& report) {
 
 std::string fio_command(const SweepReport& report) {
   std::string files;
-  for (const PathFacts& facts : report.paths) {
+  for (const PathInfo& facts : report.paths) {
     files += fmt::format("{}{}", files.empty() ? "" : ":", (facts.path / "fio-check").string());
   }
   const bool ring = report.way.engine == IoEngineKind::kIoUring;
-  const char* engine = ring ? "io_uring" : report.way.engine == IoEngineKind::kLibaio ? "libaio" : "psync";
+  const std::string_view engine = report.way.engine == IoEngineKind::kThreads ? "psync" : name_of(report.way.engine);
   // Without an asynchronous engine fio gets its depth from jobs.
   const std::string depth =
       report.way.engine == IoEngineKind::kThreads

@@ -13,9 +13,8 @@
 #include "spillway/units.h"
 #include "tools/sweep/lockstep.h"
 #include "tools/sweep/pace.h"
-#include "tools/sweep/rig.h"
+#include "tools/sweep/sweep_setup.h"
 #include "tools/terminal/amount.h"
-#include "tools/terminal/colours.h"
 #include "tools/terminal/interrupt.h"
 #include "tools/terminal/json.h"
 #include "tools/terminal/output.h"
@@ -33,7 +32,7 @@ constexpr std::size_t kCoarsePasses = 2;
 constexpr std::size_t kRounds = 3, kMostRounds = 9;  // repeats of what is compared: at least, and with time left over
 constexpr std::size_t kFinalists = 6, kRefined = 12, kRefinedAtOnce = 3;
 constexpr double kShareOfOthers = 0.1;  // of the drive's traffic, from which on the figures are doubtful
-constexpr double kEnd = 0.97;           // of the time: nothing is begun behind it
+constexpr double kEnd = 0.97;           // of the time: nothing is begun after it
 constexpr double kWarmup = 0.15;        // of a point
 constexpr double kShareOfGlance = 0.5;  // length of a point that nothing is decided by, of the usual one
 constexpr Setting kDefault{kMiB, 32};   // what ds_config.json means without a section "aio"
@@ -50,7 +49,7 @@ class Sweep {
         out_(out),
         progress_(0, 0, out, lockstep.ranks() == 1),
         lockstep_(lockstep),
-        rig_(lockstep.rig()),
+        setup_(lockstep.setup()),
         pace_(options.seconds, options.exhaustive, most_written()),
         ends_(PhaseEnds::of(options.paths.size())) {
     report_.exhaustive = options.exhaustive;
@@ -87,30 +86,30 @@ class Sweep {
   std::uint64_t point_bytes() const {
     const auto usual =
         static_cast<std::uint64_t>(kPointGiB * static_cast<double>(kGiB) * std::min(1.0, options_.seconds / 60));
-    return std::max(usual, 4 * rig_.most_in_flight() * rig_.paths()) * lockstep_.ranks();
+    return std::max(usual, 4 * setup_.most_in_flight() * setup_.paths()) * lockstep_.ranks();
   }
 
   // The test files once; then the points.
   std::uint64_t most_written() const {
-    std::uint64_t points = kWritingPoints + kWritingPointsPerPath * rig_.paths();
-    if (options_.exhaustive) points += 2 * kRounds * full_grid(rig_.limits()).size();
+    std::uint64_t points = kWritingPoints + kWritingPointsPerPath * setup_.paths();
+    if (options_.exhaustive) points += 2 * kRounds * full_grid(setup_.limits()).size();
     return lockstep_.file_bytes() + points * point_bytes() + options_.sustained_bytes;
   }
 
   void measure_everything() {
     report_.machine = examine_machine();
-    report_.paths = rig_.facts();
-    report_.file_bytes = rig_.file_bytes() / rig_.paths();
+    report_.paths = setup_.facts();
+    report_.file_bytes = setup_.file_bytes() / setup_.paths();
     if (lockstep_.ranks() > 1) terminal::tell(out_, "{}\n", ranks_text());
     terminal::tell(out_, "{}", preflight_text(report_));
     std::fflush(out_);
     prepare();
-    if (rig_.paths() > 1) measure_paths_alone();
+    if (setup_.paths() > 1) measure_paths_alone();
     search();
     choose_setting();
     compare_ways();
-    if (rig_.paths() > 1) compare_paths();
-    look_for_others();
+    if (setup_.paths() > 1) compare_paths();
+    check_other_load();
     if (options_.sustained_bytes > 0) write_on();
   }
 
@@ -124,38 +123,38 @@ class Sweep {
     say(fmt::format("filling {} with random data", text_of_size(lockstep_.file_bytes())));
     const double seconds = pace_.until(ends_.fill);
     pace_.note_written(lockstep_.fill(seconds, [&](double elapsed, std::uint64_t) {
-      show(fmt::format("filling, {:.0f} s at most", seconds - elapsed));
+      print_status(fmt::format("filling, {:.0f} s at most", seconds - elapsed));
       return go_on();
     }));
     if (lockstep_.signal() != 0) throw Stopped();
-    lockstep_.settle_limits();
-    report_.paths = rig_.facts();
-    report_.file_bytes = rig_.filled_bytes(0);
+    lockstep_.limit_by_rate();
+    report_.paths = setup_.facts();
+    report_.file_bytes = setup_.filled_bytes(0);
     report_.ways = lockstep_.find_ways();
     const auto granted = std::find_if(report_.ways.begin(), report_.ways.end(),
-                                      [](const WayFacts& facts) { return facts.refused.empty(); });
+                                      [](const WayInfo& facts) { return facts.refused.empty(); });
     SPILLWAY_CHECK(granted != report_.ways.end(), "threads are always to be had");
     report_.way = report_.searched_way = granted->way;
-    report_.measured_path = rig_.paths() > 1 ? kAllPaths : 0;
+    report_.measured_path = setup_.paths() > 1 ? kAllPaths : 0;
   }
 
   // Each path's rate, for its share of the striped space. The setting is not chosen yet, so it is the default.
   void measure_paths_alone() {
     say("each path alone, for its share");
-    const Setting setting = rig_.allowed(kDefault);
-    const auto points = static_cast<double>(kRounds * rig_.paths());
-    std::vector<double> rates(rig_.paths());
+    const Setting setting = setup_.allowed(kDefault);
+    const auto points = static_cast<double>(kRounds * setup_.paths());
+    std::vector<double> rates(setup_.paths());
     for (std::size_t round = 0; round < kRounds; ++round) {
-      for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
+      for (std::uint32_t path = 0; path < setup_.paths(); ++path) {
         measure({setting, Work::kMixed, report_.way, path}, pace_.point_seconds(ends_.alone, points));
       }
     }
-    for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
+    for (std::uint32_t path = 0; path < setup_.paths(); ++path) {
       rates[path] = summary_of(report_.measurements, {setting, Work::kMixed, report_.way, path}).rate;
     }
     report_.shares = lockstep_.stripe(rates);
     report_.first_rates = rates;
-    for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
+    for (std::uint32_t path = 0; path < setup_.paths(); ++path) {
       if (report_.shares[path] == 0) {
         note(fmt::format("{}: too slow beside the others to take a share; it is left out",
                          options_.paths[path].string()));
@@ -165,7 +164,7 @@ class Sweep {
 
   void search() {
     Rates rates;
-    std::vector<Setting> grid = options_.exhaustive ? full_grid(rig_.limits()) : coarse_grid(rig_.limits());
+    std::vector<Setting> grid = options_.exhaustive ? full_grid(setup_.limits()) : coarse_grid(setup_.limits());
     say(fmt::format("{} grid: {} settings, mixed, read and written", options_.exhaustive ? "full" : "coarse",
                     grid.size()));
     if (options_.exhaustive) std::shuffle(grid.begin(), grid.end(), std::mt19937(1));
@@ -177,7 +176,7 @@ class Sweep {
     }
     if (!options_.exhaustive) refine(rates);
     std::vector<Setting> best = finalists(rates, options_.exhaustive ? 2 * kFinalists : kFinalists);
-    if (rig_.allowed(kDefault) == kDefault && std::find(best.begin(), best.end(), kDefault) == best.end()) {
+    if (setup_.allowed(kDefault) == kDefault && std::find(best.begin(), best.end(), kDefault) == best.end()) {
       best.push_back(kDefault);  // what the choice gains over it is worth knowing
     }
     say(fmt::format("the best {}, in turn", best.size()));
@@ -191,7 +190,7 @@ class Sweep {
     for (const Setting& setting : grid) {
       // A few are measured however late it is: without them there is nothing to choose from.
       if (pace_.past(ends_.coarse) && rates.size() >= 3) return;
-      look(setting, rates, pace_.point_seconds(ends_.coarse, left--));
+      measure_point(setting, rates, pace_.point_seconds(ends_.coarse, left--));
     }
     for (const Work work : {Work::kRead, Work::kWrite}) {
       for (const Setting& setting : grid) {
@@ -205,19 +204,19 @@ class Sweep {
   void refine(Rates& rates) {
     say("between them, where it is worth it");
     for (std::size_t refined = 0; refined < kRefined && !pace_.past(ends_.refine);) {
-      const auto settings = worth_measuring(rig_.limits(), rates, kRefinedAtOnce);
+      const auto settings = worth_measuring(setup_.limits(), rates, kRefinedAtOnce);
       if (settings.empty()) break;
       for (const Setting& setting : settings) {
         for (std::size_t pass = 0; pass < kCoarsePasses; ++pass) {
           const auto points = static_cast<double>(kCoarsePasses * (kRefined - std::min(refined, kRefined - 1)));
-          look(setting, rates, pace_.point_seconds(ends_.refine, points));
+          measure_point(setting, rates, pace_.point_seconds(ends_.refine, points));
         }
         ++refined;
       }
     }
   }
 
-  void look(const Setting& setting, Rates& rates, double seconds) {
+  void measure_point(const Setting& setting, Rates& rates, double seconds) {
     measure(at(setting, Work::kMixed), seconds);
     rates[setting] = summary_of(report_.measurements, at(setting, Work::kMixed)).rate;
   }
@@ -286,7 +285,7 @@ class Sweep {
     report_.way_repeats = kRounds;
     std::vector<Candidate> ways;
     std::vector<Way> granted;
-    for (const WayFacts& facts : report_.ways) {
+    for (const WayInfo& facts : report_.ways) {
       if (facts.refused.empty()) granted.push_back(facts.way);
     }
     for (std::size_t round = 0; round < kRounds; ++round) {
@@ -321,9 +320,9 @@ class Sweep {
   void compare_paths() {
     say("each path alone and all of them striped");
     for (std::size_t round = 0; round < kRounds; ++round) {
-      const auto points = static_cast<double>((kRounds - round) * (rig_.paths() + 1) * std::size(kWorks));
+      const auto points = static_cast<double>((kRounds - round) * (setup_.paths() + 1) * std::size(kWorks));
       for (const Work work : kWorks) {
-        for (std::uint32_t path = 0; path < rig_.paths(); ++path) {
+        for (std::uint32_t path = 0; path < setup_.paths(); ++path) {
           measure({report_.setting, work, report_.way, path}, pace_.point_seconds(ends_.paths, points));
         }
         measure({report_.setting, work, report_.way, kAllPaths}, pace_.point_seconds(ends_.paths, points));
@@ -333,9 +332,9 @@ class Sweep {
 
   // Whoever else used the drive meanwhile took a part of every rate, now of this setting and now of that one.
   // What other ranks moved is no other's, and is not known here.
-  void look_for_others() {
+  void check_other_load() {
     if (lockstep_.ranks() > 1) return;
-    const auto traffic = rig_.traffic();
+    const auto traffic = setup_.traffic();
     if (!traffic || static_cast<double>(traffic->others) < kShareOfOthers * static_cast<double>(traffic->here)) return;
     note(fmt::format("others moved {} on the drive meanwhile, beside {} of the sweep: run it again when they are done",
                      text_of_size(traffic->others / kMiB * kMiB), text_of_size(traffic->here / kMiB * kMiB)));
@@ -344,7 +343,7 @@ class Sweep {
   void write_on() {
     say(fmt::format("writing {} at full speed", text_of_size(options_.sustained_bytes)));
     const std::uint64_t bytes = std::min(options_.sustained_bytes, pace_.may_write());
-    report_.sustained = rig_.write_sustained(report_.setting, report_.way, bytes, [&](double seconds, auto moved) {
+    report_.sustained = setup_.write_sustained(report_.setting, report_.way, bytes, [&](double seconds, auto moved) {
       const double share = static_cast<double>(moved) / static_cast<double>(bytes);
       const double rate = static_cast<double>(moved) / std::max(seconds, 1e-9);
       progress_.at(share, moved > 0 ? static_cast<double>(bytes - moved) / rate : -1,
@@ -366,7 +365,7 @@ class Sweep {
   // One sample of a point, its rate; 0 when the sweep's time or bytes are used up.
   double measure(const Point& point, double seconds) {
     if (enough_ && pace_.past(kEnd)) return 0;
-    drive::LoadSpec spec = rig_.spec(point);
+    drive::LoadSpec spec = setup_.spec(point);
     spec.warmup_seconds = kWarmup * seconds;
     spec.seconds = seconds - spec.warmup_seconds;
     if (point.work != Work::kRead) {
@@ -385,18 +384,18 @@ class Sweep {
     if (lockstep_.signal() != 0) throw Stopped();
     if (sample.rate <= 0) return 0;
     report_.measurements[point].push_back(sample);
-    show(fmt::format("{} {}: {:.2f} GB/s", text_of(point.setting), name_of(point.work), gb_per_s(sample.rate)));
+    print_status(fmt::format("{} {}: {:.2f} GB/s", text_of(point.setting), name_of(point.work), gb_per_s(sample.rate)));
     return sample.rate;
   }
 
   bool go_on() const { return lockstep_.signal() == 0; }
   void say(const std::string& what) { progress_.line(fmt::format("{:5.1f} s  {}", pace_.elapsed(), what)); }
-  void show(const std::string& what) {
+  void print_status(const std::string& what) {
     const double end = options_.exhaustive ? exhaustive_seconds() : ends_.paths * pace_.total();
     progress_.at(pace_.elapsed() / end, std::max(0.0, end - pace_.elapsed()), what);
   }
   double exhaustive_seconds() const {
-    const auto settings = static_cast<double>(full_grid(rig_.limits()).size());
+    const auto settings = static_cast<double>(full_grid(setup_.limits()).size());
     return pace_.total() * ends_.fill + settings * kRounds * (1 + 2 * kShareOfGlance) * (pace_.total() / 300 + 0.03);
   }
   void note(const std::string& what) {
@@ -409,7 +408,7 @@ class Sweep {
   std::FILE* const out_;
   terminal::Progress progress_;
   Lockstep& lockstep_;
-  Rig& rig_;
+  SweepSetup& setup_;
   Pace pace_;
   const PhaseEnds ends_;
   SweepReport report_;

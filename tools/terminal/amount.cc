@@ -26,7 +26,7 @@ constexpr Unit kCounts[] = {{"", 1}, {"k", 1e3}, {"m", 1e6}, {"b", 1e9}, {"g", 1
 constexpr double kLargestSize = 0x1p60;
 constexpr std::array kUnits = {"B", "KiB", "MiB", "GiB", "TiB"};
 
-// A number that is not negative, with one of the units behind it.
+// A number that is not negative, with one of the units after it.
 std::optional<double> scaled(std::string_view text, std::span<const Unit> units) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);

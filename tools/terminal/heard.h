@@ -12,7 +12,7 @@
 
 namespace spillway::terminal {
 
-// From its creation to its end the log goes here and, behind that, nowhere. One at a time.
+// From its creation to its end the log goes here and, after that, nowhere. One at a time.
 class Heard {
  public:
   Heard() {

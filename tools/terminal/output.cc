@@ -27,13 +27,13 @@ namespace fs = std::filesystem;
 
 fs::path directory_of(const fs::path& file) { return file.has_parent_path() ? file.parent_path() : fs::path("."); }
 
-struct Place {
+struct OutputTarget {
   fs::path file;
   bool renamed;  // to it, when it is whole; a device or a pipe is written through
 };
 
 // A link stays: what it leads to is written.
-Place place_of(const fs::path& named) {
+OutputTarget place_of(const fs::path& named) {
   std::error_code error;
   fs::path file = fs::canonical(named, error);
   if (error) file = named;
@@ -52,7 +52,7 @@ void check_output(const std::string& option, const fs::path& file) {
   if (file.empty() || is_standard_output(file)) return;
   std::error_code error;
   if (fs::is_directory(file, error)) refuse(option, file, EISDIR);
-  const Place place = place_of(file);
+  const OutputTarget place = place_of(file);
   const fs::path directory = directory_of(place.file);
   if (!fs::is_directory(directory, error)) refuse(option, file, error ? error.value() : ENOTDIR);
   const int wanted = place.renamed ? W_OK | X_OK : W_OK;
@@ -64,7 +64,7 @@ void write_output(const std::string& option, const fs::path& file, const std::st
     tell("{}\n", text);
     return;
   }
-  const Place place = place_of(file);
+  const OutputTarget place = place_of(file);
   const fs::path written =
       place.renamed ? directory_of(place.file) / fmt::format(".{}.{}", place.file.filename().string(), ::getpid())
                     : place.file;

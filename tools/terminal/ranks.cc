@@ -11,13 +11,14 @@
 #include <utility>
 
 #include "spillway/error.h"
+#include "spillway/rank_directory.h"
 #include "tools/terminal/remedies.h"
 
 namespace spillway::terminal {
 namespace {
 
-// In the place of a block: what is settled here is for none.
-constexpr std::int32_t kSettled = -2, kEnding = -3;
+// In the place of a block: what is agreed on here is for none.
+constexpr std::int32_t kAgreed = -2, kEnding = -3;
 
 std::uint64_t hash_of(const std::string& text) { return XXH3_64bits(text.data(), text.size()); }
 
@@ -35,10 +36,10 @@ std::string text_of_error(const std::exception_ptr& thrown) {
 }  // namespace
 
 std::filesystem::path path_of_rank(const std::filesystem::path& path, std::uint32_t rank, std::uint32_t ranks) {
-  return ranks == 1 ? path : path / fmt::format("rank{}", rank);
+  return ranks == 1 ? path : directory_of_rank(path, rank);
 }
 
-void Ranks::fold(std::span<std::uint64_t> values, Fold fold) { communicator_.all_reduce_now(values, fold, kSettled); }
+void Ranks::fold(std::span<std::uint64_t> values, Fold fold) { communicator_.all_reduce_now(values, fold, kAgreed); }
 
 bool Ranks::all_say(const std::string& text) {
   std::uint64_t least = hash_of(text), greatest = least;

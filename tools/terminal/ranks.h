@@ -1,4 +1,4 @@
-// The processes that mpirun started for one command: what they settle with each other.
+// The processes that mpirun started for one command: what they agree on.
 //
 // Calls are collective: all ranks make the same ones in the same order. What ends the communicator is thrown on each of
 // them. A process alone agrees with itself: no call costs or changes anything there. Thread: one.

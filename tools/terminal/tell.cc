@@ -1,7 +1,11 @@
 #include "tools/terminal/tell.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cctype>
 #include <cstddef>
+#include <cstdlib>
 
 namespace spillway::terminal {
 namespace {
@@ -25,6 +29,22 @@ std::string masked_report(std::string_view text, bool colours) {
     text.remove_prefix(colour + plain);
   }
   return shown;
+}
+
+bool shows_colours(std::FILE* out) {
+  const char* terminal = std::getenv("TERM");
+  return ::isatty(::fileno(out)) == 1 && std::getenv("NO_COLOR") == nullptr &&
+         !(terminal && std::string_view(terminal) == "dumb");
+}
+
+std::string shell_word(const std::string& text) {
+  const auto plain = [](unsigned char c) {
+    return std::isalnum(c) != 0 || std::string_view("/._-+:@,=").find(c) != std::string_view::npos;
+  };
+  if (!text.empty() && std::ranges::all_of(text, plain)) return text;
+  std::string quoted = "'";
+  for (const char c : text) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
 }
 
 void write(std::FILE* out, std::string_view text) noexcept { std::fwrite(text.data(), 1, text.size(), out); }

@@ -18,6 +18,12 @@ namespace spillway::terminal {
 // stay.
 std::string masked_report(std::string_view text, bool colours = false);
 
+// Whether `out` is a terminal, and nothing in the environment is against colours (NO_COLOR, TERM=dumb).
+bool shows_colours(std::FILE* out);
+
+// A word of a command that a user is told to type, as a shell takes it: in quotes where it has to be.
+std::string shell_word(const std::string& text);
+
 void write(std::FILE* out, std::string_view text) noexcept;
 
 template <typename... Arguments>

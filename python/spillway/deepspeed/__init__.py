@@ -8,7 +8,7 @@
     engine.save_checkpoint("checkpoints", client_state={"epoch": 1})
 
 A checkpoint is DIR/TAG with a snapshot and, beside it, what no snapshot has: the client's state, the scheduler's and
-the model's buffers. DIR/latest names the last one. One that DeepSpeed has saved is taken as well.
+the model's buffers. DIR/latest names the last one. A checkpoint of DeepSpeed's is taken as well.
 """
 import contextlib
 import json
@@ -24,25 +24,22 @@ from ..engine import buffers, carried
 from ..engine.engine import Engine
 from ..engine.optimizer import EngineSchedule
 from ..library import Error
+from ..sampler import GlobalBatchSampler, words_without_promise
 from . import checkpoints as deepspeed_import
 from . import client, leaves, saved_weights, schedules
 from .adjusted import Adjusted, StatesOptimizer
 from .answers import Answers
 from .checkpoints import LATEST
 from .configured import Configured, CsvMonitor
-from .one_rank import init_distributed  # noqa: F401
+from .comm import init_distributed
 from .saved_weights import SNAPSHOT, STATE
-
-ONE_PROCESS = "WORLD_SIZE {}: a model is trained by one process, on one GPU; start it with python"
 
 
 class DeepSpeedEngine(Adjusted, Answers, Engine):
     """An Engine with DeepSpeed's names beside its own."""
 
-    local_rank = global_rank = 0
-    world_size = 1
     lr_scheduler = training_dataloader = None
-    _report, _stepped = None, 0  # of the last step; micro-batches behind which step() was called
+    _report, _stepped = None, 0  # of the last step; micro-batches after which step() was called
     _accumulates = False         # inside of no_sync()
     _monitor = _losses = None    # csv_monitor; losses of the step's micro-batches, divided
     _all_used = False            # a step that leaves out a parameter is an error
@@ -85,7 +82,7 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
     def step(self, lr_kwargs=None, **options):
         """Engine.step(), and then the scheduler's. `lr_kwargs`: of the scheduler's step()."""
         if self._accumulates:
-            raise Error("invalid_argument", "step: is inside of no_sync(); call it behind")
+            raise Error("invalid_argument", "step: is inside of no_sync(); call it after that")
         if self._boundary:
             options["early"] = True
         made = self._micro_batches
@@ -138,12 +135,12 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
         is not what PyTorch's does, it is refused there."""
         if self._micro_batches > 0:
             raise Error("invalid_argument", f"zero_grad: the step has had {self._micro_batches} of its "
-                                            f"{self._accumulation} micro-batches; leave it away, as step() begins anew "
+                                            f"{self._accumulation} micro-batches; leave it out, as step() begins anew "
                                             "by itself, or call discard_step() to forget them")
         super().zero_grad()
 
     def is_gradient_accumulation_boundary(self):
-        """Of the micro-batch that comes, or that backward() had last: step() behind it makes a step."""
+        """Of the micro-batch that comes, or that backward() had last: step() after it makes a step."""
         if self._boundary is not None:
             return self._boundary
         return self.step_is_due or self._stepped + 1 == self._accumulation
@@ -178,8 +175,12 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
                 else:
                     state[full] = state[first.setdefault(id(parameter), full)]
         state = {plain(name): value for name, value in state.items()}
-        os.makedirs(save_dir, exist_ok=True)
-        whole_files.write(os.path.join(save_dir, save_filename), lambda file: torch.save(state, file))
+
+        def write():
+            os.makedirs(save_dir, exist_ok=True)
+            whole_files.write(os.path.join(save_dir, save_filename), lambda file: torch.save(state, file))
+
+        self.on_first(write)
         return True
 
     def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
@@ -189,14 +190,18 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
         """All of it; exclude_frozen_parameters leaves the frozen weights out, and load_checkpoint() keeps those that
         its model has."""
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        if self.ranks is not None:
+            self.ranks.alike("save_checkpoint: the tag", lambda: tag)
         folder = os.path.join(save_dir, tag)
-        if deepspeed_import.is_deepspeeds(folder):
-            raise Error("exists", f"{folder}: has a checkpoint of DeepSpeed's, and one of two would be loaded later; "
-                                  "save under another tag, or into another directory")
-        os.makedirs(folder, exist_ok=True)
+
+        def check():
+            if deepspeed_import.is_deepspeeds(folder):
+                raise Error("exists", f"{folder}: already has a checkpoint of DeepSpeed's, and a load "
+                                      "would find two; save under another tag, or into another directory")
+
+        self.agree(check)
+        self.on_first(lambda: os.makedirs(folder, exist_ok=True))
         self.save(os.path.join(folder, SNAPSHOT), replace=True, leave_out_frozen=exclude_frozen_parameters)
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, STATE))  # of the tag's earlier snapshot, which was whole until now
         state = {"step": self.current_step, "uncounted": self.uncounted_steps, "client_state": client_state or {},
                  "global_samples": self.global_samples, "skipped_steps": self.skipped_steps,
                  "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(), "group": self.optimizer.group(),
@@ -204,10 +209,16 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
                  "tied": self._tied_names(),
                  "frozen": [name for name, each in self.module.named_parameters() if not each.requires_grad],
                  "buffers": {name: buffer.cpu() for name, buffer in buffers.persistent(self.module).items()}}
-        whole_files.write(os.path.join(folder, STATE), lambda file: torch.save(state, file))
-        whole_files.sync(save_dir)  # before something names what is in it
-        if save_latest:
-            whole_files.write(os.path.join(save_dir, LATEST), lambda file: file.write(tag.encode()))
+
+        def write():
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(folder, STATE))  # of the tag's earlier snapshot, which was whole until now
+            whole_files.write(os.path.join(folder, STATE), lambda file: torch.save(state, file))
+            whole_files.sync(save_dir)  # before something names what is in it
+            if save_latest:
+                whole_files.write(os.path.join(save_dir, LATEST), lambda file: file.write(tag.encode()))
+
+        self.on_first(write)
         return True
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
@@ -215,14 +226,62 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
         """(path, client_state), or (None, None) where there is no checkpoint. The run begins once more, with the
         checkpoint and its learning rate, in mid-run, too; one that is refused changes nothing. What DeepSpeed has saved
         is loaded before the first step."""
+        found = self._find(load_dir, tag) if self.ranks is None else \
+            self.ranks.alike("load_checkpoint: the checkpoint", lambda: self._find(load_dir, tag))
+        if found is None:
+            log.say(logging.WARNING, f"{os.path.join(load_dir, LATEST)}: is not there, so nothing is loaded")
+            return None, None
+        tag, theirs = found
+        folder = os.path.join(load_dir, tag)
+        snapshot, beside = (os.path.join(folder, name) for name in (SNAPSHOT, STATE))
+        partly = not (load_module_strict and load_optimizer_states) or load_module_only or custom_load_fn is not None
+        if theirs and partly:
+            raise Error("unsupported", f"{folder}: is DeepSpeed's, which is only loaded whole; load it so "
+                                       "once, save it, and take the weights of the copy")
+        if theirs:
+            if self.current_step > 0:  # a schedule of PyTorch's is stepped from its beginning
+                raise Error("invalid_argument", f"{folder}: is DeepSpeed's, and cannot be loaded after step "
+                                                f"{self.current_step}; make model and engine anew, with "
+                                                "on_existing=\"replace\", and load it before a step")
+            self._load_deepspeeds(load_dir, tag, load_lr_scheduler_states)
+            return folder, {}
+        state = {}
+
+        def read():
+            try:
+                state.update(torch.load(beside, map_location="cpu", weights_only=False))  # the client's is anything
+            except (EOFError, RuntimeError, ValueError, AssertionError, pickle.UnpicklingError) as error:
+                raise Error("corrupt", f"{beside}: is empty, cut short or damaged; take another checkpoint") from error
+            if not partly:
+                self._check_beside(folder, snapshot, state)
+
+        self.agree(read)
+        if partly:
+            return self._load_partly(folder, state, load_module_strict, load_module_only, load_lr_scheduler_states,
+                                     custom_load_fn)
+        if self.current_step > 0:
+            log.say(logging.INFO, f"{folder}: takes the place of step {self.current_step}, in the store, too")
+        self.load_snapshot(snapshot)
+        self.uncounted_steps = state.get("uncounted", 0)
+        self.global_samples = state.get("global_samples", self.global_steps * self.train_batch_size())
+        self.skipped_steps = state.get("skipped_steps", 0)
+        for name, buffer in buffers.persistent(self.module).items():
+            buffer.copy_(state["buffers"][name])
+        if load_lr_scheduler_states and state["lr_scheduler"] and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self._go_on_with_rate(folder, state)
+        return folder, state["client_state"]
+
+    @staticmethod
+    def _find(load_dir, tag):
+        """[tag, whether DeepSpeed has saved it]; None: there is no checkpoint."""
         if tag is None:
             latest = os.path.join(load_dir, LATEST)
             try:
                 with open(latest, encoding="utf-8") as file:
                     tag = file.read().strip()
             except FileNotFoundError:
-                log.say(logging.WARNING, f"{latest}: is not there, so nothing is loaded")
-                return None, None
+                return None
             except (OSError, UnicodeDecodeError) as error:
                 raise Error("io", f"{latest}: cannot be read ({getattr(error, 'strerror', 'no text')}); name the "
                                   "checkpoint with tag=") from None
@@ -238,42 +297,12 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
         if missing is not None and not theirs:
             raise Error("not_found", f"{missing}: is not there; take a checkpoint that save_checkpoint() has saved to "
                                      "its end")
-        partly = not (load_module_strict and load_optimizer_states) or load_module_only or custom_load_fn is not None
-        if theirs and partly:
-            raise Error("unsupported", f"{folder}: is DeepSpeed's, of which all is taken; load it so once, save it, "
-                                       "and take the weights of that")
-        if theirs:
-            if self.current_step > 0:  # a schedule of PyTorch's is stepped from its beginning
-                raise Error("invalid_argument", f"{folder}: is DeepSpeed's, and cannot be loaded behind step "
-                                                f"{self.current_step}; make model and engine anew, with "
-                                                "on_existing=\"replace\", and load it before a step")
-            self._load_deepspeeds(load_dir, str(tag), load_lr_scheduler_states)
-            return folder, {}
-        try:
-            state = torch.load(beside, map_location="cpu", weights_only=False)  # the client's may be anything
-        except (EOFError, RuntimeError, ValueError, AssertionError, pickle.UnpicklingError) as error:
-            raise Error("corrupt", f"{beside}: is empty, cut short or damaged; take another checkpoint") from error
-        if partly:
-            return self._load_partly(folder, state, load_module_strict, load_module_only, load_lr_scheduler_states,
-                                     custom_load_fn)
-        self._check_beside(folder, snapshot, state)
-        if self.current_step > 0:
-            log.say(logging.INFO, f"{folder}: takes the place of step {self.current_step}, in the store, too")
-        self.load_snapshot(snapshot)
-        self.uncounted_steps = state.get("uncounted", 0)
-        self.global_samples = state.get("global_samples", self.global_steps * self.train_batch_size())
-        self.skipped_steps = state.get("skipped_steps", 0)
-        for name, buffer in buffers.persistent(self.module).items():
-            buffer.copy_(state["buffers"][name])
-        if load_lr_scheduler_states and state["lr_scheduler"] and self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        self._go_on_with_rate(folder, state)
-        return folder, state["client_state"]
+        return [str(tag), theirs]
 
     def _load_partly(self, folder, state, strict, module_only, with_schedule, custom_load_fn):
         """The weights alone, into fp32 masters: states stay, and so does the store's step. DeepSpeed's counts come
         along, unless it is the module only."""
-        weights = {name: value for name, value in saved_weights.tensors(folder)}
+        weights = self._weights_in(folder, custom_load_fn is not None)
         weights.update((alias, weights[name]) for alias, name in state.get("tied", {}).items() if name in weights)
         weights.update(state["buffers"])
         self.discard_step()
@@ -286,6 +315,24 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
         if with_schedule and state["lr_scheduler"] and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         return folder, state["client_state"]
+
+    def _weights_in(self, folder, everywhere):
+        """A checkpoint's weights by name. Of several ranks the first one gives them, and the others have them without
+        values, unless `everywhere`."""
+        found = {}
+
+        def read():
+            found.update(saved_weights.tensors(folder))
+
+        if self.ranks is None:
+            read()
+        elif everywhere:
+            self.ranks.alike("load_checkpoint: the weights", read)
+        else:
+            self.on_first(read)
+            for name, shape in self.ranks.same({name: [*tensor.shape] for name, tensor in found.items()}).items():
+                found.setdefault(name, torch.empty(shape, device="meta"))
+        return found
 
     def _tied_names(self):
         """Names of parameters that have another one, by which a checkpoint knows them."""
@@ -333,7 +380,9 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
     def _load_deepspeeds(self, load_dir, tag, with_schedule):
         """A checkpoint that DeepSpeed has saved. Of a schedule it has the steps, which one of PyTorch's makes again."""
         schedule, folder = self.lr_scheduler, os.path.join(load_dir, tag)
-        with deepspeed_import.snapshot_of(load_dir, tag, self._layout, self.dtype, self._values) as (snapshot, facts):
+        given = load_dir, tag, self._layout, self.dtype, self._values
+        with (deepspeed_import.snapshot_of(*given) if self.ranks is None else
+              deepspeed_import.snapshot_of_all(self.ranks, *given)) as (snapshot, facts):
             notes = [carried.continue_schedule(schedule, self.optimizer, facts)] if with_schedule or \
                 isinstance(schedule, EngineSchedule) else []
             rate = self.optimizer.param_groups[0]["lr"]
@@ -357,7 +406,8 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
 def initialize(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
                distributed_port=None, mpu=None, dist_init_required=None, collate_fn=None, config=None, mesh_param=None,
                config_params=None, **options):
-    """deepspeed.initialize() for one process: (engine, optimizer, dataloader, lr_scheduler).
+    """deepspeed.initialize(): (engine, optimizer, dataloader, lr_scheduler). With WORLD_SIZE processes, as torchrun
+    starts them, each is a rank; unless `dist_init_required` is False their process group is made here.
 
     `optimizer`: one of torch.optim's AdamW, Adam, Adagrad, SGD or of DeepSpeed's, or a function that makes one; its
       hyper-parameters and groups are taken, and the engine's own has the states.
@@ -379,18 +429,36 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
         made = client.configure(configured.change(), optimizer, groups, model)
     if "blocks" not in options and (blocks := leaves.blocks_of(model)) is not None:
         options["blocks"] = blocks
+    if dist_init_required is not False:
+        init_distributed()
     engine = DeepSpeedEngine(model, configured.for_engine(), **options)
     engine._all_used = configured.all_used
-    engine._monitor = CsvMonitor(configured.monitor) if configured.monitor else None
+    engine._monitor = CsvMonitor(configured.monitor) if configured.monitor and not engine.global_rank else None
     if made:
         client.GroupedOptimizer(engine, made)
     engine.lr_scheduler = _scheduler(engine, configured, optimizer, lr_scheduler)
     if training_data is not None:
-        engine.training_dataloader = torch.utils.data.DataLoader(
-            training_data, batch_size=engine.train_micro_batch_size_per_gpu(), collate_fn=collate_fn,
-            drop_last=engine.settings.get("dataloader_drop_last", False),
-            shuffle=not isinstance(training_data, torch.utils.data.IterableDataset))
+        engine.training_dataloader = _loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _loader(engine, data, collate_fn):
+    """Each rank's part of the data; of an iterable's, what the script gives each."""
+    last, ordered = engine.settings.get("dataloader_drop_last", False), not isinstance(
+        data, torch.utils.data.IterableDataset)
+    rows, groups, options = engine.train_micro_batch_size_per_gpu(), engine.settings["spillway.sum_groups"], {}
+    if ordered and groups > 1:
+        options["batch_sampler"] = GlobalBatchSampler(data, engine.train_batch_size(), rows, drop_last=last,
+                                                      seed=engine.seeds.seed, num_replicas=engine.world_size,
+                                                      rank=engine.global_rank)
+    else:
+        options = {"batch_size": rows, "drop_last": last, "shuffle": ordered and engine.ranks is None}
+        if ordered and engine.ranks is not None:
+            options["sampler"] = torch.utils.data.DistributedSampler(data, engine.world_size, engine.global_rank)
+    loader = torch.utils.data.DataLoader(data, collate_fn=collate_fn, **options)
+    if groups > 1 and (words := words_without_promise(loader)) is not None:
+        log.say(logging.WARNING, words)
+    return loader
 
 
 def _scheduler(engine, configured, optimizer, given):
@@ -414,16 +482,14 @@ def add_config_arguments(parser):
 
 def _refuse(model, groups, lr_scheduler, dist_init_required, parallel, configured):
     """What was asked for and is not done, all of it in one error."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
     grouped = any(isinstance(each, dict) for each in groups or [])
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     schedules = configured.has_schedule or configured.schedule is not None
     found = [words for wrong, words in (
         (groups is not None and not grouped and {id(each) for each in groups if each.requires_grad} != trained,
          "model_parameters: are not those that want gradients; say requires_grad_(False) to the others"),
-        (lr_scheduler is not None and schedules, "lr_scheduler: the configuration has one, too; leave one away"),
-        (processes > 1, ONE_PROCESS.format(processes)),
-        (parallel is not None, "mpu, mesh_param: a model is trained on one GPU; leave them away"),
+        (lr_scheduler is not None and schedules, "lr_scheduler: the configuration has one, too; leave one out"),
+        (parallel is not None, "mpu, mesh_param: ranks divide rows alone, and no model; leave them out"),
     ) if wrong]
     if found:
         raise Error("unsupported", "initialize: not with Spillway:\n  " + "\n  ".join(found))

@@ -6,7 +6,7 @@ from ..engine import buffers, values
 from ..engine.module import refuse_forgotten
 from ..engine.optimizer import EngineOptimizer
 from ..engine.uses import open_again
-from ..library import Error
+from ..library import OPTIMIZERS, Error
 from .parked import Parked
 from .zero import GatheredParameters
 
@@ -18,9 +18,7 @@ class StatesOptimizer(EngineOptimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _names(self):
-        kind = self.engine.settings["optimizer.type"]
-        return {"SGD": ("momentum_buffer",), "Adagrad": ("sum",), "Lion": ("exp_avg",)}.get(
-            kind, ("exp_avg", "exp_avg_sq"))
+        return tuple(OPTIMIZERS[self.engine.settings["optimizer.type"]])
 
     def state_dict(self):
         """It takes 4 bytes a parameter and state. Counts of steps are the engine's, and not in it."""
@@ -60,13 +58,13 @@ class Adjusted:
 
     def set_train_batch_size(self, train_batch_size):
         """By the number of micro-batches of a step, between two steps. The engine is planned once more."""
-        rows = self.train_micro_batch_size_per_gpu()
+        rows = self.train_micro_batch_size_per_gpu() * self._processes
         if train_batch_size <= 0 or train_batch_size % rows:
             raise ValueError(f"Train batch size must be divisible by micro-batch data parallelism: {train_batch_size} "
                              f"by {rows}")
         if self._micro_batches:
             raise Error("invalid_argument", f"set_train_batch_size: the step has had {self._micro_batches} of its "
-                                            f"{self._accumulation} micro-batches; call it behind step()")
+                                            f"{self._accumulation} micro-batches; call it after step()")
         micro_batches = train_batch_size // rows
         if micro_batches == self._accumulation:
             return
@@ -91,7 +89,7 @@ class Adjusted:
 
     def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
         """Gives back all of the engine's memory, on GPU and host, between steps. Where there is no store the run is
-        meanwhile a snapshot in the directory of temporary files."""
+        meanwhile a snapshot in the directory of temporary files, of several ranks rank 0's."""
         self._open()
         self._parked = Parked(self)
 
@@ -122,8 +120,8 @@ class Adjusted:
         return destination
 
     def load_module_state_dict(self, state_dict, strict=True, custom_load_fn=None):
-        """Other weights, which reach the fp32 master; states stay. `custom_load_fn`: is called with src= and dst=, the
-        module with all its weights."""
+        """Other weights, which reach the fp32 master; states stay. Of several ranks rank 0's are taken.
+        `custom_load_fn`: is called with src= and dst=, the module with all its weights."""
         refuse_forgotten(self)
         if custom_load_fn is not None:
             with GatheredParameters(self.module.parameters(), modifier_rank=0):
@@ -149,12 +147,17 @@ class Adjusted:
         unexpected = [name for name in held if name not in named and name not in kept]
         other = [name for name, tensor in held.items() if (found := named.get(name, kept.get(name))) is not None and
                  found.shape != tensor.shape]
-        if other or (strict and (missing or unexpected)):
-            words = [f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" for what, names in (
-                ("missing are", missing if strict else []), ("unknown are", unexpected if strict else []),
-                ("of another shape are", other)) if names]
-            raise Error("invalid_argument", f"load: {'; '.join(words)}; give the weights of this model" +
-                        ("" if other else ", or say strict=False (load_module_strict=False of load_checkpoint())"))
+
+        def check():
+            if other or (strict and (missing or unexpected)):
+                words = [f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" for what, names in (
+                    ("missing are", missing if strict else []), ("unknown are", unexpected if strict else []),
+                    ("of another shape are", other)) if names]
+                raise Error("invalid_argument", f"load: {'; '.join(words)}; give the weights of this model" +
+                            ("" if other else ", or say strict=False (load_module_strict=False of load_checkpoint())"))
+            return [first[parameter] for parameter in given]
+
+        check() if self.ranks is None else self.ranks.alike("load: the weights", check)
         for parameter, tensor in given.values():
             values.write(parameter, tensor)
         for name, buffer in kept.items():

@@ -1,8 +1,12 @@
 """What a loop written for DeepSpeed asks its engine, by DeepSpeed's names: a part of DeepSpeedEngine."""
+import os
+
 import torch
 
 ELSEWHERE = {  # what an engine of DeepSpeed's has, and what is called here
-    "allreduce_gradients": "leave it away, with one process nothing is reduced",
+    "allreduce_gradients": "leave it out, gradients of several processes are added up in backward()",
+    "coalesce_grad_reduction": "leave it out and set gradient_accumulation_steps to the backward passes of a step, as "
+                               "ranks add up gradients once a step",
     "deepspeed_io": "make a torch.utils.data.DataLoader, or give training_data= to initialize()",
     "scale": "call backward(loss), which scales it, in place of loss.backward()",
 }
@@ -18,11 +22,25 @@ class Answers:
         return super().__getattr__(name)
 
     def _count(self, report, made):
-        """Of a call of step(), behind so many micro-batches."""
+        """Of a call of step(), after so many micro-batches."""
         self.micro_steps += 1
         if report is not None:
-            self.global_samples += self.train_micro_batch_size_per_gpu() * made
+            self.global_samples += self.train_micro_batch_size_per_gpu() * made * self._processes
             self.skipped_steps += report.skipped
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self):
+        return self._processes
+
+    @property
+    def global_rank(self):
+        return self.ranks.rank if self.ranks else 0
+
+    @property
+    def local_rank(self):
+        return int(os.environ.get("LOCAL_RANK") or 0) if self.ranks else 0
 
     # -- batches and rates --------------------------------------------------------------------------------------------
 
@@ -33,7 +51,7 @@ class Answers:
         return self._library.config_micro_batch(self._config)
 
     def train_batch_size(self):
-        return self.train_micro_batch_size_per_gpu() * self._accumulation
+        return self.train_micro_batch_size_per_gpu() * self._accumulation * self._processes
 
     def get_lr(self):
         return [group["lr"] for group in self.optimizer.param_groups]

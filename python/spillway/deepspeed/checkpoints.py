@@ -104,6 +104,33 @@ def snapshot_of(checkpoint, tag, layout, dtype, frozen):
 
 
 @contextlib.contextmanager
+def snapshot_of_all(ranks, checkpoint, tag, layout, dtype, frozen):
+    """The same for several ranks, which must all see it. The first one makes it, of however many ranks' parts, and has
+    all take part where it asks for frozen values. It is there until none of them reads in it any more."""
+    def asked(*place):
+        ranks.same(place)
+        return frozen(*place)
+
+    made = failure = None
+    with contextlib.ExitStack() as first:
+        if ranks.rank == 0:
+            try:
+                made = first.enter_context(snapshot_of(checkpoint, tag, layout, dtype, asked))
+            except Exception as error:
+                failure = error
+            ranks.same()  # nothing more is asked for
+        else:
+            while (place := ranks.same()) is not None:
+                frozen(*place)
+        ranks.raise_on_all(failure)
+        try:
+            yield ranks.same(made)
+        finally:
+            with contextlib.suppress(Error):  # that ranks have parted is told by what they do next
+                ranks.same()
+
+
+@contextlib.contextmanager
 def _directory_in(checkpoint):
     """A new one, which is gone afterwards. What a killed process has left there goes with the next import."""
     def refused(error):

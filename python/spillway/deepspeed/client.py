@@ -37,14 +37,14 @@ def section_of(optimizer):
     if type(optimizer) not in KINDS:
         names = ", ".join(sorted({kind.__name__ for kind in KINDS}))
         raise Error("unsupported", f"optimizer: a {type(optimizer).__name__} may compute anything, and none of it "
-                                   f"would reach states on NVMe; give one of {names}, or leave it away and say type "
+                                   f"would reach states on NVMe; give one of {names}, or leave it out and say type "
                                    "and params in the configuration's section optimizer")
     kind, keys = KINDS[type(optimizer)]
     first = optimizer.param_groups[0]
     for group in optimizer.param_groups:
         for name, neutral in NEUTRAL.items():
             if group.get(name, neutral) != neutral:
-                raise Error("unsupported", f"optimizer: {name}={group[name]} is not computed here; leave it away")
+                raise Error("unsupported", f"optimizer: {name}={group[name]} is not computed here; leave it out")
         for name in (*keys, "bias_correction"):
             if group.get(name) != first.get(name):
                 raise Error("unsupported", f"optimizer: groups differ in {name}; they may in lr and weight_decay alone")
@@ -60,7 +60,7 @@ def section_of(optimizer):
 
 
 def groups_of(groups, model):
-    """spillway.parameter_groups of groups behind the first, whose values are the optimizer's. `groups`: as in
+    """spillway.parameter_groups of groups after the first, whose values are the optimizer's. `groups`: as in
     param_groups, or as model_parameters= has them, without some of their values."""
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     named, seen = [], set()
@@ -115,7 +115,7 @@ def configure(config, optimizer, groups, model):
     section = config.setdefault("spillway", {})
     if sections and section.get("parameter_groups"):
         raise Error("unsupported", "model_parameters: the configuration has spillway.parameter_groups, too; leave one "
-                                   "away")
+                                   "out")
     if sections:
         section["parameter_groups"] = sections
     return made if optimizer is not None or len(groups) > 1 else None

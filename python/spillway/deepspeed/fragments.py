@@ -1,8 +1,9 @@
 """deepspeed.utils' safe_get_… and safe_set_…: a parameter's fp32 values, states and gradient, read and written.
 
-With one process all of a parameter is local. Values come in fp32 and CPU memory, as the engine's weights do elsewhere;
-the gradient is what DeepSpeed's is: of all the step's micro-batches, and multiplied by the loss scale in fp16. What is
-written reaches the fp32 master, and so the next step and what is saved; states stay as they are.
+All of a parameter is local: ranks cut blocks, and not parameters. Values come in fp32 and CPU memory, as the engine's
+weights do elsewhere; the gradient is what DeepSpeed's is: of all the step's micro-batches, and multiplied by the loss
+scale in fp16. What is written reaches the fp32 master, and so the next step and what is saved; states stay as they are.
+Several ranks make these calls together. All get the same values; rank 0's are written, as every rank gives the same.
 """
 from ..engine import values
 from ..library import Error
@@ -31,7 +32,7 @@ def safe_set_full_optimizer_state(param, value, optim_state_key):
 
 
 def safe_get_full_grad(param):
-    """Behind the step's last backward() and before step(). None where there is none."""
+    """After the step's last backward() and before step(). None where there is none."""
     if values.engine_of(param) is None:
         return param.grad
     return values.read_gradient(param) if param.requires_grad else None

@@ -75,7 +75,9 @@ def get_z3_leaf_modules(model):
 
 def blocks_of(model):
     """For Engine's blocks=: leaves that are marked and in none of the blocks that there would be anyway; None: there
-    are no such."""
+    are no such. A model that is a leaf itself is one block."""
     leaves = get_z3_leaf_modules(model)
+    if model in leaves:
+        return [model]
     held = {id(each) for block in (default_blocks(model) if leaves else ()) for each in block[1].modules()}
-    return [leaf for leaf in leaves if id(leaf) not in held and leaf is not model] or None
+    return [leaf for leaf in leaves if id(leaf) not in held] or None

@@ -11,7 +11,7 @@ def log_dist(message, ranks=None, level=logging.INFO):
 
 
 class RepeatingLoader:
-    """A loader that begins anew behind its last batch."""
+    """A loader that begins anew after its last batch."""
 
     def __init__(self, loader):
         self.loader, self._data = loader, iter(loader)

@@ -15,7 +15,7 @@ class DeepSpeedCPUAdam(_Named):
                  amsgrad=False, adamw_mode=True, fp32_optimizer_states=True):
         if not fp32_optimizer_states:
             raise Error("unsupported", "fp32_optimizer_states: False keeps states in the weights' type, and Spillway's "
-                                       "are fp32; leave it away")
+                                       "are fp32; leave it out")
         super().__init__(model_params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                                         "bias_correction": bias_correction, "amsgrad": amsgrad})
         self.adam_w_mode = adamw_mode
@@ -33,7 +33,7 @@ class DeepSpeedCPUAdagrad(_Named):
     def __init__(self, model_params, lr=1e-2, eps=1e-10, weight_decay=0, amsgrad=False, fp32_optimizer_states=True):
         if not fp32_optimizer_states:
             raise Error("unsupported", "fp32_optimizer_states: False keeps states in the weights' type, and Spillway's "
-                                       "are fp32; leave it away")
+                                       "are fp32; leave it out")
         super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad})
 
 
@@ -41,7 +41,7 @@ class DeepSpeedCPULion(_Named):
     def __init__(self, model_params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0, fp32_optimizer_states=True):
         if not fp32_optimizer_states:
             raise Error("unsupported", "fp32_optimizer_states: False keeps states in the weights' type, and Spillway's "
-                                       "are fp32; leave it away")
+                                       "are fp32; leave it out")
         super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
 

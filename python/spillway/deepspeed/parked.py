@@ -13,7 +13,7 @@ class Parked:
         engine._refuse_held()
         engine.lender.refuse_held("offload_states")
         if engine._micro_batches:
-            raise Error("invalid_argument", "offload_states: a step is under way; call it behind step(), or "
+            raise Error("invalid_argument", "offload_states: a step is under way; call it after step(), or "
                                             "discard_step() before")
         self._rate, self._uncounted = engine.optimizer.given_rate, engine.uncounted_steps
         self._folder = self._snapshot = None
@@ -22,7 +22,12 @@ class Parked:
         else:
             self._folder = tempfile.TemporaryDirectory(prefix="spillway-offloaded-")
             self._snapshot = os.path.join(self._folder.name, "snapshot")
-            engine.save(self._snapshot)
+            if engine.ranks is None:
+                engine.save(self._snapshot)
+            else:  # the first one's, where each of them can read it
+                first = engine.ranks.same(self._snapshot)
+                engine.save(first)
+                self._snapshot = os.fspath(engine.ranks.same_files(first, self._folder.name))
         engine._handle = None
         engine._finalizer()
 

@@ -105,7 +105,7 @@ class OneCycle(_Schedule):
         return math.floor(position) / stairs
 
     def _after(self):
-        """Steps behind the cycle; None inside of it."""
+        """Steps after the cycle; None inside of it."""
         total = self._first + self._second
         return None if self.last_batch_iteration < total else self.last_batch_iteration - total + 1
 

@@ -37,18 +37,22 @@ class GatheredParameters:
     They are copies beside the engine's memory, in the type of training: a context over all of a model takes room for
     all of it, as DeepSpeed's does on the GPU. What was written reaches the fp32 master when the context ends; an
     element that still has its value keeps its master's exact bits. Parameters that are not an engine's have their
-    values anyway. `fwd_module`: has no effect, as weights are lent to whoever reads them.
+    values anyway. Of several ranks, which all gather, what rank `modifier_rank` has written counts, on all of them.
+    `fwd_module`: has no effect, as weights are lent to whoever reads them.
     """
 
     def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
         one = isinstance(params, torch.Tensor)
         self._params = {id(each): each for each in ([params] if one else list(params))} if enabled else {}
-        self._writes = modifier_rank is not None
+        self._writes, self._writer = modifier_rank is not None, modifier_rank
         self._gathered = []
 
     def __enter__(self):
         try:
             for (engine, owner), members in self._by_block().items():
+                if self._writes and engine.ranks is not None and self._writer not in range(engine.ranks.count):
+                    raise Error("invalid_argument", f"GatheredParameters: modifier_rank is {self._writer}, and ranks "
+                                                    f"are 0 to {engine.ranks.count - 1}; name one of them")
                 block = next(each for each in engine._blocks if owner in each.engine_blocks)
                 with engine.weights_of(block):
                     copies = [(parameter, parameter.detach().clone()) for parameter in members]
@@ -68,20 +72,56 @@ class GatheredParameters:
                 found[values.engine_of(parameter), parameter._spillway_place[0]].append(parameter)
         return found
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind, error, _):
         # A block that ran meanwhile has sent its parameters away, which it refuses for those that were written to.
         now = {id(parameter): (parameter, parameter.data) for parameter in self._gathered
                if not isinstance(parameter, AwayParameter)}
         self._let_go()
-        for parameter, written in now.values() if kind is None else ():
+        if kind is None or issubclass(kind, Exception):
+            self._hear(error)
+        if kind is not None:
+            return
+        changed = {}
+        for parameter, written in now.values():
             before = self._weight(parameter)
             same = (written == before) | (written.isnan() & before.isnan())
-            if same.all():
-                continue
-            if not self._writes:
-                raise Error("invalid_argument", f"{parameter._spillway_names[0]}: was written to in GatheredParameters "
-                                                "without modifier_rank, which is lost; give modifier_rank=0")
-            values.write(parameter, torch.where(same.cpu(), values.read(parameter), written.cpu().float()))
+            if not same.all():
+                changed[parameter] = written, same
+        self._refuse_lost(now, [parameter._spillway_names[0] for parameter in changed])
+        self._write(now, changed)
+
+    def _hear(self, error):
+        """What the context has raised on one of several ranks: the others raise it, too."""
+        ranks = next((values.engine_of(parameter).ranks for parameter in self._gathered), None)
+        if ranks is not None:
+            ranks.hear(error)
+
+    def _refuse_lost(self, now, changed):
+        """Of several ranks all raise what one of them has lost."""
+        if self._writes:
+            return
+        ranks = self._ranks(now)
+        for name in changed if ranks is None else sum(ranks.each(changed), []):
+            raise Error("invalid_argument", f"{name}: was written to in GatheredParameters without modifier_rank, "
+                                            "which is lost; give modifier_rank=0")
+
+    def _write(self, now, changed):
+        """Of several ranks what the one that writes has changed, which all write."""
+        if not self._writes:
+            return
+        ranks, members = self._ranks(now), [parameter for parameter, _ in now.values()]
+        numbers = [number for number, parameter in enumerate(members) if parameter in changed]
+        for number in numbers if ranks is None else ranks.same(numbers, self._writer):
+            parameter = members[number]
+            value = values.read(parameter)
+            if ranks is None or ranks.rank == self._writer:
+                written, same = changed[parameter]
+                value = torch.where(same.cpu(), value, written.cpu().float())
+            values.write(parameter, value, root=self._writer)
+
+    @staticmethod
+    def _ranks(now):
+        return next((values.engine_of(parameter).ranks for parameter, _ in now.values()), None)
 
     @staticmethod
     def _weight(parameter):

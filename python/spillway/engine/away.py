@@ -162,7 +162,8 @@ def find(values, kind):
 
 
 def written_outside(name):
-    return Error("unsupported", f"{name}: was written to outside of its block, which is lost; weights come from "
+    return Error("unsupported", f"{name}: was written to outside of its block, and the write is "
+                                "lost; weights come from "
                                 "weights= or a snapshot, and change by training")
 
 
@@ -174,8 +175,8 @@ def _refuse(function, first, weight, is_result):
     """What a loan is not for. `weight`: the first of them in the arguments."""
     name, block = getattr(weight, "_spillway_names", ("a weight", ""))
     if function is torch.autograd.grad:
-        raise Error("unsupported", f"{name}: is asked for its gradient by something else than engine.backward(loss), "
-                                   "to which alone gradients of weights go")
+        raise Error("unsupported", f"{name}: its gradient was requested, but gradients of weights "
+                                   "go only to engine.backward(loss)")
     if _changes(function, first) or is_result:
         raise written_outside(name)
     if function in COPIED and function not in READ_AS_COPY and isinstance(first, AwayParameter):
@@ -183,7 +184,7 @@ def _refuse(function, first, weight, is_result):
 
 
 def read_outside(name, block):
-    return f"{name}: is read outside of its block, in a way that cannot be lent to; read it inside `with engine." \
+    return f"{name}: is read outside of its block, in a way that a loan cannot serve; read it inside `with engine." \
            f'weights_of("{block}"):`, or name in blocks= a module that has both its block and what reads it'
 
 

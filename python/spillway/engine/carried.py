@@ -117,7 +117,7 @@ def say_what_came(folder, facts, model, others, *notes):
     steps = f"Adam's {facts['optimizer_steps']} steps"
     if (facts["global_steps"], facts["skipped_steps"]) != (facts["optimizer_steps"], 0):
         steps += f" (DeepSpeed's engine counted {facts['global_steps']}, {facts['skipped_steps']} of them skipped)"
-    steps += f", behind {facts['samples']} samples" if facts["samples"] else ""
+    steps += f", after {facts['samples']} samples" if facts["samples"] else ""
     left = [f"client state ({', '.join(facts['client_state'])})"] if facts["client_state"] else []
     left += [f"loss scale {facts['loss_scale']:g}"] if "loss_scale" in facts and not scales else []
     left += [f"buffers ({', '.join(kept)})"] if (kept := buffers.persistent(model)) else []

@@ -11,14 +11,15 @@ from ctypes import byref, c_uint64, c_void_p
 import torch
 
 from .. import log
-from ..library import (BACKWARD, FORWARD, ON_EXISTING, TIERS, Error, ExportOptions, LedgerEntry, Line, Options, Report,
-                       SaveOptions, StepReport, destroy_engine, library, parse_config, settings_of)
+from ..library import (BACKWARD, DEVICES, FORWARD, ON_EXISTING, TIERS, Error, LedgerEntry, Line, Options, Report,
+                       StepReport, destroy_engine, library, parse_config, settings_of)
 from ..memory import address_of, tensor_at
-from ..pieces import collected, copying, pieces, values_of
+from ..ranks import ranks_of, take_gpu
 from . import module
 from .away import send_away
 from .blocks import Block, find_blocks, forward_order
-from .export import export, tell
+from .contents import DTYPES, Contents, path_of
+from .export import tell
 from .gradients import Gradients
 from .heads import Head, blocks_of, heads_of
 from .layout import Layout
@@ -26,15 +27,15 @@ from .leases import Leases
 from .lent import Lender
 from .optimizer import EngineOptimizer
 from .passes import Passes
+from .seeds import Seeds
 from .together import TrainsBatches
 from .uses import Uses, say_plan
 from .visits import run_in_visits
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # spillway_dtype
 UNCOUNTED = re.compile(rb"spillway\.uncounted (-?\d+)\n")  # before the caller's blob in commits and snapshots
 
 
-class Engine(TrainsBatches):
+class Engine(TrainsBatches, Contents):
     """Gives a model's parameters to Spillway and runs the model block by block.
 
     `model`: any torch.nn.Module. Its parameters are taken out of it, and reading one outside of its
@@ -49,12 +50,17 @@ class Engine(TrainsBatches):
     `on_existing`: what to do with a store that is there: "refuse", "resume" or "replace".
     `snapshot`: one that save() made, to begin with.
     `aio`: path or dict, what `spillway sweep --json` wrote; it is put over the configuration.
+    `ranks`: the processes that train the model together, each with rows of its own: a process group of
+      torch.distributed, or a spillway.ranks.Ranks; "auto": all processes, where the script has initialized a group;
+      None: this process alone. All of them make the same calls, in the same order: docs/ranks_pytorch.md.
+    `seed`: with spillway.sum_groups, of the random numbers that a micro-batch's forward draws from torch's generators;
+      the default is torch.initial_seed(), what torch.manual_seed() has set.
     `optimizer`: its rate is what PyTorch's schedulers set. What an engine does not have itself, train() say, is the
       module's. Threads: any, one at a time. Errors: spillway.Error.
     """
 
     def __init__(self, model, config, *, blocks=None, example=None, weights=None, on_existing="refuse", snapshot=None,
-                 trace=None, aio=None):
+                 trace=None, aio=None, ranks="auto", seed=None):
         self._library = library()
         self._handle = None
         self._held = weakref.WeakSet()  # Leases
@@ -62,22 +68,27 @@ class Engine(TrainsBatches):
         self.module = model
         self.lender, self.uses = Lender(self), Uses()  # of weights outside of their blocks
         self.passes = Passes(self)
-        self._read_config(config, aio)
-        if on_existing not in ON_EXISTING:
-            raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
-        weights = module.checked(model, weights, on_existing != "resume" and snapshot is None)
-        slices = self.settings.get("spillway.logit_slices", 1)
-        heads = heads_of(model) if slices > 1 else []
-        self._blocks = find_blocks(model, blocks, heads)
-        together = self.settings.get("spillway.micro_batches_together", False)
-        self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example),
-                              1 if together else self._accumulation)
-        cut = blocks_of(heads, self._blocks, self._layout) if slices > 1 else []
-        self._trace = trace
-        self.steps_begun = 0
-        try:
+        self.ranks, self._own_ranks = ranks_of(ranks)
+        try:  # a Ranks of its own is closed, too
+            self._read_config(config, aio)
+            if on_existing not in ON_EXISTING:
+                raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of {', '.join(ON_EXISTING)}")
+            weights = module.checked(model, weights, on_existing != "resume" and snapshot is None)
+            slices = self.settings.get("spillway.logit_slices", 1)
+            heads = heads_of(model) if slices > 1 else []
+            self._blocks = find_blocks(model, blocks, heads)
+            together = self.settings.get("spillway.micro_batches_together", False)
+            self._layout = Layout(model, self._blocks, forward_order(model, self._blocks, example),
+                                  1 if together else self._accumulation)
+            cut = blocks_of(heads, self._blocks, self._layout) if slices > 1 else []
+            self._trace = trace
+            self.steps_begun = 0
             self._create(on_existing, snapshot)
-            if self.current_step == 0 and snapshot is None and on_existing != "resume":
+            begins = self.current_step == 0 and snapshot is None and on_existing != "resume"
+            self.seeds = Seeds(self, seed)
+            if self.ranks is not None:
+                self._as_on_first(begins, weights)
+            if begins:
                 self._import(weights)
         except BaseException:
             self._end()
@@ -101,7 +112,8 @@ class Engine(TrainsBatches):
     # -- the description ------------------------------------------------------------------------------------------
 
     def _read_config(self, config, aio):
-        self._config = parse_config(config, aio)
+        self._processes = 1 if self.ranks is None else self.ranks.count
+        self._config = parse_config(config, aio, self._processes)
         weakref.finalize(self, self._library.config_destroy, self._config)
         self.settings = settings_of(self._config)
         self._type = self._library.config_weights(self._config)
@@ -112,47 +124,26 @@ class Engine(TrainsBatches):
         self._pushed = collections.Counter()
 
     def _create(self, on_existing, snapshot):
-        options = Options(ON_EXISTING.index(on_existing), 0, _path(snapshot), _path(self._trace))
+        options = Options(ON_EXISTING.index(on_existing), 0, path_of(snapshot), path_of(self._trace))
         model = self._layout.describe(self._library, self._element_bytes)
         try:
             handle = c_void_p()
-            self._library.engine_create(self._config, model, byref(options), byref(handle))
+            ranks = None if self.ranks is None else self.ranks.handle
+            if self.settings.get("spillway.device") != "host":
+                take_gpu(ranks is not None)
+            self._library.engine_create_on(ranks, self._config, model, byref(options), byref(handle))
         finally:
             self._library.model_destroy(model)
         self._handle, self._streams, self._process = handle, {}, os.getpid()  # a fork has none of its threads
         # Also when the engine is forgotten, and when the interpreter ends.
         self._finalizer = weakref.finalize(self, destroy_engine, self._library, handle, self._streams, self._process)
-        self.on_cuda = self._library.engine_device(handle) == 1
+        self.on_cuda = list(DEVICES)[self._library.engine_device(handle)] == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
         size = c_uint64()
         self._workspace = tensor_at(self.device, self._library.engine_workspace(handle, byref(size)), size.value)
         self.uncounted_steps, _ = self._record()  # that DeepSpeed counted and Adam did not: of fp16, skipped
         self._views, self._addresses = {}, set()
         self._layout.forget_packed()
-
-    def load_snapshot(self, directory):
-        """Goes on from a snapshot of this model, whose step takes the place of this one, in the store as well. One that
-        does not fit or is damaged is refused, and the run goes on as it was."""
-        self._refuse_held()
-        self.discard_step()
-        self._library.engine_load_snapshot(self._open(), _path(directory))
-        self._layout.forget_packed()
-        self.uncounted_steps = self._record()[0]
-        self.optimizer.attach(self)
-
-    # -- weights in and out ---------------------------------------------------------------------------------------
-
-    def _import(self, weights):
-        self.stream_out(self._library.engine_import_weights, copying(values_of(self._layout, weights)))
-
-    def stream_out(self, call, function, *arguments):
-        """A call that calls back with pieces of all weights."""
-        with pieces(function, lambda: self._layout.elements) as callback:
-            call(self._open(), *arguments, callback, None)
-
-    def master_weights(self, names=None):
-        """The exact fp32 weights by name, in CPU memory: 4 bytes a parameter. `names`: of these parameters alone."""
-        return collected(self, names)
 
     def _take_over(self):
         """Empties the parameters and puts visits in the place of forwards."""
@@ -179,6 +170,8 @@ class Engine(TrainsBatches):
         module.bind(engine, self.module, self._blocks)
         module.leave_checkpointing_to_blocks(self.module)
         module.train_without_caches(self.module, self._blocks)
+        if self.ranks is not None and self.ranks.all:
+            module.generate_together(self.module)
 
     def _stream(self):
         """The engine's name for the stream that PyTorch works on; None: the engine's own, on a CPU."""
@@ -220,6 +213,7 @@ class Engine(TrainsBatches):
         parameter that gets no other in a step is left out of its update, as PyTorch's optimizers leave it out. Where
         any number may come, it says that no more do, if it `ends` them."""
         stream, used, any_number, factor = self._stream(), 0, self._layout.open, self.passes.factor
+        micro_batch = self._first_micro_batch + self.passes.micro_batch
         self.passes.brought()
         for (parameter, owner, index), gradient in zip(entries, gradients):
             planned = self._layout.pushes[owner, index]
@@ -228,7 +222,8 @@ class Engine(TrainsBatches):
                             f"than the plan's {planned} times; give the engine an example= of a forward pass")
             if gradient is None:
                 if ends or not any_number:
-                    self._library.engine_push_gradient(self._open(), owner, index, None, 0, self._type, stream)
+                    self._library.engine_push_gradient_of(self._open(), micro_batch, owner, index, None, 0, self._type,
+                                                          stream)
                 self._pushed[owner, index] += 1
                 continue
             size = parameter.numel() * self._element_bytes
@@ -238,8 +233,8 @@ class Engine(TrainsBatches):
                 used = 0
             place = self._workspace[used:used + size].view(self.dtype)
             place.copy_(gradient.reshape(-1) if factor == 1 else gradient.reshape(-1) * factor)
-            self._library.engine_push_gradient(self._open(), owner, index, place.data_ptr(), parameter.numel(),
-                                               self._type, stream)
+            self._library.engine_push_gradient_of(self._open(), micro_batch, owner, index, place.data_ptr(),
+                                                  parameter.numel(), self._type, stream)
             self._pushed[owner, index] += 1
             self._gradients.bring(owner, index)
             used += -(-size // 2048) * 2048  # where the next one is aligned as weights are
@@ -255,7 +250,7 @@ class Engine(TrainsBatches):
         """Of the step that comes."""
         return self._library.engine_next_learning_rate(self._open())
 
-    plain_factor, plain_decides = 1, True  # loss.backward(): times its gradients; step() behind it makes a step
+    plain_factor, plain_decides = 1, True  # loss.backward(): times its gradients; step() after it makes a step
 
     def backward(self, loss, scale_wrt_gas=True, retain_graph=False):
         """Of one micro-batch: the loss is divided by the configuration's gradient_accumulation_steps, unless the caller
@@ -272,7 +267,7 @@ class Engine(TrainsBatches):
         return self.passes.scale(loss)
 
     def _give_up(self, held):
-        """Discards the step, behind an exception in it. `held`: the leases from before."""
+        """Discards the step, after an exception in it. `held`: the leases from before."""
         self._unfinished = True
         for leases in set(self._held) - held:
             leases.end()
@@ -283,7 +278,7 @@ class Engine(TrainsBatches):
             self._unfinished = error.code == "invalid_argument"  # else it has ended, and every further call says so
 
     def step(self, blob=b"", early=False):
-        """Once all micro-batches have been through backward(), or behind a plain loss.backward(): clips, updates and
+        """Once all micro-batches have been through backward(), or after a plain loss.backward(): clips, updates and
         commits, and returns a StepReport; before that None. `early`: the step ends with the micro-batches that there
         are, such as an epoch's last ones. `blob`, at most 16,000 bytes, is kept by the commit: where the data stands,
         random state. After Ctrl-C in it the step is either made, which current_step says, or discarded."""
@@ -306,10 +301,11 @@ class Engine(TrainsBatches):
         except Error as error:
             if error.code == "non_finite":  # the engine has forgotten the step
                 self._begin_step()
-                raise Error(error.code, f"{error}; NaN is also what native code reads of a weight outside of its "
-                                        "block: name in blocks= a module that has both") from None
+                raise Error(error.code, f"{error}; native code that reads a weight outside of its "
+                                        "block also gets NaN: name in blocks= a module that has "
+                                        "both") from None
             raise
-        except BaseException:  # Ctrl-C, before the step was made or behind it
+        except BaseException:  # Ctrl-C, before the step was made or after it
             if self.current_step > before:
                 self._end_step(report)
             else:
@@ -321,6 +317,11 @@ class Engine(TrainsBatches):
         report = StepReport(**report.values())
         self.optimizer.after_step(report)
         return report
+
+    @property
+    def _first_micro_batch(self):
+        """Of this rank: how many a step has on ranks before it."""
+        return self.ranks.rank * self._accumulation if self.ranks else 0
 
     @property
     def step_is_due(self):
@@ -352,6 +353,7 @@ class Engine(TrainsBatches):
     def _begin_step(self):
         self._micro_batches = 0
         self.passes.begin_step()
+        self.seeds.forget()
         self._pushed.clear()
         self._gradients.begin_step()
         self.steps_begun += 1
@@ -419,25 +421,6 @@ class Engine(TrainsBatches):
         """Makes the current step durable."""
         self._library.engine_flush(self._open())
 
-    def save(self, directory, replace=False, leave_out_frozen=False):
-        """A snapshot: weights, states, step and blob, from which any run of the model can begin. `leave_out_frozen`: of
-        what is trained alone, for load_snapshot() of an engine with the same frozen weights."""
-        self._library.engine_save(self._open(), _path(directory), byref(SaveOptions(replace, 0, leave_out_frozen)))
-
-    def export(self, directory, dtype=torch.float32, replace=False):
-        """The weights, and persistent buffers, as safetensors with the model's config.json and generation_config.json:
-        what from_pretrained() takes, under the names that transformers saves, without torch.compile's. Of a model of
-        peft's the adapters, as its own save_pretrained(). `dtype`: torch.float32, torch.bfloat16 or torch.float16."""
-        if dtype not in DTYPES:
-            raise Error("invalid_argument", f"dtype: is {dtype!r}, which is none of "
-                                            f"{', '.join(map(str, DTYPES))}; give one of these")
-        export(self, directory, dtype, replace)
-
-    def export_weights(self, directory, dtype, replace):
-        """The weights alone, under the names that they have in memory."""
-        options = ExportOptions(DTYPES.index(dtype), replace)
-        self._library.engine_export(self._open(), _path(directory), byref(options))
-
     def close(self):
         """Makes the last finished step durable and gives everything back, also when it raises what went wrong with
         that. The model keeps no weights."""
@@ -462,11 +445,13 @@ class Engine(TrainsBatches):
             self.lender.end_all()
             self._handle = None
             self._finalizer()
+        if self._own_ranks:
+            self.ranks.close()
 
     def _refuse_held(self):
         self.lender.return_all()
         if self._held:
-            raise Error("invalid_argument", "engine: a block's weights are in use; close it behind weights_of()")
+            raise Error("invalid_argument", "engine: a block's weights are in use; close the engine after weights_of()")
 
     def __enter__(self):
         return self
@@ -486,7 +471,3 @@ class Engine(TrainsBatches):
             raise Error("invalid_argument", "engine: a step was left unfinished in backward, while a block's weights "
                                             "were in use; call discard_step()")
         return self._handle
-
-
-def _path(path):
-    return None if path is None else os.fsencode(path)

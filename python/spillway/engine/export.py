@@ -45,7 +45,7 @@ def tell(model):
 def export(engine, directory, dtype, replace):
     """Where there is a model already that is not to be replaced, or another one is being written, the export goes to a
     directory beside it before the error is raised: the end of a script is no place to lose the training."""
-    write = _adapters if hasattr(engine.module, "peft_config") else _model
+    write, walk = (_adapters, _walk_adapters) if hasattr(engine.module, "peft_config") else (_model, _walk_model)
     if write is _model and engine._layout.packed:
         name = next(iter(engine._layout.packed.values())).name
         raise Error("unsupported", f"{name}: is kept as bytes, as of a quantized weight, whose files are its "
@@ -54,11 +54,19 @@ def export(engine, directory, dtype, replace):
     if write is _model and (groups := groups_of(engine.module, engine._layout.tensors())):
         def write(engine, directory, dtype, replace):
             _turned_back(engine, groups, os.path.realpath(os.fsdecode(directory)), dtype, replace)
-    def written(place, may_replace):
+        walk = _walk_each
+
+    def here(place, may_replace):
         try:
             write(engine, place, dtype, may_replace)
         except OSError as error:
             raise _failed(place, error) from error
+
+    def written(place, may_replace):
+        if engine.ranks is None:
+            here(place, may_replace)
+        else:
+            engine.ranks.first_writes(lambda: here(place, may_replace), lambda: walk(engine, place, dtype))
 
     try:
         written(directory, replace)
@@ -96,6 +104,24 @@ def _model(engine, directory, dtype, replace):
     buffers.save(engine.module, directory)
 
 
+def _walk_model(engine, directory, dtype):
+    """As another rank than the one that writes."""
+    buffers.check(engine.module)
+    engine.export_weights(directory, dtype, False)
+
+
+def _walk_each(engine, _, dtype):
+    _each_weight(engine, lambda *_: None, _is_exact(engine, dtype))
+
+
+def _walk_adapters(engine, *_):
+    engine.master_weights(())
+
+
+def _is_exact(engine, dtype):
+    return dtype == torch.float32 or dtype != engine.dtype
+
+
 def _new_with_buffers(engine, place, dtype):
     """A directory that is complete or not there. What a killed process leaves goes with the next one beside it."""
     partial = _beside(place)
@@ -114,7 +140,7 @@ def _beside(place):
 
 @contextlib.contextmanager
 def _locked(partial):
-    """A directory that is there and has no name yet. It is gone behind an exception."""
+    """A directory that is there and has no name yet. It is gone after an exception."""
     lock = os.open(partial, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -159,7 +185,7 @@ def _turned_back(engine, groups, place, dtype, replace):
             _name(partial, place)
             return
         old = {name for name in os.listdir(place) if MODEL_FILE.fullmatch(name)}
-        for name in sorted(names, key=lambda name: name.endswith(".json")):  # what names the others comes behind them
+        for name in sorted(names, key=lambda name: name.endswith(".json")):  # what names the others comes after them
             os.replace(os.path.join(partial, name), os.path.join(place, name))
         for name in old - {*names}:
             os.remove(os.path.join(place, name))
@@ -214,7 +240,7 @@ def _write_groups(engine, groups, folder, dtype):
     try:
         for name, buffer in own.items():
             whole(name, buffer)
-        _each_weight(engine, whole, exact=dtype == torch.float32 or dtype != engine.dtype)
+        _each_weight(engine, whole, _is_exact(engine, dtype))
         files.close()
     except BaseException:
         files.close(sync=False)

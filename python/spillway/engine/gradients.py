@@ -1,4 +1,4 @@
-"""What parameters have in .grad behind backward(): tensors that say where the values are.
+"""What parameters have in .grad after backward(): tensors that say where the values are.
 
 The engine takes a block's gradients as they are made. With None in .grad a loop's own clip_grad_norm_() would find
 nothing to clip, and answer 0. What looks at shapes and types, or asks whether there is a gradient, goes on; what reads

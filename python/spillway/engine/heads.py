@@ -66,7 +66,7 @@ def _linear(module):
 
 
 class Head:
-    """A block whose forward returns Logits, behind run_in_visits(). `engine`: a weak reference to it."""
+    """A block whose forward returns Logits, after run_in_visits(). `engine`: a weak reference to it."""
 
     def __init__(self, engine, block, index, columns, slices):
         self.engine, self.block, self.index = engine, block, index

@@ -1,6 +1,6 @@
 """The last block's run, kept from forward to backward: Kept.
 
-Between its forward and its backward a model's last block, a language model's head, has nothing behind it but the loss.
+Between its forward and its backward a model's last block, a language model's head, has nothing after it but the loss.
 Its weights are still where they were, and so are the tensors that autograd saved: its backward goes on from them, and
 runs nothing twice. That is a block's activations beside the loss's own, as plain PyTorch has them. Whatever else the
 engine is asked for in between, another block, a step, ends it: then backward runs the block once more, as any other.

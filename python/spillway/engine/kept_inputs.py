@@ -1,7 +1,7 @@
 """Where block inputs wait for backward: what autograd keeps between blocks, in host memory or on the drives.
 
-Of every block autograd keeps the arguments. Here they leave the device's memory behind the block's forward, and are on
-their way back while the blocks behind it run backward. What several blocks are given, an encoder's output, a mask, is
+Of every block autograd keeps the arguments. Here they leave the device's memory after the block's forward, and are on
+their way back while the blocks after it run backward. What several blocks are given, an encoder's output, a mask, is
 one entry, by its memory and version.
 
     forward    block 1 ─ block 2 ─ block 3 ─ …      copies and writes of the last two run beside what computes
@@ -231,7 +231,7 @@ class KeptInputs:
             with torch.cuda.stream(self._stream):
                 entry.over(entry.memory).copy_(tensor, non_blocking=True)
                 entry.copied = self._stream.record_event()
-            tensor.record_stream(self._stream)  # whose memory is another's behind the copy
+            tensor.record_stream(self._stream)  # whose memory is another's after the copy
         if entry.stays:
             return
         self._leaving.append(entry)

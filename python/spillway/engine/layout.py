@@ -81,7 +81,7 @@ class Layout:
         self._accumulation = micro_batches
 
     def elements_of(self, place):
-        """Of the weight type, behind describe()."""
+        """Of the weight type, after describe()."""
         return self.packed[place].elements(self.element_bytes) if place in self.packed else \
             self.members[place[0]][place[1]].numel()
 
@@ -101,7 +101,7 @@ class Layout:
             packed.forget()
 
     def visits(self):
-        """Of a step: forward and backward of each micro-batch. Backward ends behind the first block that learns."""
+        """Of a step: forward and backward of each micro-batch. Backward ends after the first block that learns."""
         learns = [i for i, use in enumerate(self._order) if isinstance(use, tuple) or self._blocks[use].trainable]
         back = self._order[learns[0]:] if learns else []
         for _ in range(self._accumulation):

@@ -14,7 +14,7 @@ from .away import come_back, go_away, written_outside
 class Leases:
     """What Engine.weights_of() gives.
 
-    Ctrl-C raises KeyboardInterrupt behind any call, so also where the library has just made a lease or ended one: its
+    Ctrl-C raises KeyboardInterrupt after any call, so also where the library has just made a lease or ended one: its
     place is there before it is made, and it leaves that as it is ended. Before the first line of __exit__ nothing can
     catch it. Then the weights are given back with the last reference to this, or by Engine.backward().
     """

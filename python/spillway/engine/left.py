@@ -108,7 +108,7 @@ class Left:
         return self._outputs(weakref.ref) if self._hooked else contextlib.nullcontext()
 
     def find(self, known):
-        """Behind the first run: the tensors that are still there, without their graph. `known`: arguments and
+        """After the first run: the tensors that are still there, without their graph. `known`: arguments and
         results."""
         known, found = {id(tensor) for tensor in known}, []
         for number, reference in enumerate(self._seen):
@@ -150,7 +150,7 @@ class Left:
 
     @contextlib.contextmanager
     def again(self):
-        """Around the second run, behind which `tensors` has what it left in the first's places."""
+        """Around the second run, after which `tensors` has what it left in the first's places."""
         here = {}
         for (number, name), value in self._before.items():
             attributes = self._holders[number].__dict__

@@ -46,7 +46,7 @@ class _Loan(torch.autograd.Function):
         if lender is not None:
             if torch.is_grad_enabled():
                 raise Error("unsupported", "a weight on loan: create_graph=True asks for gradients of gradients, and "
-                                           "those of weights have no graph; leave it away")
+                                           "those of weights have no graph; leave it out")
             lender.arrive()
         return gradient, None, None
 
@@ -56,7 +56,7 @@ class Held:
 
     def __init__(self, engine, handles):
         self._library, self._finalizer, self._process = engine._library, engine._finalizer, engine._process
-        self.handles = handles  # as in Leases: Ctrl-C comes behind any call
+        self.handles = handles  # as in Leases: Ctrl-C comes after any call
 
     def end(self):
         if self._finalizer.alive and self._process == os.getpid():
@@ -119,7 +119,7 @@ class Lender:
                 return
             lender().arrive()
             if not engine.passes.takes((owner, index)):
-                return  # it is refused behind the pass
+                return  # it is refused after the pass
             gradient, found.grad = found.grad, None
             engine.push([(found, owner, index)], [gradient])
 
@@ -136,7 +136,7 @@ class Lender:
             engine.passes.arrive()
 
     def lend(self, parameter):
-        """A tensor with the values of a parameter that is away; None behind the engine's end."""
+        """A tensor with the values of a parameter that is away; None after the engine's end."""
         engine, (owner, index) = self._engine(), parameter._spillway_place
         if engine is None or engine._handle is None:
             return None

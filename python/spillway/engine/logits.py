@@ -48,7 +48,7 @@ class Call:
         """The head, but for autocast: its weights, train(), adapters."""
         engine = self.head.engine
         if engine.steps_begun != self._step:
-            self.refuse("are read behind the step of their forward pass, and weights are others now",
+            self.refuse("are read after the step of their forward pass, and the weights have changed",
                         "read them before, clone() them there")
         if switches(self.head.block) == self._switches:
             yield
@@ -69,7 +69,7 @@ class Call:
 
 
 class _Unasked(torch.autograd.Function):
-    """Behind Logits in a graph, for whoever has them as an argument without asking: a torch.autograd.Function."""
+    """Before Logits in a graph, for whoever has them as an argument without asking: a torch.autograd.Function."""
 
     @staticmethod
     def forward(ctx, call, shape, dtype, device, *_):

@@ -1,5 +1,7 @@
 """What an engine makes of the module that it is given: checks, empty parameters, hooks and refusals."""
 import contextlib
+import functools
+import inspect
 
 import torch
 
@@ -96,7 +98,7 @@ def train_without_caches(model, blocks):
     """Of keys and values, which models make by themselves (config.use_cache) and blocks refuse in training: where a
     gradient is wanted, the configuration says no for as long as the forward pass lasts."""
     inside = {id(each) for block in blocks for each in block.module.modules()}
-    changed = {}  # by the module that did it; behind an exception until its next pass ends
+    changed = {}  # by the module that did it; after an exception until its next pass ends
 
     def begin(module, _):
         if torch.is_grad_enabled() and module.config.use_cache is True:
@@ -111,6 +113,22 @@ def train_without_caches(model, blocks):
         if id(module) not in inside and hasattr(getattr(module, "config", None), "use_cache"):
             module.register_forward_pre_hook(begin)
             module.register_forward_hook(end)
+
+
+def generate_together(model):
+    """Of several ranks, transformers' generate(): each of its passes needs all of them, and goes on for as long as one
+    has text to write."""
+    for module in model.modules():
+        plain = getattr(module, "generate", None)
+        if callable(plain) and "synced_gpus" in inspect.signature(plain).parameters:
+            module.generate = _synced(plain)
+
+
+def _synced(plain):
+    @functools.wraps(plain)
+    def generate(*arguments, **keywords):
+        return plain(*arguments, **{**keywords, "synced_gpus": True})
+    return generate
 
 
 def leave_caches_away(model):

@@ -228,7 +228,7 @@ class Packed:
         return outer
 
     def _moved(self, device):
-        """The weight on another device, behind its inner tensors and attributes."""
+        """The weight on another device, in its inner tensors and attributes."""
         if _is_wrapper(self.tensor):
             return torch.nn.Parameter(_rebuilt(self.tensor, lambda inner: inner), False)
         part = next(part for part in self.parts if part.tensor is self.tensor)

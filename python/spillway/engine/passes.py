@@ -49,6 +49,7 @@ class Passes:
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
         self.running = False
+        self.micro_batch = 0   # that this pass is of, of this rank's in the step
         self.factor = 1        # of gradients, in this pass
         self.decides = False   # the step has had a plain loss.backward(), and so step() makes it
         self._plain = False    # nobody but autograd says when it ends
@@ -66,7 +67,8 @@ class Passes:
         for each in passes:
             each._begin(loss, retain_graph, scale)
         try:
-            (loss * (scale / (engine._accumulation if scale_wrt_gas else 1))).backward(retain_graph=retain_graph)
+            parts = (engine._accumulation if scale_wrt_gas else 1) * engine._processes  # ranks add theirs up
+            (loss * (scale / parts)).backward(retain_graph=retain_graph)
             for each in passes:
                 each._end()
         except BaseException:
@@ -100,12 +102,15 @@ class Passes:
         engine.optimizer.before_backward()
         engine._gradients.hide()
         engine.lender.return_loans()
+        # What goes backward once more, without a forward pass, is of the same.
+        once_more = engine._micro_batches > 0 and not engine.uses.order
+        self.micro_batch = engine._micro_batches - once_more
 
     def _end(self):
         engine = self._engine
         self._refuse_gradients_outside()
-        if (engine.uses.order or not engine._micro_batches) and (self._brought or not self._plain):
-            engine._micro_batches += 1  # what goes backward once more, without a forward pass, is of the same
+        if self._brought or not self._plain:
+            engine._micro_batches = self.micro_batch + 1
         self.decides = self.decides or (self._plain and self._brought and engine.plain_decides)
         engine.uses.settled = True
         engine._gradients.show()
@@ -123,7 +128,7 @@ class Passes:
         return loss if factor == 1 else _Scaled.apply(loss, factor, engines_of(loss))
 
     def arrive(self, scale=1):
-        """A node of the engine's runs. `scale`: what the loss was multiplied with behind it."""
+        """A node of the engine's runs. `scale`: what the loss was multiplied with after it."""
         if not self.running:
             if not _call_back(self._end_plain):
                 return
@@ -131,7 +136,8 @@ class Passes:
         elif not self._plain:
             return
         self._scale *= scale
-        self.factor = self._engine.plain_factor * self._engine.current_loss_scale / self._scale
+        engine = self._engine
+        self.factor = engine.plain_factor * engine.current_loss_scale / self._scale / engine._processes
 
     def _begin_plain(self, scale):
         engine = self._engine

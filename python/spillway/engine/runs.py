@@ -48,7 +48,7 @@ class Conditions:
 
     @contextlib.contextmanager
     def autocast(self):
-        """As it was. It keeps casts of weights, which are forgotten behind it: the weights go, and will be others."""
+        """As it was. It keeps casts of weights, which are forgotten after it: the weights go, and will be others."""
         with as_autocast(self._engine, self._autocast):
             try:
                 yield
@@ -136,7 +136,7 @@ class Buffers:
                         if value is not None and (writes is None or place in writes)}
 
     def ran(self):
-        """Behind the first run; False: it wrote one that it never wrote before, and whose values are gone."""
+        """After the first run; False: it wrote one that it never wrote before, and whose values are gone."""
         slots = _slots(self._block)
         versions = _versions(slots)
         written = {place for place, version in versions.items() if version != self._versions.get(place)}

@@ -122,7 +122,7 @@ class Together:
             self.kept.measure(self._engine())
 
     def plan(self):
-        """Behind measure(), unless the plan was made once more for another reason."""
+        """After measure(), unless the plan was made once more for another reason."""
         if self.kept is not None:
             self.kept.plan(self._engine())
 
@@ -184,6 +184,9 @@ class TrainsBatches:
                                             "backward() before; call step(early=True) or discard_step() first")
         taken = [batch for _, batch in zip(range(self._accumulation), batches)] if hasattr(batches, "__next__") else \
             list(batches)
+        if self.settings["spillway.sum_groups"] > 1:
+            raise Error("unsupported", "train_batch: adds a step's micro-batches up as one, and spillway.sum_groups "
+                                       "has each added by itself; call backward() and step() for each, or leave it out")
         if not taken:
             raise Error("invalid_argument", "train_batch: is given no micro-batch; give at least one")
         self._plan_for_one()

@@ -76,7 +76,7 @@ class Uses:
 
     def order_of(self, planned):
         """The visits as forward made them, with those that were planned and did not come, a batch's unused experts say,
-        behind the one that they are planned behind."""
+        after the one that they are planned after."""
         owners = {owner for owner, _ in self.outside}
         made = [use for use in self.order if not isinstance(use, tuple) or use[1] in owners]
         missing = [use for use in dict.fromkeys(planned) if use not in made and not isinstance(use, tuple)]
@@ -151,7 +151,7 @@ def plan_for(engine, loss, more):
         raise Error("invalid_argument", f"{name}: is used more often in a step than the plan's "
                                         f"{layout.pushes[missing[0]]} times, and the step has had gradients of it "
                                         "before; call discard_step(), and begin the step with a micro-batch that uses "
-                                        "it, or with backward(loss, retain_graph=True), behind which others may follow")
+                                        "it, or with backward(loss, retain_graph=True), after which others may follow")
     layout.plan_again(engine.uses.order_of(layout.order), asked)
     open_again(engine)
     outside = [layout.names[owner][index] for owner, index in sorted(engine.uses.outside)]
@@ -167,38 +167,43 @@ def open_up(engine, why):
     if layout.open:
         return
     if any(engine._pushed.values()):
-        raise Error("invalid_argument", f"{why}: others may follow it, and the step has had gradients before, of which "
-                                        "engine.backward(loss) knew that none would; call discard_step(), and begin "
+        raise Error("invalid_argument", f"{why}: more passes may follow it, but the step has earlier "
+                                        "gradients, for which engine.backward(loss) ruled that "
+                                        "out; call discard_step(), and begin "
                                         "the step with such a pass")
     layout.plan_again(engine.uses.order_of(layout.order), {}, any_number=True)
     open_again(engine)
-    log.say(logging.INFO, f"{why}: others may follow it in a step, so that step() says when its gradients are "
-                          "complete; until then there is a sum of each in fp32, 4 bytes a parameter, and the plan was "
+    log.say(logging.INFO, f"{why}: more passes may follow it in a step, so gradients count as "
+                          "complete only at step(); until then each has a sum in fp32, 4 bytes a "
+                          "parameter, and the plan was "
                           "made once more")
     say_plan(engine)
 
 
 def open_again(engine):
     """The engine as it is, by another plan. Its store keeps what it has, and what has none is carried over in memory:
-    the weights, 4 bytes a parameter for as long as it takes, or behind the first step a snapshot in a directory of its
+    the weights, 4 bytes a parameter for as long as it takes, or after the first step a snapshot in a directory of its
     own. Of the graph that is to go backward nothing refers to the engine's memory."""
     engine._refuse_held()
     engine.lender.refuse_held("backward")
     uncounted, step, rate = engine.uncounted_steps, engine.current_step, engine.optimizer.given_rate
     with tempfile.TemporaryDirectory(prefix="spillway-planned-again-") as folder, log.silent():
-        weights, snapshot = None, None
+        weights, snapshot, ranks = None, None, engine.ranks
         if engine.settings.get("spillway.nvme_paths"):
             engine.flush()
         elif step == 0:
             weights = collected(engine, None, bytes_too=True)
         else:
-            snapshot = os.path.join(folder, "snapshot")
-            engine.save(snapshot)
+            made = os.path.join(ranks.same(folder) if ranks else folder, "snapshot")
+            engine.save(made)
+            snapshot = str(ranks.same_files(made, folder)) if ranks else made
         engine._handle = None
         engine._finalizer()
         engine._create("resume" if weights is None and snapshot is None else "refuse", snapshot)
         if weights is not None:
             engine._import(weights.pop)
+        if ranks:
+            ranks.same()  # no other one reads in the folder any more
     engine.uncounted_steps = uncounted
     if rate is not None:
         engine._library.engine_set_learning_rate(engine._open(), rate)

@@ -1,13 +1,13 @@
 """What the engine has of one parameter beside the weight that forward uses: its fp32 master, the optimizer's states,
-and the gradient that step() would take."""
+and the gradient that step() would take. Of several ranks all read and write the same one together."""
 import torch
 
-from ..library import EXP_AVG, EXP_AVG_SQ, GRADIENT, MASTER, Error
-from ..pieces import copying, floats, pieces
+from ..library import GRADIENT, MASTER, OPTIMIZERS, Error
+from ..pieces import floats, pieces
 from .away import AwayParameter
 
 # As PyTorch's optimizers name what the library keeps as the first and the second moment.
-STATES = {"exp_avg": EXP_AVG, "momentum_buffer": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "sum": EXP_AVG_SQ}
+STATES = {name: state for states in OPTIMIZERS.values() for name, state in states.items()}
 
 
 def engine_of(parameter):
@@ -33,21 +33,32 @@ def read(parameter, values=MASTER):
     return found
 
 
-def write(parameter, value, values=MASTER):
-    """Master and states are committed at once."""
+def write(parameter, value, values=MASTER, root=0):
+    """Master and states are committed at once. Of several ranks `root`'s value is written, and the others' is not
+    looked at; where that does not fit, all of them raise."""
     engine, place = engine_of(parameter), parameter._spillway_place
-    if value.shape != parameter.shape:
-        raise Error("invalid_argument", f"{parameter._spillway_names[0]}: is given {tuple(value.shape)} and has "
-                                        f"{tuple(parameter.shape)}; give a tensor of its shape")
+    gives, given, failure = engine.ranks is None or engine.ranks.rank == root, None, None
+    if gives and value.shape != parameter.shape:
+        failure = Error("invalid_argument", f"{parameter._spillway_names[0]}: is given {tuple(value.shape)} and has "
+                                            f"{tuple(parameter.shape)}; give a tensor of its shape")
+    elif gives:
+        given = value.detach().to(device="cpu", dtype=torch.float32).contiguous()
     engine.lender.return_all()
-    given = value.detach().to(device="cpu", dtype=torch.float32)
-    with pieces(copying(lambda *_: given), parameter.numel) as callback:
-        engine._library.engine_write_values(engine._open(), values, *place, callback, None)
+    try:
+        engine._library.engine_write_values(engine._open(), values, *place, given.data_ptr() if given is not None else
+                                            None, 0 if given is None else given.numel(),
+                                            0 if engine.ranks is None else root)
+    except Error:
+        if failure is not None:
+            raise failure from None
+        raise
 
 
 def has_gradient(parameter):
-    """The step has brought one."""
-    return engine_of(parameter)._gradients.brought(*parameter._spillway_place)
+    """The step has brought one, on some rank."""
+    engine = engine_of(parameter)
+    brought = engine._gradients.brought(*parameter._spillway_place)
+    return brought if engine.ranks is None else any(engine.ranks.each(brought))
 
 
 def read_gradient(parameter):

@@ -6,7 +6,7 @@ autograd keeps of a block are its arguments (activation checkpointing). The seco
 backward comes next, needs no second run (kept.py).
 
 The first run has a graph too, as in plain PyTorch: blocks ask whether there is one, and some take gradients in their
-forward. It ends at the block's arguments, what it saved is dropped behind the run, and results leave without it. What
+forward. It ends at the block's arguments, what it saved is dropped after the run, and results leave without it. What
 leaves a block otherwise, in an attribute or by an inner module's hook, is a result as well where it is found (left.py),
 and else refuses to be used in a loss.
 """
@@ -178,12 +178,12 @@ def _check_backward(ctx):
     engine, block = ctx.engine, ctx.block
     if torch.is_grad_enabled():
         _refuse(block, "is asked for gradients of its gradients (create_graph=True), and those of weights go to the "
-                       "engine, without a graph; leave it away, or make what needs it a model without an engine")
+                       "engine, without a graph; leave it out, or make what needs it a model without an engine")
     if ctx.step != engine.steps_begun:
         _refuse(block, "is asked for gradients of an earlier step, whose weights are gone")
     if not ctx.buffers.as_left():
         _refuse(block, "has a buffer that was changed between forward and backward, where the block is run once more; "
-                       "change it behind engine.backward(loss)")
+                       "change it after engine.backward(loss)")
 
 
 def _second_run(ctx, flat):
@@ -349,6 +349,7 @@ def visit(engine, block, index, arguments, keywords):
         with engine.weights_of(block, FORWARD):
             leaves, spec = tree_flatten(_run(engine, block, arguments, keywords))
             return tree_unflatten(engine.without_weights(leaves), spec)
+    engine.seeds.begin()
     flat, spec = tree_flatten((arguments, keywords))
     flat = read_all(flat)
     if block.axes is not None or engine.together.takes():

@@ -4,7 +4,7 @@
 
 A parameter of an engine that trains nothing gives a copy of its values where it is asked for `.data`, or is the first
 argument of an operation in place (Written), one parameter at a time. What is written to that copy, or to a view of it,
-goes to the library behind each such operation, and to wherever the weight lives: the next forward pass reads it.
+goes to the library after each such operation, and to wherever the weight lives: the next forward pass reads it.
 """
 import torch
 

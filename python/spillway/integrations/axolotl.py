@@ -25,9 +25,9 @@ def check(cfg):
     recipes.refuse("Axolotl", [
         *((cfg.get(key), f"{key}: {cfg.get(key)} has a trainer that a plugin cannot give; full models, LoRA and QLoRA "
                          "are trained") for key in LOOPS),
-        *((cfg.get(key) is not None, f"{key}: leave it away; parameter_groups in the configuration have rates of "
+        *((cfg.get(key) is not None, f"{key}: leave it out; parameter_groups in the configuration have rates of "
                                      "their own") for key in RATES),
-        *((cfg.get(key), f"{key}: leave it away; the tiers of the configuration take its place") for key in PLACES),
+        *((cfg.get(key), f"{key}: leave it out; the tiers of the configuration take its place") for key in PLACES),
         (cfg.get("fp8"), "fp8: is computed by accelerate; say bf16 or fp16"),
     ])
 
@@ -64,7 +64,7 @@ class SpillwayPlugin(BasePlugin):
     def post_trainer_create(self, cfg, trainer):
         if not isinstance(trainer, Mixin):
             raise Error("unsupported", f"plugins: the trainer is {type(trainer).__name__}, of another plugin; leave "
-                                       f"that one away, or name {NAME} before it")
+                                       f"that one out, or name {NAME} before it")
         model = trainer.model
         saved = model.save_pretrained
 

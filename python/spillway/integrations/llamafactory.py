@@ -51,13 +51,13 @@ def check(model, training, finetuning):
         (finetuning.stage not in TRAINERS,
          f"stage: {finetuning.stage} has a loop of its own; pt, sft, dpo, kto and rm are trained"),
         *((getattr(finetuning, name, False),
-           f"{name}: is an optimizer of PyTorch's; leave it away, and say optimizer.type in the configuration")
+           f"{name}: is an optimizer of PyTorch's; leave it out, and say optimizer.type in the configuration")
           for name in OPTIMIZERS),
         (getattr(finetuning, "loraplus_lr_ratio", None) is not None,
-         "loraplus_lr_ratio: leave it away; parameter_groups in the configuration have rates of their own"),
-        (getattr(finetuning, "use_hyper_parallel", False), "use_hyper_parallel: several processes; leave it away"),
-        (getattr(model, "use_unsloth", False), "use_unsloth: its models do not run block by block; leave it away"),
-        (getattr(model, "use_kt", False), "use_kt: has places for weights of its own; leave it away"),
+         "loraplus_lr_ratio: leave it out; parameter_groups in the configuration have rates of their own"),
+        (getattr(finetuning, "use_hyper_parallel", False), "use_hyper_parallel: several processes; leave it out"),
+        (getattr(model, "use_unsloth", False), "use_unsloth: its models do not run block by block; leave it out"),
+        (getattr(model, "use_kt", False), "use_kt: has places for weights of its own; leave it out"),
         (getattr(training, "fp8", False), "fp8: is computed by accelerate; say bf16 or fp16"),
     ])
 

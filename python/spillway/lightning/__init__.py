@@ -2,8 +2,8 @@
 
     import lightning, spillway.lightning
 
-    trainer = lightning.Trainer(strategy="spillway", precision="bf16-mixed", max_epochs=3) trainer =
-    lightning.Trainer(strategy=spillway.lightning.SpillwayStrategy("ds_config.json"), max_epochs=3)
+    trainer = lightning.Trainer(strategy="spillway", precision="bf16-mixed", max_epochs=3)
+    trainer = lightning.Trainer(strategy=spillway.lightning.SpillwayStrategy("ds_config.json"))
     trainer.fit(module, loader)
 
 Both packages are served, `lightning` and `pytorch_lightning`, those of them that are there. The
@@ -31,7 +31,7 @@ def _made(package):
     names = {"__module__": __name__, "package": package, "__doc__": StrategyMixin.__doc__,
              "precision_kind": type("SpillwayPrecision", (PrecisionMixin, precision),
                                     {"__module__": __name__})}
-    made = type("SpillwayStrategy", (StrategyMixin, strategies.SingleDeviceStrategy), names)
+    made = type("SpillwayStrategy", (StrategyMixin, strategies.ParallelStrategy), names)
     said = "Weights and optimizer states in host memory or on NVMe"
     strategies.StrategyRegistry.register("spillway", made, description=said, override=True)
     return made, strategies.Strategy

@@ -24,33 +24,44 @@ OWN = "spillway"  # in STATE, what is no Trainer's
 
 def save(engine, checkpoint, path, own):
     """`checkpoint`: the Trainer's, without weights and states. `own`: kept beside it. The
-    optimizer's are left away where `own` is None: the weights alone are saved."""
+    optimizer's are left out where `own` is None: the weights alone are saved. Of several ranks
+    all call it, and rank 0 writes."""
     path = local(path)
     existed = os.path.exists(path)
-    if existed and not os.path.isdir(path):
-        raise Error("exists", f"{path}: is a file, and a checkpoint here is a directory; name "
-                              "another path")
-    if os.path.exists(os.path.join(path, deepspeed_import.LATEST)):
-        raise Error("exists", f"{path}: has a checkpoint of DeepSpeed's, and one of two would be "
-                              "loaded later; name another path")
-    os.makedirs(path, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(path, STATE))  # of an earlier one, which was whole until now
     kept, other = (SNAPSHOT, WEIGHTS) if own is not None else (WEIGHTS, SNAPSHOT)
-    try:
+
+    def finish():
         if own is not None:
-            engine.save(os.path.join(path, SNAPSHOT), replace=True)
             buffers.keep(engine.module, path)
-        else:
-            engine.export(os.path.join(path, WEIGHTS), replace=True)
         shutil.rmtree(os.path.join(path, other), ignore_errors=True)
         state = {**checkpoint, OWN: own}
         whole_files.write(os.path.join(path, STATE), lambda file: torch.save(state, file))
+
+    engine.on_first(lambda: _begin(path))
+    try:
+        if own is not None:
+            engine.save(os.path.join(path, SNAPSHOT), replace=True)
+        else:
+            engine.export(os.path.join(path, WEIGHTS), replace=True)
+        engine.on_first(finish)
     except BaseException:
-        if not existed and not os.path.exists(os.path.join(path, kept)):
+        first = engine.ranks is None or engine.ranks.rank == 0
+        if first and not existed and not os.path.exists(os.path.join(path, kept)):
             shutil.rmtree(path, ignore_errors=True)
         raise
-    whole_files.sync(os.path.dirname(os.path.abspath(path)))
+    engine.on_first(lambda: whole_files.sync(os.path.dirname(os.path.abspath(path))))
+
+
+def _begin(path):
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise Error("exists", f"{path}: is a file, and a checkpoint here is a directory; name "
+                              "another path")
+    if os.path.exists(os.path.join(path, deepspeed_import.LATEST)):
+        raise Error("exists", f"{path}: already has a checkpoint of DeepSpeed's, and a load "
+                              "would find two; name another path")
+    os.makedirs(path, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(path, STATE))  # of an earlier one, which was whole until now
 
 
 def local(path):

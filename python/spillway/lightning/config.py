@@ -4,8 +4,7 @@ import copy
 import json
 import os
 
-from ..deepspeed import ONE_PROCESS
-from ..library import Error
+from ..library import Error, device_for
 from ..trainer.config import Filling
 from .precision import SECTIONS
 
@@ -26,8 +25,8 @@ def _is(callback, names):
     return any(kind.__name__ in names for kind in type(callback).__mro__)
 
 
-def filled(configuration, trainer, module, precision, device, asked):
-    """The configuration that an engine takes.
+def filled(configuration, trainer, module, precision, device, asked, processes=1):
+    """The configuration that an engine takes. `processes`: that train the model together.
 
     `asked`: (optimizer, parameter_groups) of configure_optimizers(); None where the configuration
       has an optimizer, or nothing is trained yet.
@@ -41,7 +40,8 @@ def filled(configuration, trainer, module, precision, device, asked):
     counts = [configuration[name] for name in ("train_micro_batch_size_per_gpu",
                                                "gradient_accumulation_steps")]
     if all(isinstance(count, int) for count in counts):  # else it is the library's to say
-        fill("train_batch_size", counts[0] * counts[1], "the product of the two", missing=False)
+        said = "the product of the two" + (f" and {processes} processes" if processes > 1 else "")
+        fill("train_batch_size", counts[0] * counts[1] * processes, said, missing=False)
     clip = trainer.gradient_clip_val
     fill("gradient_clipping", clip or 0, None if clip is None else "gradient_clip_val")
 
@@ -49,8 +49,7 @@ def filled(configuration, trainer, module, precision, device, asked):
     bf16 = "bfloat16" if "bfloat16" in configuration else "bf16"
     for name, section in (("bf16", bf16), ("fp16", "fp16")):
         fill(f"{section}.enabled", kind == name, said if kind else None)  # the default says nothing
-    fill("spillway.device", "cuda" if device.type == "cuda" else "host",
-         f"the Trainer's {device.type}")
+    fill("spillway.device", device_for(device.type), f"the Trainer's {device.type}")
 
     if asked is not None:
         optimizer, groups = asked
@@ -60,7 +59,7 @@ def filled(configuration, trainer, module, precision, device, asked):
             if {"no_decay", "parameter_groups"} & {*own}:
                 raise Error("invalid_argument", "spillway.parameter_groups, no_decay: are beside "
                                                 "groups of configure_optimizers; leave one of the "
-                                                "two away")
+                                                "two out")
             own["parameter_groups"] = groups
     if filling.contradictions:
         raise Error("invalid_argument", "spillway: the configuration contradicts the Trainer; make "
@@ -74,23 +73,27 @@ def words(planned):
     return json.dumps(planned, sort_keys=True, default=str)
 
 
-def refuse(trainer, module, overridden):
+def refuse(trainer, module, overridden, expected=1):
     """What is asked for and not done, all of it in one error. `overridden`: whether the module has
-    that hook."""
+    that hook. `expected`: processes of the Trainer."""
     algorithm = trainer.gradient_clip_algorithm
     averaging = [type(callback).__name__ for callback in trainer.callbacks
                  if _is(callback, AVERAGING)]
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    processes = int(os.environ.get("WORLD_SIZE") or expected)
+    synced = getattr(trainer.strategy, "_layer_sync", None) is not None and expected > 1
     problems = [text for wrong, text in (
-        (processes > 1, ONE_PROCESS.format(processes)),
+        (processes != expected,
+         f"WORLD_SIZE {processes}: the Trainer's devices= and num_nodes= say {expected}; start as "
+         "many processes, or none by torchrun"),
+        (synced, "sync_batchnorm: each process would compute its own means; leave it out"),
         (getattr(algorithm, "value", algorithm) == "value",
          'gradient_clip_algorithm "value": an engine clips the norm of all gradients; leave it '
-         "away"),
+         "out"),
         (overridden("backward"), f"{type(module).__name__}.backward: would not be asked; the "
-                                 "engine goes through the graph, so leave it away"),
+                                 "engine goes through the graph, so leave it out"),
         (getattr(module, "_compiler_ctx", None),
          "torch.compile: a compiled module does not run block by block"),
-        (averaging, f"{', '.join(averaging)}: keeps a second model in memory; leave it away"),
+        (averaging, f"{', '.join(averaging)}: keeps a second model in memory; leave it out"),
     ) if wrong]
     if problems:
         raise Error("unsupported", "Trainer: not with Spillway:\n  " + "\n  ".join(problems))
@@ -99,6 +102,6 @@ def refuse(trainer, module, overridden):
 def refuse_schedulers(schedulers):
     for scheduler in schedulers:
         if getattr(scheduler, "cycle_momentum", False):
-            raise Error("unsupported", f"{type(scheduler).__name__}: would move the optimizer's "
-                                       "momentum, which counts as fit() began; give it "
+            raise Error("unsupported", f"{type(scheduler).__name__}: would change the optimizer's "
+                                       "momentum, but its value at fit()'s start counts; give it "
                                        "cycle_momentum=False")

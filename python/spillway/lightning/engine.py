@@ -28,22 +28,29 @@ class LightningEngine(Engine):
         """With that configuration, and a snapshot, or weights by name and no states: without both
         its own, exactly. The store that it has made is replaced; another one if `existing` is
         "replace". `room`: a directory where its own weights may be in between."""
-        self._check(configuration, aio, existing)
+        self.agree(lambda: self._check(configuration, aio, existing))
         self.discard_step()
-        self._refuse_held()
+        self.agree(self._refuse_held)
         if snapshot is not None or weights is not None:
             self._replace(configuration, aio, snapshot, weights)
             return
-        os.makedirs(room, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".spillway-", dir=room) as folder:
-            self.export_weights(os.path.join(folder, "weights"), torch.float32, False)
-            with weights_in(os.path.join(folder, "weights")) as own:
-                self._replace(configuration, aio, None, own)
+        with contextlib.ExitStack() as stack:
+            made = []
+            self.agree(lambda: made.append(stack.enter_context(folder_in(room))))
+            written, read = os.path.join(made[0], "weights"), []
+            written = self.ranks.same(written) if self.ranks else written
+            self.export_weights(written, torch.float32, False)
+            if self.ranks:
+                written = self.ranks.same_files(written, made[0])
+            self.agree(lambda: read.append(stack.enter_context(weights_in(written))))
+            self._replace(configuration, aio, None, read[0])
+            if self.ranks:
+                self.ranks.same()  # no other one reads in the folder any more
 
     def _check(self, configuration, aio, existing):
         """What would be found when the weights are gone already."""
         with log.silent():  # the configuration is read once more
-            parsed = parse_config(configuration, aio)
+            parsed = parse_config(configuration, aio, self._processes)
         try:
             dtype, settings = DTYPES[library().config_weights(parsed)], settings_of(parsed)
         finally:
@@ -54,14 +61,17 @@ class LightningEngine(Engine):
                                             "module and Trainer anew for another type or device")
         own = self.settings.get("spillway.nvme_paths", [])
         for path in settings.get("spillway.nvme_paths", []):
-            there = path not in own and os.path.exists(os.path.join(path, STORE))
+            place = os.path.join(path, f"rank{self.ranks.rank}") if self.ranks else path
+            there = path not in own and os.path.exists(os.path.join(place, STORE))
             if there and existing != "replace":
                 raise Error("exists", f"{path}: a store exists, of another run; name another "
                                       "nvme_path, or start over "
                                       'with on_existing="replace"')
 
     def _replace(self, configuration, aio, snapshot, weights):
+        of_own, self._own_ranks = self._own_ranks, False  # which stay
         self._end()
+        self._own_ranks = of_own
         try:
             self._read_config(configuration, aio)
             self._layout.accumulate(self._accumulation)
@@ -77,6 +87,13 @@ class LightningEngine(Engine):
         self.fitted = False
         EngineOptimizer(self.module).attach(self)
         self._begin_step()
+
+
+@contextlib.contextmanager
+def folder_in(room):
+    os.makedirs(room, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".spillway-", dir=room) as folder:
+        yield folder
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def _kind_of(optimizer):
     if _computes(optimizer, torch.optim.Adagrad):
         if group.get("lr_decay") or group.get("initial_accumulator_value"):
             raise Error("unsupported", "configure_optimizers: Adagrad's lr_decay and "
-                                       "initial_accumulator_value are not here; leave them away")
+                                       "initial_accumulator_value are not here; leave them out")
         return "Adagrad", {"eps": group["eps"]}
     raise Error("unsupported", f"configure_optimizers: {type(optimizer).__name__} would be "
                                "computed by PyTorch, whose states cannot be elsewhere; return "
@@ -149,7 +149,7 @@ def _check(optimizer, module, names):
              if any(group.get(name) for group in groups)]
     if wrong:
         raise Error("unsupported", f"configure_optimizers: {', '.join(wrong)} of "
-                                   f"{type(optimizer).__name__}: cannot be computed; leave it away")
+                                   f"{type(optimizer).__name__}: cannot be computed; leave it out")
     for name in set(SETTINGS) - {"weight_decay"}:
         if any(group.get(name) != first.get(name) for group in groups):
             raise Error("unsupported", f"configure_optimizers: groups have several {name}; only "

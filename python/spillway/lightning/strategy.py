@@ -1,5 +1,5 @@
-"""Lightning's strategy on a Spillway engine: StrategyMixin, which lightning.py puts in front of
-SingleDeviceStrategy.
+"""Lightning's strategy on a Spillway engine: StrategyMixin, which __init__.py puts in front of
+ParallelStrategy. Several processes are ranks of the engine: processes.py.
 
     Trainer.fit ─> setup             configure_optimizers, then the engine, which takes the weights
                    training_step     LightningModule's own; its forward runs block by block
@@ -13,20 +13,21 @@ import logging
 import os
 from collections.abc import Callable
 
-import torch
 
 from .. import log
 from ..engine.optimizer import EngineSchedule
 from ..library import Error
+from ..sampler import words_without_promise
 from ..trainer.config import found
 from . import checkpoints
 from . import config as lightning_config
 from .engine import LightningEngine, weights_in
 from .optimizer import configured, rate_of, section, serve
 from .precision import check as check_precision
+from .processes import ProcessesMixin
 
 
-class StrategyMixin:
+class StrategyMixin(ProcessesMixin):
     """Trains a LightningModule that does not fit the GPU, or the host.
 
     `config`: path or dict, a ds_config.json; None: the file that the environment variable
@@ -62,7 +63,7 @@ class StrategyMixin:
         self._options = {"blocks": blocks, "example": example, "trace": trace, "aio": aio}
         self.load_full_weights = load_full_weights
         self._loaded = None  # a checkpoint that the run begins with
-        self._is_set_up, self._served, self._devices, self._room = False, None, None, None
+        self._is_set_up, self._served, self._room, self._spoke_of_rows = False, None, None, False
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io,
                          precision_plugin=precision_plugin)
 
@@ -110,37 +111,6 @@ class StrategyMixin:
         raise Error("unsupported", f"{type(plugin).__name__}: would not be asked; the engine "
                                    "writes checkpoints, as directories")
 
-    @property
-    def parallel_devices(self):
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices):
-        if len(devices or ()) > 1:
-            raise Error("unsupported", f"devices: {len(devices)}; a model is trained by one "
-                                       "process, on one device: say devices=1")
-        self._devices = devices
-
-    @property
-    def num_nodes(self):
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, count):
-        if count > 1:
-            raise Error("unsupported", f"num_nodes: {count}; a model is trained by one process, "
-                                       "on one device")
-
-    @property
-    def root_device(self):
-        return self._devices[0] if self._devices else torch.device("cpu")
-
-    def setup_environment(self):
-        if self.root_device.type not in ("cpu", "cuda"):
-            raise Error("unsupported", f"accelerator: {self.root_device.type}; training is on cpu "
-                                       "or cuda")
-        super().setup_environment()
-
     # -- the module --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -169,14 +139,16 @@ class StrategyMixin:
         self.accelerator.setup(trainer)
         module, training = self.lightning_module, self._trains(trainer)
         overridden = self._of("utilities.model_helpers").is_overridden
-        lightning_config.refuse(trainer, module, lambda hook: overridden(hook, module))
+        lightning_config.refuse(trainer, module, lambda hook: overridden(hook, module),
+                                self.processes)
         self._room = trainer.default_root_dir
         if training or module.__dict__.get("_spillway_engine") is not self.engine:
             self._served = None  # an evaluation leaves it: a checkpoint is saved with its rates
         self.model_to_device()
         asked = self._ask(trainer) if training else self._asked_before()
         planned = lightning_config.filled(self.config, trainer, module,
-                                          self.precision_plugin.precision, self.root_device, asked)
+                                          self.precision_plugin.precision, self.root_device, asked,
+                                          self.processes)
         self._make_engine(planned, training)
         if training:
             self.engine.fitted = True
@@ -256,10 +228,11 @@ class StrategyMixin:
     def _made(self, planned, training, snapshot, weights):
         # Module and engine refer to each other: a run that failed may have left both, and the store.
         gc.collect()
+        seed = os.environ.get("PL_GLOBAL_SEED")  # of seed_everything()
         try:
             made = LightningEngine(self.lightning_module, planned, snapshot=snapshot,
                                    weights=weights, on_existing=self._existing(training),
-                                   **self._options)
+                                   seed=None if seed is None else int(seed), **self._options)
         except Error as error:  # says what an engine can do, and a Trainer cannot
             if training or error.remedy != "resume_or_replace":
                 raise error.with_resume("fit(ckpt_path=PATH), of a checkpoint") from None
@@ -291,7 +264,19 @@ class StrategyMixin:
             kind = self._of("utilities.types").LRSchedulerConfig
             self.lr_scheduler_configs = [kind(schedule, interval="step")]
 
+    def process_dataloader(self, dataloader):
+        groups = self.engine.settings["spillway.sum_groups"] if self.engine else 1
+        if groups > 1 and self.lightning_module.trainer.training and not self._spoke_of_rows and \
+                (words := words_without_promise(dataloader)) is not None:
+            self._spoke_of_rows = True
+            log.say(logging.WARNING, words)
+        return super().process_dataloader(dataloader)
+
     # -- a step ------------------------------------------------------------------------------------
+
+    def training_step(self, *arguments, **keywords):
+        self.engine.seeds.begin()  # of what it draws before the model's forward, too
+        return super().training_step(*arguments, **keywords)
 
     def _carry_rate(self):
         if self._served is not None:
@@ -327,7 +312,7 @@ class StrategyMixin:
     def save_checkpoint(self, checkpoint, filepath, storage_options=None):
         if storage_options is not None:
             raise Error("unsupported", "storage_options: have no effect; checkpoints are "
-                                       "directories of a local file system, so leave them away")
+                                       "directories of a local file system, so leave them out")
         own = None
         if "optimizer_states" in checkpoint:  # else save_weights_only
             own = {"step": self.engine.current_step, "groups": self._groups(),
@@ -374,3 +359,4 @@ class StrategyMixin:
                 log.say(logging.WARNING, str(error))
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        super().teardown()

@@ -7,7 +7,7 @@ import inspect
 
 import torch
 
-from ..library import EXP_AVG, EXP_AVG_SQ, Hyperparameters
+from ..library import Hyperparameters
 from .offload_optimizer import OffloadOptimizer, refuse
 
 IGNORED = ("foreach", "fused", "capturable")  # how PyTorch's own kernels are chosen
@@ -24,7 +24,6 @@ def _defaults(kind, values):
 
 class _Adam(OffloadOptimizer):
     library_type = "AdamW"
-    moments = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
     counts_steps = True
 
     @staticmethod
@@ -76,7 +75,6 @@ class Adagrad(OffloadOptimizer):
     """torch.optim.Adagrad, whose states lie in host memory or on NVMe. `**where`: of OffloadOptimizer."""
 
     library_type = "Adagrad"
-    moments = {"sum": EXP_AVG_SQ}
     counts_steps = True
     states_from_the_start = True
 
@@ -102,7 +100,6 @@ class Lion(OffloadOptimizer):
     weight decay. PyTorch has none; a rate is a tenth of AdamW's, a decay ten times. `**where`: of OffloadOptimizer."""
 
     library_type = "Lion"
-    moments = {"exp_avg": EXP_AVG}
     counts_steps = True
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False, foreach=None,
@@ -129,7 +126,6 @@ class SGD(OffloadOptimizer):
     """torch.optim.SGD, whose momentum lies in host memory or on NVMe. `**where`: of OffloadOptimizer."""
 
     library_type = "SGD"
-    moments = {"momentum_buffer": EXP_AVG}
 
     def __init__(self, params, lr=1e-3, momentum=0, dampening=0, weight_decay=0, nesterov=False, *, maximize=False,
                  foreach=None, differentiable=False, fused=None, **where):

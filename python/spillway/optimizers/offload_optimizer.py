@@ -7,12 +7,13 @@ import os
 import torch
 
 from .. import log
-from ..library import ON_EXISTING, Error, OptimizerReport
+from ..library import ON_EXISTING, OPTIMIZERS, Error, OptimizerReport
 from ..pieces import floats
 from . import kept_groups
 from .layout import OptimizerLayout
 from .offloaded_states import OffloadedStates
-from .states import Reader, loading, remove_leftovers
+from .shared import change, common_step, shared_by
+from .states import Reader, StateTensor, loading, remove_leftovers
 from .streaming import GradientStream, StreamedGradient, refuse_sparse
 
 PLACES = ("cpu", "nvme")
@@ -65,6 +66,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
     `max_grad_norm`: step() clips the norm of all gradients to it; None or 0: nothing is clipped.
     `loss_scale`: what the caller multiplies losses with; step() takes it out. May be set between steps.
     `stream_gradients`: a gradient goes to host memory as soon as backward() has it, and PyTorch's is freed.
+    `ranks`: the processes that train the model together, each of which keeps a part of the states: a process group of
+      torch.distributed; "auto": all processes, where the script has initialized a group; None: this process alone. All
+      of them make the same calls, in the same order: docs/optimizer_ranks.md.
+    `average_gradients`: step() makes gradients their mean over ranks; False: they are alike on all before, as
+      DistributedDataParallel makes them.
 
     `param_groups`, schedulers, closures, zero_grad(), clip_grad_norm_() and GradScaler are as in torch.optim.
     `state_dict()` is what torch.optim's optimizer of that name loads, and load_state_dict() takes its. A resumed
@@ -75,13 +81,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
     """
 
     library_type = None            # optimizer.type of a configuration
-    moments = {}                   # names in a state_dict, and which of the library's states they are
     counts_steps = False           # whether a state_dict has "step"
     states_from_the_start = False  # of parameters that have had no step, too
 
     def __init__(self, params, defaults, *, states="cpu", nvme_path=None, host_bytes=None, on_existing="refuse",
-                 model=None, max_grad_norm=None, loss_scale=1.0, stream_gradients=False):
-        self._states = self._stream = None
+                 model=None, max_grad_norm=None, loss_scale=1.0, stream_gradients=False, ranks="auto",
+                 average_gradients=True):
+        self._states = self._stream = self._shared = None
         self._said = set()
         if states not in PLACES:
             raise Error("invalid_argument", f"states: '{states}' is none of {', '.join(PLACES)}")
@@ -93,8 +99,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
                                             "drive")
         if on_existing == "resume" and not paths:
             raise Error("invalid_argument", 'on_existing: is "resume", and without nvme_path= nothing is kept; give '
-                                            "the directory, or leave it away and use load(DIR)")
-        self._where = (states, [os.fspath(path) for path in paths], host_bytes, stream_gradients)
+                                            "the directory, or leave it out and use load(DIR)")
+        self._shared, self._average, self._consolidated = shared_by(ranks), average_gradients, False
+        if stream_gradients and self._shared.count > 1:
+            raise Error("unsupported", "stream_gradients: leaves no gradient that could be averaged over "
+                                       f"{self._shared.count} ranks; leave it out, or say ranks=None")
+        self._shared.agree(lambda: self._shared.check_stores(paths))
+        self._where = (states, [os.fspath(self._shared.place(path)) for path in paths], host_bytes, stream_gradients)
         self._model = model
         self.max_grad_norm, self.loss_scale, self.report = max_grad_norm, loss_scale, None
         super().__init__(params, defaults)
@@ -111,17 +122,44 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _make(self, on_existing, snapshot=None):
         """The library's side. It has begun when it has weights: of a store, a snapshot, or the first step."""
-        layout = OptimizerLayout(self.param_groups, self._model)
+        layouts = []
+        self._shared.agree(lambda: layouts.append(self._laid_out()))
+        layout, begun = layouts[0], on_existing == "resume" or snapshot is not None
+        made = self._made_together(layout, on_existing, snapshot)
+        if begun:
+            again = None if snapshot else lambda: self._offloaded(layout, "resume", None)
+            made = common_step(self._shared, made, again)
+        else:
+            self._shared.begin(layout)
+        self._take(made, begun)
+
+    def _laid_out(self):
+        return OptimizerLayout(self.param_groups, self._model, self._shared.rank, self._shared.count)
+
+    def _offloaded(self, layout, on_existing, snapshot):
         states, paths, host_bytes, streams = self._where
-        made = OffloadedStates(layout, self.library_type, states, paths, host_bytes, streams, on_existing, snapshot)
-        self._take(made, begun=on_existing == "resume" or snapshot is not None)
+        for path in paths if self._shared.count > 1 else ():
+            os.makedirs(path, exist_ok=True)
+        return OffloadedStates(layout, self.library_type, states, paths, host_bytes, streams, on_existing, snapshot)
+
+    def _made_together(self, layout, on_existing, snapshot):
+        """On every rank, or on none."""
+        made = []
+        try:
+            self._shared.agree(lambda: made.append(self._offloaded(layout, on_existing, snapshot)))
+        except BaseException:
+            for states in made:
+                states.close()
+            raise
+        return made[0]
 
     def _take(self, made, begun):
         self._states, self._layout, self._begun = made, made.layout, False
         for path in made.paths:
             remove_leftovers(path)
         if begun:
-            made.load_weights()
+            self._shared.agree(made.load_weights)
+            self._shared.give(made.layout)
         groups, self.blob = kept_groups.unpack(made.blob())
         kept_groups.restore(groups, self.param_groups)
         self._begun = begun
@@ -141,15 +179,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._states.import_state(0, [0] * len(initial), len(self.moments),
                                       lambda _, tensor, first, out, count: floats(out, count).fill_(initial[tensor]))
 
-    def _end(self):
+    def _end(self, why="optimizer: it is closed"):
         if self._stream is not None:
             self._stream.detach()
             self._stream = None
-        self._states.close()
+        self._states.close(why)
 
     def close(self):
         """Gives memory and files back; the weights stay."""
         self._end()
+        self._shared.close()
 
     def __reduce_ex__(self, _):
         """A schedule's state_dict() may have the optimizer in it: OneCycleLR's had before PyTorch 2.0."""
@@ -169,9 +208,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise Error("unsupported", "add_param_group: states are planned before the first step; give all groups "
                                        "when the optimizer is made")
         super().add_param_group(param_group)
-        try:
+        def check():
             refuse(self.param_groups[-1], f"param_groups[{len(self.param_groups) - 1}]: ")
-            OptimizerLayout(self.param_groups, self._model)
+            self._laid_out()
+
+        try:
+            self._shared.agree(check)
             self._end()
             self._make("replace")  # what it has made itself, and is empty
         except BaseException:
@@ -202,6 +244,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._shared.agree(self._check_step)
+        brought = self._shared.bring(self._layout, self._average)
+        try:
+            return self._made(loss) if brought else loss
+        finally:
+            self._states.carrier.release()
+
+    def _check_step(self):
         if not isinstance(self.blob, bytes):
             raise Error("invalid_argument", f"blob: is a {type(self.blob).__name__}, not bytes; "
                                             "json.dumps(…).encode() makes some")
@@ -209,27 +259,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if not 0 < value < math.inf:
                 raise Error("invalid_argument", f"{name}: is {value}; give a number above 0")
         self._layout.check_tensors()
-        try:
-            return self._made(loss)
-        finally:
-            self._states.carrier.release()
 
     def _made(self, loss):
-        held, addresses = self._gradients()
-        if not any(addresses):
-            return loss
-        self._begin()
-        groups, group_of = self._hyperparameters()
-        norm, scale = None, 1 / self.loss_scale
-        finite = self._states.check_carried(addresses)
+        step = []
+        norms = self._shared.agree(lambda: self._begun_step(step))
+        (held, addresses, finite, groups, group_of), norm, scale = step.pop(), None, 1 / self.loss_scale
         if self.max_grad_norm:
-            norm = self._states.gradient_norm(addresses) / self.loss_scale
+            norm = math.hypot(*norms) / self.loss_scale
             scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) / self.loss_scale
         blob, kept = kept_groups.pack(self.param_groups, self.blob)
         if not kept:
             self._say_once("param_groups: are too many for a commit; a resumed run has those that it is made with")
+        known, made = finite or norm is not None or self._shared.count > 1, []
         try:
-            report = self._states.make_step(addresses, groups, group_of, scale, blob, finite=finite or norm is not None)
+            change(self._shared, self._states, self._end, lambda: made.append(
+                self._states.make_step(addresses, groups, group_of, scale, blob, finite=known)))
+            self._shared.give(self._layout)
         except Error:
             raise
         except BaseException:  # Ctrl-C, when the step was made
@@ -237,10 +282,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise
         self._show_states()
         del held
-        self.report = OptimizerStepReport(*(getattr(report, name) for name in OptimizerStepReport._fields[:-1]), norm)
+        self.report = OptimizerStepReport(*(getattr(made[0], name) for name in OptimizerStepReport._fields[:-1]), norm)
         if self._stream is not None:
             self._stream.attach()
         return loss
+
+    def _begun_step(self, step):
+        """All of a step that changes nothing yet. Returns the norm of this rank's gradients."""
+        held, addresses = self._gradients()
+        self._begin()
+        finite = self._states.check_carried(addresses)
+        norm = self._states.gradient_norm(addresses) if self.max_grad_norm or self._shared.count > 1 else 0
+        step.append((held, addresses, finite, *self._hyperparameters()))
+        return norm
 
     def _gradients(self):
         """What must be held on to in the step, and addresses by tensor, None where there is no gradient."""
@@ -254,6 +308,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 gradient = gradient._spillway_memory
             else:
                 refuse_sparse(self._layout.names[tensor], gradient)
+            gradient = self._layout.part(tensor, gradient)
             held.append(gradient)
             addresses.append(self._states.carrier.gradient(tensor, gradient))
         return held, addresses
@@ -279,18 +334,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """How many steps there were, also before a resume."""
         return self._states.current_step
 
+    @property
+    def moments(self):
+        """Names in a state_dict, and which of the library's states they are."""
+        return OPTIMIZERS[self.library_type]
+
     def _show_states(self, reader=None, groups=None):
         """In `state`, what a step has made: tensors whose values are read when somebody looks."""
-        if reader is None and self._reader.touched:
+        if reader is None and (self._reader.touched or self._consolidated):
             self._reader.retire()
             reader = Reader(self._states)
         if reader is not None:
-            self._reader = reader
+            self._reader, self._consolidated = reader, False
             self.state.clear()
         for tensor, count in enumerate(self._states.update_counts()):
             parameter = self._layout.parameters[tensor]
             group = (groups or self.param_groups)[self._layout.groups[tensor]]
             if parameter in self.state or not self.shows_states(group) or not (count or self.states_from_the_start):
+                continue
+            if self._shared.count > 1:  # so that state_dict() knows of them
+                self.state[parameter] = {name: StateTensor(self._reader, self._refuse_unconsolidated, parameter.shape)
+                                         for name in self.moments}
                 continue
             initial = self.initial_value(group)
             shown = {"step": self._reader.step(tensor)} if self.counts_steps else {}
@@ -299,11 +363,49 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def state_dict(self):
         """As torch.optim's: moments are fp32 on the CPU, read when they are looked at; with nvme_path they are mapped
-        from files there. torch.save() writes them as plain tensors."""
+        from files there. torch.save() writes them as plain tensors. On several ranks consolidate_state_dict() comes
+        before it, on all of them."""
+        if self._shared.count > 1 and not self._consolidated and (self.current_step or self.states_from_the_start):
+            self._refuse_unconsolidated()
         if self.state and self._layout.dtype != torch.float32:
             self._say_once(f"state_dict: has the fp32 moments, which torch.optim rounds to {self._layout.dtype} when "
-                           "it loads them, and not what weights are more exactly; save(DIR) has all")
+                           "it loads them, but not the exact master weights; save(DIR) has all")
         return super().state_dict()
+
+    def consolidate_state_dict(self, to=0):
+        """As ZeroRedundancyOptimizer's: brings all states to the rank `to`, or to all where it is None, for
+        state_dict() there until the next step. All ranks call it, on one process too."""
+        if self._shared.count == 1:
+            return
+        folder = self._where[1][0] if self._where[1] else None
+        keep, found = to in (None, self._shared.rank), collections.defaultdict(dict)
+        reader, counts, parts = Reader(self._states), {}, {}
+
+        def read():
+            if to is not None and to not in range(self._shared.count):
+                raise Error("invalid_argument", f"consolidate_state_dict: to is {to}, and ranks are 0 to "
+                                                f"{self._shared.count - 1}; name one of them, or None for all")
+            for name, state in self.moments.items():
+                parts[name] = [reader.moment(tensor, state, self.initial_value(self.param_groups[group])).plain()
+                               for tensor, group in enumerate(self._layout.groups)]
+            return dict(zip(self._layout.names, self._states.update_counts()))
+
+        for of_rank in self._shared.agree(read):
+            counts.update(of_rank)
+        for name in self.moments:
+            whole = self._shared.whole(self._layout, parts.pop(name), keep, folder)
+            for (own, parameter, _), values in zip(self._layout.everything, whole):
+                if keep and (counts[own] or self.states_from_the_start):
+                    found[parameter].update({"step": torch.tensor(float(counts[own]))} if self.counts_steps else {})
+                    found[parameter][name] = values
+        if keep:
+            self.state.clear()
+            self.state.update(found)
+            self._consolidated = True
+
+    def _refuse_unconsolidated(self):
+        raise Error("invalid_argument", f"state_dict: has a part of the states on each of {self._shared.count} ranks; "
+                                        "call consolidate_state_dict() on all of them first")
 
     def _say_once(self, message):
         if message not in self._said:
@@ -313,22 +415,35 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """One of this optimizer or of torch.optim's of the same name; nothing is changed where it does not fit."""
-        for hook in getattr(self, "_optimizer_load_state_dict_pre_hooks", {}).values():
-            changed = hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        given = loading(self, state_dict)
-        for index, group in enumerate(given.groups):
-            refuse(group, f"state_dict: param_groups[{index}]: ")
-        if not given.is_own(self._reader, len(self.state)):
-            self._import(given)
+        loads = []
+
+        def begin():
+            changed = state_dict
+            for hook in getattr(self, "_optimizer_load_state_dict_pre_hooks", {}).values():
+                returned = hook(self, changed)
+                changed = changed if returned is None else returned
+            given = loading(self, changed)
+            for index, group in enumerate(given.groups):
+                refuse(group, f"state_dict: param_groups[{index}]: ")
+            own = given.is_own(self._reader, len(self.state))
+            loads.append(given)
+            return own
+
+        own = self._shared.agree(begin)
+        given = loads.pop()
+        if not all(own):
+            self._shared.agree(lambda: self._ready(given))
+            change(self._shared, self._states, self._end, lambda: self._import(given))
         self.param_groups = given.groups
         for hook in getattr(self, "_optimizer_load_state_dict_post_hooks", {}).values():
             hook(self)
 
-    def _import(self, given):
+    def _ready(self, given):
         given.read()
         self._layout.check_tensors()
         self._begin()
+
+    def _import(self, given):
         before = self.current_step
         self._states.import_state(given.step, given.counts, len(self.moments), given.source)
         self._reader.retire()
@@ -339,25 +454,32 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def save(self, directory, replace=False):
         """The exact form, a snapshot: weights, states, and of the last step `param_groups` and `blob`."""
-        self._begin()
-        self._states.save(directory, replace)
+        def write():
+            self._begin()
+            place = self._shared.place(os.fspath(directory))
+            os.makedirs(os.path.dirname(os.path.abspath(place)), exist_ok=True)
+            self._states.save(place, replace)
+
+        self._shared.agree(write)
 
     @torch.no_grad()
     def load(self, directory):
-        """Goes on with what save() wrote: also the weights become its. On an error everything is as before."""
-        states, paths, host_bytes, streams = self._where
+        """Goes on with what save() wrote: also the weights become its. On an error everything is as before; on several
+        ranks with nvme_path it may have ended."""
+        directory = self._shared.place(os.fspath(directory))
         if self._stream is not None:
             self._stream.detach()
-        if not paths:
-            made = OffloadedStates(self._layout, self.library_type, states, paths, host_bytes, streams, "replace",
-                                   directory)
+        if not self._where[1]:
+            made = common_step(self._shared, self._made_together(self._layout, "replace", directory))
             self._states.close()
             return self._take(made, begun=True)
+        self._shared.agree(lambda: self._shared.check_snapshot(directory))
         self._end()
         try:
             self._make("replace", directory)
         except BaseException:
-            self._make("resume" if self._begun else "replace")
+            if self._shared.count == 1:  # of several, some may have replaced theirs
+                self._make("resume" if self._begun else "replace")
             raise
 
     # -- the rest -------------------------------------------------------------------------------------------------

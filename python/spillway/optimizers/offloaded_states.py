@@ -50,8 +50,8 @@ class OffloadedStates:
     """
 
     def __init__(self, layout, library_type, device, paths, host_bytes, keep_gradients, on_existing, snapshot=None):
-        self._library, self.layout, self.paths = library(), layout, paths
-        self.carrier = TensorCarrier(layout.parameters)
+        self._library, self.layout, self.paths, self._ended = library(), layout, paths, None
+        self.carrier = TensorCarrier(layout)
         config = parse_config(configuration(layout.dtype, library_type, device, paths, host_bytes))
         described = layout.describe(self._library)
         self._handle, self._process = c_void_p(), os.getpid()
@@ -68,12 +68,19 @@ class OffloadedStates:
         self._staging = self._library.optimizer_staging(self._handle, byref(size)), size.value
         self._finalizer = weakref.finalize(self, _destroy, self.carrier, self._library, self._handle, self._process)
 
-    def close(self):
+    def close(self, why="optimizer: it is closed"):
+        self._ended = self._ended or why
         self._finalizer()
+
+    def roll_back(self):
+        """The store, once this is closed: to the step before its last one."""
+        paths = (ctypes.c_char_p * len(self.paths))(*map(os.fsencode, self.paths))
+        with _in_words():
+            self._library.roll_back_store(paths, len(self.paths), None)
 
     def _open(self):
         if not self._finalizer.alive:
-            raise Error("invalid_argument", "optimizer: it is closed")
+            raise Error("invalid_argument", self._ended)
         if self._process != os.getpid():
             raise Error("unsupported", "optimizer: its states are another process's, of which this one is a fork")
         return self._handle

@@ -169,11 +169,11 @@ def remove_leftovers(path):
 
 class Loading:
     """A state_dict as an optimizer takes it. `groups`: the param_groups to be. `entries`: by tensor, its values by the
-    library's states, and by "step"."""
+    library's states, and by "step". `steps`: of all tensors, also those of other ranks."""
 
-    def __init__(self, groups, entries, initial):
-        self.groups, self._entries, self._initial = groups, entries, initial
-        self.counts, self._flat = None, {}
+    def __init__(self, layout, groups, entries, initial, steps):
+        self._layout, self.groups, self._entries, self._initial = layout, groups, entries, initial
+        self.counts, self._flat, self._steps = None, {}, steps
 
     def is_own(self, reader, tensors):
         """Nothing but what the optimizer itself shows, of so many tensors."""
@@ -187,7 +187,7 @@ class Loading:
                          for tensor, entry in self._entries.items()}
         self.counts = [int(self._entries[tensor].get("step", 1)) if tensor in self._entries else 0
                        for tensor in range(len(self._initial))]
-        self.step = max(self.counts)
+        self.step = max((int(plain_of(step)) for step in self._steps), default=0)
 
     def source(self, state, tensor, first, address, count):
         value = self._entries.get(tensor, {}).get(state)
@@ -195,7 +195,7 @@ class Loading:
             floats(address, count).fill_(self._initial[tensor])
             return
         if (state, tensor) not in self._flat:
-            self._flat = {(state, tensor): value.detach().reshape(-1)}
+            self._flat = {(state, tensor): self._layout.part(tensor, value.detach()).reshape(-1)}
         floats(address, count).copy_(self._flat[state, tensor][first:first + count])
 
 
@@ -214,7 +214,7 @@ def _groups(optimizer, given):
 
 
 def loading(optimizer, state_dict):
-    """Checks all of it, and changes nothing."""
+    """Checks all of it, and changes nothing. Of several ranks each takes its part of every value."""
     layout, given = optimizer._layout, state_dict["param_groups"]
     groups = _groups(optimizer, given)
     places = dict(zip(itertools.chain.from_iterable(group["params"] for group in given),
@@ -224,10 +224,12 @@ def loading(optimizer, state_dict):
         tensor = layout.index.get(id(places.get(place)))
         if tensor is None:
             continue
-        found = _entry(optimizer, layout.names[tensor], layout.shapes[tensor], entry)
+        found = _entry(optimizer, layout.names[tensor], layout.whole_shapes[tensor], entry)
         if found:
             entries[tensor] = found
-    return Loading(groups, entries, [optimizer.initial_value(groups[group]) for group in layout.groups])
+    steps = [entry.get("step", 1) if optimizer.counts_steps else 1 for entry in state_dict["state"].values()
+             if any(entry.get(moment) is not None for moment in optimizer.moments)]
+    return Loading(layout, groups, entries, [optimizer.initial_value(groups[group]) for group in layout.groups], steps)
 
 
 def _entry(optimizer, name, shape, entry):

@@ -92,8 +92,8 @@ def interrupts_afterwards():
 class TensorCarrier:
     """For tensors of a layout. It belongs to one optimizer of the library, and is called by it alone."""
 
-    def __init__(self, parameters):
-        self._parameters, self._gradients, self._raised = parameters, {}, []
+    def __init__(self, layout):
+        self._layout, self._parameters, self._gradients, self._raised = layout, layout.parameters, {}, []
         self._streams, self._events = {}, collections.defaultdict(dict)  # by device and direction; by slot and those
         self._pinned = None
         self.functions = Carrier(None, CarryPiece(self._guarded(self._bring)), CarryPiece(self._guarded(self._give)),
@@ -115,10 +115,14 @@ class TensorCarrier:
 
     def weights(self):
         """By tensor: its address."""
-        return [p.data_ptr() if in_place(p) else ELSEWHERE for p in (p.detach() for p in self._parameters)]
+        found = map(self._weight, range(len(self._parameters)))
+        return [weight.data_ptr() if in_place(weight) else ELSEWHERE for weight in found]
+
+    def _weight(self, tensor):
+        return self._layout.part(tensor, self._parameters[tensor].detach())
 
     def gradient(self, tensor, gradient):
-        """Its address. One that is elsewhere is held until release()."""
+        """Its address. A tensor that is elsewhere is held until release()."""
         gradient = gradient.detach()
         if in_place(gradient) and gradient.dtype == self._parameters[tensor].dtype:
             return gradient.data_ptr()
@@ -145,7 +149,7 @@ class TensorCarrier:
     @contextlib.contextmanager
     def calls(self, address, size, writes):
         """Around a call of the library that may carry. `address`, `size`: of its staging memory. `writes`: it changes
-        weights, as is asked behind it; PyTorch is told of those in place, too."""
+        weights, as is asked after it; PyTorch is told of those in place, too."""
         devices = {tensor.device for tensor in (*self._parameters, *self._gradients.values()) if tensor.is_cuda}
         for device in devices:
             self._pin(address, size)
@@ -173,13 +177,13 @@ class TensorCarrier:
     def _bring(self, piece):
         piece = piece.contents
         if piece.weight:
-            self._copy(piece, piece.weight, self._parameters[piece.tensor].detach(), "down")
+            self._copy(piece, piece.weight, self._weight(piece.tensor), "down")
         if piece.gradient:
             self._copy(piece, piece.gradient, self._gradients[piece.tensor], "down")
 
     def _give(self, piece):
         piece = piece.contents
-        self._copy(piece, piece.weight, self._parameters[piece.tensor].detach(), "up")
+        self._copy(piece, piece.weight, self._weight(piece.tensor), "up")
 
     def _copy(self, piece, address, tensor, direction):
         dtype = self._parameters[piece.tensor].dtype

@@ -4,7 +4,8 @@
     trainer.train()
 
 The loop is transformers' own. What it does with a model, an optimizer and gradients goes to the engine: backward, the
-norm, the step, checkpoints and exports. Transformers is imported when Trainer is first asked for.
+norm, the step, checkpoints and exports. Of several processes each is a rank, with the rows that accelerate gives it.
+Transformers is imported when Trainer is first asked for.
 """
 import contextlib
 import logging
@@ -26,6 +27,8 @@ from ..engine.module import caches_as_before, leave_caches_away
 from ..engine.optimizer import EngineOptimizer, EngineSchedule
 from ..library import Error
 from ..pieces import values_of
+from ..ranks import Ranks
+from ..sampler import words_without_promise
 from . import checkpoints as trainer_checkpoints
 from .checkpoints import SCHEDULE, SNAPSHOT, STATE
 from .config import check, filled, read, refuse
@@ -33,6 +36,7 @@ from .micro_batches import KEY, Together, why_not
 from .untrained import Untrained, evaluated
 
 OWN = ("create_optimizer", "get_optimizer_cls_and_kwargs")  # of other trainers
+LEFT_OUT = shutil.ignore_patterns("*.safetensors", "pytorch_model*.bin")  # weights are the engine's
 
 
 class TrainerOptimizer(EngineOptimizer):
@@ -71,7 +75,9 @@ class Mixin:
     `blocks`, `example`, `weights`, `trace`, `aio`: as for Engine.
     `untrained_share`: the share of hbm_bytes and host_bytes that a model has which is not trained, a reference or a
       reward model; the default goes by sizes. Its engine is one of `.untrained.engines`.
-    `.engine` is made by the first train(), evaluate() or predict(); None before. Errors: spillway.Error.
+    `.engine` is made by the first train(), evaluate() or predict(); None before. `.ranks`: the processes that torchrun
+      or accelerate has started, which train one model; None where it is this one alone. All of them make the same
+      calls, save_model() as well, and rank 0 writes. Errors: spillway.Error.
     """
 
     own_optimizers_are_refused = True  # where a class before transformers' has OWN, which are not called
@@ -84,23 +90,28 @@ class Mixin:
             raise Error("invalid_argument", f"on_existing: '{on_existing}' is none of refuse, replace; "
                                             "train(resume_from_checkpoint=...) goes on with a run")
         self.engine, self.untrained, self.together = None, Untrained(untrained_share), Together()
+        self.ranks, self._saved = None, False
         self._configuration, self._on_existing = read(spillway), on_existing
         self._engine_options = {"blocks": blocks, "example": example, "weights": weights, "trace": trace,
                                 "aio": aio}
         self._snapshot, self._first_step, self._first_epoch, self._begun = None, 0, 0, False
         self._deepspeeds, self._facts = None, None  # a checkpoint of DeepSpeed's, and what is known of it
         self._planned = None  # the engine's configuration
+        self._spoke_of_rows = False
         own = [f"{kind.__name__}.{name}" for kind in type(self).__mro__ for name in OWN if name in vars(kind)
                and kind is not Mixin and not kind.__module__.startswith(("transformers.", "spillway."))]
         if own and self.own_optimizers_are_refused:
             raise Error("unsupported", f"{', '.join(own)}: would not be asked; the optimizer is the configuration's, "
                                        'with spillway.parameter_groups for rates and decays of their own')
+        for given in (*arguments, *keywords.values()):  # before a trainer loads a model for what is refused
+            if isinstance(given, _arguments_class()):
+                refuse(given)
         super().__init__(*arguments, **keywords)
         for name in ("optimizer", "lr_scheduler", "optimizer_cls_and_kwargs", "model_init"):
             if getattr(self, name, None) is not None:
                 raise Error("unsupported", f"{name}: cannot be given; a model= is trained, by the optimizer of the "
                                            "configuration and the schedule of TrainingArguments")
-        check(self._filled(None), aio)
+        check(self._filled(None), aio, self.args.world_size)
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
@@ -109,7 +120,8 @@ class Mixin:
         decayed = set(self.get_decay_parameter_names(self.model))
         spared = [plain(n) for n, p in self.model.named_parameters() if p.requires_grad and n not in decayed]
         whole = filled(self._configuration, self.args, self.model, spared, total_steps)
-        if isinstance(own := whole["spillway"], dict) and own.get(KEY) and (why := why_not(self)) is not None:
+        own = whole["spillway"]
+        if isinstance(own, dict) and own.get(KEY) and (why := why_not(self, own)) is not None:
             own[KEY] = False
             self.together.said(why)
         return self.untrained.left_of(whole) if left else whole
@@ -132,7 +144,7 @@ class Mixin:
             try:
                 with self._snapshot_to_begin_with() as snapshot:
                     self.engine = Engine(self.model, planned, on_existing=existing, snapshot=snapshot,
-                                         **self._engine_options)
+                                         ranks=self.ranks, **self._engine_options)
             except Error as error:  # says what an engine can do, and a trainer cannot
                 raise trainer_checkpoints.instead_of_resume(error, self.args.output_dir, planned,
                                                             self._snapshot or self._deepspeeds) from None
@@ -149,7 +161,9 @@ class Mixin:
         layout = deepspeed_import.layout_of(self.model, self._engine_options["blocks"])
         frozen = values_of(layout, named_weights(self.model, self._engine_options["weights"]))
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
-        with deepspeed_import.snapshot_of(self._deepspeeds, None, layout, dtype, frozen) as (snapshot, facts):
+        given = self._deepspeeds, None, layout, dtype, frozen
+        with (deepspeed_import.snapshot_of(*given) if self.ranks is None else
+              deepspeed_import.snapshot_of_all(self.ranks, *given)) as (snapshot, facts):
             # Some versions of transformers make a step of an epoch's last micro-batches, and DeepSpeed does not.
             if not 0 <= self._first_step - facts["global_steps"] <= self._first_epoch:
                 raise Error("corrupt", f"{self._deepspeeds}: DeepSpeed made {facts['global_steps']} steps, and its "
@@ -188,6 +202,8 @@ class Mixin:
 
     def create_accelerator_and_postprocess(self):
         refuse(self.args)
+        if self.args.world_size > 1:
+            self.ranks = self.untrained.ranks = Ranks(patience=float(self.args.ddp_timeout))
         super().create_accelerator_and_postprocess()
         trainer = weakref.proxy(self)  # which the accelerator does not keep alive
         self.accelerator.backward = lambda loss, **_: trainer._backward(loss)
@@ -217,7 +233,8 @@ class Mixin:
                         "make model and trainer anew, and go on with resume_from_checkpoint=")
         self._snapshot, self._first_step, self._deepspeeds, self._facts = None, 0, None, None
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = trainer_checkpoints.last(self.args.output_dir, self._configuration)
+            resume_from_checkpoint = self._of_first(
+                lambda: trainer_checkpoints.last(self.args.output_dir, self._configuration))
         try:
             result = super().train(resume_from_checkpoint, *arguments, **keywords)
             self._keep_last_step()
@@ -229,12 +246,20 @@ class Mixin:
             raise
 
     def _keep_last_step(self):
-        """It is durable behind train(), however long the trainer lives on; the model may still be saved where not."""
+        """It is durable after train(), however long the trainer lives on; the model may still be saved where not."""
         try:
             if self.engine is not None:
                 self.engine.flush()
         except Error as error:
             log.say(logging.WARNING, str(error))
+
+    def get_train_dataloader(self):
+        loader, own = super().get_train_dataloader(), self._configuration.get("spillway")
+        words = words_without_promise(loader) if isinstance(own, dict) and own.get("sum_groups", 1) != 1 else None
+        if words is not None and not self._spoke_of_rows:
+            self._spoke_of_rows = True
+            log.say(logging.WARNING, words)
+        return loader
 
     def get_batch_samples(self, *arguments, **keywords):
         found = super().get_batch_samples(*arguments, **keywords)
@@ -282,9 +307,20 @@ class Mixin:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
+    def _of_first(self, work):
+        """What `work` returns, of rank 0 alone, whose failure is everybody's. No rank goes on before it is done."""
+        if self.ranks is None:
+            return work()
+        made = []
+        self.ranks.together(lambda: made.append(work()) if self.ranks.rank == 0 else None)
+        return self.ranks.same(*made)
+
     def _save_checkpoint(self, *arguments, **keywords):
-        """One that fails, on a full drive say, leaves nothing that could be taken for a checkpoint; its snapshot stays,
-        where it came to that."""
+        """A save that fails, on a full drive say, leaves nothing that could be taken for a checkpoint; its snapshot
+        stays, where it came to that."""
+        if self.ranks is not None and self.ranks.rank != 0:
+            super()._save_checkpoint(*arguments, **keywords)
+            return
         folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
         existed = os.path.exists(folder)
         with contextlib.suppress(FileNotFoundError):
@@ -298,9 +334,17 @@ class Mixin:
             raise
 
     def _save_optimizer_and_scheduler(self, output_dir):
+        def beside():
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULE))
+            buffers.keep(self.model, output_dir)
+
         self.engine.save(os.path.join(output_dir, SNAPSHOT), replace=True)
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULE))
-        buffers.keep(self.model, output_dir)
+        self._of_first(beside)
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        if self.ranks is not None:  # each has written its own before rank 0 writes what makes a checkpoint whole
+            torch.distributed.barrier()
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if self.engine is not None:
@@ -358,22 +402,41 @@ class Mixin:
         buffers.load(self.model, best)
         log.say(logging.INFO, f"{best}: is the best one; its weights and states take the place of the last step's")
 
+    def save_model(self, output_dir=None, *arguments, **keywords):
+        """As transformers' does. Of several ranks all call it: each brings its part of the weights."""
+        before, self._saved = self._saved, False
+        super().save_model(output_dir, *arguments, **keywords)  # which may come here once more, to push to the hub
+        if not self._saved and self.engine is not None:  # transformers 4 saves on rank 0 alone
+            self._save(output_dir)
+        self._saved = before
+
     def _save(self, output_dir=None, state_dict=None):
+        self._saved, save = True, super()._save
         if self.engine is None:
-            super()._save(output_dir, state_dict)
+            save(output_dir, state_dict)
             return
         if hasattr(self.model, "peft_config"):  # adapters alone are saved
-            super()._save(output_dir, state_dict=adapters(self.engine, self.engine.dtype))
+            values = adapters(self.engine, self.engine.dtype)
+            self._of_first(lambda: save(output_dir, state_dict=values))
             return
         output_dir = output_dir or self.args.output_dir
-        os.makedirs(output_dir, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output_dir) as folder:
-            rest = os.path.join(folder, "rest")  # all but the weights, which go tile by tile
-            with caches_as_before(self.model):
-                super()._save(rest, state_dict={})
+        with contextlib.ExitStack() as behind:
+            def rest():  # all but the weights, which go tile by tile
+                os.makedirs(output_dir, exist_ok=True)
+                folder = os.path.join(behind.enter_context(tempfile.TemporaryDirectory(dir=output_dir)), "rest")
+                with caches_as_before(self.model):
+                    save(folder, state_dict={})
+                return folder
+
+            folder = self._of_first(rest)
             self.engine.export(output_dir, dtype=self.engine.dtype, replace=True)
-            shutil.copytree(rest, output_dir, dirs_exist_ok=True,
-                            ignore=shutil.ignore_patterns("*.safetensors", "pytorch_model*.bin"))
+            self._of_first(lambda: shutil.copytree(folder, output_dir, dirs_exist_ok=True, ignore=LEFT_OUT))
+
+
+def _arguments_class():
+    import transformers
+
+    return transformers.TrainingArguments
 
 
 def __getattr__(name):

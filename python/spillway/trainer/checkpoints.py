@@ -30,7 +30,7 @@ def state_of(checkpoint):
 
 
 def newest(folder):
-    """(path, those behind it that are not whole); the path is None where none is whole."""
+    """(path, those newer than it that are not whole); the path is None where none is whole."""
     cut = []
     for _, path in numbered(folder):
         parts = (SNAPSHOT, deepspeed_import.LATEST)
@@ -65,7 +65,7 @@ def instead_of_resume(error, folder, configuration, resuming):
 
 
 def _from_store(configuration, mark):
-    """Another way to go on, behind a mark; nothing where the configuration has no store, or one without commits."""
+    """Another way to go on, after a mark; nothing where the configuration has no store, or one without commits."""
     own, zero = (value if isinstance(value, dict) else {}
                  for value in map(configuration.get, ("spillway", "zero_optimization")))
     places = [place for place in map(zero.get, ("offload_optimizer", "offload_param")) if isinstance(place, dict)]

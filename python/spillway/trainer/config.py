@@ -5,7 +5,7 @@ import os
 import re
 
 from .. import log
-from ..library import Error, Named, library, parse_config
+from ..library import DEVICES, Error, Named, device_for, library, parse_config
 
 STRING = r'("(?:\\.|[^"\\])*")'
 COMMENT = re.compile(STRING + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -13,10 +13,10 @@ TRAILING_COMMA = re.compile(STRING + r"|,(?=\s*[}\]])")
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")  # TrainingArguments.optim: other programs of one computation
 
 
-def check(configuration, aio=None):
+def check(configuration, aio=None, processes=1):
     """Raises what the library finds wrong with it. The rest is said when an engine reads it."""
     with log.silent():
-        library().config_destroy(parse_config(configuration, aio))
+        library().config_destroy(parse_config(configuration, aio, processes))
 
 
 def _without_duplicates(pairs):
@@ -102,7 +102,8 @@ def filled(configuration, args, model, without_decay, total_steps):
     micro_batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     fill("train_micro_batch_size_per_gpu", micro_batch, "per_device_train_batch_size")
     fill("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps")
-    fill("train_batch_size", micro_batch * accumulation, "the product of these arguments", missing=False)
+    fill("train_batch_size", micro_batch * accumulation * args.world_size, "the product of these arguments" + (
+        f" and of {args.world_size} processes" if args.world_size > 1 else ""), missing=False)
     fill("gradient_clipping", args.max_grad_norm or 0, "max_grad_norm")
 
     fill("optimizer.type", "AdamW")
@@ -130,7 +131,7 @@ def filled(configuration, args, model, without_decay, total_steps):
         fill("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * width * width), missing=False)
         fill("zero_optimization.stage3_param_persistence_threshold", 10 * width, missing=False)
 
-    fill("spillway.device", "cuda" if args.device.type == "cuda" else "host", f"the trainer's {args.device.type}")
+    fill("spillway.device", device_for(args.device.type), f"the trainer's {args.device.type}")
     own = configuration["spillway"]
     if args.weight_decay and without_decay and isinstance(own, dict) and not {"no_decay", "parameter_groups"} & {*own}:
         own["parameter_groups"] = [{"parameters": without_decay, "weight_decay": 0}]
@@ -144,12 +145,18 @@ def refuse(args):
     """What arguments ask for and this trainer does not do, all of it in one error."""
     optimizer = str(getattr(args.optim, "value", args.optim))
     strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+    several = args.world_size > 1
     found = [words for wrong, words in (
-        (args.world_size > 1 or args.n_gpu > 1,
-         f"{max(args.world_size, args.n_gpu)} processes or GPUs: a model is trained on one; start one process, and set "
-         "CUDA_VISIBLE_DEVICES to one GPU"),
-        (args.device.type not in ("cpu", "cuda"), f"device {args.device.type}: training is on cpu or cuda"),
-        (args.deepspeed, "deepspeed: give the file to the trainer, as spillway=, and leave this argument away"),
+        (args.n_gpu > 1, f"{args.n_gpu} GPUs: a process trains on one; set CUDA_VISIBLE_DEVICES to one GPU"),
+        (several and args.save_on_each_node, "save_on_each_node: one rank writes what all have; leave it out, and "
+                                             "give an output_dir that all hosts see"),
+        (several and getattr(getattr(args, "accelerator_config", None), "even_batches", None) is False,
+         "even_batches false: ranks would have different numbers of batches, and each needs all others for its own"),
+        (args.device.type not in DEVICES.values(), f"device {args.device.type}: training is on "
+                                                   f"{' or '.join(DEVICES.values())}"),
+        (args.deepspeed or getattr(args, "deepspeed_plugin", None),
+         "deepspeed: give the file to the trainer, as spillway=, leave this argument out, and start the script with "
+         "torchrun, or with accelerate launch without DeepSpeed"),
         (args.fsdp, "fsdp: the tiers of the configuration take its place"),
         (getattr(args, "use_liger_kernel", False), "use_liger_kernel: reads the head's weight outside of the head, "
                                                    "where it has no values"),
@@ -158,10 +165,10 @@ def refuse(args):
                                     "other batches; lower per_device_train_batch_size"),
         (args.load_best_model_at_end and args.save_only_model,
          "load_best_model_at_end with save_only_model: the best checkpoint's snapshot is what is loaded; leave "
-         "save_only_model away"),
+         "save_only_model out"),
         (args.bf16_full_eval or args.fp16_full_eval, "bf16_full_eval, fp16_full_eval: weights have one type, in "
                                                      "evaluation too; bf16 and fp16 say which"),
-        (optimizer not in ADAMW, f"optim {optimizer}: is computed by PyTorch; leave it away, and say optimizer.type in "
+        (optimizer not in ADAMW, f"optim {optimizer}: is computed by PyTorch; leave it out, and say optimizer.type in "
                                  "the configuration"),
         (getattr(args, "optim_args", None), f"optim_args {args.optim_args}: belong to PyTorch's optimizer; say "
                                             "optimizer.params in the configuration"),

@@ -3,7 +3,7 @@ micro-batches of a step.
 
 The loop collects them (get_batch_samples) and calls training_step() for each. The first call runs training_step() of
 all of them, each in a thread of its own that waits where it comes to a block (engine/together.py); what they give to
-accelerator.backward() goes backward at once, behind the last. The other calls return what is there.
+accelerator.backward() goes backward at once, after the last. The other calls return what is there.
 
     loop       training_step(1)                          training_step(2)   …   optimizer.step()
     here       training_step(1), (2), … · backward       loss of 2
@@ -18,7 +18,7 @@ KEY = "micro_batches_together"
 WRAPPED = [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "reward")]  # add what is off by default
 
 
-def why_not(trainer):
+def why_not(trainer, settings):
     """Words on why the micro-batches of a step cannot be run before the loop comes to them; None where they can."""
     theirs = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith("transformers.")]
     if not any("get_batch_samples" in vars(kind) for kind in theirs):
@@ -29,6 +29,8 @@ def why_not(trainer):
         for name in ("training_step", "get_batch_samples", "_prepare_inputs"):
             if name in vars(kind) and not (name == "training_step" and kind.__module__ in WRAPPED):
                 return f"{kind.__name__}.{name} is its own, and may need a step's micro-batches one by one"
+    if settings.get("sum_groups", 1) != 1:
+        return "spillway.sum_groups adds up each micro-batch's gradients by themselves"
     if getattr(trainer.args, "activation_offloading", False):
         return "activation_offloading moves what one micro-batch keeps; spillway.block_inputs does that for all"
     return None

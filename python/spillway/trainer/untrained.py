@@ -22,11 +22,13 @@ def evaluated(arguments, options):
 
 
 class Untrained:
+    """A trainer's. `ranks`: its own, which its models are divided among as well."""
+
     def __init__(self, share):
         if share is not None and not 0 < share < 1:
             raise Error("invalid_argument", f"untrained_share: is {share}; give the share of hbm_bytes and host_bytes "
                                             "that models have which are not trained, 0.25 say")
-        self._share, self.engines = share, []
+        self._share, self.engines, self.ranks = share, [], None
 
     def left_of(self, configuration):
         """What the trained model has: the configuration with smaller budgets, where it names some."""
@@ -39,11 +41,10 @@ class Untrained:
             left["spillway"][BUDGETS[tier]] = max(1, budget - taken[tier])
         return left
 
-    @staticmethod
-    def _budgets(configuration):
+    def _budgets(self, configuration):
         """Bytes by tier, of those that it names."""
         with log.silent():
-            parsed = parse_config(configuration, None)
+            parsed = parse_config(configuration, None, 1 if self.ranks is None else self.ranks.count)
         try:
             settings = settings_of(parsed)
         finally:
@@ -63,7 +64,7 @@ class Untrained:
         own["spillway"].update({BUDGETS[tier]: budget for tier, budget in budgets.items()})
         kind = type(model).__name__
         try:
-            engine = Engine(model, own, on_existing="replace", aio=aio)
+            engine = Engine(model, own, on_existing="replace", aio=aio, ranks=self.ranks)
         except Error as error:
             if error.code != "does_not_fit" or not budgets:
                 raise

@@ -16,8 +16,12 @@ bool is_told(const char* kind) {
 }  // namespace
 
 extern "C" [[gnu::visibility("default")]] const spillway::CudaPlugin* spillway_cuda_plugin() {
-  static spillway::CudaPlugin plugin{
-      .interface = spillway::kCudaInterface, .version = "0.0.9", .unavailable = {}, .create = {}, .set_log = {}};
+  static spillway::CudaPlugin plugin{.interface = spillway::kCudaInterface,
+                                     .version = "0.0.9",
+                                     .unavailable = {},
+                                     .current = {},
+                                     .create = {},
+                                     .set_log = {}};
   if (is_told("interface")) plugin.interface = spillway::kCudaInterface - 1;
   return &plugin;
 }

@@ -67,7 +67,7 @@ class Export : public ModelDirectory {
 
 TEST_F(Export, AStoreGivesTheSameFilesAsItsEngine) {
   for (DType type : {DType::kBFloat16, DType::kFloat32, DType::kFloat16}) {
-    for (const DType of : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const DType of : kDTypes) {
       const std::string model = "model-" + std::string(name_of(of)), store = "store-" + std::string(name_of(of));
       train(type, [&](Engine& engine) { export_model(engine, model_, out(model), {.type = of, .replace = true}); });
       const ExportedStore exported = export_store({out("store")}, out(store), {.type = of, .replace = true});
@@ -238,14 +238,13 @@ TEST_F(Export, AFailedExportTakesNothingFromAnOlderModel) {
 }
 
 TEST_F(Export, ASnapshotGivesTheSameValuesAsItsEngine) {
-  constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-  for (DType type : kTypes) {
+  for (DType type : kDTypes) {
     train(type, [&](Engine& engine) {
       engine.save(out("snapshot"));
-      for (const DType of : kTypes)
+      for (const DType of : kDTypes)
         export_model(engine, model_, out("model-" + std::string(name_of(of))), {.type = of});
     });
-    for (const DType of : kTypes) {
+    for (const DType of : kDTypes) {
       const std::string name = "model-" + std::string(name_of(of));
       const ExportedStore exported = export_snapshot(out("snapshot"), out("exported"), {.type = of});
       EXPECT_EQ(exported.step, kSteps);
@@ -311,7 +310,7 @@ TEST_F(Export, ALinkInPlaceOfASnapshotsAttachmentIsNotFollowed) {
   EXPECT_FALSE(std::filesystem::exists(out("new")));
 }
 
-// A path with a slash behind it and one below directories that are not there yet: whole, and nothing beside it.
+// A path with a slash after it and one below directories that are not there yet: whole, and nothing beside it.
 TEST_F(Export, ANewDirectoryComesWithEverythingInIt) {
   train(DType::kBFloat16);
   export_store({out("store")}, out("a") / "b/", {});

@@ -40,7 +40,7 @@ TEST(FileNames, WithoutAnAttachmentAllNamesAreThoseInMemory) {
   EXPECT_EQ(names.model().blocks[0].parameters[1].name, "kept");
 }
 
-// up is two experts' [2, 3] gate and [2, 3] up, one behind the other; pieces come as they like.
+// up is two experts' [2, 3] gate and [2, 3] up, one after the other; pieces come as they like.
 TEST(FileNames, ATensorBecomesItsPiecesInTheOrderOfItsValues) {
   const FileNames names(with_names(two_blocks(), R"({"unsaid": [], "tensors": [
       ["0.gate", "up", 0, 2, 3], ["1.gate", "up", 12, 2, 3], ["0.up", "up", 6, 6], ["1.up", "up", 18, 2, 3],

@@ -41,7 +41,7 @@ class RunInspection : public ::testing::TestWithParam<std::uint32_t> {
   }
   std::filesystem::path of_rank(std::uint32_t rank) const { return store_.path() / ("rank" + std::to_string(rank)); }
   RunPaths paths() const { return find_ranks({store_.path()}); }
-  std::vector<RankCommits> commits() const { return OpenRun(paths(), FoundStores::Purpose::kLook).commits(); }
+  std::vector<RankCommits> commits() const { return OpenRun(paths(), FoundStores::Purpose::kInspect).commits(); }
   // Rank 1's store as it was at step 2, the others at step 3.
   void leave_one_behind() {
     std::filesystem::copy(of_rank(1), other_ / "aside");
@@ -53,7 +53,7 @@ class RunInspection : public ::testing::TestWithParam<std::uint32_t> {
   void damage(std::uint32_t rank, bool committed) {
     std::uint64_t offset = 0;
     {
-      const OpenRun run(paths(), FoundStores::Purpose::kLook);
+      const OpenRun run(paths(), FoundStores::Purpose::kInspect);
       const OpenStore& store = *run.ranks[rank];
       offset = store.layout.tiles[0].extent[store.choice.manifest->tiles[0].slot ^ (committed ? 0u : 1u)][0].offset;
     }
@@ -142,7 +142,7 @@ TEST_P(RunInspection, NoneGoesBackWhereOneCannot) {
   for (std::size_t rank = 0; rank < before.size(); ++rank) EXPECT_EQ(commits()[rank].last, before[rank].last);
 }
 
-// The crash comes behind the first rank.
+// The crash comes after the first rank.
 TEST_P(RunInspection, ARollBackThatWasCutShortIsFinishedOrTakenBack) {
   {
     OpenRun run(paths(), FoundStores::Purpose::kUse);

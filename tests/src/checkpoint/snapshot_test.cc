@@ -21,10 +21,13 @@
 #include "spillway/export.h"
 #include "spillway/safetensors.h"
 #include "src/checkpoint/snapshot_record.h"
+#include "tests/error_of.h"
 #include "tests/src/model_directory.h"
 #include "tests/src/toy_trainer.h"
 
 namespace {
+
+using spillway::testing::error_of;
 
 std::function<void()> before_weights;  // once: what another process does before they are opened
 
@@ -107,15 +110,6 @@ class Snapshot : public ModelDirectory {
     for (const std::string& file : names(a))
       EXPECT_TRUE(read_file(a + "/" + file) == read_file(b + "/" + file)) << file;
   }
-  static Error error_of(const std::function<void()>& work) {
-    try {
-      work();
-    } catch (const Error& error) {
-      return error;
-    }
-    ADD_FAILURE() << "nothing was refused";
-    return Error(Code::kUnsupported, {});
-  }
   void flip_bit(const std::string& name, std::uint64_t offset) const {
     std::string bytes = read_file(name);
     bytes.at(offset) = static_cast<char>(bytes.at(offset) ^ 1);
@@ -126,7 +120,7 @@ class Snapshot : public ModelDirectory {
 };
 
 TEST_F(Snapshot, AnotherLayoutGoesOnWithTheSameBits) {
-  // In fp16 the last step overflows and the first ones did, before and behind the one that was saved.
+  // In fp16 the last step overflows and the first ones did, before and after the one that was saved.
   for (const DType type : {DType::kBFloat16, DType::kFloat32, DType::kFloat16}) {
     save_both(nvme(type));
     for (const auto& [parameters, states] : kPlacements) {
@@ -214,7 +208,7 @@ TEST_F(Snapshot, SavesFromEveryTier) {
     Run run = start(config(parameters, states));
     for (const auto& [step, expected] : {std::pair(kSavedStep, "saved"), std::pair(kLastStep, "last")}) {
       run.until(static_cast<std::uint64_t>(step));
-      run.engine->save(at("again"));  // which changes nothing of the steps behind it
+      run.engine->save(at("again"));  // which changes nothing of the steps after it
       expect_equal(expected, "again");
       remove_snapshot(at("again"));
     }
@@ -223,8 +217,7 @@ TEST_F(Snapshot, SavesFromEveryTier) {
 
 TEST_F(Snapshot, EveryOptimizersStatesAreInIt) {
   const std::set<std::string> common = {"config.json", "model.safetensors", "spillway.json"};
-  for (const OptimizerKind kind :
-       {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kSgd}) {
+  for (const OptimizerKind kind : kOptimizerKinds) {
     Config config = nvme();
     config.optimizer.kind = kind;
     config.optimizer.momentum = 0.9;

@@ -11,12 +11,14 @@
 #include "spillway/export.h"
 #include "src/plan/description.h"
 #include "swap/tile_store.h"
+#include "tests/error_of.h"
 #include "tests/kernels/random.h"
 #include "tests/src/toy_trainer.h"
 
 namespace spillway {
 namespace {
 
+using testing::error_of;
 using testing::TempStore;
 using testing::toy_config;
 using testing::ToyTrainer;
@@ -44,15 +46,6 @@ class Inspection : public ::testing::Test {
     const int old = file.get();
     file.seekp(static_cast<std::streamoff>(offset));
     file.put(static_cast<char>(old ^ 1));
-  }
-  Error error_of(const std::function<void()>& work) const {
-    try {
-      work();
-    } catch (const Error& error) {
-      return error;
-    }
-    ADD_FAILURE() << "nothing failed";
-    return Error(Code::kUnsupported, {"", "", 0, ""});
   }
   // Every extent that is not as written, found by reading all.
   std::vector<BadExtent> bad() const {
@@ -247,7 +240,7 @@ class ForgedStore : public Inspection {
   ForgedStore() {
     config_.nvme_paths = {paths_[0]};
     train(1, OnExisting::kRefuse);
-    StoreFiles files = StoreFiles::open_to_look(std::span(paths_).first(1));
+    StoreFiles files = StoreFiles::open_read_only(std::span(paths_).first(1));
     block_ = files.superblock();
     description_ = TileStore::read_description(files);
   }

@@ -10,6 +10,17 @@
 
 namespace spillway {
 
+std::string end_of(Member& member) {
+  try {
+    for (int i = 0;; ++i) {
+      member.comm.barrier(i, *member.a);
+      member.wait_idle();
+    }
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
 std::string CommunicatorFailures::ending(Member& member) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (std::chrono::steady_clock::now() < end) {
@@ -83,9 +94,9 @@ TEST_P(CommunicatorFailures, EveryRankIsToldWhoseCallDiffers) {
       member.comm.all_gather(member.hbm<std::byte>(0, total), slices, block, *member.a);
     };
   };
-  const auto scatter = [](Sums sums) {
+  const auto scatter = [](Sums sums, DType wire = DType::kFloat32) {
     return [=](Member& member) {
-      member.comm.reduce_scatter(member.hbm<float>(0, member.ranks), Slices(member.ranks, 4), sums, 4, *member.a);
+      member.comm.reduce_scatter(member.hbm<float>(0, member.ranks), Slices(member.ranks, 4), sums, 4, *member.a, wire);
     };
   };
   const auto reduce = [](auto value, std::size_t count, Fold fold) {
@@ -102,11 +113,13 @@ TEST_P(CommunicatorFailures, EveryRankIsToldWhoseCallDiffers) {
     return [=](Member& member) { member.comm.barrier(block, *member.a); };
   };
   const Difference differences[] = {
-      {gather(5, 8, 8), barrier(5), "all_gather of block 5 (collective 2), ", "barrier of block 5 (collective 2)"},
+      {gather(5, 8, 8), barrier(5), "all_gather of block 5 " + collective(2) + ", ",
+       "barrier of block 5 " + collective(2)},
       {gather(5, 8, 8), gather(6, 8, 8), "all_gather of block 5 ", "all_gather of block 6 "},
       {gather(5, 8, 8), gather(5, 8, 9), " bytes cut into 8 ", " + 9"},
       {gather(5, 8, 8), gather(5, 9, 7), " bytes cut into 8 + ", " bytes cut into 9 + "},
       {scatter(Sums::kTree), scatter(Sums::kFastest), "in a tree", "fastest"},
+      {scatter(Sums::kTree, DType::kBFloat16), scatter(Sums::kTree, DType::kFloat16), "tree, in bf16", "tree, in fp16"},
       {reduce(1.0, 2, Fold::kMax), reduce(1.0, 2, Fold::kMin), "max of 2 doubles", "min of 2 doubles"},
       {reduce(1.0, 2, Fold::kMax), reduce(1.0, 3, Fold::kMax), "max of 2 doubles", "max of 3 doubles"},
       {reduce(1.0, 1, Fold::kMax), reduce(std::uint64_t{1}, 1, Fold::kMax), "max of 1 doubles", "max of 1 integers"},
@@ -120,11 +133,12 @@ TEST_P(CommunicatorFailures, EveryRankIsToldWhoseCallDiffers) {
           (member.rank == last() ? difference.last : difference.all)(member);
         },
         [&](Member&, const std::string& text) {
-          EXPECT_THAT(text, AllOf(HasSubstr(" of block "), HasSubstr(" (collective 2): the ranks do not agree: "),
-                                  HasSubstr(others(ranks()) + ": "), HasSubstr(difference.all_say),
-                                  HasSubstr("; rank " + std::to_string(last()) + ": "), HasSubstr(difference.last_says),
-                                  EndsWith("; run the same program with the same configuration, model and data on "
-                                           "every rank")));
+          EXPECT_THAT(text,
+                      AllOf(HasSubstr(" of block "), HasSubstr(" " + collective(2) + ": the ranks do not agree: "),
+                            HasSubstr(others(ranks()) + ": "), HasSubstr(difference.all_say),
+                            HasSubstr("; rank " + std::to_string(last()) + ": "), HasSubstr(difference.last_says),
+                            EndsWith("; run the same program with the same configuration, model and data on "
+                                     "every rank")));
         });
   }
 }
@@ -137,8 +151,8 @@ TEST_P(CommunicatorFailures, TwoCallsInAnotherOrderAreNamed) {
         member.comm.barrier(turned ? 1 : 2, *member.a);
       },
       [&](Member&, const std::string& text) {
-        EXPECT_THAT(text, AllOf(HasSubstr(others(ranks()) + ": barrier of block 1 (collective 1)"),
-                                HasSubstr("rank " + std::to_string(last()) + ": barrier of block 2 (collective 1)")));
+        EXPECT_THAT(text, AllOf(HasSubstr(others(ranks()) + ": barrier of block 1 " + collective(1)),
+                                HasSubstr("rank " + std::to_string(last()) + ": barrier of block 2 " + collective(1))));
       });
 }
 
@@ -152,8 +166,9 @@ TEST_P(CommunicatorFailures, ARankThatLeavesIsNamed) {
       member.comm.barrier(3, *member.a);
     } catch (const Error&) {  // another was first to see it
     }
-    EXPECT_THAT(ending(member), AllOf(StartsWith("barrier of block 3 (collective 3): rank " + std::to_string(last())),
-                                      HasSubstr(" has left after 2 collectives; ")));
+    EXPECT_THAT(ending(member),
+                AllOf(StartsWith("barrier of block 3 " + collective(3) + ": rank " + std::to_string(last())),
+                      HasSubstr(" has left after " + number(2) + " collectives; ")));
   });
 }
 
@@ -166,8 +181,9 @@ TEST_P(CommunicatorFailures, ARankThatDoesNotComeIsNamedOnEveryRank) {
       },
       [&](Member& member, const std::string& text) {
         const std::string self = member.rank == last() ? ", this one," : "";
-        EXPECT_THAT(text, StartsWith("broadcast of block 2 (collective 2): no progress in 1.5 s: rank " +
-                                     std::to_string(last()) + self + " has not come to it (its last one is 1); "));
+        EXPECT_THAT(text, StartsWith("broadcast of block 2 " + collective(2) + ": no progress in 1.5 s: rank " +
+                                     std::to_string(last()) + self + " has not come to it (its last one is " +
+                                     number(1) + "); "));
       },
       {.patience_seconds = 1.5});
 }
@@ -185,7 +201,7 @@ TEST_P(CommunicatorFailures, WhatWasInFlightElsewhereStillEnds) {
         member.device->synchronize(*event);
       },
       [&](Member&, const std::string& text) {
-        EXPECT_THAT(text, AllOf(HasSubstr("all_gather of block 11 (collective 13)"), HasSubstr("of block 99 "),
+        EXPECT_THAT(text, AllOf(HasSubstr("all_gather of block 11 " + collective(13)), HasSubstr("of block 99 "),
                                 Not(HasSubstr("of block 12 "))));
       });
 }
@@ -194,10 +210,10 @@ TEST_P(CommunicatorFailures, PatienceIsWhatARankWaitsForOthers) {
   run(
       [&](Member& member) {
         member.comm.barrier(1, *member.a);
-        member.settle();
+        member.wait_idle();
         std::this_thread::sleep_for(std::chrono::milliseconds(1700));  // computes
         member.comm.barrier(2, *member.a);
-        member.settle();
+        member.wait_idle();
       },
       {.patience_seconds = 1.5});
 }

@@ -10,7 +10,10 @@
 #include <random>
 #include <thread>
 
+#include "kernels/host_device.h"
+#include "spillway/bf16.h"
 #include "spillway/error.h"
+#include "spillway/fp16.h"
 #include "spillway/units.h"
 #include "src/comm/sum_tree.h"
 #include "tests/kernels/gate.h"
@@ -18,12 +21,16 @@
 
 namespace spillway {
 
-Member::Member(Communicator& communicator)
+std::shared_ptr<Device> make_host_device(std::uint64_t hbm_bytes, HostWorkers& workers) {
+  return create_host_device({.hbm_bytes = hbm_bytes}, workers);
+}
+
+Member::Member(Communicator& communicator, const MakeDevice& make_device)
     : comm(communicator),
       rank(communicator.rank()),
       ranks(communicator.ranks()),
       workers(create_workers(1)),
-      device(create_host_device({.hbm_bytes = 16 * kMiB}, *workers)),
+      device(make_device(16 * kMiB, *workers)),
       a(device->create_stream("a")),
       b(device->create_stream("b")),
       pinned_(8 * kMiB) {
@@ -36,7 +43,7 @@ Member::~Member() {
   device->unregister_host(pinned_);
 }
 
-void Member::settle() {
+void Member::wait_idle() {
   a->synchronize();
   b->synchronize();
   comm.throw_if_failed();
@@ -45,7 +52,9 @@ void Member::settle() {
 void CommunicatorSuite::run(const std::function<void(Member&)>& body, const RanksOptions& options) {
   GetParam().run(ranks(), options, [&](Communicator& communicator) {
     try {
-      Member member(communicator);
+      Member member(communicator, GetParam().make_device);
+      std::uint64_t made = 1;  // so that no rank waits in the body for another that is at this
+      communicator.all_reduce_now(std::span(&made, 1), Fold::kMin, 0);
       body(member);
     } catch (const std::exception& error) {
       ADD_FAILURE() << "rank " << communicator.rank() << ": " << error.what();
@@ -113,7 +122,7 @@ TEST_P(CommunicatorSuite, SaysWhoItIs) {
     EXPECT_NE(member.comm.describe(), "");
     std::uint64_t mine = std::uint64_t{1} << member.rank;
     member.comm.all_reduce(std::span(&mine, 1), Fold::kSum, 0, *member.a);
-    member.settle();
+    member.wait_idle();
     seen = mine;
   });
   EXPECT_EQ(seen, (std::uint64_t{1} << ranks()) - 1) << "each rank is there once";
@@ -127,7 +136,7 @@ TEST_P(CommunicatorSuite, AllGatherBringsEverySlice) {
     }
     gather_and_check(member, Slices(ranks(), 0), 12);
     gather_and_check(member, Slices(ranks(), 1024), 13);
-    member.settle();
+    member.wait_idle();
   });
 }
 
@@ -138,7 +147,7 @@ TEST_P(CommunicatorSuite, AllGatherGoesInPiecesWhenItIsLarge) {
         for (std::uint64_t number = 0; number < 8; ++number) {
           gather_and_check(member, random_slices(random, ranks(), 9'000, 1), number);
         }
-        member.settle();
+        member.wait_idle();
       },
       {.limits = {.direct_bytes = 2'000, .piece_bytes = 500}});
 }
@@ -147,7 +156,18 @@ struct ScatterCase {
   Slices slices;
   Sums sums = Sums::kTree;
   std::uint64_t number = 0;
+  DType wire = DType::kFloat32;
 };
+
+// What is left of a value after it travelled.
+float travelled(float value, DType wire) {
+  switch (wire) {
+    case DType::kBFloat16: return bf16_to_float(float_to_bf16(value));
+    case DType::kFloat16: return fp16_to_float(float_to_fp16(value));
+    case DType::kFloat32: break;
+  }
+  return value;
+}
 
 void scatter_and_check(Member& member, const ScatterCase& with) {
   const std::size_t count = total_of(with.slices) / sizeof(float);
@@ -155,12 +175,17 @@ void scatter_and_check(Member& member, const ScatterCase& with) {
   for (std::uint32_t rank = 0; rank < member.ranks; ++rank)
     brought.push_back(floats_of(with.number * 64 + rank, count));
   member.upload(0, brought[member.rank]);
-  member.comm.reduce_scatter(member.hbm<float>(0, count), with.slices, with.sums, 3, *member.a);
+  member.comm.reduce_scatter(member.hbm<float>(0, count), with.slices, with.sums, 3, *member.a, with.wire);
+  if (member.ranks > 1) {
+    for (auto& values : brought) {
+      for (float& value : values) value = travelled(value, with.wire);
+    }
+  }
   const auto sums = member.download<float>(0, count);
   const std::size_t begin = begin_of(with.slices, member.rank) / sizeof(float);
   for (std::size_t i = begin; i < begin + with.slices[member.rank] / sizeof(float); ++i) {
     const float expected = tree_of(brought, i);
-    if (with.sums == Sums::kTree) {
+    if (with.sums == Sums::kTree || with.wire != DType::kFloat32) {
       ASSERT_EQ(std::bit_cast<std::uint32_t>(sums[i]), std::bit_cast<std::uint32_t>(expected))
           << "rank " << member.rank << ", element " << i;
     } else {
@@ -177,7 +202,7 @@ TEST_P(CommunicatorSuite, ReduceScatterHasTheTreesBits) {
       scatter_and_check(member, {.slices = random_slices(random, ranks(), 9'000, 4), .number = number});
     }
     scatter_and_check(member, {.slices = Slices(ranks(), 4096), .number = 12});
-    member.settle();
+    member.wait_idle();
   });
 }
 
@@ -188,9 +213,41 @@ TEST_P(CommunicatorSuite, TheTreesBitsDoNotDependOnScratchMemory) {
         for (std::uint64_t number = 0; number < 4; ++number) {
           scatter_and_check(member, {.slices = random_slices(random, ranks(), 30'000, 4), .number = number});
         }
-        member.settle();
+        member.wait_idle();
       },
       {.limits = {.scratch_bytes = 1}});
+}
+
+TEST_P(CommunicatorSuite, SixteenBitsTravelAndAreAddedInTheTree) {
+  for (const std::uint64_t scratch : {std::uint64_t{1}, 16 * kMiB}) {
+    run(
+        [&](Member& member) {
+          std::mt19937_64 random(test_seed());
+          for (std::uint64_t number = 0; number < 8; ++number) {
+            scatter_and_check(member, {.slices = random_slices(random, ranks(), 9'000, 4),
+                                       .sums = number % 4 < 2 ? Sums::kTree : Sums::kFastest,
+                                       .number = number,
+                                       .wire = number % 2 == 0 ? DType::kBFloat16 : DType::kFloat16});
+          }
+          member.wait_idle();
+        },
+        {.limits = {.scratch_bytes = scratch}});
+  }
+}
+
+TEST_P(CommunicatorSuite, WhatIsTooLargeForFp16BecomesInfinite) {
+  if (ranks() == 1) GTEST_SKIP() << "nothing travels";
+  run([&](Member& member) {
+    const Slices slices(ranks(), 8);
+    std::vector<float> values(2 * ranks(), 1);
+    if (member.rank == 1) values[0] = 65520, values[1] = 65519;
+    member.upload(0, values);
+    member.comm.reduce_scatter(member.hbm<float>(0, values.size()), slices, Sums::kTree, 3, *member.a, DType::kFloat16);
+    const auto sums = member.download<float>(0, 2);
+    member.wait_idle();
+    const std::vector<float> expected = {HUGE_VALF, 65504.0f + static_cast<float>(ranks() - 1)};
+    EXPECT_TRUE(member.rank != 0 || sums == expected) << sums[0] << ' ' << sums[1];
+  });
 }
 
 TEST_P(CommunicatorSuite, TheFastestSumIsASum) {
@@ -202,7 +259,7 @@ TEST_P(CommunicatorSuite, TheFastestSumIsASum) {
             const Slices slices = random_slices(random, ranks(), 5'000, 4);
             scatter_and_check(member, {.slices = slices, .sums = Sums::kFastest, .number = number});
           }
-          member.settle();
+          member.wait_idle();
         },
         {.limits = limits});
   }
@@ -225,7 +282,7 @@ TEST_P(CommunicatorSuite, SumsOfFourPartsHaveOneSetOfBits) {
     member.comm.reduce_scatter(member.hbm<float>(0, kCount), slices, Sums::kTree, 1, *member.a);
     member.comm.all_gather(member.hbm<std::byte>(0, kCount * 4), slices, 1, *member.a);
     const auto sums = member.download<float>(0, kCount);
-    member.settle();
+    member.wait_idle();
     for (std::size_t i = 0; i < kCount; ++i)
       ASSERT_EQ(sums[i], (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i]));
   });
@@ -239,7 +296,7 @@ TEST_P(CommunicatorSuite, AllReduceFoldsDoubles) {
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = value(member.rank, 7.0 - static_cast<double>(i));
       values[5] = member.rank == 0 ? std::numeric_limits<double>::quiet_NaN() : 1;
       member.comm.all_reduce(std::span(values), fold, 0, *member.a);
-      member.settle();
+      member.wait_idle();
       EXPECT_TRUE(std::isnan(values[5]));
       for (std::size_t i = 0; i < values.size(); ++i) {
         if (i == 5) continue;
@@ -253,7 +310,7 @@ TEST_P(CommunicatorSuite, AllReduceFoldsDoubles) {
       }
     }
     member.comm.all_reduce(std::span<double>(), Fold::kSum, 0, *member.a);
-    member.settle();
+    member.wait_idle();
   });
 }
 
@@ -266,7 +323,7 @@ TEST_P(CommunicatorSuite, AllReduceFoldsIntegers) {
     member.comm.all_reduce(std::span(most), Fold::kMax, 0, *member.a);
     member.comm.all_reduce(std::span(least), Fold::kMin, 0, *member.a);
     member.comm.all_reduce(std::span(bits), Fold::kOr, 0, *member.a);
-    member.settle();
+    member.wait_idle();
     const std::uint64_t n = ranks(), triangle = n * (n - 1) / 2;
     EXPECT_EQ(sum, (std::vector{triangle, high * n + triangle}));
     EXPECT_EQ(most, (std::vector{n - 1, high + n - 1}));
@@ -288,7 +345,7 @@ TEST_P(CommunicatorSuite, BroadcastBringsTheRootsData) {
               EXPECT_TRUE(member.download<std::byte>(64, bytes) == expected) << root << " " << bytes;
             }
           }
-          member.settle();
+          member.wait_idle();
         },
         {.limits = {.piece_bytes = piece}});
   }
@@ -309,7 +366,7 @@ TEST_P(CommunicatorSuite, NoRankComesByABarrierBeforeAllHaveCome) {
       member.a->synchronize();
       member.comm.all_reduce(std::span(&came, 1), Fold::kMax, 9, *member.a);
       member.comm.all_reduce(std::span(&passed, 1), Fold::kMin, 9, *member.a);
-      member.settle();
+      member.wait_idle();
       EXPECT_GE(passed, came) << "the first came by before the last had come";
     }
   });
@@ -336,7 +393,7 @@ TEST_P(CommunicatorSuite, TakesPartWhenItsStreamComesToIt) {
     member.b->synchronize();
     const auto copied = member.download<std::byte>(kMiB, 4'000 * ranks());
     for (std::size_t i = 0; i < copied.size(); ++i) ASSERT_EQ(copied[i], static_cast<std::byte>(i / 4'000 + 1)) << i;
-    member.settle();
+    member.wait_idle();
   });
 }
 
@@ -350,7 +407,7 @@ TEST_P(CommunicatorSuite, CallsKeepTheirOrderOverStreams) {
     gate.wait_reached();
     give_a_wrong_stream_time();
     gate.open();
-    member.settle();
+    member.wait_idle();
     EXPECT_EQ(first, std::uint64_t{ranks()} * (ranks() - 1) / 2);
     EXPECT_EQ(second, ranks() - 1);
   });
@@ -380,7 +437,7 @@ TEST_P(CommunicatorSuite, ManyAreInFlightOnTwoStreams) {
           if (kinds[i] == 2) member.comm.all_reduce(std::span(&folded[i], 1), Fold::kSum, block, stream);
           if (kinds[i] == 3) member.comm.broadcast(std::as_writable_bytes(data), ranks() - 1, block, stream);
         }
-        member.settle();
+        member.wait_idle();
         for (std::size_t i = 0; i < kCalls; ++i) {
           const auto have = member.download<float>(i * kPlace, mine[i].size());
           std::vector<std::vector<float>> brought;
@@ -411,7 +468,7 @@ TEST_P(CommunicatorSuite, MoreAreCalledThanItKeeps) {
       values[i] = i;
       member.comm.all_reduce(std::span(&values[i], 1), Fold::kSum, 0, i % 3 ? *member.a : *member.b);
     }
-    member.settle();
+    member.wait_idle();
     for (std::size_t i = 0; i < values.size(); ++i) ASSERT_EQ(values[i], i * ranks());
   });
 }
@@ -419,14 +476,14 @@ TEST_P(CommunicatorSuite, MoreAreCalledThanItKeeps) {
 TEST_P(CommunicatorSuite, ItsEndWaitsForWhatWasStarted) {
   std::vector<std::uint64_t> values(ranks(), 1);
   std::vector<std::unique_ptr<HostWorkers>> workers(ranks());
-  std::vector<std::unique_ptr<Device>> devices(ranks());
+  std::vector<std::shared_ptr<Device>> devices(ranks());
   std::vector<std::unique_ptr<Stream>> streams(ranks());
   GetParam().run(ranks(), {}, [&](Communicator& communicator) {
     const std::uint32_t rank = communicator.rank();
     workers[rank] = create_workers(1);
-    devices[rank] = create_host_device({.hbm_bytes = 4096}, *workers[rank]);
+    devices[rank] = GetParam().make_device(4096, *workers[rank]);
     streams[rank] = devices[rank]->create_stream("stream");
-    streams[rank]->launch([](HostWorkers&) { give_a_wrong_stream_time(); });
+    devices[rank]->call_async([](void*) { give_a_wrong_stream_time(); }, nullptr, *streams[rank]);
     communicator.all_reduce(std::span(&values[rank], 1), Fold::kSum, 0, *streams[rank]);
   });
   for (std::uint32_t rank = 0; rank < ranks(); ++rank) {

@@ -24,18 +24,23 @@ struct RanksOptions {
   TransferLimits limits = {};
 };
 
+using MakeDevice = std::function<std::shared_ptr<Device>(std::uint64_t hbm_bytes, HostWorkers& workers)>;
+std::shared_ptr<Device> make_host_device(std::uint64_t hbm_bytes, HostWorkers& workers);
+
 struct RanksCase {
   std::string name;
   std::uint32_t ranks = 1;
   // Runs the body once for each rank, on a new communicator of theirs that goes when the body returns: all of them in
   // this process, or this process's own.
   std::function<void(std::uint32_t ranks, const RanksOptions&, const std::function<void(Communicator&)>& body)> run;
+  MakeDevice make_device = make_host_device;
+  std::uint32_t settled = 0;  // collectives between its opening and the body
 };
 
 // A rank with a device of its own.
 class Member {
  public:
-  explicit Member(Communicator& communicator);
+  explicit Member(Communicator& communicator, const MakeDevice& make_device = make_host_device);
   ~Member();
 
   template <typename T>
@@ -58,17 +63,20 @@ class Member {
     return values;
   }
   // Everything that was started on `a` is over, and well.
-  void settle();
+  void wait_idle();
 
   Communicator& comm;
   const std::uint32_t rank, ranks;
   std::unique_ptr<HostWorkers> workers;
-  std::unique_ptr<Device> device;
+  std::shared_ptr<Device> device;
   std::unique_ptr<Stream> a, b;
 
  private:
   std::vector<std::byte> pinned_;
 };
+
+// What ends the communicator, of a rank that does nothing but meet the others.
+std::string end_of(Member& member);
 
 class CommunicatorSuite : public ::testing::TestWithParam<RanksCase> {
  protected:
@@ -82,6 +90,9 @@ class CommunicatorFailures : public CommunicatorSuite {
     if (ranks() == 1) GTEST_SKIP() << "one rank agrees with itself";
   }
   std::uint32_t last() const { return ranks() - 1; }
+  // The number of what the body calls as its `place`, from 1; one collective comes before.
+  std::string number(std::uint32_t place) const { return std::to_string(GetParam().settled + 1 + place); }
+  std::string collective(std::uint32_t place) const { return "(collective " + number(place) + ")"; }
   // The text with which the communicator has ended when it has, as every call after that says it.
   static std::string ending(Member& member);
   // Each rank calls what `call` does with this rank's number; returns after all ranks' communicators have ended, and

@@ -1,19 +1,26 @@
 // The behaviour suite on one rank, and on ranks that are threads of this process; and what a silent rank does there.
 #include "spillway/communicator.h"
+#include "kernels/cuda/loader.h"
+#include "kernels/host_device.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <latch>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "spillway/gpu_ranks.h"
 #include "spillway/log.h"
+#include "src/comm/nccl_plugin.h"
 #include "tests/error_of.h"
 #include "tests/src/comm/communicator_suite.h"
+#include "tests/src/comm/message_hub.h"
 #include "tests/src/comm/thread_ranks.h"
 
 namespace spillway {
@@ -38,25 +45,32 @@ void run_threads(std::uint32_t ranks, const RanksOptions& options, const std::fu
   run_on(hub, ranks, options, body);
 }
 
-const auto kCases = ::testing::Values(RanksCase{"self", 1, run_self}, RanksCase{"threads_1", 1, run_threads},
-                                      RanksCase{"threads_2", 2, run_threads}, RanksCase{"threads_3", 3, run_threads},
-                                      RanksCase{"threads_4", 4, run_threads}, RanksCase{"threads_5", 5, run_threads});
-const auto kSeveral = ::testing::Values(RanksCase{"threads_2", 2, run_threads}, RanksCase{"threads_3", 3, run_threads},
-                                        RanksCase{"threads_5", 5, run_threads});
+// Over messages alone, which carry themselves.
+void run_messages(std::uint32_t ranks, const RanksOptions& options, const std::function<void(Communicator&)>& body) {
+  testing::MessageHub hub(ranks);
+  std::vector<std::thread> threads;
+  for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      TransportCommunicator communicator(std::make_unique<MessageTransport>(hub.join(rank)), options.limits,
+                                         options.patience_seconds);
+      body(communicator);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+const auto kCases = ::testing::Values(
+    RanksCase{"self", 1, run_self}, RanksCase{"threads_1", 1, run_threads}, RanksCase{"threads_2", 2, run_threads},
+    RanksCase{"threads_3", 3, run_threads}, RanksCase{"threads_4", 4, run_threads},
+    RanksCase{"threads_5", 5, run_threads}, RanksCase{"messages_2", 2, run_messages},
+    RanksCase{"messages_3", 3, run_messages}, RanksCase{"messages_4", 4, run_messages});
+const auto kSeveral =
+    ::testing::Values(RanksCase{"threads_2", 2, run_threads}, RanksCase{"threads_3", 3, run_threads},
+                      RanksCase{"threads_5", 5, run_threads}, RanksCase{"messages_2", 2, run_messages},
+                      RanksCase{"messages_3", 3, run_messages});
 const auto kCaseName = [](const auto& info) { return info.param.name; };
 INSTANTIATE_TEST_SUITE_P(InProcess, CommunicatorSuite, kCases, kCaseName);
 INSTANTIATE_TEST_SUITE_P(InProcess, CommunicatorFailures, kSeveral, kCaseName);
-
-std::string end_of(Member& member) {
-  try {
-    for (int i = 0;; ++i) {
-      member.comm.barrier(i, *member.a);
-      member.settle();
-    }
-  } catch (const Error& error) {
-    return error.what();
-  }
-}
 
 TEST(ThreadRanks, ASilentRankIsNamedWithItsHost) {
   ThreadHub hub(3);
@@ -91,7 +105,7 @@ TEST(ThreadRanks, ARankThatFallsSilentWhileDataMovesIsNamed) {
     try {
       for (;;) {
         member.comm.reduce_scatter(member.hbm<float>(0, 3 * 1024 * 100), slices, Sums::kTree, 8, *member.a);
-        member.settle();
+        member.wait_idle();
       }
     } catch (const Error& error) {
       end = error.what();
@@ -152,6 +166,55 @@ TEST(ThreadRanks, ACallThatNeverComesBackStopsNobody) {
   });
 }
 
+// A stream of a GPU, as far as a communicator looks at it.
+class GpuStream final : public Stream {
+ public:
+  DeviceKind kind() const noexcept override { return DeviceKind::kCuda; }
+  void* native() const noexcept override { return nullptr; }
+  void launch(const HostTask&) override {}
+  void synchronize() override {}
+};
+
+// A library whose streams come to every gate and wait there.
+class Gates final : public StreamMover {
+ public:
+  explicit Gates(std::latch& opened) : opened_(opened) {}
+  std::string library() const override { return "gates"; }
+  void enqueue(std::uint64_t, const Collective&, Stream&) noexcept override {}
+  bool has_come(std::uint64_t) const override { return true; }
+  bool is_over(std::uint64_t) const override { return false; }
+  std::uint64_t marks() const override { return 0; }
+  void open_gates(std::uint64_t) override {}
+  std::string failure() override { return {}; }
+  void abandon() noexcept override {
+    if (!std::exchange(abandoned_, true)) opened_.count_down();
+  }
+  bool close() noexcept override { return true; }
+
+ private:
+  std::latch& opened_;
+  bool abandoned_ = false;
+};
+
+// Nobody calls anything meanwhile: all threads of the program wait for what their GPU does.
+TEST(ThreadRanks, ACallThatNeverComesBackHoldsNoStreamOfAGpu) {
+  static ThreadHub& hub = *new ThreadHub(2);  // one thread waits in it when this test is over
+  static std::latch& opened = *new std::latch(2);
+  run_on(hub, 2, {.patience_seconds = 1}, [&](Communicator& communicator) {
+    dynamic_cast<TransportCommunicator&>(communicator).move_streams_by(std::make_unique<Gates>(opened));
+    Member member(communicator);
+    member.comm.barrier(7, *member.a);
+    member.a->synchronize();
+    if (member.rank == 1) hub.hang(1);
+    GpuStream stream;
+    communicator.barrier(8, stream);
+    opened.wait();
+    const Error error = testing::error_of([&] { communicator.throw_if_failed(); });
+    EXPECT_THAT(error.what(), HasSubstr(member.rank == 1 ? ": a call of threads has not come back in 3 s"
+                                                         : ": no progress in 1 s: rank 1 (host1) does not answer; "));
+  });
+}
+
 // What the library logs, while it is there.
 class Logged {
  public:
@@ -168,7 +231,7 @@ TEST(ThreadRanks, ARankThatLeavesIsAnsweredByThoseThatStay) {
   run_on(hub, 3, {.patience_seconds = 0.5}, [&](Communicator& communicator) {
     Member member(communicator);
     member.comm.barrier(7, *member.a);
-    member.settle();
+    member.wait_idle();
     if (member.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(2));
   });
   EXPECT_THAT(logged.lines, ::testing::IsEmpty());
@@ -181,7 +244,7 @@ TEST(ThreadRanks, WhoeverDoesNotAnswerARankThatLeavesIsNamed) {
   run_on(hub, 3, {.patience_seconds = 0.5}, [&](Communicator& communicator) {
     Member member(communicator);
     member.comm.barrier(7, *member.a);
-    member.settle();
+    member.wait_idle();
     if (member.rank == 1) {
       hub.silence(1);
       silent.count_down();
@@ -212,6 +275,18 @@ TEST(ThreadRanks, OtherLimitsAreRefusedAtTheOpening) {
   for (std::thread& thread : threads) thread.join();
 }
 
+TEST(Patience, IsANumberOfSecondsThatSomebodyWouldWait) {
+  for (const double seconds : {0.0, -1.0, std::nan(""), HUGE_VAL, 1e300, 366.0 * 24 * 60 * 60}) {
+    SCOPED_TRACE(seconds);
+    for (const char* kind : {"self", "mpi"}) {
+      const Error error = testing::error_of([&] { make_communicator(kind, {.patience_seconds = seconds}); });
+      EXPECT_EQ(error.code(), Code::kInvalidArgument) << kind;
+      EXPECT_THAT(error.what(), AllOf(StartsWith("patience_seconds: is "), HasSubstr("a year at the most")));
+    }
+  }
+  EXPECT_EQ(make_communicator("self", {.patience_seconds = 365.0 * 24 * 60 * 60})->ranks(), 1u);
+}
+
 TEST(ThreadRanks, ARankThatNeverOpensIsNamed) {
   ThreadHub hub(3);
   const Error error =
@@ -220,9 +295,38 @@ TEST(ThreadRanks, ARankThatNeverOpensIsNamed) {
   EXPECT_THAT(error.what(), StartsWith("opening (collective 0): no progress in 0.2 s: ranks 1 and 2 do not answer; "));
 }
 
+TEST(ThreadRanks, AStreamOfAGpuIsRefusedBeforeGpusAreJoined) {
+  testing::run_ranks(2, [](Communicator& communicator) {
+    GpuStream stream;
+    const Error error = testing::error_of([&] { communicator.barrier(1, stream); });
+    EXPECT_EQ(error.code(), Code::kUnsupported);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("it moves host memory, and this stream is of the cuda device; "),
+                                    HasSubstr("make_communicator(\"nccl\")")));
+    Member member(communicator);
+    communicator.barrier(1, *member.a);  // nothing was called
+    member.wait_idle();
+  });
+}
+
+TEST(ThreadRanks, WithoutAGpuNoneIsJoinedAndAllSayWhy) {
+  const std::string why = cuda_unavailable();
+  if (why.empty()) GTEST_SKIP() << "there is one";
+  testing::run_ranks(2, [&](Communicator& communicator) {
+    const Error error = testing::error_of([&] { join_gpus(dynamic_cast<TransportCommunicator&>(communicator), {}); });
+    EXPECT_EQ(error.code(), Code::kUnsupported);
+    EXPECT_THAT(error.what(), AllOf(StartsWith("communicator nccl: "), HasSubstr(why)));
+  });
+}
+
+TEST(MakeCommunicator, JoinsNoGpusOfOneRankAlone) {
+  const auto communicator = make_communicator("self");
+  join_gpus(*communicator);
+  EXPECT_EQ(communicator->describe(), "one rank");
+}
+
 TEST(MakeCommunicator, TakesNoOtherName) {
   EXPECT_STREQ(testing::error_of([] { make_communicator("gloo"); }).what(),
-               "communicator 'gloo': there is none of that name; name auto, self or mpi");
+               "communicator 'gloo': there is none of that name; name auto, self, mpi or nccl");
 }
 
 TEST(MakeCommunicator, WithoutALauncherThereIsOneRank) {

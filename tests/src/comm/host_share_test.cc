@@ -55,6 +55,16 @@ TEST(HostShare, ThousandsOfRanksAreCountedToo) {
   }
 }
 
+TEST(HostShare, ARankTakesTheGpuOfItsPlaceUnlessTheLauncherHasDividedThem) {
+  const RankGroup third{.count = 4, .index = 2};
+  EXPECT_EQ(gpu_of(third, nullptr), "2");
+  EXPECT_EQ(gpu_of(third, "0,1,2,3"), "2");
+  EXPECT_EQ(gpu_of(third, "7,5,GPU-8932f937,1,0"), "GPU-8932f937");
+  EXPECT_EQ(gpu_of(third, "3"), "3") << "one for each rank, or the one that this rank took before";
+  EXPECT_EQ(gpu_of(third, "0,1"), "0,1");
+  EXPECT_EQ(gpu_of(third, ""), "") << "none are to be seen";
+}
+
 TEST(HostShare, ThreadsOfOneProcessShareItsCores) {
   const std::vector<unsigned> before = affinity_cpus();
   unsigned cores = 0;

@@ -69,7 +69,7 @@ TEST_F(LastWords, ThoseThatHaveNotComeAreNamedWithTheirLast) {
 
 TEST_F(LastWords, WhenAllAnswerItIsTheData) {
   own_[1].reason = Word::Reason::kNoProgress;
-  EXPECT_THAT(told(0), HasSubstr(": all ranks have come to it and answer, and its data does not arrive; "));
+  EXPECT_THAT(told(0), HasSubstr(": all ranks have entered it and answer, but its data does not arrive; "));
 }
 
 TEST_F(LastWords, ADifferenceTellsMoreThanAMissingRank) {

@@ -44,7 +44,7 @@ TEST(MpiTransport, DISABLED_LargeDataGoesBeyondInt) {
     data.back() = static_cast<float>(member.rank);
     communicator.reduce_scatter(data, slices, Sums::kTree, 1, *member.a);
     communicator.all_gather(std::as_writable_bytes(std::span(data)), slices, 1, *member.a);
-    member.settle();
+    member.wait_idle();
     const auto n = static_cast<float>(member.ranks);
     EXPECT_EQ(data.back(), n * (n - 1) / 2);
     for (std::size_t i = 0; i + 1 < data.size(); ++i) ASSERT_EQ(data[i], n) << i;

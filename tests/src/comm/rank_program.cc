@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kernels/device.h"
+#include "kernels/host_device.h"
 #include "kernels/workers.h"
 #include "spillway/communicator.h"
 #include "spillway/error.h"

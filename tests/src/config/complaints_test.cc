@@ -10,8 +10,11 @@
 namespace spillway {
 namespace {
 
+using testing::AllOf;
 using testing::ElementsAre;
+using testing::EndsWith;
 using testing::HasSubstr;
+using testing::StartsWith;
 
 // Of the first `what` in a text.
 std::string marked(const std::string& text, const std::string& what) {
@@ -47,22 +50,19 @@ TEST(MarkedLine, CutsALongLineAroundThePlace) {
   EXPECT_EQ(shown, "    1 | …" + std::string(60, 'a') + "!" + std::string(39, 'b') + "…\n      |  " +
                        std::string(60, ' ') + "^");
   // A mark ends where the line does, or the piece that is shown.
-  EXPECT_THAT(marked_line("[1,\n2]", 0, 6), testing::EndsWith("| ^^^"));
-  EXPECT_THAT(marked_line(std::string(500, 'a'), 0, 500), testing::EndsWith("| " + std::string(40, '^')));
+  EXPECT_THAT(marked_line("[1,\n2]", 0, 6), EndsWith("| ^^^"));
+  EXPECT_THAT(marked_line(std::string(500, 'a'), 0, 500), EndsWith("| " + std::string(40, '^')));
 }
 
 TEST(Complaints, StandInTheOrderOfTheTextEachWithItsLine) {
-  EXPECT_EQ(whole_refusal("{\n \"train_batch_size\": 0, \"x\": 1}"),
-            "c.json:2:22: train_batch_size: 0 is out of range; allowed: 1 to 4294967295\n"
-            "    2 |  \"train_batch_size\": 0, \"x\": 1}\n"
-            "      |                      ^\n"
-            "c.json:2:25: unknown key \"x\"; known keys: train_batch_size, train_micro_batch_size_per_gpu, "
-            "gradient_accumulation_steps, gradient_clipping, dataloader_drop_last, optimizer, scheduler, bf16, fp16, "
-            "data_types, "
-            "zero_optimization, "
-            "aio, activation_checkpointing, spillway\n"
-            "    2 |  \"train_batch_size\": 0, \"x\": 1}\n"
-            "      |                         ^^^");
+  EXPECT_THAT(whole_refusal("{\n \"train_batch_size\": 0, \"x\": 1}"),
+              AllOf(StartsWith("c.json:2:22: train_batch_size: 0 is out of range; allowed: 1 to 4294967295\n"
+                               "    2 |  \"train_batch_size\": 0, \"x\": 1}\n"
+                               "      |                      ^\n"
+                               "c.json:2:25: unknown key \"x\"; known keys: train_batch_size, "),
+                    EndsWith(", spillway\n"
+                             "    2 |  \"train_batch_size\": 0, \"x\": 1}\n"
+                             "      |                         ^^^")));
 }
 
 TEST(Complaints, ThoseBeforeASyntaxErrorAreMadeAsWell) {

@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "spillway/config.h"
@@ -50,6 +51,26 @@ std::string dump(const Config& c) {
   return out.str();
 }
 
+TEST(ConfigJson, AdaptersHaveASectionOfTheirOwn) {
+  const Config c = parse(R"({"train_micro_batch_size_per_gpu": 1, "spillway": {"lora": {
+      "rank": 3, "alpha": 0.5, "targets": ["q_proj", "h.1.c_fc"], "seed": 9, "dropout": 0.0}}})");
+  EXPECT_EQ(c.lora.rank, 3u);
+  EXPECT_EQ(c.lora.alpha, 0.5);
+  EXPECT_THAT(c.lora.targets, testing::ElementsAre("q_proj", "h.1.c_fc"));
+  EXPECT_EQ(c.lora.seed, 9u);
+  EXPECT_TRUE(c.lora.given());
+  EXPECT_FALSE(parse(with("\"optimizer\": {}")).lora.given());
+  for (const ConfigKey& key : config_keys()) {
+    if (!key.path.starts_with("spillway.lora.") || key.standard.empty()) continue;
+    const std::string written = ", \"" + std::string(leaf_of(key.path)) + "\": " + std::string(key.standard);
+    const auto adapters = [&](const std::string& more) {
+      const LoraConfig lora = parse(with("\"spillway\": {\"lora\": {\"targets\": [\"a\"]" + more + "}}")).lora;
+      return std::tuple(lora.rank, lora.alpha, lora.seed);
+    };
+    EXPECT_EQ(adapters(written), adapters("")) << key.path;
+  }
+}
+
 TEST(ConfigJson, EveryKeyReachesItsPlace) {
   const Config c = parse(R"({
     "train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 6,
@@ -91,7 +112,8 @@ TEST(ConfigJson, TheTablesDefaultsAreTheDefaults) {
       path.resize(dot);
     }
     text = "\"" + path + "\": " + text;
-    if (key.path.starts_with("scheduler.")) continue;  // a schedule needs its type, see the next test
+    if (key.path.starts_with("scheduler.")) continue;      // a schedule needs its type, see the next test
+    if (key.path.starts_with("spillway.lora.")) continue;  // adapters need targets
     std::string plain = "\"optimizer\": {}";
     if (!key.only_for.empty()) {  // of an optimizer's type
       const std::string type = "{\"type\": \"" + std::string(choices_of(key.only_for).front()) + "\"";

@@ -30,17 +30,17 @@ Config fp16_with(const LossScaleConfig& scale) {
 struct Sequence {
   const char* what;
   LossScaleConfig config;
-  // Steps in order, `o` with an overflow, `.` without, `E` with one that is an error; the scale behind each.
+  // Steps in order, `o` with an overflow, `.` without, `E` with one that is an error; the scale after each.
   std::string_view steps;
   std::vector<double> scales;
 };
 
 const Sequence kSequences[] = {
-    {"the first doubling comes behind one step more than the window has: stable is 0, 1, 2, 3, 4, 5",
+    {"the first doubling comes after one step more than the window has: stable is 0, 1, 2, 3, 4, 5",
      {.initial_power = 4, .window = 2, .hysteresis = 1},
      "......",
      {16, 16, 32, 32, 64, 64}},
-    {"and so does the first one behind an overflow",
+    {"and so does the first one after an overflow",
      {.initial_power = 4, .window = 2, .hysteresis = 1},
      "o...o..",
      {8, 8, 8, 16, 8, 8, 8}},
@@ -62,7 +62,7 @@ const Sequence kSequences[] = {
      {.initial_power = 4, .window = 1000, .hysteresis = 2, .consecutive_hysteresis = true},
      "o.o.ooo",
      {16, 16, 16, 16, 16, 8, 4}},
-    {"down to the minimum, where an overflow is an error; what comes behind it goes on",
+    {"down to the minimum, where an overflow is an error; what comes after it goes on",
      {.initial_power = 1, .window = 1000, .hysteresis = 1, .least = 1},
      "oEE.E",
      {1, 1, 1, 1, 1}},

@@ -23,6 +23,25 @@ TEST(ConfigOptimizer, AdamIsDecoupledUnlessAdamWModeIsFalse) {
   EXPECT_THAT(refusal(with(R"("optimizer": {"type": "Lamb"})")), HasSubstr("allowed: AdamW, Adam, Adagrad, Lion, SGD"));
 }
 
+// What compresses gradients between ranks to a bit needs whole gradients and states on each.
+TEST(ConfigOptimizer, OptimizersOfOneBitAreRefusedAsByDeepSpeedsZero) {
+  const auto refused = [](const std::string& type) {
+    return refusal(with(R"("optimizer": {"type": ")" + type + R"(", "params": {"lr": 1e-4}})"));
+  };
+  for (const std::string type : {"OneBitAdam", "ZeroOneAdam", "OneBitLamb", "onebitadam"})
+    EXPECT_THAT(refused(type), HasSubstr('"' + type +
+                                         "\" is DeepSpeed's, and not computed here, nor by DeepSpeed itself "
+                                         "with ZeRO-1, 2 and 3, which refuse it; allowed: AdamW"));
+  EXPECT_THAT(refused("Lamb"), HasSubstr("not computed here; allowed"));
+}
+
+TEST(ConfigOptimizer, RanksGradientsAreAveragedAndNotAdded) {
+  EXPECT_NO_THROW(parse(with(R"("gradient_allreduce_op": "mean")")));
+  EXPECT_THAT(
+      refusal(with(R"("gradient_allreduce_op": "sum")")),
+      HasSubstr("gradient_allreduce_op: the string \"sum\" is DeepSpeed's, and not computed here; allowed: mean"));
+}
+
 TEST(ConfigOptimizer, StatesAreExactUnlessTheFileSaysOtherwise) {
   const auto section = [](const std::string& keys, const std::string& type = "AdamW") {
     return with(R"("optimizer": {"type": ")" + type + R"("}, "spillway": {)" + keys + "}");
@@ -37,7 +56,7 @@ TEST(ConfigOptimizer, StatesAreExactUnlessTheFileSaysOtherwise) {
   EXPECT_THAT(refusal(section(R"("states": "int4")")), HasSubstr("allowed: fp32, bf16, int8"));
   for (const std::string type : {"SGD", "Adagrad"}) {
     EXPECT_THAT(refusal(section(R"("states": "int8")", type)),
-                HasSubstr("spillway.states: int8, and " + type + " has exact states alone; leave it away"));
+                HasSubstr("spillway.states: int8, and " + type + " has exact states alone; leave it out"));
     EXPECT_EQ(parse(section(R"("states": "fp32")", type)).moments, MomentFormat::kFloat32);
   }
 }

@@ -27,8 +27,7 @@ std::string refused_key(const std::function<void(Config&)>& fill) {
 TEST(ConfigRanges, DefaultsAreInThem) {
   EXPECT_EQ(refused_key([](Config&) {}), "");
   EXPECT_EQ(refused_key([](Config& c) { c.gradient_clipping = 1e37; }), "");
-  for (const OptimizerKind kind :
-       {OptimizerKind::kAdam, OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kSgd}) {
+  for (const OptimizerKind kind : kOptimizerKinds) {
     EXPECT_EQ(refused_key([&](Config& c) { c.optimizer.kind = kind; }), "");
   }
   for (const ScheduleKind kind : {ScheduleKind::kWarmup, ScheduleKind::kWarmupDecay, ScheduleKind::kWarmupCosine}) {

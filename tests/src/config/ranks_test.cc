@@ -4,10 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cmath>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "src/config/reader.h"
+#include "src/config/table.h"
 #include "tests/src/config/config_text.h"
 
 namespace spillway {
@@ -110,6 +113,82 @@ TEST(ConfigRanks, PartsOfAStepAreAMultipleOfTheRanks) {
   EXPECT_EQ(refused_on(3, batch_text({0, 1, 4})), "accepted") << "left out, any number of ranks has a part each";
   EXPECT_THAT(refused_on(1, with_groups(6, 4)), HasSubstr("4 parts of 6 micro-batches a step (gradient_accumulation_s"
                                                           "teps); take a power of two that divides them"));
+}
+
+TEST(ConfigRanks, SixteenBitsTravelWhereNoBitsArePromised) {
+  const auto text = [](const std::string& type, const std::string& more = "") {
+    return batch_text({0, 1, 4}, fmt::format(", \"communication_data_type\": {}{}", type, more));
+  };
+  const auto on_two = [&](const std::string& type) { return config_from_json(text(type), "c.json", {}, 2); };
+  EXPECT_EQ(on_two("\"fp32\"").communication, DType::kFloat32);
+  EXPECT_EQ(on_two("\"bf16\"").communication, DType::kBFloat16);
+  EXPECT_EQ(on_two("\"fp16\"").communication, DType::kFloat16);
+  EXPECT_EQ(on_two("null").communication, DType::kFloat32);
+  EXPECT_THAT(refused_on(2, text("\"fp64\"")), HasSubstr("communication_data_type: the string \"fp64\""));
+  const std::string groups = ", \"spillway\": {\"sum_groups\": 4}";
+  EXPECT_THAT(refused_on(2, text("\"bf16\"", groups)),
+              HasSubstr("communication_data_type: bf16 beside spillway.sum_groups, whose bits are the same on any "
+                        "number of ranks; leave one of the two out"));
+  EXPECT_EQ(refused_on(2, text("\"fp32\"", groups)), "accepted");
+}
+
+TEST(ConfigRanks, HaveValuesInCommonButForTheirOwnDrivesAndMemory) {
+  const std::string common = values_of_all_ranks({});
+  Config config;
+  config.nvme_paths = {"/here"}, config.nvme_rates = {2}, config.io_engine = IoEngineKind::kThreads,
+  config.io_depth = 1;
+  config.host_bytes = config.hbm_bytes = config.nvme_bytes = 1, config.threads = 3, config.device = DeviceKind::kHost;
+  config.knobs.max_live_parameters = config.knobs.max_in_cpu = 1, config.knobs.pipeline_read = false;
+  EXPECT_EQ(values_of_all_ranks(config), common);
+  const std::function<void(Config&)> changes[] = {
+      [](Config& c) { c.micro_batch = 2; },
+      [](Config& c) { c.gradient_accumulation = 2; },
+      [](Config& c) { c.sum_groups = 2; },
+      [](Config& c) { c.communication = DType::kBFloat16; },
+      [](Config& c) { c.gradient_clipping = 0.5; },
+      [](Config& c) { c.weights = DType::kBFloat16; },
+      [](Config& c) { c.weights = DType::kFloat16; },
+      [](Config& c) { c.optimizer.kind = OptimizerKind::kLion; },
+      [](Config& c) { c.optimizer.learning_rate = std::nextafter(1e-3, 1); },
+      [](Config& c) { c.optimizer.beta1 = 0.8; },
+      [](Config& c) { c.optimizer.beta2 = 0.8; },
+      [](Config& c) { c.optimizer.epsilon = 1; },
+      [](Config& c) { c.optimizer.weight_decay = 1; },
+      [](Config& c) { c.optimizer.decoupled_decay = false; },
+      [](Config& c) { c.optimizer.bias_correction = false; },
+      [](Config& c) { c.optimizer.momentum = 0.9; },
+      [](Config& c) { c.optimizer.dampening = 0.9; },
+      [](Config& c) { c.optimizer.nesterov = true; },
+      [](Config& c) { c.optimizer.seed = 1; },
+      [](Config& c) { c.no_decay = true; },
+      [](Config& c) { c.parameter_groups = {{.parameters = {"*"}, .learning_rate = 1, .weight_decay = {}}}; },
+      [](Config& c) { c.moments = MomentFormat::kInt8; },
+      [](Config& c) { c.exact_states = {}; },
+      [](Config& c) { c.tile_elements = 1024; },
+      [](Config& c) { c.commit_every = 1; },
+      [](Config& c) { c.states = Placement::kNvme; },
+      [](Config& c) { c.parameters = Placement::kHost; },
+      [](Config& c) { c.schedule.kind = ScheduleKind::kWarmup; },
+      [](Config& c) { c.schedule.warmup_min_lr = 1; },
+      [](Config& c) { c.schedule.warmup_max_lr = 1; },
+      [](Config& c) { c.schedule.warmup_steps = 1; },
+      [](Config& c) { c.schedule.total_steps = 1; },
+      [](Config& c) { c.schedule.logarithmic_warmup = false; },
+      [](Config& c) { c.schedule.warmup_min_ratio = 1; },
+      [](Config& c) { c.schedule.cosine_min_ratio = 1; },
+      [](Config& c) { c.loss_scale.fixed = 1; },
+      [](Config& c) { c.loss_scale.initial_power = 1; },
+      [](Config& c) { c.loss_scale.window = 1; },
+      [](Config& c) { c.loss_scale.hysteresis = 1; },
+      [](Config& c) { c.loss_scale.consecutive_hysteresis = true; },
+      [](Config& c) { c.loss_scale.least = 2; },
+      [](Config& c) { c.lora.alpha = 2; },
+  };
+  for (const auto& change : changes) {
+    Config changed;
+    change(changed);
+    EXPECT_NE(values_of_all_ranks(changed), common) << "change " << &change - changes;
+  }
 }
 
 TEST(ConfigRanks, TheWholeBatchIsShown) {

@@ -7,7 +7,7 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "src/plan/facts.h"
+#include "src/plan/plan_summary.h"
 #include "tests/src/named_budget.h"
 #include "tests/swap/activation_uses.h"
 
@@ -46,7 +46,7 @@ std::uint64_t least_hbm(Config config) {
 
 std::string text_of(const Config& config, const Plan& plan) {
   std::string text;
-  for (const std::string& fact : activation_facts(config, plan, model())) text += fact + "\n";
+  for (const std::string& fact : activation_summary(config, plan, model())) text += fact + "\n";
   return text;
 }
 
@@ -60,7 +60,7 @@ TEST(PlanActivations, WithoutABudgetAllStayInHbmAndNoInsidesAreKept) {
   EXPECT_NE(text_of(config, plan).find("activations: 28 of 28 MiB, all in hbm\n"), std::string::npos)
       << text_of(config, plan);
   EXPECT_NE(text_of(config, plan)
-                .find("insides of 0 of 6 blocks are kept: 6 blocks are computed once more in backward; 40 MiB "
+                .find("0 of 6 blocks keep their inner activations: backward recomputes 6 blocks; 40 MiB "
                       "more of hbm_bytes save one"),
             std::string::npos)
       << text_of(config, plan);
@@ -122,7 +122,7 @@ TEST(PlanActivations, WhatIsLeftOfAnExplicitBudgetKeepsInsides) {
     before = kept(plan);
   }
   EXPECT_NE(text_of(config, make_plan(config, model()))
-                .find("insides of 6 of 6 blocks are kept: no block is computed once more"),
+                .find("6 of 6 blocks keep their inner activations: backward recomputes no block"),
             std::string::npos);
   config.hbm_bytes = all - kPartitionUnit * 4;
   EXPECT_FALSE(make_plan(config, model()).activations.uses.empty());
@@ -201,7 +201,7 @@ TEST(PlanActivations, WhatTheProgramKeepsIsPartOfTheBudgets) {
     EXPECT_EQ(plan.ledger.host_budget, *config.host_bytes);
     EXPECT_EQ(plan.ledger.nvme_budget, plan.store_bytes + kept - 8 * kMiB);
   }
-  EXPECT_NE(activation_facts(config, make_plan(config, description), description).back().find("12 MiB on nvme"),
+  EXPECT_NE(activation_summary(config, make_plan(config, description), description).back().find("12 MiB on nvme"),
             std::string::npos);
   config.nvme_bytes = make_plan(config, description).ledger.nvme_budget - 1;
   EXPECT_EQ(testing::refused_plan(config, description).parts().object, "spillway.nvme_bytes");

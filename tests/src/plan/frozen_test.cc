@@ -2,8 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <optional>
+#include <string>
 #include <vector>
 
+#include "spillway/error.h"
 #include "spillway/units.h"
 #include "src/plan/plan.h"
 #include "tests/src/random_model.h"
@@ -72,6 +75,65 @@ TEST(PlanFrozen, ReuseDistanceHoldsFromStepToStepToo) {
     const auto stay = blocks_that_stay(make_plan(config, model));
     EXPECT_EQ(std::ranges::count(stay, 1), distance > 5 * 1024 ? 6 : 0) << distance;
   }
+}
+
+// Adapters: leased while the blocks that they belong to are visited.
+ModelDescription model_with_adapters() {
+  ModelDescription model;
+  for (std::uint32_t b = 0; b < 6; ++b) {
+    const std::string name = "h." + std::to_string(b);
+    model.blocks.push_back({name, {{.name = name, .shape = {8 * 1024}, .trainable = false}}});
+  }
+  model.blocks.push_back({.name = "adapters", .parameters = {{.name = "a", .shape = {1024}}}, .held = true});
+  model.visits.push_back({6, Pass::kForward});
+  for (std::uint32_t b = 0; b < 6; ++b) model.visits.push_back({b, Pass::kForward});
+  model.visits.push_back({6, Pass::kBackward});
+  for (std::uint32_t b = 6; b-- > 0;) model.visits.push_back({b, Pass::kBackward});
+  return model;
+}
+
+TEST(PlanFrozen, AHeldBlockHasAPlaceOfItsOwn) {
+  const ModelDescription model = model_with_adapters();
+  for (const double clipping : {0.0, 1.0}) {
+    Config config = config_for(Placement::kNvme, Placement::kNvme);
+    config.gradient_clipping = clipping;
+    config.hbm_bytes = make_plan(config, model).ledger.total(Placement::kHbm);
+    std::vector<std::size_t> fetches;
+    for (std::optional<Plan> plan; *config.hbm_bytes > 0; *config.hbm_bytes -= 4 * kKiB) {
+      try {
+        plan = make_plan(config, model);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), Code::kDoesNotFit);
+        break;
+      }
+      const HbmPlan& hbm = plan->hbm;
+      const auto own = std::ranges::find(hbm.owners, std::optional(6u));
+      ASSERT_NE(own, hbm.owners.end());
+      EXPECT_EQ(hbm.places[static_cast<std::size_t>(own - hbm.owners.begin())].bytes, 4 * kKiB) << "no larger than it";
+      EXPECT_EQ(std::ranges::count(hbm.owners, std::optional(6u)), 1);
+      const std::vector<VisitPlace> visits = planned_visits(*plan, hbm);
+      std::size_t fetched = 0;
+      for (std::size_t v = 0; v < visits.size(); ++v) {
+        const std::uint32_t block = plan->visits[v].block;
+        EXPECT_EQ(hbm.owners[visits[v].place] == std::optional(6u), block == 6) << "visit " << v;
+        fetched += visits[v].fetch ? 1 : 0;
+        if (block == 6) {
+          EXPECT_EQ(visits[v].fetch, v == 0);
+        }
+      }
+      fetches.push_back(fetched);
+      EXPECT_FALSE(plan->blocks[6].early || plan->blocks[6].speculative);
+    }
+    ASSERT_FALSE(fetches.empty());
+    EXPECT_EQ(fetches.back(), 1 + 6 + 5u) << "with room for one block at a time";
+  }
+}
+
+TEST(PlanFrozen, BesideAHeldBlockFrozenOnesStay) {
+  const ModelDescription model = model_with_adapters();
+  Config config = config_for(Placement::kNvme, Placement::kNvme);
+  config.hbm_bytes = kMiB;
+  EXPECT_EQ(blocks_that_stay(make_plan(config, model)), (std::vector<std::uint8_t>{1, 1, 1, 1, 1, 1, 0}));
 }
 
 }  // namespace

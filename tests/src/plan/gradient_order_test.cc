@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "src/engine/speculation.h"
+#include "src/engine/clip_guess.h"
 #include "src/plan/schedule_program.h"
 #include "src/plan/step_policies.h"
 #include "swap/block_spiller.h"
@@ -261,7 +261,7 @@ Plan compare(const std::function<void(Config&)>& change,
   EXPECT_EQ(in_order(run.events), in_order(planned.events));
   expect_rules_kept(plan, run.events);
   expect_rules_kept(plan, planned.events);
-  if (!plan.blocks[1].speculative) {  // guesses begin behind two steps
+  if (!plan.blocks[1].speculative) {  // guesses begin after two steps
     EXPECT_EQ(updated_of(run.events), updated_of(planned.events));
   }
   const Scheduled link = on_the_link(plan, program.ops());

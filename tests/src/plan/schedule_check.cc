@@ -33,12 +33,12 @@ class Checker {
   }
 
  private:
-  // Fetched weights come behind their checksum, or from host memory and through no buffer.
+  // Fetched weights come after their checksum, or from host memory and through no buffer.
   bool from_update(const ScheduleOp& op) const {
     return op.kind == OpKind::kCopyWeights && op.buffer != kNothing && ops_[op.after[0]].kind == OpKind::kUpdate;
   }
 
-  // Every operation comes to its end, behind what it waits for and behind those before it in its lane.
+  // Every operation comes to its end, after what it waits for and after those before it in its lane.
   void lanes() {
     std::array<double, kLanes> free{};
     for (std::uint32_t i = 0; i < ops_.size(); ++i) {
@@ -60,20 +60,20 @@ class Checker {
 
   // A place holds one block at a time, and all of it when the block is computed.
   void places() {
-    struct Place {
+    struct PlaceState {
       std::uint32_t block = kNothing;
       double used = 0, filled = 0;
       std::uint64_t bytes = 0;
       bool computed = true;
     };
-    std::vector<Place> places(in_.policies.weights.place_bytes.size());
+    std::vector<PlaceState> places(in_.policies.weights.place_bytes.size());
     std::vector<std::uint64_t> block_bytes(in_.blocks.size());
     for (const ScheduleTile& tile : in_.tiles) block_bytes[tile.block] += tile.weight_bytes;
     for (const ScheduleOp& op : ops_) {
       const bool copy = op.kind == OpKind::kCopyWeights, compute = op.kind == OpKind::kCompute;
       if (in_.policies.weights.at_home || (!copy && !compute)) continue;
       ASSERT_LT(op.place, places.size());
-      Place& place = places[op.place];
+      PlaceState& place = places[op.place];
       if (copy) {
         if (place.computed) place = {.block = op.block, .used = place.used, .computed = false};
         ASSERT_EQ(place.block, op.block);
@@ -174,7 +174,7 @@ class Checker {
       const ScheduleOp& op = ops_[i];
       switch (op.kind) {
         case OpKind::kCompute:
-        case OpKind::kScatter:  // behind it, with several ranks: what is rounded is the sum of all
+        case OpKind::kScatter:  // after it, with several ranks: what is rounded is the sum of all
           computed[op.block] = op.end;
           compute_began[op.block] = op.start;
           compute[op.block] = i;
@@ -209,11 +209,11 @@ class Checker {
 
   // A use finds its activation in its place, as the use before left it, and nothing else comes there meanwhile.
   void activations() {
-    struct Place {
+    struct PlaceState {
       std::uint32_t activation = kNothing;
       double free = 0;
     };
-    std::map<std::uint32_t, Place> places;
+    std::map<std::uint32_t, PlaceState> places;
     std::vector<double> home(in_.uses.size());  // of what a use sent there
     std::vector<std::pair<std::uint32_t, Use>> leaving, coming;
     std::uint32_t made = 0;
@@ -226,7 +226,7 @@ class Checker {
       }
       if (op.use == kNothing) continue;
       const ScheduleUse& use = in_.uses[op.use];
-      Place& place = places[use.place];
+      PlaceState& place = places[use.place];
       switch (op.kind) {
         case OpKind::kCompute:
           ASSERT_EQ(op.use, made++);
@@ -310,7 +310,7 @@ class Checker {
       begun += op.kind == OpKind::kAcquire;
       if (op.kind == OpKind::kCopyGradient) completed[op.block] = begun;
       const bool early = op.kind == OpKind::kUpdate && op.lane == Lane::kEarlyUpdates && begun % in_.visits.size() > 0;
-      ASSERT_TRUE(!early || begun > completed[op.block]);  // behind the visit after
+      ASSERT_TRUE(!early || begun > completed[op.block]);  // after the visit after
       if (op.kind == OpKind::kCompute) {
         const ScheduleBlock& block = in_.blocks[op.block];
         for (std::uint32_t t = block.first_tile; t < block.first_tile + block.tiles; ++t) {
@@ -369,13 +369,13 @@ class Checker {
         in_.visits, [block](const ScheduleVisit& v) { return v.block == block && v.pass == Pass::kBackward; });
   }
 
-  // What was updated is where it lives when it is settled. A commit finds all of it written, and no slot is written
-  // twice without one between.
+  // What was updated is where it lives when the step is finished. A commit finds all of it written, and no slot is
+  // written twice without one between.
   void commits() {
     double moved = 0;
     for (const ScheduleOp& op : ops_) {
       if (op.kind == OpKind::kWriteTile || from_update(op)) moved = std::max(moved, op.end);
-      if (op.kind == OpKind::kSettle) {
+      if (op.kind == OpKind::kFinishStep) {
         ASSERT_GE(op.start, moved);
       }
     }

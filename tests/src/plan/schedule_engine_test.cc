@@ -6,7 +6,7 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "src/engine/speculation.h"
+#include "src/engine/clip_guess.h"
 #include "src/plan/schedule.h"
 #include "tests/src/named_budget.h"
 #include "tests/src/plan/schedule_check.h"
@@ -25,7 +25,7 @@ constexpr std::uint32_t kBlocks = 8, kMicroBatches = 2;
 constexpr std::uint32_t kHeld = 2, kParts = 2 * kBlocks + 4;  // uses of activations: at a time; calls of `between`
 constexpr int kSteps = 8;
 
-// Runs of steps cut through what is read ahead and written behind: of the two cuts each can move what is in flight.
+// Runs of steps cut through what is read ahead and written afterwards: of the two cuts each can move what is in flight.
 void expect_near(const char* link, std::uint64_t moved, std::uint64_t planned, std::uint64_t in_flight) {
   const std::uint64_t expected = kSteps * planned;
   EXPECT_LE(moved, expected + in_flight) << link;
@@ -55,7 +55,7 @@ Plan compare(Placement parameters, Placement states, const std::function<void(Co
   trainer.in_turn = std::ranges::count(model.visits, Visit{0, Pass::kForward}) > 1;
   UsesBetweenVisits uses(*engine, model, kHeld, kParts);
   trainer.between = [&] { uses.run_part(); };
-  for (int step = 0; step < 4; ++step) trainer.run_step();  // guesses begin behind the second
+  for (int step = 0; step < 4; ++step) trainer.run_step();  // guesses begin after the second
   ScheduleTraffic moved;
   for (int step = 0; step < kSteps; ++step) {
     const StepReport report = trainer.run_step();
@@ -87,7 +87,7 @@ TEST(ScheduleEngine, MovesThePlannedBytesWhateverLivesWhere) {
 }
 
 TEST(ScheduleEngine, MovesThePlannedBytesOfReducedStates) {
-  for (const MomentFormat moments : {MomentFormat::kBFloat16, MomentFormat::kInt8}) {
+  for (const MomentFormat moments : kReducedFormats) {
     SCOPED_TRACE(name_of(moments));
     const auto reduce = [moments](Config& config) { config.moments = moments; };
     const Plan plan = compare(Placement::kNvme, Placement::kNvme, reduce);

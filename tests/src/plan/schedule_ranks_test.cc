@@ -19,7 +19,7 @@ using testing::RanksCase;
 
 using Moved = std::tuple<CollectiveKind, std::int32_t, std::uint64_t>;
 
-// Those behind each other of one kind and block, one for each section, are one.
+// Those of one kind and block that follow each other, one for each section, are one.
 void add(std::vector<Moved>& to, const Moved& call) {
   const auto [kind, block, bytes] = call;
   if (to.empty() || std::tie(std::get<0>(to.back()), std::get<1>(to.back())) != std::tie(kind, block)) {
@@ -150,11 +150,13 @@ TEST(ScheduleRanks, MoveThePlannedBytesWithFrozenParameters) {
 }
 
 // Two blocks of 4 units each, on NVMe, for rank 0 of 4.
-Plan plan_of_ranks(std::uint32_t ranks, Placement parameters = Placement::kNvme) {
+Plan plan_of_ranks(std::uint32_t ranks, Placement parameters = Placement::kNvme, DType wire = DType::kFloat32) {
   ModelDescription model;
   for (const char* name : {"a", "b"}) model.blocks.push_back({name, {{.name = name, .shape = {4, 1024}, .pushes = 1}}});
   model.visits = {{0, Pass::kForward}, {1, Pass::kBackward}, {0, Pass::kBackward}};
-  return make_plan(testing::config_for(parameters, parameters), model, 1, {0, ranks});
+  Config config = testing::config_for(parameters, parameters);
+  config.communication = wire;
+  return make_plan(config, model, 1, {0, ranks});
 }
 
 TEST(ScheduleRanks, MoveWhatOthersOwn) {
@@ -165,6 +167,7 @@ TEST(ScheduleRanks, MoveWhatOthersOwn) {
   EXPECT_EQ(network.leaves.bytes, 3u * 8);
   EXPECT_EQ(network.leaves.calls, 2u);  // and which parameters had a gradient
   EXPECT_EQ(network_of(plan_of_ranks(1), 1).weights.calls, 0u);
+  EXPECT_EQ(network_of(plan_of_ranks(4, Placement::kNvme, DType::kBFloat16), 1).sums.bytes, 3u * 1024 * 2);
 }
 
 TEST(ScheduleRanks, HaveNoNetworkWhenThereIsOne) {

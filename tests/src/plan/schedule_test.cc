@@ -174,7 +174,7 @@ TEST(Schedule, ReadsAndWritesShareADrivesMixedRate) {
   const Schedule schedule = make_schedule(input);
   check_schedule(input, schedule);
   // 0.5 s read, 1 s read and write at once, 0.5 s write; the last tile's write ends before backward.
-  const auto write = std::ranges::find(schedule.ops, OpKind::kSettle, &ScheduleOp::kind);
+  const auto write = std::ranges::find(schedule.ops, OpKind::kFinishStep, &ScheduleOp::kind);
   EXPECT_NEAR(write->start, 2.0, 1e-9);
 }
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "spillway/units.h"
-#include "src/engine/speculation.h"
+#include "src/engine/clip_guess.h"
 #include "src/plan/node_tiles.h"
 #include "src/plan/schedule.h"
 #include "swap/policy/update_queue.h"
@@ -199,7 +199,7 @@ std::set<QueueEvent> told_in(const std::vector<Call>& calls) {
   return told;
 }
 
-// What must be asked next behind a call: nothing, or what may move, until nothing does.
+// What must be asked next after a call: nothing, or what may move, until nothing does.
 std::optional<Moves> moves_after(const Call& call) {
   if (const auto* known = std::get_if<std::vector<std::uint32_t>>(&call.call); known && std::get<bool>(call.answer))
     return Moves::kAll;
@@ -244,7 +244,7 @@ void expect_rules_kept(std::span<const Call> calls) {
   }
 }
 
-// The schedule begins in the middle of a step: behind it.
+// The schedule begins in the middle of a step: after it.
 std::size_t first_begin(const std::vector<Call>& calls) {
   const auto begins = [](const Call& call) {
     const auto* told = std::get_if<std::pair<QueueEvent, std::uint32_t>>(&call.call);
@@ -319,7 +319,7 @@ Plan compare(const Case& of) {
   auto engine = Engine::create(config, model);
   engine->import_weights(testing::toy_weights());
   ToyTrainer trainer{*engine, model, config.weights, kMicroBatches};
-  for (int i = 0; i < 4; ++i) trainer.run_step();  // guesses begin behind the second
+  for (int i = 0; i < 4; ++i) trainer.run_step();  // guesses begin after the second
   watched.moved.clear();
   for (int i = 0; i < kSteps; ++i) trainer.run_step();
   const std::vector<Moved> moved = std::exchange(watched.moved, {});
@@ -337,7 +337,7 @@ Plan compare(const Case& of) {
   both("reads", {OpKind::kReadTile, OpKind::kReadGradient});
   both("updates", {OpKind::kUpdate});
   both("writes", {OpKind::kWriteTile});
-  // Each tile is written behind its update, and before the next one's.
+  // Each tile is written after its update, and before the next one's.
   if (of.nodes == 1) both("updates and writes", {OpKind::kUpdate, OpKind::kWriteTile});
   return plan;
 }

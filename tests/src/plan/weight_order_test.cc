@@ -18,7 +18,7 @@
 
 #include "spillway/error.h"
 #include "spillway/units.h"
-#include "src/engine/speculation.h"
+#include "src/engine/clip_guess.h"
 #include "src/plan/schedule.h"
 #include "src/plan/step_policies.h"
 #include "swap/policy/weight_residency.h"
@@ -32,7 +32,7 @@ using testing::TempStore;
 using testing::ToyTrainer;
 
 constexpr std::uint32_t kBlocks = 6, kMicroBatches = 2;
-constexpr int kSteps = 6, kSteady = 4;  // guesses begin behind the second
+constexpr int kSteps = 6, kSteady = 4;  // guesses begin after the second
 
 // What the policy was told, what it asked of the update, and what it answered, in order.
 struct Told {

@@ -21,9 +21,9 @@ class Follower {
 
   // A visit of the block, in which others' sums leave or not; `completes`: it is the last one.
   void visit(std::uint32_t b, bool completes, bool others_leave) {
-    const std::vector<Place> before = places_;
+    const std::vector<PlaceState> before = places_;
     const auto arrival = residency_.bring(b);
-    Place& place = places_[arrival.place];
+    PlaceState& place = places_[arrival.place];
     ASSERT_GE(bytes_[arrival.place], kBytes[b]);
     expect_choice(before, arrival.place, b);
     if (arrival.leaves) send_home(*arrival.leaves, place);
@@ -56,7 +56,7 @@ class Follower {
   void begin_step() {
     residency_.begin_step();
     wanted_ = {};
-    for (Place& place : places_) {
+    for (PlaceState& place : places_) {
       place.block = kNobody;
       place.changed = false;
     }
@@ -64,7 +64,7 @@ class Follower {
 
  private:
   static constexpr std::array<std::uint64_t, kBlocks> kBytes = {100, 50, 50};
-  struct Place {
+  struct PlaceState {
     std::uint32_t block = kNobody;
     int sum = 0;
     bool changed = false;
@@ -72,7 +72,7 @@ class Follower {
   };
 
   // Its own, else an empty one, else the one asked for longest ago.
-  void expect_choice(const std::vector<Place>& places, std::uint32_t chosen, std::uint32_t b) const {
+  void expect_choice(const std::vector<PlaceState>& places, std::uint32_t chosen, std::uint32_t b) const {
     for (std::uint32_t p = 0; p < places.size(); ++p) {
       ASSERT_TRUE(places[p].block != b || chosen == p);
     }
@@ -84,7 +84,7 @@ class Follower {
     }
   }
 
-  void send_home(std::uint32_t b, Place& place) {
+  void send_home(std::uint32_t b, PlaceState& place) {
     ASSERT_EQ(place.block, b);
     ASSERT_TRUE(place.changed) << "what is at home need not go there";
     home_[b] = place.sum;
@@ -92,7 +92,7 @@ class Follower {
   }
 
   std::vector<std::uint64_t> bytes_;
-  std::vector<Place> places_;
+  std::vector<PlaceState> places_;
   std::array<int, kBlocks> home_ = {}, wanted_ = {};
   int turn_ = 0;
   AccumulatorResidency residency_;

@@ -28,11 +28,11 @@ void expect_right(const std::vector<ActivationUse>& uses, std::uint32_t held, st
   const auto plan = assign_activations(uses, held, places);
   ASSERT_EQ(plan.size(), uses.size());
   std::map<std::uint32_t, int> newest, home;  // versions of activations
-  struct Place {
+  struct PlaceState {
     std::optional<std::uint32_t> activation, last_use;
     int version = 0;
   };
-  std::vector<Place> hbm(places);
+  std::vector<PlaceState> hbm(places);
   for (std::uint32_t u = 0; u < uses.size(); ++u) {
     const ActivationUse& use = uses[u];
     ASSERT_LT(plan[u].place, places);
@@ -42,7 +42,7 @@ void expect_right(const std::vector<ActivationUse>& uses, std::uint32_t held, st
         EXPECT_NE(plan[before].place, plan[u].place) << "uses " << before << " and " << u;
       }
     }
-    Place& place = hbm[plan[u].place];
+    PlaceState& place = hbm[plan[u].place];
     if (place.activation != use.activation) {
       EXPECT_EQ(plan[u].after, place.last_use);
       EXPECT_EQ(plan[u].fetch, use.access != Access::kWrite);
@@ -55,7 +55,7 @@ void expect_right(const std::vector<ActivationUse>& uses, std::uint32_t held, st
     } else {
       EXPECT_FALSE(plan[u].fetch);
     }
-    for (const Place& other : hbm) EXPECT_TRUE(&other == &place || other.activation != use.activation);
+    for (const PlaceState& other : hbm) EXPECT_TRUE(&other == &place || other.activation != use.activation);
     place.activation = use.activation;
     place.last_use = u;
     if (use.access != Access::kWrite) {

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
+#include <vector>
 
 namespace spillway {
 namespace {
@@ -237,6 +239,111 @@ TEST(RunStores, StepsAreToldOfRanksInARow) {
   const RankCommits two{commit_of(5), commit_of(4)}, one{commit_of(3), {}};
   EXPECT_EQ(steps_text(std::vector{one, two, two, two, RankCommits{}}),
             "rank 0 has step 30, ranks 1 to 3 have steps 50 and 40, rank 4 has no step");
+}
+
+// ---- stores of any number of ranks, where they lie
+
+PlacedStore placed(const RunId& run, std::uint32_t rank, std::uint32_t ranks, bool waiting) {
+  PlacedStore store{.rank = {}, .waiting = waiting, .run = run, .says = {rank, ranks}};
+  if (ranks > 1) store.rank = rank;
+  return store;
+}
+
+std::vector<PlacedStore> placed_run(const RunId& run, std::uint32_t ranks, bool waiting = false) {
+  std::vector<PlacedStore> stores;
+  for (std::uint32_t rank = 0; rank < ranks; ++rank) stores.push_back(placed(run, rank, ranks, waiting));
+  return stores;
+}
+
+// What lies in one place under one name is one store.
+void put(std::vector<PlacedStore>& stores, const PlacedStore& store) {
+  std::erase_if(stores, [&](const PlacedStore& s) { return s.rank == store.rank && s.waiting == store.waiting; });
+  stores.push_back(store);
+}
+
+TEST(PlacedRuns, OneOfAnyNumberOfRanksGoesOnAndOneThatIsNotWholeDoesNot) {
+  EXPECT_TRUE(choose_placed_run({}).empty());
+  for (std::uint32_t ranks = 1; ranks <= 4; ++ranks) {
+    const std::vector<PlacedRun> wanted = {{kOld, ranks}};
+    EXPECT_EQ(choose_placed_run(placed_run(kOld, ranks)), wanted);
+    EXPECT_EQ(choose_placed_run(placed_run(kOld, ranks, true)), wanted);
+    for (std::uint32_t gone = 0; gone < ranks; ++gone) {
+      auto stores = placed_run(kOld, ranks);
+      stores.erase(stores.begin() + gone);
+      EXPECT_TRUE(choose_placed_run(stores).empty());
+      stores.push_back(placed(kOld, gone, ranks, true));
+      EXPECT_EQ(choose_placed_run(stores), wanted);
+      stores.back().run = kNew;
+      EXPECT_EQ(choose_placed_run(stores).empty(), ranks > 1) << "one alone is whole";
+      stores.back() = placed(kOld, gone, ranks, false);
+      stores.back().rank = ranks + 5;  // somebody has moved it
+      EXPECT_TRUE(choose_placed_run(stores).empty());
+    }
+  }
+}
+
+// In every order in which ranks may come to give names, and old stores to be removed.
+TEST(PlacedRuns, AChangeOfRanksIsAllOfOneRunOrAllOfTheOther) {
+  for (std::uint32_t before = 1; before <= 4; ++before) {
+    for (std::uint32_t after = 1; after <= 4; ++after) {
+      const RunId next = successor_of(kOld, after);
+      ASSERT_FALSE(next == kOld);
+      const PlacedRun old_run{kOld, before}, new_run{next, after};
+      // While new ones are made, some wait.
+      for (unsigned waiting = 0; waiting < 1u << after; ++waiting) {
+        auto stores = placed_run(kOld, before);
+        for (std::uint32_t rank = 0; rank < after; ++rank)
+          if (waiting >> rank & 1u) put(stores, placed(next, rank, after, true));
+        EXPECT_EQ(choose_placed_run(stores), std::vector{old_run});
+      }
+      // Names are given, and what is in no new one's place is removed after the first of them.
+      for (unsigned named = 1; named < 1u << after; ++named) {
+        for (unsigned removed = 0; removed < 1u << before; ++removed) {
+          auto stores = placed_run(kOld, before);
+          std::erase_if(stores, [&](const PlacedStore& old) { return removed >> old.says.index & 1u; });
+          for (std::uint32_t rank = 0; rank < after; ++rank)
+            put(stores, placed(next, rank, after, (named >> rank & 1u) == 0));
+          EXPECT_EQ(choose_placed_run(stores), std::vector{new_run}) << before << " to " << after;
+        }
+      }
+    }
+  }
+}
+
+TEST(PlacedRuns, TwoOfWhichNeitherFollowsTheOtherAreNotChosenBetween) {
+  auto stores = placed_run(kOld, 1);
+  for (const PlacedStore& store : placed_run(kNew, 2)) stores.push_back(store);
+  EXPECT_EQ(choose_placed_run(stores).size(), 2u);
+  for (PlacedStore& store : stores) store.waiting = store.says.count == 2;
+  EXPECT_EQ(choose_placed_run(stores), (std::vector<PlacedRun>{{kOld, 1}}));
+}
+
+// A backup that somebody has put back, of the run before the last or the one before that.
+TEST(PlacedRuns, ARunGoesOnBesideABackupOfTheOneBeforeItsPredecessor) {
+  for (std::uint32_t between : {1u, 2u, 300u, 4096u}) {
+    const RunId last = successor_of(successor_of(kOld, between), 2);
+    auto stores = placed_run(kOld, 1);
+    for (const PlacedStore& store : placed_run(last, 2)) stores.push_back(store);
+    EXPECT_EQ(choose_placed_run(stores), (std::vector<PlacedRun>{{last, 2}})) << between;
+    std::ranges::reverse(stores);
+    EXPECT_EQ(choose_placed_run(stores), (std::vector<PlacedRun>{{last, 2}})) << between;
+  }
+  auto stores = placed_run(kOld, 1);
+  for (const PlacedStore& store : placed_run(successor_of(successor_of(kNew, 3), 2), 2)) stores.push_back(store);
+  EXPECT_EQ(choose_placed_run(stores).size(), 2u) << "of another's";
+}
+
+TEST(PlacedRuns, SuccessorsDifferByTheRunAndByTheNumberOfRanks) {
+  std::set<std::pair<std::uint64_t, std::uint64_t>> all;
+  std::size_t count = 0;
+  for (const RunId& run : {kOld, kNew, RunId{}}) {
+    for (std::uint32_t ranks = 1; ranks <= 8; ++ranks, ++count) {
+      const RunId next = successor_of(run, ranks);
+      all.insert({next.word[0], next.word[1]});
+      EXPECT_EQ(next, successor_of(run, ranks));
+    }
+  }
+  EXPECT_EQ(all.size(), count);
 }
 
 }  // namespace

@@ -198,21 +198,21 @@ TEST(UpdateQueue, ChecksAndHandsOnWhatNobodyHasRead) {
   EXPECT_EQ(queue.end_tile(1, true, false), TileEnd::kDrop);
 }
 
-TEST(UpdateQueue, ShowsEveryTileInOrderAndThenGoesOn) {
+TEST(UpdateQueue, VisitsEveryTileInOrderAndThenGoesOn) {
   UpdateQueue queue(three_blocks());
   queue.tell(QueueEvent::kComplete, 1);
   while (const auto turn = queue.next_turn(Turns::kEarlyAll)) update(queue, *turn);
   queue.tell(QueueEvent::kBegin);
-  queue.tell(QueueEvent::kLook);
+  queue.tell(QueueEvent::kTour);
   Texts seen;
   for (int i = 0; i < 4; ++i) {
     const auto turn = queue.next_turn(Turns::kRest);
-    seen.push_back((turn->kind == TileTurn::Kind::kShow ? "show " : "update ") +
+    seen.push_back((turn->kind == TileTurn::Kind::kVisit ? "visit " : "update ") +
                    std::to_string(queue.tile(turn->first)));
     update(queue, *turn);
   }
-  EXPECT_EQ(seen, (Texts{"update 0", "update 1", "show 2", "show 3"}));
-  queue.tell(QueueEvent::kEndLook);
+  EXPECT_EQ(seen, (Texts{"update 0", "update 1", "visit 2", "visit 3"}));
+  queue.tell(QueueEvent::kEndTour);
   EXPECT_EQ(queue.tile(queue.next_turn(Turns::kRest)->first), 5u) << "4 has no update";
 }
 
@@ -301,7 +301,7 @@ class RandomSteps {
       if (updates) {
         ASSERT_TRUE(updated_.insert(held.tile).second) << "once in a step";
       }
-      if (looking_) {
+      if (touring_) {
         ASSERT_EQ(held.tile, shown_++);
       }
       const TileEnd end = queue_->end_tile(i, true, below(2) == 0);
@@ -356,7 +356,7 @@ class RandomSteps {
 
   void run_step(bool checks) {
     updated_.clear();
-    begun_ = checked_ = looking_ = false;
+    begun_ = checked_ = touring_ = false;
     shown_ = 0;
     not_finite_ = below(4) == 0 ? below(5) : 99;
     if (checks) {
@@ -379,15 +379,15 @@ class RandomSteps {
     }
     const std::set<std::uint32_t> before = updated_;
     for (std::uint32_t b = 0; b < options_.blocks.size(); ++b) {
-      if (!looking_ && shown_ == 0 && below(6) == 0) {
-        queue_->tell(QueueEvent::kLook);
+      if (!touring_ && shown_ == 0 && below(6) == 0) {
+        queue_->tell(QueueEvent::kTour);
         make_moves(Moves::kDrops);
-        looking_ = true;
+        touring_ = true;
       }
-      if (looking_ && below(8) == 0) {
-        queue_->tell(QueueEvent::kEndLook);
+      if (touring_ && below(8) == 0) {
+        queue_->tell(QueueEvent::kEndTour);
         make_moves(Moves::kDrops);
-        looking_ = false, shown_ = 1;
+        touring_ = false, shown_ = 1;
       }
       while (const auto turn = queue_->next_turn(Turns::kUntil, b)) take(*turn);
       check_versions();
@@ -396,7 +396,7 @@ class RandomSteps {
     if (!checks) {
       ASSERT_EQ(updated_, std::set<std::uint32_t>(options_.order.begin(), options_.order.end()));
     }
-    if (looking_) {
+    if (touring_) {
       ASSERT_EQ(shown_, options_.trainable.size());
     }
     end();
@@ -424,7 +424,7 @@ class RandomSteps {
   std::vector<Held> held_;
   std::set<std::uint32_t> updated_;  // in this step
   std::uint32_t shown_ = 0, not_finite_ = 99;
-  bool begun_ = false, checked_ = false, looking_ = false, due_ = false;
+  bool begun_ = false, checked_ = false, touring_ = false, due_ = false;
 };
 
 TEST(UpdateQueue, KeepsItsPromisesInAnySequence) {

@@ -56,7 +56,7 @@ TEST(WeightResidency, ThePassOfAStepBehindThemIsFollowedByItsBackwardPass) {
     for (std::uint32_t v = 6; v < 12; ++v) {
       const Actions actions = run.visit(11 - v, v);
       fetched += static_cast<std::size_t>(std::ranges::count(actions, Kind::kFetch, &WeightAction::kind));
-      // Behind the first of them, each is on its way before it is asked for, where there is room.
+      // After the first of them, each is on its way before it is asked for, where there is room.
       if (v > 6 && places > 2) {
         EXPECT_NE(actions.front().kind, Kind::kFetch) << places << " places, visit " << v;
       }

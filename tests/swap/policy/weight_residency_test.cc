@@ -152,7 +152,7 @@ class AnyRun {
     if (below(20) == 0) {
       tell({.kind = WeightEvent::kForget});
       run();
-      for (Place& place : places_) {
+      for (PlaceState& place : places_) {
         ASSERT_FALSE(place.coming);
         place.ahead = false;
         if (!options_.at_home) place.block.reset();
@@ -177,7 +177,7 @@ class AnyRun {
   }
 
  private:
-  struct Place {
+  struct PlaceState {
     std::optional<std::uint32_t> block;
     std::uint64_t version = 0;
     bool coming = false, ahead = false;
@@ -346,7 +346,7 @@ class AnyRun {
     expect_free(action);
     ASSERT_EQ(home_[block], versions_[block]) << "what lies there is of the step before";
     std::uint64_t ahead = 0;
-    for (const Place& place : places_) {
+    for (const PlaceState& place : places_) {
       if (place.ahead && &place != &places_[p]) ahead += options_.block_bytes[*place.block];
     }
     ASSERT_TRUE(wanted_ || ahead < options_.prefetch_bytes);
@@ -369,7 +369,7 @@ class AnyRun {
   void lend(const WeightAction& action) {
     const auto& [kind, block, p] = action;
     ASSERT_EQ(wanted_, block);
-    Place& place = places_[p];
+    PlaceState& place = places_[p];
     ASSERT_EQ(place.block, block);
     ASSERT_FALSE(place.coming);
     ASSERT_TRUE(options_.at_home || place.version == versions_[block]) << "weights of a step before";
@@ -385,7 +385,7 @@ class AnyRun {
   Update update_;
   WeightResidency policy_;
   std::vector<Entry> entries_;
-  std::vector<Place> places_;
+  std::vector<PlaceState> places_;
   std::vector<std::uint64_t> versions_, home_;  // by block: of this step; where it lives
   std::vector<std::uint32_t> visits_, leases_;
   std::size_t next_visit_ = 0;

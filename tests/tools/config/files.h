@@ -1,17 +1,11 @@
-// The corpus of configurations in tests/tools/config/corpus: <name>.json, and <name>.expect with what the reader makes
-// of it.
-//
-// "loads" and then lines `key value` that the effective configuration has; or the exact errors, a line each,
-// `line:column: what; hint`. "auto" is resolved for a model of width 768 and a run of 1,000 steps. To have the
-// expectations of new files written, for a look: SPILLWAY_WRITE_EXPECTATIONS=1.
+// The configurations of tests/tools/config/corpus.txt, which says at its head what it holds.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <fstream>
-#include <iterator>
+#include <ostream>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -22,21 +16,35 @@
 
 namespace spillway {
 
-inline const std::filesystem::path kConfigs = SPILLWAY_CONFIGS;
+struct PublishedConfig {
+  std::string name, text;
+  bool loads = false;
+  std::string expected;  // lines `key value`, or the errors
+  friend void PrintTo(const PublishedConfig& config, std::ostream* out) { *out << config.name; }
+};
 
-inline std::string content_of(const std::filesystem::path& file) {
-  std::ifstream stream(file, std::ios::binary);
-  EXPECT_TRUE(stream.is_open()) << file;
-  return {std::istreambuf_iterator<char>(stream), {}};
-}
-
-inline std::vector<std::string> config_names() {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(kConfigs)) {
-    if (entry.path().extension() == ".json") names.push_back(entry.path().stem());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
+// In the order of their names.
+inline const std::vector<PublishedConfig>& published_configs() {
+  static const std::vector<PublishedConfig> configs = [] {
+    std::ifstream file(SPILLWAY_CONFIGS, std::ios::binary);
+    EXPECT_TRUE(file.is_open()) << SPILLWAY_CONFIGS;
+    std::vector<PublishedConfig> read;
+    std::string* part = nullptr;  // that comes
+    for (std::string line; std::getline(file, line);) {
+      if (line.starts_with("== ")) {
+        read.emplace_back().name = line.substr(3);
+        part = &read.back().text;
+      } else if (line == "-- loads" || line == "-- errors") {
+        read.back().loads = line == "-- loads";
+        part = &read.back().expected;
+      } else if (part != nullptr) {
+        *part += line + "\n";
+      }
+    }
+    std::ranges::sort(read, {}, &PublishedConfig::name);
+    return read;
+  }();
+  return configs;
 }
 
 inline AutoValues known_values() {

@@ -24,14 +24,14 @@ constexpr int kMistakes = 1'600;
 constexpr double kRight = 0.95;
 
 // A key of a configuration of the corpus that loads.
-struct Place {
+struct CorpusKey {
   const rapidjson::Document* document;
   std::string path;  // "optimizer.params.lr"
   const rapidjson::Value* value;
 };
 
 void add_places(const rapidjson::Value& object, const std::string& section, const rapidjson::Document& document,
-                std::vector<Place>& places) {
+                std::vector<CorpusKey>& places) {
   for (const auto& member : object.GetObject()) {
     const std::string path = (section.empty() ? "" : section + ".") + member.name.GetString();
     const ConfigKey* row = find_config_key(path);
@@ -51,14 +51,13 @@ std::string written(const rapidjson::Document& document) {
 class Mistakes {
  public:
   explicit Mistakes(std::uint64_t seed) : random_(seed) {
-    for (const std::string& name : config_names()) {
-      const std::string text = content_of(kConfigs / (name + ".json"));
-      if (!errors_in(text).empty()) continue;
+    for (const auto& [name, text, loads, expected] : published_configs()) {
+      if (!loads) continue;
       auto& document = documents_.emplace_back(std::make_unique<rapidjson::Document>());
       document->Parse<rapidjson::kParseCommentsFlag | rapidjson::kParseTrailingCommasFlag>(text.c_str());
       add_places(*document, "", *document, places_);
     }
-    std::ranges::copy_if(places_, std::back_inserter(choices_), [](const Place& place) {
+    std::ranges::copy_if(places_, std::back_inserter(choices_), [](const CorpusKey& place) {
       return find_config_key(place.path)->kind == KeyKind::kChoice && place.value->IsString() &&
              std::string_view(place.value->GetString()) != "auto";
     });
@@ -72,8 +71,8 @@ class Mistakes {
 
   // Nothing when this place has no such mistake: the letter that is left out leaves a key that exists.
   std::optional<Mistake> next(int kind) {
-    const std::vector<Place>& places = kind == kWrongWord ? choices_ : places_;
-    const Place& place = places[random_() % places.size()];
+    const std::vector<CorpusKey>& places = kind == kWrongWord ? choices_ : places_;
+    const CorpusKey& place = places[random_() % places.size()];
     const ConfigKey& row = *find_config_key(place.path);
     rapidjson::Document copy;
     copy.CopyFrom(*place.document, copy.GetAllocator());
@@ -184,7 +183,7 @@ class Mistakes {
 
   std::mt19937_64 random_;
   std::vector<std::unique_ptr<rapidjson::Document>> documents_;
-  std::vector<Place> places_, choices_;
+  std::vector<CorpusKey> places_, choices_;
 };
 
 TEST(ConfigTypos, NoneIsTakenAndNearlyAllAreAnsweredWithWhatWasMeant) {

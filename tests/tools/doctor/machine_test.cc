@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "spillway/units.h"
-#include "tools/doctor/gpu_checks.h"
-#include "tools/doctor/machine_checks.h"
+#include "tools/doctor/checks.h"
 
 namespace spillway::doctor {
 namespace {
@@ -27,16 +26,16 @@ bool has(const Findings& findings, const std::string& check) {
   return std::ranges::count(findings, check, &Finding::check) > 0;
 }
 
-RingFacts whole_ring() {
-  RingFacts ring;
+RingInfo whole_ring() {
+  RingInfo ring;
   ring.ladder = {{IoEngineKind::kIoUring, ""}, {IoEngineKind::kLibaio, ""}, {IoEngineKind::kThreads, ""}};
   ring.granted = "io_uring (single issuer, deferred task run, registered buffers, unregistered files)";
   ring.disabled = 0;
   return ring;
 }
 
-RingFacts refused_ring(const std::string& why, int disabled = 0) {
-  RingFacts ring = whole_ring();
+RingInfo refused_ring(const std::string& why, int disabled = 0) {
+  RingInfo ring = whole_ring();
   ring.ladder[0].refused = why;
   ring.granted = "";
   ring.disabled = disabled;
@@ -53,7 +52,7 @@ TEST(DoctorMachine, ARefusedRingIsNamedWithItsPriceAndItsCommand) {
   struct Case {
     const char* why;
     int disabled;
-    KernelFacts kernel;
+    KernelInfo kernel;
     const char* repair;
   };
   const Case cases[] = {
@@ -84,7 +83,7 @@ TEST(DoctorMachine, ARefusedRingIsNamedWithItsPriceAndItsCommand) {
 }
 
 TEST(DoctorMachine, TheLadderGoesOnBelowLibaio) {
-  RingFacts ring = refused_ring("ENOSYS (x)");
+  RingInfo ring = refused_ring("ENOSYS (x)");
   ring.ladder[1].refused = "EAGAIN (fs.aio-max-nr)";
   const Finding finding = of(check_ring(ring, {.release = "6.1.0"}, {}), "io_uring");
   EXPECT_EQ(finding.slower_by, "using threads, about 450 % more CPU");
@@ -92,27 +91,27 @@ TEST(DoctorMachine, TheLadderGoesOnBelowLibaio) {
 }
 
 TEST(DoctorMachine, AnEngineAskedForByNameIsHadOrBroken) {
-  Need need;
-  need.engine = IoEngineKind::kIoUring;
-  EXPECT_EQ(of(check_ring(refused_ring("EPERM"), {.release = "6.1.0"}, need), "io_uring").status, Status::kBroken);
+  RunRequirements required;
+  required.engine = IoEngineKind::kIoUring;
+  EXPECT_EQ(of(check_ring(refused_ring("EPERM"), {.release = "6.1.0"}, required), "io_uring").status, Status::kBroken);
 }
 
 TEST(DoctorMachine, MemlockMustHoldAllOfHostMemory) {
-  RingFacts ring = whole_ring();
-  const KernelFacts kernel{.release = "6.1.0"};
+  RingInfo ring = whole_ring();
+  const KernelInfo kernel{.release = "6.1.0"};
   ring.lockable_bytes = 8 * kMiB;
   EXPECT_EQ(of(check_ring(ring, kernel, {}), "memlock").status, Status::kSlower);  // no run fits that
-  Need need;
-  need.host_bytes = 8 * kMiB;
-  EXPECT_EQ(of(check_ring(ring, kernel, need), "memlock").status, Status::kOk);
-  need.host_bytes = 8 * kMiB + 1;
-  const Finding finding = of(check_ring(ring, kernel, need), "memlock");
+  RunRequirements required;
+  required.host_bytes = 8 * kMiB;
+  EXPECT_EQ(of(check_ring(ring, kernel, required), "memlock").status, Status::kOk);
+  required.host_bytes = 8 * kMiB + 1;
+  const Finding finding = of(check_ring(ring, kernel, required), "memlock");
   EXPECT_EQ(finding.status, Status::kSlower);
   EXPECT_THAT(finding.slower_by, HasSubstr("about 75 % more CPU"));
 }
 
 TEST(DoctorMachine, AnOldKernelIsSlower) {
-  RingFacts old = whole_ring();
+  RingInfo old = whole_ring();
   old.granted = "io_uring (single issuer, cooperative task run, registered buffers, unregistered files)";
   EXPECT_EQ(of(check_kernel({.release = "6.0.9"}, old), "kernel").status, Status::kSlower);
   EXPECT_EQ(of(check_kernel({.release = "6.1.0-18-amd64"}, whole_ring()), "kernel").status, Status::kOk);
@@ -129,8 +128,8 @@ TEST(DoctorMachine, WslAndContainersAreNamed) {
               HasSubstr("docker"));
 }
 
-MemoryFacts roomy() {
-  MemoryFacts memory;
+MemoryInfo roomy() {
+  MemoryInfo memory;
   memory.total_bytes = 64 * kGiB;
   memory.available_bytes = 60 * kGiB;
   memory.overcommit = 0;
@@ -140,82 +139,82 @@ MemoryFacts roomy() {
 }
 
 TEST(DoctorMachine, MemoryIsJudgedByWhatARunTakes) {
-  Need need;
-  EXPECT_EQ(worst_of(check_memory(roomy(), need)), Status::kOk);
-  need.memory_bytes = 60 * kGiB - 200 * kMiB;
-  EXPECT_EQ(of(check_memory(roomy(), need), "memory").status, Status::kOk);
-  *need.memory_bytes += 1;
-  EXPECT_EQ(of(check_memory(roomy(), need), "memory").status, Status::kSlower);
-  need.memory_bytes = 60 * kGiB - 16 * kMiB;
-  const Finding full = of(check_memory(roomy(), need), "memory");
+  RunRequirements required;
+  EXPECT_EQ(worst_of(check_memory(roomy(), required)), Status::kOk);
+  required.memory_bytes = 60 * kGiB - 200 * kMiB;
+  EXPECT_EQ(of(check_memory(roomy(), required), "memory").status, Status::kOk);
+  *required.memory_bytes += 1;
+  EXPECT_EQ(of(check_memory(roomy(), required), "memory").status, Status::kSlower);
+  required.memory_bytes = 60 * kGiB - 16 * kMiB;
+  const Finding full = of(check_memory(roomy(), required), "memory");
   EXPECT_EQ(full.status, Status::kSlower) << "the engine starts such a run";
   EXPECT_THAT(full.repair, HasSubstr("end other programs"));
-  *need.memory_bytes += 1;
-  EXPECT_EQ(of(check_memory(roomy(), need), "memory").status, Status::kBroken);
-  MemoryFacts limited = roomy();
+  *required.memory_bytes += 1;
+  EXPECT_EQ(of(check_memory(roomy(), required), "memory").status, Status::kBroken);
+  MemoryInfo limited = roomy();
   limited.cgroup_bytes = 64 * kGiB;
   limited.cgroup_left = 16 * kGiB;
-  EXPECT_THAT(of(check_memory(limited, need), "memory").repair, HasSubstr("cgroup's limit"));
+  EXPECT_THAT(of(check_memory(limited, required), "memory").repair, HasSubstr("cgroup's limit"));
 }
 
 TEST(DoctorMachine, ARefusedPlanIsTheFirstWord) {
-  Need need;
-  need.refused = "spillway.hbm_bytes: the plan needs more";
-  need.remedy = "set hbm_bytes to 3 GiB";
-  const Findings findings = check_memory(roomy(), need);
+  RunRequirements required;
+  required.refused = "spillway.hbm_bytes: the plan needs more";
+  required.remedy = "set hbm_bytes to 3 GiB";
+  const Findings findings = check_memory(roomy(), required);
   EXPECT_EQ(findings.front().check, "plan");
   EXPECT_EQ(findings.front().status, Status::kBroken);
-  EXPECT_EQ(findings.front().repair, need.remedy);
+  EXPECT_EQ(findings.front().repair, required.remedy);
 }
 
 TEST(DoctorMachine, WhatMakesMemoryScarceOrSlowIsFound) {
-  const Need need{.memory_bytes = 10 * kGiB};
-  MemoryFacts memory = roomy();
+  const RunRequirements required{.memory_bytes = 10 * kGiB};
+  MemoryInfo memory = roomy();
   memory.swap_bytes = 8 * kGiB;
   memory.swap_used_bytes = 3 * kGiB;
-  EXPECT_EQ(of(check_memory(memory, need), "swap").status, Status::kOk);  // less than a twentieth of RAM
+  EXPECT_EQ(of(check_memory(memory, required), "swap").status, Status::kOk);  // less than a twentieth of RAM
   memory.swap_used_bytes = 4 * kGiB;
-  EXPECT_EQ(of(check_memory(memory, need), "swap").status, Status::kSlower);
+  EXPECT_EQ(of(check_memory(memory, required), "swap").status, Status::kSlower);
 
   memory = roomy();
   memory.overcommit = 2;
   memory.commit_left_bytes = 11 * kGiB;
-  EXPECT_EQ(of(check_memory(memory, need), "overcommit").status, Status::kOk);
+  EXPECT_EQ(of(check_memory(memory, required), "overcommit").status, Status::kOk);
   memory.commit_left_bytes = 10 * kGiB;
-  EXPECT_EQ(of(check_memory(memory, need), "overcommit").repair, "sudo sysctl -w vm.overcommit_memory=0");
+  EXPECT_EQ(of(check_memory(memory, required), "overcommit").repair, "sudo sysctl -w vm.overcommit_memory=0");
   memory.commit_left_bytes = 0;  // and nobody said what a run takes
   EXPECT_EQ(of(check_memory(memory, {}), "overcommit").status, Status::kOk);
 
   memory = roomy();
   memory.address_space = 10 * kGiB;
-  EXPECT_EQ(of(check_memory(memory, need), "address space").status, Status::kBroken);
+  EXPECT_EQ(of(check_memory(memory, required), "address space").status, Status::kBroken);
   memory.address_space = 11 * kGiB;
-  EXPECT_EQ(of(check_memory(memory, need), "address space").status, Status::kOk);
+  EXPECT_EQ(of(check_memory(memory, required), "address space").status, Status::kOk);
 
   memory = roomy();
   memory.small_pages = "transparent_hugepage/enabled is never";
-  EXPECT_THAT(of(check_memory(memory, need), "huge pages").slower_by, HasSubstr("7 to 20 %"));
+  EXPECT_THAT(of(check_memory(memory, required), "huge pages").slower_by, HasSubstr("7 to 20 %"));
   memory = roomy();
   memory.huge_share = 0.4;
-  EXPECT_THAT(of(check_memory(memory, need), "huge pages").repair, HasSubstr("compact_memory"));
+  EXPECT_THAT(of(check_memory(memory, required), "huge pages").repair, HasSubstr("compact_memory"));
   memory = roomy();
   memory.hugetlb_bytes = 4 * kGiB;
-  EXPECT_THAT(of(check_memory(memory, need), "hugetlbfs").repair, HasSubstr("vm.nr_hugepages=0"));
+  EXPECT_THAT(of(check_memory(memory, required), "hugetlbfs").repair, HasSubstr("vm.nr_hugepages=0"));
 }
 
 TEST(DoctorMachine, LimitsOfTheShell) {
   EXPECT_EQ(worst_of(check_limits({}, {})), Status::kOk);
   EXPECT_EQ(of(check_limits({.open_files = 63, .file_bytes = {}}, {}), "open files").status, Status::kBroken);
   EXPECT_EQ(of(check_limits({.open_files = 64, .file_bytes = {}}, {}), "open files").status, Status::kOk);
-  const LimitFacts limits{.open_files = {}, .file_bytes = kGiB};
+  const LimitInfo limits{.open_files = {}, .file_bytes = kGiB};
   EXPECT_EQ(of(check_limits(limits, {}), "file size").status, Status::kOk);
-  Need need;
-  need.store_bytes = 2 * kGiB;
-  EXPECT_EQ(of(check_limits(limits, need), "file size").status, Status::kBroken);
+  RunRequirements required;
+  required.store_bytes = 2 * kGiB;
+  EXPECT_EQ(of(check_limits(limits, required), "file size").status, Status::kBroken);
 }
 
 TEST(DoctorMachine, ProcessorAndClock) {
-  CpuFacts cpu{.target = "AVX2", .cpus = 8, .quota = {}, .nodes = {0}, .driver = "", .governor = "", .preference = ""};
+  CpuInfo cpu{.target = "AVX2", .cpus = 8, .quota = {}, .nodes = {0}, .driver = "", .governor = "", .preference = ""};
   EXPECT_EQ(worst_of(check_cpu(cpu)), Status::kOk);
   cpu.quota = 2.0;
   EXPECT_EQ(of(check_cpu(cpu), "cpu quota").slower_by, "75 % less time to compute");
@@ -250,8 +249,8 @@ TEST(DoctorMachine, ProcessorAndClock) {
   EXPECT_EQ(of(check_cpu(cpu), "clock").slower_by, "the clock stays at 0.8 of 4.7 GHz");
 }
 
-GpuFacts card() {
-  GpuFacts gpu;
+GpuInfo card() {
+  GpuInfo gpu;
   PciGpu pci;
   pci.address = "0000:01:00.0";
   pci.link_now = "2.5 GT/s × 16";
@@ -277,7 +276,7 @@ TEST(DoctorMachine, AGpuThatWorks) {
 }
 
 TEST(DoctorMachine, AKindOfGpuThatNoTestRanOnIsSaid) {
-  GpuFacts gpu = card();
+  GpuInfo gpu = card();
   gpu.devices.front().capability = 90;  // an H100's
   EXPECT_THAT(of(check_gpu(gpu, {}), "cuda").seen, testing::Not(HasSubstr("capability")));
   gpu.devices.front().capability = 89;
@@ -286,7 +285,7 @@ TEST(DoctorMachine, AKindOfGpuThatNoTestRanOnIsSaid) {
 }
 
 TEST(DoctorMachine, AGpuThatTheProgramCannotUseIsBroken) {
-  GpuFacts gpu = card();
+  GpuInfo gpu = card();
   gpu.unusable = "the driver serves CUDA 12.4 and this was built with 13.0";
   const Findings findings = check_gpu(gpu, {});
   EXPECT_EQ(of(findings, "cuda").status, Status::kBroken);
@@ -296,14 +295,14 @@ TEST(DoctorMachine, AGpuThatTheProgramCannotUseIsBroken) {
 }
 
 TEST(DoctorMachine, AMissingPluginIsNoFaultOfTheDriver) {
-  GpuFacts gpu = card();
+  GpuInfo gpu = card();
   gpu.unusable = "the plugin of the cuda device was not opened";
   gpu.plugin_remedy = "`pip install spillway-cuda` brings it";
   EXPECT_EQ(of(check_gpu(gpu, {}), "cuda").repair, gpu.plugin_remedy);
 }
 
 TEST(DoctorMachine, WithoutAGpuThereIsNothingToSay) {
-  GpuFacts none;
+  GpuInfo none;
   none.library_refused = "libcuda.so.1: cannot open shared object file";
   EXPECT_EQ(of(check_gpu(none, {}), "cuda").status, Status::kSkipped);
   EXPECT_THAT(of(check_gpu(none, {.wsl = true}), "cuda").seen, HasSubstr("driver in Windows"));
@@ -315,53 +314,53 @@ TEST(DoctorMachine, WithoutAGpuThereIsNothingToSay) {
 TEST(DoctorMachine, ADriverThatFailsIsNamedWithItsCommand) {
   struct Case {
     const char* name;
-    void (*take_away)(GpuFacts&, KernelFacts&);
+    void (*take_away)(GpuInfo&, KernelInfo&);
     const char *seen, *repair;
   };
   const Case cases[] = {
       {"no library",
-       [](GpuFacts& g, KernelFacts&) {
+       [](GpuInfo& g, KernelInfo&) {
          g.library = false;
          g.cards[0].module = "nouveau";
        },
        "nouveau", "apt install nvidia-driver"},
       {"container",
-       [](GpuFacts& g, KernelFacts& k) {
+       [](GpuInfo& g, KernelInfo& k) {
          g.library = false;
          k.container = "docker";
        },
        "no driver for programs", "docker run --gpus all"},
       {"mismatch",
-       [](GpuFacts& g, KernelFacts&) {
+       [](GpuInfo& g, KernelInfo&) {
          g.init = 803;
          g.init_name = "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH";
        },
        "550.54.15", "reboot"},
       {"forbidden",
-       [](GpuFacts& g, KernelFacts&) {
+       [](GpuInfo& g, KernelInfo&) {
          g.init = 304;
          g.forbidden = {"/dev/nvidia0"};
        },
        "may not open /dev/nvidia0", "usermod"},
       {"hidden",
-       [](GpuFacts& g, KernelFacts&) {
+       [](GpuInfo& g, KernelInfo&) {
          g.init = 100;
          g.visible_set = true;
        },
        "CUDA_VISIBLE_DEVICES is ''", "unset CUDA_VISIBLE_DEVICES"},
       {"no module",
-       [](GpuFacts& g, KernelFacts&) {
+       [](GpuInfo& g, KernelInfo&) {
          g.init = 100;
          g.module_version = "";
        },
        "not loaded", "modprobe nvidia"},
-      {"suspend", [](GpuFacts& g, KernelFacts&) { g.init = 999; }, "(999)", "modprobe -r nvidia_uvm"},
-      {"no device", [](GpuFacts& g, KernelFacts&) { g.devices.clear(); }, "no device", "CUDA_VISIBLE_DEVICES"},
+      {"suspend", [](GpuInfo& g, KernelInfo&) { g.init = 999; }, "(999)", "modprobe -r nvidia_uvm"},
+      {"no device", [](GpuInfo& g, KernelInfo&) { g.devices.clear(); }, "no device", "CUDA_VISIBLE_DEVICES"},
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(c.name);
-    GpuFacts gpu = card();
-    KernelFacts kernel;
+    GpuInfo gpu = card();
+    KernelInfo kernel;
     c.take_away(gpu, kernel);
     const Finding finding = of(check_gpu(gpu, kernel), "cuda");
     EXPECT_EQ(finding.status, Status::kBroken);
@@ -371,7 +370,7 @@ TEST(DoctorMachine, ADriverThatFailsIsNamedWithItsCommand) {
 }
 
 TEST(DoctorMachine, LinkAndToolkitOfAGpu) {
-  GpuFacts gpu = card();
+  GpuInfo gpu = card();
   gpu.cards[0].link_now = "16.0 GT/s × 4";
   gpu.toolkit_cuda = 12060;  // a minor version ahead runs
   Findings findings = check_gpu(gpu, {});

@@ -7,9 +7,7 @@
 #include <vector>
 
 #include "spillway/units.h"
-#include "tools/doctor/file_system.h"
-#include "tools/doctor/path_checks.h"
-#include "tools/doctor/probe_check.h"
+#include "tools/doctor/checks.h"
 
 namespace spillway::doctor {
 namespace {
@@ -27,13 +25,13 @@ Finding of(const Findings& findings, const std::string& check) {
   return {};
 }
 
-PathFacts healthy() {
-  PathFacts facts;
+PathInfo healthy() {
+  PathInfo facts;
   facts.path = facts.directory = "/mnt/nvme/spillway";
   facts.mount = {.type = "ext4", .source = "/dev/nvme0n1p1", .options = "rw,relatime", .point = "/mnt/nvme"};
   facts.drive.name = "nvme0n1";
   facts.drive.model = "Fast Drive 2TB";
-  DiskFacts disk;
+  DiskInfo disk;
   disk.drive = facts.drive;
   disk.drive.link_now = disk.drive.link_most = disk.slot_most = "16.0 GT/s × 4";
   disk.drive.celsius = 41;
@@ -60,12 +58,12 @@ TEST(DoctorPath, AHealthyPathIsFine) {
 TEST(DoctorPath, WhatIsTakenAwayIsNamedWithItsRepair) {
   struct Case {
     const char* name;
-    void (*take_away)(PathFacts&);
+    void (*take_away)(PathInfo&);
     const char* check;
     Status status;
     const char *seen, *repair;
   };
-  const auto fail_with = [](PathFacts& f, int error) {
+  const auto fail_with = [](PathInfo& f, int error) {
     f.written = f.intact = f.direct = false;
     f.engine = "";
     f.failed = ErrorParts{"x", "cannot be created", error, ""};
@@ -73,77 +71,77 @@ TEST(DoctorPath, WhatIsTakenAwayIsNamedWithItsRepair) {
   static const auto fail = fail_with;
   const Case cases[] = {
       {"not there",
-       [](PathFacts& f) {
+       [](PathInfo& f) {
          f.directory.clear();
          fail(f, ENOENT);
        },
        "path", Status::kBroken, "No such file", "mkdir -p /mnt/nvme/spillway"},
       {"closed",
-       [](PathFacts& f) {
+       [](PathInfo& f) {
          f.directory.clear();
          fail(f, EACCES);
        },
        "path", Status::kBroken, "Permission denied", "chown"},
       {"to be made where only another may",
-       [](PathFacts& f) {
+       [](PathInfo& f) {
          f.directory = "/mnt";
          fail(f, EACCES);
        },
        "writing", Status::kBroken, "Permission denied",
        "sudo mkdir -p /mnt/nvme/spillway && sudo chown $USER /mnt/nvme/spillway"},
-      {"read-only", [](PathFacts& f) { fail(f, EROFS); }, "writing", Status::kBroken, "Read-only",
+      {"read-only", [](PathInfo& f) { fail(f, EROFS); }, "writing", Status::kBroken, "Read-only",
        "remount,rw /mnt/nvme"},
-      {"another's", [](PathFacts& f) { fail(f, EACCES); }, "writing", Status::kBroken, "Permission denied", "chown"},
-      {"failing drive", [](PathFacts& f) { fail(f, EIO); }, "writing", Status::kBroken, "Input/output", "dmesg"},
-      {"limit", [](PathFacts& f) { fail(f, EFBIG); }, "writing", Status::kBroken, "File too large", "ulimit -f"},
-      {"a lie", [](PathFacts& f) { f.intact = false; }, "writing", Status::kBroken, "not what was written", "smartctl"},
+      {"another's", [](PathInfo& f) { fail(f, EACCES); }, "writing", Status::kBroken, "Permission denied", "chown"},
+      {"failing drive", [](PathInfo& f) { fail(f, EIO); }, "writing", Status::kBroken, "Input/output", "dmesg"},
+      {"limit", [](PathInfo& f) { fail(f, EFBIG); }, "writing", Status::kBroken, "File too large", "ulimit -f"},
+      {"a lie", [](PathInfo& f) { f.intact = false; }, "writing", Status::kBroken, "not what was written", "smartctl"},
       {"full",
-       [](PathFacts& f) {
+       [](PathInfo& f) {
          f.written = false;
          f.failed = ErrorParts{"x", "cannot reserve", ENOSPC, ""};
          f.free_bytes = 0;
        },
        "space", Status::kBroken, "0 B free", "sudo du -xh --max-depth=2 /mnt/nvme"},
       {"over quota",
-       [](PathFacts& f) {
+       [](PathInfo& f) {
          f.written = false;
          f.failed = ErrorParts{"x", "cannot reserve", EDQUOT, ""};
          f.quota_left = 0;
        },
        "space", Status::kBroken, "quota leaves 0 B", "setquota"},
-      {"no direct I/O", [](PathFacts& f) { f.direct = false; }, "direct I/O", Status::kSlower, "grants none", "ext4"},
-      {"zeros", [](PathFacts& f) { f.remarks = {"the file system cannot reserve space; writing"}; }, "reserving",
+      {"no direct I/O", [](PathInfo& f) { f.direct = false; }, "direct I/O", Status::kSlower, "grants none", "ext4"},
+      {"zeros", [](PathInfo& f) { f.remarks = {"the file system cannot reserve space; writing"}; }, "reserving",
        Status::kSlower, "cannot reserve", "ext4"},
-      {"cow", [](PathFacts& f) { f.remarks = {"copy-on-write could not be switched off"}; }, "copy-on-write",
+      {"cow", [](PathInfo& f) { f.remarks = {"copy-on-write could not be switched off"}; }, "copy-on-write",
        Status::kSlower, "cannot", "chattr +C"},
       {"slot of fewer lanes",
-       [](PathFacts& f) {
+       [](PathInfo& f) {
          f.disks[0].drive.link_now = "8.0 GT/s × 4";
          f.disks[0].slot_most = "8.0 GT/s × 4";
        },
        "link", Status::kSlower, "8.0 GT/s", "another slot"},
-      {"slot set low", [](PathFacts& f) { f.disks[0].drive.link_now = "16.0 GT/s × 2"; }, "link", Status::kSlower,
-       "× 2", "reseat"},
-      {"platters", [](PathFacts& f) { f.drive.rotational = true; }, "drive", Status::kSlower, "rotating", "SSD"},
+      {"slot set low", [](PathInfo& f) { f.disks[0].drive.link_now = "16.0 GT/s × 2"; }, "link", Status::kSlower, "× 2",
+       "reseat"},
+      {"platters", [](PathInfo& f) { f.drive.rotational = true; }, "drive", Status::kSlower, "rotating", "SSD"},
       {"encrypted",
-       [](PathFacts& f) {
+       [](PathInfo& f) {
          f.encrypted = true;
          f.drive.name = "dm-0";
        },
        "drive", Status::kSlower, "dm-crypt", "cryptsetup refresh"},
-      {"worn out", [](PathFacts& f) { f.disks[0].percent_used = 104; }, "wear", Status::kSlower, "104 %", "another"},
-      {"hot", [](PathFacts& f) { f.disks[0].drive.celsius = 84; }, "heat", Status::kSlower, "84 °C", "heat sink"},
-      {"hanging", [](PathFacts& f) { f.hung = "write of 4096 bytes has made no progress"; }, "hanging", Status::kBroken,
+      {"worn out", [](PathInfo& f) { f.disks[0].percent_used = 104; }, "wear", Status::kSlower, "104 %", "another"},
+      {"hot", [](PathInfo& f) { f.disks[0].drive.celsius = 84; }, "heat", Status::kSlower, "84 °C", "heat sink"},
+      {"hanging", [](PathInfo& f) { f.hung = "write of 4096 bytes has made no progress"; }, "hanging", Status::kBroken,
        "no progress", "dmesg"},
       {"broken probe",
-       [](PathFacts& f) {
+       [](PathInfo& f) {
          f.probe_failed = ErrorParts{"x", "write failed", EIO, ""};
        },
        "probe", Status::kBroken, "write failed (Input/output error)", "smartctl"},
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(c.name);
-    PathFacts facts = healthy();
+    PathInfo facts = healthy();
     c.take_away(facts);
     const Findings findings = check_path(facts, {});
     const Finding finding = of(findings, c.check);
@@ -156,7 +154,7 @@ TEST(DoctorPath, WhatIsTakenAwayIsNamedWithItsRepair) {
 }
 
 TEST(DoctorPath, LinkSaysHowMuchIsLost) {
-  PathFacts facts = healthy();
+  PathInfo facts = healthy();
   facts.disks[0].drive.link_now = "8.0 GT/s × 2";
   EXPECT_EQ(of(check_path(facts, {}), "link").slower_by, "at most 2.0 instead of 7.9 GB/s");
   EXPECT_NEAR(link_gb_per_s("5.0 GT/s × 4").value_or(0), 2.0, 1e-9);
@@ -165,37 +163,37 @@ TEST(DoctorPath, LinkSaysHowMuchIsLost) {
 }
 
 TEST(DoctorPath, SpaceIsJudgedByTheStore) {
-  PathFacts facts = healthy();
-  Need need;
-  need.paths = {facts.path};
-  need.store_bytes = 500 * kGiB;
-  EXPECT_EQ(of(check_path(facts, need), "space").status, Status::kOk);
-  *need.store_bytes += 1;
-  EXPECT_EQ(of(check_path(facts, need), "space").status, Status::kBroken);
+  PathInfo facts = healthy();
+  RunRequirements required;
+  required.paths = {facts.path};
+  required.store_bytes = 500 * kGiB;
+  EXPECT_EQ(of(check_path(facts, required), "space").status, Status::kOk);
+  *required.store_bytes += 1;
+  EXPECT_EQ(of(check_path(facts, required), "space").status, Status::kBroken);
   facts.store_bytes = 1;  // an old store makes room for the new one
-  EXPECT_EQ(of(check_path(facts, need), "space").status, Status::kOk);
+  EXPECT_EQ(of(check_path(facts, required), "space").status, Status::kOk);
   facts.quota_left = 10 * kGiB;
-  EXPECT_EQ(of(check_path(facts, need), "space").status, Status::kBroken);
+  EXPECT_EQ(of(check_path(facts, required), "space").status, Status::kBroken);
 }
 
 TEST(DoctorPath, PathsShareAStore) {
-  std::vector<PathFacts> paths = {healthy(), healthy()};
+  std::vector<PathInfo> paths = {healthy(), healthy()};
   paths[1].path = paths[1].directory = "/mnt/other";
   paths[1].disks[0].drive.name = "nvme1n1";
-  Need need;
-  need.paths = {paths[0].path, paths[1].path};
-  need.store_bytes = 1000 * kGiB;
-  EXPECT_EQ(of(check_paths(paths, need, {}), "space").status, Status::kOk);
-  EXPECT_EQ(of(check_path(paths[0], need), "space").status, Status::kOk);  // alone it would not be
-  *need.store_bytes += 1;
-  EXPECT_EQ(of(check_paths(paths, need, {}), "space").status, Status::kBroken);
-  EXPECT_EQ(find(check_paths(paths, need, {}), "paths"), nullptr);
+  RunRequirements required;
+  required.paths = {paths[0].path, paths[1].path};
+  required.store_bytes = 1000 * kGiB;
+  EXPECT_EQ(of(check_paths(paths, required, {}), "space").status, Status::kOk);
+  EXPECT_EQ(of(check_path(paths[0], required), "space").status, Status::kOk);  // alone it would not be
+  *required.store_bytes += 1;
+  EXPECT_EQ(of(check_paths(paths, required, {}), "space").status, Status::kBroken);
+  EXPECT_EQ(find(check_paths(paths, required, {}), "paths"), nullptr);
   paths[1].disks[0].drive.name = "nvme0n1";
-  EXPECT_THAT(of(check_paths(paths, need, {}), "paths").seen, HasSubstr("on the same drive, nvme0n1"));
+  EXPECT_THAT(of(check_paths(paths, required, {}), "paths").seen, HasSubstr("on the same drive, nvme0n1"));
 }
 
 TEST(DoctorPath, DriveGpuAndThreadsBelongOnOneNode) {
-  std::vector<PathFacts> paths = {healthy()};
+  std::vector<PathInfo> paths = {healthy()};
   paths[0].disks[0].node = 0;
   EXPECT_EQ(find(check_paths(paths, {}, {.gpu = 0, .cpus = {0, 1}}), "numa"), nullptr);
   EXPECT_EQ(find(check_paths(paths, {}, {.gpu = {}, .cpus = {0}}), "numa"), nullptr);
@@ -238,8 +236,8 @@ TEST(DoctorPath, FileSystems) {
   }
 }
 
-ProbeFacts steady() {
-  ProbeFacts probe;
+ProbeInfo steady() {
+  ProbeInfo probe;
   probe.interval_seconds = 0.1;
   probe.rates.assign(40, 3e9);
   probe.written_bytes = 12'000'000'000;
@@ -249,7 +247,7 @@ ProbeFacts steady() {
 }
 
 TEST(DoctorPath, ARateThatHoldsIsFine) {
-  ProbeFacts probe = steady();
+  ProbeInfo probe = steady();
   EXPECT_EQ(judge_probe(probe, {}, "/mnt").status, Status::kOk);
   for (std::size_t i = 30; i < 40; ++i) probe.rates[i] = 2.5e9;  // a fifth is a mood
   EXPECT_EQ(judge_probe(probe, {}, "/mnt").status, Status::kOk);
@@ -258,9 +256,9 @@ TEST(DoctorPath, ARateThatHoldsIsFine) {
 }
 
 TEST(DoctorPath, ARateThatFallsIsMeasuredAndExplained) {
-  ProbeFacts probe = steady();
+  ProbeInfo probe = steady();
   for (std::size_t i = 20; i < 40; ++i) probe.rates[i] = 6e8;
-  drive::DriveFacts drive;
+  drive::DriveInfo drive;
   Finding finding = judge_probe(probe, drive, "/mnt");
   EXPECT_EQ(finding.status, Status::kSlower);
   EXPECT_EQ(finding.slower_by, "3.00 GB/s in the first 0.8 s of writing, 0.60 in the last: 80 % less, from 5.6 GiB on");
@@ -276,7 +274,7 @@ TEST(DoctorPath, ARateThatFallsIsMeasuredAndExplained) {
 }
 
 TEST(DoctorPath, HeatIsAWarningOfItsOwn) {
-  ProbeFacts probe = steady();
+  ProbeInfo probe = steady();
   probe.celsius_after = 82;
   EXPECT_EQ(judge_probe(probe, {}, "/mnt").status, Status::kOk);  // of a drive that names no limit
   probe.celsius_limit = 84;

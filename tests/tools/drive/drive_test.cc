@@ -39,7 +39,7 @@ TEST_F(DriveOfASystem, NvmeSaysModelLinkAndTemperature) {
   write(pci / "max_link_width", "4");
   link("dev/block/259:2", block / "nvme0n1p2");
 
-  const DriveFacts drive = drive_of(259, 2, root_);
+  const DriveInfo drive = drive_of(259, 2, root_);
   EXPECT_EQ(drive.name, "nvme0n1");
   EXPECT_EQ(drive.model, "Fast Drive 2TB");
   EXPECT_EQ(drive.firmware, "1B2Q");
@@ -60,7 +60,7 @@ TEST_F(DriveOfASystem, NvmeSaysModelLinkAndTemperature) {
 TEST_F(DriveOfASystem, DriveCountsWhatItMoves) {
   write("block/vda/stat",
         "  8690431 1092799 3000 17797071 7709770 1325405 1000 9906230 67 1440584 27829509 0 0 0 0 1 2");
-  DriveFacts drive;
+  DriveInfo drive;
   EXPECT_FALSE(moved_bytes(drive, root_).has_value());
   drive.name = "vda";
   EXPECT_EQ(moved_bytes(drive, root_), 4000u * 512);
@@ -73,7 +73,7 @@ TEST_F(DriveOfASystem, RaidNamesItsParts) {
   write("devices/virtual/block/md0/md/level", "raid0");
   for (const char* part : {"nvme1n1", "nvme0n1"}) write(fs::path("devices/virtual/block/md0/slaves") / part, "");
   link("dev/block/9:0", "devices/virtual/block/md0");
-  const DriveFacts drive = drive_of(9, 0, root_);
+  const DriveInfo drive = drive_of(9, 0, root_);
   EXPECT_EQ(drive.name, "md0");
   EXPECT_EQ(drive.model, "raid0");
   EXPECT_EQ(drive.parts, (std::vector<std::string>{"nvme0n1", "nvme1n1"}));
@@ -110,7 +110,7 @@ TEST_F(DriveOfASystem, MountOfAPathIsTheLastLongestOne) {
       "/a\\040b rw,noatime - xfs /dev/nvme0n1p1 rw,logbufs=8\n"
       "32 30 0:50 / " +
       root + "/a rw - tmpfs none rw\n";
-  const MountFacts mount = mount_of(root_ / "a b/c", mountinfo);
+  const MountInfo mount = mount_of(root_ / "a b/c", mountinfo);
   EXPECT_EQ(mount.type, "xfs");
   EXPECT_EQ(mount.source, "/dev/nvme0n1p1");
   EXPECT_EQ(mount.options, "rw,noatime,rw,logbufs=8");

@@ -117,7 +117,7 @@ TEST_F(DriveLoad, HeldItGoesOnUncountedBehindItsWindow) {
 TEST_F(DriveLoad, EveryEngineReadsWhatWasFilled) {
   TestFile file = filled_file();
   const LoadFile files[] = {{&file.file(), kBytes, 0}};
-  for (const auto engine : {IoEngineKind::kIoUring, IoEngineKind::kLibaio, IoEngineKind::kThreads}) {
+  for (const IoEngineKind engine : kIoEngines) {
     for (const bool fixed : {true, false}) {
       LoadSpec spec{.engine = engine, .fixed_buffers = fixed, .block_bytes = 512 * kKiB, .depth = 3};
       spec.most_bytes = 2 * kBytes;
@@ -184,7 +184,7 @@ TEST_F(DriveLoad, FileThatEndsEarlyIsAnErrorThatNamesIt) {
   spec.most_bytes = 2 * kBytes;
   try {
     run_load(files, memory_.bytes(), spec);
-    FAIL() << "read behind the end of a file";
+    FAIL() << "read beyond the end of a file";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Code::kIo);
     EXPECT_NE(std::string(error.what()).find("offset 16777216"), std::string::npos) << error.what();

@@ -45,7 +45,8 @@ class PreparedTest : public ::testing::Test {
                {"documents", "3"},
                {"targets", "5"},
                {"dtype", "\"uint16\""},
-               {"largest_token", "299"}};
+               {"largest_token", "299"},
+               {"tokenizer", R"({"name": "x"})"}};
     sums();
   }
   void sums() {
@@ -53,7 +54,7 @@ class PreparedTest : public ::testing::Test {
   }
   void write() {
     for (const auto& [name, bytes] : bytes_) put(name + ".bin", bytes);
-    std::string text = "{\"part\": \"train\", \"tokenizer\": {\"name\": \"x\"}";
+    std::string text = "{\"part\": \"train\"";
     for (const auto& [key, value] : header_) text += fmt::format(", \"{}\": {}", key, value);
     put("header.json", text + "}\n");
   }
@@ -70,7 +71,7 @@ class PreparedTest : public ::testing::Test {
                Code code = Code::kInvalidArgument) {
     const Error error = spillway::testing::error_of(work);
     EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_EQ(error.parts().object, folder_ / object);
+    EXPECT_EQ(error.parts().object, object.empty() ? folder_.path() : folder_ / object);
     EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
     EXPECT_FALSE(error.parts().hint.empty());
   }
@@ -138,6 +139,19 @@ TEST_F(PreparedTest, AHeaderOfAnotherKindIsRefused) {
   with("dtype", "\"int8\"", "\"dtype\" is neither");
   with("largest_token", "300", "token 300 is outside the model's vocabulary of 300");
   with("largest_token", "{", "not valid JSON");
+}
+
+TEST_F(PreparedTest, AModelWithAnotherTokenizerIsRefused) {
+  header_["tokenizer"] = fmt::format(
+      R"({{"name": "x", "sha256": {{"tokenizer.json": "{}", "tokenizer_config.json": ""}}}})", sum_of("words"));
+  write();
+  const PreparedData data = opened();
+  EXPECT_NO_THROW(data.check_tokenizer(folder_.path())) << "there is none";
+  put("tokenizer_config.json", "of no weight");
+  put("tokenizer.json", "words");
+  EXPECT_NO_THROW(data.check_tokenizer(folder_.path()));
+  put("tokenizer.json", "other words");
+  refused("", "another tokenizer (\"x\")", [&] { data.check_tokenizer(folder_.path()); });
 }
 
 TEST_F(PreparedTest, AFileThatIsMissingOrOfAnotherLengthIsRefused) {

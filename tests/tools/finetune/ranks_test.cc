@@ -1,4 +1,4 @@
-// What several ranks settle with each other, as threads of this process.
+// What several ranks agree on, as threads of this process.
 #include "tools/finetune/ranks.h"
 
 #include <gmock/gmock.h>

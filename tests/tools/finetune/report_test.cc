@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 namespace spillway::models::finetune {
 namespace {
 
@@ -19,7 +21,7 @@ TEST(ReportTest, LedgerTotalsEveryTierAndSaysWhatIsLeft) {
 }
 
 TEST(ReportTest, StepLineNamesTheSlowestLinkAndTheLargestCausesOfTheStall) {
-  StepFacts facts;
+  StepInfo facts;
   facts.report.seconds = 6;
   facts.report.link = "compute";
   facts.report.link_percent = 64.2;
@@ -33,7 +35,7 @@ TEST(ReportTest, StepLineNamesTheSlowestLinkAndTheLargestCausesOfTheStall) {
 }
 
 TEST(ReportTest, JsonLineHasTheFieldsInOrder) {
-  StepFacts facts;
+  StepInfo facts;
   facts.report.step = 3;
   facts.report.link = "nvme";
   facts.report.durable_step = 2;
@@ -51,6 +53,16 @@ TEST(ReportTest, JsonLineHasTheFieldsInOrder) {
       "\"visits\":0,\"visit_hits\":0,\"tile_bytes\":0,\"tile_hit_bytes\":0,\"speculative_blocks\":0,\"taken_back\":"
       "false}"
       "\n");
+}
+
+TEST(ReportTest, AnEvaluationSaysItsLossToTheLastDigit) {
+  const EvaluationInfo facts{.step = 50, .loss = 5.7133147319157915, .tokens = 630, .seconds = 1.5, .best = true};
+  EXPECT_EQ(evaluation_text(facts, 300),
+            "evaluation at step 50/300  loss 5.7133  perplexity 302.9  1.50 s  630 tokens  best so far");
+  EXPECT_EQ(evaluation_json(facts),
+            "{\"step\":50,\"eval_loss\":5.7133147319157915,\"perplexity\":302.87335,\"eval_tokens\":630,"
+            "\"eval_seconds\":1.500000,\"best\":true}\n");
+  EXPECT_TRUE(evaluation_json({.loss = NAN}).starts_with("{\"step\":0,\"eval_loss\":null,\"perplexity\":null,"));
 }
 
 }  // namespace

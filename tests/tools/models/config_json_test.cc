@@ -17,7 +17,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// The error's text behind the file's name.
+// The error's text after the file's name.
 std::string refusal(const std::function<void()>& what) {
   try {
     what();

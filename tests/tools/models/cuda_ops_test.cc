@@ -78,7 +78,9 @@ class GpuEngine final : public Engine {
   void finish_save() override { refuse(); }
   void load_snapshot(const std::filesystem::path&) override { refuse(); }
   void read_values(ParameterValues, std::uint32_t, std::uint32_t, const WeightSink&) override { refuse(); }
-  void write_values(ParameterValues, std::uint32_t, std::uint32_t, const WeightSource&) override { refuse(); }
+  void write_values(ParameterValues, std::uint32_t, std::uint32_t, std::span<const float>, std::uint32_t) override {
+    refuse();
+  }
 
  protected:
   const void* weight_address(std::uint32_t, std::uint32_t) const override { refuse(); }
@@ -176,11 +178,85 @@ TEST(GpuFusion, GeluIsComputedWhereItWasAskedFor) {
   EXPECT_EQ(after(Fusion::kAuto), gpu.major == 9 || gpu.major == 10 ? inside : apart) << said;
 }
 
+// What a model that writes text asks for: a row, in pieces of any length, one token at a time in the end, and the
+// logits of each piece's last token.
+TEST(GpuForwardAlone, PiecesOfARowAreTheRow) {
+  if (const std::string why = why_not(); !why.empty()) GTEST_SKIP() << why;
+  for (const Variant& variant : ops_variants()) {
+    SCOPED_TRACE(variant.name);
+    Shape shape{.type = variant.type,
+                .batch = 1,
+                .sequence = 100,
+                .width = 72,
+                .heads = 4,
+                .inner = 40,
+                .vocabulary = 203,
+                .key_heads = 2,
+                .head_size = 32,
+                .slice = 64,
+                .forward_alone = true};
+    Bench bench(shape, variant, 1);
+    Random random(shape.type);
+    const std::uint32_t pieces[] = {37, 1, 60, 1, 1};
+    const std::size_t m = shape.sequence, width = shape.width, qkv_width = shape.qkv_width(), words = shape.vocabulary;
+    const std::size_t query = shape.query_width(), key = query / 2, element = size_of(shape.type);
+    const auto x = random.values(m * width, 0.5), table = random.values(words * width, 0.5);
+    const auto weight = random.values(query * width, 0.5), qkv = random.values(m * qkv_width);
+    const auto *x_device = bench.tensor(x), *table_device = bench.tensor(table), *weight_device = bench.tensor(weight);
+    const auto* qkv_device = bench.tensor(qkv);
+    std::byte *y = bench.output(m * query), *out = bench.output(m * query);
+    // Keys and values of the row, as far as it goes.
+    std::byte* pairs = bench.output(m * 2 * key);
+    float *logits[5], *log_sums = bench.log_sums();
+    for (float*& of_piece : logits) of_piece = bench.floats(words);
+    for (std::uint32_t first = 0, i = 0; i < 5; first += pieces[i++]) {
+      const std::uint32_t count = pieces[i];
+      const std::byte* rows = x_device + first * width * element;
+      bench.run(Linear{.in = shape.width,
+                       .out = static_cast<std::uint32_t>(query),
+                       .x = rows,
+                       .weight = weight_device,
+                       .bias = nullptr,
+                       .residual = nullptr,
+                       .y = y + first * query * element,
+                       .layout = Layout::kOutIn,
+                       .count = count});
+      const std::byte* own = qkv_device + first * qkv_width * element;
+      bench.run(CopyRows{own + query * element, qkv_width, pairs + first * 2 * key * element, 2 * key,
+                         static_cast<std::uint32_t>(2 * key), count});
+      bench.run(Attention{
+          .qkv = own,
+          .out = out + first * query * element,
+          .log_sums = log_sums,
+          .rules = {.window = 30, .soft_cap = 5},
+          .part = {.keys = pairs, .values = pairs + key * element, .stride = 2 * key, .first = first, .count = count}});
+      bench.run(Logits{rows + (count - 1) * width * element, table_device, logits[i], 4.0f, 1});
+    }
+    const auto products = product(
+        m, query, width, [&](auto i, auto k) { return x[i * width + k]; },
+        [&](auto k, auto j) { return weight[j * width + k]; });
+    expect_close(bench.read(y, m * query), products, shape.type, variant.tolerances.product, "y");
+    const auto expected = attention_reference(shape, qkv, Doubles(m * query, 0.0), {.window = 30, .soft_cap = 5});
+    expect_close(bench.read(out, m * query), expected.out, shape.type, variant.tolerances.attention, "out");
+    for (std::size_t i = 0, last = 0; i < 5; ++i) {
+      last += pieces[i];
+      Doubles capped;
+      for (std::size_t word = 0; word < words; ++word) {
+        double sum = 0;
+        for (std::size_t c = 0; c < width; ++c) sum += x[(last - 1) * width + c] * table[word * width + c];
+        capped.push_back(4 * std::tanh(sum / 4));
+      }
+      expect_close(bench.read(logits[i], words, DType::kFloat32), capped, DType::kFloat32, variant.tolerances.product,
+                   "logits");
+    }
+  }
+}
+
 }  // namespace
 
 // In 16 bits tensor cores add products with fewer guard bits than fp32 has; probabilities and gradients of scores and
 // logits are rounded to the tensor type where they enter a product, terms of a sum each off by up to half an ulp;
-// cuBLASLt rounds products of unaligned rows before it adds their bias, as seen on an H100; and gelu behind a product
+// cuBLASLt rounds products of unaligned rows before it adds their bias, as seen on an H100; and gelu after a product
 // may take the GPU's approximate tanh, off by 2^-11, which its derivative multiplies by up to 10.
 std::vector<Variant> ops_variants() {
   const Tolerances bf16{.product = 2e-5,

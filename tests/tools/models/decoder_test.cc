@@ -324,12 +324,12 @@ TEST(ModelsDecoder, RefusesByNameWhatItDoesNotCompute) {
 }
 
 TEST(ModelsDecoder, TakesWhatChangesNothing) {
-  for (const char* family : {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"})
-    EXPECT_EQ(
-        refusal(family, R"("architectures": ["X"], "torch_dtype": "bfloat16", "bos_token_id": 1, "use_cache": true,
+  for (const std::string_view family : decoder_families())
+    EXPECT_EQ(refusal(std::string(family),
+                      R"("architectures": ["X"], "torch_dtype": "bfloat16", "bos_token_id": 1, "use_cache": true,
       "eos_token_id": [1, 2], "initializer_range": 0.02, "transformers_version": "5.0", "unheard_of": null,
       "attention_dropout": 0.0)"),
-        "accepted");
+              "accepted");
   EXPECT_EQ(refusal("gemma3_text", R"("_sliding_window_pattern": 6, "use_bidirectional_attention": false,
     "layer_types": ["full_attention", "sliding_attention"])"),
             "accepted");

@@ -135,6 +135,7 @@ class FakeEngine final : public Engine {
   using Pushed = std::map<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>, std::vector<std::vector<float>>>;
   const Pushed& pushed() const { return pushed_; }
   int open_leases() const { return open_leases_; }
+  int discarded() const { return discarded_; }  // steps
 
   std::uint64_t current_step() const override { return step_; }
   double loss_scale() const override { return scale; }
@@ -173,10 +174,15 @@ class FakeEngine final : public Engine {
     ++open_leases_;
     return make_lease(block, stream);
   }
-  // Uses come as they were described.
+  // Uses come as they were described, and may begin again.
   ActivationLease acquire_activation(std::uint32_t activation, Access access, Stream& stream) override {
-    const ActivationUse& use = activation_uses_.at(next_use_++ % activation_uses_.size());
-    SPILLWAY_CHECK(use.activation == activation && use.access == access, "uses follow the description");
+    const auto is = [&](std::size_t index) {
+      const ActivationUse& use = activation_uses_.at(index % activation_uses_.size());
+      return use.activation == activation && use.access == access;
+    };
+    if (!is(next_use_)) next_use_ = 0;
+    SPILLWAY_CHECK(is(next_use_), "uses follow the description");
+    ++next_use_;
     ++open_leases_;
     return make_activation_lease(activation, activations_[activation], stream);
   }
@@ -202,7 +208,11 @@ class FakeEngine final : public Engine {
     return report;
   }
   void set_micro_batches(std::uint32_t) override {}
-  void discard_step() override {}
+  void discard_step() override {
+    SPILLWAY_CHECK(open_leases_ == 0, "a lease is still held");
+    next_use_ = 0;
+    ++discarded_;
+  }
   void flush() override {}
   void begin_save(const std::filesystem::path&, const SaveOptions&) override {
     SPILLWAY_CHECK(false, "nothing is saved");
@@ -210,7 +220,7 @@ class FakeEngine final : public Engine {
   void finish_save() override {}
   void load_snapshot(const std::filesystem::path&) override {}
   void read_values(ParameterValues, std::uint32_t, std::uint32_t, const WeightSink&) override {}
-  void write_values(ParameterValues, std::uint32_t, std::uint32_t, const WeightSource&) override {}
+  void write_values(ParameterValues, std::uint32_t, std::uint32_t, std::span<const float>, std::uint32_t) override {}
   void export_weights(bool, const WeightSink& sink) override {
     for (std::uint32_t b = 0; b < weights_.size(); ++b) {
       for (std::uint32_t p = 0; p < weights_[b].size(); ++p) {
@@ -247,7 +257,7 @@ class FakeEngine final : public Engine {
   std::vector<ActivationUse> activation_uses_;
   std::size_t next_use_ = 0;
   std::vector<std::pair<std::uint32_t, Pass>> visits_;
-  int open_leases_ = 0;
+  int open_leases_ = 0, discarded_ = 0;
   std::uint64_t step_ = 0;
   Ledger ledger_;
 };

@@ -110,7 +110,7 @@ TEST_P(OpsTest, LinearAndItsGradientsAreMatrixProducts) {
   bench_->run(Linear{in32, out32, x_device, w_device, bench_->tensor(bias), bench_->tensor(residual), y});
   auto expected = product(
       m, out, in, [&](auto i, auto k) { return x[i * in + k]; }, [&](auto k, auto j) { return weight[k * out + j]; });
-  const Doubles before = rounded_before_bias(expected, in, out);
+  const Doubles before = rounded_before_bias(expected, {in, out});
   Doubles sums = before;  // with the residual, which may be added before the bias
   for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = std::abs(before[i]) + std::abs(before[i] + residual[i]);
   for (std::size_t i = 0; i < m * out; ++i) expected[i] += bias[i % out] + residual[i];
@@ -201,7 +201,7 @@ TEST_P(OpsTest, GeluFollowsTheProductWithItsBias) {
                          bench_->tensor(weight), bench_->tensor(bias), before, after});
   auto expected = product(
       m, out, in, [&](auto i, auto k) { return x[i * in + k]; }, [&](auto k, auto j) { return weight[k * out + j]; });
-  Doubles rounded = rounded_before_bias(expected, in, out);
+  Doubles rounded = rounded_before_bias(expected, {in, out});
   for (std::size_t i = 0; i < m * out; ++i) expected[i] += bias[i % out];
   close(before, expected, tolerances().product, "before", rounded);
   // Of what was rounded or of what was not: apart by a rounding of the argument.

@@ -32,7 +32,7 @@ class OpsMachine {
   virtual Stream& stream() = 0;
   // A piece of the arena, aligned to 64.
   virtual std::byte* allocate(std::size_t bytes) = 0;
-  // Between host memory and the arena, behind everything enqueued; done when they return.
+  // Between host memory and the arena, after everything enqueued; done when they return.
   virtual void put(const void* from, void* to, std::size_t bytes) = 0;
   virtual void get(const void* from, void* to, std::size_t bytes) = 0;
 };
@@ -257,9 +257,11 @@ class OpsTest : public testing::TestWithParam<std::tuple<Variant, NamedShape>> {
              const Doubles& before = {}) const {
     expect_close(bench_->read(memory, expected.size()), expected, shape().type, tolerance, what, before);
   }
-  // What is rounded on the way of `product` to a result with a bias; empty: nothing.
-  Doubles rounded_before_bias(const Doubles& product, std::size_t in, std::size_t out) const {
-    return tolerances().rounds_before_bias && (in % 8 != 0 || out % 8 != 0) ? product : Doubles{};
+  // What is rounded on the way of `product`, with rows, strides and columns of these sizes, to a result with a bias;
+  // empty: nothing.
+  Doubles rounded_before_bias(const Doubles& product, std::initializer_list<std::size_t> sizes) const {
+    const bool aligned = std::all_of(sizes.begin(), sizes.end(), [](std::size_t size) { return size % 8 == 0; });
+    return tolerances().rounds_before_bias && !aligned ? product : Doubles{};
   }
   void close_fp32(const void* memory, const Doubles& expected, double tolerance, const char* what) const {
     expect_close(bench_->read(memory, expected.size(), DType::kFloat32), expected, DType::kFloat32, tolerance, what);

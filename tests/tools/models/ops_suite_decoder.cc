@@ -1,5 +1,4 @@
-// Continues ops_suite.cc: products, attention and the head as decoders other than GPT-2 have them. Skipped where a
-// device refuses their shapes.
+// Continues ops_suite.cc: products, attention and the head as decoders other than GPT-2 have them.
 #include <cstring>
 #include <utility>
 
@@ -44,25 +43,8 @@ Shape apart_shape(DType type) {
   return shape;
 }
 
-// Null where the device does not compute the shape.
-std::unique_ptr<OpsMachine> created(const Variant& variant, const Shape& shape, unsigned threads) {
-  try {
-    return variant.create(shape, threads);
-  } catch (const Error& error) {
-    if (error.code() != Code::kUnsupported) throw;
-    return nullptr;
-  }
-}
-
 class OpsDecoderTest : public OpsTest {
  protected:
-  void SetUp() override {
-    if (const std::string why = why_not(); !why.empty()) GTEST_SKIP() << why;
-    if (created(variant(), named_shape(), 1) == nullptr) GTEST_SKIP() << "the device computes GPT-2 alone";
-    bench_.emplace(named_shape(), variant(), 2);
-  }
-  static Shape named_shape() { return std::get<1>(GetParam()).of(variant().type); }
-
   // Rows `stride` apart, each with `rows`' own columns from `column` on, and 7 besides.
   std::byte* strided(const Doubles& rows, std::size_t columns, std::size_t column, std::size_t stride) {
     Doubles all(tokens() * stride, 7.0);
@@ -105,8 +87,9 @@ void OpsDecoderTest::check_products(std::uint32_t in, std::uint32_t out, Layout 
     return layout == Layout::kInOut ? weight[i * out + o] : weight[o * in + i];
   };
   const auto *x_device = bench_->tensor(x), *w_device = bench_->tensor(weight);
-  const auto close_to = [&](const Doubles& result, const Doubles& expected, const char* what) {
-    expect_close(result, expected, shape().type, tolerances().product, what);
+  const auto close_to = [&](const Doubles& result, const Doubles& expected, const char* what,
+                            const Doubles& before = {}) {
+    expect_close(result, expected, shape().type, tolerances().product, what, before);
   };
   const Doubles alone = product(
       m, out, in, [&](auto i, auto k) { return x[i * in + k]; }, w);
@@ -126,10 +109,13 @@ void OpsDecoderTest::check_products(std::uint32_t in, std::uint32_t out, Layout 
   };
   Doubles expected = alone;
   if (layout == Layout::kOutIn) close_to(y(false, nullptr), expected, "y without a bias");
+  Doubles before = rounded_before_bias(alone, {in, out, column, stride});
   for (std::size_t i = 0; i < m * out; ++i) expected[i] += bias[i % out];
-  close_to(y(true, nullptr), expected, "y");
+  close_to(y(true, nullptr), expected, "y", before);
+  // The residual may be added before the bias.
+  for (std::size_t i = 0; i < before.size(); ++i) before[i] = std::abs(alone[i]) + std::abs(alone[i] + residual[i]);
   for (std::size_t i = 0; i < m * out; ++i) expected[i] += residual[i];
-  close_to(y(true, &residual), expected, "y over its residual");
+  close_to(y(true, &residual), expected, "y over its residual", before);
 
   std::byte* dy_device = at(strided(dy, out, column, stride), column);
   expected = product(
@@ -331,9 +317,10 @@ void OpsDecoderTest::check_head(float soft_cap, const std::vector<std::uint32_t>
   const HeadReference expected = head_reference(shape(), x, table, targets, scale, soft_cap);
   const auto *x_device = bench_->tensor(x), *table_device = bench_->tensor(table);
   std::byte* dx = bench_->output(m * width);
-  float *losses = bench_->floats(m), *dtable = bench_->floats(words * width);
+  float *losses = bench_->floats(m), *alone = bench_->floats(m), *dtable = bench_->floats(words * width);
   const auto* targets_device = bench_->tokens(targets);
   bench_->run(HeadLoss{x_device, targets_device, table_device, scale, losses, dx, dtable, false, soft_cap});
+  bench_->run(HeadLoss{x_device, targets_device, table_device, scale, alone, nullptr, nullptr, false, soft_cap});
   const Doubles losses_read = bench_->read(losses, m, DType::kFloat32), dx_read = bench_->read(dx, m * width);
   for (std::size_t i = 0; i < m; ++i) {
     if (targets[i] != kNoTarget) continue;
@@ -341,6 +328,7 @@ void OpsDecoderTest::check_head(float soft_cap, const std::vector<std::uint32_t>
     for (std::size_t c = 0; c < width; ++c) ASSERT_EQ(dx_read[i * width + c], 0) << i;
   }
   expect_close(losses_read, expected.losses, DType::kFloat32, 1e-5, "losses");
+  EXPECT_EQ(bench_->read(alone, m, DType::kFloat32), losses_read) << "without gradients";
   expect_close(dx_read, expected.dx, shape().type, tolerances().head, "dx");
   const Doubles once = bench_->read(dtable, words * width, DType::kFloat32);
   expect_close(once, expected.dtoken_weight, tolerances().dlogits, tolerances().head, "gradient of the table");
@@ -369,7 +357,7 @@ TEST_P(OpsDecoderTest, TokensWithoutATargetHaveNoLossAndNoGradient) {
   }
 }
 
-// Bytes of everything that the operations leave, one behind the other.
+// Bytes of everything that the operations leave, one after the other.
 std::vector<std::byte> all_results(Bench& bench) {
   const Shape& shape = bench.shape;
   Random random(shape.type);

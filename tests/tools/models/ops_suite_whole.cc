@@ -104,11 +104,15 @@ void check_head(Bench& bench, Random& random, const Tolerances& tolerances) {
   const float scale = 1.0f / static_cast<float>(m);
   std::byte* dx = bench.tensor(x);  // dx lies over x
   float* dwte_device = bench.fp32_tensor(Doubles(vocabulary * width, 1.0));
-  float* losses = bench.floats(m);
-  bench.run(HeadLoss{dx, bench.tokens(targets), bench.tensor(wte), scale, losses, dx, dwte_device, true});
+  float *losses = bench.floats(m), *alone = bench.floats(m);
+  const auto* targets_device = bench.tokens(targets);
+  const auto* wte_device = bench.tensor(wte);
+  bench.run(HeadLoss{dx, targets_device, wte_device, scale, alone, nullptr, nullptr, false});
+  bench.run(HeadLoss{dx, targets_device, wte_device, scale, losses, dx, dwte_device, true});
   const HeadReference expected = head_reference(bench.shape, x, wte, targets, scale);
   const auto fp32 = [&](const void* memory, std::size_t count) { return bench.read(memory, count, DType::kFloat32); };
   expect_close(fp32(losses, m), expected.losses, DType::kFloat32, 1e-5, "losses");
+  EXPECT_EQ(fp32(alone, m), fp32(losses, m)) << "without gradients";
   expect_close(bench.read(dx, m * width), expected.dx, bench.shape.type, tolerances.head, "dx");
   auto result = fp32(dwte_device, vocabulary * width);
   for (auto& v : result) v -= 1;
@@ -118,7 +122,7 @@ void check_head(Bench& bench, Random& random, const Tolerances& tolerances) {
 
 TEST_P(OpsTest, HeadLossIsCrossEntropyOverTheVocabulary) { check_head(*bench_, random_, tolerances()); }
 
-// Bytes of everything that the operations leave, one behind the other.
+// Bytes of everything that the operations leave, one after the other.
 std::vector<std::byte> all_results(Bench& bench) {
   Random random(bench.shape.type);
   const std::size_t m = bench.shape.tokens(), width = bench.shape.width, inner = bench.shape.inner,

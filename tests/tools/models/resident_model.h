@@ -3,9 +3,11 @@
 
 #include <cstdint>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "tests/tools/models/fake_engine.h"
+#include "tools/models/config_json.h"
 #include "tools/models/gpt2/model.h"
 #include "tools/models/trainer.h"
 
@@ -20,6 +22,23 @@ inline ModelConfig tiny_model() {
   model.positions = 80;
   model.vocabulary = 150;
   return model;
+}
+
+// Norms of heads and biases; norms after, soft caps and windows; one tensor for several products.
+inline TrainedModel tiny_decoder(const char* family, const std::string& more) {
+  const std::string text = std::string(R"({"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80,
+      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 90,
+      "max_position_embeddings": 128, "model_type": ")") +
+                           family + "\"" + more + "}";
+  return trained_model(ConfigJson(text, family), 20);
+}
+
+inline std::vector<TrainedModel> tiny_decoders() {
+  return {tiny_decoder("qwen3", R"(, "attention_bias": true, "tie_word_embeddings": true)"),
+          tiny_decoder("llama", R"(, "attention_bias": true, "mlp_bias": true)"),
+          tiny_decoder("gemma2", R"(, "sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16,
+              "final_logit_softcapping": 4.0, "hidden_activation": "gelu_pytorch_tanh")"),
+          tiny_decoder("phi3", R"(, "partial_rotary_factor": 0.5, "tie_word_embeddings": false)")};
 }
 
 struct Resident {

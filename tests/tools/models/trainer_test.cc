@@ -12,6 +12,7 @@
 
 #include "tests/tools/models/resident_model.h"
 #include "tools/models/config_json.h"
+#include "tools/models/lora.h"
 
 namespace spillway::models {
 namespace {
@@ -30,13 +31,17 @@ void expect_derivatives(Resident& run, const std::vector<std::uint32_t>& rows) {
   run.trainer.run_step(rows);
   std::vector<std::vector<std::vector<float>>> gradients(run.weights.size());
   for (std::uint32_t b = 0; b < run.weights.size(); ++b) {
-    for (std::uint32_t p = 0; p < run.weights[b].size(); ++p) gradients[b].push_back(run.engine.gradient(b, p));
+    for (std::uint32_t p = 0; p < run.weights[b].size(); ++p) {
+      const bool trained = run.description.blocks[b].parameters[p].trainable;
+      gradients[b].push_back(trained ? run.engine.gradient(b, p) : std::vector<float>());
+    }
   }
   // One step along the gradient itself and one along random signs: both slopes must be the inner product.
   std::mt19937 generator(5);
   for (std::uint32_t b = 0; b < run.weights.size(); ++b) {
     for (std::uint32_t p = 0; p < run.weights[b].size(); ++p) {
       const auto& g = gradients[b][p];
+      if (!run.description.blocks[b].parameters[p].trainable) continue;
       double norm = 0;
       for (const float v : g) norm += static_cast<double>(v) * v;
       norm = std::sqrt(norm);
@@ -74,23 +79,6 @@ TEST(TrainerTest, GradientsAreDerivativesOfTheLoss) {
   expect_derivatives(run, random_rows(model, 2, 70));
 }
 
-// Norms of heads and biases; norms behind, soft caps and windows; one tensor for several products.
-TrainedModel tiny_decoder(const char* family, const std::string& more) {
-  const std::string text = std::string(R"({"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80,
-      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 90,
-      "max_position_embeddings": 128, "model_type": ")") +
-                           family + "\"" + more + "}";
-  return trained_model(ConfigJson(text, family), 20);
-}
-
-std::vector<TrainedModel> tiny_decoders() {
-  return {tiny_decoder("qwen3", R"(, "attention_bias": true, "tie_word_embeddings": true)"),
-          tiny_decoder("llama", R"(, "attention_bias": true, "mlp_bias": true)"),
-          tiny_decoder("gemma2", R"(, "sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16,
-              "final_logit_softcapping": 4.0, "hidden_activation": "gelu_pytorch_tanh")"),
-          tiny_decoder("phi3", R"(, "partial_rotary_factor": 0.5, "tie_word_embeddings": false)")};
-}
-
 TEST(TrainerTest, GradientsOfDecodersAreDerivativesOfTheLoss) {
   for (const TrainedModel& model : tiny_decoders()) {
     SCOPED_TRACE(model.family);
@@ -99,8 +87,69 @@ TEST(TrainerTest, GradientsOfDecodersAreDerivativesOfTheLoss) {
   }
 }
 
-TEST(TrainerTest, DecodersHaveTheSameBitsWithAnyThreadsAndInsides) {
+// Of products before and after gelu, in columns of wider rows, in some layers alone, and not in the lowest ones.
+std::vector<TrainedModel> tiny_models_with_adapters() {
+  std::vector<TrainedModel> models = tiny_decoders();
+  for (TrainedModel& model : models) add_adapters(model, {.rank = 5, .alpha = 2, .targets = {"all-linear"}});
+  models.push_back(trained_gpt2(tiny_model()));
+  add_adapters(models.back(), {.rank = 3, .alpha = 2, .targets = {"c_attn", "c_fc", "1.mlp.c_proj"}});
+  models.push_back(tiny_decoder("qwen3", R"(, "tie_word_embeddings": true)"));
+  add_adapters(models.back(), {.rank = 3, .alpha = 2, .targets = {"1.self_attn.v_proj"}});
+  ModelConfig deep = tiny_model();
+  deep.layers = 5;
+  models.push_back(trained_gpt2(deep));
+  add_adapters(models.back(), {.rank = 3, .alpha = 2, .targets = {"4.mlp.c_proj", "3.attn.c_attn"}});
+  return models;
+}
+
+TEST(TrainerTest, GradientsOfAdaptersAreDerivativesOfTheLoss) {
+  for (const TrainedModel& model : tiny_models_with_adapters()) {
+    SCOPED_TRACE(model.family);
+    Resident run(model, {.type = DType::kFloat32, .micro_batch = 1, .accumulation = 2, .sequence = 20, .threads = 1});
+    const auto rows = random_rows(model, 2, 20);
+    expect_derivatives(run, rows);
+    run.engine.step({});
+    run.trainer.run_step(rows);
+    for (const auto& [of, values] : run.engine.pushed())
+      EXPECT_EQ(std::get<0>(of), model.adapters->block) << "a gradient of what is frozen";
+    EXPECT_EQ(run.engine.open_leases(), 0);
+  }
+}
+
+TEST(TrainerTest, AdaptersAreVisitedAsDescribed) {
+  for (const TrainedModel& model : tiny_models_with_adapters()) {
+    Resident run(model, {.type = DType::kFloat32, .micro_batch = 1, .accumulation = 2, .sequence = 20, .threads = 1});
+    run.trainer.run_step(random_rows(model, 2, 20));
+    ASSERT_EQ(run.engine.visits().size(), run.description.visits.size());
+    for (std::size_t v = 0; v < run.description.visits.size(); ++v) {
+      EXPECT_EQ(run.engine.visits()[v].first, run.description.visits[v].block) << v;
+      EXPECT_EQ(run.engine.visits()[v].second, run.description.visits[v].pass) << v;
+    }
+    EXPECT_LT(run.description.activation_uses.back().visit, run.description.visits.size());
+  }
+}
+
+// B is zero in a new adapter: the model is its base, bit by bit.
+TEST(TrainerTest, AnAdapterOfZerosChangesNoLoss) {
   for (const TrainedModel& model : tiny_decoders()) {
+    SCOPED_TRACE(model.family);
+    const TrainerOptions how{.type = DType::kBFloat16, .micro_batch = 2, .sequence = 20, .threads = 1};
+    const auto rows = random_rows(model, 2, 20);
+    Resident base(model, how);
+    TrainedModel adapted = model;
+    add_adapters(adapted, {.rank = 4, .targets = {"all-linear"}});
+    Resident run(adapted, how);
+    const std::uint32_t block = adapted.adapters->block;
+    for (std::uint32_t p = 1; p < run.weights[block].size(); p += 2)
+      run.engine.set_weight(block, p, std::vector<float>(run.weights[block][p].size()));
+    EXPECT_EQ(base.trainer.run_step(rows), run.trainer.run_step(rows));
+  }
+}
+
+TEST(TrainerTest, DecodersHaveTheSameBitsWithAnyThreadsAndInsides) {
+  std::vector<TrainedModel> models = tiny_decoders();
+  for (TrainedModel& model : tiny_models_with_adapters()) models.push_back(std::move(model));
+  for (const TrainedModel& model : models) {
     SCOPED_TRACE(model.family);
     const auto rows = random_rows(model, 4, 20);
     const auto trained = [&](unsigned threads, bool keeps) {
@@ -111,6 +160,7 @@ TEST(TrainerTest, DecodersHaveTheSameBitsWithAnyThreadsAndInsides) {
       std::vector<float> all = {static_cast<float>(loss)};
       for (std::uint32_t b = 0; b < run.weights.size(); ++b) {
         for (std::uint32_t p = 0; p < run.weights[b].size(); ++p) {
+          if (!run.description.blocks[b].parameters[p].trainable) continue;
           const auto gradient = run.engine.gradient(b, p);
           all.insert(all.end(), gradient.begin(), gradient.end());
         }
@@ -243,7 +293,7 @@ TEST_P(TrainerBitsTest, InsidesThatAreKeptDoNotChangeABit) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Types, TrainerBitsTest, testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
+INSTANTIATE_TEST_SUITE_P(Types, TrainerBitsTest, testing::ValuesIn(kDTypes),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 TEST(TrainerTest, LossIn16BitsIsCloseToFp32) {

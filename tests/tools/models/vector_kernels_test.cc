@@ -43,6 +43,24 @@ std::vector<float> floats(std::size_t count, unsigned seed) {
   return out;
 }
 
+// The whole of it, in tiles of 32 keys.
+void softmax(const VectorKernels& k, float* scores, std::size_t rows, std::size_t first_key, std::size_t first_query,
+             const std::uint32_t* lows, float scale) {
+  std::vector<float> maximum(kPanel, -1e30f), sum(kPanel, 0.0f);
+  const auto tiles = [&](const auto& body) {
+    for (std::size_t r = 0; r < rows; r += 32) body(scores + r * kPanel, std::min<std::size_t>(32, rows - r), r);
+  };
+  tiles([&](float* tile, std::size_t count, std::size_t r) {
+    k.hide(tile, count, first_key + r, first_query, lows);
+    k.column_maximum(tile, count, maximum.data());
+  });
+  tiles([&](float* tile, std::size_t count, std::size_t) {
+    k.column_exponentials(tile, count, maximum.data(), scale, sum.data());
+  });
+  for (float& s : sum) s = 1 / s;
+  k.scale_columns(scores, rows, sum.data());
+}
+
 // Everything a table computes, one after the other, as bytes.
 std::vector<std::byte> run_all(const VectorKernels& k, DType type) {
   std::vector<std::byte> all;
@@ -88,15 +106,18 @@ std::vector<std::byte> run_all(const VectorKernels& k, DType type) {
 
   auto tile = floats(100 * kPanel, 4);
   auto other = floats(100 * kPanel, 5);
-  k.causal_softmax(tile.data(), 100, 30, 0.3f);
-  k.softmax_backward(tile.data(), other.data(), 100, 0.3f);
+  std::vector<float> dots(kPanel, 0.5f);
+  softmax(k, tile.data(), 100, 0, 30, nullptr, 0.3f);
+  k.column_dots(tile.data(), other.data(), 100, dots.data());
+  k.softmax_gradient(tile.data(), other.data(), 100, dots.data(), 0.3f);
   keep(tile.data(), tile.size() * 4);
   keep(other.data(), other.size() * 4);
   std::vector<std::uint32_t> lows(kPanel);
   for (std::uint32_t c = 0; c < kPanel; ++c) lows[c] = 130 + c / 20 * 18;
   auto masked = floats(100 * kPanel, 9), slopes = masked;
   k.soft_cap(masked.data(), 100, 0.7f, 3, slopes.data());
-  k.masked_softmax(masked.data(), 100, 128, 180, lows.data(), 0.3f);
+  softmax(k, masked.data(), 100, 128, 180, lows.data(), 0.3f);
+  k.soft_cap_slopes(masked.data(), 10, 3, slopes.data());
   k.scale_tile(masked.data(), slopes.data(), 90, 0.9f);
   keep(masked.data(), masked.size() * 4);
   keep(slopes.data(), slopes.size() * 4);
@@ -174,7 +195,7 @@ TEST_P(VectorKernelsTest, PanelsHoldTheOperandInTheirLayout) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Types, VectorKernelsTest, testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
+INSTANTIATE_TEST_SUITE_P(Types, VectorKernelsTest, testing::ValuesIn(kDTypes),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 TEST(VectorKernelsTest, Bf16IsRoundedToNearestEvenAndNanStaysNan) {
@@ -209,7 +230,7 @@ TEST(VectorKernelsTest, Fp16IsReadAndRoundedAsItsHeaderSays) {
   std::vector<std::uint16_t> halves(65'536);
   for (std::size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<std::uint16_t>(i);
   std::vector<float> values;
-  for (const std::uint16_t half : halves) {  // with the tie behind each, and what is beside it
+  for (const std::uint16_t half : halves) {  // with the tie after each, and what is beside it
     const auto bits = std::bit_cast<std::uint32_t>(fp16_to_float(half));
     for (const std::uint32_t low : {0u, 1u, 0xfffu, 0x1000u, 0x1001u})
       values.push_back(std::bit_cast<float>(bits + low));
@@ -275,7 +296,7 @@ TEST(VectorKernelsTest, MaskedSoftmaxIsOfWhatEachColumnSees) {
   const auto scores = floats(kRows * kPanel, 10);
   for (const auto& target : vector_targets(DType::kFloat32)) {
     auto tile = scores;
-    target.kernels->masked_softmax(tile.data(), kRows, kFirstKey, kFirstQuery, lows.data(), 0.3f);
+    softmax(*target.kernels, tile.data(), kRows, kFirstKey, kFirstQuery, lows.data(), 0.3f);
     for (std::size_t c = 0; c < kPanel; ++c) {
       const auto sees = [&](std::size_t r) { return kFirstKey + r >= lows[c] && kFirstKey + r <= kFirstQuery + c; };
       double sum = 0;
@@ -310,6 +331,52 @@ TEST(VectorKernelsTest, SoftCapIsTanhHoweverSmallOrLargeTheScores) {
     std::vector<float> again = scores;
     target.kernels->soft_cap(again.data(), 2, scale, cap, nullptr);
     EXPECT_EQ(0, std::memcmp(again.data(), capped.data(), 4 * again.size())) << target.name;
+    std::vector<float> later(scores.size());
+    target.kernels->soft_cap_slopes(capped.data(), 2, cap, later.data());
+    EXPECT_TRUE(std::isnan(later.back())) << target.name;
+    for (std::size_t i = 0; i + 1 < scores.size(); ++i) ASSERT_NEAR(later[i], slopes[i], 5e-7) << target.name;
+  }
+}
+
+// Against differences of the softmax, computed in double.
+TEST(VectorKernelsTest, SoftmaxGradientIsItsSlope) {
+  constexpr std::size_t kRows = 20;
+  const auto scores = floats(kRows * kPanel, 11), upstream = floats(kRows * kPanel, 12);
+  for (const auto& target : vector_targets(DType::kFloat32)) {
+    const auto& k = *target.kernels;
+    auto tile = scores, gradient = upstream;
+    std::vector<float> dot(kPanel, 0.0f);
+    softmax(k, tile.data(), kRows, 0, kRows, nullptr, 0.5f);
+    k.column_dots(tile.data(), gradient.data(), kRows, dot.data());
+    k.softmax_gradient(tile.data(), gradient.data(), kRows, dot.data(), 0.5f);
+    for (std::size_t c = 0; c < kPanel; ++c) {
+      double total = 0, mean = 0;
+      const auto at = [&](const std::vector<float>& x, std::size_t r) { return double{x[r * kPanel + c]}; };
+      for (std::size_t r = 0; r < kRows; ++r) total += std::exp(0.5 * at(scores, r));
+      for (std::size_t r = 0; r < kRows; ++r) mean += std::exp(0.5 * at(scores, r)) / total * at(upstream, r);
+      for (std::size_t r = 0; r < kRows; ++r) {
+        const double p = std::exp(0.5 * at(scores, r)) / total, slope = 0.5 * p * (at(upstream, r) - mean);
+        ASSERT_NEAR(at(tile, r), p, 1e-6) << target.name;
+        ASSERT_NEAR(at(gradient, r), slope, 2e-6) << target.name;
+      }
+    }
+  }
+}
+
+// An odd number of rows: a pair's second row is zeros, and so are rows up to a whole number of 32.
+TEST(VectorKernelsTest, TilesArePackedAsTensorsAre) {
+  const std::size_t rows = 37;
+  const auto tile = floats(rows * kPanel, 13);
+  for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
+    for (const auto& target : vector_targets(type)) {
+      const std::size_t e = size_of(type), packed = padded_depth(rows) * kPanel * e;
+      std::vector<std::byte> by_row(rows * kPanel * e), panel(packed), expected_rows(by_row), expected(packed);
+      target.kernels->pack_tile(tile.data(), rows, by_row.data(), panel.data());
+      target.kernels->narrow(tile.data(), expected_rows.data(), rows * kPanel);
+      target.kernels->pack(expected_rows.data(), kPanel, rows, kPanel, expected.data());
+      EXPECT_EQ(by_row, expected_rows) << target.name;
+      EXPECT_EQ(panel, expected) << target.name;
+    }
   }
 }
 
@@ -318,7 +385,7 @@ TEST(VectorKernelsTest, NanReachesTheResult) {
   const auto& k = vector_kernels(DType::kFloat32);
   std::vector<float> tile(8 * kPanel, 0.5f), x(20, 1.0f), y(20);
   tile[3 * kPanel + 7] = nan;
-  k.causal_softmax(tile.data(), 8, 0, 1.0f);
+  softmax(k, tile.data(), 8, 0, 0, nullptr, 1.0f);
   EXPECT_TRUE(std::isnan(tile[7]));
   EXPECT_FALSE(std::isnan(tile[8]));
   // Of what is seen alone.
@@ -326,7 +393,7 @@ TEST(VectorKernelsTest, NanReachesTheResult) {
   for (const std::size_t c : {7, 9}) masked[3 * kPanel + c] = nan;
   std::vector<std::uint32_t> lows(kPanel, 0);
   lows[9] = 4;
-  k.masked_softmax(masked.data(), 8, 0, 0, lows.data(), 1.0f);
+  softmax(k, masked.data(), 8, 0, 0, lows.data(), 1.0f);
   for (std::size_t r = 0; r < 8; ++r) EXPECT_TRUE(std::isnan(masked[r * kPanel + 7])) << r;
   for (std::size_t r = 0; r < 8; ++r) EXPECT_EQ(masked[r * kPanel + 9], r < 4 ? 0 : 0.25f) << r;
   x[18] = nan;

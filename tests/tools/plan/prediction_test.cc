@@ -98,7 +98,7 @@ TEST(PlanPrediction, MovesTheBytesThatARunMoves) {
     sum.nvme_write_bytes += report.nvme_write_bytes;
     sum.d2h_bytes += report.d2h_bytes;
   }
-  // Steps share what is read ahead and written behind: at most the buffers, once.
+  // Steps share what is read ahead and written afterwards: at most the buffers, once.
   std::uint64_t places = 0;
   for (const Region& place : made.plan.hbm.places) places += place.bytes;
   const auto in_flight =

@@ -10,7 +10,7 @@ namespace spillway::sweep {
 namespace {
 
 TEST(SweepPreflight, TestSizeFollowsTheFreeSpace) {
-  PathFacts facts;
+  PathInfo facts;
   facts.path = "/somewhere";
   facts.free_bytes = 100 * kGiB;
   EXPECT_EQ(test_bytes(facts, 0), 2 * kGiB);
@@ -26,7 +26,7 @@ TEST(SweepPreflight, TestSizeFollowsTheFreeSpace) {
 }
 
 TEST(SweepPreflight, SmallTestOnALargeDriveIsWarnedOf) {
-  PathFacts facts;
+  PathInfo facts;
   facts.drive.bytes = 2000 * kGiB;
   warn_of_caches(facts, 16 * kGiB);
   EXPECT_TRUE(facts.warnings.empty());

@@ -21,7 +21,7 @@ SweepReport report(std::size_t paths) {
   report.ways = {{report.way, ""}, {{IoEngineKind::kLibaio, false}, "EAGAIN (all of fs.aio-max-nr is taken)"}};
   report.measured_path = paths > 1 ? kAllPaths : 0;
   for (std::uint32_t path = 0; path < paths; ++path) {
-    PathFacts facts;
+    PathInfo facts;
     facts.path = "/mnt/<nvme" + std::to_string(path) + ">";
     facts.direct = true;
     report.paths.push_back(facts);

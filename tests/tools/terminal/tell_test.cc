@@ -39,5 +39,12 @@ TEST(Tell, AStreamThatTakesNothingIsNoException) {
   std::fclose(full);
 }
 
+TEST(Tell, AWordForAShellIsInQuotesWhereItHasToBe) {
+  EXPECT_EQ(shell_word("/mnt/nvme-0_1"), "/mnt/nvme-0_1");
+  EXPECT_EQ(shell_word("/mnt/my drive"), "'/mnt/my drive'");
+  EXPECT_EQ(shell_word("it's"), "'it'\\''s'");
+  EXPECT_EQ(shell_word(""), "''");
+}
+
 }  // namespace
 }  // namespace spillway::terminal

@@ -100,7 +100,10 @@ const Family& family_of(const ConfigJson& json) {
   const std::string says = name.empty() ? "\"model_type\" is missing" : fmt::format("\"model_type\" is \"{}\"", name);
   if (name.ends_with("moe") || name == "mixtral") json.refuse(says, "mixtures of experts are not trained");
   if (name == "gemma3") json.refuse(says, "a model that sees pictures is not trained; gemma3_text is");
-  json.refuse(says, "llama, mistral, qwen2, qwen3, phi3, gemma2 and gemma3_text are trained, and gpt2");
+  std::vector<std::string_view> families = decoder_families();
+  const std::string_view last = families.back();
+  families.pop_back();
+  json.refuse(says, fmt::format("{} and {} are trained, and gpt2", fmt::join(families, ", "), last));
 }
 
 // 0: none.
@@ -251,6 +254,12 @@ void refuse_rest(const ConfigJson& json) {
 }
 
 }  // namespace
+
+std::vector<std::string_view> decoder_families() {
+  std::vector<std::string_view> names;
+  for (const Family& family : kFamilies) names.push_back(family.name);
+  return names;
+}
 
 bool is_decoder(const std::string& family) { return find_family(family) != nullptr; }
 

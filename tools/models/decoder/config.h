@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tools/models/decoder/rotary.h"
@@ -49,7 +50,8 @@ struct DecoderConfig {
   float embedding_scale() const;
 };
 
-// Whether it is a model_type of these.
+// The model_types of these, and whether it is one.
+std::vector<std::string_view> decoder_families();
 bool is_decoder(const std::string& family);
 
 // Refuse (kInvalidArgument) another family, and a missing or impossible size. decoder_sizes() reads what names and

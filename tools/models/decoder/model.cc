@@ -91,7 +91,7 @@ std::string rotary_text(const RotaryRules& rules) {
 }
 
 // What the shapes of tensors do not show.
-std::vector<std::pair<std::string, std::string>> facts_of(const DecoderConfig& config) {
+std::vector<std::pair<std::string, std::string>> info_of(const DecoderConfig& config) {
   std::string windows, rotary;
   for (const DecoderConfig::Layer& layer : config.layer_rules)
     windows += fmt::format("{}{}", windows.empty() ? "" : " ", layer.window);
@@ -185,7 +185,7 @@ TrainedModel trained_decoder(const DecoderConfig& config, std::uint32_t sequence
   model.head_soft_cap = config.head_soft_cap;
   model.family = config.family;
   model.has_dropout = config.has_dropout;
-  model.facts = facts_of(config);
+  model.facts = info_of(config);
   return model;
 }
 

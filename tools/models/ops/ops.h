@@ -3,8 +3,9 @@
 // Every pointer is a device address inside the engine's HBM arena (anything else is refused) but where `host` is
 // written. Work is enqueued on the stream and runs later, in order; one stream at a time. Tensors are row-major,
 // aligned to 16 bytes, in the model's weight type unless a comment says fp32. An operation computes in fp32 and rounds
-// its result once. M = batch * sequence tokens of one micro-batch, C = width. Errors while work is enqueued: kDevice;
-// kUnsupported: the device does not compute this.
+// its result once. M = batch * sequence tokens of one micro-batch, or the `count` of an operation where that is not 0:
+// a slice of them, of at most Shape::slice_tokens(). C = width. Errors while work is enqueued: kDevice; kUnsupported:
+// the device's library has no such product.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +31,18 @@ struct Shape {
   float epsilon = 1e-5f;  // of norms
   // Of attention: as many key/value heads as heads where 0, each head width / heads wide where 0.
   std::uint32_t key_heads = 0, head_size = 0;
+  // Tokens of a slice, where operations are given no more of them at a time: whole rows, or of a row a part that is a
+  // multiple of 128, and what is left of it. 0: all.
+  std::uint32_t slice = 0;
+  bool forward_alone = false;  // slices may have any number of tokens, and nothing goes backward
+  // Columns between the two products of an adapter, which are kOutIn whatever the others are; 0: there are none. Where
+  // there are some, nothing else is trained.
+  std::uint32_t adapter_rank = 0;
 
   std::size_t tokens() const { return static_cast<std::size_t>(batch) * sequence; }
+  std::size_t slice_tokens() const { return slice != 0 ? slice : tokens(); }
+  // The last slice of a row, or of the rows; 0: as the others.
+  std::size_t last_slice() const { return (sequence > slice_tokens() ? sequence : tokens()) % slice_tokens(); }
   std::uint32_t kv_heads() const { return key_heads != 0 ? key_heads : heads; }
   std::uint32_t head_width() const { return head_size != 0 ? head_size : width / heads; }
   // Of [query | key | value], and of the queries alone.
@@ -40,7 +51,7 @@ struct Shape {
 };
 
 // What a GPU computes inside a matrix product of 16 bits, where cuBLASLt has that: gelu and its derivative, and the
-// gradients of biases. Else kernels of their own do, behind it. Which is faster depends on the GPU and on cuBLASLt; the
+// gradients of biases. Else kernels of their own do, after it. Which is faster depends on the GPU and on cuBLASLt; the
 // bits differ (inside, gelu sees its argument before that is rounded). Never chosen by trying: a choice that hung on
 // time would let two runs differ.
 enum class Fusion : std::uint8_t {
@@ -55,28 +66,33 @@ struct Embedding {
   const void *token_weight, *position_weight;  // position_weight: may be null
   void* out;                                   // [M][C]
   float scale = 1;                             // of the token's row; without position_weight
+  std::uint32_t count = 0;
+  std::uint32_t first = 0;  // of a slice inside a row: its first token's position
 };
 struct EmbeddingBackward {
   const std::uint32_t* tokens;
   const void* dout;
   float *dtoken_weight, *dposition_weight;  // fp32, added to; dposition_weight: may be null
   float scale = 1;
+  std::uint32_t count = 0, first = 0;  // as in Embedding
 };
 
 struct LayerNorm {
   const void *x, *weight, *bias;  // [M][C]
   void* out;
   float* statistics;  // fp32 [M][2]: mean, 1 / standard deviation
+  std::uint32_t count = 0;
 };
 struct LayerNormBackward {
   const void *x, *weight, *dout;
   const float* statistics;
   const void* residual;  // added to dx; may be null, may be dx
   void* dx;
-  // Of type `gradient`. accumulate: added to (fp32 only).
+  // Of type `gradient`. accumulate: added to (fp32 only). Null, both: not computed.
   void *dweight, *dbias;
   DType gradient;
   bool accumulate;
+  std::uint32_t count = 0;
 };
 
 // `groups` neighbouring rows of `columns` of each token, every one of which is normalized by itself: heads, say.
@@ -90,6 +106,7 @@ struct RmsNorm {
   float* statistics;  // fp32 [M][groups]: 1 / rms
   std::uint32_t groups, columns;
   float offset = 0;  // Gemma: 1
+  std::uint32_t count = 0;
 };
 struct RmsNormBackward {
   const void* x;
@@ -105,6 +122,7 @@ struct RmsNormBackward {
   bool accumulate;
   std::uint32_t groups, columns;
   float offset = 0;
+  std::uint32_t count = 0;
 };
 
 // Rotary positions, in place, of the first `rotated` (an even number) of `head_width` columns of each of `heads` heads
@@ -117,6 +135,7 @@ struct Rotary {
   const float* table;              // fp32 [sequence][rotated / 2][2]
   const std::uint32_t* positions;  // [M], below `sequence`; null: each row counts from 0
   bool backward = false;           // turned back, which is its gradient
+  std::uint32_t count = 0;         // of a slice inside a row: with positions
 };
 
 enum class Activation : std::uint8_t { kSilu, kGeluTanh, kGelu };
@@ -125,17 +144,53 @@ struct GatedActivation {
   const void* gate_up;  // [M][2 * inner], gate first
   void* out;            // [M][inner]
   Activation activation;
+  std::uint32_t count = 0;
 };
 struct GatedActivationBackward {
   const void *gate_up, *dout;
   void* dgate_up;  // may be gate_up
   Activation activation;
+  std::uint32_t count = 0;
 };
 
 // sum = a + b; for what is normalized before it is added.
 struct Add {
   const void *a, *b;  // [M][C]
   void* sum;          // may be either
+  std::uint32_t count = 0;
+};
+
+// out = factor * x
+struct Scale {
+  const void* x;  // [M][columns]
+  void* out;      // may be x
+  float factor;
+  std::uint32_t columns;
+  std::uint32_t count = 0;
+};
+
+// after = gelu(before), of LinearGelu's kind, and dx = dx * gelu'(before), where more was added to a product first.
+struct Gelu {
+  const void* before;  // [M][columns]
+  void* after;
+  std::uint32_t columns;
+  std::uint32_t count = 0;
+};
+struct GeluBackward {
+  const void* before;
+  void* dx;
+  std::uint32_t columns;
+  std::uint32_t count = 0;
+};
+
+// Rows of `columns` elements from one place to another, which do not overlap.
+struct CopyRows {
+  const void* from;  // from_stride elements apart
+  std::size_t from_stride;
+  void* to;
+  std::size_t to_stride;
+  std::uint32_t columns;
+  std::uint32_t count = 0;
 };
 
 // How a matrix lies: [in][out], as GPT-2's Conv1D stores it, or [out][in], as torch.nn.Linear.
@@ -149,6 +204,7 @@ struct Linear {
   void* y;
   Layout layout = Layout::kInOut;
   std::size_t y_stride = 0;  // between the rows of y and residual; 0: out
+  std::uint32_t count = 0;
 };
 // after = gelu(before), before = x · weight + bias. Whether gelu sees `before` rounded is the device's choice, the same
 // every time. gelu is GPT-2's: the form with tanh.
@@ -156,6 +212,7 @@ struct LinearGelu {
   std::uint32_t in, out;
   const void *x, *weight, *bias;
   void *before, *after;  // [M][out]
+  std::uint32_t count = 0;
 };
 // dx = (dy · weightᵀ) * gelu'(gelu_before)
 struct LinearBackwardInput {
@@ -166,6 +223,7 @@ struct LinearBackwardInput {
   Layout layout = Layout::kInOut;
   std::size_t dy_stride = 0;       // 0: out
   const void* residual = nullptr;  // [M][in], added to dx, whose gelu is not asked for; may be dx
+  std::uint32_t count = 0;
 };
 struct LinearBackwardWeight {
   std::uint32_t in, out;
@@ -175,9 +233,10 @@ struct LinearBackwardWeight {
   bool accumulate;
   Layout layout = Layout::kInOut;
   std::size_t dy_stride = 0;  // 0: out
+  std::uint32_t count = 0;
 };
 
-// What a query sees of its row: nothing behind it.
+// What a query sees of its row: nothing after it.
 struct AttentionRules {
   std::uint32_t window = 0;               // as many tokens, itself the last; 0: all
   float scale = 0;                        // of the scores; 0: 1 / sqrt(head_width)
@@ -187,11 +246,22 @@ struct AttentionRules {
 
 // Self-attention over rows of [query | key | value], of `heads`, kv_heads and kv_heads heads. Heads h of
 // [g * heads / kv_heads, (g + 1) * heads / kv_heads) attend to key/value head g.
+//
+// With a `part` the M = part.count tokens of qkv, out, dout and dqkv are queries of one row alone, after whose first
+// one the others follow; what their keys and values are is read from the part. rules.starts is theirs too: [M].
+struct AttentionPart {
+  // Keys and values of the row's tokens before the part and of its own, [first + count][kv_heads * head_width] each.
+  const void *keys = nullptr, *values = nullptr;
+  std::size_t stride = 0;              // elements from one token to the next
+  std::uint32_t first = 0, count = 0;  // the first query's position in its row; 0: no part, but whole rows
+};
 struct Attention {
   const void* qkv;  // [M][qkv_width]
   void* out;        // [M][query_width]
   float* log_sums;  // fp32 [Ops::attention_log_sums()], for the way back; aligned to 16
   AttentionRules rules = {};
+  AttentionPart part = {};
+  std::uint32_t count = 0;  // without a part: whole rows of `sequence` tokens
 };
 struct AttentionBackward {
   const void *qkv, *out;
@@ -199,6 +269,11 @@ struct AttentionBackward {
   const void* dout;
   void* dqkv;
   AttentionRules rules = {};
+  // The parts of a row come from its last to its first. Each adds to dkv what it gives to keys and values of all tokens
+  // up to its last; what stands there for its own tokens is complete then, and is rounded into its dqkv.
+  AttentionPart part = {};
+  float* dkv = nullptr;  // fp32 [sequence][2][kv_heads * head_width]: of keys and values; zero before the last part
+  std::uint32_t count = 0;
 };
 
 // A target that no loss is taken of.
@@ -212,10 +287,20 @@ struct HeadLoss {
   const void* token_weight;      // [vocabulary][C]
   float scale;                   // of the gradient: loss scale / targets in the step
   float* losses;                 // fp32 [M], natural logarithm, not scaled
-  void* dx;                      // may be x
-  float* dtoken_weight;          // fp32
+  void* dx;                      // may be x; null: the losses alone
+  float* dtoken_weight;          // fp32; null: not computed
   bool accumulate;               // add to dtoken_weight
   float soft_cap = 0;            // logits become soft_cap * tanh(logit / soft_cap); 0: as they are
+  std::uint32_t count = 0;
+};
+
+// The logits themselves, of a few tokens; of shapes whose forward stands alone.
+struct Logits {
+  const void* x;             // [count][C]
+  const void* token_weight;  // [vocabulary][C]
+  float* logits;             // fp32 [count][vocabulary]
+  float soft_cap = 0;
+  std::uint32_t count = 1;
 };
 
 class Ops {
@@ -247,18 +332,17 @@ class Ops {
   virtual void run(const Attention& op, Stream& stream) = 0;
   virtual void run(const AttentionBackward& op, Stream& stream) = 0;
   virtual void run(const HeadLoss& op, Stream& stream) = 0;
-  // A device that computes one of these says so.
-  virtual void run(const RmsNorm&, Stream&) { refuse("RMS norms"); }
-  virtual void run(const RmsNormBackward&, Stream&) { refuse("RMS norms"); }
-  virtual void run(const Rotary&, Stream&) { refuse("rotary positions"); }
-  virtual void run(const GatedActivation&, Stream&) { refuse("gated activations"); }
-  virtual void run(const GatedActivationBackward&, Stream&) { refuse("gated activations"); }
-  virtual void run(const Add&, Stream&) { refuse("sums of two tensors"); }
-
- protected:
-  [[noreturn]] static void refuse(const char* what) {
-    throw Error(Code::kUnsupported, {"device", std::string("computes no ") + what, 0, "train on the host device"});
-  }
+  virtual void run(const RmsNorm& op, Stream& stream) = 0;
+  virtual void run(const RmsNormBackward& op, Stream& stream) = 0;
+  virtual void run(const Rotary& op, Stream& stream) = 0;
+  virtual void run(const GatedActivation& op, Stream& stream) = 0;
+  virtual void run(const GatedActivationBackward& op, Stream& stream) = 0;
+  virtual void run(const Add& op, Stream& stream) = 0;
+  virtual void run(const Scale& op, Stream& stream) = 0;
+  virtual void run(const Gelu& op, Stream& stream) = 0;
+  virtual void run(const GeluBackward& op, Stream& stream) = 0;
+  virtual void run(const CopyRows& op, Stream& stream) = 0;
+  virtual void run(const Logits& op, Stream& stream) = 0;
 };
 
 // `threads`: at least as many as the engine's compute threads (Config::threads, resolved).

@@ -29,13 +29,15 @@ HostOps::HostOps(const Shape& shape, unsigned threads, GemmPath path)
   SPILLWAY_CHECK(shape.tokens() > 0 && shape.heads > 0, "a shape has tokens and heads");
   SPILLWAY_CHECK(shape.head_size != 0 || shape.width % shape.heads == 0, "a shape is whole heads");
   SPILLWAY_CHECK(shape.heads % shape.kv_heads() == 0, "groups of heads are of one size");
+  SPILLWAY_CHECK(shape.slice % (shape.sequence > shape.slice ? kKeyBlock : shape.sequence) == 0 || shape.forward_alone,
+                 "a slice is whole rows, or whole blocks of keys");
   prepare_shapes();
   const auto measured = [&]<typename Scratch>() {
     Carver carver(nullptr);
     Scratch(carver, *this);
     return carver.used();
   };
-  const std::size_t operand = shape.tokens() * widest() * operand_bytes();  // widened, or transposed
+  const std::size_t operand = shape.slice_tokens() * widest() * operand_bytes();  // widened, or transposed
   shared_bytes_ = align_up<std::size_t>(std::max(operand, measured.operator()<HeadShared>()), 4096);
   const std::size_t per_slot = std::max({measured.operator()<LinearScratch>(), measured.operator()<AttentionScratch>(),
                                          measured.operator()<HeadScratch>()});
@@ -43,18 +45,28 @@ HostOps::HostOps(const Shape& shape, unsigned threads, GemmPath path)
 }
 
 std::size_t HostOps::widest() const {
-  const std::size_t width = shape_.width, inner = shape_.inner;
-  if (!decoder()) return std::max(inner, 3 * width);
-  return std::max({width, 2 * inner, shape_.qkv_width()});
+  const std::size_t width = shape_.width, inner = shape_.inner, rank = shape_.adapter_rank;
+  if (!decoder()) return std::max({inner, 3 * width, rank});
+  return std::max({width, 2 * inner, shape_.qkv_width(), rank});
 }
 
 void HostOps::prepare_shapes() {
-  const std::size_t m = shape_.tokens(), t = shape_.sequence, head = head_width();
+  const std::size_t t = shape_.sequence, head = head_width();
   // Rows 0, unit, 2 unit, … and a shorter last block.
   const auto blocks = [&](std::size_t rows, std::size_t unit, auto&& add) {
     if (rows >= unit) add(unit);
     if (rows % unit != 0) add(rows % unit);
   };
+  std::vector<std::size_t> counts = {shape_.slice_tokens()};
+  if (shape_.last_slice() != 0) counts.push_back(shape_.last_slice());
+  // Blocks of tokens in a product.
+  std::vector<std::size_t> token_blocks;
+  if (shape_.forward_alone) {
+    for (std::size_t rows = kRowBlock; rows > 0; rows /= 2) token_blocks.push_back(rows);
+  } else {
+    for (const std::size_t count : counts)
+      blocks(count, kRowBlock, [&](std::size_t rows) { token_blocks.push_back(rows); });
+  }
   const std::size_t width = shape_.width, inner = shape_.inner;
   std::vector<std::pair<std::size_t, std::size_t>> layers = {
       {width, 3 * width}, {width, width}, {width, inner}, {inner, width}};
@@ -68,25 +80,49 @@ void HostOps::prepare_shapes() {
               {inner, width}};
   }
   for (const auto& [in, out] : layers) {
-    blocks(m, kRowBlock, [&, in = in, out = out](std::size_t rows) {
+    for (const std::size_t rows : token_blocks) {
       gemm_.prepare({rows, in, operands_, false});
-      gemm_.prepare({rows, out, operands_, false});
-    });
+      if (!shape_.forward_alone) gemm_.prepare({rows, out, operands_, false});
+    }
+    if (shape_.forward_alone) continue;
     // Rows of a weight's gradient.
-    blocks(decoder() ? out : in, kRowBlock, [&](std::size_t rows) { gemm_.prepare({rows, m, operands_, false}); });
+    blocks(decoder() ? out : in, kRowBlock, [&](std::size_t rows) {
+      for (const std::size_t count : counts) gemm_.prepare({rows, count, operands_, false});
+    });
   }
-  blocks(t, kKeyBlock, [&](std::size_t keys) {
-    gemm_.prepare({keys, head, DType::kFloat32, false});
-    gemm_.prepare({keys, kPanel, DType::kFloat32, true});
-    for (const bool accumulate : {false, true}) gemm_.prepare({head, keys, DType::kFloat32, accumulate});
+  if (shape_.adapter_rank > 0) prepare_adapters(layers, token_blocks, counts);
+  // Parts of a row have whole blocks of keys.
+  const bool parts = shape_.forward_alone || shape_.sequence > shape_.slice_tokens();
+  blocks(parts ? kKeyBlock : t, kKeyBlock, [&](std::size_t keys) {
+    gemm_.prepare({keys, head, operands_, false});
+    gemm_.prepare({keys, kPanel, operands_, true});
+    for (const bool accumulate : {false, true}) gemm_.prepare({head, keys, operands_, accumulate});
   });
   blocks(shape_.vocabulary, kVocabBlock, [&](std::size_t words) {
     gemm_.prepare({words, width, operands_, false});
-    blocks(m, kSlice, [&](std::size_t tokens) {
-      gemm_.prepare({words, tokens, operands_, false});
-      gemm_.prepare({tokens, words, operands_, true});
-    });
+    if (shape_.forward_alone) return;
+    for (const std::size_t count : counts) {
+      blocks(count, kSlice, [&](std::size_t tokens) {
+        gemm_.prepare({words, tokens, operands_, false});
+        gemm_.prepare({tokens, words, operands_, true});
+      });
+    }
   });
+}
+
+// What the products of an adapter have beside those of the product that it is of.
+void HostOps::prepare_adapters(const std::vector<std::pair<std::size_t, std::size_t>>& layers,
+                               const std::vector<std::size_t>& token_blocks, const std::vector<std::size_t>& counts) {
+  for (const std::size_t rows : token_blocks) gemm_.prepare({rows, shape_.adapter_rank, operands_, false});
+  if (shape_.forward_alone) return;
+  const auto gradient_rows = [&](std::size_t rows) {
+    for (const std::size_t count : counts) {
+      if (rows >= kRowBlock) gemm_.prepare({kRowBlock, count, operands_, false});
+      if (rows % kRowBlock != 0) gemm_.prepare({rows % kRowBlock, count, operands_, false});
+    }
+  };
+  gradient_rows(shape_.adapter_rank);
+  for (const auto& [in, out] : layers) gradient_rows(out);
 }
 
 std::vector<std::string> HostOps::describe() const {
@@ -118,7 +154,7 @@ void* HostOps::pad_of(unsigned slot) const {
 }
 
 HostOps::LinearScratch::LinearScratch(Carver& carver, const HostOps& ops) {
-  const std::size_t depth = std::max(ops.widest(), ops.shape_.tokens());
+  const std::size_t depth = std::max(ops.widest(), ops.shape_.slice_tokens());
   panel = carver.take<std::byte>(padded_depth(depth) * kPanel * ops.operand_bytes());
   tile = carver.take<float>(kRowBlock * kPanel);
 }
@@ -136,6 +172,14 @@ void HostOps::pack_transposed(const void* x, std::size_t stride, std::size_t dep
     kernels_.pack_transposed(x, stride, depth, columns, panel);
   else
     kernels_.pack_transposed_widen(x, stride, depth, columns, reinterpret_cast<float*>(panel));
+}
+
+void HostOps::transpose_operand(const void* x, std::size_t stride, std::size_t rows, std::size_t columns, std::byte* to,
+                                std::size_t to_stride) const {
+  if (operands_ == shape_.type)
+    kernels_.transpose(x, stride, rows, columns, to, to_stride);
+  else
+    kernels_.transpose_widen(x, stride, rows, columns, reinterpret_cast<float*>(to), to_stride);
 }
 
 const void* HostOps::operand(const void* x, std::size_t rows, std::size_t columns, HostWorkers& workers) const {
@@ -191,19 +235,19 @@ void HostOps::zero(void* device, std::size_t bytes, Stream& stream) {
 }
 
 void HostOps::run(const Linear& op, Stream& stream) {
-  const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
+  const std::size_t m = tokens(op.count), e = element_bytes(), in = op.in, out = op.out;
   const std::size_t stride = op.y_stride == 0 ? out : op.y_stride;
   require_in_hbm(op.x, m * in * e);
   require_in_hbm(op.weight, in * out * e);
   SPILLWAY_CHECK(op.bias != nullptr || op.layout == Layout::kOutIn, "GPT-2's products have biases");
   if (op.bias != nullptr) require_in_hbm(op.bias, out * e);
-  require_rows(op.y, stride, out);
-  if (op.residual != nullptr) require_rows(op.residual, stride, out);
+  require_rows(op.y, m, stride, out);
+  if (op.residual != nullptr) require_rows(op.residual, m, stride, out);
   stream.launch([this, op](HostWorkers& workers) { linear(op, workers); });
 }
 
 void HostOps::linear(const Linear& op, HostWorkers& workers) const {
-  const std::size_t m = shape_.tokens(), in = op.in, out = op.out;
+  const std::size_t m = tokens(op.count), in = op.in, out = op.out;
   const std::size_t stride = op.y_stride == 0 ? out : op.y_stride;
   const auto* x = static_cast<const std::byte*>(operand(op.x, m, in, workers));
   for_pieces(workers, out, kPanel, [&](std::size_t first, std::size_t count) {
@@ -214,8 +258,8 @@ void HostOps::linear(const Linear& op, HostWorkers& workers) const {
       pack(at(op.weight, first), out, in, count, s.panel);
     else
       pack_transposed(at(op.weight, first * in), in, in, count, s.panel);
-    for (std::size_t row = 0; row < m; row += kRowBlock) {
-      const std::size_t rows = std::min(kRowBlock, m - row);
+    for (std::size_t row = 0, rows = 0; row < m; row += rows) {
+      rows = token_block(m - row);
       gemm_.run({rows, in, operands_, false}, slot, x + row * in * operand_bytes(), s.panel, s.tile, pad_of(slot));
       const std::size_t offset = row * stride + first;
       kernels_.store_tile(s.tile, rows, count, op.bias == nullptr ? nullptr : at(op.bias, first),
@@ -225,30 +269,34 @@ void HostOps::linear(const Linear& op, HostWorkers& workers) const {
 }
 
 void HostOps::run(const LinearGelu& op, Stream& stream) {
-  const std::size_t count = shape_.tokens() * op.out;
-  require_in_hbm(op.after, count * element_bytes());
-  run(Linear{op.in, op.out, op.x, op.weight, op.bias, nullptr, op.before}, stream);
-  stream.launch([this, op, count](HostWorkers& workers) {
-    for_pieces(workers, count, kElementsPerPiece,
-               [&](std::size_t first, std::size_t n) { kernels_.gelu(at(op.before, first), at(op.after, first), n); });
-  });
+  run(Linear{.in = op.in,
+             .out = op.out,
+             .x = op.x,
+             .weight = op.weight,
+             .bias = op.bias,
+             .residual = nullptr,
+             .y = op.before,
+             .count = op.count},
+      stream);
+  run(Gelu{.before = op.before, .after = op.after, .columns = op.out, .count = op.count}, stream);
 }
 
 void HostOps::run(const LinearBackwardInput& op, Stream& stream) {
-  const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
-  require_rows(op.dy, op.dy_stride == 0 ? out : op.dy_stride, out);
+  const std::size_t m = tokens(op.count), e = element_bytes(), in = op.in, out = op.out;
+  require_rows(op.dy, m, op.dy_stride == 0 ? out : op.dy_stride, out);
   require_in_hbm(op.weight, in * out * e);
   require_in_hbm(op.dx, m * in * e);
-  if (op.gelu_before != nullptr) require_in_hbm(op.gelu_before, m * in * e);
   if (op.residual != nullptr) require_in_hbm(op.residual, m * in * e);
   SPILLWAY_CHECK(op.gelu_before == nullptr || op.residual == nullptr, "gelu's gradient is of the product alone");
   stream.launch([this, op](HostWorkers& workers) { linear_backward_input(op, workers); });
+  if (op.gelu_before == nullptr) return;
+  run(GeluBackward{.before = op.gelu_before, .dx = op.dx, .columns = op.in, .count = op.count}, stream);
 }
 
 // dx = dy · weightᵀ: a panel is 64 rows of the weight [in][out], transposed as it is packed, or 64 columns of
 // [out][in].
 void HostOps::linear_backward_input(const LinearBackwardInput& op, HostWorkers& workers) const {
-  const std::size_t m = shape_.tokens(), in = op.in, out = op.out;
+  const std::size_t m = tokens(op.count), in = op.in, out = op.out;
   const auto* dy =
       static_cast<const std::byte*>(operand(op.dy, m, out, op.dy_stride == 0 ? out : op.dy_stride, workers));
   for_pieces(workers, in, kPanel, [&](std::size_t first, std::size_t count) {
@@ -259,24 +307,20 @@ void HostOps::linear_backward_input(const LinearBackwardInput& op, HostWorkers& 
       pack_transposed(at(op.weight, first * out), out, out, count, s.panel);
     else
       pack(at(op.weight, first), in, out, count, s.panel);
-    for (std::size_t row = 0; row < m; row += kRowBlock) {
-      const std::size_t rows = std::min(kRowBlock, m - row), offset = row * in + first;
+    for (std::size_t row = 0, rows = 0; row < m; row += rows) {
+      rows = token_block(m - row);
+      const std::size_t offset = row * in + first;
       gemm_.run({rows, out, operands_, false}, slot, dy + row * out * operand_bytes(), s.panel, s.tile, pad_of(slot));
       kernels_.store_tile(s.tile, rows, count, nullptr, op.residual == nullptr ? nullptr : at(op.residual, offset),
                           at(op.dx, offset), in);
     }
   });
-  if (op.gelu_before == nullptr) return;
-  for_pieces(workers, m * in, kElementsPerPiece, [&](std::size_t first, std::size_t count) {
-    std::byte* dx = at(op.dx, first);
-    kernels_.gelu_backward(at(op.gelu_before, first), dx, dx, count);
-  });
 }
 
 void HostOps::run(const LinearBackwardWeight& op, Stream& stream) {
-  const std::size_t m = shape_.tokens(), e = element_bytes(), in = op.in, out = op.out;
+  const std::size_t m = tokens(op.count), e = element_bytes(), in = op.in, out = op.out;
   require_in_hbm(op.x, m * in * e);
-  require_rows(op.dy, op.dy_stride == 0 ? out : op.dy_stride, out);
+  require_rows(op.dy, m, op.dy_stride == 0 ? out : op.dy_stride, out);
   require_in_hbm(op.dweight, in * out * size_of(op.gradient));
   if (op.dbias != nullptr) require_in_hbm(op.dbias, out * size_of(op.gradient));
   SPILLWAY_CHECK(!op.accumulate || op.gradient == DType::kFloat32, "sums of gradients are fp32");
@@ -289,15 +333,15 @@ void HostOps::linear_backward_weight(const LinearBackwardWeight& op, HostWorkers
     const void* tensor;
     std::size_t columns, stride;
   };
-  const std::size_t m = shape_.tokens();
+  const std::size_t m = tokens(op.count);
   const Side x{op.x, op.in, op.in}, dy{op.dy, op.out, op.dy_stride == 0 ? op.out : op.dy_stride};
   const Side &left = op.layout == Layout::kInOut ? x : dy, &right = op.layout == Layout::kInOut ? dy : x;
-  for_pieces(workers, left.columns, kPanel, [&](std::size_t first, std::size_t count) {
-    std::byte* to = shared_ + first * m * operand_bytes();
-    if (operands_ == shape_.type)
-      kernels_.transpose(at(left.tensor, first), left.stride, m, count, to, m);
-    else
-      kernels_.transpose_widen(at(left.tensor, first), left.stride, m, count, reinterpret_cast<float*>(to), m);
+  // Pieces of neighbouring columns: far more than what one cache line of a row holds.
+  const std::size_t strips = div_up(left.columns, kTransposed);
+  workers.parallel_for(strips * div_up(m, kTransposedRows), [&](std::size_t index) {
+    const std::size_t first = index % strips * kTransposed, row = index / strips * kTransposedRows;
+    transpose_operand(at(left.tensor, row * left.stride + first), left.stride, std::min(kTransposedRows, m - row),
+                      std::min(kTransposed, left.columns - first), shared_ + (first * m + row) * operand_bytes(), m);
   });
   for_pieces(workers, right.columns, kPanel, [&](std::size_t first, std::size_t count) {
     const unsigned slot = workers.current_slot();

@@ -6,7 +6,9 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 
 #include "tools/models/ops/carver.h"
@@ -61,13 +63,19 @@ class HostOps final : public Ops {
   void run(const GatedActivation& op, Stream& stream) override;
   void run(const GatedActivationBackward& op, Stream& stream) override;
   void run(const Add& op, Stream& stream) override;
+  void run(const Scale& op, Stream& stream) override;
+  void run(const Gelu& op, Stream& stream) override;
+  void run(const GeluBackward& op, Stream& stream) override;
+  void run(const CopyRows& op, Stream& stream) override;
+  void run(const Logits& op, Stream& stream) override;
 
  private:
-  static constexpr std::size_t kRowBlock = 256;    // rows of a GEMM call
-  static constexpr std::size_t kKeyBlock = 128;    // attention keys of a GEMM call
-  static constexpr std::size_t kSlice = 256;       // tokens whose logits are in work at one time
-  static constexpr std::size_t kVocabBlock = 128;  // vocabulary rows of a logits tile
-  static constexpr std::size_t kGroups = 16;       // partial sums of the head's dx
+  static constexpr std::size_t kRowBlock = 256;                           // rows of a GEMM call
+  static constexpr std::size_t kTransposed = 256, kTransposedRows = 512;  // of a piece that is transposed
+  static constexpr std::size_t kKeyBlock = 128;                           // attention keys of a GEMM call
+  static constexpr std::size_t kSlice = 256;                              // tokens whose logits are in work at one time
+  static constexpr std::size_t kVocabBlock = 128;                         // vocabulary rows of a logits tile
+  static constexpr std::size_t kGroups = 16;                              // partial sums of the head's dx
 
   // Per-slot scratch of each kind of operation; the null carver of the constructor measures them.
   struct LinearScratch {
@@ -76,17 +84,19 @@ class HostOps final : public Ops {
     LinearScratch(Carver& carver, const HostOps& ops);
   };
   struct AttentionScratch {
-    // fp32 copies of one head: rows [T][head], and in key blocks [head][keys of the block], one after the other.
-    float *key_rows, *value_rows, *key_columns, *value_columns;
-    float *query_panel, *dout_panel;   // [head][kPanel]: 64 queries as columns
-    float *query_rows, *dout_rows;     // the same as rows, packed: head/64 panels of [64][kPanel]
-    float *scores, *dscores, *slopes;  // [T][kPanel]: keys down, queries across; slopes: of a soft cap, else null
-    float* result;                     // [head][kPanel]
-    float *dkey, *dvalue;              // head/64 panels of [T][kPanel]
+    std::size_t rows;  // T below, in whole blocks of keys
+    // Operands of one head: rows [T][head], and in key blocks [head][keys of the block], one after the other.
+    std::byte *key_rows, *value_rows, *key_columns, *value_columns;
+    std::byte *query_panel, *dout_panel;  // 64 queries as columns, packed: [head][kPanel]
+    std::byte *query_rows, *dout_rows;    // the same as rows, packed: head/64 panels of [64][kPanel]
+    float *scores, *dscores, *slopes;     // [T][kPanel]: keys down, queries across; slopes: of a soft cap, else null
+    std::byte *tile_rows, *tile_panel;    // a block of them as bf16 operands; fp32 is operand as it is: null
+    float* result;                        // [head][kPanel]
+    float *dkey, *dvalue;                 // head/64 panels of [T][kPanel]
     AttentionScratch(Carver& carver, const HostOps& ops);
   };
   struct HeadScratch {
-    float *weight, *tile, *slopes;          // widened block of the embedding; logits tile; of their soft cap
+    float *weight, *tile, *slopes;          // widened block of the embedding; result of a product; of logits' soft cap
     std::byte *by_token, *by_word, *panel;  // dlogits [slice][block] and [block][slice]; packed embedding
     HeadScratch(Carver& carver, const HostOps& ops);
   };
@@ -96,6 +106,7 @@ class HostOps final : public Ops {
     float *maximum, *sum;           // [blocks][slice]
     float *target_logit, *log_sum;  // [slice]
     float* partial;                 // [groups][width/64][slice][kPanel]
+    float* logits;                  // [blocks][slice/64][kVocabBlock][kPanel]; null: they are not kept
     HeadShared(Carver& carver, const HostOps& ops);
   };
   // One slice of the head: tokens [first, first + count) of the micro-batch.
@@ -110,23 +121,56 @@ class HostOps final : public Ops {
   void linear_backward_weight(const LinearBackwardWeight& op, HostWorkers& workers) const;
   void layer_norm_backward(const LayerNormBackward& op, HostWorkers& workers) const;
   void rms_norm_backward(const RmsNormBackward& op, HostWorkers& workers) const;
+  template <typename Body>
+  void each_element(std::initializer_list<const void*> tensors, std::size_t elements, Stream& stream,
+                    const Body& body) const;
   void embedding_backward(const EmbeddingBackward& op, HostWorkers& workers) const;
   void attention_piece(const Attention& op, std::size_t index, unsigned slot) const;
   void attention_backward_piece(const AttentionBackward& op, std::size_t index, unsigned slot) const;
   float attention_scale(const AttentionRules& rules) const;
+  // Checks an operation's tensors; as many tokens has it.
+  template <typename Operation>
+  std::size_t attention_tokens(const Operation& op) const;
+  // A row's queries, and the keys and values that they see.
+  struct AttentionRow {
+    std::size_t token;           // of the first query in qkv, out, dout and dqkv
+    std::size_t first, queries;  // the first query's position in the row
+    std::size_t given, keys;     // keys that there are, and with zeros after them
+    const std::byte *key, *value;
+    std::size_t stride;
+    const std::uint32_t* starts;  // of the queries
+  };
+  AttentionRow attention_row(const void* qkv, const AttentionPart& part, const AttentionRules& rules,
+                             std::size_t row) const;
+  // One head's keys or values as operands: AttentionScratch.
+  void head_rows(const std::byte* side, const AttentionRow& row, std::byte* rows) const;
+  void head_columns(const std::byte* side, const AttentionRow& row, std::byte* columns) const;
+  struct TileOperands {
+    const void *rows, *panel;
+  };
+  TileOperands tile_operands(const AttentionScratch& s, const float* tile, std::size_t keys, bool as_rows,
+                             bool as_panel) const;
   // What one block of 64 queries sees: keys of [first, end), of which `first` begins a key block.
   struct SeenKeys {
     std::size_t first, end;
     bool masked = false;  // not every query sees all before it
     std::uint32_t lows[kPanel];
   };
-  SeenKeys seen_keys(const AttentionRules& rules, std::size_t row, std::size_t first_query) const;
-  // scores[keys][64 queries] = key · query, then their softmax.
-  SeenKeys probabilities(const AttentionScratch& s, const AttentionRules& rules, std::size_t row,
-                         std::size_t first_query, unsigned slot, void* pad) const;
+  SeenKeys seen_keys(const AttentionRules& rules, const AttentionRow& row, std::size_t query) const;
+  // Of 64 queries' scores: VectorKernels.
+  struct Softmax {
+    SeenKeys seen;
+    float scale = 1;
+    float maximum[kPanel] = {}, sum[kPanel] = {}, dot[kPanel] = {}, inverse[kPanel] = {};
+  };
+  // scores[keys][64 queries] = key · query, then their exponentials; times `inverse` they are probabilities.
+  Softmax scores(const AttentionScratch& s, const AttentionRules& rules, const AttentionRow& row, std::size_t query,
+                 unsigned slot, void* pad) const;
   // Of one head, added to the group's dkey and dvalue.
-  void attention_backward_head(const AttentionBackward& op, std::size_t row, std::size_t head, AttentionScratch& s,
-                               unsigned slot) const;
+  void attention_backward_head(const AttentionBackward& op, const AttentionRow& row, std::size_t head,
+                               AttentionScratch& s, unsigned slot) const;
+  void store_key_gradient(const AttentionBackward& op, const AttentionRow& row, float* sums, std::size_t rows,
+                          std::size_t column, std::byte* dqkv) const;
   void head(const HeadLoss& op, HostWorkers& workers) const;
   void head_pack(const HeadSlice& slice, HostWorkers& workers) const;
   void head_statistics(const HeadSlice& slice, HostWorkers& workers) const;
@@ -134,19 +178,32 @@ class HostOps final : public Ops {
   void head_gradients(const HeadSlice& slice, HostWorkers& workers) const;
   void head_block_gradients(const HeadSlice& slice, std::size_t block, float* partial, unsigned slot) const;
   void head_reduce(const HeadSlice& slice, HostWorkers& workers) const;
-  void logits(const HeadSlice& slice, const HeadScratch& s, const void* weight, std::size_t words, std::size_t panel,
-              unsigned slot, void* pad) const;
+  void few_logits(const Logits& op, HostWorkers& workers) const;
+  float* head_tile(const HeadSlice& slice, const HeadScratch& s, std::size_t block, std::size_t token) const;
+  void head_dlogits(const HeadSlice& slice, const HeadScratch& s, std::size_t block, std::size_t words) const;
   const void* head_weight(const HeadSlice& slice, const HeadScratch& s, std::size_t block) const;
 
   void prepare_shapes();
+  void prepare_adapters(const std::vector<std::pair<std::size_t, std::size_t>>& layers,
+                        const std::vector<std::size_t>& token_blocks, const std::vector<std::size_t>& counts);
   void require_in_hbm(const void* data, std::size_t bytes) const;
   // A tensor of the weight type.
   void require_tensor(const void* data, std::size_t elements) const {
     require_in_hbm(data, elements * element_bytes());
   }
-  // The first `columns` of each token, which are `stride` elements apart.
-  void require_rows(const void* data, std::size_t stride, std::size_t columns) const {
-    require_tensor(data, (shape_.tokens() - 1) * stride + columns);
+  // The first `columns` of each of `rows` tokens, which are `stride` elements apart.
+  void require_rows(const void* data, std::size_t rows, std::size_t stride, std::size_t columns) const {
+    require_tensor(data, (rows - 1) * stride + columns);
+  }
+  // Of an operation with this `count`.
+  std::size_t tokens(std::uint32_t count) const {
+    const std::size_t tokens = count != 0 ? count : shape_.tokens();
+    SPILLWAY_CHECK(tokens <= shape_.slice_tokens(), "an operation has no more tokens than a slice");
+    return tokens;
+  }
+  // The rows of a product's next call, where `rows` are left.
+  std::size_t token_block(std::size_t rows) const {
+    return shape_.forward_alone ? std::min(kRowBlock, std::bit_floor(rows)) : std::min(kRowBlock, rows);
   }
   // x as a GEMM's left operand: itself, or a copy in fp32.
   const void* operand(const void* x, std::size_t rows, std::size_t columns, HostWorkers& workers) const;
@@ -156,6 +213,8 @@ class HostOps final : public Ops {
   void pack(const void* x, std::size_t stride, std::size_t depth, std::size_t columns, std::byte* panel) const;
   void pack_transposed(const void* x, std::size_t stride, std::size_t depth, std::size_t columns,
                        std::byte* panel) const;
+  void transpose_operand(const void* x, std::size_t stride, std::size_t rows, std::size_t columns, std::byte* to,
+                         std::size_t to_stride) const;
   void store_gradient(const float* tile, std::size_t rows, std::size_t columns, DType type, bool accumulate,
                       void* gradient, std::size_t offset, std::size_t stride) const;
   Carver slot_carver(unsigned slot) const;
@@ -176,7 +235,7 @@ class HostOps final : public Ops {
   std::size_t widest() const;
   std::size_t vocab_blocks() const { return div_up<std::size_t>(shape_.vocabulary, kVocabBlock); }
   std::size_t groups() const { return std::min(kGroups, vocab_blocks()); }
-  std::size_t slice_tokens() const { return std::min(kSlice, shape_.tokens()); }
+  std::size_t head_tokens() const { return std::min(kSlice, shape_.slice_tokens()); }
 
   Shape shape_;
   unsigned threads_;

@@ -30,7 +30,7 @@ void* open_library() {
   const std::filesystem::path near = beside();
   std::error_code ignored;
   const bool is_near = !near.empty() && std::filesystem::exists(near, ignored);
-  // One that lies beside the program is the program's: if it cannot be opened, that is what to say.
+  // A plugin that lies beside the program is the program's: if it cannot be opened, that is what to say.
   void* library = ::dlopen(is_near ? near.c_str() : kOpsPlugin, RTLD_NOW | RTLD_LOCAL);
   if (library != nullptr) return library;
   const char* why = ::dlerror();

@@ -11,7 +11,7 @@
 namespace spillway::models {
 
 // The project's version, and a number that changes whenever Ops, this table or a type that crosses it does.
-inline constexpr const char* kOpsInterface = SPILLWAY_VERSION "/3";
+inline constexpr const char* kOpsInterface = SPILLWAY_VERSION "/5";
 inline constexpr const char* kOpsPlugin = "libspillway_models_cuda.so";
 inline constexpr const char* kOpsPluginEntry = "spillway_models_cuda_ops";
 

@@ -70,71 +70,94 @@ void accumulate_scaled(const void* in, float factor, float* sum, std::size_t cou
   });
 }
 
-// Sixteen columns at a time, so that their running values stay in registers.
-void causal_softmax(float* tile, std::size_t rows, std::size_t first_query, float scale) {
-  for (std::size_t c = 0; c < kPanel; c += kLanes) {
-    // Rows before `full` are visible to all sixteen queries; column c + l also sees rows up to full + l - 1.
-    const std::size_t full = std::min(rows, first_query + c + 1);
-    const std::size_t seen = std::min(rows, first_query + c + kLanes);
-    for (std::size_t r = full; r < seen; ++r) {
-      for (std::size_t l = 0; l < kLanes; ++l) {
-        // Out of the maximum's way here; an exact zero below.
-        if (r > first_query + c + l) tile[r * kPanel + c + l] = -1e30f;
-      }
+// What is hidden: out of a maximum's way, and told from scores by being below any.
+constexpr float kHidden = -3e38f, kLeast = -1e30f;
+
+void hide(float* tile, std::size_t rows, std::size_t first_key, std::size_t first_query, const std::uint32_t* lows) {
+  const U32 u;
+  for (std::size_t c = 0; c < kPanel; c += kPart) {
+    const auto query = hn::Iota(u, static_cast<std::uint32_t>(first_query + c));
+    const auto low = lows == nullptr ? hn::Zero(u) : hn::LoadU(u, lows + c);
+    for (std::size_t r = 0; r < rows; ++r) {
+      const auto key = hn::Set(u, static_cast<std::uint32_t>(first_key + r));
+      const auto hidden = hn::RebindMask(F32(), hn::Or(hn::Gt(key, query), hn::Lt(key, low)));
+      float* at = tile + r * kPanel + c;
+      hn::StoreU(hn::IfThenElse(hidden, hn::Set(F32(), kHidden), hn::LoadU(F32(), at)), F32(), at);
     }
-    Lanes maximum = splat(-1e30f);
-    for (std::size_t r = 0; r < seen; ++r) maximum = larger(load(tile + r * kPanel + c), maximum);
-    Lanes sum = splat(0);
-    for (std::size_t r = 0; r < seen; ++r) {
-      float* row = tile + r * kPanel + c;
-      store(exponential((load(row) - maximum) * splat(scale)), row);
-      if (r >= full) {
-        for (std::size_t l = 0; l < kLanes; ++l) {
-          if (r > first_query + c + l) row[l] = 0;
-        }
-      }
-      sum = sum + load(row);
-    }
-    const Lanes inverse = splat(1) / sum;
-    for (std::size_t r = 0; r < seen; ++r) store(load(tile + r * kPanel + c) * inverse, tile + r * kPanel + c);
-    for (std::size_t r = seen; r < rows; ++r) store(splat(0), tile + r * kPanel + c);
   }
 }
 
-void masked_softmax(float* tile, std::size_t rows, std::size_t first_key, std::size_t first_query,
-                    const std::uint32_t* lows, float scale) {
-  for (std::size_t c = 0; c < kPanel; c += kLanes) {
-    // All sixteen queries see rows of [begin, full), some see those of [low, begin) and [full, seen).
-    const auto [least, most] = std::minmax_element(lows + c, lows + c + kLanes);
-    const std::size_t end = first_query + c + 1 - std::min(first_key, first_query + c + 1);
-    const std::size_t full = std::min(rows, end), seen = std::min(rows, end + kLanes - 1);
-    const std::size_t low = std::min(*least - std::min<std::size_t>(*least, first_key), seen);
-    const std::size_t begin = std::min(*most - std::min<std::size_t>(*most, first_key), seen);
-    const auto hides = [&](std::size_t r, std::size_t l) {
-      const std::size_t key = first_key + r;
-      return key < lows[c + l] || key > first_query + c + l;
-    };
-    const auto some = [&](std::size_t r) { return r < begin || r >= full; };
-    for (std::size_t r = low; r < seen; ++r) {
-      for (std::size_t l = 0; l < kLanes && some(r); ++l) {
-        if (hides(r, l)) tile[r * kPanel + c + l] = -1e30f;
-      }
+// Some columns at a time, whose running values stay in registers: four vectors of them, for one alone would wait for
+// its own last result.
+constexpr std::size_t kWide = 4;
+using WideVectors = hn::Vec<F32>[kWide];
+HWY_INLINE void load_wide(const float* p, WideVectors& v) {
+  for (std::size_t i = 0; i < kWide; ++i) v[i] = hn::LoadU(F32(), p + i * kPart);
+}
+HWY_INLINE void store_wide(const WideVectors& v, float* p) {
+  for (std::size_t i = 0; i < kWide; ++i) hn::StoreU(v[i], F32(), p + i * kPart);
+}
+
+void column_maximum(const float* tile, std::size_t rows, float* maximum) {
+  for (std::size_t c = 0; c < kPanel; c += kWide * kPart) {
+    WideVectors m, x;
+    load_wide(maximum + c, m);
+    for (std::size_t r = 0; r < rows; ++r) {
+      load_wide(tile + r * kPanel + c, x);
+      for (std::size_t i = 0; i < kWide; ++i) m[i] = hn::IfThenElse(hn::Gt(x[i], m[i]), x[i], m[i]);
     }
-    Lanes maximum = splat(-1e30f);
-    for (std::size_t r = low; r < seen; ++r) maximum = larger(load(tile + r * kPanel + c), maximum);
-    Lanes sum = splat(0);
-    for (std::size_t r = low; r < seen; ++r) {
-      float* row = tile + r * kPanel + c;
-      store(exponential((load(row) - maximum) * splat(scale)), row);
-      for (std::size_t l = 0; l < kLanes && some(r); ++l) {
-        if (hides(r, l)) row[l] = 0;
+    store_wide(m, maximum + c);
+  }
+}
+
+void column_exponentials(float* tile, std::size_t rows, const float* maximum, float scale, float* sum) {
+  const auto factor = hn::Set(F32(), scale), least = hn::Set(F32(), kLeast);
+  for (std::size_t c = 0; c < kPanel; c += kWide * kPart) {
+    WideVectors m, s, x, e;
+    load_wide(maximum + c, m);
+    load_wide(sum + c, s);
+    for (std::size_t r = 0; r < rows; ++r) {
+      load_wide(tile + r * kPanel + c, x);
+      for (std::size_t i = 0; i < kWide; ++i) e[i] = hn::Mul(hn::Sub(x[i], m[i]), factor);
+      exponentials(e);
+      for (std::size_t i = 0; i < kWide; ++i) {
+        e[i] = hn::IfThenZeroElse(hn::Lt(x[i], least), e[i]);
+        s[i] = hn::Add(s[i], e[i]);
       }
-      sum = sum + load(row);
+      store_wide(e, tile + r * kPanel + c);
     }
-    const Lanes inverse = splat(1) / sum;
-    for (std::size_t r = low; r < seen; ++r) store(load(tile + r * kPanel + c) * inverse, tile + r * kPanel + c);
-    for (std::size_t r = 0; r < low; ++r) store(splat(0), tile + r * kPanel + c);
-    for (std::size_t r = seen; r < rows; ++r) store(splat(0), tile + r * kPanel + c);
+    store_wide(s, sum + c);
+  }
+}
+
+void column_dots(const float* probabilities, const float* dprobabilities, std::size_t rows, float* dots) {
+  for (std::size_t c = 0; c < kPanel; c += kWide * kPart) {
+    WideVectors dot, p, d;
+    load_wide(dots + c, dot);
+    for (std::size_t r = 0; r < rows; ++r) {
+      load_wide(probabilities + r * kPanel + c, p);
+      load_wide(dprobabilities + r * kPanel + c, d);
+      for (std::size_t i = 0; i < kWide; ++i) dot[i] = hn::Add(dot[i], hn::Mul(p[i], d[i]));
+    }
+    store_wide(dot, dots + c);
+  }
+}
+
+void softmax_gradient(const float* probabilities, float* dprobabilities, std::size_t rows, const float* dot,
+                      float scale) {
+  for (std::size_t r = 0; r < rows; ++r) {
+    for (std::size_t c = 0; c < kPanel; c += kLanes) {
+      float* d = dprobabilities + r * kPanel + c;
+      store(load(probabilities + r * kPanel + c) * (load(d) - load(dot + c)) * splat(scale), d);
+    }
+  }
+}
+
+void scale_columns(float* tile, std::size_t rows, const float* factor) {
+  for (std::size_t r = 0; r < rows; ++r) {
+    for (std::size_t c = 0; c < kPanel; c += kLanes) {
+      store(load(tile + r * kPanel + c) * load(factor + c), tile + r * kPanel + c);
+    }
   }
 }
 
@@ -146,40 +169,47 @@ void soft_cap(float* tile, std::size_t rows, float scale, float cap, float* slop
   }
 }
 
+void soft_cap_slopes(const float* tile, std::size_t rows, float cap, float* slopes) {
+  for (std::size_t i = 0; i < rows * kPanel; i += kLanes) {
+    const Lanes t = load(tile + i) / splat(cap);
+    store(splat(1) - t * t, slopes + i);
+  }
+}
+
 void scale_tile(float* tile, const float* slopes, std::size_t rows, float scale) {
   for (std::size_t i = 0; i < rows * kPanel; i += kLanes) {
     store(load(tile + i) * (load(slopes + i) * splat(scale)), tile + i);
   }
 }
 
-void softmax_backward(const float* probabilities, float* dprobabilities, std::size_t rows, float scale) {
-  for (std::size_t c = 0; c < kPanel; c += kLanes) {
-    Lanes dot = splat(0);
-    for (std::size_t r = 0; r < rows; ++r) {
-      dot = dot + load(probabilities + r * kPanel + c) * load(dprobabilities + r * kPanel + c);
-    }
-    for (std::size_t r = 0; r < rows; ++r) {
-      float* d = dprobabilities + r * kPanel + c;
-      store(load(probabilities + r * kPanel + c) * (load(d) - dot) * splat(scale), d);
-    }
-  }
-}
-
 void column_statistics(const float* tile, std::size_t rows, float* maximum, float* sum) {
-  for (std::size_t c = 0; c < kPanel; c += kLanes) {
-    Lanes m = load(tile + c), s = splat(0);
-    for (std::size_t r = 1; r < rows; ++r) m = larger(load(tile + r * kPanel + c), m);
-    for (std::size_t r = 0; r < rows; ++r) s = s + exponential(load(tile + r * kPanel + c) - m);
-    store(m, maximum + c);
-    store(s, sum + c);
+  std::copy_n(tile, kPanel, maximum);
+  column_maximum(tile + kPanel, rows - 1, maximum);
+  for (std::size_t c = 0; c < kPanel; c += kWide * kPart) {
+    WideVectors m, s, x;
+    load_wide(maximum + c, m);
+    for (auto& v : s) v = hn::Zero(F32());
+    for (std::size_t r = 0; r < rows; ++r) {
+      load_wide(tile + r * kPanel + c, x);
+      for (std::size_t i = 0; i < kWide; ++i) x[i] = hn::Sub(x[i], m[i]);
+      exponentials(x);
+      for (std::size_t i = 0; i < kWide; ++i) s[i] = hn::Add(s[i], x[i]);
+    }
+    store_wide(s, sum + c);
   }
 }
 
 void column_probabilities(float* tile, std::size_t rows, const float* log_sum, float scale) {
+  const auto factor = hn::Set(F32(), scale);
   for (std::size_t r = 0; r < rows; ++r) {
-    for (std::size_t c = 0; c < kPanel; c += kLanes) {
-      float* row = tile + r * kPanel + c;
-      store(exponential(load(row) - load(log_sum + c)) * splat(scale), row);
+    for (std::size_t c = 0; c < kPanel; c += kWide * kPart) {
+      WideVectors x, logs;
+      load_wide(tile + r * kPanel + c, x);
+      load_wide(log_sum + c, logs);
+      for (std::size_t i = 0; i < kWide; ++i) x[i] = hn::Sub(x[i], logs[i]);
+      exponentials(x);
+      for (auto& v : x) v = hn::Mul(v, factor);
+      store_wide(x, tile + r * kPanel + c);
     }
   }
 }
@@ -232,16 +262,21 @@ const VectorKernels* table() {
       gelu_backward<T>,
       {gated<T, Silu>, gated<T, GeluTanh>, gated<T, Gelu>},
       {gated_backward<T, Silu>, gated_backward<T, GeluTanh>, gated_backward<T, Gelu>},
-      causal_softmax,
-      masked_softmax,
+      hide,
+      column_maximum,
+      column_exponentials,
+      column_dots,
+      softmax_gradient,
+      scale_columns,
       soft_cap,
+      soft_cap_slopes,
       scale_tile,
-      softmax_backward,
       column_statistics,
       column_probabilities,
       column_sums<T>,
       store_tile<T>,
       store_transposed<T>,
+      pack_tile<T>,
       transpose<Bits>,
       transpose_widen<T>,
       pack<Bits>,

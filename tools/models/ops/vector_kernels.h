@@ -66,19 +66,30 @@ struct VectorKernels {
   void (*gated_backward[3])(const void* gate, const void* up, const void* dout, void* dgate, void* dup,
                             std::size_t count);
 
-  // Causal softmax down the columns of a tile[rows][kPanel]: column c is query first_query + c, row r is key r.
-  void (*causal_softmax)(float* tile, std::size_t rows, std::size_t first_query, float scale);
-  // The same of a tile that begins with key first_key, where query c sees keys from lows[c] on, itself at least
-  // (behind the row's end: the last key).
-  void (*masked_softmax)(float* tile, std::size_t rows, std::size_t first_key, std::size_t first_query,
-                         const std::uint32_t* lows, float scale);
+  // A softmax down the columns of scores that come tile by tile, tile[rows][kPanel], row r being key first_key + r and
+  // column c query first_query + c:
+  //   1. hide    of a tile with keys that not every query sees: query c sees those of [lows[c], itself]; lows may be
+  //   null
+  //   2. column_maximum        maximum[c] = the larger one of it and of column c
+  //   3. column_exponentials   tile = e^((tile - maximum) * scale), sum[c] += column c; zero where it is hidden
+  // Probabilities are exponentials over their sum.
+  void (*hide)(float* tile, std::size_t rows, std::size_t first_key, std::size_t first_query,
+               const std::uint32_t* lows);
+  void (*column_maximum)(const float* tile, std::size_t rows, float* maximum);
+  void (*column_exponentials)(float* tile, std::size_t rows, const float* maximum, float scale, float* sum);
+  // And its gradient: dots[c] += column c of probabilities * dprobabilities, and then, written over dprobabilities,
+  // probabilities * (dprobabilities - dot) * scale.
+  void (*column_dots)(const float* probabilities, const float* dprobabilities, std::size_t rows, float* dots);
+  void (*softmax_gradient)(const float* probabilities, float* dprobabilities, std::size_t rows, const float* dot,
+                           float scale);
+  // tile[r][c] *= factor[c]
+  void (*scale_columns)(float* tile, std::size_t rows, const float* factor);
   // tile = cap * tanh(tile * scale / cap); slopes, unless null: 1 - tanh².
   void (*soft_cap)(float* tile, std::size_t rows, float scale, float cap, float* slopes);
+  // slopes = 1 - (tile / cap)², of what soft_cap made
+  void (*soft_cap_slopes)(const float* tile, std::size_t rows, float cap, float* slopes);
   // tile *= slopes * scale
   void (*scale_tile)(float* tile, const float* slopes, std::size_t rows, float scale);
-  // dscores = probabilities * (dprobabilities - column sum of their product) * scale, written over dprobabilities.
-  void (*softmax_backward)(const float* probabilities, float* dprobabilities, std::size_t rows, float scale);
-
   // Maximum, and sum of exp(x - maximum), of each column of tile[rows][kPanel].
   void (*column_statistics)(const float* tile, std::size_t rows, float* maximum, float* sum);
   // tile[r][c] = exp(tile[r][c] - log_sum[c]) * scale
@@ -92,6 +103,8 @@ struct VectorKernels {
                      void* out, std::size_t stride);
   // out[c][r] = tile[r][c]: rows of the tile become columns.
   void (*store_transposed)(const float* tile, std::size_t rows, std::size_t columns, void* out, std::size_t stride);
+  // A tile as operands of products: rows[r][c], and panel as pack() makes it, of T. Either may be null.
+  void (*pack_tile)(const float* tile, std::size_t rows, void* by_row, void* panel);
   void (*transpose)(const void* in, std::size_t in_stride, std::size_t rows, std::size_t columns, void* out,
                     std::size_t out_stride);
   void (*transpose_widen)(const void* in, std::size_t in_stride, std::size_t rows, std::size_t columns, float* out,

@@ -79,16 +79,24 @@ HWY_INLINE void store(const Lanes& v, float* p) {
   for (std::size_t i = 0; i < kParts; ++i) hn::StoreU(v.part[i], F32(), p + i * kPart);
 }
 // Rounds to nearest, ties to even; NaN stays NaN: the bits of float_to_bf16().
+HWY_INLINE hn::Vec<U32> bf16_bits(hn::Vec<F32> v) {
+  const auto bits = hn::BitCast(U32(), v);
+  const auto high = hn::ShiftRight<16>(bits);
+  const auto odd = hn::And(high, hn::Set(U32(), 1));
+  const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(U32(), 0x7fff))));
+  const auto quiet = hn::Or(high, hn::Set(U32(), 0x40));
+  return hn::IfThenElse(hn::RebindMask(U32(), hn::IsNaN(v)), quiet, rounded);
+}
 HWY_INLINE void store(const Lanes& v, std::uint16_t* p) {
   for (std::size_t i = 0; i < kParts; ++i) {
-    const auto bits = hn::BitCast(U32(), v.part[i]);
-    const auto high = hn::ShiftRight<16>(bits);
-    const auto odd = hn::And(high, hn::Set(U32(), 1));
-    const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(U32(), 0x7fff))));
-    const auto quiet = hn::Or(high, hn::Set(U32(), 0x40));
-    const auto nan = hn::RebindMask(U32(), hn::IsNaN(v.part[i]));
-    const auto result = hn::IfThenElse(nan, quiet, rounded);
-    hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), result)), U16(), p + i * kPart);
+    hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), bf16_bits(v.part[i]))), U16(), p + i * kPart);
+  }
+}
+// Two rows of bf16, element by element in turn.
+HWY_INLINE void store_interleaved(const Lanes& even, const Lanes& odd, std::uint32_t* p) {
+  for (std::size_t i = 0; i < kParts; ++i) {
+    const auto words = hn::Or(bf16_bits(even.part[i]), hn::ShiftLeft<16>(bf16_bits(odd.part[i])));
+    hn::StoreU(words, U32(), p + i * kPart);
   }
 }
 
@@ -144,29 +152,38 @@ HWY_INLINE float fold(const Lanes& v) {
   return lanes[0];
 }
 
-// e^x, 2 ulp, for x from -87 (below: e^-87, about 1e-38) to 88; NaN gives NaN. Cody-Waite reduction and the polynomial
-// of Cephes' expf (Moshier 1989).
-HWY_INLINE Lanes exponential(const Lanes& x) {
-  return each([&](std::size_t i) {
-    const F32 f;
-    const auto set = [&](float value) { return hn::Set(f, value); };
-    auto v = x.part[i];
-    v = hn::IfThenElse(hn::Gt(v, set(88.0f)), set(88.0f), v);
-    v = hn::IfThenElse(hn::Lt(v, set(-87.0f)), set(-87.0f), v);
+// e^x of several vectors, 2 ulp, for x from -87 (below: e^-87, about 1e-38) to 88; NaN gives NaN. Cody-Waite reduction
+// and the polynomial of Cephes' expf (Moshier 1989). Step by step for all of them: each chain by itself waits for its
+// own last result.
+template <std::size_t N>
+HWY_INLINE void exponentials(hn::Vec<F32> (&v)[N]) {
+  const F32 f;
+  const auto set = [&](float value) { return hn::Set(f, value); };
+  hn::Vec<F32> p[N];
+  hn::Vec<U32> exponent[N];
+  for (auto& x : v) x = hn::IfThenElse(hn::Gt(x, set(88.0f)), set(88.0f), x);
+  for (auto& x : v) x = hn::IfThenElse(hn::Lt(x, set(-87.0f)), set(-87.0f), x);
+  for (std::size_t i = 0; i < N; ++i) {
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits: no conversion, which NaN would upset.
     const auto magic = set(12582912.0f);
-    const auto shifted = hn::Add(hn::Mul(v, set(1.44269504f)), magic);
-    const auto n = hn::Sub(shifted, magic);
-    auto r = hn::Sub(v, hn::Mul(n, set(0.693359375f)));
-    r = hn::Sub(r, hn::Mul(n, set(-2.12194440e-4f)));
-    auto p = set(1.9875691500e-4f);
-    for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-      p = hn::Add(hn::Mul(p, r), set(c));
-    }
-    p = hn::Add(hn::Add(hn::Mul(p, hn::Mul(r, r)), r), set(1.0f));
-    const auto exponent = hn::ShiftLeft<23>(hn::Add(hn::BitCast(U32(), shifted), hn::Set(U32(), 127)));
-    return hn::Mul(p, hn::BitCast(f, exponent));
-  });
+    const auto shifted = hn::Add(hn::Mul(v[i], set(1.44269504f)), magic);
+    exponent[i] = hn::ShiftLeft<23>(hn::Add(hn::BitCast(U32(), shifted), hn::Set(U32(), 127)));
+    p[i] = hn::Sub(shifted, magic);
+  }
+  for (std::size_t i = 0; i < N; ++i) v[i] = hn::Sub(v[i], hn::Mul(p[i], set(0.693359375f)));
+  for (std::size_t i = 0; i < N; ++i) v[i] = hn::Sub(v[i], hn::Mul(p[i], set(-2.12194440e-4f)));
+  for (auto& x : p) x = set(1.9875691500e-4f);
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    for (std::size_t i = 0; i < N; ++i) p[i] = hn::Add(hn::Mul(p[i], v[i]), set(c));
+  }
+  for (std::size_t i = 0; i < N; ++i) {
+    p[i] = hn::Add(hn::Add(hn::Mul(p[i], hn::Mul(v[i], v[i])), v[i]), set(1.0f));
+    v[i] = hn::Mul(p[i], hn::BitCast(f, exponent[i]));
+  }
+}
+HWY_INLINE Lanes exponential(Lanes x) {
+  exponentials(x.part);
+  return x;
 }
 
 template <typename T>

@@ -42,29 +42,38 @@ HWY_INLINE void transpose_square(Square<T>& a) {
   for (int i = 0; i < 8; ++i) interleave(b.row[i], b.row[i + 8], a.row[2 * i], a.row[2 * i + 1]);
 }
 
-// out[c][r] = in[r][c], 16 x 16 squares; short ones go through zero-padded rows.
+// out[c][r] = in[r][c], of at most 16 x 16.
+template <typename T>
+HWY_INLINE void transpose_piece(const T* in, std::size_t in_stride, std::size_t height, std::size_t width, T* out,
+                                std::size_t out_stride) {
+  Square<T> square = {};
+  for (std::size_t i = 0; i < height; ++i) {
+    if (width == 16)
+      std::memcpy(&square.row[i], in + i * in_stride, 16 * sizeof(T));
+    else
+      std::memcpy(&square.row[i], in + i * in_stride, width * sizeof(T));
+  }
+  transpose_square(square);
+  for (std::size_t i = 0; i < width; ++i) {
+    if (height == 16)
+      std::memcpy(out + i * out_stride, &square.row[i], 16 * sizeof(T));
+    else
+      std::memcpy(out + i * out_stride, &square.row[i], height * sizeof(T));
+  }
+}
+
+// out[c][r] = in[r][c], 16 x 16 squares; short ones go through zero-padded rows. As many squares one below the other as
+// fill cache lines of the result: rows of it are often 4 KiB apart, so that lines do not stay for a second visit.
 template <typename T>
 void transpose_matrix(const T* in, std::size_t in_stride, std::size_t rows, std::size_t columns, T* out,
                       std::size_t out_stride) {
-  for (std::size_t r = 0; r < rows; r += 16) {
-    const std::size_t height = std::min<std::size_t>(16, rows - r);
+  constexpr std::size_t kLine = 64 / sizeof(T);
+  for (std::size_t block = 0; block < rows; block += kLine) {
+    const std::size_t end = std::min(rows, block + kLine);
     for (std::size_t c = 0; c < columns; c += 16) {
-      const std::size_t width = std::min<std::size_t>(16, columns - c);
-      Square<T> square = {};
-      for (std::size_t i = 0; i < height; ++i) {
-        const T* from = in + (r + i) * in_stride + c;
-        if (width == 16)
-          std::memcpy(&square.row[i], from, 16 * sizeof(T));
-        else
-          std::memcpy(&square.row[i], from, width * sizeof(T));
-      }
-      transpose_square(square);
-      for (std::size_t i = 0; i < width; ++i) {
-        T* to = out + (c + i) * out_stride + r;
-        if (height == 16)
-          std::memcpy(to, &square.row[i], 16 * sizeof(T));
-        else
-          std::memcpy(to, &square.row[i], height * sizeof(T));
+      for (std::size_t r = block; r < end; r += 16) {
+        transpose_piece(in + r * in_stride + c, in_stride, std::min<std::size_t>(16, end - r),
+                        std::min<std::size_t>(16, columns - c), out + c * out_stride + r, out_stride);
       }
     }
   }
@@ -112,8 +121,9 @@ void store_transposed(const float* tile, std::size_t rows, std::size_t columns, 
   }
 }
 
+// Never inlined: where `columns` is a constant, clang 14 unrolls the copies, and takes 20 GB to merge them.
 template <typename T>
-void pack_widen(const void* x, std::size_t stride, std::size_t depth, std::size_t columns, float* panel) {
+HWY_NOINLINE void pack_widen(const void* x, std::size_t stride, std::size_t depth, std::size_t columns, float* panel) {
   const T* from = static_cast<const T*>(x);
   for (std::size_t k = 0; k < depth; ++k) {
     float* row = panel + k * kPanel;
@@ -153,6 +163,27 @@ void pack(const void* x, std::size_t stride, std::size_t depth, std::size_t colu
       for (std::size_t c = 0; c < columns; ++c) words[c] = even[c] | static_cast<std::uint32_t>(odd[c]) << 16;
       for (std::size_t c = columns; c < kPanel; ++c) words[c] = 0;
     }
+  }
+}
+
+template <typename T>
+void pack_tile(const float* tile, std::size_t rows, void* by_row, void* panel) {
+  if (by_row != nullptr) {
+    for (std::size_t i = 0; i < rows * kPanel; i += kLanes) store(load(tile + i), typed<T>(by_row) + i);
+  }
+  if (panel == nullptr) return;
+  if constexpr (std::is_same_v<T, std::uint16_t>) {
+    auto* words = static_cast<std::uint32_t*>(panel);
+    for (std::size_t r = 0; r < rows; r += 2) {
+      for (std::size_t c = 0; c < kPanel; c += kLanes) {
+        const float* even = tile + r * kPanel + c;
+        store_interleaved(load(even), r + 1 < rows ? load(even + kPanel) : splat(0), words + r / 2 * kPanel + c);
+      }
+    }
+    const std::size_t pairs = (rows + 1) / 2, padded = padded_depth(rows) / 2;
+    std::fill(words + pairs * kPanel, words + padded * kPanel, 0u);
+  } else if constexpr (std::is_same_v<T, float>) {
+    pack_widen<float>(tile, kPanel, rows, kPanel, static_cast<float*>(panel));
   }
 }
 

@@ -10,14 +10,15 @@
 //   Side::kQueries           Q, dO               K, V               S, dP        dQ, delta
 //   Side::kKeys              K, V                Q, dO              Sᵀ, dPᵀ      dK, dV
 //
+// Past keys stream the queries of one head after the other, of all that share them. Capped scores are c tanh(s / c),
+// and dS has the factor 1 - tanh² besides.
+//
 // Scores lie with the block's own rows down the registers of a warp, which makes them, rounded, the left operand of the
 // next product: they never go through shared memory.
 #include "tools/models/ops/cuda/attention_tile.cuh"
 
 namespace spillway::models::attention {
 namespace {
-
-enum class Side { kQueries, kKeys };
 
 // Columns of the stream that are worked on at a time.
 constexpr int kStep = 32, kStepTiles = kStep / 8;
@@ -37,18 +38,20 @@ struct Shared {
   // Of queries: delta of the rows. Of keys: for each stage, log_sums and delta of the columns.
   static constexpr int kStageNumbers = 2 * kColumns, kNumbers = kOfQueries ? kRows : 2 * kStageNumbers;
   static constexpr int kBytes = kNumbersAt + kNumbers * static_cast<int>(sizeof(float));
-  static_assert(kBytes <= 99 * 1024);
+  static_assert(kBytes <= 98 * 1024);  // and a KiB for FirstKeys' own
   static_assert(kOfQueries || (kStageNumbers == kThreads && kRows % kColumns == 0));
 };
 
 // What a step needs besides scores: for rows [i][half] (row 16 i + 8 half + lane / 4), or for columns [n][e] (column
-// 8 n + 2 (lane % 4) + e) of the step, log_sums * log2(e) and delta.
+// 8 n + 2 (lane % 4) + e) of the step, log_sums * log2(e) and delta; and the first keys that queries see: of rows
+// likewise, of columns that of column `lane` in each lane.
 template <int kWidth, Side kSide>
 struct Numbers {
   using Layout = Shared<kWidth, kSide>;
   static constexpr bool kOfQueries = kSide == Side::kQueries;
   static constexpr int kOuter = kOfQueries ? Layout::kRowTiles : kStepTiles;
   float log_sum[kOuter][2], delta[kOuter][2];
+  int first_key[kOfQueries ? kOuter : 1][kOfQueries ? 2 : 1];
 };
 
 template <typename Element>
@@ -78,9 +81,9 @@ __device__ __forceinline__ void find_delta(float* shared_delta, float* delta, co
 #pragma unroll
     for (int pass = 0; pass < kTogether; ++pass) {
       const int query = first + row + pass * kPassRows;
-      if (query < problem.sequence && column < problem.head_width) {
-        left[pass] = *reinterpret_cast<const uint4*>(out + query * problem.width + column);
-        right[pass] = *reinterpret_cast<const uint4*>(dout + query * problem.width + column);
+      if (query < problem.queries && column < problem.head_width) {
+        left[pass] = *reinterpret_cast<const uint4*>(out + query * problem.out_stride + column);
+        right[pass] = *reinterpret_cast<const uint4*>(dout + query * problem.out_stride + column);
       }
     }
 #pragma unroll
@@ -91,7 +94,7 @@ __device__ __forceinline__ void find_delta(float* shared_delta, float* delta, co
       for (int distance = kGroup / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
       if (column == 0) {
         shared_delta[at] = sum;
-        if (first + at < problem.sequence) delta[first + at] = sum;
+        if (first + at < problem.queries) delta[first + at] = sum;
       }
     }
   }
@@ -108,7 +111,7 @@ __device__ __forceinline__ void read_numbers(Numbers<kWidth, Side::kQueries>& nu
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * i + 8 * half + static_cast<int>(threadIdx.x) % 32 / 4;
-      numbers.log_sum[i][half] = first + row < problem.sequence ? log_sums[first + row] * kLog2E : 0;
+      numbers.log_sum[i][half] = first + row < problem.queries ? log_sums[first + row] * kLog2E : 0;
       numbers.delta[i][half] = shared_delta[row];
     }
   }
@@ -128,110 +131,191 @@ __device__ __forceinline__ void read_numbers(Numbers<kWidth, Side::kKeys>& numbe
   }
 }
 
-// scores become P; those of keys after the query, which includes all keys past the end, become zeros.
-template <int kWidth, Side kSide>
-__device__ __forceinline__ void find_probabilities(Accumulators<Shared<kWidth, kSide>::kRowTiles, kStepTiles>& scores,
-                                                   const Numbers<kWidth, kSide>& numbers, float unit, bool masked,
-                                                   int first_row, int first_column) {
-  constexpr bool kOfQueries = kSide == Side::kQueries;
-  const int lane = threadIdx.x % 32, row = first_row + lane / 4, column = first_column + lane % 4 * 2;
+template <int kWidth>
+__device__ __forceinline__ void read_first_keys(Numbers<kWidth, Side::kQueries>& numbers, const FirstKeys& first_keys,
+                                                int first) {
 #pragma unroll
-  for (int i = 0; i < Shared<kWidth, kSide>::kRowTiles; ++i) {
+  for (int i = 0; i < 2 * Shared<kWidth, Side::kQueries>::kRowTiles; ++i) {
+    numbers.first_key[i / 2][i % 2] = first_keys.of(first + 8 * i + static_cast<int>(threadIdx.x) % 32 / 4);
+  }
+}
+
+// scores become P, dscores what dS / scale is of P. Of keys after the query, which includes all keys past the end, and
+// before its first one: zeros. `row` and `column` are positions, of the warp's first row and the step's first column.
+template <int kWidth, Side kSide, bool kRules>
+__device__ __forceinline__ void find_probabilities(Accumulators<Shared<kWidth, kSide>::kRowTiles, kStepTiles>& scores,
+                                                   Accumulators<Shared<kWidth, kSide>::kRowTiles, kStepTiles>& dscores,
+                                                   const Numbers<kWidth, kSide>& numbers, const Inputs& in, bool masked,
+                                                   int row, int column) {
+  constexpr bool kOfQueries = kSide == Side::kQueries;
+  constexpr int kRowTiles = Shared<kWidth, kSide>::kRowTiles;
+  const bool capped = kRules && in.soft_cap != 0;
+  const float unit = (capped ? 1.0f : in.scale) * kLog2E, inner = capped ? in.scale / in.soft_cap : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int n = 0; n < kStepTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
+        dscores[i][n][e] -= kOfQueries ? numbers.delta[i][e / 2] : numbers.delta[n][e % 2];
+        if (capped) {
+          const float t = tanhf(scores[i][n][e] * inner);
+          scores[i][n][e] = in.soft_cap * t;
+          dscores[i][n][e] *= 1 - t * t;
+        }
         const float log_sum = kOfQueries ? numbers.log_sum[i][e / 2] : numbers.log_sum[n][e % 2];
         scores[i][n][e] = exp2_approximately(__fmaf_rn(scores[i][n][e], unit, -log_sum));
       }
     }
   }
   if (!masked) return;
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < Shared<kWidth, kSide>::kRowTiles; ++i) {
+  for (int n = 0; n < kStepTiles; ++n) {
 #pragma unroll
-    for (int n = 0; n < kStepTiles; ++n) {
+    for (int e = 0; e < 2; ++e) {
+      const int of_column = 8 * n + lane % 4 * 2 + e, other = column + of_column;
+      int column_key = 0;
+      if constexpr (kRules && !kOfQueries) column_key = __shfl_sync(kAllLanes, numbers.first_key[0][0], of_column);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int own = row + 16 * i + e / 2 * 8, other = column + 8 * n + e % 2;
-        if (kOfQueries ? other > own : own > other) scores[i][n][e] = 0;
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int own = row + 16 * i + 8 * half + lane / 4;
+          const int query = kOfQueries ? own : other, key = kOfQueries ? other : own;
+          int first_key = column_key;
+          if constexpr (kRules && kOfQueries) first_key = numbers.first_key[i][half];
+          if (key > query || (kRules && key < first_key)) scores[i][n][2 * half + e] = 0;
+        }
       }
     }
   }
 }
 
-// dprobabilities become dS / scale.
-template <int kWidth, Side kSide>
-__device__ __forceinline__ void find_dscores(
-    Accumulators<Shared<kWidth, kSide>::kRowTiles, kStepTiles>& dprobabilities,
-    const Accumulators<Shared<kWidth, kSide>::kRowTiles, kStepTiles>& probabilities,
-    const Numbers<kWidth, kSide>& numbers) {
+// dscores become dS / scale.
+template <int kRowTiles>
+__device__ __forceinline__ void find_dscores(Accumulators<kRowTiles, kStepTiles>& dscores,
+                                             const Accumulators<kRowTiles, kStepTiles>& probabilities) {
 #pragma unroll
-  for (int i = 0; i < Shared<kWidth, kSide>::kRowTiles; ++i) {
+  for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int n = 0; n < kStepTiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float delta = kSide == Side::kQueries ? numbers.delta[i][e / 2] : numbers.delta[n][e % 2];
-        dprobabilities[i][n][e] = probabilities[i][n][e] * (dprobabilities[i][n][e] - delta);
-      }
+      for (int e = 0; e < 4; ++e) dscores[i][n][e] *= probabilities[i][n][e];
     }
   }
 }
 
-template <typename Element, int kWidth, Side kSide>
+// Adds a warp's sums, times `factor`, to rows `first` and on of fp32 [end][...], and takes what is there then.
+template <int kWidth, int kRowTiles>
+__device__ __forceinline__ void add_to_rows(Accumulators<kRowTiles, kWidth / 8>& sum, float factor, float* rows,
+                                            std::int64_t stride, int first, int end, int head_width) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2 * kRowTiles; ++i) {
+    const int row = first + 8 * i + lane / 4;
+    if (row >= end) continue;
+#pragma unroll
+    for (int n = 0; n < kWidth / 8; ++n) {
+      const int column = 8 * n + lane % 4 * 2;
+      if (column >= head_width) continue;
+      auto* const at = reinterpret_cast<float2*>(rows + row * stride + column);
+      float *const x = &sum[i / 2][n][i % 2 * 2], *const y = x + 1;
+      const float2 old = *at;
+      *x = __fmaf_rn(*x, factor, old.x);
+      *y = __fmaf_rn(*y, factor, old.y);
+      *at = {*x, *y};
+    }
+  }
+}
+
+// Of the columns that stream past: of which head of the group, and the first one's row.
+struct Columns {
+  int head, first;
+};
+
+template <typename Element, int kWidth, Side kSide, bool kRules>
 __global__ void __launch_bounds__(kThreads) backward_kernel(Problem problem, Backward op) {
   extern __shared__ __align__(1024) unsigned char shared[];
   using Layout = Shared<kWidth, kSide>;
   constexpr bool kOfQueries = kSide == Side::kQueries;
   constexpr int kRowTiles = Layout::kRowTiles, kRows = Layout::kRows, kColumns = Layout::kColumns;
   constexpr int kWarpRows = Layout::kWarpRows;
+  const int group = problem.group, head_width = problem.head_width, first = problem.first;
   // The last queries see most keys, the first keys are seen by most queries.
-  const Work work = work_of(problem.order, blockIdx.x, problem.heads);
+  const Work work = work_of(problem.order, blockIdx.x, kOfQueries ? problem.heads : problem.heads / group);
   const int first_row = (kOfQueries ? static_cast<int>(problem.order.tiles) - 1 - work.rank : work.rank) * kRows;
   const int warp = threadIdx.x / 32, warp_row = first_row + warp * kWarpRows;
+  const int rows_end = kOfQueries ? problem.queries : problem.keys;
 
-  const std::int64_t width = problem.width, first_token = std::int64_t{work.batch} * problem.sequence;
-  const std::int64_t column = work.head * problem.head_width, numbers_at = work.head * problem.tokens + first_token;
-  const Element* query = static_cast<const Element*>(op.qkv) + first_token * 3 * width + column;
-  const Element *key = query + width, *value = key + width;
-  const Element* dout = static_cast<const Element*>(op.dout) + first_token * width + column;
+  const std::int64_t qkv_stride = problem.qkv_stride, out_stride = problem.out_stride, key_stride = op.in.key_stride;
+  const int query_head = kOfQueries ? work.head : work.head * group,
+            key_head = kOfQueries ? work.head / group : work.head;
+  const std::int64_t first_token = std::int64_t{work.batch} * problem.queries;
+  const std::int64_t column = std::int64_t{query_head} * head_width, key_column = std::int64_t{key_head} * head_width;
+  const std::int64_t numbers_at = query_head * problem.tokens + first_token;
+  const std::int64_t key_at = work.batch * problem.keys * key_stride + key_column;
+  const Element* query = static_cast<const Element*>(op.in.qkv) + first_token * qkv_stride + column;
+  const Element* key = static_cast<const Element*>(op.in.keys) + key_at;
+  const Element* value = static_cast<const Element*>(op.in.values) + key_at;
+  const Element* dout = static_cast<const Element*>(op.dout) + first_token * out_stride + column;
   const float* log_sums = op.log_sums + numbers_at;
   float* delta = op.delta + numbers_at;
-  const std::int64_t dout_stride = width, qkv_stride = 3 * width;
+  const FirstKeys first_keys(op.in, problem, work.batch);
 
   const std::uint32_t rows_x = shared_address(shared), rows_y = rows_x + Layout::kRowsBytes;
   float* shared_numbers = reinterpret_cast<float*>(shared + Layout::kNumbersAt);
-  const auto begin_columns = [&](int first, int stage) {
+  const auto begin_columns = [&](const Columns& at, int stage) {
     const std::uint32_t x = rows_x + Layout::kStageAt + stage * 2 * Layout::kColumnsBytes;
     const std::uint32_t y = x + Layout::kColumnsBytes;
-    begin_load<kWidth, kColumns>(x, kOfQueries ? key : query, qkv_stride, first, problem);
-    begin_load<kWidth, kColumns>(y, kOfQueries ? value : dout, kOfQueries ? qkv_stride : dout_stride, first, problem);
-    if constexpr (!kOfQueries) {
-      const int number = threadIdx.x % kColumns;
-      const bool valid = first + number < problem.sequence;
+    if constexpr (kOfQueries) {
+      begin_load<kWidth, kColumns>(x, key, key_stride, at.first, problem.keys, problem);
+      begin_load<kWidth, kColumns>(y, value, key_stride, at.first, problem.keys, problem);
+    } else {
+      const std::int64_t head = std::int64_t{at.head} * head_width, numbers = at.head * problem.tokens;
+      begin_load<kWidth, kColumns>(x, query + head, qkv_stride, at.first, problem.queries, problem);
+      begin_load<kWidth, kColumns>(y, dout + head, out_stride, at.first, problem.queries, problem);
+      const int number = at.first + static_cast<int>(threadIdx.x) % kColumns;
       const std::uint32_t to = shared_address(shared_numbers + stage * Layout::kStageNumbers + threadIdx.x);
       if (threadIdx.x < kColumns) {
-        copy_4_bytes(to, log_sums + first + number, valid);
+        copy_4_bytes(to, log_sums + numbers + number, number < problem.queries);
       } else {
-        copy_4_bytes(to, delta + first + number, valid);
+        copy_4_bytes(to, delta + numbers + number, number < problem.queries);
       }
     }
     commit_copies();
   };
-  begin_load<kWidth, kRows>(rows_x, kOfQueries ? query : key, qkv_stride, first_row, problem);
-  begin_load<kWidth, kRows>(rows_y, kOfQueries ? dout : value, kOfQueries ? dout_stride : qkv_stride, first_row,
+  begin_load<kWidth, kRows>(rows_x, kOfQueries ? query : key, kOfQueries ? qkv_stride : key_stride, first_row, rows_end,
                             problem);
-  // Queries see columns up to their last one; keys are seen from their first one on.
-  int first_column = kOfQueries ? 0 : first_row;
-  const int columns_end = kOfQueries ? min(first_row + kRows, problem.sequence) : problem.sequence;
-  begin_columns(first_column, 0);
+  begin_load<kWidth, kRows>(rows_y, kOfQueries ? dout : value, kOfQueries ? out_stride : key_stride, first_row,
+                            rows_end, problem);
+  commit_copies();
+  // Queries see keys from their first one up to their own; keys are seen from their own query on.
+  int begin = 0, end = 0;
+  FirstKeys::Range seen{0, 0};
+  if constexpr (kOfQueries) {
+    end = min(first + first_row + kRows, problem.keys);
+    if constexpr (kRules) {
+      begin = first_keys.range(first_row, kRows).lowest / kColumns * kColumns;
+      seen = first_keys.range(warp_row, kWarpRows);
+    }
+  } else {
+    begin = max(first_row - first, 0) / kColumns * kColumns;
+    end = problem.queries;
+    if constexpr (kRules) end = first_keys.end_of_queries(begin, min(first_row + kRows, problem.keys) - 1);
+  }
+  const int heads = begin >= end ? 0 : kOfQueries ? 1 : group;
+  const auto next = [&](const Columns& at) {
+    return at.first + kColumns < end ? Columns{at.head, at.first + kColumns} : Columns{at.head + 1, begin};
+  };
+  if (heads > 0) begin_columns({0, begin}, 0);
 
   Numbers<kWidth, kSide> numbers;
   if constexpr (kOfQueries) {
-    const Element* out = static_cast<const Element*>(op.out) + first_token * width + column;
+    const Element* out = static_cast<const Element*>(op.out) + first_token * out_stride + column;
     find_delta<Element, kWidth, kWarpRows>(shared_numbers + warp * kWarpRows, delta, out, dout, warp_row, problem);
     read_numbers(numbers, shared_numbers + warp * kWarpRows, log_sums, warp_row, problem);
+    if constexpr (kRules) read_first_keys(numbers, first_keys, warp_row);
   }
   Rows<kWidth, kRowTiles, Layout::kRowsInRegisters> own_x(Pieces<kWidth>::by_columns(rows_x, warp * kWarpRows));
   Rows<kWidth, kRowTiles, Layout::kRowsInRegisters> own_y(Pieces<kWidth>::by_columns(rows_y, warp * kWarpRows));
@@ -240,59 +324,87 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Problem problem, Bac
   own_x.begin();
   own_y.begin();
 
-  const float unit = problem.scale * kLog2E;
   Accumulators<kRowTiles, kWidth / 8> sum_x, sum_y;  // dQ or dK, / scale; dV
   clear<kRowTiles, kWidth / 8>(sum_x);
   clear<kRowTiles, kWidth / 8>(sum_y);
-  for (int stage = 0; first_column < columns_end; first_column += kColumns, stage ^= 1) {
+  int stage = 0;
+  for (Columns at{0, begin}; at.head < heads; at = next(at), stage ^= 1) {
     wait_for_copies();
     __syncthreads();  // this stage is there, and nobody reads the other one any more
-    if (first_column + kColumns < columns_end) begin_columns(first_column + kColumns, stage ^ 1);
+    if (const Columns then = next(at); then.head < heads) begin_columns(then, stage ^ 1);
     const std::uint32_t x = rows_x + Layout::kStageAt + stage * 2 * Layout::kColumnsBytes;
     const std::uint32_t y = x + Layout::kColumnsBytes;
 #pragma unroll 1
     for (int step = 0; step < kColumns; step += kStep) {
-      const int at = first_column + step, last = at + kStep - 1, last_row = warp_row + kWarpRows - 1;
+      // Positions of the warp's first row and of the step's first column.
+      const int row = warp_row + (kOfQueries ? first : 0), other = at.first + step + (kOfQueries ? 0 : first);
+      const int last_row = row + kWarpRows - 1, last = other + kStep - 1;
       // Some pair of a row and a column is visible; all are.
-      const bool some = kOfQueries ? at <= last_row : last >= warp_row;
-      const bool all = kOfQueries ? last <= warp_row : at >= last_row;
+      bool some = kOfQueries ? other <= last_row : last >= row, all = kOfQueries ? last <= row : other >= last_row;
+      int of_lane = 0;  // the first key of query `lane` of the step
+      if constexpr (kRules && kOfQueries) {
+        some = some && last >= seen.lowest;
+        all = all && other >= seen.highest;
+      } else if constexpr (kRules) {
+        of_lane = first_keys.of(at.first + step + static_cast<int>(threadIdx.x) % kStep);
+        some = some && __any_sync(kAllLanes, of_lane <= last_row);
+        all = all && !__any_sync(kAllLanes, of_lane > row);
+      }
       if (!some) continue;
       float scores[kRowTiles][kStepTiles][4], dscores[kRowTiles][kStepTiles][4];
       dot_rows<Element>(scores, own_x, Pieces<kWidth>::by_rows(x, step), 0);
       dot_rows<Element>(dscores, own_y, Pieces<kWidth>::by_rows(y, step), 0);
-      if constexpr (!kOfQueries) read_numbers(numbers, shared_numbers + stage * Layout::kStageNumbers, step);
-      find_probabilities<kWidth, kSide>(scores, numbers, unit, !all, warp_row, at);
+      if constexpr (!kOfQueries) {
+        read_numbers(numbers, shared_numbers + stage * Layout::kStageNumbers, step);
+        if constexpr (kRules) numbers.first_key[0][0] = of_lane;
+      }
+      find_probabilities<kWidth, kSide, kRules>(scores, dscores, numbers, op.in, !all, row, other);
       if constexpr (!kOfQueries) add_weighted<Element>(sum_y, scores, Pieces<kWidth>::by_columns(y, step), 0);
-      find_dscores<kWidth, kSide>(dscores, scores, numbers);
+      find_dscores<kRowTiles>(dscores, scores);
       add_weighted<Element>(sum_x, dscores, Pieces<kWidth>::by_columns(x, step), 0);
     }
   }
 
+  float scale = op.in.scale;  // of sum_x
+  if constexpr (!kOfQueries) {
+    if (op.dkv != nullptr) {
+      const std::int64_t keys_width = std::int64_t{problem.heads / group} * head_width;
+      float* const dkey = op.dkv + key_column;
+      add_to_rows<kWidth, kRowTiles>(sum_x, scale, dkey, 2 * keys_width, warp_row, rows_end, head_width);
+      add_to_rows<kWidth, kRowTiles>(sum_y, 1, dkey + keys_width, 2 * keys_width, warp_row, rows_end, head_width);
+      scale = 1;
+    }
+  }
   // Into this warp's own rows, which nobody reads any more.
   float scales[kRowTiles][2], ones[kRowTiles][2];
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
-    scales[i][0] = scales[i][1] = problem.scale;
+    scales[i][0] = scales[i][1] = scale;
     ones[i][0] = ones[i][1] = 1;
   }
   unsigned char* tile_x = shared + warp * kWarpRows * kRowBytes<kWidth>;
   unsigned char* tile_y = tile_x + Layout::kRowsBytes;
-  Element* dquery = static_cast<Element*>(op.dqkv) + first_token * 3 * width + column;
+  Element* dqkv = static_cast<Element*>(op.dqkv) + first_token * qkv_stride;
   __syncwarp();
   write_rows<Element, kWidth, kRowTiles>(tile_x, sum_x, scales);
   if constexpr (!kOfQueries) write_rows<Element, kWidth, kRowTiles>(tile_y, sum_y, ones);
   __syncwarp();
-  store_rows<kWidth, kWarpRows>(tile_x, kOfQueries ? dquery : dquery + width, qkv_stride, warp_row, problem);
-  if constexpr (!kOfQueries) {
-    store_rows<kWidth, kWarpRows>(tile_y, dquery + 2 * width, qkv_stride, warp_row, problem);
+  if constexpr (kOfQueries) {
+    store_rows<kWidth, kWarpRows>(tile_x, dqkv + column, qkv_stride, warp_row, 0, rows_end, problem);
+  } else {
+    Element* const dkey = dqkv + out_stride + key_column;
+    Element* const dvalue = dkey + (qkv_stride - out_stride) / 2;
+    store_rows<kWidth, kWarpRows>(tile_x, dkey, qkv_stride, warp_row, first, rows_end, problem);
+    store_rows<kWidth, kWarpRows>(tile_y, dvalue, qkv_stride, warp_row, first, rows_end, problem);
   }
 }
 
 template <typename Element, int kWidth, Side kSide>
 cudaError_t pass(const AttentionShape& shape, const Backward& op, cudaStream_t stream) {
   using Layout = Shared<kWidth, kSide>;
-  return launch(backward_kernel<Element, kWidth, kSide>, problem_of(shape, Layout::kRows), op, kThreads, Layout::kBytes,
-                stream);
+  const auto kernel = op.in.has_rules() ? backward_kernel<Element, kWidth, kSide, true>
+                                        : backward_kernel<Element, kWidth, kSide, false>;
+  return launch(kernel, problem_of(shape, op.in, kSide, Layout::kRows), op, kThreads, Layout::kBytes, stream);
 }
 
 // That of queries goes first: it leaves delta.
@@ -304,9 +416,8 @@ cudaError_t passes(const AttentionShape& shape, const Backward& op, cudaStream_t
 
 template <typename Element>
 cudaError_t backward_of(const AttentionShape& shape, const Backward& op, cudaStream_t stream) {
-  const std::uint32_t head_width = shape.width / shape.heads;
-  if (head_width <= 64) return passes<Element, 64>(shape, op, stream);
-  if (head_width <= 96) return passes<Element, 96>(shape, op, stream);
+  if (shape.head_width <= 64) return passes<Element, 64>(shape, op, stream);
+  if (shape.head_width <= 96) return passes<Element, 96>(shape, op, stream);
   return passes<Element, 128>(shape, op, stream);
 }
 

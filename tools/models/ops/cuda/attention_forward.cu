@@ -20,6 +20,10 @@ struct Shared {
   static_assert(kBytes <= 99 * 1024);
 };
 
+// Below every score. Not -infinity, whose differences are not numbers: a row may see no key of the steps that a warp
+// begins with.
+constexpr float kNoScore = -1e30f;
+
 // Of each of a lane's rows, [i][half] for row 16 i + 8 half + lane / 4 of the warp's: an upper bound of its scores,
 // nearly (unscaled), and this lane's part of its sum of exponentials.
 struct Softmax {
@@ -67,6 +71,20 @@ __device__ __forceinline__ void raise_tops(const Accumulators<kRowTiles, kScoreT
   }
 }
 
+// scores become soft_cap * tanh(scale * score / soft_cap).
+template <int kScoreTiles>
+__device__ __forceinline__ void cap(Accumulators<kRowTiles, kScoreTiles>& scores, const Inputs& in) {
+  const float factor = in.scale / in.soft_cap;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[i][n][e] = in.soft_cap * tanhf(scores[i][n][e] * factor);
+    }
+  }
+}
+
 // scores become exponentials relative to their row's top.
 template <int kScoreTiles>
 __device__ __forceinline__ void exponentiate(Accumulators<kRowTiles, kScoreTiles>& scores, Softmax& softmax,
@@ -90,9 +108,13 @@ __device__ __forceinline__ void exponentiate(Accumulators<kRowTiles, kScoreTiles
   }
 }
 
-// Scores of keys after the query, which includes all keys past the end of the sequence.
-template <int kScoreTiles>
-__device__ __forceinline__ void mask(Accumulators<kRowTiles, kScoreTiles>& scores, int first_query, int first_key) {
+// Of a lane's rows, laid out as in Softmax: the first keys that they see.
+using RowKeys = int[kRowTiles][2];
+
+// Scores of keys after the query, which includes all keys past the end of the sequence, and before its first one.
+template <bool kRules, int kScoreTiles>
+__device__ __forceinline__ void mask(Accumulators<kRowTiles, kScoreTiles>& scores, int first_position, int first_key,
+                                     const RowKeys& row_keys) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -100,9 +122,9 @@ __device__ __forceinline__ void mask(Accumulators<kRowTiles, kScoreTiles>& score
     for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int query = first_query + 16 * i + e / 2 * 8 + lane / 4;
+        const int position = first_position + 16 * i + e / 2 * 8 + lane / 4;
         const int key = first_key + 8 * n + lane % 4 * 2 + e % 2;
-        if (key > query) scores[i][n][e] = -INFINITY;
+        if (key > position || (kRules && key < row_keys[i][e / 2])) scores[i][n][e] = -INFINITY;
       }
     }
   }
@@ -110,7 +132,7 @@ __device__ __forceinline__ void mask(Accumulators<kRowTiles, kScoreTiles>& score
 
 // Completes a warp's sums over all lanes; writes log_sums; gives the factors that the rows of `out` still need.
 __device__ __forceinline__ void finish_softmax(const Softmax& softmax, float (&factors)[kRowTiles][2], float* log_sums,
-                                               int first_query, const Problem& problem) {
+                                               int first_query, float scale, const Problem& problem) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -121,86 +143,113 @@ __device__ __forceinline__ void finish_softmax(const Softmax& softmax, float (&f
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
       factors[i][half] = 1.0f / sum;
       const int query = first_query + 16 * i + 8 * half + lane / 4;
-      if (lane % 4 == 0 && query < problem.sequence) {
-        log_sums[query] = softmax.top[i][half] * problem.scale + logf(sum);
+      if (lane % 4 == 0 && query < problem.queries) {
+        log_sums[query] = softmax.top[i][half] * scale + logf(sum);
       }
     }
   }
 }
 
-template <typename Element, int kWidth>
+template <typename Element, int kWidth, bool kRules>
 __global__ void __launch_bounds__(kThreads) forward_kernel(Problem problem, Forward op) {
   extern __shared__ __align__(1024) unsigned char shared[];
   using Layout = Shared<kWidth>;
   constexpr int kStep = kKeys<kWidth>;
   const Work work = work_of(problem.order, blockIdx.x, problem.heads);
   const int first_query = static_cast<int>(problem.order.tiles - 1 - work.rank) * kQueries;
-  const std::int64_t stride = 3 * problem.width, first_token = std::int64_t{work.batch} * problem.sequence;
-  const std::int64_t column = work.head * problem.head_width;
-  const Element* query = static_cast<const Element*>(op.qkv) + first_token * stride + column;
-  const Element *key = query + problem.width, *value = key + problem.width;
+  const std::int64_t stride = problem.qkv_stride, key_stride = op.in.key_stride;
+  const std::int64_t first_token = std::int64_t{work.batch} * problem.queries;
+  const std::int64_t column = std::int64_t{work.head} * problem.head_width;
+  const std::int64_t key_at = work.batch * problem.keys * key_stride + work.head / problem.group * problem.head_width;
+  const Element* query = static_cast<const Element*>(op.in.qkv) + first_token * stride + column;
+  const Element* key = static_cast<const Element*>(op.in.keys) + key_at;
+  const Element* value = static_cast<const Element*>(op.in.values) + key_at;
 
   const std::uint32_t query_tile = shared_address(shared), key_tile = query_tile + Layout::kQueryBytes;
   const int warp = threadIdx.x / 32, warp_query = first_query + warp * kWarpRows;
+  const int warp_position = problem.first + warp_query;
   const auto begin_keys = [&](int first, int stage) {
     const std::uint32_t tile = key_tile + stage * 2 * Layout::kKeyBytes;
-    begin_load<kWidth, kStep>(tile, key, stride, first, problem);
-    begin_load<kWidth, kStep>(tile + Layout::kKeyBytes, value, stride, first, problem);
+    begin_load<kWidth, kStep>(tile, key, key_stride, first, problem.keys, problem);
+    begin_load<kWidth, kStep>(tile + Layout::kKeyBytes, value, key_stride, first, problem.keys, problem);
     commit_copies();
   };
-  begin_load<kWidth, kQueries>(query_tile, query, stride, first_query, problem);
-  int first_key = min(first_query + kQueries - 1, problem.sequence - 1) / kStep * kStep;
+  begin_load<kWidth, kQueries>(query_tile, query, stride, first_query, problem.queries, problem);
+  int first_key = min(problem.first + first_query + kQueries - 1, problem.keys - 1) / kStep * kStep;
   begin_keys(first_key, 0);
+
+  // The block's last step; what the warp's rows see.
+  int last_step = 0;
+  FirstKeys::Range seen{0, 0};
+  RowKeys row_keys{};
+  if constexpr (kRules) {
+    const FirstKeys first_keys(op.in, problem, work.batch);
+    last_step = first_keys.range(first_query, kQueries).lowest / kStep * kStep;
+    seen = first_keys.range(warp_query, kWarpRows);
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      row_keys[i / 2][i % 2] = first_keys.of(warp_query + 8 * i + static_cast<int>(threadIdx.x) % 32 / 4);
+    }
+  }
 
   Rows<kWidth, kRowTiles, kWidth == 64> queries(Pieces<kWidth>::by_columns(query_tile, warp * kWarpRows));
   wait_for_copies();
   __syncthreads();
   queries.begin();
 
-  const float unit = problem.scale * kLog2E, slack = 8 / unit;
+  const bool capped = kRules && op.in.soft_cap != 0;
+  const float scale = capped ? 1.0f : op.in.scale;
+  const float unit = scale * kLog2E, slack = 8 / unit;
   Accumulators<kRowTiles, kWidth / 8> out;
   clear<kRowTiles, kWidth / 8>(out);
   Softmax softmax;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
-    softmax.top[i][0] = softmax.top[i][1] = -INFINITY;
+    softmax.top[i][0] = softmax.top[i][1] = kNoScore;
     softmax.sum[i][0] = softmax.sum[i][1] = 0;
   }
-  for (int stage = 0; first_key >= 0; first_key -= kStep, stage ^= 1) {
+  for (int stage = 0; first_key >= last_step; first_key -= kStep, stage ^= 1) {
     wait_for_copies();
     __syncthreads();  // this stage is there, and nobody reads the other one any more
-    if (first_key > 0) begin_keys(first_key - kStep, stage ^ 1);
-    if (first_key >= warp_query + kWarpRows) continue;
+    if (first_key > last_step) begin_keys(first_key - kStep, stage ^ 1);
+    if (first_key >= warp_position + kWarpRows) continue;
+    if (kRules && first_key + kStep <= seen.lowest) continue;
     const std::uint32_t tile = key_tile + stage * 2 * Layout::kKeyBytes;
     float scores[kRowTiles][kStep / 8][4];
     dot_rows<Element>(scores, queries, Pieces<kWidth>::by_rows(tile, 0), 0);
-    if (first_key + kStep > warp_query + 1) mask(scores, warp_query, first_key);
+    if (capped) cap(scores, op.in);
+    if (first_key + kStep > warp_position + 1 || (kRules && first_key < seen.highest)) {
+      mask<kRules>(scores, warp_position, first_key, row_keys);
+    }
     raise_tops<kWidth>(scores, out, softmax, unit, slack);
     exponentiate(scores, softmax, unit);
     add_weighted<Element>(out, scores, Pieces<kWidth>::by_columns(tile + Layout::kKeyBytes, 0), 0);
   }
 
   float factors[kRowTiles][2];
-  finish_softmax(softmax, factors, op.log_sums + work.head * problem.tokens + first_token, warp_query, problem);
+  finish_softmax(softmax, factors, op.log_sums + work.head * problem.tokens + first_token, warp_query, scale, problem);
   // Into this warp's own queries, which nobody reads any more.
   unsigned char* rows = shared + warp * kWarpRows * kRowBytes<kWidth>;
   __syncwarp();
   write_rows<Element, kWidth, kRowTiles>(rows, out, factors);
   __syncwarp();
-  store_rows<kWidth, kWarpRows>(rows, static_cast<Element*>(op.out) + first_token * problem.width + column,
-                                problem.width, warp_query, problem);
+  store_rows<kWidth, kWarpRows>(rows, static_cast<Element*>(op.out) + first_token * problem.out_stride + column,
+                                problem.out_stride, warp_query, 0, problem.queries, problem);
+}
+
+template <typename Element, int kWidth>
+cudaError_t forward_of_width(const AttentionShape& shape, const Forward& op, cudaStream_t stream) {
+  const auto kernel =
+      op.in.has_rules() ? forward_kernel<Element, kWidth, true> : forward_kernel<Element, kWidth, false>;
+  return launch(kernel, problem_of(shape, op.in, Side::kQueries, kQueries), op, kThreads, Shared<kWidth>::kBytes,
+                stream);
 }
 
 template <typename Element>
 cudaError_t forward_of(const AttentionShape& shape, const Forward& op, cudaStream_t stream) {
-  const Problem problem = problem_of(shape, kQueries);
-  if (problem.head_width <= 64) {
-    return launch(forward_kernel<Element, 64>, problem, op, kThreads, Shared<64>::kBytes, stream);
-  }
-  if (problem.head_width <= 96) {
-    return launch(forward_kernel<Element, 96>, problem, op, kThreads, Shared<96>::kBytes, stream);
-  }
-  return launch(forward_kernel<Element, 128>, problem, op, kThreads, Shared<128>::kBytes, stream);
+  if (shape.head_width <= 64) return forward_of_width<Element, 64>(shape, op, stream);
+  if (shape.head_width <= 96) return forward_of_width<Element, 96>(shape, op, stream);
+  return forward_of_width<Element, 128>(shape, op, stream);
 }
 
 }  // namespace

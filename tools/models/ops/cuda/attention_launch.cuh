@@ -13,6 +13,9 @@
 
 namespace spillway::models::attention {
 
+// Backward has a pass for each.
+enum class Side { kQueries, kKeys };
+
 // Work comes as (pair of a batch row and a head) x (tile of a pair's rows). Tiles of a pair differ in length, so blocks
 // start with the longest tile of every pair; and since all tiles of a pair read its keys and values (or queries and
 // their gradients), only as many pairs are begun together, a section, as have those in the second-level cache:
@@ -36,28 +39,94 @@ __device__ __forceinline__ Work work_of(const Order& order, std::uint32_t block,
 }
 
 struct Problem {
-  int sequence, heads, head_width;
-  std::int64_t width, tokens;  // of a row; of all batch rows together
-  float scale;                 // 1 / sqrt(head width)
+  int queries, keys, first;  // of a row; the position of its first query, where its first key has 0
+  int heads, group;          // as many heads share keys and values
+  int head_width;
+  std::int64_t qkv_stride, out_stride;  // of rows of qkv and dqkv; of out and dout
+  std::int64_t tokens;                  // queries of all rows together
   Order order;
 };
 
-// Two tensors of a pair are read by all of its tiles, of `rows` rows each.
-inline Problem problem_of(const AttentionShape& shape, std::uint32_t rows) {
+// A block has a tile of `rows` rows of a pair, queries or keys, and all tiles of a pair read two tensors of the other
+// side: keys and values, or what its group of heads has of queries and their gradients.
+inline Problem problem_of(const AttentionShape& shape, const Inputs& in, Side side, std::uint32_t rows) {
   constexpr std::uint64_t kCacheBytes = 16 << 20;
-  const std::uint32_t head_width = shape.width / shape.heads, pairs = shape.batch * shape.heads;
-  const std::uint64_t bytes = std::uint64_t{2} * shape.sequence * head_width * size_of(shape.type);
+  const bool of_queries = side == Side::kQueries;
+  const std::uint32_t group = shape.heads / shape.key_heads,
+                      keys = static_cast<std::uint32_t>(in.first) + shape.sequence;
+  const std::uint32_t pairs = shape.batch * (of_queries ? shape.heads : shape.key_heads);
+  const std::uint64_t others = of_queries ? keys : std::uint64_t{shape.sequence} * group;
+  const std::uint64_t bytes = 2 * others * shape.head_width * size_of(shape.type);
   // All sections alike: the blocks of a small last one would run alone.
   const std::uint64_t sections = std::min<std::uint64_t>((pairs * bytes + kCacheBytes - 1) / kCacheBytes, pairs);
   const auto section = static_cast<std::uint32_t>((pairs + sections - 1) / sections);
-  return {.sequence = static_cast<int>(shape.sequence),
+  return {.queries = static_cast<int>(shape.sequence),
+          .keys = static_cast<int>(keys),
+          .first = in.first,
           .heads = static_cast<int>(shape.heads),
-          .head_width = static_cast<int>(head_width),
-          .width = shape.width,
-          .tokens = std::int64_t{shape.batch} * shape.sequence,
-          .scale = 1.0f / std::sqrt(static_cast<float>(head_width)),
-          .order = {pairs, (shape.sequence + rows - 1) / rows, section}};
+          .group = static_cast<int>(group),
+          .head_width = static_cast<int>(shape.head_width),
+          .qkv_stride = shape.qkv_width(),
+          .out_stride = shape.query_width(),
+          .tokens = shape.tokens(),
+          .order = {pairs, ((of_queries ? shape.sequence : keys) + rows - 1) / rows, section}};
 }
+
+// The first key that each query of a row sees. Its last one is the query itself.
+class FirstKeys {
+ public:
+  __device__ __forceinline__ FirstKeys(const Inputs& in, const Problem& problem, int batch)
+      : starts_(in.starts == nullptr ? nullptr : in.starts + std::int64_t{batch} * problem.queries),
+        first_(problem.first),
+        window_(in.window),
+        queries_(problem.queries) {}
+
+  // Past the row's last query: as that one's.
+  __device__ __forceinline__ int of(int query) const {
+    const int own = min(query, queries_ - 1), position = first_ + own, behind = max(position - window_ + 1, 0);
+    if (starts_ == nullptr) return behind;
+    return max(behind, static_cast<int>(min(starts_[own], static_cast<std::uint32_t>(position))));
+  }
+  // The lowest and the highest of `count` queries, in every lane of a whole warp.
+  struct Range {
+    int lowest, highest;
+  };
+  __device__ __forceinline__ Range range(int query, int count) const {
+    Range range{0x7fffffff, 0};
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < count; i += 32) {
+      const int low = of(query + i);
+      range = {min(range.lowest, low), max(range.highest, low)};
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      range.lowest = min(range.lowest, __shfl_xor_sync(0xffffffffu, range.lowest, distance));
+      range.highest = max(range.highest, __shfl_xor_sync(0xffffffffu, range.highest, distance));
+    }
+    return range;
+  }
+  // One past the last query from `begin` on that sees a key up to `last_key`; at most `begin`: there is none. All
+  // threads of the block call it, and all get it.
+  __device__ __forceinline__ int end_of_queries(int begin, int last_key) const {
+    // Past it, windows begin after that key.
+    const int end = min(queries_, last_key - first_ + min(window_, first_ + queries_));
+    if (starts_ == nullptr) return end;
+    __shared__ int ends[32];
+    int own = begin;
+    for (int query = begin + static_cast<int>(threadIdx.x); query < end; query += static_cast<int>(blockDim.x)) {
+      if (of(query) <= last_key) own = query + 1;
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) own = max(own, __shfl_xor_sync(0xffffffffu, own, distance));
+    if (threadIdx.x % 32 == 0) ends[threadIdx.x / 32] = own;
+    __syncthreads();
+    for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) own = max(own, ends[warp]);
+    return own;
+  }
+
+ private:
+  const std::uint32_t* starts_;
+  int first_, window_, queries_;
+};
 
 // Enqueues kernel<<<blocks of the order, threads, shared_bytes, stream>>>(problem, op).
 template <typename Op>

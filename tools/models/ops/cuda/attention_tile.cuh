@@ -63,11 +63,11 @@ class Pieces {
   int chunk_;
 };
 
-// Begins to copy rows [first, first + kRows) of a tensor [sequence][head_width], `stride` elements from row to row. A
-// thread copies the same chunks of rows that are a multiple of 8 apart, which are permuted alike.
+// Begins to copy rows [first, first + kRows) of a tensor [end][head_width], `stride` elements from row to row. A thread
+// copies the same chunks of rows that are a multiple of 8 apart, which are permuted alike.
 template <int kWidth, int kRows, typename Element>
 __device__ __forceinline__ void begin_load(std::uint32_t tile, const Element* from, std::int64_t stride, int first,
-                                           const Problem& problem) {
+                                           int end, const Problem& problem) {
   // Of a row, that lanes next to each other copy: all, or at width 96 a third, the lower two bits of chunk numbers.
   constexpr int kChunks = kWidth == 96 ? 4 : kWidth / 8;
   constexpr int kPassRows = kThreads / kChunks;
@@ -79,25 +79,25 @@ __device__ __forceinline__ void begin_load(std::uint32_t tile, const Element* fr
   for (int pass = 0; pass < kRows / kPassRows; ++pass) {
 #pragma unroll
     for (int part = 0; part < kWidth / 8 / kChunks; ++part) {
-      const bool valid =
-          first + row + pass * kPassRows < problem.sequence && (chunk + part * kChunks) * 8 < problem.head_width;
+      const bool valid = first + row + pass * kPassRows < end && (chunk + part * kChunks) * 8 < problem.head_width;
       copy_16_bytes(to + pass * kPassRows * kRowBytes<kWidth> + part * kChunks * 16,
                     source + pass * kPassRows * stride + part * kChunks * 8, valid);
     }
   }
 }
 
-// Stores kRows rows of a warp from `tile` (at its first row, a multiple of 8) to rows `first` and on of a tensor.
+// Stores kRows rows of a warp from `tile` (at its first row, a multiple of 8), which are rows `first` and on of some,
+// of which a tensor has those of [begin, end).
 template <int kWidth, int kRows, typename Element>
 __device__ __forceinline__ void store_rows(const unsigned char* tile, Element* to, std::int64_t stride, int first,
-                                           const Problem& problem) {
+                                           int begin, int end, const Problem& problem) {
   constexpr int kChunks = kWidth / 8;
   static_assert(kRows * kChunks % 32 == 0);
 #pragma unroll
   for (int pass = 0; pass < kRows * kChunks / 32; ++pass) {
     const int index = pass * 32 + threadIdx.x % 32, row = index / kChunks, chunk = index % kChunks;
-    if (first + row < problem.sequence && chunk * 8 < problem.head_width) {
-      *reinterpret_cast<uint4*>(to + (first + row) * stride + chunk * 8) =
+    if (first + row >= begin && first + row < end && chunk * 8 < problem.head_width) {
+      *reinterpret_cast<uint4*>(to + (first + row - begin) * stride + chunk * 8) =
           *reinterpret_cast<const uint4*>(tile + offset_of<kWidth>(row, chunk));
     }
   }

@@ -1,8 +1,8 @@
 // The operations on the `cuda` device; private to the plugin.
 //
 // Products go to cuBLASLt (gemm.h), everything else to kernels of our own (layer_kernels.h, attention.h). All that an
-// operation needs is made in bind(): an operation only enqueues. Scratch is cuBLASLt's workspace, and one region that
-// the operations have one after the other.
+// operation needs is made in bind(), or when it first comes: else an operation only enqueues. Scratch is cuBLASLt's
+// workspace, and one region that the operations have one after the other.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "spillway/units.h"
@@ -23,13 +22,13 @@ namespace spillway::models {
 
 class CudaOps final : public Ops {
  public:
-  // kUnsupported: no GPU, one that is too old, or a width that is too much.
+  // kUnsupported: no GPU, one that is too old, or rows or heads that are too wide.
   CudaOps(const Shape& shape, Fusion fusion);
   ~CudaOps() override;
 
   std::vector<std::string> describe() const override;
   std::uint64_t scratch_bytes() const override { return Gemm::kWorkspaceBytes + shared_bytes_; }
-  std::size_t attention_log_sums() const override { return shape_.heads * shape_.tokens(); }
+  std::size_t attention_log_sums() const override { return shape_.heads * shape_.slice_tokens(); }
   void bind(const Engine& engine, std::span<std::byte> scratch) override;
 
   void register_host(std::span<std::byte> memory) override;
@@ -55,44 +54,66 @@ class CudaOps final : public Ops {
   void run(const GatedActivation& op, Stream& stream) override;
   void run(const GatedActivationBackward& op, Stream& stream) override;
   void run(const Add& op, Stream& stream) override;
+  void run(const Scale& op, Stream& stream) override;
+  void run(const Gelu& op, Stream& stream) override;
+  void run(const GeluBackward& op, Stream& stream) override;
+  void run(const CopyRows& op, Stream& stream) override;
+  void run(const Logits& op, Stream& stream) override;
 
  private:
   static constexpr std::size_t kSlice = 1024;     // tokens whose logits are in work at one time
   static constexpr std::size_t kLogitsUnit = 64;  // a row of logits is padded to a multiple
 
-  // The products of a layer's weight [in][out]. Those that may be missing are then done in two steps.
-  struct LayerProducts {
-    PlannedProduct forward, backward_input, weight_gradient;
-    std::optional<PlannedProduct> forward_gelu = {}, backward_input_gelu = {};
-    std::optional<PlannedProduct> weight_gradient_bias = {};  // with the bias gradient, in the tensor type
-    std::optional<PlannedProduct> weight_gradient_sum = {};   // in fp32, where the tensor type is another
+  // A product of a layer with `tokens` rows. `stride`: between those of y or dy, which begin at `row`.
+  struct LayerProduct {
+    std::uint64_t tokens, in, out;
+    Layout layout;
+    std::uint64_t stride;
+    const void* row;
   };
+  Product forward_product(const LayerProduct& layer, Epilogue epilogue) const;
+  Product backward_product(const LayerProduct& layer, Epilogue epilogue) const;
+  Product weight_product(const LayerProduct& layer, DType gradient, Epilogue epilogue) const;
+  // Products with an epilogue that may be missing; those are then done in two steps. gelu of fp32 always is: it is
+  // exact to the last places so.
+  const PlannedProduct* with_gelu(const LayerProduct& layer);
+  const PlannedProduct* with_gelu_backward(const LayerProduct& layer);
+  const PlannedProduct* with_bias_gradient(const LayerProduct& layer, DType gradient);
+
   // Of the words from `first` on. An odd number of words is computed in two parts: cuBLASLt's kernels for all of them
   // at once were a sixth as fast.
   struct HeadPart {
-    std::uint64_t first;
-    PlannedProduct logits, dx, dweight;
+    std::uint64_t first, words;
   };
-  using HeadProducts = std::vector<HeadPart>;
+  std::vector<HeadPart> head_parts() const;
+  Product logits_product(const HeadPart& part, std::uint64_t tokens, std::uint64_t stride) const;
+  Product head_input_product(const HeadPart& part, std::uint64_t tokens) const;
+  Product head_weight_product(const HeadPart& part, std::uint64_t tokens) const;
+  void head_slice(const HeadLoss& op, std::size_t first, std::size_t tokens, cudaStream_t stream);
 
-  LayerProducts plan_layer(std::uint64_t in, std::uint64_t out) const;
-  HeadProducts plan_head(std::uint64_t tokens) const;
-  HeadPart plan_head_part(std::uint64_t tokens, std::uint64_t first, std::uint64_t words) const;
-  const LayerProducts& products(std::uint32_t in, std::uint32_t out) const;
-  void head_slice(const HeadLoss& op, std::size_t first, std::size_t tokens, cudaStream_t stream) const;
+  // Each is planned once: what the shape's layers need in bind(), so that a run which cannot be is refused before it
+  // begins, and others when they come. Null: cuBLASLt has none like it.
+  const PlannedProduct* found(const Product& product);
+  const PlannedProduct& planned(const Product& product);
+  void plan_layers(std::size_t tokens);
+  void plan_layer(const LayerProduct& layer, Epilogue epilogue, bool trained);
+  void plan_head(std::size_t tokens);
 
-  AttentionShape attention_shape() const {
-    return {shape_.type, shape_.batch, shape_.sequence, shape_.width, shape_.heads};
-  }
-  std::size_t slice_tokens() const { return std::min(kSlice, shape_.tokens()); }
+  bool decoder() const { return shape_.key_heads != 0 || shape_.head_size != 0; }
+  // Of an operation with this `count`.
+  std::size_t tokens(std::uint32_t count) const;
+  AttentionShape attention_shape(std::size_t tokens, const AttentionPart& part) const;
+  // Slices of the head.
+  std::size_t head_tokens() const { return std::min(kSlice, shape_.slice_tokens()); }
   std::size_t logits_stride() const { return align_up<std::size_t>(shape_.vocabulary, kLogitsUnit); }
   std::size_t element_bytes() const { return size_of(shape_.type); }
   void require_in_hbm(const void* data, std::size_t bytes) const;
   // A tensor: aligned, too.
   void require_tensor(const void* data, std::size_t elements) const;
   void require_tensor(const void* data, std::size_t elements, DType type) const;
-  // `groups` rows of `columns` of each token, tokens `stride` elements apart.
-  void require_rows(const void* data, std::size_t stride, std::size_t columns) const;
+  // `columns` of each of `rows` tokens, which are `stride` elements apart.
+  void require_rows(const void* data, std::size_t rows, std::size_t stride, std::size_t columns) const;
+  void require_attention(std::size_t tokens, const AttentionRules& rules, const AttentionPart& part) const;
   void require_registered(const void* host, std::size_t bytes) const;
   cudaStream_t native(Stream& stream) const;
 
@@ -105,8 +126,7 @@ class CudaOps final : public Ops {
   const Engine* engine_ = nullptr;
   std::byte* shared_ = nullptr;
   std::optional<Gemm> gemm_;
-  std::map<std::pair<std::uint64_t, std::uint64_t>, LayerProducts> layer_products_;  // by in and out
-  HeadProducts head_whole_, head_rest_;  // of a whole slice, and of a shorter last one
+  std::map<Product, std::optional<PlannedProduct>> planned_;
   std::vector<std::span<std::byte>> registered_;
 };
 

@@ -4,7 +4,7 @@
 // are linked first, each to its next one:
 //
 //   tokens   7  3  7  7  5  3            a warp for each place looks for an equal token before it (then it is not the
-//   links    2* 5* 3  ·  ·* ·            first, without *) and behind it
+//   links    2* 5* 3  ·  ·* ·            first, without *) and after it
 //
 // and then a block for each first place follows the links.
 #include <algorithm>
@@ -23,16 +23,22 @@ unsigned columns_blocks(std::size_t width, unsigned vector) {
   return static_cast<unsigned>((width / vector + kThreads - 1) / kThreads);
 }
 
+// Row m has position (first + m) % sequence.
+struct Positions {
+  std::uint32_t first, sequence;
+  __device__ std::size_t of(std::size_t m) const { return (first + m) % sequence; }
+};
+
 template <typename T, unsigned N>
 __global__ void add_rows(const std::uint32_t* tokens, const T* token_weight, const T* position_weight, T* out,
-                         std::uint32_t sequence, std::uint32_t width) {
+                         Positions positions, std::uint32_t width, float scale) {
   const std::size_t m = blockIdx.x, c = (std::size_t{blockIdx.y} * kThreads + threadIdx.x) * N;
   if (c >= width) return;
-  float a[N], b[N];
+  float a[N], b[N] = {};
   load(token_weight + std::size_t{tokens[m]} * width + c, a);
-  load(position_weight + m % sequence * width + c, b);
+  if (position_weight != nullptr) load(position_weight + positions.of(m) * width + c, b);
 #pragma unroll
-  for (unsigned i = 0; i < N; ++i) a[i] += b[i];
+  for (unsigned i = 0; i < N; ++i) a[i] = a[i] * scale + b[i];
   store(a, out + m * width + c);
 }
 
@@ -70,7 +76,7 @@ __global__ void link_places(const std::uint32_t* tokens, std::uint32_t m, std::u
 
 template <typename T, unsigned N>
 __global__ void sum_token_rows(const std::uint32_t* tokens, const std::uint32_t* links, std::uint32_t m, const T* dout,
-                               float* dtoken_weight, std::uint32_t width) {
+                               float* dtoken_weight, std::uint32_t width, float scale) {
   std::uint32_t place = blockIdx.x, link = links[place];
   const std::size_t c = (std::size_t{blockIdx.y} * kThreads + threadIdx.x) * N;
   if ((link & kFirst) == 0 || c >= width) return;
@@ -80,7 +86,7 @@ __global__ void sum_token_rows(const std::uint32_t* tokens, const std::uint32_t*
   while (true) {
     load(dout + std::size_t{place} * width + c, row);
 #pragma unroll
-    for (unsigned i = 0; i < N; ++i) sum[i] += row[i];
+    for (unsigned i = 0; i < N; ++i) sum[i] += row[i] * scale;
     place = link & ~kFirst;
     if (place >= m) break;
     link = links[place];
@@ -88,43 +94,47 @@ __global__ void sum_token_rows(const std::uint32_t* tokens, const std::uint32_t*
   store(sum, to);
 }
 
+// A block for each of the first rows, of different positions; what follows `sequence` rows later has the same one.
 template <typename T, unsigned N>
-__global__ void sum_position_rows(const T* dout, float* dposition_weight, std::uint32_t batch, std::uint32_t sequence,
+__global__ void sum_position_rows(const T* dout, float* dposition_weight, std::size_t tokens, Positions positions,
                                   std::uint32_t width) {
-  const std::size_t position = blockIdx.x, c = (std::size_t{blockIdx.y} * kThreads + threadIdx.x) * N;
+  const std::size_t c = (std::size_t{blockIdx.y} * kThreads + threadIdx.x) * N;
   if (c >= width) return;
+  float* const to = dposition_weight + positions.of(blockIdx.x) * width + c;
   float sum[N], row[N];
-  load(dposition_weight + position * width + c, sum);
-  for (std::size_t b = 0; b < batch; ++b) {
-    load(dout + (b * sequence + position) * width + c, row);
+  load(to, sum);
+  for (std::size_t m = blockIdx.x; m < tokens; m += positions.sequence) {
+    load(dout + m * width + c, row);
 #pragma unroll
     for (unsigned i = 0; i < N; ++i) sum[i] += row[i];
   }
-  store(sum, dposition_weight + position * width + c);
+  store(sum, to);
 }
 
 template <typename T, unsigned N>
 cudaError_t launch_forward(const Shape& shape, const Embedding& op, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(shape.tokens()), columns_blocks(shape.width, N));
+  const dim3 grid(static_cast<unsigned>(tokens_of(shape, op.count)), columns_blocks(shape.width, N));
   add_rows<T, N><<<grid, kThreads, 0, stream>>>(op.tokens, static_cast<const T*>(op.token_weight),
                                                 static_cast<const T*>(op.position_weight), static_cast<T*>(op.out),
-                                                shape.sequence, shape.width);
+                                                Positions{op.first, shape.sequence}, shape.width, op.scale);
   return cudaGetLastError();
 }
 
 template <typename T, unsigned N>
 cudaError_t launch_backward(const Shape& shape, const EmbeddingBackward& op, std::uint32_t* links,
                             cudaStream_t stream) {
-  const auto m = static_cast<std::uint32_t>(shape.tokens());
+  const auto m = static_cast<std::uint32_t>(tokens_of(shape, op.count));
   const auto* dout = static_cast<const T*>(op.dout);
   const unsigned warps = kThreads / 32, columns = columns_blocks(shape.width, N);
   link_places<<<(m + warps - 1) / warps, kThreads, 0, stream>>>(op.tokens, m, links);
   if (const cudaError_t result = cudaGetLastError(); result != cudaSuccess) return result;
   sum_token_rows<T, N>
-      <<<dim3(m, columns), kThreads, 0, stream>>>(op.tokens, links, m, dout, op.dtoken_weight, shape.width);
-  if (const cudaError_t result = cudaGetLastError(); result != cudaSuccess) return result;
-  sum_position_rows<T, N><<<dim3(shape.sequence, columns), kThreads, 0, stream>>>(
-      dout, op.dposition_weight, shape.batch, shape.sequence, shape.width);
+      <<<dim3(m, columns), kThreads, 0, stream>>>(op.tokens, links, m, dout, op.dtoken_weight, shape.width, op.scale);
+  if (const cudaError_t result = cudaGetLastError(); result != cudaSuccess || op.dposition_weight == nullptr) {
+    return result;
+  }
+  sum_position_rows<T, N><<<dim3(std::min(m, shape.sequence), columns), kThreads, 0, stream>>>(
+      dout, op.dposition_weight, m, Positions{op.first, shape.sequence}, shape.width);
   return cudaGetLastError();
 }
 
@@ -137,7 +147,9 @@ cudaError_t embedding(const Shape& shape, const Embedding& op, cudaStream_t stre
   });
 }
 
-std::size_t embedding_backward_scratch_bytes(const Shape& shape) { return shape.tokens() * sizeof(std::uint32_t); }
+std::size_t embedding_backward_scratch_bytes(const Shape& shape) {
+  return shape.slice_tokens() * sizeof(std::uint32_t);
+}
 
 cudaError_t embedding_backward(const Shape& shape, const EmbeddingBackward& op, void* scratch, cudaStream_t stream) {
   auto* links = static_cast<std::uint32_t*>(scratch);

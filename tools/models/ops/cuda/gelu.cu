@@ -1,4 +1,4 @@
-// gelu and its derivative, element by element, where cuBLASLt does not do them behind a product.
+// gelu and its derivative, element by element, where cuBLASLt does not do them after a product.
 #include "tools/models/ops/cuda/layer_kernels.h"
 #include "tools/models/ops/cuda/vectors.cuh"
 
@@ -19,7 +19,7 @@ __device__ float derivative_of(float x) {
   return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * kSlope * (1.0f + 3.0f * kCubic * x * x);
 }
 
-// Vectors first, one a thread; the elements behind the last whole one go to the first threads, one each.
+// Vectors first, one a thread; the elements after the last whole one go to the first threads, one each.
 template <typename T, bool kBackward>
 __global__ void elements(const T* before, T* to, std::size_t count) {
   constexpr unsigned kN = kVector<T>;

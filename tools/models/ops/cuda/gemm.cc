@@ -12,7 +12,7 @@
 namespace spillway::models {
 namespace {
 
-void check(cublasStatus_t status, const char* what) {
+void check(cublasStatus_t status, std::string_view what) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
   throw Error(Code::kDevice, {.object = "cuBLASLt",
                               .happened = std::string(what) + " failed: " + cublasLtGetStatusString(status),
@@ -45,10 +45,10 @@ bool has_bias(Epilogue epilogue) {
 }
 bool has_aux(Epilogue epilogue) { return epilogue == Epilogue::kGelu || epilogue == Epilogue::kGeluBackward; }
 
-// Of every column's address, when the matrix itself is aligned to 16.
-std::uint32_t alignment_of(std::uint64_t stride, DType type) {
+// Of every column's address.
+std::uint32_t alignment_of(std::uint64_t stride, std::uint32_t first, DType type) {
   const std::uint64_t bytes = stride * size_of(type);
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(bytes & -bytes, 16));
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(bytes & -bytes, first));
 }
 
 template <typename Value>
@@ -66,9 +66,11 @@ cublasLtMatmulPreferenceOpaque_t preference_for(const Product& product) {
   put(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::uint64_t{Gemm::kWorkspaceBytes});
   // Not in place (the order of additions would depend on time), nor rounded to 16 bits in between.
   put(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  put(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(product.a.stride, product.operands));
-  put(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(product.b.stride, product.operands));
-  const std::uint32_t result = alignment_of(product.stride, product.result);
+  put(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+      alignment_of(product.a.stride, product.a.alignment, product.operands));
+  put(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+      alignment_of(product.b.stride, product.b.alignment, product.operands));
+  const std::uint32_t result = alignment_of(product.stride, product.alignment, product.result);
   put(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, result);
   put(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, result);
   return preference;

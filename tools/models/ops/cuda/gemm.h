@@ -8,17 +8,19 @@
 // alignment, never by trying; parts of a sum are added in fp32 and in a fixed order. So the bits are the same every
 // time on GPUs of one kind with one version of cuBLASLt. fp32 is computed in fp32: no TF32.
 //
-// A product is planned for a stride's natural alignment, at most 16 bytes, which every address must have. Not
+// A product is planned for the alignment of its matrices' addresses, and of their strides, at most 16 bytes. Not
 // thread-safe but for different objects.
 #pragma once
 
 #include <cublasLt.h>
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "spillway/dtype.h"
 
@@ -38,13 +40,17 @@ struct Product {
   struct Operand {
     bool transposed;  // as it lies in memory
     std::uint64_t stride;
+    std::uint32_t alignment = 16;  // of the address, in bytes: a power of 2
+    auto operator<=>(const Operand&) const = default;
   };
-  const char* name;  // in errors
+  std::string_view name;  // in errors
   std::uint64_t rows, columns, depth;
   DType operands, result;
   Operand a, b;
   std::uint64_t stride;  // of c, d and aux
   Epilogue epilogue = Epilogue::kNone;
+  std::uint32_t alignment = 16;  // of the addresses of c and d
+  auto operator<=>(const Product&) const = default;
 };
 
 struct ProductMemory {
@@ -61,7 +67,7 @@ class Gemm;
 class PlannedProduct {
  private:
   friend class Gemm;
-  const char* name_ = nullptr;
+  std::string_view name_;
   Epilogue epilogue_ = Epilogue::kNone;
   cublasLtMatmulDescOpaque_t description_{};
   cublasLtMatrixLayoutOpaque_t a_{}, b_{}, d_{};

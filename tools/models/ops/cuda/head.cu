@@ -31,7 +31,17 @@ __device__ Exponentials combine(Exponentials a, Exponentials b) {
   return {maximum, a.sum * expf(a.maximum - maximum) + b.sum * expf(b.maximum - maximum)};
 }
 
-__device__ Exponentials own_exponentials(const float* logits, std::size_t vocabulary) {
+// soft_cap * tanh(x / soft_cap), and the derivative of that.
+struct Capped {
+  float value, slope;
+};
+__device__ Capped capped(float x, float soft_cap) {
+  if (soft_cap == 0) return {x, 1};
+  const float t = tanhf(x / soft_cap);
+  return {soft_cap * t, 1 - t * t};
+}
+
+__device__ Exponentials own_exponentials(const float* logits, std::size_t vocabulary, float soft_cap) {
   Exponentials own{-INFINITY, 0};
   for (std::size_t c = threadIdx.x * kN; c < vocabulary; c += kThreads * kN) {
     float x[kN];
@@ -39,7 +49,7 @@ __device__ Exponentials own_exponentials(const float* logits, std::size_t vocabu
     float maximum = own.maximum;
 #pragma unroll
     for (unsigned i = 0; i < kN; ++i) {
-      if (c + i >= vocabulary) x[i] = -INFINITY;
+      x[i] = c + i >= vocabulary ? -INFINITY : capped(x[i], soft_cap).value;
       maximum = fmaxf(maximum, x[i]);
     }
     float sum = own.sum * expf(own.maximum - maximum);
@@ -76,8 +86,9 @@ __global__ void __launch_bounds__(kThreads) row_gradients(HeadRows op) {
   T* gradients = reinterpret_cast<T*>(logits);
   const std::size_t target = op.targets[blockIdx.x];
   const bool learns = target != kNoTarget;
-  const float target_logit = learns ? logits[target] : 0.0f, scale = learns ? op.scale : 0.0f;
-  const Exponentials all = block_exponentials(own_exponentials(logits, op.vocabulary));
+  const float target_logit = learns ? capped(logits[target], op.soft_cap).value : 0.0f,
+              scale = learns ? op.scale : 0.0f;
+  const Exponentials all = block_exponentials(own_exponentials(logits, op.vocabulary, op.soft_cap));
   const float log_sum = all.maximum + logf(all.sum);
   if (threadIdx.x == 0) op.losses[blockIdx.x] = learns ? log_sum - target_logit : 0.0f;
 
@@ -88,8 +99,10 @@ __global__ void __launch_bounds__(kThreads) row_gradients(HeadRows op) {
       load(logits + c, x);
 #pragma unroll
       for (unsigned i = 0; i < kN; ++i) {
-        x[i] = expf(x[i] - log_sum) * scale;
+        const Capped logit = capped(x[i], op.soft_cap);
+        x[i] = expf(logit.value - log_sum) * scale;
         if (c + i == target) x[i] -= scale;
+        x[i] *= logit.slope;
       }
     }
     __syncthreads();
@@ -97,7 +110,17 @@ __global__ void __launch_bounds__(kThreads) row_gradients(HeadRows op) {
   }
 }
 
+__global__ void cap(float* logits, std::size_t count, float soft_cap) {
+  const std::size_t index = std::size_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index < count) logits[index] = capped(logits[index], soft_cap).value;
+}
+
 }  // namespace
+
+cudaError_t cap_logits(float* logits, std::size_t count, float soft_cap, cudaStream_t stream) {
+  cap<<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0, stream>>>(logits, count, soft_cap);
+  return cudaGetLastError();
+}
 
 cudaError_t head_gradients(const HeadRows& op, cudaStream_t stream) {
   return for_type(op.type, [&]<typename T>(T) {

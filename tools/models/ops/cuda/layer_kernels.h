@@ -12,6 +12,9 @@
 
 namespace spillway::models {
 
+// Of an operation with this `count`.
+inline std::size_t tokens_of(const Shape& shape, std::uint32_t count) { return count != 0 ? count : shape.tokens(); }
+
 cudaError_t embedding(const Shape& shape, const Embedding& op, cudaStream_t stream);
 std::size_t embedding_backward_scratch_bytes(const Shape& shape);
 cudaError_t embedding_backward(const Shape& shape, const EmbeddingBackward& op, void* scratch, cudaStream_t stream);
@@ -29,6 +32,8 @@ cudaError_t rotary(const Shape& shape, const Rotary& op, cudaStream_t stream);
 cudaError_t gated_activation(const Shape& shape, const GatedActivation& op, cudaStream_t stream);
 cudaError_t gated_activation_backward(const Shape& shape, const GatedActivationBackward& op, cudaStream_t stream);
 cudaError_t add(const Shape& shape, const Add& op, cudaStream_t stream);
+cudaError_t scale(const Shape& shape, const Scale& op, cudaStream_t stream);
+cudaError_t copy_rows(const Shape& shape, const CopyRows& op, cudaStream_t stream);
 
 // after = gelu(before); dx = dx * gelu'(before). Tensors of `count` elements.
 cudaError_t gelu(DType type, const void* before, void* after, std::size_t count, cudaStream_t stream);
@@ -40,11 +45,11 @@ struct SumTarget {
   DType type;
   bool accumulate;
 };
-// to[c] = the sum over r of x[r][c], for a tensor [rows][columns].
+// to[c] = the sum over r of x[r][c], for rows that are `stride` elements apart.
 struct ColumnSums {
   DType type;
   const void* x;
-  std::size_t rows, columns;
+  std::size_t rows, columns, stride;
   SumTarget target;
 };
 std::size_t column_sums_scratch_bytes(std::size_t rows, std::size_t columns);
@@ -53,9 +58,10 @@ cudaError_t column_sums(const ColumnSums& op, void* scratch, cudaStream_t stream
 cudaError_t finish_sums(const float* partial, std::size_t rows, std::size_t columns, const SumTarget (&targets)[2],
                         unsigned count, cudaStream_t stream);
 
-// Of the head: logits fp32 [rows][stride] of `rows` tokens, which become their gradients, in the tensor type, written
-// over them. In 16 bits a row's gradients take the first half of its bytes: their stride is twice as many elements.
-// `stride` is a multiple of 4; nothing is said of columns from the vocabulary on.
+// Of the head, whose logits become soft_cap * tanh(logit / soft_cap) where soft_cap is not 0: logits fp32
+// [rows][stride] of `rows` tokens, which become their gradients, in the tensor type, written over them. In 16 bits a
+// row's gradients take the first half of its bytes: their stride is twice as many elements. `stride` is a multiple of
+// 4; nothing is said of columns from the vocabulary on.
 struct HeadRows {
   DType type;
   std::size_t rows, vocabulary, stride;
@@ -63,7 +69,9 @@ struct HeadRows {
   const std::uint32_t* targets;
   float* losses;
   float scale;
+  float soft_cap;
 };
 cudaError_t head_gradients(const HeadRows& op, cudaStream_t stream);
+cudaError_t cap_logits(float* logits, std::size_t count, float soft_cap, cudaStream_t stream);
 
 }  // namespace spillway::models

@@ -24,8 +24,8 @@ struct Rows {
   std::size_t count;
   unsigned of_block, blocks;
 };
-Rows rows_of(const Shape& shape) {
-  const std::size_t m = shape.tokens(), of_block = std::max(kRows, (m + kMostBlocks - 1) / kMostBlocks);
+Rows rows_of(std::size_t m) {
+  const std::size_t of_block = std::max(kRows, (m + kMostBlocks - 1) / kMostBlocks);
   return {m, static_cast<unsigned>(of_block), static_cast<unsigned>((m + of_block - 1) / of_block)};
 }
 
@@ -128,7 +128,7 @@ struct BackwardSizes {
   unsigned of_block, width;
 };
 
-// partial: [2][blocks][width], of dweight and of dbias.
+// partial: [2][blocks][width], of dweight and of dbias; null: nobody asks for them.
 template <typename T, unsigned N, unsigned kEach, unsigned kThreads>
 __global__ void __launch_bounds__(kThreads, kEach == 1 ? 1024 / kThreads : 1)
     block_backward(const T* x, const T* weight, const T* dout, const float2* statistics, const T* residual, T* dx,
@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(kThreads, kEach == 1 ? 1024 / kThreads : 1)
     row_backward<T, N, kEach>(x + row, weight, dout + row, residual == nullptr ? nullptr : residual + row, dx + row,
                               statistics[r], width, sums[r % 2], own);
   }
+  if (partial == nullptr) return;
 #pragma unroll
   for (unsigned k = 0; k < kEach; ++k) {
     const unsigned c = (k * blockDim.x + threadIdx.x) * N;
@@ -179,7 +180,7 @@ cudaError_t layer_norm(const Shape& shape, const LayerNorm& op, cudaStream_t str
   return for_type(shape.type, [&]<typename T>(T) {
     return for_width<T>(shape.width, [&]<unsigned N, unsigned kEach, unsigned kThreads>() {
       normalize<T, N, kEach, kThreads>
-          <<<static_cast<unsigned>(shape.tokens()), threads_for(shape.width / N, kEach), 0, stream>>>(
+          <<<static_cast<unsigned>(tokens_of(shape, op.count)), threads_for(shape.width / N, kEach), 0, stream>>>(
               static_cast<const T*>(op.x), static_cast<const T*>(op.weight), static_cast<const T*>(op.bias),
               static_cast<T*>(op.out), reinterpret_cast<float2*>(op.statistics), shape.width, shape.epsilon);
       return cudaGetLastError();
@@ -188,12 +189,13 @@ cudaError_t layer_norm(const Shape& shape, const LayerNorm& op, cudaStream_t str
 }
 
 std::size_t layer_norm_backward_scratch_bytes(const Shape& shape) {
-  return 2 * std::size_t{rows_of(shape).blocks} * shape.width * sizeof(float);
+  const std::size_t blocks = std::min<std::size_t>((shape.slice_tokens() + kRows - 1) / kRows, kMostBlocks);
+  return 2 * blocks * shape.width * sizeof(float);
 }
 
 cudaError_t layer_norm_backward(const Shape& shape, const LayerNormBackward& op, void* scratch, cudaStream_t stream) {
-  const Rows rows = rows_of(shape);
-  auto* partial = static_cast<float*>(scratch);
+  const Rows rows = rows_of(tokens_of(shape, op.count));
+  auto* partial = op.dweight != nullptr ? static_cast<float*>(scratch) : nullptr;
   const cudaError_t result = for_type(shape.type, [&]<typename T>(T) {
     return for_width<T>(shape.width, [&]<unsigned N, unsigned kEach, unsigned kThreads>() {
       block_backward<T, N, kEach, kThreads><<<rows.blocks, threads_for(shape.width / N, kEach), 0, stream>>>(
@@ -203,7 +205,7 @@ cudaError_t layer_norm_backward(const Shape& shape, const LayerNormBackward& op,
       return cudaGetLastError();
     });
   });
-  if (result != cudaSuccess) return result;
+  if (result != cudaSuccess || partial == nullptr) return result;
   const SumTarget targets[2] = {{op.dweight, op.gradient, op.accumulate}, {op.dbias, op.gradient, op.accumulate}};
   return finish_sums(partial, rows.blocks, shape.width, targets, 2, stream);
 }

@@ -186,6 +186,17 @@ __global__ void add_tensors(const T* a, const T* b, T* sum, std::size_t count) {
   store(x, sum + index);
 }
 
+template <typename T, unsigned N>
+__global__ void scale_tensor(const T* x, T* out, float factor, std::size_t count) {
+  const std::size_t index = (std::size_t{blockIdx.x} * kThreads + threadIdx.x) * N;
+  if (index >= count) return;
+  float v[N];
+  load(x + index, v);
+#pragma unroll
+  for (unsigned i = 0; i < N; ++i) v[i] *= factor;
+  store(v, out + index);
+}
+
 // Calls work.operator()<kind>().
 template <typename Work>
 cudaError_t for_activation(Activation activation, Work work) {
@@ -197,18 +208,34 @@ cudaError_t for_activation(Activation activation, Work work) {
   return cudaErrorInvalidValue;
 }
 
-// Whether rows, and the parts of them that are used, begin at multiples of 16 bytes.
-template <typename T>
-bool all_vectors(std::initializer_list<std::size_t> elements, std::initializer_list<const void*> addresses) {
-  return std::all_of(elements.begin(), elements.end(), [](std::size_t count) { return rows_are_vectors<T>(count); }) &&
-         std::all_of(addresses.begin(), addresses.end(),
-                     [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; });
+template <typename T, unsigned N>
+__global__ void copy_columns(const T* from, std::size_t from_stride, T* to, std::size_t to_stride, std::size_t columns,
+                             std::size_t rows) {
+  const std::size_t index = (std::size_t{blockIdx.x} * kThreads + threadIdx.x) * N, m = index / columns;
+  if (m >= rows) return;
+  const std::size_t c = index % columns;
+  *reinterpret_cast<Vector<T, N>*>(to + m * to_stride + c) =
+      *reinterpret_cast<const Vector<T, N>*>(from + m * from_stride + c);
+}
+
+// dweight: the sums of its block of rows, and these together.
+cudaError_t rms_weight_gradient(const Shape& shape, const RmsNormBackward& op, float* partial, cudaStream_t stream) {
+  const std::size_t rows = tokens_of(shape, op.count) * op.groups;
+  const unsigned row_blocks = blocks_for(rows, kRowsOfBlock);
+  const cudaError_t result = for_type(shape.type, [&]<typename T>(T) {
+    sum_weight_gradient<T><<<dim3(blocks_for(op.columns, 32), row_blocks), dim3(32, kLanes), 0, stream>>>(
+        static_cast<const T*>(op.x), Places{op.x_stride, op.groups, op.columns}, static_cast<const T*>(op.dout),
+        Places{op.dout_stride, op.groups, op.columns}, op.statistics, rows, partial);
+    return cudaGetLastError();
+  });
+  if (result != cudaSuccess) return result;
+  return finish_sums(partial, row_blocks, op.columns, {{op.dweight, op.gradient, op.accumulate}, {}}, 1, stream);
 }
 
 }  // namespace
 
 cudaError_t rms_norm(const Shape& shape, const RmsNorm& op, cudaStream_t stream) {
-  const std::size_t rows = shape.tokens() * op.groups;
+  const std::size_t rows = tokens_of(shape, op.count) * op.groups;
   return for_type(shape.type, [&]<typename T>(T) {
     const auto launch = [&]<unsigned N>() {
       normalize_rows<T, N><<<blocks_for(rows, kWarps), kThreads, 0, stream>>>(
@@ -228,19 +255,12 @@ std::size_t rms_norm_backward_scratch_bytes(std::size_t rows, std::size_t column
 
 // The sums first: dx may lie over dout.
 cudaError_t rms_norm_backward(const Shape& shape, const RmsNormBackward& op, void* scratch, cudaStream_t stream) {
-  const std::size_t rows = shape.tokens() * op.groups;
-  const unsigned row_blocks = blocks_for(rows, kRowsOfBlock);
-  auto* partial = static_cast<float*>(scratch);
+  const std::size_t rows = tokens_of(shape, op.count) * op.groups;
   const Places x{op.x_stride, op.groups, op.columns}, dout{op.dout_stride, op.groups, op.columns};
-  cudaError_t result = for_type(shape.type, [&]<typename T>(T) {
-    sum_weight_gradient<T><<<dim3(blocks_for(op.columns, 32), row_blocks), dim3(32, kLanes), 0, stream>>>(
-        static_cast<const T*>(op.x), x, static_cast<const T*>(op.dout), dout, op.statistics, rows, partial);
-    return cudaGetLastError();
-  });
-  if (result == cudaSuccess) {
-    result = finish_sums(partial, row_blocks, op.columns, {{op.dweight, op.gradient, op.accumulate}, {}}, 1, stream);
+  if (op.dweight != nullptr) {
+    const cudaError_t result = rms_weight_gradient(shape, op, static_cast<float*>(scratch), stream);
+    if (result != cudaSuccess) return result;
   }
-  if (result != cudaSuccess) return result;
   return for_type(shape.type, [&]<typename T>(T) {
     const auto launch = [&]<unsigned N>() {
       rows_backward<T, N><<<blocks_for(rows, kWarps), kThreads, 0, stream>>>(
@@ -256,23 +276,23 @@ cudaError_t rms_norm_backward(const Shape& shape, const RmsNormBackward& op, voi
 }
 
 cudaError_t rotary(const Shape& shape, const Rotary& op, cudaStream_t stream) {
-  const std::size_t pairs = shape.tokens() * op.heads * (op.rotated / 2);
+  const std::size_t pairs = tokens_of(shape, op.count) * op.heads * (op.rotated / 2);
   return for_type(shape.type, [&]<typename T>(T) {
     turn<T><<<blocks_for(pairs, kThreads), kThreads, 0, stream>>>(
         static_cast<T*>(op.x), op.stride, op.heads, op.head_width, op.rotated / 2,
-        reinterpret_cast<const float2*>(op.table), op.positions, shape.sequence, shape.tokens(),
+        reinterpret_cast<const float2*>(op.table), op.positions, shape.sequence, tokens_of(shape, op.count),
         op.backward ? -1.0f : 1.0f);
     return cudaGetLastError();
   });
 }
 
 cudaError_t gated_activation(const Shape& shape, const GatedActivation& op, cudaStream_t stream) {
-  const std::size_t count = shape.tokens() * shape.inner;
+  const std::size_t count = tokens_of(shape, op.count) * shape.inner;
   return for_type(shape.type, [&]<typename T>(T) {
     return for_activation(op.activation, [&]<Activation kind>() {
       const auto launch = [&]<unsigned N>() {
         gate_forward<T, N, kind><<<blocks_for(count / N, kThreads), kThreads, 0, stream>>>(
-            static_cast<const T*>(op.gate_up), static_cast<T*>(op.out), shape.tokens(), shape.inner);
+            static_cast<const T*>(op.gate_up), static_cast<T*>(op.out), tokens_of(shape, op.count), shape.inner);
         return cudaGetLastError();
       };
       return rows_are_vectors<T>(shape.inner) ? launch.template operator()<kVector<T>>()
@@ -282,13 +302,13 @@ cudaError_t gated_activation(const Shape& shape, const GatedActivation& op, cuda
 }
 
 cudaError_t gated_activation_backward(const Shape& shape, const GatedActivationBackward& op, cudaStream_t stream) {
-  const std::size_t count = shape.tokens() * shape.inner;
+  const std::size_t count = tokens_of(shape, op.count) * shape.inner;
   return for_type(shape.type, [&]<typename T>(T) {
     return for_activation(op.activation, [&]<Activation kind>() {
       const auto launch = [&]<unsigned N>() {
         gate_backward<T, N, kind><<<blocks_for(count / N, kThreads), kThreads, 0, stream>>>(
             static_cast<const T*>(op.gate_up), static_cast<const T*>(op.dout), static_cast<T*>(op.dgate_up),
-            shape.tokens(), shape.inner);
+            tokens_of(shape, op.count), shape.inner);
         return cudaGetLastError();
       };
       return rows_are_vectors<T>(shape.inner) ? launch.template operator()<kVector<T>>()
@@ -298,7 +318,7 @@ cudaError_t gated_activation_backward(const Shape& shape, const GatedActivationB
 }
 
 cudaError_t add(const Shape& shape, const Add& op, cudaStream_t stream) {
-  const std::size_t count = shape.tokens() * shape.width;
+  const std::size_t count = tokens_of(shape, op.count) * shape.width;
   return for_type(shape.type, [&]<typename T>(T) {
     const auto launch = [&]<unsigned N>() {
       add_tensors<T, N><<<blocks_for(count / N, kThreads), kThreads, 0, stream>>>(
@@ -306,6 +326,31 @@ cudaError_t add(const Shape& shape, const Add& op, cudaStream_t stream) {
       return cudaGetLastError();
     };
     return count % kVector<T> == 0 ? launch.template operator()<kVector<T>>() : launch.template operator()<1>();
+  });
+}
+
+cudaError_t scale(const Shape& shape, const Scale& op, cudaStream_t stream) {
+  const std::size_t count = tokens_of(shape, op.count) * op.columns;
+  return for_type(shape.type, [&]<typename T>(T) {
+    const auto launch = [&]<unsigned N>() {
+      scale_tensor<T, N><<<blocks_for(count / N, kThreads), kThreads, 0, stream>>>(
+          static_cast<const T*>(op.x), static_cast<T*>(op.out), op.factor, count);
+      return cudaGetLastError();
+    };
+    return count % kVector<T> == 0 ? launch.template operator()<kVector<T>>() : launch.template operator()<1>();
+  });
+}
+
+cudaError_t copy_rows(const Shape& shape, const CopyRows& op, cudaStream_t stream) {
+  const std::size_t rows = tokens_of(shape, op.count), count = rows * op.columns;
+  return for_type(shape.type, [&]<typename T>(T) {
+    const auto launch = [&]<unsigned N>() {
+      copy_columns<T, N><<<blocks_for(count / N, kThreads), kThreads, 0, stream>>>(
+          static_cast<const T*>(op.from), op.from_stride, static_cast<T*>(op.to), op.to_stride, op.columns, rows);
+      return cudaGetLastError();
+    };
+    const bool vectors = all_vectors<T>({op.columns, op.from_stride, op.to_stride}, {op.from, op.to});
+    return vectors ? launch.template operator()<kVector<T>>() : launch.template operator()<1>();
   });
 }
 

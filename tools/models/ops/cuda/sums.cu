@@ -15,7 +15,8 @@ std::size_t row_blocks(std::size_t rows) { return (rows + kRowsOfBlock - 1) / kR
 
 // Threads (32, kLanes): thread x has N neighbouring columns, thread y every kLanes-th row of the block's.
 template <typename T, unsigned N>
-__global__ void sum_block_of_rows(const T* x, std::size_t rows, std::size_t columns, float* partial) {
+__global__ void sum_block_of_rows(const T* x, std::size_t rows, std::size_t columns, std::size_t stride,
+                                  float* partial) {
   __shared__ float sums[kLanes][32 * N + 1];
   const std::size_t c = (std::size_t{blockIdx.x} * 32 + threadIdx.x) * N;
   const std::size_t first = blockIdx.y * kRowsOfBlock, end = min(first + kRowsOfBlock, rows);
@@ -24,7 +25,7 @@ __global__ void sum_block_of_rows(const T* x, std::size_t rows, std::size_t colu
 #pragma unroll 4
     for (std::size_t r = first + threadIdx.y; r < end; r += kLanes) {
       float row[N];
-      load(x + r * columns + c, row);
+      load(x + r * stride + c, row);
 #pragma unroll
       for (unsigned i = 0; i < N; ++i) sum[i] += row[i];
     }
@@ -82,7 +83,7 @@ cudaError_t launch_blocks(const ColumnSums& op, float* partial, cudaStream_t str
   const dim3 grid(static_cast<unsigned>((op.columns + of_block - 1) / of_block),
                   static_cast<unsigned>(row_blocks(op.rows)));
   sum_block_of_rows<T, N>
-      <<<grid, dim3(32, kLanes), 0, stream>>>(static_cast<const T*>(op.x), op.rows, op.columns, partial);
+      <<<grid, dim3(32, kLanes), 0, stream>>>(static_cast<const T*>(op.x), op.rows, op.columns, op.stride, partial);
   return cudaGetLastError();
 }
 
@@ -95,8 +96,8 @@ std::size_t column_sums_scratch_bytes(std::size_t rows, std::size_t columns) {
 cudaError_t column_sums(const ColumnSums& op, void* scratch, cudaStream_t stream) {
   auto* partial = static_cast<float*>(scratch);
   const cudaError_t result = for_type(op.type, [&]<typename T>(T) {
-    return rows_are_vectors<T>(op.columns) ? launch_blocks<T, kVector<T>>(op, partial, stream)
-                                           : launch_blocks<T, 1>(op, partial, stream);
+    return all_vectors<T>({op.columns, op.stride}, {op.x}) ? launch_blocks<T, kVector<T>>(op, partial, stream)
+                                                           : launch_blocks<T, 1>(op, partial, stream);
   });
   if (result != cudaSuccess) return result;
   return finish_sums(partial, row_blocks(op.rows), op.columns, {op.target, {}}, 1, stream);

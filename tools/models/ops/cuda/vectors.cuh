@@ -6,8 +6,10 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "spillway/dtype.h"
 
@@ -31,6 +33,14 @@ inline constexpr unsigned kVector = 16 / sizeof(T);
 template <typename T>
 bool rows_are_vectors(std::size_t width) {
   return width % kVector<T> == 0;
+}
+
+// Whether rows, and the parts of them that are used, begin at multiples of 16 bytes.
+template <typename T>
+bool all_vectors(std::initializer_list<std::size_t> elements, std::initializer_list<const void*> addresses) {
+  return std::all_of(elements.begin(), elements.end(), [](std::size_t count) { return rows_are_vectors<T>(count); }) &&
+         std::all_of(addresses.begin(), addresses.end(),
+                     [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; });
 }
 
 __device__ inline float widen(float x) { return x; }

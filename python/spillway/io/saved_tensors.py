@@ -1,0 +1,68 @@
+"""Activations of a plain PyTorch model in a store, between forward and backward."""
+import contextlib
+import itertools
+import threading
+import weakref
+
+from ..library import Error
+from . import memory
+
+
+class _Saved:
+    """One tensor that autograd saved; it leaves the store with the graph that holds it."""
+
+    def __init__(self, store, name, device):
+        self.name, self.device = name, device
+        weakref.finalize(self, _forget, store, name)
+
+
+def _forget(store, name):
+    with contextlib.suppress(Error):  # the store was closed first
+        store.delete(name)
+
+
+@contextlib.contextmanager
+def spilled_activations(store, *, least_bytes=1 << 20, prefix="activation"):
+    """What autograd saves inside for backward goes to `store` (a TensorStore), and comes back when backward asks.
+
+        with spillway.io.spilled_activations(store):
+            loss = model(batch)
+        loss.backward()
+
+    Tensors of `least_bytes` or more that are contiguous are moved; parameters, and those that are smaller, stay where
+    they are. Backward reads in the opposite order: what is saved first is used last, and the store fetches
+    ahead. Names begin with `prefix`."""
+    from torch.autograd import graph
+    numbers, kept, lock = itertools.count(), [], threading.Lock()
+    run = next(_runs)
+
+    def pack(tensor):
+        plain = tensor.is_leaf and tensor.requires_grad  # a parameter is there anyhow
+        if plain or memory.bytes_of(tensor) < least_bytes or not tensor.is_contiguous():
+            return tensor
+        number = next(numbers)
+        name = f"{prefix} {run}.{number}"
+        store.put(name, tensor)
+        store.set_next_use(name, 2**40 - number)
+        saved = _Saved(store, name, tensor.device)
+        with lock:
+            kept.append(weakref.ref(saved))
+        return saved
+
+    def unpack(saved):
+        if not isinstance(saved, _Saved):
+            return saved
+        tensor = store.get(saved.name, device=saved.device)
+        with lock:
+            while kept and (kept[-1]() is None or kept[-1]() is saved):
+                kept.pop()
+            ahead = [one.name for one in (each() for each in kept[:-5:-1]) if one is not None]
+        with contextlib.suppress(Error):  # another thread's backward let one go
+            store.prefetch(ahead, to=store.tier_of(saved.device))
+        return tensor
+
+    with graph.saved_tensors_hooks(pack, unpack):
+        yield store
+
+
+_runs = itertools.count()
