@@ -178,7 +178,7 @@ TEST_P(QueueLaterTest, RegionsThatCannotBeAreRefusedByName) {
 
 TEST_P(QueueLaterTest, CancelledRequestsEndAndSayWhatWasNotBegun) {
   open_files(2, 32 * kUnit);
-  Memory memory(32 * kUnit);
+  Memory memory(32 * kUnit), into(8 * kUnit);
   const std::uint32_t shares[] = {1, 1};
   const StripeMap stripes(shares, kUnit, 0);
   open({.block_bytes = kUnit, .depth = 2, .stripes = &stripes});
@@ -186,7 +186,7 @@ TEST_P(QueueLaterTest, CancelledRequestsEndAndSayWhatWasNotBegun) {
   queue_->submit({.op = IoOp::kWrite, .buffer = memory.data(), .bytes = kUnit, .tag = 1});  // all of it in flight
   queue_->submit({.op = IoOp::kWrite, .file = 1, .buffer = memory.data(), .bytes = 8 * kUnit, .tag = 2});  // a part
   queue_->submit({.op = IoOp::kWrite, .offset = 4 * kUnit, .buffer = memory.data(), .bytes = kUnit, .tag = 3});
-  queue_->submit({.op = IoOp::kRead, .file = kStripedSpace, .buffer = memory.data(), .bytes = 8 * kUnit, .tag = 4});
+  queue_->submit({.op = IoOp::kRead, .file = kStripedSpace, .buffer = into.data(), .bytes = 8 * kUnit, .tag = 4});
   queue_->submit({.op = IoOp::kSync, .tag = 5});
   IoCompletion none[1];
   EXPECT_TRUE(queue_->wait(none, 0).empty());

@@ -30,7 +30,7 @@ WORDS = {
     "model_config": ["tools/models/config_json.cc", "tools/models/gpt2/model.cc"],
     "prepared": ["tools/finetune/prepared.cc"],
     "safetensors_header": ["src/formats/safetensors_header.cc"],
-    "safetensors_index": ["src/formats/safetensors_index.cc"],
+    "safetensors_index": ["src/formats/safetensors_header.cc"],
     "snapshot_record": ["src/checkpoint/snapshot_record.cc", *NAMES],
     "store_description": ["src/plan/description.cc", *NAMES],
 }

@@ -1,5 +1,5 @@
 """What the documents promise: the examples are files that the tests compile and run, relative links lead somewhere, and
-documents stay short.
+documents stay short. And the files of the tree that scripts name are there.
 
 The configurations that are shown whole are given to the `spillway` binary that SPILLWAY_BINARY names, if it names one.
 `documents_test.py --write` copies the examples into their documents.
@@ -106,6 +106,17 @@ class Documents(unittest.TestCase):
                 if not re.match(r"[a-z]+:", target):
                     with self.subTest(document=document.name, target=target):
                         self.assertTrue((document.parent / target).exists())
+
+    def test_FilesThatScriptsNameAreThere(self):
+        made_up = {ROOT / "tests/house" / name for name in ("headers_test.py", "layering_test.py")}
+        scripts = {ROOT / f for f in source_files(ROOT) if f.suffix in (".py", ".sh")} - made_up
+        named = {(script, name) for script in scripts
+                 for name in re.findall(r'"((?:[a-z]+/)+\w+\.(?:h|cc|cu|md|jsonl))"', script.read_text())
+                 if (ROOT / name.partition("/")[0]).is_dir()}
+        self.assertGreater(len(named), 10)
+        for script, name in named:
+            with self.subTest(script=str(script.relative_to(ROOT)), name=name):
+                self.assertTrue((ROOT / name).exists())
 
     def test_PiecesAreTheFilesOfTheirRoom(self):
         rooms, sources = 0, {ROOT / f for f in source_files(ROOT) if f.suffix in CODE | {".py"}}
