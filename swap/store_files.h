@@ -77,9 +77,11 @@ class StoreFiles {
   static StoreFiles find(std::span<const std::filesystem::path> directories, double patience_seconds);
   void repair();
   // A store that keep() has left and publish() has not given its names: whole, locked, and not another user's. Nothing
-  // where there is none, or another process has it. With kWrite as find() does, else as open_read_only().
+  // where there is none, or another process has it. With kWrite as find() does, which waits for a process that was
+  // killed and has not quite ended; else as open_read_only().
   enum class Use : std::uint8_t { kInspect, kWrite };
-  static std::optional<StoreFiles> find_waiting(std::span<const std::filesystem::path> directories, Use use);
+  static std::optional<StoreFiles> find_waiting(std::span<const std::filesystem::path> directories, Use use,
+                                                double patience_seconds);
   // The same to look at only: no byte can be written, and nobody is kept from looking as well. While it is open no
   // process can open the store to use it, unless one has it open already (in_use).
   static StoreFiles open_read_only(std::span<const std::filesystem::path> directories);

@@ -140,14 +140,15 @@ StoreFiles StoreFiles::find(std::span<const std::filesystem::path> directories, 
   return found;
 }
 
-std::optional<StoreFiles> StoreFiles::find_waiting(std::span<const std::filesystem::path> directories, Use use) {
+std::optional<StoreFiles> StoreFiles::find_waiting(std::span<const std::filesystem::path> directories, Use use,
+                                                   double patience_seconds) {
   const bool writable = use == Use::kWrite;
   try {
     std::vector<File> files;
     for (const auto& directory : directories) {
       files.push_back(File::open(temporary_name(directory), {.writable = writable, .direct = true}));
       File& file = files.back();
-      if (writable) file.lock(0);
+      if (writable) file.lock(patience_seconds);
       if (!writable && !file.lock_shared()) return std::nullopt;
       if (!file.at_its_path() || !is_ours(file)) return std::nullopt;
     }

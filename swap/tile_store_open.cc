@@ -352,7 +352,7 @@ std::optional<StoreFiles> find_named(const StorePaths& paths, FoundStores::Purpo
 }
 
 std::optional<StoreFiles> find_committed(const StorePaths& paths, StoreFiles::Use use) {
-  std::optional<StoreFiles> found = StoreFiles::find_waiting(paths.directories, use);
+  std::optional<StoreFiles> found = StoreFiles::find_waiting(paths.directories, use, TileStore::kLockPatienceSeconds);
   try {
     if (found && TileStore::has_commit(*found)) return found;
   } catch (const Error&) {  // not a whole one

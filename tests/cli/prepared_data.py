@@ -33,7 +33,7 @@ def write_prepared(folder, rows, *, length=LENGTH, **header):
     for name, data in files.items():
         (folder / f"{name}.bin").write_bytes(data)
     values = {"format": "spillway-prepared", "version": 1, "rows": len(rows), "tokens_per_row": length,
-              "documents": sum(map(len, rows)), "targets": learned, "dtype": "uint16",
+              "documents": sum(map(len, rows)), "pieces": sum(map(len, rows)), "targets": learned, "dtype": "uint16",
               "largest_token": VOCABULARY - 1,
               **{f"{name}_sha256": hashlib.sha256(data).hexdigest() for name, data in files.items()}, **header}
     (folder / "header.json").write_text(json.dumps(values))

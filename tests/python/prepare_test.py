@@ -146,6 +146,23 @@ class Texts(Case):
         self.assertEqual(len(ids) - len(pieces), split.header["targets"])  # a piece's first token is not predicted
         self.assertEqual(1, split.header["documents"])
 
+    def test_PiecesThatShareARowAreApart(self):
+        line = " ".join(WORDS[:60])
+        room = len(self.expected([line])[0]) * 2 // 3 + 1
+        made = self.prepare(self.file("a.jsonl", *[{"text": line}] * 3), "--long", "split", seq=room)
+        # Two of the ends are in one row, though there are more rows than documents.
+        self.assertEqual((3, 6, 5), tuple(made.header[key] for key in ("documents", "pieces", "rows")))
+
+    def test_PiecesWithoutATargetAreLeftOut(self):
+        chat = {"messages": [{"role": "user", "content": " ".join(WORDS[:100])}, {"role": "assistant", "content": "A part"}]}
+        file = self.file("a.jsonl", chat)
+        for options in ((), ("--no-packing",)):
+            made = self.prepare(file, "--long", "split", "--assistant-only", *options, seq=64, out=f"out{len(options)}")
+            pieces = [targets for ids, targets in made.documents() if any(targets)]
+            self.assertEqual(made.header["rows"], len(pieces))
+            self.assertEqual(made.header["pieces"], len(pieces))
+            self.assertGreater(made.header["pieces_left_out"], 1)
+
     def test_TextFilesAreADocumentOrAsManyAsParagraphs(self):
         first, second = self.folder / "a.txt", self.folder / "b.txt"
         first.write_text("One line\nand another\n\n  \nSecond paragraph\r\n\n\nThird")

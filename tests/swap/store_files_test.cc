@@ -255,6 +255,24 @@ TEST(StoreFiles, AFileThatWasReplacedWhileItWasWaitedForIsNotTaken) {
   EXPECT_TRUE(opened->files().front().at_its_path());
 }
 
+// It waits for its names, and the one who made it was killed and has not quite ended.
+TEST(StoreFiles, OneWithoutNamesThatAKilledRunStillHoldsIsWaitedFor) {
+  ThreePaths three;
+  std::optional<StoreFiles> held = StoreFiles::create(three.paths, kShares, kSpaceBytes);
+  Superblock block{};
+  block.ranks = 1;
+  block.total_bytes = kSpaceBytes;
+  held->write_superblocks(block);
+  held->keep();
+  EXPECT_FALSE(StoreFiles::find_waiting(three.paths, StoreFiles::Use::kWrite, 0).has_value());
+  std::thread end([&held] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    held.reset();
+  });
+  EXPECT_TRUE(StoreFiles::find_waiting(three.paths, StoreFiles::Use::kWrite, 30).has_value());
+  end.join();
+}
+
 // A store whose tiles lie in all three, through the queue, its commit and its manifest.
 TEST(StoreFiles, ATileStoreLivesInSeveralPaths) {
   ThreePaths three;

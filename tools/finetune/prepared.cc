@@ -88,6 +88,7 @@ PreparedData::Header PreparedData::header_of(const std::filesystem::path& direct
   header.rows = whole(json, "rows", 1, kMostRows);
   header.sequence = static_cast<std::uint32_t>(whole(json, "tokens_per_row", 2, kLargestSize));
   header.documents = whole(json, "documents", 1, kMostTokens);
+  header.pieces = json.has("pieces") ? whole(json, "pieces", 1, kMostTokens) : header.documents;
   header.targets = whole(json, "targets", 1, kMostTokens);
   const std::string dtype = json.text("dtype", "");
   if (dtype != "uint16" && dtype != "uint32") json.refuse("\"dtype\" is neither \"uint16\" nor \"uint32\"");
@@ -186,6 +187,9 @@ void PreparedData::read_row(std::uint64_t row, const Row& out) {
     if (has_target && ends) refuse(targets_, row, i, "the last token of a document has a target");
     out.starts[i] = bit(start_bits_, i) ? static_cast<std::uint32_t>(i) : out.starts[i - 1];
     out.targets[i] = has_target ? out.tokens[i + 1] : kNoTarget;
+    if (has_target && out.starts[i] > 0 && !packed()) {
+      refuse(targets_, row, i, "a second document of the row has a target, and header.json has no more pieces than rows");
+    }
   }
 }
 

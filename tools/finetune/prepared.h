@@ -36,6 +36,8 @@ class PreparedData {
   std::uint64_t rows() const noexcept { return header_.rows; }
   std::uint32_t sequence() const noexcept { return header_.sequence; }  // T
   std::uint64_t documents() const noexcept { return header_.documents; }
+  // A row holds several documents, or pieces of some that were split, which do not see each other.
+  bool packed() const noexcept { return header_.pieces > header_.rows; }
   std::uint64_t targets() const noexcept { return header_.targets; }  // of all rows
   // What tells one directory from another: rows and T, and a hash of the header, which has the files' checksums.
   const std::string& mark() const noexcept { return header_.mark; }
@@ -56,7 +58,7 @@ class PreparedData {
 
  private:
   struct Header {
-    std::uint64_t rows = 0, documents = 0, targets = 0;
+    std::uint64_t rows = 0, documents = 0, pieces = 0, targets = 0;
     std::uint32_t sequence = 0;
     std::size_t token_bytes = 0;
     std::string mark, tokens_sha256, starts_sha256, targets_sha256;

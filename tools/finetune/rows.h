@@ -29,8 +29,8 @@ class Rows {
   }
 
   std::uint64_t count() const { return prepared_ ? prepared_->rows() : tokens_->rows(); }
-  // A row holds several documents, which do not see each other.
-  bool packed() const { return prepared_ && prepared_->documents() > prepared_->rows(); }
+  // PreparedData's.
+  bool packed() const { return prepared_ && prepared_->packed(); }
   // What tells one source, or order, from another.
   std::string mark();
   std::string describe() const;

@@ -85,6 +85,8 @@ def main(arguments=None):
     for what, count in counts.items():
         if count:
             print(f"{what}: {count} documents")
+    if pieces := sum(header["pieces_left_out"] for header in filter(None, (train, held_out))):
+        print(f"left out, with nothing to learn: {pieces} pieces of documents that were split")
 
 
 if __name__ == "__main__":

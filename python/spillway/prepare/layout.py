@@ -60,6 +60,12 @@ def pieces_of(begins, lengths, room, np):
     return begins[document] + number * room, np.minimum(room, lengths[document] - number * room)
 
 
+def learned(spool, begins, lengths, np):
+    """Which of these pieces have something to learn. A piece's first token is not predicted."""
+    return np.fromiter((bool((spool[begin + 1:begin + length] >= LEARNED).any())
+                        for begin, length in zip(begins.tolist(), lengths.tolist())), bool, len(begins))
+
+
 def write_rows(folder, spool, pieces, rows, room, pad, dtype, np):
     """Writes the three files. `pieces`: (begin in the spool, length, row) of each, as arrays.
 

@@ -143,6 +143,10 @@ class _Preparation:
         np, options, room = self.np, self.options, self.options.seq
         documents = len(lengths)
         begins, lengths = layout.pieces_of(begins, lengths, room, np)
+        pieces = len(lengths)
+        if pieces > documents:
+            useful = layout.learned(tokens, begins, lengths, np)
+            begins, lengths = begins[useful], lengths[useful]
         if options.no_packing:
             row_of, rows = np.arange(len(lengths)), len(lengths)
         else:
@@ -157,6 +161,7 @@ class _Preparation:
                         "see --long and --seq, which cut documents")
         header = {
             "part": part, **written, "documents": documents, "pieces": len(lengths),
+            "pieces_left_out": pieces - len(lengths),
             "vocab_size": tokenizer.vocabulary, "tokenizer_ids": tokenizer.ids,
             "pad_token_id": tokenizer.pad, "eos_token_id": tokenizer.eos,
             "tokenizer": {"name": os.path.basename(tokenizer.place), "sha256": tokenizer.files(),

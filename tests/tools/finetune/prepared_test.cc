@@ -92,6 +92,7 @@ TEST_F(PreparedTest, ARowHasDocumentsAndTargets) {
   EXPECT_EQ(data.rows(), 2u);
   EXPECT_EQ(data.sequence(), 10u);
   EXPECT_EQ(data.documents(), 3u);
+  EXPECT_TRUE(data.packed());
   EXPECT_EQ(data.targets(), 5u);
   constexpr std::uint32_t kNone = kNoTarget;
   const std::vector<Words> first = {{10, 11, 12, 13, 20, 21, 22, 23, 24, 0},
@@ -103,6 +104,22 @@ TEST_F(PreparedTest, ARowHasDocumentsAndTargets) {
   EXPECT_EQ(row_of(data, 0), first);
   EXPECT_EQ(row_of(data, 1), second);
   EXPECT_EQ(row_of(data, 2), first);  // wraps round
+}
+
+// Two documents that were split are three pieces, of which two lie in one row.
+TEST_F(PreparedTest, PiecesSayWhetherRowsArePacked) {
+  header_["documents"] = "2";
+  header_["pieces"] = "3";
+  write();
+  EXPECT_TRUE(opened().packed());
+  header_["pieces"] = "2";
+  write();
+  PreparedData data = opened();
+  EXPECT_FALSE(data.packed());
+  refused(
+      "targets.bin", "row 0, position 5: a second document of the row has a target", [&] { row_of(data, 0); },
+      Code::kCorrupt);
+  EXPECT_EQ(row_of(data, 1)[1], Words(10, 0));
 }
 
 TEST_F(PreparedTest, TokensOfFourBytesAreReadWhole) {
@@ -135,6 +152,9 @@ TEST_F(PreparedTest, AHeaderOfAnotherKindIsRefused) {
   with("tokens_per_row", "1", "\"tokens_per_row\" is not a whole number from 2 to");
   with("tokens_per_row", "16777217", "\"tokens_per_row\" is not a whole number from 2 to 16777216");
   with("documents", "-3", "\"documents\" is not");
+  header_["pieces"] = "3";
+  with("pieces", "0", "\"pieces\" is not");
+  header_.erase("pieces");
   with("targets", "0", "\"targets\" is not");
   with("dtype", "\"int8\"", "\"dtype\" is neither");
   with("largest_token", "300", "token 300 is outside the model's vocabulary of 300");
