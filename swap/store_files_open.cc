@@ -147,7 +147,9 @@ std::optional<StoreFiles> StoreFiles::find_waiting(std::span<const std::filesyst
     std::vector<File> files;
     for (const auto& directory : directories) {
       files.push_back(File::open(temporary_name(directory), {.writable = writable, .direct = true}));
-      File& file = files.back();
+    }
+    // All are there. Of a store between two names the last one is not, and this process may hold the others.
+    for (File& file : files) {
       if (writable) file.lock(patience_seconds);
       if (!writable && !file.lock_shared()) return std::nullopt;
       if (!file.at_its_path() || !is_ours(file)) return std::nullopt;

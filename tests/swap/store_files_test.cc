@@ -273,6 +273,16 @@ TEST(StoreFiles, OneWithoutNamesThatAKilledRunStillHoldsIsWaitedFor) {
   end.join();
 }
 
+// One that a crash left between two names is the named one, though a file of it has a temporary name.
+TEST(StoreFiles, OneBetweenTwoNamesIsNotWaitedForAgain) {
+  ThreePaths three;
+  three.make();
+  std::filesystem::rename(three.directory[0].file(), StoreFiles::temporary_name(three.paths[0]));
+  const StoreFiles named = StoreFiles::find(three.paths, 0);
+  constexpr double kPatience = 1e4;  // longer than the test may take
+  EXPECT_FALSE(StoreFiles::find_waiting(three.paths, StoreFiles::Use::kWrite, kPatience).has_value());
+}
+
 // A store whose tiles lie in all three, through the queue, its commit and its manifest.
 TEST(StoreFiles, ATileStoreLivesInSeveralPaths) {
   ThreePaths three;
