@@ -18,6 +18,30 @@ namespace {
 
 // Ways to begin an adapter, as init_lora_weights, that leave the base as it is.
 constexpr std::array<std::string_view, 3> kKeepTheBase = {"gaussian", "orthogonal", "eva"};
+// Where it comes from, how it was begun and trained, and what is checked where it is of weight.
+constexpr auto kOfNoWeight = std::to_array<std::string_view>({
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+});
 constexpr const char* kWhole = "name a directory that peft's save_pretrained() has written";
 
 std::vector<Parameter> parameters_of(const TrainedModel& model) {
@@ -46,6 +70,10 @@ void check_kind(const ConfigJson& json) {
       json.refuse(fmt::format("\"init_lora_weights\" is \"{}\", which may have changed the base", how),
                   "save it as a plain adapter: peft's save_pretrained() with path_initial_model_for_weight_conversion");
     }
+  }
+  for (const std::string& key : json.unread()) {
+    if (std::ranges::find(kOfNoWeight, key) == kOfNoWeight.end() && !json.is_off(key.c_str()))
+      json.refuse(fmt::format("\"{}\" is set", key), "it may ask for more than plain LoRA; take it out if it does not");
   }
 }
 

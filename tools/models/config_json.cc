@@ -7,6 +7,8 @@
 #include <rapidjson/stringbuffer.h>
 #include <rapidjson/writer.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cmath>
 #include <fstream>
@@ -23,6 +25,72 @@ namespace {
 
 constexpr std::uintmax_t kMostBytes = 4 << 20;  // the file is a few KB; anything near this is another one
 constexpr const char* kRepair = "repair the file";
+// Where the file comes from, what generates text, how PyTorch computes, what is for other tasks. pad_token_id does
+// change something where a text has that token: PyTorch takes no gradient of its row of the embedding.
+constexpr auto kOfAnyModel = std::to_array<std::string_view>({
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "_num_labels",
+    "architectures",
+    "attn_implementation",
+    "auto_map",  // code beside the file, for versions of transformers without the family
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "diversity_penalty",
+    "do_sample",
+    "dtype",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "eos_token_id",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "name_or_path",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "output_scores",
+    "pad_token_id",
+    "prefix",
+    "problem_type",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "typical_p",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+});
 
 // Goes over a text before it becomes a document, and ends at what has no place in one.
 class Overview : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, Overview> {
@@ -203,6 +271,20 @@ bool ConfigJson::is_text(const char* key) const {
 bool ConfigJson::is_null(const char* key) const {
   const auto member = document_.FindMember(key);
   return member != document_.MemberEnd() && member->value.IsNull();
+}
+
+bool ConfigJson::is_off(const char* key) const {
+  const auto* value = find(key);
+  return value == nullptr || value->IsFalse() || (value->IsArray() && value->Empty()) ||
+         (value->IsObject() && value->ObjectEmpty());
+}
+
+void ConfigJson::refuse_unread(std::span<const std::string_view> harmless) const {
+  for (const std::string& key : unread()) {
+    if (std::ranges::find(kOfAnyModel, key) == kOfAnyModel.end() && std::ranges::find(harmless, key) == harmless.end())
+      refuse(fmt::format("\"{}\" is not known for this model_type", key),
+             "Spillway might train another model without it; take it out if it changes nothing");
+  }
 }
 
 std::vector<std::string> ConfigJson::unread() const {

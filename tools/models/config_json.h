@@ -13,6 +13,7 @@
 #include <new>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -69,6 +70,11 @@ class ConfigJson {
   bool is_null(const char* key) const;
   // Keys that nothing asked for so far, in the file's order, but those with null.
   std::vector<std::string> unread() const;
+  // Such a key is refused, unless it is one of `harmless` or of those that any config.json of transformers' may have
+  // and that change nothing of what is trained.
+  void refuse_unread(std::span<const std::string_view> harmless) const;
+  // null, false, or an empty list or object.
+  bool is_off(const char* key) const;
   [[noreturn]] void refuse(std::string happened) const { refuse(std::move(happened), whole_); }
   [[noreturn]] void refuse(std::string happened, std::string hint) const;
 

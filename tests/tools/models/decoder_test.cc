@@ -288,6 +288,8 @@ TEST(ModelsDecoder, RefusesByNameWhatItDoesNotCompute) {
       {"llama", R"("quantization_config": {"bits": 4})", "\"quantization_config\" is there"},
       {"llama", R"("clip_qkv": 8)", "\"clip_qkv\" is not known for this model_type"},
       {"llama", R"("sliding_window": 8)", "\"sliding_window\" is not known"},
+      {"llama", R"("is_llama_config": true, "transformers.js_config": {"dtype": "q4"}, "rope_interleaved": true)",
+       "\"rope_interleaved\" is true; only models with false are trained"},
       {"mistral", R"("attention_bias": true)", "\"attention_bias\" is true"},
       {"phi3", R"("lm_head_bias": true)", "\"lm_head_bias\" is true"},
       {"phi3", R"("full_attn_mod": 2)", "\"full_attn_mod\" is 2"},

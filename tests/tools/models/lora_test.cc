@@ -275,7 +275,8 @@ TEST(Lora, AnAdapterThatIsNotWhatTheConfigurationSaysIsRefused) {
            {"\"none\"", "\"all\"", "\"bias\" is \"all\""},
            {"\"LORA\"", "\"LOHA\"", "\"peft_type\" is \"LOHA\""},
            {"\"rank_pattern\": {}", "\"rank_pattern\": {\"c_fc\": 2}", "rank_pattern"},
-           {"\"modules_to_save\": null", "\"modules_to_save\": [\"lm_head\"]", "modules_to_save"}}) {
+           {"\"modules_to_save\": null", "\"modules_to_save\": [\"lm_head\"]", "modules_to_save"},
+           {"\"LORA\"", "\"LORA\", \"alora_invocation_tokens\": [7]", "\"alora_invocation_tokens\" is set"}}) {
     saved.change_config(from, to);
     EXPECT_THAT(refusal([&] { saved.read(); }), HasSubstr(word));
   }

@@ -70,6 +70,7 @@ TEST(ModelConfigTest, WhatIsNotComputedIsRefusedByName) {
       {with(R"("activation_function": "relu")"), "relu"},
       {with(R"("tie_word_embeddings": false)"), "tie_word_embeddings"},
       {with(R"("scale_attn_by_inverse_layer_idx": true)"), "scale_attn_by_inverse_layer_idx"},
+      {with(R"("n_ctx": 64, "summary_type": "mean", "n_experts": 2)"), "\"n_experts\" is not known"},
       {with(R"("layer_norm_epsilon": 0)"), "layer_norm_epsilon"},
       {with(R"("layer_norm_epsilon": 1e300)"), "layer_norm_epsilon"},
       {with(R"("layer_norm_epsilon": 1e-60)"), "layer_norm_epsilon"},

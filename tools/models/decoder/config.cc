@@ -47,35 +47,14 @@ constexpr Family kFamilies[] = {
     {"gemma3_text", 256, false, 1e-6, Windows::kPattern, 4096, 6, true, false},
 };
 
-// Keys that change nothing of what is trained: where the file comes from, what generates text, how PyTorch computes.
-// pad_token_id does where a text has that token: PyTorch takes no gradient of its row of the embedding.
-constexpr auto kHarmless = std::to_array<std::string_view>({
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "architectures",
-    "attn_implementation",
-    "auto_map",  // code beside the file, for versions of transformers without the family
-    "bos_token_id",
-    "cache_implementation",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "label2id",
-    "name_or_path",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "pretraining_tp",  // the same products, in slices
-    "return_dict",
-    "sliding_window_size",  // Gemma 2's older files, beside sliding_window
-    "torch_dtype",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-});
+// Keys of some files that transformers does not compute with.
+constexpr std::string_view kUnusedByDecoders[] = {
+    "dual_chunk_attention_config",  // how vLLM computes Qwen2.5's rows beyond 262,144 tokens
+    "is_llama_config",              // SmolLM2's
+    "max_sequence_length",          // the first Llama's, beside max_position_embeddings
+    "pretraining_tp",               // the same products, in slices
+    "sliding_window_size",          // Gemma 2's older files, beside sliding_window
+};
 
 // Keys of some files, with the only value that is computed here (and in transformers).
 struct Fixed {
@@ -83,7 +62,8 @@ struct Fixed {
   bool value;
 };
 constexpr Fixed kFixed[] = {
-    {"attention_bias", false}, {"lm_head_bias", false}, {"mlp_bias", false}, {"use_bidirectional_attention", false},
+    {"attention_bias", false}, {"lm_head_bias", false},     {"mlp_bias", false},
+    {"qk_layer_norms", false}, {"rope_interleaved", false}, {"use_bidirectional_attention", false},
     {"use_mrope", false},
 };
 
@@ -246,11 +226,7 @@ void refuse_rest(const ConfigJson& json) {
     if (const double value = json.number(key, 1); value != 1)
       json.refuse(fmt::format("\"{}\" is {}", key, value), "only models with 1 are trained");
   }
-  for (const std::string& key : json.unread()) {
-    if (std::ranges::find(kHarmless, key) == kHarmless.end())
-      json.refuse(fmt::format("\"{}\" is not known for this model_type", key),
-                  "Spillway might train another model without it; take it out if it changes nothing");
-  }
+  json.refuse_unread(kUnusedByDecoders);
 }
 
 }  // namespace

@@ -9,6 +9,13 @@
 namespace spillway::models {
 namespace {
 
+// Keys of some files that transformers does not compute a language model with.
+constexpr std::string_view kUnusedByGpt2[] = {
+    "gradient_checkpointing",
+    "reorder_and_upcast_attn",  // the same scores, in fp32
+    "summary_activation",      "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+};
+
 Parameter parameter(std::string name, std::vector<std::uint64_t> shape) {
   return {.name = "transformer." + std::move(name), .shape = std::move(shape), .trainable = true, .pushes = 1};
 }
@@ -72,6 +79,7 @@ ModelConfig model_config(const ConfigJson& json) {
     // Absent means transformers' default of 0.1.
     config.has_dropout = config.has_dropout || json.number(dropout, 0.1) != 0;
   }
+  json.refuse_unread(kUnusedByGpt2);
   config.text = json.text();
   return config;
 }
