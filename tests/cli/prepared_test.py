@@ -96,6 +96,13 @@ class Prepared(CliTest):
         self.assert_refused(self.place.finetune(self.place.config(), model, data=data, seq=LENGTH), "another tokenizer",
                             "spillway.prepare --model")
 
+    def test_TextIsRefusedForAModelWithATokenizer(self):
+        model = self.place.init_family("qwen2")
+        (pathlib.Path(model) / "tokenizer.json").write_text("{}")
+        self.assert_refused(self.place.finetune(self.place.config(), model, seq=LENGTH),
+                            "is text, of which each byte is a token", "tokenizer.json", "spillway.prepare")
+        self.assertEqual([], self.place.stored_files())
+
 
 if __name__ == "__main__":
     main()

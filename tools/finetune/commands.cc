@@ -281,8 +281,8 @@ void add_finetune(CLI::App& program, int& exit_code) {
   command->add_flag("--fresh", options.fresh, "Give up the store that exists and start anew")->excludes(resume);
   command->footer(
       "Example:\n"
-      "  spillway finetune --config ds_config.json --model gpt2 --data text.txt --steps 1000 --out trained\n"
-      "  spillway finetune --config ds_config.json --model gpt2 --data text.txt --steps 2000 --resume");
+      "  spillway finetune --config ds_config.json --model gpt2 --data data --steps 1000 --out trained\n"
+      "  spillway finetune --config ds_config.json --model gpt2 --data data --steps 2000 --resume");
   command->callback([kept, length, &exit_code] {
     take_row_length(*kept, length->count() > 0);
     exit_code = finetune(*kept);

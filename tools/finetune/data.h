@@ -22,6 +22,8 @@ class TokenFile {
   TokenFile(std::filesystem::path path, std::uint32_t sequence, std::uint32_t vocabulary);
 
   std::uint64_t tokens() const noexcept { return tokens_; }
+  bool is_text() const noexcept { return token_bytes_ == 1; }
+  const std::filesystem::path& path() const noexcept { return file_.path(); }
   std::uint64_t rows() const noexcept { return (tokens_ - 1) / sequence_; }
   // What tells one file from another without reading it all: its length, and a hash of its first and last 64 KiB.
   std::string mark();

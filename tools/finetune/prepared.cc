@@ -23,8 +23,6 @@ constexpr const char* kAgain = "prepare the data again, with `python -m spillway
 constexpr const char* kWanted = "name the directory that `python -m spillway.prepare` made, whole";
 constexpr std::uint64_t kMostHeaderBytes = 64 << 20;
 constexpr double kVersion = 1;
-// Of a tokenizer's files those that say which number a piece of text has.
-constexpr std::array kVocabularies = {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"};
 constexpr double kMostRows = 0x1p32, kMostTokens = 0x1p53;  // beyond, a number in JSON is not exact
 
 std::uint64_t whole(const ConfigJson& header, const char* key, double least, double most) {
@@ -188,7 +186,8 @@ void PreparedData::read_row(std::uint64_t row, const Row& out) {
     out.starts[i] = bit(start_bits_, i) ? static_cast<std::uint32_t>(i) : out.starts[i - 1];
     out.targets[i] = has_target ? out.tokens[i + 1] : kNoTarget;
     if (has_target && out.starts[i] > 0 && !packed()) {
-      refuse(targets_, row, i, "a second document of the row has a target, and header.json has no more pieces than rows");
+      refuse(targets_, row, i,
+             "a second document of the row has a target, and header.json has no more pieces than rows");
     }
   }
 }

@@ -8,6 +8,7 @@
 // Nothing is kept but the row in work. Thread: one. Errors: spillway::Error with the file as object.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <span>
@@ -18,6 +19,10 @@
 #include "tools/finetune/read_file.h"
 
 namespace spillway::models::finetune {
+
+// Of a tokenizer's files those that say which number a piece of text has.
+inline constexpr std::array kVocabularies = {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
+                                             "vocab.txt"};
 
 class PreparedData {
  public:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "spillway/error.h"
 #include "tools/finetune/shuffle.h"
 
 namespace spillway::models::finetune {
@@ -24,6 +25,21 @@ Rows::Rows(const std::filesystem::path& data, std::uint32_t sequence, std::uint3
   }
   tokens_.emplace(data, sequence, vocabulary);
   row_.resize(std::size_t{sequence} + 1);
+}
+
+void Rows::check_tokenizer(const std::filesystem::path& model) const {
+  if (prepared_) return prepared_->check_tokenizer(model);
+  if (!tokens_->is_text()) return;
+  for (const char* name : kVocabularies) {
+    std::error_code none;
+    if (!std::filesystem::exists(model / name, none)) continue;
+    throw Error(Code::kInvalidArgument,
+                {.object = tokens_->path().string(),
+                 .happened = fmt::format("is text, of which each byte is a token here, and the model has others ({})",
+                                         (model / name).string()),
+                 .errno_value = 0,
+                 .hint = "make rows of it first: `python -m spillway.prepare`"});
+  }
 }
 
 std::string Rows::mark() {

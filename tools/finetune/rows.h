@@ -23,10 +23,8 @@ class Rows {
   Rows(const std::filesystem::path& data, std::uint32_t sequence, std::uint32_t vocabulary,
        std::optional<std::uint64_t> seed = {});
 
-  // PreparedData's.
-  void check_tokenizer(const std::filesystem::path& model) const {
-    if (prepared_) prepared_->check_tokenizer(model);
-  }
+  // PreparedData's. And refuses text, whose bytes would be taken for tokens, for a model that has a tokenizer.
+  void check_tokenizer(const std::filesystem::path& model) const;
 
   std::uint64_t count() const { return prepared_ ? prepared_->rows() : tokens_->rows(); }
   // PreparedData's.
