@@ -41,6 +41,23 @@ def trains_like_transformers(family):
     return test
 
 
+class LongRows(CliTest):
+    def test_TheyGoOnAfterTheFilesPositions(self):
+        model = self.place.init_family("llama")
+        path = self.place.config(parameters="none", states="none")
+        losses = []
+        for positions in (64, 16):
+            config = json.loads((model / "config.json").read_text())
+            (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+            self.place.log.unlink(missing_ok=True)
+            done = self.place.finetune(path, model, steps=1, seq=48, log=self.place.log, out=self.place.folder / "out")
+            self.assert_done(done)
+            self.assertEqual("rows of 48 tokens are longer than the 16 positions of config.json" in done.out,
+                             positions == 16)
+            losses.append(self.place.steps()[0]["loss"])
+        self.assertEqual(*losses)
+
+
 class SameBits(CliTest):
     """Of every family, in one micro-batch after another, wherever it lives."""
 

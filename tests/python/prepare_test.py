@@ -154,7 +154,8 @@ class Texts(Case):
         self.assertEqual((3, 6, 5), tuple(made.header[key] for key in ("documents", "pieces", "rows")))
 
     def test_PiecesWithoutATargetAreLeftOut(self):
-        chat = {"messages": [{"role": "user", "content": " ".join(WORDS[:100])}, {"role": "assistant", "content": "A part"}]}
+        chat = {"messages": [{"role": "user", "content": " ".join(WORDS[:100])},
+                             {"role": "assistant", "content": "A part"}]}
         file = self.file("a.jsonl", chat)
         for options in ((), ("--no-packing",)):
             made = self.prepare(file, "--long", "split", "--assistant-only", *options, seq=64, out=f"out{len(options)}")

@@ -23,7 +23,7 @@ namespace {
 // As the engine makes it; operations of a device that this machine does not have take as much as those of the host.
 void plan(const RequirementOptions& options, models::TrainedModel model, Config config, const ChosenDevice& device,
           RunRequirements& required) {
-  if (model.positions > 0 && options.sequence > model.positions) {
+  if (options.sequence > model.longest_row()) {
     required.refused =
         fmt::format("--seq: {} tokens are more than the model's {} positions", options.sequence, model.positions);
     required.remedy = fmt::format("use --seq {} or less", model.positions);

@@ -219,6 +219,10 @@ class Run {
 
   void describe() const {
     if (model_.has_dropout) terminal::tell("dropout is off: config.json asks for some, and none is applied\n");
+    if (model_.positions > 0 && options_.sequence > model_.positions) {
+      terminal::tell("rows of {} tokens are longer than the {} positions of config.json\n", options_.sequence,
+                     model_.positions);
+    }
     for (const auto& line : engine_->describe()) terminal::tell("{}\n", line);
     for (const auto& line : trainer_->describe()) terminal::tell("{}\n", line);
     terminal::tell("data: {}, {} rows a step\n", data_->describe(), all_rows_per_step());

@@ -97,7 +97,7 @@ Position Position::parse(std::span<const std::byte> blob, const FinetuneOptions&
 }
 
 void check_options(const FinetuneOptions& options, const Config& config, const TrainedModel& model) {
-  if (model.positions > 0 && options.sequence > model.positions) {
+  if (options.sequence > model.longest_row()) {
     refuse("--seq", fmt::format("{} tokens are more than the model's {} positions", options.sequence, model.positions),
            fmt::format("use --seq {} or less", model.positions));
   }

@@ -158,20 +158,20 @@ class Run {
   }
 
   void check_prompt() {
-    const std::uint32_t most = trained_model(source_.config(), 1).positions;
+    const std::uint32_t most = trained_model(source_.config(), 1).longest_row();
     if (prompt_.empty()) refuse("--prompt", "has no token", "give some text");
     for (const std::uint32_t token : prompt_) {
       if (token < vocabulary_) continue;
       refuse("--prompt", fmt::format("has token {}, and the model's vocabulary has {}", token, vocabulary_),
              options_.ids ? "give tokens below that" : "take the model's own tokenizer");
     }
-    if (most > 0 && prompt_.size() >= most) {
+    if (prompt_.size() >= most) {
       refuse("--prompt", fmt::format("has {} tokens, and the model {} positions", prompt_.size(), most),
              fmt::format("shorten it to {} or less", most - 1));
     }
     // What comes last is not fed.
     const std::uint64_t wanted = prompt_.size() + std::uint64_t{options_.tokens} - 1;
-    positions_ = static_cast<std::uint32_t>(most > 0 ? std::min<std::uint64_t>(wanted, most) : wanted);
+    positions_ = static_cast<std::uint32_t>(std::min<std::uint64_t>(wanted, most));
     most_ = positions_ + 1 - static_cast<std::uint32_t>(prompt_.size());
   }
 

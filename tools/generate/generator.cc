@@ -101,7 +101,7 @@ Generator::Generator(TrainedModel model, const GeneratorOptions& options, Embedd
       ops_(create_ops(options.device, shape_, options.threads)),
       layer_forward_(model_, shape_, *ops_) {
   SPILLWAY_CHECK(options.prompt > 0 && options.prompt <= options.positions, "a prompt has a place for each token");
-  SPILLWAY_CHECK(model_.positions == 0 || options.positions <= model_.positions, "tokens fit the model's positions");
+  SPILLWAY_CHECK(options.positions <= model_.longest_row(), "tokens fit the model's positions");
   SPILLWAY_CHECK(!row_ || !model_.position_weight, "learned positions are part of the embedding's block");
   Carver measure(nullptr);
   Workspace(measure, *this);
@@ -135,7 +135,9 @@ template <typename Body>
 void Generator::for_slices(std::uint32_t count, const Body& body) const {
   const auto most = static_cast<std::uint32_t>(shape_.slice_tokens());
   for (std::uint32_t at = 0; at < count; at += most) {
-    body(Slice{.first = fed_ + at, .count = std::min(most, count - at), .x = work_->x + bytes_of(at * shape_.width)});
+    body(Slice{.first = fed_ + at,
+               .count = std::min(most, count - at),
+               .x = work_->x + bytes_of(std::size_t{at} * shape_.width)});
   }
 }
 

@@ -73,7 +73,7 @@ struct TrainedModel {
   std::optional<TrainedAdapters> adapters = {};  // lora.h
 
   std::uint32_t width = 0, heads = 0, inner = 0, vocabulary = 0;
-  std::uint32_t positions = 0;                 // of a row at the most
+  std::uint32_t positions = 0;                 // config.json's; rotary ones go on after them
   std::uint32_t key_heads = 0, head_size = 0;  // Shape's
   float epsilon = 1e-5f;
   Layout layout = Layout::kInOut;
@@ -91,6 +91,8 @@ struct TrainedModel {
   // As transformers multiplies with it: rounded to the type of the weights. In bf16 the 55.43 of width 3,072 is 55.5.
   float embedding_scale_in(DType type) const;
   std::size_t rotation_values() const;  // floats of all tables
+  // In tokens, at the most.
+  std::uint32_t longest_row() const { return position_weight ? positions : UINT32_MAX; }
 
   Shape shape(DType type, std::uint32_t batch, std::uint32_t sequence) const {
     return {.type = type,

@@ -142,8 +142,7 @@ Trainer::Trainer(TrainedModel model, const TrainerOptions& options)
       ops_(create_ops(options.device, shape_, options.threads, options.fusion)),
       layer_forward_(model_, shape_, *ops_),
       layer_parameters_(model_.description.blocks[layer_block(0)].parameters) {
-  SPILLWAY_CHECK(options.sequence > 0 && (model_.positions == 0 || options.sequence <= model_.positions),
-                 "a row fits the model's positions");
+  SPILLWAY_CHECK(options.sequence > 0 && options.sequence <= model_.longest_row(), "a row fits the model's positions");
   make_slices();
   Carver measure(nullptr), measure_inside(nullptr);
   Workspace(measure, *this);

@@ -52,8 +52,8 @@ std::string shape_text(const std::vector<std::uint64_t>& shape) {
 }
 
 std::filesystem::path main_file(const std::filesystem::path& directory) {
-  const auto index = directory / "model.safetensors.index.json";
-  return std::filesystem::exists(index) ? index : directory / "model.safetensors";
+  const auto single = directory / "model.safetensors", index = directory / "model.safetensors.index.json";
+  return std::filesystem::exists(single) || !std::filesystem::exists(index) ? single : index;
 }
 
 }  // namespace

@@ -130,18 +130,18 @@ constexpr const char* kNoDevice =
 
 DescribedModel describe_trained(const ModelShape& shape, const Config& config, const RunShape& run) {
   DescribedModel described;
-  if (shape.positions > 0 && run.sequence > shape.positions) {
-    throw Error(Code::kInvalidArgument, {.object = "--seq",
-                                         .happened = fmt::format("{} tokens are more than the model's {} positions",
-                                                                 run.sequence, shape.positions),
-                                         .errno_value = 0,
-                                         .hint = fmt::format("use --seq {} or less", shape.positions)});
-  }
   const DeviceKind asked = run.device_here ? run.device : DeviceKind::kHost;
   models::TrainerOptions options = models::trainer_options(config, asked, run.sequence);
   options.rank_count = run.ranks.all;
   // The trainer's own order of visits; StepWriter is there for what each computes.
   models::TrainedModel trained = models::trained_model(models::ConfigJson(shape.text, shape.name), run.sequence);
+  if (run.sequence > trained.longest_row()) {
+    throw Error(Code::kInvalidArgument, {.object = "--seq",
+                                         .happened = fmt::format("{} tokens are more than the model's {} positions",
+                                                                 run.sequence, trained.positions),
+                                         .errno_value = 0,
+                                         .hint = fmt::format("use --seq {} or less", trained.positions)});
+  }
   if (config.lora.given()) models::add_adapters(trained, config.lora);
   described.model = trained.description;
   described.model.visits.clear();
