@@ -126,8 +126,15 @@ class _Messages:
                 return
 
 
-def _said(tensor):
-    return f"{tensor[0]}, {tuple(tensor[2:])} of {tensor[1]}," if tensor else "none of it"
+def _difference(own, first):
+    def said(tensor):
+        return f"{tensor[0]}, {tuple(tensor[2:])} of {tensor[1]}," if tensor else "none of it"
+
+    here = next((each for each in own if each not in first), None)
+    there = next((each for each in first if each not in own), None)
+    if here is None and there is None:
+        return "the same tensors in another order than rank 0's"
+    return f"{said(here)} where rank 0's has {said(there)}"
 
 
 def own_group(group, patience):
@@ -296,11 +303,10 @@ class Ranks(Agreement):
         a file's stays one with it."""
         own = [[name, str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()]
         first = self.same(own)
-        if own != first:
-            here = next((each for each in own if each not in first), None)
-            there = next((each for each in first if each not in own), None)
-            raise Error("invalid_argument", f"ranks: this one's model has {_said(here)} where rank 0's has "
-                                            f"{_said(there)}; make the same model on every rank")
+        for rank, differs in enumerate(self.agree(lambda: None if own == first else _difference(own, first))):
+            if differs is not None:
+                raise Error("invalid_argument", f"ranks: rank {rank}'s model has {differs}; make the same model on "
+                                                "every rank")
         beside = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
         with torch.no_grad():
             for tensor in tensors.values():
