@@ -304,7 +304,7 @@ class Engine {
   // was done since step() is forgotten, as is a rate of set_learning_rate(). A snapshot that does not fit or is damaged
   // is refused (kNotFound, kCorrupt, kInvalidArgument, kUnsupported, kIo) with nothing changed: all of it is verified
   // first, so it is read twice. If the store fails later, the engine is stopped, and the store is at its last commit.
-  // Throws kInvalidArgument while a lease is held.
+  // Throws kInvalidArgument while a lease is held, and on every rank where their snapshots are not the same.
   virtual void load_snapshot(const std::filesystem::path& directory) = 0;
 
   // Hands out the values of one parameter, in order, as fp32. Master and moments are those of the last finished step. A

@@ -45,7 +45,10 @@ class SnapshotReader {
   SnapshotReader(const Plan& plan, const Config& config, const ModelDescription& model,
                  const std::filesystem::path& directory);
 
+  const std::filesystem::path& directory() const { return directory_; }
   std::uint64_t step() const { return record_.facts.step; }
+  // Of all that its record says, with the checksums of what it holds: equal for copies of one snapshot alone.
+  std::uint64_t identity() const { return attachment_checksum(snapshot_text(record_)); }
   // False: fill() is for trained tiles alone.
   bool has_frozen() const { return !record_.frozen_left_out; }
   std::span<const std::byte> kept() const { return record_.blob; }

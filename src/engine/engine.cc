@@ -31,6 +31,13 @@ void tell_optimizer(const Config& config, const Plan& plan) {
                                    config.optimizer.learning_rate, kTrainerRate));
 }
 
+std::unique_ptr<SnapshotReader> open_same_snapshot(Agreement& agreement, const Plan& plan, const Config& config,
+                                                   const ModelDescription& model, const EngineOptions& options) {
+  auto snapshot = agreement.all([&] { return open_snapshot(plan, config, model, options); });
+  if (snapshot) refuse_different_snapshots(agreement, *snapshot);
+  return snapshot;
+}
+
 }  // namespace
 
 StepEngine::StepEngine(const Config& config, const ModelDescription& model, EngineOptions options)
@@ -41,7 +48,7 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
       plan_(agreement_.all([&] { return make_plan(config, model, nodes(), agreement_.rank()); })),
       agreed_((refuse_different_ranks(agreement_, config_, model_, plan_, options), true)),
       loss_scaler_(config_),
-      snapshot_(agreement_.all([&] { return open_snapshot(plan_, config_, model_, options); })),
+      snapshot_(open_same_snapshot(agreement_, plan_, config_, model_, options)),
       resources_(config, model_, plan_, options, thread_shares_, agreement_,
                  [this] {
                    if (snapshot_) snapshot_->verify();

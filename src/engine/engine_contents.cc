@@ -5,6 +5,7 @@
 
 #include "spillway/error.h"
 #include "src/checkpoint/tile_values.h"
+#include "src/engine/rank_check.h"
 #include "src/engine/resumed_store.h"
 #include "src/engine/step_engine.h"
 
@@ -132,6 +133,7 @@ void StepEngine::load_snapshot(const std::filesystem::path& directory) {
   refuse_if_failed();
   refuse_leases("load_snapshot");
   SnapshotReader snapshot = agreement_.all([&] { return SnapshotReader(plan_, config_, model_, directory); });
+  refuse_different_snapshots(agreement_, snapshot);
   if (resources_.store && !resources_.store->keeps_update_counts() && !snapshot.update_counts().empty()) {
     throw Error(
         Code::kUnsupported, directory.string(),

@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <concepts>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -107,6 +109,22 @@ void refuse_different_ranks(Agreement& agreement, const Config& config, const Mo
                   {"ranks", fmt::format("rank {} has another {} than rank 0", r, what), 0, hint});
     }
   }
+}
+
+void refuse_different_snapshots(Agreement& agreement, const SnapshotReader& snapshot) {
+  if (agreement.alone()) return;
+  using Identity = std::array<std::uint64_t, 2>;
+  const Identity own = {snapshot.step(), snapshot.identity()};
+  Identity firsts = own;
+  agreement.broadcast(std::as_writable_bytes(std::span(firsts)), 0);
+  agreement.all([&] {
+    if (own == firsts) return;
+    const char* const other = own[0] == firsts[0] ? ", and holds something else there" : "";
+    throw Error(Code::kInvalidArgument,
+                {snapshot.directory().string(),
+                 fmt::format("is at step {} here, and at step {} where rank 0 reads it{}", own[0], firsts[0], other), 0,
+                 "bring one snapshot, as it was at one time, to every host"});
+  });
 }
 
 }  // namespace spillway

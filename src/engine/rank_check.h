@@ -5,6 +5,7 @@
 #include "spillway/config.h"
 #include "spillway/engine.h"
 #include "spillway/model.h"
+#include "src/checkpoint/snapshot.h"
 #include "src/comm/agreement.h"
 #include "src/plan/plan.h"
 
@@ -15,5 +16,9 @@ namespace spillway {
 // and which rank has it.
 void refuse_different_ranks(Agreement& agreement, const Config& config, const ModelDescription& model, const Plan& plan,
                             const EngineOptions& options);
+
+// Each rank reads its snapshot itself, and copies of another time on another host would be mixed. Throws
+// kInvalidArgument on every rank, with both steps, where one has another snapshot than rank 0.
+void refuse_different_snapshots(Agreement& agreement, const SnapshotReader& snapshot);
 
 }  // namespace spillway

@@ -290,6 +290,57 @@ TEST_F(RefusedRanks, HaveABudgetThatDoesNotFitOnOne) {
               HasSubstr("rank 1: spillway.host_bytes: 4KiB is too small"));
 }
 
+// As where a host has an older copy, or one of another run.
+TEST(Ranks, RefuseSnapshotsOfWhichOneIsAnother) {
+  const RanksCase of{.layout = testing::layout_case("nvme")};
+  testing::TempStore store, other;
+  const auto save = [](RankRun& run, const std::filesystem::path& directory) {
+    run.engine->begin_save(directory, {});
+    run.engine->finish_save();
+  };
+  run_ranks(2, [&](Communicator& communicator) {
+    RankRun run(of, &communicator, other / "store");
+    run.until(1);
+    save(run, other / "first");
+    run.until(2);
+    save(run, other / "second");
+    run.engine->load_snapshot(other / "first");
+    run.engine->set_learning_rate(3e-2);
+    run.until(2);
+    save(run, other / "strange");
+  });
+  std::filesystem::copy(other / "second", other / "copy", std::filesystem::copy_options::recursive);
+  const struct {
+    const char *of_rank_0, *of_rank_1, *words;
+  } pairs[] = {
+      {"second", "first", "first: is at step 1 here, and at step 2 where rank 0 reads it; bring one snapshot, as it"},
+      {"first", "second", "second: is at step 2 here, and at step 1 where rank 0 reads it; bring one snapshot, as it"},
+      {"second", "strange", "strange: is at step 2 here, and at step 2 where rank 0 reads it, and holds something el"},
+  };
+  std::vector<std::string> said(2);
+  for (const auto& [of_rank_0, of_rank_1, words] : pairs) {
+    run_ranks(2, [&](Communicator& communicator) {
+      const auto own = other / (communicator.rank() == 0 ? of_rank_0 : of_rank_1);
+      said[communicator.rank()] =
+          error_of([&] { RankRun(of, &communicator, store.path(), OnExisting::kRefuse, own); }).what();
+    });
+    EXPECT_THAT(said, ::testing::Each(::testing::AllOf(::testing::StartsWith("rank 1: "), HasSubstr(words))));
+    EXPECT_TRUE(std::filesystem::is_empty(store.path())) << "something was written";
+  }
+  run_ranks(2, [&](Communicator& communicator) {
+    RankRun run(of, &communicator, store.path(), OnExisting::kRefuse, other / "first");
+    for (const auto& [of_rank_0, of_rank_1, words] : pairs) {
+      const auto own = other / (run.rank == 0 ? of_rank_0 : of_rank_1);
+      EXPECT_THAT(error_of([&] { run.engine->load_snapshot(own); }).what(), HasSubstr(words));
+      EXPECT_EQ(run.engine->current_step(), 1u);
+    }
+    run.until(2);
+    const auto bits = testing::exported(*run.engine);
+    run.engine->load_snapshot(other / (run.rank == 0 ? "second" : "copy"));
+    EXPECT_TRUE(testing::exported(*run.engine) == bits);
+  });
+}
+
 TEST(Ranks, RefuseGroupsThatDoNotFitThem) {
   testing::TempStore store;
   run_ranks(3, [&](Communicator& communicator) {

@@ -35,7 +35,7 @@ inline std::filesystem::path place_of_rank(const std::filesystem::path& director
 // One rank's engine and its caller.
 struct RankRun {
   RankRun(const RanksCase& of, Communicator* communicator, const std::filesystem::path& directory,
-          OnExisting on_existing = OnExisting::kRefuse)
+          OnExisting on_existing = OnExisting::kRefuse, const std::filesystem::path& snapshot = {})
       : rank(communicator ? communicator->rank() : 0),
         ranks(communicator ? communicator->ranks() : 1),
         model(toy_model(4, of.layout.width, of.micro_batches / ranks, of.layout.visits, of.layout.in_turn)),
@@ -50,9 +50,10 @@ struct RankRun {
     config.threads = 1;
     of.change(config);
     of.layout.choose_budgets(config, model, {rank, ranks});
-    engine = Engine::create(config, model,
-                            {.on_existing = on_existing, .poison_released = true, .communicator = communicator});
-    if (on_existing != OnExisting::kResume) engine->import_weights(toy_weights());
+    engine = Engine::create(
+        config, model,
+        {.on_existing = on_existing, .snapshot = snapshot, .poison_released = true, .communicator = communicator});
+    if (on_existing != OnExisting::kResume && snapshot.empty()) engine->import_weights(toy_weights());
     trainer = std::make_unique<ToyTrainer>(ToyTrainer{*engine, model, config.weights, of.micro_batches / ranks});
     trainer->in_turn = of.layout.in_turn;
     trainer->first_micro_batch = rank * trainer->micro_batches;
