@@ -80,7 +80,7 @@ void TileStore::make_room() {
 std::unique_ptr<TileStore> TileStore::create(const StorePaths& paths, const StoreShape& shape, bool replace,
                                              const std::function<void()>& before_loss) {
   if (!replace) refuse_existing(paths);
-  auto store = reserve_new(paths, shape, replace);
+  auto store = reserve_new(paths, shape, replace ? Existing::kMakesRoom : Existing::kNone);
   if (before_loss && store->takes_over()) before_loss();
   store->make(shape, StoreFiles::new_run());
   return store;
@@ -106,7 +106,7 @@ std::unique_ptr<TileStore> TileStore::reserve_beside(const StorePaths& paths, co
   return drafted(StoreFiles::create(paths.directories, shares_of(paths), space_bytes(shape)), shape);
 }
 
-std::unique_ptr<TileStore> TileStore::reserve_new(const StorePaths& paths, const StoreShape& shape, bool replace) {
+std::unique_ptr<TileStore> TileStore::reserve_new(const StorePaths& paths, const StoreShape& shape, Existing existing) {
   const auto& directories = paths.directories;
   StoreFiles::remove_leftovers(directories, kLockPatienceSeconds);
   const std::vector<std::uint32_t> shares = shares_of(paths);
@@ -114,13 +114,14 @@ std::unique_ptr<TileStore> TileStore::reserve_new(const StorePaths& paths, const
   std::vector<File> old;
   std::vector<std::optional<File>> cramped(directories.size());
   std::vector<bool> held(directories.size());
-  for (std::uint32_t i = 0; replace && i < directories.size(); ++i) {
+  for (std::uint32_t i = 0; existing != Existing::kNone && i < directories.size(); ++i) {
     if (!exists(directories[i])) continue;
     const auto path = store_file(directories[i]);
     File file = open_locked(path, {.writable = true, .direct = true}, kLockPatienceSeconds);
     held[i] = true;
     // What another name leads to as well stays, and what others may write is no place for a new store.
-    const bool both = free_disk_bytes(directories[i]) >= StoreFiles::file_bytes(stripes, i, space_bytes(shape));
+    const bool both = existing == Existing::kStays ||
+                      free_disk_bytes(directories[i]) >= StoreFiles::file_bytes(stripes, i, space_bytes(shape));
     struct stat info;
     if (both || ::fstat(file.fd(), &info) != 0 || info.st_nlink > 1 || !StoreFiles::is_ours(file)) {
       old.push_back(std::move(file));

@@ -61,8 +61,10 @@ class TileStore {
                                            const std::function<void()>& before_loss = {});
   // The same in parts, between which ranks agree. kExists where there is one; kBusy where it is in use.
   static void refuse_existing(const StorePaths& paths);
+  // Of a store that is to be replaced: whether the new one takes over its file where a disk has no room for both.
+  enum class Existing : std::uint8_t { kNone, kMakesRoom, kStays };
   // Takes the space; an existing store is as it was, also where make() will take over its file.
-  static std::unique_ptr<TileStore> reserve_new(const StorePaths& paths, const StoreShape& shape, bool replace);
+  static std::unique_ptr<TileStore> reserve_new(const StorePaths& paths, const StoreShape& shape, Existing existing);
   // The same beside stores that another one's ranks have locked, and which go when the new one's are complete: no file
   // of theirs is taken over.
   static std::unique_ptr<TileStore> reserve_beside(const StorePaths& paths, const StoreShape& shape);

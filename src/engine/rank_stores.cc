@@ -89,17 +89,14 @@ std::unique_ptr<TileStore> open_together(const StorePaths& paths, const StoreSha
   return store;
 }
 
-std::unique_ptr<TileStore> create_together(const StorePaths& paths, const StoreShape& shape, bool replace,
-                                           const std::function<StorePaths()>& place,
+std::unique_ptr<TileStore> create_together(const StorePaths& paths, const StoreShape& shape,
+                                           TileStore::Existing existing, const std::function<StorePaths()>& place,
                                            const std::function<void()>& before_loss, Agreement& agreement,
                                            const std::optional<RunId>& wanted) {
-  if (replace) {
-    finish_replacement(paths, agreement);
-  } else {
-    agreement.all([&] { TileStore::refuse_existing(paths); });
-  }
+  if (existing == TileStore::Existing::kMakesRoom) finish_replacement(paths, agreement);
+  if (existing == TileStore::Existing::kNone) agreement.all([&] { TileStore::refuse_existing(paths); });
   // Every rank takes its space first: one that has none ends the attempt before any store is touched.
-  auto store = agreement.all([&] { return TileStore::reserve_new(place(), shape, replace); });
+  auto store = agreement.all([&] { return TileStore::reserve_new(place(), shape, existing); });
   std::uint64_t takes_over[] = {store->takes_over()};
   agreement.fold(std::span(takes_over), Fold::kMax);
   agreement.all([&] {

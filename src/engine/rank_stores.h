@@ -22,8 +22,8 @@ std::unique_ptr<TileStore> open_together(const StorePaths& paths, const StoreSha
 // New ones, of one run. `place`: makes the directories of this rank, and says how the store is spread over them. Old
 // ones go when TileStore::note_all_committed() is called on every rank, or now where a disk has no room for both:
 // `before_loss`, unless null, is called first, on every rank. `run`: its id, the same on all; nothing: a random one.
-std::unique_ptr<TileStore> create_together(const StorePaths& paths, const StoreShape& shape, bool replace,
-                                           const std::function<StorePaths()>& place,
+std::unique_ptr<TileStore> create_together(const StorePaths& paths, const StoreShape& shape,
+                                           TileStore::Existing existing, const std::function<StorePaths()>& place,
                                            const std::function<void()>& before_loss, Agreement& agreement,
                                            const std::optional<RunId>& run = {});
 

@@ -121,18 +121,17 @@ class RoomBeside {
     for (const auto& [id, disk] : disks_) bytes += disk.second;
     return bytes;
   }
-  void refuse_without(const FormerRun& former) const {
+  // `otherwise`: what can be done besides making room.
+  void refuse_without(const std::string& otherwise) const {
     for (const auto& [id, path] : own_) {
       const auto& [taken, left] = disks_.at(id);
       if (taken <= left) continue;
-      throw Error(
-          Code::kDoesNotFit,
-          {path.string(),
-           fmt::format("the new stores take {} MiB beside the old ones, which stay until they are complete; {} "
-                       "MiB are free",
-                       div_up(taken, kMiB), left / kMiB),
-           ENOSPC,
-           fmt::format("free some space, or go on with {} rank{}", former.ranks(), former.ranks() == 1 ? "" : "s")});
+      throw Error(Code::kDoesNotFit,
+                  {path.string(),
+                   fmt::format("the new stores take {} MiB beside the old ones, which stay until they are complete; {} "
+                               "MiB are free",
+                               div_up(taken, kMiB), left / kMiB),
+                   ENOSPC, "free some space, " + otherwise});
     }
   }
 
@@ -151,7 +150,10 @@ void refuse_strangers(const StorePaths& paths, const FormerRun& former, Rank own
   if (!replaces) TileStore::refuse_existing(paths);
 }
 
-StorePaths with_all_in_one(StorePaths paths) {
+// How new stores are spread beside the old ones, which make no room for them.
+StorePaths spread_beside(const Config& config, const Plan& plan, StorePaths paths, const StoreDirectories& room_in) {
+  if (TileStore::exists(paths)) StoreFiles::remove_leftovers(paths.directories, TileStore::kLockPatienceSeconds);
+  if (paths.directories.size() > 1) return share_store(config, plan, std::move(paths), room_in, false);
   paths.shares = {1};
   return paths;
 }
@@ -223,9 +225,7 @@ ResumedStore begin_beside(const Config& config, const ModelDescription& model, c
   clear_in_turn(directories, old, just_begun, agreement);  // it takes room, and places
   agreement.all([&] {
     refuse_strangers(paths, former, own);
-    if (TileStore::exists(paths)) StoreFiles::remove_leftovers(paths.directories, TileStore::kLockPatienceSeconds);
-    paths = paths.directories.size() == 1 ? with_all_in_one(std::move(paths))
-                                          : share_store(config, plan, std::move(paths), directories, false);
+    paths = spread_beside(config, plan, std::move(paths), directories);
   });
   const RoomBeside room(paths, directories, plan, agreement);
   const std::uint64_t beside = former.memory_bytes();
@@ -236,13 +236,33 @@ ResumedStore begin_beside(const Config& config, const ModelDescription& model, c
                   count_text(own.count), div_up(former.disk_bytes() + room.taken_bytes(), kMiB),
                   div_up(room.taken_bytes(), kMiB), room.free_bytes() / kMiB,
                   beside == 0 ? "" : fmt::format("; {} KiB of memory beside host_bytes read them", beside / kKiB)));
-  agreement.all([&] { room.refuse_without(former); });
+  agreement.all([&] { room.refuse_without("or go on with " + count_text(former.ranks())); });
   const auto place = [&] {
     make_directories_of(paths, plan);
     return paths;
   };
   resumed.store = create_beside(shape, successor_of(former.run(), own.count), place, agreement);
   return resumed;
+}
+
+// In place of a run with another number of ranks, which may yet go on: its stores make no room for the new ones.
+std::unique_ptr<TileStore> replace_beside(const Config& config, const Plan& plan, const PlacedRun& old,
+                                          const RunId& run, StorePaths paths, const StoreDirectories& directories,
+                                          Agreement& agreement) {
+  agreement.all([&] {  // what waits for its name there would be taken for a leftover
+    FoundStores found(paths, FoundStores::Purpose::kReplace);
+    if (found.waiting && run_of(found.waiting->superblock()) == old.run) found.waiting->repair();
+  });
+  clear_in_turn(directories, old, false, agreement);
+  agreement.all([&] {
+    make_directories_of(paths, plan);
+    const StoreDirectories own = paths.directories;
+    paths = spread_beside(config, plan, std::move(paths), own);
+  });
+  const RoomBeside room(paths, paths.directories, plan, agreement);
+  agreement.all([&] { room.refuse_without("remove the old run, or name another nvme_path"); });
+  const auto place = [&] { return paths; };
+  return create_together(paths, store_shape(plan), TileStore::Existing::kStays, place, {}, agreement, run);
 }
 
 }  // namespace
@@ -297,6 +317,10 @@ NewStore begin_store(const Config& config, const Plan& plan, bool replace, Agree
       if (!runs.empty() && (runs[0].ranks != own.count || std::ranges::any_of(around, is_other))) {
         run = successor_of(runs[0].run, own.count);
         begun.replaced = {*directories, {.run = *run, .ranks = own.count}};
+      }
+      if (!runs.empty() && runs[0].ranks != own.count) {
+        begun.store = replace_beside(config, plan, runs[0], *run, paths, *directories, agreement);
+        return begun;
       }
     }
   }

@@ -165,6 +165,7 @@ std::unique_ptr<TileStore> open_store(const StorePaths& paths, const ModelDescri
 std::unique_ptr<TileStore> make_store(const Config& config, const Plan& plan, bool replace, Agreement& agreement,
                                       const std::function<void()>& before_loss, const std::optional<RunId>& run) {
   if (!plan.has_store) return nullptr;
+  const auto existing = replace ? TileStore::Existing::kMakesRoom : TileStore::Existing::kNone;
   const StorePaths paths = agreement.all([&] { return paths_of_store(config); });
   const auto place = [&] {
     for (const auto& directory : paths.directories) make_directory(directory);
@@ -173,9 +174,10 @@ std::unique_ptr<TileStore> make_store(const Config& config, const Plan& plan, bo
     make_directories_of(shared, plan);
     return shared;
   };
-  if (!agreement.alone()) return create_together(paths, store_shape(plan), replace, place, before_loss, agreement, run);
+  if (!agreement.alone())
+    return create_together(paths, store_shape(plan), existing, place, before_loss, agreement, run);
   if (!run) return TileStore::create(place(), store_shape(plan), replace, before_loss);
-  auto store = TileStore::reserve_new(place(), store_shape(plan), replace);
+  auto store = TileStore::reserve_new(place(), store_shape(plan), existing);
   if (before_loss && store->takes_over()) before_loss();
   store->make(store_shape(plan), *run);
   return store;

@@ -79,7 +79,7 @@ class RankAtWork {
 inline std::unique_ptr<RankAtWork> new_store(const std::filesystem::path& root, Rank rank, const RunId& run) {
   const StorePaths paths(rank_directory(root, rank.index));
   std::filesystem::create_directories(paths.directories[0]);
-  auto store = TileStore::reserve_new(paths, shape_of_rank(rank), true);
+  auto store = TileStore::reserve_new(paths, shape_of_rank(rank), TileStore::Existing::kMakesRoom);
   store->make(shape_of_rank(rank), run);
   return std::make_unique<RankAtWork>(std::move(store), rank);
 }

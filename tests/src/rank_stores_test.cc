@@ -69,7 +69,8 @@ void create_run(const std::filesystem::path& root, std::uint32_t ranks, std::uin
       std::filesystem::create_directories(paths.directories[0]);
       return paths;
     };
-    RankAtWork at_work(create_together(paths, shape_of_rank(rank), replace, place, {}, agreement), rank);
+    const auto existing = replace ? TileStore::Existing::kMakesRoom : TileStore::Existing::kNone;
+    RankAtWork at_work(create_together(paths, shape_of_rank(rank), existing, place, {}, agreement), rank);
     agreement.all([&] { at_work.commit(run, 0); });
     then(at_work, agreement);
   });
@@ -187,7 +188,7 @@ TEST_P(RankStoresTest, AnExistingOneOfAnyRankIsNotReplacedUnasked) {
     const StorePaths paths(of_rank(agreement.rank().index));
     const Error error = error_of([&] {
       create_together(
-          paths, shape_of_rank(agreement.rank()), false, [&] { return paths; }, {}, agreement);
+          paths, shape_of_rank(agreement.rank()), TileStore::Existing::kNone, [&] { return paths; }, {}, agreement);
     });
     EXPECT_EQ(error.code(), Code::kExists);
     EXPECT_THAT(error.what(), HasSubstr("rank " + std::to_string(ranks() - 1) + ": "));
@@ -205,8 +206,9 @@ TEST_P(RankStoresTest, ARankWithoutRoomLeavesAllAsTheyWere) {
       if (agreement.rank().index == 1) throw Error(Code::kDoesNotFit, {"the drive", "is full", 0, "make room"});
       return paths;
     };
-    const Error error =
-        error_of([&] { create_together(paths, shape_of_rank(agreement.rank()), true, place, {}, agreement); });
+    const Error error = error_of([&] {
+      create_together(paths, shape_of_rank(agreement.rank()), TileStore::Existing::kMakesRoom, place, {}, agreement);
+    });
     EXPECT_EQ(error.code(), Code::kDoesNotFit);
     EXPECT_EQ(std::string(error.what()), "rank 1: the drive: is full; make room");
   });
@@ -292,7 +294,7 @@ TEST(RankStoresInUse, OneThatAnotherProcessOrRankHasIsRefusedOnAll) {
       const StorePaths paths(shared.path());
       const Error error = error_of([&] {
         create_together(
-            paths, shape_of_rank(agreement.rank()), false, [&] { return paths; }, {}, agreement);
+            paths, shape_of_rank(agreement.rank()), TileStore::Existing::kNone, [&] { return paths; }, {}, agreement);
       });
       EXPECT_EQ(error.code(), Code::kBusy) << error.what();
     });
