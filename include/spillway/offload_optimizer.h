@@ -151,8 +151,9 @@ class OffloadOptimizer {
   // Shows a state of every tensor, tensor after tensor and piece by piece.
   virtual void export_state(OptimizerState state, std::span<const OptimizerTensor> tensors, const StateSink& sink) = 0;
   // Gives all states other values, and commits them as step `step`: moments by `source` (kMaster where `masters`, else
-  // what the tensors hold), and by tensor the updates that it has had. What `source` throws ends the optimizer, where
-  // it had states before: those in memory are lost, and a store is at its last commit.
+  // what the tensors hold), and by tensor the updates that it has had. It may stand in the place of import_weights(),
+  // and then throws as that does. What `source` throws ends the optimizer, where it had states before: those in memory
+  // are lost, and a store is at its last commit.
   virtual void import_state(std::uint64_t step, std::span<const std::uint64_t> update_counts, bool masters,
                             std::span<const OptimizerTensor> tensors, const StateSource& source) = 0;
   // A snapshot (snapshot.h) of the last step, in the exact form; the tensors' weights are in it.

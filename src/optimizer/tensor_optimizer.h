@@ -83,6 +83,7 @@ class TensorOptimizer final : public OffloadOptimizer {
   [[noreturn]] void refuse_overflow(const std::string& where);
   void commit();
   void begin_at(std::uint64_t step, const TileWork& fill);
+  void take_weights(std::uint32_t tile, const TileMemory& memory, std::span<const OptimizerTensor> tensors);
   void read_tiles(std::span<const OptimizerTensor> tensors, bool weights, const TileWork& work);
 
   mutable OneCaller caller_;

@@ -61,15 +61,19 @@ void TensorOptimizer::import_weights(std::span<const OptimizerTensor> tensors) {
   refuse_if_failed();
   check(tensors, "import_weights", false);
   refuse_unless(Weights::kToImport, "import_weights");
-  const DType type = config_.weights;
   const StagedPass pass(tensors_.staging(), tensors, TensorStaging::Brings::kWeights);
-  begin_at(0, [&](std::uint32_t tile, const TileMemory& memory) {
-    tensors_.take(tile, memory, tensors, *workers_);
-    read_tile(plan_, tile, memory, false,
-              [&](std::uint32_t block, std::uint32_t p, std::uint64_t first, std::span<const float> values) {
-                check_weights(model_.blocks[block].parameters[p], type, first, values);
-              });
-  });
+  begin_at(0, [&](std::uint32_t tile, const TileMemory& memory) { take_weights(tile, memory, tensors); });
+}
+
+// Those that a run begins with are finite.
+void TensorOptimizer::take_weights(std::uint32_t tile, const TileMemory& memory,
+                                   std::span<const OptimizerTensor> tensors) {
+  tensors_.take(tile, memory, tensors, *workers_);
+  if (weights_ != Weights::kToImport) return;
+  read_tile(plan_, tile, memory, false,
+            [&](std::uint32_t block, std::uint32_t p, std::uint64_t first, std::span<const float> values) {
+              check_weights(model_.blocks[block].parameters[p], config_.weights, first, values);
+            });
 }
 
 void TensorOptimizer::load_weights(std::span<const OptimizerTensor> tensors) {
@@ -161,7 +165,7 @@ void TensorOptimizer::import_state(std::uint64_t step, std::span<const std::uint
       fill_tile(plan_, tile, memory, finite_weights(model_, config_.weights, exact));
       tensors_.scatter(tile, memory, tensors, *workers_);
     } else {
-      tensors_.take(tile, memory, tensors, *workers_);
+      take_weights(tile, memory, tensors);
     }
     if (has_exp_avg(config_.optimizer.kind)) fill_moment(plan_, tile, memory, Moment::kExpAvg, exp_avg, key);
     if (has_exp_avg_sq(config_.optimizer.kind)) fill_moment(plan_, tile, memory, Moment::kExpAvgSq, exp_avg_sq, key);

@@ -15,6 +15,7 @@ import torch
 
 import spillway
 from optimizer_loops import Case, Network, groups_of, loop
+from spillway.optimizers.offloaded_states import OffloadedStates
 from toy_model import batches as token_batches
 from toy_model import config, model
 
@@ -54,6 +55,32 @@ class Places(Case):
         loop(network, optimizer, 5, accumulation=2, clip=None if dtype == torch.float16 else 0.1)
         moments = optimizer.state_dict()["state"].values()
         return list(network.parameters()) + [torch.clone(value) for state in moments for value in state.values()]
+
+    def test_WhatARunBeginsWithIsOneCommit(self):
+        """Adagrad's accumulators as well: who is killed after the first commit goes on with them."""
+        network, whole = Network(), Network()
+
+        def optimizer(of, **where):
+            return self.optimizer(of, "Adagrad", initial_accumulator_value=0.5, **where)
+
+        def ending(name):
+            plain = getattr(OffloadedStates, name)
+
+            def work(*arguments, **options):
+                plain(*arguments, **options)
+                raise KeyboardInterrupt
+
+            return unittest.mock.patch.object(OffloadedStates, name, work)
+
+        first = optimizer(network, **self.on_nvme())
+        with ending("import_weights"), ending("import_state"), self.assertRaises(KeyboardInterrupt):
+            loop(network, first, 1)
+        first.close()
+        again = optimizer(network, **self.on_nvme(), on_existing="resume")
+        self.assertEqual(again.current_step, 0)
+        loop(network, again, 2)
+        loop(whole, optimizer(whole), 2)
+        self.assert_same(whole.parameters(), network.parameters())
 
     def test_NvmeHasTheBitsOfHostMemory(self):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):

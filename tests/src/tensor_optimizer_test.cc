@@ -474,6 +474,9 @@ TEST_F(TensorOptimizerUse, RefusesWhatCannotBe) {
   EXPECT_THAT(refused([&] { optimizer->import_weights(tensors); }), HasSubstr("b.0: has no memory"));
   caller.weights[3].put(5, INFINITY);
   EXPECT_THAT(refused([&] { optimizer->import_weights(caller.tensors()); }), HasSubstr("b.1: holds Inf at index 5"));
+  const std::vector<std::uint64_t> none(kTensors);
+  EXPECT_THAT(refused([&] { optimizer->import_state(0, none, false, caller.tensors(), [](auto...) {}); }),
+              HasSubstr("b.1: holds Inf at index 5"));
   caller.weights[3].put(5, 1);
   optimizer->import_weights(caller.tensors());
   EXPECT_THAT(refused([&] { optimizer->import_weights(caller.tensors()); }), HasSubstr("has its weights already"));

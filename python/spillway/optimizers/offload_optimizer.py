@@ -172,12 +172,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """A new run's weights are what the parameters hold now."""
         if self._begun:
             return
-        self._states.import_weights()
-        self._begun = True
         initial = [self.initial_value(self.param_groups[group]) for group in self._layout.groups]
-        if any(initial):
+        if any(initial):  # in one commit with the weights
             self._states.import_state(0, [0] * len(initial), len(self.moments),
                                       lambda _, tensor, first, out, count: floats(out, count).fill_(initial[tensor]))
+        else:
+            self._states.import_weights()
+        self._begun = True
 
     def _end(self, why="optimizer: it is closed"):
         if self._stream is not None:
