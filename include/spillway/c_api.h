@@ -345,6 +345,7 @@ spillway_status spillway_optimizer_create(const spillway_config* config, const s
 spillway_status spillway_optimizer_destroy(spillway_optimizer* optimizer);
 uint64_t spillway_optimizer_current_step(const spillway_optimizer* optimizer);
 size_t spillway_optimizer_blob(const spillway_optimizer* optimizer, void* out, size_t capacity);
+spillway_status spillway_optimizer_set_blob(spillway_optimizer* optimizer, const void* blob, size_t bytes);
 spillway_status spillway_optimizer_describe(const spillway_optimizer* optimizer,
                                             void (*line)(void* user, const char* text), void* user);
 spillway_status spillway_optimizer_ledger(const spillway_optimizer* optimizer,

@@ -105,6 +105,11 @@ spillway_status spillway_config_parse_for(uint32_t ranks, const char* json, cons
 // have a store of their own each, of an optimizer say (spillway_optimizer_create()), and are one step ahead of others.
 // Nothing may have it open. `step`, not null, becomes the step that it is at then.
 spillway_status spillway_roll_back_store(const char* const* paths, size_t count, uint64_t* step);
+// The commits that such a store has, the newest first, one or two: of each its step, and the caller's own of it. It may
+// be open in this process. For ranks that look for the newest one that all have.
+spillway_status spillway_store_commits(const char* const* paths, size_t count,
+                                       void (*commit)(void* user, uint64_t step, const void* blob, size_t blob_bytes),
+                                       void* user);
 
 #ifdef __cplusplus
 }

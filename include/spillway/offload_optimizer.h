@@ -124,6 +124,9 @@ class OffloadOptimizer {
 
   virtual std::uint64_t current_step() const = 0;
   virtual std::vector<std::byte> blob() const = 0;
+  // What import_weights(), import_state(), and load_weights() of a snapshot keep with what they commit, in place of the
+  // last step's.
+  virtual void set_blob(std::span<const std::byte> blob) = 0;
   virtual const Ledger& ledger() const = 0;
   virtual std::vector<std::string> describe() const = 0;
   // By tensor: its updates so far, which bias correction goes by.

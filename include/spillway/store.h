@@ -58,6 +58,7 @@ struct StoreInfo {
   std::optional<std::uint64_t> step;        // that the next run goes on from
   std::optional<std::uint64_t> older_step;  // of the other record, whose bytes may be overwritten by now
   std::vector<std::byte> blob;              // the caller's own, of `step`
+  std::vector<std::byte> older_blob;        // that of `older_step`
   // fp16, of `step`: what the next step's loss is multiplied with, and the steps so far that were skipped.
   std::optional<double> loss_scale;
   std::uint64_t skipped_steps = 0;

@@ -193,6 +193,7 @@ class CommunicatorOptions(Sized):
 LogSink = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
 Line = ctypes.CFUNCTYPE(None, c_void_p, c_char_p)
 LedgerEntry = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p, c_uint64)
+Commit = ctypes.CFUNCTYPE(None, c_void_p, c_uint64, c_void_p, c_size_t)
 Weights = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, c_uint32, c_uint64, POINTER(c_float), c_uint64)
 StateSink = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint32, c_uint64, POINTER(c_float), c_uint64)
 StateSource = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, c_uint32, c_uint64, POINTER(c_float), c_uint64)
@@ -210,6 +211,7 @@ _STATUS = {  # functions that can fail
     "communicator_create": [POINTER(Transport), POINTER(CommunicatorOptions), POINTER(c_void_p)],
     "communicator_broadcast": [c_void_p, c_void_p, c_uint64, c_uint32],
     "roll_back_store": [POINTER(c_char_p), c_size_t, POINTER(c_uint64)],
+    "store_commits": [POINTER(c_char_p), c_size_t, Commit, c_void_p],
     "model_add_block": [c_void_p, c_char_p],
     "model_add_visit": [c_void_p, c_uint32, c_int],
     "model_attach": [c_void_p, c_char_p, c_char_p],
@@ -244,6 +246,7 @@ _STATUS = {  # functions that can fail
     "scratch_wait": [c_void_p, c_uint64],
     "scratch_moved": [c_void_p, POINTER(c_uint64), POINTER(c_uint64)],
     "optimizer_create": [c_void_p, c_void_p, POINTER(OptimizerOptions), POINTER(c_void_p)],
+    "optimizer_set_blob": [c_void_p, c_char_p, c_size_t],
     "optimizer_describe": [c_void_p, Line, c_void_p],
     "optimizer_ledger": [c_void_p, LedgerEntry, c_void_p],
     "optimizer_update_counts": [c_void_p, POINTER(c_uint64), c_size_t],

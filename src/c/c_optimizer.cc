@@ -124,6 +124,13 @@ size_t spillway_optimizer_blob(const spillway_optimizer* optimizer, void* out, s
                   [&] { return copy_blob(tables().optimizers.find(optimizer)->optimizer->blob(), out, capacity); });
 }
 
+spillway_status spillway_optimizer_set_blob(spillway_optimizer* optimizer, const void* blob, size_t bytes) {
+  return with_optimizer(optimizer, [&](OffloadOptimizer& called, auto&) {
+    if (bytes > 0) given(blob, "blob");
+    called.set_blob({static_cast<const std::byte*>(blob), bytes});
+  });
+}
+
 spillway_status spillway_optimizer_describe(const spillway_optimizer* optimizer, void (*line)(void*, const char*),
                                             void* user) {
   return with_optimizer(optimizer, [&](const OffloadOptimizer& asked, auto&) { tell(asked.describe(), line, user); });

@@ -37,6 +37,13 @@ static_assert(SPILLWAY_PARTING_LOST == static_cast<int>(Parting::kLost));
 
 namespace {
 
+std::vector<std::filesystem::path> paths_given(const char* const* paths, size_t count) {
+  std::vector<std::filesystem::path> all;
+  given(paths, "paths");
+  for (size_t i = 0; i < count; ++i) all.emplace_back(given(paths[i], "paths"));
+  return all;
+}
+
 // A message has its handle before it is started, since it may be over before the function returns.
 template <typename Start>
 void start(const char* what, Message message, Start&& begin) {
@@ -227,10 +234,18 @@ spillway_status spillway_engine_create_on(spillway_communicator* communicator, c
 
 spillway_status spillway_roll_back_store(const char* const* paths, size_t count, uint64_t* step) {
   return guarded([&] {
-    std::vector<std::filesystem::path> all;
-    given(paths, "paths");
-    for (size_t i = 0; i < count; ++i) all.emplace_back(given(paths[i], "paths"));
-    const std::uint64_t back = roll_back_store(all);
+    const std::uint64_t back = roll_back_store(paths_given(paths, count));
     if (step != nullptr) *step = back;
+  });
+}
+
+spillway_status spillway_store_commits(const char* const* paths, size_t count,
+                                       void (*commit)(void* user, uint64_t step, const void* blob, size_t blob_bytes),
+                                       void* user) {
+  return guarded([&] {
+    given(commit, "commit");
+    const StoreInfo info = inspect_store(paths_given(paths, count));
+    if (info.step) commit(user, *info.step, info.blob.data(), info.blob.size());
+    if (info.older_step) commit(user, *info.older_step, info.older_blob.data(), info.older_blob.size());
   });
 }

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "spillway/error.h"
 #include "src/config/loss_scaler.h"
@@ -23,14 +24,11 @@ void count_parameters(StoreInfo& info) {
   }
 }
 
-// Off the front of the blob. A record without one is shown as it is: its run can say more.
-void take_loss_scale(StoreInfo& info) {
-  const auto bytes = std::span(info.blob).first(std::min(info.blob.size(), LossScalerState::kBytes));
-  const auto state = LossScalerState::decode(bytes);
-  if (!state) return;
-  info.loss_scale = state->scale;
-  info.skipped_steps = state->skipped;
-  info.blob.erase(info.blob.begin(), info.blob.begin() + LossScalerState::kBytes);
+// Off the front of a blob. A record without one is shown as it is: its run can say more.
+std::optional<LossScalerState> take_loss_scale(std::vector<std::byte>& blob) {
+  const auto state = LossScalerState::decode(std::span(blob).first(std::min(blob.size(), LossScalerState::kBytes)));
+  if (state) blob.erase(blob.begin(), blob.begin() + LossScalerState::kBytes);
+  return state;
 }
 
 }  // namespace
@@ -110,9 +108,17 @@ StoreInfo info_of(const OpenStore& store) {
   if (store.choice.manifest) {
     info.step = store.choice.manifest->step;
     info.blob = store.choice.manifest->blob;
-    if (info.weights == DType::kFloat16) take_loss_scale(info);
   }
-  if (store.choice.older) info.older_step = store.choice.older->step;
+  if (store.choice.older) {
+    info.older_step = store.choice.older->step;
+    info.older_blob = store.choice.older->blob;
+  }
+  if (info.weights != DType::kFloat16) return info;
+  if (const auto state = take_loss_scale(info.blob)) {
+    info.loss_scale = state->scale;
+    info.skipped_steps = state->skipped;
+  }
+  take_loss_scale(info.older_blob);
   return info;
 }
 

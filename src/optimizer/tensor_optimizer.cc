@@ -149,6 +149,20 @@ std::vector<std::byte> TensorOptimizer::blob() const {
   return blob_;
 }
 
+void TensorOptimizer::set_blob(std::span<const std::byte> blob) {
+  const auto turn = caller_.enter("set_blob");
+  refuse_if_failed();
+  check_blob(blob);
+  blob_.assign(blob.begin(), blob.end());
+}
+
+void TensorOptimizer::check_blob(std::span<const std::byte> blob) const {
+  const std::size_t most = kBlobCapacity - loss_scaler_.record_bytes();
+  if (blob.size() <= most) return;
+  throw Error(Code::kInvalidArgument,
+              {"blob", fmt::format("has {} bytes", blob.size()), 0, fmt::format("a commit has room for {}", most)});
+}
+
 void TensorOptimizer::refuse_if_failed() const {
   if (failure_.empty()) return;
   throw Error(Code::kIo, "optimizer", "stopped after an earlier error (" + failure_ + ")", 0,
@@ -352,10 +366,7 @@ OptimizerStepReport TensorOptimizer::step(const OptimizerStep& step) {
   refuse_if_failed();
   check(step);
   refuse_unless(Weights::kReady, "step");
-  if (const std::size_t most = kBlobCapacity - loss_scaler_.record_bytes(); step.blob.size() > most) {
-    throw Error(Code::kInvalidArgument, {"blob", fmt::format("has {} bytes", step.blob.size()), 0,
-                                         fmt::format("a commit has room for {}", most)});
-  }
+  check_blob(step.blob);
   if (!step.finite) {
     if (const auto tensor = first_nonfinite(step.tensors)) {
       throw Error(Code::kNonFinite,

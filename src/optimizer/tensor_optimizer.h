@@ -37,6 +37,7 @@ class TensorOptimizer final : public OffloadOptimizer {
 
   std::uint64_t current_step() const override;
   std::vector<std::byte> blob() const override;
+  void set_blob(std::span<const std::byte> blob) override;
   const Ledger& ledger() const override { return plan_.ledger; }
   std::vector<std::string> describe() const override;
   std::vector<std::uint64_t> update_counts() const override;
@@ -67,6 +68,7 @@ class TensorOptimizer final : public OffloadOptimizer {
   void refuse_unless(Weights state, const char* call) const;
   void check(std::span<const OptimizerTensor> tensors, const char* call, bool gradients) const;
   void check(const OptimizerStep& step) const;
+  void check_blob(std::span<const std::byte> blob) const;
   void check(OptimizerState state, const char* call) const;
   void resume_updates(std::vector<std::uint64_t> counts, const char* object);
   void set_groups(std::span<const std::uint32_t> group_of);

@@ -1,4 +1,5 @@
 """What each process of optimizer_ranks_test.py does: cases in turn, given as JSON, each with a folder of its own."""
+import copy
 import json
 import os
 import pathlib
@@ -80,6 +81,39 @@ def broken(folder, **options):
         os._exit(3)
 
 
+def cut(folder, steps, loads):
+    """Rank 1 is killed after so many steps, between the other's commit and its own: of the states of step `loads`, with
+    other values; None: of another run's first."""
+    model, whole = network(), None
+    optimizer = optimizer_of(model, folder, "nvme")
+    for step, batch in enumerate(batches(6)[:steps], 1):
+        make_step(model, optimizer, batch)
+        if step == loads:
+            optimizer.consolidate_state_dict(None)
+            whole = copy.deepcopy(optimizer.state_dict())
+            for entry in whole["state"].values():
+                entry["exp_avg"].zero_()
+    if RANK == 1:
+        OffloadedStates.import_state = OffloadedStates.import_weights = lambda *_, **__: os.kill(os.getpid(),
+                                                                                                 signal.SIGKILL)
+    try:
+        if loads is None:
+            optimizer.close()
+            model = network()
+            make_step(model, optimizer_of(model, folder, "nvme", on_existing="replace"), batches(1)[0])
+        else:
+            optimizer.load_state_dict(whole)
+    except spillway.Error:
+        os._exit(3)
+
+
+def reopened(folder):
+    try:
+        optimizer_of(network(), folder, "nvme", on_existing="resume")
+    except spillway.Error as error:
+        pathlib.Path(folder, f"rank{RANK}.json").write_text(json.dumps([error.code, str(error)]))
+
+
 def carried(folder):
     """States to one process and back: as a state_dict, and as a snapshot."""
     folder, data = pathlib.Path(folder), batches(6)
@@ -118,6 +152,17 @@ def carried(folder):
     middle = weights_of(third)
     for batch in data[3:]:
         make_step(third, last, batch)
+    # Of two saves, at one step.
+    last.save(folder / "other")
+    last.consolidate_state_dict(None)
+    changed = copy.deepcopy(last.state_dict())
+    changed["state"][0]["exp_avg"].zero_()
+    last.load_state_dict(changed)
+    last.save(folder / "other" if RANK == 0 else folder / "another", replace=True)
+    try:
+        last.load(folder / "other")
+    except spillway.Error as error:
+        said.append(str(error))
     keep(folder, before=len(before["state"]), said=said, weights=weights, middle=middle, end=end,
          again=weights_of(again), third=weights_of(third), steps=[optimizer.current_step, other.current_step,
                                                                   last.current_step])
@@ -227,7 +272,7 @@ def main():
     if COUNT > 1:
         distributed.init_process_group("gloo")
     for case in cases:
-        {"train": train, "broken": broken, "carried": carried, "uneven": uneven,
+        {"train": train, "broken": broken, "cut": cut, "reopened": reopened, "carried": carried, "uneven": uneven,
          "refused": refused, "parted": parted}[case.pop("case")](**case)
 
 

@@ -125,12 +125,36 @@ class OptimizerRanks(RanksCase):
             self.assertEqual(result["norms"], expected["norms"][3:])
             self.assert_same_weights(result["weights"], expected["weights"])
 
+    def test_StatesThatSomeHaveLoadedAreGivenUpWhateverTheirStep(self):
+        """The first case would be two runs' by its steps, the others one's. So would another run's first commit."""
+        ends = {"far": [3, 1], "before": [3, 2], "same": [3, 3], "replaced": [1, None]}
+        folders = {name: self.folder_of(name) for name in ends}
+        for name, (steps, loads) in ends.items():
+            processes = ranks_case.Processes(2, [{"case": "cut", "folder": folders[name], "steps": steps,
+                                                  "loads": loads}], self.script)
+            self.addCleanup(processes.kill)
+            self.assertEqual([status for status, _ in processes.ended().values()], [3, -9])
+        replaced = folders.pop("replaced")
+        self.run_all(2, [{"case": "reopened", "folder": replaced}] + [
+            {"case": "train", "folder": folder, "states": "nvme"} for folder in folders.values()])
+        for name, folder in folders.items():
+            for result, expected in zip(self.results(folder, 2), self.results(self.two / "store", 2)):
+                with self.subTest(name):
+                    self.assertEqual((result["first"], result["step"]), (3, 6))
+                    self.assertEqual(result["norms"], expected["norms"][3:])
+                    self.assert_same_weights(result["weights"], expected["weights"])
+        for rank in range(2):
+            code, message = json.loads(pathlib.Path(replaced, f"rank{rank}.json").read_text())
+            self.assertEqual(code, "corrupt")
+            self.assertIn("ranks have committed steps 0, 1, which are not one run's; name the right nvme_path", message)
+
     def test_StatesAreCarried(self):
         folder = self.two / "carried"
         one, other = self.results(folder, 2)
         self.assertRegex(one["said"][0], r"state_dict: has a part of the states on each of 2 ranks; call consolidate_")
         for result in (one, other):
             self.assertEqual((result["before"], result["steps"]), (0, [6, 6, 6]))
+            self.assertIn("ranks have snapshots of steps 6, 6, which are not one save's", result["said"][-1])
             self.assert_same_weights(result["weights"], result["middle"])
             for found in ("again", "third"):
                 self.assert_same_weights(result["end"], result[found])

@@ -82,6 +82,18 @@ class Places(Case):
         loop(whole, optimizer(whole), 2)
         self.assert_same(whole.parameters(), network.parameters())
 
+    def test_WhatIsLoadedIsCommittedWithItsParamGroups(self):
+        network, other = Network(), Network()
+        theirs = torch.optim.AdamW(other.parameters(), lr=0.5)
+        loop(other, theirs, 2)
+        optimizer = self.optimizer(network, **self.on_nvme(), lr=1e-2)
+        optimizer.blob = b"mine"
+        loop(network, optimizer, 1)
+        optimizer.load_state_dict(theirs.state_dict())
+        optimizer.close()
+        again = self.optimizer(Network(), **self.on_nvme(), lr=1e-2, on_existing="resume")
+        self.assertEqual((again.current_step, again.param_groups[0]["lr"], again.blob), (2, 0.5, b"mine"))
+
     def test_NvmeHasTheBitsOfHostMemory(self):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             with self.subTest(dtype=dtype):

@@ -8,12 +8,15 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <filesystem>
 #include <numeric>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/src/c_pipes.h"
+#include "tests/temp_directory.h"
 
 namespace {
 
@@ -197,6 +200,58 @@ TEST(CRanks, AStoreThatIsNotThereIsNotRolledBack) {
   EXPECT_THAT(spillway_error_message(), HasSubstr(path));
   EXPECT_EQ(SPILLWAY_INVALID_ARGUMENT, spillway_roll_back_store(nullptr, 1, nullptr));
   EXPECT_EQ(7U, step);
+}
+
+using Commits = std::vector<std::pair<uint64_t, std::string>>;
+
+Commits commits_of(const char* store) {
+  Commits commits;
+  const auto note = [](void* to, uint64_t step, const void* blob, size_t bytes) {
+    static_cast<Commits*>(to)->emplace_back(step, std::string(static_cast<const char*>(blob), bytes));
+  };
+  EXPECT_EQ(SPILLWAY_OK, spillway_store_commits(&store, 1, note, &commits)) << spillway_error_message();
+  return commits;
+}
+
+// Whatever step it is committed as, what is imported is known by what the caller keeps with it.
+TEST(CRanks, AStoreShowsBothOfItsCommits) {
+  const spillway::TempDirectory directory;
+  const std::string store = directory / "store";
+  for (const char* type : {"fp16", "bf16"}) {
+    std::filesystem::remove_all(store);
+    spillway_config* config = nullptr;
+    spillway_optimizer* optimizer = nullptr;
+    spillway_model* model = spillway_model_create();
+    const std::string text = std::string(R"({"train_batch_size": 1, ")") + type + R"(": {"enabled": true},
+        "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "spillway": {"device": "host", "tile_elements": 1024, "nvme_paths": [")" +
+                             store + R"("]}})";
+    ASSERT_EQ(SPILLWAY_OK, spillway_config_parse(text.c_str(), "test", &config)) << spillway_error_message();
+    spillway_model_add_block(model, "a");
+    spillway_model_add_parameter(model, 0, "a", &kCount, 1, 1, 1);
+    ASSERT_EQ(SPILLWAY_OK, spillway_optimizer_create(config, model, nullptr, &optimizer)) << spillway_error_message();
+    std::vector<uint16_t> weights(kCount);
+    const spillway_tensor tensor = {.weight = weights.data(), .gradient = nullptr};
+    EXPECT_EQ(SPILLWAY_INVALID_ARGUMENT,
+              spillway_optimizer_set_blob(optimizer, std::string(20'000, 'x').data(), 20'000));
+    EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_set_blob(optimizer, "begun", 5));
+    EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_import_weights(optimizer, &tensor, 1)) << spillway_error_message();
+    EXPECT_EQ(commits_of(store.c_str()), (Commits{{0, "begun"}}));
+    EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_set_blob(optimizer, "loaded", 6));
+    const auto zeros = [](void*, spillway_optimizer_state, uint32_t, uint64_t, float* out, uint64_t count) {
+      return std::fill_n(out, count, 0.f), 0;
+    };
+    const uint64_t updates = 0;
+    EXPECT_EQ(SPILLWAY_OK, spillway_optimizer_import_state(optimizer, 0, &updates, 0, &tensor, 1, zeros, nullptr))
+        << spillway_error_message();
+    EXPECT_EQ(commits_of(store.c_str()), (Commits{{0, "loaded"}, {0, "begun"}}));
+    spillway_optimizer_destroy(optimizer);
+    EXPECT_EQ(commits_of(store.c_str()), (Commits{{0, "loaded"}, {0, "begun"}}));
+    spillway_model_destroy(model);
+    spillway_config_destroy(config);
+  }
+  const char* const nowhere = "/nonexistent/rank0";
+  EXPECT_EQ(SPILLWAY_INVALID_ARGUMENT, spillway_store_commits(&nowhere, 1, nullptr, nullptr));
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
 """What a commit keeps of param_groups beside the caller's blob: rates as schedulers have left them, betas, what they
-begin with. As load_state_dict() restores them in torch.optim."""
+begin with. As load_state_dict() restores them in torch.optim.
+
+On several ranks a token comes before it, the same on all: drawn anew where a run begins, and where all of its states
+become others. By it and the step ranks tell one commit from another: shared.py."""
 import json
 import re
 import zlib
@@ -7,6 +10,7 @@ import zlib
 import torch
 
 MARK = re.compile(rb"spillway\.groups (\d+)\n")
+TOKEN = re.compile(rb"spillway\.token ([0-9a-f]+)\n")
 MOST = 8000  # bytes; a commit has room for 16,384
 OTHERS = ("params", "param_names")  # that are not values
 
@@ -42,8 +46,25 @@ def pack(groups, blob):
     return (blob, False) if len(text) > MOST else (b"spillway.groups %d\n" % len(text) + text + blob, True)
 
 
+def with_token(token, kept):
+    """`token`: None on one rank, which has none."""
+    return kept if token is None else b"spillway.token %s\n" % token.encode() + kept
+
+
+def token_of(kept):
+    """None: of one rank, or of a version that had none."""
+    mark = TOKEN.match(kept)
+    return mark[1].decode() if mark else None
+
+
+def without_token(kept):
+    mark = TOKEN.match(kept)
+    return kept[mark.end():] if mark else kept
+
+
 def unpack(kept):
     """(values by group or None, the caller's blob)."""
+    kept = without_token(kept)
     mark = MARK.match(kept)
     if not mark:
         return None, kept

@@ -12,7 +12,7 @@ from ..pieces import floats
 from . import kept_groups
 from .layout import OptimizerLayout
 from .offloaded_states import OffloadedStates
-from .shared import change, common_step, shared_by
+from .shared import change, common_step, renew, shared_by
 from .states import Reader, StateTensor, loading, remove_leftovers
 from .streaming import GradientStream, StreamedGradient, refuse_sparse
 
@@ -131,7 +131,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             made = common_step(self._shared, made, again)
         else:
             self._shared.begin(layout)
-        self._take(made, begun)
+        self._take(made, begun, renewed=on_existing != "resume")
 
     def _laid_out(self):
         return OptimizerLayout(self.param_groups, self._model, self._shared.rank, self._shared.count)
@@ -153,8 +153,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise
         return made[0]
 
-    def _take(self, made, begun):
+    def _take(self, made, begun, renewed):
         self._states, self._layout, self._begun = made, made.layout, False
+        self._token = renew(self._shared, made) if renewed else kept_groups.token_of(made.blob())
         for path in made.paths:
             remove_leftovers(path)
         if begun:
@@ -269,6 +270,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             norm = math.hypot(*norms) / self.loss_scale
             scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) / self.loss_scale
         blob, kept = kept_groups.pack(self.param_groups, self.blob)
+        blob = kept_groups.with_token(self._token, blob)
         if not kept:
             self._say_once("param_groups: are too many for a commit; a resumed run has those that it is made with")
         known, made = finite or norm is not None or self._shared.count > 1, []
@@ -434,7 +436,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         given = loads.pop()
         if not all(own):
             self._shared.agree(lambda: self._ready(given))
-            change(self._shared, self._states, self._end, lambda: self._import(given))
+            token = self._shared.token()
+            change(self._shared, self._states, self._end, lambda: self._import(given, token))
         self.param_groups = given.groups
         for hook in getattr(self, "_optimizer_load_state_dict_post_hooks", {}).values():
             hook(self)
@@ -444,9 +447,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._layout.check_tensors()
         self._begin()
 
-    def _import(self, given):
+    def _import(self, given, token):
         before = self.current_step
-        self._states.import_state(given.step, given.counts, len(self.moments), given.source)
+        kept = kept_groups.pack(given.groups, kept_groups.unpack(self._states.blob())[1])[0]
+        self._states.import_state(given.step, given.counts, len(self.moments), given.source,
+                                  kept_groups.with_token(token, kept))
+        self._token = token
         self._reader.retire()
         self._show_states(Reader(self._states), given.groups)
         if before:
@@ -473,7 +479,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not self._where[1]:
             made = common_step(self._shared, self._made_together(self._layout, "replace", directory))
             self._states.close()
-            return self._take(made, begun=True)
+            return self._take(made, begun=True, renewed=True)
         self._shared.agree(lambda: self._shared.check_snapshot(directory))
         self._end()
         try:

@@ -5,7 +5,7 @@ import os
 import weakref
 from ctypes import POINTER, byref, c_double, c_uint32, c_uint64, c_void_p, pointer
 
-from ..library import (ELSEWHERE, ON_EXISTING, TIERS, Error, Hyperparameters, LedgerEntry, Line, Named,
+from ..library import (ELSEWHERE, ON_EXISTING, TIERS, Commit, Error, Hyperparameters, LedgerEntry, Line, Named,
                        OptimizerOptions, OptimizerReport, OptimizerStep, OptimizerTensor, SaveOptions, StateSink,
                        StateSource, destroy_optimizer, library, parse_config)
 from ..memory import tensor_at
@@ -72,11 +72,21 @@ class OffloadedStates:
         self._ended = self._ended or why
         self._finalizer()
 
+    def _store(self):
+        return (ctypes.c_char_p * len(self.paths))(*map(os.fsencode, self.paths)), len(self.paths)
+
     def roll_back(self):
         """The store, once this is closed: to the step before its last one."""
-        paths = (ctypes.c_char_p * len(self.paths))(*map(os.fsencode, self.paths))
         with _in_words():
-            self._library.roll_back_store(paths, len(self.paths), None)
+            self._library.roll_back_store(*self._store(), None)
+
+    def commits(self):
+        """(step, blob) of the store's, the newest first: its last two at the most."""
+        found = []
+        with _in_words():
+            self._library.store_commits(*self._store(), Commit(
+                lambda _, step, blob, size: found.append((step, ctypes.string_at(blob, size) if size else b""))), None)
+        return found
 
     def _open(self):
         if not self._finalizer.alive:
@@ -111,6 +121,10 @@ class OffloadedStates:
         out = ctypes.create_string_buffer(size)
         self._library.optimizer_blob(self._open(), out, size)
         return out.raw
+
+    def set_blob(self, blob):
+        """What is kept with what is imported next."""
+        self._library.optimizer_set_blob(self._open(), blob, len(blob))
 
     def update_counts(self):
         counts = (c_uint64 * len(self.layout.parameters))()
@@ -177,12 +191,19 @@ class OffloadedStates:
         with self._tensors() as tensors, pieces(sink, lambda: self.layout.elements, StateSink) as callback:
             self._library.optimizer_export_state(self._open(), state, *tensors, callback, None)
 
-    def import_state(self, step, counts, moments, source):
-        """`source`: called with state, tensor, first, address and count. `moments`: of how many states."""
-        array = (c_uint64 * len(counts))(*counts)
-        with self._tensors(writes=True) as tensors, \
-                pieces(source, lambda: self.layout.elements * moments, StateSource) as callback:
-            self._library.optimizer_import_state(self._open(), step, array, 0, *tensors, callback, None)
+    def import_state(self, step, counts, moments, source, blob=None):
+        """`source`: called with state, tensor, first, address and count. `moments`: of how many states. `blob`: kept
+        with it; None: what there is."""
+        array, before = (c_uint64 * len(counts))(*counts), self.blob()
+        try:
+            self.set_blob(before if blob is None else blob)
+            with self._tensors(writes=True) as tensors, \
+                    pieces(source, lambda: self.layout.elements * moments, StateSource) as callback:
+                self._library.optimizer_import_state(self._open(), step, array, 0, *tensors, callback, None)
+        except BaseException:
+            with contextlib.suppress(Error):  # of one that has failed
+                self.set_blob(before)
+            raise
 
     def save(self, directory, replace):
         with self._tensors() as tensors:

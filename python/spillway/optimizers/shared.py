@@ -6,12 +6,16 @@
              weights     each part from the rank that has updated it, to all
 
 A step begins with what no rank passes before all have come to it. So every rank has committed the step before, when
-one begins to write, and ranks of a crash are one step apart at most. It goes through torch.distributed, over a group of
-Gloo's that is the optimizer's alone.
+one begins to write, and ranks of a crash are one commit apart at most. A store has its last two: the newest that all
+have is gone on from. Numbers of steps alone do not tell commits apart, for load_state_dict() commits any step, and
+another run has the same ones: each says by a token of which change of which run it is (kept_groups.py).
+
+It goes through torch.distributed, over a group of Gloo's that is the optimizer's alone.
 """
 import logging
 import os
 import pathlib
+import secrets
 import tempfile
 import weakref
 
@@ -20,6 +24,7 @@ import torch
 from .. import log
 from ..library import Error
 from ..ranks import Agreement, Ranks, own_group, processes, why_of
+from . import kept_groups
 from .layout import part_of
 from .streaming import refuse_sparse
 from .tensor_carrier import CPU, rows
@@ -51,6 +56,10 @@ class Alone:
 
     def check_snapshot(self, directory):
         """Before what there is ends in its favour."""
+
+    def token(self):
+        """Of a run that begins, or of states that become others: the same on all ranks."""
+        return None
 
     def begin(self, layout):
         """Every rank has rank 0's weights."""
@@ -144,6 +153,9 @@ class Shared(Agreement, Alone):
     def _from(self, rank, tensors):
         """Its values, in every rank's. They travel as bytes, since Gloo has not all types in every PyTorch."""
         self._through(tensors, lambda flat: self._call("broadcast", flat.view(torch.uint8), self._roots[rank]))
+
+    def token(self):
+        return self.agree(lambda: secrets.token_hex(16))[0]
 
     @torch.no_grad()
     def begin(self, layout):
@@ -242,24 +254,42 @@ def shared_by(asked):
     return Shared(asked) if asked.size() > 1 else Alone()
 
 
+def renew(shared, states):
+    """What they commit from here on is of a run of its own. Returns its token."""
+    token = shared.token()
+    if token is not None:
+        states.set_blob(kept_groups.with_token(token, kept_groups.without_token(states.blob())))
+    return token
+
+
 def common_step(shared, states, reopen=None):
-    """The newest step that all ranks have: who is one ahead goes back. `reopen`: makes the states anew, once more;
-    None: they are of snapshots, which are alike or none."""
-    steps = shared.agree(lambda: states.current_step)
-    step = min(steps)
-    if max(steps) > step + (reopen is not None):
-        states.close()
-        raise Error("corrupt", f"optimizer: ranks have committed steps {', '.join(map(str, steps))}, which are not one "
-                               'run\'s; name the right nvme_path, or start over with on_existing="replace"')
-    if max(steps) == step:
+    """The states at the newest commit that all ranks have: who is ahead goes back. `reopen`: makes the states anew,
+    once more; None: they are of snapshots, which are of one save() or none."""
+    def commits():  # the newest first
+        found = states.commits() if reopen else [(states.current_step, states.blob())]
+        return [(step, kept_groups.token_of(kept)) for step, kept in found]
+
+    if shared.count == 1:
         return states
+    every = shared.agree(commits)
+    common = next((one for one in every[0] if all(one in of_rank for of_rank in every)), None)
+    if common is None:
+        states.close()
+        steps = ", ".join(str(of_rank[0][0]) for of_rank in every)
+        raise Error("corrupt", f"optimizer: ranks have committed steps {steps}, which are not one run's; name the "
+                               'right nvme_path, or start over with on_existing="replace"' if reopen else
+                               f"optimizer: ranks have snapshots of steps {steps}, which are not one save's; take what "
+                               "one save() has written on all ranks")
+    if all(of_rank[0] == common for of_rank in every):
+        return states
+    step, ahead = common[0], every[shared.rank][0]
 
     def back():
-        if states.current_step == step:
+        if ahead == common:
             return states
         states.close()
         states.roll_back()
-        log.say(logging.WARNING, f"optimizer: rank {shared.rank} had committed step {step + 1}, which others had not; "
+        log.say(logging.WARNING, f"optimizer: rank {shared.rank} had committed step {ahead[0]}, which others had not; "
                                  f"all go on after step {step}")
         return reopen()
 
@@ -271,11 +301,14 @@ def common_step(shared, states, reopen=None):
 def change(shared, states, end, work):
     """`work` changes the states of all ranks, or the optimizer ends on all of them, by `end`, with an error: where one
     has failed and another has not, there is no way on. Stores go back to the step that all had."""
-    before, done = states.current_step, []
+    def at():
+        return states.current_step, states.blob()
+
+    before, done = at(), []
     try:
         shared.agree(lambda: done.append(work()))
     except Exception as error:
-        changed = shared.agree(lambda: bool(done) or states.current_step != before)
+        changed = shared.agree(lambda: bool(done) or at() != before)
         if not any(changed) or shared.count == 1:
             raise
         why, anew = str(error), "make model and optimizer anew"
