@@ -205,6 +205,10 @@ class Ranks(CliTest):
             again, _ = self.train(ranks, f"loading-{ranks}", load=saved / "step-000002", steps=4)
             self.assertEqual(wanted, sha256_of_model(again.folder / "out"), f"{ranks} ranks")
             self.assertEqual([3, 4], [step["step"] for step in again.steps()])
+        newer, older = (self.place.arguments(self.config(2), self.model, load=saved / name)
+                        for name in ("step-000004", "step-000002"))
+        self.refuse(newer, older, words=("spillway: rank 1: ", "step-000002: is at step 2 here, and at step 4 where "
+                                                               "rank 0 reads it; bring one snapshot"))
 
     def test_AModelThatCannotBeWrittenIsSaidOnceByAll(self):
         out = self.place.folder / "out"
