@@ -62,6 +62,14 @@ bool HbmMemory::failed() const {
   }
 }
 
+void HbmMemory::throw_if_failed(const std::string& tensor) const {
+  try {
+    device_->throw_if_failed();
+  } catch (const Error& error) {
+    throw_for(tensor, error);
+  }
+}
+
 // Where there are no streams but the device's own, a copy waits for nothing.
 std::unique_ptr<Stream> HbmMemory::adopt(void* native, const std::string& tensor) const {
   try {
@@ -98,11 +106,7 @@ void HbmMemory::Copies::add(std::byte* to, const std::byte* from, std::size_t by
 void HbmMemory::Copies::finish() {
   stream_.synchronize();
   under_way_ = false;
-  try {
-    of_.device_->throw_if_failed();
-  } catch (const Error& error) {
-    throw_for(tensor_, error);
-  }
+  of_.throw_if_failed(tensor_);
 }
 
 }  // namespace spillway

@@ -24,7 +24,8 @@ class HbmMemory {
 
   std::span<std::byte> memory(const Extent& range) const { return device_->hbm().subspan(range.offset, range.bytes); }
   DeviceKind kind() const noexcept { return device_->kind(); }
-  bool failed() const;  // for good
+  bool failed() const;                                    // for good
+  void throw_if_failed(const std::string& tensor) const;  // kDevice
 
   // Copies that run one after the other, in the order of a stream of the store's or of the caller's.
   class Copies {

@@ -218,6 +218,7 @@ TieredTensors::Value TieredTensors::bring_up(const std::string& name, Lock& lock
       continue;
     }
     if (value->hbm.at) {
+      device_->throw_if_failed(name);
       ++*from;
       touch(value);
       return value;
@@ -234,8 +235,9 @@ TieredTensors::Value TieredTensors::bring_up(const std::string& name, Lock& lock
 }
 
 bool TieredTensors::fetch_up(const Value& value) {
+  if (device_->failed()) return fetch(value);
   if (value->hbm.at || value->rising) return true;
-  if (value->record.padded_bytes() > hbm_.capacity || device_->failed()) return false;
+  if (value->record.padded_bytes() > hbm_.capacity) return false;
   const auto place = take_at_once(hbm_, value->record.padded_bytes());
   if (!place) return false;
   value->rising = true;

@@ -141,6 +141,7 @@ class TieredTensors final : public TensorStore {
   bool make_hbm_room(Lock& lock);
   [[noreturn]] void refuse_full(const std::string& name, std::uint64_t bytes, const Tier& tier, const char* hint) const;
   bool is_elsewhere(const TensorValue& value, const Tier& tier) const;
+  bool in_live_hbm(const TensorValue& value) const;
   void leave(TensorValue& value, Tier& tier);
   void evict(const Value& value, Tier& tier);
   bool write_behind(std::uint64_t coming);

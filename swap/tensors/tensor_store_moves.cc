@@ -52,11 +52,14 @@ void TieredTensors::evict(const Value& value, Tier& tier) {
   ++(&tier == &host_ ? stats_.evictions : stats_.hbm_evictions);
 }
 
+// What a GPU that has failed has is lost.
+bool TieredTensors::in_live_hbm(const TensorValue& value) const { return value.in_hbm() && !device_->failed(); }
+
 // Where it does not get lost, should it leave this one. What only HBM has besides is written before it leaves host
 // memory: both may leave at once then.
 bool TieredTensors::is_elsewhere(const TensorValue& value, const Tier& tier) const {
   if (value.on_nvme) return true;
-  return &tier == &hbm_ ? value.in_host() : !files_ && value.in_hbm();
+  return &tier == &hbm_ ? value.in_host() : !files_ && in_live_hbm(value);
 }
 
 Error TieredTensors::failure_of(const TensorValue& value, IoOp op, const TensorTransfer::Failure& failure) const {

@@ -29,8 +29,9 @@ void TieredTensors::check_blocks(const TensorValue& value, std::uint64_t first_b
 }
 
 bool TieredTensors::fetch(const Value& value) {
-  if (value->host.at || value->hbm.at || value->busy()) return value->host.at || value->hbm.at;
-  if (value->record.padded_bytes() > host_.capacity) return false;
+  const bool above = value->hbm.at && !device_->failed();
+  if (value->host.at || above || value->busy()) return value->host.at || above;
+  if (!value->on_nvme || value->record.padded_bytes() > host_.capacity) return false;
   const auto host = take_at_once(host_, value->record.padded_bytes());
   if (!host) return false;
   start_read(value, *host);

@@ -175,24 +175,80 @@ TEST_F(TensorStoreOnGpu, DISABLED_Fails) {
   EXPECT_EQ(get("new"), bytes_of(50, kBytes));
 }
 
+// By AGpuThatFails, in a process whose GPU fails at a call that is far away.
+class TensorStoreOnDyingGpu : public TensorStoreOnGpu {
+ protected:
+  void open_without_files() {
+    TensorStoreOptions wanted = options();
+    wanted.paths.clear();
+    wanted.host_bytes = 4 * kMiB;
+    wanted.hbm_bytes = 2 * kMiB;
+    open(wanted);
+  }
+  // Now, and the store has seen it.
+  void fail_the_gpu() {
+    put("seen", bytes_of(1, 100));
+    const GpuBytes memory(100);
+    for (int i = 0; i < 10'000 && cudaMemset(memory.data(), 0, 100) == cudaSuccess; ++i) {
+    }
+    EXPECT_EQ(error_of([&] { get_up("seen", memory); }).code(), Code::kDevice);
+    remove("seen");
+  }
+};
+
+TEST_F(TensorStoreOnDyingGpu, DISABLED_HostMemoryAloneKeepsWhatItHas) {
+  open_without_files();
+  put("both", bytes_of(1, kBytes));
+  get_up("both", GpuBytes(kBytes));
+  ASSERT_TRUE(store_->info("both").in_hbm && in_host("both"));
+  fail_the_gpu();
+  const Error full = error_of([&] {
+    for (int i = 0; i < 20; ++i) put(std::to_string(i), bytes_of(i, kBytes));
+  });
+  EXPECT_EQ(full.code(), Code::kDoesNotFit);
+  EXPECT_EQ(get("both"), bytes_of(1, kBytes));
+}
+
+TEST_F(TensorStoreOnDyingGpu, DISABLED_NothingIsThereThatTheGpuHad) {
+  put_up("on NVMe", GpuBytes(bytes_of(1, kBytes)));
+  store_->commit();
+  put_up("lost", GpuBytes(bytes_of(2, kBytes)));
+  ASSERT_FALSE(in_host("on NVMe") || in_host("lost"));
+  fail_the_gpu();
+  for (const std::string name : {"on NVMe", "lost"}) {
+    const Error error = error_of([&] { store_->pin(name, Placement::kHbm); });
+    EXPECT_EQ(error.code(), Code::kDevice);
+    EXPECT_EQ(error.parts().object, name);
+    EXPECT_FALSE(store_->info(name).pinned_in_hbm);
+  }
+  const std::string names[] = {"lost", "on NVMe"};
+  EXPECT_EQ(store_->prefetch(names, Placement::kHost), 1u);
+  EXPECT_EQ(get("on NVMe"), bytes_of(1, kBytes));
+  EXPECT_EQ(store_->stats().misses, 0u) << "it was fetched";
+  EXPECT_EQ(store_->prefetch(names, Placement::kHbm), 1u);
+}
+
 TEST(AGpuThatFails, TakesWhatHbmAloneHadAndNothingElse) {
   cudaDeviceProp properties{};
   if (!cuda_unavailable().empty() || cudaGetDeviceProperties(&properties, 0) != cudaSuccess ||
       std::string(properties.name).find("mulated") == std::string::npos) {
     GTEST_SKIP() << "only an emulated GPU fails when it is told to";
   }
-  for (const char* at : {"150", "175", "203", "240", "301"}) {
+  const auto passes = [](const char* at, const std::string& test) {
     const ::pid_t child = ::fork();
     if (child == 0) {
       ::setenv("SPILLWAY_EMULATED_GPU_DIES_AT", at, 1);
-      ::execl("/proc/self/exe", "cuda_tensor_store_test", "--gtest_filter=*DISABLED_Fails",
+      ::execl("/proc/self/exe", "cuda_tensor_store_test", ("--gtest_filter=*DISABLED_" + test).c_str(),
               "--gtest_also_run_disabled_tests", nullptr);
       ::_exit(127);
     }
     int status = 0;
     ::waitpid(child, &status, 0);
-    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "at call " << at;
-  }
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << test << " at call " << at;
+  };
+  for (const char* at : {"150", "175", "203", "240", "301"}) passes(at, "Fails");
+  passes("2000", "HostMemoryAloneKeepsWhatItHas");
+  passes("2000", "NothingIsThereThatTheGpuHad");
 }
 
 }  // namespace
