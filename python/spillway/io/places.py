@@ -139,9 +139,9 @@ class Place:
 
     def arrive(self):
         """What was read is on its way to a GPU: the work that follows in the current stream finds it there."""
-        host, self._host = self._host, None
-        if host is not None:
-            self._held.copy_(self._bytes_of(host, self._held), non_blocking=True)
+        if self._host is not None:
+            self._held.copy_(self._bytes_of(self._host, self._held), non_blocking=True)
+            self._host = None
 
     def release(self):
         """Nothing moves any more."""

@@ -38,7 +38,7 @@ class Transfer:
 
     def __init__(self, queue, op, file, offset, place):
         self._queue, self._op, self._file, self._offset, self._place = queue, op, file, offset, place
-        self._over, self.error = False, None
+        self._over, self.error, self._being_seen = False, None, threading.Lock()
         self.nbytes = place.nbytes if place else 0
 
     def done(self) -> bool:
@@ -58,8 +58,9 @@ class Transfer:
     def _words(self):
         return "sync" if self._op == SYNC else f"{WORDS[self._op]} of {self.nbytes} bytes at offset {self._offset}"
 
-    def _end(self, code):
-        """`code`: an errno, 0 where all went well."""
+    def _stop(self, code):
+        """Nothing moves any more; it is not over before its queue has noted that. `code`: an errno, 0 where all went
+        well."""
         if code == errno.ENODATA:
             self.error = Error("io", f"{self._file.path}: ends inside the {self._words()}; write the rest of it first, "
                                      "or read what there is, File.size bytes")
@@ -68,7 +69,6 @@ class Transfer:
             self.error = Error("io", f"{self._file.path}: {self._words()} failed ({os.strerror(code)}); {remedy}")
         if self._place is not None:
             self._place.release()
-        self._over = True
 
 
 class Queue:
@@ -152,7 +152,8 @@ class Queue:
         request = Request(op=op, priority=int(not urgent), offset=offset, tag=next(self._tags))
         if op != SYNC:
             if place.nbytes == 0:
-                transfer._end(0)
+                place.release()
+                transfer._over = True
                 return transfer
             request.buffer, request.bytes = place.address, _moved(file, offset, place)
             request.least_bytes = place.nbytes if op == READ else 0
@@ -217,9 +218,11 @@ class Queue:
             transfer = self._under_way.get(completion.tag)
             if transfer is None:
                 continue
-            transfer._end(completion.error)
-            if transfer.error is not None or (transfer._op == READ and transfer._place.beside):
-                self._not_seen[id(transfer)] = transfer
+            if not transfer._over:
+                transfer._stop(completion.error)
+                if transfer.error is not None or (transfer._op == READ and transfer._place.beside):
+                    self._not_seen[id(transfer)] = transfer  # before anybody takes it for over
+                transfer._over = True
             self._under_way.pop(completion.tag, None)
             self._kept.pop(completion.tag, None)
         self._taken_before += self._count.value
@@ -227,8 +230,11 @@ class Queue:
 
     def _seen(self, transfer):
         """By its caller, in whose stream what was read goes on to a GPU."""
-        if self._not_seen.pop(id(transfer), None) is not None and transfer.error is None:
-            transfer._place.arrive()
+        with transfer._being_seen:  # nobody goes on before the copy is under way
+            if id(transfer) in self._not_seen:
+                if transfer.error is None:
+                    transfer._place.arrive()
+                del self._not_seen[id(transfer)]
 
     # -- files and regions ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,105 @@
+"""What of spillway.io ends while others use it: transfers that several threads wait for, views, collected objects."""
+import pathlib
+import sys
+import tempfile
+import threading
+import unittest
+from unittest import mock
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests")]
+from report import main  # noqa: E402
+import spillway  # noqa: E402
+from spillway.io import File, Queue, TensorStore, places  # noqa: E402
+
+MIB = 1 << 20
+PATIENCE = 60  # seconds
+
+
+class Ends(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="spillway-io-")
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        torch.manual_seed(1)
+
+    def store(self, name="store", **options):
+        made = TensorStore(self.folder / name, nvme_bytes=16 * MIB, host_bytes=4 * MIB, **options)
+        self.addCleanup(made.close)
+        return made
+
+    def refused(self, code, words, function, *arguments):
+        with self.assertRaises(spillway.Error) as caught:
+            function(*arguments)
+        self.assertEqual(code, caught.exception.code, caught.exception)
+        self.assertIn(words, str(caught.exception))
+
+    def in_thread(self, function):
+        """Which comes to its end."""
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        self.addCleanup(thread.join, PATIENCE)
+        return thread
+
+
+class Transfers(Ends):
+    """Of a GPU's memory: here the CPU's stands for it."""
+
+    def setUp(self):
+        super().setUp()
+        patched = mock.patch.object(places, "is_elsewhere", torch.is_tensor)
+        patched.start()
+        self.addCleanup(patched.stop)
+        self.file = File(self.folder / "file", create=True)
+        self.addCleanup(self.file.close)
+        self.queue = Queue()
+        self.addCleanup(self.queue._cancel)
+        self.values, self.into = torch.randn(1000), torch.zeros(1000)
+        self.queue.write(self.file, 0, self.values).wait()
+
+    def test_NoneIsOverBeforeItsCopyIsKnownOf(self):
+        found = []
+
+        class NotSeen(dict):
+            def __setitem__(_, key, transfer):  # noqa: N805
+                if transfer._over:  # so another thread need not wait any more
+                    transfer.wait()
+                    found.append(torch.equal(self.values, self.into))
+                dict.__setitem__(_, key, transfer)
+
+        self.queue._not_seen = NotSeen()
+        self.queue.read(self.file, 0, self.into).wait()
+        self.assertNotIn(False, found)
+        self.assertTrue(torch.equal(self.values, self.into))
+        self.assertEqual({}, self.queue._not_seen)
+
+    def test_NobodyGoesOnBeforeTheCopyIsUnderWay(self):
+        arriving, may_arrive, order = threading.Event(), threading.Event(), []
+        real = places.Place.arrive
+
+        def arrive(place):
+            arriving.set()
+            may_arrive.wait(PATIENCE)
+            real(place)
+            order.append("arrived")
+
+        def wait():
+            transfer.wait()
+            order.append("went on")
+
+        with mock.patch.object(places.Place, "arrive", arrive):
+            transfer = self.queue.read(self.file, 0, self.into)
+            first = self.in_thread(wait)
+            self.assertTrue(arriving.wait(PATIENCE))
+            second = self.in_thread(wait)
+            second.join(0.5)  # which is not over by itself
+            may_arrive.set()
+            first.join(PATIENCE)
+            second.join(PATIENCE)
+        self.assertEqual(["arrived", "went on", "went on"], order)
+
+
+if __name__ == "__main__":
+    main()
