@@ -172,16 +172,28 @@ TieredTensors::~TieredTensors() {
   }
   // Transfers name memory of the arena: none may outlive it.
   while (!moving_.empty()) static_cast<void>(await(Value(moving_.front()), lock));
+  say(lock);
   if (!files_ || !changed_since_commit_) return;
   log(LogLevel::kWarning, fmt::format("{}: closed without a commit: it is as it was at commit {}",
                                       files_->files().files().front().path().string(), files_->commits()));
 }
 
-TieredTensors::Lock TieredTensors::enter() const {
-  if (::getpid() != owner_)
-    refuse_tensor("tensor store", fmt::format("belongs to process {}, which forked this one", owner_),
-                  "open a store in this process");
-  return Lock(mutex_);
+void TieredTensors::refuse_fork() const {
+  if (::getpid() == owner_) return;
+  refuse_tensor("tensor store", fmt::format("belongs to process {}, which forked this one", owner_),
+                "open a store in this process");
+}
+
+TieredTensors::Entry TieredTensors::enter() const {
+  refuse_fork();
+  return Entry(*this);
+}
+
+void TieredTensors::say(Lock& lock) const {
+  if (!lock.owns_lock()) lock.lock();
+  const std::vector<std::string> said = std::exchange(to_say_, {});
+  lock.unlock();
+  for (const std::string& message : said) log(LogLevel::kWarning, message);
 }
 
 const TieredTensors::Value& TieredTensors::find(const std::string& name) const {
@@ -211,7 +223,7 @@ void TieredTensors::check_place(Placement place) const {
 }
 
 std::size_t TieredTensors::prefetch(std::span<const std::string> names, Placement to) {
-  Lock lock = enter();
+  Entry lock = enter();
   check_place(to);
   for (const std::string& name : names) find(name);
   std::size_t there = 0;
@@ -220,7 +232,7 @@ std::size_t TieredTensors::prefetch(std::span<const std::string> names, Placemen
 }
 
 std::span<const std::byte> TieredTensors::pin(const std::string& name, Placement in) {
-  Lock lock = enter();
+  Entry lock = enter();
   check_place(in);
   const bool hbm = in == Placement::kHbm;
   const Tier& tier = hbm ? hbm_ : host_;
@@ -234,7 +246,7 @@ std::span<const std::byte> TieredTensors::pin(const std::string& name, Placement
 }
 
 void TieredTensors::unpin(const std::string& name, Placement in) {
-  Lock lock = enter();
+  Entry lock = enter();
   check_place(in);
   unsigned& pins = (in == Placement::kHbm ? hbm_ : host_).of(*find(name)).pins;
   if (pins == 0) refuse_tensor(name, "is not pinned", "unpin it as often as it was pinned");
@@ -243,7 +255,7 @@ void TieredTensors::unpin(const std::string& name, Placement in) {
 }
 
 void TieredTensors::set_next_use(const std::string& name, std::optional<std::uint64_t> when) {
-  Lock lock = enter();
+  Entry lock = enter();
   const Value& value = find(name);
   value->next_use = when;
   place(value);
@@ -251,7 +263,7 @@ void TieredTensors::set_next_use(const std::string& name, std::optional<std::uin
 
 void TieredTensors::remove(std::span<const std::string> names) {
   refuse_twice(names, [](const std::string& name) { return name; });
-  Lock lock = enter();
+  Entry lock = enter();
   for (const std::string& name : names) {
     if (find(name)->hbm.pins > 0) refuse_pinned(name);
   }
@@ -263,7 +275,7 @@ void TieredTensors::remove(std::span<const std::string> names) {
 
 std::uint64_t TieredTensors::commit() {
   const std::lock_guard one(commit_mutex_);
-  Lock lock = enter();
+  Entry lock = enter();
   if (!files_)
     throw Error(Code::kUnsupported, {"commit", "the store is in host memory alone", 0, "name paths when it is opened"});
   files_->refuse_uncertain();
@@ -331,7 +343,7 @@ std::uint64_t TieredTensors::commit() {
 }
 
 bool TieredTensors::contains(const std::string& name) const {
-  const Lock lock = enter();
+  const Entry lock = enter();
   return names_.contains(name);
 }
 
@@ -348,19 +360,19 @@ TensorInfo TieredTensors::info_of(const TensorValue& value) const {
 }
 
 TensorInfo TieredTensors::info(const std::string& name) const {
-  const Lock lock = enter();
+  const Entry lock = enter();
   return info_of(*find(name));
 }
 
 std::vector<TensorInfo> TieredTensors::list() const {
-  const Lock lock = enter();
+  const Entry lock = enter();
   std::vector<TensorInfo> all;
   for (const auto& [name, value] : names_) all.push_back(info_of(*value));
   return all;
 }
 
 TensorStoreStats TieredTensors::stats() const {
-  const Lock lock = enter();
+  const Entry lock = enter();
   TensorStoreStats now = stats_;
   now.host_capacity = host_.capacity;
   now.host_bytes = host_.capacity - host_.free.free_bytes();

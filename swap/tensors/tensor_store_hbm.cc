@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "spillway/error.h"
-#include "spillway/log.h"
 #include "swap/tensors/tensor_store_impl.h"
 
 namespace spillway {
@@ -319,12 +318,15 @@ void TieredTensors::move_ahead() {
     try {
       return what();
     } catch (const Error& error) {
-      log(LogLevel::kWarning, error.what());
+      to_say_.emplace_back(error.what());
       return false;
     }
   };
   while (!stopping_) {
-    if (!risings_.empty()) {
+    if (!to_say_.empty()) {
+      say(lock);
+      lock.lock();
+    } else if (!risings_.empty()) {
       const Rising next = risings_.front();
       risings_.pop_front();
       const bool came = done([&] {

@@ -78,6 +78,7 @@ class TieredTensors final : public TensorStore {
   using Lock = std::unique_lock<std::mutex>;
   // A thread's hold on a value, while the mutex is not held.
   class Use;
+  class Entry;
   class Arriving;
   class Unlocked;
 
@@ -93,7 +94,9 @@ class TieredTensors final : public TensorStore {
   };
 
   void begin_with_files(const TensorStoreOptions& options);
-  Lock enter() const;  // refuses a forked process
+  void refuse_fork() const;
+  Entry enter() const;
+  void say(Lock& lock) const;  // what there is to say, and frees the mutex
   const Value& find(const std::string& name) const;
   void check_place(Placement place) const;  // of a call
   void install(const Value& value);
@@ -197,6 +200,8 @@ class TieredTensors final : public TensorStore {
   std::uint64_t clock_ = 0, unwritten_bytes_ = 0;
   bool changed_since_commit_ = false;
   TensorStoreStats stats_;
+  // Warnings, for the log. Whoever hears them may call the store.
+  mutable std::vector<std::string> to_say_;
 
   struct Rising {
     Value value;
@@ -207,6 +212,16 @@ class TieredTensors final : public TensorStore {
   std::unique_ptr<std::condition_variable> ahead_ =
       std::make_unique<std::condition_variable>();  // there may be something to move ahead
   std::unique_ptr<std::thread> mover_;
+};
+
+// A call's hold on the mutex. What there is to say is said at its end, when the mutex is free.
+class TieredTensors::Entry : public Lock {
+ public:
+  explicit Entry(const TieredTensors& store) : Lock(store.mutex_), store_(store) {}
+  ~Entry() { store_.say(*this); }
+
+ private:
+  const TieredTensors& store_;
 };
 
 // While it lives, the mutex is free.

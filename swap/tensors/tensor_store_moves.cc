@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 
 #include "spillway/error.h"
-#include "spillway/log.h"
 #include "swap/tensors/tensor_store_impl.h"
 
 namespace spillway {
@@ -107,7 +106,7 @@ std::optional<Error> TieredTensors::await(const Value& value, Lock& lock) {
 void TieredTensors::sweep() {
   for (const Value& value : std::vector<Value>(moving_)) {
     if (value->filling || !value->transfer || !value->transfer->done()) continue;
-    if (const auto error = finish(*value)) log(LogLevel::kWarning, error->what());
+    if (const auto error = finish(*value)) to_say_.emplace_back(error->what());
   }
   std::erase_if(leaving_, [&](const Value& value) { return release(*value); });
 }

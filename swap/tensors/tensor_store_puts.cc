@@ -67,7 +67,7 @@ TieredTensors::Value TieredTensors::make_value(const TensorToPut& tensor) const 
 
 void TieredTensors::put(std::span<const TensorToPut> tensors) {
   refuse_twice(tensors, [](const TensorToPut& tensor) { return tensor.name; });
-  Lock lock = enter();
+  Entry lock = enter();
   for (const TensorToPut& tensor : tensors) {
     check_place(tensor.memory);
     check(tensor);

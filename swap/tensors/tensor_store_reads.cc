@@ -99,7 +99,7 @@ void TieredTensors::check_in_host(const Value& value, std::span<std::byte> out, 
 }
 
 void TieredTensors::get(std::span<const TensorToGet> tensors) {
-  Lock lock = enter();
+  Entry lock = enter();
   for (const TensorToGet& wanted : tensors) {
     check_place(wanted.memory);
     check_size(*find(wanted.name), wanted);
@@ -178,7 +178,7 @@ std::vector<TieredTensors::Piece> TieredTensors::pieces_of(const TensorValue& va
 
 void TieredTensors::read_rows(const std::string& name, std::uint64_t row_bytes, std::span<const std::uint64_t> rows,
                               std::span<std::byte> out) {
-  Lock lock = enter();
+  Entry lock = enter();
   Value value = find(name);
   const std::uint64_t bytes = value->record.bytes, block_bytes = value->record.block_bytes;
   if (row_bytes == 0 || bytes % row_bytes != 0)

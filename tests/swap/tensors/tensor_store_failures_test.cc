@@ -1,0 +1,130 @@
+// Drives that fail or linger under a store of named tensors, each at the moment that a test chooses: pread(2) and
+// pwrite(2) are replaced by the linker. What one tensor's failure leaves of the others, and who waits for whom.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "spillway/error.h"
+#include "spillway/log.h"
+#include "tests/error_of.h"
+#include "tests/swap/tensors/tensor_store_fixture.h"
+
+namespace {
+
+struct Transfer {
+  bool write;
+  std::uint64_t offset, bytes;  // in a file
+  std::thread::id thread;
+};
+using Drive = std::function<int(const Transfer&)>;  // the errno that it ends with; 0: it is made
+
+std::mutex drive_mutex;
+std::shared_ptr<const Drive> drive_now;
+
+void set_drive(Drive drive) {
+  const std::lock_guard lock(drive_mutex);
+  drive_now = drive ? std::make_shared<const Drive>(std::move(drive)) : nullptr;
+}
+
+int error_of_drive(bool write, off_t offset, size_t bytes) {
+  std::shared_ptr<const Drive> drive;
+  {
+    const std::lock_guard lock(drive_mutex);
+    drive = drive_now;
+  }
+  return drive ? (*drive)({write, static_cast<std::uint64_t>(offset), bytes, std::this_thread::get_id()}) : 0;
+}
+
+}  // namespace
+
+extern "C" {
+// NOLINTBEGIN: the names are the linker's
+ssize_t __real_pread64(int fd, void* to, size_t bytes, off_t offset);
+ssize_t __real_pwrite64(int fd, const void* from, size_t bytes, off_t offset);
+ssize_t __wrap_pread64(int fd, void* to, size_t bytes, off_t offset) {
+  if (const int error = error_of_drive(false, offset, bytes)) return errno = error, -1;
+  return __real_pread64(fd, to, bytes, offset);
+}
+ssize_t __wrap_pwrite64(int fd, const void* from, size_t bytes, off_t offset) {
+  if (const int error = error_of_drive(true, offset, bytes)) return errno = error, -1;
+  return __real_pwrite64(fd, from, bytes, offset);
+}
+ssize_t __wrap_pread(int fd, void* to, size_t bytes, off_t offset) { return __wrap_pread64(fd, to, bytes, offset); }
+ssize_t __wrap_pwrite(int fd, const void* from, size_t bytes, off_t offset) {
+  return __wrap_pwrite64(fd, from, bytes, offset);
+}
+// NOLINTEND
+}
+
+namespace spillway {
+namespace {
+
+using namespace testing;
+using ::testing::HasSubstr;
+
+// The first that comes to it waits, another one sees that and opens it.
+class Gate {
+ public:
+  void come() {
+    if (!closed_.exchange(false)) return;
+    came_.set_value();
+    opened_.get_future().wait();
+  }
+  void wait_for_somebody() { came_.get_future().wait(); }
+  void open() { opened_.set_value(); }
+
+ private:
+  std::atomic<bool> closed_ = true;
+  std::promise<void> came_, opened_;
+};
+
+class TensorStoreOnBadDrive : public TensorStoreHbmTest {
+ protected:
+  ~TensorStoreOnBadDrive() override {
+    set_drive({});
+    set_log_sink({});
+  }
+  TensorStoreOptions on_one_drive() const {
+    TensorStoreOptions wanted = options();
+    wanted.paths = {one_.path()};
+    wanted.io_engine = IoEngineKind::kThreads;  // which calls pread and pwrite
+    return wanted;
+  }
+  // "y" is on the drive alone, of a MiB, and whatever is read from now on fails.
+  void open_with_unreadable() {
+    open(on_one_drive());
+    put("y", bytes_of(1, kMiB));
+    store_->commit();
+    open(on_one_drive());
+  }
+};
+
+TEST_F(TensorStoreOnBadDrive, AMessageIsSaidWhileTheStoreIsFree) {
+  open_with_unreadable();
+  std::vector<std::string> said;
+  set_log_sink([&](LogLevel, std::string_view message) {
+    said.emplace_back(message);
+    EXPECT_TRUE(store_->contains("y"));
+  });
+  set_drive([](const Transfer& transfer) { return transfer.write ? 0 : EIO; });
+  const std::string y = "y";
+  store_->prefetch({&y, 1});
+  // Each of them looks at what is over.
+  for (int i = 0; said.empty() && i < 100'000; ++i) put("small", bytes_of(3, 100)), remove("small");
+  ASSERT_EQ(said.size(), 1u);
+  EXPECT_THAT(said[0], HasSubstr("read of 1048576 bytes"));
+}
+
+}  // namespace
+}  // namespace spillway
