@@ -96,6 +96,7 @@ void TieredTensors::save_below(const Value& value, Lock& lock) {
 
 // One step towards a range in HBM; false: there is none to make.
 bool TieredTensors::make_hbm_room(Lock& lock) {
+  const std::uint64_t free = hbm_.free.free_bytes();
   std::vector<Value> refused;
   std::optional<Error> failed;
   while (true) {
@@ -117,6 +118,9 @@ bool TieredTensors::make_hbm_room(Lock& lock) {
       if (!failed || failed->code() == Code::kDoesNotFit) failed = error;
     }
   }
+  // The mutex may have been free: what others let go of meanwhile nobody tells of again.
+  sweep();
+  if (hbm_.free.free_bytes() > free) return true;
   // What has lost its name goes once nobody uses it, and nothing moves it.
   const auto goes = std::ranges::find_if(leaving_, [](const Value& value) { return value->hbm.at.has_value(); });
   if (goes != leaving_.end() && (*goes)->transfer) {

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <functional>
 #include <future>
 #include <memory>
@@ -73,6 +74,8 @@ namespace {
 using namespace testing;
 using ::testing::HasSubstr;
 
+constexpr std::chrono::seconds kPatience(60);
+
 // The first that comes to it waits, another one sees that and opens it.
 class Gate {
  public:
@@ -124,6 +127,49 @@ TEST_F(TensorStoreOnBadDrive, AMessageIsSaidWhileTheStoreIsFree) {
   for (int i = 0; said.empty() && i < 100'000; ++i) put("small", bytes_of(3, 100)), remove("small");
   ASSERT_EQ(said.size(), 1u);
   EXPECT_THAT(said[0], HasSubstr("read of 1048576 bytes"));
+}
+
+TEST_F(TensorStoreOnBadDrive, WhatIsFreeInHbmByNowIsNotWaitedFor) {
+  TensorStoreOptions wanted = on_one_drive();
+  wanted.host_bytes = kMiB;  // of which no tensor here fits into
+  wanted.hbm_bytes = 2 * kMiB;
+  wanted.device = DeviceKind::kHost;
+  open(wanted);
+  put("little", bytes_of(4, 100));
+  put_up("old", bytes_of(1, kMiB));
+  store_->commit();
+  // A commit, which uses all that it names until it fails ...
+  Gate table, tensor;
+  std::promise<std::thread::id> committer;
+  const std::shared_future<std::thread::id> committing = committer.get_future().share();
+  set_drive([&](const Transfer& transfer) {
+    if (!transfer.write) return 0;
+    (transfer.thread == committing.get() ? table : tensor).come();
+    return EIO;
+  });
+  std::future<void> commit = std::async(std::launch::async, [&] {
+    committer.set_value(std::this_thread::get_id());
+    store_->commit();
+  });
+  table.wait_for_somebody();
+  remove("old");
+  put_up("b", bytes_of(2, kMiB));
+  // ... while a tensor is on its way out of HBM, which fails as well.
+  std::future<void> putting = std::async(std::launch::async, [&] { put_up("new", bytes_of(3, kMiB)); });
+  tensor.wait_for_somebody();
+  table.open();
+  EXPECT_EQ(error_of([&] { commit.get(); }).code(), Code::kIo);
+  tensor.open();
+  if (putting.wait_for(kPatience) != std::future_status::ready) {
+    ADD_FAILURE() << "it waits for what is over";
+    store_->pin("little");
+    store_->unpin("little");  // wakes it
+  }
+  EXPECT_NO_THROW(putting.get());
+  set_drive({});
+  EXPECT_EQ(get("b"), bytes_of(2, kMiB));
+  EXPECT_EQ(get("new"), bytes_of(3, kMiB));
+  EXPECT_TRUE(in_hbm("b") && in_hbm("new"));
 }
 
 }  // namespace
