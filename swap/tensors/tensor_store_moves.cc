@@ -186,9 +186,12 @@ bool TieredTensors::write_behind(std::uint64_t coming) {
   for (auto turn = host_.turns.begin(); turn != host_.turns.end() && unwritten_bytes_ + coming > most; ++turn) {
     const Value value = turn->second;
     if (value->busy() || !value->unwritten()) continue;
-    // Whoever needs the room will say so.
     if (value->record.padded_bytes() > files_->free_for_tensors()) return false;
-    start_write(value);
+    try {
+      start_write(value);
+    } catch (const Error&) {  // whoever needs the room will say so
+      return false;
+    }
   }
   return unwritten_bytes_ + coming > most && coming <= files_->free_for_tensors();
 }
@@ -213,6 +216,7 @@ std::optional<Extent> TieredTensors::take_at_once(Tier& tier, std::uint64_t byte
 bool TieredTensors::make_room(std::uint64_t bytes, Lock& lock) {
   std::uint64_t under_way = 0;
   Value first;
+  bool reads = false;  // the first
   std::optional<Error> failed;
   for (auto turn = host_.turns.begin(); turn != host_.turns.end(); ++turn) {
     const Value value = turn->second;
@@ -228,13 +232,19 @@ bool TieredTensors::make_room(std::uint64_t bytes, Lock& lock) {
       if (!failed) failed = error;
     }
     if (!value->transfer) continue;
-    if (!first) first = value;
+    if (!first) {
+      first = value;
+      reads = value->transfer->op() == IoOp::kRead;
+    }
     under_way += value->record.padded_bytes();
     if (under_way >= bytes) break;
   }
   // Several writes are started, so that the drive is busy, and the first of them is waited for.
   if (first) {
-    if (auto error = await(first, lock)) throw *error;
+    if (const auto error = await(first, lock)) {
+      if (!reads) throw *error;  // the memory of a read that failed is free
+      to_say_.emplace_back(error->what());
+    }
     return true;
   }
   if (failed) throw *failed;

@@ -7,8 +7,10 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <fstream>
 #include <functional>
 #include <future>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -92,6 +94,16 @@ class Gate {
   std::promise<void> came_, opened_;
 };
 
+// Until the thread waits for something, as `S` in the state of a task says.
+void wait_until_asleep(::pid_t thread) {
+  for (int times = 0; times < 20;) {
+    std::ifstream stat("/proc/self/task/" + std::to_string(thread) + "/stat");
+    const std::string line((std::istreambuf_iterator<char>(stat)), {});
+    times = line.find(") S ") != std::string::npos ? times + 1 : 0;
+    std::this_thread::yield();
+  }
+}
+
 class TensorStoreOnBadDrive : public TensorStoreHbmTest {
  protected:
   ~TensorStoreOnBadDrive() override {
@@ -112,6 +124,31 @@ class TensorStoreOnBadDrive : public TensorStoreHbmTest {
     open(on_one_drive());
   }
 };
+
+TEST_F(TensorStoreOnBadDrive, AnotherTensorsFailedReadIsNoFailureOfAPut) {
+  open_with_unreadable();
+  Gate reading;
+  set_drive([&](const Transfer& transfer) {
+    if (transfer.write) return 0;
+    reading.come();
+    return EIO;
+  });
+  const std::string y = "y";
+  EXPECT_EQ(store_->prefetch({&y, 1}), 1u);
+  reading.wait_for_somebody();
+  std::promise<::pid_t> thread;
+  std::future<void> putting = std::async(std::launch::async, [&] {
+    thread.set_value(::gettid());
+    put("x", bytes_of(2, kMiB));  // host memory has room for one of them
+  });
+  wait_until_asleep(thread.get_future().get());
+  reading.open();
+  EXPECT_NO_THROW(putting.get());
+  EXPECT_EQ(get("x"), bytes_of(2, kMiB));
+  EXPECT_EQ(error_of([&] { get("y"); }).code(), Code::kIo);
+  set_drive({});
+  EXPECT_EQ(get("y"), bytes_of(1, kMiB));
+}
 
 TEST_F(TensorStoreOnBadDrive, AMessageIsSaidWhileTheStoreIsFree) {
   open_with_unreadable();
