@@ -274,6 +274,7 @@ void TieredTensors::remove(std::span<const std::string> names) {
 }
 
 std::uint64_t TieredTensors::commit() {
+  refuse_fork();  // before any mutex, which a thread of the parent's may have
   const std::lock_guard one(commit_mutex_);
   Entry lock = enter();
   if (!files_)

@@ -2,6 +2,7 @@
 // pwrite(2) are replaced by the linker. What one tensor's failure leaves of the others, and who waits for whom.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -207,6 +208,38 @@ TEST_F(TensorStoreOnBadDrive, WhatIsFreeInHbmByNowIsNotWaitedFor) {
   EXPECT_EQ(get("b"), bytes_of(2, kMiB));
   EXPECT_EQ(get("new"), bytes_of(3, kMiB));
   EXPECT_TRUE(in_hbm("b") && in_hbm("new"));
+}
+
+TEST_F(TensorStoreOnBadDrive, AForkIsRefusedWhileItsParentCommits) {
+  open(on_one_drive());
+  put("a", bytes_of(1, 100));
+  Gate table;
+  std::promise<std::thread::id> committer;
+  const std::shared_future<std::thread::id> committing = committer.get_future().share();
+  set_drive([&](const Transfer& transfer) {
+    if (transfer.thread == committing.get()) table.come();
+    return 0;
+  });
+  std::future<void> commit = std::async(std::launch::async, [&] {
+    committer.set_value(std::this_thread::get_id());
+    store_->commit();
+  });
+  table.wait_for_somebody();
+  const ::pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(30);
+    try {
+      store_->commit();
+    } catch (const Error& error) {
+      ::_exit(std::string(error.what()).find("which forked this one") != std::string::npos ? 0 : 2);
+    }
+    ::_exit(1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  table.open();
+  EXPECT_NO_THROW(commit.get());
 }
 
 }  // namespace
