@@ -102,12 +102,11 @@ std::vector<std::byte> TensorFiles::read_table(const TableRoot& root) const {
 
 // A commit that was cut short leaves the root before it. What is worth a word is one that nothing explains but damage:
 // both of its copies unreadable, or its table another than it names.
-void TensorFiles::read_newest() {
-  const std::string path = files_.files().front().path().string();
-  const std::uint64_t total = kBegin + capacity_;
+std::optional<TableRoot> TensorFiles::newest_root() {
   std::vector<TableRoot> roots;
   AlignedBuffer buffer(kRootBytes);
   bool any = false;
+  damaged_root_ = false;
   for (std::uint64_t i = 0; i < kRoots; ++i) {
     std::uint32_t damaged = 0;
     std::optional<TableRoot> found;
@@ -126,12 +125,15 @@ void TensorFiles::read_newest() {
     damaged_root_ |= damaged > 0;
     if (found) roots.push_back(*found);
   }
-  std::ranges::sort(roots, std::ranges::greater{}, &TableRoot::commit);
-  if (roots.empty()) {
-    if (!any) return;  // no commit yet
-    throw Error(Code::kCorrupt, path, "what its commits say cannot be read", 0, Remedy::kReplace);
-  }
-  root_ = roots.front();
+  if (!roots.empty()) return *std::ranges::max_element(roots, {}, &TableRoot::commit);
+  if (!any) return std::nullopt;  // no commit yet
+  throw Error(Code::kCorrupt, files_.files().front().path().string(), "what its commits say cannot be read", 0,
+              Remedy::kReplace);
+}
+
+bool TensorFiles::take_newest() {
+  const std::uint64_t total = kBegin + capacity_;
+  free_ = FreeRanges(kBegin, total);
   const auto ends = [&](const Extent& part) { return part.offset + part.bytes > total; };
   std::optional<std::vector<ReadRecord>> read;
   if (std::ranges::none_of(root_.parts, ends)) {
@@ -144,11 +146,22 @@ void TensorFiles::read_newest() {
   for (std::size_t i = 0; fits && i < read->size(); ++i) {
     for (const Extent& part : (*read)[i].record.parts) fits = fits && free_.take_at(part);
   }
-  if (!fits) {
-    throw Error(Code::kCorrupt, path, fmt::format("the table of commit {} is damaged", root_.commit), 0,
-                Remedy::kCheckDriveAndReplace);
-  }
+  if (!fits) return false;
   tensors_ = std::move(*read);
+  return true;
+}
+
+void TensorFiles::read_newest() {
+  auto newest = newest_root();
+  while (newest) {
+    root_ = std::move(*newest);
+    if (take_newest()) return;
+    // A process that has the store may have made commits since the root was read, and overwritten what it named.
+    newest = files_.in_use() ? newest_root() : std::nullopt;
+    if (newest && newest->commit != root_.commit) continue;
+    throw Error(Code::kCorrupt, files_.files().front().path().string(),
+                fmt::format("the table of commit {} is damaged", root_.commit), 0, Remedy::kCheckDriveAndReplace);
+  }
 }
 
 void TensorFiles::refuse_uncertain() const {

@@ -4,15 +4,17 @@
 //   | superblock | root 0, root 0', root 1, root 1' | parts of tables and tensors … |
 //
 // A commit writes a table into free space, syncs, overwrites the older of the two root records, and syncs again. The
-// newest root whose table can be read is the truth. What a table says: tensor_table.h. Thread: one at a time, but for
-// what is const. Errors: as StoreFiles.
+// newest root record that can be read is the truth: should its table be damaged, so is the store (kCorrupt). What a
+// table says: tensor_table.h. Thread: one at a time, but for what is const. Errors: as StoreFiles.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "swap/store_files.h"
@@ -59,6 +61,8 @@ class TensorFiles {
  private:
   TensorFiles(StoreFiles files, std::uint64_t total_bytes);
   void read_newest();
+  std::optional<TableRoot> newest_root();
+  bool take_newest();  // what root_ names; false: that cannot be
   void write_root(const TableRoot& root);
   std::vector<std::byte> read_table(const TableRoot& root) const;
 

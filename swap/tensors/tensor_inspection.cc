@@ -23,6 +23,17 @@ TensorInfo info_of(const ReadRecord& read) {
           .pinned = false};
 }
 
+// Bytes of a tensor from `begin` on; the errno that it ends with, 0 where all is read.
+int read_of_tensor(const TensorFiles& files, const TensorRecord& record, std::uint64_t begin, std::span<std::byte> to) {
+  try {
+    for_each_run(record.parts, begin, to,
+                 [&](std::uint64_t offset, std::span<std::byte> run) { files.files().read_at(offset, run); });
+    return 0;
+  } catch (const Error& failure) {
+    return failure.parts().errno_value != 0 ? failure.parts().errno_value : EIO;
+  }
+}
+
 }  // namespace
 
 bool holds_tensors(const std::vector<std::filesystem::path>& paths) {
@@ -64,15 +75,11 @@ std::uint64_t verify_tensors(const std::vector<std::filesystem::path>& paths,
     const std::uint64_t step = std::max<std::uint64_t>(1, kLookBytes / record.block_bytes) * record.block_bytes;
     for (std::uint64_t begin = 0; begin < record.padded_bytes(); begin += step) {
       const auto piece = buffer.bytes().first(std::min({step, record.padded_bytes() - begin, kLookBytes}));
-      int error = 0;
-      try {
-        for_each_run(record.parts, begin, piece,
-                     [&](std::uint64_t offset, std::span<std::byte> run) { files->files().read_at(offset, run); });
-      } catch (const Error& failure) {
-        error = failure.parts().errno_value != 0 ? failure.parts().errno_value : EIO;
-      }
+      const bool together = read_of_tensor(*files, record, begin, piece) == 0;
       for (std::uint64_t at = 0; at < piece.size(); at += record.block_bytes) {
         const auto block = piece.subspan(at, std::min<std::uint64_t>(record.block_bytes, piece.size() - at));
+        // One sector fails all that is read with it.
+        const int error = together ? 0 : read_of_tensor(*files, record, begin + at, block);
         const bool whole = error == 0 && granule_checksum(block) == record.checksums[(begin + at) / record.block_bytes];
         // Said, and gone on: one bad block says nothing of the others.
         if (!whole) on_bad({name, begin + at, block.size(), error});

@@ -242,5 +242,50 @@ TEST_F(TensorStoreOnBadDrive, AForkIsRefusedWhileItsParentCommits) {
   EXPECT_NO_THROW(commit.get());
 }
 
+TEST_F(TensorStoreOnBadDrive, ABadSectorIsOneBlock) {
+  const Bytes bytes = bytes_of(1, kMiB);
+  TensorStoreOptions small = on_one_drive();
+  small.nvme_bytes = 2 * kMiB;
+  open(small);
+  put("a", bytes);
+  store_->commit();
+  store_.reset();
+  std::ifstream file(one_.path() / kStoreFileName, std::ios::binary);
+  const std::string all((std::istreambuf_iterator<char>(file)), {});
+  const std::string wanted(reinterpret_cast<const char*>(bytes.data()) + 200'000, 100);
+  const std::uint64_t bad = all.find(wanted);
+  ASSERT_NE(bad, std::string::npos);
+  set_drive([&](const Transfer& transfer) {
+    return transfer.offset <= bad && bad < transfer.offset + transfer.bytes ? EIO : 0;
+  });
+  std::vector<BadTensor> found;
+  verify_tensors({one_.path()}, [&](const BadTensor& one) { found.push_back(one); });
+  ASSERT_EQ(found.size(), 1u);
+  EXPECT_EQ(found[0].offset, 196'608u);
+  EXPECT_EQ(found[0].bytes, 65'536u);
+  EXPECT_EQ(found[0].error, EIO);
+}
+
+// Commits are made between the look at the newest root and that at what it names.
+TEST_F(TensorStoreOnBadDrive, AStoreThatCommitsMeanwhileIsInspected) {
+  open(on_one_drive());
+  put("a", bytes_of(1, 100));
+  const std::uint64_t before = store_->commit();
+  constexpr std::uint64_t kTables = 5 * 64 * kKiB;  // a file of one space: from where on tables and tensors are
+  set_drive([&](const Transfer& transfer) {
+    if (transfer.write || transfer.offset < kTables || transfer.bytes >= 64 * kKiB) return 0;
+    set_drive({});
+    for (int i = 0; i < 3; ++i) {
+      put("b" + std::to_string(i), bytes_of(2, 100));
+      store_->commit();
+    }
+    return 0;
+  });
+  const StoredTensors found = inspect_tensors({one_.path()});
+  EXPECT_TRUE(found.in_use);
+  EXPECT_EQ(found.commits, before + 3);
+  EXPECT_EQ(found.tensors.size(), 4u);
+}
+
 }  // namespace
 }  // namespace spillway
