@@ -65,9 +65,11 @@ Error TieredTensors::failure_of(const TensorValue& value, IoOp op, const TensorT
   const File& file = thread_->file(failure.completion.error_file);
   const std::string of_queue = thread_->queue_failure();
   const Error moved = transfer_error(op, file, failure.completion, std::string());
-  return Error(Code::kIo, {value.name, moved.what() + (of_queue.empty() ? "" : ": " + of_queue), 0,
-                           op == IoOp::kWrite ? "check the drive; it is still in host memory"
-                                              : "check the drive; remove it, or put it anew"});
+  const char* const hint = op == IoOp::kRead ? "check the drive; remove it, or put it anew"
+                           : value.host.at   ? "check the drive; it is still in host memory"
+                           : value.hbm.at    ? "check the drive; it is still in HBM"
+                                             : "check the drive, and put it again";
+  return Error(Code::kIo, {value.name, moved.what() + (of_queue.empty() ? "" : ": " + of_queue), 0, hint});
 }
 
 std::optional<Error> TieredTensors::finish(TensorValue& value) {

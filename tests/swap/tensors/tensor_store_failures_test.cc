@@ -287,5 +287,23 @@ TEST_F(TensorStoreOnBadDrive, AStoreThatCommitsMeanwhileIsInspected) {
   EXPECT_EQ(found.tensors.size(), 4u);
 }
 
+TEST_F(TensorStoreOnBadDrive, AWriteThatFailsSaysWhereTheTensorIs) {
+  TensorStoreOptions wanted = on_one_drive();
+  wanted.host_bytes = kMiB;
+  wanted.hbm_bytes = 3 * kMiB;
+  wanted.device = DeviceKind::kHost;
+  open(wanted);
+  put("in host memory", bytes_of(1, 100));
+  set_drive([](const Transfer& transfer) { return transfer.write ? EIO : 0; });
+  EXPECT_THAT(error_of([&] { store_->commit(); }).what(), HasSubstr("check the drive; it is still in host memory"));
+  remove("in host memory");
+  put_up("up", bytes_of(2, kMiB));
+  EXPECT_THAT(error_of([&] { store_->commit(); }).what(), HasSubstr("check the drive; it is still in HBM"));
+  EXPECT_THAT(error_of([&] { put("nowhere", bytes_of(3, kMiB)); }).what(),
+              HasSubstr("check the drive, and put it again"));
+  EXPECT_FALSE(store_->contains("nowhere"));
+  EXPECT_EQ(get("up"), bytes_of(2, kMiB));
+}
+
 }  // namespace
 }  // namespace spillway
