@@ -14,8 +14,9 @@
 //
 // Memory: hbm_bytes and host_bytes are reserved when the store is made and never exceeded; names, shapes and checksums
 // (8 bytes a block) come on top, and for a moment of a commit twice what they take. Disk: nvme_bytes and a little more
-// are taken when the store is made, so that no later write finds the disk full. A tensor that was committed and is put
-// anew takes both places until the next commit.
+// are taken when the store is made, so that no later write finds the disk full. Of that, room is kept for the names,
+// shapes and checksums that the next commit writes: beside very many small tensors less fits. A tensor that was
+// committed and is put anew takes both places until the next commit.
 //
 // Threads: any number may call at a time; calls of one tensor wait for each other. Memory that is given belongs to the
 // caller, and is not looked at once the call has returned. A process that was forked off must not use its parent's

@@ -1,7 +1,9 @@
 #include "swap/tensors/free_ranges.h"
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
+#include <numeric>
 
 #include "spillway/error.h"
 
@@ -41,6 +43,15 @@ std::vector<Extent> FreeRanges::take_in_parts(std::uint64_t bytes) {
     bytes -= parts.back().bytes;
   }
   return parts;
+}
+
+std::uint64_t FreeRanges::free_bytes_in(std::size_t ranges) const {
+  if (free_.size() <= ranges) return free_bytes_;
+  std::vector<std::uint64_t> sizes;
+  for (const auto& [begin, end] : free_) sizes.push_back(end - begin);
+  const auto last = sizes.begin() + static_cast<std::ptrdiff_t>(ranges);
+  std::ranges::nth_element(sizes, last, std::ranges::greater{});
+  return std::accumulate(sizes.begin(), last, std::uint64_t{0});
 }
 
 bool FreeRanges::take_at(const Extent& range) {

@@ -26,6 +26,8 @@ class FreeRanges {
   void give_back(const Extent& range);
 
   std::uint64_t free_bytes() const noexcept { return free_bytes_; }
+  // Of so many ranges, the largest ones.
+  std::uint64_t free_bytes_in(std::size_t ranges) const;
 
  private:
   std::map<std::uint64_t, std::uint64_t> free_;  // begin → end; no two touch

@@ -148,6 +148,7 @@ bool TensorFiles::take_newest() {
   }
   if (!fits) return false;
   tensors_ = std::move(*read);
+  next_table_bytes_ = root_.bytes;
   return true;
 }
 
@@ -180,10 +181,32 @@ void TensorFiles::write_root(const TableRoot& root) {
   }
 }
 
-std::uint64_t TensorFiles::free_for_tensors() const noexcept {
-  // The next commit's table needs a place beside this one's, and may be longer.
-  const std::uint64_t kept = align_up(2 * root_.bytes + 16 * kKiB, kTensorAlignment);
-  return free_.free_bytes() - std::min(free_.free_bytes(), kept);
+// The next commit's table needs a place beside this one's; and beside that the one after it, which may be as long, and
+// has this one's place then.
+std::uint64_t TensorFiles::kept_for_tables() const {
+  const std::uint64_t now = align_up(root_.bytes, kTensorAlignment),
+                      next = align_up(next_table_bytes_, kTensorAlignment);
+  return next + (next > now ? next - now : 0);
+}
+
+// A table lies in a few ranges.
+std::uint64_t TensorFiles::free_for_tensors() const {
+  return free_.free_bytes_in(kMostTableParts) < kept_for_tables() ? 0 : free_.free_bytes() - kept_for_tables();
+}
+
+bool TensorFiles::take_parts(const std::string& name, TensorRecord& record) {
+  const std::uint64_t bytes = record.padded_bytes();
+  if (bytes > free_.free_bytes()) return false;
+  record.parts = free_.take_in_parts(bytes);
+  next_table_bytes_ += table_bytes(name, record);
+  if (free_.free_bytes_in(kMostTableParts) >= kept_for_tables()) return true;
+  for (const Extent& part : give_up(name, record)) free_.give_back(part);
+  return false;
+}
+
+std::vector<Extent> TensorFiles::give_up(const std::string& name, TensorRecord& record) {
+  next_table_bytes_ -= table_bytes(name, record);
+  return std::exchange(record.parts, {});
 }
 
 TensorFiles::Draft TensorFiles::begin_commit(std::span<const NamedRecord> tensors) {

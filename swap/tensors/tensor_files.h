@@ -51,7 +51,12 @@ class TensorFiles {
 
   FreeRanges& free() noexcept { return free_; }
   // Without what the table of the next commit takes.
-  std::uint64_t free_for_tensors() const noexcept;
+  std::uint64_t free_for_tensors() const;
+  // Takes record.parts, beside which there is room for the table of the next commit, which has the tensor; false, and
+  // nothing is taken: there is not.
+  bool take_parts(const std::string& name, TensorRecord& record);
+  // Of a tensor that the next commit will not have: what it took, which is not free yet.
+  std::vector<Extent> give_up(const std::string& name, TensorRecord& record);
   const FreeRanges& free() const noexcept { return free_; }
   std::uint64_t capacity() const noexcept { return capacity_; }
   StoreFiles& files() noexcept { return files_; }
@@ -63,6 +68,7 @@ class TensorFiles {
   void read_newest();
   std::optional<TableRoot> newest_root();
   bool take_newest();  // what root_ names; false: that cannot be
+  std::uint64_t kept_for_tables() const;
   void write_root(const TableRoot& root);
   std::vector<std::byte> read_table(const TableRoot& root) const;
 
@@ -70,6 +76,7 @@ class TensorFiles {
   FreeRanges free_;
   std::uint64_t capacity_;
   TableRoot root_;
+  std::uint64_t next_table_bytes_ = kEmptyTableBytes;  // of the tensors that have taken their parts
   std::vector<ReadRecord> tensors_;
   bool damaged_root_ = false;
   std::atomic<bool> uncertain_ = false;

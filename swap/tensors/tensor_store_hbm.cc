@@ -60,7 +60,7 @@ void TieredTensors::copy_down_to(const Extent& host, const Value& value, Lock& l
 void TieredTensors::pass_down(const Value& value, Lock& lock) {
   files_->refuse_uncertain();
   TensorRecord& record = value->record;
-  record.parts = take_parts(*value);
+  take_parts(*value);
   const std::span<const std::byte> from = device_->memory(*value->hbm.at);
   try {
     relocate(value, lock, [&] {
@@ -74,7 +74,7 @@ void TieredTensors::pass_down(const Value& value, Lock& lock) {
       });
     });
   } catch (...) {
-    for (const Extent& part : std::exchange(record.parts, {})) files_->free().give_back(part);
+    give_up_parts(*value);
     throw;
   }
   value->on_nvme = true;

@@ -151,7 +151,8 @@ class TieredTensors final : public TensorStore {
   void open_write(const Value& value);
   void start_write(const Value& value);
   void start_read(const Value& value, const Extent& host);
-  std::vector<Extent> take_parts(const TensorValue& value);
+  void take_parts(TensorValue& value);
+  void give_up_parts(TensorValue& value);  // of a write that failed
   // Waits for what moves it; the failure of that.
   std::optional<Error> await(const Value& value, Lock& lock);
   std::optional<Error> finish(TensorValue& value);

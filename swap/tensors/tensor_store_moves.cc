@@ -84,8 +84,7 @@ std::optional<Error> TieredTensors::finish(TensorValue& value) {
   }
   Error error = failure_of(value, transfer->op(), *failure);
   if (write) {
-    for (const Extent& part : value.record.parts) files_->free().give_back(part);
-    value.record.parts.clear();
+    give_up_parts(value);
     if (value.named) unwritten_bytes_ += value.record.padded_bytes();
   } else {
     leave(value, host_);
@@ -127,24 +126,28 @@ bool TieredTensors::release(TensorValue& value) {
   for (Tier* tier : {&host_, &hbm_}) {
     if (tier->of(value).at) leave(value, *tier);
   }
-  for (const Extent& part : value.record.parts) {
+  if (!value.on_nvme) return true;
+  for (const Extent& part : files_->give_up(value.name, value.record)) {
     // The last commit still names a committed value's parts: they are free after the next one.
     value.committed ? after_commit_.push_back(part) : files_->free().give_back(part);
   }
-  value.record.parts.clear();
   return true;
 }
 
-std::vector<Extent> TieredTensors::take_parts(const TensorValue& value) {
-  const std::uint64_t bytes = value.record.padded_bytes();
+void TieredTensors::give_up_parts(TensorValue& value) {
+  for (const Extent& part : files_->give_up(value.name, value.record)) files_->free().give_back(part);
+}
+
+void TieredTensors::take_parts(TensorValue& value) {
   sweep();
-  if (bytes <= files_->free_for_tensors()) return files_->free().take_in_parts(bytes);
+  if (files_->take_parts(value.name, value.record)) return;
   std::uint64_t kept = 0;
   for (const Extent& part : after_commit_) kept += part.bytes;
   throw Error(Code::kDoesNotFit,
               {value.name,
-               fmt::format("takes {} bytes, and {} of {} are free in nvme_bytes", bytes, files_->free_for_tensors(),
-                           files_->capacity()),
+               fmt::format("takes {} bytes and {} in the next commit's table, and {} of {} are free in nvme_bytes",
+                           value.record.padded_bytes(), table_bytes(value.name, value.record),
+                           files_->free_for_tensors(), files_->capacity()),
                0,
                kept > 0 ? fmt::format("commit(), which frees {} bytes that the last commit still names", kept)
                         : "remove tensors, or make the store larger"});
@@ -153,7 +156,7 @@ std::vector<Extent> TieredTensors::take_parts(const TensorValue& value) {
 // What is added to value->transfer from now on is written; without one there is nothing to write.
 void TieredTensors::open_write(const Value& value) {
   files_->refuse_uncertain();
-  value->record.parts = take_parts(*value);
+  take_parts(*value);
   if (value->record.parts.empty()) {
     value->on_nvme = true;
     return;

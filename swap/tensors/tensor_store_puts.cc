@@ -225,7 +225,7 @@ void TieredTensors::put_on_nvme(const TensorToPut& tensor, Lock& lock) {
                  "raise host_bytes, or name paths"});
   files_->refuse_uncertain();
   const Value value = make_value(tensor);
-  value->record.parts = take_parts(*value);
+  take_parts(*value);
   try {
     {
       const Unlocked free(lock);
@@ -234,7 +234,7 @@ void TieredTensors::put_on_nvme(const TensorToPut& tensor, Lock& lock) {
     check(tensor);
   } catch (...) {
     // Neither a name nor a commit has these parts yet: they are free at once.
-    for (const Extent& part : value->record.parts) files_->free().give_back(part);
+    give_up_parts(*value);
     throw;
   }
   value->on_nvme = true;

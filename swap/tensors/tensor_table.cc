@@ -120,6 +120,13 @@ std::vector<std::byte> encode_table(std::span<const NamedRecord> tensors) {
   return table.take();
 }
 
+std::uint64_t table_bytes(const std::string& name, const TensorRecord& record) {
+  constexpr std::uint64_t kNumbers = 7;  // bytes and block_bytes, and the counts of the other five
+  return name.size() + record.shape.type.size() +
+         sizeof(std::uint64_t) *
+             (kNumbers + record.shape.dims.size() + 2 * record.parts.size() + record.checksums.size());
+}
+
 std::optional<std::vector<ReadRecord>> decode_table(std::span<const std::byte> bytes) {
   TableReader table(bytes);
   // A tensor takes seven numbers at the least, even one without dimensions, parts or checksums.

@@ -54,6 +54,9 @@ struct NamedRecord {
   const TensorRecord* record = nullptr;
 };
 std::vector<std::byte> encode_table(std::span<const NamedRecord> tensors);
+// What that takes: of no tensor, and of each.
+inline constexpr std::uint64_t kEmptyTableBytes = sizeof(std::uint64_t);
+std::uint64_t table_bytes(const std::string& name, const TensorRecord& record);
 
 // Decodes what encode_table() wrote; nothing where its numbers are impossible, which a checksum does not tell.
 struct ReadRecord {

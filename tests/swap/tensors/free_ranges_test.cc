@@ -44,6 +44,17 @@ TEST(FreeRanges, WhatIsTakenIsNotTakenAgain) {
   EXPECT_TRUE(free.take_at({10, 10}));
 }
 
+TEST(FreeRanges, KnowsWhatTheLargestHold) {
+  FreeRanges free(0, 100);
+  EXPECT_EQ(free.free_bytes_in(1), 100u);
+  EXPECT_EQ(free.free_bytes_in(0), 0u);
+  EXPECT_TRUE(free.take_at({10, 10}) && free.take_at({50, 10}));  // leaves 10, 30 and 40
+  EXPECT_EQ(free.free_bytes_in(1), 40u);
+  EXPECT_EQ(free.free_bytes_in(2), 70u);
+  EXPECT_EQ(free.free_bytes_in(3), 80u);
+  EXPECT_EQ(free.free_bytes_in(4), 80u);
+}
+
 // Against a bit for each unit.
 TEST(FreeRanges, KeepsWhatARandomProgramTakes) {
   std::mt19937_64 random(test_seed());

@@ -178,6 +178,50 @@ TEST_F(TensorStoreTest, AFullStoreCanBeEmptied) {
   EXPECT_EQ(100u, store_->list().size());
 }
 
+// What a commit says of them takes room as well: long names, many small ones.
+TEST_F(TensorStoreTest, WhatWasPutCanBeCommitted) {
+  TensorStoreOptions small = options();
+  small.nvme_bytes = 4 * kMiB;
+  small.host_bytes = kMiB;
+  open(small);
+  const std::string tail(2000, 'n');
+  std::map<std::string, Bytes> all;
+  std::uint64_t next = 0;
+  const auto fill = [&](std::size_t size) {
+    const Error full = error_of([&] {
+      for (;; ++next) {
+        const std::string name = std::to_string(next) + tail;
+        put(name, bytes_of(next, size));
+        all[name] = bytes_of(next, size);
+      }
+    });
+    EXPECT_EQ(full.code(), Code::kDoesNotFit);
+  };
+  // What host memory alone has when NVMe is full need not fit there.
+  const auto drop_what_is_in_host_memory_alone = [&] {
+    for (const TensorInfo& info : store_->list()) {
+      if (!info.on_nvme) remove(info.name), all.erase(info.name);
+    }
+  };
+  fill(4096);
+  drop_what_is_in_host_memory_alone();
+  store_->commit();
+  EXPECT_GT(all.size(), 500u);
+  // In pieces: what is free is between tensors.
+  std::erase_if(all, [&, odd = false](const auto& one) mutable {
+    odd = !odd;
+    if (odd) remove(one.first);
+    return odd;
+  });
+  store_->commit();
+  fill(8192);
+  drop_what_is_in_host_memory_alone();
+  store_->commit();
+  open(small);
+  ASSERT_EQ(store_->list().size(), all.size());
+  for (const auto& [name, bytes] : all) ASSERT_EQ(get(name), bytes);
+}
+
 TEST_F(TensorStoreTest, WhatIsFetchedAheadIsThere) {
   open();
   const std::size_t size = store_->stats().host_capacity / 4 / 4096 * 4096;

@@ -43,6 +43,10 @@ TEST(TensorTable, SaysWhatItWasTold) {
     }
   }
   EXPECT_TRUE(decode_table(encoded({}))->empty());
+  std::uint64_t bytes = kEmptyTableBytes;
+  EXPECT_EQ(encoded({}).size(), bytes);
+  for (const ReadRecord& tensor : wanted) bytes += table_bytes(tensor.name, tensor.record);
+  EXPECT_EQ(encoded(wanted).size(), bytes);
 }
 
 TEST(TensorTable, WhatEndsEarlyOrLateIsNone) {
