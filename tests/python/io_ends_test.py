@@ -1,4 +1,6 @@
 """What of spillway.io ends while others use it: transfers that several threads wait for, views, collected objects."""
+import gc
+import logging
 import pathlib
 import sys
 import tempfile
@@ -12,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests")]
 from report import main  # noqa: E402
 import spillway  # noqa: E402
-from spillway.io import File, Queue, TensorStore, places  # noqa: E402
+from spillway.io import File, Queue, TensorStore, empty, places, queues, saved_tensors, tensor_store  # noqa: E402
 
 MIB = 1 << 20
 PATIENCE = 60  # seconds
@@ -99,6 +101,77 @@ class Transfers(Ends):
             first.join(PATIENCE)
             second.join(PATIENCE)
         self.assertEqual(["arrived", "went on", "went on"], order)
+
+
+class Collecting(logging.Handler):
+    """The garbage collector comes by whenever something is said."""
+
+    def emit(self, record):
+        gc.collect()
+
+
+class Collected(Ends):
+    """In a message, whose thread may have what it ends for itself: then another one ends it."""
+
+    def setUp(self):
+        super().setUp()
+        logger, handler = logging.getLogger("spillway"), Collecting()
+        logger.addHandler(handler)
+        self.addCleanup(logger.removeHandler, handler)
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        self.ended_by, self.ended = [], threading.Event()
+
+    def ends_elsewhere(self, library, name, make):
+        real = getattr(library, name)
+
+        def end(*arguments):
+            self.ended_by.append(threading.current_thread())
+            real(*arguments)
+            self.ended.set()
+
+        with mock.patch.object(library, name, end):
+            made = make()
+            made.itself = made
+            del made
+            spillway.library.log.sink(None, 1, b"something")
+            self.assertTrue(self.ended.wait(PATIENCE))
+        self.assertIsNot(threading.main_thread(), self.ended_by[0])
+
+    def test_AStore(self):
+        self.ends_elsewhere(tensor_store.calls(), "tensor_store_close", lambda: TensorStore(host_bytes=4 * MIB))
+
+    def test_AQueue(self):
+        self.ends_elsewhere(queues.calls(), "io_queue_destroy", Queue)
+
+    def test_ATensorOfAutograds(self):
+        store = self.store()
+        store.put("saved", torch.zeros(10))
+        self.ends_elsewhere(store._library, "tensor_store_remove",
+                            lambda: saved_tensors._Saved(store, "saved", torch.device("cpu")))
+        self.assertNotIn("saved", store)
+
+    def test_MemoryWhileOtherMemoryIsMade(self):
+        ends = []
+
+        class CollectingDict(dict):
+            def __setitem__(self, key, value):
+                gc.collect()
+                super().__setitem__(key, value)
+
+        def make():
+            with mock.patch.object(places, "_ends", CollectingDict(places._ends)):
+                first = empty(4096, torch.uint8)
+                end = first.data_ptr() + 4096
+                cycle = [first]
+                cycle.append(cycle)
+                del first, cycle
+                empty(4096, "uint8")
+                ends.append(end in places._ends)
+
+        self.in_thread(make).join(PATIENCE)
+        self.assertEqual([False], ends)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 import ctypes
 import os
 import sys
-import threading
 import weakref
 
 from ..library import Error
@@ -10,12 +9,13 @@ from . import memory
 from .queue_calls import MemoryInfo, calls
 
 PAGE = 4096  # of which the memory of empty() is a multiple: no drive asks for more of a transfer
-_ends, _lock = {}, threading.Lock()  # of what empty() gave: where its bytes end, and where its pages do
+# Of what empty() gave: where its bytes end, and where its pages do. Single operations of a dict need no lock, which the
+# garbage collector could find taken.
+_ends = {}
 
 
 def _free(library, first, end, process):
-    with _lock:
-        _ends.pop(end, None)
+    _ends.pop(end, None)
     if os.getpid() == process:  # a fork has not got it
         library.io_memory_free(first)
 
@@ -47,8 +47,7 @@ def empty(shape, dtype=None):
     held = (ctypes.c_ubyte * whole).from_address(first.value)
     end = first.value + size
     if size:
-        with _lock:
-            _ends[end] = first.value + whole
+        _ends[end] = first.value + whole
     weakref.finalize(held, _free, library, first, end, os.getpid())
     if memory.is_numpy(like):
         return sys.modules["numpy"].frombuffer(held, dtype=like.dtype, count=count).reshape(shape)
@@ -87,9 +86,7 @@ class Place:
             self._of_tensor(call, value, into)
         else:
             self._of_buffer(call, value, into)
-        with _lock:
-            end = _ends.get(self.address + self.nbytes, 0)
-        self.whole_bytes = max(self.nbytes, end - self.address)
+        self.whole_bytes = max(self.nbytes, _ends.get(self.address + self.nbytes, 0) - self.address)
         if self.beside:
             self.whole_bytes = self._host.numel()
 

@@ -9,7 +9,8 @@ import threading
 import time
 import weakref
 
-from ..library import Error, Line
+from .. import log
+from ..library import Error, Line, end_later
 from .files import File
 from .places import Place
 from .queue_calls import READ, SYNC, WRITE, Completion, QueueOptions, Request, Stats, calls
@@ -27,6 +28,9 @@ that are under way."""
 def _destroy(library, handle, kept, process):
     """`kept`: memory, which nothing moves to or from any more when this has returned."""
     if os.getpid() == process:
+        if log.saying():  # the garbage collector came by: a thread that says something cannot wait for its own end
+            end_later(_destroy, library, handle, kept, process)
+            return
         library.io_queue_destroy(handle)
     kept.clear()
 

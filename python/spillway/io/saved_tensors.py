@@ -4,7 +4,8 @@ import itertools
 import threading
 import weakref
 
-from ..library import Error
+from .. import log
+from ..library import Error, end_later
 from . import memory
 
 
@@ -17,6 +18,9 @@ class _Saved:
 
 
 def _forget(store, name):
+    if log.saying():  # the garbage collector came by in a message, perhaps of a call that has the store for itself
+        end_later(_forget, store, name)
+        return
     with contextlib.suppress(Error):  # the store was closed first
         store.delete(name)
 
