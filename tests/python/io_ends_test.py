@@ -103,6 +103,49 @@ class Transfers(Ends):
         self.assertEqual(["arrived", "went on", "went on"], order)
 
 
+class Views(Ends):
+    def open(self):
+        store = self.store(hbm_bytes=4 * MIB, device="host")
+        store.put("a", torch.ones(1000))
+        return store
+
+    def test_AGpuThatFailsLeavesNothingPinned(self):
+        store, stream = self.open(), mock.Mock()
+        stream.synchronize.side_effect = RuntimeError("the GPU has failed")
+        with mock.patch.object(torch.cuda, "current_stream", lambda device: stream):
+            with self.assertRaisesRegex(RuntimeError, "the GPU has failed"), store.pinned("a"):
+                store._gpu = 0  # as if it had been one
+        store._gpu = None
+        self.assertFalse(store.info("a").pinned_in_hbm)
+        store.delete("a")
+
+    def test_AStoreThatClosesHasNone(self):
+        store = self.open()
+        with mock.patch.object(store, "_end", lambda: self.refused("invalid_argument", "it is closed; open it again",
+                                                                   store.pinned("a").__enter__)):
+            store.close()
+
+    def test_ItIsOfWhatIsPinned(self):
+        store = self.open()
+        real = store._library
+
+        class Library:
+            """Another thread has replaced the tensor by the time that it is pinned."""
+
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+            def tensor_store_pin(self, *arguments):
+                store.delete("a")
+                store.put("a", torch.arange(3))
+                real.tensor_store_pin(*arguments)
+
+        store._library = Library()
+        with store.pinned("a") as tensor:
+            self.assertEqual([0, 1, 2], tensor.tolist())
+        store._library = real
+
+
 class Collecting(logging.Handler):
     """The garbage collector comes by whenever something is said."""
 

@@ -97,7 +97,7 @@ class TensorStore:
         self._library.tensor_store_device(handle, ctypes.byref(made))
         self.device = None if made.value == 0 else DEVICES[made.value]
         self._gpu = _current_gpu() if self.device == "cuda" else None
-        self._views, self._lock = 0, threading.Lock()
+        self._views, self._closed, self._lock = 0, False, threading.Lock()
 
     def tier_of(self, device):
         """"hbm" where tensors on that torch.device go to HBM and come from there, else "host"."""
@@ -234,17 +234,22 @@ class TensorStore:
         close() raises busy. With device="host" it is a tensor on the CPU, or an array."""
         if self._gpu is not None and self._into == "numpy":
             raise Error("unsupported", f"{name}: is on a GPU, where NumPy has no arrays; open with into=\"torch\"")
-        info, address = self.info(name), ctypes.c_void_p()
+        address = ctypes.c_void_p()
         with self._lock:
+            if self._closed:
+                raise Error("invalid_argument", "tensor store: it is closed; open it again")
             self._views += 1
         try:
             self._library.tensor_store_pin(self._handle, _name(name), TIERS["hbm"], ctypes.byref(address))
             try:
+                info = self.info(name)  # of what is pinned: nobody can replace that
                 like = memory.new_tensor(self._into, info.dtype, info.shape, "meta")
-                yield memory.view_of(address.value, info.nbytes, like, self._gpu)
+                try:
+                    yield memory.view_of(address.value, info.nbytes, like, self._gpu)
+                finally:
+                    if self._gpu is not None:
+                        sys.modules["torch"].cuda.current_stream(self._gpu).synchronize()
             finally:
-                if self._gpu is not None:
-                    sys.modules["torch"].cuda.current_stream(self._gpu).synchronize()
                 self.unpin(name, to="hbm")
         finally:
             with self._lock:
@@ -306,8 +311,11 @@ class TensorStore:
 
     def close(self):
         """Waits for what is under way; any number of times. Raises busy inside of pinned()."""
-        if self._views > 0:
-            raise Error("busy", f"tensor store: {self._views} of its tensors are in use; leave `with store.pinned()`")
+        with self._lock:
+            if self._views > 0:
+                raise Error("busy", f"tensor store: {self._views} of its tensors are in use; leave `with "
+                                    "store.pinned()`")
+            self._closed = True
         self._end()
 
     def __enter__(self):
