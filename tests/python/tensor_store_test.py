@@ -233,8 +233,9 @@ class Hbm(TensorStoreTest):
         self.assertIsNone(store.device)
         store.put("a", torch.zeros(10))
         for ask in (lambda: store.prefetch(["a"], to="hbm"), lambda: store.pin("a", to="hbm"),
-                    lambda: store.pinned("a").__enter__()):
+                    lambda: store.pinned("a").__enter__(), lambda: store.put("b", torch.zeros(10), to="hbm")):
             self.refused("unsupported", "has no HBM; give hbm_bytes when it is opened", ask)
+        self.assertNotIn("b", store)
         self.refused("invalid_argument", "tier: 'nvme'; give hbm or host", store.prefetch, ["a"], to="nvme")
         self.refused("invalid_argument", "device: 'gpu'", TensorStore, host_bytes=4 * MIB, device="gpu")
         self.assertEqual("cpu", store.get("a", device="cpu").device.type)
@@ -267,6 +268,26 @@ class Refusals(TensorStoreTest):
         self.assertTrue(torch.equal(whole, store.get("a")))
         store.close()
         self.refused("invalid_argument", "is no handle that lives", store.get, "a")
+
+    def test_NumbersAndNamesAreNotBent(self):
+        store = self.open()
+        store.put("a", torch.randn(40, 50))
+        for ask in (lambda: store.put("a\0b", torch.zeros(3)), lambda: store.get("a\0b"), lambda: store.pin("a\0b"),
+                    lambda: store.prefetch(["a", "a\0b"]), lambda: store.delete(["a\0b"])):
+            self.refused("invalid_argument", r"name: 'a\x00b' has a zero character", ask)
+        self.assertEqual(["a"], [info.name for info in store.list()])
+        for row, said in ((True, "True"), (1.0, "1.0"), (numpy.bool_(1), "True"), ("1", "'1'"), (None, "None")):
+            self.refused("invalid_argument", f"a: {said} is no row's number; give", store.rows, "a", [row])
+        for rows in (torch.ones(40, dtype=torch.bool), numpy.zeros(3), torch.zeros(3)):
+            self.refused("invalid_argument", " is no row's number; give whole numbers", store.rows, "a", rows)
+        wanted = store.rows("a", [3, 4])
+        for rows in (numpy.array([3, 4], dtype="int16"), [numpy.int64(3), torch.tensor(4)], torch.tensor([3, -36])):
+            self.assertTrue(torch.equal(wanted, store.rows("a", rows)))
+        for when in (-1, 2**64 - 1, 2**64):
+            self.refused("invalid_argument", f"a: {when} is no next use; give a number from 0 to", store.set_next_use,
+                         "a", when)
+        for when in (0, numpy.int64(7), 2**64 - 2, None):
+            store.set_next_use("a", when)
 
     def test_AFullTierIsNamed(self):
         store = TensorStore(host_bytes=4 * MIB)

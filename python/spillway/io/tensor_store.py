@@ -2,6 +2,7 @@
 import collections
 import contextlib
 import ctypes
+import operator
 import os
 import sys
 import threading
@@ -36,13 +37,23 @@ def _close(library, handle, process):
 def _names(names):
     if isinstance(names, (str, bytes)) or not all(isinstance(name, str) for name in names):
         raise Error("invalid_argument", f"names: {names!r} is no list of texts; give the names of tensors")
-    return (ctypes.c_char_p * len(names))(*(name.encode() for name in names)), len(names)
+    return (ctypes.c_char_p * len(names))(*map(_name, names)), len(names)
 
 
 def _name(name):
     if not isinstance(name, str):
         raise Error("invalid_argument", f"name: is a {type(name).__name__}; a tensor's name is a text")
+    if "\0" in name:
+        raise Error("invalid_argument", f"name: {name!r} has a zero character; give a name without one")
     return name.encode()
+
+
+def _row(name, row):
+    """As a number of Python's."""
+    number = row.tolist() if hasattr(row, "tolist") else row
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise Error("invalid_argument", f"{name}: {row!r} is no row's number; give whole numbers")
+    return operator.index(number)
 
 
 def _tier(tier):
@@ -118,6 +129,8 @@ class TensorStore:
         HBM, as far as it has room, others to host memory. Raises does_not_fit where a budget is full."""
         _tier(to or "host")
         named = tensors if tensor is None else {tensors: tensor}
+        if to == "hbm" and self.device is None:
+            raise Error("unsupported", "tensor store: has no HBM; give hbm_bytes when it is opened")
         kept, items = [], (ToPut * len(named))()
         for item, (name, value) in zip(items, named.items()):
             memory.check(name, value)
@@ -189,7 +202,7 @@ class TensorStore:
         info = self.info(name)
         if not info.shape:
             raise Error("invalid_argument", f"{name}: is a single number, without rows; call get()")
-        wanted = [int(row) for row in (rows.tolist() if hasattr(rows, "tolist") else rows)]
+        wanted = [_row(name, row) for row in (rows.tolist() if hasattr(rows, "tolist") else rows)]
         for row in wanted:
             if not -info.shape[0] <= row < info.shape[0]:
                 raise Error("invalid_argument", f"{name}: has {info.shape[0]} rows, and no row {row}; count from 0")
@@ -257,8 +270,12 @@ class TensorStore:
 
     def set_next_use(self, name, when):
         """Of two that may leave a tier, the one with the larger number leaves first; those without one before
-        both, the least recently used first. None: unknown, as after every get()."""
-        self._library.tensor_store_set_next_use(self._handle, _name(name), NO_NEXT_USE if when is None else when)
+        both, the least recently used first. A whole number from 0 to 2**64 - 2; None: unknown, as after every get()."""
+        if when is not None and not 0 <= operator.index(when) < NO_NEXT_USE:
+            raise Error("invalid_argument", f"{name}: {when} is no next use; give a number from 0 to 2**64 - 2, or "
+                                            "None")
+        self._library.tensor_store_set_next_use(self._handle, _name(name),
+                                                NO_NEXT_USE if when is None else operator.index(when))
 
     def delete(self, names):
         """One, or several: none of them where one is not there (not_found)."""
