@@ -395,6 +395,34 @@ class SavedTensors(TensorStoreTest):
             self.assertEqual(0, len(store), "what backward has read leaves")
         self.assertGreater(store.stats().write_bytes, 0, "host memory is smaller than what was saved")
 
+    def test_WhatTheStoreDoesNotTakeStays(self):
+        store = self.open()
+        values = torch.randn(1000, dtype=torch.complex64, requires_grad=True)
+        sparse, dense = torch.eye(100).to_sparse(), torch.randn(100, 100, requires_grad=True)
+
+        def loss():
+            return (values.conj() * values.conj()).abs().sum() + torch.sparse.mm(sparse, dense * 2).square().sum()
+
+        wanted = torch.autograd.grad(loss(), (values, dense))
+        with spilled_activations(store, least_bytes=100):
+            spilled = loss()
+        self.assertGreater(len(store), 0)
+        for one, other in zip(wanted, torch.autograd.grad(spilled, (values, dense)), strict=True):
+            self.assertTrue(torch.equal(one, other))
+        arrays = TensorStore(host_bytes=4 * MIB, into="numpy")
+        self.addCleanup(arrays.close)
+        self.refused("invalid_argument", 'spilled_activations: its store makes arrays (into="numpy")',
+                     spilled_activations(arrays).__enter__)
+
+    def test_FrozenParametersStay(self):
+        store, data = self.open(), torch.randn(300, requires_grad=True)
+        frozen = torch.nn.Parameter(torch.randn(300), requires_grad=False)
+        with spilled_activations(store, least_bytes=100):
+            loss = (data * frozen).sum() + (data * frozen.view(30, 10).view(300)).sum()
+            self.assertEqual(0, len(store))
+        loss.backward()
+        self.assertTrue(torch.equal(frozen + frozen, data.grad))
+
 
 class Page(TensorStoreTest):
     def setUp(self):

@@ -33,16 +33,31 @@ def spilled_activations(store, *, least_bytes=1 << 20, prefix="activation"):
             loss = model(batch)
         loss.backward()
 
-    Tensors of `least_bytes` or more that are contiguous are moved; parameters, and those that are smaller, stay where
-    they are. Backward reads in the opposite order: what is saved first is used last, and the store fetches
-    ahead. Names begin with `prefix`."""
+    Tensors of `least_bytes` or more that put() takes are moved. Parameters stay where they are, frozen ones as well,
+    and so do tensors that are smaller, or whose memory is not contiguous and plain. Backward reads in the opposite
+    order: what is saved first is used last, and the store fetches ahead. Names begin with `prefix`. Raises
+    invalid_argument for a store whose get() makes arrays."""
+    from torch import nn
     from torch.autograd import graph
+    if store._into != "torch":
+        raise Error("invalid_argument", f"spilled_activations: its store makes arrays (into=\"{store._into}\"), and "
+                                        "backward needs tensors; open one with into=\"torch\"")
     numbers, kept, lock = itertools.count(), [], threading.Lock()
     run = next(_runs)
 
+    def moves(tensor):
+        # A parameter, a view of one, or what else the caller takes gradients of: it is there anyhow.
+        stays = any(isinstance(one, nn.Parameter) for one in (tensor, tensor._base))
+        if stays or (tensor.is_leaf and tensor.requires_grad) or memory.bytes_of(tensor) < least_bytes:
+            return False
+        try:
+            memory.check(prefix, tensor)
+        except Error:
+            return False
+        return True
+
     def pack(tensor):
-        plain = tensor.is_leaf and tensor.requires_grad  # a parameter is there anyhow
-        if plain or memory.bytes_of(tensor) < least_bytes or not tensor.is_contiguous():
+        if not moves(tensor):
             return tensor
         number = next(numbers)
         name = f"{prefix} {run}.{number}"
