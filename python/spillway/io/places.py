@@ -74,6 +74,11 @@ def is_elsewhere(tensor):
     return tensor.device.type != "cpu"
 
 
+def stream_of(tensor):
+    """PyTorch's current one of its GPU."""
+    return sys.modules["torch"].cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
 class Place:
     """The bytes of a tensor or buffer, which stay where they are until release(). `into`: they are written to.
 
@@ -82,6 +87,7 @@ class Place:
 
     def __init__(self, call, value, into):
         self.value, self._view, self._host, self.beside = value, None, None, False
+        self._came = None  # an event of the stream that has what was read
         if memory.is_torch(value):
             self._of_tensor(call, value, into)
         else:
@@ -110,8 +116,8 @@ class Place:
         host = host[-host.data_ptr() % PAGE:][:whole]
         if not into:
             self._bytes_of(host, tensor).copy_(tensor, non_blocking=True)
-            if tensor.is_cuda:
-                torch.cuda.current_stream(tensor.device).synchronize()
+            if stream := stream_of(tensor):
+                stream.synchronize()
         return host
 
     def _bytes_of(self, host, tensor):
@@ -136,9 +142,13 @@ class Place:
 
     def arrive(self):
         """What was read is on its way to a GPU: the work that follows in the current stream finds it there."""
+        stream = stream_of(self._held)
         if self._host is not None:
             self._held.copy_(self._bytes_of(self._host, self._held), non_blocking=True)
+            self._came = stream and stream.record_event()
             self._host = None
+        elif self._came is not None:
+            stream.wait_event(self._came)
 
     def release(self):
         """Nothing moves any more."""

@@ -235,10 +235,9 @@ class Queue:
     def _seen(self, transfer):
         """By its caller, in whose stream what was read goes on to a GPU."""
         with transfer._being_seen:  # nobody goes on before the copy is under way
-            if id(transfer) in self._not_seen:
-                if transfer.error is None:
-                    transfer._place.arrive()
-                del self._not_seen[id(transfer)]
+            if transfer.error is None and transfer._op == READ and transfer._place.beside and transfer.nbytes:
+                transfer._place.arrive()
+            self._not_seen.pop(id(transfer), None)
 
     # -- files and regions ----------------------------------------------------------------------------------------
 
