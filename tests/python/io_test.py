@@ -352,6 +352,8 @@ class Files(IoTest):
         file = self.file("one")
         self.refused("exists", "/one: ", File, self.folder / "one", create=True)
         self.refused("not_found", "/other: ", File, self.folder / "other")
+        for ask in (lambda: File(f"{self.folder}/a\0b", create=True), lambda: file.rename(f"{self.folder}/a\0b")):
+            self.refused("invalid_argument", r"path: '.*/a\\x00b' has a zero character; name", ask)
         os.symlink("one", self.folder / "link")
         with self.assertRaisesRegex(spillway.Error, "/link: "):
             File(self.folder / "link")

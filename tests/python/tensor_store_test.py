@@ -288,6 +288,12 @@ class Refusals(TensorStoreTest):
                          "a", when)
         for when in (0, numpy.int64(7), 2**64 - 2, None):
             store.set_next_use("a", when)
+        for nbytes in (-1, 2**64 + 4 * MIB):
+            self.refused("invalid_argument", f"host_bytes: is {nbytes}; give", TensorStore, host_bytes=nbytes)
+            self.refused("invalid_argument", f"block_bytes: is {nbytes}; give", store.put, "b", torch.zeros(3),
+                         block_bytes=nbytes)
+        self.refused("invalid_argument", f"path: '{self.folder}\\x00b' has a zero character", TensorStore,
+                     f"{self.folder}\0b", **HOST)
 
     def test_AFullTierIsNamed(self):
         store = TensorStore(host_bytes=4 * MIB)

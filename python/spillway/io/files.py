@@ -16,6 +16,14 @@ def _close(library, handle, process):
             pass
 
 
+def encoded(path):
+    """A path as the library reads it, which ends at a zero byte."""
+    read = os.fsencode(path)
+    if b"\0" in read:
+        raise Error("invalid_argument", f"path: {os.fspath(path)!r} has a zero character; name one without it")
+    return read
+
+
 class File:
     """One open file, for a Queue.
 
@@ -32,7 +40,7 @@ class File:
         self._library, handle, self.path = calls(), ctypes.c_void_p(), os.fspath(path)
         options = FileOptions(writable=writable or create, create=create, follow_links=follow_links,
                               buffered=not direct)
-        self._library.io_file_open(os.fsencode(path), ctypes.byref(options), ctypes.byref(handle))
+        self._library.io_file_open(encoded(path), ctypes.byref(options), ctypes.byref(handle))
         self._handle, self._queues, self._lock = handle, weakref.WeakSet(), threading.Lock()
         self._end = weakref.finalize(self, _close, self._library, handle, os.getpid())
         facts = self._facts()
@@ -64,7 +72,7 @@ class File:
 
     def rename(self, path: str | os.PathLike) -> None:
         """Durably; while no queue has it (`busy`)."""
-        self._library.io_file_rename(self._open(), os.fsencode(path))
+        self._library.io_file_rename(self._open(), encoded(path))
         self.path = os.fspath(path)
 
     def sync(self) -> None:

@@ -12,6 +12,7 @@ from .. import log
 from ..library import ON_EXISTING, Error, end_later
 from . import memory
 from .calls import DEVICES, NO_NEXT_USE, TIERS, EachInfo, Options, Stats, ToGet, ToPut, calls
+from .files import encoded
 
 ENGINES = ("auto", "io_uring", "libaio", "threads")
 
@@ -46,6 +47,12 @@ def _name(name):
     if "\0" in name:
         raise Error("invalid_argument", f"name: {name!r} has a zero character; give a name without one")
     return name.encode()
+
+
+def _size(what, nbytes):
+    if not 0 <= operator.index(nbytes) < 2**64:
+        raise Error("invalid_argument", f"{what}: is {nbytes}; give a number of bytes")
+    return operator.index(nbytes)
 
 
 def _row(name, row):
@@ -96,10 +103,12 @@ class TensorStore:
             raise Error("invalid_argument", f"io_engine: {io_engine!r}; give one of {', '.join(ENGINES)}")
         if device not in DEVICES:
             raise Error("invalid_argument", f"device: {device!r}; give one of {', '.join(DEVICES)}")
-        named = [os.fsencode(path) for path in paths]
-        options = Options(paths=(ctypes.c_char_p * len(named))(*named), path_count=len(named), nvme_bytes=nvme_bytes,
-                          host_bytes=host_bytes, on_existing=ON_EXISTING.index(on_existing),
-                          io_engine=ENGINES.index(io_engine), hbm_bytes=hbm_bytes, device=DEVICES.index(device))
+        named = [encoded(path) for path in paths]
+        sizes = {what: _size(what, nbytes) for what, nbytes in (("nvme_bytes", nvme_bytes), ("host_bytes", host_bytes),
+                                                                ("hbm_bytes", hbm_bytes))}
+        options = Options(paths=(ctypes.c_char_p * len(named))(*named), path_count=len(named),
+                          on_existing=ON_EXISTING.index(on_existing), io_engine=ENGINES.index(io_engine),
+                          device=DEVICES.index(device), **sizes)
         self._into, self._library, handle = into, calls(), ctypes.c_void_p()
         self._library.tensor_store_open(ctypes.byref(options), ctypes.byref(handle))
         self._handle = handle
@@ -131,7 +140,7 @@ class TensorStore:
         named = tensors if tensor is None else {tensors: tensor}
         if to == "hbm" and self.device is None:
             raise Error("unsupported", "tensor store: has no HBM; give hbm_bytes when it is opened")
-        kept, items = [], (ToPut * len(named))()
+        kept, items, block_bytes = [], (ToPut * len(named))(), _size("block_bytes", block_bytes)
         for item, (name, value) in zip(items, named.items()):
             memory.check(name, value)
             if memory.is_torch(value):
