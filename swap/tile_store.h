@@ -73,11 +73,14 @@ class TileStore {
   // Opens an existing store of exactly this shape and identity at its last commit; its disk space is reserved, and
   // its scratch area grows to what a run cannot do without.
   static std::unique_ptr<TileStore> open(const StorePaths& paths, const StoreShape& shape);
-  // The same in parts: files that are locked (StoreFiles::find, find_waiting), of which nothing is changed yet.
-  static std::unique_ptr<TileStore> found(StoreFiles files, const StoreShape& shape);
+  // Of bytes that are read and compared, which may take minutes.
+  using Progress = std::function<void(std::uint64_t done, std::uint64_t bytes)>;
+  // The same in parts: files that are locked (StoreFiles::find, find_waiting), of which nothing is changed yet. Where
+  // the newest record is damaged every byte of the step before is read.
+  static std::unique_ptr<TileStore> found(StoreFiles files, const StoreShape& shape, const Progress& progress = {});
   RankCommits commits() const noexcept;
   // Reads every byte of the commit before the last, which must be there; throws kCorrupt when one is not as it was.
-  void check_before(const StoreShape& shape);
+  void check_before(const StoreShape& shape, const Progress& progress = {});
   // From here on the store is used: at its last commit, or at the one before, which then is the last.
   void begin(const StoreShape& shape, bool at_before = false);
   // In place of begin(), to read the commit before the last, which must be there.
@@ -86,12 +89,11 @@ class TileStore {
   static std::unique_ptr<TileStore> open_to_read(const StorePaths& paths, const StoreShape& shape);
   // Makes the older record's step the committed one, once every byte of it is verified; throws kCorrupt, with nothing
   // changed, when it cannot be. Returns the step.
-  static std::uint64_t roll_back(const StorePaths& paths, const StoreShape& shape,
-                                 const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress);
+  static std::uint64_t roll_back(const StorePaths& paths, const StoreShape& shape, const Progress& progress);
   // Its parts, for the stores of several ranks, which go back together. Each changes one record, and no other byte.
   static RankCommits commits_of(const ManifestChoice& choice);
   static void check_older(StoreFiles& files, const StoreLayout& layout, const Manifest& older, const StoreShape& shape,
-                          const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress);
+                          const Progress& progress);
   static void take_older(StoreFiles& files, const StoreLayout& layout, ManifestChoice& choice, std::uint64_t counts_on);
   static void forget_newest(StoreFiles& files, const StoreLayout& layout, const Manifest& newest);
   // kInvalidArgument where a store is of another model, or made with other settings, than those that the shape is of.
@@ -165,7 +167,7 @@ class TileStore {
   void write_description(const StoreShape& shape, const RunId& run);
   void write_text(const std::string& description);
   void make_room();
-  void load_manifest(const StoreShape& shape);
+  void load_manifest(const StoreShape& shape, const Progress& progress);
   void check_description(const StoreShape& shape);
   void rewrite_record();
   void reserve(std::uint64_t least_scratch_bytes);

@@ -61,13 +61,13 @@ void TileStore::check_description(const StoreShape& shape) {
   }
 }
 
-std::unique_ptr<TileStore> TileStore::found(StoreFiles files, const StoreShape& shape) {
+std::unique_ptr<TileStore> TileStore::found(StoreFiles files, const StoreShape& shape, const Progress& progress) {
   refuse_one_slot(files);
   StoreLayout layout = read_layout(files, shape);
   std::unique_ptr<TileStore> store(new TileStore(std::move(files), shape, std::move(layout)));
   store->slots_ = store->files_.superblock().slots;
   store->form_ = form_of(store->files_.superblock());
-  store->load_manifest(shape);
+  store->load_manifest(shape, progress);
   return store;
 }
 
@@ -83,7 +83,9 @@ RankCommits TileStore::commits() const noexcept {
   return commits;
 }
 
-void TileStore::check_before(const StoreShape& shape) { check_older(files_, layout_, *before_, shape, {}); }
+void TileStore::check_before(const StoreShape& shape, const Progress& progress) {
+  check_older(files_, layout_, *before_, shape, progress);
+}
 
 void TileStore::begin(const StoreShape& shape, bool at_before) {
   files_.repair();
@@ -143,8 +145,7 @@ void TileStore::rewrite_record() {
   }
 }
 
-std::uint64_t TileStore::roll_back(const StorePaths& paths, const StoreShape& shape,
-                                   const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress) {
+std::uint64_t TileStore::roll_back(const StorePaths& paths, const StoreShape& shape, const Progress& progress) {
   StoreFiles files = StoreFiles::open(paths.directories, kLockPatienceSeconds);
   refuse_one_slot(files);
   const StoreLayout layout = read_layout(files, shape);
@@ -159,8 +160,7 @@ std::uint64_t TileStore::roll_back(const StorePaths& paths, const StoreShape& sh
 }
 
 void TileStore::check_older(StoreFiles& files, const StoreLayout& layout, const Manifest& older,
-                            const StoreShape& shape,
-                            const std::function<void(std::uint64_t done, std::uint64_t bytes)>& progress) {
+                            const StoreShape& shape, const Progress& progress) {
   const Hint hint(Remedy::kNothingWasChanged, {std::to_string(older.step)});
   check_extents(
       files, layout, older,
@@ -302,7 +302,7 @@ bool TileStore::has_commit(const StoreFiles& files) {
   return read_records(files, layout).manifest.has_value();
 }
 
-void TileStore::load_manifest(const StoreShape& shape) {
+void TileStore::load_manifest(const StoreShape& shape, const Progress& progress) {
   const std::string path = files_.files().front().path().string();
   ManifestChoice choice = read_records(files_, layout_);
   if (!choice.manifest) {
@@ -318,9 +318,10 @@ void TileStore::load_manifest(const StoreShape& shape) {
     log(LogLevel::kWarning, fmt::format("{}: the newest manifest record is damaged, and so is its copy; going back to "
                                         "step {} and checking every byte of it",
                                         path, committed_.step));
-    check_extents(files_, layout_, committed_, {.bad = [&](const BadBytes& bad) {
-                    throw bad_bytes_error(bad, shape.name_of, Remedy::kNoStepIsLeft);
-                  }});
+    check_extents(
+        files_, layout_, committed_,
+        {.bad = [&](const BadBytes& bad) { throw bad_bytes_error(bad, shape.name_of, Remedy::kNoStepIsLeft); },
+         .progress = progress});
     return;
   }
   for (const auto& record : choice.copies) {

@@ -12,7 +12,7 @@
 // the communicator's, and stays until its message is over, or close() has returned.
 // Threads: functions of the table are called by the communicator's own thread, never by two at a time, and return at
 // once. spillway_message_over() may be called by any thread, inside of them too. Calls of a communicator come from one
-// thread at a time, which is that of its engines.
+// thread at a time, which is that of its engines; spillway_communicator_note_work() by any.
 // Errors: a function of the table returns 0, or anything else where it cannot; a message that fails later is over with
 // the reason. Either ends the communicator on all ranks, with an error that names ranks; so does a rank that leaves, or
 // `patience_seconds` without progress. Every call after that says so, on this rank as well.
@@ -76,6 +76,9 @@ uint32_t spillway_communicator_ranks(const spillway_communicator* communicator);
 // bytes.
 spillway_status spillway_communicator_broadcast(spillway_communicator* communicator, void* data, uint64_t bytes,
                                                 uint32_t root);
+// For long work before a call in which other ranks wait: now and then, while the work goes on. They wait until
+// `patience_seconds` after the last.
+spillway_status spillway_communicator_note_work(spillway_communicator* communicator);
 // Waits for the other ranks to hear of it, for as long as its patience. An engine that was made with it keeps it until
 // that has gone, too.
 spillway_status spillway_communicator_destroy(spillway_communicator* communicator);

@@ -67,6 +67,9 @@ class Communicator {
   virtual std::uint32_t ranks() const noexcept = 0;
   virtual std::string describe() const = 0;  // one line
   virtual void throw_if_failed() const = 0;
+  // For long work before a collective in which others wait: now and then, as it goes on. Their patience begins anew
+  // with each, and ends `patience_seconds` after the last. Any thread; costs nothing.
+  virtual void note_work() noexcept {}
 
   // `data` is cut into a slice for each rank, in their order, of bytes_of[rank] bytes, zero of some. Each rank brings
   // its own; the others' are there afterwards.

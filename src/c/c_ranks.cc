@@ -202,6 +202,10 @@ spillway_status spillway_communicator_broadcast(spillway_communicator* communica
   });
 }
 
+spillway_status spillway_communicator_note_work(spillway_communicator* communicator) {
+  return guarded([&] { tables().communicators.find(communicator)->communicator->note_work(); });
+}
+
 spillway_status spillway_communicator_destroy(spillway_communicator* communicator) {
   return guarded([&] {
     if (communicator == nullptr) return;

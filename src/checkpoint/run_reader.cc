@@ -36,7 +36,7 @@ TileMemory TileReader::read(const TileStore& store, std::uint32_t tile,
   return memory;
 }
 
-RunReader::RunReader(OpenRun& run, std::span<std::byte> memory) {
+RunReader::RunReader(OpenRun& run, std::span<std::byte> memory, const TileStore::Progress& progress) {
   const auto common = newest_common(run.commits());
   for (const auto& rank : run.ranks) TileStore::refuse_one_slot(rank->files);
   if (!common) throw no_common_step(run.ranks[0]->files.files().front().path().parent_path(), run.commits());
@@ -44,7 +44,7 @@ RunReader::RunReader(OpenRun& run, std::span<std::byte> memory) {
   std::uint64_t largest = 0;
   for (const auto& rank : run.ranks) {
     auto part = std::make_unique<Part>(Part{rank->stored, rank->plan, nullptr});
-    part->store = TileStore::found(std::move(rank->files), store_shape(part->plan));
+    part->store = TileStore::found(std::move(rank->files), store_shape(part->plan), progress);
     if (part->store->commits().last != common) part->store->go_to_before();
     largest = std::max(largest, part->plan.host.buffer_bytes);
     const auto index = static_cast<std::uint32_t>(parts_.size());

@@ -41,7 +41,8 @@ class TileReader {
 class RunReader {
  public:
   // Takes the stores over. kUnsupported: one keeps no step; kCorrupt: they have none in common.
-  explicit RunReader(OpenRun& run, std::span<std::byte> memory = {});  // as TileReader's
+  // `memory`: as TileReader's. `progress`: TileStore::found()'s.
+  explicit RunReader(OpenRun& run, std::span<std::byte> memory = {}, const TileStore::Progress& progress = {});
 
   std::uint64_t own_bytes() const { return reader_->own_bytes(); }
   const Commit& commit() const { return commit_; }

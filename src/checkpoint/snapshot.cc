@@ -192,7 +192,7 @@ void SnapshotReader::fill(std::uint32_t tile, const TileMemory& memory) {
   }
 }
 
-void SnapshotReader::verify() {
+void SnapshotReader::verify(const std::function<void()>& goes_on) {
   verified_ = false;
   std::vector<float> values(64 * kKiB);
   for (Array& array : arrays_) {
@@ -202,6 +202,7 @@ void SnapshotReader::verify() {
         for (std::uint64_t at = 0; entry && at < entry->elements; at += values.size()) {
           read(array, parameter, at,
                std::span(values).first(std::min<std::uint64_t>(values.size(), entry->elements - at)));
+          if (goes_on) goes_on();
         }
       }
     }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -55,8 +56,8 @@ class SnapshotReader {
   std::vector<std::uint64_t> update_counts() const;  // as Manifest has them
   void fill(std::uint32_t tile, const TileMemory& memory);
   // Reads everything once, before anything is given up for it. With several ranks it comes before fill(): of a tensor
-  // each reads a part, of which no checksum is known.
-  void verify();
+  // each reads a part, of which no checksum is known. `goes_on`: is called again and again meanwhile.
+  void verify(const std::function<void()>& goes_on = {});
 
  private:
   struct Array {

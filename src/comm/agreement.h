@@ -50,6 +50,11 @@ class Agreement {
   // The same of work that was done: what failed here, if it did.
   void tell(const std::optional<Error>& failure);
 
+  // Of long work that the others wait for, in all() or before: it goes on (Communicator::note_work()). Any thread.
+  void note_work() const noexcept {
+    if (communicator_) communicator_->note_work();
+  }
+
   void fold(std::span<std::uint64_t> values, Fold fold);
   void fold(std::span<double> values, Fold fold);
   // Bytes of rank `root` on every rank; as many on all.

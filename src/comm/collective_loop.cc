@@ -22,8 +22,9 @@ constexpr Ticket kOfTransfers = Ticket{1} << 62;
 // How long an answer to a last word may take: nothing but a message to a thread that waits for one.
 constexpr milliseconds kAnswer{1000};
 constexpr milliseconds kOthersMayCome{400};
-constexpr milliseconds kIdleRest{10};     // how late a rank that has nothing to do hears of another's end
-constexpr microseconds kStreamRest{100};  // how late it hears of a GPU's stream, which tells nobody
+constexpr milliseconds kTellOfWork{1000};  // how often, unless somebody's patience ends before
+constexpr milliseconds kIdleRest{10};      // how late a rank that has nothing to do hears of another's end
+constexpr microseconds kStreamRest{100};   // how late it hears of a GPU's stream, which tells nobody
 
 }  // namespace
 
@@ -37,7 +38,8 @@ CollectiveLoop::CollectiveLoop(Transport& transport, CollectiveQueue& queue, con
       transfers_(transport, limits, kOfTransfers),
       hosts_(transport.ranks()),
       words_(transport.ranks()),
-      polled_(Clock::now()) {
+      polled_(Clock::now()),
+      waited_(transport.ranks()) {
   on_streams_.reserve(kAhead);
 }
 
@@ -46,6 +48,7 @@ void CollectiveLoop::run() {
   while (!queue_.stopping()) {
     queue_.go_round();
     const bool progress = !ended_ && go_on();
+    if (!ended_) tell_of_work();
     if (!ended_) watch(progress);
     rest(progress);
   }
@@ -81,18 +84,33 @@ bool CollectiveLoop::announce() {
   return any;
 }
 
+// Who waits itself does nothing that others wait for.
+void CollectiveLoop::tell_of_work() {
+  const Clock::time_point now = Clock::now();
+  const bool is_due = !told_ || now - *told_ >= std::min<Clock::duration>(kTellOfWork, patience_ / 4);
+  if (!is_due || !conversation_.may_say_at_work() || !queue_.take_work() || waits_for_others()) return;
+  conversation_.say_at_work();
+  told_ = now;
+}
+
 bool CollectiveLoop::take_tickets() {
   std::array<Ticket, 32> over;
   const std::size_t count = transport_.poll(over);
+  bool news = false;
   for (const Ticket ticket : std::span(over).first(count)) {
-    ticket >= kOfTransfers ? transfers_.take(ticket) : conversation_.take(ticket);
+    if (ticket < kOfTransfers) {
+      news |= conversation_.take(ticket);
+    } else {
+      transfers_.take(ticket);
+      news = true;
+    }
   }
   if (ended_) return count > 0;
   if (const std::string why = transport_.failure(); !why.empty()) {
     give_up(Word::Reason::kLibrary, all_over_,
             fmt::format("rank {}: {}: {}", transport_.rank(), transport_.library(), why));
   }
-  return count > 0;
+  return news;
 }
 
 bool CollectiveLoop::agree() {
@@ -183,13 +201,23 @@ void CollectiveLoop::finish(std::uint64_t number) {
   queue_.over(number);
 }
 
+// Who has not come is waited for as long as it says that it is at work; where all have come, data does not move.
 void CollectiveLoop::watch(bool progress) {
   const Clock::time_point now = Clock::now();
   // A process that was stopped for an hour has not waited for an hour: what counts is how often it has looked.
   const Clock::duration since = std::min<Clock::duration>(now - polled_, std::chrono::seconds(1));
   polled_ = now;
-  waited_ = progress || !waits_for_others() ? Clock::duration{} : waited_ + since;
-  if (waited_ > patience_) give_up(Word::Reason::kNoProgress, all_over_);
+  if (progress || !waits_for_others()) return void(std::ranges::fill(waited_, Clock::duration{}));
+  bool all_have_come = true, too_long = false;
+  for (std::uint32_t rank = 0; rank < waited_.size(); ++rank) {
+    waited_[rank] = conversation_.was_at_work(rank) ? Clock::duration{} : waited_[rank] + since;
+    const bool has_come = announced_by(rank, all_over_) != nullptr;
+    all_have_come &= has_come;
+    too_long |= !has_come && waited_[rank] > patience_;
+  }
+  // This rank never says so to itself.
+  too_long |= all_have_come && waited_[transport_.rank()] > patience_;
+  if (too_long) give_up(Word::Reason::kNoProgress, all_over_);
 }
 
 // Looks again at once while something happens, and less and less often while nothing does: the cores have a model to
@@ -223,6 +251,7 @@ void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const st
   own.number = all_over_;
   while (own.number < announced_ && has_come(own.number)) ++own.number;
   own.failed = failed;
+  own.at_work = told_ && Clock::now() - *told_ < patience_;
   own.set_text(text);
   say_last(own);
   const bool stands = tell_the_end(own) && transfers_.any();

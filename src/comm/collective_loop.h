@@ -10,6 +10,9 @@
 // What is called for a stream of a GPU is announced when it is called, ahead of its stream, so that the stream finds
 // its gate open when it comes to it; but an all_reduce, whose values are in memory only then, and a barrier. Whether
 // others are waited for is counted from when the stream has come.
+//
+// A rank at long work that notes how it goes on (CollectiveQueue::note_work()) is waited for: while it does not wait
+// itself, its thread tells the others.
 #pragma once
 
 #include <array>
@@ -50,6 +53,7 @@ class CollectiveLoop {
   bool move();
   bool move_on_streams();
   bool go_on();  // all of these; false: nothing has changed
+  void tell_of_work();
   void watch(bool progress);
   void rest(bool progress);
   void finish(std::uint64_t number);
@@ -84,8 +88,9 @@ class CollectiveLoop {
   bool lets_go_ = false;
   std::optional<Clock::time_point> differ_since_;
 
-  Clock::time_point polled_;  // last
-  Clock::duration waited_{};  // without progress
+  Clock::time_point polled_;               // last
+  std::vector<Clock::duration> waited_;    // for each rank, without progress and without word that it is at work
+  std::optional<Clock::time_point> told_;  // that this one is
   unsigned idle_rounds_ = 0;
 };
 

@@ -35,6 +35,8 @@ class CollectiveQueue {
   enum class Where : std::uint8_t { kHost, kGpu };
   std::uint64_t call(const Collective& collective, Where where = Where::kHost);
   void throw_if_failed() const;
+  // Any thread: this rank does what others wait for, and it goes on.
+  void note_work() noexcept { works_.store(true, std::memory_order_relaxed); }
   // A stream's thread, once for every number that is of the host.
   void arrive(std::uint64_t number);
   // Until every call has been arrived at and left; those of a GPU's streams are over, or the queue has failed.
@@ -48,6 +50,7 @@ class CollectiveQueue {
   const Collective* ready(std::uint64_t number) const;
   bool on_gpu(std::uint64_t number) const;  // that was called
   void over(std::uint64_t number);
+  bool take_work() noexcept { return works_.exchange(false, std::memory_order_relaxed); }  // noted since the last time
   void fail(const Error& error);
   bool stopping() const;
   void go_round() noexcept { rounds_.fetch_add(1, std::memory_order_relaxed); }  // often, whatever it does
@@ -72,6 +75,7 @@ class CollectiveQueue {
   const double patience_seconds_;
   const std::string library_;
   std::atomic<std::uint64_t> rounds_ = 0;
+  std::atomic<bool> works_ = false;
   mutable std::mutex mutex_;                        // guards everything below
   std::condition_variable something_to_do_, over_;  // over_: also left, and failed
   std::vector<Call> calls_;

@@ -10,6 +10,7 @@ namespace spillway {
 Conversation::Conversation(Transport& transport, Ticket ticket)
     : transport_(transport), first_(ticket), peers_(transport.ranks()) {
   said_[kAnswers].word.what = Word::What::kHeard;
+  said_[kWork].word.what = Word::What::kAtWork;
 }
 
 Ticket Conversation::ticket_of(const Said& said) const noexcept {
@@ -37,11 +38,15 @@ void Conversation::say(const Word& word) {
   const auto place = is_last ? end : std::find_if(said_.begin(), end, [](const Said& said) { return said.out == 0; });
   SPILLWAY_CHECK((is_last || place != end) && place->out == 0, "a place for a word is free");
   place->word = word;
-  place->out = peers_.size() - 1;
   has_said_last_ |= is_last;
+  send_to_all(*place);
+}
+
+void Conversation::send_to_all(Said& said) {
+  said.out = peers_.size() - 1;
   for (std::uint32_t i = 1; i < peers_.size(); ++i) {  // everybody begins with somebody else
     const auto to = static_cast<std::uint32_t>((transport_.rank() + i) % peers_.size());
-    transport_.send(to, Channel::kWords, std::as_bytes(std::span(&place->word, 1)), ticket_of(*place));
+    transport_.send(to, Channel::kWords, std::as_bytes(std::span(&said.word, 1)), ticket_of(said));
   }
 }
 
@@ -55,11 +60,11 @@ bool Conversation::all_sent() const noexcept {
   return std::ranges::all_of(said_, [](const Said& said) { return said.out == 0; });
 }
 
-void Conversation::take(Ticket ticket) {
+bool Conversation::take(Ticket ticket) {
   const std::uint64_t index = ticket - first_;
   if (index >= peers_.size()) {
     --said_[index - peers_.size()].out;
-    return;
+    return index - peers_.size() != kWork;
   }
   const auto rank = static_cast<std::uint32_t>(index);
   Peer& peer = peers_[rank];
@@ -69,11 +74,16 @@ void Conversation::take(Ticket ticket) {
   } else if (peer.arriving.what == Word::What::kHeard) {
     peer.heard = true;
     receive(rank);
+  } else if (peer.arriving.what == Word::What::kAtWork) {
+    peer.at_work = true;
+    receive(rank);
+    return false;
   } else {
     peer.last = peer.arriving;  // nothing follows it
     ++left_;
     if (peer.last->what == Word::What::kLeft && !has_said_last_) answer(rank);
   }
+  return true;
 }
 
 const Word* Conversation::word(std::uint32_t rank, std::uint64_t number) const {

@@ -36,12 +36,14 @@ std::string named(std::span<const std::uint32_t> ranks, std::span<const std::str
 }
 
 std::string no_progress(const Ending& ending, const Word& cause) {
-  std::vector<std::uint32_t> silent;
+  std::vector<std::uint32_t> silent, at_work;
   std::string behind;
   for (std::uint32_t rank = 0; rank < ending.last_words.size(); ++rank) {
     const Word* last = ending.last_words[rank];
     if (last == nullptr) {
       silent.push_back(rank);
+    } else if (last->number <= cause.failed && last->at_work) {
+      at_work.push_back(rank);
     } else if (last->number <= cause.failed) {
       behind += fmt::format("{}rank {}{} has not come to it", behind.empty() ? "" : ", ", rank,
                             rank == ending.rank ? ", this one," : "");
@@ -53,7 +55,11 @@ std::string no_progress(const Ending& ending, const Word& cause) {
   if (!silent.empty()) {  // whoever is behind waits for these, too
     return text + fmt::format("{} {} not answer", named(silent, ending.hosts), silent.size() == 1 ? "does" : "do");
   }
-  return text + (behind.empty() ? "all ranks have entered it and answer, but its data does not arrive" : behind);
+  if (behind.empty() && at_work.empty())
+    return text + "all ranks have entered it and answer, but its data does not arrive";
+  if (at_work.empty()) return text + behind;
+  const std::string them = fmt::format("{} {} at work", ranks_text(at_work), at_work.size() == 1 ? "is" : "are");
+  return text + behind + (behind.empty() ? "" : "; ") + them;
 }
 
 std::string what_differs(const Ending& ending) {

@@ -22,6 +22,7 @@ struct Word {
     kLeft,        // and takes no further part, after `number` of them
     kGaveUp,      // the same, because of `reason` at collective `failed`
     kHeard,       // that the one it is for has left; this rank is still there
+    kAtWork,      // that others are to wait for it: its work goes on
   };
   enum class Reason : std::uint8_t { kTold, kDiffer, kNoProgress, kLeft, kLibrary };
 
@@ -34,6 +35,7 @@ struct Word {
   Fold fold = Fold::kSum;
   ScalarType scalar_type = ScalarType::kDouble;
   bool is_named = true;  // kind and block are those of a collective
+  bool at_work = false;  // of last words: others were told so, and not long ago
   std::uint16_t scalars = 0;
   std::uint32_t root = 0;
   std::int32_t block = 0;
@@ -42,7 +44,7 @@ struct Word {
   // The values of an all_reduce; of others the first slices, to name them; of last words a text.
   std::array<std::uint64_t, kMostScalars> values{};
 
-  static constexpr std::uint32_t kMagic = 0x5b11'0003;  // another number with every change of this struct
+  static constexpr std::uint32_t kMagic = 0x5b11'0004;  // another number with every change of this struct
 
   void set_text(std::string_view text);
   std::string text() const;

@@ -47,7 +47,12 @@ void StepEngine::make_ready(const char* call) {
 std::exception_ptr StepEngine::write_step(std::uint64_t step, bool frozen, const TileWork& fill, Failure told) {
   const auto left_out = [&](std::uint32_t tile) { return !frozen && !plan_.tile_places[tile].shape.trainable; };
   const auto tiles = static_cast<std::uint32_t>(plan_.tiles.size());
-  std::exception_ptr of_fill = agreement_.all([&] { return write_tiles(*resources_.mover, tiles, fill, left_out); });
+  // Some have less to write than others, or faster drives.
+  const auto noted = [&](std::uint32_t tile, const TileMemory& memory) {
+    fill(tile, memory);
+    agreement_.note_work();
+  };
+  std::exception_ptr of_fill = agreement_.all([&] { return write_tiles(*resources_.mover, tiles, noted, left_out); });
   if (told == Failure::kOfAll) {
     agreement_.all([&] {
       if (of_fill) std::rethrow_exception(of_fill);
@@ -98,7 +103,7 @@ void StepEngine::take(const SnapshotReader& snapshot) {
 }
 
 void StepEngine::restore() {
-  if (!agreement_.alone()) agreement_.all([&] { snapshot_->verify(); });
+  if (!agreement_.alone()) agreement_.all([&] { snapshot_->verify([&] { agreement_.note_work(); }); });
   take(*snapshot_);
   begin_with("snapshot", snapshot_->step(),
              [&](std::uint32_t tile, const TileMemory& memory) { snapshot_->fill(tile, memory); });
@@ -143,7 +148,7 @@ void StepEngine::load_snapshot(const std::filesystem::path& directory) {
   if (!imported_ && !snapshot.has_frozen())
     throw Error(Code::kInvalidArgument,
                 {directory.string(), "was saved without the frozen weights", 0, "import them first"});
-  agreement_.all([&] { snapshot.verify(); });
+  agreement_.all([&] { snapshot.verify([&] { agreement_.note_work(); }); });
   if (imported_) {
     finish_saving();
     guarded([&] { finish_step(); });

@@ -20,10 +20,10 @@ FormerRun::FormerRun(StoreDirectories directories, std::uint32_t ranks, const St
   const RunPaths paths = paths_of_run(directories_, ranks);
   const bool first = agreement.rank().index == 0;
   agreement.all([&] {
-    if (first) open(paths, memory, Purpose::kUse);
+    if (first) open(paths, memory, Purpose::kUse, agreement);
   });
   agreement.all([&] {
-    if (!first) open(paths, memory, Purpose::kInspect);
+    if (!first) open(paths, memory, Purpose::kInspect, agreement);
     for (std::uint32_t rank = 0; rank < ranks; ++rank)
       TileStore::refuse_other_model(reader_->store(rank).files(), wanted);
   });
@@ -53,9 +53,10 @@ FormerRun::CommitIdentity FormerRun::commit_identity() const {
 }
 
 // What waits for its name gets it: a new store is to come under the other.
-void FormerRun::open(const RunPaths& paths, std::span<std::byte> memory, FoundStores::Purpose purpose) {
+void FormerRun::open(const RunPaths& paths, std::span<std::byte> memory, FoundStores::Purpose purpose,
+                     const Agreement& agreement) {
   OpenRun run(paths, purpose);
-  reader_.emplace(run, memory);
+  reader_.emplace(run, memory, [&](auto, auto) { agreement.note_work(); });
   for (std::uint32_t rank = 0; purpose == FoundStores::Purpose::kUse && rank < ranks(); ++rank)
     reader_->store(rank).files().repair();
 }

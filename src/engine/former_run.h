@@ -48,7 +48,8 @@ class FormerRun {
  private:
   using CommitIdentity = std::array<std::uint64_t, 6>;  // sequence, step, and what else must be the same for every rank
 
-  void open(const RunPaths& paths, std::span<std::byte> memory, FoundStores::Purpose purpose);
+  void open(const RunPaths& paths, std::span<std::byte> memory, FoundStores::Purpose purpose,
+            const Agreement& agreement);
   CommitIdentity commit_identity() const;
 
   const StoreDirectories directories_;

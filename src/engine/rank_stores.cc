@@ -70,10 +70,12 @@ std::unique_ptr<TileStore> open_together(const StorePaths& paths, const StoreSha
   FoundStores found = agreement.all([&] { return FoundStores(paths, Purpose::kUse); });
   const std::vector<RankStores> stores = gather_stores(agreement, found.runs());
   const RunChoice choice = choose_run(stores);
+  const auto goes_on = [&](std::uint64_t, std::uint64_t) { agreement.note_work(); };  // reading all that one has
   std::unique_ptr<TileStore> store = agreement.all([&] {
-    const bool goes_on = choice.of[own] == StoreChoice::kNamed || choice.of[own] == StoreChoice::kWaiting;
-    if (!goes_on) throw refused_store(choice, stores, own, paths.directories.front());
-    return TileStore::found(std::move(choice.of[own] == StoreChoice::kNamed ? *found.named : *found.waiting), shape);
+    const bool named = choice.of[own] == StoreChoice::kNamed;
+    if (!named && choice.of[own] != StoreChoice::kWaiting)
+      throw refused_store(choice, stores, own, paths.directories.front());
+    return TileStore::found(std::move(named ? *found.named : *found.waiting), shape, goes_on);
   });
   const std::vector<RankCommits> commits = gather_commits(agreement, store->commits());
   const std::optional<Commit> common = newest_common(commits);
@@ -81,7 +83,7 @@ std::unique_ptr<TileStore> open_together(const StorePaths& paths, const StoreSha
   const bool goes_back = store->commits().last != common;
   agreement.all([&] {
     if (!common) throw no_common_step(paths.directories.front(), commits);
-    if (goes_back) store->check_before(shape);
+    if (goes_back) store->check_before(shape, goes_on);
   });
   if (choice.of[own] == StoreChoice::kNamed) found.waiting.reset();  // unlocked, for begin() to remove
   // Nobody writes a slot before all have gone back.

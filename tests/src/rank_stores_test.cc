@@ -6,10 +6,12 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <mutex>
 #include <set>
 #include <thread>
 
 #include "tests/error_of.h"
+#include "tests/src/comm/forwarding.h"
 #include "tests/src/rank_directories.h"
 #include "tests/temp_directory.h"
 
@@ -52,6 +54,8 @@ class RankStoresTest : public ::testing::TestWithParam<std::uint32_t> {
     RankAtWork at_work(TileStore::open(of_rank(rank), shape_of_rank({rank, ranks()})), {rank, ranks()});
     at_work.commit(kOld, step);
   }
+
+  std::mutex mutex_;
 
  private:
   const TempDirectory root_;
@@ -127,6 +131,38 @@ TEST_P(RankStoresTest, AStepThatIsNotWholeIsNotGoneBackTo) {
   EXPECT_EQ(reopened.code, Code::kCorrupt);
   EXPECT_THAT(reopened.refused, HasSubstr("rank 1: "));
   EXPECT_THAT(reopened.refused, HasSubstr("do not match their checksum"));
+}
+
+// The others do nothing meanwhile, and wait only for who says that it goes on.
+TEST_P(RankStoresTest, ARankThatReadsAllThatItHasSaysThatItIsAtWork) {
+  const auto who_notes = [&] {
+    std::vector<bool> notes(ranks());
+    run_ranks(ranks(), [&](Communicator& communicator) {
+      CountingWork counting(communicator);
+      Agreement agreement(&counting);
+      const Rank rank = agreement.rank();
+      open_together(of_rank(rank.index), shape_of_rank(rank), agreement);
+      const std::lock_guard lock(mutex_);
+      notes[rank.index] = counting.noted > 0;
+    });
+    return notes;
+  };
+  std::vector<bool> none(ranks()), last_alone(ranks());
+  last_alone.back() = true;
+  make_run(root(), ranks(), kOld, 3);
+  EXPECT_EQ(who_notes(), none);
+  commit_alone(ranks() - 1, 4);
+  EXPECT_EQ(who_notes(), last_alone) << "it goes back";
+  commit_alone(ranks() - 1, 4);
+  {
+    const auto store = TileStore::open(of_rank(ranks() - 1), shape_of_rank({ranks() - 1, ranks()}));
+    std::fstream file(of_rank(ranks() - 1) / kStoreFileName, std::ios::in | std::ios::out | std::ios::binary);
+    for (const std::uint64_t copy : store->layout().record_offset[store->committed().sequence % 2]) {
+      file.seekp(static_cast<std::streamoff>(copy));
+      file.put('x');
+    }
+  }
+  EXPECT_EQ(who_notes(), last_alone) << "its newest record is damaged";
 }
 
 TEST_P(RankStoresTest, WithoutAStepInCommonEachIsNamed) {

@@ -218,5 +218,95 @@ TEST_P(CommunicatorFailures, PatienceIsWhatARankWaitsForOthers) {
       {.patience_seconds = 1.5});
 }
 
+// Does what others wait for, and says so as it goes on.
+void work(Member& member, double seconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  while (Clock::now() < end) {
+    member.comm.note_work();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
+TEST_P(CommunicatorFailures, ARankAtWorkIsWaitedFor) {
+  run(
+      [&](Member& member) {
+        member.comm.barrier(1, *member.a);
+        member.wait_idle();
+        if (member.rank == last()) work(member, 2.2);
+        std::uint64_t sum[] = {1};
+        member.comm.all_reduce(std::span(sum), Fold::kSum, 2, *member.a);
+        member.wait_idle();
+        EXPECT_EQ(sum[0], ranks());
+        if (member.rank == 0) work(member, 2.2);
+        member.comm.broadcast(member.hbm<std::byte>(0, 4), 0, 3, *member.a);
+        member.wait_idle();
+      },
+      {.patience_seconds = 1.5});
+}
+
+TEST_P(CommunicatorFailures, ARankWhoseWorkStandsStillIsNamed) {
+  expect_ending(
+      [&](Member& member) {
+        member.comm.barrier(1, *member.a);
+        member.a->synchronize();
+        if (member.rank == last()) return work(member, 0.5);
+        member.comm.broadcast(member.hbm<std::byte>(0, 4), 0, 2, *member.a);
+      },
+      [&](Member& member, const std::string& text) {
+        const std::string self = member.rank == last() ? ", this one," : "";
+        EXPECT_THAT(text, StartsWith("broadcast of block 2 " + collective(2) + ": no progress in 1.5 s: rank " +
+                                     std::to_string(last()) + self + " has not come to it (its last one is " +
+                                     number(1) + "); "));
+      },
+      {.patience_seconds = 1.5});
+}
+
+TEST_P(CommunicatorFailures, ARankAtWorkHidesNoneThatDoesNotCome) {
+  if (ranks() < 3) GTEST_SKIP() << "one works, one waits, and one does not come";
+  expect_ending(
+      [&](Member& member) {
+        member.comm.barrier(1, *member.a);
+        member.a->synchronize();
+        if (member.rank == last()) return;
+        if (member.rank > 0) {
+          for (;;) {
+            work(member, 0.1);
+            member.comm.throw_if_failed();
+          }
+        }
+        member.comm.broadcast(member.hbm<std::byte>(0, 4), 0, 2, *member.a);
+      },
+      [&](Member& member, const std::string& text) {
+        const std::string self = member.rank == last() ? ", this one," : "";
+        const std::string them = ranks() == 3 ? "; rank 1 is at work; " : " are at work; ";
+        EXPECT_THAT(text, AllOf(HasSubstr("no progress in 1.5 s: rank " + std::to_string(last()) + self +
+                                          " has not come to it (its last one is " + number(1) + "); "),
+                                HasSubstr(them)));
+      },
+      {.patience_seconds = 1.5});
+}
+
+// A rank that waits is not at work, whatever it says.
+TEST_P(CommunicatorFailures, WorkThatIsNotedWhileOneWaitsChangesNothing) {
+  expect_ending(
+      [&](Member& member) {
+        member.comm.barrier(1, *member.a);
+        member.a->synchronize();
+        if (member.rank == last()) return;
+        member.comm.broadcast(member.hbm<std::byte>(0, 4), 0, 2, *member.a);
+        for (;;) {
+          work(member, 0.1);
+          member.comm.throw_if_failed();
+        }
+      },
+      [&](Member& member, const std::string& text) {
+        const std::string self = member.rank == last() ? ", this one," : "";
+        EXPECT_THAT(text, HasSubstr("no progress in 1.5 s: rank " + std::to_string(last()) + self +
+                                    " has not come to it (its last one is " + number(1) + "); "));
+      },
+      {.patience_seconds = 1.5});
+}
+
 }  // namespace
 }  // namespace spillway

@@ -1,6 +1,7 @@
 // A communicator whose calls go on to another one: for tests that look at them, or hold them up.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -17,6 +18,7 @@ class Forwarding : public Communicator {
   std::uint32_t ranks() const noexcept override { return to_.ranks(); }
   std::string describe() const override { return to_.describe(); }
   void throw_if_failed() const override { to_.throw_if_failed(); }
+  void note_work() noexcept override { to_.note_work(); }
 
  protected:
   virtual void before(const Collective& call, Stream& stream) = 0;
@@ -44,6 +46,18 @@ class Forwarding : public Communicator {
   }
 
   Communicator& to_;
+};
+
+// Counts how often a rank says that its work goes on.
+class CountingWork final : public Forwarding {
+ public:
+  using Forwarding::Forwarding;
+  void note_work() noexcept override { ++noted; }
+
+  std::atomic<unsigned> noted = 0;
+
+ private:
+  void before(const Collective&, Stream&) override {}
 };
 
 }  // namespace spillway::testing

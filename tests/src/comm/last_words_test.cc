@@ -67,6 +67,16 @@ TEST_F(LastWords, ThoseThatHaveNotComeAreNamedWithTheirLast) {
   EXPECT_THAT(told(1), HasSubstr("60 s: rank 0 (n0) does not answer; ")) << "for which rank 3 waits, too";
 }
 
+TEST_F(LastWords, WhoIsAtWorkIsNoneOfThoseThatAreMissed) {
+  own_[1].reason = Word::Reason::kNoProgress;
+  own_[0].number = own_[2].number = own_[3].number = 8;
+  own_[0].at_work = own_[2].at_work = true;
+  EXPECT_THAT(told(1), HasSubstr("60 s: rank 3 has not come to it (its last one is 7); ranks 0 and 2 are at work; "));
+  own_[3].number = 9;
+  own_[2].number = 9;
+  EXPECT_THAT(told(2), HasSubstr("60 s: rank 0 is at work; ")) << "as it looks where a word comes late";
+}
+
 TEST_F(LastWords, WhenAllAnswerItIsTheData) {
   own_[1].reason = Word::Reason::kNoProgress;
   EXPECT_THAT(told(0), HasSubstr(": all ranks have entered it and answer, but its data does not arrive; "));
