@@ -17,7 +17,7 @@
 #include "spillway/error.h"
 #include "spillway/log.h"
 #include "src/checkpoint/run_inspection.h"
-#include "src/checkpoint/run_reader.h"
+#include "src/checkpoint/store_inspection.h"
 #include "src/comm/host_share.h"
 #include "src/engine/rank_stores.h"
 #include "src/engine/store_place.h"
@@ -158,25 +158,33 @@ StorePaths spread_beside(const Config& config, const Plan& plan, StorePaths path
   return paths;
 }
 
+bool has_one_whole_commit(const RunPaths& paths, const Agreement& agreement) {
+  try {
+    const OpenRun run(paths, FoundStores::Purpose::kInspect);
+    const auto common = newest_common(run.commits());
+    if (!common || common->sequence != 1) return false;
+    std::uint64_t bad = 0;
+    for (std::size_t rank = 0; rank < run.ranks.size(); ++rank) {
+      OpenStore& store = *run.ranks[rank];
+      TileStore::refuse_one_slot(store.files);
+      bad += verify_step(store, run.record_of(rank, *common), {.progress = [&](auto, auto) { agreement.note_work(); }})
+                 .bad_extents;
+    }
+    return bad == 0;
+  } catch (const Error&) {  // whoever opens it says why
+    return false;
+  }
+}
+
 // Where other stores lie around: whether the run has made one commit so far and is whole, every byte of it, as the
 // first rank sees it. Only then is the run that it goes on with removed, where a crash came before that.
-bool is_just_begun(const StoreDirectories& directories, const PlacedRun& run, std::span<std::byte> memory,
-                   Agreement& agreement) {
+bool is_just_begun(const StoreDirectories& directories, const PlacedRun& run, Agreement& agreement) {
   std::uint64_t others[] = {agreement.all([&] { return others_lie_around(directories, run); })};
   agreement.fold(std::span(others), Fold::kMax);
   if (others[0] == 0) return false;
-  std::uint64_t whole[] = {0};
-  if (agreement.rank().index == 0) {
-    try {
-      OpenRun stores(paths_of_run(directories, run.ranks), FoundStores::Purpose::kInspect);
-      RunReader reader(stores, memory);
-      if (reader.commit().sequence == 1) {
-        for (const RunReader::Tile& tile : reader.tiles()) reader.read(tile.rank, tile.tile);
-        whole[0] = 1;
-      }
-    } catch (const Error&) {  // whoever opens it says why
-    }
-  }
+  std::uint64_t whole[] = {agreement.all([&] {
+    return agreement.rank().index == 0 && has_one_whole_commit(paths_of_run(directories, run.ranks), agreement);
+  })};
   agreement.fold(std::span(whole), Fold::kMax);
   return whole[0] != 0;
 }
@@ -285,7 +293,7 @@ ResumedStore resume_store(const Config& config, const ModelDescription& model, c
   // No whole run is in sight: opening what these ranks have says best what is wrong.
   if (runs.empty()) return {.store = go_on(), .former = nullptr};
   const PlacedRun& run = runs[0];
-  const bool just_begun = is_just_begun(*directories, run, memory, agreement);
+  const bool just_begun = is_just_begun(*directories, run, agreement);
   if (run.ranks != own.count) {
     return begin_beside(config, model, plan, run, just_begun, paths, *directories, memory, agreement);
   }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -20,6 +21,7 @@
 #include "swap/tile_store.h"
 #include "tests/aio/loop_mount.h"
 #include "tests/error_of.h"
+#include "tests/src/comm/forwarding.h"
 #include "tests/src/ranks_run.h"
 
 namespace spillway::testing {
@@ -350,6 +352,28 @@ TEST(RanksResumeTold, TheDiskThatBothTake) {
                                              "they take {} MiB of disk",
                                              store.path().string(), div_up(bytes, kMiB))));
   EXPECT_THAT(told[0], HasSubstr(" KiB of memory beside host_bytes read them"));
+}
+
+// The old store goes once every byte of the new run was read, by the first rank alone.
+TEST(RanksResumeTold, WhoReadsAllOfARunThatHasJustBegunSaysThatItIsAtWork) {
+  const RanksCase of{.layout = layout_case("nvme")};
+  const TempStore store, aside;
+  train(1, of, store.path(), OnExisting::kRefuse, 1);
+  std::filesystem::copy(store.path() / kStoreFileName, aside / "old");
+  train(2, of, store.path(), OnExisting::kResume, 1);
+  const auto who_notes = [&] {
+    std::array<bool, 2> notes{};
+    run_ranks(2, [&](Communicator& communicator) {
+      CountingWork counting(communicator);
+      const RankRun run(of, &counting, store.path(), OnExisting::kResume);
+      notes[run.rank] = counting.noted > 0;
+    });
+    return notes;
+  };
+  EXPECT_THAT(who_notes(), ElementsAre(false, false));
+  std::filesystem::copy(aside / "old", store.path() / kStoreFileName);
+  EXPECT_THAT(who_notes(), ElementsAre(true, false));
+  EXPECT_FALSE(std::filesystem::exists(store.path() / kStoreFileName));
 }
 
 // A backup of an old store that somebody has put back is nobody's to remove.
