@@ -23,6 +23,7 @@ import queue
 import re
 import sys
 import threading
+import time
 import weakref
 from ctypes import byref, c_uint64, c_void_p
 
@@ -176,11 +177,16 @@ class Agreement:
     of them, in the same place, and none waits for one that has left. each() is there for values alone.
     """
 
+    def at_work(self):
+        """Around work that the others wait for."""
+        return contextlib.nullcontext()
+
     def agree(self, work):
         """What `work` returns on each rank, by rank. What it raises on one is raised on all."""
         result = failure = None
         try:
-            result = work()
+            with self.at_work():
+                result = work()
         except Exception as error:
             failure = error
         return self.hear(failure, result)
@@ -225,6 +231,7 @@ class Ranks(Agreement):
         self.rank, self.count = own.rank(), own.size()
         self.all = self.count == torch.distributed.get_world_size()  # the processes that there are
         self.walks = 0  # calls that bring all ranks' weights
+        self._told_every = min(1, patience / 4)  # seconds
         name = f"torch.distributed {torch.__version__.split('+')[0]}, gloo"
         messages = _Messages(own, library().message_over)
         table = Transport(None, self.rank, self.count, name.encode(), messages.send, messages.receive, messages.close)
@@ -237,6 +244,25 @@ class Ranks(Agreement):
     def close(self):
         """Waits for the other ranks to hear of it, for `patience` at most."""
         self._finalizer()
+
+    @contextlib.contextmanager
+    def at_work(self):
+        """Around work that the others wait for, also for longer than `patience`: as long as it moves, that is as its
+        thread's processor time does."""
+        over, clock = threading.Event(), time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            threading.Thread(target=self._tell_of_work, args=(clock, over), name="at work", daemon=True).start()
+            yield
+        finally:
+            over.set()
+
+    def _tell_of_work(self, clock, over):
+        before = None
+        while not over.wait(self._told_every):
+            now = time.clock_gettime(clock)
+            if now != before:
+                library().communicator_note_work(self.handle)
+            before = now
 
     def same(self, value=None, root=0):
         """Rank `root`'s value, of JSON, on every rank."""
@@ -342,7 +368,8 @@ class Ranks(Agreement):
         """`work`, of which rank 0 knows best how it went."""
         failure = None
         try:
-            work()
+            with self.at_work():
+                work()
         except Exception as error:
             failure = error
         self.raise_on_all(failure)

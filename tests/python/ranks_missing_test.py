@@ -45,6 +45,14 @@ class Missing(RanksCase):
             self.assertRegex(said["message"],
                              r"the ranks do not agree: ranks 0 and 2: all_gather of .*; rank 1: all_reduce")
 
+    def test_ARankIsWaitedForAsLongAsItsWorkMoves(self):
+        folder = self.folder_of("work")
+        self.run_all(2, [{"case": "at_work", "folder": folder}])
+        for rank, itself in enumerate((", this one,", "")):
+            facts, said = json.loads(pathlib.Path(folder, f"rank{rank}.json").read_text())
+            self.assertEqual({"step": 7}, facts)
+            self.assertIn(f"no progress in 2 s: rank 0{itself} has not come to it", said)
+
     def test_ElasticRestartsGoOnFromTheNewestStepOfAll(self):
         whole, cut = self.folder_of("whole"), self.folder_of("cut")
         self.run_all(2, [{"case": "train", "folder": whole, "steps": 8}])

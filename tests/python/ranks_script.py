@@ -21,6 +21,7 @@ import torch.distributed as distributed  # noqa: E402
 
 import spillway  # noqa: E402
 from spillway import ranks as ranks_module  # noqa: E402
+from spillway.deepspeed import checkpoints  # noqa: E402
 from spillway.ranks import Ranks  # noqa: E402
 from toy_model import VOCABULARY, model  # noqa: E402
 
@@ -409,13 +410,45 @@ def apart(folder):
     engine.close()
 
 
+def works(rank, seconds=5):
+    """A function that takes longer than patience on that rank, where the processor has something to do."""
+    def work():
+        end = time.monotonic() + (seconds if RANK == rank else 0)
+        while time.monotonic() < end:
+            sum(range(1000))
+
+    return work
+
+
+def at_work(folder):
+    """What one rank does while the others wait for longer than their patience; and what stands still."""
+    folder, ranks, said = pathlib.Path(folder), Ranks(patience=2), []
+    ranks.together(works(0))
+    ranks.agree(works(1))
+
+    def imports(*_):
+        works(0)()
+        return {"step": 7}
+
+    checkpoints._imported = imports
+    with checkpoints.snapshot_of_all(ranks, folder, None, None, None, None) as (_, facts):
+        said.append(facts)
+    try:
+        ranks.together(lambda: time.sleep(6) if RANK == 0 else None)
+    except spillway.Error as error:
+        said.append(str(error))
+    ranks.close()
+    pathlib.Path(folder, f"rank{RANK}.json").write_text(json.dumps(said))
+
+
 def main():
     cases = json.loads(sys.argv[1])
     if COUNT > 1 and cases[0]["case"] not in ("deepspeed", "comm"):  # which make their own
         distributed.init_process_group("gloo")
     for case in cases:
         {each.__name__: each for each in (train, missed, files, deepspeed, other_buffers, refused, forgotten, comm,
-                                          imported, apart, planned_again, same_files)}[case.pop("case")](**case)
+                                          imported, apart, planned_again, same_files,
+                                          at_work)}[case.pop("case")](**case)
     if distributed.is_initialized():
         distributed.destroy_process_group()
 

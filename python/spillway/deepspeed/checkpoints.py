@@ -115,7 +115,8 @@ def snapshot_of_all(ranks, checkpoint, tag, layout, dtype, frozen):
     with contextlib.ExitStack() as first:
         if ranks.rank == 0:
             try:
-                made = first.enter_context(snapshot_of(checkpoint, tag, layout, dtype, asked))
+                with ranks.at_work():
+                    made = first.enter_context(snapshot_of(checkpoint, tag, layout, dtype, asked))
             except Exception as error:
                 failure = error
             ranks.same()  # nothing more is asked for
