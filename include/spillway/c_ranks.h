@@ -50,8 +50,8 @@ typedef struct {
               spillway_message* message);
   int (*receive)(void* user, uint32_t from, spillway_channel channel, void* data, uint64_t bytes,
                  spillway_message* message);
-  // The last call. Gives up what is not over yet; after it nothing of the program's touches memory of messages. Null:
-  // there is nothing to do.
+  // The last call. Gives up what is not over yet; after it nothing of the program's touches memory of messages. After a
+  // failure calls of the communicator return only then, so it waits for none of them. Null: there is nothing to do.
   void (*close)(void* user, spillway_parting parting);
 } spillway_transport;
 

@@ -254,9 +254,23 @@ void CollectiveLoop::give_up(Word::Reason reason, std::uint64_t failed, const st
   own.at_work = told_ && Clock::now() - *told_ < patience_;
   own.set_text(text);
   say_last(own);
-  const bool stands = tell_the_end(own) && transfers_.any();
+  std::vector<const Word*> last(transport_.ranks());
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
+    last[rank] = rank == transport_.rank() ? &own : conversation_.last(rank);
+  }
+  const Word& cause = cause_of(last);
+  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) words_[rank] = announced_by(rank, cause.failed);
+  const Error error = error_of({.rank = transport_.rank(),
+                                .last_words = last,
+                                .announced = words_,
+                                .hosts = hosts_,
+                                .patience_seconds = patience_seconds_});
+  const bool stood = cause.reason == Word::Reason::kNoProgress || cause.reason == Word::Reason::kLibrary;
+  const bool moves = !stood || !transfers_.any();
+  // Who waits for the queue may free its memory next, and a stream that is let go looks first whether the queue failed.
+  lets_go_ = transport_.close(have_parted() && moves ? Parting::kTogether : Parting::kLost);
+  queue_.fail(error);
   if (StreamMover* const streams = streams_) streams->abandon();
-  lets_go_ = transport_.close(have_parted() && !stands ? Parting::kTogether : Parting::kLost);
 }
 
 // Gives the others a moment to do the same: what has come from everybody leaves nothing behind.
@@ -287,22 +301,6 @@ const Word* CollectiveLoop::announced_by(std::uint32_t rank, std::uint64_t numbe
   if (rank != transport_.rank()) return conversation_.word(rank, number);
   const Word& own = own_[number % kAhead];
   return number < announced_ && own.number == number ? &own : nullptr;
-}
-
-// Whether it was that nothing moved.
-bool CollectiveLoop::tell_the_end(const Word& own) {
-  std::vector<const Word*> last(transport_.ranks());
-  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) {
-    last[rank] = rank == transport_.rank() ? &own : conversation_.last(rank);
-  }
-  const Word& cause = cause_of(last);
-  for (std::uint32_t rank = 0; rank < transport_.ranks(); ++rank) words_[rank] = announced_by(rank, cause.failed);
-  queue_.fail(error_of({.rank = transport_.rank(),
-                        .last_words = last,
-                        .announced = words_,
-                        .hosts = hosts_,
-                        .patience_seconds = patience_seconds_}));
-  return cause.reason == Word::Reason::kNoProgress || cause.reason == Word::Reason::kLibrary;
 }
 
 // Others may go on for hours, and the library waits for them at the end of the process. One that does not even answer

@@ -59,7 +59,6 @@ class CollectiveLoop {
   void finish(std::uint64_t number);
   void give_up(Word::Reason reason, std::uint64_t failed, const std::string& text = {});
   const Word* announced_by(std::uint32_t rank, std::uint64_t number) const;
-  bool tell_the_end(const Word& own);
   void leave();
   void say_last(const Word& own);
   template <typename Condition>

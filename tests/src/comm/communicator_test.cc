@@ -8,8 +8,10 @@
 
 #include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstdlib>
 #include <latch>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -224,6 +226,38 @@ class Logged {
   ~Logged() { set_log_sink({}); }
   std::vector<std::string> lines;
 };
+
+// Its memory is the caller's again then, and the library may still have written to it before.
+TEST(MessageRanks, WhoWaitsIsFreedOnceTheTransportHasLetGo) {
+  testing::MessageHub hub(2);
+  std::latch ended(2);
+  std::vector<std::thread> threads;
+  for (std::uint32_t rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::mutex mutex;
+      std::condition_variable changed;
+      bool is_free = false, has_let_go = false;
+      MessageFunctions functions = hub.join(rank);
+      functions.close = [&, close = functions.close](Parting parting) {
+        std::unique_lock lock(mutex);
+        EXPECT_FALSE(changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return is_free; }));
+        close(parting);
+        has_let_go = true;
+      };
+      TransportCommunicator communicator(std::make_unique<MessageTransport>(std::move(functions)), {}, 0.5);
+      if (rank == 0) {
+        std::uint64_t value[] = {1};
+        EXPECT_THROW(communicator.all_reduce_now(std::span(value), Fold::kSum, 0), Error);
+        const std::lock_guard lock(mutex);
+        is_free = true;
+        changed.notify_all();
+        EXPECT_TRUE(has_let_go);
+      }
+      ended.arrive_and_wait();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
 
 TEST(ThreadRanks, ARankThatLeavesIsAnsweredByThoseThatStay) {
   const Logged logged;
