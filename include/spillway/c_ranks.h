@@ -79,6 +79,9 @@ spillway_status spillway_communicator_broadcast(spillway_communicator* communica
 // For long work before a call in which other ranks wait: now and then, while the work goes on. They wait until
 // `patience_seconds` after the last.
 spillway_status spillway_communicator_note_work(spillway_communicator* communicator);
+// Until it is called with 0: calls of this rank, of its engines too, are of its end, which an error of its own may have
+// brought. Others that call something else are told that this one ends, and not that ranks differ.
+spillway_status spillway_communicator_note_ending(spillway_communicator* communicator, int ending);
 // Waits for the other ranks to hear of it, for as long as its patience. An engine that was made with it keeps it until
 // that has gone, too.
 spillway_status spillway_communicator_destroy(spillway_communicator* communicator);

@@ -56,6 +56,7 @@ struct Collective {
   Fold fold = Fold::kSum;                        // kAllReduce
   ScalarType scalar_type = ScalarType::kDouble;  // kAllReduce
   std::uint32_t root = 0;                        // kBroadcast
+  bool ending = false;                           // note_ending()
 };
 
 class Communicator {
@@ -70,6 +71,9 @@ class Communicator {
   // For long work before a collective in which others wait: now and then, as it goes on. Their patience begins anew
   // with each, and ends `patience_seconds` after the last. Any thread; costs nothing.
   virtual void note_work() noexcept {}
+  // From here on what this rank calls is of its end, which an error of its own may have brought; or it is not any more.
+  // Others that call something else are told that this one ends, and not that ranks differ.
+  virtual void note_ending(bool) noexcept {}
 
   // `data` is cut into a slice for each rank, in their order, of bytes_of[rank] bytes, zero of some. Each rank brings
   // its own; the others' are there afterwards.

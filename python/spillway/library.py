@@ -271,6 +271,7 @@ _VALUE = {  # result, arguments
     "config_settings": (c_char_p, [c_void_p]),
     "config_destroy": (c_int, [c_void_p]),
     "communicator_destroy": (c_int, [c_void_p]),
+    "communicator_note_ending": (c_int, [c_void_p, c_int]),
     "communicator_note_work": (c_int, [c_void_p]),
     "message_over": (c_int, [c_void_p, c_char_p]),
     "model_create": (c_void_p, []),

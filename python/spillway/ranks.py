@@ -264,6 +264,15 @@ class Ranks(Agreement):
                 library().communicator_note_work(self.handle)
             before = now
 
+    @contextlib.contextmanager
+    def ending(self):
+        """Around calls that this rank ends with, and that the others may not have come to."""
+        library().communicator_note_ending(self.handle, True)
+        try:
+            yield
+        finally:
+            library().communicator_note_ending(self.handle, False)
+
     def same(self, value=None, root=0):
         """Rank `root`'s value, of JSON, on every rank."""
         text = json.dumps(value).encode() if self.rank == root else b""

@@ -206,6 +206,10 @@ spillway_status spillway_communicator_note_work(spillway_communicator* communica
   return guarded([&] { tables().communicators.find(communicator)->communicator->note_work(); });
 }
 
+spillway_status spillway_communicator_note_ending(spillway_communicator* communicator, int ending) {
+  return guarded([&] { tables().communicators.find(communicator)->communicator->note_ending(ending != 0); });
+}
+
 spillway_status spillway_communicator_destroy(spillway_communicator* communicator) {
   return guarded([&] {
     if (communicator == nullptr) return;

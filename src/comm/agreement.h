@@ -55,6 +55,11 @@ class Agreement {
     if (communicator_) communicator_->note_work();
   }
 
+  // Communicator::note_ending()
+  void note_ending(bool ending) const noexcept {
+    if (communicator_) communicator_->note_ending(ending);
+  }
+
   void fold(std::span<std::uint64_t> values, Fold fold);
   void fold(std::span<double> values, Fold fold);
   // Bytes of rank `root` on every rank; as many on all.

@@ -24,6 +24,7 @@ std::uint64_t CollectiveQueue::call(const Collective& collective, Where where) {
   if (failure_) throw Error(*failure_);
   Call& call = at(called_);
   call.collective = collective;
+  call.collective.ending = ending_.load(std::memory_order_relaxed);
   std::ranges::copy(collective.slices, call.slices.begin());
   if (!collective.slices.empty()) call.collective.slices = call.slices;
   call.ready = call.over = false;

@@ -37,6 +37,8 @@ class CollectiveQueue {
   void throw_if_failed() const;
   // Any thread: this rank does what others wait for, and it goes on.
   void note_work() noexcept { works_.store(true, std::memory_order_relaxed); }
+  // Of calls from here on: Communicator::note_ending().
+  void note_ending(bool ending) noexcept { ending_.store(ending, std::memory_order_relaxed); }
   // A stream's thread, once for every number that is of the host.
   void arrive(std::uint64_t number);
   // Until every call has been arrived at and left; those of a GPU's streams are over, or the queue has failed.
@@ -75,7 +77,7 @@ class CollectiveQueue {
   const double patience_seconds_;
   const std::string library_;
   std::atomic<std::uint64_t> rounds_ = 0;
-  std::atomic<bool> works_ = false;
+  std::atomic<bool> works_ = false, ending_ = false;
   mutable std::mutex mutex_;                        // guards everything below
   std::condition_variable something_to_do_, over_;  // over_: also left, and failed
   std::vector<Call> calls_;

@@ -62,6 +62,24 @@ std::string no_progress(const Ending& ending, const Word& cause) {
   return text + behind + (behind.empty() ? "" : "; ") + them;
 }
 
+bool ends(const Word* word) { return word != nullptr && word->ending; }
+
+// That some end while others call something.
+Error error_of_early_end(const Ending& ending, const Word& others_call) {
+  std::vector<std::uint32_t> ranks;
+  for (std::uint32_t rank = 0; rank < ending.announced.size(); ++rank) {
+    if (ends(ending.announced[rank])) ranks.push_back(rank);
+  }
+  const bool itself = std::ranges::find(ranks, ending.rank) != ranks.end();
+  const std::string them = named(ranks, ending.hosts);
+  return Error(Code::kIo, {numbered_name_of(others_call),
+                           itself ? "this rank ends before it"
+                                  : fmt::format("{} {} before it", them, ranks.size() == 1 ? "ends" : "end"),
+                           0,
+                           itself ? "look at what ended it, and start all ranks again"
+                                  : "that rank's own messages say why; start all ranks again"});
+}
+
 std::string what_differs(const Ending& ending) {
   std::vector<std::uint32_t> absent;
   for (std::uint32_t rank = 0; rank < ending.announced.size(); ++rank) {
@@ -89,8 +107,10 @@ Error error_of(const Ending& ending) {
   const Word& cause = cause_of(ending.last_words);
   Word failed = cause;                          // for its name
   if (cause.reason == Word::Reason::kDiffer) {  // then it has several, and each rank tells the same one
-    const auto first = std::ranges::find_if(ending.announced, [](const Word* word) { return word != nullptr; });
+    const auto first = std::ranges::find_if(ending.announced, [](const Word* word) { return word && !ends(word); });
     if (first != ending.announced.end()) failed = **first;
+    if (first != ending.announced.end() && std::ranges::any_of(ending.announced, ends))
+      return error_of_early_end(ending, failed);
   }
   failed.number = cause.failed;
   ErrorParts parts{.object = numbered_name_of(failed), .happened = {}, .errno_value = 0, .hint = {}};

@@ -31,6 +31,7 @@ class TransportCommunicator final : public Communicator {
   std::string describe() const override;
   void throw_if_failed() const override { works_->queue.throw_if_failed(); }
   void note_work() noexcept override { works_->queue.note_work(); }
+  void note_ending(bool ending) noexcept override { works_->queue.note_ending(ending); }
 
   // From here on streams of a GPU may be named. Once, between two calls. `gpu`: what names it.
   void move_streams_by(std::unique_ptr<StreamMover> streams, std::string gpu = {});

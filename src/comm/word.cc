@@ -67,6 +67,7 @@ Word word_of(const Collective& call, std::uint64_t number) {
   word.scalar_type = call.scalar_type;
   word.root = call.root;
   word.block = call.block;
+  word.ending = call.ending;
   word.number = number;
   word.bytes = call.data.size();
   if (call.kind == CollectiveKind::kAllReduce) {

@@ -36,6 +36,7 @@ struct Word {
   ScalarType scalar_type = ScalarType::kDouble;
   bool is_named = true;  // kind and block are those of a collective
   bool at_work = false;  // of last words: others were told so, and not long ago
+  bool ending = false;   // it is of this rank's end, which others need not have come to
   std::uint16_t scalars = 0;
   std::uint32_t root = 0;
   std::int32_t block = 0;

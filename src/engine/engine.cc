@@ -80,6 +80,7 @@ StepEngine::StepEngine(const Config& config, const ModelDescription& model, Engi
 StepEngine::~StepEngine() {
   const auto turn = caller_.wait();
   const bool failed = !failure_.empty();
+  agreement_.note_ending(true);
   try {
     if (!failed && keeps_steps() && committed_step_ < step_) {
       log(LogLevel::kInfo, fmt::format("step {} is made durable before the engine ends", step_));
@@ -97,6 +98,7 @@ StepEngine::~StepEngine() {
   }
   if (save_failure_) log(LogLevel::kWarning, "the last snapshot was not written, and nobody asked why");
   resources_.compute->synchronize();
+  agreement_.note_ending(false);
 }
 
 void StepEngine::refuse_if_failed() {

@@ -103,6 +103,7 @@ void Ranks::agree(std::span<const Subject> subjects) {
 
 bool Ranks::all_have_failed() noexcept {
   try {
+    communicator_.note_ending(true);
     std::uint64_t nothing = 0;
     communicator_.all_reduce_now({&nothing, 1}, Fold::kMax, kEnding);
     return true;

@@ -429,7 +429,8 @@ class Engine(TrainsBatches, Contents):
         self._refuse_held()
         try:
             if os.getpid() == self._process:
-                self._library.engine_flush(self._handle)
+                with contextlib.nullcontext() if self.ranks is None else self.ranks.ending():
+                    self._library.engine_flush(self._handle)
         except Error as error:
             if error.code != "busy":  # with another thread inside of a call nothing was done
                 self._end()

@@ -218,6 +218,26 @@ TEST_P(CommunicatorFailures, PatienceIsWhatARankWaitsForOthers) {
       {.patience_seconds = 1.5});
 }
 
+TEST_P(CommunicatorFailures, ARankThatEndsIsNamedAndNoDifference) {
+  expect_ending(
+      [&](Member& member) {
+        member.comm.note_ending(true);
+        member.comm.barrier(1, *member.a);  // all come to it, and whoever goes on after an end may
+        member.comm.note_ending(member.rank == last());
+        member.comm.barrier(2, *member.a);
+        member.a->synchronize();
+        if (member.rank != last()) return member.comm.broadcast(member.hbm<std::byte>(0, 4), 0, 5, *member.a);
+        std::uint64_t value[] = {1};
+        member.comm.all_reduce(std::span(value), Fold::kMin, -1, *member.a);
+        member.a->synchronize();
+      },
+      [&](Member& member, const std::string& text) {
+        const std::string who = member.rank == last() ? "this rank" : "rank " + std::to_string(last());
+        EXPECT_THAT(text, AllOf(StartsWith("broadcast of block 5 " + collective(3) + ": " + who),
+                                HasSubstr(" ends before it; "), HasSubstr("start all ranks again")));
+      });
+}
+
 // Does what others wait for, and says so as it goes on.
 void work(Member& member, double seconds) {
   using Clock = std::chrono::steady_clock;

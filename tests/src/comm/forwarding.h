@@ -19,6 +19,7 @@ class Forwarding : public Communicator {
   std::string describe() const override { return to_.describe(); }
   void throw_if_failed() const override { to_.throw_if_failed(); }
   void note_work() noexcept override { to_.note_work(); }
+  void note_ending(bool ending) noexcept override { to_.note_ending(ending); }
 
  protected:
   virtual void before(const Collective& call, Stream& stream) = 0;

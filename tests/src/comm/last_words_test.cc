@@ -82,6 +82,25 @@ TEST_F(LastWords, WhenAllAnswerItIsTheData) {
   EXPECT_THAT(told(0), HasSubstr(": all ranks have entered it and answer, but its data does not arrive; "));
 }
 
+TEST_F(LastWords, WhoEndsIsNoDifference) {
+  own_[2].reason = Word::Reason::kDiffer;
+  announced_[2].kind = CollectiveKind::kAllReduce;
+  announced_[2].block = -3;
+  announced_[2].ending = true;
+  EXPECT_EQ(
+      told(0),
+      "barrier of block 5 (collective 8): rank 2 (n2) ends before it; that rank's own messages say why; start all "
+      "ranks again");
+  EXPECT_EQ(told(2),
+            "barrier of block 5 (collective 8): this rank ends before it; look at what ended it, and start all ranks "
+            "again");
+  announced_[0] = announced_[2];
+  EXPECT_THAT(told(1), HasSubstr("barrier of block 5 (collective 8): ranks 0 and 2 (n0, n2) end before it; "));
+  absent_ = 0b1010;
+  announced_[0].fold = Fold::kMax;
+  EXPECT_THAT(told(0), HasSubstr(": the ranks do not agree: ")) << "of the way in which they end";
+}
+
 TEST_F(LastWords, ADifferenceTellsMoreThanAMissingRank) {
   own_[0].reason = Word::Reason::kNoProgress;
   own_[2].reason = Word::Reason::kDiffer;
