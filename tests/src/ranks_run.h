@@ -5,7 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -97,6 +101,33 @@ inline RanksOutcome train_on_ranks(
   }
   for (const RanksOutcome& outcome : outcomes) EXPECT_TRUE(outcome == outcomes[0]);
   return outcomes[0];
+}
+
+// `body` of each rank of so many.
+inline void on_ranks(std::uint32_t ranks, const std::function<void(Communicator*)>& body) {
+  if (ranks == 1) return body(nullptr);
+  run_ranks(ranks, [&](Communicator& communicator) { body(&communicator); });
+}
+
+// A run of so many ranks, up to a step.
+inline void train(std::uint32_t ranks, const RanksCase& of, const std::filesystem::path& directory,
+                  OnExisting on_existing, std::uint64_t steps, const std::function<void(RankRun&)>& then = {}) {
+  on_ranks(ranks, [&](Communicator* communicator) {
+    RankRun run(of, communicator, directory, on_existing);
+    run.until(steps);
+    if (then) then(run);
+  });
+}
+
+// Their bytes, by name.
+inline std::map<std::string, std::string> files_below(const std::filesystem::path& root) {
+  std::map<std::string, std::string> files;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
+    if (!entry.is_regular_file()) continue;
+    std::ifstream file(entry.path(), std::ios::binary);
+    files[entry.path().lexically_relative(root).string()] = {std::istreambuf_iterator<char>(file), {}};
+  }
+  return files;
 }
 
 }  // namespace spillway::testing
