@@ -41,6 +41,19 @@ TEST(CRanks, BytesOfOneRankComeToAll) {
   });
 }
 
+// What others are told by it is communicator_failures_suite.cc's.
+TEST(CRanks, ARankSaysThatItIsAtWorkAndThatItEnds) {
+  run_ranks_on_pipes(2, [](uint32_t rank, spillway_communicator* communicator) {
+    EXPECT_EQ(SPILLWAY_OK, spillway_communicator_note_work(communicator));
+    EXPECT_EQ(SPILLWAY_OK, spillway_communicator_note_ending(communicator, rank == 1));
+    char bytes[2] = {};
+    EXPECT_EQ(SPILLWAY_IO, spillway_communicator_broadcast(communicator, bytes, 1 + rank, 0));
+    EXPECT_THAT(spillway_error_message(), HasSubstr(rank == 0 ? ": rank 1 (" : ": this rank ends before it; "));
+  });
+  EXPECT_EQ(SPILLWAY_INVALID_ARGUMENT, spillway_communicator_note_work(nullptr));
+  EXPECT_EQ(SPILLWAY_INVALID_ARGUMENT, spillway_communicator_note_ending(nullptr, 1));
+}
+
 constexpr uint64_t kCount = 3 * 1024 + 512;  // no multiple of the ranks' parts
 
 // A model of one tensor, whose gradients are small whole numbers, so that any order of their sums has the same bits:
