@@ -31,7 +31,7 @@ TEST_P(RanksReplace, ANewRunTakesThePlaceOfOneWithAnotherNumberOfRanks) {
   const auto [before, after] = GetParam();
   const RanksCase of{.layout = layout_case("nvme"), .paths = 2};
   const TempStore store;
-  train(before, of, store.path(), OnExisting::kRefuse, 2);
+  train_on(before, of, store.path(), OnExisting::kRefuse, 2);
   const auto was = files_below(store.path());
   const std::uint32_t ranks = after;
   on_ranks(ranks, [&](Communicator* communicator) {
@@ -39,10 +39,10 @@ TEST_P(RanksReplace, ANewRunTakesThePlaceOfOneWithAnotherNumberOfRanks) {
     EXPECT_EQ(error.code(), Code::kExists) << error.what();
   });
   EXPECT_TRUE(files_below(store.path()) == was) << "something was written";
-  train(after, of, store.path(), OnExisting::kReplace, 1);
+  train_on(after, of, store.path(), OnExisting::kReplace, 1);
   EXPECT_EQ(files_below(store.path()).size(), std::size_t{after} * 2) << "an old store is left";
-  train(after, of, store.path(), OnExisting::kResume, 0,
-        [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 1u); });
+  train_on(after, of, store.path(), OnExisting::kResume, 0,
+           [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 1u); });
 }
 
 // It may yet go on: by a store that waits for its name as well, and where what replaces it ends before it is complete.
@@ -51,7 +51,7 @@ TEST(RanksReplaceInPart, ARunWithAnotherNumberOfRanksGoesOn) {
   for (const auto& [before, after] : {std::pair(2u, 4u), std::pair(4u, 2u), std::pair(4u, 1u)}) {
     SCOPED_TRACE(fmt::format("{} by {}", before, after));
     const TempStore store, other;
-    train(before, of, store.path(), OnExisting::kRefuse, 2, [&](RankRun& run) {
+    train_on(before, of, store.path(), OnExisting::kRefuse, 2, [&](RankRun& run) {
       run.engine->begin_save(other / "snapshot", {});
       run.engine->finish_save();
     });
@@ -64,8 +64,8 @@ TEST(RanksReplaceInPart, ARunWithAnotherNumberOfRanksGoesOn) {
           error_of([&] { RankRun(of, communicator, store.path(), OnExisting::kReplace, other / "snapshot"); });
       EXPECT_EQ(error.code(), Code::kCorrupt) << error.what();
     });
-    train(before, of, store.path(), OnExisting::kResume, 0,
-          [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 2u); });
+    train_on(before, of, store.path(), OnExisting::kResume, 0,
+             [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 2u); });
   }
 }
 
@@ -76,11 +76,11 @@ TEST(RanksReplaceInPart, ARunWithAnotherNumberOfRanksMakesNoRoom) {
     return std::filesystem::file_size(run / "rank0" / kStoreFileName);
   };
   const TempStore other;
-  train(2, of, other.path(), OnExisting::kRefuse, 0);
+  train_on(2, of, other.path(), OnExisting::kRefuse, 0);
   const LoopMount disk({.kind = "tmpfs", .bytes = 64 * kMiB});
   if (!disk.refusal().empty()) GTEST_SKIP() << disk.refusal();
   const auto directory = disk / "run";
-  train(4, of, directory, OnExisting::kRefuse, 2);
+  train_on(4, of, directory, OnExisting::kRefuse, 2);
   const std::uint64_t more = size(other.path()) - size(directory), left = (2 * more + size(other.path())) / 2;
   ASSERT_LT(2 * more, left);
   ASSERT_LT(left, size(other.path()));
@@ -94,7 +94,7 @@ TEST(RanksReplaceInPart, ARunWithAnotherNumberOfRanksMakesNoRoom) {
   });
   EXPECT_TRUE(files_below(directory) == was);
   std::filesystem::remove(disk / "rest");
-  train(4, of, directory, OnExisting::kResume, 0, [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 2u); });
+  train_on(4, of, directory, OnExisting::kResume, 0, [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 2u); });
 }
 
 }  // namespace

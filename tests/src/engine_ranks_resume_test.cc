@@ -56,7 +56,7 @@ void expect_to_go_on(std::uint32_t before, std::uint32_t after, RanksCase of) {
   of.micro_batches = three ? 12 : 4;
   const TempStore store, other;
   std::vector<std::uint32_t> last, wanted;
-  train(before, of, store.path(), OnExisting::kRefuse, kBefore, [&](RankRun& run) {
+  train_on(before, of, store.path(), OnExisting::kRefuse, kBefore, [&](RankRun& run) {
     if (run.config.parameters == Placement::kHbm || run.config.states != Placement::kNvme) run.engine->flush();
     const auto bits = exported(*run.engine);
     run.engine->begin_save(other / "snapshot", {});
@@ -64,13 +64,13 @@ void expect_to_go_on(std::uint32_t before, std::uint32_t after, RanksCase of) {
     if (run.rank == 0) last = bits;
   });
   RanksCase with_snapshot = of;
-  train(after, with_snapshot, other / "again", OnExisting::kRefuse, 0, [&](RankRun& run) {
+  train_on(after, with_snapshot, other / "again", OnExisting::kRefuse, 0, [&](RankRun& run) {
     run.engine->load_snapshot(other / "snapshot");
     run.until(kSteps);
     const auto bits = exported(*run.engine);
     if (run.rank == 0) wanted = bits;
   });
-  train(after, of, store.path(), OnExisting::kResume, kBefore, [&](RankRun& run) {
+  train_on(after, of, store.path(), OnExisting::kResume, kBefore, [&](RankRun& run) {
     EXPECT_EQ(run.engine->current_step(), kBefore);
     EXPECT_TRUE(exported(*run.engine) == last) << "the step that was gone on from";
     run.until(kSteps);
@@ -80,7 +80,7 @@ void expect_to_go_on(std::uint32_t before, std::uint32_t after, RanksCase of) {
     EXPECT_EQ(names_below(store.path()), stores_of(after));
   }
   // It is a run like any other.
-  train(after, of, store.path(), OnExisting::kResume, 0, [&](RankRun& run) {
+  train_on(after, of, store.path(), OnExisting::kResume, 0, [&](RankRun& run) {
     EXPECT_EQ(run.engine->current_step(), kSteps);
     EXPECT_TRUE(exported(*run.engine) == wanted);
   });
@@ -170,11 +170,11 @@ TEST(RanksResumeForms, GoOnWithWhatWasLeftOut) {
   std::vector<std::uint32_t> wanted;
   for (const bool changes : {false, true}) {
     const TempStore place;
-    train(4, of, place.path(), OnExisting::kRefuse, 0, [&](RankRun& run) {
+    train_on(4, of, place.path(), OnExisting::kRefuse, 0, [&](RankRun& run) {
       left_out(run);
       run.until(kBefore);
     });
-    train(changes ? 2 : 4, of, place.path(), OnExisting::kResume, kSteps, [&](RankRun& run) {
+    train_on(changes ? 2 : 4, of, place.path(), OnExisting::kResume, kSteps, [&](RankRun& run) {
       const auto bits = exported(*run.engine);
       EXPECT_TRUE(!changes || bits == wanted);
       if (!changes && run.rank == 0) wanted = bits;
@@ -188,8 +188,8 @@ TEST(RanksResumeForms, GoOnWithTheLossScale) {
   std::vector<std::optional<double>> scales;
   for (const std::uint32_t after : {4u, 1u}) {
     const TempStore place;
-    train(4, of, place.path(), OnExisting::kRefuse, kBefore);
-    train(after, of, place.path(), OnExisting::kResume, kBefore, [&](RankRun& run) {
+    train_on(4, of, place.path(), OnExisting::kRefuse, kBefore);
+    train_on(after, of, place.path(), OnExisting::kResume, kBefore, [&](RankRun& run) {
       const StepReport report = run.trainer->run_step();
       if (run.rank == 0) scales.push_back(report.loss_scale);
     });
@@ -201,7 +201,7 @@ TEST(RanksResumeForms, GoOnWithTheLossScale) {
 
 class RanksResumeRefused : public ::testing::TestWithParam<std::tuple<std::uint32_t, std::uint32_t>> {
  protected:
-  RanksResumeRefused() { train(before(), case_, store_.path(), OnExisting::kRefuse, kBefore); }
+  RanksResumeRefused() { train_on(before(), case_, store_.path(), OnExisting::kRefuse, kBefore); }
   std::uint32_t before() const { return std::get<0>(GetParam()); }
   std::uint32_t after() const { return std::get<1>(GetParam()); }
   std::filesystem::path of_rank(std::uint32_t rank) const { return place_of_rank(store_.path(), rank, before()); }
@@ -232,7 +232,7 @@ TEST_P(RanksResumeRefused, AMissingPartIsNamed) {
   EXPECT_EQ(error.code(), Code::kNotFound);
   EXPECT_THAT(error.what(), HasSubstr(of_rank(1).string() + ": holds no store: rank 1 of "));
   std::filesystem::rename(store_ / "aside", of_rank(1));
-  train(after(), case_, store_.path(), OnExisting::kResume, kBefore);
+  train_on(after(), case_, store_.path(), OnExisting::kResume, kBefore);
 }
 
 TEST_P(RanksResumeRefused, DamageIsNamedAndTheOldRunStays) {
@@ -290,14 +290,14 @@ TEST_P(RanksResumePlaces, WhatLiesInANewStoresPlaceStays) {
 TEST(RanksResumeTold, NoMemoryBesideThePlanIsNeededWhereTheRanksHaveSome) {
   const RanksCase of{.layout = layout_case("nvme")};
   const TempStore store;
-  train(4, of, store.path(), OnExisting::kRefuse, 1);
+  train_on(4, of, store.path(), OnExisting::kRefuse, 1);
   std::mutex mutex;
   std::vector<std::string> told;
   set_log_sink([&](LogLevel, std::string_view message) {
     const std::lock_guard lock(mutex);
     if (message.find("become those of") != message.npos) told.emplace_back(message);
   });
-  train(2, of, store.path(), OnExisting::kResume, 1);
+  train_on(2, of, store.path(), OnExisting::kResume, 1);
   set_log_sink([](LogLevel, std::string_view) {});
   ASSERT_EQ(told.size(), 2u);
   for (const std::string& line : told) EXPECT_THAT(line, ::testing::EndsWith("MiB are free"));
@@ -307,7 +307,7 @@ TEST(RanksResumeTold, NoMemoryBesideThePlanIsNeededWhereTheRanksHaveSome) {
 TEST(RanksResumeTold, TheDiskThatBothTake) {
   const RanksCase of{.layout = layout_case("nvme")};
   const TempStore store;
-  train(2, of, store.path(), OnExisting::kRefuse, 1);
+  train_on(2, of, store.path(), OnExisting::kRefuse, 1);
   std::uint64_t bytes = 0;
   for (const auto& [name, text] : files_below(store.path())) bytes += text.size();
   std::mutex mutex;
@@ -316,7 +316,7 @@ TEST(RanksResumeTold, TheDiskThatBothTake) {
     const std::lock_guard lock(mutex);
     if (message.find("become those of") != message.npos) told.emplace_back(message);
   });
-  train(1, of, store.path(), OnExisting::kResume, 1);
+  train_on(1, of, store.path(), OnExisting::kResume, 1);
   set_log_sink([](LogLevel, std::string_view) {});
   ASSERT_EQ(told.size(), 1u);
   bytes += std::filesystem::file_size(store.path() / kStoreFileName);
@@ -330,9 +330,9 @@ TEST(RanksResumeTold, TheDiskThatBothTake) {
 TEST(RanksResumeTold, WhoReadsAllOfARunThatHasJustBegunSaysThatItIsAtWork) {
   const RanksCase of{.layout = layout_case("nvme")};
   const TempStore store, aside;
-  train(1, of, store.path(), OnExisting::kRefuse, 1);
+  train_on(1, of, store.path(), OnExisting::kRefuse, 1);
   std::filesystem::copy(store.path() / kStoreFileName, aside / "old");
-  train(2, of, store.path(), OnExisting::kResume, 1);
+  train_on(2, of, store.path(), OnExisting::kResume, 1);
   const auto who_notes = [&] {
     std::array<bool, 2> notes{};
     run_ranks(2, [&](Communicator& communicator) {
@@ -352,11 +352,12 @@ TEST(RanksResumeTold, WhoReadsAllOfARunThatHasJustBegunSaysThatItIsAtWork) {
 TEST(RanksResumeTold, WhatIsPutBackLaterStays) {
   const RanksCase of{.layout = layout_case("nvme")};
   const TempStore store, aside;
-  train(1, of, store.path(), OnExisting::kRefuse, 1);
+  train_on(1, of, store.path(), OnExisting::kRefuse, 1);
   std::filesystem::copy(store.path() / kStoreFileName, aside / "old");
-  train(2, of, store.path(), OnExisting::kResume, 3);
+  train_on(2, of, store.path(), OnExisting::kResume, 3);
   std::filesystem::copy(aside / "old", store.path() / kStoreFileName);
-  train(2, of, store.path(), OnExisting::kResume, 0, [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 3u); });
+  train_on(2, of, store.path(), OnExisting::kResume, 0,
+           [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 3u); });
   EXPECT_TRUE(std::filesystem::exists(store.path() / kStoreFileName));
 }
 
@@ -364,15 +365,15 @@ TEST(RanksResumeTold, WhatIsPutBackLaterStays) {
 TEST(RanksResumeTold, ABackupOfTheRunBeforeTheLastStaysAndTheLastGoesOn) {
   const RanksCase of{.layout = layout_case("nvme"), .micro_batches = 12, .sum_groups = 1};
   const TempStore store, aside;
-  train(1, of, store.path(), OnExisting::kRefuse, 1);
+  train_on(1, of, store.path(), OnExisting::kRefuse, 1);
   std::filesystem::copy(store.path() / kStoreFileName, aside / "old");
-  train(2, of, store.path(), OnExisting::kResume, 2);
-  train(3, of, store.path(), OnExisting::kResume, 3);
+  train_on(2, of, store.path(), OnExisting::kResume, 2);
+  train_on(3, of, store.path(), OnExisting::kResume, 3);
   std::filesystem::copy(aside / "old", store.path() / kStoreFileName);
   EXPECT_EQ(find_ranks({store.path()}).size(), 3u);
   for (const std::uint32_t ranks : {3u, 2u})
-    train(ranks, of, store.path(), OnExisting::kResume, 0,
-          [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 3u); });
+    train_on(ranks, of, store.path(), OnExisting::kResume, 0,
+             [](RankRun& run) { EXPECT_EQ(run.engine->current_step(), 3u); });
   EXPECT_TRUE(std::filesystem::exists(store.path() / kStoreFileName));
 }
 
@@ -380,7 +381,7 @@ TEST(RanksResumeTold, ABackupOfTheRunBeforeTheLastStaysAndTheLastGoesOn) {
 TEST(RanksResumeTold, WhatCannotBeRemovedIsNamed) {
   const RanksCase of{.layout = layout_case("nvme")};
   const TempStore store;
-  train(2, of, store.path(), OnExisting::kRefuse, 1);
+  train_on(2, of, store.path(), OnExisting::kRefuse, 1);
   const std::filesystem::path left = store.path() / "rank5" / "spillway.store.new";
   std::filesystem::create_directories(left / "something");
   std::mutex mutex;
@@ -389,7 +390,7 @@ TEST(RanksResumeTold, WhatCannotBeRemovedIsNamed) {
     const std::lock_guard lock(mutex);
     if (level == LogLevel::kWarning) warned.emplace_back(message);
   });
-  train(2, of, store.path(), OnExisting::kResume, 1);
+  train_on(2, of, store.path(), OnExisting::kResume, 1);
   set_log_sink([](LogLevel, std::string_view) {});
   EXPECT_THAT(warned, ::testing::Contains(::testing::AllOf(
                           ::testing::StartsWith(left.string() + ": is left of an earlier run and could not be removed"),

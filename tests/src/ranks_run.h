@@ -110,8 +110,8 @@ inline void on_ranks(std::uint32_t ranks, const std::function<void(Communicator*
 }
 
 // A run of so many ranks, up to a step.
-inline void train(std::uint32_t ranks, const RanksCase& of, const std::filesystem::path& directory,
-                  OnExisting on_existing, std::uint64_t steps, const std::function<void(RankRun&)>& then = {}) {
+inline void train_on(std::uint32_t ranks, const RanksCase& of, const std::filesystem::path& directory,
+                     OnExisting on_existing, std::uint64_t steps, const std::function<void(RankRun&)>& then = {}) {
   on_ranks(ranks, [&](Communicator* communicator) {
     RankRun run(of, communicator, directory, on_existing);
     run.until(steps);
