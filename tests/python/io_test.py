@@ -300,6 +300,8 @@ class Refusals(IoTest):
 
     def test_AQueueThatNobodyHasEndsAndSaysWhatItDropped(self):
         file, memory = self.file(), empty(16 * MIB, torch.uint8)
+        gc.freeze()  # so that a collection takes much less time than the write
+        self.addCleanup(gc.unfreeze)
         queue = Queue(depth=1, block_bytes=4096, engine="threads")
         queue.write(file, 0, memory)
         with self.assertLogs("spillway", "WARNING") as said:
