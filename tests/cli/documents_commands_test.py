@@ -29,7 +29,7 @@ PLACEHOLDERS = [
     (r"/mnt/nvme(\d)(?:/\w+)?", r"drive\1"),
     (r"/usr/share/common-licenses/\S+", shlex.quote(str(TEXT))),
     (r"--model DIR\b", "--model gpt2"),
-    (r"--data FILE\b", "--data text.txt"),
+    (r"--data FILE\b", "--data data"),
     (r"export STORE DIR\b", "export store exported"),
     (r"export SNAPSHOTS/step-\d+ DIR\b", "export snapshots/step-000002 exported"),
     (r"generate --model STORE\b", "generate --model store"),
@@ -139,13 +139,13 @@ class Documents(unittest.TestCase):
         assert done.status == 0, done.err
         make_adapter(cls.prepared / "Llama-3.2-1B", cls.prepared / "left", rank=4, alpha=8, targets=["q_proj"], seed=1)
         shutil.copy(cls.prepared / "small.json", cls.prepared / "config.json")
-        write_prepared(cls.prepared / "data", [[[(token, True) for token in range(30)]]] * 4)
-        write_prepared(cls.prepared / "data/eval", [[[(token, True) for token in range(20)]]])
+        write_prepared(cls.prepared / "data", [[[(token, True) for token in range(30)]]] * 4, largest_token=29)
+        write_prepared(cls.prepared / "data/eval", [[[(token, True) for token in range(20)]]], largest_token=29)
         (cls.prepared / "aio.json").write_text('{"aio": {"block_size": 262144, "queue_depth": 8}}\n')
         place.nvme.rmdir()
         for drive in ("drive0", "drive1", "adapters"):
             (cls.prepared / drive).mkdir()
-        done = subprocess.run([BINARY, *place.arguments("ds_config.json", "gpt2", data="text.txt", steps=2, seq=256,
+        done = subprocess.run([BINARY, *place.arguments("ds_config.json", "gpt2", data="data", steps=2, seq=40,
                                                         save="snapshots", every=2, log="steps.jsonl")],
                               cwd=cls.prepared, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import CliTest, sha256_of_model, spillway  # noqa: E402
+from runs import EMULATED, CliTest, sha256_of_model, spillway  # noqa: E402
 
 STEPS = 9
 # The first steps overflow; every third without an overflow doubles the scale.
@@ -54,11 +54,14 @@ class Fp16(CliTest):
         self.assertEqual(rates[:skipped.count(False)], [step[5] for step in whole if not step[2]])
         for before, after in zip(whole, whole[1:]):
             self.assertTrue(not before[2] or before[5] == after[5], (before, after))
-        for clip, section in ((0.5, {}), (0.5, {"commit_every": 2}), (0.5, {"speculative_blocks": 4})):
-            with self.subTest(clip=clip, **section):
-                config = self.config(scheduler=schedule, clip=clip, spillway_section=section)
+        # Each step in a process of its own; on an emulated GPU, which takes minutes for that, every fourth begins one.
+        every = 4 if EMULATED else 1
+        sections = ({}, {"commit_every": 2}, {"speculative_blocks": 4})
+        for section in sections[:1] if EMULATED else sections:
+            with self.subTest(**section):
+                config = self.config(scheduler=schedule, clip=0.5, spillway_section=section)
                 self.place.log.unlink()
-                for last in range(1, STEPS + 1):
+                for last in range(1, STEPS + 1, every):
                     self.train(config, steps=last, **({"fresh": True} if last == 1 else {"resume": True}),
                                out=self.out if last == STEPS else None)
                 self.assertEqual(whole, self.scales())

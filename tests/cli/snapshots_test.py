@@ -324,17 +324,17 @@ class Exports(CliTest):
         model = place.init_model(dtype="bf16")
         config = json.loads((model / "config.json").read_text())
         self.assertEqual("bfloat16", config["torch_dtype"])
-        (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "mine": 1}))
+        (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "prefix": "mine"}))
         trained, saved = place.folder / "trained", place.folder / "saved"
         self.assert_done(place.finetune(place.config(), model, out=trained, save=saved, every=3))
         for dtype, name in (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")):
             for source in (place.nvme, saved / "step-000003"):
                 self.assert_done(spillway("export", source, place.folder / f"{source.name}-{dtype}", "--dtype", dtype))
                 found = json.loads((place.folder / f"{source.name}-{dtype}" / "config.json").read_text())
-                self.assertEqual({**config, "torch_dtype": name, "dtype": name, "mine": 1}, found)
+                self.assertEqual({**config, "torch_dtype": name, "dtype": name, "prefix": "mine"}, found)
         for written in (trained, saved / "step-000003"):
             found = json.loads((written / "config.json").read_text())
-            self.assertEqual({**config, "torch_dtype": "float32", "dtype": "float32", "mine": 1}, found)
+            self.assertEqual({**config, "torch_dtype": "float32", "dtype": "float32", "prefix": "mine"}, found)
 
     def test_AWrongSizeIsRefused(self):
         for size in ("0", "-1", "5 parsecs", "much"):

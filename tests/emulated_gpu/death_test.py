@@ -10,7 +10,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "cli")]
 from report import main  # noqa: E402
 from runs import CRASH, CliTest, sha256_of_model, test_seed  # noqa: E402
 
-STEPS = 4
+STEPS = 3
 DEATH = re.compile(r"^spillway: (GPU|cuBLASLt): .* failed: (an illegal memory access was encountered|"
                    r"CUBLAS_STATUS_EXECUTION_FAILED); .*; a store is at its last commit$")
 DEATHS = int(os.environ.get("SPILLWAY_CASES", "12"))
