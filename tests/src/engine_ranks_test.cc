@@ -318,13 +318,13 @@ TEST(Ranks, RefuseSnapshotsOfWhichOneIsAnother) {
       {"second", "strange", "strange: is at step 2 here, and at step 2 where rank 0 reads it, and holds something el"},
   };
   std::vector<std::string> said(2);
-  for (const auto& [of_rank_0, of_rank_1, words] : pairs) {
+  for (const auto& pair : pairs) {
     run_ranks(2, [&](Communicator& communicator) {
-      const auto own = other / (communicator.rank() == 0 ? of_rank_0 : of_rank_1);
+      const auto own = other / (communicator.rank() == 0 ? pair.of_rank_0 : pair.of_rank_1);
       said[communicator.rank()] =
           error_of([&] { RankRun(of, &communicator, store.path(), OnExisting::kRefuse, own); }).what();
     });
-    EXPECT_THAT(said, ::testing::Each(::testing::AllOf(::testing::StartsWith("rank 1: "), HasSubstr(words))));
+    EXPECT_THAT(said, ::testing::Each(::testing::AllOf(::testing::StartsWith("rank 1: "), HasSubstr(pair.words))));
     EXPECT_TRUE(std::filesystem::is_empty(store.path())) << "something was written";
   }
   run_ranks(2, [&](Communicator& communicator) {
