@@ -5,6 +5,7 @@ package, else the one that the dynamic linker finds. A call that fails raises Er
 """
 import collections
 import ctypes
+import functools
 import json
 import os
 import pathlib
@@ -389,26 +390,31 @@ def end_later(function, *arguments):
     threading.Thread(target=end_the_first).start()
 
 
-def destroy_engine(library, handle, streams, process):
-    """In the process that made it; a fork has neither its threads nor its memory."""
-    if os.getpid() != process:
-        return
-    if log.saying():  # the garbage collector came by: an engine's thread cannot wait for its own end
-        end_later(destroy_engine, library, handle, streams, process)
-        return
+def finalizer(end):
+    """`end`, which waits for threads of the library's, as it may be called at any moment: in the process that is its
+    last argument, for a fork has neither their threads nor their memory; and where the garbage collector came by in a
+    message, on another thread, for the one that says it cannot wait for its own end."""
+    @functools.wraps(end)
+    def ended(*arguments):
+        if os.getpid() != arguments[-1]:
+            return
+        if log.saying():
+            end_later(end, *arguments)
+        else:
+            end(*arguments)
+    return ended
+
+
+@finalizer
+def destroy_engine(library, handle, streams, _process):
     for stream in streams.values():
         library.stream_destroy(stream)
     while CODES[library.engine_destroy(handle)] == "busy":  # another thread's call is under way
         time.sleep(0.01)
 
 
-def destroy_optimizer(library, handle, process):
-    """As destroy_engine()."""
-    if os.getpid() != process:
-        return
-    if log.saying():
-        end_later(destroy_optimizer, library, handle, process)
-        return
+@finalizer
+def destroy_optimizer(library, handle, _process):
     while CODES[library.optimizer_destroy(handle)] == "busy":
         time.sleep(0.01)
 

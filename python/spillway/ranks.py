@@ -31,7 +31,7 @@ import torch
 import torch.distributed
 
 from . import log
-from .library import CloseTransport, CommunicatorOptions, Error, StartMessage, Transport, end_later, library
+from .library import CloseTransport, CommunicatorOptions, Error, StartMessage, Transport, finalizer, library
 
 FOREVER = datetime.timedelta(days=3650)  # of a rank that has nothing to say, which is not for Gloo to judge
 YEAR = 365 * 24 * 3600
@@ -157,12 +157,8 @@ def own_group(group, patience):
                           "ended or stopped other processes, and at the network (GLOO_SOCKET_IFNAME)") from None
 
 
-def _end(communicator, messages, group, process):
-    if os.getpid() != process:  # a fork has neither its threads nor its connections
-        return
-    if log.saying():  # its own thread cannot wait for its end
-        end_later(_end, communicator, messages, group, process)
-        return
+@finalizer
+def _end(communicator, messages, group, _process):
     library().communicator_destroy(communicator)
     del messages
     with contextlib.suppress(Exception):  # the script may have destroyed all groups

@@ -8,8 +8,7 @@ import sys
 import threading
 import weakref
 
-from .. import log
-from ..library import ON_EXISTING, Error, end_later
+from ..library import ON_EXISTING, Error, finalizer
 from . import memory
 from .calls import DEVICES, NO_NEXT_USE, TIERS, EachInfo, Options, Stats, ToGet, ToPut, calls
 from .files import encoded
@@ -26,12 +25,8 @@ TensorStoreStats.__doc__ = """Bytes taken of each tier, and what they can take; 
 (`hbm_hits`), in host memory (`hits`), in neither; who left these; bytes moved to and from the drives."""
 
 
-def _close(library, handle, process):
-    if os.getpid() != process:
-        return
-    if log.saying():  # the garbage collector came by: a thread that says something cannot wait for its own end
-        end_later(_close, library, handle, process)
-        return
+@finalizer
+def _close(library, handle, _process):
     library.tensor_store_close(handle)
 
 
