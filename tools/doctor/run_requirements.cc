@@ -23,11 +23,14 @@ namespace {
 // As the engine makes it; operations of a device that this machine does not have take as much as those of the host.
 void plan(const RequirementOptions& options, models::TrainedModel model, Config config, const ChosenDevice& device,
           RunRequirements& required) {
-  if (options.sequence > model.longest_row()) {
-    required.refused =
-        fmt::format("--seq: {} tokens are more than the model's {} positions", options.sequence, model.positions);
-    required.remedy = fmt::format("use --seq {} or less", model.positions);
-    return;
+  const auto refuse = [&](const Error& error) {
+    required.refused = error.parts().object + ": " + error.parts().happened;
+    required.remedy = terminal::hint_of(error);
+  };
+  try {
+    models::check_row(model, options.sequence);
+  } catch (const Error& error) {
+    return refuse(error);
   }
   const std::vector<ThreadShare> shares = share_threads(config.threads);
   config.threads = threads_of(shares);
@@ -41,8 +44,7 @@ void plan(const RequirementOptions& options, models::TrainedModel model, Config 
     required.store_bytes = made.ledger.total(Placement::kNvme);
   } catch (const Error& error) {
     if (error.code() != Code::kDoesNotFit && error.code() != Code::kUnsupported) throw;
-    required.refused = error.parts().object + ": " + error.parts().happened;
-    required.remedy = terminal::hint_of(error);
+    refuse(error);
   }
 }
 

@@ -97,10 +97,7 @@ Position Position::parse(std::span<const std::byte> blob, const FinetuneOptions&
 }
 
 void check_options(const FinetuneOptions& options, const Config& config, const TrainedModel& model) {
-  if (options.sequence > model.longest_row()) {
-    refuse("--seq", fmt::format("{} tokens are more than the model's {} positions", options.sequence, model.positions),
-           fmt::format("use --seq {} or less", model.positions));
-  }
+  check_row(model, options.sequence);
   if (!options.adapter.empty() && !config.lora.given()) {
     refuse("--adapter", "is given, and the configuration has no spillway.lora",
            "add one with the adapter's rank, alpha and targets");

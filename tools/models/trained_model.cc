@@ -1,6 +1,9 @@
 #include "tools/models/trained_model.h"
 
+#include <fmt/format.h>
+
 #include "spillway/bf16.h"
+#include "spillway/error.h"
 #include "spillway/fp16.h"
 #include "tools/models/config_json.h"
 #include "tools/models/decoder/model.h"
@@ -18,6 +21,15 @@ std::size_t TrainedModel::rotation_values() const {
   std::size_t values = 0;
   for (const Rotation& rotation : rotations) values += rotation.table.size();
   return values;
+}
+
+void check_row(const TrainedModel& model, std::uint32_t sequence) {
+  if (sequence <= model.longest_row()) return;
+  throw Error(Code::kInvalidArgument,
+              {.object = "--seq",
+               .happened = fmt::format("{} tokens are more than the model's {} positions", sequence, model.positions),
+               .errno_value = 0,
+               .hint = fmt::format("use --seq {} or less", model.positions)});
 }
 
 TrainedModel trained_model(const ConfigJson& json, std::uint32_t sequence) {

@@ -110,6 +110,9 @@ struct TrainedModel {
   }
 };
 
+// Refuses (kInvalidArgument, --seq) rows that the model has no positions for.
+void check_row(const TrainedModel& model, std::uint32_t sequence);
+
 // For rows of `sequence` tokens. Refuses (kInvalidArgument) what this program does not compute.
 TrainedModel trained_model(const ConfigJson& json, std::uint32_t sequence);
 TrainedModel load_trained_model(const std::filesystem::path& directory, std::uint32_t sequence);

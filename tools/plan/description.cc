@@ -135,13 +135,7 @@ DescribedModel describe_trained(const ModelShape& shape, const Config& config, c
   options.rank_count = run.ranks.all;
   // The trainer's own order of visits; StepWriter is there for what each computes.
   models::TrainedModel trained = models::trained_model(models::ConfigJson(shape.text, shape.name), run.sequence);
-  if (run.sequence > trained.longest_row()) {
-    throw Error(Code::kInvalidArgument, {.object = "--seq",
-                                         .happened = fmt::format("{} tokens are more than the model's {} positions",
-                                                                 run.sequence, trained.positions),
-                                         .errno_value = 0,
-                                         .hint = fmt::format("use --seq {} or less", trained.positions)});
-  }
+  models::check_row(trained, run.sequence);
   if (config.lora.given()) models::add_adapters(trained, config.lora);
   described.model = trained.description;
   described.model.visits.clear();
