@@ -64,7 +64,9 @@ class Sampler(threading.Thread):
         while not self.ended.wait(0.1):
             for folder in pathlib.Path("/proc").iterdir():
                 try:
-                    words = (folder / "cmdline").read_text().split("\0") if folder.name.isdigit() else []
+                    if not folder.name.isdigit():
+                        continue
+                    words = (folder / "cmdline").read_text(errors="replace").split("\0")
                     if words and words[0] == self.program and self.mark in words:
                         seen = arenas((folder / "smaps").read_text())
                         self.samples.setdefault(int(folder.name), []).append(seen)

@@ -20,8 +20,8 @@ using std::chrono::milliseconds;
 
 constexpr Ticket kOfTransfers = Ticket{1} << 62;
 // How long an answer to a last word may take: nothing but a message to a thread that waits for one.
-constexpr milliseconds kAnswer{1000};
-constexpr milliseconds kOthersMayCome{400};
+constexpr milliseconds kAnswer{3000};
+constexpr milliseconds kOthersMayCome{2000};
 constexpr milliseconds kTellOfWork{1000};  // how often, unless somebody's patience ends before
 constexpr milliseconds kIdleRest{10};      // how late a rank that has nothing to do hears of another's end
 constexpr microseconds kStreamRest{100};   // how late it hears of a GPU's stream, which tells nobody

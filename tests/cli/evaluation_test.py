@@ -12,7 +12,8 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from prepared_data import LENGTH, documents, write_prepared  # noqa: E402
 from report import main  # noqa: E402
-from runs import BINARY, CRASH, ROOT, CliTest, hinted_budget, sha256_of_model, spillway, test_seed  # noqa: E402
+from runs import BINARY, CRASH, ROOT, CliTest, hinted_budget, sha256_of_model, spillway  # noqa: E402
+from seed import test_seed  # noqa: E402
 
 SEED = test_seed()
 REFERENCES = ROOT / "tests/references"

@@ -11,7 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
 import torch_files  # noqa: E402
 from imports import STATES, Small  # noqa: E402
-from runs import test_seed  # noqa: E402
+from seed import test_seed  # noqa: E402
 from torch_files import Call, Named, Storage, Tensor  # noqa: E402
 
 

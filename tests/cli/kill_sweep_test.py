@@ -7,7 +7,8 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from kill_sweep import KillSweep  # noqa: E402
 from report import main  # noqa: E402
-from runs import CliTest, test_seed  # noqa: E402
+from runs import CliTest  # noqa: E402
+from seed import test_seed  # noqa: E402
 
 
 class Kills(CliTest):

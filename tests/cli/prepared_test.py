@@ -7,7 +7,8 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
 from prepared_data import LENGTH, VOCABULARY, documents, write_prepared  # noqa: E402
-from runs import CliTest, sha256_of_model, spillway, test_seed  # noqa: E402
+from runs import CliTest, sha256_of_model, spillway  # noqa: E402
+from seed import test_seed  # noqa: E402
 
 SEED = test_seed()
 

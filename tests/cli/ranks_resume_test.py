@@ -14,7 +14,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from mpirun import ONE_HOST, processes_of  # noqa: E402
 from report import main  # noqa: E402
 import runs  # noqa: E402
-from runs import BINARY, CRASH, CliTest, Run, Workplace, sha256_of_model, spillway, test_seed  # noqa: E402
+from runs import BINARY, CRASH, CliTest, Run, Workplace, sha256_of_model, spillway  # noqa: E402
+from seed import test_seed  # noqa: E402
 
 MPIRUN = os.environ.get("SPILLWAY_MPIRUN", "")
 MICRO_BATCHES = 4  # of a step, on all ranks
@@ -153,16 +154,19 @@ class RanksResume(CliTest):
                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as run:
                 # Before there are new stores, while they are made, and a little later.
                 time.sleep(generator.uniform(0.1, 1.0))
-                for process in processes_of(self.place.folder):
-                    try:
-                        os.kill(process, signal.SIGKILL)
-                    except ProcessLookupError:
-                        pass
+                end = time.monotonic() + 60
+                while processes := processes_of(self.place.folder):  # mpirun may start one meanwhile
+                    for process in processes:
+                        try:
+                            os.kill(process, signal.SIGKILL)
+                        except ProcessLookupError:
+                            pass
+                    self.assertLess(time.monotonic(), end, "ranks that nothing ends")
+                    time.sleep(0.02)
                 run.wait(60)
-            while processes_of(self.place.folder):
-                time.sleep(0.02)
             shown = spillway("store", self.place.nvme, "--verify")
             while "in use" in shown.err:
+                self.assertLess(time.monotonic(), end, shown.err)
                 time.sleep(0.1)
                 shown = spillway("store", self.place.nvme, "--verify")
             self.assertEqual(0, shown.status, shown.out + shown.err)

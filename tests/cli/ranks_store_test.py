@@ -10,7 +10,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import CRASH, LIMIT_SECONDS, CliTest, sha256_of_model, spillway, test_seed  # noqa: E402
+from runs import CRASH, LIMIT_SECONDS, CliTest, sha256_of_model, spillway  # noqa: E402
+from seed import test_seed  # noqa: E402
 
 PROGRAM = os.environ.get("SPILLWAY_RANKS_PROGRAM", "")
 STORE = "spillway.store"

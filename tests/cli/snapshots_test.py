@@ -12,7 +12,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import BINARY, CliTest, Workplace, mounted, sha256_of_model, spillway, test_seed  # noqa: E402
+from runs import BINARY, CliTest, Workplace, mounted, sha256_of_model, spillway  # noqa: E402
+from seed import test_seed  # noqa: E402
 
 STEPS = 6
 TENSORS = {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"}

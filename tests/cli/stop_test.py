@@ -15,7 +15,8 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
 import runs  # noqa: E402
-from runs import BINARY, CRASH, CliTest, Workplace, sha256_of_model, test_seed  # noqa: E402
+from runs import BINARY, CRASH, CliTest, Workplace, sha256_of_model  # noqa: E402
+from seed import test_seed  # noqa: E402
 
 STEPS = 12
 
@@ -139,10 +140,13 @@ class Stop(CliTest):
                 self.config = self.place.config(parameters="none", states="none")
                 with self.start(steps=1_000_000, out=out) as run:
                     self.wait_for_lines(run, 1)
+                    err = ""
                     if first:
                         run.send_signal(first)
+                        while "ending after this step" not in err:  # it has seen the signal
+                            err += run.stderr.readline() or self.fail(err)
                     run.stdout.close()
-                    err = run.stderr.read()
+                    err += run.stderr.read()
                     run.wait(timeout=60)
                 self.assertEqual(code, run.returncode, err)
                 done = self.place.steps()[-1]["step"]

@@ -277,7 +277,7 @@ class Refusals(IoTest):
         queue.close()
         queue.close()
         self.assertEqual(values.numpy().tobytes(), self.content())
-        slow = self.queue(depth=1, engine="threads")
+        slow = self.queue(depth=1, block_bytes=4096, engine="threads")
         memory = empty(64 * MIB, torch.uint8)
         slow.write(file, 0, memory)
         self.refused("busy", "/file: requests of the I/O queue are under way on it", file.close)
@@ -289,17 +289,17 @@ class Refusals(IoTest):
         file, transfers = self.file(), []
         with self.assertRaisesRegex(ValueError, "mine"):
             with Queue(depth=1, block_bytes=4096, engine="threads") as queue:
-                memory = empty((64, MIB), torch.uint8)
-                transfers += [queue.write(file, row * MIB, memory[row]) for row in range(64)]
+                memory = empty((256, MIB), torch.uint8)
+                transfers += [queue.write(file, row * MIB, memory[row]) for row in range(256)]
                 raise ValueError("mine")
         errors = [transfer.error for transfer in transfers]
         self.assertTrue(all(transfer.done() for transfer in transfers))
-        self.refused("io", "write of 1048576 bytes at offset 66060288 failed .*the queue was closed before",
+        self.refused("io", "write of 1048576 bytes at offset 267386880 failed .*the queue was closed before",
                      transfers[-1].wait)
         self.assertGreater(len([error for error in errors if error]), 32)
 
     def test_AQueueThatNobodyHasEndsAndSaysWhatItDropped(self):
-        file, memory = self.file(), empty(16 * MIB, torch.uint8)
+        file, memory = self.file(), empty(64 * MIB, torch.uint8)
         gc.freeze()  # so that a collection takes much less time than the write
         self.addCleanup(gc.unfreeze)
         queue = Queue(depth=1, block_bytes=4096, engine="threads")

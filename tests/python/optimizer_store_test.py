@@ -15,6 +15,7 @@ import torch
 
 import spillway
 from optimizer_loops import Case, Network, groups_of, loop
+from seed import test_seed
 from spillway.optimizers.offloaded_states import OffloadedStates
 from toy_model import batches as token_batches
 from toy_model import config, model
@@ -111,9 +112,7 @@ class Places(Case):
 
 class Resuming(Case):
     def test_AKilledRunGoesOnWithTheSameBits(self):
-        seed = random.randrange(1 << 30)
-        print(f"seed {seed}", file=sys.stderr)
-        generator = random.Random(seed)
+        generator = random.Random(test_seed())
         paths = [str(ROOT / "tests/python"), str(ROOT / "tests"), str(ROOT / "python")]
         script = KILLED.format(paths=paths, folder=str(self.folder))
         reached = 0

@@ -1,4 +1,5 @@
 """What the suites of several processes share: how these are started, and what they have left. Import it first."""
+import itertools
 import json
 import os
 import pathlib
@@ -15,10 +16,19 @@ import torch  # noqa: E402
 SCRIPT = pathlib.Path(__file__).with_name("ranks_script.py")
 
 
+# Below those that the system gives to whoever asks for any: between here and the process that listens, which loads
+# PyTorch first, nobody else takes one of these. Suites that run beside each other begin at different ones.
+_ports = itertools.count(10000 + os.getpid() * 16 % 20000)
+
+
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    for port in _ports:
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
 
 
 class Processes:
@@ -55,10 +65,10 @@ def torchrun_environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
 
 
-def torchrun(count, folder, script, *arguments, restarts=0):
+def torchrun(count, folder, script, *arguments, restarts=0, timeout=280):
     """subprocess.run()'s result."""
     return subprocess.run(torchrun_command(count, folder, script, *arguments, restarts=restarts), cwd=folder,
-                          env=torchrun_environment(), capture_output=True, text=True, timeout=280, check=False)
+                          env=torchrun_environment(), capture_output=True, text=True, timeout=timeout, check=False)
 
 
 class RanksCase(Case):

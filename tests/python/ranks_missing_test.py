@@ -20,10 +20,10 @@ class Missing(RanksCase):
         return [json.loads(pathlib.Path(folder, f"rank{rank}.json").read_text()) for rank in others], processes
 
     def test_ARankThatIsKilledIsNamedAtOnce(self):
-        for said in self.missed("kill")[0]:
+        for said in self.missed("kill", patience=600)[0]:
             self.assertEqual(said["code"], "io")
             self.assertRegex(said["message"], r"rank \d: torch\.distributed .*gloo: from or to rank 1: ")
-            self.assertLess(said["seconds"], 60)  # sooner than patience would say so
+            self.assertLess(said["seconds"], 240)  # sooner than patience would say so
 
     def test_ARankThatIsStoppedIsNamedAfterPatience(self):
         begun = time.monotonic()
@@ -50,7 +50,7 @@ class Missing(RanksCase):
         for rank, itself in enumerate((", this one,", "")):
             facts, said = json.loads(pathlib.Path(folder, f"rank{rank}.json").read_text())
             self.assertEqual({"step": 7}, facts)
-            self.assertIn(f"no progress in 2 s: rank 0{itself} has not come to it", said)
+            self.assertIn(f"no progress in 4 s: rank 0{itself} has not come to it", said)
 
     def test_ElasticRestartsGoOnFromTheNewestStepOfAll(self):
         whole, cut = self.folder_of("whole"), self.folder_of("cut")

@@ -190,6 +190,8 @@ def comm(folder):
 
     comm, said = spillway.comm, []
     said.append(refused())
+    pathlib.Path(folder, f"here{RANK}").touch()
+    wait_for(pathlib.Path(folder, f"here{1 - RANK}"))  # so that both begin within the timeout
     comm.init_distributed(timeout=datetime.timedelta(seconds=3))
     said += [comm.get_rank(), comm.get_world_size(), comm.get_global_rank(None, 1), comm.is_initialized()]
     begun = time.monotonic()
@@ -410,7 +412,7 @@ def apart(folder):
     engine.close()
 
 
-def works(rank, seconds=5):
+def works(rank, seconds=9):
     """A function that takes longer than patience on that rank, where the processor has something to do."""
     def work():
         end = time.monotonic() + (seconds if RANK == rank else 0)
@@ -422,7 +424,7 @@ def works(rank, seconds=5):
 
 def at_work(folder):
     """What one rank does while the others wait for longer than their patience; and what stands still."""
-    folder, ranks, said = pathlib.Path(folder), Ranks(patience=2), []
+    folder, ranks, said = pathlib.Path(folder), Ranks(patience=4), []
     ranks.together(works(0))
     ranks.agree(works(1))
 
@@ -434,7 +436,7 @@ def at_work(folder):
     with checkpoints.snapshot_of_all(ranks, folder, None, None, None, None) as (_, facts):
         said.append(facts)
     try:
-        ranks.together(lambda: time.sleep(6) if RANK == 0 else None)
+        ranks.together(lambda: time.sleep(12) if RANK == 0 else None)
     except spillway.Error as error:
         said.append(str(error))
     ranks.close()

@@ -21,6 +21,7 @@ struct StallMeterTest : ::testing::Test {
 
   // From when it has begun to run, a stream's idle time grows.
   StallMeterTest() {
+    own->launch([](HostWorkers&) {});
     own->synchronize();
     at_start = meter.idle_seconds();
   }

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from mpirun import ONE_HOST
 
 MPIRUN = os.environ["SPILLWAY_MPIRUN"]
-PATIENCE = "2"
+PATIENCE = "5"
 
 
 def run_suite(case, ranks, mpirun=(MPIRUN,), environment=None, tests="*"):

@@ -74,8 +74,8 @@ class LostRanks(unittest.TestCase):
     def test_ARankThatSleepsIsNamedAndToldSo(self):
         ranks = self.start(3, 20, "sleep")
         for rank in (0, 1):
-            self.assertIn("barrier of block 6 (collective 41): no progress in 2 s: rank 2 has not come to it (its last "
-                          "one is 40); ", ranks.wait_for(rank, "end"))
+            self.assertIn(f"barrier of block 6 (collective 41): no progress in {PATIENCE} s: rank 2 has not come to it "
+                          "(its last one is 40); ", ranks.wait_for(rank, "end"))
 
     def test_AnotherLaunchersProcessesAreRefused(self):
         with tempfile.TemporaryDirectory() as folder:
