@@ -12,7 +12,7 @@ python3 -m venv "$place/venv"
 wheels=$place/wheels
 mkdir "$wheels"
 cp "$1" "$2" "$wheels"
-"$place/venv/bin/pip" install -q --find-links "$wheels" 'spillway[cuda]'
+"$place/venv/bin/pip" install -q --find-links "$wheels" "$wheels/$(basename "$1")[cuda]"
 site=$(echo "$place"/venv/lib/python3*/site-packages)
 chmod -R a-w "$site"
 cd "$place"
@@ -48,4 +48,4 @@ fi
 chmod -R u+w "$site"
 "$place/venv/bin/pip" uninstall -q -y spillway-cuda
 if finetune again >said 2>&1; then exit 1; fi
-grep 'libspillway_cuda.so: cannot open shared object file.*; `pip install spillway-cuda` brings it' said
+grep 'libspillway_cuda.so: cannot open shared object file.*; the wheel spillway_cuda of .* brings it' said

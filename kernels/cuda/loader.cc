@@ -11,7 +11,8 @@
 namespace spillway {
 namespace {
 
-constexpr const char* kGetOne = "`pip install spillway-cuda` brings it, and so does a build with nvcc 12.8 or newer";
+constexpr const char* kGetOne =
+    "the wheel spillway_cuda of `tools/wheel.sh --cuda` brings it, and so does a build with nvcc 12.8 or newer";
 constexpr const char* kMatchingOne = "install Spillway and spillway-cuda " SPILLWAY_VERSION ", or both from one build";
 
 OpenedPlugin<CudaPlugin> open_cuda_plugin() {

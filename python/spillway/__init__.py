@@ -51,7 +51,7 @@ __all__ = ["Adagrad", "Adam", "AdamW", "Engine", "Error", "GlobalBatchSampler", 
 
 def _check_torch(name):
     if importlib.util.find_spec("torch") is None:
-        raise ImportError(f"spillway.{name}: PyTorch is not installed; `pip install 'spillway[torch]'` brings it")
+        raise ImportError(f"spillway.{name}: PyTorch is not installed; `pip install torch` brings it")
     version = importlib.import_module("torch").__version__
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < LEAST_TORCH:
         raise ImportError(f"spillway.{name}: this is PyTorch {version}; install 1.13 or newer")

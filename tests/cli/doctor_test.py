@@ -320,7 +320,7 @@ class Doctor(CliTest):
         # Of a driver that shows GPUs; this build has no plugin, or one of a newer CUDA.
         self.assert_says(cuda, "broken", "^Fake GPU, 24 GiB; driver .*, for CUDA 12.4; Spillway cannot use it: the "
                          "(plugin of the cuda device was not opened|driver serves CUDA 12.4 and this was built with )",
-                         repair="a driver as new as that|`pip install spillway-cuda` brings it")
+                         repair="a driver as new as that|`tools/wheel.sh --cuda` brings it")
         findings = self.doctor(env={**environment, "SPILLWAY_FAKE_CUDA_INIT": "803"})
         self.assert_says(self.one(findings, "cuda"), "broken", r"^cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH \(803\)",
                          repair="reboot")

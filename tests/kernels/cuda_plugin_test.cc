@@ -41,10 +41,11 @@ TEST(CudaPlugin, ThatIsMissingIsAPackage) {
   if (kind() != "missing") GTEST_SKIP() << "SPILLWAY_OTHER_PLUGIN is '" << kind() << "'";
   const std::string said = refusal();
   if (::dlopen("libspillway_cuda.so", RTLD_NOW | RTLD_NOLOAD) != nullptr) GTEST_SKIP() << "it is installed here";
-  EXPECT_THAT(said, AllOf(HasSubstr("device cuda: the plugin of the cuda device was not opened: "),
-                          HasSubstr("libspillway_cuda.so: cannot open shared object file"),
-                          EndsWith("; `pip install spillway-cuda` brings it, and so does a build with nvcc 12.8 or "
-                                   "newer")));
+  EXPECT_THAT(said,
+              AllOf(HasSubstr("device cuda: the plugin of the cuda device was not opened: "),
+                    HasSubstr("libspillway_cuda.so: cannot open shared object file"),
+                    EndsWith("; the wheel spillway_cuda of `tools/wheel.sh --cuda` brings it, and so does a build "
+                             "with nvcc 12.8 or newer")));
 }
 
 TEST(CudaPlugin, OfAnotherVersionIsNamedWithBoth) {

@@ -72,7 +72,7 @@ class Package(unittest.TestCase):
         self.assert_fails(r"lib/cmake/spillway is not there, so this package was not installed", "--cmake-dir")
 
     def test_WhatNeedsPyTorchSaysSo(self):
-        self.assert_fails(r"ImportError: spillway\.Engine: PyTorch is not installed; `pip install 'spillway\[torch\]'`",
+        self.assert_fails(r"ImportError: spillway\.Engine: PyTorch is not installed; `pip install torch` brings it",
                           "-c", "import spillway; spillway.Engine")
         self.assert_fails("has no attribute 'Motor'", "-c", "import spillway; spillway.Motor")
 

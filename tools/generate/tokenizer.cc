@@ -31,7 +31,7 @@ namespace spillway::models::generate {
 namespace {
 
 constexpr const char* kPackages =
-    "`pip install spillway transformers jinja2` for that Python, or give tokens with --ids";
+    "`pip install transformers jinja2` and Spillway's wheel for that Python, or give tokens with --ids";
 
 // Both ends close by themselves, also in other processes.
 struct Pipe {

@@ -297,7 +297,7 @@ TEST(DoctorMachine, AGpuThatTheProgramCannotUseIsBroken) {
 TEST(DoctorMachine, AMissingPluginIsNoFaultOfTheDriver) {
   GpuInfo gpu = card();
   gpu.unusable = "the plugin of the cuda device was not opened";
-  gpu.plugin_remedy = "`pip install spillway-cuda` brings it";
+  gpu.plugin_remedy = "the wheel spillway_cuda of `tools/wheel.sh --cuda` brings it";
   EXPECT_EQ(of(check_gpu(gpu, {}), "cuda").repair, gpu.plugin_remedy);
 }
 

@@ -40,8 +40,8 @@ TEST(OpsPlugin, IsRefusedWithWhatToDo) {
     GTEST_SKIP() << "it is installed here";
   } else {
     EXPECT_THAT(said, HasSubstr("device cuda: libspillway_models_cuda.so: cannot open shared object file"));
-    EXPECT_THAT(said, EndsWith("; `pip install spillway-cuda` brings it, and so does a build with nvcc 12.8 or newer; "
-                               "elsewhere name its directory in LD_LIBRARY_PATH"));
+    EXPECT_THAT(said, EndsWith("; the wheel spillway_cuda of `tools/wheel.sh --cuda` brings it, and so does a build "
+                               "with nvcc 12.8 or newer; elsewhere name its directory in LD_LIBRARY_PATH"));
   }
 }
 

@@ -40,9 +40,10 @@ void* open_library() {
                 "install CUDA 13's cuBLAS (libcublasLt.so.13; `pip install nvidia-cublas` beside spillway-cuda), or "
                 "name its directory in LD_LIBRARY_PATH");
   }
-  unsupported("device cuda", reason,
-              "`pip install spillway-cuda` brings it, and so does a build with nvcc 12.8 or newer; elsewhere name its "
-              "directory in LD_LIBRARY_PATH");
+  unsupported(
+      "device cuda", reason,
+      "the wheel spillway_cuda of `tools/wheel.sh --cuda` brings it, and so does a build with nvcc 12.8 or newer; "
+      "elsewhere name its directory in LD_LIBRARY_PATH");
 }
 
 const OpsPlugin& open_plugin() {
