@@ -60,6 +60,7 @@ NOT_RUN = {
     ("docs/command_line.md", "spillway export STORE DIR [--with"): SYNOPSIS,
     ("docs/command_line.md", "spillway import DEEPSPEED_CHECKPOINT"): SYNOPSIS,
     ("docs/command_line.md", "spillway store DIR..."): SYNOPSIS,
+    ("docs/command_line.md", "spillway config [ds_config.json"): SYNOPSIS,
     ("docs/command_line.md", "spillway generate --model DIR|STORE"): SYNOPSIS,
     ("docs/command_line.md", "spillway report steps.jsonl [MORE...]"): SYNOPSIS,
     ("docs/checkpoints.md", "spillway import CHECKPOINTS"): SYNOPSIS,

@@ -52,9 +52,12 @@ void add_command(CLI::App& program, int& exit_code) {
   command->add_option("--seq", options.sequence, "Tokens of a row, as in finetune")
       ->type_name("UINT")
       ->capture_default_str();
-  command->add_option("--hbm", options.hbm, "Budget of GPU memory, such as 24GiB; default: the configuration's")
+  command
+      ->add_option("--hbm", options.hbm,
+                   "Budget of GPU memory, less than is free: 14GiB of a GPU of 24; default: the configuration's")
       ->type_name("SIZE");
-  command->add_option("--host", options.host, "Budget of pinned host memory, such as 64GiB")->type_name("SIZE");
+  command->add_option("--host", options.host, "Budget of pinned host memory, less than is free, such as 48GiB")
+      ->type_name("SIZE");
   command->add_option("--nvme", options.nvme, "Directory of the store, and how much of its drive; once a drive")
       ->type_name("PATH[=2TB]")
       ->allow_extra_args(false);
@@ -101,7 +104,7 @@ void add_command(CLI::App& program, int& exit_code) {
   command->add_flag("--json", options.json, "Print it as JSON");
   command->add_option("--report", options.html, "Write a page with charts there");
   command->footer(
-      "Example:\n  spillway plan --params 13B --hbm 24GiB --host 64GiB --nvme /mnt/nvme=2TB --device cuda\n\n"
+      "Example:\n  spillway plan --params 13B --hbm 14GiB --host 48GiB --nvme /mnt/nvme=2TB --device cuda\n\n"
       "Exit code: 0 it fits, 1 it does not, or an option or a file is wrong");
   command->callback([kept, &exit_code] { exit_code = plan(*kept); });
 }

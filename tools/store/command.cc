@@ -106,7 +106,8 @@ int print_store(const StoreOptions& options) {
 void add_command(CLI::App& program, int& exit_code) {
   const auto kept = std::make_shared<StoreOptions>();
   StoreOptions& options = *kept;
-  auto* command = program.add_subcommand("store", "Show a store, and check whether it is whole; changes nothing");
+  auto* command = program.add_subcommand(
+      "store", "Show a store, and check whether it is whole; changes nothing without --rollback");
   command
       ->add_option(
           "paths", options.paths,
