@@ -34,6 +34,7 @@ PLACEHOLDERS = [
     (r"export SNAPSHOTS/step-\d+ DIR\b", "export snapshots/step-000002 exported"),
     (r"generate --model STORE\b", "generate --model store"),
     (r"--adapter adapter --prompt '[^']+'", "--adapter left --ids --prompt '1 2'"),  # it has no tokenizer
+    (r" --tokenizer (?:DIR|gpt2|Llama-3\.2-1B)", ""),  # these models have none
     (r"--load SNAPSHOTS?\b", "--load snapshots"),
     (r"--save SNAPSHOTS\b", "--save saved"),
     # Fewer steps and shorter measurements, of the same kind.
