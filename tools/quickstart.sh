@@ -2,11 +2,17 @@
 # From a fresh clone to a language model that trains with its weights, gradients and Adam states on NVMe, in one
 # command: installs the packages, builds into build/, trains a byte-level GPT-2 of about 30 million parameters on the
 # licence texts of this machine, then shows that where the tensors live does not change a bit. Everything it makes lies
-# in build/.
+# in build/. It trains on the CPU, where RAM stands for GPU memory, also on a machine with a GPU.
 set -eu
 cd "$(dirname "$0")/.."
-tools/install_packages.sh
+if command -v apt-get >/dev/null; then
+  tools/install_packages.sh
+else
+  tools/install_packages.sh || echo "quickstart: going on with what is installed" >&2  # it has named what is needed
+fi
 . tools/compiler_cache.sh
+set -- /usr/share/common-licenses/*
+[ -e "$1" ] || set -- "$PWD/LICENSE"  # not a Debian
 
 echo "== build"
 # As tools/test.sh builds, so that the second of the two finds the first one's objects in the compiler's cache.
@@ -21,7 +27,7 @@ mkdir -p "$work/nvme" "$work/nvme-small"
 cd "$work"
 
 # In lower case and without indentation, so that a run of minutes learns words and not typography.
-cat /usr/share/common-licenses/* | tr 'A-Z' 'a-z' | tr -s ' \n' >text
+cat "$@" | tr 'A-Z' 'a-z' | tr -s ' \n' >text
 steps=160
 
 config() {  # file, device of weights and states, directory on the drive, section "spillway"
@@ -43,7 +49,7 @@ config() {  # file, device of weights and states, directory on the drive, sectio
     "offload_param": {"device": "$2"$path},
     "offload_optimizer": {"device": "$2"$path}
   },
-  "spillway": {$4}
+  "spillway": {"device": "host", $4}
 }
 JSON
 }
