@@ -96,6 +96,20 @@ class Initialize(Behaviours):
         self.train(engine, batches)
         self.assert_same_weights(engine, self.pytorch(batches, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))[0])
 
+    def test_ClientOptimizerCallableOfGroups(self):
+        """It is called with what model_parameters= has, as DeepSpeed calls it."""
+        network = simple()
+        engine = self.start(network, {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+                                      "model_parameters": self.with_groups(network)})[0]
+        self.assertEqual([(1e-2, 0.1), (1e-3, 0.0)], [(group["lr"], group["weight_decay"])
+                                                      for group in engine.optimizer.param_groups])
+        self.as_with_groups(engine, data(3))
+        network = simple()
+        made = []
+        self.start(network, {"optimizer": lambda given: made.append(given) or torch.optim.AdamW(given, lr=1e-2),
+                             "model_parameters": network.parameters()})
+        self.assertEqual([*map(id, network.parameters())], [*map(id, made[0])])
+
     def test_ClientLrSchedulerCallable(self):
         engine, _, _, scheduler = self.start(initialize={
             "lr_scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5 ** step)})

@@ -21,11 +21,12 @@ KINDS = {torch.optim.AdamW: ("AdamW", _ADAM), torch.optim.Adam: ("Adam", _ADAM),
 NEUTRAL = {"amsgrad": False, "maximize": False, "differentiable": False, "lr_decay": 0, "initial_accumulator_value": 0}
 
 
-def optimizer_of(given, model):
-    """An optimizer, from one or from a function that makes one for parameters, as DeepSpeed's initialize() takes it."""
+def optimizer_of(given, model, groups=None):
+    """An optimizer, from one or from a function that makes one, as DeepSpeed's initialize() takes it: for what
+    model_parameters= has, groups or parameters, or without it for all that are trained."""
     if given is None or isinstance(given, torch.optim.Optimizer) or not callable(given):
         return given
-    return given([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return given([each for each in model.parameters() if each.requires_grad] if groups is None else groups)
 
 
 def base_rate(group):
