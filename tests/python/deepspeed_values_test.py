@@ -1,5 +1,6 @@
 """DeepSpeed's behaviours of weights, states and gradients that are read and written by name, and of checkpoints."""
 import os
+import unittest.mock
 
 from case import main
 
@@ -286,6 +287,22 @@ class Values(Behaviours):
                 self.assertTrue(torch.equal(before[name], value), name)
             self.train(engine, data(1))
             self.assertEqual(2, engine.global_steps)
+
+    def test_AReloadThatFailsIsMadeAgain(self):
+        for place in ({"device": "cpu"}, {"device": "nvme"}):
+            engine = self.engine_of(**place)
+            self.train(engine, data(1))
+            before = engine.master_weights()
+            engine.offload_states()
+            with unittest.mock.patch.object(engine._library, "engine_create_on",
+                                            side_effect=deepspeed.Error("out_of_memory", "taken by another")):
+                for _ in range(2):
+                    self.assert_error("taken by another", engine.reload_states)
+            self.assert_error("states are offloaded; call reload_states", engine, *data()[0])
+            engine.reload_states()
+            self.train(engine, data(1))
+            self.assertEqual(2, engine.global_steps)
+            self.assertFalse(torch.equal(before["linears.0.weight"], engine.master_weights()["linears.0.weight"]))
 
     def test_EmptyPartitionCache(self):
         self.engine_of().empty_partition_cache()

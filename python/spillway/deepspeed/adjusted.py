@@ -94,9 +94,16 @@ class Adjusted:
         self._parked = Parked(self)
 
     def reload_states(self, non_blocking=False):
+        """Where that fails, since memory is short, say, they stay offloaded, for another call."""
         parked, self._parked = self._parked, None
-        if parked is not None:
+        if parked is None:
+            return
+        try:
             parked.come_back(self)
+        except BaseException:
+            if self._handle is None:
+                self._parked = parked
+            raise
 
     def empty_partition_cache(self):
         """Nothing is to be done: what is fetched lies in places that were planned before step 1."""
