@@ -1,4 +1,6 @@
 """Backward passes as PyTorch has them, whoever begins them: losses and gradients of the model without an engine."""
+import unittest.mock
+
 from case import Case as Folder, main
 
 import torch
@@ -304,6 +306,36 @@ class Rules(Case):
                 self.assertIsNone(engine.step())
         self.assertTrue(engine.step_is_due)
         self.assertEqual(1, engine.step().step)
+
+    def test_AnEngineGoesOnWhereItsNextPlanDoesNotFit(self):
+        """Before the first step and after it, with a store and without one."""
+        for device in ("nvme", "cpu"):
+            engine = self.engine(lines(None, None), config(self.folder, device))
+            alone = self.engine(lines(None, None), config(self.folder, "cpu"))
+            create, answers = engine._library.engine_create_on, []
+
+            def fails_first(*given):
+                if not answers.pop(0):
+                    raise spillway.Error("does_not_fit", "too much")
+                return create(*given)
+
+            for _ in range(2):
+                before = engine.master_weights()
+                engine.set_learning_rate(5e-3)
+                alone.set_learning_rate(5e-3)
+                answers[:] = [False, True]
+                with unittest.mock.patch.object(engine._library, "engine_create_on", fails_first):
+                    self.assert_error("too much", engine(X).sum().backward)
+                for name, value in engine.master_weights().items():
+                    self.assertTrue(torch.equal(before[name], value), name)
+                for each in (engine, alone):
+                    each.backward(each(X).sum())
+                self.assertEqual(*((report.step, report.learning_rate) for report in (engine.step(), alone.step())))
+            for name, value in alone.master_weights().items():
+                self.assertTrue(torch.equal(engine.master_weights()[name], value), name)
+            engine(X).sum().backward()  # by a plan that fits
+            self.assertEqual(3, engine.step().step)
+            engine.close()
 
     def test_AMicroBatchTooManyIsRefused(self):
         engine = self.engine(lines(None, None))

@@ -144,6 +144,7 @@ class Engine(TrainsBatches, Contents):
         self.uncounted_steps, _ = self._record()  # that DeepSpeed counted and Adam did not: of fp16, skipped
         self._views, self._addresses = {}, set()
         self._layout.forget_packed()
+        self._layout.keep()
 
     def _take_over(self):
         """Empties the parameters and puts visits in the place of forwards."""

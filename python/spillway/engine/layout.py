@@ -59,6 +59,14 @@ class Layout:
         for place, count in pushes.items():
             self.pushes[place] = max(self.pushes[place], count * self._accumulation)
 
+    def keep(self):
+        """An engine is made by this plan, to which go_back() returns."""
+        self._made = self._order, self.open, dict(self.pushes), self._accumulation, self.kept
+
+    def go_back(self):
+        self._order, self.open, pushes, self._accumulation, self.kept = self._made
+        self.pushes = dict(pushes)
+
     def pushes_of_micro_batch(self, place):
         return self.pushes[place] // self._accumulation
 

@@ -183,7 +183,8 @@ def open_up(engine, why):
 def open_again(engine):
     """The engine as it is, by another plan. Its store keeps what it has, and what has none is carried over in memory:
     the weights, 4 bytes a parameter for as long as it takes, or after the first step a snapshot in a directory of its
-    own. Of the graph that is to go backward nothing refers to the engine's memory."""
+    own. Of the graph that is to go backward nothing refers to the engine's memory. Where it cannot be made by that
+    plan, which needs more memory than there is, say, it goes on by the one that it had, and the error is raised."""
     engine._refuse_held()
     engine.lender.refuse_held("backward")
     uncounted, step, rate = engine.uncounted_steps, engine.current_step, engine.optimizer.given_rate
@@ -199,7 +200,13 @@ def open_again(engine):
             snapshot = str(ranks.same_files(made, folder)) if ranks else made
         engine._handle = None
         engine._finalizer()
-        engine._create("resume" if weights is None and snapshot is None else "refuse", snapshot)
+        existing, failure = "resume" if weights is None and snapshot is None else "refuse", None
+        try:
+            engine._create(existing, snapshot)
+        except Error as error:
+            failure = error
+            engine._layout.go_back()
+            engine._create(existing, snapshot)
         if weights is not None:
             engine._import(weights.pop)
         if ranks:
@@ -207,3 +214,5 @@ def open_again(engine):
     engine.uncounted_steps = uncounted
     if rate is not None:
         engine._library.engine_set_learning_rate(engine._open(), rate)
+    if failure is not None:
+        raise failure
