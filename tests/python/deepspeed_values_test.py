@@ -304,6 +304,33 @@ class Values(Behaviours):
             self.assertEqual(2, engine.global_steps)
             self.assertFalse(torch.equal(before["linears.0.weight"], engine.master_weights()["linears.0.weight"]))
 
+    def test_BetasThatWereSetStay(self):
+        """When the engine is made once more, by another plan or after its states were offloaded."""
+        def replan(engine):
+            loss = engine(*data()[0])
+            engine.backward(loss, retain_graph=True)
+            engine.discard_step()
+
+        def offload(engine):
+            engine.offload_states()
+            engine.reload_states()
+
+        for device in ("cpu", "nvme"):
+            for again in (replan, offload):
+                ends = []
+                for configured in ({}, {"betas": [0.5, 0.9]}):
+                    engine = self.engine_of(device=device, optimizer={
+                        "type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, **configured}})
+                    if not configured:
+                        engine.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+                    self.train(engine, data(2))
+                    again(engine)
+                    self.train(engine, data(2))
+                    ends.append(engine.master_weights())
+                    engine.close()
+                for name, value in ends[0].items():
+                    self.assertTrue(torch.equal(value, ends[1][name]), (device, again.__name__, name))
+
     def test_EmptyPartitionCache(self):
         self.engine_of().empty_partition_cache()
 

@@ -15,7 +15,7 @@ class Parked:
         if engine._micro_batches:
             raise Error("invalid_argument", "offload_states: a step is under way; call it after step(), or "
                                             "discard_step() before")
-        self._rate, self._uncounted = engine.optimizer.given_rate, engine.uncounted_steps
+        self._uncounted = engine.uncounted_steps
         self._folder = self._snapshot = None
         if engine.settings.get("spillway.nvme_paths"):
             engine.flush()
@@ -35,7 +35,6 @@ class Parked:
         with log.silent():
             engine._create("refuse" if self._snapshot else "resume", self._snapshot)
         engine.uncounted_steps = self._uncounted
-        if self._rate is not None:
-            engine._library.engine_set_learning_rate(engine._open(), self._rate)
+        engine.optimizer.tell()
         if self._folder is not None:
             self._folder.cleanup()

@@ -72,10 +72,13 @@ class EngineOptimizer(torch.optim.Optimizer):
     def given(self, rate):
         self.param_groups[0]["lr"] = self._given = rate
 
-    @property
-    def given_rate(self):
-        """The one that was set, in place of the configuration's; None: none."""
-        return self._given
+    def tell(self):
+        """What was set here, to an engine that was made once more by the configuration."""
+        library, handle = self.engine._library, self.engine._open()
+        if self._given is not None:
+            library.engine_set_learning_rate(handle, self._given)
+        if "betas" in self.known and "optimizer.params.betas" in self.engine.settings:
+            library.engine_set_betas(handle, *self.known["betas"])
 
     def before_backward(self):
         for name in SETTINGS:

@@ -187,7 +187,7 @@ def open_again(engine):
     plan, which needs more memory than there is, say, it goes on by the one that it had, and the error is raised."""
     engine._refuse_held()
     engine.lender.refuse_held("backward")
-    uncounted, step, rate = engine.uncounted_steps, engine.current_step, engine.optimizer.given_rate
+    uncounted, step = engine.uncounted_steps, engine.current_step
     with tempfile.TemporaryDirectory(prefix="spillway-planned-again-") as folder, log.silent():
         weights, snapshot, ranks = None, None, engine.ranks
         if engine.settings.get("spillway.nvme_paths"):
@@ -212,7 +212,6 @@ def open_again(engine):
         if ranks:
             ranks.same()  # no other one reads in the folder any more
     engine.uncounted_steps = uncounted
-    if rate is not None:
-        engine._library.engine_set_learning_rate(engine._open(), rate)
+    engine.optimizer.tell()
     if failure is not None:
         raise failure
