@@ -141,6 +141,11 @@ class Values(Behaviours):
                 self.assertTrue(torch.equal(engine.master_weights([name])[name], safe_get_full_fp32_param(parameter)))
         self.assertIsNone(safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(2))))
 
+    def spare(self):
+        network = simple()
+        network.spare = torch.nn.Linear(WIDTH, 3)
+        return network
+
     def gradients(self, batch):
         network = simple().to(DEVICE)
         network(*batch).backward()
@@ -160,6 +165,25 @@ class Values(Behaviours):
         engine = self.engine_of(accumulation=2)
         engine.backward(engine(*data()[0]))
         self.assert_error("has no gradient yet", safe_get_full_grad, engine.module.linears[0].weight)
+
+    def test_GradientsAreReadAndWrittenAfterPassesOfAnyNumber(self):
+        for drive in (lambda engine, loss: loss.backward(),
+                      lambda engine, loss: engine.backward(loss, retain_graph=True)):
+            ends = []
+            for looks in (True, False):
+                engine = self.engine_of(self.spare())
+                for batch in data(2):
+                    drive(engine, engine(*batch))
+                    for parameter in [*engine.module.parameters()] * 2 if looks else ():
+                        gradient = safe_get_full_grad(parameter)
+                        if gradient is not None:
+                            safe_set_full_grad(parameter, gradient)
+                            self.assertTrue(torch.equal(gradient, safe_get_full_grad(parameter)))
+                    engine.step()
+                ends.append(engine.master_weights())
+                engine.close()
+            for name, value in ends[0].items():
+                self.assertTrue(torch.equal(value, ends[1][name]), name)
 
     def test_SafeGetFullOptimizerState(self):
         batches = data(2)

@@ -121,7 +121,7 @@ class Engine(TrainsBatches, Contents):
         self._element_bytes = torch.empty(0, dtype=self.dtype).element_size()
         self._accumulation = self._library.config_gradient_accumulation(self._config)
         self._micro_batches = 0
-        self._pushed = collections.Counter()
+        self._pushed, self._ended = collections.Counter(), set()  # (engine block, index); told that no more come
 
     def _create(self, on_existing, snapshot):
         options = Options(ON_EXISTING.index(on_existing), 0, path_of(snapshot), path_of(self._trace))
@@ -226,6 +226,8 @@ class Engine(TrainsBatches, Contents):
                     self._library.engine_push_gradient_of(self._open(), micro_batch, owner, index, None, 0, self._type,
                                                           stream)
                 self._pushed[owner, index] += 1
+                if ends:
+                    self._ended.add((owner, index))
                 continue
             size = parameter.numel() * self._element_bytes
             if used + size > self._workspace.numel():
@@ -356,6 +358,7 @@ class Engine(TrainsBatches, Contents):
         self.passes.begin_step()
         self.seeds.forget()
         self._pushed.clear()
+        self._ended.clear()
         self._gradients.begin_step()
         self.steps_begun += 1
 
@@ -364,8 +367,8 @@ class Engine(TrainsBatches, Contents):
         what it did, where any number might have come."""
         for owner in reversed(range(len(self._layout.members))):
             here = [i for i in range(len(self._layout.members[owner])) if (owner, i) in self._layout.pushes]
-            missing = [(i, 1 if self._layout.open else self._layout.pushes[owner, i] - self._pushed[owner, i])
-                       for i in here]
+            missing = [(i, (owner, i) not in self._ended if self._layout.open else
+                        self._layout.pushes[owner, i] - self._pushed[owner, i]) for i in here]
             if not any(count > 0 for _, count in missing):
                 continue
             visited = Block(None, None)
