@@ -1,4 +1,5 @@
 """What load_checkpoint() gives up of a run, and when: nothing, until all that can be wrong was looked at."""
+import logging
 import os
 
 from case import Case as Folder
@@ -43,6 +44,40 @@ class LoadCheckpoint(Folder):
         self.assert_error("nothing of the model is trained", self.initialize(
             model().requires_grad_(False), on_existing="replace")[0].save_checkpoint, saved, "none",
             exclude_frozen_parameters=True)
+
+    def test_WeightsAloneLeaveTheConfigurationsScheduleWhereItIs(self):
+        """As it counts the store's steps, which is said; one of the caller's goes on from the checkpoint's."""
+        def schedule(**more):
+            return config(self.folder, scheduler={"type": "WarmupLR", "params": {
+                "warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"}}, **more)
+
+        def caller(optimizer):
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** step)
+
+        saved = self.folder / "saved"
+        engine = spillway.initialize(model=model(), config=schedule())[0]
+        train(engine, 3)
+        engine.save_checkpoint(saved)
+        engine.close()
+        for words, options in (("step 3, and the configuration's scheduler goes on from the optimizer's step 0, with "
+                                "the learning rate 0, as no states were loaded", {}),
+                               ("^$", {"load_lr_scheduler_states": False}), ("^$", {"load_module_only": True})):
+            engine = spillway.initialize(model=model(), config=schedule(), on_existing="replace")[0]
+            with self.assertLogs("spillway", "WARNING") as heard:
+                spillway.log.say(logging.WARNING, "nothing else")
+                engine.load_checkpoint(saved, load_optimizer_states=False, **options)
+            self.assertRegex("\n".join(record.getMessage() for record in heard.records[1:]), words)
+            self.assertEqual([0], engine.get_lr())
+            engine.close()
+        engine = self.initialize(lr_scheduler=caller, on_existing="replace")[0]
+        train(engine, 3)
+        engine.save_checkpoint(saved)
+        engine.close()
+        engine = self.initialize(lr_scheduler=caller, on_existing="replace")[0]
+        engine.load_checkpoint(saved, load_optimizer_states=False)
+        self.assertEqual(([1.25e-4], 3), (engine.lr_scheduler.get_last_lr(), engine.lr_scheduler.last_epoch))
+        train(engine, 1)
+        self.assertEqual([6.25e-5], engine.get_lr())
 
     def test_ACheckpointThatIsRefusedInMidRunChangesNothing(self):
         saved, engine = self.folder / "saved", self.initialize()[0]

@@ -314,6 +314,8 @@ class DeepSpeedEngine(Adjusted, Answers, Engine):
         self.skipped_steps = state.get("skipped_steps", 0)
         if with_schedule and state["lr_scheduler"] and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if with_schedule:
+            carried.say_where_schedule_is(self, folder, state["step"])
         return folder, state["client_state"]
 
     def _weights_in(self, folder, everywhere):

@@ -54,6 +54,16 @@ def _asks_for_more(step):
                for parameter in inspect.signature(step).parameters.values())
 
 
+def say_where_schedule_is(engine, folder, saved):
+    """Of the configuration's own, which counts the engine's steps, where a checkpoint's counts came without its
+    states. `saved`: the step that the checkpoint is of."""
+    if isinstance(engine.lr_scheduler, EngineSchedule) and saved != engine.current_step:
+        log.say(logging.WARNING, f"{folder}: is of step {saved}, and the configuration's scheduler goes on from the "
+                                 f"optimizer's step {engine.current_step}, with the learning rate "
+                                 f"{engine.optimizer.param_groups[0]['lr']:g}, as no states were loaded; leave it out "
+                                 "and give lr_scheduler=, which goes on from the checkpoint's, or load all of it")
+
+
 # -- the rate ---------------------------------------------------------------------------------------------------------
 
 def rate_of(facts):
