@@ -122,6 +122,9 @@ class Loop(Case):
         self.assert_error("lr_scheduler: belongs to another optimizer", self.initialize, lr_scheduler=object())
         both = config(self.folder, scheduler={"type": "WarmupLR", "params": {}})
         self.assert_error("the configuration has one, too", self.initialize, None, both, lr_scheduler=halving)
+        both.write_text(both.read_text().replace("{", "{ // with a comment\n", 1))
+        self.assert_error("the configuration has one, too", self.initialize, None, both, lr_scheduler=halving,
+                          on_existing="replace")
         with unittest.mock.patch.dict(os.environ, WORLD_SIZE="2"):
             self.assert_error("WORLD_SIZE 2: and nothing says where they meet", self.initialize)
             self.assert_error("ranks: WORLD_SIZE is 2, and ", self.initialize, dist_init_required=False)

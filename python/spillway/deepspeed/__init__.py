@@ -26,7 +26,7 @@ from ..engine.optimizer import EngineSchedule
 from ..library import Error
 from ..sampler import GlobalBatchSampler, words_without_promise
 from . import checkpoints as deepspeed_import
-from . import client, leaves, saved_weights, schedules
+from . import client, leaves, saved_weights
 from .adjusted import Adjusted, StatesOptimizer
 from .answers import Answers
 from .checkpoints import LATEST
@@ -438,7 +438,7 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
     engine._monitor = CsvMonitor(configured.monitor) if configured.monitor and not engine.global_rank else None
     if made:
         client.GroupedOptimizer(engine, made)
-    engine.lr_scheduler = _scheduler(engine, configured, optimizer, lr_scheduler)
+    engine.lr_scheduler = client.scheduler_of(engine, configured, optimizer, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = _loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -463,16 +463,6 @@ def _loader(engine, data, collate_fn):
     return loader
 
 
-def _scheduler(engine, configured, optimizer, given):
-    if configured.schedule is not None:
-        return schedules.made(configured.schedule, engine.optimizer)
-    if configured.has_schedule or "scheduler.type" in engine.settings:
-        return EngineSchedule(engine.optimizer)
-    if given is None or not callable(given):
-        return given and client.schedule(given, optimizer, engine.optimizer)
-    return given(engine.optimizer)
-
-
 def add_config_arguments(parser):
     """--deepspeed and --deepspeed_config, and what they were called before, for args= of initialize()."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
@@ -490,7 +480,7 @@ def _refuse(model, groups, lr_scheduler, dist_init_required, parallel, configure
     found = [words for wrong, words in (
         (groups is not None and not grouped and {id(each) for each in groups if each.requires_grad} != trained,
          "model_parameters: are not those that want gradients; say requires_grad_(False) to the others"),
-        (lr_scheduler is not None and schedules, "lr_scheduler: the configuration has one, too; leave one out"),
+        (lr_scheduler is not None and schedules, client.TWO_SCHEDULES),
         (parallel is not None, "mpu, mesh_param: ranks divide rows alone, and no model; leave them out"),
     ) if wrong]
     if found:

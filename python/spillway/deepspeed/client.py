@@ -7,7 +7,9 @@ import math
 import torch
 
 from .. import log
+from ..engine.optimizer import EngineSchedule
 from ..library import Error
+from . import schedules
 from .adjusted import StatesOptimizer
 from .optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 
@@ -19,6 +21,8 @@ KINDS = {torch.optim.AdamW: ("AdamW", _ADAM), torch.optim.Adam: ("Adam", _ADAM),
          DeepSpeedCPULion: ("Lion", ("betas",)), FusedLion: ("Lion", ("betas",))}
 # What would train something else, unless it is this.
 NEUTRAL = {"amsgrad": False, "maximize": False, "differentiable": False, "lr_decay": 0, "initial_accumulator_value": 0}
+
+TWO_SCHEDULES = "lr_scheduler: the configuration has one, too; leave one out"
 
 
 def optimizer_of(given, model, groups=None):
@@ -183,6 +187,20 @@ class GroupedOptimizer(StatesOptimizer):
         super().before_backward()
         if self._given == rate:
             self.align()
+
+
+def scheduler_of(engine, configured, optimizer, given):
+    """The engine's: the configuration's, or the `given` one, or function that makes one."""
+    if configured.schedule is not None:
+        return schedules.made(configured.schedule, engine.optimizer)
+    if configured.has_schedule or "scheduler.type" in engine.settings:
+        if given is not None:  # of a file with comments, which the library alone reads
+            engine.close()
+            raise Error("unsupported", f"initialize: not with Spillway:\n  {TWO_SCHEDULES}")
+        return EngineSchedule(engine.optimizer)
+    if given is None or not callable(given):
+        return given and schedule(given, optimizer, engine.optimizer)
+    return given(engine.optimizer)
 
 
 def schedule(scheduler, client, optimizer):
