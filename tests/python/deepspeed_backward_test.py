@@ -4,6 +4,7 @@ from case import main
 
 import torch
 
+from spillway.utils import safe_get_full_grad, safe_set_full_grad
 from behaviours import WIDTH, Behaviours, data, simple, table
 
 
@@ -74,6 +75,30 @@ class Backward(Behaviours):
         engine.backward(loss)
         return self.assert_norms(self.gradients(
             lambda network: (2 * network(*data()[0])).backward(), simple()), engine)
+
+    def test_GradientsAreReadAndWrittenAfterPassesOfAnyNumber(self):
+        def spare():  # has parameters that no pass brings a gradient
+            network = simple()
+            network.spare = torch.nn.Linear(WIDTH, 3)
+            return network
+
+        for drive in (lambda engine, loss: loss.backward(),
+                      lambda engine, loss: engine.backward(loss, retain_graph=True)):
+            ends = []
+            for looks in (True, False):
+                engine = self.engine_of(spare())
+                for x, y in data(2):
+                    drive(engine, engine(x, y))
+                    for parameter in [*engine.module.parameters()] * 2 if looks else ():
+                        gradient = safe_get_full_grad(parameter)
+                        if gradient is not None:
+                            safe_set_full_grad(parameter, gradient)
+                            self.assertTrue(torch.equal(gradient, safe_get_full_grad(parameter)))
+                    engine.step()
+                ends.append(engine.master_weights())
+                engine.close()
+            for name, value in ends[0].items():
+                self.assertTrue(torch.equal(value, ends[1][name]), name)
 
 
 if __name__ == "__main__":

@@ -141,11 +141,6 @@ class Values(Behaviours):
                 self.assertTrue(torch.equal(engine.master_weights([name])[name], safe_get_full_fp32_param(parameter)))
         self.assertIsNone(safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(2))))
 
-    def spare(self):
-        network = simple()
-        network.spare = torch.nn.Linear(WIDTH, 3)
-        return network
-
     def gradients(self, batch):
         network = simple().to(DEVICE)
         network(*batch).backward()
@@ -165,25 +160,6 @@ class Values(Behaviours):
         engine = self.engine_of(accumulation=2)
         engine.backward(engine(*data()[0]))
         self.assert_error("has no gradient yet", safe_get_full_grad, engine.module.linears[0].weight)
-
-    def test_GradientsAreReadAndWrittenAfterPassesOfAnyNumber(self):
-        for drive in (lambda engine, loss: loss.backward(),
-                      lambda engine, loss: engine.backward(loss, retain_graph=True)):
-            ends = []
-            for looks in (True, False):
-                engine = self.engine_of(self.spare())
-                for batch in data(2):
-                    drive(engine, engine(*batch))
-                    for parameter in [*engine.module.parameters()] * 2 if looks else ():
-                        gradient = safe_get_full_grad(parameter)
-                        if gradient is not None:
-                            safe_set_full_grad(parameter, gradient)
-                            self.assertTrue(torch.equal(gradient, safe_get_full_grad(parameter)))
-                    engine.step()
-                ends.append(engine.master_weights())
-                engine.close()
-            for name, value in ends[0].items():
-                self.assertTrue(torch.equal(value, ends[1][name]), name)
 
     def test_SafeGetFullOptimizerState(self):
         batches = data(2)
@@ -287,6 +263,27 @@ class Values(Behaviours):
         for number, parameter in enumerate(other.module.parameters()):
             self.assertTrue(torch.equal(state["state"][number]["exp_avg_sq"],
                                         safe_get_full_optimizer_state(parameter, "exp_avg_sq")))
+
+    def test_OptimizerStateDictIsLoadedByNumber(self):
+        engine = self.engine_of()
+        self.train(engine, data(2))
+        state = engine.optimizer.state_dict()
+        self.assertEqual(2, state["state"][0]["step"])
+        other = self.engine_of()
+        with self.assertLogs("spillway", "WARNING") as heard:
+            other.optimizer.load_state_dict({**state, "state": dict(reversed(state["state"].items()))})
+        self.assertIn("of 2 updates, and the engine's next one is number 1", heard.output[0])
+        other.backward(other(*data()[0]), retain_graph=True)  # makes the plan once more
+        other.discard_step()
+        for number, parameter in enumerate(other.module.parameters()):
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.assertTrue(torch.equal(state["state"][number][name],
+                                            safe_get_full_optimizer_state(parameter, name)), (number, name))
+        with self.assertNoLogs("spillway", "WARNING"):
+            engine.optimizer.load_state_dict(state)
+        for wrong, words in (({**state, "state": {**state["state"], 1: {}}}, "parameter 1 has no exp_avg and no exp_"),
+                             ({**state, "param_groups": []}, r"its groups have \[\] parameters, and those here \[4\]")):
+            self.assert_error(words, engine.optimizer.load_state_dict, wrong)
 
     def test_ModuleStateDict(self):
         network = simple()

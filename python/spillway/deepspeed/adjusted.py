@@ -1,7 +1,9 @@
 """What a loop written for DeepSpeed changes of its engine in mid-run, and takes out: a part of DeepSpeedEngine."""
+import logging
 
 import torch
 
+from .. import log
 from ..engine import buffers, values
 from ..engine.module import refuse_forgotten
 from ..engine.optimizer import EngineOptimizer
@@ -20,27 +22,44 @@ class StatesOptimizer(EngineOptimizer):
     def _names(self):
         return tuple(OPTIMIZERS[self.engine.settings["optimizer.type"]])
 
+    def _counts(self):
+        """Whether a step's update depends on how many came before it."""
+        return "exp_avg_sq" in self._names()
+
     def state_dict(self):
-        """It takes 4 bytes a parameter and state. Counts of steps are the engine's, and not in it."""
+        """It takes 4 bytes a parameter and state. "step" is the engine's count, which no load_state_dict() sets."""
         trained, numbers = self._trained(), {}
         for number, parameter in enumerate(trained):
             numbers[id(parameter)] = number
-        state = {number: {name: values.read(parameter, values.STATES[name]) for name in self._names()}
+        counted = {"step": torch.tensor(float(self.engine.current_step))} if self._counts() else {}
+        state = {number: {**counted, **{name: values.read(parameter, values.STATES[name]) for name in self._names()}}
                  for number, parameter in enumerate(trained)}
         groups = [{**group, "params": [numbers[id(parameter)] for parameter in group["params"]]}
                   for group in self.param_groups]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict):
-        trained = self._trained()
-        if len(state_dict["state"]) != len(trained) or len(state_dict["param_groups"]) != len(self.param_groups):
-            raise Error("invalid_argument", f"load_state_dict: has {len(state_dict['state'])} states in "
-                                            f"{len(state_dict['param_groups'])} groups, and here are {len(trained)} in "
-                                            f"{len(self.param_groups)}; give that of the same model and groups")
-        for parameter, state in zip(trained, state_dict["state"].values()):
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise Error("invalid_argument", f"load_state_dict: its groups have "
+                                            f"{[len(group['params']) for group in groups]} parameters, and those here "
+                                            f"{[len(group['params']) for group in self.param_groups]}; give that of "
+                                            "the same model and groups")
+        entries = [state.get(number, {}) for group in groups for number in group["params"]]
+        for number, entry in enumerate(entries):
+            missing = [name for name in self._names() if name not in entry]
+            if missing:
+                raise Error("invalid_argument", f"load_state_dict: parameter {number} has no {' and no '.join(missing)}"
+                                                "; give that of the same optimizer, after a step")
+        made, here = {int(entry["step"]) for entry in entries if "step" in entry}, self.engine.current_step
+        if self._counts() and made - {here}:
+            log.say(logging.WARNING, f"load_state_dict: its states are of {max(made)} updates, and the engine's next "
+                                     f"one is number {here + 1}, as which it corrects their bias; load_checkpoint() "
+                                     "brings the count, too")
+        for parameter, entry in zip(self._trained(), entries):
             for name in self._names():
-                values.write(parameter, state[name], values.STATES[name])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+                values.write(parameter, entry[name], values.STATES[name])
+        for group, saved in zip(self.param_groups, groups):
             group.update((name, value) for name, value in saved.items() if name != "params")
 
 

@@ -253,6 +253,7 @@ class Engine(TrainsBatches, Contents):
         """Of the step that comes."""
         return self._library.engine_next_learning_rate(self._open())
 
+    _has_states = False  # before the first step: some were written
     plain_factor, plain_decides = 1, True  # loss.backward(): times its gradients; step() after it makes a step
 
     def backward(self, loss, scale_wrt_gas=True, retain_graph=False):

@@ -182,7 +182,7 @@ def open_up(engine, why):
 
 def open_again(engine):
     """The engine as it is, by another plan. Its store keeps what it has, and what has none is carried over in memory:
-    the weights, 4 bytes a parameter for as long as it takes, or after the first step a snapshot in a directory of its
+    the weights, 4 bytes a parameter for as long as it takes, or where there are states a snapshot in a directory of its
     own. Of the graph that is to go backward nothing refers to the engine's memory. Where it cannot be made by that
     plan, which needs more memory than there is, say, it goes on by the one that it had, and the error is raised."""
     engine._refuse_held()
@@ -192,7 +192,7 @@ def open_again(engine):
         weights, snapshot, ranks = None, None, engine.ranks
         if engine.settings.get("spillway.nvme_paths"):
             engine.flush()
-        elif step == 0:
+        elif step == 0 and not engine._has_states:
             weights = collected(engine, None, bytes_too=True)
         else:
             made = os.path.join(ranks.same(folder) if ranks else folder, "snapshot")

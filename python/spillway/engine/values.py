@@ -44,6 +44,7 @@ def write(parameter, value, values=MASTER, root=0):
     elif gives:
         given = value.detach().to(device="cpu", dtype=torch.float32).contiguous()
     engine.lender.return_all()
+    engine._has_states = engine._has_states or values not in (MASTER, GRADIENT)
     try:
         engine._library.engine_write_values(engine._open(), values, *place, given.data_ptr() if given is not None else
                                             None, 0 if given is None else given.numel(),
