@@ -1,5 +1,6 @@
 """DeepSpeed's behaviours in a loop: what initialize() takes, batches, steps, precisions, checkpoints."""
 import argparse
+import logging
 import os
 import unittest.mock
 
@@ -64,6 +65,32 @@ class Initialize(Behaviours):
         engine = self.start(network, {"model_parameters": self.with_groups(network)})[0]
         self.assertEqual([1e-2, 1e-3], engine.get_lr())
         self.as_with_groups(engine, data(3))
+
+    def test_OneRateOfASchedulerIsAllGroups(self):
+        """Where it is a number in the configuration; else each group's own."""
+        warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-3, "warmup_num_steps": 2, "warmup_type": "linear"}}
+        cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 2e-3, "cycle_first_step_size": 1,
+                                                "cycle_momentum": False}}
+        whole = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 8}}
+        own = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}}
+        for scheduler, same, heard in ((warmup, True, 1), (cycle, True, 1), (whole, True, 1), (own, False, 0)):
+            network, alone, batches = simple(), simple().to(DEVICE), data(4)
+            optimizer = torch.optim.AdamW(self.with_groups(alone), lr=1e-2)
+            with self.assertLogs("spillway", "WARNING") as said:
+                deepspeed.log.say(logging.WARNING, "nothing else")
+                engine = self.start(network, {"model_parameters": self.with_groups(network)}, scheduler=scheduler)[0]
+            self.assertEqual(heard, sum("gives all of them one" in line for line in said.output))
+            for x, y in batches:
+                one, other = engine.get_lr()
+                self.assertAlmostEqual(one if same else one / 10, other, delta=1e-12)
+                for group, rate in zip(optimizer.param_groups, (one, other)):
+                    group["lr"] = rate
+                alone(x, y).backward()
+                torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.train(engine, [(x, y)])
+            self.assert_same_weights(engine, alone)
 
     def test_ClientOptimizer(self):
         network, said = simple(), torch.optim.AdamW

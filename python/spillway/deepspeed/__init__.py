@@ -428,7 +428,7 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
     _refuse(model, groups, lr_scheduler, dist_init_required, mpu or mesh_param, configured)
     optimizer, made = client.optimizer_of(optimizer, model, groups), None
     if optimizer is not None or any(isinstance(each, dict) for each in groups or ()):
-        made = client.configure(configured.change(), optimizer, groups, model)
+        made = client.configure(configured.change(), optimizer, groups, model, configured.one_rate)
     if "blocks" not in options and (blocks := leaves.blocks_of(model)) is not None:
         options["blocks"] = blocks
     if dist_init_required is not False:

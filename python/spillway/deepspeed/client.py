@@ -85,9 +85,9 @@ def groups_of(groups, model):
     return named
 
 
-def configure(config, optimizer, groups, model):
+def configure(config, optimizer, groups, model, one_rate=False):
     """Puts an optimizer, or groups for the configuration's own, into a configuration, which is changed. Returns the
-    groups of the EngineOptimizer to be, or None where one is enough."""
+    groups of the EngineOptimizer to be, or None where one is enough. `one_rate`: the scheduler gives all of them."""
     if optimizer is not None:
         if "optimizer" in config:
             log.say(logging.INFO, f"initialize: the optimizer that was given, {type(optimizer).__name__}, counts, not "
@@ -113,6 +113,11 @@ def configure(config, optimizer, groups, model):
         if members:
             own = {"lr": base_rate({"lr": rate, **group}), "weight_decay": float(group.get("weight_decay", decay))}
             made.append((members, own, group))
+    if one_rate and any(own["lr"] != made[0][1]["lr"] for _, own, _ in made):
+        log.say(logging.WARNING, "model_parameters: groups have rates of their own, and the configuration's scheduler "
+                                 "gives all of them one, as with DeepSpeed; leave `lr` out of the groups")
+        for _, own, _ in made:
+            own["lr"] = made[0][1]["lr"]
     params.update(made[0][1])  # which the others are compared with
     if params["lr"] == 0 and any(own["lr"] for _, own, _ in made):
         raise Error("unsupported", "optimizer: its first group's lr is 0 and another's is not; put that one first")

@@ -56,6 +56,18 @@ class Configured:
     def has_schedule(self):
         return self.values is not None and isinstance(self.values.get("scheduler"), dict)
 
+    @property
+    def one_rate(self):
+        """Whether its scheduler gives all groups one rate, whatever theirs are, as DeepSpeed's does."""
+        section = self.schedule or (self.values or {}).get("scheduler")
+        if not isinstance(section, dict) or not isinstance(params := section.get("params") or {}, dict):
+            return False
+        if self.schedule is not None:
+            return not any(isinstance(value, list) for value in params.values())
+        kind = section.get("type")
+        most = params.get("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None)  # else each group's own
+        return kind in ("WarmupLR", "WarmupDecayLR") and isinstance(most, (int, float))
+
     def for_engine(self):
         """As it was given, while nothing was taken out, so that messages name its lines."""
         if not self._changed:
