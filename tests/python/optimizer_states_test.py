@@ -107,6 +107,22 @@ class Looking(Case):
     def nothing_is_read(self):
         return unittest.mock.patch.object(self.trained._states, "export_state", side_effect=AssertionError("was read"))
 
+    def test_WhatWouldChangeACopyAloneIsRefused(self):
+        parameter = next(self.network.parameters())
+        shown = self.trained.state[parameter]["exp_avg"]
+        mask = torch.ones(shown.shape)
+        for call, name in ((shown.zero_, "zero_"), (lambda: shown.mul_(mask), "mul_"),
+                           (lambda: torch.mul(mask, mask, out=shown), "mul"),
+                           (lambda: torch._foreach_mul_([shown], 2), "_foreach_mul_"),
+                           (lambda: self.trained.state[parameter]["step"].fill_(7), "fill_")):
+            self.assert_error(f"^{name}: would change a copy of an optimizer's state in place", call)
+        self.assertTrue(torch.equal(shown.clone(), mask.copy_(shown)))
+        self.assertTrue(shown.clone().zero_().eq(0).all())
+        state = self.trained.state_dict()
+        state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].clone().zero_()
+        self.trained.load_state_dict(state)
+        self.assertTrue(self.trained.state[parameter]["exp_avg"].eq(0).all())
+
     def test_AcceleratesRoundTripMovesNothing(self):
         before = self.trained.current_step
         with self.nothing_is_read(), unittest.mock.patch.object(self.trained._states, "import_state",

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ..library import Error
 from ..pieces import floats
@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 class StateTensor(torch.Tensor):
     """A tensor of a state_dict: its values are fetched when somebody looks. To be moved to another device, or copied
-    into another dict, is not to be looked at: Accelerate does that with everything in prepare()."""
+    into another dict, is not to be looked at: Accelerate does that with everything in prepare(). They are a copy, and
+    so what would change them in place is an error."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -40,6 +41,10 @@ class StateTensor(torch.Tensor):
             one = arguments[0]
             return StateTensor(one._reader, one._fetch, one.shape, keywords.get("dtype") or one.dtype,
                                torch.device(keywords.get("device") or one.device))
+        if _changes(function, arguments, keywords):
+            raise Error("unsupported", f"{function.__name__.partition('.')[0]}: would change a copy of an optimizer's "
+                                       "state in place, and no step would know; change a clone() of it in "
+                                       "state_dict(), and give that to load_state_dict()")
         return function(*tree_map(plain_of, arguments), **tree_map(plain_of, keywords))
 
     def __reduce_ex__(self, protocol):  # a file of torch.save() knows nothing of this class
@@ -68,6 +73,16 @@ class StateTensor(torch.Tensor):
 
     def untyped_storage(self):
         return self.plain().untyped_storage()
+
+
+def _changes(function, arguments, keywords):
+    """Whether it writes to a StateTensor, in place or by out=; to another tensor it may."""
+    schema = function._schema
+    if not schema.is_mutable:
+        return False
+    given = {**{each.name: value for each, value in zip(schema.arguments, arguments)}, **keywords}
+    written = [given.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write]
+    return any(isinstance(value, StateTensor) for value in tree_flatten(written)[0])
 
 
 def plain_of(value):
