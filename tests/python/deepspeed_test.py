@@ -12,6 +12,7 @@ from case import main
 import torch
 
 import spillway
+from spillway.deepspeed import comm
 from toy_model import DEVICE, Widened, batches, config, model, train
 
 
@@ -144,6 +145,29 @@ class Words(Case):
         with unittest.mock.patch.dict(os.environ, WORLD_SIZE="2"):
             self.assert_error("init_distributed: WORLD_SIZE 2: and nothing says", spillway.init_distributed)
         self.assert_error("WORLD_SIZE 3: ", spillway.init_distributed, rank=0, world_size=3)
+
+    def test_ProcessesOfMpirunAreSeveral(self):
+        open_mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in (
+            ("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))}
+        mpich = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+        def begins(said, **options):
+            with unittest.mock.patch.dict(os.environ, said), \
+                    unittest.mock.patch.multiple(comm, _begun=False, _asked=1), \
+                    unittest.mock.patch.object(torch.distributed, "init_process_group") as begun:
+                spillway.init_distributed(**options)
+                return begun.call_count, [os.environ.get(name) for name in names]
+
+        for said in (open_mpi, mpich):
+            self.assertEqual((1, ["1", "2", "1", "127.0.0.1", "29501"]), begins(said, distributed_port=29501))
+            size = next(name for name in said if "LOCAL" in name and "SIZE" in name or name == "MPI_LOCALNRANKS")
+            hosts = {**said, size: "1"}
+            self.assert_error("mpirun has started 2 processes, and does not say MASTER_ADDR; set", begins, hosts)
+            self.assertEqual((1, ["1", "2", "1", "10.0.0.1", "29500"]), begins({**hosts, "MASTER_ADDR": "10.0.0.1"}))
+            self.assertEqual((0, [None] * 5), begins(said, auto_mpi_discovery=False))
+        self.assertEqual((0, [None] * 5), begins({**open_mpi, "OMPI_COMM_WORLD_SIZE": "1"}))
+        self.assert_error("does not say LOCAL_RANK and MASTER_ADDR", begins, {"PMI_RANK": "1", "PMI_SIZE": "2"})
 
     def test_AModelMadeInInitIsWhatItIsWithout(self):
         said = io.StringIO()

@@ -15,6 +15,11 @@ _begun = False
 _asked = 1  # processes that init_distributed() was told of
 
 
+# Rank, number, rank and number on the host: of Open MPI's mpirun, and of MPICH's and its kin.
+_LAUNCHERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+               "OMPI_COMM_WORLD_LOCAL_SIZE"), ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+
+
 class _Done:
     """What async_op=True gives."""
 
@@ -59,12 +64,33 @@ def _backend(asked):
     return asked or ("cpu:gloo,cuda:nccl" if by_device else "gloo")
 
 
+def _discover(port):
+    """What mpirun says of the processes that it started goes where torchrun says it, and torch.distributed looks."""
+    rank, size, local_rank, local_size = next(
+        (found for found in ([os.environ.get(name) for name in names] for names in _LAUNCHERS)
+         if int(found[1] or 1) > 1), (None, 1, None, 1))
+    if size == 1:
+        return
+    found = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank,
+             "MASTER_ADDR": "127.0.0.1" if local_size == size else None, "MASTER_PORT": str(port)}
+    missing = [name for name, value in found.items() if value is None and name not in os.environ]
+    if missing:
+        raise Error("invalid_argument", f"init_distributed: mpirun has started {size} processes, and does not say "
+                                        f"{' and '.join(missing)}; set these (-x), MASTER_ADDR to the address of rank "
+                                        "0's host, or start them with torchrun, or one with python")
+    for name, value in found.items():
+        os.environ.setdefault(name, value or "")
+
+
 def init_distributed(dist_backend=None, auto_mpi_discovery=True, distributed_port=29500, verbose=True, timeout=None,
                      init_method=None, dist_init_required=None, config=None, rank=-1, world_size=-1, **_):
     """Of one process no process group is made: torch.distributed itself is left out, or this module taken in its
     place. Of several one is, over Gloo; where there are GPUs, over `dist_backend`, or over NCCL for what lies on one.
-    `timeout`: of its calls, a datetime.timedelta; the default is torch.distributed's."""
+    `timeout`: of its calls, a datetime.timedelta; the default is torch.distributed's. `auto_mpi_discovery`: processes
+    that mpirun started are several, too; of one host they meet at `distributed_port`, of others at MASTER_ADDR."""
     global _begun, _asked  # the first of which is_initialized() says, as DeepSpeed's does
+    if auto_mpi_discovery and "WORLD_SIZE" not in os.environ and world_size < 1 and not is_initialized():
+        _discover(distributed_port)
     processes = max(world_size, int(os.environ.get("WORLD_SIZE") or 1))
     if processes > 1 and not torch.distributed.is_initialized():
         if init_method is None and "MASTER_ADDR" not in os.environ:
