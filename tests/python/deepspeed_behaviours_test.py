@@ -325,6 +325,21 @@ class Steps(Behaviours):
         with engine.no_sync():
             self.assert_error("inside of another", engine.no_sync().__enter__)
 
+    def test_MomentaOfEachGroup(self):
+        """As a schedule or the loop has set them."""
+        engine = self.engine_of(scheduler={"type": "OneCycle", "params": {
+            "cycle_min_lr": 1e-3, "cycle_max_lr": 5e-3, "cycle_first_step_size": 2}})
+        self.assertEqual([(0.8, 0.99)], engine.get_mom())
+        self.train(engine, data(1))
+        self.assertAlmostEqual(0.85, engine.get_mom()[0][0], delta=1e-12)
+        network = simple()
+        groups = [{"params": [each.weight for each in network.linears]},
+                  {"params": [each.bias for each in network.linears]}]
+        engine = self.start(network, {"model_parameters": groups})[0]
+        self.assertEqual([(0.9, 0.999)] * 2, engine.get_mom())
+        engine.optimizer.param_groups[0]["betas"] = [0.5, 0.9]
+        self.assertEqual([(0.5, 0.9), (0.9, 0.999)], engine.get_mom())
+
     def test_BatchSizeQueries(self):
         engine = self.engine_of(accumulation=2)
         self.assertEqual((4, 2, 8), (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(),

@@ -57,9 +57,11 @@ class Answers:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self):
-        """Adam's or Lion's betas, SGD's momentum; 0 where the optimizer has neither."""
-        betas = self.settings.get("optimizer.params.betas")
-        return [self.settings.get("optimizer.params.momentum", 0.0) if betas is None else tuple(betas)]
+        """Adam's or Lion's betas of each group, SGD's momentum; 0 where the optimizer has neither."""
+        name = "betas" if "optimizer.params.betas" in self.settings else "momentum"
+        usual = self.optimizer.known.get(name, self.settings.get(f"optimizer.params.{name}", 0.0))
+        found = [group.get(name, usual) for group in self.optimizer.param_groups]
+        return [tuple(each) if isinstance(each, list) else each for each in found]
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
