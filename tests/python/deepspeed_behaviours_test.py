@@ -66,6 +66,17 @@ class Initialize(Behaviours):
         self.assertEqual([1e-2, 1e-3], engine.get_lr())
         self.as_with_groups(engine, data(3))
 
+    def test_GroupsHaveTheDecayOfTorchAdam(self):
+        for more, decay in (({"torch_adam": True}, 0.01), ({"torch_adam": True, "adam_w_mode": False}, 0), ({}, 0)):
+            network = simple()
+            groups = [{"params": [each.weight for each in network.linears]},
+                      {"params": [each.bias for each in network.linears], "lr": 1e-3}]
+            engine = self.start(network, {"model_parameters": groups}, optimizer={
+                "type": "Adam", "params": {"lr": 1e-2, **more}})[0]
+            self.assertEqual([decay] * 2, [group["weight_decay"] for group in engine.optimizer.param_groups])
+            self.assertEqual(decay, engine.settings["optimizer.params.weight_decay"])
+            self.train(engine, data(1))
+
     def test_OneRateOfASchedulerIsAllGroups(self):
         """Where it is a number in the configuration; else each group's own."""
         warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-3, "warmup_num_steps": 2, "warmup_type": "linear"}}

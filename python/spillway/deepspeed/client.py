@@ -97,7 +97,8 @@ def configure(config, optimizer, groups, model, one_rate=False):
     if not groups:
         return None
     params = config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})
-    rate, decay = params.get("lr"), params.get("weight_decay", 0)
+    usual = 1e-2 if params.get("torch_adam") and params.get("adam_w_mode", True) else 0  # torch.optim.AdamW's
+    rate, decay = params.get("lr"), params.get("weight_decay", usual)
     plain = not any(set(group) - {"params", "name"} for group in groups)
     if optimizer is None and plain:
         made = [(names, {}, group) for names, group, _ in groups_of(groups, model) if names]
