@@ -273,12 +273,16 @@ class Values(Behaviours):
         with self.assertLogs("spillway", "WARNING") as heard:
             other.optimizer.load_state_dict({**state, "state": dict(reversed(state["state"].items()))})
         self.assertIn("of 2 updates, and the engine's next one is number 1", heard.output[0])
-        other.backward(other(*data()[0]), retain_graph=True)  # makes the plan once more
-        other.discard_step()
-        for number, parameter in enumerate(other.module.parameters()):
-            for name in ("exp_avg", "exp_avg_sq"):
-                self.assertTrue(torch.equal(state["state"][number][name],
-                                            safe_get_full_optimizer_state(parameter, name)), (number, name))
+        other.save(self.folder / "snapshot")
+        begun, loaded = self.start(initialize={"snapshot": self.folder / "snapshot"})[0], self.engine_of()
+        loaded.load_snapshot(self.folder / "snapshot")
+        for each in (other, begun, loaded):
+            each.backward(each(*data()[0]), retain_graph=True)  # makes the plan once more
+            each.discard_step()
+            for number, parameter in enumerate(each.module.parameters()):
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.assertTrue(torch.equal(state["state"][number][name],
+                                                safe_get_full_optimizer_state(parameter, name)), (number, name))
         with self.assertNoLogs("spillway", "WARNING"):
             engine.optimizer.load_state_dict(state)
         for wrong, words in (({**state, "state": {**state["state"], 1: {}}}, "parameter 1 has no exp_avg and no exp_"),

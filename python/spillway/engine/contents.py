@@ -71,6 +71,7 @@ class Contents:
         self.discard_step()
         self._library.engine_load_snapshot(self._open(), path_of(directory))
         self._layout.forget_packed()
+        self._has_states = True
         self.uncounted_steps = self._record()[0]
         self.optimizer.attach(self)
 

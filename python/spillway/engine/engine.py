@@ -145,6 +145,7 @@ class Engine(TrainsBatches, Contents):
         self._views, self._addresses = {}, set()
         self._layout.forget_packed()
         self._layout.keep()
+        self._has_states = self._has_states or snapshot is not None
 
     def _take_over(self):
         """Empties the parameters and puts visits in the place of forwards."""
@@ -253,7 +254,7 @@ class Engine(TrainsBatches, Contents):
         """Of the step that comes."""
         return self._library.engine_next_learning_rate(self._open())
 
-    _has_states = False  # before the first step: some were written
+    _has_states = False  # before the first step: some were written, or loaded
     plain_factor, plain_decides = 1, True  # loss.backward(): times its gradients; step() after it makes a step
 
     def backward(self, loss, scale_wrt_gas=True, retain_graph=False):
