@@ -3,6 +3,7 @@ counted case by case like the others: `from report import main`, then `main()` a
 
 Meson passes `--gtest_output=xml:FILE`. Without it the file runs as a plain unittest program.
 """
+import os
 import re
 import sys
 import time
@@ -58,11 +59,20 @@ class _Result(unittest.TextTestResult):
             self._add(test, "failure", f"{subtest}: {err[1]}")
 
 
+class _Part(unittest.TestLoader):
+    """Of a whole file, the cases that GoogleTest's variables for shards leave to this run."""
+
+    def loadTestsFromModule(self, *arguments, **keywords):
+        cases = [case for suite in super().loadTestsFromModule(*arguments, **keywords) for case in suite]
+        own, all_ = int(os.environ.get("GTEST_SHARD_INDEX", 0)), int(os.environ.get("GTEST_TOTAL_SHARDS", 1))
+        return self.suiteClass(cases[own::all_])
+
+
 def main():
     report = next((a[len(OPTION):] for a in sys.argv if a.startswith(OPTION)), None)
     arguments = [a for a in sys.argv if not a.startswith(OPTION)]
     runner = unittest.TextTestRunner(resultclass=_Result, verbosity=2)
-    program = unittest.main(module="__main__", argv=arguments, testRunner=runner, exit=False)
+    program = unittest.main(module="__main__", argv=arguments, testRunner=runner, testLoader=_Part(), exit=False)
     if report:
         root = ElementTree.Element("testsuites")
         root.append(program.result.cases)

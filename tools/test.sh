@@ -5,8 +5,8 @@
 # many as the tests have by themselves. SPILLWAY_CASES, SPILLWAY_KILLS and SPILLWAY_STEPS say how many. The builds:
 #   build-test   release, everything
 #   build-asan   address and undefined sanitizers; without benches, and without the rules of the house, which look at
-#                the source and not at the build; of the engine's longest suites every other case, by turns
-#   build-tsan   thread sanitizer; the tests of suite `threads`, of these likewise
+#                the source and not at the build; of each suite every other case, but for --full
+#   build-tsan   thread sanitizer; the tests of suite `threads`, likewise, and of each suite the other half
 #   build-fuzz   clang's libFuzzer, SPILLWAY_FUZZ_SECONDS (10) on each parser; see tests/fuzz
 # The build directories stay, so a second run only builds what changed. The last line counts the test programs' own
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
@@ -98,6 +98,14 @@ if [ -z "$all" ]; then
 fi
 run "" build-test ${few:+--no-suite full} --timeout-multiplier 4
 
+# Sanitizers look at every other case, as GoogleTest's variables say it and tests/report.py reads them. The commit says
+# at which: so in the course of a few commits each build looks at all of them.
+half() {  # 0: those of this commit's turn, 1: the others
+  [ -z "$few" ] || export GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$(((turn + $1) % 2))
+}
+turn=0
+case "$(git rev-parse HEAD 2>/dev/null)" in *[13579bdf]) turn=1 ;; esac
+
 # Everything takes ten times as long from here on; so more patience with a case before it counts as one that hangs.
 export SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
@@ -110,6 +118,7 @@ export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=0 \
   "-Dcpp_args=-g1 -fsanitize-ignorelist=$PWD/tests/ubsan.ignore" -Db_sanitize=address,undefined \
   -Db_lundef=false -Db_pch=false -Dunity=on -Dunity_size=16 || true
+half 0
 run "$still" build-asan --no-suite bench --no-suite house --no-suite full --timeout-multiplier 5
 
 echo "== thread sanitizer"
@@ -117,9 +126,11 @@ export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:su
 # -O1 costs the build little and saves the run a lot.
 configure build-tsan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 \
   -Db_sanitize=thread -Db_lundef=false -Db_pch=false -Dunity=on -Dunity_size=16 || true
+half 1
 run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
 
 echo "== fuzzers"
+unset GTEST_TOTAL_SHARDS GTEST_SHARD_INDEX
 configure build-fuzz -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 \
   -Dfuzz=enabled -Db_pch=false -Dunity=on -Dunity_size=12 || true
 run "$still" build-fuzz --suite fuzz
