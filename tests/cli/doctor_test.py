@@ -311,6 +311,15 @@ class Doctor(CliTest):
         refused = spillway(*self.place.arguments(config, model, steps=1, seq=65))
         self.assertEqual(f"spillway: {plan['seen']}; {plan['repair']}\n", refused.err)
 
+    def test_AdaptersAreJudgedAsARunTrainsThem(self):
+        model = self.place.init_model(layers=4, width=256, heads=4)
+        lora = {"rank": 4, "alpha": 8, "targets": ["all-linear"]}
+        config = self.place.config(parameters="cpu", states="cpu",
+                                   spillway_section={"lora": lora, "host_bytes": "24MiB"})
+        findings = self.doctor("--config", config, "--model", model, "--seq", 32, "--no-probe")
+        self.assertEqual([], [f for f in findings if f["check"] == "plan"])
+        self.assert_done(spillway(*self.place.arguments(config, model, steps=1)))
+
     def test_TheDriversLibraryIsAsked(self):
         directory = os.environ.get("SPILLWAY_FAKE_CUDA", "")
         if not directory:

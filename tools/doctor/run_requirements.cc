@@ -13,6 +13,7 @@
 #include "src/plan/plan.h"
 #include "tools/models/config_json.h"
 #include "tools/models/decoder/model.h"
+#include "tools/models/lora.h"
 #include "tools/models/trained_model.h"
 #include "tools/models/trainer.h"
 #include "tools/terminal/remedies.h"
@@ -32,6 +33,7 @@ void plan(const RequirementOptions& options, models::TrainedModel model, Config 
   } catch (const Error& error) {
     return refuse(error);
   }
+  if (config.lora.given()) models::add_adapters(model, config.lora);
   const std::vector<ThreadShare> shares = share_threads(config.threads);
   config.threads = threads_of(shares);
   try {
